@@ -314,7 +314,7 @@ impl Proxy {
         let config =
             config::load(&file, [], &Overrides::default()).map_err(io::Error::other)?.config;
         let log = File::create(log_file.map_or(home.join("jackstay.log"), Path::to_owned))?;
-        let log = log::init_to(&config.log, log)?;
+        let log = log::init(&config.log, log)?;
         let app = App::bind(config).map_err(io::Error::other)?;
         let listener = app.listener_addresses("apiserver").first().copied();
         let listener = listener.ok_or_else(|| io::Error::other("127.0.0.1 cannot be bound"))?;

@@ -131,7 +131,7 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
             return ExitCode::from(EXIT_USAGE);
         }
     };
-    let log = match log::init(&config.log) {
+    let log = match log::init(&config.log, std::io::stderr()) {
         Ok(guard) => guard,
         Err(error) => {
             eprintln!("cannot start the log: {error}");

@@ -1,5 +1,5 @@
-//! A shared bound on bytes in memory, shown as a gauge: request bodies that may be sent again, and
-//! frames of watches that have not arrived whole.
+//! A limit on the bytes of one kind in memory, exported as a gauge: request bodies kept for a retry, or
+//! watch frames that are incomplete or wait for their client.
 //!
 //! The budget only counts. The callers decide what happens to bytes that exceed it.
 
@@ -10,7 +10,7 @@ use metrics::Gauge;
 
 /// Counts the bytes that are held of one kind.
 ///
-/// The count is atomic because bytes may be dropped on another thread than the one that holds them.
+/// The count is atomic because a buffer may be dropped on another thread than the one that filled it.
 #[derive(Debug)]
 pub struct ByteBudget {
     limit: usize,
@@ -19,8 +19,8 @@ pub struct ByteBudget {
 }
 
 impl ByteBudget {
-    /// Creates a budget of `limit` bytes. Several budgets may share the gauge: it is only incremented
-    /// and decremented.
+    /// Creates a budget of `limit` bytes. Several budgets may share one gauge, since they increment and
+    /// decrement it and never set it.
     pub fn new(limit: usize, gauge: Gauge) -> Arc<Self> {
         Arc::new(Self { limit, held: AtomicUsize::new(0), gauge })
     }

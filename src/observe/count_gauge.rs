@@ -1,8 +1,8 @@
 //! A gauge with an integer value.
 //!
-//! The registry's gauge is a float that is changed with a compare-and-swap loop and cannot be read back.
-//! A [`CountGauge`] is changed with one atomic addition, and `/status` reads it too.
-//! [`CountGauge::publish`] copies its value into the registry's gauge before each scrape.
+//! The registry's gauge is a float, which takes a compare-and-swap loop to change and cannot be read back.
+//! A [`CountGauge`] takes one atomic addition, and `/status` can read it. [`CountGauge::publish`] copies
+//! its value into the registry's gauge before each scrape.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 
@@ -16,7 +16,7 @@ pub struct CountGauge {
 }
 
 impl CountGauge {
-    /// A count of zero, which is exported as `gauge`.
+    /// Starts at zero; `gauge` exports the count.
     pub(super) fn new(gauge: Gauge) -> Self {
         gauge.set(0);
         Self { value: AtomicI64::new(0), gauge }

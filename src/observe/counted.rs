@@ -1,15 +1,16 @@
-//! Numbers with a noun in the right form.
+//! Formats a number and its noun, in the singular or plural.
 
 use std::fmt::Display;
 
-/// `1 stream`, `2 streams`, `2 watches`: a number and the regular plural of `one`.
-pub fn counted<N: Copy + Display + PartialEq + From<u8>>(number: N, one: &str) -> String {
-    let end = match one {
+/// `1 stream`, `2 streams`, `2 watches`: a number and `singular`, with the ending of a regular plural if
+/// the number is not 1.
+pub fn counted<N: Copy + Display + PartialEq + From<u8>>(number: N, singular: &str) -> String {
+    let ending = match singular {
         _ if number == N::from(1) => "",
-        _ if one.ends_with("ch") || one.ends_with('s') => "es",
+        _ if singular.ends_with("ch") || singular.ends_with('s') => "es",
         _ => "s",
     };
-    format!("{number} {one}{end}")
+    format!("{number} {singular}{ending}")
 }
 
 #[cfg(test)]
@@ -20,7 +21,8 @@ mod tests {
     fn counted_uses_plural_except_for_one() {
         let endpoints = |number: u64| counted(number, "endpoint");
         assert_eq!([0, 1, 2].map(endpoints), ["0 endpoints", "1 endpoint", "2 endpoints"]);
-        assert_eq!(counted(1_usize, "watch") + &counted(3_usize, "watch"), "1 watch3 watches");
+        assert_eq!(counted(1_usize, "watch"), "1 watch");
+        assert_eq!(counted(3_usize, "watch"), "3 watches");
         assert_eq!(counted(2_usize, "address"), "2 addresses");
     }
 }

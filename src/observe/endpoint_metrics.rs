@@ -1,7 +1,7 @@
-//! The metrics of an endpoint, as handles that are resolved once.
+//! The metrics of an endpoint, as handles that are resolved once and shared by all workers.
 //!
-//! All workers share them. State gauges are guards: what a worker added is subtracted when it drops the
-//! guard, so an endpoint that leaves returns to zero.
+//! State gauges are guards: dropping one subtracts what it added, so that the series of a removed endpoint
+//! return to zero.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -56,12 +56,12 @@ impl EndpointMetrics {
         &self.endpoint
     }
 
-    /// The state of the endpoint as the calling worker sees it; none until `set`.
+    /// A gauge of the endpoint's state as the calling worker sees it. It counts in no state until it is set.
     pub fn state_gauge(&self) -> StateGauge {
         StateGauge { names: &ENDPOINT_STATES, gauges: Arc::clone(&self.states), state: None }
     }
 
-    /// The state of one connection to the endpoint; none until `set`.
+    /// A gauge of the state of one connection to the endpoint. It counts in no state until it is set.
     pub fn connection_gauge(&self) -> StateGauge {
         StateGauge { names: &CONNECTION_STATES, gauges: Arc::clone(&self.connections), state: None }
     }
@@ -122,28 +122,25 @@ impl EndpointMetrics {
 
     /// Counts a watch whose bookmarks have stopped.
     pub fn watch_stale(&self) {
-        let labels = &[self.upstream.as_str(), &self.endpoint];
-        self.registry.counter(&names::STALE_WATCHES, labels).increment(1);
+        self.registry.count(&names::STALE_WATCHES, &[&self.upstream, &self.endpoint], 1);
     }
 
     fn count(&self, spec: &names::MetricSpec, value: &'static str) {
-        self.registry.counter(spec, &[&self.upstream, &self.endpoint, value]).increment(1);
+        self.registry.count(spec, &[&self.upstream, &self.endpoint, value], 1);
     }
 }
 
-/// The state of one endpoint or one connection in a gauge that has a series for each state.
-///
-/// Counts in at most one state, and in none once it is dropped.
+/// Counts one endpoint or one connection in the series of its state, until it is dropped.
 #[derive(Debug)]
 pub struct StateGauge {
     names: &'static [&'static str],
-    /// One for each name.
+    /// In the order of `names`.
     gauges: Arc<[Gauge]>,
     state: Option<usize>,
 }
 
 impl StateGauge {
-    /// Moves to `state`. A state that has no series is a bug and counts nowhere.
+    /// Changes the state. A state without a series is a bug of the caller and is not counted.
     pub fn set(&mut self, state: &str) {
         let next = self.names.iter().position(|known| *known == state);
         debug_assert!(next.is_some(), "no such state: {state}");
@@ -154,7 +151,7 @@ impl StateGauge {
         if next == self.state {
             return;
         }
-        // The new state first: a scrape in between sees one too many rather than a gap.
+        // The new state is counted first, so that a scrape in between sees one too many and not one too few.
         if let Some(index) = next {
             self.gauges[index].increment(1);
         }
@@ -173,11 +170,7 @@ impl Drop for StateGauge {
 #[cfg(test)]
 mod tests {
     use super::super::Metrics;
-
-    fn has(metrics: &Metrics, line: &str) {
-        let text = metrics.render();
-        assert!(text.lines().any(|l| l == line), "no {line} in\n{text}");
-    }
+    use super::super::metrics::tests::assert_line;
 
     #[test]
     fn gauges_of_an_endpoint_return_to_zero_on_drop() {
@@ -188,12 +181,21 @@ mod tests {
         one.set("ready");
         two.set("ready");
         connection.set("live");
-        has(&metrics, r#"jackstay_endpoint_state{upstream="u",endpoint="e",state="ready"} 2"#);
+        assert_line(
+            &metrics,
+            r#"jackstay_endpoint_state{upstream="u",endpoint="e",state="ready"} 2"#,
+        );
         two.set("ejected");
         connection.set("suspect");
-        has(&metrics, r#"jackstay_endpoint_state{upstream="u",endpoint="e",state="ready"} 1"#);
-        has(&metrics, r#"jackstay_connections{upstream="u",endpoint="e",state="live"} 0"#);
-        has(&metrics, r#"jackstay_connections{upstream="u",endpoint="e",state="suspect"} 1"#);
+        assert_line(
+            &metrics,
+            r#"jackstay_endpoint_state{upstream="u",endpoint="e",state="ready"} 1"#,
+        );
+        assert_line(&metrics, r#"jackstay_connections{upstream="u",endpoint="e",state="live"} 0"#);
+        assert_line(
+            &metrics,
+            r#"jackstay_connections{upstream="u",endpoint="e",state="suspect"} 1"#,
+        );
         drop((one, two, connection));
         for line in metrics.render().lines().filter(|l| l.contains("state=")) {
             assert!(line.ends_with(" 0"), "{line}");

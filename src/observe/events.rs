@@ -1,21 +1,22 @@
 //! State changes: one log line each, and the latest ones for `/events` and the status page.
 //!
-//! Every state change goes through [`Events::changed`], so that log, `/events` and page agree. A change
-//! that repeats within [`WINDOW`] is not logged again: the next line like it, or the end of the burst,
-//! reports how many were suppressed. `/events` has one entry for it, with a count. Both are bounded.
+//! Every state change goes through [`Events::changed`], so that the log, `/events` and the page agree. A
+//! change that repeats within [`WINDOW`] is not logged again; the next line of the same change, or a line
+//! after the burst, reports how many were suppressed. `/events` has one entry for a burst, with a count.
+//! At most [`MAX_EVENTS`] entries are kept.
 //!
 //! Requests are not events: metrics and the access log cover them.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, SystemTime};
 
 use serde::Serialize;
 use tokio::time::Instant;
 
+use super::lock;
 use super::repeat_filter::RepeatFilter;
-use super::utc::Utc;
-use crate::observe::utc::wall_clock;
+use super::utc::{Utc, wall_clock};
 
 /// Largest number of events remembered: at a few hundred bytes each, about 100 KiB.
 pub const MAX_EVENTS: usize = 256;
@@ -40,7 +41,7 @@ pub enum EventKind {
     Source,
     /// The configuration.
     Configuration,
-    /// The program itself.
+    /// The jackstay process.
     Process,
 }
 
@@ -133,7 +134,7 @@ impl Default for Events {
 impl Events {
     /// Logs and remembers a change. Does not block.
     pub fn changed(&self, change: &Change<'_>) {
-        let suppressed = self.keep(change, Instant::now(), wall_clock());
+        let suppressed = self.record(change, Instant::now(), wall_clock());
         if let Some(suppressed) = suppressed {
             let level = if change.bad { tracing::Level::WARN } else { tracing::Level::INFO };
             write(change, level, suppressed);
@@ -147,36 +148,37 @@ impl Events {
 
     /// Remembers a change that the caller logs itself.
     pub fn remember(&self, change: &Change<'_>) {
-        self.keep(change, Instant::now(), wall_clock());
+        self.record(change, Instant::now(), wall_clock());
     }
 
     /// Logs the suppressed repetitions of bursts that are over. Call it about once a second.
     pub fn flush(&self) {
-        let ended = self.recent().repeats.flush(Instant::now());
+        let ended = lock(&self.0).repeats.flush(Instant::now());
         for (line, times) in ended {
             tracing::info!(times, change = line, "repeated events suppressed");
         }
     }
 
-    /// The latest changes, oldest first, at most `most`.
-    pub fn last(&self, most: usize) -> Vec<Event> {
-        let recent = self.recent();
-        let skip = recent.ring.len().saturating_sub(most);
+    /// The latest `max` changes, oldest first.
+    pub fn last(&self, max: usize) -> Vec<Event> {
+        let recent = lock(&self.0);
+        let skip = recent.ring.len().saturating_sub(max);
         recent.ring.iter().skip(skip).cloned().collect()
     }
 
-    /// Remembers a change. Returns the number of suppressed repetitions if it is to be logged.
-    fn keep(&self, change: &Change<'_>, now: Instant, at: SystemTime) -> Option<u64> {
+    /// Remembers a change. Returns `None` if its line is suppressed, and otherwise the number of lines
+    /// suppressed before it.
+    fn record(&self, change: &Change<'_>, now: Instant, at: SystemTime) -> Option<u64> {
         let key = key(change);
-        let mut recent = self.recent();
+        let mut recent = lock(&self.0);
         let admitted = recent.repeats.admit(&key, now);
         recent.seq += 1;
         let seq = recent.seq;
         let mut times = 1;
         if admitted.is_none() {
             // The entry moves to the end, so that the ring stays ordered by time.
-            if let Some(at) = recent.ring.iter().rposition(|event| event.key == key) {
-                times += recent.ring.remove(at).map_or(0, |event| event.times);
+            if let Some(index) = recent.ring.iter().rposition(|event| event.key == key) {
+                times += recent.ring.remove(index).map_or(0, |event| event.times);
             }
         }
         if recent.ring.len() >= MAX_EVENTS {
@@ -199,10 +201,6 @@ impl Events {
         });
         admitted
     }
-
-    fn recent(&self) -> MutexGuard<'_, Recent> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// The key under which repetitions are counted. It omits digits of the reason: ports and durations.
@@ -216,7 +214,7 @@ fn key(change: &Change<'_>) -> String {
     format!("{kind} {upstream} {}: {} to {}: {reason}", change.name, change.from, change.to)
 }
 
-/// Writes the line. The field of the object is named as in metrics and other lines.
+/// Writes the log line. The object's name is in the field `endpoint`, `source` or `name`, as in other lines.
 fn write(change: &Change<'_>, level: tracing::Level, suppressed: u64) {
     let (mut endpoint, mut source, mut name) = (None, None, None);
     match change.kind {
@@ -266,7 +264,7 @@ mod tests {
             from: "ready",
             to: "ejected",
             reason,
-            effect: "no request goes there",
+            effect: "receives no requests",
             bad: true,
         }
     }
@@ -286,7 +284,7 @@ mod tests {
             " WARN endpoint changed its state ",
             r#"endpoint="10.0.0.1:6443""#,
             r#"from="ready" to="ejected" reason="refused from port 40000""#,
-            r#"effect="no request goes there""#,
+            r#"effect="receives no requests""#,
         ] {
             assert!(lines[0].contains(part), "no {part} in {}", lines[0]);
         }
@@ -298,15 +296,15 @@ mod tests {
     }
 
     #[test]
-    fn keep_reports_suppressed_repetitions_with_the_next_burst() {
+    fn record_reports_suppressed_repetitions_with_the_next_burst() {
         let (events, start) = (Events::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
-        let (line, clock) = (change("a", "refused"), SystemTime::UNIX_EPOCH);
-        assert_eq!(events.keep(&line, at(0), clock), Some(0));
+        let (change, wall_time) = (change("a", "refused"), SystemTime::UNIX_EPOCH);
+        assert_eq!(events.record(&change, at(0), wall_time), Some(0));
         for i in 1..10 {
-            assert_eq!(events.keep(&line, at(i), clock), None);
+            assert_eq!(events.record(&change, at(i), wall_time), None);
         }
-        assert_eq!(events.keep(&line, at(6000), clock), Some(9));
+        assert_eq!(events.record(&change, at(6000), wall_time), Some(9));
         let times: Vec<_> = events.last(MAX_EVENTS).iter().map(|event| event.times).collect();
         assert_eq!(times, [10, 1], "a new burst is a new entry");
     }
@@ -316,7 +314,7 @@ mod tests {
         let events = Events::default();
         let long = "é".repeat(10_000);
         for i in 0..MAX_EVENTS * 3 {
-            events.keep(&change(&i.to_string(), &long), Instant::now(), SystemTime::UNIX_EPOCH);
+            events.record(&change(&i.to_string(), &long), Instant::now(), SystemTime::UNIX_EPOCH);
         }
         let kept = events.last(usize::MAX);
         assert_eq!(kept.len(), MAX_EVENTS);

@@ -1,14 +1,16 @@
-//! Round trips and responses of an endpoint in the last ten minutes, in steps.
+//! Round trips and responses of an endpoint in the last ten minutes.
 //!
-//! The status page shows them without a Prometheus server. One endpoint takes about 5 KiB: [`SAMPLES`]
-//! round trips for the present quantiles, and [`STEPS`] steps of [`STEP`] each.
+//! The status page shows them without a Prometheus server. One endpoint takes about 5 KiB: the latest
+//! [`SAMPLES`] round trips, and totals for each of the last [`STEPS`] steps of [`STEP`].
 
 use std::collections::VecDeque;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde::Serialize;
+
+use super::lock;
 
 /// Length of a step.
 pub const STEP: Duration = Duration::from_secs(5);
@@ -30,9 +32,9 @@ pub struct RttQuantiles {
     pub samples: usize,
 }
 
-/// One step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 struct Step {
+    /// Median and 99th percentile of the round trips, in milliseconds.
     rtt: Option<(f32, f32)>,
     answers: u32,
     errors: u32,
@@ -43,7 +45,7 @@ struct Step {
 pub struct Columns {
     /// Median round trip of PINGs in milliseconds; null in a step without one.
     pub rtt_p50_ms: Vec<Option<f32>>,
-    /// 99th percentile; the slowest if a step has few PINGs.
+    /// 99th percentile in milliseconds, which is the slowest of a step with fewer than 100 PINGs.
     pub rtt_p99_ms: Vec<Option<f32>>,
     /// Responses whose head arrived in the step.
     pub answers: Vec<u32>,
@@ -75,7 +77,7 @@ impl History {
     /// Records the round trip of a PING. Called about once a second per connection, so it may lock.
     pub fn rtt(&self, round_trip: Duration) {
         let micros = u32::try_from(round_trip.as_micros()).unwrap_or(u32::MAX);
-        let mut recent = self.recent();
+        let mut recent = lock(&self.recent);
         push_bounded(&mut recent.samples, micros, SAMPLES);
         recent.new_samples += 1;
     }
@@ -90,22 +92,22 @@ impl History {
 
     /// Responses in total, and those with status 500 and above.
     pub fn totals(&self) -> (u64, u64) {
-        // In this order, because an error is counted as a response first.
+        // `answered` increments `answers` before `errors`, so `errors` is read first.
         let errors = self.errors.load(Ordering::Relaxed);
         (self.answers.load(Ordering::Relaxed).max(errors), errors)
     }
 
-    /// Quantiles of the round trips kept; `None` before the first.
+    /// Quantiles of the latest round trips; `None` before the first.
     pub fn quantiles(&self) -> Option<RttQuantiles> {
-        let mut samples: Vec<u32> = self.recent().samples.iter().copied().collect();
+        let mut samples: Vec<u32> = lock(&self.recent).samples.iter().copied().collect();
         let (p50, p99) = quantiles(&mut samples)?;
         Some(RttQuantiles { p50_ms: p50.into(), p99_ms: p99.into(), samples: samples.len() })
     }
 
-    /// Ends a step.
+    /// Ends the current step.
     pub fn step(&self) {
         let (answers, errors) = self.totals();
-        let mut recent = self.recent();
+        let mut recent = lock(&self.recent);
         let new_samples = std::mem::take(&mut recent.new_samples);
         let mut samples: Vec<u32> =
             recent.samples.iter().rev().take(new_samples).copied().collect();
@@ -118,19 +120,15 @@ impl History {
         push_bounded(&mut recent.steps, step, STEPS);
     }
 
-    /// The steps kept.
+    /// The finished steps, at most [`STEPS`].
     pub fn columns(&self) -> Columns {
-        let steps = &self.recent().steps;
+        let steps = &lock(&self.recent).steps;
         Columns {
             rtt_p50_ms: steps.iter().map(|step| step.rtt.map(|rtt| rtt.0)).collect(),
             rtt_p99_ms: steps.iter().map(|step| step.rtt.map(|rtt| rtt.1)).collect(),
             answers: steps.iter().map(|step| step.answers).collect(),
             errors: steps.iter().map(|step| step.errors).collect(),
         }
-    }
-
-    fn recent(&self) -> MutexGuard<'_, Recent> {
-        self.recent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -207,7 +205,7 @@ mod tests {
         assert_eq!(rtt.samples, SAMPLES);
         assert!(rtt.p50_ms > 2.0 * SAMPLES as f64 / 1000.0, "{rtt:?}");
         assert_eq!(history.columns().answers.len(), STEPS);
-        // More samples in a step than the ring holds: the latest count.
+        // A step with more samples than the ring holds uses the latest ones.
         for _ in 0..SAMPLES * 2 {
             history.rtt(Duration::from_secs(3));
         }

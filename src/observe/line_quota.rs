@@ -1,12 +1,15 @@
-//! A quota for log lines that any client can cause as often as it likes. The first of a window are logged,
-//! the others are counted, and the count is logged with the next line or after the window.
+//! A quota for log lines that any client can cause as often as it likes. The first [`LINES`] lines of a
+//! window are logged. The others are counted, and the count is logged with the next line or after the
+//! window.
 //!
-//! Unlike [`super::RepeatFilter`], it does not compare lines, since the client chooses their content.
+//! Unlike [`super::RepeatFilter`], the quota does not compare lines, since the client chooses their content.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use tokio::time::Instant;
+
+use super::lock;
 
 /// Lines logged per window.
 const LINES: u32 = 20;
@@ -26,10 +29,10 @@ struct Window {
 }
 
 impl LineQuota {
-    /// `Some(n)` if a line should be logged now, where n lines before it were suppressed; `None` if it is
-    /// suppressed and counted.
+    /// Returns `None` if a line must be suppressed now, and counts it. Otherwise returns the number of
+    /// suppressed lines that the caller reports with the line.
     pub fn admit(&self, now: Instant) -> Option<u64> {
-        let mut window = self.window();
+        let mut window = lock(&self.0);
         if window.is_over(now) {
             let suppressed = window.suppressed;
             *window = Window { since: Some(now), written: 1, suppressed: 0 };
@@ -43,18 +46,15 @@ impl LineQuota {
         None
     }
 
-    /// How many lines the last window suppressed, once after it is over; `None` if none.
+    /// The number of lines that the last window suppressed. Returns it once, after the end of the window;
+    /// `None` if no line was suppressed.
     pub fn take_suppressed(&self, now: Instant) -> Option<u64> {
-        let mut window = self.window();
+        let mut window = lock(&self.0);
         if !window.is_over(now) {
             return None;
         }
         let suppressed = std::mem::take(&mut *window).suppressed;
         (suppressed > 0).then_some(suppressed)
-    }
-
-    fn window(&self) -> MutexGuard<'_, Window> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

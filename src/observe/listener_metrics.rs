@@ -1,7 +1,7 @@
-//! The metrics of a listener, as handles that are resolved once: counting a request is an atomic
+//! The metrics of a listener, as handles that are resolved once, so that counting a request is an atomic
 //! addition.
 //!
-//! All workers share them, so gauges are incremented and decremented, never set.
+//! All workers share the handles, so gauges are incremented and decremented, never set.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -16,8 +16,8 @@ use super::names::{self, VERBS};
 use super::own_errors::OwnErrors;
 use super::registry::Registry;
 
-/// Status codes that Kubernetes and jackstay use: each has a cell for every verb. Other valid codes are
-/// counted through the registry.
+/// Status codes that Kubernetes and jackstay use. The counter of each of them is resolved once per verb;
+/// that of another valid code is looked up in the registry for each request.
 const CODES: [u16; 30] = [
     200, 201, 202, 204, 101, 206, 301, 302, 304, 307, 400, 401, 403, 404, 405, 406, 408, 409, 410,
     413, 415, 422, 429, 431, 499, 500, 501, 502, 503, 504,
@@ -25,8 +25,8 @@ const CODES: [u16; 30] = [
 
 /// Status code recorded when the client left before a response head was sent.
 ///
-/// It is nginx's 499. A real status would claim a response that was not sent, and `0` would not match
-/// `code=~"4.."` on dashboards although the client ended the request.
+/// nginx uses 499 for this too. A standard code would claim a response that was not sent, and `0` would
+/// not match `code=~"4.."` on dashboards although the client ended the request.
 pub const CLIENT_GONE: u16 = 499;
 
 /// The metrics of one listener.
@@ -52,16 +52,16 @@ pub struct ListenerMetrics {
 
 impl ListenerMetrics {
     pub(super) fn register(registry: &Arc<Registry>, name: &str) -> Self {
-        let level = |spec| CountGauge::new(registry.gauge(spec, &[name]));
+        let gauge = |spec| CountGauge::new(registry.gauge(spec, &[name]));
         Self {
             name: name.to_owned(),
             registry: Arc::clone(registry),
             requests: Box::new([const { [const { OnceLock::new() }; CODES.len()] }; VERBS.len()]),
             durations: [const { OnceLock::new() }; VERBS.len()],
-            in_flight: level(&names::REQUESTS_IN_FLIGHT),
-            watches: level(&names::WATCHES),
-            tunnels: level(&names::TUNNELS),
-            connections: level(&names::DOWNSTREAM_CONNECTIONS),
+            in_flight: gauge(&names::REQUESTS_IN_FLIGHT),
+            watches: gauge(&names::WATCHES),
+            tunnels: gauge(&names::TUNNELS),
+            connections: gauge(&names::DOWNSTREAM_CONNECTIONS),
             own_errors: OwnErrors::register(registry, name),
             client_gone_lines: LineQuota::default(),
         }
@@ -80,16 +80,16 @@ impl ListenerMetrics {
         }
     }
 
-    /// Name of the listener.
+    /// The name of the listener.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Counts a request that ended. `took` is `None` for a long-running one. A verb that is not in
-    /// [`VERBS`] counts as `other`, a code outside 100..=599 as 500: both are bugs of the caller, and
-    /// neither may add label values.
+    /// Counts a request that ended. `took` is `None` for a long-running request. So that a bug of the
+    /// caller adds no label values, a verb that is not in [`VERBS`] counts as `other`, and a code outside
+    /// 100..=599 as 500.
     pub fn finished(&self, verb: &'static str, code: u16, took: Option<Duration>) {
-        let verb = verb_index(verb);
+        let verb = VERBS.iter().position(|known| *known == verb).unwrap_or(VERBS.len() - 1);
         let code = if (100..=599).contains(&code) { code } else { 500 };
         if let Some(column) = CODES.iter().position(|known| *known == code) {
             self.requests[verb][column]
@@ -109,29 +109,29 @@ impl ListenerMetrics {
 
     /// Counts a response that ended early because of `side`.
     pub fn cut(&self, side: &'static str) {
-        self.registry.counter(&names::RESPONSES_CUT, &[&self.name, side]).increment(1);
+        self.registry.count(&names::RESPONSES_CUT, &[&self.name, side], 1);
     }
 
     /// Counts a client connection that was closed before its first request: `cap`, `handshake`, ….
     pub fn refused(&self, reason: &'static str) {
-        self.registry.counter(&names::DOWNSTREAM_REFUSED, &[&self.name, reason]).increment(1);
+        self.registry.count(&names::DOWNSTREAM_REFUSED, &[&self.name, reason], 1);
     }
 
     /// Counts a re-read of certificate, key or CA files: `ok` or `failed`.
     pub fn certificate_reloaded(&self, outcome: &'static str) {
-        self.registry.counter(&names::CERTIFICATE_RELOADS, &[&self.name, outcome]).increment(1);
+        self.registry.count(&names::CERTIFICATE_RELOADS, &[&self.name, outcome], 1);
     }
 
-    /// Counts a client's certificate chain: verified (`ok`, `failed`), `known` from another connection, or
-    /// refused because too many waited (`busy`).
+    /// Counts a client's certificate chain: verified (`ok`, `failed`), already verified on another
+    /// connection (`known`), or refused because too many chains waited for verification (`busy`).
     pub fn client_verified(&self, outcome: &'static str) {
-        self.registry.counter(&names::CLIENT_VERIFICATIONS, &[&self.name, outcome]).increment(1);
+        self.registry.count(&names::CLIENT_VERIFICATIONS, &[&self.name, outcome], 1);
     }
 
     /// Copies the gauges into the registry, before a scrape.
     pub(super) fn publish(&self) {
-        for level in [&self.in_flight, &self.watches, &self.tunnels, &self.connections] {
-            level.publish();
+        for gauge in [&self.in_flight, &self.watches, &self.tunnels, &self.connections] {
+            gauge.publish();
         }
     }
 
@@ -140,20 +140,11 @@ impl ListenerMetrics {
     }
 }
 
-/// Index of a verb in [`VERBS`].
-fn verb_index(verb: &str) -> usize {
-    VERBS.iter().position(|known| *known == verb).unwrap_or(VERBS.len() - 1)
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::Metrics;
+    use super::super::metrics::tests::assert_line;
     use super::*;
-
-    fn has(metrics: &Metrics, line: &str) {
-        let text = metrics.render();
-        assert!(text.lines().any(|l| l == line), "no {line} in\n{text}");
-    }
 
     #[test]
     fn finished_counts_by_verb_and_code_within_the_known_values() {
@@ -165,10 +156,10 @@ mod tests {
         listener.finished("get", 418, None);
         listener.finished("get", 7, None);
         listener.finished("made up", 200, None);
-        has(&metrics, r#"jackstay_requests_total{listener="a",verb="get",code="200"} 3"#);
-        has(&metrics, r#"jackstay_requests_total{listener="a",verb="get",code="418"} 1"#);
-        has(&metrics, r#"jackstay_requests_total{listener="a",verb="get",code="500"} 1"#);
-        has(&metrics, r#"jackstay_requests_total{listener="a",verb="other",code="200"} 1"#);
+        assert_line(&metrics, r#"jackstay_requests_total{listener="a",verb="get",code="200"} 3"#);
+        assert_line(&metrics, r#"jackstay_requests_total{listener="a",verb="get",code="418"} 1"#);
+        assert_line(&metrics, r#"jackstay_requests_total{listener="a",verb="get",code="500"} 1"#);
+        assert_line(&metrics, r#"jackstay_requests_total{listener="a",verb="other",code="200"} 1"#);
         assert!(!metrics.render().contains("jackstay_request_duration_seconds_count"));
     }
 

@@ -1,19 +1,19 @@
 //! Log lines as text or JSON to stderr, without ever blocking the caller.
 //!
 //! The reader of stderr may stop (a stuck container runtime, a full disk behind journald), and a write to a
-//! full pipe blocks. So a line goes into a bounded queue, and a thread of its own writes it. When the queue
-//! is full, lines are dropped and counted, and the number is logged as soon as the reader continues.
+//! full pipe blocks. Callers therefore put lines into a bounded queue, which a separate thread writes. When
+//! the queue is full, lines are dropped and counted, and the number is logged when the reader continues.
 //!
-//! tracing-appender does the same but for two points: it does not report lost lines in the log, and if the
-//! queue is still full when its guard is dropped it prints to a standard stream, which blocks the end of the
-//! process on a stuck reader. It would also bring three crates.
+//! tracing-appender would bring three crates and lacks two things. It does not report dropped lines in the
+//! log. If its queue is still full when its guard is dropped, it prints to a standard stream, which blocks
+//! the end of the process while the reader is stuck.
 //!
 //! [`LogControl`] changes level and format while the process runs.
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use tracing::level_filters::LevelFilter;
@@ -24,21 +24,21 @@ use tracing_subscriber::fmt::{self, MakeWriter};
 use tracing_subscriber::layer::{Layer, Layered, SubscriberExt};
 use tracing_subscriber::{Registry, reload};
 
-use super::counted;
 use super::utc::Utc;
+use super::{counted, lock};
 use crate::config::{Level, Log, LogFormat};
 
 /// Target of access log lines. `log.access` controls them, `log.level` does not.
 pub const ACCESS_TARGET: &str = "jackstay::access";
 
-/// Largest number of lines that wait: at about 300 bytes per line, some 600 KiB.
-const QUEUE_LINES: usize = 2048;
+/// Maximum number of queued lines: about 600 KiB at 300 bytes per line.
+const MAX_QUEUED_LINES: usize = 2048;
 
-/// How long the end of the process waits until queued lines are written.
+/// How long the drop of a [`LogGuard`] waits until queued lines are written.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Dropping it waits up to 500 ms for queued lines.
-#[must_use = "lines that are still queued are lost when the process ends without it"]
+/// Waits up to [`FLUSH_TIMEOUT`] for queued lines when it is dropped.
+#[must_use = "without the guard, lines that are still queued when the process ends are lost"]
 #[derive(Debug)]
 pub struct LogGuard {
     shared: Arc<Shared>,
@@ -57,12 +57,12 @@ impl LogGuard {
 pub struct LogControl {
     filter: reload::Handle<Targets, Registry>,
     format: reload::Handle<Format, Filtered>,
-    lines: Lines,
+    queue: LineQueue,
 }
 
-/// Lines of one format.
+/// Writes lines in the configured format.
 type Format = Box<dyn Layer<Filtered> + Send + Sync>;
-/// The registry with the filter that decides which lines exist.
+/// The registry with the filter by level and target.
 type Filtered = Layered<reload::Layer<Targets, Registry>, Registry>;
 
 impl std::fmt::Debug for LogControl {
@@ -78,31 +78,23 @@ impl LogControl {
     /// The subscriber no longer exists.
     pub fn set(&self, log: &Log) -> io::Result<()> {
         self.filter.reload(filter(log)).map_err(io::Error::other)?;
-        self.format.reload(format(log, self.lines.clone())).map_err(io::Error::other)
+        self.format.reload(format(log, self.queue.clone())).map_err(io::Error::other)
     }
 }
 
-/// Installs the process-wide subscriber as configured, writing to stderr.
+/// Installs the process-wide subscriber as configured, writing to `sink`.
 ///
 /// # Errors
-/// When one is installed already, or the writer's thread cannot be started.
-pub fn init(log: &Log) -> io::Result<LogGuard> {
-    init_to(log, io::stderr())
-}
-
-/// Installs the subscriber as [`init`] does, writing to `sink`.
-///
-/// # Errors
-/// As [`init`].
-pub fn init_to(log: &Log, sink: impl Write + Send + 'static) -> io::Result<LogGuard> {
-    let (lines, mut guard) = Lines::start(sink)?;
-    let (subscriber, filter, format) = subscriber(log, lines.clone());
+/// A subscriber is already installed, or the writer's thread cannot be started.
+pub fn init(log: &Log, sink: impl Write + Send + 'static) -> io::Result<LogGuard> {
+    let (queue, mut guard) = LineQueue::start(sink)?;
+    let (subscriber, filter, format) = subscriber(log, queue.clone());
     tracing::subscriber::set_global_default(subscriber).map_err(io::Error::other)?;
-    guard.control = Some(LogControl { filter, format, lines });
+    guard.control = Some(LogControl { filter, format, queue });
     Ok(guard)
 }
 
-/// The subscriber as configured over any writer, and the handles that change its filter and format.
+/// The configured subscriber, which writes to `writer`, and the handles that change its filter and format.
 fn subscriber<W>(
     log: &Log,
     writer: W,
@@ -114,9 +106,9 @@ fn subscriber<W>(
 where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
-    let (filter, level) = reload::Layer::new(filter(log));
-    let (format, shape) = reload::Layer::new(format(log, writer));
-    (tracing_subscriber::registry().with(filter).with(format), level, shape)
+    let (filter, filter_handle) = reload::Layer::new(filter(log));
+    let (format, format_handle) = reload::Layer::new(format(log, writer));
+    (tracing_subscriber::registry().with(filter).with(format), filter_handle, format_handle)
 }
 
 /// Which lines are logged.
@@ -158,8 +150,8 @@ impl FormatTime for Rfc3339 {
 
 /// The queue between callers and the writer thread.
 #[derive(Debug, Clone)]
-struct Lines {
-    queue: Sender<Box<[u8]>>,
+struct LineQueue {
+    sender: Sender<Box<[u8]>>,
     shared: Arc<Shared>,
 }
 
@@ -169,26 +161,27 @@ struct Shared {
     dropped: AtomicU64,
     /// Lines queued and not yet written.
     pending: Mutex<usize>,
+    /// Notified when `pending` becomes 0.
     drained: Condvar,
 }
 
-impl Lines {
+impl LineQueue {
     fn start(sink: impl Write + Send + 'static) -> io::Result<(Self, LogGuard)> {
-        // Unbounded, because a bounded channel allocates all its places at once; `write` keeps the bound.
-        let (queue, lines) = channel();
+        // A bounded channel would allocate all its places at once; `write` enforces the limit instead.
+        let (sender, lines) = channel();
         let shared = Arc::new(Shared::default());
         let writer = Arc::clone(&shared);
         std::thread::Builder::new()
             .name("log".to_owned())
-            .stack_size(128 * 1024) // it copies bytes
+            .stack_size(128 * 1024) // the thread only copies bytes
             .spawn(move || write_lines(&lines, sink, &writer))?;
-        Ok((Self { queue, shared: Arc::clone(&shared) }, LogGuard { shared, control: None }))
+        Ok((Self { sender, shared: Arc::clone(&shared) }, LogGuard { shared, control: None }))
     }
 }
 
 fn write_lines(lines: &Receiver<Box<[u8]>>, mut sink: impl Write, shared: &Shared) {
     for line in lines {
-        // There is nowhere to report an error of stderr; the next line may succeed.
+        // An error of stderr cannot be reported anywhere; the next line may succeed.
         let _ = sink.write_all(&line);
         let dropped = shared.dropped.swap(0, Ordering::Relaxed);
         if dropped > 0 {
@@ -198,7 +191,7 @@ fn write_lines(lines: &Receiver<Box<[u8]>>, mut sink: impl Write, shared: &Share
                 counted(dropped, "line")
             );
         }
-        let mut pending = shared.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pending = lock(&shared.pending);
         *pending = pending.saturating_sub(1);
         if *pending == 0 {
             shared.drained.notify_all();
@@ -206,11 +199,11 @@ fn write_lines(lines: &Receiver<Box<[u8]>>, mut sink: impl Write, shared: &Share
     }
 }
 
-impl Write for Lines {
-    /// Queues one line: the formatter writes each line in one call.
+impl Write for LineQueue {
+    /// Queues one line, because the formatter writes each line in one call.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let mut pending = self.shared.pending.lock().unwrap_or_else(PoisonError::into_inner);
-        if *pending < QUEUE_LINES && self.queue.send(line.into()).is_ok() {
+        let mut pending = lock(&self.shared.pending);
+        if *pending < MAX_QUEUED_LINES && self.sender.send(line.into()).is_ok() {
             *pending += 1;
         } else {
             self.shared.dropped.fetch_add(1, Ordering::Relaxed);
@@ -223,7 +216,7 @@ impl Write for Lines {
     }
 }
 
-impl<'w> MakeWriter<'w> for Lines {
+impl<'w> MakeWriter<'w> for LineQueue {
     type Writer = Self;
 
     fn make_writer(&'w self) -> Self {
@@ -233,7 +226,7 @@ impl<'w> MakeWriter<'w> for Lines {
 
 impl Drop for LogGuard {
     fn drop(&mut self) {
-        let pending = self.shared.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        let pending = lock(&self.shared.pending);
         drop(self.shared.drained.wait_timeout_while(pending, FLUSH_TIMEOUT, |left| *left > 0));
     }
 }
@@ -288,8 +281,8 @@ pub(crate) mod tests {
         let captured = Captured::default();
         captured.during(LogFormat::Text, || {
             tracing::warn!(endpoint = "10.0.0.11:6443", why = "a\nforged\u{1b}[31m", "ejected");
-            tracing::debug!("too fine");
-            tracing::info!(target: "h2", "a library");
+            tracing::debug!("below the level");
+            tracing::info!(target: "h2", "of a library");
         });
         let lines = captured.lines();
         assert_eq!(lines.len(), 1, "{lines:?}");
@@ -314,33 +307,33 @@ pub(crate) mod tests {
     #[test]
     fn set_changes_level_and_format() {
         let captured = Captured::default();
-        let (lines, guard) = Lines::start(captured.clone()).expect("a thread");
+        let (queue, guard) = LineQueue::start(captured.clone()).expect("a thread");
         let mut log =
             Log { level: Level::Info, format: LogFormat::Text, access: AccessLog::Errors };
-        let (subscriber, filter, format) = subscriber(&log, lines.clone());
-        let control = LogControl { filter, format, lines };
+        let (subscriber, filter, format) = subscriber(&log, queue.clone());
+        let control = LogControl { filter, format, queue };
         tracing::subscriber::with_default(subscriber, || {
-            tracing::debug!("one");
-            tracing::info!("two");
+            tracing::debug!("debug before the change");
+            tracing::info!("info before the change");
             log.level = Level::Debug;
             log.format = LogFormat::Json;
-            control.set(&log).expect("it runs");
-            tracing::debug!("three");
+            control.set(&log).expect("the subscriber exists");
+            tracing::debug!("debug after the change");
             log.level = Level::Error;
-            control.set(&log).expect("it runs");
-            tracing::warn!("four");
+            control.set(&log).expect("the subscriber exists");
+            tracing::warn!("below the level");
         });
         drop(guard);
         let lines = captured.lines();
         assert_eq!(lines.len(), 2, "{lines:?}");
-        assert!(lines[0].ends_with(" INFO two"), "{lines:?}");
-        assert!(lines[1].contains(r#""message":"three""#), "{lines:?}");
+        assert!(lines[0].ends_with(" INFO info before the change"), "{lines:?}");
+        assert!(lines[1].contains(r#""message":"debug after the change""#), "{lines:?}");
     }
 
     /// A sink whose writes block until the sender is dropped.
-    struct Stuck(mpsc::Receiver<()>, Captured);
+    struct BlockedSink(mpsc::Receiver<()>, Captured);
 
-    impl Write for Stuck {
+    impl Write for BlockedSink {
         fn write(&mut self, line: &[u8]) -> io::Result<usize> {
             let _ = self.0.recv();
             self.1.0.lock().expect("no panic").extend_from_slice(line);
@@ -353,29 +346,30 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn write_with_stuck_reader_drops_lines_and_reports_their_number() {
-        let (unstick, stuck) = mpsc::channel();
+    fn write_to_blocked_sink_drops_lines_and_reports_their_number() {
+        let (unblock, blocked) = mpsc::channel();
         let captured = Captured::default();
-        let (mut lines, guard) = Lines::start(Stuck(stuck, captured.clone())).expect("a thread");
-        for _ in 0..QUEUE_LINES + 1000 {
-            lines.write_all(b"line\n").expect("never fails");
+        let sink = BlockedSink(blocked, captured.clone());
+        let (mut queue, guard) = LineQueue::start(sink).expect("a thread");
+        for _ in 0..MAX_QUEUED_LINES + 1000 {
+            queue.write_all(b"line\n").expect("never fails");
         }
-        drop(unstick);
+        drop(unblock);
         drop(guard);
-        let got = captured.lines();
-        let lost = got.iter().find(|line| line.starts_with("log: ")).expect("a report");
-        let lost: usize = lost.split(' ').nth(1).and_then(|n| n.parse().ok()).expect("a number");
-        let written = got.iter().filter(|line| *line == "line").count();
+        let lines = captured.lines();
+        let report = lines.iter().find(|line| line.starts_with("log: ")).expect("a report");
+        let lost: usize = report.split(' ').nth(1).and_then(|n| n.parse().ok()).expect("a number");
+        let written = lines.iter().filter(|line| *line == "line").count();
         assert!(lost >= 999, "{lost}");
-        assert_eq!(written + lost, QUEUE_LINES + 1000);
+        assert_eq!(written + lost, MAX_QUEUED_LINES + 1000);
     }
 
     #[test]
     fn guard_drop_waits_for_queued_lines() {
         let captured = Captured::default();
-        let (mut lines, guard) = Lines::start(captured.clone()).expect("a thread");
+        let (mut queue, guard) = LineQueue::start(captured.clone()).expect("a thread");
         for _ in 0..100 {
-            lines.write_all(b"line\n").expect("never fails");
+            queue.write_all(b"line\n").expect("never fails");
         }
         drop(guard);
         assert_eq!(captured.lines().len(), 100);

@@ -1,11 +1,11 @@
 //! All metrics of one process, rendered as Prometheus text.
 //!
-//! Nothing is global: [`Metrics`] owns the recorder, so that each test has its own, and callers receive
-//! it by reference.
+//! [`Metrics`] owns the recorder, and callers receive it by reference. Nothing is global, so that each test
+//! has its own metrics.
 
 use std::collections::HashMap;
 use std::hash::Hash;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use metrics::{Counter, Gauge};
@@ -17,16 +17,17 @@ use super::endpoint_metrics::EndpointMetrics;
 use super::events::Events;
 use super::history::{STEP, STEPS};
 use super::listener_metrics::ListenerMetrics;
+use super::lock;
 use super::names;
 use super::passthrough_metrics::PassthroughMetrics;
 use super::registry::Registry;
 use super::scrape_metrics::{self, CertificateExpiries, CertificateExpiry};
-use crate::observe::utc::wall_clock;
+use super::utc::wall_clock;
 
-/// Maximum of endpoints with their own series. The recorder cannot remove a series, and addresses that
-/// change every day must not grow memory without limit; further endpoints share `other`.
+/// Maximum number of endpoints with their own series; further endpoints share `other`. The recorder cannot
+/// remove a series, and addresses that change every day must not grow memory without limit.
 const MAX_ENDPOINTS: usize = 256;
-/// Maximum of listeners with their own series: a reload may rename them.
+/// Maximum number of listeners with their own series, for the same reason: a reload may rename them.
 const MAX_LISTENERS: usize = 256;
 
 /// All metrics of one process.
@@ -40,7 +41,7 @@ pub struct Metrics {
     events: Arc<Events>,
     started: SystemTime,
     /// When the last step of the endpoints' histories ended.
-    stepped: Mutex<Instant>,
+    last_step: Mutex<Instant>,
 }
 
 impl std::fmt::Debug for Metrics {
@@ -62,7 +63,7 @@ impl Metrics {
             certificates: CertificateExpiries::default(),
             events: Arc::default(),
             started: wall_clock(),
-            stepped: Mutex::new(Instant::now()),
+            last_step: Mutex::new(Instant::now()),
         });
         metrics.registry.gauge(&names::BUILD_INFO, &[build::VERSION, build::COMMIT]).set(1);
         metrics.registry.gauge(&names::CONFIG_RELOAD_OK, &[]).set(1);
@@ -73,6 +74,9 @@ impl Metrics {
     pub fn render(&self) -> String {
         for listener in lock(&self.listeners).values() {
             listener.publish();
+        }
+        for passthrough in lock(&self.passthrough).values() {
+            passthrough.publish();
         }
         for endpoint in lock(&self.endpoints).values() {
             endpoint.publish();
@@ -88,11 +92,11 @@ impl Metrics {
         &self.events
     }
 
-    /// Moves histogram samples into their buckets, logs how many lines were suppressed, and ends a step of
-    /// the histories when it is due.
+    /// Moves histogram samples into their buckets, logs how many lines were suppressed, and ends the steps
+    /// of the histories that are due.
     ///
-    /// Every sample is kept (16 bytes) until then, so the admin runtime calls this about once a second;
-    /// [`Self::render`] does it only when scraped.
+    /// The admin runtime calls it about once a second, because each histogram sample takes 16 bytes until
+    /// it is moved, and [`Self::render`] moves them only when scraped.
     pub fn upkeep(&self) {
         self.handle.run_upkeep();
         self.events.flush();
@@ -105,16 +109,12 @@ impl Metrics {
 
     /// Ends the steps of every endpoint's history that are over at `now`.
     fn step(&self, now: Instant) {
-        let mut stepped = lock(&self.stepped);
-        let over = now.saturating_duration_since(*stepped).as_millis() / STEP.as_millis();
-        if over == 0 {
-            return;
-        }
-        *stepped += STEP * u32::try_from(over).unwrap_or(u32::MAX);
-        let endpoints = lock(&self.endpoints);
-        for endpoint in endpoints.values() {
-            // After a suspend of the host the missing steps are empty.
-            for _ in 0..over.min(STEPS as u128) {
+        let mut last_step = lock(&self.last_step);
+        let due = now.saturating_duration_since(*last_step).as_millis() / STEP.as_millis();
+        *last_step += STEP * u32::try_from(due).unwrap_or(u32::MAX);
+        for endpoint in lock(&self.endpoints).values() {
+            // After the host was suspended, several steps are due, and all but the first are empty.
+            for _ in 0..due.min(STEPS as u128) {
                 endpoint.history().step();
             }
         }
@@ -125,13 +125,17 @@ impl Metrics {
         let mut all = lock(&self.listeners);
         let known = all.len() < MAX_LISTENERS || all.contains_key(name);
         let name = if known { name } else { "other" };
-        shared(&mut all, name.to_owned(), |name| ListenerMetrics::register(&self.registry, name))
+        get_or_register(&mut all, name.to_owned(), |name| {
+            ListenerMetrics::register(&self.registry, name)
+        })
     }
 
     /// The metrics of a passthrough listener; the same for every caller with the same name.
     pub fn passthrough(&self, name: &str) -> Arc<PassthroughMetrics> {
         let mut all = lock(&self.passthrough);
-        shared(&mut all, name.to_owned(), |name| PassthroughMetrics::register(&self.registry, name))
+        get_or_register(&mut all, name.to_owned(), |name| {
+            PassthroughMetrics::register(&self.registry, name)
+        })
     }
 
     /// The metrics of an endpoint; an endpoint that returns continues its old series.
@@ -141,7 +145,7 @@ impl Metrics {
         if all.len() >= MAX_ENDPOINTS && !all.contains_key(&key) {
             "other".clone_into(&mut key.1);
         }
-        shared(&mut all, key, |(upstream, endpoint)| {
+        get_or_register(&mut all, key, |(upstream, endpoint)| {
             EndpointMetrics::register(&self.registry, &self.events, upstream, endpoint)
         })
     }
@@ -149,38 +153,38 @@ impl Metrics {
     /// Counts a reload of the configuration, applied or not.
     pub fn config_reloaded(&self, ok: bool) {
         let outcome = if ok { "ok" } else { "failed" };
-        self.registry.counter(&names::CONFIG_RELOADS, &[outcome]).increment(1);
+        self.registry.count(&names::CONFIG_RELOADS, &[outcome], 1);
         self.registry.gauge(&names::CONFIG_RELOAD_OK, &[]).set(f64::from(u8::from(ok)));
     }
 
-    /// The handle of a certificate in use: `serving`, `identity` or `upstream_ca`, and its configured name.
-    /// The series exists while the handle does.
+    /// The handle of a certificate in use, by kind (`serving`, `identity` or `upstream_ca`) and configured
+    /// name. The series exists while the handle does.
     pub fn certificate_expiry(&self, kind: &'static str, name: &str) -> Arc<CertificateExpiry> {
         self.certificates.handle(kind, name)
     }
 
     /// Counts a retry.
     pub fn retried(&self, reason: &'static str) {
-        self.registry.counter(&names::RETRIES, &[reason]).increment(1);
+        self.registry.count(&names::RETRIES, &[reason], 1);
     }
 
     /// Counts a failed request that is not retried: `unsafe`, `not_held` or `attempts`.
     pub fn retry_refused(&self, reason: &'static str) {
-        self.registry.counter(&names::RETRIES_REFUSED, &[reason]).increment(1);
+        self.registry.count(&names::RETRIES_REFUSED, &[reason], 1);
     }
 
     /// Counts a hedge by its outcome: the attempt that answered first (`original`, `hedge`), both attempts
-    /// failed (`failed`), or no hedge was sent: the budget was used up (`over_budget`), or the pool had no
-    /// other connection (`nobody`).
+    /// failed (`failed`), or no hedge was sent because the budget was used up (`over_budget`) or the pool
+    /// had no other connection (`nobody`).
     pub fn hedged(&self, outcome: &'static str) {
-        self.registry.counter(&names::HEDGES, &[outcome]).increment(1);
+        self.registry.count(&names::HEDGES, &[outcome], 1);
     }
 
-    /// Counts a watch that lost its apiserver or was refused by it: `resumed`, `moved`, `withheld`,
-    /// `too_old`, `over_budget`, `gave_up`, `held` during a total outage, …; or that cannot be resumed after
-    /// what it received: `barred`, `oversized`.
+    /// Counts a watch that lost its stream or was answered with 410: `resumed`, `moved`, `withheld`,
+    /// `too_old`, `over_budget`, `gave_up`, `held` during a total outage, and others. Also counts a watch
+    /// that an event made impossible to resume: `barred`, `oversized`.
     pub fn watch_resumed(&self, outcome: &'static str) {
-        self.registry.counter(&names::WATCH_RESUMES, &[outcome]).increment(1);
+        self.registry.count(&names::WATCH_RESUMES, &[outcome], 1);
     }
 
     /// Counter of requests that waited for an upstream stream.
@@ -193,7 +197,8 @@ impl Metrics {
         self.registry.counter(&names::STREAMS_EXHAUSTED, &[upstream])
     }
 
-    /// Gauge of watches held while no apiserver is reachable; used like [`Self::held_body_bytes`].
+    /// Gauge of watches held while no apiserver is reachable. Workers share it, as
+    /// [`Self::held_body_bytes`].
     pub fn held_watches(&self) -> Gauge {
         self.registry.gauge(&names::HELD_WATCHES, &[])
     }
@@ -204,7 +209,7 @@ impl Metrics {
         self.registry.gauge(&names::HELD_BODY_BYTES, &[])
     }
 
-    /// Gauge of watch frame bytes held; used like [`Self::held_body_bytes`].
+    /// Gauge of watch frame bytes held. Workers share it, as [`Self::held_body_bytes`].
     pub fn held_frame_bytes(&self) -> Gauge {
         self.registry.gauge(&names::HELD_FRAME_BYTES, &[])
     }
@@ -216,11 +221,11 @@ impl Metrics {
 
     /// Counts a failed query of a source of endpoints.
     pub fn discovery_failed(&self, upstream: &str, source: &'static str) {
-        self.registry.counter(&names::DISCOVERY_ERRORS, &[upstream, source]).increment(1);
+        self.registry.count(&names::DISCOVERY_ERRORS, &[upstream, source], 1);
     }
 
-    /// Counts refused entries of a source (`invalid`, `own_address`, `too_many`), or one refused answer
-    /// (`empty`).
+    /// Counts refused entries of a source (`invalid`, `own_address`, `too_many`), or an answer refused
+    /// because it has no entries (`empty`).
     pub fn discovery_refused(
         &self,
         upstream: &str,
@@ -228,21 +233,17 @@ impl Metrics {
         reason: &'static str,
         count: usize,
     ) {
-        self.registry
-            .counter(&names::DISCOVERY_REFUSED, &[upstream, source, reason])
-            .increment(count as u64);
+        self.registry.count(&names::DISCOVERY_REFUSED, &[upstream, source, reason], count as u64);
     }
 
     /// Counts endpoints that `joined` or `left`.
     pub fn discovery_changed(&self, upstream: &str, change: &'static str, count: usize) {
-        self.registry
-            .counter(&names::DISCOVERY_CHANGES, &[upstream, change])
-            .increment(count as u64);
+        self.registry.count(&names::DISCOVERY_CHANGES, &[upstream, change], count as u64);
     }
 }
 
-/// The metrics of `key`, which are registered for its first caller.
-fn shared<K: Eq + Hash, M>(
+/// The metrics of `key`, registered by its first caller.
+fn get_or_register<K: Eq + Hash, M>(
     all: &mut HashMap<K, Arc<M>>,
     key: K,
     register: impl FnOnce(&K) -> M,
@@ -250,11 +251,7 @@ fn shared<K: Eq + Hash, M>(
     Arc::clone(all.entry(key).or_insert_with_key(|key| Arc::new(register(key))))
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Sorts families and series: the recorder renders from hash maps, in another order every time.
+/// Sorts families and series, because the recorder renders hash maps, whose order varies.
 fn sort_families(text: &str) -> String {
     let mut families: Vec<&str> = text.split("\n\n").map(str::trim).collect();
     families.retain(|family| !family.is_empty());
@@ -277,9 +274,15 @@ fn sort_families(text: &str) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use std::collections::BTreeSet;
+
+    /// Asserts that the rendered text contains `line`.
+    pub(in crate::observe) fn assert_line(metrics: &Metrics, line: &str) {
+        let text = metrics.render();
+        assert!(text.lines().any(|rendered| rendered == line), "no {line} in\n{text}");
+    }
 
     #[test]
     fn render_shows_every_metric_of_the_table_and_no_other() {
@@ -310,7 +313,7 @@ mod tests {
         expiry.set(wall_clock());
         metrics.retried("refused_stream");
         metrics.retry_refused("unsafe");
-        metrics.hedged("won");
+        metrics.hedged("original");
         metrics.watch_resumed("resumed");
         metrics.stream_waits("control-plane").increment(1);
         metrics.streams_exhausted("control-plane").increment(1);
@@ -371,21 +374,23 @@ mod tests {
         for status in [200, 404, 503] {
             endpoint.answered(status);
         }
-        let text = metrics.render();
+        let passthrough = metrics.passthrough("p");
+        passthrough.opened();
         for line in [
             r#"jackstay_watches{listener="a"} 2"#,
             r#"jackstay_tunnels{listener="a"} 0"#,
+            r#"jackstay_passthrough_connections{listener="p"} 1"#,
             r#"jackstay_endpoint_answers_total{upstream="u",endpoint="e",outcome="ok"} 2"#,
             r#"jackstay_endpoint_answers_total{upstream="u",endpoint="e",outcome="error"} 1"#,
         ] {
-            assert!(text.lines().any(|l| l == line), "no {line} in\n{text}");
+            assert_line(&metrics, line);
         }
     }
 
     #[test]
     fn step_ends_history_steps_that_are_due() {
         let metrics = Metrics::new();
-        let (endpoint, start) = (metrics.endpoint("u", "e"), *metrics.stepped.lock().unwrap());
+        let (endpoint, start) = (metrics.endpoint("u", "e"), *lock(&metrics.last_step));
         let steps = || endpoint.history().columns().answers;
         endpoint.answered(200);
         metrics.step(start + STEP / 2);
@@ -401,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoint_beyond_the_maximum_shares_one_series() {
+    fn endpoints_beyond_the_maximum_share_one_series() {
         let metrics = Metrics::new();
         for i in 0..MAX_ENDPOINTS + 50 {
             metrics.endpoint("u", &format!("10.0.{}.{}:6443", i / 256, i % 256)).dialled("ok");

@@ -1,12 +1,13 @@
 //! Metrics, the outcome of each request, log lines and recent state changes.
 //!
-//! * [`names`] is the table of all metrics, [`metrics`] owns their registry. [`listener_metrics`],
-//!   [`endpoint_metrics`] and [`passthrough_metrics`] are the handles that the data plane keeps, so that
-//!   counting is an atomic addition. [`scrape_metrics`] are read at each scrape.
-//! * [`outcome`] records each request exactly once, [`own_errors`] counts errors that jackstay answered.
+//! * [`names`] is the table of all metrics, and [`metrics`] owns their registry. The data plane keeps the
+//!   handles of [`listener_metrics`], [`endpoint_metrics`] and [`passthrough_metrics`], so that counting is
+//!   an atomic addition. The values of [`scrape_metrics`] are read at each scrape.
+//! * [`outcome`] records each request exactly once, and [`own_errors`] counts the error responses that
+//!   jackstay generated itself.
 //! * [`log`] writes lines without blocking the caller. [`rate_limited_warnings`], [`line_quota`] and
-//!   [`repeat_filter`] bound how many; [`redact`] removes secrets.
-//! * [`byte_budget`] bounds the bytes that a worker holds.
+//!   [`repeat_filter`] limit how often a line is repeated, and [`redact`] removes secrets.
+//! * [`byte_budget`] limits the bytes that a worker holds in memory.
 //! * [`events`] logs and remembers state changes, [`history`] keeps ten minutes of figures per endpoint.
 //! * [`liveness`] detects event loops that have stalled.
 
@@ -33,6 +34,8 @@ pub mod repeat_filter;
 pub mod scrape_metrics;
 pub mod utc;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 pub use byte_budget::ByteBudget;
 pub use counted::counted;
 pub use endpoint_metrics::{EndpointMetrics, StateGauge};
@@ -46,3 +49,8 @@ pub use rate_limited_warnings::RateLimitedWarnings;
 pub use redact::redact_path;
 pub use repeat_filter::RepeatFilter;
 pub use scrape_metrics::CertificateExpiry;
+
+/// Locks a mutex. The data stays usable after a panic: each critical section leaves it consistent.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -32,7 +32,7 @@ impl MetricKind {
 /// The definition of one metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MetricSpec {
-    /// Name of the series.
+    /// Name in the exposition format.
     pub name: &'static str,
     /// Prometheus type.
     pub kind: MetricKind,
@@ -104,7 +104,7 @@ table! {
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
         "Hedges by outcome: the attempt that answered first (original, hedge), both failed (failed), or no hedge was sent because the budget was used up (over_budget) or no other connection was available (nobody).";
     WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",
-        "Watches that lost their apiserver or got 410, by outcome; withheld: the 410 was not forwarded; barred and oversized: still open, but not resumable after what they received; unproven: ended with the proof of their client.";
+        "Watches that lost their stream or were answered with 410, by outcome. withheld: the 410 was not forwarded. barred, oversized: still open, but an event that they received prevents a resume. unproven: ended because the proof of the client's identity ended.";
     STALE_WATCHES = Counter "jackstay_stale_watches_total" ["upstream", "endpoint"] "watches",
         "Watches without bookmarks for three minutes: the apiserver's watch cache may be stale.";
     STREAM_WAITS = Counter "jackstay_stream_waits_total" ["upstream"] "requests",
@@ -267,10 +267,10 @@ mod tests {
                 assert!(spec.name.ends_with("_seconds"), "{}", spec.name);
             }
             for label in spec.labels {
-                // The names of certificates come from the configuration.
+                // The names of certificates come from the configuration, so they are bounded.
                 let is_bounded = spec == &CERTIFICATE_EXPIRY && *label == "name";
-                let unbounded = ["path", "user", "name", "namespace"].contains(label);
-                assert!(is_bounded || !unbounded, "{}", spec.name);
+                let is_unbounded = ["path", "user", "name", "namespace"].contains(label);
+                assert!(is_bounded || !is_unbounded, "{}", spec.name);
             }
         }
     }

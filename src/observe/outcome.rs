@@ -47,7 +47,7 @@ impl Side {
     }
 }
 
-/// The kind of credential of a request, never its owner.
+/// The kind of credential of a request. It does not name the user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum UserClass {
     /// Not determined yet, or refused.
@@ -57,7 +57,7 @@ pub enum UserClass {
     Identity,
     /// A bearer token, forwarded.
     Token,
-    /// None.
+    /// No credential.
     Anonymous,
 }
 
@@ -80,27 +80,33 @@ struct Head {
     user_agent: Option<HeaderValue>,
 }
 
-/// The outcome of one request; see the module.
+/// The outcome of one request, recorded when it is dropped.
 #[derive(Debug)]
 #[allow(clippy::struct_excessive_bools)] // independent facts of one request, not a state
 pub struct Outcome {
     listener: Arc<ListenerMetrics>,
     access: AccessLog,
-    started: Instant,
+    /// When the request arrived.
+    pub started: Instant,
     client: IpAddr,
     head: Option<Head>,
     verb: &'static str,
-    code: Option<u16>,
+    /// Status code of the response head that was handed to the client's connection.
+    pub code: Option<u16>,
     long_running: bool,
     is_watch: bool,
     is_tunnel: bool,
-    user: UserClass,
+    /// The kind of credential.
+    pub user: UserClass,
     endpoint: Option<Arc<str>>,
     attempts: u16,
     reused: bool,
-    hedged: bool,
-    resumes: u16,
-    bytes: u64,
+    /// The request was hedged.
+    pub hedged: bool,
+    /// How often the watch was resumed on another stream.
+    pub resumes: u32,
+    /// Bytes of the response body that were handed over.
+    pub bytes: u64,
     complete: bool,
     cut_by: Option<Side>,
     reason: Option<Cow<'static, str>>,
@@ -143,13 +149,8 @@ impl Outcome {
         }
     }
 
-    /// When the request arrived.
-    pub fn started(&self) -> Instant {
-        self.started
-    }
-
-    /// Sets the Kubernetes verb, one of [`super::names::VERBS`]. Long-running requests have no duration, and
-    /// it is normal that a client leaves one.
+    /// Sets the Kubernetes verb, one of [`super::names::VERBS`]. The duration of a long-running request is
+    /// not recorded, and it is no error if the client leaves one.
     pub fn classified(&mut self, verb: &'static str, long_running: bool) {
         self.verb = verb;
         self.long_running = long_running;
@@ -166,42 +167,16 @@ impl Outcome {
         }
     }
 
-    /// Sets the kind of credential.
-    pub fn user(&mut self, class: UserClass) {
-        self.user = class;
-    }
-
     /// Counts an attempt to `endpoint`; `reused` if its connection was already open.
     pub fn sent_to(&mut self, endpoint: &Arc<str>, reused: bool) {
         self.attempts = self.attempts.saturating_add(1);
-        self.reused = reused;
-        self.endpoint = Some(Arc::clone(endpoint));
+        self.answered_by(endpoint, reused);
     }
 
     /// Sets the endpoint whose response is used, after parallel attempts.
     pub fn answered_by(&mut self, endpoint: &Arc<str>, reused: bool) {
         self.reused = reused;
         self.endpoint = Some(Arc::clone(endpoint));
-    }
-
-    /// The request was hedged.
-    pub fn hedged(&mut self) {
-        self.hedged = true;
-    }
-
-    /// The watch was resumed on another stream.
-    pub fn resumed(&mut self) {
-        self.resumes = self.resumes.saturating_add(1);
-    }
-
-    /// The response head, of an apiserver or of jackstay, was handed to the client's connection.
-    pub fn answered(&mut self, code: u16) {
-        self.code = Some(code);
-    }
-
-    /// Counts bytes of the response body that were handed over.
-    pub fn add_bytes(&mut self, bytes: usize) {
-        self.bytes = self.bytes.saturating_add(bytes as u64);
     }
 
     /// The last frame of the response was handed over. Call it with that frame: hyper does not poll a body
@@ -218,19 +193,20 @@ impl Outcome {
         }
     }
 
-    /// jackstay answers with an error: its code, its reason in metrics, and the message for the client.
+    /// Records that jackstay itself answers with an error: status code, reason in metrics, and the message
+    /// for the client.
     pub fn own_error(
         &mut self,
         code: u16,
         reason: &'static str,
         message: impl Into<Cow<'static, str>>,
     ) {
-        self.answered(code);
+        self.code = Some(code);
         self.reason = Some(message.into());
         self.listener.own_errors.count(Some(code), reason);
     }
 
-    /// The status code sent, or one that names the side which prevented it.
+    /// The status code that was sent, or else one that shows which side prevented a response.
     fn final_code(&self) -> u16 {
         match (self.code, self.cut_by) {
             (Some(code), _) => code,
@@ -241,18 +217,18 @@ impl Outcome {
         }
     }
 
-    /// The side that ended a response early after its head. If [`Self::cut`] was not called, hyper dropped
-    /// the body, which happens when the client resets its stream or its connection ends.
-    fn cutter(&self) -> Option<Side> {
+    /// The side that ended a response early after its head. Without a call of [`Self::cut`] it is the
+    /// client: hyper drops the body when the client resets its stream or its connection ends.
+    fn cut_side(&self) -> Option<Side> {
         match (self.complete, self.code) {
             (true, _) | (false, None) => None,
             (false, Some(_)) => Some(self.cut_by.unwrap_or(Side::Client)),
         }
     }
 
-    fn is_error(&self, code: u16, cutter: Option<Side>) -> bool {
+    fn is_error(&self, code: u16, cut_by: Option<Side>) -> bool {
         code >= CLIENT_GONE
-            || match cutter {
+            || match cut_by {
                 None => false,
                 // A client ends a watch by leaving.
                 Some(Side::Client) => !self.long_running,
@@ -261,7 +237,7 @@ impl Outcome {
     }
 
     /// Writes the access log line; `suppressed` lines before it were not written.
-    fn write_line(&self, code: u16, cutter: Option<Side>, suppressed: u64) {
+    fn write_line(&self, code: u16, cut_by: Option<Side>, suppressed: u64) {
         let Some(head) = &self.head else { return };
         let path = redact_path(head.uri.path_and_query().map_or("/", |path| path.as_str()));
         // The client chooses the user agent, so it is shortened here and quoted by the formatter.
@@ -288,7 +264,7 @@ impl Outcome {
             resumes = (self.resumes > 0).then_some(self.resumes),
             user = self.user.as_str(),
             user_agent = user_agent.as_deref(),
-            cut_by = cutter.map(Side::as_str),
+            cut_by = cut_by.map(Side::as_str),
             reason = reason.as_deref(),
             suppressed = (suppressed > 0).then_some(suppressed),
             "request"
@@ -306,22 +282,22 @@ impl Drop for Outcome {
         if self.is_tunnel {
             listener.tunnels.decrement(1);
         }
-        let (code, cutter) = (self.final_code(), self.cutter());
+        let (code, cut_by) = (self.final_code(), self.cut_side());
         let took = (!self.long_running).then(|| self.started.elapsed());
         listener.finished(self.verb, code, took);
-        if let Some(side) = cutter {
+        if let Some(side) = cut_by {
             listener.cut(side.as_str());
         }
         match self.access {
             AccessLog::Off => {}
-            AccessLog::Errors if !self.is_error(code, cutter) => {}
-            // A client can start and leave requests as fast as it can write.
-            AccessLog::Errors if code == CLIENT_GONE || cutter == Some(Side::Client) => {
+            AccessLog::Errors if !self.is_error(code, cut_by) => {}
+            // These lines are limited, because a client can start and leave requests as fast as it can write.
+            AccessLog::Errors if code == CLIENT_GONE || cut_by == Some(Side::Client) => {
                 if let Some(suppressed) = listener.client_gone_lines.admit(Instant::now()) {
-                    self.write_line(code, cutter, suppressed);
+                    self.write_line(code, cut_by, suppressed);
                 }
             }
-            AccessLog::Errors | AccessLog::All => self.write_line(code, cutter, 0),
+            AccessLog::Errors | AccessLog::All => self.write_line(code, cut_by, 0),
         }
     }
 }

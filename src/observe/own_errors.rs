@@ -1,19 +1,19 @@
 //! Counts the error responses that jackstay itself generated, by status code and reason.
 //!
-//! A count by code alone does not distinguish a 503 from an apiserver from a 503 from jackstay. The
-//! latter means that no apiserver was reached.
+//! `jackstay_requests_total` does not distinguish a 503 of an apiserver from one of jackstay, which means
+//! that no apiserver was reached.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use metrics::Counter;
 use serde::Serialize;
 
+use super::lock;
 use super::names::{self, OWN_ERROR_REASONS};
 use super::registry::Registry;
-use super::utc::Utc;
-use crate::observe::utc::wall_clock;
+use super::utc::{Utc, wall_clock};
 
 /// The error responses that jackstay generated on one listener.
 #[derive(Debug)]
@@ -58,7 +58,7 @@ impl OwnErrors {
         let last = OWN_ERROR_REASONS.len() - 1;
         let known = OWN_ERROR_REASONS.iter().find(|known| **known == reason);
         let reason = *known.unwrap_or(&OWN_ERROR_REASONS[last]);
-        let mut entries = self.entries();
+        let mut entries = lock(&self.entries);
         let entry = entries.entry((code, reason)).or_insert_with(|| {
             let code = code.map(|code| code.to_string()).unwrap_or_default();
             let labels = &[self.listener.as_str(), &code, reason];
@@ -72,7 +72,7 @@ impl OwnErrors {
 
     /// The errors that occurred, by code and reason.
     pub fn list(&self) -> Vec<OwnError> {
-        let entries = self.entries();
+        let entries = lock(&self.entries);
         let list = entries.iter().map(|(&(code, reason), entry)| OwnError {
             code,
             reason,
@@ -81,15 +81,12 @@ impl OwnErrors {
         });
         list.collect()
     }
-
-    fn entries(&self) -> MutexGuard<'_, Entries> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::Metrics;
+    use super::super::metrics::tests::assert_line;
 
     #[test]
     fn count_groups_errors_by_code_and_reason() {
@@ -106,9 +103,10 @@ mod tests {
             listener.own_errors.count(code, reason);
         }
         let list = listener.own_errors.list();
-        let short: Vec<_> = list.iter().map(|e| (e.code, e.reason, e.count)).collect();
+        let counts: Vec<_> =
+            list.iter().map(|error| (error.code, error.reason, error.count)).collect();
         assert_eq!(
-            short,
+            counts,
             [
                 (None, "unreachable", 1),
                 (Some(500), "other", 1),
@@ -117,12 +115,11 @@ mod tests {
             ]
         );
         assert!(list[3].last.starts_with("20"), "{list:?}");
-        let text = metrics.render();
         for line in [
             r#"jackstay_own_errors_total{listener="a",code="503",reason="no_upstream"} 2"#,
             r#"jackstay_own_errors_total{listener="a",code="",reason="unreachable"} 1"#,
         ] {
-            assert!(text.lines().any(|l| l == line), "no {line} in\n{text}");
+            assert_line(&metrics, line);
         }
     }
 }

@@ -1,14 +1,14 @@
 //! The metrics of a passthrough listener: connections, bytes, and the reason of each close.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use metrics::{Counter, Gauge};
+use metrics::Counter;
 
+use super::count_gauge::CountGauge;
 use super::names::{self, CLOSE_REASONS};
 use super::registry::Registry;
 
-/// Direction of bytes.
+/// The direction in which bytes are forwarded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// From the client to the apiserver.
@@ -22,8 +22,7 @@ pub enum Direction {
 pub struct PassthroughMetrics {
     name: String,
     registry: Arc<Registry>,
-    open: AtomicUsize,
-    connections: Gauge,
+    connections: CountGauge,
     to_server: Counter,
     to_client: Counter,
     closed: [OnceLock<Counter>; CLOSE_REASONS.len()],
@@ -35,8 +34,7 @@ impl PassthroughMetrics {
         Self {
             name: name.to_owned(),
             registry: Arc::clone(registry),
-            open: AtomicUsize::new(0),
-            connections: registry.gauge(&names::PASSTHROUGH_CONNECTIONS, &[name]),
+            connections: CountGauge::new(registry.gauge(&names::PASSTHROUGH_CONNECTIONS, &[name])),
             to_server: bytes("to_server"),
             to_client: bytes("to_client"),
             closed: [const { OnceLock::new() }; CLOSE_REASONS.len()],
@@ -45,13 +43,11 @@ impl PassthroughMetrics {
 
     /// Counts an accepted client connection.
     pub fn opened(&self) {
-        self.open.fetch_add(1, Ordering::Relaxed);
         self.connections.increment(1);
     }
 
-    /// Counts a closed connection. A `reason` that is not one of [`CLOSE_REASONS`] counts as the last.
+    /// Counts a closed connection. A `reason` that is not one of [`CLOSE_REASONS`] counts as `other`.
     pub fn closed(&self, reason: &'static str) {
-        self.open.fetch_sub(1, Ordering::Relaxed);
         self.connections.decrement(1);
         let last = CLOSE_REASONS.len() - 1;
         let index = CLOSE_REASONS.iter().position(|known| *known == reason).unwrap_or(last);
@@ -73,6 +69,11 @@ impl PassthroughMetrics {
 
     /// Open connections of all workers.
     pub fn open(&self) -> usize {
-        self.open.load(Ordering::Relaxed)
+        usize::try_from(self.connections.get()).unwrap_or(0)
+    }
+
+    /// Copies the gauge into the registry, before a scrape.
+    pub(super) fn publish(&self) {
+        self.connections.publish();
     }
 }

@@ -1,8 +1,8 @@
 //! Warnings that any client can cause as often as it likes. The first is logged at once; repetitions are
 //! counted, and the count is logged with the next warning or after the window.
 //!
-//! The line is the key under which repetitions are counted, so it must have few values: a listener, an
-//! endpoint, a cause. The client's address goes into the detail, which only logged lines show.
+//! Repetitions are counted by line, so a line may contain only parts with few values, such as a listener,
+//! an endpoint or a cause. The client's address goes into the detail, which is shown if the line is logged.
 
 use std::cell::{Cell, RefCell};
 use std::fmt::Display;
@@ -52,8 +52,8 @@ impl Inner {
     async fn log_remaining(&self) {
         while !self.repeats.borrow().is_empty() {
             sleep(self.window).await;
-            let rest = self.repeats.borrow_mut().flush(Instant::now());
-            for (line, more) in rest {
+            let suppressed = self.repeats.borrow_mut().flush(Instant::now());
+            for (line, more) in suppressed {
                 tracing::warn!(more, "{line}");
             }
         }

@@ -1,8 +1,9 @@
 //! Removes secrets from request paths before they are logged.
 //!
-//! Path segments are logged, with the names of objects; a segment that looks like a token is masked. A query
-//! value is logged only if its key is in an allow-list of keys that Kubernetes reads and that contain no
-//! secret. The value of any other key may be one, such as a password in `command=` of an exec.
+//! Path segments, and with them the names of objects, are logged; a segment that looks like a token is
+//! masked. A query value is logged only if its key is in an allow-list of keys that Kubernetes reads and
+//! that contain no secret. The value of any other key may be a secret, such as a password in `command=` of
+//! an exec.
 
 use std::borrow::Cow;
 
@@ -98,14 +99,11 @@ fn is_pair_allowed(pair: &str) -> bool {
 /// Whether `text`, percent-decoded, contains `bearer` or begins like a JWT.
 fn looks_like_token(text: &str) -> bool {
     const BEARER: &[u8] = b"bearer";
-    let contains =
-        |text: &[u8]| text.windows(BEARER.len()).any(|window| window.eq_ignore_ascii_case(BEARER));
-    if text.contains('%') {
-        let decoded: Vec<u8> = percent_decode_str(text).collect();
-        return contains(&decoded) || decoded.starts_with(b"eyJ");
-    }
+    // Borrows if nothing is encoded.
+    let decoded: Cow<'_, [u8]> = percent_decode_str(text).into();
     // A JWT begins with the base64url of `{"` and a letter.
-    text.starts_with("eyJ") || contains(text.as_bytes())
+    decoded.starts_with(b"eyJ")
+        || decoded.windows(BEARER.len()).any(|window| window.eq_ignore_ascii_case(BEARER))
 }
 
 /// `text`, or its first `max` bytes up to a character boundary and `…`.

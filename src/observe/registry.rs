@@ -63,7 +63,7 @@ impl Registry {
         Self { recorder }
     }
 
-    /// Renders what is registered here.
+    /// The handle that renders all series.
     pub(super) fn handle(&self) -> PrometheusHandle {
         self.recorder.handle()
     }
@@ -72,6 +72,11 @@ impl Registry {
     pub(super) fn counter(&self, spec: &MetricSpec, values: &[&str]) -> Counter {
         debug_assert_eq!(spec.kind, MetricKind::Counter, "{}", spec.name);
         self.recorder.register_counter(&key(spec, values), &METADATA)
+    }
+
+    /// Adds `amount` to the counter of these label values, in the order of the table.
+    pub(super) fn count(&self, spec: &MetricSpec, values: &[&str], amount: u64) {
+        self.counter(spec, values).increment(amount);
     }
 
     /// The gauge of these label values, in the order of the table.

@@ -30,8 +30,8 @@ impl RepeatFilter {
         Self { window, seen: HashMap::new() }
     }
 
-    /// `Some(n)` if `line` should be logged now, where n repetitions were suppressed since the last time;
-    /// `None` if it is suppressed.
+    /// Returns `None` if `line` must be suppressed now, and counts it. Otherwise returns the number of
+    /// repetitions suppressed since the line was last logged.
     pub fn admit(&mut self, line: &str, now: Instant) -> Option<u64> {
         if let Some(seen) = self.seen.get_mut(line) {
             if now.saturating_duration_since(seen.written) < self.window {

@@ -1,18 +1,19 @@
 //! Metrics whose values are read at each scrape: the process itself, and when certificates expire.
 //!
-//! The registry cannot hold them: its counters are integers while CPU time has fractions, and it cannot
-//! forget the series of a certificate that is no longer in use.
+//! The registry cannot hold them: its counters are integers, but CPU time has fractions; and it cannot
+//! remove the series of a certificate that is no longer in use.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::process::{Resource, getrlimit};
 use rustix::time::{ClockId, clock_gettime};
 
+use super::lock;
 use super::names::{self, MetricSpec};
 
 /// When one certificate in use expires. Its series ends when the last handle is dropped.
@@ -37,10 +38,10 @@ pub(super) struct CertificateExpiries(
 );
 
 impl CertificateExpiries {
-    /// A new handle, which replaces an older one of the same kind and name.
+    /// A new handle. Its series replaces that of an older handle of the same kind and name.
     pub(super) fn handle(&self, kind: &'static str, name: &str) -> Arc<CertificateExpiry> {
         let handle = Arc::new(CertificateExpiry::default());
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&self.0);
         all.retain(|_, expiry| expiry.strong_count() > 0);
         all.insert((kind, name.to_owned()), Arc::downgrade(&handle));
         handle
@@ -48,7 +49,7 @@ impl CertificateExpiries {
 
     /// The family as Prometheus text; empty if no certificate is in use.
     pub(super) fn render(&self) -> String {
-        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = lock(&self.0);
         let mut series = String::new();
         for ((kind, name), expiry) in all.iter() {
             let Some(expiry) = expiry.upgrade() else { continue };
@@ -96,7 +97,7 @@ fn head(spec: &MetricSpec) -> String {
     format!("# HELP {0} {1}\n# TYPE {0} {2}\n", spec.name, spec.help, spec.kind.as_str())
 }
 
-/// A label value as the text format wants it.
+/// A label value, escaped for the Prometheus text format.
 fn escaped(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }

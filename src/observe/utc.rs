@@ -37,9 +37,9 @@ impl Utc {
     }
 }
 
-/// The current time of the system clock, which may jump: for certificates, for people and for what
-/// survives a restart. Durations are measured with tokio's `Instant`.
-#[allow(clippy::disallowed_methods)] // the one reader of the clock
+/// The current time of the system clock, which may jump. It is for certificates, for timestamps in output
+/// and for times that outlive the process; durations are measured with tokio's `Instant`.
+#[allow(clippy::disallowed_methods)] // the only place that reads the system clock
 pub fn wall_clock() -> SystemTime {
     SystemTime::now()
 }

@@ -129,7 +129,7 @@ impl ClientConnection {
             &parts.headers,
             info.upgrade,
         )?;
-        outcome.user(user_class(class));
+        outcome.user = user_class(class);
         let proof = IdentityProof::new(class, certificate);
         let token = sent_token(class, &parts, info.upgrade);
 

@@ -73,7 +73,7 @@ impl ForwardedRequest {
         mut outcome: Box<Outcome>,
     ) -> Result<Response<ResponseBody>, (StatusError, Box<Outcome>)> {
         self.upstream.earn();
-        let mut asked_at = outcome.started();
+        let mut asked_at = outcome.started;
         let mut failed: Option<FailedAttempt> = None;
         // The endpoints that answered a watch with 410, and the last response that was held back.
         let mut too_old: Vec<Arc<Endpoint>> = Vec::new();
@@ -87,7 +87,7 @@ impl ForwardedRequest {
                 && held.is_none()
             {
                 // Boxed, so that no other request carries room for it.
-                permit = Box::pin(self.hold(permit, outcome.started())).await;
+                permit = Box::pin(self.hold(permit, outcome.started)).await;
                 asked_at = Instant::now();
             }
             let permit = match permit {
@@ -104,7 +104,7 @@ impl ForwardedRequest {
             outcome.sent_to(&connection.endpoint.label, reused);
             let result = self.attempt(permit, 1).await;
             if self.hedges.get() > 0 {
-                outcome.hedged();
+                outcome.hedged = true;
             }
             let mut failure = match result {
                 Ok(response) => return Ok(self.respond(response, outcome, asked_at)),
@@ -251,7 +251,7 @@ impl ForwardedRequest {
             outcome.answered_by(&connection.endpoint.label, reused);
         }
         hygiene::downstream_headers(&mut head.headers, false);
-        outcome.answered(head.status.as_u16());
+        outcome.code = Some(head.status.as_u16());
         if let Some(data) = first.as_ref().filter(|_| recv.is_end_stream()) {
             let data = data.clone();
             permit.finished();
@@ -279,6 +279,6 @@ impl ForwardedRequest {
 /// Forwards a response that was held back.
 fn pass_on((mut head, body): HeldResponse, mut outcome: Box<Outcome>) -> Response<ResponseBody> {
     hygiene::downstream_headers(&mut head.headers, false);
-    outcome.answered(head.status.as_u16());
+    outcome.code = Some(head.status.as_u16());
     ResponseBody::Full(FullBody::new(body, outcome)).with_head(head)
 }

@@ -59,7 +59,7 @@ impl http_body::Body for ResponseBody {
         match self.get_mut() {
             Self::Empty => Poll::Ready(None),
             Self::Full(full) => Poll::Ready(full.data.take().map(|data| {
-                full.outcome.add_bytes(data.len());
+                full.outcome.bytes += data.len() as u64;
                 full.outcome.complete();
                 Ok(Frame::data(data))
             })),
@@ -178,7 +178,7 @@ impl StreamedBody {
 
     fn frame_of(&mut self, data: Bytes) -> Frame<Bytes> {
         self.unreleased += data.len();
-        self.outcome.add_bytes(data.len());
+        self.outcome.bytes += data.len() as u64;
         if self.recv.is_end_stream() {
             self.end();
         }
@@ -218,7 +218,7 @@ impl Http1Body {
         match ready!(Pin::new(&mut self.incoming).poll_frame(cx)) {
             Some(Ok(frame)) => {
                 if let Some(data) = frame.data_ref() {
-                    self.outcome.add_bytes(data.len());
+                    self.outcome.bytes += data.len() as u64;
                 }
                 if self.incoming.is_end_stream() {
                     self.outcome.complete();

@@ -55,7 +55,7 @@ impl RetryBudget {
     }
 
     /// Returns a token whose request was not sent.
-    pub fn give_back(&self) {
+    pub fn release(&self) {
         self.add(1.0);
     }
 
@@ -83,9 +83,9 @@ mod tests {
             assert!((99..=101).contains(&tenth), "{tenth}");
             (0..100_000).for_each(|_| budget.earn());
             assert_eq!(taken(2_000), burst, "unused tokens do not accumulate beyond the burst");
-            budget.give_back();
+            budget.release();
             assert_eq!(taken(2_000), 1);
-            (0..2_000).for_each(|_| budget.give_back());
+            (0..2_000).for_each(|_| budget.release());
             assert_eq!(taken(2_000), burst, "neither do returned tokens");
         }
     }

@@ -82,7 +82,7 @@ impl Upgrade {
                 return Err((error, outcome));
             }
         };
-        outcome.answered(head.status.as_u16());
+        outcome.code = Some(head.status.as_u16());
         let is_upgrade = head.status == StatusCode::SWITCHING_PROTOCOLS;
         hygiene::downstream_headers(&mut head.headers, is_upgrade);
         let body = if is_upgrade {
@@ -172,7 +172,7 @@ async fn tunnel(
         () = open.ended() => Err((Side::Jackstay, "shutdown".to_owned())),
         why = proof.followed_to_its_end() => Err((Side::Jackstay, why)),
     };
-    outcome.add_bytes(received);
+    outcome.bytes += received as u64;
     match end {
         Ok(()) => outcome.complete(),
         Err((side, why)) => outcome.cut(side, why),

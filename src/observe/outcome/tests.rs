@@ -37,7 +37,7 @@ fn drop_of_complete_request_records_it_once() {
     let mut outcome = begin(&metrics, AccessLog::Off);
     assert_eq!(metric_value(&metrics, "jackstay_requests_in_flight"), "1");
     outcome.classified("list", false);
-    outcome.answered(200);
+    outcome.code = Some(200);
     outcome.complete();
     drop(outcome);
     assert_eq!(recorded_requests(&metrics), [r#""list",code="200"} 1"#]);
@@ -117,9 +117,7 @@ fn drop_records_code_cutting_side_and_log_line_for_every_end() {
         captured.during(LogFormat::Text, || {
             let mut outcome = begin(&metrics, AccessLog::Errors);
             outcome.classified("get", long_running);
-            if let Some(head_code) = head_code {
-                outcome.answered(head_code);
-            }
+            outcome.code = head_code;
             if complete {
                 outcome.complete();
             }
@@ -157,13 +155,13 @@ fn access_line_has_every_field_and_no_secret() {
     captured.during(LogFormat::Json, || {
         let mut outcome = begin(&metrics, AccessLog::All);
         outcome.classified("list", false);
-        outcome.user(UserClass::Token);
+        outcome.user = UserClass::Token;
         outcome.sent_to(other.label(), false);
         outcome.sent_to(other.label(), false);
-        outcome.hedged();
+        outcome.hedged = true;
         outcome.answered_by(endpoint.label(), true);
-        outcome.answered(200);
-        outcome.add_bytes(1234);
+        outcome.code = Some(200);
+        outcome.bytes += 1234;
         outcome.complete();
     });
     let lines = captured.lines();
@@ -226,7 +224,7 @@ async fn access_log_limits_lines_for_clients_that_leave_and_counts_suppressed_on
         for _ in 0..rounds {
             drop(begin(&metrics, access));
             let mut cut = begin(&metrics, access);
-            cut.answered(200);
+            cut.code = Some(200);
         }
     };
     // The number of access lines, and the sum of the lines that they report as suppressed.
@@ -247,7 +245,11 @@ async fn access_log_limits_lines_for_clients_that_leave_and_counts_suppressed_on
     );
     tokio::time::advance(Duration::from_secs(6)).await;
     captured.during(LogFormat::Text, || metrics.upkeep());
-    assert_eq!(written_and_suppressed(&captured), (40, 1_960), "upkeep reports the rest");
+    assert_eq!(
+        written_and_suppressed(&captured),
+        (40, 1_960),
+        "upkeep reports the other suppressed lines"
+    );
     let last = captured.lines().pop().expect("a line");
     assert!(last.contains(r#"repeated requests suppressed listener="a""#), "{last}");
 
@@ -263,7 +265,7 @@ fn access_lines_are_written_at_every_log_level() {
     let log = Log { level: Level::Error, format: LogFormat::Text, access: AccessLog::All };
     captured.with(&log, || {
         tracing::info!("suppressed by level `error`");
-        begin(&metrics, AccessLog::All).answered(200);
+        begin(&metrics, AccessLog::All).code = Some(200);
     });
     let lines = captured.lines();
     assert_eq!(lines.len(), 1, "{lines:?}");
@@ -295,7 +297,7 @@ fn cost_of_a_successful_request() {
                 let mut outcome = Outcome::begin(&listener, access, client, &head);
                 outcome.classified("get", false);
                 outcome.sent_to(endpoint.label(), true);
-                outcome.answered(200);
+                outcome.code = Some(200);
                 outcome.complete();
             }
             spent += round.elapsed();

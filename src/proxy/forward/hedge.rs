@@ -105,7 +105,7 @@ impl ForwardedRequest {
             let need = self.need(Some(PreviousFailure::Silence(&connection)), excluded.as_slice());
             let need = StreamRequirements { live_only: true, ..need };
             let Ok(permit) = self.upstream.pool.acquire(&self.class, need).await else {
-                self.upstream.hedges.give_back();
+                self.upstream.hedges.release();
                 self.upstream.metrics.hedged("nobody");
                 return None;
             };

@@ -86,7 +86,7 @@ impl WatchBody {
     ) -> Poll<Option<Result<Frame<Bytes>, String>>> {
         loop {
             if let Some(data) = next_piece(&mut self.out) {
-                self.outcome.add_bytes(data.len());
+                self.outcome.bytes += data.len() as u64;
                 return Poll::Ready(Some(Ok(Frame::data(data))));
             }
             if let Some(expiry) = &mut self.proof_expiry
@@ -245,7 +245,7 @@ impl WatchBody {
     /// Reads from a new stream; `result` is its label in the metric.
     fn switch_to(&mut self, response: Response, result: &'static str) {
         let connection = response.permit.connection();
-        self.outcome.resumed();
+        self.outcome.resumes += 1;
         self.outcome.sent_to(&connection.endpoint.label, true);
         self.context.upstream.metrics.watch_resumed(result);
         tracing::debug!(endpoint = &*connection.endpoint.label, "watch {result}");

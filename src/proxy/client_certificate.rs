@@ -217,7 +217,7 @@ impl IdentityProof {
         self.0.as_ref().is_none_or(|peer| matches!(peer.proven(now), Some(Ok(_))))
     }
 
-    /// Waits until the proof is known to be valid, forever if it is not. In that case [`Self::end`] becomes
+    /// Waits until the proof is known to be valid, forever if it is not. In that case [`Self::expiry`] becomes
     /// ready, even if [`ClientCertificate::follow`] has not noticed yet: its timers stop while the machine
     /// is suspended, and the clock does not.
     pub async fn confirmed(&self) {
@@ -233,12 +233,12 @@ impl IdentityProof {
 
     /// A future that is ready with the reason when the proof is no longer valid. `None` if the class needs
     /// no proof. [`ClientCertificate::follow`] must run meanwhile, as it does for each connection.
-    pub fn end(&self) -> Option<ProofExpiry> {
+    pub fn expiry(&self) -> Option<ProofExpiry> {
         let peer = Rc::clone(self.0.as_ref()?);
-        Some(Box::pin(Self::ended(peer)))
+        Some(Box::pin(Self::expired(peer)))
     }
 
-    async fn ended(peer: Rc<ClientCertificate>) -> String {
+    async fn expired(peer: Rc<ClientCertificate>) -> String {
         loop {
             let mut changed = pin!(peer.changed.notified());
             changed.as_mut().enable();
@@ -251,12 +251,12 @@ impl IdentityProof {
         }
     }
 
-    /// Like [`Self::end`], for a tunnel: it outlives the HTTP connection, so it runs
+    /// Like [`Self::expiry`], for a tunnel: it outlives the HTTP connection, so it runs
     /// [`ClientCertificate::follow`] itself.
-    pub async fn followed_to_its_end(&self) -> String {
+    pub async fn follow_until_expiry(&self) -> String {
         let Some(peer) = &self.0 else { pending().await };
         tokio::select! {
-            why = Self::ended(Rc::clone(peer)) => why,
+            why = Self::expired(Rc::clone(peer)) => why,
             never = peer.follow() => match never {},
         }
     }

@@ -153,11 +153,11 @@ impl ClientConnection {
             class: service.upstream.pool.class(class),
             proof,
             head: upstream_head(parts, watch.as_ref())?,
-            body: has_body.then(|| RequestBody::new(body, version, &service.upstream.bodies)),
+            body: has_body.then(|| RequestBody::new(body, version, &service.upstream.body_budget)),
             drain: is_watch.then(|| service.drain.clone()),
             info,
             watch,
-            hedges: Cell::new(0),
+            hedges_sent: Cell::new(0),
         };
         Ok((Prepared::Forward(Box::new(request)), token))
     }

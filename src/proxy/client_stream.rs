@@ -57,7 +57,7 @@ fn is_plain_http(bytes: &[u8]) -> bool {
 ///
 /// # Errors
 /// The connection is not one of a listener.
-pub fn of_tunnel(upgraded: Upgraded) -> Result<TunnelStream<ClientStream>, &'static str> {
+pub fn into_tunnel_stream(upgraded: Upgraded) -> Result<TunnelStream<ClientStream>, &'static str> {
     let parts = upgraded
         .downcast::<TokioIo<ClientStream>>()
         .map_err(|_| "not a connection of a listener")?;

@@ -27,7 +27,7 @@ use super::request_info::{RequestInfo, RequestKind};
 use super::response_body::{FullBody, ResponseBody, StreamedBody};
 use super::retry::{self, ATTEMPTS, RetryDecision, Stage};
 use super::status_error::StatusError;
-use super::upstream_client::{UpstreamClient, UpstreamResponse, release};
+use super::upstream_client::{UpstreamClient, UpstreamResponse, release_window};
 use super::watch::body::{ResumeContext, WatchBody, outage_ended};
 use super::watch::codec::Encoding;
 use super::watch::relay::Relay;
@@ -60,7 +60,7 @@ pub struct ForwardedRequest {
     /// The drain of the listener; `Some` for every watch.
     pub drain: Option<DrainWatcher>,
     /// How many hedges were sent so far.
-    pub hedges: Cell<u32>,
+    pub hedges_sent: Cell<u32>,
 }
 
 impl ForwardedRequest {
@@ -103,7 +103,7 @@ impl ForwardedRequest {
             let reused = connection.was_open(asked_at);
             outcome.sent_to(&connection.endpoint.label, reused);
             let result = self.attempt(permit, 1).await;
-            if self.hedges.get() > 0 {
+            if self.hedges_sent.get() > 0 {
                 outcome.hedged = true;
             }
             let mut failure = match result {
@@ -216,7 +216,7 @@ impl ForwardedRequest {
 
     /// Whether a watch may be sent to another endpoint than these, which answered 410.
     fn may_ask_besides(&self, too_old: &[Arc<Endpoint>]) -> bool {
-        self.upstream.has_ready_besides(too_old)
+        self.upstream.has_ready_endpoint_besides(too_old)
             && self.upstream.watches.may_retry_too_old(&self.upstream.metrics)
     }
 
@@ -245,7 +245,7 @@ impl ForwardedRequest {
             body.stop_holding();
         }
         let UpstreamResponse { mut head, mut recv, first, mut permit, upload } = response;
-        if self.hedges.get() > 0 {
+        if self.hedges_sent.get() > 0 {
             let connection = permit.connection();
             let reused = connection.was_open(asked_at);
             outcome.answered_by(&connection.endpoint.label, reused);
@@ -256,7 +256,7 @@ impl ForwardedRequest {
             let data = data.clone();
             permit.finished();
             // The stream needs no more window, but the connection does.
-            release(&mut recv, &mut data.len());
+            release_window(&mut recv, &mut data.len());
             return ResponseBody::Full(FullBody::new(data, outcome)).with_head(head);
         }
         let Self { upstream, class, proof, head: request, watch, drain, info, .. } = *self;
@@ -268,7 +268,7 @@ impl ForwardedRequest {
             let context = ResumeContext::new((upstream, class), proof, drain, request, &head);
             ResponseBody::Watch(Box::new(WatchBody::new(context, relay, recv, permit, outcome)))
         } else {
-            let expiry = proof.end().filter(|_| info.kind == RequestKind::Watch);
+            let expiry = proof.expiry().filter(|_| info.kind == RequestKind::Watch);
             let body = StreamedBody::new(recv, first, permit, outcome, upload, expiry);
             ResponseBody::Stream(Box::new(body))
         };

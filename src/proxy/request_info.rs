@@ -12,7 +12,7 @@ mod query;
 #[cfg(test)]
 mod tests;
 
-pub(super) use query::{first, parse_bool, unescape_query};
+pub(super) use query::{first_value, parse_bool, unescape_query};
 
 use http::request::Parts;
 use http::uri::PathAndQuery;
@@ -270,7 +270,7 @@ impl RequestInfo {
             self.verb = Verb::DeleteCollection;
         } else if self.verb == Verb::Get {
             let query = self.query();
-            let watch = parse_bool(first(query, "watch").as_deref());
+            let watch = parse_bool(first_value(query, "watch").as_deref());
             self.verb = if watch { Verb::Watch } else { Verb::List };
         }
     }

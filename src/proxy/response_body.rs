@@ -17,7 +17,7 @@ use hyper::body::Incoming;
 
 use super::client_certificate::ProofExpiry;
 use super::request_body::UploadTask;
-use super::upstream_client::release;
+use super::upstream_client::release_window;
 use super::watch::body::WatchBody;
 use crate::observe::{Outcome, Side};
 use crate::upstream::connection::{Permit, describe_h2_error};
@@ -154,7 +154,7 @@ impl StreamedBody {
         {
             return Poll::Ready(Some(Err(self.cut(&why))));
         }
-        release(&mut self.recv, &mut self.unreleased);
+        release_window(&mut self.recv, &mut self.unreleased);
         match ready!(self.recv.poll_data(cx)) {
             Some(Ok(data)) => Poll::Ready(Some(Ok(self.frame_of(data)))),
             Some(Err(error)) => Poll::Ready(Some(Err(self.cut(&describe_h2_error(&error))))),

@@ -25,22 +25,22 @@ impl Tunnels {
     }
 
     /// Waits until no tunnel is open.
-    pub async fn closed(&self) {
+    pub async fn all_closed(&self) {
         self.wait(|registry| registry.open.is_empty()).await;
     }
 
     /// Closes the open tunnels, and each that opens from now on.
-    pub fn end(&self) {
+    pub fn close_all(&self) {
         self.0.send_modify(|registry| registry.closing = true);
     }
 
     /// How many tunnels lead to `endpoint`.
-    pub(super) fn to(&self, endpoint: &Arc<str>) -> usize {
+    pub(super) fn open_to(&self, endpoint: &Arc<str>) -> usize {
         self.0.borrow().open.get(endpoint).copied().unwrap_or(0)
     }
 
     /// Counts a tunnel to `endpoint` as open until the guard is dropped.
-    pub(super) fn enter(&self, endpoint: &Arc<str>) -> OpenTunnel {
+    pub(super) fn register(&self, endpoint: &Arc<str>) -> OpenTunnel {
         self.0.send_if_modified(|registry| {
             *registry.open.entry(Arc::clone(endpoint)).or_default() += 1;
             false // no task waits for more tunnels
@@ -62,7 +62,7 @@ pub(super) struct OpenTunnel {
 
 impl OpenTunnel {
     /// Waits until the tunnel has to close.
-    pub(super) async fn ended(&self) {
+    pub(super) async fn closing(&self) {
         self.tunnels.wait(|registry| registry.closing).await;
     }
 }
@@ -88,18 +88,18 @@ mod tests {
     use std::task::{Context, Poll, Waker};
 
     #[test]
-    fn closed_waits_for_the_last_open_tunnel() {
+    fn all_closed_waits_for_the_last_open_tunnel() {
         let tunnels = Tunnels::default();
         let (here, there) = (Arc::from("here"), Arc::from("there"));
-        let open = [tunnels.enter(&here), tunnels.enter(&here), tunnels.enter(&there)];
-        assert_eq!((tunnels.open(), tunnels.to(&here), tunnels.to(&there)), (3, 2, 1));
+        let open = [tunnels.register(&here), tunnels.register(&here), tunnels.register(&there)];
+        assert_eq!((tunnels.open(), tunnels.open_to(&here), tunnels.open_to(&there)), (3, 2, 1));
         let mut cx = Context::from_waker(Waker::noop());
-        let mut closed = pin!(tunnels.closed());
+        let mut closed = pin!(tunnels.all_closed());
         assert_eq!(closed.as_mut().poll(&mut cx), Poll::Pending);
         {
-            let mut ended = pin!(open[0].ended());
+            let mut ended = pin!(open[0].closing());
             assert_eq!(ended.as_mut().poll(&mut cx), Poll::Pending);
-            tunnels.end();
+            tunnels.close_all();
             assert_eq!(ended.as_mut().poll(&mut cx), Poll::Ready(()));
         }
         assert_eq!(closed.as_mut().poll(&mut cx), Poll::Pending);

@@ -73,7 +73,7 @@ impl Upgrade {
     ) -> Result<Response<ResponseBody>, (StatusError, Box<Outcome>)> {
         let Self { upstream, class, proof, mut request, tunnels } = *self;
         let client = hyper::upgrade::on(&mut request);
-        let open = |label: &Arc<str>| tunnels.to(label);
+        let open = |label: &Arc<str>| tunnels.open_to(label);
         let sent = send(&upstream, (class, &proof), request, &mut outcome, open).await;
         let UpgradeResponse { endpoint, mut head, body, driver } = match sent {
             Ok(response) => response,
@@ -88,7 +88,7 @@ impl Upgrade {
         let body = if is_upgrade {
             outcome.upgraded();
             // Counted before the listener stops counting the client's connection.
-            let open = tunnels.enter(&endpoint.label);
+            let open = tunnels.register(&endpoint.label);
             spawn_local(tunnel(client, driver, (open, proof), outcome));
             ResponseBody::Empty
         } else {
@@ -169,8 +169,8 @@ async fn tunnel(
     let mut received = 0;
     let end = tokio::select! {
         end = carry(client, driver, &mut received) => end,
-        () = open.ended() => Err((Side::Jackstay, "shutdown".to_owned())),
-        why = proof.followed_to_its_end() => Err((Side::Jackstay, why)),
+        () = open.closing() => Err((Side::Jackstay, "shutdown".to_owned())),
+        why = proof.follow_until_expiry() => Err((Side::Jackstay, why)),
     };
     outcome.bytes += received as u64;
     match end {
@@ -189,7 +189,8 @@ async fn carry(
     let (mut client, (mut upstream, flow)) = tokio::try_join!(
         async {
             let upgraded = client.await.map_err(|error| (Side::Client, error.to_string()))?;
-            client_stream::of_tunnel(upgraded).map_err(|why| (Side::Jackstay, why.to_owned()))
+            client_stream::into_tunnel_stream(upgraded)
+                .map_err(|why| (Side::Jackstay, why.to_owned()))
         },
         async { driver.reclaim().await.map_err(|why| (Side::Upstream, why)) },
     )?;

@@ -25,36 +25,36 @@ use crate::upstream::pool::Pool;
 
 /// Pause before the next hedge, after one that found no connection or failed. It keeps the time from the
 /// return of an apiserver to the first request within a second.
-const HEDGE_AGAIN: Duration = Duration::from_secs(1);
+const HEDGE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Pause between two looks at a client that drains.
-const DRAIN_TICK: Duration = Duration::from_millis(10);
+const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A worker's client of one upstream. All listeners of the worker that lead to the upstream share it.
 pub struct UpstreamClient {
     /// The connections to the upstream's endpoints.
     pub pool: Rc<Pool>,
     /// Limits the attempts that run beside another attempt at the same request.
-    pub hedges: RetryBudget,
+    pub hedge_budget: RetryBudget,
     /// The limits that all watches of this client share.
     pub watches: WatchLimits,
     /// Counts retries, hedges and resumed watches.
     pub metrics: Arc<Metrics>,
     /// Limits the bytes of request bodies that all workers hold for retries.
-    pub bodies: Arc<ByteBudget>,
+    pub body_budget: Arc<ByteBudget>,
     /// The task that keeps the pool full; `None` if the caller of [`UpstreamClient::new`] runs it.
     maintenance: Option<AbortHandle>,
 }
 
 impl UpstreamClient {
     /// A client that uses `pool`. The caller runs [`Pool::run`].
-    pub fn new(pool: Rc<Pool>, metrics: Arc<Metrics>, bodies: Arc<ByteBudget>) -> Self {
+    pub fn new(pool: Rc<Pool>, metrics: Arc<Metrics>, body_budget: Arc<ByteBudget>) -> Self {
         Self {
-            hedges: RetryBudget::hedges(pool.upstream().config().connections.max_streams),
+            hedge_budget: RetryBudget::hedges(pool.upstream().config().connections.max_streams),
             pool,
             watches: WatchLimits::new(&metrics),
             metrics,
-            bodies,
+            body_budget,
             maintenance: None,
         }
     }
@@ -63,11 +63,11 @@ impl UpstreamClient {
     pub fn start(
         upstream: &Arc<Upstream>,
         metrics: &Arc<Metrics>,
-        bodies: &Arc<ByteBudget>,
+        body_budget: &Arc<ByteBudget>,
     ) -> Rc<Self> {
         let pool = Pool::new(Arc::clone(upstream));
         let maintenance = spawn_local(Pool::run(Rc::clone(&pool))).abort_handle();
-        let client = Self::new(pool, Arc::clone(metrics), Arc::clone(bodies));
+        let client = Self::new(pool, Arc::clone(metrics), Arc::clone(body_budget));
         Rc::new(Self { maintenance: Some(maintenance), ..client })
     }
 
@@ -85,19 +85,19 @@ impl UpstreamClient {
         self.pool.retire();
         // Requests and watches hold a reference to the client, response bodies hold a stream.
         while (Rc::strong_count(&self) > 1 || self.pool.streams() > 0) && !is_over() {
-            sleep(DRAIN_TICK).await;
+            sleep(DRAIN_POLL_INTERVAL).await;
         }
         self.pool.close();
     }
 
     /// Adds what one request of a client earns for the budgets.
     pub fn earn(&self) {
-        self.hedges.earn();
+        self.hedge_budget.earn();
         self.watches.earn();
     }
 
     /// Whether an endpoint other than these is ready.
-    pub fn has_ready_besides(&self, others: &[Arc<Endpoint>]) -> bool {
+    pub fn has_ready_endpoint_besides(&self, others: &[Arc<Endpoint>]) -> bool {
         self.pool.upstream().endpoints().iter().any(|endpoint| {
             endpoint.state() == EndpointState::Ready
                 && !others.iter().any(|other| Arc::ptr_eq(other, endpoint))
@@ -119,7 +119,7 @@ pub(super) struct UpstreamResponse {
 /// Waits until a request should not rely on this connection alone: the connection is suspect, its path
 /// is lost, it drains because the apiserver is stopped, or its endpoint is degraded and another one is
 /// ready.
-pub async fn troubled(connection: &Rc<Connection>, client: &UpstreamClient) {
+pub async fn until_troubled(connection: &Rc<Connection>, client: &UpstreamClient) {
     loop {
         connection.changed().await;
         if is_troubled(connection, client) {
@@ -128,9 +128,9 @@ pub async fn troubled(connection: &Rc<Connection>, client: &UpstreamClient) {
     }
 }
 
-/// Waits for [`HEDGE_AGAIN`], and then until the connection is in trouble.
-pub async fn still_troubled(connection: &Rc<Connection>, client: &UpstreamClient) {
-    sleep(HEDGE_AGAIN).await;
+/// Waits for [`HEDGE_INTERVAL`], and then until the connection is in trouble.
+pub async fn until_next_hedge(connection: &Rc<Connection>, client: &UpstreamClient) {
+    sleep(HEDGE_INTERVAL).await;
     while !is_troubled(connection, client) {
         connection.changed().await;
     }
@@ -139,17 +139,17 @@ pub async fn still_troubled(connection: &Rc<Connection>, client: &UpstreamClient
 fn is_troubled(connection: &Connection, client: &UpstreamClient) -> bool {
     connection.state() == ConnectionState::Suspect
         || connection.should_drain()
-        || is_better_elsewhere(connection, client)
+        || has_better_endpoint(connection, client)
 }
 
 /// Whether the endpoint is degraded while another one is ready. If all are degraded, more requests make
 /// none of them better.
-pub fn is_better_elsewhere(connection: &Connection, client: &UpstreamClient) -> bool {
-    connection.endpoint.state() == EndpointState::Degraded && client.has_ready_besides(&[])
+pub fn has_better_endpoint(connection: &Connection, client: &UpstreamClient) -> bool {
+    connection.endpoint.state() == EndpointState::Degraded && client.has_ready_endpoint_besides(&[])
 }
 
 /// Releases the window of bytes that the client has read.
-pub fn release(recv: &mut RecvStream, unreleased: &mut usize) {
+pub fn release_window(recv: &mut RecvStream, unreleased: &mut usize) {
     if *unreleased > 0 {
         // It fails only for more bytes than were received.
         let _ = recv.flow_control().release_capacity(std::mem::take(unreleased));

@@ -204,7 +204,7 @@ async fn resume_fails_when_the_client_certificate_has_expired() {
     let proof = IdentityProof::new(CredentialClass::Identity(0), Some(&certificate));
     let resume = async {
         soon("a valid proof", proof.confirmed()).await;
-        let mut end = proof.end().unwrap();
+        let mut end = proof.expiry().unwrap();
         let ended = poll_fn(|cx| Poll::Ready(end.as_mut().poll(cx).is_ready())).await;
         assert!(!ended, "the certificate expired before it was verified");
         until("the certificate has expired", async || SystemTime::now() > not_after).await;

@@ -73,7 +73,7 @@ async fn count_stale_watches() {
         info,
         watch: Some(watch),
         drain: Some(drain),
-        hedges: Cell::new(0),
+        hedges_sent: Cell::new(0),
     });
     // A watch is held until its pool has a connection; afterwards only this test runs the checks.
     let run = tokio::task::spawn_local(Pool::run(Rc::clone(&pool)));

@@ -110,7 +110,7 @@ fn each_direction_ends_separately() {
             assert_eq!(proxy.tunnels.open(), 1);
             last.half_close().await;
             assert_eq!(first.rest().await, "");
-            proxy.tunnels.closed().await;
+            proxy.tunnels.all_closed().await;
         }
     });
 }
@@ -194,7 +194,7 @@ fn websocket_upgrade_forwards_a_port() {
         server.send("closing").await;
         server.half_close().await;
         assert_eq!(client.rest().await, "closing");
-        proxy.tunnels.closed().await;
+        proxy.tunnels.all_closed().await;
     });
 }
 
@@ -359,7 +359,7 @@ fn upstream_connection_ends_when_the_client_disconnects() {
         let (client, mut server) = upgraded(&ca, &peer, &proxy).await;
         drop(client);
         server.read_to_end().await;
-        proxy.tunnels.closed().await;
+        proxy.tunnels.all_closed().await;
     });
 }
 
@@ -374,7 +374,7 @@ fn lost_upstream_does_not_look_like_a_clean_end() {
         let mut rest = Vec::new();
         let end = tokio::io::AsyncReadExt::read_to_end(&mut client.0, &mut rest).await;
         assert!(end.is_err(), "a clean end after {rest:?}");
-        proxy.tunnels.closed().await;
+        proxy.tunnels.all_closed().await;
         let metrics = proxy.metrics.render();
         assert!(metrics.contains(r#"{listener="l",side="upstream"} 1"#), "{metrics}");
     });
@@ -397,7 +397,7 @@ fn data_of_a_server_that_reads_no_more_is_forwarded() {
         drop(server);
         assert_eq!(client.rest().await, "exit status 0");
         drop(client);
-        proxy.tunnels.closed().await;
+        proxy.tunnels.all_closed().await;
     });
 }
 
@@ -406,8 +406,8 @@ fn drain_can_end_tunnels() {
     run(async {
         let (ca, peer, proxy) = scene().await;
         let (mut client, mut server) = upgraded(&ca, &peer, &proxy).await;
-        proxy.tunnels.end();
-        tokio::join!(client.read_to_end(), server.read_to_end(), proxy.tunnels.closed());
+        proxy.tunnels.close_all();
+        tokio::join!(client.read_to_end(), server.read_to_end(), proxy.tunnels.all_closed());
     });
 }
 

@@ -232,7 +232,7 @@ impl WorkerListener {
             "drain ended; closing open connections"
         );
         match &self.server {
-            Server::Https(server) => server.service().tunnels.end(),
+            Server::Https(server) => server.service().tunnels.close_all(),
             Server::Tcp(forwarder) => {
                 forwarder.end_due_flows(deadline.timeout(), deadline.timeout());
             }

@@ -13,7 +13,7 @@ use super::ForwardedRequest;
 use super::attempt::{Attempt, FailedAttempt};
 use crate::proxy::retry::{self, Stage};
 use crate::proxy::upstream_client::{
-    UpstreamResponse, is_better_elsewhere, still_troubled, troubled,
+    UpstreamResponse, has_better_endpoint, until_next_hedge, until_troubled,
 };
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::ProbeTrigger;
@@ -37,7 +37,7 @@ impl ForwardedRequest {
         tokio::select! {
             biased;
             result = &mut response => return result,
-            () = troubled(&connection, &self.upstream) => {}
+            () = until_troubled(&connection, &self.upstream) => {}
         }
         // Boxed, as it is rare.
         Box::pin(self.hedge(response, connection, depth)).await
@@ -57,9 +57,9 @@ impl ForwardedRequest {
             return first.await;
         }
         connection.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
-        let hedges_before = self.hedges.get();
+        let hedges_before = self.hedges_sent.get();
         let (result, winner) = loop {
-            if !self.upstream.hedges.take() {
+            if !self.upstream.hedge_budget.take() {
                 self.upstream.metrics.hedged("over_budget");
                 return first.await;
             }
@@ -82,10 +82,10 @@ impl ForwardedRequest {
             tokio::select! {
                 biased;
                 result = &mut first => break (result, "original"),
-                () = Box::pin(still_troubled(&connection, &self.upstream)) => {}
+                () = Box::pin(until_next_hedge(&connection, &self.upstream)) => {}
             }
         };
-        if self.hedges.get() > hedges_before {
+        if self.hedges_sent.get() > hedges_before {
             self.upstream.metrics.hedged(winner);
         }
         result
@@ -100,16 +100,16 @@ impl ForwardedRequest {
     ) -> Pin<Box<dyn Future<Output = Option<UpstreamResponse>> + '_>> {
         Box::pin(async move {
             // The other connections to a degraded endpoint are no better.
-            let degraded = is_better_elsewhere(&connection, &self.upstream);
+            let degraded = has_better_endpoint(&connection, &self.upstream);
             let excluded = degraded.then(|| Arc::clone(&connection.endpoint));
             let need = self.need(Some(PreviousFailure::Silence(&connection)), excluded.as_slice());
             let need = StreamRequirements { live_only: true, ..need };
             let Ok(permit) = self.upstream.pool.acquire(&self.class, need).await else {
-                self.upstream.hedges.release();
+                self.upstream.hedge_budget.release();
                 self.upstream.metrics.hedged("nobody");
                 return None;
             };
-            self.hedges.set(self.hedges.get() + 1);
+            self.hedges_sent.set(self.hedges_sent.get() + 1);
             self.attempt(permit, depth).await.ok()
         })
     }

@@ -53,7 +53,7 @@ pub fn pairs(query: &str) -> impl Iterator<Item = (Cow<'_, str>, Cow<'_, str>)> 
 }
 
 /// The first value of `key`, as Go's `url.Values.Get`; `Some("")` when it is there without one.
-pub fn first<'a>(query: &'a str, key: &str) -> Option<Cow<'a, str>> {
+pub fn first_value<'a>(query: &'a str, key: &str) -> Option<Cow<'a, str>> {
     pairs(query).find(|(k, _)| k == key).map(|(_, value)| value)
 }
 

@@ -27,7 +27,7 @@ use super::session::{AttemptResult, Candidates, Effect, Ending, Input, NotResuma
 use crate::observe::{Outcome, Side};
 use crate::proxy::body_progress::PIECE;
 use crate::proxy::client_certificate::ProofExpiry;
-use crate::proxy::upstream_client::{UpstreamResponse as Response, release};
+use crate::proxy::upstream_client::{UpstreamResponse as Response, release_window};
 use crate::upstream::connection::Permit;
 
 pub use self::attempt::outage_ended;
@@ -72,7 +72,7 @@ impl WatchBody {
             relay,
             out: VecDeque::new(),
             source: Source::Stream(UpstreamStream::new(recv, permit, &context.drain)),
-            proof_expiry: context.proof.end(),
+            proof_expiry: context.proof.expiry(),
             context,
             outcome,
             warned: false,
@@ -136,7 +136,7 @@ impl WatchBody {
         // The pool must not close the connection of a watch that cannot lose its stream.
         stream.permit.pin(!session.can_lose_stream());
         let mut absorbed = pushed.absorbed;
-        release(&mut stream.recv, &mut absorbed);
+        release_window(&mut stream.recv, &mut absorbed);
         stream.unreleased += data.len() - pushed.absorbed;
         if let Some(reason) = session.not_resumable()
             && before != Some(reason)

@@ -10,7 +10,7 @@
 //! not changed keep their bytes and their order.
 
 use super::codec::version::ResourceVersion;
-use crate::proxy::request_info::{first, is_built_in_group, parse_bool, unescape_query};
+use crate::proxy::request_info::{first_value, is_built_in_group, parse_bool, unescape_query};
 use http::{HeaderMap, HeaderValue, Uri, header, uri};
 use std::borrow::Cow;
 use std::time::Duration;
@@ -59,12 +59,12 @@ impl WatchRequest {
         let group = group(path)?;
         let resumable_group = is_built_in_group(group) || resume_groups.iter().any(|g| g == group);
         let mut request = Self {
-            version: first(query, "resourceVersion")
+            version: first_value(query, "resourceVersion")
                 .and_then(|version| ResourceVersion::parse(version.as_bytes())),
-            send_initial_events: parse_bool(first(query, "sendInitialEvents").as_deref()),
+            send_initial_events: parse_bool(first_value(query, "sendInitialEvents").as_deref()),
             starts_at_most_recent: false,
-            bookmarks: parse_bool(first(query, "allowWatchBookmarks").as_deref()),
-            timeout: first(query, "timeoutSeconds")
+            bookmarks: parse_bool(first_value(query, "allowWatchBookmarks").as_deref()),
+            timeout: first_value(query, "timeoutSeconds")
                 .and_then(|seconds| seconds.parse().ok())
                 .filter(|&seconds| seconds > 0)
                 .map(Duration::from_secs),
@@ -73,7 +73,7 @@ impl WatchRequest {
         };
         request.starts_at_most_recent = request.version.is_none()
             && !request.send_initial_events
-            && first(query, "sendInitialEvents").is_some();
+            && first_value(query, "sendInitialEvents").is_some();
         request.upstream_bookmarks = request.bookmarks || resumable_group && !table;
         Some(request)
     }

@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
 use super::context::ResumeContext;
 use crate::proxy::status_error::StatusError;
-use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response, troubled};
+use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response, until_troubled};
 use crate::proxy::watch::session::{Input, NotResumable};
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
 use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
@@ -141,7 +141,7 @@ pub(super) async fn send(
         permit.open(head, true).map_err(|error| failed(describe_h2_error(&error)))?;
     let response = tokio::select! {
         response = response => response.map_err(|error| failed(describe_h2_error(&error)))?,
-        () = troubled(&connection, upstream) => {
+        () = until_troubled(&connection, upstream) => {
             return Err(failed("suspected before it answered".to_owned()));
         }
         () = sleep_until(deadline) => return Err(failed("no answer".to_owned())),

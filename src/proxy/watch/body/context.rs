@@ -168,7 +168,7 @@ impl ResumeContext {
         Candidates {
             any: endpoints.iter().any(|endpoint| !self.is_excluded(endpoint)),
             usable: usable().any(|endpoint| !is_last(endpoint)),
-            ready: self.upstream.has_ready_besides(&self.excluded),
+            ready: self.upstream.has_ready_endpoint_besides(&self.excluded),
             retry_after: usable().map(pause).min().unwrap_or_default(),
         }
     }

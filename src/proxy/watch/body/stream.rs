@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::context::ResumeContext;
 use super::pace::DeliveryPace;
 use crate::proxy::drain::DrainWatcher;
-use crate::proxy::upstream_client::release;
+use crate::proxy::upstream_client::release_window;
 use crate::upstream::connection::{DrainUrgency, Permit, describe_h2_error};
 use crate::upstream::pool::{PreviousFailure, StreamRequirements};
 
@@ -92,7 +92,7 @@ impl UpstreamStream {
     }
 
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<StreamEvent> {
-        release(&mut self.recv, &mut self.unreleased);
+        release_window(&mut self.recv, &mut self.unreleased);
         if let Poll::Ready(data) = self.recv.poll_data(cx) {
             return Poll::Ready(match data {
                 Some(Ok(data)) => {

@@ -7,7 +7,7 @@ use super::super::codec::version::ResourceVersion;
 use super::super::request::WatchRequest;
 use super::super::session::Session;
 use crate::observe::ByteBudget;
-use crate::proxy::request_info::first;
+use crate::proxy::request_info::first_value;
 use bytes::Bytes;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -28,7 +28,7 @@ pub(crate) fn request(version: &str) -> WatchRequest {
 /// The version at which a session would continue its watch.
 pub(crate) fn cursor(session: &Session, now: Instant) -> Option<String> {
     let query = session.resume_query("", now);
-    first(&query, "resourceVersion").map(Into::into)
+    first_value(&query, "resourceVersion").map(Into::into)
 }
 
 pub(crate) fn json_event(kind: &str, version: u64, padding: &str) -> Vec<u8> {

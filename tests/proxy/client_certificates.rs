@@ -269,7 +269,7 @@ async fn watch_is_resumed_only_when_its_certificate_is_verified_again() {
             })
             .await;
         let path = cluster.watch_path();
-        // A chain of more than one certificate needs a slot for its verification, which this test occupies.
+        // Chains of more than two certificates are verified one at a time; below, the test takes their slot.
         let (leaf, key) = der_of(&cluster.certs.admin);
         let chain = vec![leaf, authority("one").der, authority("other").der];
         let mut watch = connect(proxy.addr, &connector(&ca, chain.clone(), key)).await.unwrap();
@@ -293,7 +293,7 @@ async fn watch_is_resumed_only_when_its_certificate_is_verified_again() {
         let _other = client.send(Method::GET, &path, &headers, "").await.unwrap();
         let count = |id| cluster.state.audit().count_id(id);
         cluster.servers.iter().for_each(ApiServerHandle::reset_connections);
-        until("the watch with a chain of one is resumed", async || count("short") >= 2).await;
+        until("the watch with a short chain is resumed", async || count("short") >= 2).await;
         pause(WINDOW).await;
         assert_eq!(count("long"), 1, "the watch was resumed before its chain was verified");
         drop(slot);

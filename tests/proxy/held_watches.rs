@@ -1,11 +1,12 @@
-//! Watches during a total outage: jackstay holds them, so that no client has to list again
-//! afterwards.
+//! Watches while no apiserver is reachable: jackstay holds them open without an upstream stream, so that
+//! clients need not list again after the outage.
 
 use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{CONFIGMAPS, Certs, Proxy, TestCluster, refusing_address, soon, until};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
+/// The number of held watches.
 async fn held(proxy: &Proxy) -> usize {
     proxy.metric("jackstay_held_watches").await as usize
 }
@@ -22,7 +23,7 @@ async fn running_watches_are_held_and_resume_after_the_outage() {
         watches.push(WatchRecorder::start(&client, &path).await);
     }
     cluster.kill_all();
-    until("all are held", async || held(&proxy).await == WATCHES).await;
+    until("all watches are held", async || held(&proxy).await == WATCHES).await;
     cluster.create_config_map("missed");
     let server = &cluster.servers[0];
     let before = server.counters().accepted.load(Relaxed);
@@ -34,9 +35,9 @@ async fn running_watches_are_held_and_resume_after_the_outage() {
     for watch in &watches {
         assert_eq!((watch.end(), watch.events().len()), (None, 1));
     }
-    until("none is held", async || held(&proxy).await == 0).await;
-    // 100 streams per connection, of which a tenth is kept free; one connection of the prober, one
-    // in reserve.
+    until("no watch is held", async || held(&proxy).await == 0).await;
+    // Watches use 90 of the 100 streams of a connection, so 200 watches need 3 connections. One more belongs to
+    // the prober and one is in reserve.
     let connections = server.counters().accepted.load(Relaxed) - before;
     println!("{WATCHES} watches resumed on {connections} connections");
     assert!(connections <= 6, "{connections} connections");
@@ -52,7 +53,7 @@ async fn held_watch_ends_cleanly_at_its_timeout_seconds() {
     let mut watch = client.watch(&path).await.unwrap();
     cluster.kill_all();
     let end = soon("the end of the watch", watch.next()).await;
-    assert!(matches!(end, Ok(None)), "{end:?}");
+    assert!(matches!(end, Ok(None)), "not a clean end: {end:?}");
     assert!(start.elapsed() >= Duration::from_secs(6), "{:?}", start.elapsed());
 }
 
@@ -89,32 +90,32 @@ async fn new_watch_is_held_until_an_apiserver_returns() {
     until("the watch has an event", async || watch.events().len() == 1).await;
 }
 
-/// Running and new watches.
+/// Both watches that were running before the outage and watches that begin during it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn held_watches_are_dropped_when_their_client_disconnects() {
     let cluster = TestCluster::new(1);
     let proxy = cluster.start().await;
     for http2 in [true, false] {
-        let (running, new) = (proxy.client_over(http2).await, proxy.client_over(http2).await);
+        let (first, second) = (proxy.client_over(http2).await, proxy.client_over(http2).await);
         let path = cluster.watch_path();
-        let watch = running.watch(&path).await.unwrap();
+        let running_watch = first.watch(&path).await.unwrap();
         cluster.kill_all();
-        until("the watch is held", async || held(&proxy).await == 1).await;
-        let request = tokio::spawn(async move { new.get(&path).await.map(|reply| reply.status) });
-        until("both are held", async || held(&proxy).await == 2).await;
-        request.abort();
-        drop((watch, running));
-        until("none is held", async || held(&proxy).await == 0).await;
+        until("the running watch is held", async || held(&proxy).await == 1).await;
+        let new_watch = tokio::spawn(async move { second.get(&path).await.map(drop) });
+        until("both watches are held", async || held(&proxy).await == 2).await;
+        new_watch.abort();
+        drop((running_watch, first));
+        until("no watch is held", async || held(&proxy).await == 0).await;
         cluster.servers[0].restart().unwrap();
         proxy.wait_connected(1).await;
     }
 }
 
-/// SIGTERM during an outage. The 429 makes the client retry, on another listener.
+/// SIGTERM during an outage. After the 429 the client repeats the watch, on the listener of the next process.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn held_new_watch_gets_429_when_its_listener_drains() {
     let cluster = TestCluster::new(1);
-    // Watches end within the first quarter of the drain.
+    // Watches end within the first quarter of the drain timeout, here 3 s.
     let drain = Duration::from_secs(12);
     let proxy = cluster.start_with(|config| config.shutdown.drain_timeout = drain).await;
     let client = proxy.client().await;

@@ -1,5 +1,5 @@
-//! Upstreams that violate the protocol: requests go to the other endpoint, nothing hangs, and no
-//! truncated response looks complete.
+//! Upstreams that violate HTTP/2: reads are retried on another endpoint, no request hangs, and a truncated
+//! response never looks complete.
 
 use crate::scripted_peer::{
     Action, CANCEL, CONTINUATION, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS,
@@ -15,13 +15,14 @@ use jackstay::demo::client::{Client, next_data};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-fn head(list: &[(&str, &str)]) -> Vec<u8> {
+/// The header block of a response with status 200 and these additional fields.
+fn head(additional: &[(&str, &str)]) -> Vec<u8> {
     let mut all = vec![(":status", "200"), ("content-type", "application/json")];
-    all.extend(list);
+    all.extend(additional);
     fields(&all)
 }
 
-/// Protocol violations: each of them ends its stream or its connection.
+/// Protocol violations. Each ends its stream or its connection.
 fn violations() -> Vec<(&'static str, Action)> {
     let raw = |name, bytes: fn(u32) -> Vec<u8>| (name, Action::raw(bytes));
     vec![
@@ -110,22 +111,24 @@ fn violations() -> Vec<(&'static str, Action)> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn protocol_violation_costs_a_read_at_most_a_retry() {
+async fn protocol_violation_affects_only_the_request_that_meets_it() {
     let (peers, _proxy, client) = setup(2).await;
     let mut slowest = (Duration::ZERO, "");
-    for (name, act) in violations() {
-        peers.set_actions([act]);
+    for (name, violation) in violations() {
+        peers.set_actions([violation.clone()]);
         let start = Instant::now();
         let reply =
             soon(name, client.get(CONFIGMAPS)).await.unwrap_or_else(|e| panic!("{name}: {e}"));
         slowest = slowest.max((start.elapsed(), name));
         assert!(matches!(reply.status.as_u16(), 200 | 502), "{name}: {}", reply.status);
-        // A write that met the violation is carried out at most once.
-        peers.set_actions([violations().into_iter().find(|(n, _)| *n == name).unwrap().1]);
+        // A write that fails was sent once; it may be sent again only if the violation shows that the server
+        // has not processed it.
+        peers.set_actions([violation]);
         let reply = soon(name, client.post(CONFIGMAPS, &"{}".into())).await.unwrap();
-        let seen = peers.requests().len();
-        let once = reply.status == 502 && seen == 1;
-        assert!(once || (reply.status == 200 && seen <= 2), "{name}: {} {seen}", reply.status);
+        let sent = peers.requests().len();
+        let failed_once = reply.status == 502 && sent == 1;
+        let succeeded = reply.status == 200 && sent <= 2;
+        assert!(failed_once || succeeded, "{name}: {}, sent {sent} times", reply.status);
         // Later requests are not affected.
         let reply = soon(name, client.get(CONFIGMAPS)).await.unwrap();
         assert_eq!(reply.status, 200, "{name}");
@@ -134,7 +137,7 @@ async fn protocol_violation_costs_a_read_at_most_a_retry() {
     assert!(!client.is_closed());
 }
 
-/// Responses that break off or contradict themselves, over HTTP/2 and HTTP/1.1.
+/// The client gets an error, over HTTP/2 and over HTTP/1.1.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn truncated_response_never_looks_complete() {
     let (peers, proxy, _) = setup(2).await;
@@ -162,7 +165,7 @@ async fn truncated_response_never_looks_complete() {
         ),
         (
             "no content-length, then CANCEL",
-            Action::partial(Reply::ok("{\"first\":1,"), |id| reset(id, 8)),
+            Action::partial(Reply::ok("{\"first\":1,"), |id| reset(id, CANCEL)),
         ),
         (
             "no content-length, then GOAWAY and the end of the connection",
@@ -172,7 +175,7 @@ async fn truncated_response_never_looks_complete() {
     for http2 in [true, false] {
         for path in [CONFIGMAPS.to_owned(), "/api/v1/namespaces/default/pods/p/log".to_owned()] {
             for (name, action) in &truncations {
-                // All attempts are truncated, so that no retry can hide it.
+                // Every attempt gets a truncated response, so retries do not help.
                 peers.set_actions(std::iter::repeat_n(action.clone(), 8));
                 let client = proxy.client_over(http2).await;
                 let response = soon(name, client.request(Method::GET, &path, &[], "")).await;
@@ -186,7 +189,8 @@ async fn truncated_response_never_looks_complete() {
     }
 }
 
-/// HTTP/2 has no hop-by-hop headers, and they must not reach an HTTP/1.1 client.
+/// HTTP/2 forbids hop-by-hop headers (RFC 9113, section 8.2.2). If an upstream sends one, it must not reach an
+/// HTTP/1.1 client.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn hop_by_hop_response_header_is_never_forwarded() {
     let (peers, proxy, _) = setup(2).await;
@@ -213,14 +217,14 @@ async fn hop_by_hop_response_header_is_never_forwarded() {
     peers.set_actions([Action::Answer(custom)]);
     let client = proxy.client().await;
     let reply = client.get(CONFIGMAPS).await.unwrap();
-    assert_eq!(reply.headers["x-anything"], "1", "other headers of the server stay");
+    assert_eq!(reply.headers["x-anything"], "1", "other headers are forwarded");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn request_above_a_goaway_finishes_on_its_connection() {
+async fn request_that_a_goaway_includes_finishes_on_its_connection() {
     let (peers, _proxy, client) = setup(2).await;
     peers.set_default(Reply::ok("{}"));
-    // The last stream covers the request, which finishes on its connection.
+    // The last stream id of the GOAWAY is the stream of the request.
     for round in 0..20 {
         let response = |id: u32| {
             let head = frame(HEADERS, END_HEADERS, id, &head(&[]));
@@ -236,7 +240,7 @@ async fn request_above_a_goaway_finishes_on_its_connection() {
             2 => Action::raw(move |id| {
                 [response(id).0, response(id).1, goaway(id, NO_ERROR)].concat()
             }),
-            // As Go does: first a GOAWAY with the maximal stream id, then the last stream.
+            // Go sends two GOAWAYs: the first with the largest stream id, the second with the last stream.
             _ => Action::raw(move |id| {
                 [
                     goaway(0x7fff_ffff, NO_ERROR),
@@ -260,8 +264,8 @@ async fn request_above_a_goaway_finishes_on_its_connection() {
     }
 }
 
-/// Repeats a request that gets 429: a slow machine does not finish enough handshakes in a second to
-/// have a stream for every request.
+/// Repeats a GET while it gets 429. On a slow machine jackstay cannot open enough connections within a second
+/// to have a stream for every request.
 async fn get_until_admitted(client: &Client) -> u16 {
     loop {
         let reply = client.get(CONFIGMAPS).await.unwrap();
@@ -276,7 +280,7 @@ async fn get_until_admitted(client: &Client) -> u16 {
 async fn requests_succeed_when_max_concurrent_streams_changes() {
     let (peers, _proxy, client) = setup(1).await;
     peers.set_default(Reply::ok("{}"));
-    // The response follows the SETTINGS immediately.
+    // A new limit arrives immediately before the response.
     peers.set_actions([Action::raw(|id| {
         [
             settings(&[(MAX_CONCURRENT_STREAMS, 1), (INITIAL_WINDOW_SIZE, 1 << 20)]),
@@ -294,12 +298,12 @@ async fn requests_succeed_when_max_concurrent_streams_changes() {
     });
     let start = Instant::now();
     let statuses = soon("40 requests", join_all(all)).await;
-    println!("40 requests, one stream each connection: {:?}", start.elapsed());
+    println!("40 requests, one stream per connection: {:?}", start.elapsed());
     assert!(statuses.iter().all(|status| *status == 200), "{statuses:?}");
     assert_eq!(peers.requests().len(), 40);
-    assert_eq!(peers.goaways.load(Relaxed), 0, "jackstay broke no rule on its connections");
+    assert_eq!(peers.goaways.load(Relaxed), 0, "jackstay sent a GOAWAY");
 
-    // Lowered and raised again while requests run.
+    // The limit falls and rises while requests run.
     peers.set_actions([]);
     *peers.settings.lock().unwrap() = vec![];
     let all = (0..40).map(|n| {
@@ -324,7 +328,7 @@ async fn requests_succeed_when_max_concurrent_streams_changes() {
     assert!(statuses.iter().all(|status| *status == 200), "{statuses:?}");
 }
 
-/// The read goes to the other endpoint, and the connection is left.
+/// The hedge goes to the other endpoint, and new requests avoid the silent connection.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn read_is_hedged_when_pings_are_unanswered() {
     let (peers, proxy, client) = setup_with(2, |_| {}).await;
@@ -349,7 +353,7 @@ async fn read_is_hedged_when_pings_are_unanswered() {
     assert!(proxy.hedges("hedge").await >= 3.0);
     let promise = Duration::from_millis(600);
     check_figure("slowest read on a connection that fell silent", slowest, promise);
-    // New requests avoid these connections.
+
     peers.set_actions([]);
     for _ in 0..20 {
         assert_eq!(soon("a read", client.get(CONFIGMAPS)).await.unwrap().status, 200);
@@ -361,30 +365,29 @@ async fn read_is_hedged_when_pings_are_unanswered() {
     );
 }
 
-/// Hedges are limited to a share of the requests: above the budget a read waits for the end of its
-/// connection.
+/// A read that the budget does not allow to be hedged is retried when its connection has ended.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn hedges_have_a_budget() {
+async fn hedges_are_limited_by_a_budget() {
     const READS: usize = 400;
     let (peers, proxy, client) = setup_with(2, |_| {}).await;
-    // All connections fall silent with their first reads.
+    // Each connection falls silent with its first read.
     peers.set_actions(std::iter::repeat_n(Action::Unresponsive, READS));
     let all = (0..READS).map(|_| client.get(CONFIGMAPS));
     let replies = tokio::time::timeout(3 * PATIENCE, join_all(all)).await.unwrap();
     let failed = replies.iter().filter(|reply| reply.as_ref().is_err()).count();
-    assert_eq!(failed, 0, "each read has a response");
-    let (over, won) = (proxy.hedges("over_budget").await, proxy.hedges("hedge").await);
+    assert_eq!(failed, 0, "reads without a response");
+    let (over_budget, won) = (proxy.hedges("over_budget").await, proxy.hedges("hedge").await);
     let made = won + proxy.hedges("original").await + proxy.hedges("failed").await;
-    println!("{READS} reads: {made} hedges, {won} of them won, {over} were not made");
-    assert!(over >= 1.0, "{over}");
-    // The burst, about the streams of one connection, and a tenth of the reads.
+    println!("{READS} reads: {made} hedges, {won} of them won, {over_budget} over the budget");
+    assert!(over_budget >= 1.0, "{over_budget}");
+    // The budget is a burst of about the streams of one connection, and a tenth of the reads.
     assert!((1.0..=READS as f64 / 2.0).contains(&made), "{made}");
 }
 
-/// The handler takes long, and the connection answers PINGs.
+/// The server takes long to respond, and its connection answers PINGs.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn slow_read_is_not_hedged_while_its_connection_lives() {
-    // On a busy machine a PONG takes 100 ms, and jackstay suspects the connection.
+    // On a busy machine a PONG may take longer than 100 ms, after which jackstay would hedge the read.
     let suspect_after = Some(Duration::from_secs(1));
     let (peers, _proxy, client) = setup_with(2, |config| {
         config.upstreams[0].health.suspect_after = suspect_after;
@@ -392,12 +395,13 @@ async fn slow_read_is_not_hedged_while_its_connection_lives() {
     .await;
     peers.set_actions([Action::Hang]);
     let hanging = tokio::time::timeout(Duration::from_millis(1500), client.get(CONFIGMAPS)).await;
-    assert!(hanging.is_err(), "the client gives up");
-    assert_eq!(peers.requests().len(), 1, "the request was hedged");
+    assert!(hanging.is_err(), "the read got a response");
+    assert_eq!(peers.requests().len(), 1, "the read was hedged");
     until("the stream is reset", async || peers.resets().len() == 1).await;
 }
 
-/// A server gives no window: the upload waits, and the client's cancellation reaches the server.
+/// The server opens no flow-control window: the uploads wait, and their cancellation by the client reaches the
+/// server.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn upload_without_a_window_blocks_no_other_request() {
     let peers = Peers::start(2);
@@ -417,28 +421,28 @@ async fn upload_without_a_window_blocks_no_other_request() {
         for _ in 0..20 {
             assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
         }
-        println!("20 reads beside 8 stuck uploads: {:?}", start.elapsed());
+        println!("20 reads beside 8 blocked uploads: {:?}", start.elapsed());
     };
     tokio::select! {
         biased;
         _ = uploading => panic!("an upload ended"),
-        () = soon("reads beside stuck uploads", reading) => {}
+        () = soon("reads beside blocked uploads", reading) => {}
     }
     until("the uploads are reset", async || peers.resets().len() == 8).await;
 }
 
-/// 1-byte frames, empty frames, floods of PINGs and of SETTINGS: jackstay tolerates them or closes
-/// the connection; it neither hangs nor buffers without bound.
+/// Many tiny or empty DATA frames, PINGs, SETTINGS or unknown frames before the end of a response.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn flood_of_odd_frames_ends_or_is_tolerated() {
+async fn frame_flood_is_tolerated_or_ends_the_connection() {
     let (peers, _proxy, client) = setup(2).await;
     let response = |id, noise: Vec<u8>| {
         let head = frame(HEADERS, END_HEADERS, id, &head(&[]));
         [head, noise, frame(DATA, END_STREAM, id, b"}")].concat()
     };
-    let ones = Action::raw(move |id| response(id, frame(DATA, 0, id, b"{").repeat(5000)));
-    peers.set_actions([ones]);
-    let reply = soon("small frames", client.get(CONFIGMAPS)).await.unwrap();
+    let one_byte_frames =
+        Action::raw(move |id| response(id, frame(DATA, 0, id, b"{").repeat(5000)));
+    peers.set_actions([one_byte_frames]);
+    let reply = soon("DATA of one byte", client.get(CONFIGMAPS)).await.unwrap();
     assert_eq!((reply.status.as_u16(), reply.body.len()), (200, 5001));
     for (name, noise) in [
         ("empty DATA", frame(DATA, 0, 1, b"")),
@@ -449,6 +453,7 @@ async fn flood_of_odd_frames_ends_or_is_tolerated() {
     ] {
         let action = Action::raw(move |id| {
             let mut noise = noise.clone();
+            // Stream 1 in the list stands for the stream of the request.
             if noise[8] == 1 {
                 noise[5..9].copy_from_slice(&id.to_be_bytes());
             }
@@ -465,7 +470,6 @@ async fn flood_of_odd_frames_ends_or_is_tolerated() {
     }
 }
 
-/// Frames that cannot be parsed are forwarded.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn malformed_watch_is_forwarded_and_never_resumed() {
     let (peers, _proxy, client) = setup(2).await;
@@ -476,17 +480,17 @@ async fn malformed_watch_is_forwarded_and_never_resumed() {
         ) + "\n"
     };
     for (name, text) in [
-        ("no JSON", "not JSON\n".to_owned()),
-        ("no version", "{\"type\":\"ADDED\",\"object\":{}}\n".to_owned()),
-        ("backwards", event("9") + &event("8")),
-        ("the same version for ever", event("9").repeat(100)),
+        ("a line that is not JSON", "not JSON\n".to_owned()),
+        ("an event without a version", "{\"type\":\"ADDED\",\"object\":{}}\n".to_owned()),
+        ("decreasing versions", event("9") + &event("8")),
+        ("repeated versions", event("9").repeat(100)),
         ("a version of 10,000 digits", event(&"9".repeat(10_000))),
-        ("not a number", event("abc")),
-        ("deep", "[".repeat(25_000) + &"]".repeat(25_000) + "\n"),
+        ("a version that is not a number", event("abc")),
+        ("deeply nested JSON", "[".repeat(25_000) + &"]".repeat(25_000) + "\n"),
     ] {
         peers.set_actions([Action::partial(Reply::ok(&text), |id| reset(id, INTERNAL_ERROR))]);
         let mut got = Vec::new();
-        // A reset that follows the head immediately may discard it.
+        // A reset that immediately follows the response head may discard the head.
         let Ok(response) = soon(name, client.send(Method::GET, &path, &[], "")).await else {
             continue;
         };
@@ -498,15 +502,15 @@ async fn malformed_watch_is_forwarded_and_never_resumed() {
                 Err(_) => break "reset",
             }
         };
-        assert!(text.as_bytes().starts_with(&got), "{name}: changed");
-        let (size, seen) = (got.len(), peers.requests());
-        assert_eq!(seen.len(), 1, "{name}: resumed ({end}, {size} of {})", text.len());
-        println!("a watch with {name} is forwarded and ends: {end}");
+        assert!(text.as_bytes().starts_with(&got), "{name}: the data was changed");
+        let (size, requests) = (got.len(), peers.requests().len());
+        assert_eq!(requests, 1, "{name}: resumed ({end}, {size} of {})", text.len());
+        println!("a watch with {name} is forwarded, its end is {end}");
     }
     assert!(!client.is_closed());
 }
 
-/// The obstacle is counted when it occurs, not only when the watch is lost.
+/// It is counted when the event arrives that makes a resume impossible, not when its stream is lost.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watch_that_cannot_be_resumed_is_counted_once() {
     let (peers, proxy, client) = setup(1).await;
@@ -529,37 +533,37 @@ async fn watch_that_cannot_be_resumed_is_counted_once() {
         let mut got = Vec::new();
         while got.len() < text.len() {
             let data = soon(text, next_data(&mut body)).await.unwrap();
-            got.extend_from_slice(&data.expect("no end"));
+            got.extend_from_slice(&data.expect("the watch continues"));
         }
         assert_eq!(got, text.as_bytes());
         watches.push(body);
     }
     let barred = proxy.resumes("barred").await;
-    assert_eq!(barred as usize, texts.len() - 1, "all but the last");
+    assert_eq!(barred as usize, texts.len() - 1, "all watches except the last one");
 }
 
-/// A late frame costs a `RST_STREAM` and no more, however many there are during a connection.
+/// A frame on a closed stream is answered with `RST_STREAM`, however many of them a connection carries.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn late_frames_on_closed_streams_do_not_end_the_connection() {
-    // A suspected connection would be replaced.
+    // A suspect connection would be replaced.
     let suspect_after = Some(Duration::from_secs(1));
     let (peers, proxy, client) = setup_with(1, |config| {
         config.upstreams[0].health.suspect_after = suspect_after;
     })
     .await;
-    // More streams than the 1,024 late frames that h2 lets pass by default.
+    // 1,100 streams, each of which gets a late frame below: more than the 1,024 that h2 tolerates by default.
     for _ in 0..22 {
         let replies = join_all((0..50).map(|_| client.get(CONFIGMAPS)));
         for reply in soon("responses", replies).await {
             assert_eq!(reply.unwrap().status, 200);
         }
     }
-    let late = |id| {
+    let late_frames_and_response = |id| {
         let late = (1..id).step_by(2).flat_map(|earlier| frame(DATA, 0, earlier, b"late"));
         let response = frame(HEADERS, END_HEADERS, id, &head(&[]));
         late.chain(response).chain(frame(DATA, END_STREAM, id, b"{}")).collect()
     };
-    peers.set_actions([Action::raw(late)]);
+    peers.set_actions([Action::raw(late_frames_and_response)]);
     let reply = soon("a response", client.get(CONFIGMAPS)).await.unwrap();
     assert_eq!(reply.status, 200);
     assert!(proxy.metric("jackstay_retries_total").await < 0.5, "the connection was lost");

@@ -1,5 +1,5 @@
-//! The identity of a client at the apiservers, by their audit: the same as without jackstay,
-//! whatever headers it sends.
+//! The identity that the apiservers record for a client in their audit: the same as without jackstay, whatever
+//! headers the client sends.
 
 use crate::scripted_peer::{Action, Peers};
 use crate::support::{
@@ -24,21 +24,22 @@ fn serial(issued: &Issued) -> String {
     certificate.raw_serial_as_string().replace(':', "")
 }
 
-/// The audit records of the request with this Audit-ID.
+/// The audit records with this Audit-ID.
 fn audit_records(cluster: &TestCluster, id: &str) -> Vec<Record> {
     cluster.state.audit().select(|record| record.audit_id.as_deref() == Some(id))
 }
 
-/// Sends a request. Returns the status, the message of a Status, and the audit record.
+/// Sends a GET with these credentials and headers. Returns the status, the message if the response is a Status,
+/// and the audit record if the request reached an apiserver.
 async fn send(
     cluster: &TestCluster,
     proxy: &Proxy,
-    who: &Credentials,
+    credentials: &Credentials,
     headers: &[(&str, &str)],
 ) -> (u16, String, Option<Record>) {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
-    let id = format!("ask-{}", NEXT.fetch_add(1, Relaxed));
-    let client = proxy.client_with(who).await;
+    let id = format!("request-{}", NEXT.fetch_add(1, Relaxed));
+    let client = proxy.client_with(credentials).await;
     let mut all = vec![("audit-id", id.as_str())];
     all.extend(headers);
     let reply =
@@ -50,9 +51,9 @@ async fn send(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn caller_has_the_same_identity_upstream() {
+async fn client_has_the_same_identity_at_the_apiserver() {
     let cluster = TestCluster::new(1);
-    // Without hedges, so that each request has one record.
+    // A hedge would add a second audit record.
     let proxy = cluster.start_with(without_suspicion).await;
     let certs = &cluster.certs;
     cluster.state.add_token("alice", User::new("alice", &["devs"]));
@@ -65,7 +66,7 @@ async fn caller_has_the_same_identity_upstream() {
     assert!(record.groups.iter().any(|group| group == "system:masters"));
     assert_eq!(record.forwarded_for.as_deref(), Some("127.0.0.1"));
 
-    // Another subject of the same CA is rejected.
+    // Another subject with a certificate of the same CA is rejected.
     let other = certs.pki.client(&Subject::node("other")).unwrap();
     let (status, message, record) =
         send(&cluster, &proxy, &certs.anonymous().certificate(&other), &[]).await;
@@ -77,7 +78,7 @@ async fn caller_has_the_same_identity_upstream() {
         send(&cluster, &proxy, &certs.anonymous().certificate(&fewer), &[]).await;
     assert_eq!((status, record.is_none()), (401, true));
 
-    // Expired, or of another CA: the client gets a response, not a TLS alert.
+    // A client whose certificate has expired or is from another CA gets a response, not a TLS alert.
     let expired = certs.pki.client_valid(&Subject::admin(), Validity::expired()).unwrap();
     let (status, message, record) =
         send(&cluster, &proxy, &certs.anonymous().certificate(&expired), &[]).await;
@@ -94,7 +95,7 @@ async fn caller_has_the_same_identity_upstream() {
     assert_eq!((status, record.user.as_str()), (403, "system:anonymous"));
     assert_eq!(record.certificate_serial, None);
 
-    // Valid and invalid tokens are never sent on a connection with a client certificate.
+    // A token, valid or not, is never sent on an upstream connection with a client certificate.
     for _ in 0..3 {
         let (status, _, record) =
             send(&cluster, &proxy, &certs.anonymous().token("alice"), &[]).await;
@@ -111,13 +112,13 @@ async fn caller_has_the_same_identity_upstream() {
     let (status, _, record) =
         send(&cluster, &proxy, &certs.credentials().token("alice"), &[]).await;
     assert_eq!((status, record.unwrap().user.as_str()), (200, "kubernetes-admin"));
-    // An unverifiable certificate and a valid token: the token is sent, without a certificate.
+    // With an unverifiable certificate and a valid token, the token is sent without a certificate.
     let (status, _, record) = send(&cluster, &proxy, &stranger.token("alice"), &[]).await;
     let record = record.unwrap();
     assert_eq!((status, record.user.as_str()), (200, "alice"));
     assert_eq!(record.certificate_serial, None);
 
-    // Headers that claim an identity.
+    // `X-Remote-*` headers are removed; impersonation is left to the apiserver.
     let forged = [("x-remote-user", "root"), ("x-remote-group", "system:masters")];
     let (status, _, record) =
         send(&cluster, &proxy, &certs.anonymous().token("alice"), &forged).await;
@@ -126,16 +127,13 @@ async fn caller_has_the_same_identity_upstream() {
     assert!(!record.header_names.iter().any(|name| name.starts_with("x-remote")), "{record:?}");
     let impersonating = [("impersonate-user", "bob")];
     let (status, _, record) = send(&cluster, &proxy, &certs.credentials(), &impersonating).await;
-    assert_eq!(
-        (status, record.unwrap().user.as_str()),
-        (200, "bob"),
-        "the administrator may impersonate"
-    );
+    assert_eq!((status, record.unwrap().user.as_str()), (200, "bob"), "an admin may impersonate");
     let (status, _, _) =
         send(&cluster, &proxy, &certs.anonymous().token("alice"), &impersonating).await;
-    assert_eq!(status, 403, "alice may not impersonate, as the server decides");
+    assert_eq!(status, 403, "alice may not impersonate");
 
-    // No connection has carried two kinds of callers.
+    // All requests of an upstream connection have the same certificate, and anonymous requests have
+    // connections of their own.
     let records = cluster.state.audit().records();
     for record in &records {
         let same = records.iter().filter(|r| r.connection == record.connection);
@@ -145,9 +143,8 @@ async fn caller_has_the_same_identity_upstream() {
     }
 }
 
-/// For random combinations of headers.
 #[test]
-fn headers_do_not_change_the_identity() {
+fn random_headers_do_not_change_the_identity() {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let cluster = TestCluster::new(1);
@@ -198,33 +195,32 @@ fn headers_do_not_change_the_identity() {
         "",
     ];
     let header = (prop::sample::select(names), prop::sample::select(values));
-    let combination = (prop::collection::vec(header, 0..8), any::<bool>());
+    let headers_and_http2 = (prop::collection::vec(header, 0..8), any::<bool>());
     let node_serial = serial(&node);
     let cases = if long_form() { 2_000 } else { 150 };
     let mut runner =
         TestRunner::new(Cases { cases, failure_persistence: None, ..Cases::default() });
-    let counter = AtomicUsize::new(0);
-    let answered = AtomicUsize::new(0);
-    let result = runner.run(&combination, |(headers, http2)| {
-        let id = format!("case-{}", counter.fetch_add(1, Relaxed));
+    let next_case = AtomicUsize::new(0);
+    let succeeded = AtomicUsize::new(0);
+    let result = runner.run(&headers_and_http2, |(headers, http2)| {
+        let case = format!("case-{}", next_case.fetch_add(1, Relaxed));
         runtime.block_on(async {
-            for (who, user) in [
+            for (credentials, user) in [
                 (cluster.certs.anonymous().certificate(&node), "system:node:n1"),
                 (cluster.certs.anonymous(), ""),
             ] {
                 let client = if http2 {
-                    Client::connect(proxy.addr, &who).await.unwrap()
+                    Client::connect(proxy.addr, &credentials).await.unwrap()
                 } else {
-                    Client::connect_http1(proxy.addr, &who).await.unwrap()
+                    Client::connect_http1(proxy.addr, &credentials).await.unwrap()
                 };
-                let id = format!("{id}-{user}");
+                let id = format!("{case}-{user}");
                 let mut all = headers.clone();
                 all.push(("audit-id", &id));
-                // The HTTP client, jackstay or the server may reject it.
+                // The HTTP client, jackstay or the server may reject the request.
                 let reply = client.request(Method::GET, CONFIGMAPS, &all, "");
-                let reply = tokio::time::timeout(crate::support::PATIENCE, reply).await;
-                if reply.expect("an answer").is_ok_and(|reply| reply.status == 200) {
-                    answered.fetch_add(1, Relaxed);
+                if soon("a response", reply).await.is_ok_and(|reply| reply.status == 200) {
+                    succeeded.fetch_add(1, Relaxed);
                 }
                 for record in audit_records(&cluster, &id) {
                     if user.is_empty() {
@@ -244,11 +240,11 @@ fn headers_do_not_change_the_identity() {
         })
     });
     result.unwrap();
-    println!("{cases} combinations, {} answered with 200", answered.load(Relaxed));
-    assert!(answered.load(Relaxed) > 0);
+    println!("{cases} combinations of headers, {} responses with 200", succeeded.load(Relaxed));
+    assert!(succeeded.load(Relaxed) > 0);
 }
 
-/// kubelet renames a symlink over the old one; requests run all the time.
+/// kubelet rotates its certificate by a rename over the symlink that jackstay reads.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn certificate_rotation_by_symlink_fails_no_request() {
     let cluster = TestCluster::new(2);
@@ -260,14 +256,14 @@ async fn certificate_rotation_by_symlink_fails_no_request() {
     replace_symlink(&current, &dir.join("first.pem"));
     let pair = CertPaths { cert_file: current.clone(), key_file: current.clone() };
     let proxy = cluster.start_with(|config| terminate_mode(config).identities = vec![pair]).await;
-    let over = Arc::new(AtomicBool::new(false));
+    let stop = Arc::new(AtomicBool::new(false));
     let mut clients = Vec::new();
     for n in 0..4 {
         let client = proxy.client().await;
-        let over = over.clone();
+        let stop = stop.clone();
         clients.push(tokio::spawn(async move {
             let mut count = 0;
-            while !over.load(Relaxed) {
+            while !stop.load(Relaxed) {
                 let body = config_map(&format!("r-{n}-{count}"), "1");
                 let reply = if n % 2 == 0 {
                     client.get(&format!("{CONFIGMAPS}?limit=1")).await
@@ -282,32 +278,27 @@ async fn certificate_rotation_by_symlink_fails_no_request() {
         }));
     }
     let mut watch = start_watch(&proxy, &cluster).await;
-    let with = |wanted: &str| {
+    let (first, second) = (serial(&cluster.certs.admin), serial(&second));
+    let records_with = |serial: &str| {
         cluster.state.audit().select(|r| {
-            r.user == "kubernetes-admin" && r.certificate_serial.as_deref() == Some(wanted)
+            r.user == "kubernetes-admin" && r.certificate_serial.as_deref() == Some(serial)
         })
     };
-    until("the first certificate is in use", async || {
-        with(&serial(&cluster.certs.admin)).len() > 50
-    })
-    .await;
+    until("the first certificate is in use", async || records_with(&first).len() > 50).await;
     replace_symlink(&current, &dir.join("second.pem"));
-    until("the second certificate is in use", async || with(&serial(&second)).len() > 50).await;
+    until("the second certificate is in use", async || records_with(&second).len() > 50).await;
     cluster.state.audit().clear();
     until("requests continue", async || cluster.state.audit().records().len() > 50).await;
-    over.store(true, Relaxed);
+    stop.store(true, Relaxed);
     let mut total = 0;
     for client in clients {
         total += client.await.unwrap();
     }
     println!("{total} requests around a rotation, none failed");
-    let old = cluster.state.audit().select(|r| {
-        r.user == "kubernetes-admin"
-            && r.verb != "watch"
-            && r.certificate_serial == Some(serial(&cluster.certs.admin))
-    });
-    assert!(old.is_empty(), "new requests carry the new certificate: {old:?}");
-    // A watch that started with the old certificate continues.
+    let mut old = records_with(&first);
+    old.retain(|record| record.verb != "watch");
+    assert!(old.is_empty(), "new requests were sent with the old certificate: {old:?}");
+    // The watch that started with the old certificate continues.
     cluster.create_config_map("last");
     loop {
         let event = soon("an event", watch.next()).await.unwrap().expect("the watch continues");
@@ -318,13 +309,13 @@ async fn certificate_rotation_by_symlink_fails_no_request() {
 }
 
 async fn start_watch(proxy: &Proxy, cluster: &TestCluster) -> jackstay::demo::client::Watch {
-    // The client closes its connection when it is dropped: this one lives as long as the test.
+    // A client closes its connection when it is dropped, so this one is leaked.
     let client = Box::leak(Box::new(proxy.client().await));
     let path = cluster.watch_path();
     client.watch(&path).await.unwrap()
 }
 
-/// As before kubelet has bootstrapped.
+/// Before kubelet has bootstrapped, its certificate does not exist.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn identity_file_is_used_when_it_appears() {
     let cluster = TestCluster::new(1);
@@ -350,8 +341,8 @@ async fn identity_file_is_used_when_it_appears() {
         .await;
 }
 
-/// Tokens that no apiserver has accepted share two connections, so that random tokens do not open
-/// more.
+/// Tokens that no apiserver has accepted yet share two upstream connections, so that clients with random
+/// tokens cannot make jackstay open more.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn random_tokens_share_two_connections() {
     let peers = Peers::start(1);
@@ -367,15 +358,16 @@ async fn random_tokens_share_two_connections() {
     let headers: Vec<_> = tokens.iter().map(|token| [("authorization", token.as_str())]).collect();
     let sending = join_all(headers.iter().map(|headers| async {
         let reply = client.request(Method::GET, CONFIGMAPS, headers, "").await.unwrap();
-        assert_eq!(reply.status, 429, "a rejected request gets 429");
+        assert_eq!(reply.status, 429);
     }));
-    let checking = until("ten requests wait and the others were rejected", async || {
+    // Two connections have 5 streams each.
+    let checking = until("10 requests are upstream and 20 are rejected", async || {
         let rejected = proxy.metric("jackstay_streams_exhausted_total").await;
         peers.requests().len() == 10 && rejected >= 20.0
     });
     tokio::select! {
         biased;
-        _ = sending => panic!("ten requests must wait"),
+        _ = sending => panic!("no request waits for the peer"),
         () = checking => {}
     }
     let mut connections: Vec<_> =
@@ -385,14 +377,14 @@ async fn random_tokens_share_two_connections() {
     assert_eq!(connections.len(), 2, "{connections:?}");
 }
 
-/// The certificate is checked with every request.
+/// jackstay checks the certificate at each request, not only at the handshake.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn client_certificate_that_expires_gets_401_on_its_connection() {
+async fn request_gets_401_when_the_certificate_of_its_connection_has_expired() {
     let cluster = TestCluster::new(1);
     let proxy = cluster.start().await;
     let validity = Validity { not_after: SystemTime::now() + PATIENCE / 2, ..Validity::usual() };
-    let brief = cluster.certs.pki.client_valid(&Subject::admin(), validity).unwrap();
-    let client = proxy.client_with(&cluster.certs.anonymous().certificate(&brief)).await;
+    let issued = cluster.certs.pki.client_valid(&Subject::admin(), validity).unwrap();
+    let client = proxy.client_with(&cluster.certs.anonymous().certificate(&issued)).await;
     let first = soon("a response", client.get(CONFIGMAPS)).await.unwrap();
     assert_eq!(first.status, 200, "the certificate expired before the first request");
     let mut last = first;

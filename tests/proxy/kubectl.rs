@@ -1,7 +1,5 @@
-//! Runs kubectl against the demo apiserver through jackstay: the common commands, and exec, attach and
-//! cp over WebSocket.
-//!
-//! Needs kubectl 1.31 or newer in `PATH`, or its path in `KUBECTL`.
+//! Runs kubectl against the demo apiserver through jackstay: the common commands, and exec, attach and cp over
+//! WebSocket. `KUBECTL` names the program (default: `kubectl`), which must be version 1.31 or newer.
 
 use crate::support::TestCluster;
 use jackstay::demo::pki;
@@ -19,7 +17,8 @@ async fn kubectl_commands_work_through_jackstay() {
     let config = pki::kubeconfig(&url, &certs.pki.ca_pem(), Some(&certs.admin), None);
     std::fs::write(dir.path().join("config"), config).unwrap();
     let kubectl = std::env::var("KUBECTL").unwrap_or_else(|_| "kubectl".to_owned());
-    // Returns stdout and stderr, and then `exit=` with the exit status.
+    // Returns stdout and stderr of a shell script in which `$k` is kubectl, and then `exit=` with the exit
+    // status.
     let run_script = |script: &str| -> String {
         let output = Command::new("sh")
             .args(["-c", &format!("({script}) 2>&1; echo \"exit=$?\"")])
@@ -39,7 +38,7 @@ async fn kubectl_commands_work_through_jackstay() {
     let node = json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": "n1" } });
     std::fs::write(dir.path().join("pod.json"), pod.to_string()).unwrap();
     std::fs::write(dir.path().join("node.json"), node.to_string()).unwrap();
-    // Later commands depend on the objects that earlier ones created.
+    // Later scripts depend on the objects that earlier ones have created.
     let mut failures = Vec::new();
     for (script, expected) in [
         ("$k version", "Server Version: v1.33.0-demo"),
@@ -107,6 +106,6 @@ async fn kubectl_commands_work_through_jackstay() {
         })
         .filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok())
         .sum::<f64>();
-    println!("{upgraded} sessions were upgraded");
-    assert!(upgraded >= 6.0, "{upgraded} sessions");
+    println!("{upgraded} upgraded connections");
+    assert!(upgraded >= 6.0, "{upgraded} upgraded connections");
 }

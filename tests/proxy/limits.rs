@@ -1,9 +1,9 @@
-//! Limits, malformed requests and drains: a client that breaks a rule gets an error, and other
-//! clients are not affected.
+//! Limits for clients, malformed requests, timeouts and drains: a client that breaks a rule gets an error, and
+//! other clients are not affected.
 
 use crate::scripted_peer::{
-    Action, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, INITIAL_WINDOW_SIZE, PING, RST_STREAM,
-    Reply, SETTINGS, WINDOW_UPDATE, fields, frame, settings, setup,
+    Action, CANCEL, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, INITIAL_WINDOW_SIZE, PING,
+    REFUSED_STREAM, RST_STREAM, Reply, SETTINGS, WINDOW_UPDATE, fields, frame, settings, setup,
 };
 use crate::support::wire::{self, Wire};
 use crate::support::{
@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// Reads frames until `wanted` accepts the type, stream and payload of one, and returns its payload.
-/// Returns `None` if the connection ends first.
+/// Reads frames until `wanted` returns true for the type, the stream id and the payload of one, and returns
+/// that payload. Returns `None` if the connection ends before.
 async fn read_until(
     stream: &mut Wire,
     mut wanted: impl FnMut(u8, u32, &[u8]) -> bool,
@@ -39,6 +39,7 @@ async fn read_until(
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
+/// A HEADERS frame; `end` sets `END_STREAM`.
 fn request(id: u32, method: &str, path: &str, end: bool, headers: &[(&str, &str)]) -> Vec<u8> {
     let mut list =
         vec![(":method", method), (":scheme", "https"), (":authority", "a"), (":path", path)];
@@ -82,9 +83,9 @@ async fn streams_above_the_limit_get_refused_stream() {
     stream.write_all(&bytes).await.unwrap();
     let mut refused = Vec::new();
     let all = read_until(&mut stream, |kind, id, payload| {
-        assert_ne!(kind, GOAWAY, "the connection continues");
+        assert_ne!(kind, GOAWAY, "jackstay closes the connection");
         if kind == RST_STREAM {
-            assert_eq!(payload, 7u32.to_be_bytes(), "REFUSED_STREAM");
+            assert_eq!(payload, REFUSED_STREAM.to_be_bytes());
             refused.push(id);
         }
         refused.len() == 3
@@ -113,16 +114,16 @@ async fn request_whose_body_contradicts_content_length_is_reset() {
         .concat();
         stream.write_all(&bytes).await.unwrap();
         let reset = read_until(&mut stream, |kind, id, _| {
-            assert_ne!(kind, GOAWAY);
+            assert_ne!(kind, GOAWAY, "jackstay closes the connection");
             kind == RST_STREAM && id == 1
         });
         soon("a stream error", reset)
             .await
-            .unwrap_or_else(|| panic!("{declared}: connection closed"));
+            .unwrap_or_else(|| panic!("content-length {declared}: the connection was closed"));
     }
     let client = proxy.client().await;
     let reply = client.get(&format!("{CONFIGMAPS}/too-long")).await.unwrap();
-    assert_eq!(reply.status, 404, "no object is created");
+    assert_eq!(reply.status, 404, "the object was created");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -140,7 +141,7 @@ async fn malformed_request_ends_only_its_own_connection() {
         let _ = stream.shutdown().await;
         let mut rest = Vec::new();
         let _ = soon("the end of the connection", stream.read_to_end(&mut rest)).await;
-        assert!(rest.len() < 100, "at most a TLS alert is sent");
+        assert!(rest.len() < 100, "jackstay sent more than a TLS alert");
     }
     for garbage in
         [&b"longer than a connection preface, but not a preface at all\r\n\r\n"[..], PREFACE]
@@ -163,18 +164,20 @@ async fn malformed_request_ends_only_its_own_connection() {
     ] {
         let mut stream = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
         stream.write_all(garbage.as_bytes()).await.unwrap();
-        let mut answer = vec![0; 4096];
-        let size = soon(garbage, stream.read(&mut answer)).await.unwrap_or(0);
-        let answer = String::from_utf8_lossy(&answer[..size]);
-        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 4"), "{garbage:?}: {answer}");
+        let mut response = vec![0; 4096];
+        let size = soon(garbage, stream.read(&mut response)).await.unwrap_or(0);
+        let response = String::from_utf8_lossy(&response[..size]);
+        assert!(
+            response.is_empty() || response.starts_with("HTTP/1.1 4"),
+            "{garbage:?}: {response}"
+        );
     }
     assert_eq!(other_client.get(CONFIGMAPS).await.unwrap().status, 200);
     other_client.post(CONFIGMAPS, &config_map("a", "1")).await.unwrap();
     assert!(soon("an event", watch.next()).await.unwrap().is_some());
 }
 
-/// kube-apiserver sends the same response (`conn.serve` of Go's `net/http`). It depends neither on the
-/// method nor on the size of the request.
+/// kube-apiserver sends the same response to any plain HTTP request (`conn.serve` of Go's `net/http`).
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn plain_http_on_a_tls_port_gets_400() {
     const RESPONSE: &str =
@@ -201,7 +204,7 @@ async fn plain_http_on_a_tls_port_gets_400() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn responses_without_a_body_keep_http1_and_http2_connections() {
+async fn response_without_a_body_keeps_the_client_connection_open() {
     let (peers, proxy, http2) = setup(1).await;
     let http1 = proxy.client_over(false).await;
     let without_body = |status: &'static str, length: Option<&'static str>| {
@@ -228,7 +231,7 @@ async fn responses_without_a_body_keep_http1_and_http2_connections() {
             assert_eq!(soon("GET", client.get(CONFIGMAPS)).await.unwrap().body, "{}");
         }
     }
-    assert!(!http1.is_closed() && !http2.is_closed(), "the connections stay open");
+    assert!(!http1.is_closed() && !http2.is_closed(), "a connection was closed");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -256,11 +259,11 @@ async fn next_frame(
     std::future::poll_fn(|cx| Pin::new(&mut *body).poll_frame(cx)).await
 }
 
-/// A drain, such as after SIGTERM, also refuses new connections.
+/// A drain, as after SIGTERM, also refuses new connections.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn drain_finishes_requests_and_ends_watches_cleanly() {
     let cluster = TestCluster::new(2);
-    // The drain must end before its timeout.
+    // The timeout is longer than the limit of each wait below, so it cannot be what ends requests and watches.
     let proxy = cluster.start_with(|config| config.shutdown.drain_timeout = 2 * PATIENCE).await;
     let clients = join_all([true, true, false].map(|http2| proxy.client_over(http2))).await;
     let watcher = proxy.client().await;
@@ -281,8 +284,8 @@ async fn drain_finishes_requests_and_ends_watches_cleanly() {
             })
         })
         .collect();
-    let started = || cluster.state.audit().select(|r| r.verb == "create").len();
-    until("three writes run", async || started() == 3).await;
+    let running_writes = || cluster.state.audit().select(|r| r.verb == "create").len();
+    until("three writes run", async || running_writes() == 3).await;
     let addr = proxy.addr;
     let start = Instant::now();
     proxy.running.drain();
@@ -295,14 +298,14 @@ async fn drain_finishes_requests_and_ends_watches_cleanly() {
     for request in running {
         assert_eq!(soon("a response", request).await.unwrap().unwrap().status, 201);
     }
-    // Events may still arrive. `unwrap` fails if the watch ends with an error.
-    while soon("the watch's end", watch.next()).await.unwrap().is_some() {}
+    // Events may still arrive before the clean end.
+    while soon("the end of the watch", watch.next()).await.unwrap().is_some() {}
     drop(watcher);
-    assert!(soon("the end of jackstay", stopped).await.unwrap(), "no worker panicked");
+    assert!(soon("the end of jackstay", stopped).await.unwrap(), "a worker panicked");
     println!("drained in {:?}", start.elapsed());
 }
 
-/// A connection that has had a request may stay idle, as kubelet's does.
+/// A connection that has carried a request may stay idle, as that of a kubelet does.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn connection_without_a_request_is_closed_at_the_header_timeout() {
     let cluster = TestCluster::new(1);
@@ -323,10 +326,10 @@ async fn connection_without_a_request_is_closed_at_the_header_timeout() {
     };
     let before = refused().await;
 
-    let silent = async {
+    let without_handshake = async {
         let mut stream = TcpStream::connect(proxy.addr).await.unwrap();
         let mut rest = Vec::new();
-        let _ = soon("no handshake", stream.read_to_end(&mut rest)).await;
+        let _ = soon("the end of the connection", stream.read_to_end(&mut rest)).await;
         assert!(rest.is_empty());
     };
     let head = request(1, "GET", CONFIGMAPS, true, &[]);
@@ -343,66 +346,61 @@ async fn connection_without_a_request_is_closed_at_the_header_timeout() {
         let mut rest = Vec::new();
         let _ = soon(sent, stream.read_to_end(&mut rest)).await;
     });
-    tokio::join!(silent, join_all(incomplete));
-    // Of the five connections hyper closes the HTTP/1.1 one, which jackstay does not count.
+    tokio::join!(without_handshake, join_all(incomplete));
+    // hyper closes the HTTP/1.1 connection, which jackstay therefore does not count.
     assert!(refused().await >= before + 4.0, "{} {before}", refused().await);
-    assert!(!kubelet.is_closed());
+    assert!(!kubelet.is_closed(), "the idle connection was closed");
     assert_eq!(soon("a response", kubelet.get(CONFIGMAPS)).await.unwrap().status, 200);
-    assert!(!kubelet.is_closed(), "the connection was closed");
+    assert!(!kubelet.is_closed(), "the connection was closed after its second request");
 }
 
-/// PINGs keep a connection without a request open.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn connection_that_sends_pings_may_send_its_first_request_late() {
+async fn connection_without_a_request_stays_open_while_the_client_sends_pings() {
     let cluster = TestCluster::new(1);
     let limit = Duration::from_secs(1);
     let proxy = cluster
         .start_with(|config| terminate_mode(config).limits.requests.header_timeout = limit)
         .await;
     let start = Instant::now();
-    // The attempt is repeated if a delay of the test itself left too long a pause between two PINGs.
+    // jackstay may close the connection if the test itself was too slow to send PINGs in time. Then the test
+    // tries again.
     while let Err(longest) = request_after_pings(&proxy, &cluster.certs, limit * 3).await {
-        assert!(longest >= limit / 2, "closed, although a PING was answered every {longest:?}");
+        assert!(longest >= limit / 2, "closed although PONGs were {longest:?} apart at most");
         assert!(start.elapsed() < PATIENCE * 4, "this machine is too slow");
     }
 }
 
-/// Sends PINGs for the time `after`, and then a request. If the connection is closed before, returns the
-/// longest time between two PONGs as the error.
-async fn request_after_pings(
-    proxy: &Proxy,
-    certs: &Certs,
-    after: Duration,
-) -> Result<(), Duration> {
+/// Sends PINGs for `time`, and then a request. If jackstay closes the connection before, the error is the
+/// longest time between two PONGs.
+async fn request_after_pings(proxy: &Proxy, certs: &Certs, time: Duration) -> Result<(), Duration> {
     let mut stream = wire::connect(proxy, certs, "h2").await;
     let start = Instant::now();
     stream.write_all(&[PREFACE, &settings(&[])].concat()).await.unwrap();
     let (mut last, mut longest) = (start, Duration::ZERO);
-    while start.elapsed() < after {
+    while start.elapsed() < time {
         // A write error means that the connection is closed; the next read reports it.
         let _ = stream.write_all(&frame(PING, 0, 0, b"opaque00")).await;
         let mut ended = false;
-        let answer = read_until(&mut stream, |kind, _, payload| {
+        let pong = read_until(&mut stream, |kind, _, payload| {
             ended |= kind == GOAWAY;
             ended || (kind == PING && payload == b"opaque00")
         });
-        let answer = soon("a PONG", answer).await;
+        let pong = soon("a PONG", pong).await;
         longest = longest.max(last.elapsed());
         last = Instant::now();
-        if ended || answer.is_none() {
+        if ended || pong.is_none() {
             return Err(longest);
         }
         pause(Duration::from_millis(20)).await;
     }
     stream.write_all(&request(1, "GET", CONFIGMAPS, true, &[])).await.unwrap();
-    let answer = read_until(&mut stream, |kind, id, _| kind == HEADERS && id == 1);
-    assert!(soon("a response", answer).await.is_some());
+    let response = read_until(&mut stream, |kind, id, _| kind == HEADERS && id == 1);
+    assert!(soon("a response", response).await.is_some());
     Ok(())
 }
 
-/// A closed connection no longer counts towards the limit.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn connections_above_the_limit_are_refused() {
+async fn connection_above_the_limit_is_refused_until_another_one_closes() {
     let cluster = TestCluster::new(1);
     let proxy =
         cluster.start_with(|config| config.listeners[0].limits_mut().max_connections = 2).await;
@@ -420,9 +418,9 @@ async fn connections_above_the_limit_are_refused() {
     .await;
 }
 
-/// The request of that client ends too.
+/// Its request ends too.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn client_that_reads_nothing_is_disconnected() {
+async fn client_that_reads_nothing_is_disconnected_at_the_stall_timeout() {
     let cluster = TestCluster::new(1);
     let proxy = cluster
         .start_with(|config| {
@@ -440,9 +438,9 @@ async fn client_that_reads_nothing_is_disconnected() {
     assert!(proxy.metric("jackstay_requests_in_flight").await < 1.0);
 }
 
-/// The client reads the connection but opens no flow-control window for one stream, whose watch is reset.
+/// The client reads the connection but opens no flow-control window for one of its watches.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn stream_without_a_window_is_reset_and_others_continue() {
+async fn stream_without_a_window_is_reset_at_the_stall_timeout_and_others_continue() {
     let cluster = TestCluster::new(1);
     let proxy = cluster
         .start_with(|config| {
@@ -459,7 +457,7 @@ async fn stream_without_a_window_is_reset_and_others_continue() {
         request(1, "GET", &path, true, &[]),
         request(3, "GET", &path, true, &[]),
         window(3),
-        // No event matches this watch, so no data waits for the window of its stream.
+        // This stream has no window either, but no event matches the selector of its watch.
         request(5, "GET", &format!("{path}&labelSelector=v%3Dnone"), true, &[]),
     ]
     .concat();
@@ -467,19 +465,19 @@ async fn stream_without_a_window_is_reset_and_others_continue() {
     let watches = || cluster.watches(0);
     until("three watches run", async || watches() == 3).await;
     cluster.create_config_map("m0");
-    // The event of watch 3 may arrive before or after the reset of watch 1.
+    // The event on stream 3 may arrive before or after the reset of stream 1.
     let (mut events, mut is_reset) = (0, false);
     let reset = read_until(&mut stream, |kind, id, payload| {
-        assert_ne!(kind, GOAWAY, "the connection continues");
+        assert_ne!(kind, GOAWAY, "jackstay closes the connection");
         events += usize::from(kind == DATA && id == 3 && !payload.is_empty());
         if kind == RST_STREAM {
-            assert_eq!((id, payload), (1, &8u32.to_be_bytes()[..]), "CANCEL");
+            assert_eq!((id, payload), (1, &CANCEL.to_be_bytes()[..]));
             is_reset = true;
         }
         is_reset && events > 0
     });
     soon("a reset and an event", reset).await.unwrap();
-    until("the watch has ended upstream too", async || watches() == 2).await;
+    until("the reset watch has ended upstream", async || watches() == 2).await;
     assert_eq!(events, 1);
     cluster.create_config_map("m1");
     let second_event = read_until(&mut stream, |kind, id, _| {
@@ -509,7 +507,7 @@ async fn endless_stream_errors_end_the_connection() {
         resets += usize::from(kind == RST_STREAM);
         kind == GOAWAY && payload[4..8] == 11u32.to_be_bytes()
     });
-    // A connection that is closed while data arrives may lose the GOAWAY.
+    // The GOAWAY may be lost, because the kernel resets a connection that is closed with unread data.
     let received = soon("ENHANCE_YOUR_CALM, or the end", goaway).await;
     println!("{resets} resets, then the end; GOAWAY received: {}", received.is_some());
     assert!(resets <= 1_024, "{resets}");

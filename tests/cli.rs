@@ -1,4 +1,4 @@
-//! The commands of the binary: version, help, completions, manual, probe, run and status, with their errors.
+//! The commands of the binary: version, help, check, completion, manual, probe, run and status.
 
 #![cfg(feature = "demo")]
 
@@ -45,7 +45,7 @@ fn version_contains_the_commit_or_build_kind() {
 }
 
 #[test]
-fn version_command_prints_what_the_flag_prints_and_json() {
+fn version_command_text_equals_the_flag_and_has_json_and_yaml() {
     let out = text(&jackstay(&["version"]).stdout);
     assert_eq!(out, text(&jackstay(&["--version"]).stdout));
     let json: Value = serde_json::from_slice(&jackstay(&["version", "-o", "json"]).stdout).unwrap();
@@ -55,7 +55,7 @@ fn version_command_prints_what_the_flag_prints_and_json() {
 }
 
 #[test]
-fn help_has_exit_codes_and_examples_for_every_command() {
+fn help_of_every_command_has_exit_codes_and_examples() {
     for command in commands().iter().filter(|command| *command != "help") {
         let help = text(&jackstay(&[command, "--help"]).stdout);
         assert!(help.contains("Exit codes: 0 "), "{command}: {help}");
@@ -95,7 +95,7 @@ fn check_output_json_has_every_error_with_its_path() {
 }
 
 #[test]
-fn completions_and_manual_contain_every_command() {
+fn completion_and_manual_contain_every_command() {
     let commands = commands();
     assert!(commands.contains(&"run".to_owned()) && commands.len() >= 6, "{commands:?}");
     for shell in ["bash", "zsh", "fish"] {
@@ -108,7 +108,7 @@ fn completions_and_manual_contain_every_command() {
         );
         let script = text(&out.stdout);
         for command in &commands {
-            assert!(script.contains(command.as_str()), "{shell} does not know {command}");
+            assert!(script.contains(command.as_str()), "the {shell} script lacks {command}");
         }
     }
     let page = text(&jackstay(&["man"]).stdout);
@@ -134,14 +134,14 @@ fn probe_over_unix_socket_returns_the_check_as_exit_code() {
     let probe = |check| jackstay(&["probe", check, "--socket", socket]);
     let out = probe("livez");
     assert_eq!(out.status.code(), Some(1));
-    let why = text(&out.stderr);
-    assert!(why.contains(socket) && why.lines().count() == 1, "{why}");
+    let error = text(&out.stderr);
+    assert!(error.contains(socket) && error.lines().count() == 1, "{error}");
 
     let upstream = refusing_address().to_string();
     let args = ["--listen", "127.0.0.1:0", "--upstream", &upstream];
     let running = Running::start_with("127.0.0.1:0", &args, &[("JACKSTAY__ADMIN__SOCKET", socket)]);
-    let alive = || probe("livez").status.success();
-    wait::until_blocking(TIMEOUT, "the probe succeeds", alive);
+    let is_alive = || probe("livez").status.success();
+    wait::until_blocking(TIMEOUT, "the probe succeeds", is_alive);
     assert_eq!(text(&probe("livez").stdout), "ok\n");
     let out = probe("readyz");
     assert_eq!(out.status.code(), Some(1));
@@ -172,7 +172,7 @@ fn config_defaults_to_the_file_in_etc() {
 }
 
 #[test]
-fn run_without_file_or_both_flags_is_refused() {
+fn run_flags_incomplete_or_with_a_file_are_refused() {
     for args in [
         &["run", "--listen", "127.0.0.1:0"][..],
         &["run", "--upstream", "10.0.0.1:6443"],
@@ -190,11 +190,11 @@ fn run_without_file_or_both_flags_is_refused() {
 
 #[test]
 fn status_without_jackstay_names_the_address() {
-    let port = refusing_address().to_string();
-    let out = jackstay(&["status", "--admin", &port]);
+    let address = refusing_address().to_string();
+    let out = jackstay(&["status", "--admin", &address]);
     assert_eq!(out.status.code(), Some(1));
     let error = text(&out.stderr);
-    assert!(error.contains(&format!("nothing listens on {port}")), "{error}");
+    assert!(error.contains(&format!("nothing listens on {address}")), "{error}");
     assert_eq!((error.lines().count(), out.stdout.len()), (1, 0), "{error}");
     assert_eq!(jackstay(&["status", "--watch=1ms"]).status.code(), Some(2));
     assert_eq!(jackstay(&["status", "--output", "xml"]).status.code(), Some(2));
@@ -211,11 +211,7 @@ impl Running {
         Self::start_with("127.0.0.1:0", args, &[])
     }
 
-    /// Starts with the admin endpoint at this address.
-    fn start_at(admin: &str, args: &[&str]) -> Self {
-        Self::start_with(admin, args, &[])
-    }
-
+    /// Starts with the admin endpoint at this address and these environment variables.
     fn start_with(admin: &str, args: &[&str], variables: &[(&str, &str)]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_jackstay"))
             .arg("run")
@@ -233,12 +229,12 @@ impl Running {
         let at = output.find("127.0.0.").expect("an address");
         let part = |c: &char| c.is_ascii_digit() || ".:".contains(*c);
         let admin = output[at..].chars().take_while(part).collect();
-        // Reads the rest, so that the process does not block on a full pipe.
+        // The thread reads the remaining log, so that the process does not block on a full pipe.
         std::thread::spawn(move || lines.for_each(drop));
         Self { child: KillOnDrop(child), admin }
     }
 
-    /// Runs `jackstay status`; its exit code says whether requests can be served.
+    /// Runs `jackstay status`.
     fn status_output(&self, args: &[&str]) -> Output {
         jackstay(&[&["status", "--admin", &self.admin], args].concat())
     }
@@ -254,8 +250,8 @@ impl Running {
     }
 
     /// Waits until the condition holds for the status.
-    fn until(&self, what: &str, holds: impl Fn(&Value) -> bool) {
-        wait::until_ok_blocking(TIMEOUT, what, || {
+    fn until(&self, condition: &str, holds: impl Fn(&Value) -> bool) {
+        wait::until_ok_blocking(TIMEOUT, condition, || {
             let status = self.json();
             if holds(&status) { Ok(()) } else { Err(format!("{status:#}")) }
         });
@@ -270,9 +266,9 @@ impl Running {
     }
 }
 
-/// After the start, resident memory falls below its peak, which the kernel records.
+/// After the start, resident memory falls below the peak that the kernel has recorded.
 #[test]
-fn memory_of_the_start_is_returned_to_the_kernel() {
+fn run_after_start_returns_memory_to_the_kernel() {
     let running = Running::start(&["--listen", "127.0.0.1:0", "--upstream", "127.0.0.1:9"]);
     let file = format!("/proc/{}/status", running.child.id());
     wait::until_ok_blocking(TIMEOUT, "resident memory below the peak", || {
@@ -282,7 +278,7 @@ fn memory_of_the_start_is_returned_to_the_kernel() {
             line.trim_matches(|c: char| !c.is_ascii_digit()).parse().expect("a number")
         };
         let (now, peak) = (kib("VmRSS:"), kib("VmHWM:"));
-        // In a debug build a fifth to a fourth is returned.
+        // In a debug build a fifth to a fourth of the peak is returned.
         if now * 10 < peak * 9 { Ok(()) } else { Err(format!("{now} of {peak} KiB")) }
     });
 }
@@ -292,21 +288,22 @@ fn states(status: &Value) -> Vec<&str> {
     endpoints.iter().map(|e| e["state"].as_str().expect("a state")).collect()
 }
 
-/// Reserves a port on which nothing listens until the socket is dropped, on a loopback address that no other test uses.
+/// Reserves a port of a loopback address that no other test uses. Nothing listens there until the
+/// socket is dropped.
 fn reserve_unused_port() -> (socket2::Socket, String) {
     let reserved = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None);
     let reserved = reserved.expect("a socket");
     reserved.bind(&SocketAddr::from(([127, 0, 0, 77], 0)).into()).expect("a port");
-    let at = reserved.local_addr().expect("an address").as_socket().expect("of IPv4").to_string();
-    (reserved, at)
+    let address = reserved.local_addr().expect("an address").as_socket().expect("of IPv4");
+    (reserved, address.to_string())
 }
 
 #[test]
-fn status_fails_with_every_endpoint_down_and_still_prints_the_table() {
+fn status_every_endpoint_down_fails_after_printing_the_table() {
     let (_reserved, unused) = reserve_unused_port();
     let running = Running::start(&["--listen", "127.0.0.1:0", "--upstream", &unused]);
     running.until("ejected", |status| states(status) == ["ejected"]);
-    // The client is reset; this is counted and shown as an error of jackstay itself.
+    // The client is reset, which counts as an error answered by jackstay itself.
     let mut client = std::net::TcpStream::connect(running.addresses()[0]).expect("it listens");
     let _ = std::io::Read::read(&mut client, &mut [0]);
     let count = |status: &Value| status["listeners"][0]["own_errors"][0]["count"] == 1;
@@ -328,7 +325,7 @@ fn status_fails_with_every_endpoint_down_and_still_prints_the_table() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn status_wait_returns_when_process_and_apiserver_are_up() {
+async fn status_wait_succeeds_once_process_and_apiserver_are_up() {
     let world = TestCluster::new(1);
     world.servers[0].kill();
     let (reserved, admin) = reserve_unused_port();
@@ -341,7 +338,7 @@ async fn status_wait_returns_when_process_and_apiserver_are_up() {
     let upstream = world.servers[0].addr.to_string();
     drop(reserved);
     let args = ["--listen", "127.0.0.1:0", "--upstream", &upstream];
-    let running = Running::start_at(&admin, &args);
+    let running = Running::start_with(&admin, &args, &[]);
     running.until("ejected", |status| states(status) == ["ejected"]);
     world.servers[0].restart().expect("its port");
     let out = waiting.wait_with_output().expect("it ends");
@@ -351,7 +348,8 @@ async fn status_wait_returns_when_process_and_apiserver_are_up() {
     assert_eq!(out.status.code(), Some(0), "{}", text(&out.stderr));
 }
 
-/// A shell opens the descriptor, because passing a descriptor by number needs unsafe code.
+/// Runs `jackstay run --ready-fd 9` with a pipe as descriptor 9. A shell opens it, because passing a
+/// descriptor by number needs unsafe code.
 fn run_with_descriptor_9(args: &str) -> Child {
     let command =
         format!("exec {} run --ready-fd 9 {args} 9>&1 >&2", env!("CARGO_BIN_EXE_jackstay"));
@@ -365,14 +363,14 @@ fn run_with_descriptor_9(args: &str) -> Child {
 }
 
 #[test]
-fn run_writes_to_the_ready_descriptor_once_clients_can_connect() {
+fn run_ready_descriptor_gets_a_newline_once_clients_can_connect() {
     let (reserved, listener) = reserve_unused_port();
     let (_reserved, upstream) = reserve_unused_port();
     drop(reserved);
     let args = format!("--listen {listener} --upstream {upstream} --admin 127.0.0.1:0");
     let mut child = run_with_descriptor_9(&args);
     let mut output = Vec::new();
-    // To the end of the file: the process closes the descriptor and keeps running.
+    // The read ends because the process closes the descriptor; the process keeps running.
     std::io::Read::read_to_end(&mut child.stdout.take().expect("a pipe"), &mut output)
         .expect("read");
     assert_eq!(output, b"\n");
@@ -409,7 +407,7 @@ fn help_is_no_wider_than_the_terminal_and_100_columns() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn run_with_two_flags_passes_connections_through() {
+async fn run_with_listen_and_upstream_passes_connections_through() {
     let world = TestCluster::new(2);
     let upstreams: Vec<String> = world.addresses().iter().map(ToString::to_string).collect();
     let running = Running::start(&[
@@ -433,21 +431,25 @@ async fn run_with_two_flags_passes_connections_through() {
     );
 }
 
-/// The cells of the row that begins with `row` in the table that begins with `table`, by column title.
+/// The cells by column heading of the row whose first cell is `row`, in the table whose first heading
+/// is `table`.
 fn row(shown: &str, table: &str, row: &str) -> HashMap<String, String> {
     let cells = |line: &str| -> Vec<String> {
         line.split("  ").map(str::trim).filter(|c| !c.is_empty()).map(str::to_owned).collect()
     };
-    let first = |line: &Vec<String>, word: &str| line.first().is_some_and(|cell| cell == word);
+    let starts_with =
+        |line: &Vec<String>, cell: &str| line.first().is_some_and(|first| first == cell);
     let mut lines = shown.lines().map(cells);
-    let heads =
-        lines.find(|line| first(line, table)).unwrap_or_else(|| panic!("no {table}: {shown}"));
+    let headings = lines
+        .find(|line| starts_with(line, table))
+        .unwrap_or_else(|| panic!("no {table}: {shown}"));
     let mut below = lines.take_while(|line| !line.is_empty());
-    let found = below.find(|line| first(line, row)).unwrap_or_else(|| panic!("no {row}: {shown}"));
-    heads.into_iter().zip(found).collect()
+    let found =
+        below.find(|line| starts_with(line, row)).unwrap_or_else(|| panic!("no {row}: {shown}"));
+    headings.into_iter().zip(found).collect()
 }
 
-/// Every key that the table shows exists in the status of a running jackstay.
+/// The table reads JSON keys by name; this test shows that a running jackstay writes all of them.
 #[tokio::test(flavor = "multi_thread")]
 async fn status_table_of_a_running_jackstay_has_no_empty_cell() {
     let world = TestCluster::new(2);
@@ -460,7 +462,7 @@ async fn status_table_of_a_running_jackstay_has_no_empty_cell() {
     std::fs::write(&list, format!("{up}\n{down}\n")).unwrap();
     config.upstreams[0].endpoints_file = Some(list);
     config.upstreams[0].used_by.passthrough = true;
-    // A slow response on a busy machine must not make the endpoint unready.
+    // Long enough that a slow response on a busy machine does not make the endpoint unready.
     let readyz = &mut config.upstreams[0].health.readyz;
     (readyz.interval, readyz.timeout) = (Duration::from_secs(10), Duration::from_secs(5));
     let file = world.certs.path().join("jackstay.yaml");
@@ -474,13 +476,13 @@ async fn status_table_of_a_running_jackstay_has_no_empty_cell() {
         states.sort_unstable();
         states == ["ejected", "ready"]
     });
-    let [terminated, passed] = running.addresses()[..] else { panic!("not two listeners") };
+    let [terminate, passthrough] = running.addresses()[..] else { panic!("not two listeners") };
     let credentials = world.certs.credentials();
-    let first_client = soon("TLS", Client::connect(terminated, &credentials)).await.unwrap();
+    let first_client = soon("TLS", Client::connect(terminate, &credentials)).await.unwrap();
     assert_eq!(soon("an answer", first_client.get(CONFIGMAPS)).await.unwrap().status.as_u16(), 200);
     let _watch =
         soon("a watch", first_client.watch(&format!("{CONFIGMAPS}?watch=1"))).await.unwrap();
-    let second_client = soon("TLS", Client::connect(passed, &credentials)).await.unwrap();
+    let second_client = soon("TLS", Client::connect(passthrough, &credentials)).await.unwrap();
     assert_eq!(
         soon("an answer", second_client.get(CONFIGMAPS)).await.unwrap().status.as_u16(),
         200
@@ -505,17 +507,17 @@ async fn status_table_of_a_running_jackstay_has_no_empty_cell() {
         assert!(head.contains(part), "no `{part}` in {head}");
     }
     assert!(!head.contains(" 0 streams") && !head.contains(" 0 answers"), "{head}");
-    let refused = shown.lines().nth(1).unwrap();
-    assert!(refused.starts_with("last reload ") && !refused.contains("reload - ago"), "{refused}");
+    let reload = shown.lines().nth(1).unwrap();
+    assert!(reload.starts_with("last reload ") && !reload.contains("reload - ago"), "{reload}");
     assert!(
-        refused.contains("the old configuration stays: ") && refused.contains("workers"),
-        "{refused}"
+        reload.contains("the old configuration stays: ") && reload.contains("workers"),
+        "{reload}"
     );
 
     let cells = row(&shown, "LISTENER", "apiserver");
     let expected = [
         ("MODE", "terminate"),
-        ("ADDRESS", &terminated.to_string()),
+        ("ADDRESS", &terminate.to_string()),
         ("UPSTREAM", "control-plane"),
         ("CLIENTS", "1"),
         ("REQUESTS", "1"),
@@ -523,28 +525,35 @@ async fn status_table_of_a_running_jackstay_has_no_empty_cell() {
         ("TUNNELS", "0"),
         ("FLOWS", "-"),
     ];
-    for (head, cell) in expected {
-        assert_eq!(cells[head], cell, "{head} in {shown}");
+    for (heading, cell) in expected {
+        assert_eq!(cells[heading], cell, "{heading} in {shown}");
     }
     assert!(shown.contains("identity loaded CN=kubernetes-admin"), "{shown}");
     let cells = row(&shown, "LISTENER", "lb");
     let expected = [
         ("MODE", "passthrough"),
-        ("ADDRESS", &passed.to_string()),
+        ("ADDRESS", &passthrough.to_string()),
         ("CLIENTS", "1"),
         ("FLOWS", "1"),
     ];
-    for (head, cell) in expected {
-        assert_eq!(cells[head], cell, "{head} in {shown}");
+    for (heading, cell) in expected {
+        assert_eq!(cells[heading], cell, "{heading} in {shown}");
     }
 
     let cells = row(&shown, "CONTROL-PLANE", &up);
-    for head in ["CONNS", "STREAMS", "WATCHES", "FLOWS"] {
-        let number = cells[head].split(' ').next().unwrap().parse::<u64>();
-        assert!(number.is_ok_and(|number| number > 0), "{head} is {} in {shown}", cells[head]);
+    for heading in ["CONNS", "STREAMS", "WATCHES", "FLOWS"] {
+        let number = cells[heading].split(' ').next().unwrap().parse::<u64>();
+        assert!(
+            number.is_ok_and(|number| number > 0),
+            "{heading} is {} in {shown}",
+            cells[heading]
+        );
     }
-    for head in ["RTT p50", "p99"] {
-        assert!(cells[head].ends_with("ms") || cells[head].ends_with('s'), "{head} in {shown}");
+    for heading in ["RTT p50", "p99"] {
+        assert!(
+            cells[heading].ends_with("ms") || cells[heading].ends_with('s'),
+            "{heading} in {shown}"
+        );
     }
     assert_eq!((&*cells["STATE"], &*cells["5xx"]), ("ready", "0"), "{shown}");
     assert_eq!((&*cells["REASON"] == "-", &*cells["LAST EJECTION"]), (false, "never"), "{shown}");

@@ -1,4 +1,4 @@
-//! `jackstay demo`: it ends by itself, reports its results, and removes its files.
+//! `jackstay demo`: its report, its exit code and the removal of its files.
 
 #![cfg(feature = "demo")]
 
@@ -37,17 +37,17 @@ fn demo_with_faults_succeeds_and_removes_its_files() {
     assert!(!text.contains('\x1b'), "no escape codes without a terminal");
     assert_eq!(text.lines().filter(|line| line.starts_with("ok ")).count(), 3, "{text}");
     assert!(text.lines().all(|line| line.chars().count() < 80 || line.contains("kubeconfig")));
-    assert!(text.contains("jackstay: 1 connection to"), "the report has jackstay's events");
-    assert!(std::fs::read_to_string(log.path()).unwrap().contains("listening"), "its log is kept");
+    assert!(text.contains("jackstay: 1 connection to"), "the report has events of jackstay");
+    assert!(std::fs::read_to_string(log.path()).unwrap().contains("listening"), "the log is kept");
 
     assert_eq!(files_in(home.path()), [] as [PathBuf; 0]);
     let admin = text.split("http://").nth(1).and_then(|rest| rest.split('/').next()).unwrap();
     let admin: SocketAddr = admin.parse().unwrap();
-    assert!(TcpStream::connect(admin).is_err(), "its ports are closed");
+    assert!(TcpStream::connect(admin).is_err(), "the ports are closed");
 }
 
 #[test]
-fn demo_output_json_is_the_result_with_the_figures_of_each_scenario() {
+fn demo_output_json_has_the_figures_of_each_scenario() {
     let home = tempfile::tempdir().unwrap();
     let args = ["--faults", "1", "--seconds", "1", "-o", "json"];
     let output = demo(home.path(), &args).output().unwrap();

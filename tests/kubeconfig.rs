@@ -56,7 +56,7 @@ impl Home {
     }
 
     /// A kubeconfig with a client certificate at `~/.kube/config`.
-    fn with_certificate(&self) -> PathBuf {
+    fn write_kubeconfig(&self) -> PathBuf {
         let text = kubeconfig(SERVER, &self.pki.ca_pem(), Some(&self.admin), None);
         self.write(".kube/config", &text)
     }
@@ -71,12 +71,13 @@ impl Home {
             .unwrap()
     }
 
-    /// Runs `jackstay kubeconfig --offline`, which must succeed, and returns its output.
+    /// Runs `jackstay kubeconfig --offline`, asserts success and returns its output.
     fn run_offline(&self, args: &[&str]) -> String {
         self.run_online(&[&["--offline"], args].concat())
     }
 
-    /// Runs `jackstay kubeconfig`, which may connect to the apiservers, must succeed, and returns its output.
+    /// Runs `jackstay kubeconfig`, which may connect to the apiservers. Asserts success and returns its
+    /// output.
     fn run_online(&self, args: &[&str]) -> String {
         let output = self.run(&[&["kubeconfig"], args].concat());
         let text = String::from_utf8(output.stdout).unwrap();
@@ -85,14 +86,14 @@ impl Home {
         text
     }
 
-    /// Runs `jackstay kubeconfig --offline`, which must fail with exit code 2, and returns its error output.
-    fn refused(&self, args: &[&str]) -> String {
+    /// Runs `jackstay kubeconfig --offline`, asserts exit code 2 and returns its stderr.
+    fn run_refused(&self, args: &[&str]) -> String {
         let output = self.run(&[&["kubeconfig", "--offline"], args].concat());
         assert_eq!(output.status.code(), Some(2), "{output:?}");
         String::from_utf8(output.stderr).unwrap()
     }
 
-    /// A YAML file as JSON.
+    /// Parses a YAML file.
     fn tree(&self, name: &str) -> Value {
         serde_saphyr::from_str(&fs::read_to_string(self.path(name)).unwrap()).unwrap()
     }
@@ -102,21 +103,21 @@ fn mode(path: &Path) -> u32 {
     fs::metadata(path).unwrap().permissions().mode() & 0o777
 }
 
-/// The value `body` of the entry `demo` in a list of a kubeconfig.
-fn demo(tree: &Value, list: &str, body: &str) -> Value {
-    let named = tree[list].as_array().unwrap().iter().find(|entry| entry["name"] == "demo");
-    named.unwrap()[body].clone()
+/// The value `key` of the entry named `demo` in a list of a kubeconfig.
+fn demo_entry(tree: &Value, list: &str, key: &str) -> Value {
+    let entry = tree[list].as_array().unwrap().iter().find(|entry| entry["name"] == "demo");
+    entry.unwrap()[key].clone()
 }
 
 fn cluster(tree: &Value) -> Value {
-    demo(tree, "clusters", "cluster")
+    demo_entry(tree, "clusters", "cluster")
 }
 
 fn decode(data: &Value) -> Vec<u8> {
     STANDARD.decode(data.as_str().unwrap()).unwrap()
 }
 
-/// The content of a kubeconfig, regardless of the order of its keys.
+/// The content of a kubeconfig, independent of the order of its keys.
 fn content(text: &str) -> Value {
     json!(Kubeconfig::from_yaml(text).unwrap())
 }
@@ -124,7 +125,7 @@ fn content(text: &str) -> Value {
 #[test]
 fn kubeconfig_without_mode_writes_only_a_kubeconfig() {
     let home = Home::new();
-    let input = home.with_certificate();
+    let input = home.write_kubeconfig();
     let before = fs::read(&input).unwrap();
     let output = home.run_offline(&["--server", "127.0.0.1:7443"]);
     assert_eq!(fs::read(&input).unwrap(), before, "the input is unchanged");
@@ -136,15 +137,15 @@ fn kubeconfig_without_mode_writes_only_a_kubeconfig() {
     assert_eq!(written["tls-server-name"], "10.0.0.1");
     let old = home.tree(".kube/config");
     for key in ["client-certificate-data", "client-key-data"] {
-        let of = |tree| demo(tree, "users", "user")[key].clone();
-        assert!(of(&tree).is_string() && of(&tree) == of(&old), "{key}");
+        let value = |tree| demo_entry(tree, "users", "user")[key].clone();
+        assert!(value(&tree).is_string() && value(&tree) == value(&old), "{key}");
     }
     let ca = "certificate-authority-data";
-    assert_eq!(written[ca], cluster(&old)[ca], "L4 keeps the CA");
+    assert_eq!(written[ca], cluster(&old)[ca], "clients still verify the apiserver with its CA");
     for part in [
         "server: https://10.0.0.1:6443 -> https://127.0.0.1:7443",
         "tls-server-name: set to 10.0.0.1",
-        "stays as it is (a client certificate)",
+        "user \"demo\" is unchanged (a client certificate)",
         "kubectl --kubeconfig",
     ] {
         assert!(output.contains(part), "no {part:?} in\n{output}");
@@ -155,7 +156,7 @@ fn kubeconfig_without_mode_writes_only_a_kubeconfig() {
 #[test]
 fn kubeconfig_output_json_and_yaml_list_files_changes_and_commands() {
     let home = Home::new();
-    home.with_certificate();
+    home.write_kubeconfig();
     let args = ["--mode", "passthrough", "-o"];
     let json = home.run_offline(&[&args[..], &["json"]].concat());
     let report: Value = serde_json::from_str(&json).unwrap();
@@ -172,8 +173,8 @@ fn kubeconfig_output_json_and_yaml_list_files_changes_and_commands() {
     assert!(report["revert"].is_string() && report.get("error").is_none(), "{json}");
     assert!(!json.contains("PRIVATE KEY"), "{json}");
     let yaml = home.run_offline(&[&args[..], &["yaml"]].concat());
-    let again: Value = serde_saphyr::from_str(&yaml).unwrap();
-    assert!(again["files"].as_array().unwrap().iter().all(|file| file["written"] == false));
+    let second: Value = serde_saphyr::from_str(&yaml).unwrap();
+    assert!(second["files"].as_array().unwrap().iter().all(|file| file["written"] == false));
 
     let output = home.run(&["kubeconfig", "--offline", "--in", "none", "-o", "json"]);
     assert_eq!(output.status.code(), Some(2));
@@ -183,18 +184,18 @@ fn kubeconfig_output_json_and_yaml_list_files_changes_and_commands() {
 }
 
 #[test]
-fn context_without_cluster_is_accepted_until_it_is_used() {
+fn kubeconfig_context_without_cluster_is_refused_only_if_used() {
     let home = Home::new();
-    let input = home.with_certificate();
+    let input = home.write_kubeconfig();
     let mut tree = home.tree(".kube/config");
     let contexts = tree["contexts"].as_array_mut().unwrap();
     contexts.insert(0, json!({"name": "unused", "context": {"user": "demo"}}));
     contexts.push(json!({"name": "null", "context": {"cluster": null}}));
     fs::write(&input, tree.to_string()).unwrap();
     home.run_offline(&[]);
-    let error = home.refused(&["--context", "unused"]);
+    let error = home.run_refused(&["--context", "unused"]);
     assert!(error.contains("context \"unused\" names no cluster"), "{error}");
-    // The unused contexts stay, as kubectl writes them.
+    // The unused contexts are written as kubectl writes them.
     let written = home.tree(".kube/jackstay.kubeconfig");
     assert_eq!(
         written["contexts"][0],
@@ -203,22 +204,22 @@ fn context_without_cluster_is_accepted_until_it_is_used() {
 }
 
 #[test]
-fn kubeconfig_overwrites_only_with_force() {
+fn kubeconfig_existing_file_is_overwritten_only_with_force() {
     let home = Home::new();
-    home.with_certificate();
-    let out = home.write("mine", "precious\n");
-    let error = home.refused(&["--out", "mine"]);
+    home.write_kubeconfig();
+    let out = home.write("mine", "existing content\n");
+    let error = home.run_refused(&["--out", "mine"]);
     assert!(error.contains("nothing written"), "{error}");
-    assert_eq!(fs::read_to_string(&out).unwrap(), "precious\n");
+    assert_eq!(fs::read_to_string(&out).unwrap(), "existing content\n");
     home.run_offline(&["--out", "mine", "--force"]);
-    let again = home.run_offline(&["--out", "mine"]);
-    assert!(again.contains("unchanged"), "{again}");
-    let error = home.refused(&["--out", ".kube/config"]);
-    assert!(error.contains(".kube/config is there already"), "{error}");
+    let output = home.run_offline(&["--out", "mine"]);
+    assert!(output.contains("unchanged"), "{output}");
+    let error = home.run_refused(&["--out", ".kube/config"]);
+    assert!(error.contains(".kube/config exists with other content"), "{error}");
 }
 
 #[test]
-fn kubeconfig_in_place_is_reverted() {
+fn kubeconfig_revert_restores_an_in_place_change() {
     let home = Home::new();
     let text = "\
 apiVersion: v1
@@ -247,21 +248,24 @@ users:
       - token
       command: bin/plugin
       interactiveMode: Never
-    unknown-to-us: [1, 2]
+    unknown-key: [1, 2]
 ";
     let input = home.write(".kube/config", text);
     let output = home.run_offline(&["--in-place", "--server", "localhost:7443"]);
-    assert!(output.contains("\n  kubectl get nodes\n"), "kubectl finds the default file: {output}");
+    assert!(
+        output.contains("\n  kubectl get nodes\n"),
+        "kubectl reads this file by default: {output}"
+    );
     let written = home.tree(".kube/config");
     let cluster = cluster(&written);
     assert_eq!(cluster["server"], "https://localhost:7443");
     assert_eq!(cluster["tls-server-name"], "lb.example");
-    assert_eq!(cluster["certificate-authority"], "pki/ca.crt", "still relative");
+    assert_eq!(cluster["certificate-authority"], "pki/ca.crt", "the path stays relative");
     assert_eq!(mode(&input), 0o600);
     // A second run starts from the original server.
-    let named = input.to_str().unwrap();
-    let output = home.run_offline(&["--in", named, "--in-place", "--server", "127.0.0.1:8443"]);
-    assert!(output.contains(&format!("\n  kubectl --kubeconfig {named} get nodes\n")), "{output}");
+    let input = input.to_str().unwrap();
+    let output = home.run_offline(&["--in", input, "--in-place", "--server", "127.0.0.1:8443"]);
+    assert!(output.contains(&format!("\n  kubectl --kubeconfig {input} get nodes\n")), "{output}");
     let output = home.run_offline(&["--revert"]);
     assert!(
         output.contains("server: https://127.0.0.1:8443 -> https://lb.example:6443"),
@@ -274,7 +278,7 @@ users:
 }
 
 #[test]
-fn kubeconfig_merges_files_and_keeps_paths_valid() {
+fn kubeconfig_list_of_files_is_merged_with_absolute_paths() {
     let home = Home::new();
     home.write(
         "a/config",
@@ -301,7 +305,7 @@ fn kubeconfig_merges_files_and_keeps_paths_valid() {
     let absolute = |name: &str| home.path(name).display().to_string();
     assert_eq!(cluster(&tree)["certificate-authority"], absolute("a/ca.crt"));
     assert_eq!(tree["users"][0]["user"]["tokenFile"], absolute("b/token"));
-    // In place changes only the file that contains the cluster.
+    // `--in-place` changes only the file that contains the cluster.
     let other = fs::read(home.path("b/config")).unwrap();
     run(&["--in-place"]);
     assert_eq!(cluster(&home.tree("a/config"))["certificate-authority"], "ca.crt");
@@ -311,7 +315,7 @@ fn kubeconfig_merges_files_and_keeps_paths_valid() {
 #[test]
 fn kubeconfig_passthrough_writes_a_complete_configuration() {
     let home = Home::new();
-    home.with_certificate();
+    home.write_kubeconfig();
     let output = home.run_offline(&["--mode", "passthrough", "--upstream", "10.0.0.2:6443"]);
     let config = home.path(".kube/jackstay/jackstay.yaml");
     assert!(output.contains(&format!("jackstay run --config {}", config.display())), "{output}");
@@ -320,11 +324,14 @@ fn kubeconfig_passthrough_writes_a_complete_configuration() {
     assert!(String::from_utf8_lossy(&check.stdout).contains("1 upstream, 2 endpoints"));
     let tree = home.tree(".kube/jackstay/jackstay.yaml");
     let tls = &tree["upstreams"][0]["tls"];
-    assert!(tls.is_object() && tls.get("server_name").is_none(), "each has its own address");
+    assert!(
+        tls.is_object() && tls.get("server_name").is_none(),
+        "each endpoint is verified by its own address"
+    );
     let written = cluster(&home.tree(".kube/jackstay.kubeconfig"));
-    assert_eq!(written["tls-server-name"], "kubernetes", "the address belongs to one server");
+    assert_eq!(written["tls-server-name"], "kubernetes", "an address is in one certificate only");
     assert!(output.contains("note: tls-server-name is \"kubernetes\""), "{output}");
-    // No secret was copied out of the kubeconfig.
+    // The configuration has no copy of the user's private key.
     for entry in fs::read_dir(home.path(".kube/jackstay")).unwrap() {
         let text = fs::read_to_string(entry.unwrap().path()).unwrap_or_default();
         assert!(!text.contains("PRIVATE KEY"), "{text}");
@@ -334,7 +341,7 @@ fn kubeconfig_passthrough_writes_a_complete_configuration() {
 #[test]
 fn kubeconfig_terminate_creates_a_local_ca_once() {
     let home = Home::new();
-    home.with_certificate();
+    home.write_kubeconfig();
     let args = ["--mode", "terminate", "--node-name", "node-1"];
     home.run_offline(&args);
     let dir = home.path(".kube/jackstay");
@@ -359,13 +366,13 @@ fn kubeconfig_terminate_creates_a_local_ca_once() {
     assert_eq!(ca, fs::read(dir.join("local-ca.crt")).unwrap());
     // The second run changes nothing.
     let before = fs::read(dir.join("serving.pem")).unwrap();
-    let again = home.run_offline(&args);
-    assert!(!again.contains("wrote "), "{again}");
+    let output = home.run_offline(&args);
+    assert!(!output.contains("wrote "), "{output}");
     assert_eq!(fs::read(dir.join("serving.pem")).unwrap(), before);
     // Another name needs another certificate of the same CA.
     let other = ["--mode", "terminate", "--node-name", "node-2"];
-    let refused = home.refused(&other);
-    assert!(refused.contains("serving.pem is there already"), "{refused}");
+    let refused = home.run_refused(&other);
+    assert!(refused.contains("serving.pem exists with other content"), "{refused}");
     home.run_offline(&[&other[..], &["--force"]].concat());
     assert_ne!(fs::read(dir.join("serving.pem")).unwrap(), before);
     assert_eq!(cluster(&home.tree(".kube/jackstay.kubeconfig")), written);
@@ -413,15 +420,16 @@ fn kubeconfig_invalid_input_is_refused_with_remedy() {
     for (name, text, args, expected) in cases {
         let file = home.write(name, &text);
         let out = home.path(&format!("{name}.out"));
-        let fixed = ["--in", file.to_str().unwrap(), "--out", out.to_str().unwrap()];
-        let error = home.refused(&[&fixed[..], args].concat());
+        let paths = ["--in", file.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        let error = home.run_refused(&[&paths[..], args].concat());
         assert!(error.contains(expected), "{name}: {error}");
         assert!(!out.exists(), "{name}");
         assert!(!home.path("jackstay").exists(), "{name}");
     }
 }
 
-/// Three apiservers, each with a certificate for its own address as with kubeadm, and a kubeconfig for the first.
+/// Three apiservers, and a kubeconfig for the first. As with kubeadm, each certificate contains the
+/// address of its server.
 struct ThreeServers {
     home: Home,
     cluster: Cluster,
@@ -429,6 +437,7 @@ struct ThreeServers {
 }
 
 impl ThreeServers {
+    /// Starts them with these common names in every certificate.
     fn start(common: &[&str]) -> Self {
         let home = Home::new();
         let cluster = Cluster::new();
@@ -483,55 +492,55 @@ impl ThreeServers {
         });
     }
 
-    fn config(&self) -> Value {
+    fn upstream(&self) -> Value {
         self.home.tree(".kube/jackstay/jackstay.yaml")["upstreams"][0].clone()
     }
 
     fn endpoints(&self) -> Vec<String> {
-        let endpoints = self.config()["endpoints"].as_array().unwrap().clone();
+        let endpoints = self.upstream()["endpoints"].as_array().unwrap().clone();
         endpoints.iter().map(|e| e.as_str().unwrap().to_owned()).collect()
     }
 }
 
 #[test]
-fn kubeconfig_chooses_a_name_in_every_certificate() {
+fn kubeconfig_server_name_is_in_every_certificate() {
     let three = ThreeServers::start(&["kubernetes", "kubernetes.default.svc"]);
     let (b, c) = (three.address(1), three.address(2));
     let output =
         three.home.run_online(&["--mode", "passthrough", "--upstream", &b, "--upstream", &c]);
-    let server_name = three.config()["tls"].get("server_name").cloned();
-    assert_eq!(server_name, None, "each endpoint's own address: {output}");
+    let server_name = three.upstream()["tls"].get("server_name").cloned();
+    assert_eq!(server_name, None, "each endpoint is verified by its own address: {output}");
     let written = cluster(&three.home.tree(".kube/jackstay.kubeconfig"));
     assert_eq!(written["tls-server-name"], "kubernetes", "{output}");
     assert!(!output.contains("cannot be read"), "{output}");
 
     // An apiserver that does not respond is reported and changes nothing.
     three.servers[2].kill();
-    let more = ["--out", "again/k", "--upstream", &b, "--upstream", &c];
+    let more = ["--out", "second/k", "--upstream", &b, "--upstream", &c];
     let output = three.home.run_online(&[&["--mode", "passthrough"][..], &more].concat());
     assert!(output.contains(&format!("note: the certificate of {c} cannot be read: ")), "{output}");
-    let written = cluster(&three.home.tree("again/k"));
+    let written = cluster(&three.home.tree("second/k"));
     assert_eq!(written["tls-server-name"], "kubernetes", "{output}");
 
-    // Without addresses in the certificates, a common name is used.
-    let named = ThreeServers::start(&["kubernetes"]);
-    let other = named.home.pki.server_for(&["kubernetes"], PkiValidity::usual()).unwrap();
+    // If a certificate lacks the address of its server, the shared name is verified.
+    let shared_name = ThreeServers::start(&["kubernetes"]);
+    let other = shared_name.home.pki.server_for(&["kubernetes"], PkiValidity::usual()).unwrap();
     let bind = SocketAddr::from(([127, 0, 0, 14], 0));
     let options = Options { bind, certificate: Some(other), ..Options::named("d") };
-    let fourth = apiserver::start(&named.cluster, &named.home.pki, options).unwrap();
+    let fourth = apiserver::start(&shared_name.cluster, &shared_name.home.pki, options).unwrap();
     let d = fourth.addr.to_string();
-    named.home.run_online(&["--mode", "terminate", "--node-name", "n", "--upstream", &d]);
-    assert_eq!(named.config()["tls"]["server_name"], "kubernetes");
+    shared_name.home.run_online(&["--mode", "terminate", "--node-name", "n", "--upstream", &d]);
+    assert_eq!(shared_name.upstream()["tls"]["server_name"], "kubernetes");
 
-    // Without a common name, the output says so.
-    let apart = ThreeServers::start(&[]);
-    let b = apart.address(1);
-    let output = apart.home.run_online(&["--mode", "passthrough", "--upstream", &b]);
+    // If the certificates share no name, a note reports it.
+    let no_shared_name = ThreeServers::start(&[]);
+    let b = no_shared_name.address(1);
+    let output = no_shared_name.home.run_online(&["--mode", "passthrough", "--upstream", &b]);
     assert!(output.contains("no name is in every apiserver's certificate"), "{output}");
 }
 
 #[test]
-fn kubeconfig_suggests_endpoints_of_the_cluster() {
+fn kubeconfig_endpoints_of_the_cluster_are_suggested_and_used_with_discover() {
     let three = ThreeServers::start(&["kubernetes"]);
     let mode = ["--mode", "passthrough"];
     let output = three.home.run_online(&mode);
@@ -549,12 +558,12 @@ fn kubeconfig_suggests_endpoints_of_the_cluster() {
         output.contains("--discover") && output.contains(&format!("--upstream {b}")),
         "{output}"
     );
-    assert_eq!(three.endpoints(), [a.as_str()], "a suggestion only");
+    assert_eq!(three.endpoints(), [a.as_str()], "the note only suggests them");
     let output = three.home.run_online(&[&mode[..], &["--discover", "--force"]].concat());
     assert_eq!(three.endpoints(), [a.as_str(), &b, &c], "{output}");
     assert!(!output.contains("only one endpoint"), "{output}");
 
-    // A user who may not list them gets a note, and so does --offline. Neither is a failure.
+    // A forbidden list and `--offline` are notes, not failures.
     let other = ThreeServers::start(&["kubernetes"]);
     let refuse: RequestHook = Arc::new(|head: &http::request::Parts| {
         head.uri
@@ -566,19 +575,19 @@ fn kubeconfig_suggests_endpoints_of_the_cluster() {
     let output = other.home.run_online(&mode);
     assert!(output.contains("only one endpoint is known") && output.contains("(403)"), "{output}");
     let output = other.home.run_offline(&[&mode[..], &["--out", "offline/k"]].concat());
-    assert!(output.contains("was not asked for them: --offline"), "{output}");
+    assert!(output.contains("apiservers are not known: --offline"), "{output}");
 }
 
 #[test]
-fn kubeconfig_runs_an_exec_plugin_only_for_discover() {
+fn kubeconfig_exec_plugin_runs_only_with_discover() {
     let three = ThreeServers::start(&["kubernetes"]);
     three.create_slices(&[0, 1]);
-    let traces = three.home.path("plugin-ran");
+    let runs = three.home.path("plugin-ran");
     let plugin = three.home.write(
         "plugin",
         &format!(
             "#!/bin/sh\necho ran >> {}\ncat <<'END'\n{}\nEND\n",
-            traces.display(),
+            runs.display(),
             json!({ "apiVersion": "client.authentication.k8s.io/v1",
                 "kind": "ExecCredential", "status": {
                     "clientCertificateData": three.home.admin.cert_pem,
@@ -593,17 +602,17 @@ fn kubeconfig_runs_an_exec_plugin_only_for_discover() {
         "interactiveMode": "Never" } });
     three.home.write(".kube/config", &config.to_string());
     let output = three.home.run_online(&["--mode", "passthrough"]);
-    assert!(!traces.exists(), "the plugin ran without --discover: {output}");
+    assert!(!runs.exists(), "the plugin ran without --discover: {output}");
     assert!(output.contains("is run by --discover only"), "{output}");
     three.home.run_online(&["--mode", "passthrough", "--discover", "--force"]);
-    assert_eq!(fs::read_to_string(&traces).unwrap(), "ran\n", "the plugin runs once");
+    assert_eq!(fs::read_to_string(&runs).unwrap(), "ran\n", "the plugin runs once");
     assert_eq!(three.endpoints(), [three.address(0), three.address(1)]);
 }
 
 #[test]
 fn kubeconfig_keeps_endpoints_of_an_existing_configuration() {
     let home = Home::new();
-    home.with_certificate();
+    home.write_kubeconfig();
     let mode = ["--mode", "terminate", "--node-name", "n"];
     let with = |more: &[&str]| home.run_offline(&[&mode[..], more].concat());
     let endpoints = || {
@@ -616,11 +625,11 @@ fn kubeconfig_keeps_endpoints_of_an_existing_configuration() {
     assert!(!with(&[]).contains("wrote "), "a second run changes nothing");
     home.run_offline(&["--mode", "terminate", "--node-name", "other", "--force"]);
     assert_eq!(endpoints(), three);
-    // The given endpoints replace the existing ones, and the output names removed ones.
+    // The given endpoints replace the existing ones, and a note names the removed ones.
     let output = with(&["--upstream", "10.0.0.3:6443", "--force"]);
     assert_eq!(endpoints(), [three[0], three[2]]);
     assert!(output.contains("no longer an endpoint: 10.0.0.2:6443;"), "{output}");
-    // Endpoints of another cluster's configuration are not used.
+    // The endpoints in the configuration of another cluster are not used.
     let text = kubeconfig("https://10.9.9.9:6443", &home.pki.ca_pem(), Some(&home.admin), None);
     home.write(".kube/config", &text);
     with(&["--force"]);
@@ -630,7 +639,7 @@ fn kubeconfig_keeps_endpoints_of_an_existing_configuration() {
 #[test]
 fn kubeconfig_beside_a_file_named_jackstay_uses_another_directory() {
     let home = Home::new();
-    home.with_certificate();
+    home.write_kubeconfig();
     home.write("bin/jackstay", "the program\n");
     let out = home.path("bin/x");
     let args = ["--mode", "passthrough", "--out", out.to_str().unwrap()];
@@ -641,23 +650,23 @@ fn kubeconfig_beside_a_file_named_jackstay_uses_another_directory() {
     assert_eq!(fs::read_to_string(home.path("bin/jackstay")).unwrap(), "the program\n");
 
     let below = home.path("bin/jackstay/jackstay.yaml");
-    let error = home.refused(&[&args[..], &["--config-out", below.to_str().unwrap()]].concat());
+    let error = home.run_refused(&[&args[..], &["--config-out", below.to_str().unwrap()]].concat());
     let file = home.path("bin/jackstay");
     assert!(error.contains(&format!("{} is a file", file.display())), "{error}");
-    let error = home.refused(&["--out", home.path("bin").to_str().unwrap()]);
+    let error = home.run_refused(&["--out", home.path("bin").to_str().unwrap()]);
     assert!(error.contains("bin is a directory"), "{error}");
     assert!(!error.contains("os error"), "{error}");
 }
 
-/// The written configuration, running in this process in front of a demo apiserver, on a free port.
-struct Started {
+/// jackstay in this process, with the written configuration but on a free port, and a demo apiserver.
+struct RunningProxy {
     home: Home,
     _server: ApiServerHandle,
     addr: SocketAddr,
     proxy: Running,
 }
 
-impl Started {
+impl RunningProxy {
     fn start(mode: &str, prepare: impl FnOnce(&Path)) -> Self {
         Self::start_at("127.0.0.1:7443", mode, prepare)
     }
@@ -682,7 +691,7 @@ impl Started {
         Self { home, _server: server, addr, proxy: app.start().unwrap() }
     }
 
-    /// Sends requests as a client of the written kubeconfig, with its CA, server name and certificate, until one
+    /// Sends requests with the CA, server name and certificate of the written kubeconfig until one
     /// succeeds.
     fn wait_for_response(&self) {
         let written = cluster(&self.home.tree(".kube/jackstay.kubeconfig"));
@@ -706,20 +715,20 @@ impl Started {
 }
 
 #[test]
-fn kubeconfig_output_serves_its_user() {
+fn kubeconfig_written_files_serve_requests() {
     for mode in ["passthrough", "terminate"] {
-        let running = Started::start(mode, |_| {});
+        let running = RunningProxy::start(mode, |_| {});
         running.wait_for_response();
         assert!(running.proxy.stop());
     }
 }
 
-/// `localhost` stands for both loopback addresses; in mode terminate the client verifies this name.
+/// `localhost` means both loopback addresses. In mode terminate the client verifies this name.
 #[test]
 fn kubeconfig_server_localhost_binds_both_loopbacks() {
-    let shared = Some("kubernetes.default.svc");
-    for (mode, verified) in [("passthrough", shared), ("terminate", None)] {
-        let running = Started::start_at("localhost:7443", mode, |dir| {
+    let cases = [("passthrough", Some("kubernetes.default.svc")), ("terminate", None)];
+    for (mode, server_name) in cases {
+        let running = RunningProxy::start_at("localhost:7443", mode, |dir| {
             let text = fs::read_to_string(dir.join("jackstay.yaml")).unwrap();
             let config: Value = serde_saphyr::from_str(&text).unwrap();
             let bind = &config["listeners"][0]["bind"];
@@ -727,17 +736,17 @@ fn kubeconfig_server_localhost_binds_both_loopbacks() {
         });
         let written = cluster(&running.home.tree(".kube/jackstay.kubeconfig"));
         assert_eq!(written["server"], "https://localhost:7443");
-        assert_eq!(written.get("tls-server-name").and_then(Value::as_str), verified, "{mode}");
+        assert_eq!(written.get("tls-server-name").and_then(Value::as_str), server_name, "{mode}");
         running.wait_for_response();
         assert!(running.proxy.stop());
     }
 }
 
-/// Other names are allowed in a kubeconfig, but not in a listener.
+/// A DNS name other than `localhost` is allowed in a kubeconfig, but not as the address of a listener.
 #[test]
-fn kubeconfig_server_with_other_name_needs_no_listener() {
+fn kubeconfig_server_with_dns_name_is_accepted_without_mode() {
     let home = Home::new();
-    home.with_certificate();
+    home.write_kubeconfig();
     home.run_offline(&["--server", "vip.example:7443"]);
     let written = cluster(&home.tree(".kube/jackstay.kubeconfig"));
     assert_eq!(written["server"], "https://vip.example:7443");
@@ -745,7 +754,7 @@ fn kubeconfig_server_with_other_name_needs_no_listener() {
 }
 
 #[test]
-fn expired_serving_certificate_is_renewed_at_start() {
+fn kubeconfig_expired_serving_certificate_is_renewed_at_start() {
     let expire = |dir: &Path| {
         let ca = LocalCa::load(&CertPaths {
             cert_file: dir.join("local-ca.crt"),
@@ -755,7 +764,7 @@ fn expired_serving_certificate_is_renewed_at_start() {
         let issued = ca.unwrap().issue(&["127.0.0.1".to_owned()], long_ago).unwrap();
         fs::write(dir.join("serving.pem"), issued.pair()).unwrap();
     };
-    let running = Started::start("terminate", expire);
+    let running = RunningProxy::start("terminate", expire);
     running.wait_for_response();
     let serving = running.home.path(".kube/jackstay/serving.pem");
     let paths = CertPaths { cert_file: serving.clone(), key_file: serving.clone() };

@@ -1,9 +1,9 @@
-//! HTTP client of the admin endpoint, over TCP or over its Unix socket: `status`, `probe` and
-//! `doctor` use it.
+//! HTTP client of the admin endpoint, over TCP or over its Unix socket: `status`, `probe`, `doctor`
+//! and `demo` use it.
 
 use std::fmt;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -16,9 +16,12 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 
 /// The default of `admin.bind`.
-pub(super) const DEFAULT_ADMIN: &str = "127.0.0.1:9643";
+pub(super) const DEFAULT_ADMIN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9643);
 
-/// Largest body that is read. `/status` of 256 endpoints with all their connections is smaller.
+/// Limit of one request for `/status`.
+pub(super) const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Largest accepted body. `/status` of 256 endpoints with all their connections is smaller.
 const MAX_BODY: usize = 16 << 20;
 
 /// Where an admin endpoint listens.
@@ -74,28 +77,49 @@ pub(super) async fn get(
             }
         }
     };
-    let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {limit:?}"));
-    tokio::time::timeout(limit, exchange).await.map_err(late)?
+    let timed_out =
+        |_| io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {limit:?}"));
+    tokio::time::timeout(limit, exchange).await.map_err(timed_out)?
 }
 
-/// Reads a JSON page that is answered with 200.
+/// Reads `/status` within `limit`.
 ///
 /// # Errors
-/// Those of [`get`]; `InvalidData` for another status or a body that is not JSON.
-pub(super) async fn get_json(
-    address: &AdminAddress,
-    path: &str,
-    limit: Duration,
-) -> io::Result<Value> {
-    let response = get(address, path, limit).await?;
+/// Those of [`get`]; `InvalidData` for a status code other than 200 or a body that is not JSON.
+pub(super) async fn get_status(admin: SocketAddr, limit: Duration) -> io::Result<Value> {
+    let response = get(&AdminAddress::Tcp(admin), "/status", limit).await?;
     if response.status != StatusCode::OK {
-        return Err(invalid_data(format!("{path} is answered with {}", response.status)));
+        return Err(invalid_data(format!("/status is answered with {}", response.status)));
     }
     serde_json::from_slice(&response.body)
-        .map_err(|error| invalid_data(format!("{path} is not JSON: {error}")))
+        .map_err(|error| invalid_data(format!("/status is not JSON: {error}")))
 }
 
-/// One request on a fresh connection. The admin endpoint refuses hosts other than `localhost` and IP
+/// [`get_status`] for callers without a tokio runtime.
+pub(super) fn fetch_status(admin: SocketAddr) -> io::Result<Value> {
+    block_on(get_status(admin, STATUS_TIMEOUT))
+}
+
+/// Explains in one line why `/status` could not be read, and what to do.
+pub(super) fn explain_no_status(admin: SocketAddr, error: &io::Error) -> String {
+    let reason = match error.kind() {
+        io::ErrorKind::ConnectionRefused => format!(
+            "nothing listens on {admin}: jackstay does not run there, or its admin.bind is another \
+             address (--admin ADDR; `ss -ltnp` lists the listening sockets)"
+        ),
+        io::ErrorKind::TimedOut => format!(
+            "{admin} does not answer in time: the process is stopped or overloaded, or a firewall \
+             drops packets"
+        ),
+        io::ErrorKind::InvalidData => {
+            format!("{admin} is not the admin endpoint of jackstay: {error}")
+        }
+        _ => format!("cannot ask {admin}: {error}"),
+    };
+    format!("no status: {reason}")
+}
+
+/// Sends one request on a new connection. The admin endpoint refuses hosts other than `localhost` and IP
 /// addresses.
 async fn exchange(
     stream: impl AsyncRead + AsyncWrite + Unpin,
@@ -133,13 +157,13 @@ async fn exchange(
 fn io_error(error: hyper::Error) -> io::Error {
     let source = std::error::Error::source(&error).and_then(|e| e.downcast_ref::<io::Error>());
     match source {
-        Some(socket) if !is_cut(socket.kind()) => io::Error::new(socket.kind(), error),
+        Some(socket) if !is_unexpected_close(socket.kind()) => io::Error::new(socket.kind(), error),
         _ => invalid_data(format!("not HTTP: {error}")),
     }
 }
 
 /// Whether the peer closed the connection before its answer was complete.
-fn is_cut(kind: io::ErrorKind) -> bool {
+fn is_unexpected_close(kind: io::ErrorKind) -> bool {
     matches!(
         kind,
         io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset | io::ErrorKind::UnexpectedEof
@@ -170,31 +194,51 @@ mod tests {
         let _ = stream.write_all(answer.as_bytes());
     }
 
-    fn tcp_server(answer: &'static str) -> AdminAddress {
+    fn tcp_server(answer: &'static str) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         std::thread::spawn(move || serve_once(listener.accept().unwrap().0, answer));
-        AdminAddress::Tcp(address)
+        address
     }
 
     #[test]
-    fn get_json_ok_response_is_parsed() {
+    fn fetch_status_ok_response_is_parsed() {
         let server = tcp_server("HTTP/1.0 200 OK\r\n\r\n{\"version\": \"1\"}");
-        assert_eq!(block_on(get_json(&server, "/status", LIMIT)).unwrap()["version"], "1");
+        assert_eq!(fetch_status(server).unwrap()["version"], "1");
     }
 
     #[test]
-    fn get_json_foreign_server_is_invalid_data() {
+    fn fetch_status_foreign_server_is_invalid_data() {
         for (answer, part) in [
             ("HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", "404 Not Found"),
             ("HTTP/1.0 200 OK\r\n\r\n<html>", "is not JSON"),
             ("SSH-2.0-OpenSSH_9.2\r\n", "not HTTP"),
             ("", "not HTTP"),
         ] {
-            let error = block_on(get_json(&tcp_server(answer), "/status", LIMIT)).unwrap_err();
+            let error = fetch_status(tcp_server(answer)).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{answer:?}: {error}");
             assert!(error.to_string().contains(part), "{answer:?}: {error}");
         }
+    }
+
+    #[test]
+    fn explain_no_status_closed_port_names_the_option() {
+        // The socket is bound, so that no other process gets the port, and does not listen.
+        let socket =
+            socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+        socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+        let address = socket.local_addr().unwrap().as_socket().unwrap();
+        let text = explain_no_status(address, &fetch_status(address).unwrap_err());
+        assert!(text.starts_with(&format!("no status: nothing listens on {address}: ")), "{text}");
+        assert!(text.contains("--admin"), "{text}");
+    }
+
+    #[test]
+    fn explain_no_status_foreign_server_is_one_line_with_its_address() {
+        let address = SocketAddr::from(([127, 0, 0, 1], 22));
+        let text =
+            explain_no_status(address, &io::Error::new(io::ErrorKind::InvalidData, "not HTTP"));
+        assert_eq!(text, "no status: 127.0.0.1:22 is not the admin endpoint of jackstay: not HTTP");
     }
 
     #[test]

@@ -12,8 +12,7 @@ use std::time::SystemTime;
 use clap::Args;
 use serde::Serialize;
 
-use super::config_args::{ConfigArgs, missing_default_hint};
-use super::output::{EXIT_USAGE, OutputArgs, OutputFormat};
+use super::options::{ConfigArgs, EXIT_USAGE, OutputArgs, OutputFormat, missing_default_hint};
 use crate::config::{self, ConfigError, Overrides};
 use crate::observe::counted;
 
@@ -44,11 +43,11 @@ struct CheckResult {
     file: String,
     ok: bool,
     errors: Vec<ConfigError>,
-    /// Settings that are allowed and probably a mistake.
+    /// Settings that are valid but probably a mistake.
     warnings: Vec<String>,
-    /// Subjects and expiry of certificates, awaited files.
+    /// Subjects and expiry of certificates, and files that do not exist yet.
     notes: Vec<String>,
-    /// How many of each the configuration has; `None` if it cannot be read.
+    /// Sizes of the configuration; `None` if it has no readable structure.
     counts: Option<Counts>,
 }
 
@@ -96,7 +95,7 @@ fn check(
     }
 }
 
-/// What a valid configuration prints; errors go to stderr.
+/// Warnings and notes, and the counts of a valid configuration. Errors go to stderr.
 fn text(result: &CheckResult) -> String {
     let mut out = String::new();
     for warning in &result.warnings {

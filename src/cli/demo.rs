@@ -1,7 +1,7 @@
 //! `jackstay demo`: runs a control plane, jackstay, clients and faults in one process.
 //!
-//! Needs no root, no cluster and no file. All files are in a temporary directory, which is removed at the
-//! end. Exit code 0 if every promise was kept, 1 if not.
+//! It needs no root, cluster or configuration. Its files are in a temporary directory, which is removed
+//! at the end. The exit code is 0 if every promise was kept, else 1.
 
 use std::fs::{self, File};
 use std::io;
@@ -17,8 +17,8 @@ use clap::Args;
 use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::output::{OutputArgs, OutputFormat, has_colour, has_cursor};
-use super::status;
+use super::admin_client::fetch_status;
+use super::options::{OutputArgs, OutputFormat, has_colour, has_cursor};
 use crate::app::{App, Running};
 use crate::config::{self, Overrides};
 use crate::demo::apiserver::cluster::Cluster;
@@ -57,7 +57,7 @@ pub struct DemoArgs {
     /// Only the first N faults (of 6), after the healthy baseline.
     #[arg(long, value_name = "N")]
     faults: Option<usize>,
-    /// How long all faults together may take, about [default: 60; at least 40 for all].
+    /// Approximate duration of all faults together [default: 60; at least 40 for all].
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=3600))]
     seconds: Option<u64>,
     /// Print only the result, as `-o json` and `-o yaml` do.
@@ -66,10 +66,10 @@ pub struct DemoArgs {
     /// Print lines, not a table, on a terminal too.
     #[arg(long)]
     plain: bool,
-    /// Begin again after the last fault, until Ctrl-C.
+    /// Repeat the faults until Ctrl-C.
     #[arg(long)]
     forever: bool,
-    /// Write jackstay's log there and keep it.
+    /// Write the log of jackstay to this file, which stays after the demo.
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
     #[command(flatten)]
@@ -118,13 +118,13 @@ fn demo_in(home: &Path, args: &DemoArgs, interrupted: &Arc<AtomicBool>) -> io::R
     files::replace(&kubeconfig, text.as_bytes(), PRIVATE)?;
     display.header(&[
         format!(
-            "{} apiservers, jackstay before them, {} readers, {} writers and {} watches.",
+            "jackstay proxies {} apiservers for {} readers, {} writers and {} watches.",
             servers.len(),
             clients::READERS,
             clients::WRITERS,
             2 * ledger::WATCHES_OF_EACH
         ),
-        "Defaults, but /readyz is asked every second. Join in, or look, while it runs:".to_owned(),
+        "Default settings, but /readyz is probed every second. Try it while it runs:".to_owned(),
         format!("  kubectl --kubeconfig {} get pods -w", kubeconfig.display()),
         format!("  http://{}/", proxy.admin),
     ]);
@@ -134,7 +134,7 @@ fn demo_in(home: &Path, args: &DemoArgs, interrupted: &Arc<AtomicBool>) -> io::R
     let endpoints =
         servers.iter().map(|server| (server.server.name().to_owned(), server.relay.addr)).collect();
     let admin = proxy.admin;
-    let fetch = move || status::fetch(admin);
+    let fetch = move || fetch_status(admin);
     let monitor = StatusMonitor::start(endpoints, display.clone(), fetch)?;
     let clients = Clients::start(proxy.listener, &credentials, &cluster, settling_time)?;
     let schedule = Schedule {
@@ -195,18 +195,16 @@ fn verdict(results: &Results) -> Vec<String> {
     )];
     if results.stalled > Duration::from_millis(100) {
         let stalled = seconds(results.stalled);
-        lines.push(format!(
-            "This machine was busy: it kept the clients from running for {stalled}."
-        ));
+        lines.push(format!("This machine was busy: the clients did not run for {stalled}."));
     }
     if results.broken.is_empty() {
         lines.push(
-            "Every promise held: no read failed, no watch broke, no event lost or twice."
+            "Every promise held: no failed read, no broken watch, no lost or repeated event."
                 .to_owned(),
         );
     } else {
         lines.push("Not every promise held:".to_owned());
-        lines.extend(results.broken.iter().map(|what| format!("  {what}")));
+        lines.extend(results.broken.iter().map(|promise| format!("  {promise}")));
     }
     lines
 }
@@ -218,7 +216,7 @@ fn summary(results: &Results, steps: &[Step]) -> Value {
         let counts = &step.counts;
         json!({
             "fault": step.title,
-            // Null for a scenario that an interruption prevented.
+            // Null if an interruption prevented the scenario.
             "ok": match step.stage {
                 Stage::Passed => Some(true),
                 Stage::Failed => Some(false),
@@ -265,7 +263,7 @@ fn relayed_server(cluster: &Cluster, pki: &Pki, name: &str) -> io::Result<Relaye
     Ok(RelayedServer { server, relay })
 }
 
-/// jackstay, started as `jackstay run` starts it.
+/// A running jackstay, with its log and its addresses.
 struct Proxy {
     running: Running,
     listener: SocketAddr,

@@ -7,10 +7,8 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::admin_client::DEFAULT_ADMIN;
-use super::config_args::DEFAULT_CONFIG;
-use super::output::{EXIT_USAGE, OutputArgs, OutputFormat};
-use super::status;
+use super::admin_client::{DEFAULT_ADMIN, fetch_status};
+use super::options::{DEFAULT_CONFIG, EXIT_USAGE, OutputArgs, OutputFormat};
 use crate::config::{self, CertPaths, Overrides, parse_duration};
 use crate::doctor::dns::Resolver;
 use crate::doctor::observations::EndpointSource;
@@ -53,7 +51,7 @@ pub(super) struct DoctorArgs {
     /// CA of the endpoints.
     #[arg(long, value_name = "FILE")]
     ca_file: Option<PathBuf>,
-    /// Name that the certificates of the endpoints must hold [default: the host of each].
+    /// Name that the certificates of the endpoints must contain [default: the host of each].
     #[arg(long, value_name = "NAME")]
     server_name: Option<String>,
     /// Client certificate for the endpoints.
@@ -65,7 +63,7 @@ pub(super) struct DoctorArgs {
     /// Bearer token for the endpoints.
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Address where jackstay is to listen, without a configuration. Repeatable.
+    /// Address on which jackstay will listen, without a configuration. Repeatable.
     #[arg(long = "listen", value_name = "ADDR", conflicts_with = "config")]
     listen: Vec<SocketAddr>,
     /// How long to examine.
@@ -112,7 +110,7 @@ pub(super) fn run(args: &DoctorArgs) -> ExitCode {
     if findings::has_problems(&findings) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
-/// What to examine.
+/// Decides what to examine.
 fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, String> {
     if let Some(file) = &args.config {
         return plan_of_config(file);
@@ -126,12 +124,12 @@ fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, String> {
     })?;
     if args.kubeconfig.is_some() || args.endpoints.is_empty() {
         let context = kubeconfig_context(args)?;
-        let of_context = Trust::of_context(&context, ExecPlugins::Run, &mut plan.notes)?;
+        let context_trust = Trust::of_context(&context, ExecPlugins::Run, &mut plan.notes)?;
         let name = Some(context.verified_name());
-        let target = Target::new(&context.server, EndpointSource::Given, name, &of_context)?;
+        let target = Target::new(&context.server, EndpointSource::Given, name, &context_trust)?;
         plan.targets.push(target);
         if args.ca_file.is_none() {
-            trust = of_context;
+            trust = context_trust;
         }
     } else if args.ca_file.is_none() {
         plan.notes.push(
@@ -144,14 +142,14 @@ fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, String> {
         let name = args.server_name.as_deref();
         plan.targets.push(Target::new(&server, EndpointSource::Given, name, &trust)?);
     }
-    let planned = |bind: &SocketAddr| PlannedListener {
+    let listener = |bind: &SocketAddr| PlannedListener {
         name: "jackstay".into(),
         bind: *bind,
         freebind: false,
     };
-    plan.listeners = args.listen.iter().map(planned).collect();
-    if let (false, Ok(admin)) = (plan.listeners.is_empty(), DEFAULT_ADMIN.parse()) {
-        plan.running = running_addresses(admin);
+    plan.listeners = args.listen.iter().map(listener).collect();
+    if !plan.listeners.is_empty() {
+        plan.running = running_addresses(DEFAULT_ADMIN);
     }
     Ok(plan)
 }
@@ -161,17 +159,17 @@ fn kubeconfig_context(args: &DoctorArgs) -> Result<ResolvedContext, String> {
     ResolvedContext::resolve(&files.merged(None)?, args.context.as_deref())
 }
 
-/// The addresses of the jackstay with this admin endpoint; none if there is none.
+/// The addresses on which the jackstay with this admin endpoint listens; empty if none answers.
 fn running_addresses(admin: SocketAddr) -> Vec<SocketAddr> {
-    let Ok(status) = status::fetch(admin) else { return Vec::new() };
+    let Ok(status) = fetch_status(admin) else { return Vec::new() };
     let Some(listeners) = status["listeners"].as_array() else { return Vec::new() };
     let binds = listeners.iter().filter_map(|listener| listener["bind"].as_array()).flatten();
     let addresses = binds.filter_map(|bind| bind.as_str()?.parse().ok());
     addresses.chain([admin]).collect()
 }
 
-/// The plan of a configuration. An invalid configuration is a finding and not bad usage; a file that
-/// does not exist is bad usage.
+/// Plans the examination of a configuration. A file that cannot be read is bad usage; an invalid
+/// configuration is a finding.
 fn plan_of_config(file: &Path) -> Result<ExaminationPlan, String> {
     if let Err(error) = std::fs::metadata(file) {
         return Err(format!("cannot read {}: {error}", file.display()));

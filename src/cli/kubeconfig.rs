@@ -1,10 +1,9 @@
 //! `jackstay kubeconfig`: writes a kubeconfig that points at jackstay, and the configuration of a
 //! jackstay for it; or restores the original kubeconfig (`--revert`).
 //!
-//! The command reads everything, decides, and refuses before it writes. It writes the kubeconfig
-//! last, so that the kubeconfig never points at a missing configuration. It connects to the
-//! apiservers to read the names in their certificates (`apiservers`); without a connection it
-//! prints its assumptions.
+//! The command validates every input before it writes a file. It writes the kubeconfig last, so that
+//! the kubeconfig never points at a missing configuration. It connects to the apiservers to read the
+//! names in their certificates (`apiservers`); without a connection it prints its assumptions.
 
 mod apiservers;
 mod args;
@@ -19,7 +18,7 @@ use self::apiservers::Apiservers;
 pub(super) use self::args::KubeconfigArgs;
 use self::output::{Destinations, check_configuration, refuse_to_overwrite, write_file};
 use self::report::{KubeconfigReport, ReportedCluster, ReportedContext, ReportedFile};
-use super::output::EXIT_USAGE;
+use super::options::EXIT_USAGE;
 use crate::config;
 use crate::kubeconfig::rewrite::{ClientTrust, KeyChange, LocalEndpoint, point_at, revert};
 use crate::kubeconfig::setup::{self, OutputFile, SetupMode, SetupPlan, SetupRequest};
@@ -75,12 +74,15 @@ fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), F
     let apiservers = apiservers::find(args, &context, destinations.config.as_deref())?;
     let plan = match &destinations.config {
         None => None,
-        Some(file) => Some(setup::plan(&context, &request(args, &address, file, &apiservers)?)?),
+        Some(file) => {
+            Some(setup::plan(&context, &setup_request(args, &address, file, &apiservers)?)?)
+        }
     };
     let trust = trust(args, &context, &address, plan.as_ref(), &apiservers.names.client)?;
     let endpoint = LocalEndpoint { address: address.address(), trust };
 
-    let (kubeconfig, changes) = rewritten(args, &files, &context, &destinations, &endpoint)?;
+    let (kubeconfig, changes) =
+        rewrite_kubeconfig(args, &files, &context, &destinations, &endpoint)?;
     let planned = plan.as_ref().map_or(&[][..], |plan| &plan.files);
     if let Some(config) = planned.last() {
         config::validate_text(&config.path, &String::from_utf8_lossy(&config.bytes))
@@ -100,7 +102,9 @@ fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), F
     let had_comments =
         files.iter().any(|file| file.path() == kubeconfig.path && file.has_comments());
     if args.in_place && had_comments {
-        report.notes.push("its comments are gone, as after `kubectl config`".to_owned());
+        report
+            .notes
+            .push("the comments of the kubeconfig are lost, as with `kubectl config`".to_owned());
     }
     report.clusters.push(ReportedCluster { name: context.cluster, changes });
     report.context = Some(ReportedContext {
@@ -112,7 +116,7 @@ fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), F
     Ok(())
 }
 
-/// Reverts every cluster that points at jackstay, or only that of `--context`.
+/// Restores every cluster that points at jackstay, or only that of `--context`.
 fn revert_files(
     args: &KubeconfigArgs,
     files: &KubeconfigFiles,
@@ -155,7 +159,7 @@ fn write(file: &OutputFile, report: &mut KubeconfigReport) -> Result<(), Failure
     Ok(())
 }
 
-/// The local endpoint, which must differ from the apiserver of the context.
+/// The address of the local endpoint, which must differ from the apiserver of the context.
 fn local_address(args: &KubeconfigArgs, context: &ResolvedContext) -> Result<ServerUrl, String> {
     let address = ServerUrl::parse(&args.server).map_err(|error| format!("--{error}"))?;
     if !address.path.is_empty() || !args.server.contains(&format!(":{}", address.port)) {
@@ -164,15 +168,15 @@ fn local_address(args: &KubeconfigArgs, context: &ResolvedContext) -> Result<Ser
     let apiserver = ServerUrl { path: String::new(), ..context.server.clone() };
     if args.local_ca.is_none() && address == apiserver {
         return Err(format!(
-            "cluster {:?} is at {} already, and the kubeconfig does not say where it was before: \
-             requests would loop; --server names the local endpoint",
+            "cluster {:?} is at {} already, and the kubeconfig does not record the apiserver: requests \
+             would loop; --server names the local endpoint",
             context.cluster, context.server
         ));
     }
     Ok(address)
 }
 
-fn request(
+fn setup_request(
     args: &KubeconfigArgs,
     address: &ServerUrl,
     config: &Path,
@@ -200,7 +204,7 @@ fn request(
     })
 }
 
-/// How clients verify the certificate at the local endpoint; `name` is in the apiservers'
+/// How clients verify the certificate at the local endpoint. `name` is a name in the apiservers'
 /// certificates.
 fn trust(
     args: &KubeconfigArgs,
@@ -222,7 +226,7 @@ fn trust(
 }
 
 /// The new kubeconfig, and the changes to its cluster.
-fn rewritten(
+fn rewrite_kubeconfig(
     args: &KubeconfigArgs,
     files: &KubeconfigFiles,
     context: &ResolvedContext,
@@ -231,7 +235,7 @@ fn rewritten(
 ) -> Result<(OutputFile, Vec<KeyChange>), String> {
     let file = files.file_of_cluster(&context.cluster).filter(|_| args.in_place);
     let mut config = match file {
-        // As kubectl: an entry is written to the file that it comes from.
+        // Like kubectl, write an entry to the file that contains it.
         Some(file) => file.config().clone(),
         None => files.merged(destinations.kubeconfig.parent())?,
     };
@@ -263,7 +267,7 @@ fn notes(
     notes
 }
 
-/// Adds the next commands, and the one that restores the kubeconfig.
+/// Adds the commands to run next, and the one that restores the kubeconfig.
 fn report_commands(destinations: &Destinations, report: &mut KubeconfigReport) {
     if let Some(config) = &destinations.config {
         report.next.push(format!("jackstay run --config {} &", config.display()));

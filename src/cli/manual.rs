@@ -1,4 +1,5 @@
-//! Completion scripts, manual pages and the version, all from the definition of the command line.
+//! `jackstay completion`, `man` and `version`: print text that clap generates from the command line,
+//! and the version of the build.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -9,11 +10,11 @@ use clap_complete::Shell;
 use clap_mangen::Man;
 use serde_json::json;
 
-use super::output::OutputArgs;
+use super::options::OutputArgs;
 use crate::observe::build;
 
 const COMPLETION_HELP: &str = "\
-Exit codes: 0 printed, 1 it cannot be written, 2 bad usage.
+Exit codes: 0 printed, 1 stdout cannot be written, 2 bad usage.
 
 Examples:
   jackstay completion bash > /etc/bash_completion.d/jackstay
@@ -21,14 +22,14 @@ Examples:
   jackstay completion fish > ~/.config/fish/completions/jackstay.fish";
 
 const MAN_HELP: &str = "\
-Exit codes: 0 printed or written, 1 it cannot be written, 2 bad usage.
+Exit codes: 0 printed or written, 1 a page cannot be written, 2 bad usage.
 
 Examples:
   jackstay man | man -l -
   jackstay man --out /usr/local/share/man/man1";
 
 const VERSION_HELP: &str = "\
-Exit codes: 0 printed, 1 it cannot be written, 2 bad usage.
+Exit codes: 0 printed, 1 stdout cannot be written, 2 bad usage.
 
 Examples:
   jackstay version
@@ -59,14 +60,14 @@ pub(super) struct VersionArgs {
     output: OutputArgs,
 }
 
-/// Prints the completion script of a shell.
+/// Prints the completion script for a shell.
 pub(super) fn completion(args: &CompletionArgs, mut command: clap::Command) -> ExitCode {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut command, "jackstay", &mut script);
     exit_code(io::stdout().lock().write_all(&script))
 }
 
-/// Prints the page of the program, or writes the pages of all commands into a directory.
+/// Prints the manual page of the program, or writes the pages of all commands into a directory.
 pub(super) fn man(args: &ManArgs, command: clap::Command) -> ExitCode {
     exit_code(match &args.out {
         None => Man::new(command).render(&mut io::stdout().lock()),
@@ -89,7 +90,7 @@ pub(super) fn version(args: &VersionArgs) -> ExitCode {
 fn exit_code(result: io::Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        // The reader has closed the pipe, as `head` does.
+        // The reader, such as `head`, has closed the pipe.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("cannot write: {error}");

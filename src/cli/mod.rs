@@ -1,20 +1,19 @@
-//! The command line: parses it, runs one command and turns its result into an exit code.
+//! The command line: each command is a module that returns the exit code.
 //!
-//! 0 success, 1 failure at run time, 2 bad usage or bad configuration. Errors are lines on stderr.
-//! The commands `demo` and `doctor` are cargo features; a build without one of them still knows its
-//! name and says that it is missing.
+//! The codes are 0 for success, 1 for a failure at run time and 2 for bad usage or a bad
+//! configuration. Errors are lines on stderr. The commands `demo` and `doctor` are cargo features; a
+//! build without the feature accepts the command, reports that it is missing and exits with 2.
 
 pub mod check;
 
 mod admin_client;
-mod config_args;
 #[cfg(feature = "demo")]
 mod demo;
 #[cfg(feature = "doctor")]
 mod doctor;
 mod kubeconfig;
 mod manual;
-mod output;
+mod options;
 mod probe;
 mod run;
 mod status;
@@ -24,7 +23,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
-use self::output::EXIT_USAGE;
+use self::options::EXIT_USAGE;
 use crate::observe::build;
 
 const HELP: &str = "\
@@ -89,7 +88,7 @@ enum Command {
     Version(manual::VersionArgs),
 }
 
-/// Arguments of a command that is not in this build: any.
+/// Accepts any arguments, for a command that is not in this build.
 #[cfg(any(test, not(all(feature = "demo", feature = "doctor"))))]
 #[derive(Debug, clap::Args)]
 #[command(disable_help_flag = true)]
@@ -98,7 +97,7 @@ struct MissingArgs {
     _arguments: Vec<std::ffi::OsString>,
 }
 
-/// Runs a command that is not in this build: reports that on `stderr`.
+/// Reports on `stderr` that a command is not in this build.
 #[cfg(any(test, not(all(feature = "demo", feature = "doctor"))))]
 fn missing(command: &str, mut stderr: impl std::io::Write) -> ExitCode {
     let text = "not in this build, which was made without the cargo feature";
@@ -140,7 +139,7 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Parser)]
-    struct BuildWithoutDemo {
+    struct AnyArguments {
         #[command(flatten)]
         _arguments: MissingArgs,
     }
@@ -148,7 +147,7 @@ mod tests {
     #[test]
     fn missing_command_takes_any_arguments_and_exits_with_2() {
         for arguments in [&["demo"][..], &["demo", "--help"], &["demo", "--faults", "2", "x"]] {
-            let parsed = BuildWithoutDemo::try_parse_from(arguments);
+            let parsed = AnyArguments::try_parse_from(arguments);
             assert!(parsed.is_ok(), "{arguments:?}: {parsed:?}");
         }
         let mut stderr = Vec::new();

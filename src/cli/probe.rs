@@ -1,8 +1,8 @@
 //! `jackstay probe`: asks a running jackstay for its liveness or readiness; the exit code is the
 //! answer.
 //!
-//! For kubelet's `exec` probes. They use the Unix socket of `admin.socket`: another process can fill
-//! a port of the host network, but not that socket.
+//! Kubelet's `exec` probes run it with the Unix socket of `admin.socket`. On the host network every
+//! process can connect to the TCP port and exhaust its backlog; the socket is private to its owner.
 
 use std::io;
 use std::net::SocketAddr;
@@ -15,11 +15,12 @@ use http::StatusCode;
 use serde::Serialize;
 
 use super::admin_client::{AdminAddress, DEFAULT_ADMIN, block_on, get};
-use super::output::OutputArgs;
+use super::options::OutputArgs;
 use crate::config::{format_duration, parse_duration};
 
 const HELP: &str = "\
-Exit codes: 0 alive or ready, 1 not, or no answer, 2 bad usage.
+Exit codes: 0 alive or ready, 1 not alive or ready, or no answer, 2 bad
+usage.
 
 Examples:
   jackstay probe livez --socket /run/jackstay/admin.sock
@@ -29,16 +30,16 @@ Examples:
 #[derive(Debug, Args)]
 #[command(after_help = HELP)]
 pub struct ProbeArgs {
-    /// What to ask for.
+    /// The check to ask for.
     #[arg(value_name = "CHECK")]
     check: Check,
     /// Unix socket of the admin endpoint: `admin.socket` in the configuration.
     #[arg(long, value_name = "PATH", conflicts_with = "admin")]
     socket: Option<PathBuf>,
     /// Address of the admin endpoint: `admin.bind` in the configuration.
-    #[arg(long, value_name = "ADDR", default_value = DEFAULT_ADMIN)]
+    #[arg(long, value_name = "ADDR", default_value_t = DEFAULT_ADMIN)]
     admin: SocketAddr,
-    /// How long the answer may take.
+    /// How long to wait for the answer.
     #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = parse_duration)]
     timeout: Duration,
     #[command(flatten)]
@@ -70,7 +71,7 @@ struct ProbeResult<'a> {
     ok: bool,
     /// The status code; `None` without an answer.
     status: Option<u16>,
-    /// The answer, or why there is none.
+    /// The body of the answer, or why there is none.
     message: String,
 }
 

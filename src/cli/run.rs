@@ -1,5 +1,5 @@
-//! `jackstay run`: the proxy, from its configuration to a clean exit or to the process that takes
-//! over.
+//! `jackstay run`: loads the configuration, starts the proxy, handles signals, and drains when a
+//! termination signal arrives or a new process takes over.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -11,8 +11,7 @@ use std::time::SystemTime;
 use clap::Args;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use super::config_args::{ConfigArgs, missing_default_hint};
-use super::output::EXIT_USAGE;
+use super::options::{ConfigArgs, EXIT_USAGE, missing_default_hint};
 use super::{check, upgrade};
 use crate::app::reload::ConfigSource;
 use crate::app::{App, Running, StartError};
@@ -80,8 +79,8 @@ impl ConfigInput {
         Self { name: PathBuf::from("command line"), is_file: false, read: Box::new(read) }
     }
 
-    /// Reads the configuration and checks every file that it names. The second value lists
-    /// the check's findings that are not problems, for the log.
+    /// Reads the configuration and checks every file that it names. The second value lists the checks
+    /// that passed, for the log.
     fn load(&self) -> Result<(LoadedConfig, Vec<String>), Vec<String>> {
         let draft = (self.read)();
         let report = check::check_draft(&self.name, &draft, SystemTime::now());
@@ -96,7 +95,7 @@ impl ConfigInput {
     }
 }
 
-/// Why a process ends.
+/// Why the process drains and exits.
 enum EndReason {
     /// A termination signal.
     Signal(&'static str),
@@ -107,9 +106,9 @@ enum EndReason {
 /// Runs the command: until SIGTERM or SIGINT, or until a new process has taken over; then drains.
 pub(super) fn run(args: RunArgs) -> ExitCode {
     // Before any other descriptor is opened, which could be mistaken for an inherited one.
-    let given = inherited_sockets::from_service_manager();
+    let descriptors = inherited_sockets::from_service_manager();
     let ready = args.ready_fd.map(|number| {
-        inherited_sockets::take_descriptor(number, &given)
+        inherited_sockets::take_descriptor(number, &descriptors)
             .map_err(|error| format!("--ready-fd {number}: {error}"))
     });
     let ready = match ready.transpose() {
@@ -120,12 +119,12 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
         }
     };
     let take_over = args.take_over;
-    let source = ConfigInput::new(args);
-    let (LoadedConfig { config, warnings }, passed_checks) = match source.load() {
+    let input = ConfigInput::new(args);
+    let (LoadedConfig { config, warnings }, passed_checks) = match input.load() {
         Ok(loaded) => loaded,
         Err(errors) => {
             eprintln!("{}", errors.join("\n"));
-            if let Some(hint) = missing_default_hint(&source.name) {
+            if let Some(hint) = missing_default_hint(&input.name) {
                 eprintln!("{hint}, or use --listen and --upstream");
             }
             return ExitCode::from(EXIT_USAGE);
@@ -144,9 +143,9 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     for check in passed_checks {
         tracing::info!("{check}");
     }
-    let origin = source.is_file.then(|| ConfigSource {
-        file: source.name.clone(),
-        read: Box::new(move || source.load().map(|(fresh, _)| fresh)),
+    let source = input.is_file.then(|| ConfigSource {
+        file: input.name.clone(),
+        read: Box::new(move || input.load().map(|(loaded, _)| loaded)),
         log: log.control(),
     });
     let manager = ServiceManager::from_environment().unwrap_or_else(|error| {
@@ -156,14 +155,14 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     let manager = Arc::new(manager.with_ready_descriptor(ready));
     let app_manager = Arc::clone(&manager);
     let start = move || {
-        let inherited = inherit(given);
+        let inherited = inherit(descriptors);
         let app = if take_over {
             App::take_over(config, inherited)?
         } else {
             App::bind_with(config, inherited)?
         };
-        let app = match origin {
-            Some(origin) => app.with_config_source(origin),
+        let app = match source {
+            Some(source) => app.with_config_source(source),
             None => app,
         };
         app.start_under(app_manager)
@@ -182,9 +181,9 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
 }
 
 /// The listening sockets among the descriptors of the service manager.
-fn inherit(given: Vec<OwnedFd>) -> InheritedSockets {
+fn inherit(descriptors: Vec<OwnedFd>) -> InheritedSockets {
     let mut inherited = InheritedSockets::default();
-    for descriptor in given {
+    for descriptor in descriptors {
         if let Err(error) = inherited.add(descriptor) {
             tracing::warn!(%error, "descriptor of the service manager (LISTEN_FDS) ignored");
         }
@@ -197,7 +196,7 @@ async fn serve(
     start: impl FnOnce() -> Result<Running, StartError> + Send + 'static,
     manager: &ServiceManager,
 ) -> io::Result<ExitCode> {
-    // Before clients can connect: from then on a signal must drain the process, not kill it.
+    // Before clients can connect: once they can, a signal must drain the process, not kill it.
     let mut signals = Signals::new()?;
     let starting = tokio::task::spawn_blocking(start);
     let running = tokio::select! {
@@ -215,18 +214,18 @@ async fn serve(
             return Ok(ExitCode::SUCCESS);
         }
     };
-    let mut signalled = true;
-    match signals.wait_for_end(&running).await {
+    let mut signalled = match signals.wait_for_end(&running).await {
         // Without STOPPING=1: the service continues in the new process.
         EndReason::Replaced => {
-            signalled = false;
             tracing::info!("draining: a new process has taken over");
+            false
         }
         EndReason::Signal(signal) => {
             manager.notify("STOPPING=1");
             tracing::info!(signal, "draining");
+            true
         }
-    }
+    };
     let force_close = running.force_close();
     let mut stopped = tokio::task::spawn_blocking(move || running.stop());
     loop {

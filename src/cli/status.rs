@@ -4,10 +4,9 @@
 //! Both continue while jackstay restarts.
 //!
 //! The exit code is 1 if there is no answer or requests cannot be served ([`serving`]). `--wait` repeats
-//! the query until they can.
+//! the query until requests can be served.
 
 mod live;
-mod request;
 mod serving;
 mod table;
 mod view;
@@ -20,11 +19,11 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde_json::Value;
 
-pub(super) use self::request::fetch;
-use self::request::{TIMEOUT, explain, fetch_within};
 use self::table::Style;
-use super::admin_client::{DEFAULT_ADMIN, block_on};
-use super::output::{OutputArgs, OutputFormat, has_cursor};
+use super::admin_client::{
+    DEFAULT_ADMIN, STATUS_TIMEOUT, block_on, explain_no_status, fetch_status, get_status,
+};
+use super::options::{OutputArgs, OutputFormat, has_cursor};
 use crate::config::{format_duration, parse_duration};
 use crate::observe::utc::Utc;
 
@@ -46,7 +45,7 @@ Examples:
 #[command(after_help = HELP)]
 pub struct StatusArgs {
     /// Address of the admin endpoint: `admin.bind` in the configuration.
-    #[arg(long, value_name = "ADDR", default_value = DEFAULT_ADMIN)]
+    #[arg(long, value_name = "ADDR", default_value_t = DEFAULT_ADMIN)]
     admin: SocketAddr,
     /// Repeat at this interval [default interval: 1s].
     #[arg(long, short, value_name = "INTERVAL", num_args = 0..=1, default_missing_value = "1s",
@@ -72,7 +71,7 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
 pub fn run(args: &StatusArgs) -> ExitCode {
     let result = match args.watch {
         None if args.wait => return wait(args),
-        None => fetch(args.admin).map(|status| {
+        None => fetch_status(args.admin).map(|status| {
             print(args, &status);
             serving::unready_reason(&status)
         }),
@@ -87,10 +86,10 @@ pub fn run(args: &StatusArgs) -> ExitCode {
             eprintln!("requests cannot be served: {reason}");
             ExitCode::FAILURE
         }
-        // The reader has closed the pipe, as `head` does.
+        // The reader, such as `head`, has closed the pipe.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("{}", explain(args.admin, &error));
+            eprintln!("{}", explain_no_status(args.admin, &error));
             ExitCode::FAILURE
         }
     }
@@ -102,11 +101,11 @@ fn wait(args: &StatusArgs) -> ExitCode {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         // A request that starts just before the deadline still gets MIN_INTERVAL.
-        let limit = left.clamp(MIN_INTERVAL, TIMEOUT);
-        let result = block_on(fetch_within(args.admin, limit));
+        let limit = left.clamp(MIN_INTERVAL, STATUS_TIMEOUT);
+        let result = block_on(get_status(args.admin, limit));
         let unready = match &result {
             Ok(status) => serving::unready_reason_for_new_clients(status),
-            Err(error) => Some(explain(args.admin, error)),
+            Err(error) => Some(explain_no_status(args.admin, error)),
         };
         let is_last = Instant::now() >= deadline;
         if let Ok(status) = &result
@@ -137,7 +136,7 @@ fn print(args: &StatusArgs, status: &Value) {
 /// `---` before each YAML document.
 fn follow(args: &StatusArgs, interval: Duration) -> io::Result<()> {
     loop {
-        match fetch(args.admin) {
+        match fetch_status(args.admin) {
             Ok(status) => {
                 let text = match args.output.format {
                     OutputFormat::Text => format!("{}\n", view::text(&status, Style::of_stdout())),
@@ -150,7 +149,7 @@ fn follow(args: &StatusArgs, interval: Duration) -> io::Result<()> {
                 out.write_all(text.as_bytes())?;
                 out.flush()?;
             }
-            Err(error) => eprintln!("{} {}", Utc::now(), explain(args.admin, &error)),
+            Err(error) => eprintln!("{} {}", Utc::now(), explain_no_status(args.admin, &error)),
         }
         std::thread::sleep(interval);
     }
@@ -159,25 +158,6 @@ fn follow(args: &StatusArgs, interval: Duration) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn fetch_closed_port_is_explained() {
-        // Bound, so that no other process gets the port, and not listening.
-        let held = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None);
-        let held = held.unwrap();
-        held.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
-        let address = held.local_addr().unwrap().as_socket().unwrap();
-        let text = explain(address, &fetch(address).unwrap_err());
-        assert!(text.starts_with(&format!("no status: nothing listens on {address}: ")), "{text}");
-        assert!(text.contains("--admin"), "{text}");
-    }
-
-    #[test]
-    fn explain_foreign_server_is_one_line_with_its_address() {
-        let address = SocketAddr::from(([127, 0, 0, 1], 22));
-        let text = explain(address, &io::Error::new(io::ErrorKind::InvalidData, "not HTTP"));
-        assert_eq!(text, "no status: 127.0.0.1:22 is not the admin endpoint of jackstay: not HTTP");
-    }
 
     #[test]
     fn parse_interval_needs_a_unit_and_100_ms() {

@@ -13,7 +13,7 @@ use std::thread;
 
 /// The flag that makes a new process take over.
 const TAKE_OVER: &str = "--take-over";
-/// Not passed on: the descriptor belongs to the parent of this process.
+/// The flag that the new process does not get: the descriptor belongs to the parent of this process.
 const READY_FD: &str = "--ready-fd";
 /// Variables of the service manager that are meant for this process alone (`sd_listen_fds(3)`,
 /// `sd_watchdog_enabled(3)`).
@@ -25,7 +25,7 @@ pub fn begin() {
     match start() {
         Ok((pid, path)) => tracing::info!(pid, path = ?path, "SIGUSR2: takeover process started"),
         Err(error) => {
-            tracing::error!(%error, "SIGUSR2: cannot start a takeover process; this one serves on");
+            tracing::error!(%error, "SIGUSR2: cannot start a takeover process; still serving");
         }
     }
 }
@@ -33,7 +33,7 @@ pub fn begin() {
 fn start() -> io::Result<(u32, OsString)> {
     if std::process::id() == 1 {
         return Err(io::Error::other(
-            "this is process 1 of a container, which ends with it: replace the container",
+            "a container ends with its process 1, which is this process: replace the container",
         ));
     }
     let mut arguments = env::args_os();
@@ -51,7 +51,7 @@ fn start() -> io::Result<(u32, OsString)> {
     Ok((pid, path))
 }
 
-/// The arguments of this process for one that takes over.
+/// The arguments of the new process, made from those of this one.
 fn takeover_arguments(mut arguments: Vec<OsString>) -> Vec<OsString> {
     if let Some(at) = arguments.iter().position(|argument| argument == OsStr::new(READY_FD)) {
         arguments.drain(at..arguments.len().min(at + 2));
@@ -67,7 +67,7 @@ fn takeover_arguments(mut arguments: Vec<OsString>) -> Vec<OsString> {
 fn wait(mut child: Child) {
     let pid = child.id();
     match child.wait() {
-        // The logs of the two processes show whether it had taken over.
+        // The logs of the two processes show whether the takeover had succeeded.
         Ok(status) => tracing::warn!(pid, %status, "takeover process exited"),
         Err(error) => tracing::warn!(pid, %error, "cannot wait for the takeover process"),
     }

@@ -1,9 +1,8 @@
 //! Checks of the files that a configuration names: certificates, keys, CA bundles, tokens and
 //! sources of endpoints.
 //!
-//! `run` makes the same checks before it binds anything, so a configuration that passes here starts
-//! there. A broken source of endpoints is an error for `check` and a warning for `run`, which starts
-//! without it and reads it again until it is valid.
+//! `run` makes the same checks before it binds a socket. A broken source of endpoints is an error for
+//! `check` and a warning for `run`, which starts without it and reads it again until it is valid.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -29,13 +28,13 @@ pub struct FileReport {
     pub errors: Vec<ConfigError>,
     /// Errors in sources of endpoints; `run` starts without them.
     pub sources: Vec<ConfigError>,
-    /// Warnings: awaited files, clocks, certificates that expire soon.
+    /// Warnings: files that do not exist yet, and certificates that are not valid yet or expire soon.
     pub notes: Vec<String>,
-    /// What is in order: the subject and the expiry of each certificate.
+    /// The subject and the expiry of each valid certificate.
     pub passed_checks: Vec<String>,
 }
 
-/// Reports the errors of a draft, and then those of the files that it names.
+/// Reports the errors of a draft, followed by those of the files that it names.
 pub fn check_draft(file: &Path, draft: &ConfigDraft, now: SystemTime) -> FileReport {
     let mut report = match &draft.config {
         Some(config) => check_files(file, config, now),
@@ -45,10 +44,10 @@ pub fn check_draft(file: &Path, draft: &ConfigDraft, now: SystemTime) -> FileRep
     report
 }
 
-/// Loads every certificate, CA bundle and token that `config`, read from `file`, names. An empty
-/// path stands for one that the configuration does not give correctly; it is skipped.
+/// Checks every file that `config`, read from `file`, names. An empty path stands for a missing or
+/// invalid value, which the validation of the configuration reports; it is skipped.
 ///
-/// The files of an identity may be missing: kubelet writes them once it has joined the cluster.
+/// The files of an identity may be missing: kubelet writes them after it has joined the cluster.
 pub fn check_files(file: &Path, config: &Config, now: SystemTime) -> FileReport {
     let mut checker =
         FileChecker { file: file.display().to_string(), now, report: FileReport::default() };
@@ -84,7 +83,7 @@ pub fn check_files(file: &Path, config: &Config, now: SystemTime) -> FileReport 
     checker.report
 }
 
-/// Whether the configuration lacks a path of the pair, which is reported elsewhere.
+/// Whether the pair lacks a path, which the validation of the configuration reports.
 fn is_incomplete(paths: &CertPaths) -> bool {
     [&paths.cert_file, &paths.key_file].iter().any(|file| file.as_os_str().is_empty())
 }
@@ -97,16 +96,16 @@ struct FileChecker {
 
 impl FileChecker {
     fn error(&mut self, path: &str, message: impl Display) {
-        let error = self.at(path, message);
+        let error = self.config_error(path, message);
         self.report.errors.push(error);
     }
 
     fn source_error(&mut self, path: &str, message: impl Display) {
-        let error = self.at(path, message);
+        let error = self.config_error(path, message);
         self.report.sources.push(error);
     }
 
-    fn at(&self, path: &str, message: impl Display) -> ConfigError {
+    fn config_error(&self, path: &str, message: impl Display) -> ConfigError {
         let (file, path) = (self.file.clone(), path.to_owned());
         ConfigError { file, path, message: message.to_string() }
     }
@@ -119,17 +118,17 @@ impl FileChecker {
         self.report.passed_checks.push(format!("{}: {path}: {message}", self.file));
     }
 
-    /// An error of a certificate, at the key that names the file.
+    /// Reports an error of a certificate at the configuration key that names the file. If one file
+    /// holds certificate and private key, only a mismatch is reported at `key_file`.
     fn cert_error(&mut self, at: &str, paths: &CertPaths, error: &TlsFileError) {
-        // If one file holds both, errors are at `cert_file`, but for a key that does not match.
         let of_key = error.problem == TlsFileProblem::Mismatch
             || (error.path == paths.key_file && paths.key_file != paths.cert_file);
         let key = if of_key { "key_file" } else { "cert_file" };
         self.error(&format!("{at}.{key}"), error);
     }
 
-    /// A serving certificate. With an issuer it is renewed at the start, so an expired one is only a
-    /// note.
+    /// Checks a serving certificate. With an issuer it is renewed at the start, so its expiry is only
+    /// a note.
     fn serving_cert(&mut self, at: &str, terminate: &Terminate) {
         let Some(issuer) = &terminate.tls.issuer else {
             self.cert(at, &terminate.tls.paths);
@@ -150,18 +149,21 @@ impl FileChecker {
         }
     }
 
-    /// Reports the files of a certificate that do not exist, except `reported`.
+    /// Reports the files of a certificate that do not exist, except `reported`, which has an error
+    /// already.
     fn missing(&mut self, at: &str, paths: &CertPaths, reported: Option<&Path>) {
         for (key, file) in [("cert_file", &paths.cert_file), ("key_file", &paths.key_file)] {
-            let is_new = !file.as_os_str().is_empty() && reported != Some(file.as_path());
-            if let Some(Err(error)) = is_new.then(|| std::fs::metadata(file)) {
+            if file.as_os_str().is_empty() || reported == Some(file) {
+                continue;
+            }
+            if let Err(error) = std::fs::metadata(file) {
                 let (file, reason) = (file.display(), describe_io_error(&error));
                 self.error(&format!("{at}.{key}"), format!("cannot read {file}: {reason}"));
             }
         }
     }
 
-    /// A certificate with its key, both required.
+    /// Checks a certificate and its private key, which must both exist.
     fn cert(&mut self, at: &str, paths: &CertPaths) -> Option<CertInfo> {
         if is_incomplete(paths) {
             self.missing(at, paths, None);
@@ -180,7 +182,7 @@ impl FileChecker {
         }
     }
 
-    /// A client certificate: an apiserver takes the user name from its common name.
+    /// Checks a client certificate, which needs a common name: an apiserver takes it as the user name.
     fn client_cert(&mut self, at: &str, paths: &CertPaths) -> Option<Subject> {
         let info = self.cert(at, paths)?;
         if info.subject.common_name().is_none() {
@@ -215,8 +217,8 @@ impl FileChecker {
         }
     }
 
-    /// A CA bundle. Expired CAs are errors only if all are expired: during a rotation a bundle keeps
-    /// the old CA beside its successor.
+    /// Checks a CA bundle. Expired CAs are errors only if all are expired: during a rotation a bundle
+    /// contains the old CA and its successor.
     fn ca(&mut self, at: &str, path: &Path) {
         let certificates = match load_ca(path) {
             Ok(loaded) => loaded.certificates,
@@ -225,13 +227,13 @@ impl FileChecker {
         let errors = certificates.iter().filter_map(|info| info.check_time(path, self.now).err());
         let expired: Vec<TlsFileError> =
             errors.filter(|error| error.problem == TlsFileProblem::Expired).collect();
-        let all = expired.len() == certificates.len();
+        let all_expired = expired.len() == certificates.len();
         for error in expired {
-            if all { self.error(at, error) } else { self.note(at, error) }
+            if all_expired { self.error(at, error) } else { self.note(at, error) }
         }
     }
 
-    /// Notes a file that does not exist yet, and returns whether that is the case.
+    /// Returns whether the file does not exist yet, and adds a note if so.
     fn is_awaited(&mut self, at: &str, path: &Path) -> bool {
         let missing = matches!(path.try_exists(), Ok(false));
         if missing {
@@ -276,7 +278,8 @@ impl FileChecker {
         }
     }
 
-    /// Expiry of a certificate: expired is an error, not valid yet or late for renewal a note.
+    /// Checks the validity of a certificate: expired is an error; not valid yet and overdue for
+    /// renewal are notes.
     fn validity(&mut self, at: &str, path: &Path, info: &CertInfo) {
         match info.check_time(path, self.now) {
             Err(error) if error.problem == TlsFileProblem::Expired => self.error(at, error),

@@ -12,6 +12,11 @@ use crate::net::tls::certificate::CertInfo;
 use crate::net::tls::local_ca::LocalCa;
 use crate::net::tls::pem_files::load_ca;
 
+/// 2026-07-01
+fn now() -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(1_782_864_000)
+}
+
 struct Dir(tempfile::TempDir);
 
 impl Dir {
@@ -50,9 +55,7 @@ impl Dir {
         self.write("c.yaml", &text.replace("DIR", &dir));
         let file = self.0.path().join("c.yaml");
         let config = load(&file, [], &Overrides::default()).unwrap().config;
-        // 2026-07-01
-        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_782_864_000);
-        let found = check_files(&file, &config, now);
+        let found = check_files(&file, &config, now());
         let clean = |text: String| text.replace(&format!("{dir}/"), "");
         let errors = found.errors.iter().map(|e| clean(e.to_string())).collect();
         (errors, found.passed_checks.into_iter().chain(found.notes).map(clean).collect())
@@ -210,8 +213,7 @@ fn check_files_expired_certificate_with_issuer_is_only_noted() {
         dir.write("c.yaml", &text.replace("DIR", &dir.0.path().display().to_string()));
         let file = dir.0.path().join("c.yaml");
         let config = load(&file, [], &Overrides::default()).unwrap().config;
-        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_782_864_000);
-        check_files(&file, &config, now)
+        check_files(&file, &config, now())
     };
     assert_eq!(check("").errors.len(), 1);
     let (_, made) = LocalCa::create("local", SystemTime::now()).unwrap();
@@ -221,7 +223,7 @@ fn check_files_expired_certificate_with_issuer_is_only_noted() {
     assert_eq!(found.errors, []);
     let note = "expired on 2026-01-01; it is renewed at the start";
     assert!(found.notes.iter().any(|n| n.contains(note)), "{:?}", found.notes);
-    // One that cannot sign cannot renew.
+    // The certificate of a node is not a CA and cannot sign a new one.
     let found = check("cert_file: DIR/node.crt, key_file: DIR/node.key");
     assert!(found.errors[0].to_string().contains("is not the certificate of a CA"));
 }
@@ -238,10 +240,8 @@ fn check_files_broken_endpoint_source_is_a_source_error() {
         dir.write("c.yaml", &text.replace("DIR", &here));
         let file = dir.0.path().join("c.yaml");
         let config = load(&file, [], &Overrides::default()).unwrap().config;
-        // 2026-07-01
-        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_782_864_000);
-        let found = check_files(&file, &config, now);
-        // It starts all the same: what is missing or wrong there is taken up later.
+        let found = check_files(&file, &config, now());
+        // `run` starts with a missing or broken source.
         assert_eq!(found.errors, []);
         let clean = |text: String| text.replace(&format!("{here}/"), "");
         let errors: Vec<_> = found.sources.iter().map(|e| clean(e.to_string())).collect();
@@ -283,7 +283,7 @@ fn check_files_broken_endpoint_source_is_a_source_error() {
     user("{client-certificate: old.crt, client-key: old.key}");
     let (errors, _) = check();
     assert!(errors[1].contains("CN=discovery expired on 2026-01-01"), "{errors:?}");
-    // The command fails.
+    // `check` fails because of a broken source.
     let path = dir.0.path().join("c.yaml");
     let result = super::check(&path, [], &Overrides::default());
     assert_eq!((result.ok, result.errors.len()), (false, 2), "{result:?}");

@@ -1,5 +1,5 @@
 //! Finds the apiservers of a cluster and the name that their certificates share, for `jackstay
-//! kubeconfig`. Each failure becomes a note.
+//! kubeconfig`. Only a failure of `--discover` is an error; other failures become notes.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::kubeconfig::{Credential, PemSource, ResolvedContext, ServerUrl};
 use crate::observe::counted;
 
 /// The known apiservers of the cluster.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Apiservers {
     /// Apiservers besides the one in the kubeconfig.
     pub(super) upstreams: Vec<String>,
@@ -31,65 +31,78 @@ pub(super) fn find(
     config: Option<&Path>,
 ) -> Result<Apiservers, String> {
     let own = context.server.address();
-    let mut found = Apiservers::default();
-    let previous = config.map(|file| endpoints_in(file, &own)).unwrap_or_default();
-    if args.upstreams.is_empty() {
-        found.upstreams = previous;
-    } else {
-        for upstream in args.upstreams.iter().filter(|upstream| **upstream != own) {
-            if !found.upstreams.contains(upstream) {
-                found.upstreams.push(upstream.clone());
-            }
-        }
-        let dropped: Vec<String> =
-            previous.into_iter().filter(|known| !found.upstreams.contains(known)).collect();
-        if !dropped.is_empty() {
-            found.notes.push(format!(
-                "no longer an endpoint: {}; --upstream names all besides the kubeconfig's",
-                dropped.join(", ")
-            ));
-        }
-    }
-    let mut survey = survey_apiservers(args, context, &found.upstreams, config.is_some());
+    let mut notes = Vec::new();
+    let mut upstreams = known_upstreams(args, &own, config, &mut notes);
+    let mut survey = survey_apiservers(args, context, &upstreams, config.is_some());
     if args.discover {
         let members = survey
             .members
             .map_err(|why| format!("--discover: the cluster's apiservers are not known: {why}"))?;
-        let all = members.iter().map(SocketAddr::to_string);
-        let all: Vec<String> = found.upstreams.iter().cloned().chain(all).collect();
+        let all: Vec<String> =
+            upstreams.iter().cloned().chain(members.iter().map(SocketAddr::to_string)).collect();
         survey = survey_apiservers(args, context, &all, false);
-        let is_dead = |address: &String| {
+        let is_unreachable = |address: &String| {
             survey.without_certificate.iter().any(|(missing, _)| missing == address)
         };
-        found.upstreams =
-            all.into_iter().filter(|a| found.upstreams.contains(a) || !is_dead(a)).collect();
-        // All members are used, so the note offers none.
+        upstreams = all
+            .into_iter()
+            .filter(|address| upstreams.contains(address) || !is_unreachable(address))
+            .collect();
+        // All members are used already, so the redundancy note must not offer them.
         survey.members = Ok(Vec::new());
     }
     for (address, why) in &survey.without_certificate {
-        found.notes.push(if *address == own || found.upstreams.contains(address) {
+        notes.push(if *address == own || upstreams.contains(address) {
             format!("the certificate of {address} cannot be read: {why}")
         } else {
             format!("{address} is an apiserver of the cluster and was left out: {why}")
         });
     }
-    found.names = select(&NameInputs {
+    let mut names = select(&NameInputs {
         host: &context.server.host,
         given: args.tls_server_name.as_deref().or(context.tls_server_name.as_deref()),
-        endpoints: 1 + found.upstreams.len(),
+        endpoints: 1 + upstreams.len(),
         certificates: &survey.certificates,
     });
     if let Some(name) = &args.tls_server_name {
-        found.names.client.clone_from(name);
+        names.client.clone_from(name);
     }
     if config.is_some() {
-        let note = redundancy_note(&own, &found.upstreams, survey.members.as_deref());
-        found.notes.extend(note);
+        notes.extend(redundancy_note(&own, &upstreams, survey.members.as_deref()));
     }
-    Ok(found)
+    Ok(Apiservers { upstreams, names, notes })
 }
 
-/// Reads the certificates, and with `lists_members` the `EndpointSlices` of the cluster.
+/// The apiservers besides `own` that the flags name, else those in the existing configuration.
+fn known_upstreams(
+    args: &KubeconfigArgs,
+    own: &str,
+    config: Option<&Path>,
+    notes: &mut Vec<String>,
+) -> Vec<String> {
+    let previous = config.map(|file| endpoints_in(file, own)).unwrap_or_default();
+    if args.upstreams.is_empty() {
+        return previous;
+    }
+    let mut given: Vec<String> = Vec::new();
+    for upstream in args.upstreams.iter().filter(|upstream| *upstream != own) {
+        if !given.contains(upstream) {
+            given.push(upstream.clone());
+        }
+    }
+    let removed: Vec<String> =
+        previous.into_iter().filter(|known| !given.contains(known)).collect();
+    if !removed.is_empty() {
+        notes.push(format!(
+            "no longer an endpoint: {}; --upstream names all besides the kubeconfig's",
+            removed.join(", ")
+        ));
+    }
+    given
+}
+
+/// Reads the certificates of the apiservers, and with `lists_members` the `EndpointSlices` of the
+/// cluster.
 fn survey_apiservers(
     args: &KubeconfigArgs,
     context: &ResolvedContext,
@@ -104,7 +117,7 @@ fn survey_apiservers(
     if args.offline {
         return without_survey("--offline");
     }
-    // An existing listener terminates TLS, so the kubeconfig needs nothing about the apiservers.
+    // Clients verify the existing listener, so the kubeconfig needs no name of the apiservers.
     if args.local_ca.is_some() {
         return without_survey("the listener knows them");
     }
@@ -115,10 +128,9 @@ fn survey_apiservers(
     if context.insecure {
         return without_survey("the cluster's server is not verified, no credential is sent to it");
     }
-    // Certificates need no credential, so the plugin runs once.
-    let runs = args.discover && lists_members;
-    let plugins = if runs { ExecPlugins::Run } else { ExecPlugins::Skip };
-    // The validation of the configuration reports an upstream that is not an address.
+    // Reading certificates needs no credential, so the plugin runs only to list the members.
+    let plugins = if args.discover && lists_members { ExecPlugins::Run } else { ExecPlugins::Skip };
+    // The validation of the configuration reports upstreams that are not addresses.
     let others: Vec<ServerUrl> =
         upstreams.iter().filter_map(|u| ServerUrl::parse(u).ok()).collect();
     let mut notes = Vec::new();
@@ -148,7 +160,7 @@ fn survey_apiservers(
     survey
 }
 
-/// A note about the other apiservers to use when one fails.
+/// A note if `own` is the only endpoint, or if the cluster has apiservers that are not endpoints yet.
 fn redundancy_note(
     own: &str,
     upstreams: &[String],
@@ -162,13 +174,13 @@ fn redundancy_note(
         )),
         Ok([]) => None,
         Ok(members) => {
-            let beside =
+            let prefix =
                 if only { format!("only one endpoint is known, {own}; ") } else { String::new() };
             // --upstream replaces the known endpoints, so the note names them too.
             let all = upstreams.iter().cloned().chain(members.iter().map(SocketAddr::to_string));
             let options: Vec<String> = all.map(|address| format!("--upstream {address}")).collect();
             Some(format!(
-                "{beside}the cluster names {} more: to use {} run it again with --discover --force, \
+                "{prefix}the cluster names {} more: to use {} run it again with --discover --force, \
                  or with {} --force",
                 counted(members.len(), "apiserver"),
                 if members.len() == 1 { "it" } else { "them" },
@@ -177,24 +189,25 @@ fn redundancy_note(
         }
         Err(why) if only => Some(format!(
             "only one endpoint is known, {own}: nothing takes over when it fails; --upstream names \
-             others (the cluster was not asked for them: {why})"
+             others (the cluster's apiservers are not known: {why})"
         )),
         Err(_) => None,
     }
 }
 
-/// The other endpoints of the upstream with `own` in an existing configuration; empty if there is
-/// none.
+/// The other endpoints of the upstream that contains `own` in an existing configuration; empty if
+/// there is none.
 fn endpoints_in(file: &Path, own: &str) -> Vec<String> {
     let draft = config::draft(file, [], &Overrides::default());
     let upstreams = draft.config.map(|config| config.upstreams).unwrap_or_default();
-    let mut endpoints = upstreams.into_iter().map(|upstream| {
+    let mut upstreams = upstreams.iter().map(|upstream| {
         upstream.endpoints.iter().map(ToString::to_string).collect::<Vec<String>>()
     });
-    let mut of_cluster =
-        endpoints.find(|all| all.iter().any(|endpoint| endpoint == own)).unwrap_or_default();
-    of_cluster.retain(|endpoint| endpoint != own);
-    of_cluster
+    let mut endpoints = upstreams
+        .find(|endpoints| endpoints.iter().any(|endpoint| endpoint == own))
+        .unwrap_or_default();
+    endpoints.retain(|endpoint| endpoint != own);
+    endpoints
 }
 
 #[cfg(test)]
@@ -219,7 +232,7 @@ mod tests {
         assert!(redundancy_note(own, &[], Ok(&[])).unwrap().contains("names no other"));
         let refused = "403".to_owned();
         let note = redundancy_note(own, &[], Err(&refused)).unwrap();
-        assert!(note.contains("not asked for them: 403"), "{note}");
+        assert!(note.contains("are not known: 403"), "{note}");
         assert_eq!(redundancy_note(own, &known, Ok(&[])), None);
         assert_eq!(redundancy_note(own, &known, Err(&refused)), None);
     }

@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::cli::output::OutputArgs;
+use crate::cli::options::OutputArgs;
 use crate::kubeconfig::setup::SetupMode;
 
 #[derive(Debug, Args)]
-#[allow(clippy::struct_excessive_bools)] // each one is a flag of its own
+#[allow(clippy::struct_excessive_bools)] // each is a separate flag
 pub(in crate::cli) struct KubeconfigArgs {
     /// The address of jackstay for local clients.
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:7443")]
@@ -25,7 +25,7 @@ pub(in crate::cli) struct KubeconfigArgs {
     /// Change the input itself.
     #[arg(long, conflicts_with = "out")]
     pub(super) in_place: bool,
-    /// Replace existing files with a different content.
+    /// Replace existing files whose content differs.
     #[arg(long)]
     pub(super) force: bool,
     /// Restore the original clusters in the input file.
@@ -56,10 +56,10 @@ pub(in crate::cli) struct KubeconfigArgs {
     /// The CA that signs client certificates, if it is not the cluster's (terminate).
     #[arg(long, value_name = "FILE")]
     pub(super) client_ca_file: Option<PathBuf>,
-    /// The CA of an existing listener that terminates TLS.
+    /// The CA of an existing local listener that terminates TLS.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["mode", "config_out"])]
     pub(super) local_ca: Option<PathBuf>,
-    /// The name in every apiserver's certificate; default one that they share (passthrough).
+    /// The name in every apiserver's certificate; default a name that they share (passthrough).
     #[arg(long, value_name = "NAME")]
     pub(super) tls_server_name: Option<String>,
     /// Name of this machine in the serving certificate; default its host name (terminate).

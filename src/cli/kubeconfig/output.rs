@@ -1,4 +1,4 @@
-//! The files that `jackstay kubeconfig` writes: their paths, what must not be replaced, and the
+//! The files that `jackstay kubeconfig` writes: their paths, the protection of existing files, and the
 //! check of the written configuration.
 
 use std::path::{Path, PathBuf};
@@ -57,17 +57,14 @@ fn directory_beside(kubeconfig: &Path) -> PathBuf {
     if is_file || directory == kubeconfig { directory.with_extension("d") } else { directory }
 }
 
-/// Refuses to replace a file with a different content, except with `--force` and for the input of
-/// `--in-place`.
+/// Fails if a file exists with other content, except with `--force` and for the input of `--in-place`.
 pub(super) fn refuse_to_overwrite(
     files: &[&OutputFile],
     args: &KubeconfigArgs,
     destinations: &Destinations,
 ) -> Result<(), String> {
     if let Some(obstacle) = files.iter().find_map(|file| obstacle(&file.path)) {
-        return Err(format!(
-            "nothing written: {obstacle}; --out and --config-out name other places"
-        ));
+        return Err(format!("nothing written: {obstacle}; --out and --config-out set other paths"));
     }
     let differs = |file: &&&OutputFile| {
         let is_input = args.in_place && file.path == destinations.kubeconfig;
@@ -78,13 +75,12 @@ pub(super) fn refuse_to_overwrite(
         files.iter().filter(differs).map(|file| file.path.display().to_string()).collect();
     let subject = match differing.as_slice() {
         [] => return Ok(()),
-        [one] => format!("{one} is"),
-        all => format!("{} are", all.join(", ")),
+        [one] => format!("{one} exists"),
+        all => format!("{} exist", all.join(", ")),
     };
-    let hint = if args.out.is_none() { ", --out names another kubeconfig" } else { "" };
+    let hint = if args.out.is_none() { ", --out writes another kubeconfig" } else { "" };
     Err(format!(
-        "nothing written: {subject} there already and would change; --force replaces existing \
-         files{hint}"
+        "nothing written: {subject} with other content; --force replaces existing files{hint}"
     ))
 }
 
@@ -96,11 +92,11 @@ fn obstacle(path: &Path) -> Option<String> {
     let nearest = path.ancestors().skip(1).find(|parent| parent.exists())?;
     (!nearest.is_dir()).then(|| {
         let (file, path) = (nearest.display(), path.display());
-        format!("{file} is a file, so that {path} cannot be written")
+        format!("{file} is a file, so {path} cannot be written")
     })
 }
 
-/// Writes a file, unless it has this content already, and returns whether it did.
+/// Writes a file unless it has this content already. Returns whether it was written.
 pub(super) fn write_file(file: &OutputFile) -> Result<bool, String> {
     if std::fs::read(&file.path).is_ok_and(|bytes| bytes == file.bytes) {
         return Ok(false);
@@ -115,7 +111,7 @@ pub(super) fn write_file(file: &OutputFile) -> Result<bool, String> {
 /// Checks that jackstay starts with the written configuration.
 pub(super) fn check_configuration(file: &Path) -> Result<(), String> {
     let fail = |errors: &ConfigErrors| {
-        format!("this configuration cannot run, the kubeconfig stays:\n{errors}")
+        format!("this configuration cannot run, the kubeconfig is not written:\n{errors}")
     };
     let loaded = config::load(file, [], &Overrides::default()).map_err(|errors| fail(&errors))?;
     let findings = check::check_files(file, &loaded.config, SystemTime::now());

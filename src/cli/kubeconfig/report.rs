@@ -1,4 +1,4 @@
-//! What `jackstay kubeconfig` did, in the format of `-o`.
+//! The result of `jackstay kubeconfig`, in the formats of `-o`.
 
 use serde::Serialize;
 
@@ -9,12 +9,12 @@ use crate::kubeconfig::rewrite::KeyChange;
 pub(super) struct KubeconfigReport {
     /// Whether the command succeeded.
     pub(super) ok: bool,
-    /// Why not.
+    /// Why it failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) error: Option<String>,
     /// The files in the order in which they were written.
     pub(super) files: Vec<ReportedFile>,
-    /// The context that now leads to jackstay; none for `--revert`.
+    /// The context that now points at jackstay; none for `--revert`.
     #[serde(flatten)]
     pub(super) context: Option<ReportedContext>,
     pub(super) clusters: Vec<ReportedCluster>,
@@ -32,7 +32,7 @@ pub(super) struct ReportedFile {
     pub(super) path: String,
     /// Its purpose.
     pub(super) what: &'static str,
-    /// Whether it was written; else it had this content already.
+    /// False if it had this content already.
     pub(super) written: bool,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct ReportedCluster {
 }
 
 impl KubeconfigReport {
-    /// The report for people. The error is not in it: it goes to stderr.
+    /// The report as text, without the error, which goes to stderr.
     pub(super) fn text(&self) -> String {
         let mut lines: Vec<String> = Vec::new();
         for file in &self.files {
@@ -59,22 +59,23 @@ impl KubeconfigReport {
             lines.push(format!("{action} {}: {}", file.path, file.what));
         }
         for cluster in &self.clusters {
-            let context = self.context.as_ref().map(|of| format!(" of context {:?}", of.context));
+            let context =
+                self.context.as_ref().map(|reported| format!(" of context {:?}", reported.context));
             lines.push(format!("cluster {:?}{}:", cluster.name, context.unwrap_or_default()));
             lines.extend(cluster.changes.iter().map(|change| format!("  {change}")));
             if cluster.changes.is_empty() {
-                lines.push("  as before".to_owned());
+                lines.push("  unchanged".to_owned());
             }
         }
         if let Some(ReportedContext { user, credential, .. }) = &self.context {
-            lines.push(format!("user {user:?} stays as it is ({credential})"));
+            lines.push(format!("user {user:?} is unchanged ({credential})"));
         }
         lines.extend(self.notes.iter().map(|note| format!("note: {note}")));
         if !self.next.is_empty() {
             lines.push("next:".to_owned());
             lines.extend(self.next.iter().map(|command| format!("  {command}")));
         }
-        lines.extend(self.revert.iter().map(|command| format!("to go back: {command}")));
+        lines.extend(self.revert.iter().map(|command| format!("to revert: {command}")));
         lines.into_iter().map(|line| line + "\n").collect()
     }
 }

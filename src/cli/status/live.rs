@@ -8,13 +8,13 @@ use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::request::{TIMEOUT, explain, fetch_within};
 use super::table::{self, Style};
 use super::view;
+use crate::cli::admin_client::{STATUS_TIMEOUT, explain_no_status, get_status};
 use crate::config::format_duration;
 use crate::observe::utc::Utc;
 
-/// Columns and rows where the terminal does not tell its size.
+/// Columns and rows of a terminal whose size is unknown.
 const DEFAULT_SIZE: (usize, usize) = (80, 24);
 
 /// Draws a frame at each interval and after each change of the window's size, until SIGINT or
@@ -35,7 +35,7 @@ pub(super) fn run(admin: SocketAddr, interval: Duration) -> io::Result<()> {
     })
 }
 
-/// Draws until `end`, which also ends a request that waits for its response.
+/// Draws until `end` completes, which also cancels a pending request.
 async fn draw_until(
     end: impl Future<Output = ()>,
     admin: SocketAddr,
@@ -55,9 +55,9 @@ async fn draw_frames(admin: SocketAddr, interval: Duration) -> io::Result<()> {
             _ = ticks.tick() => {}
             _ = resized.recv() => {}
         }
-        let text = match fetch_within(admin, TIMEOUT).await {
+        let text = match get_status(admin, STATUS_TIMEOUT).await {
             Ok(status) => view::text(&status, Style::of_stdout()),
-            Err(error) => format!("{}\n", explain(admin, &error)),
+            Err(error) => format!("{}\n", explain_no_status(admin, &error)),
         };
         let footer = format!("{}  every {}, Ctrl-C ends", Utc::now(), format_duration(interval));
         let mut out = io::stdout().lock();
@@ -67,7 +67,7 @@ async fn draw_frames(admin: SocketAddr, interval: Duration) -> io::Result<()> {
     }
 }
 
-/// The alternate screen of a terminal without a cursor. Dropping it restores the screen.
+/// The alternate screen of a terminal, with the cursor hidden. Dropping it restores both.
 struct AlternateScreen;
 
 impl AlternateScreen {
@@ -87,8 +87,8 @@ impl Drop for AlternateScreen {
     }
 }
 
-/// A frame that overwrites the previous one: each line is cleared to its end, the rest of the screen
-/// too, and lines that do not fit are counted instead of scrolled.
+/// A frame that overwrites the previous one: it clears each line to its end, and the screen below the
+/// last line. Lines that do not fit are counted in the footer instead of scrolled.
 fn frame(text: &str, footer: &str, (width, height): (usize, usize)) -> String {
     let lines: Vec<&str> = text.lines().collect();
     let rows = height.saturating_sub(1).max(1);
@@ -121,13 +121,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn draw_until_ends_while_a_request_waits_for_its_response() {
+    async fn draw_until_end_cancels_a_pending_request() {
         let silent = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let admin = silent.local_addr().unwrap();
         let mut connection = None;
         let end = async { connection = silent.accept().await.ok() };
         let drawing = draw_until(end, admin, Duration::from_secs(1));
-        let result = tokio::time::timeout(TIMEOUT / 2, drawing).await;
+        let result = tokio::time::timeout(STATUS_TIMEOUT / 2, drawing).await;
         result.expect("ends before the request times out").unwrap();
         assert!(connection.is_some());
     }

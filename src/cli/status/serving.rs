@@ -1,7 +1,7 @@
 //! Decides from `/status` whether a running jackstay can serve requests, by the rules of `/readyz`.
 //!
-//! The functions read JSON rather than typed structures, because the running jackstay may have another
-//! version than this command.
+//! The functions read JSON rather than typed structures, because the version of the running jackstay
+//! may differ from that of this command.
 
 use serde_json::Value;
 
@@ -16,7 +16,7 @@ const MAX_LISTED: usize = 3;
 pub(super) fn unready_reason(status: &Value) -> Option<String> {
     let upstreams = list_at(status, "upstreams");
     if upstreams.is_empty() {
-        return Some("no upstream is shown".to_owned());
+        return Some("the status lists no upstream".to_owned());
     }
     let unbound =
         list_at(status, "listeners").iter().find(|listener| list_at(listener, "bind").is_empty());
@@ -34,8 +34,8 @@ pub(super) fn unready_reason(status: &Value) -> Option<String> {
     Some(clean(&text))
 }
 
-/// Why requests of new clients cannot be served: those of [`unready_reason`], or the process is draining
-/// and accepts no connections.
+/// Why requests of new clients cannot be served: a reason of [`unready_reason`], or the process is
+/// draining and accepts no connections.
 pub(super) fn unready_reason_for_new_clients(status: &Value) -> Option<String> {
     let draining = status["draining"] == true;
     unready_reason(status).or_else(|| draining.then(|| "it is draining".to_owned()))

@@ -5,14 +5,14 @@
 
 use std::io;
 
-use crate::cli::output::has_colour;
+use crate::cli::options::has_colour;
 
-/// What the output can show.
+/// The capabilities of the output.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Style {
     /// Whether to colour with escape sequences.
     pub(super) colour: bool,
-    /// Columns of the terminal; `None` is without limit.
+    /// Columns of the terminal; `None` if stdout is no terminal.
     pub(super) width: Option<usize>,
 }
 
@@ -49,7 +49,7 @@ impl Tone {
 }
 
 impl Style {
-    /// What stdout can show.
+    /// The capabilities of stdout.
     pub(super) fn of_stdout() -> Self {
         Self { colour: has_colour(), width: terminal_size().map(|(width, _)| width) }
     }
@@ -63,7 +63,7 @@ impl Style {
     }
 }
 
-/// Columns and rows of the terminal that stdout is.
+/// Columns and rows of stdout; `None` if it is no terminal.
 pub(super) fn terminal_size() -> Option<(usize, usize)> {
     let (width, height) = terminal_size::terminal_size_of(io::stdout())?;
     Some((usize::from(width.0), usize::from(height.0)))
@@ -82,7 +82,7 @@ impl Cell {
         Self { text: clean(text.as_ref()), tone: Tone::Plain }
     }
 
-    /// The cell in another tone.
+    /// Sets the tone.
     pub(super) fn tone(self, tone: Tone) -> Self {
         Self { tone, ..self }
     }
@@ -93,6 +93,7 @@ impl Cell {
 pub(super) struct Table {
     /// Whether each column is aligned right.
     align_right: Vec<bool>,
+    /// The cells of each row, and the notes below it.
     rows: Vec<(Vec<Cell>, Vec<Cell>)>,
 }
 
@@ -144,39 +145,30 @@ pub(super) fn clean(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-/// The first `width` columns of a line; `…` marks a cut. Escape sequences take no column, and a cut
-/// line ends with the default colour.
+/// Shortens a line to `width` columns, the last of which is `…` if it was longer. Escape sequences take
+/// no column; a shortened line ends with the default colour.
 pub(super) fn cut(line: &str, width: usize) -> String {
-    let mut escape = false;
-    let takes_column = |c: char| {
-        let shown = !escape && c != '\x1b';
-        escape = (escape || c == '\x1b') && c != 'm';
-        shown
-    };
-    let shown: Vec<bool> = line.chars().map(takes_column).collect();
-    if shown.iter().filter(|shown| **shown).count() <= width {
-        return line.to_owned();
-    }
-    let (mut out, mut left) = (String::new(), width.saturating_sub(1));
-    let mut coloured = false;
-    for (c, shown) in line.chars().zip(shown) {
-        if shown {
-            if left == 0 {
-                break;
-            }
-            left -= 1;
-        } else {
-            coloured = true;
+    // Byte offset of the last column that fits.
+    let mut last = 0;
+    let mut columns = 0;
+    let mut in_escape = false;
+    for (offset, c) in line.char_indices() {
+        if in_escape || c == '\x1b' {
+            in_escape = c != 'm';
+            continue;
         }
-        out.push(c);
+        columns += 1;
+        if columns == width {
+            last = offset;
+        }
+        if columns > width {
+            let kept = &line[..last];
+            let mark = if width > 0 { "…" } else { "" };
+            let reset = if kept.contains('\x1b') { "\x1b[0m" } else { "" };
+            return format!("{kept}{mark}{reset}");
+        }
     }
-    if width > 0 {
-        out.push('…');
-    }
-    if coloured {
-        out.push_str("\x1b[0m");
-    }
-    out
+    line.to_owned()
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! `/status` as text: a summary line, then listeners, endpoints, sources and recent changes.
 //!
-//! Pure functions of JSON. Missing keys are shown as dashes: the running jackstay may be of another
-//! version.
+//! The functions read JSON and show a missing key as a dash, because the version of the running
+//! jackstay may differ from that of this command.
 
 use std::time::{Duration, SystemTime};
 
@@ -11,14 +11,14 @@ use super::table::{Cell, Style, Table, Tone, cut};
 use crate::observe::counted;
 use crate::observe::utc::Utc;
 
-/// Terminal width from which reasons are columns; on a narrower one they are notes below the rows.
+/// Terminal width from which reasons are columns. A narrower terminal shows them as notes below rows.
 const WIDE: usize = 150;
-/// Width of the column with reasons on a wide terminal.
+/// Maximum width of the column with reasons.
 const REASON_WIDTH: usize = 60;
-/// Age up to which an error that jackstay itself answered is marked as bad.
+/// Age below which an error answered by jackstay itself has the tone [`Tone::Bad`].
 const RECENT: Duration = Duration::from_secs(60);
 
-/// The whole status as text.
+/// Formats the status as text.
 pub(super) fn text(status: &Value, style: Style) -> String {
     let view = View {
         now: parse_time(&status["now"]).unwrap_or_else(SystemTime::now),
@@ -190,7 +190,7 @@ impl View {
         self.draw(&table, out);
     }
 
-    /// The sources of endpoints; none if all are in the configuration.
+    /// The sources of endpoints; no table if all endpoints are in the configuration.
     fn sources(&self, upstream: &Value, out: &mut String) {
         let sources = list_at(upstream, "sources");
         if sources.is_empty() {
@@ -250,7 +250,7 @@ impl View {
         table.draw(self.style, out);
     }
 
-    /// Errors that jackstay itself answered are bad while they are recent.
+    /// The tone of an error answered by jackstay itself: bad while it is recent.
     fn own_error_tone(&self, error: &Value) -> Tone {
         let age = parse_time(&error["last"]).and_then(|last| self.now.duration_since(last).ok());
         if age.is_none_or(|age| age < RECENT) { Tone::Bad } else { Tone::Dim }

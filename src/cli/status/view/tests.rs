@@ -1,4 +1,4 @@
-//! The table of a status with every part, and of malformed ones.
+//! The text of a status that has every part, and of malformed ones.
 
 use serde_json::json;
 
@@ -71,12 +71,12 @@ fn text_narrow_has_reasons_below_their_rows() {
 
 #[test]
 fn text_malformed_status_does_not_panic() {
-    for odd in [
+    for malformed in [
         json!(null),
         json!([]),
         json!({"listeners": 3, "upstreams": [{"endpoints": [1], "sources": [{}]}], "events": [2]}),
     ] {
-        text(&odd, Style::default());
+        text(&malformed, Style::default());
     }
 }
 

@@ -1,8 +1,9 @@
-//! What all commands share of their output: its format (`-o`), its exit codes, and what the terminal
-//! can show.
+//! Options that several commands share (`--config`, `-o`), exit codes, and the capabilities of the
+//! terminal.
 
 use std::ffi::OsStr;
 use std::io::{self, IsTerminal, Write};
+use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -10,6 +11,23 @@ use serde::Serialize;
 /// Exit code for bad usage, a bad configuration or an input that cannot be used. 0 is success and 1 a
 /// failure at run time.
 pub(super) const EXIT_USAGE: u8 = 2;
+
+/// The configuration file that is read without `--config`.
+pub(super) const DEFAULT_CONFIG: &str = "/etc/jackstay/jackstay.yaml";
+
+/// The `--config` option of `run` and `check`.
+#[derive(Debug, Args)]
+pub(super) struct ConfigArgs {
+    /// Configuration file (YAML).
+    #[arg(long, value_name = "FILE", default_value = DEFAULT_CONFIG)]
+    pub(super) config: PathBuf,
+}
+
+/// A hint for the case that `file` is the default file and does not exist.
+pub(super) fn missing_default_hint(file: &Path) -> Option<&'static str> {
+    let missing = file == Path::new(DEFAULT_CONFIG) && matches!(file.try_exists(), Ok(false));
+    missing.then_some("name the configuration file with --config FILE")
+}
 
 /// The `-o` option of commands that print a result.
 #[derive(Debug, Clone, Copy, Args)]
@@ -32,9 +50,9 @@ pub(super) enum OutputFormat {
 }
 
 impl OutputFormat {
-    /// `value` as indented JSON or as YAML, with a newline at its end; `text` makes the text.
+    /// Formats `value` as indented JSON or as YAML that ends with a newline, or calls `text`.
     pub(super) fn render(self, value: &impl Serialize, text: impl FnOnce() -> String) -> String {
-        // What the commands print has string keys and finite numbers: both encoders take it.
+        // Serialization fails only for map keys that are not strings; no command prints such a map.
         let mut out = match self {
             Self::Text => return text(),
             Self::Json => serde_json::to_string_pretty(value).unwrap_or_default(),
@@ -46,7 +64,7 @@ impl OutputFormat {
         out
     }
 
-    /// Prints what [`OutputFormat::render`] makes. A reader that has closed the pipe is no error.
+    /// Prints the result of [`OutputFormat::render`]. A write error, such as a closed pipe, is ignored.
     pub(super) fn print(self, value: &impl Serialize, text: impl FnOnce() -> String) {
         let _ = io::stdout().lock().write_all(self.render(value, text).as_bytes());
     }
@@ -57,7 +75,7 @@ pub(super) fn has_cursor() -> bool {
     io::stdout().is_terminal() && is_capable(std::env::var_os("TERM").as_deref())
 }
 
-/// Whether stdout takes colours: a capable terminal, and `NO_COLOR` is unset or empty
+/// Whether stdout shows colours: a capable terminal, and `NO_COLOR` is unset or empty
 /// (<https://no-color.org>).
 pub(super) fn has_colour() -> bool {
     has_cursor() && is_colour_wanted(std::env::var_os("NO_COLOR").as_deref())

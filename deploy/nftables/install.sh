@@ -4,14 +4,14 @@
 #   install.sh VARIANT [NAME=VALUE]...
 #
 #   VARIANT   lb-redirect, lb-tproxy, service-redirect or service-tproxy
-#   NAME      a `define` of VARIANT.nft, instead of editing the file: lb4, lb6, lb_port,
-#             service4, service6, service_port, listener_port, own_mark, divert_mark;
-#             and `table`, the routing table of the TPROXY variants (as their divert_mark)
+#   NAME      a `define` of VARIANT.nft that VALUE replaces: lb4, lb6, lb_port, service4, service6,
+#             service_port, listener_port, own_mark, divert_mark; or `table`, the routing table of
+#             the TPROXY variants (default: the number of their divert_mark)
 #
 #   install.sh lb-redirect lb4=10.0.0.5 lb_port=6443
 #
-# Atomic: after an error nothing is installed. Running it again replaces the rules. Start jackstay first, because
-# new connections depend on it from now on.
+# After an error nothing is installed. A second run replaces the rules. Start jackstay first, because new
+# connections to the address need it once the rules are installed.
 set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 variant=${1:-}

@@ -5,15 +5,15 @@
 #   remove.sh VARIANT [NAME=VALUE]...
 #
 #   VARIANT   lb-redirect, lb-tproxy, service-redirect or service-tproxy
-#   NAME      as given to install.sh; only `divert_mark` and `table` matter, to remove routes that are left
-#             when the rules are already gone
+#   NAME      as given to install.sh; only `divert_mark` and `table` have an effect: they select the routes to
+#             remove if the rules do not exist any more
 #
-# The two variants for an address exclude each other: the installed one is removed.
+# Either of the two variants for an address (lb-redirect and lb-tproxy) removes whichever is installed.
 #
-# After REDIRECT, redirected connections continue until they end. After TPROXY, their packets go to the host
-# that has the address. That host resets the connection at the client's next packet, or at its reply to
-# jackstay's keepalive within 30 s, and the client reconnects. If no host has the address, jackstay closes
-# the connection after two minutes.
+# Connections that REDIRECT has redirected continue until they end. The packets of connections that TPROXY has
+# redirected go to the host that has the address. That host resets the connection at the client's next packet,
+# or at the client's reply to jackstay's keepalive within 30 s, and the client reconnects. If no host has the
+# address, jackstay closes the connection after two minutes.
 set -eu
 variant=${1:-}
 divert_mark=

@@ -155,7 +155,7 @@ fn kubeconfig_file(path: PathBuf, text: String) -> OutputFile {
 fn write(file: &OutputFile, report: &mut KubeconfigReport) -> Result<(), Failure> {
     let written = write_file(file).map_err(Failure::Write)?;
     let path = file.path.display().to_string();
-    report.files.push(ReportedFile { path, what: file.description, written });
+    report.files.push(ReportedFile { path, description: file.description, written });
     Ok(())
 }
 

@@ -5,11 +5,11 @@
 //! a request. The prober also reconnects to ejected endpoints. Without a credential for `/readyz` an
 //! endpoint counts as ready while its connection lives ([`anonymous`]).
 
-pub mod anonymous;
-pub mod connection;
-pub mod reachability;
-pub mod request;
-pub mod schedule;
+mod anonymous;
+mod connection;
+mod reachability;
+mod request;
+mod schedule;
 
 use std::pin::pin;
 use std::sync::Arc;

@@ -30,8 +30,7 @@ pub(super) struct KubeconfigReport {
 #[derive(Debug, Serialize)]
 pub(super) struct ReportedFile {
     pub(super) path: String,
-    /// Its purpose.
-    pub(super) what: &'static str,
+    pub(super) description: &'static str,
     /// False if it had this content already.
     pub(super) written: bool,
 }
@@ -56,7 +55,7 @@ impl KubeconfigReport {
         let mut lines: Vec<String> = Vec::new();
         for file in &self.files {
             let action = if file.written { "wrote" } else { "unchanged" };
-            lines.push(format!("{action} {}: {}", file.path, file.what));
+            lines.push(format!("{action} {}: {}", file.path, file.description));
         }
         for cluster in &self.clusters {
             let context =

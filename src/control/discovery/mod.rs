@@ -21,19 +21,19 @@
 //! the state file is written on another thread, and connections drain in their pool. It never
 //! applies an empty set. A changed configuration is handled like a changed source.
 
-pub mod controller;
-pub mod debounce;
+mod controller;
+mod debounce;
 pub mod dns;
 pub mod file;
 pub mod kubeconfig;
-pub mod merge;
-pub mod objects;
-pub mod own_addresses;
-pub mod slices;
-pub mod source_states;
-pub mod state_file;
-pub mod state_writer;
-pub mod transport;
+mod merge;
+mod objects;
+mod own_addresses;
+mod slices;
+mod source_states;
+mod state_file;
+mod state_writer;
+mod transport;
 
 pub use controller::{SharedContext, run};
 

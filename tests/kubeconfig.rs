@@ -166,7 +166,10 @@ fn kubeconfig_output_json_and_yaml_list_files_changes_and_commands() {
     let kubeconfig = home.path(".kube/jackstay.kubeconfig").display().to_string();
     let last = files.last().unwrap();
     assert_eq!((&last["path"], &last["written"]), (&json!(kubeconfig), &json!(true)));
-    assert!(files.iter().any(|file| file["description"] == "the configuration of jackstay"), "{json}");
+    assert!(
+        files.iter().any(|file| file["description"] == "the configuration of jackstay"),
+        "{json}"
+    );
     let change = &report["clusters"][0]["changes"][0];
     assert_eq!(change, &json!({"key": "server", "from": SERVER, "to": "https://127.0.0.1:7443"}));
     assert!(report["next"][0].as_str().unwrap().starts_with("jackstay run --config "), "{json}");

@@ -1,8 +1,8 @@
 //! Reloads certificates, keys, CA bundles and tokens when their files change, and renews serving
 //! certificates that this machine's own CA has issued.
 //!
-//! A valid file is put into use; after an invalid one the last valid content stays in use. Each
-//! change and each failure is reported once, in the log and in `/events`.
+//! Valid files are put into use. While a file is invalid, its last valid content stays in use. Each change
+//! and each failure is reported once, in the log and in `/events`.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -17,14 +17,14 @@ use crate::observe::{CertificateExpiry, ListenerMetrics, Metrics};
 use crate::upstream::Upstream;
 use crate::upstream::credentials::CredentialChange;
 
-/// Interval between two checks whether a certificate is due for renewal. It is due after two thirds of
-/// its lifetime, so a delay of one interval does not matter.
+/// Interval of the checks whether a certificate is due for renewal. It is due when a third of its lifetime
+/// is left, so a delay of one interval does not matter.
 const RENEWAL_CHECK: Duration = Duration::from_secs(60);
 
 /// Reloads the credentials of one upstream until the future is dropped.
 pub async fn watch_credentials(upstream: Arc<Upstream>) {
     let credentials = &upstream.credentials;
-    // A file may have changed since the start loaded it.
+    // A file may have changed since it was loaded at the start.
     let mut files = FileWatch::unread(credentials.paths());
     let mut expiries = CredentialExpiries::default();
     let mut ticks = poll_ticks();
@@ -47,16 +47,16 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
     }
 }
 
-/// The metrics of when the identities and the CA bundle of an upstream expire.
+/// The expiry metrics of the identities and the CA bundle of an upstream.
 #[derive(Default)]
 struct CredentialExpiries {
-    /// Kind, name and end of validity of each certificate.
+    /// Kind, name and end of validity of each certificate, as the metrics show them.
     certificates: Vec<(&'static str, String, SystemTime)>,
     metrics: Vec<Arc<CertificateExpiry>>,
 }
 
 impl CredentialExpiries {
-    /// Takes in the certificates that are in use now.
+    /// Sets the metrics to the certificates that are in use now, and ends those of other certificates.
     fn update(&mut self, upstream: &Upstream) {
         let slots = upstream.credentials.slots();
         let identities = slots.iter().filter_map(|slot| {
@@ -102,7 +102,7 @@ fn report(upstream: &Upstream, change: &CredentialChange) {
         CredentialChange::IdentityFailed(error) => events.failed("identity", error),
         CredentialChange::Ca => events.loaded(
             "CA bundle of the apiservers",
-            "another one",
+            "new content",
             "the file has changed",
             "new connections are verified by it",
         ),
@@ -123,21 +123,27 @@ impl CertificateEvents<'_> {
     }
 
     fn failed(&self, name: &str, error: &str) {
-        let states = ("in use", "cannot be read again");
-        self.changed(name, states, (error, "the last valid one stays in use"), true);
+        let states = ("in use", "reload failed");
+        self.changed(name, states, (error, "the last valid content stays in use"), true);
     }
 
-    /// Reports a change of `name` between `states`, with its reason and effect.
-    fn changed(&self, name: &str, states: (&str, &str), why: (&str, &str), bad: bool) {
+    /// Reports a change of the state of `name`, with its reason and effect.
+    fn changed(
+        &self,
+        name: &str,
+        (from, to): (&str, &str),
+        (reason, effect): (&str, &str),
+        bad: bool,
+    ) {
         self.events.changed(&Change {
             kind: EventKind::Certificate,
             upstream: self.upstream,
             name,
             detail: "",
-            from: states.0,
-            to: states.1,
-            reason: why.0,
-            effect: why.1,
+            from,
+            to,
+            reason,
+            effect,
             bad,
         });
     }
@@ -172,7 +178,8 @@ pub async fn watch_serving(
             listener.certificate_reloaded("ok");
             let to = format!("serial {}", tls.certificate().info.serial);
             let reason = "its file, or that of the client CA, has changed";
-            let effect = "new connections get it; clients are verified anew";
+            let effect =
+                "new connections use the new files; client certificates are verified again";
             events.loaded(&name, &to, reason, effect);
         }
         if let Some(error) = &error
@@ -188,17 +195,17 @@ pub async fn watch_serving(
 /// Renews a serving certificate that this machine's own CA has issued.
 #[derive(Default)]
 struct Renewal {
-    checked: Option<Instant>,
+    last_check: Option<Instant>,
     last_error: Option<String>,
 }
 
 impl Renewal {
-    /// Renews the certificate if it is due. The new files are loaded like any other change.
+    /// Renews the certificate if it is due. The new file is then loaded like any other changed file.
     fn check(&mut self, name: &str, events: &CertificateEvents<'_>, tls: &ServingTls) {
-        if self.checked.is_some_and(|checked| checked.elapsed() < RENEWAL_CHECK) {
+        if self.last_check.is_some_and(|at| at.elapsed() < RENEWAL_CHECK) {
             return;
         }
-        self.checked = Some(Instant::now());
+        self.last_check = Some(Instant::now());
         match tls.renew_if_due(wall_clock()) {
             Ok(None) => {}
             Ok(Some(info)) => {
@@ -216,5 +223,71 @@ impl Renewal {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rcgen::{CertificateParams, KeyPair};
+
+    use super::*;
+    use crate::config::CertPaths;
+    use crate::upstream::credentials::Credentials;
+
+    /// Writes a self-signed certificate that expires at the start of `year`, and its key.
+    fn write_certificate(paths: &CertPaths, year: i32) {
+        let mut params = CertificateParams::new(vec!["node".into()]).unwrap();
+        params.not_after = rcgen::date_time_ymd(year, 1, 1);
+        let key = KeyPair::generate().unwrap();
+        std::fs::write(&paths.cert_file, params.self_signed(&key).unwrap().pem()).unwrap();
+        std::fs::write(&paths.key_file, key.serialize_pem()).unwrap();
+    }
+
+    #[test]
+    fn credential_expiries_follow_reloaded_files_and_a_reloaded_configuration() {
+        let dir = tempfile::tempdir().unwrap();
+        let paths = |name: &str| CertPaths {
+            cert_file: dir.path().join(format!("{name}.crt")),
+            key_file: dir.path().join(format!("{name}.key")),
+        };
+        let (ca, first, second) = (paths("ca"), paths("first"), paths("second"));
+        write_certificate(&ca, 2100);
+        write_certificate(&first, 2101);
+        write_certificate(&second, 2102);
+        let mut config = crate::control::discovery::tests::config();
+        config.tls.ca_file = Some(ca.cert_file);
+        let metrics = Metrics::new();
+        let credentials = Credentials::load(&config, std::slice::from_ref(&first)).unwrap();
+        let upstream = Upstream::new(config.clone(), credentials, &metrics);
+        let mut expiries = CredentialExpiries::default();
+        // The years in which the certificates of the metrics expire, by kind.
+        let mut exported = || {
+            expiries.update(&upstream);
+            let page = metrics.render();
+            let mut years: Vec<(String, u64)> = page
+                .lines()
+                .filter(|line| line.starts_with("jackstay_certificate_expiry_timestamp_seconds{"))
+                .map(|line| {
+                    let (series, value) = line.rsplit_once(' ').unwrap();
+                    let kind = series.split('"').nth(1).unwrap();
+                    let year = 1970.0 + value.parse::<f64>().unwrap() / (365.2425 * 86_400.0);
+                    (kind.to_owned(), year.round() as u64)
+                })
+                .collect();
+            years.sort();
+            years
+        };
+        let expected =
+            |identity| vec![("identity".to_owned(), identity), ("upstream_ca".to_owned(), 2100)];
+        assert_eq!(exported(), expected(2101));
+        write_certificate(&first, 2103);
+        upstream.credentials.refresh();
+        assert_eq!(exported(), expected(2103));
+        // A reloaded configuration names another identity.
+        let identities = [second];
+        let prepared = upstream.credentials.prepare(&config, &identities).unwrap();
+        upstream.credentials.install(prepared);
+        upstream.credentials.retire(&identities);
+        assert_eq!(exported(), expected(2102));
     }
 }

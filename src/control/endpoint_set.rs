@@ -1,8 +1,7 @@
-//! Writes the endpoint set of an upstream; nothing else does.
+//! The only writer of an upstream's endpoint set.
 //!
-//! An endpoint that stays keeps its object, and with it its connections, health and history. New
-//! endpoints join and old ones leave in one swap. Nothing here waits for a connection, a drain or a
-//! disk.
+//! An endpoint that stays keeps its object, and thus its connections, health and history. New endpoints
+//! join and old ones leave in one swap. No function here waits for a connection, a drain or a disk.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,31 +13,31 @@ use crate::control::readyz;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::Endpoint;
 
-/// The specification of one endpoint. Two with the same address and server name are the same
-/// endpoint.
+/// The specification of one endpoint. Two specifications with the same address and server name are the
+/// same endpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct EndpointSpec {
     /// Host and port.
     pub address: EndpointAddress,
-    /// Name sent as SNI and verified; `None` means the host of the address.
+    /// Name that is sent as SNI and verified in the certificate; `None` means the host of the address.
     pub server_name: Option<String>,
     /// Used only while no preferred endpoint is usable; see [`Endpoint::is_fallback`].
     pub fallback: bool,
 }
 
-/// What [`replace_endpoints`] has changed.
+/// The changes that [`replace_endpoints`] has made.
 #[derive(Debug, Default)]
 pub struct EndpointSetChange {
     /// New endpoints.
     pub joined: Vec<Arc<Endpoint>>,
     /// Endpoints that have left the set; their connections drain.
     pub left: Vec<Arc<Endpoint>>,
-    /// Specifications that cannot be endpoints, and why.
+    /// Each specification that cannot be an endpoint, with the reason.
     pub refused: Vec<String>,
 }
 
 impl EndpointSetChange {
-    /// Whether the set has not changed.
+    /// Whether the set is unchanged.
     pub fn is_empty(&self) -> bool {
         self.joined.is_empty() && self.left.is_empty()
     }
@@ -60,7 +59,7 @@ pub fn static_endpoints(config: &config::Upstream) -> Vec<EndpointSpec> {
 pub fn replace_endpoints(upstream: &Upstream, wanted: &[EndpointSpec]) -> EndpointSetChange {
     let mut change = EndpointSetChange::default();
     let before = Arc::clone(&upstream.endpoints());
-    let mut old: HashMap<_, _> = before.iter().map(|e| (key(e), Arc::clone(e))).collect();
+    let mut old: HashMap<_, _> = before.iter().map(|e| (identity(e), Arc::clone(e))).collect();
     let mut after: Vec<Arc<Endpoint>> = Vec::with_capacity(wanted.len());
     for spec in wanted {
         let name = spec.server_name.as_deref().unwrap_or(&spec.address.host);
@@ -68,14 +67,14 @@ pub fn replace_endpoints(upstream: &Upstream, wanted: &[EndpointSpec]) -> Endpoi
             change.refused.push(format!("{}: {name:?} cannot be verified", spec.address));
             continue;
         };
-        if let Some(known) = old.remove(&(spec.address.clone(), verified)) {
-            known.set_fallback(spec.fallback);
-            after.push(known);
+        if let Some(existing) = old.remove(&(spec.address.clone(), verified)) {
+            existing.set_fallback(spec.fallback);
+            after.push(existing);
             continue;
         }
         let metrics = upstream.metrics.endpoint(&upstream.name, &spec.address.to_string());
         match Endpoint::new(&upstream.name, &spec.address, Some(name), metrics) {
-            Ok(new) if after.iter().any(|other| key(other) == key(&new)) => {}
+            Ok(new) if after.iter().any(|other| identity(other) == identity(&new)) => {}
             Ok(new) => {
                 new.set_fallback(spec.fallback);
                 change.joined.push(Arc::clone(&new));
@@ -84,7 +83,7 @@ pub fn replace_endpoints(upstream: &Upstream, wanted: &[EndpointSpec]) -> Endpoi
             Err(why) => change.refused.push(format!("{}: {why}", spec.address)),
         }
     }
-    change.left = before.iter().filter(|e| old.contains_key(&key(e))).cloned().collect();
+    change.left = before.iter().filter(|e| old.contains_key(&identity(e))).cloned().collect();
     if !change.is_empty() {
         upstream.set_endpoints(after);
     }
@@ -94,12 +93,12 @@ pub fn replace_endpoints(upstream: &Upstream, wanted: &[EndpointSpec]) -> Endpoi
     change
 }
 
-fn key(endpoint: &Endpoint) -> (EndpointAddress, ServerName<'static>) {
+fn identity(endpoint: &Endpoint) -> (EndpointAddress, ServerName<'static>) {
     (endpoint.address.clone(), endpoint.server_name.clone())
 }
 
-/// Applies changes of the set and runs a prober for each endpoint. Lives on the `LocalSet` of the
-/// control thread.
+/// Applies changes of the set and starts a prober for each endpoint. Used on the `LocalSet` of the control
+/// thread.
 #[derive(Debug)]
 pub struct EndpointSetWriter {
     upstream: Arc<Upstream>,
@@ -115,7 +114,7 @@ impl EndpointSetWriter {
         this
     }
 
-    /// Replaces the set, logs what has changed, and starts probers for new endpoints.
+    /// Replaces the set, logs and counts the changes, and starts a prober for each new endpoint.
     pub fn apply(&self, wanted: &[EndpointSpec]) {
         let change = replace_endpoints(&self.upstream, wanted);
         for endpoint in &change.joined {
@@ -128,8 +127,8 @@ impl EndpointSetWriter {
             self.start_prober(endpoint);
         }
         let counts = [("joined", change.joined.len()), ("left", change.left.len())];
-        for (what, count) in counts.into_iter().filter(|(_, count)| *count > 0) {
-            self.upstream.metrics.discovery_changed(&self.upstream.name, what, count);
+        for (kind, count) in counts.into_iter().filter(|(_, count)| *count > 0) {
+            self.upstream.metrics.discovery_changed(&self.upstream.name, kind, count);
         }
         for endpoint in &change.left {
             tracing::info!(

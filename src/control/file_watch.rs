@@ -1,8 +1,8 @@
 //! Detects that files have changed, by polling.
 //!
 //! kubelet renames a symlink over the old one, a Secret volume swaps a directory, and an editor
-//! writes a new file. Polling what a path resolves to detects all of them, and unlike inotify it
-//! cannot lose a watch.
+//! writes a new file. Polling the file to which a path resolves detects all of these changes, and unlike
+//! inotify it cannot lose a watch.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -13,8 +13,8 @@ use tokio::time::{Interval, MissedTickBehavior, interval};
 /// Polling interval.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Device, inode, size and modification time of a file, which tell it from its successor under the
-/// same path; `None` if the file does not exist.
+/// Device, inode, size and modification time of a file. They differ for another file at the same path and
+/// after a write. `None` if the file does not exist.
 pub type FileVersion = Option<(u64, u64, u64, i64, i64)>;
 
 /// The current version of a file. Follows symlinks.
@@ -30,33 +30,35 @@ pub fn poll_ticks() -> Interval {
     ticks
 }
 
-/// Files and their versions when they were last read.
+/// Watched files and their versions at the last check.
 #[derive(Debug)]
 pub struct FileWatch {
     paths: Vec<PathBuf>,
-    seen: Vec<FileVersion>,
+    versions: Vec<FileVersion>,
+    /// Whether the last reading of the files succeeded.
     settled: bool,
 }
 
 impl FileWatch {
     /// Watches files that have just been read.
     pub fn new(paths: Vec<PathBuf>) -> Self {
-        let seen = paths.iter().map(|path| file_version(path)).collect();
-        Self { paths, seen, settled: true }
+        let versions = paths.iter().map(|path| file_version(path)).collect();
+        Self { paths, versions, settled: true }
     }
 
-    /// Watches files that have not been read yet: [`Self::changed`] is true until they are settled.
+    /// Watches files that have not been read yet: [`Self::changed`] is true until
+    /// [`Self::set_settled`] reports a successful reading.
     pub fn unread(paths: Vec<PathBuf>) -> Self {
         Self { settled: false, ..Self::new(paths) }
     }
 
-    /// Sets whether the last reading succeeded. After a failed one, which may have seen half a
-    /// rotation, [`Self::changed`] stays true.
+    /// Sets whether the last reading succeeded. After a failed one [`Self::changed`] stays true: the
+    /// files may have been read in the middle of a rotation.
     pub fn set_settled(&mut self, settled: bool) {
         self.settled = settled;
     }
 
-    /// Watches `paths` from now on. If they differ from the watched ones they count as unread.
+    /// Watches `paths` from now on. If they differ from the watched paths, the files count as unread.
     pub fn follow(&mut self, paths: Vec<PathBuf>) {
         if paths != self.paths {
             *self = Self::unread(paths);
@@ -66,8 +68,8 @@ impl FileWatch {
     /// Whether a file has changed since the last call, or the last reading did not succeed.
     pub fn changed(&mut self) -> bool {
         let now: Vec<_> = self.paths.iter().map(|path| file_version(path)).collect();
-        let changed = now != self.seen;
-        self.seen = now;
+        let changed = now != self.versions;
+        self.versions = now;
         changed || !self.settled
     }
 }

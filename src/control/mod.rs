@@ -1,5 +1,5 @@
 //! The control plane: discovers endpoints, probes them, and reloads and renews certificates. It runs on
-//! a thread of its own, and requests never wait for it.
+//! a thread of its own; requests never wait for it.
 //!
 //! * [`discovery`] finds the endpoints of an upstream. Only [`endpoint_set`] writes the set that the
 //!   upstream uses.

@@ -1,9 +1,10 @@
-//! Probes one endpoint: asks for its `/readyz` on a connection of the prober's own.
+//! Probes one endpoint: requests its `/readyz` on a connection that only the prober uses.
 //!
-//! An apiserver that has lost its etcd still answers TCP and PING, but its `/readyz` fails. The
-//! prober has its own connection, so that a full pool cannot delay a probe, and a probe cannot delay
-//! a request. The prober also reconnects to ejected endpoints. Without a credential for `/readyz` an
-//! endpoint counts as ready while its connection lives ([`anonymous`]).
+//! An apiserver that has lost its etcd still accepts connections and answers PINGs, but its `/readyz`
+//! fails. The prober has its own connection, so that a full pool cannot delay a probe, and a probe
+//! cannot delay a request. The prober also reconnects to ejected endpoints. Without a credential for
+//! `/readyz`, an endpoint counts as ready while the prober's connection is live, unless anonymous
+//! probes fail ([`anonymous`]).
 
 mod anonymous;
 mod connection;
@@ -25,7 +26,7 @@ use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
 use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeTrigger};
 
-/// Probes `endpoint` until it leaves the set.
+/// Probes `endpoint` until it is removed from the set.
 pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
     let reachability = ReachabilityCheck::default();
     tokio::select! {
@@ -35,8 +36,9 @@ pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
     }
 }
 
-/// The probe loop. A lost connection does not bring the next probe forward, except as far as
-/// [`ProbeSchedule`] allows: thousands of nodes would probe a restarted apiserver at once.
+/// Connects and probes in a loop. A lost connection brings the next probe forward to
+/// [`FAILING_INTERVAL`] after the last one, and not further: otherwise thousands of nodes would probe a
+/// restarted apiserver at once.
 async fn probe_repeatedly(
     upstream: &Arc<Upstream>,
     endpoint: &Arc<Endpoint>,
@@ -45,20 +47,22 @@ async fn probe_repeatedly(
     let mut streak = ResultStreak::default();
     let mut anonymous = AnonymousProber::new(Instant::now());
     let mut connection: Option<ProbeConnection> = None;
-    let mut next = Instant::now();
-    let mut wanted = None;
+    let mut next_probe = Instant::now();
+    // The trigger that brought the next probe forward, if one did.
+    let mut early_trigger = None;
     let mut schedule = ProbeSchedule::default();
     while endpoint.state() != EndpointState::Leaving {
         let config = Arc::clone(&upstream.config());
         let config = &config.health.readyz;
         let replacement = || reachability.take_replacement().map(ProbeConnection);
-        let kept = connection.take().or_else(replacement).filter(|c| is_current(upstream, c));
-        let current = if let Some(current) = kept {
+        let reusable = connection.take().or_else(replacement).filter(|c| is_current(upstream, c));
+        let current = if let Some(current) = reusable {
             current
         } else {
-            // A usable endpoint needs no connection before the next probe.
+            // The prober of a usable endpoint connects when the next probe is due. That of any other
+            // endpoint connects at once, because its connection can make the endpoint usable.
             if endpoint.is_usable() {
-                sleep_until(next).await;
+                sleep_until(next_probe).await;
             }
             streak = ResultStreak::default();
             anonymous.reset();
@@ -68,11 +72,11 @@ async fn probe_repeatedly(
         reachability.set_connection(&current);
         if !upstream.has_probe_credential() {
             connection = Some(anonymous.run(upstream, endpoint, reachability, current).await);
-            next = Instant::now();
+            next_probe = Instant::now();
             continue;
         }
         tokio::select! {
-            () = sleep_until(next) => {}
+            () = sleep_until(next_probe) => {}
             () = until_unusable(&current) => continue,
         }
         let sent_at = Instant::now();
@@ -80,7 +84,7 @@ async fn probe_repeatedly(
             let token = upstream.credentials.probe_token().and_then(|token| token.header());
             let mut response = pin!(send_probe(&current, config, token));
             tokio::select! {
-                // After this process was stopped for a while both are due; the response counts.
+                // Both may be due after this process was suspended; then the response counts.
                 biased;
                 result = &mut response => result,
                 () = sleep(config.timeout / 2) => {
@@ -89,17 +93,17 @@ async fn probe_repeatedly(
                 }
             }
         };
-        let on_evidence = wanted.take() == Some(ProbeTrigger::PassiveEvidence);
+        let on_evidence = early_trigger.take() == Some(ProbeTrigger::PassiveEvidence);
         let outcome = match &result {
             ReadyzResult::ConnectionLost => {
                 current.close(DrainReason::ProbeFailed);
                 schedule.record(ProbeResult::Failing, on_evidence, config);
-                next = sent_at + schedule.pause(config, fastrand::f64());
+                next_probe = sent_at + schedule.pause(config, fastrand::f64());
                 continue;
             }
             ReadyzResult::Ready => {
                 endpoint.note_probe_ok(sent_at);
-                if streak.add(true, config.rise, config.fall) {
+                if streak.record(true, config.rise, config.fall) {
                     endpoint.observe(Observation::ReadyzOk);
                 }
                 match endpoint.state() {
@@ -109,29 +113,30 @@ async fn probe_repeatedly(
             }
             ReadyzResult::NotReady(why) => {
                 request_probes_of_others(upstream, endpoint);
-                if streak.add(false, config.rise, config.fall) {
+                if streak.record(false, config.rise, config.fall) {
                     endpoint.observe(Observation::ReadyzFailing(why));
                 }
                 ProbeResult::Failing
             }
         };
         schedule.record(outcome, on_evidence, config);
-        next = sent_at + schedule.pause(config, fastrand::f64());
+        next_probe = sent_at + schedule.pause(config, fastrand::f64());
         loop {
             tokio::select! {
-                () = sleep_until(next) => break,
-                why = endpoint.probe.requested() => {
-                    let early = sent_at + schedule.early_pause(why, config);
-                    if early < next {
-                        (next, wanted) = (early, Some(why));
+                () = sleep_until(next_probe) => break,
+                trigger = endpoint.probe.requested() => {
+                    let early = sent_at + schedule.early_pause(trigger, config);
+                    if early < next_probe {
+                        (next_probe, early_trigger) = (early, Some(trigger));
                     }
                 }
                 () = until_unusable(&current) => {
                     if current.state() == ConnectionState::Dead {
-                        // The connection died, rather than drain after a GOAWAY: another process
-                        // may answer, and it is probed soon.
+                        // The connection was lost rather than drained after a GOAWAY. The apiserver
+                        // may have been restarted, so it is probed soon.
                         schedule.reset();
-                        next = (sent_at + FAILING_INTERVAL.min(config.interval)).min(next);
+                        let soon = sent_at + FAILING_INTERVAL.min(config.interval);
+                        next_probe = next_probe.min(soon);
                     }
                     break;
                 }

@@ -1,7 +1,7 @@
 //! Sends `WATCHDOG=1` to the service manager while the event loop of every worker runs.
 //!
-//! It runs on the control thread, so a control thread that hangs sends nothing either. The service
-//! manager then restarts the process.
+//! Without notifications the service manager restarts the process. They are sent by the control thread,
+//! so they end as well if that thread hangs.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::net::process::service_manager::ServiceManager;
 /// service manager has set no watchdog interval.
 pub async fn feed(manager: Arc<ServiceManager>, alive: impl Fn() -> Result<(), String>) {
     let Some(limit) = manager.watchdog() else { return };
-    // sd_watchdog_enabled(3) recommends half of the interval; with a third one may come late.
+    // sd_watchdog_enabled(3) recommends half of the limit. With a third, one notification may be late.
     let mut ticks = interval(limit / 3);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut stopped = false;

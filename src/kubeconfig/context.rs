@@ -16,15 +16,15 @@ pub struct ResolvedContext {
     pub cluster: String,
     /// Name of its user.
     pub user: String,
-    /// The apiserver; the original one, if jackstay has changed the cluster.
+    /// The apiserver; the original one if the cluster points at jackstay.
     pub server: ServerUrl,
-    /// CAs of the apiserver's certificate; `None` is the CAs of this system.
+    /// The CA bundle that verifies the apiserver; `None` means the bundle of this system.
     pub ca: Option<PemSource>,
-    /// Name in the apiserver's certificate; `None` is the host of the server.
+    /// `tls-server-name`: the name that clients verify; `None` means the host of the server.
     pub tls_server_name: Option<String>,
-    /// `insecure-skip-tls-verify`: clients do not verify the apiserver.
+    /// `insecure-skip-tls-verify`: whether clients do not verify the apiserver.
     pub insecure: bool,
-    /// `proxy-url`: clients connect through a proxy.
+    /// `proxy-url`: the proxy through which clients connect.
     pub proxy_url: Option<String>,
     /// The credential of the user.
     pub credential: Credential,
@@ -34,30 +34,30 @@ impl ResolvedContext {
     /// Resolves a context of a kubeconfig with absolute paths; `None` is the current context.
     ///
     /// # Errors
-    /// An entry is missing or wrong.
+    /// An entry is missing or invalid.
     pub fn resolve(config: &Kubeconfig, context: Option<&str>) -> Result<Self, String> {
         let contexts = match context_names(config).as_slice() {
             [] => "there is none".to_owned(),
             names => format!("there is {}", names.join(", ")),
         };
         let context = context
-            .or(set(config.current_context.as_ref()))
+            .or(non_empty(config.current_context.as_ref()))
             .ok_or_else(|| format!("no current-context: choose one with --context ({contexts})"))?;
         let named = config.contexts.iter().find(|named| named.name == context);
         let entry = named
             .and_then(|named| named.context.as_ref())
             .ok_or_else(|| format!("no context {context:?}: {contexts}"))?;
-        let name = set(Some(&entry.cluster))
+        let name = non_empty(Some(&entry.cluster))
             .ok_or_else(|| format!("context {context:?} names no cluster"))?;
         let in_cluster = |error: String| format!("cluster {name:?}: {error}");
         let mut cluster = find_cluster(config, name)
             .ok_or_else(|| format!("context {context:?}: no cluster {name:?}"))?
             .clone();
-        if let Some(before) = recorded_original(&cluster) {
-            copy_rewritten_fields(&mut cluster, before);
+        if let Some(original) = recorded_original(&cluster) {
+            copy_rewritten_fields(&mut cluster, original);
         }
         let server =
-            set(cluster.server.as_ref()).ok_or_else(|| in_cluster("has no server".into()))?;
+            non_empty(cluster.server.as_ref()).ok_or_else(|| in_cluster("has no server".into()))?;
         let user = entry.user.as_deref().unwrap_or_default();
         let credential = UserCredentials::new(find_user(config, context, user)?, &cluster)
             .map_err(|error| format!("user {user:?}: {error}"))?
@@ -68,9 +68,9 @@ impl ResolvedContext {
             user: user.to_owned(),
             server: ServerUrl::parse(server).map_err(in_cluster)?,
             ca: certificate_authority(&cluster).map_err(in_cluster)?,
-            tls_server_name: set(cluster.tls_server_name.as_ref()).map(ToOwned::to_owned),
+            tls_server_name: non_empty(cluster.tls_server_name.as_ref()).map(ToOwned::to_owned),
             insecure: cluster.insecure_skip_tls_verify == Some(true),
-            proxy_url: set(cluster.proxy_url.as_ref()).map(ToOwned::to_owned),
+            proxy_url: non_empty(cluster.proxy_url.as_ref()).map(ToOwned::to_owned),
             credential,
         })
     }
@@ -81,8 +81,8 @@ impl ResolvedContext {
     }
 }
 
-/// A text that is set; an empty one counts as missing, as in client-go.
-fn set(text: Option<&String>) -> Option<&str> {
+/// The text, unless it is empty: an empty text counts as missing, as in client-go.
+fn non_empty(text: Option<&String>) -> Option<&str> {
     text.map(String::as_str).filter(|text| !text.is_empty())
 }
 
@@ -94,7 +94,7 @@ fn certificate_authority(cluster: &Cluster) -> Result<Option<PemSource>, String>
     )
 }
 
-/// The user of that name; an anonymous one if the context names none.
+/// The user of that name; an anonymous user if the name is empty.
 fn find_user<'a>(
     config: &'a Kubeconfig,
     context: &str,
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn resolve_names_what_is_missing() {
+    fn resolve_incomplete_kubeconfig_error_names_the_missing_entry() {
         let text = "contexts: [{name: a, context: {cluster: c, user: u}}, \
                     {name: b, context: {cluster: ''}}]\n\
                     clusters: [{name: c, cluster: {server: 'https://h:1', \

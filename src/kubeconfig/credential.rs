@@ -21,7 +21,7 @@ pub enum PemSource {
 }
 
 impl fmt::Debug for PemSource {
-    /// Prints the length of inline data only; it may be a key.
+    /// Prints only the length of inline data, which may be a key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Inline(bytes) => write!(f, "Inline({} bytes)", bytes.len()),
@@ -31,7 +31,7 @@ impl fmt::Debug for PemSource {
 }
 
 impl PemSource {
-    /// The value of `KEY-data`, or else of `KEY`, which is a path. Data overrides the file, as in
+    /// The value of `KEY-data`, or else that of `KEY`, which is a path. Data overrides the file, as in
     /// client-go.
     pub(super) fn new(
         key: &str,
@@ -70,7 +70,7 @@ pub enum TokenSource {
     File(PathBuf),
 }
 
-/// Every credential of a user. Paths are as in the kubeconfig.
+/// All credentials of a user. Paths are as in the kubeconfig.
 #[derive(Clone)]
 pub struct UserCredentials {
     /// Client certificate and key.
@@ -78,12 +78,12 @@ pub struct UserCredentials {
     /// Bearer token.
     pub token: Option<TokenSource>,
     exec: Option<ExecPlugin>,
-    /// A credential that jackstay does not use (password, auth-provider).
+    /// The kind of a credential that jackstay does not use: a password or an auth-provider.
     other: Option<&'static str>,
 }
 
 impl UserCredentials {
-    /// Reads a user; `cluster` is for an exec plugin that asks for it.
+    /// Reads a user. `cluster` is described to an exec plugin that asks for it.
     ///
     /// # Errors
     /// A certificate without its key, data that is not base64, or a plugin without a command.
@@ -121,8 +121,8 @@ impl UserCredentials {
         Ok(Self { certificate, token, exec, other })
     }
 
-    /// The credential that identifies the user. A client certificate precedes a token, because
-    /// kube-apiserver authenticates by the certificate first.
+    /// The credential that identifies the user. A client certificate takes precedence over a token,
+    /// because kube-apiserver authenticates by the certificate first.
     pub fn preferred(self) -> Credential {
         match (self.certificate, self.token, self.exec, self.other) {
             (Some((certificate, key)), ..) => Credential::Certificate(certificate, key),
@@ -135,10 +135,10 @@ impl UserCredentials {
     }
 }
 
-/// The credential of a user.
+/// The credential that identifies a user.
 #[derive(Clone)]
 pub enum Credential {
-    /// None.
+    /// No credential.
     Anonymous,
     /// A client certificate and its key.
     Certificate(PemSource, PemSource),
@@ -153,7 +153,7 @@ pub enum Credential {
 }
 
 impl fmt::Debug for Credential {
-    /// Prints the kind only.
+    /// Prints only the kind.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.describe())
     }
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn incomplete_credential_is_refused_without_its_value() {
+    fn user_credentials_incomplete_credential_error_holds_no_value() {
         for (user, expected) in [
             ("{client-certificate: a}", "has a client-certificate without a client-key"),
             ("{client-key-data: YQ==}", "has a client-key without a client-certificate"),
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn inline_pem_may_be_wrapped() {
+    fn pem_source_wrapped_data_is_decoded_and_overrides_the_file() {
         let pem = PemSource::new("k", Some("aGVs\n bG8=\n"), Some("file")).unwrap();
         assert_eq!(pem, Some(PemSource::Inline(b"hello".to_vec())));
     }

@@ -1,6 +1,6 @@
 //! Exec plugins: commands that print a credential (`client.authentication.k8s.io`, the credential
-//! plugins of client-go). kubectl runs them itself; `jackstay doctor` runs them for requests that
-//! need a credential.
+//! plugins of client-go). jackstay's commands run a plugin when they need the user's credential; the
+//! proxy runs none.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use kube::config::{Cluster, ExecAuthCluster, ExecConfig, ExecInteractiveMode};
 use serde_json::{Value, json};
 
-/// Most bytes of an answer: room for a certificate chain, its key and a token.
+/// Maximum size of an answer in bytes: room for a certificate chain, its key and a token.
 const MAX_ANSWER: usize = 1 << 20;
 
 /// An exec plugin of a user.
@@ -21,12 +21,12 @@ pub struct ExecPlugin {
     env: Vec<(String, String)>,
     api_version: String,
     interactive_mode: ExecInteractiveMode,
-    /// The cluster to describe to the plugin, if it asks for it (`provideClusterInfo`).
+    /// The cluster that is described to the plugin, if it asks for that (`provideClusterInfo`).
     cluster: Option<Box<Cluster>>,
 }
 
 impl fmt::Debug for ExecPlugin {
-    /// Prints the command only; arguments and variables may hold secrets.
+    /// Prints only the command; arguments and variables may hold secrets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ExecPlugin({:?})", self.command)
     }
@@ -45,7 +45,7 @@ impl ExecPlugin {
     /// Reads the `exec` of a user; `cluster` is the cluster of the context.
     ///
     /// # Errors
-    /// It names no command.
+    /// `exec` names no command.
     pub(super) fn new(exec: &ExecConfig, cluster: &Cluster) -> Result<Self, String> {
         let command = exec.command.clone().filter(|command| !command.is_empty());
         let variable = |entry: &std::collections::HashMap<String, String>| {
@@ -65,7 +65,7 @@ impl ExecPlugin {
         })
     }
 
-    /// Runs the plugin. Its stderr is that of this process, for its messages to the user.
+    /// Runs the plugin. It writes its messages to the user to the stderr of this process.
     ///
     /// # Errors
     /// The plugin cannot run, fails, or returns no credential.
@@ -78,10 +78,9 @@ impl ExecPlugin {
             "spec": { "interactive": interactive },
         });
         if let Some(cluster) = &self.cluster {
-            let described = ExecAuthCluster::try_from(&**cluster);
-            let described = described
+            let cluster = ExecAuthCluster::try_from(&**cluster)
                 .map_err(|_| fail("needs the cluster's CA, which cannot be read".to_owned()))?;
-            info["spec"]["cluster"] = json!(described);
+            info["spec"]["cluster"] = json!(cluster);
         }
         let output = Command::new(&self.command)
             .args(&self.args)
@@ -111,7 +110,7 @@ impl ExecPlugin {
     }
 }
 
-/// Whether the plugin gets stdin, by its mode and by whether stdin is a `terminal` (client-go,
+/// Whether the plugin gets the stdin of this process, which may be a `terminal` (client-go,
 /// `plugin/pkg/client/auth/exec`).
 fn is_interactive(mode: &ExecInteractiveMode, terminal: bool) -> Result<bool, &'static str> {
     match mode {
@@ -131,16 +130,16 @@ mod tests {
     fn plugin(script: &str) -> ExecPlugin {
         let exec = json!({
             "apiVersion": "client.authentication.k8s.io/v1beta1", "command": "/bin/sh",
-            "args": ["-c", script], "env": [{ "name": "WHO", "value": "me" }],
+            "args": ["-c", script], "env": [{ "name": "SUFFIX", "value": "one" }],
             "interactiveMode": "Never",
         });
         ExecPlugin::new(&serde_json::from_value(exec).unwrap(), &Cluster::default()).unwrap()
     }
 
     #[test]
-    fn run_returns_tokens_and_certificates() {
-        let token = plugin(r#"echo "{\"status\": {\"token\": \"of-$WHO\"}}""#).run().unwrap();
-        assert_eq!((token.token.as_deref(), token.certificate), (Some("of-me"), None));
+    fn run_returns_the_token_or_the_certificate_of_the_answer() {
+        let token = plugin(r#"echo "{\"status\": {\"token\": \"token-$SUFFIX\"}}""#).run().unwrap();
+        assert_eq!((token.token.as_deref(), token.certificate), (Some("token-one"), None));
         let both = r#"echo '{"status": {"clientCertificateData": "c", "clientKeyData": "k"}}'"#;
         assert_eq!(plugin(both).run().unwrap().certificate, Some(("c".into(), "k".into())));
         let versioned = plugin(
@@ -150,36 +149,36 @@ mod tests {
     }
 
     #[test]
-    fn run_describes_the_cluster_to_a_plugin_that_asks_for_it() {
+    fn run_passes_the_cluster_to_a_plugin_that_asks_for_it() {
         let cluster: Cluster = serde_json::from_value(json!({
             "server": "https://10.0.0.1:6443", "certificate-authority-data": "Y2E=",
             "extensions": [{ "name": "client.authentication.k8s.io/exec",
                              "extension": { "audience": "a" } }],
         }))
         .unwrap();
-        // It returns what it was given as its token.
+        // The plugin returns the content of KUBERNETES_EXEC_INFO as its token.
         let script = r#"printf '{"status": {"token": "%s"}}' \
                         "$(printf %s "$KUBERNETES_EXEC_INFO" | sed 's/"/\\"/g')""#;
-        let given = |asks: bool| -> Value {
+        let exec_info = |asks: bool| -> Value {
             let exec = json!({ "command": "/bin/sh", "args": ["-c", script],
                                "provideClusterInfo": asks, "interactiveMode": "Never" });
             let exec: ExecConfig = serde_json::from_value(exec).unwrap();
             let answer = ExecPlugin::new(&exec, &cluster).unwrap().run().unwrap();
             serde_json::from_str(&answer.token.unwrap()).unwrap()
         };
-        let spec = &given(true)["spec"];
+        let spec = &exec_info(true)["spec"];
         assert_eq!(spec["cluster"]["server"], "https://10.0.0.1:6443");
         assert_eq!(
             spec["cluster"]["certificate-authority-data"], "Y2EK",
-            "PEM ends with a newline"
+            "kube ends the PEM data with a line break"
         );
         assert_eq!(spec["cluster"]["config"]["audience"], "a");
         assert_eq!(spec["interactive"], false);
-        assert!(given(false)["spec"].get("cluster").is_none());
+        assert!(exec_info(false)["spec"].get("cluster").is_none());
     }
 
     #[test]
-    fn interactive_mode_decides_about_stdin() {
+    fn is_interactive_follows_mode_and_terminal() {
         assert_eq!(is_interactive(&ExecInteractiveMode::Never, true), Ok(false));
         assert_eq!(is_interactive(&ExecInteractiveMode::IfAvailable, true), Ok(true));
         assert_eq!(is_interactive(&ExecInteractiveMode::IfAvailable, false), Ok(false));
@@ -188,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn failure_gives_a_reason_and_no_secret() {
+    fn run_failed_plugin_error_has_a_reason_and_no_secret() {
         for (script, expected) in [
             ("exit 3", "failed: exit status: 3"),
             ("echo hush", "did not answer with an ExecCredential"),

@@ -1,7 +1,7 @@
-//! One kubeconfig file: read up to a maximum size, written in the format of kubectl.
+//! One kubeconfig file: read up to a maximum size, formatted like kubectl's.
 //!
-//! [`Kubeconfig`] keeps unknown keys and extensions. A write loses comments and layout, as with
-//! `kubectl config`. A file with one value of a wrong type is refused as a whole.
+//! [`Kubeconfig`] preserves unknown keys and extensions. Writing it drops comments and layout, as
+//! `kubectl config` does. A file with a value of a wrong type is refused as a whole.
 
 use std::fmt;
 use std::io::{ErrorKind, Read};
@@ -16,10 +16,11 @@ use serde_saphyr::{Error as YamlError, Options};
 use super::original::{record_original, recorded_original};
 use crate::config::{describe_io_error, describe_yaml_error};
 
-/// Largest kubeconfig in bytes: room for the certificates of a few thousand clusters.
+/// Maximum size of a kubeconfig in bytes: room for the certificates of a few thousand clusters.
 pub const MAX_KUBECONFIG: u64 = 16 << 20;
 
-/// Maximum number of YAML events that all aliases of a file expand to. Bounds aliases of aliases.
+/// Maximum number of YAML events to which all aliases of a file expand, so that aliases of aliases do not
+/// exhaust the memory.
 const MAX_ALIAS_EVENTS: usize = 200_000;
 
 /// A kubeconfig file.
@@ -31,14 +32,14 @@ pub struct KubeconfigFile {
 }
 
 impl fmt::Debug for KubeconfigFile {
-    /// Prints the path only; the content holds secrets.
+    /// Prints only the path; the content holds secrets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("KubeconfigFile").field("path", &self.path).finish_non_exhaustive()
     }
 }
 
 impl KubeconfigFile {
-    /// Reads a file, a pipe included. `None` if it does not exist.
+    /// Reads a file, which may be a pipe. `None` if it does not exist.
     pub(super) fn read(path: &Path) -> Result<Option<Self>, String> {
         let fail = |why: &str| Err(format!("{}: {why}", path.display()));
         match std::fs::metadata(path) {
@@ -63,7 +64,7 @@ impl KubeconfigFile {
     /// Parses `text`, the content of the file at `path`.
     ///
     /// # Errors
-    /// The first mistake with its line and key path, without a value of the file.
+    /// The first mistake, with its line and key path and without a value of the file.
     pub fn parse(path: &Path, text: &str) -> Result<Self, String> {
         let parsed = parse_yaml(text)
             .or_else(|error| with_unnamed_clusters(text).ok_or(error))
@@ -74,8 +75,8 @@ impl KubeconfigFile {
         Ok(Self { path, config, has_comments })
     }
 
-    /// The absolute path. A link is not resolved: relative paths in the file are relative to the
-    /// directory of the link, and a write replaces the link.
+    /// The absolute path. A symlink is not resolved: relative paths in the file are relative to the
+    /// directory of the symlink, and a write replaces the symlink.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -85,7 +86,7 @@ impl KubeconfigFile {
         &self.config
     }
 
-    /// Whether the file has comments, which a write loses.
+    /// Whether the file has comments, which a write drops.
     pub fn has_comments(&self) -> bool {
         self.has_comments
     }
@@ -96,9 +97,9 @@ impl KubeconfigFile {
         let directory = self.path.parent().unwrap_or(Path::new("/"));
         for cluster in config.clusters.iter_mut().filter_map(|named| named.cluster.as_mut()) {
             make_absolute(&mut cluster.certificate_authority, directory);
-            if let Some(mut before) = recorded_original(cluster) {
-                make_absolute(&mut before.certificate_authority, directory);
-                record_original(cluster, &before);
+            if let Some(mut original) = recorded_original(cluster) {
+                make_absolute(&mut original.certificate_authority, directory);
+                record_original(cluster, &original);
             }
         }
         for user in config.auth_infos.iter_mut().filter_map(|named| named.auth_info.as_mut()) {
@@ -140,9 +141,9 @@ fn parse_yaml(text: &str) -> Result<Kubeconfig, String> {
     })
 }
 
-/// Parses a kubeconfig in which a context names no cluster: its cluster becomes the empty name. kubectl
-/// accepts such a file as long as the context is not used; the type requires the key. `None` if this
-/// fails too; then the error of [`parse_yaml`] is reported, which has a line number.
+/// Parses a kubeconfig in which a context names no cluster; the name of its cluster becomes empty. kubectl
+/// accepts such a file as long as the context is not used, but [`Kubeconfig`] requires the key. `None` if
+/// the file is invalid otherwise; the error of [`parse_yaml`], which has a line number, is then reported.
 fn with_unnamed_clusters(text: &str) -> Option<Kubeconfig> {
     let mut tree: Value = serde_saphyr::from_str_with_options(text, options()).ok()?;
     for named in tree.get_mut("contexts")?.as_array_mut()? {
@@ -156,7 +157,7 @@ fn with_unnamed_clusters(text: &str) -> Option<Kubeconfig> {
     serde_json::from_value(tree).ok()
 }
 
-/// kubectl reads YAML 1.1, so extensions do as well: `yes` is true and `017` is 15.
+/// kubectl reads YAML 1.1, in which the octal number `017` is 15.
 fn options() -> Options {
     serde_saphyr::options! {
         alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MAX_ALIAS_EVENTS },
@@ -165,7 +166,7 @@ fn options() -> Options {
     }
 }
 
-/// Checks the kind, and that names are unique, which the type does not.
+/// Checks what [`Kubeconfig`] does not: the kind, and that names are unique.
 fn check(config: &Kubeconfig) -> Result<(), String> {
     match config.kind.as_deref() {
         None | Some("" | "Config") => {}
@@ -195,22 +196,22 @@ pub fn find_cluster<'a>(config: &'a Kubeconfig, name: &str) -> Option<&'a Cluste
     config.clusters.iter().find(|named| named.name == name)?.cluster.as_ref()
 }
 
-/// The cluster of that name.
+/// The cluster of that name, to change it.
 pub fn find_cluster_mut<'a>(config: &'a mut Kubeconfig, name: &str) -> Option<&'a mut Cluster> {
     config.clusters.iter_mut().find(|named| named.name == name)?.cluster.as_mut()
 }
 
-/// The text of a kubeconfig, with sorted keys as kubectl writes them.
+/// Formats a kubeconfig with sorted keys, as kubectl does.
 ///
 /// # Errors
 /// A value cannot be written as YAML.
 pub fn kubeconfig_yaml(config: &Kubeconfig) -> Result<String, String> {
-    // A JSON object sorts its keys; the maps of this type do not.
+    // `serde_json::Value` sorts keys; the maps in `Kubeconfig` do not.
     let tree = serde_json::to_value(config).map_err(|_| "the kubeconfig cannot be written")?;
     to_yaml(&tree)
 }
 
-/// A value as YAML that readers of YAML 1.1 and 1.2 understand alike.
+/// Formats a value as YAML that has the same meaning in YAML 1.1 and 1.2.
 pub(super) fn to_yaml(value: &impl Serialize) -> Result<String, String> {
     let options = serde_saphyr::ser_options! { prefer_block_scalars: false };
     serde_saphyr::to_string_with_options(value, options)

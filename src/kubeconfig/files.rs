@@ -6,9 +6,9 @@
 //! | `$KUBECONFIG` names at least one | its list, separated by colons | is skipped; an error if none exists |
 //! | neither | `~/.kube/config` | is an error |
 //!
-//! The first file that contains an entry wins: clusters, users and contexts are merged by name, and
-//! `current-context` and the other top-level keys are taken as a whole. Relative paths in a file are relative to its
-//! directory (client-go, `tools/clientcmd/loader.go`).
+//! Each cluster, user and context, and each other top-level key such as `current-context`, is taken from
+//! the first file that contains it. Relative paths in a file are relative to its directory (client-go,
+//! `tools/clientcmd/loader.go`).
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ use kube::config::Kubeconfig;
 
 use super::file::{KubeconfigFile, find_cluster};
 
-/// The sources that name kubeconfig files: the command line, `$KUBECONFIG` and the home directory.
+/// The places that name kubeconfig files: the command line, `$KUBECONFIG` and the home directory.
 #[derive(Debug, Clone, Default)]
 pub struct KubeconfigPaths {
     command_line: Option<PathBuf>,
@@ -25,7 +25,7 @@ pub struct KubeconfigPaths {
 }
 
 impl KubeconfigPaths {
-    /// The sources of this process. `command_line` is the file that the command line names.
+    /// The places for this process. `command_line` is the file that the command line names.
     pub fn from_env(command_line: Option<PathBuf>) -> Self {
         let variable = std::env::var_os("KUBECONFIG");
         Self {
@@ -36,7 +36,7 @@ impl KubeconfigPaths {
     }
 }
 
-/// The kubeconfig files of a user, in the order of precedence. There is at least one.
+/// The kubeconfig files of a user in the order of precedence; at least one.
 #[derive(Debug, Clone)]
 pub struct KubeconfigFiles(Vec<KubeconfigFile>);
 
@@ -81,7 +81,7 @@ impl KubeconfigFiles {
         &self.0[0]
     }
 
-    /// The files, in the order of their precedence.
+    /// The files in the order of precedence.
     pub fn iter(&self) -> impl Iterator<Item = &KubeconfigFile> {
         self.0.iter()
     }
@@ -91,8 +91,8 @@ impl KubeconfigFiles {
         self.0.iter().find(|file| find_cluster(file.config(), name).is_some())
     }
 
-    /// The merged content. Relative paths become absolute, except in files of `directory`: they stay
-    /// valid if the result is written there.
+    /// The merged content. Relative paths become absolute, except those in files of `directory`, which
+    /// stay valid when the result is written to that directory.
     ///
     /// # Errors
     /// The files have different `apiVersion`s.
@@ -104,7 +104,7 @@ impl KubeconfigFiles {
             } else {
                 file.with_absolute_paths()
             };
-            // kubectl takes an empty value for an absent one. `merge` would let it win, or refuse it.
+            // kubectl treats an empty value as absent. `merge` would take it, or refuse the file for it.
             for value in [&mut config.current_context, &mut config.kind, &mut config.api_version] {
                 value.take_if(|text| text.is_empty());
             }
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn load_error_names_line_and_key_path_and_contains_no_secret() {
+    fn load_invalid_file_error_has_line_and_key_path_and_no_secret() {
         let dir = tempfile::tempdir().unwrap();
         let bomb = (1..9).fold("a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned(), |text, i| {
             let aliases = vec![format!("*a{}", i - 1); 10].join(", ");

@@ -1,13 +1,13 @@
 //! Reads the kubeconfig of a user by the rules of kubectl, points it at jackstay, and reverts it.
 //!
-//! * `files` finds and merges the files, and `file` reads and writes one.
+//! * `files` finds and merges the files; `file` parses one and formats it.
 //! * `context` resolves a context to a server, its verification and a `credential`.
 //! * `exec` runs a credential plugin.
-//! * [`rewrite`] changes one cluster; `original` records the earlier values in it.
+//! * [`rewrite`] points one cluster at jackstay; `original` records the earlier values in that cluster.
 //! * [`verified_names`] selects the name to verify in the apiservers' certificates.
-//! * [`setup`] plans the files of a jackstay between clients and cluster.
+//! * [`setup`] plans the configuration and the certificates of a jackstay for the cluster.
 //!
-//! Every error is a text that names the file or the entry, and holds no secret.
+//! Every error is a text that names the file or the entry and holds no secret.
 
 mod context;
 mod credential;

@@ -1,7 +1,7 @@
-//! Records in a kubeconfig cluster the values that it had before jackstay rewrote it.
+//! Records the values that a kubeconfig cluster had before jackstay rewrote it.
 //!
 //! The record is an entry in `extensions` of the cluster, which kubectl preserves. A revert therefore
-//! needs no backup file, and fields that jackstay does not rewrite keep later changes. A second rewrite
+//! needs no backup file, and changes of other fields since the rewrite are preserved. A second rewrite
 //! starts from the recorded values.
 
 use kube::config::{Cluster, NamedExtension};
@@ -16,7 +16,8 @@ pub fn rewritten_fields(cluster: &Cluster) -> Cluster {
     fields
 }
 
-/// Copies the fields that jackstay rewrites, set or not, from `from` to `cluster`.
+/// Copies the fields that jackstay rewrites from `from` to `cluster`; a field that is not set there is
+/// removed.
 pub fn copy_rewritten_fields(cluster: &mut Cluster, from: Cluster) {
     cluster.server = from.server;
     cluster.certificate_authority = from.certificate_authority;
@@ -42,7 +43,7 @@ pub fn record_original(cluster: &mut Cluster, original: &Cluster) {
     cluster.extensions.get_or_insert_default().push(entry);
 }
 
-/// Removes the record, and `extensions` if nothing else is in it.
+/// Removes the record, and `extensions` if it has no other entry.
 pub fn remove_record(cluster: &mut Cluster) {
     if let Some(extensions) = &mut cluster.extensions {
         extensions.retain(|entry| entry.name != EXTENSION_NAME);

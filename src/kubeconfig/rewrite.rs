@@ -1,4 +1,4 @@
-//! Points one cluster of a kubeconfig at jackstay, and back at the apiserver.
+//! Points one cluster of a kubeconfig at jackstay, or restores its original values.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use super::original::{
 };
 use super::server_url::ServerUrl;
 
-/// The keys of a cluster that jackstay changes.
+/// The keys of a cluster that jackstay rewrites.
 const KEYS: [&str; 6] = [
     "server",
     "certificate-authority",
@@ -23,7 +23,7 @@ const KEYS: [&str; 6] = [
     "proxy-url",
 ];
 
-/// The endpoint of jackstay for local clients.
+/// The address of jackstay for local clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocalEndpoint {
     /// Host and port.
@@ -35,10 +35,10 @@ pub struct LocalEndpoint {
 /// How clients verify the certificate that they receive at the local endpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ClientTrust {
-    /// Passthrough: it is the apiserver's certificate, and it must hold this name. `None` if it
-    /// holds the host of the local endpoint, or if clients do not verify.
+    /// Passthrough: clients receive the apiserver's certificate and verify this name in it. `None` if
+    /// they verify the host of the local endpoint, or do not verify the certificate.
     Apiserver(Option<String>),
-    /// Termination: it is jackstay's certificate, signed by this local CA (PEM).
+    /// Termination: clients receive jackstay's certificate, which this local CA (PEM) has signed.
     Local(Vec<u8>),
 }
 
@@ -47,9 +47,9 @@ pub enum ClientTrust {
 pub struct KeyChange {
     /// Key of the cluster, such as `server`.
     pub key: &'static str,
-    /// The value before, for messages.
+    /// The old value, for messages.
     pub from: Option<String>,
-    /// The value now, for messages.
+    /// The new value, for messages.
     pub to: Option<String>,
 }
 
@@ -64,13 +64,13 @@ impl fmt::Display for KeyChange {
     }
 }
 
-/// Points a cluster at jackstay. `server` is the original apiserver, whose path the URL keeps.
+/// Points a cluster at jackstay. `server` is the original apiserver; its path becomes part of the new URL.
 pub fn point_at(cluster: &mut Cluster, server: &ServerUrl, to: &LocalEndpoint) -> Vec<KeyChange> {
     let before = cluster.clone();
     restore(cluster);
     let restored = cluster.clone();
     cluster.server = Some(format!("https://{}{}", to.address, server.path));
-    // `proxy-url` is for the remote apiserver; the local endpoint is connected to directly.
+    // The proxy leads to the remote apiserver; clients connect to the local endpoint directly.
     cluster.proxy_url = None;
     match &to.trust {
         ClientTrust::Apiserver(Some(name)) => cluster.tls_server_name = Some(name.clone()),
@@ -94,8 +94,8 @@ pub fn revert(cluster: &mut Cluster) -> Vec<KeyChange> {
 }
 
 fn restore(cluster: &mut Cluster) {
-    if let Some(before) = recorded_original(cluster) {
-        copy_rewritten_fields(cluster, before);
+    if let Some(original) = recorded_original(cluster) {
+        copy_rewritten_fields(cluster, original);
         remove_record(cluster);
     }
 }
@@ -136,17 +136,18 @@ extensions:
         serde_saphyr::from_str(text).unwrap()
     }
 
-    fn pointed(cluster: &mut Cluster, trust: ClientTrust) -> Vec<String> {
-        let before = recorded_original(cluster).unwrap_or(cluster.clone());
-        let server = ServerUrl::parse(before.server.as_deref().unwrap()).unwrap();
+    /// Points the cluster at 127.0.0.1:7443 and returns the changes.
+    fn point(cluster: &mut Cluster, trust: ClientTrust) -> Vec<String> {
+        let original = recorded_original(cluster).unwrap_or(cluster.clone());
+        let server = ServerUrl::parse(original.server.as_deref().unwrap()).unwrap();
         let to = LocalEndpoint { address: "127.0.0.1:7443".into(), trust };
         point_at(cluster, &server, &to).iter().map(ToString::to_string).collect()
     }
 
     #[test]
-    fn passthrough_changes_the_address_and_the_name_and_reverts() {
+    fn point_at_passthrough_changes_address_and_name_and_revert_restores_them() {
         let mut changed = cluster(CLUSTER);
-        let changes = pointed(&mut changed, ClientTrust::Apiserver(Some("lb.example".into())));
+        let changes = point(&mut changed, ClientTrust::Apiserver(Some("lb.example".into())));
         assert_eq!(
             changes,
             [
@@ -166,10 +167,10 @@ extensions:
     }
 
     #[test]
-    fn local_ca_replaces_the_verification_and_reverts() {
+    fn point_at_local_ca_replaces_verification_and_revert_restores_it() {
         let text = "server: https://10.0.0.1:6443\ninsecure-skip-tls-verify: true\n";
         let mut changed = cluster(text);
-        let changes = pointed(&mut changed, ClientTrust::Local(b"one".to_vec()));
+        let changes = point(&mut changed, ClientTrust::Local(b"one".to_vec()));
         assert_eq!(
             changes,
             [
@@ -178,12 +179,12 @@ extensions:
                 "insecure-skip-tls-verify: removed (was true)",
             ]
         );
-        let again = pointed(&mut changed, ClientTrust::Local(b"two".to_vec()));
-        assert_eq!(again, ["certificate-authority-data: a CA of 3 bytes -> a CA of 3 bytes"]);
-        pointed(&mut changed, ClientTrust::Apiserver(Some("10.0.0.1".into())));
+        let changes = point(&mut changed, ClientTrust::Local(b"two".to_vec()));
+        assert_eq!(changes, ["certificate-authority-data: a CA of 3 bytes -> a CA of 3 bytes"]);
+        point(&mut changed, ClientTrust::Apiserver(Some("10.0.0.1".into())));
         assert_eq!(changed.insecure_skip_tls_verify, Some(true));
-        let before = recorded_original(&changed).unwrap();
-        assert_eq!(before.server.as_deref(), Some("https://10.0.0.1:6443"));
+        let original = recorded_original(&changed).unwrap();
+        assert_eq!(original.server.as_deref(), Some("https://10.0.0.1:6443"));
         revert(&mut changed);
         assert_eq!(json!(changed), json!(cluster(text)));
     }

@@ -1,4 +1,4 @@
-//! The address of an apiserver in a kubeconfig.
+//! The URL of an apiserver in a kubeconfig.
 
 use std::fmt;
 
@@ -14,7 +14,7 @@ pub struct ServerUrl {
 }
 
 impl ServerUrl {
-    /// Reads an https URL. As in client-go, the scheme may be missing.
+    /// Parses an https URL. The scheme may be missing, as in client-go.
     ///
     /// # Errors
     /// Why the text is not an https URL that jackstay can use.
@@ -64,7 +64,7 @@ impl ServerUrl {
         }
     }
 
-    /// Host and port, in the form of an endpoint of the configuration.
+    /// Host and port, as an endpoint of the configuration is written.
     pub fn address(&self) -> String {
         if self.host.contains(':') {
             format!("[{}]:{}", self.host, self.port)
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn server_url_parses_host_port_and_path() {
+    fn parse_valid_url_returns_host_port_and_path() {
         for (text, address, shown) in [
             ("https://10.0.0.1:6443", "10.0.0.1:6443", "https://10.0.0.1:6443"),
             ("https://lb.example", "lb.example:443", "https://lb.example:443"),
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn server_url_refuses_what_is_not_https() {
+    fn parse_url_other_than_https_fails_without_a_secret() {
         for text in [
             "http://10.0.0.1:8080",
             "ftp://x",

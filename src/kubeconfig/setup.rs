@@ -1,8 +1,8 @@
 //! Plans the files of a jackstay that forwards local clients to the cluster of a kubeconfig context:
 //! its configuration, and the certificates that the configuration names.
 //!
-//! The plan is complete before anything is written, so an error changes nothing, and a second run
-//! finds the files unchanged.
+//! The plan is complete before the first file is written, so an error changes no file. A second run plans
+//! the same files, so it changes none.
 
 mod config_file;
 mod plan;
@@ -26,8 +26,8 @@ use super::file::to_yaml;
 use crate::config::CertPaths;
 use crate::net::files::{PRIVATE, PUBLIC};
 
-/// The CA bundles of Linux distributions, in the order of Go (`crypto/x509/root_linux.go`). kubectl
-/// uses the first one that exists if a kubeconfig names no CA.
+/// The CA bundles of Linux distributions, in the order of Go (`crypto/x509/root_linux.go`). If a kubeconfig
+/// names no CA, kubectl uses the first one that exists.
 const SYSTEM_CAS: [&str; 5] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -36,7 +36,7 @@ const SYSTEM_CAS: [&str; 5] = [
     "/etc/ssl/cert.pem",
 ];
 
-/// The CA bundle of this system, if it has one.
+/// The CA bundle of this system, if there is one.
 pub fn system_cas() -> Option<PathBuf> {
     SYSTEM_CAS.iter().map(PathBuf::from).find(|file| file.exists())
 }
@@ -44,11 +44,11 @@ pub fn system_cas() -> Option<PathBuf> {
 /// Plans the files.
 ///
 /// # Errors
-/// Why the context cannot be served this way, and what to do.
+/// The context cannot be served in the requested mode; the message says what to do.
 pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPlan, String> {
     let directory = request.config.parent().unwrap_or(Path::new("/"));
     let mut plan = SetupPlan { files: Vec::new(), local_ca: None, notes: Vec::new() };
-    let bind = binds(&request.host, request.port)?;
+    let bind = listening_addresses(&request.host, request.port)?;
     let ca_file = cluster_ca(context, request, directory, &mut plan)?;
 
     let mut endpoints = vec![context.server.address()];
@@ -96,9 +96,9 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
     Ok(plan)
 }
 
-/// The listening addresses for clients that connect to `host`. Other names than `localhost` resolve
-/// to addresses that jackstay does not know.
-fn binds(host: &str, port: u16) -> Result<Vec<SocketAddr>, String> {
+/// The addresses on which jackstay listens for clients that connect to `host`: an IP address or
+/// `localhost`.
+fn listening_addresses(host: &str, port: u16) -> Result<Vec<SocketAddr>, String> {
     match host.parse::<IpAddr>() {
         Ok(ip) => Ok(vec![SocketAddr::new(ip, port)]),
         Err(_) if host == "localhost" => {
@@ -111,7 +111,8 @@ fn binds(host: &str, port: u16) -> Result<Vec<SocketAddr>, String> {
     }
 }
 
-/// The file with the cluster's CA. Inline data becomes a planned file.
+/// The file with the CA of the cluster, which is a planned file if the kubeconfig holds the CA as data.
+/// `None` if clients do not verify the cluster.
 fn cluster_ca(
     context: &ResolvedContext,
     request: &SetupRequest,
@@ -148,8 +149,8 @@ fn cluster_ca(
     })
 }
 
-/// The credential of the probe, if the kubeconfig holds it as files. In mode `terminate` the probe
-/// uses the certificate of the identity, which is in the configuration already.
+/// The credential for `/readyz` probes, if the kubeconfig names files that hold it. In mode `terminate` the
+/// probes use the certificate of the identity by default, so the certificate is not repeated.
 fn probe_credential(
     mode: SetupMode,
     credential: &Credential,
@@ -169,7 +170,7 @@ fn probe_credential(
     }
 }
 
-/// Sets the identity for requests of the user, if the credential is a certificate.
+/// Adds the identity for requests of the user to the listener, if the credential is a certificate.
 fn identity(
     context: &ResolvedContext,
     request: &SetupRequest,
@@ -204,7 +205,10 @@ fn identity(
     Ok(())
 }
 
-/// The cluster's CA, if it has signed the user's certificate.
+/// Returns the file with the cluster's CA.
+///
+/// # Errors
+/// The user's certificate does not chain to that CA.
 fn verify_with_cluster_ca(
     context: &ResolvedContext,
     certificate: &PemSource,

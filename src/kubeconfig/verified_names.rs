@@ -1,21 +1,21 @@
-//! Selects the name that is verified in the apiservers' certificates.
+//! Selects the names that are verified in the apiservers' certificates.
 //!
-//! Two settings need one: `tls.server_name` of the upstream, whose default is the host of each
-//! endpoint, and `tls-server-name` of a kubeconfig in mode `passthrough`, which is one name for all
-//! apiservers. kubeadm puts the address of its own apiserver and `kubernetes` into each certificate
+//! Two settings name one: `tls.server_name` of the upstream, whose default is the host of each endpoint,
+//! and `tls-server-name` of a kubeconfig in mode `passthrough`, which applies to all apiservers. kubeadm
+//! puts the address of the one apiserver, and `kubernetes`, into its certificate
 //! (`cmd/kubeadm/app/util/pkiutil`, `GetAPIServerAltNames`).
 
 use std::net::IpAddr;
 
 /// Names that kubeadm and most installers put into every apiserver's certificate.
-const COMMON: [&str; 2] = ["kubernetes", "kubernetes.default.svc"];
+const COMMON_NAMES: [&str; 2] = ["kubernetes", "kubernetes.default.svc"];
 
 /// The names in an apiserver's certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateNames {
-    /// Host and port of the apiserver, as an endpoint of a configuration.
+    /// Host and port of the apiserver, as an endpoint of the configuration is written.
     pub address: String,
-    /// Its host.
+    /// Host of the apiserver.
     pub host: String,
     /// The names and addresses in the certificate.
     pub names: Vec<String>,
@@ -26,18 +26,18 @@ pub struct CertificateNames {
 pub struct NameInputs<'a> {
     /// The host in the kubeconfig.
     pub host: &'a str,
-    /// The name on the command line, or else the name that the kubeconfig verifies.
+    /// The name on the command line, or else `tls-server-name` of the kubeconfig.
     pub given: Option<&'a str>,
     /// Number of endpoints.
     pub endpoints: usize,
-    /// The certificates that were read; empty without a connection.
+    /// The certificates that were read; empty if no apiserver was connected.
     pub certificates: &'a [CertificateNames],
 }
 
 /// The names to verify.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct VerifiedNames {
-    /// `tls.server_name`; `None` is the host of each endpoint.
+    /// `tls.server_name`; `None` means the host of each endpoint.
     pub upstream: Option<String>,
     /// `tls-server-name` for clients that verify the apiservers themselves.
     pub client: String,
@@ -48,8 +48,8 @@ pub struct VerifiedNames {
 }
 
 impl CertificateNames {
-    /// Whether the certificate holds a name (RFC 6125: a wildcard matches one label) or an address.
-    fn holds(&self, wanted: &str) -> bool {
+    /// Whether the certificate contains a name or an address. A wildcard matches one label (RFC 6125).
+    fn contains(&self, wanted: &str) -> bool {
         if let Ok(ip) = wanted.parse::<IpAddr>() {
             return self.names.iter().any(|name| name.parse() == Ok(ip));
         }
@@ -70,7 +70,7 @@ pub fn select(inputs: &NameInputs<'_>) -> VerifiedNames {
     }
 }
 
-/// Assumes that an address is in one certificate only, and that a name that clients verify already
+/// Assumes that an address is in one certificate only, and that the given name, or a host that is a name,
 /// is in all of them.
 fn select_without_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
     let mut selected = VerifiedNames::default();
@@ -84,9 +84,9 @@ fn select_without_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
             selected.client_notes.push(format!(
                 "tls-server-name is {0:?}, which kubeadm and most installers put into every \
                  apiserver's certificate; they were not read, --tls-server-name names another",
-                COMMON[0]
+                COMMON_NAMES[0]
             ));
-            COMMON[0]
+            COMMON_NAMES[0]
         }
         None => inputs.host,
     };
@@ -97,37 +97,40 @@ fn select_without_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
 fn select_from_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
     let mut selected = VerifiedNames::default();
     let certificates = inputs.certificates;
-    let is_shared = |name: &str| certificates.iter().all(|certificate| certificate.holds(name));
+    let is_shared = |name: &str| certificates.iter().all(|certificate| certificate.contains(name));
     let is_address = inputs.host.parse::<IpAddr>().is_ok();
     let own_name = Some(inputs.host).filter(|_| !is_address);
     let given = inputs.given.filter(|given| {
-        let lacks = certificates.iter().find(|certificate| !certificate.holds(given));
-        if let Some(certificate) = lacks {
+        let lacking = certificates.iter().find(|certificate| !certificate.contains(given));
+        if let Some(certificate) = lacking {
             selected.notes.push(format!(
                 "the certificate of {} is not for {given:?}; it is for {}",
                 certificate.address,
                 certificate.names.join(", ")
             ));
         }
-        lacks.is_none()
+        lacking.is_none()
     });
-    // An address can be shared too: of a single certificate, or if each certificate holds them all.
+    // An address can be in all certificates too: if there is one, or if each contains all addresses.
     let names = certificates[0].names.iter().map(String::as_str);
     let shared_name = || {
-        let preferred = [given, own_name].into_iter().flatten().chain(COMMON).chain([inputs.host]);
+        let preferred =
+            [given, own_name].into_iter().flatten().chain(COMMON_NAMES).chain([inputs.host]);
         let without_wildcards = names.clone().filter(|name| !name.contains('*'));
         preferred.chain(without_wildcards).find(|name| is_shared(name))
     };
-    let lack_own_host: Vec<&CertificateNames> =
-        certificates.iter().filter(|certificate| !certificate.holds(&certificate.host)).collect();
+    let without_own_host: Vec<&CertificateNames> = certificates
+        .iter()
+        .filter(|certificate| !certificate.contains(&certificate.host))
+        .collect();
     selected.upstream = match given {
         Some(given) => Some(given),
-        None if lack_own_host.is_empty() => None,
+        None if without_own_host.is_empty() => None,
         None => shared_name(),
     }
     .map(ToOwned::to_owned);
     if selected.upstream.is_none() {
-        for certificate in lack_own_host {
+        for certificate in without_own_host {
             selected.notes.push(format!(
                 "the certificate of {} is not for its own address, it is for {}: jackstay will not \
                  use it; name it by what its certificate is for, or add the address (certSANs of \
@@ -196,9 +199,9 @@ mod tests {
             ["10.0.0.1", "10.0.0.2", "10.0.0.3"].map(kubeadm).to_vec();
         assert_eq!(selected("10.0.0.1", None, 3, &three), expected(None, "kubernetes", 0));
         assert_eq!(selected("10.0.0.1", None, 1, &three[..1]), expected(None, "kubernetes", 0));
-        // An apiserver whose certificate could not be read makes no difference.
+        // A certificate that could not be read changes nothing.
         assert_eq!(selected("10.0.0.1", None, 3, &three[..2]), expected(None, "kubernetes", 0));
-        // The name that kubectl verified is only in the first certificate.
+        // The given name is only in the first certificate.
         let given = Some("10.0.0.1");
         assert_eq!(selected("10.0.0.1", given, 3, &three), expected(None, "kubernetes", 1));
         let given = Some("kubernetes.default.svc");
@@ -209,32 +212,32 @@ mod tests {
     #[test]
     fn select_prefers_a_name_in_all_certificates() {
         let lb = |host| certificate(host, &["*.example.com", "10.0.0.1"]);
-        let behind = [lb("lb.example.com"), lb("10.0.0.1"), lb("10.0.0.2")];
+        let behind_lb = [lb("lb.example.com"), lb("10.0.0.1"), lb("10.0.0.2")];
         let name = "lb.example.com";
-        assert_eq!(selected(name, None, 3, &behind), expected(Some(name), name, 0));
-        assert_eq!(selected(name, None, 1, &behind[..1]), expected(None, name, 0));
+        assert_eq!(selected(name, None, 3, &behind_lb), expected(Some(name), name, 0));
+        assert_eq!(selected(name, None, 1, &behind_lb[..1]), expected(None, name, 0));
         let private =
             [certificate("10.0.0.1", &["api", "10.0.0.1"]), certificate("10.0.0.2", &["API"])];
         assert_eq!(selected("10.0.0.1", None, 2, &private), expected(Some("api"), "api", 0));
-        let both = [
+        let overlapping = [
             certificate("10.0.0.1", &["10.0.0.1", "10.0.0.2"]),
             certificate("10.0.0.2", &["10.0.0.2"]),
         ];
-        assert_eq!(selected("10.0.0.1", None, 2, &both), expected(None, "10.0.0.2", 0));
+        assert_eq!(selected("10.0.0.1", None, 2, &overlapping), expected(None, "10.0.0.2", 0));
     }
 
     #[test]
     fn select_notes_that_no_name_is_shared() {
-        let apart =
+        let disjoint =
             [certificate("10.0.0.1", &["10.0.0.1"]), certificate("10.0.0.2", &["10.0.0.2"])];
-        assert_eq!(selected("10.0.0.1", None, 2, &apart), expected(None, "10.0.0.1", 1));
-        let known =
-            NameInputs { host: "10.0.0.1", given: None, endpoints: 2, certificates: &apart };
-        let names = select(&known);
+        assert_eq!(selected("10.0.0.1", None, 2, &disjoint), expected(None, "10.0.0.1", 1));
+        let inputs =
+            NameInputs { host: "10.0.0.1", given: None, endpoints: 2, certificates: &disjoint };
+        let names = select(&inputs);
         assert!(names.client_notes[0].contains("10.0.0.2:6443 names 10.0.0.2"), "{names:?}");
-        let stray =
+        let wrong_address =
             [certificate("10.0.0.1", &["10.0.0.1"]), certificate("10.0.0.2", &["10.9.9.9"])];
-        let names = select(&NameInputs { certificates: &stray, ..known });
+        let names = select(&NameInputs { certificates: &wrong_address, ..inputs });
         assert!(names.notes[0].starts_with("the certificate of 10.0.0.2:6443 is not for its own"));
     }
 
@@ -252,10 +255,10 @@ mod tests {
     }
 
     #[test]
-    fn wildcard_matches_one_label() {
+    fn contains_wildcard_matches_one_label() {
         let wild = certificate("x", &["*.example.com"]);
-        assert!(wild.holds("a.Example.com") && !wild.holds("a.b.example.com"));
-        assert!(!wild.holds("example.com") && !wild.holds("*"));
-        assert!(certificate("x", &["fd00:0::1"]).holds("fd00::1"));
+        assert!(wild.contains("a.Example.com") && !wild.contains("a.b.example.com"));
+        assert!(!wild.contains("example.com") && !wild.contains("*"));
+        assert!(certificate("x", &["fd00:0::1"]).contains("fd00::1"));
     }
 }

@@ -1,4 +1,4 @@
-//! Runs discovery for one upstream: starts its sources, merges their answers, applies the result.
+//! Runs discovery for one upstream: starts its sources, merges their answers and applies the result.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
@@ -23,17 +23,17 @@ use crate::observe::{Liveness, LivenessMonitor};
 use crate::upstream::Upstream;
 use crate::upstream::endpoint_sources::EndpointSource;
 
-/// Longest time between two steps of the controller.
+/// Maximum time between two steps of the controller.
 pub(super) const TICK: Duration = Duration::from_secs(1);
-/// If there are too many candidates, time after which others are selected.
+/// With more candidates than [`merge::MAX_ENDPOINTS`], time after which another selection is made.
 const ROTATION_INTERVAL: Duration = Duration::from_secs(30);
 
-/// What the controllers of all upstreams share. A reload may replace the swappable parts.
+/// The context of the controllers of all upstreams. A reload may replace the `ArcSwap` fields.
 #[derive(Debug)]
 pub struct SharedContext {
-    /// Addresses that this process's listeners are bound to.
+    /// Addresses to which this process's listeners are bound.
     pub bound: ArcSwap<Vec<std::net::SocketAddr>>,
-    /// Directory of the state files.
+    /// Directory of the state files, if they are written.
     pub state_dir: ArcSwap<Option<PathBuf>>,
     /// Reports stalled controllers.
     pub liveness: LivenessMonitor,
@@ -53,15 +53,14 @@ pub async fn run(upstream: Arc<Upstream>, shared: Arc<SharedContext>) {
         states: SourceStates::new(upstream, own_addresses),
         running: BTreeMap::new(),
         tasks: JoinSet::new(),
-        // The set that was built from the configuration at the start; the configuration may have
-        // changed since.
+        // Built from the configuration at the start, which may have changed since.
         current: writer.current(),
         writer,
         debouncer: Debouncer::default(),
         rotation: fastrand::u64(..),
         rotated_at: Instant::now(),
         excess: 0,
-        held: 0,
+        retained: 0,
         state_writer: StateWriter::default(),
         shared,
     };
@@ -82,18 +81,20 @@ struct DiscoveryController {
     states: Rc<SourceStates>,
     shared: Arc<SharedContext>,
     liveness: Liveness,
+    /// The sources that run in tasks, with their settings.
     running: BTreeMap<EndpointSource, (SourceConfig, AbortHandle)>,
     tasks: JoinSet<()>,
     writer: EndpointSetWriter,
     debouncer: Debouncer,
     /// The set that was applied last.
     current: Vec<EndpointSpec>,
-    /// Selects among too many candidates; see [`merge::merge`].
+    /// Selects among more candidates than the maximum; see [`merge::merge`].
     rotation: u64,
     rotated_at: Instant,
-    /// Counts of the last step; each is logged when it rises from zero.
+    /// Number of endpoints that the last step left out; logged when it rises from zero.
     excess: usize,
-    held: usize,
+    /// Number of unwanted endpoints that the last step retained; logged when it rises from zero.
+    retained: usize,
     state_writer: StateWriter,
 }
 
@@ -102,7 +103,8 @@ impl DiscoveryController {
         self.states.upstream()
     }
 
-    /// Reads the state file of an earlier run, on another thread: a disk may hang.
+    /// Restores the endpoints in the state file of an earlier run. Reads it on another thread, because a
+    /// disk may hang.
     fn restore_saved(&mut self) {
         let Some(dir) = self.shared.state_dir.load().as_ref().clone() else { return };
         let (states, upstream) = (Rc::clone(&self.states), Arc::clone(self.upstream()));
@@ -119,7 +121,7 @@ impl DiscoveryController {
                     return upstream.sources.failed(EndpointSource::State, &error);
                 }
             };
-            // No source would ever correct the endpoints of one that is not configured.
+            // Endpoints of a source that is not configured are dropped: no answer would replace them.
             let reports = upstream.sources.reports();
             saved.endpoints.retain(|(source, _)| reports.contains_key(source));
             drop(reports);
@@ -138,16 +140,16 @@ impl DiscoveryController {
         });
     }
 
-    /// Starts, restarts and stops sources as the configuration says.
+    /// Starts, restarts and removes sources according to the configuration.
     fn configure(&mut self) {
         let config = Arc::clone(&self.upstream().config());
-        let (names, fixed): (Vec<_>, Vec<_>) =
+        let (names, addresses): (Vec<_>, Vec<_>) =
             config.endpoints.iter().cloned().partition(EndpointAddress::is_name);
-        if fixed.is_empty() {
+        if addresses.is_empty() {
             self.states.remove(EndpointSource::Static);
         } else {
             let candidate = |address| Candidate { address, server_name: None };
-            let candidates = fixed.into_iter().map(candidate).collect();
+            let candidates = addresses.into_iter().map(candidate).collect();
             let found = DiscoveredEndpoints { candidates, ..DiscoveredEndpoints::default() };
             self.states.update(EndpointSource::Static, found, true);
         }
@@ -157,7 +159,7 @@ impl DiscoveryController {
         self.start_source(EndpointSource::File, file);
         self.start_source(EndpointSource::Dns, names);
         self.start_source(EndpointSource::Slices, slices);
-        // `tls.server_name` may have changed, which the sources do not see.
+        // `tls.server_name` may have changed, which no source reports.
         self.states.notify();
     }
 
@@ -203,8 +205,8 @@ impl DiscoveryController {
         }
     }
 
-    /// Restarts sources whose task has ended, which happens only by a panic. The task that reads
-    /// the state file ends by itself and is not restarted.
+    /// Restarts each source whose task has ended, which only a panic causes. The task that reads the
+    /// state file ends when it is done and is not a source.
     fn restart_ended(&mut self, error: Option<JoinError>) {
         if let Some(error) = error.filter(JoinError::is_panic) {
             tracing::error!(upstream = &*self.upstream().name, %error, "discovery source panicked");
@@ -221,13 +223,14 @@ impl DiscoveryController {
         }
     }
 
-    /// Merges, applies what is due, and saves. Returns when to step again.
+    /// Merges the answers, applies the changes that are due, and saves the endpoints. Returns when the
+    /// next step is due.
     fn step(&mut self, now: Instant) -> Option<Instant> {
         let usable = self.usable_addresses();
         let merged = self.merge(&usable, now);
         self.log_excess(merged.excess);
         if merged.endpoints.is_empty() {
-            // Nothing is known, or only this process's own addresses: the current set stays.
+            // No endpoint is known, or only addresses of this process: the current set stays.
             self.save(&usable, now);
             return None;
         }
@@ -236,7 +239,7 @@ impl DiscoveryController {
             self.writer.apply(&set);
             self.current = set;
         }
-        self.log_held(step.held);
+        self.log_retained(step.retained);
         self.save(&self.usable_addresses(), now);
         step.step_at
     }
@@ -266,33 +269,33 @@ impl DiscoveryController {
             "more than {} endpoints: {excess} are left out; usable ones stay, the others take turns",
             merge::MAX_ENDPOINTS
         );
-        let longest = self.states.read(|answers, _| {
-            let longest = answers.iter().max_by_key(|(_, answer)| answer.candidates.len());
-            longest.map(|(source, _)| *source)
+        let largest_source = self.states.read(|answers, _| {
+            let largest = answers.iter().max_by_key(|(_, answer)| answer.candidates.len());
+            largest.map(|(source, _)| *source)
         });
-        if let Some(source) = longest {
+        if let Some(source) = largest_source {
             self.upstream().sources.refused(source, "too_many", excess, Some(&message));
         }
     }
 
-    fn log_held(&mut self, held: usize) {
-        let before = std::mem::replace(&mut self.held, held);
-        if held > 0 && before == 0 {
+    fn log_retained(&mut self, retained: usize) {
+        let before = std::mem::replace(&mut self.retained, retained);
+        if retained > 0 && before == 0 {
             tracing::warn!(
                 upstream = &*self.upstream().name,
-                endpoints = held,
+                endpoints = retained,
                 "no new endpoint is usable yet; the old endpoints stay until one is"
             );
         }
     }
 
-    /// Writes the state file if one of the endpoints to save is usable.
+    /// Has the endpoints written to the state file, if at least one of them is usable.
     fn save(&mut self, usable: &HashSet<EndpointAddress>, now: Instant) {
         let Some(dir) = self.shared.state_dir.load().as_ref().clone() else { return };
         let (endpoints, saved_at) = self.states.to_save();
-        let good = endpoints.iter().any(|(_, candidate)| usable.contains(&candidate.address));
+        let any_usable = endpoints.iter().any(|(_, candidate)| usable.contains(&candidate.address));
         let saved_at = saved_at.unwrap_or_else(wall_clock);
         let upstream = Arc::clone(self.upstream());
-        self.state_writer.step(&upstream, dir, good.then_some((endpoints, saved_at)), now);
+        self.state_writer.step(&upstream, dir, any_usable.then_some((endpoints, saved_at)), now);
     }
 }

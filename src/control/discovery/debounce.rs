@@ -2,13 +2,13 @@
 //!
 //! | change | applied |
 //! |---|---|
-//! | any, while no endpoint is usable | at once, except removals |
-//! | additions, and changes of endpoints that stay | together, [`WINDOW`] after the first of them |
-//! | removal | once the endpoint has been unwanted for [`WINDOW`] without a break |
-//! | removal of a usable endpoint, while no wanted endpoint is usable | once a wanted endpoint is usable |
+//! | any but a removal, while no endpoint is usable | at once |
+//! | addition, or change of an endpoint that stays | [`WINDOW`] after the first such change, all together |
+//! | removal | after the endpoint has been unwanted for [`WINDOW`] without a break |
+//! | removal of a usable endpoint, while no wanted endpoint is usable | as above, and not before a wanted endpoint is usable |
 //!
-//! An answer that replaces every endpoint by one that does not work therefore removes no endpoint
-//! that works. An endpoint that flaps stays. Every other change is applied within 1.5 s.
+//! Therefore an answer that replaces all endpoints by unusable ones removes no usable endpoint, and an
+//! endpoint that flaps stays. Every other change is applied within 1.5 s.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -27,31 +27,30 @@ const USABLE_CHECK: Duration = Duration::from_millis(100);
 /// The result of [`Debouncer::step`].
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct DebounceStep {
-    /// The set to apply; `None` leaves the current one.
+    /// The set to apply; `None` if the current one stays.
     pub apply: Option<Vec<EndpointSpec>>,
-    /// When to step again, even if nothing changes until then.
+    /// When the next step is due, even if nothing changes until then.
     pub step_at: Option<Instant>,
     /// Number of unwanted endpoints that stay because no wanted endpoint is usable.
-    pub held: usize,
+    pub retained: usize,
 }
 
-/// The changes that are not applied yet.
+/// Times of the changes that are not applied yet.
 #[derive(Debug, Default)]
 pub struct Debouncer {
     /// When the first pending addition or other change appeared.
     changed_at: Option<Instant>,
-    /// Endpoints that are unwanted without a break, and since when.
+    /// The unwanted endpoints, and since when they have been unwanted without a break.
     unwanted: HashMap<EndpointSpec, Instant>,
 }
 
-/// Whether `a` and `b` are the same endpoint, which may differ in being a fallback.
-fn same(a: &EndpointSpec, b: &EndpointSpec) -> bool {
+/// Whether `a` and `b` are the same endpoint. One of them may be a fallback.
+fn same_endpoint(a: &EndpointSpec, b: &EndpointSpec) -> bool {
     a.address == b.address && a.server_name == b.server_name
 }
 
 impl Debouncer {
-    /// Compares the wanted set with the current one, whose endpoints with `usable` addresses answer
-    /// requests.
+    /// Compares the wanted set with the current one. `usable` are the addresses of usable endpoints.
     pub fn step(
         &mut self,
         wanted: &[EndpointSpec],
@@ -59,9 +58,10 @@ impl Debouncer {
         usable: &HashSet<EndpointAddress>,
         now: Instant,
     ) -> DebounceStep {
-        let is_wanted = |spec: &EndpointSpec| wanted.iter().any(|w| same(w, spec));
+        let is_wanted = |spec: &EndpointSpec| wanted.iter().any(|w| same_endpoint(w, spec));
         let is_usable = |spec: &EndpointSpec| usable.contains(&spec.address);
-        self.unwanted.retain(|spec, _| current.iter().any(|c| same(c, spec)) && !is_wanted(spec));
+        self.unwanted
+            .retain(|spec, _| current.iter().any(|c| same_endpoint(c, spec)) && !is_wanted(spec));
 
         let none_usable = !current.iter().any(is_usable);
         let has_changes = wanted.iter().any(|w| !current.contains(w));
@@ -82,12 +82,12 @@ impl Debouncer {
         for spec in current.iter().filter(|c| !is_wanted(c)) {
             let identity = EndpointSpec { fallback: false, ..spec.clone() };
             let due = *self.unwanted.entry(identity).or_insert(now) + WINDOW;
-            let held = now >= due && is_usable(spec) && !wanted_usable;
-            if now < due || held {
-                step.held += usize::from(held);
-                let at = if held { now + USABLE_CHECK } else { due };
+            let retained = now >= due && is_usable(spec) && !wanted_usable;
+            if now < due || retained {
+                step.retained += usize::from(retained);
+                let at = if retained { now + USABLE_CHECK } else { due };
                 step.step_at = Some(step.step_at.map_or(at, |earlier| earlier.min(at)));
-                // It stays behind the wanted endpoints.
+                // Beside the wanted endpoints, an unwanted one is a fallback.
                 let fallback = spec.fallback || apply_wanted;
                 set.push(EndpointSpec { fallback, ..spec.clone() });
             }
@@ -114,7 +114,7 @@ mod tests {
         hosts.iter().map(|h| spec(h)).collect()
     }
 
-    /// A current set, the usable hosts in it, and a clock.
+    /// A debouncer with a current set, the usable hosts, and a clock.
     struct Simulation {
         debouncer: Debouncer,
         current: Vec<EndpointSpec>,
@@ -160,7 +160,7 @@ mod tests {
         assert_eq!(simulation.step(0, &["a"]), None);
         assert_eq!(simulation.hosts(), ["a"]);
         simulation.step(10, &["a", "b"]);
-        assert_eq!(simulation.hosts(), ["a", "b"], "nothing is usable yet");
+        assert_eq!(simulation.hosts(), ["a", "b"], "no endpoint is usable yet");
     }
 
     #[test]
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn step_replacements_not_usable_holds_usable_endpoint() {
+    fn step_unusable_replacements_retain_the_usable_endpoint() {
         let mut simulation = Simulation::new(&["a", "b"], &["a"]);
         simulation.step(0, &["x", "y"]);
         simulation.step(1000, &["x", "y"]);
@@ -204,7 +204,11 @@ mod tests {
         let fallback =
             |host| simulation.current.iter().any(|s| s.address.host == host && s.fallback);
         assert!(fallback("a") && !fallback("x"));
-        assert_eq!(simulation.step(60_000, &["x", "y"]), Some(60_100), "for as long as it takes");
+        assert_eq!(
+            simulation.step(60_000, &["x", "y"]),
+            Some(60_100),
+            "a is retained without a time limit"
+        );
         assert_eq!(simulation.hosts(), ["a", "x", "y"]);
         simulation.usable = vec!["a", "y"];
         assert_eq!(simulation.step(60_100, &["x", "y"]), None);
@@ -212,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn step_1000_updates_each_is_applied_within_1500_ms() {
+    fn step_1000_updates_applies_each_within_1500_ms() {
         let mut simulation = Simulation::new(&["a"], &["a"]);
         let names: Vec<String> = (0..10).map(|n| format!("m{n}")).collect();
         let mut now = 0;
@@ -223,7 +227,7 @@ mod tests {
             let next = now + 50 + (update as u64 * 37) % 1950;
             while let Some(at) = step_at.filter(|at| *at < next) {
                 step_at = simulation.step(at, &wanted);
-                assert_ne!(step_at, Some(at), "it steps again at once, without end");
+                assert_ne!(step_at, Some(at), "the next step is due at once, again and again");
             }
             if next - now >= 1500 {
                 let mut expected = wanted.to_vec();

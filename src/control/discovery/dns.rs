@@ -1,14 +1,14 @@
 //! The source of DNS names in `endpoints`: every A and AAAA address of a name is a candidate.
 //!
-//! Each name has a task of its own. It looks the name up ([`lookup`]), again when the TTL of the
-//! response is over, and at once when `/etc/hosts` or `/etc/resolv.conf` changes. The addresses of a
-//! name stay until a response has other ones; a failure, and a response without addresses, change
-//! nothing.
+//! Each name has a task of its own. The task looks the name up ([`lookup`]), and again when the TTL of
+//! the response has passed, or when `/etc/hosts` or `/etc/resolv.conf` changes. A failed lookup, or a
+//! response without addresses, leaves the known addresses unchanged.
 //!
 //! A name server may return a different subset of the addresses each time (round robin with a
-//! limit, or a response cut to fit a datagram). An address that a response omits therefore stays
-//! for three TTLs after the last response that had it, if its endpoint is usable; otherwise it
-//! leaves at once. `/etc/hosts` holds all addresses of a name, so what it omits leaves at once.
+//! limit, or a response cut to fit a datagram). An address that a response omits is therefore kept
+//! until three TTLs after the last response that had it, as long as its endpoint is usable; otherwise it
+//! is removed at once. `/etc/hosts` holds all addresses of a name, so an address that it omits is
+//! removed at once.
 
 mod lookup;
 
@@ -29,13 +29,13 @@ use crate::config::EndpointAddress;
 use crate::control::file_watch::{FileWatch, poll_ticks};
 use crate::upstream::endpoint_sources::EndpointSource;
 
-/// TTLs for which a usable address stays that responses omit.
+/// Number of TTLs for which a usable address is kept that responses omit.
 const OMITTED_TTLS: u32 = 3;
 /// Bounds of the pause after a failure.
 const RETRY_MIN: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(30);
 
-/// The addresses of a name.
+/// The known addresses of a name, and the error of its last lookup.
 #[derive(Debug, Clone, Default)]
 struct NameState {
     v4: Vec<NameAddress>,
@@ -52,28 +52,28 @@ impl NameState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct NameAddress {
     ip: IpAddr,
-    /// How long the address stays if responses omit it. `None`: it was known before this task
+    /// Until when the address is kept if responses omit it. `None`: it was known before this task
     /// started, and the first response sets the time.
-    until: Option<Instant>,
+    keep_until: Option<Instant>,
 }
 
 struct DnsSource {
     names: Vec<EndpointAddress>,
-    known: RefCell<BTreeMap<String, NameState>>,
+    name_states: RefCell<BTreeMap<String, NameState>>,
     system: ResolverFiles,
     states: Rc<SourceStates>,
     files_changed: Notify,
 }
 
-/// Looks `names` up, again and again, until the future is dropped.
+/// Looks `names` up repeatedly, until the future is dropped.
 pub async fn follow(names: Vec<EndpointAddress>, system: ResolverFiles, states: Rc<SourceStates>) {
     let mut files = FileWatch::new(vec![system.hosts.clone(), system.resolv_conf.clone()]);
     let mut hosts: Vec<String> = names.iter().map(|name| name.host.clone()).collect();
     hosts.sort_unstable();
     hosts.dedup();
-    let known = RefCell::new(known_addresses(&hosts, &states));
+    let name_states = RefCell::new(known_addresses(&hosts, &states));
     let files_changed = Notify::new();
-    let source = Rc::new(DnsSource { names, known, system, states, files_changed });
+    let source = Rc::new(DnsSource { names, name_states, system, states, files_changed });
     let mut tasks = JoinSet::new();
     for host in hosts {
         tasks.spawn_local(Rc::clone(&source).follow_name(host));
@@ -87,8 +87,8 @@ pub async fn follow(names: Vec<EndpointAddress>, system: ResolverFiles, states: 
     }
 }
 
-/// The addresses of `hosts` in the last answer. A reload that adds a name keeps the addresses of
-/// the others, even if no name server answers at the moment.
+/// The addresses of `hosts` in the last answer of the source. A reload that adds a name thus keeps the
+/// addresses of the others, even while no name server answers.
 fn known_addresses(hosts: &[String], states: &SourceStates) -> BTreeMap<String, NameState> {
     let state_of = |host: &String, answer: &SourceAnswer| {
         let of_host = answer.candidates.iter().filter(|c| c.server_name.as_ref() == Some(host));
@@ -96,7 +96,7 @@ fn known_addresses(hosts: &[String], states: &SourceStates) -> BTreeMap<String, 
         // An address occurs once for each port of the name.
         ips.sort_unstable();
         ips.dedup();
-        let addresses = ips.into_iter().map(|ip| NameAddress { ip, until: None });
+        let addresses = ips.into_iter().map(|ip| NameAddress { ip, keep_until: None });
         let (v4, v6) = addresses.partition(|address| address.ip.is_ipv4());
         (host.clone(), NameState { v4, v6, error: None })
     };
@@ -110,14 +110,14 @@ impl DnsSource {
     async fn follow_name(self: Rc<Self>, host: String) {
         let mut failures = 0;
         loop {
-            // Registered before the lookup: a change of the files during it requires another one.
+            // Registered before the lookup, so that a change of the files during it causes another one.
             let mut files_changed = std::pin::pin!(self.files_changed.notified());
             files_changed.as_mut().enable();
             let result = look_up(&host, &self.system).await;
-            let mut known = self.known.borrow().get(&host).cloned().unwrap_or_default();
+            let mut state = self.name_states.borrow().get(&host).cloned().unwrap_or_default();
             let usable = |ip| self.is_usable(&host, ip);
-            let pause = update(&mut known, result, &mut failures, &usable, Instant::now());
-            self.known.borrow_mut().insert(host.clone(), known);
+            let pause = apply_result(&mut state, result, &mut failures, &usable, Instant::now());
+            self.name_states.borrow_mut().insert(host.clone(), state);
             self.publish();
             tokio::select! {
                 () = sleep(pause.mul_f64(0.9 + fastrand::f64() / 5.0)) => {}
@@ -126,7 +126,7 @@ impl DnsSource {
         }
     }
 
-    /// Whether `ip` is the address of a usable endpoint that came from `host`.
+    /// Whether `ip`, with a port of `host`, is the address of a usable endpoint.
     fn is_usable(&self, host: &str, ip: IpAddr) -> bool {
         let ports: Vec<u16> =
             self.names.iter().filter(|name| name.host == host).map(|name| name.port).collect();
@@ -137,12 +137,12 @@ impl DnsSource {
         })
     }
 
-    /// Passes the addresses and errors of all names on.
+    /// Publishes the addresses and errors of all names as the answer of this source.
     fn publish(&self) {
-        let known = self.known.borrow();
+        let states = self.name_states.borrow();
         let mut found = DiscoveredEndpoints::default();
         for name in &self.names {
-            for ip in known.get(&name.host).into_iter().flat_map(NameState::addresses) {
+            for ip in states.get(&name.host).into_iter().flat_map(NameState::addresses) {
                 match EndpointAddress::parse(&SocketAddr::new(ip, name.port).to_string()) {
                     Ok(address) => {
                         let server_name = Some(name.host.clone());
@@ -153,12 +153,12 @@ impl DnsSource {
             }
         }
         let is_resolved = |name: &EndpointAddress| {
-            known.get(&name.host).is_some_and(|known| known.addresses().next().is_some())
+            states.get(&name.host).is_some_and(|state| state.addresses().next().is_some())
         };
         let complete = self.names.iter().all(is_resolved);
-        let errors: Vec<_> = known
+        let errors: Vec<_> = states
             .iter()
-            .filter_map(|(host, known)| Some(format!("{host}: {}", known.error.as_ref()?)))
+            .filter_map(|(host, state)| Some(format!("{host}: {}", state.error.as_ref()?)))
             .collect();
         let error = (!errors.is_empty()).then(|| errors.join("; "));
         if !found.candidates.is_empty() || found.rejected_count > 0 {
@@ -169,34 +169,33 @@ impl DnsSource {
     }
 }
 
-/// Applies the result of a lookup and returns the time until the next one. A family (A or AAAA)
-/// whose query failed keeps its addresses; both do if the result has no address at all. `usable`
-/// says whether the endpoint of an address is usable.
-fn update(
-    known: &mut NameState,
+/// Applies the result of a lookup and returns the pause before the next one. A family (A or AAAA) whose
+/// query failed keeps its addresses. Both families keep them if the result has no address at all.
+/// `usable` says whether the endpoint of an address is usable.
+fn apply_result(
+    state: &mut NameState,
     result: LookupResult,
     failures: &mut u32,
     usable: &dyn Fn(IpAddr) -> bool,
     now: Instant,
 ) -> Duration {
     let ttl = result.ttl.clamp(TTL_MIN, TTL_MAX);
-    let empty = |family: &Result<Vec<IpAddr>, String>| family.as_ref().is_ok_and(Vec::is_empty);
-    known.error = match (&result.v4, &result.v6) {
+    let count = |family: &Result<Vec<IpAddr>, String>| family.as_ref().map_or(0, Vec::len);
+    let has_addresses = count(&result.v4) + count(&result.v6) > 0;
+    state.error = match (&result.v4, &result.v6) {
         (Err(why), _) | (_, Err(why)) => Some(why.clone()),
-        (v4, v6) if empty(v4) && empty(v6) => Some("it has no address".to_owned()),
-        _ => None,
+        _ => (!has_addresses).then(|| "it has no address".to_owned()),
     };
-    let any = [&result.v4, &result.v6].iter().any(|f| f.as_ref().is_ok_and(|f| !f.is_empty()));
-    if any {
-        let until = now + ttl * OMITTED_TTLS;
-        let stays = |address: &NameAddress| !result.complete && usable(address.ip);
-        for (family, found) in [(&mut known.v4, result.v4), (&mut known.v6, result.v6)] {
+    if has_addresses {
+        let keep_until = now + ttl * OMITTED_TTLS;
+        let may_stay = |address: &NameAddress| !result.complete && usable(address.ip);
+        for (family, found) in [(&mut state.v4, result.v4), (&mut state.v6, result.v6)] {
             if let Ok(found) = found {
-                replace(family, &found, until, now, &stays);
+                replace(family, &found, keep_until, now, &may_stay);
             }
         }
     }
-    if known.error.is_none() {
+    if state.error.is_none() {
         *failures = 0;
         return ttl;
     }
@@ -204,21 +203,25 @@ fn update(
     RETRY_MIN.saturating_mul(1 << failures.saturating_sub(1).min(8)).min(RETRY_MAX)
 }
 
-/// Replaces the addresses of a family by `found`. Omitted addresses for which `stays` is true remain
-/// until their time is over.
+/// Replaces the addresses of a family by `found`. An omitted address for which `may_stay` is true is kept
+/// until its `keep_until`.
 fn replace(
     family: &mut Vec<NameAddress>,
     found: &[IpAddr],
-    until: Instant,
+    keep_until: Instant,
     now: Instant,
-    stays: &dyn Fn(&NameAddress) -> bool,
+    may_stay: &dyn Fn(&NameAddress) -> bool,
 ) {
     let omitted: Vec<NameAddress> = family
         .iter()
-        .map(|known| NameAddress { until: known.until.or(Some(until)), ..*known })
-        .filter(|known| !found.contains(&known.ip) && known.until > Some(now) && stays(known))
+        .filter(|address| !found.contains(&address.ip))
+        .map(|address| NameAddress {
+            keep_until: address.keep_until.or(Some(keep_until)),
+            ..*address
+        })
+        .filter(|address| address.keep_until > Some(now) && may_stay(address))
         .collect();
-    let found = found.iter().map(|ip| NameAddress { ip: *ip, until: Some(until) });
+    let found = found.iter().map(|ip| NameAddress { ip: *ip, keep_until: Some(keep_until) });
     *family = found.chain(omitted).collect();
 }
 

@@ -1,8 +1,7 @@
 //! The source `endpoints_file`: one address per line, `#` starts a comment.
 //!
-//! The file is checked every second, as certificates are, so that a rename over it and the swap of
-//! a mounted directory are both seen. DNS names are rejected; they belong in `endpoints`, whose
-//! names are resolved.
+//! The file is checked every second, like certificates ([`crate::control::file_watch`]). A DNS name is
+//! rejected: names belong in `endpoints`, where they are resolved.
 
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -16,7 +15,7 @@ use crate::upstream::endpoint_sources::EndpointSource;
 /// Largest file that is read, in bytes.
 const MAX_FILE: u64 = 1 << 20;
 
-/// Reads the file and its changes until the future is dropped.
+/// Reads the file, and again after each change, until the future is dropped.
 pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
     let mut watch = FileWatch::unread(vec![path.clone()]);
     let mut ticks = poll_ticks();

@@ -1,8 +1,8 @@
 //! The credential for discovery: the user of the current context of a kubeconfig.
 //!
-//! Discovery connects to the endpoints of the upstream and verifies them with its CA, so the cluster
-//! of the context is not used. A client certificate, a token and a token file are supported. A user that
-//! needs an exec plugin, a password or impersonation is refused with a message.
+//! Discovery connects to the endpoints of the upstream and verifies them with the upstream's CA, so the
+//! cluster of the context is not used. A client certificate, a token and a token file are supported. A
+//! user with an exec plugin, a password or impersonation is refused.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -21,18 +21,18 @@ pub struct DiscoveryUser {
     pub certificate: Option<LoadedCert>,
     /// The bearer token.
     pub token: DiscoveryToken,
-    /// The files that it comes from, the kubeconfig first. A change to one of them requires a reload.
+    /// The files from which it was read, the kubeconfig first. After a change it must be read again.
     pub files: Vec<PathBuf>,
 }
 
 /// A bearer token.
 #[derive(Clone, PartialEq, Eq)]
 pub enum DiscoveryToken {
-    /// None.
+    /// No token.
     None,
     /// A token in the kubeconfig.
     Fixed(HeaderValue),
-    /// A file, which is read for every request because the token rotates.
+    /// A file that is read for every request, because the token in it rotates.
     File(PathBuf),
 }
 
@@ -65,7 +65,7 @@ impl DiscoveryToken {
 /// Reads the kubeconfig and the files that its user names.
 ///
 /// # Errors
-/// The mistake, with the path of the kubeconfig and without a secret.
+/// The user cannot be read or is not supported. The message names the kubeconfig and holds no secret.
 pub fn load(path: &Path) -> Result<DiscoveryUser, String> {
     let at_path = |why: String| format!("{}: {why}", path.display());
     let text =
@@ -135,14 +135,14 @@ fn refuse_unsupported(name: &str, user: &AuthInfo) -> Result<(), String> {
         (user.impersonate.is_some(), "impersonation: give discovery a user of its own"),
     ];
     match unsupported.iter().find(|(is_set, _)| *is_set) {
-        Some((_, what)) => Err(format!(
-            "the user {name:?} has {what}; use a client certificate, a token or a tokenFile"
+        Some((_, credential)) => Err(format!(
+            "the user {name:?} has {credential}; use a client certificate, a token or a tokenFile"
         )),
         None => Ok(()),
     }
 }
 
-/// The PEM of `key` and the file that holds it, which it adds to `files`.
+/// Reads the PEM data of `key`. Returns it with the file that holds it, and adds that file to `files`.
 fn read_pem(
     key: &str,
     pem: &PemSource,
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn token_file_is_read_again_and_overrides_a_token() {
+    fn header_token_file_is_read_each_time_and_overrides_a_token() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("token");
         std::fs::write(&file, "one\n").unwrap();

@@ -3,13 +3,13 @@
 //! | a candidate comes from | it becomes |
 //! |---|---|
 //! | a source that discovers (`endpoints_file`, `EndpointSlices`) | a preferred endpoint |
-//! | a seed only (static address, DNS name), and another source discovered endpoints | a fallback |
-//! | a seed only, and nothing was discovered | a preferred endpoint |
+//! | only a seed (static address, DNS name), and other endpoints were discovered | a fallback |
+//! | only a seed, and no endpoint was discovered | a preferred endpoint |
 //! | the state file, and its source has answered completely in this run | no endpoint |
-//! | the state file, and its source has not | what it would be if its source had offered it |
+//! | the state file, and its source has not answered completely | the same as if its source had offered it |
 //!
 //! Two candidates with the same address are one endpoint. It is verified by the server name of the
-//! more trusted source, in the order of [`EndpointSource`]. This process's own addresses are left out.
+//! more trusted source, in the order of [`EndpointSource`]. Addresses of this process are left out.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -38,8 +38,8 @@ pub struct MergedEndpoints {
 }
 
 /// Merges `answers` and `saved`. A `server_name` from the configuration applies to every endpoint.
-/// If there are more than [`MAX_ENDPOINTS`], usable endpoints stay first, then seeds; `rotation`
-/// selects among the others, and a new value selects other ones.
+/// If there are more than [`MAX_ENDPOINTS`], usable endpoints are selected first, then seeds. `rotation`
+/// selects among the others: a new value makes another selection.
 #[allow(clippy::implicit_hasher)] // one caller, one set
 pub fn merge(
     answers: &BTreeMap<EndpointSource, SourceAnswer>,
@@ -49,8 +49,8 @@ pub fn merge(
     usable: &HashSet<EndpointAddress>,
     rotation: u64,
 ) -> MergedEndpoints {
-    // The rank of the candidate's server name, the source that offered it, the candidate. A saved
-    // candidate has the lowest rank.
+    // Each candidate with its rank and the source that offered it. The rank is that source too, except
+    // that a saved candidate ranks last.
     let mut ranked_candidates: Vec<(EndpointSource, EndpointSource, &Candidate)> = Vec::new();
     for (source, answer) in answers {
         ranked_candidates
@@ -92,7 +92,7 @@ pub fn merge(
     MergedEndpoints { endpoints, excess }
 }
 
-/// Keeps [`MAX_ENDPOINTS`] of `endpoints`. The flag of each says whether it is a seed.
+/// Reduces `endpoints` to [`MAX_ENDPOINTS`]. The flag of each says whether it is a seed.
 fn keep_most_useful(
     endpoints: &mut Vec<(bool, EndpointSpec)>,
     usable: &HashSet<EndpointAddress>,
@@ -127,7 +127,7 @@ mod tests {
         SourceAnswer { candidates: texts.iter().map(|t| candidate(t)).collect(), complete: true }
     }
 
-    fn named(mut answer: SourceAnswer, name: &str) -> SourceAnswer {
+    fn with_server_name(mut answer: SourceAnswer, name: &str) -> SourceAnswer {
         answer.candidates.iter_mut().for_each(|c| c.server_name = Some(name.to_owned()));
         answer
     }
@@ -145,15 +145,16 @@ mod tests {
     }
 
     #[test]
-    fn merge_something_discovered_makes_other_seeds_fallbacks() {
+    fn merge_discovered_endpoints_make_other_seeds_fallbacks() {
         let mut answers =
             BTreeMap::from([(EndpointSource::Static, answer(&["10.0.0.1:1", "10.0.0.2:1"]))]);
-        let dns = named(answer(&["10.0.0.9:1"]), "lb.example");
+        let dns = with_server_name(answer(&["10.0.0.9:1"]), "lb.example");
         answers.insert(EndpointSource::Dns, dns);
         let seeds = ["10.0.0.1:1", "10.0.0.2:1", "10.0.0.9:1 lb.example"];
         assert_eq!(merged(&answers, &vec![]), seeds);
 
-        let slices = named(answer(&["10.0.0.2:1", "[fd00::3]:1"]), DISCOVERED_SERVER_NAME);
+        let slices =
+            with_server_name(answer(&["10.0.0.2:1", "[fd00::3]:1"]), DISCOVERED_SERVER_NAME);
         answers.insert(EndpointSource::Slices, slices);
         let all = [
             "10.0.0.2:1",
@@ -190,7 +191,7 @@ mod tests {
 
     #[test]
     fn merge_configured_server_name_applies_to_every_endpoint() {
-        let slices = named(answer(&["10.0.0.2:1"]), DISCOVERED_SERVER_NAME);
+        let slices = with_server_name(answer(&["10.0.0.2:1"]), DISCOVERED_SERVER_NAME);
         let answers = BTreeMap::from([
             (EndpointSource::Static, answer(&["10.0.0.1:1"])),
             (EndpointSource::Slices, slices),
@@ -212,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn merge_too_many_keeps_usable_and_seeds_and_rotates_the_rest() {
+    fn merge_too_many_keeps_usable_and_seeds_and_rotates_the_others() {
         let many: Vec<String> =
             (0..1000).map(|i| format!("10.1.{}.{}:1", i / 250, i % 250)).collect();
         let many: Vec<&str> = many.iter().map(String::as_str).collect();

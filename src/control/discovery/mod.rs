@@ -1,25 +1,26 @@
 //! Finds the endpoints of an upstream and keeps its endpoint set up to date.
 //!
 //! ```text
-//! static   file   dns   slices   state file     each source leaves its last usable answer
+//! static   file   dns   slices   state file     each source gives answers: lists of endpoints
 //!     \      \     |      /        /
-//!              SourceStates
+//!              SourceStates                     holds the last usable answer of each source
 //!                   |
-//!          DiscoveryController                  one task per upstream, woken by every change
+//!          DiscoveryController                  one task per upstream, woken by every new answer
 //!                   |  merge                    answers -> wanted set (pure)
 //!                   |  Debouncer                wanted set -> set to apply now (pure)
 //!                  / \
-//!   endpoint_set      StateWriter               the pool's set, and the state file
+//!   endpoint_set      StateWriter               the endpoint set of the upstream, and the state file
 //! ```
 //!
-//! An update takes this path: a source ([`file`], [`dns`], or [`slices`] with [`objects`]),
-//! [`source_states`], [`controller`], [`merge`], [`debounce`], then
-//! [`endpoint_set`](super::endpoint_set), which swaps the set of the
-//! [`Upstream`](crate::upstream::Upstream); beside it, [`state_writer`] and [`state_file`].
+//! The files in the order in which an update passes them: a source ([`file`], [`dns`], or [`slices`]
+//! with [`objects`]), [`source_states`], [`controller`], [`merge`], [`debounce`], and
+//! [`endpoint_set`](super::endpoint_set), which replaces the set of the
+//! [`Upstream`](crate::upstream::Upstream). In parallel [`state_writer`] writes it to the
+//! [`state_file`].
 //!
 //! The controller never waits for a source, a disk or a drain: sources run in tasks of their own,
 //! the state file is written on another thread, and connections drain in their pool. It never
-//! applies an empty set. A changed configuration is handled like a changed source.
+//! applies an empty set.
 
 mod controller;
 mod debounce;
@@ -38,4 +39,4 @@ mod transport;
 pub use controller::{SharedContext, run};
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

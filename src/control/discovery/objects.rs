@@ -1,17 +1,17 @@
-//! Stores the `EndpointSlices` or `Endpoints` objects of a watch, and reads the endpoints from them.
+//! Stores the `EndpointSlice` or `Endpoints` objects of a watch, and reads the endpoints from them.
 //!
 //! | event | effect on the store |
 //! |---|---|
-//! | list | replaces all objects, also by older ones (etcd was restored from a backup) |
+//! | list | replaces all objects, even by older ones: etcd may have been restored from a backup |
 //! | event at or before the version at which the watch started | none: a replay |
 //! | object older than the stored one of the same name | none: a replay |
-//! | deletion older than the stored object of the same name | none: the object was created again since |
+//! | deletion older than the stored object of the same name | none: the object has been created again |
 //! | object older than the stored deletion of the same name | none: a replay |
-//! | event that is already applied | none |
+//! | object or deletion with the version of the stored one | none: it is applied already |
 //! | any other event | applied |
 //!
-//! Clients may compare two resourceVersions of the same resource as decimal numbers of any length
-//! (KEP-5504). An event with any other version is applied.
+//! resourceVersions of one resource are compared as decimal numbers of any length (KEP-5504). An event
+//! whose version is no such number is applied.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashSet};
@@ -34,7 +34,7 @@ const MAX_CANDIDATES: usize = 5_000;
 
 /// The Service whose endpoints are the apiservers.
 pub const SERVICE: &str = "kubernetes";
-/// The label that names the Service of an `EndpointSlice`.
+/// The label of an `EndpointSlice` that names its Service.
 pub const SERVICE_LABEL: &str = "kubernetes.io/service-name";
 
 /// The resource that is watched.
@@ -64,8 +64,8 @@ impl fmt::Display for WatchedResource {
 }
 
 /// The resourceVersion at which the first watch after the last list started. kube's watcher does not
-/// expose it, so it is read from the watcher's requests. A watch delivers only events after this
-/// version; an event at or before it is a replay, even of an object that is no longer in the list.
+/// expose it, so it is read from the watcher's requests. A watch delivers events after this version, so
+/// an event at or before it is a replay, also that of an object that is not stored.
 #[derive(Debug, Clone, Default)]
 pub struct WatchStartVersion(Arc<Mutex<Option<String>>>);
 
@@ -102,13 +102,13 @@ pub struct ObjectStore {
     objects: BTreeMap<String, StoredObject>,
     /// The objects of a list that is not complete yet.
     incomplete_list: Option<BTreeMap<String, StoredObject>>,
-    /// Whether a list was complete.
+    /// Whether a list has been complete.
     synced: bool,
     watch_start: WatchStartVersion,
 }
 
 impl ObjectStore {
-    /// An empty store, which reads from `watch_start` where the current watch started.
+    /// An empty store. `watch_start` is recorded from the requests of the watch.
     pub fn new(resource: WatchedResource, watch_start: WatchStartVersion) -> Self {
         Self {
             resource,
@@ -151,7 +151,7 @@ impl ObjectStore {
             return false;
         }
         if let Some(stored) = self.objects.get(&name) {
-            // A DELETED event may carry the version of the object that it deletes.
+            // A DELETED event may have the version of the object that it deletes.
             let deletes_stored = new.content.is_none() && stored.content.is_some();
             match compare_versions(&new.version, &stored.version) {
                 Some(Ordering::Less) => return false,
@@ -180,7 +180,8 @@ impl ObjectStore {
     }
 }
 
-/// Inserts an object. At [`MAX_OBJECTS`] it replaces a deletion; returns false if none is stored.
+/// Inserts an object. If there are [`MAX_OBJECTS`], it takes the place of a deletion. Returns false if no
+/// deletion is stored.
 fn insert_bounded(
     objects: &mut BTreeMap<String, StoredObject>,
     name: String,
@@ -195,8 +196,8 @@ fn insert_bounded(
     true
 }
 
-/// Name, version and content of an object; `None` if it belongs to another Service than [`SERVICE`]. The
-/// watch selects the objects of that Service, so only a faulty server sends others.
+/// Name, version and content of an object; `None` if it does not belong to [`SERVICE`] in the namespace
+/// `default`. The watch selects the objects of that Service, so only a faulty server sends others.
 fn read_object(object: DynamicObject, deleted: bool) -> Option<(String, StoredObject)> {
     let name = object.metadata.name.clone()?;
     let labels = object.metadata.labels.as_ref();
@@ -210,7 +211,7 @@ fn read_object(object: DynamicObject, deleted: bool) -> Option<(String, StoredOb
 }
 
 /// Compares two resourceVersions; `None` unless both are decimal numbers.
-pub fn compare_versions(a: &str, b: &str) -> Option<Ordering> {
+fn compare_versions(a: &str, b: &str) -> Option<Ordering> {
     let number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let (a, b) = (number(a).then_some(a)?, number(b).then_some(b)?);
     let (a, b) = (a.trim_start_matches('0'), b.trim_start_matches('0'));

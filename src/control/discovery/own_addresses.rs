@@ -1,4 +1,5 @@
-//! Addresses that lead back to this process. They are never endpoints: requests would loop.
+//! The addresses of this process's own listeners. They must not be endpoints, because requests would
+//! loop.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -8,7 +9,7 @@ use crate::config::EndpointAddress;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OwnAddresses {
     bound: Vec<SocketAddr>,
-    /// Addresses of this host, for listeners that are bound to the unspecified address.
+    /// Addresses of this host's interfaces; empty unless a listener is bound to the unspecified address.
     host: Vec<IpAddr>,
 }
 
@@ -39,8 +40,7 @@ impl OwnAddresses {
     }
 }
 
-/// The socket addresses of an endpoint address. The only name that a candidate may have is
-/// `localhost`.
+/// The socket addresses of an endpoint address. Its host is an IP address or `localhost`.
 fn targets(address: &EndpointAddress) -> Vec<SocketAddr> {
     let ips = match address.host.parse::<IpAddr>() {
         Ok(ip) => vec![ip.to_canonical()],

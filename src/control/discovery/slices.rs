@@ -1,12 +1,12 @@
 //! The source `discovery.kubeconfig`: watches the `EndpointSlices` of the Service
 //! `default/kubernetes`.
 //!
-//! The watch uses the credential of a kubeconfig and jackstay's own connections
-//! ([`super::transport`]). It uses the first resource that the server has and lets the user list:
-//! `discovery.k8s.io/v1`, `v1beta1`, or `Endpoints` of the core group. kube's watcher lists, watches
-//! and resumes; [`ObjectStore`] filters replays out of its events.
+//! The watch uses the credential of a kubeconfig and connections of jackstay ([`super::transport`]). It
+//! watches the first resource that the server has and that the user may list: `discovery.k8s.io/v1`,
+//! `v1beta1`, or `Endpoints` of the core group. kube's watcher lists, watches and resumes;
+//! [`ObjectStore`] drops the replays among its events.
 //!
-//! After a failure the watch resumes. After 410 Gone, and after every third failure in a row, it
+//! After a failure the watch resumes. After 410 Gone, and after every third failure in a row, the watcher
 //! lists again, so that a wrong resourceVersion cannot hide the current endpoints for long.
 
 use std::path::PathBuf;
@@ -34,21 +34,21 @@ use crate::upstream::endpoint_sources::EndpointSource;
 /// Bounds of the pause after a failure.
 const RETRY_MIN: Duration = Duration::from_millis(250);
 const RETRY_MAX: Duration = Duration::from_secs(15);
-/// Limit for a list with its whole body. The limit of 30 s for the response head is not enough: an
-/// apiserver may send the head and then stop.
+/// Limit for a list with its whole body. The limit of the transport, 30 s, covers only the response
+/// head, and an apiserver may stop after it.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 /// Failures in a row after which the watch lists again.
 const RELIST_AFTER: u32 = 3;
 /// Time without a failure after which earlier failures no longer count.
 const STABLE_AFTER: Duration = Duration::from_secs(60);
 
-/// Watches with the credential of the kubeconfig at `path`, and follows its changes, until the
-/// future is dropped.
+/// Watches with the credential of the kubeconfig at `path`, and loads that again after each change,
+/// until the future is dropped.
 pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
     let upstream = Arc::clone(states.upstream());
     let mut files = FileWatch::unread(vec![path.clone()]);
     let mut user: Option<DiscoveryUser> = None;
-    // The transport and the watch, which are replaced when the token changes.
+    // The tasks of the transport and of the watch, which are replaced when the token changes.
     let mut tasks = JoinSet::new();
     let mut ticks = poll_ticks();
     loop {
@@ -57,7 +57,8 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
             match kubeconfig::load(&path) {
                 Ok(new) => {
                     files.set_settled(true);
-                    // Files that are new here count as unread: they may have changed meanwhile.
+                    // If the list of files is a new one, `follow` marks them as unread, because they may
+                    // have changed since they were loaded.
                     files.follow(new.files.clone());
                     let same_token = user.as_ref().is_some_and(|old| old.token == new.token);
                     upstream.credentials.set_discovery_certificate(new.certificate.as_ref());
@@ -94,8 +95,8 @@ async fn watch_forever(transport: Transport, states: Rc<SourceStates>) {
     let client = Client::new(transport, "default");
     let mut failures: u32 = 0;
     loop {
-        let chosen = timeout(LIST_TIMEOUT, choose_resource(&client)).await;
-        match chosen.unwrap_or_else(|_| Err(list_timed_out())) {
+        let choice = timeout(LIST_TIMEOUT, choose_resource(&client)).await;
+        match choice.unwrap_or_else(|_| Err(list_timed_out())) {
             Ok(resource) => {
                 tracing::info!(upstream = &*states.upstream().name, %resource, "watching endpoints");
                 let store = ObjectStore::new(resource, watch_start.clone());
@@ -110,8 +111,8 @@ async fn watch_forever(transport: Transport, states: Rc<SourceStates>) {
     }
 }
 
-/// Pause after the `failures`-th failure in a row. `jitter` is in 0..1 and keeps thousands of nodes
-/// that lost the same apiserver from asking the next one at once.
+/// Pause after the `failures`-th failure in a row. `jitter` is in 0..1: thousands of nodes that have lost
+/// the same apiserver must not send their requests to the next one at the same moment.
 fn backoff(failures: u32, jitter: f64) -> Duration {
     let doubled = RETRY_MIN.saturating_mul(1 << failures.saturating_sub(1).min(10));
     doubled.min(RETRY_MAX).mul_f64(0.5 + jitter / 2.0)
@@ -121,7 +122,7 @@ fn list_timed_out() -> String {
     format!("a list was not complete within {} s", LIST_TIMEOUT.as_secs())
 }
 
-/// The first resource that the server has and lets the user list.
+/// Returns the first resource that the server has and that the user may list.
 async fn choose_resource(client: &Client) -> Result<WatchedResource, String> {
     let mut reasons = Vec::new();
     for resource in WatchedResource::ALL {
@@ -158,7 +159,8 @@ fn api(client: &Client, resource: WatchedResource) -> Api<DynamicObject> {
     Api::namespaced_with(client.clone(), "default", &resource)
 }
 
-/// Watches `resource` until it must be listed again. Counts failures in a row in `failures`.
+/// Lists and watches `resource`, until it must be chosen and listed again. Counts failures in a row in
+/// `failures`.
 async fn watch(
     client: &Client,
     resource: WatchedResource,
@@ -173,11 +175,11 @@ async fn watch(
         _ => watcher::Config::default().labels(&format!("{SERVICE_LABEL}={SERVICE}")),
     };
     let mut events = std::pin::pin!(watcher(api(client, resource), config));
-    let mut stable_since = Instant::now();
-    // The watcher lists at the start and after 410 Gone.
+    let mut last_failure = Instant::now();
+    // Whether the watcher lists, as at its start and after 410 Gone.
     let mut listing = true;
     loop {
-        // A list has a time limit; a watch may be silent for as long as nothing changes.
+        // A list has a time limit. A watch has none, because it is silent while nothing changes.
         let next = async {
             if listing {
                 timeout(LIST_TIMEOUT, events.next()).await
@@ -193,7 +195,7 @@ async fn watch(
                 return states.fail(EndpointSource::Slices, &list_timed_out());
             }
         };
-        let stable = stable_since.elapsed() > STABLE_AFTER;
+        let stable = last_failure.elapsed() > STABLE_AFTER;
         match event {
             Ok(event) => {
                 listing = matches!(event, Event::Init | Event::InitApply(_));
@@ -206,7 +208,7 @@ async fn watch(
             }
             Err(error) => {
                 *failures = if stable { 1 } else { failures.saturating_add(1) };
-                stable_since = Instant::now();
+                last_failure = Instant::now();
                 states.fail(EndpointSource::Slices, &describe_watch(&error));
                 if needs_list(&error) || failures.is_multiple_of(RELIST_AFTER) {
                     return;
@@ -217,8 +219,8 @@ async fn watch(
     }
 }
 
-/// Whether the watch cannot resume after `error`: its version, or the resource, is no longer
-/// available.
+/// Whether the watch cannot resume after `error`: its version or the resource is no longer available,
+/// or the user may no longer read it.
 fn needs_list(error: &watcher::Error) -> bool {
     match error {
         watcher::Error::WatchError(status) => matches!(status.code, 404 | 410),
@@ -233,7 +235,7 @@ fn needs_list(error: &watcher::Error) -> bool {
     }
 }
 
-/// An error in one line, with its causes.
+/// Describes an error in one line, with its causes.
 fn describe(error: &KubeError) -> String {
     match error {
         KubeError::Api(status) => {

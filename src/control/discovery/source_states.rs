@@ -1,8 +1,8 @@
 //! The last usable answer of each source, and the endpoints saved by an earlier run.
 //!
-//! Sources write here; the discovery controller waits for [`SourceStates::changed`] and merges. A
-//! later answer replaces an earlier one, so a burst of answers needs no queue. An answer without a
-//! usable endpoint is counted and logged, and the earlier answer stays.
+//! Each source writes its answers here. The discovery controller waits for [`SourceStates::changed`]
+//! and merges them. A later answer replaces an earlier one, so a burst of answers needs no queue. An
+//! answer without a usable endpoint is counted and logged, and the earlier answer stays.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -19,7 +19,7 @@ use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Number of rejected entries that a log line names.
 const MAX_NAMED: usize = 5;
-/// Number of rejected entries whose reasons are kept; the rest are only counted.
+/// Number of rejected entries whose reasons are stored; further ones are only counted.
 const MAX_REASONS: usize = 20;
 
 /// An address that a source offers as an endpoint.
@@ -27,8 +27,8 @@ const MAX_REASONS: usize = 20;
 pub struct Candidate {
     /// Host and port.
     pub address: EndpointAddress,
-    /// Name to verify in the serving certificate, unless the configuration sets `tls.server_name`.
-    /// `None` means the host of the address.
+    /// Name that is verified in the serving certificate, unless the configuration sets
+    /// `tls.server_name`. `None` means the host of the address.
     pub server_name: Option<String>,
 }
 
@@ -39,14 +39,14 @@ pub struct DiscoveredEndpoints {
     pub candidates: Vec<Candidate>,
     /// Number of endpoints that the source reports as not ready.
     pub not_ready: usize,
-    /// Why entries were rejected, at most the first 20.
+    /// The reasons for the first [`MAX_REASONS`] rejected entries.
     pub rejected: Vec<String>,
-    /// Number of rejected entries.
+    /// Number of all rejected entries.
     pub rejected_count: usize,
 }
 
 impl DiscoveredEndpoints {
-    /// Records `count` entries that cannot be endpoints.
+    /// Records `count` entries that are no valid endpoints.
     pub fn reject(&mut self, reason: String, count: usize) {
         self.rejected_count += count;
         if self.rejected.len() < MAX_REASONS {
@@ -60,29 +60,29 @@ impl DiscoveredEndpoints {
 pub struct SourceAnswer {
     /// The endpoints that the source offers.
     pub candidates: Vec<Candidate>,
-    /// Every part of the source has answered, so its saved endpoints are obsolete. DNS with two
-    /// names is incomplete until both are resolved.
+    /// Every part of the source has answered, so its saved endpoints no longer count. The answer of DNS
+    /// with two names is incomplete until both are resolved.
     pub complete: bool,
 }
 
 /// Endpoints from the state file, each with the source that offered it in an earlier run.
 pub type SavedEndpoints = Vec<(EndpointSource, Candidate)>;
 
-/// The states of one upstream's sources. Lives on the control thread.
+/// The states of one upstream's sources. Used on the control thread.
 pub struct SourceStates {
     upstream: Arc<Upstream>,
     answers: RefCell<BTreeMap<EndpointSource, SourceAnswer>>,
     saved: RefCell<SavedEndpoints>,
-    /// When `saved` was known to be right.
+    /// When an earlier run last confirmed the endpoints in `saved`.
     saved_at: Cell<Option<SystemTime>>,
-    /// What was last logged about rejected entries, by source and reason.
+    /// The last log message about rejected entries, by source and reason.
     logged: RefCell<BTreeMap<(EndpointSource, &'static str), String>>,
     own_addresses: Box<dyn Fn() -> OwnAddresses>,
     changed: Notify,
 }
 
 impl SourceStates {
-    /// States without any answer. `own_addresses` returns the current addresses of this process.
+    /// States without an answer. `own_addresses` returns the current addresses of this process.
     pub fn new(upstream: Arc<Upstream>, own_addresses: Box<dyn Fn() -> OwnAddresses>) -> Rc<Self> {
         Rc::new(Self {
             upstream,
@@ -105,12 +105,12 @@ impl SourceStates {
         (self.own_addresses)()
     }
 
-    /// Takes an answer of `source`. `complete` says whether every part of the source has answered.
+    /// Stores an answer of `source`. `complete` says whether every part of the source has answered.
     pub fn update(&self, source: EndpointSource, found: DiscoveredEndpoints, complete: bool) {
         self.update_partial(source, found, complete, None);
     }
 
-    /// Takes an answer of `source` of which a part failed with `error`.
+    /// Stores an answer of `source`, of which one part failed with `error` if it is given.
     pub fn update_partial(
         &self,
         source: EndpointSource,
@@ -119,7 +119,7 @@ impl SourceStates {
         error: Option<&str>,
     ) {
         let (not_ready, rejected) = (found.not_ready, found.rejected_count);
-        self.reject(source, "invalid", rejected, &summary(&found.rejected, rejected));
+        self.report_rejected(source, "invalid", rejected, &summary(&found.rejected, rejected));
         let offered = found.candidates.len();
         let own_addresses = self.own_addresses();
         let (own, candidates): (Vec<_>, Vec<_>) =
@@ -127,14 +127,14 @@ impl SourceStates {
         let addresses: Vec<_> = own.iter().map(|own| own.address.to_string()).collect();
         let loops =
             format!("{}: our own address, requests would loop", summary(&addresses, own.len()));
-        self.reject(source, "own_address", own.len(), &loops);
+        self.report_rejected(source, "own_address", own.len(), &loops);
         if candidates.is_empty() {
             let why = why_empty(offered, not_ready, rejected);
-            self.reject(source, "empty", 1, &format!("an empty answer: {why}"));
+            self.report_rejected(source, "empty", 1, &format!("an empty answer: {why}"));
             let error = format!("an empty answer changes nothing: {why}");
             return self.upstream.sources.unusable(source, &error);
         }
-        self.reject(source, "empty", 0, "");
+        self.report_rejected(source, "empty", 0, "");
         self.upstream.sources.succeeded(source, candidates.len(), error);
         let answer = SourceAnswer { candidates, complete };
         if self.answers.borrow().get(&source) != Some(&answer) {
@@ -143,17 +143,23 @@ impl SourceStates {
         }
     }
 
-    /// Counts `count` rejected entries. Logs `message` unless it was the last one logged for the
-    /// same source and reason.
-    fn reject(&self, source: EndpointSource, reason: &'static str, count: usize, message: &str) {
+    /// Counts `count` rejected entries. Logs `message`, unless it was the last message for this source
+    /// and reason.
+    fn report_rejected(
+        &self,
+        source: EndpointSource,
+        reason: &'static str,
+        count: usize,
+        message: &str,
+    ) {
         let mut logged = self.logged.borrow_mut();
         if count == 0 {
             logged.remove(&(source, reason));
             return;
         }
         let before = logged.insert((source, reason), message.to_owned());
-        let news = (before.as_deref() != Some(message)).then_some(message);
-        self.upstream.sources.refused(source, reason, count, news);
+        let new_message = (before.as_deref() != Some(message)).then_some(message);
+        self.upstream.sources.refused(source, reason, count, new_message);
     }
 
     /// Records that `source` could not be read. Its last answer stays.
@@ -165,20 +171,20 @@ impl SourceStates {
     pub fn remove(&self, source: EndpointSource) {
         self.upstream.sources.forget(source);
         self.answers.borrow_mut().remove(&source);
-        self.saved.borrow_mut().retain(|(of, _)| *of != source);
+        self.saved.borrow_mut().retain(|(saved_source, _)| *saved_source != source);
         self.notify();
     }
 
-    /// Takes the endpoints that an earlier run saved at `saved_at`.
+    /// Stores the endpoints of an earlier run, which it last confirmed at `saved_at`.
     pub fn restore(&self, saved: SavedEndpoints, saved_at: SystemTime) {
         *self.saved.borrow_mut() = saved;
         self.saved_at.set(Some(saved_at));
         self.notify();
     }
 
-    /// The endpoints to save: the answers of all sources but the static one, and saved endpoints of
-    /// sources that have not answered completely. If the latter are among them, their time is
-    /// returned too.
+    /// The endpoints for the state file: those in the answers of all sources but the static one, and
+    /// the saved endpoints of sources that have not answered completely. With the latter, also returns
+    /// the time at which they were last confirmed.
     pub fn to_save(&self) -> (SavedEndpoints, Option<SystemTime>) {
         self.read(|answers, saved| {
             let mut all: SavedEndpoints = answers
@@ -187,13 +193,13 @@ impl SourceStates {
                 .flat_map(|(source, answer)| answer.candidates.iter().map(|c| (*source, c.clone())))
                 .collect();
             let from_answers = all.len();
-            let is_current = |of: &(EndpointSource, Candidate)| {
-                answers.get(&of.0).is_none_or(|answer| !answer.complete) && !all.contains(of)
+            let still_counts = |entry: &&(EndpointSource, Candidate)| {
+                answers.get(&entry.0).is_none_or(|answer| !answer.complete) && !all.contains(entry)
             };
-            let kept: Vec<_> = saved.iter().filter(|of| is_current(of)).cloned().collect();
-            all.extend(kept);
-            let oldest = if all.len() > from_answers { self.saved_at.get() } else { None };
-            (all, oldest)
+            let older: Vec<_> = saved.iter().filter(still_counts).cloned().collect();
+            all.extend(older);
+            let confirmed_at = if all.len() > from_answers { self.saved_at.get() } else { None };
+            (all, confirmed_at)
         })
     }
 
@@ -216,7 +222,7 @@ impl SourceStates {
     }
 }
 
-/// Why an answer has no usable endpoint. It `offered` addresses of this process only.
+/// Why an answer has no usable endpoint. All `offered` addresses are this process's own.
 fn why_empty(offered: usize, not_ready: usize, rejected: usize) -> String {
     match (offered, not_ready, rejected) {
         (0, 0, 0) => "it names no endpoint".to_owned(),
@@ -229,7 +235,7 @@ fn why_empty(offered: usize, not_ready: usize, rejected: usize) -> String {
     }
 }
 
-/// The first of `items` in one line, and how many more there are of `count`.
+/// The first `items` in one line, and the number of the others; there are `count` in all.
 fn summary(items: &[String], count: usize) -> String {
     let named = items.iter().take(MAX_NAMED).cloned().collect::<Vec<_>>().join("; ");
     match count.saturating_sub(MAX_NAMED.min(items.len())) {

@@ -1,9 +1,9 @@
-//! The state file: the last good endpoints of an upstream on disk, so that a restart finds the
-//! cluster although no seed works any more.
+//! The state file: the discovered endpoints of an upstream on disk. After a restart jackstay finds the
+//! cluster even if no configured address or name works any more.
 //!
-//! Saved endpoints are candidates like any other: a probe decides whether they are used. Only
-//! endpoints that a source offered are written, and only while one of them is usable. A file that
-//! is corrupt, of another upstream or empty is reported and ignored.
+//! Saved endpoints are candidates like any other: a probe decides whether they are used. The file is
+//! written only while one of its endpoints is usable. A file that is corrupt, of another upstream or
+//! empty is reported and ignored.
 
 use std::fs;
 use std::io;
@@ -30,19 +30,19 @@ const MAX_ENDPOINTS: usize = 256;
 pub struct SavedState {
     /// The endpoints.
     pub endpoints: SavedEndpoints,
-    /// Time since they were known to be right; zero if the clock went back.
+    /// Time since they were last confirmed; zero if the clock went back.
     pub age: Duration,
 }
 
-/// The path of the state file of `upstream`. Upstream names have letters, digits and dashes only.
+/// The path of the state file of `upstream`. The name of an upstream is a valid file name.
 pub fn path(dir: &Path, upstream: &str) -> PathBuf {
     dir.join(format!("{upstream}.json"))
 }
 
-/// Reads the state file of `upstream`; `None` if it does not exist, as before every first start.
+/// Reads the state file of `upstream`; `None` if it does not exist, as at the first start.
 ///
 /// # Errors
-/// Why the file is not used.
+/// The file cannot be read, or is ignored.
 pub fn read(dir: &Path, upstream: &str, now: SystemTime) -> Result<Option<SavedState>, String> {
     match files::read_text(&path(dir, upstream), MAX_FILE) {
         Ok(text) => {
@@ -81,7 +81,7 @@ fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, Stri
     Ok(SavedState { endpoints, age })
 }
 
-/// One endpoint; `None` if [`write`] could not have written it.
+/// Parses one endpoint; `None` if [`write`] cannot have written it.
 fn parse_endpoint(value: &Value) -> Option<(EndpointSource, Candidate)> {
     let source = EndpointSource::from_name(value["source"].as_str()?)?;
     let address = EndpointAddress::parse(value["address"].as_str()?).ok()?;
@@ -98,7 +98,7 @@ fn parse_endpoint(value: &Value) -> Option<(EndpointSource, Candidate)> {
 /// Writes the state file atomically: a new file is synced and renamed over the old one.
 ///
 /// # Errors
-/// The system's error; the old file stays.
+/// The file cannot be written; the old one stays.
 pub fn write(
     dir: &Path,
     upstream: &str,

@@ -1,7 +1,7 @@
 //! Writes the state file in the background: a disk may hang, and discovery must not wait for it.
 //!
-//! The file is written when its content changes, once an hour so that it shows its age, and a
-//! minute after a failure, since the directory may be mounted late.
+//! The file is written when its content changes, every hour so that its time stays recent, and a minute
+//! after a failure, because the directory may be mounted late.
 
 use std::io;
 use std::path::PathBuf;
@@ -17,11 +17,11 @@ use crate::upstream::Upstream;
 use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Time after which an unchanged file is written again.
-const REFRESH: Duration = Duration::from_secs(3600);
-/// The same after a failure.
-const RETRY: Duration = Duration::from_secs(60);
+const REFRESH_AFTER: Duration = Duration::from_secs(3600);
+/// Time after which a failed write is repeated.
+const RETRY_AFTER: Duration = Duration::from_secs(60);
 /// A write that takes longer is reported as a failure.
-const SLOW: Duration = Duration::from_secs(10);
+const SLOW_AFTER: Duration = Duration::from_secs(10);
 
 /// The directory and the endpoints of one write.
 type Content = (PathBuf, SavedEndpoints);
@@ -29,7 +29,7 @@ type Content = (PathBuf, SavedEndpoints);
 /// Writes the state file of one upstream, one write at a time.
 #[derive(Debug, Default)]
 pub struct StateWriter {
-    /// The last write that ended, and until when it need not be repeated.
+    /// The content of the last write that ended, and when it is due to be written again.
     last: Option<(Content, Instant)>,
     running: Option<Write>,
 }
@@ -43,8 +43,8 @@ struct Write {
 }
 
 impl StateWriter {
-    /// Collects the result of a running write, and starts the next one if one is due. `endpoints`
-    /// come with the time at which they were known to be right; `None` writes nothing. Never blocks.
+    /// Collects the result of a running write, and starts the next one if it is due. `endpoints` come
+    /// with the time at which they were last confirmed; without them no write is started. Never blocks.
     pub fn step(
         &mut self,
         upstream: &Upstream,
@@ -57,7 +57,7 @@ impl StateWriter {
             return;
         };
         let content = (dir, endpoints);
-        if self.last.as_ref().is_some_and(|(last, until)| *last == content && now < *until) {
+        if self.last.as_ref().is_some_and(|(last, due)| *last == content && now < *due) {
             return;
         }
         let (name, (dir, endpoints)) = (upstream.name.clone(), content.clone());
@@ -70,7 +70,7 @@ impl StateWriter {
     fn collect(&mut self, upstream: &Upstream, now: Instant) {
         let Some(mut write) = self.running.take() else { return };
         if !write.task.is_finished() {
-            if now >= write.started + SLOW && !write.reported_slow {
+            if now >= write.started + SLOW_AFTER && !write.reported_slow {
                 report_failure(upstream, &write.content, "the disk does not answer");
                 write.reported_slow = true;
             }
@@ -89,12 +89,12 @@ impl StateWriter {
             }
             None => {}
         }
-        let pause = if error.is_some() { RETRY } else { REFRESH };
+        let pause = if error.is_some() { RETRY_AFTER } else { REFRESH_AFTER };
         self.last = Some((write.content, now + pause));
     }
 }
 
-/// Reports a failed write, unless the last report of the source is the same.
+/// Reports a failed write, unless it is the current error of the source already.
 fn report_failure(upstream: &Upstream, (dir, _): &Content, why: &str) {
     let path = state_file::path(dir, &upstream.name);
     let effect = "cannot be saved; after a restart the endpoints must be discovered again";

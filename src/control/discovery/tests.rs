@@ -1,4 +1,4 @@
-//! The discovery controller as a whole, on a paused clock, and what the tests of this module share.
+//! Tests of the whole discovery controller on a paused clock, and helpers for the tests of this module.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,27 +20,26 @@ use crate::upstream::credentials::{CredentialClass, Credentials};
 use crate::upstream::endpoint_sources::EndpointSource;
 use crate::upstream::stats::ConnectionStats;
 
-/// 100 connections that never end, and as many passthrough flows, keep an endpoint that has left
-/// draining.
+/// 100 connections and 100 passthrough flows that never end keep a removed endpoint draining.
 #[tokio::test(start_paused = true)]
-async fn run_1000_updates_while_a_drain_hangs_applies_each_within_1500_ms() {
+async fn run_1000_updates_during_an_endless_drain_applies_each_within_1500_ms() {
     const LIMIT: Duration = Duration::from_millis(1500);
     let address = |host: String| EndpointAddress { host, port: 9 };
-    let (leaves, stays) = (address("127.2.1.1".into()), address("127.2.1.2".into()));
-    let mut config = Upstream { endpoints: vec![leaves.clone(), stays.clone()], ..config() };
+    let (removed, kept) = (address("127.2.1.1".into()), address("127.2.1.2".into()));
+    let mut config = Upstream { endpoints: vec![removed.clone(), kept.clone()], ..config() };
     let credentials = Credentials::load(&config, &[]).unwrap();
     let upstream = Arc::new(upstream::Upstream::new(config.clone(), credentials, &Metrics::new()));
     endpoint_set::replace_endpoints(&upstream, &endpoint_set::static_endpoints(&config));
     let shared = shared(None);
-    // Both have connections and flows that never end.
+    // Both endpoints have connections and flows that never end.
     let open = || ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
-    let mut hanging = Vec::new();
+    let mut endless = Vec::new();
     let endpoints = Arc::clone(&upstream.endpoints());
     for endpoint in endpoints.iter() {
         for _ in 0..100 {
             let connection = open();
             endpoint.connection_opened(&connection);
-            hanging.push((connection, endpoint.track_flow()));
+            endless.push((connection, endpoint.track_flow()));
         }
     }
     let applied = async || {
@@ -58,12 +57,11 @@ async fn run_1000_updates_while_a_drain_hangs_applies_each_within_1500_ms() {
         }
     };
     let test = async {
-        // The first update precedes the controller's first step: the set is not the configured one.
+        // The first update precedes the first step of the controller, so the initial set is outdated then.
         let controller = spawn_local(run(Arc::clone(&upstream), Arc::clone(&shared)));
         let mut slowest = Duration::ZERO;
         for update in 0..1000 {
-            config.endpoints =
-                vec![stays.clone(), address(format!("127.2.0.{}", update % 200 + 1))];
+            config.endpoints = vec![kept.clone(), address(format!("127.2.0.{}", update % 200 + 1))];
             upstream.reconfigure(config.clone());
             slowest = slowest.max(applied().await);
         }
@@ -76,13 +74,13 @@ async fn run_1000_updates_while_a_drain_hangs_applies_each_within_1500_ms() {
         controller.abort();
     };
     LocalSet::new().run_until(test).await;
-    let left = endpoints.iter().find(|endpoint| endpoint.address == leaves).unwrap();
-    assert_eq!(left.flows(), 100, "the drain still hangs");
-    drop(hanging);
+    let removed = endpoints.iter().find(|endpoint| endpoint.address == removed).unwrap();
+    assert_eq!(removed.flows(), 100, "the endpoint still drains");
+    drop(endless);
 }
 
-/// Saved endpoints count until their source has answered, and only while that source is configured,
-/// since no other could correct them. Until then they stay in the state file.
+/// Until their source has answered or is removed, saved endpoints are in the set and in the state file.
+/// Saved endpoints of a source that is not configured are in neither.
 #[tokio::test(start_paused = true)]
 async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
     let dir = tempfile::tempdir().unwrap();
@@ -103,45 +101,47 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
     let credentials = Credentials::load(&config, &[]).unwrap();
     let upstream = Arc::new(upstream::Upstream::new(config.clone(), credentials, &Metrics::new()));
     let shared = shared(Some(dir.path().to_owned()));
-    let becomes = async |lasts: &[u8]| {
-        let patience = Instant::now() + Duration::from_secs(60);
-        let is_there = |last| upstream.endpoints().iter().any(|e| e.address == address(last));
-        while upstream.endpoints().len() != lasts.len() || !lasts.iter().all(|l| is_there(*l)) {
-            assert!(!is_there(4), "its source is not configured");
-            assert!(Instant::now() < patience, "{lasts:?}: {:?}", upstream.endpoints());
+    // Waits until the set has the addresses with these last bytes.
+    let set_becomes = async |lasts: &[u8]| {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let contains = |last| upstream.endpoints().iter().any(|e| e.address == address(last));
+        while upstream.endpoints().len() != lasts.len() || !lasts.iter().all(|last| contains(*last))
+        {
+            assert!(!contains(4), "DNS is not configured");
+            assert!(Instant::now() < deadline, "{lasts:?}: {:?}", upstream.endpoints());
             sleep(Duration::from_millis(20)).await;
         }
     };
     let on_disk = || state_file::read(dir.path(), "u", wall_clock()).unwrap().unwrap();
-    let is_saved = async |expected: &SavedEndpoints| {
-        let patience = Instant::now() + Duration::from_secs(60);
+    let file_becomes = async |expected: &SavedEndpoints| {
+        let deadline = Instant::now() + Duration::from_secs(60);
         while on_disk().endpoints != *expected {
-            assert!(Instant::now() < patience, "{expected:?}: {:?}", on_disk());
+            assert!(Instant::now() < deadline, "{expected:?}: {:?}", on_disk());
             sleep(Duration::from_millis(20)).await;
         }
     };
     let test = async {
         let controller = spawn_local(run(Arc::clone(&upstream), Arc::clone(&shared)));
-        becomes(&[1, 2, 3]).await;
-        // One endpoint is usable: the answers are saved, with the saved endpoints that still count.
+        set_becomes(&[1, 2, 3]).await;
+        // Once an endpoint is usable, the file gets the answers and the saved endpoints that still count.
         let set = Arc::clone(&upstream.endpoints());
         let usable = set.iter().find(|e| e.address == address(2)).unwrap();
         let connection =
             ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
         usable.connection_opened(&connection);
-        is_saved(&vec![saved(EndpointSource::File, 2), saved(EndpointSource::Slices, 3)]).await;
-        assert!(on_disk().age >= Duration::from_secs(3599), "the age of the oldest endpoint");
+        file_becomes(&vec![saved(EndpointSource::File, 2), saved(EndpointSource::Slices, 3)]).await;
+        assert!(on_disk().age >= Duration::from_secs(3599), "the age of the saved endpoint");
         config.discovery.kubeconfig = None;
         upstream.reconfigure(config.clone());
-        becomes(&[1, 2]).await;
-        is_saved(&vec![saved(EndpointSource::File, 2)]).await;
+        set_becomes(&[1, 2]).await;
+        file_becomes(&vec![saved(EndpointSource::File, 2)]).await;
         assert!(on_disk().age < Duration::from_secs(3599));
-        // A new directory gets the state file too.
+        // A state file is written to another directory when it is configured.
         let other = dir.path().join("other");
         shared.state_dir.store(Arc::new(Some(other.clone())));
-        let patience = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while state_file::read(&other, "u", wall_clock()).unwrap().is_none() {
-            assert!(Instant::now() < patience);
+            assert!(Instant::now() < deadline);
             sleep(Duration::from_millis(20)).await;
         }
         controller.abort();
@@ -159,7 +159,7 @@ fn shared(state_dir: Option<PathBuf>) -> Arc<SharedContext> {
 }
 
 /// An upstream for a passthrough listener, which needs no certificate files; otherwise the defaults.
-pub(super) fn config() -> Upstream {
+pub(in crate::control) fn config() -> Upstream {
     let text = "upstreams: [{name: u, endpoints: ['10.0.0.1:6443']}]\n\
                 listeners: [{name: l, bind: ['127.0.0.1:0'], mode: passthrough, upstream: u}]\n";
     validate_text(Path::new("test.yaml"), text).unwrap().config.upstreams.remove(0)

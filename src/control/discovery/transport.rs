@@ -1,11 +1,11 @@
-//! Sends kube's requests over jackstay's own connections, with a credential of their own.
+//! Sends the requests of kube's client over connections of jackstay, with the credential of discovery.
 //!
-//! Discovery so uses the same connection pool, health checks and failover as clients' requests.
-//! kube requires a transport that is `Send`, but connections live on one thread: the transport is a
-//! channel, and [`TransportTask`] on the control thread executes its requests.
+//! Discovery has a connection pool of its own, with the health checks and the failover of the pool for
+//! clients' requests. kube requires a transport that is `Send`, but a connection belongs to one thread.
+//! The transport is therefore a channel, and [`TransportTask`] on the control thread executes the requests.
 //!
-//! All requests are GETs: lists and watches. kube collects a response without a limit, and repeats a
-//! watch that ends at once without a pause, so the task limits sizes and the request rate.
+//! All requests are GETs: lists and watches. kube buffers a list without a limit, and repeats without a
+//! pause a watch that ends immediately, so the task limits sizes and the request rate.
 
 use std::cell::Cell;
 use std::pin::Pin;
@@ -36,7 +36,7 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 /// Largest list, and largest event of a watch, in bytes. A slice with 1,000 endpoints, the most that
 /// Kubernetes allows, has 200 KiB.
 const MAX_BYTES: usize = 8 << 20;
-/// Requests, and chunks of a response, that may wait in a channel.
+/// Capacity of the channels for requests and for the chunks of a response.
 const CHANNEL_SIZE: usize = 8;
 /// Rate limit: a burst of requests, then one in each interval.
 const BURST: u32 = 6;
@@ -47,13 +47,13 @@ pub type TransportError = tower::BoxError;
 
 type ResponseResult = Result<Response<TransportBody>, TransportError>;
 
-/// A request, and where its response goes.
+/// A request, and the channel for its response.
 type QueuedRequest = (Request<()>, oneshot::Sender<ResponseResult>);
 
-/// What kube's client sends its requests through.
+/// The transport of kube's client.
 pub type Transport = BoxService<Request<KubeBody>, Response<TransportBody>, TransportError>;
 
-/// A response body on its way to kube.
+/// A response body: the chunks that [`TransportTask`] sends.
 pub struct TransportBody(pub(super) mpsc::Receiver<Result<Bytes, TransportError>>);
 
 impl Body for TransportBody {
@@ -77,8 +77,9 @@ pub struct TransportTask {
 }
 
 impl TransportTask {
-    /// A transport that authenticates with `token`, and the future that executes its requests. The
-    /// future ends when the transport is dropped; its connections close with it.
+    /// Returns a transport that authenticates with `token`, and the future that executes its requests.
+    /// The future ends when the transport is dropped. At its end, or when it is dropped, its connections
+    /// close.
     pub fn start(
         upstream: &Arc<Upstream>,
         token: DiscoveryToken,
@@ -90,9 +91,9 @@ impl TransportTask {
             let mut tasks = tokio::task::JoinSet::new();
             tasks.spawn_local(Pool::run(Rc::clone(&pool)));
             let close_pool = ClosePoolOnDrop(Rc::clone(&pool));
-            let this = Rc::new(Self { upstream, pool, token, rate: RateLimit::default() });
+            let task = Rc::new(Self { upstream, pool, token, rate: RateLimit::default() });
             while let Some((request, respond)) = queue.recv().await {
-                tasks.spawn_local(Rc::clone(&this).execute(request, respond));
+                tasks.spawn_local(Rc::clone(&task).execute(request, respond));
                 while tasks.try_join_next().is_some() {}
             }
             drop(close_pool);
@@ -161,15 +162,16 @@ impl TransportTask {
             headers.insert(header::AUTHORIZATION, token);
         }
         let (response, _) = permit.open(head, true).map_err(connection_lost)?;
-        let late = |_| format!("no answer within {} s", HEAD_TIMEOUT.as_secs());
+        let timed_out = |_| format!("no answer within {} s", HEAD_TIMEOUT.as_secs());
         let response =
-            timeout(HEAD_TIMEOUT, response).await.map_err(late)?.map_err(connection_lost)?;
+            timeout(HEAD_TIMEOUT, response).await.map_err(timed_out)?.map_err(connection_lost)?;
         permit.head_arrived(Instant::now());
         Ok((permit, response))
     }
 
-    /// Passes the body on. When the connection of a watch is lost or must be left, and the last event
-    /// is complete, the body ends without an error: kube's watcher then resumes and need not list.
+    /// Sends the body to kube in chunks. If the connection of a watch is lost or should drain while no
+    /// event is incomplete, the body ends without an error. kube's watcher then resumes the watch without
+    /// a new list.
     async fn stream_body(
         &self,
         mut recv: RecvStream,
@@ -179,7 +181,7 @@ impl TransportTask {
     ) {
         let connection = Rc::clone(permit.connection());
         let mut notifications = connection.moves.notification_count();
-        // Bytes of a list, or of an event that is not complete yet.
+        // Size of the list so far, or of the incomplete event at the end of a watch.
         let mut pending = 0;
         loop {
             let next = tokio::select! {
@@ -242,18 +244,18 @@ impl Drop for ClosePoolOnDrop {
     }
 }
 
-/// Allows a burst of requests, then one in each [`INTERVAL`] (generic cell rate algorithm).
+/// Allows [`BURST`] requests at once, then one in each [`INTERVAL`] (generic cell rate algorithm).
 #[derive(Debug, Default)]
 struct RateLimit {
-    /// When the requests so far would have been sent, one in each interval.
-    theoretical: Cell<Option<Instant>>,
+    /// When the next request would be sent if one was sent in each interval.
+    theoretical_slot: Cell<Option<Instant>>,
 }
 
 impl RateLimit {
     /// When the next request may be sent.
     fn next_slot(&self, now: Instant) -> Instant {
-        let next = self.theoretical.get().map_or(now, |at| at.max(now)) + INTERVAL;
-        self.theoretical.set(Some(next));
+        let next = self.theoretical_slot.get().map_or(now, |at| at.max(now)) + INTERVAL;
+        self.theoretical_slot.set(Some(next));
         next.checked_sub(INTERVAL * BURST).map_or(now, |slot| slot.max(now))
     }
 }
@@ -269,6 +271,6 @@ mod tests {
         let slots: Vec<_> = (0..10).map(|_| at(rate.next_slot(start))).collect();
         assert_eq!(slots, [0, 0, 0, 0, 0, 0, 1, 2, 3, 4]);
         let later = start + Duration::from_secs(60);
-        assert_eq!(at(rate.next_slot(later)), 60, "a pause allows another burst");
+        assert_eq!(at(rate.next_slot(later)), 60, "the burst is allowed again after a pause");
     }
 }

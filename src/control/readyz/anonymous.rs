@@ -1,17 +1,19 @@
 //! Probes an endpoint without a credential for `/readyz`.
 //!
 //! After an anonymous request kube-apiserver sends GOAWAY on its connection
-//! (`UnauthenticatedHTTP2DOSMitigation`, on by default). A connection that has carried a probe can
-//! therefore not show by PING any longer that the endpoint lives. A new one replaces it before the probe:
+//! (`UnauthenticatedHTTP2DOSMitigation`, on by default), so PINGs on that connection can no longer show
+//! that the endpoint lives. The prober therefore opens a new connection before it sends a probe on the
+//! old one:
 //!
 //! | connection | carries | ends |
 //! |---|---|---|
-//! | the current one | PINGs: while they are answered the endpoint counts as ready | becomes the previous one when a new one is opened |
-//! | the previous one | one anonymous `/readyz` request, if a listener terminates TLS (`mode: terminate`) | with the response; its end is not reported |
+//! | current | PINGs: while they are answered the endpoint counts as ready | becomes the previous one when a new one is opened |
+//! | previous | one anonymous `/readyz` request, if a listener terminates TLS (`mode: terminate`) | after the response; its end is not reported |
 //!
-//! They take turns every 30 s at the earliest. An older connection would end anyway: Go's server
-//! closes a connection without requests after 90 s (kube-apiserver's `IdleTimeout`). An anonymous
-//! probe fails if its status is not 200, 401 or 403, or if its response is late on a live connection.
+//! A new connection is opened every 30 s or less often ([`anonymous_pause`]). Without that it would be
+//! closed after 90 s, as Go's server does with a connection without requests (kube-apiserver's
+//! `IdleTimeout`). An anonymous probe fails if its status is not 200, 401 or 403, or if its response is
+//! late on a live connection.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,32 +28,33 @@ use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
 use crate::upstream::endpoint::{Endpoint, Observation};
 
-/// Interval of the check whether a credential has been loaded meanwhile.
+/// Interval of the checks whether a credential has been loaded.
 const CREDENTIAL_CHECK: Duration = Duration::from_secs(1);
 
 /// Probes one endpoint without a credential.
 #[derive(Debug)]
 pub struct AnonymousProber {
     streak: ResultStreak,
-    failing: Option<String>,
-    /// When the connections take turns and the next probe is sent.
-    next: Instant,
+    /// Why anonymous probes fail, if they do.
+    failure: Option<String>,
+    /// When the connection is replaced and the next probe is sent.
+    next_probe: Instant,
 }
 
 impl AnonymousProber {
     /// A prober that sends its first probe `now`.
     pub fn new(now: Instant) -> Self {
-        Self { streak: ResultStreak::default(), failing: None, next: now }
+        Self { streak: ResultStreak::default(), failure: None, next_probe: now }
     }
 
-    /// Forgets all results. The connection was lost, so another process may answer.
+    /// Forgets all results, after the connection was lost: the apiserver may have been restarted.
     pub fn reset(&mut self) {
         self.streak = ResultStreak::default();
-        self.failing = None;
+        self.failure = None;
     }
 
     fn report(&self, upstream: &Upstream, endpoint: &Endpoint) {
-        match &self.failing {
+        match &self.failure {
             Some(why) => endpoint.observe(Observation::ReadyzFailing(why)),
             None => endpoint.observe(Observation::ReadyzNotProbed(why_unknown(upstream))),
         }
@@ -71,15 +74,15 @@ impl AnonymousProber {
             tokio::select! {
                 () = until_unusable(&current) => return current,
                 () = sleep(CREDENTIAL_CHECK) => {}
-                () = sleep_until(self.next) => {}
+                () = sleep_until(self.next_probe) => {}
             }
             if upstream.has_probe_credential() {
                 return current;
             }
-            // A suspect connection stays current until it is live again or dead.
-            if Instant::now() >= self.next && current.state() == ConnectionState::Live {
+            // A suspect connection is not replaced before it is live again or dead.
+            if Instant::now() >= self.next_probe && current.state() == ConnectionState::Live {
                 let config = Arc::clone(&upstream.config());
-                self.next =
+                self.next_probe =
                     Instant::now() + anonymous_pause(&config.health.readyz, fastrand::f64());
                 let Some(new) = connect(upstream, endpoint, reachability).await else { continue };
                 reachability.set_connection(&new);
@@ -92,7 +95,7 @@ impl AnonymousProber {
         }
     }
 
-    /// Sends a probe on a connection that the apiserver is expected to close after it.
+    /// Sends a probe on `connection`, which the apiserver is expected to close afterwards.
     async fn send(
         &mut self,
         upstream: &Upstream,
@@ -113,8 +116,8 @@ impl AnonymousProber {
                 Some(why)
             }
         };
-        if self.streak.add(failure.is_none(), config.rise, config.fall) {
-            self.failing = failure;
+        if self.streak.record(failure.is_none(), config.rise, config.fall) {
+            self.failure = failure;
         }
     }
 }

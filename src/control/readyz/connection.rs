@@ -1,4 +1,4 @@
-//! The prober's connections: how they are opened, and how long they can be used.
+//! Opens the prober's connections, and decides how long they can be used.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -13,12 +13,12 @@ use crate::upstream::credentials::CredentialClass;
 use crate::upstream::dial::dial_h2;
 use crate::upstream::endpoint::{ConnectFailure, Endpoint, Observation};
 
-/// Interval of handshakes with a server that does not speak HTTP/2, where no connection is kept.
+/// Interval of TLS handshakes with a server that does not speak HTTP/2; their connections are closed.
 const HANDSHAKE_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval at which a disconnected prober checks whether it may connect.
 const RECONNECT_CHECK: Duration = Duration::from_millis(50);
 
-/// A connection of the prober. It drains when this is dropped; no pool does that for it.
+/// A connection of the prober. It is in no pool, so it drains when this value is dropped.
 pub struct ProbeConnection(pub Rc<Connection>);
 
 impl std::ops::Deref for ProbeConnection {
@@ -35,8 +35,8 @@ impl Drop for ProbeConnection {
     }
 }
 
-/// Whether a connection can carry a probe and presents the current certificate. A connection with
-/// an older certificate starts to drain.
+/// Whether a connection is live and uses the current credential of the prober. A connection with an older
+/// credential starts to drain.
 pub fn is_current(upstream: &Upstream, connection: &Connection) -> bool {
     let generation = upstream.credentials.tls(CredentialClass::Probe).map(|tls| tls.generation);
     let current = generation == Some(connection.generation);
@@ -46,7 +46,7 @@ pub fn is_current(upstream: &Upstream, connection: &Connection) -> bool {
     current && connection.state() == ConnectionState::Live
 }
 
-/// Waits until a connection takes no new streams any more.
+/// Waits until a connection is neither live nor suspect: it will take no new streams.
 pub async fn until_unusable(connection: &Connection) {
     while connection.state() == ConnectionState::Live
         || connection.state() == ConnectionState::Suspect
@@ -55,7 +55,7 @@ pub async fn until_unusable(connection: &Connection) {
     }
 }
 
-/// Makes one attempt to connect. `None` if it failed, or the endpoint's backoff allows none yet.
+/// Makes one attempt to connect. `None` if it fails, or the endpoint's backoff allows no attempt yet.
 pub async fn connect(
     upstream: &Arc<Upstream>,
     endpoint: &Arc<Endpoint>,

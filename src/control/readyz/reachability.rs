@@ -1,16 +1,17 @@
 //! Detects that an apiserver's process is stopped or unreachable, on behalf of passthrough flows.
 //!
-//! jackstay can send no PING on a connection that it passes through. If the process is stopped, its
-//! kernel still acknowledges, and the flow looks alive. The prober's connection shows the truth:
+//! jackstay can send no PING on a connection that it passes through. If the apiserver's process is
+//! stopped, its kernel still acknowledges segments, so a flow looks alive. The prober's connection
+//! carries PINGs, which only the process answers:
 //!
-//! | observation | conclusion |
+//! | observation on the prober's connection | conclusion |
 //! |---|---|
 //! | PONGs arrive | the process is alive |
-//! | a PING is late, and a new handshake succeeds | alive; that connection was lost and is replaced |
-//! | neither a PONG nor a new handshake for 2.5 s | dead: the endpoint is ejected |
+//! | a PONG is late, and a new handshake succeeds | the process is alive; the connection was lost and is replaced |
+//! | no byte arrives for 2.5 s, and no new handshake succeeds | the process is stopped or unreachable: the endpoint is ejected |
 //!
-//! A lost packet is not enough for the last row: the kernel retransmits PINGs after 200 ms, and each
-//! handshake is raced by a second one.
+//! The loss of one packet does not lead to the last row: the kernel retransmits a PING after 200 ms, and
+//! each handshake is raced by a second one.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -29,18 +30,19 @@ use crate::upstream::endpoint::{ConnectFailure, ConnectTimeout, Endpoint, Observ
 
 /// Time without a byte from the peer, while PINGs are sent, after which it counts as silent.
 const SILENT_AFTER: Duration = Duration::from_millis(2_500);
-/// Time for which a new handshake must have been tried. With a PING each second, the verdict falls at
-/// most 3 s after the last sign of life.
-const HANDSHAKE_FOR: Duration = Duration::from_millis(1_800);
+/// Time for which a new handshake is tried before the verdict. A PING is sent each second, so the
+/// verdict falls at most 3 s after the last byte from the peer.
+const HANDSHAKE_TRIED_FOR: Duration = Duration::from_millis(1_800);
 /// Limit for one handshake, including the second one that races it.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Pause after a refused handshake.
 const HANDSHAKE_PAUSE: Duration = Duration::from_millis(200);
 /// Interval of the checks during an examination.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
-/// A check that is later than this suggests that this process did not run.
+/// A check that is later than this suggests that this process was suspended.
 const CHECK_LATE: Duration = Duration::from_millis(250);
-/// How long the verdict is then withheld, once in an examination.
+/// Time for which the first late check of an examination withholds the verdict, so that bytes that have
+/// arrived meanwhile are read first.
 const GRACE: Duration = Duration::from_millis(500);
 
 /// Checks whether one endpoint can be reached.
@@ -48,12 +50,12 @@ const GRACE: Duration = Duration::from_millis(500);
 pub struct ReachabilityCheck {
     current: RefCell<Option<Rc<Connection>>>,
     replacement: RefCell<Option<Rc<Connection>>>,
-    /// Notified when the connection changes its state.
+    /// Notified when a connection that this check has started changes its state.
     changed: Rc<Notify>,
 }
 
 impl ReachabilityCheck {
-    /// Starts a connection for the prober, whose state changes this check observes.
+    /// Starts a connection for the prober. Its state changes wake this check.
     pub fn start_connection(
         &self,
         established: DialedConnection,
@@ -76,7 +78,7 @@ impl ReachabilityCheck {
         *self.current.borrow_mut() = Some(Rc::clone(connection));
     }
 
-    /// Takes the connection that has replaced a lost one, if there is one.
+    /// Takes the connection that an examination has opened in place of a lost one.
     pub fn take_replacement(&self) -> Option<Rc<Connection>> {
         self.replacement.borrow_mut().take()
     }
@@ -92,8 +94,8 @@ impl ReachabilityCheck {
         }
     }
 
-    /// Waits until a suspect connection is no longer suspect, or no longer the current one. Without
-    /// this wait, [`Self::run`] would spin on a suspect connection that it does not examine.
+    /// Waits until `suspect` is no longer suspect, or no longer the current connection. Without this
+    /// wait, [`Self::run`] would loop without a pause on a suspect connection that it does not examine.
     async fn until_settled(&self, suspect: &Rc<Connection>) {
         let is_suspect = || suspect.state() == ConnectionState::Suspect;
         self.until(|| (!self.is_current(suspect) || !is_suspect()).then_some(())).await;
@@ -122,7 +124,7 @@ impl ReachabilityCheck {
         self.current.borrow().as_ref().is_some_and(|current| Rc::ptr_eq(current, connection))
     }
 
-    /// Finds out whether the process behind a suspect connection still answers.
+    /// Determines whether the apiserver behind a suspect connection still answers.
     async fn examine(
         &self,
         suspect: &Rc<Connection>,
@@ -165,37 +167,41 @@ impl ReachabilityCheck {
     }
 }
 
-/// Tells a silent process from one whose bytes this process was too late to read.
+/// Distinguishes a silent peer from one whose bytes this process has not read yet.
 #[derive(Debug)]
 struct SilenceDetector {
-    /// No verdict before this.
+    /// Earliest time of the verdict.
     verdict_from: Instant,
     /// When the next check is due.
     check_at: Instant,
-    /// A check was late.
-    was_late: bool,
+    /// A check was late, and the verdict was withheld.
+    had_late_check: bool,
 }
 
 impl SilenceDetector {
     /// The detector for a connection that became suspect `now`.
     fn new(now: Instant) -> Self {
-        Self { verdict_from: now + HANDSHAKE_FOR, check_at: now + CHECK_INTERVAL, was_late: false }
+        Self {
+            verdict_from: now + HANDSHAKE_TRIED_FOR,
+            check_at: now + CHECK_INTERVAL,
+            had_late_check: false,
+        }
     }
 
-    /// Whether the peer is dead if its last byte arrived at `heard`. The first late check withholds
-    /// the verdict for [`GRACE`]. Later ones do not: where every check is late, silence must still
-    /// be detected.
-    fn is_dead(&mut self, heard: Instant, now: Instant) -> bool {
-        if now > self.check_at + CHECK_LATE && !std::mem::replace(&mut self.was_late, true) {
+    /// Whether the peer counts as dead, if its last byte arrived at `last_received`. The first late check
+    /// withholds the verdict for [`GRACE`]. Later ones do not: silence must be detected even on a host
+    /// where every check is late.
+    fn is_dead(&mut self, last_received: Instant, now: Instant) -> bool {
+        if now > self.check_at + CHECK_LATE && !std::mem::replace(&mut self.had_late_check, true) {
             self.verdict_from = self.verdict_from.max(now + GRACE);
         }
         self.check_at = now + CHECK_INTERVAL;
-        now >= self.verdict_from && now >= heard + SILENT_AFTER
+        now >= self.verdict_from && now >= last_received + SILENT_AFTER
     }
 }
 
-/// Connects until it succeeds. `None` if a process answers but its certificate is not trusted, or it
-/// does not speak HTTP/2; the prober reports that.
+/// Connects until an attempt succeeds. `None` if the server answers, but its certificate is not trusted or
+/// it does not speak HTTP/2; the prober reports that.
 async fn handshake(
     connector: &Connector,
     endpoint: &Arc<Endpoint>,
@@ -218,17 +224,17 @@ async fn handshake(
 mod tests {
     use super::*;
 
-    /// Runs a detector on a connection whose last byte came 1 s before the suspicion. This process
-    /// does not run for the first `paused`, and then makes each check `late`. Returns the time from
-    /// the suspicion to the verdict.
-    fn dead_after(paused: Duration, late: Duration) -> Option<Duration> {
+    /// Runs a detector on a connection whose last byte arrived 1 s before it became suspect. This process
+    /// is suspended for `paused` after that, and then makes each check `late` after it is due. Returns the
+    /// time from the suspicion to the verdict.
+    fn time_to_verdict(paused: Duration, late: Duration) -> Option<Duration> {
         let suspected = Instant::now() + Duration::from_secs(1);
-        let heard = suspected - Duration::from_secs(1);
+        let last_received = suspected - Duration::from_secs(1);
         let mut detector = SilenceDetector::new(suspected);
         let mut now = suspected + paused;
         while now < suspected + Duration::from_secs(60) {
             now = now.max(detector.check_at) + late;
-            if detector.is_dead(heard, now) {
+            if detector.is_dead(last_received, now) {
                 return Some(now - suspected);
             }
         }
@@ -241,15 +247,15 @@ mod tests {
         for (paused, late, expected) in [
             (0, 0, 1_800),
             (0, 240, 2_030),
-            // Each check is late; only the first one counts, and its grace is over by the verdict.
+            // Each check is late. Only the first one withholds the verdict, and only for 500 ms.
             (0, 260, 1_860),
             (0, 1_500, 3_100),
-            // A process that was paused first reads what has arrived meanwhile.
+            // After a suspension the verdict is withheld for 500 ms.
             (10_000, 0, 10_500),
             (10_000, 260, 10_880),
         ] {
-            let dead = dead_after(paused * MS, late * MS);
-            assert_eq!(dead, Some(expected * MS), "{late} ms late after {paused} ms");
+            let verdict = time_to_verdict(paused * MS, late * MS);
+            assert_eq!(verdict, Some(expected * MS), "{late} ms late after {paused} ms");
         }
     }
 }

@@ -14,22 +14,22 @@ use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, ProbeTrigger};
 use crate::upstream::readyz::{ReadyzCheck, failed_checks};
 
-/// Bytes of a response body that are kept to find the failed checks in it.
+/// Bytes of a response body that are stored, to find the failed checks in them. The DATA frame that
+/// exceeds this size is the last one that is stored.
 const MAX_BODY: usize = 16 * 1024;
 
 /// The result of a probe.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReadyzResult {
-    /// The endpoint is ready, or refuses to answer this client.
+    /// The endpoint is ready, or it works and refuses this client (401, 403).
     Ready,
-    /// The endpoint is not ready, and why.
+    /// The endpoint is not ready, with the reason.
     NotReady(String),
-    /// The connection was lost, which says nothing about readiness.
+    /// The connection was lost before the response was complete; the readiness is unknown.
     ConnectionLost,
 }
 
-/// Sends a probe on `connection`, authenticated by `token` if there is one, and records it for
-/// `/status`.
+/// Sends a probe on `connection`, with `token` if there is one, and records its result for `/status`.
 pub async fn send_probe(
     connection: &Rc<Connection>,
     config: &Readyz,
@@ -38,8 +38,8 @@ pub async fn send_probe(
     let (at, started) = (Utc(wall_clock()).seconds(), Instant::now());
     let (code, result) = match timeout(config.timeout, exchange(connection, config, token)).await {
         Ok(Ok((status, result))) => (Some(status.as_u16()), result),
-        // A late response on a live connection means that the apiserver is not ready; on any other
-        // connection only that the connection is lost.
+        // Without a response in time the apiserver is not ready, if the connection is live. Otherwise
+        // the connection is lost.
         Err(_) if connection.state() == ConnectionState::Live => {
             let limit = config.timeout.as_millis();
             let why = format!("{} not answered within {limit} ms", config.path);

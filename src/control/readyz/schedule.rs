@@ -1,4 +1,5 @@
-//! When `/readyz` is probed next, and how many results in a row decide.
+//! When `/readyz` is probed next, and after how many equal results in a row an endpoint counts as ready
+//! or not ready.
 
 use std::time::Duration;
 
@@ -11,11 +12,11 @@ pub(super) const FAILING_INTERVAL: Duration = Duration::from_secs(1);
 /// Shortest pause between anonymous probes. After an anonymous request the apiserver sends GOAWAY
 /// (`UnauthenticatedHTTP2DOSMitigation`), so each probe costs a connection.
 const ANONYMOUS_INTERVAL: Duration = Duration::from_secs(30);
-/// Shortest pause before a probe that passive evidence requests. It doubles while such probes
-/// confirm what was known: an apiserver that is slow for everyone does not get faster by probes.
+/// Shortest pause before a probe that passive evidence requests. It doubles with each such probe that
+/// confirms the known state: more probes do not help an apiserver that is slow for every client.
 const EVIDENCE_PAUSE: Duration = Duration::from_millis(500);
 /// Shortest pause before a probe that decides whether watches may move to the endpoint.
-const PROOF_PAUSE: Duration = Duration::from_millis(200);
+const CONFIRMATION_PAUSE: Duration = Duration::from_millis(200);
 
 /// Counts equal probe results in a row.
 #[derive(Debug, Default)]
@@ -25,9 +26,9 @@ pub struct ResultStreak {
 }
 
 impl ResultStreak {
-    /// Adds a result; returns whether it decides if the endpoint is ready. The first one does; later
-    /// ones do after `rise` successes or `fall` failures in a row.
-    pub fn add(&mut self, ready: bool, rise: u32, fall: u32) -> bool {
+    /// Records a result. Returns whether the endpoint now counts as ready, or as not ready, by it: the
+    /// first result decides, and then `rise` successes or `fall` failures in a row.
+    pub fn record(&mut self, ready: bool, rise: u32, fall: u32) -> bool {
         let last = self.last.replace(ready);
         self.length = if last == Some(ready) { self.length.saturating_add(1) } else { 1 };
         last.is_none() || self.length >= if ready { rise } else { fall }
@@ -48,7 +49,7 @@ pub enum ProbeResult {
 /// The pauses between the probes of one endpoint.
 #[derive(Debug)]
 pub struct ProbeSchedule {
-    /// Failed probes in a row.
+    /// Failed probes in a row; 1 while the endpoint recovers.
     failures: u32,
     evidence_pause: Duration,
 }
@@ -91,11 +92,11 @@ impl ProbeSchedule {
         base.min(config.interval).mul_f64(0.8 + 0.4 * jitter)
     }
 
-    /// Shortest pause between the last probe and one that is wanted early.
-    pub fn early_pause(&self, why: ProbeTrigger, config: &Readyz) -> Duration {
-        let pause = match why {
+    /// Shortest pause between the last probe and one that `trigger` requests.
+    pub fn early_pause(&self, trigger: ProbeTrigger, config: &Readyz) -> Duration {
+        let pause = match trigger {
             ProbeTrigger::PassiveEvidence => self.evidence_pause,
-            ProbeTrigger::Confirmation => PROOF_PAUSE,
+            ProbeTrigger::Confirmation => CONFIRMATION_PAUSE,
         };
         let shortest = if self.failures > 0 { FAILING_INTERVAL } else { Duration::ZERO };
         pause.max(shortest).min(config.interval)
@@ -124,17 +125,17 @@ mod tests {
     }
 
     #[test]
-    fn add_first_result_decides_and_later_ones_need_a_streak() {
+    fn streak_first_result_decides_and_later_ones_need_rise_or_fall() {
         let mut streak = ResultStreak::default();
-        assert!(streak.add(true, 2, 2));
-        assert!(!streak.add(false, 2, 2));
-        assert!(!streak.add(true, 2, 2));
-        assert!(!streak.add(false, 2, 2));
-        assert!(streak.add(false, 2, 2));
-        assert!(streak.add(false, 2, 2));
-        assert!(!streak.add(true, 2, 2));
-        assert!(streak.add(true, 2, 2));
-        assert!(ResultStreak::default().add(false, 2, 2));
+        assert!(streak.record(true, 2, 2));
+        assert!(!streak.record(false, 2, 2));
+        assert!(!streak.record(true, 2, 2));
+        assert!(!streak.record(false, 2, 2));
+        assert!(streak.record(false, 2, 2));
+        assert!(streak.record(false, 2, 2));
+        assert!(!streak.record(true, 2, 2));
+        assert!(streak.record(true, 2, 2));
+        assert!(ResultStreak::default().record(false, 2, 2));
     }
 
     #[test]
@@ -150,7 +151,7 @@ mod tests {
         for expected in [1, 2, 4, 8, 10, 10, 10] {
             assert_eq!(next(ProbeResult::Failing), expected);
         }
-        // The endpoint has recovered: the probe that confirms it comes soon.
+        // After the first success, the probe that confirms it follows after 1 s.
         assert_eq!(next(ProbeResult::Recovering), 1);
         assert_eq!(next(ProbeResult::Ready), 10);
         assert_eq!(next(ProbeResult::Failing), 1);
@@ -166,7 +167,7 @@ mod tests {
 
     /// The load of 5,000 nodes on an apiserver that is not ready.
     #[test]
-    fn pause_failing_endpoint_of_5000_nodes_gets_one_probe_in_8_s_from_each() {
+    fn pause_failing_endpoint_of_5000_nodes_gets_at_most_one_probe_in_8_s_from_each() {
         let (nodes, outage) = (5_000, Duration::from_secs(600));
         let config = config(Duration::from_secs(10));
         let mut rng = fastrand::Rng::with_seed(7);
@@ -201,7 +202,7 @@ mod tests {
         }
         schedule.record(ProbeResult::Ready, false, &config);
         assert_eq!(ms(&schedule), 500);
-        // A failing endpoint gets at most one probe a second; regular probes in between change nothing.
+        // A failing endpoint gets at most one probe a second. Regular probes do not change the pause.
         schedule.record(ProbeResult::Failing, true, &config);
         assert_eq!(ms(&schedule), 1_000);
         for expected in [1_000, 2_000, 4_000, 8_000, 10_000] {
@@ -210,7 +211,11 @@ mod tests {
             assert_eq!(ms(&schedule), expected);
         }
         schedule.record(ProbeResult::Recovering, false, &config);
-        assert_eq!(ms(&schedule), 1_000, "the evidence pause is 500 ms, one second is the least");
+        assert_eq!(
+            ms(&schedule),
+            1_000,
+            "the evidence pause is 500 ms again, but a failing endpoint is probed once a second"
+        );
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The keys of the planned configuration file.
+//! The planned configuration file in a form that can be written as YAML.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::plan::SetupMode;
 use crate::config::CertPaths;
 
-/// The configuration file, with the keys that differ from their defaults.
+/// The configuration file, with only the keys whose values differ from the defaults.
 #[derive(Serialize)]
 pub(super) struct ConfigFile {
     pub(super) state_dir: PathBuf,

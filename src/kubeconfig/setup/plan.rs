@@ -43,7 +43,7 @@ pub struct SetupRequest {
     pub now: SystemTime,
 }
 
-/// A file to write.
+/// A planned file.
 #[derive(Clone, PartialEq, Eq)]
 pub struct OutputFile {
     /// Absolute path.
@@ -52,7 +52,7 @@ pub struct OutputFile {
     pub bytes: Vec<u8>,
     /// Unix permissions, as in chmod(2).
     pub mode: u32,
-    /// Description for messages.
+    /// Its purpose, for messages.
     pub description: &'static str,
 }
 
@@ -60,14 +60,14 @@ pub struct OutputFile {
 pub struct SetupPlan {
     /// The files to write, the configuration last.
     pub files: Vec<OutputFile>,
-    /// The local CA, PEM, for clients to trust (mode `terminate` only).
+    /// The certificate of the local CA that clients trust, PEM (mode `terminate` only).
     pub local_ca: Option<Vec<u8>>,
     /// Messages to the user.
     pub notes: Vec<String>,
 }
 
 impl SetupPlan {
-    /// Returns the file that contains the PEM data. Inline data becomes a planned file at `path`.
+    /// Returns the file that contains `pem`. For inline data this is a planned file at `path`.
     pub(super) fn file_of(
         &mut self,
         pem: &PemSource,

@@ -1,5 +1,5 @@
 //! Plans the local CA and the serving certificate of a listener in mode `terminate`. An existing CA is
-//! kept, and an existing serving certificate is kept until it is due for renewal.
+//! kept. An existing serving certificate is kept while it is current.
 
 use std::path::Path;
 use std::time::SystemTime;
@@ -12,7 +12,7 @@ use crate::net::files::{PRIVATE, PUBLIC};
 use crate::net::tls::local_ca::{self, LocalCa};
 use crate::net::tls::pem_files;
 
-/// Plans a local CA if none exists, and a serving certificate unless a current one exists. Returns the
+/// Plans a local CA unless one exists, and a serving certificate unless a current one exists. Returns the
 /// `tls` section of the listener.
 ///
 /// # Errors
@@ -61,7 +61,7 @@ pub(super) fn plan(
         (local_ca, ca_certificate)
     };
     plan.local_ca = Some(ca_certificate);
-    // With a new CA this always issues a certificate, because the new CA has not signed the old one.
+    // A new CA always issues a certificate, because it has not signed an existing one.
     if !is_current(&serving, &local_ca, &names, request.now) {
         plan.files.push(OutputFile {
             path: serving.clone(),
@@ -74,7 +74,7 @@ pub(super) fn plan(
     Ok(ListenerTlsSection { serving, issuer: ca_paths })
 }
 
-/// Whether `file` holds a serving certificate that `local_ca` has signed, that contains all `names` and
+/// Whether `file` holds a serving certificate that `local_ca` has signed, that contains all `names`, and
 /// that is not due for renewal.
 fn is_current(file: &Path, local_ca: &LocalCa, names: &[String], now: SystemTime) -> bool {
     let paths = CertPaths { cert_file: file.to_owned(), key_file: file.to_owned() };
@@ -83,4 +83,43 @@ fn is_current(file: &Path, local_ca: &LocalCa, names: &[String], now: SystemTime
     now < local_ca::renewal_time(&loaded.info)
         && names.iter().all(|name| certified.contains(name))
         && local_ca.has_signed(&loaded.chain[0])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::plan::SetupMode;
+    use super::*;
+    use crate::observe::utc::wall_clock;
+
+    #[test]
+    fn plan_unusable_local_ca_error_names_both_files_to_remove() {
+        let dir = tempfile::tempdir().unwrap();
+        let request = SetupRequest {
+            mode: SetupMode::Terminate,
+            host: "127.0.0.1".into(),
+            port: 7443,
+            config: dir.path().join("jackstay.yaml"),
+            upstreams: Vec::new(),
+            server_name: None,
+            ca_file: None,
+            client_ca_file: None,
+            node_name: "node-1".into(),
+            now: wall_clock(),
+        };
+        let files = ["local-ca.crt", "local-ca.key"].map(|name| dir.path().join(name));
+        // Only one of the two files exists, and it holds no certificate or key.
+        for existing in &files {
+            std::fs::write(existing, "not PEM").unwrap();
+            let mut planned = SetupPlan { files: Vec::new(), local_ca: None, notes: Vec::new() };
+            let error = plan(&request, dir.path(), &mut planned).err().unwrap();
+            let advice = format!(
+                "to create a new local CA, remove {} and {}",
+                files[0].display(),
+                files[1].display()
+            );
+            assert!(error.ends_with(&advice), "{error}");
+            assert!(planned.files.is_empty(), "no file is replaced");
+            std::fs::remove_file(existing).unwrap();
+        }
+    }
 }

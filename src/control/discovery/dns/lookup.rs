@@ -1,7 +1,7 @@
-//! One lookup of a name: `/etc/hosts`, then the name servers of `/etc/resolv.conf`.
+//! Looks a name up in `/etc/hosts`, then at the name servers of `/etc/resolv.conf`.
 //!
-//! `localhost` names are never sent to a name server (RFC 6761 section 6.3). Without configured name
-//! servers a lookup fails; there is no fallback to public ones.
+//! Names below `localhost` are never sent to a name server (RFC 6761 section 6.3). Without configured
+//! name servers a lookup fails; there is no fallback to public ones.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
@@ -23,12 +23,11 @@ use crate::net::files;
 /// and a TTL of a day must not hide a change for a day.
 pub(super) const TTL_MIN: Duration = Duration::from_secs(5);
 pub(super) const TTL_MAX: Duration = Duration::from_secs(300);
-/// Longest time for one attempt of one query. The resolver's own default, 5 s, makes a lost packet
-/// expensive.
+/// Longest time for one attempt of one query. With the resolver's default, a lost packet would cost 5 s.
 const ATTEMPT_MAX: Duration = Duration::from_secs(2);
-/// Shortest time for one attempt, even if `options timeout:` is shorter. glibc takes 0 for 1 s too.
+/// Shortest time for one attempt, even if `options timeout:` is shorter. glibc raises 0 to 1 s as well.
 const ATTEMPT_MIN: Duration = Duration::from_secs(1);
-/// Limit for all attempts at all name servers with every search domain.
+/// Limit for a lookup with all attempts, name servers and search domains.
 pub(super) const LOOKUP_TIMEOUT: Duration = Duration::from_secs(20);
 /// Largest system file that is read, in bytes. `/etc/hosts` files that block advertisements have a
 /// few MiB.
@@ -61,7 +60,7 @@ pub(super) struct LookupResult {
     pub(super) complete: bool,
 }
 
-/// Looks `host` up.
+/// Looks up the addresses of both families of `host`.
 pub(super) async fn look_up(host: &str, system: &ResolverFiles) -> LookupResult {
     if host.ends_with(".localhost") {
         let (v4, v6) = (Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into());
@@ -84,13 +83,13 @@ pub(super) async fn look_up(host: &str, system: &ResolverFiles) -> LookupResult 
         Ok(name) => name,
         Err(error) => return failed(error.to_string()),
     };
-    let both = async {
+    let lookups = async {
         tokio::join!(
             resolver.lookup(name.clone(), RecordType::A),
             resolver.lookup(name.clone(), RecordType::AAAA)
         )
     };
-    let Ok((v4, v6)) = timeout(LOOKUP_TIMEOUT, both).await else {
+    let Ok((v4, v6)) = timeout(LOOKUP_TIMEOUT, lookups).await else {
         return failed(format!("no name server answers within {} s", LOOKUP_TIMEOUT.as_secs()));
     };
     let mut ttl = TTL_MAX;
@@ -108,8 +107,8 @@ pub(super) async fn look_up(host: &str, system: &ResolverFiles) -> LookupResult 
     LookupResult { v4, v6, ttl, complete: false }
 }
 
-/// An error of the resolver for operators. Its own message for name servers that do not answer is
-/// `no connections available`.
+/// Describes an error of the resolver for operators. The resolver's own text for name servers that do not
+/// answer is `no connections available`.
 fn describe(error: &NetError) -> String {
     match error {
         NetError::NoConnections => "no name server answers".to_owned(),
@@ -135,8 +134,8 @@ fn in_hosts_file(host: &str, system: &ResolverFiles) -> Option<(Vec<IpAddr>, Vec
     (!v4.is_empty() || !v6.is_empty()).then_some((v4, v6))
 }
 
-/// A resolver for the name servers that are configured now. Lookups are rare, so each makes its own
-/// and no configuration or cache can be stale.
+/// Makes a resolver for the name servers that are configured now. Lookups are rare, so each makes its own
+/// resolver, and neither a configuration nor a cache can be stale.
 fn resolver(system: &ResolverFiles) -> Result<TokioResolver, String> {
     let file = system.resolv_conf.display();
     let text = files::read(&system.resolv_conf, MAX_FILE);

@@ -1,4 +1,4 @@
-//! Tests of lookups, of updates from their results, and of the whole source, with a local name server.
+//! Tests of lookups, of the use of their results, and of the whole source, with a local name server.
 
 use std::collections::HashMap;
 use std::net::UdpSocket;
@@ -130,7 +130,7 @@ async fn look_up_both_families_returns_addresses_and_ttl() {
 }
 
 #[tokio::test]
-async fn look_up_hosts_file_wins_and_localhost_is_not_queried() {
+async fn look_up_name_in_hosts_file_or_below_localhost_causes_no_query() {
     let server = TestServer::new();
     server.set_addresses("api.example.com", &["10.0.0.1"], 60);
     let hosts = "# local\n10.1.1.1 API.example.com other\nfd00::9 api.example.com\nnonsense\n";
@@ -146,12 +146,12 @@ async fn look_up_hosts_file_wins_and_localhost_is_not_queried() {
     assert_eq!(
         found.v4.unwrap(),
         ips(&["10.0.0.1"]),
-        "without a hosts file the name server is queried"
+        "the name server is queried if there is no hosts file"
     );
 }
 
 #[tokio::test]
-async fn look_up_no_name_servers_configured_fails() {
+async fn look_up_without_configured_name_servers_fails() {
     let server = TestServer::new();
     std::fs::remove_file(&server.files.resolv_conf).unwrap();
     let found = look_up("api.example.com", &server.files).await;
@@ -162,7 +162,7 @@ async fn look_up_no_name_servers_configured_fails() {
 }
 
 #[tokio::test]
-async fn look_up_unusable_files_do_not_block_and_bad_lines_are_skipped() {
+async fn look_up_pipes_as_files_do_not_block_and_bad_lines_are_skipped() {
     let server = TestServer::new();
     server.set_addresses("api.example.com", &["10.0.0.1"], 60);
     // Opening a named pipe without a writer blocks the reader.
@@ -176,12 +176,12 @@ async fn look_up_unusable_files_do_not_block_and_bad_lines_are_skipped() {
     for path in [&server.files.hosts, &server.files.resolv_conf] {
         std::fs::remove_file(path).unwrap();
     }
-    // A timeout of 0 is raised to 1 s, and unknown options are ignored.
-    let resolv_conf = "nameserver 127.0.0.1\noptions timeout:0 attempts:0 trust-ad what:ever\n";
+    // The lookup works with `timeout:0`, which is raised to 1 s, and with unknown options.
+    let resolv_conf = "nameserver 127.0.0.1\noptions timeout:0 attempts:0 trust-ad unknown:1\n";
     std::fs::write(&server.files.resolv_conf, resolv_conf).unwrap();
     let found = look_up("api.example.com", &server.files).await;
     assert_eq!(found.v4.unwrap(), ips(&["10.0.0.1"]));
-    // A comment that is not UTF-8 affects only its own line.
+    // A comment that is not UTF-8 does not invalidate the file.
     let hosts = b"# R\xe9seau\n10.1.1.1 api.example.com # l'\xe9quipe\n";
     std::fs::write(&server.files.hosts, hosts).unwrap();
     let found = look_up("api.example.com", &server.files).await;
@@ -189,7 +189,7 @@ async fn look_up_unusable_files_do_not_block_and_bad_lines_are_skipped() {
 }
 
 #[test]
-fn update_failed_lookup_keeps_addresses_and_backs_off() {
+fn apply_result_failed_lookup_keeps_addresses_and_backs_off() {
     let found = |v4: Result<&[&str], &str>, v6: Result<&[&str], &str>| {
         let family = |f: Result<&[&str], &str>| f.map(ips).map_err(str::to_owned);
         LookupResult {
@@ -203,39 +203,39 @@ fn update_failed_lookup_keeps_addresses_and_backs_off() {
     let (mut failures, now) = (0, Instant::now());
     // Applies a result and returns the seconds until the next lookup.
     let mut next = |known: &mut NameState, found| {
-        update(known, found, &mut failures, &|_| false, now).as_secs()
+        apply_result(known, found, &mut failures, &|_| false, now).as_secs()
     };
     assert_eq!(next(&mut known, found(Ok(&["10.0.0.1"]), Ok(&["fd00::1"]))), 60);
-    // A failed family keeps its addresses, and the next lookup follows after 1 s.
+    // A family whose query failed keeps its addresses, and the next lookup follows after 1 s.
     assert_eq!(next(&mut known, found(Ok(&["10.0.0.2"]), Err("timed out"))), 1);
     assert_eq!(known.addresses().collect::<Vec<_>>(), ips(&["10.0.0.2", "fd00::1"]));
     assert_eq!(known.error.as_deref(), Some("timed out"));
-    // A family without addresses in a successful response loses its addresses.
+    // A family for which a successful response has no addresses loses its addresses.
     assert_eq!(next(&mut known, found(Ok(&["10.0.0.2"]), Ok(&[]))), 60);
     assert_eq!(known.addresses().collect::<Vec<_>>(), ips(&["10.0.0.2"]));
-    // A response without any address is a failure: the addresses stay.
+    // A response without any address is a failure: the known addresses stay.
     for (round, pause) in [1, 2, 4, 8, 16, 30, 30].into_iter().enumerate() {
         assert_eq!(next(&mut known, found(Ok(&[]), Ok(&[]))), pause, "round {round}");
     }
     assert_eq!(known.addresses().collect::<Vec<_>>(), ips(&["10.0.0.2"]));
     assert_eq!(next(&mut known, found(Err("no such name"), Err("no such name"))), 30);
     assert_eq!(known.addresses().count(), 1);
-    let quick = LookupResult { ttl: Duration::ZERO, ..found(Ok(&["10.0.0.1"]), Ok(&[])) };
-    assert_eq!(next(&mut known, quick), 5, "a TTL of 0 is raised to 5 s");
-    let slow =
+    let without_ttl = LookupResult { ttl: Duration::ZERO, ..found(Ok(&["10.0.0.1"]), Ok(&[])) };
+    assert_eq!(next(&mut known, without_ttl), 5, "a TTL of 0 is raised to 5 s");
+    let long_ttl =
         LookupResult { ttl: Duration::from_secs(86_400), ..found(Ok(&["10.0.0.1"]), Ok(&[])) };
-    assert_eq!(next(&mut known, slow), 300, "a TTL of a day is reduced to 300 s");
+    assert_eq!(next(&mut known, long_ttl), 300, "a TTL of a day is reduced to 300 s");
 }
 
-/// One response arrives per TTL.
+/// One response arrives in each TTL.
 #[tokio::test(start_paused = true)]
-async fn update_omitted_usable_address_stays_for_three_ttls() {
+async fn apply_result_omitted_usable_address_stays_for_three_ttls() {
     const TTL: Duration = Duration::from_secs(60);
     let all = ips(&["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]);
     let (mut known, mut failures) = (NameState::default(), 0);
     let mut respond = |known: &mut NameState, v4: &[IpAddr], usable: &dyn Fn(IpAddr) -> bool| {
         let found = LookupResult { v4: Ok(v4.to_vec()), v6: Ok(vec![]), ttl: TTL, complete: false };
-        assert_eq!(update(known, found, &mut failures, usable, Instant::now()), TTL);
+        assert_eq!(apply_result(known, found, &mut failures, usable, Instant::now()), TTL);
         let mut set: Vec<_> = known.addresses().collect();
         set.sort_unstable();
         set
@@ -247,40 +247,40 @@ async fn update_omitted_usable_address_stays_for_three_ttls() {
         assert_eq!(set, if round == 0 { &all[..2] } else { &all[..] }, "round {round}");
         tokio::time::advance(TTL).await;
     }
-    // .3 and .4 were last in a response one TTL ago, so they leave after two more TTLs.
+    // .3 and .4 were in the response of one TTL ago, so they are removed after two more TTLs.
     let expected_sets = [4, 4, 2, 2].map(|count| &all[..count]);
     for (round, expected) in expected_sets.into_iter().enumerate() {
         assert_eq!(respond(&mut known, &all[..2], &|_| true), expected, "round {round}");
         tokio::time::advance(TTL).await;
     }
-    // .2 is omitted and not usable, so it leaves at once.
+    // .2 is omitted and not usable, so it is removed at once.
     assert_eq!(respond(&mut known, &all[..1], &|ip| ip != all[1]), &all[..1]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn update_omitted_address_without_time_limit_stays_for_three_ttls() {
-    let before = NameAddress { ip: ips(&["10.0.0.2"])[0], until: None };
+async fn apply_result_omitted_address_known_before_stays_for_three_ttls() {
+    let before = NameAddress { ip: ips(&["10.0.0.2"])[0], keep_until: None };
     let mut known = NameState { v4: vec![before], ..NameState::default() };
     let mut failures = 0;
     for expected in [2, 2, 2, 1] {
         let ttl = Duration::from_secs(60);
         let found =
             LookupResult { v4: Ok(ips(&["10.0.0.1"])), v6: Ok(vec![]), ttl, complete: false };
-        update(&mut known, found, &mut failures, &|_| true, Instant::now());
+        apply_result(&mut known, found, &mut failures, &|_| true, Instant::now());
         assert_eq!(known.v4.len(), expected);
         tokio::time::advance(ttl).await;
     }
 }
 
-/// A hosts file is complete, so an address that is removed from it leaves at once.
+/// A hosts file has all addresses of a name, so an address that it omits is removed at once.
 #[test]
-fn update_address_omitted_by_hosts_file_leaves_at_once() {
+fn apply_result_address_omitted_by_hosts_file_is_removed_at_once() {
     let now = Instant::now();
     let mut known = NameState::default();
     for (v4, complete) in [(["10.0.0.1"], false), (["10.0.0.2"], true)] {
         let ttl = Duration::from_secs(60);
         let found = LookupResult { v4: Ok(ips(&v4)), v6: Ok(vec![]), ttl, complete };
-        update(&mut known, found, &mut 0, &|_| true, now);
+        apply_result(&mut known, found, &mut 0, &|_| true, now);
         assert_eq!(known.addresses().collect::<Vec<_>>(), ips(&v4));
     }
 }
@@ -307,16 +307,16 @@ async fn follow_omitted_address_stays_while_its_endpoint_is_usable() {
         let task = follow(names, server.files.clone(), Rc::clone(&states));
         let task = tokio::task::spawn_local(task);
         wait_for(&["10.0.0.1", "10.0.0.2", "10.0.0.3"]).await;
-        let members: Vec<_> = states.read(|answers, _| {
+        let specs: Vec<_> = states.read(|answers, _| {
             let entries = answers[&EndpointSource::Dns].candidates.iter();
-            let member = |entry: &Candidate| crate::control::endpoint_set::EndpointSpec {
+            let spec = |entry: &Candidate| crate::control::endpoint_set::EndpointSpec {
                 address: entry.address.clone(),
                 server_name: entry.server_name.clone(),
                 fallback: false,
             };
-            entries.map(member).collect()
+            entries.map(spec).collect()
         });
-        crate::control::endpoint_set::replace_endpoints(&upstream, &members);
+        crate::control::endpoint_set::replace_endpoints(&upstream, &specs);
         for endpoint in upstream.endpoints().iter() {
             if endpoint.address.host != "10.0.0.3" {
                 endpoint.observe(Observation::Connected);
@@ -339,7 +339,7 @@ async fn follow_hosts_file_changed_publishes_new_addresses() {
     server.set_addresses("api.example.com", &["10.0.0.1"], 300);
     let (upstream, states) = new_source_states();
     let name = |host: &str, port| EndpointAddress { host: host.into(), port };
-    let names = vec![name("api.example.com", 6443), name("late.example.com", 443)];
+    let names = vec![name("api.example.com", 6443), name("added.example.com", 443)];
     let known = |states: &SourceStates| {
         states.read(|answers, _| {
             let answer = answers.get(&EndpointSource::Dns).cloned().unwrap_or_default();
@@ -357,14 +357,14 @@ async fn follow_hosts_file_changed_publishes_new_addresses() {
             while known(&states).0 != ["10.0.0.1:6443"] {
                 states.changed().await;
             }
-            assert!(!known(&states).1, "one name is not resolved");
-            let error = "dns: late.example.com: there is no such name";
+            assert!(!known(&states).1, "added.example.com is not resolved");
+            let error = "dns: added.example.com: there is no such name";
             until("the failed lookup is reported", async || {
                 upstream.sources.current_errors() == error
             })
             .await;
             assert_eq!(upstream.sources.reports()[&EndpointSource::Dns].endpoints, 1);
-            std::fs::write(&server.files.hosts, "fd00::7 late.example.com\n").unwrap();
+            std::fs::write(&server.files.hosts, "fd00::7 added.example.com\n").unwrap();
             while known(&states) != (vec!["10.0.0.1:6443".into(), "[fd00::7]:443".into()], true) {
                 states.changed().await;
             }
@@ -407,7 +407,7 @@ async fn follow_name_added_keeps_addresses_of_the_others() {
             states.changed().await;
         }
         first.abort();
-        // Lookups at the name server fail from now on; the hosts file has only the new name.
+        // From now on lookups at the name server fail. The hosts file has only the added name.
         std::fs::write(&server.files.resolv_conf, "# empty\n").unwrap();
         std::fs::write(&server.files.hosts, "10.0.0.3 c.example.com\n").unwrap();
         let next = names(&["c.example.com", "b.example.com", "a.example.com"]);
@@ -432,12 +432,8 @@ async fn follow_queries_again_when_the_ttl_expires() {
     let (_, states) = new_source_states();
     let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
     let wait_for = async |host: &str| {
-        let is = |answers: &BTreeMap<EndpointSource, super::super::source_states::SourceAnswer>| {
-            answers
-                .get(&EndpointSource::Dns)
-                .is_some_and(|answer| answer.candidates[0].address.host == host)
-        };
-        while !states.read(|answers, _| is(answers)) {
+        let has_host = |answer: &SourceAnswer| answer.candidates[0].address.host == host;
+        while !states.read(|answers, _| answers.get(&EndpointSource::Dns).is_some_and(has_host)) {
             states.changed().await;
         }
     };
@@ -447,8 +443,8 @@ async fn follow_queries_again_when_the_ttl_expires() {
         wait_for("10.0.0.1").await;
         let before = server.query_count();
         server.set_addresses("api.example.com", &["10.0.0.2"], 60);
-        // Jitter is at most a tenth of the TTL, so the next lookup starts after 54 s to 66 s. The clock is
-        // paused only between lookups, because the name server responds in real time.
+        // The jitter is at most a tenth of the TTL, so the next lookup starts after 54 s to 66 s. The clock
+        // is paused only between lookups, because the name server responds in real time.
         tokio::time::pause();
         tokio::time::advance(Duration::from_secs(50)).await;
         assert_eq!(server.query_count(), before, "no query before the TTL expires");

@@ -1,3 +1,5 @@
+//! Tests of the object store, and of reading endpoints from its objects.
+
 use super::*;
 use serde_json::json;
 
@@ -51,7 +53,10 @@ fn compare_versions_orders_decimal_numbers_of_any_length() {
 #[test]
 fn apply_replayed_event_changes_nothing() {
     let mut store = ObjectStore::new(WatchedResource::SlicesV1, WatchStartVersion::default());
-    assert!(!store.apply(Event::Apply(object("a", "5", slice(&["10.0.0.1"])))), "not synced");
+    assert!(
+        !store.apply(Event::Apply(object("a", "5", slice(&["10.0.0.1"])))),
+        "before a list is complete"
+    );
     store.apply(Event::Init);
     store.apply(Event::InitApply(object("a", "98", slice(&["10.0.0.1"]))));
     assert!(store.apply(Event::InitDone));
@@ -68,27 +73,27 @@ fn apply_replayed_event_changes_nothing() {
     }
     assert!(
         store.apply(Event::Delete(object("a", "100", slice(&[])))),
-        "with the version of the deleted object"
+        "a deletion with the version of the deleted object"
     );
     assert!(!store.apply(Event::Delete(object("a", "100", slice(&[])))));
     assert!(
         !store.apply(Event::Apply(object("a", "99", slice(&["10.0.0.9"])))),
-        "after its deletion"
+        "an object older than its deletion"
     );
     assert_eq!(addresses(&store.endpoints()), [""; 0]);
     assert!(store.apply(Event::Apply(object("a", "101", slice(&["10.0.0.3"])))), "created again");
 
-    // After a restore from a backup, versions are lower. A list is applied nevertheless.
+    // After a restore of etcd from a backup, versions are lower. The list is applied nevertheless.
     store.apply(Event::Init);
     store.apply(Event::InitApply(object("b", "7", slice(&["10.0.0.4"]))));
-    assert_eq!(addresses(&store.endpoints()), ["10.0.0.3:6443"], "not before it is complete");
+    assert_eq!(addresses(&store.endpoints()), ["10.0.0.3:6443"], "the list is not complete yet");
     store.apply(Event::InitDone);
     assert!(store.apply(Event::Apply(object("a", "8", slice(&["10.0.0.5"])))));
     assert_eq!(addresses(&store.endpoints()), ["10.0.0.5:6443", "10.0.0.4:6443"]);
 }
 
 #[test]
-fn apply_event_with_a_version_that_is_no_number_is_applied() {
+fn apply_event_whose_version_is_no_number_is_applied() {
     let mut store = ObjectStore::new(WatchedResource::SlicesV1, WatchStartVersion::default());
     store.apply(Event::Init);
     store.apply(Event::InitDone);
@@ -112,7 +117,7 @@ fn apply_object_of_another_service_or_namespace_is_ignored() {
 }
 
 #[test]
-fn apply_more_objects_than_the_limit_keeps_the_limit() {
+fn apply_more_objects_than_the_maximum_stores_the_maximum() {
     let mut store = ObjectStore::new(WatchedResource::SlicesV1, WatchStartVersion::default());
     store.apply(Event::Init);
     store.apply(Event::InitDone);
@@ -126,7 +131,7 @@ fn apply_more_objects_than_the_limit_keeps_the_limit() {
 }
 
 #[test]
-fn endpoints_of_slice_are_ready_addresses_with_https_port() {
+fn endpoints_of_slices_are_ready_addresses_with_https_port() {
     let found = endpoints_of(
         WatchedResource::SlicesV1,
         json!({

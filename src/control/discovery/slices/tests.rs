@@ -1,8 +1,7 @@
-//! The watch against a scripted apiserver that replays, reorders, cuts and refuses events: in the end
-//! the published endpoints are the current ones. The script is random; kube's watcher, the object
-//! store and the source states are real.
+//! Tests of the watch against a simulated apiserver that replays, reorders, cuts off and refuses events by
+//! a random script. In the end the published endpoints must be the current ones. kube's watcher, the
+//! object store and the source states are real.
 
-use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
 
@@ -29,8 +28,8 @@ fn backoff_after_failures_doubles_up_to_the_limit() {
     assert_eq!(backoff(100, 0.0), RETRY_MAX / 2);
 }
 
-/// A list that stalls is abandoned after its time limit: the first one, which chooses the resource,
-/// and the one that the watcher then makes.
+/// Applies to both lists: the first one, by which the resource is chosen, and the second one, which the
+/// watcher makes.
 #[tokio::test(start_paused = true)]
 async fn watch_list_that_stalls_is_requested_again_after_timeout() {
     let script = Arc::new(Mutex::new(Script::new(Vec::new())));
@@ -58,15 +57,15 @@ enum Op {
     Put { slice: u8, host: u8 },
     /// A slice is deleted.
     Delete { slice: u8 },
-    /// An old event is sent again.
+    /// An earlier event is sent again; its index is this number modulo their count.
     Replay(u8),
-    /// DELETED with the version of an earlier object of that name.
+    /// DELETED with the version of an earlier event, if its object has a newer version now.
     StaleDelete(u8),
     /// The last event is sent twice.
     Duplicate,
-    /// The next two events are sent in the wrong order.
+    /// The next two events are sent in reverse order.
     Swap,
-    /// A bookmark; an old one has an earlier version than the last event.
+    /// A bookmark with the current version, or with the one of the last compaction (`old`).
     Bookmark { old: bool },
     /// The stream ends.
     End,
@@ -74,14 +73,14 @@ enum Op {
     Cut,
     /// The stream ends with an ERROR event: 410.
     Gone,
-    /// Old versions are compacted: the next watch from one of them gets 410, as its response or in the
-    /// stream.
+    /// All versions before the current one are compacted. A watch from one of them gets 410 as the status
+    /// of its response (`at_once`), or as an ERROR event.
     Compact { at_once: bool },
     /// The next request fails.
     Fail,
-    /// The next list stalls in the middle.
+    /// The next list stops in the middle.
     Stall,
-    /// A line that is not an event.
+    /// A line that is not JSON is sent.
     Garbage,
 }
 
@@ -113,13 +112,16 @@ struct Script {
     current: BTreeMap<String, String>,
     /// All events: version and JSON.
     log: Vec<(u64, Value)>,
+    /// A watch from an earlier version gets 410.
     compacted: u64,
     refuse_at_once: bool,
+    /// Whether the next request fails.
     fail: bool,
-    /// Which of the next lists stalls, counted from 1; 0 is none.
+    /// The number of the next list that stalls, counted from 1; 0 for none.
     stall: usize,
-    /// Streams that stay open.
+    /// The senders of bodies that have not ended.
     open: Vec<mpsc::Sender<Result<Bytes, TransportError>>>,
+    /// Notified when all operations have been executed.
     done: Arc<Notify>,
     requests: usize,
 }
@@ -128,7 +130,7 @@ impl Script {
     fn new(ops: Vec<Op>) -> Self {
         let mut script = Self {
             ops: ops.into(),
-            version: 96, // soon versions have another length
+            version: 96, // so that the number of digits changes after a few events
             current: BTreeMap::new(),
             log: Vec::new(),
             compacted: 0,
@@ -139,7 +141,7 @@ impl Script {
             done: Arc::default(),
             requests: 0,
         };
-        // One slice stays, so that the answer is never empty.
+        // One slice is never deleted, so that the answer is never empty.
         script.put("anchor", "10.9.9.9");
         script
     }
@@ -163,7 +165,8 @@ impl Script {
         event
     }
 
-    fn answer(&mut self, path: &str, query: &str) -> (u16, Vec<String>, bool) {
+    /// The response to a request: its status, the frames of its body, and whether the body stays open.
+    fn respond(&mut self, path: &str, query: &str) -> (u16, Vec<String>, bool) {
         self.requests += 1;
         assert!(path.ends_with("/namespaces/default/endpointslices"), "{path}");
         assert!(
@@ -206,17 +209,18 @@ impl Script {
             }
             return (200, vec![gone()], false);
         }
-        let past = self.log.iter().filter(|(version, _)| *version > from);
-        let mut frames: Vec<String> = past.map(|(_, event)| line(event)).collect();
-        let mut held: Option<String> = None;
+        let missed = self.log.iter().filter(|(version, _)| *version > from);
+        let mut frames: Vec<String> = missed.map(|(_, event)| line(event)).collect();
+        // The first of two events that are sent in reverse order.
+        let mut delayed: Option<String> = None;
         let mut swap = false;
         while let Some(op) = self.ops.pop_front() {
             let mut emit = |frames: &mut Vec<String>, frame: String| {
                 if std::mem::take(&mut swap) {
-                    frames.extend(held.replace(frame));
+                    frames.extend(delayed.replace(frame));
                 } else {
                     frames.push(frame);
-                    frames.extend(held.take());
+                    frames.extend(delayed.take());
                 }
             };
             match op {
@@ -236,9 +240,7 @@ impl Script {
                 Op::StaleDelete(at) => {
                     let (version, event) = &self.log[usize::from(at) % self.log.len()];
                     let name = event["object"]["metadata"]["name"].as_str().unwrap();
-                    // Only if the object has a newer version now.
-                    let known = self.version_of(name);
-                    if *version < known {
+                    if *version < self.version_of(name) {
                         let mut event = event.clone();
                         event["type"] = "DELETED".into();
                         frames.push(line(&event));
@@ -248,8 +250,8 @@ impl Script {
                 Op::Swap => swap = true,
                 Op::Bookmark { old } => {
                     let version = if old { self.compacted } else { self.version };
-                    // A bookmark must not pass an event that is held back.
-                    if held.is_none() {
+                    // A bookmark must not overtake a delayed event.
+                    if delayed.is_none() {
                         let object = json!({
                             "kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1",
                             "metadata": { "resourceVersion": version.to_string() },
@@ -258,12 +260,12 @@ impl Script {
                     }
                 }
                 Op::Gone => {
-                    frames.extend(held.take());
+                    frames.extend(delayed.take());
                     frames.push(gone());
                     return (200, frames, false);
                 }
                 Op::End | Op::Cut => {
-                    frames.extend(held.take());
+                    frames.extend(delayed.take());
                     if matches!(op, Op::Cut) {
                         frames.push("{\"type\":\"ADDED\",\"obj".into());
                     }
@@ -274,10 +276,10 @@ impl Script {
                 }
                 Op::Fail => self.fail = true,
                 Op::Stall => self.stall = 1,
-                Op::Garbage => frames.push("what?\n".into()),
+                Op::Garbage => frames.push("garbage\n".into()),
             }
         }
-        frames.extend(held);
+        frames.extend(delayed);
         self.done.notify_one();
         (200, frames, true)
     }
@@ -316,18 +318,18 @@ fn gone() -> String {
     line(&json!({ "type": "ERROR", "object": status }))
 }
 
-/// A transport for kube that the script answers.
+/// A transport for kube's client that responds by the script.
 fn scripted(script: &Arc<Mutex<Script>>) -> Transport {
     let script = Arc::clone(script);
     Transport::new(tower::service_fn(move |request: Request<KubeBody>| {
         let (send, body) = mpsc::channel(10_000);
         let query = request.uri().query().unwrap_or_default().to_owned();
         let mut script = script.lock().unwrap();
-        let (code, frames, hold) = script.answer(request.uri().path(), &query);
+        let (code, frames, stays_open) = script.respond(request.uri().path(), &query);
         for frame in frames {
             send.try_send(Ok(frame.into())).unwrap();
         }
-        if hold {
+        if stays_open {
             script.open.push(send);
         }
         let response = Response::builder().status(code).body(TransportBody(body)).unwrap();
@@ -358,20 +360,18 @@ proptest! {
         let script = Arc::new(Mutex::new(Script::new(ops)));
         let done = Arc::clone(&script.lock().unwrap().done);
         let states = SourceStates::new(upstream(), Box::new(OwnAddresses::default));
-        let answer = RefCell::new(Vec::new());
-        LocalSet::new().block_on(&runtime, async {
+        let mut published: Vec<_> = LocalSet::new().block_on(&runtime, async {
             let scripted = scripted(&script);
             let watching = tokio::task::spawn_local(watch_forever(scripted, Rc::clone(&states)));
-            // An hour of paused time for the script.
-            tokio::time::timeout(Duration::from_secs(3600), done.notified()).await.expect("done");
-            // The last events may arrive only after a backoff.
+            // An hour of paused time is enough for the script.
+            tokio::time::timeout(Duration::from_secs(3600), done.notified()).await.expect("the script ends");
+            // The last events may arrive after a timeout and a pause.
             sleep(LIST_TIMEOUT + Duration::from_secs(120)).await;
             watching.abort();
-            *answer.borrow_mut() = states.read(|answers, _| {
+            states.read(|answers, _| {
                 answers[&EndpointSource::Slices].candidates.iter().map(|c| c.address.host.clone()).collect()
-            });
+            })
         });
-        let mut published = answer.into_inner();
         published.sort_unstable();
         let script = script.lock().unwrap();
         let mut current: Vec<_> = script.current.values().cloned().collect();

@@ -165,7 +165,7 @@ table! {
 }
 
 /// Values of the label `verb`. Any other verb counts as `other`.
-pub const VERBS: [&str; 16] = [
+pub const VERBS: [&str; 14] = [
     "get",
     "list",
     "watch",
@@ -174,13 +174,11 @@ pub const VERBS: [&str; 16] = [
     "patch",
     "delete",
     "deletecollection",
-    "connect",
     "proxy",
     "post",
     "put",
     "head",
     "options",
-    "log",
     "other",
 ];
 
@@ -240,8 +238,7 @@ pub const ENDPOINT_STATES: [&str; 7] =
     ["connecting", "ready", "degraded", "suspect", "ejected", "no_h2", "leaving"];
 
 /// Values of the label `state` of [`CONNECTIONS`]. A dead connection is closed and not counted.
-pub const CONNECTION_STATES: [&str; 5] =
-    ["connecting", "live", "suspect", "draining", "unresponsive"];
+pub const CONNECTION_STATES: [&str; 4] = ["live", "suspect", "draining", "unresponsive"];
 
 #[cfg(test)]
 mod tests {

@@ -134,7 +134,7 @@ impl StreamedBody {
     ) -> Self {
         let done = first.is_none() && recv.is_end_stream();
         // Part of it is forwarded, so no other connection can continue it.
-        permit.pin(true);
+        permit.set_pinned(true);
         if done {
             permit.finished();
             outcome.complete();

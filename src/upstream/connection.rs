@@ -1,16 +1,15 @@
-//! One HTTP/2 connection to an endpoint: which requests may use it, which streams it carries, and
-//! what follows when [`super::health`] changes its state.
+//! One HTTP/2 connection to an endpoint: which requests may use it, which streams it carries, and the
+//! effects of its state, which [`super::health`] derives.
 //!
-//! The driver is the only task that touches the socket. Requests open streams through
-//! [`Connection::reserve`], which counts them: h2 queues a stream above the peer's limit without an
-//! error, and the apiserver allows 100.
+//! Only the [`driver`] task reads and writes the socket. A request takes a slot with
+//! [`Connection::reserve`] before it opens a stream. The slots are counted because h2 queues a stream
+//! above the peer's limit without an error; kube-apiserver allows 100.
 
 mod driver;
 mod error_text;
 mod lifecycle;
 mod permit;
 mod response_waits;
-mod responsiveness;
 mod stream_slots;
 
 use std::cell::RefCell;
@@ -36,13 +35,14 @@ use super::balance;
 use super::credentials::CredentialClass;
 use super::endpoint::Endpoint;
 pub use super::health::ConnectionState;
+use super::health::StateChangeReason;
 use super::stats::ConnectionStats;
 use super::watch_moves::{MoveEligibility, WatchMoves};
 use crate::net::tls::certificate::{CertInfo, Subject};
 use crate::observe::events::{Change, EventKind};
 
-/// Whether a connection that shows the certificate of `shown` may carry a request whose client has
-/// proven the subject `proven`. jackstay's own requests are made for no client.
+/// Whether a connection whose certificate has the subject `shown` may carry a request whose client has
+/// proven the subject `proven`. jackstay's own requests (probe, discovery) have no client.
 fn may_carry(class: CredentialClass, shown: Option<&Subject>, proven: Option<&Subject>) -> bool {
     match class {
         CredentialClass::Identity(_) => proven.is_some() && shown == proven,
@@ -57,21 +57,22 @@ fn may_carry(class: CredentialClass, shown: Option<&Subject>, proven: Option<&Su
 pub struct Connection {
     pub endpoint: Arc<Endpoint>,
     pub class: CredentialClass,
-    /// The generation of its credential: connections of older generations drain.
+    /// The generation of its credential. Connections of older generations drain.
     pub generation: u64,
     stats: Arc<ConnectionStats>,
-    /// The client certificate that it shows, if it shows one.
+    /// The client certificate that it shows, if any.
     certificate: Option<Arc<CertInfo>>,
     send: SendRequest<Bytes>,
     lifecycle: ConnectionLifecycle,
     slots: StreamSlots,
     waits: ResponseWaits,
-    /// The moves offered to its watches.
+    /// The moves that are offered to its watches.
     pub moves: WatchMoves,
+    /// The waker of the driver task.
     driver: RefCell<Option<Waker>>,
-    /// Notified on every change of state: requests that wait on it listen.
+    /// Notifies requests on this connection of each change that concerns them.
     changed: Notify,
-    /// The same for the pool.
+    /// Notifies the pool of changes of state and of free streams.
     pool: Rc<Notify>,
 }
 
@@ -90,14 +91,49 @@ impl Connection {
         self.lifecycle.state.get()
     }
 
-    pub fn was_open(&self, then: Instant) -> bool {
-        self.stats.was_open(then)
+    /// Whether the connection was opened at or before `at`.
+    pub fn was_open(&self, at: Instant) -> bool {
+        self.stats.was_open(at)
     }
 
-    /// Since when its PING has been late, also after it has died of that. `None` while it is live,
-    /// and where it ended without being suspect before.
+    /// When the connection last became suspect; also set after it has left that state to drain or die.
+    /// `None` while it is live, and if it has never been suspect.
     pub fn suspect_since(&self) -> Option<Instant> {
         self.lifecycle.suspect_since.get()
+    }
+
+    /// Whether a request sent on this connection now would most likely be lost: its PING is late, and
+    /// the peer's kernel does not answer either.
+    pub fn path_unresponsive(&self) -> bool {
+        self.lifecycle.path_unresponsive.get()
+    }
+
+    /// Whether its path is lost and it stays open only for streams that cannot continue on another
+    /// connection.
+    pub fn is_unresponsive(&self) -> bool {
+        self.state() == ConnectionState::Unresponsive
+    }
+
+    /// Waits for [`Self::is_unresponsive`].
+    pub async fn became_unresponsive(&self) {
+        while !self.is_unresponsive() {
+            self.changed.notified().await;
+        }
+    }
+
+    /// Waits until no response head can be expected, and returns the reason: the path is lost, or the
+    /// process has been stopped for too long. The second reason applies only to requests that must not
+    /// be sent twice; a `safe` request gets a second attempt on another connection instead.
+    pub async fn no_response_expected(&self, safe: bool) -> &'static str {
+        loop {
+            if self.is_unresponsive() {
+                return self.lifecycle.unresponsive_reason.get();
+            }
+            if !safe && self.lifecycle.fails_unsafe_requests.get() {
+                return StateChangeReason::ProcessStopped.as_str();
+            }
+            self.changed.notified().await;
+        }
     }
 
     /// Waits for the next change of its state.
@@ -105,14 +141,14 @@ impl Connection {
         self.changed.notified().await;
     }
 
-    /// Whether streams that can move should leave it: its process is stopped, its path lost, its
-    /// certificate old or its endpoint removed. A GOAWAY alone is no reason: an apiserver sends one
-    /// now and then to spread its clients (`--goaway-chance`).
+    /// Whether streams that can move should leave the connection: its process is stopped, its path is
+    /// lost, its certificate was replaced or its endpoint was removed. A GOAWAY alone is no reason: an
+    /// apiserver sends one now and then to spread its clients (`--goaway-chance`).
     pub fn should_drain(&self) -> bool {
         self.drain_urgency().is_some()
     }
 
-    /// How urgently streams that can move should leave it, if they should.
+    /// How urgently streams that can move should leave the connection; `None` if they may stay.
     pub fn drain_urgency(&self) -> Option<DrainUrgency> {
         self.lifecycle.drain_urgency.get()
     }
@@ -125,8 +161,8 @@ impl Connection {
         }
     }
 
-    /// Its endpoint is degraded: requests that wait here may want a second attempt, and after a
-    /// GOAWAY watches move now.
+    /// Its endpoint is degraded: notifies the requests on the connection, which may start a second
+    /// attempt. If the connection is draining, its watches move at once.
     pub fn endpoint_degraded(&self) {
         if self.state() == ConnectionState::Draining {
             self.lifecycle.drain_urgency.set(Some(DrainUrgency::Immediate));
@@ -134,13 +170,12 @@ impl Connection {
         self.changed.notify_waiters();
     }
 
-    /// Whether it may carry a request whose client has proven the subject `proven`: its certificate
-    /// names the same subject, or there is neither.
+    /// Whether the connection may carry a request whose client has proven the subject `proven`.
     pub fn may_carry(&self, proven: Option<&Subject>) -> bool {
         may_carry(self.class, self.certificate.as_ref().map(|shown| &shown.subject), proven)
     }
 
-    /// Streams that it could take now.
+    /// Number of streams that can be opened now.
     pub fn free_streams(&self, now: Instant) -> usize {
         self.slots.free(self.streams(), now)
     }
@@ -149,21 +184,22 @@ impl Connection {
         self.slots.limit.get()
     }
 
+    /// Number of open streams.
     pub fn streams(&self) -> usize {
         self.stats.streams.load(Ordering::Relaxed)
     }
 
-    /// Watches among them.
+    /// Number of open streams that are watches.
     pub fn watches(&self) -> usize {
         self.stats.watches.load(Ordering::Relaxed)
     }
 
-    /// Since when it has had no open stream, if it has none.
+    /// When the last stream ended; `None` while one is open.
     pub fn idle_since(&self) -> Option<Instant> {
         (self.streams() == 0).then(|| self.slots.idle_since.get())
     }
 
-    /// Load for the picker: lower is better. `lot` is for [`balance::slow_start_factor`].
+    /// Load for [`balance::pick`]: lower is better. `lot` is for [`balance::slow_start_factor`].
     pub fn cost(&self, now: Instant, lot: f64) -> f64 {
         balance::cost(self.streams(), self.waits.latency(now))
             * balance::slow_start_factor(self.endpoint.slow_start_share(now), lot)
@@ -173,20 +209,20 @@ impl Connection {
         self.waits.last_received.get()
     }
 
-    /// Whether new requests should prefer another connection: a request has waited here for a while
-    /// without a byte arriving, or the latest `/readyz` failed or is overdue.
+    /// Whether new requests should prefer another connection: a request has waited here for 50 ms without
+    /// a byte arriving, or the latest `/readyz` of the endpoint failed or is overdue.
     pub fn has_warning_signs(&self, now: Instant) -> bool {
         self.endpoint.probe.is_failing() || self.waits.has_warning(now)
     }
 
-    /// Whether a request has waited for its response head for a whole `pause`, where a response
-    /// usually takes less than a quarter of that. Each request counts once. To be called once every
-    /// `pause`.
-    pub fn has_slow_response_heads(&self, pause: Duration, now: Instant) -> bool {
-        self.waits.has_slow_heads(pause, now)
+    /// Whether a request has waited for its response head for a whole `interval`, although a response
+    /// usually takes less than a quarter of that. Each request counts once. To be called once in each
+    /// `interval`.
+    pub fn has_slow_response_heads(&self, interval: Duration, now: Instant) -> bool {
+        self.waits.has_slow_heads(interval, now)
     }
 
-    /// Takes no new streams from now on; closes when the open ones have ended.
+    /// Stops taking new streams. The connection closes when the open ones have ended.
     pub fn drain(&self, reason: DrainReason) {
         let urgency = reason.urgency();
         match self.state() {
@@ -195,7 +231,7 @@ impl Connection {
                 self.enter(ConnectionState::Draining, reason.as_str());
                 self.wake_driver();
             }
-            // It drains after a GOAWAY, for which alone no stream has to move.
+            // It drains for a reason for which streams may stay, such as a GOAWAY.
             ConnectionState::Draining if urgency.is_some() && !self.should_drain() => {
                 self.lifecycle.drain_urgency.set(urgency);
                 self.changed.notify_waiters();
@@ -204,19 +240,19 @@ impl Connection {
         }
     }
 
-    /// Either side is expected to end the connection from now on: its end is no event, and no sign
-    /// that the endpoint fails.
+    /// Marks the end of the connection as expected: it is not published as an event, and a GOAWAY does
+    /// not mean that the apiserver shuts down.
     pub fn expect_end(&self) {
         self.lifecycle.end_expected.set(true);
     }
 
-    /// Closes now; open streams fail.
+    /// Closes the connection. Open streams fail.
     pub fn close(&self, reason: DrainReason) {
         self.lifecycle.close_requested.set(Some(reason));
         self.wake_driver();
     }
 
-    /// Offers `count` moves to one of `targets`, instead of those offered before.
+    /// Offers `count` moves to one of `targets`, in place of an earlier offer.
     pub(super) fn offer_moves(
         &self,
         eligible: MoveEligibility,
@@ -237,13 +273,12 @@ impl Connection {
         self.change(state, reason, false);
     }
 
-    /// Enters a state. The `orderly` end of a connection without streams is routine and no event: an
-    /// apiserver closes a connection that is idle for 90 s, and the pool opens another one.
+    /// Enters a state. The `orderly` end of a connection without streams is logged at debug level only:
+    /// an apiserver closes a connection that is idle for 90 s, and the pool opens another one.
     fn change(&self, state: ConnectionState, reason: &str, orderly: bool) {
         let Some(before) = self.lifecycle.enter(state) else { return };
         self.stats.set_state(state);
-        let takes_streams = matches!(state, ConnectionState::Live | ConnectionState::Suspect);
-        if !takes_streams && self.lifecycle.counted.replace(false) {
+        if !state.is_in_service() && self.lifecycle.counted.replace(false) {
             self.endpoint.connection_closed(self.lifecycle.responds.get(), reason);
         }
         self.publish(before, state, reason, orderly);
@@ -251,6 +286,7 @@ impl Connection {
         self.pool.notify_waiters();
     }
 
+    /// Logs a change of state and records it as an event.
     fn publish(&self, from: ConnectionState, to: ConnectionState, reason: &str, orderly: bool) {
         if self.lifecycle.end_expected.get() {
             tracing::debug!(
@@ -273,7 +309,7 @@ impl Connection {
             to: if orderly { "closed" } else { to.as_str() },
             reason,
             effect: &lifecycle::effect(to, self.streams(), self.watches()),
-            bad: false, // The endpoint publishes faults.
+            bad: false, // Faults are published by the endpoint.
         };
         if orderly {
             self.endpoint.metrics.routine(&change);
@@ -302,10 +338,10 @@ mod tests {
     }
 
     #[test]
-    fn connection_carries_only_requests_of_the_subject_that_it_shows() {
+    fn may_carry_requires_the_subject_that_the_connection_shows() {
         let (alice, bob) = (subject("alice"), subject("bob"));
         let identity = CredentialClass::Identity(0);
-        for (class, shown, proven, may) in [
+        for (class, shown, proven, expected) in [
             (identity, Some(&alice), Some(&alice), true),
             (identity, Some(&alice), Some(&bob), false),
             (identity, Some(&alice), None, false),
@@ -318,7 +354,7 @@ mod tests {
             (CredentialClass::Probe, Some(&alice), None, true),
             (CredentialClass::Discovery, Some(&alice), Some(&alice), false),
         ] {
-            assert_eq!(may_carry(class, shown, proven), may, "{class:?} {shown:?} {proven:?}");
+            assert_eq!(may_carry(class, shown, proven), expected, "{class:?} {shown:?} {proven:?}");
         }
     }
 }

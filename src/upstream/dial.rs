@@ -1,8 +1,8 @@
 //! Opens one connection to an endpoint: TCP, TLS and, for HTTP/2, the first PONG.
 //!
-//! Only the PONG proves that the apiserver answers: a load balancer completes handshakes for servers
-//! that are gone. One time limit covers all steps. A second attempt starts after 250 ms, since one lost
-//! SYN costs a second (RFC 6298 section 2, initial RTO).
+//! Only the PONG proves that the apiserver answers: a TCP load balancer accepts connections for servers
+//! that are gone. One time limit covers all steps. A second attempt starts after 250 ms, because the
+//! kernel sends a lost SYN again only after a second (RFC 6298 section 2, initial RTO).
 
 use std::future::poll_fn;
 use std::io;
@@ -13,36 +13,38 @@ use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::future::select_ok;
 use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
 use rustls::{AlertDescription, CertificateError, ClientConfig};
 use tokio::net::TcpStream;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
-use super::endpoint::{ConnectFailure, ConnectTimeout, Endpoint};
+use super::endpoint::{ConnectFailure, ConnectFailureKind, ConnectTimeout, Endpoint};
 use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tracked_stream::{self, StreamObserver, TrackedStream};
 
-/// When a second attempt starts in parallel to one that has not succeeded.
+/// Time without success after which a second attempt starts in parallel to the first.
 const RACE_AFTER: Duration = Duration::from_millis(250);
 
-/// Receive window of one stream. It also bounds the memory of a stream whose client does not read;
+/// Receive window of one stream. It also bounds the memory of a stream whose client does not read.
 /// 256 KiB allows 2 Gbit/s at a round-trip time of 1 ms.
 const STREAM_WINDOW: u32 = 256 * 1024;
-/// Receive window of a connection: all 100 streams that kube-apiserver allows may be stalled without
-/// an effect on the others.
+/// Receive window of a connection. It is larger than the windows of all 100 streams that kube-apiserver
+/// allows, so streams whose clients do not read cannot stall the others.
 const CONNECTION_WINDOW: u32 = STREAM_WINDOW * 128;
-/// Largest frame accepted: fewer, larger frames make LISTs cheaper.
+/// Largest frame that the peer may send. h2's default is 16 KiB; fewer and larger frames make LISTs
+/// cheaper.
 const MAX_FRAME: u32 = 64 * 1024;
-/// Response headers of an apiserver are small.
+/// Largest header list that the peer may send. Response headers of an apiserver are small.
 const MAX_HEADER_LIST: u32 = 64 * 1024;
 /// Stream limit assumed until the peer's SETTINGS arrive, which is before the first PONG.
 const INITIAL_STREAMS: usize = 100;
-/// Bytes buffered per stream for sending before `send_data` makes us wait.
+/// Bytes that h2 buffers for sending on each stream, at most.
 const SEND_BUFFER: usize = 256 * 1024;
 /// Locally reset streams that h2 remembers, and for how long. Clients may cancel thousands of watches
 /// at once, and a late frame on a forgotten stream is a connection error (h2's default is 50 for 1 s).
@@ -52,17 +54,20 @@ const RESET_MEMORY: Duration = Duration::from_secs(30);
 /// frames on forgotten streams count, so a connection that is used for weeks would reach h2's default
 /// of 1024. A hostile peer can cause as many resets of 13 bytes.
 const ERROR_RESETS: usize = 64 * 1024;
-/// Budget for small DATA frames, shared by all streams. Watch events are small, and h2's default closes
-/// a connection with about a hundred unread ones.
+/// Budget for small DATA frames, shared by all streams. Watch events are small, and with h2's default
+/// about a hundred unread ones close the connection.
 const DATA_FRAME_BUDGET: usize = CONNECTION_WINDOW as usize;
 
-/// A connection that has answered its first PING.
+/// The TLS stream of a connection to an endpoint.
+pub type UpstreamStream = TlsStream<ReadAhead<TrackedStream>>;
+
+/// A connection whose first PING was answered.
 pub struct DialedConnection {
     pub send: SendRequest<Bytes>,
-    /// Must be polled for anything to happen.
-    pub connection: H2Connection<TlsStream<ReadAhead<TrackedStream>>, Bytes>,
+    /// Sends and receives while it is polled.
+    pub h2: H2Connection<UpstreamStream, Bytes>,
     pub ping: PingPong,
-    /// Evidence of life.
+    /// Reads the TCP statistics of the connection.
     pub observer: StreamObserver,
     /// Round-trip time of the first PING.
     pub rtt: Duration,
@@ -75,23 +80,26 @@ pub async fn dial_h2(
     tls: &Arc<ClientConfig>,
     limit: ConnectTimeout,
 ) -> Result<DialedConnection, ConnectFailure> {
-    // Boxed: the handshakes of rustls and h2 keep 30 KiB of state while they wait.
+    // Boxed, because the handshakes of rustls and h2 keep 30 KiB of state while they wait.
     Box::pin(race(endpoint, limit, |address| async move {
         let tcp = connect(outgoing, address).await?;
-        let _under_way = endpoint.track_handshake();
+        let _handshake = endpoint.track_handshake();
         let (stream, observer) = secure(tcp, endpoint, address, tls).await?;
         if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
-            return Err(ConnectFailure::NoH2(format!(
-                "{address} does not speak HTTP/2 (ALPN): is it an apiserver, or a proxy before it?"
-            )));
+            return Err(ConnectFailure::new(
+                ConnectFailureKind::NoH2,
+                format!(
+                    "{address} does not speak HTTP/2 (ALPN): is it an apiserver, or a proxy before it?"
+                ),
+            ));
         }
         first_pong(stream, observer).await.map_err(|error| {
             let kind = if is_late_alert(&error) {
-                ConnectFailure::TlsFailed
+                ConnectFailureKind::TlsFailed
             } else {
-                ConnectFailure::Refused
+                ConnectFailureKind::Failed
             };
-            kind(format!("HTTP/2 to {address} failed: {error}"))
+            ConnectFailure::new(kind, format!("HTTP/2 to {address} failed: {error}"))
         })
     }))
     .await
@@ -103,19 +111,23 @@ pub async fn dial_http1(
     endpoint: &Endpoint,
     tls: &Arc<ClientConfig>,
     limit: ConnectTimeout,
-) -> Result<(TlsStream<ReadAhead<TrackedStream>>, StreamObserver), ConnectFailure> {
+) -> Result<(UpstreamStream, StreamObserver), ConnectFailure> {
     Box::pin(race(endpoint, limit, |address| async move {
         let tcp = connect(outgoing, address).await?;
-        let _under_way = endpoint.track_handshake();
-        secure(tcp, endpoint, address, tls).await.map_err(|failure| match failure {
-            // It says nothing about HTTP/2, which was not offered.
-            ConnectFailure::NoH2(why) => ConnectFailure::Refused(why),
-            other => other,
+        let _handshake = endpoint.track_handshake();
+        secure(tcp, endpoint, address, tls).await.map_err(|mut failure| {
+            // HTTP/2 was not offered, so the failure does not show that the peer lacks it.
+            if failure.kind == ConnectFailureKind::NoH2 {
+                failure.kind = ConnectFailureKind::Failed;
+            }
+            failure
         })
     }))
     .await
 }
 
+/// Runs `attempt` within `limit`, and a second one in parallel if the first is slow. `localhost` has two
+/// addresses: the second attempt is for the second one, and starts at once if the first fails.
 async fn race<T, F, Fut>(
     endpoint: &Endpoint,
     limit: ConnectTimeout,
@@ -130,39 +142,28 @@ where
     let second = *addresses.last().unwrap_or(&first);
     let both = async {
         let mut one = pin!(attempt(first));
-        tokio::select! {
-            result = &mut one => match result {
-                // `localhost` may be one family only.
-                Err(_) if first != second => return attempt(second).await,
-                result => return result,
-            },
-            () = sleep(RACE_AFTER) => {}
+        match timeout(RACE_AFTER, &mut one).await {
+            Ok(Err(_)) if first != second => return attempt(second).await,
+            Ok(result) => return result,
+            Err(_) => {}
         }
-        let mut two = pin!(attempt(second));
-        tokio::select! {
-            result = &mut one => match result {
-                Ok(done) => Ok(done),
-                Err(_) => two.await,
-            },
-            result = &mut two => match result {
-                Ok(done) => Ok(done),
-                Err(_) => one.await,
-            },
-        }
+        let two = pin!(attempt(second));
+        select_ok([one, two]).await.map(|(done, _)| done)
     };
     timeout(limit.limit(), both).await.unwrap_or_else(|_| {
-        Err(ConnectFailure::Timeout(format!("no connection to {} {limit}", endpoint.label)))
+        let reason = format!("no connection to {} {limit}", endpoint.label);
+        Err(ConnectFailure::new(ConnectFailureKind::Timeout, reason))
     })
 }
 
 async fn connect(outgoing: &Connector, address: SocketAddr) -> Result<TcpStream, ConnectFailure> {
     outgoing.connect(address).await.map_err(|error| {
         let kind = if resource_limits::is_local_shortage(&error, address) {
-            ConnectFailure::LocalShortage
+            ConnectFailureKind::LocalShortage
         } else {
-            ConnectFailure::Refused
+            ConnectFailureKind::Failed
         };
-        kind(format!("TCP to {address} failed: {error}"))
+        ConnectFailure::new(kind, format!("TCP to {address} failed: {error}"))
     })
 }
 
@@ -171,52 +172,55 @@ async fn secure(
     endpoint: &Endpoint,
     address: SocketAddr,
     tls: &Arc<ClientConfig>,
-) -> Result<(TlsStream<ReadAhead<TrackedStream>>, StreamObserver), ConnectFailure> {
+) -> Result<(UpstreamStream, StreamObserver), ConnectFailure> {
     let (stream, observer) = tracked_stream::track(stream);
     let stream = TlsConnector::from(Arc::clone(tls))
         .connect(endpoint.server_name.clone(), ReadAhead::new(stream))
         .await
         .map_err(|error| {
             if is_no_common_protocol(&error) {
-                return ConnectFailure::NoH2(format!(
+                let reason = format!(
                     "{address} speaks none of the protocols offered (ALPN): is it an apiserver, or \
                      a proxy before it?"
-                ));
+                );
+                return ConnectFailure::new(ConnectFailureKind::NoH2, reason);
             }
-            let kind = match of_tls(&error) {
-                Some(_) => ConnectFailure::TlsFailed,
-                None => ConnectFailure::Refused,
+            let kind = match tls_error(&error) {
+                Some(_) => ConnectFailureKind::TlsFailed,
+                None => ConnectFailureKind::Failed,
             };
-            kind(format!("TLS to {address} failed: {}", tls_error_text(&error)))
+            let text = tls_error_text(&error);
+            ConnectFailure::new(kind, format!("TLS to {address} failed: {text}"))
         })?;
     Ok((stream, observer))
 }
 
-/// A server may end the handshake over ALPN with an alert instead of choosing nothing (RFC 7301
-/// section 3.2).
+/// Whether the server ended the handshake with the ALPN alert (RFC 7301 section 3.2). Other servers
+/// complete it without choosing a protocol.
 fn is_no_common_protocol(error: &io::Error) -> bool {
     let alert = rustls::Error::AlertReceived(AlertDescription::NoApplicationProtocol);
-    of_tls(error) == Some(&alert)
+    tls_error(error) == Some(&alert)
 }
 
-/// The TLS error, if it is one: the peer has answered.
-fn of_tls(error: &io::Error) -> Option<&rustls::Error> {
+/// The TLS error in an I/O error. If there is one, the peer has answered.
+fn tls_error(error: &io::Error) -> Option<&rustls::Error> {
     error.get_ref().and_then(|inner| inner.downcast_ref())
 }
 
-/// With TLS 1.3 a server rejects a client certificate only after the client's part of the handshake
-/// (RFC 8446 section 4.4.2.4). h2 receives the alert and keeps the kind and text of the error;
-/// tokio-rustls uses `InvalidData` for all TLS errors and nothing else.
+/// Whether an error of h2 was caused by a TLS alert. With TLS 1.3 a server rejects a client certificate
+/// after the client has finished its handshake (RFC 8446 section 4.4.2.4), so h2 receives the alert. h2
+/// keeps only the kind and the text of the error. tokio-rustls uses the kind `InvalidData` for all TLS
+/// errors and nothing else.
 fn is_late_alert(error: &io::Error) -> bool {
-    let of_h2 = error.get_ref().and_then(|inner| inner.downcast_ref::<h2::Error>());
-    let below = of_h2.and_then(h2::Error::get_io);
-    below.is_some_and(|error| error.kind() == io::ErrorKind::InvalidData)
+    let h2_error = error.get_ref().and_then(|inner| inner.downcast_ref::<h2::Error>());
+    let io_error = h2_error.and_then(h2::Error::get_io);
+    io_error.is_some_and(|error| error.kind() == io::ErrorKind::InvalidData)
 }
 
-/// The text of a TLS error. rustls lists the names of a certificate as `DnsName("kubernetes")`;
-/// the names alone are what an operator compares.
+/// The text of a TLS error. rustls writes the names of a certificate as `DnsName("kubernetes")`; this
+/// text has `kubernetes`, which an operator can compare with the configuration.
 fn tls_error_text(error: &io::Error) -> String {
-    match of_tls(error) {
+    match tls_error(error) {
         Some(rustls::Error::InvalidCertificate(CertificateError::NotValidForNameContext {
             expected,
             presented,
@@ -232,17 +236,18 @@ fn tls_error_text(error: &io::Error) -> String {
     }
 }
 
-/// `kubernetes` of `DnsName("kubernetes")`.
+/// Returns `kubernetes` for `DnsName("kubernetes")`.
 fn bare_name(name: &str) -> &str {
     let inner = name.split_once('(').and_then(|(_, rest)| rest.strip_suffix(')'));
     inner.unwrap_or(name).trim_matches('"')
 }
 
+/// Starts HTTP/2 on a TLS stream and waits for the first PONG.
 async fn first_pong(
-    stream: TlsStream<ReadAhead<TrackedStream>>,
+    stream: UpstreamStream,
     observer: StreamObserver,
 ) -> Result<DialedConnection, io::Error> {
-    let (send, mut connection) = h2::client::Builder::new()
+    let (send, mut h2) = h2::client::Builder::new()
         .initial_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
         .max_frame_size(MAX_FRAME)
@@ -257,11 +262,11 @@ async fn first_pong(
         .handshake(stream)
         .await
         .map_err(io::Error::other)?;
-    let mut ping = connection.ping_pong().ok_or_else(|| io::Error::other("no PING handle"))?;
+    let mut ping = h2.ping_pong().ok_or_else(|| io::Error::other("no PING handle"))?;
     ping.send_ping(Ping::opaque()).map_err(io::Error::other)?;
     let pinged_at = Instant::now();
     poll_fn(|cx| {
-        match Pin::new(&mut connection).poll(cx) {
+        match Pin::new(&mut h2).poll(cx) {
             Poll::Ready(Ok(())) => {
                 return Poll::Ready(Err(io::Error::other("closed before the first PONG")));
             }
@@ -272,7 +277,7 @@ async fn first_pong(
     })
     .await?;
     let rtt = pinged_at.elapsed();
-    Ok(DialedConnection { send, connection, ping, observer, rtt })
+    Ok(DialedConnection { send, h2, ping, observer, rtt })
 }
 
 #[cfg(test)]

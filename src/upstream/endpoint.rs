@@ -19,7 +19,6 @@ mod health;
 mod probe_signals;
 mod slow_start;
 mod state;
-mod statistics;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -31,15 +30,14 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use self::connect::ConnectBackoff;
-pub use self::connect::{ConnectFailure, ConnectTimeout, backoff};
-pub use self::connections::FlowGuard;
+pub use self::connect::{ConnectFailure, ConnectFailureKind, ConnectTimeout, backoff};
+use self::connections::EndpointStatistics;
+pub use self::connections::{FlowGuard, HandshakeGuard};
 use self::health::{EndpointHealth, Transition};
 pub use self::health::{EndpointReadiness, Observation};
 pub use self::probe_signals::{ProbeSignals, ProbeTrigger};
 use self::slow_start::SlowStart;
 pub use self::state::EndpointState;
-use self::statistics::EndpointStatistics;
-pub use self::statistics::HandshakeGuard;
 use super::readyz::ReadyzCheck;
 use super::stats::{Ejection, EndpointStatus};
 use crate::config::EndpointAddress;
@@ -144,7 +142,7 @@ impl Endpoint {
 
     /// The state. One atomic load: the picker asks every candidate.
     pub fn state(&self) -> EndpointState {
-        EndpointState::from_u8(self.state.load(Ordering::Relaxed))
+        EndpointState::ALL[usize::from(self.state.load(Ordering::Relaxed))]
     }
 
     /// Why it is in its state.

@@ -1,35 +1,36 @@
-//! The health of one connection: a pure function of evidence and time.
+//! The health of one connection: a pure state machine over evidence and time.
 //!
-//! A wrong suspicion costs little; a wrong verdict closes a working connection. So each has a threshold
-//! of its own, and a third one applies to streams that no other connection can continue:
+//! A wrong suspicion costs little, but a wrong verdict closes a working connection. So suspicion and death
+//! have thresholds of their own. A third threshold applies to streams that no other connection can
+//! continue:
 //!
-//! | state | entered when | meanwhile | left when |
+//! | state | entered when | effect | left when |
 //! |---|---|---|---|
-//! | live | the first PONG arrived | takes new streams | |
-//! | suspect | a PING is outstanding for longer than max(4·srtt + 4·rttvar, 100 ms), and meanwhile nothing was received or nothing sent was acknowledged | no new streams; safe requests are repeated on another connection | a PONG arrives: live |
-//! | draining | GOAWAY; or no PONG, no frame and no progress for 5 s while the kernel answers: the process is stopped | no new streams; 7 s after the PING, requests fail that wait for a response head and must not be sent twice | its last stream ends: dead |
-//! | unresponsive | the path is lost (below) and streams are pinned | no new streams; requests that wait for a response head fail, streams that can move do | a PONG arrives: draining; no stream is pinned any more: dead |
-//! | dead | the path is lost and no stream is pinned; or it has been lost for `tunnel_dead_after`; or no frame for 20 s, whatever TCP shows | closed | never |
+//! | live | the first PONG arrived | takes new streams | a row below applies |
+//! | suspect | a PING is outstanding for longer than max(4·srtt + 4·rttvar, 100 ms), and in that time no frame was received or no pending byte was acknowledged | no new streams; safe requests are repeated on another connection | a PONG arrives: live |
+//! | draining | GOAWAY, removed endpoint, replaced certificate; or the process is stopped: no PONG, no frame and no upload progress for 5 s while the kernel answers | no new streams; requests that wait for a response head and must not be sent twice fail 7 s after the PING if the process is stopped | its last stream ends: dead |
+//! | unresponsive | the path is lost (below) and a stream is pinned | no new streams; requests that wait for a response head fail, and streams that can move leave | a PONG arrives: draining; the last pinned stream ends: dead |
+//! | dead | the path is lost and no stream is pinned; or the path has been lost for `tunnel_dead_after`; or no frame arrived for 20 s, whatever TCP shows (`tunnel_dead_after` if that is longer and a stream is pinned) | the connection is closed | never |
 //!
-//! A stream is pinned while the rest of its response cannot be requested from another connection: a
-//! log that is followed, a long response in the middle, a watch that can be neither resumed nor
-//! ended cleanly.
+//! A stream is pinned while the rest of its response cannot be requested from another connection.
+//! Examples are a log that is followed, a response whose body has begun, and a watch that can be neither
+//! resumed nor ended cleanly.
 //!
-//! The path is lost when a PING is outstanding for `dead_after` without evidence of life in one of
-//! the two directions. Inbound evidence is any byte or any segment (`tcpi_last_ack_recv`). Outbound
-//! evidence is an acknowledgement of sent bytes (`tcpi_bytes_acked`). A peer whose window is closed
-//! acknowledges no bytes; there the kernel's window probes are the evidence for both directions, and
-//! the path is lost when three in a row are unanswered (`tcpi_probes`). When the window opens, the
-//! time without an acknowledgement starts again, since bytes that could not be sent could not be
-//! acknowledged. A peer whose window stays closed for 20 s is dead.
+//! The path is lost when a PING is outstanding for `dead_after` without evidence of life in one of the two
+//! directions. Inbound evidence is any byte or any segment (`tcpi_last_ack_recv`). Outbound evidence is an
+//! acknowledgement of sent bytes (`tcpi_bytes_acked`). A peer whose window is closed acknowledges no bytes.
+//! Then the answers to the kernel's window probes are the evidence for both directions, and the path is
+//! lost when three probes in a row are unanswered (`tcpi_probes`). When the window opens, the time without
+//! an acknowledgement starts again, because bytes that could not be sent could not be acknowledged. A peer
+//! whose window stays closed for 20 s is dead.
 //!
-//! A check that runs late withholds all verdicts for 300 ms, once for each PING, so that a process
-//! without CPU or a paused machine does not blame its peers. After that the verdicts count, however
-//! late the checks are: the driver reads the socket until it is empty before each check, and the
-//! kernel counts silence whether or not the process is scheduled.
+//! A check that runs late withholds all verdicts for 300 ms, once for each PING, so that a process without
+//! CPU time or a paused machine does not declare its peers dead. Later verdicts count even if the checks
+//! are late: the driver reads the socket until it is empty before each check, and the kernel counts
+//! silence whether or not the process is scheduled.
 //!
-//! This module sends nothing and reads no clock. [`super::connection`] supplies evidence and executes
-//! decisions.
+//! This module sends nothing and reads no clock. [`super::connection`] supplies the evidence and carries
+//! out the decisions.
 
 mod rtt;
 mod silence;
@@ -45,31 +46,32 @@ pub use self::state::{ConnectionState, StateChangeReason};
 use crate::config;
 use crate::net::sockets::tcp_info::TcpInfo;
 
-/// A request that waits this long without a byte arriving on its connection triggers a PING.
+/// A PING is sent when a request has waited this long without a byte arriving on its connection.
 pub const HEAD_WAIT: Duration = Duration::from_millis(100);
-/// A connection that received bytes and then none for this long triggers a PING.
+/// A PING is sent when bytes have arrived since the last PING and then none for this long.
 const PING_AFTER_SILENCE: Duration = Duration::from_millis(400);
 /// Pause between two checks while a PING is outstanding.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// Without evidence of life in one direction for this long, or half of `dead_after`, a connection is
-/// not used even where no other is left: five retransmissions of a thin stream are out by then.
+/// Without evidence of life in one direction for this long, or for half of `dead_after` if that is
+/// shorter, a connection is not used even if no other is left. By then, five retransmissions of a thin
+/// stream were sent.
 const PATH_UNRESPONSIVE_AFTER: Duration = Duration::from_secs(1);
-/// From this age of a PING on the kernel is asked to probe the path if everything sent is
-/// acknowledged, and the endpoint counts the connection as unanswered. Three transmissions of the
-/// PING are out by then: at 5 % packet loss each way, all are lost once in a thousand PINGs.
+/// Age of a PING at which the endpoint counts the connection as unanswered, and at which keepalive probes
+/// are requested if every sent byte is acknowledged. By then, the PING was transmitted three times: at
+/// 5 % packet loss each way, all three are lost once in a thousand PINGs.
 const PROBE_AFTER: Duration = Duration::from_millis(500);
-/// A process is stopped if its kernel answers, but no PONG and no frame arrives for this long.
+/// A process counts as stopped if its kernel answers but no PONG and no frame arrives for this long.
 const STOPPED_AFTER: Duration = Duration::from_secs(5);
-/// This long after that, requests fail that must not be sent twice: the lease updates of kubelet and
-/// of leader election have a timeout of 10 s.
+/// Time after [`STOPPED_AFTER`] at which requests fail that must not be sent twice. Their clients have
+/// time left: the lease updates of kubelet and of leader election have a timeout of 10 s.
 pub const WRITE_PATIENCE: Duration = Duration::from_secs(2);
-/// Without PONG and frames for this long a connection is dead even if its bytes are acknowledged: a
-/// TCP load balancer acknowledges on behalf of a dead apiserver.
+/// Without a PONG or another frame for this long, a connection is dead even if its bytes are
+/// acknowledged: a TCP load balancer acknowledges bytes for a dead apiserver.
 const SILENT_DEATH: Duration = Duration::from_secs(20);
-/// A timer that fires this late shows that the process was not scheduled.
-const LATE: Duration = Duration::from_millis(100);
-/// How long verdicts are withheld after that, so that received bytes are read first.
-const GRACE: Duration = Duration::from_millis(300);
+/// A check is late if it runs this long after it was due: the process may not have been scheduled.
+const LATE_CHECK: Duration = Duration::from_millis(100);
+/// How long verdicts are withheld after a late check, so that received bytes are read first.
+const VERDICT_PAUSE: Duration = Duration::from_millis(300);
 
 /// The state that a connection enters, and the reason.
 pub type StateChange = (ConnectionState, StateChangeReason);
@@ -77,18 +79,18 @@ pub type StateChange = (ConnectionState, StateChangeReason);
 /// Configured thresholds of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Thresholds {
-    /// Longest pause between two PINGs.
+    /// Longest pause between a PONG and the next PING.
     pub ping_interval: Duration,
-    /// Fixed time after which a PING is late; `None` adapts to the RTT.
+    /// Fixed time after which a PING is late; `None` derives it from the RTT.
     pub suspect_after: Option<Duration>,
-    /// A PING outstanding this long without evidence of life means that the path is lost.
+    /// The path is lost when a PING is outstanding for this long without evidence of life.
     pub dead_after: Duration,
     /// A connection with pinned streams is closed once its path is lost for this long.
     pub tunnel_dead_after: Duration,
 }
 
 impl Thresholds {
-    /// Those of a configuration.
+    /// The thresholds of a configuration.
     pub fn of(config: &config::Health) -> Self {
         Self {
             ping_interval: config.ping_interval,
@@ -99,32 +101,33 @@ impl Thresholds {
     }
 }
 
-/// Input of a check.
+/// The input of a check.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Evidence {
-    /// The kernel's view of the TCP connection, if it is known.
+    /// The kernel's TCP statistics, if they can be read.
     pub tcp: Option<TcpInfo>,
-    /// Since when a request waits for its response head, if any does.
+    /// Since when at least one request waits for its response head.
     pub waiting_since: Option<Instant>,
-    /// A stream on it is pinned.
+    /// Whether a stream is pinned.
     pub pinned: bool,
 }
 
+/// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Decision {
     /// Send a PING now.
     pub ping: bool,
-    /// Ask the kernel for a keepalive probe now.
+    /// Request a keepalive probe from the kernel now.
     pub probe: bool,
-    /// Streams that can move should leave now: the connection takes no new streams, and its PING is
-    /// late, its process stopped or its path lost.
-    pub leave: bool,
-    /// The state has changed to this, for this reason.
+    /// Move the streams that can move: the path is lost, or the connection drains and its PING is late.
+    pub move_streams: bool,
+    /// The new state and the reason, if the state has changed.
     pub change: Option<StateChange>,
     /// When to check again at the latest.
     pub wake_at: Instant,
 }
 
+/// The health of one connection.
 #[derive(Debug)]
 pub struct ConnectionHealth {
     limits: Thresholds,
@@ -135,21 +138,21 @@ pub struct ConnectionHealth {
     next_ping: Instant,
     /// When bytes last arrived.
     last_received: Instant,
-    /// Bytes other than a PONG arrived since the last PING.
+    /// Bytes arrived since the last PING was sent or its PONG arrived.
     delivering: bool,
-    /// Acknowledged bytes, and when that number last grew or nothing was pending.
+    /// `tcpi_bytes_acked` at the last check, and when it last grew or no byte was pending.
     acked: u64,
     acked_at: Instant,
-    /// When the peer's window was last closed with every probe answered.
-    window_answered: Instant,
-    /// When `acked` last grew while more was pending: an upload makes progress.
-    progress: Instant,
+    /// When the peer's window was last closed with no probe unanswered.
+    window_answered_at: Instant,
+    /// When `acked` last grew while more bytes were pending: an upload makes progress.
+    progress_at: Instant,
     /// When the next check is due.
     wake_at: Instant,
-    /// Verdicts are withheld until then, since a check was late.
+    /// Verdicts are withheld until then, because a check was late.
     withhold_until: Instant,
-    /// A check was late since the outstanding PING was sent.
-    withheld: bool,
+    /// Whether a check was late since the outstanding PING was sent.
+    was_late: bool,
     findings: ConnectionFindings,
 }
 
@@ -157,9 +160,10 @@ pub struct ConnectionHealth {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ConnectionFindings {
     /// One of the two directions has shown no evidence of life for so long that a request sent now would
-    /// most likely be lost.
+    /// probably be lost.
     pub path_unresponsive: bool,
-    /// A PING is outstanding for 500 ms without evidence of life. Packet loss alone rarely causes it.
+    /// A PING is outstanding for [`PROBE_AFTER`] without evidence of life in both directions. Packet loss
+    /// alone rarely causes this.
     pub ping_unanswered: bool,
     /// Requests that wait for a response head and must not be sent twice fail: the path is lost, or the
     /// process has been stopped for more than [`STOPPED_AFTER`] and [`WRITE_PATIENCE`].
@@ -167,7 +171,7 @@ pub struct ConnectionFindings {
 }
 
 impl ConnectionHealth {
-    /// A live connection with the round-trip time of its first PING.
+    /// The health of a live connection. `first_rtt` is the round-trip time of its first PING.
     pub fn new(limits: Thresholds, first_rtt: Duration, now: Instant) -> Self {
         let mut rtt = Rtt::default();
         rtt.sample(first_rtt);
@@ -181,11 +185,11 @@ impl ConnectionHealth {
             delivering: false,
             acked: 0,
             acked_at: now,
-            window_answered: now,
-            progress: now,
+            window_answered_at: now,
+            progress_at: now,
             wake_at: now + limits.ping_interval,
             withhold_until: now,
-            withheld: false,
+            was_late: false,
             findings: ConnectionFindings::default(),
         }
     }
@@ -204,41 +208,38 @@ impl ConnectionHealth {
         self.rtt.smoothed().unwrap_or_default()
     }
 
-    /// Bytes arrived. Returns when to check at the latest.
+    /// Records that bytes arrived. Returns when to check at the latest.
     pub fn received(&mut self, now: Instant) -> Instant {
         self.last_received = now;
         self.delivering = true;
         self.wake_at.min(now + PING_AFTER_SILENCE)
     }
 
-    /// The PONG of the outstanding PING arrived. Returns its round-trip time and the change of state:
-    /// a suspect connection is live again; an unresponsive one drains, since its streams have moved.
+    /// Records that the PONG of the outstanding PING arrived. Returns the round-trip time and the change of
+    /// state: a suspect connection is live again, and an unresponsive one drains, because streams have
+    /// left it.
     pub fn pong(&mut self, now: Instant) -> (Option<Duration>, Option<StateChange>) {
         let rtt = self.ping_sent.take().map(|sent| now.saturating_duration_since(sent));
         if let Some(rtt) = rtt {
-            // A PONG delayed by a stopped process or by loss says little about the path: taken
-            // whole, one sample of 3 s would delay the next suspicion for a minute.
+            // A stopped process or packet loss delays a PONG more than the path does. One sample of 3 s
+            // would delay suspicions for a minute, so the sample is limited.
             self.rtt.sample(rtt.min(self.suspect_after() * 2));
         }
         self.last_received = now;
         self.findings = ConnectionFindings::default();
         self.delivering = false;
         self.next_ping = now + self.limits.ping_interval;
-        let change = match self.state {
-            ConnectionState::Suspect => {
-                Some(self.enter(ConnectionState::Live, StateChangeReason::Pong))
-            }
-            ConnectionState::Unresponsive => {
-                Some(self.enter(ConnectionState::Draining, StateChangeReason::Pong))
-            }
+        let next = match self.state {
+            ConnectionState::Suspect => Some(ConnectionState::Live),
+            ConnectionState::Unresponsive => Some(ConnectionState::Draining),
             ConnectionState::Live | ConnectionState::Draining | ConnectionState::Dead => None,
         };
-        (rtt, change)
+        (rtt, next.map(|state| self.enter(state, StateChangeReason::Pong)))
     }
 
-    /// The connection takes no new streams (GOAWAY, endpoint removed, certificate rotated).
+    /// Records that a drain has begun (GOAWAY, endpoint removed, certificate rotated).
     pub fn drain(&mut self) {
-        if matches!(self.state, ConnectionState::Live | ConnectionState::Suspect) {
+        if self.state.is_in_service() {
             self.state = ConnectionState::Draining;
         }
     }
@@ -246,7 +247,7 @@ impl ConnectionHealth {
     /// Weighs the evidence and decides.
     pub fn check(&mut self, evidence: Evidence, now: Instant) -> Decision {
         let mut decision =
-            Decision { ping: false, probe: false, leave: false, change: None, wake_at: now };
+            Decision { ping: false, probe: false, move_streams: false, change: None, wake_at: now };
         match self.ping_sent {
             None => {
                 let due = self.ping_due(&evidence);
@@ -254,7 +255,7 @@ impl ConnectionHealth {
                     decision.ping = true;
                     self.ping_sent = Some(now);
                     self.delivering = false;
-                    self.withheld = false;
+                    self.was_late = false;
                     self.acked_at = now;
                     if let Some(tcp) = evidence.tcp {
                         self.acked = tcp.bytes_acked;
@@ -265,23 +266,24 @@ impl ConnectionHealth {
                 }
             }
             Some(sent) => {
-                let late = now.saturating_duration_since(self.wake_at) >= LATE;
-                if late && !std::mem::replace(&mut self.withheld, late) {
-                    self.withhold_until = now + GRACE;
+                let late = now.saturating_duration_since(self.wake_at) >= LATE_CHECK;
+                if late && !std::mem::replace(&mut self.was_late, true) {
+                    self.withhold_until = now + VERDICT_PAUSE;
                 }
                 let silence = self.weigh(sent, evidence.tcp.as_ref(), now);
                 if now >= self.withhold_until {
                     decision.change = self.derive(&silence, evidence.pinned);
                     self.findings = self.derive_findings(&silence);
-                    decision.leave = match self.state {
+                    decision.move_streams = match self.state {
+                        ConnectionState::Unresponsive => true,
                         ConnectionState::Draining => self.is_late(&silence),
-                        state => state == ConnectionState::Unresponsive,
+                        _ => false,
                     };
                 }
-                // The kernel resets a connection after 127 unanswered probes; `unresponsive` may last
-                // longer.
+                // The kernel resets a connection after 127 unanswered probes, and an unresponsive
+                // connection may stay open for longer than that takes.
                 decision.probe = !silence.pending
-                    && silence.age >= PROBE_AFTER
+                    && silence.ping_age >= PROBE_AFTER
                     && !matches!(self.state, ConnectionState::Unresponsive | ConnectionState::Dead);
                 let suspect_at = sent + self.suspect_after();
                 decision.wake_at = if now < suspect_at { suspect_at } else { now + CHECK_INTERVAL };
@@ -292,11 +294,12 @@ impl ConnectionHealth {
     }
 
     fn suspect_after(&self) -> Duration {
-        // A suspicion must precede the verdict.
+        // A connection must be suspect before it is dead.
         let adaptive = || self.rtt.suspect_after().min(self.limits.dead_after / 2);
         self.limits.suspect_after.unwrap_or_else(adaptive)
     }
 
+    /// When the next PING is due.
     fn ping_due(&self, evidence: &Evidence) -> Instant {
         let mut due = self.next_ping;
         if self.delivering {
@@ -308,6 +311,7 @@ impl ConnectionHealth {
         due
     }
 
+    /// Measures for how long which evidence of life has been missing.
     fn weigh(&mut self, sent: Instant, tcp: Option<&TcpInfo>, now: Instant) -> Silence {
         let since = |then| now.saturating_duration_since(then);
         let mut inbound = since(self.last_received);
@@ -321,27 +325,28 @@ impl ConnectionHealth {
                 self.acked_at = now;
             }
             if grew && pending {
-                self.progress = now;
+                self.progress_at = now;
             }
             window_answers = pending && window_answers_probes(tcp, self.limits.dead_after);
             if window_answers && tcp.probes == 0 {
-                self.window_answered = now;
+                self.window_answered_at = now;
             }
         }
-        let age = since(sent);
-        let without_frame = age.min(since(self.last_received));
+        let ping_age = since(sent);
+        let without_frame = ping_age.min(since(self.last_received));
         Silence {
-            age,
+            ping_age,
             inbound,
-            outbound: since(self.acked_at.max(self.window_answered)),
+            outbound: since(self.acked_at.max(self.window_answered_at)),
             unacknowledged: since(self.acked_at),
             without_frame,
-            without_progress: without_frame.min(since(self.progress)),
+            without_progress: without_frame.min(since(self.progress_at)),
             pending,
             window_answers,
         }
     }
 
+    /// Derives the state; returns the change, if there is one.
     fn derive(&mut self, silence: &Silence, pinned: bool) -> Option<StateChange> {
         if self.state == ConnectionState::Dead {
             return None;
@@ -355,15 +360,14 @@ impl ConnectionHealth {
                 return Some(self.enter(ConnectionState::Unresponsive, reason));
             }
         }
-        let last = if pinned { SILENT_DEATH.max(tunnel_dead_after) } else { SILENT_DEATH };
-        if silence.without_progress >= last {
+        let silent_death = if pinned { SILENT_DEATH.max(tunnel_dead_after) } else { SILENT_DEATH };
+        if silence.without_progress >= silent_death {
             return Some(self.enter(ConnectionState::Dead, StateChangeReason::NoFrames));
         }
-        if silence.window_answers && silence.age.min(silence.unacknowledged) >= last {
+        if silence.window_answers && silence.ping_age.min(silence.unacknowledged) >= silent_death {
             return Some(self.enter(ConnectionState::Dead, StateChangeReason::WindowClosed));
         }
-        let takes_streams = matches!(self.state, ConnectionState::Live | ConnectionState::Suspect);
-        if takes_streams && silence.without_progress >= STOPPED_AFTER {
+        if self.state.is_in_service() && silence.without_progress >= STOPPED_AFTER {
             return Some(self.enter(ConnectionState::Draining, StateChangeReason::ProcessStopped));
         }
         if self.state == ConnectionState::Live && self.is_late(silence) {
@@ -372,13 +376,13 @@ impl ConnectionHealth {
         None
     }
 
-    /// Whether the PING is late without evidence of life in both directions.
+    /// Whether the PING is late: no evidence of life in one of the two directions since it was sent.
     fn is_late(&self, silence: &Silence) -> bool {
         silence.unanswered_for(self.suspect_after())
     }
 
     fn derive_findings(&self, silence: &Silence) -> ConnectionFindings {
-        let quiet = silence.age.min(silence.inbound.max(silence.outbound));
+        let quiet = silence.ping_age.min(silence.inbound.max(silence.outbound));
         let unresponsive_after = PATH_UNRESPONSIVE_AFTER.min(self.limits.dead_after / 2);
         ConnectionFindings {
             path_unresponsive: !silence.window_answers && quiet >= unresponsive_after,

@@ -1,5 +1,5 @@
-//! Dedicated HTTP/1.1 connections for upgrades. Each is opened for one request and then becomes a
-//! tunnel or is closed.
+//! Dedicated HTTP/1.1 connections for upgrades. Each is opened for one request; after the response it
+//! becomes a tunnel or is closed.
 
 use std::error::Error as _;
 use std::rc::Rc;
@@ -12,43 +12,41 @@ use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use tokio::task::{JoinHandle, JoinSet, spawn_local};
 use tokio::time::{Instant, sleep_until};
-use tokio_rustls::client::TlsStream;
 
 use super::credentials::CredentialClass;
-use super::dial::dial_http1;
+use super::dial::{UpstreamStream, dial_http1};
 use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
 use super::flow_health::FlowHealthCheck;
 use super::pool::{UNAVAILABLE_AFTER, Unavailable};
 use super::shared::Upstream;
-use crate::net::sockets::read_ahead::ReadAhead;
-use crate::net::sockets::tracked_stream::{StreamObserver, TrackedStream};
+use crate::net::sockets::tracked_stream::StreamObserver;
 use crate::net::sockets::tunnel_stream::TunnelStream;
 use crate::net::tls::certificate::Subject;
 
-/// When the next endpoint is tried in parallel to one that has not answered: twice the time after
-/// which a dial starts its own second attempt.
+/// Time after which the next endpoint is tried in parallel to one that has not answered. It is twice the
+/// time after which a dial starts its own second attempt.
 const NEXT_AFTER: Duration = Duration::from_millis(500);
-/// Most failures that an error names.
-const REASONS: usize = 5;
+/// Limit of failures that an error names.
+const MAX_REASONS: usize = 5;
 
-/// The stream of a connection after its 101.
-pub type Tunnelled = TunnelStream<TlsStream<ReadAhead<TrackedStream>>>;
+/// The stream of a connection after a response 101.
+pub type Tunnelled = TunnelStream<UpstreamStream>;
 
 /// An open connection on which no request was sent yet.
 pub struct Http1Connection {
     pub endpoint: Arc<Endpoint>,
-    stream: TlsStream<ReadAhead<TrackedStream>>,
+    stream: UpstreamStream,
     observer: StreamObserver,
-    /// How long it may be without evidence of life once its request is answered.
+    /// How long the flow may be without evidence of life once its request is answered.
     tunnel_dead_after: Duration,
 }
 
 /// Opens a connection to the best endpoint, or to the next one if that fails or is slow. `proven` is
-/// the subject that the client has proven, if the request goes upstream with a certificate; `load`
+/// the subject that the client has proven, if the request goes upstream with a certificate. `load`
 /// returns the load of an endpoint by its label.
 ///
 /// # Errors
-/// Why there is none, after every endpoint was tried.
+/// No credential matches, every endpoint failed, or the time limit is over.
 pub async fn open(
     upstream: &Upstream,
     class: CredentialClass,
@@ -63,7 +61,7 @@ pub async fn open(
     let base = config.health.connect_timeout;
     let tunnel_dead_after = config.health.tunnel_dead_after;
     drop(config);
-    // Without a usable endpoint the client gets its error as soon as for any other request.
+    // Without a usable endpoint the client receives its error as soon as for any other request.
     let limit = if upstream.is_usable() { base } else { base.min(UNAVAILABLE_AFTER) };
     let deadline = Instant::now() + limit;
     let mut candidates: Vec<_> = upstream
@@ -89,7 +87,7 @@ pub async fn open(
                         endpoint.metrics.dialled("ok");
                         Ok(Http1Connection { endpoint, stream, observer, tunnel_dead_after })
                     }
-                    Err(failure) => Err(failed(&endpoint, failure)),
+                    Err(failure) => Err(record_failure(&endpoint, failure)),
                 }
             });
         } else if attempts.is_empty() {
@@ -100,12 +98,11 @@ pub async fn open(
         tokio::select! {
             Some(done) = attempts.join_next() => match done {
                 Ok(Ok(connection)) => return Ok(connection),
-                Ok(Err(why)) => reasons.push(why),
+                Ok(Err(reason)) => reasons.push(reason),
                 Err(error) => reasons.push(error.to_string()),
             },
             () = sleep_until(next) => if Instant::now() >= deadline {
-                let waited = format!("no connection within {limit:?}");
-                reasons.push(waited);
+                reasons.push(format!("no connection within {limit:?}"));
                 break;
             },
         }
@@ -113,20 +110,21 @@ pub async fn open(
     if reasons.is_empty() {
         reasons.push("there is no endpoint".to_owned());
     }
-    // The last one is about all endpoints.
-    reasons.drain(..reasons.len().saturating_sub(REASONS));
-    Err(Unavailable::Unreachable(reasons.join("; ")))
+    // The last reason may be about all endpoints.
+    let named = &reasons[reasons.len().saturating_sub(MAX_REASONS)..];
+    Err(Unavailable::Unreachable(named.join("; ")))
 }
 
-/// Records a failed connect. An ejected endpoint is not reported again: a client that retries would
-/// extend the backoff after which the pool tries the endpoint itself.
-fn failed(endpoint: &Endpoint, failure: ConnectFailure) -> String {
-    endpoint.record_connect_failure(&failure);
-    let why = failure.reason().to_owned();
-    if !matches!(endpoint.state(), EndpointState::Ejected | EndpointState::NoH2) {
+/// Records a failed connect and returns its reason. It does not change the state of an ejected endpoint:
+/// a client that retries would otherwise extend the backoff of the pool's own connects.
+fn record_failure(endpoint: &Endpoint, failure: ConnectFailure) -> String {
+    let reason = failure.reason.clone();
+    if matches!(endpoint.state(), EndpointState::Ejected | EndpointState::NoH2) {
+        endpoint.count_connect_failure(&failure);
+    } else {
         endpoint.connect_failed(failure, Instant::now());
     }
-    why
+    reason
 }
 
 struct Candidate {
@@ -136,7 +134,8 @@ struct Candidate {
     endpoint: Arc<Endpoint>,
 }
 
-/// Best state first; within the best one, the less loaded of two random ones.
+/// Sorts by rank in random order. The first is the less loaded of two random candidates of the best
+/// rank.
 fn order(candidates: &mut [Candidate], rng: &mut fastrand::Rng) {
     rng.shuffle(candidates);
     candidates.sort_by_key(|candidate| candidate.rank);
@@ -149,11 +148,11 @@ fn order(candidates: &mut [Candidate], rng: &mut fastrand::Rng) {
 }
 
 impl Http1Connection {
-    /// Sends a request and waits for its response head, until the flow is dead or no response can be
-    /// expected from the endpoint.
+    /// Sends a request and waits for its response head. Stops waiting when the flow is dead or no response
+    /// can be expected from the endpoint.
     ///
     /// # Errors
-    /// Why there is no response. The request may have been processed.
+    /// The reason why no response arrived. The request may have been processed.
     pub async fn send(
         self,
         request: Request<Incoming>,
@@ -167,12 +166,12 @@ impl Http1Connection {
         };
         let driver = Http1Driver { task: spawn_local(drive(connection, flow.clone())), flow };
         let sent = Instant::now();
-        let answer = tokio::select! {
+        let response = tokio::select! {
             biased;
-            answer = sender.send_request(request) => answer,
-            why = self.endpoint.no_response_expected(sent) => return Err(why),
+            response = sender.send_request(request) => response,
+            reason = self.endpoint.no_response_expected(sent) => return Err(reason),
         };
-        match answer {
+        match response {
             Ok(response) => {
                 driver.flow.answered.set(true);
                 Ok((response, driver))
@@ -182,20 +181,23 @@ impl Http1Connection {
     }
 }
 
-type Connection = http1::Connection<TokioIo<TlsStream<ReadAhead<TrackedStream>>>, Incoming>;
-
-async fn drive(connection: Connection, flow: FlowHealthCheck) -> Result<Tunnelled, String> {
+/// Runs the HTTP side of a connection. Returns the stream once HTTP has ended on it, as after a response
+/// 101, or the reason why the connection failed.
+async fn drive(
+    connection: http1::Connection<TokioIo<UpstreamStream>, Incoming>,
+    flow: FlowHealthCheck,
+) -> Result<Tunnelled, String> {
     tokio::select! {
         parts = connection.without_shutdown() => {
             let parts = parts.map_err(|error| described(&error))?;
             let stream = TunnelStream::new(parts.read_buf, parts.io.into_inner());
             Ok(stream.discard_writes_after_close())
         }
-        why = flow.wait_until_dead() => Err(why.to_owned()),
+        reason = flow.wait_until_dead() => Err(reason.to_owned()),
     }
 }
 
-/// Runs the HTTP side of a connection; dropping it closes the connection.
+/// The task that runs the HTTP side of a connection. Dropping this closes the connection.
 #[derive(Debug)]
 pub struct Http1Driver {
     task: JoinHandle<Result<Tunnelled, String>>,
@@ -203,13 +205,14 @@ pub struct Http1Driver {
 }
 
 impl Http1Driver {
-    /// The connection without HTTP, after a 101, and the health check of its flow.
+    /// Returns the stream after a response 101, and the health check of its flow.
     pub async fn reclaim(mut self) -> Result<(Tunnelled, FlowHealthCheck), String> {
         let stream = (&mut self.task).await.map_err(|error| error.to_string())??;
         Ok((stream, self.flow.clone()))
     }
 
-    /// Why it has ended, if it has and its own error is more precise than hyper's.
+    /// The reason why the task has ended, if it has ended. It is more precise than the error of hyper's
+    /// sender.
     async fn reason(mut self) -> Option<String> {
         if !self.task.is_finished() {
             return None;
@@ -224,7 +227,7 @@ impl Drop for Http1Driver {
     }
 }
 
-/// hyper's error with its cause, which it does not print itself.
+/// The text of hyper's error and of its cause, which hyper does not print.
 fn described(error: &hyper::Error) -> String {
     match error.source() {
         Some(cause) => format!("{error}: {cause}"),
@@ -246,17 +249,17 @@ mod tests {
     }
 
     #[test]
-    fn order_puts_the_best_state_first_and_the_idle_of_two() {
+    fn order_puts_the_less_loaded_of_the_best_state_first() {
         for seed in 0..50 {
             let mut candidates = [
-                candidate("down", EndpointState::Ejected, 0),
+                candidate("ejected", EndpointState::Ejected, 0),
                 candidate("busy", EndpointState::Ready, 5),
-                candidate("unwell", EndpointState::Degraded, 0),
+                candidate("degraded", EndpointState::Degraded, 0),
                 candidate("idle", EndpointState::Ready, 1),
             ];
             order(&mut candidates, &mut fastrand::Rng::with_seed(seed));
             let names: Vec<_> = candidates.iter().map(|c| &*c.endpoint.address.host).collect();
-            assert_eq!(names, ["idle", "busy", "unwell", "down"]);
+            assert_eq!(names, ["idle", "busy", "degraded", "ejected"]);
         }
     }
 }

@@ -315,10 +315,7 @@ impl Pool {
                     }
                     class.connections.borrow_mut().push(connection);
                 }
-                Err(failure) => {
-                    endpoint.record_connect_failure(&failure);
-                    endpoint.connect_failed(failure, Instant::now());
-                }
+                Err(failure) => endpoint.connect_failed(failure, Instant::now()),
             }
             pool.changed.notify_waiters();
         });

@@ -11,7 +11,7 @@ use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::dial::dial_h2;
-use crate::upstream::endpoint::{ConnectFailure, Endpoint, Observation};
+use crate::upstream::endpoint::{ConnectFailureKind, Endpoint, Observation};
 
 /// Interval of TLS handshakes with a server that does not speak HTTP/2; their connections are closed.
 const HANDSHAKE_INTERVAL: Duration = Duration::from_secs(1);
@@ -73,7 +73,9 @@ pub async fn connect(
             let new = reachability.start_connection(established, upstream, endpoint, &tls);
             Some(ProbeConnection(new))
         }
-        Err(ConnectFailure::NoH2(_)) if !upstream.config().used_by.terminate => {
+        Err(failure)
+            if failure.kind == ConnectFailureKind::NoH2 && !upstream.config().used_by.terminate =>
+        {
             // Only passthrough listeners use this upstream. They do not need HTTP/2, and the TLS
             // handshake has succeeded.
             endpoint.metrics.dialled("ok");
@@ -85,7 +87,6 @@ pub async fn connect(
             None
         }
         Err(failure) => {
-            endpoint.record_connect_failure(&failure);
             endpoint.connect_failed(failure, Instant::now());
             None
         }

@@ -26,7 +26,7 @@ use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::{DialedConnection, dial_h2};
-use crate::upstream::endpoint::{ConnectFailure, ConnectTimeout, Endpoint, Observation};
+use crate::upstream::endpoint::{ConnectFailureKind, ConnectTimeout, Endpoint, Observation};
 
 /// Time without a byte from the peer, while PINGs are sent, after which it counts as silent.
 const SILENT_AFTER: Duration = Duration::from_millis(2_500);
@@ -208,14 +208,17 @@ async fn handshake(
     tls: &ClientTls,
 ) -> Option<DialedConnection> {
     loop {
-        match dial_h2(connector, endpoint, &tls.h2, ConnectTimeout::fixed(HANDSHAKE_TIMEOUT)).await
-        {
+        let limit = ConnectTimeout::fixed(HANDSHAKE_TIMEOUT);
+        let failure = match dial_h2(connector, endpoint, &tls.h2, limit).await {
             Ok(established) => return Some(established),
-            Err(ConnectFailure::NoH2(_) | ConnectFailure::TlsFailed(_)) => return None,
-            Err(ConnectFailure::Refused(_) | ConnectFailure::LocalShortage(_)) => {
+            Err(failure) => failure,
+        };
+        match failure.kind {
+            ConnectFailureKind::NoH2 | ConnectFailureKind::TlsFailed => return None,
+            ConnectFailureKind::Failed | ConnectFailureKind::LocalShortage => {
                 sleep(HANDSHAKE_PAUSE).await;
             }
-            Err(ConnectFailure::Timeout(_)) => {}
+            ConnectFailureKind::Timeout => {}
         }
     }
 }

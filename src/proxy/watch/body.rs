@@ -134,7 +134,7 @@ impl WatchBody {
         let pushed = self.relay.push(data, stream.received_at(), |piece| out.push_back(piece));
         let session = self.relay.session();
         // The pool must not close the connection of a watch that cannot lose its stream.
-        stream.permit.pin(!session.can_lose_stream());
+        stream.permit.set_pinned(!session.can_lose_stream());
         let mut absorbed = pushed.absorbed;
         release_window(&mut stream.recv, &mut absorbed);
         stream.unreleased += data.len() - pushed.absorbed;

@@ -1,4 +1,4 @@
-//! Texts of h2 errors for operators.
+//! The texts of h2 errors for operators.
 
 use std::io::ErrorKind;
 
@@ -7,17 +7,17 @@ pub fn describe_h2_error(error: &h2::Error) -> String {
     closed_by_apiserver(error).unwrap_or_else(|| error.to_string())
 }
 
-/// The text of the end of a connection.
+/// The text of the error that ended a connection.
 pub(super) fn describe_end(error: &h2::Error) -> String {
     closed_by_apiserver(error).unwrap_or_else(|| format!("connection failed: {error}"))
 }
 
-/// The text where the apiserver closed the connection. h2 says for a GOAWAY with `NO_ERROR`
-/// "connection error received: not a result of an error", and rustls refers to its manual for an
-/// EOF without `close_notify`.
+/// The text of an error that means that the apiserver closed the connection: a GOAWAY, or an EOF. The
+/// texts of the libraries mislead: for a GOAWAY with `NO_ERROR` h2 has "connection error received: not
+/// a result of an error", and for an EOF without `close_notify` rustls refers to its manual.
 fn closed_by_apiserver(error: &h2::Error) -> Option<String> {
     if error.is_go_away() && error.is_remote() {
-        // Debug output of a reason is its name in RFC 9113 section 7.
+        // The debug output of a reason is its name in RFC 9113 section 7.
         return Some(format!("closed by the apiserver: GOAWAY {:?}", error.reason()?));
     }
     let kind = error.get_io()?.kind();
@@ -34,7 +34,8 @@ mod tests {
 
     use super::*;
 
-    /// A peer that accepts all bytes, sends `sends`, and then fails every read or sends no more.
+    /// A peer that accepts all bytes and sends `sends`. Each later read fails with `then`, or stays
+    /// pending if `then` is `None`.
     struct FailingPeer {
         sends: &'static [u8],
         then: Option<ErrorKind>,
@@ -80,7 +81,7 @@ mod tests {
     const GOAWAY: &[u8] = b"\0\0\0\x04\0\0\0\0\0\0\0\x08\x07\0\0\0\0\0\0\0\0\0\0\0\0\x0b";
 
     #[tokio::test(start_paused = true)]
-    async fn describe_h2_error_names_how_the_apiserver_closed_the_connection() {
+    async fn describe_h2_error_names_goaway_and_eof_of_the_apiserver() {
         for (sends, then, expected) in [
             (&b""[..], Some(ErrorKind::UnexpectedEof), "closed by the apiserver: EOF"),
             (b"", Some(ErrorKind::ConnectionReset), "see the manual"),

@@ -1,4 +1,4 @@
-//! The state of a connection, why it drains, and what goes with it.
+//! The lifecycle of a connection: its state, the reasons for a drain, and how urgently streams leave.
 
 use std::cell::{Cell, RefCell};
 
@@ -7,10 +7,10 @@ use tokio::time::Instant;
 use crate::observe::StateGauge;
 use crate::upstream::health::ConnectionState;
 
-/// Why a connection takes no new streams any more, or is closed, although it works.
+/// Why jackstay drains or closes a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DrainReason {
-    /// Nothing has used its class for a while.
+    /// No stream has used it for a while.
     Idle,
     /// Its identity or upstream was removed from the configuration.
     ConfigurationRemoved,
@@ -18,25 +18,25 @@ pub enum DrainReason {
     CertificateRotated,
     /// Its endpoint was removed from the set.
     EndpointRemoved,
-    /// The prober does not need it any more.
+    /// The prober has ended.
     ProbingEnded,
-    /// The prober got no response on it.
+    /// The prober received no response on it.
     ProbeFailed,
-    /// A fresh connection to the same endpoint works, this one does not.
+    /// A fresh connection to the same endpoint works; this one does not.
     Superseded,
 }
 
 /// How urgently streams that can move should leave a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DrainUrgency {
-    /// It delivers nothing, or soon may not: its process is stopped, or its endpoint is degraded.
+    /// Its path is lost; or it drains, and its PING is late or its endpoint is degraded.
     Immediate,
-    /// It works, but its certificate is old or its endpoint was removed.
+    /// It works, but its certificate was replaced or its endpoint was removed.
     Relaxed,
 }
 
 impl DrainReason {
-    /// Text for the log and `/status`.
+    /// Text for logs and events.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Idle => "idle",
@@ -49,39 +49,39 @@ impl DrainReason {
         }
     }
 
-    /// How urgently streams should move to another connection; `None` where they may finish: no
-    /// stream is left, or there is no other connection to move to.
+    /// How urgently streams should move to another connection; `None` if they may finish, because there
+    /// is no stream or no connection to which it could move.
     pub fn urgency(self) -> Option<DrainUrgency> {
         match self {
-            Self::Idle | Self::ConfigurationRemoved => None,
-            Self::CertificateRotated
-            | Self::EndpointRemoved
+            Self::CertificateRotated | Self::EndpointRemoved => Some(DrainUrgency::Relaxed),
+            Self::Idle
+            | Self::ConfigurationRemoved
             | Self::ProbingEnded
             | Self::ProbeFailed
-            | Self::Superseded => Some(DrainUrgency::Relaxed),
+            | Self::Superseded => None,
         }
     }
 }
 
-/// The state of a connection and what goes with it.
+/// The state of a connection, and the findings and decisions that belong to it.
 pub(super) struct ConnectionLifecycle {
     pub(super) state: Cell<ConnectionState>,
-    /// Since when its PING has been late; draining and death keep it.
+    /// When it last became suspect; kept while it drains and after its death.
     pub(super) suspect_since: Cell<Option<Instant>>,
-    /// The gauge of its state, until it is dead.
+    /// The gauge of its state; `None` once it is dead.
     gauge: RefCell<Option<StateGauge>>,
     /// Whether the endpoint counts it as live.
     pub(super) counted: Cell<bool>,
     /// Whether its PINGs are answered, as reported to the endpoint.
     pub(super) responds: Cell<bool>,
     pub(super) path_unresponsive: Cell<bool>,
-    /// Whether requests end that wait for a response head and must not be sent twice.
+    /// Whether requests fail that wait for a response head and must not be sent twice.
     pub(super) fails_unsafe_requests: Cell<bool>,
-    /// Why it is unresponsive.
+    /// Why it became unresponsive.
     pub(super) unresponsive_reason: Cell<&'static str>,
     pub(super) drain_urgency: Cell<Option<DrainUrgency>>,
     pub(super) close_requested: Cell<Option<DrainReason>>,
-    /// Its end is neither an event nor a sign that the endpoint fails.
+    /// See [`super::Connection::expect_end`].
     pub(super) end_expected: Cell<bool>,
 }
 
@@ -104,7 +104,7 @@ impl ConnectionLifecycle {
         }
     }
 
-    /// Enters a state; returns the one before, unless it is the same.
+    /// Enters a state. Returns the previous one if it was another.
     pub(super) fn enter(&self, state: ConnectionState) -> Option<ConnectionState> {
         let before = self.state.replace(state);
         if before == state {
@@ -115,15 +115,16 @@ impl ConnectionLifecycle {
             ConnectionState::Suspect => self.suspect_since.set(Some(Instant::now())),
             ConnectionState::Draining | ConnectionState::Unresponsive | ConnectionState::Dead => {}
         }
-        match state {
-            ConnectionState::Dead => drop(self.gauge.take()),
-            _ => self.gauge.borrow_mut().iter_mut().for_each(|gauge| gauge.set(state.as_str())),
+        if state == ConnectionState::Dead {
+            self.gauge.take();
+        } else if let Some(gauge) = self.gauge.borrow_mut().as_mut() {
+            gauge.set(state.as_str());
         }
         Some(before)
     }
 }
 
-/// Consequence of entering a state for the streams on the connection, for the log.
+/// What a new state means for the streams on the connection, for the log.
 pub(super) fn effect(state: ConnectionState, streams: usize, watches: usize) -> String {
     let open = match streams {
         0 => "no open streams".to_owned(),

@@ -1,5 +1,5 @@
-//! A slot for one stream on a connection. It is taken before the stream is opened, since h2 queues a
-//! stream above the peer's limit without an error, and given back on drop.
+//! Permits: a request reserves a slot on a connection before it opens its stream, because h2 queues a
+//! stream above the peer's limit without an error.
 
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
@@ -14,7 +14,7 @@ use super::Connection;
 use crate::upstream::health::ConnectionState;
 
 impl Connection {
-    /// Takes a slot for one stream. The caller has checked [`Self::free_streams`].
+    /// Reserves a slot for one stream. The caller has checked [`Self::free_streams`].
     pub fn reserve(self: &Rc<Self>, watch: bool, now: Instant) -> Permit {
         self.stats.streams.fetch_add(1, Ordering::Relaxed);
         if watch {
@@ -24,23 +24,23 @@ impl Connection {
             connection: Rc::clone(self),
             watch,
             reserved_at: now,
-            waits: false,
+            awaits_head: false,
             round: 0,
             stream: StreamState::Closed,
         }
     }
 }
 
-/// A slot for one stream on a connection, given back on drop.
+/// A slot for one stream on a connection. Dropping it frees the slot.
 #[derive(Debug)]
 pub struct Permit {
     connection: Rc<Connection>,
     watch: bool,
-    /// When it was taken; the stream is opened at once.
+    /// When the slot was reserved. The stream is opened right afterwards.
     reserved_at: Instant,
-    /// It waits for a response head.
-    waits: bool,
-    /// The round in which the request was sent ([`Connection::has_slow_response_heads`]).
+    /// The request was sent, and its response head has not arrived.
+    awaits_head: bool,
+    /// The round of [`super::response_waits`] in which the request was sent; unused for a watch.
     round: u32,
     stream: StreamState,
 }
@@ -49,9 +49,9 @@ pub struct Permit {
 enum StreamState {
     /// Not opened yet, or ended by the peer.
     Closed,
-    /// Open; its response could come from another connection.
+    /// Open; the response could be requested from another connection.
     Open,
-    /// Open; its response cannot come from another connection.
+    /// Open; the rest of the response cannot be requested from another connection.
     Pinned,
 }
 
@@ -60,19 +60,19 @@ impl Permit {
         &self.connection
     }
 
-    /// Opens the stream and sends the request head; `end` says that there is no body.
+    /// Opens the stream and sends the request head. `end_of_stream` means that there is no body.
     ///
     /// # Errors
-    /// The stream was not opened: nothing was sent.
+    /// The stream was not opened, so nothing was sent.
     pub fn open(
         &mut self,
         request: Request<()>,
-        end: bool,
+        end_of_stream: bool,
     ) -> Result<(ResponseFuture, SendStream<Bytes>), h2::Error> {
         // A clone has no pending stream of its own, so h2 accepts the request at once.
-        let opened = self.connection.send.clone().send_request(request, end)?;
+        let opened = self.connection.send.clone().send_request(request, end_of_stream)?;
         self.stream = StreamState::Open;
-        self.waits = true;
+        self.awaits_head = true;
         self.connection.waits.request_sent(self.reserved_at);
         if !self.watch {
             self.round = self.connection.waits.enter_round();
@@ -80,8 +80,8 @@ impl Permit {
         Ok(opened)
     }
 
-    /// The response head arrived: a latency sample, except for a watch, whose head may wait for the
-    /// first event.
+    /// Records that the response head arrived. Its latency is a sample, except for a watch, whose head
+    /// may wait for the first event.
     pub fn head_arrived(&mut self, now: Instant) {
         if self.end_wait() && !self.watch {
             let latency = now.saturating_duration_since(self.reserved_at);
@@ -89,26 +89,29 @@ impl Permit {
         }
     }
 
-    /// Says whether the rest of the response cannot come from another connection. Such a stream
-    /// keeps an unresponsive connection open for a while ([`crate::upstream::health`]).
-    pub fn pin(&mut self, pinned: bool) {
-        let states = [StreamState::Open, StreamState::Pinned];
-        let (from, to) = (states[usize::from(!pinned)], states[usize::from(pinned)]);
+    /// Pins an open stream, or removes the pin. A stream is pinned while the rest of its response cannot be
+    /// requested from another connection. It then keeps an unresponsive connection open for a while
+    /// ([`crate::upstream::health`]).
+    pub fn set_pinned(&mut self, pinned: bool) {
+        let (from, to) = match pinned {
+            true => (StreamState::Open, StreamState::Pinned),
+            false => (StreamState::Pinned, StreamState::Open),
+        };
         if self.stream == from {
             self.stream = to;
-            self.connection.slots.pin(pinned);
+            self.connection.slots.count_pinned(pinned);
         }
     }
 
-    /// The peer ended the stream: its slot is free at once.
+    /// Records that the peer ended the stream. Its slot is free as soon as the permit is dropped.
     pub fn finished(&mut self) {
-        self.pin(false);
+        self.set_pinned(false);
         self.stream = StreamState::Closed;
     }
 
-    /// Ends the wait for a response head; returns whether there was one.
+    /// Ends the wait for a response head. Returns whether the request was waiting.
     fn end_wait(&mut self) -> bool {
-        if !std::mem::take(&mut self.waits) {
+        if !std::mem::take(&mut self.awaits_head) {
             return false;
         }
         self.connection.waits.wait_ended();
@@ -121,7 +124,7 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.pin(false);
+        self.set_pinned(false);
         self.end_wait();
         let connection = &self.connection;
         if self.watch {
@@ -130,7 +133,7 @@ impl Drop for Permit {
         let open_before = connection.stats.streams.fetch_sub(1, Ordering::Relaxed);
         let state = connection.state();
         if self.stream != StreamState::Closed && state != ConnectionState::Dead {
-            connection.slots.cancelled(Instant::now());
+            connection.slots.hold_cancelled(Instant::now());
         }
         if open_before == 1 {
             connection.slots.idle_since.set(Instant::now());
@@ -139,7 +142,7 @@ impl Drop for Permit {
             }
         }
         if open_before >= connection.slots.limit.get() {
-            // It was full: requests may wait for this slot.
+            // The connection was full, so requests may wait for this slot.
             connection.pool.notify_waiters();
         }
     }

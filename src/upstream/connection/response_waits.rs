@@ -1,4 +1,8 @@
 //! How long requests on a connection wait for their response heads.
+//!
+//! Slow heads are found in rounds of a fixed interval. A request other than a watch is counted in the
+//! round in which it is sent. If it still waits when the next round ends, it has waited for a whole
+//! interval. Only the counts of two rounds are needed, so the search costs nothing per waiting request.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -15,14 +19,15 @@ const WARNING_AFTER: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub(super) struct ResponseWaits {
     latency: Cell<PeakEwma>,
+    /// Number of requests that wait for a response head.
     waiting: Cell<usize>,
     /// Since when at least one request waits.
     pub(super) waiting_since: Cell<Option<Instant>>,
     /// When bytes last arrived.
     pub(super) last_received: Cell<Instant>,
-    /// Number of the current round of [`Self::has_slow_heads`].
+    /// Number of the current round.
     round: Cell<u32>,
-    /// Waiting requests other than watches, by the parity of the round in which they were sent.
+    /// Number of waiting requests other than watches, by the parity of their round.
     by_round: [Cell<usize>; 2],
 }
 
@@ -38,7 +43,7 @@ impl ResponseWaits {
         }
     }
 
-    /// A request was sent.
+    /// Records that a request was sent.
     pub(super) fn request_sent(&self, at: Instant) {
         let waiting = self.waiting.get();
         if waiting == 0 {
@@ -47,7 +52,7 @@ impl ResponseWaits {
         self.waiting.set(waiting + 1);
     }
 
-    /// A request waits no more: its head arrived, or it was cancelled.
+    /// Records that the head of a request arrived, or that the request was cancelled.
     pub(super) fn wait_ended(&self) {
         let waiting = self.waiting.get().saturating_sub(1);
         self.waiting.set(waiting);
@@ -56,7 +61,7 @@ impl ResponseWaits {
         }
     }
 
-    /// Takes in the latency of a response head.
+    /// Records the latency of a response head.
     pub(super) fn observe_latency(&self, latency: Duration, now: Instant) {
         let mut average = self.latency.get();
         average.observe(latency, now);
@@ -68,40 +73,40 @@ impl ResponseWaits {
         self.latency.get().value(now)
     }
 
-    /// Whether a request has waited for a while without a byte arriving.
+    /// Whether a request has waited for [`WARNING_AFTER`] without a byte arriving.
     pub(super) fn has_warning(&self, now: Instant) -> bool {
         let since = self.waiting_since.get();
         since.is_some_and(|since| now >= since.max(self.last_received.get()) + WARNING_AFTER)
     }
 
-    fn in_round(&self, round: u32) -> &Cell<usize> {
+    fn count_of(&self, round: u32) -> &Cell<usize> {
         &self.by_round[round as usize % 2]
     }
 
-    /// Counts a request in the current round; returns the round.
+    /// Counts a request in the current round. Returns the number of the round.
     pub(super) fn enter_round(&self) -> u32 {
         let round = self.round.get();
-        let count = self.in_round(round);
+        let count = self.count_of(round);
         count.set(count.get() + 1);
         round
     }
 
-    /// Takes a request out of the round in which it was sent.
+    /// Removes a request from the round in which it was sent, if that round is still counted.
     pub(super) fn leave_round(&self, round: u32) {
         if self.round.get().wrapping_sub(round) < 2 {
-            let count = self.in_round(round);
+            let count = self.count_of(round);
             count.set(count.get().saturating_sub(1));
         }
     }
 
-    /// Begins a round; rounds are `pause` apart. Returns whether some request has waited for the
-    /// whole of the round before, although a response usually takes less than a quarter of that.
-    /// Each request counts at most once.
-    pub(super) fn has_slow_heads(&self, pause: Duration, now: Instant) -> bool {
+    /// Begins a round, an `interval` after the previous one. Returns whether a request has waited for the
+    /// whole of the previous round, although a response usually takes less than a quarter of that. Each
+    /// request counts once.
+    pub(super) fn has_slow_heads(&self, interval: Duration, now: Instant) -> bool {
         let round = self.round.get().wrapping_add(1);
         self.round.set(round);
-        let overdue = self.in_round(round).take();
-        overdue > 0 && self.latency(now) * 4.0 < pause.as_secs_f64()
+        let overdue = self.count_of(round).take();
+        overdue > 0 && self.latency(now) * 4.0 < interval.as_secs_f64()
     }
 }
 
@@ -110,19 +115,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn response_waits_reports_a_request_as_slow_once_after_a_whole_round() {
+    fn has_slow_heads_reports_a_request_once_after_a_whole_round() {
         let start = Instant::now();
-        let pause = Duration::from_millis(200);
+        let interval = Duration::from_millis(200);
         let waits = ResponseWaits::new(start);
-        let quick = waits.enter_round();
-        waits.leave_round(quick);
+        let answered = waits.enter_round();
+        waits.leave_round(answered);
         waits.enter_round();
-        assert!(!waits.has_slow_heads(pause, start), "sent in this round");
-        assert!(waits.has_slow_heads(pause, start));
-        assert!(!waits.has_slow_heads(pause, start), "reported already");
+        assert!(!waits.has_slow_heads(interval, start), "sent in this round");
+        assert!(waits.has_slow_heads(interval, start));
+        assert!(!waits.has_slow_heads(interval, start), "reported already");
         waits.observe_latency(Duration::from_millis(60), start);
         waits.enter_round();
-        assert!(!waits.has_slow_heads(pause, start));
-        assert!(!waits.has_slow_heads(pause, start), "60 ms is usual here");
+        assert!(!waits.has_slow_heads(interval, start));
+        assert!(!waits.has_slow_heads(interval, start), "a latency of 60 ms is usual here");
     }
 }

@@ -1,4 +1,4 @@
-//! The streams that a connection may carry.
+//! The slots for streams on a connection: their limit, and which are free.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -6,22 +6,22 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// A cancelled stream keeps its slot for this long. The apiserver's handler may still run: Go
-/// queues new streams behind it and closes the connection with `ENHANCE_YOUR_CALM` when the queue
-/// is four times its stream limit (`net/http2` `scheduleHandler`).
-const CANCELLED_HOLDS: Duration = Duration::from_millis(500);
+/// A cancelled stream keeps its slot for this long, because the apiserver's handler may still run. Go
+/// queues new streams behind it, and closes the connection with `ENHANCE_YOUR_CALM` when the queue is
+/// four times its stream limit (`net/http2` `scheduleHandler`).
+const CANCELLED_SLOT_HOLD: Duration = Duration::from_millis(500);
 
 #[derive(Debug)]
 pub(super) struct StreamSlots {
-    /// The configured limit.
+    /// `connections.max_streams` of the configuration.
     configured: usize,
     /// The lesser of the configured limit and the peer's.
     pub(super) limit: Cell<usize>,
-    /// Streams that cannot move to another connection.
+    /// Number of pinned streams ([`super::Permit::set_pinned`]).
     pinned: Cell<usize>,
     /// When the slots of cancelled streams become free, in order.
     cancelled: RefCell<VecDeque<Instant>>,
-    /// When the last stream ended.
+    /// When the number of open streams last became zero.
     pub(super) idle_since: Cell<Instant>,
 }
 
@@ -36,13 +36,13 @@ impl StreamSlots {
         }
     }
 
-    /// Takes in the peer's limit; returns whether the limit grew.
+    /// Sets the peer's limit. Returns whether the limit grew.
     pub(super) fn set_peer_limit(&self, peer: usize) -> bool {
         let limit = self.configured.min(peer);
         self.limit.replace(limit) < limit
     }
 
-    /// Slots that `open` streams and the cancelled ones leave free.
+    /// Number of slots that are taken neither by one of the `open` streams nor by a cancelled one.
     pub(super) fn free(&self, open: usize, now: Instant) -> usize {
         let mut cancelled = self.cancelled.borrow_mut();
         while cancelled.front().is_some_and(|&until| until <= now) {
@@ -51,11 +51,13 @@ impl StreamSlots {
         self.limit.get().saturating_sub(open + cancelled.len())
     }
 
-    pub(super) fn cancelled(&self, now: Instant) {
-        self.cancelled.borrow_mut().push_back(now + CANCELLED_HOLDS);
+    /// Keeps the slot of a cancelled stream for [`CANCELLED_SLOT_HOLD`].
+    pub(super) fn hold_cancelled(&self, now: Instant) {
+        self.cancelled.borrow_mut().push_back(now + CANCELLED_SLOT_HOLD);
     }
 
-    pub(super) fn pin(&self, pinned: bool) {
+    /// Counts a stream that was pinned, or whose pin was removed.
+    pub(super) fn count_pinned(&self, pinned: bool) {
         let count = self.pinned.get();
         self.pinned.set(if pinned { count + 1 } else { count.saturating_sub(1) });
     }

@@ -13,43 +13,48 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Why a connect failed; each variant carries a text that names the step and the address.
+/// A failed connect.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ConnectFailure {
-    /// Refused, reset, unreachable, or a protocol violation.
-    Refused(String),
-    /// The peer answered, but TLS failed, mostly because its certificate is not trusted. The
-    /// endpoint takes no requests, but its process is running.
-    TlsFailed(String),
-    /// A resource of this host is exhausted
-    /// ([`crate::net::process::resource_limits::is_local_shortage`]); the endpoint is not at fault.
-    LocalShortage(String),
-    /// The connect did not complete within its timeout.
-    Timeout(String),
-    /// The peer did not choose `h2` by ALPN.
-    NoH2(String),
+pub struct ConnectFailure {
+    /// Decides what the failure means for the endpoint.
+    pub kind: ConnectFailureKind,
+    /// Text that names the failed step and the address.
+    pub reason: String,
 }
 
 impl ConnectFailure {
-    /// The text of the failure.
-    pub fn reason(&self) -> &str {
-        match self {
-            Self::Refused(reason)
-            | Self::TlsFailed(reason)
-            | Self::LocalShortage(reason)
-            | Self::Timeout(reason)
-            | Self::NoH2(reason) => reason,
-        }
+    /// A failure of this kind.
+    pub fn new(kind: ConnectFailureKind, reason: impl Into<String>) -> Self {
+        Self { kind, reason: reason.into() }
     }
+}
 
+/// Why a connect failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ConnectFailureKind {
+    /// Any failure but those below: refused, reset, unreachable, closed, or a protocol violation.
+    Failed,
+    /// The peer answered, but TLS failed, mostly because its certificate is not trusted. The
+    /// endpoint takes no requests, but its process is running.
+    TlsFailed,
+    /// A resource of this host is exhausted
+    /// ([`crate::net::process::resource_limits::is_local_shortage`]); the endpoint is not at fault.
+    LocalShortage,
+    /// The connect did not complete within its timeout.
+    Timeout,
+    /// The peer did not choose `h2` by ALPN.
+    NoH2,
+}
+
+impl ConnectFailureKind {
     /// Value of the `outcome` label of the dial counter.
-    pub fn metric_label(&self) -> &'static str {
+    pub(super) fn metric_label(self) -> &'static str {
         match self {
-            Self::Refused(_) => "failed",
-            Self::Timeout(_) => "timeout",
-            Self::NoH2(_) => "no_h2",
-            Self::TlsFailed(_) => "tls",
-            Self::LocalShortage(_) => "local",
+            Self::Failed => "failed",
+            Self::TlsFailed => "tls",
+            Self::LocalShortage => "local",
+            Self::Timeout => "timeout",
+            Self::NoH2 => "no_h2",
         }
     }
 }
@@ -138,9 +143,9 @@ impl ConnectBackoff {
         true
     }
 
-    pub(super) fn failed(&mut self, failure: &ConnectFailure, jitter: f64, now: Instant) {
+    pub(super) fn failed(&mut self, kind: ConnectFailureKind, jitter: f64, now: Instant) {
         self.failures = self.failures.saturating_add(1);
-        if matches!(failure, ConnectFailure::Timeout(_)) {
+        if kind == ConnectFailureKind::Timeout {
             self.timeouts = self.timeouts.saturating_add(1);
         }
         (self.last_attempt, self.last_failure) = (Some(now), Some(now));
@@ -180,7 +185,7 @@ mod tests {
         let mut backoff = ConnectBackoff::new(0.5);
         assert_eq!(backoff.timeout(configured).to_string(), "within 3s");
         for _ in 0..2 {
-            backoff.failed(&ConnectFailure::Timeout("slow".into()), 0.5, Instant::now());
+            backoff.failed(ConnectFailureKind::Timeout, 0.5, Instant::now());
         }
         let text = backoff.timeout(configured).to_string();
         assert_eq!(text, "within 10s (connect_timeout 3s, raised on retry)");

@@ -1,8 +1,9 @@
-//! Connects, connections and flows of an endpoint: when a connect may start, and what the callers report.
+//! Connects, connections and flows of an endpoint: when a connect may start, what callers report, and
+//! the counts of what is open.
 
 use std::pin::pin;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use tokio::time::{Instant, timeout_at};
@@ -11,9 +12,31 @@ use super::Endpoint;
 use super::connect::{ConnectFailure, ConnectTimeout};
 use super::health::Observation;
 use super::state::EndpointState;
-use super::statistics::HandshakeGuard;
 use crate::upstream::health::WRITE_PATIENCE;
-use crate::upstream::stats::ConnectionStats;
+use crate::upstream::stats::{ConnectionStats, ConnectionStatus};
+
+/// What is open to an endpoint, and how often its process died.
+#[derive(Debug, Default)]
+pub(super) struct EndpointStatistics {
+    connections: Mutex<Vec<Weak<ConnectionStats>>>,
+    /// Passthrough flows of all workers.
+    flows: AtomicUsize,
+    /// Handshakes in progress: TCP is established, TLS or the first PONG is outstanding.
+    handshakes: AtomicUsize,
+    /// How often the endpoint was ejected because its process died.
+    pub(super) deaths: AtomicU64,
+}
+
+impl EndpointStatistics {
+    /// The status of each connection whose statistics are still in use.
+    pub(super) fn connections(&self) -> Vec<ConnectionStatus> {
+        self.list().iter().filter_map(Weak::upgrade).map(|stats| stats.status()).collect()
+    }
+
+    fn list(&self) -> MutexGuard<'_, Vec<Weak<ConnectionStats>>> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 impl Endpoint {
     /// Claims the right to connect now. After a failure only one caller gets it for each backoff pause.
@@ -40,26 +63,32 @@ impl Endpoint {
     /// A fresh connect failed. Without a live connection the endpoint is ejected, unless a resource
     /// of this host was exhausted.
     pub fn connect_failed(&self, failure: ConnectFailure, now: Instant) {
+        self.count_connect_failure(&failure);
         let mut guarded = self.guarded();
-        guarded.backoff.failed(&failure, fastrand::f64(), now);
+        guarded.backoff.failed(failure.kind, fastrand::f64(), now);
         self.step(guarded, Observation::ConnectFailed(failure));
     }
 
-    /// Counts and logs a failed connect. A repeated failure is logged at debug level only: the
-    /// first one is an ejection, which is logged.
-    pub fn record_connect_failure(&self, failure: &ConnectFailure) {
-        self.metrics.dialled(failure.metric_label());
-        tracing::debug!(endpoint = &*self.label, reason = failure.reason(), "connect failed");
+    /// Counts a failed connect without an effect on state and backoff. Logs it at debug level, since
+    /// the ejection is logged.
+    pub fn count_connect_failure(&self, failure: &ConnectFailure) {
+        self.metrics.dialled(failure.kind.metric_label());
+        tracing::debug!(endpoint = &*self.label, reason = failure.reason, "connect failed");
     }
 
     /// Counts a handshake in progress until the guard is dropped.
     pub fn track_handshake(&self) -> HandshakeGuard<'_> {
-        HandshakeGuard::new(&self.statistics.handshakes)
+        self.statistics.handshakes.fetch_add(1, Ordering::Relaxed);
+        HandshakeGuard(&self.statistics.handshakes)
     }
 
     /// A connection became live. `/status` shows its statistics as long as they live.
     pub fn connection_opened(&self, stats: &Arc<ConnectionStats>) {
-        self.statistics.add_connection(stats);
+        {
+            let mut list = self.statistics.list();
+            list.retain(|known| known.strong_count() > 0);
+            list.push(Arc::downgrade(stats));
+        }
         self.observe(Observation::ConnectionOpened);
     }
 
@@ -110,7 +139,17 @@ impl Endpoint {
     }
 }
 
-/// Counts a passed connection to an endpoint.
+/// Counts a handshake in progress until it is dropped.
+#[derive(Debug)]
+pub struct HandshakeGuard<'a>(&'a AtomicUsize);
+
+impl Drop for HandshakeGuard<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Counts a flow to an endpoint until it is dropped.
 #[derive(Debug)]
 pub struct FlowGuard(Arc<Endpoint>);
 

@@ -19,7 +19,7 @@
 
 use tokio::time::Instant;
 
-use super::connect::ConnectFailure;
+use super::connect::{ConnectFailure, ConnectFailureKind};
 use super::state::EndpointState;
 
 /// What a worker or the prober has observed.
@@ -268,25 +268,22 @@ impl EndpointHealth {
         }
     }
 
-    fn connect_failed(&mut self, failure: ConnectFailure) {
-        if let ConnectFailure::LocalShortage(why) = failure {
-            self.shortage = Some(why);
+    fn connect_failed(&mut self, ConnectFailure { kind, reason }: ConnectFailure) {
+        if kind == ConnectFailureKind::LocalShortage {
+            self.shortage = Some(reason);
             return;
         }
         self.shortage = None;
         if self.connections.open > 0 {
             return;
         }
-        self.transport = match failure {
-            ConnectFailure::TlsFailed(why) => {
-                // The process answers: established connections and flows did not die.
-                self.lifecycle = Lifecycle::New;
-                Transport::Down(why)
-            }
-            ConnectFailure::NoH2(why) => Transport::NoH2(why),
-            ConnectFailure::Refused(why)
-            | ConnectFailure::Timeout(why)
-            | ConnectFailure::LocalShortage(why) => Transport::Down(why),
+        if kind == ConnectFailureKind::TlsFailed {
+            // The process answers: established connections and flows did not die.
+            self.lifecycle = Lifecycle::New;
+        }
+        self.transport = match kind {
+            ConnectFailureKind::NoH2 => Transport::NoH2(reason),
+            _ => Transport::Down(reason),
         };
     }
 
@@ -362,10 +359,8 @@ mod tests {
     #[test]
     fn endpoint_health_observations_give_the_states_of_the_table() {
         let at = Instant::now();
-        let failed = |failure: fn(String) -> ConnectFailure| {
-            Observation::ConnectFailed(failure("why".to_owned()))
-        };
-        let refused = || failed(ConnectFailure::Refused);
+        let failed = |kind| Observation::ConnectFailed(ConnectFailure::new(kind, "why"));
+        let refused = || failed(ConnectFailureKind::Failed);
         let closed = || ConnectionClosed { responded: true, reason: "lost", at };
         for (observations, expected) in [
             (vec![ConnectionOpened, ReadyzOk], vec![(Ready, false)]),
@@ -376,8 +371,8 @@ mod tests {
                 vec![(Degraded, false), (Suspect, false)],
             ),
             // A local shortage says nothing about the endpoint.
-            (vec![failed(ConnectFailure::LocalShortage)], vec![]),
-            (vec![failed(ConnectFailure::NoH2)], vec![(NoH2, false)]),
+            (vec![failed(ConnectFailureKind::LocalShortage)], vec![]),
+            (vec![failed(ConnectFailureKind::NoH2)], vec![(NoH2, false)]),
             // It was never up, so nothing has died.
             (vec![refused()], vec![(Ejected, false)]),
             // A failed connect ejects only once no connection is live.
@@ -387,7 +382,7 @@ mod tests {
             ),
             // TLS failed: the process answers.
             (
-                vec![ConnectionOpened, closed(), failed(ConnectFailure::TlsFailed)],
+                vec![ConnectionOpened, closed(), failed(ConnectFailureKind::TlsFailed)],
                 vec![(Ejected, false)],
             ),
             // It announced its shutdown: what runs there may finish.

@@ -21,7 +21,7 @@ pub enum EndpointState {
 }
 
 impl EndpointState {
-    /// Every state, in the order of their numbers.
+    /// Every state, in the order of the discriminants.
     pub const ALL: [Self; 7] = [
         Self::Ready,
         Self::Connecting,
@@ -60,10 +60,5 @@ impl EndpointState {
             Self::Ejected | Self::NoH2 => "no requests; retried with backoff",
             Self::Leaving => "no new requests; its connections drain",
         }
-    }
-
-    /// The state of that discriminant; [`Self::Connecting`] for an unknown one.
-    pub(super) fn from_u8(value: u8) -> Self {
-        Self::ALL.get(usize::from(value)).copied().unwrap_or(Self::Connecting)
     }
 }

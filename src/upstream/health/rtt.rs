@@ -1,8 +1,8 @@
-//! The round-trip time of PINGs, and when one is late by it.
+//! The round-trip time of PINGs, and the time after which a PING is late.
 
 use std::time::Duration;
 
-/// Least time before a PING counts as late, whatever the RTT: scheduling noise of a busy node.
+/// Shortest time after which a PING is late, so that scheduling delays of a busy node raise no suspicion.
 const SUSPECT_FLOOR: Duration = Duration::from_millis(100);
 
 /// Smoothed round-trip time and its variance (RFC 6298 section 2).
@@ -12,7 +12,7 @@ pub struct Rtt {
 }
 
 impl Rtt {
-    /// Takes a measurement in.
+    /// Records a measurement.
     pub fn sample(&mut self, rtt: Duration) {
         let r = rtt.as_secs_f64();
         self.smoothed = Some(match self.smoothed {
@@ -21,12 +21,12 @@ impl Rtt {
         });
     }
 
-    /// The smoothed value, once there is one.
+    /// The smoothed round-trip time; `None` before the first measurement.
     pub fn smoothed(&self) -> Option<Duration> {
         self.smoothed.map(|(srtt, _)| Duration::from_secs_f64(srtt))
     }
 
-    /// max(4·srtt + 4·rttvar, 100 ms).
+    /// Time after which a PING is late: max(4·srtt + 4·rttvar, 100 ms).
     pub fn suspect_after(&self) -> Duration {
         let (srtt, var) = self.smoothed.unwrap_or_default();
         Duration::from_secs_f64(4.0 * (srtt + var)).max(SUSPECT_FLOOR)
@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn suspicion_follows_rtt_and_its_variance() {
+    fn suspect_after_follows_rtt_and_its_variance() {
         let ms = Duration::from_millis;
         let mut rtt = Rtt::default();
         assert_eq!(rtt.suspect_after(), SUSPECT_FLOOR);

@@ -1,38 +1,38 @@
-//! Evidence of life that is missing while a PING is outstanding, by duration.
+//! For how long evidence of life has been missing while a PING is outstanding.
 
 use std::time::Duration;
 
 use super::state::StateChangeReason;
 use crate::net::sockets::tcp_info::TcpInfo;
 
-/// Unanswered probes of a closed window in a row that show that the path is lost. At 5 % packet loss
-/// each way, that many are lost once in a thousand.
+/// Number of unanswered probes of a closed window in a row that show that the path is lost. At 5 % packet
+/// loss each way, three in a row are lost once in a thousand times.
 const LOST_WINDOW_PROBES: u8 = 3;
 
-/// What was not observed since a PING was sent, and for how long.
+/// For how long which evidence of life has been missing.
 pub(super) struct Silence {
-    /// Age of the PING.
-    pub(super) age: Duration,
-    /// No byte and no segment arrived.
+    /// Time since the PING was sent.
+    pub(super) ping_age: Duration,
+    /// Time without a received byte or segment.
     pub(super) inbound: Duration,
-    /// Neither pending bytes were acknowledged nor a probe of a closed window answered.
+    /// Time without an acknowledgement of pending bytes or an answer to a probe of a closed window.
     pub(super) outbound: Duration,
-    /// No pending byte was acknowledged, whatever the reason.
+    /// Time without an acknowledgement of pending bytes, also while the window is closed.
     pub(super) unacknowledged: Duration,
-    /// No frame arrived.
+    /// Time without a received frame, at most `ping_age`.
     pub(super) without_frame: Duration,
-    /// No frame arrived and no upload made progress.
+    /// Time without a received frame and without progress of an upload, at most `ping_age`.
     pub(super) without_progress: Duration,
     /// Bytes wait to be acknowledged.
     pub(super) pending: bool,
-    /// They wait for a closed window whose probes are answered.
+    /// The pending bytes wait for a closed window whose probes are answered.
     pub(super) window_answers: bool,
 }
 
 impl Silence {
-    /// Whether the path has been lost for `time`, and in which direction.
+    /// Returns the direction in which the path has been lost for `time`, if it has.
     pub(super) fn lost_for(&self, time: Duration) -> Option<StateChangeReason> {
-        if self.age < time || self.window_answers {
+        if self.ping_age < time || self.window_answers {
             None
         } else if self.inbound >= time {
             Some(StateChangeReason::NothingArrives)
@@ -41,10 +41,10 @@ impl Silence {
         }
     }
 
-    /// Whether the PING is outstanding for `time`, with no frame received or nothing acknowledged
-    /// meanwhile.
+    /// Whether the PING has been outstanding for `time`, and in that time no frame was received or no
+    /// pending byte was acknowledged.
     pub(super) fn unanswered_for(&self, time: Duration) -> bool {
-        self.age >= time && (self.without_frame >= time || self.unacknowledged >= time)
+        self.ping_age >= time && (self.without_frame >= time || self.unacknowledged >= time)
     }
 }
 
@@ -52,11 +52,12 @@ impl Silence {
 /// window probes.
 pub(super) fn window_answers_probes(tcp: &TcpInfo, dead_after: Duration) -> bool {
     match tcp.is_window_closed() {
-        // It closed on bytes in flight, which serve as the probe: the answer acknowledges nothing.
+        // The window closed while bytes were in flight. The kernel retransmits them instead of sending
+        // window probes, and the answers acknowledge nothing.
         Some(true) if tcp.unacked > 0 => tcp.silent() < dead_after,
         Some(true) => tcp.probes < LOST_WINDOW_PROBES,
-        // Before Linux 5.4: no bytes are in flight, so the window is closed, or the local netfilter
-        // drops the bytes, and then no probe is answered.
+        // Before Linux 5.4 the kernel does not report the window. If no bytes are in flight, the window is
+        // closed, or the local netfilter drops the bytes and no probe is answered.
         None => tcp.unacked == 0 && tcp.probes < LOST_WINDOW_PROBES,
         Some(false) => false,
     }

@@ -5,11 +5,11 @@
 pub enum ConnectionState {
     /// Accepts new streams.
     Live,
-    /// Its PING is late. Accepts no new streams; requests on it may be hedged.
+    /// The PING is late. Accepts no new streams; requests on it may be hedged.
     Suspect,
     /// Accepts no new streams; open streams finish.
     Draining,
-    /// Its path is lost. Accepts no new streams, and keeps only pinned streams, which no other
+    /// The path is lost. Accepts no new streams, and stays open only for pinned streams, which no other
     /// connection can continue.
     Unresponsive,
     /// Closed.
@@ -20,6 +20,11 @@ impl ConnectionState {
     /// Every state, in the order of the discriminants.
     pub const ALL: [Self; 5] =
         [Self::Live, Self::Suspect, Self::Draining, Self::Unresponsive, Self::Dead];
+
+    /// Whether the connection is live or suspect: no drain has begun.
+    pub fn is_in_service(self) -> bool {
+        matches!(self, Self::Live | Self::Suspect)
+    }
 
     /// Name in logs, metrics and `/status`.
     pub fn as_str(self) -> &'static str {
@@ -33,28 +38,27 @@ impl ConnectionState {
     }
 }
 
-/// Why a connection changed its state, for the log and `/status`.
+/// Why a connection changed its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StateChangeReason {
     /// The PONG of the outstanding PING arrived.
     Pong,
-    /// No PONG arrived within the time that the round-trip time allows, and there was no other evidence
-    /// of life.
+    /// No PONG arrived in time, and one of the two directions has shown no other evidence of life.
     PingLate,
-    /// A PING is unanswered, and the kernel has received no packet for `dead_after`.
+    /// A PING is unanswered, and the kernel received no packet for `dead_after`.
     NothingArrives,
-    /// A PING is unanswered, and the peer has acknowledged no bytes for `dead_after`.
+    /// A PING is unanswered, and the peer acknowledged no pending byte for `dead_after`.
     NothingAcknowledged,
     /// The peer's kernel answers, but its process sends neither a PONG nor other frames.
     ProcessStopped,
-    /// No frame for 20 s, although sent bytes are acknowledged.
+    /// No frame arrived for 20 s, although sent bytes are acknowledged.
     NoFrames,
-    /// The peer has accepted no bytes for 20 s, although its kernel answers.
+    /// The peer accepted no bytes for 20 s, although its kernel answers.
     WindowClosed,
 }
 
 impl StateChangeReason {
-    /// Text for the log and `/status`.
+    /// Text for logs, events and the reason of an endpoint's state.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Pong => "PONG received",

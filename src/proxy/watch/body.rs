@@ -1,9 +1,10 @@
-//! The response body of a watch: one stream for the client, over one upstream stream after another.
+//! The response body of a watch. The client sees one stream; the body reads it from one upstream stream after
+//! another.
 //!
-//! [`super::session`] decides; the body executes its effects. [`stream`] reads an upstream stream and
-//! waits for a reason to leave it, [`attempt`] opens the next one or waits for the end of an outage,
-//! [`moving`] opens a stream while the current one works, and [`context`] holds the request and the
-//! endpoints that must not be asked.
+//! The body reports inputs to [`super::session`] and executes the effects that it returns. [`stream`] reads
+//! an upstream stream and waits for a reason to leave it, [`attempt`] opens the next stream or waits for the
+//! end of an outage, [`moving`] opens a stream while the current one works, and [`context`] holds the request
+//! and the endpoints that must not be asked.
 
 mod attempt;
 mod context;
@@ -20,7 +21,7 @@ use h2::RecvStream;
 use http_body::Frame;
 use tokio::time::Instant;
 
-use self::attempt::{Attempt, AttemptError, Hold, MoveAttempt};
+use self::attempt::{AttemptError, Hold, MoveAttempt, ResumeAttempt};
 use self::stream::{LeaveReason, StreamEvent, UpstreamStream};
 use super::relay::Relay;
 use super::session::{AttemptResult, Candidates, Effect, Ending, Input, NotResumable};
@@ -40,27 +41,28 @@ pub struct WatchBody {
     out: VecDeque<Bytes>,
     source: Source,
     context: ResumeContext,
-    /// When the client certificate stops proving the client's identity; `None` without a certificate.
+    /// Completes when the client certificate no longer proves the client's identity; `None` without a
+    /// certificate.
     proof_expiry: Option<ProofExpiry>,
     outcome: Box<Outcome>,
-    /// Whether the log has said that the watch cannot be resumed.
+    /// Whether the log contains the line that the watch cannot be resumed.
     warned: bool,
 }
 
-/// Where the next bytes come from.
+/// The source of the next bytes.
 enum Source {
     Stream(UpstreamStream),
-    Requesting(Attempt),
-    /// No apiserver can be reached.
+    Requesting(ResumeAttempt),
+    /// The watch is held in a total outage.
     Held(Hold),
-    /// The old stream, and the attempt to replace it.
+    /// The current stream, and the attempt to replace it.
     Moving(Box<(UpstreamStream, MoveAttempt)>),
-    /// The body has ended; with an error, if the response is incomplete.
+    /// The body has ended. The error resets the client's stream.
     Ended(Option<String>),
 }
 
 impl WatchBody {
-    /// The body for a response whose head has arrived.
+    /// Creates the body of a response whose head has arrived.
     pub fn new(
         context: ResumeContext,
         relay: Relay,
@@ -79,7 +81,7 @@ impl WatchBody {
         }
     }
 
-    /// The next piece for the client.
+    /// Returns the next piece for the client.
     pub fn poll_frame(
         &mut self,
         cx: &mut Context<'_>,
@@ -100,13 +102,13 @@ impl WatchBody {
             match &mut self.source {
                 Source::Stream(stream) => match ready!(stream.poll(cx)) {
                     StreamEvent::Data(data) => self.receive(&data),
-                    StreamEvent::End => self.finish(),
-                    StreamEvent::Lost(why) => self.lost(&why),
+                    StreamEvent::End => self.server_ended(),
+                    StreamEvent::Lost(why) => self.stream_lost(&why),
                     StreamEvent::Leave(reason) => {
                         stream.defer(reason, &self.context.drain);
-                        self.follow_deferred();
+                        self.leave_if_possible();
                     }
-                    StreamEvent::Found(permit) => self.leave_draining(permit),
+                    StreamEvent::SearchEnded(permit) => self.search_ended(permit),
                     StreamEvent::Notified => self.notified(),
                 },
                 Source::Requesting(attempt) => match ready!(attempt.as_mut().poll(cx)) {
@@ -119,14 +121,14 @@ impl WatchBody {
                 }
                 Source::Moving(moving) => {
                     let result = ready!(moving.1.as_mut().poll(cx));
-                    self.moved(result);
+                    self.move_ended(result);
                 }
                 Source::Ended(error) => return Poll::Ready(error.take().map(Err)),
             }
         }
     }
 
-    /// Passes a chunk through the relay.
+    /// Passes a received chunk through the relay.
     fn receive(&mut self, data: &Bytes) {
         let Source::Stream(stream) = &mut self.source else { return };
         let before = self.relay.session().not_resumable();
@@ -146,21 +148,20 @@ impl WatchBody {
         match pushed.effect {
             Effect::None => {
                 if self.relay.session().is_confirmed() {
-                    self.context.note_confirmed();
+                    self.context.record_confirmation();
                 }
-                self.follow_deferred();
+                self.leave_if_possible();
             }
             Effect::NextEndpoint | Effect::Withhold => self.rejected(pushed.error_event),
             effect => {
                 self.detach();
-                self.execute(effect, "its history diverged");
+                self.execute(effect, "the events of the new stream do not follow the cursor");
             }
         }
     }
 
-    /// The server has ended the watch.
-    fn finish(&mut self) {
-        let rest = self.relay.finish(Instant::now());
+    fn server_ended(&mut self) {
+        let rest = self.relay.server_ended(Instant::now());
         if !rest.is_empty() {
             self.out.push_back(rest);
         }
@@ -171,10 +172,10 @@ impl WatchBody {
         self.outcome.complete();
     }
 
-    fn lost(&mut self, why: &str) {
+    fn stream_lost(&mut self, why: &str) {
         let now = Instant::now();
         let quiet = match &self.source {
-            // A client that waits for its initial events is never quiet.
+            // A watch that has not delivered all initial events is never quiet.
             Source::Stream(stream) => {
                 self.relay.session().is_ordered() && stream.pace.is_quiet(now)
             }
@@ -182,42 +183,42 @@ impl WatchBody {
         };
         self.detach();
         self.context.begin_round();
-        let effect = self.relay.lost(quiet, now);
+        let effect = self.relay.stream_lost(quiet, now);
         self.execute(effect, why);
     }
 
-    /// The endpoint has sent an ERROR event. Every apiserver has a history of its own, and another one may
-    /// have more of it.
+    /// Resets the stream of an endpoint that has sent an ERROR event, and asks other endpoints, whose history
+    /// may reach further back.
     fn rejected(&mut self, error_event: Option<Bytes>) {
         if error_event.is_some() {
             self.context.upstream.metrics.watch_resumed("withheld");
         }
         self.detach();
-        self.context.exclude_lost();
+        self.context.exclude_last_endpoint();
         let candidates = self.context.candidates(Instant::now());
-        self.step(Input::Rejected { error_event, candidates }, "its history is too short");
+        let why = "the endpoint's history does not reach back to the cursor";
+        self.step(Input::Rejected { error_event, candidates }, why);
     }
 
-    /// An attempt to resume is over.
     fn attempt_ended(&mut self, result: Result<Response, AttemptError>) {
         let now = Instant::now();
         let (result, why) = match result {
             Ok(response) => {
-                let result = self.context.result(&response.head);
+                let result = self.context.attempt_result(&response.head);
                 if result.is_accepted() {
-                    self.context.note_resumed();
+                    self.context.record_resume();
                     self.switch_to(response, "resumed");
                     let candidates = Candidates::default();
                     return self.step(Input::AttemptEnded { result, candidates }, "");
                 }
-                // While an ERROR event is withheld, every other endpoint is asked once.
+                // While an ERROR event is withheld, no endpoint is asked twice.
                 let once = self.relay.session().withholds_error();
-                self.context.note_refusal(response.permit.connection(), result, once, now);
-                (result, format!("{} there", response.head.status))
+                self.context.record_refusal(response.permit.connection(), result, once, now);
+                (result, format!("the endpoint answered {}", response.head.status))
             }
             Err(AttemptError { reason, connection, outage }) => {
                 if let Some(connection) = &connection {
-                    self.context.note_lost(connection);
+                    self.context.set_last_connection(connection);
                 }
                 (AttemptResult::NoHead { outage }, reason)
             }
@@ -226,14 +227,16 @@ impl WatchBody {
         self.step(Input::AttemptEnded { result, candidates }, &why);
     }
 
-    /// Leaves the stream for the deferred reason, as soon as the client does not notice.
-    fn follow_deferred(&mut self) {
+    /// Leaves the stream for the deferred reason, if the client would not notice now.
+    fn leave_if_possible(&mut self) {
         let Source::Stream(stream) = &mut self.source else { return };
         let session = self.relay.session();
         match stream.deferred {
-            Some(LeaveReason::Drain) if session.is_resumable() => stream.find_permit(&self.context),
+            Some(LeaveReason::Drain) if session.is_resumable() => {
+                stream.search_stream(&self.context)
+            }
             Some(LeaveReason::Unresponsive) if session.can_lose_stream() => {
-                self.lost("its connection does not respond");
+                self.stream_lost("the connection does not respond");
             }
             Some(LeaveReason::Shutdown) if session.ending() == Ending::Clean => {
                 self.stop(NotResumable::Shutdown, "shutdown");
@@ -242,7 +245,7 @@ impl WatchBody {
         }
     }
 
-    /// Reads from a new stream; `result` is its label in the metric.
+    /// Reads from a new stream from now on. `result` is the label in the metric of resumes.
     fn switch_to(&mut self, response: Response, result: &'static str) {
         let connection = response.permit.connection();
         self.outcome.resumes += 1;
@@ -258,7 +261,7 @@ impl WatchBody {
         self.execute(effect, why);
     }
 
-    /// Ends the watch before its server does.
+    /// Ends the watch before the server does.
     fn stop(&mut self, reason: NotResumable, why: &str) {
         self.detach();
         self.step(Input::Stop(reason), why);
@@ -276,14 +279,15 @@ impl WatchBody {
             }
             Effect::HoldUntilDeadline => self.hold(false),
             Effect::End(ending, reason) => self.end(ending, reason, why),
-            // The relay executes the effects of frames.
+            // The relay executes the effects of frames. `attempt_ended` reads from the new stream before the
+            // session returns `Accept`.
             _ => {}
         }
     }
 
-    fn hold(&mut self, until_return: bool) {
+    fn hold(&mut self, until_reachable: bool) {
         let deadline = self.relay.session().deadline();
-        self.source = Source::Held(attempt::hold(&self.context, deadline, until_return));
+        self.source = Source::Held(attempt::hold(&self.context, deadline, until_reachable));
     }
 
     /// Asks an endpoint to continue the watch.
@@ -294,7 +298,7 @@ impl WatchBody {
             return self.stop(NotResumable::OverBudget, why);
         }
         if !self.context.has_credential() {
-            let why = "the identity of its client is no longer configured";
+            let why = "the client's identity is no longer configured";
             return self.stop(NotResumable::GaveUp, why);
         }
         tracing::debug!(reason = why, "watch requested again");
@@ -303,10 +307,10 @@ impl WatchBody {
         self.source = Source::Requesting(attempt::resume(&self.context, head, delay, timeout));
     }
 
-    /// Logs and counts that the watch can no longer be resumed.
+    /// Counts, and logs once, that the watch can no longer be resumed.
     fn warn_not_resumable(&mut self, reason: NotResumable) {
         self.context.upstream.metrics.watch_resumed(match reason {
-            // The client receives the ERROR event, which ends the watch.
+            // The watch ends with this ERROR event, so there is nothing to resume.
             NotResumable::ServerError => return,
             NotResumable::Oversized => "oversized",
             _ => "barred",
@@ -321,10 +325,10 @@ impl WatchBody {
         }
     }
 
-    /// Drops the stream, which resets it, and remembers its connection.
+    /// Drops the stream, which resets it, and records its connection.
     fn detach(&mut self) {
         if let Source::Stream(stream) = &self.source {
-            self.context.note_lost(stream.permit.connection());
+            self.context.set_last_connection(stream.permit.connection());
             self.source = Source::Ended(None);
         }
     }
@@ -341,7 +345,7 @@ impl WatchBody {
             return self.outcome.complete();
         }
         tracing::info!(
-            endpoint = self.context.lost().map(|c| &*c.endpoint.label),
+            endpoint = self.context.last_connection().map(|c| &*c.endpoint.label),
             clean = ending == Ending::Clean,
             not_resumable = reason.as_str(),
             reason = why,
@@ -355,7 +359,7 @@ impl WatchBody {
     }
 }
 
-/// The next piece for the client. A large event leaves in several pieces.
+/// Takes the next piece for the client. A slice longer than [`PIECE`] leaves in several pieces.
 fn next_piece(out: &mut VecDeque<Bytes>) -> Option<Bytes> {
     match out.front_mut() {
         Some(front) if front.len() > PIECE => Some(front.split_to(PIECE)),

@@ -131,20 +131,20 @@ impl Relay {
 
     /// Called when the server has ended the stream. Returns the buffered part of an incomplete frame, which
     /// the client receives too.
-    pub fn finish(&mut self, now: Instant) -> Bytes {
+    pub fn server_ended(&mut self, now: Instant) -> Bytes {
         self.session.step(Input::ServerEnded, now);
         self.splitter.reset()
     }
 
     /// Called when the stream was lost. Drops the buffered part of an incomplete frame.
-    pub fn lost(&mut self, quiet: bool, now: Instant) -> Effect {
+    pub fn stream_lost(&mut self, quiet: bool, now: Instant) -> Effect {
         self.splitter.reset();
         self.session.step(Input::StreamLost { quiet }, now)
     }
 
     /// Called when a new stream has replaced one that works. Drops the buffered part of an incomplete frame:
     /// the new stream sends that frame again.
-    pub fn moved(&mut self, now: Instant) {
+    pub fn move_ended(&mut self, now: Instant) {
         self.splitter.reset();
         self.session.step(Input::MoveEnded { moved: true }, now);
     }

@@ -95,7 +95,7 @@ pub use self::input::{
     AttemptResult, Candidates, Effect, Ending, Exclusion, Input, MoveReason, NotResumable,
 };
 #[cfg(test)]
-pub use self::limiter::RESUMES_PER_MINUTE;
+pub use self::limiter::MAX_RESUMES;
 pub use self::round::{ResumeRound, max_outage_jitter};
 
 /// A watch counts as stale after this many consecutive checks, one a minute, without a bookmark. An

@@ -1,8 +1,8 @@
-//! Attempts to open another upstream stream for a watch, and the wait for an apiserver that can be
-//! reached. All of them are futures that the body polls.
+//! Futures that the body polls: an attempt to open another upstream stream for a watch, and the wait for the
+//! end of a total outage.
 //!
 //! If watches ended in a total outage, all clients of all nodes would list again as soon as the control plane
-//! returns, and overload it. So a running watch is held until an apiserver is reachable or its deadline
+//! returns, and overload it. So a running watch is held until an apiserver can be reached or its deadline
 //! passes. A held watch has no stream and opens no connection: the pool connects once for all watches and
 //! notifies them.
 
@@ -20,41 +20,40 @@ use crate::proxy::watch::session::{Input, NotResumable};
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
 use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
 
-/// Pause of a watch that has no connection although an apiserver can be reached, ±50 %.
-const PAUSE: Duration = Duration::from_secs(1);
+/// Pause of a held watch if an apiserver can be reached but its class has no connection; ±50 %.
+const NO_CONNECTION_PAUSE: Duration = Duration::from_secs(1);
 
-/// An attempt to resume a watch; `None`: the listener drains.
-pub(super) type Attempt = LocalBoxFuture<'static, Option<Result<Response, AttemptError>>>;
+/// An attempt to resume a watch; `None` if the listener drains.
+pub(super) type ResumeAttempt = LocalBoxFuture<'static, Option<Result<Response, AttemptError>>>;
 
 /// An attempt to move a watch; the error is the reason for the log.
 pub(super) type MoveAttempt = LocalBoxFuture<'static, Result<Response, String>>;
 
-/// Waits while no apiserver can be reached. It ends with the input for the session, and the reason for
-/// the log.
+/// The wait of a held watch. It returns the input for the session, and the reason for the log.
 pub(super) type Hold = LocalBoxFuture<'static, (Input<'static>, &'static str)>;
 
-/// Why an attempt got no response head.
+/// Why an attempt received no response head.
 pub(super) struct AttemptError {
     /// For the log.
     pub(super) reason: String,
     /// The connection that did not answer, if a stream was opened.
     pub(super) connection: Option<Rc<Connection>>,
-    /// Whether no apiserver can be reached at all.
+    /// The pool can reach no apiserver.
     pub(super) outage: bool,
 }
 
-/// After `delay`, takes a stream from the pool and sends the request on it. The stream and the response
-/// head must come within `limit`.
+/// After `delay`, takes a stream from the pool and sends the request on it. The attempt fails if there is no
+/// response head `limit` later.
 pub(super) fn resume(
     context: &ResumeContext,
     head: Request<()>,
     delay: Duration,
     limit: Duration,
-) -> Attempt {
+) -> ResumeAttempt {
     let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
     let proof = context.proof.clone();
-    let lost = context.lost().cloned();
-    let refused = context.was_refused();
+    let last_connection = context.last_connection().cloned();
+    let last_refused = context.last_refused();
     let excluded = context.excluded_at(Instant::now() + delay);
     let mut drain = context.drain.clone();
     let no_stream = |reason, outage| AttemptError { reason, connection: None, outage };
@@ -63,11 +62,12 @@ pub(super) fn resume(
             sleep(delay).await;
             // If the identity is no longer proven, the body ends the watch.
             proof.confirmed().await;
-            let failure = if refused { PreviousFailure::Refusal } else { PreviousFailure::Silence };
+            let failure =
+                if last_refused { PreviousFailure::Refusal } else { PreviousFailure::Silence };
             let requirements = StreamRequirements {
                 watch: true,
                 held: true,
-                previous_failure: lost.as_ref().map(failure),
+                previous_failure: last_connection.as_ref().map(failure),
                 excluded_endpoints: &excluded,
                 ..StreamRequirements::for_client(proof.subject())
             };
@@ -80,7 +80,7 @@ pub(super) fn resume(
                     let reason = StatusError::unavailable(&unavailable).message;
                     Err(no_stream(reason, outage))
                 }
-                Err(_) => Err(no_stream("no stream in time".to_owned(), false)),
+                Err(_) => Err(no_stream("no stream within the time limit".to_owned(), false)),
             }
         };
         tokio::select! {
@@ -90,17 +90,21 @@ pub(super) fn resume(
     })
 }
 
-/// Holds a watch until its deadline, and, if `until_return`, until an apiserver can be reached.
-pub(super) fn hold(context: &ResumeContext, deadline: Option<Instant>, until_return: bool) -> Hold {
+/// Holds a watch until its deadline, or, with `until_reachable`, until an apiserver can be reached before.
+pub(super) fn hold(
+    context: &ResumeContext,
+    deadline: Option<Instant>,
+    until_reachable: bool,
+) -> Hold {
     let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
     let mut drain = context.drain.clone();
     Box::pin(async move {
         tokio::select! {
-            held = outage_ended(&upstream, &class), if until_return => {
-                (Input::OutageEnded { held }, "an apiserver is back")
+            held = outage_ended(&upstream, &class), if until_reachable => {
+                (Input::OutageEnded { held }, "an apiserver can be reached")
             }
             Some(()) = OptionFuture::from(deadline.map(sleep_until)) => {
-                let why = "its deadline passed while no apiserver could be reached";
+                let why = "the deadline passed while no apiserver could be reached";
                 (Input::Stop(NotResumable::Expired), why)
             }
             () = drain.staggered_end() => (Input::Stop(NotResumable::Shutdown), "shutdown"),
@@ -108,17 +112,17 @@ pub(super) fn hold(context: &ResumeContext, deadline: Option<Instant>, until_ret
     })
 }
 
-/// Waits until a watch should ask for a stream again, and returns how long that took.
+/// Waits until a held watch should ask for a stream again, and returns the duration of the wait.
 ///
-/// In an outage it waits for the end of the outage. Without one the class has no connection although
-/// an apiserver can be reached; then it waits for about [`PAUSE`].
+/// In a total outage that is its end. Otherwise the class has no connection although an apiserver can be
+/// reached, and the wait takes about [`NO_CONNECTION_PAUSE`].
 pub async fn outage_ended(client: &UpstreamClient, class: &Rc<ClassPool>) -> Duration {
     let began = Instant::now();
     let _held = client.watches.hold();
     if client.pool.is_total_outage() {
         client.pool.outage_ended(class).await;
     } else {
-        sleep(PAUSE.mul_f64(0.5 + fastrand::f64())).await;
+        sleep(NO_CONNECTION_PAUSE.mul_f64(0.5 + fastrand::f64())).await;
     }
     began.elapsed()
 }
@@ -142,9 +146,11 @@ pub(super) async fn send(
     let response = tokio::select! {
         response = response => response.map_err(|error| failed(describe_h2_error(&error)))?,
         () = until_troubled(&connection, upstream) => {
-            return Err(failed("suspected before it answered".to_owned()));
+            return Err(failed("connection suspected before the response head".to_owned()));
         }
-        () = sleep_until(deadline) => return Err(failed("no answer".to_owned())),
+        () = sleep_until(deadline) => {
+            return Err(failed("no response head within the time limit".to_owned()));
+        }
     };
     permit.head_arrived(Instant::now());
     let (head, recv) = response.into_parts();

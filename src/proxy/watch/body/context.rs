@@ -1,4 +1,4 @@
-//! The context in which a watch is requested again: its request, and the endpoints that must not be asked.
+//! The request of a watch, and the endpoints that must not be asked to continue it.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::pool::ClassPool;
 
-/// Bounds a Retry-After, so that it can be added to the time; no watch waits for so long.
+/// Upper bound of a Retry-After, so that adding it to the time cannot overflow. It is longer than any round.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(3600);
 
-/// The request of a watch, and the endpoints that must not be asked to continue it.
+/// See the module documentation.
 pub struct ResumeContext {
     pub(super) upstream: Rc<UpstreamClient>,
     pub(super) class: Rc<ClassPool>,
@@ -30,10 +30,10 @@ pub struct ResumeContext {
     /// The Content-Type of the client's response.
     content_type: String,
     /// The connection of the last stream or attempt.
-    lost: Option<Rc<Connection>>,
-    /// That connection answered and refused the watch: another endpoint is better than another
+    last_connection: Option<Rc<Connection>>,
+    /// The server of that connection refused the watch, so another endpoint is preferred to another
     /// connection to the same endpoint.
-    refused: bool,
+    last_refused: bool,
     /// Endpoints that are not asked again in this round.
     excluded: Vec<Arc<Endpoint>>,
     /// Endpoints that are not asked before a time (Retry-After).
@@ -41,7 +41,8 @@ pub struct ResumeContext {
 }
 
 impl ResumeContext {
-    /// The context of a watch whose request had this head, and whose response has `response`.
+    /// The context of a watch. `head` is its request as it was sent upstream, `response` the head of the
+    /// response.
     pub fn new(
         (upstream, class): (Rc<UpstreamClient>, Rc<ClassPool>),
         proof: IdentityProof,
@@ -56,14 +57,14 @@ impl ResumeContext {
             drain,
             head,
             content_type: content_type(&response.headers).to_owned(),
-            lost: None,
-            refused: false,
+            last_connection: None,
+            last_refused: false,
             excluded: Vec::new(),
             paused: Vec::new(),
         }
     }
 
-    /// The head of the request that continues the watch.
+    /// The head of the request that continues the watch, or starts it again.
     pub(super) fn head(&self, session: &Session, now: Instant) -> Request<()> {
         let query = session.resume_query(self.head.uri().query().unwrap_or_default(), now);
         let mut head = self.head.clone();
@@ -72,7 +73,7 @@ impl ResumeContext {
     }
 
     /// The result of an attempt with this response head.
-    pub(super) fn result(&self, head: &response::Parts) -> AttemptResult {
+    pub(super) fn attempt_result(&self, head: &response::Parts) -> AttemptResult {
         let content_type = content_type(&head.headers).trim();
         AttemptResult::Head {
             status: head.status.as_u16(),
@@ -82,54 +83,55 @@ impl ResumeContext {
         }
     }
 
-    /// Whether the connections of the class still have a credential: a changed file of an identity may
-    /// contain another subject.
+    /// Whether the class still has a credential. After a reload the file of an identity may contain another
+    /// subject.
     pub(super) fn has_credential(&self) -> bool {
         self.upstream.pool.upstream().credentials.tls(self.class.class()).is_some()
     }
 
     /// The connection of the last stream or attempt.
-    pub(super) fn lost(&self) -> Option<&Rc<Connection>> {
-        self.lost.as_ref()
+    pub(super) fn last_connection(&self) -> Option<&Rc<Connection>> {
+        self.last_connection.as_ref()
     }
 
-    /// Whether that connection answered and refused the watch.
-    pub(super) fn was_refused(&self) -> bool {
-        self.refused
+    /// Whether the server of that connection refused the watch.
+    pub(super) fn last_refused(&self) -> bool {
+        self.last_refused
     }
 
-    /// The watch has left this connection, or an attempt on it got no answer.
-    pub(super) fn note_lost(&mut self, connection: &Rc<Connection>) {
-        self.lost = Some(Rc::clone(connection));
+    /// Called when the watch has left this connection, or an attempt on it has failed.
+    pub(super) fn set_last_connection(&mut self, connection: &Rc<Connection>) {
+        self.last_connection = Some(Rc::clone(connection));
     }
 
-    /// Another stream continues the watch. Drops the dead connection, which would otherwise be kept as long
-    /// as the watch runs.
-    pub(super) fn note_resumed(&mut self) {
-        self.lost = None;
+    /// Called when another stream continues the watch. Drops the last connection, which the watch would
+    /// otherwise keep in memory.
+    pub(super) fn record_resume(&mut self) {
+        self.last_connection = None;
     }
 
-    /// The last endpoint has refused the watch with an ERROR event: it is not asked again.
-    pub(super) fn exclude_lost(&mut self) {
-        self.refused = true;
-        if let Some(lost) = &self.lost {
+    /// Excludes the last endpoint from the round, because it refused the watch.
+    pub(super) fn exclude_last_endpoint(&mut self) {
+        self.last_refused = true;
+        if let Some(lost) = &self.last_connection {
             self.excluded.push(Arc::clone(&lost.endpoint));
         }
     }
 
-    /// The server of this connection refused the watch. `once`: no endpoint is asked twice in the round.
-    pub(super) fn note_refusal(
+    /// Called when the server of this connection refused the watch. `once`: no endpoint is asked twice in the
+    /// round.
+    pub(super) fn record_refusal(
         &mut self,
         connection: &Rc<Connection>,
         result: AttemptResult,
         once: bool,
         now: Instant,
     ) {
-        self.note_lost(connection);
-        self.refused = true;
+        self.set_last_connection(connection);
+        self.last_refused = true;
         let exclusion = result.exclusion();
         if once || exclusion == Some(Exclusion::Round) {
-            self.exclude_lost();
+            self.exclude_last_endpoint();
         }
         if let Some(Exclusion::For(pause)) = exclusion {
             let endpoint = &connection.endpoint;
@@ -138,29 +140,30 @@ impl ResumeContext {
         }
     }
 
-    /// A round begins: every endpoint may be asked.
+    /// Called when a round begins: no endpoint is excluded.
     pub(super) fn begin_round(&mut self) {
         self.excluded.clear();
-        self.refused = false;
+        self.last_refused = false;
     }
 
-    /// The watch is held in an outage: forgets what is known of the endpoints.
+    /// Called when the watch is held in an outage, after which any endpoint and connection may be tried.
     pub(super) fn begin_outage(&mut self) {
         self.begin_round();
-        self.lost = None;
+        self.last_connection = None;
     }
 
-    /// An event on the current stream has shown that it continues the watch.
-    pub(super) fn note_confirmed(&mut self) {
+    /// Called when an event has shown that the current stream continues the watch.
+    pub(super) fn record_confirmation(&mut self) {
         self.excluded.clear();
     }
 
-    /// Which endpoints can still be asked.
+    /// Which endpoints are not excluded from this round.
     pub(super) fn candidates(&self, now: Instant) -> Candidates {
         let endpoints = self.upstream.pool.upstream().endpoints();
         let usable = || endpoints.iter().filter(|endpoint| self.is_usable(endpoint));
-        let is_last =
-            |endpoint| self.lost.as_ref().is_some_and(|lost| Arc::ptr_eq(&lost.endpoint, endpoint));
+        let is_last = |endpoint| {
+            self.last_connection.as_ref().is_some_and(|lost| Arc::ptr_eq(&lost.endpoint, endpoint))
+        };
         let pause = |endpoint| {
             let paused = self.paused.iter().find(|(paused, _)| Arc::ptr_eq(paused, endpoint));
             paused.map_or(Duration::ZERO, |(_, until)| until.saturating_duration_since(now))

@@ -1,11 +1,11 @@
 //! Moves a watch to another connection while its stream works.
 //!
-//! Its endpoint has more watches than others ([`crate::upstream::rebalance`]) or is degraded
-//! ([`crate::upstream::evacuation`]), or its connection drains. The new stream is opened at the cursor
-//! before the old one is reset, and from then on nothing more is read from the old one: what it delivers
-//! comes again on the new one. So events wait for one round trip and [`FIRST_FRAME`], at most for
-//! [`TIMEOUT`] while the old stream delivers. If the new endpoint does not take the watch, the body
-//! reads on from the old stream.
+//! A watch is moved because its endpoint has more watches than others ([`crate::upstream::rebalance`]) or is
+//! degraded ([`crate::upstream::evacuation`]), or because its connection drains. The body requests the new
+//! stream at the cursor before it resets the old one. Meanwhile it does not read the old stream: the new one
+//! delivers the same events. So events are delayed until the response head and the first frame of the new
+//! stream arrive, at most by [`HEAD_TIMEOUT`] or [`HEAD_TIMEOUT_UNRESPONSIVE`], plus [`FIRST_FRAME_TIMEOUT`].
+//! If the new endpoint does not accept the watch, the body continues to read the old stream.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -26,18 +26,19 @@ use crate::upstream::connection::{Permit, describe_h2_error};
 use crate::upstream::pool::StreamRequirements;
 use crate::upstream::watch_moves::MoveEligibility;
 
-/// How long events may wait for the response head of the new stream while the old stream delivers.
-const TIMEOUT: Duration = Duration::from_millis(250);
-/// The same if the old endpoint is degraded or the connection drains: the old stream is likely to be
-/// silent.
-const TIMEOUT_UNRESPONSIVE: Duration = Duration::from_secs(1);
-/// How long a move waits for the first frame of the new stream. An apiserver whose history does not reach
-/// back to the cursor answers 200 and sends an ERROR event at once.
-const FIRST_FRAME: Duration = Duration::from_millis(50);
+/// Maximum wait for the response head of the new stream if the watch is moved to balance load: the old stream
+/// works and may have events.
+const HEAD_TIMEOUT: Duration = Duration::from_millis(250);
+/// Maximum wait for the response head if the old endpoint is degraded or the old connection drains: the old
+/// stream is likely to be silent.
+const HEAD_TIMEOUT_UNRESPONSIVE: Duration = Duration::from_secs(1);
+/// Maximum wait for the first frame of the new stream. An apiserver whose history does not reach back to the
+/// cursor answers 200 and sends an ERROR event at once.
+const FIRST_FRAME_TIMEOUT: Duration = Duration::from_millis(50);
 
 impl WatchBody {
-    /// The connection has notified its watches: once a minute each checks its bookmarks, and some may
-    /// be asked to move.
+    /// Called when the connection has notified its watches, because its self-check is due or because some
+    /// of them should move.
     pub(super) fn notified(&mut self) {
         let Source::Stream(stream) = &mut self.source else { return };
         stream.await_event(&self.context.drain);
@@ -46,13 +47,14 @@ impl WatchBody {
             connection.endpoint.metrics.watch_stale();
         }
         let session = self.relay.session();
-        if let Some((reason, permit)) = accept_offer(session, stream, &self.context) {
+        if let Some((reason, permit)) = take_move_offer(session, stream, &self.context) {
             self.start_move(permit, reason);
         }
     }
 
-    /// A stream on another connection was found, or none, for a watch whose connection drains.
-    pub(super) fn leave_draining(&mut self, permit: Option<Permit>) {
+    /// Called when the search for a stream on another connection has ended, for a watch whose connection
+    /// drains.
+    pub(super) fn search_ended(&mut self, permit: Option<Permit>) {
         let Source::Stream(stream) = &mut self.source else { return };
         let session = self.relay.session();
         if !session.is_resumable() {
@@ -62,12 +64,12 @@ impl WatchBody {
             || !self.context.proof.is_current(wall_clock())
             || !session.can_move(MoveReason::Drain, Instant::now())
         {
-            return stream.find_permit_later(&self.context);
+            return stream.search_stream_later(&self.context);
         }
         self.start_move(permit, MoveReason::Drain);
     }
 
-    /// Opens the new stream. An attempt without a permit counts as well.
+    /// Requests the new stream. A missing permit counts as a failed attempt.
     fn start_move(&mut self, permit: Option<Permit>, reason: MoveReason) {
         let now = Instant::now();
         self.relay.session_mut().step(Input::MoveStarted(reason), now);
@@ -77,22 +79,21 @@ impl WatchBody {
         };
         let session = self.relay.session();
         let head = self.context.head(session, now);
-        let attempt = start(&self.context, permit, head, reason);
+        let attempt = request_move(&self.context, permit, head, reason);
         self.source = match std::mem::replace(&mut self.source, Source::Ended(None)) {
             Source::Stream(stream) => Source::Moving(Box::new((stream, attempt))),
             other => other,
         };
     }
 
-    /// An attempt to move is over.
-    pub(super) fn moved(&mut self, result: Result<Response, String>) {
+    pub(super) fn move_ended(&mut self, result: Result<Response, String>) {
         let ended = Source::Ended(None);
         let Source::Moving(moving) = std::mem::replace(&mut self.source, ended) else { return };
         let (mut old, _) = *moving;
-        match check(result, &self.relay, &self.context) {
+        match check_response(result, &self.relay, &self.context) {
             Ok(mut response) => {
-                self.relay.moved(Instant::now());
-                self.context.note_confirmed();
+                self.relay.move_ended(Instant::now());
+                self.context.record_confirmation();
                 let first = response.first.take();
                 // Dropping the old stream resets it.
                 self.switch_to(response, "moved");
@@ -106,7 +107,7 @@ impl WatchBody {
                 let stays = Input::MoveEnded { moved: false };
                 self.relay.session_mut().step(stays, Instant::now());
                 if old.permit.connection().should_drain() {
-                    old.find_permit_later(&self.context);
+                    old.search_stream_later(&self.context);
                 }
                 self.source = Source::Stream(old);
             }
@@ -114,9 +115,9 @@ impl WatchBody {
     }
 }
 
-/// Takes one of the moves that the connection offers to its watches, if this watch may move. The permit
+/// Takes one of the moves that the connection offers to its watches, if this watch may be moved. The permit
 /// is `None` if no connection to the offered endpoints has a free stream.
-fn accept_offer(
+fn take_move_offer(
     session: &Session,
     stream: &UpstreamStream,
     context: &ResumeContext,
@@ -143,43 +144,46 @@ fn accept_offer(
     Some((reason, pool.try_acquire(&context.class, requirements)))
 }
 
-/// Sends the request on a stream of another connection, and waits for the response head and, for
-/// [`FIRST_FRAME`], for the first frame.
-fn start(
+/// Sends the request on a stream of another connection, and waits for the response head and for the first
+/// frame. A watch without events has no first frame, so its absence is no failure.
+fn request_move(
     context: &ResumeContext,
     permit: Permit,
     head: Request<()>,
     reason: MoveReason,
 ) -> MoveAttempt {
     let upstream = Rc::clone(&context.upstream);
-    let limit = if reason == MoveReason::Rebalance { TIMEOUT } else { TIMEOUT_UNRESPONSIVE };
+    let limit =
+        if reason == MoveReason::Rebalance { HEAD_TIMEOUT } else { HEAD_TIMEOUT_UNRESPONSIVE };
     Box::pin(async move {
         let sent = send(&upstream, permit, head, Instant::now() + limit).await;
         let mut response = sent.map_err(|error| error.reason)?;
-        match timeout(FIRST_FRAME, response.recv.data()).await {
+        match timeout(FIRST_FRAME_TIMEOUT, response.recv.data()).await {
             Err(_) => Ok(response),
             Ok(Some(Ok(first))) => {
                 response.first = Some(first);
                 Ok(response)
             }
             Ok(Some(Err(error))) => Err(describe_h2_error(&error)),
-            Ok(None) => Err("it ended at once".to_owned()),
+            Ok(None) => Err("the new stream ended before its first frame".to_owned()),
         }
     })
 }
 
-/// Returns the response if the new endpoint takes the watch, and otherwise the reason for the log.
-fn check(
+/// Returns the response if the new endpoint accepts the watch, and otherwise the reason for the log.
+fn check_response(
     result: Result<Response, String>,
     relay: &Relay,
     context: &ResumeContext,
 ) -> Result<Response, String> {
     let response = result?;
-    if !context.result(&response.head).is_accepted() {
-        return Err(format!("{} there", response.head.status.as_u16()));
+    if !context.attempt_result(&response.head).is_accepted() {
+        return Err(format!("the endpoint answered {}", response.head.status));
     }
     match &response.first {
-        Some(first) if relay.begins_with_error(first) => Err("its history is too short".to_owned()),
+        Some(first) if relay.begins_with_error(first) => {
+            Err("the endpoint's history does not reach back to the cursor".to_owned())
+        }
         _ => Ok(response),
     }
 }

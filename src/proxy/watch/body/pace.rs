@@ -1,23 +1,23 @@
 //! Detects from the arrival times of chunks whether a watch is quiet or has fallen silent.
 //!
-//! Most watches are silent most of the time, so silence alone is no sign of a fault. It is one on a watch
-//! whose chunks arrived in quick succession, if no chunk arrives for several times that interval.
+//! Most watches have no events most of the time, so silence alone is no sign of a fault. It is one if the
+//! chunks of the watch arrived in quick succession before, and the silence lasts several times their interval.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// A watch is delivering if its last two chunks were at most this far apart.
-const DELIVERING: Duration = Duration::from_secs(2);
-/// Longest silence of a watch that still counts as delivering. The loss of a connection is detected
+/// A watch is delivering if the interval between its last two chunks is at most this.
+const MAX_INTERVAL: Duration = Duration::from_secs(2);
+/// After a longer silence a watch no longer counts as delivering. The loss of a connection is detected
 /// earlier: a connection to a stopped process drains after 5 s.
-const LOSS_UNNOTICED: Duration = Duration::from_secs(8);
-/// Least silence after which a watch that was delivering counts as silent.
-const SILENT: Duration = Duration::from_millis(800);
+const MAX_SILENCE: Duration = Duration::from_secs(8);
+/// A watch that was delivering has fallen silent after at least this time.
+const MIN_SILENCE: Duration = Duration::from_millis(800);
 /// The silence must also last this many times the interval between the last two chunks.
-const INTERVALS: u32 = 3;
+const MIN_SILENT_INTERVALS: u32 = 3;
 
-/// When the last chunks arrived.
+/// The arrival times of the last two chunks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DeliveryPace {
     last: Instant,
@@ -26,7 +26,7 @@ pub(super) struct DeliveryPace {
 }
 
 impl DeliveryPace {
-    /// The pace of a stream that begins now.
+    /// The pace of a stream that begins at `now`.
     pub(super) fn new(now: Instant) -> Self {
         Self { last: now, interval: None }
     }
@@ -37,19 +37,19 @@ impl DeliveryPace {
         self.last = now;
     }
 
-    /// Whether the client would hardly notice one more second of silence: the watch is not delivering,
-    /// or its silence is longer than the loss of a connection explains.
+    /// Whether one more second of silence would hardly matter to the client: the watch was not delivering, or
+    /// has been silent for longer than the detection of a lost connection takes.
     pub(super) fn is_quiet(&self, now: Instant) -> bool {
-        let delivers = self.interval.is_some_and(|interval| interval <= DELIVERING)
-            && now.saturating_duration_since(self.last) <= LOSS_UNNOTICED;
+        let delivers = self.interval.is_some_and(|interval| interval <= MAX_INTERVAL)
+            && now.saturating_duration_since(self.last) <= MAX_SILENCE;
         !delivers
     }
 
-    /// Whether the watch was delivering and is silent now.
+    /// Whether the watch was delivering and has fallen silent.
     pub(super) fn has_fallen_silent(&self, now: Instant) -> bool {
         self.interval.is_some_and(|interval| {
             let silence = now.saturating_duration_since(self.last);
-            interval <= DELIVERING && silence >= SILENT.max(interval * INTERVALS)
+            interval <= MAX_INTERVAL && silence >= MIN_SILENCE.max(interval * MIN_SILENT_INTERVALS)
         })
     }
 }

@@ -1,7 +1,8 @@
-//! The upstream stream of a watch: what arrives on it, and the reasons to leave it.
+//! The upstream stream of a watch: the received data, and the reasons to leave the stream.
 //!
-//! A watch keeps a stream that works until another one has taken the watch. While the connection drains,
-//! the watch looks for a stream on another connection and reads on ([`UpstreamStream::find_permit`]).
+//! A watch leaves a stream that works only when another one has accepted the watch. While the connection
+//! drains, the watch searches a stream on another connection and continues to read the current one
+//! ([`UpstreamStream::search_stream`]).
 
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -19,17 +20,16 @@ use crate::proxy::upstream_client::release_window;
 use crate::upstream::connection::{DrainUrgency, Permit, describe_h2_error};
 use crate::upstream::pool::{PreviousFailure, StreamRequirements};
 
-/// Largest jitter before the watch looks for a stream on another connection, if the connection must be
-/// left at once: other watches do the same at the same moment.
+/// Maximum jitter of the first search for a stream on another connection, if the connection must be left at
+/// once. All watches of the connection search at the same moment.
 const JITTER_IMMEDIATE: Duration = Duration::from_millis(200);
-/// The same if the stream works and nothing is lost by waiting.
+/// Maximum jitter of the first search if the stream works, so that waiting costs nothing.
 const JITTER_GRACEFUL: Duration = Duration::from_secs(1);
-/// How long one search for a stream on another connection may take.
+/// Time limit of one search.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(2);
-/// Least pause after the first search that failed. It doubles with each failure; up to half of it is
-/// added at random.
+/// Pause after the first failed search. It doubles with each failure; up to half of it is added at random.
 const SEARCH_PAUSE: Duration = Duration::from_secs(2);
-/// Largest pause, without that half.
+/// Upper bound of the pause, without the random part.
 const MAX_SEARCH_PAUSE: Duration = Duration::from_secs(60);
 
 /// An upstream stream that the body reads from.
@@ -39,17 +39,17 @@ pub(super) struct UpstreamStream {
     pub(super) unreleased: usize,
     pub(super) pace: DeliveryPace,
     pub(super) permit: Permit,
-    /// The number of the connection's last self-check that the watch has seen.
+    /// The connection's number of self-checks at the last self-check of the watch.
     self_checks: u32,
-    /// A reason to leave that the watch cannot follow yet.
+    /// A reason to leave for which the watch cannot leave yet.
     pub(super) deferred: Option<LeaveReason>,
-    /// Searches for another stream that failed.
+    /// Number of failed searches for a stream on another connection.
     failed_searches: u32,
-    /// Everything that happens but for what arrives on the stream.
+    /// The next event of the connection, of the listener or of the search.
     next_event: LocalBoxFuture<'static, StreamEvent>,
 }
 
-/// What has happened on a stream, or to its connection.
+/// An event of a stream or of its connection.
 pub(super) enum StreamEvent {
     /// A chunk has arrived.
     Data(Bytes),
@@ -57,15 +57,15 @@ pub(super) enum StreamEvent {
     End,
     /// The stream was lost, for this reason.
     Lost(String),
-    /// There is a reason to leave the stream, which works.
+    /// There is a reason to leave the stream, although it works.
     Leave(LeaveReason),
-    /// The search for a stream on another connection is over; `None`: it found none.
-    Found(Option<Permit>),
+    /// The search for a stream on another connection has ended; `None` if it found none.
+    SearchEnded(Option<Permit>),
     /// The connection has notified its watches.
     Notified,
 }
 
-/// Why a watch should leave a stream that works. It does so once its client does not notice.
+/// Why a watch should leave a stream that works, as soon as the client would not notice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LeaveReason {
     /// The connection drains.
@@ -107,13 +107,13 @@ impl UpstreamStream {
         self.next_event.as_mut().poll(cx)
     }
 
-    /// When the connection last read from its socket. It costs no system call, and for a chunk that
-    /// has just arrived it is the current time.
+    /// When the connection last read from its socket. For a chunk that has just arrived that is the current
+    /// time, without a system call.
     pub(super) fn received_at(&self) -> Instant {
         self.permit.connection().last_received()
     }
 
-    /// Whether the connection has done its self-check, once a minute, since the last call.
+    /// Whether a self-check of the connection, once a minute, has become due since the last call.
     pub(super) fn is_check_due(&mut self) -> bool {
         let checks = self.permit.connection().moves.self_check_count();
         std::mem::replace(&mut self.self_checks, checks) != checks
@@ -124,8 +124,8 @@ impl UpstreamStream {
         self.next_event = next_event(&self.permit, drain);
     }
 
-    /// The watch cannot leave yet. The body tries again after each chunk; until then only a more urgent
-    /// reason counts.
+    /// Called when the watch cannot leave yet. The body tries again after each chunk; until then only a more
+    /// urgent reason is reported.
     pub(super) fn defer(&mut self, reason: LeaveReason, drain: &DrainWatcher) {
         self.deferred = Some(reason);
         let mut drain = drain.clone();
@@ -143,8 +143,8 @@ impl UpstreamStream {
         });
     }
 
-    /// Looks for a stream on another connection while this one works. Failed searches delay it.
-    pub(super) fn find_permit(&mut self, context: &ResumeContext) {
+    /// Searches a stream on another connection while this one works. Failed searches delay the next one.
+    pub(super) fn search_stream(&mut self, context: &ResumeContext) {
         self.deferred = None;
         let connection = Rc::clone(self.permit.connection());
         let immediate = connection.drain_urgency() == Some(DrainUrgency::Immediate);
@@ -175,21 +175,21 @@ impl UpstreamStream {
                 timeout(SEARCH_TIMEOUT, acquired).await.ok()?.ok()
             };
             tokio::select! {
-                permit = search => StreamEvent::Found(permit),
+                permit = search => StreamEvent::SearchEnded(permit),
                 () = connection.became_unresponsive() => StreamEvent::Leave(LeaveReason::Unresponsive),
                 () = drain.staggered_end() => StreamEvent::Leave(LeaveReason::Shutdown),
             }
         });
     }
 
-    /// The search, or the attempt to move, has failed: search again after a pause.
-    pub(super) fn find_permit_later(&mut self, context: &ResumeContext) {
+    /// Searches again after a pause, because the search or the attempt to move has failed.
+    pub(super) fn search_stream_later(&mut self, context: &ResumeContext) {
         self.failed_searches = self.failed_searches.saturating_add(1);
-        self.find_permit(context);
+        self.search_stream(context);
     }
 }
 
-/// Waits for a notification or a reason to leave the stream.
+/// Waits for a notification or for a reason to leave the stream.
 fn next_event(permit: &Permit, drain: &DrainWatcher) -> LocalBoxFuture<'static, StreamEvent> {
     let connection = Rc::clone(permit.connection());
     let mut drain = drain.clone();

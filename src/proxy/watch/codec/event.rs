@@ -21,6 +21,7 @@ pub(super) const INITIAL_EVENTS_END: &[u8] = b"k8s.io/initial-events-end";
 pub enum EventType {
     /// The object was created, or began to match the selector.
     Added,
+    /// The object was changed.
     Modified,
     /// The object was deleted, or no longer matches the selector.
     Deleted,
@@ -35,6 +36,7 @@ pub enum EventType {
 /// The fields of one event that resuming needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Event<'a> {
+    /// The field `type`.
     pub event_type: EventType,
     /// The text of the object's resourceVersion; `None` for an error.
     pub version: Option<&'a [u8]>,
@@ -81,7 +83,7 @@ mod tests {
             // Key order, white space, pretty-printed objects.
             (r#" { "object" : { "metadata" : { "resourceVersion" : "7" } } , "type" : "DELETED" } "#, EventType::Deleted, Some("7")),
             ("{\n  \"type\": \"MODIFIED\",\n  \"object\": {\n \"metadata\": {\"resourceVersion\": \"3\"}}\n}\n", EventType::Modified, Some("3")),
-            // Other `metadata`, before and after the object's own.
+            // Other `metadata` before and after that of the object.
             (r#"{"type":"ADDED","object":{"spec":{"template":{"metadata":{"resourceVersion":"666"}}},"metadata":{"ownerReferences":[{"resourceVersion":"667"}],"managedFields":[{"x":{"resourceVersion":"668"}}],"resourceVersion":"5"},"status":{"metadata":{"resourceVersion":"669"}}}}"#, EventType::Added, Some("5")),
             (r#"{"metadata":{"resourceVersion":"1"},"type":"ADDED","object":{"resourceVersion":"2"}}"#, EventType::Added, None),
             // A table.
@@ -137,21 +139,21 @@ mod tests {
     fn json_bookmark_and_error_are_recognized() {
         let end = json(r#"{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"5","annotations":{"a":"b","k8s.io/initial-events-end":"true"}}}}"#).unwrap();
         assert!(end.initial_events_end);
-        for no in [
+        for not_the_end in [
             r#"{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"5"}}}"#,
             r#"{"type":"BOOKMARK","object":{"metadata":{"annotations":{"k8s.io/initial-events-end":"false"}}}}"#,
             r#"{"type":"ADDED","object":{"metadata":{"annotations":{"k8s.io/initial-events-end":"true"}}}}"#,
             r#"{"type":"BOOKMARK","object":{"metadata":{"labels":{"k8s.io/initial-events-end":"true"}}}}"#,
         ] {
-            assert!(!json(no).unwrap().initial_events_end, "{no}");
+            assert!(!json(not_the_end).unwrap().initial_events_end, "{not_the_end}");
         }
-        let gone = json(r#"{"type":"ERROR","object":{"kind":"Status","metadata":{"resourceVersion":"99"},"status":"Failure","code":410}}"#).unwrap();
+        let error = json(r#"{"type":"ERROR","object":{"kind":"Status","metadata":{"resourceVersion":"99"},"status":"Failure","code":410}}"#).unwrap();
         assert_eq!(
-            (gone.event_type, gone.status_code, gone.version),
+            (error.event_type, error.status_code, error.version),
             (EventType::Error, Some(410), None)
         );
-        let odd = json(r#"{"type":"ERROR","object":{"code":"410"}}"#).unwrap();
-        assert_eq!((odd.event_type, odd.status_code), (EventType::Error, None));
+        let text_code = json(r#"{"type":"ERROR","object":{"code":"410"}}"#).unwrap();
+        assert_eq!((text_code.event_type, text_code.status_code), (EventType::Error, None));
     }
 
     #[test]
@@ -174,7 +176,7 @@ mod tests {
             (event.event_type, event.status_code, event.version),
             (EventType::Error, Some(410), None)
         );
-        // A frame that is cut anywhere, or whose length is wrong, is unreadable.
+        // A truncated frame is unreadable.
         for len in 0..frame.len() {
             assert_eq!(parse(Encoding::Protobuf, &frame[..len]), None, "{len}");
         }

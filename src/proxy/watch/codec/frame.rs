@@ -66,7 +66,9 @@ pub enum Piece {
     /// The frame is above the cap or the budget is used up, so the frame passes through in pieces: first
     /// the buffered bytes, then the first `len` bytes of the chunk.
     Oversized {
+        /// The bytes of the frame that earlier chunks contained and that were buffered.
         buffered: Bytes,
+        /// Number of bytes of the chunk that belong to the frame.
         len: usize,
         /// Whether this piece contains the first byte of the frame.
         begins: bool,
@@ -129,6 +131,7 @@ impl FrameSplitter {
         self.partial.bytes.is_empty() && !self.oversized
     }
 
+    /// The budget that all splitters share.
     pub fn budget(&self) -> &Arc<ByteBudget> {
         &self.partial.budget
     }

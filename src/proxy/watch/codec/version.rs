@@ -91,8 +91,8 @@ mod tests {
 
     #[test]
     fn parse_accepts_only_positive_decimal_integers() {
-        for no in ["", "0", "000", "-1", "+1", " 1", "1 ", "1.0", "0x1", "abc", "1a", "١"] {
-            assert_eq!(ResourceVersion::parse(no.as_bytes()), None, "{no:?}");
+        for invalid in ["", "0", "000", "-1", "+1", " 1", "1 ", "1.0", "0x1", "abc", "1a", "١"] {
+            assert_eq!(ResourceVersion::parse(invalid.as_bytes()), None, "{invalid:?}");
         }
         for (text, digits) in
             [("1", "1"), ("007", "7"), ("18446744073709551616", "18446744073709551616")]
@@ -111,7 +111,7 @@ mod tests {
         assert!(ResourceVersion::parse(b"9") < ResourceVersion::parse(b"10"));
         assert_eq!(ResourceVersion::parse(&[b'0'; 99]), None);
         assert!(ResourceVersion::parse(&[b'9'; MAX_DIGITS]).is_some());
-        assert_eq!(ResourceVersion::parse(&[b'9'; MAX_DIGITS + 1]), None, "too many digits");
+        assert_eq!(ResourceVersion::parse(&[b'9'; MAX_DIGITS + 1]), None, "more than the maximum");
     }
 
     proptest! {

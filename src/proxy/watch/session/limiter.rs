@@ -9,15 +9,17 @@ use tokio::time::Instant;
 
 use super::input::MoveReason;
 
-/// Maximum number of resumes of one watch in one window of [`MINUTE`]. Moves away from a degraded endpoint
-/// or a draining connection count as resumes.
-pub const RESUMES_PER_MINUTE: u32 = 12;
+/// Maximum number of resumes of one watch in one [`WINDOW`]. Moves away from a degraded endpoint or a
+/// draining connection count as resumes.
+pub const MAX_RESUMES: u32 = 12;
 /// Length of a window. A window begins with the first resume after the end of the window before it.
-const MINUTE: Duration = Duration::from_secs(60);
+const WINDOW: Duration = Duration::from_secs(60);
 /// A watch is moved to balance load only if at least this time is left until its deadline.
 pub(super) const MIN_REMAINING_TO_REBALANCE: Duration = Duration::from_secs(30);
 /// A watch is resumed, or moved for another reason, only if at least this time is left until its deadline.
 pub(super) const MIN_REMAINING: Duration = Duration::from_secs(2);
+/// Minimum time between two moves that balance load.
+const REBALANCE_PAUSE: Duration = Duration::from_secs(60);
 /// Minimum time between two attempts to leave an endpoint that is degraded or suspected.
 const EVACUATION_PAUSE: Duration = Duration::from_secs(2);
 
@@ -39,7 +41,7 @@ impl ResumeLimiter {
             _ => now,
         };
         self.window = Some((began, recent + 1));
-        (recent < RESUMES_PER_MINUTE).then_some(recent)
+        (recent < MAX_RESUMES).then_some(recent)
     }
 
     /// Counts an attempt to move the watch away from a stream that works.
@@ -61,18 +63,18 @@ impl ResumeLimiter {
             self.last_move.is_none_or(|moved| now.saturating_duration_since(moved) >= pause)
         };
         match reason {
-            MoveReason::Rebalance => pause_is_over(MINUTE),
+            MoveReason::Rebalance => pause_is_over(REBALANCE_PAUSE),
             MoveReason::Evacuate => {
-                pause_is_over(EVACUATION_PAUSE) && self.recent_resumes(now) < RESUMES_PER_MINUTE / 2
+                pause_is_over(EVACUATION_PAUSE) && self.recent_resumes(now) < MAX_RESUMES / 2
             }
-            MoveReason::Drain => self.recent_resumes(now) < RESUMES_PER_MINUTE,
+            MoveReason::Drain => self.recent_resumes(now) < MAX_RESUMES,
         }
     }
 
     /// The number of resumes in the current window.
     fn recent_resumes(&self, now: Instant) -> u32 {
         self.window
-            .filter(|(began, _)| now.saturating_duration_since(*began) < MINUTE)
+            .filter(|(began, _)| now.saturating_duration_since(*began) < WINDOW)
             .map_or(0, |(_, count)| count)
     }
 }

@@ -56,6 +56,7 @@ pub struct ResumeRound {
 }
 
 impl ResumeRound {
+    /// Begins a round after the loss of a stream.
     pub fn begin(now: Instant, recent_resumes: u32, quiet: bool) -> Self {
         Self { end: now + ROUND_LIMIT, attempts: recent_resumes, quiet, withheld_error: None }
     }

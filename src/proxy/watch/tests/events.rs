@@ -12,7 +12,7 @@ use bytes::Bytes;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// A request for a watch that can be resumed.
+/// The request of a watch that can be resumed, at this version; at no version if it is not a number.
 pub(crate) fn request(version: &str) -> WatchRequest {
     WatchRequest {
         version: ResourceVersion::parse(version.as_bytes()),
@@ -25,7 +25,7 @@ pub(crate) fn request(version: &str) -> WatchRequest {
     }
 }
 
-/// The version at which a session would continue its watch.
+/// The version in the request with which a session would continue its watch.
 pub(crate) fn cursor(session: &Session, now: Instant) -> Option<String> {
     let query = session.resume_query("", now);
     first_value(&query, "resourceVersion").map(Into::into)
@@ -117,7 +117,7 @@ pub(crate) fn split(splitter: &mut FrameSplitter, chunks: &[Bytes], cap: usize) 
                 Piece::Completed(len, frame) => {
                     out.push(frame);
                     at += len;
-                    // A frame that ended with the previous chunk takes no byte of this one.
+                    // A frame that ended with the previous chunk contains no byte of this one.
                     assert!(len > 0 || splitter.at_boundary());
                     continue;
                 }
@@ -135,8 +135,8 @@ pub(crate) fn split(splitter: &mut FrameSplitter, chunks: &[Bytes], cap: usize) 
     out
 }
 
-/// Checks that the splitter and the parser do not panic on any bytes. The splitter must buffer at most
-/// `cap` bytes and return every byte in order. The fuzz target checks the same.
+/// Checks that the splitter and the parser do not panic on these bytes, and that the splitter buffers at most
+/// `cap` bytes and returns every byte in order. The fuzz target `watch` checks the same.
 pub(crate) fn check_split_and_parse(bytes: &[u8]) {
     for encoding in [Encoding::Json, Encoding::Protobuf] {
         for cap in [1, 16, 4096] {

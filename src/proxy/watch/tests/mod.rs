@@ -8,7 +8,7 @@ mod session;
 
 use std::path::Path;
 
-/// The seeds and earlier findings of the fuzz target `watch`.
+/// The corpus contains the seeds and the earlier findings of the fuzz target `watch`.
 #[test]
 fn splitter_and_parser_accept_the_corpus() {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/watch");

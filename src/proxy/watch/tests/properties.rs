@@ -1,4 +1,5 @@
-//! Properties over random histories, random chunks and random losses.
+//! Property tests of splitter, parser and relay with random histories, chunks and losses of streams, and
+//! tests of the splitter's limits.
 
 use super::super::codec::Encoding::{self, Json, Protobuf};
 use super::super::codec::frame::{FRAME_CAP, FrameSplitter, Piece};
@@ -11,7 +12,7 @@ use proptest::prelude::*;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// The first attempt of a watch that was delivering events.
+/// The effect of a loss on a watch that was delivering events.
 const REQUEST: Effect =
     Effect::Request { max_jitter: Duration::from_millis(50), pause: Duration::ZERO };
 
@@ -23,12 +24,12 @@ fn paddings() -> impl Strategy<Value = Vec<String>> {
     prop::collection::vec("[ -~]{0,60}", 1..12)
 }
 
-/// Cuts bytes at some places.
+/// Splits bytes at these offsets.
 fn chunks(bytes: &[u8], cuts: &[prop::sample::Index]) -> Vec<Bytes> {
-    let mut places: Vec<_> = cuts.iter().map(|cut| cut.index(bytes.len() + 1)).collect();
-    places.extend([0, bytes.len()]);
-    places.sort_unstable();
-    places.windows(2).map(|w| Bytes::copy_from_slice(&bytes[w[0]..w[1]])).collect()
+    let mut offsets: Vec<_> = cuts.iter().map(|cut| cut.index(bytes.len() + 1)).collect();
+    offsets.extend([0, bytes.len()]);
+    offsets.sort_unstable();
+    offsets.windows(2).map(|w| Bytes::copy_from_slice(&bytes[w[0]..w[1]])).collect()
 }
 
 fn cuts() -> impl Strategy<Value = Vec<prop::sample::Index>> {
@@ -64,11 +65,11 @@ proptest! {
     fn splitter_and_parser_accept_damaged_events(
         encoding in encodings(),
         padding in "[ -~]{0,30}",
-        places in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
     ) {
         let mut bytes = encode(encoding, "BOOKMARK", 12, &padding);
-        for (place, byte) in places {
-            let at = place.index(bytes.len());
+        for (offset, byte) in changes {
+            let at = offset.index(bytes.len());
             bytes[at] = byte;
         }
         check_split_and_parse(&bytes);
@@ -81,15 +82,15 @@ proptest! {
         losses in prop::collection::vec(
             (any::<prop::sample::Index>(), cuts(), any::<bool>()), 0..10),
     ) {
-        // Versions 101, 103, …: events, and bookmarks, which this client has not asked for.
+        // Events and bookmarks with the versions 101, 103, …. The client has not asked for bookmarks.
         let events: Vec<(u64, Vec<u8>, bool)> = history.iter().zip(0..).map(|((padding, bookmark), n)| {
             let version = 101 + 2 * n;
             let kind = if *bookmark { "BOOKMARK" } else { "MODIFIED" };
             (version, encode(encoding, kind, version, padding), *bookmark)
         }).collect();
+        // The response to a request at this version. Some servers repeat the last event.
         let serve = |cursor: u64, repeat: bool| -> Vec<u8> {
             let from = events.iter().position(|(v, ..)| *v > cursor).unwrap_or(events.len());
-            // Some servers repeat the last event.
             let from = if repeat && cursor > 100 { from.saturating_sub(1) } else { from };
             events[from..].iter().flat_map(|(_, bytes, _)| bytes.clone()).collect()
         };
@@ -98,13 +99,13 @@ proptest! {
         let mut client = Vec::new();
         let mut from = 100;
         let mut repeat_next = false;
-        for (place, cuts, repeat) in &losses {
+        for (end, cuts, repeat) in &losses {
             let stream = serve(from, repeat_next);
-            for chunk in chunks(&stream[..place.index(stream.len() + 1)], cuts) {
-                let step = relay.push(&chunk, start, |bytes| client.push(bytes));
-                prop_assert_eq!(step.effect, Effect::None);
+            for chunk in chunks(&stream[..end.index(stream.len() + 1)], cuts) {
+                let pushed = relay.push(&chunk, start, |bytes| client.push(bytes));
+                prop_assert_eq!(pushed.effect, Effect::None);
             }
-            let requests = matches!(relay.lost(false, start), Effect::Request { .. });
+            let requests = matches!(relay.stream_lost(false, start), Effect::Request { .. });
             prop_assert!(requests);
             let session = relay.session_mut();
             from = cursor(session, start).unwrap().parse().unwrap();
@@ -114,15 +115,16 @@ proptest! {
             prop_assert_eq!(session.step(accepted, start), Effect::Accept);
             repeat_next = *repeat;
         }
-        let step = relay.push(&Bytes::from(serve(from, repeat_next)), start, |bytes| client.push(bytes));
-        prop_assert_eq!(step.effect, Effect::None);
-        let wanted: Vec<u8> =
+        let rest = Bytes::from(serve(from, repeat_next));
+        let pushed = relay.push(&rest, start, |bytes| client.push(bytes));
+        prop_assert_eq!(pushed.effect, Effect::None);
+        let expected: Vec<u8> =
             events.iter().filter(|(.., b)| !b).flat_map(|(_, bytes, _)| bytes.clone()).collect();
-        let newlines = |bytes: &[u8]| -> Vec<u8> {
+        let without_newlines = |bytes: &[u8]| -> Vec<u8> {
             if encoding == Protobuf { return bytes.to_vec(); }
             bytes.iter().copied().filter(|b| *b != b'\n').collect()
         };
-        prop_assert_eq!(newlines(&client.concat()), newlines(&wanted));
+        prop_assert_eq!(without_newlines(&client.concat()), without_newlines(&expected));
     }
 }
 
@@ -156,7 +158,8 @@ fn splitter_returns_pretty_and_unseparated_objects_whole() {
             let out = split(&mut splitter, &chunks, usize::MAX);
             assert_eq!(out.concat(), stream.as_bytes());
             assert!(splitter.at_boundary());
-            // Objects without newlines are separated if a chunk ends with one of them.
+            // Objects without newlines are split only if a chunk ends with the last byte of an object, which
+            // chunks of 2 or 5 bytes need not do.
             let objects = out.iter().filter(|f| f.starts_with(b"{")).count();
             assert!(objects == count || step == 2 || step == 5, "{stream} {step}");
         }
@@ -170,15 +173,15 @@ fn relay_forwards_a_burst_as_one_slice_of_its_chunk() {
     let events: Vec<_> = (2..50).map(|v| json_event("MODIFIED", v, "x")).collect();
     let chunk = Bytes::from(events.concat());
     let mut out = Vec::new();
-    let step = relay.push(&chunk, start, |bytes| out.push(bytes));
-    assert_eq!((step.absorbed, step.effect), (0, Effect::None));
+    let pushed = relay.push(&chunk, start, |bytes| out.push(bytes));
+    assert_eq!((pushed.absorbed, pushed.effect), (0, Effect::None));
     assert_eq!(out.len(), 1);
     assert_eq!(out[0].as_ptr(), chunk.as_ptr());
     assert_eq!(cursor(relay.session(), start).as_deref(), Some("49"));
 }
 
-/// A frame above the cap leaves in pieces, whatever its chunks were. A watch that is lost in its middle
-/// must not end cleanly. After the next whole frame the watch can be resumed again.
+/// A watch that is lost within a frame above the cap must not end cleanly. After the next whole frame the
+/// watch can be resumed again.
 #[test]
 fn relay_passes_a_frame_above_the_cap_in_pieces() {
     for encoding in [Json, Protobuf] {
@@ -187,19 +190,19 @@ fn relay_passes_a_frame_above_the_cap_in_pieces() {
         for whole in [false, true] {
             let budget = ByteBudget::unmetered(usize::MAX);
             let mut relay = Relay::new(encoding, request("5"), start, &budget);
-            let came = if whole { &frame[..] } else { &frame[..frame.len() - 20] };
+            let received = if whole { &frame[..] } else { &frame[..frame.len() - 20] };
             let mut out = Vec::new();
-            for piece in came.chunks(64 << 10) {
-                let step = relay.push(&Bytes::copy_from_slice(piece), start, |bytes| {
+            for chunk in received.chunks(64 << 10) {
+                let pushed = relay.push(&Bytes::copy_from_slice(chunk), start, |bytes| {
                     out.extend_from_slice(&bytes);
                 });
-                assert_eq!(step.effect, Effect::None);
+                assert_eq!(pushed.effect, Effect::None);
                 assert!(budget.held() <= FRAME_CAP, "{}", budget.held());
             }
-            assert!(out == came, "{encoding:?}: {} of {} bytes", out.len(), came.len());
-            assert_eq!(budget.held(), 0, "nothing of it is needed any more");
+            assert!(out == received, "{encoding:?}: {} of {} bytes", out.len(), received.len());
+            assert_eq!(budget.held(), 0, "bytes of the frame are still buffered");
             let ending = if whole { Ending::Clean } else { Ending::Reset };
-            let loss = relay.lost(false, start);
+            let loss = relay.stream_lost(false, start);
             assert!(
                 matches!(loss, Effect::End(how, _) if how == ending),
                 "{encoding:?} {whole}: {loss:?}"
@@ -207,64 +210,65 @@ fn relay_passes_a_frame_above_the_cap_in_pieces() {
         }
         let mut relay =
             Relay::new(encoding, request("5"), start, &ByteBudget::unmetered(usize::MAX));
-        for piece in frame.chunks(64 << 10) {
-            relay.push(&Bytes::copy_from_slice(piece), start, drop);
+        for chunk in frame.chunks(64 << 10) {
+            relay.push(&Bytes::copy_from_slice(chunk), start, drop);
         }
         relay.push(&Bytes::from(encode(encoding, "ADDED", 7, "")), start, drop);
-        assert_eq!(relay.lost(false, start), REQUEST);
+        assert_eq!(relay.stream_lost(false, start), REQUEST);
     }
 }
 
-/// Buffered bytes count in the budget until the last owner drops them.
+/// The bytes of a completed frame count in the budget until they are dropped.
 #[test]
 fn splitters_together_buffer_no_more_than_the_budget() {
     for encoding in [Json, Protobuf] {
         let budget = ByteBudget::unmetered(10_000);
         let frame = encode(encoding, "ADDED", 7, &"x".repeat(3_000));
-        let (most, rest) = frame.split_at(frame.len() - 20);
-        let mut watches: Vec<_> = (0..20).map(|_| FrameSplitter::new(encoding, &budget)).collect();
+        let (head, tail) = frame.split_at(frame.len() - 20);
+        let mut splitters: Vec<_> =
+            (0..20).map(|_| FrameSplitter::new(encoding, &budget)).collect();
         let mut passed = 0;
-        for splitter in &mut watches {
+        for splitter in &mut splitters {
             // In small chunks: the budget may be used up in the middle of a frame.
-            for piece in most.chunks(1_000) {
-                match splitter.split(piece) {
+            for chunk in head.chunks(1_000) {
+                match splitter.split(chunk) {
                     Piece::Buffered => assert!(splitter.buffered() > 0),
-                    Piece::Oversized { buffered: kept, len, ends, .. } => {
-                        passed += kept.len() + len;
-                        assert_eq!((len, ends), (piece.len(), false));
+                    Piece::Oversized { buffered, len, ends, .. } => {
+                        passed += buffered.len() + len;
+                        assert_eq!((len, ends), (chunk.len(), false));
                     }
-                    cut => panic!("{cut:?}"),
+                    other => panic!("{other:?}"),
                 }
             }
             assert!(budget.held() <= 10_000, "{}", budget.held());
         }
-        let kept: usize = watches.iter().map(FrameSplitter::buffered).sum();
-        assert_eq!(kept + passed, 20 * most.len());
-        assert!(kept >= 2 * most.len() && kept <= budget.held(), "{kept} of {}", budget.held());
+        let buffered: usize = splitters.iter().map(FrameSplitter::buffered).sum();
+        assert_eq!(buffered + passed, 20 * head.len());
+        assert!(buffered >= 2 * head.len(), "{buffered}");
+        assert!(buffered <= budget.held(), "{buffered} of {}", budget.held());
 
-        // Each frame ends correctly, buffered or passed on. Buffered frames wait for their clients, and
-        // count.
-        let mut waiting = Vec::new();
-        for splitter in &mut watches {
-            match splitter.split(rest) {
+        // Every splitter finds the end of its frame, buffered or in pieces.
+        let mut completed = Vec::new();
+        for splitter in &mut splitters {
+            match splitter.split(tail) {
                 Piece::Completed(20, whole) => {
                     assert_eq!(whole, frame);
-                    waiting.push(whole);
+                    completed.push(whole);
                 }
-                Piece::Oversized { buffered: kept, len: 20, ends: true, .. } => {
-                    assert!(kept.len() < most.len());
+                Piece::Oversized { buffered, len: 20, ends: true, .. } => {
+                    assert!(buffered.len() < head.len());
                 }
-                cut => panic!("{cut:?}"),
+                other => panic!("{other:?}"),
             }
             assert!(splitter.at_boundary());
         }
-        assert!(waiting.len() >= 2 && budget.held() >= waiting.len() * frame.len());
+        assert!(completed.len() >= 2 && budget.held() >= completed.len() * frame.len());
         // A frame in one chunk needs no budget.
-        assert_eq!(watches[0].split(&frame), Piece::Whole(frame.len()));
-        drop(waiting);
+        assert_eq!(splitters[0].split(&frame), Piece::Whole(frame.len()));
+        drop(completed);
         assert_eq!(budget.held(), 0);
-        assert_eq!(watches[0].split(most), Piece::Buffered);
-        drop(watches);
+        assert_eq!(splitters[0].split(head), Piece::Buffered);
+        drop(splitters);
         assert_eq!(budget.held(), 0);
     }
 }
@@ -294,22 +298,22 @@ fn splitter_without_budget_still_finds_the_ends_of_frames() {
                 }
             }
             assert_eq!(ends.len(), frames.len(), "{encoding:?} {step}: {ends:?}");
-            // A newline that arrives later is white space between frames.
-            let wanted = |n: usize| frames[..=n].concat().len();
-            let right =
-                |n: usize| ends[n] == wanted(n) || encoding == Json && ends[n] + 1 == wanted(n);
-            assert!((0..frames.len()).all(right), "{encoding:?} {step}: {ends:?}");
+            // A newline in a later chunk than its object is white space between frames.
+            let expected = |n: usize| frames[..=n].concat().len();
+            let is_correct =
+                |n: usize| ends[n] == expected(n) || encoding == Json && ends[n] + 1 == expected(n);
+            assert!((0..frames.len()).all(is_correct), "{encoding:?} {step}: {ends:?}");
             assert!(splitter.at_boundary());
         }
     }
 }
 
-/// The work for a chunk must not grow with what is buffered already, nor with what follows in the chunk.
-/// These inputs take less than a second; if the work did grow, they would take many minutes.
+/// The work for a piece must not grow with the buffered bytes, nor with the bytes that follow in the chunk.
+/// These inputs take less than a second; with quadratic work they would take many minutes.
 #[test]
 fn splitter_takes_linear_time_for_hostile_input() {
     const SIZE: usize = 1 << 20;
-    let took = |stream: &[u8], step: usize| {
+    let measure = |stream: &[u8], step: usize| {
         let begun = Instant::now();
         let mut splitter = FrameSplitter::new(Json, &ByteBudget::unmetered(usize::MAX));
         for chunk in stream.chunks(step) {
@@ -332,8 +336,8 @@ fn splitter_takes_linear_time_for_hostile_input() {
         ("blanks, byte by byte", blank, 1),
         ("objects without newlines", b"{}".repeat(SIZE), 2 * SIZE),
     ] {
-        let hostile = took(&stream, step);
-        println!("{name}: {hostile:?}");
-        assert!(hostile < Duration::from_secs(30), "{name}: {hostile:?}");
+        let took = measure(&stream, step);
+        println!("{name}: {took:?}");
+        assert!(took < Duration::from_secs(30), "{name}: {took:?}");
     }
 }

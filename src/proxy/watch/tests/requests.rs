@@ -19,8 +19,8 @@ fn request_is_followed_if_the_codec_reads_an_accepted_type() {
     let protobuf = "application/vnd.kubernetes.protobuf, application/json";
     let table = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json";
     let cbor = "application/cbor, application/json;q=0.9";
-    // `None`: not followed; whether the group is resumable, whether bookmarks are requested.
-    let table = [
+    // Expected: `resumable_group` and `upstream_bookmarks`; `None` if the request is not followed.
+    let cases = [
         ("watch", "/api/v1/pods", &[][..], Some((true, true))),
         ("watch", "/apis/apps/v1/deployments", &[("accept", protobuf)], Some((true, true))),
         ("watch", "/apis/cilium.io/v2/ciliumnodes", &[], Some((true, true))),
@@ -36,13 +36,10 @@ fn request_is_followed_if_the_codec_reads_an_accepted_type() {
         ("list", "/api/v1/pods", &[], None),
         ("watch", "/healthz", &[], None),
     ];
-    for (verb, path, pairs, wanted) in table {
-        let got = WatchRequest::new(verb, path, "watch=1", &headers(pairs), &groups);
-        assert_eq!(
-            got.map(|a| (a.resumable_group, a.upstream_bookmarks)),
-            wanted,
-            "{path} {pairs:?}"
-        );
+    for (verb, path, pairs, expected) in cases {
+        let request = WatchRequest::new(verb, path, "watch=1", &headers(pairs), &groups);
+        let actual = request.map(|r| (r.resumable_group, r.upstream_bookmarks));
+        assert_eq!(actual, expected, "{path} {pairs:?}");
     }
 }
 
@@ -51,8 +48,8 @@ fn request_parameters_are_read_as_apiserver_reads_them() {
     let version = |query| request(query).version.map(|v| v.as_str().to_owned());
     assert_eq!(version("watch=1&resourceVersion=12&resourceVersion=13").as_deref(), Some("12"));
     assert_eq!(version("resource%56ersion=%31").as_deref(), Some("1"));
-    for none in ["", "resourceVersion=", "resourceVersion=0", "resourceVersion=abc"] {
-        assert_eq!(version(none), None, "{none}");
+    for query in ["", "resourceVersion=", "resourceVersion=0", "resourceVersion=abc"] {
+        assert_eq!(version(query), None, "{query}");
     }
     for (query, bookmarks) in [
         ("allowWatchBookmarks=true", true),

@@ -1,10 +1,10 @@
-//! The tables of the session: states, frames on a first and on a later stream, losses, attempts.
+//! Tests of the session's tables: states, frames, losses of streams, attempts to resume.
 
 use super::super::codec::event::{Event, EventType};
 use super::super::codec::version::ResourceVersion;
 use super::super::request::WatchRequest;
 use super::super::session::{
-    AttemptResult, Candidates, Effect, Ending, Input, MoveReason, NotResumable, RESUMES_PER_MINUTE,
+    AttemptResult, Candidates, Effect, Ending, Input, MAX_RESUMES, MoveReason, NotResumable,
     Session,
 };
 use super::events::{cursor, request};
@@ -12,7 +12,7 @@ use bytes::Bytes;
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
-/// Another attempt. The tests of rounds check its jitter.
+/// Another attempt. [`step`] removes the jitter, which the tests of rounds check.
 const REQUEST: Effect = Effect::Request { max_jitter: Duration::ZERO, pause: Duration::ZERO };
 const DIVERGED: Effect = Effect::End(Ending::Clean, NotResumable::Diverged);
 const TOO_OLD: Effect = Effect::End(Ending::Withheld, NotResumable::TooOld);
@@ -24,13 +24,13 @@ const NONE_LEFT: Candidates =
 
 type Frame = Option<Event<'static>>;
 
-#[allow(clippy::unnecessary_wraps)] // a frame, as the session takes it
+#[allow(clippy::unnecessary_wraps)] // the session takes an Option
 fn event(event_type: EventType, version: &'static str) -> Frame {
     let version = Some(version.as_bytes());
     Some(Event { event_type, version, initial_events_end: false, status_code: None })
 }
 
-#[allow(clippy::unnecessary_wraps)] // likewise
+#[allow(clippy::unnecessary_wraps)] // the session takes an Option
 fn error(code: u16) -> Frame {
     Some(Event {
         event_type: EventType::Error,
@@ -81,20 +81,20 @@ fn head(status: u16) -> AttemptResult {
     AttemptResult::Head { status, same_content_type: true, retry_after: None }
 }
 
-/// The stream is lost, and another one takes the watch.
+/// The stream is lost, and another one continues the watch.
 fn resume(session: &mut Session, now: Instant) {
     assert_eq!(lose(session, now), REQUEST);
     assert_eq!(attempt(session, head(200), NONE_LEFT, now), Effect::Accept);
 }
 
-/// The frame is withheld, or the endpoint refuses the watch; the body reports it.
+/// The body reports that it has reset the stream after an ERROR event, withheld or not.
 fn reject(session: &mut Session, withheld: bool, candidates: Candidates, now: Instant) -> Effect {
     let error_event = withheld.then(|| Bytes::from_static(b"410"));
     step(session, Input::Rejected { error_event, candidates }, now)
 }
 
 #[test]
-#[allow(clippy::type_complexity)] // it is a table
+#[allow(clippy::type_complexity)] // a table
 fn session_after_frames_resumes_or_ends_as_documented() {
     use EventType::{Added, Bookmark, Deleted, Modified, Unknown};
     use NotResumable as Why;
@@ -106,7 +106,8 @@ fn session_after_frames_resumes_or_ends_as_documented() {
     let clean = |why| Effect::End(Ending::Clean, why);
     let reset = |why| Effect::End(Ending::Reset, why);
     let start = Instant::now();
-    // Whether the initial events are over, the effect of a loss, and where the watch continues.
+    // Name, request, frames; expected: whether the initial events are complete, the effect of a loss, and the
+    // version at which the watch continues.
     #[rustfmt::skip]
     let table: Vec<(&str, WatchRequest, Vec<Frame>, bool, Effect, Option<&str>)> = vec![
         ("ordered, nothing yet", request("5"), vec![], true, REQUEST, Some("5")),
@@ -165,8 +166,8 @@ fn bookmark_reaches_only_clients_that_asked_for_it() {
 }
 
 #[test]
-#[allow(clippy::type_complexity)] // it is a table
-fn frame_on_a_later_stream_must_continue_the_history() {
+#[allow(clippy::type_complexity)] // a table
+fn frame_on_a_resumed_stream_must_continue_the_history() {
     use EventType::{Added, Bookmark, Modified};
     #[rustfmt::skip]
     let table: Vec<(&str, Vec<(Frame, Effect)>)> = vec![
@@ -204,16 +205,16 @@ fn oversized_frame_prevents_resuming_until_the_next_frame() {
     piece(&mut session, true, false);
     assert_eq!(session.not_resumable(), Some(NotResumable::Oversized));
     let incomplete = Effect::End(Ending::Reset, NotResumable::Oversized);
-    assert_eq!(lose(&mut session, start), incomplete, "in its middle");
+    assert_eq!(lose(&mut session, start), incomplete, "within the frame");
     let mut session = ordered();
     piece(&mut session, true, false);
     piece(&mut session, false, true);
-    assert!(!session.is_resumable(), "after it: its version is unknown");
+    assert!(!session.is_resumable(), "after the frame, whose version is unknown");
     assert_eq!(session.ending(), Ending::Clean);
     assert_eq!(frame(&mut session, event(EventType::Modified, "12")), Effect::Forward);
     assert_eq!(session.not_resumable(), None);
     resume(&mut session, start);
-    assert_eq!(piece(&mut session, true, true), DIVERGED, "first on a later stream");
+    assert_eq!(piece(&mut session, true, true), DIVERGED, "first frame of a resumed stream");
 }
 
 #[test]
@@ -230,7 +231,7 @@ fn resuming_is_limited_by_time_left_and_by_rate() {
 
     for (loss, effect) in [(20, too_often), (60_020, REQUEST)] {
         let mut session = Session::new(WatchRequest { timeout: None, ..request("5") }, start);
-        for _ in 0..RESUMES_PER_MINUTE {
+        for _ in 0..MAX_RESUMES {
             resume(&mut session, at(10));
         }
         assert_eq!(lose(&mut session, at(loss)), effect, "{loss} ms");
@@ -245,20 +246,20 @@ fn move_needs_a_cursor_and_continues_there() {
     let initial = after(&WatchRequest { version: None, ..request("5") }, vec![], start);
     assert!(!can_move(&initial, 0), "initial events");
     let mut session = after(&request("5"), vec![event(EventType::Added, "6")], start);
-    assert!(!can_move(&session, 270_001), "it ends soon anyway");
+    assert!(!can_move(&session, 270_001), "less than 30 s left");
     assert!(can_move(&session, 1));
     session.step(Input::MoveStarted(MoveReason::Rebalance), at(1));
     assert_eq!(cursor(&session, at(1)).as_deref(), Some("6"));
     session.step(Input::MoveEnded { moved: false }, at(2));
     assert!(!can_move(&session, 60_000), "once a minute");
-    assert_eq!(frame(&mut session, event(EventType::Added, "7")), Effect::Forward, "it stayed");
+    assert_eq!(frame(&mut session, event(EventType::Added, "7")), Effect::Forward, "not moved");
     assert!(can_move(&session, 60_001));
     session.step(Input::MoveStarted(MoveReason::Rebalance), at(60_001));
     session.step(Input::MoveEnded { moved: true }, at(60_002));
     assert_eq!(frame(&mut session, event(EventType::Added, "7")), Effect::Discard);
     assert_eq!(frame(&mut session, event(EventType::Added, "8")), Effect::Forward);
 
-    // Only the first frame tells that the history of the new endpoint is too short.
+    // The first frame shows that the history of the new endpoint is too short.
     let mut session = after(&request("5"), vec![event(EventType::Added, "6")], start);
     session.step(Input::MoveStarted(MoveReason::Rebalance), at(1));
     session.step(Input::MoveEnded { moved: true }, at(1));
@@ -275,11 +276,11 @@ fn evacuation_is_limited_to_half_of_the_resumes_of_a_minute() {
     let start = Instant::now();
     let at = |seconds| start + Duration::from_secs(seconds);
     let mut session = after(&request("5"), vec![], start);
-    for n in 0..u64::from(RESUMES_PER_MINUTE) / 2 {
+    for n in 0..u64::from(MAX_RESUMES) / 2 {
         assert!(session.can_move(MoveReason::Evacuate, at(2 * n)), "{n}");
         session.step(Input::MoveStarted(MoveReason::Evacuate), at(2 * n));
         session.step(Input::MoveEnded { moved: true }, at(2 * n));
-        assert!(!session.can_move(MoveReason::Evacuate, at(2 * n + 1)), "2 s between two");
+        assert!(!session.can_move(MoveReason::Evacuate, at(2 * n + 1)), "within 2 s");
     }
     assert!(!session.can_move(MoveReason::Evacuate, at(30)));
     assert!(session.can_move(MoveReason::Drain, at(30)));
@@ -287,29 +288,30 @@ fn evacuation_is_limited_to_half_of_the_resumes_of_a_minute() {
 }
 
 #[test]
-fn ceased_bookmarks_are_reported_once() {
+fn missing_bookmarks_are_reported_once() {
     let bookmark = |version| event(EventType::Bookmark, version);
     let mut session = after(&request("5"), vec![event(EventType::Added, "6")], Instant::now());
-    assert!((0..9).all(|_| !session.has_gone_stale()), "it never had any");
+    assert!((0..9).all(|_| !session.has_gone_stale()), "no bookmark yet");
     frame(&mut session, bookmark("7"));
     let checks =
         |session: &mut Session| (0..6).map(|_| session.has_gone_stale()).collect::<Vec<_>>();
     assert_eq!(checks(&mut session), [false, false, false, true, false, false]);
     frame(&mut session, event(EventType::Modified, "8"));
-    assert!(!session.has_gone_stale(), "events are no bookmarks");
+    assert!(!session.has_gone_stale(), "an event is no bookmark");
     frame(&mut session, bookmark("9"));
     assert_eq!(checks(&mut session), [false, false, false, true, false, false]);
 }
 
-/// The session withholds a 410 if the watch can continue elsewhere, for every kind of request. In all other
-/// cases, and for every other code, the client gets the error.
+/// The session withholds a 410 if another endpoint can continue the watch. In all other cases, and for every
+/// other code, the client receives the error.
 #[test]
 fn error_410_is_withheld_while_other_endpoints_are_asked() {
     use EventType::{Added, Modified};
     let start = Instant::now();
     let foreign = || WatchRequest { resumable_group: false, ..request("5") };
     let (withheld, forwarded) = (Effect::Withhold, Effect::Forward);
-    // The frames before it, and where the next request begins; `None`: as the client's.
+    // Name, request, frames before the error, its code; expected: the effect, and the version of the next
+    // request, `None` for the original request.
     for (name, request, before, code, effect, continues_at) in [
         ("first frame", request("5"), vec![], 410, withheld, Some("5")),
         ("first frame, foreign group", foreign(), vec![], 410, withheld, None),
@@ -318,7 +320,7 @@ fn error_410_is_withheld_while_other_endpoints_are_asked() {
         ("another code", request("5"), vec![], 500, forwarded, None),
         ("without a version", request(""), vec![], 410, forwarded, None),
         ("initial events", request(""), vec![event(Added, "7")], 410, forwarded, None),
-        ("after going back", request("5"), vec![event(Modified, "4")], 410, forwarded, None),
+        ("after a lower version", request("5"), vec![event(Modified, "4")], 410, forwarded, None),
     ] {
         let withholding = || {
             let mut session = after(&request, before.clone(), start);
@@ -335,12 +337,12 @@ fn error_410_is_withheld_while_other_endpoints_are_asked() {
         assert_eq!(reject(&mut session, true, ALL_LEFT, start), REQUEST, "{name}");
         assert!(session.withholds_error(), "{name}");
         assert_eq!(cursor(&session, start).as_deref(), continues_at, "{name}");
-        // The next endpoint has no more of the history, and it was the last one.
+        // The history of the next endpoint is too short as well, and no endpoint is left.
         assert_eq!(attempt(&mut session, head(200), ALL_LEFT, start), Effect::Accept, "{name}");
         assert_eq!(frame(&mut session, error(410)), Effect::NextEndpoint, "{name}");
         assert_eq!(reject(&mut session, false, NONE_LEFT, start), TOO_OLD, "{name}: none left");
         assert_eq!(session.take_error_event().as_deref(), Some(&b"410"[..]), "{name}");
-        // Or it does not answer in time, or the budget is used up, or the listener shuts down.
+        // The next endpoint does not answer in time.
         let late = start + Duration::from_secs(3);
         let no_answer = AttemptResult::NoHead { outage: true };
         let mut session = withholding();
@@ -358,14 +360,14 @@ fn error_410_is_withheld_while_other_endpoints_are_asked() {
             assert_eq!(session.step(Input::Stop(reason), start), end, "{name}: {reason:?}");
         }
     }
-    // Other endpoints are asked as often as the watch may be resumed.
+    // Withholding counts as a resume.
     let mut session = after(&request("5"), vec![], start);
     let versions = ["6", "7", "8", "9", "10", "11", "12", "13", "14", "15", "16", "17", "18"];
     for (n, version) in (0..).zip(versions) {
         frame(&mut session, event(Added, version));
         assert_eq!(frame(&mut session, error(410)), Effect::Withhold);
         let next = reject(&mut session, true, ALL_LEFT, start);
-        assert_eq!(next, if n < RESUMES_PER_MINUTE { REQUEST } else { TOO_OLD });
+        assert_eq!(next, if n < MAX_RESUMES { REQUEST } else { TOO_OLD });
         attempt(&mut session, head(200), NONE_LEFT, start);
     }
 }
@@ -398,15 +400,15 @@ fn attempt_result_leads_to_another_attempt_or_to_the_end() {
         assert_eq!(next, effect, "{result:?} {candidates:?}");
     }
 
-    // A restart without an answer cannot end cleanly while initial events are owed.
+    // A watch whose initial events are incomplete cannot end cleanly.
     let mut session = Session::new(request(""), start);
     assert_eq!(lose(&mut session, start), REQUEST);
     let reset = Effect::End(Ending::Reset, NotResumable::GaveUp);
     assert_eq!(attempt(&mut session, head(403), ALL_LEFT, start), reset);
 }
 
-/// Runs a session against apiservers that give these results, in simulated time. Returns the last effect,
-/// the time it took, and the number of attempts.
+/// Executes the effects of a session in simulated time; attempts have these results. Returns the first effect
+/// that needs no execution, the elapsed time, and the number of attempts.
 async fn run(
     session: &mut Session,
     mut effect: Effect,
@@ -481,7 +483,7 @@ async fn outage_holds_the_watch_until_its_deadline() {
 
 #[test]
 fn session_is_small() {
-    // It lives as long as its watch, and a node has thousands.
+    // Every running watch has a session, and a node may have thousands of watches.
     assert!(size_of::<Session>() <= 240, "{}", size_of::<Session>());
     assert!(size_of::<ResourceVersion>() <= 24);
 }

@@ -142,7 +142,7 @@ fn doctor_load_balancer_dropping_flows_is_forgotten_flows() {
             flows.len() >= 2
                 && flows.iter().any(|flow| {
                     let sizes = grown.entry(flow.id).or_default();
-                    sizes.insert(flow.to_client);
+                    sizes.insert(flow.bytes_to_client);
                     sizes.len() > 12
                 })
         });

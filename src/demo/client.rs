@@ -26,7 +26,7 @@ pub struct Credentials {
     certificate: Option<Issued>,
     /// Bearer token, sent with each request.
     token: Option<String>,
-    /// Name that the serving certificate must contain; default: the address.
+    /// Name that the serving certificate must contain; by default the IP address of the server.
     server_name: Option<String>,
 }
 
@@ -43,7 +43,7 @@ impl Credentials {
         self
     }
 
-    /// Expects this name in the serving certificate.
+    /// Requires this name in the serving certificate.
     #[must_use]
     pub fn expecting(mut self, name: &str) -> Self {
         self.server_name = Some(name.to_owned());
@@ -97,7 +97,7 @@ impl Client {
         Self::connect_with(addr, credentials, true).await
     }
 
-    /// Connects with HTTP/1.1; requests run one after the other.
+    /// Connects with HTTP/1.1. Concurrent requests wait for each other.
     pub async fn connect_http1(addr: SocketAddr, credentials: &Credentials) -> io::Result<Self> {
         Self::connect_with(addr, credentials, false).await
     }
@@ -107,7 +107,7 @@ impl Client {
         credentials: &Credentials,
         http2: bool,
     ) -> io::Result<Self> {
-        let config = tls(credentials, http2)?;
+        let config = tls_config(credentials, http2)?;
         let stream = TcpStream::connect(addr).await?;
         stream.set_nodelay(true)?;
         let name = match &credentials.server_name {
@@ -115,21 +115,21 @@ impl Client {
             None => ServerName::from(addr.ip()),
         };
         let tls = tokio_rustls::TlsConnector::from(Arc::new(config)).connect(name, stream).await?;
-        let negotiated = tls.get_ref().1.alpn_protocol() == Some(b"h2");
-        if http2 != negotiated {
-            return Err(io::Error::other("the server does not speak the protocol wanted"));
+        let has_http2 = tls.get_ref().1.alpn_protocol() == Some(b"h2");
+        if http2 != has_http2 {
+            return Err(io::Error::other("the server does not offer the requested HTTP version"));
         }
         let io = TokioIo::new(tls);
         let (sender, driver) = if http2 {
             let (sender, connection) =
                 hyper::client::conn::http2::Builder::new(TokioExecutor::new())
                     .timer(TokioTimer::new())
-                    // Until the server's SETTINGS arrive.
+                    // The limit until the server's SETTINGS arrive.
                     .initial_max_send_streams(1000)
                     .handshake(io)
                     .await
                     .map_err(io::Error::other)?;
-            // Requests on the connection report its error.
+            // A connection error is also the error of each request on the connection.
             (Sender::Http2(sender), tokio::spawn(async { drop(connection.await) }))
         } else {
             let (sender, connection) =
@@ -234,7 +234,7 @@ impl Watch {
     /// The next event; `None` when the server ends the stream cleanly.
     ///
     /// # Errors
-    /// The stream broke.
+    /// The stream was reset, or it ended inside an event.
     pub async fn next(&mut self) -> io::Result<Option<Value>> {
         loop {
             if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
@@ -250,7 +250,7 @@ impl Watch {
     }
 }
 
-/// The next data of a body; `None` at its clean end.
+/// The next data of a body; `None` when the server ends the body cleanly.
 pub async fn next_data(body: &mut Incoming) -> io::Result<Option<Bytes>> {
     while let Some(frame) = body.frame().await {
         if let Ok(data) = frame.map_err(io::Error::other)?.into_data() {
@@ -260,7 +260,7 @@ pub async fn next_data(body: &mut Incoming) -> io::Result<Option<Bytes>> {
     Ok(None)
 }
 
-fn tls(credentials: &Credentials, http2: bool) -> io::Result<rustls::ClientConfig> {
+fn tls_config(credentials: &Credentials, http2: bool) -> io::Result<rustls::ClientConfig> {
     let mut roots = rustls::RootCertStore::empty();
     for certificate in CertificateDer::pem_slice_iter(credentials.ca_pem.as_bytes()) {
         roots.add(certificate.map_err(io::Error::other)?).map_err(io::Error::other)?;

@@ -1,11 +1,11 @@
-//! A TCP relay whose established flows can stop while new flows work, as with a load balancer that lost
+//! A TCP relay whose established flows can stop while new flows work, as behind a load balancer that lost
 //! its flow table.
 //!
-//! * A silent flow is not read: the kernel acknowledges until its receive buffer is full.
-//! * A lost flow drops every packet in a socket filter before TCP sees it, so nothing is acknowledged. The
-//!   filter needs no root.
+//! * The relay does not read a silent flow. The kernel acknowledges packets until its receive buffer is full.
+//! * For a flow whose packets are dropped, a socket filter drops each packet before TCP sees it, so nothing
+//!   is acknowledged. Attaching the filter needs no privilege.
 //!
-//! Bytes are delayed, not lost: a healed flow continues where it stopped.
+//! Bytes are delayed, not lost: when the faults are cleared, a flow continues where it stopped.
 
 use crate::demo::lock;
 use socket2::{SockFilter, SockRef, Socket};
@@ -23,11 +23,9 @@ use tokio::sync::watch;
 /// The filter program `ret #0` (`BPF_RET | BPF_K`): accept zero bytes of each packet.
 const DROP_ALL: SockFilter = SockFilter::new(0x06, 0, 0, 0);
 
-/// Direction of a flow.
+/// The directions that a fault affects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// From the client to the server.
-    ToServer,
     /// From the server to the client.
     ToClient,
     /// Both directions.
@@ -35,10 +33,12 @@ pub enum Direction {
 }
 
 /// Faults in force on a flow.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Mode {
-    hold_to_server: bool,
-    hold_to_client: bool,
+#[derive(Debug, Clone, Copy, Default)]
+struct FlowFaults {
+    /// Nothing is read from the client.
+    silent_to_server: bool,
+    /// Nothing is read from the server.
+    silent_to_client: bool,
     reset: bool,
 }
 
@@ -47,34 +47,25 @@ struct Mode {
 pub struct Flow {
     /// Unique within the relay, increasing.
     pub id: u64,
-    /// The client's address.
-    pub client: SocketAddr,
-    /// The relay's local address towards the server: `remote` in the server's audit.
-    pub local: SocketAddr,
-    /// Bytes passed on to the server.
-    pub to_server: u64,
-    /// Bytes passed on to the client.
-    pub to_client: u64,
-    /// A direction is silent.
+    /// Bytes relayed to the client.
+    pub bytes_to_client: u64,
+    /// Whether at least one direction is silent.
     pub silent: bool,
 }
 
-struct Entry {
+struct RelayedFlow {
     id: u64,
-    client: SocketAddr,
-    local: SocketAddr,
-    passed: Arc<[AtomicU64; 2]>,
-    mode: watch::Sender<Mode>,
-    /// Duplicates of its sockets, for filters.
+    bytes_to_client: AtomicU64,
+    faults: watch::Sender<FlowFaults>,
+    /// Duplicates of its two sockets, to which filters are attached.
     sockets: [Socket; 2],
 }
 
 #[derive(Default)]
 struct Shared {
-    flows: Mutex<Vec<Arc<Entry>>>,
-    next: AtomicU64,
-    /// Mode of new flows.
-    initial: Mutex<Mode>,
+    flows: Mutex<Vec<Arc<RelayedFlow>>>,
+    next_id: AtomicU64,
+    new_flow_faults: Mutex<FlowFaults>,
 }
 
 /// A relay in front of one server, on a thread of its own. Dropping it resets its flows.
@@ -102,78 +93,73 @@ impl FaultyRelay {
         Ok(Self { addr, shared, stop, thread: Some(thread) })
     }
 
-    /// The flows that are open.
+    /// The open flows.
     pub fn flows(&self) -> Vec<Flow> {
-        lock(&self.shared.flows)
-            .iter()
-            .map(|entry| {
-                let mode = *entry.mode.borrow();
-                Flow {
-                    id: entry.id,
-                    client: entry.client,
-                    local: entry.local,
-                    to_server: entry.passed[0].load(Relaxed),
-                    to_client: entry.passed[1].load(Relaxed),
-                    silent: mode.hold_to_server || mode.hold_to_client,
-                }
-            })
-            .collect()
+        let describe = |flow: &Arc<RelayedFlow>| {
+            let faults = *flow.faults.borrow();
+            Flow {
+                id: flow.id,
+                bytes_to_client: flow.bytes_to_client.load(Relaxed),
+                silent: faults.silent_to_server || faults.silent_to_client,
+            }
+        };
+        lock(&self.shared.flows).iter().map(describe).collect()
     }
 
-    /// Silences every flow there is; new ones work. Returns how many.
+    /// Silences every open flow; new flows work. Returns the number of flows.
     pub fn silence_all(&self, direction: Direction) -> usize {
-        self.change(|_| true, |mode| mode.silence(direction))
+        self.change_all(|faults| {
+            faults.silent_to_server |= direction == Direction::Both;
+            faults.silent_to_client = true;
+        })
     }
 
-    /// Drops every packet of every flow there is, unacknowledged; new flows work. Returns how many.
+    /// Drops every packet of every open flow; new flows work. Returns the number of flows.
     ///
     /// # Errors
-    /// The kernel takes no socket filter; the flows are silent all the same.
+    /// The kernel refuses the socket filter. The flows are silent, but their packets are acknowledged.
     pub fn drop_all_packets(&self) -> io::Result<usize> {
-        let lost = self.silence_all(Direction::Both);
-        for entry in lock(&self.shared.flows).iter() {
-            for socket in &entry.sockets {
-                socket.attach_filter(&[DROP_ALL])?;
-            }
+        let flows = self.silence_all(Direction::Both);
+        for socket in lock(&self.shared.flows).iter().flat_map(|flow| &flow.sockets) {
+            socket.attach_filter(&[DROP_ALL])?;
         }
-        Ok(lost)
+        Ok(flows)
     }
 
-    /// Makes one flow silent; false if it does not exist.
-    pub fn silence(&self, id: u64, direction: Direction) -> bool {
-        self.change(|entry| entry.id == id, |mode| mode.silence(direction)) == 1
-    }
-
-    /// Sets whether new flows are silent too, as behind a cut cable.
+    /// Sets whether new flows are silent too. Their TCP handshake succeeds.
     pub fn silence_new(&self, silent: bool) {
-        let mut initial = lock(&self.shared.initial);
-        (initial.hold_to_server, initial.hold_to_client) = (silent, silent);
+        let mut faults = lock(&self.shared.new_flow_faults);
+        (faults.silent_to_server, faults.silent_to_client) = (silent, silent);
     }
 
-    /// Sets whether new connections are reset at once, as by a closed port.
+    /// Sets whether new connections are reset as soon as they are accepted.
     pub fn refuse_new(&self, refuse: bool) {
-        lock(&self.shared.initial).reset = refuse;
+        lock(&self.shared.new_flow_faults).reset = refuse;
     }
 
     /// Ends all faults; delayed bytes are delivered.
     pub fn clear_faults(&self) {
-        *lock(&self.shared.initial) = Mode::default();
-        for socket in lock(&self.shared.flows).iter().flat_map(|entry| &entry.sockets) {
-            // It fails where no filter is attached.
+        *lock(&self.shared.new_flow_faults) = FlowFaults::default();
+        for socket in lock(&self.shared.flows).iter().flat_map(|flow| &flow.sockets) {
+            // It fails if no filter is attached.
             let _ = socket.detach_filter();
         }
-        self.change(|_| true, |mode| *mode = Mode { reset: mode.reset, ..Mode::default() });
+        // A flow that is to be reset ends all the same.
+        self.change_all(|faults| {
+            *faults = FlowFaults { reset: faults.reset, ..FlowFaults::default() }
+        });
     }
 
-    /// Resets every flow on both sides; returns their number.
+    /// Resets every open flow on both sides; returns the number of flows.
     pub fn reset_all(&self) -> usize {
-        self.change(|_| true, |mode| mode.reset = true)
+        self.change_all(|faults| faults.reset = true)
     }
 
-    fn change(&self, which: impl Fn(&Entry) -> bool, how: impl Fn(&mut Mode)) -> usize {
+    /// Changes the faults of every open flow; returns the number of flows.
+    fn change_all(&self, change: impl Fn(&mut FlowFaults)) -> usize {
         let flows = lock(&self.shared.flows);
-        let chosen = flows.iter().filter(|entry| which(entry));
-        chosen.map(|entry| entry.mode.send_modify(&how)).count()
+        flows.iter().for_each(|flow| flow.faults.send_modify(&change));
+        flows.len()
     }
 }
 
@@ -184,13 +170,6 @@ impl Drop for FaultyRelay {
             // A panic was printed by the thread.
             let _ = thread.join();
         }
-    }
-}
-
-impl Mode {
-    fn silence(&mut self, direction: Direction) {
-        self.hold_to_server |= direction != Direction::ToClient;
-        self.hold_to_client |= direction != Direction::ToServer;
     }
 }
 
@@ -205,8 +184,8 @@ async fn relay(
         tokio::select! {
             _ = stopped.changed() => return,
             accepted = listener.accept() => {
-                if let Ok((stream, client)) = accepted {
-                    tokio::spawn(flow(stream, client, target, shared.clone()));
+                if let Ok((client_side, _)) = accepted {
+                    tokio::spawn(relay_flow(client_side, target, shared.clone()));
                 }
             }
         }
@@ -214,77 +193,78 @@ async fn relay(
 }
 
 /// Relays one flow until its end.
-async fn flow(client_side: TcpStream, client: SocketAddr, target: SocketAddr, shared: Arc<Shared>) {
-    reset_on_drop(&client_side, true);
-    let initial = *lock(&shared.initial);
-    if initial.reset {
+async fn relay_flow(client_side: TcpStream, target: SocketAddr, shared: Arc<Shared>) {
+    set_reset_on_close(&client_side, true);
+    let faults = *lock(&shared.new_flow_faults);
+    if faults.reset {
         return;
     }
     let Ok(server_side) = TcpStream::connect(target).await else { return };
-    let Ok(local) = server_side.local_addr() else { return };
-    reset_on_drop(&server_side, true);
+    set_reset_on_close(&server_side, true);
     let _ = (client_side.set_nodelay(true), server_side.set_nodelay(true));
     let duplicate = |stream| SockRef::from(stream).try_clone();
     let (Ok(first), Ok(second)) = (duplicate(&client_side), duplicate(&server_side)) else {
         return;
     };
-    let entry = Arc::new(Entry {
-        id: shared.next.fetch_add(1, Relaxed),
-        client,
-        local,
-        passed: Arc::default(),
-        mode: watch::Sender::new(initial),
+    let flow = Arc::new(RelayedFlow {
+        id: shared.next_id.fetch_add(1, Relaxed),
+        bytes_to_client: AtomicU64::new(0),
+        faults: watch::Sender::new(faults),
         sockets: [first, second],
     });
-    lock(&shared.flows).push(entry.clone());
-    let mut mode = entry.mode.subscribe();
+    lock(&shared.flows).push(flow.clone());
+    let mut faults = flow.faults.subscribe();
     let (from_client, to_client) = client_side.into_split();
     let (from_server, to_server) = server_side.into_split();
-    let up = copy(from_client, to_server, &entry, 0, |m| m.hold_to_server);
-    let down = copy(from_server, to_client, &entry, 1, |m| m.hold_to_client);
+    let up = copy(from_client, to_server, None, faults.clone(), |f| f.silent_to_server);
+    let counter = Some(&flow.bytes_to_client);
+    let down = copy(from_server, to_client, counter, faults.clone(), |f| f.silent_to_client);
     tokio::select! {
         // An error ends both directions.
         ended = async { tokio::try_join!(up, down) } => {
             if let Ok((client_side, server_side)) = ended {
                 // Both sides sent FIN: close without RST.
-                reset_on_drop(client_side.as_ref(), false);
-                reset_on_drop(server_side.as_ref(), false);
+                set_reset_on_close(client_side.as_ref(), false);
+                set_reset_on_close(server_side.as_ref(), false);
             }
         }
-        _ = mode.wait_for(|mode| mode.reset) => {}
+        _ = faults.wait_for(|faults| faults.reset) => {}
     }
-    lock(&shared.flows).retain(|e| e.id != entry.id);
+    lock(&shared.flows).retain(|other| other.id != flow.id);
 }
 
-/// Copies one direction until FIN, and passes the FIN on.
+/// Copies one direction until FIN, and relays the FIN.
 async fn copy(
     mut from: OwnedReadHalf,
     mut to: OwnedWriteHalf,
-    entry: &Entry,
-    way: usize,
-    held: fn(&Mode) -> bool,
+    counter: Option<&AtomicU64>,
+    mut faults: watch::Receiver<FlowFaults>,
+    is_silent: fn(&FlowFaults) -> bool,
 ) -> io::Result<OwnedWriteHalf> {
-    let mut mode = entry.mode.subscribe();
     let mut buffer = vec![0; 64 << 10];
     loop {
-        let free = |mode: &Mode| !held(mode);
-        mode.wait_for(free).await.map_err(io::Error::other)?;
+        let passes = |faults: &FlowFaults| !is_silent(faults);
+        faults.wait_for(passes).await.map_err(io::Error::other)?;
         let size = tokio::select! {
             biased;
-            _ = mode.changed() => continue,
+            _ = faults.changed() => continue,
             size = from.read(&mut buffer) => size?,
         };
-        mode.wait_for(free).await.map_err(io::Error::other)?;
+        // The flow may have become silent during the read.
+        faults.wait_for(passes).await.map_err(io::Error::other)?;
         if size == 0 {
             to.shutdown().await?;
             return Ok(to);
         }
         to.write_all(&buffer[..size]).await?;
-        entry.passed[way].fetch_add(size as u64, Relaxed);
+        if let Some(counter) = counter {
+            counter.fetch_add(size as u64, Relaxed);
+        }
     }
 }
 
-fn reset_on_drop(stream: &TcpStream, reset: bool) {
+/// Sets whether closing the socket sends RST or FIN.
+fn set_reset_on_close(stream: &TcpStream, reset: bool) {
     let linger = reset.then_some(Duration::ZERO);
     // It fails only on a closed socket.
     let _ = SockRef::from(stream).set_linger(linger);

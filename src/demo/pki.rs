@@ -76,13 +76,13 @@ pub struct Validity {
 }
 
 impl Validity {
-    /// From an hour ago until in 24 hours.
+    /// From an hour ago to 24 hours from now.
     pub fn usual() -> Self {
         let now = SystemTime::now();
         Self { not_before: now - Duration::from_secs(3600), not_after: now + LIFETIME }
     }
 
-    /// Expired an hour ago.
+    /// From 24 hours ago to an hour ago.
     pub fn expired() -> Self {
         let now = SystemTime::now();
         Self { not_before: now - LIFETIME, not_after: now - Duration::from_secs(3600) }
@@ -129,7 +129,7 @@ impl Pki {
         self.issue(&params)
     }
 
-    /// Issues a client certificate.
+    /// Issues a client certificate with the usual validity.
     pub fn client(&self, subject: &Subject) -> io::Result<Issued> {
         self.client_valid(subject, Validity::usual())
     }
@@ -137,6 +137,7 @@ impl Pki {
     /// Issues a client certificate with this validity.
     pub fn client_valid(&self, subject: &Subject, validity: Validity) -> io::Result<Issued> {
         let mut params = params(&subject.user, validity)?;
+        // `2.5.4.10` is the OID of the organization: as a second `DnType` it holds a second value.
         let organizations = [DnType::OrganizationName, DnType::CustomDnType(vec![2, 5, 4, 10])];
         if subject.groups.len() > organizations.len() {
             return Err(io::Error::other("a demo certificate holds at most two groups"));
@@ -172,7 +173,7 @@ impl Pki {
 }
 
 impl Issued {
-    /// Certificate and key in one PEM, as kubelet stores them.
+    /// The certificate followed by the key, PEM, as kubelet stores them.
     pub fn pair_pem(&self) -> String {
         format!("{}{}", self.cert_pem, self.key_pem)
     }
@@ -195,7 +196,7 @@ impl Issued {
         Ok((cert, key))
     }
 
-    /// Writes `NAME.pem` with both, as kubelet stores them, and returns its path.
+    /// Writes certificate and key to `NAME.pem` (mode 0600) and returns its path.
     pub fn write_pair(&self, dir: &Path, name: &str) -> io::Result<PathBuf> {
         let path = dir.join(format!("{name}.pem"));
         write_private(&path, &self.pair_pem())?;
@@ -239,11 +240,11 @@ fn params(name: &str, validity: Validity) -> io::Result<CertificateParams> {
     params.distinguished_name = rcgen::DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, name);
     params.use_authority_key_identifier_extension = true;
-    let at = |time: SystemTime| {
+    let date_time = |time: SystemTime| {
         rcgen::date_time_ymd(1970, 1, 1) + time.duration_since(UNIX_EPOCH).unwrap_or_default()
     };
-    params.not_before = at(validity.not_before);
-    params.not_after = at(validity.not_after);
+    params.not_before = date_time(validity.not_before);
+    params.not_after = date_time(validity.not_after);
     Ok(params)
 }
 

@@ -13,13 +13,13 @@ pub const POD: &str = "web-0";
 /// Creates the initial objects in a new cluster.
 ///
 /// # Errors
-/// An object exists already.
+/// An object already exists.
 pub fn fill(cluster: &Cluster) -> Result<(), StatusError> {
-    let put = |kind: &'static Kind, namespace: &str, object: Value| {
+    let create = |kind: &'static Kind, namespace: &str, object: Value| {
         cluster.create(kind, namespace, object, false).map(drop)
     };
     for node in NODE_NAMES {
-        put(
+        create(
             &NODES,
             "",
             json!({
@@ -30,7 +30,7 @@ pub fn fill(cluster: &Cluster) -> Result<(), StatusError> {
                 },
             }),
         )?;
-        put(
+        create(
             &LEASES,
             "kube-node-lease",
             json!({
@@ -40,25 +40,25 @@ pub fn fill(cluster: &Cluster) -> Result<(), StatusError> {
         )?;
     }
     for (pod, node) in [POD, "web-1", "web-2", "db-0"].iter().zip(NODE_NAMES.iter().cycle()) {
-        let container = pod.split('-').next().unwrap_or(pod);
-        put(
+        let app = pod.split('-').next().unwrap_or(pod);
+        create(
             &PODS,
             "default",
             json!({
-                "metadata": { "name": pod, "labels": { "app": container } },
+                "metadata": { "name": pod, "labels": { "app": app } },
                 "spec": {
                     "nodeName": node,
-                    "containers": [{ "name": container, "image": format!("{container}:1") }],
+                    "containers": [{ "name": app, "image": format!("{app}:1") }],
                 },
                 "status": {
                     "phase": "Running",
-                    "containerStatuses": [{ "name": container, "ready": true, "restartCount": 0 }],
+                    "containerStatuses": [{ "name": app, "ready": true, "restartCount": 0 }],
                 },
             }),
         )?;
     }
     for name in ["busy", "quiet"] {
-        put(
+        create(
             &CONFIG_MAPS,
             "default",
             json!({

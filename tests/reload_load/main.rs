@@ -156,7 +156,7 @@ async fn two_hundred_reloads_under_load_leak_nothing() {
     // The history of the servers is full before the resources are counted.
     setup.cluster.state.audit().set_enabled(false);
     setup.cluster.state.set_bookmark_interval(Duration::from_millis(500));
-    setup.cluster.state.set_history(HISTORY);
+    setup.cluster.state.set_history_limit(HISTORY);
     setup.write_config_map();
     let place = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "m0" };
     for number in 0..HISTORY + 10 {

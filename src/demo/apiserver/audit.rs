@@ -1,5 +1,5 @@
-//! Every request that the servers of a cluster received, so that tests can assert "at most once" and the
-//! identity of each request.
+//! Records every request that the servers of a cluster receive. Tests use the records to assert that a
+//! request was executed at most once, and by which user.
 
 use crate::demo::lock;
 use std::collections::VecDeque;
@@ -8,13 +8,13 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;
 
-/// Records kept; the oldest is dropped for a new one.
+/// Largest number of records; a new one then replaces the oldest.
 const MAX_RECORDS: usize = 200_000;
 
 /// One request as one server received it.
 #[derive(Debug, Clone)]
 pub struct Record {
-    /// When the server had received its head.
+    /// When the server received its head.
     pub time: SystemTime,
     /// The name of the server.
     pub server: String,
@@ -22,7 +22,7 @@ pub struct Record {
     pub connection: u64,
     /// The peer address of the connection.
     pub remote: SocketAddr,
-    /// `HTTP/1.1` or `HTTP/2.0`.
+    /// The HTTP version, 1.1 or 2.
     pub version: http::Version,
     /// The Kubernetes verb.
     pub verb: &'static str,
@@ -32,7 +32,7 @@ pub struct Record {
     pub user: String,
     /// The groups of that user.
     pub groups: Vec<String>,
-    /// Serial number (hex) of the client certificate, whether it could be verified or not.
+    /// Serial number (hex) of the client certificate, even if the certificate is not valid.
     pub certificate_serial: Option<String>,
     /// The client's `Audit-ID`.
     pub audit_id: Option<String>,
@@ -40,7 +40,7 @@ pub struct Record {
     pub header_names: Vec<String>,
     /// All values of `X-Forwarded-For`, joined with commas.
     pub forwarded_for: Option<String>,
-    /// The status of the response; `None` until it is sent, and if the client left before.
+    /// The status of the response; `None` until the response is ready to be sent.
     pub status: Option<u16>,
 }
 
@@ -48,14 +48,14 @@ pub struct Record {
 #[derive(Debug, Default)]
 pub struct Audit {
     records: Mutex<Records>,
-    off: AtomicBool,
+    disabled: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct Records {
-    /// Number of the first record in `kept`: how many were dropped or cleared before it.
-    first: u64,
-    kept: VecDeque<Record>,
+    /// The number of records removed so far, which is also the number of the first record in `list`.
+    removed: u64,
+    list: VecDeque<Record>,
 }
 
 impl Audit {
@@ -66,44 +66,46 @@ impl Audit {
 
     /// A copy of the records that match.
     pub fn select(&self, wanted: impl Fn(&Record) -> bool) -> Vec<Record> {
-        lock(&self.records).kept.iter().filter(|r| wanted(r)).cloned().collect()
+        lock(&self.records).list.iter().filter(|record| wanted(record)).cloned().collect()
     }
 
     /// Number of requests with this `Audit-ID`.
     pub fn count_id(&self, id: &str) -> usize {
-        lock(&self.records).kept.iter().filter(|r| r.audit_id.as_deref() == Some(id)).count()
+        lock(&self.records).list.iter().filter(|r| r.audit_id.as_deref() == Some(id)).count()
     }
 
     /// Removes all records.
     pub fn clear(&self) {
         let mut records = lock(&self.records);
-        records.first += records.kept.len() as u64;
-        records.kept.clear();
+        records.removed += records.list.len() as u64;
+        records.list.clear();
     }
 
     /// Turns recording on or off; benches turn it off.
     pub fn set_enabled(&self, enabled: bool) {
-        self.off.store(!enabled, Ordering::Relaxed);
+        self.disabled.store(!enabled, Ordering::Relaxed);
     }
 
     pub(super) fn enabled(&self) -> bool {
-        !self.off.load(Ordering::Relaxed)
+        !self.disabled.load(Ordering::Relaxed)
     }
 
+    /// Adds a record and returns its number.
     pub(super) fn push(&self, record: Record) -> u64 {
         let mut records = lock(&self.records);
-        if records.kept.len() == MAX_RECORDS {
-            records.kept.pop_front();
-            records.first += 1;
+        if records.list.len() == MAX_RECORDS {
+            records.list.pop_front();
+            records.removed += 1;
         }
-        records.kept.push_back(record);
-        records.first + records.kept.len() as u64 - 1
+        records.list.push_back(record);
+        records.removed + records.list.len() as u64 - 1
     }
 
+    /// Changes the record with this number, unless it was removed.
     pub(super) fn amend(&self, number: u64, change: impl FnOnce(&mut Record)) {
         let mut records = lock(&self.records);
-        let at = number.checked_sub(records.first).and_then(|at| usize::try_from(at).ok());
-        if let Some(record) = at.and_then(|at| records.kept.get_mut(at)) {
+        let at = number.checked_sub(records.removed).and_then(|at| usize::try_from(at).ok());
+        if let Some(record) = at.and_then(|at| records.list.get_mut(at)) {
             change(record);
         }
     }

@@ -1,8 +1,8 @@
-//! The store that all servers of a demo control plane share: objects, one revision counter, and a
-//! bounded history from which each server can serve each watch.
+//! The store that all servers of a demo control plane share: objects, and a bounded history from which
+//! each server can serve each watch.
 //!
-//! As in etcd, one counter numbers all changes. History is a ring buffer: a watch from a version that was
-//! evicted or compacted gets 410.
+//! As in etcd, one counter numbers all changes. A new change evicts the oldest one when the history is
+//! full. A watch from a version before an evicted or compacted change gets 410.
 
 use crate::demo::apiserver::audit::Audit;
 use crate::demo::apiserver::identity::User;
@@ -19,8 +19,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::watch;
 
-/// Default length of the history, in changes.
-const HISTORY: usize = 10_000;
+/// Default limit of the history, in changes.
+const HISTORY_LIMIT: usize = 10_000;
 
 /// The store of a control plane; clones share it.
 #[derive(Clone)]
@@ -43,12 +43,12 @@ struct State {
     history: VecDeque<Arc<Event>>,
     /// For each resource type, its newest change that is no longer in the history.
     evicted: HashMap<&'static str, u64>,
-    limit: usize,
+    history_limit: usize,
     bookmark_interval: Duration,
     tokens: HashMap<String, User>,
 }
 
-/// Resource type (plural names are unique here), namespace, name.
+/// Plural name of the resource type (unique here), namespace, name.
 type Key = (&'static str, String, String);
 
 fn key(object: ObjectRef<'_>) -> Key {
@@ -73,11 +73,11 @@ pub struct Event {
     pub version: u64,
     /// The resource type.
     pub kind: &'static Kind,
-    /// The object before; `None` if it was created.
+    /// The object before the change; `None` if the change created it.
     pub before: Option<Arc<Object>>,
     /// The object after the change; a deleted object carries the version of the deletion.
     pub after: Arc<Object>,
-    /// The object was deleted.
+    /// Whether the change deleted the object.
     pub deleted: bool,
 }
 
@@ -96,7 +96,7 @@ impl Cluster {
             objects: BTreeMap::new(),
             history: VecDeque::new(),
             evicted: HashMap::new(),
-            limit: HISTORY,
+            history_limit: HISTORY_LIMIT,
             bookmark_interval: Duration::from_secs(60),
             tokens: HashMap::new(),
         };
@@ -141,14 +141,14 @@ impl Cluster {
         lock(&self.shared.state).bookmark_interval
     }
 
-    /// Sets the length of the history, in changes.
-    pub fn set_history(&self, limit: usize) {
+    /// Sets the limit of the history, in changes.
+    pub fn set_history_limit(&self, limit: usize) {
         let mut state = lock(&self.shared.state);
-        state.limit = limit;
+        state.history_limit = limit;
         state.trim();
     }
 
-    /// Drops the history as etcd's compaction does, and returns the last version dropped.
+    /// Drops the history as etcd's compaction does, and returns the version of the store.
     pub fn compact(&self) -> u64 {
         let mut state = lock(&self.shared.state);
         while state.evict_oldest() {}
@@ -240,10 +240,11 @@ impl Cluster {
         let mut state = lock(&self.shared.state);
         let current = state.get(object_ref)?;
         for field in ["uid", "resourceVersion"] {
-            let (wanted, is) = (&preconditions[field], &current.value["metadata"][field]);
-            if !wanted.is_null() && wanted != is {
+            let (expected, actual) = (&preconditions[field], &current.value["metadata"][field]);
+            if !expected.is_null() && expected != actual {
                 let why = format!(
-                    "Precondition failed: {field} in precondition: {wanted}, {field} in object meta: {is}"
+                    "Precondition failed: {field} in precondition: {expected}, {field} in object \
+                     meta: {actual}"
                 );
                 return Err(StatusError::conflict(object_ref.kind, object_ref.name, &why));
             }
@@ -251,11 +252,11 @@ impl Cluster {
         if dry_run {
             return Ok(current);
         }
-        let gone = self.commit(&mut state, object_ref, current.value.clone(), true);
+        let deleted = self.commit(&mut state, object_ref, current.value.clone(), true);
         if *object_ref.kind == kinds::NAMESPACES {
             self.delete_all_in(&mut state, object_ref.name);
         }
-        Ok(gone)
+        Ok(deleted)
     }
 
     /// Notifies of each change of a resource type.
@@ -263,30 +264,34 @@ impl Cluster {
         self.shared.last_changes[kind.plural].subscribe()
     }
 
-    /// The changes after `cursor`, and the version that they reach. A new watch requires the complete
-    /// history since `cursor`; a running watch only that of its resource type.
-    pub(super) fn since(
+    /// The changes of a resource type after `cursor` (in a namespace, or in all if it is empty), and the
+    /// version of the store.
+    ///
+    /// # Errors
+    /// 410 if the history of this resource type after `cursor` is incomplete.
+    pub(super) fn changes_since(
         &self,
         kind: &'static Kind,
         namespace: &str,
         cursor: u64,
-        running: bool,
     ) -> Result<(Vec<Arc<Event>>, u64), StatusError> {
         let state = lock(&self.shared.state);
         let evicted = state.evicted.get(kind.plural).copied().unwrap_or(0);
-        let oldest = if running { evicted } else { state.compacted };
-        if cursor < oldest {
-            return Err(StatusError::expired(cursor, oldest));
+        if cursor < evicted {
+            return Err(StatusError::expired(cursor, evicted));
         }
-        let from = state.history.partition_point(|e| e.version <= cursor);
-        let wanted = |e: &&Arc<Event>| {
+        let first = state.history.partition_point(|e| e.version <= cursor);
+        let matches = |e: &&Arc<Event>| {
             std::ptr::eq(e.kind, kind)
                 && (namespace.is_empty() || e.after.value["metadata"]["namespace"] == namespace)
         };
-        Ok((state.history.range(from..).filter(wanted).cloned().collect(), state.version))
+        Ok((state.history.range(first..).filter(matches).cloned().collect(), state.version))
     }
 
-    /// Checks that history since `version` is complete.
+    /// Checks that a new watch or a continued list can start at `version`.
+    ///
+    /// # Errors
+    /// 410 if the history of any resource type after `version` is incomplete.
     pub(super) fn check_not_compacted(&self, version: u64) -> Result<(), StatusError> {
         let state = lock(&self.shared.state);
         if version < state.compacted {
@@ -298,8 +303,8 @@ impl Cluster {
     /// Deletes all objects in a namespace.
     fn delete_all_in(&self, state: &mut State, namespace: &str) {
         for kind in kinds::KINDS.into_iter().filter(|k| k.namespaced) {
-            let inside: Vec<_> = state.range(kind, namespace).cloned().collect();
-            for object in inside {
+            let objects: Vec<_> = state.range(kind, namespace).cloned().collect();
+            for object in objects {
                 let name = object.value["metadata"]["name"].as_str().unwrap_or_default();
                 let object_ref = ObjectRef { kind, namespace, name };
                 self.commit(state, object_ref, object.value.clone(), true);
@@ -339,7 +344,7 @@ impl State {
     }
 
     fn trim(&mut self) {
-        while self.history.len() > self.limit && self.evict_oldest() {}
+        while self.history.len() > self.history_limit && self.evict_oldest() {}
     }
 
     /// Drops the oldest change; false if there is none.
@@ -356,8 +361,8 @@ impl State {
         let (plural, namespace) = (kind.plural, namespace.to_owned());
         self.objects
             .range((Bound::Included(first), Bound::Unbounded))
-            .take_while(move |((kind, home, _), _)| {
-                *kind == plural && (namespace.is_empty() || *home == namespace)
+            .take_while(move |((key_plural, key_namespace, _), _)| {
+                *key_plural == plural && (namespace.is_empty() || *key_namespace == namespace)
             })
             .map(|(_, object)| object)
     }
@@ -384,10 +389,10 @@ mod tests {
         let cluster = Cluster::new();
         let object_ref = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "a" };
         let first = cluster.create(&CONFIG_MAPS, "default", map("a"), false).unwrap();
-        let taken = cluster.create(&CONFIG_MAPS, "default", map("a"), false).unwrap_err();
-        assert_eq!((taken.code, taken.reason), (409, "AlreadyExists"));
-        let homeless = cluster.create(&CONFIG_MAPS, "nowhere", map("a"), false).unwrap_err();
-        assert_eq!(homeless.code, 404);
+        let duplicate = cluster.create(&CONFIG_MAPS, "default", map("a"), false).unwrap_err();
+        assert_eq!((duplicate.code, duplicate.reason), (409, "AlreadyExists"));
+        let no_namespace = cluster.create(&CONFIG_MAPS, "missing", map("a"), false).unwrap_err();
+        assert_eq!(no_namespace.code, 404);
 
         let write = |version: u64| {
             cluster.modify(object_ref, false, |now| {
@@ -400,31 +405,33 @@ mod tests {
         let second = write(first.version).unwrap();
         assert!(second.version > first.version);
         assert_eq!(write(first.version).unwrap_err().reason, "Conflict");
-        let same = cluster.modify(object_ref, false, |now| Ok(now.clone())).unwrap();
-        assert_eq!(same.version, second.version, "a write without a change creates no event");
+        let unchanged = cluster.modify(object_ref, false, |now| Ok(now.clone())).unwrap();
+        assert_eq!(unchanged.version, second.version, "a write without a change creates no event");
 
         let uid = json!({ "uid": "other" });
         assert_eq!(cluster.delete(object_ref, &uid, false).unwrap_err().code, 409);
-        let gone = cluster.delete(object_ref, &Value::Null, false).unwrap();
-        assert!(gone.version > second.version);
+        let deleted = cluster.delete(object_ref, &Value::Null, false).unwrap();
+        assert!(deleted.version > second.version);
         assert_eq!(cluster.get(object_ref).unwrap_err().code, 404);
     }
 
     #[test]
-    fn history_evicts_oldest_changes_and_expires_older_watches() {
+    fn history_evicts_oldest_changes_and_expires_older_versions() {
         let cluster = Cluster::new();
+        let changes_since = |version| cluster.changes_since(&CONFIG_MAPS, "", version);
         let start = cluster.version();
         for name in ["a", "b", "c"] {
             cluster.create(&CONFIG_MAPS, "default", map(name), false).unwrap();
         }
-        let (events, to) = cluster.since(&CONFIG_MAPS, "", start, false).unwrap();
-        assert_eq!((events.len(), to), (3, start + 3));
-        cluster.set_history(2);
-        assert_eq!(cluster.since(&CONFIG_MAPS, "", start, false).unwrap_err().code, 410);
-        assert_eq!(cluster.since(&CONFIG_MAPS, "", start + 1, false).unwrap().0.len(), 2);
+        let (events, version) = changes_since(start).unwrap();
+        assert_eq!((events.len(), version), (3, start + 3));
+        cluster.set_history_limit(2);
+        assert_eq!(changes_since(start).unwrap_err().code, 410);
+        assert_eq!(cluster.check_not_compacted(start).unwrap_err().code, 410);
+        assert_eq!(changes_since(start + 1).unwrap().0.len(), 2);
         let compacted = cluster.compact();
-        assert!(cluster.since(&CONFIG_MAPS, "", compacted - 1, false).is_err());
-        assert!(cluster.since(&CONFIG_MAPS, "", compacted, false).is_ok());
+        assert!(changes_since(compacted - 1).is_err());
+        assert!(changes_since(compacted).is_ok());
     }
 
     #[test]
@@ -435,7 +442,7 @@ mod tests {
         cluster.create(&CONFIG_MAPS, "default", map("b"), false).unwrap();
         let object_ref = ObjectRef { kind: &NAMESPACES, namespace: "", name: "ns" };
         cluster.delete(object_ref, &Value::Null, false).unwrap();
-        let (left, _) = cluster.list(&CONFIG_MAPS, "", &Selector::default());
-        assert_eq!(left.len(), 1);
+        let (remaining, _) = cluster.list(&CONFIG_MAPS, "", &Selector::default());
+        assert_eq!(remaining.len(), 1);
     }
 }

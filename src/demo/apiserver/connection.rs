@@ -1,8 +1,9 @@
-//! One connection of a demo apiserver: TLS handshake, HTTP/2 or HTTP/1.1, GOAWAY, reset.
+//! Serves one connection of a demo apiserver: TLS handshake, HTTP/2 or HTTP/1.1, GOAWAY, reset.
 
 use crate::demo::apiserver::handler;
 use crate::demo::apiserver::identity::Certificate;
 use crate::demo::apiserver::state::{ConnectionInfo, Counted, ServerState};
+use crate::net::sockets::delegate_async_write;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -13,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::task::{Context, Poll};
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 
@@ -21,7 +22,7 @@ use tokio::sync::Notify;
 const MAX_STREAMS: u32 = 100;
 /// Receive window for each stream, as kube-apiserver sets it: 256 KiB.
 const STREAM_WINDOW: u32 = 256 << 10;
-static NEXT: AtomicU64 = AtomicU64::new(1);
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 /// Serves a connection until it ends or the server resets it.
 pub(super) async fn serve(stream: TcpStream, remote: SocketAddr, server: Arc<ServerState>) {
@@ -30,7 +31,7 @@ pub(super) async fn serve(stream: TcpStream, remote: SocketAddr, server: Arc<Ser
     let mut reset = server.reset.subscribe();
     tokio::select! {
         () = handshake_and_serve(socket, remote, &server) => {}
-        // The socket is dropped with its future after this branch.
+        // The future and its socket are dropped after this branch.
         _ = reset.changed() => reset_flag.store(true, Relaxed),
     }
 }
@@ -44,7 +45,7 @@ async fn handshake_and_serve(socket: Socket, remote: SocketAddr, server: &Arc<Se
     let session = tls.get_ref().1;
     let http2 = session.alpn_protocol() == Some(b"h2");
     let certificate = Certificate::verify(session.peer_certificates(), &*server.verifier);
-    let id = NEXT.fetch_add(1, Relaxed);
+    let id = NEXT_ID.fetch_add(1, Relaxed);
     let connection = Arc::new(ConnectionInfo { id, remote, certificate, goaway: Notify::new() });
     let service = service_fn(|request: http::Request<Incoming>| {
         handler::handle(server.clone(), connection.clone(), request)
@@ -91,7 +92,7 @@ async fn handshake_and_serve(socket: Socket, remote: SocketAddr, server: &Arc<Se
     }
 }
 
-/// A socket that counts itself while it is open, and sends RST instead of FIN when `reset` is set.
+/// A counted socket. Its drop sends RST instead of FIN if `reset` is set or the server was killed.
 struct Socket {
     stream: TcpStream,
     server: Arc<ServerState>,
@@ -128,32 +129,4 @@ impl AsyncRead for Socket {
     }
 }
 
-impl AsyncWrite for Socket {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, bytes)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        slices: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        true
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
-    }
-}
+delegate_async_write!(Socket, |this| &mut this.stream);

@@ -4,7 +4,7 @@ use crate::demo::apiserver::kinds::{KINDS, Kind};
 use serde_json::{Value, json};
 
 /// The document of a discovery path; `None` for other paths.
-pub fn answer(path: &str) -> Option<Value> {
+pub fn document(path: &str) -> Option<Value> {
     match path.trim_end_matches('/') {
         "/version" => Some(json!({
             "major": "1", "minor": "33", "gitVersion": "v1.33.0-demo", "gitCommit": "demo",
@@ -27,9 +27,9 @@ pub fn answer(path: &str) -> Option<Value> {
             if path == "/api/v1" {
                 return Some(resources(""));
             }
-            let rest = path.strip_prefix("/apis/")?;
-            let (name, version) = rest.split_once('/').unwrap_or((rest, ""));
-            let name = groups().into_iter().find(|g| *g == name)?;
+            let path = path.strip_prefix("/apis/")?;
+            let (name, version) = path.split_once('/').unwrap_or((path, ""));
+            let name = groups().into_iter().find(|group| *group == name)?;
             match version {
                 "" => Some(group(name)),
                 "v1" => Some(resources(name)),
@@ -39,7 +39,7 @@ pub fn answer(path: &str) -> Option<Value> {
     }
 }
 
-/// The API groups without the core group.
+/// The API groups except the core group.
 fn groups() -> Vec<&'static str> {
     let mut groups = vec!["authentication.k8s.io", "authorization.k8s.io"];
     groups.extend(KINDS.iter().map(|k| k.group).filter(|g| !g.is_empty()));
@@ -116,7 +116,8 @@ fn item_path(kind: &Kind) -> String {
     collection.replace(kind.plural, &format!("namespaces/{{namespace}}/{}/{{name}}", kind.plural))
 }
 
-/// The part of the document that kubectl reads: resource types, and that the server validates fields.
+/// The `OpenAPI` operations on one object. kubectl reads from them the resource type and whether the server
+/// supports `dryRun` and `fieldValidation`.
 fn operations(kind: &Kind) -> Value {
     let parameters: Vec<_> = ["dryRun", "fieldManager", "fieldValidation", "force"]
         .iter()

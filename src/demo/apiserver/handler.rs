@@ -1,22 +1,22 @@
-//! The path of a request through a demo apiserver: record it in the audit, apply injected faults,
-//! authenticate, authorize, then serve it (`verbs` for resources).
+//! Handles a request: records it in the audit, applies the injected faults, authenticates the user,
+//! authorizes the request and responds. Requests for resources are in `verbs`.
 
 mod verbs;
 
 use crate::demo::apiserver::audit::Record;
-use crate::demo::apiserver::body::{Abort, ResponseBody};
+use crate::demo::apiserver::body::ResponseBody;
 use crate::demo::apiserver::discovery;
 use crate::demo::apiserver::identity::{self, User};
 use crate::demo::apiserver::route::{Query, Target};
 use crate::demo::apiserver::state::{ConnectionInfo, Counted, ScriptedResponse, ServerState};
 use crate::demo::apiserver::status_error::StatusError;
-use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use http::request::Parts;
 use http::{HeaderName, HeaderValue, Method, Request, Response, Version};
 use hyper::body::Incoming;
 use serde_json::json;
 use std::convert::Infallible;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::SystemTime;
@@ -27,7 +27,7 @@ pub(super) const JSON: &str = "application/json";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Format {
     Json,
-    /// `Table` objects in JSON, which kubectl prints.
+    /// A `Table` object in JSON, which kubectl prints.
     Table,
     Protobuf,
 }
@@ -40,22 +40,21 @@ pub(super) async fn handle(
 ) -> Result<Response<ResponseBody>, Infallible> {
     let (parts, body) = request.into_parts();
     let context = RequestContext::new(server, connection, parts);
-    let number = context.record();
+    let audit_number = context.record();
     let in_flight = Counted::new(&context.server, |counters| &counters.in_flight);
     context.apply_delays().await;
     let scripted = if context.is_health() { None } else { context.server.scripted(&context.parts) };
     let mut response = match scripted {
-        Some(scripted) => to_response(scripted).await,
-        None => match context.serve(number, body).await {
-            Ok(response) => response,
-            Err(error) => error_response(&error),
-        },
+        Some(scripted) => scripted_response(scripted).await,
+        None => context.serve(audit_number, body).await.unwrap_or_else(|error| {
+            respond(error.code, JSON, ResponseBody::full(error.status().to_string()))
+        }),
     };
     if !context.is_health() && context.server.loses_response() {
         std::future::pending::<()>().await;
     }
     drop(in_flight);
-    if let Some(number) = number {
+    if let Some(number) = audit_number {
         let status = response.status().as_u16();
         context.server.cluster.audit().amend(number, |r| r.status = Some(status));
     }
@@ -140,13 +139,13 @@ impl RequestContext {
 
     async fn serve(
         &self,
-        number: Option<u64>,
+        audit_number: Option<u64>,
         body: Incoming,
     ) -> Result<Response<ResponseBody>, StatusError> {
         let user = self.authenticate()?;
         let user = identity::impersonate(user, &self.parts.headers)
             .map_err(|message| StatusError::new(403, "Forbidden", message))?;
-        if let Some(number) = number {
+        if let Some(number) = audit_number {
             self.server.cluster.audit().amend(number, |r| {
                 r.user.clone_from(&user.name);
                 r.groups.clone_from(&user.groups);
@@ -159,7 +158,7 @@ impl RequestContext {
         if path != "/version" {
             self.authorize(&user)?;
         }
-        if let Some(document) = discovery::answer(path) {
+        if let Some(document) = discovery::document(path) {
             return self.negotiate(200, &document);
         }
         match path {
@@ -173,7 +172,7 @@ impl RequestContext {
             }
             "/apis/authentication.k8s.io/v1/selfsubjectreviews" => {
                 let mut review = self.json_body(body).await?;
-                review["status"]["userInfo"] = user.info();
+                review["status"]["userInfo"] = user.user_info();
                 return self.negotiate(201, &review);
             }
             "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews" => {
@@ -189,18 +188,19 @@ impl RequestContext {
         }
     }
 
-    /// The user, or 401. An unauthenticated request on HTTP/2 also triggers GOAWAY
+    /// The user of the request, or a 401. An unauthenticated request on HTTP/2 also triggers GOAWAY
     /// (`UnauthenticatedHTTP2DOSMitigation`).
     fn authenticate(&self) -> Result<User, StatusError> {
         let user_of = |token: &str| self.server.cluster.user_of(token);
         let certificate = &self.connection.certificate;
-        let found = identity::authenticate(certificate, &self.parts.headers, user_of);
-        if found.as_ref().is_none_or(User::is_anonymous) && self.parts.version == Version::HTTP_2 {
+        let user = identity::authenticate(certificate, &self.parts.headers, user_of);
+        if user.as_ref().is_none_or(User::is_anonymous) && self.parts.version == Version::HTTP_2 {
             self.connection.goaway.notify_one();
         }
-        found.ok_or_else(|| StatusError::new(401, "Unauthorized", "Unauthorized"))
+        user.ok_or_else(|| StatusError::new(401, "Unauthorized", "Unauthorized"))
     }
 
+    /// Permits every authenticated user.
     fn authorize(&self, user: &User) -> Result<(), StatusError> {
         if !user.is_anonymous() {
             return Ok(());
@@ -233,7 +233,7 @@ impl RequestContext {
         respond(200, "text/plain; charset=utf-8", ResponseBody::full("ok"))
     }
 
-    /// Adds the headers of every kube-apiserver response.
+    /// Adds the headers that every kube-apiserver response has, and removes the body of a HEAD response.
     fn add_common_headers(&self, response: &mut Response<ResponseBody>, audit_id: &str) {
         let headers = response.headers_mut();
         if let Ok(value) = HeaderValue::from_str(audit_id) {
@@ -253,30 +253,26 @@ impl RequestContext {
 pub(super) fn respond(
     code: u16,
     content_type: &'static str,
-    payload: ResponseBody,
+    body: ResponseBody,
 ) -> Response<ResponseBody> {
-    let mut response = Response::new(payload);
+    let mut response = Response::new(body);
     *response.status_mut() =
         http::StatusCode::from_u16(code).unwrap_or(http::StatusCode::INTERNAL_SERVER_ERROR);
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
     response
 }
 
-fn error_response(error: &StatusError) -> Response<ResponseBody> {
-    respond(error.code, JSON, ResponseBody::full(error.status().to_string()))
-}
-
-async fn to_response(scripted: ScriptedResponse) -> Response<ResponseBody> {
-    let payload = if scripted.cut {
-        let (sender, receiver) = tokio::sync::mpsc::channel::<Result<Bytes, Abort>>(2);
-        // The channel has capacity for both.
+async fn scripted_response(scripted: ScriptedResponse) -> Response<ResponseBody> {
+    let body = if scripted.cut {
+        let (sender, receiver) = tokio::sync::mpsc::channel(2);
+        // The channel has capacity for both messages.
         let _ = sender.send(Ok(scripted.body)).await;
-        let _ = sender.send(Err(Abort)).await;
+        let _ = sender.send(Err(io::ErrorKind::ConnectionAborted.into())).await;
         ResponseBody::Stream(receiver)
     } else {
         ResponseBody::full(scripted.body)
     };
-    let mut response = respond(scripted.status, JSON, payload);
+    let mut response = respond(scripted.status, JSON, body);
     for (name, value) in &scripted.headers {
         if let (Ok(name), Ok(value)) = (name.parse::<HeaderName>(), HeaderValue::from_str(value)) {
             response.headers_mut().insert(name, value);

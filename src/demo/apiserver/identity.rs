@@ -1,7 +1,8 @@
 //! Authentication in kube-apiserver's order: client certificate, bearer token, anonymous.
 //!
-//! As with Go's `RequestClientCert`, the handshake accepts every client certificate whose key the client
-//! holds. It is verified here, so an invalid certificate leads to a 401 and not to a failed handshake.
+//! As with Go's `RequestClientCert`, the TLS handshake accepts every client certificate whose key the
+//! client holds. This module verifies the certificate, so an invalid one leads to a 401 and not to a failed
+//! handshake.
 
 use base64::prelude::{BASE64_URL_SAFE_NO_PAD, Engine as _};
 use rustls::pki_types::{CertificateDer, UnixTime};
@@ -15,7 +16,7 @@ pub struct User {
     pub name: String,
     /// The groups, including `system:authenticated` or `system:unauthenticated`.
     pub groups: Vec<String>,
-    /// The UID, often empty.
+    /// The UID; empty if there is none.
     pub uid: String,
     /// Extra attributes.
     pub extra: Vec<(String, String)>,
@@ -44,7 +45,7 @@ impl User {
     }
 
     /// The `userInfo` of a `SelfSubjectReview`.
-    pub fn info(&self) -> Value {
+    pub fn user_info(&self) -> Value {
         let mut info = json!({ "username": self.name, "groups": self.groups });
         if !self.uid.is_empty() {
             info["uid"] = self.uid.clone().into();
@@ -59,16 +60,16 @@ impl User {
 /// The client certificate of a connection.
 #[derive(Debug, Clone)]
 pub enum Certificate {
-    /// The client sent none.
+    /// The client sent no certificate.
     None,
-    /// It cannot be verified.
+    /// The verification failed.
     Invalid {
         /// The serial number (hex), if the certificate can be parsed.
         serial: Option<String>,
     },
-    /// It is valid and names a user.
+    /// The certificate is valid.
     User {
-        /// The user that its subject names.
+        /// The user that the subject names.
         user: Box<User>,
         /// The serial number, hex.
         serial: String,
@@ -81,7 +82,7 @@ impl Certificate {
         let Some((leaf, intermediates)) = chain.and_then(<[_]>::split_first) else {
             return Self::None;
         };
-        let Some((user, serial)) = read(leaf) else {
+        let Some((user, serial)) = user_and_serial(leaf) else {
             return Self::Invalid { serial: None };
         };
         match verifier.verify_client_cert(leaf, intermediates, UnixTime::now()) {
@@ -94,13 +95,14 @@ impl Certificate {
     pub fn serial(&self) -> Option<String> {
         match self {
             Self::None => None,
-            Self::Invalid { serial, .. } => serial.clone(),
+            Self::Invalid { serial } => serial.clone(),
             Self::User { serial, .. } => Some(serial.clone()),
         }
     }
 }
 
-fn read(leaf: &CertificateDer<'_>) -> Option<(User, String)> {
+/// The user that the subject of a certificate names, and the serial number (hex).
+fn user_and_serial(leaf: &CertificateDer<'_>) -> Option<(User, String)> {
     let (_, certificate) = x509_parser::parse_x509_certificate(leaf).ok()?;
     let subject = certificate.subject();
     let text = |attribute: &x509_parser::x509::AttributeTypeAndValue<'_>| {
@@ -128,7 +130,7 @@ fn hex(bytes: &[u8]) -> String {
     })
 }
 
-/// Authenticates one request; `user_of` knows the users of tokens. `None` leads to a 401.
+/// The user of a request; `None` leads to a 401. `user_of` maps a bearer token to its user.
 pub(super) fn authenticate(
     certificate: &Certificate,
     headers: &http::HeaderMap,
@@ -160,7 +162,7 @@ fn bearer(headers: &http::HeaderMap) -> Option<String> {
         .and_then(|bytes| String::from_utf8(bytes).ok())
 }
 
-/// Applies `Impersonate-User` and `Impersonate-Group`, which only `system:masters` may use.
+/// Applies `Impersonate-User` and `Impersonate-Group`, which only members of `system:masters` may use.
 ///
 /// # Errors
 /// The message of a 403.

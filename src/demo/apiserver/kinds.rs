@@ -1,11 +1,11 @@
-//! The resource types that the demo apiserver serves; storage, routing and discovery use this table.
+//! The table of resource types that the demo apiserver serves. Storage, routing and discovery use it.
 
 /// A resource type.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Kind {
     /// The API group; empty for the core group.
     pub group: &'static str,
-    /// The version; each type has one.
+    /// The API version; each resource type has only one.
     pub version: &'static str,
     /// The plural name, as in paths.
     pub plural: &'static str,
@@ -20,7 +20,7 @@ pub struct Kind {
 }
 
 impl Kind {
-    /// `v1` or `group/version`.
+    /// The `apiVersion` field of its objects, such as `v1` or `apps/v1`.
     pub fn api_version(&self) -> String {
         if self.group.is_empty() {
             self.version.to_owned()
@@ -29,7 +29,7 @@ impl Kind {
         }
     }
 
-    /// `pods` or `leases.coordination.k8s.io`, as in error messages.
+    /// The name in error messages, such as `pods` or `leases.coordination.k8s.io`.
     pub fn qualified(&self) -> String {
         if self.group.is_empty() {
             self.plural.to_owned()

@@ -1,4 +1,4 @@
-//! JSON patch, merge patch, strategic merge patch and server-side apply, without I/O.
+//! Applies JSON patches, merge patches, strategic merge patches and server-side apply.
 
 use crate::demo::apiserver::status_error::StatusError;
 use json_patch::Patch;
@@ -13,9 +13,9 @@ pub fn apply(object: &Value, content_type: &str, patch: &Value) -> Result<Value,
     match content_type.split(';').next().unwrap_or_default().trim() {
         "application/json-patch+json" => json_patch(&mut object, patch)?,
         "application/merge-patch+json" => json_patch::merge(&mut object, patch),
-        // Server-side apply without field ownership: applied fields win, nothing is pruned.
+        // Server-side apply has no field ownership here: it sets the fields of the patch and removes none.
         "application/strategic-merge-patch+json" | "application/apply-patch+yaml" => {
-            strategic(&mut object, patch, "");
+            strategic_merge(&mut object, patch, "");
         }
         other => {
             return Err(StatusError::new(
@@ -28,41 +28,42 @@ pub fn apply(object: &Value, content_type: &str, patch: &Value) -> Result<Value,
     Ok(object)
 }
 
-/// Strategic merge with the merge keys of the resources served here.
-fn strategic(target: &mut Value, patch: &Value, field: &str) {
+/// Merges `patch` into `target`, which is the value of `field`.
+fn strategic_merge(target: &mut Value, patch: &Value, field: &str) {
     match patch {
-        Value::Object(patch) => strategic_object(target, patch),
+        Value::Object(patch) => strategic_merge_object(target, patch),
         Value::Array(items) => match (merge_key(field), target) {
-            (Some(key), Value::Array(existing)) => strategic_list(existing, items, key),
+            (Some(key), Value::Array(existing)) => strategic_merge_list(existing, items, key),
             (_, target) => *target = Value::Array(items.iter().map(without_directives).collect()),
         },
         other => *target = other.clone(),
     }
 }
 
-fn strategic_object(target: &mut Value, patch: &Map<String, Value>) {
+fn strategic_merge_object(target: &mut Value, patch: &Map<String, Value>) {
     if patch.get("$patch").and_then(Value::as_str) == Some("replace") {
         *target = Value::Object(Map::new());
     }
     let target = as_object(target);
     for (key, value) in patch {
         if let Some(list) = key.strip_prefix("$deleteFromPrimitiveList/") {
-            if let (Some(Value::Array(existing)), Some(gone)) =
+            if let (Some(Value::Array(existing)), Some(deleted)) =
                 (target.get_mut(list), value.as_array())
             {
-                existing.retain(|item| !gone.contains(item));
+                existing.retain(|item| !deleted.contains(item));
             }
         } else if key.starts_with('$') {
-            // Directives about order and unions have no effect here.
+            // Directives for the order of lists and for unions are not implemented.
         } else if value.is_null() {
             target.remove(key);
         } else {
-            strategic(target.entry(key.clone()).or_insert(Value::Null), value, key);
+            strategic_merge(target.entry(key.clone()).or_insert(Value::Null), value, key);
         }
     }
 }
 
-fn strategic_list(existing: &mut Vec<Value>, items: &[Value], key: &str) {
+/// Merges `items` into a list whose elements `key` identifies. An empty `key` identifies plain values.
+fn strategic_merge_list(existing: &mut Vec<Value>, items: &[Value], key: &str) {
     if key.is_empty() {
         for item in items {
             if !existing.contains(item) {
@@ -81,13 +82,14 @@ fn strategic_list(existing: &mut Vec<Value>, items: &[Value], key: &str) {
         match (at, item["$patch"] == "delete") {
             (Some(at), true) => drop(existing.remove(at)),
             (None, true) => {}
-            (Some(at), false) => strategic(&mut existing[at], item, ""),
+            (Some(at), false) => strategic_merge(&mut existing[at], item, ""),
             (None, false) => existing.push(without_directives(item)),
         }
     }
 }
 
-/// The key that identifies an element of the list `field`; empty for lists of plain values.
+/// The field that identifies an element of the list `field`: the `patchMergeKey` of the resource types
+/// served here, or empty for a merged list of plain values. `None` for a list that a patch replaces.
 fn merge_key(field: &str) -> Option<&'static str> {
     Some(match field {
         "containers"
@@ -112,7 +114,7 @@ fn merge_key(field: &str) -> Option<&'static str> {
 fn without_directives(value: &Value) -> Value {
     let mut copy = Value::Null;
     match value {
-        Value::Object(fields) => strategic_object(&mut copy, fields),
+        Value::Object(fields) => strategic_merge_object(&mut copy, fields),
         other => copy = other.clone(),
     }
     copy
@@ -122,7 +124,7 @@ fn as_object(value: &mut Value) -> &mut Map<String, Value> {
     if !value.is_object() {
         *value = Value::Object(Map::new());
     }
-    value.as_object_mut().expect("made an object above")
+    value.as_object_mut().expect("the value is an object")
 }
 
 /// RFC 6902.

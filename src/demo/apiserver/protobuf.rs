@@ -1,9 +1,9 @@
-//! Kubernetes protobuf: frames of watches, and request bodies of typed Go clients (for example
-//! `kubectl create configmap`).
+//! Kubernetes protobuf: encodes the frames of watches, and decodes the request bodies of typed Go clients
+//! such as `kubectl create configmap`.
 //!
-//! One table for each message, from `generated.proto`, serves both directions. Fields outside the tables
-//! are neither written nor read. A type without a table is written with its metadata only and cannot be
-//! read.
+//! A table for each message type lists its fields, as in `generated.proto`, for both directions. Other
+//! fields are neither encoded nor decoded. Of an object whose type has no table, only the metadata is
+//! encoded; it cannot be decoded.
 
 use crate::demo::apiserver::timestamps;
 use base64::prelude::{BASE64_STANDARD, Engine as _};
@@ -25,7 +25,7 @@ enum Type {
     Bool,
     /// Seconds and nanoseconds; RFC 3339 in JSON.
     Time,
-    /// As `Time`, with microseconds.
+    /// Like `Time`, with microseconds in JSON.
     MicroTime,
     Message(Table),
     Texts,
@@ -114,6 +114,7 @@ const STATUS: Table = &[
     (6, "code", Type::Number),
 ];
 
+/// The table of a `kind`.
 fn table(kind: &str) -> Option<Table> {
     Some(match kind {
         "ConfigMap" => CONFIG_MAP,
@@ -122,7 +123,7 @@ fn table(kind: &str) -> Option<Table> {
         "Event" => EVENT,
         "Status" => STATUS,
         "DeleteOptions" => DELETE_OPTIONS,
-        // The server ignores or sets the other fields.
+        // The server ignores or sets all other fields.
         "ServiceAccount" | "Namespace" | "SelfSubjectReview" | "SelfSubjectAccessReview" => {
             METADATA_ONLY
         }
@@ -138,7 +139,8 @@ pub fn frame(event_type: &str, object: &Value) -> Vec<u8> {
     [&length.to_be_bytes(), event.as_slice()].concat()
 }
 
-/// `k8s\0` and `runtime.Unknown { 1: TypeMeta, 2: raw }`.
+/// `k8s\0` and `runtime.Unknown { 1: TypeMeta, 2: raw, 3: contentEncoding, 4: contentType }`, of which the
+/// last two are empty.
 pub fn encode(object: &Value) -> Vec<u8> {
     let name = |field: &str| object[field].as_str().unwrap_or_default().as_bytes();
     let type_meta = [field(1, name("apiVersion")), field(2, name("kind"))].concat();
@@ -153,8 +155,8 @@ pub fn decode(body: &[u8]) -> Option<Value> {
     let (mut type_meta, mut raw) = (&b""[..], None);
     for part in Fields(body.strip_prefix(MAGIC)?) {
         match part? {
-            (1, Part::Bytes(bytes)) => type_meta = bytes,
-            (2, Part::Bytes(bytes)) => raw = Some(bytes),
+            (1, WireValue::Bytes(bytes)) => type_meta = bytes,
+            (2, WireValue::Bytes(bytes)) => raw = Some(bytes),
             _ => {}
         }
     }
@@ -213,32 +215,32 @@ fn read(table: Table, bytes: &[u8]) -> Option<Map<String, Value>> {
         let Some((_, name, kind)) = table.iter().find(|(t, ..)| *t == tag) else { continue };
         let entry = object.entry(*name).or_insert(Value::Null);
         match (kind, part) {
-            (Type::Number, Part::Number(number)) => *entry = number.into(),
-            (Type::Bool, Part::Number(number)) => *entry = (number != 0).into(),
-            (Type::Texts | Type::Messages(_), Part::Bytes(bytes)) => {
+            (Type::Number, WireValue::Number(number)) => *entry = number.into(),
+            (Type::Bool, WireValue::Number(number)) => *entry = (number != 0).into(),
+            (Type::Texts | Type::Messages(_), WireValue::Bytes(bytes)) => {
                 let item = read_bytes(*kind, bytes)?;
                 if entry.is_null() {
                     *entry = json!([]);
                 }
                 entry.as_array_mut()?.push(item);
             }
-            (Type::TextMap | Type::BytesMap, Part::Bytes(bytes)) => {
+            (Type::TextMap | Type::BytesMap, WireValue::Bytes(bytes)) => {
                 let kind = if matches!(kind, Type::TextMap) { Type::Text } else { Type::Bytes };
                 let (mut key, mut value) = (Value::from(""), Value::from(""));
                 for part in Fields(bytes) {
                     match part? {
-                        (1, Part::Bytes(bytes)) => key = read_bytes(Type::Text, bytes)?,
-                        (2, Part::Bytes(bytes)) => value = read_bytes(kind, bytes)?,
+                        (1, WireValue::Bytes(bytes)) => key = read_bytes(Type::Text, bytes)?,
+                        (2, WireValue::Bytes(bytes)) => value = read_bytes(kind, bytes)?,
                         _ => {}
                     }
                 }
                 entry[key.as_str()?] = value;
             }
-            (_, Part::Bytes(bytes)) => *entry = read_bytes(*kind, bytes)?,
-            (_, Part::Number(_)) => return None,
+            (_, WireValue::Bytes(bytes)) => *entry = read_bytes(*kind, bytes)?,
+            (_, WireValue::Number(_)) => return None,
         }
     }
-    // gogo-proto writes every field that is not a pointer: an empty value means absent.
+    // gogo-proto encodes every field that is not a pointer, so an empty value means that it is absent.
     object.retain(|_, value| !value.is_null() && value != "");
     Some(object)
 }
@@ -252,8 +254,8 @@ fn read_bytes(kind: Type, bytes: &[u8]) -> Option<Value> {
             let (mut seconds, mut nanos) = (0, 0);
             for part in Fields(bytes) {
                 match part? {
-                    (1, Part::Number(number)) => seconds = number,
-                    (2, Part::Number(number)) => nanos = number,
+                    (1, WireValue::Number(number)) => seconds = number,
+                    (2, WireValue::Number(number)) => nanos = number,
                     _ => {}
                 }
             }
@@ -270,7 +272,8 @@ fn read_bytes(kind: Type, bytes: &[u8]) -> Option<Value> {
     })
 }
 
-enum Part<'a> {
+/// The value of a field on the wire.
+enum WireValue<'a> {
     Number(u64),
     Bytes(&'a [u8]),
 }
@@ -292,10 +295,10 @@ impl<'a> Fields<'a> {
         None
     }
 
-    fn field(&mut self) -> Option<(u64, Part<'a>)> {
+    fn field(&mut self) -> Option<(u64, WireValue<'a>)> {
         let key = self.varint()?;
         let size = match key & 7 {
-            0 => return Some((key >> 3, Part::Number(self.varint()?))),
+            0 => return Some((key >> 3, WireValue::Number(self.varint()?))),
             1 => 8,
             2 => usize::try_from(self.varint()?).ok()?,
             5 => 4,
@@ -303,12 +306,12 @@ impl<'a> Fields<'a> {
         };
         let (bytes, rest) = self.0.split_at_checked(size)?;
         self.0 = rest;
-        Some((key >> 3, Part::Bytes(bytes)))
+        Some((key >> 3, WireValue::Bytes(bytes)))
     }
 }
 
 impl<'a> Iterator for Fields<'a> {
-    type Item = Option<(u64, Part<'a>)>;
+    type Item = Option<(u64, WireValue<'a>)>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.0.is_empty() {
@@ -346,7 +349,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_frame_byte_by_byte() {
+    fn frame_encodes_a_watch_event_byte_by_byte() {
         let object = json!({
             "apiVersion": "v1", "kind": "K", "metadata": { "name": "n", "resourceVersion": "300" },
         });
@@ -363,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn objects_round_trip() {
+    fn decode_restores_encoded_objects() {
         for object in [
             json!({
                 "apiVersion": "v1", "kind": "Secret", "type": "Opaque", "data": { "a": "AP8=" },
@@ -386,12 +389,12 @@ mod tests {
     }
 
     #[test]
-    fn broken_bodies_are_refused() {
+    fn decode_refuses_truncated_bodies_and_types_without_a_table() {
         let whole = encode(&json!({ "kind": "ConfigMap", "metadata": { "name": "n" } }));
         assert!(decode(&whole).is_some());
         for end in 0..whole.len() - 4 {
-            // The last two fields are empty and may be absent.
-            assert!(decode(&whole[..end]).is_none(), "cut at {end}");
+            // The last 4 bytes are two empty fields, which may be absent.
+            assert!(decode(&whole[..end]).is_none(), "truncated at {end}");
         }
         assert!(decode(&encode(&json!({ "kind": "Pod" }))).is_none());
     }

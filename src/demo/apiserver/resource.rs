@@ -1,8 +1,7 @@
-//! Rules for objects that clients write: metadata, defaults, and the fields that a subresource may
-//! change.
+//! Rules for objects that clients write: metadata, defaults, and the fields that a request to a
+//! subresource may change.
 
-use crate::demo::apiserver::kinds::ObjectRef;
-use crate::demo::apiserver::kinds::{self, Kind};
+use crate::demo::apiserver::kinds::{self, Kind, ObjectRef};
 use crate::demo::apiserver::status_error::StatusError;
 use crate::demo::apiserver::timestamps;
 use base64::prelude::{BASE64_STANDARD, Engine as _};
@@ -67,7 +66,7 @@ pub fn prepare_for_create(
     Ok(name)
 }
 
-/// Checks that the fields to which this module adds keys are objects or absent.
+/// Checks that the fields to which the server adds keys are objects or absent.
 fn check_types(value: &Value) -> Result<(), StatusError> {
     let parts = [value, &value["metadata"], &value["metadata"]["labels"], &value["data"]];
     if parts.iter().all(|part| part.is_object() || part.is_null()) {

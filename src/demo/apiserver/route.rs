@@ -24,7 +24,7 @@ impl Query {
         self.0.iter().filter(move |(k, _)| k == key).map(|(_, v)| v.as_str())
     }
 
-    /// Whether a boolean key is set: present, and not `false`, `False`, `f` or `0`.
+    /// Whether a boolean key is true: present, and not `false`, `False`, `f` or `0`.
     pub fn flag(&self, key: &str) -> bool {
         self.all(key).next().is_some_and(|v| !matches!(v, "false" | "0" | "False" | "f"))
     }
@@ -41,7 +41,7 @@ pub struct Target {
     pub name: String,
     /// The subresource; empty for the object itself.
     pub subresource: String,
-    /// The path has the deprecated form `/api/v1/watch/…`.
+    /// Whether the path has the deprecated form `/api/v1/watch/…`.
     pub watch_prefix: bool,
 }
 

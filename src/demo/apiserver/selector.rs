@@ -46,21 +46,23 @@ impl Selector {
                 other => other.to_string(),
             })
         };
-        self.labels.iter().all(|r| r.holds(label)) && self.fields.iter().all(|r| r.holds(field))
+        self.labels.iter().all(|r| r.is_met(label)) && self.fields.iter().all(|r| r.is_met(field))
     }
 }
 
 impl Requirement {
-    fn holds(&self, look: impl Fn(&str) -> Option<String>) -> bool {
+    /// Whether an object meets the requirement; `value_of` returns its label or field.
+    fn is_met(&self, value_of: impl Fn(&str) -> Option<String>) -> bool {
         match self {
-            Self::In(key, values) => look(key).is_some_and(|v| values.contains(&v)),
-            Self::NotIn(key, values) => look(key).is_none_or(|v| !values.contains(&v)),
-            Self::Exists(key) => look(key).is_some(),
-            Self::Missing(key) => look(key).is_none(),
+            Self::In(key, values) => value_of(key).is_some_and(|v| values.contains(&v)),
+            Self::NotIn(key, values) => value_of(key).is_none_or(|v| !values.contains(&v)),
+            Self::Exists(key) => value_of(key).is_some(),
+            Self::Missing(key) => value_of(key).is_none(),
         }
     }
 }
 
+/// Splits at commas outside parentheses.
 fn requirements(text: &str) -> Result<Vec<Requirement>, StatusError> {
     let mut depth = 0;
     text.split(|c| {
@@ -73,12 +75,11 @@ fn requirements(text: &str) -> Result<Vec<Requirement>, StatusError> {
     })
     .map(str::trim)
     .filter(|term| !term.is_empty())
-    .map(|term| requirement(term).ok_or_else(|| unparsable(term)))
+    .map(|term| {
+        let message = || format!("unable to parse requirement: {term:?}");
+        requirement(term).ok_or_else(|| StatusError::bad_request(message()))
+    })
     .collect()
-}
-
-fn unparsable(term: &str) -> StatusError {
-    StatusError::bad_request(format!("unable to parse requirement: {term:?}"))
 }
 
 fn requirement(term: &str) -> Option<Requirement> {
@@ -92,13 +93,13 @@ fn requirement(term: &str) -> Option<Requirement> {
             _ => None,
         };
     }
-    let one = |key: &str, value: &str| (key.trim().to_owned(), vec![value.trim().to_owned()]);
+    let pair = |key: &str, value: &str| (key.trim().to_owned(), vec![value.trim().to_owned()]);
     if let Some((key, value)) = term.split_once("!=") {
-        let (key, values) = one(key, value);
+        let (key, values) = pair(key, value);
         return Some(Requirement::NotIn(key, values));
     }
     if let Some((key, value)) = term.split_once("==").or_else(|| term.split_once('=')) {
-        let (key, values) = one(key, value);
+        let (key, values) = pair(key, value);
         return Some(Requirement::In(key, values));
     }
     match term.strip_prefix('!') {

@@ -1,8 +1,8 @@
-//! One apiserver of a demo cluster: its thread, and the handle that injects faults.
+//! Runs one apiserver of a demo cluster. Its handle injects faults.
 //!
-//! Each server is an OS thread with a single-threaded runtime. So a test can freeze it as SIGSTOP does
-//! (the kernel still acknowledges, the server does not answer) and kill it as SIGKILL does (every socket
-//! is reset at once), inside the process of the test.
+//! Each server is an OS thread with a single-threaded runtime. A test can therefore treat the thread as a
+//! process: freeze it as SIGSTOP does (the kernel acknowledges packets, the server does not respond) and
+//! kill it as SIGKILL does (every socket is reset at once).
 
 use crate::demo::apiserver::cluster::Cluster;
 use crate::demo::apiserver::connection;
@@ -27,11 +27,11 @@ use tokio_rustls::TlsAcceptor;
 pub struct Options {
     /// The name in audit records.
     pub name: String,
-    /// The address to listen on; port 0 takes a free port, which `restart` keeps.
+    /// The address to listen on. Port 0 selects a free port; `restart` uses the same port again.
     pub bind: SocketAddr,
-    /// Offers HTTP/2 by ALPN.
+    /// Whether HTTP/2 is offered by ALPN.
     pub http2: bool,
-    /// The serving certificate; the default is issued for loopback.
+    /// The serving certificate; by default one is issued for loopback.
     pub certificate: Option<Issued>,
 }
 
@@ -53,20 +53,20 @@ pub struct ApiServerHandle {
     pub addr: SocketAddr,
     server: Arc<ServerState>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// Requests to the thread to freeze.
-    freezes: Mutex<Option<UnboundedSender<Freeze>>>,
-    /// While the server is frozen; dropping it resumes the thread.
-    thaw: Mutex<Option<mpsc::Sender<()>>>,
-    /// Bound but not listening: reserves the port while the server is down.
+    /// Sends `Freeze` to the current thread.
+    freeze: Mutex<Option<UnboundedSender<Freeze>>>,
+    /// Present while the server is frozen. Dropping it resumes the thread.
+    frozen: Mutex<Option<mpsc::Sender<()>>>,
+    /// Reserves the port while the server is down: the socket is bound and does not listen.
     _port: Socket,
 }
 
-/// Blocks the server's thread, as SIGSTOP blocks a process.
+/// Makes the server's thread block, as SIGSTOP stops a process.
 struct Freeze {
-    /// Dropped when the thread blocks.
-    blocked: mpsc::Sender<()>,
-    /// The thread blocks until the sender is dropped.
-    thawed: mpsc::Receiver<()>,
+    /// The thread drops it right before it blocks.
+    running: mpsc::Sender<()>,
+    /// The thread blocks until the handle drops the sender.
+    frozen: mpsc::Receiver<()>,
 }
 
 /// Starts a server for `cluster` that accepts client certificates issued by `pki`.
@@ -117,8 +117,8 @@ pub fn start(cluster: &Cluster, pki: &Pki, options: Options) -> io::Result<ApiSe
         addr,
         server,
         thread: Mutex::default(),
-        freezes: Mutex::default(),
-        thaw: Mutex::default(),
+        freeze: Mutex::default(),
+        frozen: Mutex::default(),
         _port: port,
     };
     handle.spawn(listener)?;
@@ -136,7 +136,7 @@ impl ApiServerHandle {
         &self.server.counters
     }
 
-    /// Whether its thread exists, frozen or not.
+    /// Whether its thread exists, even if it is frozen.
     pub fn is_running(&self) -> bool {
         lock(&self.thread).as_ref().is_some_and(|thread| !thread.is_finished())
     }
@@ -147,7 +147,8 @@ impl ApiServerHandle {
     }
 
     /// Shuts down as kube-apiserver does on SIGTERM: `/readyz` fails, the port closes, every connection
-    /// gets GOAWAY, watches end, running requests may finish for `grace`. Blocks until the thread ended.
+    /// gets GOAWAY, watches end, and requests in flight may finish within `grace`. Blocks until the thread
+    /// has ended.
     pub fn shutdown(&self, grace: Duration) {
         self.set_faults(|faults| faults.unready = true);
         self.end(Phase::Draining(grace));
@@ -177,21 +178,23 @@ impl ApiServerHandle {
 
     /// Freezes the server as SIGSTOP does; returns when its thread is blocked.
     pub fn stop(&self) {
-        let mut thaw = lock(&self.thaw);
-        if thaw.is_none()
-            && let Some(freezes) = &*lock(&self.freezes)
+        let mut frozen = lock(&self.frozen);
+        if frozen.is_none()
+            && let Some(freeze) = &*lock(&self.freeze)
         {
-            let ((blocked, is_blocked), (resume, thawed)) = (mpsc::channel(), mpsc::channel());
-            *thaw = Some(resume);
-            // Both calls fail once the thread blocks or has ended.
-            let _ = freezes.send(Freeze { blocked, thawed });
-            let _ = is_blocked.recv();
+            let (running, wait_until_blocked) = mpsc::channel();
+            let (resume, receiver) = mpsc::channel();
+            *frozen = Some(resume);
+            // Fails if the thread has ended.
+            let _ = freeze.send(Freeze { running, frozen: receiver });
+            // Fails as soon as the thread blocks or has ended.
+            let _ = wait_until_blocked.recv();
         }
     }
 
     /// Resumes the server after `stop`, as SIGCONT does.
     pub fn cont(&self) {
-        lock(&self.thaw).take();
+        lock(&self.frozen).take();
     }
 
     /// Changes the faults in force.
@@ -214,7 +217,8 @@ impl ApiServerHandle {
         self.server.reset.send_replace(());
     }
 
-    /// Drops the watch history of this server only: older watches get 410 here and succeed elsewhere.
+    /// Drops the watch history of this server only: a watch from an older version gets 410 on this server
+    /// and succeeds on the others. Returns the current version.
     pub fn compact(&self) -> u64 {
         let version = self.server.cluster.version();
         self.server.compacted.store(version, Relaxed);
@@ -223,12 +227,12 @@ impl ApiServerHandle {
 
     fn spawn(&self, listener: TcpListener) -> io::Result<()> {
         let server = self.server.clone();
-        let (freezes, requested) = unbounded_channel();
-        *lock(&self.freezes) = Some(freezes);
+        let (sender, freeze) = unbounded_channel();
+        *lock(&self.freeze) = Some(sender);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let thread = std::thread::Builder::new()
             .name(self.server.name.clone())
-            .spawn(move || runtime.block_on(serve(server, listener, requested)))?;
+            .spawn(move || runtime.block_on(serve(server, listener, freeze)))?;
         *lock(&self.thread) = Some(thread);
         Ok(())
     }
@@ -240,7 +244,7 @@ impl ApiServerHandle {
         self.server.phase.send_replace(phase);
         self.cont();
         if let Some(thread) = lock(&self.thread).take() {
-            // A panic was printed by its thread; the port is closed in any case.
+            // The thread has printed its panic, if it had one.
             let _ = thread.join();
         }
     }
@@ -256,7 +260,7 @@ impl Drop for ApiServerHandle {
 async fn serve(
     server: Arc<ServerState>,
     listener: TcpListener,
-    mut freezes: UnboundedReceiver<Freeze>,
+    mut freeze: UnboundedReceiver<Freeze>,
 ) {
     let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
     let mut listener = Some(listener);
@@ -274,9 +278,9 @@ async fn serve(
                     deadline = Some(Instant::now() + grace);
                 }
             }
-            Some(Freeze { blocked, thawed }) = freezes.recv() => {
-                drop(blocked);
-                let _ = thawed.recv();
+            Some(Freeze { running, frozen }) = freeze.recv() => {
+                drop(running);
+                let _ = frozen.recv();
             }
             accepted = accept(listener.as_ref()) => {
                 if let Ok((stream, remote)) = accepted {

@@ -1,5 +1,4 @@
-//! State that a demo apiserver's thread, connections and request handlers share, and that its handle
-//! changes to inject faults.
+//! State that the thread, the connections and the handle of a demo apiserver share.
 
 use crate::demo::apiserver::cluster::Cluster;
 use crate::demo::apiserver::identity::Certificate;
@@ -13,12 +12,12 @@ use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
 
-/// A response that the server sends without handling the request.
+/// A response that the server sends instead of handling the request.
 #[derive(Debug, Clone)]
 pub struct ScriptedResponse {
     pub(super) status: u16,
     pub(super) headers: Vec<(String, String)>,
-    /// The response body.
+    /// The body.
     pub body: Bytes,
     /// Resets the stream after the body instead of ending it.
     pub(super) cut: bool,
@@ -50,25 +49,27 @@ impl ScriptedResponse {
     }
 }
 
-/// Runs before each request is handled; a returned response is sent instead of handling it.
+/// Runs before a request is handled. If it returns a response, the server sends that one instead.
 pub type RequestHook = Arc<dyn Fn(&http::request::Parts) -> Option<ScriptedResponse> + Send + Sync>;
 
-/// The faults in force on a server; none by default. The last three do not apply to health checks.
+/// The faults in force on a server; none by default. `on_request`, `fail_next` and `lose_next` do not apply
+/// to health checks.
 #[derive(Default)]
 pub struct Faults {
     /// `/readyz` fails; nothing else changes.
     pub unready: bool,
-    /// New requests, health checks included, wait. PINGs are answered and watches continue.
+    /// New requests wait until this is false, health checks included. PINGs are answered and watches
+    /// continue.
     pub hang: bool,
-    /// Watches deliver nothing, as with a lagging watch cache; afterwards they catch up.
+    /// Watches deliver nothing until this is false, as with a lagging watch cache; then they catch up.
     pub hold_watches: bool,
-    /// Delays every request, health checks included, before it is handled.
+    /// Time that every request waits before it is handled, health checks included.
     pub delay: Duration,
     /// Runs before each request.
     pub on_request: Option<RequestHook>,
-    /// The next requests, this many, get this response and are not handled.
+    /// Number of requests that get this response instead of being handled.
     pub fail_next: Option<(usize, ScriptedResponse)>,
-    /// The next requests, this many, are handled and get no response.
+    /// Number of requests that are handled without a response.
     pub lose_next: usize,
 }
 
@@ -85,15 +86,15 @@ pub struct Counters {
     pub goaways: AtomicU64,
     /// Requests received.
     pub requests: AtomicU64,
-    /// Requests whose response head is not sent yet.
+    /// Requests without a response head so far.
     pub in_flight: AtomicU64,
-    /// Watches that are running.
+    /// Running watches.
     pub watches: AtomicU64,
     /// Upgraded connections that are open.
     pub tunnels: AtomicU64,
 }
 
-/// One more in a counter, until it is dropped: also when the server is killed.
+/// Increments a counter until it is dropped. A killed server drops it too.
 pub(super) struct Counted {
     server: Arc<ServerState>,
     counter: fn(&Counters) -> &AtomicU64,
@@ -122,7 +123,7 @@ pub(super) struct ConnectionInfo {
     pub goaway: Notify,
 }
 
-/// State of one server, shared by its handle, its thread and its connections.
+/// State of one server.
 pub(super) struct ServerState {
     pub name: String,
     pub cluster: Cluster,
@@ -130,15 +131,15 @@ pub(super) struct ServerState {
     pub verifier: Arc<dyn ClientCertVerifier>,
     pub counters: Counters,
     pub faults: watch::Sender<Faults>,
-    /// Watches that start at an older version expire on this server.
+    /// A watch that starts at an older version gets 410 on this server.
     pub compacted: AtomicU64,
-    /// A message ends every watch.
+    /// Each message ends every watch.
     pub end_watches: watch::Sender<()>,
-    /// A message sends GOAWAY on every connection.
+    /// Each message sends GOAWAY on every connection.
     pub goaway: watch::Sender<()>,
-    /// A message resets every connection.
+    /// Each message resets every connection.
     pub reset: watch::Sender<()>,
-    /// The server was killed: sockets send RST when they are dropped, not FIN.
+    /// The server was killed, so sockets send RST instead of FIN when they are dropped.
     pub killed: AtomicBool,
     pub phase: watch::Sender<Phase>,
 }
@@ -146,13 +147,13 @@ pub(super) struct ServerState {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Phase {
     Running,
-    /// Running requests may finish for this long.
+    /// Requests in flight may finish within this time.
     Draining(Duration),
     Killed,
 }
 
 impl ServerState {
-    /// The scripted response to this request, if there is one.
+    /// The response that `on_request` or `fail_next` prescribes for this request.
     pub fn scripted(&self, request: &http::request::Parts) -> Option<ScriptedResponse> {
         let hook = self.faults.borrow().on_request.clone();
         if let Some(response) = hook.and_then(|hook| hook(request)) {
@@ -169,7 +170,7 @@ impl ServerState {
         scripted
     }
 
-    /// Whether the response to this request must not be sent.
+    /// Whether `lose_next` applies to this request; decrements it.
     pub fn loses_response(&self) -> bool {
         let mut loses = false;
         self.faults.send_if_modified(|faults| {

@@ -1,4 +1,4 @@
-//! Errors that clients receive as a `Status` object.
+//! Errors, which clients receive as a `Status` object.
 
 use crate::demo::apiserver::kinds::Kind;
 use serde_json::{Value, json};
@@ -10,7 +10,7 @@ pub struct StatusError {
     pub code: u16,
     /// The reason, as `metav1.StatusReason` spells it.
     pub reason: &'static str,
-    /// The message for people.
+    /// The message for users.
     pub message: String,
     /// `details` of the `Status`, or null.
     pub details: Value,
@@ -53,31 +53,31 @@ impl StatusError {
     }
 
     /// 409 for a stale version or a failed precondition.
-    pub fn conflict(kind: &Kind, name: &str, why: &str) -> Self {
+    pub fn conflict(kind: &Kind, name: &str, reason: &str) -> Self {
         Self::new(
             409,
             "Conflict",
-            format!("Operation cannot be fulfilled on {} \"{name}\": {why}", kind.qualified()),
+            format!("Operation cannot be fulfilled on {} \"{name}\": {reason}", kind.qualified()),
         )
         .with_details(kind, name)
     }
 
-    /// 410: the history since this version is incomplete.
+    /// 410 for a version older than the history.
     pub fn expired(version: u64, oldest: u64) -> Self {
         Self::new(410, "Expired", format!("too old resource version: {version} ({oldest})"))
     }
 
-    /// 400.
+    /// 400 for a malformed request.
     pub fn bad_request(message: impl Into<String>) -> Self {
         Self::new(400, "BadRequest", message)
     }
 
-    /// 422.
+    /// 422 for an invalid object or parameter.
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::new(422, "Invalid", message)
     }
 
-    /// 405.
+    /// 405 for an unsupported method.
     pub fn method_not_allowed() -> Self {
         Self::new(
             405,

@@ -37,23 +37,23 @@ pub fn definitions(kind: &Kind) -> Value {
         .collect()
 }
 
-/// A `Table` with a row for each object; `include` is the query's `includeObject`.
+/// A `Table` with a row for each object; `include_object` is from the query, `metadata` that of the list.
 pub fn table(
     kind: &Kind,
     objects: &[&Object],
     definitions: &Value,
-    include: &str,
-    list: &Value,
+    include_object: &str,
+    metadata: &Value,
 ) -> Value {
-    let rows: Vec<_> = objects.iter().map(|o| row(kind, &o.value, include)).collect();
+    let rows: Vec<_> = objects.iter().map(|o| row(kind, &o.value, include_object)).collect();
     json!({
-        "kind": "Table", "apiVersion": "meta.k8s.io/v1", "metadata": list,
+        "kind": "Table", "apiVersion": "meta.k8s.io/v1", "metadata": metadata,
         "columnDefinitions": definitions, "rows": rows,
     })
 }
 
-fn row(kind: &Kind, object: &Value, include: &str) -> Value {
-    let shown = match include {
+fn row(kind: &Kind, object: &Value, include_object: &str) -> Value {
+    let included = match include_object {
         "None" => Value::Null,
         "Object" => object.clone(),
         _ => json!({
@@ -61,15 +61,15 @@ fn row(kind: &Kind, object: &Value, include: &str) -> Value {
             "metadata": object["metadata"],
         }),
     };
-    json!({ "cells": cells(kind, object), "object": shown })
+    json!({ "cells": cells(kind, object), "object": included })
 }
 
 fn cells(kind: &Kind, object: &Value) -> Vec<Value> {
     let (spec, status) = (&object["spec"], &object["status"]);
     let age = age(&object["metadata"]["creationTimestamp"]);
     let count = |value: &Value| value.as_object().map_or(0, serde_json::Map::len);
-    let or = |value: &Value, otherwise: &str| {
-        json!(value.as_str().filter(|v| !v.is_empty()).unwrap_or(otherwise))
+    let text_or = |value: &Value, default: &str| {
+        json!(value.as_str().filter(|v| !v.is_empty()).unwrap_or(default))
     };
     let middle = match kind.plural {
         "pods" => {
@@ -78,47 +78,51 @@ fn cells(kind: &Kind, object: &Value) -> Vec<Value> {
             let all = spec["containers"].as_array().map_or(0, Vec::len);
             let restarts: u64 = containers.iter().filter_map(|c| c["restartCount"].as_u64()).sum();
             let ready = json!(format!("{ready}/{all}"));
-            vec![ready, or(&status["phase"], "Pending"), restarts.to_string().into()]
+            vec![ready, text_or(&status["phase"], "Pending"), restarts.to_string().into()]
         }
         "configmaps" => {
             vec![(count(&object["data"]) + count(&object["binaryData"])).to_string().into()]
         }
-        "secrets" => vec![or(&object["type"], "Opaque"), count(&object["data"]).to_string().into()],
+        "secrets" => {
+            vec![text_or(&object["type"], "Opaque"), count(&object["data"]).to_string().into()]
+        }
         "nodes" => {
-            let ready = status["conditions"].as_array().into_iter().flatten();
-            let ready = ready.filter(|c| c["type"] == "Ready").map(|c| &c["status"]).next();
-            let state = match ready.and_then(Value::as_str) {
+            let mut conditions = status["conditions"].as_array().into_iter().flatten();
+            let ready = conditions.find(|condition| condition["type"] == "Ready");
+            let state = match ready.and_then(|condition| condition["status"].as_str()) {
                 Some("True") => "Ready",
                 Some("False") => "NotReady",
                 _ => "Unknown",
             };
             vec![state.into(), "<none>".into()]
         }
-        "namespaces" => vec![or(&status["phase"], "Active")],
-        "leases" => vec![or(&spec["holderIdentity"], "")],
-        "services" => vec![or(&spec["type"], "ClusterIP"), or(&spec["clusterIP"], "<none>")],
+        "namespaces" => vec![text_or(&status["phase"], "Active")],
+        "leases" => vec![text_or(&spec["holderIdentity"], "")],
+        "services" => {
+            vec![text_or(&spec["type"], "ClusterIP"), text_or(&spec["clusterIP"], "<none>")]
+        }
         "deployments" => {
             let ready = status["readyReplicas"].as_u64().unwrap_or(0);
             vec![format!("{ready}/{}", spec["replicas"].as_u64().unwrap_or(1)).into()]
         }
         "events" => {
-            let about = &object["involvedObject"];
-            let about = format!(
+            let involved = &object["involvedObject"];
+            let involved = format!(
                 "{}/{}",
-                about["kind"].as_str().unwrap_or_default().to_lowercase(),
-                about["name"].as_str().unwrap_or_default()
+                involved["kind"].as_str().unwrap_or_default().to_lowercase(),
+                involved["name"].as_str().unwrap_or_default()
             );
             return vec![
                 age,
-                or(&object["type"], "Normal"),
-                or(&object["reason"], ""),
-                about.into(),
-                or(&object["message"], ""),
+                text_or(&object["type"], "Normal"),
+                text_or(&object["reason"], ""),
+                involved.into(),
+                text_or(&object["message"], ""),
             ];
         }
         _ => Vec::new(),
     };
-    let name = or(&object["metadata"]["name"], "");
+    let name = text_or(&object["metadata"]["name"], "");
     std::iter::once(name).chain(middle).chain([age]).collect()
 }
 

@@ -9,7 +9,7 @@ pub fn rfc3339(time: SystemTime) -> String {
     Utc(time).seconds()
 }
 
-/// `metav1.Time` of seconds since the epoch.
+/// The same for seconds since the epoch.
 pub fn rfc3339_seconds(seconds: u64) -> String {
     rfc3339(UNIX_EPOCH + Duration::from_secs(seconds))
 }
@@ -26,7 +26,7 @@ pub fn parse_rfc3339(text: &str) -> Option<(u64, u32)> {
     Some((since_1970.as_secs(), since_1970.subsec_nanos()))
 }
 
-/// A random UUID (version 4). Not from a cryptographic generator.
+/// A random UUID (version 4). The random numbers are not cryptographic.
 pub fn uid() -> String {
     let bits = fastrand::u128(..);
     let bits = bits & !(0xf << 76) | (0x4 << 76);
@@ -35,7 +35,7 @@ pub fn uid() -> String {
     format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
-/// The five characters that `generateName` appends.
+/// The five random characters that the server appends to `generateName`.
 pub fn name_suffix() -> String {
     const ALPHABET: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
     (0..5).map(|_| char::from(ALPHABET[fastrand::usize(..ALPHABET.len())])).collect()
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_round_trip() {
+    fn rfc3339_and_parse_rfc3339_agree() {
         for (seconds, text) in [
             (0, "1970-01-01T00:00:00Z"),
             (951_782_400, "2000-02-29T00:00:00Z"),
@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn a_uid_is_a_version_4_uuid() {
+    fn uid_is_a_version_4_uuid() {
         let uid = uid();
         assert_eq!(uid.len(), 36);
         assert_eq!(&uid[14..15], "4");

@@ -1,7 +1,8 @@
-//! Pod subresources: log, exec, attach, port-forward. There are no pods; most commands echo.
+//! Serves the pod subresources log, exec, attach and port-forward. No container runs: `exec` imitates a few
+//! commands and echoes its input for all others.
 //!
-//! exec and attach over WebSocket speak `v5.channel.k8s.io` and `v4.channel.k8s.io`. A SPDY connection
-//! is upgraded and echoes bytes, which is enough to test tunnels.
+//! exec and attach over WebSocket use the protocols `channel.k8s.io` up to `v5`. After an upgrade to SPDY
+//! the server echoes bytes, which suffices to test tunnels.
 
 use crate::demo::apiserver::body::ResponseBody;
 use crate::demo::apiserver::handler::{RequestContext, respond};
@@ -39,12 +40,12 @@ const ERROR: u8 = 3;
 const CLOSE: u8 = 255;
 
 /// The log of a pod: three lines, and with `follow` one more line every [`LOG_INTERVAL`].
-pub(super) fn log(call: &RequestContext, object: ObjectRef<'_>) -> Response<ResponseBody> {
+pub(super) fn log(context: &RequestContext, object: ObjectRef<'_>) -> Response<ResponseBody> {
     let name = format!("{}/{}", object.namespace, object.name);
     let line = move |number: u64| format!("line {number} of {name}\n");
-    let past = call.query.get("tailLines").parse().unwrap_or(3).min(3);
-    let first: String = (3 - past + 1..=3).map(&line).collect();
-    if !call.query.flag("follow") {
+    let count = context.query.get("tailLines").parse().unwrap_or(3).min(3);
+    let first: String = (3 - count + 1..=3).map(&line).collect();
+    if !context.query.flag("follow") {
         return respond(200, "text/plain", ResponseBody::full(first));
     }
     let (sender, receiver) = mpsc::channel(16);
@@ -64,19 +65,19 @@ pub(super) fn log(call: &RequestContext, object: ObjectRef<'_>) -> Response<Resp
 /// Switches to WebSocket or SPDY.
 ///
 /// # Errors
-/// 400 if the client offers no protocol that is served here.
+/// 400 if the client offers no supported protocol.
 pub(super) fn upgrade(
-    call: &RequestContext,
+    context: &RequestContext,
     object: ObjectRef<'_>,
     subresource: &str,
     body: Incoming,
 ) -> Result<Response<ResponseBody>, StatusError> {
-    let protocol = call.header(UPGRADE.as_str()).unwrap_or_default().to_ascii_lowercase();
+    let protocol = context.header(UPGRADE.as_str()).unwrap_or_default().to_ascii_lowercase();
     let mut response = Response::new(ResponseBody::Full(None));
     *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
     response.headers_mut().insert(CONNECTION, HeaderValue::from_static("Upgrade"));
     let choose = |name: &HeaderName, known: &[&'static str]| {
-        let values = call.parts.headers.get_all(name).iter().filter_map(|v| v.to_str().ok());
+        let values = context.parts.headers.get_all(name).iter().filter_map(|v| v.to_str().ok());
         let offered: Vec<&str> = values.flat_map(|v| v.split(',')).map(str::trim).collect();
         known.iter().copied().find(|known| offered.contains(known))
     };
@@ -87,7 +88,7 @@ pub(super) fn upgrade(
                 .then(|| choose(&SEC_WEBSOCKET_PROTOCOL, &known))
                 .flatten()
                 .ok_or_else(|| StatusError::bad_request("no WebSocket protocol in common"))?;
-            let key = call.header("sec-websocket-key").unwrap_or_default();
+            let key = context.header("sec-websocket-key").unwrap_or_default();
             let accept = HeaderValue::from_str(&derive_accept_key(key.as_bytes()));
             let headers = response.headers_mut();
             headers.insert(UPGRADE, HeaderValue::from_static("websocket"));
@@ -95,10 +96,10 @@ pub(super) fn upgrade(
             headers.insert(SEC_WEBSOCKET_ACCEPT, accept.expect("base64 is a header value"));
             Session::Channels {
                 command: match subresource {
-                    "exec" => command(&call.query.all("command").collect::<Vec<_>>()),
+                    "exec" => command(&context.query.all("command").collect::<Vec<_>>()),
                     _ => Command::Echo,
                 },
-                stdin: call.query.flag("stdin"),
+                stdin: context.query.flag("stdin"),
                 greeting: match subresource {
                     "attach" => format!("attached to {}\n", object.name),
                     _ => String::new(),
@@ -117,20 +118,20 @@ pub(super) fn upgrade(
             if let Some(version) = choose(&STREAM_PROTOCOL, &known) {
                 response.headers_mut().insert(STREAM_PROTOCOL, HeaderValue::from_static(version));
             }
-            Session::Bytes
+            Session::Echo
         }
         _ => return Err(StatusError::bad_request("Upgrade request required")),
     };
     // hyper keeps the upgrade handle in the extensions of the request.
-    let mut request = Request::from_parts(call.parts.clone(), body);
+    let mut request = Request::from_parts(context.parts.clone(), body);
     let upgraded = hyper::upgrade::on(&mut request);
-    let server = call.server.clone();
+    let server = context.server.clone();
     tokio::spawn(async move {
         let Ok(upgraded) = upgraded.await else { return };
         let _counted = Counted::new(&server, |counters| &counters.tunnels);
         let mut reset = server.reset.subscribe();
         tokio::select! {
-            // The outcome is the client's to report.
+            // The client reports errors.
             _ = session.run(TokioIo::new(upgraded)) => {}
             _ = reset.changed() => {}
         }
@@ -140,7 +141,7 @@ pub(super) fn upgrade(
 
 enum Session {
     /// Echoes bytes.
-    Bytes,
+    Echo,
     /// WebSocket messages, each on a channel.
     Channels { command: Command, stdin: bool, greeting: String },
 }
@@ -179,10 +180,10 @@ fn command(words: &[&str]) -> Command {
 impl Session {
     async fn run<T: AsyncRead + AsyncWrite + Unpin>(self, io: T) -> io::Result<()> {
         match self {
-            Self::Bytes => {
-                let (mut from, mut to) = tokio::io::split(io);
-                tokio::io::copy(&mut from, &mut to).await?;
-                to.shutdown().await
+            Self::Echo => {
+                let (mut reader, mut writer) = tokio::io::split(io);
+                tokio::io::copy(&mut reader, &mut writer).await?;
+                writer.shutdown().await
             }
             Self::Channels { command, stdin, greeting } => {
                 let config = WebSocketConfig::default().max_message_size(Some(MAX_MESSAGE));
@@ -220,13 +221,14 @@ async fn run_command<T: AsyncRead + AsyncWrite + Unpin>(
     };
     socket.send(on_channel(ERROR, exit_status(code).to_string().as_bytes())).await?;
     socket.close(Some(CloseFrame { code: CloseCode::Normal, reason: "".into() })).await?;
-    // The client closes the TCP connection first, unless it is slow.
-    let rest = async { while let Some(Ok(_)) = socket.next().await {} };
-    let _ = tokio::time::timeout(Duration::from_secs(1), rest).await;
+    // The client is to close the TCP connection; the server waits for that at most 1 s.
+    let closed = async { while let Some(Ok(_)) = socket.next().await {} };
+    let _ = tokio::time::timeout(Duration::from_secs(1), closed).await;
     Ok(())
 }
 
-/// Reads standard input until the client closes it; with `echo` it is written to standard output.
+/// Reads standard input until the client closes it, or only the first message without `stdin`. With `echo`
+/// it is copied to standard output.
 async fn consume_stdin<T: AsyncRead + AsyncWrite + Unpin>(
     socket: &mut WebSocketStream<T>,
     echo: bool,
@@ -241,7 +243,7 @@ async fn consume_stdin<T: AsyncRead + AsyncWrite + Unpin>(
                     socket.send(on_channel(STDOUT, bytes)).await?;
                 }
                 [CLOSE, STDIN] => return Ok(()),
-                // A terminal size, or the empty message that opens a channel.
+                // The size of a terminal, or an empty message, which opens a channel.
                 _ => {}
             },
         }

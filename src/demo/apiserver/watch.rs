@@ -1,6 +1,7 @@
-//! Watches: reads the cluster's history and writes events into the response.
+//! Serves watches: reads changes from the history of the cluster and writes them as events into the
+//! response.
 
-use crate::demo::apiserver::body::{Abort, ResponseBody};
+use crate::demo::apiserver::body::ResponseBody;
 use crate::demo::apiserver::cluster::{Event, Object};
 use crate::demo::apiserver::handler::{Format, JSON, respond};
 use crate::demo::apiserver::kinds::Kind;
@@ -12,14 +13,15 @@ use crate::demo::apiserver::{protobuf, table};
 use bytes::Bytes;
 use http::Response;
 use serde_json::{Value, json};
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior};
 
-/// Events that are buffered for a slow client.
-const AHEAD: usize = 64;
+/// Number of events that are buffered for a slow client.
+const EVENT_BUFFER: usize = 64;
 
 struct Watch {
     server: Arc<ServerState>,
@@ -27,11 +29,13 @@ struct Watch {
     namespace: String,
     selector: Selector,
     format: Format,
-    include: String,
+    /// `includeObject` of the query, for tables.
+    include_object: String,
     bookmarks: bool,
+    /// All changes up to this version were sent.
     cursor: u64,
     columns_sent: bool,
-    sender: mpsc::Sender<Result<Bytes, Abort>>,
+    sender: mpsc::Sender<io::Result<Bytes>>,
 }
 
 /// The client closed the stream.
@@ -60,24 +64,24 @@ pub(super) fn start(
     }
     let timeout = match query.get("timeoutSeconds").parse() {
         Ok(seconds) if seconds > 0 => Duration::from_secs(seconds),
-        // As kube-apiserver: half an hour to an hour.
+        // kube-apiserver chooses 30 to 60 minutes.
         _ => Duration::from_secs(fastrand::u64(1800..3600)),
     };
-    let (sender, receiver) = mpsc::channel(AHEAD);
+    let (sender, receiver) = mpsc::channel(EVENT_BUFFER);
     let mut watch = Watch {
         server: server.clone(),
         kind: target.kind,
         namespace: target.namespace.clone(),
         selector,
         format,
-        include: query.get("includeObject").to_owned(),
+        include_object: query.get("includeObject").to_owned(),
         bookmarks: query.flag("allowWatchBookmarks"),
         cursor: version,
         columns_sent: false,
         sender,
     };
-    let no_initial = query.get("sendInitialEvents") == "false";
-    let start_at = if initial_events || (version == 0 && !no_initial) {
+    let only_changes = query.get("sendInitialEvents") == "false";
+    let start_at = if initial_events || (version == 0 && !only_changes) {
         StartAt::CurrentState { announce_end: initial_events }
     } else if version == 0 {
         StartAt::Now
@@ -116,18 +120,20 @@ impl Watch {
         changes.mark_changed();
         let mut faults = self.server.faults.subscribe();
         let mut end = self.server.end_watches.subscribe();
-        // Counted only now, when `end_watches` reaches it.
-        let _counter = Counted::new(&self.server, |counters| &counters.watches);
+        // A test that sees this watch in the counters can end it by `end_watches`, subscribed above.
+        let _counted = Counted::new(&self.server, |counters| &counters.watches);
         match start_at {
             StartAt::CurrentState { announce_end } => self.send_current_state(announce_end).await?,
             StartAt::Now => self.cursor = self.server.cluster.version(),
             StartAt::Version => {
                 let compacted_here = self.server.compacted.load(Relaxed);
                 if self.cursor < compacted_here {
-                    return self.fail(&StatusError::expired(self.cursor, compacted_here)).await;
+                    return self
+                        .send_error(&StatusError::expired(self.cursor, compacted_here))
+                        .await;
                 }
                 if let Err(expired) = self.server.cluster.check_not_compacted(self.cursor) {
-                    return self.fail(&expired).await;
+                    return self.send_error(&expired).await;
                 }
             }
         }
@@ -145,7 +151,7 @@ impl Watch {
                 _ = bookmark.tick(), if self.bookmarks => {
                     if !faults.borrow().hold_watches {
                         self.send_changes().await?;
-                        self.bookmark(None).await?;
+                        self.send_bookmark(None).await?;
                     }
                 }
             }
@@ -164,28 +170,28 @@ impl Watch {
         }
         self.cursor = self.cursor.max(version);
         if announce_end && self.bookmarks {
-            self.bookmark(Some(json!({ "k8s.io/initial-events-end": "true" }))).await?;
+            self.send_bookmark(Some(json!({ "k8s.io/initial-events-end": "true" }))).await?;
         }
         Ok(())
     }
 
     /// Sends the changes since `cursor`.
     async fn send_changes(&mut self) -> Result<(), Disconnected> {
-        let since = self.server.cluster.since(self.kind, &self.namespace, self.cursor, true);
-        let (events, version) = match since {
-            Ok(since) => since,
+        let changes = self.server.cluster.changes_since(self.kind, &self.namespace, self.cursor);
+        let (events, version) = match changes {
+            Ok(changes) => changes,
             Err(expired) => {
-                self.fail(&expired).await?;
+                self.send_error(&expired).await?;
                 return Err(Disconnected);
             }
         };
         for event in events {
-            let was = event.before.as_ref().is_some_and(|o| self.selector.matches(&o.value));
-            let is = !event.deleted && self.selector.matches(&event.after.value);
-            match (was, is) {
+            let matched = event.before.as_ref().is_some_and(|o| self.selector.matches(&o.value));
+            let matches = !event.deleted && self.selector.matches(&event.after.value);
+            match (matched, matches) {
                 (false, true) => self.send("ADDED", &event.after).await?,
                 (true, true) => self.send("MODIFIED", &event.after).await?,
-                (true, false) => self.send("DELETED", &last_seen(&event)).await?,
+                (true, false) => self.send("DELETED", &deleted_object(&event)).await?,
                 (false, false) => {}
             }
         }
@@ -193,7 +199,7 @@ impl Watch {
         Ok(())
     }
 
-    async fn bookmark(&mut self, annotations: Option<Value>) -> Result<(), Disconnected> {
+    async fn send_bookmark(&mut self, annotations: Option<Value>) -> Result<(), Disconnected> {
         let mut object = json!({
             "kind": self.kind.kind,
             "apiVersion": self.kind.api_version(),
@@ -206,13 +212,13 @@ impl Watch {
     }
 
     /// Sends an ERROR event.
-    async fn fail(&mut self, error: &StatusError) -> Result<(), Disconnected> {
+    async fn send_error(&mut self, error: &StatusError) -> Result<(), Disconnected> {
         let status = error.status();
         let frame = match self.format {
             Format::Protobuf => protobuf::frame("ERROR", &status),
             Format::Json | Format::Table => json_frame("ERROR", status.to_string().as_bytes()),
         };
-        self.put(frame).await
+        self.send_frame(frame).await
     }
 
     async fn send(&mut self, event: &str, object: &Object) -> Result<(), Disconnected> {
@@ -225,14 +231,15 @@ impl Watch {
                     if self.columns_sent { Value::Null } else { table::definitions(self.kind) };
                 self.columns_sent = true;
                 let meta = json!({ "resourceVersion": object.version.to_string() });
-                let table = table::table(self.kind, &[object], &columns, &self.include, &meta);
+                let table =
+                    table::table(self.kind, &[object], &columns, &self.include_object, &meta);
                 json_frame(event, table.to_string().as_bytes())
             }
         };
-        self.put(frame).await
+        self.send_frame(frame).await
     }
 
-    async fn put(&mut self, frame: Vec<u8>) -> Result<(), Disconnected> {
+    async fn send_frame(&mut self, frame: Vec<u8>) -> Result<(), Disconnected> {
         self.sender.send(Ok(frame.into())).await.map_err(|_| Disconnected)
     }
 }
@@ -244,8 +251,9 @@ fn json_frame(event: &str, object: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// The object of a DELETED event: the deleted object, or the last version that the selector matched.
-fn last_seen(event: &Event) -> Arc<Object> {
+/// The object of a DELETED event: the deleted object, or the last version that the selector matched with
+/// the `resourceVersion` of the change.
+fn deleted_object(event: &Event) -> Arc<Object> {
     match &event.before {
         Some(before) if !event.deleted => {
             let mut value = before.value.clone();

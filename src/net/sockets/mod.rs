@@ -47,6 +47,7 @@ macro_rules! delegate_async_write {
         }
     };
 }
+pub(crate) use delegate_async_write;
 
 pub mod connector;
 pub mod cork;

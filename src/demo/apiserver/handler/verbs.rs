@@ -1,4 +1,4 @@
-//! Requests for resources, by verb, and responses as JSON or as a table.
+//! Handles requests for resources by verb, and encodes responses as JSON or as a table.
 
 use super::{Format, JSON, RequestContext, respond};
 use crate::demo::apiserver::body::{self, ResponseBody};
@@ -68,7 +68,7 @@ impl RequestContext {
                     let name = meta["name"].as_str().unwrap_or_default();
                     let namespace = meta["namespace"].as_str().unwrap_or_default();
                     let object = ObjectRef { kind: target.kind, namespace, name };
-                    // Another request may have deleted it meanwhile.
+                    // It fails if another request has deleted the object meanwhile.
                     let _ = cluster.delete(object, &Value::Null, dry_run);
                 }
                 self.negotiate(200, &success(&json!({ "kind": target.kind.plural })))
@@ -77,6 +77,7 @@ impl RequestContext {
         }
     }
 
+    /// Applies a patch. Server-side apply creates an object that does not exist.
     async fn patch(
         &self,
         target: &Target,
@@ -93,11 +94,11 @@ impl RequestContext {
             Ok(resource::merge_subresource(target.kind, &target.subresource, now, next))
         });
         match patched {
-            Err(failure) if apply && failure.code == 404 && target.subresource.is_empty() => {
+            Err(error) if apply && error.code == 404 && target.subresource.is_empty() => {
                 let stored = cluster.create(target.kind, &target.namespace, changes, dry_run)?;
                 self.object_response(201, object, &stored)
             }
-            other => self.object_response(200, object, &*other?),
+            patched => self.object_response(200, object, &*patched?),
         }
     }
 
@@ -152,15 +153,15 @@ impl RequestContext {
                 format!("Too large resource version: {minimum}, current: {version}"),
             ));
         }
-        let after = self.query.get("continue");
-        if !after.is_empty() {
-            let token = after.split_once(':').and_then(|(v, key)| Some((v.parse().ok()?, key)));
-            let Some((of, key)) = token else {
+        let token = self.query.get("continue");
+        if !token.is_empty() {
+            let token = token.split_once(':').and_then(|(v, key)| Some((v.parse().ok()?, key)));
+            let Some((list_version, last)) = token else {
                 return Err(StatusError::bad_request("continue key is not valid"));
             };
-            cluster.check_not_compacted(of)?;
-            version = of;
-            objects.retain(|o| object_key(o).as_str() > key);
+            cluster.check_not_compacted(list_version)?;
+            version = list_version;
+            objects.retain(|object| object_key(object).as_str() > last);
         }
         let limit = self.query.get("limit").parse().unwrap_or(0);
         let mut meta = json!({ "resourceVersion": version.to_string() });
@@ -213,11 +214,12 @@ impl RequestContext {
         objects: &[&Object],
         meta: &Value,
     ) -> Response<ResponseBody> {
-        let include = self.query.get("includeObject");
-        let table = table::table(kind, objects, &table::definitions(kind), include, meta);
+        let include_object = self.query.get("includeObject");
+        let table = table::table(kind, objects, &table::definitions(kind), include_object, meta);
         respond(code, JSON, ResponseBody::full(table.to_string()))
     }
 
+    /// A response with this JSON, or 406 if the client does not accept JSON.
     pub(super) fn negotiate(
         &self,
         code: u16,
@@ -227,7 +229,7 @@ impl RequestContext {
         Ok(respond(code, JSON, ResponseBody::full(value.to_string())))
     }
 
-    /// The first format of the Accept header that is supported.
+    /// The first supported format in the `Accept` header, or 406.
     fn format(&self, supported: &[Format]) -> Result<Format, StatusError> {
         let values = self.parts.headers.get_all(ACCEPT).iter().filter_map(|v| v.to_str().ok());
         let mut items = values.flat_map(|v| v.split(',')).map(str::trim).peekable();
@@ -247,7 +249,7 @@ impl RequestContext {
         })
     }
 
-    /// The body as JSON; an empty body is an empty object.
+    /// The body of the request as JSON, also from protobuf. An empty body becomes an empty object.
     pub(super) async fn json_body(&self, body: Incoming) -> Result<Value, StatusError> {
         let bytes = body::read(body).await?;
         if bytes.is_empty() {
@@ -255,8 +257,8 @@ impl RequestContext {
         }
         if self.header(CONTENT_TYPE.as_str()).is_some_and(|t| t.contains("protobuf")) {
             return protobuf::decode(&bytes).ok_or_else(|| {
-                let why = "the demo does not read this kind in protobuf; send JSON";
-                StatusError::new(415, "UnsupportedMediaType", why)
+                let message = "the demo does not decode this kind from protobuf; send JSON";
+                StatusError::new(415, "UnsupportedMediaType", message)
             });
         }
         serde_json::from_slice(&bytes)
@@ -264,14 +266,15 @@ impl RequestContext {
     }
 }
 
-/// The namespace of a created object: from the path, or from the object (an Event may be posted to all
-/// namespaces).
+/// The namespace of a created object: from the path, or from the object if it is posted to the collection of
+/// all namespaces.
 fn namespace_of(target: &Target, value: &Value) -> String {
-    let named = value["metadata"]["namespace"].as_str().unwrap_or_default();
-    let namespace = if target.namespace.is_empty() { named } else { &target.namespace };
+    let in_object = value["metadata"]["namespace"].as_str().unwrap_or_default();
+    let namespace = if target.namespace.is_empty() { in_object } else { &target.namespace };
     if target.kind.namespaced { namespace.to_owned() } else { String::new() }
 }
 
+/// `NAMESPACE/NAME`, by which a list is ordered.
 fn object_key(object: &Object) -> String {
     let meta = &object.value["metadata"];
     let part = |field: &str| meta[field].as_str().unwrap_or_default();

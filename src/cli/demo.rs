@@ -27,7 +27,7 @@ use crate::demo::client::Credentials;
 use crate::demo::faulty_relay::FaultyRelay;
 use crate::demo::pki::{self, Issued, Pki, Subject};
 use crate::demo::scenario::clients::{self, Clients};
-use crate::demo::scenario::display::{ProgressDisplay, Stage, Step, Style, seconds};
+use crate::demo::scenario::display::{ProgressDisplay, Stage, Step, Style, format_duration};
 use crate::demo::scenario::ledger::{self, Counts};
 use crate::demo::scenario::schedule::{self, FAULTS, RelayedServer, Results, Schedule};
 use crate::demo::scenario::status_monitor::StatusMonitor;
@@ -122,7 +122,7 @@ fn demo_in(home: &Path, args: &DemoArgs, interrupted: &Arc<AtomicBool>) -> io::R
             servers.len(),
             clients::READERS,
             clients::WRITERS,
-            2 * ledger::WATCHES_OF_EACH
+            2 * ledger::WATCHES_PER_TOPIC
         ),
         "Default settings, but /readyz is probed every second. Try it while it runs:".to_owned(),
         format!("  kubectl --kubeconfig {} get pods -w", kubeconfig.display()),
@@ -189,12 +189,12 @@ fn verdict(results: &Results) -> Vec<String> {
     let mut lines = vec![format!(
         "{} reads, the slowest took {} (promised {}); {} events.",
         results.reads,
-        seconds(results.slowest_read),
-        seconds(schedule::READ_PROMISE),
+        format_duration(results.slowest_read),
+        format_duration(schedule::READ_PROMISE),
         results.events
     )];
     if results.stalled > Duration::from_millis(100) {
-        let stalled = seconds(results.stalled);
+        let stalled = format_duration(results.stalled);
         lines.push(format!("This machine was busy: the clients did not run for {stalled}."));
     }
     if results.broken.is_empty() {

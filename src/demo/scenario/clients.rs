@@ -1,17 +1,17 @@
 //! The load of a node: reads, heartbeats and watches through the proxy. A ledger counts failures and
 //! delays as a user would notice them.
 //!
-//! Reads and heartbeats start at fixed times, whether or not the previous one has finished, so that one
-//! slow response does not hide the delay of the next (coordinated omission). Events are numbered and
-//! written into the store directly; the delay of an event is the silence of the watch.
+//! Reads and heartbeats start at fixed times, even if the previous one has not finished. Otherwise a slow
+//! response would hide the delay of the next request (coordinated omission). Events have numbers and are
+//! written into the store directly, not through the proxy. The time from the write of an event until a
+//! watch receives it is the silence of that watch.
 
 use crate::demo::apiserver::cluster::Cluster;
-use crate::demo::apiserver::kinds::ObjectRef;
-use crate::demo::apiserver::kinds::{CONFIG_MAPS, PODS};
+use crate::demo::apiserver::kinds::{CONFIG_MAPS, ObjectRef, PODS};
 use crate::demo::apiserver::timestamps;
 use crate::demo::client::{Client, Credentials};
 use crate::demo::lock;
-use crate::demo::scenario::ledger::{Counts, Ledger, Topic, WATCHES_OF_EACH};
+use crate::demo::scenario::ledger::{Counts, Ledger, Topic, WATCHES_PER_TOPIC};
 use crate::demo::seed;
 use http::Method;
 use serde_json::Value;
@@ -34,16 +34,16 @@ const REQUEST_INTERVAL: Duration = Duration::from_millis(100);
 const BUSY_INTERVAL: Duration = Duration::from_millis(50);
 /// Interval between two events of quiet watches.
 const QUIET_INTERVAL: Duration = Duration::from_secs(2);
-/// Interval of the stall detector. A longer delay than this counts as a stall.
+/// Interval of the stall detector. A check that is late by more than this counts as a stall.
 const STALL_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// A request without a response after this time counts as failed.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(15);
-/// How long [`Clients::finish`] waits for outstanding responses and undelivered events.
+/// How long [`Clients::finish`] waits for outstanding responses, and then for undelivered events.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(3);
 
-const READ: &str = "/api/v1/namespaces/default/pods";
-const MAPS: &str = "/api/v1/namespaces/default/configmaps";
-const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases";
+const PODS_PATH: &str = "/api/v1/namespaces/default/pods";
+const CONFIG_MAPS_PATH: &str = "/api/v1/namespaces/default/configmaps";
+const LEASES_PATH: &str = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases";
 
 /// Running clients. Dropping them stops them.
 pub struct Clients {
@@ -64,7 +64,7 @@ struct Shared {
 
 impl Clients {
     /// Starts the clients on a thread of their own; events are written into `cluster`. A heartbeat that
-    /// begins later than `settled` after a fault must finish within `settled`.
+    /// starts later than `settling_time` after a fault must finish within `settling_time`.
     ///
     /// # Errors
     /// The thread or its runtime cannot be created.
@@ -72,9 +72,9 @@ impl Clients {
         addr: SocketAddr,
         credentials: &Credentials,
         cluster: &Cluster,
-        settled: Duration,
+        settling_time: Duration,
     ) -> io::Result<Self> {
-        let ledger = Arc::new(Ledger::new(settled));
+        let ledger = Arc::new(Ledger::new(settling_time));
         let (stop, stopped) = watch::channel(false);
         let shared =
             Shared { addr, credentials: credentials.clone(), ledger: ledger.clone(), stopped };
@@ -86,19 +86,20 @@ impl Clients {
         Ok(Self { ledger, stop, thread: Some(thread) })
     }
 
-    /// Waits for requests in flight and events under way, for at most `FINISH_TIMEOUT`; the rest counts as
-    /// lost. Returns the counts of the current period.
+    /// Stops the clients. Waits up to `FINISH_TIMEOUT` for outstanding responses, and up to `FINISH_TIMEOUT`
+    /// for undelivered events. Later responses count as failed requests, later events as lost. Returns the
+    /// counts of the current period.
     pub fn finish(mut self) -> Counts {
         self.end();
         let mut counts = self.ledger.counts();
-        counts.lost += self.ledger.topics.iter().map(|topic| topic.backlog().1).sum::<u64>();
+        counts.lost += self.ledger.undelivered();
         counts
     }
 
     fn end(&mut self) {
         self.stop.send_replace(true);
         if let Some(thread) = self.thread.take() {
-            // A panic was printed by the thread; its missing counts fail the demo.
+            // After a panic, which the thread has printed, missing events fail the demo.
             let _ = thread.join();
         }
     }
@@ -114,8 +115,8 @@ async fn run_clients(shared: Shared, cluster: Cluster) {
     let mut watches = JoinSet::new();
     watches.spawn(detect_stalls(shared.ledger.clone()));
     for topic in 0..shared.ledger.topics.len() {
-        for index in 0..WATCHES_OF_EACH {
-            watches.spawn(follow(shared.clone(), topic, index));
+        for index in 0..WATCHES_PER_TOPIC {
+            watches.spawn(run_watch(shared.clone(), topic, index));
         }
     }
     let mut requesters = JoinSet::new();
@@ -125,14 +126,11 @@ async fn run_clients(shared: Shared, cluster: Cluster) {
     for node in &seed::NODE_NAMES[..WRITERS] {
         requesters.spawn(send_requests(shared.clone(), Some(*node)));
     }
-    let mut writing = JoinSet::new();
-    writing.spawn(write_events(shared.clone(), cluster.clone(), 0, BUSY_INTERVAL));
-    writing.spawn(write_events(shared.clone(), cluster, 1, QUIET_INTERVAL));
-    while writing.join_next().await.is_some() {}
-    while requesters.join_next().await.is_some() {}
-    let began = Instant::now();
-    let missing = || shared.ledger.topics.iter().any(|topic| topic.backlog().1 > 0);
-    while missing() && began.elapsed() < FINISH_TIMEOUT {
+    requesters.spawn(write_events(shared.clone(), cluster.clone(), 0, BUSY_INTERVAL));
+    requesters.spawn(write_events(shared.clone(), cluster, 1, QUIET_INTERVAL));
+    requesters.join_all().await;
+    let stopped_at = Instant::now();
+    while shared.ledger.undelivered() > 0 && stopped_at.elapsed() < FINISH_TIMEOUT {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -140,19 +138,19 @@ async fn run_clients(shared: Shared, cluster: Cluster) {
 /// Measures how long this machine delays the clients' thread.
 async fn detect_stalls(ledger: Arc<Ledger>) {
     loop {
-        let began = Instant::now();
+        let start = Instant::now();
         tokio::time::sleep(STALL_CHECK_INTERVAL).await;
-        let late = began.elapsed().saturating_sub(STALL_CHECK_INTERVAL);
-        if late > STALL_CHECK_INTERVAL {
-            ledger.update(|counts| counts.stalled += late);
+        let delay = start.elapsed().saturating_sub(STALL_CHECK_INTERVAL);
+        if delay > STALL_CHECK_INTERVAL {
+            ledger.update(|counts| counts.stalled += delay);
         }
     }
 }
 
 /// Writes the events of a topic.
-async fn write_events(mut shared: Shared, cluster: Cluster, topic: usize, every: Duration) {
+async fn write_events(mut shared: Shared, cluster: Cluster, topic: usize, interval: Duration) {
     let topic = &shared.ledger.topics[topic];
-    let mut ticks = tokio::time::interval(every);
+    let mut ticks = tokio::time::interval(interval);
     ticks.tick().await;
     while unless_stopped(&mut shared.stopped, ticks.tick()).await.is_some() {
         let number = {
@@ -160,22 +158,22 @@ async fn write_events(mut shared: Shared, cluster: Cluster, topic: usize, every:
             written.push(Instant::now());
             written.len() - 1
         };
-        let set = |kind, name: &str, at: &[&str]| {
+        let write = |kind, name: &str, path: &[&str]| {
             let object = ObjectRef { kind, namespace: "default", name };
-            let changed = cluster.modify(object, false, |now| {
-                let mut next = now.clone();
-                let field = at.iter().fold(&mut next, |value, key| &mut value[*key]);
+            let result = cluster.modify(object, false, |current| {
+                let mut next = current.clone();
+                let field = path.iter().fold(&mut next, |value, key| &mut value[*key]);
                 *field = number.to_string().into();
                 Ok(next)
             });
-            if let Err(failure) = changed {
-                shared.ledger.update(|counts| counts.fail("event", &failure.message));
+            if let Err(error) = result {
+                shared.ledger.update(|counts| counts.fail("event", &error.message));
             }
         };
-        set(&CONFIG_MAPS, topic.name, &["data", "n"]);
-        if every == QUIET_INTERVAL {
-            // For users who run `kubectl get pods -w`.
-            set(&PODS, seed::POD, &["metadata", "annotations", "demo/n"]);
+        write(&CONFIG_MAPS, topic.name, &["data", "n"]);
+        if interval == QUIET_INTERVAL {
+            // Users who run `kubectl get pods -w` see this change.
+            write(&PODS, seed::POD, &["metadata", "annotations", "demo/n"]);
         }
     }
 }
@@ -184,49 +182,49 @@ async fn write_events(mut shared: Shared, cluster: Cluster, topic: usize, every:
 async fn send_requests(mut shared: Shared, node: Option<&'static str>) {
     let mut client: Option<Arc<Client>> = None;
     let mut requests = JoinSet::new();
-    // Spreads the clients over the interval.
-    tokio::time::sleep(Duration::from_millis(fastrand::u64(..100))).await;
+    // The clients start at different times, so that their requests spread over the interval.
+    tokio::time::sleep(REQUEST_INTERVAL.mul_f64(fastrand::f64())).await;
     let mut ticks = tokio::time::interval(REQUEST_INTERVAL);
     while unless_stopped(&mut shared.stopped, ticks.tick()).await.is_some() {
-        let began = Instant::now();
-        let usable = client.take().filter(|client| !client.is_closed());
-        let connection = match usable {
+        let start = Instant::now();
+        let open = client.take().filter(|client| !client.is_closed());
+        let connected = match open {
             Some(client) => Ok(client),
             None => Client::connect(shared.addr, &shared.credentials).await.map(Arc::new),
         };
-        match connection {
-            Ok(connection) => {
-                client = Some(connection.clone());
-                requests.spawn(request(connection, shared.ledger.clone(), node));
+        match connected {
+            Ok(connected) => {
+                client = Some(connected.clone());
+                requests.spawn(send_request(connected, shared.ledger.clone(), node));
             }
-            Err(error) if node.is_some() => shared.ledger.add_write(began, Err(error.to_string())),
-            Err(error) => shared.ledger.add_read(began.elapsed(), Err(error.to_string())),
+            Err(error) if node.is_some() => shared.ledger.add_write(start, Err(error.to_string())),
+            Err(error) => shared.ledger.add_read(start.elapsed(), Err(error.to_string())),
         }
         while requests.try_join_next().is_some() {}
     }
-    let rest = async { while requests.join_next().await.is_some() {} };
-    if tokio::time::timeout(FINISH_TIMEOUT, rest).await.is_err() {
+    let finished = async { while requests.join_next().await.is_some() {} };
+    if tokio::time::timeout(FINISH_TIMEOUT, finished).await.is_err() {
         for _ in 0..requests.len() {
-            let never = Err("no response until the end".to_owned());
+            let outstanding = Err("no response before the end of the demo".to_owned());
             match node {
-                Some(_) => shared.ledger.add_write(Instant::now(), never),
-                None => shared.ledger.add_read(FINISH_TIMEOUT, never),
+                Some(_) => shared.ledger.add_write(Instant::now(), outstanding),
+                None => shared.ledger.add_read(FINISH_TIMEOUT, outstanding),
             }
         }
     }
 }
 
-async fn request(client: Arc<Client>, ledger: Arc<Ledger>, node: Option<&str>) {
-    let began = Instant::now();
+async fn send_request(client: Arc<Client>, ledger: Arc<Ledger>, node: Option<&str>) {
+    let start = Instant::now();
     let response = async {
         match node {
-            None => client.get(READ).await,
+            None => client.get(PODS_PATH).await,
             Some(node) => {
                 let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
                 let now = timestamps::rfc3339_micros(now.as_secs(), now.subsec_nanos());
                 let body = format!(r#"{{"spec":{{"renewTime":"{now}"}}}}"#);
                 let headers = [("content-type", "application/merge-patch+json")];
-                let path = format!("{LEASES}/{node}");
+                let path = format!("{LEASES_PATH}/{node}");
                 client.request(Method::PATCH, &path, &headers, body).await
             }
         }
@@ -241,13 +239,13 @@ async fn request(client: Arc<Client>, ledger: Arc<Ledger>, node: Option<&str>) {
         Err(_) => Err(format!("no response in {} s", REQUEST_TIMEOUT.as_secs())),
     };
     match node {
-        Some(_) => ledger.add_write(began, result),
-        None => ledger.add_read(began.elapsed(), result),
+        Some(_) => ledger.add_write(start, result),
+        None => ledger.add_read(start.elapsed(), result),
     }
 }
 
 /// Keeps a watch running, as a reflector does: lists once, then watches from the last version.
-async fn follow(mut shared: Shared, topic: usize, index: usize) {
+async fn run_watch(mut shared: Shared, topic: usize, index: usize) {
     let ledger = shared.ledger.clone();
     let topic = &ledger.topics[topic];
     let mut version = String::new();
@@ -262,7 +260,8 @@ async fn follow(mut shared: Shared, topic: usize, index: usize) {
     }
 }
 
-/// Runs one watch until it ends; `version` is where the next one starts.
+/// Runs one watch until it ends. `version` is where this watch starts, and afterwards where the next one
+/// starts.
 async fn watch_once(
     shared: &mut Shared,
     topic: &Topic,
@@ -272,14 +271,15 @@ async fn watch_once(
     let client = Client::connect(shared.addr, &shared.credentials).await?;
     let selector = format!("labelSelector=demo%3D{}", topic.name);
     if version.is_empty() {
-        let list = client.get(&format!("{MAPS}?{selector}")).await?.json();
+        let list = client.get(&format!("{CONFIG_MAPS_PATH}?{selector}")).await?.json();
         text(&list["metadata"]["resourceVersion"]).clone_into(version);
         topic.seen[index].store(number(&list["items"][0]), Relaxed);
     }
-    let path =
-        format!("{MAPS}?watch=1&allowWatchBookmarks=true&resourceVersion={version}&{selector}");
+    let path = format!(
+        "{CONFIG_MAPS_PATH}?watch=1&allowWatchBookmarks=true&resourceVersion={version}&{selector}"
+    );
     let mut watch = client.watch(&path).await?;
-    // Runs until the task is dropped, so that late events still count.
+    // Does not end when the clients are stopped, so that late events still count.
     while let Some(event) = watch.next().await? {
         let object = &event["object"];
         match text(&event["type"]) {

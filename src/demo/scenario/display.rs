@@ -13,12 +13,12 @@ const WIDTH: usize = 79;
 /// Log lines below the table; all together fit into 24 rows.
 const LOG_LINES: usize = 4;
 
-/// Output style.
+/// How the demo prints its progress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Style {
     /// A table that is redrawn.
     Live {
-        /// Marks are coloured.
+        /// Whether the marks are coloured.
         colour: bool,
     },
     /// A line for each change.
@@ -27,7 +27,7 @@ pub enum Style {
     Quiet,
 }
 
-/// An apiserver's row of the table, from the proxy's `/status`.
+/// The row of an apiserver in the table, from the proxy's `/status`.
 #[derive(Debug, Clone)]
 pub struct Row {
     /// Name in the demo.
@@ -51,11 +51,11 @@ pub struct Row {
 pub struct Step {
     /// The fault.
     pub title: String,
-    /// What jackstay detected first, and after how long.
+    /// The state that jackstay reported first, and after how long.
     pub detected: String,
     /// Progress.
     pub stage: Stage,
-    /// What clients observed.
+    /// The counts of the clients.
     pub counts: Counts,
 }
 
@@ -90,7 +90,7 @@ pub struct ProgressDisplay {
 struct Screen {
     steps: Vec<Step>,
     log: VecDeque<String>,
-    /// Lines on the screen now.
+    /// Number of lines that the last frame has drawn.
     drawn: usize,
 }
 
@@ -109,7 +109,7 @@ impl ProgressDisplay {
 
     /// Adds a log line.
     pub fn log(&self, line: &str) {
-        let line = cut(&format!("{:>6.2}  {line}", self.began.elapsed().as_secs_f64()));
+        let line = truncate(&format!("{:>6.2}  {line}", self.began.elapsed().as_secs_f64()));
         match self.style {
             Style::Quiet => {}
             Style::Plain => print(&format!("{line}\n")),
@@ -142,12 +142,11 @@ impl ProgressDisplay {
     pub fn draw(&self, rows: &[Row]) {
         let Style::Live { colour } = self.style else { return };
         let mut screen = lock(&self.screen);
-        let mut lines = servers(rows);
+        let mut lines = server_table(rows);
         lines.push(String::new());
-        lines.extend(results(&screen.steps));
+        lines.extend(step_table(&screen.steps));
         lines.push(String::new());
         lines.extend(screen.log.iter().cloned());
-        // The number of lines never shrinks.
         let drawn = std::mem::replace(&mut screen.drawn, lines.len());
         print(&frame(&lines, drawn, colour));
     }
@@ -159,8 +158,8 @@ impl ProgressDisplay {
             if self.style == Style::Plain {
                 out.push('\n');
             }
-            for line in results(&lock(&self.screen).steps) {
-                let _ = writeln!(out, "{}", cut(&line));
+            for line in step_table(&lock(&self.screen).steps) {
+                let _ = writeln!(out, "{}", truncate(&line));
             }
         }
         let _ = writeln!(out, "\n{}", verdict.join("\n"));
@@ -175,7 +174,7 @@ fn frame(lines: &[String], drawn: usize, colour: bool) -> String {
         let _ = write!(out, "\x1b[{drawn}A\r");
     }
     for line in lines {
-        let line = cut(line);
+        let line = truncate(line);
         let line = if colour { coloured(&line) } else { line };
         let _ = write!(out, "{line}\x1b[K\r\n");
     }
@@ -183,7 +182,7 @@ fn frame(lines: &[String], drawn: usize, colour: bool) -> String {
     out
 }
 
-fn servers(rows: &[Row]) -> Vec<String> {
+fn server_table(rows: &[Row]) -> Vec<String> {
     let mut lines = vec![format!(
         "   {:<2} {:<16} {:<11} {:>5} {:>7} {:>7} {:>9}",
         "", "APISERVER", "STATE", "CONNS", "STREAMS", "WATCHES", "RTT"
@@ -203,15 +202,19 @@ fn servers(rows: &[Row]) -> Vec<String> {
     lines
 }
 
-fn results(steps: &[Step]) -> Vec<String> {
-    let head = |[what, detected, read, failed, broken, events, late]: [&str; 7]| {
-        format!(
-            "   {what:<18} {detected:<17} {read:>7} {failed:>6} {broken:>7} {events:>8} {late:>7}"
-        )
-    };
+fn step_table(steps: &[Step]) -> Vec<String> {
+    let format_row =
+        |mark: &str, [title, detected, read, failed, broken, events, late]: [&str; 7]| {
+            format!(
+                "{mark:2} {title:<18} {detected:<17} {read:>7} {failed:>6} {broken:>7} {events:>8} {late:>7}"
+            )
+        };
     let mut lines = vec![
-        head(["", "", "SLOWEST", "FAILED", "WATCHES", "EVENTS", "LATEST"]),
-        head(["FAULT", "JACKSTAY DETECTED", "READ", "RD/WR", "BROKEN", "LOST/DUP", "EVENT"]),
+        format_row("", ["", "", "SLOWEST", "FAILED", "WATCHES", "EVENTS", "LATEST"]),
+        format_row(
+            "",
+            ["FAULT", "JACKSTAY DETECTED", "READ", "RD/WR", "BROKEN", "LOST/DUP", "EVENT"],
+        ),
     ];
     for step in steps {
         let mark = match step.stage {
@@ -224,22 +227,24 @@ fn results(steps: &[Step]) -> Vec<String> {
             Stage::Failed => "!!",
         };
         let counts = &step.counts;
-        lines.push(format!(
-            "{mark} {:<18} {:<17} {:>7} {:>6} {:>7} {:>8} {:>7}",
-            step.title,
-            step.detected,
-            format!("{} ms", counts.slowest_read.as_millis()),
-            format!("{}/{}", counts.failed_reads, counts.failed_writes),
-            counts.broken,
-            format!("{}/{}", counts.lost, counts.duplicated),
-            seconds(counts.silence),
+        lines.push(format_row(
+            mark,
+            [
+                &step.title,
+                &step.detected,
+                &format!("{} ms", counts.slowest_read.as_millis()),
+                &format!("{}/{}", counts.failed_reads, counts.failed_writes),
+                &counts.broken.to_string(),
+                &format!("{}/{}", counts.lost, counts.duplicated),
+                &format_duration(counts.silence),
+            ],
         ));
     }
     lines
 }
 
-/// `123 ms` or `1.2 s`.
-pub fn seconds(time: Duration) -> String {
+/// A duration as `123 ms` or `1.2 s`.
+pub fn format_duration(time: Duration) -> String {
     if time < Duration::from_secs(1) {
         format!("{} ms", time.as_millis())
     } else {
@@ -247,7 +252,7 @@ pub fn seconds(time: Duration) -> String {
     }
 }
 
-fn cut(line: &str) -> String {
+fn truncate(line: &str) -> String {
     if line.chars().count() <= WIDTH {
         return line.trim_end().to_owned();
     }
@@ -266,7 +271,7 @@ fn coloured(line: &str) -> String {
 
 fn print(text: &str) {
     let mut out = io::stdout().lock();
-    // A closed pipe is not an error: the exit code carries the result.
+    // A closed pipe is no failure of the demo, whose result is the exit code.
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 
@@ -288,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_fit_into_80_columns() {
+    fn tables_fit_into_80_columns() {
         let counts = Counts {
             slowest_read: Duration::from_millis(1234),
             failed_writes: 12,
@@ -310,11 +315,11 @@ mod tests {
             watches: 1000,
             rtt_ms: Some(1234.5),
         };
-        let lines = [servers(&[row]), results(&[step])].concat();
+        let lines = [server_table(&[row]), step_table(&[step])].concat();
         for line in &lines {
             assert!(line.chars().count() <= WIDTH, "{line}");
         }
         assert!(lines.last().is_some_and(|line| line.ends_with("0/0   2.3 s")), "{lines:?}");
-        assert_eq!(cut(&"x".repeat(200)).len(), WIDTH);
+        assert_eq!(truncate(&"x".repeat(200)).len(), WIDTH);
     }
 }

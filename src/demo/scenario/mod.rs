@@ -1,6 +1,6 @@
-//! What `jackstay demo` runs: [`clients`] that use the proxy, a [`ledger`] of what they observe, a
-//! [`schedule`] of faults, a [`status_monitor`] that polls the proxy's `/status`, and a [`display`] of the
-//! results.
+//! The program of `jackstay demo`: [`clients`] use the proxy, a [`ledger`] counts what they observe, a
+//! [`schedule`] injects faults and compares the counts with the promises, a [`status_monitor`] polls the
+//! proxy's `/status`, and a [`display`] shows the results.
 
 pub mod clients;
 pub mod display;

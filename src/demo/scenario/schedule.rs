@@ -1,11 +1,11 @@
-//! The faults of the demo and the verdict on each.
+//! Injects the faults of the demo and compares what the clients observe with the promises.
 //!
-//! Each step injects a fault into the apiserver with the most load, waits, removes the fault, and waits
-//! until the proxy uses that apiserver again. Then it compares what clients observed with the promises.
+//! Each step injects one fault, waits, removes the fault, and waits until the proxy uses all apiservers
+//! again. A fault of a single apiserver is injected into the one with the most load.
 
 use crate::demo::apiserver::ApiServerHandle;
 use crate::demo::faulty_relay::FaultyRelay;
-use crate::demo::scenario::display::{ProgressDisplay, Row, Stage, Step, seconds};
+use crate::demo::scenario::display::{ProgressDisplay, Row, Stage, Step, format_duration};
 use crate::demo::scenario::ledger::{Counts, Ledger};
 use crate::demo::scenario::status_monitor::StatusMonitor;
 use crate::observe::counted;
@@ -14,13 +14,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Longest read while one apiserver or its connections fail.
+/// Longest promised duration of a read while one apiserver or its connections fail.
 pub const READ_PROMISE: Duration = Duration::from_millis(600);
-/// Machines are noisy: a time promise is broken at this multiple of it, plus the stalls of the machine.
+/// Other load on the machine delays clients too: a promised time is broken if it is exceeded by more than this
+/// factor, plus the measured stalls of the machine.
 pub const TOLERANCE: u32 = 2;
 /// Approximate duration of all steps at scale 1.
 pub const USUAL_DURATION: Duration = Duration::from_secs(60);
-/// How long a graceful shutdown lets requests finish.
+/// Time in which requests may finish during a graceful shutdown.
 const GRACE: Duration = Duration::from_secs(2);
 /// The proxy must use a recovered apiserver within this time.
 const RECOVERY_TIMEOUT: Duration = Duration::from_secs(12);
@@ -30,13 +31,13 @@ const UPDATE_INTERVAL: Duration = Duration::from_millis(50);
 /// A fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// No fault: the baseline.
+    /// No fault, for comparison.
     None,
-    /// Established flows to one apiserver lose every packet; new flows work.
+    /// Every packet of the established flows to one apiserver is dropped; new flows work.
     DroppedFlows,
-    /// The same for all apiservers: a load balancer lost its flow table.
+    /// The same for all apiservers, as when a load balancer loses its flow table.
     AllFlows,
-    /// One apiserver is killed; its sockets are reset.
+    /// One apiserver is killed, and its sockets are reset.
     Killed,
     /// One apiserver is frozen, as by SIGSTOP.
     Stopped,
@@ -70,7 +71,7 @@ impl Fault {
         }
     }
 
-    /// Duration in seconds: at scale 1, and the minimum.
+    /// Duration in seconds at scale 1, and the minimum at any scale.
     fn duration_seconds(self) -> (f64, f64) {
         match self {
             Self::None => (4.0, 2.0),
@@ -83,7 +84,7 @@ impl Fault {
     }
 
     /// Longest promised silence of a watch.
-    fn silence(self) -> Duration {
+    fn promised_silence(self) -> Duration {
         match self {
             Self::DroppedFlows | Self::AllFlows | Self::Killed => Duration::from_millis(3500),
             Self::Stopped => Duration::from_secs(6),
@@ -96,18 +97,18 @@ impl Fault {
         matches!(self, Self::DroppedFlows | Self::AllFlows | Self::Killed | Self::Stopped)
     }
 
-    /// Describes each broken promise.
-    fn broken_promises(self, counts: &Counts, back: bool) -> Vec<String> {
+    /// Describes each broken promise. `recovered`: the proxy uses all apiservers again.
+    fn broken_promises(self, counts: &Counts, recovered: bool) -> Vec<String> {
         let mut broken = Vec::new();
-        let mut must = |kept: bool, otherwise: String| {
+        let mut must = |kept: bool, violation: String| {
             if !kept {
-                broken.push(otherwise);
+                broken.push(violation);
             }
         };
         must(counts.failed_reads == 0, counted(counts.failed_reads, "failed read"));
         must(
             counts.slowest_read <= READ_PROMISE * TOLERANCE + counts.stalled,
-            format!("a read took {}", seconds(counts.slowest_read)),
+            format!("a read took {}", format_duration(counts.slowest_read)),
         );
         let writes = if self.may_fail_writes_in_flight() {
             counts.late_writes
@@ -119,7 +120,7 @@ impl Fault {
             format!("{} failed or hung after the settling time", counted(writes, "heartbeat")),
         );
         must(counts.broken == 0, counted(counts.broken, "broken watch"));
-        // The proxy passes on an end that the server sends.
+        // The proxy forwards the end of a watch that the apiserver has ended.
         must(counts.ended == 0 || self == Self::Rolling, counted(counts.ended, "ended watch"));
         must(counts.lost == 0, counted(counts.lost, "lost event"));
         must(
@@ -127,10 +128,13 @@ impl Fault {
             format!("{} received twice", counted(counts.duplicated, "event")),
         );
         must(
-            counts.silence <= self.silence() * TOLERANCE + counts.stalled,
-            format!("a watch was silent for {}", seconds(counts.silence)),
+            counts.silence <= self.promised_silence() * TOLERANCE + counts.stalled,
+            format!("a watch was silent for {}", format_duration(counts.silence)),
         );
-        must(back, format!("not in use {} after its recovery", seconds(RECOVERY_TIMEOUT)));
+        must(
+            recovered,
+            format!("not in use {} after its recovery", format_duration(RECOVERY_TIMEOUT)),
+        );
         if let Some(first) = counts.first_failure.as_ref().filter(|_| !broken.is_empty()) {
             broken.push(format!("first failure: {first}"));
         }
@@ -142,7 +146,7 @@ impl Fault {
 pub struct RelayedServer {
     /// The apiserver.
     pub server: ApiServerHandle,
-    /// The proxy connects to this relay.
+    /// The relay, to which the proxy connects.
     pub relay: FaultyRelay,
 }
 
@@ -152,7 +156,7 @@ pub struct Schedule<'a> {
     pub servers: &'a [RelayedServer],
     /// Counts of the clients.
     pub ledger: &'a Ledger,
-    /// Polls the proxy.
+    /// The states that the proxy reports.
     pub monitor: &'a StatusMonitor,
     /// Shows progress.
     pub display: &'a Arc<ProgressDisplay>,
@@ -188,92 +192,93 @@ impl Results {
 }
 
 impl Schedule<'_> {
-    /// Runs the faults until the last one or an interruption.
+    /// Runs the faults in order until an interruption.
     ///
     /// # Errors
     /// An apiserver could not be restarted.
     pub fn run(&self, faults: &[Fault], results: &mut Results) -> io::Result<()> {
+        // The name of the apiserver is known only when its step starts.
         let waiting = |fault: &Fault| Step::new(fault.title("one"), Stage::Waiting);
         self.display.set_steps(faults.iter().map(waiting).collect());
         for (index, fault) in faults.iter().enumerate() {
             if self.interrupted.load(Relaxed) {
                 break;
             }
-            self.step(*fault, index, results)?;
+            self.run_step(*fault, index, results)?;
         }
         Ok(())
     }
 
-    fn step(&self, fault: Fault, index: usize, results: &mut Results) -> io::Result<()> {
+    fn run_step(&self, fault: Fault, index: usize, results: &mut Results) -> io::Result<()> {
         let target = self.busiest();
         let server = &self.servers[target];
         let name = server.server.name();
         let mut step = Step::new(fault.title(name), Stage::Running);
         self.ledger.start_period();
-        let began = Instant::now();
-        let (usual, least) = fault.duration_seconds();
-        let hold = Duration::from_secs_f64((usual * self.scale).max(least));
-        let faulty = fault != Fault::None && fault != Fault::Rolling;
-        let detection = || self.monitor.first(target, began).filter(|_| faulty);
+        let step_start = Instant::now();
+        let (seconds, minimum) = fault.duration_seconds();
+        let duration = Duration::from_secs_f64((seconds * self.scale).max(minimum));
+        let has_target = fault != Fault::None && fault != Fault::Rolling;
+        let detection = || self.monitor.first_detection(target, step_start).filter(|_| has_target);
         // Waits for a time, for a condition, or for an interruption, and shows progress meanwhile.
         // Returns whether the condition became true.
-        let mut wait = |time: Duration, until: &dyn Fn() -> bool| {
+        let mut wait = |limit: Duration, condition: &dyn Fn() -> bool| {
             let start = Instant::now();
             loop {
-                step.counts = self.ledger.so_far();
+                step.counts = self.ledger.counts();
                 if let Some(detection) = detection() {
-                    let after = seconds(detection.at - began);
-                    step.detected = format!("{}, {after}", detection.state);
+                    let delay = format_duration(detection.at - step_start);
+                    step.detected = format!("{}, {delay}", detection.state);
                 }
                 self.display.set_step(index, &step);
-                if until() {
+                if condition() {
                     return true;
                 }
-                if start.elapsed() >= time || self.interrupted.load(Relaxed) {
+                if start.elapsed() >= limit || self.interrupted.load(Relaxed) {
                     return false;
                 }
                 std::thread::sleep(UPDATE_INTERVAL);
             }
         };
         let never = || false;
-        let mut back = true;
+        let mut recovered = true;
         match fault {
             Fault::None => {
                 self.display.log("no fault: three apiservers, reads, heartbeats and watches");
-                wait(hold, &never);
+                wait(duration, &never);
             }
             Fault::DroppedFlows => {
-                self.lose(std::slice::from_ref(server), name);
-                wait(hold, &never);
+                self.drop_packets(std::slice::from_ref(server), name);
+                wait(duration, &never);
                 server.relay.clear_faults();
-                self.display.log(&format!("the flows of {name} pass packets again"));
+                self.display.log(&format!("packets of the flows of {name} pass again"));
             }
             Fault::AllFlows => {
-                self.lose(self.servers, "all apiservers");
-                wait(hold, &never);
+                self.drop_packets(self.servers, "all apiservers");
+                wait(duration, &never);
                 self.servers.iter().for_each(|server| server.relay.clear_faults());
-                self.display.log("all flows pass packets again");
+                self.display.log("packets of all flows pass again");
             }
             Fault::Killed => {
                 server.server.kill();
                 self.display
-                    .log(&format!("{name} is killed: its sockets are reset, its port refuses"));
-                wait(hold, &never);
+                    .log(&format!("{name} is killed: its sockets are reset, its port is closed"));
+                wait(duration, &never);
                 server.server.restart()?;
                 self.display.log(&format!("{name} is started again"));
             }
             Fault::Stopped => {
                 server.server.stop();
                 self.display
-                    .log(&format!("{name} is stopped: its kernel acknowledges, it is silent"));
-                wait(hold, &never);
+                    .log(&format!("{name} is stopped: its kernel acknowledges, no response"));
+                wait(duration, &never);
                 server.server.cont();
                 self.display.log(&format!("{name} continues"));
             }
             Fault::Unready => {
                 server.server.set_faults(|faults| faults.unready = true);
-                self.display.log(&format!("/readyz of {name} fails; everything else of it works"));
-                wait(hold, &never);
+                self.display.log(&format!("/readyz of {name} fails; everything else works"));
+                wait(duration, &never);
                 server.server.set_faults(|faults| faults.unready = false);
                 self.display.log(&format!("/readyz of {name} is ok again"));
             }
@@ -285,25 +290,25 @@ impl Schedule<'_> {
                     let name = server.server.name();
                     self.display.log(&format!("{name} shuts down gracefully"));
                     server.server.shutdown(GRACE);
-                    wait(hold, &never);
+                    wait(duration, &never);
                     server.server.restart()?;
                     self.display.log(&format!("{name} is started again"));
-                    back &= wait(RECOVERY_TIMEOUT, &|| self.all_ready());
+                    recovered &= wait(RECOVERY_TIMEOUT, &|| self.all_ready());
                 }
             }
         }
-        let was_out = !self.all_ready();
-        let returned = Instant::now();
-        back &= wait(RECOVERY_TIMEOUT, &|| self.all_ready());
-        if was_out && back {
-            let after = seconds(returned.elapsed());
-            self.display.log(&format!("all apiservers are in use again, {after} later"));
+        let was_unavailable = !self.all_ready();
+        let fault_end = Instant::now();
+        recovered &= wait(RECOVERY_TIMEOUT, &|| self.all_ready());
+        if was_unavailable && recovered {
+            let delay = format_duration(fault_end.elapsed());
+            self.display.log(&format!("all apiservers are in use again, {delay} later"));
         }
-        // Effects of the recovery on clients belong to this step.
+        // Effects of the recovery on clients count for this step.
         wait(Duration::from_secs(1), &never);
         let counts = self.ledger.start_period();
         let interrupted = self.interrupted.load(Relaxed);
-        let broken = fault.broken_promises(&counts, back || interrupted);
+        let broken = fault.broken_promises(&counts, recovered || interrupted);
         for promise in &broken {
             self.display.log(&format!("BROKEN: {promise}"));
             results.broken.push(format!("{}: {promise}", fault.title(name)));
@@ -312,8 +317,8 @@ impl Schedule<'_> {
         self.display.log(&format!(
             "{}: reads <= {}, events <= {}, {} of {} heartbeats lost",
             if broken.is_empty() { "passed" } else { "failed" },
-            seconds(counts.slowest_read),
-            seconds(counts.silence),
+            format_duration(counts.slowest_read),
+            format_duration(counts.silence),
             counts.failed_writes,
             counts.writes,
         ));
@@ -323,16 +328,17 @@ impl Schedule<'_> {
         Ok(())
     }
 
-    fn lose(&self, servers: &[RelayedServer], whose: &str) {
-        let lost: io::Result<usize> =
+    /// Drops the packets of the flows to `servers`, which `name` names in the log.
+    fn drop_packets(&self, servers: &[RelayedServer], name: &str) {
+        let dropped: io::Result<usize> =
             servers.iter().map(|server| server.relay.drop_all_packets()).sum();
-        let flows = |lost| counted(lost, "established flow");
-        self.display.log(&match lost {
-            Ok(lost) => {
-                format!("every packet of {} of {whose} is dropped; new flows work", flows(lost))
+        self.display.log(&match dropped {
+            Ok(flows) => {
+                let flows = counted(flows, "established flow");
+                format!("every packet of {flows} of {name} is dropped; new flows work")
             }
-            // Clients see the same; jackstay classifies it as a stopped process.
-            Err(error) => format!("the flows of {whose} are silent, but acknowledged ({error})"),
+            // For clients this is the same; jackstay takes it for a stopped process.
+            Err(error) => format!("the flows of {name} are silent, but acknowledged ({error})"),
         });
     }
 
@@ -356,25 +362,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn broken_promises_are_found_by_fault_and_count() {
+    fn broken_promises_depend_on_the_fault_and_the_counts() {
         assert_eq!(Fault::None.broken_promises(&Counts::default(), true), [""; 0]);
-        let one = |change: fn(&mut Counts), fault: Fault| {
+        let broken = |change: fn(&mut Counts), fault: Fault| {
             let mut counts = Counts::default();
             change(&mut counts);
             fault.broken_promises(&counts, true).len()
         };
-        assert_eq!(one(|c| c.failed_reads = 1, Fault::Killed), 1);
-        assert_eq!(one(|c| c.slowest_read = READ_PROMISE * 3, Fault::Killed), 1);
-        assert_eq!(one(|c| c.broken = 1, Fault::Killed), 1);
-        assert_eq!(one(|c| c.lost = 1, Fault::Killed), 1);
-        assert_eq!(one(|c| c.duplicated = 1, Fault::Killed), 1);
-        assert_eq!(one(|c| c.ended = 1, Fault::Killed), 1);
-        assert_eq!(one(|c| c.ended = 1, Fault::Rolling), 0);
-        assert_eq!(one(|c| c.failed_writes = 1, Fault::Killed), 0, "it was in flight");
-        assert_eq!(one(|c| c.late_writes = 1, Fault::Killed), 1);
-        assert_eq!(one(|c| c.failed_writes = 1, Fault::Unready), 1);
-        assert_eq!(one(|c| c.silence = Duration::from_secs(8), Fault::Killed), 1);
-        assert_eq!(one(|c| c.silence = Duration::from_secs(8), Fault::Stopped), 0);
+        assert_eq!(broken(|c| c.failed_reads = 1, Fault::Killed), 1);
+        assert_eq!(broken(|c| c.slowest_read = READ_PROMISE * 3, Fault::Killed), 1);
+        assert_eq!(broken(|c| c.broken = 1, Fault::Killed), 1);
+        assert_eq!(broken(|c| c.lost = 1, Fault::Killed), 1);
+        assert_eq!(broken(|c| c.duplicated = 1, Fault::Killed), 1);
+        assert_eq!(broken(|c| c.ended = 1, Fault::Killed), 1);
+        assert_eq!(broken(|c| c.ended = 1, Fault::Rolling), 0);
+        assert_eq!(broken(|c| c.failed_writes = 1, Fault::Killed), 0, "it was in flight");
+        assert_eq!(broken(|c| c.late_writes = 1, Fault::Killed), 1);
+        assert_eq!(broken(|c| c.failed_writes = 1, Fault::Unready), 1);
+        assert_eq!(broken(|c| c.silence = Duration::from_secs(8), Fault::Killed), 1);
+        assert_eq!(broken(|c| c.silence = Duration::from_secs(8), Fault::Stopped), 0);
         assert_eq!(Fault::Killed.broken_promises(&Counts::default(), false).len(), 1);
     }
 }

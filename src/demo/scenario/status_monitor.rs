@@ -1,5 +1,4 @@
-//! Polls the proxy's `/status`, as an operator would, and reports changes: what the proxy detected, and
-//! when.
+//! Polls the proxy's `/status`, as an operator would, and records when the proxy reported which change.
 
 use crate::demo::lock;
 use crate::demo::scenario::display::{ProgressDisplay, Row};
@@ -13,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Polling interval: the accuracy of detection times.
+/// Polling interval, which limits the accuracy of detection times.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Interval between two redraws of the table.
 const DRAW_INTERVAL: Duration = Duration::from_millis(200);
@@ -21,7 +20,7 @@ const DRAW_INTERVAL: Duration = Duration::from_millis(200);
 /// A state change that the proxy reported.
 #[derive(Debug, Clone)]
 pub struct Detection {
-    /// When `/status` showed it first.
+    /// When `/status` first showed the change.
     pub at: Instant,
     /// Index of the apiserver.
     pub server: usize,
@@ -29,7 +28,7 @@ pub struct Detection {
     pub state: String,
 }
 
-/// Polls on a thread of its own. Dropping it stops the thread.
+/// The handle of the thread that polls. Dropping it stops the thread.
 pub struct StatusMonitor {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -61,31 +60,31 @@ impl StatusMonitor {
         fetch: impl Fn() -> io::Result<Value> + Send + 'static,
     ) -> io::Result<Self> {
         let shared = Arc::<Shared>::default();
-        let ours = shared.clone();
+        let polled = shared.clone();
         let thread = std::thread::Builder::new().name("status".to_owned()).spawn(move || {
             let mut known = Vec::new();
             known.resize_with(servers.len(), EndpointSnapshot::default);
             let mut drawn = Instant::now();
-            while !ours.stop.load(Relaxed) {
+            while !polled.stop.load(Relaxed) {
                 // A failed poll is repeated after the interval.
                 if let Ok(status) = fetch() {
-                    ours.apply(&status, &servers, &mut known, &display);
+                    polled.apply(&status, &servers, &mut known, &display);
                 }
                 if drawn.elapsed() >= DRAW_INTERVAL {
                     drawn = Instant::now();
-                    display.draw(&ours.rows());
+                    display.draw(&polled.rows());
                 }
                 std::thread::sleep(POLL_INTERVAL);
             }
-            display.draw(&ours.rows());
+            display.draw(&polled.rows());
         })?;
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// The first detection on an apiserver since a moment.
-    pub fn first(&self, server: usize, since: Instant) -> Option<Detection> {
+    /// The first state change of an apiserver or its connections since a moment.
+    pub fn first_detection(&self, server: usize, since: Instant) -> Option<Detection> {
         let detections = lock(&self.shared.detections);
-        detections.iter().find(|n| n.server == server && n.at >= since).cloned()
+        detections.iter().find(|found| found.server == server && found.at >= since).cloned()
     }
 
     /// The rows of all apiservers at the last poll.
@@ -141,26 +140,26 @@ impl EndpointSnapshot {
     /// Applies an endpoint's status; returns its changes (state, log line) and its row.
     fn update(&mut self, name: &str, endpoint: &Value) -> (Vec<(String, String)>, Row) {
         let text = |value: &Value| value.as_str().unwrap_or("-").to_owned();
-        let mut news = Vec::new();
+        let mut changes = Vec::new();
         let none = Vec::new();
         let list = endpoint["connections"].as_array().unwrap_or(&none);
         let connections: HashMap<_, _> =
             list.iter().map(|c| (text(&c["local"]), text(&c["state"]))).collect();
-        let mut changes: BTreeMap<&str, usize> = BTreeMap::new();
-        for (local, before) in &self.connections {
-            let now = connections.get(local).map_or("closed", String::as_str);
-            if now != before {
-                *changes.entry(now).or_default() += 1;
+        let mut changed_connections: BTreeMap<&str, usize> = BTreeMap::new();
+        for (local, previous) in &self.connections {
+            let state = connections.get(local).map_or("closed", String::as_str);
+            if state != previous {
+                *changed_connections.entry(state).or_default() += 1;
             }
         }
-        for (now, count) in changes {
-            let line = format!("  jackstay: {} to {name} {now}", counted(count, "connection"));
-            news.push((now.to_owned(), line));
+        for (state, count) in changed_connections {
+            let line = format!("  jackstay: {} to {name} {state}", counted(count, "connection"));
+            changes.push((state.to_owned(), line));
         }
         let state = text(&endpoint["state"]);
         if state != self.state && !self.state.is_empty() {
             let reason = text(&endpoint["reason"]);
-            news.push((state.clone(), format!("  jackstay: {name} is {state}: {reason}")));
+            changes.push((state.clone(), format!("  jackstay: {name} is {state}: {reason}")));
         }
         self.state.clone_from(&state);
         self.connections = connections;
@@ -175,7 +174,7 @@ impl EndpointSnapshot {
             watches: sum("watches"),
             rtt_ms: rtt,
         };
-        (news, row)
+        (changes, row)
     }
 }
 
@@ -192,12 +191,11 @@ mod tests {
         assert_eq!(known.update("a", &endpoint("ready", live)).0, []);
         let after =
             json!([{ "local": "1", "state": "suspect" }, { "local": "3", "state": "live" }]);
-        let (news, row) = known.update("a", &endpoint("ready", after.clone()));
-        let mut short: Vec<_> = news.into_iter().map(|(what, _)| what).collect();
-        short.sort();
-        assert_eq!((short, row.connections), (vec!["closed".to_owned(), "suspect".to_owned()], 2));
-        let (news, _) = known.update("a", &endpoint("ejected", after));
-        assert_eq!(news[0].1, "  jackstay: a is ejected: why");
+        let (changes, row) = known.update("a", &endpoint("ready", after.clone()));
+        let states: Vec<_> = changes.iter().map(|(state, _)| state.as_str()).collect();
+        assert_eq!((states, row.connections), (vec!["closed", "suspect"], 2));
+        let (changes, _) = known.update("a", &endpoint("ejected", after));
+        assert_eq!(changes[0].1, "  jackstay: a is ejected: why");
         assert_eq!(known.update("a", &Value::Null).1.address, "-");
     }
 }

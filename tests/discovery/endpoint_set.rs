@@ -1,4 +1,4 @@
-//! `replace_endpoints`: unchanged endpoints stay, new ones come first, removed ones drain.
+//! Tests of `replace_endpoints`: unchanged endpoints keep their object, new ones join, removed ones drain.
 
 use crate::support::{Certs, TestCluster, until};
 use jackstay::config::EndpointAddress;
@@ -30,15 +30,15 @@ fn labels(upstream: &Upstream) -> Vec<String> {
 }
 
 #[test]
-fn unchanged_endpoint_keeps_its_object() {
+fn replace_endpoints_unchanged_endpoint_keeps_its_object() {
     let certs = Certs::new();
     let upstream = upstream(&certs);
     let change = replace_endpoints(&upstream, &[spec("10.0.0.1"), spec("10.0.0.2")]);
     assert_eq!((change.joined.len(), change.left.len()), (2, 0));
     let before = Arc::clone(&upstream.endpoints());
 
-    let standby = EndpointSpec { fallback: true, ..spec("10.0.0.2") };
-    let change = replace_endpoints(&upstream, &[spec("fd00::3"), standby]);
+    let fallback = EndpointSpec { fallback: true, ..spec("10.0.0.2") };
+    let change = replace_endpoints(&upstream, &[spec("fd00::3"), fallback]);
     assert_eq!(labels(&upstream), ["[fd00::3]:6443", "10.0.0.2:6443"]);
     assert_eq!((change.joined.len(), change.left.len()), (1, 1));
     let after = Arc::clone(&upstream.endpoints());
@@ -46,14 +46,14 @@ fn unchanged_endpoint_keeps_its_object() {
     assert!(after[1].is_fallback() && !after[0].is_fallback());
     assert_eq!(before[0].state(), EndpointState::Leaving);
 
-    let again = replace_endpoints(&upstream, &[spec("fd00::3"), spec("10.0.0.2")]);
-    assert!(again.is_empty());
-    assert!(Arc::ptr_eq(&after, &Arc::clone(&upstream.endpoints())), "the set was not replaced");
+    let change = replace_endpoints(&upstream, &[spec("fd00::3"), spec("10.0.0.2")]);
+    assert!(change.is_empty());
+    assert!(Arc::ptr_eq(&after, &Arc::clone(&upstream.endpoints())), "the set is not replaced");
     assert!(!after[1].is_fallback());
 }
 
 #[test]
-fn endpoint_with_another_server_name_is_another_endpoint() {
+fn replace_endpoints_other_server_name_is_another_endpoint() {
     let certs = Certs::new();
     let upstream = upstream(&certs);
     replace_endpoints(&upstream, &[spec("10.0.0.1")]);
@@ -62,8 +62,8 @@ fn endpoint_with_another_server_name_is_another_endpoint() {
     let change = replace_endpoints(&upstream, &[named.clone(), named]);
     assert_eq!((change.joined.len(), change.left.len()), (1, 1), "duplicates are one endpoint");
     assert_eq!(upstream.endpoints()[0].server_name.to_str(), "kubernetes.default.svc");
-    let broken = EndpointSpec { server_name: Some("no name".into()), ..spec("10.0.0.2") };
-    let change = replace_endpoints(&upstream, &[spec("10.0.0.1"), broken]);
+    let invalid = EndpointSpec { server_name: Some("no name".into()), ..spec("10.0.0.2") };
+    let change = replace_endpoints(&upstream, &[spec("10.0.0.1"), invalid]);
     assert_eq!(change.refused.len(), 1, "{:?}", change.refused);
     assert_eq!(labels(&upstream), ["10.0.0.1:6443"]);
 }
@@ -82,7 +82,7 @@ fn static_endpoints_have_the_configured_server_name() {
 async fn prober_ends_when_its_endpoint_is_removed() {
     let cluster = TestCluster::new(1);
     let mut config = cluster.config();
-    // Otherwise the prober would sleep for an hour.
+    // The prober must end although its next probe is due in an hour.
     config.upstreams[0].health.readyz.interval = Duration::from_secs(3600);
     let config = config.upstreams.remove(0);
     let credentials = Credentials::load(&config, config.health.readyz.cert.as_slice()).unwrap();

@@ -1,5 +1,5 @@
-//! `EndpointSlices` of `default/kubernetes`, watched on connections to the endpoints that they
-//! list.
+//! Discovery by the `EndpointSlices` of `default/kubernetes`, watched on connections to the endpoints
+//! that they list.
 
 use crate::support::{Proxy, TestCluster, pause, to_strings, until};
 use crate::traffic::{Traffic, has_event, set, set_is, source};
@@ -32,9 +32,9 @@ fn slice(name: &str, addresses: &[&str], port: u16, ready: Option<bool>) -> Valu
 
 /// Creates or replaces a slice.
 fn put(cluster: &TestCluster, name: &str, mut value: Value) {
-    let place = ObjectRef { kind: &ENDPOINT_SLICES, namespace: "default", name };
-    if cluster.state.get(place).is_ok() {
-        let changed = cluster.state.modify(place, false, |now| {
+    let object = ObjectRef { kind: &ENDPOINT_SLICES, namespace: "default", name };
+    if cluster.state.get(object).is_ok() {
+        let changed = cluster.state.modify(object, false, |now| {
             value["metadata"] = now["metadata"].clone();
             Ok(value)
         });
@@ -51,8 +51,8 @@ fn add_slice(cluster: &TestCluster, index: usize, address: SocketAddr) {
 
 fn remove_slice(cluster: &TestCluster, index: usize) {
     let name = format!("kubernetes-{index}");
-    let place = ObjectRef { kind: &ENDPOINT_SLICES, namespace: "default", name: &name };
-    cluster.state.delete(place, &Value::Null, false).unwrap();
+    let object = ObjectRef { kind: &ENDPOINT_SLICES, namespace: "default", name: &name };
+    cluster.state.delete(object, &Value::Null, false).unwrap();
 }
 
 /// Configures discovery with a kubeconfig whose user has a token file.
@@ -68,46 +68,46 @@ fn with_discovery(cluster: &TestCluster, config: &mut Config) {
     config.upstreams[0].discovery.kubeconfig = Some(path);
 }
 
-/// jackstay with one static endpoint, in front of `servers`, of which the slices list the first
-/// `named`.
-async fn start(servers: usize, named: usize) -> (TestCluster, Proxy) {
+/// Starts this number of servers, slices that list the first `listed` of them, and jackstay with the first
+/// server as its static endpoint.
+async fn start(servers: usize, listed: usize) -> (TestCluster, Proxy) {
     let cluster = TestCluster::new(servers);
-    for (index, address) in cluster.addresses().into_iter().enumerate().take(named) {
+    for (index, address) in cluster.addresses().into_iter().enumerate().take(listed) {
         add_slice(&cluster, index, address);
     }
     let mut config = cluster.config();
     config.upstreams[0].endpoints.truncate(1);
     with_discovery(&cluster, &mut config);
     let proxy = cluster.certs.start(config);
-    set_is(&proxy, &to_strings(&cluster.addresses()[..named])).await;
-    proxy.wait_connected(named).await;
+    set_is(&proxy, &to_strings(&cluster.addresses()[..listed])).await;
+    proxy.wait_connected(listed).await;
     (cluster, proxy)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn one_static_endpoint_discovers_all_endpoints() {
+async fn slices_changed_changes_the_set_and_fails_no_request() {
     let (cluster, proxy) = start(4, 3).await;
     let addresses = cluster.addresses();
     let traffic = Traffic::start(&cluster, &proxy).await;
     for endpoint in proxy.endpoints().await {
         let is_static = endpoint["address"] == addresses[0].to_string();
         let name = if is_static { "127.0.0.1" } else { "kubernetes.default.svc" };
-        assert_eq!(endpoint["server_name"], name, "the static endpoint keeps the configured name");
+        assert_eq!(endpoint["server_name"], name, "the configured name takes precedence");
     }
     add_slice(&cluster, 3, addresses[3]);
     set_is(&proxy, &to_strings(&addresses)).await;
     remove_slice(&cluster, 1);
-    let left = [addresses[0], addresses[2], addresses[3]];
-    set_is(&proxy, &to_strings(&left)).await;
-    // A static endpoint that is no longer discovered stays as a fallback.
+    let remaining = [addresses[0], addresses[2], addresses[3]];
+    set_is(&proxy, &to_strings(&remaining)).await;
+    // A static endpoint that no slice lists stays in the set as a fallback.
     remove_slice(&cluster, 0);
     let fallback = async || proxy.endpoint(addresses[0]).await["fallback"] == true;
     until("the static endpoint is a fallback", fallback).await;
-    traffic.goes_on().await;
+    traffic.continues().await;
     let before = cluster.servers[0].counters().requests.load(Relaxed);
-    traffic.goes_on().await;
+    traffic.continues().await;
     let after = cluster.servers[0].counters().requests.load(Relaxed);
-    assert!(after - before < 10, "only probes: {before} to {after}");
+    assert!(after - before < 10, "a fallback gets only probes: {before} to {after}");
     traffic.end(&cluster).await;
     assert_eq!(source(&proxy, "slices").await["endpoints"], 2);
 }
@@ -122,14 +122,18 @@ async fn unusable_slices_are_reported_and_change_nothing() {
         let port = cluster.addresses()[index].port();
         put(&cluster, &name, slice(&name, &["127.0.0.1"], port, Some(false)));
     }
-    until("not ready is reported", async || has_event(&proxy, "slices", "none of its 3").await)
-        .await;
+    until("the unready endpoints are reported", async || {
+        has_event(&proxy, "slices", "none of its 3").await
+    })
+    .await;
     assert_eq!(set(&proxy).await.len(), 3);
     for index in 0..3 {
         remove_slice(&cluster, index);
     }
-    until("empty is reported", async || has_event(&proxy, "slices", "names no endpoint").await)
-        .await;
+    until("the empty answer is reported", async || {
+        has_event(&proxy, "slices", "names no endpoint").await
+    })
+    .await;
     assert_eq!(set(&proxy).await.len(), 3);
 
     let own = proxy.addr.port();
@@ -137,10 +141,12 @@ async fn unusable_slices_are_reported_and_change_nothing() {
     until("the own address is reported", async || has_event(&proxy, "slices", "would loop").await)
         .await;
     put(&cluster, "names", slice("names", &["node-1", "0.0.0.0"], 6443, Some(true)));
-    until("names are reported", async || has_event(&proxy, "slices", "not an IP address").await)
-        .await;
+    until("the invalid addresses are reported", async || {
+        has_event(&proxy, "slices", "not an IP address").await
+    })
+    .await;
     assert_eq!(set(&proxy).await.len(), 3);
-    traffic.goes_on().await;
+    traffic.continues().await;
     for (index, address) in cluster.addresses().into_iter().enumerate() {
         add_slice(&cluster, index, address);
     }
@@ -154,7 +160,7 @@ async fn unusable_slices_are_reported_and_change_nothing() {
 async fn endpoint_that_flaps_every_200_ms_fails_no_request() {
     let (cluster, proxy) = start(3, 3).await;
     let traffic = Traffic::start(&cluster, &proxy).await;
-    let joined = proxy.metric("jackstay_discovery_changes_total").await;
+    let before = proxy.metric("jackstay_discovery_changes_total").await;
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(4) {
         remove_slice(&cluster, 2);
@@ -162,23 +168,23 @@ async fn endpoint_that_flaps_every_200_ms_fails_no_request() {
         add_slice(&cluster, 2, cluster.addresses()[2]);
         pause(Duration::from_millis(200)).await;
     }
-    traffic.goes_on().await;
+    traffic.continues().await;
     let after = proxy.metric("jackstay_discovery_changes_total").await;
-    println!("{} changes in 4 s of flapping", after - joined);
+    println!("{} changes of the set in 4 s of flapping", after - before);
     set_is(&proxy, &to_strings(&cluster.addresses())).await;
     traffic.end(&cluster).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_of_slices_survives_its_endpoint() {
+async fn watch_of_slices_continues_after_the_loss_of_its_endpoint() {
     let (cluster, proxy) = start(3, 2).await;
     let addresses = cluster.addresses();
-    // First the endpoint with the watch, then the other one, in either order.
+    // Whichever endpoint has the watch, it is lost in one of the two rounds.
     for (dead, alive) in [(0, 1), (1, 0)] {
         cluster.servers[dead].kill();
-        let traffic = proxy.client().await;
-        until("requests succeed", async || {
-            traffic.get(crate::support::CONFIGMAPS).await.unwrap().status == 200
+        let client = proxy.client().await;
+        until("a request succeeds", async || {
+            client.get(crate::support::CONFIGMAPS).await.unwrap().status == 200
         })
         .await;
         add_slice(&cluster, 2, addresses[2]);
@@ -192,7 +198,7 @@ async fn watch_of_slices_survives_its_endpoint() {
         .await;
         assert!(cluster.servers[alive].is_running());
     }
-    // A graceful end of the connection, and the end of all watches.
+    // Every connection gets a GOAWAY and every watch ends. The version to resume from is compacted.
     for server in &cluster.servers {
         server.goaway();
         server.end_watches();
@@ -205,21 +211,21 @@ async fn watch_of_slices_survives_its_endpoint() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn rotated_token_is_used() {
     let (cluster, proxy) = start(2, 1).await;
-    let by = |name: &'static str| {
-        let of = move |r: &jackstay::demo::apiserver::audit::Record| r.user == name;
-        cluster.state.audit().select(of).len()
+    let requests_of = |user: &'static str| {
+        let is_of_user = move |r: &jackstay::demo::apiserver::audit::Record| r.user == user;
+        cluster.state.audit().select(is_of_user).len()
     };
-    // The set does not change here, so the test waits for the watch that it ends below.
+    // The slices list only the static endpoint, so the set does not show when the watch has started.
     let watches =
         || cluster.servers.iter().map(|s| s.counters().watches.load(Relaxed)).sum::<u64>();
     until("the watch runs", async || watches() > 0).await;
-    assert!(by("jackstay-discovery") > 0, "the watch uses the token");
+    assert!(requests_of("jackstay-discovery") > 0, "the watch uses the token");
     cluster.state.add_token("watcher-2", User::new("jackstay-discovery-2", &[]));
     std::fs::write(cluster.certs.path().join("discovery-token"), "watcher-2\n").unwrap();
     for server in &cluster.servers {
         server.end_watches();
     }
-    until("the new token is used", async || by("jackstay-discovery-2") > 0).await;
+    until("the new token is used", async || requests_of("jackstay-discovery-2") > 0).await;
     add_slice(&cluster, 1, cluster.addresses()[1]);
     set_is(&proxy, &to_strings(&cluster.addresses())).await;
 }
@@ -233,21 +239,24 @@ async fn invalid_credential_is_reported_and_changes_nothing() {
     std::fs::remove_file(&token).unwrap();
     let proxy = cluster.certs.start(config);
     proxy.wait_connected(2).await;
-    until("the missing file is reported", async || {
+    until("the missing token file is reported", async || {
         has_event(&proxy, "slices", "discovery-token").await
     })
     .await;
-    std::fs::write(&token, "nobody").unwrap();
-    until("the token is rejected", async || has_event(&proxy, "slices", "401").await).await;
+    std::fs::write(&token, "unknown").unwrap();
+    until("the rejection of the token is reported", async || {
+        has_event(&proxy, "slices", "401").await
+    })
+    .await;
     assert_eq!(set(&proxy).await.len(), 2);
     let ready = proxy.page("/readyz").await;
     assert!(ready.starts_with("HTTP/1.1 200") && ready.contains("[-]source"), "{ready}");
-    // The kubeconfig becomes invalid, and is repaired.
+    // The kubeconfig gets an unsupported user, and is then restored.
     let kubeconfig = cluster.certs.path().join("discovery.kubeconfig");
     let good = std::fs::read_to_string(&kubeconfig).unwrap();
     let exec = good.replace("tokenFile: discovery-token", "exec: {command: aws}");
     std::fs::write(&kubeconfig, exec).unwrap();
-    until("the exec plugin is rejected", async || has_event(&proxy, "slices", "exec plugin").await)
+    until("the exec plugin is reported", async || has_event(&proxy, "slices", "exec plugin").await)
         .await;
     std::fs::write(&kubeconfig, good).unwrap();
     std::fs::write(&token, "watcher-1").unwrap();
@@ -256,14 +265,14 @@ async fn invalid_credential_is_reported_and_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn endpoints_are_used_without_the_discovery_api() {
+async fn endpoints_object_is_used_without_the_discovery_api() {
     let cluster = TestCluster::new(2);
     // These apiservers do not serve discovery.k8s.io.
     for server in &cluster.servers {
         let refuse: RequestHook = Arc::new(|request| {
             request.uri.path().starts_with("/apis/discovery.k8s.io/").then(|| {
-                let words = "the server could not find the requested resource";
-                ScriptedResponse::status(404, "NotFound", words)
+                let message = "the server could not find the requested resource";
+                ScriptedResponse::status(404, "NotFound", message)
             })
         });
         server.set_faults(|faults| faults.on_request = Some(refuse));

@@ -1,4 +1,4 @@
-//! An endpoints file with invalid content, and its replacement while requests run.
+//! Discovery by an endpoints file: invalid content, and changes while requests run.
 
 use crate::support::{Proxy, TestCluster, pause, refusing_address, to_strings, until, write_lines};
 use crate::traffic::{Traffic, has_event, set, set_is, source};
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Starts jackstay with endpoints from a file alone, and traffic.
+/// Starts jackstay with an endpoints file as its only source, and traffic.
 async fn start(cluster: &TestCluster, lines: &[String]) -> (Proxy, PathBuf, Traffic) {
     let path = cluster.certs.path().join("endpoints");
     write_lines(&path, lines);
@@ -29,25 +29,25 @@ async fn invalid_file_is_reported_and_changes_nothing() {
     let first = last_success().await;
     until("the file is read again", async || last_success().await != first).await;
 
-    let mut last = None;
+    let mut last_valid = None;
     let own = proxy.addr.to_string();
-    for (lines, words) in [
+    for (lines, expected) in [
         (vec![], "it names no endpoint"),
         (vec!["# nothing".to_owned(), String::new()], "it names no endpoint"),
-        (vec!["apiserver.example".to_owned(), "what?".into()], "can be an endpoint"),
+        (vec!["apiserver.example".to_owned(), "invalid".into()], "can be an endpoint"),
         (vec![own.clone()], "requests would loop"),
     ] {
         write_lines(&path, &lines);
-        until(words, async || has_event(&proxy, "file", words).await).await;
-        assert_eq!(set(&proxy).await.len(), 2, "{words}");
-        let after = source(&proxy, "file").await;
-        assert!(after["error"].as_str().unwrap().contains("changes nothing"), "{after}");
-        // An unusable file is no success, however often it is read.
-        let last = last.get_or_insert_with(|| after["last_success"].clone());
-        assert_eq!(after["last_success"], *last, "{words}");
+        until(expected, async || has_event(&proxy, "file", expected).await).await;
+        assert_eq!(set(&proxy).await.len(), 2, "{expected}");
+        let report = source(&proxy, "file").await;
+        assert!(report["error"].as_str().unwrap().contains("changes nothing"), "{report}");
+        // Reading an unusable file is not a success.
+        let last_valid = last_valid.get_or_insert_with(|| report["last_success"].clone());
+        assert_eq!(report["last_success"], *last_valid, "{expected}");
         let ready = proxy.page("/readyz").await;
         assert!(ready.starts_with("HTTP/1.1 200"), "{ready}");
-        // The last success, its age, and the error since.
+        // The line has the age of the last success and the current error.
         let source = ready.lines().find(|line| line.contains("source control-plane/file"));
         let source = source.unwrap_or_else(|| panic!("{ready}"));
         assert!(source.starts_with("[-]") && source.contains(": 2 endpoints, "), "{source}");
@@ -56,12 +56,12 @@ async fn invalid_file_is_reported_and_changes_nothing() {
     std::fs::remove_file(&path).unwrap();
     until("the missing file is reported", async || has_event(&proxy, "file", "No such file").await)
         .await;
-    // A pipe without a writer blocks nothing else.
+    // A pipe without a writer does not block discovery.
     assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
     until("the pipe is reported", async || has_event(&proxy, "file", "not a regular file").await)
         .await;
 
-    // jackstay's own address and invalid lines are left out, and the rest is used.
+    // jackstay's own address and invalid lines are left out; the valid address is used.
     let mixed = vec![own, addresses[0].clone(), "x".into()];
     write_lines(&path, &mixed);
     set_is(&proxy, &addresses[..1]).await;
@@ -69,29 +69,29 @@ async fn invalid_file_is_reported_and_changes_nothing() {
     traffic.end(&cluster).await;
     let metric = async |name: &str| proxy.metric(name).await;
     assert!(metric("jackstay_discovery_refused_total").await >= 7.0);
-    let at = metric("jackstay_discovery_last_success_timestamp_seconds").await;
-    assert!(at > 1.7e9, "{at}");
+    let last_success = metric("jackstay_discovery_last_success_timestamp_seconds").await;
+    assert!(last_success > 1.7e9, "a Unix time after 2023: {last_success}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn endpoints_are_replaced_at_once_without_a_failure() {
+async fn all_endpoints_replaced_at_once_fails_no_request() {
     let cluster = TestCluster::new(4);
     let addresses = to_strings(&cluster.addresses());
     let (proxy, path, traffic) = start(&cluster, &addresses[..2]).await;
     write_lines(&path, &addresses[2..]);
     set_is(&proxy, &addresses[2..]).await;
     proxy.wait_connected(2).await;
-    traffic.goes_on().await;
+    traffic.continues().await;
 
-    // Replaced by dead endpoints: the working ones stay.
+    // If dead endpoints replace them, the usable ones stay in the set.
     let dead: Vec<String> = (0..2).map(|_| refusing_address().to_string()).collect();
     write_lines(&path, &dead);
     let all = [&dead[..], &addresses[2..]].concat();
     set_is(&proxy, &all).await;
     for _ in 0..10 {
-        traffic.goes_on().await;
+        traffic.continues().await;
     }
-    assert_eq!(set(&proxy).await.len(), 4, "working endpoints stay as long as no other serves");
+    assert_eq!(set(&proxy).await.len(), 4, "usable endpoints stay until another one is usable");
     write_lines(&path, &[&dead[..], &addresses[..1]].concat());
     set_is(&proxy, &[&dead[..], &addresses[..1]].concat()).await;
     traffic.end(&cluster).await;
@@ -103,24 +103,24 @@ async fn endpoint_that_flaps_fails_no_request() {
     let addresses = to_strings(&cluster.addresses());
     let (proxy, path, traffic) = start(&cluster, &addresses).await;
     let start = Instant::now();
-    let mut turn = 0;
+    let mut round = 0;
     while start.elapsed() < Duration::from_secs(4) {
-        write_lines(&path, &addresses[..=turn % 2]);
-        turn += 1;
+        write_lines(&path, &addresses[..=round % 2]);
+        round += 1;
         pause(Duration::from_millis(200)).await;
     }
-    traffic.goes_on().await;
+    traffic.continues().await;
     write_lines(&path, &addresses);
     set_is(&proxy, &addresses).await;
     traffic.end(&cluster).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn file_with_a_thousand_entries_is_limited_to_64() {
+async fn file_with_1000_entries_is_limited_to_64_with_all_usable_ones() {
     let cluster = TestCluster::new(2);
     let addresses = to_strings(&cluster.addresses());
     let (proxy, path, traffic) = start(&cluster, &addresses).await;
-    // Addresses in 127.0.0.0/8 that refuse immediately.
+    // Addresses in 127.0.0.0/8 that refuse connections at once.
     let mut lines: Vec<String> =
         (0..1000).map(|n| format!("127.1.{}.{}:9", n / 250, n % 250 + 1)).collect();
     lines.extend(addresses.iter().cloned());
@@ -131,8 +131,8 @@ async fn file_with_a_thousand_entries_is_limited_to_64() {
     .await;
     until("the set is limited", async || set(&proxy).await.len() == 64).await;
     let set = set(&proxy).await;
-    assert!(addresses.iter().all(|address| set.contains(address)), "working endpoints stay");
-    traffic.goes_on().await;
+    assert!(addresses.iter().all(|address| set.contains(address)), "usable endpoints stay");
+    traffic.continues().await;
     write_lines(&path, &addresses);
     set_is(&proxy, &addresses).await;
     traffic.end(&cluster).await;

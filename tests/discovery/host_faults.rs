@@ -1,11 +1,12 @@
-//! Hosts without DNS, without an address family or without files. Each test changes the whole host, so the
-//! tests run as root in their own namespaces, one after the other:
+//! Starts on a host without DNS, without an address family or without `/etc`. Each test changes the whole
+//! host, so the tests run as root in namespaces of their own, one after the other:
 //!
 //! ```sh
 //! unshare --net --mount sh -c 'ip link set lo up && cargo test --test discovery -- --ignored --test-threads=1'
 //! ```
 //!
-//! With `JACKSTAY_BIN` the tests start a release build, and compare it with the promise.
+//! With `JACKSTAY_BIN`, which names a release build, the last test measures that build against the
+//! promise.
 
 use crate::support::child::KillOnDrop;
 use crate::support::figures::check_figure;
@@ -21,7 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// The time from the start to the first response.
+/// Promised time from the start to the first response.
 const FIRST_RESPONSE: Duration = Duration::from_secs(1);
 
 fn run(command: &str) {
@@ -29,7 +30,7 @@ fn run(command: &str) {
     assert!(status.success(), "{command}");
 }
 
-/// A change of the host, undone by this command on drop.
+/// A change of the host, and the command that undoes it on drop.
 struct HostChange(&'static str);
 
 impl Drop for HostChange {
@@ -38,13 +39,13 @@ impl Drop for HostChange {
     }
 }
 
-/// Replaces the content of `/etc/resolv.conf`.
+/// Replaces the content of `/etc/resolv.conf` until the returned value is dropped.
 fn resolv_conf(dir: &Path, text: &str) -> HostChange {
-    // Mounts of this test must not spread to the host.
+    // Mounts of this test must not propagate to the host.
     run("mount --make-rprivate /");
     let file = dir.join("resolv.conf");
     std::fs::write(&file, text).unwrap();
-    // It may be a link to a file that is missing in this namespace.
+    // It may be a symlink to a file that does not exist in this namespace.
     run("[ -e /etc/resolv.conf ] || touch /etc/resolv.conf");
     run(&format!("mount --bind {} $(readlink -f /etc/resolv.conf)", file.display()));
     HostChange("umount -l $(readlink -f /etc/resolv.conf)")
@@ -77,7 +78,7 @@ impl LocalServer {
         let start = Instant::now();
         let proxy = self.certs.start(config);
         let client = proxy.client().await;
-        until("there is a response", async || client.get(CONFIGMAPS).await.unwrap().status == 200)
+        until("a request succeeds", async || client.get(CONFIGMAPS).await.unwrap().status == 200)
             .await;
         start.elapsed()
     }
@@ -85,28 +86,28 @@ impl LocalServer {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 #[ignore = "drops DNS packets on the whole host; needs its own namespaces"]
-async fn silent_dns_does_not_delay_the_first_response() {
-    let one = LocalServer::on(Ipv4Addr::LOCALHOST.into());
+async fn silent_name_servers_do_not_delay_the_first_response() {
+    let local = LocalServer::on(Ipv4Addr::LOCALHOST.into());
     let text = "nameserver 127.0.0.53\nnameserver 127.0.0.54\n";
-    let _files = resolv_conf(one.certs.path(), text);
+    let _files = resolv_conf(local.certs.path(), text);
     run(
         "nft add table inet t && nft 'add chain inet t o { type filter hook output priority 0 ; }' \
          && nft add rule inet t o udp dport 53 drop && nft add rule inet t o tcp dport 53 drop",
     );
     let _rules = HostChange("nft delete table inet t");
-    let alone = one.first_response(one.config()).await;
-    let mut beside = one.config();
-    beside.upstreams[0].endpoints.push(one.named("lb.example.com"));
-    let beside = one.first_response(beside).await;
-    check_figure("no DNS: first response", alone, FIRST_RESPONSE);
-    check_figure("no DNS, a name beside the address: first response", beside, FIRST_RESPONSE);
+    let address_only = local.first_response(local.config()).await;
+    let mut config = local.config();
+    config.upstreams[0].endpoints.push(local.named("lb.example.com"));
+    let address_and_name = local.first_response(config).await;
+    check_figure("no DNS: first response", address_only, FIRST_RESPONSE);
+    check_figure("no DNS, a name and an address: first response", address_and_name, FIRST_RESPONSE);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 #[ignore = "is the name server of the whole host; needs its own namespaces"]
 async fn static_addresses_cause_no_dns_query() {
-    let one = LocalServer::on(Ipv4Addr::LOCALHOST.into());
-    let _files = resolv_conf(one.certs.path(), "nameserver 127.0.0.1\n");
+    let local = LocalServer::on(Ipv4Addr::LOCALHOST.into());
+    let _files = resolv_conf(local.certs.path(), "nameserver 127.0.0.1\n");
     let socket = UdpSocket::bind("127.0.0.1:53").unwrap();
     let queries = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&queries);
@@ -115,9 +116,9 @@ async fn static_addresses_cause_no_dns_query() {
             count.fetch_add(1, Relaxed);
         }
     });
-    let mut config = one.config();
-    config.upstreams[0].endpoints.push(one.named("localhost"));
-    let proxy = one.certs.start(config.clone());
+    let mut config = local.config();
+    config.upstreams[0].endpoints.push(local.named("localhost"));
+    let proxy = local.certs.start(config.clone());
     proxy.wait_connected(2).await;
     let client = proxy.client().await;
     for _ in 0..100 {
@@ -127,9 +128,9 @@ async fn static_addresses_cause_no_dns_query() {
     assert_eq!(queries.load(Relaxed), 0, "a name server was queried");
     drop(proxy);
 
-    // With a name there are queries, so the test above would notice one.
-    config.upstreams[0].endpoints.push(one.named("lb.example.com"));
-    let proxy = one.certs.start(config);
+    // A configured name causes queries, so the check above would detect one.
+    config.upstreams[0].endpoints.push(local.named("lb.example.com"));
+    let proxy = local.certs.start(config);
     until("a name server is queried", async || queries.load(Relaxed) > 0).await;
     drop(proxy);
 }
@@ -137,16 +138,16 @@ async fn static_addresses_cause_no_dns_query() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 #[ignore = "removes IPv6 and /etc from the whole host; needs its own namespaces"]
 async fn start_works_without_ipv6_and_without_etc() {
-    let one = LocalServer::on(Ipv4Addr::LOCALHOST.into());
+    let local = LocalServer::on(Ipv4Addr::LOCALHOST.into());
     run("sysctl -qw net.ipv6.conf.all.disable_ipv6=1");
     let _ipv6 = HostChange("sysctl -qw net.ipv6.conf.all.disable_ipv6=0");
     run("mount --make-rprivate / && mount -t tmpfs none /etc");
     let _files = HostChange("umount -l /etc");
     assert!(!Path::new("/etc/nsswitch.conf").exists() && !Path::new("/etc/hosts").exists());
-    let mut config = one.config();
-    config.upstreams[0].endpoints = vec![one.named("localhost"), one.named("lb.example.com")];
+    let mut config = local.config();
+    config.upstreams[0].endpoints = vec![local.named("localhost"), local.named("lb.example.com")];
     config.listeners[0].bind.push((Ipv6Addr::LOCALHOST, 0).into());
-    let took = one.first_response(config).await;
+    let took = local.first_response(config).await;
     check_figure("no IPv6 and no /etc: first response", took, FIRST_RESPONSE);
 }
 
@@ -155,17 +156,17 @@ async fn start_works_without_ipv6_and_without_etc() {
 async fn start_works_with_only_the_ipv6_loopback() {
     run("ip address delete 127.0.0.1/8 dev lo");
     let _ipv4 = HostChange("ip address add 127.0.0.1/8 dev lo");
-    let one = LocalServer::on(Ipv6Addr::LOCALHOST.into());
-    let mut config = one.config();
-    config.upstreams[0].endpoints = vec![one.named("localhost")];
+    let local = LocalServer::on(Ipv6Addr::LOCALHOST.into());
+    let mut config = local.config();
+    config.upstreams[0].endpoints = vec![local.named("localhost")];
     config.listeners[0].bind = vec![(Ipv6Addr::LOCALHOST, 0).into()];
     config.admin.bind = (Ipv6Addr::LOCALHOST, 0).into();
-    let took = one.first_response(config).await;
-    check_figure("IPv6 alone: first response", took, FIRST_RESPONSE);
+    let took = local.first_response(config).await;
+    check_figure("only IPv6: first response", took, FIRST_RESPONSE);
 }
 
-/// An address on which nothing listens.
-fn free() -> SocketAddr {
+/// An address on which no process listens.
+fn free_address() -> SocketAddr {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
@@ -184,8 +185,8 @@ fn start_without_dns_ipv6_and_disk_listens_immediately() {
     );
     let _rules = HostChange("nft delete table inet t");
 
-    // No DNS, no cluster, no IPv6, no disk, and no file for another source.
-    let (listener, admin) = (free(), free());
+    // No apiserver, no writable state directory, and neither of the files of the other sources.
+    let (listener, admin) = (free_address(), free_address());
     let mut config = certs.config(&["192.0.2.1:6443".parse().unwrap()]);
     config.admin.bind = admin;
     config.state_dir = Some("/proc/no-disk".into());
@@ -219,15 +220,14 @@ fn start_without_dns_ipv6_and_disk_listens_immediately() {
         let mut ready = String::new();
         stream.read_to_string(&mut ready).unwrap();
         assert!(ready.starts_with("HTTP/1.1 503"), "{ready}");
-        for missing in ["upstream control-plane", "file", "dns", "slices"] {
-            let source = format!("source control-plane/{missing}");
-            let upstream = missing.starts_with("upstream") && ready.contains(missing);
-            assert!(upstream || ready.contains(&source), "{missing}: {ready}");
+        let sources = ["file", "dns", "slices"].map(|name| format!("source control-plane/{name}"));
+        for failed in sources.iter().map(String::as_str).chain(["upstream control-plane"]) {
+            assert!(ready.contains(failed), "{failed}: {ready}");
         }
     }
     times.sort_unstable();
     println!("listening after {times:?}");
-    // The fastest start, since other processes of the machine are not measured.
-    let promise = Duration::from_millis(if release.is_some() { 100 } else { 1_000 });
-    check_figure("start with nothing at all: listening", times[0], promise);
+    // The fastest start counts, because other processes of the machine delay the others.
+    let limit = Duration::from_millis(if release.is_some() { 100 } else { 1_000 });
+    check_figure("start without DNS, IPv6 and disk: listening", times[0], limit);
 }

@@ -1,4 +1,4 @@
-//! Discovery of endpoints: the resulting set, and that requests are not affected.
+//! Tests of endpoint discovery: which set results, and that no request fails meanwhile.
 
 #![cfg(feature = "demo")]
 

@@ -1,4 +1,4 @@
-//! Requests that run while endpoints change, and their results.
+//! Requests and a watch that run while endpoints change, and the discovery state of jackstay.
 
 use crate::support::{CONFIGMAPS, Proxy, TestCluster, pause};
 use std::sync::Arc;
@@ -6,32 +6,35 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 use tokio::task::JoinHandle;
 
-/// Readers and one watch, until `end` checks their results.
+/// Clients that read, and one watch, until [`Self::end`] checks their results.
 pub struct Traffic {
-    over: Arc<AtomicBool>,
-    done: Arc<AtomicUsize>,
+    stop: Arc<AtomicBool>,
+    /// Number of successful requests.
+    succeeded: Arc<AtomicUsize>,
+    /// Each returns the number of its requests and the longest time of one.
     readers: Vec<JoinHandle<(usize, Duration)>>,
+    /// Returns the number of its events.
     watch: JoinHandle<usize>,
-    world_version: u64,
+    start_version: u64,
 }
 
 impl Traffic {
     pub async fn start(cluster: &TestCluster, proxy: &Proxy) -> Self {
-        let (over, done) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+        let (stop, succeeded) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         let mut readers = Vec::new();
         for reader in 0..2 {
             let client = proxy.client().await;
-            let (over, done) = (Arc::clone(&over), Arc::clone(&done));
+            let (stop, succeeded) = (Arc::clone(&stop), Arc::clone(&succeeded));
             readers.push(tokio::spawn(async move {
                 let (mut requests, mut slowest) = (0, Duration::ZERO);
-                while !over.load(Relaxed) {
+                while !stop.load(Relaxed) {
                     let start = Instant::now();
                     let reply = client.get(CONFIGMAPS).await;
                     let reply = reply.unwrap_or_else(|e| panic!("reader {reader}: {e}"));
                     assert_eq!(reply.status, 200, "reader {reader}: {:?}", reply.body);
                     slowest = slowest.max(start.elapsed());
                     requests += 1;
-                    done.fetch_add(1, Relaxed);
+                    succeeded.fetch_add(1, Relaxed);
                     pause(Duration::from_millis(20)).await;
                 }
                 (requests, slowest)
@@ -51,20 +54,20 @@ impl Traffic {
             }
             panic!("the watch ended");
         });
-        Self { over, done, readers, watch, world_version: version }
+        Self { stop, succeeded, readers, watch, start_version: version }
     }
 
     /// Waits for ten more responses.
-    pub async fn goes_on(&self) {
-        let from = self.done.load(Relaxed);
-        crate::support::until("requests continue", async || self.done.load(Relaxed) >= from + 10)
-            .await;
+    pub async fn continues(&self) {
+        let enough = self.succeeded.load(Relaxed) + 10;
+        let has_enough = async || self.succeeded.load(Relaxed) >= enough;
+        crate::support::until("requests continue", has_enough).await;
     }
 
-    /// Stops the traffic. Expects that no request failed, the watch did not end, and no event was
-    /// lost.
+    /// Stops the requests, and ends the watch with a last event. Expects that no request failed, that the
+    /// watch did not end before, and that it delivered no event twice.
     pub async fn end(self, cluster: &TestCluster) {
-        self.over.store(true, Relaxed);
+        self.stop.store(true, Relaxed);
         let mut requests = 0;
         for reader in self.readers {
             let (count, slowest) = reader.await.expect("no request failed");
@@ -75,8 +78,9 @@ impl Traffic {
         let kind = &jackstay::demo::apiserver::kinds::CONFIG_MAPS;
         let map = crate::support::config_map("last", "1");
         cluster.state.create(kind, "default", map, false).unwrap();
-        let events = crate::support::soon("the watch delivers", self.watch).await.unwrap();
-        assert!(events as u64 <= cluster.state.version() - self.world_version);
+        let events =
+            crate::support::soon("the watch delivers the last event", self.watch).await.unwrap();
+        assert!(events as u64 <= cluster.state.version() - self.start_version);
     }
 }
 
@@ -92,22 +96,22 @@ pub async fn set(proxy: &Proxy) -> Vec<String> {
     set
 }
 
-/// Waits until the set has these endpoints.
+/// Waits until the set has exactly these endpoints.
 pub async fn set_is(proxy: &Proxy, expected: &[String]) {
     let mut expected = expected.to_vec();
     expected.sort();
-    let what = format!("the set is {expected:?}");
-    crate::support::until(&what, async || set(proxy).await == expected).await;
+    let condition = format!("the set is {expected:?}");
+    crate::support::until(&condition, async || set(proxy).await == expected).await;
 }
 
-/// A source in `/status`.
+/// The entry of a source in `/status`; null if there is none.
 pub async fn source(proxy: &Proxy, name: &str) -> serde_json::Value {
     let status = proxy.status().await;
     let sources = status["upstreams"][0]["sources"].as_array().unwrap().clone();
     sources.into_iter().find(|s| s["source"] == name).unwrap_or_default()
 }
 
-/// Whether an event of this source contains the text.
+/// Whether the reason of an event of this source contains the text.
 pub async fn has_event(proxy: &Proxy, source: &str, text: &str) -> bool {
     proxy.events().await.iter().any(|event| {
         event["kind"] == "source"

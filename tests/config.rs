@@ -1,4 +1,4 @@
-//! Loading of configurations: every mistake and its exact error message.
+//! Loads configurations with mistakes, and compares the exact error messages.
 
 use std::path::{Path, PathBuf};
 
@@ -8,6 +8,7 @@ use jackstay::config::{
 };
 use proptest::prelude::*;
 
+/// A configuration file `f` in its own directory.
 struct File(tempfile::TempDir);
 
 impl File {
@@ -27,7 +28,7 @@ impl File {
     }
 }
 
-/// Error lines without the directory of the file.
+/// The error lines of a result, without the directory of the file; empty for a valid file.
 fn lines(file: &Path, result: Result<LoadedConfig, ConfigErrors>) -> Vec<String> {
     let dir = format!("{}/", file.parent().unwrap().display());
     match result {
@@ -44,7 +45,7 @@ fn errors(text: impl AsRef<[u8]>) -> Vec<String> {
     lines(&file.path(), file.load(&[], &Overrides::default()))
 }
 
-fn errors_with(env: &[(&str, &str)], flags: &Overrides) -> Vec<String> {
+fn errors_of_good_file_with(env: &[(&str, &str)], flags: &Overrides) -> Vec<String> {
     let file = File::new(GOOD);
     lines(&file.path(), file.load(env, flags))
 }
@@ -70,15 +71,15 @@ listeners:
   limits: {max_streams: 100}
 ";
 
-/// [`GOOD`] with one piece replaced.
+/// [`GOOD`] with `from` replaced by `to`.
 fn with(from: &str, to: &str) -> String {
     assert_eq!(GOOD.matches(from).count(), 1, "{from}");
     GOOD.replace(from, to)
 }
 
 #[test]
-fn valid_file_loads_without_warnings() {
-    // An unused anchor is allowed.
+fn valid_file_has_no_errors_and_no_warnings() {
+    // An anchor without an alias is allowed.
     assert_eq!(errors(with("- name: u", "- &a\n  name: u")), [""; 0]);
     let file = File::new(GOOD);
     let loaded = file.load(&[], &Overrides::default()).unwrap();
@@ -93,7 +94,7 @@ fn yaml_tab_is_reported_on_its_own_line() {
         ("log:\n\tlevel: info\n", 2),
         ("log:\n  level: info\n\tformat: text\n", 3),
         ("log:\n  level: info\n  \tformat: text\n", 3),
-        ("log:\n  level: info\n\n  # a word\n\t# another\n\tformat: text\n", 6),
+        ("log:\n  level: info\n\n  # comment\n\t# comment\n\tformat: text\n", 6),
         ("log: {level: info}\n\tadmin: x\n", 2),
         ("log: {level: info\n\tformat: text}\n", 2),
         ("upstreams:\n- name: u\n\t  endpoints: []\n", 3),
@@ -111,323 +112,334 @@ fn invalid_value_is_reported_with_path_and_remedy() {
     let duration = "write it as 250ms, 2s, 1m30s or 1h";
     let bind = "write it as 127.0.0.1:7443 or \"[::1]:7443\"";
     let endpoint = "write it as 10.0.0.11:6443 or \"[fd00::13]:6443\"";
-    let b = |text: &str, why: &str| {
+    // Cases for the address of the listener, for the endpoint, and for one replacement.
+    let bind_case = |text: &str, message: &str| {
         (
             "bind: ['127.0.0.1:7443']",
             format!("bind: [{text}]"),
-            vec![format!("f: listeners[0].bind[0]: {why}")],
+            vec![format!("f: listeners[0].bind[0]: {message}")],
         )
     };
-    let e = |text: &str, why: &str| {
-        ("10.0.0.1:6443", text.to_owned(), vec![format!("f: upstreams[0].endpoints[0]: {why}")])
+    let endpoint_case = |text: &str, message: &str| {
+        ("10.0.0.1:6443", text.to_owned(), vec![format!("f: upstreams[0].endpoints[0]: {message}")])
     };
-    let one = |from, to: &str, line: &str| (from, to.to_owned(), vec![format!("f: {line}")]);
+    let case = |from, to: &str, line: &str| (from, to.to_owned(), vec![format!("f: {line}")]);
     let cases: Vec<(&str, String, Vec<String>)> = vec![
         // Unknown keys, at every depth.
-        one("log: {", "lgo: {", "lgo: unknown key \"lgo\"; did you mean log?"),
-        one("level", "lvel", "log.lvel: unknown key \"lvel\"; did you mean level?"),
-        one("admin: {bind", "admin: {color", "admin.color: unknown key \"color\""),
-        one(
+        case("log: {", "lgo: {", "lgo: unknown key \"lgo\"; did you mean log?"),
+        case("level", "lvel", "log.lvel: unknown key \"lvel\"; did you mean level?"),
+        case("admin: {bind", "admin: {color", "admin.color: unknown key \"color\""),
+        case(
             "max_streams",
             "max-streams",
             "listeners[0].limits.max-streams: unknown key \"max-streams\"; did you mean \
              max_streams?",
         ),
-        one(
+        case(
             "readyz: {path",
             "readyz: {\"a.b[0]\": 1, path",
             "upstreams[0].health.readyz.\"a.b[0]\": unknown key \"a.b[0]\"",
         ),
-        one(
+        case(
             "admin:",
             "\"log[99999999999]\": 1\nadmin:",
             "\"log[99999999999]\": unknown key \"log[99999999999]\"",
         ),
-        one("admin:", "log.level: debug\nadmin:", "\"log.level\": unknown key \"log.level\""),
-        one("admin:", "<<: {a: 1}\nadmin:", "\"<<\": unknown key \"<<\""),
+        case("admin:", "log.level: debug\nadmin:", "\"log.level\": unknown key \"log.level\""),
+        case("admin:", "<<: {a: 1}\nadmin:", "\"<<\": unknown key \"<<\""),
         // Wrong types.
-        one("{bind: '127.0.0.1:9643'}", "5", "admin: expected a map of keys, found the number 5"),
-        one(
+        case("{bind: '127.0.0.1:9643'}", "5", "admin: expected a map of keys, found the number 5"),
+        case(
             "{level: info}",
             "{level: {a: 1}}",
             "log.level: expected text: one of error, warn, info, debug, trace, found a map (a: …)",
         ),
-        one(
+        case(
             "name: l",
             "name: 7",
-            "listeners[0].name: expected text: a name of its own, found the number 7 (write it in quotes)",
+            "listeners[0].name: expected text: a unique name, found the number 7 (write it in quotes)",
         ),
-        one(
+        case(
             "['127.0.0.1:7443']",
             "127.0.0.1:7443",
             "listeners[0].bind: expected a list, found the text \"127.0.0.1:7443\"",
         ),
-        one(
+        case(
             "{cert_file: /c, key_file: /k}",
             "[]",
             "listeners[0].tls: expected a map of keys, found a list",
         ),
-        one(
+        case(
             "min: 1",
             "min: one",
             "upstreams[0].connections.min: expected a whole number, found the text \"one\"",
         ),
-        one(
+        case(
             "min: 1",
             "min: '1'",
             "upstreams[0].connections.min: expected a whole number, found the text \"1\"",
         ),
-        one(
+        case(
             "min: 1",
             "min: 1.5",
             "upstreams[0].connections.min: expected a whole number, found the number 1.5",
         ),
-        one(
+        case(
             "upstream: u",
             "upstream: u\n  transparent: 1",
             "listeners[0].transparent: expected true or false, found the number 1",
         ),
-        one(
+        case(
             "admin:",
             "workers: many\nadmin:",
             "workers: expected a whole number or auto, found the text \"many\"",
         ),
         // Bad values.
-        one("info", "loud", "log.level: \"loud\" is not one of error, warn, info, debug, trace"),
-        one("admin:", "workers: 0\nadmin:", "workers: 0 is out of range: 1 to 256"),
-        one("admin:", "workers: -1\nadmin:", "workers: -1 is out of range: 1 to 256"),
-        one("min: 1", "min: 65", "upstreams[0].connections.min: 65 is more than max, which is 64"),
-        one(
+        case("info", "loud", "log.level: \"loud\" is not one of error, warn, info, debug, trace"),
+        case("admin:", "workers: 0\nadmin:", "workers: 0 is out of range: 1 to 256"),
+        case("admin:", "workers: -1\nadmin:", "workers: -1 is out of range: 1 to 256"),
+        case("min: 1", "min: 65", "upstreams[0].connections.min: 65 is more than max, which is 64"),
+        case(
             "min: 1",
             "min: 0, max: 0",
             "upstreams[0].connections.max: 0 is out of range: 1 to 1024",
         ),
-        one(
+        case(
             "1s",
             "2",
             &format!(
                 "upstreams[0].health.ping_interval: the duration \"2\" has no unit: {duration}"
             ),
         ),
-        one(
+        case(
             "1s",
             "'2'",
             &format!(
                 "upstreams[0].health.ping_interval: the duration \"2\" has no unit: {duration}"
             ),
         ),
-        one(
+        case(
             "1s",
             "soon",
             &format!("upstreams[0].health.ping_interval: \"soon\" is not a duration: {duration}"),
         ),
-        one("1s", "1us", "upstreams[0].health.ping_interval: 1us is out of range: 100ms to 1m"),
-        one(
+        case("1s", "1us", "upstreams[0].health.ping_interval: 1us is out of range: 100ms to 1m"),
+        case(
             "1s",
             "2s",
-            "upstreams[0].health.ping_interval: must be shorter than dead_after, or no PING is \
-             pending when it ends",
+            "upstreams[0].health.ping_interval: must be shorter than dead_after, which is the age \
+             of an unanswered PING",
         ),
-        one(
+        case(
             "1s",
             "1s\n    suspect_after: 3s",
             "upstreams[0].health.suspect_after: must be shorter than dead_after",
         ),
-        one(
+        case(
             "1s",
             "1s\n    tunnel_dead_after: 1500ms",
             "upstreams[0].health.tunnel_dead_after: must not be shorter than dead_after",
         ),
-        one(
+        case(
             "1s",
             "1s\n    tunnel_dead_after: 2m",
             "upstreams[0].health.tunnel_dead_after: 2m is out of range: 200ms to 1m",
         ),
-        one(
+        case(
             "1s",
             "1s\n    suspect_after: often",
             &format!("upstreams[0].health.suspect_after: \"often\" is not a duration: {duration}"),
         ),
-        one(
+        case(
             "path: /readyz",
             "path: readyz",
             "upstreams[0].health.readyz.path: \"readyz\" is not a path such as /readyz",
         ),
-        one(
+        case(
             "path: /readyz",
             "path: \"/a\\r\\nb\"",
             "upstreams[0].health.readyz.path: \"/a\\r\\nb\" is not a path such as /readyz",
         ),
-        one(
+        case(
             "path: /readyz",
             "timeout: 11s",
             "upstreams[0].health.readyz.timeout: must not be longer than interval",
         ),
-        one(
+        case(
             "path: /readyz",
             "cert_file: /c",
             "upstreams[0].health.readyz.key_file: is required beside cert_file",
         ),
-        one(
+        case(
             "path: /readyz",
             "cert_file: /c, key_file: /c, token_file: /t",
             "upstreams[0].health.readyz.token_file: has no effect beside cert_file: an apiserver \
              prefers the certificate",
         ),
-        one(
+        case(
             "max_streams: 100",
             "max_header_bytes: 64",
             "listeners[0].limits.max_header_bytes: the size \"64\" has no unit: write it as 512B, 64KiB or 1MiB",
         ),
-        one(
+        case(
             "max_streams: 100",
             "max_header_bytes: 1GiB",
             "listeners[0].limits.max_header_bytes: 1GiB is out of range: 4KiB to 1MiB",
         ),
-        one(
+        case(
             "{ca_file: /ca}",
             "{ca_file: ''}",
             "upstreams[0].tls.ca_file: is required: the path of a file",
         ),
-        one(
+        case(
             "{ca_file: /ca}",
             "{ca_file: \"/a\\0\"}",
             "upstreams[0].tls.ca_file: \"/a\\0\" cannot be a path",
         ),
-        one(
+        case(
             "{ca_file: /ca}",
             "{ca_file: /ca, server_name: 'a b'}",
             "upstreams[0].tls.server_name: \"a b\" is neither a DNS name nor an IP address",
         ),
-        one(
+        case(
             "name: l",
             "name: L",
             "listeners[0].name: \"L\" is not a name: up to 63 of a-z, 0-9 and -, not starting or ending with -",
         ),
-        one(
+        case(
             "name: l",
             "name: l-",
             "listeners[0].name: \"l-\" is not a name: up to 63 of a-z, 0-9 and -, not starting or ending with -",
         ),
-        one(
+        case(
             "upstream: u",
             "upstream: u\n  resume_groups: [example.com, example.com]",
             "listeners[0].resume_groups[1]: \"example.com\" appears twice",
         ),
         // Missing.
-        one("- name: l\n  bind", "- bind", "listeners[0].name: is required: a name of its own"),
-        one(
+        case("- name: l\n  bind", "- bind", "listeners[0].name: is required: a unique name"),
+        case(
             "  client_ca_file: /ca\n",
             "",
             "listeners[0].client_ca_file: is required beside identities: without it no client \
              certificate can be verified",
         ),
-        one(
+        case(
             "{cert_file: /i, key_file: /i}",
             "{cert_file: /i}",
             "listeners[0].identities[0].key_file: is required: the path of a file",
         ),
-        one("['10.0.0.1:6443']", "[]", "upstreams[0].endpoints: is required: at least one address"),
-        one("['127.0.0.1:7443']", "", "listeners[0].bind: is required: at least one address"),
-        one(
+        case(
+            "['10.0.0.1:6443']",
+            "[]",
+            "upstreams[0].endpoints: is required: at least one address",
+        ),
+        case("['127.0.0.1:7443']", "", "listeners[0].bind: is required: at least one address"),
+        case(
             "{cert_file: /i, key_file: /i}",
             "{cert_file: /i, key_file: /i}, {cert_file: /i, key_file: /j}",
             "listeners[0].identities[1].cert_file: the same certificate as listeners[0].identities[0].cert_file",
         ),
         // Addresses.
-        b(
+        bind_case(
             "localhost:7443",
-            "\"localhost:7443\" is a name; write the addresses it stands for: 127.0.0.1:7443 and \"[::1]:7443\"",
+            "\"localhost:7443\" is a name; write its addresses: 127.0.0.1:7443 and \"[::1]:7443\"",
         ),
-        b("'127.0.0.1'", &format!("\"127.0.0.1\" has no port: {bind}")),
-        b(
+        bind_case("'127.0.0.1'", &format!("\"127.0.0.1\" has no port: {bind}")),
+        bind_case(
             "'127.0.0.1:70000'",
             &format!("\"127.0.0.1:70000\" has no valid port (0 to 65535): {bind}"),
         ),
-        b("'127.0.0.1:+80'", &format!("\"127.0.0.1:+80\" has no valid port (0 to 65535): {bind}")),
-        b("'::1'", &format!("\"::1\" is an IPv6 address without brackets and port: {bind}")),
-        b("'::1:x'", &format!("\"::1:x\" has no valid port (0 to 65535): {bind}")),
-        b("'[::1]'", &format!("\"[::1]\" has no port: {bind}")),
-        b("'[zz]:1'", &format!("\"[zz]:1\" has no IPv6 address in its brackets: {bind}")),
-        b("':7443'", &format!("\":7443\" has no address: {bind}")),
-        b("'999.0.0.1:1'", "\"999.0.0.1\" is not an IP address to listen on"),
-        b("[1]", "expected text: an address such as 127.0.0.1:7443, found a list"),
-        b("~", "is required: an address such as 127.0.0.1:7443"),
-        e(
+        bind_case(
+            "'127.0.0.1:+80'",
+            &format!("\"127.0.0.1:+80\" has no valid port (0 to 65535): {bind}"),
+        ),
+        bind_case(
+            "'::1'",
+            &format!("\"::1\" is an IPv6 address without brackets and port: {bind}"),
+        ),
+        bind_case("'::1:x'", &format!("\"::1:x\" has no valid port (0 to 65535): {bind}")),
+        bind_case("'[::1]'", &format!("\"[::1]\" has no port: {bind}")),
+        bind_case("'[zz]:1'", &format!("\"[zz]:1\" has no IPv6 address in its brackets: {bind}")),
+        bind_case("':7443'", &format!("\":7443\" has no address: {bind}")),
+        bind_case("'999.0.0.1:1'", "\"999.0.0.1\" is not an IP address to listen on"),
+        bind_case("[1]", "expected text: an address such as 127.0.0.1:7443, found a list"),
+        bind_case("~", "is required: an address such as 127.0.0.1:7443"),
+        endpoint_case(
             "https://10.0.0.1:6443",
             &format!("\"https://10.0.0.1:6443\" is a URL, not an address and a port: {endpoint}"),
         ),
-        e("10.0.0.1:0", "\"10.0.0.1:0\" has port 0, which accepts no connections"),
-        e("0.0.0.0:6443", "\"0.0.0.0:6443\" is no address of an apiserver"),
-        e("10.0.0:6443", "\"10.0.0\" is neither an IP address nor a DNS name"),
-        e("what is this:6443", "\"what is this\" is neither an IP address nor a DNS name"),
-        e(
+        endpoint_case("10.0.0.1:0", "\"10.0.0.1:0\" has port 0, which accepts no connections"),
+        endpoint_case("0.0.0.0:6443", "\"0.0.0.0:6443\" cannot be the address of an apiserver"),
+        endpoint_case("10.0.0:6443", "\"10.0.0\" is neither an IP address nor a DNS name"),
+        endpoint_case("a b c:6443", "\"a b c\" is neither an IP address nor a DNS name"),
+        endpoint_case(
             "127.0.0.1:7443",
             "127.0.0.1:7443 is jackstay's own address (listeners[0].bind[0]): requests would loop",
         ),
-        e(
+        endpoint_case(
             "localhost:7443",
             "localhost:7443 is jackstay's own address (listeners[0].bind[0]): requests would loop",
         ),
-        e(
+        endpoint_case(
             "127.0.0.1:9643",
             "127.0.0.1:9643 is jackstay's own address (admin.bind): requests would loop",
         ),
         // Duplicates and collisions.
-        one(
+        case(
             "['10.0.0.1:6443']",
             "['10.0.0.1:6443', '[::ffff:10.0.0.1]:6443']",
             "upstreams[0].endpoints[1]: 10.0.0.1:6443 is already an endpoint at \
              upstreams[0].endpoints[0]",
         ),
-        one(
+        case(
             "['10.0.0.1:6443']",
             "['[::1]:6443', 'localhost:6443']",
             "upstreams[0].endpoints[1]: localhost:6443 is the same as [::1]:6443 at \
              upstreams[0].endpoints[0]",
         ),
-        one(
+        case(
             "['127.0.0.1:7443']",
             "['127.0.0.1:7443', '0.0.0.0:7443', '[::]:7443', '127.0.0.1:0', '127.0.0.1:0']",
             "listeners[0].bind[1]: 0.0.0.0:7443 collides with 127.0.0.1:7443, bound at \
              listeners[0].bind[0]",
         ),
-        one(
+        case(
             "['127.0.0.1:7443']",
             "['127.0.0.1:9643']",
             "listeners[0].bind[0]: 127.0.0.1:9643 is already bound at admin.bind",
         ),
-        one(
+        case(
             "upstream: u",
             "upstream: v",
             "listeners[0].upstream: there is no upstream \"v\"; there is u",
         ),
         // Modes and names.
-        one(
+        case(
             "upstream: u",
             "upstream: u\n  mode: l7\n  routes: []",
             "listeners[0].mode: \"l7\" is not one of terminate, passthrough",
         ),
-        one(
+        case(
             "upstream: u",
             "upstream: u\n  transparent: true",
             "listeners[0].transparent: needs mode passthrough: jackstay has no certificate for \
              the original destination",
         ),
-        one(
+        case(
             "['10.0.0.1:6443']",
             "['lb.example.com:6443', 'LB.Example.com.:6443']",
             "upstreams[0].endpoints[1]: lb.example.com:6443 is already an endpoint at \
              upstreams[0].endpoints[0]",
         ),
-        one(
+        case(
             "- name: u",
             "- name: u\n  discovery: {kubeconfg: /k}",
             "upstreams[0].discovery.kubeconfg: unknown key \"kubeconfg\"; did you mean kubeconfig?",
         ),
         // Duplicate keys.
-        one("admin:", "log: {level: warn}\nadmin:", "log: the key \"log\" appears twice here"),
-        one(
+        case("admin:", "log: {level: warn}\nadmin:", "log: the key \"log\" appears twice here"),
+        case(
             "min: 1",
             "min: 1, min: 2",
             "upstreams[0].connections.min: the key \"min\" appears twice here",
@@ -459,10 +471,11 @@ fn upstream_accepts_addresses_names_file_and_discovery() {
 }
 
 #[test]
-fn listen_and_upstream_flags_make_a_configuration() {
+fn draft_from_flags_is_a_passthrough_configuration() {
     let flags = |listen: &[&str], upstream: &[&str]| {
-        let own = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
-        draft_from_flags(&own(listen), &own(upstream), [], &Overrides::default()).finish()
+        let owned =
+            |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
+        draft_from_flags(&owned(listen), &owned(upstream), [], &Overrides::default()).finish()
     };
     let loaded = flags(&["127.0.0.1:7443"], &["10.0.0.1:6443", "10.0.0.2:6443"]).unwrap();
     assert_eq!(loaded.warnings, [""; 0]);
@@ -483,7 +496,7 @@ fn listen_and_upstream_flags_make_a_configuration() {
     );
 }
 
-/// [`GOOD`] with a passthrough listener.
+/// [`GOOD`] with a passthrough listener that has the additional keys `more`.
 fn passthrough(more: &str) -> String {
     let (head, _) = GOOD.split_once("listeners:").unwrap();
     let head = head.replace("  tls: {ca_file: /ca}\n", "");
@@ -505,7 +518,7 @@ fn passthrough_listener_needs_only_an_upstream() {
 }
 
 #[test]
-fn transparent_listener_selects_upstream_by_destination() {
+fn transparent_listener_has_destinations() {
     let to = "['10.96.0.1:443', '[fd00::1]:443', 10.0.0.0/24]";
     let more =
         format!(", transparent: true, freebind: true, destinations: [{{to: {to}, upstream: u}}]");
@@ -550,7 +563,7 @@ fn key_of_the_other_mode_is_refused_with_the_reason() {
         ("resume_groups: [a]", vec![format!("resume_groups: {tls}")]),
         ("limits: {max_streams: 1}", vec![format!("limits.max_streams: {requests}")]),
         ("limits: {stall_timeout: 1s}", vec![format!("limits.stall_timeout: {requests}")]),
-        ("idle_timeout: 10ms", vec!["idle_timeout: is shorter than 1s; 0s is never".into()]),
+        ("idle_timeout: 10ms", vec!["idle_timeout: is shorter than 1s; 0s disables it".into()]),
         (
             "routes: [{server_names: [A.b, a.B], upstream: u}]",
             vec![
@@ -592,7 +605,7 @@ fn key_of_the_other_mode_is_refused_with_the_reason() {
 }
 
 #[test]
-fn upstream_with_requests_or_credentials_requires_a_ca() {
+fn ca_file_missing_with_requests_or_credentials_is_refused() {
     let missing = "f: upstreams[0].tls.ca_file: is required";
     assert_eq!(
         errors(with("  tls: {ca_file: /ca}\n", "")),
@@ -630,7 +643,7 @@ fn file_that_is_not_a_configuration_is_refused() {
     let brackets = format!("a: {}", "[".repeat(100_000));
     for (text, expected) in [
         ("", "f: the file is empty"),
-        ("# nothing\n", "f: the file is empty"),
+        ("# a comment\n", "f: the file is empty"),
         ("---\n", "f: the file must be a map of keys (listeners: …, upstreams: …)"),
         ("- a\n", "f: the file must be a map of keys (listeners: …, upstreams: …)"),
         ("hello", "f: the file must be a map of keys (listeners: …, upstreams: …)"),
@@ -665,7 +678,7 @@ fn file_that_is_not_a_configuration_is_refused() {
 }
 
 #[test]
-fn empty_sections_have_the_defaults() {
+fn empty_section_has_the_defaults() {
     let text = with("{level: info}", "").replace("admin: {bind: '127.0.0.1:9643'}", "admin: {}");
     let file = File::new(text.replace("  connections: {min: 1}", "  connections:"));
     let loaded = file.load(&[], &Overrides::default()).unwrap();
@@ -690,7 +703,7 @@ upstreams:
 listeners:
 - name: l
   bind: ['127.0.0.1:1', '127.0.0.1:1']
-  upstream: nobody
+  upstream: unknown
   tls: {cert_file: c}
   identities: [{cert: x}]
 ";
@@ -705,12 +718,12 @@ listeners:
             "f: log: expected a map of keys, found the number 7",
             "f: upstrems: unknown key \"upstrems\"; did you mean upstreams?",
             "environment: JACKSTAY__LISTENERS__0__NAME: listeners is a list: a variable can only \
-             set a value outside of lists",
+             set a value outside lists",
             "f: admin.bind: \"nowhere\" has no port: write it as 127.0.0.1:7443 or \"[::1]:7443\"",
             "f: workers: expected a whole number or auto, found the text \"many\"",
             "environment: JACKSTAY__LOG__FORMAT: \"xml\" is not one of text, json",
             "command line: log.access: \"some\" is not one of off, errors, all",
-            "f: upstreams[0].name: is required: a name of its own",
+            "f: upstreams[0].name: is required: a unique name",
             "f: upstreams[0].endpoints[0]: \"10.0.0.1\" has no port: write it as 10.0.0.11:6443 or \
              \"[fd00::13]:6443\"",
             "f: upstreams[0].connections.min: 9 is more than max, which is 3",
@@ -727,7 +740,7 @@ listeners:
             "f: listeners[0].bind[1]: 127.0.0.1:1 is already bound at listeners[0].bind[0]",
             "f: upstreams[0].endpoints[2]: 10.0.0.1:1 is already an endpoint at \
              upstreams[0].endpoints[1]",
-            "f: listeners[0].upstream: there is no upstream \"nobody\"",
+            "f: listeners[0].upstream: there is no upstream \"unknown\"",
             "f: upstreams[0].tls.ca_file: is required: the path of a file",
         ]
     );
@@ -757,7 +770,7 @@ fn flags_override_environment_override_file_override_defaults() {
 
 #[test]
 fn invalid_environment_variable_is_refused() {
-    let list = "is a list: a variable can only set a value outside of lists";
+    let list = "is a list: a variable can only set a value outside lists";
     for (name, value, expected) in [
         ("JACKSTAY__UPSTREAMS", "x", format!("upstreams {list}")),
         ("JACKSTAY__UPSTREAMS__0__NAME", "x", format!("upstreams {list}")),
@@ -783,7 +796,7 @@ fn invalid_environment_variable_is_refused() {
             "the duration \"5\" has no unit: write it as 250ms, 2s, 1m30s or 1h".to_owned(),
         ),
     ] {
-        let found = errors_with(&[(name, value)], &Overrides::default());
+        let found = errors_of_good_file_with(&[(name, value)], &Overrides::default());
         assert_eq!(found, [format!("environment: {name}: {expected}")]);
     }
 }
@@ -802,18 +815,18 @@ fn exposed_admin_endpoint_and_unused_upstream_are_warnings() {
         warnings,
         [
             format!(
-                "{path}: admin.bind: not a loopback address: everyone who reaches it can read status \
-                 and metrics"
+                "{path}: admin.bind: not a loopback address: every host that can connect to it can \
+                 read status and metrics"
             ),
             format!("{path}: upstreams[0].name: no listener uses the upstream \"v\""),
         ]
     );
 }
 
-/// Random sequences of tokens of [`GOOD`] and of special YAML tokens.
+/// Random sequences of the tokens of [`GOOD`] and of special YAML tokens.
 fn pieces() -> impl Strategy<Value = String> {
     let words: Vec<&str> = GOOD.split_inclusive([' ', '\n', ':', '{', '}', '[', ']']).collect();
-    let odd = [
+    let special = [
         "- ",
         "? ",
         ": ",
@@ -844,12 +857,13 @@ fn pieces() -> impl Strategy<Value = String> {
         "\r\n",
         "\r",
     ];
-    let all: Vec<String> = words.into_iter().chain(odd).map(str::to_owned).collect();
-    proptest::collection::vec(proptest::sample::select(all), 0..60).prop_map(|all| all.concat())
+    let tokens: Vec<String> = words.into_iter().chain(special).map(str::to_owned).collect();
+    proptest::collection::vec(proptest::sample::select(tokens), 0..60)
+        .prop_map(|chosen| chosen.concat())
 }
 
 /// Each error is one line that begins with the file name.
-fn check_lines(found: &[String]) {
+fn assert_lines(found: &[String]) {
     for line in found {
         assert!(line.starts_with("f: "), "{line:?}");
         assert!(!line.contains(['\r', '\0', '\u{1b}']), "{line:?}");
@@ -861,27 +875,27 @@ proptest! {
 
     #[test]
     fn load_arbitrary_bytes_does_not_panic(bytes: Vec<u8>) {
-        check_lines(&errors(bytes));
+        assert_lines(&errors(bytes));
     }
 
     #[test]
     fn load_arbitrary_text_does_not_panic(text in "\\PC{0,80}") {
-        check_lines(&errors(text));
+        assert_lines(&errors(text));
     }
 
     #[test]
     fn load_similar_yaml_does_not_panic(text in pieces()) {
-        check_lines(&errors(text));
+        assert_lines(&errors(text));
     }
 
     #[test]
     fn load_mutated_file_does_not_panic(at in 0..GOOD.len(), until in 0..GOOD.len(), piece in pieces()) {
         let (from, to) = (at.min(until), at.max(until).min(at + 8).max(at.min(until)));
-        check_lines(&errors(format!("{}{piece}{}", &GOOD[..from], &GOOD[to..])));
+        assert_lines(&errors(format!("{}{piece}{}", &GOOD[..from], &GOOD[to..])));
     }
 
     #[test]
     fn load_arbitrary_variables_does_not_panic(name in "JACKSTAY__[A-Z_.\\[\\]0-9é]{0,20}", value: String) {
-        let _ = errors_with(&[(&name, &value)], &Overrides::default());
+        let _ = errors_of_good_file_with(&[(&name, &value)], &Overrides::default());
     }
 }

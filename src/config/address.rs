@@ -1,11 +1,11 @@
-//! Addresses of listeners and apiservers in their written form, and which of them collide.
+//! Parses addresses of listeners and apiservers, and finds addresses that collide.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use super::errors::quote;
 
-/// The name that stands for both loopback addresses (RFC 6761 section 6.3).
+/// The name of both loopback addresses (RFC 6761 section 6.3).
 const LOCALHOST: &str = "localhost";
 
 /// Address of an apiserver.
@@ -27,13 +27,13 @@ impl fmt::Display for EndpointAddress {
     }
 }
 
-/// Reads an address to listen on: an IP address and a port, 0 for any free one.
+/// Reads an address to listen on: an IP address and a port; port 0 takes any free port.
 pub(super) fn parse_bind(text: &str) -> Result<SocketAddr, String> {
     let (host, port) = split(text, "127.0.0.1:7443 or \"[::1]:7443\"")?;
-    match ip(host) {
+    match parse_ip(host) {
         Some(ip) => Ok(SocketAddr::new(ip, port)),
         None if host == "localhost" => Err(format!(
-            "{} is a name; write the addresses it stands for: 127.0.0.1:{port} and \"[::1]:{port}\"",
+            "{} is a name; write its addresses: 127.0.0.1:{port} and \"[::1]:{port}\"",
             quote(text)
         )),
         None => Err(format!("{} is not an IP address to listen on", quote(host))),
@@ -44,15 +44,15 @@ impl EndpointAddress {
     /// Reads the address of an apiserver: an IP address, `localhost` or a DNS name, and a port.
     ///
     /// # Errors
-    /// What is wrong with it, and how to write it.
+    /// The mistake, and a correct example.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (host, port) = split(text, "10.0.0.11:6443 or \"[fd00::13]:6443\"")?;
         if port == 0 {
             return Err(format!("{} has port 0, which accepts no connections", quote(text)));
         }
-        let host = match ip(host) {
+        let host = match parse_ip(host) {
             Some(ip) if ip.is_unspecified() || ip.is_multicast() || ip == Ipv4Addr::BROADCAST => {
-                return Err(format!("{} is no address of an apiserver", quote(text)));
+                return Err(format!("{} cannot be the address of an apiserver", quote(text)));
             }
             Some(ip) => ip.to_string(),
             None if is_localhost(host) => LOCALHOST.to_owned(),
@@ -85,8 +85,8 @@ pub(super) fn addresses_of(endpoint: &EndpointAddress) -> Vec<SocketAddr> {
     ips.into_iter().map(|ip| SocketAddr::new(ip, endpoint.port)).collect()
 }
 
-/// Whether two sockets cannot both be bound: the same port, and the same address or a wildcard of
-/// the same family.
+/// Whether only one of two addresses can be bound: they have the same port and family, and the same
+/// IP address or a wildcard.
 pub fn collide(a: SocketAddr, b: SocketAddr) -> bool {
     let wildcard = a.ip().is_unspecified() || b.ip().is_unspecified();
     a.port() != 0
@@ -95,7 +95,8 @@ pub fn collide(a: SocketAddr, b: SocketAddr) -> bool {
         && (a.ip() == b.ip() || wildcard)
 }
 
-/// Whether the socket bound to `bind` certainly receives connections to `target`.
+/// Whether a socket bound to `bind` receives connections to `target`. A wildcard bind counts for
+/// loopback targets only: the addresses of this host are not known here.
 pub(super) fn reaches(target: SocketAddr, bind: SocketAddr) -> bool {
     collide(target, bind) && (target.ip() == bind.ip() || target.ip().is_loopback())
 }
@@ -139,8 +140,8 @@ pub(super) fn split<'a>(text: &'a str, example: &str) -> Result<(&'a str, u16), 
     }
 }
 
-/// An IP address; an IPv4-mapped IPv6 address (RFC 4291 section 2.5.5.2) becomes the IPv4 address.
-fn ip(host: &str) -> Option<IpAddr> {
+/// Parses an IP address. An IPv4-mapped IPv6 address (RFC 4291 section 2.5.5.2) becomes the IPv4 address.
+fn parse_ip(host: &str) -> Option<IpAddr> {
     host.parse::<IpAddr>().ok().map(|ip| ip.to_canonical())
 }
 
@@ -150,7 +151,7 @@ mod tests {
     use hickory_resolver::proto::rr::Name;
 
     #[test]
-    fn dns_name_is_ascii_and_known_to_the_resolver() {
+    fn parse_dns_name_is_ascii_and_equals_the_resolver_name() {
         for host in [
             "lb.example.com",
             "LB.Example.com.",

@@ -1,5 +1,5 @@
-//! Matches the original destination of a redirected connection: an address or a network, and
-//! optionally a port.
+//! Matches the original destination of a redirected connection by its address or network, and
+//! optionally its port.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -10,7 +10,7 @@ use super::errors::quote;
 /// A set of original destinations of redirected connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Destination {
-    /// The address of the network, or a single address; the bits beyond the prefix are 0.
+    /// The address of the network, or a single address; the bits after the prefix are 0.
     network: IpAddr,
     /// Prefix length in bits.
     prefix: u8,
@@ -29,11 +29,11 @@ impl Destination {
     /// `fd00::/64`.
     ///
     /// # Errors
-    /// What is wrong, and how to write it.
+    /// The mistake, and a correct example.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let fail = |why: &str| {
+        let fail = |reason: &str| {
             Err(format!(
-                "{} {why}: write it as 10.0.0.5:6443, \"[fd00::5]:6443\" or 10.0.0.0/24",
+                "{} {reason}: write it as 10.0.0.5:6443, \"[fd00::5]:6443\" or 10.0.0.0/24",
                 quote(text)
             ))
         };
@@ -50,7 +50,7 @@ impl Destination {
             (ip, None, Some(port))
         };
         let Ok(ip) = ip.parse::<IpAddr>() else { return fail("has no IP address") };
-        let prefix = prefix.unwrap_or(bits(ip));
+        let prefix = prefix.unwrap_or(address_bits(ip));
         match masked(ip, prefix) {
             None => fail("has a prefix that is too long"),
             Some(network) if network != ip => {
@@ -66,25 +66,25 @@ impl fmt::Display for Destination {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.port {
             Some(port) => SocketAddr::new(self.network, port).fmt(f),
-            None if self.prefix == bits(self.network) => self.network.fmt(f),
+            None if self.prefix == address_bits(self.network) => self.network.fmt(f),
             None => write!(f, "{}/{}", self.network, self.prefix),
         }
     }
 }
 
-fn bits(ip: IpAddr) -> u8 {
+fn address_bits(ip: IpAddr) -> u8 {
     if ip.is_ipv4() { 32 } else { 128 }
 }
 
-/// The address with the bits beyond the prefix cleared; `None` if the prefix is too long.
+/// The address with the bits after the prefix cleared; `None` if the prefix is too long.
 fn masked(ip: IpAddr, prefix: u8) -> Option<IpAddr> {
-    let beyond = u32::from(bits(ip).checked_sub(prefix)?);
+    let host_bits = u32::from(address_bits(ip).checked_sub(prefix)?);
     Some(match ip {
         IpAddr::V4(ip) => {
-            IpAddr::V4((ip.to_bits() & u32::MAX.checked_shl(beyond).unwrap_or(0)).into())
+            IpAddr::V4((ip.to_bits() & u32::MAX.checked_shl(host_bits).unwrap_or(0)).into())
         }
         IpAddr::V6(ip) => {
-            IpAddr::V6((ip.to_bits() & u128::MAX.checked_shl(beyond).unwrap_or(0)).into())
+            IpAddr::V6((ip.to_bits() & u128::MAX.checked_shl(host_bits).unwrap_or(0)).into())
         }
     })
 }
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn destination_refuses_malformed_text() {
-        for (text, why) in [
+        for (text, expected) in [
             ("10.0.0.1/24", "bits beyond its prefix: 10.0.0.0/24?"),
             ("10.0.0.0/33", "a prefix that is too long"),
             ("10.0.0.0/+8", "no valid prefix length"),
@@ -128,7 +128,7 @@ mod tests {
             ("fd00::/129", "a prefix that is too long"),
         ] {
             let error = Destination::parse(text).unwrap_err();
-            assert!(error.contains(why), "{text}: {error}");
+            assert!(error.contains(expected), "{text}: {error}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What is wrong with a configuration, one line for each mistake: where it is and what to do.
+//! The mistakes of a configuration, one line each: the file, the key path, and the remedy.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ pub struct ConfigError {
     pub file: String,
     /// The key path, such as `listeners[0].tls.cert_file`; empty for the file as a whole.
     pub path: String,
-    /// What is wrong, and how to write it.
+    /// The mistake, and a correct example.
     pub message: String,
 }
 
@@ -31,7 +31,7 @@ impl fmt::Display for ConfigError {
 pub struct ConfigErrors(pub Vec<ConfigError>);
 
 impl fmt::Display for ConfigErrors {
-    /// One line each.
+    /// Writes one line for each mistake.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lines: Vec<String> = self.0.iter().map(ToString::to_string).collect();
         f.write_str(&lines.join("\n"))
@@ -46,10 +46,10 @@ pub fn describe_io_error(error: &std::io::Error) -> String {
     text.split(" (os error").next().unwrap_or_default().to_owned()
 }
 
-/// Longest text of the file that a message repeats, in characters.
+/// Longest text of the file that a message quotes, in characters.
 const MAX_QUOTE: usize = 80;
 
-/// Text of the file in a message: on one line, escaped, of bounded length.
+/// Quotes text of the file for a message: escaped, on one line, at most [`MAX_QUOTE`] characters.
 pub(super) fn quote(text: &str) -> String {
     if text.chars().count() <= MAX_QUOTE {
         return format!("{text:?}");
@@ -76,7 +76,7 @@ pub(super) fn join(path: &str, key: &str) -> String {
 
 /// The known key that is most similar to an unknown one, if any is similar enough.
 pub(super) fn nearest<'a>(key: &str, known: &[&'a str]) -> Option<&'a str> {
-    // The distance takes quadratic time, and no known key with 3 mistakes is longer.
+    // The distance takes quadratic time. No known key has more than 37 characters and 3 mistakes.
     if key.len() > 40 {
         return None;
     }
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_and_quotes_stay_on_one_line() {
+    fn join_and_quote_return_one_line() {
         assert_eq!(join("", "log"), "log");
         assert_eq!(join("a[0]", "b.c\n"), "a[0].\"b.c\\n\"");
         assert_eq!(quote(&"ä".repeat(81)), format!("\"{}\"…", "ä".repeat(80)));

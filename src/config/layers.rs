@@ -1,7 +1,7 @@
 //! The layers of a configuration: built-in defaults < file < environment < flags.
 //!
 //! Each layer is checked before the `config` crate merges it: unknown keys and sections that are
-//! not maps are reported and left out, so no layer can hide a mistake in another one.
+//! not maps are reported and left out, so no layer can hide a mistake of another one.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -14,14 +14,14 @@ use super::node::describe;
 use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Report};
 use super::yaml;
 
-/// Every key outside of lists, with its default in the form of a variable.
+/// Every key outside lists, with its default as text.
 const SCALARS: [(&str, &str); 9] = [
     ("admin.bind", "127.0.0.1:9643"),
     ("admin.socket", ""),
     ("state_dir", "/var/lib/jackstay"),
     ("workers", "1"),
-    // No bit of it has a meaning to kube-proxy (0x4000, 0x8000), Cilium (0x0f00), the AWS CNI
-    // (0x80) or Calico (0xffff0000). deploy/nftables has the same value.
+    // Has no bit that kube-proxy (0x4000, 0x8000), Cilium (0x0f00), the AWS CNI (0x80) or Calico
+    // (0xffff0000) uses. deploy/nftables has the same value.
     ("mark", "0x306a"),
     ("log.level", "info"),
     ("log.format", "text"),
@@ -48,12 +48,12 @@ pub struct Overrides {
     #[arg(long, value_name = "FORMAT")]
     pub log_format: Option<String>,
     /// Replaces log.access.
-    #[arg(long = "access-log", value_name = "WHICH")]
+    #[arg(long = "access-log", value_name = "REQUESTS")]
     pub log_access: Option<String>,
 }
 
-/// One layer. It holds keys of the schema only, because the `config` crate reads top-level keys as
-/// path expressions: `a[99999999]` allocates a list of that length.
+/// One layer. It contains only keys of the schema, because the `config` crate reads top-level keys
+/// as path expressions: `a[99999999]` allocates a list of that length.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Layer(Map<String, Value>);
 
@@ -93,21 +93,21 @@ pub(super) fn merge(layers: [Layer; 3], report: &Report) -> Option<Value> {
     }
 }
 
-/// The known keys of the file; `None` if it cannot be read to its end.
+/// The layer of the file; `None` if the file cannot be parsed to its end.
 pub(super) fn file_layer(text: &str, report: &Report) -> Option<Layer> {
     let origin = report.file.clone();
     let parsed = yaml::parse(text, &origin);
     for (path, message) in parsed.errors {
         report.error(&path, message);
     }
-    let known: Vec<&str> = sections().chain(LISTS).collect();
+    let known = top_level_keys();
     let mut layer = Layer::default();
     for (key, value) in parsed.tree?.into_iter().collect::<BTreeMap<_, _>>() {
         let keys = keys_of(&key);
         if !known.contains(&key.as_str()) {
             report.unknown("", &key, &known);
         } else if value.kind == ValueKind::Nil {
-            // A key without a value, for example because all keys below it are commented out.
+            // A key without a value has its default, for example if all keys below it are comments.
         } else if keys.is_empty() {
             layer.0.insert(key, value);
         } else if let ValueKind::Table(mut table) = value.kind {
@@ -127,13 +127,11 @@ pub(super) fn file_layer(text: &str, report: &Report) -> Option<Layer> {
     Some(layer)
 }
 
-/// The top-level keys that are not lists.
-fn sections() -> impl Iterator<Item = &'static str> {
-    let mut last = "";
-    SCALARS.iter().filter_map(move |(key, _)| {
-        let section = key.split('.').next().unwrap_or(key);
-        (section != std::mem::replace(&mut last, section)).then_some(section)
-    })
+fn top_level_keys() -> Vec<&'static str> {
+    let scalars = SCALARS.iter().map(|(key, _)| key.split('.').next().unwrap_or(key));
+    let mut keys: Vec<_> = scalars.chain(LISTS).collect();
+    keys.dedup();
+    keys
 }
 
 /// The keys of a section; empty if there is no such section.
@@ -142,11 +140,11 @@ fn keys_of(section: &str) -> Vec<&'static str> {
     split.filter(|(name, _)| *name == section).map(|(_, key)| key).collect()
 }
 
-/// The values of environment variables.
+/// The layer of environment variables.
 pub(super) fn env_layer(env: impl IntoIterator<Item = (String, String)>, report: &Report) -> Layer {
     let mut layer = Layer::default();
-    let own = env.into_iter().filter(|(name, _)| name.starts_with(ENV_PREFIX));
-    let variables: BTreeMap<String, String> = own.collect();
+    let variables: BTreeMap<String, String> =
+        env.into_iter().filter(|(name, _)| name.starts_with(ENV_PREFIX)).collect();
     for (name, value) in variables {
         let key = name[ENV_PREFIX.len()..].to_lowercase().replace("__", ".");
         match env_error(&key) {
@@ -169,9 +167,7 @@ fn env_error(key: &str) -> Option<String> {
     }
     let first = key.split(['.', '[']).next().unwrap_or_default();
     if LISTS.contains(&first) {
-        return Some(format!(
-            "{first} is a list: a variable can only set a value outside of lists"
-        ));
+        return Some(format!("{first} is a list: a variable can only set a value outside lists"));
     }
     let keys = keys_of(key);
     if !keys.is_empty() {
@@ -185,7 +181,7 @@ fn env_error(key: &str) -> Option<String> {
     Some(message)
 }
 
-/// The values of flags.
+/// The layer of flags.
 pub(super) fn flag_layer(overrides: &Overrides) -> Layer {
     let mut layer = Layer::default();
     for (key, value) in [

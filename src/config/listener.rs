@@ -17,7 +17,7 @@ pub struct Listener {
     /// Listening addresses.
     #[serde(serialize_with = "as_in_file::display_all")]
     pub bind: Vec<SocketAddr>,
-    /// Whether it listens on addresses that this host does not have yet (`IP_FREEBIND`).
+    /// Whether it also listens on addresses that this host does not have yet (`IP_FREEBIND`).
     pub freebind: bool,
     /// Connections are redirected to this listener; their original destination selects the
     /// upstream. Mode `passthrough` only.
@@ -46,7 +46,7 @@ impl Listener {
         }
     }
 
-    /// Every upstream that it uses, the default first. A name may appear twice.
+    /// The names of all upstreams of this listener, the default first. A name may appear twice.
     pub fn upstreams(&self) -> impl Iterator<Item = &str> {
         let mode = self.passthrough();
         let routes = mode.map_or(&[][..], |mode| &mode.routes).iter().map(|r| &r.upstream);
@@ -55,7 +55,7 @@ impl Listener {
         std::iter::once(&self.upstream).chain(routes).chain(destinations).map(String::as_str)
     }
 
-    /// Bounds on client connections, in either mode.
+    /// Limits of client connections, in either mode.
     pub fn limits(&self) -> &Limits {
         match &self.mode {
             Mode::Terminate(terminate) => &terminate.limits.connections,
@@ -124,7 +124,7 @@ pub struct Terminate {
     pub identities: Vec<CertPaths>,
     /// API groups beyond the built-in ones whose watches may be resumed.
     pub resume_groups: Vec<String>,
-    /// Bounds on connections and requests.
+    /// Limits of connections and requests.
     pub limits: TerminateLimits,
 }
 
@@ -144,11 +144,11 @@ pub struct Passthrough {
     /// Whether long-lived connections are closed gradually, so that an endpoint that has become
     /// ready again gets its share when the clients reconnect.
     pub rebalance: bool,
-    /// Bounds on connections.
+    /// Limits of connections.
     pub limits: Limits,
 }
 
-/// Original destinations with an upstream of their own.
+/// The upstream of some original destinations.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct DestinationRoute {
     /// Original destinations.
@@ -158,7 +158,7 @@ pub struct DestinationRoute {
     pub upstream: String,
 }
 
-/// Server names with an upstream of their own.
+/// The upstream of some server names.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Route {
     /// Names in lower case; `*.example.com` matches names one label below `example.com`.
@@ -167,29 +167,29 @@ pub struct Route {
     pub upstream: String,
 }
 
-/// Bounds on the connections of one listener, in either mode.
+/// Limits of the connections of one listener, in either mode.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Limits {
     /// Open client connections; each worker has an equal share.
     pub max_connections: usize,
-    /// Bound on the TLS handshake; in mode `passthrough`, on the time until the server's first
-    /// byte.
+    /// Limit of the TLS handshake. In mode `passthrough`: limit of the time until the `ClientHello`,
+    /// and of the time until the server's first byte.
     #[serde(serialize_with = "as_in_file::duration")]
     pub handshake_timeout: Duration,
 }
 
-/// Bounds of one listener in mode `terminate`.
+/// Limits of one listener in mode `terminate`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct TerminateLimits {
-    /// Bounds on connections.
+    /// Limits of connections.
     #[serde(flatten)]
     pub connections: Limits,
-    /// Bounds on requests.
+    /// Limits of requests.
     #[serde(flatten)]
     pub requests: RequestLimits,
 }
 
-/// Bounds on the requests of one listener.
+/// Limits of the requests of one listener.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct RequestLimits {
     /// Concurrent HTTP/2 streams of one client connection.
@@ -197,12 +197,12 @@ pub struct RequestLimits {
     /// Bytes of request headers.
     #[serde(serialize_with = "as_in_file::size")]
     pub max_header_bytes: u32,
-    /// HTTP/1.1: bound on the arrival of a whole request head. HTTP/2: bound on the time without
-    /// any frame, PINGs included, before the first request.
+    /// HTTP/1.1: limit of the time until a request head is complete. HTTP/2: limit of the time
+    /// without any frame, PINGs included, before the first request.
     #[serde(serialize_with = "as_in_file::duration")]
     pub header_timeout: Duration,
-    /// A client that accepts none of the waiting bytes for this long is disconnected; a client that
-    /// opens no window for one HTTP/2 stream loses that stream.
+    /// A client that reads none of the queued bytes for this long is disconnected. If it only opens
+    /// no window for one HTTP/2 stream, that stream is reset.
     #[serde(serialize_with = "as_in_file::duration")]
     pub stall_timeout: Duration,
 }

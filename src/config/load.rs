@@ -15,7 +15,7 @@ use super::node::Node;
 use super::report::{COMMAND_LINE, ENV_PREFIX, Report};
 use super::{rules, schema};
 
-/// Largest configuration file in bytes. The shipped file has 10 KiB.
+/// Largest configuration file in bytes. The shipped file has 8 KiB.
 const MAX_FILE: u64 = 1 << 20;
 
 /// A valid configuration.
@@ -23,19 +23,19 @@ const MAX_FILE: u64 = 1 << 20;
 pub struct LoadedConfig {
     /// The configuration.
     pub config: Config,
-    /// Settings that are allowed and probably a mistake, one line each.
+    /// Settings that are valid but probably a mistake, one line each.
     pub warnings: Vec<String>,
 }
 
 /// A configuration that may have mistakes.
 #[derive(Debug)]
 pub struct ConfigDraft {
-    /// The values, with a stand-in (an empty path, a default) for each wrong one. `None` if the
-    /// file cannot be read to its end.
+    /// The values, with a placeholder (an empty path, a default) for each invalid one. `None` if the
+    /// file cannot be parsed to its end.
     pub config: Option<Config>,
-    /// Every mistake. The configuration is valid if there is none.
+    /// Every mistake. The configuration is valid if the list is empty.
     pub errors: Vec<ConfigError>,
-    /// Settings that are allowed and probably a mistake, one line each.
+    /// Settings that are valid but probably a mistake, one line each.
     pub warnings: Vec<String>,
 }
 
@@ -80,7 +80,7 @@ pub fn load(
     draft(path, env, overrides).finish()
 }
 
-/// Reads a configuration with its mistakes, for callers that examine it even if it is not valid.
+/// Reads a configuration with its mistakes, for callers that use it even if it is not valid.
 pub fn draft(
     path: &Path,
     env: impl IntoIterator<Item = (String, String)>,
@@ -111,7 +111,7 @@ pub fn draft_from_flags(
     env: impl IntoIterator<Item = (String, String)>,
     overrides: &Overrides,
 ) -> ConfigDraft {
-    // In the place of a file. Every JSON document is YAML.
+    // The equivalent configuration file. Every JSON document is YAML.
     let file = json!({
         "state_dir": "",
         "upstreams": [{ "name": "apiservers", "endpoints": upstream }],
@@ -126,13 +126,13 @@ pub fn draft_from_flags(
     let layer = file_layer(&file.to_string(), &report);
     let config = validate_layers(layer, env, overrides, &report);
     let mut draft = ConfigDraft::new(config, report);
-    let with_flags = |text: &str| {
+    let name_flags = |text: &str| {
         text.replace("listeners[0].bind[", "--listen[")
             .replace("upstreams[0].endpoints[", "--upstream[")
     };
     for error in &mut draft.errors {
-        error.path = with_flags(&error.path);
-        error.message = with_flags(&error.message);
+        error.path = name_flags(&error.path);
+        error.message = name_flags(&error.message);
     }
     draft
 }
@@ -153,8 +153,8 @@ fn read_file(
     validate_layers(file, env, overrides, report)
 }
 
-/// Merges the layers and validates the result. Without a `file` it reports the mistakes of the
-/// other layers, and no missing key.
+/// Merges the layers and validates the result. Without a `file` it reports only the mistakes of the
+/// environment.
 fn validate_layers(
     file: Option<Layer>,
     env: impl IntoIterator<Item = (String, String)>,
@@ -193,8 +193,8 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("config/jackstay.yaml")
     }
 
-    /// The shipped file reduced to the keys that have no default.
-    const BARE: &str = "
+    /// The shipped file without the keys that have a default.
+    const WITHOUT_DEFAULTS: &str = "
 upstreams:
   - name: control-plane
     endpoints: ['10.0.0.11:6443', '10.0.0.12:6443', '[fd00::13]:6443']
@@ -222,14 +222,14 @@ listeners:
     }
 
     #[test]
-    fn shipped_file_holds_the_defaults() {
+    fn shipped_file_equals_the_defaults() {
         let shipped = load(&shipped(), [], &Overrides::default()).unwrap();
         assert_eq!(shipped.warnings, [""; 0]);
-        assert_eq!(shipped.config, load_text(BARE).unwrap().config);
+        assert_eq!(shipped.config, load_text(WITHOUT_DEFAULTS).unwrap().config);
     }
 
     #[test]
-    fn shipped_file_has_and_explains_every_key() {
+    fn shipped_file_has_a_comment_for_every_key() {
         let report = Report::about("f");
         read_file(&shipped(), [], &Overrides::default(), &report).unwrap();
         assert_eq!(report.defaulted.into_inner(), [""; 0]);
@@ -237,14 +237,14 @@ listeners:
         for line in text.lines().filter(|line| !line.trim_start().starts_with('#')) {
             let section = line.trim_end().ends_with(':');
             let item = line.trim_start().starts_with("- \"");
-            let explained = line.contains(" # ") || section || item || line.trim().is_empty();
-            assert!(explained, "no comment beside {line}");
+            let has_comment = line.contains(" # ") || section || item || line.trim().is_empty();
+            assert!(has_comment, "no comment beside {line}");
         }
     }
 
     #[test]
     fn printed_configuration_loads_to_the_same_values() {
-        let config = load_text(BARE).unwrap().config;
+        let config = load_text(WITHOUT_DEFAULTS).unwrap().config;
         let text = config.to_json().to_string();
         assert_eq!(load_text(&text).unwrap().config, config);
         let mut other = config;

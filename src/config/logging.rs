@@ -1,5 +1,5 @@
-//! The `log` section: severities, formats and the choice of logged requests. The names in the file
-//! are those of [`ValueEnum`] and of serde, which are the same.
+//! The `log` section: level, format, and the requests that are logged. [`ValueEnum`] reads the names in
+//! the file, and serde writes the same names.
 
 use clap::ValueEnum;
 use serde::Serialize;
@@ -11,7 +11,7 @@ pub struct Log {
     pub level: Level,
     /// Format of a line.
     pub format: LogFormat,
-    /// Which requests get a line.
+    /// Which requests are logged.
     pub access: AccessLog,
 }
 
@@ -23,9 +23,9 @@ pub enum Level {
     Error,
     /// Errors and warnings.
     Warn,
-    /// The above and state changes.
+    /// Also state changes.
     Info,
-    /// The above and details for developers.
+    /// Also details for developers.
     Debug,
     /// Everything, in a debug build only. Release builds omit these lines (feature
     /// `release_max_level_debug` of tracing), because the span around every HTTP/2 frame costs time
@@ -49,7 +49,8 @@ pub enum LogFormat {
 pub enum AccessLog {
     /// None.
     Off,
-    /// Requests with status 500 or above, and requests that were cut off.
+    /// Requests with status 500 or above, responses that were cut off, and requests whose client left
+    /// before the response.
     Errors,
     /// All.
     All,

@@ -1,8 +1,8 @@
-//! The configuration: its schema, the layers it is read from, and the rules it must meet.
+//! The configuration: its layers, its schema, and the rules between its values.
 //!
 //! `load` merges the layers (defaults < file < environment < flags), `schema` reads the merged tree
 //! into typed values, and `rules` compares them. All mistakes are reported together, each with its
-//! key path. The rest of the program gets its settings from the [`Config`] alone.
+//! key path. Other modules get their settings from the [`Config`] alone.
 
 mod address;
 mod destination;

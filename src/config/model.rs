@@ -20,18 +20,18 @@ use super::serialize as as_in_file;
 pub struct Config {
     /// The admin endpoint.
     pub admin: Admin,
-    /// Directory for the last good set of endpoints; `None` stores nothing.
+    /// Directory of the last good endpoint set and of the takeover socket; `None` disables both.
     #[serde(serialize_with = "as_in_file::optional_text")]
     pub state_dir: Option<PathBuf>,
     /// Number of data-plane threads. Each runs its own event loop with its own connections.
     pub workers: usize,
-    /// `SO_MARK` of the connections to endpoints while a listener is transparent, so that the
-    /// redirecting rules can exempt them. 0 sets no mark.
+    /// `SO_MARK` of the connections to endpoints while a listener is transparent. The redirecting
+    /// rules exempt connections with this mark. 0 sets no mark.
     #[serde(serialize_with = "as_in_file::hex")]
     pub mark: u32,
     /// Logging.
     pub log: Log,
-    /// Shutdown on SIGTERM.
+    /// Shutdown after a termination signal or a takeover.
     pub shutdown: Shutdown,
     /// The sets of apiservers; names are unique.
     pub upstreams: Vec<Upstream>,
@@ -43,7 +43,7 @@ impl Config {
     /// The configuration with the keys and formats of the file, for the admin endpoint. A file with
     /// this content loads to the same configuration.
     pub fn to_json(&self) -> serde_json::Value {
-        // Does not fail: every map has text keys, and paths come from a text in UTF-8.
+        // Cannot fail: every map has text keys, and every path was read from UTF-8.
         serde_json::to_value(self).unwrap_or_default()
     }
 }
@@ -54,15 +54,15 @@ pub struct Admin {
     /// Listening address; the default is a loopback address.
     #[serde(serialize_with = "as_in_file::display")]
     pub bind: SocketAddr,
-    /// Unix socket that serves the same, for probes that must not depend on a TCP port.
+    /// Unix socket with the same endpoints, for probes that must not depend on a TCP port.
     #[serde(serialize_with = "as_in_file::optional_text")]
     pub socket: Option<PathBuf>,
 }
 
-/// Shutdown on SIGTERM.
+/// Shutdown after a termination signal or a takeover.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Shutdown {
-    /// How long running requests may take to finish before they are cut off.
+    /// Time for running requests to complete before they are cut off.
     #[serde(serialize_with = "as_in_file::duration")]
     pub drain_timeout: Duration,
 }
@@ -128,10 +128,11 @@ pub struct UsedBy {
 pub struct Connections {
     /// Connections kept open to each endpoint for each configured identity.
     pub min: usize,
-    /// Most connections of each worker to one endpoint for one identity class. Workers share no
-    /// connections, and one worker serves all requests of a client connection.
+    /// Maximum of connections of each worker to one endpoint for one credential class. Workers share
+    /// no connections, and one worker serves all requests of a client connection.
     pub max: usize,
-    /// Most streams of one connection; the peer's SETTINGS may lower it. kube-apiserver allows 100.
+    /// Maximum of streams of one connection; the peer's SETTINGS may lower it. kube-apiserver allows
+    /// 100.
     pub max_streams: usize,
 }
 
@@ -144,13 +145,14 @@ pub struct Health {
     /// When a PING counts as late; `None` is adaptive: max(4·srtt + 4·rttvar, 100 ms).
     #[serde(serialize_with = "as_in_file::duration_or_adaptive")]
     pub suspect_after: Option<Duration>,
-    /// A connection is closed if a PING is unanswered for this long and no data arrived either.
+    /// A connection is closed if a PING is unanswered for this long and no other bytes arrive
+    /// meanwhile.
     #[serde(serialize_with = "as_in_file::duration")]
     pub dead_after: Duration,
     /// The same for tunnels and for connections with a response that cannot be requested again.
     #[serde(serialize_with = "as_in_file::duration")]
     pub tunnel_dead_after: Duration,
-    /// Bound on TCP, TLS and the first PONG together.
+    /// Limit of TCP, TLS and the first PONG together.
     #[serde(serialize_with = "as_in_file::duration")]
     pub connect_timeout: Duration,
     /// The readiness probe of each endpoint.

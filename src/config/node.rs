@@ -1,7 +1,7 @@
 //! The readers that turn a value of the merged tree into a typed value.
 //!
-//! Each reader reports a wrong value and continues with a stand-in, so one pass finds all mistakes.
-//! A stand-in never reaches the caller: a report with errors does not become a configuration.
+//! Each reader reports an invalid value and continues with a placeholder, so one pass finds all
+//! mistakes. A report with errors does not become a valid configuration, so no placeholder is used.
 
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -15,19 +15,18 @@ use super::listener::CertPaths;
 use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Located, Report};
 use super::units::{format_duration, format_size, parse_duration, parse_size};
 
-/// A key path of the tree, with its value if there is one.
+/// A key of the tree, with its value if it has one.
 #[derive(Debug, Clone)]
 pub(super) struct Node<'a> {
     value: Option<&'a Value>,
     pub(super) path: String,
-    /// The value that should hold this key, or one around it, is not a map. That is reported, so
-    /// this key is not reported as missing.
+    /// An ancestor of this key is not a map. That is reported, so this key is not reported as missing.
     is_orphan: bool,
     report: &'a Report,
 }
 
 impl<'a> Node<'a> {
-    /// The root of a tree; its mistakes go to `report`.
+    /// The root of a tree, whose mistakes are added to `report`.
     pub(super) fn root(value: &'a Value, report: &'a Report) -> Self {
         Self { value: Some(value), path: String::new(), is_orphan: false, report }
     }
@@ -72,12 +71,12 @@ impl<'a> Node<'a> {
         None
     }
 
-    /// The value of a result; reports its error.
+    /// The value of a result, or `None` after reporting its error.
     fn valid<T>(&self, result: Result<T, String>) -> Option<T> {
         result.map_err(|message| self.error(message)).ok()
     }
 
-    /// The text, if the value is one. Reports nothing.
+    /// The text, if the value is a text. Reports no error.
     pub(super) fn text(&self) -> Option<&'a str> {
         match self.kind()? {
             ValueKind::String(text) => Some(text),
@@ -85,7 +84,7 @@ impl<'a> Node<'a> {
         }
     }
 
-    /// A text that `parse` reads; `None` if there is none, or if it is wrong and reported.
+    /// A text that `parse` reads; `None` if it is missing, or invalid and reported.
     pub(super) fn parse<T>(
         &self,
         wanted: &str,
@@ -97,7 +96,7 @@ impl<'a> Node<'a> {
         }
     }
 
-    /// Like [`Node::parse`], and reports that a value is missing.
+    /// Like [`Node::parse`], and reports a missing value.
     pub(super) fn require<T>(
         &self,
         wanted: &str,
@@ -109,7 +108,7 @@ impl<'a> Node<'a> {
         self.parse(wanted, parse)
     }
 
-    /// The path of a file or directory; an empty text means none.
+    /// The path of a file or directory; `None` for an empty text.
     pub(super) fn file(&self) -> Option<PathBuf> {
         let path = self.parse("text: a path", path_of)?;
         Some(path).filter(|path| !path.as_os_str().is_empty())
@@ -127,10 +126,10 @@ impl<'a> Node<'a> {
     pub(super) fn one_of<T: ValueEnum>(&self, default: T) -> T {
         let names = T::value_variants().iter().filter_map(T::to_possible_value);
         let all = names.map(|name| name.get_name().to_owned()).collect::<Vec<_>>().join(", ");
-        let found = self.parse(&format!("text: one of {all}"), |text| {
+        let value = self.parse(&format!("text: one of {all}"), |text| {
             T::from_str(text, false).map_err(|_| format!("{} is not one of {all}", quote(text)))
         });
-        found.unwrap_or(default)
+        value.unwrap_or(default)
     }
 
     /// A whole number.
@@ -170,8 +169,7 @@ impl<'a> Node<'a> {
         self.quantity("a size such as 64KiB", read).map_or(default, |size| size as u32)
     }
 
-    /// A number with a unit. `read` also gets a number without one, and says that its unit is
-    /// missing.
+    /// A text with a unit. `read` also gets a number without a unit, for which it returns an error.
     fn quantity<T>(&self, wanted: &str, read: impl FnOnce(&str) -> Result<T, String>) -> Option<T> {
         match self.kind()? {
             ValueKind::I64(number) => self.valid(read(&number.to_string())),
@@ -188,7 +186,7 @@ impl<'a> Node<'a> {
         }
     }
 
-    /// The items of a list; none if there is no list.
+    /// The items of a list; empty if the value is no list.
     pub(super) fn items(&self) -> Vec<Node<'a>> {
         let items = match self.kind() {
             None => None,
@@ -200,7 +198,7 @@ impl<'a> Node<'a> {
         items.map(|(i, value)| Node { value: Some(value), path: path(i), ..*self }).collect()
     }
 
-    /// The fields of a map; reports any other value.
+    /// The fields of a map. Reports a value that is no map.
     pub(super) fn fields(&self) -> Fields<'a> {
         let map = match self.kind() {
             Some(ValueKind::Table(map)) => Some(map),
@@ -217,7 +215,7 @@ impl<'a> Node<'a> {
 #[derive(Debug)]
 pub(super) struct Fields<'a> {
     map: Option<&'a Map<String, Value>>,
-    /// Whether the value, or one around it, is not a map.
+    /// Whether the value or an ancestor is not a map.
     pub(super) is_malformed: bool,
     path: String,
     known_keys: Vec<&'static str>,
@@ -241,7 +239,7 @@ impl<'a> Fields<'a> {
         node
     }
 
-    /// Reports a key that has no meaning here with the message `why`, if it is set.
+    /// Reports the error `why` if this key, which the mode of the listener does not have, is set.
     pub(super) fn refuse(&mut self, key: &'static str, why: &str) {
         let node = self.node(key);
         if node.is_given() {
@@ -249,19 +247,18 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The map below a key.
+    /// The fields of the map at a key.
     pub(super) fn section(&mut self, key: &'static str) -> Fields<'a> {
         self.get(key).fields()
     }
 
-    /// The items of a list that must not be empty, which `what` describes; none if this is not a
-    /// map.
-    pub(super) fn required_items(&mut self, key: &'static str, what: &str) -> Vec<Node<'a>> {
+    /// The items of a list that must not be empty. `content` describes them in the error.
+    pub(super) fn required_items(&mut self, key: &'static str, content: &str) -> Vec<Node<'a>> {
         let list = self.get(key);
-        let before = self.report.error_count();
+        let errors_before = self.report.error_count();
         let items = list.items();
-        if items.is_empty() && !list.is_orphan && self.report.error_count() == before {
-            list.error(format!("is required: {what}"));
+        if items.is_empty() && !list.is_orphan && self.report.error_count() == errors_before {
+            list.error(format!("is required: {content}"));
         }
         items
     }
@@ -283,7 +280,7 @@ impl<'a> Fields<'a> {
     /// Adds it to `names`.
     pub(super) fn name(&mut self, names: &mut Vec<Located<String>>) -> String {
         let node = self.get("name");
-        let name = node.require("text: a name of its own", |text| {
+        let name = node.require("text: a unique name", |text| {
             let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
             let dash_at_end = text.starts_with('-') || text.ends_with('-');
             if (1..=63).contains(&text.len()) && text.chars().all(allowed) && !dash_at_end {
@@ -310,7 +307,8 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// The value if it is within `range`, whose limits `format` writes; `text` is the value as given.
+/// The value if it is within `range`. The error contains `text`, the value as written, and the limits
+/// as `format` writes them.
 fn within<T: PartialOrd>(
     range: RangeInclusive<T>,
     value: T,
@@ -331,7 +329,7 @@ fn path_of(text: &str) -> Result<PathBuf, String> {
     Ok(PathBuf::from(text))
 }
 
-/// The kind of a value, for messages.
+/// Describes a value for messages.
 pub(super) fn describe(kind: &ValueKind) -> String {
     match kind {
         ValueKind::Nil => "nothing".to_owned(),

@@ -17,7 +17,7 @@ pub(super) const ENV_PREFIX: &str = "JACKSTAY__";
 /// A valid value with its key path.
 pub(super) type Located<T> = (String, T);
 
-/// The result of one pass over a configuration. All readers of the pass share it.
+/// The errors and warnings of one pass over a configuration, shared by all readers.
 #[derive(Debug, Default)]
 pub(super) struct Report {
     /// The configuration file.

@@ -6,11 +6,11 @@ use super::address::{EndpointAddress, addresses_of, collide, reaches};
 use super::errors::quote;
 use super::report::{Located, Report};
 
-/// The valid values that the rules compare.
+/// The valid values that the rules compare, with their key paths.
 #[derive(Debug, Default)]
 pub(super) struct References {
-    /// Whether the list of upstreams has items, valid or not. If it has none, that is the only
-    /// error about it.
+    /// Whether the list of upstreams has items, valid or not. If it is empty, only that is reported,
+    /// and not each unknown upstream.
     pub(super) has_upstreams: bool,
     pub(super) upstream_names: Vec<Located<String>>,
     pub(super) listener_names: Vec<Located<String>>,
@@ -20,7 +20,7 @@ pub(super) struct References {
     pub(super) endpoints: Vec<Vec<Located<EndpointAddress>>>,
     /// The upstreams that listeners name.
     pub(super) upstreams: Vec<Located<String>>,
-    /// Those of them that a listener in mode `terminate` names.
+    /// The upstreams that listeners in mode `terminate` name.
     pub(super) terminated: Vec<String>,
     pub(super) without_ca: Vec<UpstreamWithoutCa>,
 }
@@ -63,7 +63,7 @@ fn servers_are_verified(references: &References, report: &Report) {
     }
 }
 
-/// Each item that is the same as an earlier one, with the first of those.
+/// Each item that equals an earlier one, with the first such item.
 fn repeated<T>(
     items: &[Located<T>],
     is_same: impl Fn(&T, &T) -> bool,
@@ -74,9 +74,9 @@ fn repeated<T>(
     })
 }
 
-fn unique_names(names: &[Located<String>], what: &str, report: &Report) {
+fn unique_names(names: &[Located<String>], kind: &str, report: &Report) {
     for ((path, name), (first, _)) in repeated(names, |a, b| a == b) {
-        report.error(path, format!("the {what} name {} is already used at {first}", quote(name)));
+        report.error(path, format!("the {kind} name {} is already used at {first}", quote(name)));
     }
 }
 

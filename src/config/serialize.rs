@@ -1,5 +1,5 @@
-//! How values of the configuration are printed, for `#[serde(serialize_with)]`: in the form in
-//! which the file holds them, so that a printed configuration can be loaded again.
+//! Serializes values of the configuration (`#[serde(serialize_with)]`) in the form of the file, so that
+//! a printed configuration can be loaded again.
 
 // serde passes every field by reference.
 #![allow(clippy::ref_option, clippy::trivially_copy_pass_by_ref)]
@@ -23,7 +23,7 @@ pub(super) fn display_all<S: Serializer>(values: &[impl Display], s: S) -> Resul
     s.collect_seq(values.iter().map(ToString::to_string))
 }
 
-/// A text or a path, or an empty text for none.
+/// A text or a path, or an empty text for `None`.
 pub(super) fn optional_text<S: Serializer>(
     text: &Option<impl AsRef<OsStr>>,
     s: S,
@@ -31,7 +31,7 @@ pub(super) fn optional_text<S: Serializer>(
     s.serialize_str(&text.as_ref().map_or("".into(), |text| text.as_ref().to_string_lossy()))
 }
 
-/// A certificate and its key, or empty paths for none.
+/// A certificate and its key, or empty paths for `None`.
 pub(super) fn optional_pair<S: Serializer>(
     paths: &Option<CertPaths>,
     s: S,
@@ -54,7 +54,7 @@ pub(super) fn duration<S: Serializer>(duration: &Duration, s: S) -> Result<S::Ok
     s.serialize_str(&format_duration(*duration))
 }
 
-/// A duration with its unit, or `0s` for none.
+/// A duration with its unit, or `0s` for `None`.
 pub(super) fn duration_or_zero<S: Serializer>(
     duration: &Option<Duration>,
     s: S,
@@ -62,7 +62,7 @@ pub(super) fn duration_or_zero<S: Serializer>(
     s.serialize_str(&format_duration(duration.unwrap_or_default()))
 }
 
-/// A duration with its unit, or `adaptive` for none.
+/// A duration with its unit, or `adaptive` for `None`.
 pub(super) fn duration_or_adaptive<S: Serializer>(
     duration: &Option<Duration>,
     s: S,

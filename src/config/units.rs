@@ -1,5 +1,5 @@
 //! Durations and sizes with units: `250ms`, `1m30s`, `64KiB`. A number without a unit is refused,
-//! because its writer and its reader may assume different units.
+//! because its author may have meant another unit.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -35,7 +35,15 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
 
 /// A duration in the form that [`parse_duration`] reads, rounded down to microseconds.
 pub fn format_duration(duration: Duration) -> String {
-    format(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX), &TIME, "0s")
+    let mut nanos = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+    let mut text = String::new();
+    for (unit, factor) in TIME {
+        if nanos >= factor {
+            let _ = write!(text, "{}{unit}", nanos / factor);
+            nanos %= factor;
+        }
+    }
+    if text.is_empty() { "0s".to_owned() } else { text }
 }
 
 /// A size in the form that [`parse_size`] reads, in the largest unit that divides it.
@@ -45,47 +53,40 @@ pub fn format_size(bytes: u64) -> String {
     format!("{}{name}", bytes / factor)
 }
 
-/// Reads numbers with units: the largest unit first, each unit at most once. Errors call the text a
-/// `what` and name `examples`.
-fn parse(text: &str, units: &[(&str, u64)], what: &str, examples: &str) -> Result<u64, String> {
-    let malformed = || format!("{} is not a {what}: write it as {examples}", quote(text));
-    let too_large = || format!("the {what} {} is too large", quote(text));
+/// Reads numbers with units: the largest unit first, each unit at most once. Errors contain the
+/// name of the `quantity` and `examples`.
+fn parse(text: &str, units: &[(&str, u64)], quantity: &str, examples: &str) -> Result<u64, String> {
+    let malformed = || format!("{} is not a {quantity}: write it as {examples}", quote(text));
+    let too_large = || format!("the {quantity} {} is too large", quote(text));
+    if text.is_empty() {
+        return Err(malformed());
+    }
     let mut rest = text;
     let mut allowed = units;
     let mut total = 0_u64;
-    while total == 0 && rest.len() == text.len() || !rest.is_empty() {
-        let (digits, after) = rest.split_at(run(rest, |c| c.is_ascii_digit()));
-        let (unit, after) = after.split_at(run(after, |c| c.is_ascii_alphabetic()));
+    while !rest.is_empty() {
+        let (digits, after) = split_prefix(rest, |c| c.is_ascii_digit());
+        let (unit, after) = split_prefix(after, |c| c.is_ascii_alphabetic());
         if digits.is_empty() {
             return Err(malformed());
         }
         if unit.is_empty() && after.is_empty() {
-            return Err(format!("the {what} {} has no unit: write it as {examples}", quote(text)));
+            let text = quote(text);
+            return Err(format!("the {quantity} {text} has no unit: write it as {examples}"));
         }
-        let at = allowed.iter().position(|(name, _)| *name == unit).ok_or_else(malformed)?;
+        let index = allowed.iter().position(|(name, _)| *name == unit).ok_or_else(malformed)?;
         let number: u64 = digits.parse().map_err(|_| too_large())?;
-        let value = number.checked_mul(allowed[at].1).ok_or_else(too_large)?;
+        let value = number.checked_mul(allowed[index].1).ok_or_else(too_large)?;
         total = total.checked_add(value).ok_or_else(too_large)?;
-        allowed = &allowed[at + 1..];
+        allowed = &allowed[index + 1..];
         rest = after;
     }
     Ok(total)
 }
 
-/// Length of the leading run of ASCII characters that are `wanted`.
-fn run(text: &str, wanted: impl Fn(char) -> bool) -> usize {
-    text.find(|c| !wanted(c)).unwrap_or(text.len())
-}
-
-fn format(mut value: u64, units: &[(&str, u64)], zero: &str) -> String {
-    let mut text = String::new();
-    for (name, factor) in units {
-        if value >= *factor {
-            let _ = write!(text, "{}{name}", value / factor);
-            value %= factor;
-        }
-    }
-    if text.is_empty() { zero.to_owned() } else { text }
+/// Splits after the leading characters that meet `condition`.
+fn split_prefix(text: &str, condition: impl Fn(char) -> bool) -> (&str, &str) {
+    text.split_at(text.find(|c| !condition(c)).unwrap_or(text.len()))
 }
 
 #[cfg(test)]
@@ -93,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn duration_parses_units_in_order_and_explains_mistakes() {
+    fn parse_duration_accepts_ordered_units_and_explains_errors() {
         for (text, millis) in [
             ("0s", 0),
             ("250ms", 250),
@@ -127,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn size_parses_units_and_formats_the_largest() {
+    fn parse_size_accepts_units_and_format_size_uses_the_largest() {
         for (text, bytes) in [("512B", 512), ("64KiB", 65_536), ("1MiB", 1 << 20), ("1KiB1B", 1025)]
         {
             assert_eq!(parse_size(text), Ok(bytes), "{text}");

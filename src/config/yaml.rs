@@ -1,9 +1,8 @@
-//! Reads a YAML file into a tree for the `config` crate, and reports every mistake of form.
+//! Reads a YAML file into a tree for the `config` crate, and reports syntax errors and duplicate keys.
 //!
 //! `serde-saphyr` bounds the depth and counts aliases while it parses, so a hostile file is refused
 //! before it becomes a tree. The visitor below sees each entry of a map, so it reports every
-//! duplicate key. The schema needs no aliases, no tags of its own and one document only, so the
-//! reader refuses the rest.
+//! duplicate key. Aliases, tags and a second document are refused, because the schema needs none.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -22,7 +21,7 @@ const MAX_DEPTH: usize = 32;
 pub(super) struct ParsedYaml {
     /// The top-level keys; `None` if the file cannot be read to its end or is not a map.
     pub(super) tree: Option<Map<String, Value>>,
-    /// (path or line, message) of each mistake of form.
+    /// The path or line and the message of each error.
     pub(super) errors: Vec<(String, String)>,
 }
 
@@ -65,8 +64,8 @@ pub(super) fn parse(text: &str, origin: &str) -> ParsedYaml {
 fn options() -> Options {
     serde_saphyr::options! {
         budget: serde_saphyr::budget! { max_depth: MAX_DEPTH, max_aliases: 0 },
-        // Passes each duplicate on to the visitor. After a key that is a number, and therefore
-        // unknown, it keeps only the last one.
+        // Passes each duplicate key to the visitor, except after a key that is a number: then it
+        // passes only the last duplicate. Such a key is unknown, so the file is refused anyway.
         duplicate_keys: DuplicateKeyPolicy::LastWins,
         merge_keys: MergeKeyPolicy::AsOrdinary,
         // YAML 1.2: `off` and `yes` are text.
@@ -77,8 +76,8 @@ fn options() -> Options {
     }
 }
 
-/// The line and the message of a YAML error. The message quotes no value of the file, since a value
-/// may be a secret.
+/// The line and the message of a YAML error. The message quotes no value of the file, because a
+/// value may be a secret.
 pub fn describe_yaml_error(text: &str, error: &Error) -> (u64, String) {
     let line = error.location().map_or(1, |location| location.line());
     let message = match error {
@@ -96,7 +95,7 @@ pub fn describe_yaml_error(text: &str, error: &Error) -> (u64, String) {
         Error::UnknownAnchor { .. } => "a YAML alias (*name) without its anchor".to_owned(),
         Error::Budget { breach, .. } => match breach {
             BudgetBreach::Depth { depth } => format!("nested more than {} deep", depth - 1),
-            // The budget of a configuration is 0.
+            // A configuration may have 0 aliases, so its first one exceeds the budget.
             BudgetBreach::Aliases { aliases: 1 } => {
                 "YAML aliases (*name) are not supported".to_owned()
             }
@@ -123,17 +122,18 @@ pub fn describe_yaml_error(text: &str, error: &Error) -> (u64, String) {
     (line, message)
 }
 
-/// The line and the message of an error of the parser, which reports `message` on line `reported`.
+/// The line and the message of a syntax error that the parser reports as `message` on line
+/// `reported`.
 ///
-/// For a tab in the indentation the parser reports the beginning of the value before it, which is
-/// one of the lines above. This function finds the line with the tab.
+/// For a tab in the indentation the parser reports the line on which the value before the tab
+/// begins. This function finds the line with the tab.
 fn describe_syntax_error(text: &str, reported: u64, message: &str) -> (u64, String) {
     let starts_with_tab = |line: &str| {
         let rest = line.trim_start_matches(' ');
         rest.starts_with('\t') && !matches!(rest.trim_start().chars().next(), None | Some('#'))
     };
     let mut lines = text.lines().zip(1..).filter(|(_, number)| *number >= reported);
-    // After a flow collection or a comment the parser misses a key instead, on the right line.
+    // After a flow collection or a comment the parser reports a missing key, on the tab's own line.
     let is_key_missing = message.contains("did not find expected key");
     match lines.find(|(line, _)| starts_with_tab(line)) {
         Some((_, number)) if message.contains("tab") || is_key_missing && number == reported => {
@@ -144,7 +144,7 @@ fn describe_syntax_error(text: &str, reported: u64, message: &str) -> (u64, Stri
     }
 }
 
-/// Reads one value with everything below it.
+/// Reads the value at `path` and its descendants.
 struct ValueReader<'a> {
     origin: &'a String,
     path: String,
@@ -152,7 +152,7 @@ struct ValueReader<'a> {
 }
 
 impl ValueReader<'_> {
-    fn below(&self, path: String) -> Self {
+    fn child(&self, path: String) -> Self {
         Self { path, ..*self }
     }
 
@@ -203,14 +203,14 @@ impl<'de> Visitor<'de> for ValueReader<'_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Value, A::Error> {
         let mut items = Vec::new();
         while let Some(item) =
-            list.next_element_seed(self.below(format!("{}[{}]", self.path, items.len())))?
+            list.next_element_seed(self.child(format!("{}[{}]", self.path, items.len())))?
         {
             items.push(item);
         }
         Ok(self.value(ValueKind::Array(items)))
     }
 
-    /// The first value of a duplicate key stays.
+    /// Keeps the first value of a duplicate key.
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
         let mut entries = Map::new();
         while let Some(key) = map.next_key::<String>()? {
@@ -219,7 +219,7 @@ impl<'de> Visitor<'de> for ValueReader<'_> {
                 let message = format!("the key {} appears twice here", quote(&key));
                 self.duplicates.borrow_mut().push((path.clone(), message));
             }
-            let value = map.next_value_seed(self.below(path))?;
+            let value = map.next_value_seed(self.child(path))?;
             entries.entry(key).or_insert(value);
         }
         Ok(self.value(ValueKind::Table(entries)))

@@ -40,14 +40,14 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Listener {
     }
 
     let freebind = fields.get("freebind").flag(false);
-    let given = fields.get("mode");
-    let mode = given.parse("text: terminate or passthrough", |text| match text {
+    let mode_node = fields.get("mode");
+    let mode = mode_node.parse("text: terminate or passthrough", |text| match text {
         "terminate" => Ok(true),
         "passthrough" => Ok(false),
         _ => Err(format!("{} is not one of terminate, passthrough", quote(text))),
     });
-    // `None`: the mode is wrong, so it is unknown which other keys are allowed.
-    let terminate = if given.is_given() { mode } else { Some(true) };
+    // `None`: the mode is invalid, so it is unknown which other keys are allowed.
+    let terminate = if mode_node.is_given() { mode } else { Some(true) };
 
     let upstream = upstream(&mut fields, terminate, references);
     let node = fields.get("transparent");
@@ -66,7 +66,7 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Listener {
     Listener { name, bind, freebind, transparent, upstream, mode }
 }
 
-/// The name of an upstream, empty if it is wrong; `terminate` is the mode of the listener.
+/// The name of an upstream, empty if it is invalid. `terminate` is the mode of the listener.
 fn upstream(
     fields: &mut Fields<'_>,
     terminate: Option<bool>,
@@ -91,15 +91,15 @@ fn limits(fields: &mut Fields<'_>) -> Limits {
     }
 }
 
-/// Reads the keys of mode `terminate`. Reports missing keys and keys of the other mode only if the
-/// mode is `known`.
-fn terminate(fields: &mut Fields<'_>, known: bool) -> Terminate {
+/// Reads the keys of mode `terminate`. Reports missing keys and keys of the other mode only if
+/// `mode_is_known`.
+fn terminate(fields: &mut Fields<'_>, mode_is_known: bool) -> Terminate {
     let mut nested = fields.section("limits");
     let limits =
         TerminateLimits { connections: limits(&mut nested), requests: request_limits(&mut nested) };
     nested.finish();
     for key in ["destinations", "routes", "idle_timeout", "leave_timeout", "rebalance"] {
-        if known {
+        if mode_is_known {
             fields.refuse(key, NO_FLOWS);
         } else {
             let _ = fields.get(key);
@@ -107,14 +107,14 @@ fn terminate(fields: &mut Fields<'_>, known: bool) -> Terminate {
     }
 
     let mut tls = fields.section("tls");
-    let (_, paths) = cert_paths(&mut tls, known);
+    let (_, paths) = cert_paths(&mut tls, mode_is_known);
     let issuer = issuer(&mut tls, &paths);
     tls.finish();
 
     let ca_node = fields.get("client_ca_file");
     let client_ca_file = ca_node.file();
     let identities = identities(&fields.get("identities"));
-    if !identities.is_empty() && !ca_node.is_given() && known {
+    if !identities.is_empty() && !ca_node.is_given() && mode_is_known {
         let message =
             "is required beside identities: without it no client certificate can be verified";
         ca_node.error(message);
@@ -149,7 +149,7 @@ fn passthrough(
     let idle = fields.get("idle_timeout");
     let idle_timeout = idle.duration(Duration::ZERO, Duration::ZERO..=30 * 24 * HOUR);
     if !idle_timeout.is_zero() && idle_timeout < SECOND {
-        idle.error("is shorter than 1s; 0s is never");
+        idle.error("is shorter than 1s; 0s disables it");
     }
     let leave = fields.get("leave_timeout");
     Passthrough {
@@ -199,8 +199,7 @@ fn routes(node: &Node<'_>, references: &mut References) -> Vec<Route> {
     routes
 }
 
-/// A server name (RFC 6066 section 3: a DNS name), or `*.` and a name for all names one label
-/// below.
+/// A server name (RFC 6066 section 3: a DNS name). The prefix `*.` stands for one label.
 fn route_name(text: &str) -> Result<String, String> {
     let name = text.strip_prefix("*.").unwrap_or(text);
     if text.parse::<std::net::IpAddr>().is_ok() {

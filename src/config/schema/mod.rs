@@ -1,7 +1,7 @@
 //! The schema: every key with its type, its bounds and its default.
 //!
-//! The `read` functions walk the merged tree once. They report a wrong value, continue with a
-//! stand-in, and collect the values that the rules between keys compare (`References`).
+//! The `read` functions walk the merged tree once. They report an invalid value, continue with a
+//! placeholder, and collect the values that the rules between keys compare (`References`).
 
 mod listener;
 mod upstream;
@@ -28,8 +28,8 @@ pub(super) fn read(root: &Node<'_>, report: &Report) -> (Config, References) {
     let bind = node.parse("text: an address such as 127.0.0.1:9643", parse_bind);
     if let Some(bind) = bind {
         if !bind.ip().is_loopback() {
-            let message = "not a loopback address: everyone who reaches it can read status and \
-                           metrics";
+            let message = "not a loopback address: every host that can connect to it can read \
+                           status and metrics";
             report.warn(&node.path, message);
         }
         references.binds.push((node.path, bind));

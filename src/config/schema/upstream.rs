@@ -57,8 +57,8 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
     }
 }
 
-/// The static endpoints. At least one is `required` unless a file names endpoints: discovery asks
-/// the known apiservers, so it cannot find the first one.
+/// The static endpoints. At least one is `required` unless a file lists endpoints: discovery queries
+/// known apiservers, so it cannot find the first one.
 fn endpoints(
     fields: &mut Fields<'_>,
     required: bool,
@@ -89,7 +89,7 @@ fn health(mut fields: Fields<'_>) -> Health {
     };
     let dead_after = fields.get("dead_after").duration(2 * SECOND, 200 * MS..=MINUTE);
     if ping_interval >= dead_after {
-        ping.error("must be shorter than dead_after, or no PING is pending when it ends");
+        ping.error("must be shorter than dead_after, which is the age of an unanswered PING");
     }
     let tunnel = fields.get("tunnel_dead_after");
     let default = dead_after.max(20 * SECOND);

@@ -1,6 +1,7 @@
-//! `jackstay doctor` with real sockets: the first finding is the right cause.
+//! `jackstay doctor` with real sockets and faults: the first finding names the fault that the test causes.
 //!
-//! Tests that drop packets need root and are ignored; `.ci/run` runs them in a network namespace.
+//! Tests that drop packets with nftables need root and are ignored; `.ci/run` runs them in a network
+//! namespace.
 
 #![cfg(all(feature = "demo", feature = "doctor"))]
 
@@ -35,13 +36,14 @@ use socket2::{Domain, Socket, Type};
 /// Timeout of waits, long enough for a slow machine.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-struct World {
+/// A demo apiserver, and a directory with the CA and the files of credentials.
+struct TestServer {
     dir: tempfile::TempDir,
     pki: Pki,
     server: ApiServerHandle,
 }
 
-impl World {
+impl TestServer {
     fn new() -> Self {
         Self::with(|_| None)
     }
@@ -57,6 +59,7 @@ impl World {
         Self { dir, pki, server }
     }
 
+    /// The credential of an administrator.
     fn files(&self) -> CredentialFiles {
         let admin = self.pki.client(&Subject::admin()).unwrap();
         let (cert_file, key_file) = admin.write_to(self.dir.path(), "admin").unwrap();
@@ -67,6 +70,7 @@ impl World {
         }
     }
 
+    /// A plan that examines these addresses.
     fn plan(&self, addresses: &[SocketAddr]) -> ExaminationPlan {
         let trust = Trust::of_files(&self.files()).unwrap();
         let target = |address: &SocketAddr| {
@@ -86,13 +90,13 @@ impl World {
 }
 
 fn examine(plan: ExaminationPlan, seconds: u64) -> (Observations, Vec<Finding>) {
-    let nobody = Resolver::of_servers(Vec::new());
-    let observations = examine::run(plan, nobody, Duration::from_secs(seconds)).unwrap();
+    let no_resolver = Resolver::of_servers(Vec::new());
+    let observations = examine::run(plan, no_resolver, Duration::from_secs(seconds)).unwrap();
     let findings = problems(&observations);
     (observations, findings)
 }
 
-/// The problems, without notes such as the short validity of the tests' certificates.
+/// The findings of level problem. Notes report, for example, that the tests' certificates expire soon.
 fn problems(observations: &Observations) -> Vec<Finding> {
     diagnose(observations).into_iter().filter(|finding| finding.level == Level::Problem).collect()
 }
@@ -103,19 +107,19 @@ fn assert_first(findings: &[Finding], cause: Cause) {
 }
 
 /// Waits for a condition that another thread makes true.
-fn until(what: &str, condition: impl FnMut() -> bool) {
-    wait::until_blocking(TIMEOUT, what, condition);
+fn until(description: &str, condition: impl FnMut() -> bool) {
+    wait::until_blocking(TIMEOUT, description, condition);
 }
 
 #[test]
 fn doctor_healthy_server_measures_every_step() {
-    let world = World::new();
-    let (observations, findings) = world.examine(3);
+    let test = TestServer::new();
+    let (observations, findings) = test.examine(3);
     assert_eq!(findings, []);
     let endpoint = &observations.endpoints[0];
     assert!(endpoint.authenticated && endpoint.max_streams == Some(100), "{endpoint:#?}");
     assert!(endpoint.long_lived[0].pongs > 0, "{endpoint:#?}");
-    // The idle connection sends nothing, not even keepalives, which would keep a firewall's state alive.
+    // The idle connection sends nothing: keepalives would refresh the state of a firewall.
     assert!(
         endpoint.idle.as_ref().is_some_and(|idle| idle.alive && idle.sent == 0),
         "{endpoint:#?}"
@@ -129,44 +133,44 @@ fn doctor_healthy_server_measures_every_step() {
 }
 
 #[test]
-fn doctor_load_balancer_dropping_flows_is_forgotten_flows() {
-    let world = World::new();
-    let relay = Arc::new(FaultyRelay::start(world.server.addr).unwrap());
-    let forget = Arc::clone(&relay);
+fn doctor_relay_dropping_established_flows_finds_forgotten_flows() {
+    let test = TestServer::new();
+    let relay = Arc::new(FaultyRelay::start(test.server.addr).unwrap());
+    let faulty = Arc::clone(&relay);
     let fault = std::thread::spawn(move || {
-        // The busy connection is recognized by its PONGs, which arrive one by one. All other connections send two
-        // requests and close, or stay idle.
-        let mut grown = HashMap::<u64, HashSet<u64>>::new();
-        until("connections last", || {
-            let flows = forget.flows();
+        // The busy connection is recognized by its PONGs, each of which changes its byte count. The other
+        // connections send two requests and close, or stay idle.
+        let mut byte_counts = HashMap::<u64, HashSet<u64>>::new();
+        until("the busy and the idle connection exist", || {
+            let flows = faulty.flows();
             flows.len() >= 2
                 && flows.iter().any(|flow| {
-                    let sizes = grown.entry(flow.id).or_default();
-                    sizes.insert(flow.bytes_to_client);
-                    sizes.len() > 12
+                    let counts = byte_counts.entry(flow.id).or_default();
+                    counts.insert(flow.bytes_to_client);
+                    counts.len() > 12
                 })
         });
-        forget.drop_all_packets().unwrap()
+        faulty.drop_all_packets().unwrap()
     });
-    let (observations, findings) = examine(world.plan(&[relay.addr]), 6);
+    let (observations, findings) = examine(test.plan(&[relay.addr]), 6);
     assert!(fault.join().unwrap() >= 2);
     assert_first(&findings, Cause::ForgottenFlows);
     assert!(observations.endpoints[0].long_lived[0].silent_ms.is_some(), "{observations:#?}");
 }
 
 #[test]
-fn doctor_wrong_server_certificates_are_named() {
+fn doctor_invalid_server_certificate_finds_its_defect() {
     let loopback = ["127.0.0.1", "localhost"];
-    let expired = World::with(|pki| pki.server_for(&loopback, Validity::expired()).ok());
+    let expired = TestServer::with(|pki| pki.server_for(&loopback, Validity::expired()).ok());
     let other_names =
-        World::with(|pki| pki.server_for(&["lb.example", "10.9.9.9"], Validity::usual()).ok());
-    let wrong_ca_world = World::new();
-    let mut files = wrong_ca_world.files();
+        TestServer::with(|pki| pki.server_for(&["lb.example", "10.9.9.9"], Validity::usual()).ok());
+    let wrong_ca_server = TestServer::new();
+    let mut files = wrong_ca_server.files();
     files.ca = Some(Pki::new("kubernetes").unwrap().write_ca(expired.dir.path()).unwrap());
     let trust = Trust::of_files(&files).unwrap();
-    // The file has been read; restore it for the other examination.
+    // `trust` has read the file; the other examination needs the original CA.
     expired.pki.write_ca(expired.dir.path()).unwrap();
-    let server = ServerUrl::parse(&wrong_ca_world.server.addr.to_string()).unwrap();
+    let server = ServerUrl::parse(&wrong_ca_server.server.addr.to_string()).unwrap();
     let wrong_ca = ExaminationPlan {
         targets: vec![Target::new(&server, EndpointSource::Given, None, &trust).unwrap()],
         ..ExaminationPlan::default()
@@ -183,68 +187,68 @@ fn doctor_wrong_server_certificates_are_named() {
     });
     // The credential was not sent to the unverified server.
     assert_eq!(
-        wrong_ca_world.server.counters().requests.load(std::sync::atomic::Ordering::Relaxed),
+        wrong_ca_server.server.counters().requests.load(std::sync::atomic::Ordering::Relaxed),
         0
     );
 }
 
 #[test]
-fn doctor_refusing_endpoint_is_dead_endpoint() {
-    let world = World::new();
-    // Bound, so that no other process gets the port, but not listening.
-    let held = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
-    held.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
-    let gone = held.local_addr().unwrap().as_socket().unwrap();
-    let (_, findings) = examine(world.plan(&[world.server.addr, gone]), 2);
+fn doctor_refusing_endpoint_finds_dead_endpoint() {
+    let test = TestServer::new();
+    // The socket is bound, so that no other process gets the port, and does not listen.
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
+    let refusing = socket.local_addr().unwrap().as_socket().unwrap();
+    let (_, findings) = examine(test.plan(&[test.server.addr, refusing]), 2);
     assert_first(&findings, Cause::DeadEndpoint);
-    assert!(findings[0].what.starts_with(&gone.to_string()), "{findings:#?}");
+    assert!(findings[0].what.starts_with(&refusing.to_string()), "{findings:#?}");
 }
 
 #[test]
-fn doctor_stopped_server_is_dead_endpoint() {
-    let world = World::new();
-    world.server.stop();
-    let (_, findings) = world.examine(2);
-    world.server.cont();
+fn doctor_stopped_server_finds_dead_endpoint() {
+    let test = TestServer::new();
+    test.server.stop();
+    let (_, findings) = test.examine(2);
+    test.server.cont();
     assert_first(&findings, Cause::DeadEndpoint);
 }
 
 #[test]
-fn doctor_failing_readyz_is_not_ready_endpoint() {
-    let world = World::new();
-    world.server.set_faults(|faults| faults.unready = true);
-    let (_, findings) = world.examine(2);
+fn doctor_failing_readyz_finds_not_ready_endpoint() {
+    let test = TestServer::new();
+    test.server.set_faults(|faults| faults.unready = true);
+    let (_, findings) = test.examine(2);
     assert_first(&findings, Cause::NotReadyEndpoint);
 }
 
 #[test]
-fn doctor_unknown_token_is_unauthorized_and_not_printed() {
-    let world = World::new();
-    let token = world.dir.path().join("token");
-    std::fs::write(&token, "planted-and-unknown\n").unwrap();
+fn doctor_unknown_token_finds_unauthorized_and_prints_no_token() {
+    let test = TestServer::new();
+    let token = test.dir.path().join("token");
+    std::fs::write(&token, "unknown-secret\n").unwrap();
     let trust = Trust::of_files(&CredentialFiles {
-        ca: Some(world.dir.path().join("ca.crt")),
+        ca: Some(test.dir.path().join("ca.crt")),
         certificate: None,
         token: Some(token),
     });
-    let server = ServerUrl::parse(&world.server.addr.to_string()).unwrap();
+    let server = ServerUrl::parse(&test.server.addr.to_string()).unwrap();
     let target = Target::new(&server, EndpointSource::Given, None, &trust.unwrap()).unwrap();
     let (observations, findings) =
         examine(ExaminationPlan { targets: vec![target], ..ExaminationPlan::default() }, 2);
     assert_first(&findings, Cause::Unauthorized);
     let all = report::json(&observations, &findings, &[]).to_string()
         + &report::text(&observations, &findings, &[]);
-    assert!(!all.contains("planted"), "{all}");
+    assert!(!all.contains("unknown-secret"), "{all}");
 }
 
 #[test]
-fn doctor_expired_client_certificate_is_named() {
-    let world = World::new();
-    let old = world.pki.client_valid(&Subject::admin(), Validity::expired()).unwrap();
-    let (cert_file, key_file) = old.write_to(world.dir.path(), "old").unwrap();
+fn doctor_expired_client_certificate_is_found() {
+    let test = TestServer::new();
+    let expired = test.pki.client_valid(&Subject::admin(), Validity::expired()).unwrap();
+    let (cert_file, key_file) = expired.write_to(test.dir.path(), "expired").unwrap();
     let certificate = Some(CertPaths { cert_file, key_file });
-    let trust = Trust::of_files(&CredentialFiles { certificate, ..world.files() }).unwrap();
-    let server = ServerUrl::parse(&world.server.addr.to_string()).unwrap();
+    let trust = Trust::of_files(&CredentialFiles { certificate, ..test.files() }).unwrap();
+    let server = ServerUrl::parse(&test.server.addr.to_string()).unwrap();
     let target = Target::new(&server, EndpointSource::Given, None, &trust).unwrap();
     let (_, findings) =
         examine(ExaminationPlan { targets: vec![target], ..ExaminationPlan::default() }, 2);
@@ -252,12 +256,12 @@ fn doctor_expired_client_certificate_is_named() {
 }
 
 #[test]
-fn doctor_silent_name_server_is_dns_black_hole() {
-    let world = World::new();
-    let trust = Trust::of_files(&world.files()).unwrap();
+fn doctor_silent_name_server_finds_dns_black_hole() {
+    let test = TestServer::new();
+    let trust = Trust::of_files(&test.files()).unwrap();
     let server = ServerUrl::parse("https://lb.example:6443").unwrap();
     let named = Target::new(&server, EndpointSource::Given, None, &trust).unwrap();
-    let mut plan = world.plan(&[world.server.addr]);
+    let mut plan = test.plan(&[test.server.addr]);
     plan.targets.push(named);
     // A socket that never responds.
     let silent = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
@@ -272,22 +276,23 @@ fn doctor_silent_name_server_is_dns_black_hole() {
 }
 
 #[test]
-fn doctor_taken_port_and_loop_are_named() {
-    let world = World::new();
+fn doctor_taken_port_and_loop_are_found() {
+    let test = TestServer::new();
     let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let bind = taken.local_addr().unwrap();
-    let place = PlannedListener { name: "listener apiserver".into(), bind, freebind: false };
-    let mut plan = world.plan(&[world.server.addr]);
-    plan.listeners = vec![place.clone()];
+    let listener = PlannedListener { name: "listener apiserver".into(), bind, freebind: false };
+    let mut plan = test.plan(&[test.server.addr]);
+    plan.listeners = vec![listener.clone()];
     let (_, findings) = examine(plan, 2);
     assert_first(&findings, Cause::PortTaken);
 
-    let mut plan = world.plan(&[bind]);
-    plan.listeners = vec![place];
+    let mut plan = test.plan(&[bind]);
+    plan.listeners = vec![listener];
     let (_, findings) = examine(plan, 2);
     assert_first(&findings, Cause::Loop);
 }
 
+/// Runs `jackstay doctor` and returns its exit code, stdout and stderr.
 fn jackstay(args: &[&str]) -> (Option<i32>, String, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_jackstay"))
         .args([&["doctor"], args].concat())
@@ -300,8 +305,8 @@ fn jackstay(args: &[&str]) -> (Option<i32>, String, String) {
 
 #[test]
 fn doctor_command_reads_a_configuration() {
-    let world = World::new();
-    let files = world.files();
+    let test = TestServer::new();
+    let files = test.files();
     let certificate = files.certificate.unwrap();
     let write = |name: &str, bind: SocketAddr, endpoint: SocketAddr| {
         let text = format!(
@@ -313,19 +318,19 @@ fn doctor_command_reads_a_configuration() {
             certificate.cert_file.display(),
             certificate.key_file.display(),
         );
-        let path: PathBuf = world.dir.path().join(name);
+        let path: PathBuf = test.dir.path().join(name);
         std::fs::write(&path, text).unwrap();
         path
     };
-    let any = (Ipv4Addr::LOCALHOST, 0).into();
-    let good = write("good.yaml", any, world.server.addr);
+    let free_port = (Ipv4Addr::LOCALHOST, 0).into();
+    let good = write("good.yaml", free_port, test.server.addr);
     let args = ["--config", good.to_str().unwrap(), "--duration", "2s"];
     let (code, out, err) = jackstay(&args);
     assert_eq!(code, Some(0), "{out}{err}");
     assert!(out.contains("No problem found.") && out.contains("/readyz"), "{out}");
 
-    let own: SocketAddr = "127.0.0.1:7443".parse().unwrap();
-    let looping = write("loop.yaml", own, own);
+    let bind: SocketAddr = "127.0.0.1:7443".parse().unwrap();
+    let looping = write("loop.yaml", bind, bind);
     let (code, out, err) =
         jackstay(&["--config", looping.to_str().unwrap(), "--output", "json", "--duration", "1s"]);
     assert_eq!(code, Some(1), "{out}{err}");
@@ -333,49 +338,49 @@ fn doctor_command_reads_a_configuration() {
     assert_eq!(report["findings"][0]["cause"], "loop", "{out}");
     assert_eq!(report["ok"], false);
 
-    let (code, out, err) = jackstay(&["--config", "/none/such.yaml"]);
+    let (code, out, err) = jackstay(&["--config", "/does/not/exist.yaml"]);
     assert_eq!((code, out.as_str()), (Some(2), ""), "{err}");
-    assert!(err.contains("/none/such.yaml"), "{err}");
+    assert!(err.contains("/does/not/exist.yaml"), "{err}");
 }
 
-/// The owner of a port may be unknown, so doctor asks the admin endpoint whether it is jackstay. With `freebind` an
-/// address may be missing.
+/// doctor may not see which process owns a port, so it asks the admin endpoint whether it is jackstay. With `freebind`
+/// an address may be missing on the host.
 #[test]
 fn doctor_running_jackstay_is_not_a_port_conflict() {
-    let world = World::new();
-    // Under another name, as under another user, its process does not identify it.
-    let binary = world.dir.path().join("another-name");
+    let test = TestServer::new();
+    // The name of the process does not identify it, as if another user ran it.
+    let binary = test.dir.path().join("another-name");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_jackstay"), &binary).unwrap();
-    let upstream = world.server.addr.to_string();
+    let upstream = test.server.addr.to_string();
     let child = Command::new(&binary)
         .args(["run", "--listen", "127.0.0.1:0", "--upstream", &upstream, "--admin", "127.0.0.1:0"])
         .env("JACKSTAY__STATE_DIR", "")
         .stderr(Stdio::piped())
         .spawn();
     let mut running = KillOnDrop(child.unwrap());
-    let mut said = BufReader::new(running.0.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let mut log = BufReader::new(running.0.stderr.take().unwrap()).lines().map(Result::unwrap);
     let mut address = |words: &str| -> SocketAddr {
-        let line = said.find(|line| line.contains(words)).expect("the log has the address");
-        let part = |c: &char| c.is_ascii_digit() || ".:".contains(*c);
+        let line = log.find(|line| line.contains(words)).expect("the log has the address");
+        let is_address = |c: &char| c.is_ascii_digit() || ".:".contains(*c);
         let text: String =
-            line[line.find("127.0.0.1:").unwrap()..].chars().take_while(part).collect();
+            line[line.find("127.0.0.1:").unwrap()..].chars().take_while(is_address).collect();
         text.parse().unwrap()
     };
     let (admin, bind) = (address("the admin endpoint listens"), address("listener="));
-    let file = world.dir.path().join("of-the-running.yaml");
-    // TEST-NET-1 (RFC 5737).
+    let file = test.dir.path().join("running.yaml");
+    // 192.0.2.1 is in TEST-NET-1 (RFC 5737), which no host has.
     let text = format!(
         "admin: {{bind: '{admin}'}}\n\
          upstreams: [{{name: u, endpoints: ['{upstream}'], tls: {{ca_file: {}}}}}]\n\
          listeners: [{{name: l, mode: passthrough, freebind: true, upstream: u, \
          bind: ['{bind}', '192.0.2.1:{}']}}]\n",
-        world.dir.path().join("ca.crt").display(),
+        test.dir.path().join("ca.crt").display(),
         bind.port(),
     );
     std::fs::write(&file, text).unwrap();
     let (code, out, err) = jackstay(&["--config", file.to_str().unwrap(), "--duration", "1s"]);
     assert_eq!(code, Some(0), "{out}{err}");
-    // Another program on the port is a conflict.
+    // Another process on the port is a conflict.
     drop(running);
     let _taken = TcpListener::bind(bind).unwrap();
     let (code, out, err) = jackstay(&["--config", file.to_str().unwrap(), "--duration", "1s"]);
@@ -383,12 +388,12 @@ fn doctor_running_jackstay_is_not_a_port_conflict() {
     assert!(out.contains(&format!("cannot listen on {bind}")), "{out}");
 }
 
-/// Installs rules in the network namespace of this process; they replace earlier ones.
+/// Replaces the rules in the network namespace of this process.
 fn nft(rules: &[String]) {
     nft_with("", rules);
 }
 
-/// Like [`nft`], with sets for the rules.
+/// Like [`nft`], with sets that the rules use.
 fn nft_with(sets: &str, rules: &[String]) {
     let rules = rules.join("\n");
     let script = format!(
@@ -403,51 +408,51 @@ fn nft_with(sets: &str, rules: &[String]) {
 
 #[test]
 #[ignore = "needs a network namespace of its own: unshare --net"]
-fn doctor_5_percent_loss_is_packet_loss() {
-    let world = World::new();
-    let port = world.server.addr.port();
+fn doctor_5_percent_loss_finds_packet_loss() {
+    let test = TestServer::new();
+    let port = test.server.addr.port();
     nft(&["dport", "sport"]
         .map(|way| format!("tcp {way} {port} numgen random mod 100 < 5 counter drop")));
-    let (observations, findings) = world.examine(20);
+    let (observations, findings) = test.examine(20);
     nft(&[]);
     assert_first(&findings, Cause::PacketLoss);
     assert_eq!(findings.len(), 1, "{findings:#?}\n{observations:#?}");
 }
 
-/// Connections for single requests end within milliseconds; older ones are the two lasting connections.
-const LASTING_AFTER: Duration = Duration::from_millis(1500);
+/// Age from which a connection is one of the two long-lived ones: the others end within milliseconds.
+const LONG_LIVED_AFTER: Duration = Duration::from_millis(1500);
 
 /// The local ports of the established connections to a port of this host.
 fn ports_connected_to(server: u16) -> Vec<u16> {
     let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
-    let of_flow = |line: &str| {
+    let local_port = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
         let port_of = |word: &str| u16::from_str_radix(word.rsplit_once(':')?.1, 16).ok();
         let to_server = port_of(words.get(2)?)? == server && words[3] == "01";
         to_server.then(|| port_of(words[1]))?
     };
-    table.lines().skip(1).filter_map(of_flow).collect()
+    table.lines().skip(1).filter_map(local_port).collect()
 }
 
 #[test]
 #[ignore = "needs a network namespace of its own: unshare --net"]
-fn doctor_dropped_established_flows_are_forgotten_flows() {
-    let world = World::new();
-    let port = world.server.addr.port();
-    let server = world.server.addr;
+fn doctor_dropped_established_flows_finds_forgotten_flows() {
+    let test = TestServer::new();
+    let port = test.server.addr.port();
+    let server = test.server.addr;
     std::thread::scope(|scope| {
-        let examined = scope.spawn(|| world.examine(8));
-        // Drops the packets of the two lasting connections; new ones work.
+        let examined = scope.spawn(|| test.examine(8));
+        // Drops the packets of the two long-lived connections; new connections work.
         let mut since: HashMap<u16, Instant> = HashMap::new();
         let mut flows: Vec<String> = Vec::new();
-        until("two connections last", || {
+        until("two long-lived connections exist", || {
             let ports = ports_connected_to(server.port());
             since.retain(|port, _| ports.contains(port));
             for port in ports {
                 since.entry(port).or_insert_with(Instant::now);
             }
-            let lasting = since.iter().filter(|(_, since)| since.elapsed() > LASTING_AFTER);
-            flows = lasting.map(|(port, _)| port.to_string()).collect();
+            let long_lived = since.iter().filter(|(_, since)| since.elapsed() > LONG_LIVED_AFTER);
+            flows = long_lived.map(|(port, _)| port.to_string()).collect();
             flows.len() >= 2
         });
         let flows = flows.join(", ");
@@ -461,13 +466,13 @@ fn doctor_dropped_established_flows_are_forgotten_flows() {
     });
 }
 
-/// The rules know a flow by its client's port for three seconds after each packet and drop packets of unknown flows, as a
-/// firewall does that forgets idle flows silently.
+/// The rules store the client's port of a flow for three seconds after each packet and drop packets of other flows, like
+/// a firewall that forgets idle flows.
 #[test]
 #[ignore = "needs a network namespace of its own: unshare --net"]
-fn doctor_firewall_dropping_idle_flows_is_forgotten_flows() {
-    let world = World::new();
-    let port = world.server.addr.port();
+fn doctor_firewall_dropping_idle_flows_finds_forgotten_flows() {
+    let test = TestServer::new();
+    let port = test.server.addr.port();
     nft_with(
         "set flows { type inet_service; flags dynamic, timeout; timeout 3s; }",
         &[
@@ -480,7 +485,7 @@ fn doctor_firewall_dropping_idle_flows_is_forgotten_flows() {
             format!("tcp sport {port} counter drop"),
         ],
     );
-    let (observations, findings) = world.examine(8);
+    let (observations, findings) = test.examine(8);
     nft(&[]);
     assert_first(&findings, Cause::ForgottenFlows);
     assert_eq!(findings.len(), 1, "{findings:#?}");
@@ -492,10 +497,10 @@ fn doctor_firewall_dropping_idle_flows_is_forgotten_flows() {
 
 #[test]
 #[ignore = "needs a network namespace of its own: unshare --net"]
-fn doctor_dropped_dns_queries_are_dns_black_hole() {
-    let world = World::new();
+fn doctor_dropped_dns_queries_finds_dns_black_hole() {
+    let test = TestServer::new();
     nft(&["udp", "tcp"].map(|protocol| format!("{protocol} dport 53 counter drop")));
-    let trust = Trust::of_files(&world.files()).unwrap();
+    let trust = Trust::of_files(&test.files()).unwrap();
     let server = ServerUrl::parse("https://lb.example:6443").unwrap();
     let targets = vec![Target::new(&server, EndpointSource::Given, None, &trust).unwrap()];
     let server = SocketAddr::from((Ipv4Addr::LOCALHOST, 53));

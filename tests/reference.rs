@@ -1,6 +1,6 @@
-//! The reference tables equal the code: metrics in `deploy/monitoring/README.md` come from
-//! `observe::names`, keys in `config/README.md` from `config/jackstay.yaml` (which `tests/config.rs`
-//! compares with the code's defaults). After a change of either:
+//! The reference tables equal the code. The metrics in `deploy/monitoring/README.md` come from
+//! `observe::names`. The keys in `config/README.md` come from `config/jackstay.yaml`, which a unit test of
+//! `config::load` compares with the defaults. This command writes the tables after a change:
 //!
 //! ```sh
 //! JACKSTAY_WRITE_README=1 cargo test --test reference
@@ -41,7 +41,7 @@ struct Key {
     item: usize,
 }
 
-/// The keys of the example file. It parses the style of that file, not YAML in general.
+/// Reads the keys of the example file. The parser supports the style of that file, not YAML in general.
 fn keys(yaml: &str) -> Vec<Key> {
     let mut stack: Vec<(usize, String)> = Vec::new();
     let (mut found, mut item): (Vec<Key>, usize) = (Vec::new(), 0);
@@ -91,9 +91,9 @@ fn configuration() -> String {
     let keys = keys(&read("config/jackstay.yaml"));
     let mut out = String::from("| key | default | what |\n|---|---|---|\n");
     for (at, key) in keys.iter().enumerate() {
-        let again = keys[..at].iter().find(|before| before.path == key.path);
-        if key.comment.is_empty() && (key.value.is_empty() || again.is_some())
-            || again.is_some_and(|before| before.comment == key.comment)
+        let earlier = keys[..at].iter().find(|earlier| earlier.path == key.path);
+        if key.comment.is_empty() && (key.value.is_empty() || earlier.is_some())
+            || earlier.is_some_and(|earlier| earlier.comment == key.comment)
         {
             continue;
         }
@@ -106,10 +106,10 @@ fn configuration() -> String {
             (what, default) = (rest.trim_start_matches(':').trim(), "required".to_owned());
         } else if let Some(rest) = what.strip_prefix("example") {
             what = rest.trim_start_matches(':').trim();
-            let (before, given) = what.split_once("default ").unwrap_or((what, ""));
-            let given = given.split([',', ';']).next().unwrap_or("");
-            default = if given.is_empty() { String::new() } else { format!("`{given}`") };
-            what = before.trim_end_matches([';', ' ']);
+            let (text, value) = what.split_once("default ").unwrap_or((what, ""));
+            let value = value.split([',', ';']).next().unwrap_or("");
+            default = if value.is_empty() { String::new() } else { format!("`{value}`") };
+            what = text.trim_end_matches([';', ' ']);
         }
         let mode = if key.item > 0 { "passthrough: " } else { "" };
         let what = what.replace('|', "\\|");
@@ -126,7 +126,7 @@ fn with_table(readme: &str, name: &str, table: &str) -> String {
     format!("{before}{begin}{table}{end}{after}")
 }
 
-/// Compares the table `name` of a README with the code, or writes it there.
+/// Compares the table `name` of a README with the code, or writes it with `JACKSTAY_WRITE_README`.
 fn check_table(path: &str, name: &str, table: &str) {
     let readme = read(path);
     let wanted = with_table(&readme, name, table);
@@ -148,18 +148,17 @@ fn configuration_table_equals_the_example_file() {
     check_table("config/README.md", "configuration", &configuration());
 }
 
-/// The top README stays a short starting page.
 #[test]
 fn top_readme_has_fewer_than_200_lines() {
     let lines = read("README.md").lines().count();
     assert!(
         lines < 200,
-        "README.md has {lines} lines; references belong into the folders' READMEs"
+        "README.md has {lines} lines; references belong in the READMEs of the folders"
     );
 }
 
 #[test]
-fn keys_of_an_example_file_have_path_value_comment_and_item() {
+fn keys_have_path_value_comment_and_item() {
     let text = "# head\na: 1   # one\nlist:\n  - name: x   # a name\n    of:\n      - \"v # w\"\n    \
                 in: { y: 2 }\n  - name: z # other\n    new: 3\n";
     let keys = keys(text);
@@ -196,7 +195,7 @@ fn queries() -> Vec<PathBuf> {
     files
 }
 
-/// Every metric of jackstay that `text` names, with the labels of its selector.
+/// The metrics of jackstay in `text`, each with the labels of its selector.
 fn metrics_in(text: &str) -> Vec<(String, Vec<(String, String)>)> {
     let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let mut found = Vec::new();
@@ -223,17 +222,17 @@ fn dashboard_and_alerts_name_existing_metrics_and_labels() {
     let files = queries();
     assert!(files.len() >= 3, "scrape, alerts and dashboard: {files:?}");
     let mut wrong = Vec::new();
-    let mut asked = 0;
+    let mut query_count = 0;
     for file in files {
         let (text, file) = (fs::read_to_string(&file).unwrap(), file.display());
         for (name, labels) in metrics_in(&text) {
-            asked += 1;
+            query_count += 1;
             let spec = names::ALL.iter().find(|spec| {
-                let tails: &[&str] = match spec.kind {
+                let suffixes: &[&str] = match spec.kind {
                     names::MetricKind::Histogram => &["_bucket", "_sum", "_count"],
                     names::MetricKind::Counter | names::MetricKind::Gauge => &[""],
                 };
-                tails.iter().any(|tail| name.strip_prefix(spec.name) == Some(tail))
+                suffixes.iter().any(|suffix| name.strip_prefix(spec.name) == Some(suffix))
             });
             let Some(spec) = spec else {
                 wrong.push(format!("{file}: no metric `{name}`"));
@@ -257,11 +256,11 @@ fn dashboard_and_alerts_name_existing_metrics_and_labels() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert!(asked > 30, "only {asked} queries found: does the parser still see them?");
+    assert!(query_count > 30, "only {query_count} queries found: the parser misses some");
 }
 
 #[test]
-fn metrics_are_found_in_queries() {
+fn metrics_in_query_have_their_labels() {
     let text =
         r#"sum by (le) (rate(jackstay_x_bucket{a="b",c!~\"d|e\"}[5m])) / my_jackstay_y jackstay_z"#;
     let found = metrics_in(text);

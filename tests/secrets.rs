@@ -1,5 +1,5 @@
-//! No secret appears in the log or on the admin endpoint. The tests put secrets wherever a client, an operator or an
-//! apiserver can, and search all output for them.
+//! No secret appears in the log or on the admin endpoint. The tests put secrets into every place that clients,
+//! operators and apiservers can fill, and search all output for them.
 //!
 //! The binary runs with level `trace` and `access: all`, in both log formats.
 
@@ -35,7 +35,7 @@ const BASIC: &str = "hunter2-in-basic-AbCdEf012345678";
 const IMPERSONATED: &str = "hunter2-impersonated-0123456789";
 const REMOTE: &str = "hunter2-x-remote-user-012345678";
 const BODY: &str = "hunter2-in-body-of-secret-012345";
-const PLANTED: &[&str] = &[
+const SECRETS: &[&str] = &[
     BEARER,
     WRONG_BEARER,
     PROBE_TOKEN,
@@ -50,7 +50,7 @@ const PLANTED: &[&str] = &[
     BODY,
 ];
 
-/// A running jackstay and its standard error.
+/// A running jackstay, and the lines that it has written to stderr.
 struct Running {
     child: KillOnDrop,
     lines: Receiver<String>,
@@ -75,7 +75,7 @@ impl Running {
         Self { child: KillOnDrop(child), lines, output: String::new() }
     }
 
-    /// The address in the first line that contains `word`.
+    /// Reads lines until one contains `word`, and returns the address in it.
     fn address(&mut self, word: &str) -> SocketAddr {
         loop {
             let line = self.lines.recv_timeout(PATIENCE).expect("the log has the address");
@@ -83,8 +83,8 @@ impl Running {
             self.output.push('\n');
             if line.contains(word) {
                 let at = line.find("127.0.0.1:").expect("an address");
-                let port = |c: char| c.is_ascii_digit() || c == '.' || c == ':';
-                let text: String = line[at..].chars().take_while(|c| port(*c)).collect();
+                let is_address = |c: char| c.is_ascii_digit() || c == '.' || c == ':';
+                let text: String = line[at..].chars().take_while(|c| is_address(*c)).collect();
                 return text.parse().expect("an address");
             }
         }
@@ -94,7 +94,7 @@ impl Running {
     fn end(mut self) -> String {
         let id = self.child.id().to_string();
         assert!(Command::new("kill").args(["-TERM", &id]).status().expect("kill").success());
-        // Until the pipe is closed.
+        // Ends when the process closes the pipe.
         for line in &self.lines {
             self.output.push_str(&line);
             self.output.push('\n');
@@ -104,34 +104,37 @@ impl Running {
     }
 }
 
+/// The response of the admin endpoint, with its head.
 async fn page(admin: SocketAddr, path: &str) -> String {
     let mut stream = TcpStream::connect(admin).await.expect("it listens");
     let request = format!("GET {path} HTTP/1.0\r\n\r\n");
     stream.write_all(request.as_bytes()).await.expect("it reads");
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await.expect("it answers");
-    answer
+    let mut response = String::new();
+    stream.read_to_string(&mut response).await.expect("it responds");
+    response
 }
 
-/// The forms in which a secret might appear.
-fn forms(secret: &str) -> Vec<String> {
+/// The encodings in which a secret might appear.
+fn encodings(secret: &str) -> Vec<String> {
     let hex = secret.bytes().fold(String::new(), |hex, byte| format!("{hex}{byte:02x}"));
     let list: Vec<String> = secret.bytes().map(|byte| byte.to_string()).collect();
-    let bare = STANDARD.encode(secret).trim_end_matches('=').to_owned();
-    vec![secret.to_owned(), bare, URL_SAFE_NO_PAD.encode(secret), hex, list.join(", ")]
+    let unpadded = STANDARD.encode(secret).trim_end_matches('=').to_owned();
+    vec![secret.to_owned(), unpadded, URL_SAFE_NO_PAD.encode(secret), hex, list.join(", ")]
 }
 
-/// Sends a GET and waits for the response head; every response is accepted.
+/// Sends a GET and waits for the response head. Accepts every response, and the end of the connection.
 async fn head(client: &Client, path: &str, headers: &[(&str, &str)]) {
-    let answer = client.send(Method::GET, path, headers, "");
-    drop(tokio::time::timeout(PATIENCE, answer).await.expect("an answer, or the connection ends"));
+    let response = client.send(Method::GET, path, headers, "");
+    drop(
+        tokio::time::timeout(PATIENCE, response).await.expect("a response, or the connection ends"),
+    );
 }
 
 /// Sends a request for each place where a client can put a secret.
 async fn send_secrets(world: &TestCluster, listener: SocketAddr) {
     let certs = &world.certs;
-    let nobody = certs.anonymous();
-    let client = Client::connect(listener, &nobody).await.expect("HTTP/2");
+    let anonymous = certs.anonymous();
+    let client = Client::connect(listener, &anonymous).await.expect("HTTP/2");
     let basic = format!("Basic {}", STANDARD.encode(format!("root:{BASIC}")));
     let bearer = format!("Bearer {BEARER}");
     let wrong = format!("Bearer {WRONG_BEARER}");
@@ -153,7 +156,7 @@ async fn send_secrets(world: &TestCluster, listener: SocketAddr) {
         (CONFIGMAPS, &[("sec-websocket-protocol", &subprotocol)]),
     ];
     for (path, headers) in requests {
-        // Refused or not: only the output matters.
+        // The response does not matter: the test searches the output.
         head(&client, path, headers).await;
     }
 
@@ -164,12 +167,12 @@ async fn send_secrets(world: &TestCluster, listener: SocketAddr) {
         ("sec-websocket-key", "dGhlIHNhbXBsZSBub25jZQ=="),
         ("sec-websocket-protocol", subprotocol.as_str()),
     ];
-    let http1 = Client::connect_http1(listener, &nobody).await.expect("HTTP/1.1");
+    let http1 = Client::connect_http1(listener, &anonymous).await.expect("HTTP/1.1");
     head(&http1, &exec, &upgrade).await;
-    for odd in ["authorization", "cookie, x-remote-user"] {
-        let http1 = Client::connect_http1(listener, &nobody).await.expect("HTTP/1.1");
+    for hop_by_hop in ["authorization", "cookie, x-remote-user"] {
+        let http1 = Client::connect_http1(listener, &anonymous).await.expect("HTTP/1.1");
         let headers =
-            [("connection", odd), ("authorization", bearer.as_str()), ("cookie", &cookie)];
+            [("connection", hop_by_hop), ("authorization", bearer.as_str()), ("cookie", &cookie)];
         head(&http1, CONFIGMAPS, &headers).await;
     }
 
@@ -181,10 +184,13 @@ async fn send_secrets(world: &TestCluster, listener: SocketAddr) {
     };
     let mut watch = admin.watch(&format!("{CONFIGMAPS}?watch=1")).await.expect("a watch");
     assert_eq!(admin.post(CONFIGMAPS, &secret("s")).await.expect("an answer").status, 201);
-    let seen = tokio::time::timeout(PATIENCE, watch.next()).await.expect("an event");
-    assert!(format!("{:?}", seen.expect("no error")).contains(BODY), "the watch carries it");
-    let back = admin.get(&format!("{CONFIGMAPS}/s")).await.expect("an answer");
-    assert!(String::from_utf8_lossy(&back.body).contains(BODY));
+    let event = tokio::time::timeout(PATIENCE, watch.next()).await.expect("an event");
+    assert!(
+        format!("{:?}", event.expect("no error")).contains(BODY),
+        "the watch delivers the secret"
+    );
+    let reply = admin.get(&format!("{CONFIGMAPS}/s")).await.expect("an answer");
+    assert!(String::from_utf8_lossy(&reply.body).contains(BODY));
     // The errors of a killed apiserver are logged too.
     world.servers[0].kill();
     let _ = tokio::time::timeout(PATIENCE, admin.post(CONFIGMAPS, &secret("t"))).await;
@@ -197,7 +203,7 @@ async fn assert_no_secret_leaks(format: &str) {
     let dir = world.certs.path();
     let file = |name: &str| dir.join(name).to_str().expect("UTF-8").to_owned();
     std::fs::write(dir.join("probe.token"), PROBE_TOKEN).expect("written");
-    // Discovery uses this token and is refused, which is logged with the reason.
+    // Discovery uses this token, and the apiserver refuses it, which is logged with the reason.
     let kubeconfig = json!({
         "apiVersion": "v1", "kind": "Config", "current-context": "c",
         "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
@@ -233,9 +239,9 @@ async fn assert_no_secret_leaks(format: &str) {
     let mut running = Running::start(&path);
     let admin = running.address("the admin endpoint listens");
     let listener = running.address("\"apiserver\"");
-    let shows = async |path, words: &str| page(admin, path).await.contains(words);
-    until("it is ready", async || shows("/readyz", "readyz check passed").await).await;
-    until("discovery is refused", async || shows("/events", "401").await).await;
+    let contains = async |path, text: &str| page(admin, path).await.contains(text);
+    until("it is ready", async || contains("/readyz", "readyz check passed").await).await;
+    until("discovery is refused", async || contains("/events", "401").await).await;
     send_secrets(&world, listener).await;
 
     let mut output = String::new();
@@ -249,14 +255,14 @@ async fn assert_no_secret_leaks(format: &str) {
     let refused = |line: &&str| line.contains("slices") && line.contains("401");
     assert!(log.lines().any(|line| refused(&line)), "discovery is refused:\n{log}");
     let lines = |part: &str| log.lines().filter(|line| line.contains(part)).count();
-    assert!(lines("/configmaps") >= 10, "every request has its line:\n{log}");
-    let warm = lines("reused=true") + lines("\"reused\":true");
-    assert!(warm > 0, "some requests use an open connection");
+    assert!(lines("/configmaps") >= 10, "every request is logged:\n{log}");
+    let reused = lines("reused=true") + lines("\"reused\":true");
+    assert!(reused > 0, "some requests use an open connection");
     assert!(lines("TRACE") > 100, "the log has level trace");
     assert!(lines("?access_token=***") == 1, "the query is logged masked");
     output.push_str(&log);
 
-    let mut secrets: Vec<String> = PLANTED.iter().flat_map(|secret| forms(secret)).collect();
+    let mut secrets: Vec<String> = SECRETS.iter().flat_map(|secret| encodings(secret)).collect();
     for key in ["serving.key", "admin.key"] {
         let pem = std::fs::read_to_string(dir.join(key)).expect("a key");
         secrets.extend(pem.lines().filter(|line| !line.starts_with("---")).map(str::to_owned));
@@ -280,9 +286,9 @@ async fn json_log_and_admin_pages_contain_no_secret() {
 }
 
 #[test]
-fn forms_of_a_secret_match_its_encodings() {
-    let forms = forms(BEARER);
-    assert!(forms.iter().all(|form| form.len() >= BEARER.len()));
-    assert!(format!("authorization: Bearer {BEARER}").contains(&forms[0]));
-    assert!(format!("{:?}", BEARER.as_bytes()).contains(&forms[4]));
+fn encodings_match_headers_and_debug_output() {
+    let encodings = encodings(BEARER);
+    assert!(encodings.iter().all(|encoding| encoding.len() >= BEARER.len()));
+    assert!(format!("authorization: Bearer {BEARER}").contains(&encodings[0]));
+    assert!(format!("{:?}", BEARER.as_bytes()).contains(&encodings[4]));
 }

@@ -1,8 +1,8 @@
-//! Simulates 5,000 nodes and three apiservers: the independent decisions of all nodes must not overload the control
-//! plane.
+//! Simulates 5,000 nodes and three apiservers. Each node decides independently; together they must not overload the
+//! control plane.
 //!
-//! Only pure functions run (picking, slow start, rebalancing, evacuation, backoff and the jitter of resumed watches).
-//! The simulated network has no delay and no loss.
+//! The simulation calls the pure functions of pool and watch: pick, slow start, rebalance, evacuation, backoff, and the
+//! jitter of resumed watches. The simulated network has no delay and no loss.
 
 use jackstay::proxy::watch::ResumeRound;
 use jackstay::upstream::balance::{cost, pick, slow_start, slow_start_factor};
@@ -13,7 +13,7 @@ use jackstay::upstream::watch_moves::MoveEligibility;
 use std::time::Duration;
 
 const NODES: usize = 5_000;
-/// Watches of a kubelet: nodes, pods, services, classes, and some for secrets and config maps.
+/// Watches of one kubelet: nodes, pods, services, classes, and a few for secrets and config maps.
 const WATCHES: usize = 8;
 const SERVERS: usize = 3;
 /// Latency of an idle apiserver, in seconds.
@@ -21,7 +21,9 @@ const LATENCY: f64 = 0.001;
 
 #[derive(Clone, Debug)]
 struct Node {
+    /// Watches on each server.
     watches: [usize; SERVERS],
+    /// Random number of this node in 0..1, with which it rebalances.
     lot: f64,
 }
 
@@ -31,20 +33,21 @@ struct Fleet {
 }
 
 impl Fleet {
-    /// Nodes whose watches are distributed.
+    /// Nodes whose watches have each picked a server.
     fn new(seed: u64) -> Self {
         let mut rng = fastrand::Rng::with_seed(seed);
         let nodes = (0..NODES).map(|_| Node { watches: [0; SERVERS], lot: rng.f64() }).collect();
         let mut fleet = Self { nodes, rng };
         for index in 0..NODES {
             for _ in 0..WATCHES {
-                let there = fleet.pick(index, None, [1.0; SERVERS]);
-                fleet.nodes[index].watches[there] += 1;
+                let target = fleet.pick(index, None, [1.0; SERVERS]);
+                fleet.nodes[index].watches[target] += 1;
             }
         }
         fleet
     }
 
+    /// The server that a node picks, without the `dead` one. `shares` are the slow-start shares of the servers.
     fn pick(&mut self, node: usize, dead: Option<usize>, shares: [f64; SERVERS]) -> usize {
         let watches = self.nodes[node].watches;
         let lot = self.rng.f64();
@@ -55,7 +58,7 @@ impl Fleet {
         .unwrap()
     }
 
-    /// Moves the watches of a lost server. Returns for each its delay and its new server.
+    /// Moves the watches of a lost server. Returns the delay and the new server of each watch.
     fn lose(&mut self, dead: usize) -> Vec<(Duration, usize)> {
         let start = tokio::time::Instant::now();
         let mut moves = Vec::new();
@@ -63,14 +66,15 @@ impl Fleet {
             for _ in 0..std::mem::take(&mut self.nodes[node].watches[dead]) {
                 let max_jitter = ResumeRound::begin(start, 0, true).start_attempt(start).unwrap();
                 let delay = max_jitter.mul_f64(self.rng.f64());
-                let there = self.pick(node, Some(dead), [1.0; SERVERS]);
-                self.nodes[node].watches[there] += 1;
-                moves.push((delay, there));
+                let target = self.pick(node, Some(dead), [1.0; SERVERS]);
+                self.nodes[node].watches[target] += 1;
+                moves.push((delay, target));
             }
         }
         moves
     }
 
+    /// The watches on each server.
     fn totals(&self) -> [usize; SERVERS] {
         std::array::from_fn(|server| self.nodes.iter().map(|node| node.watches[server]).sum())
     }
@@ -83,7 +87,7 @@ fn spread(totals: [usize; SERVERS]) -> f64 {
 }
 
 #[test]
-fn watches_of_a_lost_server_spread_evenly() {
+fn lost_server_watches_spread_evenly_over_servers_and_time() {
     for seed in 0..3 {
         let mut fleet = Fleet::new(seed);
         let before = fleet.totals();
@@ -91,10 +95,11 @@ fn watches_of_a_lost_server_spread_evenly() {
         let moves = fleet.lose(0);
         assert_eq!(moves.len(), before[0]);
         let mut to = [0_usize; SERVERS];
+        // Moves in each 200 ms.
         let mut bins = [0_usize; 5];
-        for (delay, there) in &moves {
+        for (delay, target) in &moves {
             assert!(*delay <= Duration::from_secs(1));
-            to[*there] += 1;
+            to[*target] += 1;
             bins[(delay.as_millis() as usize / 200).min(4)] += 1;
         }
         for &count in &to[1..] {
@@ -108,7 +113,7 @@ fn watches_of_a_lost_server_spread_evenly() {
 }
 
 #[test]
-fn loads_after_a_return_even_out_slowly() {
+fn rebalance_after_a_return_is_gradual_and_ends() {
     let mut fleet = Fleet::new(7);
     fleet.lose(0);
     let mut worst_second = 0;
@@ -153,7 +158,7 @@ fn loads_after_a_return_even_out_slowly() {
     assert!(spread(end) <= 0.1, "{end:?}");
     // The moves of 5,000 nodes to a returned server are spread over time.
     assert!(worst_second < NODES * WATCHES / 100, "{worst_second} moves in one second");
-    // Balanced nodes move nothing.
+    // A balanced node moves no watch.
     let churn: usize = (0..NODES)
         .filter(|&index| {
             let loads = fleet.nodes[index].watches.map(|watches| EndpointLoad {
@@ -165,18 +170,21 @@ fn loads_after_a_return_even_out_slowly() {
             decide(&loads, lot, Duration::from_secs(1), &mut fleet.rng).is_some()
         })
         .count();
-    assert_eq!(churn, 0, "no moves after balancing");
+    assert_eq!(churn, 0, "nodes that move watches after balancing");
 }
 
-/// A node's view of the readiness of a server that loses etcd at `lost`, or never. Its first probe afterwards is at
-/// `probe`; while probes fail, they follow each other after one second. Times are in seconds.
-struct Probed {
+/// The readiness probes of one node to a server that loses etcd. Times are in seconds. While probes fail, the node
+/// repeats them every second.
+struct ProbedServer {
+    /// When the server loses etcd; `f64::MAX` for never.
     lost: f64,
+    /// When the first probe after the loss begins.
     probe: f64,
 }
 
-impl Probed {
-    /// With a probe timeout of one second: failing after half of it, degraded after the second failure.
+impl ProbedServer {
+    /// The readiness at `now`. `proof` is the time of a successful probe before the loss. With a probe timeout of one
+    /// second, the probe counts as failing after half of it, and the second failure makes the server degraded.
     fn readiness(
         &self,
         zero: tokio::time::Instant,
@@ -185,7 +193,7 @@ impl Probed {
     ) -> EndpointReadiness {
         let at = |seconds| zero + Duration::from_secs_f64(seconds);
         let failing = self.probe.max(self.lost);
-        let asked = proof.filter(|&proof| proof <= now);
+        let proof = proof.filter(|&proof| proof <= now && proof < self.lost);
         EndpointReadiness {
             state: if now >= failing + 2.2 {
                 EndpointState::Degraded
@@ -193,56 +201,62 @@ impl Probed {
                 EndpointState::Ready
             },
             probe_failing_since: (now >= failing + 0.5).then(|| at(failing + 0.5)),
-            last_ready_probe: asked.filter(|&asked| asked < self.lost).map(at),
+            last_ready_probe: proof.map(at),
         }
     }
 }
 
-/// Calls `each` with time and target of each watch that one node moves when the servers lose etcd at the times `gone`. On
-/// each server, three of the node's watches were delivering events.
+/// Calls `each` with the time and the target of each watch that one node moves when the servers lose etcd at the times
+/// `lost`. On each server, three of the node's watches have delivered events and are silent now.
 fn evacuate(
     fleet: &mut Fleet,
     node: usize,
-    gone: [f64; SERVERS],
+    lost: [f64; SERVERS],
     first_probe: f64,
     mut each: impl FnMut(f64, usize),
 ) {
     const TICK: f64 = 0.2;
     let zero = tokio::time::Instant::now();
-    let known: [Probed; SERVERS] = std::array::from_fn(|server| Probed {
-        lost: gone[server],
-        probe: gone[server] + first_probe,
+    let servers: [ProbedServer; SERVERS] = std::array::from_fn(|server| ProbedServer {
+        lost: lost[server],
+        probe: lost[server] + first_probe,
     });
-    // The other servers are probed as soon as the first probe fails; servers that hang by then are not proven ready.
-    let proof = (0..SERVERS).map(|at| known[at].probe.max(gone[at])).fold(f64::MAX, f64::min) + 0.5;
+    // The node probes the other servers as soon as the first probe fails. That proves a server ready only before it
+    // loses etcd.
+    let proof =
+        (0..SERVERS).map(|at| servers[at].probe.max(lost[at])).fold(f64::MAX, f64::min) + 0.5;
     let proof = proof + 0.2 * fleet.rng.f64();
-    let mut last = [None::<f64>; SERVERS];
+    let mut last_move = [None::<f64>; SERVERS];
     let mut silent = [3; SERVERS];
     let mut now = TICK * fleet.rng.f64();
     while now < 20.0 {
         let readiness: [EndpointReadiness; SERVERS] =
-            std::array::from_fn(|at| known[at].readiness(zero, Some(proof), now));
-        for (from, who, targets) in decide_evacuation(&readiness).collect::<Vec<_>>() {
-            let Some(before) = last[from] else {
-                last[from] = Some(now + START_JITTER.as_secs_f64() * fleet.rng.f64());
+            std::array::from_fn(|at| servers[at].readiness(zero, Some(proof), now));
+        for (from, eligibility, targets) in decide_evacuation(&readiness).collect::<Vec<_>>() {
+            let Some(before) = last_move[from] else {
+                last_move[from] = Some(now + START_JITTER.as_secs_f64() * fleet.rng.f64());
                 continue;
             };
             if now <= before {
                 continue;
             }
-            last[from] = Some(now);
-            let here = fleet.nodes[node].watches[from];
-            let can = if who == MoveEligibility::All { here } else { silent[from].min(here) };
-            for _ in 0..due_moves(here, Duration::from_secs_f64(now - before)).min(can) {
+            last_move[from] = Some(now);
+            let on_server = fleet.nodes[node].watches[from];
+            let movable = if eligibility == MoveEligibility::All {
+                on_server
+            } else {
+                silent[from].min(on_server)
+            };
+            for _ in 0..due_moves(on_server, Duration::from_secs_f64(now - before)).min(movable) {
                 let watches = fleet.nodes[node].watches;
-                let there = pick(targets.iter().copied(), &mut fleet.rng, |&server| {
+                let target = pick(targets.iter().copied(), &mut fleet.rng, |&server| {
                     cost(watches[server], LATENCY)
                 })
                 .unwrap();
                 fleet.nodes[node].watches[from] -= 1;
-                fleet.nodes[node].watches[there] += 1;
+                fleet.nodes[node].watches[target] += 1;
                 silent[from] = silent[from].saturating_sub(1);
-                each(now, there);
+                each(now, target);
             }
         }
         now += TICK * (0.75 + fleet.rng.f64() / 2.0);
@@ -250,28 +264,28 @@ fn evacuate(
 }
 
 #[test]
-fn nodes_leave_a_server_without_etcd_without_a_stampede() {
+fn evacuation_of_a_server_without_etcd_is_spread_over_time() {
     // Probes every 10 s, and as the worst case all probes at the same time.
-    for (spread, what) in [(10.0, "probed every 10 s"), (0.0, "all probe at the same time")] {
+    for (spread, name) in [(10.0, "probed every 10 s"), (0.0, "all probe at the same time")] {
         let mut fleet = Fleet::new(11);
         let before = fleet.totals();
         let mut moves = Vec::new();
         for node in 0..NODES {
             let first_probe = fleet.rng.f64() * spread;
             let lost = [0.0, f64::MAX, f64::MAX];
-            evacuate(&mut fleet, node, lost, first_probe, |at, there| moves.push((at, there)));
+            evacuate(&mut fleet, node, lost, first_probe, |at, target| moves.push((at, target)));
         }
         assert_eq!(fleet.totals()[0], 0, "every watch has left");
         assert_eq!(moves.len(), before[0], "no watch moved twice");
         let first = moves.iter().map(|(at, _)| *at).fold(f64::MAX, f64::min);
         for window in [1.0, 20.0] {
             let within = moves.iter().filter(|(at, _)| *at < first + window);
-            let to = within.fold([0_usize; SERVERS], |mut to, (_, there)| {
-                to[*there] += 1;
+            let to = within.fold([0_usize; SERVERS], |mut to, (_, target)| {
+                to[*target] += 1;
                 to
             });
             let all: usize = to.iter().sum();
-            println!("{what}: {all} watches move to {to:?} within {window} s");
+            println!("{name}: {all} watches move to {to:?} within {window} s");
             assert!(to.iter().all(|&count| count as f64 <= 0.6 * all as f64), "{to:?}");
         }
         let mut bins = vec![0_usize; 201];
@@ -279,22 +293,22 @@ fn nodes_leave_a_server_without_etcd_without_a_stampede() {
             bins[(at * 10.0) as usize] += 1;
         }
         let most = *bins.iter().max().unwrap();
-        println!("{what}: at most {most} moves within 100 ms");
+        println!("{name}: at most {most} moves within 100 ms");
         // The loss of an apiserver moves all of them within 1 s.
         assert!(most * 3 < before[0], "{most}");
     }
 }
 
 #[test]
-fn etcd_lost_by_all_servers_moves_nothing() {
+fn evacuation_with_etcd_lost_by_all_servers_moves_nothing() {
     for apart in [0.0, 0.1, 0.4] {
         let mut fleet = Fleet::new(12);
         let before = fleet.totals();
         for node in 0..NODES {
             let first_probe = fleet.rng.f64() * 10.0;
             let lost = [0.0, apart, apart / 2.0];
-            evacuate(&mut fleet, node, lost, first_probe, |at, there| {
-                panic!("a move to {there} at {at}, {apart} s apart");
+            evacuate(&mut fleet, node, lost, first_probe, |at, target| {
+                panic!("a move to {target} at {at}, {apart} s apart");
             });
         }
         assert_eq!(fleet.totals(), before);
@@ -302,13 +316,13 @@ fn etcd_lost_by_all_servers_moves_nothing() {
 }
 
 #[test]
-fn heartbeats_return_gradually_after_a_restart() {
+fn slow_start_after_a_return_limits_heartbeats() {
     let mut fleet = Fleet::new(9);
     fleet.lose(0);
     let mut before = 0.0;
     for step in 0..=6_u32 {
         let share = slow_start(Duration::from_secs(u64::from(step) * 5));
-        // A heartbeat prefers the server with the fewest streams.
+        // A heartbeat is a single request, which prefers the server with the fewest streams.
         let taken = (0..NODES).filter(|&node| fleet.pick(node, None, [share, 1.0, 1.0]) == 0);
         let part = taken.count() as f64 / NODES as f64;
         println!("{:>2} s: {:.1} % of all heartbeats", step * 5, part * 100.0);
@@ -318,26 +332,27 @@ fn heartbeats_return_gradually_after_a_restart() {
     }
 }
 
-/// Calls `each` with the times at which a node connects to a refusing server, until `end`.
-fn attempts(rng: &mut fastrand::Rng, alone: bool, end: f64, mut each: impl FnMut(f64)) {
+/// Calls `each` with the times before `end` at which a node connects to a refusing server. `none_usable`: no
+/// endpoint of the upstream is usable.
+fn attempts(rng: &mut fastrand::Rng, none_usable: bool, end: f64, mut each: impl FnMut(f64)) {
     let mut now = rng.f64() * 0.05;
     for failures in 1.. {
         if now >= end {
             break;
         }
         each(now);
-        now += backoff(failures, alone, rng.f64()).as_secs_f64();
+        now += backoff(failures, none_usable, rng.f64()).as_secs_f64();
     }
 }
 
 #[test]
-fn connects_to_a_dead_server_are_spread_by_backoff() {
+fn backoff_spreads_connects_to_a_dead_server() {
     let mut rng = fastrand::Rng::with_seed(3);
-    for (alone, steady_limit) in [(false, 0.5), (true, 2.5)] {
+    for (none_usable, steady_limit) in [(false, 0.5), (true, 2.5)] {
         let mut seconds = [0_usize; 60];
         let mut tenths = [0_usize; 600];
         for _ in 0..NODES {
-            attempts(&mut rng, alone, 60.0, |at| {
+            attempts(&mut rng, none_usable, 60.0, |at| {
                 seconds[at as usize] += 1;
                 tenths[(at * 10.0) as usize] += 1;
             });
@@ -345,7 +360,7 @@ fn connects_to_a_dead_server_are_spread_by_backoff() {
         let steady = &seconds[20..];
         let most = *steady.iter().max().unwrap();
         println!(
-            "alone: {alone}; connects a second: {:?} at first, then at most {most}",
+            "none usable: {none_usable}; connects a second: {:?} at first, then at most {most}",
             &seconds[..4]
         );
         assert!(seconds[0] <= NODES * 6, "{seconds:?}");

@@ -1,7 +1,7 @@
-//! Reads from syntax trees which source file uses names of which other file.
+//! Finds import circles between source files from their syntax trees.
 //!
-//! A path counts where it is used: `use super::pool; pool::Pool::new()` uses `pool.rs`. A use of a re-exported name
-//! (`pub use`) counts as a use of the file that defines it. Test code is ignored.
+//! A file imports another one if it uses a path into it: `use super::pool; pool::Pool::new()` imports `pool.rs`. A use
+//! of a re-exported name (`pub use`) counts as an import of the file that defines the name. Test code is ignored.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -137,7 +137,8 @@ impl Imports {
         Self { files: files.collect() }
     }
 
-    /// Resolves a path written in `module` to a path from the crate root; `None` outside the crate.
+    /// Resolves a path as written in `module` to a path from the crate root; `None` for a path outside the crate. `depth`
+    /// limits the number of `use` declarations that are followed.
     fn absolute(&self, module: &[String], path: &[String], depth: usize) -> Option<Vec<String>> {
         let (first, rest) = path.split_first()?;
         let scan = &self.files.get(module)?.1;
@@ -164,7 +165,7 @@ impl Imports {
         }
     }
 
-    /// The module that defines an absolute path, after following re-exports.
+    /// The module that defines an absolute path, after at most `depth` re-exports.
     fn definition(&self, path: &[String], depth: usize) -> Option<Module> {
         let module =
             (0..=path.len()).rev().map(|n| &path[..n]).find(|m| self.files.contains_key(*m))?;
@@ -172,16 +173,15 @@ impl Imports {
         let scan = &self.files[module].1;
         let exported = scan.bound.iter().find(|(bound, _, public)| *public && bound == name);
         if let Some((_, target, _)) = exported.filter(|_| depth > 0) {
-            let behind = self.absolute(module, target, 4);
-            if let Some(behind) = behind {
-                return self.definition(&[&behind, rest].concat(), depth - 1);
+            if let Some(base) = self.absolute(module, target, 4) {
+                return self.definition(&[&base, rest].concat(), depth - 1);
             }
         }
         Some(module.to_vec())
     }
 
-    /// The modules whose names a module uses.
-    fn used_by(&self, module: &Module) -> BTreeSet<Module> {
+    /// The modules that a module imports.
+    fn imports_of(&self, module: &Module) -> BTreeSet<Module> {
         let scan = &self.files[module].1;
         let imported = scan.bound.iter().filter(|(_, _, public)| !public).map(|(_, path, _)| path);
         let mut used: BTreeSet<_> = imported
@@ -194,7 +194,7 @@ impl Imports {
 
     /// The import circles: sets of files in which each file uses all others, directly or indirectly.
     pub fn circles(&self) -> Vec<Vec<String>> {
-        let uses: BTreeMap<_, _> = self.files.keys().map(|m| (m, self.used_by(m))).collect();
+        let uses: BTreeMap<_, _> = self.files.keys().map(|m| (m, self.imports_of(m))).collect();
         let reach: BTreeMap<_, BTreeSet<&Module>> = uses
             .keys()
             .map(|start| {
@@ -227,7 +227,7 @@ fn module_of(path: &Path) -> Module {
 }
 
 #[test]
-fn imports_circle_through_paths_macros_and_reexports_is_found() {
+fn circles_finds_imports_through_paths_macros_and_reexports() {
     let files = [
         ("lib.rs", "pub mod a; pub mod b;"),
         ("a.rs", "mod c; mod d; pub use c::C; use crate::b; fn f() { b::g(); }"),

@@ -7,7 +7,7 @@ mod imports;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The other modules that each top-level module may import.
+/// For each top-level module, the other modules that it may import.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("config", &[]),
     ("observe", &["config"]),
@@ -19,7 +19,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("app", &["admin", "proxy", "control", "upstream", "net", "observe", "config"]),
     ("kubeconfig", &["net", "config"]),
     ("doctor", &["kubeconfig", "upstream", "net", "observe", "config"]),
-    // The demo runs a whole jackstay in front of its apiservers.
+    // The demo runs a complete jackstay in front of its apiservers.
     ("demo", &["app", "net", "observe", "config"]),
     ("cli", &["app", "control", "demo", "doctor", "kubeconfig", "net", "observe", "config"]),
 ];
@@ -30,6 +30,7 @@ const MAX_LINES: usize = 400;
 /// Files that may be longer, each with its reason.
 const LONGER: &[(&str, &str)] = &[];
 
+/// Top-level module, path and text of every file below `src`.
 fn sources() -> Vec<(String, PathBuf, String)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     files(&root)
@@ -172,7 +173,7 @@ fn calls_sleep(text: &str) -> bool {
     text.lines().any(|line| line.split("//").next().unwrap().contains("sleep("))
 }
 
-/// A fixed wait is too short on a slow machine and too long on a fast one. Tests wait for conditions
+/// A fixed wait is too short on a slow machine and too long on a fast one, so tests wait for conditions
 /// (`tests/support/wait.rs`) or run on a paused clock.
 #[test]
 fn tests_do_not_wait_for_a_fixed_time() {
@@ -193,24 +194,24 @@ fn tests_do_not_wait_for_a_fixed_time() {
     assert_eq!(wrong, [""; 0].map(PathBuf::from), "use tests/support/wait.rs");
 }
 
-/// Only tests with real sockets or threads may run in real time; all others pause the clock.
+/// Only tests with real sockets or threads may run in real time. All other tests pause the clock.
 #[test]
 fn unit_tests_without_sockets_and_threads_pause_the_clock() {
-    const REAL: [&str; 6] =
+    const REAL_TIME: [&str; 6] =
         ["TcpStream", "TcpListener", "UdpSocket", "UnixListener", "UnixStream", "thread::"];
     for (_, path, text) in sources() {
         let tests = tests_of(&path, &text);
         if tests.contains("#[tokio::test]") {
-            let real = REAL.iter().any(|name| tests.contains(name));
+            let real = REAL_TIME.iter().any(|name| tests.contains(name));
             assert!(real, "{}: #[tokio::test(start_paused = true)]", path.display());
         }
     }
 }
 
-/// Keys that appear twice in one object of a `json!`; `serde_json` silently keeps the last value.
+/// Keys that appear twice in one object of a `json!`, of which `serde_json` silently keeps the last value.
 fn duplicate_keys(text: &str) -> Vec<String> {
-    let comment = |line: &&str| line.trim_start().starts_with("//");
-    let code = text.lines().filter(|line| !comment(line)).collect::<Vec<_>>().join("\n");
+    let is_comment = |line: &&str| line.trim_start().starts_with("//");
+    let code = text.lines().filter(|line| !is_comment(line)).collect::<Vec<_>>().join("\n");
     let mut duplicates = Vec::new();
     for (at, name) in code.match_indices("json!(") {
         let mut rest = &code[at + name.len()..];
@@ -244,8 +245,8 @@ fn duplicate_keys(text: &str) -> Vec<String> {
 
 #[test]
 fn json_literals_have_no_duplicate_key() {
-    let twice = r#"f(json!({ "a": "b", "b": { "a": [{ "c": ")" }, { "c": 1 }] }, "a": 2 }), "a")"#;
-    assert_eq!(duplicate_keys(twice), ["a"]);
+    let source = r#"f(json!({ "a": "b", "b": { "a": [{ "c": ")" }, { "c": 1 }] }, "a": 2 }), "a")"#;
+    assert_eq!(duplicate_keys(source), ["a"]);
     for (_, path, text) in sources() {
         assert_eq!(duplicate_keys(&text), [""; 0], "{}", path.display());
     }

@@ -12,18 +12,18 @@ use crate::net::process::resource_limits::{self, SpareDescriptor};
 use crate::net::sockets::{listening, tcp_options};
 use crate::observe::{ListenerMetrics, RateLimitedWarnings};
 
-/// Pause after `accept` failed for want of descriptors or memory, and no connection was waiting.
+/// Pause after `accept` failed and no waiting connection could be reset.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
-/// Warnings about refused connections are logged once in this time, with their number.
+/// Repeated warnings about refused connections are logged at most once in this time, with their number.
 pub const WARNING_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Accepts on one socket and passes each connection to `admit`, until `drain` starts. Then the
-/// connections in the queue of the socket are admitted too, since closing it would reset them. If
-/// the drain is forced, they are left: another process has the same socket.
+/// Accepts on one socket and passes each connection to `admit`, until `drain` starts. Then it admits the
+/// connections that are already in the socket's queue, because closing the socket would reset them. A
+/// forced drain does not admit them, since another process may accept them on the same socket.
 ///
-/// If the process is out of descriptors, waiting connections are reset, so that clients do not
-/// wait for a response.
+/// If the process is out of descriptors, waiting connections are reset, so that clients do not wait for
+/// a response.
 pub async fn until_drain(
     socket: TcpListener,
     mut drain: DrainWatcher,
@@ -33,7 +33,7 @@ pub async fn until_drain(
     let mut spare = SpareDescriptor::open();
     let refused = |error: io::Error| {
         metrics.refused("descriptors");
-        let line = format!("listener {listener}: refused, it cannot be accepted");
+        let line = format!("listener {listener}: connection refused because it cannot be accepted");
         warnings.warn(&line, error);
     };
     loop {
@@ -48,11 +48,11 @@ pub async fn until_drain(
                 refused(resource_limits::out_of_descriptors());
             }
             Ok((stream, from)) => admit(stream, from),
-            Err(error) if is_of_one_connection(&error) => {}
+            Err(error) if concerns_one_connection(&error) => {}
             Err(error) => match spare.reset_oldest_waiting(&socket) {
                 Ok(()) => refused(error),
-                // The process is short of descriptors, but no connection is waiting.
-                Err(also) if also.kind() == io::ErrorKind::WouldBlock => sleep(RETRY_PAUSE).await,
+                // No connection is waiting.
+                Err(reset) if reset.kind() == io::ErrorKind::WouldBlock => sleep(RETRY_PAUSE).await,
                 Err(_) => {
                     let line = format!("listener {listener}: connections cannot be accepted");
                     warnings.warn(&line, error);
@@ -71,11 +71,14 @@ pub async fn until_drain(
 
 /// The warning about a connection that is refused because of the connection limit.
 pub fn limit_reached(listener: &str, limit: usize) -> String {
-    format!("listener {listener}: refused, {limit} connections are open (limits.max_connections)")
+    format!(
+        "listener {listener}: connection refused because {limit} connections are open \
+         (limits.max_connections)"
+    )
 }
 
 /// Whether an error of `accept` concerns one connection only (accept(2)).
-fn is_of_one_connection(error: &io::Error) -> bool {
+fn concerns_one_connection(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::ConnectionAborted
@@ -93,14 +96,15 @@ mod tests {
     use super::*;
     use crate::observe::Metrics;
 
-    /// Fills the queue of a socket with five connections, calls `end`, and returns how many of them
-    /// are admitted.
-    async fn admitted(end: impl FnOnce(&DrainTrigger)) -> usize {
+    /// Puts five connections into the queue of a socket, starts the drain with `begin_drain`, and returns
+    /// how many connections are admitted.
+    async fn admitted_after(begin_drain: impl FnOnce(&DrainTrigger)) -> usize {
         let socket = listening::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
-        let at = socket.local_addr().unwrap();
-        let _clients: Vec<_> = (0..5).map(|_| std::net::TcpStream::connect(at).unwrap()).collect();
+        let address = socket.local_addr().unwrap();
+        let connect = |_| std::net::TcpStream::connect(address).unwrap();
+        let _clients: Vec<_> = (0..5).map(connect).collect();
         let (trigger, drain) = drain::channel();
-        end(&trigger);
+        begin_drain(&trigger);
         let count = Cell::new(0);
         let admit = |_, _| count.set(count.get() + 1);
         let socket = TcpListener::from_std(socket).unwrap();
@@ -111,8 +115,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn until_drain_admits_queue_when_drain_starts_and_leaves_it_when_forced() {
-        assert_eq!(admitted(|trigger| trigger.start(Duration::ZERO)).await, 5);
-        assert_eq!(admitted(DrainTrigger::force).await, 0);
+    async fn until_drain_admits_queued_connections_unless_drain_is_forced() {
+        assert_eq!(admitted_after(|trigger| trigger.start(Duration::ZERO)).await, 5);
+        assert_eq!(admitted_after(DrainTrigger::force).await, 0);
     }
 }

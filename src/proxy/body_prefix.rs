@@ -1,9 +1,9 @@
-//! Holds a response until the first part of its body, the prefix, has arrived. Until jackstay forwards
-//! the first byte, it can send the request again, so the client does not notice a lost connection.
+//! Holds a response until the first part of its body, the prefix, has arrived. Before jackstay forwards
+//! the first byte, it can send the request again, so that the client does not notice a lost connection.
 //!
-//! An apiserver writes most responses at once, in a few frames. The prefix holds such a response
-//! completely, so a connection that is lost between two of its frames truncates no response. Longer
-//! responses, and slow responses on a working connection, are forwarded frame by frame after the prefix.
+//! An apiserver writes most responses at once, in a few frames. Such a response fits into the prefix, so
+//! the loss of the connection between two of its frames does not truncate it. Longer responses, and slow
+//! responses on a working connection, are forwarded frame by frame after the prefix.
 
 use std::time::Duration;
 
@@ -14,29 +14,28 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::request_info::RequestKind;
 use crate::upstream::connection::{Connection, ConnectionState};
 
-/// A prefix of at least this many bytes is forwarded: enough for discovery, an object or a short list.
-/// It fits into the receive window of the stream, so it needs no more memory than a client that reads
-/// nothing.
+/// Size at which a prefix is forwarded, in bytes: enough for discovery, an object or a short list. It fits
+/// into the receive window of the stream, so it needs no more memory than a client that reads nothing.
 const PREFIX_SIZE: usize = 64 * 1024;
 
-/// Time until a prefix is forwarded, from its first frame. If the connection is suspected before that,
-/// as a lost one usually is, jackstay waits until the connection responds or is dead.
+/// Time after its first frame at which an incomplete prefix is forwarded. It starts again while the
+/// connection is suspect or has received nothing since the last frame, as happens when it is lost.
 const PREFIX_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Time for which the head of a log is held until the first line arrives. The container of a followed
-/// log may write nothing for hours, and the client needs the head before that.
+/// How long the head of a log waits for the first line. The container of a followed log may write
+/// nothing for hours, and the client needs the head before that.
 const LOG_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Whether a response is held until its prefix has arrived. During that time the request counts as
-/// waiting for the response head, so the connection is suspected if nothing arrives. Logs and watches do
-/// not count, because they may be silent.
+/// Whether a response is held until its prefix has arrived. Until then the request counts as waiting for
+/// the response head, so the connection becomes suspect if nothing arrives. A log or a watch does not
+/// count, because it may be silent.
 pub fn waits_for_prefix(kind: RequestKind) -> bool {
     matches!(kind, RequestKind::Read | RequestKind::NonMutating)
 }
 
-/// Returns the prefix of a response whose head has arrived, or of a log its first frame. Returns `None`
-/// for an empty body, for a log without a line in [`LOG_TIMEOUT`], and at once for watches, writes and
-/// tunnels.
+/// Returns the prefix of a response whose head has arrived; for a log, its first frame. Returns `None`
+/// for an empty body, for a log without a line within [`LOG_TIMEOUT`], and at once for a watch, a write or
+/// a tunnel.
 ///
 /// # Errors
 /// The stream was reset, or its connection was lost.
@@ -77,8 +76,8 @@ async fn read_prefix(
                 prefix.extend_from_slice(&data?);
                 last_frame = Instant::now();
             }
-            // The connection sends a PING while a request waits. If not even the PONG has arrived since
-            // the last frame, the connection may be lost.
+            // The connection sends a PING while a request waits. If nothing has arrived since the last
+            // frame, not even the PONG, the connection may be lost.
             Err(_)
                 if connection.state() == ConnectionState::Suspect
                     || connection.last_received() <= last_frame =>

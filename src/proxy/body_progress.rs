@@ -1,11 +1,12 @@
-//! Resets HTTP/2 streams whose client stopped reading the response.
+//! Resets an HTTP/2 stream whose client stopped reading the response.
 //!
-//! A client that reads its socket but opens no window on one stream does not trip
-//! [`super::client_stream::StallTimeout`]. hyper then does not poll the response's body, so the body keeps its
-//! upstream stream, even on a connection that drains. hyper hands each piece of a body to h2 and polls
-//! for the next one when the stream has window. So a stream whose last piece has been with h2 for the
-//! limit is reset; the other streams of the connection are not affected. A client that takes a piece
-//! within each limit is only slow.
+//! A client that reads from its socket but grants no window to one stream does not trigger
+//! [`super::client_stream::StallTimeout`]. hyper then no longer polls the response body, and the body keeps
+//! its upstream stream, even while the upstream connection drains.
+//!
+//! hyper hands each piece of a body to h2, and polls for the next piece when the stream has window. A
+//! stream is therefore reset if hyper does not poll within the limit. The other streams of the connection
+//! are not affected, and a client that takes one piece within each limit keeps its stream.
 
 use std::cell::Cell;
 use std::pin::Pin;
@@ -16,16 +17,16 @@ use std::time::Duration;
 use http_body::{Body, Frame, SizeHint};
 use tokio::time::{Sleep, sleep};
 
-/// Largest piece that a body should return, in bytes, so that the progress of a slow client is visible:
-/// 220 bytes a second with the default limit.
-pub const PIECE: usize = 64 * 1024;
+/// Largest piece that a body should return, in bytes. A client that reads one such piece within the default
+/// limit of five minutes, 220 bytes a second, keeps its stream.
+pub const MAX_PIECE: usize = 64 * 1024;
 
 /// The progress of one response, shared by its body and its stream.
 #[derive(Debug, Default)]
 pub struct BodyProgress {
     /// Pieces that the body has returned.
     pieces: Cell<u64>,
-    /// Whether the last piece waits for window: hyper has not polled again since.
+    /// Whether the last piece waits for window, because hyper has not polled since.
     waiting: Cell<bool>,
 }
 
@@ -70,13 +71,13 @@ impl<B: Body + Unpin> Body for TrackedBody<B> {
     }
 }
 
-/// The task that serves one stream. It ends when the stream is done, or when its client has read
-/// nothing for the limit; the drop of the inner future then resets the stream.
+/// The task that serves one stream. It ends when the stream is done, or when the client has taken no piece
+/// within the limit; dropping the inner future then resets the stream.
 pub struct StallBoundStream {
     serving: Pin<Box<dyn Future<Output = ()>>>,
     progress: Rc<BodyProgress>,
     limit: Duration,
-    /// The number of the piece that waits, and the timer that it started.
+    /// The number of the piece that waits, and the timer that was started for it.
     timer: Option<(u64, Pin<Box<Sleep>>)>,
 }
 
@@ -123,7 +124,7 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(300);
     const DAY: Duration = Duration::from_secs(86_400);
 
-    /// Pieces from a channel.
+    /// A body whose pieces come from a channel.
     struct Pieces(mpsc::UnboundedReceiver<Bytes>);
 
     impl Body for Pieces {
@@ -138,7 +139,7 @@ mod tests {
         }
     }
 
-    /// Serves a stream as hyper does: polls for the next piece when there is window.
+    /// Serves a stream as hyper does: polls for the next piece when the stream has window.
     async fn serve(mut body: TrackedBody<Pieces>, mut window: mpsc::UnboundedReceiver<()>) {
         loop {
             if poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await.is_none() {
@@ -149,7 +150,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn stream_whose_piece_is_not_taken_ends_after_limit() {
+    async fn stream_ends_when_client_takes_no_piece_within_limit() {
         let (pieces, body) = mpsc::unbounded_channel();
         let (window, opened) = mpsc::unbounded_channel();
         let progress = Rc::<BodyProgress>::default();
@@ -174,7 +175,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn stream_that_is_done_ends_at_once() {
+    async fn stream_without_pieces_ends_at_once() {
         let (pieces, body) = mpsc::unbounded_channel();
         let (_window, opened) = mpsc::unbounded_channel();
         let progress = Rc::<BodyProgress>::default();

@@ -1,4 +1,4 @@
-//! A client's certificate: whether it is valid, and until when.
+//! Determines whether and until when a client's certificate is valid.
 //!
 //! kube-apiserver authenticates a request once, when it begins: its x509 authenticator verifies the
 //! chain against the client CA at that time
@@ -8,8 +8,8 @@
 //! `handlers/get.go`); the client's next watch needs a valid certificate. An exec, attach or port-forward
 //! ends after 4 h without traffic (kubelet's `streamingConnectionIdleTimeout`).
 //!
-//! jackstay resumes watches, and carries watches and tunnels on connections with its own credential. So
-//! it checks the client's certificate more than once:
+//! jackstay resumes watches, and carries watches and tunnels on connections with its own credential.
+//! Therefore it checks the client's certificate more than once:
 //!
 //! * Each request, and each resume or move of a watch, needs a certificate that is valid at that time
 //!   under the client CA of that time.
@@ -18,8 +18,8 @@
 //!   request gets a 401.
 //! * Any other request runs to its end, as it does without jackstay.
 //!
-//! [`client_chain`] verifies chains and keeps the result for a connection. This file starts the
-//! verification, follows the end of its validity, and wakes the requests that depend on it.
+//! [`client_chain`] verifies chains and caches the results. This module starts the verification, repeats
+//! it when its result may change, and wakes the requests that depend on the result.
 
 use std::cell::{Cell, RefCell};
 use std::convert::Infallible;
@@ -41,9 +41,9 @@ use crate::observe::ListenerMetrics;
 use crate::observe::utc::{Utc, wall_clock};
 use crate::upstream::credentials::CredentialClass;
 
-/// How often validity is compared with the clock, which may be set.
+/// How often the validity is checked at least, because the system clock may be changed.
 const CLOCK_INTERVAL: Duration = Duration::from_secs(60);
-/// Pause before a verification that found the queue full is tried again.
+/// Pause after a verification that was refused because the queue was full.
 const BUSY_PAUSE: Duration = Duration::from_secs(1);
 
 /// The certificate that a client sent in its TLS handshake.
@@ -61,7 +61,7 @@ pub struct ClientCertificate {
 }
 
 impl ClientCertificate {
-    /// The certificate of a finished handshake, if the client sent one.
+    /// The certificate that the client sent in its handshake, if any.
     pub fn new(
         chain: Option<&[CertificateDer<'_>]>,
         tls: &Arc<ServingTls>,
@@ -81,14 +81,14 @@ impl ClientCertificate {
         }))
     }
 
-    /// What the certificate says, valid or not; `None` if it cannot be parsed.
-    pub fn certificate(&self) -> Option<&CertInfo> {
+    /// The content of the certificate, valid or not; `None` if it cannot be parsed.
+    pub fn info(&self) -> Option<&CertInfo> {
         self.info.as_ref().ok()
     }
 
-    /// The certificate if it is valid at `now` under the current client CA, or why it is not. `None`: the
-    /// chain has not been verified yet ([`Self::verified`]).
-    pub fn proven(&self, now: SystemTime) -> Option<Result<&CertInfo, String>> {
+    /// The content of the certificate if it is valid at `now` under the current client CA, or the reason
+    /// why it is not. `None` if the chain has not been verified yet ([`Self::verified`]).
+    pub fn validity(&self, now: SystemTime) -> Option<Result<&CertInfo, String>> {
         let info = match &self.info {
             Ok(info) => info,
             Err(why) => return Some(Err(why.clone())),
@@ -103,23 +103,23 @@ impl ClientCertificate {
         let Some(ca) = ca.as_ref() else {
             return Some(Err("client certificates are no longer accepted".to_owned()));
         };
-        let mut kept = self.verdict.borrow_mut();
-        if !kept.as_ref().is_some_and(|verdict| verdict.holds(ca, now)) {
-            *kept = Some(ca.cached_verdict(&self.chain, now)?);
+        let mut verdict = self.verdict.borrow_mut();
+        if !verdict.as_ref().is_some_and(|verdict| verdict.holds(ca, now)) {
+            *verdict = Some(ca.cached_verdict(&self.chain, now)?);
             self.metrics.client_verified("known");
         }
-        let verdict = kept.as_ref()?;
+        let verdict = verdict.as_ref()?;
         Some(verdict.result.as_ref().map(|()| info).map_err(Clone::clone))
     }
 
-    /// Waits until [`Self::proven`] has a result; false if the verification queue is full.
+    /// Waits until [`Self::validity`] has a result. Returns false if the verification queue is full.
     pub async fn verified(self: &Rc<Self>) -> bool {
         self.busy.set(false);
         loop {
-            // Registered before the check, so that a result between the check and the wait wakes it.
+            // The wait is registered before the check, so that a result in between ends it.
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
-            if self.proven(wall_clock()).is_some() {
+            if self.validity(wall_clock()).is_some() {
                 return true;
             }
             if self.busy.get() {
@@ -140,9 +140,9 @@ impl ClientCertificate {
         spawn_local(async move {
             let mut slot = client_chain::acquire_slot(&this.chain).await;
             let ca = this.tls.client_ca().clone();
-            // Without another reference the connection is closed and needs no result.
-            let wanted = Rc::strong_count(&this) > 1;
-            if let (Some(slot), Some(ca), true) = (&mut slot, ca, wanted) {
+            // The connection is closed if no other reference exists.
+            let is_open = Rc::strong_count(&this) > 1;
+            if let (Some(slot), Some(ca), true) = (&mut slot, ca, is_open) {
                 let verdict = slot.verify(&this.chain, &ca).await;
                 let outcome = if verdict.result.is_ok() { "ok" } else { "failed" };
                 this.metrics.client_verified(outcome);
@@ -161,17 +161,17 @@ impl ClientCertificate {
     }
 
     /// Verifies the certificate again when the client CA changes and when a validity period begins or
-    /// ends, and notifies when the certificate is no longer valid. Runs as long as the connection.
+    /// ends, and notifies when the certificate is no longer valid. It must run as long as the connection.
     pub async fn follow(self: &Rc<Self>) -> Infallible {
         let mut changes = self.tls.client_ca_changes();
         loop {
             changes.mark_unchanged();
-            let known = self.verified().await;
+            let has_result = self.verified().await;
             let now = wall_clock();
-            if self.proven(now).is_some_and(|proven| proven.is_err()) {
+            if self.validity(now).is_some_and(|validity| validity.is_err()) {
                 self.changed.notify_waiters();
             }
-            let pause = if known { self.until_next(now) } else { BUSY_PAUSE };
+            let pause = if has_result { self.until_next_change(now) } else { BUSY_PAUSE };
             tokio::select! {
                 _ = changes.changed() => {}
                 () = sleep(pause) => {}
@@ -179,71 +179,71 @@ impl ClientCertificate {
         }
     }
 
-    /// How long the result at `now` can last according to the clock, at most [`CLOCK_INTERVAL`].
-    fn until_next(&self, now: SystemTime) -> Duration {
+    /// The time from `now` to the next begin or end of a validity period, at most [`CLOCK_INTERVAL`].
+    fn until_next_change(&self, now: SystemTime) -> Duration {
         let verdict = self.verdict.borrow();
-        let ends = [
+        let changes = [
             verdict.as_ref().and_then(ChainVerdict::until),
-            self.certificate().map(|info| info.not_before),
-            self.certificate().map(|info| info.not_after + Duration::from_millis(1)),
+            self.info().map(|info| info.not_before),
+            self.info().map(|info| info.not_after + Duration::from_millis(1)),
         ];
-        let ahead = ends.into_iter().flatten().filter_map(|end| end.duration_since(now).ok());
-        let ahead = ahead.filter(|pause| !pause.is_zero());
-        ahead.fold(CLOCK_INTERVAL, Duration::min)
+        let pauses = changes.into_iter().flatten().filter_map(|at| at.duration_since(now).ok());
+        pauses.filter(|pause| !pause.is_zero()).fold(CLOCK_INTERVAL, Duration::min)
     }
 }
 
 /// Ready with the reason when an [`IdentityProof`] is no longer valid.
 pub type ProofExpiry = Pin<Box<dyn Future<Output = String>>>;
 
-/// Proves that a request may use the connections of its class.
+/// Proves that a request may use the connections of its credential class.
 #[derive(Clone)]
 pub struct IdentityProof(Option<Rc<ClientCertificate>>);
 
 impl IdentityProof {
-    /// That of a request of this class. Requests with a token or without a credential need none: the
-    /// apiserver decides.
-    pub fn new(class: CredentialClass, peer: Option<&Rc<ClientCertificate>>) -> Self {
-        Self(peer.filter(|_| matches!(class, CredentialClass::Identity(_))).cloned())
+    /// The proof of a request of `class`. A request with a token or without a credential needs no proof,
+    /// because the apiserver authenticates it.
+    pub fn new(class: CredentialClass, certificate: Option<&Rc<ClientCertificate>>) -> Self {
+        Self(certificate.filter(|_| matches!(class, CredentialClass::Identity(_))).cloned())
     }
 
     /// The subject of the certificate, if the class needs one.
     pub fn subject(&self) -> Option<&Subject> {
-        self.0.as_ref()?.certificate().map(|info| &info.subject)
+        self.0.as_ref()?.info().map(|info| &info.subject)
     }
 
     /// Whether the proof is known to be valid at `now`.
     pub fn is_current(&self, now: SystemTime) -> bool {
-        self.0.as_ref().is_none_or(|peer| matches!(peer.proven(now), Some(Ok(_))))
+        let Some(certificate) = &self.0 else { return true };
+        matches!(certificate.validity(now), Some(Ok(_)))
     }
 
-    /// Waits until the proof is known to be valid, forever if it is not. In that case [`Self::expiry`] becomes
-    /// ready, even if [`ClientCertificate::follow`] has not noticed yet: its timers stop while the machine
-    /// is suspended, and the clock does not.
+    /// Returns once the proof is known to be valid. If it is not valid, this never returns, and
+    /// [`Self::expiry`] becomes ready. [`ClientCertificate::follow`] may not have noticed the expiry yet,
+    /// because its timers stop while the machine is suspended and the clock does not.
     pub async fn confirmed(&self) {
-        let Some(peer) = &self.0 else { return };
-        while !peer.verified().await {
+        let Some(certificate) = &self.0 else { return };
+        while !certificate.verified().await {
             sleep(BUSY_PAUSE).await;
         }
         if !self.is_current(wall_clock()) {
-            peer.changed.notify_waiters();
+            certificate.changed.notify_waiters();
             pending::<()>().await;
         }
     }
 
     /// A future that is ready with the reason when the proof is no longer valid. `None` if the class needs
-    /// no proof. [`ClientCertificate::follow`] must run meanwhile, as it does for each connection.
+    /// no proof. [`ClientCertificate::follow`] must run at the same time, as it does for each connection.
     pub fn expiry(&self) -> Option<ProofExpiry> {
-        let peer = Rc::clone(self.0.as_ref()?);
-        Some(Box::pin(Self::expired(peer)))
+        let certificate = Rc::clone(self.0.as_ref()?);
+        Some(Box::pin(Self::expired(certificate)))
     }
 
-    async fn expired(peer: Rc<ClientCertificate>) -> String {
+    async fn expired(certificate: Rc<ClientCertificate>) -> String {
         loop {
-            let mut changed = pin!(peer.changed.notified());
+            let mut changed = pin!(certificate.changed.notified());
             changed.as_mut().enable();
-            if let Some(Err(why)) = peer.proven(wall_clock()) {
-                let subject = peer.certificate().map(|info| info.subject.to_string());
+            if let Some(Err(why)) = certificate.validity(wall_clock()) {
+                let subject = certificate.info().map(|info| info.subject.to_string());
                 let subject = subject.unwrap_or_default();
                 return format!("the client certificate of {subject} is no longer valid: {why}");
             }
@@ -251,13 +251,13 @@ impl IdentityProof {
         }
     }
 
-    /// Like [`Self::expiry`], for a tunnel: it outlives the HTTP connection, so it runs
+    /// Like [`Self::expiry`], for a tunnel. A tunnel outlives the HTTP connection, so this runs
     /// [`ClientCertificate::follow`] itself.
     pub async fn follow_until_expiry(&self) -> String {
-        let Some(peer) = &self.0 else { pending().await };
+        let Some(certificate) = &self.0 else { pending().await };
         tokio::select! {
-            why = Self::expired(Rc::clone(peer)) => why,
-            never = peer.follow() => match never {},
+            why = Self::expired(Rc::clone(certificate)) => why,
+            never = certificate.follow() => match never {},
         }
     }
 }

@@ -1,12 +1,13 @@
-//! One client connection: the path of each of its requests, from the head to the response.
+//! The path of each request of a client connection, from the head to the response.
 //!
 //! ```text
-//! classify (request_info) -> refuse bad heads (hygiene) -> select the credential
-//!     -> clean headers (hygiene) -> forward or upgrade -> response or error
+//! classify (request_info) -> refuse invalid heads (hygiene) -> select the credential
+//!     -> remove headers (hygiene) -> forward or upgrade -> response or error
 //! ```
 //!
 //! The [`Outcome`] of a request records it exactly once, even if the request is cancelled.
 
+use std::borrow::Cow;
 use std::cell::Cell;
 use std::convert::Infallible;
 use std::net::IpAddr;
@@ -29,43 +30,43 @@ use super::response_body::{FullBody, ResponseBody};
 use super::status_error::StatusError;
 use super::status_response;
 use super::upgrade::Upgrade;
-use super::watch::request::{self as watch_request, WatchRequest, with_query};
+use super::watch;
+use super::watch::request::{WatchRequest, with_query};
 use crate::observe::utc::wall_clock;
 use crate::observe::{Outcome, UserClass};
 use crate::upstream::credentials::CredentialClass;
 
 /// A client connection.
 pub struct ClientConnection {
+    /// The service of the listener that accepted the connection.
     pub service: CurrentService,
     /// The client certificate of the TLS handshake.
     pub certificate: Option<Rc<ClientCertificate>>,
     /// The client's address, for the access log.
     pub address: IpAddr,
+    /// The client's address, for `X-Forwarded-For`.
     pub forwarded_for: ForwardedFor,
     /// The last token of the client that the apiserver has accepted.
     pub token: LastToken,
 }
 
-/// An error for the client, and the outcome to record it in.
-type Failed = (StatusError, Box<Outcome>);
-
-/// A request that may go upstream.
-enum Prepared {
+/// A request that has been checked and can be sent upstream.
+enum PreparedRequest {
     Forward(Box<ForwardedRequest>),
     Upgrade(Box<Upgrade>),
 }
 
-/// The bearer token of a request, and its class before the response. The response shows whether the apiserver
-/// accepts the token.
+/// The bearer token of a request, and the credential class that was selected for it. The response shows
+/// whether the apiserver accepts the token.
 type SentToken = (HeaderValue, CredentialClass);
 
-type Begun = (Box<Outcome>, Result<(Prepared, Option<SentToken>), StatusError>);
+type Prepared = Result<(PreparedRequest, Option<SentToken>), StatusError>;
 
 impl ClientConnection {
-    /// Serves one request. The result is always a response, if only one with an error of jackstay.
+    /// Serves one request. An error becomes a response too.
     ///
-    /// Boxed: hyper and tokio move the future of a request several times, and a part of it stays in
-    /// memory as long as the response's body.
+    /// The future is boxed, because hyper and tokio move it several times, and because a part of it stays
+    /// in memory as long as the response body.
     pub fn serve(
         self: Rc<Self>,
         request: Request<Incoming>,
@@ -74,16 +75,19 @@ impl ClientConnection {
             let accept = request.headers().get(header::ACCEPT).cloned();
             let service = self.service.now();
             if let Some(certificate) = &self.certificate
-                && certificate.proven(wall_clock()).is_none()
+                && certificate.validity(wall_clock()).is_none()
             {
-                // Boxed, so that no other request carries room for it. `prepare` reads the result.
+                // Boxed, so that the futures of other requests do not grow by its size. `prepare` reads
+                // the result.
                 Box::pin(certificate.verified()).await;
             }
             let (outcome, prepared) = self.begin(&service, request);
             let (result, token) = match prepared {
-                Ok((Prepared::Forward(request), token)) => (request.forward(outcome).await, token),
-                // Boxed, so that no other request carries room for it.
-                Ok((Prepared::Upgrade(upgrade), token)) => {
+                Ok((PreparedRequest::Forward(request), token)) => {
+                    (request.forward(outcome).await, token)
+                }
+                // Boxed, so that the futures of other requests do not grow by its size.
+                Ok((PreparedRequest::Upgrade(upgrade), token)) => {
                     (Box::pin(upgrade.serve(outcome)).await, token)
                 }
                 Err(error) => (Err((error, outcome)), None),
@@ -91,12 +95,18 @@ impl ClientConnection {
             if let (Ok(response), Some((token, class))) = (&result, &token) {
                 service.credentials.learn(token.as_bytes(), *class, response.status());
             }
-            Ok(result.unwrap_or_else(|failed| error_response(failed, accept.as_ref())))
+            Ok(result
+                .unwrap_or_else(|(error, outcome)| error_response(error, outcome, accept.as_ref())))
         })
     }
 
-    /// Begins the outcome, and does all that needs no waiting.
-    fn begin(&self, service: &ListenerService, request: Request<Incoming>) -> Begun {
+    /// Begins the outcome and prepares the request. It is a function so that the future of
+    /// [`Self::serve`] does not keep space for the head and the body.
+    fn begin(
+        &self,
+        service: &ListenerService,
+        request: Request<Incoming>,
+    ) -> (Box<Outcome>, Prepared) {
         let (parts, body) = request.into_parts();
         let (metrics, access_log) = (&service.metrics, service.access_log);
         let mut outcome = Box::new(Outcome::begin(metrics, access_log, self.address, &parts));
@@ -104,21 +114,21 @@ impl ClientConnection {
         (outcome, prepared)
     }
 
-    /// Checks a request and makes of it what goes upstream.
+    /// Checks a request, selects its credential and rewrites its head for the upstream.
     fn prepare(
         &self,
         service: &ListenerService,
         mut parts: Parts,
         body: Incoming,
         outcome: &mut Outcome,
-    ) -> Result<(Prepared, Option<SentToken>), StatusError> {
+    ) -> Prepared {
         let info = RequestInfo::new(&parts);
         outcome.classified(info.verb.as_str(), info.long_running());
 
         hygiene::check_request(&parts)?;
         if parts.version < http::Version::HTTP_2 {
-            // hyper limits its HTTP/1.1 buffer, which may hold nearly twice the limit. On HTTP/2 it
-            // limits the fields themselves.
+            // On HTTP/1.1 hyper limits its buffer, which may hold nearly twice the configured limit. On
+            // HTTP/2 it limits the fields themselves.
             hygiene::check_size(&parts, service.request_limits.max_header_bytes as usize)?;
         }
 
@@ -142,10 +152,10 @@ impl ClientConnection {
                 request: Request::from_parts(parts, body),
                 tunnels: service.tunnels.clone(),
             };
-            return Ok((Prepared::Upgrade(Box::new(upgrade)), token));
+            return Ok((PreparedRequest::Upgrade(Box::new(upgrade)), token));
         }
         let is_watch = info.kind == RequestKind::Watch;
-        let watch = is_watch.then(|| watch_parameters(&info, &parts, service)).flatten();
+        let watch = is_watch.then(|| watch_request(&info, &parts, service)).flatten();
         let version = parts.version;
         let has_body = !http_body::Body::is_end_stream(&body);
         let request = ForwardedRequest {
@@ -159,16 +169,16 @@ impl ClientConnection {
             watch,
             hedges_sent: Cell::new(0),
         };
-        Ok((Prepared::Forward(Box::new(request)), token))
+        Ok((PreparedRequest::Forward(Box::new(request)), token))
     }
 }
 
-/// The token of a request that goes upstream with it.
+/// The bearer token of a request, if it is sent upstream with that token.
 fn sent_token(class: CredentialClass, parts: &Parts, upgrade: bool) -> Option<SentToken> {
     if !matches!(class, CredentialClass::Token | CredentialClass::UnprovenToken) {
         return None;
     }
-    // The header itself, so that the token is not copied; a WebSocket client may have another one.
+    // Cloning the header does not copy the token. A WebSocket client may send it in another header.
     let header = parts.headers.get(header::AUTHORIZATION).cloned();
     let token = header.or_else(|| {
         let token = bearer(&parts.headers, upgrade)?;
@@ -187,8 +197,8 @@ fn user_class(class: CredentialClass) -> UserClass {
     }
 }
 
-/// The parameters of a watch whose frames can be followed.
-fn watch_parameters(
+/// The parameters of a watch; `None` if its frames cannot be followed.
+fn watch_request(
     info: &RequestInfo,
     parts: &Parts,
     service: &ListenerService,
@@ -197,8 +207,8 @@ fn watch_parameters(
     WatchRequest::new(verb, path, query, &parts.headers, &service.resume_groups)
 }
 
-/// The head as it goes upstream. HTTP/2 needs a scheme and an authority, and a watch is changed so
-/// that its frames can be followed.
+/// The head that is sent upstream. HTTP/2 needs a scheme and an authority, and a watch is changed so that
+/// its frames can be followed.
 fn upstream_head(parts: Parts, watch: Option<&WatchRequest>) -> Result<Request<()>, StatusError> {
     let Parts { method, uri, mut headers, .. } = parts;
     let host = headers.remove(header::HOST);
@@ -216,9 +226,9 @@ fn upstream_head(parts: Parts, watch: Option<&WatchRequest>) -> Result<Request<(
         StatusError::bad_request(format_args!("the request target is invalid: {error}"))
     })?;
     if let Some(watch) = watch {
-        watch_request::upstream_headers(&mut headers);
+        watch::request::upstream_headers(&mut headers);
         let query = uri.query().unwrap_or_default();
-        if let std::borrow::Cow::Owned(query) = watch_request::upstream_query(query, watch) {
+        if let Cow::Owned(query) = watch::request::upstream_query(query, watch) {
             uri = with_query(&uri, &query);
         }
     }
@@ -231,7 +241,8 @@ fn upstream_head(parts: Parts, watch: Option<&WatchRequest>) -> Result<Request<(
 
 #[cold]
 fn error_response(
-    (error, mut outcome): Failed,
+    error: StatusError,
+    mut outcome: Box<Outcome>,
     accept: Option<&HeaderValue>,
 ) -> Response<ResponseBody> {
     let response = status_response::response(&error, accept);
@@ -247,8 +258,8 @@ mod tests {
         size_of::<F>()
     }
 
-    /// Every request allocates this future. The limit is a size class of the allocator: 1,537 bytes
-    /// take no less.
+    /// Every request allocates this future. The limit is a size class of the allocator, which also holds
+    /// each size from 1,537 bytes.
     #[test]
     fn serve_future_fits_its_allocator_size_class() {
         let size = size_of_boxed(ClientConnection::serve);

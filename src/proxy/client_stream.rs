@@ -1,6 +1,7 @@
-//! The stream of a client's connection, from the socket to TLS. A connection whose client stopped reading is
-//! closed: it would keep memory and an upstream stream. A client that reads a byte within each limit is only
-//! slow, and keeps its connection.
+//! The byte stream of a client's connection, from the socket to TLS.
+//!
+//! A connection whose client stopped reading is closed, because it keeps memory and an upstream stream. A
+//! client that reads a byte within each limit keeps its connection.
 
 use std::io;
 use std::pin::Pin;
@@ -19,8 +20,8 @@ use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tunnel_stream::TunnelStream;
 use crate::net::tls::serving::ServingTls;
 
-/// The response to a request without TLS, as kube-apiserver's (Go's `net/http`, `conn.serve`). The connection is
-/// closed after it.
+/// The response to a request without TLS, which is that of kube-apiserver (Go's `net/http`, `conn.serve`).
+/// The connection is closed after it.
 const PLAIN_HTTP_RESPONSE: &[u8] =
     b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n";
 
@@ -32,13 +33,13 @@ const HTTP_PREFIXES: [&[u8]; 9] =
 /// A connection before its TLS handshake.
 pub type PlainStream = ReadAhead<StallTimeout<Linger>>;
 
-/// A connection with TLS, as hyper gets it.
+/// A connection with TLS.
 pub type ClientStream = TlsStream<PlainStream>;
 
-/// Accepts TLS. A client that sends plain HTTP instead gets a response that says so.
+/// Makes the TLS handshake. A client that sends plain HTTP gets a response that says so.
 ///
 /// # Errors
-/// Those of the handshake.
+/// The handshake fails, or the client sent plain HTTP.
 pub async fn accept_tls(mut stream: PlainStream, tls: &ServingTls) -> io::Result<ClientStream> {
     if is_plain_http(stream.peek().await?) {
         stream.write_all(PLAIN_HTTP_RESPONSE).await?;
@@ -53,10 +54,10 @@ fn is_plain_http(bytes: &[u8]) -> bool {
     HTTP_PREFIXES.iter().any(|prefix| bytes.starts_with(prefix))
 }
 
-/// The stream of a connection that hyper has upgraded, without a stall timeout: a tunnel has none.
+/// The stream of a connection that hyper has upgraded, without the stall timeout.
 ///
 /// # Errors
-/// The connection is not one of a listener.
+/// A listener of jackstay did not accept the connection.
 pub fn into_tunnel_stream(upgraded: Upgraded) -> Result<TunnelStream<ClientStream>, &'static str> {
     let parts = upgraded
         .downcast::<TokioIo<ClientStream>>()

@@ -1,17 +1,17 @@
-//! Selects the credential with which a request goes upstream.
+//! Selects the credential with which a request is sent upstream.
 //!
-//! jackstay terminates TLS, so the apiserver does not see the client's certificate. A request goes
-//! upstream with the identity that its client has proven, and with no other:
+//! jackstay terminates TLS, so the apiserver does not see the client's certificate. A request is sent
+//! upstream only with the identity that its client has proven:
 //!
-//! | client certificate | bearer token | goes upstream on |
+//! | client certificate | bearer token | request |
 //! |---|---|---|
-//! | proven, and its subject is that of a configured identity | any | connections with that identity's certificate (x509 is tried before tokens, in the apiserver too) |
-//! | proven, any other subject | any | nothing: 401 |
-//! | expired or unverifiable | yes | as a token: the apiserver's authenticators are a union, and the next one decides |
-//! | expired or unverifiable | no | nothing: 401 |
-//! | none | yes | connections without a certificate |
-//! | none | no | connections without a certificate, of their own |
-//! | not verified yet, and too many others are being verified | any | nothing: 429 |
+//! | valid, with the subject of a configured identity | any | sent on connections with that identity's certificate; the apiserver, too, tries x509 before tokens |
+//! | valid, with any other subject | any | refused with 401 |
+//! | expired or unverifiable | yes | sent on connections without a certificate; the apiserver, too, tries the token after x509 fails |
+//! | expired or unverifiable | no | refused with 401 |
+//! | none | yes | sent on connections without a certificate |
+//! | none | no | sent on connections without a certificate that carry no tokens |
+//! | not verified yet, because too many others wait for verification | any | refused with 429 |
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashSet, VecDeque};
@@ -28,8 +28,8 @@ use crate::net::tls::certificate::CertInfo;
 use crate::observe::utc::wall_clock;
 use crate::upstream::credentials::{CredentialClass, IdentitySlot};
 
-/// Most tokens that are remembered as accepted. A node has some hundred pods.
-const PROVEN_TOKENS: usize = 4096;
+/// Maximum number of accepted tokens that are remembered. A node has some hundred pods.
+const MAX_PROVEN_TOKENS: usize = 4096;
 
 /// Selects the credentials for the requests of one listener.
 pub struct CredentialSelector {
@@ -42,26 +42,28 @@ pub struct CredentialSelector {
 }
 
 impl CredentialSelector {
-    /// The class of connections that a request with these headers may use. `upgrade` is whether it asks for
-    /// an upgrade.
+    /// The class of the connections that a request with these headers may use. `upgrade` says whether the
+    /// request asks for an upgrade.
     ///
     /// # Errors
-    /// 401 with a reason that says what to do; 429 if the certificate is not verified yet.
+    /// 401 if the client has proven no usable identity; 429 if its certificate is not verified yet.
     pub fn select(
         &self,
-        peer: Option<&ClientCertificate>,
+        certificate: Option<&ClientCertificate>,
         last: &LastToken,
         headers: &HeaderMap,
         upgrade: bool,
     ) -> Result<CredentialClass, StatusError> {
         let token = bearer(headers, upgrade);
-        let Some(peer) = peer else { return Ok(self.without_certificate(token, last)) };
-        match peer.proven(wall_clock()) {
-            Some(Ok(certificate)) => self.identity_class(certificate),
+        let Some(certificate) = certificate else {
+            return Ok(self.without_certificate(token, last));
+        };
+        match certificate.validity(wall_clock()) {
+            Some(Ok(info)) => self.identity_class(info),
             Some(Err(_)) if token.is_some() => Ok(self.without_certificate(token, last)),
             Some(Err(why)) => Err(StatusError::unauthorized(format_args!(
                 "the client certificate {}cannot be verified: {why}",
-                peer.certificate().map_or(String::new(), |info| format!("of {} ", info.subject)),
+                certificate.info().map_or(String::new(), |info| format!("of {} ", info.subject)),
             ))),
             None => Err(StatusError::too_many_requests(
                 "the client certificate chain is not verified yet: too many others wait for that",
@@ -105,22 +107,24 @@ impl CredentialSelector {
                 || status == StatusCode::FORBIDDEN
                 || status == StatusCode::SWITCHING_PROTOCOLS)
         {
-            // A 403 is sent after authentication; a 400 or 404 may be sent before it.
+            // The apiserver sends a 403 after authentication; a 400 or 404 may precede it.
             self.tokens.insert(token);
         }
     }
 }
 
-/// The bearer token in a request's headers, or the one that WebSocket clients put into a subprotocol
-/// (`base64url.bearer.authorization.k8s.io.<token>`). For the apiserver, any other scheme in
-/// `Authorization` is no credential (`bearertoken.go`), and neither is the subprotocol without an upgrade
-/// (`websocket/protocol.go`): it treats such a request as anonymous, and sends a GOAWAY.
+/// The bearer token in a request's headers: the value of `Authorization`, or the subprotocol in which
+/// WebSocket clients send a token (`base64url.bearer.authorization.k8s.io.<token>`).
+///
+/// The apiserver ignores any other scheme in `Authorization` (`bearertoken.go`), and the subprotocol of a
+/// request without an upgrade (`websocket/protocol.go`). It treats such a request as anonymous, and sends
+/// a GOAWAY.
 pub fn bearer(headers: &HeaderMap, upgrade: bool) -> Option<&[u8]> {
     if let Some(value) = headers.get(header::AUTHORIZATION) {
         let value = value.as_bytes().trim_ascii();
         let (scheme, token) = value.split_at_checked(b"bearer ".len())?;
-        let bearer = scheme.eq_ignore_ascii_case(b"bearer ") && !token.trim_ascii().is_empty();
-        return bearer.then_some(value);
+        let is_bearer = scheme.eq_ignore_ascii_case(b"bearer ") && !token.trim_ascii().is_empty();
+        return is_bearer.then_some(value);
     }
     if !upgrade {
         return None;
@@ -129,8 +133,7 @@ pub fn bearer(headers: &HeaderMap, upgrade: bool) -> Option<&[u8]> {
         .find(|protocol| protocol.starts_with(b"base64url.bearer.authorization.k8s.io."))
 }
 
-/// Keyed hashes of the tokens that the apiserver has accepted. Beyond [`PROVEN_TOKENS`] the oldest is
-/// forgotten.
+/// Keyed hashes of the latest [`MAX_PROVEN_TOKENS`] tokens that the apiserver has accepted.
 #[derive(Debug, Default)]
 pub struct ProvenTokens {
     keys: [RandomState; 2],
@@ -146,14 +149,14 @@ pub struct ProvenTokens {
 #[derive(Debug, Default)]
 pub struct LastToken {
     token: RefCell<Vec<u8>>,
-    /// [`ProvenTokens::forgotten`] at that time, plus 1; 0 if there is no token.
-    valid_at: Cell<u64>,
+    /// [`ProvenTokens::forgotten`] plus 1 when `token` was stored; 0 if there is no token.
+    stored_at: Cell<u64>,
 }
 
 impl LastToken {
     fn is_proven(&self, token: &[u8], tokens: &ProvenTokens) -> bool {
         let now = tokens.forgotten.get() + 1;
-        if self.valid_at.get() == now && *self.token.borrow() == token {
+        if self.stored_at.get() == now && *self.token.borrow() == token {
             return true;
         }
         let proven = tokens.contains(token);
@@ -161,7 +164,7 @@ impl LastToken {
             let mut last = self.token.borrow_mut();
             last.clear();
             last.extend_from_slice(token);
-            self.valid_at.set(now);
+            self.stored_at.set(now);
         }
         proven
     }
@@ -185,7 +188,7 @@ impl ProvenTokens {
             return;
         }
         order.push_back(hash);
-        if order.len() > PROVEN_TOKENS
+        if order.len() > MAX_PROVEN_TOKENS
             && let Some(oldest) = order.pop_front()
         {
             known.remove(&oldest);
@@ -241,39 +244,39 @@ mod tests {
             listener: "l".to_owned(),
             tokens: Rc::clone(&tokens),
         };
-        let hidden = "base64url.bearer.authorization.k8s.io.QUJD";
-        let with = |name: header::HeaderName, value: &'static str| {
+        let token = "base64url.bearer.authorization.k8s.io.QUJD";
+        let headers = |name: header::HeaderName, value: &'static str| {
             HeaderMap::from_iter([(name, http::HeaderValue::from_static(value))])
         };
-        let socket = with(header::SEC_WEBSOCKET_PROTOCOL, hidden);
-        let bearer = with(header::AUTHORIZATION, "Bearer QUJD");
+        let subprotocol = headers(header::SEC_WEBSOCKET_PROTOCOL, token);
+        let authorization = headers(header::AUTHORIZATION, "Bearer QUJD");
         let last = LastToken::default();
         let class = |headers, upgrade| selector.select(None, &last, headers, upgrade).ok();
-        assert_eq!(class(&socket, true), Some(CredentialClass::UnprovenToken));
-        tokens.insert(hidden.as_bytes());
-        assert_eq!(class(&socket, true), Some(CredentialClass::Token));
-        assert_eq!(class(&socket, false), Some(CredentialClass::Anonymous), "proven or not");
+        assert_eq!(class(&subprotocol, true), Some(CredentialClass::UnprovenToken));
+        tokens.insert(token.as_bytes());
+        assert_eq!(class(&subprotocol, true), Some(CredentialClass::Token));
+        assert_eq!(class(&subprotocol, false), Some(CredentialClass::Anonymous));
         for upgrade in [true, false] {
-            assert_eq!(class(&bearer, upgrade), Some(CredentialClass::UnprovenToken));
+            assert_eq!(class(&authorization, upgrade), Some(CredentialClass::UnprovenToken));
         }
     }
 
     #[test]
-    fn last_token_is_forgotten_when_proven_tokens_are() {
+    fn last_token_is_proven_only_while_proven_tokens_contain_it() {
         let (tokens, last) = (ProvenTokens::default(), LastToken::default());
         assert!(!last.is_proven(b"bearer a", &tokens));
         tokens.insert(b"bearer a");
         assert!(last.is_proven(b"bearer a", &tokens));
-        assert!(last.is_proven(b"bearer a", &tokens), "from the last token");
+        assert!(last.is_proven(b"bearer a", &tokens), "it is stored as the last token");
         assert!(!last.is_proven(b"bearer b", &tokens));
         assert!(last.is_proven(b"bearer a", &tokens));
         tokens.remove(b"bearer a");
-        assert!(!last.is_proven(b"bearer a", &tokens), "a 401 on any connection counts for all");
+        assert!(!last.is_proven(b"bearer a", &tokens), "another connection may have got the 401");
         tokens.insert(b"bearer a");
         assert!(last.is_proven(b"bearer a", &tokens));
-        for n in 0..PROVEN_TOKENS {
+        for n in 0..MAX_PROVEN_TOKENS {
             tokens.insert(format!("bearer {n}").as_bytes());
         }
-        assert!(!last.is_proven(b"bearer a", &tokens), "too many other tokens since");
+        assert!(!last.is_proven(b"bearer a", &tokens), "newer tokens have replaced it");
     }
 }

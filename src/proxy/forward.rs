@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! acquire a permit for a stream -> attempt -> response
-//!        ^                            | connection in trouble: a second attempt beside it (hedge)
+//!        ^                            | connection in trouble: a second attempt in parallel (hedge)
 //!        |                            | failed: retry::decide
 //!        +----------- retry ----------+
 //! ```
@@ -38,28 +38,28 @@ use crate::upstream::connection::{ConnectionState, Permit};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
 
-/// How long a new watch is held before it is answered with 429.
-const NEW_WATCH: Duration = Duration::from_secs(30);
+/// How long a new watch is held at most during an outage, before it is answered with 429.
+const MAX_NEW_WATCH_HOLD: Duration = Duration::from_secs(30);
 
-/// A request that is forwarded.
+/// A request to forward.
 pub struct ForwardedRequest {
-    /// The client of the upstream that gets the request.
+    /// The client of the upstream to which the request is sent.
     pub upstream: Rc<UpstreamClient>,
     /// The connections that the request may use.
     pub class: Rc<ClassPool>,
     /// Proves that the request may use these connections.
     pub proof: IdentityProof,
-    /// The head as it goes upstream.
+    /// The head that is sent upstream.
     pub head: Request<()>,
-    /// The body; `None` if the head ends the request.
+    /// The body; `None` if the request has none.
     pub body: Option<Rc<RequestBody>>,
     /// The request in Kubernetes terms.
     pub info: RequestInfo,
-    /// The parameters of a watch whose frames can be followed.
+    /// The parameters of a watch; `None` if its frames cannot be followed, and for any other request.
     pub watch: Option<WatchRequest>,
     /// The drain of the listener; `Some` for every watch.
     pub drain: Option<DrainWatcher>,
-    /// How many hedges were sent so far.
+    /// Number of hedges sent so far.
     pub hedges_sent: Cell<u32>,
 }
 
@@ -73,61 +73,62 @@ impl ForwardedRequest {
         mut outcome: Box<Outcome>,
     ) -> Result<Response<ResponseBody>, (StatusError, Box<Outcome>)> {
         self.upstream.earn();
-        let mut asked_at = outcome.started;
+        let mut requested_at = outcome.started;
         let mut failed: Option<FailedAttempt> = None;
-        // The endpoints that answered a watch with 410, and the last response that was held back.
+        // The endpoints that answered a watch with 410.
         let mut too_old: Vec<Arc<Endpoint>> = Vec::new();
-        let mut held: Option<Box<HeldResponse>> = None;
+        // The client gets this rejection if no other endpoint accepts the request.
+        let mut rejection: Option<Box<HeldResponse>> = None;
         for attempt in 1..=ATTEMPTS {
-            let after = failed.as_ref().map(FailedAttempt::after);
-            let need = self.need(after, &too_old);
-            let mut permit = self.upstream.pool.acquire(&self.class, need).await;
+            let previous_failure = failed.as_ref().map(FailedAttempt::previous_failure);
+            let requirements = self.stream_requirements(previous_failure, &too_old);
+            let mut permit = self.upstream.pool.acquire(&self.class, requirements).await;
             if let Err(Unavailable::Unreachable(_)) = permit
                 && self.is_watch()
-                && held.is_none()
+                && rejection.is_none()
             {
-                // Boxed, so that no other request carries room for it.
-                permit = Box::pin(self.hold(permit, outcome.started)).await;
-                asked_at = Instant::now();
+                // Boxed, so that the futures of other requests do not grow by its size.
+                permit = Box::pin(self.hold_new_watch(permit, outcome.started)).await;
+                requested_at = Instant::now();
             }
             let permit = match permit {
                 Ok(permit) => permit,
                 Err(unavailable) => {
-                    return match held {
-                        Some(response) => Ok(pass_on(*response, outcome)),
-                        None => Err((self.unavailable(&unavailable), outcome)),
+                    return match rejection {
+                        Some(response) => Ok(forward_rejection(*response, outcome)),
+                        None => Err((self.unavailable_error(&unavailable), outcome)),
                     };
                 }
             };
             let connection = permit.connection();
-            let reused = connection.was_open(asked_at);
+            let reused = connection.was_open(requested_at);
             outcome.sent_to(&connection.endpoint.label, reused);
             let result = self.attempt(permit, 1).await;
             if self.hedges_sent.get() > 0 {
                 outcome.hedged = true;
             }
             let mut failure = match result {
-                Ok(response) => return Ok(self.respond(response, outcome, asked_at)),
+                Ok(response) => return Ok(self.respond(response, outcome, requested_at)),
                 Err(failure) => failure,
             };
             let (kind, stage) = (self.info.kind, failure.stage);
             let decision = retry::decide(kind, stage, self.body_is_held(), attempt);
-            let retries = match decision {
+            let is_retried = match decision {
                 RetryDecision::Retry => true,
                 RetryDecision::RetryAtOtherEndpoint => {
                     too_old.push(Arc::clone(&failure.connection.endpoint));
-                    self.may_ask_besides(&too_old)
+                    self.may_retry_besides(&too_old)
                 }
                 RetryDecision::Refuse(_) => false,
             };
-            // A 410 is kept while other endpoints are asked, any other rejection only if it is the last.
-            if stage == Stage::TooOld || !retries {
-                held = failure.response.take().or(held);
+            // A 410 is kept while other endpoints are tried, any other rejection only if it is the last.
+            if stage == Stage::TooOld || !is_retried {
+                rejection = failure.response.take().or(rejection);
             }
-            if !retries {
-                return match held {
-                    Some(response) => Ok(pass_on(*response, outcome)),
-                    None => Err((self.give_up(&failure, decision), outcome)),
+            if !is_retried {
+                return match rejection {
+                    Some(response) => Ok(forward_rejection(*response, outcome)),
+                    None => Err((self.failure_error(&failure, decision), outcome)),
                 };
             }
             self.upstream.metrics.retried(failure.stage.retry_reason());
@@ -147,45 +148,49 @@ impl ForwardedRequest {
         self.body.as_ref().is_none_or(|body| body.is_held())
     }
 
-    /// What the pool needs to know to choose a connection: the attempt that failed before, and the
-    /// endpoints that must not get this one.
-    fn need<'a>(
+    /// The requirements by which the pool chooses a connection for the next attempt.
+    fn stream_requirements<'a>(
         &'a self,
-        after: Option<PreviousFailure<'a>>,
-        excluded: &'a [Arc<Endpoint>],
+        previous_failure: Option<PreviousFailure<'a>>,
+        excluded_endpoints: &'a [Arc<Endpoint>],
     ) -> StreamRequirements<'a> {
-        let without = after.as_ref().and_then(PreviousFailure::suspect_since);
+        let suspect_since = previous_failure.as_ref().and_then(PreviousFailure::suspect_since);
         StreamRequirements {
             watch: self.info.long_running(),
             held: self.is_watch(),
-            previous_failure: after,
-            excluded_endpoints: excluded,
-            without_connection_since: without,
+            previous_failure,
+            excluded_endpoints,
+            without_connection_since: suspect_since,
             live_only: false,
             client_subject: self.proof.subject(),
         }
     }
 
-    /// Holds a new watch while no apiserver can be reached: until the outage is over, until its time since
-    /// `asked_at` has passed, or until its listener drains. `unavailable` is the result of the last try, and
-    /// is returned if there is no permit in time: the client gets a 429, after which client-go does not list.
-    async fn hold(
+    /// Holds a new watch while no apiserver is reachable, and returns a permit when the outage is over.
+    ///
+    /// Returns `unavailable`, the result of the last acquire, if the watch may not be held, if the outage
+    /// lasts too long after `requested_at`, or if the listener drains. The client then gets a 429, after
+    /// which client-go does not list again.
+    async fn hold_new_watch(
         &self,
         unavailable: Result<Permit, Unavailable>,
-        asked_at: Instant,
+        requested_at: Instant,
     ) -> Result<Permit, Unavailable> {
         if !self.upstream.watches.may_hold_new() {
             return unavailable;
         }
         let timeout = self.watch.as_ref().and_then(|watch| watch.timeout);
-        let deadline = asked_at + timeout.map_or(NEW_WATCH, |timeout| timeout.min(NEW_WATCH));
+        let max_hold =
+            timeout.map_or(MAX_NEW_WATCH_HOLD, |timeout| timeout.min(MAX_NEW_WATCH_HOLD));
         let permit = async {
             loop {
                 let held = outage_ended(&self.upstream, &self.class).await;
                 sleep(max_outage_jitter(held, false).mul_f64(fastrand::f64())).await;
-                // If the certificate has expired meanwhile, the client's next request gets the 401.
+                // If the client certificate has expired meanwhile, the watch is held until the deadline,
+                // and the client's next request gets a 401.
                 self.proof.confirmed().await;
-                match self.upstream.pool.acquire(&self.class, self.need(None, &[])).await {
+                let requirements = self.stream_requirements(None, &[]);
+                match self.upstream.pool.acquire(&self.class, requirements).await {
                     Err(Unavailable::Unreachable(_)) => {}
                     permit => return permit,
                 }
@@ -199,13 +204,13 @@ impl ForwardedRequest {
         };
         tokio::select! {
             permit = permit => permit,
-            () = sleep_until(deadline) => unavailable,
+            () = sleep_until(requested_at + max_hold) => unavailable,
             () = drained => unavailable,
         }
     }
 
     /// The error for the client if the request gets no permit.
-    fn unavailable(&self, unavailable: &Unavailable) -> StatusError {
+    fn unavailable_error(&self, unavailable: &Unavailable) -> StatusError {
         match unavailable {
             Unavailable::Unreachable(reasons) if self.is_watch() => {
                 StatusError::no_upstream_for_watch(reasons)
@@ -214,15 +219,15 @@ impl ForwardedRequest {
         }
     }
 
-    /// Whether a watch may be sent to another endpoint than these, which answered 410.
-    fn may_ask_besides(&self, too_old: &[Arc<Endpoint>]) -> bool {
+    /// Whether a watch may be sent to an endpoint besides those that answered 410.
+    fn may_retry_besides(&self, too_old: &[Arc<Endpoint>]) -> bool {
         self.upstream.has_ready_endpoint_besides(too_old)
             && self.upstream.watches.may_retry_too_old(&self.upstream.metrics)
     }
 
     /// The error for the client after a failed attempt that is not repeated.
-    fn give_up(&self, failure: &FailedAttempt, decision: RetryDecision) -> StatusError {
-        if self.body.as_ref().is_some_and(|body| body.is_broken()) {
+    fn failure_error(&self, failure: &FailedAttempt, decision: RetryDecision) -> StatusError {
+        if self.body.as_ref().is_some_and(|body| body.is_aborted()) {
             // The upstream stream was reset, so no handler got a complete body.
             return StatusError::bad_request("the request's body was malformed or broke off");
         }
@@ -234,25 +239,25 @@ impl ForwardedRequest {
         retry::client_error(kind, failure.stage, held, is_dead, &failure.reason)
     }
 
-    /// The response for the client, whose body streams what is still to come.
+    /// The response for the client. Its body streams the part that has not arrived yet.
     fn respond(
         self: Box<Self>,
         response: UpstreamResponse,
         mut outcome: Box<Outcome>,
-        asked_at: Instant,
+        requested_at: Instant,
     ) -> Response<ResponseBody> {
         if let Some(body) = &self.body {
             body.stop_holding();
         }
-        let UpstreamResponse { mut head, mut recv, first, mut permit, upload } = response;
+        let UpstreamResponse { mut head, mut recv, prefix, mut permit, upload } = response;
         if self.hedges_sent.get() > 0 {
             let connection = permit.connection();
-            let reused = connection.was_open(asked_at);
+            let reused = connection.was_open(requested_at);
             outcome.answered_by(&connection.endpoint.label, reused);
         }
         hygiene::downstream_headers(&mut head.headers, false);
         outcome.code = Some(head.status.as_u16());
-        if let Some(data) = first.as_ref().filter(|_| recv.is_end_stream()) {
+        if let Some(data) = prefix.as_ref().filter(|_| recv.is_end_stream()) {
             let data = data.clone();
             permit.finished();
             // The stream needs no more window, but the connection does.
@@ -264,20 +269,24 @@ impl ForwardedRequest {
             && let Some((watch, drain)) = watch.zip(drain)
             && let Some(encoding) = Encoding::of_response(&head)
         {
-            let relay = Relay::new(encoding, watch, asked_at, upstream.watches.partial_frames());
+            let relay =
+                Relay::new(encoding, watch, requested_at, upstream.watches.partial_frames());
             let context = ResumeContext::new((upstream, class), proof, drain, request, &head);
             ResponseBody::Watch(Box::new(WatchBody::new(context, relay, recv, permit, outcome)))
         } else {
             let expiry = proof.expiry().filter(|_| info.kind == RequestKind::Watch);
-            let body = StreamedBody::new(recv, first, permit, outcome, upload, expiry);
+            let body = StreamedBody::new(recv, prefix, permit, outcome, upload, expiry);
             ResponseBody::Stream(Box::new(body))
         };
         body.with_head(head)
     }
 }
 
-/// Forwards a response that was held back.
-fn pass_on((mut head, body): HeldResponse, mut outcome: Box<Outcome>) -> Response<ResponseBody> {
+/// Forwards a rejection that was held back.
+fn forward_rejection(
+    (mut head, body): HeldResponse,
+    mut outcome: Box<Outcome>,
+) -> Response<ResponseBody> {
     hygiene::downstream_headers(&mut head.headers, false);
     outcome.code = Some(head.status.as_u16());
     ResponseBody::Full(FullBody::new(body, outcome)).with_head(head)

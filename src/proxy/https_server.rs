@@ -1,6 +1,6 @@
-//! Serves the connections of one L7 listener on one worker: accept, TLS handshake, HTTP/2 or
-//! HTTP/1.1. Each request goes to [`super::client_connection`]. A drain ends connections with a
-//! GOAWAY, so that clients lose no request.
+//! Serves the connections of one L7 listener on one worker: accept, TLS handshake, HTTP/2 or HTTP/1.1.
+//! [`super::client_connection`] serves each request. A drain ends connections with a GOAWAY, so that
+//! clients lose no request.
 
 use std::cell::Cell;
 use std::error::Error;
@@ -38,20 +38,20 @@ use crate::net::sockets::tcp_options;
 use crate::net::tls::serving::{self, ServingTls};
 use crate::observe::{ListenerMetrics, RateLimitedWarnings};
 
-/// Receive window of one request body; it bounds the memory of an upload.
+/// Receive window of one request body, in bytes. It limits the memory of an upload.
 const STREAM_WINDOW: u32 = 256 * 1024;
-/// Receive window of a client connection: sixteen stream windows, so that an upload that is stalled
-/// upstream does not stop the others.
+/// Receive window of a client connection: sixteen stream windows, so that uploads continue beside one that
+/// is stalled upstream.
 const CONNECTION_WINDOW: u32 = STREAM_WINDOW * 16;
 /// Largest frame accepted: RFC 9113's default.
 const MAX_FRAME: u32 = 16 * 1024;
 /// Bytes of one response that are buffered beyond the client's window.
 const SEND_BUFFER: usize = 64 * 1024;
-/// Limit on streams that a client has opened and reset before they were accepted. The rapid-reset
-/// attack (CVE-2023-44487) does that continuously. An informer that cancels a thousand watches does it
-/// once, so the limit is above the default stream limit.
+/// Limit on streams that a client has opened and reset before hyper accepted them. The rapid-reset attack
+/// (CVE-2023-44487) does so continuously. A client that cancels a thousand watches at once does so too,
+/// so the limit is above the default stream limit.
 const PENDING_RESETS: usize = 2_000;
-/// Limit on streams that were reset because of a client's protocol errors; then its connection is
+/// Limit on streams that were reset because of a client's protocol errors. Beyond it, the connection is
 /// closed with `ENHANCE_YOUR_CALM`. This is h2's default (CVE-2025-8671).
 const ERROR_RESETS: usize = 1_024;
 /// Limit on header fields of an HTTP/1.1 request: hyper's default.
@@ -68,7 +68,7 @@ pub struct HttpsServer {
 }
 
 impl HttpsServer {
-    /// The server of the `listener` of that name. Its connections follow `drain`.
+    /// The server of the listener with that name. `drain` ends its connections.
     pub fn new(
         listener: String,
         service: Rc<ListenerService>,
@@ -85,17 +85,17 @@ impl HttpsServer {
         }
     }
 
-    /// What serves a request that starts now.
+    /// The service for a request that begins now.
     pub fn service(&self) -> Rc<ListenerService> {
         self.service.now()
     }
 
-    /// Serves the next requests with another service.
+    /// Serves all later requests with `service`.
     pub fn replace_service(&self, service: Rc<ListenerService>) {
         self.service.replace(service);
     }
 
-    /// Open connections. hyper does not count those that have become tunnels.
+    /// The number of open connections, tunnels included.
     pub fn connections(&self) -> usize {
         self.open.get() + self.service.now().tunnels.open()
     }
@@ -103,8 +103,8 @@ impl HttpsServer {
     /// Accepts on one socket until `drain` starts.
     pub async fn accept(self: Rc<Self>, socket: TcpListener, drain: DrainWatcher) {
         let metrics = Arc::clone(&self.service.now().metrics);
-        let about = (self.listener.as_str(), &*metrics, &self.warnings);
-        accept::until_drain(socket, drain, about, |stream, from| self.admit(stream, from)).await;
+        let reports = (self.listener.as_str(), &*metrics, &self.warnings);
+        accept::until_drain(socket, drain, reports, |stream, from| self.admit(stream, from)).await;
     }
 
     fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
@@ -120,18 +120,19 @@ impl HttpsServer {
         spawn_local(async move {
             let mut drain = this.drain.clone();
             tokio::select! {
-                () = this.connection(stream, from, &service) => {}
+                () = this.serve(stream, from, &service) => {}
                 () = drain.forced() => {}
             }
             drop(guard);
         });
     }
 
-    async fn connection(&self, stream: TcpStream, from: SocketAddr, service: &ListenerService) {
+    /// Serves one connection. `service` is that of the listener when it accepted the connection.
+    async fn serve(&self, stream: TcpStream, from: SocketAddr, service: &ListenerService) {
         if tcp_options::configure_accepted(&stream).is_err() {
             return;
         }
-        // A reload changes these limits for later connections only.
+        // These limits apply until the connection ends: a reload changes them for later connections.
         let limits = &service.request_limits;
         let stream = ReadAhead::new(StallTimeout::new(Linger::new(stream), limits.stall_timeout));
         let handshake = accept_tls(stream, &self.tls);
@@ -140,8 +141,8 @@ impl HttpsServer {
             Ok(Err(error)) => {
                 service.metrics.refused("handshake");
                 if let Some(why) = serving::chain_limit_error(&error) {
-                    let about = format!("listener {} refused a TLS handshake", self.listener);
-                    self.warnings.warn(&about, format_args!("{why}, from {from}"));
+                    let line = format!("listener {} refused a TLS handshake", self.listener);
+                    self.warnings.warn(&line, format_args!("{why}, from {from}"));
                 }
                 tracing::debug!(listener = self.listener, client = %from, %error, "TLS handshake failed");
                 return;
@@ -153,28 +154,29 @@ impl HttpsServer {
             }
         };
         let session = stream.get_ref().1;
-        let h2 = session.alpn_protocol() == Some(b"h2");
-        let peer = ClientCertificate::new(session.peer_certificates(), &self.tls, &service.metrics);
+        let is_http2 = session.alpn_protocol() == Some(b"h2");
+        let certificate =
+            ClientCertificate::new(session.peer_certificates(), &self.tls, &service.metrics);
         let client = Rc::new(ClientConnection {
             service: self.service.clone(),
-            certificate: peer.clone(),
+            certificate: certificate.clone(),
             address: from.ip().to_canonical(),
             forwarded_for: ForwardedFor::new(from.ip()),
             token: LastToken::default(),
         });
-        // Pinned in place: moving it would store the large future twice.
+        // Pinned here, because moving the large future would store it twice.
         let mut served = std::pin::pin!(async {
-            if h2 {
-                self.http2(stream, client, service).await
+            if is_http2 {
+                self.serve_http2(stream, client, service).await
             } else {
-                self.http1(stream, client, limits).await.map_err(Into::into)
+                self.serve_http1(stream, client, limits).await.map_err(Into::into)
             }
         });
-        let result = match &peer {
+        let result = match &certificate {
             None => served.await,
-            Some(peer) => tokio::select! {
+            Some(certificate) => tokio::select! {
                 result = &mut served => result,
-                never = peer.follow() => match never {},
+                never = certificate.follow() => match never {},
             },
         };
         if let Err(error) = result {
@@ -182,17 +184,17 @@ impl HttpsServer {
         }
     }
 
-    async fn http2(
+    async fn serve_http2(
         &self,
         stream: ClientStream,
         client: Rc<ClientConnection>,
-        found: &ListenerService,
+        service: &ListenerService,
     ) -> Result<(), Box<dyn Error>> {
-        let limits = &found.request_limits;
+        let limits = &service.request_limits;
         let streams = Rc::new(Streams::new(limits.stall_timeout));
-        let opened = Rc::clone(&streams);
-        let service = service_fn(move |request| {
-            let progress = opened.begin();
+        let begun = Rc::clone(&streams);
+        let respond = service_fn(move |request| {
+            let progress = begun.begin();
             let response = Rc::clone(&client).serve(request);
             async move {
                 response.await.map(|response| response.map(|body| TrackedBody::new(body, progress)))
@@ -210,19 +212,19 @@ impl HttpsServer {
             .max_header_list_size(limits.max_header_bytes)
             .max_pending_accept_reset_streams(PENDING_RESETS.max(limits.max_streams as usize))
             .max_local_error_reset_streams(ERROR_RESETS)
-            .serve_connection(TokioIo::new(stream), service);
+            .serve_connection(TokioIo::new(stream), respond);
         let mut connection = std::pin::pin!(connection);
         let mut drain = self.drain.clone();
         tokio::select! {
-            // Received requests are read before the timeout is considered.
+            // The connection is polled first, so that a received request counts before the timeout.
             biased;
             result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => return result,
             () = drain.started() => {}
             () = streams.idle_without_stream(limits.header_timeout, || uncork.received_since_last_call()) => {
-                found.metrics.refused("timeout");
+                service.metrics.refused("timeout");
             }
         }
-        // A first request may be on its way: it is served, or the client retries it elsewhere.
+        // A first request that is on its way is served, or the GOAWAY tells the client to retry it.
         connection.as_mut().graceful_shutdown();
         tokio::select! {
             result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => result,
@@ -230,13 +232,13 @@ impl HttpsServer {
         }
     }
 
-    async fn http1(
+    async fn serve_http1(
         &self,
         stream: ClientStream,
         client: Rc<ClientConnection>,
         limits: &RequestLimits,
     ) -> hyper::Result<()> {
-        let service = service_fn(move |request| Rc::clone(&client).serve(request));
+        let respond = service_fn(move |request| Rc::clone(&client).serve(request));
         let mut builder = http1::Builder::new();
         let connection = builder
             .timer(TokioTimer::new())
@@ -244,7 +246,7 @@ impl HttpsServer {
             .max_headers(MAX_HEADERS)
             .max_buf_size((limits.max_header_bytes as usize).max(8 * 1024))
             .half_close(false)
-            .serve_connection(TokioIo::new(stream), service)
+            .serve_connection(TokioIo::new(stream), respond)
             .with_upgrades();
         let mut connection = std::pin::pin!(connection);
         let mut drain = self.drain.clone();
@@ -257,7 +259,7 @@ impl HttpsServer {
     }
 }
 
-/// Polls a connection, then sends everything that it has written.
+/// Polls a connection, then sends all bytes that it has written.
 fn poll_and_flush(
     connection: Pin<&mut impl Future<Output = hyper::Result<()>>>,
     uncork: &Uncork<impl AsyncWrite + Unpin>,
@@ -295,32 +297,33 @@ impl Drop for OpenConnection {
 
 /// The streams of one HTTP/2 connection.
 struct Streams {
-    /// How long a client may read nothing of a stream.
+    /// How long a client may take no piece of a response.
     stall_timeout: Duration,
     /// Whether the client has opened a stream.
-    any: Cell<bool>,
+    has_opened: Cell<bool>,
     /// The progress of the stream whose task hyper starts next.
-    next: Cell<Option<Rc<BodyProgress>>>,
+    next_progress: Cell<Option<Rc<BodyProgress>>>,
 }
 
 impl Streams {
     fn new(stall_timeout: Duration) -> Self {
-        Self { stall_timeout, any: Cell::new(false), next: Cell::new(None) }
+        Self { stall_timeout, has_opened: Cell::new(false), next_progress: Cell::new(None) }
     }
 
-    /// Registers a request; hyper starts its task as soon as it has the future of its response.
+    /// Registers a request. hyper starts the task of its stream once it has the future of the response.
     fn begin(&self) -> Rc<BodyProgress> {
         let progress = Rc::<BodyProgress>::default();
-        self.any.set(true);
-        self.next.set(Some(Rc::clone(&progress)));
+        self.has_opened.set(true);
+        self.next_progress.set(Some(Rc::clone(&progress)));
         progress
     }
 
-    /// Ready once the connection has had no stream and received nothing for `limit`. A client that
-    /// sends PINGs keeps its connection open before its first request, as a jackstay without clients
-    /// of its own does: if it were closed, the client would reconnect with another handshake each
-    /// time. `limits.max_connections` still bounds such connections. (kube-apiserver closes every
-    /// connection that has no stream for 90 s.)
+    /// Returns when the connection has had no stream yet and has received nothing for `limit`.
+    ///
+    /// A client that sends PINGs keeps its connection open before its first request, as another jackstay
+    /// without clients does. If such a connection were closed, the client would reconnect each time, with
+    /// another handshake. `limits.max_connections` still limits such connections. (kube-apiserver closes
+    /// every connection that has no stream for 90 s.)
     async fn idle_without_stream(&self, limit: Duration, has_received: impl Fn() -> bool) {
         loop {
             self.no_stream_within(limit).await;
@@ -330,11 +333,11 @@ impl Streams {
         }
     }
 
-    /// Ready after `limit` if the client has opened no stream by then. A connection that has had a
-    /// stream may be idle for ever: the connection of kubelet is.
+    /// Returns after `limit` if the client has opened no stream by then, and otherwise never: a connection
+    /// that has had a stream, such as that of a kubelet, may be idle for any time.
     async fn no_stream_within(&self, limit: Duration) {
         sleep(limit).await;
-        if self.any.get() {
+        if self.has_opened.get() {
             pending::<()>().await;
         }
     }
@@ -349,7 +352,7 @@ where
     F: Future<Output = ()> + 'static,
 {
     fn execute(&self, future: F) {
-        match self.0.next.take() {
+        match self.0.next_progress.take() {
             Some(progress) => {
                 spawn_local(StallBoundStream::new(future, progress, self.0.stall_timeout))
             }
@@ -368,13 +371,13 @@ mod tests {
     async fn idle_before_first_stream_is_extended_by_received_bytes() {
         let limit = Duration::from_secs(10);
         let streams = Streams::new(limit);
-        let left = Cell::new(3);
-        let received = || left.replace(left.get() - 1) > 0;
+        let remaining = Cell::new(3);
+        let has_received = || remaining.replace(remaining.get() - 1) > 0;
         let start = Instant::now();
-        streams.idle_without_stream(limit, received).await;
+        streams.idle_without_stream(limit, has_received).await;
         assert_eq!(start.elapsed(), limit * 4);
         drop(streams.begin());
         let idle = timeout(limit * 1_000, streams.idle_without_stream(limit, || false));
-        assert!(idle.await.is_err(), "a connection that has had a stream may be idle for ever");
+        assert!(idle.await.is_err(), "a connection that has had a stream may be idle");
     }
 }

@@ -1,19 +1,20 @@
 //! Refuses ambiguous request heads, and removes the headers that belong to one connection only.
 //!
-//! Requests are smuggled and identities are forged where two parties read one message differently. So
-//! an ambiguous head is refused ([`check_request`]), and headers of one connection never reach the next
-//! one ([`upstream_headers`], [`downstream_headers`]). Heads are always serialised
-//! anew; values and paths are not changed.
+//! A client can smuggle a request or forge an identity if two parties read a message differently.
+//! Therefore an ambiguous head is refused ([`check_request`]), and headers of one connection are not
+//! forwarded on the next one ([`upstream_headers`], [`downstream_headers`]). The values of other headers
+//! and the path are not changed.
 //!
-//! * Hop-by-hop headers are removed (RFC 9110, section 7.6.1), and so are those that `Connection` names.
-//!   `Trailer` stays: trailers are forwarded, and hyper sends only announced ones on HTTP/1.1.
-//! * `X-Remote-*` is removed from every request: on a connection with a front-proxy certificate it sets
-//!   the identity. `X_Remote_User` stays, because it is a different header to Go.
+//! * Hop-by-hop headers are removed (RFC 9110, section 7.6.1), and so are the headers that `Connection`
+//!   names. `Trailer` stays, because trailers are forwarded and hyper sends only announced ones on
+//!   HTTP/1.1.
+//! * `X-Remote-*` is removed from every request, because it sets the identity on a connection with a
+//!   front-proxy certificate. `X_Remote_User` stays, because Go treats it as another header.
 //! * `Expect` is removed from every request, because jackstay itself asks for the body. On HTTP/1.1, hyper
-//!   sends the 100 with the first read of the body, as soon as the upstream stream is open
-//!   ([`super::forward`]). On HTTP/2 hyper 1.12 cannot send one.
-//! * hyper has already refused obs-fold, whitespace in names and bad chunks, and h2 most of what HTTP/2
-//!   forbids. The checks here do not depend on that.
+//!   sends the 100 with the first read of the body, when the upstream stream is open
+//!   ([`super::forward`]). On HTTP/2, hyper 1.12 cannot send a 100.
+//! * hyper refuses obs-fold, whitespace in names and malformed chunks, and h2 refuses most heads that
+//!   HTTP/2 forbids. The checks here do not depend on that.
 
 #[cfg(test)]
 mod tests;
@@ -32,7 +33,7 @@ use super::status_error::StatusError;
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
-/// Refuses a head that could be read in two ways, or that would not be forwarded as it is.
+/// Refuses a head that two parties could read differently, or that could not be forwarded unchanged.
 ///
 /// # Errors
 /// 400 with the reason.
@@ -41,28 +42,31 @@ pub fn check_request(parts: &Parts) -> Result<(), StatusError> {
         return refuse("CONNECT is not served here");
     }
     let target = parts.uri.path_and_query().map_or("", |target| target.as_str());
-    let asterisk = target == "*" && parts.method == Method::OPTIONS;
-    if !target.starts_with('/') && !asterisk {
+    let is_asterisk = target == "*" && parts.method == Method::OPTIONS;
+    if !target.starts_with('/') && !is_asterisk {
         return refuse("the request target is not a path");
     }
     if target.bytes().any(|byte| byte <= b' ' || byte == 0x7f) {
         return refuse("the request target holds a control character or a space");
     }
-    let http2 = parts.version == Version::HTTP_2;
-    if http2 { check_http2(parts) } else { check_http1(parts) }?;
+    if parts.version == Version::HTTP_2 {
+        check_http2(parts)?;
+    } else {
+        check_http1(parts)?;
+    }
     check_content_length(&parts.headers)
 }
 
-/// Refuses a head above `most` bytes. The fields count as they are written in HTTP/1.1.
+/// Refuses a request target and header fields that take more than `max` bytes in HTTP/1.1.
 ///
 /// # Errors
 /// 431.
-pub fn check_size(parts: &Parts, most: usize) -> Result<(), StatusError> {
+pub fn check_size(parts: &Parts, max: usize) -> Result<(), StatusError> {
     let target = parts.uri.path_and_query().map_or(0, |target| target.as_str().len());
-    // 4 bytes: `: ` and the end of the line.
+    // Each field has 4 more bytes: `: ` and the end of the line.
     let fields = parts.headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 4);
-    if target + fields.sum::<usize>() > most {
-        let message = format_args!("the request's headers are larger than {most} bytes");
+    if target + fields.sum::<usize>() > max {
+        let message = format_args!("the request's headers are larger than {max} bytes");
         return Err(StatusError::header_too_large(message));
     }
     Ok(())
@@ -115,7 +119,7 @@ fn check_http1(parts: &Parts) -> Result<(), StatusError> {
     }
     for token in list_items(headers.get_all(CONNECTION)) {
         if is_protected(token) {
-            // The token is part of a header value, so it is short and printable.
+            // A header value contains no control characters but tabs, so the token can be quoted.
             let token = String::from_utf8_lossy(token);
             return refuse(format_args!(
                 "Connection names {token}, which is not a header of one hop"
@@ -129,25 +133,24 @@ fn check_http1(parts: &Parts) -> Result<(), StatusError> {
 fn check_content_length(headers: &HeaderMap) -> Result<(), StatusError> {
     let mut lengths = headers.get_all(CONTENT_LENGTH).iter();
     let Some(first) = lengths.next() else { return Ok(()) };
-    let digits = !first.is_empty() && first.as_bytes().iter().all(u8::is_ascii_digit);
-    if !digits || lengths.any(|other| other != first) {
+    let is_number = !first.is_empty() && first.as_bytes().iter().all(u8::is_ascii_digit);
+    if !is_number || lengths.any(|other| other != first) {
         return refuse("the Content-Length is malformed or ambiguous");
     }
     Ok(())
 }
 
-/// Prepares a request's headers for the upstream: removes those of this hop and forged identities, and
-/// appends the client's address to `X-Forwarded-For`, which audit logs record.
+/// Prepares a request's headers for the upstream: removes hop-by-hop headers and identities that only a
+/// front proxy may set, and appends the client's address to `X-Forwarded-For`, which audit logs record.
 ///
-/// If the request asks for an upgrade, `Connection` becomes exactly `Upgrade`, and `Upgrade` stays as the
-/// client wrote it. `Sec-WebSocket-*` and `X-Stream-Protocol-Version` are end-to-end headers and stay.
+/// If the request asks for an upgrade, `Connection` becomes exactly `Upgrade`, and `Upgrade` is not
+/// changed. `Sec-WebSocket-*` and `X-Stream-Protocol-Version` are end-to-end headers and stay.
 pub fn upstream_headers(headers: &mut HeaderMap, client: &ForwardedFor, asks_for_upgrade: bool) {
     strip(headers, Direction::Request, asks_for_upgrade);
     client.append_to(headers);
 }
 
-/// Removes the headers of the upstream hop from a response. In the response to an upgrade, a 101,
-/// `Connection` and `Upgrade` stay.
+/// Removes hop-by-hop headers from a response. In a 101 (`is_upgrade`), `Connection` and `Upgrade` stay.
 pub fn downstream_headers(headers: &mut HeaderMap, is_upgrade: bool) {
     strip(headers, Direction::Response, is_upgrade);
 }
@@ -175,8 +178,8 @@ pub fn is_hop_by_hop(name: &str) -> bool {
     )
 }
 
-/// Whether `Connection` must not name this header. Removing it would change the identity, the meaning or
-/// the length of the request.
+/// Whether `Connection` must not name this header, because its removal would change the identity, the
+/// meaning or the length of the request.
 fn is_protected(token: &[u8]) -> bool {
     const PREFIXES: [&str; 4] = ["x-remote-", "impersonate-", "x-forwarded-", "content-"];
     const NAMES: [&str; 9] = [
@@ -192,7 +195,8 @@ fn is_protected(token: &[u8]) -> bool {
     ];
     NAMES.iter().any(|name| token.eq_ignore_ascii_case(name.as_bytes()))
         || PREFIXES.iter().any(|prefix| {
-            token.get(..prefix.len()).is_some_and(|t| t.eq_ignore_ascii_case(prefix.as_bytes()))
+            let start = token.get(..prefix.len());
+            start.is_some_and(|start| start.eq_ignore_ascii_case(prefix.as_bytes()))
         })
 }
 
@@ -204,13 +208,13 @@ pub fn list_items<'a>(
     values.into_iter().flat_map(items).map(<[u8]>::trim_ascii)
 }
 
-/// Whether a list header contains `token`; case is ignored.
+/// Whether a list header contains `token`, in any case.
 pub fn has_token(headers: &HeaderMap, name: HeaderName, token: &str) -> bool {
     list_items(headers.get_all(name)).any(|item| item.eq_ignore_ascii_case(token.as_bytes()))
 }
 
-/// Removes the headers that must not be forwarded. On HTTP/2 there are nearly never any, so one pass
-/// over the names first checks that.
+/// Removes the headers that must not be forwarded. HTTP/2 requests rarely have any, so it first checks
+/// all names, without an allocation.
 fn strip(headers: &mut HeaderMap, direction: Direction, keeps_upgrade: bool) {
     let is_removed = |name: &HeaderName| {
         let name = name.as_str();
@@ -223,14 +227,15 @@ fn strip(headers: &mut HeaderMap, direction: Direction, keeps_upgrade: bool) {
     }
     let protocols = headers.get_all(UPGRADE).iter().filter(|_| keeps_upgrade);
     let protocols: Vec<HeaderValue> = protocols.cloned().collect();
-    // `check_request` has refused a `Connection` that names a protected header. Responses are not
-    // checked, and a protected header stays in both.
+    // A protected header is not removed. `check_request` refuses a request whose `Connection` names one,
+    // but responses are not checked.
     let mut names: Vec<HeaderName> = list_items(headers.get_all(CONNECTION))
         .filter(|token| !is_protected(token))
         .filter_map(|token| HeaderName::from_bytes(token).ok())
         .collect();
     names.extend(headers.keys().filter(|name| is_removed(name)).cloned());
-    // The only value of TE that may be forwarded. gRPC needs it, and Go's ReverseProxy forwards it too.
+    // `trailers` is the only value of TE that may be forwarded. gRPC needs it, and Go's ReverseProxy
+    // forwards it too.
     let trailers = direction == Direction::Request && has_token(headers, TE, "trailers");
     for name in names {
         headers.remove(name);
@@ -251,14 +256,15 @@ fn strip(headers: &mut HeaderMap, direction: Direction, keeps_upgrade: bool) {
 pub struct ForwardedFor(HeaderValue);
 
 impl ForwardedFor {
-    /// The address of a client.
+    /// Formats the address of a client.
     pub fn new(client: IpAddr) -> Self {
         // A dual-stack socket reports IPv4 clients as IPv4-mapped IPv6 addresses.
         let address = client.to_canonical().to_string();
         Self(HeaderValue::from_str(&address).expect("an address is a header value"))
     }
 
-    /// Appends the address as Go's `httputil.ReverseProxy` does: one header with one list.
+    /// Appends the address to the list, and joins several headers into one, as Go's `httputil.ReverseProxy`
+    /// does.
     fn append_to(&self, headers: &mut HeaderMap) {
         match headers.entry(X_FORWARDED_FOR) {
             Entry::Vacant(entry) => {

@@ -1,4 +1,4 @@
-//! What the connections of one listener share on one worker, and how a reload replaces it.
+//! The settings and shared state of one L7 listener on one worker, which a reload replaces.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -11,12 +11,12 @@ use super::upstream_client::UpstreamClient;
 use crate::config::{AccessLog, Limits, RequestLimits};
 use crate::observe::ListenerMetrics;
 
-/// What serves the requests of one listener on one worker. It is immutable: a reload replaces all of
-/// it, and a request that has begun keeps the one it started with.
+/// The settings and shared state with which one worker serves the requests of one listener. A reload
+/// replaces the whole service, and a request keeps the service with which it began.
 pub struct ListenerService {
-    /// The client of the upstream that gets the requests.
+    /// The client of the upstream to which requests are sent.
     pub upstream: Rc<UpstreamClient>,
-    /// Selects the credential with which a request goes upstream.
+    /// Selects the credential with which a request is sent upstream.
     pub credentials: CredentialSelector,
     /// Counts connections and requests.
     pub metrics: Arc<ListenerMetrics>,
@@ -39,7 +39,7 @@ pub struct ListenerService {
 pub struct CurrentService(Rc<RefCell<Rc<ListenerService>>>);
 
 impl CurrentService {
-    /// A listener that starts with `service`.
+    /// Starts with `service`.
     pub fn new(service: Rc<ListenerService>) -> Self {
         Self(Rc::new(RefCell::new(service)))
     }

@@ -1,5 +1,5 @@
-//! The data plane: serves the requests of accepted connections (L7), or passes their bytes to an
-//! upstream connection (L4, [`passthrough`]).
+//! The data plane: accepts connections and forwards their requests (L7, [`https_server`]) or their bytes
+//! (L4, [`passthrough`]).
 
 mod accept;
 mod body_prefix;

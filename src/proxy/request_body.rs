@@ -1,8 +1,8 @@
 //! Sends a request's body upstream, and holds it until the response, so that the request can be sent
 //! again.
 //!
-//! The held bytes are limited per request and per process. A body beyond the limit is streamed too, but
-//! cannot be sent a second time.
+//! The held bytes are limited per request and per process. A body that exceeds a limit is still streamed,
+//! but cannot be sent a second time.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -13,7 +13,7 @@ use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use h2::{Reason, SendStream};
-use http::{HeaderMap, Version};
+use http::{HeaderMap, HeaderName, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use tokio::task::JoinHandle;
@@ -21,17 +21,17 @@ use tokio::task::JoinHandle;
 use super::hygiene::is_hop_by_hop;
 use crate::observe::{ByteBudget, Metrics};
 
-/// Most bytes held of one body.
-const HOLD_MAX: usize = 3 << 20;
-/// Most bytes held of all bodies together.
-const HOLD_TOTAL: usize = 32 << 20;
+/// Maximum bytes held of one body.
+const MAX_HELD: usize = 3 << 20;
+/// Maximum bytes held of all bodies in the process.
+const MAX_HELD_TOTAL: usize = 32 << 20;
 
-/// What a held piece costs beside its bytes: its handle and its share of a read buffer.
+/// Bytes that a held piece costs in addition to its data: its handle and its share of a read buffer.
 const PIECE_COST: usize = 64;
 
 /// The budget that the bodies of all workers share.
 pub fn budget(metrics: &Metrics) -> Arc<ByteBudget> {
-    ByteBudget::new(HOLD_TOTAL, metrics.held_body_bytes())
+    ByteBudget::new(MAX_HELD_TOTAL, metrics.held_body_bytes())
 }
 
 /// The task that sends a request's body. Dropping it aborts the task.
@@ -47,7 +47,7 @@ impl Drop for UploadTask {
 struct HeldBody {
     pieces: RefCell<Vec<Bytes>>,
     bytes: Cell<usize>,
-    /// Whether it contains all that was read so far.
+    /// Whether `pieces` contains everything read so far.
     whole: Cell<bool>,
     budget: Arc<ByteBudget>,
 }
@@ -71,7 +71,7 @@ impl HeldBody {
         let bytes = self.bytes.get() + cost;
         let fits = self.budget.take(cost);
         self.bytes.set(bytes);
-        if bytes > HOLD_MAX || !fits {
+        if bytes > MAX_HELD || !fits {
             self.whole.set(false);
         } else {
             self.pieces.borrow_mut().push(data.clone());
@@ -104,13 +104,14 @@ pub struct RequestBody {
 /// How the client ended the body.
 #[derive(Debug, Clone)]
 enum End {
+    /// The body is complete; the trailers, if any, follow.
     Done(Option<HeaderMap>),
-    /// The client broke off.
-    Broken,
+    /// The body is malformed, or the client left before its end.
+    Aborted,
 }
 
 impl RequestBody {
-    /// The body of a request of this version of HTTP; held bytes count in `budget`.
+    /// The body of a request that was received with this version of HTTP. Held bytes count in `budget`.
     pub fn new(incoming: Incoming, version: Version, budget: &Arc<ByteBudget>) -> Rc<Self> {
         Rc::new(Self {
             incoming: RefCell::new(incoming),
@@ -122,21 +123,21 @@ impl RequestBody {
 
     /// Whether the body can be sent again from its beginning.
     pub fn is_held(&self) -> bool {
-        self.held.whole.get() && !self.is_broken()
+        self.held.whole.get() && !self.is_aborted()
     }
 
-    /// Whether the client broke off.
-    pub fn is_broken(&self) -> bool {
-        matches!(*self.end.borrow(), Some(End::Broken))
+    /// Whether the body is malformed or ended early.
+    pub fn is_aborted(&self) -> bool {
+        matches!(*self.end.borrow(), Some(End::Aborted))
     }
 
-    /// Whether the body has arrived completely and is held, so that two attempts can send it side by side.
+    /// Whether the whole body has arrived and is held, so that parallel attempts can send it.
     pub fn is_complete(&self) -> bool {
         self.held.whole.get() && matches!(*self.end.borrow(), Some(End::Done(_)))
     }
 
-    /// Holds no further pieces: the request will not be sent again. Held pieces stay until they have been
-    /// sent, because another attempt may still be sending them.
+    /// Stops holding further pieces, because the request will not be sent again. Pieces that are already
+    /// held stay until the current upload has sent them.
     pub fn stop_holding(&self) {
         self.held.whole.set(false);
     }
@@ -168,12 +169,14 @@ impl RequestBody {
                     }
                     Err(frame) => End::Done(frame.into_trailers().ok().map(clean_trailers)),
                 },
-                Some(Err(_)) => End::Broken,
-                // On HTTP/2, hyper turns a reset with NO_ERROR into an end; only END_STREAM is a real
-                // one. On HTTP/1.1, hyper reports truncation as an error, and `is_end_stream` is never
-                // true after a chunked body. A dropped connection ends the body without an error, but
-                // drops the request, and with it this task, at the same moment.
-                None if self.version == Version::HTTP_2 && !incoming.is_end_stream() => End::Broken,
+                Some(Err(_)) => End::Aborted,
+                // On HTTP/2, hyper reports a reset with NO_ERROR as an end, but the body is complete only
+                // after END_STREAM. On HTTP/1.1, hyper reports truncation as an error, and `is_end_stream`
+                // is never true after a chunked body. A dropped connection ends the body without an
+                // error, but drops the request, and with it this task, at the same moment.
+                None if self.version == Version::HTTP_2 && !incoming.is_end_stream() => {
+                    End::Aborted
+                }
                 None => End::Done(None),
             };
             *self.end.borrow_mut() = Some(end.clone());
@@ -186,28 +189,28 @@ async fn send(body: Rc<RequestBody>, mut stream: SendStream<Bytes>) {
     let mut index = 0;
     loop {
         let piece = poll_fn(|cx| {
-            // The apiserver may answer and reset before it has read everything.
+            // The apiserver may respond and reset the stream before it has read the whole body.
             if stream.poll_reset(cx).is_ready() {
                 return Poll::Ready(None);
             }
             body.poll_piece(index, cx).map(Some)
         })
         .await;
-        let ended = match piece {
+        let sent_end = match piece {
             None => return,
             Some(Ok(data)) => {
                 index += 1;
                 if send_piece(&mut stream, data).await.is_err() {
-                    // The stream is gone, as the attempt that waits for its response sees.
+                    // The attempt that waits for the response gets the error of the stream.
                     return;
                 }
                 continue;
             }
             Some(Err(End::Done(None))) => stream.send_data(Bytes::new(), true),
             Some(Err(End::Done(Some(trailers)))) => stream.send_trailers(trailers),
-            Some(Err(End::Broken)) => Err(Reason::CANCEL.into()),
+            Some(Err(End::Aborted)) => Err(Reason::CANCEL.into()),
         };
-        if ended.is_err() {
+        if sent_end.is_err() {
             // Without an end or a reset the stream would stay open forever.
             stream.send_reset(Reason::CANCEL);
         }
@@ -215,8 +218,8 @@ async fn send(body: Rc<RequestBody>, mut stream: SendStream<Bytes>) {
     }
 }
 
-/// Sends one piece as the apiserver opens window. Window is reserved only when there is data, because
-/// the other streams of the connection cannot use reserved window.
+/// Sends one piece when the stream has window. Window is reserved only when there is data, because the
+/// other streams of the connection cannot use reserved window.
 async fn send_piece(stream: &mut SendStream<Bytes>, mut data: Bytes) -> Result<(), h2::Error> {
     while !data.is_empty() {
         stream.reserve_capacity(data.len());
@@ -226,7 +229,7 @@ async fn send_piece(stream: &mut SendStream<Bytes>, mut data: Bytes) -> Result<(
         })
         .await;
         match granted {
-            Some(Ok(n)) => stream.send_data(data.split_to(n.min(data.len())), false)?,
+            Some(Ok(window)) => stream.send_data(data.split_to(window.min(data.len())), false)?,
             Some(Err(error)) => return Err(error),
             None => return Err(Reason::CANCEL.into()),
         }
@@ -234,20 +237,17 @@ async fn send_piece(stream: &mut SendStream<Bytes>, mut data: Bytes) -> Result<(
     Ok(())
 }
 
-/// Removes the trailers that must not go upstream: those of the connection, which h2 refuses to send,
-/// and those that could change the identity of the caller.
+/// Removes the trailers that must not be sent upstream: hop-by-hop ones, which h2 refuses to send, and
+/// those that could change the identity of the client.
 fn clean_trailers(mut trailers: HeaderMap) -> HeaderMap {
-    let removed: Vec<_> = trailers
-        .keys()
-        .filter(|name| {
-            let name = name.as_str();
-            is_hop_by_hop(name)
-                || name == "authorization"
-                || name.starts_with("x-remote-")
-                || name.starts_with("impersonate-")
-        })
-        .cloned()
-        .collect();
+    let is_removed = |name: &&HeaderName| {
+        let name = name.as_str();
+        is_hop_by_hop(name)
+            || name == "authorization"
+            || name.starts_with("x-remote-")
+            || name.starts_with("impersonate-")
+    };
+    let removed: Vec<_> = trailers.keys().filter(is_removed).cloned().collect();
     for name in removed {
         trailers.remove(name);
     }
@@ -260,7 +260,7 @@ mod tests {
 
     static PIECE: Bytes = Bytes::from_static(&[0; 64 * 1024]);
 
-    /// Pushes pieces until a limit is reached; returns how many are held.
+    /// Pushes pieces until a limit is reached, and returns the number of held pieces.
     fn fill(body: &HeldBody) -> usize {
         while body.whole.get() {
             body.push(&PIECE);
@@ -271,32 +271,32 @@ mod tests {
     #[test]
     fn held_body_stops_at_its_own_and_the_shared_limit() {
         let metrics = Metrics::new();
-        let all = budget(&metrics);
-        let shown = || {
-            let page = metrics.render();
-            let line = page.lines().find(|line| line.starts_with("jackstay_held_body_bytes "));
-            line.expect("it is there").rsplit_once(' ').expect("a value").1.to_owned()
+        let budget = budget(&metrics);
+        let gauge = || {
+            let text = metrics.render();
+            let line = text.lines().find(|line| line.starts_with("jackstay_held_body_bytes "));
+            line.expect("the gauge").rsplit_once(' ').expect("a value").1.to_owned()
         };
-        let one = HeldBody::new(&all);
-        assert_eq!(fill(&one), 47, "3 MiB, including the cost of each piece");
-        one.clear();
-        assert_eq!(shown(), "0");
-        // Bodies just below their own limit, until the shared budget is nearly used up.
+        let single = HeldBody::new(&budget);
+        assert_eq!(fill(&single), 47, "3 MiB, including the cost of each piece");
+        single.clear();
+        assert_eq!(gauge(), "0");
+        // Bodies just below their own limit nearly use up the shared budget.
         let bodies: Vec<_> = (0..11)
             .map(|_| {
-                let body = HeldBody::new(&all);
+                let body = HeldBody::new(&budget);
                 (0..46).for_each(|_| body.push(&PIECE));
                 assert!(body.whole.get());
                 body
             })
             .collect();
-        let last = HeldBody::new(&all);
-        assert_eq!(fill(&last), 5, "the rest of 32 MiB");
-        assert_eq!(shown(), all.held().to_string());
+        let last = HeldBody::new(&budget);
+        assert_eq!(fill(&last), 5, "the remainder of 32 MiB");
+        assert_eq!(gauge(), budget.held().to_string());
         drop(last);
         drop(bodies);
-        assert_eq!((shown().as_str(), all.held()), ("0", 0));
-        assert_eq!(fill(&one), 0, "a body beyond its limit is never held again");
-        assert_eq!(fill(&HeldBody::new(&all)), 47);
+        assert_eq!((gauge().as_str(), budget.held()), ("0", 0));
+        assert_eq!(fill(&single), 0, "a body that has exceeded its limit is never held again");
+        assert_eq!(fill(&HeldBody::new(&budget)), 47);
     }
 }

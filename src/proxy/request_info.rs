@@ -1,12 +1,12 @@
 //! A request in Kubernetes terms: verb, resource, name, and the kind that decides on retries.
 //!
-//! The HTTP method does not show whether a retry is safe: a WebSocket exec is a GET, a `TokenReview` is
-//! a POST. So jackstay reads a request as the apiserver does, after `RequestInfoFactory` in
-//! `k8s.io/apiserver/pkg/endpoints/request/requestinfo.go` with the prefixes of kube-apiserver (`api`
-//! without a group, `apis`), and derives the [`RequestKind`] from that.
+//! The HTTP method does not show whether a retry is safe: a WebSocket exec is a GET, and a `TokenReview`
+//! is a POST. jackstay therefore reads a request as the apiserver does (`RequestInfoFactory` in
+//! `k8s.io/apiserver/pkg/endpoints/request/requestinfo.go`, with the path prefixes of kube-apiserver: `api`
+//! without a group, `apis` with one), and derives the [`RequestKind`] from the result.
 //!
-//! This runs for every request. A [`RequestInfo`] keeps a reference-counted handle of the request target
-//! and offsets into it; it allocates only for percent-encoded paths.
+//! Every request is read once. A [`RequestInfo`] keeps a reference-counted handle of the request target and
+//! offsets into it, and allocates only for a percent-encoded path.
 
 mod query;
 #[cfg(test)]
@@ -23,22 +23,22 @@ use super::hygiene::has_token;
 /// The kind of a request, which decides whether it may be sent again ([`super::retry`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum RequestKind {
-    /// Get, list, discovery, any other GET, HEAD or OPTIONS.
+    /// A get, a list, discovery, or any other GET, HEAD or OPTIONS.
     Read,
     /// A watch over plain HTTP.
     Watch,
     /// The log of a container, followed or not.
     Log,
-    /// A create of a review type, or a POST, PUT or PATCH with `dryRun=All`: stores nothing.
+    /// A create of a review type, or a POST, PUT or PATCH with `dryRun=All`. It stores nothing.
     NonMutating,
-    /// Exec, attach, port-forward, proxy by any method; any request for an upgrade.
+    /// Exec, attach, port-forward or proxy by any method, and any request for an upgrade.
     Tunnel,
-    /// Everything else.
+    /// Any other request.
     Write,
 }
 
-/// The Kubernetes verb; for a non-resource request the method in lower case. The set is bounded, because
-/// the verb is the label of a metric.
+/// The Kubernetes verb; for a non-resource request, the HTTP method. The set is bounded, because the verb is
+/// a metric label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Verb {
     Get,
@@ -49,13 +49,13 @@ pub(crate) enum Verb {
     Patch,
     Delete,
     DeleteCollection,
-    /// The old `/proxy/` path prefix.
+    /// A request with the deprecated `/proxy/` path prefix.
     Proxy,
     Head,
     Post,
     Put,
     Options,
-    /// Any other method, or a method without a verb for resources.
+    /// Any other method, or a method that is no verb for resources.
     Other,
 }
 
@@ -105,7 +105,7 @@ impl Verb {
     }
 }
 
-/// A slice of the path, as offsets, because the path may be shared or owned.
+/// A part of the path, as offsets, because the path may be shared or owned.
 #[derive(Clone, Copy, Debug, Default)]
 struct Span {
     start: u32,
@@ -118,18 +118,18 @@ impl Span {
     }
 }
 
-/// Maximum number of path parts that have a meaning: prefix, group, version, verb, `namespaces`, namespace,
-/// resource, name, subresource.
-const PARTS: usize = 9;
+/// Number of path parts that are read: prefix, group, version, verb, `namespaces`, namespace, resource,
+/// name, subresource.
+const MAX_PARTS: usize = 9;
 
 /// The parts of `path` as in Go's `strings.Split(strings.Trim(path, "/"), "/")`, and their number.
-fn split(path: &str) -> ([Span; PARTS], usize) {
+fn split(path: &str) -> ([Span; MAX_PARTS], usize) {
     let trimmed_start = path.trim_start_matches('/');
     let mut at = path.len() - trimmed_start.len();
     let trimmed = trimmed_start.trim_end_matches('/');
-    let (mut parts, mut count) = ([Span::default(); PARTS], 0);
+    let (mut parts, mut count) = ([Span::default(); MAX_PARTS], 0);
     if !trimmed.is_empty() {
-        // Split by bytes, which is faster for short parts than a search for a character.
+        // For short parts, splitting bytes is faster than searching for a character.
         for (slot, part) in parts.iter_mut().zip(trimmed.as_bytes().split(|&byte| byte == b'/')) {
             *slot = Span { start: at as u32, end: (at + part.len()) as u32 };
             at += part.len() + 1;
@@ -144,7 +144,7 @@ fn split(path: &str) -> ([Span; PARTS], usize) {
 pub struct RequestInfo {
     pub(super) verb: Verb,
     pub(super) kind: RequestKind,
-    /// Whether the path is that of an API resource; discovery, health and metrics are not.
+    /// Whether the path is that of an API resource, not for example of discovery, health or metrics.
     is_resource: bool,
     /// Whether the request asks for an upgrade ([`is_upgrade`]).
     pub(super) upgrade: bool,
@@ -154,8 +154,8 @@ pub struct RequestInfo {
     group: Span,
     /// The resource in its plural, for example `pods`.
     resource: Span,
-    /// The object's name, from the path; empty for a collection. The apiserver also takes it from
-    /// `fieldSelector=metadata.name=…`, which matters for authorization only.
+    /// The object's name in the path; empty for a collection. The apiserver also takes it from
+    /// `fieldSelector=metadata.name=…`, but only for authorization.
     name: Span,
     subresource: Span,
 }
@@ -166,8 +166,8 @@ impl RequestInfo {
         let Parts { method, uri, headers, version, .. } = parts;
         let target = uri.path_and_query().cloned();
         let raw = target.as_ref().map_or("", PathAndQuery::path);
-        // Go splits the decoded path: `a%2Fb` is two parts. The apiserver answers a broken escape with
-        // a 400, so jackstay leaves it as it is.
+        // Go decodes the path before it splits it: `a%2Fb` is two parts. The apiserver answers an invalid
+        // escape with a 400, so jackstay does not decode such a path.
         let decoded_path = match query::unescape_path(raw) {
             Some(std::borrow::Cow::Owned(path)) => Some(path.into_boxed_str()),
             _ => None,
@@ -208,8 +208,8 @@ impl RequestInfo {
         part.of(self.path())
     }
 
-    /// Whether the request is long-running, so that no duration is recorded and no timeout applies. This
-    /// is kube-apiserver's `BasicLongRunningRequestCheck`, extended to every tunnel.
+    /// Whether the request is long-running, so that its duration is not recorded and no timeout applies.
+    /// This is kube-apiserver's `BasicLongRunningRequestCheck`, extended to every tunnel.
     pub fn long_running(&self) -> bool {
         matches!(self.verb, Verb::Watch | Verb::Proxy)
             || self.kind == RequestKind::Tunnel
@@ -239,7 +239,7 @@ impl RequestInfo {
             _ => None,
         };
         at += usize::from(prefix.is_some());
-        // `namespaces/x/pods` is about pods, `namespaces/x/status` about the namespace.
+        // The resource of `namespaces/x/pods` is `pods`, that of `namespaces/x/status` is `namespaces`.
         if count - at > 2
             && part(at) == "namespaces"
             && !matches!(part(at + 2), "status" | "finalize")
@@ -247,7 +247,7 @@ impl RequestInfo {
             at += 2;
         }
         (self.is_resource, self.group) = (true, group);
-        // `/api/v1/watch` with nothing after it is an error in Go, which then keeps the method as verb.
+        // For `/api/v1/watch` without a resource, Go returns an error and keeps the method as verb.
         if at == count {
             return;
         }
@@ -262,7 +262,7 @@ impl RequestInfo {
     /// Changes the verb of a request without a name: a get is a list or a watch, and a delete is a
     /// deletecollection.
     fn refine_verb(&mut self) {
-        // The resource is empty only after the error in `read_path`.
+        // The resource is empty only if `read_path` returned early.
         if !self.is_resource || self.resource.end == 0 || self.name.start != self.name.end {
             return;
         }
@@ -297,8 +297,8 @@ impl RequestInfo {
         }
     }
 
-    /// Whether this creates one of the resources that only compute a result and store nothing. The
-    /// subresource `token` of a service account is not one of them: it issues a credential.
+    /// Whether the request creates a review, which computes a result and stores nothing. The subresource
+    /// `token` of a service account is no review, because it issues a credential.
     fn is_review(&self) -> bool {
         self.verb == Verb::Create
             && self.part(self.subresource).is_empty()
@@ -318,8 +318,8 @@ impl RequestInfo {
             }
     }
 
-    /// Whether the query has `dryRun=All` as the only value, in a group that kube-apiserver serves: an
-    /// aggregated server may not support it.
+    /// Whether the query has `dryRun=All` as the only value of `dryRun`, and kube-apiserver serves the
+    /// group: an aggregated apiserver may not support dry runs.
     fn is_dry_run(&self) -> bool {
         if !self.is_resource
             || !matches!(self.verb, Verb::Create | Verb::Update | Verb::Patch)
@@ -347,7 +347,7 @@ pub fn is_upgrade(method: &Method, headers: &HeaderMap, version: Version) -> boo
 }
 
 /// Whether kube-apiserver itself serves the group, so that its resource versions are those of etcd. Any
-/// other group may be that of a custom resource, or of an aggregated server behind an `APIService`.
+/// other group may belong to custom resources, or to an aggregated apiserver behind an `APIService`.
 pub fn is_built_in_group(group: &str) -> bool {
     matches!(
         group,

@@ -1,10 +1,11 @@
-//! The body of a response, as hyper polls it.
+//! The body of a response, which hyper polls.
 //!
 //! A slow client slows down only its own stream: jackstay releases upstream window when hyper polls for
 //! more, so at most one stream's window of bytes waits for the client.
 //!
-//! The error with which a body breaks off is text and contains no h2 error: hyper would reset the client's
-//! stream with the reason of that error, and Go repeats a POST whose stream was reset with `REFUSED_STREAM`.
+//! The error of a body that ends early is text and contains no h2 error. hyper would otherwise reset the
+//! client's stream with the reason of that error, and Go repeats a POST whose stream was reset with
+//! `REFUSED_STREAM`.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -27,19 +28,19 @@ use crate::upstream::http1::Http1Driver;
 pub enum ResponseBody {
     /// No body: the response to an upgrade.
     Empty,
-    /// A body that is complete: an error of jackstay, or a short body of an apiserver.
+    /// A body that has arrived completely: an error of jackstay, or a short body from an apiserver.
     Full(FullBody),
-    /// The body of an apiserver, as it comes.
+    /// A body that is forwarded while it arrives from an apiserver.
     Stream(Box<StreamedBody>),
-    /// The body of a watch, in whole frames. It is resumed when its connection is lost.
+    /// The body of a watch, in whole frames. The watch is resumed when its connection is lost.
     Watch(Box<WatchBody>),
     /// The body of an HTTP/1.1 response that declines an upgrade.
     Http1(Box<Http1Body>),
 }
 
 impl ResponseBody {
-    /// The response with the status and the headers of `head`. Its version and its extensions are those of
-    /// the upstream connection.
+    /// The response with the status and the headers of `head`. The version and the extensions of `head`
+    /// belong to the upstream connection and are not used.
     pub fn with_head(self, head: response::Parts) -> Response<Self> {
         let mut response = Response::new(self);
         *response.status_mut() = head.status;
@@ -90,14 +91,14 @@ impl http_body::Body for ResponseBody {
     }
 }
 
-/// A body that is complete.
+/// A body that has arrived completely.
 pub struct FullBody {
     data: Option<Bytes>,
     outcome: Box<Outcome>,
 }
 
 impl FullBody {
-    /// A body of these bytes.
+    /// A body that consists of `data`.
     pub fn new(data: Bytes, mut outcome: Box<Outcome>) -> Self {
         let data = (!data.is_empty()).then_some(data);
         if data.is_none() {
@@ -107,15 +108,16 @@ impl FullBody {
     }
 }
 
-/// The body of an apiserver's response, as it comes. It is reset if it breaks off.
+/// The body of an apiserver's response, forwarded while it arrives. If it ends early, the client's stream is
+/// reset.
 pub struct StreamedBody {
     recv: RecvStream,
-    /// The part for which the head was held back.
-    first: Option<Bytes>,
+    /// The part that has arrived with the head ([`super::body_prefix`]).
+    prefix: Option<Bytes>,
     /// Bytes that hyper has taken and whose window is not released yet.
     unreleased: usize,
     done: bool,
-    /// Ends a watch that cannot be followed when its client's certificate is no longer valid.
+    /// Ends a watch whose frames cannot be followed when its client's certificate is no longer valid.
     proof_expiry: Option<ProofExpiry>,
     permit: Permit,
     outcome: Box<Outcome>,
@@ -123,31 +125,31 @@ pub struct StreamedBody {
 }
 
 impl StreamedBody {
-    /// The body of a response whose head has arrived. It ends when `proof_expiry` is ready.
+    /// The body of a response whose head has arrived. It ends early when `proof_expiry` is ready.
     pub fn new(
         recv: RecvStream,
-        first: Option<Bytes>,
+        prefix: Option<Bytes>,
         mut permit: Permit,
         mut outcome: Box<Outcome>,
         upload: Option<UploadTask>,
         proof_expiry: Option<ProofExpiry>,
     ) -> Self {
-        let done = first.is_none() && recv.is_end_stream();
-        // Part of it is forwarded, so no other connection can continue it.
+        let done = prefix.is_none() && recv.is_end_stream();
+        // No other connection can continue a response that is partly forwarded.
         permit.set_pinned(true);
         if done {
             permit.finished();
             outcome.complete();
         }
-        Self { recv, first, unreleased: 0, done, proof_expiry, permit, outcome, _upload: upload }
+        Self { recv, prefix, unreleased: 0, done, proof_expiry, permit, outcome, _upload: upload }
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, String>>> {
         if self.done {
             return Poll::Ready(None);
         }
-        if let Some(data) = self.first.take() {
-            return Poll::Ready(Some(Ok(self.frame_of(data))));
+        if let Some(data) = self.prefix.take() {
+            return Poll::Ready(Some(Ok(self.data_frame(data))));
         }
         if let Some(expiry) = &mut self.proof_expiry
             && let Poll::Ready(why) = expiry.as_mut().poll(cx)
@@ -156,7 +158,7 @@ impl StreamedBody {
         }
         release_window(&mut self.recv, &mut self.unreleased);
         match ready!(self.recv.poll_data(cx)) {
-            Some(Ok(data)) => Poll::Ready(Some(Ok(self.frame_of(data)))),
+            Some(Ok(data)) => Poll::Ready(Some(Ok(self.data_frame(data)))),
             Some(Err(error)) => Poll::Ready(Some(Err(self.cut(&describe_h2_error(&error))))),
             None => match ready!(self.recv.poll_trailers(cx)) {
                 Ok(Some(trailers)) => {
@@ -176,7 +178,7 @@ impl StreamedBody {
         }
     }
 
-    fn frame_of(&mut self, data: Bytes) -> Frame<Bytes> {
+    fn data_frame(&mut self, data: Bytes) -> Frame<Bytes> {
         self.unreleased += data.len();
         self.outcome.bytes += data.len() as u64;
         if self.recv.is_end_stream() {
@@ -198,7 +200,7 @@ impl StreamedBody {
     }
 }
 
-/// The body of a response on an HTTP/1.1 connection.
+/// The body of a response on an upstream HTTP/1.1 connection.
 pub struct Http1Body {
     incoming: Incoming,
     outcome: Box<Outcome>,

@@ -1,4 +1,4 @@
-//! Which requests are sent again after a failed attempt.
+//! Decides which requests are sent again after a failed attempt.
 //!
 //! | request | not sent | unprocessed | no head | head held | forwarded |
 //! |---|---|---|---|---|---|
@@ -9,8 +9,8 @@
 //! | create of the \*Review types; POST, PUT, PATCH with dryRun=All | retry | retry | retry | retry | reset |
 //! | exec, attach, port-forward, proxy | retry | fail | fail | fail | reset |
 //!
-//! The columns are the [`Stage`] that the attempt had reached; *forwarded* means that the client has
-//! part of the response ([`is_resumed`]). The actions are:
+//! The columns are the [`Stage`] that the attempt had reached. *forwarded* means that the client has
+//! received a part of the response ([`is_resumed`]). The actions are:
 //!
 //! * *retry*: the request is sent on another connection, up to [`ATTEMPTS`] times, if jackstay still
 //!   holds the part of its body that it has read.
@@ -18,20 +18,20 @@
 //! * *reset*: the client's stream is reset, so that a truncated response does not look complete.
 //! * *resume*: the watch continues on another connection ([`super::watch`]).
 //!
-//! A watch whose response is a 410 is in the stage *too old*. It is sent to each other ready endpoint
-//! once, within [`ATTEMPTS`]: history is per server, and a server that has just started has none. This has a
-//! [`RetryBudget`](super::retry_budget::RetryBudget), because a client that sends the same old version
-//! again and again would otherwise cause one request to each endpoint each time. Without budget the
-//! client gets the first 410.
+//! A watch whose response is a 410 is in the stage *too old*. It is sent to each other ready endpoint once,
+//! up to [`ATTEMPTS`] times, because each apiserver has its own history, and one that has just started has
+//! none. A [`RetryBudget`](super::retry_budget::RetryBudget) limits these requests, because otherwise a
+//! client that repeats an old version would cause one request to each endpoint each time. When the budget is
+//! used up, the client gets the 410.
 //!
-//! A write that may have been executed is never sent again, and its error carries no Retry-After:
+//! A write that may have been executed is never sent again, and its error carries no Retry-After, because
 //! client-go re-sends every verb after a 429 or 5xx with that header.
 
 use super::request_info::RequestKind;
 use super::status_error::StatusError;
 
-/// Attempts at one request, the first included. Each failure means another lost connection. More of
-/// them during one request are an outage, which the client should know about.
+/// Maximum number of attempts at one request, the first included. Each failure means another lost
+/// connection; so many during one request are an outage, which the client should notice.
 pub const ATTEMPTS: u32 = 5;
 
 /// How far an attempt got before it failed.
@@ -39,16 +39,17 @@ pub const ATTEMPTS: u32 = 5;
 pub enum Stage {
     /// Connect or TLS failed, or the stream was not opened.
     NotSent,
-    /// The server says that it did not process the request: by `REFUSED_STREAM`, by a GOAWAY with a
-    /// lower last stream id, or by one of the two responses that kube-apiserver sends before any
-    /// handler runs while it shuts down ([`super::shutdown_rejection`]).
+    /// The apiserver has not processed the request. It says so by `REFUSED_STREAM`, by a GOAWAY with a lower
+    /// last stream id, or by one of the two responses that kube-apiserver sends before any handler runs
+    /// while it shuts down ([`super::shutdown_rejection`]).
     Unprocessed,
-    /// The response to a watch is a 410: its history does not reach back to the requested version.
+    /// The response to a watch is a 410: the apiserver's history does not reach back to the requested
+    /// version.
     TooOld,
-    /// The request was sent, and no response head came.
+    /// The request was sent, and no response head arrived.
     NoHead,
-    /// A response head came and was held back: until its body was complete or long enough
-    /// ([`super::body_prefix`]), or to look for a rejection in its body.
+    /// A response head arrived and was held back, to wait for the prefix of its body
+    /// ([`super::body_prefix`]) or to check whether the body is a rejection.
     HeadHeld,
 }
 
@@ -64,7 +65,7 @@ impl Stage {
     }
 }
 
-/// What happens after a failed attempt.
+/// The action after a failed attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RetryDecision {
     /// Send the request on another connection.
@@ -80,7 +81,7 @@ pub enum RetryDecision {
 pub enum Refusal {
     /// The request may have been executed, or may not be executed twice.
     Unsafe,
-    /// Part of its body is no longer held.
+    /// jackstay no longer holds its whole body.
     BodyNotHeld,
     /// The request has been sent [`ATTEMPTS`] times.
     AttemptsExhausted,
@@ -124,27 +125,27 @@ const fn may_repeat(kind: RequestKind, stage: Stage) -> bool {
     }
 }
 
-/// Whether a second attempt may run beside the first one, which may still reach its handler.
+/// Whether a second attempt may run in parallel with the first one, which may still reach a handler.
 pub const fn may_hedge(kind: RequestKind) -> bool {
     may_repeat(kind, Stage::NoHead)
 }
 
-/// Whether a 410 is held back so that other endpoints can be asked.
+/// Whether a 410 is held back so that the request can be sent to other endpoints.
 pub const fn may_ask_other_endpoints(kind: RequestKind) -> bool {
     may_repeat(kind, Stage::TooOld)
 }
 
-/// The column *forwarded*: whether a response that breaks off after the client has received a part of it is
-/// resumed. Any other is reset, because a truncated response must not look complete.
+/// The column *forwarded*: whether a response that ends early is resumed after the client has received a
+/// part of it. Otherwise the client's stream is reset, because a truncated response must not look complete.
 pub const fn is_resumed(kind: RequestKind) -> bool {
     matches!(kind, RequestKind::Watch)
 }
 
-/// The error that a client gets for a request that is not sent again. `is_connection_dead` is that of the last
-/// attempt, and `why` its failure.
+/// The error for the client of a request that is not sent again. `is_connection_dead` and `why` describe the
+/// last attempt.
 ///
-/// A watch that a live apiserver breaks off again and again gets an error after which its client lists:
-/// sending the same watch again would never end.
+/// A watch that fails [`ATTEMPTS`] times on live connections gets an error after which its client lists,
+/// because sending the same watch again would probably fail again.
 pub fn client_error(
     kind: RequestKind,
     stage: Stage,
@@ -187,7 +188,7 @@ mod tests {
 
     const STAGES: [Stage; 5] = [NotSent, Unprocessed, TooOld, NoHead, HeadHeld];
 
-    /// The rows of the table, with the column *too old* in its place, and *forwarded* as whether it is resumed.
+    /// For each kind, whether it may be repeated in each of [`STAGES`], and whether it is resumed.
     const TABLE: [(RequestKind, [bool; 5], bool); 6] = [
         (Read, [true, true, false, true, true], false),
         (Watch, [true, true, true, true, true], true),
@@ -199,25 +200,25 @@ mod tests {
 
     #[test]
     fn decide_every_kind_and_stage_follows_the_table() {
-        for (kind, row, forwarded) in TABLE {
-            assert_eq!(is_resumed(kind), forwarded, "{kind:?}");
-            for (stage, repeat) in STAGES.into_iter().zip(row) {
-                let at = format!("{kind:?} {stage:?}");
-                let expected = match (repeat, stage) {
+        for (kind, may_repeat_in_stage, resumed) in TABLE {
+            assert_eq!(is_resumed(kind), resumed, "{kind:?}");
+            for (stage, may_repeat) in STAGES.into_iter().zip(may_repeat_in_stage) {
+                let case = format!("{kind:?} {stage:?}");
+                let expected = match (may_repeat, stage) {
                     (false, _) => RetryDecision::Refuse(Refusal::Unsafe),
                     (true, TooOld) => RetryDecision::RetryAtOtherEndpoint,
                     (true, _) => RetryDecision::Retry,
                 };
-                assert_eq!(decide(kind, stage, true, 1), expected, "{at}");
-                assert_eq!(decide(kind, stage, true, ATTEMPTS - 1), expected, "{at}");
+                assert_eq!(decide(kind, stage, true, 1), expected, "{case}");
+                assert_eq!(decide(kind, stage, true, ATTEMPTS - 1), expected, "{case}");
                 for (held, attempt, refusal) in [
                     (false, 1, Refusal::BodyNotHeld),
                     (false, ATTEMPTS, Refusal::BodyNotHeld),
                     (true, ATTEMPTS, Refusal::AttemptsExhausted),
                 ] {
-                    let refusal = if repeat { refusal } else { Refusal::Unsafe };
+                    let refusal = if may_repeat { refusal } else { Refusal::Unsafe };
                     let decision = decide(kind, stage, held, attempt);
-                    assert_eq!(decision, RetryDecision::Refuse(refusal), "{at} {held} {attempt}");
+                    assert_eq!(decision, RetryDecision::Refuse(refusal), "{case} {held} {attempt}");
                 }
             }
         }
@@ -227,12 +228,12 @@ mod tests {
     fn client_error_every_kind_and_stage_follows_its_table() {
         /// The metric label of an error, and whether it says that the request was not processed.
         type Error = (&'static str, bool);
-        const WATCHING: Error = ("no_upstream", false);
+        const WATCH: Error = ("no_upstream", false);
         const NOT_HELD: Error = ("unprocessed", true);
         const UNPROCESSED: Error = ("bad_gateway", true);
         const SAFE: Error = ("bad_gateway", false);
         const UNKNOWN: Error = ("unknown_fate", false);
-        // The body is held and the connection alive; not held; held and the connection dead.
+        // Expected with a held body and a live connection; without a held body; with a dead connection.
         for (kind, stage, alive, not_held, dead) in [
             (Read, NotSent, UNPROCESSED, NOT_HELD, UNPROCESSED),
             (Read, Unprocessed, UNPROCESSED, NOT_HELD, UNPROCESSED),
@@ -241,11 +242,11 @@ mod tests {
             (Log, NoHead, SAFE, SAFE, SAFE),
             (NonMutating, Unprocessed, UNPROCESSED, NOT_HELD, UNPROCESSED),
             (NonMutating, NoHead, SAFE, SAFE, SAFE),
-            (Watch, NotSent, WATCHING, WATCHING, WATCHING),
-            (Watch, Unprocessed, WATCHING, WATCHING, WATCHING),
-            (Watch, TooOld, WATCHING, WATCHING, WATCHING),
-            (Watch, NoHead, SAFE, SAFE, WATCHING),
-            (Watch, HeadHeld, SAFE, SAFE, WATCHING),
+            (Watch, NotSent, WATCH, WATCH, WATCH),
+            (Watch, Unprocessed, WATCH, WATCH, WATCH),
+            (Watch, TooOld, WATCH, WATCH, WATCH),
+            (Watch, NoHead, SAFE, SAFE, WATCH),
+            (Watch, HeadHeld, SAFE, SAFE, WATCH),
             (Write, NotSent, UNPROCESSED, NOT_HELD, UNPROCESSED),
             (Write, Unprocessed, UNPROCESSED, NOT_HELD, UNPROCESSED),
             (Write, NoHead, UNKNOWN, UNKNOWN, UNKNOWN),
@@ -271,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn stage_of_local_reset_is_no_proof_that_nothing_ran() {
+    fn stage_of_local_reset_is_no_head() {
         assert_eq!(stage_of(&h2::Reason::REFUSED_STREAM.into()), NoHead);
         assert_eq!(stage_of(&h2::Reason::INTERNAL_ERROR.into()), NoHead);
     }

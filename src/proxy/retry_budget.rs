@@ -1,10 +1,10 @@
-//! Limits the requests that jackstay sends in addition to those of its clients.
+//! Limits the number of requests that jackstay sends in addition to those of its clients.
 
 use std::cell::Cell;
 
-/// Tokens for additional requests: a request of a client earns [`TOKENS_PER_REQUEST`], an additional
-/// request costs 1. So they stay below a tenth of the clients' requests over time, beyond a burst, and
-/// neither load an overloaded apiserver nor multiply the requests of one client.
+/// Tokens for additional requests. A request of a client earns [`TOKENS_PER_REQUEST`], and an additional
+/// request costs one token. After an initial burst, additional requests are therefore at most a tenth of
+/// the clients' requests, so that they do not overload an apiserver.
 ///
 /// A budget belongs to a worker's client of an upstream and not to a listener, because it protects the
 /// apiservers, which listeners share.
@@ -14,20 +14,19 @@ pub struct RetryBudget {
     tokens: Cell<f64>,
 }
 
-/// Least burst of hedges. A switch that loses its flow table breaks all connections at once, and
+/// Minimum burst of hedges. A switch that loses its flow table breaks all connections at once, and
 /// kube-apiserver allows 100 streams on each.
-const HEDGE_BURST: usize = 128;
-/// Burst of requests to other endpoints after a 410: two for each watch of kube-controller-manager,
+const MIN_HEDGE_BURST: usize = 128;
+/// Burst of requests to other endpoints after a 410: about two for each watch of kube-controller-manager,
 /// which starts watches of about 200 resources at once.
 const TOO_OLD_BURST: usize = 512;
 /// Tokens that one request of a client earns.
 const TOKENS_PER_REQUEST: f64 = 0.1;
 
 impl RetryBudget {
-    /// A budget for attempts beside another attempt. All requests on one connection, which carries up
-    /// to `streams_per_connection`, may be hedged at once.
+    /// A budget for hedges. Its burst allows to hedge all requests of one connection at once.
     pub fn hedges(streams_per_connection: usize) -> Self {
-        Self::full(streams_per_connection.max(HEDGE_BURST))
+        Self::full(streams_per_connection.max(MIN_HEDGE_BURST))
     }
 
     /// A budget for sending a watch to other endpoints after a 410.
@@ -39,22 +38,22 @@ impl RetryBudget {
         Self { burst: burst as f64, tokens: Cell::new(burst as f64) }
     }
 
-    /// Adds what one request of a client earns.
+    /// Adds the share of one client request.
     pub fn earn(&self) {
         self.add(TOKENS_PER_REQUEST);
     }
 
-    /// Takes one token; false if none is left.
+    /// Takes one token. Returns false if none is left.
     pub fn take(&self) -> bool {
         let left = self.tokens.get() - 1.0;
-        let taken = left >= 0.0;
-        if taken {
+        let is_taken = left >= 0.0;
+        if is_taken {
             self.tokens.set(left);
         }
-        taken
+        is_taken
     }
 
-    /// Returns a token whose request was not sent.
+    /// Puts back a token whose request was not sent.
     pub fn release(&self) {
         self.add(1.0);
     }
@@ -75,18 +74,18 @@ mod tests {
             (RetryBudget::hedges(1_000), 1_000),
             (RetryBudget::too_old(), 512),
         ] {
-            let taken = |times: u32| (0..times).filter(|_| budget.take()).count();
-            assert_eq!(taken(2_000), burst);
+            let take_up_to = |tokens: u32| (0..tokens).filter(|_| budget.take()).count();
+            assert_eq!(take_up_to(2_000), burst);
             assert!(!budget.take());
             (0..1_000).for_each(|_| budget.earn());
-            let tenth = taken(1_000);
+            let tenth = take_up_to(1_000);
             assert!((99..=101).contains(&tenth), "{tenth}");
             (0..100_000).for_each(|_| budget.earn());
-            assert_eq!(taken(2_000), burst, "unused tokens do not accumulate beyond the burst");
+            assert_eq!(take_up_to(2_000), burst, "earned tokens do not exceed the burst");
             budget.release();
-            assert_eq!(taken(2_000), 1);
+            assert_eq!(take_up_to(2_000), 1);
             (0..2_000).for_each(|_| budget.release());
-            assert_eq!(taken(2_000), burst, "neither do returned tokens");
+            assert_eq!(take_up_to(2_000), burst, "released tokens do not exceed the burst");
         }
     }
 }

@@ -1,27 +1,27 @@
-//! The two responses that a terminating kube-apiserver sends before any handler runs.
+//! Recognises the two responses that a terminating kube-apiserver sends before any handler runs.
 //!
-//! A request with such a response was not processed, whatever its verb, and may be sent again.
+//! A request with such a response was not processed and may be sent again, whatever its verb.
 
 use http::{HeaderMap, StatusCode, header};
 
-/// Longest body that [`is_rejection`] reads, in bytes. Both real ones are far below.
+/// Maximum length of a rejection's body, in bytes. Both bodies of kube-apiserver are much shorter.
 pub const REJECTION_MAX_BODY: usize = 1024;
 
-/// Whether a response with this head may be a rejection, so that its short body is worth holding back.
-/// All other responses are streamed at once.
+/// Whether a response with this head may be a rejection, so that jackstay reads its short body before it
+/// forwards the head.
 pub fn may_be_rejection(status: StatusCode, headers: &HeaderMap) -> bool {
     matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE)
         && headers.contains_key(header::RETRY_AFTER)
-        // API Priority and Fairness sets this header, and runs after the two filters below: a handler
-        // may have seen the request.
+        // API Priority and Fairness sets this header, and runs after the two filters of `is_rejection`. A
+        // handler may have processed such a request.
         && !headers.contains_key("x-kubernetes-pf-flowschema-uid")
         && is_short(headers)
 }
 
-/// Whether a response may be short enough to be held back, according to its Content-Length.
+/// Whether the Content-Length, if any, is at most [`REJECTION_MAX_BODY`].
 pub fn is_short(headers: &HeaderMap) -> bool {
-    let length = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok());
-    length.is_none_or(|v| v.parse().is_ok_and(|n: usize| n <= REJECTION_MAX_BODY))
+    let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
+    length.is_none_or(|text| text.parse::<usize>().is_ok_and(|bytes| bytes <= REJECTION_MAX_BODY))
 }
 
 /// Whether this is one of the two responses:
@@ -29,7 +29,7 @@ pub fn is_short(headers: &HeaderMap) -> bool {
 /// * 429, text: `WithRetryAfter` in `k8s.io/apiserver/pkg/server/filters/with_retry_after.go`.
 /// * 503, `Status`: `WithWaitGroup` in `waitgroup.go`; older servers label its JSON as text.
 ///
-/// A 429 of an eviction or of Priority and Fairness and a 503 of an aggregator are none.
+/// A 429 of an eviction or of Priority and Fairness, and a 503 of an aggregator, are no rejections.
 pub fn is_rejection(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> bool {
     if !may_be_rejection(status, headers) || body.len() > REJECTION_MAX_BODY {
         return false;
@@ -58,37 +58,37 @@ mod tests {
                 r#"{{"kind":"Status","apiVersion":"v1","metadata":{{}},"status":"Failure","message":"{message}","reason":"{reason}","code":503}}"#
             ) + "\n"
         };
-        let down = status("apiserver is shutting down", "ServiceUnavailable");
-        let other =
+        let json = status("apiserver is shutting down", "ServiceUnavailable");
+        let other_message =
             status("the server is currently unable to handle the request", "ServiceUnavailable");
-        let internal = status("apiserver is shutting down", "InternalError");
+        let other_reason = status("apiserver is shutting down", "InternalError");
         let long = format!("{}{TEXT}", " ".repeat(REJECTION_MAX_BODY));
-        let after: &[(&'static str, &str)] = &[("retry-after", "5")];
-        let fair = &[("retry-after", "1"), ("x-kubernetes-pf-flowschema-uid", "u")];
-        for (code, headers, body, want) in [
-            (429, after, TEXT, true),
-            (429, after, TEXT.trim_end(), true),
-            (503, after, &*down, true),
+        let retry_after: &[(&'static str, &str)] = &[("retry-after", "5")];
+        let fairness = &[("retry-after", "1"), ("x-kubernetes-pf-flowschema-uid", "u")];
+        for (code, headers, body, expected) in [
+            (429, retry_after, TEXT, true),
+            (429, retry_after, TEXT.trim_end(), true),
+            (503, retry_after, &*json, true),
             (
                 503,
                 &[("retry-after", "1"), ("content-type", "text/plain"), ("content-length", "160")],
-                &*down,
+                &*json,
                 true,
             ),
             (429, &[], TEXT, false),
-            (429, fair, TEXT, false),
-            (503, fair, &*down, false),
-            (429, after, "Too many requests, please try again later.\n", false),
-            (429, after, &*format!("x {TEXT}"), false),
-            (429, after, &*long, false),
+            (429, fairness, TEXT, false),
+            (503, fairness, &*json, false),
+            (429, retry_after, "Too many requests, please try again later.\n", false),
+            (429, retry_after, &*format!("x {TEXT}"), false),
+            (429, retry_after, &*long, false),
             (429, &[("retry-after", "5"), ("content-length", "5000")], TEXT, false),
-            (429, after, &*down, false),
-            (503, after, TEXT, false),
-            (503, after, &*other, false),
-            (503, after, &*internal, false),
-            (503, after, "", false),
-            (500, after, &*down, false),
-            (200, after, TEXT, false),
+            (429, retry_after, &*json, false),
+            (503, retry_after, TEXT, false),
+            (503, retry_after, &*other_message, false),
+            (503, retry_after, &*other_reason, false),
+            (503, retry_after, "", false),
+            (500, retry_after, &*json, false),
+            (200, retry_after, TEXT, false),
         ] {
             let mut map = HeaderMap::new();
             for &(name, value) in headers {
@@ -97,7 +97,7 @@ mod tests {
             let code = StatusCode::from_u16(code).unwrap();
             assert_eq!(
                 is_rejection(code, &map, body.as_bytes()),
-                want,
+                expected,
                 "{code} {headers:?} {body}"
             );
         }

@@ -1,13 +1,11 @@
-//! The errors with which jackstay itself responds to requests.
+//! The errors with which jackstay itself responds to requests. Only the functions of this module create
+//! them, so that two rules hold for all errors:
 //!
-//! All of them are made here, so that these rules hold in one place:
-//!
-//! * The message is for people and starts with `jackstay: `, so that it is not taken for one
-//!   of the apiserver.
+//! * The message starts with `jackstay: `, so that a reader does not take it for one of the apiserver.
 //! * **Retry-After makes clients send the request again.** client-go repeats every verb, POST included,
-//!   up to ten times after a 429 or 5xx with that header (`with_retry.go`). So only an error for a
-//!   request that was not sent, or that the apiserver says it did not process, may carry it. The error
-//!   for a write with unknown outcome never does.
+//!   up to ten times after a 429 or 5xx with that header (`with_retry.go`). Therefore only the error of a
+//!   request that was not sent, or that the apiserver says it has not processed, may carry it. The error
+//!   of a write with unknown outcome never does.
 //!
 //! [`super::status_response`] renders an error as a `metav1.Status`.
 
@@ -20,11 +18,13 @@ use crate::upstream::pool::Unavailable;
 /// An error of jackstay for a client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StatusError {
+    /// The status code of the response.
     pub code: StatusCode,
     /// `metav1.StatusReason`, which programs read; empty if Kubernetes has no name for the reason.
     pub reason: &'static str,
     /// The metric label: one of [`crate::observe::names::OWN_ERROR_REASONS`].
     pub label: &'static str,
+    /// The text for people.
     pub message: String,
     /// Seconds after which the client may send the request again.
     pub retry_after: Option<u32>,
@@ -41,7 +41,7 @@ impl StatusError {
         StatusError { code, reason, label, message, retry_after: None }
     }
 
-    /// The error for a request for which the pool has no connection.
+    /// The error of a request for which the pool has no stream.
     pub fn unavailable(unavailable: &Unavailable) -> Self {
         match unavailable {
             Unavailable::Unreachable(reasons) => Self::no_upstream(reasons),
@@ -55,8 +55,8 @@ impl StatusError {
         }
     }
 
-    /// 503: no apiserver can be reached. Without Retry-After: clients have a backoff of their own, and
-    /// ten repeats of each request would load a control plane that has just come back.
+    /// 503 without Retry-After: no apiserver is reachable. With Retry-After, clients would repeat each
+    /// request up to ten times without their backoff, and load a control plane that has just recovered.
     pub fn no_upstream(detail: impl Display) -> Self {
         let message = format_args!("no apiserver is reachable: {detail}");
         let code = StatusCode::SERVICE_UNAVAILABLE;
@@ -64,8 +64,8 @@ impl StatusError {
     }
 
     /// 429 without Retry-After: no apiserver can serve a watch now. client-go lists again after every
-    /// error of a watch but this one and a refused connection (`reflector.go`,
-    /// `isWatchErrorRetriable`). With Retry-After it would not use its backoff.
+    /// error of a watch except a 429 and a refused connection (`reflector.go`, `isWatchErrorRetriable`).
+    /// With Retry-After it would not use its backoff.
     pub fn no_upstream_for_watch(detail: impl Display) -> Self {
         let message = format_args!("no apiserver can serve this watch: {detail}");
         Self::new(StatusCode::TOO_MANY_REQUESTS, "TooManyRequests", "no_upstream", message)
@@ -83,7 +83,8 @@ impl StatusError {
         Self::new(StatusCode::BAD_GATEWAY, "InternalError", "unknown_fate", message)
     }
 
-    /// 502: the apiserver broke off or sent an invalid response to a request that changes nothing.
+    /// 502: the apiserver sent no complete or no valid response to a request that changes nothing, or a
+    /// request that was not processed cannot be sent again.
     pub fn bad_gateway(detail: impl Display) -> Self {
         Self::new(StatusCode::BAD_GATEWAY, "InternalError", "bad_gateway", detail)
     }

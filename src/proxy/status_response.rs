@@ -1,7 +1,7 @@
 //! Renders a [`StatusError`] as the `metav1.Status` that Kubernetes clients read.
 //!
-//! The encoding is the one that the client asked for, negotiated as the apiserver negotiates it. `Status`
-//! has eight fields, so a generator of protobuf code would be more code than the encoder here.
+//! The encoding is negotiated as the apiserver negotiates it. `Status` has only eight fields, so this module
+//! encodes its protobuf by hand.
 
 #[cfg(test)]
 mod tests;
@@ -25,7 +25,7 @@ pub fn response(error: &StatusError, accept: Option<&HeaderValue>) -> Response<B
     *response.status_mut() = error.code;
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
-    // The apiserver sets it on every response (`WithCacheControl`).
+    // The apiserver sets Cache-Control on every response (`WithCacheControl`).
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache, private"));
     headers.insert(header::CONTENT_LENGTH, length);
     if let Some(seconds) = error.retry_after {
@@ -41,14 +41,15 @@ enum Encoding {
 }
 
 impl Encoding {
-    /// `NegotiateMediaTypeOptions` with the restrictions for errors: the clauses by quality, then
-    /// the more specific ones, then in order; a wildcard means JSON, the first type offered; a
-    /// clause that asks for a transformation (`as=Table`) is passed over; JSON if nothing fits.
+    /// Selects the encoding as `NegotiateMediaTypeOptions` does for errors: the clause with the highest
+    /// quality, then the most specific one, then the first one. A wildcard selects JSON, the first type
+    /// that the apiserver offers. A clause that asks for a transformation (`as=Table`) is ignored. If no
+    /// clause matches, JSON is used.
     fn negotiate(accept: Option<&HeaderValue>) -> Self {
         let Some(accept) = accept.and_then(|value| value.to_str().ok()) else {
             return Encoding::Json;
         };
-        let (mut best, mut rank) = (Encoding::Json, (0, 0));
+        let (mut best, mut best_rank) = (Encoding::Json, (0, 0));
         for clause in accept.split(',') {
             let mut params = clause.split(';').map(str::trim);
             let media = params.next().unwrap_or("");
@@ -60,24 +61,25 @@ impl Encoding {
                 _ => continue,
             };
             let mut quality = 1000;
-            let mut transformed = false;
+            let mut is_transformed = false;
             for (key, value) in params.filter_map(|param| param.split_once('=')) {
                 match key.trim() {
                     "q" => quality = thousandths(value.trim()),
-                    "as" => transformed = true,
+                    "as" => is_transformed = true,
                     _ => {}
                 }
             }
-            // q=0 is "not acceptable" (RFC 9110, section 12.4.2).
-            if !transformed && quality > 0 && (quality, specificity) > rank {
-                (best, rank) = (encoding, (quality, specificity));
+            // q=0 means "not acceptable" (RFC 9110, section 12.4.2).
+            let rank = (quality, specificity);
+            if !is_transformed && quality > 0 && rank > best_rank {
+                (best, best_rank) = (encoding, rank);
             }
         }
         best
     }
 }
 
-/// A quality value in thousandths; 1 when it is malformed, as goautoneg takes it.
+/// A quality value in thousandths. A malformed value counts as 1, as in goautoneg.
 fn thousandths(value: &str) -> u32 {
     match value.parse::<f32>() {
         Ok(q) if (0.0..=1.0).contains(&q) => (q * 1000.0).round() as u32,
@@ -94,7 +96,7 @@ fn json(error: &StatusError) -> Vec<u8> {
         "message": error.message,
         "code": error.code.as_u16(),
     });
-    // Kubernetes omits both when they are empty.
+    // Kubernetes omits `reason` and `details` if they are empty.
     if !error.reason.is_empty() {
         status["reason"] = error.reason.into();
     }
@@ -106,9 +108,8 @@ fn json(error: &StatusError) -> Vec<u8> {
     text
 }
 
-/// `k8s\0`, then `runtime.Unknown`
-/// (`k8s.io/apimachinery/pkg/runtime/generated.proto`) around `Status`
-/// (`k8s.io/apimachinery/pkg/apis/meta/v1/generated.proto`).
+/// Encodes `k8s\0` and a `runtime.Unknown` (`k8s.io/apimachinery/pkg/runtime/generated.proto`) that contains
+/// the `Status` (`k8s.io/apimachinery/pkg/apis/meta/v1/generated.proto`).
 fn protobuf(error: &StatusError) -> Vec<u8> {
     let mut status = Vec::with_capacity(error.message.len() + 64);
     field(&mut status, 1, b""); // metadata, an empty ListMeta

@@ -1,5 +1,5 @@
-//! The open tunnels of one listener on one worker. A drain counts them, waits for them and, at its
-//! deadline, closes them.
+//! The open tunnels of one listener on one worker. A drain waits until they are closed, and closes the
+//! remaining ones at its deadline.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -13,13 +13,13 @@ pub struct Tunnels(Rc<watch::Sender<Registry>>);
 
 #[derive(Debug, Default)]
 struct Registry {
-    /// How many tunnels lead to each endpoint; no entry is zero.
+    /// The number of tunnels to each endpoint. An endpoint without tunnels has no entry.
     open: HashMap<Arc<str>, usize>,
     closing: bool,
 }
 
 impl Tunnels {
-    /// How many tunnels are open.
+    /// The number of open tunnels.
     pub fn open(&self) -> usize {
         self.0.borrow().open.values().sum()
     }
@@ -29,12 +29,12 @@ impl Tunnels {
         self.wait(|registry| registry.open.is_empty()).await;
     }
 
-    /// Closes the open tunnels, and each that opens from now on.
+    /// Closes the open tunnels, and each tunnel that opens later.
     pub fn close_all(&self) {
         self.0.send_modify(|registry| registry.closing = true);
     }
 
-    /// How many tunnels lead to `endpoint`.
+    /// The number of open tunnels to `endpoint`.
     pub(super) fn open_to(&self, endpoint: &Arc<str>) -> usize {
         self.0.borrow().open.get(endpoint).copied().unwrap_or(0)
     }
@@ -49,12 +49,12 @@ impl Tunnels {
     }
 
     async fn wait(&self, done: impl FnMut(&Registry) -> bool) {
-        // An error means that the sender was dropped, and `self` holds it.
+        // `wait_for` fails only if the sender is dropped, and `self` holds the sender.
         let _ = self.0.subscribe().wait_for(done).await;
     }
 }
 
-/// Keeps one tunnel counted as open.
+/// Counts one tunnel as open until it is dropped.
 pub(super) struct OpenTunnel {
     tunnels: Tunnels,
     endpoint: Arc<str>,

@@ -1,20 +1,21 @@
-//! Upgrades (exec, attach, port-forward, cp): `SPDY/3.1` and `websocket`, each on an upstream
-//! HTTP/1.1 connection of its own.
+//! Upgrades to `SPDY/3.1` and `websocket` (exec, attach, port-forward, cp). Each has a separate HTTP/1.1
+//! connection upstream.
 //!
-//! * Bytes are tunnelled only after a 101 to a requested protocol. If jackstay took another response
-//!   for an upgrade, the client would have an authenticated connection to the apiserver
-//!   (CVE-2018-1002105). Any other response, redirects included, is forwarded, and both connections
-//!   close.
-//! * A request is tried at other endpoints until it is sent, and never sent twice: its command may have
-//!   run. If its connection is lost or the apiserver is stopped, it waits as long as a write does.
-//! * Each direction ends on its own, as in TCP. An error on one side ends both sides.
+//! * Bytes are tunnelled only after a 101 that switches to a requested protocol. If jackstay took another
+//!   response for an upgrade, the client would have an authenticated connection to the apiserver
+//!   (CVE-2018-1002105). Any other response, redirects included, is forwarded, and both connections are
+//!   closed.
+//! * jackstay connects to further endpoints if one cannot be reached, but never sends the request twice,
+//!   because its command may have run. If the connection is lost or the apiserver is stopped, the request
+//!   waits as long as a write does.
+//! * Each direction ends separately, as in TCP. An error on one side ends both directions.
 //! * A tunnel ends when the certificate of its client is no longer valid
 //!   ([`super::client_certificate`]).
 //! * There is no idle timeout: a client that reads nothing may be a person who pages through
 //!   `kubectl exec … | less`. A tunnel whose path is dead for `tunnel_dead_after` is closed
 //!   ([`crate::upstream::flow_health`]).
 //!
-//! `Sec-WebSocket-Protocol` may contain a bearer token, so this file logs no headers.
+//! `Sec-WebSocket-Protocol` may contain a bearer token, so this module logs no headers.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -42,15 +43,19 @@ use crate::upstream::endpoint::Endpoint;
 use crate::upstream::http1::{self, Http1Driver};
 
 /// Buffer of each direction of a tunnel, in bytes: one TLS record.
-const BUFFER: usize = 16 * 1024;
+const BUFFER_SIZE: usize = 16 * 1024;
 
-/// A request that asks for an upgrade. Its headers are clean already.
+/// A request that asks for an upgrade.
 pub struct Upgrade {
+    /// The client of the upstream to which the request is sent.
     pub upstream: Rc<UpstreamClient>,
+    /// The credential with which the request is sent.
     pub class: CredentialClass,
-    /// Proves that the request may use the credential of the class. The tunnel ends with it.
+    /// Proves that the request may use this credential. The tunnel ends when the proof does.
     pub proof: IdentityProof,
+    /// The request, with the headers that are sent upstream.
     pub request: Request<Incoming>,
+    /// The tunnels of the listener, in which a tunnel is counted.
     pub tunnels: Tunnels,
 }
 
@@ -63,7 +68,7 @@ struct UpgradeResponse {
 }
 
 impl Upgrade {
-    /// Sends the request, and starts the tunnel if the apiserver agrees.
+    /// Sends the request, and starts the tunnel if the apiserver accepts the upgrade.
     ///
     /// # Errors
     /// The error for the client, with the outcome to record it in.
@@ -73,12 +78,12 @@ impl Upgrade {
     ) -> Result<Response<ResponseBody>, (StatusError, Box<Outcome>)> {
         let Self { upstream, class, proof, mut request, tunnels } = *self;
         let client = hyper::upgrade::on(&mut request);
-        let open = |label: &Arc<str>| tunnels.open_to(label);
-        let sent = send(&upstream, (class, &proof), request, &mut outcome, open).await;
+        let open_to = |label: &Arc<str>| tunnels.open_to(label);
+        let sent = send(&upstream, (class, &proof), request, &mut outcome, open_to).await;
         let UpgradeResponse { endpoint, mut head, body, driver } = match sent {
             Ok(response) => response,
             Err(error) => {
-                spawn_local(close(client));
+                spawn_local(close_client(client));
                 return Err((error, outcome));
             }
         };
@@ -87,32 +92,32 @@ impl Upgrade {
         hygiene::downstream_headers(&mut head.headers, is_upgrade);
         let body = if is_upgrade {
             outcome.upgraded();
-            // Counted before the listener stops counting the client's connection.
+            // Registered before the listener stops counting the client's connection.
             let open = tunnels.register(&endpoint.label);
-            spawn_local(tunnel(client, driver, (open, proof), outcome));
+            spawn_local(run_tunnel(client, driver, (open, proof), outcome));
             ResponseBody::Empty
         } else {
             head.headers.insert(CONNECTION, HeaderValue::from_static("close"));
-            spawn_local(close(client));
+            spawn_local(close_client(client));
             ResponseBody::Http1(Box::new(Http1Body::new(body, driver, outcome)))
         };
         Ok(body.with_head(head))
     }
 }
 
-/// Sends the request on a new connection and waits for the response head. `open` counts the tunnels to
-/// an endpoint: the endpoint with the fewest is tried first.
+/// Sends the request on a new connection and waits for the response head. `open_to` returns the number of
+/// tunnels to an endpoint; the endpoint with the fewest is tried first.
 async fn send(
     client: &UpstreamClient,
     (class, proof): (CredentialClass, &IdentityProof),
     mut request: Request<Incoming>,
     outcome: &mut Outcome,
-    open: impl Fn(&Arc<str>) -> usize,
+    open_to: impl Fn(&Arc<str>) -> usize,
 ) -> Result<UpgradeResponse, StatusError> {
     let requested: Vec<HeaderValue> = request.headers().get_all(UPGRADE).iter().cloned().collect();
-    frame(&mut request);
+    set_framing(&mut request);
     let upstream = client.pool.upstream();
-    let connection = http1::open(upstream, class, proof.subject(), open)
+    let connection = http1::open(upstream, class, proof.subject(), open_to)
         .await
         .map_err(|unavailable| StatusError::unavailable(&unavailable))?;
     let endpoint = Arc::clone(&connection.endpoint);
@@ -131,36 +136,37 @@ async fn send(
     Ok(UpgradeResponse { endpoint, head, body, driver })
 }
 
-/// Closes the client's connection after a response that was no 101. hyper hands the connection over
-/// after such a response too, and dropping it would end TLS without `close_notify`.
-async fn close(client: OnUpgrade) {
+/// Closes the client's connection after any response but a 101. hyper hands over the connection after such
+/// a response too, and dropping it would end TLS without `close_notify`.
+async fn close_client(client: OnUpgrade) {
     if let Ok(upgraded) = client.await {
-        // An error means that the client has closed it.
+        // An error means that the client has already closed the connection.
         let _ = TokioIo::new(upgraded).shutdown().await;
     }
 }
 
-/// Sets the framing of a body whose length is unknown: without it hyper sends no body with a GET.
-/// Removes trailers, which no upgrade has and which could contain an identity.
-fn frame(request: &mut Request<Incoming>) {
+/// Sets chunked framing for a body of unknown length, because hyper otherwise sends no body with a GET.
+/// Removes the announcement of trailers, which no upgrade has and which could contain an identity.
+fn set_framing(request: &mut Request<Incoming>) {
     *request.version_mut() = Version::HTTP_11;
-    let unknown = !request.body().is_end_stream() && request.body().size_hint().exact().is_none();
+    let body = request.body();
+    let is_length_unknown = !body.is_end_stream() && body.size_hint().exact().is_none();
     let headers = request.headers_mut();
     headers.remove(TRAILER);
-    if unknown {
+    if is_length_unknown {
         headers.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
     }
 }
 
 /// Whether a 101 with these headers switches to one of the requested protocols.
 fn is_requested(requested: &[HeaderValue], headers: &HeaderMap) -> bool {
-    let Some(got) = headers.get(UPGRADE) else { return false };
-    let got = got.as_bytes().trim_ascii();
-    hygiene::list_items(requested).any(|protocol| protocol.eq_ignore_ascii_case(got))
+    let Some(switched_to) = headers.get(UPGRADE) else { return false };
+    let switched_to = switched_to.as_bytes().trim_ascii();
+    hygiene::list_items(requested).any(|protocol| protocol.eq_ignore_ascii_case(switched_to))
 }
 
-/// Runs one tunnel to its end and records which side ended it.
-async fn tunnel(
+/// Runs one tunnel until it ends, and records which side ended it.
+async fn run_tunnel(
     client: OnUpgrade,
     driver: Http1Driver,
     (open, proof): (OpenTunnel, IdentityProof),
@@ -168,7 +174,7 @@ async fn tunnel(
 ) {
     let mut received = 0;
     let end = tokio::select! {
-        end = carry(client, driver, &mut received) => end,
+        end = copy_bytes(client, driver, &mut received) => end,
         () = open.closing() => Err((Side::Jackstay, "shutdown".to_owned())),
         why = proof.follow_until_expiry() => Err((Side::Jackstay, why)),
     };
@@ -179,9 +185,9 @@ async fn tunnel(
     }
 }
 
-/// Copies bytes until both directions have ended or one side fails. Adds the bytes from upstream to
-/// `received`.
-async fn carry(
+/// Copies bytes until both directions have ended or one side fails. Sets `received` to the number of bytes
+/// from upstream.
+async fn copy_bytes(
     client: OnUpgrade,
     driver: Http1Driver,
     received: &mut usize,
@@ -195,9 +201,9 @@ async fn carry(
         async { driver.reclaim().await.map_err(|why| (Side::Upstream, why)) },
     )?;
     let result = tokio::select! {
-        // When a write to the upstream fails, what the upstream has sent is read to its end first: the
-        // last bytes are the exit status of the command.
-        result = copy_bidirectional_with_sizes(&mut client, &mut upstream, BUFFER, BUFFER) => {
+        // After a failed write to the upstream, `upstream` still returns the bytes that have arrived from
+        // it, because the last ones are the exit status of the command.
+        result = copy_bidirectional_with_sizes(&mut client, &mut upstream, BUFFER_SIZE, BUFFER_SIZE) => {
             result.map(drop).map_err(|error| match upstream.error() {
                 Some(why) => (Side::Upstream, why.to_owned()),
                 None => (Side::Client, error.to_string()),

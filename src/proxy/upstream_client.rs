@@ -1,7 +1,7 @@
-//! A worker's client of one upstream: its connections, its limits, and the trouble that a waiting
-//! request should react to.
+//! A worker's client of one upstream: its connections, its limits, and the conditions under which a waiting
+//! request should not rely on its connection.
 //!
-//! [`super::forward`] decides which requests are sent again, [`super::watch::body`] which watches are
+//! [`super::forward`] decides which requests are sent again, and [`super::watch::body`] which watches are
 //! resumed.
 
 use std::rc::Rc;
@@ -23,11 +23,11 @@ use crate::upstream::connection::{Connection, ConnectionState, Permit};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::pool::Pool;
 
-/// Pause before the next hedge, after one that found no connection or failed. It keeps the time from the
-/// return of an apiserver to the first request within a second.
+/// Pause after a hedge that found no connection or failed. A request reaches an apiserver within this time
+/// after it returns.
 const HEDGE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Pause between two looks at a client that drains.
+/// How often a drain checks whether the client is still in use.
 const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A worker's client of one upstream. All listeners of the worker that lead to the upstream share it.
@@ -42,7 +42,7 @@ pub struct UpstreamClient {
     pub metrics: Arc<Metrics>,
     /// Limits the bytes of request bodies that all workers hold for retries.
     pub body_budget: Arc<ByteBudget>,
-    /// The task that keeps the pool full; `None` if the caller of [`UpstreamClient::new`] runs it.
+    /// The task that maintains the pool; `None` if the caller of [`UpstreamClient::new`] runs it.
     maintenance: Option<AbortHandle>,
 }
 
@@ -59,7 +59,7 @@ impl UpstreamClient {
         }
     }
 
-    /// Starts a client with a pool of its own, which opens its first connections at once.
+    /// Starts a client with a new pool, which opens its first connections at once.
     pub fn start(
         upstream: &Arc<Upstream>,
         metrics: &Arc<Metrics>,
@@ -76,31 +76,31 @@ impl UpstreamClient {
         Arc::ptr_eq(self.pool.upstream(), upstream)
     }
 
-    /// Opens no more connections and waits until no request uses the client, or until `is_over`; then
-    /// closes the connections.
+    /// Stops opening connections, waits until no request uses the client or `is_over` returns true, and
+    /// then closes the connections.
     pub async fn drain(self: Rc<Self>, is_over: impl Fn() -> bool) {
         if let Some(maintenance) = &self.maintenance {
             maintenance.abort();
         }
         self.pool.retire();
-        // Requests and watches hold a reference to the client, response bodies hold a stream.
+        // Requests and watches hold a reference to the client, and response bodies hold a stream.
         while (Rc::strong_count(&self) > 1 || self.pool.streams() > 0) && !is_over() {
             sleep(DRAIN_POLL_INTERVAL).await;
         }
         self.pool.close();
     }
 
-    /// Adds what one request of a client earns for the budgets.
+    /// Adds the share of one client request to the budgets.
     pub fn earn(&self) {
         self.hedge_budget.earn();
         self.watches.earn();
     }
 
-    /// Whether an endpoint other than these is ready.
-    pub fn has_ready_endpoint_besides(&self, others: &[Arc<Endpoint>]) -> bool {
+    /// Whether an endpoint that is not in `excluded` is ready.
+    pub fn has_ready_endpoint_besides(&self, excluded: &[Arc<Endpoint>]) -> bool {
         self.pool.upstream().endpoints().iter().any(|endpoint| {
             endpoint.state() == EndpointState::Ready
-                && !others.iter().any(|other| Arc::ptr_eq(other, endpoint))
+                && !excluded.iter().any(|other| Arc::ptr_eq(other, endpoint))
         })
     }
 }
@@ -109,16 +109,15 @@ impl UpstreamClient {
 pub(super) struct UpstreamResponse {
     pub(super) head: response::Parts,
     pub(super) recv: RecvStream,
-    /// The part of the body for which the head was held back.
-    pub(super) first: Option<Bytes>,
+    /// The part of the body that has arrived with the head ([`super::body_prefix`]).
+    pub(super) prefix: Option<Bytes>,
     pub(super) permit: Permit,
     /// The task that still sends the request's body.
     pub(super) upload: Option<UploadTask>,
 }
 
-/// Waits until a request should not rely on this connection alone: the connection is suspect, its path
-/// is lost, it drains because the apiserver is stopped, or its endpoint is degraded and another one is
-/// ready.
+/// Waits until a request should not rely on this connection alone: the connection is suspect or should
+/// drain ([`Connection::should_drain`]), or its endpoint is degraded while another one is ready.
 pub async fn until_troubled(connection: &Rc<Connection>, client: &UpstreamClient) {
     loop {
         connection.changed().await;
@@ -128,7 +127,7 @@ pub async fn until_troubled(connection: &Rc<Connection>, client: &UpstreamClient
     }
 }
 
-/// Waits for [`HEDGE_INTERVAL`], and then until the connection is in trouble.
+/// Waits for [`HEDGE_INTERVAL`], and then until the connection is in trouble as [`until_troubled`] says.
 pub async fn until_next_hedge(connection: &Rc<Connection>, client: &UpstreamClient) {
     sleep(HEDGE_INTERVAL).await;
     while !is_troubled(connection, client) {
@@ -142,16 +141,16 @@ fn is_troubled(connection: &Connection, client: &UpstreamClient) -> bool {
         || has_better_endpoint(connection, client)
 }
 
-/// Whether the endpoint is degraded while another one is ready. If all are degraded, more requests make
-/// none of them better.
+/// Whether the endpoint is degraded while another one is ready. If all endpoints are degraded, sending
+/// requests to another one does not help.
 pub fn has_better_endpoint(connection: &Connection, client: &UpstreamClient) -> bool {
     connection.endpoint.state() == EndpointState::Degraded && client.has_ready_endpoint_besides(&[])
 }
 
-/// Releases the window of bytes that the client has read.
+/// Grants the upstream new window for `unreleased` bytes, which the client has read, and resets the number.
 pub fn release_window(recv: &mut RecvStream, unreleased: &mut usize) {
     if *unreleased > 0 {
-        // It fails only for more bytes than were received.
+        // Releasing fails only for more bytes than were received.
         let _ = recv.flow_control().release_capacity(std::mem::take(unreleased));
     }
 }

@@ -144,7 +144,7 @@ async fn connections_without_a_descriptor_are_reset_and_other_flows_continue() {
             Ok(flow) => flows.push(flow),
             Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset),
         }
-        proxy.output().contains("listener l: refused, it cannot be accepted")
+        proxy.output().contains("listener l: connection refused because it cannot be accepted")
     })
     .await;
     for flow in &mut flows {

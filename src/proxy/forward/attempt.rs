@@ -19,7 +19,7 @@ use crate::proxy::upstream_client::UpstreamResponse;
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
 use crate::upstream::pool::PreviousFailure;
 
-/// A stream that is open.
+/// An attempt whose stream is open.
 pub(super) struct Attempt {
     permit: Permit,
     response: ResponseFuture,
@@ -28,17 +28,17 @@ pub(super) struct Attempt {
 
 /// A failed attempt.
 pub(super) struct FailedAttempt {
-    /// How far the attempt got.
+    /// The stage that the attempt had reached.
     pub(super) stage: Stage,
-    /// Why it failed, for logs and errors.
+    /// The cause, for logs and errors.
     pub(super) reason: String,
     pub(super) connection: Rc<Connection>,
-    /// The response that says that the request was not processed. The client gets it if no other
-    /// endpoint takes the request.
+    /// The rejection by the apiserver, if it sent one. The client gets it if no other endpoint accepts
+    /// the request.
     pub(super) response: Option<Box<HeldResponse>>,
 }
 
-/// A short response that is held back.
+/// A short response that is held back: head and complete body.
 pub(super) type HeldResponse = (response::Parts, Bytes);
 
 impl FailedAttempt {
@@ -48,8 +48,8 @@ impl FailedAttempt {
         Self { stage, reason, connection: Rc::clone(connection), response: None }
     }
 
-    /// What the pool should know when it chooses the connection of the next attempt.
-    pub(super) fn after(&self) -> PreviousFailure<'_> {
+    /// The failure as the pool considers it when it chooses the connection of the next attempt.
+    pub(super) fn previous_failure(&self) -> PreviousFailure<'_> {
         match self.stage {
             Stage::Unprocessed | Stage::TooOld => PreviousFailure::Refusal(&self.connection),
             Stage::NotSent | Stage::NoHead | Stage::HeadHeld => {
@@ -81,7 +81,7 @@ impl Attempt {
     }
 
     /// Waits for the response head, and for the beginning of the body if the request may be sent again.
-    /// Nothing is forwarded before that, so a connection that is lost meanwhile does no harm.
+    /// Nothing is forwarded before that, so the request can be repeated if the connection is lost.
     pub(super) async fn response(
         self,
         kind: RequestKind,
@@ -102,35 +102,35 @@ impl Attempt {
             && head.status == StatusCode::GONE
             && is_short(&head.headers);
         if may_be_too_old || may_be_rejection(head.status, &head.headers) {
-            // Boxed, so that no other response carries room for it.
+            // Boxed, so that the futures of other responses do not grow by its size.
             let body = Box::pin(read_short(&mut recv))
                 .await
                 .map_err(|reason| failed(Stage::HeadHeld, &reason))?;
-            let refused = if may_be_too_old && body.len() <= REJECTION_MAX_BODY {
+            let rejection = if may_be_too_old && body.len() <= REJECTION_MAX_BODY {
                 Some((Stage::TooOld, "its history is too short"))
             } else if is_rejection(head.status, &head.headers, &body) {
                 Some((Stage::Unprocessed, "the apiserver is shutting down"))
             } else {
                 None
             };
-            if let Some((stage, reason)) = refused {
+            if let Some((stage, reason)) = rejection {
                 permit.finished();
                 let response = Some(Box::new((head, body)));
                 return Err(FailedAttempt { response, ..failed(stage, reason) });
             }
             permit.head_arrived(arrived);
-            return Ok(UpstreamResponse { head, recv, first: Some(body), permit, upload });
+            return Ok(UpstreamResponse { head, recv, prefix: Some(body), permit, upload });
         }
-        let first = body_prefix(kind, &mut recv, &connection)
+        let prefix = body_prefix(kind, &mut recv, &connection)
             .await
             .map_err(|error| failed(Stage::HeadHeld, &describe_h2_error(&error)))?;
         permit.head_arrived(arrived);
-        Ok(UpstreamResponse { head, recv, first, permit, upload })
+        Ok(UpstreamResponse { head, recv, prefix, permit, upload })
     }
 }
 
-/// Reads a body that is short according to its head, up to [`REJECTION_MAX_BODY`] bytes and the rest
-/// of the frame in which they end.
+/// Reads a body that is short according to its head. Stops after the frame with which it exceeds
+/// [`REJECTION_MAX_BODY`] bytes.
 async fn read_short(recv: &mut RecvStream) -> Result<Bytes, String> {
     let mut body = BytesMut::new();
     while let Some(data) = recv.data().await {

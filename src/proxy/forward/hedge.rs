@@ -1,7 +1,7 @@
-//! A second attempt beside one that waits on a connection in trouble.
+//! Hedging: a second attempt in parallel with one that waits on a connection in trouble.
 //!
-//! The first response wins, and the other attempt is cancelled. Only requests that may reach a handler
-//! twice are hedged ([`retry::may_hedge`]), and only while the [budget] lasts.
+//! The response that arrives first is used, and the other attempt is cancelled. Only requests that may
+//! reach a handler twice are hedged ([`retry::may_hedge`]), and only while the [budget] lasts.
 //!
 //! [budget]: crate::proxy::retry_budget
 
@@ -19,12 +19,12 @@ use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::ProbeTrigger;
 use crate::upstream::pool::{PreviousFailure, StreamRequirements};
 
-/// Attempts side by side, the first included. The connection of a hedge may get into trouble too: a
-/// switch that loses its flow table breaks all connections.
+/// Maximum number of parallel attempts, the first included. The connection of a hedge may get into trouble
+/// too: a switch that loses its flow table breaks all connections.
 const MAX_PARALLEL: u32 = 4;
 
 impl ForwardedRequest {
-    /// Makes attempt number `depth` of those side by side, and hedges it if its connection gets into
+    /// Makes an attempt, the number `depth` of the parallel ones, and hedges it if its connection gets into
     /// trouble.
     pub(super) async fn attempt(
         &self,
@@ -39,7 +39,7 @@ impl ForwardedRequest {
             result = &mut response => return result,
             () = until_troubled(&connection, &self.upstream) => {}
         }
-        // Boxed, as it is rare.
+        // Boxed, so that the futures of other attempts do not grow by its size.
         Box::pin(self.hedge(response, connection, depth)).await
     }
 
@@ -50,15 +50,15 @@ impl ForwardedRequest {
         connection: Rc<Connection>,
         depth: u32,
     ) -> Result<UpstreamResponse, FailedAttempt> {
-        let safe = retry::may_hedge(self.info.kind);
-        let mut first = pin!(until_given_up(first, &connection, safe));
-        let is_sent = self.body.as_ref().is_none_or(|body| body.is_complete());
-        if depth == MAX_PARALLEL || !safe || !is_sent {
+        let is_safe = retry::may_hedge(self.info.kind);
+        let mut first = pin!(response_or_loss(first, &connection, is_safe));
+        let has_whole_body = self.body.as_ref().is_none_or(|body| body.is_complete());
+        if depth == MAX_PARALLEL || !is_safe || !has_whole_body {
             return first.await;
         }
         connection.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
         let hedges_before = self.hedges_sent.get();
-        let (result, winner) = loop {
+        let (result, outcome) = loop {
             if !self.upstream.hedge_budget.take() {
                 self.upstream.metrics.hedged("over_budget");
                 return first.await;
@@ -77,8 +77,8 @@ impl ForwardedRequest {
                     break (Ok(response), "hedge");
                 },
             }
-            // No connection was available, or the second attempt failed too. jackstay waits 20 s for a
-            // stopped process, and another endpoint may return sooner. Boxed, as it is rare.
+            // The second attempt found no connection or failed. The first one may wait 20 s for a stopped
+            // apiserver, and another endpoint may return before that. Boxed, because it is rare.
             tokio::select! {
                 biased;
                 result = &mut first => break (result, "original"),
@@ -86,25 +86,26 @@ impl ForwardedRequest {
             }
         };
         if self.hedges_sent.get() > hedges_before {
-            self.upstream.metrics.hedged(winner);
+            self.upstream.metrics.hedged(outcome);
         }
         result
     }
 
-    /// Makes an attempt on another connection than `connection`; `None` if none is available, or if it
-    /// fails. Boxed: it is rare, and without it every request would carry room for it.
+    /// Makes an attempt on another connection than `connection`. Returns `None` if no other connection is
+    /// available or the attempt fails. Boxed, so that the futures of other attempts do not grow by its size.
     fn second_attempt(
         &self,
         connection: Rc<Connection>,
         depth: u32,
     ) -> Pin<Box<dyn Future<Output = Option<UpstreamResponse>> + '_>> {
         Box::pin(async move {
-            // The other connections to a degraded endpoint are no better.
-            let degraded = has_better_endpoint(&connection, &self.upstream);
-            let excluded = degraded.then(|| Arc::clone(&connection.endpoint));
-            let need = self.need(Some(PreviousFailure::Silence(&connection)), excluded.as_slice());
-            let need = StreamRequirements { live_only: true, ..need };
-            let Ok(permit) = self.upstream.pool.acquire(&self.class, need).await else {
+            // All connections to a degraded endpoint are in trouble.
+            let excluded = has_better_endpoint(&connection, &self.upstream)
+                .then(|| Arc::clone(&connection.endpoint));
+            let silence = PreviousFailure::Silence(&connection);
+            let requirements = self.stream_requirements(Some(silence), excluded.as_slice());
+            let requirements = StreamRequirements { live_only: true, ..requirements };
+            let Ok(permit) = self.upstream.pool.acquire(&self.class, requirements).await else {
                 self.upstream.hedge_budget.release();
                 self.upstream.metrics.hedged("nobody");
                 return None;
@@ -115,16 +116,16 @@ impl ForwardedRequest {
     }
 }
 
-/// Waits for a response until its connection is given up.
-async fn until_given_up(
+/// Waits for a response until its connection is considered lost.
+async fn response_or_loss(
     response: Pin<&mut impl Future<Output = Result<UpstreamResponse, FailedAttempt>>>,
     connection: &Rc<Connection>,
-    safe: bool,
+    is_safe: bool,
 ) -> Result<UpstreamResponse, FailedAttempt> {
     tokio::select! {
         biased;
         result = response => result,
-        why = connection.no_response_expected(safe) => {
+        why = connection.no_response_expected(is_safe) => {
             Err(FailedAttempt::new(Stage::NoHead, why, connection))
         }
     }

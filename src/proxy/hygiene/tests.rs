@@ -1,9 +1,10 @@
-//! Tests of which heads are refused, which headers are forwarded, and that no combination of headers changes
-//! the identity of a request.
+//! Which heads are refused, which headers are forwarded, and that no combination of headers changes the
+//! identity of a request.
 
 use super::*;
 use http::Request;
 use proptest::prelude::*;
+use std::net::Ipv4Addr;
 
 fn parts(method: &str, uri: &str, version: Version, headers: &[(&str, &str)]) -> Parts {
     let mut request = Request::builder().method(method).uri(uri).version(version);
@@ -13,12 +14,12 @@ fn parts(method: &str, uri: &str, version: Version, headers: &[(&str, &str)]) ->
     request.body(()).unwrap().into_parts().0
 }
 
-fn map(headers: &[(&str, &str)]) -> HeaderMap {
+fn header_map(headers: &[(&str, &str)]) -> HeaderMap {
     parts("GET", "/", Version::HTTP_11, headers).headers
 }
 
 /// All headers as text, sorted.
-fn dump(headers: &HeaderMap) -> Vec<(String, String)> {
+fn sorted(headers: &HeaderMap) -> Vec<(String, String)> {
     let mut all: Vec<_> = headers
         .iter()
         .map(|(name, value)| {
@@ -29,14 +30,12 @@ fn dump(headers: &HeaderMap) -> Vec<(String, String)> {
     all
 }
 
-fn ip() -> IpAddr {
-    "10.1.2.3".parse().unwrap()
-}
+const CLIENT: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 1, 2, 3));
 
 #[test]
 fn check_request_refuses_ambiguous_http1_heads() {
     const HOST: (&str, &str) = ("Host", "a");
-    for (method, uri, headers, want) in [
+    for (method, uri, headers, refusal) in [
         ("GET", "/api/v1/pods?x=y", &[HOST][..], None),
         ("OPTIONS", "*", &[HOST], None),
         ("GET", "/a%0d%0ab", &[HOST], None),
@@ -75,14 +74,14 @@ fn check_request_refuses_ambiguous_http1_heads() {
         ("GET", "/", &[HOST, ("Connection", "content-length")], Some("content-length")),
         ("GET", "/", &[HOST, ("Connection", "Sec-WebSocket-Protocol")], Some("Sec-WebSocket")),
     ] {
-        check(method, uri, Version::HTTP_11, headers, want);
+        assert_check(method, uri, Version::HTTP_11, headers, refusal);
     }
-    check("GET", "/", Version::HTTP_10, &[], None);
+    assert_check("GET", "/", Version::HTTP_10, &[], None);
 }
 
 #[test]
 fn check_request_refuses_ambiguous_http2_heads() {
-    for (method, uri, headers, want) in [
+    for (method, uri, headers, refusal) in [
         ("GET", "https://a/api", &[][..], None),
         ("GET", "https://A:6443/api", &[("host", "a:6443")], None),
         ("GET", "/api", &[("host", "a")], None),
@@ -106,34 +105,41 @@ fn check_request_refuses_ambiguous_http2_heads() {
         ),
         ("CONNECT", "a:443", &[], Some("CONNECT")),
     ] {
-        check(method, uri, Version::HTTP_2, headers, want);
+        assert_check(method, uri, Version::HTTP_2, headers, refusal);
     }
 }
 
-fn check(method: &str, uri: &str, version: Version, headers: &[(&str, &str)], want: Option<&str>) {
-    let got = check_request(&parts(method, uri, version, headers));
-    match (got, want) {
+/// Asserts that a head is accepted, or refused with a message that contains `refusal`.
+fn assert_check(
+    method: &str,
+    uri: &str,
+    version: Version,
+    headers: &[(&str, &str)],
+    refusal: Option<&str>,
+) {
+    match (check_request(&parts(method, uri, version, headers)), refusal) {
         (Ok(()), None) => {}
-        (Err(problem), Some(want)) => {
-            assert_eq!(problem.code, 400);
-            assert!(problem.message.contains(want), "{problem:?} for {want}");
+        (Err(error), Some(refusal)) => {
+            assert_eq!(error.code, 400);
+            assert!(error.message.contains(refusal), "{error:?} for {refusal}");
         }
-        (got, want) => panic!("{method} {uri} {headers:?}: {got:?}, not {want:?}"),
+        (result, refusal) => panic!("{method} {uri} {headers:?}: {result:?}, not {refusal:?}"),
     }
 }
 
 #[test]
 fn upstream_headers_add_only_x_forwarded_for_to_common_request() {
-    let mut headers = map(&[("authorization", "Bearer t"), ("accept", "*/*"), ("te", "trailers")]);
-    let mut wanted = headers.clone();
-    wanted.insert(X_FORWARDED_FOR, HeaderValue::from_static("10.1.2.3"));
-    upstream_headers(&mut headers, &ForwardedFor::new(ip()), false);
-    assert_eq!(dump(&headers), dump(&wanted));
+    let mut headers =
+        header_map(&[("authorization", "Bearer t"), ("accept", "*/*"), ("te", "trailers")]);
+    let mut expected = headers.clone();
+    expected.insert(X_FORWARDED_FOR, HeaderValue::from_static("10.1.2.3"));
+    upstream_headers(&mut headers, &ForwardedFor::new(CLIENT), false);
+    assert_eq!(sorted(&headers), sorted(&expected));
 }
 
 #[test]
 fn upstream_headers_remove_hop_by_hop_and_identity_headers() {
-    let mut headers = map(&[
+    let mut headers = header_map(&[
         ("Connection", "close, X-Mine ,TE, bad name"),
         ("X-Mine", "1"),
         ("X-Mine", "2"),
@@ -155,18 +161,18 @@ fn upstream_headers_remove_hop_by_hop_and_identity_headers() {
         ("Trailer", "x-checksum"),
     ]);
     upstream_headers(&mut headers, &ForwardedFor::new("::ffff:10.1.2.3".parse().unwrap()), false);
-    let wanted = map(&[
+    let expected = header_map(&[
         ("te", "trailers"),
         ("x_remote_user", "stays"),
         ("impersonate-user", "jane"),
         ("x-forwarded-for", "1.1.1.1, 2.2.2.2, 3.3.3.3, 10.1.2.3"),
         ("trailer", "x-checksum"),
     ]);
-    assert_eq!(dump(&headers), dump(&wanted));
+    assert_eq!(sorted(&headers), sorted(&expected));
 }
 
 #[test]
-fn upgrade_headers_keep_upgrade_and_end_to_end_headers() {
+fn headers_of_upgrade_keep_upgrade_and_end_to_end_headers() {
     let sent = [
         ("Connection", "keep-alive, upgrade, X-Mine"),
         ("Upgrade", "SPDY/3.1"),
@@ -177,19 +183,19 @@ fn upgrade_headers_keep_upgrade_and_end_to_end_headers() {
         ("X-Stream-Protocol-Version", "v3.channel.k8s.io"),
         ("Sec-WebSocket-Key", "k"),
     ];
-    let mut headers = map(&sent);
-    upstream_headers(&mut headers, &ForwardedFor::new(ip()), true);
-    let mut wanted = map(&[("Connection", "Upgrade"), sent[1], sent[5], sent[6], sent[7]]);
-    let mut response = wanted.clone();
+    let mut headers = header_map(&sent);
+    upstream_headers(&mut headers, &ForwardedFor::new(CLIENT), true);
+    let mut expected = header_map(&[("Connection", "Upgrade"), sent[1], sent[5], sent[6], sent[7]]);
+    let mut response = expected.clone();
     downstream_headers(&mut response, true);
-    assert_eq!(dump(&response), dump(&wanted));
-    wanted.insert(X_FORWARDED_FOR, HeaderValue::from_static("10.1.2.3"));
-    assert_eq!(dump(&headers), dump(&wanted));
+    assert_eq!(sorted(&response), sorted(&expected));
+    expected.insert(X_FORWARDED_FOR, HeaderValue::from_static("10.1.2.3"));
+    assert_eq!(sorted(&headers), sorted(&expected));
 }
 
 #[test]
 fn downstream_headers_remove_hop_by_hop_headers() {
-    let mut headers = map(&[
+    let mut headers = header_map(&[
         ("Connection", "close, X-Hop"),
         ("X-Hop", "1"),
         ("Transfer-Encoding", "chunked"),
@@ -200,15 +206,16 @@ fn downstream_headers_remove_hop_by_hop_headers() {
         ("Expect", "100-continue"),
     ]);
     downstream_headers(&mut headers, false);
-    let wanted = map(&[
+    let expected = header_map(&[
         ("Audit-Id", "a"),
         ("Trailer", "x"),
         ("X-Remote-User", "stays in a response"),
         ("Expect", "100-continue"),
     ]);
-    assert_eq!(dump(&headers), dump(&wanted));
+    assert_eq!(sorted(&headers), sorted(&expected));
 }
 
+/// Names for random headers. `Connection` is listed repeatedly, to be frequent.
 const NAMES: [&str; 24] = [
     "Authorization",
     "Connection",
@@ -236,7 +243,7 @@ const NAMES: [&str; 24] = [
     "Trailer",
 ];
 
-/// A name or a random token, in random case.
+/// A name of [`NAMES`] or a random token, in random case.
 fn any_name() -> impl Strategy<Value = String> {
     let name = prop_oneof![
         4 => proptest::sample::select(&NAMES[..]).prop_map(str::to_owned),
@@ -267,30 +274,32 @@ proptest! {
         for (name, value) in &sent {
             headers.append(HeaderName::from_bytes(name.as_bytes()).unwrap(), value.parse().unwrap());
         }
-        let named: Vec<String> = list_items(headers.get_all(CONNECTION))
+        let named_in_connection: Vec<String> = list_items(headers.get_all(CONNECTION))
             .map(|token| String::from_utf8_lossy(token).to_lowercase())
             .collect();
         let before = headers.clone();
-        upstream_headers(&mut headers, &ForwardedFor::new(ip()), upgrade);
-        let upgrades = upgrade && before.contains_key(UPGRADE);
+        upstream_headers(&mut headers, &ForwardedFor::new(CLIENT), upgrade);
+        let keeps_upgrade = upgrade && before.contains_key(UPGRADE);
         for name in headers.keys().map(HeaderName::as_str) {
             prop_assert!(!name.starts_with("x-remote-"), "{name}");
-            let kept = name == "te" || upgrades && (name == "upgrade" || name == "connection");
-            prop_assert!(kept || !is_hop_by_hop(name), "{name}");
-            prop_assert!(kept || is_protected(name.as_bytes()) || !named.iter().any(|n| n == name));
+            let may_stay = name == "te" || keeps_upgrade && matches!(name, "upgrade" | "connection");
+            let is_named = named_in_connection.iter().any(|named| named == name);
+            prop_assert!(may_stay || !is_hop_by_hop(name), "{name}");
+            prop_assert!(may_stay || is_protected(name.as_bytes()) || !is_named, "{name}");
         }
         prop_assert!(headers.get_all(TE).iter().all(|te| te == "trailers"));
-        if upgrades {
+        if keeps_upgrade {
             prop_assert_eq!(headers.get_all(CONNECTION).iter().collect::<Vec<_>>(), ["Upgrade"]);
         }
         // Identity, impersonation and all other end-to-end headers are unchanged and in order.
         for name in before.keys() {
             let text = name.as_str();
-            let stays = !is_hop_by_hop(text)
+            let is_named = named_in_connection.iter().any(|named| named == text);
+            let must_stay = !is_hop_by_hop(text)
                 && !text.starts_with("x-remote-")
                 && *name != X_FORWARDED_FOR
-                && (is_protected(text.as_bytes()) || !named.iter().any(|n| n == text));
-            if stays {
+                && (is_protected(text.as_bytes()) || !is_named);
+            if must_stay {
                 prop_assert!(before.get_all(name).iter().eq(headers.get_all(name).iter()), "{name}");
             }
         }

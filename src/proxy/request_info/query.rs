@@ -1,9 +1,9 @@
-//! Query strings read exactly as Go's `net/url` reads them, because the apiserver does.
+//! Reads query strings exactly as Go's `net/url`, which the apiserver uses.
 //!
-//! `url.URL.Query()` splits at `&`, drops a pair with a `;` or a broken escape, unescapes keys and
-//! values, and turns `+` into a space. A reader with other rules could classify a request differently
-//! from the apiserver that executes it. That is why this is not percent-encoding or `form_urlencoded`:
-//! both keep a broken escape as text, and keep a pair with a `;`.
+//! `url.URL.Query()` splits at `&`, drops a pair with a `;` or an invalid escape, unescapes keys and
+//! values, and turns `+` into a space. With other rules, jackstay could classify a request differently
+//! from the apiserver that executes it. The crates `percent-encoding` and `form_urlencoded` are not used,
+//! because they keep a pair with an invalid escape or a `;`.
 
 use std::borrow::Cow;
 
@@ -12,10 +12,10 @@ fn hex(digit: u8) -> Option<u8> {
     char::from(digit).to_digit(16).map(|value| value as u8)
 }
 
-/// Percent-decodes `text`; `None` for a broken escape, for which Go's `url.PathUnescape` and
-/// `QueryUnescape` return an error. Borrows if there is nothing to decode.
+/// Percent-decodes `text`. Returns `None` for an invalid escape, as Go's `url.PathUnescape` and
+/// `QueryUnescape` return an error. Borrows if nothing is encoded.
 fn unescape(text: &str, plus_is_space: bool) -> Option<Cow<'_, str>> {
-    if !text.bytes().any(|b| b == b'%' || (plus_is_space && b == b'+')) {
+    if !text.bytes().any(|byte| byte == b'%' || (plus_is_space && byte == b'+')) {
         return Some(Cow::Borrowed(text));
     }
     let mut decoded = Vec::with_capacity(text.len());
@@ -27,14 +27,14 @@ fn unescape(text: &str, plus_is_space: bool) -> Option<Cow<'_, str>> {
             other => other,
         });
     }
-    // Go keeps invalid UTF-8. No name contains it, so a replacement character is equivalent.
+    // Go keeps invalid UTF-8. No Kubernetes name contains any, so a replacement character is equivalent.
     Some(Cow::Owned(match String::from_utf8(decoded) {
         Ok(text) => text,
         Err(error) => String::from_utf8_lossy(error.as_bytes()).into_owned(),
     }))
 }
 
-/// Decodes a path as Go's `url.PathUnescape`: `+` stays a plus.
+/// Decodes a path as Go's `url.PathUnescape`, which does not change `+`.
 pub fn unescape_path(path: &str) -> Option<Cow<'_, str>> {
     unescape(path, false)
 }
@@ -52,13 +52,13 @@ pub fn pairs(query: &str) -> impl Iterator<Item = (Cow<'_, str>, Cow<'_, str>)> 
     })
 }
 
-/// The first value of `key`, as Go's `url.Values.Get`; `Some("")` when it is there without one.
+/// The first value of `key`, as Go's `url.Values.Get`; `Some("")` for a key without a value.
 pub fn first_value<'a>(query: &'a str, key: &str) -> Option<Cow<'a, str>> {
-    pairs(query).find(|(k, _)| k == key).map(|(_, value)| value)
+    pairs(query).find(|(name, _)| name == key).map(|(_, value)| value)
 }
 
-/// A boolean parameter as `apimachinery` converts it (`Convert_Slice_string_To_bool`): only
-/// absence, `0` and `false` in any case are false; a bare `watch` is true.
+/// Parses a boolean parameter as `apimachinery` (`Convert_Slice_string_To_bool`): false if it is absent,
+/// `0`, or `false` in any case. `watch` without a value is true.
 pub fn parse_bool(value: Option<&str>) -> bool {
-    value.is_some_and(|v| v != "0" && !v.eq_ignore_ascii_case("false"))
+    value.is_some_and(|value| value != "0" && !value.eq_ignore_ascii_case("false"))
 }

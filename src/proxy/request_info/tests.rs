@@ -1,13 +1,12 @@
-//! Tests of [`RequestInfo`]: the paths of Kubernetes' `requestinfo_test.go` and further ones, request kinds,
-//! upgrades and API groups.
+//! Paths (those of Kubernetes' `requestinfo_test.go` and others), request kinds, upgrades and API groups.
 
 use super::*;
 
 fn info(method: &str, target: &str) -> RequestInfo {
-    with_headers(method, target, &[])
+    info_with_headers(method, target, &[])
 }
 
-fn with_headers(method: &str, target: &str, headers: &[(&str, &str)]) -> RequestInfo {
+fn info_with_headers(method: &str, target: &str, headers: &[(&str, &str)]) -> RequestInfo {
     let mut request = http::Request::builder().method(method).uri(target);
     for (name, value) in headers {
         request = request.header(*name, *value);
@@ -45,7 +44,7 @@ fn request_info_of_resource_path_matches_kubernetes() {
         ["GET", "/apis/apps/v1/watch/deployments", "watch", "apps", "deployments", "", ""],
         ["GET", "/api/v1/watch", "get", "", "", "", ""],
         ["DELETE", "/api/v1/proxy/", "delete", "", "", "", ""],
-        // The query decides between list and watch. Unlike the apiserver, jackstay takes no name from it.
+        // The query decides between list and watch. Unlike the apiserver, jackstay reads no name from it.
         ["GET", "/api/v1/pods?watch=true", "watch", "", "pods", "", ""],
         ["GET", "/api/v1/pods?watch=1", "watch", "", "pods", "", ""],
         ["GET", "/api/v1/pods?watch", "watch", "", "pods", "", ""],
@@ -93,14 +92,14 @@ fn request_info_of_resource_path_matches_kubernetes() {
     for row in rows {
         let info = info(row[0], row[1]);
         assert!(info.is_resource, "{row:?}");
-        let got = [
+        let fields = [
             info.verb.as_str(),
             info.part(info.group),
             info.part(info.resource),
             info.part(info.subresource),
             info.part(info.name),
         ];
-        assert_eq!(got, row[2..], "{} {}", row[0], row[1]);
+        assert_eq!(fields, row[2..], "{} {}", row[0], row[1]);
     }
 }
 
@@ -210,7 +209,7 @@ fn request_kind_follows_from_verb_subresource_and_dry_run() {
     for target in
         ["/api/v1/namespaces/x/pods/p/exec", "/api/v1/pods?watch=1", "/apis/x.y/v1/z/a/vnc"]
     {
-        let info = with_headers("GET", target, UPGRADE);
+        let info = info_with_headers("GET", target, UPGRADE);
         assert_eq!(info.kind, Tunnel, "{target}");
         assert!(info.long_running());
     }
@@ -218,7 +217,7 @@ fn request_kind_follows_from_verb_subresource_and_dry_run() {
 
 #[test]
 fn is_upgrade_requires_connect_or_http11_with_both_headers() {
-    let upgrade = |version, headers: &[(&str, &str)]| {
+    let is_upgrade_with = |version, headers: &[(&str, &str)]| {
         let mut request = http::Request::get("/").version(version);
         for (name, value) in headers {
             request = request.header(*name, *value);
@@ -226,27 +225,33 @@ fn is_upgrade_requires_connect_or_http11_with_both_headers() {
         let parts = request.body(()).unwrap().into_parts().0;
         is_upgrade(&parts.method, &parts.headers, parts.version)
     };
-    assert!(upgrade(Version::HTTP_11, UPGRADE));
-    assert!(upgrade(Version::HTTP_11, &[("connection", "UPGRADE"), ("upgrade", "SPDY/3.1")]));
-    assert!(upgrade(
+    assert!(is_upgrade_with(Version::HTTP_11, UPGRADE));
+    assert!(is_upgrade_with(
+        Version::HTTP_11,
+        &[("connection", "UPGRADE"), ("upgrade", "SPDY/3.1")]
+    ));
+    assert!(is_upgrade_with(
         Version::HTTP_11,
         &[("connection", "close"), ("connection", "a,upgrade ,b"), ("upgrade", "x")]
     ));
-    assert!(!upgrade(Version::HTTP_11, &[("connection", "upgraded"), ("upgrade", "websocket")]));
-    assert!(!upgrade(Version::HTTP_11, &[("upgrade", "websocket")]));
-    assert!(!upgrade(Version::HTTP_11, &[("connection", "upgrade")]));
-    assert!(!upgrade(
+    assert!(!is_upgrade_with(
+        Version::HTTP_11,
+        &[("connection", "upgraded"), ("upgrade", "websocket")]
+    ));
+    assert!(!is_upgrade_with(Version::HTTP_11, &[("upgrade", "websocket")]));
+    assert!(!is_upgrade_with(Version::HTTP_11, &[("connection", "upgrade")]));
+    assert!(!is_upgrade_with(
         Version::HTTP_11,
         &[("connection", "upgrade"), ("upgrade", "H2C, websocket")]
     ));
-    assert!(!upgrade(Version::HTTP_10, UPGRADE));
-    assert!(!upgrade(Version::HTTP_2, UPGRADE));
+    assert!(!is_upgrade_with(Version::HTTP_10, UPGRADE));
+    assert!(!is_upgrade_with(Version::HTTP_2, UPGRADE));
     assert!(is_upgrade(&Method::CONNECT, &HeaderMap::new(), Version::HTTP_2));
 }
 
 #[test]
 fn long_running_matches_kube_apiserver() {
-    for (method, target, want) in [
+    for (method, target, expected) in [
         ("GET", "/api/v1/pods?watch=true", true),
         ("GET", "/api/v1/proxy/nodes/n1", true),
         ("GET", "/api/v1/namespaces/x/pods/p/log", true),
@@ -256,7 +261,7 @@ fn long_running_matches_kube_apiserver() {
         ("GET", "/logs/x", false),
         ("POST", "/api/v1/namespaces/x/pods", false),
     ] {
-        assert_eq!(info(method, target).long_running(), want, "{target}");
+        assert_eq!(info(method, target).long_running(), expected, "{target}");
     }
 }
 
@@ -274,7 +279,7 @@ fn is_built_in_group_accepts_only_listed_groups() {
 
 proptest::proptest! {
     #[test]
-    fn request_info_of_any_target_does_not_panic_and_unsafe_method_is_not_a_read(
+    fn request_info_of_any_target_classifies_no_unsafe_method_as_read(
         method in "(GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS|BREW)",
         path in "(/(api|apis|v1|watch|proxy|namespaces|pods|x|apps|log|exec|%2[fF]|%|)){0,11}",
         query in "([a-zA-Z=&;%+0-9]{0,20}|watch=1|dryRun=All)",

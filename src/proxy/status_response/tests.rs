@@ -1,4 +1,4 @@
-//! Both encodings, read by an independent decoder, and the Accept table.
+//! Both encodings, read by an independent decoder, and the negotiation of the encoding.
 
 use super::*;
 use http::StatusCode;
@@ -57,29 +57,26 @@ proptest! {
     ) {
         let error = error(&message, code, reason, retry_after);
         let bytes = protobuf(&error);
-        let unknown = fields(bytes.strip_prefix(b"k8s\0").unwrap());
+        let envelope = fields(bytes.strip_prefix(b"k8s\0").unwrap());
         let [Field::Bytes(1, meta), Field::Bytes(2, raw), Field::Bytes(3, b""), Field::Bytes(4, b"")] =
-            unknown[..] else { panic!("{unknown:?}") };
+            envelope[..] else { panic!("{envelope:?}") };
         prop_assert_eq!(fields(meta), [Field::Bytes(1, b"v1"), Field::Bytes(2, b"Status")]);
-        let details = retry_after.map(|seconds| {
-            let mut wanted = vec![5 << 3];
-            let mut rest = u64::from(seconds);
-            while rest >= 0x80 {
-                wanted.push(rest as u8 | 0x80);
-                rest >>= 7;
-            }
-            wanted.push(rest as u8);
-            wanted
-        });
-        let mut wanted = vec![
+        let status = fields(raw);
+        prop_assert_eq!(&status[..4], [
             Field::Bytes(1, b""),
             Field::Bytes(2, b"Failure"),
             Field::Bytes(3, message.as_bytes()),
             Field::Bytes(4, reason.as_bytes()),
-        ];
-        wanted.extend(details.as_deref().map(|bytes| Field::Bytes(5, bytes)));
-        wanted.push(Field::Number(6, code.into()));
-        prop_assert_eq!(fields(raw), wanted);
+        ]);
+        let code_field = Field::Number(6, code.into());
+        match (retry_after, &status[4..]) {
+            (None, [last]) => prop_assert_eq!(last, &code_field),
+            (Some(seconds), [Field::Bytes(5, details), last]) => {
+                prop_assert_eq!(fields(details), [Field::Number(5, seconds.into())]);
+                prop_assert_eq!(last, &code_field);
+            }
+            (retry_after, other) => prop_assert!(false, "{retry_after:?} {other:?}"),
+        }
 
         let json: serde_json::Value = serde_json::from_slice(&json(&error)).unwrap();
         prop_assert_eq!(&json["message"], &message);
@@ -113,7 +110,7 @@ fn response_without_accept_is_the_json_that_kubectl_reads() {
 }
 
 #[test]
-fn retry_after_only_on_errors_of_unprocessed_requests() {
+fn only_errors_of_unprocessed_requests_have_retry_after() {
     for (error, code, reason, retry_after) in [
         (StatusError::no_upstream("x"), 503, "ServiceUnavailable", None),
         (StatusError::unknown_outcome("x"), 502, "InternalError", None),
@@ -128,15 +125,15 @@ fn retry_after_only_on_errors_of_unprocessed_requests() {
         assert_eq!(error.reason, reason);
         let response = super::response(&error, None);
         assert_eq!(response.status(), code);
-        let header = response.headers().get(header::RETRY_AFTER).map(|v| v.to_str().unwrap());
-        assert_eq!(header, retry_after);
+        let header = response.headers().get(header::RETRY_AFTER);
+        assert_eq!(header.map(|value| value.to_str().unwrap()), retry_after);
     }
 }
 
 #[test]
 fn negotiate_accept_as_the_apiserver_does() {
     const P: &str = PROTOBUF;
-    for (accept, want) in [
+    for (accept, expected) in [
         ("", Encoding::Json),
         ("*/*", Encoding::Json),
         ("application/*", Encoding::Json),
@@ -159,7 +156,7 @@ fn negotiate_accept_as_the_apiserver_does() {
         ("application/json;as=Table;v=v1;g=meta.k8s.io,application/json", Encoding::Json),
     ] {
         let header = HeaderValue::from_str(accept).unwrap();
-        assert_eq!(Encoding::negotiate(Some(&header)), want, "{accept}");
+        assert_eq!(Encoding::negotiate(Some(&header)), expected, "{accept}");
     }
     assert_eq!(Encoding::negotiate(None), Encoding::Json);
     let header = HeaderValue::from_static(P);

@@ -26,7 +26,7 @@ use self::stream::{LeaveReason, StreamEvent, UpstreamStream};
 use super::relay::Relay;
 use super::session::{AttemptResult, Candidates, Effect, Ending, Input, NotResumable};
 use crate::observe::{Outcome, Side};
-use crate::proxy::body_progress::PIECE;
+use crate::proxy::body_progress::MAX_PIECE;
 use crate::proxy::client_certificate::ProofExpiry;
 use crate::proxy::upstream_client::{UpstreamResponse as Response, release_window};
 use crate::upstream::connection::Permit;
@@ -362,7 +362,7 @@ impl WatchBody {
 /// Takes the next piece for the client. A slice longer than [`PIECE`] leaves in several pieces.
 fn next_piece(out: &mut VecDeque<Bytes>) -> Option<Bytes> {
     match out.front_mut() {
-        Some(front) if front.len() > PIECE => Some(front.split_to(PIECE)),
+        Some(front) if front.len() > MAX_PIECE => Some(front.split_to(MAX_PIECE)),
         _ => out.pop_front(),
     }
 }

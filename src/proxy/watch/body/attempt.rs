@@ -154,5 +154,5 @@ pub(super) async fn send(
     };
     permit.head_arrived(Instant::now());
     let (head, recv) = response.into_parts();
-    Ok(Response { head, recv, first: None, permit, upload: None })
+    Ok(Response { head, recv, prefix: None, permit, upload: None })
 }

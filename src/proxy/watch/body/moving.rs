@@ -94,7 +94,7 @@ impl WatchBody {
             Ok(mut response) => {
                 self.relay.move_ended(Instant::now());
                 self.context.record_confirmation();
-                let first = response.first.take();
+                let first = response.prefix.take();
                 // Dropping the old stream resets it.
                 self.switch_to(response, "moved");
                 if let Some(first) = first {
@@ -161,7 +161,7 @@ fn request_move(
         match timeout(FIRST_FRAME_TIMEOUT, response.recv.data()).await {
             Err(_) => Ok(response),
             Ok(Some(Ok(first))) => {
-                response.first = Some(first);
+                response.prefix = Some(first);
                 Ok(response)
             }
             Ok(Some(Err(error))) => Err(describe_h2_error(&error)),
@@ -180,7 +180,7 @@ fn check_response(
     if !context.attempt_result(&response.head).is_accepted() {
         return Err(format!("the endpoint answered {}", response.head.status));
     }
-    match &response.first {
+    match &response.prefix {
         Some(first) if relay.begins_with_error(first) => {
             Err("the endpoint's history does not reach back to the cursor".to_owned())
         }

@@ -1,4 +1,4 @@
-//! Outages: all servers gone, one degraded, one stopped.
+//! Outages: every server is gone or silent, or one server is degraded or stopped.
 
 use crate::scripted_peer::{Action, Peers, silent_listener};
 use crate::support::figures::check_figure;
@@ -14,9 +14,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Expects every kind of request except a watch to fail in time, with a Status and without
-/// Retry-After.
-async fn expect_503(client: &Client, what: &str) {
+/// Asserts that requests other than watches get 503 within the promised time, with a Status and without
+/// Retry-After. `fault` names the outage.
+async fn expect_503(client: &Client, fault: &str) {
     let start = Instant::now();
     let requests = [
         (Method::GET, CONFIGMAPS.to_owned()),
@@ -36,10 +36,10 @@ async fn expect_503(client: &Client, what: &str) {
         assert!(status["message"].as_str().unwrap().contains("127.0.0.1"), "{status}");
         took
     });
-    let took = soon(what, join_all(all)).await;
-    println!("{what}: all failed within {:?}", start.elapsed());
-    let slowest = took.into_iter().max().unwrap();
-    check_figure(&format!("{what}: slowest failure"), slowest, Duration::from_millis(1_500));
+    let durations = soon(fault, join_all(all)).await;
+    println!("{fault}: all requests failed within {:?}", start.elapsed());
+    let slowest = durations.into_iter().max().unwrap();
+    check_figure(&format!("{fault}: slowest failure"), slowest, Duration::from_millis(1_500));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -67,7 +67,7 @@ async fn requests_get_503_when_every_apiserver_is_silent() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn requests_succeed_within_a_second_after_an_outage() {
+async fn requests_succeed_within_a_second_after_one_endpoint_returns() {
     let cluster = TestCluster::new(2);
     let proxy = cluster.start().await;
     let client = proxy.client().await;
@@ -76,40 +76,40 @@ async fn requests_succeed_within_a_second_after_an_outage() {
     assert_eq!(token_client.get(CONFIGMAPS).await.unwrap().status, 200);
     cluster.kill_all();
     expect_503(&client, "every apiserver is killed").await;
+    // Meanwhile the backoff between connection attempts grows to its maximum.
     for _ in 0..10 {
-        // The backoff grows to its maximum.
         assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 503);
     }
     let start = Stopwatch::start();
     cluster.servers[1].restart().unwrap();
-    for (client, who) in [(&client, "a certificate"), (&token_client, "a token")] {
+    for (client, credential) in [(&client, "a certificate"), (&token_client, "a token")] {
         let mut requests = 0;
         until("requests succeed", async || {
             requests += 1;
             client.get(CONFIGMAPS).await.unwrap().status == 200
         })
         .await;
-        println!("{requests} requests with {who}");
-        let name = format!("requests with {who} after the first endpoint returned");
+        println!("{requests} requests with {credential}");
+        let name = format!("requests with {credential} after the first endpoint returned");
         check_figure(&name, start.elapsed(), Duration::from_secs(1));
     }
 }
 
-/// The probe connection falls silent.
+/// Prober and admin endpoint run on the same thread.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn suspect_probe_connection_does_not_block_the_admin_endpoint() {
+async fn silent_probe_connection_does_not_block_the_admin_endpoint() {
     let cluster = TestCluster::new(2);
     let (relays, proxy) = cluster.start_behind_relays(|_| {}).await;
     relays[0].refuse_new(true);
     assert!(relays[0].drop_all_packets().unwrap() > 0);
     let suspected = async || {
-        let page = soon("an answer", proxy.page("/events")).await;
+        let page = soon("a response", proxy.page("/events")).await;
         page.contains("\"to\": \"suspect\"")
     };
     until("a connection is suspect", suspected).await;
-    soon("a state", proxy.wait_state(relays[0].addr, "ejected")).await;
+    soon("the endpoint is ejected", proxy.wait_state(relays[0].addr, "ejected")).await;
     relays[0].clear_faults();
-    soon("a state", proxy.wait_all("ready")).await;
+    soon("all endpoints are ready", proxy.wait_all("ready")).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -136,16 +136,16 @@ async fn degraded_endpoint_loses_its_watches_and_gets_no_requests() {
         }
     }
     let name = cluster.servers[degraded].name();
-    let there = cluster.state.audit().select(|r| r.server == name && r.path != "/readyz");
-    assert!(there.is_empty(), "new requests went to a server that is not ready: {there:?}");
+    let records = cluster.state.audit().select(|r| r.server == name && r.path != "/readyz");
+    assert!(records.is_empty(), "new requests went to the degraded server: {records:?}");
     until("the watches have moved", async || cluster.watches(degraded) == 0).await;
-    let moved = format!("{before} watches have moved, and none was reset");
+    let moved = format!("{before} watches have moved, and all 12 run");
     until(&moved, async || all() == 12).await;
     for watch in &mut watches {
         let event = soon("an event", watch.next()).await.unwrap().unwrap();
         assert_eq!(event["object"]["metadata"]["name"], "a");
     }
-    // Panic mode: all endpoints are degraded, so all are used.
+    // Panic mode: every endpoint is degraded, so jackstay uses all of them.
     cluster.servers.iter().for_each(|server| server.set_faults(|faults| faults.unready = true));
     proxy.wait_all("degraded").await;
     for _ in 0..10 {
@@ -199,8 +199,9 @@ async fn reads_continue_while_a_server_is_stopped() {
     check_figure("slowest read while a server is stopped", slowest, Duration::from_millis(600));
 }
 
-/// As behind a cut cable: existing and new flows fall silent. A request that was sent fails with
-/// its connection; one that may be sent again starts to wait earlier.
+/// Existing and new flows fall silent, as behind a cut cable. A write that was sent fails when its connection is
+/// dead. A read waits for another connection from the moment that its connection is suspect, so its wait is over
+/// soon after the failure of the write.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn requests_end_when_all_flows_fall_silent() {
     let peers = Peers::start(1);
@@ -208,7 +209,7 @@ async fn requests_end_when_all_flows_fall_silent() {
     let proxy = peers.certs.start(peers.certs.config(&[relay.addr]));
     proxy.wait_connected(1).await;
     let client = proxy.client().await;
-    // Both run on the only connection; the write ends with it, and so shows when it ended.
+    // Both requests use the only connection. The write ends with it, and so shows when it was found dead.
     peers.set_actions(std::iter::repeat_n(Action::Hang, 8));
     let start = Stopwatch::start();
     let in_flight = async |method, body| {
@@ -233,13 +234,12 @@ async fn requests_end_when_all_flows_fall_silent() {
         Duration::from_millis(2_500),
     );
     assert_eq!((read, write), (503, 502));
-    // The read has had no working connection for longer than a request waits for one.
-    assert!(read_end < write_end + Duration::from_secs(1));
+    assert!(read_end < write_end + Duration::from_secs(1), "the read began to wait too late");
     expect_503(&client, "all flows are silent").await;
 }
 
-/// A read waits on apiservers that have all stopped, with no other to be found. One that returns is
-/// tried long before the old connections are given up (20 s).
+/// Every apiserver stops while a read waits, and no new connection is possible. When one endpoint accepts
+/// connections again, the read is hedged to it at once, long before jackstay gives up the old connections (20 s).
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn waiting_read_is_hedged_to_an_endpoint_that_returns() {
     let peers = Peers::start(3);
@@ -248,34 +248,34 @@ async fn waiting_read_is_hedged_to_an_endpoint_that_returns() {
     let proxy = peers.certs.start(peers.certs.config(&addresses));
     proxy.wait_connected(3).await;
     let client = proxy.client().await;
-    // Each has one connection for the read, whose packets are acknowledged and which sends nothing.
+    // The kernel of each relay acknowledges packets on existing connections, and the peers send nothing.
     for relay in &relays {
         relay.refuse_new(true);
     }
     peers.set_actions(std::iter::repeat_n(Action::Unresponsive, 3));
     let restore = async {
-        until("no endpoint is found", async || proxy.hedges("nobody").await >= 1.0).await;
+        until("a hedge finds no endpoint", async || proxy.hedges("nobody").await >= 1.0).await;
         relays[2].refuse_new(false);
         Instant::now()
     };
     let both = async { tokio::join!(client.get(CONFIGMAPS), restore) };
-    // However long it takes; the assertion below checks that it was hedged.
+    // The limit is generous, because the assertion below checks that the read was hedged.
     let (reply, restored) = tokio::time::timeout(4 * PATIENCE, both).await.unwrap();
-    println!("answered {:?} after the return", restored.elapsed());
+    println!("the response came {:?} after the return", restored.elapsed());
     assert_eq!(reply.unwrap().status, 200);
     assert!(peers.requests().len() >= 4, "{:?}", peers.requests());
     let hedged = proxy.hedges("hedge").await;
     assert!(hedged >= 1.0, "the response came only after a connection was given up");
 }
 
-/// The only connection is silent and not dead yet. A new write gets 503: on that connection its
-/// outcome would be unknown when the connection ends.
+/// The only connection is silent but not yet declared dead. A new write gets 503: if it were sent, its outcome
+/// would be unknown when the connection ends.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn write_is_not_sent_on_a_connection_that_does_not_respond() {
     let peers = Peers::start(1);
     let relay = FaultyRelay::start(peers.addresses[0]).unwrap();
     let mut config = peers.certs.config(&[relay.addr]);
-    // The connection stays suspect for long.
+    // The connection stays suspect long enough for several writes.
     config.upstreams[0].health.dead_after = Duration::from_millis(4_500);
     let proxy = peers.certs.start(config);
     proxy.wait_connected(1).await;
@@ -286,13 +286,13 @@ async fn write_is_not_sent_on_a_connection_that_does_not_respond() {
         assert_eq!(reply.status, 502, "the write ends with its connection");
         reply
     };
-    let later = async {
-        until("the write is in flight", async || peers.requests().len() == 1).await;
+    let later_write = async {
+        until("the first write is in flight", async || peers.requests().len() == 1).await;
         relay.silence_new(true);
         assert!(relay.drop_all_packets().unwrap() > 0);
         let mut writes = tokio::task::JoinSet::new();
         let start = Instant::now();
-        // New writes at intervals: if timers run late, the connection is not yet suspect.
+        // A write at each interval, because the first ones may come before the connection is suspect.
         loop {
             let client = proxy.client().await;
             writes.spawn(async move {
@@ -312,24 +312,24 @@ async fn write_is_not_sent_on_a_connection_that_does_not_respond() {
             }
         }
     };
-    let first_end = async {
+    let rejection = async {
         tokio::select! {
-            reply = later => reply,
-            reply = in_flight => panic!("the new writes waited until the connection ended: {:?}", reply.body),
+            reply = later_write => reply,
+            reply = in_flight => panic!("the later writes waited until the connection ended: {:?}", reply.body),
         }
     };
     // Boxed, since the future is large.
-    let reply = Box::pin(soon("a response", first_end)).await;
+    let reply = Box::pin(soon("a response", rejection)).await;
     let message = reply.json()["message"].as_str().unwrap().to_owned();
     assert!(message.contains("does not answer: PING unanswered"), "{message}");
     assert_eq!(peers.requests().len(), 1);
 }
 
-/// SIGTERM during an outage ends a watch that looks for an apiserver.
+/// SIGTERM during an outage ends a watch that waits for an endpoint.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watch_without_an_endpoint_ends_cleanly_when_its_listener_drains() {
     let cluster = TestCluster::new(2);
-    // Watches end within the first quarter; at the end of the drain the rest is reset.
+    // Watches end within the first quarter of the drain timeout. At its end, open watches would be reset.
     let drain = Duration::from_secs(12);
     let proxy = cluster.start_with(|config| config.shutdown.drain_timeout = drain).await;
     let client = proxy.client().await;
@@ -340,6 +340,7 @@ async fn watch_without_an_endpoint_ends_cleanly_when_its_listener_drains() {
     expect_503(&client, "every apiserver is killed").await;
     let start = Instant::now();
     proxy.running.drain();
-    assert!(soon("the end of the watch", watch.next()).await.unwrap().is_none(), "a clean end");
+    let end = soon("the end of the watch", watch.next()).await;
+    assert!(end.unwrap().is_none(), "the watch has delivered another event");
     println!("a watch without an apiserver ended {:?} after the drain began", start.elapsed());
 }

@@ -1,5 +1,5 @@
-//! Request bodies: those of HTTP/1.1 whose length is not declared (RFC 9112, section 7.1), and
-//! those that the client sends only after a 100 (RFC 9110, section 10.1.1).
+//! Request bodies of HTTP/1.1: chunked bodies, whose length is not declared (RFC 9112, section 7.1), and bodies
+//! that the client sends only after a 100 (RFC 9110, section 10.1.1).
 
 use crate::scripted_peer::{Action, CANCEL, Peers, Reply, Request as SeenRequest};
 use crate::support::wire::{self, Wire};
@@ -18,11 +18,11 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-/// A body of undeclared length.
+/// A body of undeclared length, as a queue of chunks.
 struct ChunkedBody(VecDeque<Bytes>);
 
 impl ChunkedBody {
-    fn of(text: &str, size: usize) -> Self {
+    fn new(text: &str, size: usize) -> Self {
         Self(text.as_bytes().chunks(size).map(Bytes::copy_from_slice).collect())
     }
 }
@@ -39,15 +39,15 @@ impl Body for ChunkedBody {
     }
 }
 
-/// A request with a chunked body, as bytes; `rest` follows the headers.
-fn chunked(method: &Method, path: &str, rest: &str) -> String {
+/// A request with `Transfer-Encoding: chunked`, in its wire format; `body` is already encoded.
+fn chunked_request(method: &Method, path: &str, body: &str) -> String {
     format!(
         "{method} {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\
-         Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n{rest}"
+         Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n{body}"
     )
 }
 
-/// `text` in chunks of this size, without the last chunk.
+/// `text` in the wire format, in chunks of this size and without the last chunk.
 fn chunks(text: &str, size: usize, extension: &str) -> String {
     let chunk = |data: &[u8]| {
         let data = std::str::from_utf8(data).unwrap();
@@ -56,7 +56,7 @@ fn chunks(text: &str, size: usize, extension: &str) -> String {
     text.as_bytes().chunks(size).map(chunk).collect()
 }
 
-/// The response up to the end of the connection.
+/// All data up to the end of the connection.
 async fn response(wire: &mut Wire) -> String {
     let mut response = Vec::new();
     // A connection that is reset ends with an error.
@@ -83,17 +83,17 @@ async fn http1_body_of_undeclared_length_arrives_complete() {
             .uri(path)
             .header("host", "a")
             .header("content-type", "application/json")
-            // Without it, hyper's client sends no body with a GET.
+            // Without this header hyper's client sends no body with a GET.
             .header("transfer-encoding", "chunked")
-            .body(ChunkedBody::of(body, size))
+            .body(ChunkedBody::new(body, size))
             .unwrap();
-        // One connection for each request: a server that answers before the end of the body closes
-        // it.
+        // Each request has its own connection, because a server that responds before the end of the body closes
+        // the connection.
         let stream = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
         let connected = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
         let (mut sender, connection) = connected.unwrap();
         tokio::spawn(connection);
-        let sent = soon("an response", sender.send_request(request)).await.unwrap();
+        let sent = soon("a response", sender.send_request(request)).await.unwrap();
         let (head, mut incoming) = sent.into_parts();
         let mut got = Vec::new();
         while let Some(data) = next_data(&mut incoming).await.unwrap() {
@@ -116,7 +116,7 @@ async fn http1_chunked_body_is_accepted_with_every_method() {
     let replaced = config_map("chunked", "2").to_string();
     let traced = config_map("trailers", "1").to_string();
     let item = format!("{CONFIGMAPS}/chunked");
-    // Hop-by-hop fields, and one that claims an identity.
+    // Trailer fields that must not be forwarded: a hop-by-hop field, and one that claims an identity.
     let trailers = "0\r\nX-Checksum: 1\r\nConnection: close\r\nX-Remote-User: root\r\n\r\n";
     for (method, path, body, code) in [
         (Method::POST, CONFIGMAPS, chunks(&object, usize::MAX, "") + LAST, 201),
@@ -127,7 +127,7 @@ async fn http1_chunked_body_is_accepted_with_every_method() {
         (Method::DELETE, &item, chunks("{}", 2, "") + LAST, 200),
     ] {
         let mut wire = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
-        wire.write_all(chunked(&method, path, &body).as_bytes()).await.unwrap();
+        wire.write_all(chunked_request(&method, path, &body).as_bytes()).await.unwrap();
         let response = response(&mut wire).await;
         assert!(
             response.starts_with(&format!("HTTP/1.1 {code} ")),
@@ -139,20 +139,20 @@ async fn http1_chunked_body_is_accepted_with_every_method() {
     }
 }
 
-/// A truncated body must not look complete: the upstream stream is reset, and nothing is sent
-/// again.
+/// A truncated body must not look complete, and its request must not be sent again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn http1_chunked_body_that_is_truncated_is_reset_upstream() {
     let peers = Peers::start(2);
     let proxy = peers.start_proxy(without_suspicion).await;
-    for cut in ["", "a\r\nhello", "5\r\nhello\r\n", "5\r\nhello\r\n0\r\n", "5\r\nhello\r\nzz\r\n"] {
-        for (method, silent) in [(Method::POST, true), (Method::POST, false), (Method::GET, true)] {
-            let name = format!("{method} {cut:?}, without close_notify: {silent}");
+    for body in ["", "a\r\nhello", "5\r\nhello\r\n", "5\r\nhello\r\n0\r\n", "5\r\nhello\r\nzz\r\n"]
+    {
+        for (method, abort) in [(Method::POST, true), (Method::POST, false), (Method::GET, true)] {
+            let name = format!("{method} {body:?}, without close_notify: {abort}");
             peers.set_actions([Action::after_body(Action::Answer(Reply::ok("{}")))]);
             let mut wire = wire::connect(&proxy, &peers.certs, "http/1.1").await;
-            wire.write_all(chunked(&method, CONFIGMAPS, cut).as_bytes()).await.unwrap();
+            wire.write_all(chunked_request(&method, CONFIGMAPS, body).as_bytes()).await.unwrap();
             until(&name, async || peers.requests().len() == 1).await;
-            if silent {
+            if abort {
                 drop(wire);
             } else {
                 wire.shutdown().await.unwrap();
@@ -168,35 +168,35 @@ async fn http1_chunked_body_that_is_truncated_is_reset_upstream() {
     }
 }
 
-/// At the end of a drain the client's connection is dropped, and hyper then ends the request body
-/// without an error.
+/// At the end of a drain jackstay drops the client's connection, and hyper then ends the request body without an
+/// error.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn http1_chunked_body_that_the_drain_interrupts_is_not_completed() {
+async fn http1_chunked_body_that_a_drain_interrupts_is_not_completed() {
     let peers = Peers::start(1);
     let drain = Duration::from_millis(50);
     let proxy = peers.start_proxy(|config| config.shutdown.drain_timeout = drain).await;
     peers.set_actions([Action::Hang]);
     let mut wire = wire::connect(&proxy, &peers.certs, "http/1.1").await;
-    let start = chunked(&Method::POST, CONFIGMAPS, "5\r\nhello\r\n");
-    wire.write_all(start.as_bytes()).await.unwrap();
+    let request = chunked_request(&Method::POST, CONFIGMAPS, "5\r\nhello\r\n");
+    wire.write_all(request.as_bytes()).await.unwrap();
     until("the request is sent", async || peers.requests().len() == 1).await;
     let stopped = tokio::task::spawn_blocking(move || proxy.running.stop());
-    assert!(soon("the end of jackstay", stopped).await.unwrap(), "no worker panicked");
+    assert!(soon("the end of jackstay", stopped).await.unwrap(), "a worker panicked");
     let accepted = || peers.accepted.load(std::sync::atomic::Ordering::Relaxed);
     let ended = || peers.ended.load(std::sync::atomic::Ordering::Relaxed);
-    until("its connections have ended", async || ended() == accepted()).await;
+    until("its upstream connections have ended", async || ended() == accepted()).await;
     assert_eq!(peers.completed(), []);
 }
 
-/// A write whose client sends the body only after a 100.
-fn expecting(path: &str, length: usize) -> String {
+/// The head of a write whose client sends the body only after a 100.
+fn expecting_head(path: &str, length: usize) -> String {
     format!(
         "POST {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nExpect: 100-continue\r\n\
          Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
     )
 }
 
-/// The head of a response, with its empty line.
+/// Reads the head of a response, up to its empty line.
 async fn head(wire: &mut Wire) -> String {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
@@ -211,20 +211,20 @@ async fn http1_expect_gets_100_before_the_apiserver_has_the_body() {
     let proxy = cluster.start().await;
     let object = config_map("expected", "1").to_string();
     let mut wire = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
-    wire.write_all(expecting(CONFIGMAPS, object.len()).as_bytes()).await.unwrap();
+    wire.write_all(expecting_head(CONFIGMAPS, object.len()).as_bytes()).await.unwrap();
     assert_eq!(head(&mut wire).await, "HTTP/1.1 100 Continue\r\n\r\n");
     wire.write_all(object.as_bytes()).await.unwrap();
     let response = response(&mut wire).await;
     assert!(response.starts_with("HTTP/1.1 201 "), "{response}");
 }
 
-/// The client need not send a body that jackstay cannot forward.
+/// The client need not send a body that jackstay could not forward.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn http1_expect_gets_the_error_when_no_upstream_stream_opens() {
     let certs = Certs::new();
     let proxy = certs.start(certs.config(&[refusing_address()]));
     let mut wire = wire::connect(&proxy, &certs, "http/1.1").await;
-    wire.write_all(expecting(CONFIGMAPS, 1000).as_bytes()).await.unwrap();
+    wire.write_all(expecting_head(CONFIGMAPS, 1000).as_bytes()).await.unwrap();
     let head = head(&mut wire).await;
     assert!(head.starts_with("HTTP/1.1 503 "), "{head}");
 }
@@ -239,11 +239,11 @@ async fn expect_is_never_sent_upstream() {
         let headers = [("content-type", "application/json"), ("expect", "100-continue")];
         let object = config_map(name, "1").to_string();
         let reply =
-            soon("an response", client.request(Method::POST, CONFIGMAPS, &headers, object)).await;
+            soon("a response", client.request(Method::POST, CONFIGMAPS, &headers, object)).await;
         assert_eq!(reply.unwrap().status, 201, "{name}");
     }
     let records = cluster.state.audit().select(|r| r.verb == "create");
     assert_eq!(records.len(), 2);
-    let seen = records.iter().flat_map(|r| &r.header_names).find(|name| *name == "expect");
-    assert_eq!(seen, None);
+    let forwarded = records.iter().flat_map(|r| &r.header_names).find(|name| *name == "expect");
+    assert_eq!(forwarded, None);
 }

@@ -1,5 +1,5 @@
-//! Upstreams that misbehave while a watch is resumed: each mechanism has a limit, after which the
-//! watch ends in a way from which the client continues.
+//! Upstreams that fail while a watch is resumed. Resumes are limited; when a limit is reached, the watch ends in
+//! a way that lets the client continue.
 
 use crate::scripted_peer::{
     Action, BOOKMARK, END_HEADERS, FIRST, HEADERS, INTERNAL_ERROR, NO_ERROR, Peers, Reply, SECOND,
@@ -16,13 +16,13 @@ use jackstay::demo::client::{Client, next_data};
 use jackstay::demo::pki::Subject;
 use std::time::{Duration, Instant};
 
-/// On a busy machine a PONG may take long; no connection must be suspected for it.
+/// On a busy machine a PONG may take long, and jackstay must not suspect its connection.
 fn tolerate_late_pongs(config: &mut Config) {
     config.upstreams[0].health.suspect_after = Some(Duration::from_secs(5));
     config.upstreams[0].health.dead_after = Duration::from_secs(10);
 }
 
-/// Peers, jackstay in front of them, and a client.
+/// Peers, jackstay in front of them with [`tolerate_late_pongs`], and a client.
 async fn setup(count: usize) -> (Peers, Proxy, Client) {
     setup_with(count, tolerate_late_pongs).await
 }
@@ -38,7 +38,7 @@ async fn watch_with(client: &Client, query: &str) -> Incoming {
     response.into_body()
 }
 
-/// The rest of a body, and whether it ends cleanly.
+/// Reads a body to its end. Returns the data, and whether the end is clean.
 async fn rest(mut body: Incoming, limit: Duration) -> (String, bool) {
     let mut got = Vec::new();
     let reading = async {
@@ -54,20 +54,21 @@ async fn rest(mut body: Incoming, limit: Duration) -> (String, bool) {
     (String::from_utf8(got).unwrap(), clean)
 }
 
-/// Events on a stream that is then reset.
-fn then_reset(events: &[&str]) -> Action {
+/// Sends events and then resets the stream.
+fn events_then_reset(events: &[&str]) -> Action {
     Action::partial(Reply::ok(&lines(events)), |id| reset(id, INTERNAL_ERROR))
 }
 
-/// Every stream that takes the watch over is lost immediately. After twelve resumes in a minute the
-/// watch ends cleanly, so that the client watches repeated without a list.
+/// Every stream to which the watch is resumed is lost immediately. After a clean end the client watches again
+/// without a LIST.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_ends_cleanly_after_12_resumes_a_minute() {
+async fn watch_ends_cleanly_after_12_resumes_within_a_minute() {
     let (peers, proxy, client) = setup(2).await;
     peers.set_actions(
-        std::iter::once(then_reset(&[FIRST])).chain((0..100).map(|_| then_reset(&[]))),
+        std::iter::once(events_then_reset(&[FIRST]))
+            .chain((0..100).map(|_| events_then_reset(&[]))),
     );
-    // The pauses between them grow to about 8 s in all.
+    // The sum of the growing pauses between the resumes is about 8 s.
     let received = rest(watch(&client).await, Duration::from_secs(60)).await;
     assert_eq!(received, (lines(&[FIRST]), true));
     let seen = peers.requests().len();
@@ -77,25 +78,24 @@ async fn watch_ends_cleanly_after_12_resumes_a_minute() {
     assert!(resumed <= 12.0, "{resumed}");
 }
 
-/// The server's own end is forwarded also on a stream that has just taken the watch over.
+/// The server ends the stream to which the watch has just been resumed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn end_of_a_resumed_stream_is_forwarded() {
+async fn clean_end_after_a_resume_is_forwarded() {
     let (peers, _proxy, client) = setup(2).await;
     peers.set_default(Reply::ok(""));
-    peers.set_actions([then_reset(&[FIRST])]);
+    peers.set_actions([events_then_reset(&[FIRST])]);
     let received = rest(watch(&client).await, Duration::from_secs(30)).await;
     assert_eq!(received, (lines(&[FIRST]), true));
     assert_eq!(peers.requests().len(), 2);
 }
 
-/// The resumed stream repeats an event that the client has already, so its history cannot be
-/// trusted.
+/// The new stream repeats an event that the client already has, so jackstay does not trust its history.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn repeated_event_after_a_resume_ends_the_watch_cleanly() {
     let (peers, _proxy, client) = setup(2).await;
     let repeated = [FIRST; 100];
     peers.set_actions([
-        then_reset(&[FIRST]),
+        events_then_reset(&[FIRST]),
         Action::partial(Reply::ok(&lines(&repeated)), |_| Vec::new()),
     ]);
     let received = rest(watch(&client).await, Duration::from_secs(30)).await;
@@ -103,57 +103,56 @@ async fn repeated_event_after_a_resume_ends_the_watch_cleanly() {
     until("the stream is reset", async || !peers.resets().is_empty()).await;
 }
 
-/// The client has not asked for bookmarks: they are dropped, nothing stays buffered, and later
-/// events are forwarded.
+/// The client has not asked for bookmarks, and no frame stays buffered.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn repeated_bookmarks_after_a_resume_are_dropped() {
+async fn repeated_bookmarks_after_a_resume_are_dropped_and_later_events_forwarded() {
     let (peers, proxy, client) = setup(2).await;
     let mut bookmarks = vec![BOOKMARK; 100];
     bookmarks.push(SECOND);
     let second = Reply::ok(&lines(&bookmarks));
-    peers.set_actions([then_reset(&[FIRST]), Action::Answer(second)]);
+    peers.set_actions([events_then_reset(&[FIRST]), Action::Answer(second)]);
     let received = rest(watch(&client).await, Duration::from_secs(30)).await;
     assert_eq!(received, (lines(&[FIRST, SECOND]), true));
     let buffered = proxy.metric("jackstay_held_frame_bytes").await;
     assert!(buffered.abs() < 1.0, "{buffered}");
 }
 
-/// Both endpoints send Retry-After; jackstay asks the one with the shorter time again, when that
-/// time has passed.
+/// Both endpoints refuse the resume with a Retry-After. jackstay waits for the shorter time and asks that
+/// endpoint again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn resume_waits_for_retry_after() {
     let (peers, _proxy, client) = setup(2).await;
     let busy = |time| Action::Answer(Reply::status("429", "{}").header("retry-after", time));
     peers.set_default(Reply::ok(&lines(&[SECOND])));
-    peers.set_actions([then_reset(&[FIRST]), busy("25"), busy("2")]);
+    peers.set_actions([events_then_reset(&[FIRST]), busy("25"), busy("2")]);
     let start = Instant::now();
     let received = rest(watch(&client).await, Duration::from_secs(30)).await;
     assert_eq!(received, (lines(&[FIRST, SECOND]), true));
     let seen = peers.requests();
     let peers: Vec<_> = seen.iter().map(|request| request.peer).collect();
     assert_eq!(seen.len(), 4, "{peers:?}");
-    assert_ne!(peers[1], peers[2], "each endpoint once");
-    assert_eq!(peers[3], peers[2], "the other Retry-After is far away");
+    assert_ne!(peers[1], peers[2], "an endpoint was asked twice before its Retry-After");
+    assert_eq!(peers[3], peers[2], "the endpoint with the longer Retry-After was asked");
     assert!(start.elapsed() >= Duration::from_secs(2), "{:?}", start.elapsed());
 }
 
-/// The server answers PINGs and not the request: after 10 s the watch goes to another endpoint. The
-/// client has no time limit of its own.
+/// The server answers PINGs but sends no response head. The attempt is abandoned after 10 s, because the client
+/// of a running watch has no timeout that would end the wait.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn resume_attempt_without_a_response_goes_to_another_endpoint() {
+async fn resume_without_a_response_head_is_tried_on_another_endpoint() {
     let (peers, _proxy, client) = setup(2).await;
     peers.set_default(Reply::ok(&lines(&[SECOND])));
-    peers.set_actions([then_reset(&[FIRST]), Action::Hang]);
+    peers.set_actions([events_then_reset(&[FIRST]), Action::Hang]);
     let received = rest(watch(&client).await, Duration::from_secs(60)).await;
     assert_eq!(received, (lines(&[FIRST, SECOND]), true));
     let seen = peers.requests();
-    assert!(seen.len() == 3 && seen[1].peer != seen[2].peer, "another endpoint: {seen:?}");
+    assert!(seen.len() == 3 && seen[1].peer != seen[2].peer, "{seen:?}");
     until("the attempt is reset", async || !peers.resets().is_empty()).await;
 }
 
-/// Half a frame is buffered, counted in a metric, and released when the client disconnects.
+/// The part of an event that has arrived is counted in a metric, and released when the client disconnects.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn buffered_part_of_a_frame_is_counted() {
+async fn buffered_part_of_an_event_is_counted() {
     let (peers, proxy, client) = setup(1).await;
     let half = format!("{FIRST}\n{}", &SECOND[..50]);
     peers.set_actions([Action::raw(move |id| {
@@ -164,16 +163,15 @@ async fn buffered_part_of_a_frame_is_counted() {
     let first = soon("the first event", next_data(&mut body)).await.unwrap().unwrap();
     assert_eq!(first, lines(&[FIRST]));
     let buffered = async || proxy.metric("jackstay_held_frame_bytes").await as usize;
-    until("the other half is buffered", async || buffered().await >= 50).await;
+    until("the incomplete event is buffered", async || buffered().await >= 50).await;
     drop(body);
     until("nothing is buffered", async || buffered().await == 0).await;
 }
 
-/// client-go repeats a `WatchList` that ends before the bookmark it waits for, and falls back to a
-/// LIST if the stream is reset. A watch that waits for no bookmark would look complete after a
-/// clean end.
+/// client-go repeats a `WatchList` that ends before the bookmark that it expects, but falls back to a LIST if
+/// the stream is reset. Without such a bookmark, initial events that end cleanly would look complete.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_list_lost_in_its_initial_events_ends_cleanly() {
+async fn watch_lost_during_its_initial_events_ends_cleanly_only_if_it_expects_a_bookmark() {
     let (peers, _proxy, client) = setup(2).await;
     let list = "sendInitialEvents=true&resourceVersionMatch=NotOlderThan";
     for (query, clean) in [
@@ -181,7 +179,7 @@ async fn watch_list_lost_in_its_initial_events_ends_cleanly() {
         (list.to_owned(), false),
         ("allowWatchBookmarks=true".to_owned(), false),
     ] {
-        // Closed when the client has the first event: a reset overtakes data that waits to be sent.
+        // The peer closes the connection instead of resetting the stream, because a reset overtakes the event.
         peers.set_actions([Action::PartialThenClose(Reply::ok(&lines(&[FIRST])))]);
         let received = rest(watch_with(&client, &query).await, Duration::from_secs(30)).await;
         assert_eq!(received, (lines(&[FIRST]), clean), "{query}");
@@ -189,24 +187,24 @@ async fn watch_list_lost_in_its_initial_events_ends_cleanly() {
     }
 }
 
-/// A watch that starts at the server's present version would start later when repeated. After a
-/// bookmark its version is known.
+/// A watch without a resource version starts at the server's present version. If it were repeated, it would
+/// start at a later version and miss events. A bookmark tells its version.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watch_without_a_version_resumes_only_after_a_bookmark() {
     let (peers, _proxy, client) = setup(2).await;
     peers.set_default(Reply::ok(&lines(&[SECOND])));
     let query = "sendInitialEvents=false&resourceVersionMatch=NotOlderThan";
-    peers.set_actions([then_reset(&[])]);
+    peers.set_actions([events_then_reset(&[])]);
     let received = rest(watch_with(&client, query).await, Duration::from_secs(30)).await;
     assert_eq!(received, (String::new(), true));
     assert_eq!(peers.requests().len(), 1);
-    peers.set_actions([then_reset(&[BOOKMARK])]);
+    peers.set_actions([events_then_reset(&[BOOKMARK])]);
     let received = rest(watch_with(&client, query).await, Duration::from_secs(30)).await;
     assert_eq!(received, (lines(&[SECOND]), true));
     assert_eq!(peers.requests().len(), 2);
 }
 
-/// jackstay in front of one peer, with a credential that a test can replace.
+/// jackstay in front of one peer, with an identity whose certificate a test can replace.
 struct Rotation {
     peers: Peers,
     proxy: Proxy,
@@ -230,22 +228,22 @@ impl Rotation {
         Self { peers, proxy }
     }
 
-    fn replace_credential(&self) {
+    fn replace_certificate(&self) {
         let dir = self.peers.certs.path();
         replace_symlink(&dir.join("current.pem"), &dir.join("second.pem"));
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_keeps_a_replaced_certificate_until_another_stream_accepts_it() {
+async fn watch_stays_on_a_replaced_certificate_until_another_stream_accepts_it() {
     let rotation = Rotation::start().await;
     let Rotation { peers, proxy } = &rotation;
     let client = proxy.client().await;
-    expect_move_after_two_refusals(peers, &client, |_| rotation.replace_credential()).await;
+    expect_move_after_two_refusals(peers, &client, |_| rotation.replace_certificate()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_keeps_a_removed_endpoint_until_another_stream_accepts_it() {
+async fn watch_stays_on_a_removed_endpoint_until_another_stream_accepts_it() {
     let peers = Peers::start(2);
     let file = peers.certs.path().join("endpoints");
     replace_file(&file, &to_strings(&peers.addresses).join("\n"));
@@ -261,13 +259,12 @@ async fn watch_keeps_a_removed_endpoint_until_another_stream_accepts_it() {
     expect_move_after_two_refusals(&peers, &client, remove).await;
 }
 
-/// Expects that a watch moves away from its connection after `give_reason` has been called with its
-/// peer. It stays on its stream while the other connection refuses it, by a status and by an ERROR
-/// event, and moves to a stream that accepts it.
+/// Starts a watch, calls `trigger_move` with its peer, and expects it to move. Two attempts are refused, one by
+/// a status and one by an ERROR event, and the watch stays on its stream. The third attempt succeeds.
 async fn expect_move_after_two_refusals(
     peers: &Peers,
     client: &Client,
-    give_reason: impl FnOnce(usize),
+    trigger_move: impl FnOnce(usize),
 ) {
     const TOO_OLD: &str =
         r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","code":410}}"#;
@@ -280,9 +277,9 @@ async fn expect_move_after_two_refusals(
     let mut body = watch(client).await;
     let first = soon("an event", next_data(&mut body)).await.unwrap().unwrap();
     assert_eq!(first, lines(&[FIRST]));
-    give_reason(peers.requests()[0].peer);
-    until("another connection is tried", async || peers.requests().len() >= 2).await;
-    // The next attempt is at least 2 s later, and fails too.
+    trigger_move(peers.requests()[0].peer);
+    until("another stream is tried", async || peers.requests().len() >= 2).await;
+    // The next attempt comes at least 2 s later and fails too, so the watch must not have moved yet.
     assert_eq!(peers.resets(), [], "the old stream was reset too early");
     let received = rest(body, Duration::from_secs(60)).await;
     assert_eq!(received, (lines(&[SECOND]), true));
@@ -296,7 +293,7 @@ async fn expect_move_after_two_refusals(
     .await;
 }
 
-/// A GOAWAY alone does not move a watch.
+/// A GOAWAY alone would not move the watch.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watch_moves_from_a_draining_connection_when_its_certificate_is_replaced() {
     let rotation = Rotation::start().await;
@@ -309,7 +306,7 @@ async fn watch_moves_from_a_draining_connection_when_its_certificate_is_replaced
     let mut body = watch(&client).await;
     let first = soon("an event", next_data(&mut body)).await.unwrap().unwrap();
     assert_eq!(first, lines(&[FIRST]));
-    rotation.replace_credential();
+    rotation.replace_certificate();
     assert_eq!(rest(body, Duration::from_secs(60)).await, (lines(&[SECOND]), true));
     assert_eq!(peers.requests().len(), 2);
 }

@@ -1,5 +1,5 @@
-//! Every cell of the retry table, with real frames: what the client sees, and how many peers see
-//! the request.
+//! Every cell of the retry table (kind of request × fault) with real frames: the response that the client gets,
+//! and the number of upstream requests.
 
 use crate::scripted_peer::{
     Action, CANCEL, END_HEADERS, FIRST, HEADERS, INTERNAL_ERROR, NO_ERROR, Peers, REFUSED_STREAM,
@@ -13,7 +13,7 @@ use serde_json::Value;
 use std::io;
 use std::time::Duration;
 
-/// A request of the table.
+/// A request in the table.
 struct Row {
     name: &'static str,
     kind: Kind,
@@ -28,7 +28,8 @@ enum Kind {
     Watch,
     Log,
     Write,
-    Safe,
+    /// A POST without side effects: a review or a dry run.
+    SafePost,
 }
 
 const REVIEW: &str = r#"{"kind":"SubjectAccessReview","spec":{"user":"a"}}"#;
@@ -60,32 +61,36 @@ fn rows() -> Vec<Row> {
         row("eviction", Kind::Write, Method::POST, &format!("{pod}/eviction"), "{}"),
         row(
             "review",
-            Kind::Safe,
+            Kind::SafePost,
             Method::POST,
             "/apis/authorization.k8s.io/v1/subjectaccessreviews",
             REVIEW,
         ),
-        row("dry run", Kind::Safe, Method::POST, &format!("{CONFIGMAPS}?dryRun=All"), "{}"),
+        row("dry run", Kind::SafePost, Method::POST, &format!("{CONFIGMAPS}?dryRun=All"), "{}"),
     ]
 }
 
-/// How far a request got.
+/// The progress of a request when a fault occurs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Stage {
+    /// The server has declared that it has not processed the request.
     Unprocessed,
+    /// No response head has arrived.
     Sent,
+    /// The response head has arrived.
     Head,
-    /// In a short body, of which nothing is forwarded if the request may be sent again.
+    /// Less than 64 KiB of the body have arrived. jackstay has not forwarded them if the request may be sent again.
     ShortBody,
+    /// At least 64 KiB of the body have arrived.
     Body,
-    /// A complete response with this status.
+    /// The response is complete and has this status.
     Answer(u16),
 }
 
 fn faults() -> Vec<(&'static str, Stage, Action)> {
     let short_body = || Reply::ok(&format!("{FIRST}\n{}", &SECOND[..20]));
-    // One full frame, which is more than jackstay buffers.
-    let partial = || {
+    // 64 KiB, from which size jackstay forwards a response before its end.
+    let long_body = || {
         let mut reply = short_body();
         reply.body.resize(64 * 1024, b' ');
         reply
@@ -126,27 +131,27 @@ fn faults() -> Vec<(&'static str, Stage, Action)> {
             Action::after_body(Action::raw(|id| reset(id, REFUSED_STREAM))),
         ),
         (
-            "GOAWAY below",
+            "GOAWAY that excludes the request",
             Stage::Unprocessed,
             Action::raw(|id| goaway(id.saturating_sub(2), NO_ERROR)),
         ),
         (
-            "GOAWAY below with an error",
+            "GOAWAY with an error that excludes the request",
             Stage::Unprocessed,
             Action::raw(|id| goaway(id.saturating_sub(2), INTERNAL_ERROR)),
         ),
         ("429 of a shutdown", Stage::Unprocessed, Action::Answer(closing_429)),
         ("503 of a shutdown", Stage::Unprocessed, Action::Answer(closing_503)),
-        ("GOAWAY above, then closed", Stage::Sent, Action::GoAwayThenClose),
+        ("GOAWAY that includes the request, then closed", Stage::Sent, Action::GoAwayThenClose),
         ("closed", Stage::Sent, Action::Close),
         ("closed after the body", Stage::Sent, Action::after_body(Action::Close)),
         ("head, then closed", Stage::Head, Action::PartialThenClose(empty())),
         ("short body, then closed", Stage::ShortBody, Action::PartialThenClose(short_body())),
-        ("mid-body, then closed", Stage::Body, Action::PartialThenClose(partial())),
+        ("mid-body, then closed", Stage::Body, Action::PartialThenClose(long_body())),
         (
-            "mid-body, then GOAWAY below",
+            "mid-body, then GOAWAY that excludes the request",
             Stage::Body,
-            Action::partial(partial(), |id| {
+            Action::partial(long_body(), |id| {
                 [goaway(id.saturating_sub(2), NO_ERROR), reset(id, CANCEL)].concat()
             }),
         ),
@@ -173,22 +178,23 @@ fn faults() -> Vec<(&'static str, Stage, Action)> {
         faults.push((
             name("mid-body"),
             Stage::Body,
-            Action::partial(partial(), move |id| reset(id, code)),
+            Action::partial(long_body(), move |id| reset(id, code)),
         ));
     }
     faults
 }
 
-/// A response as the client saw it.
-struct Seen {
-    /// Status and headers, if they arrived.
+/// The response that a client has received.
+struct Received {
+    /// `None` if the request failed before.
     head: Option<http::response::Parts>,
     body: BytesMut,
     error: Option<io::Error>,
 }
 
-impl Seen {
-    async fn of(client: &Client, row: &Row) -> Self {
+impl Received {
+    /// Sends a request and reads its response.
+    async fn send(client: &Client, row: &Row) -> Self {
         let headers = [("content-type", "application/json")];
         let mut got = Self { head: None, body: BytesMut::new(), error: None };
         match client.send(row.method.clone(), &row.path, &headers, row.body).await {
@@ -216,16 +222,17 @@ impl Seen {
     }
 }
 
-/// The expected response, and the number of peers that see the request.
 #[derive(Debug, PartialEq)]
 enum Expected {
-    /// Sent again, and 200.
+    /// The request is sent twice, and the client gets 200.
     Retried,
-    /// Sent once, and 502.
+    /// The request is sent once, and the client gets 502.
     Failed,
+    /// The client gets the response of the server.
     Forwarded(u16),
-    /// Incomplete.
+    /// The client gets an incomplete response.
     Reset,
+    /// The watch continues on another stream.
     Resumed,
 }
 
@@ -234,18 +241,19 @@ fn expected(kind: Kind, stage: Stage) -> Expected {
         (_, Stage::Answer(code)) => Expected::Forwarded(code),
         (Kind::Watch, Stage::ShortBody | Stage::Body) => Expected::Resumed,
         (_, Stage::Unprocessed)
-        | (Kind::Read | Kind::Watch | Kind::Log | Kind::Safe, Stage::Sent | Stage::Head)
-        | (Kind::Read | Kind::Safe, Stage::ShortBody) => Expected::Retried,
+        | (Kind::Read | Kind::Watch | Kind::Log | Kind::SafePost, Stage::Sent | Stage::Head)
+        | (Kind::Read | Kind::SafePost, Stage::ShortBody) => Expected::Retried,
         (Kind::Write, Stage::Sent) => Expected::Failed,
         (_, Stage::Head | Stage::ShortBody | Stage::Body) => Expected::Reset,
     }
 }
 
-async fn check_every_cell(client: &Client, peers: &Peers, http2: bool) -> usize {
+/// Checks every cell of the table over HTTP/2. Returns their number.
+async fn check_every_cell(client: &Client, peers: &Peers) -> usize {
     let mut cells = 0;
     for (name, stage, action) in faults() {
         for row in rows() {
-            let cell = format!("{} × {name} (http2: {http2})", row.name);
+            let cell = format!("{} × {name} (HTTP/2)", row.name);
             let reply = if row.kind == Kind::Watch {
                 Reply::ok(&format!("{SECOND}\n"))
             } else {
@@ -253,8 +261,8 @@ async fn check_every_cell(client: &Client, peers: &Peers, http2: bool) -> usize 
             };
             peers.set_default(reply);
             peers.set_actions([action.clone()]);
-            let got = soon(&cell, Seen::of(client, &row)).await;
-            let seen = peers.requests().len();
+            let got = soon(&cell, Received::send(client, &row)).await;
+            let sent = peers.requests().len();
             if let Some(error) = got.error.as_ref().and_then(h2_error) {
                 assert!(!error.is_go_away(), "{cell}: GOAWAY");
                 assert_ne!(error.reason(), Some(h2::Reason::REFUSED_STREAM), "{cell}");
@@ -262,29 +270,29 @@ async fn check_every_cell(client: &Client, peers: &Peers, http2: bool) -> usize 
             }
             let clean = got.error.is_none();
             let body = String::from_utf8_lossy(&got.body).into_owned();
-            let facts = format!("{cell}: {} {body:?} {:?}", got.status(), got.error);
+            let details = format!("{cell}: {} {body:?} {:?}", got.status(), got.error);
             match expected(row.kind, stage) {
                 Expected::Retried => {
-                    assert_eq!((got.status(), clean, seen), (200, true, 2), "{facts}");
+                    assert_eq!((got.status(), clean, sent), (200, true, 2), "{details}");
                 }
                 Expected::Failed => {
-                    assert_eq!((got.status(), clean, seen), (502, true, 1), "{facts}");
+                    assert_eq!((got.status(), clean, sent), (502, true, 1), "{details}");
                     let head = got.head.unwrap();
-                    assert!(!head.headers.contains_key("retry-after"), "{facts}");
+                    assert!(!head.headers.contains_key("retry-after"), "{details}");
                     let status: Value = serde_json::from_str(&body).unwrap();
                     assert_eq!((&status["kind"], &status["code"]), (&"Status".into(), &502.into()));
                 }
                 Expected::Forwarded(code) => {
-                    assert_eq!((got.status(), clean, seen), (code, true, 1), "{facts}");
+                    assert_eq!((got.status(), clean, sent), (code, true, 1), "{details}");
                 }
                 Expected::Reset => {
-                    // A reset that follows the head immediately may discard it.
-                    assert!(matches!(got.status(), 0 | 200), "{facts}");
-                    assert_eq!((clean, seen), (false, 1), "{facts}");
+                    // A reset that immediately follows the response head may discard the head.
+                    assert!(matches!(got.status(), 0 | 200), "{details}");
+                    assert_eq!((clean, sent), (false, 1), "{details}");
                 }
                 Expected::Resumed => {
-                    assert_eq!((got.status(), clean, seen), (200, true, 2), "{facts}");
-                    assert_eq!(body, format!("{FIRST}\n{SECOND}\n"), "{facts}");
+                    assert_eq!((got.status(), clean, sent), (200, true, 2), "{details}");
+                    assert_eq!(body, format!("{FIRST}\n{SECOND}\n"), "{details}");
                 }
             }
             cells += 1;
@@ -296,7 +304,7 @@ async fn check_every_cell(client: &Client, peers: &Peers, http2: bool) -> usize 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn retry_table_holds_over_http2() {
     let (peers, _proxy, client) = setup(2).await;
-    let cells = check_every_cell(&client, &peers, true).await;
+    let cells = check_every_cell(&client, &peers).await;
     println!("{cells} cells over HTTP/2, one client connection");
     assert!(!client.is_closed());
 }
@@ -311,44 +319,44 @@ async fn retry_table_holds_over_http1() {
             let cell = format!("{} × {name} (HTTP/1.1)", row.name);
             peers.set_actions([action.clone()]);
             let client = proxy.client_over(false).await;
-            let got = soon(&cell, Seen::of(&client, row)).await;
+            let got = soon(&cell, Received::send(&client, row)).await;
             let clean = got.error.is_none();
-            let facts = format!("{cell}: {} {:?} {:?}", got.status(), got.body, got.error);
+            let details = format!("{cell}: {} {:?} {:?}", got.status(), got.body, got.error);
             match expected(row.kind, stage) {
-                Expected::Retried => assert_eq!((got.status(), clean), (200, true), "{facts}"),
-                Expected::Failed => assert_eq!((got.status(), clean), (502, true), "{facts}"),
+                Expected::Retried => assert_eq!((got.status(), clean), (200, true), "{details}"),
+                Expected::Failed => assert_eq!((got.status(), clean), (502, true), "{details}"),
                 Expected::Forwarded(code) => {
-                    assert_eq!((got.status(), clean), (code, true), "{facts}");
+                    assert_eq!((got.status(), clean), (code, true), "{details}");
                 }
                 Expected::Reset | Expected::Resumed => {
-                    assert!(matches!(got.status(), 0 | 200) && !clean, "{facts}");
+                    assert!(matches!(got.status(), 0 | 200) && !clean, "{details}");
                 }
             }
         }
     }
 }
 
-/// An incomplete head is no response.
+/// An incomplete response head counts as no response, so only a write must not be retried.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn request_is_retried_when_the_head_is_incomplete() {
+async fn safe_request_is_retried_when_the_response_head_is_incomplete() {
     let (peers, _proxy, client) = setup(2).await;
     for row in rows() {
         let half = Action::raw(|id| {
             let head = fields(&[(":status", "200"), ("content-type", "application/json")]);
-            // The head would continue in a CONTINUATION; another frame follows.
+            // A CONTINUATION with the rest of the header block would have to follow.
             [frame(HEADERS, 0, id, &head[..9]), frame(HEADERS, END_HEADERS, id, &head)].concat()
         });
         peers.set_actions([half]);
-        let got = soon(row.name, Seen::of(&client, &row)).await;
-        let seen = peers.requests().len();
+        let got = soon(row.name, Received::send(&client, &row)).await;
+        let sent = peers.requests().len();
         match row.kind {
-            Kind::Write => assert_eq!((got.status(), seen), (502, 1), "{}", row.name),
-            _ => assert_eq!((got.status(), seen), (200, 2), "{}", row.name),
+            Kind::Write => assert_eq!((got.status(), sent), (502, 1), "{}", row.name),
+            _ => assert_eq!((got.status(), sent), (200, 2), "{}", row.name),
         }
     }
 }
 
-/// Why a failed request was not sent again.
+/// A write must not be sent again, and a read is sent five times at most.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn refused_retry_is_counted_with_its_reason() {
     let (peers, proxy, client) = setup(2).await;
@@ -365,26 +373,26 @@ async fn refused_retry_is_counted_with_its_reason() {
     }
 }
 
-/// A GET may have a body too: only a completely buffered one can be sent again.
+/// Even a GET may have a body. Bodies of up to 3 MiB are buffered.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn request_is_not_retried_when_its_body_is_not_buffered() {
     let (peers, _proxy, client) = setup(2).await;
     peers.set_default(Reply::ok("{}"));
-    for (size, status, seen) in [(1 << 20, 200, 2), (4 << 20, 502, 1)] {
+    for (size, status, sent) in [(1 << 20, 200, 2), (4 << 20, 502, 1)] {
         let refusal = Action::after_body(Action::raw(|id| reset(id, REFUSED_STREAM)));
         peers.set_actions([refusal]);
-        let sent = client.request(Method::GET, CONFIGMAPS, &[], "x".repeat(size));
-        let reply = soon("a response", sent).await.unwrap();
+        let request = client.request(Method::GET, CONFIGMAPS, &[], "x".repeat(size));
+        let reply = soon("a response", request).await.unwrap();
         let requests = peers.requests().len();
-        assert_eq!((reply.status.as_u16(), requests), (status, seen), "{size}: {:?}", reply.body);
+        assert_eq!((reply.status.as_u16(), requests), (status, sent), "{size}: {:?}", reply.body);
     }
 }
 
-/// Nothing of the short response has been forwarded, so the complete one comes from the other
-/// endpoint, also if the suspicion comes late: by the configuration, or because the machine stood
-/// still.
+/// The connection falls silent in mid-body. jackstay has forwarded nothing of the short body, so the client gets
+/// a complete response from the other endpoint. This holds too if the connection becomes suspect only after more
+/// than the second for which jackstay withholds a short body.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn read_is_hedged_when_its_response_stalls() {
+async fn read_is_hedged_when_its_connection_falls_silent_in_the_body() {
     tokio::join!(
         read_stalled_response(None),
         read_stalled_response(Some(Duration::from_millis(1_500)))
@@ -403,11 +411,11 @@ async fn read_stalled_response(suspect_after: Option<Duration>) {
     assert!(proxy.hedges("hedge").await >= 1.0);
 }
 
-/// Until a response is complete jackstay sends PINGs again and again. A connection that has
-/// delivered is otherwise checked only once.
+/// After the response head the peer answers one PING and no more. jackstay sends further PINGs until the response
+/// is complete.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn read_is_hedged_when_pings_stop_during_the_response() {
-    // No periodic PING is due in this test.
+    // No regular PING is due during the test.
     let (peers, _proxy, client) = setup_with(2, |config| {
         config.upstreams[0].health.ping_interval = Duration::from_secs(3_600);
     })
@@ -420,9 +428,9 @@ async fn read_is_hedged_when_pings_stop_during_the_response() {
     assert_eq!((reply.status.as_u16(), &reply.body[..]), (200, complete.as_bytes()));
 }
 
-/// Its connection answers PINGs.
+/// The response does not end, and its connection answers PINGs.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn slow_response_is_forwarded_as_it_arrives() {
+async fn incomplete_response_is_forwarded_while_its_connection_lives() {
     let (peers, _proxy, client) = setup(2).await;
     peers.set_actions([Action::partial(Reply::ok("first"), |_| Vec::new())]);
     let sent = client.send(Method::GET, CONFIGMAPS, &[], "");

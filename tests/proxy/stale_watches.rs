@@ -1,4 +1,5 @@
-//! A watch without bookmarks, with a clock of the test: in real time it would take minutes.
+//! The detection of a watch that gets no bookmarks. It takes minutes, so this test calls the rebalancer with
+//! times of its own.
 
 use crate::scripted_peer::{Action, BOOKMARK, FIRST, Peers, Reply, lines};
 use crate::support::{CONFIGMAPS, soon, terminate_mode, without_suspicion};
@@ -28,8 +29,8 @@ use std::time::Duration;
 use tokio::task::LocalSet;
 use tokio::time::Instant;
 
-/// The rebalancer's tick makes each watch check its bookmarks once a minute. The third check
-/// without a bookmark is counted in the endpoint's metric, once.
+/// Each tick of the rebalancer makes the watches check, once a minute, whether a bookmark has arrived since the
+/// last check. The third check without a bookmark increments the metric of the endpoint; later ones do not.
 #[tokio::test]
 async fn watch_without_bookmarks_is_counted_as_stale_once() {
     LocalSet::new().run_until(count_stale_watches()).await;
@@ -46,8 +47,9 @@ async fn count_stale_watches() {
     let credentials = Credentials::load(&config, &identities).unwrap();
     let shared = Upstream::new(config.clone(), credentials, &metrics);
     let address = &config.endpoints[0];
-    let of_endpoint = metrics.endpoint(&shared.name, &address.to_string());
-    shared.set_endpoints(vec![Endpoint::new(&shared.name, address, None, of_endpoint).unwrap()]);
+    let endpoint_metrics = metrics.endpoint(&shared.name, &address.to_string());
+    let endpoint = Endpoint::new(&shared.name, address, None, endpoint_metrics).unwrap();
+    shared.set_endpoints(vec![endpoint]);
     let pool = Pool::new(Arc::new(shared));
     let class = pool.class(CredentialClass::Token);
     let upstream = Rc::new(UpstreamClient::new(
@@ -61,10 +63,11 @@ async fn count_stale_watches() {
     let headers = HeaderMap::new();
     let info = RequestInfo::new(&parts);
     let watch = WatchRequest::new("watch", info.path(), info.query(), &headers, &[]).unwrap();
-    let of_listener = metrics.listener("apiserver");
-    let outcome = Outcome::begin(&of_listener, AccessLog::Off, Ipv4Addr::LOCALHOST.into(), &parts);
+    let listener_metrics = metrics.listener("apiserver");
+    let outcome =
+        Outcome::begin(&listener_metrics, AccessLog::Off, Ipv4Addr::LOCALHOST.into(), &parts);
     let (_trigger, drain) = drain::channel();
-    let outgoing = Box::new(ForwardedRequest {
+    let request = Box::new(ForwardedRequest {
         upstream,
         class: Rc::clone(&class),
         proof: IdentityProof::new(CredentialClass::Token, None),
@@ -75,19 +78,18 @@ async fn count_stale_watches() {
         drain: Some(drain),
         hedges_sent: Cell::new(0),
     });
-    // A watch is held until its pool has a connection; afterwards only this test runs the checks.
+    // The pool runs until it has a connection for the watch. Afterwards only this test runs the checks.
     let run = tokio::task::spawn_local(Pool::run(Rc::clone(&pool)));
-    let response = soon("a response", outgoing.forward(Box::new(outcome))).await;
+    let response = soon("a response", request.forward(Box::new(outcome))).await;
     run.abort();
     let Ok(response) = response else { panic!("no response") };
     let mut body = response.into_body();
     let permit = pool.acquire(&class, StreamRequirements::for_client(None)).await.unwrap();
     let connections = [Rc::clone(permit.connection())];
 
-    // The event precedes the bookmark in the same DATA frame, so both have been seen.
-    let mut next =
-        async || poll_fn(|cx| http_body::Body::poll_frame(Pin::new(&mut body), cx)).await;
-    let event = soon("the event", next()).await.unwrap().unwrap().into_data().unwrap();
+    // The bookmark follows the event in the same DATA frame, so jackstay has seen it too. It is not forwarded.
+    let next = poll_fn(|cx| http_body::Body::poll_frame(Pin::new(&mut body), cx));
+    let event = soon("the event", next).await.unwrap().unwrap().into_data().unwrap();
     assert!(
         event.starts_with(br#"{"type":"ADDED""#) && !event.windows(8).any(|w| w == b"BOOKMARK")
     );
@@ -108,5 +110,5 @@ async fn count_stale_watches() {
         let line = page.lines().find(|line| line.starts_with("jackstay_stale_watches_total{"));
         counted.push(line.map_or(0, |line| line.rsplit(' ').next().unwrap().parse().unwrap()));
     }
-    assert_eq!(counted, [0, 0, 0, 1, 1, 1, 1, 1], "the first check has seen a bookmark");
+    assert_eq!(counted, [0, 0, 0, 1, 1, 1, 1, 1], "before the first check a bookmark arrived");
 }

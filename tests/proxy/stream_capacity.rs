@@ -1,4 +1,4 @@
-//! Streams: many watches, thousands of cancelled watches, and no free stream.
+//! The use of upstream streams: by many watches, by cancelled watches, and when no stream is free.
 
 use crate::support::{
     CONFIGMAPS, PATIENCE, Proxy, TestCluster, config_map, join_all, soon, until, without_suspicion,
@@ -16,18 +16,18 @@ async fn many_watches_use_few_connections_without_waiting() {
     let path = cluster.watch_path();
     let mut watches = Vec::new();
     let mut slowest = Duration::ZERO;
-    // Ten at a time: jackstay opens a connection before the last one is full, so that no watch
-    // waits for it. The watches here wait until its handshake is done.
+    // Ten watches at a time. jackstay opens another connection before the present ones are full, and the test
+    // waits for its handshake, so no watch should have to wait for a stream.
     let other_client = proxy.client_with(&cluster.certs.anonymous()).await;
     let mut waited = 0.0;
     while watches.len() < 350 {
-        until("there is room for ten more", async || {
+        until("connections for ten more watches are live", async || {
             100 * proxy.connections("identity").await.len() >= watches.len() + 10
         })
         .await;
-        // When `/status` shows the connection as live, the pool may not know it yet: the worker has
-        // one thread.
-        soon("a turn of the worker", other_client.get(CONFIGMAPS)).await.unwrap();
+        // The pool of the worker learns of a new connection later than `/status`. It has done so when the
+        // worker, which has one thread, has served another request.
+        soon("a response of the worker", other_client.get(CONFIGMAPS)).await.unwrap();
         let waits = proxy.metric("jackstay_stream_waits_total").await;
         let all = (0..10).map(|_| {
             let (client, path) = (&client, &path);
@@ -59,11 +59,11 @@ async fn many_watches_use_few_connections_without_waiting() {
     }
 }
 
-/// The connections now, which include all of those before.
-async fn kept(proxy: &Proxy, before: Vec<String>) -> Vec<String> {
+/// Asserts that the live connections still include those in `connections`, and updates it.
+async fn expect_none_lost(proxy: &Proxy, connections: &mut Vec<String>) {
     let now = proxy.connections("identity-0").await;
-    assert!(before.iter().all(|c| now.contains(c)), "{before:?} {now:?}");
-    now
+    assert!(connections.iter().all(|c| now.contains(c)), "{connections:?} {now:?}");
+    *connections = now;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -72,38 +72,38 @@ async fn a_thousand_cancelled_watches_lose_no_connection() {
     let proxy = cluster.start().await;
     let client = proxy.client().await;
     let path = cluster.watch_path();
-    // The first request; those below may take longer than the header timeout.
+    // The watches below may take longer than the header timeout, which ends connections without a request.
     assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
     let counters = cluster.servers[0].counters();
-    // Enough streams for a thousand watches and two thousand cancelled ones, which keep their
-    // streams for a while: this test is about lost connections, not about opening them.
-    let (mut clients, mut warm) = (Vec::new(), Vec::new());
-    while warm.len() < 3000 {
-        if warm.len() % 1000 == 0 {
+    // First make jackstay open enough connections for 1,000 watches and 2,000 cancelled ones, which keep their
+    // streams for a while: this test is about losing connections, not about opening them.
+    let (mut clients, mut watches) = (Vec::new(), Vec::new());
+    while watches.len() < 3000 {
+        if watches.len() % 1000 == 0 {
             clients.push(proxy.client().await);
         }
         let client = clients.last().unwrap();
         let some = (0..10).map(|_| client.watch(&path));
-        warm.extend(soon("ten watches", join_all(some)).await.into_iter().map(Result::unwrap));
+        watches.extend(soon("ten watches", join_all(some)).await.into_iter().map(Result::unwrap));
     }
-    drop((warm, clients));
+    drop((watches, clients));
     until("the server's watches end", async || cluster.watches(0) == 0).await;
-    let mut before = proxy.connections("identity-0").await;
+    let mut connections = proxy.connections("identity-0").await;
     let lost = proxy.lost_connections().await;
     for round in 0..3 {
         let all = (0..1000).map(|_| client.send(Method::GET, &path, &[], ""));
-        // A slow machine needs long for this.
+        // A slow machine needs long for a thousand requests.
         let responses = timeout(6 * PATIENCE, join_all(all)).await.expect("a thousand watches");
         let refused = responses.iter().filter(|r| !r.as_ref().is_ok_and(|r| r.status() == 200));
         assert_eq!(refused.count(), 0, "round {round}");
-        before = kept(&proxy, before).await;
+        expect_none_lost(&proxy, &mut connections).await;
         drop(responses);
         // Other requests are not affected.
         assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200, "round {round}");
         until("the server's watches end", async || cluster.watches(0) == 0).await;
-        before = kept(&proxy, before).await;
+        expect_none_lost(&proxy, &mut connections).await;
     }
-    // Cancelled before the response.
+    // Now the watches are cancelled before the response.
     for round in 0..2 {
         let mut all: Vec<_> =
             (0..1000).map(|_| Box::pin(client.send(Method::GET, &path, &[], ""))).collect();
@@ -117,16 +117,16 @@ async fn a_thousand_cancelled_watches_lose_no_connection() {
         drop(all);
         assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200, "round {round}");
         until("the server's watches end", async || cluster.watches(0) == 0).await;
-        before = kept(&proxy, before).await;
+        expect_none_lost(&proxy, &mut connections).await;
     }
-    println!("{} connections, none lost", before.len());
+    println!("{} connections, none lost", connections.len());
     assert_eq!(
         proxy.lost_connections().await,
         lost,
         "a connection was lost between two reads of /status"
     );
-    assert!(!client.is_closed(), "no GOAWAY for the client");
-    assert_eq!(counters.goaways.load(Relaxed), 0);
+    assert!(!client.is_closed(), "jackstay closed the client's connection");
+    assert_eq!(counters.goaways.load(Relaxed), 0, "the server sent a GOAWAY");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -145,10 +145,10 @@ async fn requests_get_429_when_all_streams_are_used() {
     for _ in 0..18 {
         watches.push(soon("a watch", client.watch(&path)).await.unwrap());
     }
-    // The last tenth of the streams is not for watches.
+    // The last tenth of the streams is reserved for other requests.
     let start = Instant::now();
     let refused = soon("a refusal", client.get(&path)).await.unwrap();
-    println!("a watch above the share of watches gets 429 after {:?}", start.elapsed());
+    println!("a watch without a stream gets 429 after {:?}", start.elapsed());
     assert_eq!(refused.status, 429);
     assert_eq!(refused.headers["retry-after"], "1");
     assert_eq!(refused.json()["kind"], "Status");
@@ -158,10 +158,10 @@ async fn requests_get_429_when_all_streams_are_used() {
     }
     let waited = proxy.metric("jackstay_stream_waits_total").await - waits;
     assert!(waited < 1.0, "{waited} reads waited");
-    // Then no stream is left.
+    // Two reads occupy the last streams, and a write is refused.
     cluster.servers[0].set_faults(|faults| faults.hang = true);
     let (one, two) = (client.get(CONFIGMAPS), client.get(CONFIGMAPS));
-    let third = async {
+    let refused_write = async {
         until("two reads hang", async || {
             cluster.servers[0].counters().in_flight.load(Relaxed) >= 2
         })
@@ -172,11 +172,12 @@ async fn requests_get_429_when_all_streams_are_used() {
         assert_eq!(write.headers["retry-after"], "1");
         cluster.servers[0].set_faults(|faults| faults.hang = false);
     };
-    let (one, two, ()) = soon("all three", async { tokio::join!(one, two, third) }).await;
+    let all = async { tokio::join!(one, two, refused_write) };
+    let (one, two, ()) = soon("all three responses", all).await;
     assert_eq!((one.unwrap().status.as_u16(), two.unwrap().status.as_u16()), (200, 200));
     assert!(proxy.metric("jackstay_streams_exhausted").await >= 2.0);
     drop(watches.pop());
-    let mut again = soon("a watch", client.watch(&path)).await.unwrap();
+    let mut new_watch = soon("a watch", client.watch(&path)).await.unwrap();
     assert_eq!(client.post(CONFIGMAPS, &config_map("a", "1")).await.unwrap().status, 201);
-    soon("an event", again.next()).await.unwrap().unwrap();
+    soon("an event", new_watch.next()).await.unwrap().unwrap();
 }

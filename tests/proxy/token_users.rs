@@ -1,5 +1,4 @@
-//! Listeners whose clients use tokens and that have no identity: jackstay has no credential for
-//! `/readyz`.
+//! Listeners without an identity, whose clients use tokens: jackstay then has no credential for `/readyz`.
 
 use crate::support::{CONFIGMAPS, TestCluster, terminate_mode, until};
 use jackstay::config::Config;
@@ -9,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 const UNKNOWN: &str = "readiness unknown: set readyz.token_file";
 
-/// As `jackstay kubeconfig` configures it for a user with a token.
+/// The configuration that `jackstay kubeconfig` writes for a user with a token.
 fn without_credential(cluster: &TestCluster) -> Config {
     let mut config = cluster.config();
     config.upstreams[0].health.readyz.cert = None;
@@ -22,15 +21,15 @@ fn probe_times(cluster: &TestCluster, server: &str) -> Vec<SystemTime> {
     probes.into_iter().map(|record| record.time).collect()
 }
 
-/// The apiserver ends each connection after an anonymous request.
+/// The demo apiserver, like kube-apiserver, closes a connection after an anonymous request.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn endpoint_is_ready_while_connected_when_readyz_has_no_credential() {
     let cluster = TestCluster::new(2);
     cluster.state.add_token("alice", User::new("alice", &[]));
     let proxy = cluster.certs.start(without_credential(&cluster));
     proxy.wait_ready(2).await;
-    // Each has responded to an anonymous probe and closed its connection.
-    until("both have closed a connection", async || {
+    // Each server has responded to an anonymous probe, closed its connection and got another one.
+    until("both servers have closed a connection", async || {
         cluster.servers.iter().all(|server| {
             server.counters().goaways.load(Relaxed) == 1
                 && server.counters().open.load(Relaxed) == 1
@@ -50,7 +49,10 @@ async fn endpoint_is_ready_while_connected_when_readyz_has_no_credential() {
     let events = proxy.status().await["events"].as_array().unwrap().clone();
     let expected =
         |event: &serde_json::Value| event["kind"] == "endpoint" && event["to"] == "ready";
-    assert!(events.iter().all(expected) && events.len() == 2, "only two became ready: {events:?}");
+    assert!(
+        events.iter().all(expected) && events.len() == 2,
+        "other events than two endpoints that became ready: {events:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -88,7 +90,7 @@ async fn readyz_is_probed_with_a_token_when_its_file_appears() {
     assert_eq!(proxy.endpoints().await[0]["readiness"], "ok");
 }
 
-/// Probes of 5,000 nodes once a second each would overload an apiserver in trouble.
+/// If 5,000 nodes each sent a probe every second, they would overload a failing apiserver.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn probes_back_off_while_readyz_fails() {
     let cluster = TestCluster::new(1);
@@ -101,7 +103,8 @@ async fn probes_back_off_while_readyz_fails() {
     let times = probe_times(&cluster, "server-0");
     let gaps: Vec<_> = times.windows(2).map(|two| two[1].duration_since(two[0]).unwrap()).collect();
     println!("probed after {gaps:?}");
-    // 1 s, 2 s, 4 s, each within a fifth of it. A busy machine probes later, never sooner.
+    // The pauses are 1 s, 2 s and 4 s, each up to a fifth shorter or longer; 20 ms are left for the inaccuracy
+    // of the measurement. A busy machine probes later.
     for (gap, least) in gaps.iter().zip([780, 1_580, 3_180]) {
         assert!(*gap >= Duration::from_millis(least), "{gaps:?}");
     }

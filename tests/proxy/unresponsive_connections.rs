@@ -1,5 +1,6 @@
-//! Connections that do not respond for a while: a stopped process or a lost path. Requests that can
-//! move do, the others wait, and `/status` shows the difference.
+//! Upstream connections that do not respond for a while, because the process is stopped or the path is lost.
+//! Requests that another connection can serve leave, and the others wait. `/status` shows whether the process is
+//! stopped or the path is lost.
 
 use crate::scripted_peer::setup_with;
 use crate::support::stopwatch::Stopwatch;
@@ -16,17 +17,19 @@ use std::time::Duration;
 
 const PODS: &str = "/api/v1/namespaces/default/pods";
 const LOG: &str = "/api/v1/namespaces/default/pods/p/log?follow=true";
-/// A write in flight on a stopped process ends within this time.
+/// The promised limit for a write in flight on a stopped process.
 const WRITE_ENDS: Duration = Duration::from_secs(8);
 
 /// A followed log, read line by line.
 struct Log {
     body: Incoming,
     text: String,
+    /// The number of bytes of `text` that [`Log::next`] has returned.
     read: usize,
 }
 
 impl Log {
+    /// Creates a pod and follows its log.
     async fn start(client: &Client) -> Self {
         let pod = json!({ "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "p" } });
         assert_eq!(soon("a pod", client.post(PODS, &pod)).await.unwrap().status, 201);
@@ -36,7 +39,7 @@ impl Log {
         Self { body: response.into_body(), text: String::new(), read: 0 }
     }
 
-    /// The number of the next line, or how the log ended.
+    /// The number of the next line, or an error when the log has ended.
     async fn next(&mut self) -> Result<u64, String> {
         loop {
             if let Some((line, _)) = self.text[self.read..].split_once('\n') {
@@ -52,7 +55,8 @@ impl Log {
     }
 }
 
-/// jackstay behind relays, without rebalancing.
+/// Relays in front of the servers, and jackstay with this `tunnel_dead_after` in seconds and without
+/// rebalancing.
 async fn start(cluster: &TestCluster, tunnel_dead_after: u64) -> (Vec<FaultyRelay>, Proxy) {
     let change = |config: &mut Config| {
         config.upstreams[0].health.tunnel_dead_after = Duration::from_secs(tunnel_dead_after);
@@ -61,20 +65,21 @@ async fn start(cluster: &TestCluster, tunnel_dead_after: u64) -> (Vec<FaultyRela
     cluster.start_behind_relays(change).await
 }
 
+/// Loses the packets of all flows.
 fn lose(relays: &[FaultyRelay]) {
     let lost: usize = relays.iter().map(|relay| relay.drop_all_packets().unwrap()).sum();
     assert!(lost > 0);
 }
 
-/// The open streams of each client connection in this state.
-async fn in_state(proxy: &Proxy, state: &str) -> Vec<u64> {
+/// The number of open streams on each connection in this state, except those of the prober.
+async fn streams_in_state(proxy: &Proxy, state: &str) -> Vec<u64> {
     let endpoints = proxy.endpoints().await;
     let connections = endpoints.iter().flat_map(|e| e["connections"].as_array().unwrap());
-    let here = connections.filter(|c| c["state"] == state && c["class"] != "probe");
-    here.map(|c| c["streams"].as_u64().unwrap()).collect()
+    let in_state = connections.filter(|c| c["state"] == state && c["class"] != "probe");
+    in_state.map(|c| c["streams"].as_u64().unwrap()).collect()
 }
 
-/// The kernel of the stopped process buffers a part, and then closes its window.
+/// The kernel of the stopped process buffers a part of the body, and then closes its window.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn large_write_survives_a_process_that_is_stopped_for_3_s() {
     let cluster = TestCluster::new(1);
@@ -85,7 +90,7 @@ async fn large_write_survives_a_process_that_is_stopped_for_3_s() {
         object["data"]["large"] = "x".repeat(700_000).into();
         object
     };
-    // It must be the first write: each write that is read enlarges the kernel's buffer.
+    // This must be the first write, because the kernel enlarges the receive buffer when the process reads.
     cluster.servers[0].stop();
     let stopped = async {
         // The length of the fault.
@@ -112,8 +117,8 @@ async fn write_in_flight_on_a_stopped_process_gets_502() {
     expect_502_when_its_process_stops(&cluster, &proxy, client.post(CONFIGMAPS, &object)).await;
 }
 
-/// The upgrade has its own connection, which the kernel acknowledges: the other connections show
-/// that the process is stopped.
+/// An upgrade has a connection of its own, on which jackstay sends no PINGs and the kernel acknowledges all data.
+/// Only the other connections show that the process is stopped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn upgrade_in_flight_on_a_stopped_process_gets_502() {
     let cluster = TestCluster::new(2);
@@ -129,7 +134,7 @@ async fn upgrade_in_flight_on_a_stopped_process_gets_502() {
     .await;
 }
 
-/// Stops the process that has received this request and not responded to it.
+/// Stops the process that has received this request, before it responds, and expects a 502.
 async fn expect_502_when_its_process_stops(
     cluster: &TestCluster,
     proxy: &Proxy,
@@ -148,23 +153,22 @@ async fn expect_502_when_its_process_stops(
     };
     let both = tokio::time::timeout(4 * WRITE_ENDS, async { tokio::join!(write, stop) });
     let (reply, stopped) = both.await.expect("the write ends");
-    let (reply, took) = (reply.unwrap(), stopped.elapsed());
-    println!("the write ended {took:?} after the stop (promised {WRITE_ENDS:?})");
+    let (reply, duration) = (reply.unwrap(), stopped.elapsed());
+    println!("the write ended {duration:?} after the stop (promised {WRITE_ENDS:?})");
     assert_eq!(reply.status, 502, "{:?}", reply.body);
     assert!(!reply.headers.contains_key("retry-after"));
     let message = reply.json()["message"].as_str().unwrap().to_owned();
     assert!(message.contains("may or may not have been carried out"), "{message}");
     assert!(message.contains("stopped: kernel answers"), "{message}");
-    assert!(took < 2 * WRITE_ENDS, "{took:?}");
-    // Client connections drain for that reason and are not declared dead. The probe connection may
-    // be dead: a probe without a response ends with its connection.
+    assert!(duration < 2 * WRITE_ENDS, "{duration:?}");
+    // Connections for clients drain and are not declared dead.
     let mut dead = proxy.lost_connections().await;
     dead.retain(|lost| lost.contains(" to \"dead\""));
     assert_eq!(dead, [""; 0]);
     cluster.servers.iter().for_each(|server| server.set_faults(|faults| faults.hang = false));
 }
 
-/// A followed log cannot be resumed at its position; other requests move immediately.
+/// A followed log cannot be resumed at its position.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn followed_log_waits_on_a_lost_path_and_other_requests_move() {
     let cluster = TestCluster::new(1);
@@ -176,22 +180,26 @@ async fn followed_log_waits_on_a_lost_path_and_other_requests_move() {
         assert_eq!(soon("a line", log.next()).await, Ok(number));
     }
     lose(&relays);
-    until("only the log is left on the connection", async || {
-        in_state(&proxy, "unresponsive").await == [1]
+    until("only the log remains on the connection", async || {
+        streams_in_state(&proxy, "unresponsive").await == [1]
     })
     .await;
     let reply = soon("a write", client.post(CONFIGMAPS, &config_map("a", "1"))).await.unwrap();
     assert_eq!(reply.status, 201);
     until("the watch continues on another connection", async || watch.events().len() == 1).await;
-    assert_eq!(in_state(&proxy, "unresponsive").await, [1], "the log waits");
+    assert_eq!(streams_in_state(&proxy, "unresponsive").await, [1], "the log waits");
     relays.iter().for_each(FaultyRelay::clear_faults);
     for number in 5..=8 {
-        assert_eq!(soon("a line after the blackout", log.next()).await, Ok(number));
+        assert_eq!(soon("a line after the path is back", log.next()).await, Ok(number));
     }
-    assert_eq!(in_state(&proxy, "draining").await, [1], "the connection takes no new request");
+    assert_eq!(
+        streams_in_state(&proxy, "draining").await,
+        [1],
+        "the connection takes no new requests"
+    );
     drop(log);
     until("the connection is closed with its last stream", async || {
-        in_state(&proxy, "draining").await.is_empty()
+        streams_in_state(&proxy, "draining").await.is_empty()
     })
     .await;
     assert_eq!(watch.end(), None);
@@ -207,17 +215,17 @@ async fn write_in_flight_on_a_lost_path_ends_while_a_log_waits() {
     let (name, audit) = (cluster.servers[0].name(), cluster.state.audit());
     cluster.servers[0].set_faults(|faults| faults.hang = true);
     let object = config_map("a", "1");
-    let cut = async {
-        let there = || !audit.select(|r| r.server == name && r.verb == "create").is_empty();
-        until("the write is in flight", async || there()).await;
+    let lose_path = async {
+        let received = || !audit.select(|r| r.server == name && r.verb == "create").is_empty();
+        until("the write is in flight", async || received()).await;
         lose(&relays);
     };
-    let both = async { tokio::join!(client.post(CONFIGMAPS, &object), cut) };
-    let (reply, ()) = soon("the write ends", both).await;
+    let both = async { tokio::join!(client.post(CONFIGMAPS, &object), lose_path) };
+    let (reply, ()) = soon("the end of the write", both).await;
     let reply = reply.unwrap();
     assert_eq!(reply.status, 502, "{:?}", reply.body);
     assert!(!reply.headers.contains_key("retry-after"));
-    assert_eq!(in_state(&proxy, "unresponsive").await, [1], "the log waits");
+    assert_eq!(streams_in_state(&proxy, "unresponsive").await, [1], "the log waits");
     cluster.servers[0].set_faults(|faults| faults.hang = false);
     relays.iter().for_each(FaultyRelay::clear_faults);
     for number in 2..=6 {
@@ -225,9 +233,9 @@ async fn write_in_flight_on_a_lost_path_ends_while_a_log_waits() {
     }
 }
 
-/// After `tunnel_dead_after`; the end must not look complete.
+/// The end of the log must not look complete.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn followed_log_is_reset_when_its_path_stays_lost() {
+async fn followed_log_is_reset_when_its_path_is_lost_for_tunnel_dead_after() {
     let cluster = TestCluster::new(1);
     let (relays, proxy) = start(&cluster, 4).await;
     let client = proxy.client().await;
@@ -241,48 +249,48 @@ async fn followed_log_is_reset_when_its_path_stays_lost() {
     };
     assert_ne!(end, "a clean end");
     let events = proxy.events().await;
-    let connection = |c: &&Value| c["detail"].as_str().unwrap().starts_with("class identity");
-    let pairs = events.iter().filter(connection).map(|c| (c["from"].clone(), c["to"].clone()));
-    let pairs: Vec<_> = pairs.collect();
-    assert!(pairs.contains(&("unresponsive".into(), "dead".into())), "{pairs:?}");
+    let of_identity = |e: &&Value| e["detail"].as_str().unwrap().starts_with("class identity");
+    let changes = events.iter().filter(of_identity).map(|e| (e["from"].clone(), e["to"].clone()));
+    let changes: Vec<_> = changes.collect();
+    assert!(changes.contains(&("unresponsive".into(), "dead".into())), "{changes:?}");
 }
 
-/// State, reason and events follow the first evidence, not the last.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn stopped_apiserver_is_shown_as_suspect_before_its_connections_are_given_up() {
+async fn stopped_apiserver_is_shown_as_suspect_before_its_connections_drain() {
     let cluster = TestCluster::new(2);
     let proxy = cluster.start().await;
     let address = cluster.servers[0].addr.to_string();
-    let here = async || proxy.endpoint(cluster.servers[0].addr).await;
+    let endpoint = async || proxy.endpoint(cluster.servers[0].addr).await;
     cluster.servers[0].stop();
-    until("the endpoint is suspect", async || here().await["state"] == "suspect").await;
-    let reason = here().await["reason"].as_str().unwrap().to_owned();
+    until("the endpoint is suspect", async || endpoint().await["state"] == "suspect").await;
+    let reason = endpoint().await["reason"].as_str().unwrap().to_owned();
     assert!(reason.starts_with("PING unanswered on every connection"), "{reason}");
-    let drains = |c: &Value| {
-        let detail = c["detail"].as_str().unwrap();
-        detail.starts_with("class identity") && c["to"] == "draining"
+    let is_drain = |event: &Value| {
+        let detail = event["detail"].as_str().unwrap();
+        detail.starts_with("class identity") && event["to"] == "draining"
     };
-    until("its connections drain", async || proxy.events().await.iter().any(drains)).await;
+    until("its connections drain", async || proxy.events().await.iter().any(is_drain)).await;
     let events = proxy.events().await;
-    let of_it = events.iter().filter(|c| c["kind"] == "endpoint" && c["name"] == *address);
-    let suspect: Vec<_> = of_it.filter(|c| c["to"] == "suspect").collect();
-    assert_eq!(suspect.len(), 1, "one event: {suspect:?}");
+    let of_endpoint = events.iter().filter(|e| e["kind"] == "endpoint" && e["name"] == *address);
+    let suspect: Vec<_> = of_endpoint.filter(|event| event["to"] == "suspect").collect();
+    assert_eq!(suspect.len(), 1, "expected one event: {suspect:?}");
     assert_eq!((&suspect[0]["from"], &suspect[0]["bad"]), (&"ready".into(), &true.into()));
-    let drains = events.iter().find(|c| drains(c)).unwrap();
-    assert!(suspect[0]["seq"].as_u64() < drains["seq"].as_u64(), "{events:?}");
-    until("the reason says why it is not connected", async || {
-        let here = here().await;
-        let reason = here["reason"].as_str().unwrap();
-        here["state"] == "connecting" && reason.contains("stopped: kernel answers")
+    let drain = events.iter().find(|event| is_drain(event)).unwrap();
+    assert!(suspect[0]["seq"].as_u64() < drain["seq"].as_u64(), "{events:?}");
+    until("the reason says that the process is stopped", async || {
+        let endpoint = endpoint().await;
+        let reason = endpoint["reason"].as_str().unwrap();
+        endpoint["state"] == "connecting" && reason.contains("stopped: kernel answers")
     })
     .await;
     cluster.servers[0].cont();
     proxy.wait_connected(2).await;
 }
 
-/// An apiserver closes a connection that has been idle for 90 s, which is no failure.
+/// An apiserver closes connections that have been idle for 90 s. This is no failure and must not appear in
+/// `/events`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn idle_connection_closed_by_its_server_is_no_event() {
+async fn idle_connection_that_its_server_closes_is_no_event() {
     let (peers, proxy, client) = setup_with(1, |_| {}).await;
     assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
     let before = peers.accepted.load(Relaxed);

@@ -1,5 +1,5 @@
-//! Load that jackstay keeps from apiservers: a slow start after a failure, and few anonymous
-//! probes, each of which costs a connection.
+//! How jackstay limits the load on apiservers: an endpoint that has recovered gets requests gradually, and
+//! anonymous probes, each of which costs a connection, are rare.
 
 use crate::scripted_peer::{Action, Peers};
 use crate::support::{CONFIGMAPS, TestCluster, pause, terminate_mode, until, without_suspicion};
@@ -8,11 +8,11 @@ use jackstay::upstream::balance::slow_start;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-/// Long enough for a second probe, if it were sent after a second.
+/// A window in which a prober with an interval of a second would send more than one probe.
 const WINDOW: Duration = Duration::from_millis(2_500);
 
-/// The caches of an endpoint that has recovered are cold: it takes part in one pick of ten at
-/// first, and in all of them after 30 s.
+/// The caches of an apiserver that has restarted are empty. Its endpoint is a candidate for a tenth of the
+/// requests at first, and for all of them after 30 s.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn recovered_endpoint_gets_few_requests_at_first() {
     const REQUESTS: u16 = 400;
@@ -23,12 +23,13 @@ async fn recovered_endpoint_gets_few_requests_at_first() {
     cluster.servers[0].kill();
     proxy.wait_state(cluster.servers[0].addr, "ejected").await;
     cluster.servers[0].restart().unwrap();
-    let mut back = Instant::now();
+    // The last time at which the endpoint was known not to be ready.
+    let mut recovered = Instant::now();
     until("the endpoint is ready", async || {
         let now = Instant::now();
         let ready = proxy.endpoints().await.iter().all(|endpoint| endpoint["state"] == "ready");
         if !ready {
-            back = now;
+            recovered = now;
         }
         ready
     })
@@ -38,26 +39,26 @@ async fn recovered_endpoint_gets_few_requests_at_first() {
     for _ in 0..REQUESTS {
         assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
     }
-    let share = slow_start(back.elapsed());
+    let share = slow_start(recovered.elapsed());
     let requests =
         cluster.state.audit().select(|r| r.server == server && r.path == CONFIGMAPS).len();
     println!(
         "{requests} of {REQUESTS} requests went to the recovered endpoint, its share is {share:.2}"
     );
-    // Five standard deviations above its share, if the other endpoint is always the slower of the
-    // two.
+    // At most the share of the requests, if the other endpoint is always the slower candidate, and five standard
+    // deviations: each is at most half of the square root of the number of requests.
     let most = f64::from(REQUESTS) * share + 2.5 * f64::from(REQUESTS).sqrt();
-    assert!((requests as f64) < most, "{requests} of {REQUESTS}, {share:.2} of them at most");
+    assert!((requests as f64) < most, "{requests} of {REQUESTS}, the share is {share:.2}");
 }
 
-/// An anonymous probe makes an apiserver end the connection. A prober without a credential probes
-/// every 30 s, whatever happens to its connections.
+/// An apiserver closes the connection of an anonymous probe. A prober without a credential probes every 30 s,
+/// whatever happens to its connections.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn anonymous_probes_are_rare_however_connections_end() {
     tokio::join!(expect_rare_probes(None), expect_rare_probes(Some(Action::Close)));
 }
 
-/// `first` is the action on the first probe: a response, if `None`.
+/// `first` is the action on the first probe; `None` is a response.
 async fn expect_rare_probes(first: Option<Action>) {
     let peers = Peers::start(1);
     let relay = FaultyRelay::start(peers.addresses[0]).unwrap();
@@ -71,13 +72,13 @@ async fn expect_rare_probes(first: Option<Action>) {
     let proxy = peers.certs.start(config);
     until("the first probe is sent", async || !peers.requests().is_empty()).await;
     if responds {
-        until("the response is known", async || {
+        until("the endpoint has left the state connecting", async || {
             proxy.endpoints().await.iter().all(|endpoint| endpoint["state"] != "connecting")
         })
         .await;
     }
     let mut connected = peers.accepted.load(Relaxed);
-    // With a credential the next probe would come after a second at most.
+    // With a credential jackstay would probe every second.
     while start.elapsed() < WINDOW || connected < 2 {
         relay.reset_all();
         until("jackstay has connected again", async || {
@@ -90,6 +91,7 @@ async fn expect_rare_probes(first: Option<Action>) {
     }
     let probes = peers.requests().len();
     println!("{probes} probes in {:?}, {connected} connections", start.elapsed());
+    // The interval of 30 s is shortened by a fifth at most.
     let most = 1 + start.elapsed().as_secs() / 24;
-    assert!(probes as u64 <= most);
+    assert!(probes as u64 <= most, "{probes} probes, expected {most} at most");
 }

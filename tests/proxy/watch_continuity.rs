@@ -1,5 +1,5 @@
-//! Watches survive failures: every event of a watch client jackstay is compared with those of a
-//! watch on a server without failures.
+//! Watches continue across failures: the events of each watch through jackstay are compared with those of the
+//! same watch on a server without failures.
 
 use crate::scripted_peer::{Action, Reply, setup_with};
 use crate::support::watch_recorder::WatchRecorder;
@@ -13,10 +13,10 @@ use jackstay::demo::client::{Client, next_data};
 use jackstay::demo::faulty_relay::{Direction, FaultyRelay};
 use std::time::{Duration, Instant};
 
-/// The longest silence of a watch that was delivering.
+/// The promised limit for the time without events on a watch whose server is killed or whose flow is reset.
 const WATCH_SILENCE: Duration = Duration::from_millis(2_500);
 
-/// The kinds of watches that are compared: name, path, query, `Accept`.
+/// The kinds of watches: name, path, query, `Accept`.
 const KINDS: [(&str, &str, &str, &str); 8] = [
     ("json", "/api/v1/configmaps", "", "application/json"),
     ("namespaced", CONFIGMAPS, "", "application/json"),
@@ -33,10 +33,11 @@ const KINDS: [(&str, &str, &str, &str); 8] = [
     ),
 ];
 
-/// A kind of watch, and such a watch through jackstay and on the reference server.
+/// The name of a kind, a watch of this kind through jackstay, and one on the reference server.
 type Pair = (&'static str, WatchRecorder, WatchRecorder);
 
-/// Three servers behind jackstay, and a reference server without failures, with a client of each.
+/// Three servers behind jackstay, a reference server without failures that has the same state, and a client of
+/// jackstay and of the reference server.
 struct Setup {
     cluster: TestCluster,
     _reference: ApiServerHandle,
@@ -59,7 +60,7 @@ impl Setup {
         Self { cluster, _reference: reference, proxy, client, reference_client, written: 0 }
     }
 
-    /// Creates, updates and deletes objects.
+    /// Makes `count` writes on the reference server: objects are created, updated and deleted.
     async fn write(&mut self, count: usize) {
         for _ in 0..count {
             let n = self.written;
@@ -79,26 +80,27 @@ impl Setup {
         }
     }
 
-    async fn follow(&self, from: u64) -> Vec<Pair> {
+    /// Starts a pair of watches of each kind from this resource version.
+    async fn start_pairs(&self, from: u64) -> Vec<Pair> {
         let mut pairs = Vec::new();
         for (name, path, query, accept) in KINDS {
             let version =
                 if name == "initial" { String::new() } else { format!("&resourceVersion={from}") };
             let path = format!("{path}?watch=1{version}{query}");
-            let ours = WatchRecorder::accepting(&self.client, &path, accept).await;
-            let theirs = WatchRecorder::accepting(&self.reference_client, &path, accept).await;
-            pairs.push((name, ours, theirs));
+            let watch = WatchRecorder::accepting(&self.client, &path, accept).await;
+            let reference = WatchRecorder::accepting(&self.reference_client, &path, accept).await;
+            pairs.push((name, watch, reference));
         }
         pairs
     }
 }
 
-/// Waits until the watch through jackstay has the events of the reference, and compares them.
+/// Waits until each watch through jackstay has as many events as its reference, and asserts that they are equal.
 async fn expect_equal_events(pairs: &[Pair], limit: Duration, after: &str) {
-    for (name, ours, theirs) in pairs {
-        wait::until_ok(limit, "both have seen the same", async || {
-            let (got, wanted) = (ours.events(), theirs.events());
-            assert_eq!(ours.end(), None, "{name} after {after}: the stream ended");
+    for (name, watch, reference) in pairs {
+        wait::until_ok(limit, "the watch and its reference have the same events", async || {
+            let (got, wanted) = (watch.events(), reference.events());
+            assert_eq!(watch.end(), None, "{name} after {after}: the watch ended");
             let common = got.len().min(wanted.len());
             assert_eq!(got[..common], wanted[..common], "{name} after {after}");
             if got.len() == wanted.len() {
@@ -110,11 +112,11 @@ async fn expect_equal_events(pairs: &[Pair], limit: Duration, after: &str) {
     }
 }
 
-/// Waits until the reference has seen the object that was written last.
-async fn reference_has_seen(pairs: &[Pair], last: &str) {
-    until("the reference has seen the last change", async || {
-        let seen = |(name, _, theirs): &Pair| *name == "selected" || theirs.has_seen(last);
-        pairs.iter().all(seen)
+/// Waits until the reference watches have an event for the object with this name. The label selector of the
+/// kind "selected" may exclude it.
+async fn wait_reference(pairs: &[Pair], last: &str) {
+    until("the reference watches have the last event", async || {
+        pairs.iter().all(|(name, _, reference)| *name == "selected" || reference.has_seen(last))
     })
     .await;
 }
@@ -124,11 +126,11 @@ async fn watches_lose_no_event_under_many_faults() {
     let mut setup = Setup::new().await;
     let faults = if long_form() { 240 } else { 60 };
     let mut slowest = (Duration::ZERO, "");
-    // A watch is resumed at most twelve times a minute. The test starts new watches long before
-    // that, since a busy machine causes additional losses.
+    // A watch is resumed at most twelve times a minute. The test starts new watches after six faults, because a
+    // busy machine causes additional losses.
     for first in (0..faults).step_by(6) {
         setup.write(8).await;
-        let pairs = setup.follow(setup.cluster.state.version()).await;
+        let pairs = setup.start_pairs(setup.cluster.state.version()).await;
         for fault in first..first + 6 {
             setup.write(5).await;
             let server = &setup.cluster.servers[fault % 3];
@@ -159,7 +161,7 @@ async fn watches_lose_no_event_under_many_faults() {
             let reply =
                 setup.reference_client.post(CONFIGMAPS, &config_map(&marker, "1")).await.unwrap();
             assert!(reply.status.is_success());
-            reference_has_seen(&pairs, &marker).await;
+            wait_reference(&pairs, &marker).await;
             let server = &setup.cluster.servers[fault % 3];
             server.set_faults(|faults| faults.hold_watches = false);
             expect_equal_events(&pairs, Duration::from_secs(6), name).await;
@@ -172,8 +174,8 @@ async fn watches_lose_no_event_under_many_faults() {
     }
     let resumed = setup.proxy.resumes("resumed").await;
     println!(
-        "{faults} faults, {} kinds of watches, {resumed} resumes, 0 lost, 0 duplicated; caught up after {:?} \
-         at most ({})",
+        "{faults} faults, {} kinds of watches, {resumed} resumes, no event lost or duplicated; the watches \
+         caught up within {:?} ({})",
         KINDS.len(),
         slowest.0,
         slowest.1
@@ -181,9 +183,10 @@ async fn watches_lose_no_event_under_many_faults() {
     assert!(resumed >= faults as f64, "{resumed} resumes");
 }
 
-/// The time from a fault to the next event, on a watch that was delivering.
+/// Measures the time from a fault to the next event on a watch. The fault gets the index of the server that
+/// serves the watch. The test fails above twice the promise.
 async fn measure_silence(
-    what: &str,
+    name: &str,
     promised: Duration,
     fault: impl FnOnce(&TestCluster, &[FaultyRelay], usize),
 ) {
@@ -197,20 +200,20 @@ async fn measure_silence(
         watch.events().len() > 5
     })
     .await;
-    let carrier = (0..3).find(|&at| cluster.watches(at) > 0).unwrap();
+    let server = (0..3).find(|&at| cluster.watches(at) > 0).unwrap();
     let start = Instant::now();
-    fault(&cluster, &relays, carrier);
+    fault(&cluster, &relays, server);
     cluster.create_config_map("after");
     let seen = wait::within(2 * promised, async || {
-        assert_eq!(watch.end(), None, "{what}: the stream ended");
+        assert_eq!(watch.end(), None, "{name}: the watch ended");
         watch.has_seen("after")
     });
     let seen = seen.await;
-    println!("{what}: silent for {:?} (promised {promised:?})", start.elapsed());
-    assert!(seen, "{what}: silent for more than twice the promise");
-    cluster.servers[carrier].cont();
-    relays[carrier].clear_faults();
-    // Delayed events of the old stream arrive now; none of them may reach the client.
+    println!("{name}: silent for {:?} (promised {promised:?})", start.elapsed());
+    assert!(seen, "{name}: silent for more than twice the promise");
+    cluster.servers[server].cont();
+    relays[server].clear_faults();
+    // Now delayed events of the old stream arrive, which must not reach the client.
     cluster.create_config_map("last");
     let expected: Vec<_> = (version + 1..=cluster.state.version()).collect();
     watch.expect_versions(&expected).await;
@@ -240,7 +243,7 @@ async fn watch_resumes_soon_after_its_apiserver_is_stopped() {
     .await;
 }
 
-/// The relay's kernel continues to acknowledge, so the flow looks like a stopped process.
+/// The kernel of the relay still acknowledges data, so the flow looks like one to a stopped process.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watch_resumes_soon_after_its_flow_falls_silent() {
     measure_silence("a flow that falls silent", Duration::from_secs(6), |_, relays, at| {
@@ -263,61 +266,61 @@ async fn too_old_version_ends_the_watch_only_when_every_apiserver_returns_it() {
         )];
         setup.write(4).await;
         expect_equal_events(&pairs, Duration::from_secs(5), "the start").await;
-        let carrier = (0..3).find(|&at| setup.cluster.watches(at) > 0).unwrap();
-        setup.cluster.servers[carrier].set_faults(|faults| faults.hold_watches = true);
+        let serving = (0..3).find(|&at| setup.cluster.watches(at) > 0).unwrap();
+        setup.cluster.servers[serving].set_faults(|faults| faults.hold_watches = true);
         setup.write(4).await;
-        // The version of the watch is older than the history of these servers.
+        // A compacted server no longer has the version of the watch.
         let everywhere = round == 3;
         for (index, server) in setup.cluster.servers.iter().enumerate() {
-            if index == (carrier + 1) % 3 || everywhere {
+            if index == (serving + 1) % 3 || everywhere {
                 server.compact();
             }
         }
-        setup.cluster.servers[carrier].reset_connections();
+        setup.cluster.servers[serving].reset_connections();
         if !everywhere {
-            // The carrier may take the watch again, since its history is long enough.
-            setup.cluster.servers[carrier].set_faults(|faults| faults.hold_watches = false);
+            // This server still has the version, so the watch may return to it.
+            setup.cluster.servers[serving].set_faults(|faults| faults.hold_watches = false);
         }
         if everywhere {
-            until("the watch ends", async || pairs[0].1.end().is_some()).await;
-            assert_eq!(pairs[0].1.end(), Some(Ok(())), "410 from every server: one clean end");
+            assert_eq!(pairs[0].1.wait_end().await, Ok(()), "410 from every server");
             let events = pairs[0].1.events();
             assert!(events.iter().all(|event| event.kind != "ERROR"), "{events:?}");
         } else {
             if round % 2 == 0 {
-                // Only the other two can take the watch.
-                setup.cluster.servers[carrier].kill();
+                // Only the other two servers can serve the watch.
+                setup.cluster.servers[serving].kill();
             }
             expect_equal_events(&pairs, Duration::from_secs(5), "410 from one server").await;
-            if !setup.cluster.servers[carrier].is_running() {
-                setup.cluster.servers[carrier].restart().unwrap();
+            if !setup.cluster.servers[serving].is_running() {
+                setup.cluster.servers[serving].restart().unwrap();
                 setup.proxy.wait_connected(3).await;
             }
         }
-        setup.cluster.servers[carrier].set_faults(|faults| faults.hold_watches = false);
+        setup.cluster.servers[serving].set_faults(|faults| faults.hold_watches = false);
         drop(pairs);
-        let none = || (0..3).all(|at| setup.cluster.watches(at) == 0);
-        until("the watches have ended", async || none()).await;
+        until("the watches have ended on the servers", async || {
+            (0..3).all(|at| setup.cluster.watches(at) == 0)
+        })
+        .await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn end_by_the_server_is_forwarded() {
+async fn clean_end_by_the_server_is_forwarded() {
     let mut setup = Setup::new().await;
     setup.write(4).await;
-    let pairs = setup.follow(setup.cluster.state.version()).await;
+    let pairs = setup.start_pairs(setup.cluster.state.version()).await;
     setup.write(4).await;
-    reference_has_seen(&pairs, "m1").await;
+    wait_reference(&pairs, "m1").await;
     expect_equal_events(&pairs, Duration::from_secs(5), "the start").await;
     setup.cluster.servers.iter().for_each(ApiServerHandle::end_watches);
-    for (name, ours, _) in &pairs {
-        until("the watch ends", async || ours.end().is_some()).await;
-        assert_eq!(ours.end(), Some(Ok(())), "{name}");
+    for (name, watch, _) in &pairs {
+        assert_eq!(watch.wait_end().await, Ok(()), "{name}");
     }
     assert!(setup.proxy.resumes("resumed").await < 1.0);
 }
 
-/// A partial state must not look complete.
+/// A partial initial list must not look complete.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watch_is_reset_when_it_is_lost_during_its_initial_list() {
     let mut setup = Setup::new().await;
@@ -326,11 +329,10 @@ async fn watch_is_reset_when_it_is_lost_during_its_initial_list() {
     let watch = WatchRecorder::start(&setup.client, &path).await;
     until("an event arrives", async || !watch.events().is_empty()).await;
     setup.cluster.servers.iter().for_each(ApiServerHandle::reset_connections);
-    until("the watch ends", async || watch.end().is_some()).await;
-    assert!(matches!(watch.end(), Some(Err(_))), "{:?}", watch.end());
+    assert!(watch.wait_end().await.is_err(), "the end of the watch was clean");
 }
 
-/// GOAWAY only refuses new streams: running watches continue.
+/// GOAWAY refuses new streams; running watches continue on their connection.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn goaway_of_a_healthy_server_moves_no_watch() {
     let cluster = TestCluster::new(2);
@@ -342,10 +344,10 @@ async fn goaway_of_a_healthy_server_moves_no_watch() {
         .await;
     let client = proxy.client().await;
     let watch = WatchRecorder::start(&client, &cluster.watch_path()).await;
-    let carrier = || (0..2).find(|&at| cluster.watches(at) == 1);
-    until("the watch runs", async || carrier().is_some()).await;
-    let carrier = carrier().unwrap();
-    cluster.servers[carrier].goaway();
+    let server = || (0..2).find(|&at| cluster.watches(at) == 1);
+    until("the watch runs", async || server().is_some()).await;
+    let server = server().unwrap();
+    cluster.servers[server].goaway();
     until("its connection drains", async || {
         let endpoints = proxy.endpoints().await;
         endpoints
@@ -356,15 +358,14 @@ async fn goaway_of_a_healthy_server_moves_no_watch() {
     .await;
     for n in 0..20 {
         cluster.create_config_map(&format!("after-{n}"));
-        until("an event comes", async || watch.events().len() == n + 1).await;
+        until("the event arrives", async || watch.events().len() == n + 1).await;
     }
-    assert_eq!(cluster.watches(carrier), 1, "the watch has moved");
+    assert_eq!(cluster.watches(server), 1, "the watch has moved");
     assert!(proxy.metric("jackstay_watch_resumes_total").await < 1.0);
 }
 
-/// API groups that are not built in are resumed only if the configuration lists them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn configured_resume_group_is_resumed() {
+async fn watch_of_a_custom_group_is_resumed_only_if_configured() {
     let event = |name: &str, version: u32| {
         format!(
             "{{\"type\":\"ADDED\",\"object\":{{\"kind\":\"Thing\",\"apiVersion\":\"example.com/v1\",\
@@ -383,7 +384,7 @@ async fn configured_resume_group_is_resumed() {
         peers.set_actions([Action::PartialThenClose(Reply::ok(&event("a", 6)))]);
         let path = "/apis/example.com/v1/namespaces/default/things?watch=1&resourceVersion=5";
         let mut got = Vec::new();
-        // A reset that follows the head immediately may discard it.
+        // A reset that immediately follows the response head may discard the head.
         let sent = soon("a head", client.send(Method::GET, path, &[], "")).await;
         if let Ok(response) = sent {
             let mut body = response.into_body();

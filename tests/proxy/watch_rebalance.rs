@@ -1,4 +1,4 @@
-//! Watches move to an apiserver that has come back, without a visible change for clients.
+//! Rebalancing: watches move to an apiserver that has restarted, and clients notice nothing.
 
 use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{Proxy, TestCluster, pause, until};
@@ -7,28 +7,29 @@ use jackstay::demo::apiserver::{RequestHook, ScriptedResponse};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Many, so that moves start soon: each second two in a hundred of the excess move.
+/// Enough watches for moves to start soon: each second 2 % of the excess moves.
 const WATCHES: usize = 180;
-/// With this many watches the server counts as back.
-const BACK: u64 = 10;
+/// The number of watches on the restarted server for which the test waits.
+const RETURNED: u64 = 10;
 /// The timeout of a `/readyz` probe.
 const PROBE: Duration = Duration::from_secs(5);
-/// Slow start and the schedule of the rebalancer take some 20 s.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The limit of a wait for moves, which begin only after some 20 s: slow start and the schedule of the rebalancer
+/// delay them.
+const MOVE_TIMEOUT: Duration = Duration::from_secs(180);
 
-/// Three servers, of which the first restarts: it has no watches afterwards.
+/// Three servers, of which the first one is down and all watches are on the others.
 struct Setup {
     cluster: TestCluster,
     proxy: Proxy,
+    /// The resource version from which the watches start.
     version: u64,
     watches: Vec<WatchRecorder>,
 }
 
 impl Setup {
-    /// The first server is down.
     async fn new(watches: usize) -> Self {
         let cluster = TestCluster::new(3);
-        // On a busy machine a late probe would move watches too.
+        // On a busy machine, a probe that times out would move watches too.
         let slow_probes = |config: &mut Config| config.upstreams[0].health.readyz.timeout = PROBE;
         let proxy = cluster.start_with(slow_probes).await;
         let client = proxy.client().await;
@@ -41,7 +42,7 @@ impl Setup {
         setup.write(5);
         setup.cluster.servers[0].kill();
         setup.write(5);
-        until("the others have all watches", async || {
+        until("the other servers have all watches", async || {
             setup.on_others() == setup.watches.len() as u64
         })
         .await;
@@ -65,18 +66,18 @@ impl Setup {
         }
     }
 
-    /// Writes at intervals, so that moves meet events, until the condition holds.
-    async fn write_until(&self, what: &str, mut enough: impl AsyncFnMut() -> bool) -> Duration {
+    /// Writes at intervals until the condition holds, so that events occur during moves. Returns the time.
+    async fn write_until(&self, what: &str, mut condition: impl AsyncFnMut() -> bool) -> Duration {
         let start = Instant::now();
-        while !enough().await {
-            assert!(start.elapsed() < 3 * PATIENCE, "timed out waiting until {what}");
+        while !condition().await {
+            assert!(start.elapsed() < MOVE_TIMEOUT, "timed out waiting until {what}");
             self.write(1);
             pause(Duration::from_millis(50)).await;
         }
         start.elapsed()
     }
 
-    /// Expects that every watch has seen every event once, in order, and has not ended.
+    /// Asserts that every watch has delivered every event once and in order, and has not ended.
     async fn expect_all_events(&self) {
         self.write(5);
         let expected: Vec<_> = (self.version + 1..=self.cluster.state.version()).collect();
@@ -91,25 +92,24 @@ async fn watches_move_to_an_apiserver_that_has_restarted() {
     let setup = Setup::new(WATCHES).await;
     setup.restart_first().await;
     let before = setup.proxy.resumes("resumed").await;
-    // The server counts a watch before jackstay does, and counts also a watch whose move is
-    // cancelled.
-    let back = async || {
+    // The count of the server does not suffice: it includes moves that jackstay has not completed or cancels.
+    let returned = async || {
         let moved = setup.proxy.resumes("moved").await;
-        // On a busy machine a connection may be given up, which resumes some of the watches there.
+        // On a busy machine jackstay may give up a connection, and some of its watches resume on this server.
         let resumed = setup.proxy.resumes("resumed").await - before;
-        setup.cluster.watches(0) >= BACK && moved + resumed >= BACK as f64
+        setup.cluster.watches(0) >= RETURNED && moved + resumed >= RETURNED as f64
     };
-    let took = setup.write_until("watches have moved", back).await;
+    let duration = setup.write_until("watches have moved", returned).await;
     let moved = setup.proxy.resumes("moved").await;
-    println!("{moved} of {WATCHES} watches moved within {took:?}");
+    println!("{moved} of {WATCHES} watches moved within {duration:?}");
     assert!(moved > 0.0);
     setup.expect_all_events().await;
-    // A watch that has moved survives the next loss.
+    // A watch that has moved is resumed when its new server is killed.
     setup.cluster.servers[0].kill();
     setup.expect_all_events().await;
 }
 
-/// The server is ready and refuses watches.
+/// The server is ready but answers every watch with 503.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watches_stay_when_the_restarted_apiserver_refuses_them() {
     let setup = Setup::new(WATCHES).await;
@@ -118,16 +118,16 @@ async fn watches_stay_when_the_restarted_apiserver_refuses_them() {
         watch.then(|| ScriptedResponse::status(503, "ServiceUnavailable", "no"))
     });
     setup.cluster.servers[0].set_faults(|faults| faults.on_request = Some(refuse));
-    // Until the first server has settled, the other two may be evened out.
+    // Watches may move between the other two servers until those have equal numbers.
     let uneven = setup.cluster.watches(1).abs_diff(setup.cluster.watches(2)) / 2;
     let before = setup.proxy.resumes("moved").await;
     setup.restart_first().await;
     let refused = async || setup.proxy.resumes("not_moved").await >= 3.0;
     setup.write_until("moves are refused", refused).await;
     let moved = setup.proxy.resumes("moved").await - before;
-    assert!(moved <= uneven as f64, "{moved} moved, {uneven} to even out");
+    assert!(moved <= uneven as f64, "{moved} watches moved, expected {uneven} at most");
     assert_eq!(setup.cluster.watches(0), 0);
-    // One more while a watch is being moved.
-    until("the others have all watches", async || setup.on_others() == WATCHES as u64).await;
+    // A watch counts twice while it moves between the other two.
+    until("the other servers have all watches", async || setup.on_others() == WATCHES as u64).await;
     setup.expect_all_events().await;
 }

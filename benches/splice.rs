@@ -1,11 +1,12 @@
-//! The message size from which `splice(2)` is cheaper than copying; `proxy::passthrough::pump` switches there.
+//! Finds the message size from which `splice(2)` needs less CPU than copying. `proxy::passthrough::pump` switches at
+//! that size.
 //!
 //! ```text
 //! cargo bench --bench splice
 //! ```
 //!
-//! One thread moves messages between two loopback connections, as a passthrough does, either through a 64 KiB
-//! buffer or through a pipe. Its CPU time is measured. Rounds are interleaved; the medians are printed.
+//! One thread moves messages between two loopback connections, as a passthrough listener does, either through a
+//! 64 KiB buffer or through a pipe. The figure is the CPU time of that thread, as the median of interleaved rounds.
 
 use std::{
     io::{Read, Result, Write},
@@ -19,9 +20,9 @@ use jackstay::net::sockets::splice::SplicePipe;
 const BUFFER: usize = 64 * 1024;
 /// Message sizes in bytes.
 const SIZES: [usize; 8] = [256, 1 << 10, 4 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 4 << 20];
-/// Bytes of a sample, unless [`MESSAGES`] are fewer.
+/// Bytes of a sample, with at least 8 and at most [`MAX_MESSAGES`] messages.
 const BYTES: usize = 128 << 20;
-const MESSAGES: usize = 40_000;
+const MAX_MESSAGES: usize = 40_000;
 const ROUNDS: usize = 5;
 
 fn main() -> Result<()> {
@@ -49,7 +50,7 @@ fn median(mut samples: Vec<f64>) -> f64 {
 /// Milliseconds of CPU per megabyte.
 fn sample(size: usize, splice: bool) -> Result<f64> {
     let ((mut client, from), (to, mut server)) = (pair()?, pair()?);
-    let messages = (BYTES / size).clamp(8, MESSAGES);
+    let messages = (BYTES / size).clamp(8, MAX_MESSAGES);
     let mover = thread::spawn(move || move_messages(from, to, splice));
     let sink = thread::spawn(move || -> Result<()> {
         let mut message = vec![0; size];
@@ -66,19 +67,21 @@ fn sample(size: usize, splice: bool) -> Result<f64> {
         client.read_exact(&mut [0])?;
     }
     drop(client);
-    let used = mover.join().expect("no panic")?;
+    let cpu_ns = mover.join().expect("no panic")?;
     sink.join().expect("no panic")?;
-    Ok(used / 1e6 / ((messages * size) as f64 / 1e6))
+    let (cpu_ms, megabytes) = (cpu_ns / 1e6, (messages * size) as f64 / 1e6);
+    Ok(cpu_ms / megabytes)
 }
 
-/// Moves messages in one direction and acknowledgements in the other until the end; returns nanoseconds of CPU.
+/// Moves messages in one direction until the client closes. Returns the CPU time of this thread in nanoseconds; another
+/// thread returns the acknowledgements.
 fn move_messages(mut from: TcpStream, mut to: TcpStream, splice: bool) -> Result<f64> {
     let (mut back_from, mut back_to) = (to.try_clone()?, from.try_clone()?);
     let back = thread::spawn(move || {
         let mut byte = [0];
         while back_from.read_exact(&mut byte).is_ok() && back_to.write_all(&byte).is_ok() {}
     });
-    let before = cpu()?;
+    let before = thread_cpu_ns()?;
     let mut pipe = SplicePipe::acquire()?;
     let mut buffer = vec![0; BUFFER];
     loop {
@@ -97,19 +100,20 @@ fn move_messages(mut from: TcpStream, mut to: TcpStream, splice: bool) -> Result
             break;
         }
     }
-    let used = cpu()? - before;
+    let used = thread_cpu_ns()? - before;
     to.shutdown(std::net::Shutdown::Both)?;
     back.join().expect("no panic");
     Ok(used)
 }
 
-/// CPU time of this thread in nanoseconds (kernel documentation, scheduler/sched-stats).
-fn cpu() -> Result<f64> {
+/// CPU time of the calling thread (kernel documentation, scheduler/sched-stats).
+fn thread_cpu_ns() -> Result<f64> {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat")?;
     let first = text.split(' ').next().and_then(|number| number.parse().ok());
-    first.ok_or_else(|| std::io::Error::other("no schedstat"))
+    first.ok_or_else(|| std::io::Error::other("/proc/thread-self/schedstat has no number"))
 }
 
+/// Both ends of a loopback connection.
 fn pair() -> Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind(("127.0.0.1", 0))?;
     let one = TcpStream::connect(listener.local_addr()?)?;

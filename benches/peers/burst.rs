@@ -1,5 +1,5 @@
-//! Memory of idle watches that were opened at the same time, as after a restart of a client or an apiserver. Opening
-//! them needs more memory than keeping them, and the proxy must return the difference to the kernel.
+//! Memory of idle watches that were opened at the same time, as after a restart of a client or an apiserver. A proxy
+//! needs more memory to open watches than to keep them open, and must return the difference to the kernel.
 
 use std::time::Duration;
 
@@ -15,11 +15,11 @@ use crate::{
 const WATCHES: usize = 2000;
 const CONNECTIONS: usize = 25;
 
-/// Time for a proxy to return the temporary memory of its start and of the burst: mimalloc keeps free memory for a
-/// second.
+/// Time in which a proxy returns the temporary memory of its start and of the burst to the kernel. mimalloc, jackstay's
+/// allocator, keeps free memory for a second.
 const SETTLE: Duration = Duration::from_secs(5);
 
-/// KiB per idle watch of a new process after one burst.
+/// Starts a proxy and opens the watches. Returns KiB per idle watch.
 pub async fn run(environment: &Environment<'_>, target: Target) -> Result<f64> {
     let proxy = environment.start(target, Layer::L7).await?;
     sleep(SETTLE).await;
@@ -38,6 +38,6 @@ pub async fn run(environment: &Environment<'_>, target: Target) -> Result<f64> {
     }
     sleep(SETTLE).await;
     let each = (proxy.process.pss_kib()? - before) / WATCHES as f64;
-    drop(watches); // all watches were open until here
+    drop(watches); // the watches must stay open until the measurement
     Ok(each)
 }

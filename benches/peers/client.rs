@@ -47,7 +47,7 @@ impl Client {
             .enable_push(false)
             .handshake(stream)
             .await?;
-        // Drives the connection until the last `SendRequest` is dropped. Its errors reach the requests, too.
+        // This task drives the connection until the last `SendRequest` is dropped. Requests report its errors.
         tokio::spawn(connection);
         Ok(Self { send, base_url: format!("https://{address}") })
     }

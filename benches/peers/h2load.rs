@@ -1,4 +1,4 @@
-//! The request load: `h2load` with 8 connections × 16 streams. It is an independent program and uses little CPU.
+//! The request load: `h2load`, an independent program that uses little CPU, with 8 connections × 16 streams.
 
 use std::{net::SocketAddr, path::Path, process::Command, time::Duration};
 
@@ -9,11 +9,11 @@ const STREAMS: u32 = 16;
 
 /// The result of one run.
 pub struct Load {
-    /// Responses with 2xx.
+    /// The number of responses with a status of 2xx.
     pub requests: f64,
-    /// Other responses, and requests without a response.
+    /// The number of other responses and of requests without a response.
     pub failed: f64,
-    /// Requests per second, by h2load.
+    /// The rate that h2load reports.
     pub per_second: f64,
 }
 
@@ -35,7 +35,7 @@ pub async fn run(program: &Path, address: SocketAddr, time: Duration, log: &Path
     parse(&out).ok_or_else(|| format!("h2load received no response:\n{out}").into())
 }
 
-/// Parses the summary; `None` without any response.
+/// Parses the summary of h2load. Returns `None` if no response had a status of 2xx.
 fn parse(out: &str) -> Option<Load> {
     let line = |start: &str| out.lines().find(|line| line.starts_with(start));
     let number = |line: &str, label: &str| -> Option<f64> {

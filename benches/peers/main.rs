@@ -47,10 +47,10 @@ use crate::{
     report::{Metric, Samples},
 };
 
-/// Errors are only printed, so they have no types.
+/// Errors are printed and not distinguished, so they have no types.
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// Longer runs are aborted as hung.
+/// A run that takes longer is aborted, because it hangs.
 const LIMIT: Duration = Duration::from_secs(15 * 60);
 
 /// Compares jackstay with other proxies in front of one origin.
@@ -183,7 +183,7 @@ async fn run(args: &Args) -> Result<bool> {
         if layer == Layer::L7 {
             bursts(&environment, &targets, bench.plan.bursts, &mut samples).await?;
         }
-        // New processes, so that memory allocated for the watches does not affect these figures.
+        // New processes are started, so that memory allocated for the watches does not affect these figures.
         let proxies = start_all(&environment, &mut targets, layer, false).await?;
         match layer {
             Layer::L7 => bench.rounds(&proxies, &mut samples).await?,

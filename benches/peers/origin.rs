@@ -1,7 +1,8 @@
-//! The origin: an apiserver's responses at the lowest cost, in a separate process, so that its CPU time is not counted.
+//! The origin: a server that sends responses like those of an apiserver with as little CPU as possible. It runs in a
+//! separate process, so that its CPU time is not counted.
 //!
-//! It is this program, started with `origin`. It prints its address and serves until its standard input closes, so it
-//! cannot outlive the run.
+//! The process is this program with the argument `origin`. It prints its address and serves until its standard input
+//! closes, so it cannot outlive the run.
 
 use std::{
     convert::Infallible,
@@ -23,21 +24,21 @@ use tokio_rustls::TlsAcceptor;
 
 use crate::{Result, pki::Pki, raw};
 
-/// The object of the request load.
+/// The object that the request load and the latency measurement read.
 pub const OBJECT: &str = "/api/v1/namespaces/default/configmaps/x";
-/// A LIST of [`BULK_BYTES`].
+/// A LIST whose response has [`BULK_BYTES`].
 pub const BULK: &str = "/api/v1/pods";
-/// A watch whose response is the head and one event.
+/// A watch that sends one event and stays open.
 pub const WATCH: &str = "/api/v1/namespaces/default/configmaps?watch=1&resourceVersion=100";
 
-/// Size of the object's response.
+/// Body size of the response for [`OBJECT`].
 pub const OBJECT_BYTES: usize = 2048;
-/// Size of the LIST's response.
+/// Body size of the response for [`BULK`].
 pub const BULK_BYTES: u64 = 200_000_000;
 
-/// An apiserver with `--http2-max-streams-per-connection=100`.
+/// Concurrent streams of a connection, as with `--http2-max-streams-per-connection=100` of kube-apiserver.
 const MAX_STREAMS: u32 = 100;
-/// Size of the body's frames, similar to those of Go's server for a large LIST.
+/// Size of the DATA frames of [`BULK`], similar to those of Go's server for a large LIST.
 const CHUNK: usize = 32 * 1024;
 
 /// Serves until standard input ends.
@@ -112,7 +113,7 @@ fn event() -> Bytes {
     Bytes::from_static(b"{\"type\":\"ADDED\",\"object\":{\"kind\":\"ConfigMap\",\"apiVersion\":\"v1\",\"metadata\":{\"name\":\"x\",\"namespace\":\"default\",\"resourceVersion\":\"101\"}}}\n")
 }
 
-/// The three kinds of response body.
+/// The three kinds of response bodies.
 enum Body {
     Whole(Option<Bytes>),
     Bulk { chunk: Bytes, left: u64 },
@@ -135,7 +136,8 @@ impl http_body::Body for Body {
                 *left -= len;
                 Poll::Ready(Some(Ok(Frame::data(chunk.slice(..len as usize)))))
             }
-            // After its event a watch stays pending without a waker; hyper drops the body of a cancelled stream.
+            // After its event a watch stays pending. It needs no waker, because hyper drops the body of a cancelled
+            // stream.
             Self::Watch(event) => match event.take() {
                 Some(event) => Poll::Ready(Some(Ok(Frame::data(event)))),
                 None => Poll::Pending,

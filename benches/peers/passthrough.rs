@@ -12,7 +12,7 @@ use crate::{
     report::{Metric, Samples},
 };
 
-/// Idle flows through each proxy, if the limit of descriptors allows them.
+/// Idle flows through each proxy, or as many as the limit of descriptors allows.
 const FLOWS: u64 = 10_000;
 /// Descriptors of a proxy besides two for each flow.
 const OTHER_DESCRIPTORS: u64 = 500;
@@ -23,8 +23,8 @@ const CONNECTING: usize = 16;
 /// Time for a proxy to become idle after its last new flow.
 const SETTLE: Duration = Duration::from_secs(2);
 
-/// Raises the descriptor limit of this process and its children as far as allowed; returns for how many idle flows it
-/// suffices.
+/// Raises the descriptor limit of this process and its children as far as allowed. Returns the number of idle flows for
+/// which it suffices.
 ///
 /// # Errors
 /// `prlimit` is not installed.
@@ -70,7 +70,7 @@ impl Bench<'_> {
         tokio::time::sleep(self.plan.idle).await;
         let used = proxy.process.cpu_seconds(self.ticks_per_second)? - cpu;
         let percent = 100.0 * used / start.elapsed().as_secs_f64();
-        // All flows are still open.
+        // Fail if a flow was closed during the measurement.
         for flow in &flows {
             match flow.try_read(&mut [0]) {
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
@@ -101,21 +101,23 @@ impl Bench<'_> {
         Ok(())
     }
 
+    /// CPU of a bulk transfer in each direction, and the speed of the one to the client.
     async fn transfer(&self, proxy: &Proxy, samples: &mut Samples) -> Result<()> {
         let bytes = self.plan.flow_bytes;
         let gigabytes = bytes as f64 / 1e9;
         let cpu = || proxy.process.cpu_seconds(self.ticks_per_second);
-        let (start, begun) = (cpu()?, Instant::now());
+        let (cpu_before, start) = (cpu()?, Instant::now());
         raw::down(proxy.address, bytes).await?;
-        let (middle, took) = (cpu()?, begun.elapsed().as_secs_f64());
+        let (cpu_between, seconds) = (cpu()?, start.elapsed().as_secs_f64());
         raw::up(proxy.address, bytes).await?;
-        let end = cpu()?;
-        samples.add(Metric::FlowDownCpu, proxy.target, (middle - start) / gigabytes);
-        samples.add(Metric::FlowUpCpu, proxy.target, (end - middle) / gigabytes);
-        samples.add(Metric::FlowSpeed, proxy.target, bytes as f64 / 1e6 / took);
+        let cpu_after = cpu()?;
+        samples.add(Metric::FlowDownCpu, proxy.target, (cpu_between - cpu_before) / gigabytes);
+        samples.add(Metric::FlowUpCpu, proxy.target, (cpu_after - cpu_between) / gigabytes);
+        samples.add(Metric::FlowSpeed, proxy.target, bytes as f64 / 1e6 / seconds);
         Ok(())
     }
 
+    /// CPU of new connections that exchange one byte.
     async fn connect(&self, proxy: &Proxy, samples: &mut Samples) -> Result<()> {
         let cpu = proxy.process.cpu_seconds(self.ticks_per_second)?;
         let end = Instant::now() + self.plan.load;
@@ -146,11 +148,11 @@ impl Bench<'_> {
 async fn open(proxy: &Proxy, count: usize) -> Result<Vec<TcpStream>> {
     let mut flows = Vec::with_capacity(count);
     let mut opening = JoinSet::new();
-    let mut begun = 0;
+    let mut started = 0;
     while flows.len() < count {
-        while begun < count && opening.len() < OPENING {
+        while started < count && opening.len() < OPENING {
             opening.spawn(raw::idle(proxy.address));
-            begun += 1;
+            started += 1;
         }
         let Some(opened) = opening.join_next().await else { break };
         let flow = opened?.map_err(|error| format!("{error} ({} are open)", flows.len()))?;

@@ -1,7 +1,7 @@
-//! The measurements at L7, in their order.
+//! The measurements at L7, in the order in which they run.
 //!
-//! Rounds are interleaved (A B C, B C A, …), so that drift of the machine affects all proxies, and medians over rounds
-//! and over the ratios of each round cancel it.
+//! Rounds are interleaved (A B C, B C A, …), so that changes in the speed of the machine affect all proxies alike. The
+//! results are medians over the rounds, and medians over the ratios of each round.
 
 use std::{mem, path::Path, sync::Arc, time::Duration};
 
@@ -17,33 +17,37 @@ use crate::{
     report::{Metric, Samples},
 };
 
-/// Watches through each proxy, and their client connections: a component such as kubelet has all its watches on one
-/// connection.
+/// Number of watches through each proxy and of their client connections. Many watches share one connection, because a
+/// component such as kubelet has all its watches on one.
 const WATCHES: usize = 1000;
 const WATCH_CONNECTIONS: usize = 10;
 
-/// Watches that are alone on a connection, as of many small clients; their memory includes the connection's buffers and
-/// TLS state. The number fits into the usual limit of 1,024 descriptors.
+/// Watches that each have a client connection of their own, as those of many small clients. Their memory includes the
+/// connection's buffers and TLS state. The number fits into the usual limit of 1,024 descriptors.
 const LONE_WATCHES: usize = 250;
 
 /// Time for a proxy to become idle after its start or its last new stream.
 const SETTLE: Duration = Duration::from_secs(2);
 
-/// Number of rounds, and durations.
+/// The sizes of the measurements.
 pub struct Plan {
     pub rounds: usize,
+    /// Duration of the request load, and at L4 of the new connections, for one proxy in one round.
     pub load: Duration,
+    /// Duration of the sequential requests for one proxy in one round.
     pub latency: Duration,
+    /// Number of bulk responses for one proxy in one round.
     pub bulk_bodies: u32,
-    /// At L4, in each direction.
+    /// Bytes of a bulk transfer at L4, in each direction.
     pub flow_bytes: u64,
+    /// Duration of the measurement of idle CPU.
     pub idle: Duration,
-    /// jackstay processes whose memory after a burst of watches is measured.
+    /// Number of jackstay processes whose memory after a burst of watches is measured.
     pub bursts: usize,
 }
 
 impl Plan {
-    /// About a minute.
+    /// The plan of `--quick`.
     pub const QUICK: Self = Self {
         rounds: 3,
         load: Duration::from_secs(1),
@@ -53,7 +57,7 @@ impl Plan {
         idle: Duration::from_secs(3),
         bursts: 1,
     };
-    /// About five minutes.
+    /// The usual plan.
     pub const FULL: Self = Self {
         rounds: 7,
         load: Duration::from_secs(4),
@@ -65,7 +69,7 @@ impl Plan {
     };
 }
 
-/// Everything that the phases share.
+/// The parameters of all measurements.
 pub struct Bench<'a> {
     pub plan: Plan,
     pub dir: &'a Path,
@@ -74,7 +78,7 @@ pub struct Bench<'a> {
     pub origin_process: &'a Process,
     pub tls: &'a Arc<ClientConfig>,
     pub ticks_per_second: f64,
-    /// Idle flows at L4.
+    /// Number of idle flows at L4.
     pub flows: usize,
 }
 
@@ -108,7 +112,7 @@ impl Bench<'_> {
             let Some(lone) = proxy.target.skip_failed_peer(lone)? else { continue };
             let each = (proxy.process.rss_kib()? - with_shared) / LONE_WATCHES as f64;
             samples.add(Metric::LoneWatchMemory, proxy.target, each);
-            drop((watches, lone)); // all watches were open until here
+            drop((watches, lone)); // the watches must stay open until the measurement
         }
         Ok(())
     }
@@ -156,13 +160,14 @@ impl Bench<'_> {
         Ok(())
     }
 
+    /// CPU per request and the rate of requests under load.
     async fn load(&self, proxy: Option<&Proxy>, samples: &mut Samples) -> Result<()> {
         let (target, address) = self.target_and_address(proxy);
         let cpu = self.cpu(proxy)?;
         let load =
             h2load::run(self.h2load, address, self.plan.load, &self.dir.join("h2load.log")).await?;
         if load.failed > 0.0 {
-            let what = format!(
+            let failures = format!(
                 "{} of {} requests failed at {}",
                 load.failed,
                 load.requests,
@@ -171,9 +176,9 @@ impl Bench<'_> {
             // HAProxy and Envoy return 5xx for a few of tens of thousands of requests; jackstay must not.
             let few = load.failed < load.requests / 100.0;
             if !few || !matches!(target, Target::Haproxy | Target::Envoy) {
-                return Err(what.into());
+                return Err(failures.into());
             }
-            println!("{what}");
+            println!("{failures}");
         }
         if let (Some(before), Some(after)) = (cpu, self.cpu(proxy)?) {
             samples.add(Metric::CpuPerRequest, target, 1e6 * (after - before) / load.requests);
@@ -182,23 +187,23 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Returns the proxies that responded.
+    /// The latency that each proxy adds to sequential requests. Returns the proxies that responded.
     async fn latency<'p>(
         &self,
         order: &[Option<&'p Proxy>],
         samples: &mut Samples,
     ) -> Result<Vec<Option<&'p Proxy>>> {
         let proxies = order.iter().flatten().map(|proxy| proxy.process.id());
-        let _one_core = OneCore::hold(proxies.chain([self.origin_process.id()]))?;
+        let _one_core = OneCore::pin(proxies.chain([self.origin_process.id()]))?;
         let (mut responding, mut measured) = (Vec::new(), Vec::new());
         for &proxy in order {
             let (target, address) = self.target_and_address(proxy);
-            let sequential_requests = self.latencies(address).await;
-            let Some(took) = target.skip_failed_peer(sequential_requests)? else { continue };
-            let at =
-                |part: f64| took[((took.len() - 1) as f64 * part) as usize].as_secs_f64() * 1e6;
+            let latencies = self.latencies(address).await;
+            let Some(latencies) = target.skip_failed_peer(latencies)? else { continue };
+            let last = (latencies.len() - 1) as f64;
+            let quantile = |q: f64| latencies[(last * q) as usize].as_secs_f64() * 1e6;
             responding.push(proxy);
-            measured.push((target, at(0.5), at(0.99)));
+            measured.push((target, quantile(0.5), quantile(0.99)));
         }
         let direct = measured.iter().find(|(target, ..)| *target == Target::Direct);
         let &(_, median, p99) = direct.ok_or("no direct run")?;
@@ -217,11 +222,12 @@ impl Bench<'_> {
     async fn latencies(&self, address: std::net::SocketAddr) -> Result<Vec<Duration>> {
         let mut client = Client::connect(address, self.tls).await?;
         client.get(origin::OBJECT).await?;
-        let mut took = client.sequential_requests(self.plan.latency).await?;
-        took.sort_unstable();
-        Ok(took)
+        let mut latencies = client.sequential_requests(self.plan.latency).await?;
+        latencies.sort_unstable();
+        Ok(latencies)
     }
 
+    /// CPU and speed of bulk responses.
     async fn bulk(&self, proxy: Option<&Proxy>, samples: &mut Samples) -> Result<()> {
         let (target, address) = self.target_and_address(proxy);
         let mut client = Client::connect(address, self.tls).await?;
@@ -234,12 +240,12 @@ impl Bench<'_> {
                 return Err(format!("{}: {len} bytes of the body", target.name()).into());
             }
         }
-        let took = start.elapsed().as_secs_f64();
+        let seconds = start.elapsed().as_secs_f64();
         let bytes = f64::from(self.plan.bulk_bodies) * origin::BULK_BYTES as f64;
         if let (Some(before), Some(after)) = (cpu, self.cpu(proxy)?) {
             samples.add(Metric::BulkCpu, target, (after - before) / (bytes / 1e9));
         }
-        samples.add(Metric::BulkSpeed, target, bytes / 1e6 / took);
+        samples.add(Metric::BulkSpeed, target, bytes / 1e6 / seconds);
         Ok(())
     }
 
@@ -247,6 +253,7 @@ impl Bench<'_> {
         proxy.map_or((Target::Direct, self.origin), |proxy| (proxy.target, proxy.address))
     }
 
+    /// CPU seconds of a proxy; `None` for the direct connection.
     fn cpu(&self, proxy: Option<&Proxy>) -> Result<Option<f64>> {
         proxy.map(|proxy| proxy.process.cpu_seconds(self.ticks_per_second)).transpose()
     }

@@ -5,22 +5,23 @@ use std::{fs, process::Command};
 
 use crate::Result;
 
-/// Pins processes to one core until it is dropped.
+/// Processes that are pinned to one core until this is dropped.
 pub struct OneCore {
     pids: Vec<u32>,
+    /// The cores that the processes may use afterwards.
     allowed: String,
 }
 
 impl OneCore {
-    /// Moves this process and `others` to the last allowed core (the first one serves most interrupts).
-    pub fn hold(others: impl Iterator<Item = u32>) -> Result<Self> {
+    /// Pins this process and `others` to the last allowed core, because the first one serves most interrupts.
+    pub fn pin(others: impl Iterator<Item = u32>) -> Result<Self> {
         let status = fs::read_to_string("/proc/self/status")?;
         let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
         let allowed = allowed.ok_or("no Cpus_allowed_list")?.trim().to_owned();
         let last = allowed.rsplit([',', '-']).next().unwrap_or("0").to_owned();
-        let held = Self { pids: others.chain([std::process::id()]).collect(), allowed };
-        held.move_to(&last)?;
-        Ok(held)
+        let pinned = Self { pids: others.chain([std::process::id()]).collect(), allowed };
+        pinned.move_to(&last)?;
+        Ok(pinned)
     }
 
     fn move_to(&self, cores: &str) -> Result<()> {

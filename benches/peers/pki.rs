@@ -20,7 +20,7 @@ use rustls::{
 
 use crate::Result;
 
-/// The name on every server certificate beside the loopback address.
+/// The DNS name in the server certificate that proxies expect of the origin.
 pub const SERVER_NAME: &str = "kubernetes.default.svc";
 
 /// Paths of the PEM files of one run.

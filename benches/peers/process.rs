@@ -9,7 +9,7 @@ use std::{
 
 use crate::Result;
 
-/// A running child. Errors quote its output, which goes to a log file.
+/// A child process whose output goes to a log file.
 pub struct Process {
     child: Child,
     log: PathBuf,

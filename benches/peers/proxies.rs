@@ -25,19 +25,18 @@ use crate::{
     raw,
 };
 
-/// Time until the first response of a new proxy.
+/// Timeout for the first response of a new proxy.
 const START: Duration = Duration::from_secs(15);
 
-/// The proxy between client and origin, or none.
+/// A proxy between client and origin, or the direct connection.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, clap::ValueEnum)]
 pub enum Target {
     /// No proxy.
     Direct,
-    /// The base of every ratio.
+    /// The table shows ratios to it.
     Haproxy,
-    /// Only at L4.
+    /// Measured only at L4.
     Nginx,
-    /// Envoy.
     Envoy,
     /// Another jackstay binary, to measure the cost of a change.
     Before,
@@ -81,7 +80,7 @@ impl Target {
         }
     }
 
-    /// Name in the table and key in the JSON.
+    /// The name in the table and the key in the JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Direct => "direct",
@@ -128,7 +127,7 @@ pub struct Proxy {
     pub process: Process,
 }
 
-/// What a proxy needs to start.
+/// The parameters with which proxies start.
 pub struct Environment<'a> {
     /// Directory of the run: certificates, configurations, logs.
     pub dir: &'a Path,
@@ -146,8 +145,8 @@ impl Environment<'_> {
     pub async fn start(&self, target: Target, layer: Layer) -> Result<Proxy> {
         let address = free_address()?;
         let file = |name: &str| self.dir.join(format!("{}.{name}", target.name()));
-        // A fresh copy is wholly in the page cache. Of a file that the kernel has partly evicted, it maps fewer pages
-        // around each page fault: the same binary then differs by 1.4 MiB of resident memory.
+        // A new copy of the program is entirely in the page cache. If the kernel has evicted a part of a file, it maps
+        // fewer pages around each page fault, which changes the resident memory of the same binary by up to 1.4 MiB.
         let program = file("program");
         fs::copy(target.program()?, &program)?;
         let (config, text) = match (target, layer) {

@@ -12,13 +12,13 @@ use tokio::{
 
 use crate::Result;
 
-/// The origin returns the same byte and closes.
+/// The origin returns the same byte and closes the connection.
 const ONCE: u8 = b'E';
 /// The origin returns the same byte and waits until the client closes.
 const IDLE: u8 = b'I';
-/// Followed by a length: the origin sends so many bytes and closes.
+/// A length follows. The origin sends that many bytes and closes the connection.
 const DOWN: u8 = b'D';
-/// Followed by bytes to the end: the origin returns one byte and closes.
+/// Data follows until the client ends its direction. The origin then returns one byte and closes the connection.
 const UP: u8 = b'U';
 
 /// Bytes per write, similar to Go's server for a large LIST.
@@ -123,6 +123,7 @@ pub async fn up(address: SocketAddr, bytes: u64) -> Result<()> {
     tokio::time::timeout(TIMEOUT, exchange).await.map_err(|_| "timeout: upload")?
 }
 
+/// Connects and sends the first byte.
 async fn begin(address: SocketAddr, first: u8) -> Result<TcpStream> {
     let mut stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;

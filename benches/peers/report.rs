@@ -33,11 +33,11 @@ pub enum Metric {
 enum Limit {
     /// A multiple of `HAProxy`'s value in the same run.
     Ratio(f64),
-    /// The value of each of these in the same run.
+    /// The smallest value of these proxies in the same run.
     AtMost(&'static [Target]),
     /// A value in the metric's unit.
     Value(f64),
-    /// A value that every sample must meet, not only the median.
+    /// A value in the metric's unit for every sample, not only for the median.
     Each(f64),
 }
 
@@ -80,15 +80,15 @@ impl Metric {
             Self::BulkSpeed => ("bulk_mb_per_second", "bulk, MB per second", 0),
             Self::WatchMemory => ("kib_per_idle_watch", "memory per idle watch, KiB", 1),
             Self::LoneWatchMemory => {
-                ("kib_per_idle_watch_alone", "the same, alone on its connection", 1)
+                ("kib_per_idle_watch_alone", "idle watch, own connection, KiB", 1)
             }
             Self::BurstMemory => {
-                ("kib_per_idle_watch_after_burst", "the same, all opened at once", 1)
+                ("kib_per_idle_watch_after_burst", "idle watch after a burst, KiB", 1)
             }
             Self::IdleRss => ("idle_rss_mib", "idle RSS, MiB", 1),
             Self::IdleCpu => ("idle_cpu_percent", "idle CPU, % of a core", 2),
             Self::FlowMemory => ("kib_per_idle_flow", "memory per idle flow, KiB", 2),
-            Self::FlowsCpu => ("idle_flows_cpu_percent", "CPU with all of them idle, %", 2),
+            Self::FlowsCpu => ("idle_flows_cpu_percent", "CPU with all flows idle, %", 2),
             Self::FlowDownCpu => ("flow_down_cpu_seconds_per_gb", "down, CPU-seconds per GB", 3),
             Self::FlowUpCpu => ("flow_up_cpu_seconds_per_gb", "up, CPU-seconds per GB", 3),
             Self::FlowSpeed => ("flow_mb_per_second", "down, MB per second", 0),
@@ -142,7 +142,7 @@ impl Samples {
     fn ratio(&self, metric: Metric, target: Target) -> Option<f64> {
         if matches!(metric, Metric::LatencyMedian | Metric::LatencyP99) && target == Target::Direct
         {
-            return None; // the other values are relative to this one
+            return None; // the values of the proxies are relative to this one
         }
         self.ratio_to(Target::Haproxy, metric, target)
     }
@@ -168,8 +168,8 @@ impl Samples {
         })
     }
 
-    /// Whether jackstay meets the limit; `None` without a limit or if a proxy to compare with was
-    /// not measured.
+    /// Whether jackstay meets the limit. `None` without a limit, or if jackstay or a proxy to compare with was not
+    /// measured.
     pub fn meets(&self, metric: Metric) -> Option<bool> {
         if let Some(Limit::AtMost(peers)) = metric.limit() {
             peers.iter().try_for_each(|&peer| self.0.get(&(metric, peer)).map(drop))?;

@@ -1,5 +1,4 @@
-//! Limits for clients of a passthrough listener that behave badly: none of them affects other
-//! flows.
+//! Limits for the clients of a passthrough listener: a client that exceeds one does not affect other flows.
 
 use crate::peer::{ProbedServer, exchange, setup, setup_with, wait_flows};
 use crate::support::child::{Process, first_address};
@@ -14,10 +13,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-/// Slow readers hold only socket buffers, and the other flows continue. A slow reader gets all data
-/// when it reads at last.
+/// The data for a client that does not read waits in socket buffers, and the client gets all of it when it reads.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn client_that_does_not_read_stops_only_its_own_writer() {
+async fn client_that_does_not_read_blocks_only_its_own_server() {
     let (peer, proxy) = setup().await;
     let mut other = peer.connect(&proxy).await;
     let mut slow = Vec::new();
@@ -25,9 +23,9 @@ async fn client_that_does_not_read_stops_only_its_own_writer() {
         let (client, mut server) = peer.connect(&proxy).await;
         let writer = tokio::spawn(async move {
             let (data, mut written) = (vec![7; 64 << 10], 0_usize);
-            // A writer without progress for a second is blocked.
-            while let Ok(done) = timeout(Duration::from_secs(1), server.write_all(&data)).await {
-                done.unwrap();
+            // The writer counts as blocked when it makes no progress for a second.
+            while let Ok(result) = timeout(Duration::from_secs(1), server.write_all(&data)).await {
+                result.unwrap();
                 written += data.len();
                 assert!(written < 256 << 20, "the writer is not blocked");
             }
@@ -44,16 +42,17 @@ async fn client_that_does_not_read_stops_only_its_own_writer() {
         drop(server);
         let mut rest = Vec::new();
         soon("the rest", client.read_to_end(&mut rest)).await.unwrap();
-        // The timeout of the test interrupted the last write.
-        assert!(rest.len() >= written && rest.iter().all(|byte| *byte == 7), "{written}");
+        // The last write was interrupted by its timeout, and part of its data may have been sent.
+        assert!(rest.len() >= written, "{} of {written} bytes", rest.len());
+        assert!(rest.iter().all(|byte| *byte == 7), "the data was changed");
     }
     exchange(&mut other).await;
 }
 
-/// An incomplete `ClientHello` holds a connection for `handshake_timeout`, garbage holds none. Both
-/// count against the limit, and existing flows continue.
+/// jackstay waits for the rest of an incomplete `ClientHello` until `handshake_timeout`, and forwards garbage at
+/// once. Both count against `max_connections`.
 #[tokio::test]
-async fn incomplete_hellos_and_garbage_are_limited_in_number_and_time() {
+async fn incomplete_hellos_and_garbage_are_limited_and_other_flows_continue() {
     let (peer, proxy) = setup_with(|config| {
         let upstream = config.upstreams[0].name.clone();
         passthrough_mode(config).routes =
@@ -68,7 +67,7 @@ async fn incomplete_hellos_and_garbage_are_limited_in_number_and_time() {
     let mut flood = Vec::new();
     for index in 0..200 {
         let Ok(mut stream) = TcpStream::connect(proxy.addr).await else { continue };
-        // A TLS record of 256 bytes of which three arrive, or garbage.
+        // The start of a TLS record of 256 bytes, or garbage.
         let bytes: &[u8] =
             if index % 4 == 3 { b"\x00\xff\x13\x37" } else { &[22, 3, 1, 1, 0, 1, 0, 0] };
         let _ = stream.write_all(bytes).await;
@@ -77,8 +76,7 @@ async fn incomplete_hellos_and_garbage_are_limited_in_number_and_time() {
     exchange(&mut other).await;
     for mut stream in flood {
         let mut rest = Vec::new();
-        // A reset, or the alert of the server.
-        let end = soon("an end", stream.read_to_end(&mut rest)).await;
+        let end = soon("the end of the connection", stream.read_to_end(&mut rest)).await;
         assert!(end.is_ok() || end.is_err_and(|e| e.kind() == ErrorKind::ConnectionReset));
     }
     exchange(&mut other).await;
@@ -89,7 +87,7 @@ async fn incomplete_hellos_and_garbage_are_limited_in_number_and_time() {
     assert!(metrics.contains(r#"refused_total{listener="apiserver",reason="cap"}"#), "{metrics}");
 }
 
-/// Starts jackstay with this number of descriptors, of which half is the soft limit at the start.
+/// Starts jackstay with this hard limit of file descriptors and half of it as the soft limit.
 fn start_with_descriptors(endpoint: SocketAddr, descriptors: u32) -> (Process, TempDir) {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("jackstay.yaml");
@@ -110,10 +108,10 @@ listeners: [{{name: l, mode: passthrough, bind: ['127.0.0.1:0'], \
     (Process::spawn(command), dir)
 }
 
-/// jackstay raises its soft limit and uses all descriptors. Clients that connect afterwards are
-/// reset immediately.
+/// jackstay raises its soft limit to the hard limit and uses all descriptors. Clients that connect afterwards
+/// are reset immediately.
 #[tokio::test]
-async fn connections_without_a_descriptor_are_reset_and_other_flows_continue() {
+async fn connection_without_a_descriptor_is_reset_and_other_flows_continue() {
     let mut server = ProbedServer::start(&Certs::new(), &["h2"]).await;
     let (mut proxy, _dir) = start_with_descriptors(server.address, 110);
     let admin = first_address(&proxy.wait_output("the admin endpoint listens").await);
@@ -136,9 +134,10 @@ async fn connections_without_a_descriptor_are_reset_and_other_flows_continue() {
     };
     assert_eq!(refused.kind(), ErrorKind::ConnectionReset);
     assert!(flows.len() > 25, "{} flows", flows.len());
-    // The last descriptor may go to a client, so that the connection to the endpoint fails.
+    // The first refused flow may have failed at its connection to the endpoint. More connections to the admin
+    // endpoint use descriptors until jackstay cannot even accept a client.
     let mut admin_connections = Vec::new();
-    until("clients cannot be accepted", async || {
+    until("jackstay cannot accept a client", async || {
         admin_connections.push(TcpStream::connect(admin).await.unwrap());
         match soon("a flow, or an error", server.try_flow(listener)).await {
             Ok(flow) => flows.push(flow),
@@ -150,7 +149,7 @@ async fn connections_without_a_descriptor_are_reset_and_other_flows_continue() {
     for flow in &mut flows {
         exchange(flow).await;
     }
-    // A few descriptors are reserved for the admin endpoint.
+    // The admin endpoint has reserved descriptors.
     for _ in 0..10 {
         let metrics = page("/metrics").await;
         assert!(metrics.contains(r#"refused_total{listener="l",reason="descriptors"}"#));
@@ -165,7 +164,7 @@ async fn connections_without_a_descriptor_are_reset_and_other_flows_continue() {
     .await;
     let metrics = page("/metrics").await;
     assert!(metrics.contains(r#"refused_total{listener="l",reason="descriptors"}"#), "{metrics}");
-    // The endpoint is not to blame.
+    // The lack of descriptors must not eject the endpoint.
     assert!(!metrics.contains("jackstay_ejections_total{"), "{metrics}");
     assert!(page("/readyz").await.contains("check passed"));
 }

@@ -1,4 +1,4 @@
-//! Flows whose endpoint dies, degrades or stops responding.
+//! The state of endpoints without a `/readyz` credential, and the flows of endpoints that stop or degrade.
 
 use crate::support::figures::check_figure;
 use crate::support::{
@@ -7,7 +7,7 @@ use crate::support::{
 use jackstay::demo::apiserver::ApiServerHandle;
 use std::time::{Duration, Instant};
 
-/// The endpoint with the most flows, and their number.
+/// The server with the most flows, and their number.
 async fn busiest<'a>(cluster: &'a TestCluster, proxy: &Proxy) -> (&'a ApiServerHandle, u64) {
     let mut counts = Vec::new();
     for server in &cluster.servers {
@@ -59,13 +59,13 @@ async fn flows_of_a_stopped_process_are_reset() {
     let (server, flows) = busiest(&cluster, &proxy).await;
     let stopped = Instant::now();
     server.stop();
-    let gone = || clients.iter().filter(|client| client.is_closed()).count() as u64;
-    until("the flows are reset", async || gone() >= flows).await;
-    let took = stopped.elapsed();
-    check_figure("flows of a stopped process are reset", took, Duration::from_secs(3));
-    assert_eq!(gone(), flows, "the other flows continue");
-    let again = proxy.client().await;
-    assert_eq!(soon("a response", again.get(CONFIGMAPS)).await.unwrap().status, 200);
+    let reset = || clients.iter().filter(|client| client.is_closed()).count() as u64;
+    until("the flows are reset", async || reset() >= flows).await;
+    let duration = stopped.elapsed();
+    check_figure("flows of a stopped process are reset", duration, Duration::from_secs(3));
+    assert_eq!(reset(), flows, "a flow of another server was reset");
+    let new = proxy.client().await;
+    assert_eq!(soon("a response", new.get(CONFIGMAPS)).await.unwrap().status, 200);
     server.cont();
     proxy.wait_ready(2).await;
 }
@@ -73,26 +73,26 @@ async fn flows_of_a_stopped_process_are_reset() {
 #[tokio::test]
 async fn degraded_endpoint_keeps_its_flows_and_gets_no_new_ones() {
     let cluster = TestCluster::new(2);
-    // A slow response must not degrade the other endpoint.
+    // On a busy machine, a slow probe must not degrade the other endpoint.
     let mut config = passthrough_config(cluster.config());
     without_suspicion(&mut config);
     let proxy = cluster.certs.start(config);
     proxy.wait_ready(2).await;
-    let mut old = Vec::new();
+    let mut clients = Vec::new();
     for _ in 0..4 {
-        old.push(proxy.client().await);
+        clients.push(proxy.client().await);
     }
     let (degraded, flows) = busiest(&cluster, &proxy).await;
     degraded.set_faults(|faults| faults.unready = true);
     proxy.wait_state(degraded.addr, "degraded").await;
     for _ in 0..6 {
-        old.push(proxy.client().await);
+        clients.push(proxy.client().await);
     }
     assert_eq!(proxy.endpoint(degraded.addr).await["flows"], flows);
-    for client in &old {
+    for client in &clients {
         assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
     }
-    // The only endpoint left gets new flows although it is degraded.
+    // When the other server is killed, the degraded endpoint gets new flows.
     for server in cluster.servers.iter().filter(|server| server.addr != degraded.addr) {
         server.kill();
     }

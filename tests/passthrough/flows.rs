@@ -1,4 +1,5 @@
-//! Flows through a passthrough listener: data in both directions, half-closes, resets and refusals.
+//! Flows through a passthrough listener: data in both directions, half-closes, resets, refusals, timeouts, drains
+//! and routes.
 
 use crate::peer::{setup, setup_with, wait_flows};
 use crate::support::stopwatch::Stopwatch;
@@ -18,7 +19,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
-/// The error of a connection that sends nothing. The reset may arrive before the connect returns.
+/// The error that a client gets which connects and sends nothing. The reset may arrive before the connect returns.
 async fn reset_of(addr: SocketAddr) -> ErrorKind {
     let silent = async { TcpStream::connect(addr).await?.read(&mut [0; 1]).await };
     soon("the reset", silent).await.unwrap_err().kind()
@@ -46,7 +47,7 @@ async fn client_and_apiserver_authenticate_each_other() {
 async fn data_arrives_unchanged_in_both_directions() {
     let (peer, proxy) = setup().await;
     let (mut client, mut server) = peer.connect(&proxy).await;
-    // Small sizes, then enough for every way of forwarding, then a small size again.
+    // Small messages are copied and large ones spliced; after large ones comes a small one again.
     for size in [1, 100, 70_000, 3_000_000, 20_000_000, 5] {
         let sent: Vec<u8> =
             (0..size).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
@@ -81,7 +82,7 @@ async fn data_arrives_unchanged_in_both_directions() {
 }
 
 #[tokio::test]
-async fn each_direction_ends_separately() {
+async fn one_direction_continues_after_the_end_of_the_other() {
     let (peer, proxy) = setup().await;
     let (mut client, mut server) = peer.connect(&proxy).await;
     client.write_all(b"question").await.unwrap();
@@ -89,7 +90,7 @@ async fn each_direction_ends_separately() {
     let mut question = String::new();
     soon("the end of the question", server.read_to_string(&mut question)).await.unwrap();
     assert_eq!(question, "question");
-    // After the client has ended its direction.
+    // The client has ended its direction, and still gets data.
     server.write_all(b"answer").await.unwrap();
     let mut answer = [0; 6];
     soon("the answer", client.read_exact(&mut answer)).await.unwrap();
@@ -103,9 +104,9 @@ async fn each_direction_ends_separately() {
     let (mut client, mut server) = peer.connect(&proxy).await;
     server.shutdown().await.unwrap();
     assert_eq!(soon("the server's end", client.read(&mut answer)).await.unwrap(), 0);
-    client.write_all(b"still").await.unwrap();
-    let mut still = [0; 5];
-    soon("more", server.read_exact(&mut still)).await.unwrap();
+    client.write_all(b"later").await.unwrap();
+    let mut later = [0; 5];
+    soon("later data", server.read_exact(&mut later)).await.unwrap();
 }
 
 /// A reset must not look like a clean end.
@@ -133,10 +134,10 @@ async fn reset_of_one_side_resets_the_other() {
     .await;
 }
 
-/// While jackstay cannot deliver an upload it does not read from the client; it must notice the
-/// reset all the same.
+/// While jackstay cannot forward an upload it does not read from the client. It must detect the reset of the
+/// client all the same.
 #[tokio::test]
-async fn reset_client_is_noticed_while_its_upload_is_blocked() {
+async fn reset_of_a_client_ends_its_flow_while_the_upload_is_blocked() {
     let (peer, proxy) = setup().await;
     let (mut client, mut server) = peer.connect(&proxy).await;
     server.write_all(b"x").await.unwrap();
@@ -149,7 +150,7 @@ async fn reset_client_is_noticed_while_its_upload_is_blocked() {
     wait_flows(&proxy, 0).await;
     let metrics = proxy.page("/metrics").await;
     assert!(metrics.contains(r#"reason="client_reset"} 1"#), "{metrics}");
-    // A client that has ended its direction gets later data.
+    // In contrast to a reset client, one that has ended its direction gets later data.
     let (mut client, mut server) = peer.connect(&proxy).await;
     client.shutdown().await.unwrap();
     soon("the end", server.read_to_end(&mut Vec::new())).await.unwrap();
@@ -173,9 +174,9 @@ async fn client_is_reset_when_every_endpoint_refuses() {
         metrics.contains(r#"passthrough_closed_total{listener="apiserver",reason="unreachable"} 1"#)
     })
     .await;
-    let own = proxy.status().await["listeners"][0]["own_errors"][0].clone();
-    assert_eq!((own["code"].is_null(), &own["reason"]), (true, &"unreachable".into()), "{own}");
-    assert_eq!(own["count"], 1);
+    let error = proxy.status().await["listeners"][0]["own_errors"][0].clone();
+    assert!(error["code"].is_null(), "{error}");
+    assert_eq!((&error["reason"], &error["count"]), (&"unreachable".into(), &1.into()));
 }
 
 #[tokio::test]
@@ -192,8 +193,8 @@ async fn connections_above_the_limit_are_reset() {
 }
 
 #[tokio::test]
-async fn handshake_timeout_resets_flows_without_a_response() {
-    // Long enough for the first "hello" on a slow machine.
+async fn handshake_timeout_resets_only_flows_without_a_response() {
+    // The timeout is long enough for the response of the first flow on a slow machine.
     let (peer, proxy) = setup_with(|config| {
         config.listeners[0].limits_mut().handshake_timeout = Duration::from_secs(2);
     })
@@ -231,7 +232,7 @@ async fn drain_waits_for_flows_and_resets_the_rest() {
     proxy.running.drain();
     until("no connection is accepted", async || TcpStream::connect(proxy.addr).await.is_err())
         .await;
-    // Both flows continue; one ends in time.
+    // Both flows continue, and one ends before the timeout.
     short_server.write_all(b"end").await.unwrap();
     short_server.shutdown().await.unwrap();
     short.shutdown().await.unwrap();
@@ -247,7 +248,7 @@ async fn drain_waits_for_flows_and_resets_the_rest() {
     tokio::task::spawn_blocking(move || assert!(proxy.running.stop())).await.unwrap();
 }
 
-/// Other names use the upstream of the listener.
+/// Flows without a configured server name go to the upstream of the listener.
 #[tokio::test]
 async fn server_name_selects_the_upstream() {
     let cluster = TestCluster::new(2);
@@ -280,14 +281,13 @@ async fn server_name_selects_the_upstream() {
     let stream = TcpStream::connect(proxy.addr).await.unwrap();
     let _named = connector.connect("localhost".try_into().unwrap(), stream).await.unwrap();
     assert_eq!(flows().await, [1, 1]);
-    // Without TLS the flow goes to the upstream of the listener, which rejects it.
-    let mut odd = TcpStream::connect(proxy.addr).await.unwrap();
-    odd.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
-    let mut answer = Vec::new();
-    let _ = soon("a response or the end", odd.read_to_end(&mut answer)).await;
-    // An incomplete ClientHello times out.
-    let mut half = TcpStream::connect(proxy.addr).await.unwrap();
-    half.write_all(&[22, 3, 1, 2, 0, 1, 0]).await.unwrap();
-    let error = soon("the reset", half.read(&mut [0; 1])).await.unwrap_err();
+    // A flow without TLS goes to the upstream of the listener too, whose apiserver ends it.
+    let mut plain = TcpStream::connect(proxy.addr).await.unwrap();
+    plain.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+    let _ = soon("the end", plain.read_to_end(&mut Vec::new())).await;
+    // A client that sends an incomplete ClientHello is reset at the handshake timeout.
+    let mut incomplete = TcpStream::connect(proxy.addr).await.unwrap();
+    incomplete.write_all(&[22, 3, 1, 2, 0, 1, 0]).await.unwrap();
+    let error = soon("the reset", incomplete.read(&mut [0; 1])).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
 }

@@ -1,4 +1,4 @@
-//! The L4 data plane between clients and servers of the test.
+//! L4: passthrough listeners on real sockets, between clients and servers of the test.
 
 #![cfg(feature = "demo")]
 

@@ -1,4 +1,4 @@
-//! Servers for flows.
+//! Servers behind a passthrough listener, and helpers for their flows.
 
 use crate::support::{Certs, Proxy, passthrough_config, soon, until};
 use http::Response;
@@ -14,10 +14,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio_rustls::TlsAcceptor;
 
-/// The first byte of a test's connections; those of the prober begin with a TLS record (22).
+/// The first byte that a client of the test sends. A connection of the prober begins with a TLS record (22).
 const HELLO: u8 = b'!';
 
-/// A server whose flows belong to the test, and which is no TLS server.
+/// A server without TLS. The test accepts and serves its flows.
 pub struct Peer {
     listener: TcpListener,
     pub address: SocketAddr,
@@ -31,12 +31,12 @@ impl Peer {
         Self { listener, address, certs: Certs::new() }
     }
 
-    /// A passthrough listener in front of this server.
+    /// Starts a passthrough listener in front of this server.
     pub fn start_proxy(&self, change: impl FnOnce(&mut Config)) -> Proxy {
         start_passthrough(&self.certs, &[self.address], change)
     }
 
-    /// The next connection of the test. Connections of the prober are closed.
+    /// Accepts the next connection of the test. Connections of the prober are closed.
     pub async fn accept(&self) -> TcpStream {
         loop {
             let (mut stream, _) = soon("a connection", self.listener.accept()).await.unwrap();
@@ -46,7 +46,7 @@ impl Peer {
         }
     }
 
-    /// Both ends of a connection through the proxy.
+    /// Opens a flow through the proxy. Returns its ends: client and server.
     pub async fn connect(&self, proxy: &Proxy) -> (TcpStream, TcpStream) {
         let client = TcpStream::connect(proxy.addr).await.unwrap();
         client.writable().await.unwrap();
@@ -60,14 +60,14 @@ pub async fn setup() -> (Peer, Proxy) {
     setup_with(|_| {}).await
 }
 
-/// The same with a change of the configuration.
+/// [`setup`] with a change of the configuration.
 pub async fn setup_with(change: impl FnOnce(&mut Config)) -> (Peer, Proxy) {
     let peer = Peer::start().await;
     let proxy = peer.start_proxy(change);
     (peer, proxy)
 }
 
-/// A passthrough listener in front of these addresses.
+/// Starts a passthrough listener in front of these addresses.
 pub fn start_passthrough(
     certs: &Certs,
     addresses: &[SocketAddr],
@@ -84,35 +84,36 @@ pub async fn wait_flows(proxy: &Proxy, count: usize) {
     until(&what, async || proxy.status().await["listeners"][0]["flows"] == count).await;
 }
 
-/// One byte from the client to the server.
-pub async fn send_up((client, server): &mut (TcpStream, TcpStream)) {
+/// Sends one byte from the client to the server.
+pub async fn send_to_server((client, server): &mut (TcpStream, TcpStream)) {
     client.write_all(b"x").await.unwrap();
-    assert_eq!(soon("a byte up", server.read_u8()).await.unwrap(), b'x');
+    assert_eq!(soon("a byte for the server", server.read_u8()).await.unwrap(), b'x');
 }
 
-/// One byte from the server to the client.
-pub async fn send_down((client, server): &mut (TcpStream, TcpStream)) {
+/// Sends one byte from the server to the client.
+pub async fn send_to_client((client, server): &mut (TcpStream, TcpStream)) {
     server.write_all(b"y").await.unwrap();
-    assert_eq!(soon("a byte down", client.read_u8()).await.unwrap(), b'y');
+    assert_eq!(soon("a byte for the client", client.read_u8()).await.unwrap(), b'y');
 }
 
-/// One byte in each direction.
+/// Sends one byte in each direction.
 pub async fn exchange(flow: &mut (TcpStream, TcpStream)) {
-    send_up(flow).await;
-    send_down(flow).await;
+    send_to_server(flow).await;
+    send_to_client(flow).await;
 }
 
-/// What a [`ProbedServer`] does.
+/// The behaviour of a [`ProbedServer`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Mode {
     Serve,
-    /// Accepts no more connections and sends GOAWAY to the prober, as on SIGTERM; flows continue.
+    /// Accepts no more connections and sends GOAWAY to the prober, as an apiserver does after SIGTERM. Flows
+    /// continue.
     ShutDown,
-    /// Accepts no more connections, and closes that of the prober without GOAWAY.
+    /// Accepts no more connections and closes that of the prober without GOAWAY. Flows stay open.
     Die,
 }
 
-/// On one port a TLS server for the prober, and flows for the test.
+/// A server that serves the prober with TLS and HTTP/2, and hands flows of the test to the test, on one port.
 pub struct ProbedServer {
     pub address: SocketAddr,
     flows: mpsc::UnboundedReceiver<TcpStream>,
@@ -120,7 +121,7 @@ pub struct ProbedServer {
 }
 
 impl ProbedServer {
-    /// A server with HTTP/2, and a passthrough listener in front of it.
+    /// A server that offers HTTP/2, and a passthrough listener in front of it.
     pub async fn setup() -> (Certs, Self, Proxy) {
         Self::setup_with(&["h2"], |_| {}).await
     }
@@ -180,14 +181,14 @@ impl ProbedServer {
         self.mode.send_replace(mode);
     }
 
-    /// Both ends of a flow through the proxy that has carried bytes both ways.
+    /// Opens a flow through the proxy. Returns its ends, client and server, after bytes in both directions.
     pub async fn flow(&mut self, proxy: &Proxy) -> (TcpStream, TcpStream) {
         soon("a flow", self.try_flow(proxy.addr)).await.unwrap()
     }
 
-    /// Both ends of a flow through this listener, or the error of the client.
-    pub async fn try_flow(&mut self, through: SocketAddr) -> io::Result<(TcpStream, TcpStream)> {
-        let mut client = TcpStream::connect(through).await?;
+    /// [`Self::flow`] through this listener. The error is that of the client.
+    pub async fn try_flow(&mut self, listener: SocketAddr) -> io::Result<(TcpStream, TcpStream)> {
+        let mut client = TcpStream::connect(listener).await?;
         client.write_all(&[HELLO]).await?;
         let mut server = tokio::select! {
             server = self.flows.recv() => server.unwrap(),
@@ -217,7 +218,7 @@ async fn serve(
     let tls = match tls.accept(stream).into_fallible().await {
         Ok(tls) => tls,
         Err((_, mut stream)) => {
-            // Without reading the rest a reset would overtake the alert.
+            // If the stream were closed with unread data, a reset would overtake the alert.
             let _ = stream.read_to_end(&mut Vec::new()).await;
             return;
         }

@@ -1,6 +1,8 @@
-//! The prober's findings about a server, and their effect on its flows.
+//! The state that the prober finds a server in, and its effect on the flows of the server.
 
-use crate::peer::{Mode, ProbedServer, exchange, send_down, send_up, start_passthrough};
+use crate::peer::{
+    Mode, ProbedServer, exchange, send_to_client, send_to_server, start_passthrough,
+};
 use crate::support::{Certs, pause, replace_file, soon};
 use jackstay::config::CertPaths;
 use jackstay::demo::pki::{Pki, Subject};
@@ -10,10 +12,10 @@ use std::io::ErrorKind;
 use std::time::Duration;
 use tokio::io::AsyncReadExt;
 
-/// An apiserver that shuts down sends GOAWAY and closes its port while its requests still run; a
-/// dead one sends nothing.
+/// An apiserver that shuts down sends GOAWAY and closes its port while its requests still run. A dead apiserver
+/// sends no GOAWAY.
 #[tokio::test]
-async fn flows_survive_a_shutdown_and_end_with_a_dead_server() {
+async fn flows_continue_during_a_shutdown_and_are_reset_when_the_server_dies() {
     for mode in [Mode::ShutDown, Mode::Die] {
         let (_certs, mut server, proxy) = ProbedServer::setup().await;
         let mut flow = server.flow(&proxy).await;
@@ -25,7 +27,7 @@ async fn flows_survive_a_shutdown_and_end_with_a_dead_server() {
             proxy.wait_metrics(r#"reason="endpoint_dead"} 1"#).await;
             continue;
         }
-        // Longer than jackstay takes to end the flows of a dead endpoint.
+        // The exchange takes longer than jackstay needs to end the flows of a dead endpoint.
         for _ in 0..10 {
             pause(Duration::from_millis(50)).await;
             exchange(&mut flow).await;
@@ -34,25 +36,20 @@ async fn flows_survive_a_shutdown_and_end_with_a_dead_server() {
     }
 }
 
-/// A server that is no apiserver, or one behind a proxy: a TLS handshake each second is the probe.
+/// The server is not an apiserver, or is behind a proxy. The probe is a TLS handshake each second.
 #[tokio::test]
 async fn server_without_http2_is_probed_by_tls_handshakes() {
     for alpn in [&[][..], &["http/1.1"][..]] {
         let (certs, mut server, proxy) = ProbedServer::setup_with(alpn, |_| {}).await;
         let reason = proxy.endpoints().await[0]["reason"].as_str().unwrap().to_owned();
         assert!(reason.starts_with("TLS handshake only"), "{reason}");
-        let (mut client, _end) = server.flow(&proxy).await;
+        let (mut client, _server_end) = server.flow(&proxy).await;
         server.set_mode(Mode::Die);
         proxy.wait_all("ejected").await;
         let error = soon("the reset", client.read_u8()).await.unwrap_err();
-        assert_eq!(
-            error.kind(),
-            ErrorKind::ConnectionReset,
-            "the server is dead, so its flows are reset"
-        );
-        let again = ProbedServer::start_at(server.address, &certs, alpn).await;
+        assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+        let _restarted = ProbedServer::start_at(server.address, &certs, alpn).await;
         proxy.wait_ready(1).await;
-        drop(again);
     }
 }
 
@@ -66,21 +63,21 @@ async fn unverifiable_server_is_ejected_and_keeps_its_flows() {
     proxy.wait_all("ejected").await;
     let reason = proxy.endpoints().await[0]["reason"].as_str().unwrap().to_owned();
     assert!(reason.contains("UnknownIssuer"), "{reason}");
-    // Longer than jackstay takes to end the flows of a dead endpoint.
+    // The bytes take longer than jackstay needs to end the flows of a dead endpoint.
     for _ in 0..10 {
         pause(Duration::from_millis(50)).await;
-        send_up(&mut flow).await;
+        send_to_server(&mut flow).await;
     }
-    // The only endpoint gets new flows although it is ejected.
+    // The endpoint gets new flows although it is ejected, because it is the only one.
     let _new = server.flow(&proxy).await;
     replace_file(&ca_file, &certs.pki.ca_pem());
     proxy.wait_all("ready").await;
-    send_down(&mut flow).await;
+    send_to_client(&mut flow).await;
     assert_eq!(proxy.status().await["listeners"][0]["flows"], 2);
 }
 
-/// With TLS 1.3 the server rejects the certificate after our side of the handshake. It is alive, so
-/// its flows continue.
+/// With TLS 1.3 the server rejects the certificate after the client has finished the handshake. The server is
+/// alive, so its flows continue.
 #[tokio::test]
 async fn server_that_rejects_the_probe_certificate_is_ejected_and_keeps_its_flows() {
     let certs = Certs::new();
@@ -102,12 +99,12 @@ async fn server_that_rejects_the_probe_certificate_is_ejected_and_keeps_its_flow
     proxy.wait_all("ejected").await;
     let reason = proxy.endpoints().await[0]["reason"].as_str().unwrap().to_owned();
     assert!(reason.contains("received fatal alert"), "{reason}");
-    // Longer than jackstay takes to end the flows of a dead endpoint.
+    // The bytes take longer than jackstay needs to end the flows of a dead endpoint.
     for _ in 0..10 {
         pause(Duration::from_millis(50)).await;
-        send_up(&mut flow).await;
+        send_to_server(&mut flow).await;
     }
     replace_file(&file, &certs.probe.pair_pem());
     proxy.wait_all("ready").await;
-    send_down(&mut flow).await;
+    send_to_client(&mut flow).await;
 }

@@ -1,5 +1,5 @@
-//! Flows that jackstay ends so that they move: to an endpoint that has come back, and from one that
-//! was removed.
+//! Flows that jackstay resets so that their clients reconnect elsewhere: to rebalance onto an endpoint that has
+//! recovered, or because their endpoint was removed.
 
 use crate::peer::{ProbedServer, start_passthrough};
 use crate::support::{
@@ -16,16 +16,17 @@ use jackstay::upstream::endpoint::Observation;
 use jackstay::upstream::rebalance::RebalanceSchedule;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Instant, timeout};
 
-/// An endpoint of most upstreams.
+/// The first endpoint of the upstreams of this crate.
 pub const FIRST: &str = "10.0.0.1";
 
-/// Gives an upstream these endpoints.
-pub fn place_all(upstream: &Upstream, hosts: &[&str]) {
-    let members: Vec<_> = hosts
+/// Replaces the endpoints of an upstream.
+pub fn set_endpoints(upstream: &Upstream, hosts: &[&str]) {
+    let endpoints: Vec<_> = hosts
         .iter()
         .map(|host| EndpointSpec {
             address: EndpointAddress { host: (*host).to_owned(), port: 6443 },
@@ -33,15 +34,15 @@ pub fn place_all(upstream: &Upstream, hosts: &[&str]) {
             fallback: false,
         })
         .collect();
-    replace_endpoints(upstream, &members);
+    replace_endpoints(upstream, &endpoints);
 }
 
-/// An upstream whose endpoints are ready, except for the last one.
+/// An upstream whose endpoints, except the last one, are ready.
 pub fn upstream(certs: &Certs, hosts: &[&str]) -> Upstream {
     let config = certs.config(&[]).upstreams.remove(0);
     let credentials = Credentials::load(&config, &[]).unwrap();
     let upstream = Upstream::new(config, credentials, &Metrics::new());
-    place_all(&upstream, hosts);
+    set_endpoints(&upstream, hosts);
     for endpoint in upstream.endpoints().iter().take(hosts.len() - 1) {
         endpoint.observe(Observation::Connected);
         endpoint.observe(Observation::ReadyzOk);
@@ -49,45 +50,46 @@ pub fn upstream(certs: &Certs, hosts: &[&str]) -> Upstream {
     upstream
 }
 
-/// A thousand connections to one of two endpoints; the third appears later. A few move each second,
-/// none to an endpoint that has not settled, until all endpoints have equal shares.
+/// Simulates 1,000 flows to the first of two ready endpoints; a third endpoint becomes ready later. A few flows
+/// move each second, none of them to an endpoint that has just become ready, until all endpoints have equal
+/// shares.
 #[tokio::test(start_paused = true)]
-async fn connections_move_gradually_until_endpoints_are_balanced() {
+async fn flows_move_gradually_until_endpoints_are_balanced() {
     let certs = Certs::new();
     let upstream = upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]);
     let endpoints = upstream.endpoints();
     let mut flows = [1000_usize, 0, 0];
     let mut schedule = RebalanceSchedule::new(Instant::now());
     let start = Instant::now();
-    let mut last = start;
+    let mut last_move = start;
     while start.elapsed() < Duration::from_secs(2000) {
         pause(Duration::from_millis(50)).await;
         let now = Instant::now();
         let Some(elapsed) = schedule.is_due(now) else { continue };
-        let index =
-            |endpoint: &_| endpoints.iter().position(|e| std::sync::Arc::ptr_eq(e, endpoint));
+        let index = |endpoint: &_| endpoints.iter().position(|e| Arc::ptr_eq(e, endpoint));
         let count = |endpoint: &_| index(endpoint).map_or(0, |i: usize| flows[i]);
-        let found = surplus(&mut schedule, &upstream, count, elapsed, now);
+        let to_move = surplus(&mut schedule, &upstream, count, elapsed, now);
+        // The first two endpoints are balanced after 600 s. Then the third one becomes ready.
         if start.elapsed() > Duration::from_secs(600) && endpoints[2].ready_for(now).is_none() {
             assert!(flows[0].abs_diff(flows[1]) <= 2 && flows[2] == 0, "{flows:?}");
             endpoints[2].observe(Observation::Connected);
             endpoints[2].observe(Observation::ReadyzOk);
         }
-        let Some((from, count)) = found else { continue };
-        assert!(start.elapsed() >= Duration::from_secs(5), "not settled");
+        let Some((from, count)) = to_move else { continue };
+        assert!(start.elapsed() >= Duration::from_secs(5), "a flow moved to a new endpoint");
         let from = index(&from).unwrap();
         let fewest = (0..3)
             .filter(|i| endpoints[*i].ready_for(now).is_some())
             .min_by_key(|i| flows[*i])
             .unwrap();
-        // Two in a hundred of the excess each second.
+        // At most 4 % of the flows move at a time; the rate is 2 % of the excess per second.
         assert!(count <= 1 + flows[from] / 25, "{count} of {flows:?} in {elapsed:?}");
         flows[from] -= count;
         flows[fewest] += count;
-        last = now;
+        last_move = now;
     }
     assert!(flows.iter().all(|n| (330..=337).contains(n)), "{flows:?}");
-    assert!(last - start < Duration::from_secs(1900), "moves never end");
+    assert!(last_move - start < Duration::from_secs(1900), "the moves have not ended");
 }
 
 #[tokio::test]
@@ -103,19 +105,19 @@ async fn restarted_endpoint_gets_quiet_flows_when_rebalance_is_set() {
     for _ in 0..60 {
         quiet.push(first.flow(&proxy).await);
     }
-    let (mut busy, mut end) = first.flow(&proxy).await;
+    let (mut busy, mut busy_server) = first.flow(&proxy).await;
     let second = ProbedServer::start_at(absent, &certs, &["h2"]).await;
     proxy.wait_ready(2).await;
     let moved = r#"jackstay_passthrough_closed_total{listener="apiserver",reason="rebalance"}"#;
     let moving = async {
         while proxy.metric(moved).await < 3.0 {
             busy.write_all(b"x").await.unwrap();
-            end.read_u8().await.unwrap();
+            busy_server.read_u8().await.unwrap();
             pause(Duration::from_millis(100)).await;
         }
     };
     timeout(Duration::from_secs(60), moving).await.expect("three flows move");
-    // Moved flows are reset; the flow with traffic is not moved.
+    // jackstay has reset quiet flows only; below, the busy flow still works.
     let mut moved_count = 0;
     until("moved flows are reset", async || {
         quiet.retain(|(client, _)| match client.try_read(&mut [0; 1]) {
@@ -132,14 +134,15 @@ async fn restarted_endpoint_gets_quiet_flows_when_rebalance_is_set() {
     .await;
     assert!(moved_count <= 12, "{moved_count} of 60");
     busy.write_all(b"x").await.unwrap();
-    assert_eq!(end.read_u8().await.unwrap(), b'x');
+    assert_eq!(busy_server.read_u8().await.unwrap(), b'x');
     drop(second);
 }
 
-/// A removed endpoint gets no new flows.
+/// A removed endpoint also gets no new flows.
 #[tokio::test]
 async fn flows_to_a_removed_endpoint_end_after_leave_timeout() {
-    for (leave_timeout, stay) in
+    // With a leave timeout of an hour the flows stay open during the test.
+    for (leave_timeout, flows_stay) in
         [(Duration::from_secs(3600), true), (Duration::from_secs(1), false)]
     {
         let cluster = TestCluster::new(2);
@@ -157,25 +160,26 @@ async fn flows_to_a_removed_endpoint_end_after_leave_timeout() {
             clients.push(proxy.client().await);
         }
         let endpoints = proxy.endpoints().await;
-        let flows = |of: &str| {
-            let of = endpoints.iter().find(|endpoint| endpoint["address"] == of).unwrap();
-            of["flows"].as_u64().unwrap() as usize
+        let flows = |address: SocketAddr| {
+            let mut endpoints = endpoints.iter();
+            let endpoint = endpoints.find(|e| e["address"] == address.to_string()).unwrap();
+            endpoint["flows"].as_u64().unwrap() as usize
         };
         let (kept, removed) = (cluster.addresses()[0], cluster.addresses()[1]);
-        let leaving = flows(&removed.to_string());
-        assert_eq!(leaving + flows(&kept.to_string()), 6);
+        let leaving = flows(removed);
+        assert_eq!(leaving + flows(kept), 6);
         assert!(leaving > 0, "the removed endpoint has no flow: {endpoints:?}");
         write(&[kept]);
         until("the endpoint is removed", async || proxy.endpoints().await.len() == 1).await;
         let open = || clients.iter().filter(|client| !client.is_closed()).count();
-        if !stay {
+        if !flows_stay {
             until("its flows end", async || open() == 6 - leaving).await;
             proxy.wait_metrics(&format!(r#"reason="endpoint_left"}} {leaving}"#)).await;
         }
         for client in clients.iter().filter(|client| !client.is_closed()) {
             assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
         }
-        assert_eq!(open(), if stay { 6 } else { 6 - leaving });
+        assert_eq!(open(), if flows_stay { 6 } else { 6 - leaving });
         let new = proxy.client().await;
         assert_eq!(new.get(CONFIGMAPS).await.unwrap().status, 200);
     }

@@ -1,8 +1,8 @@
 //! Reloads certificates, keys, CA bundles and tokens when their files change, and renews serving
 //! certificates that this machine's own CA has issued.
 //!
-//! Valid files are put into use. While a file is invalid, its last valid content stays in use. Each change
-//! and each failure is reported once, in the log and in `/events`.
+//! Valid files are put into use. While a file is invalid, its last valid content stays in use. Changes and
+//! failures are reported in the log and in `/events`.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};

@@ -43,7 +43,7 @@ impl EndpointSetChange {
     }
 }
 
-/// The endpoints with IP addresses in the configuration, which need no discovery.
+/// The endpoints in the configuration that are not DNS names. They need no discovery.
 pub fn static_endpoints(config: &config::Upstream) -> Vec<EndpointSpec> {
     let server_name = &config.tls.server_name;
     let spec = |address: &EndpointAddress| EndpointSpec {

@@ -94,12 +94,10 @@ async fn probe_repeatedly(
             }
         };
         let on_evidence = early_trigger.take() == Some(ProbeTrigger::PassiveEvidence);
-        let outcome = match &result {
+        let probe_result = match &result {
             ReadyzResult::ConnectionLost => {
                 current.close(DrainReason::ProbeFailed);
-                schedule.record(ProbeResult::Failing, on_evidence, config);
-                next_probe = sent_at + schedule.pause(config, fastrand::f64());
-                continue;
+                ProbeResult::Failing
             }
             ReadyzResult::Ready => {
                 endpoint.note_probe_ok(sent_at);
@@ -119,8 +117,11 @@ async fn probe_repeatedly(
                 ProbeResult::Failing
             }
         };
-        schedule.record(outcome, on_evidence, config);
+        schedule.record(probe_result, on_evidence, config);
         next_probe = sent_at + schedule.pause(config, fastrand::f64());
+        if result == ReadyzResult::ConnectionLost {
+            continue;
+        }
         loop {
             tokio::select! {
                 () = sleep_until(next_probe) => break,

@@ -2,7 +2,7 @@
 //! its configuration, and the certificates that the configuration names.
 //!
 //! The plan is complete before the first file is written, so an error changes no file. A second run plans
-//! the same files, so it changes none.
+//! the same content, so it changes no file either.
 
 mod config_file;
 mod plan;
@@ -68,7 +68,8 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
     };
     if request.mode == SetupMode::Terminate {
         listener.tls = Some(serving::plan(request, directory, &mut plan)?);
-        identity(context, request, directory, ca_file.as_deref(), &mut listener, &mut plan)?;
+        (listener.client_ca_file, listener.identities) =
+            client_identities(context, request, directory, ca_file.as_deref(), &mut plan)?;
     }
     let upstream = UpstreamSection {
         name: "control-plane",
@@ -170,28 +171,27 @@ fn probe_credential(
     }
 }
 
-/// Adds the identity for requests of the user to the listener, if the credential is a certificate.
-fn identity(
+/// The CA that verifies client certificates, and the identity for requests of the user, if the credential of
+/// the user is a certificate.
+fn client_identities(
     context: &ResolvedContext,
     request: &SetupRequest,
     directory: &Path,
     ca_file: Option<&Path>,
-    listener: &mut ListenerSection,
     plan: &mut SetupPlan,
-) -> Result<(), String> {
+) -> Result<(Option<PathBuf>, Vec<CertPaths>), String> {
     let (certificate, key) = match &context.credential {
         Credential::Certificate(certificate, key) => (certificate, key),
         Credential::Exec(plugin) => {
-            listener.client_ca_file.clone_from(&request.client_ca_file);
             plan.notes.push(format!(
                 "the exec plugin {:?} runs in the client as before: its tokens pass; if it \
                  yields client certificates, use --mode passthrough, since here jackstay would \
                  need them too (listeners[0].identities)",
                 plugin.command
             ));
-            return Ok(());
+            return Ok((request.client_ca_file.clone(), Vec::new()));
         }
-        _ => return Ok(()),
+        _ => return Ok((None, Vec::new())),
     };
     let client_ca = match &request.client_ca_file {
         Some(file) => file.clone(),
@@ -200,9 +200,7 @@ fn identity(
     let cert_file = directory.join("client.crt");
     let cert_file = plan.file_of(certificate, cert_file, PUBLIC, "the user's client certificate");
     let key_file = plan.file_of(key, directory.join("client.key"), PRIVATE, "its key");
-    listener.client_ca_file = Some(client_ca);
-    listener.identities = vec![CertPaths { cert_file, key_file }];
-    Ok(())
+    Ok((Some(client_ca), vec![CertPaths { cert_file, key_file }]))
 }
 
 /// Returns the file with the cluster's CA.

@@ -69,7 +69,7 @@ pub async fn run(upstream: Arc<Upstream>, shared: Arc<SharedContext>) {
     controller.run().await;
 }
 
-/// The settings of a source that runs in a task. A source with other settings is restarted.
+/// The settings of a source that runs in a task. The source is restarted when they change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum SourceConfig {
     File(PathBuf),

@@ -114,10 +114,12 @@ impl DnsSource {
             let mut files_changed = std::pin::pin!(self.files_changed.notified());
             files_changed.as_mut().enable();
             let result = look_up(&host, &self.system).await;
-            let mut state = self.name_states.borrow().get(&host).cloned().unwrap_or_default();
             let usable = |ip| self.is_usable(&host, ip);
-            let pause = apply_result(&mut state, result, &mut failures, &usable, Instant::now());
-            self.name_states.borrow_mut().insert(host.clone(), state);
+            let pause = {
+                let mut states = self.name_states.borrow_mut();
+                let state = states.entry(host.clone()).or_default();
+                apply_result(state, result, &mut failures, &usable, Instant::now())
+            };
             self.publish();
             tokio::select! {
                 () = sleep(pause.mul_f64(0.9 + fastrand::f64() / 5.0)) => {}

@@ -43,7 +43,7 @@ pub fn read(path: &Path) -> Result<String, String> {
     text.map_err(|error| format!("{}: {error}", path.display()))
 }
 
-/// Parses the text of the file. Rejected lines are named by their number.
+/// Parses the text of the file. The reason for a rejected line names its number.
 pub fn parse(text: &str) -> DiscoveredEndpoints {
     let mut found = DiscoveredEndpoints::default();
     for (number, line) in text.trim_start_matches('\u{feff}').lines().enumerate() {

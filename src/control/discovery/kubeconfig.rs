@@ -21,7 +21,8 @@ pub struct DiscoveryUser {
     pub certificate: Option<LoadedCert>,
     /// The bearer token.
     pub token: DiscoveryToken,
-    /// The files from which it was read, the kubeconfig first. After a change it must be read again.
+    /// The files from which it was loaded, the kubeconfig first. It must be loaded again when one of them
+    /// changes.
     pub files: Vec<PathBuf>,
 }
 
@@ -126,7 +127,7 @@ fn current_user(config: &Kubeconfig) -> Result<(&str, &AuthInfo), String> {
     Ok((user, info))
 }
 
-/// Refuses a user that discovery cannot act as.
+/// Refuses a user whose credential discovery does not support.
 fn refuse_unsupported(name: &str, user: &AuthInfo) -> Result<(), String> {
     let unsupported = [
         (user.exec.is_some(), "an exec plugin: jackstay starts no programs"),

@@ -15,8 +15,8 @@
 //! The files in the order in which an update passes them: a source ([`file`], [`dns`], or [`slices`]
 //! with [`objects`]), [`source_states`], [`controller`], [`merge`], [`debounce`], and
 //! [`endpoint_set`](super::endpoint_set), which replaces the set of the
-//! [`Upstream`](crate::upstream::Upstream). In parallel [`state_writer`] writes it to the
-//! [`state_file`].
+//! [`Upstream`](crate::upstream::Upstream). In parallel [`state_writer`] writes the
+//! endpoints of all sources but the static one to the [`state_file`].
 //!
 //! The controller never waits for a source, a disk or a drain: sources run in tasks of their own,
 //! the state file is written on another thread, and connections drain in their pool. It never

@@ -126,12 +126,8 @@ fn list_timed_out() -> String {
 async fn choose_resource(client: &Client) -> Result<WatchedResource, String> {
     let mut reasons = Vec::new();
     for resource in WatchedResource::ALL {
-        let params = match resource {
-            WatchedResource::Endpoints => {
-                ListParams::default().fields(&format!("metadata.name={SERVICE}"))
-            }
-            _ => ListParams::default().labels(&format!("{SERVICE_LABEL}={SERVICE}")),
-        };
+        let (label_selector, field_selector) = selectors(resource);
+        let params = ListParams { label_selector, field_selector, ..ListParams::default() };
         match api(client, resource).list(&params.limit(1)).await {
             Ok(_) => return Ok(resource),
             Err(KubeError::Api(status)) if matches!(status.code, 403 | 404) => {
@@ -144,6 +140,14 @@ async fn choose_resource(client: &Client) -> Result<WatchedResource, String> {
         "no list of endpoints may be read; apply the manifests in deploy/rbac: {}",
         reasons.join("; ")
     ))
+}
+
+/// The label selector and the field selector of the objects of [`SERVICE`].
+fn selectors(resource: WatchedResource) -> (Option<String>, Option<String>) {
+    match resource {
+        WatchedResource::Endpoints => (None, Some(format!("metadata.name={SERVICE}"))),
+        _ => (Some(format!("{SERVICE_LABEL}={SERVICE}")), None),
+    }
 }
 
 fn api(client: &Client, resource: WatchedResource) -> Api<DynamicObject> {
@@ -168,12 +172,8 @@ async fn watch(
     states: &SourceStates,
     failures: &mut u32,
 ) {
-    let config = match resource {
-        WatchedResource::Endpoints => {
-            watcher::Config::default().fields(&format!("metadata.name={SERVICE}"))
-        }
-        _ => watcher::Config::default().labels(&format!("{SERVICE_LABEL}={SERVICE}")),
-    };
+    let (label_selector, field_selector) = selectors(resource);
+    let config = watcher::Config { label_selector, field_selector, ..watcher::Config::default() };
     let mut events = std::pin::pin!(watcher(api(client, resource), config));
     let mut last_failure = Instant::now();
     // Whether the watcher lists, as at its start and after 410 Gone.

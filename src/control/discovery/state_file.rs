@@ -1,5 +1,5 @@
-//! The state file: the discovered endpoints of an upstream on disk. After a restart jackstay finds the
-//! cluster even if no configured address or name works any more.
+//! The state file: the endpoints of an upstream's sources on disk, without the static ones. After a
+//! restart jackstay finds the cluster even if no configured address or name works any more.
 //!
 //! Saved endpoints are candidates like any other: a probe decides whether they are used. The file is
 //! written only while one of its endpoints is usable. A file that is corrupt, of another upstream or
@@ -20,9 +20,9 @@ use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Version of the format. A file with another version is ignored.
 const VERSION: u64 = 1;
-/// Largest file that is read, in bytes. An endpoint takes about 100.
+/// Maximum size of a file in bytes. An endpoint takes about 100 bytes.
 const MAX_FILE: u64 = 256 << 10;
-/// Most endpoints that are written or read.
+/// Maximum number of endpoints that are written or read.
 const MAX_ENDPOINTS: usize = 256;
 
 /// The content of a state file.

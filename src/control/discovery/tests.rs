@@ -19,6 +19,7 @@ use crate::upstream;
 use crate::upstream::credentials::{CredentialClass, Credentials};
 use crate::upstream::endpoint_sources::EndpointSource;
 use crate::upstream::stats::ConnectionStats;
+use crate::wait::until;
 
 /// 100 connections and 100 passthrough flows that never end keep a removed endpoint draining.
 #[tokio::test(start_paused = true)]
@@ -32,12 +33,11 @@ async fn run_1000_updates_during_an_endless_drain_applies_each_within_1500_ms() 
     endpoint_set::replace_endpoints(&upstream, &endpoint_set::static_endpoints(&config));
     let shared = shared(None);
     // Both endpoints have connections and flows that never end.
-    let open = || ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
     let mut endless = Vec::new();
     let endpoints = Arc::clone(&upstream.endpoints());
     for endpoint in endpoints.iter() {
         for _ in 0..100 {
-            let connection = open();
+            let connection = new_connection();
             endpoint.connection_opened(&connection);
             endless.push((connection, endpoint.track_flow()));
         }
@@ -86,9 +86,9 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
     let dir = tempfile::tempdir().unwrap();
     let address = |last: u8| EndpointAddress { host: format!("127.2.1.{last}"), port: 9 };
     let saved = |source, last| (source, Candidate { address: address(last), server_name: None });
-    let old = wall_clock() - Duration::from_secs(3600);
-    let before = vec![saved(EndpointSource::Slices, 3), saved(EndpointSource::Dns, 4)];
-    state_file::write(dir.path(), "u", &before, old).unwrap();
+    let hour_ago = wall_clock() - Duration::from_secs(3600);
+    let endpoints = vec![saved(EndpointSource::Slices, 3), saved(EndpointSource::Dns, 4)];
+    state_file::write(dir.path(), "u", &endpoints, hour_ago).unwrap();
     let file = dir.path().join("endpoints");
     std::fs::write(&file, address(2).to_string()).unwrap();
     // No DNS name is configured, and the kubeconfig for the slices does not exist.
@@ -102,23 +102,19 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
     let upstream = Arc::new(upstream::Upstream::new(config.clone(), credentials, &Metrics::new()));
     let shared = shared(Some(dir.path().to_owned()));
     // Waits until the set has the addresses with these last bytes.
-    let set_becomes = async |lasts: &[u8]| {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        let contains = |last| upstream.endpoints().iter().any(|e| e.address == address(last));
-        while upstream.endpoints().len() != lasts.len() || !lasts.iter().all(|last| contains(*last))
-        {
-            assert!(!contains(4), "DNS is not configured");
-            assert!(Instant::now() < deadline, "{lasts:?}: {:?}", upstream.endpoints());
-            sleep(Duration::from_millis(20)).await;
-        }
+    let set_becomes = async |last_bytes: &[u8]| {
+        until(&format!("the set is {last_bytes:?}"), async || {
+            let set = upstream.endpoints();
+            let contains = |last: &u8| set.iter().any(|e| e.address == address(*last));
+            assert!(!contains(&4), "DNS is not configured");
+            set.len() == last_bytes.len() && last_bytes.iter().all(contains)
+        })
+        .await;
     };
     let on_disk = || state_file::read(dir.path(), "u", wall_clock()).unwrap().unwrap();
     let file_becomes = async |expected: &SavedEndpoints| {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while on_disk().endpoints != *expected {
-            assert!(Instant::now() < deadline, "{expected:?}: {:?}", on_disk());
-            sleep(Duration::from_millis(20)).await;
-        }
+        let is_written = async || on_disk().endpoints == *expected;
+        until(&format!("the file has {expected:?}"), is_written).await;
     };
     let test = async {
         let controller = spawn_local(run(Arc::clone(&upstream), Arc::clone(&shared)));
@@ -126,8 +122,7 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
         // Once an endpoint is usable, the file gets the answers and the saved endpoints that still count.
         let set = Arc::clone(&upstream.endpoints());
         let usable = set.iter().find(|e| e.address == address(2)).unwrap();
-        let connection =
-            ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
+        let connection = new_connection();
         usable.connection_opened(&connection);
         file_becomes(&vec![saved(EndpointSource::File, 2), saved(EndpointSource::Slices, 3)]).await;
         assert!(on_disk().age >= Duration::from_secs(3599), "the age of the saved endpoint");
@@ -139,14 +134,15 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
         // A state file is written to another directory when it is configured.
         let other = dir.path().join("other");
         shared.state_dir.store(Arc::new(Some(other.clone())));
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while state_file::read(&other, "u", wall_clock()).unwrap().is_none() {
-            assert!(Instant::now() < deadline);
-            sleep(Duration::from_millis(20)).await;
-        }
+        let is_written = async || state_file::read(&other, "u", wall_clock()).unwrap().is_some();
+        until("the file is in the other directory", is_written).await;
         controller.abort();
     };
     LocalSet::new().run_until(test).await;
+}
+
+fn new_connection() -> Arc<ConnectionStats> {
+    ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now())
 }
 
 fn shared(state_dir: Option<PathBuf>) -> Arc<SharedContext> {

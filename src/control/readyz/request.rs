@@ -14,8 +14,8 @@ use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, ProbeTrigger};
 use crate::upstream::readyz::{ReadyzCheck, failed_checks};
 
-/// Bytes of a response body that are stored, to find the failed checks in them. The DATA frame that
-/// exceeds this size is the last one that is stored.
+/// Size in bytes at which no more of a response body is stored. The failed checks are looked for in the
+/// stored part.
 const MAX_BODY: usize = 16 * 1024;
 
 /// The result of a probe.

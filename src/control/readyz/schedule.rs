@@ -78,7 +78,7 @@ impl ProbeSchedule {
         }
     }
 
-    /// Forgets all results: another process may answer from now on.
+    /// Forgets all results: the apiserver may have been restarted.
     pub fn reset(&mut self) {
         *self = Self::default();
     }

@@ -111,6 +111,22 @@ fn new_source_states() -> (Arc<Upstream>, Rc<SourceStates>) {
     (upstream, states)
 }
 
+/// The addresses in the last answer of the source.
+fn published(states: &SourceStates) -> Vec<String> {
+    states.read(|answers, _| {
+        let answer = answers.get(&EndpointSource::Dns);
+        let candidates = answer.into_iter().flat_map(|answer| &answer.candidates);
+        candidates.map(|candidate| candidate.address.to_string()).collect()
+    })
+}
+
+/// Waits until the last answer of the source has these addresses.
+async fn wait_for(states: &SourceStates, addresses: &[&str]) {
+    while published(states) != addresses {
+        states.changed().await;
+    }
+}
+
 #[tokio::test]
 async fn look_up_both_families_returns_addresses_and_ttl() {
     let server = TestServer::new();
@@ -291,22 +307,10 @@ async fn follow_omitted_address_stays_while_its_endpoint_is_usable() {
     server.set_addresses("api.example.com", &["10.0.0.1", "10.0.0.2", "10.0.0.3"], 60);
     let (upstream, states) = new_source_states();
     let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
-    let wait_for = async |hosts: &[&str]| loop {
-        let mut current: Vec<_> = states.read(|answers, _| {
-            let entries =
-                answers.get(&EndpointSource::Dns).map_or(&[][..], |answer| &answer.candidates);
-            entries.iter().map(|entry| entry.address.host.clone()).collect()
-        });
-        current.sort();
-        if current == hosts {
-            break;
-        }
-        states.changed().await;
-    };
     let test = async {
         let task = follow(names, server.files.clone(), Rc::clone(&states));
         let task = tokio::task::spawn_local(task);
-        wait_for(&["10.0.0.1", "10.0.0.2", "10.0.0.3"]).await;
+        wait_for(&states, &["10.0.0.1:6443", "10.0.0.2:6443", "10.0.0.3:6443"]).await;
         let specs: Vec<_> = states.read(|answers, _| {
             let entries = answers[&EndpointSource::Dns].candidates.iter();
             let spec = |entry: &Candidate| crate::control::endpoint_set::EndpointSpec {
@@ -327,7 +331,7 @@ async fn follow_omitted_address_stays_while_its_endpoint_is_usable() {
         tokio::time::pause();
         tokio::time::advance(Duration::from_secs(67)).await;
         tokio::time::resume();
-        wait_for(&["10.0.0.1", "10.0.0.2"]).await;
+        wait_for(&states, &["10.0.0.1:6443", "10.0.0.2:6443"]).await;
         task.abort();
     };
     LocalSet::new().run_until(test).await;
@@ -340,24 +344,13 @@ async fn follow_hosts_file_changed_publishes_new_addresses() {
     let (upstream, states) = new_source_states();
     let name = |host: &str, port| EndpointAddress { host: host.into(), port };
     let names = vec![name("api.example.com", 6443), name("added.example.com", 443)];
-    let known = |states: &SourceStates| {
-        states.read(|answers, _| {
-            let answer = answers.get(&EndpointSource::Dns).cloned().unwrap_or_default();
-            let mut labels: Vec<_> =
-                answer.candidates.iter().map(|e| e.address.to_string()).collect();
-            labels.sort();
-            (labels, answer.complete)
-        })
-    };
-    let local = LocalSet::new();
-    local
+    let is_complete = || states.read(|answers, _| answers[&EndpointSource::Dns].complete);
+    LocalSet::new()
         .run_until(async {
             let task = follow(names, server.files.clone(), Rc::clone(&states));
             let task = tokio::task::spawn_local(task);
-            while known(&states).0 != ["10.0.0.1:6443"] {
-                states.changed().await;
-            }
-            assert!(!known(&states).1, "added.example.com is not resolved");
+            wait_for(&states, &["10.0.0.1:6443"]).await;
+            assert!(!is_complete(), "added.example.com is not resolved");
             let error = "dns: added.example.com: there is no such name";
             until("the failed lookup is reported", async || {
                 upstream.sources.current_errors() == error
@@ -365,9 +358,8 @@ async fn follow_hosts_file_changed_publishes_new_addresses() {
             .await;
             assert_eq!(upstream.sources.reports()[&EndpointSource::Dns].endpoints, 1);
             std::fs::write(&server.files.hosts, "fd00::7 added.example.com\n").unwrap();
-            while known(&states) != (vec!["10.0.0.1:6443".into(), "[fd00::7]:443".into()], true) {
-                states.changed().await;
-            }
+            wait_for(&states, &["10.0.0.1:6443", "[fd00::7]:443"]).await;
+            assert!(is_complete());
             task.abort();
         })
         .await;
@@ -389,13 +381,6 @@ async fn follow_name_added_keeps_addresses_of_the_others() {
         let name = |host: &&str| EndpointAddress { host: (*host).to_owned(), port: 6443 };
         hosts.iter().map(name).collect()
     };
-    let known = || -> Vec<String> {
-        states.read(|answers, _| {
-            let entries =
-                answers.get(&EndpointSource::Dns).map_or(&[][..], |answer| &answer.candidates);
-            entries.iter().map(|e| e.address.host.clone()).collect()
-        })
-    };
     let test = async {
         let first = follow(
             names(&["a.example.com", "b.example.com"]),
@@ -403,9 +388,7 @@ async fn follow_name_added_keeps_addresses_of_the_others() {
             Rc::clone(&states),
         );
         let first = tokio::task::spawn_local(first);
-        while known() != ["10.0.0.1", "fd00::1", "10.0.0.2"] {
-            states.changed().await;
-        }
+        wait_for(&states, &["10.0.0.1:6443", "[fd00::1]:6443", "10.0.0.2:6443"]).await;
         first.abort();
         // From now on lookups at the name server fail. The hosts file has only the added name.
         std::fs::write(&server.files.resolv_conf, "# empty\n").unwrap();
@@ -413,13 +396,15 @@ async fn follow_name_added_keeps_addresses_of_the_others() {
         let next = names(&["c.example.com", "b.example.com", "a.example.com"]);
         let second = follow(next, server.files.clone(), Rc::clone(&states));
         let second = tokio::task::spawn_local(second);
-        while known() != ["10.0.0.3", "10.0.0.2", "10.0.0.1", "fd00::1"] {
-            assert!(known().contains(&"10.0.0.1".to_owned()), "{:?}", known());
+        let all = ["10.0.0.3:6443", "10.0.0.2:6443", "10.0.0.1:6443", "[fd00::1]:6443"];
+        while published(&states) != all {
+            let published = published(&states);
+            assert!(published.contains(&"10.0.0.1:6443".to_owned()), "{published:?}");
             states.changed().await;
         }
         let reported = async || upstream.sources.current_errors().contains("a.example.com: ");
         until("the failed lookup is reported", reported).await;
-        assert_eq!(known().len(), 4);
+        assert_eq!(published(&states), all);
         second.abort();
     };
     LocalSet::new().run_until(test).await;
@@ -431,16 +416,10 @@ async fn follow_queries_again_when_the_ttl_expires() {
     server.set_addresses("api.example.com", &["10.0.0.1"], 60);
     let (_, states) = new_source_states();
     let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
-    let wait_for = async |host: &str| {
-        let has_host = |answer: &SourceAnswer| answer.candidates[0].address.host == host;
-        while !states.read(|answers, _| answers.get(&EndpointSource::Dns).is_some_and(has_host)) {
-            states.changed().await;
-        }
-    };
     let test = async {
         let task = follow(names, server.files.clone(), Rc::clone(&states));
         let task = tokio::task::spawn_local(task);
-        wait_for("10.0.0.1").await;
+        wait_for(&states, &["10.0.0.1:6443"]).await;
         let before = server.query_count();
         server.set_addresses("api.example.com", &["10.0.0.2"], 60);
         // The jitter is at most a tenth of the TTL, so the next lookup starts after 54 s to 66 s. The clock
@@ -450,7 +429,7 @@ async fn follow_queries_again_when_the_ttl_expires() {
         assert_eq!(server.query_count(), before, "no query before the TTL expires");
         tokio::time::advance(Duration::from_secs(17)).await;
         tokio::time::resume();
-        wait_for("10.0.0.2").await;
+        wait_for(&states, &["10.0.0.2:6443"]).await;
         task.abort();
     };
     LocalSet::new().run_until(test).await;

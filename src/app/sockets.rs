@@ -287,7 +287,7 @@ impl<'a> SocketBinder<'a> {
         if !inherited.is_empty() {
             return Ok(Some(Arc::new(BoundSocket::inherit(address, options, inherited))));
         }
-        if !options.shared && self.inherited.is_at(address) {
+        if !options.shared && self.inherited.contains(address) {
             // Binding would fail: the inherited socket has the address without SO_REUSEPORT.
             let transparent = options.transparent;
             return Err(StartError::transparency_mismatch(&listener.name, address, transparent));

@@ -1,7 +1,7 @@
-//! Configured files: bounded reads, replacement in one step, and the bearer tokens in them.
+//! Configured files: bounded reads, atomic replacement, and bearer tokens.
 //!
-//! Control tasks re-read files, so only regular files of limited size are read: a pipe would block the
-//! task until a process writes to it, and a device may never end.
+//! Control tasks re-read files periodically, so only regular files of limited size are read. A pipe would
+//! block the task until a process writes to it, and a device such as `/dev/zero` never ends.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
@@ -15,7 +15,7 @@ pub const PRIVATE: u32 = 0o600;
 /// Mode of files that every user may read: certificates, configuration.
 pub const PUBLIC: u32 = 0o644;
 
-/// Maximum length of a bearer token in bytes: the apiserver accepts no headers above 1 MiB.
+/// Maximum length of a bearer token in bytes. The apiserver accepts up to 1 MiB of headers.
 const MAX_TOKEN: u64 = 64 << 10;
 
 /// Reads a file of at most `max` bytes. Symbolic links are followed.
@@ -47,11 +47,12 @@ pub fn read_text(path: &Path, max: u64) -> io::Result<String> {
     String::from_utf8(bytes).map_err(not_text)
 }
 
-/// Replaces `path` with `bytes`, with this mode less the umask. A symbolic link is followed: its target
+/// Replaces the content of `path` atomically, with this mode less the umask. Of a symbolic link, the target
 /// is replaced.
 ///
 /// # Errors
-/// What the file system returns. The old file is then unchanged.
+/// What the file system returns. The old file is then unchanged, unless only the final sync of the
+/// directory failed.
 pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let directory = match path.parent() {
@@ -64,26 +65,27 @@ pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
         .permissions(Permissions::from_mode(mode))
         .tempfile_in(directory)?;
     temporary.write_all(bytes)?;
-    // The content before the name: after a power failure the old file or the new one exists.
+    // The content reaches the disk before the name does: a power failure leaves the old file or the new one.
     temporary.as_file().sync_all()?;
     temporary.persist(&path).map_err(|failed| failed.error)?;
     File::open(directory)?.sync_all()
 }
 
-/// The value of the `authorization` header for the token in a file. Callers read it again as it rotates.
+/// The value of the `authorization` header for the bearer token in a file. Tokens rotate, so callers read the
+/// file periodically.
 ///
 /// # Errors
-/// The file cannot be read, or its content is not a token. The message names the path and shows no content.
+/// The file cannot be read, or its content is not a token. The message names the path but no content.
 pub fn authorization_from_file(path: &Path) -> Result<HeaderValue, String> {
     let text = read_text(path, MAX_TOKEN).map_err(|error| error.to_string());
     text.and_then(|text| authorization(&text)).map_err(|why| format!("{}: {why}", path.display()))
 }
 
-/// The value of the `authorization` header for a token, as client-go sends it: without surrounding white
-/// space. A header cannot contain control characters (RFC 9110 section 5.5).
+/// The value of the `authorization` header for a bearer token. White space around the token is removed, as
+/// by client-go. A header value cannot contain control characters (RFC 9110 section 5.5).
 ///
 /// # Errors
-/// The text is not a token. The message shows no content.
+/// The text is not a token. The message contains nothing of it.
 pub fn authorization(text: &str) -> Result<HeaderValue, String> {
     let token = text.trim();
     if token.is_empty() {
@@ -120,7 +122,7 @@ mod tests {
         assert_eq!(missing.kind(), io::ErrorKind::NotFound);
     }
 
-    fn names(dir: &Path) -> Vec<String> {
+    fn file_names(dir: &Path) -> Vec<String> {
         let entries = fs::read_dir(dir).unwrap();
         entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
     }
@@ -133,7 +135,7 @@ mod tests {
         replace(&path, b"new", PRIVATE).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"new");
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert_eq!(names(dir.path()), ["f"]);
+        assert_eq!(file_names(dir.path()), ["f"]);
     }
 
     #[test]
@@ -153,27 +155,27 @@ mod tests {
         let path = dir.path().join("d");
         fs::create_dir(&path).unwrap();
         assert!(replace(&path, b"new", PUBLIC).is_err());
-        assert_eq!(names(dir.path()), ["d"]);
+        assert_eq!(file_names(dir.path()), ["d"]);
         assert!(replace(&dir.path().join("none/f"), b"x", PUBLIC).is_err());
     }
 
     #[test]
-    fn authorization_accepts_tokens_and_refuses_other_text() {
-        let long = "x".repeat(MAX_TOKEN as usize + 1);
-        let whole = &long[1..];
+    fn authorization_trims_tokens_and_refuses_text_that_no_header_may_contain() {
+        let too_long = "x".repeat(MAX_TOKEN as usize + 1);
+        let longest = &too_long[1..];
         for (text, expected) in [
             ("abc", Ok("Bearer abc")),
             (" abc\r\n\n", Ok("Bearer abc")),
             ("a b\tc", Ok("Bearer a b\tc")),
             ("a.b-c_~+/==", Ok("Bearer a.b-c_~+/==")),
             ("a\u{e9}b", Ok("Bearer a\u{e9}b")),
-            (whole, Ok(whole)),
+            (longest, Ok(longest)),
             ("", Err("it is empty")),
             (" \n", Err("it is empty")),
             ("abc\ndef", Err("a line break")),
             ("a\u{0}b", Err("no header may hold")),
             ("a\u{7f}b", Err("no header may hold")),
-            (&long, Err("more than 65536 bytes")),
+            (&too_long, Err("more than 65536 bytes")),
         ] {
             let value = authorization(text);
             let shown = value.as_ref().map(HeaderValue::as_bytes);

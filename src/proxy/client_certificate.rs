@@ -104,7 +104,7 @@ impl ClientCertificate {
             return Some(Err("client certificates are no longer accepted".to_owned()));
         };
         let mut verdict = self.verdict.borrow_mut();
-        if !verdict.as_ref().is_some_and(|verdict| verdict.holds(ca, now)) {
+        if !verdict.as_ref().is_some_and(|verdict| verdict.applies(ca, now)) {
             *verdict = Some(ca.cached_verdict(&self.chain, now)?);
             self.metrics.client_verified("known");
         }
@@ -155,7 +155,7 @@ impl ClientCertificate {
             this.changed.notify_waiters();
             drop(this);
             if let Some(slot) = slot {
-                slot.rest().await;
+                slot.pause().await;
             }
         });
     }

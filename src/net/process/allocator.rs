@@ -1,55 +1,55 @@
-//! mimalloc, called without an alignment where `malloc` guarantees it, as for nearly every allocation.
+//! The global allocator: mimalloc, called through its plain functions wherever they align as required.
 //!
-//! A request makes about twenty allocations. mimalloc's aligned functions cost three times the instructions
-//! of its plain ones (measured with callgrind, 40 instructions more each).
+//! The plain functions suffice for nearly every allocation. mimalloc's aligned functions take three times the
+//! instructions (40 more for each call, measured with callgrind), and a request makes about twenty allocations.
 
 use std::alloc::{GlobalAlloc, Layout};
 
 use libmimalloc_sys::{mi_free, mi_malloc, mi_realloc, mi_zalloc};
 use mimalloc::MiMalloc;
 
-/// Largest alignment that `mi_malloc` guarantees for sizes of at least the alignment
+/// Largest alignment that `mi_malloc` guarantees, for sizes of at least the alignment
 /// (`MI_MAX_ALIGN_SIZE`, `mi_malloc_is_naturally_aligned` in mimalloc's source).
-const NATURAL: usize = 16;
+const MAX_NATURAL_ALIGNMENT: usize = 16;
 
-// Part of mimalloc's stable interface (`mimalloc.h`); the crate declares it with its feature
-// `extended` only, which brings another dependency.
+// Part of mimalloc's stable interface (`mimalloc.h`). The crate declares it only with its feature
+// `extended`, which adds a dependency.
 #[allow(unsafe_code)]
 unsafe extern "C" {
     fn mi_collect(force: bool);
 }
 
-/// Returns memory to the kernel that has been free for longer than mimalloc's purge delay (1 s).
+/// Returns the calling thread's free memory to the kernel, except what was freed within mimalloc's purge
+/// delay (1 s).
 ///
-/// mimalloc purges only when a thread frees or fills a page of its heap (64 KiB of blocks of one
+/// mimalloc purges by itself only when a thread frees or fills a page of its heap (64 KiB of blocks of one
 /// size), or has taken its slow path 10,000 times (`_mi_page_free`, `_mi_page_abandon` and
 /// `_mi_malloc_generic` in its source). A process that is idle after a burst does none of these and
-/// would keep the memory of the burst. The call visits each page of the calling thread's heap that is
-/// not full. Memory that has been free for less than the delay stays for the next call.
+/// would keep the memory of the burst. The call visits each page of the thread's heap that is not full.
 pub fn release_free_memory() {
-    // SAFETY: any thread may call it at any time; `false` keeps memory in use or freed within the delay.
+    // SAFETY: any thread may call it at any time. `false` leaves blocks in use and recent frees alone.
     #[allow(unsafe_code)]
     unsafe {
         mi_collect(false);
     }
 }
 
-/// The allocator of the program.
+/// The global allocator of the `jackstay` program.
 #[derive(Debug, Clone, Copy)]
 pub struct Allocator;
 
-fn is_natural(align: usize, size: usize) -> bool {
-    align <= NATURAL && align <= size
+fn is_naturally_aligned(align: usize, size: usize) -> bool {
+    align <= MAX_NATURAL_ALIGNMENT && align <= size
 }
 
-// SAFETY: each method keeps the contract of `GlobalAlloc` by passing its arguments on to mimalloc,
-// whose functions return memory of that size or null, and free whatever any of them returned. The
-// plain ones are called only where they align as asked (see `NATURAL`).
+// SAFETY: each method passes its arguments on to mimalloc, whose functions return null or memory of the
+// requested size, and `mi_free` accepts memory of every one of them. The plain functions are called only
+// for alignments that they guarantee (`MAX_NATURAL_ALIGNMENT`).
 #[allow(unsafe_code)]
 unsafe impl GlobalAlloc for Allocator {
     #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        if is_natural(layout.align(), layout.size()) {
+        if is_naturally_aligned(layout.align(), layout.size()) {
             // SAFETY: `mi_malloc` takes any size.
             unsafe { mi_malloc(layout.size()).cast() }
         } else {
@@ -60,7 +60,7 @@ unsafe impl GlobalAlloc for Allocator {
 
     #[inline]
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        if is_natural(layout.align(), layout.size()) {
+        if is_naturally_aligned(layout.align(), layout.size()) {
             // SAFETY: `mi_zalloc` takes any size.
             unsafe { mi_zalloc(layout.size()).cast() }
         } else {
@@ -77,9 +77,9 @@ unsafe impl GlobalAlloc for Allocator {
 
     #[inline]
     unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        if is_natural(layout.align(), size) {
-            // SAFETY: the caller promises that `memory` came from this allocator; what it becomes
-            // is as aligned as what `mi_malloc` returns.
+        if is_naturally_aligned(layout.align(), size) {
+            // SAFETY: the caller promises that `memory` came from this allocator. `mi_realloc` aligns
+            // its result as `mi_malloc` does.
             unsafe { mi_realloc(memory.cast(), size).cast() }
         } else {
             // SAFETY: the caller upholds the contract of this method, which is the same.
@@ -118,26 +118,26 @@ mod tests {
         }
     }
 
-    /// How many of `blocks` lie on a page that is in memory.
+    /// How many of `blocks` begin on a page that is resident.
     #[allow(unsafe_code)]
-    fn resident(blocks: &[*mut u8]) -> usize {
+    fn count_resident(blocks: &[*mut u8]) -> usize {
         const PAGE: usize = 4096;
         let is_resident = |block: &&*mut u8| {
-            let mut seen = 0;
+            let mut state = 0;
             let page = block.map_addr(|address| address & !(PAGE - 1));
-            // SAFETY: reads no memory of ours but the byte that it writes: the state of one page.
-            let result = unsafe { libc::mincore(page.cast(), 1, &raw mut seen) };
-            result == 0 && seen & 1 == 1
+            // SAFETY: mincore(2) writes one byte, to `state`, and does not access the page.
+            let result = unsafe { libc::mincore(page.cast(), 1, &raw mut state) };
+            result == 0 && state & 1 == 1
         };
         blocks.iter().filter(is_resident).count()
     }
 
     #[test]
     #[allow(unsafe_code)]
-    fn give_back_after_purge_delay_returns_freed_blocks_to_kernel() {
+    fn release_free_memory_after_purge_delay_returns_freed_blocks_to_the_kernel() {
         let layout = Layout::from_size_align(1_792, 8).unwrap();
         let burst: Vec<*mut u8> = (0..4_000)
-            // SAFETY: the layout's size is not zero, and the block is as long as what is written.
+            // SAFETY: the layout's size is not zero, and only the block's own bytes are written.
             .map(|_| unsafe {
                 let block = Allocator.alloc(layout);
                 assert!(!block.is_null());
@@ -145,16 +145,20 @@ mod tests {
                 block
             })
             .collect();
-        assert_eq!(resident(&burst), burst.len());
+        assert_eq!(count_resident(&burst), burst.len());
         for &block in &burst {
             // SAFETY: allocated above with the same layout, and freed once.
             unsafe { Allocator.dealloc(block, layout) };
         }
-        // Other tests may have allocated some of it again.
-        until_ok_blocking(Duration::from_secs(20), "the kernel has the memory", || {
+        // Other tests may reuse some of the memory.
+        until_ok_blocking(Duration::from_secs(20), "the freed blocks are not resident", || {
             release_free_memory();
-            let left = resident(&burst);
-            if left <= burst.len() / 10 { Ok(()) } else { Err(format!("{left} blocks are left")) }
+            let resident = count_resident(&burst);
+            if resident <= burst.len() / 10 {
+                Ok(())
+            } else {
+                Err(format!("{resident} are resident"))
+            }
         });
     }
 }

@@ -1,9 +1,9 @@
 //! Releases the resident memory of code that runs only at startup.
 //!
-//! Parsing the configuration, the command line and certificates touches half of the program once, and the
-//! kernel maps 16 pages around each page touched: most of the resident memory of an idle process is its
-//! own code. Code that runs again is mapped again from the page cache. This lowers the resident memory of
-//! the process, not the page cache, which the kernel evicts.
+//! Parsing the command line, the configuration and certificates executes half of the program's code once, and
+//! the kernel maps 16 pages around each page that is touched. Such code would be most of the resident memory
+//! of an idle process. Code that runs again is mapped again from the page cache. The page cache itself is not
+//! changed; the kernel evicts from it under memory pressure.
 
 use std::fs;
 use std::io;
@@ -11,17 +11,17 @@ use std::io;
 /// Start address and length in bytes.
 type Range = (usize, usize);
 
-/// Unmaps the pages of every file that is mapped as code; each page is mapped again when it runs. Returns
-/// the number of bytes released at most.
+/// Unmaps the pages of all mapped code, which the kernel maps again as it runs. Returns the size of the
+/// mappings in bytes, the maximum that can have been resident.
 ///
 /// # Errors
-/// What `madvise(2)` returns; the memory then stays resident.
+/// What `madvise(2)` returns. The memory then stays resident.
 pub fn release_startup_code() -> io::Result<usize> {
     let mut bytes = 0;
-    for (start, length) in code(&fs::read_to_string("/proc/self/smaps")?) {
-        // SAFETY: a private mapping of a file of which this process has no pages of its own
-        // (`Anonymous` is 0, and it may not be written): after `MADV_DONTNEED` the kernel maps
-        // the same bytes again at the next access (madvise(2)), also while other threads run there.
+    for (start, length) in unmodified_code(&fs::read_to_string("/proc/self/smaps")?) {
+        // SAFETY: the range is a private, read-only mapping of a file without modified pages. After
+        // `MADV_DONTNEED` the kernel maps the same bytes of the file at the next access (madvise(2)),
+        // also while other threads execute this code.
         #[allow(unsafe_code)]
         let result =
             unsafe { libc::madvise(start as *mut libc::c_void, length, libc::MADV_DONTNEED) };
@@ -33,8 +33,9 @@ pub fn release_startup_code() -> io::Result<usize> {
     Ok(bytes)
 }
 
-/// Executable, read-only mappings of files without private pages (`proc_pid_smaps(5)`).
-fn code(smaps: &str) -> Vec<Range> {
+/// The executable, read-only mappings of files of which no page was modified: `Anonymous` is 0
+/// (`proc_pid_smaps(5)`).
+fn unmodified_code(smaps: &str) -> Vec<Range> {
     let mut found = Vec::new();
     let mut current = None;
     for line in smaps.lines() {
@@ -76,17 +77,17 @@ Anonymous:             0 kB
 ";
 
     #[test]
-    fn code_finds_unmodified_executable_file_mappings() {
-        assert_eq!(code(SMAPS), [(0x55d0_a001_0000, 0x2_0000)]);
-        assert_eq!(code("nonsense - 1-2\n\nff-00 r-xp 0 0 0 /x\nAnonymous: 0 kB"), []);
+    fn unmodified_code_finds_executable_file_mappings_without_anonymous_pages() {
+        assert_eq!(unmodified_code(SMAPS), [(0x55d0_a001_0000, 0x2_0000)]);
+        assert_eq!(unmodified_code("nonsense - 1-2\n\nff-00 r-xp 0 0 0 /x\nAnonymous: 0 kB"), []);
     }
 
-    /// `tests/cli.rs` measures the effect.
+    /// `tests/cli.rs` measures the effect on the resident memory.
     #[test]
     fn release_startup_code_does_not_disturb_running_code() {
         for _ in 0..3 {
             assert!(release_startup_code().unwrap() > 0);
-            assert_eq!(code(SMAPS).len(), 1);
+            assert_eq!(unmodified_code(SMAPS).len(), 1);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Passes open descriptors between processes over a Unix socket: `SCM_RIGHTS` (unix(7)).
 //!
-//! Each message carries one byte and one descriptor, so that the number of bytes is the number of
-//! descriptors. Either socket may be non-blocking; `WouldBlock` then means that nothing was transferred.
+//! Each message carries one byte and one descriptor, so the receiver reads one byte for each descriptor.
+//! Either socket may be non-blocking; `WouldBlock` then means that nothing was transferred.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -50,15 +50,15 @@ pub fn receive(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         })
         .flatten()
         .collect();
-    let is_whole = !message.flags.contains(ReturnFlags::CTRUNC) && byte == [CARRIER];
-    match (received.pop(), is_whole && received.is_empty()) {
+    let is_complete = !message.flags.contains(ReturnFlags::CTRUNC) && byte == [CARRIER];
+    match (received.pop(), is_complete && received.is_empty()) {
         (Some(descriptor), true) => Ok(descriptor),
         _ => Err(io::Error::new(io::ErrorKind::InvalidData, "not one descriptor")),
     }
 }
 
-/// The credentials of the peer of a Unix socket when it connected or listened (`SO_PEERCRED`, unix(7)).
-/// The PID is 0 for a peer in a PID namespace that this process cannot see.
+/// The credentials that the peer of a Unix socket had when it connected or listened (`SO_PEERCRED`,
+/// unix(7)). The PID is 0 for a peer in a PID namespace that this process cannot see.
 ///
 /// rustix cannot represent that PID (its `Pid` is never 0), and std's `peer_cred` is not stable.
 ///
@@ -67,7 +67,7 @@ pub fn receive(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
 pub fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<libc::ucred> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: the kernel writes at most `length` bytes to a pointer to a live ucred.
+    // SAFETY: `peer` is valid for writes of `length` bytes, and the kernel writes no more.
     #[allow(unsafe_code)]
     let result = unsafe {
         libc::getsockopt(
@@ -107,8 +107,8 @@ mod tests {
             let flags = u32::from_str_radix(flags.trim(), 8).unwrap();
             assert_ne!(flags & libc::O_CLOEXEC as u32, 0);
         }
-        let gone = receive(theirs.as_fd()).unwrap_err();
-        assert_eq!(gone.kind(), io::ErrorKind::UnexpectedEof);
+        let closed = receive(theirs.as_fd()).unwrap_err();
+        assert_eq!(closed.kind(), io::ErrorKind::UnexpectedEof);
     }
 
     #[test]
@@ -122,16 +122,16 @@ mod tests {
         theirs.read_exact(&mut line).unwrap();
         assert_eq!(&line, b"one\n");
         receive(theirs.as_fd()).unwrap();
-        // A byte without a descriptor.
-        let text = receive(theirs.as_fd()).unwrap_err();
-        assert_eq!(text.kind(), io::ErrorKind::InvalidData);
+        // `receive` consumes the first byte of "end\n", which carries no descriptor.
+        let refused = receive(theirs.as_fd()).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::InvalidData);
         let mut line = [0; 3];
         theirs.read_exact(&mut line).unwrap();
         assert_eq!(&line, b"nd\n");
     }
 
     #[test]
-    fn receive_on_nonblocking_socket_returns_would_block() {
+    fn receive_on_empty_nonblocking_socket_returns_would_block_and_send_to_closed_peer_fails() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         theirs.set_nonblocking(true).unwrap();
         assert_eq!(receive(theirs.as_fd()).unwrap_err().kind(), io::ErrorKind::WouldBlock);

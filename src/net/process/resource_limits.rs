@@ -1,12 +1,14 @@
-//! Limits that this process may reach: descriptors above all, of which a passthrough flow takes two.
+//! The limit on open descriptors, and how the process behaves when it is reached.
 //!
 //! Many systems start a process with a soft limit (`RLIMIT_NOFILE`) of 1024, for old programs that use
-//! select(2), and allow it to raise the limit up to the hard one. When all descriptors are in use, a
-//! waiting connection is reset rather than left in the accept queue; and a connect that fails for that
-//! reason says nothing about the endpoint.
+//! select(2), and let it raise the soft limit to the hard one. A client connection needs at least one
+//! descriptor, a passthrough flow needs two.
 //!
-//! The last descriptors are not for connections ([`is_reserved`]): the admin endpoint, certificates and
-//! the configuration need some just then.
+//! * The last descriptors below the limit are reserved ([`is_reserved`]) for the admin endpoint, certificate
+//!   files and the configuration file, which must stay accessible when connections use up all others.
+//! * A client that waits in the accept queue is reset when no descriptor is left, rather than kept waiting
+//!   ([`SpareDescriptor`]).
+//! * A failed connect does not count against the endpoint if the cause is local ([`is_local_shortage`]).
 
 use std::io;
 use std::net::SocketAddr;
@@ -35,43 +37,43 @@ pub fn descriptor_limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// How many descriptors of this limit are reserved.
+/// How many descriptors below this limit are reserved.
 fn reserve(limit: u64) -> u64 {
     (limit / 16).clamp(4, 32)
 }
 
-/// Whether a descriptor that was just opened is one of those reserved for work other than connections.
-/// A new descriptor has the lowest free number (POSIX, open), so all below it are in use.
+/// Whether a descriptor that was just opened is a reserved one, which a connection may not use. A new
+/// descriptor has the lowest free number (POSIX, open), so all descriptors below it are in use.
 pub fn is_reserved(socket: &impl AsRawFd) -> bool {
     let Ok(number) = u64::try_from(socket.as_raw_fd()) else { return false };
     let limit = descriptor_limit();
     number >= limit.saturating_sub(reserve(limit))
 }
 
-/// The error of a connection that may not use a reserved descriptor.
+/// The error of a connection that could only use a reserved descriptor.
 pub fn out_of_descriptors() -> io::Error {
     io::Error::from_raw_os_error(libc::EMFILE)
 }
 
-/// Whether a connect to `to` failed for lack of a local resource: descriptors, memory or ports. Such a
-/// failure is not the endpoint's.
+/// Whether a connect to `to` failed for lack of a local resource (descriptors, memory, ports) and so gives
+/// no information about the endpoint.
 pub fn is_local_shortage(error: &io::Error, to: SocketAddr) -> bool {
     match error.raw_os_error() {
         Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => true,
-        // All local ports to that address are in use (ip(7)). For IPv6 the same error means that the
-        // host has the family but no address.
+        // With IPv4, all local ports to that address are in use (ip(7)). With IPv6, the host may also
+        // have the address family but no address.
         Some(libc::EADDRNOTAVAIL) => to.is_ipv4(),
         _ => false,
     }
 }
 
-/// A descriptor that is held open for the time when none is left: closing it allows one accept, to reset
-/// the connection.
+/// A descriptor that stays open until no other is left. Closing it makes one accept possible, so that the
+/// accepted connection can be reset.
 #[derive(Debug)]
 pub struct SpareDescriptor(Option<Socket>);
 
 impl SpareDescriptor {
-    /// Opens one.
+    /// Opens a spare descriptor, if there is one left.
     pub fn open() -> Self {
         Self(Socket::new(Domain::UNIX, Type::STREAM, None).ok())
     }
@@ -79,8 +81,7 @@ impl SpareDescriptor {
     /// Resets the connection that has waited longest in the accept queue.
     ///
     /// # Errors
-    /// `WouldBlock` when the queue is empty; what accept(2) returns when another thread took the
-    /// descriptor first.
+    /// `WouldBlock` when the queue is empty; `EMFILE` when another thread has used the descriptor first.
     pub fn reset_oldest_waiting(&mut self, listener: &TcpListener) -> io::Result<()> {
         self.0 = None;
         let reset = SockRef::from(listener)
@@ -97,6 +98,7 @@ mod tests {
     use tokio::io::AsyncReadExt;
     use tokio::net::TcpStream;
 
+    /// A descriptor number that no socket has.
     struct Number(i32);
 
     impl AsRawFd for Number {
@@ -117,20 +119,20 @@ mod tests {
     }
 
     #[test]
-    fn is_reserved_holds_for_the_last_descriptors() {
+    fn is_reserved_is_true_for_the_last_descriptors_only() {
         for (limit, reserved) in [(64, 4), (100, 6), (1024, 32), (1 << 20, 32)] {
             assert_eq!(reserve(limit), reserved);
         }
-        let most = descriptor_limit();
-        let first = i32::try_from(most - reserve(most)).unwrap();
+        let limit = descriptor_limit();
+        let first = i32::try_from(limit - reserve(limit)).unwrap();
         assert!(is_reserved(&Number(first)) && !is_reserved(&Number(first - 1)));
         assert!(!is_reserved(&Number(-1)) && !is_reserved(&Number(0)));
-        assert!(is_local_shortage(&out_of_descriptors(), "[::1]:1".parse().unwrap()));
     }
 
     #[test]
-    fn is_local_shortage_tells_local_errors_from_remote_ones() {
+    fn is_local_shortage_is_true_for_local_errors_only() {
         let (v4, v6) = ("10.0.0.1:6443".parse().unwrap(), "[::1]:6443".parse().unwrap());
+        assert!(is_local_shortage(&out_of_descriptors(), v6));
         for local in [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM] {
             let error = io::Error::from_raw_os_error(local);
             assert!(is_local_shortage(&error, v4) && is_local_shortage(&error, v6), "{error}");
@@ -144,7 +146,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn reset_oldest_waiting_resets_one_connection_and_reopens_the_spare() {
+    async fn reset_oldest_waiting_resets_one_connection_and_reopens_the_spare_descriptor() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut spare = SpareDescriptor::open();
         assert_eq!(

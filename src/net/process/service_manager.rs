@@ -1,13 +1,13 @@
 //! Reports readiness and liveness to the service manager: systemd's notification protocol.
 //!
 //! Each message is one datagram to the socket that `NOTIFY_SOCKET` names (`sd_notify(3)`). Without that
-//! variable, as in a container or a terminal, messages are discarded. The socket is non-blocking: a
-//! message is lost if the manager's queue has no room for it. A lost `WATCHDOG=1` is repeated. The crate
-//! sd-notify is not used because it sends on a blocking socket, which would stall the control loop when
-//! the manager does not read.
+//! variable, as in a container or a terminal, messages are discarded. The socket is non-blocking, so a
+//! message is lost when the manager's receive queue is full. `WATCHDOG=1` is sent periodically, so losing one
+//! is harmless. The crate sd-notify sends on a blocking socket, which would stall the control loop while the
+//! manager does not read.
 //!
-//! Other parents (a shell, s6) pass a descriptor: a newline is written to it when the process is ready,
-//! and then it is closed. If the process ends earlier, the reader sees the end of the file.
+//! Other supervisors (s6, a shell script) pass a descriptor instead. When the process is ready, a newline is
+//! written to it and it is closed. If the process ends before, the reader gets the end of the file.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -24,15 +24,16 @@ use std::time::Duration;
 pub struct ServiceManager {
     socket: Option<UnixDatagram>,
     watchdog: Option<Duration>,
-    /// Taken when the newline is written.
+    /// The descriptor of `--ready-fd`, until the newline is written.
     ready: Mutex<Option<OwnedFd>>,
 }
 
 impl ServiceManager {
-    /// Connects as the environment says: `NOTIFY_SOCKET`, `WATCHDOG_USEC`, `WATCHDOG_PID`.
+    /// Connects to the manager that the environment names: `NOTIFY_SOCKET`, `WATCHDOG_USEC`,
+    /// `WATCHDOG_PID`.
     ///
     /// # Errors
-    /// The socket cannot be reached.
+    /// The socket does not exist or refuses the connection.
     pub fn from_environment() -> io::Result<Self> {
         let address = std::env::var_os("NOTIFY_SOCKET").unwrap_or_default();
         let watchdog = std::env::var("WATCHDOG_USEC").unwrap_or_default();
@@ -42,11 +43,11 @@ impl ServiceManager {
         Self::at(&address, if is_ours { watchdog.parse().ok() } else { None })
     }
 
-    /// Connects to a socket: a path, or an abstract name after `@`; empty means no manager. The manager
-    /// expects `WATCHDOG=1` at least every `watchdog` microseconds.
+    /// Connects to the manager at `address`: a path, or an abstract name after `@`; empty if there is no
+    /// manager. The manager expects `WATCHDOG=1` at least every `watchdog` microseconds.
     ///
     /// # Errors
-    /// The socket cannot be reached.
+    /// The socket does not exist or refuses the connection.
     pub fn at(address: &OsStr, watchdog: Option<u64>) -> io::Result<Self> {
         let address = match address.as_bytes() {
             [] => return Ok(Self::default()),
@@ -60,13 +61,13 @@ impl ServiceManager {
         Ok(Self { socket: Some(socket), watchdog, ready: Mutex::default() })
     }
 
-    /// Also writes a newline to `ready`, once, when the process is ready.
+    /// Also reports the first readiness by a newline on `ready`.
     #[must_use]
     pub fn with_ready_descriptor(self, ready: Option<OwnedFd>) -> Self {
         Self { ready: Mutex::new(ready), ..self }
     }
 
-    /// Reports readiness (`READY=1`), at the start and after each reload.
+    /// Reports readiness (`READY=1`): at the start, and at the end of each reload.
     pub fn notify_ready(&self) {
         self.notify("READY=1");
         let ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -77,7 +78,7 @@ impl ServiceManager {
         }
     }
 
-    /// Sends assignments, one per line, such as `READY=1` or `STOPPING=1`.
+    /// Sends a message of assignments, one per line, such as `STOPPING=1`.
     pub fn notify(&self, message: &str) {
         if let Some(socket) = &self.socket
             && let Err(error) = socket.send(message.as_bytes())
@@ -86,10 +87,10 @@ impl ServiceManager {
         }
     }
 
-    /// Reports that a reload has begun; [`Self::notify_ready`] ends it.
+    /// Reports the start of a reload; [`Self::notify_ready`] reports its end.
     pub fn notify_reloading(&self) {
         if self.socket.is_some() {
-            // systemd distinguishes reloads by this time (`Type=notify-reload`).
+            // systemd identifies a reload by this time (`Type=notify-reload`).
             self.notify(&format!("RELOADING=1\nMONOTONIC_USEC={}", monotonic_usec()));
         }
     }
@@ -117,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn notify_reaches_a_path_socket() {
+    fn notify_with_a_path_sends_one_datagram_per_message() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("notify");
         let manager = UnixDatagram::bind(&path).expect("a socket");
@@ -132,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn notify_reaches_an_abstract_socket() {
+    fn notify_with_an_abstract_name_sends_a_datagram() {
         let name = format!("jackstay-test-{}", std::process::id());
         let address = SocketAddr::from_abstract_name(&name).expect("a name");
         let manager = UnixDatagram::bind_addr(&address).expect("a socket");
@@ -143,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn at_without_or_with_missing_socket() {
+    fn at_empty_address_discards_messages_and_missing_socket_fails() {
         let none = ServiceManager::at(OsStr::new(""), Some(1)).expect("none");
         assert_eq!(none.watchdog(), None);
         none.notify("READY=1");

@@ -1,10 +1,10 @@
 //! Opens upstream connections, with a mark that excludes them from interception, and detects those that
 //! were intercepted nevertheless.
 //!
-//! An interception (nftables REDIRECT or TPROXY) redirects every connection to an address, jackstay's own
-//! ones included, unless the rules exclude them by their mark (`SO_MARK`, socket(7)). Rules without that
-//! exclusion would redirect each connection of jackstay to itself in an endless loop;
-//! [`Connector::is_own_connection`] ends the loop.
+//! nftables rules (REDIRECT or TPROXY) intercept every connection to an address, including jackstay's own,
+//! unless they exclude connections with its mark (`SO_MARK`, socket(7)). Without that exclusion, jackstay
+//! would accept each connection that it opens, open another one for it, and so on without end. The listener
+//! ends the loop: it closes a connection that [`Connector::is_own_connection`] recognises.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,17 +18,19 @@ use tokio::time::Instant;
 
 use super::tcp_options;
 
-/// How long a connection is remembered. An intercepted connection returns at once; a loop that is missed
-/// is detected at its next iteration.
+/// How long a connection is remembered. An intercepted connection arrives at the listener at once. If one is
+/// missed, the next connection of the loop is detected.
 const REMEMBERED: Duration = Duration::from_secs(5);
 
-/// Maximum of connections remembered, more than a busy node opens in that time. The oldest is dropped.
-const MOST_REMEMBERED: usize = 4096;
+/// Maximum of remembered connections, above which the oldest is dropped. It exceeds what a busy node opens in
+/// [`REMEMBERED`].
+const MAX_REMEMBERED: usize = 4096;
 
 /// Opens connections to endpoints.
 #[derive(Debug, Default)]
 pub struct Connector {
     mark: Option<NonZeroU32>,
+    /// The connections opened recently, oldest first; `None` without loop detection.
     recent: Option<Mutex<VecDeque<OwnConnection>>>,
 }
 
@@ -41,16 +43,16 @@ struct OwnConnection {
 }
 
 impl Connector {
-    /// Without a mark and without loop detection: no listener is transparent.
+    /// Without a mark and without loop detection, for a process without a transparent listener.
     pub fn unmarked() -> Self {
         Self::default()
     }
 
-    /// With `mark` and loop detection. A mark of 0 sets none: the rules exclude jackstay's connections by
-    /// another property (`meta skuid`).
+    /// With `mark` and loop detection. With a mark of 0 none is set, for rules that exclude jackstay's
+    /// connections by another property (`meta skuid`).
     ///
     /// # Errors
-    /// `PermissionDenied` when this process may not set marks: `CAP_NET_ADMIN` is missing.
+    /// `PermissionDenied` without `CAP_NET_ADMIN`.
     pub fn marked(mark: u32) -> io::Result<Self> {
         let mark = NonZeroU32::new(mark);
         if let Some(mark) = mark {
@@ -71,8 +73,8 @@ impl Connector {
             socket.set_mark(mark.get())?;
         }
         {
-            // On loopback the handshake is complete when connect(2) returns, and another thread may
-            // accept the connection at once. The lock makes its query wait until this one is recorded.
+            // On loopback the handshake is complete when connect(2) returns, so another thread may accept
+            // the connection before it is recorded. Its `is_own_connection` waits for this lock.
             let mut recent = self.recent.as_ref().map(lock);
             match socket.connect(&to.into()) {
                 Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => return Err(error),
@@ -92,7 +94,7 @@ impl Connector {
         }
     }
 
-    /// Whether an accepted connection is one that this process opened recently: both addresses are equal.
+    /// Whether this process recently opened a connection with these two addresses.
     pub fn is_own_connection(&self, from: SocketAddr, to: SocketAddr) -> bool {
         let Some(recent) = &self.recent else { return false };
         lock(recent).iter().rev().any(|own| own.from == from && own.to == to)
@@ -105,8 +107,8 @@ fn lock(recent: &Mutex<VecDeque<OwnConnection>>) -> MutexGuard<'_, VecDeque<OwnC
 
 fn remember(recent: &mut VecDeque<OwnConnection>, from: SocketAddr, to: SocketAddr) {
     let opened = Instant::now();
-    let old = |own: &OwnConnection| opened.duration_since(own.opened) > REMEMBERED;
-    while recent.front().is_some_and(old) || recent.len() >= MOST_REMEMBERED {
+    let is_expired = |own: &OwnConnection| opened.duration_since(own.opened) > REMEMBERED;
+    while recent.front().is_some_and(is_expired) || recent.len() >= MAX_REMEMBERED {
         recent.pop_front();
     }
     recent.push_back(OwnConnection { opened, from, to });
@@ -127,37 +129,37 @@ mod tests {
     #[tokio::test]
     async fn is_own_connection_compares_both_addresses() {
         let (listener, to) = listener();
-        let outgoing = Connector::marked(0).unwrap();
-        let stream = outgoing.connect(to).await.unwrap();
+        let connector = Connector::marked(0).unwrap();
+        let stream = connector.connect(to).await.unwrap();
         let (_, from) = listener.accept().unwrap();
         assert_eq!(from, stream.local_addr().unwrap());
-        assert!(outgoing.is_own_connection(from, to));
-        let elsewhere = SocketAddr::new(to.ip(), to.port() ^ 1);
-        assert!(!outgoing.is_own_connection(from, elsewhere), "another connection from that port");
-        assert!(!outgoing.is_own_connection(elsewhere, to), "a connection of another process");
+        assert!(connector.is_own_connection(from, to));
+        let other = SocketAddr::new(to.ip(), to.port() ^ 1);
+        assert!(!connector.is_own_connection(from, other), "another destination");
+        assert!(!connector.is_own_connection(other, to), "another source");
         assert!(!Connector::unmarked().is_own_connection(from, to));
     }
 
     #[tokio::test]
-    async fn is_own_connection_holds_for_a_concurrent_accept() {
+    async fn is_own_connection_recognises_every_connection_accepted_on_another_thread() {
         const CONNECTIONS: usize = 1_000;
         let (listener, to) = listener();
-        let outgoing = Arc::new(Connector::marked(0).unwrap());
-        let known = Arc::clone(&outgoing);
+        let connector = Arc::new(Connector::marked(0).unwrap());
+        let shared = Arc::clone(&connector);
         let accepting = std::thread::spawn(move || {
             (0..CONNECTIONS)
-                .filter(|_| known.is_own_connection(listener.accept().unwrap().1, to))
+                .filter(|_| shared.is_own_connection(listener.accept().unwrap().1, to))
                 .count()
         });
         for _ in 0..CONNECTIONS {
-            outgoing.connect(to).await.unwrap();
+            connector.connect(to).await.unwrap();
         }
         assert_eq!(accepting.join().unwrap(), CONNECTIONS);
     }
 
     #[tokio::test]
     async fn connect_to_closed_port_returns_connection_refused() {
-        let to = listener().1; // closed again
+        let to = listener().1; // the listener is dropped
         let error = Connector::unmarked().connect(to).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
     }
@@ -165,20 +167,21 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn remembered_connections_expire_and_are_bounded() {
         let (_listener, to) = listener();
-        let outgoing = Connector::marked(0).unwrap();
-        let first = outgoing.connect(to).await.unwrap().local_addr().unwrap();
+        let connector = Connector::marked(0).unwrap();
+        let first = connector.connect(to).await.unwrap().local_addr().unwrap();
         tokio::time::advance(REMEMBERED * 2).await;
-        let stream = outgoing.connect(to).await.unwrap();
-        assert!(!outgoing.is_own_connection(first, to));
-        let mut recent = outgoing.recent.as_ref().unwrap().lock().unwrap();
-        for _ in 0..2 * MOST_REMEMBERED {
+        let stream = connector.connect(to).await.unwrap();
+        assert!(!connector.is_own_connection(first, to));
+        let mut recent = connector.recent.as_ref().unwrap().lock().unwrap();
+        for _ in 0..2 * MAX_REMEMBERED {
             remember(&mut recent, stream.local_addr().unwrap(), to);
         }
-        assert_eq!(recent.len(), MOST_REMEMBERED);
+        assert_eq!(recent.len(), MAX_REMEMBERED);
     }
 
     #[tokio::test]
-    async fn connect_over_ipv6_where_the_host_has_it() {
+    async fn connect_over_ipv6_reaches_the_listener() {
+        // The host may lack IPv6.
         let Ok(listener) = std::net::TcpListener::bind("[::1]:0") else { return };
         let to = listener.local_addr().unwrap();
         let stream = Connector::unmarked().connect(to).await.unwrap();

@@ -1,9 +1,9 @@
-//! Combines the frames that HTTP/2 writes in one poll of a connection into few large writes.
+//! Combines the frames that h2 writes during one poll of a connection into few large writes.
 //!
-//! h2 writes and flushes each DATA frame separately: with responses of 2 KiB that is one TLS record and one
-//! system call each. [`Cork`] buffers them until the connection's task has polled everything and calls
-//! [`Uncork::poll`]. Data wait no longer than that poll, and beyond [`LIMIT`] the writer waits for the
-//! socket as it would without a cork.
+//! h2 writes and flushes each DATA frame separately. With responses of 2 KiB, each of them would cost one TLS
+//! record and one system call. [`Cork`] buffers the frames until the connection's task has polled all streams
+//! and calls [`Uncork::poll`]. Frames are delayed by no more than that one poll. When [`LIMIT`] bytes are
+//! buffered, the writer waits for the socket, as it would without a cork.
 
 use std::cell::RefCell;
 use std::io;
@@ -15,10 +15,10 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// Maximum of buffered bytes: two full TLS records.
 const LIMIT: usize = 32 * 1024;
-/// Writes of this size are not copied.
+/// Writes of at least this size go to the stream directly while the buffer is empty.
 const LARGE: usize = 8 * 1024;
 
-/// The half that HTTP/2 reads and writes.
+/// The half that h2 reads and writes.
 pub struct Cork<T>(Rc<RefCell<Inner<T>>>);
 
 /// The half that flushes the buffer.
@@ -27,15 +27,15 @@ pub struct Uncork<T>(Rc<RefCell<Inner<T>>>);
 struct Inner<T> {
     io: T,
     buffered: Vec<u8>,
-    /// Bytes of it already written.
+    /// How many bytes of `buffered` are written to `io`.
     written: usize,
-    /// `io` may contain unflushed bytes.
+    /// Whether `io` may contain unflushed bytes.
     dirty: bool,
-    /// Bytes were read since the last [`Uncork::received_since_last_call`].
+    /// Whether bytes were read since the last [`Uncork::received_since_last_call`].
     received: bool,
 }
 
-/// Splits a stream into halves for one task.
+/// Splits a stream into its two halves, which belong to one task.
 pub fn cork<T>(io: T) -> (Cork<T>, Uncork<T>) {
     let inner = Inner { io, buffered: Vec::new(), written: 0, dirty: false, received: false };
     let inner = Rc::new(RefCell::new(inner));
@@ -43,7 +43,7 @@ pub fn cork<T>(io: T) -> (Cork<T>, Uncork<T>) {
 }
 
 impl<T: AsyncWrite + Unpin> Uncork<T> {
-    /// Flushes the buffer. Call it after each poll of the connection.
+    /// Writes and flushes what is buffered. The connection's task calls it after each poll of the connection.
     ///
     /// # Errors
     /// Those of the stream.
@@ -62,8 +62,8 @@ impl<T> Uncork<T> {
 impl<T: AsyncWrite + Unpin> Inner<T> {
     fn drain(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while self.written < self.buffered.len() {
-            let rest = &self.buffered[self.written..];
-            match ready!(Pin::new(&mut self.io).poll_write(cx, rest))? {
+            let unwritten = &self.buffered[self.written..];
+            match ready!(Pin::new(&mut self.io).poll_write(cx, unwritten))? {
                 0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
                 n => self.written += n,
             }
@@ -86,8 +86,8 @@ impl<T: AsyncWrite + Unpin> Inner<T> {
         Poll::Ready(Ok(()))
     }
 
-    /// Makes room for `len` bytes. True if they go into the buffer, false if directly to `io`.
-    fn make_room(&mut self, cx: &mut Context<'_>, len: usize) -> Poll<io::Result<bool>> {
+    /// Makes room for a write of `len` bytes. Returns false if the caller should write to `io` directly.
+    fn poll_buffer_space(&mut self, cx: &mut Context<'_>, len: usize) -> Poll<io::Result<bool>> {
         if self.buffered.len() + len > LIMIT {
             ready!(self.drain(cx))?;
         }
@@ -110,9 +110,9 @@ impl<T: AsyncRead + Unpin> AsyncRead for Cork<T> {
     ) -> Poll<io::Result<()>> {
         let mut inner = self.0.borrow_mut();
         let before = buf.filled().len();
-        let end = Pin::new(&mut inner.io).poll_read(cx, buf);
+        let result = Pin::new(&mut inner.io).poll_read(cx, buf);
         inner.received |= buf.filled().len() > before;
-        end
+        result
     }
 }
 
@@ -123,7 +123,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Cork<T> {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let mut inner = self.0.borrow_mut();
-        if !ready!(inner.make_room(cx, buf.len()))? {
+        if !ready!(inner.poll_buffer_space(cx, buf.len()))? {
             return Pin::new(&mut inner.io).poll_write(cx, buf);
         }
         inner.buffered.extend_from_slice(buf);
@@ -137,7 +137,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Cork<T> {
     ) -> Poll<io::Result<usize>> {
         let mut inner = self.0.borrow_mut();
         let len = bufs.iter().map(|buf| buf.len()).sum();
-        if !ready!(inner.make_room(cx, len))? {
+        if !ready!(inner.poll_buffer_space(cx, len))? {
             return Pin::new(&mut inner.io).poll_write_vectored(cx, bufs);
         }
         for buf in bufs {
@@ -170,7 +170,7 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     #[tokio::test(start_paused = true)]
-    async fn poll_sends_small_writes_together_and_in_order() {
+    async fn uncork_poll_sends_buffered_writes_together_and_in_order() {
         let (ours, mut theirs) = tokio::io::duplex(1 << 20);
         let (mut corked, uncork) = cork(ours);
         corked.write_all(b"one ").await.unwrap();
@@ -218,7 +218,7 @@ mod tests {
         });
         assert!(written.await.is_err());
         assert!(corked.0.borrow().buffered.len() <= LIMIT);
-        let waiting = poll_fn(|cx| Poll::Ready(uncork.poll(cx).is_pending())).await;
-        assert!(waiting);
+        let is_pending = poll_fn(|cx| Poll::Ready(uncork.poll(cx).is_pending())).await;
+        assert!(is_pending);
     }
 }

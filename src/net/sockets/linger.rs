@@ -1,14 +1,14 @@
-//! Closes a client connection so that the client still reads the last frames.
+//! Closes a client connection so that the client still receives the last frames.
 //!
-//! A socket that is closed with unread bytes sends RST. An RST that arrives before the last frames turns a
-//! graceful GOAWAY into `connection reset by peer`, after which no client may retry a write. So the FIN is
-//! sent first, and further data are read and discarded until the client closes, for a limited time
+//! Linux sends RST when a socket with unread bytes is closed. A client that receives RST may discard data that
+//! it has not read yet: it then sees `connection reset by peer` instead of GOAWAY, and must not retry a write.
+//! So FIN is sent first, and data that arrive are discarded until the client closes too, for at most one second
 //! (RFC 9112 section 9.6 recommends the same for HTTP/1.1).
 
-use std::cell::Cell;
 use std::io;
 use std::net::Shutdown;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -22,23 +22,25 @@ use tokio::time::timeout;
 const LIMIT: Duration = Duration::from_secs(1);
 
 thread_local! {
-    static LINGERING: Cell<usize> = const { Cell::new(0) };
+    /// Each connection that waits for its client to close has a clone.
+    static LINGERING: Rc<()> = Rc::new(());
 }
 
-/// Connections of this thread that are still closing.
+/// How many connections of this thread wait for their clients to close.
 pub fn lingering_connections() -> usize {
-    LINGERING.get()
+    LINGERING.with(Rc::strong_count) - 1
 }
 
-/// A connection that lingers when it is dropped. Must be dropped within a `LocalSet`.
+/// A connection whose drop sends FIN and then waits for the client to close. Must be dropped within a
+/// `LocalSet`.
 #[derive(Debug)]
 pub struct Linger {
-    /// Taken on drop.
+    /// `None` only during the drop.
     stream: Option<TcpStream>,
 }
 
 impl Linger {
-    /// Wraps `stream`.
+    /// Lingers when `stream` is closed.
     pub fn new(stream: TcpStream) -> Self {
         Self { stream: Some(stream) }
     }
@@ -63,18 +65,17 @@ delegate_async_write!(Linger, |this| this.stream());
 impl Drop for Linger {
     fn drop(&mut self) {
         let Some(mut stream) = self.stream.take() else { return };
-        // An error means that the client has reset the connection.
+        // `shutdown` fails if the client has reset the connection.
         if SockRef::from(&stream).shutdown(Shutdown::Write).is_err() || is_at_end(&stream) {
             return;
         }
-        let lingering = LingeringCount::new();
+        let lingering = LINGERING.with(Rc::clone);
         spawn_local(async move {
             let _lingering = lingering;
-            let mut rest = [0; 4096];
-            let _ = timeout(LIMIT, async {
-                while matches!(stream.read(&mut rest).await, Ok(n) if n > 0) {}
-            })
-            .await;
+            let mut discarded = [0; 4096];
+            let client_closes =
+                async { while matches!(stream.read(&mut discarded).await, Ok(n) if n > 0) {} };
+            let _ = timeout(LIMIT, client_closes).await;
         });
     }
 }
@@ -87,22 +88,6 @@ fn is_at_end(stream: &TcpStream) -> bool {
     }
 }
 
-/// Counts one connection until it is dropped.
-struct LingeringCount;
-
-impl LingeringCount {
-    fn new() -> Self {
-        LINGERING.set(LINGERING.get() + 1);
-        Self
-    }
-}
-
-impl Drop for LingeringCount {
-    fn drop(&mut self) {
-        LINGERING.set(LINGERING.get() - 1);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -111,14 +96,14 @@ mod tests {
     use tokio::task::LocalSet;
 
     #[tokio::test]
-    async fn drop_with_unread_bytes_still_delivers_the_last_data() {
+    async fn drop_with_unread_bytes_delivers_the_last_data() {
         LocalSet::new()
             .run_until(async {
                 let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
                 let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
                 let (accepted, _) = listener.accept().await.unwrap();
                 let mut ours = Linger::new(accepted);
-                // Unread at the close: without lingering this causes RST.
+                // These bytes are unread at the close, which would therefore send RST.
                 client.write_all(&[1; 1000]).await.unwrap();
                 ours.write_all(b"GOAWAY").await.unwrap();
                 drop(ours);

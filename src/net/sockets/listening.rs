@@ -11,16 +11,16 @@ use std::path::Path;
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::TcpStream;
 
-/// Length of the accept queue. After a control-plane event every client of a node reconnects at once.
-/// The kernel lowers it to `net.core.somaxconn`.
+/// Length of the accept queue: after a control-plane event, every client of a node reconnects at once. The
+/// kernel limits it to `net.core.somaxconn`.
 pub const BACKLOG: i32 = 1024;
 
 /// Options of a listening socket.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ListenOptions {
-    /// `SO_REUSEPORT`: one of several sockets of this process on the address.
+    /// `SO_REUSEPORT` (socket(7)): several sockets of this process may have the address.
     pub shared: bool,
-    /// `IP_FREEBIND` (ip(7)): the host need not have the address yet.
+    /// `IP_FREEBIND` (ip(7)): the host need not have the address when the socket is bound.
     pub freebind: bool,
     /// `IP_TRANSPARENT` (ip(7)): accepts connections that TPROXY delivers for any destination. Needs
     /// `CAP_NET_ADMIN`.
@@ -29,8 +29,8 @@ pub struct ListenOptions {
 
 /// Opens a non-blocking listening TCP socket.
 ///
-/// `shared` sets `SO_REUSEPORT`, which gives each worker its own queue. It stays off with one worker,
-/// because it would let a second process listen on the same address.
+/// `shared` sets `SO_REUSEPORT`, so that each of several workers has its own accept queue. It also lets other
+/// processes of the same user listen on the address, so a single worker does not set it.
 ///
 /// # Errors
 /// What the kernel returns; see [`is_address_family_missing`].
@@ -56,17 +56,17 @@ pub fn listen_with(
         // Each family is configured by its own address: `[::]` does not accept IPv4.
         socket.set_only_v6(true)?;
     }
-    let plain = ListenOptions { shared: options.shared, ..ListenOptions::default() };
-    change_options(&SockRef::from(&socket), address, &plain, options)?;
+    change_options(&SockRef::from(&socket), address, &ListenOptions::default(), options)?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
     socket.listen(BACKLOG)?;
     Ok(socket.into())
 }
 
-/// Changes `freebind` and `transparent` of a listening socket, which keeps its address, its queue and
-/// its connections. The kernel reads `freebind` at bind and `transparent` for each packet, so both may
-/// change at any time. All copies of the descriptor see the change.
+/// Changes `freebind` and `transparent` of a socket that has the options `from`; `shared` is not changed. A
+/// listening socket keeps its address, its queue and its connections. The kernel reads `freebind` at bind and
+/// `transparent` for each packet, so both may change at any time. The change affects all duplicates of the
+/// descriptor.
 ///
 /// # Errors
 /// `PermissionDenied` for `transparent` without the capability.
@@ -100,22 +100,22 @@ pub fn check_options(address: SocketAddr, options: &ListenOptions) -> io::Result
     change_options(&SockRef::from(&socket), address, &ListenOptions::default(), options)
 }
 
-/// Opens a listening socket although sockets of this process on the same port conflict with it, because
-/// one of the addresses is a wildcard. The caller closes the `conflicting` sockets once the new one is
-/// in use. Until then the kernel gives a connection to the more specific address; none is refused.
+/// Opens a listening socket that overlaps with the `conflicting` sockets of this process: one of them or the
+/// new one has the wildcard address of the same port. The caller closes the conflicting sockets once the new
+/// one is in use. Until then the kernel gives a connection to the most specific address, and refuses none.
 ///
-/// Linux allows both binds if both sockets have `SO_REUSEPORT` at that moment (socket(7)). Afterwards
-/// each socket has the option only if it had it before, so a second process is refused as before.
+/// Linux allows the bind if all of these sockets have `SO_REUSEPORT` at that moment (socket(7)). Afterwards
+/// the option is restored, so that other processes cannot bind the address.
 ///
 /// # Errors
-/// What the kernel returns: `AddrInUse` if another process conflicts too.
+/// What the kernel returns: `AddrInUse` if another socket conflicts too.
 pub fn listen_alongside(
     address: SocketAddr,
     options: &ListenOptions,
     conflicting: &[&std::net::TcpListener],
 ) -> io::Result<std::net::TcpListener> {
     if conflicting.is_empty() {
-        // The kernel remembers SO_REUSEPORT of the first bind of a port, so it is set only if needed.
+        // The kernel stores SO_REUSEPORT of the first bind of a port, so it is set only if needed.
         return listen_with(address, options);
     }
     let mut before = Vec::new();
@@ -133,12 +133,12 @@ pub fn listen_alongside(
     Ok(opened)
 }
 
-/// Excludes a listening socket from new connections: the kernel gives them to another socket on the
-/// port, or refuses them. The socket keeps its queue, and its connections are not affected.
+/// Excludes a listening socket from new connections. The kernel gives them to another socket on the port, or
+/// refuses them. The socket keeps its accept queue, and accepted connections are not affected.
 ///
-/// A listening socket that is bound to an interface accepts only what arrives there
-/// (`SO_BINDTOIFINDEX`, socket(7)); this binds it to an interface number that does not exist. It applies
-/// to every copy of the descriptor and is permanent: undoing it needs `CAP_NET_RAW`.
+/// A listening socket that is bound to an interface receives only connections that arrive there
+/// (`SO_BINDTOIFINDEX`, socket(7)); this function binds it to an interface number that does not exist. It
+/// affects every duplicate of the descriptor and is permanent, since undoing it needs `CAP_NET_RAW`.
 ///
 /// # Errors
 /// What the kernel returns: Linux before 5.7 requires `CAP_NET_RAW`.
@@ -148,28 +148,25 @@ pub fn divert_new_connections(socket: &std::net::TcpListener) -> io::Result<()> 
     SockRef::from(socket).bind_device_by_index_v4(Some(NO_INTERFACE))
 }
 
-/// Closes a listening socket and returns the connections of its queue, which the close would reset. A
-/// connection that completes between the last accept and the close is still reset, unless the socket
-/// was excluded before ([`divert_new_connections`]).
+/// Closes a listening socket and returns the connections in its accept queue, which the close would reset. A
+/// connection whose handshake completes between the last accept and the close is still reset, unless
+/// [`divert_new_connections`] was called before.
 pub fn close_and_accept_queued(listener: tokio::net::TcpListener) -> Vec<(TcpStream, SocketAddr)> {
     let Ok(listener) = listener.into_std() else { return Vec::new() };
-    let mut queue = Vec::new();
-    for _ in 0..BACKLOG {
-        let Ok((stream, from)) = listener.accept() else { break };
-        queue.push((stream, from));
-    }
+    let accepted = std::iter::from_fn(|| listener.accept().ok());
+    let queued: Vec<_> = accepted.take(BACKLOG as usize).collect();
     drop(listener);
     let register = |(stream, from): (std::net::TcpStream, SocketAddr)| {
         stream.set_nonblocking(true).ok()?;
         Some((TcpStream::from_std(stream).ok()?, from))
     };
-    queue.into_iter().filter_map(register).collect()
+    queued.into_iter().filter_map(register).collect()
 }
 
-/// Whether a bind failed because the host lacks the address family. That is a warning where several
-/// addresses are bound, since the others serve.
+/// Whether a bind failed because the host lacks the address family. For a listener with several addresses
+/// this is only a warning, since it can serve on the others.
 ///
-/// With IPv6 disabled by sysctl the family exists, but its loopback address does not.
+/// While IPv6 is disabled by sysctl, the family exists but its loopback and wildcard addresses do not.
 pub fn is_address_family_missing(address: SocketAddr, error: &io::Error) -> bool {
     match error.raw_os_error() {
         Some(libc::EAFNOSUPPORT) => true,
@@ -180,16 +177,16 @@ pub fn is_address_family_missing(address: SocketAddr, error: &io::Error) -> bool
     }
 }
 
-/// Listens at `path`, for this user and root only, and replaces a socket that exists there. Creates the
-/// directory if it is missing.
+/// Listens at `path`, for this user and root only, and replaces a socket that exists there. Creates a
+/// missing directory.
 ///
-/// The socket is renamed into place, so a client that connects meanwhile reaches the old socket or the
+/// The socket is bound under a temporary name and renamed, so a client always reaches the old socket or the
 /// new one.
 ///
 /// # Errors
 /// The directory cannot be written, or the path is too long for a Unix socket (108 bytes, unix(7)).
 pub fn listen_unix(path: &Path) -> io::Result<UnixListener> {
-    // A path that is too long for a socket address could be renamed to, but not be connected to.
+    // A rename to a path that is too long would succeed, but clients could not connect to it.
     std::os::unix::net::SocketAddr::from_pathname(path)?;
     let directory = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(directory)?;
@@ -211,33 +208,32 @@ mod tests {
     #[tokio::test]
     async fn listen_on_unshared_address_in_use_fails() {
         let first = listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
-        let again = listen(first.local_addr().unwrap(), false).unwrap_err();
-        assert_eq!(again.kind(), io::ErrorKind::AddrInUse);
-        assert!(!is_address_family_missing(first.local_addr().unwrap(), &again));
+        let error = listen(first.local_addr().unwrap(), false).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        assert!(!is_address_family_missing(first.local_addr().unwrap(), &error));
     }
 
     #[test]
-    fn listen_alongside_replaces_address_by_wildcard_and_back_without_refusing() {
+    fn listen_alongside_replaces_address_by_wildcard_and_back_without_a_gap() {
         let plain = ListenOptions::default();
         let narrow = listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let at = narrow.local_addr().unwrap();
         let wildcard = SocketAddr::new(std::net::Ipv4Addr::UNSPECIFIED.into(), at.port());
-        let in_use = |result: io::Result<std::net::TcpListener>| {
+        let expect_in_use = |result: io::Result<std::net::TcpListener>| {
             assert_eq!(result.unwrap_err().kind(), io::ErrorKind::AddrInUse);
         };
-        in_use(listen(wildcard, false));
+        expect_in_use(listen(wildcard, false));
         // Without a conflicting socket of this process, SO_REUSEPORT is not set.
         let alone = listen_alongside("127.0.0.1:0".parse().unwrap(), &plain, &[]).unwrap();
-        in_use(listen(alone.local_addr().unwrap(), true));
-        in_use(listen_alongside(at, &plain, &[]));
+        expect_in_use(listen(alone.local_addr().unwrap(), true));
+        expect_in_use(listen_alongside(at, &plain, &[]));
         // A socket that is not listed still conflicts with the wildcard.
-        let mut others = at;
-        others.set_ip("127.0.0.9".parse().unwrap());
-        let other = listen(others, false).unwrap();
-        in_use(listen_alongside(wildcard, &plain, &[&narrow]));
+        let other = SocketAddr::new([127, 0, 0, 9].into(), at.port());
+        let other = listen(other, false).unwrap();
+        expect_in_use(listen_alongside(wildcard, &plain, &[&narrow]));
         drop(other);
         let wide = listen_alongside(wildcard, &plain, &[&narrow]).unwrap();
-        in_use(listen(wildcard, false));
+        expect_in_use(listen(wildcard, false));
         // While both listen, the kernel gives a connection to the more specific address.
         let first = std::net::TcpStream::connect(at).unwrap();
         assert_eq!(narrow.accept().unwrap().1, first.local_addr().unwrap());
@@ -246,13 +242,13 @@ mod tests {
         assert_eq!(wide.accept().unwrap().1, second.local_addr().unwrap());
         let narrow = listen_alongside(at, &plain, &[&wide]).unwrap();
         drop(wide);
-        in_use(listen(at, false));
+        expect_in_use(listen(at, false));
         let third = std::net::TcpStream::connect(at).unwrap();
         assert_eq!(narrow.accept().unwrap().1, third.local_addr().unwrap());
     }
 
     #[test]
-    fn divert_new_connections_sends_them_to_the_other_socket_of_the_port() {
+    fn divert_new_connections_gives_them_to_the_other_socket_of_the_port() {
         for (narrow, wide) in [("127.0.0.1", "0.0.0.0"), ("::1", "::")] {
             let at = SocketAddr::new(narrow.parse().unwrap(), 0);
             let narrow = match listen(at, false) {
@@ -266,12 +262,12 @@ mod tests {
             divert_new_connections(&narrow).unwrap();
             let later = std::net::TcpStream::connect(at).unwrap();
             assert_eq!(wide.accept().unwrap().1, later.local_addr().unwrap());
-            let (kept, from) = narrow.accept().unwrap();
+            let (accepted, from) = narrow.accept().unwrap();
             assert_eq!(from, queued.local_addr().unwrap());
             assert_eq!(narrow.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
             drop((narrow, wide));
-            // Its connections stay usable, also when no socket listens on the port any more.
-            drop(kept);
+            // An accepted connection stays usable when no socket listens on the port any more.
+            drop(accepted);
             assert_eq!(queued.read(&mut [0]).unwrap(), 0);
             let refused = std::net::TcpStream::connect(at).unwrap_err();
             assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
@@ -284,13 +280,13 @@ mod tests {
         let at = socket.local_addr().unwrap();
         let mut clients: Vec<_> =
             (0..20).map(|_| std::net::TcpStream::connect(at).unwrap()).collect();
-        let queue = close_and_accept_queued(tokio::net::TcpListener::from_std(socket).unwrap());
+        let queued = close_and_accept_queued(tokio::net::TcpListener::from_std(socket).unwrap());
         let refused = std::net::TcpStream::connect(at).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
-        assert_eq!(queue.len(), clients.len());
-        for ((mut stream, from), client) in queue.into_iter().zip(&mut clients) {
+        assert_eq!(queued.len(), clients.len());
+        for ((mut stream, from), client) in queued.into_iter().zip(&mut clients) {
             assert_eq!(from, client.local_addr().unwrap());
-            // The runtime has registered it, and it still carries bytes.
+            // The connection is open and registered with the runtime.
             stream.write_all(b"hello").await.unwrap();
             let mut received = [0; 5];
             client.read_exact(&mut received).unwrap();
@@ -311,16 +307,16 @@ mod tests {
             let address = socket.local_addr().unwrap();
             let client = std::net::TcpStream::connect(address).unwrap();
             let plain = ListenOptions::default();
-            let early = ListenOptions { freebind: true, ..plain };
-            check_options(address, &early).unwrap();
+            let freebind = ListenOptions { freebind: true, ..plain };
+            check_options(address, &freebind).unwrap();
             let option = SockRef::from(&socket);
-            change_options(&option, address, &plain, &early).unwrap();
-            let is_free = || {
+            let has_freebind = || {
                 if address.is_ipv4() { option.freebind_v4() } else { option.freebind_v6() }.unwrap()
             };
-            assert!(is_free());
-            change_options(&option, address, &early, &plain).unwrap();
-            assert!(!is_free());
+            change_options(&option, address, &plain, &freebind).unwrap();
+            assert!(has_freebind());
+            change_options(&option, address, &freebind, &plain).unwrap();
+            assert!(!has_freebind());
             assert_eq!(socket.accept().unwrap().1, client.local_addr().unwrap());
         }
     }
@@ -330,19 +326,19 @@ mod tests {
         // TEST-NET-1 and the documentation prefix: RFC 5737, RFC 3849.
         for address in ["192.0.2.1:0", "[2001:db8::1]:0"] {
             let address: SocketAddr = address.parse().unwrap();
-            let plain = listen(address, false).unwrap_err();
-            if plain.raw_os_error() == Some(libc::EAFNOSUPPORT) {
+            let error = listen(address, false).unwrap_err();
+            if error.raw_os_error() == Some(libc::EAFNOSUPPORT) {
                 continue;
             }
-            assert_eq!(plain.raw_os_error(), Some(libc::EADDRNOTAVAIL));
+            assert_eq!(error.raw_os_error(), Some(libc::EADDRNOTAVAIL));
             let options = ListenOptions { freebind: true, ..ListenOptions::default() };
-            let early = listen_with(address, &options).unwrap();
-            assert_eq!(early.local_addr().unwrap().ip(), address.ip());
+            let socket = listen_with(address, &options).unwrap();
+            assert_eq!(socket.local_addr().unwrap().ip(), address.ip());
         }
     }
 
     #[test]
-    fn listen_unix_replaces_a_socket_and_is_private() {
+    fn listen_unix_replaces_a_socket_and_has_mode_0600() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run").join("admin.sock");
         let first = listen_unix(&path).unwrap();

@@ -6,10 +6,10 @@
 //! * [`tcp_info`] reads the kernel's state of a connection; [`tracked_stream`] makes it readable
 //!   while TLS owns the stream.
 //! * [`read_ahead`] and [`cork`] batch reads and writes; [`splice`] moves bytes inside the kernel.
-//! * [`tunnel_stream`] is one side of a tunnel; [`linger`] closes a connection so that its last frames
-//!   arrive.
+//! * [`tunnel_stream`] is one side of a tunnel; [`linger`] closes a connection so that the client still
+//!   receives its last frames.
 
-/// Implements `AsyncWrite` for a wrapper that passes writes unchanged to the stream that it wraps.
+/// Implements `AsyncWrite` for a wrapper by passing every call on to the stream that it wraps.
 macro_rules! delegate_async_write {
     ($stream:ident$(<$T:ident>)?, |$this:ident| $inner:expr) => {
         impl$(<$T: tokio::io::AsyncWrite + Unpin>)? tokio::io::AsyncWrite for $stream$(<$T>)? {

@@ -1,8 +1,8 @@
 //! A stream adapter that reads from the socket in large pieces and returns the bytes in small ones.
 //!
-//! rustls reads at most 4 KiB per system call, so a burst of responses would need a dozen calls. An idle
-//! connection holds no buffer: a read uses the spare buffer of the thread, and a connection keeps the buffer
-//! only while it contains unread bytes.
+//! rustls reads at most 4 KiB per system call, so a burst of responses would need a dozen calls. Each thread
+//! has a spare buffer, which a read borrows. A connection keeps the buffer only while it contains unread
+//! bytes, so an idle connection holds none.
 
 use std::cell::Cell;
 use std::future::poll_fn;
@@ -12,11 +12,11 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, ReadBuf};
 
-/// Size of a buffer and maximum of bytes per read: what a socket typically contains after a burst.
+/// Size of a buffer, which limits one read: the bytes that a socket typically contains after a burst.
 const BUFFER_SIZE: usize = 64 * 1024;
 
 thread_local! {
-    /// The buffer that no connection uses; empty if there is none.
+    /// The buffer that no connection uses; empty while a connection keeps it.
     static SPARE_BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
@@ -24,14 +24,14 @@ thread_local! {
 #[derive(Debug)]
 pub struct ReadAhead<T> {
     inner: T,
-    /// Contains unread bytes between `start` and `end`; empty if there are none.
+    /// Contains the unread bytes, between `start` and `end`; empty if there are none.
     buffer: Vec<u8>,
     start: usize,
     end: usize,
 }
 
 impl<T> ReadAhead<T> {
-    /// Wraps `inner`.
+    /// Buffers the reads of `inner`.
     pub fn new(inner: T) -> Self {
         Self { inner, buffer: Vec::new(), start: 0, end: 0 }
     }
@@ -41,7 +41,7 @@ impl<T> ReadAhead<T> {
         &mut self.inner
     }
 
-    /// Moves unread bytes to `buf`. Returns an empty buffer to the thread.
+    /// Moves unread bytes to `buf`. Returns the buffer to the thread when all are moved.
     fn move_unread_to(&mut self, buf: &mut ReadBuf<'_>) {
         if self.buffer.is_empty() {
             return;
@@ -57,7 +57,7 @@ impl<T> ReadAhead<T> {
 
 impl<T: AsyncRead + Unpin> ReadAhead<T> {
     /// Waits for unread bytes and returns them without consuming them. The result is empty at the end of the
-    /// stream. The connection keeps the buffer until the bytes are read.
+    /// stream.
     ///
     /// # Errors
     /// Those of reading.

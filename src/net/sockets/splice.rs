@@ -1,8 +1,8 @@
 //! Moves bytes from one socket to another inside the kernel: `splice(2)` through a pipe.
 //!
-//! A pipe takes two descriptors and, while it contains bytes, pages. Pipes are pooled per thread and
-//! in use only while bytes move. A pipe is filled only when it is empty, so `WouldBlock` from a fill
-//! always refers to the socket.
+//! A pipe needs two descriptors and, while it contains bytes, memory pages. A flow therefore takes a pipe from
+//! its thread's pool only while bytes move. A pipe is filled only when it is empty, so `WouldBlock` from
+//! [`SplicePipe::fill`] always means that the socket has no bytes.
 
 use std::cell::RefCell;
 use std::io::{self, PipeReader, PipeWriter};
@@ -12,18 +12,18 @@ use rustix::pipe::{SpliceFlags, fcntl_setpipe_size};
 
 use crate::net::process::resource_limits;
 
-/// Capacity of a pipe in bytes, and so the size of one transfer. The kernel gives an unprivileged user
-/// 64 MiB of pipes in total (`fs.pipe-user-pages-soft`); smaller pipes beyond that work as well.
+/// Capacity of a pipe in bytes, which limits one transfer. The kernel gives an unprivileged user 64 MiB of
+/// pipes in total (`fs.pipe-user-pages-soft`). Pipes beyond that are smaller and work too.
 const CAPACITY: usize = 512 * 1024;
-/// Empty pipes kept per thread. More transfers than this are rarely active at the same time.
-const POOLED: usize = 32;
+/// Maximum of empty pipes in a thread's pool. More transfers are rarely active at the same time.
+const MAX_POOLED: usize = 32;
 
 thread_local! {
-    static POOL: RefCell<Vec<Ends>> = const { RefCell::new(Vec::new()) };
+    static POOL: RefCell<Vec<Pipe>> = const { RefCell::new(Vec::new()) };
 }
 
 #[derive(Debug)]
-struct Ends {
+struct Pipe {
     reader: PipeReader,
     writer: PipeWriter,
 }
@@ -31,8 +31,8 @@ struct Ends {
 /// A pipe between two sockets. Returns to the pool when it is dropped empty.
 #[derive(Debug)]
 pub struct SplicePipe {
-    /// Taken on drop.
-    ends: Option<Ends>,
+    /// `None` only during the drop.
+    pipe: Option<Pipe>,
     buffered: usize,
 }
 
@@ -43,18 +43,18 @@ impl SplicePipe {
     /// `EMFILE` if no unreserved descriptor is left ([`resource_limits::is_reserved`]).
     pub fn acquire() -> io::Result<Self> {
         let pooled = POOL.with_borrow_mut(Vec::pop);
-        let ends = if let Some(ends) = pooled {
-            ends
+        let pipe = if let Some(pipe) = pooled {
+            pipe
         } else {
             let (reader, writer) = io::pipe()?;
             if resource_limits::is_reserved(&writer) {
                 return Err(resource_limits::out_of_descriptors());
             }
-            // Refused above the user's limit; the pipe then keeps its default size.
+            // The kernel refuses the size above the user's limit. The pipe then keeps its default size.
             let _ = fcntl_setpipe_size(&writer, CAPACITY);
-            Ends { reader, writer }
+            Pipe { reader, writer }
         };
-        Ok(Self { ends: Some(ends), buffered: 0 })
+        Ok(Self { pipe: Some(pipe), buffered: 0 })
     }
 
     /// Bytes in the pipe.
@@ -68,8 +68,8 @@ impl SplicePipe {
     /// `WouldBlock` when the socket has no bytes; otherwise the socket's error.
     pub fn fill(&mut self, socket: &impl AsFd) -> io::Result<usize> {
         debug_assert_eq!(self.buffered, 0, "WouldBlock must refer to the socket");
-        let Some(ends) = &self.ends else { return Ok(0) };
-        let n = splice(socket, &ends.writer, CAPACITY)?;
+        let Some(pipe) = &self.pipe else { return Ok(0) };
+        let n = splice(socket, &pipe.writer, CAPACITY)?;
         self.buffered = n;
         Ok(n)
     }
@@ -79,8 +79,8 @@ impl SplicePipe {
     /// # Errors
     /// `WouldBlock` when the socket's send buffer is full; otherwise the socket's error.
     pub fn drain(&mut self, socket: &impl AsFd) -> io::Result<usize> {
-        let Some(ends) = &self.ends else { return Ok(0) };
-        let n = splice(&ends.reader, socket, self.buffered)?;
+        let Some(pipe) = &self.pipe else { return Ok(0) };
+        let n = splice(&pipe.reader, socket, self.buffered)?;
         self.buffered -= n;
         Ok(n)
     }
@@ -88,12 +88,12 @@ impl SplicePipe {
 
 impl Drop for SplicePipe {
     fn drop(&mut self) {
-        let Some(ends) = self.ends.take().filter(|_| self.buffered == 0) else { return };
-        // The thread-local pool is gone while the thread ends.
+        let Some(pipe) = self.pipe.take().filter(|_| self.buffered == 0) else { return };
+        // While the thread ends, its pool may be destroyed already.
         let _ = POOL.try_with(|pool| {
             let mut pool = pool.borrow_mut();
-            if pool.len() < POOLED {
-                pool.push(ends);
+            if pool.len() < MAX_POOLED {
+                pool.push(pipe);
             }
         });
     }
@@ -112,9 +112,9 @@ mod tests {
 
     fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (two, _) = listener.accept().unwrap();
-        (one, two)
+        let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (accepted, _) = listener.accept().unwrap();
+        (client, accepted)
     }
 
     #[test]
@@ -134,7 +134,7 @@ mod tests {
         assert_eq!(&got, b"hello");
         drop(client);
         from.peek(&mut peeked).unwrap();
-        assert_eq!(pipe.fill(&from).unwrap(), 0, "the end");
+        assert_eq!(pipe.fill(&from).unwrap(), 0, "end of stream");
         let before = POOL.with_borrow(Vec::len);
         drop(pipe);
         assert_eq!(POOL.with_borrow(Vec::len), before + 1);

@@ -1,7 +1,7 @@
-//! `TCP_INFO`: what the kernel knows about the state of a connection.
+//! `TCP_INFO`: the kernel's state of a TCP connection.
 //!
-//! An HTTP/2 PING is answered by a process, a TCP segment by a kernel. Together they tell a dead path
-//! from a stopped process and from packet loss.
+//! The peer's process answers an HTTP/2 PING; the peer's kernel acknowledges a TCP segment. The two together
+//! distinguish a dead path, a stopped process and packet loss.
 
 use std::io;
 use std::mem::{MaybeUninit, offset_of};
@@ -12,7 +12,7 @@ use std::time::Duration;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TcpInfo {
     /// The connection is closed in both directions: reset by the peer, aborted by this kernel after a
-    /// timeout, or ended by both sides.
+    /// timeout, or closed by both sides.
     pub closed: bool,
     /// The peer has sent FIN.
     pub ended: bool,
@@ -20,9 +20,9 @@ pub struct TcpInfo {
     pub retransmits: u8,
     /// Keepalive and window probes sent since the last segment that carried an ACK.
     pub probes: u8,
-    /// The retransmission timeout in force.
+    /// The current retransmission timeout.
     pub rto: Duration,
-    /// Largest segment that this side sends.
+    /// Maximum segment size of this side, in bytes.
     pub send_mss: u32,
     /// Segments sent and not yet acknowledged.
     pub unacked: u32,
@@ -36,14 +36,14 @@ pub struct TcpInfo {
     pub data_segments_in: u32,
     /// Segments with data received out of order; 0 on kernels before Linux 5.4.
     pub out_of_order: u32,
-    /// Time since the last segment that carried an ACK, which every segment of an open connection does.
+    /// Time since the last segment that carried an ACK, as every segment of an established connection does.
     pub last_ack_recv: Duration,
     /// Time since the last segment with new data in order.
     pub last_data_recv: Duration,
     /// Bytes that the peer has acknowledged (RFC 4898 tcpEStatsAppHCThruOctetsAcked).
     pub bytes_acked: u64,
-    /// Bytes in the send queue that were never sent. A packet that netfilter's output hook dropped
-    /// counts here, not as unacknowledged.
+    /// Bytes in the send queue that were never sent. The bytes of a packet that netfilter's output hook
+    /// dropped count here, not in [`Self::unacked`].
     pub notsent_bytes: u32,
     /// Segments with data sent, repeated ones included (RFC 4898 tcpEStatsPerfDataSegsOut, Linux 4.6);
     /// 0 on older kernels.
@@ -53,7 +53,7 @@ pub struct TcpInfo {
 }
 
 impl TcpInfo {
-    /// Whether sent or queued bytes still wait for the peer's acknowledgement.
+    /// Whether bytes are unacknowledged or not yet sent.
     pub fn has_pending(&self) -> bool {
         self.unacked > 0 || self.notsent_bytes > 0
     }
@@ -63,16 +63,16 @@ impl TcpInfo {
         self.last_ack_recv.min(self.last_data_recv)
     }
 
-    /// Segments received that were not retransmitted data: out-of-order data of a stream that
-    /// continues, and pure acknowledgements such as answers to keepalives. In-order data shows in
-    /// [`Self::last_data_recv`].
+    /// Received segments that prove a working path and do not show in [`Self::last_data_recv`]: segments
+    /// without data, such as responses to keepalive probes, and data out of order. Data in order and
+    /// retransmitted data are not counted.
     pub fn fresh_segments(&self) -> u32 {
         self.segments_in.wrapping_sub(self.data_segments_in).wrapping_add(self.out_of_order)
     }
 
-    /// Whether unsent bytes wait for the peer's receive window. TCP holds a segment back only if the
-    /// window has no room for all of it (RFC 9293 section 3.8.6.2.1). `None` if the kernel does not
-    /// report the window.
+    /// Whether unsent bytes wait for the peer to open its receive window: the window is smaller than the
+    /// next segment, which TCP therefore holds back (RFC 9293 section 3.8.6.2.1). `None` if the kernel does
+    /// not report the window.
     pub fn is_window_closed(&self) -> Option<bool> {
         let window = self.send_window?;
         Some(self.notsent_bytes > 0 && window < self.send_mss.min(self.notsent_bytes))
@@ -83,10 +83,10 @@ impl TcpInfo {
 const TCP_CLOSE: u8 = 7;
 /// States after the peer's FIN: `TCP_CLOSE_WAIT`, `TCP_LAST_ACK`, `TCP_CLOSING`, `TCP_TIME_WAIT`.
 const AFTER_FIN: [u8; 4] = [8, 9, 11, 6];
-/// Bytes up to and including `tcpi_notsent_bytes` (Linux 4.6).
-const NEEDED: usize = offset_of!(libc::tcp_info, tcpi_notsent_bytes) + size_of::<u32>();
-/// Bytes up to and including `tcpi_snd_wnd` (Linux 5.4).
-const WITH_WINDOW: usize = offset_of!(libc::tcp_info, tcpi_snd_wnd) + size_of::<u32>();
+/// Length of the structure up to and including `tcpi_notsent_bytes` (Linux 4.6).
+const MIN_LENGTH: usize = offset_of!(libc::tcp_info, tcpi_notsent_bytes) + size_of::<u32>();
+/// Length of the structure up to and including `tcpi_snd_wnd` (Linux 5.4).
+const LENGTH_WITH_WINDOW: usize = offset_of!(libc::tcp_info, tcpi_snd_wnd) + size_of::<u32>();
 
 /// Reads `TCP_INFO` of a connected TCP socket.
 ///
@@ -95,9 +95,8 @@ const WITH_WINDOW: usize = offset_of!(libc::tcp_info, tcpi_snd_wnd) + size_of::<
 pub fn read(socket: &impl AsRawFd) -> io::Result<TcpInfo> {
     let mut raw = MaybeUninit::<libc::tcp_info>::zeroed();
     let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
-    // SAFETY: `raw` is valid for writes of `len` bytes and outlives the call. The kernel writes at most
-    // `len` bytes, stores how many it wrote, and cuts off fields that libc does not know. A wrong
-    // descriptor is an error, not undefined behaviour.
+    // SAFETY: `raw` is valid for writes of `len` bytes. The kernel writes at most `len` bytes and stores in
+    // `len` how many it wrote. A wrong descriptor is an error, not undefined behaviour.
     #[allow(unsafe_code)]
     let result = unsafe {
         libc::getsockopt(
@@ -112,14 +111,14 @@ pub fn read(socket: &impl AsRawFd) -> io::Result<TcpInfo> {
         return Err(io::Error::last_os_error());
     }
     let len = len as usize;
-    if len < NEEDED {
+    if len < MIN_LENGTH {
         return Err(io::Error::new(io::ErrorKind::Unsupported, "TCP_INFO is too short"));
     }
-    // SAFETY: every byte is initialised, with zeroes where an older kernel wrote nothing, and every bit
-    // pattern is a value of this structure of integers.
+    // SAFETY: every byte is initialised, with zeroes where an older kernel wrote nothing, and the structure
+    // has only integer fields, for which every bit pattern is valid.
     #[allow(unsafe_code)]
     let raw = unsafe { raw.assume_init() };
-    let has_window = len >= WITH_WINDOW;
+    let has_window = len >= LENGTH_WITH_WINDOW;
     Ok(TcpInfo {
         closed: raw.tcpi_state == TCP_CLOSE,
         ended: AFTER_FIN.contains(&raw.tcpi_state),
@@ -169,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn read_with_stopped_reader_shows_pending_bytes() {
+    fn read_while_the_peer_does_not_read_shows_pending_bytes() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (_server, _) = listener.accept().unwrap();
@@ -184,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn read_shows_fin_and_reset_without_reading_the_stream() {
+    fn read_shows_fin_and_reset_while_data_are_unread() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (mut server, _) = listener.accept().unwrap();
@@ -193,12 +192,11 @@ mod tests {
         assert!(!read(&client).unwrap().ended);
         server.shutdown(std::net::Shutdown::Write).unwrap();
         assert!(!read(&server).unwrap().ended);
-        // The unread bytes turn the close into a reset.
-        let mut byte = [0; 1];
-        client.peek(&mut byte).unwrap();
+        client.peek(&mut [0; 1]).unwrap();
         while !read(&client).unwrap().ended {
             std::thread::yield_now();
         }
+        // Because of the unread bytes, the close sends RST.
         drop(client);
         assert!(read(&server).unwrap().closed);
     }
@@ -208,7 +206,7 @@ mod tests {
         assert!(read(&std::io::stderr()).is_err());
     }
 
-    /// The kernel's layout (`linux/tcp.h`); libc's structure must agree up to the last field that is read.
+    /// Offsets of the kernel's `struct tcp_info` (`linux/tcp.h`), up to the last field that is read.
     #[test]
     fn libc_tcp_info_has_the_layout_of_the_kernel() {
         assert_eq!(offset_of!(libc::tcp_info, tcpi_bytes_acked), 120);

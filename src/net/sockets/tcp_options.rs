@@ -10,12 +10,9 @@ use tokio::net::TcpStream;
 
 use crate::net::process::resource_limits;
 
-/// Unanswered keepalive probes before the kernel closes a client connection: 30 s + 9 × 10 s is two
-/// minutes, so a few lost packets do not end it.
-const CLIENT_PROBE_COUNT: u32 = 9;
-
-/// Sets the options of an accepted client connection: no Nagle delay, and keepalives by which the
-/// kernel detects within two minutes that the client has disappeared.
+/// Sets the options of an accepted client connection: no Nagle delay, and keepalive probes. The kernel closes
+/// the connection of a client that has disappeared after two minutes (30 s + 9 × 10 s), so a few lost
+/// packets do not close it.
 ///
 /// # Errors
 /// What `setsockopt(2)` returns.
@@ -24,24 +21,24 @@ pub fn configure_accepted(stream: &TcpStream) -> io::Result<()> {
     let keepalive = TcpKeepalive::new()
         .with_time(Duration::from_secs(30))
         .with_interval(Duration::from_secs(10))
-        .with_retries(CLIENT_PROBE_COUNT);
+        .with_retries(9);
     SockRef::from(stream).set_tcp_keepalive(&keepalive)
 }
 
 /// Idle time before the first keepalive probe on an upstream connection, and the time between probes.
-/// Probes distinguish a stopped process from a dead path: the process does not answer PING, but its
-/// kernel answers probes.
-const PROBE_IDLE: Duration = Duration::from_secs(1);
+/// Probes distinguish a stopped process from a dead path: of a stopped process, the kernel still answers
+/// probes.
+const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Unanswered probes before the kernel closes an upstream connection: the maximum, so that the health
-/// check decides first.
-const PROBE_COUNT: u32 = 127;
+/// Unanswered probes before the kernel closes an upstream connection. The maximum of Linux, so that the
+/// health check closes it first.
+const MAX_PROBES: u32 = 127;
 
-/// An unconnected socket for an endpoint, non-blocking, with options that limit the cost of packet loss
-/// and reveal a dead path. [`super::connector::Connector`] connects it.
+/// An unconnected, non-blocking socket for an endpoint, with options that limit the delay of packet loss
+/// and detect a dead path. [`super::connector::Connector`] connects it.
 ///
 /// # Errors
-/// The address family is missing, or `EMFILE` if no unreserved descriptor is left
+/// The host lacks the address family, or `EMFILE` if no unreserved descriptor is left
 /// ([`resource_limits::is_reserved`]).
 pub fn new_upstream_socket(address: SocketAddr) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
@@ -51,26 +48,26 @@ pub fn new_upstream_socket(address: SocketAddr) -> io::Result<Socket> {
     socket.set_nonblocking(true)?;
     socket.set_tcp_nodelay(true)?;
     let keepalive = TcpKeepalive::new()
-        .with_time(PROBE_IDLE)
-        .with_interval(PROBE_IDLE)
-        .with_retries(PROBE_COUNT);
+        .with_time(PROBE_INTERVAL)
+        .with_interval(PROBE_INTERVAL)
+        .with_retries(MAX_PROBES);
     socket.set_tcp_keepalive(&keepalive)?;
-    // Retransmissions of a thin stream keep one RTO instead of doubling it (tcp(7)): a lost PING is
-    // sent again up to three times within a second.
+    // Retransmissions of a stream with few packets in flight do not double the timeout (tcp(7)): a lost
+    // PING is sent again up to three times within a second.
     socket.set_tcp_thin_linear_timeouts(true)?;
     Ok(socket)
 }
 
 /// Makes the kernel send a keepalive probe now, if the connection has been idle for more than a second
-/// and has no unacknowledged data. Linux does so when `TCP_KEEPIDLE` is set again.
+/// and has no unacknowledged data. Linux does so when `TCP_KEEPIDLE` is set, even to the same value.
 ///
 /// # Errors
 /// What `setsockopt(2)` returns.
 pub fn send_keepalive_probe(stream: &impl AsRawFd) -> io::Result<()> {
-    set_tcp_option(stream, libc::TCP_KEEPIDLE, PROBE_IDLE.as_secs() as libc::c_int)
+    set_tcp_option(stream, libc::TCP_KEEPIDLE, PROBE_INTERVAL.as_secs() as libc::c_int)
 }
 
-/// Stops keepalive probes, for a measurement that needs an idle connection.
+/// Stops keepalive probes, for a measurement that needs a connection without any traffic.
 ///
 /// # Errors
 /// What `setsockopt(2)` returns.
@@ -79,23 +76,23 @@ pub fn disable_keepalives(stream: &TcpStream) -> io::Result<()> {
 }
 
 /// Limits the time between retransmissions and between zero-window probes to one second
-/// (`TCP_RTO_MAX_MS`, Linux 6.15). Without it the time doubles up to two minutes, and a peer that was
-/// paused and is then lost is detected only after minutes. Older kernels ignore the request.
+/// (`TCP_RTO_MAX_MS`, Linux 6.15). By default the time doubles up to two minutes, so a peer that disappears
+/// while it is paused is detected only after minutes. Older kernels keep the default.
 pub fn bound_retransmission_timeout(stream: &TcpStream) {
-    /// `linux/tcp.h`; neither libc, socket2 nor rustix knows it.
+    /// From `linux/tcp.h`; libc, socket2 and rustix lack it.
     const TCP_RTO_MAX_MS: libc::c_int = 44;
     let _ = set_tcp_option(stream, TCP_RTO_MAX_MS, 1000);
 }
 
-/// Sets an integer option that socket2 lacks or cannot set alone: socket2 sets keepalive parameters
-/// together with `SO_KEEPALIVE`, which costs a second system call.
+/// Sets an integer option for which socket2 has no function, or only one with more system calls: it sets
+/// keepalive parameters together with `SO_KEEPALIVE`.
 fn set_tcp_option(
     socket: &impl AsRawFd,
     option: libc::c_int,
     value: libc::c_int,
 ) -> io::Result<()> {
-    // SAFETY: the kernel reads `size_of::<c_int>()` bytes from a pointer to a live c_int. A wrong
-    // descriptor is an error, not undefined behaviour.
+    // SAFETY: the kernel reads `size_of::<c_int>()` bytes of `value`. A wrong descriptor is an error, not
+    // undefined behaviour.
     #[allow(unsafe_code)]
     let result = unsafe {
         libc::setsockopt(
@@ -110,7 +107,7 @@ fn set_tcp_option(
 }
 
 /// Closes a connection with RST instead of FIN (`SO_LINGER` of zero, socket(7)), so that the peer
-/// cannot take the close for a regular end.
+/// does not take it for the end of complete data.
 pub fn close_with_reset(stream: TcpStream) {
     let _ = SockRef::from(&stream).set_linger(Some(Duration::ZERO));
     drop(stream);
@@ -130,7 +127,7 @@ mod tests {
         assert!(stream.nodelay().unwrap());
         let socket = SockRef::from(&stream);
         assert!(socket.keepalive().unwrap());
-        assert_eq!(socket.tcp_keepalive_time().unwrap(), PROBE_IDLE);
+        assert_eq!(socket.tcp_keepalive_time().unwrap(), PROBE_INTERVAL);
         assert!(socket.tcp_thin_linear_timeouts().unwrap());
         send_keepalive_probe(&stream).unwrap();
         let listener = tokio::net::TcpListener::from_std(listener).unwrap();
@@ -138,9 +135,8 @@ mod tests {
         configure_accepted(&accepted).unwrap();
         assert!(accepted.nodelay().unwrap());
         let socket = SockRef::from(&accepted);
-        let (idle, interval) =
-            (socket.tcp_keepalive_time().unwrap(), socket.tcp_keepalive_interval().unwrap());
-        let detected = idle + interval * socket.tcp_keepalive_retries().unwrap();
-        assert_eq!(detected, Duration::from_secs(120));
+        let interval = socket.tcp_keepalive_interval().unwrap();
+        let probing = interval * socket.tcp_keepalive_retries().unwrap();
+        assert_eq!(socket.tcp_keepalive_time().unwrap() + probing, Duration::from_secs(120));
     }
 }

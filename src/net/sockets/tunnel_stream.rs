@@ -1,7 +1,7 @@
 //! One side of a tunnel: a connection after its 101 response.
 //!
-//! It first returns the bytes that were read beyond the HTTP head. It counts the bytes read and keeps its
-//! first error, so that the caller of a bidirectional copy knows which side failed.
+//! Its reads first return the bytes that were received together with the HTTP head. It counts the bytes read
+//! and stores its first error, so that the caller of a bidirectional copy knows which side failed.
 
 use std::io::{self, ErrorKind};
 use std::pin::Pin;
@@ -13,37 +13,39 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 /// One side of a tunnel.
 #[derive(Debug)]
 pub struct TunnelStream<T> {
-    /// Bytes that were read beyond the HTTP head.
+    /// Bytes that were received with the HTTP head and not read yet.
     prefix: Bytes,
     inner: T,
     bytes_read: u64,
     error: Option<String>,
-    discards_failed_writes: bool,
-    write_failed: bool,
+    /// See [`Self::discard_writes_after_close`].
+    discards_writes_after_close: bool,
+    /// Writes are discarded, since the peer has closed.
+    discards_writes: bool,
 }
 
 impl<T> TunnelStream<T> {
-    /// Returns `prefix` before the bytes of `inner`.
+    /// A stream whose reads return `prefix` before the bytes of `inner`.
     pub fn new(prefix: Bytes, inner: T) -> Self {
         Self {
             prefix,
             inner,
             bytes_read: 0,
             error: None,
-            discards_failed_writes: false,
-            write_failed: false,
+            discards_writes_after_close: false,
+            discards_writes: false,
         }
     }
 
-    /// Once the peer has closed, discards writes instead of failing them, so that a bidirectional copy
-    /// reads this side to its end.
+    /// Discards writes after the peer has closed, instead of failing them, so that a bidirectional copy reads
+    /// this side to its end.
     ///
-    /// A process in a pod may end while the client still sends standard input. The apiserver then sends the
-    /// remaining output and the exit status and closes with unread bytes, which resets the connection. A
+    /// A process in a pod may exit while the client still sends standard input. The apiserver then sends the
+    /// remaining output and the exit status, and closes with unread bytes, which resets the connection. A
     /// tunnel that ended at the first failed write would lose that output.
     #[must_use]
     pub fn discard_writes_after_close(self) -> Self {
-        Self { discards_failed_writes: true, ..self }
+        Self { discards_writes_after_close: true, ..self }
     }
 
     /// Bytes read so far.
@@ -67,22 +69,22 @@ impl<T> TunnelStream<T> {
 }
 
 impl<T: AsyncWrite + Unpin> TunnelStream<T> {
-    /// Calls `write` on the stream below, unless writes are discarded: then the result is `discarded`.
+    /// Calls `write` on the inner stream. The result of a discarded write is `discarded`.
     fn write<R>(
         &mut self,
         discarded: R,
         write: impl FnOnce(Pin<&mut T>) -> Poll<io::Result<R>>,
     ) -> Poll<io::Result<R>> {
-        if self.write_failed {
+        if self.discards_writes {
             return Poll::Ready(Ok(discarded));
         }
         let result = write(Pin::new(&mut self.inner));
         let result = self.record_error(result);
-        if self.discards_failed_writes
+        if self.discards_writes_after_close
             && let Poll::Ready(Err(error)) = &result
             && matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset)
         {
-            self.write_failed = true;
+            self.discards_writes = true;
             return Poll::Ready(Ok(discarded));
         }
         result
@@ -148,42 +150,43 @@ mod tests {
         assert!(stream.error().is_some());
     }
 
-    /// Refuses writes, and sends data only after the first attempt; then ends or fails.
-    struct Gone {
-        tried: Option<ErrorKind>,
-        left: &'static [u8],
-        end: Option<ErrorKind>,
-        how: ErrorKind,
+    /// A peer that has closed: writes fail with `write_error`. After the first failed write, reads return
+    /// `output`, and then the end of the stream or `read_error`.
+    struct ClosedPeer {
+        has_written: bool,
+        output: &'static [u8],
+        read_error: Option<ErrorKind>,
+        write_error: ErrorKind,
     }
 
-    impl AsyncRead for Gone {
+    impl AsyncRead for ClosedPeer {
         fn poll_read(
             mut self: Pin<&mut Self>,
             cx: &mut Context<'_>,
             buf: &mut ReadBuf<'_>,
         ) -> Poll<io::Result<()>> {
-            if self.tried.is_none() {
+            if !self.has_written {
                 cx.waker().wake_by_ref();
                 return Poll::Pending;
             }
-            let left = std::mem::take(&mut self.left);
-            buf.put_slice(left);
-            match self.end {
-                Some(kind) if left.is_empty() => Poll::Ready(Err(kind.into())),
+            let output = std::mem::take(&mut self.output);
+            buf.put_slice(output);
+            match self.read_error {
+                Some(kind) if output.is_empty() => Poll::Ready(Err(kind.into())),
                 _ => Poll::Ready(Ok(())),
             }
         }
     }
 
-    impl AsyncWrite for Gone {
+    impl AsyncWrite for ClosedPeer {
         fn poll_write(
             mut self: Pin<&mut Self>,
             _: &mut Context<'_>,
             _: &[u8],
         ) -> Poll<io::Result<usize>> {
-            assert!(self.tried.is_none() || self.how == ErrorKind::Other, "asked again");
-            self.tried = Some(self.how);
-            Poll::Ready(Err(self.how.into()))
+            assert!(!self.has_written || self.write_error == ErrorKind::Other, "second write");
+            self.has_written = true;
+            Poll::Ready(Err(self.write_error.into()))
         }
 
         fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -195,12 +198,14 @@ mod tests {
         }
     }
 
-    /// What a client that continues to write receives, and how the copy ended.
-    async fn copy_through(
-        how: ErrorKind,
-        end: Option<ErrorKind>,
+    /// Copies between a client that writes and a closed upstream. Returns the bytes that the client receives
+    /// and the result of the copy.
+    async fn copy_to_closed_upstream(
+        write_error: ErrorKind,
+        read_error: Option<ErrorKind>,
     ) -> (String, io::Result<(u64, u64)>) {
-        let gone = Gone { tried: None, left: b"exit status 0", end, how };
+        let output = b"exit status 0";
+        let closed = ClosedPeer { has_written: false, output, read_error, write_error };
         let (mut theirs, mut ours) = duplex(64);
         let client = async move {
             theirs.write_all(b"more of its input").await.unwrap();
@@ -209,32 +214,29 @@ mod tests {
             received
         };
         let copy = async move {
-            let mut upstream = TunnelStream::new(Bytes::new(), gone).discard_writes_after_close();
-            let end = copy_bidirectional(&mut ours, &mut upstream).await;
+            let mut upstream = TunnelStream::new(Bytes::new(), closed).discard_writes_after_close();
+            let result = copy_bidirectional(&mut ours, &mut upstream).await;
             drop(ours);
-            end
+            result
         };
         tokio::join!(client, copy)
     }
 
     #[tokio::test(start_paused = true)]
-    async fn read_after_failed_write_returns_the_last_data() {
-        for how in [ErrorKind::BrokenPipe, ErrorKind::ConnectionReset] {
-            let (received, end) = copy_through(how, None).await;
+    async fn write_to_closed_peer_is_discarded_and_the_last_data_are_read() {
+        for write_error in [ErrorKind::BrokenPipe, ErrorKind::ConnectionReset] {
+            let (received, result) = copy_to_closed_upstream(write_error, None).await;
             assert_eq!(received, "exit status 0");
-            assert_eq!(end.unwrap(), (17, 13));
+            assert_eq!(result.unwrap(), (17, 13));
         }
-        let (received, end) =
-            copy_through(ErrorKind::BrokenPipe, Some(ErrorKind::ConnectionReset)).await;
-        assert_eq!(
-            (received.as_str(), end.unwrap_err().kind()),
-            ("exit status 0", ErrorKind::ConnectionReset)
-        );
+        let reset = ErrorKind::ConnectionReset;
+        let (received, result) = copy_to_closed_upstream(ErrorKind::BrokenPipe, Some(reset)).await;
+        assert_eq!((received.as_str(), result.unwrap_err().kind()), ("exit status 0", reset));
     }
 
     #[tokio::test(start_paused = true)]
     async fn write_with_another_error_fails() {
-        let (received, end) = copy_through(ErrorKind::Other, None).await;
-        assert_eq!((received.as_str(), end.unwrap_err().kind()), ("", ErrorKind::Other));
+        let (received, result) = copy_to_closed_upstream(ErrorKind::Other, None).await;
+        assert_eq!((received.as_str(), result.unwrap_err().kind()), ("", ErrorKind::Other));
     }
 }

@@ -14,12 +14,12 @@ const OID_COMMON_NAME: &str = "2.5.4.3";
 const OID_ORGANIZATION: &str = "2.5.4.10";
 /// The attribute from which kube-apiserver (1.33 and later) takes the user's UID.
 const OID_KUBERNETES_UID: &str = "1.3.6.1.4.1.57683.2";
-/// The attribute `uid` of RFC 4519. kube-apiserver ignores it; comparing it makes jackstay stricter.
-/// It never equals a Kubernetes UID.
+/// The attribute `uid` of RFC 4519, which kube-apiserver ignores. [`Subject`] compares it nevertheless, apart
+/// from Kubernetes UIDs: subjects that differ only in it are different users for jackstay.
 const OID_RFC4519_UID: &str = "0.9.2342.19200300.100.1.1";
 
-/// The subject of a certificate as kube-apiserver reads it: equal subjects are the same user with the same
-/// groups and UID.
+/// The subject of a certificate as kube-apiserver reads it. Equal subjects are the same user with the same
+/// groups and the same UID.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Subject {
     cn: Vec<String>,
@@ -29,14 +29,14 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// Reads the subject of a DER certificate. A name in an encoding that programs decode differently (T61,
-    /// BMP) is refused, because it must not equal any other.
+    /// Reads the subject of a DER certificate. A name in a string type that programs decode differently (T61,
+    /// BMP) is an error, since its equality with another name would be ambiguous.
     pub fn from_der(der: &CertificateDer<'_>) -> Result<Self, String> {
         Self::of(&parse(der)?)
     }
 
-    /// The user name kube-apiserver sees: the last common name, as Go's `crypto/x509` decides.
-    /// `None` if there is none or it is empty: such a certificate authenticates nobody.
+    /// The user name for kube-apiserver: the last common name, as in Go's `crypto/x509`. `None` if it is
+    /// missing or empty; such a certificate authenticates no user.
     pub fn common_name(&self) -> Option<&str> {
         self.cn.last().map(String::as_str).filter(|cn| !cn.is_empty())
     }
@@ -64,7 +64,7 @@ impl Subject {
 }
 
 impl fmt::Display for Subject {
-    /// `CN=system:node:n1, O=system:nodes`, with control characters escaped: it goes into logs.
+    /// `CN=system:node:n1, O=system:nodes`, with control characters escaped for logs.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names = self.cn.iter().map(|v| ("CN", v));
         let groups = self.organizations.iter().map(|v| ("O", v));
@@ -91,9 +91,9 @@ impl fmt::Display for Subject {
 pub struct CertInfo {
     /// Subject.
     pub subject: Subject,
-    /// Start of its validity.
+    /// Start of the validity.
     pub not_before: SystemTime,
-    /// End of its validity.
+    /// End of the validity.
     pub not_after: SystemTime,
     /// Serial number in upper-case hex, as `openssl x509 -serial` prints it.
     pub serial: String,
@@ -102,11 +102,11 @@ pub struct CertInfo {
 /// Whether a certificate is valid at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Validity {
-    /// Within its validity.
+    /// The certificate is valid.
     Valid,
-    /// Before its validity, or the clock of this host is behind.
+    /// The validity has not begun, or the clock of this host is slow.
     NotYet,
-    /// After its validity.
+    /// The validity has ended.
     Expired,
 }
 
@@ -128,18 +128,22 @@ impl CertInfo {
             Validity::Valid => return Ok(()),
             Validity::Expired => (
                 TlsFileProblem::Expired,
-                format!("the certificate of {} expired on {}", self.subject, date(self.not_after)),
+                format!(
+                    "the certificate of {} expired on {}",
+                    self.subject,
+                    format_utc(self.not_after, "%F")
+                ),
             ),
             Validity::NotYet => (
-                TlsFileProblem::NotYetValid,
+                TlsFileProblem::Other,
                 format!(
                     "the certificate of {} is not valid before {}; is this machine's clock right?",
                     self.subject,
-                    timestamp(self.not_before)
+                    format_utc(self.not_before, "%FT%TZ")
                 ),
             ),
         };
-        Err(TlsFileError::at(path, problem, message))
+        Err(TlsFileError::new(path, problem, message))
     }
 }
 
@@ -166,22 +170,13 @@ pub fn cert_info(der: &CertificateDer<'_>) -> Result<CertInfo, String> {
     })
 }
 
-/// The time for an error message: `2026-01-02T03:04:05Z`.
-fn timestamp(time: SystemTime) -> String {
-    utc(time).map_or_else(|| FAR_FUTURE.to_owned(), |utc| utc.strftime("%FT%TZ").to_string())
-}
-
-/// The UTC day for an error message: `2026-01-02`.
-fn date(time: SystemTime) -> String {
-    utc(time).map_or_else(|| FAR_FUTURE.to_owned(), |utc| utc.strftime("%F").to_string())
-}
-
-/// What an error says instead of a date after the year 9999.
-const FAR_FUTURE: &str = "the end of time";
-
-fn utc(time: SystemTime) -> Option<jiff::Timestamp> {
-    let seconds = time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    jiff::Timestamp::from_second(seconds.try_into().ok()?).ok()
+/// A time in UTC, for an error message.
+fn format_utc(time: SystemTime, format: &str) -> String {
+    match jiff::Timestamp::try_from(time) {
+        Ok(time) => time.strftime(format).to_string(),
+        // jiff represents no later time.
+        Err(_) => "a date after the year 9999".to_owned(),
+    }
 }
 
 /// Times before 1970 become 1970: no certificate in use is that old.
@@ -198,7 +193,7 @@ fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String>
     }
 }
 
-/// A name as text, from the string types that every X.509 library decodes alike.
+/// A name as text. Only string types that all X.509 libraries decode in the same way are accepted.
 fn text(value: &Any<'_>) -> Result<String, String> {
     let ascii_only = match value.tag() {
         Tag::Utf8String => false,

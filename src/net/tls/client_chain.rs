@@ -1,17 +1,16 @@
-//! Verifies the certificate chains of clients, within limits, off the worker threads, and with a cache.
+//! Verifies the certificate chains of clients: with limits, off the worker threads, and with a cache.
 //!
-//! Path building is the most expensive part of TLS that an unauthenticated client can request: webpki tries
-//! CA certificates of one name in every order, and gives up after 200,000 steps or 100 signatures (0.1 to
-//! 0.3 s for 12 certificates). So:
+//! Path building is the most expensive part of TLS that an unauthenticated client can cause. webpki tries CA
+//! certificates with equal names in every order, and gives up after 200,000 steps or 100 signatures (0.1 to
+//! 0.3 s for 12 certificates). Therefore:
 //!
-//! * The handshake refuses a chain of more than [`MAX_CERTIFICATES`] certificates or [`MAX_BYTES`].
-//! * Verification runs on a blocking thread, one chain at a time in each of two [`Lane`]s. A chain of
-//!   up to two certificates, which needs no search, never waits behind a longer one. The lane of longer
-//!   chains pauses after each for [`REST`] times its duration, so it uses at most a fifth of a core. Both
-//!   queues are bounded.
-//! * A [`ChainVerdict`], good or bad, holds until a certificate of the chain begins or ceases to be valid,
-//!   or the CA changes. Valid chains are also cached with their CA, so a client that reconnects does not
-//!   queue.
+//! * The handshake refuses a chain of more than [`MAX_CERTIFICATES`] certificates or [`MAX_BYTES`] bytes.
+//! * Chains are verified on blocking threads, one at a time in each of two [`Lane`]s with bounded queues. A
+//!   chain of up to two certificates needs no search and never waits for a longer one. After each longer
+//!   chain, its lane pauses for [`LONG_PAUSE_FACTOR`] times the duration of the verification, so it uses at
+//!   most a fifth of a core.
+//! * A [`ChainVerdict`], valid or not, applies until the validity of a certificate of the chain begins or
+//!   ends, or the CA changes. The CA caches valid chains, so a client that reconnects does not queue.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -32,22 +31,22 @@ use super::pem_files::LoadedCa;
 
 /// Maximum of certificates in a chain: a leaf and five CAs. Usual chains have one to three.
 pub const MAX_CERTIFICATES: usize = 6;
-/// Maximum of DER bytes in a chain. A certificate has 1 to 2 KiB.
+/// Maximum of DER bytes in a chain. A usual certificate has 1 to 2 KiB.
 pub const MAX_BYTES: usize = 32 << 10;
 
-/// Certificates of a chain that needs no search: a leaf and the CA that signed it.
-const SHORT: usize = 2;
-/// Queue of short chains: 0.1 to 1 ms each.
+/// Maximum of certificates in a short chain, which needs no search: a leaf and the CA that signed it.
+const MAX_SHORT: usize = 2;
+/// Length of the queue of short chains, which take 0.1 to 1 ms each.
 const SHORT_QUEUE: usize = 1_024;
-/// Queue of longer chains: up to 50 ms each, and a pause.
+/// Length of the queue of longer chains, which take up to 50 ms each, and the pause.
 const LONG_QUEUE: usize = 16;
-/// Pause of the lane of longer chains, as a multiple of the verification before.
-const REST: u32 = 4;
-/// Maximum of cached chains, and of their bytes.
+/// Pause of the lane of longer chains, as a multiple of the preceding verification.
+const LONG_PAUSE_FACTOR: u32 = 4;
+/// Maximum of cached chains of a CA, and of their bytes.
 const MAX_CACHED: usize = 1_024;
 const MAX_CACHED_BYTES: usize = 2 << 20;
 
-/// Why the handshake refuses a chain, for the log; `None` if it is within the limits.
+/// Describes, for the log, how a chain exceeds the limits; `None` if it does not.
 pub fn exceeded_limit(leaf: &CertificateDer<'_>, others: &[CertificateDer<'_>]) -> Option<String> {
     let count = 1 + others.len();
     let bytes = leaf.len() + others.iter().map(|certificate| certificate.len()).sum::<usize>();
@@ -60,22 +59,22 @@ pub fn exceeded_limit(leaf: &CertificateDer<'_>, others: &[CertificateDer<'_>]) 
     })
 }
 
-/// The client CA in force.
+/// A client CA, with the chains that are known to be valid under it.
 #[derive(Debug)]
 pub struct ClientCa {
     verifier: Arc<dyn ClientCertVerifier>,
-    /// Differs for every bundle: a verdict under another bundle does not hold.
+    /// Distinguishes this CA from those before it: a verdict under another CA does not apply.
     generation: u64,
     /// Chains that are valid under this CA.
     cache: Mutex<ChainCache>,
 }
 
-static GENERATION: AtomicU64 = AtomicU64::new(1);
+static NEXT_GENERATION: AtomicU64 = AtomicU64::new(1);
 
 impl ClientCa {
-    /// A CA whose chains `verifier` verifies.
+    /// A CA under which `verifier` verifies chains.
     pub fn new(verifier: Arc<dyn ClientCertVerifier>) -> Self {
-        let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
+        let generation = NEXT_GENERATION.fetch_add(1, Ordering::Relaxed);
         Self { verifier, generation, cache: Mutex::default() }
     }
 
@@ -87,21 +86,21 @@ impl ClientCa {
         Self::new(verifier.build().expect("a loaded CA bundle has at least one root"))
     }
 
-    /// Verifies chains, without the limits of this module.
+    /// The verifier of chains, which does not know the limits of this module.
     pub(super) fn verifier(&self) -> Arc<dyn ClientCertVerifier> {
         Arc::clone(&self.verifier)
     }
 
-    /// The cached verdict on a chain that another connection has presented, if it still holds at `now`.
+    /// The cached verdict on a chain that was verified for another connection, if it applies at `now`.
     pub fn cached_verdict(&self, chain: &ClientChain, now: SystemTime) -> Option<ChainVerdict> {
-        self.cache().get(chain).filter(|verdict| verdict.holds(self, now))
+        self.cache().get(chain).filter(|verdict| verdict.applies(self, now))
     }
 
     fn cache(&self) -> MutexGuard<'_, ChainCache> {
         self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Verifies that a chain, leaf first, leads to this CA, is valid at `now` and allows client
+    /// Verifies that a chain, leaf first, is signed by this CA, is valid at `now` and allows client
     /// authentication.
     fn verify(&self, chain: &[CertificateDer<'_>], now: UnixTime) -> Result<(), String> {
         let (leaf, intermediates) = chain.split_first().ok_or("no certificate")?;
@@ -118,26 +117,26 @@ impl ClientCa {
 pub struct ClientChain {
     /// Leaf first; never empty.
     certificates: Vec<CertificateDer<'static>>,
-    /// Seconds since 1970 at which a certificate begins or ceases to be valid.
+    /// Seconds since 1970 at which the validity of a certificate begins, or has ended.
     changes: Vec<u64>,
-    /// Why a certificate cannot be parsed.
-    unreadable: Option<String>,
+    /// The certificate that cannot be parsed, with the reason.
+    parse_error: Option<String>,
 }
 
 impl ClientChain {
     /// A chain, leaf first; `None` without a certificate.
     pub fn new(certificates: Vec<CertificateDer<'static>>) -> Option<Self> {
-        let (mut changes, mut unreadable) = (Vec::new(), None);
-        for (at, certificate) in certificates.iter().enumerate() {
+        let (mut changes, mut parse_error) = (Vec::new(), None);
+        for (index, certificate) in certificates.iter().enumerate() {
             match certificate::validity(certificate) {
-                // The validity includes both (RFC 5280 section 4.1.2.5).
+                // The validity includes both seconds (RFC 5280 section 4.1.2.5).
                 Ok((first, last)) => changes.extend([seconds(first), seconds(last) + 1]),
                 Err(why) => {
-                    unreadable = Some(format!("certificate {} of its chain: {why}", at + 1));
+                    parse_error = Some(format!("certificate {} of its chain: {why}", index + 1));
                 }
             }
         }
-        (!certificates.is_empty()).then_some(Self { certificates, changes, unreadable })
+        (!certificates.is_empty()).then_some(Self { certificates, changes, parse_error })
     }
 
     /// The leaf certificate.
@@ -146,7 +145,7 @@ impl ClientChain {
     }
 
     /// The interval around `now` in which the validity of no certificate changes.
-    fn span(&self, now: u64) -> (u64, u64) {
+    fn stable_interval(&self, now: u64) -> (u64, u64) {
         let before = self.changes.iter().copied().filter(|change| *change <= now).max();
         let after = self.changes.iter().copied().filter(|change| *change > now).min();
         (before.unwrap_or(0), after.unwrap_or(u64::MAX))
@@ -158,9 +157,9 @@ impl ClientChain {
 
     /// Verifies the chain. Takes up to 50 ms.
     fn verify(&self, ca: &ClientCa, now: u64) -> ChainVerdict {
-        let (from, until) = self.span(now);
+        let (from, until) = self.stable_interval(now);
         let at = UnixTime::since_unix_epoch(Duration::from_secs(now));
-        let result = match &self.unreadable {
+        let result = match &self.parse_error {
             Some(why) => Err(why.clone()),
             None => ca.verify(&self.certificates, at),
         };
@@ -174,17 +173,17 @@ pub struct ChainVerdict {
     generation: u64,
     from: u64,
     until: u64,
-    /// The reason if the chain is not valid.
+    /// The error says why the chain is not valid.
     pub result: Result<(), String>,
 }
 
 impl ChainVerdict {
-    /// Whether the verdict applies to this CA and this time.
-    pub fn holds(&self, ca: &ClientCa, now: SystemTime) -> bool {
+    /// Whether the verdict applies under this CA at this time.
+    pub fn applies(&self, ca: &ClientCa, now: SystemTime) -> bool {
         self.generation == ca.generation && (self.from..self.until).contains(&seconds(now))
     }
 
-    /// When the verdict ceases to hold, unless the CA changes before.
+    /// The time from which the verdict does not apply any more, unless the CA changes before.
     pub fn until(&self) -> Option<SystemTime> {
         UNIX_EPOCH.checked_add(Duration::from_secs(self.until))
     }
@@ -194,7 +193,7 @@ fn seconds(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
-/// Cache of valid chains of one CA. The oldest is dropped first.
+/// The valid chains of one CA. When a limit is exceeded, the oldest is dropped.
 #[derive(Debug, Default)]
 struct ChainCache {
     verdicts: HashMap<Vec<CertificateDer<'static>>, ChainVerdict>,
@@ -223,31 +222,30 @@ impl ChainCache {
 /// Verifies one chain at a time, for the whole process.
 #[derive(Debug)]
 struct Lane {
-    /// The permit to verify.
-    turn: Semaphore,
-    /// The places of waiting chains.
+    /// Has one permit: to verify.
+    running: Semaphore,
+    /// Has one permit for each chain that may wait.
     queue: Semaphore,
-    rest: u32,
+    pause_factor: u32,
 }
 
 static SHORT_LANE: Lane = Lane::new(SHORT_QUEUE, 0);
-static LONG_LANE: Lane = Lane::new(LONG_QUEUE, REST);
+static LONG_LANE: Lane = Lane::new(LONG_QUEUE, LONG_PAUSE_FACTOR);
 
 impl Lane {
-    const fn new(queue: usize, rest: u32) -> Self {
-        Self { turn: Semaphore::const_new(1), queue: Semaphore::const_new(queue), rest }
+    const fn new(queue: usize, pause_factor: u32) -> Self {
+        Self { running: Semaphore::const_new(1), queue: Semaphore::const_new(queue), pause_factor }
     }
 
     fn of(chain: &ClientChain) -> &'static Self {
-        if chain.certificates.len() <= SHORT { &SHORT_LANE } else { &LONG_LANE }
+        if chain.certificates.len() <= MAX_SHORT { &SHORT_LANE } else { &LONG_LANE }
     }
 
     /// Waits for the lane; `None` if its queue is full.
     async fn acquire_slot(&'static self) -> Option<VerificationSlot> {
-        let place = self.queue.try_acquire().ok()?;
-        let turn = self.turn.acquire().await.ok()?;
-        drop(place);
-        Some(VerificationSlot { lane: self, _permit: turn, took: Duration::ZERO })
+        let _queued = self.queue.try_acquire().ok()?;
+        let permit = self.running.acquire().await.ok()?;
+        Some(VerificationSlot { lane: self, _permit: permit, duration: Duration::ZERO })
     }
 }
 
@@ -256,23 +254,24 @@ pub async fn acquire_slot(chain: &ClientChain) -> Option<VerificationSlot> {
     Lane::of(chain).acquire_slot().await
 }
 
-/// The permission to verify one chain. Dropping it admits the next.
+/// The permission to verify one chain. The drop admits the next chain of the lane.
 #[derive(Debug)]
 pub struct VerificationSlot {
     lane: &'static Lane,
     _permit: SemaphorePermit<'static>,
-    took: Duration,
+    /// Duration of the verification.
+    duration: Duration,
 }
 
 impl VerificationSlot {
     /// Verifies a chain on a blocking thread and caches it if it is valid.
     pub async fn verify(&mut self, chain: &Arc<ClientChain>, ca: &Arc<ClientCa>) -> ChainVerdict {
-        #[allow(clippy::disallowed_methods)] // below `observe`, which has the wall clock
+        #[allow(clippy::disallowed_methods)] // `net` cannot import the wall clock of `observe`
         let now = seconds(SystemTime::now());
         let started = Instant::now();
         let (job_chain, job_ca) = (Arc::clone(chain), Arc::clone(ca));
         let done = spawn_blocking(move || job_chain.verify(&job_ca, now)).await;
-        self.took = started.elapsed();
+        self.duration = started.elapsed();
         let verdict = done.unwrap_or_else(|error| ChainVerdict {
             generation: ca.generation,
             from: now,
@@ -285,9 +284,9 @@ impl VerificationSlot {
         verdict
     }
 
-    /// Pauses the lane before the next chain.
-    pub async fn rest(self) {
-        sleep(self.took * self.lane.rest).await;
+    /// Delays the next chain of the lane, then drops the slot.
+    pub async fn pause(self) {
+        sleep(self.duration * self.lane.pause_factor).await;
     }
 }
 

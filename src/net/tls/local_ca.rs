@@ -1,8 +1,8 @@
-//! A certificate authority of this host, for the serving certificate of a local listener.
+//! A certificate authority of this host, which issues the serving certificate of a local listener.
 //!
-//! `jackstay kubeconfig --mode terminate` creates it, clients on the host trust it, and a running jackstay
-//! renews the serving certificate at two thirds of its lifetime. The new certificate replaces the file in
-//! one step.
+//! `jackstay kubeconfig --mode terminate` creates the CA and the first certificate; clients on the host trust
+//! the CA by their kubeconfigs. A running jackstay renews the certificate after two thirds of its lifetime and
+//! replaces the file atomically.
 
 use std::net::IpAddr;
 use std::path::Path;
@@ -23,10 +23,10 @@ use crate::config::CertPaths;
 use crate::net::files;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
-/// Lifetime of the CA, as kubeadm's: kubeconfigs contain it, and it is not renewed.
-const CA_LIFE: Duration = Duration::from_secs(3650 * 24 * 3600);
+/// Lifetime of the CA: ten years, as kubeadm's. It is not renewed, since kubeconfigs contain it.
+const CA_LIFETIME: Duration = Duration::from_secs(3650 * 24 * 3600);
 /// Lifetime of a serving certificate: one year, as kubeadm's.
-const SERVING_LIFE: Duration = Duration::from_secs(365 * 24 * 3600);
+const SERVING_LIFETIME: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// A new certificate and its key.
 pub struct IssuedCertificate {
@@ -34,6 +34,13 @@ pub struct IssuedCertificate {
     pub certificate: String,
     /// The key, PEM (PKCS #8). Secret.
     pub key: String,
+}
+
+impl IssuedCertificate {
+    /// Certificate and key in one PEM.
+    pub fn pair(&self) -> String {
+        format!("{}{}", self.certificate, self.key)
+    }
 }
 
 /// A CA with its key.
@@ -44,21 +51,21 @@ pub struct LocalCa {
 }
 
 impl LocalCa {
-    /// Reads a CA and its key.
+    /// Loads a CA and its key.
     ///
     /// # Errors
-    /// Which file cannot be used, and why.
+    /// The file that cannot be used, with the reason.
     pub fn load(paths: &CertPaths) -> Result<Self, String> {
         let loaded = pem_files::load_cert(paths).map_err(|e| e.to_string())?;
         Self::new(&loaded, &paths.cert_file, &paths.key_file)
     }
 
-    /// Creates a CA whose common name is `name`. Returns it with its certificate and key.
+    /// Creates a CA with the common name `name`. Returns it with its certificate and key.
     ///
     /// # Errors
-    /// Random numbers are not available, or the name is not valid in a certificate.
+    /// A key cannot be generated, or the name is not valid in a certificate.
     pub fn create(name: &str, now: SystemTime) -> Result<(Self, IssuedCertificate), String> {
-        let mut params = params(name, now - DAY, now + CA_LIFE);
+        let mut params = params(name, now - DAY, now + CA_LIFETIME);
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let key = KeyPair::generate().map_err(|e| e.to_string())?;
@@ -73,15 +80,15 @@ impl LocalCa {
     }
 
     fn new(loaded: &LoadedCert, cert_file: &Path, key_file: &Path) -> Result<Self, String> {
-        let wrong = |path: &Path, why: &str| format!("{}: {why}", path.display());
+        let error = |path: &Path, why: &str| format!("{}: {why}", path.display());
         let der = loaded.chain[0].clone();
         if !X509Certificate::from_der(&der).is_ok_and(|(_, certificate)| certificate.is_ca()) {
-            return Err(wrong(cert_file, "is not the certificate of a CA"));
+            return Err(error(cert_file, "is not the certificate of a CA"));
         }
         let key = KeyPair::try_from(&loaded.key())
-            .map_err(|e| wrong(key_file, &format!("cannot sign with this key: {e}")))?;
+            .map_err(|e| error(key_file, &format!("cannot sign with this key: {e}")))?;
         let issuer =
-            Issuer::from_ca_cert_der(&der, key).map_err(|e| wrong(cert_file, &e.to_string()))?;
+            Issuer::from_ca_cert_der(&der, key).map_err(|e| error(cert_file, &e.to_string()))?;
         Ok(Self { issuer, info: loaded.info.clone(), der })
     }
 
@@ -99,12 +106,12 @@ impl LocalCa {
         &self.info
     }
 
-    /// Issues a serving certificate for these names and addresses. It expires with the CA at the latest.
+    /// Issues a serving certificate for these DNS names and IP addresses. It expires no later than the CA.
     ///
     /// # Errors
     /// The CA has expired, or a name is not valid in a certificate.
     pub fn issue(&self, names: &[String], now: SystemTime) -> Result<IssuedCertificate, String> {
-        let not_after = (now + SERVING_LIFE).min(self.info.not_after);
+        let not_after = (now + SERVING_LIFETIME).min(self.info.not_after);
         if not_after <= now {
             return Err(format!("the local CA ({}) has expired", self.info.subject));
         }
@@ -144,10 +151,10 @@ fn params(name: &str, not_before: SystemTime, not_after: SystemTime) -> Certific
     params
 }
 
-/// The names and addresses of a certificate.
+/// The DNS names and IP addresses of a certificate.
 ///
 /// # Errors
-/// It is not an X.509 certificate.
+/// The certificate or its subject alternative names cannot be parsed.
 pub fn subject_alt_names(der: &CertificateDer<'_>) -> Result<Vec<String>, String> {
     let (_, certificate) =
         X509Certificate::from_der(der).map_err(|_| "not an X.509 certificate".to_owned())?;
@@ -167,29 +174,29 @@ pub fn subject_alt_names(der: &CertificateDer<'_>) -> Result<Vec<String>, String
     Ok(names.unwrap_or_default().iter().filter_map(name).collect())
 }
 
-/// The issuer of a certificate: `CN=kubernetes`.
+/// The issuer of a certificate, such as `CN=kubernetes`; `?` if it cannot be parsed.
 pub fn issuer_name(der: &CertificateDer<'_>) -> String {
     let issuer = X509Certificate::from_der(der).map(|(_, c)| c.issuer().to_string());
     issuer.unwrap_or_else(|_| "?".to_owned())
 }
 
-/// When a certificate is due for renewal: after two thirds of its lifetime.
+/// The time from which a certificate is to be renewed: after two thirds of its lifetime.
 pub fn renewal_time(info: &CertInfo) -> SystemTime {
-    let life = info.not_after.duration_since(info.not_before).unwrap_or_default();
-    info.not_before + life * 2 / 3
+    let lifetime = info.not_after.duration_since(info.not_before).unwrap_or_default();
+    info.not_before + lifetime * 2 / 3
 }
 
-/// Renews the serving certificate in `serving` from the CA in `from` if it is due, with the same names and
-/// a new key. Returns the new certificate, or `None` if it is not due or could not outlive the present one
-/// because the CA expires.
+/// Replaces the certificate in `serving` by one with the same names and a new key, issued by the CA in
+/// `issuer`. Returns the new certificate, or `None` if the renewal is not due, or if a new certificate would
+/// not expire later than the present one because the CA expires.
 ///
-/// Certificate and key must be in one file, because two files cannot be replaced in one step.
+/// Certificate and key must be in one file, because two files cannot be replaced atomically.
 ///
 /// # Errors
-/// Which file cannot be used, and why. The certificate is then unchanged.
+/// The file that cannot be used, with the reason. The certificate is then unchanged.
 pub fn renew_if_due(
     serving: &CertPaths,
-    from: &CertPaths,
+    issuer: &CertPaths,
     now: SystemTime,
 ) -> Result<Option<CertInfo>, String> {
     let loaded = pem_files::load_cert(serving).map_err(|e| e.to_string())?;
@@ -201,7 +208,7 @@ pub fn renew_if_due(
         return Err(format!("{file}: cannot be renewed: its key is in another file"));
     }
     let names = subject_alt_names(&loaded.chain[0]).map_err(|e| format!("{file}: {e}"))?;
-    let ca = LocalCa::load(from)?;
+    let ca = LocalCa::load(issuer)?;
     if loaded.info.not_after >= ca.info().not_after {
         return Ok(None);
     }
@@ -212,13 +219,6 @@ pub fn renew_if_due(
     files::replace(&serving.cert_file, issued.pair().as_bytes(), files::PRIVATE)
         .map_err(|e| format!("cannot replace {file}: {e}"))?;
     Ok(Some(info))
-}
-
-impl IssuedCertificate {
-    /// Certificate and key in one PEM.
-    pub fn pair(&self) -> String {
-        format!("{}{}", self.certificate, self.key)
-    }
 }
 
 #[cfg(test)]
@@ -234,10 +234,10 @@ mod tests {
     }
 
     fn ca(dir: &Path, now: SystemTime) -> CertPaths {
-        let (_, made) = LocalCa::create("test", now).unwrap();
+        let (_, created) = LocalCa::create("test", now).unwrap();
         CertPaths {
-            cert_file: write(dir, "ca.crt", &made.certificate),
-            key_file: write(dir, "ca.key", &made.key),
+            cert_file: write(dir, "ca.crt", &created.certificate),
+            key_file: write(dir, "ca.key", &created.key),
         }
     }
 
@@ -258,7 +258,7 @@ mod tests {
         assert_eq!(renew_if_due(&pair, &ca, start + 240 * DAY), Ok(None));
         let later = start + 250 * DAY;
         let info = renew_if_due(&pair, &ca, later).unwrap().unwrap();
-        assert_eq!(info.not_after, later + SERVING_LIFE);
+        assert_eq!(info.not_after, later + SERVING_LIFETIME);
         let second = pem_files::load_cert(&pair).unwrap();
         assert_eq!(second.info, info);
         assert_ne!(second.info.serial, first.info.serial);
@@ -295,11 +295,11 @@ mod tests {
         let before = std::fs::read(&pair.cert_file).unwrap();
         let error = renew_if_due(&pair, &pair, later).unwrap_err();
         assert!(error.ends_with("serving.pem: is not the certificate of a CA"), "{error}");
-        let gone = CertPaths { key_file: dir.path().join("none"), ..ca.clone() };
-        assert!(renew_if_due(&pair, &gone, later).unwrap_err().contains("none"));
-        let apart = CertPaths { key_file: write(dir.path(), "k", ""), ..pair.clone() };
-        std::fs::copy(&pair.key_file, &apart.key_file).unwrap();
-        assert!(renew_if_due(&apart, &ca, later).unwrap_err().contains("in another file"));
+        let missing_key = CertPaths { key_file: dir.path().join("none"), ..ca.clone() };
+        assert!(renew_if_due(&pair, &missing_key, later).unwrap_err().contains("none"));
+        let two_files = CertPaths { key_file: write(dir.path(), "k", ""), ..pair.clone() };
+        std::fs::copy(&pair.key_file, &two_files.key_file).unwrap();
+        assert!(renew_if_due(&two_files, &ca, later).unwrap_err().contains("in another file"));
         assert_eq!(std::fs::read(&pair.cert_file).unwrap(), before);
     }
 }

@@ -1,10 +1,11 @@
-//! TLS material: certificates, keys and CA bundles, and how clients and servers are verified.
+//! TLS: certificates, keys and CA bundles, and the verification of clients and servers.
 //!
-//! * [`pem_files`] loads certificates, keys and CA bundles; [`certificate`] reads one certificate,
-//!   [`file_error`] says what is wrong with a file.
-//! * [`serving`] is the TLS side of a listener; [`client_chain`] verifies the chains of its clients.
+//! * [`pem_files`] loads certificates, keys and CA bundles; [`certificate`] parses one certificate;
+//!   [`file_error`] is the error of such a file.
+//! * [`serving`] holds the TLS configuration of a listener; [`client_chain`] verifies the certificate chains
+//!   of its clients.
 //! * [`local_ca`] issues and renews the serving certificate of a local listener.
-//! * [`no_server_verification`] is for probes that have no CA to verify with.
+//! * [`no_server_verification`] is for probes without a CA to verify the server with.
 
 pub mod certificate;
 pub mod client_chain;

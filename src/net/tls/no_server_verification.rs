@@ -1,4 +1,5 @@
-//! A TLS client that accepts any server certificate, for probes that have no CA and send no secret.
+//! A verifier for TLS clients that accepts every server certificate, for probes that have no CA and send no
+//! secret.
 //!
 //! The handshake still proves that the server has the private key of its certificate.
 

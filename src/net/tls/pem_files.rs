@@ -1,7 +1,7 @@
 //! Certificates, keys and CA bundles read from PEM files, with errors that name the file.
 //!
-//! Loading checks that a file parses and that the key belongs to the certificate. The caller checks the
-//! validity with [`CertInfo::check_time`], which also detects a certificate that expires later.
+//! Loading checks that a file can be parsed and that the key belongs to the certificate. It does not check the
+//! validity period; callers do so with [`CertInfo::check_time`], since a loaded certificate may expire later.
 
 use std::collections::hash_map::DefaultHasher;
 use std::fmt;
@@ -25,35 +25,35 @@ use super::file_error::{TlsFileError, TlsFileProblem};
 /// Maximum size of a PEM file: a bundle of all public CAs has about 250 KiB.
 const MAX_FILE: u64 = 4 << 20;
 
-/// A certificate chain with its private key, which belongs to the leaf.
+/// A certificate chain with the private key of its leaf.
 pub struct LoadedCert {
     /// The chain, leaf first.
     pub chain: Vec<CertificateDer<'static>>,
     /// Chain and signing key for rustls' resolvers.
     pub certified: Arc<CertifiedKey>,
-    /// Subject and validity of the leaf.
+    /// Subject, validity and serial of the leaf.
     pub info: CertInfo,
-    /// Hash of the contents of the files, which tells a changed file from a touched one.
+    /// Hash of the contents of the files, which distinguishes a changed file from a touched one.
     pub fingerprint: u64,
     key: PrivateKeyDer<'static>,
 }
 
 impl LoadedCert {
-    /// A copy of the private key, for `with_client_auth_cert` and `with_single_cert`.
+    /// A copy of the private key, for rustls' `with_client_auth_cert` and `with_single_cert`.
     pub fn key(&self) -> PrivateKeyDer<'static> {
         self.key.clone_key()
     }
 }
 
 impl fmt::Debug for LoadedCert {
-    /// Everything but the key.
+    /// Omits the key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LoadedCert").field("info", &self.info).finish_non_exhaustive()
     }
 }
 
-/// Reads a certificate chain and its key. A file that contains both is read once, so that a rename
-/// between two reads cannot mix two versions.
+/// Reads a certificate chain and its key. A file that contains both is read only once, so that a replacement
+/// of the file cannot mix two versions.
 pub fn load_cert(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
     let (cert_path, key_path) = (paths.cert_file.as_path(), paths.key_file.as_path());
     let cert_pem = read(cert_path)?;
@@ -69,11 +69,11 @@ pub fn cert_from_pem(
     let chain = certificates(cert_path, cert_pem)?;
     let leaf = chain.first().ok_or_else(|| TlsFileError::no_certificate(cert_path))?;
     let info = cert_info(leaf).map_err(|e| {
-        TlsFileError::broken(cert_path, format!("cannot read the certificate: {e}"))
+        TlsFileError::invalid(cert_path, format!("cannot read the certificate: {e}"))
     })?;
     let key = PrivateKeyDer::from_pem_slice(key_pem).map_err(|e| no_key(key_path, key_pem, &e))?;
     let signing = any_supported_type(&key).map_err(|_| {
-        TlsFileError::broken(
+        TlsFileError::invalid(
             key_path,
             "the private key is damaged or of a kind that is not supported (RSA, ECDSA and \
              Ed25519 are)",
@@ -86,7 +86,7 @@ pub fn cert_from_pem(
             cert_path.display(),
             if chain.len() > 1 { " (its first one: the leaf must come first)" } else { "" }
         );
-        TlsFileError::at(key_path, TlsFileProblem::Mismatch, message)
+        TlsFileError::new(key_path, TlsFileProblem::Mismatch, message)
     })?;
     let fingerprint = fingerprint(&[cert_pem, key_pem]);
     Ok(LoadedCert { chain, certified: Arc::new(certified), info, fingerprint, key })
@@ -95,18 +95,16 @@ pub fn cert_from_pem(
 /// The certificate authorities of a PEM bundle.
 #[derive(Debug, Clone)]
 pub struct LoadedCa {
-    /// Certificates that rustls accepts as trust anchors.
+    /// The certificates that rustls accepts as trust anchors, at least one.
     pub roots: Arc<RootCertStore>,
-    /// Their number, at least 1.
-    pub count: usize,
     /// Every certificate of the bundle that can be parsed.
     pub certificates: Vec<CertInfo>,
     /// Hash of the content of the file.
     pub fingerprint: u64,
 }
 
-/// Reads a CA bundle. A certificate that rustls cannot use as a trust anchor is skipped, as long
-/// as one is left.
+/// Reads a CA bundle. Certificates that rustls cannot use as trust anchors are skipped, if at least one can
+/// be used.
 pub fn load_ca(path: &Path) -> Result<LoadedCa, TlsFileError> {
     ca_from_pem(path, &read(path)?)
 }
@@ -119,18 +117,18 @@ pub fn ca_from_pem(path: &Path, pem: &[u8]) -> Result<LoadedCa, TlsFileError> {
     }
     let certificates = chain.iter().filter_map(|der| cert_info(der).ok()).collect();
     let mut roots = RootCertStore::empty();
-    let (count, _) = roots.add_parsable_certificates(chain);
-    if count == 0 {
-        return Err(TlsFileError::broken(path, "no certificate in it can be used as a CA"));
+    roots.add_parsable_certificates(chain);
+    if roots.is_empty() {
+        return Err(TlsFileError::invalid(path, "no certificate in it can be used as a CA"));
     }
     let fingerprint = fingerprint(&[pem]);
-    Ok(LoadedCa { roots: Arc::new(roots), count, certificates, fingerprint })
+    Ok(LoadedCa { roots: Arc::new(roots), certificates, fingerprint })
 }
 
 fn certificates(path: &Path, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, TlsFileError> {
     CertificateDer::pem_slice_iter(pem)
         .collect::<Result<_, _>>()
-        .map_err(|e| TlsFileError::broken(path, format!("not a valid PEM file: {e}")))
+        .map_err(|e| TlsFileError::invalid(path, format!("not a valid PEM file: {e}")))
 }
 
 fn no_key(path: &Path, pem: &[u8], error: &rustls::pki_types::pem::Error) -> TlsFileError {
@@ -144,13 +142,13 @@ fn no_key(path: &Path, pem: &[u8], error: &rustls::pki_types::pem::Error) -> Tls
         }
         other => format!("not a valid PEM file: {other}"),
     };
-    TlsFileError::broken(path, message)
+    TlsFileError::invalid(path, message)
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, TlsFileError> {
     files::read(path, MAX_FILE).map_err(|error| match error.kind() {
         io::ErrorKind::FileTooLarge => {
-            TlsFileError::broken(path, "larger than 4 MiB: not a certificate or key")
+            TlsFileError::invalid(path, "larger than 4 MiB: not a certificate or key")
         }
         _ => TlsFileError::io(path, &error),
     })

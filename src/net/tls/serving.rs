@@ -1,8 +1,9 @@
-//! The TLS side of a listener: the serving certificate, the client CA, and how both are re-read.
+//! The TLS configuration of a listener: its serving certificate and its client CA, which can be replaced while
+//! it serves.
 //!
-//! An invalid client certificate does not fail the handshake. The handshake proves possession of the key;
-//! validity is checked for each request, as in kube-apiserver, so that an expired certificate gets a 401
-//! with a reason. Only a chain above the limits of [`client_chain`] fails the handshake, with the alert
+//! The handshake proves only that the client has the key of its certificate. The certificate itself is
+//! verified for each request, as in kube-apiserver, so that a client with an expired one gets a 401 with the
+//! reason. Only a chain above the limits of [`client_chain`] fails the handshake, with the alert
 //! `certificate_unknown`.
 
 use std::error;
@@ -30,8 +31,8 @@ use super::local_ca;
 use super::pem_files::{self, LoadedCa, LoadedCert};
 use crate::config::Terminate;
 
-/// TLS of one listener. Readers never block; [`Self::refresh`] and [`Self::install`] must be called on one
-/// thread.
+/// TLS of one listener. Readers never block. [`Self::refresh`] and [`Self::install`] must not run at the same
+/// time.
 #[derive(Debug)]
 pub struct ServingTls {
     files: ArcSwap<Terminate>,
@@ -40,7 +41,7 @@ pub struct ServingTls {
     client_ca: ArcSwapOption<ClientCa>,
     /// Fingerprint of the client CA; 0 without one.
     ca_fingerprint: AtomicU64,
-    /// Notified after each change of the client CA.
+    /// Sent after each change of the client CA.
     ca_changed: watch::Sender<()>,
 }
 
@@ -49,11 +50,11 @@ pub struct ServingTls {
 pub struct ServingRefresh {
     /// Whether a changed file was put into use.
     pub changed: bool,
-    /// The files that cannot be used, and why. Their last good versions stay in use.
+    /// The files that cannot be used, with reasons. Their previous versions stay in use.
     pub error: Option<String>,
 }
 
-/// The loaded files of a listener, not yet in use.
+/// The loaded files of a listener, before they are put into use.
 #[derive(Debug)]
 pub struct LoadedServingTls {
     files: Terminate,
@@ -62,10 +63,10 @@ pub struct LoadedServingTls {
 }
 
 impl LoadedServingTls {
-    /// Loads the files.
+    /// Loads the files that the configuration names.
     ///
     /// # Errors
-    /// Which file cannot be used, and why.
+    /// The first file that cannot be used, with the reason.
     pub fn load(config: &Terminate) -> Result<Self, TlsFileError> {
         let files = config.clone();
         Ok(Self {
@@ -78,8 +79,8 @@ impl LoadedServingTls {
 
 impl ServingTls {
     /// TLS with the loaded files.
-    pub fn new(prepared: LoadedServingTls) -> Self {
-        let LoadedServingTls { files, certificate, ca } = prepared;
+    pub fn new(loaded: LoadedServingTls) -> Self {
+        let LoadedServingTls { files, certificate, ca } = loaded;
         let client_ca = ca.as_ref().map(ClientCa::from_bundle);
         Self {
             files: ArcSwap::from_pointee(files),
@@ -101,7 +102,7 @@ impl ServingTls {
         self.client_ca.load()
     }
 
-    /// Notifies of changes of the client CA.
+    /// A receiver of the changes of the client CA.
     pub fn client_ca_changes(&self) -> watch::Receiver<()> {
         self.ca_changed.subscribe()
     }
@@ -118,11 +119,11 @@ impl ServingTls {
         pair.chain(&files.client_ca_file).cloned().collect()
     }
 
-    /// Renews the serving certificate if it has an issuer and is due; [`Self::refresh`] then puts it into use.
-    /// Accesses the disk only if it is due.
+    /// Renews the serving certificate in its file if an issuer is configured and the renewal is due. Accesses
+    /// the disk only then. [`Self::refresh`] puts the renewed certificate into use.
     ///
     /// # Errors
-    /// Why it could not be renewed, naming the file.
+    /// Why the certificate could not be renewed; the text names the file.
     pub fn renew_if_due(&self, now: SystemTime) -> Result<Option<CertInfo>, String> {
         let files = self.files.load();
         match &files.tls.issuer {
@@ -133,8 +134,8 @@ impl ServingTls {
         }
     }
 
-    /// Reads the files again and puts changes into use; established connections stay. Accesses the disk: must
-    /// not be called on a worker.
+    /// Reads the files again and puts changes into use. Established connections stay. Must not be called on a
+    /// worker, since it accesses the disk.
     pub fn refresh(&self) -> ServingRefresh {
         let files = self.files.load();
         let certificate = pem_files::load_cert(&files.tls.paths).map(Arc::new);
@@ -144,15 +145,15 @@ impl ServingTls {
 
     /// Puts the files of another configuration into use. Established connections stay; their client
     /// certificates are verified against the new client CA.
-    pub fn install(&self, prepared: LoadedServingTls) {
-        let LoadedServingTls { files, certificate, ca } = prepared;
+    pub fn install(&self, loaded: LoadedServingTls) {
+        let LoadedServingTls { files, certificate, ca } = loaded;
         self.files.store(Arc::new(files));
         self.apply(Ok(certificate), Ok(ca));
     }
 
-    /// Puts a certificate and a client CA into use, each without the other: a withdrawn CA must not stay
-    /// trusted because the serving pair cannot be used, and a renewed certificate must not wait for a
-    /// usable CA.
+    /// Puts a certificate and a client CA into use, each even if the other is an error: a withdrawn CA must
+    /// not stay trusted because the serving pair is unusable, and a renewed certificate must not wait until
+    /// the CA file is usable.
     fn apply(
         &self,
         certificate: Result<Arc<LoadedCert>, TlsFileError>,
@@ -160,11 +161,11 @@ impl ServingTls {
     ) -> ServingRefresh {
         let errors = [certificate.as_ref().err(), ca.as_ref().err()];
         let errors: Vec<_> = errors.into_iter().flatten().map(ToString::to_string).collect();
-        let known = self.certificate.load().fingerprint;
-        let certificate = certificate.ok().filter(|certificate| certificate.fingerprint != known);
+        let current = self.certificate.load().fingerprint;
+        let certificate = certificate.ok().filter(|certificate| certificate.fingerprint != current);
         let ca = ca.ok().filter(|ca| {
-            let now = ca.as_ref().map_or(0, |ca| ca.fingerprint);
-            self.ca_fingerprint.swap(now, Ordering::Relaxed) != now
+            let fingerprint = ca.as_ref().map_or(0, |ca| ca.fingerprint);
+            self.ca_fingerprint.swap(fingerprint, Ordering::Relaxed) != fingerprint
         });
         let (certificate_changed, ca_changed) = (certificate.is_some(), ca.is_some());
         if let Some(certificate) = certificate {
@@ -203,30 +204,30 @@ fn server_config(certificate: &LoadedCert, ca: Option<&ClientCa>) -> ServerConfi
     config
 }
 
-/// A client's chain exceeds a limit of [`client_chain`].
+/// The error of a handshake with a client chain above a limit of [`client_chain`].
 #[derive(Debug)]
-struct ChainOutOfBounds(String);
+struct ChainLimitError(String);
 
-impl fmt::Display for ChainOutOfBounds {
+impl fmt::Display for ChainLimitError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl error::Error for ChainOutOfBounds {}
+impl error::Error for ChainLimitError {}
 
-/// The limit that a chain exceeded, if `error` is the handshake's refusal of such a chain.
+/// The text of a [`ChainLimitError`], if `error` is a handshake that failed with it.
 pub fn chain_limit_error(error: &std::io::Error) -> Option<String> {
     match error.get_ref()?.downcast_ref::<Error>()? {
         Error::InvalidCertificate(CertificateError::Other(OtherError(why))) => {
-            why.downcast_ref::<ChainOutOfBounds>().map(ToString::to_string)
+            why.downcast_ref::<ChainLimitError>().map(ToString::to_string)
         }
         _ => None,
     }
 }
 
-/// Accepts any client certificate whose key is proven. The inner verifier verifies the signatures and
-/// supplies the CA names of the certificate request.
+/// Accepts every client certificate whose key the client proves to have. The inner verifier verifies that
+/// proof and provides the CA names of the certificate request.
 #[derive(Debug)]
 pub struct DeferredClientVerification(pub Arc<dyn ClientCertVerifier>);
 
@@ -248,10 +249,10 @@ impl ClientCertVerifier for DeferredClientVerification {
         match client_chain::exceeded_limit(leaf, others) {
             None => Ok(ClientCertVerified::assertion()),
             Some(why) => {
-                // rustls sends `certificate_unknown`, "some other (unspecified) issue" (RFC 8446,
-                // section 6.2), for this kind alone; others would blame the CA, the dates or the
-                // encoding.
-                let why = OtherError(Arc::new(ChainOutOfBounds(why)));
+                // For this error rustls sends the alert `certificate_unknown`, "some other (unspecified)
+                // issue" (RFC 8446 section 6.2). The alerts of other errors name a wrong cause, such
+                // as the CA, the validity or the encoding.
+                let why = OtherError(Arc::new(ChainLimitError(why)));
                 Err(Error::InvalidCertificate(CertificateError::Other(why)))
             }
         }

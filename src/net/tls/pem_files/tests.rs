@@ -1,4 +1,4 @@
-//! Certificate, key and CA files: what is read from them, and the errors of bad ones.
+//! Certificate, key and CA files: their content, and the errors of invalid ones.
 
 use super::*;
 use crate::net::tls::certificate::{Subject, Validity};
@@ -34,6 +34,7 @@ fn subject(names: &[(&[u64], DnValue)]) -> Result<Subject, String> {
     Subject::from_der(&CertificateDer::from_pem_slice(pem.as_bytes()).unwrap())
 }
 
+/// A directory of test files.
 struct Files(tempfile::TempDir);
 
 impl Files {
@@ -47,12 +48,12 @@ impl Files {
         path
     }
 
-    /// The message with the directory taken out of it.
     fn load(&self, cert: &str, key: &str) -> Result<LoadedCert, String> {
         let (cert_file, key_file) = (self.0.path().join(cert), self.0.path().join(key));
         load_cert(&CertPaths { cert_file, key_file }).map_err(|e| self.message(&e))
     }
 
+    /// The message of an error, with paths relative to the directory.
     fn message(&self, error: &TlsFileError) -> String {
         error.to_string().replace(&format!("{}/", self.0.path().display()), "")
     }
@@ -65,7 +66,7 @@ fn subjects_are_equal_if_kubernetes_treats_them_as_the_same_user() {
     assert_eq!(node.common_name(), Some("system:node:n1"));
     let printable = DnValue::PrintableString("system:nodes".try_into().unwrap());
     let same = subject(&[(CN, "system:node:n1".into()), (O, printable)]).unwrap();
-    assert_eq!(node, same, "neither the order of attributes nor their string type matters");
+    assert_eq!(node, same, "the order of attributes and their string types do not matter");
 
     let name: (&[u64], DnValue) = (CN, "system:node:n1".into());
     for other in [
@@ -77,17 +78,17 @@ fn subjects_are_equal_if_kubernetes_treats_them_as_the_same_user() {
     ] {
         assert_ne!(other, Ok(node.clone()));
     }
-    let nobody = subject(&[]).unwrap();
-    assert_eq!((nobody.common_name(), nobody.to_string()), (None, "(empty subject)".into()));
+    let empty = subject(&[]).unwrap();
+    assert_eq!((empty.common_name(), empty.to_string()), (None, "(empty subject)".into()));
     assert_eq!(subject(&[(CN, "".into())]).unwrap().common_name(), None);
-    let forged = subject(&[(CN, "a\nb, O=x".into())]).unwrap();
-    assert_eq!(forged.to_string(), "CN=a\\nb\\, O=x");
+    let with_separators = subject(&[(CN, "a\nb, O=x".into())]).unwrap();
+    assert_eq!(with_separators.to_string(), "CN=a\\nb\\, O=x");
     let teletex = DnValue::TeletexString("n1".try_into().unwrap());
     assert!(subject(&[(CN, teletex)]).unwrap_err().contains("unsupported type"));
 }
 
-/// kube-apiserver takes a UID from the first attribute alone: one of these is a user with a UID, the
-/// other the same user without.
+/// kube-apiserver reads the UID of a user only from its own attribute, not from `uid` of RFC 4519. For it, the
+/// first of these subjects is a user with a UID and the second is the same user without one.
 #[test]
 fn subject_with_kubernetes_uid_differs_from_subject_with_rfc4519_uid() {
     let name: (&[u64], DnValue) = (CN, "alice".into());
@@ -124,16 +125,16 @@ fn load_cert_reads_a_pair_from_two_files_or_one() {
     files.write("c", &pem);
     files.write("k", key.serialize_pem());
     files.write("both", format!("{}# a comment\n{pem}", key.serialize_pem()));
-    let two = files.load("c", "k").unwrap();
-    let one = files.load("both", "both").unwrap();
-    assert_eq!(two.info, one.info);
-    assert_eq!(two.key(), one.key());
-    assert_eq!(two.fingerprint, files.load("c", "k").unwrap().fingerprint);
+    let separate = files.load("c", "k").unwrap();
+    let combined = files.load("both", "both").unwrap();
+    assert_eq!(separate.info, combined.info);
+    assert_eq!(separate.key(), combined.key());
+    assert_eq!(separate.fingerprint, files.load("c", "k").unwrap().fingerprint);
     let (pem, key) = node();
     files.write("c", &pem);
     files.write("k", key.serialize_pem());
-    assert_ne!(two.fingerprint, files.load("c", "k").unwrap().fingerprint);
-    assert!(!format!("{two:?}").to_lowercase().contains("key"));
+    assert_ne!(separate.fingerprint, files.load("c", "k").unwrap().fingerprint);
+    assert!(!format!("{separate:?}").to_lowercase().contains("key"));
 }
 
 #[test]
@@ -183,8 +184,8 @@ fn load_cert_names_the_file_and_the_problem() {
         let message = files.load(cert, key).unwrap_err();
         assert!(message.starts_with(expected), "{message}");
     }
-    let none = load_ca(&files.0.path().join("none")).unwrap_err();
-    assert!(none.is_missing());
+    let missing = load_ca(&files.0.path().join("none")).unwrap_err();
+    assert!(missing.is_missing());
 }
 
 #[test]
@@ -192,7 +193,7 @@ fn load_ca_reads_every_certificate_of_a_bundle() {
     let files = Files::new();
     let bundle = format!("{}{}{}", node().0, node().0, node().1.serialize_pem());
     let ca = load_ca(&files.write("ca", bundle)).unwrap();
-    assert_eq!((ca.count, ca.roots.len(), ca.certificates.len()), (2, 2, 2));
+    assert_eq!((ca.roots.len(), ca.certificates.len()), (2, 2));
     let message =
         |contents: &str| files.message(&load_ca(&files.write("ca", contents)).unwrap_err());
     assert_eq!(message(""), "ca: contains no certificate (PEM, -----BEGIN CERTIFICATE-----)");

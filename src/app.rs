@@ -1,26 +1,24 @@
-//! The process: from a configuration to running threads, and back.
-//!
-//! In the order in which it happens:
+//! The life of the process: start, reload, takeover and drain.
 //!
 //! 1. [`App::bind`] loads every file and binds every address ([`active`]; sockets in [`sockets`],
-//!    listeners in [`listener`]). Everything that can fail fails here. The bound addresses are known
-//!    afterwards, so tests bind port 0. With `--take-over` the sockets come from the running process
+//!    listeners in [`listener`]). All errors of the configuration are found here. The bound addresses are
+//!    known afterwards, so tests bind port 0. With `--take-over` the sockets come from the running process
 //!    ([`takeover`]).
 //! 2. [`App::start`] starts the [`workers`] and the control thread ([`control`]).
-//! 3. Each [`worker`] applies the configuration that the control thread sends to it, the first one
-//!    like every later one.
-//! 4. A reload ([`reload`]) prepares a new configuration in the same way, from what is in use, and
-//!    has the workers apply it.
-//! 5. Another process may take over: the workers release their sockets, and this one drains.
-//! 6. [`Running::stop`] drains: the workers stop accepting and end when their connections have, or
-//!    at the drain timeout.
+//! 3. Each [`worker`] applies the configuration that it receives. The first configuration is applied like
+//!    every later one.
+//! 4. A reload ([`reload`]) prepares a new configuration in the same way, reuses the resources in use, and
+//!    sends it to the workers.
+//! 5. When another process takes over, the workers release their sockets, and this process drains.
+//! 6. [`Running::stop`] drains: the workers stop accepting, and end when their connections have ended or at
+//!    the drain timeout.
 //!
 //! ```text
 //! control thread   discovery, /readyz probers, certificates, admin endpoint, reloads, takeover
 //!   │ commands
 //!   ▼
-//! worker threads   listeners -> requests -> pools; each with its own event loop and connections;
-//!                  they share the endpoint sets (arc-swap) and atomic counters
+//! worker threads   listeners -> requests -> pools. Each worker has its own event loop and connections;
+//!                  all share the endpoint sets (arc-swap) and atomic counters
 //! ```
 
 mod active;
@@ -58,7 +56,7 @@ use crate::observe::{LivenessMonitor, Metrics};
 
 pub use self::start_error::StartError;
 
-/// A process with all files loaded and all addresses bound, which does not serve yet.
+/// A process with all files loaded and all addresses bound, before it serves.
 pub struct App {
     active: ActiveConfig,
     metrics: Arc<Metrics>,
@@ -97,13 +95,12 @@ impl App {
         Ok(Self { active, metrics, context, follower: None, predecessor: None })
     }
 
-    /// As [`App::bind_with`], with the sockets of the process that runs with the same `state_dir`.
-    /// That process serves until this one does, and then drains. If none runs, this is an ordinary
-    /// start.
+    /// Like [`App::bind_with`], also with the sockets of the running process that has the same `state_dir`.
+    /// That process drains once this one serves. If no process runs, this is an ordinary start.
     ///
     /// # Errors
-    /// As [`App::bind_with`], or the running process does not hand over its sockets. It continues
-    /// to serve then.
+    /// Those of [`App::bind_with`], or the running process does not hand over its sockets. The running
+    /// process then continues to serve.
     pub fn take_over(config: Config, mut inherited: InheritedSockets) -> Result<Self, StartError> {
         let Some(path) = config.state_dir.as_deref().map(takeover::socket_path) else {
             tracing::warn!("state_dir is \"\": there is no socket to take over through");
@@ -119,7 +116,7 @@ impl App {
         Ok(Self { predecessor: Some(predecessor), ..Self::bind_with(config, inherited)? })
     }
 
-    /// Reloads the configuration when its source changes.
+    /// Makes the configuration reloadable: on request, and when its file changes.
     #[must_use]
     pub fn with_config_source(mut self, source: ConfigSource) -> Self {
         self.follower = Some(ConfigFollower::new(source, &self.active.config));
@@ -165,14 +162,14 @@ impl App {
             workers::start(active.config.workers, &metrics, &draining, &forced)?;
 
         let sockets = active.new_sockets(None, commands.count())?;
-        let (now, predecessor) = match predecessor {
-            // The old process accepts until this one can serve; only then the workers get the
-            // sockets.
+        let (sockets, predecessor) = match predecessor {
+            // The old process accepts until this one can serve. The control thread then sends the
+            // sockets to the workers.
             Some(predecessor) => (Vec::new(), Some((predecessor, sockets))),
             None => (sockets, None),
         };
-        // Connections wait in the queues of the sockets until the workers have applied it.
-        drop(commands.apply(&active, now));
+        // Not awaited: connections wait in the accept queues until the workers have applied it.
+        drop(commands.apply(&active, sockets));
         log_addresses(&active);
 
         let file = follower.as_ref().map(|follower| follower.file().to_owned());
@@ -232,18 +229,18 @@ pub struct Running {
 }
 
 impl Running {
-    /// Requests a reload. `trigger` is its reason, for the log. The receiver gets the result and may
-    /// be dropped; it fails if the control thread has panicked.
+    /// Requests a reload. `trigger` is the cause, for the log. The receiver gets the result and may be
+    /// dropped. It fails if the control thread has ended.
     pub fn reload(&self, trigger: &'static str) -> oneshot::Receiver<ReloadResult> {
         let (reply, result) = oneshot::channel();
         let _ = self.reload.send(ReloadRequest { trigger, reply: Some(reply) });
         result
     }
 
-    /// Waits until a new process has taken over. This one accepts no more connections then; the
-    /// caller calls [`Running::stop`].
+    /// Waits until a new process has taken over. This process then accepts no more connections, and the
+    /// caller should call [`Running::stop`].
     pub async fn replaced(&self) {
-        // An error means that the control thread is gone: no process can take over any more.
+        // An error means that the control thread has ended, so no process can take over any more.
         if self.replaced.clone().wait_for(|replaced| *replaced).await.is_err() {
             std::future::pending::<()>().await;
         }
@@ -254,8 +251,8 @@ impl Running {
         self.drain.send_replace(true);
     }
 
-    /// A function that ends a drain at once, also while [`Running::stop`] waits for it: it closes
-    /// all connections.
+    /// Returns a function that closes all connections at once. It also works while [`Running::stop`] waits
+    /// for the drain, which it ends.
     pub fn force_close(&self) -> impl Fn() + use<> {
         let force = Arc::clone(&self.force);
         move || {
@@ -263,7 +260,7 @@ impl Running {
         }
     }
 
-    /// Drains, waits for the workers, which end within the drain timeout, and stops the control
+    /// Drains, waits until the workers have ended, at the latest at the drain timeout, and stops the control
     /// thread. Returns false if a thread has panicked.
     pub fn stop(mut self) -> bool {
         self.end()

@@ -1,9 +1,10 @@
-//! The connections of an admin socket, with bounded slots that no client can hold for long.
+//! The connections of an admin socket: a bounded number, from which idle and slow clients are evicted.
 //!
-//! A liveness probe that gets no response restarts the pod, so no connection may wait for a slot in
-//! vain. When all slots are taken, the oldest connection that has not sent a whole request is
-//! evicted; if there is none, the oldest whose client does not read the response. Each connection
-//! first has time to send a request and to read a local response.
+//! Kubernetes restarts a pod whose liveness probe gets no response, so a probe must not wait for a slot that
+//! another client holds. When all slots are taken, the oldest connections without a complete request are
+//! evicted. If there are none, the oldest connection whose client does not read the response is. Each
+//! connection first has time to send a request ([`REQUEST_GRACE`]) and to read the response
+//! ([`RESPONSE_GRACE`]).
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -22,32 +23,32 @@ use tokio::time::{Instant, sleep_until};
 use super::routes;
 use super::status_provider::StatusProvider;
 
-/// Most open connections of a socket.
+/// Maximum of open connections of a socket.
 pub const MAX_CONNECTIONS: usize = 256;
 
-/// Limit for a whole connection: request, response and a slow reader.
+/// Maximum lifetime of a connection: request and response.
 pub const CONNECTION_TIME: Duration = Duration::from_secs(10);
 
-/// Limit for the arrival of a request head.
-const HEADER_TIME: Duration = Duration::from_secs(3);
+/// Maximum time until the request head is complete.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Largest request head in bytes. Probes and scrapes send a few hundred.
+/// Maximum size of a request head in bytes. Probes and scrapes send a few hundred.
 const MAX_HEAD: usize = 16 * 1024;
 
-/// Age from which a connection without a whole request may be evicted.
-const SILENT_FOR: Duration = Duration::from_millis(50);
+/// Age from which a connection without a complete request may be evicted.
+const REQUEST_GRACE: Duration = Duration::from_millis(50);
 
 /// Age from which a connection whose response is not read may be evicted.
-const UNREAD_FOR: Duration = Duration::from_millis(250);
+const RESPONSE_GRACE: Duration = Duration::from_millis(250);
 
-/// Most connections that are evicted at once. With [`SILENT_FOR`] and [`MAX_CONNECTIONS`] this makes
-/// room for 5,000 new connections a second, so that a client that reconnects at once after each
-/// eviction builds no queue.
-const MAX_EVICTED_AT_ONCE: usize = MAX_CONNECTIONS / 4;
+/// Maximum of connections that one eviction closes. A connection can be evicted after [`REQUEST_GRACE`], so
+/// [`MAX_CONNECTIONS`] slots admit about 5,000 connections a second: a client that reconnects at once after
+/// each eviction does not fill the accept queue.
+const EVICTION_BATCH: usize = MAX_CONNECTIONS / 4;
 
-/// Pause before an eviction, in which requests that have arrived are read: after the whole process
-/// was stopped, this task may be the first one to run.
-const SETTLE: Duration = Duration::from_millis(1);
+/// Pause before an eviction, in which requests that have arrived are read. Without it, the eviction could run
+/// before the connections' own tasks after the process was stopped for a while.
+const EVICTION_DELAY: Duration = Duration::from_millis(1);
 
 /// Evictions are logged at most once in this time.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
@@ -58,22 +59,23 @@ pub(super) struct Connections {
     tasks: JoinSet<()>,
     /// Oldest first.
     slots: VecDeque<Slot>,
-    /// When evictions were last logged.
+    /// When an eviction was last logged.
     logged_at: Option<Instant>,
 }
 
+/// An open connection.
 struct Slot {
     opened: Instant,
-    /// The whole request has arrived.
+    /// Whether the request is complete.
     has_request: Arc<AtomicBool>,
     task: AbortHandle,
 }
 
 impl Slot {
-    /// When the connection may be evicted.
+    /// The time from which the connection may be evicted.
     fn evictable_at(&self) -> Instant {
         let has_request = self.has_request.load(Ordering::Relaxed);
-        self.opened + if has_request { UNREAD_FOR } else { SILENT_FOR }
+        self.opened + if has_request { RESPONSE_GRACE } else { REQUEST_GRACE }
     }
 }
 
@@ -87,8 +89,8 @@ impl Connections {
         }
     }
 
-    /// Serves a new connection as soon as one of [`MAX_CONNECTIONS`] slots is free, which may take
-    /// an eviction. A browser may have opened a connection `on_loopback`; see [`super`].
+    /// Serves a new connection once a slot is free; evicts others if necessary. Of a connection `on_loopback`,
+    /// the `Host` is checked, since a browser may have opened it; see [`super`].
     pub(super) async fn add<S>(&mut self, stream: S, on_loopback: bool)
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -98,7 +100,7 @@ impl Connections {
         let (provider, arrived) = (Arc::clone(&self.provider), Arc::clone(&has_request));
         let task = self.tasks.spawn(async move {
             let serve = serve(stream, on_loopback, provider, arrived);
-            // The connection of a client that is too slow is closed without a response.
+            // After the timeout the connection is closed without a response.
             let _ = tokio::time::timeout(CONNECTION_TIME, serve).await;
         });
         self.slots.push_back(Slot { opened: Instant::now(), has_request, task });
@@ -106,11 +108,11 @@ impl Connections {
 
     async fn make_room(&mut self) {
         while self.is_full() {
-            let at = self.slots.iter().map(Slot::evictable_at).min().unwrap_or_else(Instant::now);
+            let next = self.slots.iter().map(Slot::evictable_at).min().unwrap_or_else(Instant::now);
             tokio::select! {
                 biased;
                 _ = self.tasks.join_next() => continue,
-                () = sleep_until(at.max(Instant::now() + SETTLE)) => {}
+                () = sleep_until(next.max(Instant::now() + EVICTION_DELAY)) => {}
             }
             if self.is_full() {
                 self.evict(Instant::now());
@@ -118,12 +120,14 @@ impl Connections {
         }
     }
 
-    /// Evicts the oldest connections without a whole request, or else the oldest connection.
+    /// Evicts up to [`EVICTION_BATCH`] connections without a complete request, or else one whose response is
+    /// not read, the oldest first. Neither is evicted before its time.
     fn evict(&mut self, now: Instant) {
+        let is_evictable = |slot: &Slot| slot.evictable_at() <= now;
         let mut evicted = 0;
         self.slots.retain(|slot| {
-            let silent = !slot.has_request.load(Ordering::Relaxed) && slot.evictable_at() <= now;
-            let evict = silent && evicted < MAX_EVICTED_AT_ONCE;
+            let is_idle = !slot.has_request.load(Ordering::Relaxed) && is_evictable(slot);
+            let evict = is_idle && evicted < EVICTION_BATCH;
             if evict {
                 slot.task.abort();
                 evicted += 1;
@@ -131,8 +135,8 @@ impl Connections {
             !evict
         });
         if evicted == 0
-            && let Some(at) = self.slots.iter().position(|slot| slot.evictable_at() <= now)
-            && let Some(slot) = self.slots.remove(at)
+            && let Some(oldest) = self.slots.iter().position(is_evictable)
+            && let Some(slot) = self.slots.remove(oldest)
         {
             slot.task.abort();
             evicted = 1;
@@ -180,10 +184,10 @@ async fn serve<S>(
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(HEADER_TIME)
+        .header_read_timeout(HEADER_TIMEOUT)
         .max_buf_size(MAX_HEAD)
-        .keep_alive(false) // scrapes are seconds apart: an idle connection would only hold a slot
+        .keep_alive(false) // probes are seconds apart, and an idle connection would occupy a slot
         .serve_connection(TokioIo::new(stream), service);
-    // hyper has answered a malformed request with 400; other errors concern only the client.
+    // hyper answers a malformed request with 400. Other errors concern only this client.
     let _ = pin!(connection).await;
 }

@@ -16,8 +16,8 @@ const JSON: &str = "application/json";
 /// The Prometheus exposition format.
 const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Allows the page's script and style sheet by their hashes and data from this origin, so that no
-/// text from an apiserver can run as a script; forbids frames. A test compares the hashes.
+/// Allows only the script and the style sheet of the page, by their hashes, and requests to this origin. Text
+/// from an apiserver can therefore not run as a script. Forbids frames. A test compares the hashes.
 const POLICY: &str = "default-src 'none'; \
     script-src 'sha256-pnPBhzcDkRlf9iRwQ5O7oA2Qyg8IC7DDGjrrCrie3Vo='; \
     style-src 'sha256-U8uz61yK5soReL3NhIz9y47N+EH+99l2WDAVauvDoVQ='; \
@@ -41,7 +41,7 @@ pub(super) fn respond<B>(
     on_loopback: bool,
     provider: &dyn StatusProvider,
 ) -> Response<String> {
-    if on_loopback && !host_is_safe(request) {
+    if on_loopback && !excludes_dns_rebinding(request) {
         return reply(
             StatusCode::MISDIRECTED_REQUEST,
             TEXT,
@@ -79,12 +79,12 @@ pub(super) fn respond<B>(
     }
 }
 
-fn reply(code: StatusCode, kind: &'static str, body: String) -> Response<String> {
+fn reply(code: StatusCode, content_type: &'static str, body: String) -> Response<String> {
     let mut response = Response::new(body);
     *response.status_mut() = code;
     let headers = response.headers_mut();
     for (name, value) in [
-        (header::CONTENT_TYPE, kind),
+        (header::CONTENT_TYPE, content_type),
         (header::CACHE_CONTROL, "no-store"),
         (header::CONTENT_SECURITY_POLICY, POLICY),
         (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
@@ -96,22 +96,22 @@ fn reply(code: StatusCode, kind: &'static str, body: String) -> Response<String>
     response
 }
 
-/// The body of `/readyz`, in the format of the apiserver's.
+/// The body of `/readyz`, in the format of the apiserver's `/readyz?verbose`.
 fn readyz(readiness: &Readiness) -> String {
     let mut out = String::new();
-    for part in &readiness.checks {
-        let (sign, word) = if part.ok { ('+', " ok") } else { ('-', "") };
-        let colon = if part.detail.is_empty() { "" } else { ": " };
-        let name = one_line(&part.name);
+    for check in &readiness.checks {
+        let (sign, outcome) = if check.ok { ('+', " ok") } else { ('-', "") };
+        let colon = if check.detail.is_empty() { "" } else { ": " };
+        let name = one_line(&check.name);
         // Writing to a String cannot fail.
-        let _ = writeln!(out, "[{sign}]{name}{word}{colon}{}", one_line(&part.detail));
+        let _ = writeln!(out, "[{sign}]{name}{outcome}{colon}{}", one_line(&check.detail));
     }
     out.push_str(if readiness.ready { "readyz check passed\n" } else { "readyz check failed\n" });
     out
 }
 
-/// Replaces control characters: a detail may quote an error from the network, and a check is one
-/// line.
+/// Replaces control characters by spaces: each check is one line, and its detail may quote an error from the
+/// network.
 fn one_line(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
@@ -120,11 +120,11 @@ fn json(value: &Value) -> String {
     format!("{value:#}\n")
 }
 
-/// Whether the request cannot come from a page that uses DNS rebinding; see [`super`].
-fn host_is_safe<B>(request: &Request<B>) -> bool {
+/// Whether the `Host` of a request excludes DNS rebinding; see [`super`].
+fn excludes_dns_rebinding<B>(request: &Request<B>) -> bool {
     let mut hosts = request.headers().get_all(header::HOST).iter();
     match (hosts.next(), hosts.next()) {
-        // HTTP/1.0 without a Host; browsers always send one.
+        // HTTP/1.0 without a Host. Browsers always send one.
         (None, _) => true,
         (Some(host), None) => host.to_str().is_ok_and(is_literal_or_localhost),
         (Some(_), Some(_)) => false,
@@ -158,8 +158,9 @@ mod tests {
             let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, inside.as_bytes());
             let hash = base64::engine::general_purpose::STANDARD.encode(digest.as_ref());
             let wanted = format!("{directive} 'sha256-{hash}';");
-            assert!(POLICY.contains(&wanted), "page.html was edited; put into POLICY: {wanted}");
+            assert!(POLICY.contains(&wanted), "page.html has changed; set in POLICY: {wanted}");
         }
+        // The policy blocks inline handlers and styles, and the page loads nothing from other hosts.
         for forbidden in ["http://", "https://", "//", "@import", "url(", " on", "style=\""] {
             // The SVG namespace is only a name; `//` starts comments in the script.
             let page = PAGE.replace("http://www.w3.org/2000/svg", "");
@@ -170,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn is_literal_or_localhost_names_and_malformed_hosts_are_refused() {
+    fn is_literal_or_localhost_refuses_other_names_and_malformed_hosts() {
         for host in
             ["localhost", "LOCALHOST:9643", "127.0.0.1", "127.0.0.1:9643", "[::1]", "[::1]:9643"]
         {

@@ -13,19 +13,19 @@ use super::connections::Connections;
 use super::status_provider::StatusProvider;
 use crate::net::sockets::listening;
 
-/// Pause after a failed accept, so that the loop does not spin while no descriptor is free.
+/// Pause after a failed accept, so that the loop does not spin while the process is out of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Failed accepts are logged at most once in this time.
 const LOG_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Why serving a socket stops.
+/// Why the admin endpoint stops accepting on a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StopReason {
-    /// The endpoint has another address now. Connections in the accept queue are served first, since
-    /// closing the socket would reset them.
+    /// The endpoint has moved to another address. Connections in the accept queue are still served, since the
+    /// close would reset them.
     Moved,
-    /// Another process serves the socket and its accept queue.
+    /// Another process serves the same socket and its accept queue.
     TakenOver,
 }
 
@@ -36,7 +36,7 @@ pub struct Admin {
 }
 
 impl Admin {
-    /// Uses a bound socket. Must be called within a tokio runtime.
+    /// An endpoint on a bound socket. Must be called within a tokio runtime.
     ///
     /// # Errors
     /// The socket cannot be registered with the runtime.
@@ -50,8 +50,8 @@ impl Admin {
         self.listener.local_addr()
     }
 
-    /// Serves connections until `stop` resolves, then finishes open ones. If the future is dropped,
-    /// open connections are closed.
+    /// Accepts connections until `stop` resolves, and returns when the accepted ones have ended. If the future
+    /// is dropped, they are closed.
     pub async fn serve(
         self,
         provider: Arc<dyn StatusProvider>,
@@ -71,7 +71,7 @@ impl Admin {
                     let on_loopback = is_on_loopback(&stream);
                     connections.add(stream, on_loopback).await;
                 }
-                Err(error) => failures.pause(&error).await,
+                Err(error) => failures.log_and_pause(&error).await,
             }
         };
         if reason == StopReason::Moved {
@@ -94,7 +94,7 @@ pub async fn serve_unix(listener: UnixListener, provider: Arc<dyn StatusProvider
         match listener.accept().await {
             // Browsers cannot connect to Unix sockets.
             Ok((stream, _)) => connections.add(stream, false).await,
-            Err(error) => failures.pause(&error).await,
+            Err(error) => failures.log_and_pause(&error).await,
         }
     }
 }
@@ -103,14 +103,15 @@ fn is_on_loopback(stream: &TcpStream) -> bool {
     stream.local_addr().is_ok_and(|address| address.ip().to_canonical().is_loopback())
 }
 
-/// Logs failed accepts.
+/// Logs failed accepts, at a limited rate.
 #[derive(Default)]
 struct AcceptFailures {
     logged_at: Option<Instant>,
 }
 
 impl AcceptFailures {
-    async fn pause(&mut self, error: &io::Error) {
+    /// Logs the error, and delays the next accept.
+    async fn log_and_pause(&mut self, error: &io::Error) {
         let now = Instant::now();
         if self.logged_at.is_none_or(|at| now >= at + LOG_INTERVAL) {
             self.logged_at = Some(now);

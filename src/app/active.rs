@@ -40,7 +40,7 @@ pub struct ActiveConfig {
     pub sockets: Vec<Arc<BoundSocket>>,
     /// The TCP socket of the admin endpoint.
     pub admin: Arc<AdminSocket>,
-    outgoing: Arc<Connector>,
+    connector: Arc<Connector>,
 }
 
 impl ActiveConfig {
@@ -143,7 +143,7 @@ impl PreparedConfig {
     ) -> Result<Self, StartError> {
         let admin =
             AdminSocket::bind(config.admin.bind, current.map(|current| &current.admin), inherited)?;
-        let outgoing = outgoing(&config, current)?;
+        let connector = connector(&config, current)?;
         let config = Arc::new(config);
         let mut prepared = Self {
             upstreams: Vec::new(),
@@ -155,7 +155,7 @@ impl PreparedConfig {
                 listeners: Vec::new(),
                 sockets: Vec::new(),
                 admin,
-                outgoing,
+                connector,
             },
         };
         for upstream in &config.upstreams {
@@ -193,7 +193,7 @@ impl PreparedConfig {
     pub fn activate(self) -> ActiveConfig {
         for (upstream, config, prepared) in self.upstreams {
             upstream.credentials.install(prepared);
-            upstream.set_outgoing(Arc::clone(&self.next.outgoing));
+            upstream.set_connector(Arc::clone(&self.next.connector));
             if **upstream.config() != config {
                 upstream.reconfigure(config);
             }
@@ -225,7 +225,7 @@ impl PreparedConfig {
             let credentials = Credentials::load(config, &identities)?;
             let slots = credentials.slots();
             let new = Upstream::new(config.clone(), credentials, metrics);
-            new.set_outgoing(Arc::clone(&self.next.outgoing));
+            new.set_connector(Arc::clone(&self.next.connector));
             let endpoints = endpoint_set::static_endpoints(config);
             let mut placed = endpoint_set::replace_endpoints(&new, &endpoints);
             if let Some(why) = placed.refused.pop() {
@@ -283,7 +283,10 @@ impl PreparedConfig {
 }
 
 /// How connections to endpoints are opened: with `SO_MARK` if a listener is transparent.
-fn outgoing(config: &Config, current: Option<&ActiveConfig>) -> Result<Arc<Connector>, StartError> {
+fn connector(
+    config: &Config,
+    current: Option<&ActiveConfig>,
+) -> Result<Arc<Connector>, StartError> {
     let transparent = |config: &Config| -> Option<(String, u32)> {
         let listener = config.listeners.iter().find(|listener| listener.transparent)?;
         Some((listener.name.clone(), config.mark))
@@ -292,7 +295,7 @@ fn outgoing(config: &Config, current: Option<&ActiveConfig>) -> Result<Arc<Conne
     let mark = |of: &Option<(String, u32)>| of.as_ref().map(|(_, mark)| *mark);
     if let Some(now) = current.filter(|now| mark(&transparent(&now.config)) == mark(&wanted)) {
         // It remembers the connections that it has opened, by which loops are detected.
-        return Ok(Arc::clone(&now.outgoing));
+        return Ok(Arc::clone(&now.connector));
     }
     let Some((listener, mark)) = wanted else { return Ok(Arc::default()) };
     let connector = Connector::marked(mark).map(Arc::new);

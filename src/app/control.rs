@@ -1,14 +1,14 @@
 //! The control thread: discovery, certificates, the admin endpoint, reloads and takeovers.
 //!
-//! It alone changes the active configuration, one change at a time. Nothing here waits for a drain.
+//! Only this thread changes the active configuration, one change at a time. It does not wait for drains.
 //!
-//! | event | what the thread does |
+//! | event | action |
 //! |---|---|
 //! | start | starts the tasks of the configuration, serves the admin endpoint, notifies readiness |
-//! | start with `--take-over` | before it serves the admin endpoint: waits for a usable endpoint of each upstream, lets the workers accept, and tells the old process |
-//! | reload request, or the file has changed | prepares the new configuration, activates it, and has the workers apply it |
-//! | takeover request | gives the sockets to the new process; once that serves, has the workers release theirs |
-//! | drain | drops the sockets and waits for its end |
+//! | start with `--take-over` | before it serves the admin endpoint: waits until every upstream has a usable endpoint, sends the sockets to the workers, and has the old process stop accepting |
+//! | reload request, or the file has changed | prepares the new configuration, activates it, and sends it to the workers |
+//! | takeover request | sends the sockets to the new process; when that serves, makes the workers release theirs |
+//! | drain | drops the sockets and continues its tasks until it is stopped |
 
 mod tasks;
 
@@ -37,40 +37,41 @@ use crate::net::process::service_manager::ServiceManager;
 use crate::observe::Metrics;
 use crate::observe::events::{Change, EventKind};
 
-/// How often histograms are aggregated into their buckets.
+/// How often recorded samples are aggregated into histogram buckets.
 const METRICS_UPKEEP: Duration = Duration::from_secs(1);
-/// How often the configuration file is checked; a change is applied once it is stable for as long.
+/// How often the configuration file is checked. A change is applied when two checks find the same version.
 const FILE_CHECK: Duration = Duration::from_secs(1);
-/// When the code that only a start uses is dropped from memory: all files are read and every
-/// endpoint has been tried.
+/// Time after the start at which the memory of startup code is released. By then all files are read and every
+/// endpoint was tried.
 const STARTUP: Duration = Duration::from_secs(1);
-/// How long a TCP handshake may take that has started on a socket that is being replaced: several
-/// round trips within a cluster, and many times that on a machine under load.
+/// Time for TCP handshakes to complete that have started on a socket that is being replaced: many round trips
+/// within a cluster, also while the machine is under load.
 const TCP_HANDSHAKE: Duration = Duration::from_millis(250);
-/// How long the workers may take to apply a command before that is logged.
+/// Time for the workers to execute a command, after which a warning is logged.
 const WORKER_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a process that takes over waits for a usable endpoint of every upstream, while the old
-/// process serves: the default of `connect_timeout`. Then it serves without, as the old one would.
+/// Maximum time for which a process that takes over waits until every upstream has a usable endpoint, while the
+/// old process serves: the default of `connect_timeout`. After that it takes over nevertheless, since the old
+/// process probably has no usable endpoint either.
 const WARM_UP: Duration = Duration::from_secs(3);
 /// How often a process that takes over checks for usable endpoints.
 const WARM_UP_POLL: Duration = Duration::from_millis(10);
 
-/// What the control thread is started with.
+/// The parameters and the state of the control thread.
 pub struct ControlThread {
     pub active: ActiveConfig,
     pub metrics: Arc<Metrics>,
-    /// Is notified of readiness and reloads, and fed while no worker is stalled.
+    /// Receives readiness, reloads, and watchdog messages while no worker is stalled.
     pub manager: Arc<ServiceManager>,
     pub status: Arc<ProcessStatus>,
     pub context: Arc<SharedContext>,
     pub workers: CommandSender,
-    /// Reads the configuration again, if it comes from a file.
+    /// Reads the configuration again; `None` if it does not come from a file.
     pub follower: Option<ConfigFollower>,
     pub requests: UnboundedReceiver<ReloadRequest>,
     pub draining: watch::Receiver<bool>,
-    /// The process to take over from, and the sockets of it that the workers have not yet.
+    /// The process to take over from, and the sockets that the workers get when this one can serve.
     pub predecessor: Option<(Predecessor, NewSockets)>,
-    /// Set to true when another process has taken over.
+    /// Becomes true when another process has taken over.
     pub replaced: watch::Sender<bool>,
 }
 
@@ -91,9 +92,9 @@ impl ControlThread {
                 _ = stopped => {}
             }
         });
-        // Dropping the probers changes endpoint states; these changes are not worth a log line.
+        // Dropping the probers changes endpoint states, which shall not be logged.
         with_default(&Dispatch::none(), || drop(tasks));
-        // A blocking thread on a disk that hangs must not delay the end of the process.
+        // Does not wait for blocking threads, which may hang on a disk.
         runtime.shutdown_background();
     }
 
@@ -105,11 +106,12 @@ impl ControlThread {
         if let Some((predecessor, sockets)) = self.predecessor.take()
             && !self.take_over(predecessor, sockets).await
         {
+            // The process drains: the tasks run until the thread is stopped.
             return std::future::pending().await;
         }
         tasks.serve_admin(&self.active);
-        // Readiness does not wait for an endpoint: units that are ordered after this one may be
-        // what the apiserver needs.
+        // Readiness does not wait for an endpoint: an apiserver may need units that systemd starts only
+        // after this one is ready.
         self.manager.notify_ready();
         let (sender, mut takeovers) = unbounded_channel();
         tasks.serve_takeover(&self.active, &sender, &self.replaced, takes_over).await;
@@ -124,7 +126,7 @@ impl ControlThread {
                     let result = self.reload(request.trigger, &mut tasks).await;
                     tasks.serve_takeover(&self.active, &sender, &self.replaced, false).await;
                     if let Some(reply) = request.reply {
-                        // The receiver may be gone.
+                        // The receiver may be dropped.
                         let _ = reply.send(result);
                     }
                 }
@@ -136,7 +138,7 @@ impl ControlThread {
                 }
                 Some(request) = takeovers.recv() => match request {
                     TakeoverRequest::DuplicateSockets(reply) => {
-                        // The receiver may be gone.
+                        // The receiver may be dropped.
                         let _ = reply.send(self.active.duplicate_sockets());
                     }
                     TakeoverRequest::ReleaseSockets { pid, done: _done } => {
@@ -146,7 +148,7 @@ impl ControlThread {
                 },
             }
         }
-        // The sockets close only when these duplicates are closed too.
+        // The workers close the last duplicates.
         self.active.sockets.clear();
         std::future::pending::<()>().await;
     }
@@ -171,8 +173,8 @@ impl ControlThread {
         spawn_local(watchdog::feed(Arc::clone(&self.manager), move || status.liveness()));
     }
 
-    /// Serves in the place of another process once requests can be forwarded. Returns false if this
-    /// process drains before that; then the other one continues to serve.
+    /// Takes over from another process when requests can be forwarded. Returns false if this process drains
+    /// before that. The other one then continues to serve.
     async fn take_over(&mut self, predecessor: Predecessor, sockets: NewSockets) -> bool {
         let mut draining = self.draining.clone();
         tokio::select! {
@@ -187,7 +189,7 @@ impl ControlThread {
         let from = predecessor.pid();
         let reason = match predecessor.replace().await {
             Ok(()) => "the old process has stopped accepting and drains".to_owned(),
-            // It may have ended meanwhile. If not, both processes accept.
+            // The old process may have ended. If it has not, both accept connections.
             Err(error) => format!("the old process has not confirmed: {error}"),
         };
         let effect = "taken over: this process accepts connections";
@@ -195,7 +197,7 @@ impl ControlThread {
         true
     }
 
-    /// Stops accepting: the process `pid` serves the sockets.
+    /// Stops accepting, since the process `pid` serves the sockets.
     async fn release_sockets(&mut self, pid: Option<i32>, tasks: &mut Tasks) {
         if let Some(pid) = pid {
             self.manager.notify(&format!("MAINPID={pid}"));
@@ -222,7 +224,7 @@ impl ControlThread {
         });
     }
 
-    /// Reads the configuration again and applies it, or keeps the current one.
+    /// Reads the configuration again and applies it. After an error, the current one stays in use.
     async fn reload(&mut self, trigger: &'static str, tasks: &mut Tasks) -> ReloadResult {
         self.manager.notify_reloading();
         let outcome = match self.prepare() {
@@ -233,7 +235,7 @@ impl ControlThread {
         result.report(self.status.last_reload().as_ref(), self.metrics.events());
         self.metrics.config_reloaded(result.is_ok());
         self.status.record_reload(result.clone());
-        // Also after a failure: the current configuration serves.
+        // Also after a failure, since the current configuration serves.
         self.manager.notify_ready();
         result
     }
@@ -256,7 +258,7 @@ impl ControlThread {
             Ok(new_sockets) => new_sockets,
             Err(error) => return ReloadOutcome::Failed { errors: vec![error.to_string()] },
         };
-        // Nothing fails from here on.
+        // From here on nothing can fail.
         let previous = std::mem::replace(&mut self.active, prepared.activate());
         let changed = changes(&previous.config, &self.active.config);
         raise_descriptor_limit(&self.active.config);
@@ -269,7 +271,8 @@ impl ControlThread {
         if previous.release_conflicting_sockets(&self.active) {
             sleep(TCP_HANDSHAKE).await;
         }
-        // A worker closes the last duplicate of a socket, after it has accepted what is in its queue.
+        // The workers then have the last duplicates of removed sockets. They accept the queued connections
+        // before they close them.
         drop(previous);
         tasks.start_new(&self.active);
         tasks.serve_admin(&self.active);
@@ -277,10 +280,11 @@ impl ControlThread {
         if timeout(WORKER_TIMEOUT, applied).await.is_err() {
             tracing::warn!("a worker has not applied the configuration after 5 s");
         }
-        // The workers do not use what was removed any more.
+        // The workers do not use the removed upstreams, listeners and identities any more.
         tasks.end_removed(&self.active);
         self.active.retire_identities();
-        let needs_restart = self.follower.as_ref().map(|f| f.needs_restart(&self.active.config));
+        let follower = self.follower.as_ref();
+        let needs_restart = follower.map(|follower| follower.needs_restart(&self.active.config));
         ReloadOutcome::Ok { changed, needs_restart: needs_restart.unwrap_or_default() }
     }
 }

@@ -1,8 +1,7 @@
-//! A configured listener with everything it needs resolved: upstreams, TLS, identities, metrics.
+//! A configured listener with its resources: sockets, upstreams, TLS, identities and metrics.
 //!
-//! A listener goes through three types: [`config::Listener`] is the configuration,
-//! [`BoundListener`] is the same with its resources and its bound sockets, and each worker runs a
-//! `WorkerListener` that follows it.
+//! Three types represent a listener: [`config::Listener`] is its configuration, [`BoundListener`] adds its
+//! resources and bound sockets, and each worker serves it with a `WorkerListener`.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -14,15 +13,14 @@ use crate::observe::ListenerMetrics;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::IdentitySlot;
 
-/// A listener that is bound. Workers share it; its sockets belong to
-/// [`ActiveConfig`](super::active::ActiveConfig).
+/// A bound listener, which all workers share. [`ActiveConfig`](super::active::ActiveConfig) owns its sockets.
 #[derive(Debug)]
 pub struct BoundListener {
     pub config: config::Listener,
-    /// The bound addresses, with the sockets on them.
+    /// The sockets, with their bound addresses.
     pub sockets: Vec<(SocketId, SocketAddr)>,
     pub metrics: Arc<ListenerMetrics>,
-    /// The default upstream.
+    /// The upstream of requests, and of flows that no route or destination matches.
     pub upstream: Arc<Upstream>,
     pub mode: ListenerMode,
 }
@@ -32,13 +30,13 @@ impl BoundListener {
         &self.config.name
     }
 
-    /// The addresses that are bound; a port 0 of the configuration is resolved.
+    /// The bound addresses, with the port that the kernel chose for a configured port 0.
     pub fn addresses(&self) -> Vec<SocketAddr> {
         self.sockets.iter().map(|(_, address)| *address).collect()
     }
 
-    /// Whether `other` is a later configuration of this listener. A listener that changes its mode
-    /// is replaced, not updated.
+    /// Whether `other` is this listener in another configuration: same name, same mode. A listener that changes
+    /// its mode is replaced, not updated.
     pub fn is_same_listener(&self, other: &Self) -> bool {
         self.name() == other.name() && self.mode.tls().is_some() == other.mode.tls().is_some()
     }
@@ -52,15 +50,15 @@ pub enum ListenerMode {
         config: config::Terminate,
         /// The serving certificate and the client CAs.
         tls: Arc<ServingTls>,
-        /// The client certificates that the listener may use upstream.
+        /// The client certificates that the listener may use towards endpoints.
         identities: Vec<Arc<IdentitySlot>>,
     },
     /// L4: connections are passed through.
     Passthrough {
         config: config::Passthrough,
-        /// The upstreams of the routes, in their order.
+        /// The upstream of each route of `config`.
         routes: Vec<Arc<Upstream>>,
-        /// The upstreams by original destination, in their order.
+        /// The upstreams of connections that a transparent listener intercepts.
         destinations: Destinations,
     },
 }
@@ -83,5 +81,5 @@ impl ListenerMode {
     }
 }
 
-/// Upstreams by original destination; the first match counts.
+/// Upstreams by original destination; the first match applies.
 pub type Destinations = Vec<(Vec<config::Destination>, Arc<Upstream>)>;

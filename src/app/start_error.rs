@@ -1,4 +1,4 @@
-//! Why the process cannot start, each with what the operator can do about it.
+//! The error of a start or a reload, with advice for the operator.
 
 use std::fmt::{self, Display};
 use std::io;
@@ -15,22 +15,23 @@ pub struct StartError {
 }
 
 impl StartError {
-    /// Whether the configuration is wrong, as opposed to the machine it runs on.
+    /// Whether the cause is in the configuration, not in this machine.
     pub fn is_configuration(&self) -> bool {
         self.is_configuration
     }
 
-    /// The configuration is wrong.
+    /// The cause is in the configuration.
     pub(super) fn configuration(error: &dyn Display) -> Self {
         Self { message: error.to_string(), is_configuration: true }
     }
 
+    /// The cause is in this machine, its processes included.
     fn machine(message: String) -> Self {
         Self { message, is_configuration: false }
     }
 
-    /// The listening socket of `what`, a listener or the admin endpoint, cannot be opened.
-    pub(super) fn bind(what: &str, address: SocketAddr, error: &io::Error) -> Self {
+    /// The listening socket of `owner`, a listener or the admin endpoint, cannot be opened.
+    pub(super) fn bind(owner: &str, address: SocketAddr, error: &io::Error) -> Self {
         let port = address.port();
         let advice = match error.kind() {
             io::ErrorKind::AddrInUse => format!(
@@ -47,20 +48,20 @@ impl StartError {
                 .to_owned(),
             _ => String::new(),
         };
-        Self::machine(format!("{what} cannot listen on {address}: {error}{advice}"))
+        Self::machine(format!("{owner} cannot listen on {address}: {error}{advice}"))
     }
 
-    /// The process lacks a capability that a transparent listener needs to do `what`.
-    pub(super) fn capability(listener: &str, what: &str, error: &io::Error) -> Self {
+    /// The process lacks the capability for an `action` that a transparent listener needs.
+    pub(super) fn capability(listener: &str, action: &str, error: &io::Error) -> Self {
         Self::machine(format!(
-            "listener `{listener}` is transparent, and this process cannot {what}: {error}; give it \
+            "listener `{listener}` is transparent, and this process cannot {action}: {error}; give it \
              CAP_NET_ADMIN (systemd: AmbientCapabilities=CAP_NET_ADMIN; a pod: \
              securityContext.capabilities.add: [NET_ADMIN]), or set `transparent: false`"
         ))
     }
 
-    /// An inherited socket on `address` is transparent and its listener is not, or the reverse.
-    /// `transparent` is what the listener is configured to be.
+    /// The inherited socket on `address` is transparent and its listener is not, or the reverse.
+    /// `transparent` is the setting of the listener.
     pub(super) fn transparency_mismatch(
         listener: &str,
         address: SocketAddr,

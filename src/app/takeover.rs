@@ -1,10 +1,9 @@
 //! Replaces a running process by a new one without closing a listening socket.
 //!
-//! The running process serves a Unix socket in its state directory ([`socket_path`]). The new
-//! process connects to it and receives duplicates of all listening sockets, so it shares their
-//! queues. It accepts on them once it is ready, and only then tells the old process, which stops
-//! accepting and drains as on SIGTERM. Until that message nothing has changed for the old process:
-//! if the new one fails before, the old one continues to serve.
+//! The running process serves a Unix socket in its state directory ([`socket_path`]). The new process connects
+//! to it and receives duplicates of all listening sockets, so both share the accept queues. When the new
+//! process is ready it accepts on them, and then sends `serving`. On this message the old process stops
+//! accepting and drains as on SIGTERM. If the new process fails before, the old one continues to serve.
 //!
 //! ```text
 //! new process                             old process
@@ -13,13 +12,13 @@
 //!  │◀── sockets N, then N descriptors ─────│
 //!  │ connects to the apiservers            │ serves
 //!  │ accepts                               │ serves
-//!  │── serving ───────────────────────────▶│ stops accepting
-//!  │◀── left ──────────────────────────────│ tells the service manager the new main process
+//!  │── serving ───────────────────────────▶│ sends the new PID to the service manager, stops accepting
+//!  │◀── left ──────────────────────────────│
 //!  │ serves the admin endpoint, is ready   │ drains and ends
 //! ```
 //!
-//! Each side accepts only a peer that runs as the same user or as root (`SO_PEERCRED`, unix(7)).
-//! The mode of the socket file is 0600 for the same reason.
+//! Each side trusts only a peer that runs as the same user or as root (`SO_PEERCRED`, unix(7)). For the same
+//! reason the mode of the socket file is 0600.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -40,23 +39,23 @@ use crate::net::sockets::listening;
 
 /// The first message of the new process; the number is the version of the protocol.
 const REQUEST: &str = "jackstay take-over 1";
-/// The message of the new process once it accepts.
+/// The message of the new process when it accepts connections.
 const SERVING: &str = "serving";
-/// The message of the old process once it has stopped accepting.
+/// The message of the old process when it has stopped accepting.
 const LEFT: &str = "left";
-/// Longest line of either side, in bytes.
+/// Maximum length of a line of either side, in bytes.
 const MAX_LINE: usize = 128;
-/// Most sockets of a takeover: a listener has a few addresses, each with a socket for each worker.
+/// Maximum of sockets in a takeover. A listener has a few addresses, with one socket for each worker.
 const MAX_SOCKETS: usize = 1024;
-/// How long the peer may take to read or to answer a message that it handles at once.
+/// Maximum time for a peer to read a message or to answer one that it handles at once.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a new process may take from the connect to its request, which it sends first. Other new
-/// processes wait meanwhile.
+/// Maximum time from the connect of a new process to its request, which it sends at once. Other new processes
+/// wait meanwhile.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long a new process may take to serve: more than twice the time it waits for apiservers and
-/// for its workers. Other new processes wait meanwhile.
+/// Maximum time for a new process to serve after it has received the sockets: more than twice the time for
+/// which it waits for apiservers and for its workers. Other new processes wait meanwhile.
 const SERVE_TIMEOUT: Duration = Duration::from_secs(20);
-/// How long a new process waits for the sockets, other takeovers included.
+/// Maximum time for which a new process waits for the sockets, including other takeovers before it.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Pause after a failed accept, so that the loop does not spin.
 const ACCEPT_RETRY: Duration = Duration::from_secs(1);
@@ -66,17 +65,17 @@ pub fn socket_path(state_dir: &Path) -> PathBuf {
     state_dir.join("take-over.sock")
 }
 
-/// The process that is being replaced.
+/// The running process, from the view of the one that takes over.
 #[derive(Debug)]
 pub struct Predecessor {
     stream: BlockingStream,
     pid: Option<i32>,
 }
 
-/// Requests the sockets of the process that serves `path`. Returns `None` if there is none.
+/// Requests the sockets of the process that serves `path`. Returns `None` if no process does.
 ///
 /// # Errors
-/// The process does not hand them over.
+/// The process does not hand over its sockets.
 pub fn request_sockets(path: &Path) -> Result<Option<(Predecessor, InheritedSockets)>, StartError> {
     let stream = match connect(path) {
         Ok(stream) => stream,
@@ -103,8 +102,8 @@ pub fn request_sockets(path: &Path) -> Result<Option<(Predecessor, InheritedSock
     })
 }
 
-/// Connects without blocking. Fails with `WouldBlock` if the queue is full, since a blocking
-/// connect(2) would wait for ever for a process that hangs.
+/// Connects, but fails with `WouldBlock` if the accept queue is full. A blocking connect(2) would wait without
+/// limit for a process that hangs.
 fn connect(path: &Path) -> io::Result<BlockingStream> {
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
@@ -153,10 +152,11 @@ impl Predecessor {
         self.pid
     }
 
-    /// Tells the old process that its sockets are served, and waits until it has stopped accepting.
+    /// Reports to the old process that this one serves its sockets, and waits until the old one has stopped
+    /// accepting.
     ///
     /// # Errors
-    /// The process has ended or does not answer. This one serves either way.
+    /// The old process has ended or does not answer.
     pub async fn replace(self) -> io::Result<()> {
         self.stream.set_nonblocking(true)?;
         let mut stream = UnixStream::from_std(self.stream)?;
@@ -170,16 +170,16 @@ impl Predecessor {
     }
 }
 
-/// What the [`TakeoverServer`] asks of the control thread.
+/// A request of the [`TakeoverServer`] to the control thread.
 #[derive(Debug)]
 pub enum TakeoverRequest {
     /// Duplicate the listening sockets.
     DuplicateSockets(oneshot::Sender<io::Result<Vec<OwnedFd>>>),
-    /// Stop accepting: the new process serves.
+    /// Stop accepting, since the new process serves the sockets.
     ReleaseSockets {
         /// The new process, unless it runs in another PID namespace.
         pid: Option<i32>,
-        /// Dropped once nothing is accepted any more.
+        /// Dropped when the workers have stopped accepting.
         done: oneshot::Sender<()>,
     },
 }
@@ -189,8 +189,8 @@ pub enum TakeoverRequest {
 pub struct TakeoverServer(UnixListener);
 
 impl TakeoverServer {
-    /// Listens on `path`, which may be the file of a process that has ended. With `replace` it may
-    /// also be the file of the process that this one has taken over from.
+    /// Listens on `path`, and replaces the socket file of a process that has ended. With `replace` it also
+    /// replaces the file of a running process, the one that this process has taken over from.
     ///
     /// # Errors
     /// The directory cannot be written, or another process serves `path`.
@@ -201,7 +201,7 @@ impl TakeoverServer {
         UnixListener::from_std(listening::listen_unix(path)?).map(Self)
     }
 
-    /// Serves one new process after the other, until one has taken over.
+    /// Serves new processes one after the other, until one has taken over.
     pub async fn serve(self, requests: mpsc::UnboundedSender<TakeoverRequest>) {
         loop {
             let mut stream = match self.0.accept().await {
@@ -225,7 +225,7 @@ async fn hand_over(
     stream: &mut UnixStream,
     requests: &mpsc::UnboundedSender<TakeoverRequest>,
 ) -> io::Result<()> {
-    let ending = || io::Error::other("this process is shutting down");
+    let shutting_down = || io::Error::other("this process is shutting down");
     let peer = stream.peer_cred()?;
     if !is_trusted(peer.uid()) {
         return Err(io::Error::other(format!("user {} is not trusted", peer.uid())));
@@ -239,8 +239,8 @@ async fn hand_over(
         return Err(io::Error::other("the new process uses another protocol version"));
     }
     let (reply, sockets) = oneshot::channel();
-    requests.send(TakeoverRequest::DuplicateSockets(reply)).map_err(|_| ending())?;
-    let sockets = sockets.await.map_err(|_| ending())??;
+    requests.send(TakeoverRequest::DuplicateSockets(reply)).map_err(|_| shutting_down())?;
+    let sockets = sockets.await.map_err(|_| shutting_down())??;
     let send = async {
         stream.write_all(format!("sockets {}\n", sockets.len()).as_bytes()).await?;
         for socket in &sockets {
@@ -259,15 +259,15 @@ async fn hand_over(
     }
     let (done, released) = oneshot::channel();
     let release = TakeoverRequest::ReleaseSockets { pid: peer.pid(), done };
-    requests.send(release).map_err(|_| ending())?;
-    // The sender is dropped, so this is always an error.
+    requests.send(release).map_err(|_| shutting_down())?;
+    // The sender is dropped without a message.
     let _ = released.await;
-    // The new process serves, whether or not it reads this message.
+    // The takeover has succeeded even if the new process does not read this message.
     let _ = timeout(REPLY_TIMEOUT, stream.write_all(format!("{LEFT}\n").as_bytes())).await;
     Ok(())
 }
 
-/// Runs `operation` for at most `limit`; `timed_out` is the error after that.
+/// Awaits an operation on the connection to the new process for at most `limit`, then fails with `timed_out`.
 async fn within<T>(
     limit: Duration,
     timed_out: &'static str,
@@ -282,14 +282,14 @@ async fn within<T>(
     }
 }
 
-/// Reads a line byte by byte: descriptors may follow it, which a buffered reader would lose.
+/// Reads a line byte by byte. A buffered reader would read beyond the line and lose descriptors that follow it.
 async fn read_line(stream: &mut UnixStream) -> io::Result<String> {
     let mut line = Vec::new();
     while push(&mut line, stream.read_u8().await?)? {}
     Ok(String::from_utf8_lossy(&line).into_owned())
 }
 
-/// Appends a byte to a line. Returns false at its end.
+/// Appends a byte to a line. Returns false at the end of the line.
 fn push(line: &mut Vec<u8>, byte: u8) -> io::Result<bool> {
     if byte == b'\n' {
         return Ok(false);
@@ -301,7 +301,7 @@ fn push(line: &mut Vec<u8>, byte: u8) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Whether a process of this user may give or receive sockets: the own user, and root.
+/// Whether a process of this user may send or receive sockets: the user of this process, or root.
 fn is_trusted(user: u32) -> bool {
     user == 0 || user == rustix::process::geteuid().as_raw()
 }

@@ -1,10 +1,9 @@
-//! A worker: a thread with its own event loop, its own sockets and its own connections to
-//! endpoints.
+//! A worker: a thread with its own event loop, sockets and connections to endpoints.
 //!
-//! The control thread sends it the [`DesiredState`]. The worker starts new listeners, updates
-//! changed ones under their open connections, and drains removed ones while the others continue. The
-//! first state is applied like every later one. During a takeover it releases its sockets to the new
-//! process and keeps its open connections.
+//! The control thread sends it the [`DesiredState`]. The worker then starts new listeners, updates changed
+//! ones without closing their connections, and drains removed ones while the others continue to serve. The
+//! first state is applied like every later one. During a takeover the worker stops accepting, leaves the accept
+//! queues to the new process, and continues to serve its open connections.
 
 mod listener;
 
@@ -26,8 +25,7 @@ use super::sockets::SocketId;
 use crate::config::{self, AccessLog};
 use crate::net::process::allocator;
 use crate::net::sockets::linger::lingering_connections;
-use crate::observe::ByteBudget;
-use crate::observe::{Liveness, Metrics};
+use crate::observe::{ByteBudget, Liveness, Metrics};
 use crate::proxy::credential_selector::{CredentialSelector, ProvenTokens};
 use crate::proxy::drain::{self, DrainWatcher};
 use crate::proxy::https_server::HttpsServer;
@@ -43,7 +41,7 @@ use crate::upstream::credentials::IdentitySlot;
 /// How often a worker records that its event loop runs, and returns free memory to the kernel.
 const TICK: Duration = Duration::from_secs(1);
 
-/// Dropped by a worker when it has carried out a command. No value is ever sent.
+/// A worker drops it after it has executed a command. No value is ever sent.
 pub type Done = UnboundedSender<Infallible>;
 
 /// A command to a worker.
@@ -51,15 +49,15 @@ pub type Done = UnboundedSender<Infallible>;
 pub enum Command {
     /// Serve this configuration from now on.
     Apply(DesiredState, Done),
-    /// Stop accepting at once: another process has the same sockets, and the connections in their
-    /// queues are left to it. Open connections continue.
+    /// Stop accepting at once, and leave the connections in the accept queues to another process that has the
+    /// same sockets. Open connections continue.
     ReleaseSockets(Done),
 }
 
-/// What a worker is to serve.
+/// The configuration that a worker shall serve.
 #[derive(Debug)]
 pub struct DesiredState {
-    /// All listeners. A listener of the worker that is not among them drains.
+    /// All listeners. The worker drains its listeners that are not among them.
     pub listeners: Vec<Arc<BoundListener>>,
     /// The sockets of `listeners` that the worker does not have yet.
     pub new_sockets: HashMap<SocketId, Vec<TcpListener>>,
@@ -69,23 +67,23 @@ pub struct DesiredState {
     pub listen_addresses: Arc<[SocketAddr]>,
 }
 
-/// What a worker's thread is started with.
+/// The parameters of a worker thread.
 pub struct WorkerSetup {
     pub metrics: Arc<Metrics>,
-    /// Limits the memory for request bodies of all workers together.
+    /// The memory for request bodies, a limit for all workers together.
     pub bodies: Arc<ByteBudget>,
-    /// The number of workers, which share the connection limits of a listener.
+    /// Number of workers, among which the connection limits of a listener are divided.
     pub workers: usize,
-    /// Turns true to drain the worker.
+    /// Becomes true to drain the worker.
     pub drain: watch::Receiver<bool>,
-    /// Turns true to close all open connections.
+    /// Becomes true to close all open connections.
     pub force: watch::Receiver<bool>,
     /// Records that the event loop runs.
     pub liveness: Liveness,
 }
 
 impl WorkerSetup {
-    /// Runs a worker that carries out `commands`, until its drain has ended.
+    /// Runs a worker, which executes `commands`, until its drain has ended.
     pub fn run(self, commands: UnboundedReceiver<Command>) {
         let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
             Ok(runtime) => runtime,
@@ -124,9 +122,9 @@ impl WorkerSetup {
                     Some(Command::ReleaseSockets(_done)) => worker.release_sockets(),
                     None => break,
                 },
-                // An error means that the sender is gone: the process ends.
+                // An error means that the sender is dropped: the process ends.
                 _ = drain.wait_for(|draining| *draining) => break,
-                // Frees the memory of tasks that have ended.
+                // Frees the memory of drains that have ended.
                 Some(_) = worker.draining.join_next(), if !worker.draining.is_empty() => {}
             }
         }
@@ -142,7 +140,7 @@ struct Worker {
     /// One client for each upstream of an L7 listener.
     clients: Vec<Rc<UpstreamClient>>,
     listeners: Vec<WorkerListener>,
-    /// The drains of listeners and clients that are gone.
+    /// The drains of removed listeners and of clients and watches that are replaced.
     draining: JoinSet<()>,
     drain_timeout: Duration,
 }
@@ -169,23 +167,20 @@ impl Worker {
             self.listeners.push(listener);
         }
         for mut listener in previous {
-            // Another listener has taken over the socket, with its queue.
+            // A socket that another listener uses now stays open, with its accept queue.
             listener.release_sockets(|id| used.contains(&id));
             self.draining.spawn_local(listener.drain(self.deadline()));
         }
-        let clients = std::mem::take(&mut self.clients);
-        let (used, unused) = clients
-            .into_iter()
-            .partition(|client| self.listeners.iter().any(|listener| listener.uses(client)));
-        self.clients = used;
-        let unused: Vec<Rc<UpstreamClient>> = unused;
-        for client in unused {
-            let deadline = self.deadline();
+        let listeners = &self.listeners;
+        let is_unused =
+            |client: &mut Rc<_>| !listeners.iter().any(|listener| listener.uses(client));
+        for client in self.clients.extract_if(.., is_unused) {
+            let deadline = DrainDeadline::new(drain_timeout, self.setup.force.clone());
             self.draining.spawn_local(client.drain(move || deadline.is_over()));
         }
     }
 
-    /// Stops accepting at once and leaves all queues to another process.
+    /// Stops accepting at once, and leaves all accept queues to another process.
     fn release_sockets(&mut self) {
         for listener in &mut self.listeners {
             listener.release_sockets(|_| true);
@@ -217,8 +212,8 @@ impl Worker {
         WorkerListener::new(Arc::clone(bound), server, trigger, watches)
     }
 
-    /// Applies a changed configuration. Open connections continue; each request is served by the
-    /// service that it has found.
+    /// Applies a changed configuration to a listener. Open connections continue. A request in progress is
+    /// served by the service with which it started, later ones by the new service.
     fn update(
         &mut self,
         listener: &mut WorkerListener,
@@ -231,8 +226,7 @@ impl Worker {
                 let server = Rc::clone(server);
                 let current = server.service();
                 if other_upstream {
-                    // Objects of the old upstream may not exist in the new one, so clients have to
-                    // list again: the watches end.
+                    // The new upstream may have other objects, so the watches end and clients list again.
                     let trigger = listener.replace_watch_drain();
                     let deadline = self.deadline();
                     self.draining.spawn_local(async move {
@@ -254,7 +248,8 @@ impl Worker {
         }
     }
 
-    /// What serves the requests of an L7 listener. State of the `current` service is kept.
+    /// The service of an L7 listener's requests. It keeps the proven tokens and the tunnels of the `current`
+    /// service.
     fn service(
         &mut self,
         bound: &BoundListener,
@@ -327,7 +322,7 @@ impl Worker {
         DrainDeadline::new(self.drain_timeout, self.setup.force.clone())
     }
 
-    /// Drains everything. The clients need no drain of their own: they end with the process.
+    /// Drains all listeners. The upstream clients need no drain, since the process ends afterwards.
     async fn drain(mut self) {
         let deadline = self.deadline();
         for listener in self.listeners {

@@ -16,14 +16,13 @@ use crate::proxy::request_body;
 /// Started worker threads.
 pub struct WorkerThreads {
     pub commands: CommandSender,
-    /// Joined at shutdown.
     pub threads: Vec<JoinHandle<()>>,
-    /// Whether the event loop of each runs.
+    /// One for the event loop of each worker.
     pub liveness: Vec<Liveness>,
 }
 
-/// Starts `count` workers. They drain when `drain` turns true, and close all open connections
-/// when `force` does.
+/// Starts `count` workers. They drain when `drain` becomes true, and close all open connections when `force`
+/// does.
 pub fn start(
     count: usize,
     metrics: &Arc<Metrics>,
@@ -55,8 +54,8 @@ pub fn start(
     Ok(started)
 }
 
-/// Sends commands to all workers. A worker whose thread has panicked misses them; `/livez` reports
-/// it as stalled.
+/// Sends commands to all workers. A worker whose thread has panicked receives none; `/livez` reports it as
+/// stalled.
 pub struct CommandSender(Vec<UnboundedSender<Command>>);
 
 impl CommandSender {
@@ -64,8 +63,8 @@ impl CommandSender {
         self.0.len()
     }
 
-    /// Makes every worker serve `active`; `new_sockets` are the sockets that each does not have
-    /// yet. The returned future completes when all workers have applied it.
+    /// Makes every worker serve `active`. `new_sockets` are the sockets that each worker does not have yet. The
+    /// returned future completes when all workers have applied the configuration.
     pub fn apply(
         &self,
         active: &ActiveConfig,
@@ -85,7 +84,7 @@ impl CommandSender {
         })
     }
 
-    /// Makes every worker stop accepting. The returned future completes when all have.
+    /// Makes every worker stop accepting. The returned future completes when all have stopped.
     pub fn release_sockets(&self) -> impl Future<Output = ()> + use<> {
         self.send(&mut Command::ReleaseSockets)
     }
@@ -96,7 +95,7 @@ impl CommandSender {
             let _ = worker.send(command(done.clone()));
         }
         drop(done);
-        // The channel closes when the last worker has dropped its sender.
+        // The channel closes when all workers have dropped their senders.
         async move { while all_done.recv().await.is_some() {} }
     }
 }

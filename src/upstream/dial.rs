@@ -75,14 +75,14 @@ pub struct DialedConnection {
 
 /// Opens an HTTP/2 connection within `limit`.
 pub async fn dial_h2(
-    outgoing: &Connector,
+    connector: &Connector,
     endpoint: &Endpoint,
     tls: &Arc<ClientConfig>,
     limit: ConnectTimeout,
 ) -> Result<DialedConnection, ConnectFailure> {
     // Boxed, because the handshakes of rustls and h2 keep 30 KiB of state while they wait.
     Box::pin(race(endpoint, limit, |address| async move {
-        let tcp = connect(outgoing, address).await?;
+        let tcp = connect(connector, address).await?;
         let _handshake = endpoint.track_handshake();
         let (stream, observer) = secure(tcp, endpoint, address, tls).await?;
         if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
@@ -107,13 +107,13 @@ pub async fn dial_h2(
 
 /// Opens a TLS connection with ALPN `http/1.1` for one upgrade, within `limit`.
 pub async fn dial_http1(
-    outgoing: &Connector,
+    connector: &Connector,
     endpoint: &Endpoint,
     tls: &Arc<ClientConfig>,
     limit: ConnectTimeout,
 ) -> Result<(UpstreamStream, StreamObserver), ConnectFailure> {
     Box::pin(race(endpoint, limit, |address| async move {
-        let tcp = connect(outgoing, address).await?;
+        let tcp = connect(connector, address).await?;
         let _handshake = endpoint.track_handshake();
         secure(tcp, endpoint, address, tls).await.map_err(|mut failure| {
             // HTTP/2 was not offered, so the failure does not show that the peer lacks it.
@@ -156,8 +156,8 @@ where
     })
 }
 
-async fn connect(outgoing: &Connector, address: SocketAddr) -> Result<TcpStream, ConnectFailure> {
-    outgoing.connect(address).await.map_err(|error| {
+async fn connect(connector: &Connector, address: SocketAddr) -> Result<TcpStream, ConnectFailure> {
+    connector.connect(address).await.map_err(|error| {
         let kind = if resource_limits::is_local_shortage(&error, address) {
             ConnectFailureKind::LocalShortage
         } else {

@@ -79,10 +79,10 @@ pub async fn open(
     let mut reasons = Vec::new();
     loop {
         if let Some(Candidate { endpoint, .. }) = candidates.next() {
-            let (tls, outgoing) = (Arc::clone(&tls.http1), upstream.outgoing());
+            let (tls, connector) = (Arc::clone(&tls.http1), upstream.connector());
             attempts.spawn_local(async move {
                 let limit = endpoint.connect_timeout(base);
-                match dial_http1(&outgoing, &endpoint, &tls, limit).await {
+                match dial_http1(&connector, &endpoint, &tls, limit).await {
                     Ok((stream, observer)) => {
                         endpoint.metrics.dialled("ok");
                         Ok(Http1Connection { endpoint, stream, observer, tunnel_dead_after })

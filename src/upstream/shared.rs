@@ -28,7 +28,7 @@ pub struct Upstream {
     pub sources: Sources,
     /// The metrics of the process.
     pub metrics: Arc<Metrics>,
-    outgoing: ArcSwap<Connector>,
+    connector: ArcSwap<Connector>,
     reconfigured: Notify,
     endpoints_changed: Notify,
 }
@@ -44,7 +44,7 @@ impl Upstream {
             credentials,
             config: ArcSwap::from_pointee(config),
             metrics: Arc::clone(metrics),
-            outgoing: ArcSwap::default(),
+            connector: ArcSwap::default(),
             reconfigured: Notify::new(),
             endpoints_changed: Notify::new(),
         }
@@ -80,13 +80,13 @@ impl Upstream {
     }
 
     /// How a connection is opened now.
-    pub fn outgoing(&self) -> Arc<Connector> {
-        self.outgoing.load_full()
+    pub fn connector(&self) -> Arc<Connector> {
+        self.connector.load_full()
     }
 
     /// Changes how connections are opened from now on.
-    pub fn set_outgoing(&self, outgoing: Arc<Connector>) {
-        self.outgoing.store(outgoing);
+    pub fn set_connector(&self, connector: Arc<Connector>) {
+        self.connector.store(connector);
     }
 
     /// Limits and thresholds now. Load it once for each decision: a reload may swap it in between.

@@ -1,4 +1,4 @@
-//! Requests over real sockets on port 0, as raw bytes, since some are malformed.
+//! The admin endpoint over real sockets. Requests are sent as raw bytes, since some are malformed.
 
 use super::*;
 use crate::admin::connections::MAX_CONNECTIONS;
@@ -18,7 +18,7 @@ impl StatusProvider for FakeStatus {
     }
 
     fn readiness(&self) -> Readiness {
-        let part = |name: &str, ok, detail: &str| ReadinessCheck {
+        let check = |name: &str, ok, detail: &str| ReadinessCheck {
             name: name.into(),
             ok,
             detail: detail.into(),
@@ -27,9 +27,9 @@ impl StatusProvider for FakeStatus {
         Readiness {
             ready: self.ready,
             checks: vec![
-                part("listener apiserver", true, ""),
-                part("identity 0", true, "awaited"),
-                part("upstream control-plane", self.ready, detail),
+                check("listener apiserver", true, ""),
+                check("identity 0", true, "awaited"),
+                check("upstream control-plane", self.ready, detail),
             ],
         }
     }
@@ -51,7 +51,7 @@ impl StatusProvider for FakeStatus {
     }
 
     fn metrics(&self) -> String {
-        assert!(self.alive, "a panic, on purpose");
+        assert!(self.alive, "a panic for the test");
         "jackstay_build_info 1\n".into()
     }
 }
@@ -67,21 +67,21 @@ fn start(alive: bool, ready: bool) -> SocketAddr {
 async fn send(address: SocketAddr, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).await.expect("it listens");
     stream.write_all(bytes).await.expect("it reads");
-    answer_on(stream).await
+    read_response(stream).await
 }
 
-async fn answer_on(mut stream: TcpStream) -> String {
-    let mut answer = Vec::new();
+async fn read_response(mut stream: TcpStream) -> String {
+    let mut response = Vec::new();
     // The server closes after one response, possibly with a reset.
-    let _ = stream.read_to_end(&mut answer).await;
-    String::from_utf8_lossy(&answer).into_owned()
+    let _ = stream.read_to_end(&mut response).await;
+    String::from_utf8_lossy(&response).into_owned()
 }
 
-/// Status, head and body of one request.
-async fn ask(address: SocketAddr, method: &str, path: &str) -> (u16, String, String) {
+/// Status, head and body of the response to one request.
+async fn request(address: SocketAddr, method: &str, path: &str) -> (u16, String, String) {
     let head = format!("{method} {path} HTTP/1.1\r\nHost: localhost:9643\r\n\r\n");
-    let answer = send(address, head.as_bytes()).await;
-    let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
+    let response = send(address, head.as_bytes()).await;
+    let (head, body) = response.split_once("\r\n\r\n").expect("a head");
     let code = head.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a code");
     (code, head.to_owned(), body.to_owned())
 }
@@ -89,7 +89,7 @@ async fn ask(address: SocketAddr, method: &str, path: &str) -> (u16, String, Str
 #[tokio::test]
 async fn serve_each_route_returns_type_headers_and_body() {
     let address = start(true, true);
-    for (path, kind, part) in [
+    for (path, content_type, content) in [
         ("/livez", "text/plain; charset=utf-8", "ok\n"),
         ("/livez?verbose", "text/plain; charset=utf-8", "ok\n"),
         ("/readyz", "text/plain; charset=utf-8", "[+]listener apiserver ok\n"),
@@ -100,27 +100,27 @@ async fn serve_each_route_returns_type_headers_and_body() {
         ("/config", "application/json", "\"workers\": 1"),
         ("/", "text/html; charset=utf-8", "<!doctype html>"),
     ] {
-        let (code, head, body) = ask(address, "GET", path).await;
+        let (code, head, body) = request(address, "GET", path).await;
         assert_eq!(code, 200, "{path}");
-        assert!(head.contains(&format!("content-type: {kind}\r\n")), "{path}: {head}");
+        assert!(head.contains(&format!("content-type: {content_type}\r\n")), "{path}: {head}");
         assert!(head.contains("x-content-type-options: nosniff"), "{head}");
         assert!(head.contains("content-security-policy: default-src 'none'"), "{head}");
-        assert!(body.contains(part), "{path}: {body}");
+        assert!(body.contains(content), "{path}: {body}");
 
-        let (code, head, body) = ask(address, "HEAD", path).await;
+        let (code, head, body) = request(address, "HEAD", path).await;
         assert_eq!((code, body.as_str()), (200, ""), "{path}");
         assert!(head.contains("content-length: "), "{head}");
     }
 }
 
 #[tokio::test]
-async fn readyz_failed_check_is_one_line_with_its_detail() {
-    let (code, _, body) = ask(start(true, false), "GET", "/readyz").await;
+async fn serve_readyz_with_failed_check_returns_503_and_one_line_per_check() {
+    let (code, _, body) = request(start(true, false), "GET", "/readyz").await;
     let expected = "[+]listener apiserver ok\n[+]identity 0 ok: awaited\n\
         [-]upstream control-plane: no endpoint usable: refused\nreadyz check failed\n";
     assert_eq!((code, body.as_str()), (503, expected));
 
-    let (code, _, body) = ask(start(false, true), "GET", "/livez").await;
+    let (code, _, body) = request(start(false, true), "GET", "/livez").await;
     assert_eq!((code, body.as_str()), (503, "not alive: worker 0: event loop stalled\n"));
 }
 
@@ -128,12 +128,12 @@ async fn readyz_failed_check_is_one_line_with_its_detail() {
 async fn serve_other_methods_and_paths_are_refused() {
     let address = start(true, true);
     for method in ["POST", "PUT", "DELETE", "OPTIONS", "BREW"] {
-        let (code, head, _) = ask(address, method, "/status").await;
+        let (code, head, _) = request(address, method, "/status").await;
         assert_eq!(code, 405, "{method}");
         assert!(head.contains("allow: GET, HEAD"), "{head}");
     }
     for path in ["/nothing", "/status/", "/livez/x", "//", "/../etc/passwd", "/%00"] {
-        let (code, _, body) = ask(address, "GET", path).await;
+        let (code, _, body) = request(address, "GET", path).await;
         assert_eq!(code, 404, "{path}");
         assert!(body.contains("/readyz") && body.contains("/config"), "{body}");
     }
@@ -142,71 +142,72 @@ async fn serve_other_methods_and_paths_are_refused() {
 #[tokio::test]
 async fn serve_foreign_host_on_loopback_is_refused() {
     let address = start(true, true);
-    let answer = send(address, b"GET /config HTTP/1.1\r\nHost: evil.example\r\n\r\n").await;
-    assert!(answer.starts_with("HTTP/1.1 421 "), "{answer}");
-    assert!(!answer.contains("workers"), "{answer}");
+    let response = send(address, b"GET /config HTTP/1.1\r\nHost: evil.example\r\n\r\n").await;
+    assert!(response.starts_with("HTTP/1.1 421 "), "{response}");
+    assert!(!response.contains("workers"), "{response}");
     let two = b"GET /config HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n";
     assert!(!send(address, two).await.contains("workers"));
-    let answer = send(address, b"GET /livez HTTP/1.0\r\n\r\n").await;
-    assert!(answer.starts_with("HTTP/1.0 200 "), "{answer}");
+    let response = send(address, b"GET /livez HTTP/1.0\r\n\r\n").await;
+    assert!(response.starts_with("HTTP/1.0 200 "), "{response}");
 }
 
 #[tokio::test]
 async fn serve_malformed_request_and_panic_affect_only_their_connection() {
     let address = start(true, true);
     let long = [b"GET /".as_slice(), &vec![b'a'; 100_000], b" HTTP/1.1\r\n\r\n"].concat();
-    let garbage: [&[u8]; 5] = [
+    let malformed: [&[u8]; 5] = [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
         b"\r\n\r\n \0\r\n",
         b"GET\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
         &long,
     ];
-    for bytes in garbage {
-        let answer = send(address, bytes).await;
-        assert!(!answer.contains(" 200 "), "{answer}");
+    for bytes in malformed {
+        let response = send(address, bytes).await;
+        assert!(!response.contains(" 200 "), "{response}");
     }
-    assert_eq!(ask(address, "GET", "/livez").await.0, 200);
+    assert_eq!(request(address, "GET", "/livez").await.0, 200);
 
-    let broken = start(false, true);
-    assert_eq!(send(broken, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").await, "");
-    assert_eq!(ask(broken, "GET", "/readyz").await.0, 200);
+    // `metrics` panics if the process is not alive.
+    let panicking = start(false, true);
+    assert_eq!(send(panicking, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").await, "");
+    assert_eq!(request(panicking, "GET", "/readyz").await.0, 200);
 }
 
 #[tokio::test(start_paused = true)]
-async fn serve_all_slots_silent_answers_next_request() {
+async fn serve_with_idle_connections_in_all_slots_answers_the_next_request() {
     let address = start(true, true);
-    let mut silent = Vec::new();
+    let mut idle = Vec::new();
     for _ in 0..MAX_CONNECTIONS + 10 {
-        silent.push(TcpStream::connect(address).await.expect("the backlog takes it"));
+        idle.push(TcpStream::connect(address).await.expect("the backlog takes it"));
     }
-    // The paused clock advances whenever no task can run, here to the head timeouts.
-    assert_eq!(ask(address, "GET", "/livez").await.0, 200);
+    // The paused clock advances to the next timer when no task can run.
+    assert_eq!(request(address, "GET", "/livez").await.0, 200);
 }
 
 #[tokio::test(start_paused = true)]
-async fn serve_all_slots_silent_evicts_oldest_before_head_timeout() {
+async fn serve_with_idle_connections_in_all_slots_evicts_the_oldest_within_a_second() {
     let address = start(true, true);
-    let mut silent = Vec::new();
+    let mut idle = Vec::new();
     for _ in 0..MAX_CONNECTIONS + 100 {
-        silent.push(TcpStream::connect(address).await.expect("the backlog takes it"));
+        idle.push(TcpStream::connect(address).await.expect("the backlog takes it"));
     }
-    let begun = Instant::now();
-    assert_eq!(ask(address, "GET", "/livez").await.0, 200);
-    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    let start_time = Instant::now();
+    assert_eq!(request(address, "GET", "/livez").await.0, 200);
+    assert!(start_time.elapsed() < Duration::from_secs(1), "{:?}", start_time.elapsed());
     // The oldest connection is evicted, the newest one stays.
     let mut byte = [0];
-    assert_eq!(silent[0].read(&mut byte).await.unwrap_or(0), 0);
-    let newest = silent.last_mut().expect("many");
+    assert_eq!(idle[0].read(&mut byte).await.unwrap_or(0), 0);
+    let newest = idle.last_mut().expect("a connection");
     let request = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n";
     newest.write_all(request).await.expect("it is open");
-    let mut answer = Vec::new();
-    newest.read_to_end(&mut answer).await.expect("an answer");
-    assert!(answer.starts_with(b"HTTP/1.1 200 "), "{}", String::from_utf8_lossy(&answer));
+    let mut response = Vec::new();
+    newest.read_to_end(&mut response).await.expect("a response");
+    assert!(response.starts_with(b"HTTP/1.1 200 "), "{}", String::from_utf8_lossy(&response));
 }
 
 #[tokio::test]
-async fn serve_unix_returns_same_responses_as_tcp() {
+async fn serve_unix_answers_probes() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("admin.sock");
     let listener = crate::net::sockets::listening::listen_unix(&path).expect("a socket");
@@ -216,17 +217,18 @@ async fn serve_unix_returns_same_responses_as_tcp() {
         let mut stream = tokio::net::UnixStream::connect(&path).await.expect("it listens");
         let request = format!("GET {route} HTTP/1.0\r\n\r\n");
         stream.write_all(request.as_bytes()).await.expect("it reads");
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await.expect("an answer");
-        assert!(answer.starts_with(&format!("HTTP/1.0 {code} ")), "{answer}");
+        let mut response = String::new();
+        stream.read_to_string(&mut response).await.expect("a response");
+        assert!(response.starts_with(&format!("HTTP/1.0 {code} ")), "{response}");
     }
 }
 
-/// A socket that stops before its first accept, with more connections in its queue than slots.
-async fn stopped_with_queue(
-    why: StopReason,
+/// Serves a socket that is stopped before the first accept, while more connections than slots wait in its
+/// accept queue. Returns its address, the clients, and a duplicate of the socket.
+async fn serve_stopped_with_queue(
+    reason: StopReason,
 ) -> (SocketAddr, Vec<TcpStream>, std::net::TcpListener) {
-    // The standard library's listener has a backlog of 128.
+    // The listener of the standard library has a backlog of only 128.
     let any = "127.0.0.1:0".parse().expect("an address");
     let socket = listening::listen(any, false).expect("a free port");
     let copy = socket.try_clone().expect("a descriptor");
@@ -240,19 +242,19 @@ async fn stopped_with_queue(
         queue.push(stream);
     }
     tokio::spawn(
-        admin.serve(Arc::new(FakeStatus { alive: true, ready: true }), async move { why }),
+        admin.serve(Arc::new(FakeStatus { alive: true, ready: true }), async move { reason }),
     );
     (address, queue, copy)
 }
 
 #[tokio::test]
 async fn serve_socket_moved_answers_its_accept_queue() {
-    let (address, queue, copy) = stopped_with_queue(StopReason::Moved).await;
-    // As the caller does, so that the served copy is the last one.
+    let (address, queue, copy) = serve_stopped_with_queue(StopReason::Moved).await;
+    // The served socket is then the last duplicate, as in production.
     drop(copy);
     for stream in queue {
-        let answer = answer_on(stream).await;
-        assert!(answer.starts_with("HTTP/1.1 200 "), "{answer:?}");
+        let response = read_response(stream).await;
+        assert!(response.starts_with("HTTP/1.1 200 "), "{response:?}");
     }
     let refused = TcpStream::connect(address).await.expect_err("it is closed");
     assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
@@ -260,12 +262,12 @@ async fn serve_socket_moved_answers_its_accept_queue() {
 
 #[tokio::test]
 async fn serve_socket_taken_over_leaves_its_accept_queue() {
-    let (_, queue, copy) = stopped_with_queue(StopReason::TakenOver).await;
-    let next = Admin::from_std(copy).expect("a socket");
+    let (_, queue, copy) = serve_stopped_with_queue(StopReason::TakenOver).await;
+    let next_process = Admin::from_std(copy).expect("a socket");
     let status = Arc::new(FakeStatus { alive: false, ready: true });
-    tokio::spawn(next.serve(status, std::future::pending()));
+    tokio::spawn(next_process.serve(status, std::future::pending()));
     for stream in queue {
-        let answer = answer_on(stream).await;
-        assert!(answer.starts_with("HTTP/1.1 503 "), "served by the next process: {answer:?}");
+        let response = read_response(stream).await;
+        assert!(response.starts_with("HTTP/1.1 503 "), "served by the next process: {response:?}");
     }
 }

@@ -1,5 +1,5 @@
-//! The tasks on the control thread that belong to the active configuration: they start and end with
-//! the upstreams, listeners and sockets that they serve.
+//! The tasks of the control thread for the active configuration. Each starts and ends with the upstream,
+//! listener or socket that it serves.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::net::sockets::listening;
 use crate::net::tls::serving::ServingTls;
 use crate::upstream::Upstream;
 
-/// How long opening the takeover socket may take before it is logged: it creates a file.
+/// Time for opening the takeover socket, which creates a file. After it, a warning is logged.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The running tasks.
@@ -43,12 +43,12 @@ pub struct Tasks {
 struct AdminServer {
     socket: Arc<AdminSocket>,
     task: AbortHandle,
-    /// Sent when the endpoint moves to another socket; dropped when another process serves it.
+    /// Sent when the endpoint moves to another socket; dropped when another process serves the socket.
     stop: Option<oneshot::Sender<StopReason>>,
 }
 
 impl Tasks {
-    /// No tasks yet. They show `status` to operators and share `context`.
+    /// Without tasks. `status` is the content of the admin endpoint; `context` is for discovery.
     pub fn new(status: Arc<ProcessStatus>, context: Arc<SharedContext>) -> Self {
         Self {
             status,
@@ -61,7 +61,7 @@ impl Tasks {
         }
     }
 
-    /// Starts discovery and certificate tasks for new upstreams and listeners.
+    /// Starts the tasks of new upstreams and listeners, and shows the configuration in the status.
     pub fn start_new(&mut self, active: &ActiveConfig) {
         self.status.show(active);
         self.context.bound.store(Arc::new(active.listen_addresses().to_vec()));
@@ -91,24 +91,24 @@ impl Tasks {
         }
     }
 
-    /// Ends the tasks of upstreams and listeners that are not configured any more.
+    /// Ends the tasks of removed upstreams and listeners, and removes the endpoints of these upstreams.
     pub fn end_removed(&mut self, active: &ActiveConfig) {
         self.upstreams.retain(|(known, tasks)| {
-            let stays = active.upstreams.iter().any(|upstream| Arc::ptr_eq(known, upstream));
-            if !stays {
+            let is_active = active.upstreams.iter().any(|upstream| Arc::ptr_eq(known, upstream));
+            if !is_active {
                 tasks.iter().for_each(AbortHandle::abort);
-                // The connections of its endpoints drain.
+                // Their connections drain.
                 endpoint_set::replace_endpoints(known, &[]);
             }
-            stays
+            is_active
         });
         self.listeners.retain(|(known, task)| {
             let mut tls = active.listeners.iter().filter_map(|listener| listener.mode.tls());
-            let stays = tls.any(|tls| Arc::ptr_eq(known, tls));
-            if !stays {
+            let is_active = tls.any(|tls| Arc::ptr_eq(known, tls));
+            if !is_active {
                 task.abort();
             }
-            stays
+            is_active
         });
     }
 
@@ -118,15 +118,16 @@ impl Tasks {
         self.serve_admin_unix(active.config.admin.socket.as_ref());
     }
 
-    /// Stops accepting on the admin endpoint's TCP socket, since another process has it. Open
-    /// connections get their answers.
+    /// Stops accepting on the TCP socket of the admin endpoint, since another process serves it. Open
+    /// connections get their responses.
     pub fn release_admin(&mut self) {
         if let Some(admin) = &mut self.admin {
             admin.stop = None;
         }
     }
 
-    /// Connections on the previous socket are served for as long as an answer may take.
+    /// Serves the admin endpoint on this socket. Connections of a previous socket have [`CONNECTION_TIME`] to
+    /// end.
     fn serve_admin_tcp(&mut self, socket: &Arc<AdminSocket>) {
         if self.admin.as_ref().is_some_and(|known| Arc::ptr_eq(&known.socket, socket)) {
             return;
@@ -144,7 +145,8 @@ impl Tasks {
         let task = spawn_local(admin.serve(status, stop)).abort_handle();
         let server = AdminServer { socket: Arc::clone(socket), task, stop: Some(sender) };
         let Some(AdminServer { socket, task, stop }) = self.admin.replace(server) else { return };
-        // The task has the last duplicate of the socket, and accepts what is in its queue.
+        // The task of the previous socket then has its last duplicate. It accepts the queued connections
+        // before it closes the socket.
         drop(socket);
         if let Some(stop) = stop {
             // The task may have ended.
@@ -156,7 +158,8 @@ impl Tasks {
         });
     }
 
-    /// The socket is opened on a blocking thread: a disk that hangs blocks nothing else.
+    /// Serves the admin endpoint on a Unix socket. It is opened on a blocking thread, so that a disk that hangs
+    /// does not block the control thread.
     fn serve_admin_unix(&mut self, path: Option<&PathBuf>) {
         let Some(path) = path_to_serve(&mut self.admin_unix, path.cloned()) else { return };
         let status: Arc<dyn StatusProvider> = Arc::clone(&self.status) as _;
@@ -180,12 +183,12 @@ impl Tasks {
         self.admin_unix = Some((path, task.abort_handle()));
     }
 
-    /// Serves takeover requests in the configured state directory. `replace` allows to replace the
-    /// socket of the process that this one has taken over from. `replaced` turns true once another
-    /// process has taken over. A socket that could not be opened is retried by the next call.
+    /// Serves takeover requests in the configured state directory, unless a task does already. With `replace`,
+    /// replaces the socket of the process that this one has taken over from. `replaced` becomes true when
+    /// another process has taken over. If a socket cannot be opened, the next call tries again.
     ///
-    /// The socket is opened on a blocking thread: a disk that hangs, or another process that does
-    /// not answer, prevents takeovers and nothing else.
+    /// The socket is opened on a blocking thread, so that a disk that hangs, or another process that does not
+    /// answer, prevents only takeovers.
     pub async fn serve_takeover(
         &mut self,
         active: &ActiveConfig,
@@ -223,7 +226,7 @@ impl Tasks {
     }
 }
 
-/// Returns `path` unless the `current` task serves it; a task that serves another path ends.
+/// Returns `path` if the `current` task does not serve it, and then ends that task.
 fn path_to_serve(
     current: &mut Option<(PathBuf, AbortHandle)>,
     path: Option<PathBuf>,

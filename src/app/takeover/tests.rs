@@ -1,4 +1,4 @@
-//! The takeover protocol, with each side failing at every step.
+//! The takeover protocol, also with a peer that fails at one of its steps.
 
 use super::*;
 use std::net::{SocketAddr, TcpListener};
@@ -6,11 +6,11 @@ use std::os::unix::fs::PermissionsExt;
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::task::{JoinHandle, spawn_blocking};
 
-/// The running process: a socket, and the server that hands it over.
+/// A running process: a listening socket, and the server that hands it over.
 struct OldProcess {
     dir: tempfile::TempDir,
     address: SocketAddr,
-    /// Ends with the pid of the new process once that has requested the release.
+    /// Serves the requests of the server. Returns the PID with the release request.
     released: JoinHandle<Option<i32>>,
     server: JoinHandle<()>,
 }
@@ -42,10 +42,10 @@ impl OldProcess {
         spawn_blocking(move || request_sockets(&path)).await.unwrap()
     }
 
-    /// Sends a line and returns the answer.
-    async fn answer(&self, line: &'static str) -> String {
+    /// Sends a line, then the end of the stream, and returns the answer.
+    async fn exchange(&self, line: &'static str) -> String {
         let path = socket_path(self.dir.path());
-        let exchange = move || {
+        let run = move || {
             let mut stream = BlockingStream::connect(path).unwrap();
             stream.write_all(line.as_bytes()).unwrap();
             stream.shutdown(std::net::Shutdown::Write).unwrap();
@@ -54,7 +54,7 @@ impl OldProcess {
             let _ = stream.read_to_string(&mut answer);
             answer
         };
-        spawn_blocking(exchange).await.unwrap()
+        spawn_blocking(run).await.unwrap()
     }
 }
 
@@ -77,7 +77,7 @@ async fn takeover_hands_over_sockets_and_their_queues() {
 }
 
 #[tokio::test]
-async fn takeover_fails_when_the_new_process_disconnects() {
+async fn takeover_with_disconnecting_new_process_leaves_the_old_one_serving() {
     let old = OldProcess::start();
     for _ in 0..3 {
         let (predecessor, sockets) = old.request().await.unwrap().expect("a process serves");
@@ -90,26 +90,29 @@ async fn takeover_fails_when_the_new_process_disconnects() {
 }
 
 #[tokio::test]
-async fn takeover_refuses_unknown_messages() {
+async fn takeover_with_unknown_messages_is_refused() {
     let old = OldProcess::start();
     assert_eq!(
-        old.answer("jackstay take-over 2\n").await,
+        old.exchange("jackstay take-over 2\n").await,
         "this process understands `jackstay take-over 1`\n"
     );
     let long: &str = "0123456789abcdef".repeat(100).leak();
     for nonsense in ["", "jackstay", "\n", long] {
-        let answer = old.answer(nonsense).await;
+        let answer = old.exchange(nonsense).await;
         assert!(!answer.contains("sockets"), "{nonsense}: {answer}");
     }
     // `left` is not the message that the server expects after the sockets.
-    assert_eq!(old.answer("jackstay take-over 1\nleft\n").await.lines().next(), Some("sockets 1"));
+    assert_eq!(
+        old.exchange("jackstay take-over 1\nleft\n").await.lines().next(),
+        Some("sockets 1")
+    );
     assert!(!old.released.is_finished() && !old.server.is_finished());
     assert!(old.request().await.unwrap().is_some());
 }
 
-/// A process that sends no request, or does not serve, delays others by the two timeouts only.
+/// A process that sends no request, and one that does not serve, delay others only until their timeouts.
 #[tokio::test]
-async fn takeover_of_a_silent_process_times_out() {
+async fn takeover_by_a_silent_process_times_out() {
     let old = OldProcess::start();
     let _silent = BlockingStream::connect(socket_path(old.dir.path())).unwrap();
     let (first, _) = old.request().await.unwrap().expect("the server answers");
@@ -117,13 +120,13 @@ async fn takeover_of_a_silent_process_times_out() {
     tokio::time::advance(SERVE_TIMEOUT + Duration::from_secs(1)).await;
     tokio::time::resume();
     let (second, _) = old.request().await.unwrap().expect("the server answers");
-    assert!(first.replace().await.is_err(), "too late");
+    assert!(first.replace().await.is_err(), "its time to serve is over");
     assert!(!old.released.is_finished());
     second.replace().await.unwrap();
 }
 
 #[tokio::test]
-async fn request_reports_unexpected_answers() {
+async fn request_sockets_reports_unexpected_answers() {
     let dir = tempfile::tempdir().unwrap();
     let path = socket_path(dir.path());
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
@@ -134,7 +137,7 @@ async fn request_reports_unexpected_answers() {
         ("sockets 1\n", "the other process closed the connection"),
         ("", "the other process closed the connection"),
     ] {
-        let asked = {
+        let request = {
             let path = path.clone();
             spawn_blocking(move || request_sockets(&path))
         };
@@ -143,7 +146,7 @@ async fn request_reports_unexpected_answers() {
         stream.read_exact(&mut line).unwrap();
         stream.write_all(answer.as_bytes()).unwrap();
         drop(stream);
-        let error = asked.await.unwrap().unwrap_err().to_string();
+        let error = request.await.unwrap().unwrap_err().to_string();
         let expected = format!(
             "cannot take over through {}: {expected}; the running process continues to serve",
             path.display()
@@ -152,9 +155,8 @@ async fn request_reports_unexpected_answers() {
     }
 }
 
-/// The process hangs, and its queue is full.
 #[test]
-fn request_fails_at_once_when_the_queue_is_full() {
+fn request_sockets_with_full_accept_queue_fails_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let path = socket_path(dir.path());
     let hanging = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
@@ -170,7 +172,7 @@ fn request_fails_at_once_when_the_queue_is_full() {
 }
 
 #[tokio::test]
-async fn server_replaces_a_stale_socket_file_only() {
+async fn listen_without_replace_refuses_a_served_socket_file() {
     let dir = tempfile::tempdir().unwrap();
     let path = socket_path(dir.path());
     assert!(request_sockets(&path).unwrap().is_none(), "no file");
@@ -181,7 +183,7 @@ async fn server_replaces_a_stale_socket_file_only() {
     assert!(second.to_string().contains("another process"), "{second}");
     let second = TakeoverServer::listen(&path, true).unwrap();
     drop(first);
-    assert!(BlockingStream::connect(&path).is_ok(), "the second server answers");
+    assert!(BlockingStream::connect(&path).is_ok(), "the second server listens");
     drop(second);
     assert!(request_sockets(&path).unwrap().is_none(), "a stale file");
     TakeoverServer::listen(&path, false).unwrap();

@@ -1,8 +1,8 @@
-//! A listener as one worker runs it: its accept loops, its server, and its drain.
+//! A listener of one worker: its accept loops, its server, and its drain.
 //!
-//! A drain stops accepting, announces the end to clients, ends watches at staggered moments and
-//! waits for the rest until its [`DrainDeadline`]. Then it closes all open connections. L4 flows
-//! cannot be announced their end, so they are reset one by one towards the deadline.
+//! A drain stops accepting, sends GOAWAY to clients, ends watches spread over some time, and waits for other
+//! requests until its [`DrainDeadline`]. Then it closes all open connections. The protocol of an L4 flow is
+//! unknown, so no end can be announced: flows are reset, spread over the time until the deadline.
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener as StdListener};
@@ -22,16 +22,16 @@ use crate::proxy::https_server::HttpsServer;
 use crate::proxy::passthrough::forwarder::TcpForwarder;
 use crate::proxy::upstream_client::UpstreamClient;
 
-/// How often a drain checks whether connections are left.
+/// How often a drain checks for open connections.
 pub const DRAIN_POLL: Duration = Duration::from_millis(10);
-/// How long connections may take to end after the drain was forced.
-const FORCED_CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
+/// How long connections may take to close after the deadline.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Longest time over which watches end. Clients reconnect within a second, so the spread keeps a
-/// node with a thousand watches from reconnecting all of them at once.
+/// Maximum time over which the ends of watches are spread. Clients reconnect within a second, so without a
+/// spread a node with a thousand watches would reconnect all of them at once.
 const MAX_SPREAD: Duration = Duration::from_secs(5);
 
-/// The deadline of a drain: a timeout, or the signal to close everything at once.
+/// The deadline of a drain: its timeout, or the signal to close all connections at once.
 #[derive(Debug, Clone)]
 pub struct DrainDeadline {
     start: Instant,
@@ -40,12 +40,12 @@ pub struct DrainDeadline {
 }
 
 impl DrainDeadline {
-    /// A drain that starts now. It is over early if `force` turns true.
+    /// The deadline of a drain that starts now. It is over early if `force` becomes true.
     pub fn new(timeout: Duration, force: watch::Receiver<bool>) -> Self {
         Self { start: Instant::now(), timeout, force }
     }
 
-    /// The time since the start.
+    /// Time since the start of the drain.
     pub fn elapsed(&self) -> Duration {
         self.start.elapsed()
     }
@@ -54,21 +54,21 @@ impl DrainDeadline {
         self.timeout
     }
 
-    /// Whether the drain must end now.
+    /// Whether the deadline has passed.
     pub fn is_over(&self) -> bool {
         self.is_forced() || Instant::now() >= self.start + self.timeout
     }
 
-    /// Whether the drain was ended before its timeout.
+    /// Whether the signal to close all connections was sent.
     pub fn is_forced(&self) -> bool {
         *self.force.borrow()
     }
 
-    /// Waits until the drain must end.
+    /// Waits for the deadline.
     pub async fn over(mut self) {
         let forced = async {
             if self.force.wait_for(|force| *force).await.is_err() {
-                // The sender is gone, so the drain cannot be forced any more.
+                // The sender is dropped, so the drain cannot be forced any more.
                 std::future::pending::<()>().await;
             }
         };
@@ -78,7 +78,7 @@ impl DrainDeadline {
         }
     }
 
-    /// The time over which watches end.
+    /// The time over which the ends of watches are spread.
     pub fn spread(&self) -> Duration {
         MAX_SPREAD.min(self.timeout / 4)
     }
@@ -92,11 +92,11 @@ pub struct WorkerListener {
     drain: DrainTrigger,
     /// Drains the watches on the current upstream.
     watches: (DrainTrigger, DrainWatcher),
-    /// Ends the accept loops of each socket.
+    /// Stops the accept loops of each socket.
     sockets: HashMap<SocketId, DrainTrigger>,
 }
 
-/// What serves the connections of a listener.
+/// The server of a listener's connections.
 pub enum Server {
     /// L7.
     Https(Rc<HttpsServer>),
@@ -131,7 +131,7 @@ impl WorkerListener {
         Self { bound, server, drain, watches, sockets: HashMap::new() }
     }
 
-    /// Whether `bound` is a later configuration of this listener.
+    /// See [`BoundListener::is_same_listener`].
     pub fn is_same_listener(&self, bound: &BoundListener) -> bool {
         self.bound.is_same_listener(bound)
     }
@@ -144,29 +144,29 @@ impl WorkerListener {
         }
     }
 
-    /// What serves the connections.
+    /// The server of the connections.
     pub fn server(&self) -> &Server {
         &self.server
     }
 
-    /// Sets the configuration. Returns whether it has another upstream.
+    /// Sets a changed configuration. Returns whether its upstream is another one.
     pub fn replace_bound(&mut self, bound: Arc<BoundListener>) -> bool {
         let previous = std::mem::replace(&mut self.bound, bound);
         !Arc::ptr_eq(&previous.upstream, &self.bound.upstream)
     }
 
-    /// Drains the watches that start from now on.
+    /// The drain of the watches that start from now on.
     pub fn watch_drain(&self) -> DrainWatcher {
         self.watches.1.clone()
     }
 
-    /// Separates the watches that start from now on from the current ones, whose drain is returned.
+    /// Gives watches that start from now on a drain of their own. Returns the drain of the current watches.
     pub fn replace_watch_drain(&mut self) -> DrainTrigger {
         std::mem::replace(&mut self.watches, drain::channel()).0
     }
 
-    /// Accepts on these sockets and on no others. `new_sockets` holds those that the listener does
-    /// not have yet; they are taken out of it.
+    /// Accepts on exactly these sockets. Those that the listener does not have yet are removed from
+    /// `new_sockets`.
     pub fn listen(
         &mut self,
         sockets: &[(SocketId, SocketAddr)],
@@ -195,8 +195,8 @@ impl WorkerListener {
         });
     }
 
-    /// Stops accepting on some sockets at once. The connections in their queues are left to the
-    /// other owner of the socket.
+    /// Stops accepting on some sockets at once. The connections in their queues are left to the other owner of
+    /// the sockets.
     pub fn release_sockets(&mut self, is_released: impl Fn(SocketId) -> bool) {
         self.sockets.retain(|id, trigger| {
             let released = is_released(*id);
@@ -207,8 +207,7 @@ impl WorkerListener {
         });
     }
 
-    /// Stops accepting, announces the end to clients, waits for them, and closes all open
-    /// connections at the deadline.
+    /// Drains the listener, as the module says.
     pub async fn drain(mut self, deadline: DrainDeadline) {
         let spread = deadline.spread();
         self.listen(&[], &mut HashMap::new());
@@ -239,7 +238,7 @@ impl WorkerListener {
         }
         self.drain.force();
         self.watches.0.force();
-        let end = Instant::now() + FORCED_CLOSE_TIMEOUT;
+        let end = Instant::now() + CLOSE_TIMEOUT;
         while self.server.connections() > 0 && Instant::now() < end {
             sleep(DRAIN_POLL).await;
         }

@@ -132,7 +132,7 @@ impl ReachabilityCheck {
         endpoint: &Arc<Endpoint>,
     ) {
         let Some(tls) = upstream.credentials.tls(CredentialClass::Probe) else { return };
-        let connector = upstream.outgoing();
+        let connector = upstream.connector();
         let mut handshake = std::pin::pin!(handshake(&connector, endpoint, &tls));
         let mut detector = SilenceDetector::new(Instant::now());
         let mut reported = false;

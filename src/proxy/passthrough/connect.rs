@@ -69,7 +69,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
         if now >= next
             && let Some(endpoint) = candidates.next()
         {
-            attempts.spawn_local(attempt(upstream.outgoing(), endpoint));
+            attempts.spawn_local(attempt(upstream.connector(), endpoint));
             next = now + if any_ready { RACE_AFTER } else { pause_without_ready };
             continue;
         }
@@ -102,11 +102,11 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
     Err(reasons.join("; "))
 }
 
-async fn attempt(outgoing: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<Connected, String> {
+async fn attempt(connector: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<Connected, String> {
     let mut why = String::new();
     let mut is_local = false;
     for address in endpoint.socket_addresses() {
-        match outgoing.connect(address).await {
+        match connector.connect(address).await {
             Ok(stream) => {
                 endpoint.metrics.dialled("ok");
                 return Ok((stream, endpoint));

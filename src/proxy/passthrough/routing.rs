@@ -169,7 +169,7 @@ impl Routing {
         let Some(Transparent { listening, destinations }) = &self.transparent else {
             return Ok(None);
         };
-        match interception::classify(client, from, listening, &self.upstream.outgoing()) {
+        match interception::classify(client, from, listening, &self.upstream.connector()) {
             Err(_) => Err(RouteError::ClientClosed),
             Ok(Interception::Direct(to)) => Err(RouteError::NotRedirected(to)),
             Ok(Interception::Loop(to) | Interception::RedirectedToSelf(to)) => {

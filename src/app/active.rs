@@ -1,10 +1,9 @@
 //! The configuration in use, and how the next one replaces it.
 //!
-//! [`PreparedConfig::new`] loads every file and binds every address that the new configuration
-//! needs. It may fail, and then nothing has changed. [`PreparedConfig::activate`] cannot fail. An
-//! upstream, listener or socket that keeps its name or address stays the same object with new
-//! settings, so its connections, health and history continue. A start prepares a configuration
-//! while none is in use.
+//! [`PreparedConfig::new`] loads every file and binds every address that the new configuration needs. If it
+//! fails, nothing has changed. [`PreparedConfig::activate`] cannot fail. An upstream or listener with an
+//! unchanged name, and a socket with an unchanged address, stays the same object with new settings, so its
+//! connections, health and history continue. A start is the same, without a configuration in use.
 
 use std::collections::HashMap;
 use std::io;
@@ -25,8 +24,8 @@ use crate::observe::Metrics;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::{self, Credentials, IdentitySlot};
 
-/// Descriptors for everything but client connections: endpoints, files, threads.
-const RESERVED_DESCRIPTORS: u64 = 64;
+/// Descriptors needed besides those of client connections: for endpoints, files and threads.
+const OTHER_DESCRIPTORS: u64 = 64;
 
 /// A configuration in use, with its resources.
 #[derive(Debug)]
@@ -40,6 +39,7 @@ pub struct ActiveConfig {
     pub sockets: Vec<Arc<BoundSocket>>,
     /// The TCP socket of the admin endpoint.
     pub admin: Arc<AdminSocket>,
+    /// Opens the connections to endpoints.
     connector: Arc<Connector>,
 }
 
@@ -56,8 +56,8 @@ impl ActiveConfig {
         listeners.chain(self.admin.socket().local_addr()).collect()
     }
 
-    /// The sockets that a worker needs to serve this configuration and does not have yet, for each
-    /// worker. `current` is what the workers serve now.
+    /// For each worker, the sockets of this configuration that it does not have yet. The workers serve
+    /// `current`.
     pub fn new_sockets(&self, current: Option<&Self>, workers: usize) -> io::Result<NewSockets> {
         let mut new = Vec::new();
         for listener in &self.listeners {
@@ -66,32 +66,32 @@ impl ActiveConfig {
             let has = |id| current.is_some_and(|current| current.sockets.iter().any(|s| s.0 == id));
             new.extend(listener.sockets.iter().map(|(id, _)| *id).filter(|id| !has(*id)));
         }
-        let sockets = || self.sockets.iter().filter(|socket| new.contains(&socket.id()));
-        let of_worker = |worker| {
-            sockets().map(|socket| Ok((socket.id(), socket.for_worker(worker, workers)?))).collect()
+        let for_worker = |worker| {
+            let sockets = self.sockets.iter().filter(|socket| new.contains(&socket.id()));
+            sockets.map(|socket| Ok((socket.id(), socket.for_worker(worker, workers)?))).collect()
         };
-        (0..workers).map(of_worker).collect()
+        (0..workers).map(for_worker).collect()
     }
 
-    /// Hides each socket that `next` replaces by another one on the same port: connections that
-    /// arrive while a socket is being closed would be reset. Returns whether there was one;
-    /// handshakes that have started on it still complete there.
-    pub fn release_conflicting_sockets(&self, next: &Self) -> bool {
+    /// Excludes each socket that `next` replaces on its port from new connections, which would be reset if
+    /// they arrived while it is closed. Returns whether there is such a socket; TCP handshakes that have
+    /// started on it still complete there.
+    pub fn divert_replaced_sockets(&self, next: &Self) -> bool {
         let mut any = false;
         for socket in &self.sockets {
             let stays = next.sockets.iter().any(|other| other.id() == socket.id());
-            let conflicts =
+            let collides =
                 |other: &Arc<BoundSocket>| config::collide(other.address(), socket.address());
-            if !stays && next.sockets.iter().any(conflicts) {
-                socket.hide();
+            if !stays && next.sockets.iter().any(collides) {
+                socket.divert_new_connections();
                 any = true;
             }
         }
-        self.admin.release_if_conflicting(&next.admin) || any
+        self.admin.divert_if_replaced(&next.admin) || any
     }
 
-    /// Drops the identities that the configuration does not name any more. Called after the
-    /// workers have applied it.
+    /// Drops the identities that the configuration does not name any more. Called when the workers have
+    /// applied it.
     pub fn retire_identities(&self) {
         for upstream in &self.upstreams {
             let wanted = identities_of(&upstream.config(), &self.config);
@@ -116,25 +116,24 @@ impl ActiveConfig {
     }
 }
 
-/// A configuration that is loaded and bound, and not yet in use.
+/// A configuration with its resources, before it is in use.
 #[derive(Debug)]
 pub struct PreparedConfig {
     next: ActiveConfig,
-    /// New settings of upstreams that stay.
+    /// New settings for upstreams in use.
     upstreams: Vec<(Arc<Upstream>, config::Upstream, credentials::PreparedCredentials)>,
-    /// New certificates of listeners that stay.
+    /// New TLS files for listeners in use.
     serving: Vec<(Arc<ServingTls>, serving::LoadedServingTls)>,
-    /// The identities by upstream name.
+    /// The identities of each upstream, by its name.
     identities: HashMap<String, Vec<Arc<IdentitySlot>>>,
 }
 
 impl PreparedConfig {
-    /// Loads every file and binds every address that is not in use already. `current` is the
-    /// configuration in use; matching `inherited` sockets are taken before new ones are bound.
+    /// Loads every file, and binds every address that the `current` configuration does not have. Matching
+    /// `inherited` sockets are used before new ones are bound.
     ///
     /// # Errors
-    /// The first file that cannot be loaded or address that cannot be bound; nothing has changed
-    /// then.
+    /// The first file that cannot be loaded or address that cannot be bound. Nothing has changed then.
     pub fn new(
         config: Config,
         current: Option<&ActiveConfig>,
@@ -183,13 +182,13 @@ impl PreparedConfig {
         Ok(prepared)
     }
 
-    /// What will be in use.
+    /// The configuration that [`Self::activate`] puts into use.
     pub fn next(&self) -> &ActiveConfig {
         &self.next
     }
 
-    /// Puts everything into use that needs no worker. Identities that are no longer configured stay
-    /// for the workers until [`ActiveConfig::retire_identities`].
+    /// Puts the configuration into use, except for the workers, which apply it afterwards. They may use removed
+    /// identities until [`ActiveConfig::retire_identities`].
     pub fn activate(self) -> ActiveConfig {
         for (upstream, config, prepared) in self.upstreams {
             upstream.credentials.install(prepared);
@@ -227,8 +226,8 @@ impl PreparedConfig {
             let new = Upstream::new(config.clone(), credentials, metrics);
             new.set_connector(Arc::clone(&self.next.connector));
             let endpoints = endpoint_set::static_endpoints(config);
-            let mut placed = endpoint_set::replace_endpoints(&new, &endpoints);
-            if let Some(why) = placed.refused.pop() {
+            let mut replaced = endpoint_set::replace_endpoints(&new, &endpoints);
+            if let Some(why) = replaced.refused.pop() {
                 return Err(StartError::configuration(&why));
             }
             (Arc::new(new), slots)
@@ -256,10 +255,10 @@ impl PreparedConfig {
                     }
                     None => Arc::new(ServingTls::new(prepared)),
                 };
-                let all = self.identities.get(&config.upstream).map_or(&[][..], Vec::as_slice);
+                let slots = self.identities.get(&config.upstream).map_or(&[][..], Vec::as_slice);
                 let wanted = terminate.identities.iter();
                 let identities =
-                    wanted.filter_map(|paths| all.iter().find(|slot| slot.paths == *paths));
+                    wanted.filter_map(|paths| slots.iter().find(|slot| slot.paths == *paths));
                 Ok(ListenerMode::Terminate {
                     tls,
                     identities: identities.cloned().collect(),
@@ -282,28 +281,26 @@ impl PreparedConfig {
     }
 }
 
-/// How connections to endpoints are opened: with `SO_MARK` if a listener is transparent.
+/// The connector for endpoints: with `SO_MARK` and loop detection if a listener is transparent. The one in use
+/// is kept if its mark stays, since it remembers the connections by which loops are detected.
 fn connector(
     config: &Config,
     current: Option<&ActiveConfig>,
 ) -> Result<Arc<Connector>, StartError> {
-    let transparent = |config: &Config| -> Option<(String, u32)> {
-        let listener = config.listeners.iter().find(|listener| listener.transparent)?;
-        Some((listener.name.clone(), config.mark))
-    };
-    let wanted = transparent(config);
-    let mark = |of: &Option<(String, u32)>| of.as_ref().map(|(_, mark)| *mark);
-    if let Some(now) = current.filter(|now| mark(&transparent(&now.config)) == mark(&wanted)) {
-        // It remembers the connections that it has opened, by which loops are detected.
-        return Ok(Arc::clone(&now.connector));
+    let transparent = |config: &Config| config.listeners.iter().any(|l| l.transparent);
+    let mark = |config: &Config| transparent(config).then_some(config.mark);
+    if let Some(current) = current.filter(|current| mark(&current.config) == mark(config)) {
+        return Ok(Arc::clone(&current.connector));
     }
-    let Some((listener, mark)) = wanted else { return Ok(Arc::default()) };
-    let connector = Connector::marked(mark).map(Arc::new);
-    let what = "mark its connections (SO_MARK)";
-    connector.map_err(|error| StartError::capability(&listener, what, &error))
+    let Some(listener) = config.listeners.iter().find(|listener| listener.transparent) else {
+        return Ok(Arc::default());
+    };
+    Connector::marked(config.mark).map(Arc::new).map_err(|error| {
+        StartError::capability(&listener.name, "mark its connections (SO_MARK)", &error)
+    })
 }
 
-/// The identities of all listeners of an upstream and of its probes, each once.
+/// The identities of all listeners of an upstream, and that of its probes, each once.
 fn identities_of(upstream: &config::Upstream, config: &Config) -> Vec<CertPaths> {
     let mut all: Vec<CertPaths> = Vec::new();
     let listeners = config.listeners.iter().filter(|l| l.upstream == upstream.name);
@@ -324,9 +321,9 @@ pub fn raise_descriptor_limit(config: &Config) {
         Ok(limit) => limit,
         Err(error) => return tracing::warn!(%error, "cannot raise the limit on open files"),
     };
-    // Two for each client connection: an L4 flow has one to its endpoint as well.
+    // Two for each client connection, since an L4 flow also has a connection to its endpoint.
     let clients: usize = config.listeners.iter().map(|l| l.limits().max_connections).sum();
-    let needed = 2 * clients as u64 + RESERVED_DESCRIPTORS;
+    let needed = 2 * clients as u64 + OTHER_DESCRIPTORS;
     if limit < needed {
         tracing::warn!(
             limit,

@@ -268,7 +268,7 @@ impl ControlThread {
         {
             follower.set_log(log);
         }
-        if previous.release_conflicting_sockets(&self.active) {
+        if previous.divert_replaced_sockets(&self.active) {
             sleep(TCP_HANDSHAKE).await;
         }
         // The workers then have the last duplicates of removed sockets. They accept the queued connections

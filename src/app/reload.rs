@@ -1,4 +1,4 @@
-//! Reloads: the file that the configuration is read from, the requests, and the results.
+//! Reloads: the source of the configuration, requests to reload, and results.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -16,10 +16,10 @@ use crate::observe::utc::Utc;
 pub struct ConfigSource {
     /// The configuration file. The configuration is reloaded when it changes.
     pub file: PathBuf,
-    /// Reads the file, applies all overrides and checks every file that it names. The error has one
-    /// line for each mistake.
+    /// Reads the file, applies all overrides and checks every file that it names. The errors are complete,
+    /// with one line for each.
     pub read: Box<dyn Fn() -> Result<LoadedConfig, Vec<String>> + Send>,
-    /// The settings of the log, which a reload changes too.
+    /// The control of the log, whose settings a reload changes too.
     pub log: Option<LogControl>,
 }
 
@@ -32,13 +32,13 @@ impl fmt::Debug for ConfigSource {
 /// A request to reload.
 #[derive(Debug)]
 pub struct ReloadRequest {
-    /// The reason, for the log.
+    /// The cause, for the log.
     pub trigger: &'static str,
     /// Receives the result.
     pub reply: Option<oneshot::Sender<ReloadResult>>,
 }
 
-/// A reload that has ended, as `/status` shows it.
+/// A completed reload, as `/status` shows it.
 #[derive(Debug, Clone, Serialize)]
 pub struct ReloadResult {
     at: String,
@@ -89,38 +89,37 @@ impl ReloadResult {
         }
     }
 
-    /// Whether the reload is recorded as an event: only if the configuration or its errors have
-    /// changed since `before`. Otherwise a `touch` of the file each minute would push all other events
-    /// out of the list.
-    fn is_event(&self, before: Option<&Self>) -> bool {
-        match (&self.outcome, before.map(Self::outcome)) {
+    /// Whether the reload is recorded as an event: only if the configuration has changed, or the result
+    /// differs from the `previous` one. Otherwise a `touch` of the file each minute would displace all other
+    /// events from the list.
+    fn is_event(&self, previous: Option<&Self>) -> bool {
+        match (&self.outcome, previous.map(Self::outcome)) {
             (ReloadOutcome::Ok { changed, .. }, _) if !changed.is_empty() => true,
+            (ReloadOutcome::Ok { needs_restart, .. }, None) => !needs_restart.is_empty(),
             (
                 ReloadOutcome::Ok { needs_restart, .. },
-                Some(ReloadOutcome::Ok { needs_restart: old, .. }),
-            ) => needs_restart != old,
-            (ReloadOutcome::Ok { needs_restart, .. }, None) => !needs_restart.is_empty(),
-            (ReloadOutcome::Ok { .. }, Some(ReloadOutcome::Failed { .. })) => true,
-            (failed, before) => before != Some(failed),
+                Some(ReloadOutcome::Ok { needs_restart: previous, .. }),
+            ) => needs_restart != previous,
+            (outcome, previous) => previous != Some(outcome),
         }
     }
 
-    /// Logs the reload, and records it as an event if it differs from the one `before`.
-    pub fn report(&self, before: Option<&Self>, events: &Events) {
+    /// Logs the reload, and records an event if [`Self::is_event`].
+    pub fn report(&self, previous: Option<&Self>, events: &Events) {
         let trigger = self.trigger;
         let (to, reason, effect) = match &self.outcome {
             ReloadOutcome::Ok { changed, needs_restart } => {
                 let changed =
                     if changed.is_empty() { "nothing".to_owned() } else { changed.join("; ") };
                 tracing::info!(trigger, changed, "configuration reloaded");
-                for what in needs_restart {
-                    tracing::warn!(what, "restart needed");
+                let mut reason = format!("changed: {changed}");
+                for setting in needs_restart {
+                    tracing::warn!(setting, "restart needed");
                 }
-                let later = needs_restart.join("; ");
-                let later = Some(later).filter(|later| !later.is_empty());
-                let later = later.map(|later| format!("; restart needed: {later}"));
-                let changed = format!("changed: {changed}{}", later.unwrap_or_default());
-                ("reloaded", changed, "configuration applied")
+                if !needs_restart.is_empty() {
+                    reason += &format!("; restart needed: {}", needs_restart.join("; "));
+                }
+                ("reloaded", reason, "configuration applied")
             }
             ReloadOutcome::Failed { errors } => {
                 for error in errors {
@@ -129,7 +128,7 @@ impl ReloadResult {
                 ("refused", errors.join("; "), "the old configuration stays")
             }
         };
-        if !self.is_event(before) {
+        if !self.is_event(previous) {
             return;
         }
         events.remember(&Change {
@@ -150,15 +149,16 @@ impl ReloadResult {
 #[derive(Debug)]
 pub struct ConfigFollower {
     source: ConfigSource,
-    /// The version of the file when it was last read, and when it was last checked.
+    /// The version of the file when it was last read.
     read: FileVersion,
+    /// The version of the file when it was last checked for a change.
     checked: FileVersion,
     /// The number of workers in the file.
     workers: usize,
 }
 
 impl ConfigFollower {
-    /// A follower of a configuration that was just read.
+    /// Follows the source of a configuration that was just read.
     pub fn new(source: ConfigSource, config: &Config) -> Self {
         let version = file_version(&source.file);
         Self { source, read: version, checked: version, workers: config.workers }
@@ -169,21 +169,21 @@ impl ConfigFollower {
         &self.source.file
     }
 
-    /// Whether the file differs from the one that was read, and is the same as at the last call:
-    /// editors and copies write in several steps.
+    /// Whether the file differs from the version that was read. A new version counts only when two calls in a
+    /// row have found it, since editors write a file in several steps.
     pub fn has_changed(&mut self) -> bool {
-        let now = file_version(&self.source.file);
-        now == std::mem::replace(&mut self.checked, now) && now != self.read
+        let version = file_version(&self.source.file);
+        version == std::mem::replace(&mut self.checked, version) && version != self.read
     }
 
     /// Reads the configuration again.
     ///
     /// # Errors
-    /// Every mistake in it.
+    /// All errors in it.
     pub fn read(&mut self) -> Result<Config, Vec<String>> {
         self.read = file_version(&self.source.file);
         if std::fs::metadata(&self.source.file).is_ok_and(|metadata| !metadata.is_file()) {
-            // A start may read a pipe. Reading it again would block the control thread.
+            // A start may read a pipe, but reading it again would block the control thread.
             let file = self.source.file.display();
             return Err(vec![format!("{file}: not a regular file: it cannot be read again")]);
         }
@@ -271,22 +271,22 @@ mod tests {
     }
 
     #[test]
-    fn report_records_an_event_only_if_something_changed() {
+    fn report_records_an_event_only_if_the_configuration_or_the_result_changed() {
         let events = Events::default();
         let results = [
-            ok(&[]),              // as at the start
-            ok(&["log changed"]), // an event
             ok(&[]),
-            failed("workers: many"), // an event
+            ok(&["log changed"]), // an event: the configuration has changed
+            ok(&[]),
+            failed("workers: many"), // an event: the first failure
             failed("workers: many"),
-            failed("workers: more"), // an event
-            ok(&[]),                 // an event: it can be read again
+            failed("workers: more"), // an event: another error
+            ok(&[]),                 // an event: the first success after failures
             ok(&[]),
         ];
-        let mut before = None;
+        let mut previous = None;
         for result in &results {
-            result.report(before, &events);
-            before = Some(result);
+            result.report(previous, &events);
+            previous = Some(result);
         }
         let recorded = events.last(usize::MAX).into_iter();
         let recorded: Vec<_> = recorded.map(|e| (e.to, e.reason, e.times)).collect();

@@ -1,9 +1,9 @@
-//! The listening sockets of the process, each found by the address that the configuration names.
+//! The listening sockets of the process, which are identified by their configured addresses.
 //!
-//! A socket outlives the listener that it was bound for: a listener that is renamed or changes its
-//! mode takes it over with every connection in its queue. The control thread owns the sockets for
-//! as long as they are configured; workers accept on duplicates of the descriptors. A socket may
-//! also be older than the process: inherited sockets are used before new ones are bound.
+//! A socket may outlive the listener that it was bound for: a listener that is renamed or changes its mode
+//! keeps the socket, with the connections in its accept queue. A socket may also be older than the process:
+//! inherited sockets are used before new ones are bound. The control thread owns the sockets while they are
+//! configured, and workers accept on duplicates of the descriptors.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,33 +21,32 @@ use crate::net::sockets::listening::{self, ListenOptions};
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 
-/// Identifies a [`BoundSocket`] for the life of the process, also among sockets that were on the
-/// same address at different times.
+/// Identifies a [`BoundSocket`]. It is never used again, also not for a later socket on the same address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SocketId(u64);
 
-/// The sockets that each worker does not have yet, by worker.
+/// For each worker, the sockets that it does not have yet.
 pub type NewSockets = Vec<HashMap<SocketId, Vec<TcpListener>>>;
 
-/// A bound address: one socket for each worker, or as many as were inherited.
+/// A bound address, with one socket for each worker or as many sockets as were inherited.
 #[derive(Debug)]
 pub struct BoundSocket {
     id: SocketId,
     /// The address in the configuration.
     configured: SocketAddr,
-    /// The address that is bound; it has a port where the configured port is 0.
+    /// The bound address. Its port is the one that the kernel chose if the configured port is 0.
     address: SocketAddr,
     options: ListenOptions,
-    /// The options that the sockets have until [`Self::apply_options`].
+    /// The options before [`Self::apply_options`].
     previous_options: ListenOptions,
-    /// Whether another process may have the same sockets: the one that they were inherited from.
+    /// Whether the sockets were inherited from another process, which may still have them.
     inherited: bool,
     sockets: Vec<TcpListener>,
 }
 
 impl BoundSocket {
-    /// Binds one socket for each worker, all to the same port. `conflicting` are sockets of this
-    /// process on the same port that will be closed.
+    /// Binds one socket for each worker, all to the same port. The `conflicting` sockets of this process on
+    /// that port are closed later.
     fn bind(
         configured: SocketAddr,
         options: ListenOptions,
@@ -79,7 +78,7 @@ impl BoundSocket {
         Self { id, configured, address, options, previous_options: options, inherited, sockets }
     }
 
-    /// The same socket with other options, which [`Self::apply_options`] sets.
+    /// The same sockets with other options. [`Self::apply_options`] sets them later.
     fn with_options(&self, options: ListenOptions) -> io::Result<Self> {
         listening::check_options(self.address, &options)?;
         let sockets = self.sockets.iter().map(TcpListener::try_clone).collect::<Result<_, _>>()?;
@@ -95,7 +94,7 @@ impl BoundSocket {
         self.address
     }
 
-    /// Sets the options of the configuration that is in use from now on.
+    /// Sets the configured options on the sockets.
     pub fn apply_options(&self) {
         for socket in &self.sockets {
             let (from, to) = (&self.previous_options, &self.options);
@@ -107,19 +106,21 @@ impl BoundSocket {
         }
     }
 
-    /// Makes the kernel give new connections to another socket on the port, before this one is
-    /// closed. An inherited socket is left alone: the other process that has it may still use it.
-    pub fn hide(&self) {
+    /// Makes the kernel give new connections to another socket on the port, before these are closed. Inherited
+    /// sockets are not changed, since another process may still use them.
+    pub fn divert_new_connections(&self) {
         for socket in self.sockets.iter().filter(|_| !self.inherited) {
-            hide(socket);
+            divert_new_connections(socket);
         }
     }
 
-    /// Duplicates of the sockets that one worker accepts on. Every worker has at least one socket
-    /// and every socket has at least one worker; a queue without a worker would never be emptied.
+    /// Duplicates of the sockets that one worker accepts on. Every worker has at least one socket, and every
+    /// socket has at least one worker: otherwise the connections in its queue would not be accepted.
     pub fn for_worker(&self, worker: usize, workers: usize) -> io::Result<Vec<TcpListener>> {
         let count = self.sockets.len();
-        assigned(worker, workers, count).map(|index| self.sockets[index].try_clone()).collect()
+        assigned_sockets(worker, workers, count)
+            .map(|index| self.sockets[index].try_clone())
+            .collect()
     }
 
     /// Duplicates of all sockets, for another process.
@@ -128,16 +129,18 @@ impl BoundSocket {
     }
 }
 
-/// Hides a socket that is about to be closed. If that fails, a connection that arrives at the moment
-/// of the close is reset.
-fn hide(socket: &TcpListener) {
+/// See [`listening::divert_new_connections`]. Without it, a connection that arrives at the moment of the close
+/// is reset.
+fn divert_new_connections(socket: &TcpListener) {
     if let Err(error) = listening::divert_new_connections(socket) {
-        tracing::debug!(address = ?socket.local_addr().ok(), %error, "cannot hide a socket");
+        let address = socket.local_addr().ok();
+        tracing::debug!(?address, %error, "cannot exclude a socket from new connections");
     }
 }
 
-/// Which of `count` sockets a worker accepts on: every `workers`-th, or one that it shares.
-fn assigned(worker: usize, workers: usize, count: usize) -> impl Iterator<Item = usize> {
+/// The indices of the sockets, of `count`, that a worker accepts on: every `workers`-th, or one that it shares
+/// if there are fewer sockets than workers.
+fn assigned_sockets(worker: usize, workers: usize, count: usize) -> impl Iterator<Item = usize> {
     (0..count).filter(move |index| {
         if worker < count { index % workers == worker } else { *index == worker % count }
     })
@@ -152,7 +155,7 @@ pub struct AdminSocket {
 }
 
 impl AdminSocket {
-    /// The socket for `configured`: the one in use (`current`), an inherited one, or a new one.
+    /// The socket on `configured`: the `current` one, an inherited one, or a new one.
     pub fn bind(
         configured: SocketAddr,
         current: Option<&Arc<Self>>,
@@ -164,13 +167,10 @@ impl AdminSocket {
         if let Some(socket) = inherited.take(configured, false).pop() {
             return Ok(Arc::new(Self { configured, socket, inherited: true }));
         }
-        let conflicts = |socket: &&TcpListener| {
-            let address = socket.local_addr();
-            address
-                .is_ok_and(|address| address != configured && config::collide(address, configured))
-        };
+        let conflicts = |address| address != configured && config::collide(address, configured);
         let current = current.map(|admin| &admin.socket);
-        let conflicting: Vec<_> = current.filter(conflicts).into_iter().collect();
+        let conflicting = current.filter(|socket| socket.local_addr().is_ok_and(conflicts));
+        let conflicting: Vec<_> = conflicting.into_iter().collect();
         match listening::listen_alongside(configured, &ListenOptions::default(), &conflicting) {
             Ok(socket) => Ok(Arc::new(Self { configured, socket, inherited: false })),
             Err(error) => Err(StartError::bind("admin", configured, &error)),
@@ -181,32 +181,31 @@ impl AdminSocket {
         &self.socket
     }
 
-    /// Hides the socket if `next` replaces it on its port. Returns whether it did.
-    pub fn release_if_conflicting(self: &Arc<Self>, next: &Arc<Self>) -> bool {
-        let conflict = |a: &Self, b: &Self| -> io::Result<bool> {
-            Ok(config::collide(a.socket.local_addr()?, b.socket.local_addr()?))
+    /// Excludes the socket from new connections if `next` replaces it on its port. Returns whether it does.
+    pub fn divert_if_replaced(self: &Arc<Self>, next: &Arc<Self>) -> bool {
+        let collide = || -> io::Result<bool> {
+            Ok(config::collide(self.socket.local_addr()?, next.socket.local_addr()?))
         };
-        let is_replaced =
-            !self.inherited && !Arc::ptr_eq(self, next) && conflict(self, next).unwrap_or(false);
+        let is_replaced = !self.inherited && !Arc::ptr_eq(self, next) && collide().unwrap_or(false);
         if is_replaced {
-            hide(&self.socket);
+            divert_new_connections(&self.socket);
         }
         is_replaced
     }
 }
 
-/// Finds or binds the sockets of all listeners: first those that a listener has, then those that
-/// other listeners have given up, then inherited ones, then new ones.
+/// Finds or binds the sockets of all listeners. For an address it uses the socket of the listener itself, or
+/// else of another listener, or else an inherited socket, or else it binds a new one.
 pub struct SocketBinder<'a> {
-    /// The sockets in use, each with the name of its listener.
+    /// The sockets in use that are not assigned yet, each with the name of its listener.
     current: Vec<(&'a str, &'a Arc<BoundSocket>)>,
     inherited: &'a mut InheritedSockets,
     workers: usize,
 }
 
 impl<'a> SocketBinder<'a> {
-    /// A binder that may use the `current` sockets, each with the name of its listener, and the
-    /// inherited ones.
+    /// A binder that may use the `current` sockets, each with the name of its listener, and the inherited
+    /// ones.
     pub fn new(
         current: Vec<(&'a str, &'a Arc<BoundSocket>)>,
         inherited: &'a mut InheritedSockets,
@@ -219,7 +218,7 @@ impl<'a> SocketBinder<'a> {
     /// lacks is left out if its listener has another address.
     ///
     /// # Errors
-    /// The first address that cannot be bound. All sockets that were bound are closed again.
+    /// The first address that cannot be bound. The sockets that were bound before are closed.
     pub fn bind(
         mut self,
         listeners: &[config::Listener],
@@ -233,8 +232,8 @@ impl<'a> SocketBinder<'a> {
                 if let Some(socket) = self.find(listener, address)? {
                     found.push(Some(socket));
                 } else if !self.conflicting(address).is_empty() {
-                    // Bound after all others: it may receive connections at once, so no later
-                    // failure may close it again.
+                    // Bound after all others: it may receive connections at once, which a later failure
+                    // of another bind would reset.
                     conflicting.push((index, found.len(), address));
                     found.push(None);
                 } else {
@@ -288,7 +287,7 @@ impl<'a> SocketBinder<'a> {
             return Ok(Some(Arc::new(BoundSocket::inherit(address, options, inherited))));
         }
         if !options.shared && self.inherited.contains(address) {
-            // Binding would fail: the inherited socket has the address without SO_REUSEPORT.
+            // The inherited socket has the address without SO_REUSEPORT, so a bind would fail.
             let transparent = options.transparent;
             return Err(StartError::transparency_mismatch(&listener.name, address, transparent));
         }
@@ -303,8 +302,8 @@ impl<'a> SocketBinder<'a> {
         }
     }
 
-    /// The sockets of this process that prevent `address` from being bound. They belong to addresses that
-    /// the new configuration removes: validation refuses a configuration whose own addresses collide.
+    /// The sockets of this process that prevent a bind of `address`. The new configuration removes their
+    /// addresses, since validation refuses a configuration in which addresses collide.
     fn conflicting(&self, address: SocketAddr) -> Vec<&'a TcpListener> {
         let current = self.current.iter().map(|(_, socket)| *socket);
         let conflicting = current
@@ -312,14 +311,16 @@ impl<'a> SocketBinder<'a> {
         conflicting.flat_map(|socket| &socket.sockets).collect()
     }
 
+    /// Takes the socket in use for an address, preferably one of the listener `name`.
     fn take_current(&mut self, name: &str, address: SocketAddr) -> Option<Arc<BoundSocket>> {
         // A port that the kernel chose may be configured explicitly later.
-        let fits = |socket: &BoundSocket| socket.configured == address || socket.address == address;
-        let own = self.current.iter().position(|(owner, socket)| *owner == name && fits(socket));
-        // Port 0 asks for a port of the listener's own, so it matches no socket of another one.
-        let other =
-            || self.current.iter().position(|(_, socket)| address.port() != 0 && fits(socket));
-        let index = own.or_else(other)?;
+        let is_at =
+            |socket: &BoundSocket| socket.configured == address || socket.address == address;
+        let own = self.current.iter().position(|(owner, socket)| *owner == name && is_at(socket));
+        // Each listener with port 0 gets a port of its own, never the socket of another listener.
+        let of_other =
+            || self.current.iter().position(|(_, socket)| address.port() != 0 && is_at(socket));
+        let index = own.or_else(of_other)?;
         Some(Arc::clone(self.current.swap_remove(index).1))
     }
 }
@@ -338,26 +339,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn assigned_gives_every_worker_a_socket_and_every_socket_a_worker() {
+    fn assigned_sockets_gives_every_worker_a_socket_and_every_socket_a_worker() {
         for workers in 1..=9 {
             for count in 1..=9 {
                 let mut accepted = vec![0; count];
                 for worker in 0..workers {
-                    let own: Vec<_> = assigned(worker, workers, count).collect();
-                    assert!(!own.is_empty(), "worker {worker} of {workers} has none of {count}");
+                    let own: Vec<_> = assigned_sockets(worker, workers, count).collect();
+                    assert!(!own.is_empty(), "worker {worker} of {workers}, {count} sockets");
                     for index in own {
                         accepted[index] += 1;
                     }
                 }
                 assert!(accepted.iter().all(|n| *n >= 1), "{workers} workers: {accepted:?}");
-                let most = workers.div_ceil(count);
-                assert!(accepted.iter().all(|n| *n <= most), "{workers} workers: {accepted:?}");
+                let max = workers.div_ceil(count);
+                assert!(accepted.iter().all(|n| *n <= max), "{workers} workers: {accepted:?}");
             }
         }
     }
 
     #[test]
-    fn inherited_socket_is_shared_by_two_workers() {
+    fn for_worker_with_one_inherited_socket_shares_it_between_two_workers() {
         let bound = listening::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let address = bound.local_addr().unwrap();
         let mut inherited = InheritedSockets::default();
@@ -376,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn binder_refuses_inherited_socket_without_transparency() {
+    fn bind_refuses_inherited_socket_without_the_configured_transparency() {
         let bound = listening::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let address = bound.local_addr().unwrap();
         let mut inherited = InheritedSockets::default();
@@ -389,6 +390,6 @@ mod tests {
         let sockets = SocketBinder::new(Vec::new(), &mut inherited, 1).bind(&config.listeners);
         let why = sockets.unwrap_err().to_string();
         assert!(why.contains("`transparent: true`") && why.contains("SIGHUP"), "{why}");
-        assert_eq!(inherited.len(), 1, "the inherited socket is still available");
+        assert_eq!(inherited.len(), 1, "the inherited socket stays open");
     }
 }

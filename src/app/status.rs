@@ -1,4 +1,4 @@
-//! Answers the admin endpoint. Everything is read from its owner at the time of the query.
+//! The content of the admin endpoint, which is read from its owners at the time of the query.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -42,7 +42,7 @@ pub struct ProcessStatus {
     reloads: Mutex<ConfigStatus>,
 }
 
-/// The parts of the active configuration that are shown. A reload replaces all of it.
+/// The parts of the active configuration that the admin endpoint shows. It does not keep sockets open.
 struct Shown {
     config: Arc<Config>,
     upstreams: Vec<Arc<Upstream>>,
@@ -97,7 +97,7 @@ struct ListenerStatus<'a> {
     upstream: &'a str,
     own_errors: Vec<OwnError>,
     #[serde(flatten)]
-    of_mode: ModeStatus<'a>,
+    mode_status: ModeStatus<'a>,
 }
 
 #[derive(Serialize)]
@@ -115,7 +115,7 @@ enum ModeStatus<'a> {
     },
 }
 
-/// A certificate; its values are null if none is loaded.
+/// A certificate. Its values are null if none is loaded.
 #[derive(Default, Serialize)]
 struct CertificateStatus {
     subject: Option<String>,
@@ -154,7 +154,7 @@ struct EndpointHistory {
 }
 
 impl ProcessStatus {
-    /// The status of a process that serves `active`, read from `file`.
+    /// The status of a process that serves `active`, which was read from `file`.
     pub fn new(
         active: &ActiveConfig,
         metrics: &Arc<Metrics>,
@@ -195,7 +195,7 @@ impl ProcessStatus {
 
     fn listener_status<'a>(&self, listener: &'a BoundListener) -> ListenerStatus<'a> {
         let metrics = &listener.metrics;
-        let of_mode = match &listener.mode {
+        let mode_status = match &listener.mode {
             ListenerMode::Terminate { tls, identities, .. } => ModeStatus::Terminate {
                 certificate: CertificateStatus::from(&tls.certificate().info),
                 identities: identities.iter().map(|slot| identity_status(slot)).collect(),
@@ -214,7 +214,7 @@ impl ProcessStatus {
             bind: listener.addresses(),
             upstream: &listener.config.upstream,
             own_errors: metrics.own_errors.list(),
-            of_mode,
+            mode_status,
         }
     }
 }
@@ -249,7 +249,7 @@ fn identity_status(slot: &IdentitySlot) -> IdentityStatus<'_> {
     }
 }
 
-/// Whether the last answer of an endpoint source is usable, with details.
+/// Whether the last query of an endpoint source succeeded, with details.
 fn source_check(report: &SourceReport) -> (bool, String) {
     let mut detail = match report.last_success {
         Some(at) => {
@@ -258,8 +258,8 @@ fn source_check(report: &SourceReport) -> (bool, String) {
         }
         None => "no answer yet".to_owned(),
     };
-    if let Some(more) = report.current_error().or(report.note.as_deref()) {
-        let _ = write!(detail, "; {more}");
+    if let Some(message) = report.current_error().or(report.note.as_deref()) {
+        let _ = write!(detail, "; {message}");
     }
     (report.current_error().is_none() && report.last_success.is_some(), detail)
 }
@@ -299,9 +299,9 @@ impl admin::StatusProvider for ProcessStatus {
             ready &= usable > 0;
             check(format!("upstream {}", upstream.name), usable > 0, detail);
         }
-        // The process stays ready when one of the following fails: it serves tokens and other
-        // identities, probes with the last valid token or none, and keeps the last endpoints and the
-        // last configuration.
+        // The process stays ready if one of the following checks fails. Without an identity it serves bearer
+        // tokens and other identities. It probes with the last valid token or none, and uses the last
+        // endpoints and the last configuration.
         let identities = shown.listeners.iter().flat_map(|listener| listener.mode.identities());
         for slot in identities {
             if let Some(error) = slot.error() {

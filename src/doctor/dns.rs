@@ -1,7 +1,7 @@
 //! Resolves names as the discovery of endpoints does: by hickory-resolver, from the hosts file and
 //! the name servers of this system, never by libc.
 //!
-//! Each name server has a resolver of its own, so that one silent server among several is found.
+//! Each name server is queried by a resolver of its own, so that a single silent server is noticed.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
@@ -21,29 +21,30 @@ use tokio::time::{Instant, timeout};
 use super::observations::{Dns, Ms, NameServer, Resolution, percentile};
 use crate::net::files;
 
-/// Limit of one query, with all search domains. The default of resolv.conf(5) is 5 s; a request that
-/// waits so long has failed for its client.
+/// Limit of one query with all search domains. The default of resolv.conf(5), 5 s, is too long for a
+/// client that waits for the response to its request.
 const QUERY_LIMIT: Duration = Duration::from_millis(1500);
-/// Queries to a name server before it counts as silent: one packet may be lost.
+/// Number of queries to a name server before it counts as silent. One packet may be lost.
 const TRIES: u32 = 2;
 /// Largest system file that is read, as in the discovery of endpoints.
 const MAX_FILE: u64 = 16 << 20;
 
-/// Resolves names and records how each name server answers.
+/// Resolves names, and counts and times the answers of each name server.
 pub struct Resolver {
     hosts: Hosts,
     servers: Vec<ServerRecord>,
     /// Why resolv.conf names no server.
     problem: Option<String>,
-    /// Whether a name server was queried.
+    /// Whether a name was resolved that needs a name server.
     used: bool,
 }
 
-/// A name server, how to ask it, and its answers so far.
+/// A name server, the settings of its queries, and its answers so far.
 struct ServerRecord {
     config: ResolverConfig,
     options: ResolverOpts,
     stats: NameServer,
+    /// Milliseconds of each answered query.
     times: Vec<f64>,
 }
 
@@ -52,7 +53,7 @@ impl ServerRecord {
         let stats = NameServer { address, asked: 0, answered: 0, p50_ms: None, error: None };
         let mut options = options.clone();
         options.timeout = QUERY_LIMIT;
-        // `query` repeats, and counts what it repeats.
+        // `query` repeats queries itself in order to count them.
         options.attempts = 0;
         options.cache_size = 0;
         options.use_hosts_file = ResolveHosts::Never;
@@ -61,7 +62,7 @@ impl ServerRecord {
 }
 
 impl Resolver {
-    /// With `/etc/hosts` and `/etc/resolv.conf`.
+    /// A resolver with the files of this system, `/etc/hosts` and `/etc/resolv.conf`.
     pub fn of_system() -> Self {
         let read = |path: &str| {
             files::read(Path::new(path), MAX_FILE)
@@ -70,10 +71,10 @@ impl Resolver {
         Self::from_files(read("/etc/resolv.conf"), &read("/etc/hosts").unwrap_or_default())
     }
 
-    /// With the content of resolv.conf, or why it cannot be read, and that of the hosts file.
+    /// A resolver with the content of resolv.conf (or why it cannot be read) and of the hosts file.
     pub fn from_files(resolv_conf: Result<Vec<u8>, String>, hosts_file: &[u8]) -> Self {
         let mut hosts = Hosts::default();
-        // A file that is not UTF-8 in its comments is read all the same.
+        // Comments that are not UTF-8 do not matter.
         let _ = hosts.read_hosts_conf(String::from_utf8_lossy(hosts_file).as_bytes());
         let parsed = resolv_conf.and_then(|text| {
             parse_resolv_conf(text).map_err(|error| format!("/etc/resolv.conf: {error}"))
@@ -95,7 +96,7 @@ impl Resolver {
         Self { hosts, servers, problem, used: false }
     }
 
-    /// With these name servers, no search domain and no hosts file.
+    /// A resolver with these name servers, no search domain and no hosts file.
     pub fn of_servers(servers: Vec<SocketAddr>) -> Self {
         let record = |address: SocketAddr| {
             let mut server = NameServerConfig::udp_and_tcp(address.ip());
@@ -119,12 +120,12 @@ impl Resolver {
             let both = [IpAddr::from(Ipv4Addr::LOCALHOST), Ipv6Addr::LOCALHOST.into()];
             return Resolution::Addresses(both.to_vec());
         }
-        let known = self.in_hosts_file(host);
-        if !known.is_empty() {
-            return Resolution::Addresses(known);
+        let in_hosts_file = self.look_up_in_hosts_file(host);
+        if !in_hosts_file.is_empty() {
+            return Resolution::Addresses(in_hosts_file);
         }
         self.used = true;
-        match self.ask_all(host).await {
+        match self.query_all(host).await {
             Some(addresses) if !addresses.is_empty() => Resolution::Addresses(addresses),
             Some(_) => Resolution::NoSuchName,
             None => {
@@ -134,7 +135,7 @@ impl Resolver {
         }
     }
 
-    fn in_hosts_file(&self, host: &str) -> Vec<IpAddr> {
+    fn look_up_in_hosts_file(&self, host: &str) -> Vec<IpAddr> {
         let Ok(name) = Name::from_ascii(host) else { return Vec::new() };
         let mut found = Vec::new();
         for record_type in [RecordType::A, RecordType::AAAA] {
@@ -145,9 +146,9 @@ impl Resolver {
         found
     }
 
-    /// Asks all servers at once: the addresses, an empty list if the name does not exist, `None` if
-    /// no server answered.
-    async fn ask_all(&mut self, name: &str) -> Option<Vec<IpAddr>> {
+    /// Queries all servers concurrently. Returns the addresses, an empty list if the name has none, or
+    /// `None` if no server answered.
+    async fn query_all(&mut self, name: &str) -> Option<Vec<IpAddr>> {
         let queries =
             self.servers.iter().map(|server| query(&server.config, &server.options, name));
         let outcomes = join_all(queries).await;
@@ -158,10 +159,10 @@ impl Resolver {
             server.times.extend(outcome.times);
             server.stats.error = outcome.error.or(server.stats.error.take());
             if let Some(addresses) = outcome.addresses {
-                let all = found.get_or_insert_default();
+                let found = found.get_or_insert_default();
                 for address in addresses {
-                    if !all.contains(&address) {
-                        all.push(address);
+                    if !found.contains(&address) {
+                        found.push(address);
                     }
                 }
             }
@@ -169,8 +170,8 @@ impl Resolver {
         found
     }
 
-    /// The answers of the name servers; `None` if none was queried.
-    pub fn into_observed(self) -> Option<Dns> {
+    /// The answers of the name servers; `None` if no name needed one.
+    pub fn into_observations(self) -> Option<Dns> {
         if !self.used {
             return None;
         }
@@ -190,11 +191,12 @@ struct QueryOutcome {
     answered: u32,
     /// Milliseconds of each answered query.
     times: Vec<f64>,
-    /// Addresses; an empty list if the server answers that there are none.
+    /// The addresses; an empty list if the server answered that the name has none.
     addresses: Option<Vec<IpAddr>>,
     error: Option<String>,
 }
 
+/// Queries one name server for both record types of a name.
 async fn query(config: &ResolverConfig, options: &ResolverOpts, name: &str) -> QueryOutcome {
     let mut outcome = QueryOutcome::default();
     for record_type in [RecordType::A, RecordType::AAAA] {
@@ -221,7 +223,7 @@ async fn query(config: &ResolverConfig, options: &ResolverOpts, name: &str) -> Q
     outcome
 }
 
-/// One lookup by a resolver of its own, which has no state of earlier queries.
+/// One lookup by a new resolver, which has no state of earlier lookups.
 async fn look_up(
     config: ResolverConfig,
     options: ResolverOpts,
@@ -237,7 +239,7 @@ async fn look_up(
         Ok(lookup) => {
             Ok(lookup.answers().iter().filter_map(|record| record.data.ip_addr()).collect())
         }
-        // Also NXDOMAIN.
+        // NXDOMAIN, or no record of this type.
         Err(error) if error.is_no_records_found() => Ok(Vec::new()),
         Err(NetError::Timeout | NetError::NoConnections) => {
             Err(format!("no answer within {QUERY_LIMIT:?}"))
@@ -267,8 +269,9 @@ mod tests {
         assert_eq!(addresses, ["10.0.0.1:53", "[fd00::1]:53"]);
         let first = &resolver.servers[0];
         assert_eq!((first.config.search().len(), first.options.ndots), (2, 2));
-        assert_eq!(resolver.in_hosts_file("lb.EXAMPLE."), ["10.0.0.9".parse::<IpAddr>().unwrap()]);
-        assert_eq!(resolver.in_hosts_file("lb2"), [] as [IpAddr; 0]);
+        let found = resolver.look_up_in_hosts_file("lb.EXAMPLE.");
+        assert_eq!(found, ["10.0.0.9".parse::<IpAddr>().unwrap()]);
+        assert_eq!(resolver.look_up_in_hosts_file("lb2"), [] as [IpAddr; 0], "it is in a comment");
     }
 
     /// A name server that knows one name.
@@ -300,14 +303,14 @@ mod tests {
     #[tokio::test]
     async fn resolve_counts_answers_of_each_server() {
         let test = async {
-            // A socket that is never read answers nothing.
+            // A socket that is never read stands for a silent name server.
             let silent = UdpSocket::bind("127.0.0.1:0").await.unwrap();
-            let both = vec![silent.local_addr().unwrap(), name_server().await];
-            let mut resolver = Resolver::of_servers(both);
+            let servers = vec![silent.local_addr().unwrap(), name_server().await];
+            let mut resolver = Resolver::of_servers(servers);
             let found = resolver.resolve("lb.example").await;
             assert_eq!(found, Resolution::Addresses(vec!["10.0.0.7".parse().unwrap()]));
             assert_eq!(resolver.resolve("none.example").await, Resolution::NoSuchName);
-            let servers = resolver.into_observed().unwrap().servers;
+            let servers = resolver.into_observations().unwrap().servers;
             assert_eq!((servers[0].answered, servers[0].asked), (0, 4), "{servers:#?}");
             assert_eq!((servers[1].answered, servers[1].asked), (4, 4), "{servers:#?}");
             assert!(servers[0].error.is_some() && servers[1].p50_ms.is_some());
@@ -316,7 +319,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn resolve_address_localhost_and_hosts_file_ask_no_server() {
+    async fn resolve_address_localhost_and_hosts_file_queries_no_server() {
         let mut resolver = Resolver::from_files(Err("gone".into()), b"10.0.0.9 lb\n");
         for name in ["10.0.0.1", "localhost", "lb"] {
             assert!(matches!(resolver.resolve(name).await, Resolution::Addresses(_)), "{name}");
@@ -324,10 +327,10 @@ mod tests {
         assert!(!resolver.used);
         assert_eq!(resolver.resolve("other").await, Resolution::NoAnswer("gone".into()));
         let mut resolver = Resolver::from_files(Ok(b"options ndots:1\n".to_vec()), b"");
-        let answer = resolver.resolve("other").await;
+        let resolution = resolver.resolve("other").await;
         assert!(
-            matches!(&answer, Resolution::NoAnswer(why) if why.starts_with("/etc/resolv.conf: ")),
-            "{answer:?}"
+            matches!(&resolution, Resolution::NoAnswer(why) if why.starts_with("/etc/resolv.conf: ")),
+            "{resolution:?}"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! Runs every probe concurrently for the duration of an examination and collects the observations.
+//! Runs all probes concurrently for the duration of an examination and collects the observations.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -22,7 +22,7 @@ use crate::net::tls::certificate::{CertInfo, Validity, cert_info};
 use crate::net::tls::local_ca::subject_alt_names;
 use crate::observe::utc::{Utc, wall_clock};
 
-/// Interval between fresh connections to one endpoint: 20 in 10 s are enough for a median, and far
+/// Interval between fresh connections to one endpoint: 20 in 10 s. That is enough for a median, and far
 /// fewer than a kubelet opens after a restart.
 const FRESH_INTERVAL: Duration = Duration::from_millis(500);
 /// Largest number of apiservers that are added because the cluster names them.
@@ -44,43 +44,43 @@ pub fn run(
 async fn examine(plan: ExaminationPlan, resolver: Resolver, duration: Duration) -> Observations {
     let host = host::check(&plan.listeners, &plan.running, plan.wanted_connections);
     let resolver = Mutex::new(resolver);
-    let mut lookups = Vec::new();
+    let mut targets = Vec::new();
     for target in plan.targets {
-        let addresses = resolver.lock().await.resolve(&target.host).await;
-        lookups.push((target, addresses));
+        let resolution = resolver.lock().await.resolve(&target.host).await;
+        targets.push((target, resolution));
     }
-    for sibling in siblings(&lookups).await {
-        let addresses = resolver.lock().await.resolve(&sibling.host).await;
-        lookups.push((sibling, addresses));
+    for sibling in siblings(&targets).await {
+        let resolution = resolver.lock().await.resolve(&sibling.host).await;
+        targets.push((sibling, resolution));
     }
     let began = Instant::now();
     let until = began + duration;
-    let endpoints = join_all(lookups.into_iter().map(|(target, addresses)| {
-        examine_endpoint(target, addresses, &plan.listeners, &resolver, began, until)
+    let endpoints = join_all(targets.into_iter().map(|(target, resolution)| {
+        examine_endpoint(target, resolution, &plan.listeners, &resolver, began, until)
     }))
     .await;
-    let dns = resolver.into_inner().into_observed();
+    let dns = resolver.into_inner().into_observations();
     Observations { configuration: plan.configuration_errors, host, dns, endpoints }
 }
 
-/// The apiservers that the cluster names and the plan does not. The first endpoint that answers is
-/// asked.
-async fn siblings(resolved: &[(Target, Resolution)]) -> Vec<Target> {
-    for (target, addresses) in resolved.iter().filter(|(target, _)| target.peer.authenticated) {
-        let Resolution::Addresses(ips) = addresses else { continue };
+/// The apiservers that the cluster names and the plan does not. The answer of the first endpoint that
+/// answers is used.
+async fn siblings(targets: &[(Target, Resolution)]) -> Vec<Target> {
+    for (target, resolution) in targets.iter().filter(|(target, _)| target.peer.authenticated) {
+        let Resolution::Addresses(ips) = resolution else { continue };
         let Some(ip) = ips.first() else { continue };
         let address = SocketAddr::new(*ip, target.port);
         let members = timeout(STEP_LIMIT, members(target, address)).await;
         let Ok(Some(members)) = members else { continue };
-        let known = |address: &SocketAddr| {
-            resolved.iter().any(|(target, addresses)| {
+        let is_planned = |address: &SocketAddr| {
+            targets.iter().any(|(target, resolution)| {
                 target.port == address.port()
-                    && matches!(addresses, Resolution::Addresses(ips) if ips.contains(&address.ip()))
+                    && matches!(resolution, Resolution::Addresses(ips) if ips.contains(&address.ip()))
             })
         };
         return members
             .iter()
-            .filter(|address| !known(address))
+            .filter(|address| !is_planned(address))
             .take(MAX_SIBLINGS)
             .filter_map(|address| target.sibling(*address).ok())
             .collect();
@@ -88,23 +88,23 @@ async fn siblings(resolved: &[(Target, Resolution)]) -> Vec<Target> {
     Vec::new()
 }
 
-/// The apiservers that the cluster names, asked over a connection to one of them.
+/// Requests the addresses of the apiservers over a new connection to one of them.
 async fn members(target: &Target, address: SocketAddr) -> Option<Vec<SocketAddr>> {
     let mut timer = StepTimer::start(Instant::now());
     let mut opened = probe::open(&mut timer, address, &target.peer).await.ok()?;
-    super::members::ask(&mut opened, &target.peer, "").await.ok()
+    super::members::request(&mut opened, &target.peer, "").await.ok()
 }
 
 /// Observes one endpoint until `until`.
 async fn examine_endpoint(
     target: Target,
-    addresses: Resolution,
+    resolution: Resolution,
     listeners: &[PlannedListener],
     resolver: &Mutex<Resolver>,
     began: Instant,
     until: Instant,
 ) -> EndpointObservation {
-    let ips = match &addresses {
+    let ips = match &resolution {
         Resolution::Addresses(ips) => ips.clone(),
         Resolution::NoSuchName | Resolution::NoAnswer(_) => Vec::new(),
     };
@@ -113,7 +113,7 @@ async fn examine_endpoint(
         address: target.address.clone(),
         source: target.source,
         server_name: target.server_name.clone(),
-        resolved: addresses,
+        resolved: resolution,
         loops_to,
         fresh: Vec::new(),
         long_lived: Vec::new(),
@@ -129,7 +129,7 @@ async fn examine_endpoint(
         }),
     };
     let Some(ip) = ips.first() else { return endpoint };
-    // A loop is not probed: jackstay itself would answer.
+    // A probe of a loop would reach jackstay itself.
     if loops_to.is_some() {
         return endpoint;
     }
@@ -143,7 +143,7 @@ async fn examine_endpoint(
     for result in fresh {
         endpoint.fresh.push(result.attempt);
         endpoint.max_streams = result.max_streams.or(endpoint.max_streams);
-        // The smallest skew has the least delay in it.
+        // The delay of the response distorts the smallest skew least.
         let skews = [endpoint.clock_skew_s, result.skew].into_iter().flatten();
         endpoint.clock_skew_s = skews.min_by(|a, b| a.abs().total_cmp(&b.abs()));
     }
@@ -152,7 +152,7 @@ async fn examine_endpoint(
     endpoint
 }
 
-/// Opens a fresh connection at each interval, also while earlier ones are still open.
+/// Opens a fresh connection at each interval, even if earlier ones are still open.
 async fn fresh_connections(
     target: &Target,
     resolver: &Mutex<Resolver>,
@@ -179,17 +179,17 @@ async fn connect_once(
     round: u32,
 ) -> FreshResult {
     let mut timer = StepTimer::start(began);
-    // The limit covers the wait for the lock too: queries to silent name servers queue up.
-    let answer = timeout(STEP_LIMIT, async { resolver.lock().await.resolve(&target.host).await });
-    let answer = answer.await.unwrap_or_else(|_| {
+    // The limit includes the wait for the lock, which concurrent lookups hold one after the other.
+    let lookup = timeout(STEP_LIMIT, async { resolver.lock().await.resolve(&target.host).await });
+    let resolution = lookup.await.unwrap_or_else(|_| {
         Resolution::NoAnswer(format!("no answer within {} ms", STEP_LIMIT.as_millis()))
     });
-    let text = match answer {
+    let text = match resolution {
         Resolution::Addresses(ips) => {
             if target.host.parse::<IpAddr>().is_err() {
                 timer.done(Step::Resolve);
             }
-            // The addresses of a name take turns.
+            // Each round uses the next address of the name.
             let ip = ips[round as usize % ips.len()];
             return probe::fresh(timer, SocketAddr::new(ip, target.port), &target.peer).await;
         }
@@ -227,7 +227,7 @@ fn describe_certificate(der: &CertificateDer<'_>) -> Option<ServerCertificate> {
     })
 }
 
-/// Seconds until a certificate expires; negative if it has.
+/// Seconds until a certificate expires; negative if it has expired.
 fn expires_in(info: &CertInfo) -> i64 {
     let now = wall_clock();
     let seconds = |time: SystemTime| time.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());

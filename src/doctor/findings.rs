@@ -14,7 +14,7 @@ use super::observations::Observations;
 
 pub use self::finding::{Cause, Finding, Level};
 
-/// Largest number of different observations in a merged finding.
+/// Largest number of observations in the text of a merged finding.
 const MAX_REASONS: usize = 5;
 
 /// Applies every rule. Problems come before notes, and the most likely cause comes first.
@@ -47,7 +47,7 @@ pub fn has_problems(findings: &[Finding]) -> bool {
     findings.iter().any(|finding| finding.level == Level::Problem)
 }
 
-/// Merges findings that are alike into one that names every endpoint.
+/// Merges findings that differ only in their endpoint into one finding that names every endpoint.
 fn group(found: Vec<Finding>) -> Vec<Finding> {
     let mut groups: Vec<Vec<Finding>> = Vec::new();
     for finding in found {
@@ -60,12 +60,12 @@ fn group(found: Vec<Finding>) -> Vec<Finding> {
 }
 
 fn merge(group: &[Finding]) -> Finding {
-    let mut seen: Vec<Cow<'_, str>> = Vec::new();
+    let mut without_addresses: Vec<Cow<'_, str>> = Vec::new();
     let mut reasons: Vec<&str> = Vec::new();
     for finding in group {
-        let bare = finding.without_address(&finding.because);
-        if !seen.contains(&bare) {
-            seen.push(bare);
+        let reason = finding.without_address(&finding.because);
+        if !without_addresses.contains(&reason) {
+            without_addresses.push(reason);
             reasons.push(&finding.because);
         }
     }

@@ -1,5 +1,5 @@
-//! Checks of this machine: whether the listen addresses can be bound and which process holds them,
-//! IPv6, the limit of open files.
+//! Checks this machine: whether the listen addresses can be bound, which process listens on them
+//! otherwise, whether IPv6 is available, and the limit of open files.
 
 use std::ffi::OsString;
 use std::fs;
@@ -12,9 +12,10 @@ use super::observations::{Host, ListenAddress, ListenState};
 use super::target::PlannedListener;
 use crate::net::sockets::listening::{self, ListenOptions};
 
-/// Checks the addresses where jackstay is to listen and the limits that it needs. `running` holds
-/// those of a running jackstay by its `/status`: the owner of a socket is visible only to root and to
-/// its own user.
+/// Checks the addresses where jackstay is to listen and the limits that it needs.
+///
+/// `running` holds the listen addresses of a running jackstay, from its `/status`. They are needed because
+/// only root and the user of a process can see which sockets the process has.
 pub fn check(
     listeners: &[PlannedListener],
     running: &[SocketAddr],
@@ -36,7 +37,7 @@ pub fn check(
     }
 }
 
-/// Whether this machine has an address: only then can a socket be bound to it.
+/// Whether this machine has an address. Otherwise no socket can be bound to it.
 pub fn is_local(ip: IpAddr) -> bool {
     UdpSocket::bind((ip, 0)).is_ok()
 }
@@ -48,7 +49,7 @@ fn try_bind(listener: &PlannedListener, running: &[SocketAddr]) -> ListenState {
     match listening::listen_with(address, &options) {
         Ok(_) => ListenState::Free,
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-            if running.iter().any(|theirs| conflict(*theirs, address)) {
+            if running.iter().any(|used| conflict(*used, address)) {
                 return ListenState::Jackstay;
             }
             match owner_of(address) {
@@ -74,7 +75,7 @@ fn conflict(one: SocketAddr, other: SocketAddr) -> bool {
         && (one.ip() == other.ip() || one.ip().is_unspecified() || other.ip().is_unspecified())
 }
 
-/// Name and id of the process that listens on an address, as far as this user may see it.
+/// Name and id of the process that listens on the port of an address, if this user may see them.
 fn owner_of(address: SocketAddr) -> Option<String> {
     let sockets: Vec<OsString> = ["/proc/net/tcp", "/proc/net/tcp6"]
         .into_iter()
@@ -85,10 +86,10 @@ fn owner_of(address: SocketAddr) -> Option<String> {
     fs::read_dir("/proc").ok()?.flatten().find_map(|process| {
         let pid: u32 = process.file_name().to_str()?.parse().ok()?;
         let mut descriptors = fs::read_dir(process.path().join("fd")).ok()?.flatten();
-        let holds = |descriptor: fs::DirEntry| {
+        let is_listener = |descriptor: fs::DirEntry| {
             fs::read_link(descriptor.path()).is_ok_and(|link| sockets.contains(&link.into()))
         };
-        descriptors.any(holds).then(|| {
+        descriptors.any(is_listener).then(|| {
             let name = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
             format!("{} (pid {pid})", name.trim())
         })
@@ -102,8 +103,8 @@ fn listening_inodes(table: &str, port: u16) -> Vec<u64> {
     let row = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
         let local = words.get(1)?.rsplit_once(':')?.1;
-        let here = u16::from_str_radix(local, 16).ok()? == port && *words.get(3)? == LISTEN;
-        here.then(|| words.get(9)?.parse().ok()).flatten()
+        let matches = u16::from_str_radix(local, 16).ok()? == port && *words.get(3)? == LISTEN;
+        matches.then(|| words.get(9)?.parse().ok()).flatten()
     };
     table.lines().skip(1).filter_map(row).collect()
 }
@@ -121,12 +122,12 @@ mod tests {
         let host = check(&[listener(address, false)], &[], 100);
         let pid = format!("(pid {})", std::process::id());
         match &host.listen[0].state {
-            // The process is the test binary.
             ListenState::Taken(Some(owner)) => assert!(owner.ends_with(&pid), "{owner}"),
+            // The process of the tests may be named `jackstay`.
             ListenState::Jackstay => {}
             other => panic!("{other:?}"),
         }
-        // A running jackstay that reports the address owns it, whatever the process is called.
+        // A running jackstay that reports the address owns it, even if its process has another name.
         let state = |running: &str| {
             let running = SocketAddr::new(running.parse().unwrap(), address.port());
             check(&[listener(address, false)], &[running], 100).listen[0].state.clone()

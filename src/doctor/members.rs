@@ -1,5 +1,5 @@
-//! Asks a cluster for its apiservers: the `EndpointSlices` of the Service `default/kubernetes`, which
-//! the apiservers maintain, or its `Endpoints` where there are no slices.
+//! Requests the addresses of a cluster's apiservers: from the `EndpointSlices` of the Service
+//! `default/kubernetes`, which the apiservers maintain, or from its `Endpoints` if there are no slices.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -21,11 +21,11 @@ const OBJECTS: [(&str, Reader); 2] = [
     ("/api/v1/namespaces/default/endpoints/kubernetes", of_endpoints),
 ];
 
-/// Asks over an open connection; `prefix` is the path of the cluster's URL.
+/// Requests the addresses over an open connection; `prefix` is the path of the cluster's URL.
 ///
 /// # Errors
-/// The reason of the last refusal, as text.
-pub(super) async fn ask(
+/// Why the last request returned no address.
+pub(super) async fn request(
     opened: &mut ProbeConnection,
     peer: &PeerConfig,
     prefix: &str,
@@ -37,7 +37,7 @@ pub(super) async fn ask(
         reason = match status {
             status if status.is_success() => match serde_json::from_str(&body).map(|v| read(&v)) {
                 Ok(found) if !found.is_empty() => return Ok(found),
-                _ => "the response names none".to_owned(),
+                _ => "the response contains no address".to_owned(),
             },
             StatusCode::UNAUTHORIZED => "the apiserver does not accept the credential (401)".into(),
             StatusCode::FORBIDDEN => {

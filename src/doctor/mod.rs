@@ -16,12 +16,12 @@
 //! 4. [`findings`] derives causes from the observations, the most likely first. It is a pure function.
 //! 5. [`report`] prints the observations and the findings.
 //!
-//! `jackstay kubeconfig` uses [`survey`] instead of [`examine`]: it reads the names in the certificates
-//! of the apiservers and the addresses of all apiservers of the cluster, with the same probes.
+//! `jackstay kubeconfig` uses [`survey`] instead of [`examine`]. With the same probes, [`survey`] reads the
+//! names in the certificates of the apiservers and requests the addresses of all apiservers.
 //!
 //! The doctor changes nothing. It sends a credential only to a server whose certificate it has verified.
 
-// Without the feature only `survey` is built, which does not use all of the probes.
+// Without the feature `doctor` only `survey` is built, which uses a part of the probes.
 #![cfg_attr(not(feature = "doctor"), allow(dead_code))]
 
 pub mod dns;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-/// A time in milliseconds with a resolution of 1 µs.
+/// A duration in milliseconds with a resolution of 1 µs.
 #[derive(Debug, Clone, Copy, PartialEq, PartialOrd, Serialize)]
 #[serde(transparent)]
 pub struct Ms(pub f64);
@@ -25,9 +25,9 @@ pub struct Observations {
     pub configuration: Vec<String>,
     /// Checks of this machine.
     pub host: Host,
-    /// The name servers; `None` if none was queried.
+    /// The name servers; `None` if no name needed one.
     pub dns: Option<Dns>,
-    /// The endpoints of the plan, then those that the cluster names.
+    /// The endpoints of the plan, followed by those that the cluster names.
     pub endpoints: Vec<EndpointObservation>,
 }
 
@@ -49,7 +49,7 @@ pub struct Host {
 pub struct ListenAddress {
     /// The address.
     pub address: SocketAddr,
-    /// The listener, or the admin endpoint.
+    /// The name of the listener, or `the admin endpoint`.
     pub what: String,
     /// Whether it can be bound.
     pub state: ListenState,
@@ -105,20 +105,20 @@ pub struct EndpointObservation {
     pub address: String,
     /// Whether the user or the cluster named it.
     pub source: EndpointSource,
-    /// The name its certificate must hold.
+    /// The name that its certificate must contain.
     pub server_name: String,
     /// The addresses of its host.
     pub resolved: Resolution,
     /// The listen address of jackstay that a connection to it would reach.
     pub loops_to: Option<SocketAddr>,
-    /// Fresh connections in the order of their start.
+    /// Connections that were opened for one measurement each, in the order of their start.
     pub fresh: Vec<ConnectAttempt>,
     /// Connections that were pinged continuously, one after the other.
     #[serde(rename = "lasting")]
     pub long_lived: Vec<LongLived>,
-    /// A connection that was idle until one PING at the end.
+    /// A connection that was idle until a PING at the end.
     pub idle: Option<IdleConnection>,
-    /// Its certificate.
+    /// The certificate that it presented.
     pub certificate: Option<ServerCertificate>,
     /// Its clock minus this machine's, in seconds.
     pub clock_skew_s: Option<f64>,
@@ -126,11 +126,11 @@ pub struct EndpointObservation {
     pub max_streams: Option<usize>,
     /// Whether a credential was sent.
     pub authenticated: bool,
-    /// The client certificate that was shown.
+    /// The client certificate that was presented to it.
     pub shown: Option<ClientCertificate>,
 }
 
-/// The client certificate that an endpoint was shown.
+/// The client certificate that was presented to an endpoint.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ClientCertificate {
     /// Its subject.
@@ -141,13 +141,13 @@ pub struct ClientCertificate {
     pub expires_in_s: i64,
 }
 
-/// Where the name of an endpoint comes from.
+/// Where the address of an endpoint comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EndpointSource {
-    /// The user.
+    /// From the user.
     Given,
-    /// The cluster, as one of its apiservers: the path to it is direct.
+    /// From the cluster, as the address of one of its apiservers. The path to it is direct.
     Cluster,
 }
 
@@ -157,9 +157,9 @@ pub enum EndpointSource {
 pub enum Resolution {
     /// At least one address.
     Addresses(Vec<IpAddr>),
-    /// The name servers answer that it has no address.
+    /// The name servers answer that the name has no address.
     NoSuchName,
-    /// No name server answered; the reason.
+    /// No name server answered, for this reason.
     NoAnswer(String),
 }
 
@@ -204,9 +204,9 @@ impl Step {
 pub struct ConnectAttempt {
     /// Its start, since the start of the examination.
     pub at_ms: Ms,
-    /// The duration of each completed step.
+    /// Each completed step and its duration.
     pub steps: Vec<(Step, Ms)>,
-    /// The failure that ended it early.
+    /// The failure that ended it before its last step.
     pub failure: Option<Failure>,
 }
 
@@ -236,7 +236,7 @@ pub enum FailureKind {
     Timeout,
     /// No process listens there.
     Refused,
-    /// A router or firewall rejects the packets (ICMP), or the connect fails in another way.
+    /// A router or firewall rejects the packets (ICMP), or `connect` fails in another way.
     Unreachable,
     /// This machine has no route to the address (`ENETUNREACH`).
     NoRoute,
@@ -254,7 +254,7 @@ pub enum FailureKind {
     Tls,
     /// The server does not offer HTTP/2.
     NoHttp2,
-    /// The response has this status and not 200.
+    /// The response has this status instead of 200.
     Status(u16),
     /// The server does not accept the credential.
     Unauthorized,
@@ -273,9 +273,9 @@ pub struct LongLived {
     pub p50_ms: Option<Ms>,
     /// 99th percentile of the round trips.
     pub p99_ms: Option<Ms>,
-    /// Round trips that contained a retransmission.
+    /// Round trips so long that they contained a retransmission.
     pub late: usize,
-    /// How long the last PING was without any response.
+    /// How long the last PING has waited for a PONG in vain.
     pub silent_ms: Option<Ms>,
     /// When that PING was sent, since the start of the examination.
     pub silent_at_ms: Option<Ms>,
@@ -292,9 +292,9 @@ pub struct LongLived {
 pub struct IdleConnection {
     /// How long it was idle.
     pub for_ms: Ms,
-    /// Whether it answered a PING afterwards.
+    /// Whether the server answered a PING afterwards.
     pub alive: bool,
-    /// TCP segments that this machine sent meanwhile: acknowledgements of what the server sent.
+    /// TCP segments that this machine sent while it was idle: acknowledgements of data from the server.
     pub sent: u32,
 }
 

@@ -1,5 +1,5 @@
-//! Probes an endpoint with a fresh connection, step by step: TCP, TLS, the first PONG, `/readyz`, a
-//! request that needs a credential. Each step has its own limit, so that the one that hangs is known.
+//! Probes an endpoint with a fresh connection in steps: TCP, TLS, the first PONG, `/readyz`, a request
+//! that needs a credential. Each step has its own limit, so that the step that hangs is known.
 
 use std::future::poll_fn;
 use std::io;
@@ -26,10 +26,10 @@ use crate::net::sockets::tracked_stream::{self, StreamObserver, TrackedStream};
 use crate::observe::utc::wall_clock;
 use crate::upstream::readyz::failed_checks;
 
-/// Limit of each step. A connect with two lost SYNs takes 3 s (RFC 6298 section 2) and still counts.
+/// Limit of each step. A connect with two lost SYNs takes 3 s (RFC 6298 section 2) and still succeeds.
 pub(super) const STEP_LIMIT: Duration = Duration::from_millis(3500);
 
-/// Bytes of a response body that are kept.
+/// Number of bytes after which no more of a response body is kept.
 const MAX_BODY: usize = 256 << 10;
 
 /// An open HTTP/2 connection over TLS. Dropping it ends the task that drives it.
@@ -37,7 +37,7 @@ pub(super) struct ProbeConnection {
     pub(super) send: SendRequest<Bytes>,
     pub(super) ping: PingPong,
     pub(super) observer: StreamObserver,
-    /// Drives the connection; its result is the reason of the end.
+    /// Drives the connection, and returns why it ended.
     pub(super) driver: tokio::task::JoinHandle<String>,
 }
 
@@ -46,7 +46,7 @@ pub(super) struct ProbeConnection {
 pub(super) struct PeerConfig {
     pub(super) server_name: ServerName<'static>,
     pub(super) tls: Arc<ClientConfig>,
-    /// A bearer token, only if the server is verified.
+    /// A bearer token; present only if the server is verified.
     pub(super) token: Option<HeaderValue>,
     /// Whether a token or a client certificate is sent.
     pub(super) authenticated: bool,
@@ -70,7 +70,7 @@ pub(super) struct StepTimer {
 }
 
 impl StepTimer {
-    /// Starts the first step; the examination began at `began`.
+    /// Starts the first step of a connection in an examination that began at `began`.
     pub(super) fn start(began: Instant) -> Self {
         let now = Instant::now();
         Self { at: (now - began).into(), steps: Vec::new(), since: now }
@@ -83,7 +83,7 @@ impl StepTimer {
         self.since = now;
     }
 
-    /// The measured connection, with the failure that ended it.
+    /// The measured connection, with the failure that ended it early.
     pub(super) fn finish(self, failure: Option<Failure>) -> ConnectAttempt {
         ConnectAttempt { at_ms: self.at, steps: self.steps, failure }
     }
@@ -227,7 +227,7 @@ pub(super) async fn get(
     let (response, _) = send.send_request(request, true)?;
     let response = response.await?;
     let now = wall_clock();
-    // Both clocks are compared in the middle: of the exchange, and of the second of `Date`.
+    // `Date` has a resolution of 1 s. The middle of that second is compared with the middle of the exchange.
     let middle = sent + now.duration_since(sent).unwrap_or_default() / 2;
     let skew = response.headers().get(header::DATE).and_then(|date| {
         let since_epoch = |time: SystemTime| {
@@ -249,8 +249,8 @@ pub(super) async fn get(
     Ok((status, String::from_utf8_lossy(&bytes).into_owned(), skew))
 }
 
-/// Judges the response of `/readyz`. Without a credential 401 and 403 do not count as failures: they
-/// do not depend on the health of the server.
+/// Checks the response of `/readyz`. 403 is no failure, nor is 401 without a credential: they do not depend
+/// on the health of the server.
 fn check_readyz(status: StatusCode, body: &str, authenticated: bool) -> Result<(), Failure> {
     let (kind, text) = match status {
         StatusCode::UNAUTHORIZED if authenticated => (
@@ -267,7 +267,7 @@ fn check_readyz(status: StatusCode, body: &str, authenticated: bool) -> Result<(
     Err(failure(Step::Readyz, kind, text))
 }
 
-/// Judges the response of `/api`. A user without permission to read it is authenticated too.
+/// Checks the response of `/api`. A 403 for a named user shows that the credential was accepted.
 fn check_authenticated(status: StatusCode, body: &str) -> Result<(), Failure> {
     let code = status.as_u16();
     let (kind, text) = match status {

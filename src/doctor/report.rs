@@ -10,7 +10,7 @@ use super::observations::{
     EndpointObservation, EndpointSource, Observations, Resolution, Step, percentile,
 };
 
-/// Findings, a summary of the steps and all observations.
+/// The report as JSON: findings, a summary of the steps and all observations.
 pub fn json(seen: &Observations, findings: &[Finding], notes: &[String]) -> Value {
     let summary = |endpoint: &EndpointObservation| json!({ "address": endpoint.address, "steps": rows(endpoint) });
     let summary: Vec<Value> = seen.endpoints.iter().map(summary).collect();
@@ -23,7 +23,7 @@ pub fn json(seen: &Observations, findings: &[Finding], notes: &[String]) -> Valu
     })
 }
 
-/// Tables first and findings last, above the prompt.
+/// The report as text. The findings come last, so that they are above the prompt of the shell.
 pub fn text(seen: &Observations, findings: &[Finding], notes: &[String]) -> String {
     let mut out = String::new();
     for endpoint in &seen.endpoints {
@@ -57,7 +57,7 @@ pub fn text(seen: &Observations, findings: &[Finding], notes: &[String]) -> Stri
     out
 }
 
-/// One step over all fresh connections.
+/// A step in all fresh connections.
 #[derive(Serialize)]
 struct Row {
     step: &'static str,

@@ -1,8 +1,8 @@
-//! A short examination for `jackstay kubeconfig`: the names in the certificates of some apiservers,
-//! and which other apiservers the cluster has.
+//! A short examination for `jackstay kubeconfig`. It reads the names in the certificates of apiservers and
+//! requests the addresses of the other apiservers of the cluster.
 //!
-//! Only the apiserver of the kubeconfig gets the user's credential, after it was verified as kubectl
-//! verifies it. Of the others only the certificates are read.
+//! The user's credential is sent only to the apiserver of the kubeconfig, after that one was verified as
+//! kubectl verifies it. Of the others only the certificates are read.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -21,15 +21,15 @@ use crate::kubeconfig::CertificateNames;
 use crate::kubeconfig::ServerUrl;
 use crate::net::tls::local_ca::subject_alt_names;
 
-/// Limit of one apiserver, from the resolution of its name to the response. A lost SYN costs 1 s of it
-/// (RFC 6298 section 2).
+/// Limit for each apiserver, from the resolution of its name to the response. A lost SYN delays the connect
+/// by 1 s (RFC 6298 section 2).
 const LIMIT: Duration = Duration::from_secs(5);
 
 /// What to survey.
 pub struct SurveyRequest<'a> {
     /// The apiserver of the kubeconfig.
     pub own: &'a ServerUrl,
-    /// The name that its clients verify.
+    /// The name that clients of `own` verify.
     pub verified_name: &'a str,
     /// Other apiservers of the cluster.
     pub others: &'a [ServerUrl],
@@ -42,11 +42,11 @@ pub struct SurveyRequest<'a> {
 /// The result of a survey.
 #[derive(Debug)]
 pub struct Survey {
-    /// The names in the certificates, in the order of the request.
+    /// The names in the certificates: of `own` first, then of the others in the order of the request.
     pub certificates: Vec<CertificateNames>,
-    /// The addresses without a certificate, and why.
+    /// The addresses of the apiservers whose certificate could not be read, and why.
     pub without_certificate: Vec<(String, String)>,
-    /// The apiservers that the cluster names and the request does not, or why they are unknown.
+    /// The apiservers that the cluster names and that are not in the request, or why they are not known.
     pub members: Result<Vec<SocketAddr>, String>,
 }
 
@@ -95,8 +95,8 @@ pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey,
     Ok(survey)
 }
 
-/// Surveys one apiserver, and queries it for the members of the cluster if the path of the cluster's
-/// URL is given.
+/// Surveys one apiserver. With the path of the cluster's URL it also requests the addresses of the
+/// cluster's apiservers.
 async fn survey_endpoint(
     target: &Target,
     cluster_path: Option<&str>,
@@ -106,7 +106,7 @@ async fn survey_endpoint(
         address: target.address.clone(),
         addresses: Vec::new(),
         names: Err(format!("no response within {} s", LIMIT.as_secs())),
-        members: Err("the apiserver could not be asked".to_owned()),
+        members: Err("the apiserver did not respond".to_owned()),
     };
     let _ = timeout(LIMIT, async {
         match resolver.lock().await.resolve(&target.host).await {
@@ -122,9 +122,9 @@ async fn survey_endpoint(
         result.names = certificate_names(target, &opened);
         result.members = match (opened, cluster_path) {
             (Ok(mut opened), Some(path)) if target.peer.authenticated => {
-                members::ask(&mut opened, &target.peer, path).await
+                members::request(&mut opened, &target.peer, path).await
             }
-            (Ok(_), _) => Err("there is no credential to send".to_owned()),
+            (Ok(_), _) => Err("there is no credential for the request".to_owned()),
             (Err(failure), _) => Err(failure.text),
         };
     })
@@ -132,8 +132,8 @@ async fn survey_endpoint(
     result
 }
 
-/// The names in the certificate, if its chain was verified. A wrong name does not matter: it is checked
-/// after the chain.
+/// The names in the certificate, if its chain was verified. A failure because of a wrong name comes after
+/// the verification of the chain.
 fn certificate_names(
     target: &Target,
     opened: &Result<ProbeConnection, Failure>,
@@ -145,7 +145,7 @@ fn certificate_names(
     match opened {
         Err(failure) if !is_verified(failure) => Err(failure.text.clone()),
         _ => {
-            let der = target.verifier.last_certificate().ok_or("it showed no certificate")?;
+            let der = target.verifier.last_certificate().ok_or("it sent no certificate")?;
             let (address, host) = (target.address.clone(), target.host.clone());
             Ok(CertificateNames { address, host, names: subject_alt_names(&der)? })
         }

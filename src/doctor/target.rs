@@ -1,5 +1,5 @@
-//! What to examine: the endpoints of a configuration, of a kubeconfig or of the command line, with
-//! the CA to verify each and the credential to present.
+//! The plan of an examination: the endpoints of a configuration, of a kubeconfig or of the command line,
+//! each with the CA that verifies it and the credential to present.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -28,7 +28,7 @@ pub struct Target {
     pub(super) port: u16,
     /// Whether the user or the cluster named the endpoint.
     pub(super) source: EndpointSource,
-    /// The name its certificate must hold.
+    /// The name that its certificate must contain.
     pub(super) server_name: String,
     trust: Trust,
     pub(super) verifier: Arc<RecordingVerifier>,
@@ -45,7 +45,7 @@ impl fmt::Debug for Target {
     }
 }
 
-/// The CA that servers are verified with and the credential that they are shown.
+/// The CA that verifies servers and the credential for verified servers.
 #[derive(Clone, Default)]
 pub struct Trust {
     roots: Option<Arc<RootCertStore>>,
@@ -60,11 +60,11 @@ pub struct ExaminationPlan {
     pub targets: Vec<Target>,
     /// Addresses where jackstay is to listen.
     pub listeners: Vec<PlannedListener>,
-    /// Addresses where a jackstay listens already, by its `/status`.
+    /// Addresses where a jackstay listens already, from its `/status`.
     pub running: Vec<SocketAddr>,
     /// Connections that the configuration allows (`limits.max_connections` of all listeners).
     pub wanted_connections: u64,
-    /// Errors of the configuration, which then names no endpoint.
+    /// Errors of the configuration. If there are any, the plan has no endpoint of it.
     pub configuration_errors: Vec<String>,
     /// Credentials and CAs that are not used, and why.
     pub notes: Vec<String>,
@@ -84,7 +84,7 @@ pub struct PlannedListener {
 /// Files with a CA and a credential.
 #[derive(Debug, Clone, Default)]
 pub struct CredentialFiles {
-    /// The CA that servers are verified with.
+    /// The CA that verifies servers.
     pub ca: Option<PathBuf>,
     /// A client certificate and its key.
     pub certificate: Option<CertPaths>,
@@ -92,20 +92,20 @@ pub struct CredentialFiles {
     pub token: Option<PathBuf>,
 }
 
-/// Whether the exec plugin of a kubeconfig user is run for its credential.
+/// Whether the exec plugin of a kubeconfig user is run to obtain a credential.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExecPlugins {
-    /// The user has asked for something that needs a credential.
+    /// The plugin is run, because the user has requested something that needs a credential.
     Run,
-    /// A plugin may open a browser, ask for a second factor or take long.
+    /// The plugin is not run: it may open a browser, ask for a second factor or take long.
     Skip,
 }
 
 impl Trust {
-    /// Loads files.
+    /// Loads the CA and the credential from files.
     ///
     /// # Errors
-    /// A file cannot be used: its path and the reason.
+    /// The path of a file that cannot be used, and the reason.
     pub fn of_files(files: &CredentialFiles) -> Result<Self, String> {
         let roots = files.ca.as_deref().map(load_ca).transpose().map_err(text)?;
         let certificate = files.certificate.as_ref().map(load_cert).transpose().map_err(text)?;
@@ -160,7 +160,7 @@ impl Trust {
             Credential::TokenFile(file) => trust.token = Some(token_of_file(file)?),
             Credential::Anonymous => {}
             Credential::Exec(_) if plugins == ExecPlugins::Skip => {}
-            // Run only if its credential may be sent.
+            // Without a CA no credential may be sent, so the plugin is not run.
             Credential::Exec(plugin) if trust.roots.is_some() => match plugin.run() {
                 Ok(yielded) => {
                     trust.token = yielded.token.as_deref().map(token_header).transpose()?;
@@ -189,6 +189,7 @@ impl Trust {
         Self { roots: self.roots.clone(), ..Self::default() }
     }
 
+    /// The CA of an upstream and the credential that jackstay presents to it.
     fn of_upstream(config: &Config, upstream: &Upstream) -> Result<Self, String> {
         let readyz = &upstream.health.readyz;
         let identities = config
@@ -198,14 +199,14 @@ impl Trust {
             .filter_map(|listener| listener.terminate())
             .flat_map(|terminate| &terminate.identities);
         let token = readyz.token_file.clone();
-        // The first that exists: kubelet writes its certificate when it has joined the cluster.
+        // The first that exists, since kubelet writes its certificate only after it has joined the cluster.
         let mut certificates = readyz.cert.iter().chain(identities.filter(|_| token.is_none()));
         let certificate = certificates.find(|paths| paths.cert_file.exists()).cloned();
         Self::of_files(&CredentialFiles { ca: upstream.tls.ca_file.clone(), certificate, token })
     }
 }
 
-/// Where a PEM comes from, for errors: its file, or the entry that holds it.
+/// The origin of a PEM for error texts: its file, or the entry that contains it.
 fn origin(pem: &PemSource, entry: String) -> PathBuf {
     match pem {
         PemSource::File(file) => file.clone(),
@@ -267,14 +268,14 @@ impl Target {
         })
     }
 
-    /// The client certificate that the server is shown.
+    /// The client certificate that is presented to the server.
     pub(super) fn client_certificate(&self) -> Option<&CertInfo> {
         let certificate = self.trust.certificate.as_ref().filter(|_| self.verifier.verifies());
         certificate.map(|loaded| &loaded.info)
     }
 
-    /// An apiserver of the same cluster that the cluster itself names. It is verified by the name of
-    /// the Service, which every apiserver's certificate holds.
+    /// Another apiserver of the same cluster, which the cluster names. It is verified by the name of the
+    /// Service, which every apiserver's certificate contains.
     pub(super) fn sibling(&self, address: SocketAddr) -> Result<Self, String> {
         let server =
             ServerUrl { host: address.ip().to_string(), port: address.port(), path: String::new() };
@@ -282,7 +283,7 @@ impl Target {
     }
 }
 
-/// The examination of everything that a configuration names.
+/// Plans the examination of everything that a configuration names.
 ///
 /// # Errors
 /// A certificate, key or CA cannot be used.

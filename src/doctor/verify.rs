@@ -1,4 +1,4 @@
-//! Verifies server certificates, records them and explains why a handshake failed.
+//! Verifies and records server certificates, and describes why a handshake failed.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -14,7 +14,7 @@ use super::observations::FailureKind;
 use crate::net::tls::no_server_verification::NoServerVerification;
 use crate::net::tls::pem_files::LoadedCert;
 
-/// Verifies one endpoint and records the certificate of its last handshake, also of a failed one.
+/// Verifies one endpoint and records the certificate of its last handshake, even if the handshake fails.
 #[derive(Debug)]
 pub(super) struct RecordingVerifier {
     inner: Arc<dyn ServerCertVerifier>,
@@ -25,7 +25,7 @@ pub(super) struct RecordingVerifier {
 }
 
 impl RecordingVerifier {
-    /// Verifies against `roots`; without them accepts every certificate.
+    /// A verifier with these roots. Without roots it accepts every certificate.
     pub(super) fn new(roots: Option<Arc<RootCertStore>>) -> Result<Arc<Self>, String> {
         let provider = Arc::new(aws_lc_rs::default_provider());
         let verifies = roots.is_some();
@@ -50,8 +50,8 @@ impl RecordingVerifier {
         self.recorded.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// A TLS client that uses this verifier and offers HTTP/2. It resumes no session, so that each
-    /// handshake shows the certificate.
+    /// A TLS client that uses this verifier and offers HTTP/2. It resumes no session, so that the server
+    /// sends its certificate in each handshake.
     pub(super) fn client(
         self: &Arc<Self>,
         certificate: Option<&LoadedCert>,
@@ -110,7 +110,7 @@ impl ServerCertVerifier for RecordingVerifier {
     }
 }
 
-/// A failed handshake in one line. The names of a certificate are listed as users write them.
+/// Why a handshake failed, in one line. Names of a certificate are listed as users write them.
 pub(super) fn describe(error: &std::io::Error) -> String {
     match tls_error(error) {
         Some(Error::InvalidCertificate(CertificateError::NotValidForNameContext {
@@ -128,8 +128,8 @@ pub(super) fn describe(error: &std::io::Error) -> String {
     }
 }
 
-/// `kubernetes` of `DnsName("kubernetes")`, `10.0.0.1` of `IpAddress(10.0.0.1)`: rustls passes the
-/// debug form of a name.
+/// Extracts the name from its debug form, in which rustls passes it: `kubernetes` from
+/// `DnsName("kubernetes")`, `10.0.0.1` from `IpAddress(10.0.0.1)`.
 fn plain_name(debug: &str) -> &str {
     let inside = debug.split_once('(').and_then(|(_, rest)| rest.strip_suffix(')'));
     inside.unwrap_or(debug).trim_matches('"')
@@ -139,7 +139,7 @@ fn tls_error(error: &std::io::Error) -> Option<&Error> {
     error.get_ref().and_then(|inner| inner.downcast_ref::<Error>())
 }
 
-/// The kind of failure that a handshake ended with.
+/// Classifies the failure of a handshake.
 pub(super) fn kind_of(error: &std::io::Error) -> FailureKind {
     match tls_error(error) {
         Some(Error::InvalidCertificate(error)) => match error {
@@ -152,7 +152,7 @@ pub(super) fn kind_of(error: &std::io::Error) -> FailureKind {
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
                 FailureKind::WrongName
             }
-            // A CA of the same name with another key fails with BadSignature.
+            // `BadSignature` means that a trusted CA has the name of the issuer and another key.
             CertificateError::UnknownIssuer | CertificateError::BadSignature => {
                 FailureKind::UnknownIssuer
             }

@@ -1,4 +1,4 @@
-//! Causes in the certificates of the servers and in the client certificate.
+//! Rules for causes in the server certificates and the client certificates.
 
 use super::finding::{Cause, Finding, note, problem};
 use crate::doctor::observations::{Failure, FailureKind, Observations, ServerCertificate, Step};
@@ -11,7 +11,7 @@ pub(super) fn server(seen: &Observations, found: &mut Vec<Finding>) {
     for endpoint in &seen.endpoints {
         let address = &endpoint.address;
         let shown = endpoint.certificate.as_ref();
-        // A handshake that is cut or not answered does not concern the certificate.
+        // A handshake that times out or is reset says nothing about the certificate.
         let concerns_certificate =
             |failure: &&Failure| !matches!(failure.kind, FailureKind::Timeout | FailureKind::Reset);
         if let Some(failure) = endpoint.failures(Step::Tls).find(concerns_certificate) {
@@ -68,7 +68,7 @@ pub(super) fn server(seen: &Observations, found: &mut Vec<Finding>) {
     }
 }
 
-/// Each client certificate that was shown, once.
+/// Reports each client certificate once, even if it was presented to several endpoints.
 pub(super) fn client(seen: &Observations, found: &mut Vec<Finding>) {
     let mut reported = Vec::new();
     for shown in seen.endpoints.iter().filter_map(|endpoint| endpoint.shown.as_ref()) {

@@ -1,4 +1,4 @@
-//! A finding: its cause, its severity and its texts.
+//! A finding with its severity, its cause and its texts.
 
 use std::borrow::Cow;
 
@@ -8,7 +8,7 @@ use serde::Serialize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
-    /// Needs a fix; exit code 1.
+    /// Must be repaired; the exit code is 1.
     Problem,
     /// For information.
     Note,
@@ -16,9 +16,9 @@ pub enum Level {
 
 /// The cause of a finding: a stable name for programs.
 ///
-/// The order is that of the report: a cause precedes its consequences. A name that does not resolve
-/// precedes the endpoint that is not reached, a certificate the request that is never sent, a dead
-/// endpoint lost packets. The last four are notes.
+/// The order is that of the report, in which a cause precedes its consequences: an unresolved name before
+/// an unreachable endpoint, an invalid certificate before a refused request, a dead endpoint before lost
+/// packets. [`NoIpv6`](Self::NoIpv6) and the causes after it are notes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
@@ -34,7 +34,7 @@ pub enum Cause {
     DnsBlackHole,
     /// The name does not exist.
     NoSuchName,
-    /// The clocks of server and machine differ by enough to invalidate certificates.
+    /// The clocks of the server and this machine differ by enough to invalidate certificates.
     ClockSkew,
     /// The certificate has expired.
     CertificateExpired,
@@ -64,7 +64,7 @@ pub enum Cause {
     /// Some connections fail.
     #[serde(rename = "unsteady")]
     IntermittentEndpoint,
-    /// The clocks of server and machine differ by a little.
+    /// The clocks differ by less than invalidates certificates.
     #[serde(rename = "clock_skew")]
     SmallClockSkew,
     /// Some name servers do not answer.
@@ -82,22 +82,22 @@ pub enum Cause {
 /// A diagnosed cause.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Finding {
-    /// Its severity.
+    /// The severity.
     pub level: Level,
     /// The cause.
     pub cause: Cause,
-    /// What is wrong: a sentence.
+    /// The problem, as a sentence.
     pub what: String,
-    /// The observation behind it.
+    /// The observation that shows it.
     pub because: String,
-    /// What to do.
+    /// What the user can do.
     pub advice: String,
-    /// The endpoints concerned; empty if it concerns this machine.
+    /// The endpoints concerned; empty if the finding concerns this machine.
     pub endpoints: Vec<String>,
 }
 
 impl Finding {
-    /// Sets the endpoint concerned, whose address is part of the text.
+    /// Sets the endpoint concerned, whose address is part of the texts.
     pub(super) fn about(self, address: &str) -> Self {
         Self { endpoints: vec![address.to_owned()], ..self }
     }
@@ -110,7 +110,7 @@ impl Finding {
         }
     }
 
-    /// Whether two findings differ at most in their endpoint and observation.
+    /// Whether two findings differ at most in endpoint and observation.
     pub(super) fn is_alike(&self, other: &Self) -> bool {
         (self.level, self.cause) == (other.level, other.cause)
             && self.without_address(&self.what) == other.without_address(&other.what)

@@ -1,9 +1,9 @@
-//! Causes on this machine: configuration, listen addresses, name servers, clock, limits.
+//! Rules for causes on this machine: configuration, listen addresses, name servers, clock, limits.
 
 use super::finding::{Cause, Finding, note, problem};
 use crate::doctor::observations::{EndpointObservation, ListenState, Observations, Resolution};
 
-/// Smallest skew in seconds that is reported: leases and tokens tolerate less than certificates.
+/// Largest clock skew in seconds that is not reported. Leases and tokens tolerate less skew than certificates.
 const MIN_SKEW: f64 = 5.0;
 /// Smallest skew in seconds that counts as the cause of invalid certificates.
 const CERTIFICATE_SKEW: f64 = 300.0;

@@ -1,5 +1,5 @@
-//! Causes on the path to an endpoint and in the endpoint itself: unreachable, forgotten flows, not
-//! ready, packet loss, a slow path.
+//! Rules for causes on the path to an endpoint and in the endpoint itself: an unreachable or not ready
+//! endpoint, forgotten flows, packet loss, a slow path.
 
 use std::net::IpAddr;
 
@@ -41,10 +41,11 @@ fn is_ipv6(endpoint: &EndpointObservation) -> bool {
 }
 
 /// An endpoint counts as failed during the examination if at least this many of its last fresh
-/// connections failed: two seconds of them.
+/// connections failed, which are those of the last 2 s.
 const MIN_FAILED_TAIL: usize = 4;
 
-/// How many of the last fresh connections failed, if all before them worked.
+/// The number of the last fresh connections that failed, if they are at least `MIN_FAILED_TAIL` and none
+/// before them failed.
 fn failed_tail(endpoint: &EndpointObservation) -> Option<usize> {
     let tail = endpoint.fresh.iter().rev().take_while(|a| is_unreachable(a)).count();
     let before = &endpoint.fresh[..endpoint.fresh.len() - tail];
@@ -117,7 +118,7 @@ pub(super) fn reachability(seen: &Observations, found: &mut Vec<Finding>) {
         );
         found.push(Finding { endpoints: addresses, ..summary });
     }
-    // If all fail in the same way, the summary is enough.
+    // If all fail in the same way, the summary suffices.
     if !alike {
         found.extend(dead.into_iter().map(|(.., finding)| finding));
     }
@@ -243,8 +244,8 @@ pub(super) fn loss(seen: &Observations) -> Option<Finding> {
         let (pongs, late) = (sum(|l| l.pongs), sum(|l| l.late));
         let retransmitted = sum(|l| l.retransmitted as usize);
         let connects = late_connects(endpoint);
-        // A slow server answers late too. Loss in either direction makes this machine's kernel
-        // retransmit the PING: the PING is lost, or the PONG, which carries its acknowledgement.
+        // A slow server answers late too, but only loss causes retransmissions: if the PING is lost, or the
+        // PONG with the acknowledgement, this machine's kernel retransmits the PING.
         let lost = late + connects;
         let share = late as f64 / pongs.max(1) as f64;
         let retransmissions = retransmitted + connects;
@@ -258,7 +259,7 @@ pub(super) fn loss(seen: &Observations) -> Option<Finding> {
         }
     }
     let (first, share, late, pongs, retransmitted) = paths.first()?;
-    // A round trip is late if a packet is lost in either direction.
+    // A round trip is late if a packet is lost in one of the two directions.
     let each_way = (1.0 - (1.0 - share.min(0.99)).sqrt()) * 100.0;
     let all = paths.len() == seen.endpoints.len() && paths.len() > 1;
     let place = if all { "every endpoint" } else { &first.address };
@@ -282,7 +283,7 @@ pub(super) fn intermittent(endpoint: &EndpointObservation) -> Option<Finding> {
         return None;
     }
     let failed: Vec<_> = endpoint.fresh.iter().filter(|a| is_unreachable(a)).collect();
-    // A single failure of many is no pattern.
+    // A single failure or less than 10 % may be an accident.
     if failed.len() < 2 || failed.len() * 10 < endpoint.fresh.len() {
         return None;
     }

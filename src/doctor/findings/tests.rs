@@ -1,4 +1,4 @@
-//! Each rule with the observations of its cause, and with those of healthy endpoints.
+//! Tests each rule with the observations of its cause and with those of healthy endpoints.
 
 use super::{Cause, Level, diagnose, has_problems};
 use crate::doctor::observations::{
@@ -7,17 +7,17 @@ use crate::doctor::observations::{
     Observations, Resolution, ServerCertificate, Step,
 };
 
-/// The steps up to and including one, each of a millisecond.
+/// The steps up to `last`, each with a duration of 1 ms.
 fn up_to(last: Step) -> Vec<(Step, Ms)> {
     let all = [Step::Connect, Step::Tls, Step::Http2, Step::Readyz, Step::Request];
     all.into_iter().take_while(|step| *step <= last).map(|step| (step, Ms(1.0))).collect()
 }
 
-fn good(at_ms: f64) -> ConnectAttempt {
+fn succeeded(at_ms: f64) -> ConnectAttempt {
     ConnectAttempt { at_ms: Ms(at_ms), steps: up_to(Step::Request), failure: None }
 }
 
-fn bad(at_ms: f64, step: Step, kind: FailureKind) -> ConnectAttempt {
+fn failed(at_ms: f64, step: Step, kind: FailureKind) -> ConnectAttempt {
     let mut steps = up_to(step);
     steps.retain(|(done, _)| *done < step);
     let failure = Some(Failure { step, kind, text: format!("{} failed", step.as_str()) });
@@ -57,7 +57,7 @@ fn endpoint(address: &str) -> EndpointObservation {
         server_name: "kubernetes".into(),
         resolved: Resolution::Addresses(vec!["10.0.0.1".parse().unwrap()]),
         loops_to: None,
-        fresh: (0..20).map(|i| good(f64::from(i) * 500.0)).collect(),
+        fresh: (0..20).map(|i| succeeded(f64::from(i) * 500.0)).collect(),
         long_lived: vec![long_lived()],
         idle: Some(IdleConnection { for_ms: Ms(10_000.0), alive: true, sent: 0 }),
         certificate: Some(certificate()),
@@ -76,9 +76,9 @@ fn seen(endpoints: Vec<EndpointObservation>) -> Observations {
     Observations { endpoints, ..Observations::default() }
 }
 
-/// An endpoint all of whose fresh connections fail alike.
+/// An endpoint whose fresh connections all fail in the same step.
 fn failing(step: Step, kind: FailureKind) -> EndpointObservation {
-    let fresh = (0..20).map(|i| bad(f64::from(i) * 500.0, step, kind)).collect();
+    let fresh = (0..20).map(|i| failed(f64::from(i) * 500.0, step, kind)).collect();
     let long_lived = if step > Step::Http2 { vec![long_lived()] } else { Vec::new() };
     EndpointObservation { fresh, long_lived, idle: None, ..endpoint("10.0.0.1:6443") }
 }
@@ -89,9 +89,9 @@ fn first(observations: &Observations) -> Option<Cause> {
 
 #[test]
 fn diagnose_healthy_endpoints_has_no_finding() {
-    let well = seen(vec![endpoint("10.0.0.1:6443"), endpoint("10.0.0.2:6443")]);
-    assert_eq!(diagnose(&well), []);
-    assert!(!has_problems(&diagnose(&well)));
+    let healthy = seen(vec![endpoint("10.0.0.1:6443"), endpoint("10.0.0.2:6443")]);
+    assert_eq!(diagnose(&healthy), []);
+    assert!(!has_problems(&diagnose(&healthy)));
 }
 
 #[test]
@@ -129,7 +129,7 @@ fn diagnose_each_cause_from_its_observations() {
     };
     let mut half_dead = endpoint("lb:6443");
     for attempt in half_dead.fresh.iter_mut().step_by(2) {
-        *attempt = bad(attempt.at_ms.0, Step::Connect, FailureKind::Timeout);
+        *attempt = failed(attempt.at_ms.0, Step::Connect, FailureKind::Timeout);
     }
     for (endpoint, expected) in [
         (failing(Step::Connect, FailureKind::Refused), Cause::DeadEndpoint),
@@ -155,9 +155,9 @@ fn diagnose_each_cause_from_its_observations() {
         (unknown, Cause::NoSuchName),
         (half_dead, Cause::IntermittentEndpoint),
     ] {
-        let said = format!("{:?}", endpoint.address);
+        let address = endpoint.address.clone();
         let found = diagnose(&seen(vec![endpoint]));
-        assert_eq!(found.first().map(|f| f.cause), Some(expected), "{said} {found:#?}");
+        assert_eq!(found.first().map(|f| f.cause), Some(expected), "{address} {found:#?}");
         assert!(has_problems(&found));
         for finding in &found {
             assert!(finding.what.ends_with('.') && !finding.advice.is_empty(), "{finding:?}");
@@ -166,7 +166,7 @@ fn diagnose_each_cause_from_its_observations() {
 }
 
 #[test]
-fn diagnose_machine_causes() {
+fn diagnose_each_cause_on_this_machine() {
     let listen = |state| {
         let address = "127.0.0.1:7443".parse().unwrap();
         let mut all = seen(vec![endpoint("10.0.0.1:6443")]);
@@ -206,7 +206,7 @@ fn diagnose_cause_precedes_its_consequences() {
     };
     let unresolved = EndpointObservation {
         resolved: Resolution::NoAnswer("no name server answers".into()),
-        fresh: (0..5).map(|i| bad(f64::from(i), Step::Resolve, FailureKind::Other)).collect(),
+        fresh: (0..5).map(|i| failed(f64::from(i), Step::Resolve, FailureKind::Other)).collect(),
         ..endpoint("lb.example:6443")
     };
     let mut all = seen(vec![failing(Step::Connect, FailureKind::Refused), unresolved]);
@@ -244,7 +244,7 @@ fn diagnose_cause_precedes_its_consequences() {
     }];
     for attempt in &mut gone.fresh {
         if attempt.at_ms.0 > 4000.0 {
-            *attempt = bad(attempt.at_ms.0, Step::Connect, FailureKind::Timeout);
+            *attempt = failed(attempt.at_ms.0, Step::Connect, FailureKind::Timeout);
         }
     }
     let found = diagnose(&seen(vec![gone]));
@@ -260,8 +260,7 @@ fn diagnose_cause_precedes_its_consequences() {
     };
     let causes: Vec<Cause> =
         diagnose(&seen(vec![refused("a:1"), refused("b:1")])).iter().map(|f| f.cause).collect();
-    let refusal = Cause::Unauthorized;
-    assert_eq!(causes, [Cause::ClientCertificateExpired, refusal]);
+    assert_eq!(causes, [Cause::ClientCertificateExpired, Cause::Unauthorized]);
 
     // Late responses with few retransmissions come from a slow server.
     for retransmitted in [0, 3] {
@@ -272,7 +271,7 @@ fn diagnose_cause_precedes_its_consequences() {
 }
 
 #[test]
-fn diagnose_merges_findings_that_differ_in_the_endpoint() {
+fn diagnose_merges_findings_that_differ_only_in_the_endpoint() {
     let named = |address: &str, endpoint: EndpointObservation| {
         let mut endpoint = EndpointObservation { address: address.into(), ..endpoint };
         for failure in endpoint.fresh.iter_mut().filter_map(|a| a.failure.as_mut()) {
@@ -309,13 +308,12 @@ fn diagnose_merges_findings_that_differ_in_the_endpoint() {
     assert_eq!(found[0].what, "The certificate of a:1 expires in 5 days. The same holds for b:1.");
 }
 
-/// While a process is being killed, its kernel accepts connections and resets them; afterwards it
-/// refuses them.
+/// While a process is killed, its kernel still accepts connections and resets them; later it refuses them.
 #[test]
-fn advice_follows_the_last_failure() {
+fn advice_depends_on_the_last_failure() {
     let mut killed = failing(Step::Connect, FailureKind::Refused);
-    killed.fresh[0] = bad(0.0, Step::Tls, FailureKind::Reset);
-    killed.fresh[1] = bad(500.0, Step::Http2, FailureKind::Timeout);
+    killed.fresh[0] = failed(0.0, Step::Tls, FailureKind::Reset);
+    killed.fresh[1] = failed(500.0, Step::Http2, FailureKind::Timeout);
     let found = diagnose(&seen(vec![killed, endpoint("b:1")]));
     assert_eq!(found.len(), 1, "{found:#?}");
     assert!(found[0].advice.contains("the apiserver is running"), "{found:#?}");

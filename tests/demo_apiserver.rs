@@ -2,52 +2,28 @@
 
 #![cfg(feature = "demo")]
 
-#[path = "support/wait.rs"]
-mod wait;
+mod support;
 
 use bytes::Bytes;
 use http::{Method, StatusCode};
-use jackstay::demo::apiserver::cluster::Cluster;
+use jackstay::demo::apiserver::ScriptedResponse;
 use jackstay::demo::apiserver::identity::User;
-use jackstay::demo::apiserver::{self, ApiServerHandle, Options, ScriptedResponse};
-use jackstay::demo::client::{Client, Credentials, Watch};
+use jackstay::demo::client::{Client, Watch, next_data};
 use jackstay::demo::faulty_relay::{Direction, FaultyRelay};
 use jackstay::demo::pki::{Pki, Subject, Validity};
 use serde_json::{Value, json};
 use std::pin::pin;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
+use support::{CONFIGMAPS, PATIENCE, TestCluster, config_map, until};
 use tokio::time::timeout;
-use wait::{PATIENCE, until};
 
-const CONFIGMAPS: &str = "/api/v1/namespaces/default/configmaps";
 /// Time during which an event must not occur.
 const SHORT_WAIT: Duration = Duration::from_millis(200);
 
-/// A demo apiserver and the credentials of an administrator.
-struct TestServer {
-    cluster: Cluster,
-    pki: Pki,
-    server: ApiServerHandle,
-    admin: Credentials,
-}
-
-impl TestServer {
-    fn new() -> Self {
-        let (cluster, pki) = (Cluster::new(), Pki::new("demo").unwrap());
-        let server = apiserver::start(&cluster, &pki, Options::named("a")).unwrap();
-        let issued = pki.client(&Subject::admin()).unwrap();
-        let admin = Credentials::anonymous(&pki.ca_pem()).certificate(&issued);
-        Self { cluster, pki, server, admin }
-    }
-
-    async fn client(&self) -> Client {
-        Client::connect(self.server.addr, &self.admin).await.unwrap()
-    }
-}
-
-fn configmap(name: &str, value: &str) -> Value {
-    json!({ "metadata": { "name": name, "labels": { "v": value } }, "data": { "v": value } })
+/// A client of the first server with the certificate of an administrator.
+async fn connect(cluster: &TestCluster) -> Client {
+    Client::connect(cluster.servers[0].addr, &cluster.certs.credentials()).await.unwrap()
 }
 
 /// The type of the next event, and the name and the resource version of its object.
@@ -60,12 +36,12 @@ async fn next(watch: &mut Watch) -> (String, String, String) {
 
 #[tokio::test]
 async fn configmap_requests_follow_the_api_rules() {
-    let test = TestServer::new();
-    let client = test.client().await;
-    let created = client.post(CONFIGMAPS, &configmap("a", "1")).await.unwrap();
+    let cluster = TestCluster::new(1);
+    let client = connect(&cluster).await;
+    let created = client.post(CONFIGMAPS, &config_map("a", "1")).await.unwrap();
     assert_eq!(created.status, 201);
     assert_eq!(
-        client.post(CONFIGMAPS, &configmap("a", "1")).await.unwrap().json()["reason"],
+        client.post(CONFIGMAPS, &config_map("a", "1")).await.unwrap().json()["reason"],
         "AlreadyExists"
     );
 
@@ -100,10 +76,10 @@ async fn configmap_requests_follow_the_api_rules() {
 
 #[tokio::test]
 async fn list_with_limit_returns_pages_and_410_after_compaction() {
-    let test = TestServer::new();
-    let client = test.client().await;
+    let cluster = TestCluster::new(1);
+    let client = connect(&cluster).await;
     for name in ["a", "b", "c", "d", "e"] {
-        client.post(CONFIGMAPS, &configmap(name, name)).await.unwrap();
+        client.post(CONFIGMAPS, &config_map(name, name)).await.unwrap();
     }
     let (mut names, mut token) = (Vec::new(), String::new());
     loop {
@@ -122,8 +98,8 @@ async fn list_with_limit_returns_pages_and_410_after_compaction() {
     let future = client.get(&format!("{CONFIGMAPS}?resourceVersion=99999")).await.unwrap();
     assert_eq!(future.status, 504);
     let page = client.get(&format!("{CONFIGMAPS}?limit=1")).await.unwrap().json();
-    client.post(CONFIGMAPS, &configmap("f", "f")).await.unwrap();
-    test.cluster.compact();
+    client.post(CONFIGMAPS, &config_map("f", "f")).await.unwrap();
+    cluster.state.compact();
     let token = page["metadata"]["continue"].as_str().unwrap();
     let late = client.get(&format!("{CONFIGMAPS}?limit=1&continue={token}")).await.unwrap();
     assert_eq!(late.status, 410);
@@ -131,17 +107,17 @@ async fn list_with_limit_returns_pages_and_410_after_compaction() {
 
 #[tokio::test]
 async fn watch_resumes_on_another_server_and_gets_410_after_compaction() {
-    let test = TestServer::new();
-    let other = apiserver::start(&test.cluster, &test.pki, Options::named("b")).unwrap();
-    let client = test.client().await;
-    let other_client = Client::connect(other.addr, &test.admin).await.unwrap();
+    let cluster = TestCluster::new(2);
+    let [server, other] = &cluster.servers[..] else { panic!("two servers") };
+    let client = connect(&cluster).await;
+    let other_client = Client::connect(other.addr, &cluster.certs.credentials()).await.unwrap();
 
-    client.post(CONFIGMAPS, &configmap("a", "1")).await.unwrap();
+    client.post(CONFIGMAPS, &config_map("a", "1")).await.unwrap();
     let mut watch = client.watch(&format!("{CONFIGMAPS}?watch=1")).await.unwrap();
     let (kind, name, version) = next(&mut watch).await;
     assert_eq!((kind.as_str(), name.as_str()), ("ADDED", "a"));
 
-    client.post(CONFIGMAPS, &configmap("b", "2")).await.unwrap();
+    client.post(CONFIGMAPS, &config_map("b", "2")).await.unwrap();
     assert_eq!(next(&mut watch).await.1, "b");
     let path = format!("{CONFIGMAPS}/a");
     client.request(Method::DELETE, &path, &[], "").await.unwrap();
@@ -164,18 +140,18 @@ async fn watch_resumes_on_another_server_and_gets_410_after_compaction() {
     assert_eq!(next(&mut resumed).await.0, "MODIFIED");
 
     // Each server has its own history: a compaction of one does not affect the other.
-    test.server.compact();
+    server.compact();
     let mut expired = client.watch(&resume).await.unwrap();
     let error = timeout(PATIENCE, expired.next()).await.unwrap().unwrap().unwrap();
     assert_eq!((&error["type"], &error["object"]["code"]), (&json!("ERROR"), &json!(410)));
     assert_eq!(expired.next().await.unwrap(), None);
     assert_eq!(next(&mut other_client.watch(&resume).await.unwrap()).await.1, "b");
-    test.cluster.compact();
+    cluster.state.compact();
     let mut expired = other_client.watch(&resume).await.unwrap();
     assert_eq!(next(&mut expired).await.0, "ERROR");
 
     // Open watches survive a compaction; the server can end them cleanly.
-    client.post(CONFIGMAPS, &configmap("z", "9")).await.unwrap();
+    client.post(CONFIGMAPS, &config_map("z", "9")).await.unwrap();
     assert_eq!(next(&mut resumed).await.1, "z");
     other.end_watches();
     assert_eq!(timeout(PATIENCE, resumed.next()).await.unwrap().unwrap(), None);
@@ -183,10 +159,10 @@ async fn watch_resumes_on_another_server_and_gets_410_after_compaction() {
 
 #[tokio::test]
 async fn quiet_watch_with_bookmarks_gets_newer_versions() {
-    let test = TestServer::new();
-    test.cluster.set_bookmark_interval(Duration::from_millis(50));
-    let client = test.client().await;
-    client.post(CONFIGMAPS, &configmap("a", "1")).await.unwrap();
+    let cluster = TestCluster::new(1);
+    cluster.state.set_bookmark_interval(Duration::from_millis(50));
+    let client = connect(&cluster).await;
+    client.post(CONFIGMAPS, &config_map("a", "1")).await.unwrap();
     let path = format!(
         "{CONFIGMAPS}?watch=1&allowWatchBookmarks=true&sendInitialEvents=true\
          &resourceVersionMatch=NotOlderThan"
@@ -200,7 +176,7 @@ async fn quiet_watch_with_bookmarks_gets_newer_versions() {
     let lease = json!({ "metadata": { "name": "l" } });
     let leases = "/apis/coordination.k8s.io/v1/namespaces/default/leases";
     assert_eq!(client.post(leases, &lease).await.unwrap().status, 201);
-    let newest = test.cluster.version().to_string();
+    let newest = cluster.state.version().to_string();
     loop {
         let (kind, _, version) = next(&mut watch).await;
         assert_eq!(kind, "BOOKMARK");
@@ -218,16 +194,16 @@ async fn quiet_watch_with_bookmarks_gets_newer_versions() {
 
 #[tokio::test]
 async fn protobuf_watch_has_length_prefixed_frames() {
-    let test = TestServer::new();
-    let client = test.client().await;
-    client.post(CONFIGMAPS, &configmap("a", "1")).await.unwrap();
+    let cluster = TestCluster::new(1);
+    let client = connect(&cluster).await;
+    client.post(CONFIGMAPS, &config_map("a", "1")).await.unwrap();
     let accept = [("accept", "application/vnd.kubernetes.protobuf;stream=watch,application/json")];
     let path = format!("{CONFIGMAPS}?watch=1");
     let response = client.send(Method::GET, &path, &accept, "").await.unwrap();
     let content_type = response.headers()["content-type"].to_str().unwrap().to_owned();
     assert_eq!(content_type, "application/vnd.kubernetes.protobuf;stream=watch");
     let mut body = response.into_body();
-    let data = jackstay::demo::client::next_data(&mut body).await.unwrap().unwrap();
+    let data = next_data(&mut body).await.unwrap().unwrap();
     let size = u32::from_be_bytes(data[..4].try_into().unwrap()) as usize;
     assert_eq!(data.len(), size + 4);
     assert_eq!(&data[4..11], b"\x0a\x05ADDED");
@@ -235,13 +211,14 @@ async fn protobuf_watch_has_length_prefixed_frames() {
 
 #[tokio::test]
 async fn credentials_select_the_user_or_end_with_goaway() {
-    let test = TestServer::new();
-    let ca = test.pki.ca_pem();
-    test.cluster.add_token("t1", User::new("system:serviceaccount:a:b", &["x"]));
-    let node = test.pki.client(&Subject::node("n1")).unwrap();
-    let expired = test.pki.client_valid(&Subject::node("n1"), Validity::expired()).unwrap();
+    let cluster = TestCluster::new(1);
+    let server = &cluster.servers[0];
+    cluster.state.add_token("t1", User::new("system:serviceaccount:a:b", &["x"]));
+    let node = cluster.certs.pki.client(&Subject::node("n1")).unwrap();
+    let expired =
+        cluster.certs.pki.client_valid(&Subject::node("n1"), Validity::expired()).unwrap();
     let foreign = Pki::new("other").unwrap().client(&Subject::admin()).unwrap();
-    let anonymous = Credentials::anonymous(&ca);
+    let anonymous = cluster.certs.anonymous();
     for (credentials, code, user, group) in [
         (anonymous.clone().certificate(&node), 201, "system:node:n1", "system:nodes"),
         (anonymous.clone().token("t1"), 201, "system:serviceaccount:a:b", "x"),
@@ -257,7 +234,7 @@ async fn credentials_select_the_user_or_end_with_goaway() {
         (anonymous.clone().certificate(&foreign), 401, "", ""),
         (anonymous.clone(), 403, "", ""),
     ] {
-        let client = Client::connect(test.server.addr, &credentials).await.unwrap();
+        let client = Client::connect(server.addr, &credentials).await.unwrap();
         let path = "/apis/authentication.k8s.io/v1/selfsubjectreviews";
         let reply = client.post(path, &json!({})).await.unwrap();
         assert_eq!(reply.status.as_u16(), code);
@@ -276,77 +253,78 @@ async fn credentials_select_the_user_or_end_with_goaway() {
         }
         drop(client);
     }
-    let records = test.cluster.audit().select(|r| r.user == "system:node:n1");
+    let records = cluster.state.audit().select(|r| r.user == "system:node:n1");
     assert_eq!(records.len(), 2);
     assert!(records.iter().all(|r| r.status == Some(201) && r.certificate_serial.is_some()));
-    assert!(
-        test.server.counters().goaways.load(Relaxed) >= 4,
-        "unauthenticated clients get GOAWAY"
-    );
+    assert!(server.counters().goaways.load(Relaxed) >= 4, "unauthenticated clients get GOAWAY");
 }
 
 #[tokio::test]
 async fn killed_server_breaks_watches_and_can_restart() {
-    let test = TestServer::new();
-    let client = test.client().await;
+    let cluster = TestCluster::new(1);
+    let server = &cluster.servers[0];
+    let client = connect(&cluster).await;
     let mut watch = client.watch(&format!("{CONFIGMAPS}?watch=1")).await.unwrap();
-    test.server.kill();
+    server.kill();
     assert!(
         timeout(PATIENCE, watch.next()).await.unwrap().is_err(),
         "the watch breaks without a clean end"
     );
-    assert!(Client::connect(test.server.addr, &test.admin).await.is_err());
-    test.server.restart().unwrap();
-    assert_eq!(test.client().await.get("/readyz").await.unwrap().body, "ok");
-    assert_eq!(test.server.counters().open.load(Relaxed), 1);
+    assert!(Client::connect(server.addr, &cluster.certs.credentials()).await.is_err());
+    server.restart().unwrap();
+    assert_eq!(connect(&cluster).await.get("/readyz").await.unwrap().body, "ok");
+    assert_eq!(server.counters().open.load(Relaxed), 1);
 }
 
 #[tokio::test]
 async fn stopped_server_accepts_connections_without_responding() {
-    let test = TestServer::new();
-    let client = test.client().await;
+    let cluster = TestCluster::new(1);
+    let server = &cluster.servers[0];
+    let client = connect(&cluster).await;
     client.get("/readyz").await.unwrap();
-    test.server.stop();
+    server.stop();
     assert!(timeout(SHORT_WAIT, client.get("/readyz")).await.is_err());
     // The kernel still accepts connections.
-    tokio::net::TcpStream::connect(test.server.addr).await.unwrap();
-    test.server.cont();
+    tokio::net::TcpStream::connect(server.addr).await.unwrap();
+    server.cont();
     assert_eq!(client.get("/readyz").await.unwrap().status, 200);
-    test.server.stop();
-    test.server.kill();
+    server.stop();
+    server.kill();
     assert!(timeout(PATIENCE, client.get("/readyz")).await.unwrap().is_err());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn shutdown_completes_requests_and_ends_watches_cleanly() {
-    let test = TestServer::new();
-    let client = test.client().await;
+    let cluster = TestCluster::new(1);
+    let server = &cluster.servers[0];
+    let client = connect(&cluster).await;
     let mut watch = client.watch(&format!("{CONFIGMAPS}?watch=1")).await.unwrap();
-    test.server.set_faults(|faults| faults.delay = Duration::from_millis(300));
+    server.set_faults(|faults| faults.delay = Duration::from_millis(300));
     let ((), reply) = tokio::join!(
         async {
-            let in_flight = &test.server.counters().in_flight;
+            let in_flight = &server.counters().in_flight;
             until("a request in flight", async || in_flight.load(Relaxed) > 0).await;
-            tokio::task::block_in_place(|| test.server.shutdown(PATIENCE));
+            tokio::task::block_in_place(|| server.shutdown(PATIENCE));
         },
         client.get(CONFIGMAPS)
     );
     assert_eq!(reply.unwrap().status, 200, "a request in flight completes");
     assert_eq!(watch.next().await.unwrap(), None, "watches end cleanly");
-    assert!(Client::connect(test.server.addr, &test.admin).await.is_err());
+    assert!(Client::connect(server.addr, &cluster.certs.credentials()).await.is_err());
 }
 
 #[tokio::test]
 async fn scripted_faults_affect_only_their_requests() {
-    let test = TestServer::new();
-    let client = test.client().await;
-    test.server.set_faults(|faults| faults.unready = true);
+    let cluster = TestCluster::new(1);
+    let server = &cluster.servers[0];
+    let client = connect(&cluster).await;
+    server.set_faults(|faults| faults.unready = true);
     assert_eq!(client.get("/readyz").await.unwrap().status, 500);
     assert_eq!(client.get("/livez").await.unwrap().status, 200);
-    test.server.set_faults(|faults| faults.unready = false);
+    server.set_faults(|faults| faults.unready = false);
 
     let busy = ScriptedResponse::status(429, "TooManyRequests", "later").header("retry-after", "1");
-    test.server.set_faults(|faults| faults.fail_next = Some((1, busy)));
+    server.set_faults(|faults| faults.fail_next = Some((1, busy)));
     assert_eq!(client.get("/readyz").await.unwrap().status, 200, "health checks are not affected");
     let failed = client.get(CONFIGMAPS).await.unwrap();
     assert_eq!(
@@ -357,13 +335,13 @@ async fn scripted_faults_affect_only_their_requests() {
 
     let mut truncated = ScriptedResponse::status(200, "", "");
     truncated.body = Bytes::from_static(b"{\"ha");
-    test.server.set_faults(|faults| faults.fail_next = Some((1, truncated.cut())));
+    server.set_faults(|faults| faults.fail_next = Some((1, truncated.cut())));
     assert!(client.get(CONFIGMAPS).await.is_err(), "a truncated body is an error");
 
-    test.server.set_faults(|faults| faults.lose_next = 1);
+    server.set_faults(|faults| faults.lose_next = 1);
     {
         // The request is handled but gets no response.
-        let unanswered = configmap("lost", "1");
+        let unanswered = config_map("lost", "1");
         let mut unanswered = pin!(client.post(CONFIGMAPS, &unanswered));
         assert!(timeout(SHORT_WAIT, unanswered.as_mut()).await.is_err());
         let path = format!("{CONFIGMAPS}/lost");
@@ -372,9 +350,9 @@ async fn scripted_faults_affect_only_their_requests() {
         assert!(timeout(SHORT_WAIT, unanswered).await.is_err());
     }
 
-    test.server.set_faults(|faults| faults.hang = true);
+    server.set_faults(|faults| faults.hang = true);
     assert!(timeout(SHORT_WAIT, client.get("/livez")).await.is_err());
-    test.server.set_faults(|faults| faults.hang = false);
+    server.set_faults(|faults| faults.hang = false);
     assert_eq!(client.get("/livez").await.unwrap().status, 200);
 
     let bytes = client.get("/bytes?size=1000000").await.unwrap();
@@ -382,11 +360,11 @@ async fn scripted_faults_affect_only_their_requests() {
     let echo = client.request(Method::POST, "/echo", &[], "hello").await.unwrap();
     assert_eq!(echo.body, "hello");
 
-    test.server.goaway();
+    server.goaway();
     until("the connection is closed", async || client.is_closed()).await;
-    let client = test.client().await;
+    let client = connect(&cluster).await;
     client.get("/livez").await.unwrap();
-    test.server.reset_connections();
+    server.reset_connections();
     assert!(
         timeout(PATIENCE, client.watch(&format!("{CONFIGMAPS}?watch=1"))).await.unwrap().is_err()
     );
@@ -394,15 +372,16 @@ async fn scripted_faults_affect_only_their_requests() {
 
 #[tokio::test]
 async fn faulty_relay_silences_and_resets_flows() {
-    let test = TestServer::new();
-    let relay = FaultyRelay::start(test.server.addr).unwrap();
-    let old = Client::connect(relay.addr, &test.admin).await.unwrap();
+    let cluster = TestCluster::new(1);
+    let server = &cluster.servers[0];
+    let relay = FaultyRelay::start(server.addr).unwrap();
+    let old = Client::connect(relay.addr, &cluster.certs.credentials()).await.unwrap();
     old.get("/readyz").await.unwrap();
     assert_eq!(relay.silence_all(Direction::Both), 1);
     {
         let mut waiting = pin!(old.get("/readyz"));
         assert!(timeout(SHORT_WAIT, waiting.as_mut()).await.is_err());
-        let new = Client::connect(relay.addr, &test.admin).await.unwrap();
+        let new = Client::connect(relay.addr, &cluster.certs.credentials()).await.unwrap();
         assert_eq!(new.get("/readyz").await.unwrap().status, 200);
         assert_eq!(relay.flows().iter().map(|f| f.silent).collect::<Vec<_>>(), [true, false]);
         relay.clear_faults();
@@ -410,7 +389,7 @@ async fn faulty_relay_silences_and_resets_flows() {
     }
     relay.silence_all(Direction::ToClient);
     {
-        let requests = &test.server.counters().requests;
+        let requests = &server.counters().requests;
         let before = requests.load(Relaxed);
         let mut waiting = pin!(old.get("/readyz"));
         assert!(timeout(SHORT_WAIT, waiting.as_mut()).await.is_err());
@@ -420,5 +399,5 @@ async fn faulty_relay_silences_and_resets_flows() {
     relay.reset_all();
     assert!(timeout(PATIENCE, old.get("/readyz")).await.unwrap().is_err());
     relay.refuse_new(true);
-    assert!(Client::connect(relay.addr, &test.admin).await.is_err());
+    assert!(Client::connect(relay.addr, &cluster.certs.credentials()).await.is_err());
 }

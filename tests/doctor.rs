@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use child::KillOnDrop;
 use jackstay::config::CertPaths;
 use jackstay::demo::apiserver::cluster::Cluster;
+use jackstay::demo::apiserver::kinds::ENDPOINT_SLICES;
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
 use jackstay::demo::faulty_relay::FaultyRelay;
 use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
@@ -29,8 +30,10 @@ use jackstay::doctor::examine;
 use jackstay::doctor::findings::{Cause, Finding, Level, diagnose};
 use jackstay::doctor::observations::{EndpointSource, Observations, Step};
 use jackstay::doctor::report;
+use jackstay::doctor::survey::{SurveyRequest, survey};
 use jackstay::doctor::target::{CredentialFiles, ExaminationPlan, PlannedListener, Target, Trust};
 use jackstay::kubeconfig::ServerUrl;
+use serde_json::json;
 use socket2::{Domain, Socket, Type};
 
 /// Timeout of waits, long enough for a slow machine.
@@ -386,6 +389,44 @@ fn doctor_running_jackstay_is_not_a_port_conflict() {
     let (code, out, err) = jackstay(&["--config", file.to_str().unwrap(), "--duration", "1s"]);
     assert_eq!(code, Some(1), "{out}{err}");
     assert!(out.contains(&format!("cannot listen on {bind}")), "{out}");
+}
+
+#[test]
+fn survey_sends_the_credential_only_to_the_apiserver_of_the_kubeconfig() {
+    let (test, cluster) = (TestServer::new(), Cluster::new());
+    let start = |name| apiserver::start(&cluster, &test.pki, Options::named(name)).unwrap();
+    let (own, other) = (start("own"), start("other"));
+    // TEST-NET-1 (RFC 5737).
+    let member: SocketAddr = "192.0.2.1:6443".parse().unwrap();
+    for address in [own.addr, other.addr, member] {
+        let slice = json!({
+            "metadata": { "generateName": "kubernetes-",
+                          "labels": { "kubernetes.io/service-name": "kubernetes" } },
+            "endpoints": [{ "addresses": [address.ip().to_string()] }],
+            "ports": [{ "name": "https", "port": address.port() }],
+        });
+        cluster.create(&ENDPOINT_SLICES, "default", slice, false).unwrap();
+    }
+    let trust = Trust::of_files(&test.files()).unwrap();
+    let url = |server: &ApiServerHandle| ServerUrl::parse(&server.addr.to_string()).unwrap();
+    let request = SurveyRequest {
+        own: &url(&own),
+        verified_name: "localhost",
+        others: &[url(&other)],
+        trust: &trust,
+        query_members: true,
+    };
+    let result = survey(&request, Resolver::of_servers(Vec::new())).unwrap();
+    assert_eq!(result.members, Ok(vec![member]), "members that the request does not name");
+    let certificates: Vec<_> = result.certificates.iter().map(|c| c.address.as_str()).collect();
+    assert_eq!(certificates, [own.addr.to_string(), other.addr.to_string()]);
+    assert!(cluster.audit().records().iter().all(|record| record.server == "own"));
+
+    own.kill();
+    let result = survey(&request, Resolver::of_servers(Vec::new())).unwrap();
+    assert!(result.members.is_err(), "the other apiserver is not queried: {result:?}");
+    assert_eq!(result.certificates[0].address, other.addr.to_string());
+    assert_eq!(result.without_certificate[0].0, own.addr.to_string());
 }
 
 /// Replaces the rules in the network namespace of this process.

@@ -1,4 +1,4 @@
-//! Connections that stay open: one that is pinged continuously, one that stays idle. If they fail
+//! Checks connections that stay open: one is pinged continuously, another stays idle. If they fail
 //! while fresh connections work, a device on the path forgets established flows.
 
 use std::net::SocketAddr;
@@ -10,15 +10,16 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use super::observations::{IdleConnection, LongLived, Ms, percentile};
 use super::probe::{PeerConfig, ProbeConnection, StepTimer, open};
 
-/// Pause after a PONG: with a round trip of 50 ms, 100 PINGs in 10 s.
+/// Smallest interval between two PINGs. With a round trip of 50 ms there are more than 100 PINGs in 10 s.
 const PING_PAUSE: Duration = Duration::from_millis(50);
-/// A round trip longer than the median by this many milliseconds contained a retransmission: Linux's
-/// smallest RTO is 200 ms (`TCP_RTO_MIN`), and a tail loss probe for a single segment is not earlier.
+/// A round trip that is longer than the median by this many milliseconds contained a retransmission.
+/// Linux retransmits after at least 200 ms (`TCP_RTO_MIN`); its tail loss probe for a single segment is
+/// not earlier.
 const LATE_MS: f64 = 150.0;
-/// Pause before the next connection when the server has ended one.
+/// Pause before another connection is opened when the server has ended one.
 const RECONNECT_PAUSE: Duration = Duration::from_millis(500);
-/// Time until the handshakes of an idle connection are complete: longer than the longest delayed
-/// acknowledgement (200 ms, `TCP_DELACK_MAX`).
+/// Time after which an idle connection has sent its last delayed acknowledgement of the handshakes, which
+/// Linux delays by at most 200 ms (`TCP_DELACK_MAX`).
 const HANDSHAKE_TIME: Duration = Duration::from_millis(500);
 /// Limit of the PING on an idle connection.
 const IDLE_PING_LIMIT: Duration = Duration::from_secs(3);
@@ -48,6 +49,7 @@ pub(super) async fn ping_until(
     all
 }
 
+/// Pings a connection until `until` or until the connection fails.
 async fn ping(mut opened: ProbeConnection, began: Instant, until: Instant) -> LongLived {
     let at_ms = (Instant::now() - began).into();
     let mut times: Vec<f64> = Vec::new();
@@ -88,8 +90,8 @@ async fn ping(mut opened: ProbeConnection, began: Instant, until: Instant) -> Lo
     }
 }
 
-/// Opens a connection, sends nothing until `until`, and then one PING. `None` if the server has ended
-/// it.
+/// Opens a connection, sends nothing until `until`, and then one PING. Returns `None` if the connection
+/// cannot be opened or the server ends it.
 pub(super) async fn ping_after_idle(
     address: SocketAddr,
     peer: &PeerConfig,
@@ -99,20 +101,14 @@ pub(super) async fn ping_after_idle(
     let mut opened = open(&mut StepTimer::start(began), address, peer).await.ok()?;
     // A keepalive probe would refresh the flow in a firewall.
     opened.observer.disable_keepalives().ok()?;
-    let since = Instant::now();
-    let sent =
+    let start = Instant::now();
+    let segments_sent =
         |opened: &ProbeConnection| opened.observer.tcp_info().unwrap_or_default().segments_out;
-    let mut before = None;
-    for moment in [until.min(since + HANDSHAKE_TIME), until] {
-        tokio::select! {
-            () = sleep_until(moment) => {}
-            // The server has ended the connection, which is not a silent loss.
-            _ = &mut opened.driver => return None,
-        }
-        before.get_or_insert_with(|| sent(&opened));
-    }
-    let idle = since.elapsed();
-    let sent = sent(&opened).wrapping_sub(before.unwrap_or_default());
+    idle_until(&mut opened, until.min(start + HANDSHAKE_TIME)).await?;
+    let sent_in_handshakes = segments_sent(&opened);
+    idle_until(&mut opened, until).await?;
+    let idle = start.elapsed();
+    let sent = segments_sent(&opened).wrapping_sub(sent_in_handshakes);
     let pong = opened.ping.ping(Ping::opaque());
     let alive = match timeout_at(Instant::now() + IDLE_PING_LIMIT, pong).await {
         Ok(Ok(_)) => true,
@@ -120,4 +116,12 @@ pub(super) async fn ping_after_idle(
         Err(_) => false,
     };
     Some(IdleConnection { for_ms: idle.into(), alive, sent })
+}
+
+/// Waits until `moment`; `None` if the server ends the connection before.
+async fn idle_until(opened: &mut ProbeConnection, moment: Instant) -> Option<()> {
+    tokio::select! {
+        () = sleep_until(moment) => Some(()),
+        _ = &mut opened.driver => None,
+    }
 }

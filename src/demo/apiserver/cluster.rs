@@ -173,8 +173,11 @@ impl Cluster {
         selector: &Selector,
     ) -> (Vec<Arc<Object>>, u64) {
         let state = lock(&self.shared.state);
-        let objects =
-            state.range(kind, namespace).filter(|o| selector.matches(&o.value)).cloned().collect();
+        let objects = state
+            .objects_in(kind, namespace)
+            .filter(|o| selector.matches(&o.value))
+            .cloned()
+            .collect();
         (objects, state.version)
     }
 
@@ -303,7 +306,7 @@ impl Cluster {
     /// Deletes all objects in a namespace.
     fn delete_all_in(&self, state: &mut State, namespace: &str) {
         for kind in kinds::KINDS.into_iter().filter(|k| k.namespaced) {
-            let objects: Vec<_> = state.range(kind, namespace).cloned().collect();
+            let objects: Vec<_> = state.objects_in(kind, namespace).cloned().collect();
             for object in objects {
                 let name = object.value["metadata"]["name"].as_str().unwrap_or_default();
                 let object_ref = ObjectRef { kind, namespace, name };
@@ -356,7 +359,7 @@ impl State {
     }
 
     /// The objects of a resource type in a namespace, or in all if it is empty.
-    fn range(&self, kind: &Kind, namespace: &str) -> impl Iterator<Item = &Arc<Object>> {
+    fn objects_in(&self, kind: &Kind, namespace: &str) -> impl Iterator<Item = &Arc<Object>> {
         let first: Key = (kind.plural, namespace.to_owned(), String::new());
         let (plural, namespace) = (kind.plural, namespace.to_owned());
         self.objects

@@ -2,7 +2,7 @@
 
 use crate::demo::apiserver::handler;
 use crate::demo::apiserver::identity::Certificate;
-use crate::demo::apiserver::state::{ConnectionInfo, Counted, ServerState};
+use crate::demo::apiserver::state::{ConnectionInfo, Counted, Phase, ServerState};
 use crate::net::sockets::delegate_async_write;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
@@ -112,7 +112,7 @@ impl Socket {
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        if self.server.killed.load(Relaxed) || self.reset.load(Relaxed) {
+        if *self.server.phase.borrow() == Phase::Killed || self.reset.load(Relaxed) {
             let socket = socket2::SockRef::from(&self.stream);
             let _ = socket.set_linger(Some(Duration::ZERO));
         }

@@ -43,14 +43,16 @@ pub(super) async fn handle(
     let audit_number = context.record();
     let in_flight = Counted::new(&context.server, |counters| &counters.in_flight);
     context.apply_delays().await;
-    let scripted = if context.is_health() { None } else { context.server.scripted(&context.parts) };
+    let is_health = context.is_health();
+    let scripted = if is_health { None } else { context.server.scripted(&context.parts) };
     let mut response = match scripted {
         Some(scripted) => scripted_response(scripted).await,
         None => context.serve(audit_number, body).await.unwrap_or_else(|error| {
             respond(error.code, JSON, ResponseBody::full(error.status().to_string()))
         }),
     };
-    if !context.is_health() && context.server.loses_response() {
+    if !is_health && context.server.loses_response() {
+        // The request remains in flight until the client gives up.
         std::future::pending::<()>().await;
     }
     drop(in_flight);
@@ -58,8 +60,7 @@ pub(super) async fn handle(
         let status = response.status().as_u16();
         context.server.cluster.audit().amend(number, |r| r.status = Some(status));
     }
-    let audit_id = context.header("audit-id").unwrap_or("none").to_owned();
-    context.add_common_headers(&mut response, &audit_id);
+    context.add_common_headers(&mut response);
     Ok(response)
 }
 
@@ -234,11 +235,11 @@ impl RequestContext {
     }
 
     /// Adds the headers that every kube-apiserver response has, and removes the body of a HEAD response.
-    fn add_common_headers(&self, response: &mut Response<ResponseBody>, audit_id: &str) {
+    fn add_common_headers(&self, response: &mut Response<ResponseBody>) {
+        let none = HeaderValue::from_static("none");
+        let audit_id = self.parts.headers.get("audit-id").cloned().unwrap_or(none);
         let headers = response.headers_mut();
-        if let Ok(value) = HeaderValue::from_str(audit_id) {
-            headers.insert("audit-id", value);
-        }
+        headers.insert("audit-id", audit_id);
         headers.insert("cache-control", HeaderValue::from_static("no-cache, private"));
         if self.parts.method == Method::HEAD
             && let ResponseBody::Full(Some(bytes)) = response.body()

@@ -109,7 +109,6 @@ pub fn start(cluster: &Cluster, pki: &Pki, options: Options) -> io::Result<ApiSe
         end_watches: watch::Sender::default(),
         goaway: watch::Sender::default(),
         reset: watch::Sender::default(),
-        killed: false.into(),
         phase: watch::Sender::new(Phase::Running),
     };
     let server = Arc::new(server);
@@ -171,7 +170,6 @@ impl ApiServerHandle {
                 Err(error) => return Err(error),
             }
         };
-        self.server.killed.store(false, Relaxed);
         self.server.phase.send_replace(Phase::Running);
         self.spawn(listener)
     }
@@ -238,9 +236,6 @@ impl ApiServerHandle {
     }
 
     fn end(&self, phase: Phase) {
-        if phase == Phase::Killed {
-            self.server.killed.store(true, Relaxed);
-        }
         self.server.phase.send_replace(phase);
         self.cont();
         if let Some(thread) = lock(&self.thread).take() {

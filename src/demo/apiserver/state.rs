@@ -7,7 +7,7 @@ use bytes::Bytes;
 use rustls::server::danger::ClientCertVerifier;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
@@ -139,8 +139,6 @@ pub(super) struct ServerState {
     pub goaway: watch::Sender<()>,
     /// Each message resets every connection.
     pub reset: watch::Sender<()>,
-    /// The server was killed, so sockets send RST instead of FIN when they are dropped.
-    pub killed: AtomicBool,
     pub phase: watch::Sender<Phase>,
 }
 
@@ -149,6 +147,7 @@ pub(super) enum Phase {
     Running,
     /// Requests in flight may finish within this time.
     Draining(Duration),
+    /// Sockets send RST instead of FIN when they are dropped.
     Killed,
 }
 

@@ -126,8 +126,10 @@ async fn run_clients(shared: Shared, cluster: Cluster) {
     for node in &seed::NODE_NAMES[..WRITERS] {
         requesters.spawn(send_requests(shared.clone(), Some(*node)));
     }
-    requesters.spawn(write_events(shared.clone(), cluster.clone(), 0, BUSY_INTERVAL));
-    requesters.spawn(write_events(shared.clone(), cluster, 1, QUIET_INTERVAL));
+    // The first topic is the busy one.
+    for (topic, interval) in [BUSY_INTERVAL, QUIET_INTERVAL].into_iter().enumerate() {
+        requesters.spawn(write_events(shared.clone(), cluster.clone(), topic, interval));
+    }
     requesters.join_all().await;
     let stopped_at = Instant::now();
     while shared.ledger.undelivered() > 0 && stopped_at.elapsed() < FINISH_TIMEOUT {

@@ -10,7 +10,6 @@ use crate::demo::scenario::ledger::{Counts, Ledger};
 use crate::demo::scenario::status_monitor::StatusMonitor;
 use crate::observe::counted;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -159,7 +158,7 @@ pub struct Schedule<'a> {
     /// The states that the proxy reports.
     pub monitor: &'a StatusMonitor,
     /// Shows progress.
-    pub display: &'a Arc<ProgressDisplay>,
+    pub display: &'a ProgressDisplay,
     /// Set to end the schedule early.
     pub interrupted: &'a AtomicBool,
     /// Multiplies the duration of each fault.

@@ -1,39 +1,39 @@
 //! Reads the server name of a TLS `ClientHello` (RFC 8446 section 4.1.2, RFC 6066 section 3). The
 //! bytes are forwarded unchanged.
 //!
-//! The message may span several records and these many segments, so [`read`] is called again with
-//! all bytes that have arrived. It decides as early as possible: bytes that are not TLS by the first
-//! byte, a server name as soon as it is complete.
+//! The message may span several records and many TCP segments, so the caller repeats [`read`] with all bytes
+//! that have arrived. [`read`] decides as early as possible: at the first byte that is not TLS, and as soon
+//! as the server name is complete.
 
-/// Most bytes that are read before a decision. Clients send 300 to 2,000 bytes; post-quantum keys and
-/// session tickets may need more.
-pub const MAX: usize = 16 * 1024;
+/// Maximum number of bytes that are read before a decision. Clients send 300 to 2,000 bytes; post-quantum
+/// keys and session tickets may need more.
+pub const MAX_LENGTH: usize = 16 * 1024;
 
-/// What the first bytes of a connection contain.
+/// The content of the first bytes of a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ClientHello {
     /// An incomplete message.
     Incomplete,
-    /// This server name, in lower case.
+    /// A message with this server name, in lower case.
     ServerName(String),
-    /// A message without server name.
+    /// A message without a server name.
     NoServerName,
-    /// No TLS, a malformed message, or one that is larger than [`MAX`].
+    /// No TLS, a malformed message, or a message that is larger than [`MAX_LENGTH`].
     Unreadable,
 }
 
 /// Content type of handshake messages (RFC 8446 section 5.1).
 const HANDSHAKE: u8 = 22;
-/// Most bytes of a record (RFC 8446 section 5.1).
+/// Maximum length of a record (RFC 8446 section 5.1).
 const MAX_RECORD: usize = 1 << 14;
-/// Type of the message (RFC 8446 section 4).
+/// Handshake message type (RFC 8446 section 4).
 const CLIENT_HELLO: usize = 1;
-/// Type of the extension (RFC 6066 section 1.1).
+/// Extension type (RFC 6066 section 1.1).
 const SERVER_NAME: usize = 0;
-/// The only kind of name there is (RFC 6066 section 3).
+/// Name type, the only one that is defined (RFC 6066 section 3).
 const HOST_NAME: usize = 0;
 
-/// Reads all bytes that have arrived.
+/// Parses all bytes that have arrived.
 pub fn read(bytes: &[u8]) -> ClientHello {
     let Ok((message, may_continue)) = handshake_bytes(bytes) else {
         return ClientHello::Unreadable;
@@ -42,8 +42,9 @@ pub fn read(bytes: &[u8]) -> ClientHello {
         Ok(Some(name)) => ClientHello::ServerName(name),
         Ok(None) => ClientHello::NoServerName,
         Err(ParseError::Invalid) => ClientHello::Unreadable,
-        // No more bytes of the message can follow.
-        Err(ParseError::Short) if !may_continue || bytes.len() >= MAX => ClientHello::Unreadable,
+        Err(ParseError::Short) if !may_continue || bytes.len() >= MAX_LENGTH => {
+            ClientHello::Unreadable
+        }
         Err(ParseError::Short) => ClientHello::Incomplete,
     }
 }
@@ -53,27 +54,27 @@ pub fn read(bytes: &[u8]) -> ClientHello {
 enum ParseError {
     /// More bytes are needed.
     Short,
-    /// This is no TLS, or no `ClientHello`.
+    /// The bytes are not TLS, or not a `ClientHello`.
     Invalid,
 }
 
-/// The handshake bytes of all records that have started, and whether more may follow. Early data is
-/// sent in other records after the `ClientHello` (RFC 8446 section 2.3), never within it.
+/// The content of the handshake records at the start of the connection, and whether more may follow. Early
+/// data is sent in other records after the `ClientHello` (RFC 8446 section 2.3), never within it.
 fn handshake_bytes(mut bytes: &[u8]) -> Result<(Vec<u8>, bool), ParseError> {
     let mut message = Vec::with_capacity(bytes.len());
-    let other = |message: Vec<u8>| {
+    let other_record = |message: Vec<u8>| {
         if message.is_empty() { Err(ParseError::Invalid) } else { Ok((message, false)) }
     };
     loop {
         let Some(&content) = bytes.first() else { return Ok((message, true)) };
         // The major version is 3 in TLS 1.0 to 1.3.
         if content != HANDSHAKE || bytes.get(1).is_some_and(|&major| major != 3) {
-            return other(message);
+            return other_record(message);
         }
         let Some(&[high, low]) = bytes.get(3..5) else { return Ok((message, true)) };
         let length = usize::from(u16::from_be_bytes([high, low]));
         if length == 0 || length > MAX_RECORD {
-            return other(message);
+            return other_record(message);
         }
         let rest = &bytes[5..];
         if rest.len() < length {
@@ -92,7 +93,7 @@ fn parse(message: &[u8]) -> Result<Option<String>, ParseError> {
         return Err(ParseError::Invalid);
     }
     let length = header.number(3)?;
-    // Bytes after the message belong to another one.
+    // Bytes after `length` belong to another message.
     let mut body = header.up_to(length);
     body.take(2 + 32)?; // version and random
     body.vector(1)?; // session ID
@@ -115,7 +116,7 @@ fn parse(message: &[u8]) -> Result<Option<String>, ParseError> {
     Ok(None)
 }
 
-/// The first host name of the extension.
+/// The first host name in the data of the `server_name` extension.
 fn server_name(data: &[u8]) -> Result<Option<String>, ParseError> {
     let bytes = Reader { bytes: data, at_end: ParseError::Invalid }.vector(2)?;
     let mut names = Reader { bytes, at_end: ParseError::Invalid };
@@ -147,18 +148,18 @@ impl<'a> Reader<'a> {
         Ok(front)
     }
 
-    /// A big-endian number of so many bytes.
+    /// Reads a big-endian number of this many bytes.
     fn number(&mut self, bytes: usize) -> Result<usize, ParseError> {
         Ok(self.take(bytes)?.iter().fold(0, |sum, &byte| sum << 8 | usize::from(byte)))
     }
 
-    /// A vector after its length, which is a number of so many bytes (RFC 8446 section 3.4).
+    /// Reads a vector after its length, which is a number of this many bytes (RFC 8446 section 3.4).
     fn vector(&mut self, length_bytes: usize) -> Result<&'a [u8], ParseError> {
         let length = self.number(length_bytes)?;
         self.take(length)
     }
 
-    /// Reads at most `length` bytes. If all of them have arrived, no more can follow.
+    /// A reader of the next `length` bytes. If all of them have arrived, a read beyond them is invalid.
     fn up_to(&self, length: usize) -> Self {
         match self.bytes.get(..length) {
             Some(bytes) => Self { bytes, at_end: ParseError::Invalid },
@@ -167,8 +168,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Whether a configured pattern matches a server name: the same name, or any one label in the place of
-/// `*`. Both are in lower case.
+/// Whether a configured pattern matches a server name. `*` matches exactly one label. Both are in lower case.
 pub fn matches(pattern: &str, name: &str) -> bool {
     match pattern.strip_prefix("*.") {
         None => pattern == name,

@@ -82,7 +82,7 @@ fn read_rejects_other_protocols_at_the_first_byte() {
     assert_eq!(read(&[22]), ClientHello::Incomplete);
 }
 
-/// Early data follows its hello at once, and may come with it.
+/// Early data follows the `ClientHello` at once, and may arrive together with it.
 #[test]
 fn read_ignores_records_after_the_message() {
     for after in [&[20, 3, 3, 0, 1, 1][..], &[23, 3, 3, 0, 2, 7, 7], &[23], &[22, 3, 3, 0, 0]] {
@@ -90,14 +90,13 @@ fn read_ignores_records_after_the_message() {
         assert_eq!(read(&hello), ClientHello::ServerName("a.example.com".into()), "{after:?}");
         let hello = [&rustls_hello("::1")[..], after].concat();
         assert_eq!(read(&hello), ClientHello::NoServerName, "{after:?}");
-        // Another record within the message is not valid TLS.
-        let half = &rustls_hello("a.example.com")[5..60];
-        let hello = [&[22, 3, 1, 0, half.len() as u8][..], half, after].concat();
+        // A record of another type within the message is not valid TLS.
+        let part = &rustls_hello("a.example.com")[5..60];
+        let hello = [&[22, 3, 1, 0, part.len() as u8][..], part, after].concat();
         assert_eq!(read(&hello), ClientHello::Unreadable, "{after:?}");
     }
 }
 
-/// The fuzz corpus: no panic, and a decision does not change with more bytes.
 #[test]
 fn read_survives_the_fuzz_corpus() {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/hello");
@@ -109,7 +108,7 @@ fn read_survives_the_fuzz_corpus() {
     assert!(files > 0);
 }
 
-/// What `fuzz/fuzz_targets/hello.rs` asserts.
+/// Checks that a decision does not change with more bytes, as `fuzz/fuzz_targets/hello.rs` does.
 fn check_every_prefix(bytes: &[u8]) {
     let mut decision = ClientHello::Incomplete;
     for end in 0..=bytes.len() {
@@ -130,22 +129,23 @@ fn read_rejects_a_message_that_is_too_large() {
     bytes.extend_from_slice(&[0; 32]);
     bytes.extend_from_slice(&[0, 0xff, 0xfe]);
     assert_eq!(read(&bytes), ClientHello::Incomplete);
-    bytes.resize(MAX, 0);
+    bytes.resize(MAX_LENGTH, 0);
     assert_eq!(read(&bytes), ClientHello::Unreadable);
 }
 
 #[test]
 fn read_rejects_inconsistent_lengths() {
     let hello = rustls_hello("a.example.com");
-    // The session id is longer than the whole message.
-    let mut wrong = hello.clone();
-    wrong[5 + 4 + 34] = 255;
-    wrong.truncate(5 + 4 + 34 + 100);
-    let length = (wrong.len() - 9) as u32;
-    wrong[6..9].copy_from_slice(&length.to_be_bytes()[1..]);
-    let record = (wrong.len() - 5) as u16;
-    wrong[3..5].copy_from_slice(&record.to_be_bytes());
-    assert_eq!(read(&wrong), ClientHello::Unreadable);
+    // The session ID is longer than the message. It follows the headers of the record (5 bytes) and of the
+    // message (4 bytes), the version and the random (34 bytes).
+    let mut malformed = hello.clone();
+    malformed[5 + 4 + 34] = 255;
+    malformed.truncate(5 + 4 + 34 + 100);
+    let message_length = (malformed.len() - 9) as u32;
+    malformed[6..9].copy_from_slice(&message_length.to_be_bytes()[1..]);
+    let record_length = (malformed.len() - 5) as u16;
+    malformed[3..5].copy_from_slice(&record_length.to_be_bytes());
+    assert_eq!(read(&malformed), ClientHello::Unreadable);
 }
 
 #[test]
@@ -175,14 +175,13 @@ proptest! {
     #[test]
     fn read_never_panics_on_a_mutated_message(at in 0_usize..2000, byte: u8, end in 0_usize..2000, size in 1_usize..400) {
         let mut hello = in_records(&rustls_hello("a.example.com"), size);
-        if let Some(there) = hello.get_mut(at) {
-            *there = byte;
+        if let Some(changed) = hello.get_mut(at) {
+            *changed = byte;
         }
         hello.truncate(end.max(1));
         check_every_prefix(&hello);
     }
 
-    /// More bytes do not change a decision.
     #[test]
     fn read_decision_is_stable(name in "[a-z]{1,20}(\\.[a-z]{1,20}){0,3}", size in 1_usize..300) {
         let hello = in_records(&rustls_hello(&name), size);

@@ -1,14 +1,14 @@
-//! Connects to an endpoint: to the best one first, then to others beside it, until one connection is
-//! established or all have failed.
+//! Connects a client to an endpoint. The best endpoint is tried first; others are tried as well, until one
+//! connection is established or every attempt has failed.
 //!
 //! | event | reaction |
 //! |---|---|
 //! | an attempt fails | the next candidate is tried at once |
-//! | no answer after 250 ms | the next candidate is tried as well; the first connection wins |
+//! | no connection after 250 ms | the next candidate is tried as well; the first connection wins |
 //! | no endpoint is ready | the same, with shorter pauses if there are many candidates, so that each is tried |
 //! | every candidate has failed | the client is reset at once |
-//! | no answer within 900 ms, and no endpoint is ready | the client is reset |
-//! | no answer within 900 ms, and an endpoint is ready | a SYN was lost; attempts continue until `connect_timeout` |
+//! | no connection within 900 ms, and no endpoint is ready | the client is reset |
+//! | no connection within 900 ms, and an endpoint is ready | a SYN may have been lost: the attempts continue until `connect_timeout` |
 //!
 //! Linux repeats a lost SYN after 1.02 s. So an endpoint that is the only one in the best state is tried
 //! a second time before the others.
@@ -26,28 +26,28 @@ use crate::upstream::Upstream;
 use crate::upstream::balance;
 use crate::upstream::endpoint::{Endpoint, EndpointState, ProbeTrigger};
 
-/// When the next candidate is tried beside one that has not answered.
+/// Pause before the next candidate is tried as well.
 const RACE_AFTER: Duration = Duration::from_millis(250);
-/// How long a client waits while no endpoint is ready: it is reset within a second.
+/// Time limit while no endpoint is ready. Clients are then reset within a second.
 const GIVE_UP_AFTER: Duration = Duration::from_millis(900);
 /// While no endpoint is ready, every candidate is tried within this time; the last one has the rest of
 /// [`GIVE_UP_AFTER`] to answer.
 const TRY_ALL_WITHIN: Duration = Duration::from_millis(800);
-/// How often endpoint states are checked once all candidates were tried.
+/// Interval of the checks of endpoint states once every candidate was tried.
 const STATE_CHECK: Duration = Duration::from_millis(50);
-/// Most failures that an error lists.
+/// Maximum number of failures in an error message.
 const MAX_REASONS: usize = 5;
 
 /// A connection and its endpoint.
 pub type Connected = (TcpStream, Arc<Endpoint>);
 
-/// Connects to the best endpoint of an upstream that accepts a connection.
+/// Connects to an endpoint of an upstream.
 ///
 /// # Errors
 /// The failures of the last attempts.
 pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
     let start = Instant::now();
-    let known: Vec<Candidate> = upstream
+    let candidates: Vec<Candidate> = upstream
         .endpoints()
         .iter()
         .map(|endpoint| Candidate {
@@ -57,7 +57,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
             endpoint: Arc::clone(endpoint),
         })
         .collect();
-    let mut candidates = order(known, &mut fastrand::Rng::new()).into_iter();
+    let mut candidates = order(candidates, &mut fastrand::Rng::new()).into_iter();
     let pause_without_ready = RACE_AFTER.min(TRY_ALL_WITHIN / candidates.len().max(1) as u32);
     let give_up_with_ready = start + upstream.config().health.connect_timeout.max(GIVE_UP_AFTER);
     let mut next = start;
@@ -97,7 +97,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
     if reasons.is_empty() {
         reasons.push("there is no endpoint".to_owned());
     }
-    // The last reason concerns all attempts, so the first ones are dropped.
+    // Keeps the last reasons, because the very last one may concern all attempts.
     reasons.drain(..reasons.len().saturating_sub(MAX_REASONS));
     Err(reasons.join("; "))
 }
@@ -135,24 +135,27 @@ struct Candidate<T = Arc<Endpoint>> {
     endpoint: T,
 }
 
-/// The candidates in the order in which they are tried: by state; first among the best state the one
-/// with fewer flows of two random ones. A single candidate of the best state comes twice.
-fn order<T: Clone>(mut known: Vec<Candidate<T>>, rng: &mut fastrand::Rng) -> Vec<T> {
-    known.retain(|candidate| candidate.state != EndpointState::Leaving);
-    rng.shuffle(&mut known);
-    known.sort_by_key(|candidate| candidate.state);
-    let Some(best) = known.first().map(|candidate| candidate.state) else { return Vec::new() };
-    let best_count = known.iter().filter(|candidate| candidate.state == best).count();
+/// The order in which the candidates are tried: by state, and otherwise random. The first of the best state
+/// is the one with fewer flows of two random ones (power of two choices). If only one candidate has the best
+/// state, it comes twice.
+fn order<T: Clone>(mut candidates: Vec<Candidate<T>>, rng: &mut fastrand::Rng) -> Vec<T> {
+    candidates.retain(|candidate| candidate.state != EndpointState::Leaving);
+    rng.shuffle(&mut candidates);
+    candidates.sort_by_key(|candidate| candidate.state);
+    let Some(best) = candidates.first().map(|candidate| candidate.state) else {
+        return Vec::new();
+    };
+    let best_count = candidates.iter().filter(|candidate| candidate.state == best).count();
     let random = rng.f64();
     let cost = |index: &usize| {
-        let candidate = &known[*index];
+        let candidate = &candidates[*index];
         balance::cost(candidate.flows, 1.0)
             * balance::slow_start_factor(candidate.slow_start_share, random)
     };
     if let Some(first) = balance::pick(0..best_count, rng, cost) {
-        known.swap(0, first);
+        candidates.swap(0, first);
     }
-    let mut order: Vec<T> = known.iter().map(|candidate| candidate.endpoint.clone()).collect();
+    let mut order: Vec<T> = candidates.iter().map(|candidate| candidate.endpoint.clone()).collect();
     if best_count == 1 {
         order.insert(1, order[0].clone());
     }
@@ -194,42 +197,33 @@ mod tests {
     fn order_repeats_the_only_candidate_of_the_best_state() {
         use EndpointState::{Degraded, Ejected, Ready};
         let mut rng = fastrand::Rng::with_seed(1);
-        let known = vec![candidate(Degraded, 0, "degraded"), candidate(Ready, 9, "ready")];
-        assert_eq!(order(known, &mut rng), ["ready", "ready", "degraded"]);
-        let known = vec![candidate(Ejected, 0, "ejected")];
-        assert_eq!(order(known, &mut rng), ["ejected", "ejected"]);
+        let candidates = vec![candidate(Degraded, 0, "degraded"), candidate(Ready, 9, "ready")];
+        assert_eq!(order(candidates, &mut rng), ["ready", "ready", "degraded"]);
+        let candidates = vec![candidate(Ejected, 0, "ejected")];
+        assert_eq!(order(candidates, &mut rng), ["ejected", "ejected"]);
         assert_eq!(order::<&str>(vec![], &mut rng), [""; 0]);
     }
 
-    /// 3,000 connections to three endpoints spread evenly; an endpoint in slow start gets few.
     #[test]
-    fn order_spreads_connections_and_respects_slow_start() {
+    fn order_spreads_flows_and_limits_those_of_an_endpoint_in_slow_start() {
         let mut rng = fastrand::Rng::with_seed(42);
-        let mut flows = [0_usize; 3];
-        for _ in 0..3000 {
-            let known = (0..3)
-                .map(|i| Candidate {
-                    state: EndpointState::Ready,
-                    flows: flows[i],
-                    slow_start_share: 1.0,
-                    endpoint: i,
-                })
-                .collect();
-            flows[order(known, &mut rng)[0]] += 1;
-        }
+        let mut spread = |mut flows: [usize; 3], new_flows, third_share| {
+            for _ in 0..new_flows {
+                let candidates = (0..3)
+                    .map(|i| Candidate {
+                        state: EndpointState::Ready,
+                        flows: flows[i],
+                        slow_start_share: if i == 2 { third_share } else { 1.0 },
+                        endpoint: i,
+                    })
+                    .collect();
+                flows[order(candidates, &mut rng)[0]] += 1;
+            }
+            flows
+        };
+        let flows = spread([0, 0, 0], 3000, 1.0);
         assert!(flows.iter().all(|n| (990..=1010).contains(n)), "{flows:?}");
-        let mut flows = [500_usize, 500, 0];
-        for _ in 0..300 {
-            let known = (0..3)
-                .map(|i| Candidate {
-                    state: EndpointState::Ready,
-                    flows: flows[i],
-                    slow_start_share: if i == 2 { 0.1 } else { 1.0 },
-                    endpoint: i,
-                })
-                .collect();
-            flows[order(known, &mut rng)[0]] += 1;
-        }
-        assert!((5..60).contains(&flows[2]), "slow start limits new flows: {flows:?}");
+        let flows = spread([500, 500, 0], 300, 0.1);
+        assert!((5..60).contains(&flows[2]), "{flows:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! A flow in the flow table, the check of both its sides, and the reasons to end it.
+//! An entry of the flow table: the state of a flow, the check of both its sides, and the reasons to end it.
 
 use std::os::fd::RawFd;
 use std::rc::Rc;
@@ -49,22 +49,22 @@ pub(super) const REBALANCE: EndReason =
     EndReason::new("rebalance", "moved off an overloaded endpoint (rebalance)");
 pub(super) const SHUTDOWN: EndReason = EndReason::new("shutdown", "the drain timeout has passed");
 
-/// The final part of a time limit, over which the remaining flows are ended one by one. Ended all at
-/// once, their clients would all reconnect in the same moment.
+/// The last part of a time limit that many flows share. Their ends are spread over it, so that their clients
+/// do not all reconnect at the same moment.
 const FINAL_PART: f32 = 0.2;
 
-/// After what time a flow that is still open is ended, if all flows have the time `limit`: at a random
-/// point, given by `random` in 0..1, of its final part.
-pub(super) fn end_time(random: f32, limit: Duration) -> Duration {
+/// The time after which one of many flows with the time limit `limit` is ended: a point in the
+/// [`FINAL_PART`], chosen by `random` in 0..1.
+pub(super) fn end_after(random: f32, limit: Duration) -> Duration {
     limit.saturating_sub(limit.mul_f32(FINAL_PART * random))
 }
 
-/// How many bytes were written.
+/// Numbers of written bytes.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Progress {
-    /// To the endpoint.
+    /// Bytes written to the endpoint.
     pub to_endpoint: usize,
-    /// To the client.
+    /// Bytes written to the client.
     pub to_client: usize,
 }
 
@@ -73,29 +73,30 @@ pub(super) struct FlowEntry {
     routing: Rc<ListenerRouting>,
     upstream: Arc<Upstream>,
     endpoint: Arc<Endpoint>,
-    /// The death count of the endpoint when the flow started, or at a death that the flow survived.
+    /// The death count of the endpoint when the flow started, or after the last death that the flow
+    /// survived.
     endpoint_deaths: u64,
     client_socket: RawFd,
     endpoint_socket: RawFd,
     endpoint_health: FlowHealth,
     client_health: FlowHealth,
-    /// When the client's side is checked: only while bytes wait to be acknowledged by the client, or
-    /// while the endpoint accepts none and so nothing is read from the client.
+    /// The time of the next check of the client's side. `None` unless bytes wait for the client's
+    /// acknowledgement, or the endpoint accepts no bytes, so that the pump does not read from the client.
     client_check: Option<Instant>,
     started: Instant,
     last_progress: Instant,
-    /// Whether the endpoint has sent anything.
+    /// Whether the endpoint has sent any byte.
     answered: bool,
-    /// A random number in 0..1 for [`end_time`].
+    /// A random number in 0..1 for [`end_after`].
     random: f32,
-    /// Whether the end of the endpoint's direction was passed on: the client may close its socket.
+    /// Whether the endpoint's end of stream was passed on; the client may then close its socket.
     endpoint_end_forwarded: bool,
     end: Option<EndReason>,
     waker: Option<Waker>,
 }
 
 impl FlowEntry {
-    /// A flow that starts now, between two sockets that stay open as long as the entry.
+    /// The entry of a flow that starts now. Both sockets must stay open as long as the entry exists.
     pub(super) fn new(
         routing: &Rc<ListenerRouting>,
         upstream: &Arc<Upstream>,
@@ -139,7 +140,7 @@ impl FlowEntry {
         self.last_progress
     }
 
-    /// Whether the flow was not ended.
+    /// Whether the flow has not been ended.
     pub(super) fn is_open(&self) -> bool {
         self.end.is_none()
     }
@@ -149,28 +150,28 @@ impl FlowEntry {
         self.is_open() && self.routing.current().config.rebalance
     }
 
-    /// Whether the endpoint's side has made no progress for so long that its path may be broken.
+    /// Whether the endpoint's side has made no progress for so long that the path may be broken.
     pub(super) fn is_stalled(&self) -> bool {
         self.endpoint_health.is_stalled()
     }
 
-    /// Whether an answer has refuted a suspicion since the last call.
+    /// Whether the endpoint was suspected and has answered after all, since the last call.
     pub(super) fn take_refuted_suspicion(&mut self) -> bool {
         self.endpoint_health.take_refuted_suspicion()
     }
 
-    /// After what time the flow is ended, if all flows have the time `limit`.
-    pub(super) fn end_time(&self, limit: Duration) -> Duration {
-        end_time(self.random, limit)
+    /// The time after which the flow is ended, if all flows have the time limit `limit`.
+    pub(super) fn end_after(&self, limit: Duration) -> Duration {
+        end_after(self.random, limit)
     }
 
-    /// How long after the removal of its endpoint the flow is ended.
-    pub(super) fn leave_time(&self) -> Duration {
-        self.end_time(self.routing.current().config.leave_timeout)
+    /// The time after the removal of its endpoint when the flow is ended.
+    pub(super) fn leave_after(&self) -> Duration {
+        self.end_after(self.routing.current().config.leave_timeout)
     }
 
-    /// Whether the endpoint, which has died `deaths` times, has died since the flow has started. A
-    /// flow whose last bytes are on their way to the client survives the death.
+    /// Whether the endpoint, which has died `deaths` times, has died since the flow started. A flow whose
+    /// last bytes are on their way to the client survives the death.
     pub(super) fn has_endpoint_died(&mut self, deaths: u64) -> bool {
         if self.endpoint_deaths != deaths && self.is_delivering_last_bytes() {
             self.endpoint_deaths = deaths;
@@ -178,7 +179,7 @@ impl FlowEntry {
         self.endpoint_deaths != deaths
     }
 
-    /// Checks both sides. Returns when to check again, or why the flow is to be ended.
+    /// Checks both sides. Returns the time of the next check, or the reason to end the flow.
     pub(super) fn check(
         &mut self,
         thresholds: &FlowThresholds,
@@ -203,7 +204,7 @@ impl FlowEntry {
         now: Instant,
     ) -> Result<Instant, EndReason> {
         let next = now + MAX_CHECK_INTERVAL;
-        // Without TCP_INFO (a kernel before 4.6) there is no evidence and so no decision.
+        // Without TCP_INFO (before Linux 4.6) there is no evidence, and so no decision.
         let Ok(info) = tcp_info::read(&self.endpoint_socket) else { return Ok(next) };
         if info.closed {
             return Ok(next);
@@ -230,8 +231,8 @@ impl FlowEntry {
         }
         let Ok(info) = tcp_info::read(&self.client_socket) else { return Ok(()) };
         if info.closed && !self.endpoint_end_forwarded {
-            // Nothing is read from the client while the endpoint accepts no bytes, so the pump does
-            // not see that the client has closed.
+            // While the endpoint accepts no bytes, the pump does not read from the client and does not
+            // notice that the client has closed.
             return Err(CLIENT_RESET);
         }
         match self.client_health.check(&info, &flow_health::CLIENT, now) {
@@ -243,15 +244,16 @@ impl FlowEntry {
         }
     }
 
-    /// Whether the endpoint has ended its direction and the client has not received all of it. What
-    /// happens to the endpoint meanwhile does not matter.
+    /// Whether the endpoint has ended its direction, and the client has not received all bytes of it. The
+    /// flow then no longer depends on the endpoint.
     fn is_delivering_last_bytes(&self) -> bool {
         tcp_info::read(&self.endpoint_socket)
             .is_ok_and(|endpoint| endpoint.ended || endpoint.closed)
             && tcp_info::read(&self.client_socket).is_ok_and(|client| client.has_pending())
     }
 
-    /// Records moved bytes. Returns when the endpoint's side is to be checked at the latest.
+    /// Records written bytes. Returns the latest time of the next check of the endpoint's side, if bytes were
+    /// written to it.
     pub(super) fn record(&mut self, progress: Progress, now: Instant) -> Option<Instant> {
         self.last_progress = now;
         if progress.to_client > 0 {
@@ -261,11 +263,12 @@ impl FlowEntry {
         (progress.to_endpoint > 0 && self.is_open()).then(|| self.endpoint_health.record_write(now))
     }
 
+    /// Records that the endpoint's end of stream was passed on.
     pub(super) fn record_endpoint_end(&mut self) {
         self.endpoint_end_forwarded = true;
     }
 
-    /// Ends the flow: wakes its task, which resets both sides.
+    /// Ends the flow by waking its task, which resets both sides.
     pub(super) fn end(&mut self, reason: EndReason) {
         self.end = Some(reason);
         if let Some(waker) = self.waker.take() {
@@ -273,7 +276,7 @@ impl FlowEntry {
         }
     }
 
-    /// Why the flow was ended, if it was. Otherwise `waker` is woken when it is.
+    /// The reason for which the flow was ended. `None` if it is open; `waker` is then woken at its end.
     pub(super) fn poll_end(&mut self, waker: &Waker) -> Option<EndReason> {
         if self.end.is_none() && self.waker.is_none() {
             self.waker = Some(waker.clone());
@@ -287,9 +290,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn end_time_spreads_flows_over_the_final_part() {
+    fn end_after_spreads_flows_over_the_final_part() {
         let limit = Duration::from_secs(100);
-        assert_eq!(end_time(0.0, limit), limit);
-        assert_eq!(end_time(1.0, limit), Duration::from_secs(80));
+        assert_eq!(end_after(0.0, limit), limit);
+        assert_eq!(end_after(1.0, limit), Duration::from_secs(80));
     }
 }

@@ -4,16 +4,16 @@
 //! are kept in one array, which the task scans every 50 ms. A check reads `TCP_INFO`, about once a
 //! second for an idle flow.
 //!
-//! A flow is ended here when
+//! The table ends a flow when
 //!
 //! * its endpoint or client does not respond ([`flow_health`]),
-//! * its endpoint is dead: then all flows of the endpoint are,
+//! * its endpoint is dead, which ends all flows of the endpoint,
 //! * its endpoint was removed and `leave_timeout` has passed,
-//! * a configured timeout has passed, rebalancing has chosen it, or the drain has.
+//! * `handshake_timeout`, `idle_timeout` or the drain timeout has passed,
+//! * rebalancing has chosen it.
 //!
-//! The task of the flow is woken and resets both sides. Where a time limit ends for many flows, each
-//! has a moment of its own in the last fifth of it, so that their clients do not all reconnect at
-//! once.
+//! The table then wakes the task of the flow, which resets both sides. If a time limit applies to many flows,
+//! their ends are spread over its last fifth, so that their clients do not all reconnect at once.
 
 use std::cell::{Cell, RefCell};
 use std::os::fd::RawFd;
@@ -29,7 +29,7 @@ use tokio::time::{Instant, sleep};
 use super::super::accept::WARNING_INTERVAL;
 use super::flow_entry::{
     CLIENT_RESET, ENDPOINT_DEAD, ENDPOINT_LEFT, EndReason, FlowEntry, Progress, REBALANCE,
-    SHUTDOWN, end_time,
+    SHUTDOWN, end_after,
 };
 use super::routing::ListenerRouting;
 use crate::observe::RateLimitedWarnings;
@@ -38,14 +38,14 @@ use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::flow_health::{self, CorrelatedLoss, FlowThresholds};
 use crate::upstream::rebalance::{EndpointLoad, RebalanceSchedule};
 
-/// How often the array is scanned.
-const TICK: Duration = Duration::from_millis(50);
-/// How long refuted suspicions count in full; for as long again they count half.
-const REFUTED_FOR: Duration = Duration::from_secs(60);
+/// Interval of the scans of the array.
+const SCAN_INTERVAL: Duration = Duration::from_millis(50);
+/// After each such period the number of refuted suspicions is halved.
+const REFUTED_HALF_LIFE: Duration = Duration::from_secs(60);
 /// The check time of a free slot, and of a flow that was ended.
 const NEVER: u32 = u32::MAX;
-/// Rebalancing ends only flows on which no bytes have moved for this long.
-const IDLE_FOR: Duration = Duration::from_secs(2);
+/// Rebalancing ends only flows on which no bytes were written for this time.
+const MIN_IDLE: Duration = Duration::from_secs(2);
 
 /// The flows of one worker.
 pub struct FlowTable {
@@ -53,39 +53,40 @@ pub struct FlowTable {
     slots: RefCell<Slots>,
     /// Notified when a flow is inserted.
     occupied: Notify,
-    /// About flows that are ended.
     warnings: RateLimitedWarnings,
     rebalancing: RefCell<RebalanceSchedule>,
     refuted: Cell<RefutedSuspicions>,
 }
 
-/// How many suspicions an answer has refuted lately: they show that packets are being lost.
+/// The recent number of endpoints' sides that were suspected and then answered, which indicates packet loss.
 #[derive(Debug, Clone, Copy)]
 struct RefutedSuspicions {
     count: u32,
+    /// When the count was last halved.
     since: Instant,
 }
 
 #[derive(Default)]
 struct Slots {
     flows: Slab<FlowEntry>,
-    /// When to check the flow with the same key, in milliseconds since the start of the table.
+    /// The time of the next check of the flow with the same key, in milliseconds since [`FlowTable::start`].
     checks: Vec<u32>,
     endpoints: Vec<EndpointFlows>,
 }
 
-/// An endpoint that has flows.
+/// The flows of one endpoint.
 struct EndpointFlows {
     endpoint: Arc<Endpoint>,
+    /// The death count of the endpoint at the last check.
     deaths: u64,
-    /// When the endpoint was seen to be removed.
+    /// When the table noticed that the endpoint was removed.
     leaving_since: Option<Instant>,
     flows: usize,
     correlated_loss: CorrelatedLoss,
 }
 
 impl FlowTable {
-    /// An empty table. The caller spawns [`Self::run`].
+    /// Creates an empty table. The caller spawns [`Self::run`].
     pub fn new() -> Rc<Self> {
         Rc::new(Self {
             start: Instant::now(),
@@ -103,7 +104,7 @@ impl FlowTable {
             if self.is_empty() {
                 self.occupied.notified().await;
             }
-            sleep(TICK).await;
+            sleep(SCAN_INTERVAL).await;
             let now = Instant::now();
             self.check_endpoints(now);
             self.rebalance(now);
@@ -111,8 +112,8 @@ impl FlowTable {
         }
     }
 
-    /// Inserts a flow. It stays until the handle is dropped, which must happen before its sockets are
-    /// closed.
+    /// Inserts a flow between these sockets, of the client and of the endpoint. Dropping the handle removes
+    /// it, which must happen before the sockets are closed.
     pub fn insert(
         self: &Rc<Self>,
         routing: &Rc<ListenerRouting>,
@@ -122,8 +123,8 @@ impl FlowTable {
     ) -> FlowHandle {
         let now = Instant::now();
         let mut slots = self.slots.borrow_mut();
-        match slots.endpoints.iter_mut().find(|known| known.is_of(endpoint)) {
-            Some(known) => known.flows += 1,
+        match slots.endpoints.iter_mut().find(|entry| entry.is_of(endpoint)) {
+            Some(entry) => entry.flows += 1,
             None => slots.endpoints.push(EndpointFlows {
                 endpoint: Arc::clone(endpoint),
                 deaths: endpoint.deaths(),
@@ -147,50 +148,49 @@ impl FlowTable {
         self.slots.borrow().flows.is_empty()
     }
 
-    /// Ends the flows of a listener that are due, `elapsed` after the start of a drain that may take
-    /// `timeout`: all of them once that has passed.
+    /// Ends the flows of a listener that are due when a drain with this timeout has lasted for `elapsed`; all
+    /// of them once the timeout has passed.
     pub fn end_due(&self, routing: &Rc<ListenerRouting>, elapsed: Duration, timeout: Duration) {
-        if elapsed < end_time(1.0, timeout) {
+        if elapsed < end_after(1.0, timeout) {
             return;
         }
         let Slots { checks, flows, .. } = &mut *self.slots.borrow_mut();
         for (key, flow) in flows.iter_mut().filter(|(_, flow)| flow.is_open()) {
-            if Rc::ptr_eq(flow.routing(), routing) && elapsed >= flow.end_time(timeout) {
+            if Rc::ptr_eq(flow.routing(), routing) && elapsed >= flow.end_after(timeout) {
                 self.end(&mut checks[key], flow, SHUTDOWN);
             }
         }
     }
 
-    /// Ends the flows of dead endpoints, and those of removed endpoints in time.
+    /// Ends the flows of dead endpoints, and the flows of removed endpoints that are due.
     fn check_endpoints(&self, now: Instant) {
         let Slots { checks, flows, endpoints } = &mut *self.slots.borrow_mut();
-        for known in endpoints {
-            let deaths = known.endpoint.deaths();
-            let died = std::mem::replace(&mut known.deaths, deaths) != deaths;
-            if known.endpoint.state() == EndpointState::Leaving {
-                known.leaving_since.get_or_insert(now);
+        for entry in endpoints {
+            let deaths = entry.endpoint.deaths();
+            let died = std::mem::replace(&mut entry.deaths, deaths) != deaths;
+            if entry.endpoint.state() == EndpointState::Leaving {
+                entry.leaving_since.get_or_insert(now);
             }
-            if !died && known.leaving_since.is_none() {
+            if !died && entry.leaving_since.is_none() {
                 continue;
             }
-            let leaving = known.leaving_since.map(|since| now.saturating_duration_since(since));
+            let leaving = entry.leaving_since.map(|since| now.saturating_duration_since(since));
             let open = flows.iter_mut().filter(|(_, flow)| flow.is_open());
-            for (key, flow) in open.filter(|(_, flow)| known.is_of(flow.endpoint())) {
+            for (key, flow) in open.filter(|(_, flow)| entry.is_of(flow.endpoint())) {
                 if flow.has_endpoint_died(deaths) {
                     self.end(&mut checks[key], flow, ENDPOINT_DEAD);
-                } else if leaving.is_some_and(|leaving| leaving >= flow.leave_time()) {
+                } else if leaving.is_some_and(|leaving| leaving >= flow.leave_after()) {
                     self.end(&mut checks[key], flow, ENDPOINT_LEFT);
                 }
             }
         }
     }
 
-    /// After an endpoint has recovered, ends idle flows of the others, those that have been idle longest
-    /// first, so that their clients reconnect and reach the endpoint that has fewer.
+    /// Ends idle flows of endpoints that have too many, those that have been idle longest first. Their
+    /// clients reconnect and reach an endpoint that has fewer, for example one that has recovered.
     ///
-    /// A flow cannot be moved, only reset, and requests on it then fail. So this happens only for
-    /// listeners with `rebalance: true`, and slowly: each second it ends 2 % of the surplus, as for
-    /// watches.
+    /// A flow cannot be moved, only reset, and requests on it then fail. So only flows of listeners with
+    /// `rebalance: true` are ended, and slowly: 2 % of the surplus each second, as for watches.
     fn rebalance(&self, now: Instant) {
         let mut schedule = self.rebalancing.borrow_mut();
         let Some(elapsed) = schedule.is_due(now) else { return };
@@ -213,7 +213,7 @@ impl FlowTable {
                 .filter(|(_, flow)| {
                     flow.is_movable()
                         && Arc::ptr_eq(flow.endpoint(), &from)
-                        && now.saturating_duration_since(flow.last_progress()) >= IDLE_FOR
+                        && now.saturating_duration_since(flow.last_progress()) >= MIN_IDLE
                 })
                 .collect();
             idle.sort_by_key(|(_, flow)| flow.last_progress());
@@ -231,32 +231,32 @@ impl FlowTable {
         for (key, check) in checks.iter_mut().enumerate().filter(|(_, check)| **check <= now_millis)
         {
             let Some(flow) = flows.get_mut(key) else { continue };
-            let known = endpoints.iter_mut().find(|known| known.is_of(flow.endpoint()));
-            let Some(known) = known else { continue };
-            let thresholds = if known.correlated_loss.is_path_broken(known.flows, now) {
+            let entry = endpoints.iter_mut().find(|entry| entry.is_of(flow.endpoint()));
+            let Some(entry) = entry else { continue };
+            let thresholds = if entry.correlated_loss.is_path_broken(entry.flows, now) {
                 &flow_health::CORRELATED_LOSS_SERVER
             } else {
                 thresholds
             };
             let was_stalled = flow.is_stalled();
-            let checked = flow.check(thresholds, now);
-            known.correlated_loss.record_change(was_stalled, flow.is_stalled());
+            let result = flow.check(thresholds, now);
+            entry.correlated_loss.record_change(was_stalled, flow.is_stalled());
             if flow.take_refuted_suspicion() {
                 let mut refuted = self.refuted.get();
                 refuted.count = refuted.count.saturating_add(1);
                 self.refuted.set(refuted);
             }
-            match checked {
+            match result {
                 Ok(next) => *check = self.millis(next).max(now_millis + 1),
                 Err(reason) => self.end(check, flow, reason),
             }
         }
     }
 
-    /// The thresholds for the endpoint's side of a flow whose endpoint shows no correlated loss.
+    /// The thresholds for the endpoint's side of a flow, unless the endpoint has correlated loss.
     fn thresholds(&self, now: Instant) -> &'static FlowThresholds {
         let mut refuted = self.refuted.get();
-        if now.saturating_duration_since(refuted.since) > REFUTED_FOR {
+        if now.saturating_duration_since(refuted.since) > REFUTED_HALF_LIFE {
             refuted = RefutedSuspicions { count: refuted.count / 2, since: now };
             self.refuted.set(refuted);
         }
@@ -296,8 +296,8 @@ impl EndpointFlows {
     }
 }
 
-/// The endpoint that has too many flows, and how many of them are to be ended. `count` returns the flows
-/// of an endpoint, `elapsed` is the time since the last round.
+/// The endpoint that has too many flows, and the number of its flows to end. `count` returns the number of
+/// flows of an endpoint; `elapsed` is the time since the last round.
 pub fn surplus(
     schedule: &mut RebalanceSchedule,
     upstream: &Upstream,
@@ -324,13 +324,13 @@ pub struct FlowHandle {
 }
 
 impl FlowHandle {
-    /// Why the flow was ended, if it was. Otherwise the task of `cx` is woken when it is; the first
-    /// task that has called this is remembered.
+    /// The reason for which the flow was ended. `None` if it is open; the first task that has polled is then
+    /// woken at the end.
     pub fn poll_end(&self, cx: &Context<'_>) -> Option<EndReason> {
         self.table.slots.borrow_mut().flows[self.key].poll_end(cx.waker())
     }
 
-    /// Records that the end of the endpoint's direction was passed on to the client.
+    /// Records that the endpoint's end of stream was passed on to the client.
     pub fn record_endpoint_end(&self) {
         self.table.slots.borrow_mut().flows[self.key].record_endpoint_end();
     }
@@ -350,7 +350,7 @@ impl Drop for FlowHandle {
         let Slots { checks, flows, endpoints } = &mut *self.table.slots.borrow_mut();
         checks[self.key] = NEVER;
         let flow = flows.remove(self.key);
-        if let Some(at) = endpoints.iter().position(|known| known.is_of(flow.endpoint())) {
+        if let Some(at) = endpoints.iter().position(|entry| entry.is_of(flow.endpoint())) {
             endpoints[at].flows -= 1;
             endpoints[at].correlated_loss.record_change(flow.is_stalled(), false);
             if endpoints[at].flows == 0 {

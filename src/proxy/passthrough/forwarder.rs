@@ -30,8 +30,7 @@ pub struct TcpForwarder {
 }
 
 impl TcpForwarder {
-    /// A forwarder of the listener of that name. `flows` holds the flows of all listeners of the
-    /// worker.
+    /// Creates the forwarder of the listener `name`. `flows` holds the flows of all listeners of the worker.
     pub fn new(
         name: String,
         routing: Routing,
@@ -48,22 +47,22 @@ impl TcpForwarder {
         }
     }
 
-    /// The routing of its connections.
+    /// The routing of the listener's connections.
     pub fn routing(&self) -> &Rc<ListenerRouting> {
         &self.routing
     }
 
-    /// Open connections.
+    /// The number of open connections.
     pub fn connections(&self) -> usize {
         self.open.get()
     }
 
-    /// Resets the flows that are due, `elapsed` after the start of a drain that may take `timeout`.
+    /// Ends the flows that are due when a drain with this timeout has lasted for `elapsed`.
     pub fn end_due_flows(&self, elapsed: Duration, timeout: Duration) {
         self.flows.end_due(&self.routing, elapsed, timeout);
     }
 
-    /// Accepts on one socket until `drain` starts.
+    /// Accepts connections on one socket until `drain` starts.
     pub async fn accept(self: Rc<Self>, socket: TcpListener, drain: DrainWatcher) {
         let about = (self.routing.name(), &*self.metrics, &self.warnings);
         accept::until_drain(socket, drain, about, |stream, from| self.admit(stream, from)).await;
@@ -82,10 +81,10 @@ impl TcpForwarder {
     }
 }
 
-/// An accepted connection. It is counted once with the label of its end, also if its task is
-/// dropped.
+/// An accepted connection. Dropping it counts it with the reason for its end.
 struct OpenConnection {
     forwarder: Rc<TcpForwarder>,
+    /// The label of the reason; `shutdown` if the task is dropped.
     end: Cell<&'static str>,
 }
 
@@ -105,7 +104,7 @@ impl OpenConnection {
             self.end.set("client_reset");
             return;
         }
-        // The futures of routing and connecting are boxed: an idle flow does not keep their memory.
+        // The futures of routing and connecting are boxed, so that an idle flow does not keep their memory.
         let routing = forwarder.routing.current();
         let routed = Box::pin(routing.route(&mut client, from)).await;
         drop(routing);
@@ -137,7 +136,7 @@ impl OpenConnection {
         let _tracked = endpoint.track_flow();
         let sockets = (client.as_raw_fd(), stream.as_raw_fd());
         let mut pump = Pump::new(client, stream, first);
-        // Declared after the sockets, so that it is dropped before they are closed.
+        // Declared after the pump, so that it is dropped before the sockets are closed.
         let handle = forwarder.flows.insert(&forwarder.routing, &upstream, &endpoint, sockets);
         match pump.run(&handle, &forwarder.flow_metrics).await {
             Ok(()) => return self.end.set("done"),
@@ -146,7 +145,7 @@ impl OpenConnection {
                 tracing::debug!(listener, client = %from, ?peer, %error, "flow failed");
                 if peer == Peer::Endpoint {
                     self.end.set("server_reset");
-                    Box::pin(pump.delivered(&handle)).await;
+                    Box::pin(pump.wait_delivered(&handle)).await;
                 } else {
                     self.end.set("client_reset");
                 }
@@ -178,7 +177,7 @@ mod tests {
         size_of::<F>()
     }
 
-    /// With what tokio adds it fits into 768 bytes; the next size class of the allocator is 896.
+    /// With tokio's task header the future fits into 768 bytes; the next size class of the allocator is 896.
     #[test]
     fn run_future_fits_its_size_class() {
         let size = size_of_future(OpenConnection::run);

@@ -1,14 +1,14 @@
-//! Moves the bytes of one flow both ways until both directions have ended, a side has failed, or
-//! the flow table has ended the flow.
+//! Copies the bytes of one flow in both directions until both have ended, a side has failed, or the flow table
+//! has ended the flow.
 //!
-//! An idle flow holds no buffer. Bytes are read into a buffer of the thread and written at once; what
-//! the other side does not accept is kept, and no more is read until it is written. A direction that
-//! repeatedly fills the buffer is a bulk transfer: its bytes move from socket to socket inside the
+//! An idle flow holds no buffer. Bytes are read into a buffer of the thread and written at once. Bytes that
+//! the receiver does not accept are stored, and the pump reads no more until they are written. A direction
+//! that repeatedly fills the buffer is a bulk transfer: its bytes move from socket to socket inside the
 //! kernel ([`crate::net::sockets::splice`]) until the flow pauses.
 //!
-//! Bytes that the endpoint has sent before it fails the flow are still delivered to the client: this
-//! host's kernel has acknowledged them. So an endpoint that accepts no more bytes is read to its end
-//! first, and the reset waits for [`Pump::delivered`].
+//! Bytes that the endpoint has sent before it resets the flow are still delivered to the client, because this
+//! host's kernel has acknowledged them. So the pump reads an endpoint that accepts no more bytes to its end
+//! before it reports the failure, and the client is reset only after [`Pump::wait_delivered`].
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -29,19 +29,19 @@ use crate::net::sockets::{tcp_info, tcp_options};
 use crate::observe::PassthroughMetrics;
 use crate::observe::passthrough_metrics::Direction;
 
-/// Most bytes of one read.
+/// Maximum length of one read.
 const BUFFER: usize = 64 * 1024;
-/// Reads in a row before the task yields to the other flows of the worker.
+/// Consecutive reads before the task yields to the other flows of the worker.
 const READS_PER_POLL: usize = 16;
-/// Reads of at least half the buffer, in a row, that make a direction a bulk transfer. Measured
+/// Consecutive reads of at least half the buffer that make a direction a bulk transfer. Measured
 /// (`cargo bench --bench splice`, Linux 6.18, CPU-milliseconds per MB, copied and spliced): messages
 /// of 4 KiB 2.57 and 2.86, of 16 KiB 0.66 and 0.66, of 32 KiB 0.37 and 0.34, of 64 KiB 0.34 and
 /// 0.28, of 256 KiB 0.26 and 0.13. So splicing is cheaper from half the buffer on, and a few such
-/// reads show that more will come.
+/// reads indicate that more will follow.
 const BULK_READS: u8 = 4;
-/// The first pause between two checks of the bytes that a client has not acknowledged; pauses double.
+/// First pause between two checks of the bytes that a client has not acknowledged. The pause doubles.
 const FIRST_DELIVERY_CHECK: Duration = Duration::from_millis(2);
-/// The longest such pause.
+/// Maximum pause between two such checks.
 const MAX_DELIVERY_CHECK: Duration = Duration::from_millis(500);
 
 thread_local! {
@@ -51,9 +51,9 @@ thread_local! {
 /// One of the two sockets of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peer {
-    /// Of the connection that the client has opened.
+    /// The socket of the connection that the client has opened.
     Client,
-    /// Of the connection to the endpoint.
+    /// The socket of the connection to the endpoint.
     Endpoint,
 }
 
@@ -70,13 +70,13 @@ pub enum FlowError {
 #[derive(Debug)]
 struct HalfFlow {
     sender: Peer,
-    /// Bytes that were read; the position is the first one that was not written.
+    /// Bytes that were read; the position is the first byte that was not written.
     pending: Cursor<Box<[u8]>>,
     /// Present during a bulk transfer.
     pipe: Option<SplicePipe>,
-    /// Reads of at least half the buffer, in a row.
+    /// Consecutive reads of at least half the buffer.
     large_reads: u8,
-    /// Whether the sender reset the connection before its end of stream. The end is then not passed on.
+    /// Whether the sender reset the connection without an end of stream, so that none must be passed on.
     truncated: bool,
     state: HalfState,
 }
@@ -84,11 +84,11 @@ struct HalfFlow {
 #[derive(Debug, Clone, Copy)]
 enum HalfState {
     Open,
-    /// The end of stream was read. It is passed on once all bytes are written.
+    /// The end of stream was read. It is passed on when all bytes are written.
     Ending,
     /// The end of stream was passed on.
     Ended,
-    /// The receiving side accepts no more bytes. Nothing is read for it.
+    /// The receiver accepts no more bytes, so the pump reads none.
     Refused(io::ErrorKind),
 }
 
@@ -102,7 +102,7 @@ pub struct Pump {
 }
 
 impl Pump {
-    /// A flow of which `first` was read from the client already.
+    /// Creates the pump of a flow. `first` was read from the client already.
     pub fn new(client: TcpStream, endpoint: TcpStream, first: Vec<u8>) -> Self {
         let half = |sender, pending: Vec<u8>| HalfFlow {
             sender,
@@ -116,7 +116,7 @@ impl Pump {
         Self { client, endpoint, to_endpoint, to_client }
     }
 
-    /// Moves bytes until both directions have ended.
+    /// Copies bytes until both directions have ended.
     ///
     /// # Errors
     /// A side has failed, or the flow table has ended the flow.
@@ -137,8 +137,8 @@ impl Pump {
                     error.kind()
             {
                 to_endpoint.refuse(kind);
-                // EPIPE means that the endpoint had ended its direction before (`tcp_reset`). A reset
-                // without an end of stream truncates that direction; the client must not see an end.
+                // EPIPE means that the endpoint had ended its direction before the reset (`tcp_reset`).
+                // Otherwise that direction is truncated, and the client must not receive an end of stream.
                 to_client.truncated = kind == io::ErrorKind::ConnectionReset;
                 up = Poll::Pending;
             }
@@ -167,9 +167,9 @@ impl Pump {
         .await
     }
 
-    /// Waits until the client's kernel has acknowledged all bytes, which a reset would discard. If the
-    /// client does not read, this lasts until the client is gone or the flow table ends the flow.
-    pub async fn delivered(&self, handle: &FlowHandle) {
+    /// Waits until the client's kernel has acknowledged all bytes, because a reset would discard the others.
+    /// The wait also ends when the client has closed its connection or the flow table ends the flow.
+    pub async fn wait_delivered(&self, handle: &FlowHandle) {
         let mut pause = FIRST_DELIVERY_CHECK;
         let is_pending = || {
             let client = tcp_info::read(&self.client);
@@ -191,7 +191,7 @@ impl Pump {
 }
 
 impl HalfFlow {
-    /// Moves what can be moved now. Ready once the end of stream was passed on.
+    /// Copies the bytes that can be copied now. Ready when the end of stream was passed on.
     fn poll(
         &mut self,
         cx: &mut Context<'_>,
@@ -205,7 +205,7 @@ impl HalfFlow {
                 HalfState::Open => {}
                 HalfState::Ending => {
                     if !self.truncated {
-                        // An error means that the receiver has gone, which the other direction reports.
+                        // An error means that the receiver is gone, which the other direction reports.
                         let _ = ready!(Pin::new(&mut *to).poll_shutdown(cx));
                     }
                     self.state = HalfState::Ended;
@@ -239,7 +239,7 @@ impl HalfFlow {
         FlowError::Failed(receiver, error)
     }
 
-    /// Drops all pending bytes and writes nothing more.
+    /// Drops all pending bytes and stops this direction.
     fn refuse(&mut self, kind: io::ErrorKind) {
         (self.pending, self.pipe) = (Cursor::default(), None);
         self.state = HalfState::Refused(kind);
@@ -284,7 +284,7 @@ impl HalfFlow {
         }
     }
 
-    /// Takes what fits into the thread's buffer and writes it out at once.
+    /// Reads into the thread's buffer and writes the bytes at once.
     fn copy(
         &mut self,
         cx: &mut Context<'_>,
@@ -316,7 +316,7 @@ impl HalfFlow {
                 }
             }
             if self.large_reads >= BULK_READS {
-                // Without a pipe (no descriptors left) the bytes are copied as before.
+                // If no pipe can be opened (no descriptors left), the bytes are copied as before.
                 self.pipe = SplicePipe::acquire().ok();
                 self.large_reads = 0;
             }

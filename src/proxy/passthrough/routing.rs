@@ -1,9 +1,10 @@
-//! Chooses the upstream of a connection: by original destination, by server name, or the listener's own.
+//! Chooses the upstream of a connection: by original destination, by server name, or the upstream of the
+//! listener.
 //!
 //! nftables redirects connections to a transparent listener, and the original destination chooses the
-//! upstream. A direct connection is refused: a client that is configured with the listener's address does
-//! not use the interception, so an error in the rules would stay unnoticed. A connection that this
-//! process has opened is refused: forwarding it would loop.
+//! upstream. A direct connection to such a listener is refused: a client that is configured with the
+//! listener's address does not use the interception, and errors in the nftables rules would stay unnoticed. A
+//! connection that this process has opened is refused as well, because forwarding it would loop.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -27,7 +28,7 @@ pub struct ListenerRouting {
 }
 
 impl ListenerRouting {
-    /// The routing of the listener of that name.
+    /// The routing of the listener `name`.
     pub fn new(name: String, routing: Routing) -> Self {
         Self { name, current: RefCell::new(Rc::new(routing)) }
     }
@@ -37,7 +38,7 @@ impl ListenerRouting {
         &self.name
     }
 
-    /// The current routing. A connection is routed by the one that is current when it is accepted.
+    /// The current routing. A connection keeps the routing that is current when it is accepted.
     pub fn current(&self) -> Rc<Routing> {
         Rc::clone(&self.current.borrow())
     }
@@ -66,16 +67,17 @@ pub struct Routing {
 pub struct Transparent {
     /// Every address that this process listens on.
     pub listening: Arc<[SocketAddr]>,
-    /// The first match counts.
+    /// The upstreams by destination. The first match counts.
     pub destinations: Vec<(Vec<Destination>, Arc<Upstream>)>,
 }
 
 /// Why a connection is closed before it has an upstream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RouteError {
-    /// Its listener is transparent, and it was not redirected.
+    /// The listener is transparent, and the connection was not redirected.
     NotRedirected(SocketAddr),
-    /// Its listener is transparent, and this process has opened it.
+    /// The listener is transparent, and this process has opened the connection or listens on its original
+    /// destination.
     Loop(SocketAddr),
     /// The client closed it.
     ClientClosed,
@@ -111,9 +113,9 @@ impl fmt::Display for RouteError {
             ),
             Self::Loop(to) => write!(
                 f,
-                "our own connection to {to} was redirected back; the nftables rules must not \
-                 redirect packets with the mark of this process (`mark` in the configuration, \
-                 own_mark in deploy/nftables)"
+                "forwarding to {to} would loop: jackstay has opened the connection or listens on this \
+                 address; the nftables rules must not redirect packets with the mark of this process \
+                 (`mark` in the configuration, own_mark in deploy/nftables)"
             ),
             Self::ClientClosed => f.write_str("closed by the client"),
             Self::Timeout => f.write_str("no ClientHello within handshake_timeout"),
@@ -122,12 +124,12 @@ impl fmt::Display for RouteError {
 }
 
 impl Routing {
-    /// The upstream of a connection, and the bytes that were read to find it. The original
-    /// destination takes precedence over the server name. A connection without either, or without TLS,
-    /// goes to the upstream of the listener.
+    /// The upstream of a connection, and the bytes that were read to choose it. The original destination
+    /// takes precedence over the server name. A connection that matches neither, or has no TLS, goes to the
+    /// upstream of the listener.
     ///
     /// # Errors
-    /// Why the connection has no upstream.
+    /// The connection must be closed.
     pub async fn route(
         &self,
         client: &mut TcpStream,
@@ -159,8 +161,8 @@ impl Routing {
         Ok((Arc::clone(upstream), read))
     }
 
-    /// The upstream of the original destination; `None` if none is configured for it. The connector of
-    /// the listener's own upstream knows the connections that this process has opened.
+    /// The upstream of the original destination; `None` if none is configured for it. The connector of the
+    /// listener's own upstream recognizes the connections that this process has opened.
     fn by_original_destination(
         &self,
         client: &TcpStream,

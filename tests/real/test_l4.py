@@ -561,7 +561,7 @@ class Transparent(RigCase, unittest.TestCase):
                 api.get("/readyz")
             except OSError:
                 pass
-            return "our own connection to" in self.logged()
+            return "would loop: jackstay has opened the connection" in self.logged()
 
         wait_for("the log message", loop_reported, 10)
         self.assertLess(len(os.listdir(f"/proc/{self.jackstay.pid}/fd")), 200)

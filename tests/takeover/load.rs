@@ -1,5 +1,5 @@
-//! Clients that behave as Go's do: after a GOAWAY they open a new connection, and send a request
-//! that was not processed there. Every other failure is recorded.
+//! Clients that behave like Go's HTTP/2 client: after a GOAWAY they open a new connection, and repeat requests
+//! that the server has not processed. Every other failure is recorded.
 
 use crate::setup::Setup;
 use crate::support::child::PROCESS_TIMEOUT;
@@ -18,12 +18,13 @@ use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
-/// The numbers of clients that read and that write.
+/// Number of clients that read.
 const READERS: usize = 6;
+/// Number of clients that write.
 const WRITERS: usize = 2;
-/// The number of watches, two per connection.
+/// Number of watches, two per connection.
 const WATCHES: usize = 6;
-/// The interval of requests, and of objects that watches see.
+/// Interval of the requests of a client, and of the events of the watches.
 const INTERVAL: Duration = Duration::from_millis(25);
 
 #[derive(Default)]
@@ -33,17 +34,21 @@ struct Results {
     connections: AtomicUsize,
     watches: AtomicUsize,
     stop: AtomicBool,
-    /// Versions that watches must see, in this order.
-    written: Mutex<Vec<u64>>,
+    /// The versions of the created objects, which every watch must deliver in this order.
+    created: Mutex<Vec<u64>>,
 }
 
 impl Results {
-    fn failed(&self, what: &str, why: impl fmt::Display) {
-        self.failures.lock().unwrap().push(format!("{what}: {why}"));
+    fn record_failure(&self, operation: &str, reason: impl fmt::Display) {
+        self.failures.lock().unwrap().push(format!("{operation}: {reason}"));
+    }
+
+    fn expect_no_failure(&self) {
+        assert_eq!(*self.failures.lock().unwrap(), [""; 0]);
     }
 }
 
-/// The amount of load.
+/// The amount of a load that ended without a failure.
 pub struct Report {
     requests: usize,
     connections: usize,
@@ -57,67 +62,66 @@ impl fmt::Display for Report {
         write!(
             f,
             "{requests} requests on {connections} connections, {WATCHES} watches started {watches} \
-             times for {events} events; none failed, broke, was lost or came twice"
+             times for {events} events; no request failed, and every watch delivered every event once"
         )
     }
 }
 
 pub struct Load {
     results: Arc<Results>,
-    /// The versions that each watch has seen.
-    versions: Vec<Arc<Mutex<Vec<u64>>>>,
+    /// The versions that each watch has delivered.
+    delivered: Vec<Arc<Mutex<Vec<u64>>>>,
     requests: Vec<JoinHandle<()>>,
     watches: Vec<JoinHandle<()>>,
 }
 
 /// A client with one connection at a time.
-struct Session {
+struct ReconnectingClient {
     address: SocketAddr,
-    who: Credentials,
-    client: tokio::sync::Mutex<Option<Arc<Client>>>,
+    credentials: Credentials,
+    connection: tokio::sync::Mutex<Option<Arc<Client>>>,
     results: Arc<Results>,
 }
 
-impl Session {
+impl ReconnectingClient {
     fn new(setup: &Setup, results: &Arc<Results>) -> Arc<Self> {
         Arc::new(Self {
             address: setup.address,
-            who: setup.cluster.certs.credentials(),
-            client: tokio::sync::Mutex::default(),
+            credentials: setup.cluster.certs.credentials(),
+            connection: tokio::sync::Mutex::default(),
             results: Arc::clone(results),
         })
     }
 
-    async fn client(&self) -> io::Result<Arc<Client>> {
-        let mut slot = self.client.lock().await;
-        if let Some(client) = slot.as_ref().filter(|client| !client.is_closed()) {
-            return Ok(Arc::clone(client));
+    /// The current connection, or a new one.
+    async fn connection(&self) -> io::Result<Arc<Client>> {
+        let mut current = self.connection.lock().await;
+        if let Some(connection) = current.as_ref().filter(|connection| !connection.is_closed()) {
+            return Ok(Arc::clone(connection));
         }
-        let client = Arc::new(Client::connect(self.address, &self.who).await?);
+        let connection = Arc::new(Client::connect(self.address, &self.credentials).await?);
         self.results.connections.fetch_add(1, Relaxed);
-        *slot = Some(Arc::clone(&client));
-        Ok(client)
+        *current = Some(Arc::clone(&connection));
+        Ok(connection)
     }
 
-    /// Stops using a connection that accepts no more requests; running requests continue on it.
-    async fn leave(&self, client: &Arc<Client>) {
-        let mut slot = self.client.lock().await;
-        if slot.as_ref().is_some_and(|now| Arc::ptr_eq(now, client)) {
-            *slot = None;
-        }
+    /// Stops using a connection that accepts no more requests. Requests that run on it continue.
+    async fn discard(&self, connection: &Arc<Client>) {
+        let mut current = self.connection.lock().await;
+        current.take_if(|current| Arc::ptr_eq(current, connection));
     }
 
-    /// Reads an object, or writes it.
+    /// Writes this object, or reads without one.
     async fn request(&self, path: &str, object: Option<&Value>) -> io::Result<Reply> {
         loop {
-            let client = self.client().await?;
-            let answer = match object {
-                Some(object) => client.put(path, object).await,
-                None => client.get(path).await,
+            let connection = self.connection().await?;
+            let result = match object {
+                Some(object) => connection.put(path, object).await,
+                None => connection.get(path).await,
             };
-            match answer {
-                Err(error) if was_not_processed(&error) => self.leave(&client).await,
-                answer => return answer,
+            match result {
+                Err(error) if was_not_processed(&error) => self.discard(&connection).await,
+                result => return result,
             }
         }
     }
@@ -125,10 +129,10 @@ impl Session {
     /// Starts a watch. Returns the connection too, which must outlive the watch.
     async fn watch(&self, path: &str) -> io::Result<(Watch, Arc<Client>)> {
         loop {
-            let client = self.client().await?;
-            match client.watch(path).await {
-                Err(error) if was_not_processed(&error) => self.leave(&client).await,
-                watch => return watch.map(|watch| (watch, client)),
+            let connection = self.connection().await?;
+            match connection.watch(path).await {
+                Err(error) if was_not_processed(&error) => self.discard(&connection).await,
+                result => return result.map(|watch| (watch, connection)),
             }
         }
     }
@@ -148,68 +152,64 @@ impl Load {
         let results = Arc::<Results>::default();
         let cluster = setup.cluster.state.clone();
         let from = cluster.version();
-        let mut versions = Vec::new();
+        let mut delivered = Vec::new();
         let mut watches = Vec::new();
-        let mut session = Session::new(setup, &results);
-        for number in 0..WATCHES {
-            if number % 2 == 0 {
-                session = Session::new(setup, &results);
+        for _ in 0..WATCHES / 2 {
+            let client = ReconnectingClient::new(setup, &results);
+            for _ in 0..2 {
+                let versions = Arc::<Mutex<Vec<u64>>>::default();
+                delivered.push(Arc::clone(&versions));
+                watches.push(tokio::spawn(watch(Arc::clone(&client), from, versions)));
             }
-            let into = Arc::<Mutex<Vec<u64>>>::default();
-            versions.push(Arc::clone(&into));
-            watches.push(tokio::spawn(watch(Arc::clone(&session), from, into)));
         }
-        let mut requests = vec![tokio::spawn(write(cluster.clone(), Arc::clone(&results)))];
+        let mut requests =
+            vec![tokio::spawn(create_objects(cluster.clone(), Arc::clone(&results)))];
         for number in 0..READERS + WRITERS {
             let name = format!("t{number}");
-            let mut object = config_map(&name, "0");
-            object["metadata"]["namespace"] = "kube-system".into();
-            // It exists if there was load before.
-            let _ = cluster.create(&kinds::CONFIG_MAPS, "kube-system", object, false);
-            let session = Session::new(setup, &results);
-            requests.push(tokio::spawn(request(session, name, number < WRITERS)));
+            // Fails if an earlier load has created the object.
+            let _ = cluster.create(&kinds::CONFIG_MAPS, NAMESPACE, object(&name, 0), false);
+            let client = ReconnectingClient::new(setup, &results);
+            requests.push(tokio::spawn(send_requests(client, name, number < WRITERS)));
         }
-        let load = Self { results, versions, requests, watches };
+        let load = Self { results, delivered, requests, watches };
         load.wait_progress().await;
         load
     }
 
-    /// Waits until all clients have made progress, and expects no failure so far.
+    /// Waits until every client has made progress, and expects no failure so far.
     pub async fn wait_progress(&self) {
         let requests = self.results.requests.load(Relaxed) + 50;
-        let written = self.results.written.lock().unwrap().len() + 5;
+        let events = self.results.created.lock().unwrap().len() + 5;
         wait::until_within(PROCESS_TIMEOUT, "the load continues", async || {
-            assert_eq!(*self.results.failures.lock().unwrap(), [""; 0]);
-            let all_seen =
-                self.versions.iter().all(|results| results.lock().unwrap().len() >= written);
-            self.results.requests.load(Relaxed) >= requests && all_seen
+            self.results.expect_no_failure();
+            self.results.requests.load(Relaxed) >= requests
+                && self.delivered.iter().all(|versions| versions.lock().unwrap().len() >= events)
         })
         .await;
     }
 
-    /// Stops the load. Expects no failure, and that every watch has seen every event once and in
-    /// order.
+    /// Stops the load. Expects no failure, and that every watch has delivered every event once and in order.
     pub async fn end(mut self) -> Report {
         self.results.stop.store(true, Relaxed);
         for task in std::mem::take(&mut self.requests) {
             timeout(PROCESS_TIMEOUT, task).await.expect("requests end").unwrap();
         }
-        let written = self.results.written.lock().unwrap().clone();
-        for (number, versions) in self.versions.iter().enumerate() {
-            let what = format!("watch {number} has results everything");
-            wait::until_within(PROCESS_TIMEOUT, &what, async || {
-                assert_eq!(*self.results.failures.lock().unwrap(), [""; 0]);
-                versions.lock().unwrap().len() >= written.len()
+        let created = self.results.created.lock().unwrap().clone();
+        for (number, versions) in self.delivered.iter().enumerate() {
+            let condition = format!("watch {number} has delivered every event");
+            wait::until_within(PROCESS_TIMEOUT, &condition, async || {
+                self.results.expect_no_failure();
+                versions.lock().unwrap().len() >= created.len()
             })
             .await;
-            assert_eq!(*versions.lock().unwrap(), written, "watch {number}");
+            assert_eq!(*versions.lock().unwrap(), created, "watch {number}");
         }
-        assert_eq!(*self.results.failures.lock().unwrap(), [""; 0]);
+        self.results.expect_no_failure();
         Report {
             requests: self.results.requests.load(Relaxed),
             connections: self.results.connections.load(Relaxed),
             watches: self.results.watches.load(Relaxed),
-            events: written.len(),
+            events: created.len(),
         }
     }
 }
@@ -226,53 +226,63 @@ fn new_ticks() -> tokio::time::Interval {
     ticks
 }
 
-/// Creates objects that watches see.
-async fn write(cluster: Cluster, results: Arc<Results>) {
+/// The namespace of the objects that the clients read and write. The watches are in another one.
+const NAMESPACE: &str = "kube-system";
+
+/// An object that the clients read and write.
+fn object(name: &str, value: u64) -> Value {
+    let mut object = config_map(name, &value.to_string());
+    object["metadata"]["namespace"] = NAMESPACE.into();
+    object
+}
+
+/// Creates the objects that the watches deliver.
+async fn create_objects(cluster: Cluster, results: Arc<Results>) {
     let mut ticks = new_ticks();
     while !results.stop.load(Relaxed) {
         ticks.tick().await;
-        let made = cluster.create(
-            &kinds::CONFIG_MAPS,
-            "default",
-            config_map(&format!("m{}", cluster.version()), "1"),
-            false,
-        );
-        results.written.lock().unwrap().push(made.unwrap().version);
+        let object = config_map(&format!("m{}", cluster.version()), "1");
+        let created = cluster.create(&kinds::CONFIG_MAPS, "default", object, false).unwrap();
+        results.created.lock().unwrap().push(created.version);
     }
 }
 
-/// Reads or writes at a steady rate.
-async fn request(session: Arc<Session>, name: String, writes: bool) {
-    let path = format!("/api/v1/namespaces/kube-system/configmaps/{name}");
-    let results = Arc::clone(&session.results);
+/// Reads or writes an object at a steady rate.
+async fn send_requests(client: Arc<ReconnectingClient>, name: String, writes: bool) {
+    let path = format!("/api/v1/namespaces/{NAMESPACE}/configmaps/{name}");
+    let results = Arc::clone(&client.results);
     let mut ticks = new_ticks();
-    for number in 0_u64.. {
+    for number in 0.. {
         ticks.tick().await;
         if results.stop.load(Relaxed) {
             return;
         }
-        let mut object = config_map(&name, &number.to_string());
-        object["metadata"]["namespace"] = "kube-system".into();
-        match session.request(&path, writes.then_some(&object)).await {
-            Ok(reply) if reply.status.is_success() => drop(results.requests.fetch_add(1, Relaxed)),
-            Ok(reply) => {
-                let why = String::from_utf8_lossy(&reply.body).into_owned();
-                results.failed("request", format!("{}: {why}", reply.status));
+        let object = writes.then(|| object(&name, number));
+        match client.request(&path, object.as_ref()).await {
+            Ok(reply) if reply.status.is_success() => {
+                results.requests.fetch_add(1, Relaxed);
             }
-            Err(error) => results.failed("request", format!("{error}: {:?}", error.get_ref())),
+            Ok(reply) => {
+                let body = String::from_utf8_lossy(&reply.body);
+                results.record_failure("request", format_args!("{}: {body}", reply.status));
+            }
+            Err(error) => {
+                let source = error.get_ref();
+                results.record_failure("request", format_args!("{error}: {source:?}"));
+            }
         }
     }
 }
 
-/// Watches as a reflector does: it continues after a clean end at the last version. What would make
-/// a reflector list is a failure.
-async fn watch(session: Arc<Session>, mut from: u64, into: Arc<Mutex<Vec<u64>>>) {
-    let results = Arc::clone(&session.results);
+/// Watches as a reflector does: after a clean end it continues at the last version. Any other end, after which
+/// a reflector would list, is a failure.
+async fn watch(client: Arc<ReconnectingClient>, mut from: u64, versions: Arc<Mutex<Vec<u64>>>) {
+    let results = Arc::clone(&client.results);
     loop {
         let path = format!("{CONFIGMAPS}?watch=1&resourceVersion={from}");
-        let (mut watch, _connection) = match session.watch(&path).await {
+        let (mut watch, _connection) = match client.watch(&path).await {
             Ok(started) => started,
-            Err(error) => return results.failed("a watch cannot start", error),
+            Err(error) => return results.record_failure("start of a watch", error),
         };
         results.watches.fetch_add(1, Relaxed);
         loop {
@@ -280,11 +290,11 @@ async fn watch(session: Arc<Session>, mut from: u64, into: Arc<Mutex<Vec<u64>>>)
                 Ok(Some(event)) if event["type"] == "ADDED" => {
                     let version = &event["object"]["metadata"]["resourceVersion"];
                     from = version.as_str().unwrap().parse().unwrap();
-                    into.lock().unwrap().push(from);
+                    versions.lock().unwrap().push(from);
                 }
-                Ok(Some(event)) => return results.failed("a watch", event),
+                Ok(Some(event)) => return results.record_failure("event of a watch", event),
                 Ok(None) => break,
-                Err(error) => return results.failed("a watch broke", error),
+                Err(error) => return results.record_failure("end of a watch", error),
             }
         }
     }

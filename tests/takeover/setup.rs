@@ -1,4 +1,4 @@
-//! The binary as a process, and its successors.
+//! jackstay as a process, and the processes that replace it.
 
 use crate::support::child::{PROCESS_TIMEOUT, Process, first_address};
 use crate::support::{TestCluster, until, write_config};
@@ -13,8 +13,8 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// Watches end within the first quarter of it; nothing else takes as long.
-const DRAIN: Duration = Duration::from_secs(10);
+/// The drain timeout. Watches end within its first quarter, and L4 flows are reset by its end.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 const BINARY: &str = env!("CARGO_BIN_EXE_jackstay");
 
@@ -40,7 +40,7 @@ pub fn start_passthrough(upstream: SocketAddr) -> Process {
     Process::spawn(command)
 }
 
-/// A service manager that receives notifications.
+/// A service manager that receives notifications (`sd_notify`).
 pub struct ServiceManager {
     socket: UnixDatagram,
     dir: tempfile::TempDir,
@@ -59,8 +59,7 @@ impl ServiceManager {
         let mut buffer = [0; 256];
         let length = loop {
             match self.socket.recv(&mut buffer) {
-                // As after this process was stopped: a receive with a timeout is not restarted
-                // (signal(7)).
+                // A receive with a timeout is not restarted after a stop of the process (signal(7)).
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 received => break received.expect("a message"),
             }
@@ -69,15 +68,17 @@ impl ServiceManager {
     }
 }
 
-/// Apiservers, and the process in front of them.
+/// Apiservers, and the current jackstay process in front of them.
 pub struct Setup {
     pub process: Process,
     pub cluster: TestCluster,
+    /// The configuration of the next process.
     pub config: Config,
     pub address: SocketAddr,
     admin: SocketAddr,
-    /// The configuration file of the next process, and the number of files before it.
+    /// The file with `config`.
     file: PathBuf,
+    /// Number of configuration files before `file`.
     changes: usize,
 }
 
@@ -90,28 +91,28 @@ impl Setup {
         let cluster = TestCluster::new(servers);
         let mut config = cluster.config();
         change(&mut config);
-        config.shutdown.drain_timeout = DRAIN;
+        config.shutdown.drain_timeout = DRAIN_TIMEOUT;
         config.state_dir = Some(cluster.certs.path().join("state"));
         let file = cluster.certs.path().join("jackstay.yaml");
         write_config(&file, &config);
         let mut process = Process::spawn(command(Path::new(BINARY), &file, &[]));
         let admin = first_address(&process.wait_output("the admin endpoint listens").await);
         let address = first_address(&process.wait_output("\"apiserver\"").await);
-        // The next processes use the same ports.
+        // The next processes use the ports of the first one.
         config.admin.bind = admin;
         config.listeners[0].bind = vec![address];
         write_config(&file, &config);
         let setup = Self { process, cluster, config, address, admin, file, changes: 0 };
-        setup.is_ready().await;
+        setup.wait_ready().await;
         setup
     }
 
-    pub fn state(&self) -> PathBuf {
+    pub fn state_dir(&self) -> PathBuf {
         self.cluster.certs.path().join("state")
     }
 
-    /// Writes the configuration of the next process into a new file, so that the running process
-    /// does not reload it.
+    /// Writes a changed configuration into a new file for the next process. The running process would reload
+    /// its own file.
     pub fn change(&mut self, change: impl FnOnce(&mut Config)) {
         change(&mut self.config);
         self.changes += 1;
@@ -119,7 +120,7 @@ impl Setup {
         write_config(&self.file, &self.config);
     }
 
-    /// Starts a process with the current configuration.
+    /// Starts a process with `config`.
     pub fn start(&self, flags: &[&str]) -> Process {
         Process::spawn(command(Path::new(BINARY), &self.file, flags))
     }
@@ -130,8 +131,8 @@ impl Setup {
         Process::spawn(command)
     }
 
-    /// Starts a process that inherits a listening socket, as from systemd.
-    pub fn start_with(&self, socket: OwnedFd) -> Process {
+    /// Starts a process that inherits a listening socket, as under systemd (`LISTEN_FDS`).
+    pub fn start_with_socket(&self, socket: OwnedFd) -> Process {
         let script = "export LISTEN_FDS=1 LISTEN_PID=$$; exec \"$0\" \"$@\" 3<&0 </dev/null";
         let mut command = Command::new("sh");
         command.args(["-c", script, BINARY, "run", "--config"]);
@@ -139,12 +140,12 @@ impl Setup {
         Process::spawn(command)
     }
 
-    /// Makes `new` the current process, and returns the one before.
+    /// Makes `new` the current process, and returns the previous one.
     pub fn replace(&mut self, new: Process) -> Process {
         std::mem::replace(&mut self.process, new)
     }
 
-    /// A page of the admin endpoint.
+    /// Head and body of a page of the admin endpoint.
     pub async fn page(&self, path: &str) -> String {
         let mut stream = TcpStream::connect(self.admin).await.unwrap();
         let request = format!("GET {path} HTTP/1.0\r\n\r\n");
@@ -154,7 +155,7 @@ impl Setup {
         page
     }
 
-    async fn is_ready(&self) {
+    async fn wait_ready(&self) {
         let ready = async || self.page("/readyz").await.contains("readyz check passed");
         until("jackstay is ready", ready).await;
     }

@@ -1,4 +1,4 @@
-//! Single changes of the configuration, and the connections that they affect.
+//! Changes of single settings, and their effects on connections.
 
 use crate::setup::{Setup, Traffic};
 use crate::support::{TestCluster, refusing_address, terminate_mode, until, write_config};
@@ -7,23 +7,24 @@ use jackstay::config::{AccessLog, CertPaths, Config, Level};
 use jackstay::demo::pki::{Pki, Subject};
 use std::time::Duration;
 
-/// The effect on the upstream connections of the identity with all the traffic.
+/// The effect of a change on the upstream connections of the identity that carries the traffic.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Connections {
-    /// The same connections.
+    /// All stay.
     Stay,
-    /// Connections to the first server end.
-    FirstLeaves,
-    /// Connections to one more server.
-    FirstIsBack,
-    /// New connections to the same servers.
-    AllNew,
+    /// Some are closed: those to the removed server.
+    SomeClosed,
+    /// Connections to one more server are added.
+    Added,
+    /// All are replaced, by connections to the same servers.
+    Replaced,
 }
-use Connections::{AllNew, FirstIsBack, FirstLeaves, Stay};
+use Connections::{Added, Replaced, SomeClosed, Stay};
 
+/// A name, the change, its effect on connections, and the reported changes.
 type Change = (&'static str, fn(&mut Config, &TestCluster), Connections, &'static [&'static str]);
 
-/// Applied in this order, each on top of those before.
+/// Applied in this order, each in addition to those before.
 const CHANGES: &[Change] = &[
     ("no change", |_, _| {}, Stay, &[]),
     ("access log", |c, _| c.log.access = AccessLog::All, Stay, &["log changed"]),
@@ -54,10 +55,15 @@ const CHANGES: &[Change] = &[
     ("identity added", add_node, Stay, LISTENER),
     ("serving pair under another path", move_serving_pair, Stay, LISTENER),
     ("identity removed", |c, _| drop(terminate_mode(c).identities.pop()), Stay, LISTENER),
-    ("endpoint removed", |c, _| drop(c.upstreams[0].endpoints.remove(0)), FirstLeaves, UPSTREAM),
-    ("endpoint added", first_endpoint, FirstIsBack, UPSTREAM),
-    ("CA bundle changed", ca_bundle, AllNew, UPSTREAM),
-    ("server name changed", |c, _| server_name(c, "localhost"), AllNew, UPSTREAM),
+    ("endpoint removed", |c, _| drop(c.upstreams[0].endpoints.remove(0)), SomeClosed, UPSTREAM),
+    ("endpoint added", insert_first_endpoint, Added, UPSTREAM),
+    ("CA bundle changed", replace_ca_bundle, Replaced, UPSTREAM),
+    (
+        "server name changed",
+        |c, _| c.upstreams[0].tls.server_name = Some("localhost".into()),
+        Replaced,
+        UPSTREAM,
+    ),
     ("upstream added", add_upstream, Stay, &["upstream `spare` added"]),
     ("listener added", add_listener, Stay, &["listener `spare` added"]),
     (
@@ -79,7 +85,7 @@ fn add_node(config: &mut Config, cluster: &TestCluster) {
     terminate_mode(config).identities.push(CertPaths { cert_file, key_file });
 }
 
-/// The serving pair under another path: the certificate is the same.
+/// Copies the serving certificate and key to other paths.
 fn move_serving_pair(config: &mut Config, cluster: &TestCluster) {
     let tls = &mut terminate_mode(config).tls.paths;
     for path in [&mut tls.cert_file, &mut tls.key_file] {
@@ -90,19 +96,15 @@ fn move_serving_pair(config: &mut Config, cluster: &TestCluster) {
     }
 }
 
-fn first_endpoint(config: &mut Config, cluster: &TestCluster) {
+fn insert_first_endpoint(config: &mut Config, cluster: &TestCluster) {
     config.upstreams[0].endpoints.insert(0, cluster.config().upstreams[0].endpoints[0].clone());
 }
 
-fn ca_bundle(config: &mut Config, cluster: &TestCluster) {
+fn replace_ca_bundle(config: &mut Config, cluster: &TestCluster) {
     let path = cluster.certs.path().join("bundle.crt");
     let both = format!("{}{}", cluster.certs.pki.ca_pem(), Pki::new("next").unwrap().ca_pem());
     std::fs::write(&path, both).unwrap();
     config.upstreams[0].tls.ca_file = Some(path);
-}
-
-fn server_name(config: &mut Config, name: &str) {
-    config.upstreams[0].tls.server_name = Some(name.into());
 }
 
 fn add_upstream(config: &mut Config, _: &TestCluster) {
@@ -118,28 +120,27 @@ fn add_listener(config: &mut Config, _: &TestCluster) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn change_affects_only_what_it_names() {
+async fn reload_of_one_change_reports_it_and_keeps_unaffected_connections() {
     let mut setup = Setup::new(3).await;
     setup.proxy.wait_connected(3).await;
     let traffic = Traffic::start(&setup, 200).await;
     let client = setup.client().await;
     let watch = setup.watch(&client).await;
-    let of_admin = "identity-0";
     for (name, change, connections, expected) in CHANGES {
         println!("{name}");
-        let before = setup.proxy.connections(of_admin).await;
+        let before = setup.proxy.connections("identity-0").await;
         change(&mut setup.config, &setup.cluster);
         assert_eq!(setup.change(|_| {}).await, *expected, "{name}");
-        traffic.goes_on().await;
-        watch.is_complete(&setup).await;
+        traffic.expect_progress().await;
+        watch.expect_complete(&setup).await;
         until(name, async || {
-            let after = setup.proxy.connections(of_admin).await;
+            let after = setup.proxy.connections("identity-0").await;
             let kept = after.iter().filter(|local| before.contains(local)).count();
             match connections {
                 Stay => after == before,
-                FirstLeaves => after.len() < before.len() && kept == after.len(),
-                FirstIsBack => after.len() > before.len() && kept == before.len(),
-                AllNew => kept == 0 && after.len() >= 3,
+                SomeClosed => after.len() < before.len() && kept == after.len(),
+                Added => after.len() > before.len() && kept == before.len(),
+                Replaced => kept == 0 && after.len() >= 3,
             }
         })
         .await;
@@ -155,19 +156,18 @@ async fn change_affects_only_what_it_names() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn identity_is_added_and_removed_while_its_client_is_connected() {
+async fn reload_adds_and_removes_an_identity_of_a_connected_client() {
     let mut setup = Setup::new(1).await;
     let node = setup.cluster.certs.pki.client(&Subject::node("n1")).unwrap();
-    let who = setup.cluster.certs.anonymous().certificate(&node);
-    let client = setup.proxy.client_with(&who).await;
+    let credentials = setup.cluster.certs.anonymous().certificate(&node);
+    let client = setup.proxy.client_with(&credentials).await;
     let get = async || client.get("/api/v1/namespaces/default").await.unwrap();
-    let reply = get().await;
-    assert_eq!(reply.status, 401);
+    assert_eq!(get().await.status, 401);
 
     let (cert_file, key_file) = node.write_to(setup.cluster.certs.path(), "node").unwrap();
     let paths = CertPaths { cert_file, key_file };
     setup.change(|config| terminate_mode(config).identities.push(paths.clone())).await;
-    assert_eq!(get().await.status, 200, "on the connection that got 401 before");
+    assert_eq!(get().await.status, 200, "the connection that got 401 before");
     let watch = setup.watch(&client).await;
 
     // Removed: new requests get 401, and the watch continues.
@@ -175,21 +175,21 @@ async fn identity_is_added_and_removed_while_its_client_is_connected() {
     let reply = get().await;
     assert_eq!(reply.status, 401);
     assert!(reply.json()["message"].as_str().unwrap().contains("system:node:n1"), "{reply:?}");
-    watch.is_complete(&setup).await;
+    watch.expect_complete(&setup).await;
     drop((watch, client));
     until("the connections of the identity are closed", async || {
         !setup.proxy.page("/status").await.contains("\"identity-2\"")
     })
     .await;
 
-    // Added again: it gets another slot, so that no request uses the old one.
+    // Added again, the identity gets a new slot.
     setup.change(|config| terminate_mode(config).identities.push(paths)).await;
-    let client = setup.proxy.client_with(&who).await;
+    let client = setup.proxy.client_with(&credentials).await;
     assert_eq!(client.get("/api/v1/namespaces/default").await.unwrap().status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn client_certificates_are_verified_again_when_the_client_ca_changes() {
+async fn reload_of_the_client_ca_verifies_client_certificates_again() {
     let mut setup = Setup::new(1).await;
     let client = setup.client().await;
     let path = "/api/v1/namespaces/default";
@@ -206,7 +206,7 @@ async fn client_certificates_are_verified_again_when_the_client_ca_changes() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn change_that_needs_a_restart_is_reported() {
+async fn reload_with_a_change_that_needs_a_restart_reports_it_and_applies_the_others() {
     let mut setup = Setup::new(1).await;
     let outcome = setup
         .reload(|config| {
@@ -215,7 +215,7 @@ async fn change_that_needs_a_restart_is_reported() {
         })
         .await;
     let ReloadOutcome::Ok { changed, needs_restart } = outcome else { panic!("{outcome:?}") };
-    assert_eq!(changed, ["log changed"], "the other change is applied");
+    assert_eq!(changed, ["log changed"], "the log is changed without a restart");
     assert_eq!(needs_restart, ["workers 1 → 2"]);
     let status = setup.proxy.status().await;
     assert_eq!(status["config"]["last_reload"]["needs_restart"][0], needs_restart[0]);
@@ -223,7 +223,7 @@ async fn change_that_needs_a_restart_is_reported() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn admin_endpoint_moves_to_another_address() {
+async fn reload_moves_the_admin_endpoint_to_another_address() {
     let mut setup = Setup::new(1).await;
     let mut second = refusing_address();
     second.set_ip("127.0.0.2".parse().unwrap());
@@ -232,9 +232,8 @@ async fn admin_endpoint_moves_to_another_address() {
     assert!(setup.proxy.page("/readyz").await.starts_with("HTTP/1.1 200"));
 }
 
-/// A change of the file is enough.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn changed_file_is_reloaded_without_a_signal() {
+async fn changed_file_is_reloaded_once_without_a_signal() {
     let mut setup = Setup::new(1).await;
     setup.config.log.access = AccessLog::Off;
     write_config(&setup.file, &setup.config);
@@ -243,6 +242,5 @@ async fn changed_file_is_reloaded_without_a_signal() {
     })
     .await;
     assert!(setup.proxy.page("/config").await.contains("\"access\": \"off\""));
-    // Only one reload.
     assert_eq!(setup.proxy.status().await["config"]["reloads"]["ok"], 1);
 }

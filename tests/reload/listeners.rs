@@ -1,4 +1,4 @@
-//! Listeners and upstreams that are added, removed and moved, as their clients see it.
+//! Clients of listeners and upstreams that reloads remove, move or change.
 
 use crate::setup::{Setup, Traffic};
 use crate::support::{TestCluster, passthrough_config, pause, soon, until};
@@ -28,19 +28,19 @@ async fn is_refused(address: SocketAddr) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn removed_listener_lets_requests_finish() {
+async fn removed_listener_completes_requests_and_ends_watches() {
     let mut setup = Setup::with(2, |config| {
         config.shutdown.drain_timeout = Duration::from_secs(8);
         add_second_listener(config);
     })
     .await;
     let address = setup.listener("second").await.unwrap();
-    let who = setup.cluster.certs.credentials();
-    let client = Client::connect(address, &who).await.unwrap();
+    let credentials = setup.cluster.certs.credentials();
+    let client = Client::connect(address, &credentials).await.unwrap();
     let watch = setup.watch(&client).await;
-    watch.is_complete(&setup).await;
-    let other = setup.client().await;
-    let steady = setup.watch(&other).await;
+    watch.expect_complete(&setup).await;
+    let client_of_first = setup.client().await;
+    let watch_of_first = setup.watch(&client_of_first).await;
 
     // A response is pending when the listener is removed.
     setup
@@ -48,21 +48,21 @@ async fn removed_listener_lets_requests_finish() {
         .servers
         .iter()
         .for_each(|server| server.set_faults(|faults| faults.delay = Duration::from_millis(500)));
-    let before: u64 = requests(&setup.cluster);
-    let slow = tokio::spawn(async move {
+    let before = request_count(&setup.cluster);
+    let slow_request = tokio::spawn(async move {
         let reply = client.get(PATH).await;
         (client, reply)
     });
-    until("the request is in flight", async || requests(&setup.cluster) > before).await;
+    until("the request is in flight", async || request_count(&setup.cluster) > before).await;
     let changes = setup.change(|config| drop(config.listeners.pop())).await;
     assert_eq!(changes, ["listener `second` removed"]);
     until("the address is closed", async || is_refused(address).await).await;
-    let (client, reply) = soon("the response", slow).await.unwrap();
+    let (client, reply) = soon("the response", slow_request).await.unwrap();
     assert_eq!(reply.unwrap().status, 200);
     assert_eq!(
         watch.recorder.wait_end().await,
         Ok(()),
-        "a clean end, so that the client continues without a list"
+        "a clean end lets the client continue without a list"
     );
     until("the connection ends", async || client.is_closed()).await;
 
@@ -71,20 +71,21 @@ async fn removed_listener_lets_requests_finish() {
         .servers
         .iter()
         .for_each(|server| server.set_faults(|faults| faults.delay = Duration::ZERO));
-    steady.is_complete(&setup).await;
+    watch_of_first.expect_complete(&setup).await;
     assert!(setup.listener("second").await.is_none());
     let open = r#"jackstay_downstream_connections{listener="second"}"#;
     until("the listener counts no connection", async || setup.proxy.metric(open).await < 0.5).await;
 }
 
-fn requests(cluster: &TestCluster) -> u64 {
-    let seen = cluster.state.audit().select(|record| record.path.ends_with(PATH));
+/// Number of requests for [`PATH`] that the servers have answered, and of all requests in flight.
+fn request_count(cluster: &TestCluster) -> u64 {
+    let answered = cluster.state.audit().select(|record| record.path.ends_with(PATH));
     let running: u64 = cluster.servers.iter().map(|s| s.counters().in_flight.load(Relaxed)).sum();
-    seen.len() as u64 + running
+    answered.len() as u64 + running
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn removed_listener_resets_the_rest_after_the_drain_timeout() {
+async fn removed_listener_resets_open_streams_after_the_drain_timeout() {
     let mut setup = Setup::with(1, |config| {
         config.shutdown.drain_timeout = Duration::from_secs(1);
         add_second_listener(config);
@@ -92,7 +93,7 @@ async fn removed_listener_resets_the_rest_after_the_drain_timeout() {
     .await;
     let address = setup.listener("second").await.unwrap();
     let client = Client::connect(address, &setup.cluster.certs.credentials()).await.unwrap();
-    // A watch without a version has no clean end before its initial state is complete.
+    // A watch without a resourceVersion cannot be ended cleanly: its initial events may be incomplete.
     let watch = client.send(Method::GET, &format!("{PATH}/configmaps?watch=1"), &[], "").await;
     let mut body = watch.unwrap().into_body();
     setup.change(|config| drop(config.listeners.pop())).await;
@@ -106,9 +107,9 @@ async fn removed_listener_resets_the_rest_after_the_drain_timeout() {
         }
     })
     .await;
-    assert!(end.is_err(), "a clean end would make a partial state look complete");
-    let upstream = r#"jackstay_watches{listener="second"}"#;
-    until("the watch is gone", async || setup.proxy.metric(upstream).await < 0.5).await;
+    assert!(end.is_err(), "after a clean end the client would take partial state for complete");
+    let watches = r#"jackstay_watches{listener="second"}"#;
+    until("the listener counts no watch", async || setup.proxy.metric(watches).await < 0.5).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -123,17 +124,17 @@ async fn moved_listener_keeps_its_connections() {
     setup.change(|config| config.listeners[0].bind = vec![new]).await;
     until("the old address is closed", async || is_refused(old).await).await;
     setup.proxy.addr = new;
-    // The certificate is not valid for that address, so the test only connects.
+    // The certificate is not valid for the new address, so the test only connects.
     assert!(!is_refused(new).await);
-    traffic.goes_on().await;
-    watch.is_complete(&setup).await;
+    traffic.expect_progress().await;
+    watch.expect_complete(&setup).await;
     assert_eq!(client.get(PATH).await.unwrap().status, 200);
     traffic.end().await;
 }
 
-/// The new address includes the old one, or the reverse: for a moment both have one port.
+/// During each move, the wildcard address and the other address overlap on one port.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn listener_moves_to_the_wildcard_address_and_back() {
+async fn listener_moved_to_the_wildcard_address_and_back_refuses_no_connection() {
     let mut setup = Setup::new(2).await;
     let narrow = setup.proxy.addr;
     let wide = SocketAddr::new(std::net::Ipv4Addr::UNSPECIFIED.into(), narrow.port());
@@ -147,10 +148,10 @@ async fn listener_moves_to_the_wildcard_address_and_back() {
     for _ in 0..3 {
         setup.change(|config| config.listeners[0].bind = vec![wide]).await;
         assert!(!is_refused(other).await);
-        traffic.goes_on().await;
+        traffic.expect_progress().await;
         setup.change(|config| config.listeners[0].bind = vec![narrow]).await;
         until("the other address is closed", async || is_refused(other).await).await;
-        watch.is_complete(&setup).await;
+        watch.expect_complete(&setup).await;
     }
     connect_loop.expect_no_refusal();
     let new = setup.client().await;
@@ -158,9 +159,8 @@ async fn listener_moves_to_the_wildcard_address_and_back() {
     traffic.end().await;
 }
 
-/// The same for the admin endpoint.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn admin_endpoint_moves_to_the_wildcard_address_and_back() {
+async fn admin_endpoint_moved_to_the_wildcard_address_and_back_refuses_no_connection() {
     let mut setup = Setup::new(1).await;
     let narrow = setup.proxy.admin;
     let wide = SocketAddr::new(std::net::Ipv4Addr::UNSPECIFIED.into(), narrow.port());
@@ -174,16 +174,17 @@ async fn admin_endpoint_moves_to_the_wildcard_address_and_back() {
     connect_loop.expect_no_refusal();
 }
 
-/// Connects again and again, and sends nothing.
+/// A thread that opens connections one after the other and sends nothing on them.
 struct ConnectLoop {
-    over: Arc<AtomicBool>,
+    stop: Arc<AtomicBool>,
+    /// Returns the numbers of connections that were opened, refused and reset.
     thread: std::thread::JoinHandle<[usize; 3]>,
 }
 
 impl ConnectLoop {
     fn at(address: SocketAddr) -> Self {
-        let over = Arc::new(AtomicBool::new(false));
-        let is_over = Arc::clone(&over);
+        let stop = Arc::new(AtomicBool::new(false));
+        let is_stopped = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {
             let [mut connects, mut refused, mut reset] = [0; 3];
             let is_reset = |mut stream: std::net::TcpStream| {
@@ -192,13 +193,13 @@ impl ConnectLoop {
                 usize::from(read.is_err_and(|error| error.kind() != ErrorKind::WouldBlock))
             };
             let mut open = VecDeque::new();
-            while !is_over.load(Relaxed) {
+            while !is_stopped.load(Relaxed) {
                 connects += 1;
                 match std::net::TcpStream::connect(address) {
                     Ok(stream) => open.push_back(stream),
                     Err(_) => refused += 1,
                 }
-                // A reset may arrive later.
+                // A reset may arrive after the connect, so a connection is checked 50 connections later.
                 if open.len() > 50 {
                     reset += open.pop_front().map_or(0, is_reset);
                 }
@@ -206,21 +207,21 @@ impl ConnectLoop {
             reset += open.into_iter().map(is_reset).sum::<usize>();
             [connects, refused, reset]
         });
-        Self { over, thread }
+        Self { stop, thread }
     }
 
     #[track_caller]
     fn expect_no_refusal(self) {
-        self.over.store(true, Relaxed);
+        self.stop.store(true, Relaxed);
         let [connects, refused, reset] = self.thread.join().unwrap();
         assert!(connects > 0);
         assert_eq!([refused, reset], [0, 0], "refused and reset, of {connects} connections");
     }
 }
 
-/// Clients that connect during the rename wait in the backlog.
+/// Clients that connect during the rename wait in the accept queue.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn renamed_listener_keeps_its_socket() {
+async fn renamed_listener_keeps_its_socket_and_ends_its_watches() {
     let mut setup = Setup::new(1).await;
     let address = setup.proxy.addr;
     setup.change(|config| config.listeners[0].bind = vec![address]).await;
@@ -246,29 +247,28 @@ async fn renamed_listener_keeps_its_socket() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn listener_changes_its_mode() {
+async fn listener_with_changed_mode_keeps_its_address() {
     let mut setup = Setup::new(1).await;
     let address = setup.proxy.addr;
     setup.change(|config| config.listeners[0].bind = vec![address]).await;
     let terminated = setup.config.clone();
     let passed = passthrough_config(terminated.clone());
-    let admin = setup.cluster.certs.credentials();
+    let credentials = setup.cluster.certs.credentials();
     for _ in 0..2 {
         setup.change(|config| *config = passed.clone()).await;
-        // End to end: the client sees the certificate of the server.
-        let client = soon("a flow", Client::connect(address, &admin)).await.unwrap();
+        // TLS is end to end: the client verifies the certificate of the server.
+        let client = soon("a flow", Client::connect(address, &credentials)).await.unwrap();
         assert_eq!(client.get(PATH).await.unwrap().status, 200);
         assert_eq!(setup.proxy.status().await["listeners"][0]["mode"], "passthrough");
         setup.change(|config| *config = terminated.clone()).await;
-        let client = soon("a connection", Client::connect(address, &admin)).await.unwrap();
+        let client = soon("a connection", Client::connect(address, &credentials)).await.unwrap();
         assert_eq!(client.get(PATH).await.unwrap().status, 200);
         assert_eq!(setup.proxy.status().await["listeners"][0]["mode"], "terminate");
     }
 }
 
-/// Socket options change on the bound socket: an address that stays is never closed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn socket_options_change_at_the_same_address() {
+async fn changed_socket_options_keep_the_address_open() {
     let mut setup = Setup::new(1).await;
     let address = setup.proxy.addr;
     setup
@@ -277,36 +277,36 @@ async fn socket_options_change_at_the_same_address() {
             config.listeners[0].bind = vec![address];
         })
         .await;
-    let admin = setup.cluster.certs.credentials();
-    let steady = Client::connect(address, &admin).await.unwrap();
+    let credentials = setup.cluster.certs.credentials();
+    let first = Client::connect(address, &credentials).await.unwrap();
     for freebind in [true, false] {
         let changes = setup.change(|config| config.listeners[0].freebind = freebind).await;
         assert_eq!(changes, ["listener `apiserver` changed"]);
-        let client = soon("a flow", Client::connect(address, &admin)).await.unwrap();
+        let client = soon("a flow", Client::connect(address, &credentials)).await.unwrap();
         assert_eq!(client.get(PATH).await.unwrap().status, 200);
     }
     let transparent = |to| move |config: &mut Config| config.listeners[0].transparent = to;
     match setup.reload(transparent(true)).await {
         ReloadOutcome::Ok { .. } => {
-            let direct = soon("an end", Client::connect(address, &admin)).await;
+            let direct =
+                soon("the connection attempt", Client::connect(address, &credentials)).await;
             assert!(direct.is_err(), "a direct connection is refused");
         }
-        // Without root.
+        // The test does not run as root.
         ReloadOutcome::Failed { errors } => {
             assert!(errors[0].contains("CAP_NET_ADMIN"), "{errors:?}");
-            let client = soon("a flow", Client::connect(address, &admin)).await.unwrap();
+            let client = soon("a flow", Client::connect(address, &credentials)).await.unwrap();
             assert_eq!(client.get(PATH).await.unwrap().status, 200);
         }
     }
     setup.change(transparent(false)).await;
-    let client = soon("a flow", Client::connect(address, &admin)).await.unwrap();
+    let client = soon("a flow", Client::connect(address, &credentials)).await.unwrap();
     assert_eq!(client.get(PATH).await.unwrap().status, 200);
-    assert_eq!(steady.get(PATH).await.unwrap().status, 200, "an existing flow continues");
+    assert_eq!(first.get(PATH).await.unwrap().status, 200, "an existing flow continues");
 }
 
-/// The next request on an existing connection goes to the new upstream.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn listener_changes_its_upstream() {
+async fn listener_with_changed_upstream_sends_next_requests_there_and_ends_watches() {
     let mut setup = Setup::with(2, |config| {
         config.shutdown.drain_timeout = Duration::from_secs(4);
         let mut second = config.upstreams[0].clone();
@@ -319,34 +319,33 @@ async fn listener_changes_its_upstream() {
     let traffic = Traffic::start(&setup, 100).await;
     let client = setup.client().await;
     let watch = setup.watch(&client).await;
-    traffic.goes_on().await;
+    traffic.expect_progress().await;
     let by_clients = |record: &Record| record.server == "server-1" && record.path != "/readyz";
     assert_eq!(setup.cluster.state.audit().select(by_clients).len(), 0);
 
     setup.change(|config| config.listeners[0].upstream = "second".into()).await;
-    traffic.goes_on().await;
+    traffic.expect_progress().await;
     assert_eq!(
         watch.recorder.wait_end().await,
         Ok(()),
-        "the watch ends, since the other upstream has other objects"
+        "the watch ends, since the objects of the other upstream differ"
     );
     assert!(!client.is_closed());
     let second_watch = setup.watch(&client).await;
-    let on = |server: usize| setup.cluster.servers[server].counters().watches.load(Relaxed);
-    until("the watch has moved", async || (on(0), on(1)) == (0, 1)).await;
-    second_watch.is_complete(&setup).await;
+    let watches = |server: usize| setup.cluster.servers[server].counters().watches.load(Relaxed);
+    until("the watch is on the second server", async || (watches(0), watches(1)) == (0, 1)).await;
+    second_watch.expect_complete(&setup).await;
 
-    // The unused upstream is removed with all its connections.
+    // The removed upstream closes all its connections.
     setup.change(|config| drop(config.upstreams.remove(0))).await;
     let open = |server: usize| setup.cluster.servers[server].counters().open.load(Relaxed);
-    until("its connections are closed", async || open(0) == 0).await;
-    second_watch.is_complete(&setup).await;
+    until("no connection to the first server", async || open(0) == 0).await;
+    second_watch.expect_complete(&setup).await;
     traffic.end().await;
 }
 
-/// Every endpoint is replaced by one reload.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn all_endpoints_are_replaced_at_once() {
+async fn reload_that_replaces_all_endpoints_keeps_watches_and_requests() {
     let mut setup = Setup::with(4, |config| config.upstreams[0].endpoints.truncate(2)).await;
     let all: Vec<EndpointAddress> = setup.cluster.config().upstreams[0].endpoints.clone();
     let traffic = Traffic::start(&setup, 100).await;
@@ -354,8 +353,8 @@ async fn all_endpoints_are_replaced_at_once() {
     let watch = setup.watch(&client).await;
     for half in [&all[2..], &all[..2], &all[2..]] {
         setup.change(|config| config.upstreams[0].endpoints = half.to_vec()).await;
-        traffic.goes_on().await;
-        watch.is_complete(&setup).await;
+        traffic.expect_progress().await;
+        watch.expect_complete(&setup).await;
     }
     traffic.end().await;
 }

@@ -1,4 +1,4 @@
-//! Reloads on real sockets: what changes, what stays, and that no client is disturbed.
+//! Reloads on real sockets: their effects, and that they do not disturb clients.
 
 #![cfg(feature = "demo")]
 

@@ -1,6 +1,7 @@
-//! A jackstay that follows a configuration file, and clients that record every failure.
+//! A jackstay that follows a configuration file, watches that must miss no event, and traffic that must not
+//! fail.
 
-#![allow(dead_code)] // each test crate uses a part
+#![allow(dead_code)] // not every test crate uses all of it
 
 use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{
@@ -21,10 +22,11 @@ use tokio::task::JoinHandle;
 pub struct Setup {
     pub cluster: TestCluster,
     pub proxy: Proxy,
+    /// The configuration file.
     pub file: PathBuf,
-    /// The content of the file.
+    /// The configuration in the file.
     pub config: Config,
-    /// Versions that watches must see.
+    /// The versions of the objects that [`Setup::write_config_map`] has written.
     written: Mutex<Vec<u64>>,
 }
 
@@ -65,15 +67,15 @@ impl Setup {
 
     /// Reloads the file as it is.
     pub async fn reload_file(&self) -> ReloadOutcome {
-        let attempt = soon("a reload", self.proxy.running.reload("test")).await.unwrap();
-        attempt.outcome().clone()
+        let result = soon("a reload", self.proxy.running.reload("test")).await.unwrap();
+        result.outcome().clone()
     }
 
     pub async fn client(&self) -> Client {
         self.proxy.client().await
     }
 
-    /// The address of a listener.
+    /// The address of a listener, if it exists.
     pub async fn listener(&self, name: &str) -> Option<SocketAddr> {
         let status = self.proxy.status().await;
         let listeners = status["listeners"].as_array().unwrap();
@@ -81,23 +83,23 @@ impl Setup {
         listener["bind"][0].as_str()?.parse().ok()
     }
 
-    /// Starts a watch from now on.
-    pub async fn watch(&self, client: &Client) -> Watching {
-        Watching::start(client, self.cluster.state.version()).await
+    /// Starts a watch at the current version.
+    pub async fn watch(&self, client: &Client) -> CheckedWatch {
+        CheckedWatch::start(client, self.cluster.state.version()).await
     }
 
-    /// Writes an object that watches must see.
+    /// Writes an object, of which every watch must receive an event.
     pub fn write_config_map(&self) {
         let mut written = self.written.lock().unwrap();
-        // A single object, so that the state of the servers does not grow.
-        let next = config_map("m0", &written.len().to_string());
-        let map = if written.is_empty() {
-            self.cluster.state.create(&CONFIG_MAPS, "default", next, false).unwrap()
+        // Always the same object, so that the state of the servers does not grow.
+        let object = config_map("m0", &written.len().to_string());
+        let stored = if written.is_empty() {
+            self.cluster.state.create(&CONFIG_MAPS, "default", object, false).unwrap()
         } else {
-            let place = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "m0" };
-            self.cluster.state.modify(place, false, |_| Ok(next)).unwrap()
+            let object_ref = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "m0" };
+            self.cluster.state.modify(object_ref, false, |_| Ok(object)).unwrap()
         };
-        written.push(map.version);
+        written.push(stored.version);
     }
 }
 
@@ -109,24 +111,26 @@ fn follow(file: &Path, certs: &Certs) -> Proxy {
         loaded.map_err(|e| e.0.iter().map(ToString::to_string).collect::<Vec<_>>())
     };
     let config = read().unwrap().config;
-    let origin = ConfigSource { file: file.to_owned(), read: Box::new(read), log: None };
-    Proxy::start(App::bind(config).unwrap().with_config_source(origin), certs)
+    let source = ConfigSource { file: file.to_owned(), read: Box::new(read), log: None };
+    Proxy::start(App::bind(config).unwrap().with_config_source(source), certs)
 }
 
-/// A watch that must see every object that [`Setup::write_config_map`] writes.
-pub struct Watching {
+/// A watch that must receive an event of every object that [`Setup::write_config_map`] writes.
+pub struct CheckedWatch {
     pub recorder: WatchRecorder,
+    /// The version at which the watch started.
     from: u64,
 }
 
-impl Watching {
+impl CheckedWatch {
     pub async fn start(client: &Client, from: u64) -> Self {
         let path = format!("{CONFIGMAPS}?watch=1&resourceVersion={from}");
         Self { recorder: WatchRecorder::start(client, &path).await, from }
     }
 
-    /// Writes, and waits for every event up to now: each once, in order, and no end.
-    pub async fn is_complete(&self, setup: &Setup) {
+    /// Writes an object, and expects the events of all objects written since the start: each once, in order,
+    /// without an end of the watch.
+    pub async fn expect_complete(&self, setup: &Setup) {
         setup.write_config_map();
         let written = setup.written.lock().unwrap().clone();
         let expected: Vec<_> = written.into_iter().filter(|version| *version > self.from).collect();
@@ -134,28 +138,29 @@ impl Watching {
     }
 }
 
-/// Requests at a steady rate on one connection: reads, and a few writes. Failures are recorded.
+/// Requests at a steady rate on one connection: nine reads to one write. Failures are recorded.
 pub struct Traffic {
     failures: Arc<Mutex<Vec<String>>>,
-    done: Arc<AtomicUsize>,
+    /// Number of completed requests.
+    completed: Arc<AtomicUsize>,
     stop: Arc<AtomicBool>,
     tasks: Vec<JoinHandle<()>>,
-    began: Instant,
+    started: Instant,
 }
 
-/// Requests that may run at the same time.
+/// Tasks that send requests, each one at a time.
 const CONCURRENCY: u32 = 8;
 
 impl Traffic {
-    /// At most `rate` requests a second; fewer on a slow machine.
+    /// Starts at most `rate` requests a second, or fewer on a slow machine.
     pub async fn start(setup: &Setup, rate: u32) -> Self {
         let client = Arc::new(setup.client().await);
         let failures = Arc::<Mutex<Vec<String>>>::default();
-        let done = Arc::<AtomicUsize>::default();
+        let completed = Arc::<AtomicUsize>::default();
         let stop = Arc::<AtomicBool>::default();
-        let one = |index: u32| {
+        let spawn_task = |index: u32| {
             let name = format!("t{index}");
-            // It exists if there was traffic before.
+            // The object exists if there was traffic before.
             let _ = setup.cluster.state.create(
                 &CONFIG_MAPS,
                 "kube-system",
@@ -163,17 +168,17 @@ impl Traffic {
                 false,
             );
             let (client, failures) = (Arc::clone(&client), Arc::clone(&failures));
-            let (done, stop) = (Arc::clone(&done), Arc::clone(&stop));
+            let (completed, stop) = (Arc::clone(&completed), Arc::clone(&stop));
             tokio::spawn(async move {
                 let mut ticks = tokio::time::interval(Duration::from_secs(1) * CONCURRENCY / rate);
                 ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-                let path = format!("/api/v1/namespaces/kube-system/configmaps/t{index}");
+                let path = format!("/api/v1/namespaces/kube-system/configmaps/{name}");
                 for number in 0.. {
                     ticks.tick().await;
                     if stop.load(Relaxed) {
                         return;
                     }
-                    // One in ten is a write, which jackstay must not repeat.
+                    // One in ten is a write, which jackstay does not retry.
                     let reply = if number % 10 == 9 {
                         client.put(&path, &kube_system_config_map(&name)).await
                     } else {
@@ -187,18 +192,18 @@ impl Traffic {
                         }
                         Err(error) => failures.lock().unwrap().push(error.to_string()),
                     }
-                    done.fetch_add(1, Relaxed);
+                    completed.fetch_add(1, Relaxed);
                 }
             })
         };
-        let tasks = (0..CONCURRENCY).map(one).collect();
-        Self { failures, done, stop, tasks, began: Instant::now() }
+        let tasks = (0..CONCURRENCY).map(spawn_task).collect();
+        Self { failures, completed, stop, tasks, started: Instant::now() }
     }
 
     /// Waits for ten more responses, and expects no failure so far.
-    pub async fn goes_on(&self) {
-        let before = self.done.load(Relaxed);
-        until("requests continue", async || self.done.load(Relaxed) >= before + 10).await;
+    pub async fn expect_progress(&self) {
+        let before = self.completed.load(Relaxed);
+        until("ten more responses", async || self.completed.load(Relaxed) >= before + 10).await;
         assert_eq!(*self.failures.lock().unwrap(), [""; 0]);
     }
 
@@ -209,14 +214,13 @@ impl Traffic {
             tokio::time::timeout(PATIENCE, task).await.expect("requests end").unwrap();
         }
         assert_eq!(*self.failures.lock().unwrap(), [""; 0]);
-        self.done.load(Relaxed) as f64 / self.began.elapsed().as_secs_f64()
+        self.completed.load(Relaxed) as f64 / self.started.elapsed().as_secs_f64()
     }
 }
 
-static NEXT: AtomicUsize = AtomicUsize::new(0);
-
+/// A config map in `kube-system` whose content differs from that of all others.
 fn kube_system_config_map(name: &str) -> serde_json::Value {
-    // Each update differs from the one before.
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
     let mut object = config_map(name, &NEXT.fetch_add(1, Relaxed).to_string());
     object["metadata"]["namespace"] = "kube-system".into();
     object

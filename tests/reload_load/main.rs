@@ -8,7 +8,7 @@ mod setup;
 #[path = "../support/mod.rs"]
 mod support;
 
-use crate::setup::{Setup, Traffic, Watching};
+use crate::setup::{CheckedWatch, Setup, Traffic};
 use crate::support::{PATIENCE, TestCluster, config_map, pause, terminate_mode, wait};
 use jackstay::config::{AccessLog, CertPaths, Config};
 use jackstay::demo::apiserver::kinds::{CONFIG_MAPS, ObjectRef};
@@ -196,12 +196,12 @@ async fn round(setup: &mut Setup, base: &Config, client: &Client) -> (f64, Durat
     setup.config = base.clone();
     setup.change(|_| {}).await;
     let took = began.elapsed();
-    traffic.goes_on().await;
+    traffic.expect_progress().await;
     are_complete(setup, &watches).await;
     (traffic.end().await, took)
 }
 
-async fn watch(setup: &Setup, client: &Client) -> Vec<Watching> {
+async fn watch(setup: &Setup, client: &Client) -> Vec<CheckedWatch> {
     let mut watches = Vec::new();
     for _ in 0..WATCHES {
         watches.push(setup.watch(client).await);
@@ -209,9 +209,9 @@ async fn watch(setup: &Setup, client: &Client) -> Vec<Watching> {
     watches
 }
 
-async fn are_complete(setup: &Setup, watches: &[Watching]) {
+async fn are_complete(setup: &Setup, watches: &[CheckedWatch]) {
     for watch in watches {
-        watch.is_complete(setup).await;
+        watch.expect_complete(setup).await;
     }
 }
 

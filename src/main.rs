@@ -1,4 +1,4 @@
-//! The `jackstay` command; the library contains the implementation.
+//! The `jackstay` program. The library contains the implementation.
 
 use std::process::ExitCode;
 

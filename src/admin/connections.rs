@@ -22,6 +22,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::routes;
 use super::status_provider::StatusProvider;
+use crate::observe::RepeatFilter;
 
 /// Maximum of open connections of a socket.
 pub const MAX_CONNECTIONS: usize = 256;
@@ -59,8 +60,7 @@ pub(super) struct Connections {
     tasks: JoinSet<()>,
     /// Oldest first.
     slots: VecDeque<Slot>,
-    /// When an eviction was last logged.
-    logged_at: Option<Instant>,
+    warnings: RepeatFilter,
 }
 
 /// An open connection.
@@ -85,7 +85,7 @@ impl Connections {
             provider: Arc::clone(provider),
             tasks: JoinSet::new(),
             slots: VecDeque::new(),
-            logged_at: None,
+            warnings: RepeatFilter::new(LOG_INTERVAL),
         }
     }
 
@@ -141,15 +141,7 @@ impl Connections {
             slot.task.abort();
             evicted = 1;
         }
-        if evicted > 0 {
-            self.log_eviction();
-        }
-    }
-
-    fn log_eviction(&mut self) {
-        let now = Instant::now();
-        if self.logged_at.is_none_or(|at| now >= at + LOG_INTERVAL) {
-            self.logged_at = Some(now);
+        if evicted > 0 && self.warnings.admit("eviction", now).is_some() {
             tracing::warn!(
                 connections = MAX_CONNECTIONS,
                 "admin endpoint full: idle or slow connections evicted, oldest first"

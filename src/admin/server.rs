@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use super::connections::Connections;
 use super::status_provider::StatusProvider;
 use crate::net::sockets::listening;
+use crate::observe::RepeatFilter;
 
 /// Pause after a failed accept, so that the loop does not spin while the process is out of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -59,7 +60,7 @@ impl Admin {
     ) {
         let mut stop = pin!(stop);
         let mut connections = Connections::new(&provider);
-        let mut failures = AcceptFailures::default();
+        let mut warnings = RepeatFilter::new(LOG_INTERVAL);
         let reason = loop {
             let accepted = tokio::select! {
                 biased;
@@ -71,7 +72,7 @@ impl Admin {
                     let on_loopback = is_on_loopback(&stream);
                     connections.add(stream, on_loopback).await;
                 }
-                Err(error) => failures.log_and_pause(&error).await,
+                Err(error) => log_accept_error(&error, &mut warnings).await,
             }
         };
         if reason == StopReason::Moved {
@@ -89,12 +90,12 @@ impl Admin {
 /// Serves connections of a Unix socket until the future is dropped.
 pub async fn serve_unix(listener: UnixListener, provider: Arc<dyn StatusProvider>) {
     let mut connections = Connections::new(&provider);
-    let mut failures = AcceptFailures::default();
+    let mut warnings = RepeatFilter::new(LOG_INTERVAL);
     loop {
         match listener.accept().await {
             // Browsers cannot connect to Unix sockets.
             Ok((stream, _)) => connections.add(stream, false).await,
-            Err(error) => failures.log_and_pause(&error).await,
+            Err(error) => log_accept_error(&error, &mut warnings).await,
         }
     }
 }
@@ -103,22 +104,12 @@ fn is_on_loopback(stream: &TcpStream) -> bool {
     stream.local_addr().is_ok_and(|address| address.ip().to_canonical().is_loopback())
 }
 
-/// Logs failed accepts, at a limited rate.
-#[derive(Default)]
-struct AcceptFailures {
-    logged_at: Option<Instant>,
-}
-
-impl AcceptFailures {
-    /// Logs the error, and delays the next accept.
-    async fn log_and_pause(&mut self, error: &io::Error) {
-        let now = Instant::now();
-        if self.logged_at.is_none_or(|at| now >= at + LOG_INTERVAL) {
-            self.logged_at = Some(now);
-            tracing::warn!(%error, "admin endpoint cannot accept a connection");
-        }
-        tokio::time::sleep(ACCEPT_PAUSE).await;
+/// Logs a failed accept, and delays the next one.
+async fn log_accept_error(error: &io::Error, warnings: &mut RepeatFilter) {
+    if warnings.admit("accept", Instant::now()).is_some() {
+        tracing::warn!(%error, "admin endpoint cannot accept a connection");
     }
+    tokio::time::sleep(ACCEPT_PAUSE).await;
 }
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
-//! The operating system as jackstay uses it: sockets, TLS material, files and the process.
+//! Sockets, TLS, files and the process: what jackstay needs of the operating system.
 //!
-//! This is the only module that may use `unsafe`; each block states why it is sound.
+//! Only this module may use `unsafe`; a comment at each block says why it is sound.
 //!
 //! * [`sockets`]: listening and connecting, TCP options and `TCP_INFO`, stream adapters.
-//! * [`tls`]: certificates and keys from PEM files, the serving side of a listener, verification.
-//! * [`files`]: bounded reads, replacement in one step, bearer tokens.
+//! * [`tls`]: certificates and keys from PEM files, the TLS configuration of listeners, verification.
+//! * [`files`]: bounded reads, atomic replacement, bearer tokens.
 //! * [`process`]: inherited descriptors, the service manager, resource limits, memory.
 
 pub mod files;

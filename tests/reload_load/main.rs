@@ -1,5 +1,5 @@
-//! Two hundred reloads under load: nothing fails, and nothing leaks. The test has its own process,
-//! since it counts the resources of the process.
+//! Two hundred reloads under load: no request fails, and nothing leaks. The test has its own process, since it
+//! counts the resources of the process.
 
 #![cfg(feature = "demo")]
 
@@ -19,63 +19,60 @@ use std::fmt;
 use std::sync::atomic::{AtomicIsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Counts live allocations. Every task, connection and socket allocates memory, so every leak is
-/// counted.
-struct Counting;
+/// An allocator that counts live allocations. Every task, connection and socket allocates memory, so a leak of
+/// any of them is counted.
+struct CountingAllocator;
 
-static LIVE: AtomicIsize = AtomicIsize::new(0);
+static ALLOCATIONS: AtomicIsize = AtomicIsize::new(0);
 static BYTES: AtomicIsize = AtomicIsize::new(0);
 static TASKS: AtomicIsize = AtomicIsize::new(0);
 
-/// Whether this is a task of tokio: nothing else here is aligned to two cache lines.
-fn is_task(layout: Layout) -> isize {
+/// 1 for a task of tokio, else 0: nothing else in this process is aligned to two cache lines.
+fn task_count(layout: Layout) -> isize {
     isize::from(layout.align() == 128)
 }
 
-// SAFETY: the system allocator does the work; counting allocates nothing.
+// SAFETY: the system allocator allocates; counting does not allocate.
 #[allow(unsafe_code)]
-unsafe impl GlobalAlloc for Counting {
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        LIVE.fetch_add(1, Relaxed);
+        ALLOCATIONS.fetch_add(1, Relaxed);
         BYTES.fetch_add(layout.size().cast_signed(), Relaxed);
-        TASKS.fetch_add(is_task(layout), Relaxed);
-        // SAFETY: as our caller promises.
+        TASKS.fetch_add(task_count(layout), Relaxed);
+        // SAFETY: the caller upholds the same contract.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(1, Relaxed);
+        ALLOCATIONS.fetch_sub(1, Relaxed);
         BYTES.fetch_sub(layout.size().cast_signed(), Relaxed);
-        TASKS.fetch_sub(is_task(layout), Relaxed);
-        // SAFETY: as our caller promises.
+        TASKS.fetch_sub(task_count(layout), Relaxed);
+        // SAFETY: the caller upholds the same contract.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const RELOADS: usize = 200;
 const WATCHES: usize = 20;
-/// The most that a recorded event holds: allocations and bytes. Its reason (512 bytes) is also in
-/// its key, which is stored once more where repetitions are counted.
-const EVENT: (isize, isize) = (12, 2560);
-/// Reloads per watch. A watch may be resumed twelve times a minute; so many reloads resume it less
-/// often.
+/// Maximum of allocations and bytes of a recorded event. Its reason (512 bytes) is also in its key, which is
+/// stored a second time for counting repetitions.
+const PER_EVENT: (isize, isize) = (12, 2560);
+/// Reloads after which the watches are replaced. A watch may be resumed only twelve times a minute, and 25
+/// reloads resume it less often.
 const RELOADS_PER_WATCH: usize = 25;
-/// The variation per reload that is no leak: allocations and bytes. A leaked task, pool or listener
-/// has more.
-const SLACK: (isize, isize) = (8, 1024);
-/// Tasks that may run when the resources are counted, for example a probe. A leak would have at
-/// least one task per reload.
+/// Allocations and bytes per reload that do not indicate a leak. A leaked task, pool or listener has more.
+const SLACK_PER_RELOAD: (isize, isize) = (8, 1024);
+/// Tasks that may run at the moment of counting, such as probes. A leak has at least one task per reload.
 const RUNNING_TASKS: isize = 20;
-/// Descriptors of such tasks: five connections with both ends in this process. A leak would have at
-/// least fourteen.
+/// Descriptors of such tasks: five connections with both ends in this process. A leak has at least fourteen.
 const RUNNING_DESCRIPTORS: usize = 10;
-/// The history of the servers: changes of many seconds.
+/// Length of the servers' history, in changes: it covers many seconds.
 const HISTORY: usize = 2000;
 
-/// The configuration of the `n`th reload: everything that can change does, in different rhythms.
+/// The configuration of the `n`th reload. Each setting that can change does so with its own period.
 fn nth_config(n: usize, base: &Config, cluster: &TestCluster) -> Config {
     let mut config = base.clone();
     let path = |name: &str| cluster.certs.path().join(name);
@@ -109,7 +106,7 @@ fn nth_config(n: usize, base: &Config, cluster: &TestCluster) -> Config {
     config
 }
 
-/// Resources of the process.
+/// The resources of the process.
 #[derive(Clone, Copy)]
 struct Resources {
     allocations: isize,
@@ -137,7 +134,7 @@ fn resources() -> Resources {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages: usize = statm.split(' ').nth(1).unwrap().parse().unwrap();
     Resources {
-        allocations: LIVE.load(Relaxed),
+        allocations: ALLOCATIONS.load(Relaxed),
         bytes: BYTES.load(Relaxed),
         tasks: TASKS.load(Relaxed),
         descriptors: std::fs::read_dir("/proc/self/fd").unwrap().count(),
@@ -153,55 +150,54 @@ async fn two_hundred_reloads_under_load_leak_nothing() {
     let both =
         format!("{}{}", setup.cluster.certs.pki.ca_pem(), Pki::new("next").unwrap().ca_pem());
     std::fs::write(setup.cluster.certs.path().join("bundle.crt"), both).unwrap();
-    // The history of the servers is full before the resources are counted.
+    // Fill the history of the servers before the resources are counted.
     setup.cluster.state.audit().set_enabled(false);
     setup.cluster.state.set_bookmark_interval(Duration::from_millis(500));
     setup.cluster.state.set_history_limit(HISTORY);
     setup.write_config_map();
-    let place = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "m0" };
+    let object_ref = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "m0" };
     for number in 0..HISTORY + 10 {
-        let next = config_map("m0", &number.to_string());
-        setup.cluster.state.modify(place, false, |_| Ok(next)).unwrap();
+        let object = config_map("m0", &number.to_string());
+        setup.cluster.state.modify(object_ref, false, |_| Ok(object)).unwrap();
     }
     let base = setup.config.clone();
     let client = setup.client().await;
-    // The first round fills all caches before the resources are counted.
-    round(&mut setup, &base, &client).await;
-    let before = (settled(&setup, None).await, events(&setup).await);
-    let (rate, took) = round(&mut setup, &base, &client).await;
-    let after = settled(&setup, Some(before)).await;
+    // A first round fills all caches before the resources are counted.
+    run_reloads(&mut setup, &base, &client).await;
+    let (before, events) = (wait_until_drained(&setup).await, event_count(&setup).await);
+    let (rate, duration) = run_reloads(&mut setup, &base, &client).await;
+    let after = wait_until_as_before(&setup, before, events).await;
     println!(
-        "{RELOADS} reloads in {took:?} under {rate:.0} requests a second and {WATCHES} watches: \
-         {} -> {after}",
-        before.0
+        "{RELOADS} reloads in {duration:?} under {rate:.0} requests a second and {WATCHES} watches: \
+         {before} -> {after}"
     );
     assert_eq!(setup.proxy.status().await["config"]["reloads"]["failed"], 0);
     println!("{} resumes", setup.proxy.resumes("resumed").await);
     assert!(setup.proxy.resumes("gave_up").await < 0.5);
 }
 
-/// Reloads under load. The last configuration is the base.
-async fn round(setup: &mut Setup, base: &Config, client: &Client) -> (f64, Duration) {
+/// Reloads under load, at last the base configuration. Returns the rate of requests and the duration.
+async fn run_reloads(setup: &mut Setup, base: &Config, client: &Client) -> (f64, Duration) {
     let traffic = Traffic::start(setup, 500).await;
-    let mut watches = watch(setup, client).await;
-    let began = Instant::now();
+    let mut watches = start_watches(setup, client).await;
+    let start = Instant::now();
     for n in 1..RELOADS {
         setup.config = nth_config(n, base, &setup.cluster);
         setup.change(|_| {}).await;
         if n.is_multiple_of(RELOADS_PER_WATCH) {
-            are_complete(setup, &watches).await;
-            watches = watch(setup, client).await;
+            expect_complete(setup, &watches).await;
+            watches = start_watches(setup, client).await;
         }
     }
     setup.config = base.clone();
     setup.change(|_| {}).await;
-    let took = began.elapsed();
+    let duration = start.elapsed();
     traffic.expect_progress().await;
-    are_complete(setup, &watches).await;
-    (traffic.end().await, took)
+    expect_complete(setup, &watches).await;
+    (traffic.end().await, duration)
 }
 
-async fn watch(setup: &Setup, client: &Client) -> Vec<CheckedWatch> {
+async fn start_watches(setup: &Setup, client: &Client) -> Vec<CheckedWatch> {
     let mut watches = Vec::new();
     for _ in 0..WATCHES {
         watches.push(setup.watch(client).await);
@@ -209,40 +205,42 @@ async fn watch(setup: &Setup, client: &Client) -> Vec<CheckedWatch> {
     watches
 }
 
-async fn are_complete(setup: &Setup, watches: &[CheckedWatch]) {
+async fn expect_complete(setup: &Setup, watches: &[CheckedWatch]) {
     for watch in watches {
         watch.expect_complete(setup).await;
     }
 }
 
 /// The number of recorded events.
-async fn events(setup: &Setup) -> isize {
+async fn event_count(setup: &Setup) -> isize {
     setup.proxy.events().await.len().cast_signed()
 }
 
-/// Waits until the process has about as many resources as before.
-async fn settled(setup: &Setup, before: Option<(Resources, isize)>) -> Resources {
+/// Waits until all drains have ended, which take at most two seconds here: the resources do not shrink any more.
+async fn wait_until_drained(setup: &Setup) -> Resources {
     setup.proxy.wait_connected(3).await;
-    let Some((before, events_before)) = before else {
-        // Drains take at most two seconds here; the result is compared later.
-        let mut last = resources();
-        loop {
-            pause(Duration::from_secs(3)).await;
-            let now = resources();
-            if now.descriptors >= last.descriptors && now.allocations >= last.allocations - 50 {
-                return now;
-            }
-            last = now;
+    let mut previous = resources();
+    loop {
+        pause(Duration::from_secs(3)).await;
+        let now = resources();
+        if now.descriptors >= previous.descriptors && now.allocations >= previous.allocations - 50 {
+            return now;
         }
-    };
-    // The list of events may not have been full before; equal events are one entry.
-    let more = (events(setup).await - events_before).max(0);
+        previous = now;
+    }
+}
+
+/// Waits until the process has no more resources than `before`, when it had recorded `events`, apart from
+/// accepted variations.
+async fn wait_until_as_before(setup: &Setup, before: Resources, events: isize) -> Resources {
+    setup.proxy.wait_connected(3).await;
+    let (reloads, new_events) = (RELOADS.cast_signed(), (event_count(setup).await - events).max(0));
     wait::until_ok(PATIENCE * 2, "the resources are as before", async || {
         let now = resources();
         if now.descriptors <= before.descriptors + RUNNING_DESCRIPTORS
             && now.allocations
-                < before.allocations + SLACK.0 * RELOADS.cast_signed() + EVENT.0 * more
-            && now.bytes < before.bytes + SLACK.1 * RELOADS.cast_signed() + EVENT.1 * more
+                < before.allocations + SLACK_PER_RELOAD.0 * reloads + PER_EVENT.0 * new_events
+            && now.bytes < before.bytes + SLACK_PER_RELOAD.1 * reloads + PER_EVENT.1 * new_events
             && now.tasks < before.tasks + RUNNING_TASKS
         {
             return Ok(now);

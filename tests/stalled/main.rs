@@ -1,5 +1,5 @@
-//! Clients that stop reading. The test has its own process, since it measures memory and the time
-//! of other requests.
+//! Clients that stop reading. The test has its own process, since it measures its memory and the duration of
+//! requests.
 
 #![cfg(feature = "demo")]
 
@@ -10,76 +10,73 @@ use std::time::Instant;
 
 use http::Method;
 
+use jackstay::demo::apiserver::kinds::{CONFIG_MAPS, ObjectRef};
+use serde_json::Value;
 use support::{CONFIGMAPS, TestCluster, config_map, soon};
 
-/// Resident memory of this process, servers and clients of the test included.
+/// Resident memory of this process in bytes, including the servers and clients of the test.
 fn resident() -> usize {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
 }
 
-/// All requests use one upstream connection.
+/// All requests share one upstream connection.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn stalled_readers_do_not_slow_other_requests() {
     let cluster = TestCluster::new(1);
     let proxy = cluster.start_with(|config| config.upstreams[0].connections.max = 1).await;
-    let kind = &jackstay::demo::apiserver::kinds::CONFIG_MAPS;
-    let big = |name: &str| {
-        let mut object = config_map(name, "1");
-        object["data"]["big"] = "x".repeat(10_000).into();
-        object
-    };
     for n in 0..20 {
-        cluster.state.create(kind, "default", big(&format!("m{n}")), false).unwrap();
+        let mut object = config_map(&format!("m{n}"), "1");
+        object["data"]["big"] = "x".repeat(10_000).into();
+        cluster.state.create(&CONFIG_MAPS, "default", object, false).unwrap();
     }
     let lister = proxy.client().await;
-    // The median, since a pause of the machine delays only a few of them.
-    let lists = async || {
-        let mut times = Vec::new();
+    // The median of 100 lists: a pause of the machine delays only a few of them.
+    let list_duration = async || {
+        let mut durations = Vec::new();
         for _ in 0..100 {
             let start = Instant::now();
             let reply = soon("a list", lister.get(CONFIGMAPS)).await.unwrap();
             assert_eq!(reply.status, 200);
-            times.push(start.elapsed());
+            durations.push(start.elapsed());
         }
-        times.sort_unstable();
-        times[times.len() / 2]
+        durations.sort_unstable();
+        durations[durations.len() / 2]
     };
-    lists().await;
-    let alone = lists().await;
-    // Watches and long downloads that are never read.
-    let idler = proxy.client().await;
+    list_duration().await; // warms up
+    let alone = list_duration().await;
+    // Watches and long downloads that the client never reads.
+    let stalled_client = proxy.client().await;
     let mut stalled = Vec::new();
     let memory = resident();
     for _ in 0..10 {
         for path in [&format!("{CONFIGMAPS}?watch=1"), "/bytes?size=1000000000"] {
-            stalled.push(idler.send(Method::GET, path, &[], "").await.unwrap());
+            stalled.push(stalled_client.send(Method::GET, path, &[], "").await.unwrap());
         }
     }
     for round in 0..50 {
         for n in 0..20 {
-            let place = jackstay::demo::apiserver::kinds::ObjectRef {
-                kind,
-                namespace: "default",
-                name: &format!("m{n}"),
+            let name = &format!("m{n}");
+            let object_ref = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name };
+            let change = |current: &Value| {
+                let mut changed = current.clone();
+                changed["data"]["round"] = round.to_string().into();
+                Ok(changed)
             };
-            let change = |now: &serde_json::Value| {
-                let mut next = now.clone();
-                next["data"]["round"] = round.to_string().into();
-                Ok(next)
-            };
-            cluster.state.modify(place, false, change).unwrap();
+            cluster.state.modify(object_ref, false, change).unwrap();
         }
     }
-    let beside = lists().await;
-    let grown = resident().saturating_sub(memory) >> 20;
+    let with_stalled = list_duration().await;
+    let growth = resident().saturating_sub(memory) >> 20;
     println!(
-        "a LIST alone {alone:?}, beside 20 stalled readers {beside:?}; {grown} MiB more resident"
+        "LIST: {alone:?} alone, {with_stalled:?} with 20 stalled readers; resident memory grew by \
+         {growth} MiB"
     );
     assert_eq!(proxy.connections("identity-0").await.len(), 1);
-    assert!(beside < alone * 5, "{alone:?} alone, {beside:?} beside");
-    // 20 streams × (256 KiB here + 256 KiB there + the server's), and 20 MB of history.
-    assert!(grown < 100, "{grown} MiB");
+    assert!(with_stalled < alone * 5, "{alone:?} alone, {with_stalled:?} with stalled readers");
+    // 20 streams × (256 KiB for the client + 256 KiB for the endpoint + the server's buffers), and the
+    // servers' history of 1,000 changes of 10 KB each.
+    assert!(growth < 100, "{growth} MiB");
     drop(stalled);
-    assert_eq!(idler.get(CONFIGMAPS).await.unwrap().status, 200);
+    assert_eq!(stalled_client.get(CONFIGMAPS).await.unwrap().status, 200);
 }

@@ -104,7 +104,7 @@ fn report(upstream: &Upstream, change: &CredentialChange) {
             "CA bundle of the apiservers",
             "new content",
             "the file has changed",
-            "new connections are verified by it",
+            "new connections are verified with it",
         ),
         CredentialChange::CaFailed(error) => events.failed("CA bundle of the apiservers", error),
         CredentialChange::TokenFailed(error) => events.failed("token for /readyz", error),

@@ -37,8 +37,8 @@ impl ResolvedContext {
     /// An entry is missing or invalid.
     pub fn resolve(config: &Kubeconfig, context: Option<&str>) -> Result<Self, String> {
         let contexts = match context_names(config).as_slice() {
-            [] => "there is none".to_owned(),
-            names => format!("there is {}", names.join(", ")),
+            [] => "there are no contexts".to_owned(),
+            names => format!("contexts: {}", names.join(", ")),
         };
         let context = context
             .or(non_empty(config.current_context.as_ref()))
@@ -46,7 +46,7 @@ impl ResolvedContext {
         let named = config.contexts.iter().find(|named| named.name == context);
         let entry = named
             .and_then(|named| named.context.as_ref())
-            .ok_or_else(|| format!("no context {context:?}: {contexts}"))?;
+            .ok_or_else(|| format!("no context {context:?} ({contexts})"))?;
         let name = non_empty(Some(&entry.cluster))
             .ok_or_else(|| format!("context {context:?} names no cluster"))?;
         let in_cluster = |error: String| format!("cluster {name:?}: {error}");
@@ -124,9 +124,9 @@ mod tests {
         let config = parse(text);
         assert_eq!(
             resolve(&config, None).unwrap_err(),
-            "no current-context: choose one with --context (there is a, b)"
+            "no current-context: choose one with --context (contexts: a, b)"
         );
-        assert_eq!(resolve(&config, Some("x")).unwrap_err(), "no context \"x\": there is a, b");
+        assert_eq!(resolve(&config, Some("x")).unwrap_err(), "no context \"x\" (contexts: a, b)");
         assert_eq!(resolve(&config, Some("b")).unwrap_err(), "context \"b\" names no cluster");
         assert_eq!(resolve(&config, Some("a")).unwrap_err(), "context \"a\": no user \"u\"");
         let config = parse(&format!("{text}users: [{{name: u, user: {{token: s3cret}}}}]\n"));

@@ -136,8 +136,8 @@ fn cluster_ca(
             ));
         }
         plan.notes.push(
-            "the cluster names no CA: health checks of jackstay verify nothing and send no \
-             credential; --ca-file names one"
+            "the cluster names no CA: health checks of jackstay do not verify the apiservers and send \
+             no credential; --ca-file names a CA"
                 .to_owned(),
         );
         return Ok(None);
@@ -184,9 +184,9 @@ fn client_identities(
         Credential::Certificate(certificate, key) => (certificate, key),
         Credential::Exec(plugin) => {
             plan.notes.push(format!(
-                "the exec plugin {:?} runs in the client as before: its tokens pass; if it \
-                 yields client certificates, use --mode passthrough, since here jackstay would \
-                 need them too (listeners[0].identities)",
+                "the exec plugin {:?} runs in the client as before, and jackstay forwards its \
+                 tokens; if it returns client certificates, use --mode passthrough, because jackstay \
+                 would need them too in this mode (listeners[0].identities)",
                 plugin.command
             ));
             return Ok((request.client_ca_file.clone(), Vec::new()));

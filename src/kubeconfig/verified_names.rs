@@ -1,9 +1,18 @@
 //! Selects the names that are verified in the apiservers' certificates.
 //!
 //! Two settings name one: `tls.server_name` of the upstream, whose default is the host of each endpoint,
-//! and `tls-server-name` of a kubeconfig in mode `passthrough`, which applies to all apiservers. kubeadm
-//! puts the address of the one apiserver, and `kubernetes`, into its certificate
-//! (`cmd/kubeadm/app/util/pkiutil`, `GetAPIServerAltNames`).
+//! and `tls-server-name` of a kubeconfig in mode `passthrough`, which applies to all apiservers:
+//!
+//! | certificates | `tls.server_name` | `tls-server-name` |
+//! |---|---|---|
+//! | none was read | the given name, or else the host in the kubeconfig if it is a name and there are several endpoints | the given name, or else `kubernetes` if the host is an address and there are several endpoints, or else the host |
+//! | some were read | the given name if it is shared, or else none if each contains its own host, or else a shared name | a shared name, or else the given name or the host, with a note |
+//!
+//! A shared name is in every certificate that was read. The given name is preferred, then the host if it
+//! is a name, then [`COMMON_NAMES`], the host, and any name in the first certificate. Without
+//! certificates the table assumes that an address is in one certificate only, and that the given name, or
+//! a host that is a name, is in all. kubeadm puts the address of the one apiserver, and `kubernetes`, into
+//! its certificate (`cmd/kubeadm/app/util/pkiutil`, `GetAPIServerAltNames`).
 
 use std::net::IpAddr;
 
@@ -61,7 +70,7 @@ impl CertificateNames {
     }
 }
 
-/// Selects the names.
+/// Selects the names, as the table of the module says.
 pub fn select(inputs: &NameInputs<'_>) -> VerifiedNames {
     if inputs.certificates.is_empty() {
         select_without_certificates(inputs)
@@ -70,20 +79,19 @@ pub fn select(inputs: &NameInputs<'_>) -> VerifiedNames {
     }
 }
 
-/// Assumes that an address is in one certificate only, and that the given name, or a host that is a name,
-/// is in all of them.
 fn select_without_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
     let mut selected = VerifiedNames::default();
-    let several = inputs.endpoints > 1;
+    let several_endpoints = inputs.endpoints > 1;
     let is_address = inputs.host.parse::<IpAddr>().is_ok();
-    let own_name = (several && !is_address).then_some(inputs.host);
-    selected.upstream = inputs.given.or(own_name).map(ToOwned::to_owned);
+    let shared_host = (several_endpoints && !is_address).then_some(inputs.host);
+    selected.upstream = inputs.given.or(shared_host).map(ToOwned::to_owned);
     let client = match inputs.given {
         Some(given) => given,
-        None if several && is_address => {
+        None if several_endpoints && is_address => {
             selected.client_notes.push(format!(
                 "tls-server-name is {0:?}, which kubeadm and most installers put into every \
-                 apiserver's certificate; they were not read, --tls-server-name names another",
+                 apiserver's certificate; the certificates were not read, and --tls-server-name sets \
+                 another name",
                 COMMON_NAMES[0]
             ));
             COMMON_NAMES[0]
@@ -99,7 +107,7 @@ fn select_from_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
     let certificates = inputs.certificates;
     let is_shared = |name: &str| certificates.iter().all(|certificate| certificate.contains(name));
     let is_address = inputs.host.parse::<IpAddr>().is_ok();
-    let own_name = Some(inputs.host).filter(|_| !is_address);
+    let host_name = Some(inputs.host).filter(|_| !is_address);
     let given = inputs.given.filter(|given| {
         let lacking = certificates.iter().find(|certificate| !certificate.contains(given));
         if let Some(certificate) = lacking {
@@ -111,12 +119,12 @@ fn select_from_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
         }
         lacking.is_none()
     });
-    // An address can be in all certificates too: if there is one, or if each contains all addresses.
-    let names = certificates[0].names.iter().map(String::as_str);
+    // The host may be shared even if it is an address: with one certificate, or if each has all addresses.
+    let first_names = certificates[0].names.iter().map(String::as_str);
     let shared_name = || {
         let preferred =
-            [given, own_name].into_iter().flatten().chain(COMMON_NAMES).chain([inputs.host]);
-        let without_wildcards = names.clone().filter(|name| !name.contains('*'));
+            [given, host_name].into_iter().flatten().chain(COMMON_NAMES).chain([inputs.host]);
+        let without_wildcards = first_names.clone().filter(|name| !name.contains('*'));
         preferred.chain(without_wildcards).find(|name| is_shared(name))
     };
     let without_own_host: Vec<&CertificateNames> = certificates
@@ -133,8 +141,8 @@ fn select_from_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
         for certificate in without_own_host {
             selected.notes.push(format!(
                 "the certificate of {} is not for its own address, it is for {}: jackstay will not \
-                 use it; name it by what its certificate is for, or add the address (certSANs of \
-                 kubeadm)",
+                 use this apiserver; write the endpoint with a name in its certificate, or add the \
+                 address to the certificate (certSANs of kubeadm)",
                 certificate.address,
                 certificate.names.join(", ")
             ));
@@ -194,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn select_uses_each_host_upstream_and_kubernetes_for_clients_of_kubeadm() {
+    fn select_kubeadm_certificates_verify_each_host_and_kubernetes_for_clients() {
         let three: Vec<CertificateNames> =
             ["10.0.0.1", "10.0.0.2", "10.0.0.3"].map(kubeadm).to_vec();
         assert_eq!(selected("10.0.0.1", None, 3, &three), expected(None, "kubernetes", 0));
@@ -210,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn select_prefers_a_name_in_all_certificates() {
+    fn select_name_in_all_certificates_is_preferred() {
         let lb = |host| certificate(host, &["*.example.com", "10.0.0.1"]);
         let behind_lb = [lb("lb.example.com"), lb("10.0.0.1"), lb("10.0.0.2")];
         let name = "lb.example.com";
@@ -227,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn select_notes_that_no_name_is_shared() {
+    fn select_without_a_shared_name_adds_a_note() {
         let disjoint =
             [certificate("10.0.0.1", &["10.0.0.1"]), certificate("10.0.0.2", &["10.0.0.2"])];
         assert_eq!(selected("10.0.0.1", None, 2, &disjoint), expected(None, "10.0.0.1", 1));

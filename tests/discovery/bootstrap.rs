@@ -5,7 +5,7 @@ use crate::support::stopwatch::Stopwatch;
 use crate::support::{
     CONFIGMAPS, Proxy, TestCluster, refusing_address, soon, to_strings, until, write_lines,
 };
-use crate::traffic::{has_event, set, set_is, source};
+use crate::traffic::{endpoint_addresses, has_source_event, source_report, wait_for_set};
 use jackstay::config::{Config, EndpointAddress};
 use jackstay::demo::apiserver::{self, Options};
 use serde_json::{Value, json};
@@ -63,7 +63,7 @@ async fn saved_endpoints_are_used_when_every_static_endpoint_is_dead() {
     let proxy = cluster.certs.start(config(&cluster, &static_endpoints));
     let took = first_response(&proxy, start).await;
     check_figure("first response from saved endpoints", took, Duration::from_secs(1));
-    let report = source(&proxy, "state").await;
+    let report = source_report(&proxy, "state").await;
     assert_eq!(report["endpoints"], 2, "{report}");
     assert!(report["note"].as_str().unwrap().ends_with(" old"), "{report}");
 }
@@ -87,11 +87,14 @@ async fn static_endpoint_is_used_when_the_saved_endpoints_are_dead() {
     let took = first_response(&proxy, start).await;
     check_figure("first response with dead saved endpoints", took, Duration::from_secs(2));
     // The state file is read concurrently, perhaps after the first response.
-    until("the saved endpoints are candidates", async || set(&proxy).await.len() == 3).await;
+    until("the saved endpoints are candidates", async || {
+        endpoint_addresses(&proxy).await.len() == 3
+    })
+    .await;
     // When their source answers, the saved endpoints are dropped and the new ones are saved.
     write_endpoints(&cluster, &cluster.addresses());
     let addresses: Vec<_> = cluster.addresses().iter().map(ToString::to_string).collect();
-    set_is(&proxy, &addresses).await;
+    wait_for_set(&proxy, &addresses).await;
     until("the new endpoint is saved", async || {
         saved_state(&state_file(&cluster))["endpoints"][0]["address"] == addresses[0]
     })
@@ -110,8 +113,8 @@ async fn invalid_state_file_is_reported_and_ignored() {
         std::fs::write(state_file(&cluster), text).unwrap();
         let proxy = cluster.certs.start(config(&cluster, &cluster.addresses()));
         proxy.wait_connected(1).await;
-        until(expected, async || has_event(&proxy, "state", expected).await).await;
-        assert_eq!(set(&proxy).await.len(), 1);
+        until(expected, async || has_source_event(&proxy, "state", expected).await).await;
+        assert_eq!(endpoint_addresses(&proxy).await.len(), 1);
     }
 }
 
@@ -128,8 +131,8 @@ async fn unwritable_state_directory_is_only_a_warning() {
     let took = first_response(&proxy, start).await;
     check_figure("first response without a writable state directory", took, Duration::from_secs(1));
     let error = "no-directory/control-plane.json: cannot be saved";
-    until("the error is reported", async || has_event(&proxy, "state", error).await).await;
-    let report = source(&proxy, "state").await;
+    until("the error is reported", async || has_source_event(&proxy, "state", error).await).await;
+    let report = source_report(&proxy, "state").await;
     assert!(report["error"].as_str().unwrap().contains(error), "{report}");
     let ready = proxy.page("/readyz").await;
     assert!(ready.starts_with("HTTP/1.1 200"), "jackstay stays ready: {ready}");
@@ -163,7 +166,7 @@ async fn start_is_not_blocked_by_a_hanging_takeover_socket() {
     proxy.wait_connected(1).await;
     first_response(&proxy, Stopwatch::start()).await;
     write_endpoints(&cluster, &cluster.addresses());
-    until("the file is read", async || source(&proxy, "file").await["endpoints"] == 1).await;
+    until("the file is read", async || source_report(&proxy, "file").await["endpoints"] == 1).await;
     drop(proxy);
     drop(hanging);
 }

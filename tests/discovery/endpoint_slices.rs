@@ -2,7 +2,7 @@
 //! that they list.
 
 use crate::support::{Proxy, TestCluster, pause, to_strings, until};
-use crate::traffic::{Traffic, has_event, set, set_is, source};
+use crate::traffic::{Traffic, endpoint_addresses, has_source_event, source_report, wait_for_set};
 use jackstay::config::Config;
 use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::apiserver::kinds::ObjectRef;
@@ -79,7 +79,7 @@ async fn start(servers: usize, listed: usize) -> (TestCluster, Proxy) {
     config.upstreams[0].endpoints.truncate(1);
     with_discovery(&cluster, &mut config);
     let proxy = cluster.certs.start(config);
-    set_is(&proxy, &to_strings(&cluster.addresses()[..listed])).await;
+    wait_for_set(&proxy, &to_strings(&cluster.addresses()[..listed])).await;
     proxy.wait_connected(listed).await;
     (cluster, proxy)
 }
@@ -95,10 +95,10 @@ async fn slices_changed_changes_the_set_and_fails_no_request() {
         assert_eq!(endpoint["server_name"], name, "the configured name takes precedence");
     }
     add_slice(&cluster, 3, addresses[3]);
-    set_is(&proxy, &to_strings(&addresses)).await;
+    wait_for_set(&proxy, &to_strings(&addresses)).await;
     remove_slice(&cluster, 1);
     let remaining = [addresses[0], addresses[2], addresses[3]];
-    set_is(&proxy, &to_strings(&remaining)).await;
+    wait_for_set(&proxy, &to_strings(&remaining)).await;
     // A static endpoint that no slice lists stays in the set as a fallback.
     remove_slice(&cluster, 0);
     let fallback = async || proxy.endpoint(addresses[0]).await["fallback"] == true;
@@ -109,7 +109,7 @@ async fn slices_changed_changes_the_set_and_fails_no_request() {
     let after = cluster.servers[0].counters().requests.load(Relaxed);
     assert!(after - before < 10, "a fallback gets only probes: {before} to {after}");
     traffic.end(&cluster).await;
-    assert_eq!(source(&proxy, "slices").await["endpoints"], 2);
+    assert_eq!(source_report(&proxy, "slices").await["endpoints"], 2);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -123,36 +123,40 @@ async fn unusable_slices_are_reported_and_change_nothing() {
         put(&cluster, &name, slice(&name, &["127.0.0.1"], port, Some(false)));
     }
     until("the unready endpoints are reported", async || {
-        has_event(&proxy, "slices", "none of its 3").await
+        has_source_event(&proxy, "slices", "none of its 3").await
     })
     .await;
-    assert_eq!(set(&proxy).await.len(), 3);
+    assert_eq!(endpoint_addresses(&proxy).await.len(), 3);
     for index in 0..3 {
         remove_slice(&cluster, index);
     }
     until("the empty answer is reported", async || {
-        has_event(&proxy, "slices", "names no endpoint").await
+        has_source_event(&proxy, "slices", "names no endpoint").await
     })
     .await;
-    assert_eq!(set(&proxy).await.len(), 3);
+    assert_eq!(endpoint_addresses(&proxy).await.len(), 3);
 
     let own = proxy.addr.port();
     put(&cluster, "own", slice("own", &["127.0.0.1"], own, Some(true)));
-    until("the own address is reported", async || has_event(&proxy, "slices", "would loop").await)
-        .await;
-    put(&cluster, "names", slice("names", &["node-1", "0.0.0.0"], 6443, Some(true)));
-    until("the invalid addresses are reported", async || {
-        has_event(&proxy, "slices", "not an IP address").await
+    until("the own address is reported", async || {
+        has_source_event(&proxy, "slices", "would loop").await
     })
     .await;
-    assert_eq!(set(&proxy).await.len(), 3);
+    put(&cluster, "names", slice("names", &["node-1", "0.0.0.0"], 6443, Some(true)));
+    until("the invalid addresses are reported", async || {
+        has_source_event(&proxy, "slices", "not an IP address").await
+    })
+    .await;
+    assert_eq!(endpoint_addresses(&proxy).await.len(), 3);
     traffic.continues().await;
     for (index, address) in cluster.addresses().into_iter().enumerate() {
         add_slice(&cluster, index, address);
     }
-    until("the slices are used again", async || source(&proxy, "slices").await["endpoints"] == 3)
-        .await;
-    set_is(&proxy, &addresses).await;
+    until("the slices are used again", async || {
+        source_report(&proxy, "slices").await["endpoints"] == 3
+    })
+    .await;
+    wait_for_set(&proxy, &addresses).await;
     traffic.end(&cluster).await;
 }
 
@@ -171,7 +175,7 @@ async fn endpoint_that_flaps_every_200_ms_fails_no_request() {
     traffic.continues().await;
     let after = proxy.metric("jackstay_discovery_changes_total").await;
     println!("{} changes of the set in 4 s of flapping", after - before);
-    set_is(&proxy, &to_strings(&cluster.addresses())).await;
+    wait_for_set(&proxy, &to_strings(&cluster.addresses())).await;
     traffic.end(&cluster).await;
 }
 
@@ -188,9 +192,9 @@ async fn watch_of_slices_continues_after_the_loss_of_its_endpoint() {
         })
         .await;
         add_slice(&cluster, 2, addresses[2]);
-        set_is(&proxy, &to_strings(&addresses)).await;
+        wait_for_set(&proxy, &to_strings(&addresses)).await;
         remove_slice(&cluster, 2);
-        set_is(&proxy, &to_strings(&addresses[..2])).await;
+        wait_for_set(&proxy, &to_strings(&addresses[..2])).await;
         cluster.servers[dead].restart().unwrap();
         until("all endpoints are ready", async || {
             proxy.endpoints().await.iter().all(|e| e["state"] == "ready")
@@ -205,7 +209,7 @@ async fn watch_of_slices_continues_after_the_loss_of_its_endpoint() {
     }
     cluster.state.compact();
     add_slice(&cluster, 2, addresses[2]);
-    set_is(&proxy, &to_strings(&addresses)).await;
+    wait_for_set(&proxy, &to_strings(&addresses)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -227,7 +231,7 @@ async fn rotated_token_is_used() {
     }
     until("the new token is used", async || requests_of("jackstay-discovery-2") > 0).await;
     add_slice(&cluster, 1, cluster.addresses()[1]);
-    set_is(&proxy, &to_strings(&cluster.addresses())).await;
+    wait_for_set(&proxy, &to_strings(&cluster.addresses())).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -240,15 +244,15 @@ async fn invalid_credential_is_reported_and_changes_nothing() {
     let proxy = cluster.certs.start(config);
     proxy.wait_connected(2).await;
     until("the missing token file is reported", async || {
-        has_event(&proxy, "slices", "discovery-token").await
+        has_source_event(&proxy, "slices", "discovery-token").await
     })
     .await;
     std::fs::write(&token, "unknown").unwrap();
     until("the rejection of the token is reported", async || {
-        has_event(&proxy, "slices", "401").await
+        has_source_event(&proxy, "slices", "401").await
     })
     .await;
-    assert_eq!(set(&proxy).await.len(), 2);
+    assert_eq!(endpoint_addresses(&proxy).await.len(), 2);
     let ready = proxy.page("/readyz").await;
     assert!(ready.starts_with("HTTP/1.1 200") && ready.contains("[-]source"), "{ready}");
     // The kubeconfig gets an unsupported user, and is then restored.
@@ -256,12 +260,15 @@ async fn invalid_credential_is_reported_and_changes_nothing() {
     let good = std::fs::read_to_string(&kubeconfig).unwrap();
     let exec = good.replace("tokenFile: discovery-token", "exec: {command: aws}");
     std::fs::write(&kubeconfig, exec).unwrap();
-    until("the exec plugin is reported", async || has_event(&proxy, "slices", "exec plugin").await)
-        .await;
+    until("the exec plugin is reported", async || {
+        has_source_event(&proxy, "slices", "exec plugin").await
+    })
+    .await;
     std::fs::write(&kubeconfig, good).unwrap();
     std::fs::write(&token, "watcher-1").unwrap();
     add_slice(&cluster, 0, cluster.addresses()[0]);
-    until("the slices are used", async || source(&proxy, "slices").await["endpoints"] == 1).await;
+    until("the slices are used", async || source_report(&proxy, "slices").await["endpoints"] == 1)
+        .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -289,5 +296,5 @@ async fn endpoints_object_is_used_without_the_discovery_api() {
     config.upstreams[0].endpoints.truncate(1);
     with_discovery(&cluster, &mut config);
     let proxy = cluster.certs.start(config);
-    set_is(&proxy, &to_strings(&cluster.addresses())).await;
+    wait_for_set(&proxy, &to_strings(&cluster.addresses())).await;
 }

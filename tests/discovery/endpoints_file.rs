@@ -1,7 +1,7 @@
 //! Discovery by an endpoints file: invalid content, and changes while requests run.
 
 use crate::support::{Proxy, TestCluster, pause, refusing_address, to_strings, until, write_lines};
-use crate::traffic::{Traffic, has_event, set, set_is, source};
+use crate::traffic::{Traffic, endpoint_addresses, has_source_event, source_report, wait_for_set};
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -25,7 +25,7 @@ async fn invalid_file_is_reported_and_changes_nothing() {
     let addresses = to_strings(&cluster.addresses());
     let (proxy, path, traffic) = start(&cluster, &addresses).await;
 
-    let last_success = async || source(&proxy, "file").await["last_success"].clone();
+    let last_success = async || source_report(&proxy, "file").await["last_success"].clone();
     let first = last_success().await;
     until("the file is read again", async || last_success().await != first).await;
 
@@ -38,9 +38,9 @@ async fn invalid_file_is_reported_and_changes_nothing() {
         (vec![own.clone()], "requests would loop"),
     ] {
         write_lines(&path, &lines);
-        until(expected, async || has_event(&proxy, "file", expected).await).await;
-        assert_eq!(set(&proxy).await.len(), 2, "{expected}");
-        let report = source(&proxy, "file").await;
+        until(expected, async || has_source_event(&proxy, "file", expected).await).await;
+        assert_eq!(endpoint_addresses(&proxy).await.len(), 2, "{expected}");
+        let report = source_report(&proxy, "file").await;
         assert!(report["error"].as_str().unwrap().contains("changes nothing"), "{report}");
         // Reading an unusable file is not a success.
         let last_valid = last_valid.get_or_insert_with(|| report["last_success"].clone());
@@ -54,18 +54,22 @@ async fn invalid_file_is_reported_and_changes_nothing() {
         assert!(source.contains(" s ago; an empty answer changes nothing: "), "{source}");
     }
     std::fs::remove_file(&path).unwrap();
-    until("the missing file is reported", async || has_event(&proxy, "file", "No such file").await)
-        .await;
+    until("the missing file is reported", async || {
+        has_source_event(&proxy, "file", "No such file").await
+    })
+    .await;
     // A pipe without a writer does not block discovery.
     assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
-    until("the pipe is reported", async || has_event(&proxy, "file", "not a regular file").await)
-        .await;
+    until("the pipe is reported", async || {
+        has_source_event(&proxy, "file", "not a regular file").await
+    })
+    .await;
 
     // jackstay's own address and invalid lines are left out; the valid address is used.
     let mixed = vec![own, addresses[0].clone(), "x".into()];
     write_lines(&path, &mixed);
-    set_is(&proxy, &addresses[..1]).await;
-    assert_eq!(source(&proxy, "file").await["error"], serde_json::Value::Null);
+    wait_for_set(&proxy, &addresses[..1]).await;
+    assert_eq!(source_report(&proxy, "file").await["error"], serde_json::Value::Null);
     traffic.end(&cluster).await;
     let metric = async |name: &str| proxy.metric(name).await;
     assert!(metric("jackstay_discovery_refused_total").await >= 7.0);
@@ -79,7 +83,7 @@ async fn all_endpoints_replaced_at_once_fails_no_request() {
     let addresses = to_strings(&cluster.addresses());
     let (proxy, path, traffic) = start(&cluster, &addresses[..2]).await;
     write_lines(&path, &addresses[2..]);
-    set_is(&proxy, &addresses[2..]).await;
+    wait_for_set(&proxy, &addresses[2..]).await;
     proxy.wait_connected(2).await;
     traffic.continues().await;
 
@@ -87,13 +91,17 @@ async fn all_endpoints_replaced_at_once_fails_no_request() {
     let dead: Vec<String> = (0..2).map(|_| refusing_address().to_string()).collect();
     write_lines(&path, &dead);
     let all = [&dead[..], &addresses[2..]].concat();
-    set_is(&proxy, &all).await;
+    wait_for_set(&proxy, &all).await;
     for _ in 0..10 {
         traffic.continues().await;
     }
-    assert_eq!(set(&proxy).await.len(), 4, "usable endpoints stay until another one is usable");
+    assert_eq!(
+        endpoint_addresses(&proxy).await.len(),
+        4,
+        "usable endpoints stay until another one is usable"
+    );
     write_lines(&path, &[&dead[..], &addresses[..1]].concat());
-    set_is(&proxy, &[&dead[..], &addresses[..1]].concat()).await;
+    wait_for_set(&proxy, &[&dead[..], &addresses[..1]].concat()).await;
     traffic.end(&cluster).await;
 }
 
@@ -111,7 +119,7 @@ async fn endpoint_that_flaps_fails_no_request() {
     }
     traffic.continues().await;
     write_lines(&path, &addresses);
-    set_is(&proxy, &addresses).await;
+    wait_for_set(&proxy, &addresses).await;
     traffic.end(&cluster).await;
 }
 
@@ -126,14 +134,14 @@ async fn file_with_1000_entries_is_limited_to_64_with_all_usable_ones() {
     lines.extend(addresses.iter().cloned());
     write_lines(&path, &lines);
     until("the limit is reported", async || {
-        has_event(&proxy, "file", "more than 64 endpoints").await
+        has_source_event(&proxy, "file", "more than 64 endpoints").await
     })
     .await;
-    until("the set is limited", async || set(&proxy).await.len() == 64).await;
-    let set = set(&proxy).await;
+    until("the set is limited", async || endpoint_addresses(&proxy).await.len() == 64).await;
+    let set = endpoint_addresses(&proxy).await;
     assert!(addresses.iter().all(|address| set.contains(address)), "usable endpoints stay");
     traffic.continues().await;
     write_lines(&path, &addresses);
-    set_is(&proxy, &addresses).await;
+    wait_for_set(&proxy, &addresses).await;
     traffic.end(&cluster).await;
 }

@@ -16,7 +16,7 @@ use crate::support::stopwatch::Stopwatch;
 use crate::support::{
     CONFIGMAPS, PATIENCE, long_form, pause, soon, until, write_config, write_lines,
 };
-use crate::traffic::{set, set_is};
+use crate::traffic::{endpoint_addresses, wait_for_set};
 use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{AccessLog, Config, EndpointAddress};
 use std::time::{Duration, Instant};
@@ -32,7 +32,7 @@ async fn updates_are_applied_during_an_endless_drain() {
     let mut setup = Setup::new(2).await;
     let endpoints = setup.config.upstreams[0].endpoints.clone();
     setup.change(|config| config.upstreams[0].endpoints.truncate(1)).await;
-    set_is(&setup.proxy, &[endpoints[0].to_string()]).await;
+    wait_for_set(&setup.proxy, &[endpoints[0].to_string()]).await;
     // A watch without a version is never resumed in its initial phase.
     let kind = &jackstay::demo::apiserver::kinds::CONFIG_MAPS;
     let create = |name: &str| {
@@ -51,7 +51,7 @@ async fn updates_are_applied_during_an_endless_drain() {
     config.upstreams[0].endpoints = endpoints[1..].to_vec();
     write_config(&setup.file, &config);
     assert!(matches!(setup.reload_file().await, ReloadOutcome::Ok { .. }));
-    set_is(&setup.proxy, &[endpoints[1].to_string()]).await;
+    wait_for_set(&setup.proxy, &[endpoints[1].to_string()]).await;
 
     let updates = if long_form() { 1000 } else { 12 };
     let mut took = Vec::new();
@@ -63,7 +63,7 @@ async fn updates_are_applied_during_an_endless_drain() {
         assert!(matches!(setup.reload_file().await, ReloadOutcome::Ok { .. }));
         let added = added.to_string();
         until("the update is applied", async || {
-            let set = set(&setup.proxy).await;
+            let set = endpoint_addresses(&setup.proxy).await;
             set.len() == 2 && set.contains(&added)
         })
         .await;
@@ -190,7 +190,7 @@ async fn updates_reloads_and_faults_at_once_hang_no_request_and_no_thread() {
     write_lines(&path, &addresses);
     write_config(&setup.file, &setup.config);
     assert!(matches!(setup.reload_file().await, ReloadOutcome::Ok { .. }));
-    set_is(proxy, &addresses).await;
+    wait_for_set(proxy, &addresses).await;
     proxy.wait_connected(3).await;
     println!("{steps} faults, {reloads} reloads, {responses} responses in {:?}", start.elapsed());
     let ready = proxy.page("/readyz").await;

@@ -1,6 +1,6 @@
 //! Requests and a watch that run while endpoints change, and the discovery state of jackstay.
 
-use crate::support::{CONFIGMAPS, Proxy, TestCluster, pause};
+use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map, pause, soon, until};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -61,7 +61,7 @@ impl Traffic {
     pub async fn continues(&self) {
         let enough = self.succeeded.load(Relaxed) + 10;
         let has_enough = async || self.succeeded.load(Relaxed) >= enough;
-        crate::support::until("requests continue", has_enough).await;
+        until("requests continue", has_enough).await;
     }
 
     /// Stops the requests, and ends the watch with a last event. Expects that no request failed, that the
@@ -76,16 +76,15 @@ impl Traffic {
         }
         assert!(requests > 0);
         let kind = &jackstay::demo::apiserver::kinds::CONFIG_MAPS;
-        let map = crate::support::config_map("last", "1");
+        let map = config_map("last", "1");
         cluster.state.create(kind, "default", map, false).unwrap();
-        let events =
-            crate::support::soon("the watch delivers the last event", self.watch).await.unwrap();
+        let events = soon("the watch delivers the last event", self.watch).await.unwrap();
         assert!(events as u64 <= cluster.state.version() - self.start_version);
     }
 }
 
 /// The addresses of the endpoints in `/status`, sorted.
-pub async fn set(proxy: &Proxy) -> Vec<String> {
+pub async fn endpoint_addresses(proxy: &Proxy) -> Vec<String> {
     let mut set: Vec<String> = proxy
         .endpoints()
         .await
@@ -97,22 +96,22 @@ pub async fn set(proxy: &Proxy) -> Vec<String> {
 }
 
 /// Waits until the set has exactly these endpoints.
-pub async fn set_is(proxy: &Proxy, expected: &[String]) {
+pub async fn wait_for_set(proxy: &Proxy, expected: &[String]) {
     let mut expected = expected.to_vec();
     expected.sort();
     let condition = format!("the set is {expected:?}");
-    crate::support::until(&condition, async || set(proxy).await == expected).await;
+    until(&condition, async || endpoint_addresses(proxy).await == expected).await;
 }
 
 /// The entry of a source in `/status`; null if there is none.
-pub async fn source(proxy: &Proxy, name: &str) -> serde_json::Value {
+pub async fn source_report(proxy: &Proxy, name: &str) -> serde_json::Value {
     let status = proxy.status().await;
     let sources = status["upstreams"][0]["sources"].as_array().unwrap().clone();
     sources.into_iter().find(|s| s["source"] == name).unwrap_or_default()
 }
 
 /// Whether the reason of an event of this source contains the text.
-pub async fn has_event(proxy: &Proxy, source: &str, text: &str) -> bool {
+pub async fn has_source_event(proxy: &Proxy, source: &str, text: &str) -> bool {
     proxy.events().await.iter().any(|event| {
         event["kind"] == "source"
             && event["name"] == source

@@ -24,7 +24,7 @@ async fn readyz_is_not_probed_without_a_credential() {
     let proxy = cluster.certs.start(config);
     proxy.wait_ready(2).await;
     for endpoint in proxy.endpoints().await {
-        assert_eq!(endpoint["reason"], "connected; /readyz is not asked without a credential");
+        assert_eq!(endpoint["reason"], "connected; /readyz is not probed without a credential");
     }
     cluster.servers[0].set_faults(|faults| faults.unready = true);
     let client = proxy.client().await;

@@ -174,5 +174,5 @@ class Discovery(RigCase, unittest.TestCase):
         log(f"{reads.requests} reads beside misleading slices, {len(reads.failed)} failed")
         self.assertEqual(reads.failed, [])
         log_text = self.jackstay.process.logfile.read_text(errors="replace")
-        for words in ("more than 64 endpoints", "of address type FQDN", f"{OWN_ADDRESS}: our own address, requests would loop"):
+        for words in ("more than 64 endpoints", "of address type FQDN", f"{OWN_ADDRESS}: jackstay's own address, requests would loop"):
             self.assertIn(words, log_text)

@@ -130,9 +130,9 @@ fn current_user(config: &Kubeconfig) -> Result<(&str, &AuthInfo), String> {
 /// Refuses a user whose credential discovery does not support.
 fn refuse_unsupported(name: &str, user: &AuthInfo) -> Result<(), String> {
     let unsupported = [
-        (user.exec.is_some(), "an exec plugin: jackstay starts no programs"),
-        (user.auth_provider.is_some(), "an auth provider, which Kubernetes no longer has"),
-        (user.username.is_some(), "a user name and password, which Kubernetes no longer takes"),
+        (user.exec.is_some(), "an exec plugin, which discovery does not run"),
+        (user.auth_provider.is_some(), "an auth provider, which Kubernetes no longer supports"),
+        (user.username.is_some(), "a user name and password, which Kubernetes no longer accepts"),
         (user.impersonate.is_some(), "impersonation: give discovery a user of its own"),
     ];
     match unsupported.iter().find(|(is_set, _)| *is_set) {

@@ -137,7 +137,7 @@ async fn choose_resource(client: &Client) -> Result<WatchedResource, String> {
         }
     }
     Err(format!(
-        "no list of endpoints may be read; apply the manifests in deploy/rbac: {}",
+        "no resource with endpoints can be listed; apply the manifests in deploy/rbac: {}",
         reasons.join("; ")
     ))
 }

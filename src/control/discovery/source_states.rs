@@ -125,8 +125,10 @@ impl SourceStates {
         let (own, candidates): (Vec<_>, Vec<_>) =
             found.candidates.into_iter().partition(|c| own_addresses.contains(&c.address));
         let addresses: Vec<_> = own.iter().map(|own| own.address.to_string()).collect();
-        let loops =
-            format!("{}: our own address, requests would loop", summary(&addresses, own.len()));
+        let loops = format!(
+            "{}: jackstay's own address, requests would loop",
+            summary(&addresses, own.len())
+        );
         self.report_rejected(source, "own_address", own.len(), &loops);
         if candidates.is_empty() {
             let why = why_empty(offered, not_ready, rejected);

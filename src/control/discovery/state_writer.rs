@@ -71,7 +71,8 @@ impl StateWriter {
         let Some(mut write) = self.running.take() else { return };
         if !write.task.is_finished() {
             if now >= write.started + SLOW_AFTER && !write.reported_slow {
-                report_failure(upstream, &write.content, "the disk does not answer");
+                let error = format!("the write takes longer than {} s", SLOW_AFTER.as_secs());
+                report_failure(upstream, &write.content, &error);
                 write.reported_slow = true;
             }
             self.running = Some(write);

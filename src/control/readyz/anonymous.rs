@@ -125,7 +125,7 @@ impl AnonymousProber {
 /// Why the readiness of the endpoints is unknown, and which setting changes that.
 fn why_unknown(upstream: &Upstream) -> &'static str {
     if !upstream.config().used_by.terminate {
-        "connected; /readyz is not asked without a credential"
+        "connected; /readyz is not probed without a credential"
     } else if upstream.credentials.probe_token().is_some() {
         "readiness unknown: readyz.token_file cannot be read"
     } else if upstream.credentials.slots().is_empty() {

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Request, StatusCode, header};
+use http::{Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Empty, Limited};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
@@ -42,15 +42,6 @@ impl fmt::Display for AdminAddress {
     }
 }
 
-/// A whole response.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct AdminResponse {
-    /// Its status code.
-    pub(super) status: StatusCode,
-    /// Its body.
-    pub(super) body: Bytes,
-}
-
 /// Runs a request to its end, for callers without a tokio runtime.
 pub(super) fn block_on<T>(request: impl Future<Output = io::Result<T>>) -> io::Result<T> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(request)
@@ -65,7 +56,7 @@ pub(super) async fn get(
     address: &AdminAddress,
     path: &str,
     limit: Duration,
-) -> io::Result<AdminResponse> {
+) -> io::Result<Response<Bytes>> {
     let exchange = async {
         match address {
             AdminAddress::Tcp(address) => {
@@ -88,10 +79,10 @@ pub(super) async fn get(
 /// Those of [`get`]; `InvalidData` for a status code other than 200 or a body that is not JSON.
 pub(super) async fn get_status(admin: SocketAddr, limit: Duration) -> io::Result<Value> {
     let response = get(&AdminAddress::Tcp(admin), "/status", limit).await?;
-    if response.status != StatusCode::OK {
-        return Err(invalid_data(format!("/status is answered with {}", response.status)));
+    if response.status() != StatusCode::OK {
+        return Err(invalid_data(format!("/status is answered with {}", response.status())));
     }
-    serde_json::from_slice(&response.body)
+    serde_json::from_slice(response.body())
         .map_err(|error| invalid_data(format!("/status is not JSON: {error}")))
 }
 
@@ -122,35 +113,26 @@ pub(super) fn explain_no_status(admin: SocketAddr, error: &io::Error) -> String 
 /// Sends one request on a new connection. The admin endpoint refuses hosts other than `localhost` and IP
 /// addresses.
 async fn exchange(
-    stream: impl AsyncRead + AsyncWrite + Unpin,
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     host: &str,
     path: &str,
-) -> io::Result<AdminResponse> {
+) -> io::Result<Response<Bytes>> {
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(io_error)?;
+    // The task ends when the connection closes, or when `sender` and the body are dropped.
+    drop(tokio::spawn(connection));
     let request = Request::get(path)
         .header(header::HOST, host)
         .header(header::CONNECTION, "close")
         .body(Empty::<Bytes>::new())
         .map_err(io::Error::other)?;
-    let response = async {
-        let response = sender.send_request(request).await.map_err(io_error)?;
-        let status = response.status();
-        let body = Limited::new(response.into_body(), MAX_BODY).collect().await;
-        let body = body.map_err(|error| match error.downcast::<hyper::Error>() {
-            Ok(error) => io_error(*error),
-            Err(error) => invalid_data(error.to_string()),
-        })?;
-        Ok(AdminResponse { status, body: body.to_bytes() })
-    };
-    let mut response = std::pin::pin!(response);
-    let mut connection = std::pin::pin!(connection);
-    tokio::select! {
-        biased;
-        response = &mut response => response,
-        // The end of the connection completes the response or fails it.
-        _ = &mut connection => response.await,
-    }
+    let (head, body) = sender.send_request(request).await.map_err(io_error)?.into_parts();
+    let body = Limited::new(body, MAX_BODY).collect().await;
+    let body = body.map_err(|error| match error.downcast::<hyper::Error>() {
+        Ok(error) => io_error(*error),
+        Err(error) => invalid_data(error.to_string()),
+    })?;
+    Ok(Response::from_parts(head, body.to_bytes()))
 }
 
 /// The error of the socket, or `InvalidData` for an answer that is not HTTP.
@@ -254,10 +236,10 @@ mod tests {
             std::thread::spawn(move || serve_once(listener.accept().unwrap().0, answer));
         };
         serve("HTTP/1.0 200 OK\r\n\r\nok\n");
-        let expected = AdminResponse { status: StatusCode::OK, body: Bytes::from_static(b"ok\n") };
-        assert_eq!(ask().unwrap(), expected);
+        let response = ask().unwrap();
+        assert_eq!((response.status(), &response.body()[..]), (StatusCode::OK, &b"ok\n"[..]));
         serve("HTTP/1.0 503 Service Unavailable\r\n\r\nnot alive: worker 0\n");
-        assert_eq!(ask().unwrap().status, StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(ask().unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
     }
 
     #[test]

@@ -84,7 +84,7 @@ pub fn run(args: &ProbeArgs) -> ExitCode {
     };
     let (status, message) = match block_on(get(&address, path, args.timeout)) {
         Ok(response) => {
-            (Some(response.status), String::from_utf8_lossy(&response.body).into_owned())
+            (Some(response.status()), String::from_utf8_lossy(response.body()).into_owned())
         }
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
             (None, format!("no answer within {}", format_duration(args.timeout)))

@@ -22,7 +22,7 @@ fn read(path: &str) -> String {
 
 /// One row for each metric, in the order of the code.
 fn metrics() -> String {
-    let mut out = String::from("| metric | type | labels | what |\n|---|---|---|---|\n");
+    let mut out = String::from("| metric | type | labels | description |\n|---|---|---|---|\n");
     for spec in names::ALL {
         let labels: Vec<String> = spec.labels.iter().map(|label| format!("`{label}`")).collect();
         let (kind, labels) = (spec.kind.as_str(), labels.join(", "));
@@ -89,7 +89,7 @@ fn keys(yaml: &str) -> Vec<Key> {
 /// One row for each key that has a value or a comment.
 fn configuration() -> String {
     let keys = keys(&read("config/jackstay.yaml"));
-    let mut out = String::from("| key | default | what |\n|---|---|---|\n");
+    let mut out = String::from("| key | default | description |\n|---|---|---|\n");
     for (at, key) in keys.iter().enumerate() {
         let earlier = keys[..at].iter().find(|earlier| earlier.path == key.path);
         if key.comment.is_empty() && (key.value.is_empty() || earlier.is_some())
@@ -97,23 +97,24 @@ fn configuration() -> String {
         {
             continue;
         }
-        let mut what = key.comment.as_str();
+        let mut description = key.comment.as_str();
         let mut default = match key.value.as_str() {
             "" => String::new(),
             value => format!("`{value}`"),
         };
-        if let Some(rest) = what.strip_prefix("required") {
-            (what, default) = (rest.trim_start_matches(':').trim(), "required".to_owned());
-        } else if let Some(rest) = what.strip_prefix("example") {
-            what = rest.trim_start_matches(':').trim();
-            let (text, value) = what.split_once("default ").unwrap_or((what, ""));
+        if let Some(rest) = description.strip_prefix("required") {
+            description = rest.trim_start_matches(':').trim();
+            "required".clone_into(&mut default);
+        } else if let Some(rest) = description.strip_prefix("example") {
+            let rest = rest.trim_start_matches(':').trim();
+            let (text, value) = rest.split_once("default ").unwrap_or((rest, ""));
             let value = value.split([',', ';']).next().unwrap_or("");
             default = if value.is_empty() { String::new() } else { format!("`{value}`") };
-            what = text.trim_end_matches([';', ' ']);
+            description = text.trim_end_matches([';', ' ']);
         }
         let mode = if key.item > 0 { "passthrough: " } else { "" };
-        let what = what.replace('|', "\\|");
-        writeln!(out, "| `{}` | {default} | {mode}{what} |", key.path).unwrap();
+        let description = description.replace('|', "\\|");
+        writeln!(out, "| `{}` | {default} | {mode}{description} |", key.path).unwrap();
     }
     out
 }

@@ -54,16 +54,16 @@ Examples:
 #[derive(Debug, Args)]
 #[command(after_help = HELP)]
 pub struct DemoArgs {
-    /// Only the first N faults (of 6), after the healthy baseline.
+    /// Inject only the first N of the 6 faults, after a baseline without a fault.
     #[arg(long, value_name = "N")]
     faults: Option<usize>,
-    /// Approximate duration of all faults together [default: 60; at least 40 for all].
+    /// Approximate duration of all faults in seconds [default: 60; all faults take at least 40].
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=3600))]
     seconds: Option<u64>,
-    /// Print only the result, as `-o json` and `-o yaml` do.
+    /// Print only the result. `-o json` and `-o yaml` imply it.
     #[arg(long)]
     quiet: bool,
-    /// Print lines, not a table, on a terminal too.
+    /// Print lines instead of a live table, as without a terminal.
     #[arg(long)]
     plain: bool,
     /// Repeat the faults until Ctrl-C.

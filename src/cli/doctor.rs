@@ -45,10 +45,10 @@ pub(super) struct DoctorArgs {
     /// Context of the kubeconfig [default: the current one].
     #[arg(long, value_name = "NAME")]
     context: Option<String>,
-    /// Examine this apiserver, beside the one of --kubeconfig if that is given. Repeatable.
+    /// Examine this apiserver, in addition to the one of --kubeconfig if that is given. Repeatable.
     #[arg(long = "endpoint", value_name = "ADDR")]
     endpoints: Vec<String>,
-    /// CA of the endpoints.
+    /// CA that verifies the certificates of the endpoints.
     #[arg(long, value_name = "FILE")]
     ca_file: Option<PathBuf>,
     /// Name that the certificates of the endpoints must contain [default: the host of each].
@@ -66,7 +66,7 @@ pub(super) struct DoctorArgs {
     /// Address on which jackstay will listen, without a configuration. Repeatable.
     #[arg(long = "listen", value_name = "ADDR", conflicts_with = "config")]
     listen: Vec<SocketAddr>,
-    /// How long to examine.
+    /// Duration of the examination.
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = parse_time)]
     duration: Duration,
     #[command(flatten)]

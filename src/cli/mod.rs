@@ -59,17 +59,17 @@ enum Command {
     Run(run::RunArgs),
     /// Validate a configuration and the files that it names; reports every error at once.
     Check(check::CheckArgs),
-    /// Show jackstay at work: three small apiservers, clients, and faults on a schedule.
+    /// Demonstrate jackstay with three small apiservers, clients, and scheduled faults.
     #[cfg(feature = "demo")]
     Demo(demo::DemoArgs),
     /// Not in this build.
     #[cfg(not(feature = "demo"))]
     #[command(hide = true)]
     Demo(MissingArgs),
-    /// Write a kubeconfig that points at jackstay, and the configuration to serve it.
+    /// Write a kubeconfig that points at jackstay, and the configuration of that jackstay.
     #[command(after_help = KUBECONFIG_HELP)]
     Kubeconfig(kubeconfig::KubeconfigArgs),
-    /// Diagnose the path to the apiservers, before installation and in trouble.
+    /// Diagnose the path to the apiservers, before installation or during an incident.
     #[cfg(feature = "doctor")]
     Doctor(doctor::DoctorArgs),
     /// Not in this build.
@@ -78,7 +78,7 @@ enum Command {
     Doctor(MissingArgs),
     /// Show the state of a running jackstay: listeners, endpoints, sources, recent changes.
     Status(status::StatusArgs),
-    /// Ask a running jackstay whether it is alive or ready, for exec probes.
+    /// Query the liveness or readiness of a running jackstay, for exec probes.
     Probe(probe::ProbeArgs),
     /// Print a completion script for a shell.
     #[command(alias = "completions")]

@@ -40,7 +40,7 @@ pub(super) struct OutputArgs {
 /// How a result is printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum OutputFormat {
-    /// For people.
+    /// Text for terminals.
     #[value(alias = "table")]
     Text,
     /// One JSON object.

@@ -22,8 +22,8 @@ use crate::observe::log;
 
 const HELP: &str = "\
 Signals: SIGTERM and SIGINT drain and exit, a second one cuts the drain
-short; SIGHUP reads the configuration again; SIGUSR2 starts the binary
-again, which takes over.
+short; SIGHUP reads the configuration again; SIGUSR2 starts a new process
+of the binary, which takes over.
 
 Exit codes: 0 drained, 1 failure, 2 bad usage or bad configuration.
 
@@ -44,8 +44,8 @@ pub(super) struct RunArgs {
     /// Without a file: an apiserver to pass connections to. Repeatable.
     #[arg(long, value_name = "ADDR", requires = "listen", conflicts_with = "config")]
     upstream: Vec<String>,
-    /// Take over the listening sockets of the jackstay that runs with the same `state_dir`; it
-    /// drains and exits. If none runs, start as usual.
+    /// Take over the listening sockets of the jackstay that runs with the same `state_dir`, which
+    /// then drains and exits. If none runs, start as usual.
     #[arg(long)]
     take_over: bool,
     /// Write a newline to this open descriptor once clients can connect, and close it. To wait for

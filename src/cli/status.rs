@@ -54,7 +54,7 @@ pub struct StatusArgs {
     /// Wait until every upstream has a usable endpoint, then print the status.
     #[arg(long)]
     wait: bool,
-    /// How long to wait before giving up with exit code 1.
+    /// How long --wait waits before it fails with exit code 1.
     #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = parse_duration,
           requires = "wait")]
     timeout: Duration,

@@ -35,19 +35,19 @@ const LISTS: [&str; 2] = ["upstreams", "listeners"];
 /// Scalar values of flags, as text. They override every other layer.
 #[derive(Debug, Clone, Default, Args)]
 pub struct Overrides {
-    /// Replaces admin.bind.
+    /// Override admin.bind.
     #[arg(long = "admin", value_name = "ADDR")]
     pub admin_bind: Option<String>,
-    /// Replaces workers: a number, or `auto`.
+    /// Override workers: a number, or `auto`.
     #[arg(long, value_name = "N")]
     pub workers: Option<String>,
-    /// Replaces log.level.
+    /// Override log.level.
     #[arg(long, value_name = "LEVEL")]
     pub log_level: Option<String>,
-    /// Replaces log.format.
+    /// Override log.format.
     #[arg(long, value_name = "FORMAT")]
     pub log_format: Option<String>,
-    /// Replaces log.access.
+    /// Override log.access.
     #[arg(long = "access-log", value_name = "REQUESTS")]
     pub log_access: Option<String>,
 }

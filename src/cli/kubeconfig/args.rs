@@ -43,8 +43,8 @@ pub(in crate::cli) struct KubeconfigArgs {
     /// those in the existing configuration.
     #[arg(long = "upstream", value_name = "ADDR")]
     pub(super) upstreams: Vec<String>,
-    /// Also use the apiservers in the `EndpointSlices` of the cluster, read with the user's
-    /// credential; an exec plugin is run for it.
+    /// Also use the apiservers in the `EndpointSlices` of the cluster. They are read with the user's
+    /// credential, which may run an exec plugin.
     #[arg(long, conflicts_with_all = ["offline", "revert", "local_ca"])]
     pub(super) discover: bool,
     /// Make no connections: neither certificates nor `EndpointSlices` are read.

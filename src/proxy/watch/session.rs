@@ -1,8 +1,6 @@
-//! The state machine of one watch. It decides what happens to each frame, and what happens to the watch
-//! when its stream is lost.
-//!
-//! The session is pure: no I/O, no clock, no randomness. [`Session::step`] takes an [`Input`] and the
-//! time, and returns the [`Effect`] that the response body executes.
+//! The state machine of one watch. It decides on each frame, and on the watch when its stream is lost. It is
+//! pure: no I/O, no clock, no randomness. [`Session::step`] takes an [`Input`] and the time, and returns the
+//! [`Effect`] that the response body executes.
 //!
 //! The *cursor* is the resource version of the last event that the client has received, or of a later
 //! bookmark. Initial events arrive in no order, so a watch has no cursor until they are complete.
@@ -78,11 +76,13 @@
 //! | Initial from the most recent version, nothing forwarded | clean: no event is missing, and a repeated request would start at a later version |
 //! | Initial, otherwise | reset: a clean end would make incomplete initial events look complete |
 
+mod bookmarks;
 mod input;
 mod limiter;
 mod round;
 mod state;
 
+use self::bookmarks::BookmarkMonitor;
 use self::limiter::{MIN_REMAINING, MIN_REMAINING_TO_REBALANCE, ResumeLimiter};
 use self::state::{Ordered, State};
 use super::codec::event::{Event, EventType};
@@ -98,10 +98,6 @@ pub use self::input::{
 pub use self::limiter::MAX_RESUMES;
 pub use self::round::{ResumeRound, max_outage_jitter};
 
-/// A watch counts as stale after this many consecutive checks, one a minute, without a bookmark. An
-/// apiserver sends about one bookmark a minute (`cacher.go`, `bookmarkFrequency`).
-const MISSED_BOOKMARKS: u8 = 3;
-
 /// One watch.
 #[derive(Debug)]
 pub struct Session {
@@ -111,9 +107,7 @@ pub struct Session {
     /// The client has the beginning of an oversized frame, but not its end.
     mid_frame: bool,
     limiter: ResumeLimiter,
-    /// Consecutive checks that found no new bookmark; `None` until the first bookmark.
-    missed_bookmarks: Option<u8>,
-    bookmark_since_check: bool,
+    bookmarks: BookmarkMonitor,
 }
 
 impl Session {
@@ -125,8 +119,7 @@ impl Session {
             request,
             mid_frame: false,
             limiter: ResumeLimiter::default(),
-            missed_bookmarks: None,
-            bookmark_since_check: false,
+            bookmarks: BookmarkMonitor::default(),
         }
     }
 
@@ -143,8 +136,7 @@ impl Session {
                 Effect::None
             }
             Input::StreamLost { quiet } => {
-                // The next apiserver has three minutes to send its first bookmark.
-                self.missed_bookmarks = self.missed_bookmarks.map(|_| 0);
+                self.bookmarks.restart();
                 match self.begin_round(now, |recent| ResumeRound::begin(now, recent, quiet)) {
                     Ok(()) => self.next_attempt(now, Duration::ZERO),
                     Err(reason) => self.end(reason),
@@ -173,8 +165,7 @@ impl Session {
         let is_bookmark = frame.is_some_and(|event| event.event_type == EventType::Bookmark);
         let effect = self.state.on_frame(frame, &self.request);
         if is_bookmark && matches!(effect, Effect::Forward | Effect::Swallow) {
-            self.missed_bookmarks = Some(0);
-            self.bookmark_since_check = true;
+            self.bookmarks.record_bookmark();
         }
         effect
     }
@@ -283,7 +274,7 @@ impl Session {
 
     fn on_move_ended(&mut self, moved: bool, now: Instant) -> Effect {
         if moved {
-            self.missed_bookmarks = self.missed_bookmarks.map(|_| 0);
+            self.bookmarks.restart();
         }
         self.state.update(|state| match state {
             State::Moving(watch) if moved => {
@@ -301,11 +292,10 @@ impl Session {
             State::Resuming { round, .. } => round.take_withheld_error(),
             _ => None,
         };
-        match reason {
-            NotResumable::Unproven | NotResumable::Expired => self.end(reason),
-            _ if withheld.is_none() => self.end(reason),
-            NotResumable::OverBudget => self.end_withheld(reason, withheld),
-            _ => self.end_withheld(NotResumable::TooOld, withheld),
+        match (withheld, reason) {
+            (None, _) | (_, NotResumable::Unproven | NotResumable::Expired) => self.end(reason),
+            (withheld, NotResumable::OverBudget) => self.end_withheld(reason, withheld),
+            (withheld, _) => self.end_withheld(NotResumable::TooOld, withheld),
         }
     }
 
@@ -392,14 +382,10 @@ impl Session {
         self.deadline
     }
 
-    /// Called once a minute. Returns true at the third consecutive check without a bookmark, if the watch
-    /// has received bookmarks before: the watch cache of its apiserver may be stale. The proxy only counts
-    /// this in a metric.
+    /// Called once a minute. Returns true, once, if the bookmarks have stopped: the apiserver's watch cache may
+    /// be stale. The proxy counts this in a metric.
     pub fn has_gone_stale(&mut self) -> bool {
-        let seen = std::mem::take(&mut self.bookmark_since_check);
-        let Some(missed) = self.missed_bookmarks.as_mut().filter(|_| !seen) else { return false };
-        *missed = missed.saturating_add(1);
-        *missed == MISSED_BOOKMARKS
+        self.bookmarks.has_gone_stale()
     }
 
     fn remaining(&self, now: Instant) -> Option<Duration> {

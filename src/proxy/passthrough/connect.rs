@@ -85,8 +85,8 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
         tokio::select! {
             Some(done) = attempts.join_next() => match done {
                 Ok(Ok(connected)) => return Ok(connected),
-                Ok(Err(why)) => {
-                    reasons.push(why);
+                Ok(Err(reason)) => {
+                    reasons.push(reason);
                     next = now;
                 }
                 Err(error) => reasons.push(error.to_string()),
@@ -103,7 +103,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
 }
 
 async fn attempt(connector: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<Connected, String> {
-    let mut why = String::new();
+    let mut reason = String::new();
     let mut is_local = false;
     for address in endpoint.socket_addresses() {
         match connector.connect(address).await {
@@ -113,7 +113,7 @@ async fn attempt(connector: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<C
             }
             Err(error) => {
                 is_local |= resource_limits::is_local_shortage(&error, address);
-                why = format!("TCP to {address} failed: {error}");
+                reason = format!("TCP to {address} failed: {error}");
             }
         }
     }
@@ -122,7 +122,7 @@ async fn attempt(connector: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<C
         // The prober decides whether the endpoint is down.
         endpoint.probe.request(ProbeTrigger::PassiveEvidence);
     }
-    Err(why)
+    Err(reason)
 }
 
 /// An endpoint to connect to.

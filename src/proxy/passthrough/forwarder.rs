@@ -124,10 +124,10 @@ impl OpenConnection {
         };
         let (stream, endpoint) = match Box::pin(connect::connect(&upstream)).await {
             Ok(connected) => connected,
-            Err(why) => {
+            Err(reason) => {
                 self.end.set("unreachable");
                 let line = format!("listener {listener}: no endpoint reached");
-                forwarder.warnings.warn(&line, format_args!("client {from} is reset; {why}"));
+                forwarder.warnings.warn(&line, format_args!("client {from} is reset; {reason}"));
                 tcp_options::close_with_reset(client);
                 return;
             }

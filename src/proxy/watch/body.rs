@@ -92,18 +92,18 @@ impl WatchBody {
                 return Poll::Ready(Some(Ok(Frame::data(data))));
             }
             if let Some(expiry) = &mut self.proof_expiry
-                && let Poll::Ready(why) = expiry.as_mut().poll(cx)
+                && let Poll::Ready(cause) = expiry.as_mut().poll(cx)
             {
                 self.proof_expiry = None;
                 if !matches!(self.source, Source::Ended(_)) {
-                    self.stop(NotResumable::Unproven, &why);
+                    self.stop(NotResumable::Unproven, &cause);
                 }
             }
             match &mut self.source {
                 Source::Stream(stream) => match ready!(stream.poll(cx)) {
                     StreamEvent::Data(data) => self.receive(&data),
                     StreamEvent::End => self.server_ended(),
-                    StreamEvent::Lost(why) => self.stream_lost(&why),
+                    StreamEvent::Lost(cause) => self.stream_lost(&cause),
                     StreamEvent::Leave(reason) => {
                         stream.defer(reason, &self.context.drain);
                         self.leave_if_possible();
@@ -116,8 +116,8 @@ impl WatchBody {
                     None => self.stop(NotResumable::Shutdown, "shutdown"),
                 },
                 Source::Held(hold) => {
-                    let (input, why) = ready!(hold.as_mut().poll(cx));
-                    self.step(input, why);
+                    let (input, cause) = ready!(hold.as_mut().poll(cx));
+                    self.step(input, cause);
                 }
                 Source::Moving(moving) => {
                     let result = ready!(moving.1.as_mut().poll(cx));
@@ -172,7 +172,7 @@ impl WatchBody {
         self.outcome.complete();
     }
 
-    fn stream_lost(&mut self, why: &str) {
+    fn stream_lost(&mut self, cause: &str) {
         let now = Instant::now();
         let quiet = match &self.source {
             // A watch that has not delivered all initial events is never quiet.
@@ -184,7 +184,7 @@ impl WatchBody {
         self.detach();
         self.context.begin_round();
         let effect = self.relay.stream_lost(quiet, now);
-        self.execute(effect, why);
+        self.execute(effect, cause);
     }
 
     /// Resets the stream of an endpoint that has sent an ERROR event, and asks other endpoints, whose history
@@ -196,13 +196,13 @@ impl WatchBody {
         self.detach();
         self.context.exclude_last_endpoint();
         let candidates = self.context.candidates(Instant::now());
-        let why = "the endpoint's history does not reach back to the cursor";
-        self.step(Input::Rejected { error_event, candidates }, why);
+        let cause = "the endpoint's history does not reach back to the cursor";
+        self.step(Input::Rejected { error_event, candidates }, cause);
     }
 
     fn attempt_ended(&mut self, result: Result<Response, AttemptError>) {
         let now = Instant::now();
-        let (result, why) = match result {
+        let (result, cause) = match result {
             Ok(response) => {
                 let result = self.context.attempt_result(&response.head);
                 if result.is_accepted() {
@@ -224,7 +224,7 @@ impl WatchBody {
             }
         };
         let candidates = self.context.candidates(now);
-        self.step(Input::AttemptEnded { result, candidates }, &why);
+        self.step(Input::AttemptEnded { result, candidates }, &cause);
     }
 
     /// Leaves the stream for the deferred reason, if the client would not notice now.
@@ -256,21 +256,21 @@ impl WatchBody {
         self.source = Source::Stream(stream);
     }
 
-    fn step(&mut self, input: Input<'_>, why: &str) {
+    fn step(&mut self, input: Input<'_>, cause: &str) {
         let effect = self.relay.session_mut().step(input, Instant::now());
-        self.execute(effect, why);
+        self.execute(effect, cause);
     }
 
     /// Ends the watch before the server does.
-    fn stop(&mut self, reason: NotResumable, why: &str) {
+    fn stop(&mut self, reason: NotResumable, cause: &str) {
         self.detach();
-        self.step(Input::Stop(reason), why);
+        self.step(Input::Stop(reason), cause);
     }
 
-    fn execute(&mut self, effect: Effect, why: &str) {
+    fn execute(&mut self, effect: Effect, cause: &str) {
         match effect {
             Effect::Request { max_jitter, pause } => {
-                self.request(max_jitter.mul_f64(fastrand::f64()).max(pause), why);
+                self.request(max_jitter.mul_f64(fastrand::f64()).max(pause), cause);
             }
             Effect::Hold => {
                 self.context.upstream.metrics.watch_resumed("held");
@@ -278,7 +278,7 @@ impl WatchBody {
                 self.hold(true);
             }
             Effect::HoldUntilDeadline => self.hold(false),
-            Effect::End(ending, reason) => self.end(ending, reason, why),
+            Effect::End(ending, reason) => self.end(ending, reason, cause),
             // The relay executes the effects of frames. `attempt_ended` reads from the new stream before the
             // session returns `Accept`.
             _ => {}
@@ -291,17 +291,17 @@ impl WatchBody {
     }
 
     /// Asks an endpoint to continue the watch.
-    fn request(&mut self, delay: Duration, why: &str) {
+    fn request(&mut self, delay: Duration, cause: &str) {
         let upstream = &self.context.upstream;
         let session = self.relay.session();
         if session.withholds_error() && !upstream.watches.may_retry_too_old(&upstream.metrics) {
-            return self.stop(NotResumable::OverBudget, why);
+            return self.stop(NotResumable::OverBudget, cause);
         }
         if !self.context.has_credential() {
-            let why = "the client's identity is no longer configured";
-            return self.stop(NotResumable::GaveUp, why);
+            let cause = "the client's identity is no longer configured";
+            return self.stop(NotResumable::GaveUp, cause);
         }
-        tracing::debug!(reason = why, "watch requested again");
+        tracing::debug!(reason = cause, "watch requested again");
         let head = self.context.head(session, Instant::now());
         let timeout = session.attempt_timeout();
         self.source = Source::Requesting(attempt::resume(&self.context, head, delay, timeout));
@@ -334,13 +334,13 @@ impl WatchBody {
     }
 
     /// Ends the client's stream.
-    fn end(&mut self, ending: Ending, reason: NotResumable, why: &str) {
+    fn end(&mut self, ending: Ending, reason: NotResumable, cause: &str) {
         if let Some(outcome) = reason.outcome() {
             self.context.upstream.metrics.watch_resumed(outcome);
         }
         self.source = Source::Ended(None);
         if ending == Ending::Withheld {
-            tracing::debug!(reason = why, "no other apiserver has the history of the watch");
+            tracing::debug!(reason = cause, "no other apiserver has the history of the watch");
             self.out.extend(self.relay.session_mut().take_error_event());
             return self.outcome.complete();
         }
@@ -348,13 +348,13 @@ impl WatchBody {
             endpoint = self.context.last_connection().map(|c| &*c.endpoint.label),
             clean = ending == Ending::Clean,
             not_resumable = reason.as_str(),
-            reason = why,
+            reason = cause,
             "watch ended"
         );
-        self.outcome.cut(Side::Upstream, why.to_owned());
+        self.outcome.cut(Side::Upstream, cause.to_owned());
         if ending == Ending::Reset {
-            let why = format!("the watch was lost and cannot be resumed: {why}");
-            self.source = Source::Ended(Some(why));
+            let cause = format!("the watch was lost and cannot be resumed: {cause}");
+            self.source = Source::Ended(Some(cause));
         }
     }
 }

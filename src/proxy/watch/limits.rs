@@ -10,10 +10,10 @@ use crate::proxy::retry_budget::RetryBudget;
 
 /// Maximum bytes of frames that one worker buffers for one upstream. The buffer of a frame counts until the
 /// frame is sent or dropped.
-const PARTIAL_FRAMES: usize = 32 << 20;
+const MAX_PARTIAL_FRAME_BYTES: usize = 32 << 20;
 /// Number of held watches, per worker and upstream, above which a new request is not held. A held request
 /// costs a few KiB.
-const MAX_HELD: usize = 10_000;
+const MAX_HELD_WATCHES: usize = 10_000;
 
 pub struct WatchLimits {
     /// Bounds the requests that are sent to other endpoints after a 410.
@@ -29,7 +29,7 @@ impl WatchLimits {
             too_old_retries: RetryBudget::too_old(),
             held: Cell::new(0),
             held_gauge: metrics.held_watches(),
-            partial_frames: ByteBudget::new(PARTIAL_FRAMES, metrics.held_frame_bytes()),
+            partial_frames: ByteBudget::new(MAX_PARTIAL_FRAME_BYTES, metrics.held_frame_bytes()),
         }
     }
 
@@ -38,13 +38,14 @@ impl WatchLimits {
         self.too_old_retries.earn();
     }
 
-    /// Takes one retry after a 410 from the budget. Counts an empty budget as `over_budget`.
+    /// Takes one retry after a 410 from the budget. If the budget is empty, counts `over_budget` and returns
+    /// false.
     pub fn may_retry_too_old(&self, metrics: &Metrics) -> bool {
-        let may = self.too_old_retries.take();
-        if !may {
+        let is_allowed = self.too_old_retries.take();
+        if !is_allowed {
             metrics.watch_resumed("over_budget");
         }
-        may
+        is_allowed
     }
 
     /// Counts a watch as held until the guard is dropped.
@@ -57,7 +58,7 @@ impl WatchLimits {
     /// Whether a watch whose client has no response yet may be held. The limit does not apply to a running
     /// watch that loses its stream.
     pub fn may_hold_new(&self) -> bool {
-        self.held.get() < MAX_HELD
+        self.held.get() < MAX_HELD_WATCHES
     }
 
     /// The byte budget of incomplete frames.

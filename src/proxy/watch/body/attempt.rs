@@ -104,8 +104,8 @@ pub(super) fn hold(
                 (Input::OutageEnded { held }, "an apiserver can be reached")
             }
             Some(()) = OptionFuture::from(deadline.map(sleep_until)) => {
-                let why = "the deadline passed while no apiserver could be reached";
-                (Input::Stop(NotResumable::Expired), why)
+                let cause = "the deadline passed while no apiserver could be reached";
+                (Input::Stop(NotResumable::Expired), cause)
             }
             () = drain.staggered_end() => (Input::Stop(NotResumable::Shutdown), "shutdown"),
         }

@@ -101,9 +101,9 @@ impl WatchBody {
                     self.receive(&first);
                 }
             }
-            Err(why) => {
+            Err(cause) => {
                 self.context.upstream.metrics.watch_resumed("not_moved");
-                tracing::debug!(reason = why, "watch not moved");
+                tracing::debug!(reason = cause, "watch not moved");
                 let stays = Input::MoveEnded { moved: false };
                 self.relay.session_mut().step(stays, Instant::now());
                 if old.permit.connection().should_drain() {

@@ -31,9 +31,9 @@ pub(crate) fn cursor(session: &Session, now: Instant) -> Option<String> {
     first_value(&query, "resourceVersion").map(Into::into)
 }
 
-pub(crate) fn json_event(kind: &str, version: u64, padding: &str) -> Vec<u8> {
+pub(crate) fn json_event(event_type: &str, version: u64, padding: &str) -> Vec<u8> {
     format!(
-        "{{\"type\":\"{kind}\",\"object\":{{\"kind\":\"Pod\",\"apiVersion\":\"v1\",\"metadata\":{{\"name\":\"a\",\
+        "{{\"type\":\"{event_type}\",\"object\":{{\"kind\":\"Pod\",\"apiVersion\":\"v1\",\"metadata\":{{\"name\":\"a\",\
          \"resourceVersion\":\"{version}\"}},\"spec\":{{\"x\":{padding:?}}}}}}}\n"
     )
     .into_bytes()
@@ -61,18 +61,18 @@ fn message(fields: &[(u64, &[u8])]) -> Vec<u8> {
     out
 }
 
-fn frame(kind: &str, api_version: &str, object_kind: &str, object: &[u8]) -> Vec<u8> {
+fn frame(event_type: &str, api_version: &str, object_kind: &str, object: &[u8]) -> Vec<u8> {
     let type_meta = message(&[(1, api_version.as_bytes()), (2, object_kind.as_bytes())]);
     let mut raw = b"k8s\0".to_vec();
     raw.extend(message(&[(1, &type_meta), (2, object), (3, b""), (4, b"")]));
-    let event = message(&[(1, kind.as_bytes()), (2, &message(&[(1, &raw)]))]);
+    let event = message(&[(1, event_type.as_bytes()), (2, &message(&[(1, &raw)]))]);
     let mut frame = (event.len() as u32).to_be_bytes().to_vec();
     frame.extend(event);
     frame
 }
 
 pub(crate) fn protobuf_event(
-    kind: &str,
+    event_type: &str,
     api_version: &str,
     object_kind: &str,
     version: &str,
@@ -82,7 +82,7 @@ pub(crate) fn protobuf_event(
     for (key, value) in annotations {
         field(12, &message(&[(1, key.as_bytes()), (2, value.as_bytes())]), &mut metadata);
     }
-    frame(kind, api_version, object_kind, &message(&[(1, &metadata), (2, b"")]))
+    frame(event_type, api_version, object_kind, &message(&[(1, &metadata), (2, b"")]))
 }
 
 pub(crate) fn protobuf_status(code: u64) -> Vec<u8> {
@@ -93,11 +93,11 @@ pub(crate) fn protobuf_status(code: u64) -> Vec<u8> {
 }
 
 /// Encodes a Pod event; `padding` sets its size.
-pub(crate) fn encode(encoding: Encoding, kind: &str, version: u64, padding: &str) -> Vec<u8> {
+pub(crate) fn encode(encoding: Encoding, event_type: &str, version: u64, padding: &str) -> Vec<u8> {
     match encoding {
-        Encoding::Json => json_event(kind, version, padding),
+        Encoding::Json => json_event(event_type, version, padding),
         Encoding::Protobuf => {
-            protobuf_event(kind, "v1", "Pod", &version.to_string(), &[("p", padding)])
+            protobuf_event(event_type, "v1", "Pod", &version.to_string(), &[("p", padding)])
         }
     }
 }

@@ -85,8 +85,8 @@ proptest! {
         // Events and bookmarks with the versions 101, 103, …. The client has not asked for bookmarks.
         let events: Vec<(u64, Vec<u8>, bool)> = history.iter().zip(0..).map(|((padding, bookmark), n)| {
             let version = 101 + 2 * n;
-            let kind = if *bookmark { "BOOKMARK" } else { "MODIFIED" };
-            (version, encode(encoding, kind, version, padding), *bookmark)
+            let event_type = if *bookmark { "BOOKMARK" } else { "MODIFIED" };
+            (version, encode(encoding, event_type, version, padding), *bookmark)
         }).collect();
         // The response to a request at this version. Some servers repeat the last event.
         let serve = |cursor: u64, repeat: bool| -> Vec<u8> {

@@ -97,14 +97,14 @@ fn reject(session: &mut Session, withheld: bool, candidates: Candidates, now: In
 #[allow(clippy::type_complexity)] // a table
 fn session_after_frames_resumes_or_ends_as_documented() {
     use EventType::{Added, Bookmark, Deleted, Modified, Unknown};
-    use NotResumable as Why;
+    use NotResumable as Reason;
     let fresh = || request("");
     let listed = || WatchRequest { send_initial_events: true, ..request("5") };
     let watch_list = || WatchRequest { bookmarks: true, ..listed() };
     let at_most_recent = || WatchRequest { starts_at_most_recent: true, ..request("") };
-    let foreign = |version| WatchRequest { resumable_group: false, ..request(version) };
-    let clean = |why| Effect::End(Ending::Clean, why);
-    let reset = |why| Effect::End(Ending::Reset, why);
+    let aggregated = |version| WatchRequest { resumable_group: false, ..request(version) };
+    let clean = |reason| Effect::End(Ending::Clean, reason);
+    let reset = |reason| Effect::End(Ending::Reset, reason);
     let start = Instant::now();
     // Name, request, frames; expected: whether the initial events are complete, the effect of a loss, and the
     // version at which the watch continues.
@@ -114,38 +114,38 @@ fn session_after_frames_resumes_or_ends_as_documented() {
         ("ordered", request("5"), vec![event(Added, "9"), event(Deleted, "10")], true, REQUEST, Some("10")),
         ("quiet with a bookmark", request("5"), vec![event(Bookmark, "9")], true, REQUEST, Some("9")),
         ("bookmark at the cursor", request("5"), vec![event(Added, "9"), event(Bookmark, "9")], true, REQUEST, Some("9")),
-        ("event at the cursor", request("5"), vec![event(Added, "9"), event(Modified, "9")], true, clean(Why::VersionNotGrowing), None),
-        ("event below the cursor", request("5"), vec![event(Added, "4")], true, clean(Why::VersionNotGrowing), None),
-        ("bookmark below the cursor", request("5"), vec![event(Added, "8"), event(Bookmark, "7")], true, clean(Why::VersionNotGrowing), None),
-        ("version is not a number", request("5"), vec![event(Added, "abc")], true, clean(Why::VersionNotNumeric), None),
-        ("unknown type", request("5"), vec![event(Unknown, "7")], true, clean(Why::UnknownEvent), None),
-        ("unknown type, then an event", request("5"), vec![event(Unknown, "7"), event(Added, "8")], true, clean(Why::UnknownEvent), None),
+        ("event at the cursor", request("5"), vec![event(Added, "9"), event(Modified, "9")], true, clean(Reason::VersionNotGrowing), None),
+        ("event below the cursor", request("5"), vec![event(Added, "4")], true, clean(Reason::VersionNotGrowing), None),
+        ("bookmark below the cursor", request("5"), vec![event(Added, "8"), event(Bookmark, "7")], true, clean(Reason::VersionNotGrowing), None),
+        ("version is not a number", request("5"), vec![event(Added, "abc")], true, clean(Reason::VersionNotNumeric), None),
+        ("unknown type", request("5"), vec![event(Unknown, "7")], true, clean(Reason::UnknownEvent), None),
+        ("unknown type, then an event", request("5"), vec![event(Unknown, "7"), event(Added, "8")], true, clean(Reason::UnknownEvent), None),
         ("too old", request("5"), vec![error(410)], true, REQUEST, Some("5")),
-        ("another error", request("5"), vec![error(500)], true, clean(Why::ServerError), None),
-        ("unreadable", request("5"), vec![None], true, reset(Why::Unreadable), None),
+        ("another error", request("5"), vec![error(500)], true, clean(Reason::ServerError), None),
+        ("unreadable", request("5"), vec![None], true, reset(Reason::Unreadable), None),
         ("initial, nothing yet", fresh(), vec![], false, REQUEST, None),
         ("resourceVersion=0", request("0"), vec![], false, REQUEST, None),
-        ("initial", fresh(), vec![event(Added, "90"), event(Added, "8")], false, reset(Why::Initial), None),
+        ("initial", fresh(), vec![event(Added, "90"), event(Added, "8")], false, reset(Reason::Initial), None),
         ("initial, complete", fresh(), vec![event(Added, "90"), event(Added, "8"), event(Modified, "91")], true, REQUEST, Some("91")),
         ("initial, empty", fresh(), vec![event(Bookmark, "50")], true, REQUEST, Some("50")),
-        ("initial, error", fresh(), vec![error(410)], false, reset(Why::ServerError), None),
-        ("initial, unreadable", fresh(), vec![None], false, reset(Why::Unreadable), None),
-        ("initial, complete without a version", fresh(), vec![event(Modified, "x")], true, clean(Why::VersionNotNumeric), None),
+        ("initial, error", fresh(), vec![error(410)], false, reset(Reason::ServerError), None),
+        ("initial, unreadable", fresh(), vec![None], false, reset(Reason::Unreadable), None),
+        ("initial, complete without a version", fresh(), vec![event(Modified, "x")], true, clean(Reason::VersionNotNumeric), None),
         ("list, nothing yet", listed(), vec![], false, REQUEST, None),
-        ("list", listed(), vec![event(Added, "9"), event(Bookmark, "10"), event(Modified, "11")], false, reset(Why::Initial), None),
+        ("list", listed(), vec![event(Added, "9"), event(Bookmark, "10"), event(Modified, "11")], false, reset(Reason::Initial), None),
         ("list, complete", listed(), vec![event(Added, "9"), initial_events_end("10")], true, REQUEST, Some("10")),
         ("WatchList, nothing yet", watch_list(), vec![], false, REQUEST, None),
-        ("WatchList", watch_list(), vec![event(Added, "9"), event(Bookmark, "10")], false, clean(Why::Initial), None),
-        ("WatchList, unreadable", watch_list(), vec![event(Added, "9"), None], false, reset(Why::Unreadable), None),
+        ("WatchList", watch_list(), vec![event(Added, "9"), event(Bookmark, "10")], false, clean(Reason::Initial), None),
+        ("WatchList, unreadable", watch_list(), vec![event(Added, "9"), None], false, reset(Reason::Unreadable), None),
         ("WatchList, complete", watch_list(), vec![event(Added, "9"), initial_events_end("10")], true, REQUEST, Some("10")),
-        ("at most recent, nothing yet", at_most_recent(), vec![], false, clean(Why::NoVersion), None),
+        ("at most recent, nothing yet", at_most_recent(), vec![], false, clean(Reason::NoVersion), None),
         ("at most recent, a bookmark", at_most_recent(), vec![event(Bookmark, "9")], true, REQUEST, Some("9")),
-        ("at most recent, an event", at_most_recent(), vec![event(Added, "9")], false, reset(Why::Initial), None),
-        ("foreign, nothing yet", foreign("5"), vec![], true, REQUEST, None),
-        ("foreign, ordered", foreign("5"), vec![event(Added, "6")], true, clean(Why::Group), None),
-        ("foreign, unreadable", foreign("5"), vec![None], true, reset(Why::Unreadable), None),
-        ("foreign, initial", foreign(""), vec![event(Added, "6")], false, reset(Why::Group), None),
-        ("foreign, initial complete", foreign(""), vec![event(Added, "6"), event(Modified, "7")], true, clean(Why::Group), None),
+        ("at most recent, an event", at_most_recent(), vec![event(Added, "9")], false, reset(Reason::Initial), None),
+        ("aggregated, nothing yet", aggregated("5"), vec![], true, REQUEST, None),
+        ("aggregated, ordered", aggregated("5"), vec![event(Added, "6")], true, clean(Reason::Group), None),
+        ("aggregated, unreadable", aggregated("5"), vec![None], true, reset(Reason::Unreadable), None),
+        ("aggregated, initial", aggregated(""), vec![event(Added, "6")], false, reset(Reason::Group), None),
+        ("aggregated, initial complete", aggregated(""), vec![event(Added, "6"), event(Modified, "7")], true, clean(Reason::Group), None),
     ];
     for (name, request, frames, ordered, loss, continues_at) in table {
         let mut session = after(&request, frames, start);
@@ -308,15 +308,15 @@ fn missing_bookmarks_are_reported_once() {
 fn error_410_is_withheld_while_other_endpoints_are_asked() {
     use EventType::{Added, Modified};
     let start = Instant::now();
-    let foreign = || WatchRequest { resumable_group: false, ..request("5") };
+    let aggregated = || WatchRequest { resumable_group: false, ..request("5") };
     let (withheld, forwarded) = (Effect::Withhold, Effect::Forward);
     // Name, request, frames before the error, its code; expected: the effect, and the version of the next
     // request, `None` for the original request.
     for (name, request, before, code, effect, continues_at) in [
         ("first frame", request("5"), vec![], 410, withheld, Some("5")),
-        ("first frame, foreign group", foreign(), vec![], 410, withheld, None),
+        ("first frame, aggregated group", aggregated(), vec![], 410, withheld, None),
         ("later", request("5"), vec![event(Added, "7")], 410, withheld, Some("7")),
-        ("later, foreign group", foreign(), vec![event(Added, "7")], 410, forwarded, None),
+        ("later, aggregated group", aggregated(), vec![event(Added, "7")], 410, forwarded, None),
         ("another code", request("5"), vec![], 500, forwarded, None),
         ("without a version", request(""), vec![], 410, forwarded, None),
         ("initial events", request(""), vec![event(Added, "7")], 410, forwarded, None),

@@ -169,8 +169,7 @@ impl Drop for StateGauge {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Metrics;
-    use super::super::metrics::tests::assert_line;
+    use super::super::{Metrics, assert_line};
 
     #[test]
     fn gauges_of_an_endpoint_return_to_zero_on_drop() {

@@ -18,10 +18,10 @@ use super::lock;
 use super::repeat_filter::RepeatFilter;
 use super::utc::{Utc, wall_clock};
 
-/// Largest number of events remembered: at a few hundred bytes each, about 100 KiB.
+/// Maximum number of remembered events: about 100 KiB, at a few hundred bytes each.
 pub const MAX_EVENTS: usize = 256;
 
-/// A repeated change is logged once in this time.
+/// Time within which a repeated change is logged only once.
 pub const WINDOW: Duration = Duration::from_secs(5);
 
 /// Maximum length of a reason, in bytes: it may quote an error from the network.
@@ -78,7 +78,7 @@ pub struct Change<'a> {
     pub reason: &'a str,
     /// The effect on requests.
     pub effect: &'a str,
-    /// Whether it needs attention. It is then logged as a warning.
+    /// Whether an operator should notice the change, which is then logged as a warning.
     pub bad: bool,
 }
 
@@ -105,9 +105,9 @@ pub struct Event {
     pub reason: String,
     /// The effect.
     pub effect: String,
-    /// Whether it needs attention.
+    /// Whether an operator should notice the change.
     pub bad: bool,
-    /// Occurrences within a burst.
+    /// Number of occurrences in its burst.
     pub times: u64,
     #[serde(skip)]
     key: String,

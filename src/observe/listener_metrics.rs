@@ -142,8 +142,7 @@ impl ListenerMetrics {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Metrics;
-    use super::super::metrics::tests::assert_line;
+    use super::super::{Metrics, assert_line};
     use super::*;
 
     #[test]

@@ -24,11 +24,13 @@ use super::registry::Registry;
 use super::scrape_metrics::{self, CertificateExpiries, CertificateExpiry};
 use super::utc::wall_clock;
 
-/// Maximum number of endpoints with their own series; further endpoints share `other`. The recorder cannot
-/// remove a series, and addresses that change every day must not grow memory without limit.
-const MAX_ENDPOINTS: usize = 256;
-/// Maximum number of listeners with their own series, for the same reason: a reload may rename them.
-const MAX_LISTENERS: usize = 256;
+/// Maximum number of listeners, of passthrough listeners and of endpoints with their own series. Further
+/// ones share the series `other`. The recorder cannot remove a series, and neither listeners that a reload
+/// renames nor addresses that change every day must grow memory without limit.
+const MAX_NAMES: usize = 256;
+
+/// The label value that names beyond [`MAX_NAMES`] share.
+const OTHER: &str = "other";
 
 /// All metrics of one process.
 pub struct Metrics {
@@ -122,30 +124,22 @@ impl Metrics {
 
     /// The metrics of a listener; the same for every caller with the same name.
     pub fn listener(&self, name: &str) -> Arc<ListenerMetrics> {
-        let mut all = lock(&self.listeners);
-        let known = all.len() < MAX_LISTENERS || all.contains_key(name);
-        let name = if known { name } else { "other" };
-        get_or_register(&mut all, name.to_owned(), |name| {
+        get_or_register(&self.listeners, name.to_owned(), OTHER.to_owned(), |name| {
             ListenerMetrics::register(&self.registry, name)
         })
     }
 
     /// The metrics of a passthrough listener; the same for every caller with the same name.
     pub fn passthrough(&self, name: &str) -> Arc<PassthroughMetrics> {
-        let mut all = lock(&self.passthrough);
-        get_or_register(&mut all, name.to_owned(), |name| {
+        get_or_register(&self.passthrough, name.to_owned(), OTHER.to_owned(), |name| {
             PassthroughMetrics::register(&self.registry, name)
         })
     }
 
     /// The metrics of an endpoint; an endpoint that returns continues its old series.
     pub fn endpoint(&self, upstream: &str, endpoint: &str) -> Arc<EndpointMetrics> {
-        let mut all = lock(&self.endpoints);
-        let mut key = (upstream.to_owned(), endpoint.to_owned());
-        if all.len() >= MAX_ENDPOINTS && !all.contains_key(&key) {
-            "other".clone_into(&mut key.1);
-        }
-        get_or_register(&mut all, key, |(upstream, endpoint)| {
+        let key = |endpoint: &str| (upstream.to_owned(), endpoint.to_owned());
+        get_or_register(&self.endpoints, key(endpoint), key(OTHER), |(upstream, endpoint)| {
             EndpointMetrics::register(&self.registry, &self.events, upstream, endpoint)
         })
     }
@@ -214,7 +208,7 @@ impl Metrics {
         self.registry.gauge(&names::HELD_FRAME_BYTES, &[])
     }
 
-    /// Records when a source of endpoints last answered, in seconds since 1970; 0 is never.
+    /// Records when a source of endpoints last answered, in seconds since 1970; 0 means never.
     pub fn discovered(&self, upstream: &str, source: &'static str, at: f64) {
         self.registry.gauge(&names::DISCOVERY_LAST_SUCCESS, &[upstream, source]).set(at);
     }
@@ -242,12 +236,16 @@ impl Metrics {
     }
 }
 
-/// The metrics of `key`, registered by its first caller.
+/// The metrics of `key`, registered by its first caller; beyond [`MAX_NAMES`] keys, those of `other`.
 fn get_or_register<K: Eq + Hash, M>(
-    all: &mut HashMap<K, Arc<M>>,
+    all: &Mutex<HashMap<K, Arc<M>>>,
     key: K,
+    other: K,
     register: impl FnOnce(&K) -> M,
 ) -> Arc<M> {
+    let mut all = lock(all);
+    let has_series = all.len() < MAX_NAMES || all.contains_key(&key);
+    let key = if has_series { key } else { other };
     Arc::clone(all.entry(key).or_insert_with_key(|key| Arc::new(register(key))))
 }
 
@@ -274,15 +272,10 @@ fn sort_families(text: &str) -> String {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
+    use super::super::assert_line;
     use super::*;
     use std::collections::BTreeSet;
-
-    /// Asserts that the rendered text contains `line`.
-    pub(in crate::observe) fn assert_line(metrics: &Metrics, line: &str) {
-        let text = metrics.render();
-        assert!(text.lines().any(|rendered| rendered == line), "no {line} in\n{text}");
-    }
 
     #[test]
     fn render_shows_every_metric_of_the_table_and_no_other() {
@@ -408,12 +401,12 @@ pub(super) mod tests {
     #[test]
     fn endpoints_beyond_the_maximum_share_one_series() {
         let metrics = Metrics::new();
-        for i in 0..MAX_ENDPOINTS + 50 {
+        for i in 0..MAX_NAMES + 50 {
             metrics.endpoint("u", &format!("10.0.{}.{}:6443", i / 256, i % 256)).dialled("ok");
         }
         let text = metrics.render();
         let dials = text.lines().filter(|l| l.starts_with("jackstay_dials_total{")).count();
-        assert_eq!(dials, MAX_ENDPOINTS + 1);
+        assert_eq!(dials, MAX_NAMES + 1);
         assert!(text.contains("endpoint=\"other\",outcome=\"ok\"} 50"), "{text}");
     }
 }

@@ -50,7 +50,15 @@ pub use redact::redact_path;
 pub use repeat_filter::RepeatFilter;
 pub use scrape_metrics::CertificateExpiry;
 
-/// Locks a mutex. The data stays usable after a panic: each critical section leaves it consistent.
+/// Locks a mutex. A thread that panicked with the lock held is ignored, because each critical section leaves
+/// the data consistent.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Asserts that the rendered metrics contain `line`.
+#[cfg(test)]
+fn assert_line(metrics: &Metrics, line: &str) {
+    let text = metrics.render();
+    assert!(text.lines().any(|rendered| rendered == line), "no {line} in\n{text}");
 }

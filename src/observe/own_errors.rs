@@ -85,8 +85,7 @@ impl OwnErrors {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Metrics;
-    use super::super::metrics::tests::assert_line;
+    use super::super::{Metrics, assert_line};
 
     #[test]
     fn count_groups_errors_by_code_and_reason() {

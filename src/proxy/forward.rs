@@ -24,7 +24,7 @@ use super::drain::DrainWatcher;
 use super::hygiene;
 use super::request_body::RequestBody;
 use super::request_info::{RequestInfo, RequestKind};
-use super::response_body::{FullBody, ResponseBody, StreamedBody};
+use super::response_body::{ForwardResult, FullBody, ResponseBody, StreamedBody};
 use super::retry::{self, ATTEMPTS, RetryDecision, Stage};
 use super::status_error::StatusError;
 use super::upstream_client::{UpstreamClient, UpstreamResponse, release_window};
@@ -67,11 +67,8 @@ impl ForwardedRequest {
     /// Forwards the request until there is a response or [`retry::decide`] refuses another attempt.
     ///
     /// # Errors
-    /// The error for the client, with the outcome to record it in.
-    pub async fn forward(
-        self: Box<Self>,
-        mut outcome: Box<Outcome>,
-    ) -> Result<Response<ResponseBody>, (StatusError, Box<Outcome>)> {
+    /// See [`ForwardResult`].
+    pub async fn forward(self: Box<Self>, mut outcome: Box<Outcome>) -> ForwardResult {
         self.upstream.earn();
         let mut requested_at = outcome.started;
         let mut failed: Option<FailedAttempt> = None;
@@ -94,10 +91,8 @@ impl ForwardedRequest {
             let permit = match permit {
                 Ok(permit) => permit,
                 Err(unavailable) => {
-                    return match rejection {
-                        Some(response) => Ok(forward_rejection(*response, outcome)),
-                        None => Err((self.unavailable_error(&unavailable), outcome)),
-                    };
+                    let error = || self.unavailable_error(&unavailable);
+                    return rejection_or_else(rejection, error, outcome);
                 }
             };
             let connection = permit.connection();
@@ -126,10 +121,8 @@ impl ForwardedRequest {
                 rejection = failure.response.take().or(rejection);
             }
             if !is_retried {
-                return match rejection {
-                    Some(response) => Ok(forward_rejection(*response, outcome)),
-                    None => Err((self.failure_error(&failure, decision), outcome)),
-                };
+                let error = || self.failure_error(&failure, decision);
+                return rejection_or_else(rejection, error, outcome);
             }
             self.upstream.metrics.retried(failure.stage.retry_reason());
             let verb = self.info.verb.as_str();
@@ -180,8 +173,7 @@ impl ForwardedRequest {
             return unavailable;
         }
         let timeout = self.watch.as_ref().and_then(|watch| watch.timeout);
-        let max_hold =
-            timeout.map_or(MAX_NEW_WATCH_HOLD, |timeout| timeout.min(MAX_NEW_WATCH_HOLD));
+        let max_hold = timeout.unwrap_or(MAX_NEW_WATCH_HOLD).min(MAX_NEW_WATCH_HOLD);
         let permit = async {
             loop {
                 let held = outage_ended(&self.upstream, &self.class).await;
@@ -282,12 +274,15 @@ impl ForwardedRequest {
     }
 }
 
-/// Forwards a rejection that was held back.
-fn forward_rejection(
-    (mut head, body): HeldResponse,
+/// Forwards a rejection that was held back. Without one, returns `error`.
+fn rejection_or_else(
+    rejection: Option<Box<HeldResponse>>,
+    error: impl FnOnce() -> StatusError,
     mut outcome: Box<Outcome>,
-) -> Response<ResponseBody> {
+) -> ForwardResult {
+    let Some(rejection) = rejection else { return Err((error(), outcome)) };
+    let (mut head, body) = *rejection;
     hygiene::downstream_headers(&mut head.headers, false);
     outcome.code = Some(head.status.as_u16());
-    ResponseBody::Full(FullBody::new(body, outcome)).with_head(head)
+    Ok(ResponseBody::Full(FullBody::new(body, outcome)).with_head(head))
 }

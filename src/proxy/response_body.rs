@@ -18,11 +18,15 @@ use hyper::body::Incoming;
 
 use super::client_certificate::ProofExpiry;
 use super::request_body::UploadTask;
+use super::status_error::StatusError;
 use super::upstream_client::release_window;
 use super::watch::body::WatchBody;
 use crate::observe::{Outcome, Side};
 use crate::upstream::connection::{Permit, describe_h2_error};
 use crate::upstream::http1::Http1Driver;
+
+/// The response to a request, or an error for the client with the outcome to record it in.
+pub type ForwardResult = Result<Response<ResponseBody>, (StatusError, Box<Outcome>)>;
 
 /// The body of a response.
 pub enum ResponseBody {

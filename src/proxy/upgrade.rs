@@ -21,7 +21,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use http::header::{CONNECTION, TRAILER, TRANSFER_ENCODING, UPGRADE};
-use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, Version, response};
+use http::{HeaderMap, HeaderValue, Request, StatusCode, Version, response};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
@@ -32,7 +32,7 @@ use tokio::task::spawn_local;
 use super::client_certificate::IdentityProof;
 use super::client_stream;
 use super::hygiene;
-use super::response_body::{Http1Body, ResponseBody};
+use super::response_body::{ForwardResult, Http1Body, ResponseBody};
 use super::retry::Refusal;
 use super::status_error::StatusError;
 use super::tunnels::{OpenTunnel, Tunnels};
@@ -71,11 +71,8 @@ impl Upgrade {
     /// Sends the request, and starts the tunnel if the apiserver accepts the upgrade.
     ///
     /// # Errors
-    /// The error for the client, with the outcome to record it in.
-    pub async fn serve(
-        self: Box<Self>,
-        mut outcome: Box<Outcome>,
-    ) -> Result<Response<ResponseBody>, (StatusError, Box<Outcome>)> {
+    /// See [`ForwardResult`].
+    pub async fn serve(self: Box<Self>, mut outcome: Box<Outcome>) -> ForwardResult {
         let Self { upstream, class, proof, mut request, tunnels } = *self;
         let client = hyper::upgrade::on(&mut request);
         let open_to = |label: &Arc<str>| tunnels.open_to(label);

@@ -81,7 +81,10 @@ impl ForwardedRequest {
             // apiserver, and another endpoint may return before that. Boxed, because it is rare.
             tokio::select! {
                 biased;
-                result = &mut first => break (result, "original"),
+                result = &mut first => {
+                    let outcome = if result.is_ok() { "original" } else { "failed" };
+                    break (result, outcome);
+                }
                 () = Box::pin(until_next_hedge(&connection, &self.upstream)) => {}
             }
         };

@@ -15,10 +15,10 @@ use super::lock;
 /// Length of a step.
 pub const STEP: Duration = Duration::from_secs(5);
 
-/// Steps kept: ten minutes.
+/// Number of steps that are kept: ten minutes.
 pub const STEPS: usize = 120;
 
-/// Round trips kept. A connection yields about one per second.
+/// Number of round trips that are kept. A connection yields about one per second.
 pub const SAMPLES: usize = 512;
 
 /// Quantiles of round trips, in milliseconds.

@@ -280,7 +280,7 @@ pub(crate) mod tests {
     fn text_format_escapes_control_characters() {
         let captured = Captured::default();
         captured.during(LogFormat::Text, || {
-            tracing::warn!(endpoint = "10.0.0.11:6443", why = "a\nforged\u{1b}[31m", "ejected");
+            tracing::warn!(endpoint = "10.0.0.11:6443", reason = "a\nforged\u{1b}[31m", "ejected");
             tracing::debug!("below the level");
             tracing::info!(target: "h2", "of a library");
         });
@@ -289,7 +289,7 @@ pub(crate) mod tests {
         // "2026-07-26T12:34:56.789Z  WARN ejected endpoint=…"
         assert_eq!(
             &lines[0][24..],
-            r#"  WARN ejected endpoint="10.0.0.11:6443" why="a\nforged\u{1b}[31m""#
+            r#"  WARN ejected endpoint="10.0.0.11:6443" reason="a\nforged\u{1b}[31m""#
         );
     }
 

@@ -1,5 +1,5 @@
-//! Warnings that any client can cause as often as it likes. The first is logged at once; repetitions are
-//! counted, and the count is logged with the next warning or after the window.
+//! Warnings that any client can cause as often as it likes. The first one is logged immediately. Repetitions
+//! are counted, and the count is logged with the next warning or after the window.
 //!
 //! Repetitions are counted by line, so a line may contain only parts with few values, such as a listener,
 //! an endpoint or a cause. The client's address goes into the detail, which is shown if the line is logged.

@@ -91,7 +91,7 @@ impl ClientCertificate {
     pub fn validity(&self, now: SystemTime) -> Option<Result<&CertInfo, String>> {
         let info = match &self.info {
             Ok(info) => info,
-            Err(why) => return Some(Err(why.clone())),
+            Err(reason) => return Some(Err(reason.clone())),
         };
         if now > info.not_after {
             return Some(Err(format!("it expired on {}", Utc(info.not_after).seconds())));
@@ -242,10 +242,10 @@ impl IdentityProof {
         loop {
             let mut changed = pin!(certificate.changed.notified());
             changed.as_mut().enable();
-            if let Some(Err(why)) = certificate.validity(wall_clock()) {
+            if let Some(Err(reason)) = certificate.validity(wall_clock()) {
                 let subject = certificate.info().map(|info| info.subject.to_string());
                 let subject = subject.unwrap_or_default();
-                return format!("the client certificate of {subject} is no longer valid: {why}");
+                return format!("the client certificate of {subject} is no longer valid: {reason}");
             }
             changed.await;
         }
@@ -256,7 +256,7 @@ impl IdentityProof {
     pub async fn follow_until_expiry(&self) -> String {
         let Some(certificate) = &self.0 else { pending().await };
         tokio::select! {
-            why = Self::expired(Rc::clone(certificate)) => why,
+            reason = Self::expired(Rc::clone(certificate)) => reason,
             never = certificate.follow() => match never {},
         }
     }

@@ -61,8 +61,8 @@ impl CredentialSelector {
         match certificate.validity(wall_clock()) {
             Some(Ok(info)) => self.identity_class(info),
             Some(Err(_)) if token.is_some() => Ok(self.without_certificate(token, last)),
-            Some(Err(why)) => Err(StatusError::unauthorized(format_args!(
-                "the client certificate {}cannot be verified: {why}",
+            Some(Err(reason)) => Err(StatusError::unauthorized(format_args!(
+                "the client certificate {}cannot be verified: {reason}",
                 certificate.info().map_or(String::new(), |info| format!("of {} ", info.subject)),
             ))),
             None => Err(StatusError::too_many_requests(

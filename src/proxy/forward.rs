@@ -252,7 +252,7 @@ impl ForwardedRequest {
         if let Some(data) = prefix.as_ref().filter(|_| recv.is_end_stream()) {
             let data = data.clone();
             permit.finished();
-            // The stream needs no more window, but the connection does.
+            // The stream needs no more window, but the window of the connection must be released.
             release_window(&mut recv, &mut data.len());
             return ResponseBody::Full(FullBody::new(data, outcome)).with_head(head);
         }

@@ -40,20 +40,20 @@ use crate::observe::{ListenerMetrics, RateLimitedWarnings};
 
 /// Receive window of one request body, in bytes. It limits the memory of an upload.
 const STREAM_WINDOW: u32 = 256 * 1024;
-/// Receive window of a client connection: sixteen stream windows, so that uploads continue beside one that
-/// is stalled upstream.
+/// Receive window of a client connection, in bytes: sixteen stream windows, so that other uploads continue
+/// while one is stalled upstream.
 const CONNECTION_WINDOW: u32 = STREAM_WINDOW * 16;
 /// Largest frame accepted: RFC 9113's default.
-const MAX_FRAME: u32 = 16 * 1024;
+const MAX_FRAME_SIZE: u32 = 16 * 1024;
 /// Bytes of one response that are buffered beyond the client's window.
-const SEND_BUFFER: usize = 64 * 1024;
+const SEND_BUFFER_SIZE: usize = 64 * 1024;
 /// Limit on streams that a client has opened and reset before hyper accepted them. The rapid-reset attack
 /// (CVE-2023-44487) does so continuously. A client that cancels a thousand watches at once does so too,
 /// so the limit is above the default stream limit.
-const PENDING_RESETS: usize = 2_000;
+const MAX_PENDING_RESETS: usize = 2_000;
 /// Limit on streams that were reset because of a client's protocol errors. Beyond it, the connection is
 /// closed with `ENHANCE_YOUR_CALM`. This is h2's default (CVE-2025-8671).
-const ERROR_RESETS: usize = 1_024;
+const MAX_ERROR_RESETS: usize = 1_024;
 /// Limit on header fields of an HTTP/1.1 request: hyper's default.
 const MAX_HEADERS: usize = 100;
 
@@ -140,9 +140,9 @@ impl HttpsServer {
             Ok(Ok(stream)) => stream,
             Ok(Err(error)) => {
                 service.metrics.refused("handshake");
-                if let Some(why) = serving::chain_limit_error(&error) {
+                if let Some(reason) = serving::chain_limit_error(&error) {
                     let line = format!("listener {} refused a TLS handshake", self.listener);
-                    self.warnings.warn(&line, format_args!("{why}, from {from}"));
+                    self.warnings.warn(&line, format_args!("{reason}, from {from}"));
                 }
                 tracing::debug!(listener = self.listener, client = %from, %error, "TLS handshake failed");
                 return;
@@ -206,12 +206,12 @@ impl HttpsServer {
             .timer(TokioTimer::new())
             .initial_stream_window_size(STREAM_WINDOW)
             .initial_connection_window_size(CONNECTION_WINDOW)
-            .max_frame_size(MAX_FRAME)
-            .max_send_buf_size(SEND_BUFFER)
+            .max_frame_size(MAX_FRAME_SIZE)
+            .max_send_buf_size(SEND_BUFFER_SIZE)
             .max_concurrent_streams(limits.max_streams)
             .max_header_list_size(limits.max_header_bytes)
-            .max_pending_accept_reset_streams(PENDING_RESETS.max(limits.max_streams as usize))
-            .max_local_error_reset_streams(ERROR_RESETS)
+            .max_pending_accept_reset_streams(MAX_PENDING_RESETS.max(limits.max_streams as usize))
+            .max_local_error_reset_streams(MAX_ERROR_RESETS)
             .serve_connection(TokioIo::new(stream), respond);
         let mut connection = std::pin::pin!(connection);
         let mut drain = self.drain.clone();

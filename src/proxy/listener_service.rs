@@ -49,8 +49,8 @@ impl CurrentService {
         Rc::clone(&self.0.borrow())
     }
 
-    /// Serves all later requests with `service`, and returns the previous one.
-    pub fn replace(&self, service: Rc<ListenerService>) -> Rc<ListenerService> {
-        self.0.replace(service)
+    /// Serves all later requests with `service`.
+    pub fn replace(&self, service: Rc<ListenerService>) {
+        self.0.replace(service);
     }
 }

@@ -156,14 +156,14 @@ impl StreamedBody {
             return Poll::Ready(Some(Ok(self.data_frame(data))));
         }
         if let Some(expiry) = &mut self.proof_expiry
-            && let Poll::Ready(why) = expiry.as_mut().poll(cx)
+            && let Poll::Ready(reason) = expiry.as_mut().poll(cx)
         {
-            return Poll::Ready(Some(Err(self.cut(&why))));
+            return Poll::Ready(Some(Err(self.cut(Side::Jackstay, &reason))));
         }
         release_window(&mut self.recv, &mut self.unreleased);
         match ready!(self.recv.poll_data(cx)) {
             Some(Ok(data)) => Poll::Ready(Some(Ok(self.data_frame(data)))),
-            Some(Err(error)) => Poll::Ready(Some(Err(self.cut(&describe_h2_error(&error))))),
+            Some(Err(error)) => Poll::Ready(Some(Err(self.cut_by_upstream(&error)))),
             None => match ready!(self.recv.poll_trailers(cx)) {
                 Ok(Some(trailers)) => {
                     self.end();
@@ -171,13 +171,13 @@ impl StreamedBody {
                 }
                 // h2 reports a reset with NO_ERROR as an end, but the body is truncated.
                 Ok(None) if !self.recv.is_end_stream() => {
-                    Poll::Ready(Some(Err(self.cut("the stream was reset"))))
+                    Poll::Ready(Some(Err(self.cut(Side::Upstream, "the stream was reset"))))
                 }
                 Ok(None) => {
                     self.end();
                     Poll::Ready(None)
                 }
-                Err(error) => Poll::Ready(Some(Err(self.cut(&describe_h2_error(&error))))),
+                Err(error) => Poll::Ready(Some(Err(self.cut_by_upstream(&error)))),
             },
         }
     }
@@ -197,10 +197,15 @@ impl StreamedBody {
         self.outcome.complete();
     }
 
-    fn cut(&mut self, why: &str) -> String {
+    fn cut_by_upstream(&mut self, error: &h2::Error) -> String {
+        self.cut(Side::Upstream, &describe_h2_error(error))
+    }
+
+    /// Ends the body early. Returns the error for hyper.
+    fn cut(&mut self, by: Side, reason: &str) -> String {
         self.done = true;
-        self.outcome.cut(Side::Upstream, why.to_owned());
-        format!("the apiserver's answer was cut off: {why}")
+        self.outcome.cut(by, reason.to_owned());
+        format!("the response was cut off: {reason}")
     }
 }
 

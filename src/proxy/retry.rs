@@ -141,7 +141,7 @@ pub const fn is_resumed(kind: RequestKind) -> bool {
     matches!(kind, RequestKind::Watch)
 }
 
-/// The error for the client of a request that is not sent again. `is_connection_dead` and `why` describe the
+/// The error for the client of a request that is not sent again. `is_connection_dead` and `reason` describe the
 /// last attempt.
 ///
 /// A watch that fails [`ATTEMPTS`] times on live connections gets an error after which its client lists,
@@ -151,21 +151,21 @@ pub fn client_error(
     stage: Stage,
     body_is_held: bool,
     is_connection_dead: bool,
-    why: &str,
+    reason: &str,
 ) -> StatusError {
     let unprocessed = matches!(stage, Stage::NotSent | Stage::Unprocessed | Stage::TooOld);
     if kind == RequestKind::Watch && (unprocessed || is_connection_dead) {
-        StatusError::no_upstream_for_watch(why)
+        StatusError::no_upstream_for_watch(reason)
     } else if unprocessed && !body_is_held {
-        StatusError::unprocessed(why)
+        StatusError::unprocessed(reason)
     } else if unprocessed {
         StatusError::bad_gateway(format_args!(
-            "the request was not processed and cannot be sent again: {why}"
+            "the request was not processed and cannot be sent again: {reason}"
         ))
     } else if may_hedge(kind) {
-        StatusError::bad_gateway(why)
+        StatusError::bad_gateway(reason)
     } else {
-        StatusError::unknown_outcome(why)
+        StatusError::unknown_outcome(reason)
     }
 }
 

@@ -119,16 +119,19 @@ async fn send(
         .map_err(|unavailable| StatusError::unavailable(&unavailable))?;
     let endpoint = Arc::clone(&connection.endpoint);
     outcome.sent_to(&endpoint.label, false);
-    let (response, driver) = connection.send(request).await.map_err(|why| {
+    let (response, driver) = connection.send(request).await.map_err(|reason| {
         // `retry::decide` refuses to repeat a tunnel in every stage but `NotSent`.
         client.metrics.retry_refused(Refusal::Unsafe.as_str());
-        StatusError::unknown_outcome(format_args!("{why} on the connection to {}", endpoint.label))
+        StatusError::unknown_outcome(format_args!(
+            "{reason} on the connection to {}",
+            endpoint.label
+        ))
     })?;
     let (head, body) = response.into_parts();
     endpoint.response_received(head.status.as_u16());
     if head.status == StatusCode::SWITCHING_PROTOCOLS && !is_requested(&requested, &head.headers) {
-        let why = "the apiserver switched to a protocol that was not asked for";
-        return Err(StatusError::bad_gateway(why));
+        let reason = "the apiserver switched to a protocol that was not requested";
+        return Err(StatusError::bad_gateway(reason));
     }
     Ok(UpgradeResponse { endpoint, head, body, driver })
 }
@@ -173,12 +176,12 @@ async fn run_tunnel(
     let end = tokio::select! {
         end = copy_bytes(client, driver, &mut received) => end,
         () = open.closing() => Err((Side::Jackstay, "shutdown".to_owned())),
-        why = proof.follow_until_expiry() => Err((Side::Jackstay, why)),
+        reason = proof.follow_until_expiry() => Err((Side::Jackstay, reason)),
     };
     outcome.bytes += received as u64;
     match end {
         Ok(()) => outcome.complete(),
-        Err((side, why)) => outcome.cut(side, why),
+        Err((side, reason)) => outcome.cut(side, reason),
     }
 }
 
@@ -193,20 +196,20 @@ async fn copy_bytes(
         async {
             let upgraded = client.await.map_err(|error| (Side::Client, error.to_string()))?;
             client_stream::into_tunnel_stream(upgraded)
-                .map_err(|why| (Side::Jackstay, why.to_owned()))
+                .map_err(|reason| (Side::Jackstay, reason.to_owned()))
         },
-        async { driver.reclaim().await.map_err(|why| (Side::Upstream, why)) },
+        async { driver.reclaim().await.map_err(|reason| (Side::Upstream, reason)) },
     )?;
     let result = tokio::select! {
         // After a failed write to the upstream, `upstream` still returns the bytes that have arrived from
         // it, because the last ones are the exit status of the command.
         result = copy_bidirectional_with_sizes(&mut client, &mut upstream, BUFFER_SIZE, BUFFER_SIZE) => {
             result.map(drop).map_err(|error| match upstream.error() {
-                Some(why) => (Side::Upstream, why.to_owned()),
+                Some(reason) => (Side::Upstream, reason.to_owned()),
                 None => (Side::Client, error.to_string()),
             })
         }
-        why = flow.wait_until_dead() => Err((Side::Upstream, why.to_owned())),
+        reason = flow.wait_until_dead() => Err((Side::Upstream, reason.to_owned())),
     };
     *received = usize::try_from(upstream.bytes_read()).unwrap_or(usize::MAX);
     result

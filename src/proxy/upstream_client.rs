@@ -34,7 +34,7 @@ const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(10);
 pub struct UpstreamClient {
     /// The connections to the upstream's endpoints.
     pub pool: Rc<Pool>,
-    /// Limits the attempts that run beside another attempt at the same request.
+    /// Limits the hedges.
     pub hedge_budget: RetryBudget,
     /// The limits that all watches of this client share.
     pub watches: WatchLimits,

@@ -128,8 +128,8 @@ async fn response_or_loss(
     tokio::select! {
         biased;
         result = response => result,
-        why = connection.no_response_expected(is_safe) => {
-            Err(FailedAttempt::new(Stage::NoHead, why, connection))
+        reason = connection.no_response_expected(is_safe) => {
+            Err(FailedAttempt::new(Stage::NoHead, reason, connection))
         }
     }
 }

@@ -1,12 +1,11 @@
-//! Which connection a request takes: power of two choices over a peak-EWMA load.
+//! Picks a connection for a request: power of two choices by peak-EWMA load.
 //!
-//! Of two random candidates the less loaded one is taken. That is nearly as even as comparing all of
-//! them, and avoids that all nodes pick the same least loaded one (Mitzenmacher, *The Power of
-//! Two Choices in Randomized Load Balancing*, 2001). Load is outstanding streams weighted by
-//! peak-EWMA latency, so that a slow apiserver gets
-//! fewer requests before it becomes slower.
+//! The less loaded of two random candidates is picked. The load is spread almost as evenly as by comparing
+//! all candidates, and the nodes do not all pick the same one (Mitzenmacher, *The Power of Two Choices in
+//! Randomized Load Balancing*, 2001). Load is the number of outstanding streams, weighted by peak-EWMA
+//! latency, so a slow apiserver receives fewer requests.
 //!
-//! Pure: time and randomness are arguments, so thousands of nodes can be simulated.
+//! Time and randomness are arguments, so thousands of nodes can be simulated.
 
 use std::cmp::Ordering;
 use std::time::Duration;
@@ -16,14 +15,14 @@ use tokio::time::Instant;
 /// Time in which an old measurement loses 63 % of its weight.
 const DECAY: Duration = Duration::from_secs(10);
 
-/// How long a recovered endpoint takes less than its share of the requests.
+/// Duration of the slow start of a recovered endpoint.
 pub const SLOW_START: Duration = Duration::from_secs(30);
 
-/// Its share at the beginning of that time.
+/// Share of the picks in which an endpoint takes part at the beginning of its slow start.
 const FIRST_SHARE: f64 = 0.1;
 
-/// Factor on the cost of a connection that does not take part in a pick: any other is cheaper, and
-/// among several of these the order stays.
+/// Factor on the cost of a connection that does not take part in a pick. Any other connection is cheaper.
+/// If no connection takes part, the cheapest is picked as usual.
 const EXCLUDED_COST_FACTOR: f64 = 1e9;
 
 /// Latency assumed before the first response, in seconds: that of a local apiserver.
@@ -37,33 +36,33 @@ pub struct PeakEwma {
 }
 
 impl PeakEwma {
-    /// Starts at the latency of a healthy apiserver.
+    /// Starts at [`INITIAL`].
     pub fn new(now: Instant) -> Self {
         Self { seconds: INITIAL, at: now }
     }
 
-    /// Takes in a sample.
+    /// Records a sample.
     pub fn observe(&mut self, latency: Duration, now: Instant) {
         let sample = latency.as_secs_f64();
-        let old = self.value(now);
-        self.seconds = if sample > old {
+        self.seconds = if sample > self.value(now) {
             sample
         } else {
-            let keep = (-self.age(now) / DECAY.as_secs_f64()).exp();
+            let keep = self.weight(now);
             self.seconds * keep + sample * (1.0 - keep)
         };
         self.at = now;
     }
 
-    /// The value now, in seconds. A peak decays without new samples; else a connection that was slow
-    /// once would never be picked again.
+    /// The value at `now`, in seconds. A peak decays even without new samples. Otherwise a connection that
+    /// was slow once would never be picked again.
     pub fn value(&self, now: Instant) -> f64 {
-        let keep = (-self.age(now) / DECAY.as_secs_f64()).exp();
-        INITIAL + (self.seconds - INITIAL) * keep
+        INITIAL + (self.seconds - INITIAL) * self.weight(now)
     }
 
-    fn age(&self, now: Instant) -> f64 {
-        now.saturating_duration_since(self.at).as_secs_f64()
+    /// Weight of the last sample at `now`, in 0..=1.
+    fn weight(&self, now: Instant) -> f64 {
+        let age = now.saturating_duration_since(self.at);
+        (-age.as_secs_f64() / DECAY.as_secs_f64()).exp()
     }
 }
 
@@ -72,26 +71,26 @@ pub fn cost(outstanding: usize, latency: f64) -> f64 {
     (outstanding as f64 + 1.0) * latency
 }
 
-/// Share of the picks in which an endpoint takes part, `since` its recovery: its caches are cold, and
-/// all nodes that left it would return at the same moment.
+/// Share of the picks in which an endpoint takes part that has been ready again for `ready_for`. Its caches
+/// are cold, and without a slow start all nodes would return to it at the same moment.
 ///
-/// Dividing the cost by the share has another effect: most nodes have no outstanding requests when
-/// they pick, so all of them would avoid the endpoint until its share is 1 and then return at once.
-pub fn slow_start(since: Duration) -> f64 {
-    let done = since.as_secs_f64() / SLOW_START.as_secs_f64();
+/// Dividing the cost by the share would not work. Most nodes have no outstanding requests when they pick,
+/// so all of them would avoid the endpoint until its share is 1 and then return at the same moment.
+pub fn slow_start(ready_for: Duration) -> f64 {
+    let done = ready_for.as_secs_f64() / SLOW_START.as_secs_f64();
     (FIRST_SHARE + (1.0 - FIRST_SHARE) * done).min(1.0)
 }
 
-/// Factor on [`cost`] for an endpoint with this share; `lot` is in 0..1, the same for all candidates
-/// of a pick.
+/// Factor on [`cost`] for an endpoint with this share. `lot` is a random number in 0..1, the same for all
+/// candidates of a pick.
 pub fn slow_start_factor(share: f64, lot: f64) -> f64 {
     if lot < share { 1.0 } else { EXCLUDED_COST_FACTOR }
 }
 
-/// Takes the less loaded of two random candidates, `None` if there is none.
+/// Picks the less loaded of two random candidates; `None` if there is no candidate.
 ///
-/// One pass and no allocation: the two are a reservoir sample (Vitter, *Random Sampling with a
-/// Reservoir*, 1985).
+/// One pass without an allocation: the two candidates are a reservoir sample (Vitter, *Random Sampling
+/// with a Reservoir*, 1985).
 pub fn pick<T>(
     candidates: impl Iterator<Item = T>,
     rng: &mut fastrand::Rng,
@@ -108,23 +107,14 @@ pub fn pick<T>(
             }
         }
     }
-    match kept {
-        [Some(a), Some(b)] => {
-            let (a_cost, b_cost) = (cost(&a), cost(&b));
-            Some(match a_cost.total_cmp(&b_cost) {
-                Ordering::Less => a,
-                Ordering::Greater => b,
-                Ordering::Equal => {
-                    if rng.bool() {
-                        a
-                    } else {
-                        b
-                    }
-                }
-            })
-        }
-        [one, other] => one.or(other),
-    }
+    let [first, second] = kept;
+    let (Some(a), Some(b)) = (&first, &second) else { return first };
+    let a_is_picked = match cost(a).total_cmp(&cost(b)) {
+        Ordering::Less => true,
+        Ordering::Greater => false,
+        Ordering::Equal => rng.bool(),
+    };
+    if a_is_picked { first } else { second }
 }
 
 #[cfg(test)]
@@ -158,26 +148,28 @@ mod tests {
     }
 
     #[test]
-    fn slow_start_gives_an_endpoint_its_load_back_gradually() {
+    fn slow_start_raises_the_share_of_an_endpoint_gradually() {
         assert!((slow_start(Duration::ZERO) - FIRST_SHARE).abs() < 1e-9);
         assert!((slow_start(SLOW_START / 2) - 0.55).abs() < 1e-9);
         assert!(slow_start(SLOW_START) >= 1.0 && slow_start(SLOW_START * 9) <= 1.0);
-        // Idle nodes; one of three servers has recovered, and its part grows with its share.
+        // The nodes are idle, and server 0 of three has recovered. It is picked more often as its share
+        // grows.
         let mut rng = fastrand::Rng::with_seed(1);
         let mut before = -1.0;
         for share in [0.1, 0.4, 0.7, 1.0] {
-            let mut hits = 0_u32;
+            let mut picks = 0_u32;
             for _ in 0..10_000 {
                 let lot = rng.f64();
-                let cost = |&s: &usize| {
-                    cost(0, INITIAL) * slow_start_factor(if s == 0 { share } else { 1.0 }, lot)
+                let cost = |&server: &usize| {
+                    let share = if server == 0 { share } else { 1.0 };
+                    cost(0, INITIAL) * slow_start_factor(share, lot)
                 };
-                hits += u32::from(pick(0..3_usize, &mut rng, cost) == Some(0));
+                picks += u32::from(pick(0..3_usize, &mut rng, cost) == Some(0));
             }
-            let part = f64::from(hits) / 10_000.0;
-            assert!((part - share / 3.0).abs() < 0.03, "{share}: {part}");
-            assert!(part > before);
-            before = part;
+            let picked = f64::from(picks) / 10_000.0;
+            assert!((picked - share / 3.0).abs() < 0.03, "{share}: {picked}");
+            assert!(picked > before);
+            before = picked;
         }
         // A single endpoint takes every request.
         assert_eq!(pick([5].into_iter(), &mut rng, |_| slow_start_factor(0.1, 0.9)), Some(5));
@@ -195,25 +187,25 @@ mod tests {
         assert!(ewma.value(later) < 0.005);
     }
 
-    /// 1,000 nodes × 20 requests a second against three servers, the third five times as slow:
-    /// the two healthy ones share evenly, and the slow one gets clearly less.
+    /// 1,000 nodes send 20 requests a second each to three servers, of which the third is five times as
+    /// slow as the others.
     #[test]
-    fn simulated_nodes_spread_their_load() {
+    fn pick_by_simulated_nodes_gives_a_slow_server_fewer_requests() {
         let service = [0.005, 0.005, 0.025];
         let mut rng = fastrand::Rng::with_seed(42);
         let start = Instant::now();
         let mut nodes: Vec<[(usize, PeakEwma); 3]> =
             vec![std::array::from_fn(|_| (0, PeakEwma::new(start))); 1000];
-        // (negative end time in µs, node, server), so that the heap gives the earliest end.
+        // (negative end, node, server, start); times in µs. The greatest element of the heap ends first.
         let mut running: BinaryHeap<(i64, usize, usize, i64)> = BinaryHeap::new();
         let mut taken = [0_u32; 3];
         for step in 0..200_000_i64 {
             let now_us = step * 50;
-            while let Some(&(end, node, server, begun)) = running.peek()
+            while let Some(&(end, node, server, started)) = running.peek()
                 && -end <= now_us
             {
                 running.pop();
-                let latency = Duration::from_micros((-end - begun) as u64);
+                let latency = Duration::from_micros((-end - started) as u64);
                 let at = start + Duration::from_micros(-end as u64);
                 nodes[node][server].0 -= 1;
                 nodes[node][server].1.observe(latency, at);
@@ -226,12 +218,12 @@ mod tests {
             .unwrap();
             nodes[node][server].0 += 1;
             taken[server] += 1;
-            let took = (service[server] * 1e6 * (0.5 + rng.f64())) as i64;
-            running.push((-(now_us + took), node, server, now_us));
+            let duration = (service[server] * 1e6 * (0.5 + rng.f64())) as i64;
+            running.push((-(now_us + duration), node, server, now_us));
         }
         let (a, b, slow) = (f64::from(taken[0]), f64::from(taken[1]), f64::from(taken[2]));
         assert!((a / b - 1.0).abs() < 0.1, "{taken:?}");
         assert!(slow < 0.5 * a, "{taken:?}");
-        assert!(slow > 0.0, "a slow server is still asked now and then: {taken:?}");
+        assert!(slow > 0.0, "the slow server still gets requests: {taken:?}");
     }
 }

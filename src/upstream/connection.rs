@@ -91,6 +91,10 @@ impl Connection {
         self.lifecycle.state.get()
     }
 
+    pub fn is_to(&self, endpoint: &Arc<Endpoint>) -> bool {
+        Arc::ptr_eq(&self.endpoint, endpoint)
+    }
+
     /// Whether the connection was opened at or before `at`.
     pub fn was_open(&self, at: Instant) -> bool {
         self.stats.was_open(at)

@@ -1,14 +1,13 @@
-//! The credentials that jackstay shows an apiserver: one TLS configuration for each credential class,
-//! reloaded when files change and replaced when the configuration does.
+//! The credentials that jackstay shows an apiserver: one TLS configuration for each credential class. They
+//! are reloaded when the files or the configuration change.
 //!
-//! Requests share a connection only if the apiserver sees the same client certificate for them, or
-//! none. It tries x509 before tokens, so a token on a connection with a certificate would be
-//! authenticated as the subject of the certificate.
+//! Requests share a connection only if the apiserver sees the same client certificate for them, or none.
+//! The apiserver tries x509 before tokens, so it would authenticate a token on a connection with a
+//! certificate as the subject of the certificate.
 //!
-//! A slot is a configured pair of files. The credential in it has a number that belongs to one
-//! subject and is never reused. When the files change to another subject, the credential gets a new
-//! number and connections of the old number drain; so a request in progress can never reach another
-//! identity under its number.
+//! A slot is a configured pair of files. The credential in it has a number that belongs to one subject and
+//! is never reused. When the files change to another subject, the credential gets a new number and the
+//! connections of the old number drain. So the number of a request never leads to another identity.
 
 mod client_tls;
 mod slot;
@@ -31,7 +30,7 @@ use crate::net::tls::pem_files::{self, LoadedCa, LoadedCert};
 use crate::observe::utc::wall_clock;
 use crate::upstream::probe_token::ProbeToken;
 
-/// The class of a request and of a connection: requests of one class share connections.
+/// The credential class of a request and of a connection. Requests of one class share connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum CredentialClass {
     /// The certificate of one configured subject, by the number of its credential
@@ -39,8 +38,8 @@ pub enum CredentialClass {
     Identity(usize),
     /// Bearer tokens that have had an authenticated response; no certificate.
     Token,
-    /// Bearer tokens that have had none yet. The apiserver sends GOAWAY on a connection with an
-    /// invalid token, so these have connections of their own.
+    /// Bearer tokens that have had no authenticated response yet. They have connections of their own,
+    /// because the apiserver sends GOAWAY on a connection that carries an invalid token.
     UnprovenToken,
     /// No credential.
     Anonymous,
@@ -51,7 +50,7 @@ pub enum CredentialClass {
 }
 
 impl CredentialClass {
-    /// Name in logs and status.
+    /// Name in logs and `/status`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Identity(_) => "identity",
@@ -69,12 +68,12 @@ impl CredentialClass {
 #[derive(Debug)]
 pub struct Credentials {
     setup: ArcSwap<Setup>,
-    /// The CA bundle that servers are verified with; `None` verifies no server.
+    /// The CA bundle that verifies servers; with `None` no server is verified.
     ca: ArcSwapOption<LoadedCa>,
     without_certificate: ArcSwap<ClientTls>,
-    /// For [`CredentialClass::Discovery`], once it is loaded.
+    /// The configuration for [`CredentialClass::Discovery`], once it is set.
     discovery: ArcSwapOption<DiscoveryTls>,
-    /// The number of the next subject in a slot.
+    /// The next number of a credential.
     next_number: AtomicUsize,
 }
 
@@ -85,28 +84,28 @@ struct Setup {
     slots: Vec<Arc<IdentitySlot>>,
     /// The slot of the certificate for probes, if one is configured.
     probe: Option<Arc<IdentitySlot>>,
-    /// The token for probes; a probe with a token shows no certificate.
+    /// The token for probes. A probe with a token shows no certificate.
     token: Option<Arc<ProbeToken>>,
 }
 
-/// The configuration for discovery, with the fingerprints of its CA bundle and certificate.
+/// The TLS configuration for discovery, with the fingerprints of its CA bundle and its certificate.
 #[derive(Debug)]
 struct DiscoveryTls {
     tls: Arc<ClientTls>,
     fingerprints: (u64, Option<u64>),
 }
 
-/// Credentials that are loaded and not yet in use, for [`Credentials::install`].
+/// Credentials that are loaded but not in use before [`Credentials::install`].
 #[derive(Debug)]
 pub struct PreparedCredentials {
     setup: Setup,
     ca: Option<LoadedCa>,
-    /// The certificate in each slot's files; `None` where the files do not exist yet.
+    /// The certificate of each slot; `None` if its files do not exist yet.
     loaded: Vec<Option<LoadedCert>>,
 }
 
 impl PreparedCredentials {
-    /// The slots, in the order of the identities they were prepared for.
+    /// The slots, in the order of the identities for which they were prepared.
     pub fn slots(&self) -> &[Arc<IdentitySlot>] {
         &self.setup.slots
     }
@@ -115,9 +114,9 @@ impl PreparedCredentials {
 /// A change found by [`Credentials::refresh`], for the log.
 #[derive(Debug)]
 pub enum CredentialChange {
-    /// A certificate is in use now.
+    /// A new certificate is in use; its subject is unchanged or the first one.
     Identity(Arc<IdentitySlot>),
-    /// A certificate is in use that replaces one of this other subject.
+    /// A new certificate is in use; the previous one had this other subject.
     Replaced(Arc<IdentitySlot>, Subject),
     /// The files of an identity cannot be used; the last valid certificate stays in use.
     IdentityFailed(String),
@@ -130,8 +129,8 @@ pub enum CredentialChange {
 }
 
 impl Credentials {
-    /// Loads the CA bundle and the existing files of `identities`, which include the certificate for
-    /// probes if one is configured.
+    /// Loads the CA bundle and the files of `identities` that exist. `identities` include the certificate
+    /// for probes if one is configured.
     ///
     /// # Errors
     /// The CA bundle cannot be used, or the files of an identity exist but cannot be used.
@@ -149,7 +148,7 @@ impl Credentials {
         Ok(credentials)
     }
 
-    /// Loads the files of another configuration of the same upstream, without using them yet. Slots
+    /// Loads the files of another configuration of the same upstream without putting them into use. Slots
     /// whose file paths are unchanged are kept.
     ///
     /// # Errors
@@ -167,10 +166,9 @@ impl Credentials {
     pub fn install(&self, prepared: PreparedCredentials) {
         let PreparedCredentials { mut setup, ca, loaded } = prepared;
         let slots = setup.slots.clone();
-        let known = self.slots();
-        let is_retired =
-            |old: &&Arc<IdentitySlot>| !slots.iter().any(|slot| Arc::ptr_eq(slot, old));
-        setup.slots.extend(known.iter().filter(is_retired).cloned());
+        let mut retired = self.slots();
+        retired.retain(|old| !slots.iter().any(|slot| Arc::ptr_eq(slot, old)));
+        setup.slots.extend(retired);
         self.setup.store(Arc::new(setup));
         self.set_ca(ca);
         for (slot, certificate) in slots.iter().zip(loaded) {
@@ -180,13 +178,12 @@ impl Credentials {
         }
     }
 
-    /// Removes every slot but those of these identities. Connections with removed certificates
-    /// drain.
+    /// Removes every slot except those of the identities in `keep`. Connections with a removed
+    /// certificate drain.
     pub fn retire(&self, keep: &[CertPaths]) {
-        let setup = self.setup.load();
-        let mut kept = Setup::clone(&setup);
-        kept.slots.retain(|slot| keep.contains(&slot.paths));
-        self.setup.store(Arc::new(kept));
+        let mut setup = Setup::clone(&self.setup.load());
+        setup.slots.retain(|slot| keep.contains(&slot.paths));
+        self.setup.store(Arc::new(setup));
     }
 
     /// When the last certificate of the CA bundle expires; `None` without a bundle.
@@ -195,19 +192,19 @@ impl Credentials {
         ca.as_ref()?.certificates.iter().map(|certificate| certificate.not_after).max()
     }
 
-    /// The slots, in the order in which they are configured.
+    /// The slots: first those that are configured, in their order, then those that are not retired yet.
     pub fn slots(&self) -> Vec<Arc<IdentitySlot>> {
         self.setup.load().slots.clone()
     }
 
-    /// The classes whose certificate is loaded.
+    /// The classes of the identities whose certificate is loaded.
     pub fn loaded(&self) -> Vec<CredentialClass> {
         let setup = self.setup.load();
         let loaded = setup.slots.iter().filter_map(|slot| slot.current.load_full());
         loaded.map(|identity| CredentialClass::Identity(identity.number)).collect()
     }
 
-    /// Every file of these credentials.
+    /// The paths of all files.
     pub fn paths(&self) -> Vec<PathBuf> {
         let setup = self.setup.load();
         let pairs = setup.slots.iter().flat_map(|s| [&s.paths.cert_file, &s.paths.key_file]);
@@ -221,8 +218,8 @@ impl Credentials {
         self.setup.load().token.clone()
     }
 
-    /// The TLS configuration of a class; `None` if the files of its identity do not exist yet, hold
-    /// another subject now, or are no longer configured.
+    /// The TLS configuration of a class. `None` for an identity whose files contain another subject now or
+    /// are no longer configured, and for discovery before its certificate is set.
     pub fn tls(&self, class: CredentialClass) -> Option<Arc<ClientTls>> {
         let setup = self.setup.load();
         let shown = match class {
@@ -250,11 +247,11 @@ impl Credentials {
         ))
     }
 
-    /// Sets the certificate that discovery shows, or none beside a token. Connections with another
-    /// one drain. To be called again when the CA bundle may have changed; an unchanged result is
-    /// kept.
+    /// Sets the certificate that discovery shows; with a token it shows none. Connections with another
+    /// certificate drain. Call this again when the CA bundle may have changed. If neither has changed,
+    /// connections stay in use.
     pub fn set_discovery_certificate(&self, certificate: Option<&LoadedCert>) {
-        // No credential is shown to a server that is not verified.
+        // Discovery shows no credential to a server that is not verified.
         let Some(ca) = self.ca.load_full() else { return };
         let fingerprints = (ca.fingerprint, certificate.map(|loaded| loaded.fingerprint));
         if self.discovery.load().as_ref().is_none_or(|shown| shown.fingerprints != fingerprints) {
@@ -263,39 +260,39 @@ impl Credentials {
         }
     }
 
-    /// Reads all files again and puts valid changes into use. Blocks on the disk: not to be called on
-    /// the data plane.
+    /// Reads all files again and puts valid changes into use. Blocks on the disk, so it must not be called
+    /// on the data plane.
     pub fn refresh(&self) -> Vec<CredentialChange> {
-        let mut events = Vec::new();
+        let mut changes = Vec::new();
         let setup = self.setup.load();
         match setup.ca_file.as_deref().map(pem_files::load_ca).transpose() {
-            Ok(ca) => events.extend(self.set_ca(ca).then_some(CredentialChange::Ca)),
-            Err(error) => events.push(CredentialChange::CaFailed(error.to_string())),
+            Ok(ca) => changes.extend(self.set_ca(ca).then_some(CredentialChange::Ca)),
+            Err(error) => changes.push(CredentialChange::CaFailed(error.to_string())),
         }
         for slot in &setup.slots {
             match load_valid(&slot.paths) {
                 Ok(certificate) => {
-                    let before = slot.certificate().map(|info| info.subject);
-                    let before = before.filter(|before| *before != certificate.info.subject);
+                    let previous = slot.certificate().map(|info| info.subject);
+                    let other = previous.filter(|subject| *subject != certificate.info.subject);
                     if self.set_certificate(slot, certificate) {
                         let slot = Arc::clone(slot);
-                        events.push(match before {
-                            Some(before) => CredentialChange::Replaced(slot, before),
+                        changes.push(match other {
+                            Some(other) => CredentialChange::Replaced(slot, other),
                             None => CredentialChange::Identity(slot),
                         });
                     }
                 }
                 Err(error) => {
-                    events.extend(slot.failed(&error).map(CredentialChange::IdentityFailed));
+                    changes.extend(slot.failed(&error).map(CredentialChange::IdentityFailed));
                 }
             }
         }
         let token = setup.token.as_ref().map(|token| token.refresh());
-        events.extend(token.and_then(Result::err).map(CredentialChange::TokenFailed));
-        events
+        changes.extend(token.and_then(Result::err).map(CredentialChange::TokenFailed));
+        changes
     }
 
-    /// Puts a CA bundle into use; returns whether it has changed.
+    /// Puts a CA bundle into use. Returns whether it differs from the previous one.
     fn set_ca(&self, ca: Option<LoadedCa>) -> bool {
         let known = self.ca.load().as_ref().map(|ca| ca.fingerprint);
         if ca.as_ref().map(|ca| ca.fingerprint) == known {
@@ -311,22 +308,23 @@ impl Credentials {
         true
     }
 
-    /// Puts a certificate into use; returns whether it has changed.
+    /// Puts a certificate into use. Returns whether it differs from the previous one.
     fn set_certificate(&self, slot: &IdentitySlot, certificate: LoadedCert) -> bool {
         slot.clear_error();
         let known = slot.current.load().as_ref().map(|i| i.certificate.fingerprint);
-        let another = known != Some(certificate.fingerprint);
-        if another {
+        let changed = known != Some(certificate.fingerprint);
+        if changed {
             self.put(slot, Arc::new(certificate));
         }
-        another
+        changed
     }
 
+    /// Puts a certificate into its slot, with TLS configurations for the current CA bundle.
     fn put(&self, slot: &IdentitySlot, certificate: Arc<LoadedCert>) {
         let number = slot.number_of(&certificate.info.subject);
         let number = number.unwrap_or_else(|| self.next_number.fetch_add(1, Ordering::Relaxed));
-        // No certificate is shown to servers that are not verified; the configuration rules refuse
-        // identities there.
+        // Without a CA bundle no server is verified, and no certificate is shown. The configuration rules
+        // refuse identities in this case.
         slot.current.store(self.ca.load().as_ref().map(|ca| {
             let tls = Arc::new(client_tls(ca, Some(&certificate)));
             Arc::new(Identity { number, certificate, tls })
@@ -334,6 +332,7 @@ impl Credentials {
     }
 }
 
+/// Loads the files of a configuration. Slots of `known` whose file paths are unchanged are kept.
 fn prepare(
     upstream: &Upstream,
     identities: &[CertPaths],
@@ -359,12 +358,12 @@ fn prepare(
         loaded.push(certificate);
     }
     let readyz = &upstream.health.readyz;
-    let probe = readyz.cert.as_ref().and_then(|cert| slots.iter().find(|s| s.paths == *cert));
+    let probe = slots.iter().find(|slot| readyz.cert.as_ref() == Some(&slot.paths)).cloned();
     Ok(PreparedCredentials {
         ca,
         setup: Setup {
             ca_file: upstream.tls.ca_file.clone(),
-            probe: probe.cloned(),
+            probe,
             token: readyz.token_file.as_deref().map(|file| Arc::new(ProbeToken::load(file))),
             slots,
         },
@@ -372,7 +371,7 @@ fn prepare(
     })
 }
 
-/// Loads a certificate; an expired one is an error, so that it does not replace a valid one.
+/// Loads a certificate. An expired one is an error, so that it does not replace a valid one.
 fn load_valid(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
     let certificate = pem_files::load_cert(paths)?;
     certificate.info.check_time(&paths.cert_file, wall_clock())?;

@@ -3,15 +3,15 @@
 //! | state | entered when | effect |
 //! |---|---|---|
 //! | connecting | no connection is live, or `/readyz` was not answered yet | connects are tried |
-//! | ready | connected, and `/readyz` is ok or cannot be asked | first choice |
-//! | degraded | connected, but `/readyz` fails | no new requests while another endpoint is ready; nothing is closed, watches move away ([`super::evacuation`]) |
-//! | suspect | connected, but no connection has had its PING answered for 500 ms | no new requests while another endpoint is usable; a fresh connection is tried |
-//! | ejected | no connection is live and a fresh connect failed | no requests; retried with jittered backoff |
-//! | `no_h2` | the peer does not choose `h2` by ALPN | as ejected, with its own reason |
+//! | ready | connected, and `/readyz` is ok or is not asked | first choice |
+//! | degraded | connected, but `/readyz` fails | no new requests while another endpoint is ready; connections stay open, and watches move away ([`super::evacuation`]) |
+//! | suspect | connected, but on every connection a PING has been unanswered for 500 ms | no new requests while another endpoint is usable; a fresh connection is tried |
+//! | ejected | no connection is live and a fresh connect failed; or the prober found that the process does not answer | no requests; connects are retried with jittered backoff |
+//! | `no_h2` | no connection is live and the peer does not choose `h2` by ALPN | as ejected |
 //! | leaving | removed from the set of endpoints | its connections drain |
 //!
-//! Workers and the prober report what they observe. [`health`] derives the state, a pure state
-//! machine; [`Endpoint`] publishes each transition once: in metrics, in the log and as an event.
+//! Workers and the prober report observations. The state machine in [`health`] derives the state from
+//! them. [`Endpoint`] publishes each transition in metrics, in the log and as an event.
 
 mod connect;
 mod connections;
@@ -45,34 +45,34 @@ use crate::observe::events::{Change, EventKind};
 use crate::observe::utc::{Utc, wall_clock};
 use crate::observe::{EndpointMetrics, StateGauge};
 
-/// An endpoint, shared by the workers, the prober and the admin page.
+/// An endpoint, shared by the workers, the prober and the admin server.
 #[derive(Debug)]
 pub struct Endpoint {
-    /// Name of its upstream.
+    /// The name of the upstream.
     pub upstream: Arc<str>,
     /// Host and port.
     pub address: EndpointAddress,
-    /// The address as text: a label in logs and metrics.
+    /// The address as text, for logs and metrics.
     pub label: Arc<str>,
-    /// Name sent as SNI and verified in its certificate.
+    /// The name that is sent as SNI and verified in the certificate.
     pub server_name: ServerName<'static>,
-    /// Its metrics.
+    /// The metrics of the endpoint.
     pub metrics: Arc<EndpointMetrics>,
     guarded: Mutex<Guarded>,
-    /// Copy of the state of `guarded.health`, for readers that must not wait.
+    /// A copy of the state of `guarded.health`, for readers that must not wait for the lock.
     state: AtomicU8,
     slow_start: SlowStart,
     statistics: EndpointStatistics,
-    /// What requests report to its prober.
+    /// Signals from requests to the prober.
     pub probe: ProbeSignals,
     fallback: AtomicBool,
-    /// Notified when a connection was opened or closed.
+    /// Notified when a connection is opened or closed.
     connections_changed: Notify,
-    /// Notified when it is removed from the set.
+    /// Notified when the endpoint is removed from the set.
     removal: Notify,
 }
 
-/// What changes together, under one lock.
+/// The parts that change together, under one lock.
 #[derive(Debug)]
 struct Guarded {
     health: EndpointHealth,
@@ -86,11 +86,11 @@ struct Guarded {
 }
 
 impl Endpoint {
-    /// An endpoint in state connecting. `server_name` overrides the host of the address as SNI and
-    /// as the name to verify.
+    /// An endpoint in state connecting. `server_name` replaces the host of the address as SNI and as the
+    /// name to verify.
     ///
     /// # Errors
-    /// The server name is no DNS name or IP address.
+    /// The name is neither a DNS name nor an IP address.
     pub fn new(
         upstream: &Arc<str>,
         address: &EndpointAddress,
@@ -127,8 +127,8 @@ impl Endpoint {
         }))
     }
 
-    /// The addresses to connect to. `localhost` is both loopback addresses, without a DNS query
-    /// (RFC 6761 section 6.3).
+    /// The addresses to connect to. A host that is no IP address is `localhost`, which means both loopback
+    /// addresses without a DNS query (RFC 6761 section 6.3).
     pub fn socket_addresses(&self) -> Vec<SocketAddr> {
         let port = self.address.port;
         match self.address.host.parse::<IpAddr>() {
@@ -140,17 +140,18 @@ impl Endpoint {
         }
     }
 
-    /// The state. One atomic load: the picker asks every candidate.
+    /// The state. One atomic load, because it is read for every candidate of a pick.
     pub fn state(&self) -> EndpointState {
         EndpointState::ALL[usize::from(self.state.load(Ordering::Relaxed))]
     }
 
-    /// Why it is in its state.
+    /// Why the endpoint is in its state.
     pub fn reason(&self) -> String {
         self.guarded().health.state().1.to_owned()
     }
 
-    /// Whether requests are answered there: also before the first `/readyz`, once connected.
+    /// Whether requests may be sent to the endpoint. This includes one that is connected but has not
+    /// answered `/readyz` yet.
     pub fn is_usable(&self) -> bool {
         match self.state() {
             EndpointState::Ready | EndpointState::Degraded | EndpointState::Suspect => true,
@@ -159,51 +160,51 @@ impl Endpoint {
         }
     }
 
-    /// For how long it has been ready; `None` while it is not.
+    /// How long the endpoint has been ready; `None` while it is not.
     pub fn ready_for(&self, now: Instant) -> Option<Duration> {
         self.slow_start.ready_for(now)
     }
 
-    /// Share of the picks that it takes part in, in 0..=1: less than 1 for a while after a recovery
-    /// ([`super::balance::slow_start`]).
+    /// Share of the picks in which the endpoint takes part, in 0..=1. It is below 1 for a while after a
+    /// recovery ([`super::balance::slow_start`]).
     pub fn slow_start_share(&self, now: Instant) -> f64 {
         self.slow_start.share(now)
     }
 
-    /// Whether it is a configured endpoint that discovery did not report: picked only where no
-    /// other endpoint of the same state is there.
+    /// Whether it is a fallback: a configured endpoint that discovery did not report. A fallback is picked
+    /// only if there is no other endpoint of the same state.
     pub fn is_fallback(&self) -> bool {
         self.fallback.load(Ordering::Relaxed)
     }
 
-    /// Marks it as a fallback, or as none.
+    /// Sets whether it is a fallback.
     pub fn set_fallback(&self, fallback: bool) {
         self.fallback.store(fallback, Ordering::Relaxed);
     }
 
-    /// Removes it from the set: its connections drain.
+    /// Records that the endpoint was removed from the set. Its connections drain.
     pub fn remove(&self) {
         self.observe(Observation::Removed);
         self.removal.notify_waiters();
     }
 
-    /// Waits until it is removed from the set.
+    /// Waits until the endpoint is removed from the set.
     pub async fn removed(&self) {
         let mut removal = std::pin::pin!(self.removal.notified());
-        // Registered before the state is read, so that no removal falls in between.
+        // Registered before the state is read, so that no removal is missed.
         removal.as_mut().enable();
         if self.state() != EndpointState::Leaving {
             removal.await;
         }
     }
 
-    /// One `/readyz` failed or is overdue. Returns whether the one before was ok.
+    /// Records that a `/readyz` failed or is overdue. Returns whether the previous one was ok.
     pub fn note_probe_failing(&self, now: Instant) -> bool {
         self.guarded().health.note_probe_failing(now);
         !self.probe.set_failing(true)
     }
 
-    /// One `/readyz`, asked at `asked_at`, was ok.
+    /// Records that the `/readyz` request of `asked_at` was ok.
     pub fn note_probe_ok(&self, asked_at: Instant) {
         self.guarded().health.note_probe_ok(asked_at);
         self.probe.set_failing(false);
@@ -214,18 +215,18 @@ impl Endpoint {
         self.guarded().last_check = Some(check);
     }
 
-    /// Its readiness, for evacuations.
+    /// The readiness of the endpoint, for evacuations.
     pub fn readiness(&self) -> EndpointReadiness {
         self.guarded().health.readiness()
     }
 
-    /// Passive evidence: a response with this status arrived.
+    /// Records that a response head with this status arrived.
     pub fn response_received(&self, status: u16) {
         self.metrics.answered(status);
         self.probe.response_received(status);
     }
 
-    /// The row of `/status`.
+    /// The endpoint in `/status`.
     pub fn status(&self) -> EndpointStatus {
         let usable = self.is_usable();
         let connections = self.statistics.connections();
@@ -258,8 +259,8 @@ impl Endpoint {
         self.guarded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes in an observation: steps the health, publishes the transition, and resets the backoff of
-    /// connects once one has succeeded.
+    /// Takes in an observation: steps the health and publishes the transition. If a connect has succeeded,
+    /// the backoff is reset.
     pub fn observe(&self, observation: Observation<'_>) {
         let mut guarded = self.guarded();
         let connected =
@@ -310,7 +311,7 @@ impl Endpoint {
     }
 }
 
-/// Time that an endpoint has spent out of service since it joined the set.
+/// Time in which the endpoint was ejected since it joined the set, and number of ejections.
 #[derive(Debug, Default)]
 struct Downtime {
     total: Duration,
@@ -329,14 +330,14 @@ impl Downtime {
         }
     }
 
-    /// The total at `now`, including a downtime that has not ended.
+    /// The total at `now`, including an ejection that has not ended.
     fn total(&self, now: Instant) -> Duration {
         self.total + self.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 }
 
 impl Guarded {
-    /// Value of the `reason` label of the ejection counter.
+    /// The value of the label `reason` of the ejection counter.
     fn ejection_label(&self, to: EndpointState) -> &'static str {
         if to == EndpointState::NoH2 {
             "no_h2"

@@ -1,10 +1,10 @@
-//! The result of each source of endpoints: for `/status`, `/readyz`, metrics, and for the error text
-//! of requests while no endpoint is known.
+//! A report on each source of endpoints, for `/status`, `/readyz` and metrics, and for the error text of
+//! requests while no endpoint is known.
 //!
-//! The control plane writes it; all threads read it. It holds no endpoints, only counts and errors.
+//! The control plane writes the reports, and all threads read them. They contain no endpoints, but only
+//! their number and errors.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -14,17 +14,17 @@ use crate::observe::Metrics;
 use crate::observe::events::{Change, EventKind};
 use crate::observe::utc::{Utc, wall_clock};
 
-/// Where endpoints come from. The order is that of trust in the name to verify: configured names win
-/// over discovered ones.
+/// Where endpoints come from. If two sources report an address with different names to verify, the name of
+/// the first source in this order is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum EndpointSource {
     /// IP addresses in the configuration.
     Static,
-    /// `endpoints_file`.
+    /// The `endpoints_file`.
     File,
-    /// Names in the configuration.
+    /// DNS names in the configuration.
     Dns,
-    /// `EndpointSlices` of `default/kubernetes`.
+    /// The `EndpointSlices` of `default/kubernetes`.
     Slices,
     /// The state file that jackstay wrote.
     State,
@@ -33,7 +33,7 @@ pub enum EndpointSource {
 impl EndpointSource {
     pub const ALL: [Self; 5] = [Self::Static, Self::File, Self::Dns, Self::Slices, Self::State];
 
-    /// Its name in logs, metrics, status and on disk.
+    /// Name in logs, metrics, `/status` and the state file.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Static => "static",
@@ -48,34 +48,36 @@ impl EndpointSource {
         Self::ALL.into_iter().find(|source| source.as_str() == name)
     }
 
-    /// Whether it discovers endpoints: these are the first choice, and the configured ones a fallback.
+    /// Whether the source discovers endpoints. While such a source has endpoints, the configured ones are
+    /// only a fallback.
     pub fn discovers(self) -> bool {
         matches!(self, Self::File | Self::Slices)
     }
 }
 
+/// The report on one source.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SourceReport {
-    /// When it last gave a usable answer.
+    /// When the source last gave or confirmed a usable answer.
     pub last_success: Option<SystemTime>,
-    /// How many endpoints that answer has.
+    /// Number of endpoints in that answer.
     pub endpoints: usize,
-    /// Why the last query failed; the last usable answer stays in use.
+    /// Why the last query failed. The last usable answer stays in use.
     error: Option<String>,
-    /// Why its last answer is not usable; the one before stays in use.
+    /// Why the last answer is not usable. The previous one stays in use.
     unusable: Option<String>,
     /// Further information, such as the age of a file.
     pub note: Option<String>,
 }
 
 impl SourceReport {
-    /// Why it gives no usable answer now.
+    /// Why the source gives no usable answer now.
     pub fn current_error(&self) -> Option<&str> {
         self.error.as_deref().or(self.unusable.as_deref())
     }
 }
 
-/// The results of all sources of one upstream.
+/// The reports on all sources of one upstream.
 #[derive(Debug)]
 pub struct Sources {
     upstream: Arc<str>,
@@ -92,7 +94,7 @@ impl Sources {
         }
     }
 
-    /// A source is configured and has not answered yet.
+    /// Adds a configured source that has not answered yet.
     pub fn expect(&self, source: EndpointSource) {
         self.reports().entry(source).or_insert_with(|| {
             self.metrics.discovered(&self.upstream, source.as_str(), 0.0);
@@ -100,19 +102,19 @@ impl Sources {
         });
     }
 
-    /// A source is no longer configured.
+    /// Removes a source that is no longer configured.
     pub fn forget(&self, source: EndpointSource) {
         self.reports().remove(&source);
     }
 
-    /// A source gave a usable answer with this many endpoints; `partial_error` says why some may be
+    /// Records a usable answer with this number of endpoints. `partial_error` is the reason why some may be
     /// missing.
     pub fn succeeded(&self, source: EndpointSource, endpoints: usize, partial_error: Option<&str>) {
         if partial_error.is_some() {
             self.metrics.discovery_failed(&self.upstream, source.as_str());
         }
-        self.lives(source);
-        self.report(source, |report| {
+        self.record_success_time(source);
+        self.update(source, |report| {
             report.last_success = Some(wall_clock());
             report.endpoints = endpoints;
             report.unusable = None;
@@ -120,44 +122,45 @@ impl Sources {
         });
     }
 
-    /// A source answered that nothing has changed. If its last answer is not usable, that remains.
+    /// Records that the last answer of a source is unchanged. If that answer is not usable, this error
+    /// remains.
     pub fn confirmed(&self, source: EndpointSource) {
         if self.reports().get(&source).is_some_and(|report| report.unusable.is_some()) {
-            return self.report(source, |report| report.error = None);
+            return self.update(source, |report| report.error = None);
         }
-        self.lives(source);
-        self.report(source, |report| {
+        self.record_success_time(source);
+        self.update(source, |report| {
             report.last_success = Some(wall_clock());
             report.error = None;
         });
     }
 
-    /// Whether the last result of a source is an error.
+    /// Whether a source gives no usable answer now.
     pub fn is_failing(&self, source: EndpointSource) -> bool {
         self.reports().get(&source).is_some_and(|report| report.current_error().is_some())
     }
 
-    /// Further information about a source, such as the age of its answer.
+    /// Sets [`SourceReport::note`].
     pub fn note(&self, source: EndpointSource, note: String) {
         self.reports().entry(source).or_default().note = Some(note);
     }
 
-    /// A query of a source failed.
+    /// Records that a query of a source failed.
     pub fn failed(&self, source: EndpointSource, error: &str) {
         self.metrics.discovery_failed(&self.upstream, source.as_str());
-        self.report(source, |report| report.error = Some(error.to_owned()));
+        self.update(source, |report| report.error = Some(error.to_owned()));
     }
 
-    /// The answer of a source is not usable, until it gives another one.
-    pub fn unusable(&self, source: EndpointSource, why: &str) {
+    /// Records that the answer of a source is not usable. This holds until it gives another one.
+    pub fn unusable(&self, source: EndpointSource, reason: &str) {
         self.metrics.discovery_failed(&self.upstream, source.as_str());
-        self.report(source, |report| {
-            (report.error, report.unusable) = (None, Some(why.to_owned()));
+        self.update(source, |report| {
+            (report.error, report.unusable) = (None, Some(reason.to_owned()));
         });
     }
 
-    /// This many entries of a source were refused, for a reason of a fixed list; `entries` names them
-    /// unless they were logged before.
+    /// Records that `count` entries of a source were refused. `reason` is one of a fixed list. `entries`
+    /// names them; it is `None` if they were logged before.
     pub fn refused(
         &self,
         source: EndpointSource,
@@ -175,21 +178,18 @@ impl Sources {
         self.reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The error of each failing source, in one line.
+    /// The errors of all sources that are failing or have not answered, in one line.
     pub fn current_errors(&self) -> String {
-        let mut text = String::new();
-        for (source, report) in self.reports().iter() {
-            let why = match report.current_error() {
-                Some(error) => error,
-                None if report.last_success.is_none() => "no answer yet",
-                None => continue,
-            };
-            let gap = if text.is_empty() { "" } else { "; " };
-            let _ = write!(text, "{gap}{}: {why}", source.as_str());
-        }
-        text
+        let reports = self.reports();
+        let errors = reports.iter().filter_map(|(source, report)| {
+            let unanswered = report.last_success.is_none().then_some("no answer yet");
+            let error = report.current_error().or(unanswered)?;
+            Some(format!("{}: {error}", source.as_str()))
+        });
+        errors.collect::<Vec<_>>().join("; ")
     }
 
+    /// The sources in `/status`.
     pub fn status(&self, now: SystemTime) -> Vec<Value> {
         let reports = self.reports();
         let status = reports.iter().map(|(source, report)| {
@@ -205,45 +205,43 @@ impl Sources {
         status.collect()
     }
 
-    /// Changes the result of a source, and logs an error that is new or over.
-    fn report(&self, source: EndpointSource, change: impl FnOnce(&mut SourceReport)) {
+    /// Changes the report on a source. Publishes an event if its current error has changed.
+    fn update(&self, source: EndpointSource, change: impl FnOnce(&mut SourceReport)) {
         let mut reports = self.reports();
         let report = reports.entry(source).or_default();
-        let before = report.current_error().map(str::to_owned);
+        let previous = report.current_error().map(str::to_owned);
         change(report);
-        let now = report.current_error().map(str::to_owned);
+        let current = report.current_error().map(str::to_owned);
         let answered = report.last_success.is_some();
         let others = others_in_use(&reports, source);
         drop(reports);
-        if now == before {
+        if current == previous {
             return;
         }
-        let was = match before {
+        let from = match previous {
             Some(_) => "failing",
             None if answered => "ok",
             None => "unknown",
         };
-        let without_answer = format!("never answered; {others}");
-        let change = match (&now, &before) {
-            (Some(error), _) => Change {
-                effect: if answered { "its last answer stays in use" } else { &without_answer },
-                bad: true,
-                ..self.change(source, (was, "failing"), error)
-            },
-            (None, error) => Change {
-                effect: "it answers again",
-                ..self.change(source, (was, "ok"), error.as_deref().unwrap_or_default())
-            },
+        let failing = current.is_some();
+        let effect = match (failing, answered) {
+            (false, _) => "it answers again".to_owned(),
+            (true, true) => "its last answer stays in use".to_owned(),
+            (true, false) => format!("never answered; {others}"),
         };
-        self.metrics.events().changed(&change);
+        let states = (from, if failing { "failing" } else { "ok" });
+        let reason = current.or(previous).unwrap_or_default();
+        let change = self.change(source, states, &reason);
+        self.metrics.events().changed(&Change { effect: &effect, bad: failing, ..change });
     }
 
-    /// A source gave a usable answer.
-    fn lives(&self, source: EndpointSource) {
+    /// Sets the metric of the time at which a source last gave or confirmed a usable answer.
+    fn record_success_time(&self, source: EndpointSource) {
         let at = wall_clock().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
         self.metrics.discovered(&self.upstream, source.as_str(), at);
     }
 
+    /// A change of a source from the first to the second of `states`.
     fn change<'a>(
         &'a self,
         source: EndpointSource,
@@ -264,7 +262,7 @@ impl Sources {
     }
 }
 
-/// The sources other than `source` that have endpoints, as text.
+/// Text that names the sources other than `source` that have endpoints.
 fn others_in_use(
     reports: &BTreeMap<EndpointSource, SourceReport>,
     source: EndpointSource,
@@ -277,7 +275,7 @@ fn others_in_use(
     }
 }
 
-/// Whole seconds since then; 0 if a clock went back.
+/// Whole seconds from `then` to `now`; 0 if the clock was set back.
 pub fn age(then: SystemTime, now: SystemTime) -> u64 {
     now.duration_since(then).unwrap_or_default().as_secs()
 }
@@ -299,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_source_keeps_its_endpoints_and_reports_the_error() {
+    fn failed_keeps_the_endpoints_and_reports_the_error() {
         let sources = sources();
         assert_eq!(sources.current_errors(), "");
         sources.expect(EndpointSource::Dns);
@@ -322,6 +320,7 @@ mod tests {
         sources.forget(EndpointSource::Dns);
         assert_eq!(sources.status(wall_clock()).len(), 1);
     }
+
     #[test]
     fn unusable_answer_stays_an_error_while_the_source_confirms_it() {
         let sources = sources();
@@ -330,16 +329,16 @@ mod tests {
             events.iter().map(|e| format!("{} {} {}", e.from, e.to, e.reason)).collect()
         };
         sources.succeeded(EndpointSource::Slices, 3, None);
-        let good = sources.reports()[&EndpointSource::Slices].last_success;
+        let last_success = sources.reports()[&EndpointSource::Slices].last_success;
         sources.unusable(EndpointSource::Slices, "empty");
-        // A bookmark; a lost connection, and another one.
+        // A bookmark confirms the answer, then the connection is lost and opened again.
         sources.confirmed(EndpointSource::Slices);
         assert_eq!(sources.current_errors(), "slices: empty");
         sources.failed(EndpointSource::Slices, "lost");
         assert_eq!(sources.current_errors(), "slices: lost");
         sources.confirmed(EndpointSource::Slices);
         assert_eq!(sources.current_errors(), "slices: empty");
-        assert_eq!(sources.reports()[&EndpointSource::Slices].last_success, good);
+        assert_eq!(sources.reports()[&EndpointSource::Slices].last_success, last_success);
         sources.succeeded(EndpointSource::Slices, 2, None);
         assert_eq!(sources.current_errors(), "");
         let expected = [

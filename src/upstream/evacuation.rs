@@ -1,23 +1,23 @@
-//! Moves watches away from an apiserver whose `/readyz` fails, while their streams still work.
+//! Moves watches away from an apiserver whose `/readyz` fails while their streams still work.
 //!
-//! An apiserver that has lost its etcd answers PINGs and keeps its watches open, but delivers no
-//! events. To close these watches would make the outage worse. To move a watch that can be resumed is
-//! invisible to its client, and a watch that no other endpoint takes stays where it is. So the
-//! threshold is low:
+//! An apiserver that has lost its etcd answers PINGs and keeps its watches open, but delivers no events.
+//! Closing these watches would make the outage worse. The client of a watch that can be resumed does not
+//! notice a move, and a watch that no other endpoint accepts stays where it is. So a low threshold does no
+//! harm:
 //!
-//! | the latest `/readyz` of the endpoint | watches that move |
+//! | latest `/readyz` of the endpoint | watches that move |
 //! |---|---|
 //! | ok | none |
 //! | failed, or outstanding for half of its timeout | those that delivered events and have fallen silent |
-//! | failed `fall` times: the endpoint is degraded | all that can |
+//! | failed `fall` times in a row, so that the endpoint is degraded | all that can be resumed |
 //!
-//! A target must be ready, and its own `/readyz` must have been asked after the first failure and
-//! been ok; the prober asks the other endpoints at once. Where all apiservers lose etcd together no
-//! endpoint qualifies, and nothing moves.
+//! A target must be ready, and a `/readyz` request that was sent to it after the first failure must have
+//! been ok. The prober asks the other endpoints at once. If all apiservers lose etcd together, no endpoint
+//! qualifies and nothing moves.
 //!
-//! All moves are offered within [`WINDOW`], after a random delay of up to [`START_JITTER`]; the picker
-//! spreads the watches over the ready endpoints. [`super::rebalance`] moves watches back slowly once
-//! the apiserver has recovered.
+//! All moves are offered within [`WINDOW`], after a random delay of up to [`START_JITTER`]. The pool spreads
+//! the watches over the targets. When the apiserver has recovered, [`super::rebalance`] moves watches back
+//! slowly.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -29,15 +29,15 @@ use super::connection::{Connection, ConnectionState};
 use super::endpoint::{Endpoint, EndpointReadiness, EndpointState};
 use super::watch_moves::MoveEligibility;
 
-/// An evacuation starts within this time of its cause, chosen at random: other nodes see the same
-/// failure at the same time.
+/// Upper limit of the random delay before an evacuation, because other nodes see the same failure at the
+/// same time.
 pub const START_JITTER: Duration = Duration::from_millis(200);
-/// Time in which every watch that should move is offered a move.
+/// Time within which every watch that should move is offered a move.
 pub const WINDOW: Duration = Duration::from_millis(400);
-/// Least pause between two offers.
+/// Shortest pause between two offers.
 const OFFER_PAUSE: Duration = Duration::from_millis(100);
 
-/// Whether an endpoint may take the watches of one whose probe fails since `failing_since`.
+/// Whether an endpoint may take the watches of one whose probe has failed since `failing_since`.
 fn may_take_over(target: &EndpointReadiness, failing_since: Instant) -> bool {
     target.state == EndpointState::Ready
         && target.probe_failing_since.is_none()
@@ -50,7 +50,7 @@ fn leaving_watches(source: &EndpointReadiness) -> Option<MoveEligibility> {
     match source.state {
         EndpointState::Degraded => Some(MoveEligibility::All),
         EndpointState::Ready | EndpointState::Connecting => Some(MoveEligibility::Silent),
-        // The connections are suspect or lost; their health decides.
+        // The connections are suspect or lost, and their own health decides when watches leave.
         EndpointState::Suspect
         | EndpointState::Ejected
         | EndpointState::NoH2
@@ -66,7 +66,7 @@ pub struct Evacuation {
     targets: Rc<[Arc<Endpoint>]>,
 }
 
-/// The endpoints to evacuate now. Allocates nothing while every probe is ok.
+/// The evacuations that are due now. Allocates nothing while every probe is ok.
 pub fn evacuations(endpoints: &[Arc<Endpoint>]) -> Vec<Evacuation> {
     if !endpoints.iter().any(|endpoint| endpoint.probe.is_failing()) {
         return Vec::new();
@@ -81,8 +81,8 @@ pub fn evacuations(endpoints: &[Arc<Endpoint>]) -> Vec<Evacuation> {
         .collect()
 }
 
-/// The table of the module: for each endpoint to evacuate its index, the watches that leave, and the
-/// indices of the targets.
+/// Decides by the table of this module. Returns for each endpoint to evacuate its index, the watches that
+/// leave, and the indices of the targets.
 pub fn decide(
     endpoints: &[EndpointReadiness],
 ) -> impl Iterator<Item = (usize, MoveEligibility, Vec<usize>)> + '_ {
@@ -95,10 +95,10 @@ pub fn decide(
     })
 }
 
-/// How many of `watches` are offered a move, `elapsed` after the last offer.
+/// Number of moves to offer to this number of watches, `elapsed` after the last offer.
 pub fn due_moves(watches: usize, elapsed: Duration) -> usize {
-    let part = (elapsed.as_secs_f64() / WINDOW.as_secs_f64()).min(1.0);
-    (watches as f64 * part).ceil() as usize
+    let share = (elapsed.as_secs_f64() / WINDOW.as_secs_f64()).min(1.0);
+    (watches as f64 * share).ceil() as usize
 }
 
 /// The evacuations in progress of one class of a pool.
@@ -116,35 +116,33 @@ struct ActiveEvacuation {
 }
 
 impl ActiveEvacuations {
-    /// Starts, continues and ends evacuations. The pool calls it on every maintenance.
-    pub fn tick(&mut self, connections: &[Rc<Connection>], wanted: &[Evacuation], now: Instant) {
-        if wanted.is_empty() && self.active.is_empty() {
-            return;
-        }
+    /// Starts, continues and ends evacuations, so that the active ones are those that are `due`. The pool
+    /// calls it in each maintenance.
+    pub fn tick(&mut self, connections: &[Rc<Connection>], due: &[Evacuation], now: Instant) {
         let continues = |active: &ActiveEvacuation| {
-            wanted.iter().any(|evacuation| {
+            due.iter().any(|evacuation| {
                 Arc::ptr_eq(&evacuation.endpoint, &active.source)
                     && evacuation.eligible == active.eligible
             })
         };
         for ended in self.active.extract_if(.., |active| !continues(active)) {
-            for connection in connections.iter().filter(|c| Arc::ptr_eq(&c.endpoint, &ended.source))
-            {
+            for connection in connections.iter().filter(|c| c.is_to(&ended.source)) {
                 connection.moves.withdraw();
             }
         }
-        for evacuation in wanted {
+        for evacuation in due {
             self.advance(connections, evacuation, now);
         }
     }
 
+    /// Starts an evacuation, or offers its next moves.
     fn advance(&mut self, connections: &[Rc<Connection>], evacuation: &Evacuation, now: Instant) {
         let Evacuation { endpoint, eligible, targets } = evacuation;
         let with_watches = || {
-            connections.iter().filter(|c| {
-                Arc::ptr_eq(&c.endpoint, endpoint)
-                    && c.state() != ConnectionState::Dead
-                    && c.watches() > 0
+            connections.iter().filter(|connection| {
+                connection.is_to(endpoint)
+                    && connection.state() != ConnectionState::Dead
+                    && connection.watches() > 0
             })
         };
         let active = self.active.iter_mut().find(|active| Arc::ptr_eq(&active.source, endpoint));
@@ -183,92 +181,93 @@ mod tests {
     use super::*;
     use EndpointState::{Connecting, Degraded, Ejected, Leaving, NoH2, Ready};
 
-    /// A readiness; times are in seconds.
-    fn known(
-        state: EndpointState,
-        probe_failing_since: Option<u64>,
-        last_ready_probe: Option<u64>,
-    ) -> EndpointReadiness {
-        let zero = Instant::now();
-        // One zero for all of a table: `Instant::now` must not differ between its rows.
-        thread_local!(static ZERO: std::cell::OnceCell<Instant> = const { std::cell::OnceCell::new() });
-        let zero = ZERO.with(|cell| *cell.get_or_init(|| zero));
-        let at = |seconds| zero + Duration::from_secs(seconds);
-        EndpointReadiness {
-            state,
-            probe_failing_since: probe_failing_since.map(at),
-            last_ready_probe: last_ready_probe.map(at),
-        }
-    }
-
     #[test]
     fn decide_evacuates_by_the_table() {
-        let last_ready_probe = known(Ready, None, Some(21));
-        let before = known(Ready, None, Some(20));
-        for (here, others, expected) in [
-            // Its probe is ok.
-            (known(Ready, None, Some(5)), [last_ready_probe, last_ready_probe], None),
+        let start = Instant::now();
+        let at = |second: u64| start + Duration::from_secs(second);
+        let readiness = |state, failing_since: Option<u64>, last_ready_probe: Option<u64>| {
+            let probe_failing_since = failing_since.map(at);
+            EndpointReadiness {
+                state,
+                probe_failing_since,
+                last_ready_probe: last_ready_probe.map(at),
+            }
+        };
+        // The probe of the source has failed since 20 s.
+        let confirmed = readiness(Ready, None, Some(21));
+        let unconfirmed = readiness(Ready, None, Some(20));
+        for (source, others, expected) in [
+            // The probe of the source is ok.
+            (readiness(Ready, None, Some(5)), [confirmed, confirmed], None),
             // One probe failed or is overdue: silent watches move.
             (
-                known(Ready, Some(20), Some(10)),
-                [last_ready_probe, last_ready_probe],
+                readiness(Ready, Some(20), Some(10)),
+                [confirmed, confirmed],
                 Some((MoveEligibility::Silent, vec![1, 2])),
             ),
             (
-                known(Connecting, Some(20), None),
-                [last_ready_probe, last_ready_probe],
+                readiness(Connecting, Some(20), None),
+                [confirmed, confirmed],
                 Some((MoveEligibility::Silent, vec![1, 2])),
             ),
-            // It is degraded: all watches move.
+            // The source is degraded: all watches move.
             (
-                known(Degraded, Some(20), Some(10)),
-                [last_ready_probe, last_ready_probe],
+                readiness(Degraded, Some(20), Some(10)),
+                [confirmed, confirmed],
                 Some((MoveEligibility::All, vec![1, 2])),
             ),
             (
-                known(Degraded, Some(20), None),
-                [before, last_ready_probe],
+                readiness(Degraded, Some(20), None),
+                [unconfirmed, confirmed],
                 Some((MoveEligibility::All, vec![2])),
             ),
-            // No other endpoint has had an ok probe since.
-            (known(Degraded, Some(20), Some(10)), [before, before], None),
-            (known(Ready, Some(20), Some(10)), [before, known(Ready, None, None)], None),
-            // All fail, one of them a little later.
+            // No other endpoint has had an ok probe since the failure.
+            (readiness(Degraded, Some(20), Some(10)), [unconfirmed, unconfirmed], None),
             (
-                known(Degraded, Some(20), Some(10)),
-                [known(Ready, Some(21), Some(20)), known(Degraded, Some(20), Some(19))],
+                readiness(Ready, Some(20), Some(10)),
+                [unconfirmed, readiness(Ready, None, None)],
+                None,
+            ),
+            // The probes of all endpoints fail, one of them later.
+            (
+                readiness(Degraded, Some(20), Some(10)),
+                [readiness(Ready, Some(21), Some(20)), readiness(Degraded, Some(20), Some(19))],
                 None,
             ),
             // The others are not ready.
             (
-                known(Degraded, Some(20), None),
-                [known(Degraded, Some(5), Some(21)), known(Connecting, None, Some(21))],
+                readiness(Degraded, Some(20), None),
+                [readiness(Degraded, Some(5), Some(21)), readiness(Connecting, None, Some(21))],
                 None,
             ),
             (
-                known(Degraded, Some(20), None),
-                [known(Ejected, None, Some(21)), known(Leaving, None, Some(21))],
+                readiness(Degraded, Some(20), None),
+                [readiness(Ejected, None, Some(21)), readiness(Leaving, None, Some(21))],
                 None,
             ),
-            // Connection health decides.
-            (known(Ejected, Some(20), None), [last_ready_probe, last_ready_probe], None),
-            (known(NoH2, Some(20), None), [last_ready_probe, last_ready_probe], None),
-            (known(Leaving, Some(20), None), [last_ready_probe, last_ready_probe], None),
+            // The health of the connections decides.
+            (readiness(Ejected, Some(20), None), [confirmed, confirmed], None),
+            (readiness(NoH2, Some(20), None), [confirmed, confirmed], None),
+            (readiness(Leaving, Some(20), None), [confirmed, confirmed], None),
         ] {
-            let all = [here, others[0], others[1]];
-            let found = decide(&all).find(|(at, ..)| *at == 0).map(|(_, who, to)| (who, to));
-            assert_eq!(found, expected, "{all:?}");
+            let all = [source, others[0], others[1]];
+            let decision = decide(&all).find(|(index, ..)| *index == 0);
+            let decision = decision.map(|(_, eligible, targets)| (eligible, targets));
+            assert_eq!(decision, expected, "{all:?}");
         }
     }
 
     #[test]
     fn decide_without_a_target_evacuates_nothing() {
-        assert_eq!(decide(&[known(Degraded, Some(1), None)]).count(), 0);
+        let probe_failing_since = Some(Instant::now());
+        let alone =
+            EndpointReadiness { state: Degraded, probe_failing_since, last_ready_probe: None };
+        assert_eq!(decide(&[alone]).count(), 0);
         assert_eq!(decide(&[]).count(), 0);
     }
 
     #[test]
-    fn due_moves_over_the_window_are_all_watches() {
+    fn due_moves_sum_to_all_watches_over_the_window() {
         for watches in [0, 1, 3, 100, 6_400] {
             let step = WINDOW / 4;
             let offered: usize = (0..4).map(|_| due_moves(watches, step)).sum();

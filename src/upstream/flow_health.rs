@@ -3,43 +3,44 @@
 //!
 //! | bytes that wait for an acknowledgement | the flow is dead when |
 //! |---|---|
-//! | sent | none was acknowledged for 2.25 s and six retransmissions or segments were sent meanwhile; or for 2.5 s with four retransmissions |
-//! | not sent although the peer's window is open: the local netfilter drops them | none was acknowledged for 2.25 s, and three probes are unanswered or six segments were sent |
+//! | sent | no byte was acknowledged for 2.25 s and in that time six retransmissions or segments were sent; or no byte was acknowledged for 2.5 s and four retransmissions were sent |
+//! | not sent although the peer's window is open: the local netfilter drops them | no byte was acknowledged for 2.25 s, and three probes are unanswered or six segments were sent |
 //! | not sent, and the kernel does not report the window (before Linux 5.4) | nothing was received for 2.25 s and four probes are unanswered |
-//! | not sent because the peer's window is closed | four window probes in a row are unanswered (six on a lossy path, two on correlated loss), nothing was received for as many seconds, and the last probe is 250 ms old |
-//! | none | nothing new was received for 2.7 s and eight keepalives are unanswered (4.5 s and eight on a lossy path, 2.15 s and five on correlated loss) |
+//! | not sent because the peer's window is closed | four window probes in a row are unanswered (six on a lossy path, two on correlated loss), nothing was received for as many seconds, and the last probe was sent 250 ms ago |
+//! | none | no new segment was received for 2.7 s and eight keepalives are unanswered (4.5 s and eight on a lossy path, 2.15 s and five on correlated loss) |
 //!
-//! While no bytes wait, the kernel sends a keepalive after each second without a segment. Once one is
-//! unanswered for 200 ms, jackstay requests a keepalive every 100 ms. Linux answers such probes only
-//! twice a second (`tcp_invalid_ratelimit`), so four answers can arrive within 2.7 s: at 1.0, 1.5, 2.1
-//! and 2.6 s. At 5 % packet loss each way an idle flow loses all four once in 80,000 s, which is too
-//! often for a thousand flows. A late answer refutes the suspicion. After [`LOSSY_AFTER`] refuted
-//! suspicions the path counts as lossy, and seven answers must be missing.
+//! While no bytes wait, the kernel sends a keepalive after each second without a segment. When one has been
+//! unanswered for 200 ms, jackstay requests a keepalive every 100 ms. Linux answers such probes only twice
+//! a second (`tcp_invalid_ratelimit`), so at most four answers arrive within 2.7 s: at 1.0, 1.5, 2.1 and
+//! 2.6 s. At 5 % packet loss each way an idle flow loses all four once in 80,000 s, which is too often for
+//! a thousand flows. But such a path also loses single answers: the flow becomes suspect, and a late answer
+//! refutes the suspicion. After [`LOSSY_AFTER`] refuted suspicions the path counts as lossy, and seven
+//! answers must be missing.
 //!
-//! Independent packet loss rarely affects several flows at once. If three flows of an endpoint, and a
-//! quarter of all its flows, each miss two answers at the same time, its path is broken
+//! Independent packet loss rarely affects several flows at once. The path of an endpoint is broken if three
+//! of its flows, and at least a quarter of them, miss two answers each at the same time
 //! ([`CorrelatedLoss`]).
 //!
-//! Data that the peer retransmits shows only that packets from the peer arrive: the acknowledgements to
-//! the peer may be lost. Only new data and pure acknowledgements are evidence of life. Retransmitted
-//! data also delays the kernel's keepalives, so then two unanswered keepalives suffice.
+//! Data that the peer retransmits shows only that packets from the peer arrive. The packets to the peer may
+//! be lost, so it does not receive acknowledgements. Only new data and pure acknowledgements are evidence
+//! of life. Retransmitted data also delays the kernel's keepalives, so two unanswered ones suffice then.
 //!
-//! A peer with a closed window is alive but accepts no data. The kernel probes the window at growing
+//! A peer whose window is closed is alive but accepts no data. The kernel probes the window at growing
 //! intervals, and each answer resets its count of probes. The loss of such a peer is detected only after
-//! 3.3 to 4.5 s, because Linux cannot probe it sooner: with bytes in the send queue it sends no
+//! 3.3 to 4.5 s, because Linux cannot probe it sooner: while bytes are in the send queue it sends no
 //! keepalives (`tcp_keepalive_timer`); window probes are at least a second apart (`TCP_RTO_MAX_MS`, Linux
 //! 6.15; before that up to two minutes); `TCP_USER_TIMEOUT` also closes connections to peers that answer;
 //! and `TCP_REPAIR` needs `CAP_NET_ADMIN`. Only two window probes fit into 3 s, and at 5 % packet loss
-//! each way two in a row are lost every two minutes. A stopped process counts as alive: its kernel
+//! each way two in a row are lost every two minutes. A stopped process counts as alive, because its kernel
 //! answers.
 //!
-//! A late check returns no verdict, but only once in each period of silence, so that a paused machine
-//! does not declare its peers dead. Later checks return verdicts even if they are late, because the
-//! kernel counts whether or not the process is scheduled.
+//! A late check returns no verdict, but only once in each period of silence, so that a paused machine does
+//! not declare its peers dead. Later checks return verdicts even if they are late, because the kernel
+//! counts whether or not the process is scheduled.
 //!
-//! The table applies to flows that can be replaced. The tunnel of an exec, an attach, a port-forward or
-//! a copy cannot, and uses `tunnel_dead_after` ([`FlowThresholds::tunnel`]). Tunnels are recognised only
-//! in mode `terminate`; in mode `passthrough` a tunnel is treated like any other flow.
+//! The table applies to flows that can be replaced. The tunnel of an exec, attach, port-forward or cp
+//! cannot be replaced, and is dead after `tunnel_dead_after` ([`FlowThresholds::tunnel`]). Tunnels are
+//! recognised only in mode `terminate`; in mode `passthrough` a tunnel is treated like any other flow.
 //!
 //! Except for [`FlowHealthCheck::wait_until_dead`], this module sends nothing and reads no clock.
 
@@ -57,25 +58,25 @@ pub use self::thresholds::{
 use crate::net::sockets::tcp_info::TcpInfo;
 use crate::net::sockets::tracked_stream::StreamObserver;
 
-/// Time that the peer has to answer the last retransmission or window probe. The pauses between them
-/// grow, so waiting for another one would take longer.
+/// Time for the peer to answer the last retransmission or window probe. The pauses between these grow, so
+/// waiting for another one would take longer.
 const LAST_PROBE_TIMEOUT: Duration = Duration::from_millis(250);
-/// Unanswered probes while bytes were not sent although the window is open. The first is sent after
-/// 200 ms and the pause doubles, so the third is sent after 1.4 s.
+/// Number of unanswered probes that show that a flow is dead whose bytes were not sent although the window
+/// is open. The first is sent after 200 ms and the pause doubles, so the third is sent after 1.4 s.
 const UNSENT_PROBES: u8 = 3;
-/// The same on a kernel that does not report the window.
+/// The same number on a kernel that does not report the window.
 const PROBES_WITHOUT_WINDOW: u8 = 4;
-/// Retransmitted data of the peer resets the kernel's count of unanswered keepalives. The flow is then
-/// dead if this many segments (lost acknowledgements and keepalives) were sent since new data arrived,
-/// and [`PROBES_AFTER_RETRANSMISSION`] keepalives since the last retransmission.
+/// Retransmitted data of the peer resets the kernel's count of unanswered keepalives. Then the flow is dead
+/// if this number of segments (acknowledgements and keepalives) was sent since new data arrived, and
+/// [`PROBES_AFTER_RETRANSMISSION`] keepalives since the last retransmission.
 const RETRANSMISSION_SEGMENTS: u32 = 5;
 const PROBES_AFTER_RETRANSMISSION: u8 = 2;
 /// Silence after which the answer to the first keepalive is late. The kernel sends that keepalive after
 /// 1 s.
 const ANSWER_LATE_AFTER: Duration = Duration::from_millis(1_200);
-/// Pause between two requested keepalives once an answer is late.
+/// Pause between two requested keepalives while an answer is late.
 const PROBE_INTERVAL: Duration = Duration::from_millis(100);
-/// A flow is stalled after this time: two answers are missing, or seven retransmissions are unanswered.
+/// Silence after which a flow is stalled: two answers are missing, or seven retransmissions are unanswered.
 const STALLED_AFTER: Duration = Duration::from_millis(1_900);
 /// Pause between two checks of a flow with unacknowledged bytes.
 const PENDING_CHECK_INTERVAL: Duration = Duration::from_millis(100);
@@ -90,11 +91,12 @@ const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// The longest pause between two checks.
 pub const MAX_CHECK_INTERVAL: Duration = IDLE_CHECK_INTERVAL;
 
+/// Why a flow is dead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FlowDeath {
-    /// The peer does not acknowledge bytes that wait.
+    /// Bytes wait, and the peer acknowledges none.
     Unacknowledged,
-    /// The peer does not answer keepalives while no bytes wait.
+    /// No bytes wait, and the peer does not answer keepalives.
     Unanswered,
 }
 
@@ -108,6 +110,7 @@ impl FlowDeath {
     }
 }
 
+/// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FlowDecision {
     /// The flow is dead.
@@ -139,10 +142,11 @@ pub struct FlowHealth {
     segments_out: u32,
     /// The last value of [`TcpInfo::probes`], and when it changed.
     probes: (u8, Instant),
-    /// An answer is late, and no segment has arrived since.
+    /// An answer is late, and no segment has arrived since then.
     is_suspect: bool,
     /// A segment has refuted a suspicion since the last [`Self::take_refuted_suspicion`].
     refuted: bool,
+    /// See [`Self::is_stalled`].
     stalled: bool,
     /// When the next check is due.
     due: Instant,
@@ -179,7 +183,12 @@ impl FlowHealth {
     }
 
     /// Decides from the kernel's statistics whether the flow is dead.
-    pub fn check(&mut self, info: &TcpInfo, rules: &FlowThresholds, now: Instant) -> FlowDecision {
+    pub fn check(
+        &mut self,
+        info: &TcpInfo,
+        thresholds: &FlowThresholds,
+        now: Instant,
+    ) -> FlowDecision {
         let is_late = now.saturating_duration_since(self.due) > LATE_CHECK;
         self.record_segment(info, now);
         if info.probes != self.probes.0 {
@@ -193,21 +202,24 @@ impl FlowHealth {
         }
         self.bytes_acked = info.bytes_acked;
         let silent_for = now.saturating_duration_since(self.last_segment);
-        let stuck_for = self.waiting_since.map(|since| now.saturating_duration_since(since));
+        let unacked_for = self.waiting_since.map(|since| now.saturating_duration_since(since));
+        // The start of the current period of silence identifies it.
         let silence = self.waiting_since.or(Some(self.last_segment));
         let decision = if is_late && std::mem::replace(&mut self.late_check_in, silence) != silence
         {
             FlowDecision::CheckAgain { after: VERDICT_PAUSE, probe: false }
-        } else if let Some(stuck_for) = stuck_for {
+        } else if let Some(unacked_for) = unacked_for {
             let segments = info.data_segments_sent.wrapping_sub(self.data_segments_sent);
             let probe_age = now.saturating_duration_since(self.probes.1);
-            decide_pending(info, rules, stuck_for, segments, probe_age)
+            decide_pending(info, thresholds, unacked_for, segments, probe_age)
         } else {
             let segments = info.segments_out.wrapping_sub(self.segments_out);
-            decide_idle(info, rules, silent_for, segments)
+            decide_idle(info, thresholds, silent_for, segments)
         };
-        self.stalled = match stuck_for {
-            Some(stuck_for) => stuck_for >= STALLED_AFTER && info.is_window_closed() == Some(false),
+        self.stalled = match unacked_for {
+            Some(unacked_for) => {
+                unacked_for >= STALLED_AFTER && info.is_window_closed() == Some(false)
+            }
             None => silent_for >= STALLED_AFTER,
         };
         if self.is_suspect && silent_for < ANSWER_LATE_AFTER {
@@ -228,7 +240,7 @@ impl FlowHealth {
         let silent_for =
             if fresh == self.fresh_segments { info.last_data_recv } else { info.silent() };
         self.fresh_segments = fresh;
-        // Because of rounding, the same segment may seem to be newer than at the last check.
+        // Because of rounding, the same segment may seem newer than at the last check.
         if let Some(arrived) =
             now.checked_sub(silent_for).filter(|at| *at > self.last_segment + ROUNDING)
         {
@@ -237,70 +249,73 @@ impl FlowHealth {
         }
     }
 
-    /// Returns whether a suspicion was refuted since the last call: a packet was lost on a working
-    /// path.
+    /// Whether a suspicion was refuted since the last call, because a packet was lost on a working path.
     pub fn take_refuted_suspicion(&mut self) -> bool {
         std::mem::take(&mut self.refuted)
     }
 
-    /// Whether the flow has been without acknowledgements or silent for so long that independent packet
-    /// loss rarely explains it. Waiting bytes do not count while the window is closed or unknown.
+    /// Whether the flow has been silent, or its bytes unacknowledged, for [`STALLED_AFTER`]. Independent packet
+    /// loss rarely explains this. A flow with waiting bytes is not stalled while its window is closed or
+    /// unknown.
     pub fn is_stalled(&self) -> bool {
         self.stalled
     }
 }
 
-/// Decides about a flow with bytes that wait: none was acknowledged for `stuck_for`, `segments` were
-/// sent meanwhile, and the last probe was sent `probe_age` ago.
+/// Decides about a flow with bytes that wait. No byte was acknowledged for `unacked_for`, in that time
+/// `segments` were sent, and the last probe was sent `probe_age` ago.
 fn decide_pending(
     info: &TcpInfo,
-    rules: &FlowThresholds,
-    stuck_for: Duration,
+    thresholds: &FlowThresholds,
+    unacked_for: Duration,
     segments: u32,
     probe_age: Duration,
 ) -> FlowDecision {
-    let enough = u32::from(rules.retransmits) * 3 / 2;
-    let dead = stuck_for >= rules.stuck_after
+    let enough = u32::from(thresholds.retransmits) * 3 / 2;
+    let dead = unacked_for >= thresholds.unacked_after
         && match info.is_window_closed() {
             Some(true) => {
-                let one_second_each = Duration::from_secs(rules.window_probes.into());
-                info.silent() >= rules.stuck_after.max(one_second_each)
-                    && info.probes >= rules.window_probes
+                let one_second_each = Duration::from_secs(thresholds.window_probes.into());
+                info.silent() >= thresholds.unacked_after.max(one_second_each)
+                    && info.probes >= thresholds.window_probes
                     && probe_age >= LAST_PROBE_TIMEOUT
             }
             Some(false) if info.unacked == 0 => info.probes >= UNSENT_PROBES || segments >= enough,
             None if info.unacked == 0 => {
-                info.silent() >= rules.stuck_after && info.probes >= PROBES_WITHOUT_WINDOW
+                info.silent() >= thresholds.unacked_after && info.probes >= PROBES_WITHOUT_WINDOW
             }
             Some(false) | None => {
                 u32::from(info.retransmits).max(segments) >= enough
-                    || (info.retransmits >= rules.retransmits
-                        && stuck_for >= rules.stuck_after + LAST_PROBE_TIMEOUT)
+                    || (info.retransmits >= thresholds.retransmits
+                        && unacked_for >= thresholds.unacked_after + LAST_PROBE_TIMEOUT)
             }
         };
     if dead {
         return FlowDecision::Dead(FlowDeath::Unacknowledged);
     }
     FlowDecision::CheckAgain {
-        after: next_check(rules.stuck_after.saturating_sub(stuck_for), PENDING_CHECK_INTERVAL),
+        after: next_check(
+            thresholds.unacked_after.saturating_sub(unacked_for),
+            PENDING_CHECK_INTERVAL,
+        ),
         probe: false,
     }
 }
 
-/// Decides about a flow without bytes that wait: nothing new was received for `silent_for`, and
-/// `segments` were sent meanwhile.
+/// Decides about a flow without bytes that wait. No new segment was received for `silent_for`, and in that
+/// time `segments` were sent.
 fn decide_idle(
     info: &TcpInfo,
-    rules: &FlowThresholds,
+    thresholds: &FlowThresholds,
     silent_for: Duration,
     segments: u32,
 ) -> FlowDecision {
-    let Some(idle_after) = rules.idle_after else {
+    let Some(idle_after) = thresholds.idle_after else {
         return FlowDecision::CheckAgain { after: IDLE_CHECK_INTERVAL, probe: false };
     };
     if silent_for >= idle_after {
         let peer_retransmits = segments > info.probes.into();
-        if info.probes >= rules.unanswered
+        if info.probes >= thresholds.unanswered
             || (peer_retransmits
                 && segments >= RETRANSMISSION_SEGMENTS
                 && info.probes >= PROBES_AFTER_RETRANSMISSION)
@@ -310,21 +325,21 @@ fn decide_idle(
     }
     if silent_for >= ANSWER_LATE_AFTER {
         let after = next_check(idle_after.saturating_sub(silent_for), PROBE_INTERVAL);
-        return FlowDecision::CheckAgain { after, probe: rules.requests_probes };
+        return FlowDecision::CheckAgain { after, probe: thresholds.requests_probes };
     }
-    // The next check is due just after the answer to the next keepalive would be late.
+    // The next check is due when the answer to the next keepalive is late.
     let after = ANSWER_LATE_AFTER.saturating_sub(silent_for) + Duration::from_millis(20);
     FlowDecision::CheckAgain { after, probe: false }
 }
 
-/// Pause until the next check: `pause`, or less if the threshold is reached in `rest`, but at least
-/// 20 ms.
-fn next_check(rest: Duration, pause: Duration) -> Duration {
-    if rest.is_zero() { pause } else { rest.min(pause).max(Duration::from_millis(20)) }
+/// Pause until the next check: `pause`, or the `remaining` time to the threshold if that is shorter, but at
+/// least 20 ms.
+fn next_check(remaining: Duration, pause: Duration) -> Duration {
+    if remaining.is_zero() { pause } else { remaining.min(pause).max(Duration::from_millis(20)) }
 }
 
-/// Detects that the path of an endpoint is broken, from the number of its flows that are stalled at
-/// once. At 5 % packet loss each way, independent loss stalls one flow in a hundred at any time.
+/// Detects from the number of stalled flows that the path of an endpoint is broken. At 5 % packet loss each
+/// way, independent loss stalls one flow in a hundred at any time.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CorrelatedLoss {
     stalled_flows: usize,
@@ -332,15 +347,15 @@ pub struct CorrelatedLoss {
 }
 
 impl CorrelatedLoss {
-    /// Least number of stalled flows on a broken path.
+    /// Smallest number of stalled flows on a broken path.
     const MIN_STALLED: usize = 3;
-    /// At least one flow in this many is stalled on a broken path.
+    /// On a broken path at least one of this number of flows is stalled.
     const ONE_IN: usize = 4;
-    /// How long the path counts as broken. The first flows to die no longer count as stalled; without
+    /// How long the path counts as broken. The first flows that die no longer count as stalled, so without
     /// this time their deaths would end the finding.
     const BROKEN_FOR: Duration = Duration::from_secs(1);
 
-    /// Records whether one flow was stalled before and is stalled now.
+    /// Records whether a flow was stalled at its previous check and is stalled now.
     pub fn record_change(&mut self, was_stalled: bool, is_stalled: bool) {
         self.stalled_flows =
             (self.stalled_flows + usize::from(is_stalled)).saturating_sub(usize::from(was_stalled));
@@ -359,8 +374,8 @@ impl CorrelatedLoss {
 #[derive(Debug, Clone)]
 pub struct FlowHealthCheck {
     pub(super) observer: StreamObserver,
-    /// Once the request is answered the flow is a tunnel and has `tunnel_dead_after`; before, it has
-    /// the thresholds of other requests.
+    /// Whether the request was answered. From then on the flow is a tunnel, to which `tunnel_dead_after`
+    /// applies; before, it has the thresholds of any flow to an apiserver.
     pub(super) answered: Rc<Cell<bool>>,
     pub(super) tunnel_dead_after: Duration,
 }
@@ -372,7 +387,7 @@ impl FlowHealthCheck {
         let mut refuted = 0;
         loop {
             refuted += u32::from(health.take_refuted_suspicion());
-            let rules = match self.answered.get() {
+            let thresholds = match self.answered.get() {
                 true => FlowThresholds::tunnel(self.tunnel_dead_after),
                 false if refuted >= LOSSY_AFTER => LOSSY_SERVER,
                 false => SERVER,
@@ -380,7 +395,7 @@ impl FlowHealthCheck {
             let pause = match self.observer.tcp_info() {
                 // Without TCP_INFO (before Linux 4.6) there is no evidence and no verdict.
                 Err(_) => IDLE_CHECK_INTERVAL,
-                Ok(info) => match health.check(&info, &rules, Instant::now()) {
+                Ok(info) => match health.check(&info, &thresholds, Instant::now()) {
                     FlowDecision::Dead(death) => return death.as_str(),
                     FlowDecision::CheckAgain { after, probe } => {
                         if probe {

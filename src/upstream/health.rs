@@ -162,8 +162,8 @@ pub struct ConnectionFindings {
     /// One of the two directions has shown no evidence of life for so long that a request sent now would
     /// probably be lost.
     pub path_unresponsive: bool,
-    /// A PING is outstanding for [`PROBE_AFTER`] without evidence of life in both directions. Packet loss
-    /// alone rarely causes this.
+    /// A PING has been outstanding for [`PROBE_AFTER`], and in that time no frame was received or no pending
+    /// byte was acknowledged. Packet loss alone rarely causes this.
     pub ping_unanswered: bool,
     /// Requests that wait for a response head and must not be sent twice fail: the path is lost, or the
     /// process has been stopped for more than [`STOPPED_AFTER`] and [`WRITE_PATIENCE`].
@@ -376,7 +376,7 @@ impl ConnectionHealth {
         None
     }
 
-    /// Whether the PING is late: no evidence of life in one of the two directions since it was sent.
+    /// Whether the PING is late.
     fn is_late(&self, silence: &Silence) -> bool {
         silence.unanswered_for(self.suspect_after())
     }

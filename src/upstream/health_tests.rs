@@ -1,4 +1,4 @@
-//! The health of a connection under scripted time: its decisions and when they are made.
+//! The health of a connection under scripted time: its decisions and their times.
 
 use std::time::Duration;
 
@@ -12,9 +12,9 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
+/// A simulated connection and its peer, with a clock that advances from check to check.
 #[allow(clippy::struct_excessive_bools)] // independent faults
-/// A connection, its peer, and a clock that advances from check to check.
-struct Scene {
+struct Simulation {
     health: ConnectionHealth,
     start: Instant,
     now: Instant,
@@ -26,9 +26,9 @@ struct Scene {
     inbound: bool,
     /// Packets to the peer arrive.
     outbound: bool,
-    /// The peer's window is closed: written bytes wait for it.
+    /// The peer's window is closed, and written bytes wait.
     window_closed: bool,
-    /// An upload is in progress; its bytes are acknowledged all the time.
+    /// An upload is in progress, and its bytes are acknowledged.
     uploads: bool,
     pinned: bool,
     last_segment: Instant,
@@ -37,16 +37,17 @@ struct Scene {
     waiting_since: Option<Instant>,
     /// How late timers fire.
     lag: Duration,
-    seen: Vec<(u64, ConnectionState, StateChangeReason)>,
-    /// When `path_unresponsive` changed.
+    /// The changes of state, with milliseconds since the start.
+    changes: Vec<(u64, ConnectionState, StateChangeReason)>,
+    /// The changes of each finding, with milliseconds since the start.
     path_unresponsive: Vec<(u64, bool)>,
-    /// When `ping_unanswered` and `fails_unsafe_requests` changed.
-    unanswered: Vec<(u64, bool)>,
+    ping_unanswered: Vec<(u64, bool)>,
     fails_unsafe_requests: Vec<(u64, bool)>,
+    /// When PINGs were sent, in milliseconds since the start.
     pings: Vec<u64>,
 }
 
-impl Scene {
+impl Simulation {
     fn new() -> Self {
         let start = Instant::now();
         let limits = Thresholds {
@@ -71,22 +72,23 @@ impl Scene {
             pending: false,
             waiting_since: None,
             lag: Duration::ZERO,
-            seen: Vec::new(),
+            changes: Vec::new(),
             path_unresponsive: Vec::new(),
-            unanswered: Vec::new(),
+            ping_unanswered: Vec::new(),
             fails_unsafe_requests: Vec::new(),
             pings: Vec::new(),
         }
     }
 
+    /// Milliseconds since the start.
     fn at(&self) -> u64 {
         self.now.duration_since(self.start).as_millis() as u64
     }
 
     fn evidence(&mut self) -> Evidence {
-        let reached = self.inbound && self.outbound;
+        let reachable = self.inbound && self.outbound;
         // A reachable kernel answers keepalives and window probes within a second.
-        if reached {
+        if reachable {
             self.last_segment = self.last_segment.max(self.now.checked_sub(ms(900)).unwrap());
             self.pending = self.window_closed || self.uploads;
             self.acked += u64::from(self.uploads);
@@ -103,7 +105,7 @@ impl Scene {
                 send_window: Some(window),
                 send_mss: 1400,
                 // One probe is sent each second.
-                probes: if reached { 0 } else { silent.as_secs() as u8 },
+                probes: if reachable { 0 } else { silent.as_secs() as u8 },
                 ..TcpInfo::default()
             }),
             waiting_since: self.waiting_since,
@@ -111,9 +113,9 @@ impl Scene {
         }
     }
 
-    /// Runs for `length`; PONGs arrive where both directions and the process work.
-    fn run(&mut self, length: Duration) -> &mut Self {
-        let end = self.now + length;
+    /// Runs for `duration`. A PONG arrives if both directions and the process work.
+    fn run(&mut self, duration: Duration) {
+        let end = self.now + duration;
         if let Some(since) = self.waiting_since {
             self.next = self.next.min(since + HEAD_WAIT);
         }
@@ -122,17 +124,19 @@ impl Scene {
             let evidence = self.evidence();
             let decision = self.health.check(evidence, self.now);
             if let Some((state, reason)) = decision.change {
-                self.seen.push((self.at(), state, reason));
+                self.changes.push((self.at(), state, reason));
             }
             let at = self.at();
-            let note = |list: &mut Vec<(u64, bool)>, is: bool| {
-                if is != list.last().is_some_and(|(_, was)| *was) {
-                    list.push((at, is));
+            let findings = self.health.findings();
+            for (changes, value) in [
+                (&mut self.path_unresponsive, findings.path_unresponsive),
+                (&mut self.ping_unanswered, findings.ping_unanswered),
+                (&mut self.fails_unsafe_requests, findings.fails_unsafe_requests),
+            ] {
+                if value != changes.last().is_some_and(|(_, previous)| *previous) {
+                    changes.push((at, value));
                 }
-            };
-            note(&mut self.path_unresponsive, self.health.findings().path_unresponsive);
-            note(&mut self.unanswered, self.health.findings().ping_unanswered);
-            note(&mut self.fails_unsafe_requests, self.health.findings().fails_unsafe_requests);
+            }
             self.next = decision.wake_at;
             if decision.ping {
                 self.pings.push(self.at());
@@ -145,73 +149,70 @@ impl Scene {
                         self.now += RTT;
                         let (_, change) = self.health.pong(self.now);
                         if let Some((state, reason)) = change {
-                            self.seen.push((self.at(), state, reason));
+                            self.changes.push((self.at(), state, reason));
                         }
                         self.next = self.now;
                     }
                 }
             }
             if self.health.state == ConnectionState::Dead {
-                return self;
+                return;
             }
         }
         self.now = end;
-        self
     }
 
-    fn lives(&self) -> Vec<(ConnectionState, StateChangeReason)> {
-        self.seen.iter().map(|(_, state, reason)| (*state, *reason)).collect()
+    /// The states that were entered, and the reasons.
+    fn states(&self) -> Vec<(ConnectionState, StateChangeReason)> {
+        self.changes.iter().map(|(_, state, reason)| (*state, *reason)).collect()
     }
 }
 
 #[test]
 fn idle_connection_is_pinged_once_an_interval_and_stays_live() {
-    let mut scene = Scene::new();
-    scene.run(ms(60_000));
-    assert_eq!(scene.seen, []);
-    assert!((58..=60).contains(&scene.pings.len()), "{:?}", scene.pings.len());
+    let mut sim = Simulation::new();
+    sim.run(ms(60_000));
+    assert_eq!(sim.changes, []);
+    assert!((58..=60).contains(&sim.pings.len()), "{:?}", sim.pings.len());
 }
 
 #[test]
-fn lost_path_is_suspect_soon_and_dead_two_seconds_after_its_ping() {
-    for (inbound, outbound, reason) in [
-        (false, false, StateChangeReason::NothingArrives),
-        (false, true, StateChangeReason::NothingArrives),
-    ] {
-        let mut scene = Scene::new();
-        scene.run(ms(1500));
-        (scene.inbound, scene.outbound) = (inbound, outbound);
-        scene.run(ms(10_000));
-        let ping = *scene.pings.last().unwrap();
+fn lost_path_is_suspect_after_100_ms_and_dead_after_2_s() {
+    for outbound in [false, true] {
+        let mut sim = Simulation::new();
+        sim.run(ms(1500));
+        (sim.inbound, sim.outbound) = (false, outbound);
+        sim.run(ms(10_000));
+        let ping = *sim.pings.last().unwrap();
         assert_eq!(
-            scene.lives(),
+            sim.states(),
             [
                 (ConnectionState::Suspect, StateChangeReason::PingLate),
-                (ConnectionState::Dead, reason)
+                (ConnectionState::Dead, StateChangeReason::NothingArrives)
             ]
         );
-        let (suspected, dead) = (scene.seen[0].0 - ping, scene.seen[1].0 - ping);
-        assert!((100..=110).contains(&suspected), "{suspected}");
+        let (suspect, dead) = (sim.changes[0].0 - ping, sim.changes[1].0 - ping);
+        assert!((100..=110).contains(&suspect), "{suspect}");
         assert!((2000..=2100).contains(&dead), "{dead}");
     }
 }
 
 #[test]
 fn lost_outbound_packets_are_detected_while_the_peer_sends() {
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
-    scene.outbound = false;
-    // Events keep arriving: without the outbound evidence this would stay live.
+    let mut sim = Simulation::new();
+    sim.run(ms(1500));
+    sim.outbound = false;
+    // Events arrive, so only outbound evidence is missing.
     for _ in 0..300 {
-        scene.run(ms(20));
-        scene.last_segment = scene.now;
-        scene.next = scene.next.min(scene.health.received(scene.now));
-        if scene.health.state == ConnectionState::Dead {
+        sim.run(ms(20));
+        sim.last_segment = sim.now;
+        sim.next = sim.next.min(sim.health.received(sim.now));
+        if sim.health.state == ConnectionState::Dead {
             break;
         }
     }
     assert_eq!(
-        scene.lives(),
+        sim.states(),
         [
             (ConnectionState::Suspect, StateChangeReason::PingLate),
             (ConnectionState::Dead, StateChangeReason::NothingAcknowledged)
@@ -221,366 +222,351 @@ fn lost_outbound_packets_are_detected_while_the_peer_sends() {
 
 #[test]
 fn stopped_process_drains_after_5_s_and_is_dead_after_20_s() {
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
-    scene.answers = false;
-    scene.run(ms(30_000));
-    let ping = *scene.pings.last().unwrap();
+    let mut sim = Simulation::new();
+    sim.run(ms(1500));
+    sim.answers = false;
+    sim.run(ms(30_000));
+    let ping = *sim.pings.last().unwrap();
     assert_eq!(
-        scene.lives(),
+        sim.states(),
         [
             (ConnectionState::Suspect, StateChangeReason::PingLate),
             (ConnectionState::Draining, StateChangeReason::ProcessStopped),
             (ConnectionState::Dead, StateChangeReason::NoFrames)
         ]
     );
-    assert!((5000..=5110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
-    assert!((20_000..=20_110).contains(&(scene.seen[2].0 - ping)), "{:?}", scene.seen);
+    assert!((5000..=5110).contains(&(sim.changes[1].0 - ping)), "{:?}", sim.changes);
+    assert!((20_000..=20_110).contains(&(sim.changes[2].0 - ping)), "{:?}", sim.changes);
 }
 
 #[test]
 fn path_without_evidence_of_life_for_a_second_is_unresponsive() {
     for (inbound, outbound) in [(false, false), (false, true), (true, false)] {
-        let mut scene = Scene::new();
-        scene.run(ms(1500));
-        (scene.inbound, scene.outbound) = (inbound, outbound);
-        scene.run(ms(10_000));
-        let ping = *scene.pings.last().unwrap();
-        let [(at, true)] = scene.path_unresponsive[..] else {
-            panic!("{:?}", scene.path_unresponsive)
-        };
+        let mut sim = Simulation::new();
+        sim.run(ms(1500));
+        (sim.inbound, sim.outbound) = (inbound, outbound);
+        sim.run(ms(10_000));
+        let ping = *sim.pings.last().unwrap();
+        let [(at, true)] = sim.path_unresponsive[..] else { panic!("{:?}", sim.path_unresponsive) };
         assert!((1000..=1110).contains(&(at - ping)), "{at} after the PING at {ping}");
     }
-    // Its kernel answers.
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
-    scene.answers = false;
-    scene.run(ms(30_000));
-    assert_eq!(scene.path_unresponsive, []);
+    // The process is stopped, and the kernel answers.
+    let mut sim = Simulation::new();
+    sim.run(ms(1500));
+    sim.answers = false;
+    sim.run(ms(30_000));
+    assert_eq!(sim.path_unresponsive, []);
 }
 
 #[test]
-fn path_is_unresponsive_until_a_pong_arrives() {
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
-    (scene.inbound, scene.outbound) = (false, false);
-    scene.run(ms(1900));
-    assert_eq!(scene.path_unresponsive.len(), 1, "{:?}", scene.path_unresponsive);
-    (scene.inbound, scene.outbound) = (true, true);
-    scene.health.pong(scene.now);
-    scene.next = scene.now;
-    scene.run(ms(5000));
-    assert_eq!(scene.path_unresponsive.len(), 2, "{:?}", scene.path_unresponsive);
-    // A late check gives no finding.
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
-    (scene.inbound, scene.outbound) = (false, false);
-    scene.lag = ms(1500);
-    scene.run(ms(4000));
-    assert_eq!(scene.path_unresponsive, []);
+fn path_is_responsive_after_a_pong_and_at_a_late_check() {
+    let mut sim = Simulation::new();
+    sim.run(ms(1500));
+    (sim.inbound, sim.outbound) = (false, false);
+    sim.run(ms(1900));
+    assert_eq!(sim.path_unresponsive.len(), 1, "{:?}", sim.path_unresponsive);
+    (sim.inbound, sim.outbound) = (true, true);
+    sim.health.pong(sim.now);
+    sim.next = sim.now;
+    sim.run(ms(5000));
+    assert_eq!(sim.path_unresponsive.len(), 2, "{:?}", sim.path_unresponsive);
+    // A late check has no finding.
+    let mut sim = Simulation::new();
+    sim.run(ms(1500));
+    (sim.inbound, sim.outbound) = (false, false);
+    sim.lag = ms(1500);
+    sim.run(ms(4000));
+    assert_eq!(sim.path_unresponsive, []);
 }
 
 #[test]
 fn pong_makes_a_suspect_connection_live() {
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
-    scene.answers = false;
-    scene.run(ms(900));
-    assert_eq!(scene.health.state, ConnectionState::Suspect);
-    let (rtt, change) = scene.health.pong(scene.now);
+    let mut sim = Simulation::new();
+    sim.run(ms(1500));
+    sim.answers = false;
+    sim.run(ms(900));
+    assert_eq!(sim.health.state, ConnectionState::Suspect);
+    let (rtt, change) = sim.health.pong(sim.now);
     assert!(rtt.unwrap() > ms(100));
     assert_eq!(change, Some((ConnectionState::Live, StateChangeReason::Pong)));
 }
 
 #[test]
 fn late_pong_does_not_delay_the_next_suspicion() {
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
-    scene.answers = false;
-    scene.run(ms(3500));
-    scene.health.pong(scene.now);
-    scene.answers = true;
-    scene.next = scene.now;
-    scene.run(ms(2000));
-    scene.seen.clear();
-    (scene.inbound, scene.outbound) = (false, false);
-    scene.run(ms(3200));
-    let ping = *scene.pings.last().unwrap();
+    let mut sim = Simulation::new();
+    sim.run(ms(1500));
+    sim.answers = false;
+    sim.run(ms(3500));
+    sim.health.pong(sim.now);
+    sim.answers = true;
+    sim.next = sim.now;
+    sim.run(ms(2000));
+    sim.changes.clear();
+    (sim.inbound, sim.outbound) = (false, false);
+    sim.run(ms(3200));
+    let ping = *sim.pings.last().unwrap();
     assert_eq!(
-        scene.lives().first(),
+        sim.states().first(),
         Some(&(ConnectionState::Suspect, StateChangeReason::PingLate))
     );
-    assert!(scene.seen[0].0 - ping <= 600, "{:?} after the PING at {ping}", scene.seen);
+    assert!(sim.changes[0].0 - ping <= 600, "{:?} after the PING at {ping}", sim.changes);
 }
 
 #[test]
 fn waiting_request_triggers_a_ping_after_100_ms() {
-    let mut scene = Scene::new();
-    scene.run(ms(300));
-    let since = scene.now;
-    scene.waiting_since = Some(since);
-    (scene.inbound, scene.outbound) = (false, false);
-    scene.run(ms(400));
-    assert_eq!(scene.pings, [400]);
-    assert_eq!(scene.lives(), [(ConnectionState::Suspect, StateChangeReason::PingLate)]);
-    assert!(scene.seen[0].0 <= 510, "suspected within 300 ms of the request: {:?}", scene.seen);
+    let mut sim = Simulation::new();
+    sim.run(ms(300));
+    let since = sim.now;
+    sim.waiting_since = Some(since);
+    (sim.inbound, sim.outbound) = (false, false);
+    sim.run(ms(400));
+    assert_eq!(sim.pings, [400]);
+    assert_eq!(sim.states(), [(ConnectionState::Suspect, StateChangeReason::PingLate)]);
+    assert!(sim.changes[0].0 <= 510, "suspect within 300 ms of the request: {:?}", sim.changes);
 }
 
 #[test]
-fn slow_handler_with_answered_pings_stays_live() {
-    let mut scene = Scene::new();
-    scene.waiting_since = Some(scene.now);
-    scene.run(ms(15_000));
-    assert_eq!(scene.seen, []);
+fn connection_with_a_slow_handler_and_answered_pings_stays_live() {
+    let mut sim = Simulation::new();
+    sim.waiting_since = Some(sim.now);
+    sim.run(ms(15_000));
+    assert_eq!(sim.changes, []);
 }
 
 #[test]
 fn silence_after_received_bytes_triggers_a_ping_after_400_ms() {
-    let mut scene = Scene::new();
-    scene.run(ms(100));
-    scene.next = scene.health.received(scene.now);
-    assert_eq!(scene.next, scene.now + PING_AFTER_SILENCE);
-    scene.run(ms(600));
-    assert_eq!(scene.pings.first(), Some(&500));
+    let mut sim = Simulation::new();
+    sim.run(ms(100));
+    sim.next = sim.health.received(sim.now);
+    assert_eq!(sim.next, sim.now + PING_AFTER_SILENCE);
+    sim.run(ms(600));
+    assert_eq!(sim.pings.first(), Some(&500));
 }
 
 #[test]
 fn late_check_withholds_verdicts() {
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
-    (scene.inbound, scene.outbound) = (false, false);
-    // Every timer fires 3 s late: by the clock the PING is outstanding for longer than `dead_after`.
-    scene.lag = ms(3000);
-    scene.run(ms(6100));
-    assert_eq!(scene.seen, [], "the first look after a pause decides nothing");
-    scene.lag = Duration::ZERO;
-    scene.run(ms(3000));
-    assert_eq!(scene.health.state, ConnectionState::Dead, "and the next ones do");
+    let mut sim = Simulation::new();
+    sim.run(ms(1500));
+    (sim.inbound, sim.outbound) = (false, false);
+    // Every timer fires 3 s late, so the PING is outstanding for longer than `dead_after`.
+    sim.lag = ms(3000);
+    sim.run(ms(6100));
+    assert_eq!(sim.changes, [], "the first late check withholds its verdict");
+    sim.lag = Duration::ZERO;
+    sim.run(ms(3000));
+    assert_eq!(sim.health.state, ConnectionState::Dead, "later checks have verdicts");
 }
 
-/// Runs until just after the next PING; returns its time.
-fn pinged(scene: &mut Scene) -> u64 {
-    let before = scene.pings.len();
-    while scene.pings.len() == before {
-        scene.run(ms(1));
+/// Runs until a PING is sent. Returns its time.
+fn run_until_ping(sim: &mut Simulation) -> u64 {
+    let before = sim.pings.len();
+    while sim.pings.len() == before {
+        sim.run(ms(1));
     }
-    scene.pings[before]
+    sim.pings[before]
 }
 
-/// A process that was stopped during an upload, so that its kernel's buffer is full; with the time of
-/// the next PING.
-fn closed_window() -> (Scene, u64) {
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
-    (scene.answers, scene.window_closed) = (false, true);
-    let ping = pinged(&mut scene);
-    (scene, ping)
+/// A process that was stopped during an upload, so that its kernel's buffer is full. Returns the simulation
+/// and the time of the next PING.
+fn closed_window() -> (Simulation, u64) {
+    let mut sim = Simulation::new();
+    sim.run(ms(1500));
+    (sim.answers, sim.window_closed) = (false, true);
+    let ping = run_until_ping(&mut sim);
+    (sim, ping)
 }
 
 #[test]
 fn closed_window_with_answered_probes_is_suspect_then_draining_then_dead_after_20_s() {
-    let (mut scene, ping) = closed_window();
-    scene.run(ms(30_000));
+    let (mut sim, ping) = closed_window();
+    sim.run(ms(30_000));
     let expected = [
         (ConnectionState::Suspect, StateChangeReason::PingLate),
         (ConnectionState::Draining, StateChangeReason::ProcessStopped),
         (ConnectionState::Dead, StateChangeReason::NoFrames),
     ];
-    assert_eq!(scene.lives(), expected);
-    assert!((5000..=5110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
-    assert!((20_000..=20_110).contains(&(scene.seen[2].0 - ping)), "{:?}", scene.seen);
-    assert_eq!(scene.path_unresponsive, [], "its kernel answers");
+    assert_eq!(sim.states(), expected);
+    assert!((5000..=5110).contains(&(sim.changes[1].0 - ping)), "{:?}", sim.changes);
+    assert!((20_000..=20_110).contains(&(sim.changes[2].0 - ping)), "{:?}", sim.changes);
+    assert_eq!(sim.path_unresponsive, [], "the kernel answers");
 }
 
 #[test]
 fn closed_window_is_live_again_when_the_process_continues() {
-    let (mut scene, _) = closed_window();
-    scene.run(ms(3000));
-    assert_eq!(scene.health.state, ConnectionState::Suspect);
-    (scene.answers, scene.window_closed) = (true, false);
-    assert_eq!(
-        scene.health.pong(scene.now).1,
-        Some((ConnectionState::Live, StateChangeReason::Pong))
-    );
+    let (mut sim, _) = closed_window();
+    sim.run(ms(3000));
+    assert_eq!(sim.health.state, ConnectionState::Suspect);
+    (sim.answers, sim.window_closed) = (true, false);
+    assert_eq!(sim.health.pong(sim.now).1, Some((ConnectionState::Live, StateChangeReason::Pong)));
 }
 
-/// The bytes that waited for the window have just been sent and not been acknowledged yet.
+/// The bytes that waited for the window are sent when it opens, and are not acknowledged.
 #[test]
-fn window_that_opens_gives_the_peer_time_to_acknowledge() {
-    let (mut scene, _) = closed_window();
-    scene.run(ms(3000));
-    (scene.window_closed, scene.outbound) = (false, false);
-    let opened = scene.at();
-    scene.last_segment = scene.now; // the window update
-    scene.run(ms(10_000));
-    assert_eq!(scene.health.state, ConnectionState::Dead);
-    let (at, _, reason) = *scene.seen.last().unwrap();
+fn opened_window_gives_the_peer_time_to_acknowledge() {
+    let (mut sim, _) = closed_window();
+    sim.run(ms(3000));
+    (sim.window_closed, sim.outbound) = (false, false);
+    let opened = sim.at();
+    sim.last_segment = sim.now; // The window update.
+    sim.run(ms(10_000));
+    assert_eq!(sim.health.state, ConnectionState::Dead);
+    let (at, _, reason) = *sim.changes.last().unwrap();
     assert_eq!(reason, StateChangeReason::NothingAcknowledged);
     assert!((1900..=2110).contains(&(at - opened)), "{}", at - opened);
-    let (path_unresponsive, _) = scene.path_unresponsive[0];
+    let (path_unresponsive, _) = sim.path_unresponsive[0];
     assert!((900..=1110).contains(&(path_unresponsive - opened)), "{}", path_unresponsive - opened);
 }
 
-/// The peer keeps sending but accepts no bytes.
+/// The peer sends, but accepts no bytes.
 #[test]
-fn window_that_stays_closed_is_dead_after_20_s_although_frames_come() {
-    let (mut scene, ping) = closed_window();
-    while scene.health.state != ConnectionState::Dead {
-        scene.run(ms(20));
-        scene.last_segment = scene.now;
-        scene.next = scene.next.min(scene.health.received(scene.now));
+fn window_that_stays_closed_is_dead_after_20_s_although_frames_arrive() {
+    let (mut sim, ping) = closed_window();
+    while sim.health.state != ConnectionState::Dead {
+        sim.run(ms(20));
+        sim.last_segment = sim.now;
+        sim.next = sim.next.min(sim.health.received(sim.now));
     }
     assert_eq!(
-        scene.lives(),
+        sim.states(),
         [
             (ConnectionState::Suspect, StateChangeReason::PingLate),
             (ConnectionState::Dead, StateChangeReason::WindowClosed)
         ]
     );
-    assert!((20_000..=20_110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
+    assert!((20_000..=20_110).contains(&(sim.changes[1].0 - ping)), "{:?}", sim.changes);
 }
 
 #[test]
 fn closed_window_whose_probes_are_not_answered_is_dead_after_the_third() {
-    let (mut scene, _) = closed_window();
-    scene.run(ms(1000));
-    let from = scene.at();
-    (scene.inbound, scene.outbound) = (false, false);
-    scene.run(ms(10_000));
-    let (at, state, reason) = *scene.seen.last().unwrap();
+    let (mut sim, _) = closed_window();
+    sim.run(ms(1000));
+    let from = sim.at();
+    (sim.inbound, sim.outbound) = (false, false);
+    sim.run(ms(10_000));
+    let (at, state, reason) = *sim.changes.last().unwrap();
     assert_eq!((state, reason), (ConnectionState::Dead, StateChangeReason::NothingArrives));
     assert!((2000..=3200).contains(&(at - from)), "{}", at - from);
 }
 
 #[test]
 fn upload_that_makes_progress_is_not_a_stopped_process() {
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
+    let mut sim = Simulation::new();
+    sim.run(ms(1500));
     // The PING waits behind the upload.
-    (scene.answers, scene.uploads) = (false, true);
-    scene.run(ms(60_000));
-    assert_eq!(scene.lives(), [(ConnectionState::Suspect, StateChangeReason::PingLate)]);
-    assert_eq!(scene.fails_unsafe_requests, []);
+    (sim.answers, sim.uploads) = (false, true);
+    sim.run(ms(60_000));
+    assert_eq!(sim.states(), [(ConnectionState::Suspect, StateChangeReason::PingLate)]);
+    assert_eq!(sim.fails_unsafe_requests, []);
     // The upload stalls.
-    scene.uploads = false;
-    let from = scene.at();
-    scene.run(ms(30_000));
-    let drains = scene.seen[1];
-    assert_eq!(
-        (drains.1, drains.2),
-        (ConnectionState::Draining, StateChangeReason::ProcessStopped)
-    );
-    assert!((4900..=5210).contains(&(drains.0 - from)), "{}", drains.0 - from);
+    sim.uploads = false;
+    let from = sim.at();
+    sim.run(ms(30_000));
+    let (at, state, reason) = sim.changes[1];
+    assert_eq!((state, reason), (ConnectionState::Draining, StateChangeReason::ProcessStopped));
+    assert!((4900..=5210).contains(&(at - from)), "{}", at - from);
 }
 
 #[test]
-fn stopped_process_fails_unsafe_requests_two_seconds_after_it_drains() {
+fn stopped_process_fails_unsafe_requests_7_s_after_the_ping() {
     for goaway in [false, true] {
-        let mut scene = Scene::new();
-        scene.run(ms(1500));
+        let mut sim = Simulation::new();
+        sim.run(ms(1500));
         if goaway {
-            scene.health.drain();
+            sim.health.drain();
         }
-        scene.answers = false;
-        let ping = pinged(&mut scene);
-        scene.run(ms(15_000));
-        let [(at, true)] = scene.fails_unsafe_requests[..] else {
-            panic!("{:?}", scene.fails_unsafe_requests)
+        sim.answers = false;
+        let ping = run_until_ping(&mut sim);
+        sim.run(ms(15_000));
+        let [(at, true)] = sim.fails_unsafe_requests[..] else {
+            panic!("{:?}", sim.fails_unsafe_requests)
         };
         assert!((7000..=7110).contains(&(at - ping)), "{} after the PING", at - ping);
-        assert_eq!(scene.health.state, ConnectionState::Draining);
-        scene.health.pong(scene.now);
-        assert!(!scene.health.findings().fails_unsafe_requests, "it goes on");
+        assert_eq!(sim.health.state, ConnectionState::Draining);
+        sim.health.pong(sim.now);
+        assert!(!sim.health.findings().fails_unsafe_requests, "the process continues");
     }
 }
 
 #[test]
-fn lost_path_with_pinned_streams_is_unresponsive_until_20_s_have_passed() {
-    for (inbound, outbound, reason) in [
-        (false, false, StateChangeReason::NothingArrives),
-        (false, true, StateChangeReason::NothingArrives),
-    ] {
-        let mut scene = Scene::new();
-        scene.run(ms(1500));
-        scene.pinned = true;
-        (scene.inbound, scene.outbound) = (inbound, outbound);
-        let ping = pinged(&mut scene);
-        scene.run(ms(30_000));
+fn lost_path_with_pinned_streams_is_unresponsive_and_dead_after_20_s() {
+    let reason = StateChangeReason::NothingArrives;
+    for outbound in [false, true] {
+        let mut sim = Simulation::new();
+        sim.run(ms(1500));
+        sim.pinned = true;
+        (sim.inbound, sim.outbound) = (false, outbound);
+        let ping = run_until_ping(&mut sim);
+        sim.run(ms(30_000));
         let expected = [
             (ConnectionState::Suspect, StateChangeReason::PingLate),
             (ConnectionState::Unresponsive, reason),
             (ConnectionState::Dead, reason),
         ];
-        assert_eq!(scene.lives(), expected);
-        assert!((2000..=2110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
-        assert!((20_000..=20_110).contains(&(scene.seen[2].0 - ping)), "{:?}", scene.seen);
+        assert_eq!(sim.states(), expected);
+        assert!((2000..=2110).contains(&(sim.changes[1].0 - ping)), "{:?}", sim.changes);
+        assert!((20_000..=20_110).contains(&(sim.changes[2].0 - ping)), "{:?}", sim.changes);
         assert_eq!(
-            scene.fails_unsafe_requests,
-            [(scene.seen[1].0, true)],
-            "writes end with the path"
+            sim.fails_unsafe_requests,
+            [(sim.changes[1].0, true)],
+            "unsafe requests fail when the path is lost"
         );
     }
 }
 
 #[test]
 fn unresponsive_connection_drains_on_a_pong_and_is_dead_without_pinned_streams() {
-    let lost = || {
-        let mut scene = Scene::new();
-        scene.run(ms(1500));
-        scene.pinned = true;
-        (scene.inbound, scene.outbound) = (false, false);
-        pinged(&mut scene);
-        scene.run(ms(10_000));
-        assert_eq!(scene.health.state, ConnectionState::Unresponsive);
-        scene
+    let unresponsive = || {
+        let mut sim = Simulation::new();
+        sim.run(ms(1500));
+        sim.pinned = true;
+        (sim.inbound, sim.outbound) = (false, false);
+        run_until_ping(&mut sim);
+        sim.run(ms(10_000));
+        assert_eq!(sim.health.state, ConnectionState::Unresponsive);
+        sim
     };
-    let mut scene = lost();
-    (scene.inbound, scene.outbound) = (true, true);
+    let mut sim = unresponsive();
+    (sim.inbound, sim.outbound) = (true, true);
     assert_eq!(
-        scene.health.pong(scene.now).1,
+        sim.health.pong(sim.now).1,
         Some((ConnectionState::Draining, StateChangeReason::Pong))
     );
-    assert_eq!(scene.health.findings(), ConnectionFindings::default());
-    scene.next = scene.now;
-    scene.run(ms(60_000));
-    assert_eq!(
-        scene.health.state,
-        ConnectionState::Draining,
-        "it takes nothing new, and what is left goes on"
-    );
+    assert_eq!(sim.health.findings(), ConnectionFindings::default());
+    sim.next = sim.now;
+    sim.run(ms(60_000));
+    assert_eq!(sim.health.state, ConnectionState::Draining, "open streams continue");
 
-    let mut scene = lost();
-    let from = scene.at();
-    scene.pinned = false;
-    scene.run(ms(10_000));
-    let (at, state, reason) = *scene.seen.last().unwrap();
+    let mut sim = unresponsive();
+    let from = sim.at();
+    sim.pinned = false;
+    sim.run(ms(10_000));
+    let (at, state, reason) = *sim.changes.last().unwrap();
     assert_eq!((state, reason), (ConnectionState::Dead, StateChangeReason::NothingArrives));
     assert!(at - from <= 110, "{}", at - from);
 }
 
-/// The path of a draining connection is lost again.
 #[test]
-fn draining_connection_with_pinned_streams_is_unresponsive_too() {
-    let mut scene = Scene::new();
-    scene.health.drain();
-    scene.run(ms(1500));
-    scene.pinned = true;
-    (scene.inbound, scene.outbound) = (false, false);
-    pinged(&mut scene);
-    scene.run(ms(3000));
-    assert_eq!(scene.lives(), [(ConnectionState::Unresponsive, StateChangeReason::NothingArrives)]);
+fn draining_connection_with_pinned_streams_is_unresponsive_when_its_path_is_lost() {
+    let mut sim = Simulation::new();
+    sim.health.drain();
+    sim.run(ms(1500));
+    sim.pinned = true;
+    (sim.inbound, sim.outbound) = (false, false);
+    run_until_ping(&mut sim);
+    sim.run(ms(3000));
+    assert_eq!(sim.states(), [(ConnectionState::Unresponsive, StateChangeReason::NothingArrives)]);
 }
 
 #[test]
-fn stopped_process_with_pinned_streams_waits_for_the_longer_of_20_s_and_the_limit() {
+fn stopped_process_with_pinned_streams_is_dead_after_20_s_or_the_longer_limit() {
     for (limit, dead) in [(5_000, 20_000), (40_000, 40_000)] {
-        let mut scene = Scene::new();
-        scene.health.limits.tunnel_dead_after = ms(limit);
-        scene.run(ms(1500));
-        (scene.pinned, scene.answers) = (true, false);
-        let ping = pinged(&mut scene);
-        scene.run(ms(60_000));
-        let (at, state, reason) = *scene.seen.last().unwrap();
+        let mut sim = Simulation::new();
+        sim.health.limits.tunnel_dead_after = ms(limit);
+        sim.run(ms(1500));
+        (sim.pinned, sim.answers) = (true, false);
+        let ping = run_until_ping(&mut sim);
+        sim.run(ms(60_000));
+        let (at, state, reason) = *sim.changes.last().unwrap();
         assert_eq!((state, reason), (ConnectionState::Dead, StateChangeReason::NoFrames));
         assert!((dead..=dead + 110).contains(&(at - ping)), "{limit}: {}", at - ping);
     }
@@ -588,49 +574,49 @@ fn stopped_process_with_pinned_streams_waits_for_the_longer_of_20_s_and_the_limi
 
 #[test]
 fn ping_outstanding_for_500_ms_is_unanswered() {
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
-    scene.answers = false;
-    let ping = pinged(&mut scene);
-    scene.run(ms(4000));
-    let [(at, true)] = scene.unanswered[..] else { panic!("{:?}", scene.unanswered) };
+    let mut sim = Simulation::new();
+    sim.run(ms(1500));
+    sim.answers = false;
+    let ping = run_until_ping(&mut sim);
+    sim.run(ms(4000));
+    let [(at, true)] = sim.ping_unanswered[..] else { panic!("{:?}", sim.ping_unanswered) };
     assert!((500..=610).contains(&(at - ping)), "{}", at - ping);
-    scene.health.pong(scene.now);
-    assert!(!scene.health.findings().ping_unanswered);
+    sim.health.pong(sim.now);
+    assert!(!sim.health.findings().ping_unanswered);
 }
 
 #[test]
-fn checks_that_are_always_late_delay_verdicts_once() {
-    // A lost path, and one on which only packets to the peer are lost.
-    for talks in [false, true] {
-        let mut scene = Scene::new();
-        scene.lag = ms(100);
-        scene.run(ms(1500));
-        (scene.inbound, scene.outbound) = (false, false);
-        let ping = pinged(&mut scene);
-        while scene.at() < ping + 10_000 && scene.health.state != ConnectionState::Dead {
-            scene.run(ms(20));
-            if talks {
-                scene.last_segment = scene.now;
-                scene.next = scene.next.min(scene.health.received(scene.now));
+fn connection_whose_checks_are_always_late_is_still_found_dead() {
+    // No packets arrive; or the peer sends, and only packets to the peer are lost.
+    for sends in [false, true] {
+        let mut sim = Simulation::new();
+        sim.lag = ms(100);
+        sim.run(ms(1500));
+        (sim.inbound, sim.outbound) = (false, false);
+        let ping = run_until_ping(&mut sim);
+        while sim.at() < ping + 10_000 && sim.health.state != ConnectionState::Dead {
+            sim.run(ms(20));
+            if sends {
+                sim.last_segment = sim.now;
+                sim.next = sim.next.min(sim.health.received(sim.now));
             }
         }
-        let lives: Vec<_> = scene.lives().into_iter().map(|(state, _)| state).collect();
-        assert_eq!(lives, [ConnectionState::Suspect, ConnectionState::Dead], "talks: {talks}");
-        let dead = scene.seen[1].0 - ping;
-        assert!((2000..=2300).contains(&dead), "talks: {talks}: dead {dead} ms after the PING");
+        let states: Vec<_> = sim.states().into_iter().map(|(state, _)| state).collect();
+        assert_eq!(states, [ConnectionState::Suspect, ConnectionState::Dead], "sends: {sends}");
+        let dead = sim.changes[1].0 - ping;
+        assert!((2000..=2300).contains(&dead), "sends: {sends}: dead {dead} ms after the PING");
     }
 }
 
 #[test]
 fn late_check_withholds_verdicts_once_for_each_ping() {
-    let mut scene = Scene::new();
+    let mut sim = Simulation::new();
     for _ in 0..2 {
-        scene.run(ms(1500));
-        scene.answers = false;
-        pinged(&mut scene);
-        // The machine is paused: the kernel counts the time, and no packet has arrived.
-        scene.now += ms(10_000);
+        sim.run(ms(1500));
+        sim.answers = false;
+        run_until_ping(&mut sim);
+        // The machine is paused. The kernel counts the time, and no packet has arrived.
+        sim.now += ms(10_000);
         let evidence = Evidence {
             tcp: Some(TcpInfo {
                 last_ack_recv: ms(10_000),
@@ -641,22 +627,22 @@ fn late_check_withholds_verdicts_once_for_each_ping() {
             waiting_since: None,
             pinned: false,
         };
-        let decision = scene.health.check(evidence, scene.now);
-        assert_eq!((decision.change, scene.health.findings().path_unresponsive), (None, false));
+        let decision = sim.health.check(evidence, sim.now);
+        assert_eq!((decision.change, sim.health.findings().path_unresponsive), (None, false));
         // Packets that waited in the network arrive.
-        scene.health.pong(scene.now + ms(200));
-        assert_eq!(scene.health.state, ConnectionState::Live);
-        scene.answers = true;
-        scene.now += ms(200);
-        scene.next = scene.now;
+        sim.health.pong(sim.now + ms(200));
+        assert_eq!(sim.health.state, ConnectionState::Live);
+        sim.answers = true;
+        sim.now += ms(200);
+        sim.next = sim.now;
     }
 }
 
 #[test]
 fn drain_takes_precedence_over_a_pong() {
-    let mut scene = Scene::new();
-    scene.health.drain();
-    scene.run(ms(5000));
-    assert_eq!(scene.health.state, ConnectionState::Draining);
-    assert_eq!(scene.seen, []);
+    let mut sim = Simulation::new();
+    sim.health.drain();
+    sim.run(ms(5000));
+    assert_eq!(sim.health.state, ConnectionState::Draining);
+    assert_eq!(sim.changes, []);
 }

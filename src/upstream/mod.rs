@@ -1,15 +1,15 @@
-//! The apiservers of one upstream: their endpoints and state, the connections to them, and the pool
-//! from which a request takes a stream.
+//! The apiservers of one upstream: their endpoints, the connections to them, and the pool that gives each
+//! request a stream.
 //!
-//! * Shared by all workers and replaced as a whole: [`Upstream`], with its [`endpoint`]s,
-//!   [`credentials`] and the results of its [`endpoint_sources`].
-//! * Owned by one worker: its [`pool`], in which [`balance`] picks a [`connection`] and [`dial`] opens
-//!   one. [`health`] derives the state of a connection, [`flow_health`] that of a flow on which no PING
-//!   can be sent.
-//! * Watches move by [`watch_moves`]: away from an apiserver whose `/readyz` fails ([`evacuation`]), and
-//!   to one that has recovered ([`rebalance`]).
-//! * While no endpoint is usable ([`outage`]) watches are held.
-//! * An upgrade has a connection of its own ([`http1`]).
+//! * All workers share one [`Upstream`]: its [`endpoint`]s, its [`credentials`] and the results of its
+//!   [`endpoint_sources`].
+//! * Each worker has its own [`pool`]. [`dial`] opens a [`connection`], and [`balance`] picks one for a
+//!   request. [`health`] derives the state of a connection, and [`flow_health`] that of a flow on which
+//!   jackstay cannot send a PING.
+//! * [`evacuation`] moves watches away from an apiserver whose `/readyz` fails, and [`rebalance`] moves
+//!   watches to one that has recovered. Both offer moves by [`watch_moves`].
+//! * During a total [`outage`], watches are held.
+//! * Each upgrade has an HTTP/1.1 connection of its own ([`http1`]).
 
 pub mod balance;
 pub(crate) mod connection;

@@ -1,40 +1,41 @@
 //! Total outages: no endpoint of an upstream is usable.
 //!
-//! Watches are held meanwhile ([`super::pool::Pool::outage_ended`]). An apiserver that has just started
-//! answers before its RBAC rules are loaded: it refuses watches with 403, which makes their clients
-//! list, and `/readyz` too (Kubernetes 1.36: for 1.1 s). So an outage ends when an endpoint has been
-//! ready for a while, not when it can be connected to:
+//! Watches are held during an outage ([`super::pool::Pool::outage_ended`]). An apiserver that has just
+//! started accepts requests before its RBAC rules are loaded, and refuses watches and `/readyz` with 403
+//! (Kubernetes 1.36: for 1.1 s). A client whose watch is refused lists again. So an outage does not end
+//! when an endpoint accepts connections, but when one has been ready for a while:
 //!
-//! | the endpoints | the outage |
+//! | endpoints | outage |
 //! |---|---|
 //! | none is usable | begins |
 //! | one has been ready for [`READY_FOR`] | ends |
-//! | one became usable less than [`BLIP`] after it began | ends: no apiserver starts that fast, so only connections were lost |
-//! | one has been usable for [`UNREADY_FOR`] | ends: health must not make things worse than no health |
+//! | one became usable less than [`RESTART_TIME`] after the outage began | ends: no apiserver starts that fast, so only connections were lost |
+//! | one has been usable for [`UNREADY_LIMIT`] | ends: waiting longer could do more harm than 403 responses |
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// An endpoint that is usable again sooner was not restarted: kube-apiserver takes 3 s and more.
-const BLIP: Duration = Duration::from_secs(2);
-/// How long an endpoint must be ready.
+/// An endpoint that is usable again within this time was not restarted: kube-apiserver takes 3 s or more
+/// to start.
+const RESTART_TIME: Duration = Duration::from_secs(2);
+/// How long an endpoint must have been ready.
 pub const READY_FOR: Duration = Duration::from_secs(3);
-/// How long a usable endpoint may take to become ready.
-const UNREADY_FOR: Duration = Duration::from_secs(10);
+/// How long the outage waits for a usable endpoint to become ready.
+const UNREADY_LIMIT: Duration = Duration::from_secs(10);
 
 /// The best state of the endpoints of an upstream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reachability {
-    /// None is usable.
-    Nothing,
-    /// One is usable, none has been ready for [`READY_FOR`].
+    /// No endpoint is usable.
+    Unreachable,
+    /// An endpoint is usable, but none has been ready for [`READY_FOR`].
     Unready,
-    /// One has been ready for [`READY_FOR`].
+    /// An endpoint has been ready for [`READY_FOR`].
     Ready,
 }
 
-/// The outage of an upstream, as one worker sees it.
+/// The total outage of an upstream, if there is one, from the view of one worker.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Outage {
     began: Option<Instant>,
@@ -46,18 +47,19 @@ impl Outage {
         self.began.is_some()
     }
 
-    /// Takes in the reachability now; returns how long the outage lasted if this ends it.
-    pub fn observe(&mut self, reachable: Reachability, now: Instant) -> Option<Duration> {
-        if reachable == Reachability::Nothing {
+    /// Updates the outage. Returns its duration if it has ended.
+    pub fn observe(&mut self, reachability: Reachability, now: Instant) -> Option<Duration> {
+        if reachability == Reachability::Unreachable {
             self.began.get_or_insert(now);
             self.usable_since = None;
             return None;
         }
         let began = self.began?;
-        let since = *self.usable_since.get_or_insert(now);
-        let over =
-            reachable == Reachability::Ready || since < began + BLIP || now >= since + UNREADY_FOR;
-        if !over {
+        let usable_since = *self.usable_since.get_or_insert(now);
+        let ended = reachability == Reachability::Ready
+            || usable_since < began + RESTART_TIME
+            || now >= usable_since + UNREADY_LIMIT;
+        if !ended {
             return None;
         }
         *self = Self::default();
@@ -68,37 +70,38 @@ impl Outage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use Reachability::{Nothing, Ready, Unready};
+    use Reachability::{Ready, Unreachable, Unready};
 
     #[test]
-    fn outage_ends_when_an_endpoint_is_ready_or_usable_for_long() {
-        // Time in milliseconds, reachability, and whether the outage lasts afterwards.
-        for notes in [
+    fn observe_ends_the_outage_when_an_endpoint_is_ready_or_usable_for_long() {
+        // Time in milliseconds, reachability, and whether the outage is active afterwards.
+        for steps in [
             &[(0, Ready, false), (1, Unready, false), (20_000, Unready, false)][..],
-            &[(0, Nothing, true), (60_000, Nothing, true), (60_001, Ready, false)],
-            // Lost connections, not a restart.
-            &[(0, Nothing, true), (1_900, Unready, false)],
-            &[(0, Nothing, true), (5_000, Unready, true), (7_000, Ready, false)],
-            &[(0, Nothing, true), (5_000, Unready, true), (14_999, Unready, true)],
-            &[(0, Nothing, true), (5_000, Unready, true), (15_000, Unready, false)],
-            // It goes down again before it is ready.
+            &[(0, Unreachable, true), (60_000, Unreachable, true), (60_001, Ready, false)],
+            // The connections were lost, but no apiserver was restarted.
+            &[(0, Unreachable, true), (1_900, Unready, false)],
+            &[(0, Unreachable, true), (5_000, Unready, true), (7_000, Ready, false)],
+            &[(0, Unreachable, true), (5_000, Unready, true), (14_999, Unready, true)],
+            &[(0, Unreachable, true), (5_000, Unready, true), (15_000, Unready, false)],
+            // The endpoint becomes unusable again before it is ready.
             &[
-                (0, Nothing, true),
+                (0, Unreachable, true),
                 (5_000, Unready, true),
-                (6_000, Nothing, true),
+                (6_000, Unreachable, true),
                 (7_000, Unready, true),
                 (16_999, Unready, true),
             ],
         ] {
-            let zero = Instant::now();
+            let start = Instant::now();
             let mut outage = Outage::default();
-            let mut lasted = false;
-            for &(ms, reachable, lasts) in notes {
-                let lasted_for = outage.observe(reachable, zero + Duration::from_millis(ms));
-                assert_eq!(outage.is_active(), lasts, "{notes:?} at {ms}");
-                let over = Some(Duration::from_millis(ms)).filter(|_| lasted && !lasts);
-                assert_eq!(lasted_for, over, "{notes:?} at {ms}");
-                lasted = lasts;
+            let mut was_active = false;
+            for &(ms, reachability, active) in steps {
+                let time = Duration::from_millis(ms);
+                let duration = outage.observe(reachability, start + time);
+                assert_eq!(outage.is_active(), active, "{steps:?} at {ms}");
+                // Each outage begins at 0.
+                assert_eq!(duration, (was_active && !active).then_some(time), "{steps:?} at {ms}");
+                was_active = active;
             }
         }
     }

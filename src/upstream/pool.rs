@@ -1,9 +1,8 @@
-//! The connections of one worker to one upstream: gives requests their streams, and keeps enough
-//! connections open that the next request need not wait.
+//! The connections of one worker to one upstream. The pool reserves a stream for each request, and keeps
+//! enough connections open that the next request need not wait.
 //!
-//! Requests call [`Pool::acquire`]. [`Pool::maintain`] opens and drains connections: it compares the
-//! actual connections of each [`class`] with the wanted ones. It runs on every change, on a slow
-//! tick, and when a request finds no stream.
+//! Requests call [`Pool::acquire`]. [`Pool::maintain`] opens and drains the connections of each
+//! [`class`]. It runs on every change, every [`TICK`], and when a request finds no stream.
 
 mod acquire;
 mod class;
@@ -11,6 +10,7 @@ mod requirements;
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +23,7 @@ pub use self::acquire::Unavailable;
 pub use self::class::ClassPool;
 pub use self::requirements::{PreviousFailure, StreamRequirements};
 use super::connection::{Connection, DrainReason};
-use super::credentials::CredentialClass;
+use super::credentials::{ClientTls, CredentialClass};
 use super::dial::dial_h2;
 use super::endpoint::{Endpoint, EndpointState};
 use super::evacuation::{Evacuation, evacuations};
@@ -31,38 +31,39 @@ use super::health::ConnectionState;
 use super::outage::{Outage, READY_FOR, Reachability};
 use super::shared::Upstream;
 
-/// A class without a configured identity keeps its connections for this long after its last use.
+/// A class other than a configured identity keeps its connections for this long after its last use.
 const IDLE_CLASS: Duration = Duration::from_secs(300);
-/// Number of endpoints to which a class without a configured identity keeps connections: enough to
-/// survive the loss of two.
+/// Number of endpoints to which a class other than a configured identity keeps connections. After the loss
+/// of two, one is left.
 const FANOUT: usize = 3;
 /// Mean interval of maintenance when nothing changes.
 const TICK: Duration = Duration::from_millis(200);
 
-/// The pool of one worker for one upstream. Lives on its thread.
+/// The pool of one worker for one upstream. It stays on the thread of the worker.
 pub struct Pool {
     upstream: Arc<Upstream>,
     classes: RefCell<BTreeMap<CredentialClass, Rc<ClassPool>>>,
+    /// Notified of changes of connections and of free streams.
     changed: Rc<Notify>,
     outage: Cell<Outage>,
     /// Notified when a total outage ends.
     outage_over: Notify,
     this: Weak<Self>,
-    /// Makes the order of endpoints differ between nodes, so that nodes use different ones.
+    /// Makes the order of endpoints differ from node to node.
     seed: u64,
     /// The pool serves jackstay's own requests and keeps no connections for configured identities.
     internal: bool,
-    /// Set by [`Self::close`]: no connection is opened any more.
+    /// Set by [`Self::close`]: no more connections are opened.
     closed: Cell<bool>,
 }
 
 impl Pool {
-    /// A pool without connections; spawn [`Self::run`] to fill it.
+    /// A pool without connections. Spawn [`Self::run`], which opens them.
     pub fn new(upstream: Arc<Upstream>) -> Rc<Self> {
         Self::create(upstream, false)
     }
 
-    /// A pool for jackstay's own requests, which keeps one connection while it is in use.
+    /// A pool for jackstay's own requests. It keeps connections to one endpoint while it is in use.
     pub fn for_internal_requests(upstream: Arc<Upstream>) -> Rc<Self> {
         Self::create(upstream, true)
     }
@@ -99,13 +100,13 @@ impl Pool {
         self.outage.get().is_active()
     }
 
-    /// Waits until a total outage is over. Meanwhile the pool makes one connect attempt for each
-    /// endpoint, however many requests wait ([`Endpoint::claim_connect_attempt`]).
+    /// Waits until no total outage is in progress. During an outage the pool makes one connect attempt at a
+    /// time to each endpoint, however many requests wait ([`Endpoint::claim_connect_attempt`]).
     pub async fn outage_ended(&self, class: &ClassPool) {
         let _held = class.count_held_watch();
         loop {
             let mut outage_over = std::pin::pin!(self.outage_over.notified());
-            // Registered before the check, so that the end cannot fall in between.
+            // Registered before the check, so that the end of the outage is not missed.
             outage_over.as_mut().enable();
             if !self.is_total_outage() {
                 return;
@@ -114,7 +115,7 @@ impl Pool {
         }
     }
 
-    /// Maintains the pool until it is dropped.
+    /// Maintains the pool until the future is dropped.
     pub async fn run(this: Rc<Self>) {
         loop {
             let changed = Rc::clone(&this.changed);
@@ -128,14 +129,14 @@ impl Pool {
         }
     }
 
-    /// Closes every connection and opens none any more. Open streams fail.
+    /// Closes every connection and opens no more. Open streams fail.
     pub fn close(&self) {
         self.closed.set(true);
         self.for_each_connection(|connection| connection.close(DrainReason::ConfigurationRemoved));
         self.changed.notify_waiters();
     }
 
-    /// Drains old connections, removes dead ones and starts connects. Does not wait for them.
+    /// Drains old connections, removes dead ones and starts connects, without waiting for them.
     pub fn maintain(&self) {
         if self.closed.get() {
             return;
@@ -143,31 +144,33 @@ impl Pool {
         let now = Instant::now();
         let endpoints = self.upstream.endpoints();
         let none_usable = !endpoints.iter().any(|endpoint| endpoint.is_usable());
-        self.note_outage(&endpoints, none_usable, now);
-        let loaded = if self.internal { Vec::new() } else { self.upstream.credentials.loaded() };
-        for class in loaded {
-            let _ = self.class(class);
+        self.update_outage(&endpoints, none_usable, now);
+        if !self.internal {
+            for class in self.upstream.credentials.loaded() {
+                self.class(class);
+            }
         }
-        let wanted_evacuations = evacuations(&endpoints);
+        let evacuations = evacuations(&endpoints);
         let classes: Vec<_> = self.classes.borrow().values().cloned().collect();
         for class in classes {
-            self.maintain_class(&class, &endpoints, &wanted_evacuations, none_usable, now);
+            self.maintain_class(&class, &endpoints, &evacuations, none_usable, now);
         }
     }
 
-    fn note_outage(&self, endpoints: &[Arc<Endpoint>], none_usable: bool, now: Instant) {
+    /// Updates the total outage. When it ends, held watches are notified.
+    fn update_outage(&self, endpoints: &[Arc<Endpoint>], none_usable: bool, now: Instant) {
         let ready = |endpoint: &Arc<Endpoint>| {
             endpoint.ready_for(now).is_some_and(|ready| ready >= READY_FOR)
         };
-        let reachable = if none_usable {
-            Reachability::Nothing
+        let reachability = if none_usable {
+            Reachability::Unreachable
         } else if endpoints.iter().any(ready) {
             Reachability::Ready
         } else {
             Reachability::Unready
         };
         let mut outage = self.outage.get();
-        let ended_after = outage.observe(reachable, now);
+        let ended_after = outage.observe(reachability, now);
         self.outage.set(outage);
         let Some(lasted) = ended_after else { return };
         let held: usize = self.classes.borrow().values().map(|class| class.held_watches()).sum();
@@ -186,7 +189,7 @@ impl Pool {
         &self,
         class: &Rc<ClassPool>,
         endpoints: &[Arc<Endpoint>],
-        wanted_evacuations: &[Evacuation],
+        evacuations: &[Evacuation],
         none_usable: bool,
         now: Instant,
     ) {
@@ -197,7 +200,7 @@ impl Pool {
         };
         let rebalance = self.upstream.config().rebalance;
         class.rebalancer.borrow_mut().tick(&class.connections.borrow(), rebalance, now);
-        class.evacuations.borrow_mut().tick(&class.connections.borrow(), wanted_evacuations, now);
+        class.evacuations.borrow_mut().tick(&class.connections.borrow(), evacuations, now);
         class.probe_slow_endpoints(now);
         let configured = matches!(class.class(), CredentialClass::Identity(_));
         let drain_old = class.may_drain_old(tls.generation, now);
@@ -218,11 +221,11 @@ impl Pool {
         if !configured && !in_use {
             return;
         }
-        let chosen = self.target_endpoints(endpoints, configured);
-        let targets = chosen.len().max(1);
-        for endpoint in chosen {
+        let targets = self.target_endpoints(endpoints, configured);
+        for endpoint in &targets {
             let limits = &self.upstream.config().connections;
-            let to_open = class.connections_to_open(endpoint, tls.generation, limits, targets, now);
+            let to_open =
+                class.connections_to_open(endpoint, tls.generation, limits, targets.len(), now);
             for _ in 0..to_open {
                 if !endpoint.claim_connect_attempt(none_usable, now) {
                     break;
@@ -232,23 +235,24 @@ impl Pool {
         }
     }
 
-    /// The identity was removed from the configuration: open streams may finish.
+    /// Drains the connections of a class whose identity was removed from the configuration, and then removes
+    /// the class.
     fn retire_class(&self, class: &Rc<ClassPool>) {
         for connection in class.connections.borrow().iter() {
             connection.drain(DrainReason::ConfigurationRemoved);
         }
-        // Other references are held by requests and connects in progress.
+        // The map and the caller hold two references. Requests and connects in progress hold others.
         if class.connections.borrow().is_empty() && Rc::strong_count(class) <= 2 {
             self.classes.borrow_mut().remove(&class.class());
         }
     }
 
-    /// The upstream was removed from the configuration: open streams may finish.
+    /// Drains every connection, because the upstream was removed from the configuration.
     pub fn retire(&self) {
         self.for_each_connection(|connection| connection.drain(DrainReason::ConfigurationRemoved));
     }
 
-    /// Open streams on all connections.
+    /// Number of open streams on all connections.
     pub fn streams(&self) -> usize {
         let mut streams = 0;
         self.for_each_connection(|connection| streams += connection.streams());
@@ -261,37 +265,32 @@ impl Pool {
         }
     }
 
-    /// The endpoints to which a class keeps connections: all of them for a configured identity, else
-    /// the best [`FANOUT`], in an order that differs from node to node.
+    /// The endpoints to which a class keeps connections: all for a configured identity, one for an internal
+    /// pool, and otherwise the best [`FANOUT`]. The order within a state differs from node to node.
     fn target_endpoints<'a>(
         &self,
         endpoints: &'a [Arc<Endpoint>],
         configured: bool,
     ) -> Vec<&'a Arc<Endpoint>> {
-        let mut chosen: Vec<_> =
+        let mut targets: Vec<_> =
             endpoints.iter().filter(|e| e.state() != EndpointState::Leaving).collect();
         let fanout = if self.internal { 1 } else { FANOUT };
-        if !configured && chosen.len() > fanout {
-            chosen.sort_by_key(|e| (e.state(), e.is_fallback(), self.rank(&e.label)));
-            chosen.truncate(fanout);
+        if !configured && targets.len() > fanout {
+            targets.sort_by_key(|e| (e.state(), e.is_fallback(), self.rank(&e.label)));
+            targets.truncate(fanout);
         }
-        chosen
+        targets
     }
 
+    /// The position of an endpoint in the order of this node.
     fn rank(&self, label: &str) -> u64 {
-        use std::hash::{DefaultHasher, Hash, Hasher};
         let mut hasher = DefaultHasher::new();
-        self.seed.hash(&mut hasher);
-        label.hash(&mut hasher);
+        (self.seed, label).hash(&mut hasher);
         hasher.finish()
     }
 
-    fn dial(
-        &self,
-        class: &Rc<ClassPool>,
-        endpoint: &Arc<Endpoint>,
-        tls: &Arc<super::credentials::ClientTls>,
-    ) {
+    /// Starts a connect to an endpoint. The new connection joins the class.
+    fn dial(&self, class: &Rc<ClassPool>, endpoint: &Arc<Endpoint>, tls: &Arc<ClientTls>) {
         let Some(pool) = self.this.upgrade() else { return };
         let (class, endpoint, tls) = (Rc::clone(class), Arc::clone(endpoint), Arc::clone(tls));
         class.connect_started(&endpoint.label);

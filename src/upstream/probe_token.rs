@@ -1,6 +1,6 @@
-//! The bearer token of jackstay's own `/readyz` requests, from a file that rotates.
+//! The bearer token for jackstay's own `/readyz` requests, from a file that is rotated.
 //!
-//! A valid token is put into use. An invalid one is reported once, and the last valid one stays in use.
+//! If the file becomes invalid, the error is reported once and the last valid token stays in use.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -10,20 +10,20 @@ use http::HeaderValue;
 
 use crate::net::files;
 
-/// A configured token file and its last valid token.
+/// A token file and its last valid token.
 #[derive(Debug)]
 pub struct ProbeToken {
     file: PathBuf,
-    good: ArcSwapOption<HeaderValue>,
+    valid: ArcSwapOption<HeaderValue>,
     error: Mutex<Option<String>>,
 }
 
 impl ProbeToken {
-    /// Reads the file. The first [`Self::refresh`] reports an unusable one.
+    /// Reads the file. An error is not reported here, but by the first [`Self::refresh`].
     pub fn load(file: &Path) -> Self {
         Self {
             file: file.to_owned(),
-            good: ArcSwapOption::from_pointee(files::authorization_from_file(file).ok()),
+            valid: ArcSwapOption::from_pointee(files::authorization_from_file(file).ok()),
             error: Mutex::default(),
         }
     }
@@ -34,7 +34,7 @@ impl ProbeToken {
 
     /// The value of the `authorization` header.
     pub fn header(&self) -> Option<HeaderValue> {
-        self.good.load().as_deref().cloned()
+        self.valid.load().as_deref().cloned()
     }
 
     /// Why the content of the file is not in use.
@@ -42,21 +42,22 @@ impl ProbeToken {
         self.error.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Reads the file again; returns an error only if it is new.
+    /// Reads the file again.
     ///
     /// # Errors
-    /// Why it cannot be used, with its path.
+    /// The file cannot be used, and the error differs from that of the previous read.
     pub fn refresh(&self) -> Result<(), String> {
-        let read = files::authorization_from_file(&self.file);
-        let error = read.as_ref().err().cloned();
-        if let Ok(good) = read {
-            self.good.store(Some(good.into()));
-        }
+        let error = match files::authorization_from_file(&self.file) {
+            Ok(token) => {
+                self.valid.store(Some(token.into()));
+                None
+            }
+            Err(error) => Some(error),
+        };
         let mut known = self.error.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_new = *known != error;
-        known.clone_from(&error);
+        let previous = std::mem::replace(&mut *known, error.clone());
         match error {
-            Some(error) if is_new => Err(error),
+            Some(error) if previous.as_ref() != Some(&error) => Err(error),
             _ => Ok(()),
         }
     }

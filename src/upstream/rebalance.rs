@@ -1,23 +1,23 @@
 //! Moves watches, a few at a time, to the apiservers that have too few of them.
 //!
-//! A watch lives for minutes, and a resumed one for as long as its client. Without moves the last
-//! apiserver to return from a rolling restart would carry almost no watches. A watch that can be
-//! resumed can be moved without its client noticing. No invariant depends on a move: a watch that
-//! cannot move, or is refused by the target, stays where it is.
+//! A watch lives for minutes, and a resumed one for as long as its client. Without moves, the apiserver
+//! that returns last from a rolling restart would have almost no watches. The client of a watch that can
+//! be resumed does not notice a move. No invariant depends on a move: a watch that cannot move, or that the
+//! target refuses, stays where it is.
 //!
-//! [`decide`] is pure and memoryless, so that thousands of nodes spread their moves without
+//! [`decide`] depends only on the current loads, so thousands of nodes spread their moves without
 //! coordination:
 //!
 //! | rule | reason |
 //! |---|---|
-//! | only endpoints that have been ready for 5 s, and only to those with a connection | a flapping apiserver gets no watches |
-//! | each second 2 % of the excess moves, rounded at random | half of it in 35 s, all in minutes, whether a node has three watches or three thousand |
-//! | an endpoint in slow start gets only its share | its caches are cold |
-//! | the remainder of a division goes to an endpoint chosen by the node's own random number | of 8 watches on 3 servers, the server with 2 must not be the same one on every node |
-//! | an endpoint with one watch keeps it | a move would only change which endpoint has none |
-//! | later than 15 minutes after the last endpoint became ready: only from endpoints with over 10 % plus one too many | clients come and go, and following each would be churn |
+//! | Watches move only between endpoints that have a connection and have been ready for 5 s. | A flapping apiserver gets no watches. |
+//! | Each second 2 % of the excess moves, rounded at random. | Half of the excess moves in 35 s and all of it in minutes, whether a node has three watches or three thousand. |
+//! | An endpoint in slow start gets only its share. | Its caches are cold. |
+//! | The remainder of a division goes to an endpoint that the node's own random number selects. | If each node has 8 watches on 3 servers, the server with 2 must not be the same on all nodes. |
+//! | An endpoint with one watch keeps it. | A move would only change which endpoint has none. |
+//! | When 15 minutes have passed since the last endpoint became ready, watches move only from an endpoint that has more than 110 % of the mean plus one. | Clients come and go, and there would be a move for each of them. |
 //!
-//! Once a minute the rebalancer also requests a self-check of every watch, which finds missing
+//! Once a minute the rebalancer also requests a self-check of every watch. The self-check finds missing
 //! bookmarks without a timer for each watch ([`super::watch_moves`]).
 
 use std::rc::Rc;
@@ -31,101 +31,102 @@ use super::endpoint::Endpoint;
 use super::health::ConnectionState;
 use super::watch_moves::MoveEligibility;
 
-/// Part of the excess that moves in a second.
+/// Share of the excess that moves in a second.
 const RATE: f64 = 0.02;
-/// Pause between two rounds, ±50 %.
+/// Mean pause between two rounds; each is ±50 %.
 const ROUND: Duration = Duration::from_secs(1);
-/// An endpoint takes part when it has been ready for this long.
-const SETTLED: Duration = Duration::from_secs(5);
-/// For this long after the last endpoint became ready, loads are evened out to the last watch.
+/// An endpoint takes part after it has been ready for this long.
+const READY_FOR: Duration = Duration::from_secs(5);
+/// For this long after the last endpoint became ready, loads are evened out without a tolerance.
 const EVEN_OUT: Duration = Duration::from_secs(15 * 60);
-/// After that, an endpoint may have this multiple of the mean, plus one, before watches move away.
+/// Later, watches move only from an endpoint that has more than this multiple of the mean, plus one.
 const TOLERANCE: f64 = 1.1;
 /// Longest pause, in rounds, while no watch takes an offered move.
-const MAX_PAUSE: u32 = 64;
+const MAX_PAUSE_ROUNDS: u32 = 64;
 /// Pause between two self-checks of all watches, ±10 %.
 const SELF_CHECK_PAUSE: Duration = Duration::from_secs(60);
-/// Moves are logged at most this often.
+/// Shortest pause between two log lines about moves.
 const LOG_PAUSE: Duration = Duration::from_secs(60);
 
-/// An endpoint that takes part.
+/// The load of an endpoint that takes part.
 #[derive(Debug, Clone, Copy)]
 pub struct EndpointLoad {
-    /// Its watches.
+    /// Number of watches or flows.
     pub watches: usize,
-    /// Its share ([`super::balance::slow_start`]): 1 unless it has recovered just now.
+    /// Share of the load in slow start ([`super::balance::slow_start`]), otherwise 1.
     pub share: f64,
-    /// How long it has been ready.
+    /// How long the endpoint has been ready.
     pub ready_for: Duration,
 }
 
 impl EndpointLoad {
     /// The load of an endpoint with this many watches or flows; `None` if it does not take part.
     pub fn of(endpoint: &Endpoint, watches: usize, now: Instant) -> Option<Self> {
-        let ready_for = endpoint.ready_for(now).filter(|&since| since >= SETTLED)?;
+        let ready_for = endpoint.ready_for(now).filter(|&since| since >= READY_FOR)?;
         Some(Self { watches, share: endpoint.slow_start_share(now), ready_for })
     }
 }
 
-/// The moves that are due, with indices into the argument of [`decide`].
+/// Moves that are due. Endpoints are indices into the argument of [`decide`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RebalanceMove {
-    /// The endpoint with too many.
+    /// The endpoint with the most watches too many.
     pub from: usize,
-    /// The endpoint with too few.
+    /// The endpoint with the most watches too few.
     pub to: usize,
-    /// How many.
+    /// Number of watches to move.
     pub count: usize,
 }
 
-/// How many watches each endpoint should have: its part, rounded so that over all nodes no endpoint
-/// is favoured (systematic sampling). `lot` is in 0..1 and constant on a node.
-fn parts(loads: &[EndpointLoad], lot: f64) -> impl Iterator<Item = f64> {
+/// The number of watches that each endpoint should have. The rounding favours no endpoint on average over
+/// all nodes (systematic sampling). `lot` is a random number in 0..1 that is constant on a node.
+fn fair_watches(loads: &[EndpointLoad], lot: f64) -> impl Iterator<Item = f64> {
     let total: usize = loads.iter().map(|load| load.watches).sum();
     let shares: f64 = loads.iter().map(|load| load.share).sum();
-    let mut sum = 0.0;
-    let mut before = lot.floor();
+    let mut share_sum = 0.0;
+    let mut assigned = lot.floor();
     loads.iter().map(move |load| {
-        sum += load.share;
-        let upto = (total as f64 * sum / shares + lot + 1e-9).floor();
-        upto - std::mem::replace(&mut before, upto)
+        share_sum += load.share;
+        let upper = (total as f64 * share_sum / shares + lot + 1e-9).floor();
+        upper - std::mem::replace(&mut assigned, upper)
     })
 }
 
-/// The moves that are due now. `lot` is constant on a node; `elapsed` is the time since the last
-/// round.
+/// Decides by the table of this module which moves are due. `lot` is a random number in 0..1 that is
+/// constant on a node, and `elapsed` is the time since the last round.
 pub fn decide(
     loads: &[EndpointLoad],
     lot: f64,
     elapsed: Duration,
     rng: &mut fastrand::Rng,
 ) -> Option<RebalanceMove> {
-    let latest = loads.iter().map(|load| load.ready_for).min()?;
+    let latest_ready_for = loads.iter().map(|load| load.ready_for).min()?;
     let mean = loads.iter().map(|load| load.watches as f64).sum::<f64>() / loads.len() as f64;
-    let most = if latest < EVEN_OUT { 0.0 } else { mean * TOLERANCE + 1.0 };
-    let mut excess = 0.0;
-    let mut from: Option<(usize, f64)> = None;
-    let mut to: Option<(usize, f64)> = None;
-    for (index, (load, part)) in loads.iter().zip(parts(loads, lot)).enumerate() {
-        let over = load.watches as f64 - part;
-        // An endpoint in slow start keeps what it has above its share: it is owed that soon.
-        if over > 0.0 && load.watches > 1 && load.share >= 1.0 && load.watches as f64 > most {
-            excess += over;
-            if from.is_none_or(|(_, known)| over > known) {
-                from = Some((index, over));
+    let tolerated = if latest_ready_for < EVEN_OUT { 0.0 } else { mean * TOLERANCE + 1.0 };
+    let mut total_surplus = 0.0;
+    let mut from = (0, 0.0);
+    let mut to = (0, 0.0);
+    for (index, (load, fair)) in loads.iter().zip(fair_watches(loads, lot)).enumerate() {
+        let surplus = load.watches as f64 - fair;
+        // An endpoint in slow start keeps its surplus, because its share grows.
+        let gives = load.watches > 1 && load.share >= 1.0 && load.watches as f64 > tolerated;
+        if gives && surplus > 0.0 {
+            total_surplus += surplus;
+            if surplus > from.1 {
+                from = (index, surplus);
             }
         }
-        if -over > to.map_or(0.0, |(_, known)| known) {
-            to = Some((index, -over));
+        if -surplus > to.1 {
+            to = (index, -surplus);
         }
     }
-    let ((from, over), (to, under)) = (from?, to?);
-    let wanted = excess * RATE * elapsed.as_secs_f64();
-    let count = (wanted + rng.f64()).floor().min(over).min(under);
+    let ((from, surplus), (to, deficit)) = (from, to);
+    let due = total_surplus * RATE * elapsed.as_secs_f64();
+    let count = (due + rng.f64()).floor().min(surplus).min(deficit);
     (count >= 1.0).then_some(RebalanceMove { from, to, count: count as usize })
 }
 
-/// The times of the rounds, and the random numbers of a node.
+/// The times of the rounds and the random numbers of a node.
 #[derive(Debug)]
 pub struct RebalanceSchedule {
     lot: f64,
@@ -135,25 +136,26 @@ pub struct RebalanceSchedule {
 }
 
 impl RebalanceSchedule {
-    /// A schedule that begins now.
+    /// A schedule that begins at `now`.
     pub fn new(now: Instant) -> Self {
         let mut rng = fastrand::Rng::new();
         Self { lot: rng.f64(), rng, last: now, next: now + ROUND }
     }
 
-    /// The time since the last round, at most two rounds, if a round is due.
-    pub fn is_due(&mut self, now: Instant) -> Option<Duration> {
+    /// If a round is due, returns the time since the previous one, at most two rounds, and schedules the next
+    /// one.
+    pub fn begin_round(&mut self, now: Instant) -> Option<Duration> {
         if now < self.next {
             return None;
         }
         let elapsed = now.saturating_duration_since(self.last).min(ROUND * 2);
         self.last = now;
-        self.rest(1, now);
+        self.schedule_next(1, now);
         Some(elapsed)
     }
 
-    /// Schedules the next round this many rounds from now.
-    fn rest(&mut self, rounds: u32, now: Instant) {
+    /// Schedules the next round after a pause of this number of rounds.
+    fn schedule_next(&mut self, rounds: u32, now: Instant) {
         self.next = now + ROUND.mul_f64(0.5 + self.rng.f64()) * rounds;
     }
 
@@ -168,24 +170,24 @@ impl RebalanceSchedule {
 pub struct Rebalancer {
     schedule: RebalanceSchedule,
     self_check_at: Instant,
-    /// The connection that was offered moves in the last round: moves that are left show that no watch
-    /// there can move.
+    /// The connection to whose watches moves were offered in the last round. If moves are left in the next
+    /// round, no watch there can move.
     offered: Option<Rc<Connection>>,
-    pause: u32,
+    pause_rounds: u32,
     logged_at: Option<Instant>,
 }
 
 impl Rebalancer {
-    /// A rebalancer that begins now.
+    /// A rebalancer that begins at `now`.
     pub fn new(now: Instant) -> Self {
         let mut schedule = RebalanceSchedule::new(now);
         let self_check_at = now + SELF_CHECK_PAUSE.mul_f64(schedule.rng.f64());
-        Self { schedule, self_check_at, offered: None, pause: 1, logged_at: None }
+        Self { schedule, self_check_at, offered: None, pause_rounds: 1, logged_at: None }
     }
 
     /// Offers moves if a round is due, and requests self-checks once a minute. Cheap between rounds.
     pub fn tick(&mut self, connections: &[Rc<Connection>], enabled: bool, now: Instant) {
-        let Some(elapsed) = self.schedule.is_due(now) else { return };
+        let Some(elapsed) = self.schedule.begin_round(now) else { return };
         if now >= self.self_check_at {
             self.self_check_at =
                 now + SELF_CHECK_PAUSE.mul_f64(0.9 + self.schedule.rng.f64() / 5.0);
@@ -194,21 +196,23 @@ impl Rebalancer {
             }
         }
         if let Some(offered) = self.offered.take() {
-            self.pause = if offered.moves.withdraw() { (self.pause * 2).min(MAX_PAUSE) } else { 1 };
+            let left = offered.moves.withdraw();
+            self.pause_rounds =
+                if left { (self.pause_rounds * 2).min(MAX_PAUSE_ROUNDS) } else { 1 };
         }
-        self.schedule.rest(self.pause, now);
+        self.schedule.schedule_next(self.pause_rounds, now);
         if enabled {
             self.round(connections, elapsed, now);
         }
     }
 
+    /// Counts the watches of each endpoint, and offers the moves that are due.
     fn round(&mut self, connections: &[Rc<Connection>], elapsed: Duration, now: Instant) {
-        let live =
-            || connections.iter().filter(|connection| connection.state() == ConnectionState::Live);
+        let live = || connections.iter().filter(|c| c.state() == ConnectionState::Live);
         let mut endpoints: Vec<(&Arc<Endpoint>, EndpointLoad)> = Vec::new();
         for connection in live() {
             let endpoint = &connection.endpoint;
-            if let Some((_, load)) = endpoints.iter_mut().find(|(e, _)| Arc::ptr_eq(e, endpoint)) {
+            if let Some((_, load)) = endpoints.iter_mut().find(|(e, _)| connection.is_to(e)) {
                 load.watches += connection.watches();
             } else if let Some(load) = EndpointLoad::of(endpoint, connection.watches(), now) {
                 endpoints.push((endpoint, load));
@@ -217,19 +221,19 @@ impl Rebalancer {
         if endpoints.len() < 2 {
             return;
         }
-        // The same random number must mean the same server, whichever connection was opened first.
+        // The order must not depend on the connections, because `lot` selects endpoints by it.
         endpoints.sort_by(|(a, _), (b, _)| a.label.cmp(&b.label));
         let loads: Vec<_> = endpoints.iter().map(|(_, load)| *load).collect();
         let Some(RebalanceMove { from, to, count }) = self.schedule.decide(&loads, elapsed) else {
             return;
         };
         let (source, target) = (endpoints[from].0, endpoints[to].0);
-        // One of its connections, at random by watches.
+        // A random watch of the source selects the connection.
         let mut chosen = self.schedule.rng.usize(..loads[from].watches);
-        let Some(connection) = live().filter(|c| Arc::ptr_eq(&c.endpoint, source)).find(|c| {
-            let here = chosen < c.watches();
+        let Some(connection) = live().filter(|c| c.is_to(source)).find(|c| {
+            let is_here = chosen < c.watches();
             chosen = chosen.saturating_sub(c.watches());
-            here
+            is_here
         }) else {
             return;
         };
@@ -261,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_add_up_and_favour_no_endpoint() {
+    fn fair_watches_sum_to_the_total_and_favour_no_endpoint() {
         let uneven = |watches: &[usize], shares: &[f64]| -> Vec<EndpointLoad> {
             let mut loads = loads(watches, HOUR);
             loads.iter_mut().zip(shares).for_each(|(load, &share)| load.share = share);
@@ -277,14 +281,14 @@ mod tests {
             let shares: f64 = loads.iter().map(|load| load.share).sum();
             let mut sums = vec![0.0; loads.len()];
             for node in 0..1000 {
-                let parts: Vec<f64> = parts(&loads, f64::from(node) / 1000.0).collect();
-                assert!((parts.iter().sum::<f64>() - total as f64).abs() < 1e-9, "{parts:?}");
-                assert!(parts.iter().all(|&part| part >= 0.0), "{parts:?}");
-                sums.iter_mut().zip(parts).for_each(|(sum, part)| *sum += part);
+                let fair: Vec<f64> = fair_watches(&loads, f64::from(node) / 1000.0).collect();
+                assert!((fair.iter().sum::<f64>() - total as f64).abs() < 1e-9, "{fair:?}");
+                assert!(fair.iter().all(|&watches| watches >= 0.0), "{fair:?}");
+                sums.iter_mut().zip(fair).for_each(|(sum, watches)| *sum += watches);
             }
             for (sum, load) in sums.iter().zip(&loads) {
-                let fair = total as f64 * load.share / shares;
-                assert!((sum / 1000.0 - fair).abs() < 0.02, "{sum} of {fair}");
+                let exact = total as f64 * load.share / shares;
+                assert!((sum / 1000.0 - exact).abs() < 0.02, "{sum} of {exact}");
             }
         }
     }
@@ -293,9 +297,9 @@ mod tests {
     fn decide_moves_from_the_fullest_to_the_emptiest() {
         let mut rng = fastrand::Rng::with_seed(1);
         let loads = loads(&[500, 400, 0], Duration::from_secs(60));
-        let found = decide(&loads, 0.5, ROUND, &mut rng).unwrap();
-        assert_eq!((found.from, found.to), (0, 2));
-        assert!((6..=7).contains(&found.count), "2 % of 300: {}", found.count);
+        let moves = decide(&loads, 0.5, ROUND, &mut rng).unwrap();
+        assert_eq!((moves.from, moves.to), (0, 2));
+        assert!((6..=7).contains(&moves.count), "2 % of 300: {}", moves.count);
     }
 
     #[test]
@@ -306,7 +310,7 @@ mod tests {
             (&[900], HOUR),
             (&[0, 0, 0], HOUR),
             (&[7, 7, 7], Duration::from_secs(60)),
-            // Within the tolerance of quiet times.
+            // Within the tolerance.
             (&[109, 100, 91], HOUR),
             (&[2, 0, 1], HOUR),
         ] {
@@ -318,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn decide_moves_no_lone_watch() {
+    fn decide_moves_no_single_watch() {
         let mut rng = fastrand::Rng::with_seed(1);
         for watches in [&[1, 0][..], &[0, 1, 0], &[1, 1, 0]] {
             let loads = loads(watches, Duration::from_secs(60));
@@ -329,12 +333,12 @@ mod tests {
             }
         }
         let two = loads(&[2, 0], Duration::from_secs(60));
-        let found = (0..1000).find_map(|_| decide(&two, 0.3, ROUND, &mut rng));
-        assert_eq!(found, Some(RebalanceMove { from: 0, to: 1, count: 1 }));
+        let moves = (0..1000).find_map(|_| decide(&two, 0.3, ROUND, &mut rng));
+        assert_eq!(moves, Some(RebalanceMove { from: 0, to: 1, count: 1 }));
     }
 
     #[test]
-    fn decide_in_slow_start_gives_an_endpoint_its_share_and_takes_nothing() {
+    fn decide_gives_an_endpoint_in_slow_start_its_share_and_takes_nothing() {
         let mut rng = fastrand::Rng::with_seed(1);
         let mut loads = loads(&[45, 45, 10], Duration::from_secs(6));
         loads[2].share = 0.2;

@@ -1,7 +1,7 @@
-//! What all workers share of one upstream: its endpoints, credentials and configuration.
+//! The state of one upstream that all workers share: its endpoints, credentials and configuration.
 //!
-//! Workers read it on the path of requests. The control plane replaces each part as a whole, so that no
-//! reader waits and none sees half a change.
+//! Workers read it for each request. The control plane replaces each part as a whole, so a reader never
+//! waits and never sees half of a change.
 
 use std::sync::Arc;
 
@@ -15,13 +15,13 @@ use crate::config;
 use crate::net::sockets::connector::Connector;
 use crate::observe::Metrics;
 
-/// What all workers share of one upstream.
+/// The state of one upstream that all workers share.
 #[derive(Debug)]
 pub struct Upstream {
-    /// Its name.
+    /// The name in the configuration.
     pub name: Arc<str>,
     endpoints: ArcSwap<Vec<Arc<Endpoint>>>,
-    /// The credentials that it is shown.
+    /// The credentials that jackstay shows its apiservers.
     pub credentials: Credentials,
     config: ArcSwap<config::Upstream>,
     /// The results of its sources of endpoints.
@@ -34,7 +34,7 @@ pub struct Upstream {
 }
 
 impl Upstream {
-    /// An upstream without endpoints, whose connections are not intercepted on this host.
+    /// An upstream without endpoints and with the default [`Connector`].
     pub fn new(config: config::Upstream, credentials: Credentials, metrics: &Arc<Metrics>) -> Self {
         let name: Arc<str> = config.name.as_str().into();
         Self {
@@ -50,21 +50,21 @@ impl Upstream {
         }
     }
 
-    /// Replaces the set of endpoints and notifies pools. The control plane is the only caller: it also
-    /// removes the endpoints that leave the set.
+    /// Replaces the set of endpoints and notifies pools. The control plane is the only caller. It also
+    /// calls [`Endpoint::remove`] for each endpoint that leaves the set.
     pub fn set_endpoints(&self, endpoints: Vec<Arc<Endpoint>>) {
         self.endpoints.store(Arc::new(endpoints));
         self.endpoints_changed.notify_waiters();
     }
 
-    /// Replaces limits, thresholds and sources, and notifies the control plane.
+    /// Replaces the configuration and notifies the control plane.
     pub fn reconfigure(&self, config: config::Upstream) {
         self.config.store(Arc::new(config));
         self.reconfigured.notify_one();
     }
 
-    /// A snapshot of the endpoints. Load it once for each decision: the control plane may replace
-    /// the set in between.
+    /// A snapshot of the endpoints. Load it once for each decision, because the control plane may replace
+    /// the set at any time.
     pub fn endpoints(&self) -> Guard<Arc<Vec<Arc<Endpoint>>>> {
         self.endpoints.load()
     }
@@ -79,22 +79,23 @@ impl Upstream {
         self.reconfigured.notified().await;
     }
 
-    /// How a connection is opened now.
+    /// Opens TCP connections to the endpoints.
     pub fn connector(&self) -> Arc<Connector> {
         self.connector.load_full()
     }
 
-    /// Changes how connections are opened from now on.
+    /// Replaces the connector for new connections.
     pub fn set_connector(&self, connector: Arc<Connector>) {
         self.connector.store(connector);
     }
 
-    /// Limits and thresholds now. Load it once for each decision: a reload may swap it in between.
+    /// A snapshot of the configuration. Load it once for each decision, because a reload may replace it
+    /// at any time.
     pub fn config(&self) -> Guard<Arc<config::Upstream>> {
         self.config.load()
     }
 
-    /// Whether `/readyz` is asked with a credential.
+    /// Whether jackstay has a credential for `/readyz` requests.
     pub fn has_probe_credential(&self) -> bool {
         self.credentials.probe_token().is_some_and(|token| token.header().is_some())
             || self

@@ -1,6 +1,5 @@
 //! Statistics of endpoints and connections for `/status`.
 
-use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
@@ -18,11 +17,12 @@ use crate::observe::history::RttQuantiles;
 #[derive(Debug)]
 pub struct ConnectionStats {
     pub class: CredentialClass,
-    /// Serial number of the client certificate it carries, as hex.
+    /// Serial number of the client certificate, as hex.
     pub serial: Option<String>,
-    /// The local address, which finds it in `ss` and in packet captures.
+    /// The local address, which identifies the connection in `ss` and in packet captures.
     pub local: Option<SocketAddr>,
     opened: Instant,
+    /// The discriminant of a [`ConnectionState`].
     state: AtomicU8,
     pub streams: AtomicUsize,
     pub watches: AtomicUsize,
@@ -30,7 +30,7 @@ pub struct ConnectionStats {
 }
 
 impl ConnectionStats {
-    /// Statistics of a connection that has just become live.
+    /// Statistics of a new live connection.
     pub fn new(
         class: CredentialClass,
         serial: Option<String>,
@@ -42,15 +42,15 @@ impl ConnectionStats {
             serial,
             local,
             opened: now,
-            state: AtomicU8::new(0),
+            state: AtomicU8::new(ConnectionState::Live as u8),
             streams: AtomicUsize::new(0),
             watches: AtomicUsize::new(0),
             rtt_micros: AtomicU64::new(0),
         })
     }
 
-    pub fn was_open(&self, then: Instant) -> bool {
-        self.opened <= then
+    pub fn was_open(&self, at: Instant) -> bool {
+        self.opened <= at
     }
 
     pub fn set_state(&self, state: ConnectionState) {
@@ -62,14 +62,13 @@ impl ConnectionStats {
     }
 
     pub fn status(&self) -> ConnectionStatus {
-        let state = ConnectionState::ALL[usize::from(self.state.load(Ordering::Relaxed)).min(4)];
-        let mut class = String::from(self.class.as_str());
-        if let CredentialClass::Identity(slot) = self.class {
-            let _ = write!(class, "-{slot}");
-        }
+        let class = match self.class {
+            CredentialClass::Identity(number) => format!("{}-{number}", self.class.as_str()),
+            class => class.as_str().to_owned(),
+        };
         ConnectionStatus {
             class,
-            state: state.as_str(),
+            state: ConnectionState::ALL[usize::from(self.state.load(Ordering::Relaxed))].as_str(),
             local: self.local.map(|address| address.to_string()),
             age_s: self.opened.elapsed().as_secs(),
             rtt_ms: self.rtt_micros.load(Ordering::Relaxed) as f64 / 1000.0,
@@ -84,18 +83,18 @@ impl ConnectionStats {
 #[derive(Debug, Clone, Serialize)]
 pub struct EndpointStatus {
     pub address: String,
-    /// Name verified in its certificate.
+    /// Name that is verified in its certificate.
     pub server_name: String,
-    /// Whether it is picked only where no other endpoint of its state is there.
+    /// Whether it is picked only if there is no other endpoint of the same state.
     pub fallback: bool,
     pub state: &'static str,
-    /// Whether requests are answered there.
+    /// Whether it can be sent requests.
     pub usable: bool,
-    /// What its `/readyz` says: `ok`, `failing` or `unknown`.
+    /// Result of `/readyz`: `ok`, `failing` or `unknown`.
     pub readiness: &'static str,
-    /// Why.
+    /// Why it is in this state.
     pub reason: String,
-    /// Since when, RFC 3339.
+    /// When it entered this state, RFC 3339.
     pub since: String,
     pub last_ejection: Option<Ejection>,
     /// Seconds spent ejected (states `ejected` and `no_h2`) since the endpoint joined the set.
@@ -103,25 +102,25 @@ pub struct EndpointStatus {
     /// Number of ejections since the endpoint joined the set.
     pub ejections: u64,
     pub last_check: Option<ReadyzCheck>,
-    /// PING round trips of the last minutes, over all connections.
+    /// PING round trips of the last ten minutes on all connections.
     pub rtt: Option<RttQuantiles>,
     pub streams: usize,
     pub watches: usize,
-    /// Responses received.
+    /// Number of received response heads.
     pub answers: u64,
-    /// Of those, responses of 500 and above.
+    /// Number of those with a status of 500 or above.
     pub errors: u64,
     pub connections: Vec<ConnectionStatus>,
-    /// Passed connections to it.
+    /// Number of passthrough flows.
     pub flows: usize,
 }
 
 /// An ejection in `/status`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Ejection {
-    /// When, RFC 3339.
+    /// When the endpoint was ejected, RFC 3339.
     pub at: String,
-    /// Why.
+    /// Why it was ejected.
     pub reason: String,
 }
 

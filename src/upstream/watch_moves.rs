@@ -1,8 +1,7 @@
-//! Moves that are offered to the watches of a connection, and requests to check themselves.
+//! The moves that are offered to the watches of a connection, and requests for a self-check of them.
 //!
-//! No watch is forced to move. The pool offers a number of moves and notifies the watches; each watch
-//! that can move without its client noticing takes one. [`super::rebalance`] offers moves to even out
-//! loads, [`super::evacuation`] to leave an apiserver whose `/readyz` fails.
+//! No watch is forced to move. [`super::rebalance`] and [`super::evacuation`] offer a number of moves and
+//! notify the watches. A watch takes one of the moves if it is eligible and can be resumed.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -13,7 +12,7 @@ use super::endpoint::Endpoint;
 /// Which watches may take an offered move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MoveEligibility {
-    /// Watches that have not moved for a while: the endpoint is ready, so nothing is urgent.
+    /// Watches that have not moved for a while, because the move is not urgent.
     Settled,
     /// Watches that delivered events and have fallen silent.
     Silent,
@@ -25,7 +24,7 @@ pub enum MoveEligibility {
 struct Offer {
     eligible: MoveEligibility,
     targets: Rc<[Arc<Endpoint>]>,
-    /// Moves that are left; at least 1.
+    /// Number of moves that are left, at least 1.
     count: usize,
 }
 
@@ -38,22 +37,22 @@ pub struct WatchMoves {
 }
 
 impl WatchMoves {
-    /// Counts offers of moves and requests for self-checks.
+    /// Number of offers of moves and requests for self-checks so far; wraps around.
     pub fn notification_count(&self) -> u32 {
         self.notifications.get()
     }
 
-    /// Counts requests for self-checks, one a minute.
+    /// Number of requests for self-checks so far, one a minute; wraps around.
     pub fn self_check_count(&self) -> u32 {
         self.self_checks.get()
     }
 
-    /// Which watches may take a move now, if one is left.
+    /// Which watches may take a move; `None` if no move is left.
     pub fn eligibility(&self) -> Option<MoveEligibility> {
         self.offer.borrow().as_ref().map(|offer| offer.eligible)
     }
 
-    /// Takes a move; returns its possible targets.
+    /// Takes a move. Returns the possible targets.
     pub fn take(&self) -> Option<Rc<[Arc<Endpoint>]>> {
         let mut slot = self.offer.borrow_mut();
         let offer = slot.as_mut()?;
@@ -65,7 +64,7 @@ impl WatchMoves {
         Some(targets)
     }
 
-    /// Offers `count` moves to one of `targets`, instead of those offered before.
+    /// Offers `count` moves to one of `targets`, in place of an earlier offer.
     pub(super) fn offer(
         &self,
         eligible: MoveEligibility,
@@ -77,7 +76,7 @@ impl WatchMoves {
         self.count_notification();
     }
 
-    /// Withdraws the offer; returns whether a move was left.
+    /// Withdraws the offer. Returns whether a move was left.
     pub(super) fn withdraw(&self) -> bool {
         self.offer.borrow_mut().take().is_some()
     }

@@ -65,7 +65,7 @@ async fn flows_move_gradually_until_endpoints_are_balanced() {
     while start.elapsed() < Duration::from_secs(2000) {
         pause(Duration::from_millis(50)).await;
         let now = Instant::now();
-        let Some(elapsed) = schedule.is_due(now) else { continue };
+        let Some(elapsed) = schedule.begin_round(now) else { continue };
         let index = |endpoint: &_| endpoints.iter().position(|e| Arc::ptr_eq(e, endpoint));
         let count = |endpoint: &_| index(endpoint).map_or(0, |i: usize| flows[i]);
         let to_move = surplus(&mut schedule, &upstream, count, elapsed, now);

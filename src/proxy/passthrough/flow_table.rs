@@ -193,7 +193,7 @@ impl FlowTable {
     /// `rebalance: true` are ended, and slowly: 2 % of the surplus each second, as for watches.
     fn rebalance(&self, now: Instant) {
         let mut schedule = self.rebalancing.borrow_mut();
-        let Some(elapsed) = schedule.is_due(now) else { return };
+        let Some(elapsed) = schedule.begin_round(now) else { return };
         let Slots { checks, flows, .. } = &mut *self.slots.borrow_mut();
         let mut upstreams: Vec<Arc<Upstream>> = Vec::new();
         for (_, flow) in flows.iter().filter(|(_, flow)| flow.is_movable()) {

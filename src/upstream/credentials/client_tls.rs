@@ -12,16 +12,16 @@ use crate::net::tls::pem_files::{LoadedCa, LoadedCert};
 
 static GENERATION: AtomicU64 = AtomicU64::new(1);
 
-/// TLS configurations for one class, by protocol.
+/// The TLS configurations of one credential class, one for each protocol.
 #[derive(Debug)]
 pub struct ClientTls {
-    /// ALPN `h2`: the pool.
+    /// Offers `h2` by ALPN, for the connections of the pool.
     pub h2: Arc<ClientConfig>,
-    /// ALPN `http/1.1`: upgrades.
+    /// Offers `http/1.1` by ALPN, for upgrades.
     pub http1: Arc<ClientConfig>,
-    /// Grows with every change; connections of an older generation drain.
+    /// Grows with each change. Connections of an older generation drain.
     pub generation: u64,
-    /// The certificate shown, if one is.
+    /// The certificate that is shown, if any.
     pub certificate: Option<Arc<CertInfo>>,
 }
 
@@ -42,8 +42,8 @@ pub(super) fn plain_tls(ca: Option<&LoadedCa>) -> ClientTls {
     ca.map_or_else(unverified_tls, |ca| client_tls(ca, None))
 }
 
-/// Configurations that do not verify the server and show no certificate: enough to see whether an
-/// endpoint answers.
+/// Configurations that do not verify the server and show no certificate. They suffice to find out whether
+/// an endpoint answers.
 pub fn unverified_tls() -> ClientTls {
     let builder = builder();
     let verifier = Arc::new(NoServerVerification::new(builder.crypto_provider()));
@@ -61,7 +61,7 @@ fn builder() -> rustls::ConfigBuilder<ClientConfig, rustls::WantsVerifier> {
 fn by_protocol(mut config: ClientConfig, certificate: Option<&LoadedCert>) -> ClientTls {
     config.alpn_protocols = vec![b"h2".to_vec()];
     let mut http1 = config.clone();
-    // Tickets of the two are kept apart: a resumed session keeps its ALPN.
+    // Each protocol has its own session tickets, because a resumed session keeps its ALPN protocol.
     http1.resumption = rustls::client::Resumption::in_memory_sessions(16);
     http1.alpn_protocols = vec![b"http/1.1".to_vec()];
     ClientTls {

@@ -1,4 +1,4 @@
-//! One configured identity and the credential that its files held last.
+//! One configured identity: its files and the last valid credential in them.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,10 +10,10 @@ use crate::net::tls::certificate::{CertInfo, Subject};
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::LoadedCert;
 
-/// A configured identity: its files, which may not exist yet, and the last valid credential in them.
+/// A configured identity. Its files may not exist yet.
 #[derive(Debug)]
 pub struct IdentitySlot {
-    /// The files.
+    /// The files of the certificate and its key.
     pub paths: CertPaths,
     pub(super) current: ArcSwapOption<Identity>,
     error: Mutex<Option<SlotError>>,
@@ -23,14 +23,14 @@ pub struct IdentitySlot {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct SlotError {
     text: String,
-    /// No credential was loaded so far, and the files do not exist.
+    /// The files do not exist, and no credential has been loaded from them.
     is_awaited: bool,
 }
 
 /// The credential in a slot.
 #[derive(Debug)]
 pub(super) struct Identity {
-    /// Number of the subject in this slot, never reused for another subject.
+    /// The number of the credential, never reused for another subject.
     pub(super) number: usize,
     pub(super) certificate: Arc<LoadedCert>,
     pub(super) tls: Arc<ClientTls>,
@@ -62,8 +62,8 @@ impl IdentitySlot {
         self.last_error().as_ref().map(|error| error.text.clone())
     }
 
-    /// Whether the files exist and cannot be used. They may have been read in the middle of a
-    /// rotation, and must be read again even if they do not change.
+    /// Whether the content of the files is not in use, although they are not awaited. The files may have been
+    /// read in the middle of a rotation, so they must be read again even if they do not change.
     pub fn is_invalid(&self) -> bool {
         self.last_error().as_ref().is_some_and(|error| !error.is_awaited)
     }
@@ -76,7 +76,7 @@ impl IdentitySlot {
         self.error.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The files cannot be used. Returns the error, unless it is the same as before.
+    /// Records that the files cannot be used. Returns the error if it is another one than before.
     pub(super) fn failed(&self, error: &TlsFileError) -> Option<String> {
         let is_awaited = error.is_missing() && self.current.load().is_none();
         let text = if is_awaited { format!("awaited: {error}") } else { error.to_string() };

@@ -1,12 +1,11 @@
-//! Connect attempts to an endpoint: why one failed, how long one may take, and when the next one
-//! may start.
+//! Connect attempts to an endpoint: why one failed, how long one may take, and when the next one may start.
 //!
-//! All workers, credential classes and the prober of a process share one [`ConnectBackoff`] for each
-//! endpoint. A SYN costs an apiserver little; a TLS handshake costs it about a millisecond of CPU.
-//! When all apiservers are down and thousands of nodes retry, their handshakes can keep a starting
-//! apiserver overloaded. Therefore, once a connect has failed and while no endpoint is usable, no
-//! handshake to the endpoint starts before the one in progress has ended. The connect timeout bounds
-//! each handshake and doubles after each timeout.
+//! All workers and the prober share one [`ConnectBackoff`] for each endpoint, in all credential classes.
+//! A SYN costs an apiserver little, but a TLS handshake costs it about a millisecond of CPU. When all
+//! apiservers are down and thousands of nodes retry, their handshakes can keep a starting apiserver
+//! overloaded. Therefore, after a failed connect and while no endpoint is usable, a process has at most one
+//! handshake with each endpoint in progress. The connect timeout bounds each handshake, and it doubles
+//! after each timeout.
 
 use std::fmt;
 use std::time::Duration;
@@ -63,12 +62,12 @@ impl ConnectFailureKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectTimeout {
     limit: Duration,
-    /// `connect_timeout` of the configuration; `None` for a fixed limit.
+    /// `connect_timeout` of the configuration, from which the limit is derived; `None` for a fixed limit.
     configured: Option<Duration>,
 }
 
 impl ConnectTimeout {
-    /// A limit that is not configurable.
+    /// A fixed limit.
     pub fn fixed(limit: Duration) -> Self {
         Self { limit, configured: None }
     }
@@ -92,17 +91,17 @@ impl fmt::Display for ConnectTimeout {
     }
 }
 
-/// The doubled connect timeout is at most this, unless `connect_timeout` is longer.
+/// Upper limit of the doubled connect timeout, unless `connect_timeout` is longer.
 const CONNECT_TIMEOUT_MAX: Duration = Duration::from_secs(10);
 /// Pause after the first failed connect, before jitter.
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
 /// Longest pause while another endpoint is usable, before jitter.
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
-/// Longest pause while no endpoint is usable, before jitter. Every client waits for the next success.
+/// Longest pause while no endpoint is usable, before jitter. All clients wait for the next success.
 const BACKOFF_MAX_NONE_USABLE: Duration = Duration::from_millis(800);
 
-/// Pause after the `failures`-th failed connect in a row. `jitter`, in 0..1, shortens it to between half
-/// and all of its length.
+/// Pause after this number of failed connects in a row. `jitter`, in 0..1, shortens the pause to at least
+/// half of its length.
 pub fn backoff(failures: u32, none_usable: bool, jitter: f64) -> Duration {
     let cap = if none_usable { BACKOFF_MAX_NONE_USABLE } else { BACKOFF_MAX };
     let doubled = BACKOFF_MIN.saturating_mul(1 << failures.saturating_sub(1).min(10));
@@ -114,10 +113,10 @@ pub fn backoff(failures: u32, none_usable: bool, jitter: f64) -> Duration {
 pub(super) struct ConnectBackoff {
     failures: u32,
     timeouts: u32,
-    /// When the last failed connect ended or an attempt was claimed.
+    /// When the last failed connect ended or the last attempt was claimed.
     last_attempt: Option<Instant>,
     last_failure: Option<Instant>,
-    /// For [`backoff`]; a new random value after each failure.
+    /// The argument of [`backoff`], a new random number after each failure.
     jitter: f64,
 }
 
@@ -126,8 +125,8 @@ impl ConnectBackoff {
         Self { failures: 0, timeouts: 0, last_attempt: None, last_failure: None, jitter }
     }
 
-    /// Claims the next attempt. After a failure, refuses until the pause is over, and, if `none_usable`,
-    /// while any of `handshakes` is in progress.
+    /// Claims the next attempt; returns whether it may start. After a failure it may not start before the
+    /// pause is over. If also `none_usable`, it may not start while `handshakes` are in progress.
     pub(super) fn claim(&mut self, none_usable: bool, handshakes: usize, now: Instant) -> bool {
         if self.failures == 0 {
             return true;
@@ -156,7 +155,7 @@ impl ConnectBackoff {
         (self.failures, self.timeouts) = (0, 0);
     }
 
-    /// `configured`, doubled for each timeout since the last success.
+    /// The limit of the next connect: `configured`, doubled for each timeout since the last success.
     pub(super) fn timeout(&self, configured: Duration) -> ConnectTimeout {
         let doublings = self.timeouts.min(4);
         let limit = configured.saturating_mul(1 << doublings);

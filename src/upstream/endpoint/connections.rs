@@ -39,9 +39,9 @@ impl EndpointStatistics {
 }
 
 impl Endpoint {
-    /// Claims the right to connect now. After a failure only one caller gets it for each backoff pause.
-    /// `none_usable` says that no endpoint of the upstream is usable; then the pause is shorter, and no
-    /// second handshake starts before the first has ended.
+    /// Claims a connect attempt; returns whether it may start now. After a failure, one attempt may start
+    /// after each backoff pause. `none_usable` means that no endpoint of the upstream is usable. Then the
+    /// pause is shorter, and no second handshake starts before the first has ended.
     pub fn claim_connect_attempt(&self, none_usable: bool, now: Instant) -> bool {
         if self.state() == EndpointState::Leaving {
             return false;
@@ -50,7 +50,7 @@ impl Endpoint {
         self.guarded().backoff.claim(none_usable, handshakes, now)
     }
 
-    /// The time limit of the next connect: `configured`, doubled for each timeout in a row.
+    /// The time limit of the next connect: `configured`, doubled for each timeout since the last success.
     pub fn connect_timeout(&self, configured: Duration) -> ConnectTimeout {
         self.guarded().backoff.timeout(configured)
     }
@@ -60,8 +60,8 @@ impl Endpoint {
         self.guarded().backoff.last_failure()
     }
 
-    /// A fresh connect failed. Without a live connection the endpoint is ejected, unless a resource
-    /// of this host was exhausted.
+    /// Records a failed connect. Without a live connection the endpoint is ejected, unless a resource of
+    /// this host was exhausted.
     pub fn connect_failed(&self, failure: ConnectFailure, now: Instant) {
         self.count_connect_failure(&failure);
         let mut guarded = self.guarded();
@@ -69,8 +69,8 @@ impl Endpoint {
         self.step(guarded, Observation::ConnectFailed(failure));
     }
 
-    /// Counts a failed connect without an effect on state and backoff. Logs it at debug level, since
-    /// the ejection is logged.
+    /// Counts a failed connect without an effect on state and backoff. It is logged at debug level only,
+    /// because the ejection is logged too.
     pub fn count_connect_failure(&self, failure: &ConnectFailure) {
         self.metrics.dialled(failure.kind.metric_label());
         tracing::debug!(endpoint = &*self.label, reason = failure.reason, "connect failed");
@@ -82,7 +82,7 @@ impl Endpoint {
         HandshakeGuard(&self.statistics.handshakes)
     }
 
-    /// A connection became live. `/status` shows its statistics as long as they live.
+    /// Records a new live connection. `/status` shows its statistics until they are dropped.
     pub fn connection_opened(&self, stats: &Arc<ConnectionStats>) {
         {
             let mut list = self.statistics.list();
@@ -92,39 +92,38 @@ impl Endpoint {
         self.observe(Observation::ConnectionOpened);
     }
 
-    /// A connection that [`Self::connection_opened`] counted takes no new streams any more;
-    /// `responded` says whether its last PING was answered in time. With the last connection the
-    /// result of `/readyz` is forgotten: the next process may not be ready yet.
+    /// Records that a connection counted by [`Self::connection_opened`] drains or is closed. `responded` means
+    /// that its last PING was answered in time.
     pub fn connection_closed(&self, responded: bool, reason: &str) {
         self.observe(Observation::ConnectionClosed { responded, reason, at: Instant::now() });
     }
 
-    /// How often it was ejected after its process died. Flows opened before the last time are dead;
-    /// flows opened since are not.
+    /// How often the endpoint was ejected because its process died. The flows that were opened before the
+    /// latest death are dead.
     pub fn deaths(&self) -> u64 {
         self.statistics.deaths.load(Ordering::Relaxed)
     }
 
-    /// Passed connections to it.
+    /// Number of passthrough flows.
     pub fn flows(&self) -> usize {
         self.statistics.flows.load(Ordering::Relaxed)
     }
 
-    /// Counts a passed connection until the guard is dropped.
+    /// Counts a passthrough flow until the guard is dropped.
     pub fn track_flow(self: &Arc<Self>) -> FlowGuard {
         self.statistics.flows.fetch_add(1, Ordering::Relaxed);
         self.metrics.flow_opened();
         FlowGuard(Arc::clone(self))
     }
 
-    /// Waits until no response head can be expected any more for a request that was sent at `sent`
-    /// on a connection without PINGs and must not be repeated; returns why. That is when the PINGs
-    /// of all HTTP/2 connections stayed unanswered, the last of these was given up after `sent` and
-    /// at least [`WRITE_PATIENCE`] ago, and none was opened since.
+    /// Waits until no response head can be expected for a request that was sent at `sent` on an HTTP/1.1
+    /// connection, which has no PINGs. Returns the reason. No response is expected when the last HTTP/2
+    /// connection was given up after `sent` because of an unanswered PING, and no other one was opened for
+    /// [`WRITE_PATIENCE`].
     pub async fn no_response_expected(&self, sent: Instant) -> String {
         loop {
             let mut changed = pin!(self.connections_changed.notified());
-            // Registered before the loss is read, so that no change falls in between.
+            // Registered before the loss is read, so that no change is missed.
             changed.as_mut().enable();
             let loss = self.guarded().health.connections.unanswered_loss.clone();
             match loss.filter(|(at, _)| *at >= sent) {
@@ -154,7 +153,7 @@ impl Drop for HandshakeGuard<'_> {
 pub struct FlowGuard(Arc<Endpoint>);
 
 impl FlowGuard {
-    /// The endpoint.
+    /// The endpoint of the flow.
     pub fn endpoint(&self) -> &Arc<Endpoint> {
         &self.0
     }

@@ -1,61 +1,61 @@
-//! The health of an endpoint: a pure state machine over what workers and the prober observe.
+//! The health of an endpoint: a pure state machine over the observations of workers and the prober.
 //!
-//! [`EndpointHealth::step`] takes one [`Observation`] and returns the [`Transition`] that follows,
-//! if the state changes. The state is the first row that matches:
+//! [`EndpointHealth::step`] takes one [`Observation`] and returns the [`Transition`] if the state changes.
+//! The state is that of the first row that matches:
 //!
 //! | observed | state |
 //! |---|---|
 //! | removed from the set of endpoints | leaving |
-//! | the last fresh connect failed and no connection is live | ejected |
-//! | no PONG and no fresh handshake for too long | ejected |
-//! | the peer did not choose `h2` by ALPN and no connection is live | `no_h2` |
+//! | no connection is live, and the last connect failed | ejected |
+//! | no PONG and no handshake for too long | ejected |
+//! | no connection is live, and the peer did not choose `h2` by ALPN | `no_h2` |
 //! | no connection is live | connecting |
-//! | no live connection has its PINGs answered | suspect |
+//! | on every live connection a PING is unanswered | suspect |
 //! | `/readyz` fails | degraded |
-//! | `/readyz` is ok, or cannot be asked | ready |
+//! | `/readyz` is ok or is not asked | ready |
 //! | `/readyz` was not answered yet | connecting |
 //!
-//! Reads no clock and draws no random numbers: times are arguments.
+//! This module reads no clock and draws no random numbers.
 
 use tokio::time::Instant;
 
 use super::connect::{ConnectFailure, ConnectFailureKind};
 use super::state::EndpointState;
 
-/// What a worker or the prober has observed.
+/// An observation of a worker or the prober.
 #[derive(Debug)]
 pub enum Observation<'a> {
-    /// A fresh connection is established: TCP, TLS and the first PONG.
+    /// A connect succeeded, but its connection is not counted.
     Connected,
-    /// A fresh connect failed.
+    /// A connect failed.
     ConnectFailed(ConnectFailure),
-    /// A connection became live and counts until [`Self::ConnectionClosed`]. Use
-    /// [`Endpoint::connection_opened`](super::Endpoint::connection_opened), which also lists it.
+    /// A connection became live. It is counted until [`Self::ConnectionClosed`]. Use
+    /// [`Endpoint::connection_opened`](super::Endpoint::connection_opened), which also adds the connection
+    /// to `/status`.
     ConnectionOpened,
-    /// A counted connection takes no new streams any more.
+    /// A counted connection drains or is closed.
     ConnectionClosed {
         /// Whether its last PING was answered in time.
         responded: bool,
-        /// Why it ended.
+        /// Why it drains or is closed.
         reason: &'a str,
-        /// When it ended.
+        /// When the drain began or the connection was closed.
         at: Instant,
     },
-    /// PINGs on a counted connection are answered again, or no longer. The endpoint is suspect while
-    /// no connection has its PINGs answered.
+    /// Whether the PINGs on a counted connection are answered has changed to this.
     ConnectionResponds(bool),
-    /// `/readyz` was ok often enough.
+    /// `/readyz` was ok `rise` times in a row.
     ReadyzOk,
-    /// `/readyz` failed often enough; why.
+    /// `/readyz` failed `fall` times in a row, for this reason.
     ReadyzFailing(&'a str),
-    /// `/readyz` cannot be asked; why. A live connection makes the endpoint ready.
+    /// `/readyz` is not asked, for this reason. The endpoint is ready while a connection is live.
     ReadyzNotProbed(&'static str),
-    /// Neither a PONG nor a fresh handshake for too long, although its kernel may answer; why.
+    /// Neither a PONG nor a handshake for too long, although the kernel may answer. The text is the reason.
     Unresponsive(&'a str),
-    /// A connection that was open all the time answers.
+    /// A PONG arrived on a connection that stayed open after [`Self::Unresponsive`].
     Responsive,
-    /// The prober's connection received a GOAWAY: the apiserver shuts down. New
-    /// connections will be refused, but what runs there may finish.
+    /// The prober's connection received a GOAWAY: the apiserver shuts down. It refuses new connections,
+    /// but open streams and flows may finish.
     GoawayReceived,
     /// The endpoint was removed from the set.
     Removed,
@@ -67,25 +67,25 @@ pub(super) struct Transition {
     pub(super) from: EndpointState,
     pub(super) to: EndpointState,
     pub(super) reason: String,
-    /// The apiserver process is gone: connections and flows opened before are dead.
+    /// The apiserver process died: its connections and flows are dead.
     pub(super) died: bool,
-    /// On entering [`EndpointState::Ready`]: whether the endpoint has lost its load and takes it
-    /// back gradually. `None` leaves a slow start in progress as it is.
+    /// On entering [`EndpointState::Ready`]: whether a slow start begins, because the load has moved away
+    /// from the endpoint. `None` leaves a slow start in progress unchanged.
     pub(super) slow_start: Option<bool>,
 }
 
 /// The readiness of an endpoint, for [`crate::upstream::evacuation`].
 #[derive(Debug, Clone, Copy)]
 pub struct EndpointReadiness {
-    /// Its state.
+    /// The state of the endpoint.
     pub state: EndpointState,
-    /// Since when `/readyz` fails or is overdue; `None` while the latest answer was ok.
+    /// Since when `/readyz` has failed or been overdue; `None` if the latest response was ok.
     pub probe_failing_since: Option<Instant>,
-    /// When the latest `/readyz` that was ok was asked.
+    /// When the latest `/readyz` request that was ok was sent.
     pub last_ready_probe: Option<Instant>,
 }
 
-/// What is known about an endpoint. By default nothing is known: the state is connecting.
+/// The observed facts about an endpoint. Without any, the state is connecting.
 #[derive(Debug, Default)]
 pub(super) struct EndpointHealth {
     transport: Transport,
@@ -94,27 +94,27 @@ pub(super) struct EndpointHealth {
     probe_failing_since: Option<Instant>,
     last_ready_probe: Option<Instant>,
     lifecycle: Lifecycle,
-    /// Why it counts as unresponsive although its kernel may answer.
+    /// The reason of [`Observation::Unresponsive`].
     pub(super) unresponsive: Option<String>,
     /// The resource of this host that the latest connect lacked.
     shortage: Option<String>,
-    /// The state was worse than suspect since it was last ready.
+    /// Since it was last ready, the endpoint was in a state in which its load moves away.
     lost_load: bool,
     removed: bool,
 }
 
-/// Counted connections of all workers and of the prober. Counted here, so that the end of the last
-/// one and its consequence are one step.
+/// Counts of the live connections of all workers and of the prober. They are counted here so that the
+/// end of the last one and the change of state are one step.
 #[derive(Debug, Default)]
 pub(super) struct LiveConnections {
     pub(super) open: usize,
-    /// Those of them whose PING is not answered.
+    /// Number of those whose PINGs are not answered.
     unresponsive: usize,
-    /// No PING is answered on any; as text.
+    /// Why the endpoint is suspect; `None` while the PINGs on a connection are answered.
     suspect_reason: Option<String>,
-    /// Why the last one was lost, while there is none.
+    /// Why the last connection was lost; `None` while one is open.
     lost_reason: Option<String>,
-    /// When and why the last one was lost, if its PING was not answered.
+    /// When and why the last connection was lost, if its PINGs were not answered.
     pub(super) unanswered_loss: Option<(Instant, String)>,
 }
 
@@ -133,24 +133,24 @@ enum Readyz {
     Unknown,
     Ok,
     Failing(String),
-    /// Cannot be asked; why.
+    /// Not asked, for this reason.
     NotProbed(&'static str),
 }
 
-/// The life of the apiserver process, as far as connections show it.
+/// The lifecycle of the apiserver process, as far as it can be observed by connections.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 enum Lifecycle {
-    /// No connection since it last died.
+    /// Not connected since the last ejection.
     #[default]
     New,
-    /// Was connected.
+    /// A connection was established.
     Alive,
-    /// Was connected and announced its shutdown: what runs there may finish.
+    /// A connection was established, and the process announced its shutdown by GOAWAY.
     ShuttingDown,
 }
 
 impl EndpointHealth {
-    /// Takes in an observation; returns the change of state that follows, if one does.
+    /// Takes in an observation. Returns the change of state, if there is one.
     pub(super) fn step(&mut self, observation: Observation<'_>) -> Option<Transition> {
         let (from, _) = self.state();
         self.apply(observation);
@@ -159,46 +159,47 @@ impl EndpointHealth {
             return None;
         }
         let reason = reason.to_owned();
-        let died = to == EndpointState::Ejected && self.die();
+        let died = to == EndpointState::Ejected && self.end_lifecycle();
         let slow_start = self.note_load(from, to);
         Some(Transition { from, to, reason, died, slow_start })
     }
 
-    /// The state, and why.
+    /// The state and its reason.
     pub(super) fn state(&self) -> (EndpointState, &str) {
         let connections = &self.connections;
         if self.removed {
             return (EndpointState::Leaving, "removed from the set");
         }
         match (&self.transport, &self.unresponsive, &connections.suspect_reason, &self.readyz) {
-            (Transport::Down(why), ..) | (_, Some(why), ..) => (EndpointState::Ejected, why),
-            (Transport::NoH2(why), ..) => (EndpointState::NoH2, why),
-            (Transport::Unknown, ..) => {
-                let why = self.shortage.as_deref().or(connections.lost_reason.as_deref());
-                (EndpointState::Connecting, why.unwrap_or("no connection yet"))
+            (Transport::Down(reason), ..) | (_, Some(reason), ..) => {
+                (EndpointState::Ejected, reason)
             }
-            (Transport::Up, _, Some(why), _) => (EndpointState::Suspect, why),
-            (Transport::Up, .., Readyz::Failing(why)) => (EndpointState::Degraded, why),
+            (Transport::NoH2(reason), ..) => (EndpointState::NoH2, reason),
+            (Transport::Unknown, ..) => {
+                let reason = self.shortage.as_deref().or(connections.lost_reason.as_deref());
+                (EndpointState::Connecting, reason.unwrap_or("no connection yet"))
+            }
+            (Transport::Up, _, Some(reason), _) => (EndpointState::Suspect, reason),
+            (Transport::Up, .., Readyz::Failing(reason)) => (EndpointState::Degraded, reason),
             (Transport::Up, .., Readyz::Ok) => (EndpointState::Ready, "/readyz is ok"),
-            (Transport::Up, .., Readyz::NotProbed(why)) => (EndpointState::Ready, why),
+            (Transport::Up, .., Readyz::NotProbed(reason)) => (EndpointState::Ready, reason),
             (Transport::Up, .., Readyz::Unknown) => {
                 (EndpointState::Connecting, "connected, /readyz not answered yet")
             }
         }
     }
 
-    /// `/readyz` failed once or is overdue.
+    /// Records that a `/readyz` failed or is overdue.
     pub(super) fn note_probe_failing(&mut self, now: Instant) {
         self.probe_failing_since.get_or_insert(now);
     }
 
-    /// `/readyz`, asked at `asked_at`, was ok.
+    /// Records that the `/readyz` request of `asked_at` was ok.
     pub(super) fn note_probe_ok(&mut self, asked_at: Instant) {
         self.probe_failing_since = None;
         self.last_ready_probe = Some(asked_at);
     }
 
-    /// Its readiness, for evacuations.
     pub(super) fn readiness(&self) -> EndpointReadiness {
         EndpointReadiness {
             state: self.state().0,
@@ -207,7 +208,7 @@ impl EndpointHealth {
         }
     }
 
-    /// Result of `/readyz`, for `/status`.
+    /// The result of `/readyz`, for `/status`.
     pub(super) fn readyz_result(&self) -> &'static str {
         match (&self.transport, &self.readyz) {
             (Transport::Up, Readyz::Ok) => "ok",
@@ -234,15 +235,14 @@ impl EndpointHealth {
             }
             Observation::ConnectionResponds(responds) => self.connections.responds(responds),
             Observation::ReadyzOk => self.readyz = Readyz::Ok,
-            Observation::ReadyzFailing(why) => self.readyz = Readyz::Failing(why.to_owned()),
-            Observation::ReadyzNotProbed(why) => self.readyz = Readyz::NotProbed(why),
-            Observation::Unresponsive(why) => self.unresponsive = Some(why.to_owned()),
+            Observation::ReadyzFailing(reason) => self.readyz = Readyz::Failing(reason.to_owned()),
+            Observation::ReadyzNotProbed(reason) => self.readyz = Readyz::NotProbed(reason),
+            Observation::Unresponsive(reason) => self.unresponsive = Some(reason.to_owned()),
             Observation::Responsive => {
                 if self.unresponsive.take().is_some() {
                     self.lifecycle = Lifecycle::Alive;
                 }
             }
-            // An apiserver that shuts down refuses new connections; those that it has may finish.
             Observation::GoawayReceived => {
                 if self.lifecycle == Lifecycle::Alive {
                     self.lifecycle = Lifecycle::ShuttingDown;
@@ -259,8 +259,8 @@ impl EndpointHealth {
         self.connections.unanswered_loss = None;
         self.lifecycle = Lifecycle::Alive;
         if self.transport != Transport::Up {
-            // The earlier result of `/readyz` may be that of another process. That it cannot be
-            // asked holds for this one too.
+            // The earlier result of `/readyz` may be that of another process. Whether it is asked does not
+            // depend on the process.
             if !matches!(self.readyz, Readyz::NotProbed(_)) {
                 self.readyz = Readyz::Unknown;
             }
@@ -278,7 +278,7 @@ impl EndpointHealth {
             return;
         }
         if kind == ConnectFailureKind::TlsFailed {
-            // The process answers: established connections and flows did not die.
+            // The process answers, so the ejection is no death.
             self.lifecycle = Lifecycle::New;
         }
         self.transport = match kind {
@@ -287,9 +287,9 @@ impl EndpointHealth {
         };
     }
 
-    /// The endpoint was ejected. Returns whether its process died: it was alive, and did not
-    /// announce its shutdown, or announced it and then stopped answering.
-    fn die(&mut self) -> bool {
+    /// Records an ejection. Returns whether the process died: it was alive and did not announce its
+    /// shutdown, or it announced it and then stopped to answer.
+    fn end_lifecycle(&mut self) -> bool {
         match std::mem::replace(&mut self.lifecycle, Lifecycle::New) {
             Lifecycle::New => false,
             Lifecycle::Alive => true,
@@ -297,8 +297,8 @@ impl EndpointHealth {
         }
     }
 
-    /// The first start needs no slow start, since no load has moved away; nor does a PING that was
-    /// answered late.
+    /// Records whether a change of state moves load away. Returns [`Transition::slow_start`]. The first start
+    /// and a PING that is answered late need no slow start, because no load has moved away.
     fn note_load(&mut self, from: EndpointState, to: EndpointState) -> Option<bool> {
         match to {
             EndpointState::Ready => {
@@ -348,7 +348,7 @@ mod tests {
         ReadyzFailing, ReadyzNotProbed, ReadyzOk, Removed, Responsive, Unresponsive,
     };
 
-    /// Steps through observations; returns the states entered and whether the process died there.
+    /// Steps through observations. Returns each state that was entered, and whether the process died.
     fn transitions(observations: Vec<Observation<'_>>) -> Vec<(EndpointState, bool)> {
         let mut health = EndpointHealth::default();
         assert_eq!(health.state(), (Connecting, "no connection yet"));
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoint_health_observations_give_the_states_of_the_table() {
+    fn step_through_observations_gives_the_states_of_the_table() {
         let at = Instant::now();
         let failed = |kind| Observation::ConnectFailed(ConnectFailure::new(kind, "why"));
         let refused = || failed(ConnectFailureKind::Failed);
@@ -370,22 +370,22 @@ mod tests {
                 vec![ConnectionOpened, ReadyzFailing("etcd"), ConnectionResponds(false)],
                 vec![(Degraded, false), (Suspect, false)],
             ),
-            // A local shortage says nothing about the endpoint.
+            // A shortage of this host is no fault of the endpoint.
             (vec![failed(ConnectFailureKind::LocalShortage)], vec![]),
             (vec![failed(ConnectFailureKind::NoH2)], vec![(NoH2, false)]),
-            // It was never up, so nothing has died.
+            // The process was never alive, so it has not died.
             (vec![refused()], vec![(Ejected, false)]),
-            // A failed connect ejects only once no connection is live.
+            // A failed connect ejects only if no connection is live.
             (
                 vec![ConnectionOpened, ReadyzOk, refused(), closed(), refused()],
                 vec![(Ready, false), (Connecting, false), (Ejected, true)],
             ),
-            // TLS failed: the process answers.
+            // TLS failed, so the process answers.
             (
                 vec![ConnectionOpened, closed(), failed(ConnectFailureKind::TlsFailed)],
                 vec![(Ejected, false)],
             ),
-            // It announced its shutdown: what runs there may finish.
+            // The process announced its shutdown, so open flows may finish.
             (vec![ConnectionOpened, GoawayReceived, closed(), refused()], vec![(Ejected, false)]),
             (
                 vec![ConnectionOpened, GoawayReceived, Unresponsive("stopped")],
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoint_health_ready_after_degraded_starts_slowly() {
+    fn step_to_ready_begins_a_slow_start_only_after_load_moved_away() {
         let mut health = EndpointHealth::default();
         let mut slow_start = |observation| health.step(observation).and_then(|t| t.slow_start);
         assert_eq!(slow_start(ConnectionOpened), None);

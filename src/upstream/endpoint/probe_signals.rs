@@ -1,11 +1,11 @@
-//! What requests tell the prober of an endpoint: passive evidence of trouble, and requests for a
-//! probe before its time.
+//! Signals to the prober of an endpoint: requests for a `/readyz` before its time, and whether the latest
+//! one failed.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use tokio::sync::Notify;
 
-/// Responses of 500 and above in a row after which `/readyz` is asked at once.
+/// Number of responses of 500 or above in a row after which `/readyz` is asked at once.
 const ERROR_STREAK: u64 = 5;
 
 /// Why `/readyz` is asked before its time.
@@ -13,7 +13,7 @@ const ERROR_STREAK: u64 = 5;
 pub enum ProbeTrigger {
     /// Passive evidence: requests met a streak of errors or slow response heads here.
     PassiveEvidence,
-    /// Another endpoint's probe fails; watches may move here only once this one's is ok.
+    /// The probe of another endpoint fails. Its watches may move here only after a new probe was ok.
     Confirmation,
 }
 
@@ -45,7 +45,7 @@ impl ProbeSignals {
         self.requested.notify_one();
     }
 
-    /// Waits until a probe is requested; returns why.
+    /// Waits until a probe is requested. Returns the reason.
     pub async fn requested(&self) -> ProbeTrigger {
         self.requested.notified().await;
         if self.confirmation_requested.swap(false, Ordering::Relaxed) {
@@ -60,7 +60,7 @@ impl ProbeSignals {
         self.failing.load(Ordering::Relaxed)
     }
 
-    /// Notes the latest result; returns the previous one.
+    /// Stores whether the latest `/readyz` failed or is overdue. Returns the previous value.
     pub(super) fn set_failing(&self, failing: bool) -> bool {
         self.failing.swap(failing, Ordering::Relaxed)
     }

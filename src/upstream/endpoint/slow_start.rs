@@ -1,6 +1,6 @@
-//! Since when an endpoint is ready, and whether it takes its load back gradually.
+//! How long an endpoint has been ready, and whether it is in slow start.
 //!
-//! The picker reads this for every candidate, so it is kept in atomics.
+//! The values are atomic, because they are read for every candidate of a pick.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -13,8 +13,7 @@ use crate::upstream::balance;
 pub(super) struct SlowStart {
     /// Origin of [`Self::ready_at`].
     created: Instant,
-    /// Milliseconds from `created` until the endpoint became ready, plus one; 0 while it is not
-    /// ready.
+    /// Milliseconds from `created` until the endpoint became ready, plus one. 0 while it is not ready.
     ready_at: AtomicU64,
     in_progress: AtomicBool,
 }
@@ -24,7 +23,8 @@ impl SlowStart {
         Self { created: now, ready_at: AtomicU64::new(0), in_progress: AtomicBool::new(false) }
     }
 
-    /// The endpoint became ready. `slow_start` begins one or ends it; `None` leaves it as it is.
+    /// Records that the endpoint became ready. `Some(true)` begins a slow start, `Some(false)` ends it, and
+    /// `None` leaves it unchanged.
     pub(super) fn ready(&self, slow_start: Option<bool>, now: Instant) {
         let since = now.saturating_duration_since(self.created);
         self.ready_at.store(since.as_millis() as u64 + 1, Ordering::Relaxed);
@@ -33,7 +33,7 @@ impl SlowStart {
         }
     }
 
-    /// The endpoint is not ready any more.
+    /// Records that the endpoint is not ready.
     pub(super) fn not_ready(&self) {
         self.ready_at.store(0, Ordering::Relaxed);
     }
@@ -43,7 +43,7 @@ impl SlowStart {
         Some(now.saturating_duration_since(self.created + Duration::from_millis(at)))
     }
 
-    /// Share of the picks that the endpoint takes part in, in 0..=1.
+    /// Share of the picks in which the endpoint takes part, in 0..=1.
     pub(super) fn share(&self, now: Instant) -> f64 {
         if !self.in_progress.load(Ordering::Relaxed) {
             return 1.0;

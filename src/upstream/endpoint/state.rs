@@ -1,6 +1,6 @@
-//! The states of an endpoint, by name.
+//! The states of an endpoint.
 
-/// State of an endpoint, best first: the order is the order of preference.
+/// The state of an endpoint. The order is that of preference, best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum EndpointState {
@@ -8,11 +8,11 @@ pub enum EndpointState {
     Ready,
     /// Not connected, or connected and not probed yet.
     Connecting,
-    /// Connected, but its `/readyz` fails.
+    /// Connected, but `/readyz` fails.
     Degraded,
-    /// Connected, but no connection has its PINGs answered.
+    /// Connected, but the PINGs on every connection are unanswered.
     Suspect,
-    /// Cannot be connected to.
+    /// Out of service: connects fail, or the process does not answer.
     Ejected,
     /// Does not speak HTTP/2.
     NoH2,
@@ -45,12 +45,12 @@ impl EndpointState {
         }
     }
 
-    /// Whether the state is a fault, for the event list.
+    /// Whether an event for this state is a warning.
     pub(super) fn is_fault(self) -> bool {
         matches!(self, Self::Ejected | Self::NoH2 | Self::Degraded | Self::Suspect)
     }
 
-    /// Consequence of the state for requests, for the log.
+    /// What the state means for requests, for the log.
     pub(super) fn effect(self) -> &'static str {
         match self {
             Self::Ready => "takes requests",

@@ -1,4 +1,4 @@
-//! Endpoints under sequences of observations, and attempts under a simulated outage.
+//! Endpoints under sequences of observations, and connect attempts in a simulated outage.
 
 use std::time::Duration;
 
@@ -23,8 +23,8 @@ fn downtime_sums_ejected_periods_including_the_current_one() {
         (31, true, 6, 2),
     ] {
         downtime.record(ejected, at(second));
-        let known = (downtime.total(at(second)).as_secs(), downtime.ejections);
-        assert_eq!(known, (total, ejections), "at {second} s");
+        let found = (downtime.total(at(second)).as_secs(), downtime.ejections);
+        assert_eq!(found, (total, ejections), "at {second} s");
     }
     assert_eq!(downtime.total(at(40)).as_secs(), 15);
 }
@@ -40,11 +40,11 @@ fn endpoint_state_all_is_in_the_order_of_the_discriminants() {
 fn slow_start_share_is_below_one_only_after_a_recovery() {
     let endpoint = endpoint();
     let later = Instant::now() + Duration::from_secs(15);
-    let whole = |endpoint: &Endpoint| endpoint.slow_start_share(later) >= 1.0;
-    assert!(whole(&endpoint) && endpoint.ready_for(later).is_none());
+    let has_full_share = || endpoint.slow_start_share(later) >= 1.0;
+    assert!(has_full_share() && endpoint.ready_for(later).is_none());
     endpoint.observe(Observation::Connected);
     endpoint.observe(Observation::ReadyzOk);
-    assert!(whole(&endpoint), "the first start");
+    assert!(has_full_share(), "the first start");
     assert!(endpoint.ready_for(later).is_some_and(|since| since.as_secs() >= 14));
 
     endpoint.observe(Observation::ReadyzFailing("etcd"));
@@ -56,16 +56,15 @@ fn slow_start_share_is_below_one_only_after_a_recovery() {
         endpoint.slow_start_share(later)
     );
     assert!(endpoint.slow_start_share(Instant::now() + Duration::from_secs(31)) >= 1.0);
-    assert!(whole(&endpoint), "the slow start is over");
+    assert!(has_full_share(), "the slow start is over");
 
     endpoint.connect_failed(ConnectFailure::new(ConnectFailureKind::Failed, "no"), Instant::now());
     endpoint.observe(Observation::Connected);
     assert_eq!(endpoint.state(), EndpointState::Connecting);
     endpoint.observe(Observation::ReadyzOk);
-    assert!(!whole(&endpoint), "back from an ejection");
+    assert!(!has_full_share(), "back from an ejection");
 }
 
-/// Workers and the prober lose and open connections in any order.
 #[test]
 fn endpoint_with_one_live_connection_is_not_ejected_by_a_failed_connect() {
     let endpoint = endpoint();
@@ -97,42 +96,42 @@ fn endpoint_with_one_live_connection_is_not_ejected_by_a_failed_connect() {
 }
 
 #[test]
-fn endpoint_is_suspect_while_no_connection_has_its_ping_answered() {
+fn endpoint_is_suspect_while_every_ping_is_unanswered() {
     use EndpointState::{Connecting, Ready, Suspect};
     let endpoint = endpoint();
     let opened = || {
         let stats = ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
         endpoint.connection_opened(&stats);
     };
-    let known = || (endpoint.state(), endpoint.reason());
+    let state = || (endpoint.state(), endpoint.reason());
     opened();
     opened();
     endpoint.observe(Observation::ReadyzOk);
     endpoint.observe(Observation::ConnectionResponds(false));
-    assert_eq!(endpoint.state(), Ready, "one answers");
+    assert_eq!(endpoint.state(), Ready, "the PING on one connection is answered");
     endpoint.observe(Observation::ConnectionResponds(false));
-    assert_eq!(known(), (Suspect, "PING unanswered on every connection (2)".into()));
+    assert_eq!(state(), (Suspect, "PING unanswered on every connection (2)".into()));
     assert!(endpoint.is_usable() && endpoint.deaths() == 0, "suspect endpoints are usable");
     // A fresh connection works.
     opened();
-    assert_eq!(known(), (Ready, "/readyz is ok".into()));
+    assert_eq!(state(), (Ready, "/readyz is ok".into()));
     endpoint.connection_closed(true, "closed by the apiserver");
     assert_eq!(endpoint.state(), Suspect);
     endpoint.observe(Observation::ConnectionResponds(true));
     assert_eq!(endpoint.state(), Ready);
     let later = Instant::now() + Duration::from_secs(1);
     assert!(endpoint.slow_start_share(later) >= 1.0, "no load moved away, so no slow start");
-    // Both are closed.
+    // Both connections are closed.
     endpoint.observe(Observation::ConnectionResponds(false));
     endpoint.connection_closed(false, "the process is stopped");
-    assert_eq!(known(), (Suspect, "PING unanswered on every connection (1)".into()));
+    assert_eq!(state(), (Suspect, "PING unanswered on every connection (1)".into()));
     endpoint.connection_closed(false, "the process is stopped");
-    assert_eq!(known(), (Connecting, "the process is stopped".into()));
+    assert_eq!(state(), (Connecting, "the process is stopped".into()));
     opened();
-    assert_eq!(known(), (Connecting, "connected, /readyz not answered yet".into()));
+    assert_eq!(state(), (Connecting, "connected, /readyz not answered yet".into()));
 }
 
-/// Callers of one node that connect: two identities, tokens, anonymous requests, and the prober.
+/// The callers that connect on one node: two identities, tokens, anonymous requests, and the prober.
 const CALLERS: usize = 5;
 const NODES: usize = 5_000;
 const OUTAGE: Duration = Duration::from_secs(120);
@@ -142,17 +141,17 @@ fn endpoint() -> Arc<Endpoint> {
     Endpoint::new(&"u".into(), &address, None, Metrics::new().endpoint("u", "e")).unwrap()
 }
 
-/// Simulates the connects of one node to an apiserver that is down while requests wait all the time.
-/// Returns the number of attempts, the most at once, and the longest time without one. Attempts
-/// are refused after 1 ms, or time out if they have a `timeout`; with `handshakes` they get as far
-/// as TLS.
+/// Simulates the connects of one node to an apiserver that is down, while requests wait all the time.
+/// Each attempt is refused after 1 ms, or times out if there is a `timeout`. With `handshakes` TCP succeeds,
+/// and TLS is in progress. Returns the number of attempts, the greatest number at the same time, and the
+/// longest time without an attempt.
 fn simulate_outage(timeout: Option<Duration>, handshakes: bool) -> (usize, usize, Duration) {
     let endpoint = endpoint();
     let zero = Instant::now();
     let mut in_progress: Vec<(Instant, Option<HandshakeGuard<'_>>)> = Vec::new();
     let (mut attempts, mut most, mut longest) = (0, 0, Duration::ZERO);
     let mut idle_since = zero;
-    // The loss of the last connection.
+    // The last connection is lost.
     endpoint.connect_failed(ConnectFailure::new(ConnectFailureKind::Failed, "gone"), zero);
     for ms in 0..OUTAGE.as_millis() as u64 {
         let now = zero + Duration::from_millis(ms);
@@ -175,56 +174,56 @@ fn simulate_outage(timeout: Option<Duration>, handshakes: bool) -> (usize, usize
             if in_progress.is_empty() {
                 longest = longest.max(now - idle_since);
             }
-            let took = timeout
+            let duration = timeout
                 .map_or(Duration::from_millis(1), |base| endpoint.connect_timeout(base).limit());
-            in_progress.push((now + took, handshakes.then(|| endpoint.track_handshake())));
+            in_progress.push((now + duration, handshakes.then(|| endpoint.track_handshake())));
             most = most.max(in_progress.len());
         }
     }
     (attempts, most, longest)
 }
 
-/// All apiservers are down for two minutes: the load that 5,000 nodes put on one of them, and how
-/// soon a node notices that it is back.
+/// All apiservers are down for two minutes. Prints the load that 5,000 nodes put on one of them, and how
+/// soon a node finds out that it is back.
 #[test]
-fn claim_connect_attempt_in_an_outage_bounds_attempts_and_their_pauses() {
-    let a_second = |attempts: usize| attempts * NODES / OUTAGE.as_secs() as usize;
-    // The process is gone, so connects are refused: one attempt for all callers, at most 800 ms apart.
+fn claim_connect_attempt_in_an_outage_limits_attempts_and_pauses() {
+    let per_second = |attempts: usize| attempts * NODES / OUTAGE.as_secs() as usize;
+    // No process listens, so connects are refused: all callers share one attempt, at most 800 ms apart.
     let (attempts, most, longest) = simulate_outage(None, false);
     println!(
-        "refused: {} SYNs a second of {NODES} nodes, noticed within {longest:?}",
-        a_second(attempts)
+        "refused: {} SYNs a second of {NODES} nodes, recovery found within {longest:?}",
+        per_second(attempts)
     );
     assert_eq!(most, 1);
     assert!(longest <= Duration::from_millis(801), "{longest:?}");
     assert!(attempts <= 120 * 10 / 4, "{attempts}");
-    // The process accepts, but handshakes time out: one at a time, each with a longer timeout.
+    // The process accepts, but handshakes time out: one at a time, with a growing timeout.
     let (attempts, most, longest) = simulate_outage(Some(Duration::from_secs(3)), true);
-    println!("busy: {} handshakes a second of {NODES} nodes", a_second(attempts));
-    assert_eq!(most, 1, "handshakes of one node at once");
+    println!("busy: {} handshakes a second of {NODES} nodes", per_second(attempts));
+    assert_eq!(most, 1, "handshakes of one node at the same time");
     assert!(attempts <= 20, "{attempts}");
     assert!(longest <= Duration::from_millis(801), "{longest:?}");
 }
 
 #[test]
-fn connect_failed_counts_a_death_only_if_the_endpoint_does_not_answer() {
+fn connect_failed_is_a_death_only_if_the_endpoint_does_not_answer() {
     let endpoint = endpoint();
     let now = Instant::now();
     let fails = |kind, reason: &str| {
         endpoint.connect_failed(ConnectFailure::new(kind, reason), now);
         (endpoint.state(), endpoint.reason(), endpoint.deaths())
     };
-    let lacks = fails(ConnectFailureKind::LocalShortage, "too many open files");
-    assert_eq!(lacks, (EndpointState::Connecting, "too many open files".into(), 0));
+    let shortage = fails(ConnectFailureKind::LocalShortage, "too many open files");
+    assert_eq!(shortage, (EndpointState::Connecting, "too many open files".into(), 0));
     assert!(!endpoint.claim_connect_attempt(true, now), "the backoff applies");
     endpoint.observe(Observation::Connected);
     endpoint.observe(Observation::ReadyzOk);
     assert_eq!(fails(ConnectFailureKind::LocalShortage, "no memory").0, EndpointState::Ready);
-    let another = fails(ConnectFailureKind::TlsFailed, "unknown issuer");
-    assert_eq!(another, (EndpointState::Ejected, "unknown issuer".into(), 0));
+    let untrusted = fails(ConnectFailureKind::TlsFailed, "unknown issuer");
+    assert_eq!(untrusted, (EndpointState::Ejected, "unknown issuer".into(), 0));
     endpoint.observe(Observation::Connected);
-    let gone = fails(ConnectFailureKind::Failed, "refused");
-    assert_eq!(gone, (EndpointState::Ejected, "refused".into(), 1));
+    let refused = fails(ConnectFailureKind::Failed, "refused");
+    assert_eq!(refused, (EndpointState::Ejected, "refused".into(), 1));
 }
 
 #[test]
@@ -249,14 +248,14 @@ async fn no_response_expected_returns_2_s_after_the_last_unanswered_connection_i
         let stats = ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
         endpoint.connection_opened(&stats);
     };
-    let lose = |why| {
+    let lose = |reason| {
         endpoint.observe(Observation::ConnectionResponds(false));
-        endpoint.connection_closed(false, why);
+        endpoint.connection_closed(false, reason);
     };
     let no_response_expected = async |sent: Instant| {
-        let begin = Instant::now();
-        let why = timeout(60_000 * MS, endpoint.no_response_expected(sent)).await.ok()?;
-        Some((why, begin.elapsed()))
+        let start = Instant::now();
+        let reason = timeout(60_000 * MS, endpoint.no_response_expected(sent)).await.ok()?;
+        Some((reason, start.elapsed()))
     };
     let sent = Instant::now();
     open();
@@ -267,9 +266,9 @@ async fn no_response_expected_returns_2_s_after_the_last_unanswered_connection_i
     lose("reset");
     assert_eq!(no_response_expected(sent).await, None, "another connection is open");
     lose("stopped");
-    let (why, took) = no_response_expected(sent).await.unwrap();
-    assert_eq!(why, "stopped");
-    assert!((2_000 * MS..=2_001 * MS).contains(&took), "{took:?}");
+    let (reason, elapsed) = no_response_expected(sent).await.unwrap();
+    assert_eq!(reason, "stopped");
+    assert!((2_000 * MS..=2_001 * MS).contains(&elapsed), "{elapsed:?}");
     assert_eq!(no_response_expected(Instant::now()).await, None, "sent after the loss");
     open();
     assert_eq!(no_response_expected(sent).await, None, "a connection is open");

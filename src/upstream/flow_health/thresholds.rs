@@ -1,34 +1,33 @@
-//! Thresholds of flows: when the apiserver's side, a client's side or a tunnel is dead.
+//! The thresholds at which a flow to an apiserver, to a client, or in a tunnel is dead.
 
 use std::time::Duration;
 
-/// Thresholds at which one side of a flow is dead.
+/// The thresholds at which one side of a flow is dead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FlowThresholds {
-    /// Bytes wait and none was acknowledged for this long.
-    pub(super) stuck_after: Duration,
-    /// Retransmissions in that time and [`super::LAST_PROBE_TIMEOUT`] after it. One and a half times as many
-    /// segments are enough without the additional time.
+    /// How long no byte is acknowledged while bytes wait.
+    pub(super) unacked_after: Duration,
+    /// Number of retransmissions until [`super::LAST_PROBE_TIMEOUT`] after that time. One and a half times
+    /// as many segments suffice without the additional time.
     pub(super) retransmits: u8,
-    /// No bytes wait and nothing new was received for this long; `None` leaves idle flows to the
-    /// kernel's keepalives.
+    /// How long no new segment is received while no bytes wait. With `None` only the kernel's keepalives
+    /// end an idle flow.
     pub(super) idle_after: Option<Duration>,
-    /// Unanswered keepalives in a row on an idle flow.
+    /// Number of unanswered keepalives in a row on an idle flow.
     pub(super) unanswered: u8,
-    /// Unanswered probes of a closed window in a row, and as many seconds without a segment: Linux
+    /// Number of unanswered probes of a closed window in a row, and of seconds without a segment. Linux
     /// answers at most two probes a second.
     pub(super) window_probes: u8,
-    /// Whether jackstay requests keepalives beyond the kernel's own, which is one a second.
+    /// Whether jackstay requests keepalives in addition to the kernel's, which sends one a second.
     pub(super) requests_probes: bool,
 }
 
 impl FlowThresholds {
-    /// Thresholds of a tunnel, which cannot be replaced: it is dead after `dead_after` without evidence
-    /// of life. With a long `dead_after` no keepalives are requested, because the kernel resets a
-    /// flow after 127 unanswered ones.
+    /// The thresholds of a tunnel, which is dead after `dead_after` without evidence of life. If `dead_after`
+    /// is long, no keepalives are requested, because the kernel resets a flow after 127 unanswered ones.
     pub fn tunnel(dead_after: Duration) -> Self {
         Self {
-            stuck_after: dead_after.max(SERVER.stuck_after),
+            unacked_after: dead_after.max(SERVER.unacked_after),
             idle_after: SERVER.idle_after.max(Some(dead_after)),
             requests_probes: dead_after < EXTRA_PROBES_BELOW,
             ..SERVER
@@ -36,11 +35,11 @@ impl FlowThresholds {
     }
 }
 
-/// The apiserver's side, whose responses clients wait for. Retransmissions of a thin stream are 200 ms apart,
-/// eight in this time. Those of a full stream double: four are out after 2.4 s on kernels that bound
-/// the pause (`TCP_RTO_MAX_MS`), and after 3 s on others.
+/// The thresholds of a flow to an apiserver, for whose responses clients wait. Retransmissions of a thin
+/// stream are 200 ms apart, so eight are sent before `unacked_after`. The pauses of a full stream double:
+/// four are sent in 2.4 s if the kernel limits the pause (`TCP_RTO_MAX_MS`), otherwise in 3 s.
 pub const SERVER: FlowThresholds = FlowThresholds {
-    stuck_after: Duration::from_millis(2_250),
+    unacked_after: Duration::from_millis(2_250),
     retransmits: 4,
     idle_after: Some(Duration::from_millis(2_700)),
     unanswered: 8,
@@ -48,14 +47,14 @@ pub const SERVER: FlowThresholds = FlowThresholds {
     requests_probes: true,
 };
 
-/// The same after [`LOSSY_AFTER`] recently refuted suspicions.
+/// The thresholds of a flow to an apiserver on a lossy path: [`LOSSY_AFTER`] suspicions were refuted.
 pub const LOSSY_SERVER: FlowThresholds =
     FlowThresholds { idle_after: Some(Duration::from_millis(4_500)), window_probes: 6, ..SERVER };
 
-/// The same where many flows of an endpoint stall together ([`super::CorrelatedLoss`]): three answers
-/// and three retransmissions are missing.
+/// The thresholds of a flow to an apiserver on a broken path ([`super::CorrelatedLoss`]): three answers are
+/// missing, or three retransmissions are unanswered.
 pub const CORRELATED_LOSS_SERVER: FlowThresholds = FlowThresholds {
-    stuck_after: Duration::from_millis(2_150),
+    unacked_after: Duration::from_millis(2_150),
     retransmits: 3,
     idle_after: Some(Duration::from_millis(2_150)),
     unanswered: 5,
@@ -63,17 +62,17 @@ pub const CORRELATED_LOSS_SERVER: FlowThresholds = FlowThresholds {
     requests_probes: true,
 };
 
-/// Silence long enough for eight of the kernel's keepalives, one a second.
+/// A tunnel with a shorter `dead_after` requests keepalives. In this time the kernel sends eight by itself.
 const EXTRA_PROBES_BELOW: Duration = Duration::from_secs(10);
 
-/// Number of refuted suspicions after which a path counts as lossy: within two minutes for the flows of
-/// an endpoint, or on the one flow of an upgrade.
+/// Number of refuted suspicions after which a path counts as lossy: on the flows of an endpoint within two
+/// minutes, or on the flow of one upgrade.
 pub const LOSSY_AFTER: u32 = 3;
 
-/// The client's side. Most clients are on the same machine and no request waits for one, so a client
-/// that has vanished from the network only needs to be closed eventually.
+/// The thresholds of a flow to a client. No request waits for a client, and most clients are on the same
+/// machine, so the flow to a client that has left the network may stay open for a while.
 pub const CLIENT: FlowThresholds = FlowThresholds {
-    stuck_after: Duration::from_secs(30),
+    unacked_after: Duration::from_secs(30),
     retransmits: 6,
     idle_after: None,
     unanswered: u8::MAX,

@@ -12,28 +12,28 @@ use super::{Pool, TICK};
 use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
 
-/// How long a request waits for a usable connection while every endpoint is down, from the moment at
-/// which its own connection failed. The client receives a response within 1.5 s.
+/// How long a request waits for a usable connection while no connection is live, counted from the loss of
+/// its previous connection if it had one. So the client receives its response within 1.5 s.
 pub(in crate::upstream) const UNAVAILABLE_AFTER: Duration = Duration::from_millis(1_200);
-/// How long a request waits for a free stream while connections are up but full.
+/// How long a request waits for a free stream while all live connections are full.
 const EXHAUSTED_AFTER: Duration = Duration::from_secs(1);
 
 /// Why a request got no stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Unavailable {
-    /// No endpoint can be reached; the reason of each.
+    /// No endpoint can be reached. The text has the reason for each endpoint.
     Unreachable(String),
-    /// Connections are live, but all their streams are taken.
+    /// Connections are live, but have no free stream.
     Exhausted,
-    /// The identity of the class is not loaded.
+    /// The credential of the class is not loaded.
     NoCredential,
 }
 
 impl Pool {
-    /// Reserves a stream on the best connection, or waits until one is opened.
+    /// Reserves a stream on the best connection, or waits for a free one.
     ///
     /// # Errors
-    /// Why there is none, once every endpoint has failed or the time limit is over.
+    /// Every endpoint has failed, or the time limit is over.
     pub async fn acquire(
         &self,
         class: &Rc<ClassPool>,
@@ -50,11 +50,11 @@ impl Pool {
             }
             return Ok(permit);
         }
-        // Boxed, so that the future of a request that need not wait is small.
+        // Boxed, so that the future of a request that does not wait is small.
         Box::pin(self.wait(class, required, now)).await
     }
 
-    /// Reserves a stream on a live connection, if one has a free stream now.
+    /// Reserves a stream on a live connection if one has a free stream now.
     pub fn try_acquire(
         &self,
         class: &Rc<ClassPool>,
@@ -75,9 +75,9 @@ impl Pool {
         }
         self.upstream.metrics.stream_waits(&self.upstream.name).increment(1);
         let _waiting = class.count_waiter();
-        let without = required.without_connection_since.map_or(start, |since| since.min(start));
+        let without_since = required.without_connection_since.unwrap_or(start).min(start);
         loop {
-            // Registered before the check, so that no change falls in between.
+            // Registered before the check, so that no change is missed.
             let mut changed = std::pin::pin!(self.changed.notified());
             changed.as_mut().enable();
             self.maintain();
@@ -89,15 +89,15 @@ impl Pool {
                 return Ok(permit);
             }
             if self.closed.get() {
-                let why = "the upstream was removed from the configuration".to_owned();
-                return Err(Unavailable::Unreachable(why));
+                let reason = "the upstream was removed from the configuration".to_owned();
+                return Err(Unavailable::Unreachable(reason));
             }
             let connected = class.has_live();
-            let until =
-                if connected { start + EXHAUSTED_AFTER } else { without + UNAVAILABLE_AFTER };
-            let given_up = !connected && self.all_failed_since(class, without);
-            if given_up || now >= until {
-                // The health check may be wrong, so a suspect connection is better than an error.
+            let deadline =
+                if connected { start + EXHAUSTED_AFTER } else { without_since + UNAVAILABLE_AFTER };
+            let all_failed = !connected && self.all_failed_since(class, without_since);
+            if all_failed || now >= deadline {
+                // The suspicion may be wrong, so a suspect connection is better than an error.
                 if !required.live_only
                     && let Some(permit) = class.reserve_stream(required, &self.upstream, now, true)
                 {
@@ -109,21 +109,20 @@ impl Pool {
                 }
                 return Err(Unavailable::Unreachable(self.reasons(class)));
             }
-            let _ = timeout_at(until.min(now + TICK), changed).await;
+            let _ = timeout_at(deadline.min(now + TICK), changed).await;
         }
     }
 
-    /// Whether every endpoint has failed a connect since `start` and no connect is in progress. False
-    /// without endpoints: discovery may find one at any moment.
+    /// Whether a connect to every endpoint has failed since `start`, and the class has no connect in progress.
+    /// False without endpoints, because discovery may find one at any moment.
     fn all_failed_since(&self, class: &ClassPool, start: Instant) -> bool {
         let endpoints = self.upstream.endpoints();
-        !class.is_connecting()
-            && !endpoints.is_empty()
-            && endpoints
-                .iter()
-                .all(|endpoint| endpoint.last_failure().is_some_and(|failed| failed > start))
+        let has_failed =
+            |endpoint: &Arc<Endpoint>| endpoint.last_failure().is_some_and(|at| at > start);
+        !class.is_connecting() && !endpoints.is_empty() && endpoints.iter().all(has_failed)
     }
 
+    /// Text that has the state and reason of each endpoint.
     fn reasons(&self, class: &ClassPool) -> String {
         let endpoints = self.upstream.endpoints();
         if endpoints.is_empty() {

@@ -1,5 +1,5 @@
-//! The connections of one credential class: selects a connection for each request and computes how
-//! many connections to open. The pool opens and drains them.
+//! The connections of one credential class: selects a connection for each request, and computes how many
+//! connections to open. The pool opens and drains them.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -20,21 +20,21 @@ use crate::upstream::health::ConnectionState;
 use crate::upstream::rebalance::Rebalancer;
 use crate::upstream::shared::Upstream;
 
-/// Limit of connections of one worker to one endpoint for each class whose credential is not proven,
+/// Limit of connections of one worker to one endpoint in a class other than identities and proven tokens,
 /// so that clients with random tokens cannot open many.
 const UNPROVEN_CONNECTIONS: usize = 2;
-/// Without a live replacement, connections with an old certificate or to a removed endpoint stay in
-/// use for this long.
+/// Time for which connections with an old certificate or to a removed endpoint stay in use without a live
+/// replacement.
 const OLD_CONNECTION_GRACE: Duration = Duration::from_secs(5);
 /// Limit of concurrent connects of one class to one endpoint.
 const MAX_PARALLEL_DIALS: usize = 4;
-/// After a connection did not respond, a retry uses only connections whose last received byte is at
-/// most this much older than the newest one.
+/// After a connection did not respond, a retry uses only connections whose last byte arrived at most this
+/// long before the newest byte of any candidate.
 const RECENT_RECEIVE_WINDOW: Duration = Duration::from_millis(100);
-/// Interval of the search for slow response heads. A request that has waited for a whole interval is
-/// a sign of a failing endpoint if responses usually take a fraction of it.
+/// Interval of the search for slow response heads. A request that has waited for a whole interval is a sign
+/// of a failing endpoint if responses usually take less than a quarter of it.
 const SLOW_HEAD_INTERVAL: Duration = Duration::from_millis(200);
-/// Share of an endpoint's streams that watches may take: the rest is for short requests, such as
+/// Share of an endpoint's streams that watches may take. The others are reserved for short requests, such as
 /// lease updates.
 const WATCH_SHARE: f64 = 0.9;
 
@@ -42,16 +42,15 @@ const WATCH_SHARE: f64 = 0.9;
 pub struct ClassPool {
     class: CredentialClass,
     pub(super) connections: RefCell<Vec<Rc<Connection>>>,
-    /// Number of connects in progress by endpoint label. Other endpoints have no entry.
+    /// Number of connects in progress by endpoint label. An endpoint without any has no entry.
     dialing: RefCell<HashMap<Arc<str>, usize>>,
     /// Number of requests that wait for a stream.
     waiters: Cell<usize>,
-    /// Number of watches that are held until an endpoint is usable.
+    /// Number of watches that are held until a total outage ends.
     held_watches: Cell<usize>,
     /// When a request last asked for a stream.
     last_used: Cell<Instant>,
-    /// Since when there has been no live connection with the current certificate to an endpoint that
-    /// is still in the set.
+    /// Since when there has been no live connection with the current certificate to an endpoint of the set.
     without_current_since: Cell<Option<Instant>>,
     rng: RefCell<fastrand::Rng>,
     pub(super) rebalancer: RefCell<Rebalancer>,
@@ -87,8 +86,8 @@ impl ClassPool {
         CountGuard::new(&self.waiters)
     }
 
-    /// Counts a held watch, until the guard is dropped. Held watches are not waiters: they open no
-    /// connections. They ask for streams, spread over time, when an endpoint becomes usable.
+    /// Counts a held watch, until the guard is dropped. Held watches are no waiters, so no connections are
+    /// opened for them. When the outage ends, they ask for streams, spread over time.
     pub(super) fn count_held_watch(&self) -> CountGuard<'_> {
         CountGuard::new(&self.held_watches)
     }
@@ -108,9 +107,9 @@ impl ClassPool {
         self.waiters.get() > 0 || self.held_watches.get() > 0 || now < self.last_used.get() + window
     }
 
-    /// Reserves a stream on the better of two random connections of the best rank. `allow_suspect`
-    /// includes suspect connections, unless their path is unresponsive: a write sent on such a path
-    /// would have an unknown outcome, and a read would fail later.
+    /// Reserves a stream on the less loaded of two random connections of the best rank. `allow_suspect`
+    /// includes suspect connections whose path is not unresponsive. On an unresponsive path a write would
+    /// have an unknown outcome, and a read would fail later.
     pub(super) fn reserve_stream(
         &self,
         required: StreamRequirements<'_>,
@@ -129,10 +128,7 @@ impl ClassPool {
             };
             alive
                 && connection.free_streams(now) > 0
-                && !required
-                    .excluded_endpoints
-                    .iter()
-                    .any(|excluded| Arc::ptr_eq(excluded, &connection.endpoint))
+                && !required.excluded_endpoints.iter().any(|excluded| connection.is_to(excluded))
                 && (!required.watch
                     || self.leaves_streams_for_requests(connection, &connections, upstream))
         };
@@ -143,7 +139,7 @@ impl ClassPool {
         // Lower is better.
         let rank = |connection: &Rc<Connection>| {
             let endpoint = &connection.endpoint;
-            let has_refused = refusing_endpoint.is_some_and(|other| Arc::ptr_eq(other, endpoint));
+            let has_refused = refusing_endpoint.is_some_and(|refusing| connection.is_to(refusing));
             let has_failed = required
                 .previous_failure
                 .is_some_and(|failure| Rc::ptr_eq(connection, failure.connection()));
@@ -165,7 +161,7 @@ impl ClassPool {
         let lot = rng.f64();
         let chosen = balance::pick(candidates, &mut rng, |c| c.cost(now, lot))?;
         if !chosen.may_carry(required.client_subject) {
-            // All connections of a class have one subject. If a defect breaks that rule, the request
+            // All connections of a class have the same subject. If a defect breaks this rule, the request
             // must not be sent with the identity of another client.
             tracing::error!(
                 class = ?self.class,
@@ -178,7 +174,7 @@ impl ClassPool {
         Some(chosen.reserve(required.watch, now))
     }
 
-    /// Requests a probe of each endpoint that is slow to send response heads.
+    /// Requests a probe of each endpoint whose response heads are slow.
     pub(super) fn probe_slow_endpoints(&self, now: Instant) {
         if now < self.slow_heads_checked.get() + SLOW_HEAD_INTERVAL {
             return;
@@ -191,30 +187,28 @@ impl ClassPool {
         }
     }
 
-    /// Whether a watch may take a stream of the candidate's endpoint. A tenth of the streams that the
-    /// maximum number of connections offers is reserved for other requests.
+    /// Whether a watch may take a stream of the candidate's endpoint. Watches may take [`WATCH_SHARE`] of the
+    /// streams of as many connections as may be opened.
     fn leaves_streams_for_requests(
         &self,
         candidate: &Rc<Connection>,
         connections: &[Rc<Connection>],
         upstream: &Upstream,
     ) -> bool {
-        let watches: usize = connections
-            .iter()
-            .filter(|c| Arc::ptr_eq(&c.endpoint, &candidate.endpoint))
-            .map(|c| c.watches())
-            .sum();
+        let watches: usize =
+            connections.iter().filter(|c| c.is_to(&candidate.endpoint)).map(|c| c.watches()).sum();
         let capacity =
             self.max_connections(&upstream.config().connections) * candidate.stream_limit();
         (watches as f64) < (capacity as f64 * WATCH_SHARE).max(1.0)
     }
 
-    /// Counts a connect to the endpoint, until [`Self::connect_ended`].
+    /// Counts a connect to the endpoint until [`Self::connect_ended`].
     pub(super) fn connect_started(&self, label: &Arc<str>) {
         *self.dialing.borrow_mut().entry(Arc::clone(label)).or_default() += 1;
     }
 
-    /// Removes the entry of the last connect, so that the map does not grow as endpoints change.
+    /// Ends a connect. The entry of an endpoint is removed with its last connect, so that the map does not
+    /// grow as endpoints change.
     pub(super) fn connect_ended(&self, label: &str) {
         let mut dialing = self.dialing.borrow_mut();
         if let Some(count) = dialing.get_mut(label) {
@@ -240,8 +234,8 @@ impl ClassPool {
         }
     }
 
-    /// Whether old connections (another generation of the credential, a removed endpoint) drain now.
-    /// They drain once a replacement is live, so that no request waits for one, or after
+    /// Whether old connections (with an older generation of the credential, or to a removed endpoint) drain
+    /// now. They drain when a replacement is live, so that no request waits for one, or after
     /// [`OLD_CONNECTION_GRACE`].
     pub(super) fn may_drain_old(&self, generation: u64, now: Instant) -> bool {
         let is_current = |connection: &Rc<Connection>| {
@@ -265,20 +259,15 @@ impl ClassPool {
     /// Whether connections to this endpoint are suspect and none is live.
     pub(super) fn only_suspect_to(&self, endpoint: &Arc<Endpoint>) -> bool {
         let connections = self.connections.borrow();
-        let mut states = connections
-            .iter()
-            .filter(|c| Arc::ptr_eq(&c.endpoint, endpoint))
-            .map(|c| c.state())
-            .filter(|state| matches!(state, ConnectionState::Live | ConnectionState::Suspect))
-            .peekable();
-        states.peek().is_some() && states.all(|state| state == ConnectionState::Suspect)
+        let has = |state| connections.iter().any(|c| c.is_to(endpoint) && c.state() == state);
+        has(ConnectionState::Suspect) && !has(ConnectionState::Live)
     }
 
-    /// Whether the endpoint's live connections have fewer free streams than a tenth of one
-    /// connection's limit. Another connection should then be opened before a request has to wait.
+    /// Whether the live connections to the endpoint have fewer free streams than a tenth of the limit of one
+    /// connection. Then another connection is opened before a request has to wait.
     pub(super) fn is_nearly_full(&self, permit: &Permit, now: Instant) -> bool {
         let connection = permit.connection();
-        // The first comparison is implied by the second and avoids the search in most cases.
+        // The second comparison implies the first, which avoids the search in most cases.
         connection.free_streams(now) * 10 < connection.stream_limit()
             && self.free_streams_to(&connection.endpoint, now) * 10 < connection.stream_limit()
     }
@@ -288,13 +277,13 @@ impl ClassPool {
         self.connections
             .borrow()
             .iter()
-            .filter(|c| Arc::ptr_eq(&c.endpoint, endpoint) && c.state() == ConnectionState::Live)
+            .filter(|c| c.is_to(endpoint) && c.state() == ConnectionState::Live)
             .map(|c| c.free_streams(now))
             .sum()
     }
 
-    /// Number of connections with the credential of this `generation` to open to `endpoint` now. The
-    /// class keeps connections to `targets` endpoints, which share the waiting requests.
+    /// Number of connections to open to `endpoint` now, with the credential of this `generation`. The class
+    /// keeps connections to `targets` endpoints, which share the waiting requests.
     pub(super) fn connections_to_open(
         &self,
         endpoint: &Arc<Endpoint>,
@@ -305,23 +294,16 @@ impl ClassPool {
     ) -> usize {
         let dialing = self.dialing.borrow().get(&endpoint.label).copied().unwrap_or(0);
         let connections = self.connections.borrow();
-        let current = || {
-            let current = connections.iter().filter(|c| c.generation == generation);
-            current.filter(|c| Arc::ptr_eq(&c.endpoint, endpoint))
-        };
+        let current =
+            || connections.iter().filter(|c| c.generation == generation && c.is_to(endpoint));
+        let live = || current().filter(|c| c.state() == ConnectionState::Live);
+        let stream_limit = current().map(|c| c.stream_limit()).max().unwrap_or(limits.max_streams);
         let counts = ConnectionCounts {
-            live: current().filter(|c| c.state() == ConnectionState::Live).count(),
+            live: live().count(),
             suspect: current().filter(|c| c.state() == ConnectionState::Suspect).count(),
             dialing,
-            free_streams: current()
-                .filter(|c| c.state() == ConnectionState::Live)
-                .map(|c| c.free_streams(now))
-                .sum(),
-            stream_limit: current()
-                .map(|c| c.stream_limit())
-                .max()
-                .unwrap_or(limits.max_streams)
-                .max(1),
+            free_streams: live().map(|c| c.free_streams(now)).sum(),
+            stream_limit: stream_limit.max(1),
             waiters: self.waiters.get().div_ceil(targets),
         };
         let min = if matches!(self.class, CredentialClass::Identity(_)) { limits.min } else { 1 };
@@ -338,24 +320,28 @@ struct ConnectionCounts {
     dialing: usize,
     /// Free streams on live connections.
     free_streams: usize,
-    /// Streams that one connection may carry.
+    /// Limit of streams on one connection.
     stream_limit: usize,
     /// Requests that wait for a stream of this endpoint.
     waiters: usize,
 }
 
 impl ConnectionCounts {
-    /// Number of connections to open. The wanted number is the greatest of: those that are missing to
-    /// `min`; one if none is live but some are suspect; one if less than a tenth of a connection's
-    /// streams is free; and those that the waiting requests need.
+    /// Number of connections to open. The number of connections that are wanted is the greatest of these:
+    ///
+    /// * the number of live connections that are missing from `min`; only one if more than half of the
+    ///   connections are suspect,
+    /// * one, if some connections are suspect and none is live,
+    /// * one, if less than a tenth of a connection's streams is free,
+    /// * the number of connections that the waiting requests need.
     fn to_open(self, min: usize, max: usize) -> usize {
         let total = self.live + self.suspect;
         let mut want = min.saturating_sub(self.live);
         if self.suspect > 0 && self.live == 0 {
             want = want.max(1);
         }
-        // If more than half are suspect, the cause is the endpoint rather than a single connection. One
-        // connect at a time then tests whether the endpoint is reachable.
+        // If more than half are suspect, the cause is the endpoint rather than a single connection. Then one
+        // connect at a time tests whether the endpoint is reachable.
         if self.suspect * 2 > total {
             want = want.min(1);
         }

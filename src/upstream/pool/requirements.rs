@@ -12,25 +12,25 @@ use crate::upstream::endpoint::Endpoint;
 /// The requirements of a request on the connection that the pool selects.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamRequirements<'a> {
-    /// The request is a watch, which keeps its stream for minutes.
+    /// Whether the request is a watch, which keeps its stream for minutes.
     pub watch: bool,
-    /// The connection on which the request has just failed.
+    /// The connection on which the request failed before, if it did.
     pub previous_failure: Option<PreviousFailure<'a>>,
     /// Endpoints that must not be used.
     pub excluded_endpoints: &'a [Arc<Endpoint>],
     /// When the request lost its previous connection, if it had one.
     pub without_connection_since: Option<Instant>,
-    /// The caller holds the watch during a total outage, so the pool returns an error at once.
+    /// Whether the caller holds the watch during a total outage. Then the pool returns an error at once.
     pub held: bool,
-    /// Suspect connections are excluded, because the request already waits on one.
+    /// Whether suspect connections are excluded, because the request already waits on one.
     pub live_only: bool,
     /// The subject that the client has proven, if the request is sent with a client certificate.
     pub client_subject: Option<&'a Subject>,
 }
 
 impl<'a> StreamRequirements<'a> {
-    /// No requirement but that the connection has the subject that the client has proven. There is no
-    /// `Default`, so that every caller must state the subject.
+    /// Requires only that the connection shows the subject that the client has proven. There is no `Default`,
+    /// so that every caller must state the subject.
     pub fn for_client(client_subject: Option<&'a Subject>) -> Self {
         Self {
             watch: false,
@@ -44,18 +44,18 @@ impl<'a> StreamRequirements<'a> {
     }
 }
 
-/// The connection on which a request has just failed.
+/// The connection on which a request failed.
 #[derive(Debug, Clone, Copy)]
 pub enum PreviousFailure<'a> {
-    /// The connection did not respond or was lost. Other connections may have failed with it, so
-    /// connections to any endpoint that received bytes recently are preferred.
+    /// The connection did not respond or was lost. Other connections may have failed with it, so those that
+    /// received bytes recently are preferred, whatever their endpoint.
     Silence(&'a Rc<Connection>),
     /// The endpoint of the connection refused the request, so another endpoint is preferred.
     Refusal(&'a Rc<Connection>),
 }
 
 impl PreviousFailure<'_> {
-    /// Since when the failed connection has been suspect.
+    /// When the failed connection last became suspect.
     pub fn suspect_since(&self) -> Option<Instant> {
         self.connection().suspect_since()
     }

@@ -10,6 +10,7 @@
 //! connections of the old number drain. So the number of a request never leads to another identity.
 
 mod client_tls;
+mod probe_token;
 mod slot;
 
 use std::path::{Path, PathBuf};
@@ -21,6 +22,7 @@ use arc_swap::{ArcSwap, ArcSwapOption};
 
 use self::client_tls::plain_tls;
 pub use self::client_tls::{ClientTls, client_tls, unverified_tls};
+use self::probe_token::ProbeToken;
 use self::slot::Identity;
 pub use self::slot::IdentitySlot;
 use crate::config::{CertPaths, Upstream};
@@ -28,7 +30,6 @@ use crate::net::tls::certificate::Subject;
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::{self, LoadedCa, LoadedCert};
 use crate::observe::utc::wall_clock;
-use crate::upstream::probe_token::ProbeToken;
 
 /// The credential class of a request and of a connection. Requests of one class share connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -44,6 +44,7 @@
 //!
 //! Except for [`FlowHealthCheck::wait_until_dead`], this module sends nothing and reads no clock.
 
+mod correlated_loss;
 mod thresholds;
 
 use std::cell::Cell;
@@ -52,6 +53,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
+pub use self::correlated_loss::CorrelatedLoss;
 pub use self::thresholds::{
     CLIENT, CORRELATED_LOSS_SERVER, FlowThresholds, LOSSY_AFTER, LOSSY_SERVER, SERVER,
 };
@@ -336,38 +338,6 @@ fn decide_idle(
 /// least 20 ms.
 fn next_check(remaining: Duration, pause: Duration) -> Duration {
     if remaining.is_zero() { pause } else { remaining.min(pause).max(Duration::from_millis(20)) }
-}
-
-/// Detects from the number of stalled flows that the path of an endpoint is broken. At 5 % packet loss each
-/// way, independent loss stalls one flow in a hundred at any time.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct CorrelatedLoss {
-    stalled_flows: usize,
-    broken_until: Option<Instant>,
-}
-
-impl CorrelatedLoss {
-    /// Smallest number of stalled flows on a broken path.
-    const MIN_STALLED: usize = 3;
-    /// On a broken path at least one of this number of flows is stalled.
-    const ONE_IN: usize = 4;
-    /// How long the path counts as broken. The first flows that die no longer count as stalled, so without
-    /// this time their deaths would end the finding.
-    const BROKEN_FOR: Duration = Duration::from_secs(1);
-
-    /// Records whether a flow was stalled at its previous check and is stalled now.
-    pub fn record_change(&mut self, was_stalled: bool, is_stalled: bool) {
-        self.stalled_flows =
-            (self.stalled_flows + usize::from(is_stalled)).saturating_sub(usize::from(was_stalled));
-    }
-
-    /// Whether the path to an endpoint with this many `flows` is broken.
-    pub fn is_path_broken(&mut self, flows: usize, now: Instant) -> bool {
-        if self.stalled_flows >= Self::MIN_STALLED && self.stalled_flows * Self::ONE_IN >= flows {
-            self.broken_until = Some(now + Self::BROKEN_FOR);
-        }
-        self.broken_until.is_some_and(|until| now < until)
-    }
 }
 
 /// Detects that the TCP flow of an upgrade is dead.

@@ -35,6 +35,7 @@
 mod rtt;
 mod silence;
 mod state;
+mod thresholds;
 
 use std::time::Duration;
 
@@ -43,63 +44,15 @@ use tokio::time::Instant;
 pub use self::rtt::Rtt;
 use self::silence::{Silence, window_answers_probes};
 pub use self::state::{ConnectionState, StateChangeReason};
-use crate::config;
+use self::thresholds::{
+    CHECK_INTERVAL, LATE_CHECK, PATH_UNRESPONSIVE_AFTER, PING_AFTER_SILENCE, PROBE_AFTER,
+    SILENT_DEATH, STOPPED_AFTER, VERDICT_PAUSE,
+};
+pub use self::thresholds::{HEAD_WAIT, Thresholds, WRITE_PATIENCE};
 use crate::net::sockets::tcp_info::TcpInfo;
-
-/// A PING is sent when a request has waited this long without a byte arriving on its connection.
-pub const HEAD_WAIT: Duration = Duration::from_millis(100);
-/// A PING is sent when bytes have arrived since the last PING and then none for this long.
-const PING_AFTER_SILENCE: Duration = Duration::from_millis(400);
-/// Pause between two checks while a PING is outstanding.
-const CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// Without evidence of life in one direction for this long, or for half of `dead_after` if that is
-/// shorter, a connection is not used even if no other is left. By then, five retransmissions of a thin
-/// stream were sent.
-const PATH_UNRESPONSIVE_AFTER: Duration = Duration::from_secs(1);
-/// Age of a PING at which the endpoint counts the connection as unanswered, and at which keepalive probes
-/// are requested if every sent byte is acknowledged. By then, the PING was transmitted three times: at
-/// 5 % packet loss each way, all three are lost once in a thousand PINGs.
-const PROBE_AFTER: Duration = Duration::from_millis(500);
-/// A process counts as stopped if its kernel answers but no PONG and no frame arrives for this long.
-const STOPPED_AFTER: Duration = Duration::from_secs(5);
-/// Time after [`STOPPED_AFTER`] at which requests fail that must not be sent twice. Their clients have
-/// time left: the lease updates of kubelet and of leader election have a timeout of 10 s.
-pub const WRITE_PATIENCE: Duration = Duration::from_secs(2);
-/// Without a PONG or another frame for this long, a connection is dead even if its bytes are
-/// acknowledged: a TCP load balancer acknowledges bytes for a dead apiserver.
-const SILENT_DEATH: Duration = Duration::from_secs(20);
-/// A check is late if it runs this long after it was due: the process may not have been scheduled.
-const LATE_CHECK: Duration = Duration::from_millis(100);
-/// How long verdicts are withheld after a late check, so that received bytes are read first.
-const VERDICT_PAUSE: Duration = Duration::from_millis(300);
 
 /// The state that a connection enters, and the reason.
 pub type StateChange = (ConnectionState, StateChangeReason);
-
-/// Configured thresholds of a connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Thresholds {
-    /// Longest pause between a PONG and the next PING.
-    pub ping_interval: Duration,
-    /// Fixed time after which a PING is late; `None` derives it from the RTT.
-    pub suspect_after: Option<Duration>,
-    /// The path is lost when a PING is outstanding for this long without evidence of life.
-    pub dead_after: Duration,
-    /// A connection with pinned streams is closed once its path is lost for this long.
-    pub tunnel_dead_after: Duration,
-}
-
-impl Thresholds {
-    /// The thresholds of a configuration.
-    pub fn of(config: &config::Health) -> Self {
-        Self {
-            ping_interval: config.ping_interval,
-            suspect_after: config.suspect_after,
-            dead_after: config.dead_after,
-            tunnel_dead_after: config.tunnel_dead_after,
-        }
-    }
-}
 
 /// The input of a check.
 #[derive(Debug, Clone, Copy, Default)]

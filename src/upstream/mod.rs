@@ -23,7 +23,6 @@ pub(crate) mod health;
 pub(crate) mod http1;
 pub(crate) mod outage;
 pub mod pool;
-pub(crate) mod probe_token;
 pub(crate) mod readyz;
 pub mod rebalance;
 mod shared;

@@ -359,7 +359,7 @@ mod tests {
     #[test]
     fn step_through_observations_gives_the_states_of_the_table() {
         let at = Instant::now();
-        let failed = |kind| Observation::ConnectFailed(ConnectFailure::new(kind, "why"));
+        let failed = |kind| Observation::ConnectFailed(ConnectFailure::new(kind, "reason"));
         let refused = || failed(ConnectFailureKind::Failed);
         let closed = || ConnectionClosed { responded: true, reason: "lost", at };
         for (observations, expected) in [

@@ -19,6 +19,7 @@ mod health;
 mod probe_signals;
 mod slow_start;
 mod state;
+mod statistics;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -31,13 +32,13 @@ use tokio::time::Instant;
 
 use self::connect::ConnectBackoff;
 pub use self::connect::{ConnectFailure, ConnectFailureKind, ConnectTimeout, backoff};
-use self::connections::EndpointStatistics;
 pub use self::connections::{FlowGuard, HandshakeGuard};
 use self::health::{EndpointHealth, Transition};
 pub use self::health::{EndpointReadiness, Observation};
 pub use self::probe_signals::{ProbeSignals, ProbeTrigger};
 use self::slow_start::SlowStart;
 pub use self::state::EndpointState;
+use self::statistics::EndpointStatistics;
 use super::readyz::ReadyzCheck;
 use super::stats::{Ejection, EndpointStatus};
 use crate::config::EndpointAddress;

@@ -1,9 +1,8 @@
-//! Connects, connections and flows of an endpoint: when a connect may start, what callers report, and
-//! the counts of what is open.
+//! Connects, connections and flows of an endpoint: when a connect may start, and what callers report.
 
 use std::pin::pin;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tokio::time::{Instant, timeout_at};
@@ -13,30 +12,7 @@ use super::connect::{ConnectFailure, ConnectTimeout};
 use super::health::Observation;
 use super::state::EndpointState;
 use crate::upstream::health::WRITE_PATIENCE;
-use crate::upstream::stats::{ConnectionStats, ConnectionStatus};
-
-/// What is open to an endpoint, and how often its process died.
-#[derive(Debug, Default)]
-pub(super) struct EndpointStatistics {
-    connections: Mutex<Vec<Weak<ConnectionStats>>>,
-    /// Passthrough flows of all workers.
-    flows: AtomicUsize,
-    /// Handshakes in progress: TCP is established, TLS or the first PONG is outstanding.
-    handshakes: AtomicUsize,
-    /// How often the endpoint was ejected because its process died.
-    pub(super) deaths: AtomicU64,
-}
-
-impl EndpointStatistics {
-    /// The status of each connection whose statistics are still in use.
-    pub(super) fn connections(&self) -> Vec<ConnectionStatus> {
-        self.list().iter().filter_map(Weak::upgrade).map(|stats| stats.status()).collect()
-    }
-
-    fn list(&self) -> MutexGuard<'_, Vec<Weak<ConnectionStats>>> {
-        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+use crate::upstream::stats::ConnectionStats;
 
 impl Endpoint {
     /// Claims a connect attempt; returns whether it may start now. After a failure, one attempt may start
@@ -84,11 +60,7 @@ impl Endpoint {
 
     /// Records a new live connection. `/status` shows its statistics until they are dropped.
     pub fn connection_opened(&self, stats: &Arc<ConnectionStats>) {
-        {
-            let mut list = self.statistics.list();
-            list.retain(|known| known.strong_count() > 0);
-            list.push(Arc::downgrade(stats));
-        }
+        self.statistics.add_connection(stats);
         self.observe(Observation::ConnectionOpened);
     }
 

@@ -98,7 +98,7 @@ impl FlowTable {
         })
     }
 
-    /// Checks the flows for ever.
+    /// Checks the flows periodically until the task is dropped.
     pub async fn run(self: Rc<Self>) {
         loop {
             if self.is_empty() {
@@ -143,7 +143,7 @@ impl FlowTable {
         FlowHandle { table: Rc::clone(self), key }
     }
 
-    /// Whether the table has no flow.
+    /// Whether the table is empty.
     pub fn is_empty(&self) -> bool {
         self.slots.borrow().flows.is_empty()
     }

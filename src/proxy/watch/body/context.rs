@@ -104,7 +104,7 @@ impl ResumeContext {
         self.last_connection = Some(Rc::clone(connection));
     }
 
-    /// Called when another stream continues the watch. Drops the last connection, which the watch would
+    /// Called when an attempt to resume was accepted. Drops the last connection, which the watch would
     /// otherwise keep in memory.
     pub(super) fn record_resume(&mut self) {
         self.last_connection = None;
@@ -140,7 +140,7 @@ impl ResumeContext {
         }
     }
 
-    /// Called when a round begins: no endpoint is excluded.
+    /// Called when the stream was lost and a round begins, in which any endpoint may be asked.
     pub(super) fn begin_round(&mut self) {
         self.excluded.clear();
         self.last_refused = false;

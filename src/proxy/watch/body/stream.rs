@@ -1,8 +1,8 @@
 //! The upstream stream of a watch: the received data, and the reasons to leave the stream.
 //!
-//! A watch leaves a stream that works only when another one has accepted the watch. While the connection
-//! drains, the watch searches a stream on another connection and continues to read the current one
-//! ([`UpstreamStream::search_stream`]).
+//! While its connection drains, a watch searches a stream on another connection and continues to read the
+//! current one ([`UpstreamStream::search_stream`]). It leaves the current stream when another endpoint or
+//! connection has accepted the watch.
 
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -57,7 +57,7 @@ pub(super) enum StreamEvent {
     End,
     /// The stream was lost, for this reason.
     Lost(String),
-    /// There is a reason to leave the stream, although it works.
+    /// There is a reason to leave the stream, although it has not failed.
     Leave(LeaveReason),
     /// The search for a stream on another connection has ended; `None` if it found none.
     SearchEnded(Option<Permit>),
@@ -65,7 +65,7 @@ pub(super) enum StreamEvent {
     Notified,
 }
 
-/// Why a watch should leave a stream that works, as soon as the client would not notice.
+/// Why a watch should leave a stream that has not failed, as soon as the client would not notice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LeaveReason {
     /// The connection drains.

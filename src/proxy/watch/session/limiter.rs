@@ -18,9 +18,9 @@ const WINDOW: Duration = Duration::from_secs(60);
 pub(super) const MIN_REMAINING_TO_REBALANCE: Duration = Duration::from_secs(30);
 /// A watch is resumed, or moved for another reason, only if at least this time is left until its deadline.
 pub(super) const MIN_REMAINING: Duration = Duration::from_secs(2);
-/// Minimum time between two moves that balance load.
+/// Minimum time between any attempt to move and an attempt that balances load.
 const REBALANCE_PAUSE: Duration = Duration::from_secs(60);
-/// Minimum time between two attempts to leave an endpoint that is degraded or suspected.
+/// Minimum time between any attempt to move and an attempt to leave a degraded or suspected endpoint.
 const EVACUATION_PAUSE: Duration = Duration::from_secs(2);
 
 /// Counts the recent resumes and moves of one watch.

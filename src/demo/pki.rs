@@ -12,8 +12,6 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Subject attribute from which kube-apiserver reads the user's UID.
-const UID_OID: [u64; 8] = [1, 3, 6, 1, 4, 1, 57683, 2];
 /// Validity of issued certificates.
 const LIFETIME: Duration = Duration::from_secs(24 * 3600);
 
@@ -41,18 +39,12 @@ pub struct Subject {
     pub user: String,
     /// The organizations: the groups. At most two, because rcgen keeps one value per attribute.
     pub groups: Vec<String>,
-    /// The user's UID.
-    pub uid: Option<String>,
 }
 
 impl Subject {
     /// A user with groups.
     pub fn new(user: &str, groups: &[&str]) -> Self {
-        Self {
-            user: user.to_owned(),
-            groups: groups.iter().map(|&g| g.to_owned()).collect(),
-            uid: None,
-        }
+        Self { user: user.to_owned(), groups: groups.iter().map(|&g| g.to_owned()).collect() }
     }
 
     /// `system:node:NAME` in `system:nodes`.
@@ -144,10 +136,6 @@ impl Pki {
         }
         for (attribute, group) in organizations.into_iter().zip(&subject.groups) {
             params.distinguished_name.push(attribute, group.as_str());
-        }
-        if let Some(uid) = &subject.uid {
-            let attribute = DnType::CustomDnType(UID_OID.to_vec());
-            params.distinguished_name.push(attribute, uid.as_str());
         }
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
         self.issue(&params)

@@ -3,7 +3,6 @@
 
 use crate::demo::lock;
 use std::collections::VecDeque;
-use std::net::SocketAddr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;
@@ -20,8 +19,6 @@ pub struct Record {
     pub server: String,
     /// Identifies the connection; unique within the process.
     pub connection: u64,
-    /// The peer address of the connection.
-    pub remote: SocketAddr,
     /// The HTTP version, 1.1 or 2.
     pub version: http::Version,
     /// The Kubernetes verb.

@@ -8,7 +8,6 @@ use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use std::io;
-use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -25,28 +24,27 @@ const STREAM_WINDOW: u32 = 256 << 10;
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 /// Serves a connection until it ends or the server resets it.
-pub(super) async fn serve(stream: TcpStream, remote: SocketAddr, server: Arc<ServerState>) {
+pub(super) async fn serve(stream: TcpStream, server: Arc<ServerState>) {
     let socket = Socket::new(stream, server.clone());
     let reset_flag = socket.reset.clone();
     let mut reset = server.reset.subscribe();
     tokio::select! {
-        () = handshake_and_serve(socket, remote, &server) => {}
+        () = handshake_and_serve(socket, &server) => {}
         // The future and its socket are dropped after this branch.
         _ = reset.changed() => reset_flag.store(true, Relaxed),
     }
 }
 
-async fn handshake_and_serve(socket: Socket, remote: SocketAddr, server: &Arc<ServerState>) {
+async fn handshake_and_serve(socket: Socket, server: &Arc<ServerState>) {
     let handshake = server.tls.accept(socket);
     let Ok(Ok(tls)) = tokio::time::timeout(Duration::from_secs(10), handshake).await else {
-        server.counters.handshake_failures.fetch_add(1, Relaxed);
         return;
     };
     let session = tls.get_ref().1;
     let http2 = session.alpn_protocol() == Some(b"h2");
     let certificate = Certificate::verify(session.peer_certificates(), &*server.verifier);
     let id = NEXT_ID.fetch_add(1, Relaxed);
-    let connection = Arc::new(ConnectionInfo { id, remote, certificate, goaway: Notify::new() });
+    let connection = Arc::new(ConnectionInfo { id, certificate, goaway: Notify::new() });
     let service = service_fn(|request: http::Request<Incoming>| {
         handler::handle(server.clone(), connection.clone(), request)
     });

@@ -113,7 +113,6 @@ impl RequestContext {
             time: SystemTime::now(),
             server: self.server.name.clone(),
             connection: self.connection.id,
-            remote: self.connection.remote,
             version: self.parts.version,
             verb: self.verb(),
             path: self.parts.uri.path_and_query().map_or_else(String::new, ToString::to_string),

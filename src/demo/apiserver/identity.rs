@@ -10,16 +10,12 @@ use rustls::server::danger::ClientCertVerifier;
 use serde_json::{Value, json};
 
 /// An authenticated user.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct User {
     /// The name.
     pub name: String,
     /// The groups, including `system:authenticated` or `system:unauthenticated`.
     pub groups: Vec<String>,
-    /// The UID; empty if there is none.
-    pub uid: String,
-    /// Extra attributes.
-    pub extra: Vec<(String, String)>,
 }
 
 impl User {
@@ -27,7 +23,7 @@ impl User {
     pub fn new(name: &str, groups: &[&str]) -> Self {
         let mut groups: Vec<_> = groups.iter().map(|&g| g.to_owned()).collect();
         groups.push("system:authenticated".to_owned());
-        Self { name: name.to_owned(), groups, ..Self::default() }
+        Self { name: name.to_owned(), groups }
     }
 
     /// `system:anonymous`.
@@ -35,7 +31,6 @@ impl User {
         Self {
             name: "system:anonymous".to_owned(),
             groups: vec!["system:unauthenticated".to_owned()],
-            ..Self::default()
         }
     }
 
@@ -46,14 +41,7 @@ impl User {
 
     /// The `userInfo` of a `SelfSubjectReview`.
     pub fn user_info(&self) -> Value {
-        let mut info = json!({ "username": self.name, "groups": self.groups });
-        if !self.uid.is_empty() {
-            info["uid"] = self.uid.clone().into();
-        }
-        for (key, value) in &self.extra {
-            info["extra"][key] = json!([value]);
-        }
-        info
+        json!({ "username": self.name, "groups": self.groups })
     }
 }
 
@@ -108,26 +96,11 @@ fn user_and_serial(leaf: &CertificateDer<'_>) -> Option<(User, String)> {
     let text = |attribute: &x509_parser::x509::AttributeTypeAndValue<'_>| {
         attribute.as_str().ok().map(str::to_owned)
     };
-    let mut user = User { name: subject.iter_common_name().find_map(text)?, ..User::default() };
-    user.groups = subject.iter_organization().filter_map(text).collect();
-    user.groups.push("system:authenticated".to_owned());
-    user.uid = subject
-        .iter_attributes()
-        .find(|a| a.attr_type().to_id_string() == "1.3.6.1.4.1.57683.2")
-        .and_then(text)
-        .unwrap_or_default();
-    let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, leaf);
-    let credential = format!("X509SHA256={}", hex(digest.as_ref()));
-    user.extra.push(("authentication.kubernetes.io/credential-id".to_owned(), credential));
-    Some((user, hex(certificate.raw_serial())))
-}
-
-fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write;
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
+    let name = subject.iter_common_name().find_map(text)?;
+    let mut groups: Vec<_> = subject.iter_organization().filter_map(text).collect();
+    groups.push("system:authenticated".to_owned());
+    let serial = certificate.raw_serial().iter().map(|byte| format!("{byte:02x}")).collect();
+    Some((User { name, groups }, serial))
 }
 
 /// The user of a request; `None` leads to a 401. `user_of` maps a bearer token to its user.
@@ -180,5 +153,5 @@ pub fn impersonate(user: User, headers: &http::HeaderMap) -> Result<User, String
     }
     let mut groups: Vec<_> = headers.get_all("impersonate-group").iter().map(text).collect();
     groups.push("system:authenticated".to_owned());
-    Ok(User { name, groups, ..User::default() })
+    Ok(User { name, groups })
 }

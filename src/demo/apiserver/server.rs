@@ -278,8 +278,8 @@ async fn serve(
                 let _ = frozen.recv();
             }
             accepted = accept(listener.as_ref()) => {
-                if let Ok((stream, remote)) = accepted {
-                    tokio::spawn(connection::serve(stream, remote, server.clone()));
+                if let Ok((stream, _)) = accepted {
+                    tokio::spawn(connection::serve(stream, server.clone()));
                 }
             }
             () = tokio::time::sleep(Duration::from_millis(10)), if deadline.is_some() => {

@@ -5,7 +5,6 @@ use crate::demo::apiserver::identity::Certificate;
 use crate::demo::apiserver::status_error::StatusError;
 use bytes::Bytes;
 use rustls::server::danger::ClientCertVerifier;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -80,8 +79,6 @@ pub struct Counters {
     pub accepted: AtomicU64,
     /// TCP connections that are open.
     pub open: AtomicU64,
-    /// TLS handshakes that failed.
-    pub handshake_failures: AtomicU64,
     /// Connections on which the server sent GOAWAY (HTTP/1.1: `Connection: close`).
     pub goaways: AtomicU64,
     /// Requests received.
@@ -90,8 +87,6 @@ pub struct Counters {
     pub in_flight: AtomicU64,
     /// Running watches.
     pub watches: AtomicU64,
-    /// Upgraded connections that are open.
-    pub tunnels: AtomicU64,
 }
 
 /// Increments a counter until it is dropped. A killed server drops it too.
@@ -117,7 +112,6 @@ impl Drop for Counted {
 pub(super) struct ConnectionInfo {
     /// Unique within the process.
     pub id: u64,
-    pub remote: SocketAddr,
     pub certificate: Certificate,
     /// Sends GOAWAY on this connection.
     pub goaway: Notify,

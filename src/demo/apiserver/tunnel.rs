@@ -7,7 +7,6 @@
 use crate::demo::apiserver::body::ResponseBody;
 use crate::demo::apiserver::handler::{RequestContext, respond};
 use crate::demo::apiserver::kinds::ObjectRef;
-use crate::demo::apiserver::state::Counted;
 use crate::demo::apiserver::status_error::StatusError;
 use crate::demo::apiserver::timestamps;
 use bytes::Bytes;
@@ -128,7 +127,6 @@ pub(super) fn upgrade(
     let server = context.server.clone();
     tokio::spawn(async move {
         let Ok(upgraded) = upgraded.await else { return };
-        let _counted = Counted::new(&server, |counters| &counters.tunnels);
         let mut reset = server.reset.subscribe();
         tokio::select! {
             // The client reports errors.

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant, SystemTime};
 use http::Method;
 use jackstay::config::CertPaths;
 use jackstay::demo::apiserver::ApiServerHandle;
-use jackstay::demo::client::{Client, next_data};
+use jackstay::demo::client::Client;
 use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
 use jackstay::net::tls::client_chain::{self, ClientChain};
 use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
@@ -24,18 +24,16 @@ use rcgen::{
     BasicConstraints, CertificateParams, CustomExtension, DistinguishedName, DnType, IsCa, Issuer,
     KeyPair,
 };
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
-use rustls::{AlertDescription, ClientConfig, RootCertStore};
+use rustls::AlertDescription;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 use tokio::task::{JoinHandle, JoinSet, LocalSet};
 use tokio_rustls::TlsConnector;
-use tokio_rustls::client::TlsStream;
 
+use crate::support::wire::{self, ChainAndKey, Wire};
 use crate::support::{
-    CONFIGMAPS, Certs, PATIENCE, Proxy, TestCluster, config_map, long_form, pause, replace_symlink,
-    soon, terminate_mode, until, without_suspicion,
+    CONFIGMAPS, Certs, PATIENCE, Proxy, TestCluster, config_map, long_form, pause, read_body,
+    replace_symlink, soon, terminate_mode, until, without_suspicion,
 };
 
 /// The identity file alternates between the certificates of two subjects, whose clients send requests all the
@@ -145,14 +143,8 @@ async fn watch_with_a_short_lived_certificate(
 }
 
 /// Reads a body to its end. Returns whether the end is clean.
-async fn ends_cleanly(mut body: hyper::body::Incoming) -> bool {
-    loop {
-        match next_data(&mut body).await {
-            Ok(Some(_)) => {}
-            Ok(None) => return true,
-            Err(_) => return false,
-        }
-    }
+async fn ends_cleanly(body: hyper::body::Incoming) -> bool {
+    read_body(body).await.1.is_ok()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -236,10 +228,7 @@ fn authority(name: &str) -> GeneratedCert {
 
 /// A chain without a trust anchor: a leaf, and CA certificates that all have the same name. By their names each
 /// of them may have signed each other one, so a verifier has to try many paths.
-fn unverifiable_chain(
-    name: &str,
-    authorities: usize,
-) -> (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>) {
+fn unverifiable_chain(name: &str, authorities: usize) -> ChainAndKey {
     let others = (0..authorities).map(|_| authority(name).der);
     let mut params = CertificateParams::default();
     params.distinguished_name.push(DnType::CommonName, "mallory");
@@ -272,7 +261,8 @@ async fn watch_is_resumed_only_when_its_certificate_is_verified_again() {
         // Chains of more than two certificates are verified one at a time; below, the test takes their slot.
         let (leaf, key) = der_of(&cluster.certs.admin);
         let chain = vec![leaf, authority("one").der, authority("other").der];
-        let mut watch = connect(proxy.addr, &connector(&ca, chain.clone(), key)).await.unwrap();
+        let connector = http1_connector(&cluster.certs, (chain.clone(), key));
+        let mut watch = wire::handshake(&connector, proxy.addr).await.unwrap();
         let request = format!(
             "GET {path} HTTP/1.1\r\nHost: api\r\nConnection: close\r\nAudit-ID: long\r\n\r\n"
         );
@@ -308,33 +298,13 @@ async fn watch_is_resumed_only_when_its_certificate_is_verified_again() {
     }
 }
 
-/// A TLS client that presents this chain over HTTP/1.1 and never resumes a session.
-fn connector(
-    ca_pem: &str,
-    chain: Vec<CertificateDer<'static>>,
-    key: PrivateKeyDer<'static>,
-) -> TlsConnector {
-    let mut roots = RootCertStore::empty();
-    roots.add(CertificateDer::from_pem_slice(ca_pem.as_bytes()).unwrap()).unwrap();
-    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let mut config = ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .unwrap()
-        .with_root_certificates(roots)
-        .with_client_auth_cert(chain, key)
-        .unwrap();
-    config.alpn_protocols = vec![b"http/1.1".to_vec()];
-    config.resumption = rustls::client::Resumption::disabled();
-    TlsConnector::from(Arc::new(config))
-}
-
-async fn connect(addr: SocketAddr, connector: &TlsConnector) -> io::Result<TlsStream<TcpStream>> {
-    let stream = TcpStream::connect(addr).await?;
-    connector.connect(ServerName::from(addr.ip()), stream).await
+/// A client that presents this chain over HTTP/1.1.
+fn http1_connector(certs: &Certs, chain: ChainAndKey) -> TlsConnector {
+    wire::connector(certs, Some(chain), "http/1.1")
 }
 
 /// Sends a request on an HTTP/1.1 connection. Returns the status of the response.
-async fn get(stream: &mut TlsStream<TcpStream>) -> io::Result<u16> {
+async fn get(stream: &mut Wire) -> io::Result<u16> {
     let request = format!("GET {CONFIGMAPS}?limit=1 HTTP/1.1\r\nHost: api\r\n\r\n");
     stream.write_all(request.as_bytes()).await?;
     let mut head = Vec::new();
@@ -356,7 +326,6 @@ fn der_of(issued: &Issued) -> (CertificateDer<'static>, PrivateKeyDer<'static>) 
 async fn handshake_refuses_chains_of_more_than_6_certificates_or_32_kib() {
     let cluster = TestCluster::new(1);
     let proxy = cluster.start().await;
-    let ca = cluster.certs.pki.ca_pem();
     let large = || {
         let GeneratedCert { mut params, key, .. } = authority("large");
         let oid = [1, 3, 6, 1, 4, 1, 57683, 99];
@@ -372,11 +341,9 @@ async fn handshake_refuses_chains_of_more_than_6_certificates_or_32_kib() {
     ] {
         let (leaf, key) = der_of(&cluster.certs.admin);
         let chain = std::iter::once(leaf).chain(others).collect();
-        let connector = connector(&ca, chain, key);
-        let result =
-            soon("a response", async { get(&mut connect(proxy.addr, &connector).await?).await })
-                .await;
-        match result {
+        let connector = http1_connector(&cluster.certs, (chain, key));
+        let request = async { get(&mut wire::handshake(&connector, proxy.addr).await?).await };
+        match soon("a response", request).await {
             Ok(status) => assert!(accepted && status == 200, "{name}: {status}"),
             Err(error) => {
                 // The alert for "some other (unspecified) issue" (RFC 8446, section 6.2).
@@ -396,11 +363,9 @@ async fn handshake_refuses_chains_of_more_than_6_certificates_or_32_kib() {
 async fn valid_or_invalid_chain_is_verified_once_per_connection() {
     let cluster = TestCluster::new(1);
     let proxy = cluster.start().await;
-    let ca = cluster.certs.pki.ca_pem();
     let (leaf, key) = der_of(&cluster.certs.admin);
-    let valid = connector(&ca, vec![leaf], key);
-    let (chain, key) = unverifiable_chain("demo", 5);
-    let invalid = connector(&ca, chain, key);
+    let valid = http1_connector(&cluster.certs, (vec![leaf], key));
+    let invalid = http1_connector(&cluster.certs, unverifiable_chain("demo", 5));
     let verified = async |outcome: &str| {
         let name = format!(
             "jackstay_client_verifications_total{{listener=\"apiserver\",outcome=\"{outcome}\""
@@ -408,7 +373,7 @@ async fn valid_or_invalid_chain_is_verified_once_per_connection() {
         proxy.metric(&name).await
     };
     for (connector, status) in [(&valid, 200), (&invalid, 401)] {
-        let mut stream = connect(proxy.addr, connector).await.unwrap();
+        let mut stream = wire::handshake(connector, proxy.addr).await.unwrap();
         for _ in 0..20 {
             assert_eq!(soon("a response", get(&mut stream)).await.unwrap(), status);
         }
@@ -416,7 +381,7 @@ async fn valid_or_invalid_chain_is_verified_once_per_connection() {
     assert_eq!((verified("ok").await, verified("failed").await), (1.0, 1.0));
     // The results for valid chains are cached for other connections.
     for connector in [&valid, &invalid] {
-        let mut stream = connect(proxy.addr, connector).await.unwrap();
+        let mut stream = wire::handshake(connector, proxy.addr).await.unwrap();
         soon("a response", get(&mut stream)).await.unwrap();
     }
     let counts = (verified("ok").await, verified("failed").await, verified("known").await);
@@ -467,19 +432,13 @@ fn expect_200(reply: io::Result<jackstay::demo::client::Reply>) -> Result<(), St
     }
 }
 
-/// Opens connections with this chain one after another, and sends two requests on each. Returns the number of
-/// connections.
-fn attack(
-    addr: SocketAddr,
-    ca: &str,
-    (chain, key): (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>),
-    stop: &Arc<AtomicBool>,
-) -> JoinHandle<usize> {
-    let (connector, stop) = (connector(ca, chain, key), stop.clone());
+/// Opens connections one after another, and sends two requests on each. Returns the number of connections.
+fn attack(addr: SocketAddr, connector: TlsConnector, stop: &Arc<AtomicBool>) -> JoinHandle<usize> {
+    let stop = stop.clone();
     tokio::spawn(async move {
         let mut count = 0;
         while !stop.load(Relaxed) {
-            if let Ok(mut stream) = connect(addr, &connector).await {
+            if let Ok(mut stream) = wire::handshake(&connector, addr).await {
                 for _ in 0..2 {
                     let _ = tokio::time::timeout(PATIENCE, get(&mut stream)).await;
                 }
@@ -497,13 +456,12 @@ async fn expensive_chains_fail_no_request_of_a_verified_client() {
     let limit = PATIENCE / 2;
     let cluster = TestCluster::new(2);
     let proxy = Arc::new(cluster.start_with(without_suspicion).await);
-    let ca = cluster.certs.pki.ca_pem();
     let credentials = cluster.certs.credentials();
     let client = Arc::new(proxy.client_with(&credentials).await);
     client.post(CONFIGMAPS, &config_map("lease", "0")).await.unwrap();
     let stop = Arc::new(AtomicBool::new(false));
     let attackers = [unverifiable_chain("unknown", 12), unverifiable_chain("demo", 5)]
-        .map(|chain| attack(proxy.addr, &ca, chain, &stop));
+        .map(|chain| attack(proxy.addr, http1_connector(&cluster.certs, chain), &stop));
     let mut requests = JoinSet::new();
     let mut tick = tokio::time::interval(Duration::from_millis(100));
     let list = format!("{CONFIGMAPS}?limit=1");

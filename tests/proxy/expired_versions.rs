@@ -3,9 +3,9 @@
 //! gets the 410 only if all endpoints return it.
 
 use crate::scripted_peer::{Action, FIRST, Reply, SECOND, setup};
-use crate::support::{CONFIGMAPS, soon};
+use crate::support::{CONFIGMAPS, read_body, soon};
 use http::Method;
-use jackstay::demo::client::{Client, next_data};
+use jackstay::demo::client::Client;
 
 const GONE: &str = r#"{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"too old resource version: 5 (9)","reason":"Expired","code":410}"#;
 const FAILED: &str = r#"{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"etcd","reason":"InternalError","code":500}"#;
@@ -152,13 +152,10 @@ fn rows() -> Vec<Row> {
 async fn get(client: &Client, path: &str, name: &str) -> (u16, String) {
     let request = async {
         let sent = client.send(Method::GET, path, &[("accept", "application/json")], "").await;
-        let (head, mut body) = sent.unwrap_or_else(|e| panic!("{name}: {e}")).into_parts();
-        let mut bytes = Vec::new();
-        while let Some(data) = next_data(&mut body).await.unwrap_or_else(|e| panic!("{name}: {e}"))
-        {
-            bytes.extend_from_slice(&data);
-        }
-        (head.status.as_u16(), String::from_utf8(bytes).unwrap())
+        let (head, body) = sent.unwrap_or_else(|e| panic!("{name}: {e}")).into_parts();
+        let (body, end) = read_body(body).await;
+        end.unwrap_or_else(|e| panic!("{name}: {e}"));
+        (head.status.as_u16(), String::from_utf8(body).unwrap())
     };
     soon(name, request).await
 }

@@ -11,6 +11,7 @@ use crate::support::{
     terminate_mode, until,
 };
 use http::Method;
+use jackstay::config::Config;
 use jackstay::demo::client::Client;
 use std::io;
 use std::pin::Pin;
@@ -418,15 +419,15 @@ async fn connection_above_the_limit_is_refused_until_another_one_closes() {
     .await;
 }
 
+fn short_stall_timeout(config: &mut Config) {
+    terminate_mode(config).limits.requests.stall_timeout = Duration::from_millis(500);
+}
+
 /// Its request ends too.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn client_that_reads_nothing_is_disconnected_at_the_stall_timeout() {
     let cluster = TestCluster::new(1);
-    let proxy = cluster
-        .start_with(|config| {
-            terminate_mode(config).limits.requests.stall_timeout = Duration::from_millis(500);
-        })
-        .await;
+    let proxy = cluster.start_with(short_stall_timeout).await;
     let mut stream = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
     // The response is larger than all buffers on the path together.
     let request = b"GET /bytes?size=100000000 HTTP/1.1\r\nHost: a\r\n\r\n";
@@ -442,11 +443,7 @@ async fn client_that_reads_nothing_is_disconnected_at_the_stall_timeout() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn stream_without_a_window_is_reset_at_the_stall_timeout_and_others_continue() {
     let cluster = TestCluster::new(1);
-    let proxy = cluster
-        .start_with(|config| {
-            terminate_mode(config).limits.requests.stall_timeout = Duration::from_millis(500);
-        })
-        .await;
+    let proxy = cluster.start_with(short_stall_timeout).await;
     let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
     let path = cluster.watch_path();
     let window = |id: u32| frame(WINDOW_UPDATE, 0, id, &(1u32 << 20).to_be_bytes());

@@ -4,13 +4,14 @@
 use crate::scripted_peer::{Action, CANCEL, Peers, Reply, Request as SeenRequest};
 use crate::support::wire::{self, Wire};
 use crate::support::{
-    CONFIGMAPS, Certs, TestCluster, config_map, refusing_address, soon, until, without_suspicion,
+    CONFIGMAPS, Certs, TestCluster, config_map, read_body, refusing_address, soon, until,
+    without_suspicion,
 };
 use bytes::Bytes;
 use http::{Method, Request};
 use http_body::{Body, Frame};
 use hyper_util::rt::TokioIo;
-use jackstay::demo::client::next_data;
+
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -94,15 +95,13 @@ async fn http1_body_of_undeclared_length_arrives_complete() {
         let (mut sender, connection) = connected.unwrap();
         tokio::spawn(connection);
         let sent = soon("a response", sender.send_request(request)).await.unwrap();
-        let (head, mut incoming) = sent.into_parts();
-        let mut got = Vec::new();
-        while let Some(data) = next_data(&mut incoming).await.unwrap() {
-            got.extend_from_slice(&data);
-        }
-        let text = String::from_utf8_lossy(&got);
+        let (head, incoming) = sent.into_parts();
+        let (received, end) = read_body(incoming).await;
+        end.unwrap();
+        let text = String::from_utf8_lossy(&received);
         assert_eq!(head.status, code, "{method} {path}: {text}");
         if path == "/echo" {
-            assert!(text == *body, "{method} {path}: {} of {} bytes", got.len(), body.len());
+            assert!(text == *body, "{method} {path}: {} of {} bytes", text.len(), body.len());
         }
     }
 }

@@ -6,8 +6,8 @@ use crate::scripted_peer::{
     fields, frame, goaway, lines, reset, setup_with,
 };
 use crate::support::{
-    CONFIGMAPS, Proxy, replace_file, replace_symlink, soon, terminate_mode, to_strings, until,
-    without_suspicion,
+    CONFIGMAPS, Proxy, read_body, replace_file, replace_symlink, soon, terminate_mode, to_strings,
+    until, without_suspicion,
 };
 use http::Method;
 use hyper::body::Incoming;
@@ -39,19 +39,9 @@ async fn watch_with(client: &Client, query: &str) -> Incoming {
 }
 
 /// Reads a body to its end. Returns the data, and whether the end is clean.
-async fn rest(mut body: Incoming, limit: Duration) -> (String, bool) {
-    let mut got = Vec::new();
-    let reading = async {
-        loop {
-            match next_data(&mut body).await {
-                Ok(Some(data)) => got.extend_from_slice(&data),
-                Ok(None) => break true,
-                Err(_) => break false,
-            }
-        }
-    };
-    let clean = tokio::time::timeout(limit, reading).await.expect("the body ends");
-    (String::from_utf8(got).unwrap(), clean)
+async fn rest(body: Incoming, limit: Duration) -> (String, bool) {
+    let (rest, end) = tokio::time::timeout(limit, read_body(body)).await.expect("the body ends");
+    (String::from_utf8(rest).unwrap(), end.is_ok())
 }
 
 /// Sends events and then resets the stream.

@@ -5,8 +5,8 @@ use crate::scripted_peer::{
     Action, CANCEL, END_HEADERS, FIRST, HEADERS, INTERNAL_ERROR, NO_ERROR, Peers, REFUSED_STREAM,
     Reply, SECOND, fields, frame, goaway, reset, setup, setup_with,
 };
-use crate::support::{CONFIGMAPS, h2_error, soon};
-use bytes::BytesMut;
+use crate::support::{CONFIGMAPS, h2_error, read_body, soon};
+
 use http::Method;
 use jackstay::demo::client::{Client, next_data};
 use serde_json::Value;
@@ -188,7 +188,7 @@ fn faults() -> Vec<(&'static str, Stage, Action)> {
 struct Received {
     /// `None` if the request failed before.
     head: Option<http::response::Parts>,
-    body: BytesMut,
+    body: Vec<u8>,
     error: Option<io::Error>,
 }
 
@@ -196,25 +196,14 @@ impl Received {
     /// Sends a request and reads its response.
     async fn send(client: &Client, row: &Row) -> Self {
         let headers = [("content-type", "application/json")];
-        let mut got = Self { head: None, body: BytesMut::new(), error: None };
         match client.send(row.method.clone(), &row.path, &headers, row.body).await {
-            Err(error) => got.error = Some(error),
+            Err(error) => Self { head: None, body: Vec::new(), error: Some(error) },
             Ok(response) => {
-                let (head, mut body) = response.into_parts();
-                got.head = Some(head);
-                loop {
-                    match next_data(&mut body).await {
-                        Ok(Some(data)) => got.body.extend_from_slice(&data),
-                        Ok(None) => break,
-                        Err(error) => {
-                            got.error = Some(error);
-                            break;
-                        }
-                    }
-                }
+                let (head, body) = response.into_parts();
+                let (body, end) = read_body(body).await;
+                Self { head: Some(head), body, error: end.err() }
             }
         }
-        got
     }
 
     fn status(&self) -> u16 {

@@ -4,12 +4,12 @@
 use crate::scripted_peer::{Action, Reply, setup_with};
 use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{
-    CONFIGMAPS, Proxy, TestCluster, config_map, long_form, soon, terminate_mode, until, wait,
-    without_suspicion,
+    CONFIGMAPS, Proxy, TestCluster, config_map, long_form, read_body, soon, terminate_mode, until,
+    wait, without_suspicion,
 };
 use http::Method;
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
-use jackstay::demo::client::{Client, next_data};
+use jackstay::demo::client::Client;
 use jackstay::demo::faulty_relay::{Direction, FaultyRelay};
 use std::time::{Duration, Instant};
 
@@ -383,20 +383,16 @@ async fn watch_of_a_custom_group_is_resumed_only_if_configured() {
         peers.set_default(Reply::ok(&event("b", 7)));
         peers.set_actions([Action::PartialThenClose(Reply::ok(&event("a", 6)))]);
         let path = "/apis/example.com/v1/namespaces/default/things?watch=1&resourceVersion=5";
-        let mut got = Vec::new();
-        // A reset that immediately follows the response head may discard the head.
-        let sent = soon("a head", client.send(Method::GET, path, &[], "")).await;
-        if let Ok(response) = sent {
-            let mut body = response.into_body();
-            while let Ok(Some(data)) = soon("the end", next_data(&mut body)).await {
-                got.extend_from_slice(&data);
-            }
-        }
+        let received = match soon("a head", client.send(Method::GET, path, &[], "")).await {
+            Ok(response) => soon("the end", read_body(response.into_body())).await.0,
+            // A reset that immediately follows the response head may discard the head.
+            Err(_) => Vec::new(),
+        };
         let (first, second) = (event("a", 6).into_bytes(), event("b", 7).into_bytes());
         if listed {
-            assert_eq!(got, [first, second].concat());
+            assert_eq!(received, [first, second].concat());
         } else {
-            assert!(first.starts_with(&got), "{:?}", String::from_utf8_lossy(&got));
+            assert!(first.starts_with(&received), "{:?}", String::from_utf8_lossy(&received));
         }
         assert_eq!(peers.requests().len(), if listed { 2 } else { 1 });
     }

@@ -15,6 +15,7 @@ pub use futures_util::future::join_all;
 #[allow(unused_imports)] // each test crate uses a part
 pub use wait::{PATIENCE, pause, soon, until};
 
+use hyper::body::Incoming;
 use jackstay::app::{App, Running};
 use jackstay::config::{
     AccessLog, Admin, CertPaths, Config, Connections, Discovery, EndpointAddress, Health, Level,
@@ -24,10 +25,11 @@ use jackstay::config::{
 use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::kinds::CONFIG_MAPS;
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
-use jackstay::demo::client::{Client, Credentials};
+use jackstay::demo::client::{Client, Credentials, next_data};
 use jackstay::demo::faulty_relay::FaultyRelay;
 use jackstay::demo::pki::{Issued, Pki, Subject};
 use serde_json::{Value, json};
+use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
@@ -464,8 +466,20 @@ pub fn long_form() -> bool {
     std::env::var_os("JACKSTAY_LONG").is_some()
 }
 
+/// Reads a response body to its end. Returns the data, and the error unless the end is clean.
+pub async fn read_body(mut body: Incoming) -> (Vec<u8>, io::Result<()>) {
+    let mut received = Vec::new();
+    loop {
+        match next_data(&mut body).await {
+            Ok(Some(data)) => received.extend_from_slice(&data),
+            Ok(None) => return (received, Ok(())),
+            Err(error) => return (received, Err(error)),
+        }
+    }
+}
+
 /// The HTTP/2 error among the sources of an error of the client.
-pub fn h2_error(error: &std::io::Error) -> Option<&h2::Error> {
+pub fn h2_error(error: &io::Error) -> Option<&h2::Error> {
     let mut source: Option<&(dyn std::error::Error + 'static)> = Some(error.get_ref()?);
     while let Some(inner) = source {
         if let Some(h2) = inner.downcast_ref::<h2::Error>() {

@@ -2,14 +2,19 @@
 
 use super::{Certs, Proxy};
 use jackstay::demo::pki::Issued;
-use rustls::pki_types::ServerName;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 /// The client's end of a connection.
 pub type Wire = TlsStream<TcpStream>;
+
+/// A certificate chain and the key of its first certificate.
+pub type ChainAndKey = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
 /// Connects with the certificate of the configured identity, offering only the ALPN protocol `alpn`.
 pub async fn connect(proxy: &Proxy, certs: &Certs, alpn: &str) -> Wire {
@@ -23,6 +28,12 @@ pub async fn connect_with(
     certificate: Option<&Issued>,
     alpn: &str,
 ) -> Wire {
+    let chain = certificate.map(|issued| (vec![issued.cert_der()], issued.key_der()));
+    handshake(&connector(certs, chain, alpn), address).await.unwrap()
+}
+
+/// A TLS client that presents this chain, offers only the ALPN protocol `alpn`, and never resumes a session.
+pub fn connector(certs: &Certs, chain: Option<ChainAndKey>, alpn: &str) -> TlsConnector {
     let mut roots = rustls::RootCertStore::empty();
     roots.add(certs.pki.ca_der()).unwrap();
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
@@ -30,14 +41,17 @@ pub async fn connect_with(
         .with_safe_default_protocol_versions()
         .unwrap()
         .with_root_certificates(roots);
-    let mut config = match certificate {
-        Some(certificate) => builder
-            .with_client_auth_cert(vec![certificate.cert_der()], certificate.key_der())
-            .unwrap(),
+    let mut config = match chain {
+        Some((chain, key)) => builder.with_client_auth_cert(chain, key).unwrap(),
         None => builder.with_no_client_auth(),
     };
     config.alpn_protocols = vec![alpn.as_bytes().to_vec()];
-    let stream = TcpStream::connect(address).await.unwrap();
-    let name = ServerName::from(address.ip());
-    tokio_rustls::TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap()
+    config.resumption = rustls::client::Resumption::disabled();
+    TlsConnector::from(Arc::new(config))
+}
+
+/// Connects with this TLS client.
+pub async fn handshake(connector: &TlsConnector, address: SocketAddr) -> io::Result<Wire> {
+    let stream = TcpStream::connect(address).await?;
+    connector.connect(ServerName::from(address.ip()), stream).await
 }

@@ -139,7 +139,7 @@ async fn run(args: &Args) -> Result<bool> {
         return Ok(!args.check || samples.meets(Metric::BurstMemory) == Some(true));
     }
 
-    let Some(h2load) = find_program([Path::new("h2load")]) else {
+    let Some(h2load) = find_program(Path::new("h2load")) else {
         return Err("h2load is not installed: run benches/setup".into());
     };
     let machine = machine();

@@ -138,22 +138,19 @@ impl Bench<'_> {
 
     /// Requests, latency and bulk, round by round.
     pub async fn rounds(&self, proxies: &[Proxy], samples: &mut Samples) -> Result<()> {
+        // `None` is the direct connection.
         let mut order: Vec<Option<&Proxy>> = vec![None];
         order.extend(proxies.iter().map(Some));
         for round in 0..self.plan.rounds {
             eprintln!("round {} of {}", round + 1, self.plan.rounds);
             for proxy in mem::take(&mut order) {
                 let loaded = self.load(proxy, samples).await;
-                order.extend(
-                    self.target_and_address(proxy).0.skip_failed_peer(loaded)?.map(|()| proxy),
-                );
+                order.extend(target(proxy).skip_failed_peer(loaded)?.map(|()| proxy));
             }
             order = self.latency(&order, samples).await?;
             for proxy in mem::take(&mut order) {
                 let moved = self.bulk(proxy, samples).await;
-                order.extend(
-                    self.target_and_address(proxy).0.skip_failed_peer(moved)?.map(|()| proxy),
-                );
+                order.extend(target(proxy).skip_failed_peer(moved)?.map(|()| proxy));
             }
             order.rotate_left(1);
         }
@@ -250,11 +247,15 @@ impl Bench<'_> {
     }
 
     fn target_and_address(&self, proxy: Option<&Proxy>) -> (Target, std::net::SocketAddr) {
-        proxy.map_or((Target::Direct, self.origin), |proxy| (proxy.target, proxy.address))
+        (target(proxy), proxy.map_or(self.origin, |proxy| proxy.address))
     }
 
     /// CPU seconds of a proxy; `None` for the direct connection.
     fn cpu(&self, proxy: Option<&Proxy>) -> Result<Option<f64>> {
         proxy.map(|proxy| proxy.process.cpu_seconds(self.ticks_per_second)).transpose()
     }
+}
+
+fn target(proxy: Option<&Proxy>) -> Target {
+    proxy.map_or(Target::Direct, |proxy| proxy.target)
 }

@@ -103,15 +103,13 @@ pub fn ticks_per_second() -> Result<f64> {
     Ok(String::from_utf8_lossy(&out.stdout).trim().parse()?)
 }
 
-/// The first of `names` that exists: a path is used unchanged, a bare name is searched in `PATH` and in `/usr/sbin`,
-/// which Debian uses for daemons and users' `PATH` often lacks.
-pub fn find_program<'a>(names: impl IntoIterator<Item = &'a Path>) -> Option<PathBuf> {
+/// The path of a program, if it exists. A bare name is searched in `PATH` and in `/usr/sbin`, where Debian installs
+/// daemons and which the `PATH` of users often lacks.
+pub fn find_program(name: &Path) -> Option<PathBuf> {
+    if name.components().count() > 1 {
+        return name.is_file().then(|| name.to_owned());
+    }
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let dirs: Vec<_> = std::env::split_paths(&path).chain([PathBuf::from("/usr/sbin")]).collect();
-    names.into_iter().find_map(|name| {
-        if name.components().count() > 1 {
-            return name.is_file().then(|| name.to_owned());
-        }
-        dirs.iter().map(|dir| dir.join(name)).find(|file| file.is_file())
-    })
+    let mut dirs = std::env::split_paths(&path).chain([PathBuf::from("/usr/sbin")]);
+    dirs.find_map(|dir| Some(dir.join(name)).filter(|file| file.is_file()))
 }

@@ -96,7 +96,7 @@ impl Target {
     pub fn program(self) -> std::result::Result<PathBuf, &'static str> {
         let found = |variable: &str, default: PathBuf| {
             let file = std::env::var_os(variable).map_or(default, PathBuf::from);
-            find_program([file.as_path()])
+            find_program(&file)
         };
         match self {
             Self::Direct => Err("not a program"),

@@ -179,8 +179,8 @@ async fn watch_ends_cleanly_when_its_client_ca_is_withdrawn() {
     assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 401);
 }
 
-/// As after the suspension of the machine: the clock has advanced and the timers have not. The check at the
-/// resume is therefore the first one that finds the certificate expired.
+/// Simulates a resume after the machine was suspended: the clock has advanced and no timer has fired yet. The
+/// check at the resume is therefore the first one that finds the certificate expired.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn resume_fails_when_the_client_certificate_has_expired() {
     let certs = Certs::new();
@@ -226,8 +226,8 @@ fn authority(name: &str) -> GeneratedCert {
     GeneratedCert { der: params.self_signed(&key).unwrap().der().clone(), params, key }
 }
 
-/// A chain without a trust anchor: a leaf, and CA certificates that all have the same name. By their names each
-/// of them may have signed each other one, so a verifier has to try many paths.
+/// A chain without a trust anchor: a leaf, and CA certificates that all have the same name. Judging by the names,
+/// any of them may have signed any other, so a verifier has to try many paths.
 fn unverifiable_chain(name: &str, authorities: usize) -> ChainAndKey {
     let others = (0..authorities).map(|_| authority(name).der);
     let mut params = CertificateParams::default();

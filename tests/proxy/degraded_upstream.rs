@@ -1,5 +1,5 @@
-//! An apiserver whose connections work and whose requests do not (degraded): its watches move to another
-//! endpoint, if one is ready, before clients abandon them.
+//! A degraded apiserver: its connections work, but requests or `/readyz` fail. If another endpoint is ready, the
+//! watches move there before clients give them up.
 
 use crate::support::figures::check_figure;
 use crate::support::watch_recorder::WatchRecorder;
@@ -218,8 +218,8 @@ async fn failing_responses_trigger_a_probe_immediately() {
     one.set_faults(|faults| faults.fail_next = None);
     one.set_faults(|faults| faults.unready = false);
     proxy.wait_connected(2).await;
-    // Missing response heads trigger a probe too, and the reads are hedged. jackstay is restarted because slow
-    // responses on a busy machine would have lengthened the time that it waits for a head.
+    // Missing response heads trigger a probe too, and the reads are hedged. A second jackstay is used, because slow
+    // responses on a busy machine may have lengthened the time for which the first one waits for a head.
     let (proxy, client) = start().await;
     two.set_faults(|faults| faults.hang = true);
     let reads = (0..8).map(|_| client.get(CONFIGMAPS));

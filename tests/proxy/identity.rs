@@ -277,7 +277,8 @@ async fn certificate_rotation_by_symlink_fails_no_request() {
             count
         }));
     }
-    let mut watch = start_watch(&proxy, &cluster).await;
+    let watcher = proxy.client().await;
+    let mut watch = watcher.watch(&cluster.watch_path()).await.unwrap();
     let (first, second) = (serial(&cluster.certs.admin), serial(&second));
     let records_with = |serial: &str| {
         cluster.state.audit().select(|r| {
@@ -306,13 +307,6 @@ async fn certificate_rotation_by_symlink_fails_no_request() {
             break;
         }
     }
-}
-
-async fn start_watch(proxy: &Proxy, cluster: &TestCluster) -> jackstay::demo::client::Watch {
-    // A client closes its connection when it is dropped, so this one is leaked.
-    let client = Box::leak(Box::new(proxy.client().await));
-    let path = cluster.watch_path();
-    client.watch(&path).await.unwrap()
 }
 
 /// Before kubelet has bootstrapped, its certificate does not exist.

@@ -4,7 +4,7 @@
 use std::net::SocketAddr;
 
 use super::Environment;
-use crate::{pki::SERVER_NAME, process::find_program};
+use crate::pki::SERVER_NAME;
 
 impl Environment<'_> {
     pub(super) fn haproxy_l4(&self, listen: SocketAddr) -> String {
@@ -34,8 +34,11 @@ backend control-plane
         let max_connections = 2 * self.flows + 300;
         // Distributions build the stream module as a shared library.
         let module = std::path::Path::new("/usr/lib/nginx/modules/ngx_stream_module.so");
-        let load = find_program([module])
-            .map_or(String::new(), |file| format!("load_module {};\n", file.display()));
+        let load = if module.is_file() {
+            format!("load_module {};\n", module.display())
+        } else {
+            String::new()
+        };
         format!(
             "\
 {load}daemon off;

@@ -94,10 +94,8 @@ fn start_with_descriptors(endpoint: SocketAddr, descriptors: u32) -> (Process, T
     let config = format!(
         "state_dir: ''
 admin: {{bind: '127.0.0.1:0'}}
-upstreams: [{{name: u, endpoints: \
-         ['{endpoint}']}}]
-listeners: [{{name: l, mode: passthrough, bind: ['127.0.0.1:0'], \
-         upstream: u}}]
+upstreams: [{{name: u, endpoints: ['{endpoint}']}}]
+listeners: [{{name: l, mode: passthrough, bind: ['127.0.0.1:0'], upstream: u}}]
 "
     );
     std::fs::write(&file, config).unwrap();

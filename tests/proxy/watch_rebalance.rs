@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Enough watches for moves to start soon: each second 2 % of the excess moves.
-const WATCHES: usize = 180;
+const WATCHES: u64 = 180;
 /// The number of watches on the restarted server for which the test waits.
 const RETURNED: u64 = 10;
 /// The timeout of a `/readyz` probe.
-const PROBE: Duration = Duration::from_secs(5);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The limit of a wait for moves, which begin only after some 20 s: slow start and the schedule of the rebalancer
 /// delay them.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(180);
@@ -27,25 +27,23 @@ struct Setup {
 }
 
 impl Setup {
-    async fn new(watches: usize) -> Self {
+    async fn new() -> Self {
         let cluster = TestCluster::new(3);
         // On a busy machine, a probe that times out would move watches too.
-        let slow_probes = |config: &mut Config| config.upstreams[0].health.readyz.timeout = PROBE;
-        let proxy = cluster.start_with(slow_probes).await;
+        let long_timeout =
+            |config: &mut Config| config.upstreams[0].health.readyz.timeout = PROBE_TIMEOUT;
+        let proxy = cluster.start_with(long_timeout).await;
         let client = proxy.client().await;
         let (version, path) = (cluster.state.version(), cluster.watch_path());
         let mut recorders = Vec::new();
-        for _ in 0..watches {
+        for _ in 0..WATCHES {
             recorders.push(WatchRecorder::start(&client, &path).await);
         }
         let setup = Self { cluster, proxy, version, watches: recorders };
         setup.write(5);
         setup.cluster.servers[0].kill();
         setup.write(5);
-        until("the other servers have all watches", async || {
-            setup.on_others() == setup.watches.len() as u64
-        })
-        .await;
+        until("the other servers have all watches", async || setup.on_others() == WATCHES).await;
         setup
     }
 
@@ -89,7 +87,7 @@ impl Setup {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watches_move_to_an_apiserver_that_has_restarted() {
-    let setup = Setup::new(WATCHES).await;
+    let setup = Setup::new().await;
     setup.restart_first().await;
     let before = setup.proxy.resumes("resumed").await;
     // The count of the server does not suffice: it includes moves that jackstay has not completed or cancels.
@@ -112,7 +110,7 @@ async fn watches_move_to_an_apiserver_that_has_restarted() {
 /// The server is ready but answers every watch with 503.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watches_stay_when_the_restarted_apiserver_refuses_them() {
-    let setup = Setup::new(WATCHES).await;
+    let setup = Setup::new().await;
     let refuse: RequestHook = Arc::new(|request| {
         let watch = request.uri.query().is_some_and(|query| query.contains("watch=1"));
         watch.then(|| ScriptedResponse::status(503, "ServiceUnavailable", "no"))
@@ -128,6 +126,6 @@ async fn watches_stay_when_the_restarted_apiserver_refuses_them() {
     assert!(moved <= uneven as f64, "{moved} watches moved, expected {uneven} at most");
     assert_eq!(setup.cluster.watches(0), 0);
     // A watch counts twice while it moves between the other two.
-    until("the other servers have all watches", async || setup.on_others() == WATCHES as u64).await;
+    until("the other servers have all watches", async || setup.on_others() == WATCHES).await;
     setup.expect_all_events().await;
 }

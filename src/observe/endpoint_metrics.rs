@@ -175,16 +175,16 @@ mod tests {
     fn gauges_of_an_endpoint_return_to_zero_on_drop() {
         let metrics = Metrics::new();
         let endpoint = metrics.endpoint("u", "e");
-        let (mut one, mut two) = (endpoint.state_gauge(), endpoint.state_gauge());
+        let (mut first, mut second) = (endpoint.state_gauge(), endpoint.state_gauge());
         let mut connection = endpoint.connection_gauge();
-        one.set("ready");
-        two.set("ready");
+        first.set("ready");
+        second.set("ready");
         connection.set("live");
         assert_line(
             &metrics,
             r#"jackstay_endpoint_state{upstream="u",endpoint="e",state="ready"} 2"#,
         );
-        two.set("ejected");
+        second.set("ejected");
         connection.set("suspect");
         assert_line(
             &metrics,
@@ -195,8 +195,8 @@ mod tests {
             &metrics,
             r#"jackstay_connections{upstream="u",endpoint="e",state="suspect"} 1"#,
         );
-        drop((one, two, connection));
-        for line in metrics.render().lines().filter(|l| l.contains("state=")) {
+        drop((first, second, connection));
+        for line in metrics.render().lines().filter(|line| line.contains("state=")) {
             assert!(line.ends_with(" 0"), "{line}");
         }
     }

@@ -350,7 +350,7 @@ mod tests {
         };
         let first = render();
         assert_eq!(first, render());
-        let types: Vec<&str> = first.lines().filter(|l| l.starts_with("# TYPE")).collect();
+        let types: Vec<&str> = first.lines().filter(|line| line.starts_with("# TYPE")).collect();
         let mut sorted = types.clone();
         sorted.sort_unstable();
         assert_eq!(types, sorted);
@@ -405,7 +405,7 @@ mod tests {
             metrics.endpoint("u", &format!("10.0.{}.{}:6443", i / 256, i % 256)).dialled("ok");
         }
         let text = metrics.render();
-        let dials = text.lines().filter(|l| l.starts_with("jackstay_dials_total{")).count();
+        let dials = text.lines().filter(|line| line.starts_with("jackstay_dials_total{")).count();
         assert_eq!(dials, MAX_NAMES + 1);
         assert!(text.contains("endpoint=\"other\",outcome=\"ok\"} 50"), "{text}");
     }

@@ -63,7 +63,7 @@ type SentToken = (HeaderValue, CredentialClass);
 type Prepared = Result<(PreparedRequest, Option<SentToken>), StatusError>;
 
 impl ClientConnection {
-    /// Serves one request. An error becomes a response too.
+    /// Serves one request. An error is answered with a response, too.
     ///
     /// The future is boxed, because hyper and tokio move it several times, and because a part of it stays
     /// in memory as long as the response body.

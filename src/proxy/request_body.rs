@@ -47,7 +47,7 @@ impl Drop for UploadTask {
 struct HeldBody {
     pieces: RefCell<Vec<Bytes>>,
     bytes: Cell<usize>,
-    /// Whether `pieces` contains everything read so far.
+    /// Whether `pieces` contains everything read so far, and the next piece will be held too.
     whole: Cell<bool>,
     budget: Arc<ByteBudget>,
 }
@@ -104,7 +104,7 @@ pub struct RequestBody {
 /// How the client ended the body.
 #[derive(Debug, Clone)]
 enum End {
-    /// The body is complete; the trailers, if any, follow.
+    /// The body is complete, with its trailers, if any.
     Done(Option<HeaderMap>),
     /// The body is malformed, or the client left before its end.
     Aborted,
@@ -142,7 +142,7 @@ impl RequestBody {
         self.held.whole.set(false);
     }
 
-    /// Sends the body from its beginning on `stream`, in a task of its own.
+    /// Sends the body from its beginning on `stream`, in a separate task.
     pub fn send(self: &Rc<Self>, stream: SendStream<Bytes>) -> UploadTask {
         UploadTask(tokio::task::spawn_local(send(Rc::clone(self), stream)))
     }

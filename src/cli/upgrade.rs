@@ -46,7 +46,7 @@ fn start() -> io::Result<(u32, OsString)> {
     }
     let child = command.spawn()?;
     let pid = child.id();
-    // A child that is not waited for stays as a zombie.
+    // An exited child remains a zombie until its parent waits for it.
     thread::Builder::new().name("upgrade".into()).spawn(move || wait(child))?;
     Ok((pid, path))
 }

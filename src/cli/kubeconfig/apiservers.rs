@@ -119,7 +119,7 @@ fn survey_apiservers(
     }
     // Clients verify the existing listener, so the kubeconfig needs no name of the apiservers.
     if args.local_ca.is_some() {
-        return without_survey("the listener knows them");
+        return without_survey("not needed with --local-ca");
     }
     let mut context = context.clone();
     if let Some(file) = &args.ca_file {

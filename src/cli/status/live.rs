@@ -1,6 +1,6 @@
 //! `jackstay status --watch` on a terminal: draws in place on the alternate screen until a signal.
 //!
-//! Each frame is one write, so it does not flicker, and the scrollback of the shell stays as it was.
+//! Each frame is one write, so it does not flicker. The scrollback of the shell is unchanged.
 
 use std::io::{self, Write};
 use std::net::SocketAddr;

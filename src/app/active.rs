@@ -63,8 +63,9 @@ impl ActiveConfig {
         for listener in &self.listeners {
             let mut current = current.iter().flat_map(|current| &current.listeners);
             let current = current.find(|current| current.is_same_listener(listener));
-            let has = |id| current.is_some_and(|current| current.sockets.iter().any(|s| s.0 == id));
-            new.extend(listener.sockets.iter().map(|(id, _)| *id).filter(|id| !has(*id)));
+            let known = current.map_or(&[][..], |current| &current.sockets);
+            let sockets = listener.sockets.iter().filter(|socket| !known.contains(socket));
+            new.extend(sockets.map(|(id, _)| *id));
         }
         let for_worker = |worker| {
             let sockets = self.sockets.iter().filter(|socket| new.contains(&socket.id()));
@@ -107,12 +108,13 @@ impl ActiveConfig {
 
     /// The sockets, each with the name of its listener.
     fn sockets_by_listener(&self) -> Vec<(&str, &Arc<BoundSocket>)> {
-        let find = |id| self.sockets.iter().find(move |socket| socket.id() == id);
-        let of = |listener: &'_ Arc<BoundListener>| -> Vec<_> {
-            listener.sockets.iter().filter_map(|(id, _)| find(*id)).collect()
-        };
-        let listeners = self.listeners.iter();
-        listeners.flat_map(|l| of(l).into_iter().map(move |socket| (l.name(), socket))).collect()
+        let mut sockets = Vec::new();
+        for listener in &self.listeners {
+            let ids: Vec<_> = listener.sockets.iter().map(|(id, _)| *id).collect();
+            let own = self.sockets.iter().filter(|socket| ids.contains(&socket.id()));
+            sockets.extend(own.map(|socket| (listener.name(), socket)));
+        }
+        sockets
     }
 }
 
@@ -162,7 +164,7 @@ impl PreparedConfig {
         }
         let mut modes = Vec::new();
         for listener in &config.listeners {
-            modes.push(prepared.mode(listener, current)?);
+            modes.push(prepared.load_mode(listener, current)?);
         }
         let sockets = current.map(ActiveConfig::sockets_by_listener).unwrap_or_default();
         let binder = SocketBinder::new(sockets, inherited, config.workers);
@@ -197,8 +199,8 @@ impl PreparedConfig {
                 upstream.reconfigure(config);
             }
         }
-        for (tls, prepared) in self.serving {
-            tls.install(prepared);
+        for (tls, loaded) in self.serving {
+            tls.install(loaded);
         }
         for socket in &self.next.sockets {
             socket.apply_options();
@@ -237,23 +239,23 @@ impl PreparedConfig {
         Ok(())
     }
 
-    /// The resources of a listener that depend on its mode.
-    fn mode(
+    /// Loads the resources of a listener that depend on its mode.
+    fn load_mode(
         &mut self,
         config: &config::Listener,
         current: Option<&ActiveConfig>,
     ) -> Result<ListenerMode, StartError> {
         match &config.mode {
             config::Mode::Terminate(terminate) => {
-                let prepared = serving::LoadedServingTls::load(terminate)?;
+                let loaded = serving::LoadedServingTls::load(terminate)?;
                 let mut current = current.iter().flat_map(|current| &current.listeners);
                 let current = current.find(|current| current.name() == config.name);
                 let tls = match current.and_then(|current| current.mode.tls()) {
                     Some(tls) => {
-                        self.serving.push((Arc::clone(tls), prepared));
+                        self.serving.push((Arc::clone(tls), loaded));
                         Arc::clone(tls)
                     }
-                    None => Arc::new(ServingTls::new(prepared)),
+                    None => Arc::new(ServingTls::new(loaded)),
                 };
                 let slots = self.identities.get(&config.upstream).map_or(&[][..], Vec::as_slice);
                 let wanted = terminate.identities.iter();

@@ -119,33 +119,35 @@ impl ControlThread {
         file_checks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut draining = self.draining.clone();
         loop {
-            tokio::select! {
+            let request = tokio::select! {
                 _ = draining.wait_for(|draining| *draining) => break,
                 request = self.requests.recv() => {
                     let Some(request) = request else { break };
-                    let result = self.reload(request.trigger, &mut tasks).await;
-                    tasks.serve_takeover(&self.active, &sender, &self.replaced, false).await;
-                    if let Some(reply) = request.reply {
-                        // The receiver may be dropped.
-                        let _ = reply.send(result);
-                    }
+                    request
                 }
                 _ = file_checks.tick() => {
-                    if self.follower.as_mut().is_some_and(ConfigFollower::has_changed) {
-                        self.reload("file changed", &mut tasks).await;
-                        tasks.serve_takeover(&self.active, &sender, &self.replaced, false).await;
+                    if !self.follower.as_mut().is_some_and(ConfigFollower::has_changed) {
+                        continue;
                     }
+                    ReloadRequest { trigger: "file changed", reply: None }
                 }
                 Some(request) = takeovers.recv() => match request {
                     TakeoverRequest::DuplicateSockets(reply) => {
                         // The receiver may be dropped.
                         let _ = reply.send(self.active.duplicate_sockets());
+                        continue;
                     }
                     TakeoverRequest::ReleaseSockets { pid, done: _done } => {
                         self.release_sockets(pid, &mut tasks).await;
                         break;
                     }
                 },
+            };
+            let result = self.reload(request.trigger, &mut tasks).await;
+            tasks.serve_takeover(&self.active, &sender, &self.replaced, false).await;
+            if let Some(reply) = request.reply {
+                // The receiver may be dropped.
+                let _ = reply.send(result);
             }
         }
         // The workers close the last duplicates.
@@ -183,9 +185,7 @@ impl ControlThread {
             () = warm_up(&self.active) => {}
         }
         let applied = self.workers.apply(&self.active, sockets);
-        if timeout(WORKER_TIMEOUT, applied).await.is_err() {
-            tracing::warn!("a worker does not accept connections after 5 s");
-        }
+        wait_for_workers(applied, "a worker does not accept connections after 5 s").await;
         let from = predecessor.pid();
         let reason = match predecessor.replace().await {
             Ok(()) => "the old process has stopped accepting and drains".to_owned(),
@@ -202,9 +202,8 @@ impl ControlThread {
         if let Some(pid) = pid {
             self.manager.notify(&format!("MAINPID={pid}"));
         }
-        if timeout(WORKER_TIMEOUT, self.workers.release_sockets()).await.is_err() {
-            tracing::warn!("a worker still accepts connections after 5 s");
-        }
+        let released = self.workers.release_sockets();
+        wait_for_workers(released, "a worker still accepts connections after 5 s").await;
         tasks.release_admin();
         let effect = "handed over: this process drains and ends";
         self.report_takeover(own_pid(), pid, "a new process serves", effect);
@@ -277,15 +276,20 @@ impl ControlThread {
         tasks.start_new(&self.active);
         tasks.serve_admin(&self.active);
         let applied = self.workers.apply(&self.active, new_sockets);
-        if timeout(WORKER_TIMEOUT, applied).await.is_err() {
-            tracing::warn!("a worker has not applied the configuration after 5 s");
-        }
+        wait_for_workers(applied, "a worker has not applied the configuration after 5 s").await;
         // The workers do not use the removed upstreams, listeners and identities any more.
         tasks.end_removed(&self.active);
         self.active.retire_identities();
         let follower = self.follower.as_ref();
         let needs_restart = follower.map(|follower| follower.needs_restart(&self.active.config));
         ReloadOutcome::Ok { changed, needs_restart: needs_restart.unwrap_or_default() }
+    }
+}
+
+/// Waits until all workers have executed a command. Logs `warning` and stops waiting after [`WORKER_TIMEOUT`].
+async fn wait_for_workers(executed: impl Future<Output = ()>, warning: &str) {
+    if timeout(WORKER_TIMEOUT, executed).await.is_err() {
+        tracing::warn!("{warning}");
     }
 }
 

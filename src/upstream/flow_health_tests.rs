@@ -99,7 +99,7 @@ fn flow_with_unacknowledged_bytes_in_flight_is_dead_after_2250_ms() {
         if at < wrote_at {
             return idle_for(at.min(SECOND));
         }
-        let retransmits = ((at - wrote_at).as_millis() / 200).min(255) as u8;
+        let retransmits = (at.saturating_sub(wrote_at).as_millis() / 200).min(255) as u8;
         TcpInfo { unacked: 1, retransmits, ..idle_for(at) }
     };
     let (at, death) = death_of(&SERVER, Some(wrote_at), kernel).unwrap();

@@ -8,7 +8,7 @@
 //! |---|---|---|---|
 //! | live | the first PONG arrived | takes new streams | a row below applies |
 //! | suspect | a PING is outstanding for longer than max(4·srtt + 4·rttvar, 100 ms), and in that time no frame was received or no pending byte was acknowledged | no new streams; safe requests are repeated on another connection | a PONG arrives: live |
-//! | draining | GOAWAY, removed endpoint, replaced certificate; or the process is stopped: no PONG, no frame and no upload progress for 5 s while the kernel answers | no new streams; requests that wait for a response head and must not be sent twice fail 7 s after the PING if the process is stopped | its last stream ends: dead |
+//! | draining | GOAWAY, removed endpoint or replaced certificate; or the process is stopped: no PONG, no frame and no upload progress for 5 s while the kernel answers | no new streams; requests that wait for a response head and must not be sent twice fail 7 s after the PING if the process is stopped | its last stream ends: dead |
 //! | unresponsive | the path is lost (below) and a stream is pinned | no new streams; requests that wait for a response head fail, and streams that can move leave | a PONG arrives: draining; the last pinned stream ends: dead |
 //! | dead | the path is lost and no stream is pinned; or the path has been lost for `tunnel_dead_after`; or no frame arrived for 20 s, whatever TCP shows (`tunnel_dead_after` if that is longer and a stream is pinned) | the connection is closed | never |
 //!
@@ -93,7 +93,7 @@ pub struct ConnectionHealth {
     last_received: Instant,
     /// Bytes arrived since the last PING was sent or its PONG arrived.
     delivering: bool,
-    /// `tcpi_bytes_acked` at the last check, and when it last grew or no byte was pending.
+    /// The last known `tcpi_bytes_acked`, and when it last grew or no byte was pending.
     acked: u64,
     acked_at: Instant,
     /// When the peer's window was last closed with no probe unanswered.

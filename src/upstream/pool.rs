@@ -159,12 +159,12 @@ impl Pool {
 
     /// Updates the total outage. When it ends, held watches are notified.
     fn update_outage(&self, endpoints: &[Arc<Endpoint>], none_usable: bool, now: Instant) {
-        let ready = |endpoint: &Arc<Endpoint>| {
-            endpoint.ready_for(now).is_some_and(|ready| ready >= READY_FOR)
+        let is_ready = |endpoint: &Arc<Endpoint>| {
+            endpoint.ready_for(now).is_some_and(|ready_for| ready_for >= READY_FOR)
         };
         let reachability = if none_usable {
             Reachability::Unreachable
-        } else if endpoints.iter().any(ready) {
+        } else if endpoints.iter().any(is_ready) {
             Reachability::Ready
         } else {
             Reachability::Unready
@@ -172,12 +172,12 @@ impl Pool {
         let mut outage = self.outage.get();
         let ended_after = outage.observe(reachability, now);
         self.outage.set(outage);
-        let Some(lasted) = ended_after else { return };
+        let Some(duration) = ended_after else { return };
         let held: usize = self.classes.borrow().values().map(|class| class.held_watches()).sum();
         if held > 0 {
             tracing::info!(
                 upstream = &*self.upstream.name,
-                outage_ms = lasted.as_millis() as u64,
+                outage_ms = duration.as_millis() as u64,
                 held,
                 "total outage over: held watches resume"
             );
@@ -282,7 +282,7 @@ impl Pool {
         targets
     }
 
-    /// The position of an endpoint in the order of this node.
+    /// A number by which this node orders the endpoints of one state.
     fn rank(&self, label: &str) -> u64 {
         let mut hasher = DefaultHasher::new();
         (self.seed, label).hash(&mut hasher);

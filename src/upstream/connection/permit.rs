@@ -93,9 +93,10 @@ impl Permit {
     /// requested from another connection. It then keeps an unresponsive connection open for a while
     /// ([`crate::upstream::health`]).
     pub fn set_pinned(&mut self, pinned: bool) {
-        let (from, to) = match pinned {
-            true => (StreamState::Open, StreamState::Pinned),
-            false => (StreamState::Pinned, StreamState::Open),
+        let (from, to) = if pinned {
+            (StreamState::Open, StreamState::Pinned)
+        } else {
+            (StreamState::Pinned, StreamState::Open)
         };
         if self.stream == from {
             self.stream = to;

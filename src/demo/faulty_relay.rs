@@ -144,7 +144,7 @@ impl FaultyRelay {
             // It fails if no filter is attached.
             let _ = socket.detach_filter();
         }
-        // A flow that is to be reset ends all the same.
+        // A reset that was requested before still takes place.
         self.change_all(|faults| {
             *faults = FlowFaults { reset: faults.reset, ..FlowFaults::default() }
         });

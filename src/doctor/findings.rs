@@ -18,25 +18,25 @@ pub use self::finding::{Cause, Finding, Level};
 const MAX_REASONS: usize = 5;
 
 /// Applies every rule. Problems come before notes, and the most likely cause comes first.
-pub fn diagnose(seen: &Observations) -> Vec<Finding> {
+pub fn diagnose(observations: &Observations) -> Vec<Finding> {
     let mut found = Vec::new();
-    machine::configuration(seen, &mut found);
-    machine::listen(seen, &mut found);
-    machine::name_servers(seen, &mut found);
-    found.extend(machine::clocks(seen));
-    certificates::server(seen, &mut found);
-    certificates::client(seen, &mut found);
-    path::reachability(seen, &mut found);
-    for endpoint in &seen.endpoints {
+    machine::configuration(observations, &mut found);
+    machine::listen(observations, &mut found);
+    machine::name_servers(observations, &mut found);
+    found.extend(machine::clocks(observations));
+    certificates::server(observations, &mut found);
+    certificates::client(observations, &mut found);
+    path::reachability(observations, &mut found);
+    for endpoint in &observations.endpoints {
         found.extend(path::http2(endpoint));
         found.extend(path::credential(endpoint));
-        found.extend(path::forgotten_flows(endpoint, seen));
+        found.extend(path::forgotten_flows(endpoint, observations));
         found.extend(path::readiness(endpoint));
         found.extend(path::intermittent(endpoint));
     }
-    found.extend(path::loss(seen));
-    path::slow_balancers(seen, &mut found);
-    found.extend(machine::limits(seen));
+    found.extend(path::loss(observations));
+    path::slow_balancers(observations, &mut found);
+    found.extend(machine::limits(observations));
     let mut found = group(found);
     found.sort_by_key(|finding| (finding.level, finding.cause));
     found

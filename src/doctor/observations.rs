@@ -275,7 +275,7 @@ pub struct LongLived {
     pub p99_ms: Option<Ms>,
     /// Round trips so long that they contained a retransmission.
     pub late: usize,
-    /// How long the last PING has waited for a PONG in vain.
+    /// How long the last PING waited, if no PONG came.
     pub silent_ms: Option<Ms>,
     /// When that PING was sent, since the start of the examination.
     pub silent_at_ms: Option<Ms>,

@@ -11,25 +11,27 @@ use super::observations::{
 };
 
 /// The report as JSON: findings, a summary of the steps and all observations.
-pub fn json(seen: &Observations, findings: &[Finding], notes: &[String]) -> Value {
+pub fn json(observations: &Observations, findings: &[Finding], notes: &[String]) -> Value {
     let summary = |endpoint: &EndpointObservation| json!({ "address": endpoint.address, "steps": rows(endpoint) });
-    let summary: Vec<Value> = seen.endpoints.iter().map(summary).collect();
+    let summary: Vec<Value> = observations.endpoints.iter().map(summary).collect();
     json!({
         "ok": !has_problems(findings),
         "findings": findings,
         "notes": notes,
         "summary": summary,
-        "observations": seen,
+        "observations": observations,
     })
 }
 
 /// The report as text. The findings come last, so that they are above the prompt of the shell.
-pub fn text(seen: &Observations, findings: &[Finding], notes: &[String]) -> String {
+pub fn text(observations: &Observations, findings: &[Finding], notes: &[String]) -> String {
     let mut out = String::new();
-    for endpoint in &seen.endpoints {
+    for endpoint in &observations.endpoints {
         table(endpoint, &mut out);
     }
-    if let Some(dns) = seen.dns.as_ref().filter(|dns| dns.servers.iter().any(|s| s.asked > 0)) {
+    if let Some(dns) =
+        observations.dns.as_ref().filter(|dns| dns.servers.iter().any(|s| s.asked > 0))
+    {
         for server in &dns.servers {
             let (ip, answered, asked) = (server.address.ip(), server.answered, server.asked);
             let time = server.p50_ms.map(|ms| format!(", {:.1} ms", ms.0)).unwrap_or_default();

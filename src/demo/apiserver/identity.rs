@@ -99,7 +99,7 @@ fn user_and_serial(leaf: &CertificateDer<'_>) -> Option<(User, String)> {
     let name = subject.iter_common_name().find_map(text)?;
     let mut groups: Vec<_> = subject.iter_organization().filter_map(text).collect();
     groups.push("system:authenticated".to_owned());
-    let serial = certificate.raw_serial().iter().map(|byte| format!("{byte:02x}")).collect();
+    let serial = certificate.raw_serial_as_string().replace(':', "");
     Some((User { name, groups }, serial))
 }
 

@@ -275,7 +275,7 @@ async fn watch_once(
     if version.is_empty() {
         let list = client.get(&format!("{CONFIG_MAPS_PATH}?{selector}")).await?.json();
         text(&list["metadata"]["resourceVersion"]).clone_into(version);
-        topic.seen[index].store(number(&list["items"][0]), Relaxed);
+        topic.received[index].store(number(&list["items"][0]), Relaxed);
     }
     let path = format!(
         "{CONFIG_MAPS_PATH}?watch=1&allowWatchBookmarks=true&resourceVersion={version}&{selector}"

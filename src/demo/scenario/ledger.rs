@@ -64,20 +64,20 @@ pub(super) struct Topic {
     /// The time at which each number was written; number 0 is the creation of the object.
     pub written: Mutex<Vec<Instant>>,
     /// The last number that each watch received.
-    pub seen: [AtomicU64; WATCHES_PER_TOPIC],
+    pub received: [AtomicU64; WATCHES_PER_TOPIC],
 }
 
 impl Topic {
     fn new(name: &'static str) -> Self {
-        Self { name, written: Mutex::new(vec![Instant::now()]), seen: Default::default() }
+        Self { name, written: Mutex::new(vec![Instant::now()]), received: Default::default() }
     }
 
     /// For each watch, the time since its next event was written and the number of events that it has not
     /// received. The time is zero if there is no such event.
     fn backlogs(&self) -> [(Duration, u64); WATCHES_PER_TOPIC] {
         let written = lock(&self.written);
-        self.seen.each_ref().map(|seen| {
-            let next = seen.load(Relaxed) as usize + 1;
+        self.received.each_ref().map(|received| {
+            let next = received.load(Relaxed) as usize + 1;
             let overdue = written.get(next).map_or(Duration::ZERO, Instant::elapsed);
             (overdue, written.len().saturating_sub(next) as u64)
         })
@@ -141,7 +141,7 @@ impl Ledger {
 
     /// Counts an event that a watch of a topic received.
     pub(super) fn add_event(&self, topic: &Topic, watch: usize, number: u64) {
-        let last = topic.seen[watch].fetch_max(number, Relaxed);
+        let last = topic.received[watch].fetch_max(number, Relaxed);
         let written = lock(&topic.written).get(number as usize).copied();
         self.update(|counts| {
             counts.events += 1;

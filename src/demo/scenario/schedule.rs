@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 
 /// Longest promised duration of a read while one apiserver or its connections fail.
 pub const READ_PROMISE: Duration = Duration::from_millis(600);
-/// Other load on the machine delays clients too: a promised time is broken if it is exceeded by more than this
-/// factor, plus the measured stalls of the machine.
+/// Factor by which a promised time may be exceeded, because other load on the machine delays clients too. The
+/// measured stalls of the machine are added.
 pub const TOLERANCE: u32 = 2;
 /// Approximate duration of all steps at scale 1.
 pub const USUAL_DURATION: Duration = Duration::from_secs(60);

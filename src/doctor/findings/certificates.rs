@@ -7,8 +7,8 @@ use crate::observe::counted;
 /// Certificates that expire within 14 days are reported.
 const SOON_S: i64 = 14 * 86_400;
 
-pub(super) fn server(seen: &Observations, found: &mut Vec<Finding>) {
-    for endpoint in &seen.endpoints {
+pub(super) fn server(observations: &Observations, found: &mut Vec<Finding>) {
+    for endpoint in &observations.endpoints {
         let address = &endpoint.address;
         let shown = endpoint.certificate.as_ref();
         // A handshake that times out or is reset says nothing about the certificate.
@@ -16,21 +16,21 @@ pub(super) fn server(seen: &Observations, found: &mut Vec<Finding>) {
             |failure: &&Failure| !matches!(failure.kind, FailureKind::Timeout | FailureKind::Reset);
         if let Some(failure) = endpoint.failures(Step::Tls).find(concerns_certificate) {
             let field = |text: fn(&ServerCertificate) -> &str| shown.map_or("?", text);
-            let of = format!("The certificate of {address}");
+            let certificate = format!("The certificate of {address}");
             let (cause, what, advice) = match failure.kind {
                 FailureKind::Expired => (
                     Cause::CertificateExpired,
-                    format!("{of} expired on {}.", field(|c| &c.not_after)),
+                    format!("{certificate} expired on {}.", field(|c| &c.not_after)),
                     "Renew it (`kubeadm certs renew apiserver`) and restart the apiserver.".into(),
                 ),
                 FailureKind::NotYetValid => (
                     Cause::CertificateNotYetValid,
-                    format!("{of} is valid only from {}.", field(|c| &c.not_before)),
+                    format!("{certificate} is valid only from {}.", field(|c| &c.not_before)),
                     "Check the clock of this machine.".into(),
                 ),
                 FailureKind::UnknownIssuer => (
                     Cause::WrongCa,
-                    format!("{of} is signed by another CA."),
+                    format!("{certificate} is signed by another CA."),
                     format!(
                         "It is signed by {}: check that the CA file and the endpoint belong to the \
                          same cluster.",
@@ -39,9 +39,9 @@ pub(super) fn server(seen: &Observations, found: &mut Vec<Finding>) {
                 ),
                 FailureKind::WrongName => (
                     Cause::SanMissing,
-                    format!("{of} does not hold the name {:?}.", endpoint.server_name),
+                    format!("{certificate} does not contain the name {:?}.", endpoint.server_name),
                     format!(
-                        "It holds {}: set server_name to one of these, or add the name to the \
+                        "It contains {}: set server_name to one of these, or add the name to the \
                          certificate.",
                         shown.map_or("?".into(), |c| c.names.join(", "))
                     ),
@@ -69,22 +69,22 @@ pub(super) fn server(seen: &Observations, found: &mut Vec<Finding>) {
 }
 
 /// Reports each client certificate once, even if it was presented to several endpoints.
-pub(super) fn client(seen: &Observations, found: &mut Vec<Finding>) {
+pub(super) fn client(observations: &Observations, found: &mut Vec<Finding>) {
     let mut reported = Vec::new();
-    for shown in seen.endpoints.iter().filter_map(|endpoint| endpoint.shown.as_ref()) {
+    for shown in observations.endpoints.iter().filter_map(|endpoint| endpoint.shown.as_ref()) {
         if reported.contains(&shown) || shown.expires_in_s >= SOON_S {
             continue;
         }
         reported.push(shown);
-        let of = format!("The client certificate of {}", shown.subject);
+        let certificate = format!("The client certificate of {}", shown.subject);
         let because = format!("valid until {}", shown.not_after);
         let advice = "Renew it (`kubeadm certs renew admin.conf`); kubelet renews its own if the \
                       clock is right.";
         found.push(if shown.expires_in_s < 0 {
-            problem(Cause::ClientCertificateExpired, of + " has expired.", because, advice)
+            problem(Cause::ClientCertificateExpired, certificate + " has expired.", because, advice)
         } else {
             let span = format_span(shown.expires_in_s);
-            note(Cause::ExpiresSoon, format!("{of} expires in {span}."), because, advice)
+            note(Cause::ExpiresSoon, format!("{certificate} expires in {span}."), because, advice)
         });
     }
 }

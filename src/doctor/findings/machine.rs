@@ -8,8 +8,8 @@ const MIN_SKEW: f64 = 5.0;
 /// Smallest skew in seconds that counts as the cause of invalid certificates.
 const CERTIFICATE_SKEW: f64 = 300.0;
 
-pub(super) fn configuration(seen: &Observations, found: &mut Vec<Finding>) {
-    for error in &seen.configuration {
+pub(super) fn configuration(observations: &Observations, found: &mut Vec<Finding>) {
+    for error in &observations.configuration {
         let (cause, what) = if error.contains("would loop") {
             (Cause::Loop, "An endpoint is an address of jackstay itself: requests would loop.")
         } else {
@@ -17,7 +17,7 @@ pub(super) fn configuration(seen: &Observations, found: &mut Vec<Finding>) {
         };
         found.push(problem(cause, what, error, "Correct it; `jackstay check` lists every error."));
     }
-    for endpoint in &seen.endpoints {
+    for endpoint in &observations.endpoints {
         if let Some(own) = endpoint.loops_to {
             let finding = problem(
                 Cause::Loop,
@@ -30,8 +30,8 @@ pub(super) fn configuration(seen: &Observations, found: &mut Vec<Finding>) {
     }
 }
 
-pub(super) fn listen(seen: &Observations, found: &mut Vec<Finding>) {
-    for listener in &seen.host.listen {
+pub(super) fn listen(observations: &Observations, found: &mut Vec<Finding>) {
+    for listener in &observations.host.listen {
         let (what, address) = (&listener.what, listener.address);
         let cannot = format!("{what} cannot listen on {address}");
         let unusable = |what: String, because: String, advice: &str| {
@@ -51,7 +51,7 @@ pub(super) fn listen(seen: &Observations, found: &mut Vec<Finding>) {
                     address.port()
                 ),
             ),
-            ListenState::NotLocal if address.is_ipv6() && !seen.host.ipv6 => note(
+            ListenState::NotLocal if address.is_ipv6() && !observations.host.ipv6 => note(
                 Cause::NoIpv6,
                 format!("{what} does not listen on {address}: this machine has no IPv6."),
                 "bind: no such address",
@@ -75,20 +75,20 @@ pub(super) fn listen(seen: &Observations, found: &mut Vec<Finding>) {
     }
 }
 
-pub(super) fn name_servers(seen: &Observations, found: &mut Vec<Finding>) {
-    let unanswered: Vec<&EndpointObservation> = seen
+pub(super) fn name_servers(observations: &Observations, found: &mut Vec<Finding>) {
+    let unanswered: Vec<&EndpointObservation> = observations
         .endpoints
         .iter()
         .filter(|endpoint| matches!(endpoint.resolved, Resolution::NoAnswer(_)))
         .collect();
-    let servers = seen.dns.as_ref().map_or(&[][..], |dns| &dns.servers);
+    let servers = observations.dns.as_ref().map_or(&[][..], |dns| &dns.servers);
     let silent: Vec<String> =
         servers.iter().filter(|s| s.answered == 0).map(|s| s.address.ip().to_string()).collect();
     if !unanswered.is_empty() {
         let none_answers = || {
             format!("none of the name servers in /etc/resolv.conf answers ({})", silent.join(", "))
         };
-        let unreadable = seen.dns.as_ref().and_then(|dns| dns.resolv_conf.clone());
+        let unreadable = observations.dns.as_ref().and_then(|dns| dns.resolv_conf.clone());
         found.push(problem(
             Cause::DnsBlackHole,
             format!("Names cannot be resolved, for example {}.", unanswered[0].address),
@@ -104,7 +104,7 @@ pub(super) fn name_servers(seen: &Observations, found: &mut Vec<Finding>) {
             "A lookup may wait for it first: remove it from /etc/resolv.conf.",
         ));
     }
-    for endpoint in &seen.endpoints {
+    for endpoint in &observations.endpoints {
         if endpoint.resolved == Resolution::NoSuchName {
             let finding = problem(
                 Cause::NoSuchName,
@@ -117,16 +117,16 @@ pub(super) fn name_servers(seen: &Observations, found: &mut Vec<Finding>) {
     }
 }
 
-pub(super) fn clocks(seen: &Observations) -> Option<Finding> {
+pub(super) fn clocks(observations: &Observations) -> Option<Finding> {
     let skewed =
         |e: &&EndpointObservation| e.clock_skew_s.is_some_and(|skew| skew.abs() > MIN_SKEW);
-    let off: Vec<&EndpointObservation> = seen.endpoints.iter().filter(skewed).collect();
-    let known = seen.endpoints.iter().filter(|e| e.clock_skew_s.is_some()).count();
+    let off: Vec<&EndpointObservation> = observations.endpoints.iter().filter(skewed).collect();
+    let known = observations.endpoints.iter().filter(|e| e.clock_skew_s.is_some()).count();
     let first = off.first()?;
     let skew = first.clock_skew_s.unwrap_or_default();
     let direction = if skew > 0.0 { "ahead of" } else { "behind" };
     // If all servers differ, the clock of this machine is wrong.
-    let whose = if off.len() == known { "this machine's" } else { "its" };
+    let owner = if off.len() == known { "this machine's" } else { "its" };
     let invalidates = skew.abs() > CERTIFICATE_SKEW;
     Some(problem(
         if invalidates { Cause::ClockSkew } else { Cause::SmallClockSkew },
@@ -136,14 +136,14 @@ pub(super) fn clocks(seen: &Observations) -> Option<Finding> {
             skew.abs()
         ),
         format!("Date header of its responses ({} of {known} endpoints)", off.len()),
-        format!("Set {whose} clock: certificates, tokens and leases depend on it."),
+        format!("Set {owner} clock: certificates, tokens and leases depend on it."),
     ))
 }
 
-pub(super) fn limits(seen: &Observations) -> Option<Finding> {
+pub(super) fn limits(observations: &Observations) -> Option<Finding> {
     // A client socket and an upstream socket for each connection, and 64 for the process itself.
-    let wanted = seen.host.wanted_connections * 2 + 64;
-    let limit = seen.host.open_files.filter(|limit| *limit < wanted)?;
+    let wanted = observations.host.wanted_connections * 2 + 64;
+    let limit = observations.host.open_files.filter(|limit| *limit < wanted)?;
     Some(note(
         Cause::OpenFiles,
         format!(

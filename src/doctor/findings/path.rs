@@ -55,14 +55,18 @@ fn failed_tail(endpoint: &EndpointObservation) -> Option<usize> {
 
 /// Advice for an endpoint whose fresh connections fail. The last failure decides, because earlier ones
 /// may differ: while a process is being killed, its kernel still accepts connections and resets them.
-fn advice(endpoint: &EndpointObservation, failure: &Failure, seen: &Observations) -> &'static str {
+fn advice(
+    endpoint: &EndpointObservation,
+    failure: &Failure,
+    observations: &Observations,
+) -> &'static str {
     match (failure.step, failure.kind) {
         (Step::Connect, FailureKind::Refused) => {
             "The machine answers but nothing listens there: check that the apiserver is running and \
              the port is right."
         }
         (Step::Connect, FailureKind::Unreachable | FailureKind::NoRoute)
-            if is_ipv6(endpoint) && !seen.host.ipv6 =>
+            if is_ipv6(endpoint) && !observations.host.ipv6 =>
         {
             "It is an IPv6 address, and this machine has no IPv6: name an IPv4 address."
         }
@@ -84,32 +88,32 @@ fn advice(endpoint: &EndpointObservation, failure: &Failure, seen: &Observations
     }
 }
 
-pub(super) fn reachability(seen: &Observations, found: &mut Vec<Finding>) {
+pub(super) fn reachability(observations: &Observations, found: &mut Vec<Finding>) {
     let (mut dead, mut failed) = (Vec::new(), Vec::new());
-    for endpoint in &seen.endpoints {
+    for endpoint in &observations.endpoints {
         let last = endpoint.fresh.iter().rev().find_map(|attempt| attempt.failure.as_ref());
         let Some(failure) = last else { continue };
-        let of = endpoint.fresh.len();
+        let total = endpoint.fresh.len();
         let finding = |what: &str, failed: String| {
             problem(
                 Cause::DeadEndpoint,
                 format!("{} {what}", endpoint.address),
-                format!("{failed} of {of} fresh connections failed: {}", failure.text),
-                advice(endpoint, failure, seen),
+                format!("{failed} of {total} fresh connections failed: {}", failure.text),
+                advice(endpoint, failure, observations),
             )
             .about(&endpoint.address)
         };
         if is_dead(endpoint) {
-            dead.push((endpoint, failure, finding("is dead.", of.to_string())));
+            dead.push((endpoint, failure, finding("is dead.", total.to_string())));
         } else if let Some(tail) = failed_tail(endpoint) {
             failed.push(finding("has failed during the examination.", format!("the last {tail}")));
         }
     }
-    let mut alike = false;
-    if dead.len() == seen.endpoints.len() && dead.len() > 1 {
+    let mut all_alike = false;
+    if dead.len() == observations.endpoints.len() && dead.len() > 1 {
         let addresses: Vec<String> = dead.iter().map(|(e, ..)| e.address.clone()).collect();
         let first = dead[0].1;
-        alike = dead.iter().all(|(_, f, _)| (f.step, f.kind) == (first.step, first.kind));
+        all_alike = dead.iter().all(|(_, f, _)| (f.step, f.kind) == (first.step, first.kind));
         let summary = problem(
             Cause::DeadEndpoint,
             format!("None of the {} endpoints can be reached.", dead.len()),
@@ -119,7 +123,7 @@ pub(super) fn reachability(seen: &Observations, found: &mut Vec<Finding>) {
         found.push(Finding { endpoints: addresses, ..summary });
     }
     // If all fail in the same way, the summary suffices.
-    if !alike {
+    if !all_alike {
         found.extend(dead.into_iter().map(|(.., finding)| finding));
     }
     found.append(&mut failed);
@@ -156,7 +160,7 @@ fn fell_silent(endpoint: &EndpointObservation) -> bool {
 
 pub(super) fn forgotten_flows(
     endpoint: &EndpointObservation,
-    seen: &Observations,
+    observations: &Observations,
 ) -> Option<Finding> {
     let connected_since = |from: f64| {
         let later = endpoint.fresh.iter().filter(|a| a.at_ms.0 >= from);
@@ -168,12 +172,12 @@ pub(super) fn forgotten_flows(
         (fresh >= 2).then_some((connection.pongs, silent, fresh))
     });
     let finding = if let Some((pongs, silent, fresh)) = forgotten {
-        let lasts = |other: &EndpointObservation| {
+        let stays_open = |other: &EndpointObservation| {
             other.source == EndpointSource::Cluster
                 && !other.long_lived.is_empty()
                 && !fell_silent(other)
         };
-        let direct = if seen.endpoints.iter().any(lasts) {
+        let direct = if observations.endpoints.iter().any(stays_open) {
             "; on direct paths connections last"
         } else {
             ""
@@ -237,9 +241,9 @@ fn late_connects(endpoint: &EndpointObservation) -> usize {
     endpoint.fresh.iter().filter(slow).count()
 }
 
-pub(super) fn loss(seen: &Observations) -> Option<Finding> {
+pub(super) fn loss(observations: &Observations) -> Option<Finding> {
     let mut paths = Vec::new();
-    for endpoint in &seen.endpoints {
+    for endpoint in &observations.endpoints {
         let sum = |f: fn(&LongLived) -> usize| endpoint.long_lived.iter().map(f).sum::<usize>();
         let (pongs, late) = (sum(|l| l.pongs), sum(|l| l.late));
         let retransmitted = sum(|l| l.retransmitted as usize);
@@ -261,7 +265,7 @@ pub(super) fn loss(seen: &Observations) -> Option<Finding> {
     let (first, share, late, pongs, retransmitted) = paths.first()?;
     // A round trip is late if a packet is lost in one of the two directions.
     let each_way = (1.0 - (1.0 - share.min(0.99)).sqrt()) * 100.0;
-    let all = paths.len() == seen.endpoints.len() && paths.len() > 1;
+    let all = paths.len() == observations.endpoints.len() && paths.len() > 1;
     let place = if all { "every endpoint" } else { &first.address };
     Some(problem(
         Cause::PacketLoss,
@@ -287,18 +291,18 @@ pub(super) fn intermittent(endpoint: &EndpointObservation) -> Option<Finding> {
     if failed.len() < 2 || failed.len() * 10 < endpoint.fresh.len() {
         return None;
     }
-    let (failures, of) = (failed.len(), endpoint.fresh.len());
+    let (failures, total) = (failed.len(), endpoint.fresh.len());
     Some(problem(
         Cause::IntermittentEndpoint,
-        format!("{failures} of {of} fresh connections to {} failed.", endpoint.address),
+        format!("{failures} of {total} fresh connections to {} failed.", endpoint.address),
         failed[0].failure.as_ref()?.text.clone(),
         "A load balancer with one dead server fails like this: examine the apiservers one by one.",
     ))
 }
 
 /// Compares the endpoints that the user named with the direct paths to the apiservers.
-pub(super) fn slow_balancers(seen: &Observations, found: &mut Vec<Finding>) {
-    let from = |source| seen.endpoints.iter().filter(move |e| e.source == source);
+pub(super) fn slow_balancers(observations: &Observations, found: &mut Vec<Finding>) {
+    let from = |source| observations.endpoints.iter().filter(move |e| e.source == source);
     let median = |e: &EndpointObservation| percentile(&e.times(Step::Http2), 0.5);
     let direct = from(EndpointSource::Cluster).filter_map(median).min_by(f64::total_cmp);
     let Some(best) = direct else { return };

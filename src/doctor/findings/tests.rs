@@ -72,7 +72,7 @@ fn endpoint(address: &str) -> EndpointObservation {
     }
 }
 
-fn seen(endpoints: Vec<EndpointObservation>) -> Observations {
+fn observations(endpoints: Vec<EndpointObservation>) -> Observations {
     Observations { endpoints, ..Observations::default() }
 }
 
@@ -89,7 +89,7 @@ fn first(observations: &Observations) -> Option<Cause> {
 
 #[test]
 fn diagnose_healthy_endpoints_has_no_finding() {
-    let healthy = seen(vec![endpoint("10.0.0.1:6443"), endpoint("10.0.0.2:6443")]);
+    let healthy = observations(vec![endpoint("10.0.0.1:6443"), endpoint("10.0.0.2:6443")]);
     assert_eq!(diagnose(&healthy), []);
     assert!(!has_problems(&diagnose(&healthy)));
 }
@@ -156,7 +156,7 @@ fn diagnose_each_cause_from_its_observations() {
         (half_dead, Cause::IntermittentEndpoint),
     ] {
         let address = endpoint.address.clone();
-        let found = diagnose(&seen(vec![endpoint]));
+        let found = diagnose(&observations(vec![endpoint]));
         assert_eq!(found.first().map(|f| f.cause), Some(expected), "{address} {found:#?}");
         assert!(has_problems(&found));
         for finding in &found {
@@ -169,7 +169,7 @@ fn diagnose_each_cause_from_its_observations() {
 fn diagnose_each_cause_on_this_machine() {
     let listen = |state| {
         let address = "127.0.0.1:7443".parse().unwrap();
-        let mut all = seen(vec![endpoint("10.0.0.1:6443")]);
+        let mut all = observations(vec![endpoint("10.0.0.1:6443")]);
         all.host.listen = vec![ListenAddress { address, what: "listener x".into(), state }];
         all
     };
@@ -209,24 +209,26 @@ fn diagnose_cause_precedes_its_consequences() {
         fresh: (0..5).map(|i| failed(f64::from(i), Step::Resolve, FailureKind::Other)).collect(),
         ..endpoint("lb.example:6443")
     };
-    let mut all = seen(vec![failing(Step::Connect, FailureKind::Refused), unresolved]);
+    let mut all = observations(vec![failing(Step::Connect, FailureKind::Refused), unresolved]);
     all.dns = Some(Dns { resolv_conf: None, servers: vec![server(0)] });
     assert_eq!(first(&all), Some(Cause::DnsBlackHole));
 
     // A wrong clock makes valid certificates look invalid.
     let mut early = failing(Step::Tls, FailureKind::NotYetValid);
     early.clock_skew_s = Some(86_400.0);
-    assert_eq!(first(&seen(vec![early])), Some(Cause::ClockSkew));
+    assert_eq!(first(&observations(vec![early])), Some(Cause::ClockSkew));
 
     // One silent name server of two is reported after the dead endpoint.
-    let mut all =
-        seen(vec![failing(Step::Connect, FailureKind::Refused), endpoint("lb.example:6443")]);
+    let mut all = observations(vec![
+        failing(Step::Connect, FailureKind::Refused),
+        endpoint("lb.example:6443"),
+    ]);
     all.dns = Some(Dns { resolv_conf: None, servers: vec![server(0), server(4)] });
     let causes: Vec<Cause> = diagnose(&all).iter().map(|finding| finding.cause).collect();
     assert_eq!(causes, [Cause::DeadEndpoint, Cause::DnsPartly]);
 
     // All endpoints dead at once: the cause is on this machine.
-    let both = seen(vec![
+    let both = observations(vec![
         failing(Step::Connect, FailureKind::Timeout),
         EndpointObservation {
             address: "10.0.0.2:6443".into(),
@@ -247,7 +249,7 @@ fn diagnose_cause_precedes_its_consequences() {
             *attempt = failed(attempt.at_ms.0, Step::Connect, FailureKind::Timeout);
         }
     }
-    let found = diagnose(&seen(vec![gone]));
+    let found = diagnose(&observations(vec![gone]));
     assert_eq!(found.iter().map(|f| f.cause).collect::<Vec<_>>(), [Cause::DeadEndpoint]);
     assert!(found[0].what.contains("has failed during the examination"), "{found:#?}");
 
@@ -258,15 +260,17 @@ fn diagnose_cause_precedes_its_consequences() {
         endpoint.shown.as_mut().unwrap().expires_in_s = -5;
         endpoint
     };
-    let causes: Vec<Cause> =
-        diagnose(&seen(vec![refused("a:1"), refused("b:1")])).iter().map(|f| f.cause).collect();
+    let causes: Vec<Cause> = diagnose(&observations(vec![refused("a:1"), refused("b:1")]))
+        .iter()
+        .map(|f| f.cause)
+        .collect();
     assert_eq!(causes, [Cause::ClientCertificateExpired, Cause::Unauthorized]);
 
     // Late responses with few retransmissions come from a slow server.
     for retransmitted in [0, 3] {
         let long_lived = vec![LongLived { late: 20, retransmitted, ..long_lived() }];
         let slow = EndpointObservation { long_lived, ..endpoint("10.0.0.1:6443") };
-        assert_eq!(first(&seen(vec![slow])), None);
+        assert_eq!(first(&observations(vec![slow])), None);
     }
 }
 
@@ -281,19 +285,26 @@ fn diagnose_merges_findings_that_differ_only_in_the_endpoint() {
     };
     let refusing = |address| named(address, failing(Step::Connect, FailureKind::Refused));
     let silent = |address| named(address, failing(Step::Connect, FailureKind::Timeout));
-    let found =
-        diagnose(&seen(vec![refusing("a:1"), endpoint("b:1"), refusing("c:1"), refusing("d:1")]));
+    let found = diagnose(&observations(vec![
+        refusing("a:1"),
+        endpoint("b:1"),
+        refusing("c:1"),
+        refusing("d:1"),
+    ]));
     assert_eq!(found.len(), 1, "{found:#?}");
     assert_eq!(found[0].what, "a:1 is dead. The same holds for c:1 and d:1.");
     assert_eq!(found[0].because, "20 of 20 fresh connections failed: connect to a:1: refused");
     assert_eq!(found[0].endpoints, ["a:1", "c:1", "d:1"]);
     // Findings with different advice stay apart.
-    assert_eq!(diagnose(&seen(vec![refusing("a:1"), endpoint("b:1"), silent("c:1")])).len(), 2);
+    assert_eq!(
+        diagnose(&observations(vec![refusing("a:1"), endpoint("b:1"), silent("c:1")])).len(),
+        2
+    );
     // If all fail alike there is one finding; otherwise the summary and one for each kind.
-    assert_eq!(diagnose(&seen(vec![silent("a:1"), silent("b:1"), silent("c:1")])).len(), 1);
-    assert_eq!(diagnose(&seen(vec![refusing("a:1"), silent("b:1")])).len(), 3);
+    assert_eq!(diagnose(&observations(vec![silent("a:1"), silent("b:1"), silent("c:1")])).len(), 1);
+    assert_eq!(diagnose(&observations(vec![refusing("a:1"), silent("b:1")])).len(), 3);
 
-    let mut all = seen(vec![endpoint("a:1")]);
+    let mut all = observations(vec![endpoint("a:1")]);
     all.configuration = (0..7).map(|i| format!("f: mistake {i}")).collect();
     let found = diagnose(&all);
     assert_eq!(found.len(), 1, "{found:#?}");
@@ -303,7 +314,7 @@ fn diagnose_merges_findings_that_differ_only_in_the_endpoint() {
         let certificate = ServerCertificate { expires_in_s: 5 * 86_400, ..certificate() };
         EndpointObservation { certificate: Some(certificate), ..endpoint(address) }
     };
-    let found = diagnose(&seen(vec![expiring("a:1"), expiring("b:1")]));
+    let found = diagnose(&observations(vec![expiring("a:1"), expiring("b:1")]));
     assert_eq!(found.len(), 1, "{found:#?}");
     assert_eq!(found[0].what, "The certificate of a:1 expires in 5 days. The same holds for b:1.");
 }
@@ -314,13 +325,15 @@ fn advice_depends_on_the_last_failure() {
     let mut killed = failing(Step::Connect, FailureKind::Refused);
     killed.fresh[0] = failed(0.0, Step::Tls, FailureKind::Reset);
     killed.fresh[1] = failed(500.0, Step::Http2, FailureKind::Timeout);
-    let found = diagnose(&seen(vec![killed, endpoint("b:1")]));
+    let found = diagnose(&observations(vec![killed, endpoint("b:1")]));
     assert_eq!(found.len(), 1, "{found:#?}");
     assert!(found[0].advice.contains("the apiserver is running"), "{found:#?}");
-    let found = diagnose(&seen(vec![failing(Step::Tls, FailureKind::Reset), endpoint("b:1")]));
+    let found =
+        diagnose(&observations(vec![failing(Step::Tls, FailureKind::Reset), endpoint("b:1")]));
     assert!(found[0].advice.contains("closed at once"), "{found:#?}");
     assert!(!found[0].advice.contains("a stopped process"), "{found:#?}");
-    let found = diagnose(&seen(vec![failing(Step::Tls, FailureKind::Timeout), endpoint("b:1")]));
+    let found =
+        diagnose(&observations(vec![failing(Step::Tls, FailureKind::Timeout), endpoint("b:1")]));
     assert!(found[0].advice.contains("a stopped process"), "{found:#?}");
 }
 
@@ -336,6 +349,6 @@ fn diagnose_slow_load_balancer_is_a_note() {
     }
     let direct =
         EndpointObservation { source: EndpointSource::Cluster, ..endpoint("10.0.0.1:6443") };
-    let found = diagnose(&seen(vec![balancer, direct]));
+    let found = diagnose(&observations(vec![balancer, direct]));
     assert_eq!((found[0].cause, found[0].level), (Cause::SlowPath, Level::Note));
 }

@@ -233,7 +233,7 @@ impl WatchBody {
         let session = self.relay.session();
         match stream.deferred {
             Some(LeaveReason::Drain) if session.is_resumable() => {
-                stream.search_stream(&self.context)
+                stream.search_stream(&self.context);
             }
             Some(LeaveReason::Unresponsive) if session.can_lose_stream() => {
                 self.stream_lost("the connection does not respond");

@@ -34,7 +34,7 @@ fn switch(headers: &str) -> String {
 /// A WebSocket handshake that offers these subprotocols.
 fn websocket_request(path: &str, protocols: &[&str]) -> String {
     let protocols: String =
-        protocols.iter().map(|name| format!("Sec-WebSocket-Protocol: {name}\r\n")).collect();
+        protocols.iter().flat_map(|name| ["Sec-WebSocket-Protocol: ", name, "\r\n"]).collect();
     format!(
         "GET {path} HTTP/1.1\r\nHost: api\r\nConnection: keep-alive, Upgrade\r\n\
          Upgrade: websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\

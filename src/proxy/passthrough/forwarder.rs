@@ -108,7 +108,7 @@ impl OpenConnection {
         let routing = forwarder.routing.current();
         let routed = Box::pin(routing.route(&mut client, from)).await;
         drop(routing);
-        let (upstream, first) = match routed {
+        let (upstream, prefix) = match routed {
             Ok(routed) => routed,
             Err(error) => {
                 let label = error.label();
@@ -135,7 +135,7 @@ impl OpenConnection {
         tcp_options::bound_retransmission_timeout(&stream);
         let _tracked = endpoint.track_flow();
         let sockets = (client.as_raw_fd(), stream.as_raw_fd());
-        let mut pump = Pump::new(client, stream, first);
+        let mut pump = Pump::new(client, stream, prefix);
         // Declared after the pump, so that it is dropped before the sockets are closed.
         let handle = forwarder.flows.insert(&forwarder.routing, &upstream, &endpoint, sockets);
         match pump.run(&handle, &forwarder.flow_metrics).await {

@@ -102,8 +102,8 @@ pub struct Pump {
 }
 
 impl Pump {
-    /// Creates the pump of a flow. `first` was read from the client already.
-    pub fn new(client: TcpStream, endpoint: TcpStream, first: Vec<u8>) -> Self {
+    /// Creates the pump of a flow. `prefix` was read from the client already.
+    pub fn new(client: TcpStream, endpoint: TcpStream, prefix: Vec<u8>) -> Self {
         let half = |sender, pending: Vec<u8>| HalfFlow {
             sender,
             pending: Cursor::new(pending.into()),
@@ -112,7 +112,7 @@ impl Pump {
             truncated: false,
             state: HalfState::Open,
         };
-        let (to_endpoint, to_client) = (half(Peer::Client, first), half(Peer::Endpoint, vec![]));
+        let (to_endpoint, to_client) = (half(Peer::Client, prefix), half(Peer::Endpoint, vec![]));
         Self { client, endpoint, to_endpoint, to_client }
     }
 

@@ -22,6 +22,7 @@ use self::connection::{ProbeConnection, connect, is_current, until_unusable};
 use self::reachability::ReachabilityCheck;
 use self::request::{ReadyzResult, request_probes_of_others, send_probe};
 use self::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ResultStreak};
+use crate::config::Readyz;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
 use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeTrigger};
@@ -80,19 +81,7 @@ async fn probe_repeatedly(
             () = until_unusable(&current) => continue,
         }
         let sent_at = Instant::now();
-        let result = {
-            let token = upstream.credentials.probe_token().and_then(|token| token.header());
-            let mut response = pin!(send_probe(&current, config, token));
-            tokio::select! {
-                // Both may be due after this process was suspended; then the response counts.
-                biased;
-                result = &mut response => result,
-                () = sleep(config.timeout / 2) => {
-                    request_probes_of_others(upstream, endpoint);
-                    response.await
-                }
-            }
-        };
+        let result = probe_once(upstream, endpoint, &current, config).await;
         let on_evidence = early_trigger.take() == Some(ProbeTrigger::PassiveEvidence);
         let probe_result = match &result {
             ReadyzResult::ConnectionLost => {
@@ -144,5 +133,25 @@ async fn probe_repeatedly(
             }
         }
         connection = Some(current);
+    }
+}
+
+/// Sends one probe. After half of its timeout it counts as overdue.
+async fn probe_once(
+    upstream: &Upstream,
+    endpoint: &Arc<Endpoint>,
+    connection: &ProbeConnection,
+    config: &Readyz,
+) -> ReadyzResult {
+    let token = upstream.credentials.probe_token().and_then(|token| token.header());
+    let mut response = pin!(send_probe(connection, config, token));
+    tokio::select! {
+        // Both may be due after this process was suspended; then the response counts.
+        biased;
+        result = &mut response => result,
+        () = sleep(config.timeout / 2) => {
+            request_probes_of_others(upstream, endpoint);
+            response.await
+        }
     }
 }

@@ -112,8 +112,7 @@ enum Senders {
 #[ignore = "needs root and a network namespace of its own"]
 async fn dropped_flow_is_reset_and_new_flows_work() {
     for hook in ["input", "output"] {
-        // With the hook `output` the kernel itself knows that it has not sent a packet, so a flow fails alike in
-        // each direction.
+        // The kernel of the sender knows that the hook `output` drops a packet, so one set of directions suffices.
         let every_direction = hook == "input" || long_form();
         let directions = if every_direction { 3 } else { 1 };
         for lost in &["both", "to the server", "from the server"][..directions] {

@@ -178,7 +178,7 @@ async fn watch_lost_during_its_initial_events_ends_cleanly_only_if_it_expects_a_
 }
 
 /// A watch without a resource version starts at the server's present version. If it were repeated, it would
-/// start at a later version and miss events. A bookmark tells its version.
+/// start at a later version and miss events. A bookmark contains the version.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watch_without_a_version_resumes_only_after_a_bookmark() {
     let (peers, _proxy, client) = setup(2).await;

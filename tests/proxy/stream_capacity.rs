@@ -59,7 +59,7 @@ async fn many_watches_use_few_connections_without_waiting() {
     }
 }
 
-/// Asserts that the live connections still include those in `connections`, and updates it.
+/// Asserts that the connections in `connections` are still live, and replaces the list by all live connections.
 async fn expect_none_lost(proxy: &Proxy, connections: &mut Vec<String>) {
     let now = proxy.connections("identity-0").await;
     assert!(connections.iter().all(|c| now.contains(c)), "{connections:?} {now:?}");

@@ -65,7 +65,7 @@ async fn start(cluster: &TestCluster, tunnel_dead_after: u64) -> (Vec<FaultyRela
     cluster.start_behind_relays(change).await
 }
 
-/// Loses the packets of all flows.
+/// Makes the relays drop all packets of the present flows.
 fn lose(relays: &[FaultyRelay]) {
     let lost: usize = relays.iter().map(|relay| relay.drop_all_packets().unwrap()).sum();
     assert!(lost > 0);

@@ -112,14 +112,14 @@ impl ReloadResult {
                 let changed =
                     if changed.is_empty() { "nothing".to_owned() } else { changed.join("; ") };
                 tracing::info!(trigger, changed, "configuration reloaded");
-                let mut reason = format!("changed: {changed}");
+                let mut reason = vec![format!("changed: {changed}")];
                 for setting in needs_restart {
                     tracing::warn!(setting, "restart needed");
                 }
                 if !needs_restart.is_empty() {
-                    reason += &format!("; restart needed: {}", needs_restart.join("; "));
+                    reason.push(format!("restart needed: {}", needs_restart.join("; ")));
                 }
-                ("reloaded", reason, "configuration applied")
+                ("reloaded", reason.join("; "), "configuration applied")
             }
             ReloadOutcome::Failed { errors } => {
                 for error in errors {

@@ -71,11 +71,11 @@ impl Drop for Linger {
         }
         let lingering = LINGERING.with(Rc::clone);
         spawn_local(async move {
-            let _lingering = lingering;
             let mut discarded = [0; 4096];
             let client_closes =
                 async { while matches!(stream.read(&mut discarded).await, Ok(n) if n > 0) {} };
             let _ = timeout(LIMIT, client_closes).await;
+            drop(lingering);
         });
     }
 }

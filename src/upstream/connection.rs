@@ -106,8 +106,8 @@ impl Connection {
         self.lifecycle.suspect_since.get()
     }
 
-    /// Whether a request sent on this connection now would most likely be lost: its PING is late, and
-    /// the peer's kernel does not answer either.
+    /// Whether a request sent on this connection now would probably be lost, because one of the two
+    /// directions has shown no evidence of life for a second.
     pub fn path_unresponsive(&self) -> bool {
         self.lifecycle.path_unresponsive.get()
     }
@@ -198,7 +198,7 @@ impl Connection {
         self.stats.watches.load(Ordering::Relaxed)
     }
 
-    /// When the last stream ended; `None` while one is open.
+    /// When the last open stream ended; `None` while a stream is open.
     pub fn idle_since(&self) -> Option<Instant> {
         (self.streams() == 0).then(|| self.slots.idle_since.get())
     }

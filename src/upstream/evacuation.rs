@@ -9,7 +9,7 @@
 //! |---|---|
 //! | ok | none |
 //! | failed, or outstanding for half of its timeout | those that delivered events and have fallen silent |
-//! | failed `fall` times in a row, so that the endpoint is degraded | all that can be resumed |
+//! | failed `fall` times in a row: the endpoint is degraded | all that can be resumed |
 //!
 //! A target must be ready, and a `/readyz` request that was sent to it after the first failure must have
 //! been ok. The prober asks the other endpoints at once. If all apiservers lose etcd together, no endpoint

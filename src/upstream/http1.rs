@@ -134,8 +134,8 @@ struct Candidate {
     endpoint: Arc<Endpoint>,
 }
 
-/// Sorts by rank in random order. The first is the less loaded of two random candidates of the best
-/// rank.
+/// Sorts by rank; the order within a rank is random. The first candidate is the less loaded of two random
+/// ones of the best rank.
 fn order(candidates: &mut [Candidate], rng: &mut fastrand::Rng) {
     rng.shuffle(candidates);
     candidates.sort_by_key(|candidate| candidate.rank);

@@ -2,7 +2,7 @@
 //!
 //! Slow heads are found in rounds of a fixed interval. A request other than a watch is counted in the
 //! round in which it is sent. If it still waits when the next round ends, it has waited for a whole
-//! interval. Only the counts of two rounds are needed, so the search costs nothing per waiting request.
+//! interval. Only two rounds need a count, so the search need not visit each waiting request.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::upstream::balance::PeakEwma;
 /// prefer another one.
 const WARNING_AFTER: Duration = Duration::from_millis(50);
 
-/// Requests that wait for their response head, and the latency of those that got it.
+/// Requests that wait for their response head, and the latency of the heads that arrived.
 #[derive(Debug)]
 pub(super) struct ResponseWaits {
     latency: Cell<PeakEwma>,

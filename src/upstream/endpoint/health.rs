@@ -42,17 +42,17 @@ pub enum Observation<'a> {
         /// When the drain began or the connection was closed.
         at: Instant,
     },
-    /// Whether the PINGs on a counted connection are answered has changed to this.
+    /// The PINGs on a counted connection are answered again (`true`) or not any more (`false`).
     ConnectionResponds(bool),
-    /// `/readyz` was ok `rise` times in a row.
+    /// The first `/readyz` was ok, or `rise` in a row were.
     ReadyzOk,
-    /// `/readyz` failed `fall` times in a row, for this reason.
+    /// The first `/readyz` failed, or `fall` in a row did. The text is the reason.
     ReadyzFailing(&'a str),
-    /// `/readyz` is not asked, for this reason. The endpoint is ready while a connection is live.
+    /// `/readyz` is not asked. The text is the reason. The endpoint is ready while a connection is live.
     ReadyzNotProbed(&'static str),
     /// Neither a PONG nor a handshake for too long, although the kernel may answer. The text is the reason.
     Unresponsive(&'a str),
-    /// A PONG arrived on a connection that stayed open after [`Self::Unresponsive`].
+    /// A PONG arrived on a connection that stayed open. It ends [`Self::Unresponsive`].
     Responsive,
     /// The prober's connection received a GOAWAY: the apiserver shuts down. It refuses new connections,
     /// but open streams and flows may finish.
@@ -137,7 +137,7 @@ enum Readyz {
     NotProbed(&'static str),
 }
 
-/// The lifecycle of the apiserver process, as far as it can be observed by connections.
+/// The lifecycle of the apiserver process, as far as connections show it.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 enum Lifecycle {
     /// Not connected since the last ejection.

@@ -172,10 +172,10 @@ impl Imports {
         let (name, rest) = path[module.len()..].split_first()?;
         let scan = &self.files[module].1;
         let exported = scan.bound.iter().find(|(bound, _, public)| *public && bound == name);
-        if let Some((_, target, _)) = exported.filter(|_| depth > 0) {
-            if let Some(base) = self.absolute(module, target, 4) {
-                return self.definition(&[&base, rest].concat(), depth - 1);
-            }
+        if let Some((_, target, _)) = exported.filter(|_| depth > 0)
+            && let Some(base) = self.absolute(module, target, 4)
+        {
+            return self.definition(&[&base, rest].concat(), depth - 1);
         }
         Some(module.to_vec())
     }

@@ -163,7 +163,7 @@ impl NotResumable {
 pub enum MoveReason {
     /// The endpoint has more watches than others.
     Rebalance,
-    /// The endpoint is degraded or suspected.
+    /// The endpoint is degraded, or its probe fails or is overdue.
     Evacuate,
     /// The connection drains.
     Drain,

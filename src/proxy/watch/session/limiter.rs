@@ -9,8 +9,8 @@ use tokio::time::Instant;
 
 use super::input::MoveReason;
 
-/// Maximum number of resumes of one watch in one [`WINDOW`]. Moves away from a degraded endpoint or a
-/// draining connection count as resumes.
+/// Maximum number of resumes of one watch in one [`WINDOW`]. Every move counts as a resume, except those that
+/// balance load.
 pub const MAX_RESUMES: u32 = 12;
 /// Length of a window. A window begins with the first resume after the end of the window before it.
 const WINDOW: Duration = Duration::from_secs(60);
@@ -18,9 +18,9 @@ const WINDOW: Duration = Duration::from_secs(60);
 pub(super) const MIN_REMAINING_TO_REBALANCE: Duration = Duration::from_secs(30);
 /// A watch is resumed, or moved for another reason, only if at least this time is left until its deadline.
 pub(super) const MIN_REMAINING: Duration = Duration::from_secs(2);
-/// Minimum time between any attempt to move and an attempt that balances load.
+/// Minimum time from an attempt to move, for any reason, to a later one that balances load.
 const REBALANCE_PAUSE: Duration = Duration::from_secs(60);
-/// Minimum time between any attempt to move and an attempt to leave a degraded or suspected endpoint.
+/// Minimum time from an attempt to move, for any reason, to a later one that evacuates an endpoint.
 const EVACUATION_PAUSE: Duration = Duration::from_secs(2);
 
 /// Counts the recent resumes and moves of one watch.
@@ -54,9 +54,9 @@ impl ResumeLimiter {
 
     /// Whether the watch may be moved away from a stream that works:
     ///
-    /// * to balance load: once a minute;
-    /// * away from a degraded or suspected endpoint: every 2 s, and only while fewer than half of the
-    ///   window's resumes are used;
+    /// * to balance load: [`REBALANCE_PAUSE`] after the last attempt to move;
+    /// * away from an endpoint that is degraded or whose probe fails: [`EVACUATION_PAUSE`] after the last
+    ///   attempt to move, and only while fewer than half of the window's resumes are used;
     /// * away from a connection that drains: while any of the window's resumes is left.
     pub(super) fn may_move(&self, reason: MoveReason, now: Instant) -> bool {
         let pause_is_over = |pause| {

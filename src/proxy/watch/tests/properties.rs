@@ -294,6 +294,7 @@ fn splitter_without_budget_still_finds_the_ends_of_frames() {
                     if end {
                         ends.push(at);
                     }
+                    // At most the size prefix of a protobuf frame is buffered.
                     assert!(splitter.buffered() <= 4);
                 }
             }

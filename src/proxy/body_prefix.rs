@@ -18,8 +18,8 @@ use crate::upstream::connection::{Connection, ConnectionState};
 /// into the receive window of the stream, so it needs no more memory than a client that reads nothing.
 const PREFIX_SIZE: usize = 64 * 1024;
 
-/// Time after its first frame at which an incomplete prefix is forwarded. It starts again while the
-/// connection is suspect or has received nothing since the last frame, as happens when it is lost.
+/// Time after its first frame at which an incomplete prefix is forwarded. If the connection is suspect then,
+/// or has received nothing since the last frame, it may be lost, and the prefix waits for the same time again.
 const PREFIX_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long the head of a log waits for the first line. The container of a followed log may write

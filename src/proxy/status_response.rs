@@ -1,7 +1,7 @@
 //! Renders a [`StatusError`] as the `metav1.Status` that Kubernetes clients read.
 //!
-//! The encoding is negotiated as the apiserver negotiates it. `Status` has only eight fields, so this module
-//! encodes its protobuf by hand.
+//! The encoding is negotiated as the apiserver negotiates it. The protobuf message `Status` has only six
+//! fields, so this module encodes it by hand.
 
 #[cfg(test)]
 mod tests;
@@ -79,7 +79,7 @@ impl Encoding {
     }
 }
 
-/// A quality value in thousandths. A malformed value counts as 1, as in goautoneg.
+/// A quality value in thousandths. A malformed value counts as 1, the default.
 fn thousandths(value: &str) -> u32 {
     match value.parse::<f32>() {
         Ok(q) if (0.0..=1.0).contains(&q) => (q * 1000.0).round() as u32,

@@ -1,5 +1,5 @@
-//! The state file: the endpoints of an upstream's sources on disk, without the static ones. After a
-//! restart jackstay finds the cluster even if no configured address or name works any more.
+//! The state file: the endpoints of an upstream from every source except the static one. After a restart
+//! jackstay finds the cluster even if no configured address or name works any more.
 //!
 //! Saved endpoints are candidates like any other: a probe decides whether they are used. The file is
 //! written only while one of its endpoints is usable. A file that is corrupt, of another upstream or
@@ -28,9 +28,8 @@ const MAX_ENDPOINTS: usize = 256;
 /// The content of a state file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SavedState {
-    /// The endpoints.
     pub endpoints: SavedEndpoints,
-    /// Time since they were last confirmed; zero if the clock went back.
+    /// Time since the endpoints were last confirmed; zero if the clock went back.
     pub age: Duration,
 }
 
@@ -98,7 +97,7 @@ fn parse_endpoint(value: &Value) -> Option<(EndpointSource, Candidate)> {
 /// Writes the state file atomically: a new file is synced and renamed over the old one.
 ///
 /// # Errors
-/// The file cannot be written; the old one stays.
+/// The file cannot be written. The old one stays, unless only the final sync of the directory failed.
 pub fn write(
     dir: &Path,
     upstream: &str,

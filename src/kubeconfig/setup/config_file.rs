@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::plan::SetupMode;
 use crate::config::CertPaths;
 
-/// The configuration file, with only the keys whose values differ from the defaults.
+/// The configuration file. The keys that it does not contain keep their defaults.
 #[derive(Serialize)]
 pub(super) struct ConfigFile {
     pub(super) state_dir: PathBuf,

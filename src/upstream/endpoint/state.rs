@@ -1,12 +1,12 @@
 //! The states of an endpoint.
 
-/// The state of an endpoint. The order is that of preference, best first.
+/// The order is that of preference for requests, best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum EndpointState {
-    /// Connected and ready: first choice.
+    /// Connected, and `/readyz` is ok or is not probed.
     Ready,
-    /// Not connected, or connected and not probed yet.
+    /// Not connected, or connected while `/readyz` has not answered yet.
     Connecting,
     /// Connected, but `/readyz` fails.
     Degraded,

@@ -1,5 +1,5 @@
-//! The metrics of a listener, as handles that are resolved once, so that counting a request is an atomic
-//! addition.
+//! The metrics of a listener. The handles of frequent metrics are resolved once, so that counting a request
+//! is an atomic addition; rare events are looked up in the registry.
 //!
 //! All workers share the handles, so gauges are incremented and decremented, never set.
 
@@ -107,7 +107,7 @@ impl ListenerMetrics {
         }
     }
 
-    /// Counts a response that ended early because of `side`.
+    /// Counts a response that ended early because of `side`: `client`, `upstream` or `jackstay`.
     pub fn cut(&self, side: &'static str) {
         self.registry.count(&names::RESPONSES_CUT, &[&self.name, side], 1);
     }

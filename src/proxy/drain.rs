@@ -4,7 +4,7 @@
 //! | stage | connections | watches |
 //! |---|---|---|
 //! | open | are accepted and served | continue |
-//! | draining | are accepted only from the socket's queue; open ones get a GOAWAY and are closed after their last request | end cleanly at a random moment within the spread; a watch that its client could not resume without a new list continues |
+//! | draining | are accepted only from the socket's queue; open ones are closed after their last request, over HTTP/2 with a GOAWAY | end cleanly at a random moment within the spread; a watch that its client could not resume without a new list continues |
 //! | forced | are closed at once, with their requests | are closed with their connection |
 //!
 //! Without the spread, the clients of thousands of nodes, or of a thousand watches on one node, would

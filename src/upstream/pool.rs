@@ -49,7 +49,7 @@ pub struct Pool {
     /// Notified when a total outage ends.
     outage_over: Notify,
     this: Weak<Self>,
-    /// Makes the order of endpoints differ from node to node.
+    /// Makes the order of endpoints differ between pools, of other workers as of other nodes.
     seed: u64,
     /// The pool serves jackstay's own requests and keeps no connections for configured identities.
     internal: bool,
@@ -100,8 +100,9 @@ impl Pool {
         self.outage.get().is_active()
     }
 
-    /// Waits until no total outage is in progress. During an outage the pool makes one connect attempt at a
-    /// time to each endpoint, however many requests wait ([`Endpoint::claim_connect_attempt`]).
+    /// Waits until no total outage is in progress, and counts as a held watch of `class` until then. While no
+    /// endpoint is usable, each endpoint gets one connect attempt at a time, however many requests wait
+    /// ([`Endpoint::claim_connect_attempt`]).
     pub async fn outage_ended(&self, class: &ClassPool) {
         let _held = class.count_held_watch();
         loop {
@@ -266,7 +267,7 @@ impl Pool {
     }
 
     /// The endpoints to which a class keeps connections: all for a configured identity, one for an internal
-    /// pool, and otherwise the best [`FANOUT`]. The order within a state differs from node to node.
+    /// pool, and otherwise the best [`FANOUT`]. The order within a state differs between pools.
     fn target_endpoints<'a>(
         &self,
         endpoints: &'a [Arc<Endpoint>],
@@ -282,7 +283,7 @@ impl Pool {
         targets
     }
 
-    /// A number by which this node orders the endpoints of one state.
+    /// A number by which this pool orders the endpoints of one state.
     fn rank(&self, label: &str) -> u64 {
         let mut hasher = DefaultHasher::new();
         (self.seed, label).hash(&mut hasher);

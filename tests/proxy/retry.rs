@@ -79,7 +79,8 @@ enum Stage {
     Sent,
     /// The response head has arrived.
     Head,
-    /// Less than 64 KiB of the body have arrived. jackstay has not forwarded them if the request may be sent again.
+    /// Less than 64 KiB of the body have arrived. jackstay holds them for a read or a safe POST, but has begun
+    /// to forward the response to any other request.
     ShortBody,
     /// At least 64 KiB of the body have arrived.
     Body,
@@ -372,8 +373,8 @@ async fn request_is_not_retried_when_its_body_is_not_buffered() {
 }
 
 /// The connection falls silent in mid-body. jackstay has forwarded nothing of the short body, so the client gets
-/// a complete response from the other endpoint. This holds too if the connection becomes suspect only after more
-/// than the second for which jackstay withholds a short body.
+/// a complete response from the other endpoint. jackstay usually forwards a short body after 1 s, but not from a
+/// silent connection, even if that becomes suspect only after 1.5 s.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn read_is_hedged_when_its_connection_falls_silent_in_the_body() {
     tokio::join!(

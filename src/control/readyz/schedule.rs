@@ -26,8 +26,8 @@ pub struct ResultStreak {
 }
 
 impl ResultStreak {
-    /// Records a result. Returns whether the endpoint now counts as ready, or as not ready, by it: the
-    /// first result decides, and then `rise` successes or `fall` failures in a row.
+    /// Records a result. Returns whether the endpoint now takes the state of this result: at once for the
+    /// first result, otherwise after `rise` successes or `fall` failures in a row.
     pub fn record(&mut self, ready: bool, rise: u32, fall: u32) -> bool {
         let last = self.last.replace(ready);
         self.length = if last == Some(ready) { self.length.saturating_add(1) } else { 1 };
@@ -61,7 +61,9 @@ impl Default for ProbeSchedule {
 }
 
 impl ProbeSchedule {
-    /// Records a result. `on_evidence` says whether passive evidence requested the probe.
+    /// Records a result. `on_evidence` says whether passive evidence requested the probe. The evidence pause
+    /// is [`EVIDENCE_PAUSE`] again after a result that differs from the known state, and after a success of
+    /// any other probe.
     pub fn record(&mut self, result: ProbeResult, on_evidence: bool, config: &Readyz) {
         let failing = result == ProbeResult::Failing;
         let changed = failing != (self.failures > 0);
@@ -202,7 +204,7 @@ mod tests {
         }
         schedule.record(ProbeResult::Ready, false, &config);
         assert_eq!(ms(&schedule), 500);
-        // A failing endpoint gets at most one probe a second. Regular probes do not change the pause.
+        // A failing endpoint gets at most one probe a second. Regular probes that fail do not change the pause.
         schedule.record(ProbeResult::Failing, true, &config);
         assert_eq!(ms(&schedule), 1_000);
         for expected in [1_000, 2_000, 4_000, 8_000, 10_000] {

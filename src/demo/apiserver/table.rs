@@ -37,7 +37,8 @@ pub fn definitions(kind: &Kind) -> Value {
         .collect()
 }
 
-/// A `Table` with a row for each object; `include_object` is from the query, `metadata` that of the list.
+/// A `Table` with a row for each object. `include_object` is the query parameter `includeObject`, and
+/// `metadata` is the metadata of the list.
 pub fn table(
     kind: &Kind,
     objects: &[&Object],

@@ -8,8 +8,9 @@ use std::alloc::{GlobalAlloc, Layout};
 use libmimalloc_sys::{mi_free, mi_malloc, mi_realloc, mi_zalloc};
 use mimalloc::MiMalloc;
 
-/// Largest alignment that `mi_malloc` guarantees, for sizes of at least the alignment
-/// (`MI_MAX_ALIGN_SIZE`, `mi_malloc_is_naturally_aligned` in mimalloc's source).
+/// Largest alignment that `mi_malloc` guarantees, for sizes of at least the alignment: the start of a page
+/// and the block sizes from 16 bytes are multiples of it (`MI_MAX_ALIGN_SIZE`, `MI_ALIGN2W` in the source
+/// of mimalloc v3).
 const MAX_NATURAL_ALIGNMENT: usize = 16;
 
 // Part of mimalloc's stable interface (`mimalloc.h`). The crate declares it only with its feature

@@ -291,7 +291,7 @@ proptest! {
         if keeps_upgrade {
             prop_assert_eq!(headers.get_all(CONNECTION).iter().collect::<Vec<_>>(), ["Upgrade"]);
         }
-        // Identity, impersonation and all other end-to-end headers are unchanged and in order.
+        // All other end-to-end headers, such as Authorization and Impersonate-*, are unchanged and in order.
         for name in before.keys() {
             let text = name.as_str();
             let is_named = named_in_connection.iter().any(|named| named == text);

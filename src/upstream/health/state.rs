@@ -5,7 +5,8 @@
 pub enum ConnectionState {
     /// Accepts new streams.
     Live,
-    /// The PING is late. Accepts no new streams; requests on it may be hedged.
+    /// The PING is late. Requests on the connection may be hedged. A new stream is opened on it only if the
+    /// request would otherwise fail for want of a live connection.
     Suspect,
     /// Accepts no new streams; open streams finish.
     Draining,
@@ -51,9 +52,10 @@ pub enum StateChangeReason {
     NothingAcknowledged,
     /// The peer's kernel answers, but its process sends neither a PONG nor other frames.
     ProcessStopped,
-    /// No frame arrived for 20 s, although sent bytes are acknowledged.
+    /// No frame arrived for 20 s, although sent bytes are acknowledged. With pinned streams, for
+    /// `tunnel_dead_after` if that is longer.
     NoFrames,
-    /// The peer accepted no bytes for 20 s, although its kernel answers.
+    /// The peer accepted no bytes for as long as in [`Self::NoFrames`], although its kernel answers.
     WindowClosed,
 }
 

@@ -6,7 +6,7 @@ pub enum ConnectionState {
     /// Accepts new streams.
     Live,
     /// The PING is late. Requests on the connection may be hedged. A new stream is opened on it only if the
-    /// request would otherwise fail for want of a live connection.
+    /// request would otherwise fail for want of a free stream on a live connection.
     Suspect,
     /// Accepts no new streams; open streams finish.
     Draining,

@@ -44,13 +44,13 @@ pub fn path(dir: &Path, upstream: &str) -> PathBuf {
 /// The file cannot be read, or is ignored.
 pub fn read(dir: &Path, upstream: &str, now: SystemTime) -> Result<Option<SavedState>, String> {
     match files::read_text(&path(dir, upstream), MAX_FILE) {
-        Ok(text) => {
-            parse(&text, upstream, now).map(Some).map_err(|why| format!("{why}; it is ignored"))
-        }
+        Ok(text) => parse(&text, upstream, now)
+            .map(Some)
+            .map_err(|why| format!("{why}; the file is ignored")),
         Err(error) => match error.kind() {
             io::ErrorKind::NotFound => Ok(None),
             io::ErrorKind::FileTooLarge | io::ErrorKind::InvalidData => {
-                Err(format!("not a state file: {error}; it is ignored"))
+                Err(format!("not a state file: {error}; the file is ignored"))
             }
             _ => Err(error.to_string()),
         },
@@ -62,7 +62,7 @@ fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, Stri
         serde_json::from_str(text).map_err(|error| format!("not a state file: {error}"))?;
     match value["version"].as_u64() {
         Some(VERSION) => {}
-        Some(other) => return Err(format!("version {other} of the format")),
+        Some(other) => return Err(format!("format version {other} is not supported")),
         None => return Err("not a state file: no version".into()),
     }
     if value["upstream"] != upstream {
@@ -166,13 +166,13 @@ mod tests {
         let other = fs::read_to_string(path(dir.path(), "other")).unwrap();
         let big = format!("{}{}", " ".repeat(MAX_FILE as usize), other);
         for (text, expected) in [
-            (other.as_bytes(), "the endpoints of another upstream, \"other\"; it is ignored"),
+            (other.as_bytes(), "the endpoints of another upstream, \"other\"; the file is ignored"),
             (b"", "not a state file: EOF"),
             (b"\xff\xfe", "not a state file: not a text file"),
             (b"[]", "not a state file: no version"),
             (&other.as_bytes()[..40], "not a state file: "),
             (big.as_bytes(), "not a state file: larger than"),
-            (br#"{"version":2}"#, "version 2 of the format; it is ignored"),
+            (br#"{"version":2}"#, "format version 2 is not supported; the file is ignored"),
             (br#"{"version":1,"upstream":"u"}"#, "no usable endpoint in it"),
             (
                 br#"{"version":1,"upstream":"u","endpoints":[{"address":"evil:6443","source":"dns"},
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn write_directory_is_a_file_fails() {
+    fn read_and_write_fail_if_the_directory_is_a_file() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         fs::write(&file, "").unwrap();

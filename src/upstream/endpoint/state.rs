@@ -54,7 +54,7 @@ impl EndpointState {
     pub(super) fn effect(self) -> &'static str {
         match self {
             Self::Ready => "takes requests",
-            Self::Connecting => "reconnecting; others serve",
+            Self::Connecting => "no new requests while another is ready",
             Self::Degraded => "no new requests while another is ready; its watches move away",
             Self::Suspect => "no new requests while another is usable; a fresh connection is tried",
             Self::Ejected | Self::NoH2 => "no requests; retried with backoff",

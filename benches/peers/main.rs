@@ -71,7 +71,7 @@ struct Args {
     /// Measure only memory after a burst of watches, in this many new jackstay processes.
     #[arg(long, value_name = "RUNS", conflicts_with_all = ["quick", "only", "layer"])]
     bursts: Option<usize>,
-    /// Fail unless jackstay was measured and meets every limit.
+    /// Fail unless jackstay meets every limit. This requires the peers to which the limits are relative.
     #[arg(long)]
     check: bool,
     /// Set by `cargo bench`.
@@ -248,7 +248,8 @@ async fn bursts(
     Ok(())
 }
 
-/// Starts the proxies. A proxy that does not start is skipped with a message the first time; later it is an error.
+/// Starts the proxies. If `first`, a proxy that does not start is removed from `targets` with a message; otherwise this
+/// is an error.
 async fn start_all(
     environment: &Environment<'_>,
     targets: &mut Vec<Target>,

@@ -67,8 +67,8 @@ impl Target {
         matches!(self, Self::Haproxy | Self::Nginx | Self::Envoy)
     }
 
-    /// Turns a failure of another proxy into `None`: it is skipped for the rest of the run. A failure of jackstay or of
-    /// the direct connection is an error.
+    /// Turns a failure of another proxy into `None`: the proxy is skipped for the rest of the phase. A failure of
+    /// jackstay or of the direct connection is an error.
     pub fn skip_failed_peer<T>(self, measured: Result<T>) -> Result<Option<T>> {
         match measured {
             Ok(measured) => Ok(Some(measured)),

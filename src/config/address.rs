@@ -44,7 +44,7 @@ impl EndpointAddress {
     /// Reads the address of an apiserver: an IP address, `localhost` or a DNS name, and a port.
     ///
     /// # Errors
-    /// The mistake, and a correct example.
+    /// `text` is not such an address. The error names the mistake.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (host, port) = split(text, "10.0.0.11:6443 or \"[fd00::13]:6443\"")?;
         if port == 0 {

@@ -1,9 +1,10 @@
-//! Picks a connection for a request: power of two choices by peak-EWMA load.
+//! Picks a connection for a request, or an endpoint for a passthrough flow: power of two choices by load.
 //!
 //! The less loaded of two random candidates is picked. The load is spread almost as evenly as by comparing
 //! all candidates, and the nodes do not all pick the same one (Mitzenmacher, *The Power of Two Choices in
-//! Randomized Load Balancing*, 2001). Load is the number of outstanding streams, weighted by peak-EWMA
-//! latency, so a slow apiserver receives fewer requests.
+//! Randomized Load Balancing*, 2001). The load of a connection is the number of its outstanding streams,
+//! weighted by peak-EWMA latency, so a slow apiserver receives fewer requests. The load of an endpoint is
+//! the number of its passthrough flows.
 //!
 //! Time and randomness are arguments, so thousands of nodes can be simulated.
 
@@ -21,8 +22,8 @@ pub const SLOW_START: Duration = Duration::from_secs(30);
 /// Share of the picks in which an endpoint takes part at the beginning of its slow start.
 const FIRST_SHARE: f64 = 0.1;
 
-/// Factor on the cost of a connection that does not take part in a pick. Any other connection is cheaper.
-/// If no connection takes part, the cheapest is picked as usual.
+/// Factor on the cost of a candidate that does not take part in a pick. Any other candidate is cheaper. If
+/// neither of the two random candidates takes part, the cheaper one is picked nevertheless.
 const EXCLUDED_COST_FACTOR: f64 = 1e9;
 
 /// Latency assumed before the first response, in seconds: that of a local apiserver.
@@ -59,7 +60,7 @@ impl PeakEwma {
         INITIAL + (self.seconds - INITIAL) * self.weight(now)
     }
 
-    /// Weight of the last sample at `now`, in 0..=1.
+    /// Weight of the stored average at `now`, in 0..=1.
     fn weight(&self, now: Instant) -> f64 {
         let age = now.saturating_duration_since(self.at);
         (-age.as_secs_f64() / DECAY.as_secs_f64()).exp()
@@ -71,8 +72,8 @@ pub fn cost(outstanding: usize, latency: f64) -> f64 {
     (outstanding as f64 + 1.0) * latency
 }
 
-/// Share of the picks in which an endpoint takes part that has been ready again for `ready_for`. Its caches
-/// are cold, and without a slow start all nodes would return to it at the same moment.
+/// Share of the picks in which an endpoint takes part `ready_for` after its recovery. Its caches are cold,
+/// and without a slow start all nodes would return to it at the same moment.
 ///
 /// Dividing the cost by the share would not work. Most nodes have no outstanding requests when they pick,
 /// so all of them would avoid the endpoint until its share is 1 and then return at the same moment.

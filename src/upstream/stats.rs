@@ -102,7 +102,7 @@ pub struct EndpointStatus {
     /// Number of ejections since the endpoint joined the set.
     pub ejections: u64,
     pub last_check: Option<ReadyzCheck>,
-    /// PING round trips of the last ten minutes on all connections.
+    /// The latest PING round trips on all connections, at most [`crate::observe::history::SAMPLES`].
     pub rtt: Option<RttQuantiles>,
     pub streams: usize,
     pub watches: usize,

@@ -79,7 +79,8 @@ async fn clean_end_after_a_resume_is_forwarded() {
     assert_eq!(peers.requests().len(), 2);
 }
 
-/// The new stream repeats an event that the client already has, so jackstay does not trust its history.
+/// The new stream sends events that the client already has. The first is discarded. The second ends the watch,
+/// because the server's history may differ.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn repeated_event_after_a_resume_ends_the_watch_cleanly() {
     let (peers, _proxy, client) = setup(2).await;
@@ -177,8 +178,9 @@ async fn watch_lost_during_its_initial_events_ends_cleanly_only_if_it_expects_a_
     }
 }
 
-/// A watch without a resource version starts at the server's present version. If it were repeated, it would
-/// start at a later version and miss events. A bookmark contains the version.
+/// A watch without a resource version and with `sendInitialEvents=false` starts at the server's present
+/// version. If it were repeated, it would start at a later version and miss events. A bookmark contains the
+/// version.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watch_without_a_version_resumes_only_after_a_bookmark() {
     let (peers, _proxy, client) = setup(2).await;

@@ -61,7 +61,7 @@ pub(super) fn plan(
         (local_ca, ca_certificate)
     };
     plan.local_ca = Some(ca_certificate);
-    // A new CA always issues a certificate, because it has not signed an existing one.
+    // After a new CA was created, an existing certificate is not current: another CA signed it.
     if !is_current(&serving, &local_ca, &names, request.now) {
         plan.files.push(OutputFile {
             path: serving.clone(),

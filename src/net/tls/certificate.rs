@@ -174,7 +174,7 @@ pub fn cert_info(der: &CertificateDer<'_>) -> Result<CertInfo, String> {
 fn format_utc(time: SystemTime, format: &str) -> String {
     match jiff::Timestamp::try_from(time) {
         Ok(time) => time.strftime(format).to_string(),
-        // jiff represents no later time.
+        // The latest time that jiff represents is in the year 9999.
         Err(_) => "a date after the year 9999".to_owned(),
     }
 }

@@ -47,6 +47,7 @@ macro_rules! delegate_async_write {
         }
     };
 }
+#[cfg(feature = "demo")] // other modules of this folder see the macro without it
 pub(crate) use delegate_async_write;
 
 pub mod connector;

@@ -118,11 +118,12 @@ pub(super) fn describe(error: &std::io::Error) -> String {
             presented,
         })) => {
             let names: Vec<&str> = presented.iter().map(|name| plain_name(name)).collect();
-            format!(
-                "the certificate is not valid for {}, only for {}",
-                expected.to_str(),
-                if names.is_empty() { "no name".to_owned() } else { names.join(", ") }
-            )
+            let valid_for = if names.is_empty() {
+                ": it has no subject alternative name".to_owned()
+            } else {
+                format!(", only for {}", names.join(", "))
+            };
+            format!("the certificate is not valid for {}{valid_for}", expected.to_str())
         }
         _ => error.to_string(),
     }
@@ -174,15 +175,23 @@ mod tests {
 
     #[test]
     fn describe_wrong_name_lists_plain_names() {
-        let wrong_name = CertificateError::NotValidForNameContext {
-            expected: ServerName::try_from("lb.example").unwrap(),
-            presented: vec!["DnsName(\"kubernetes\")".into(), "IpAddress(10.0.0.1)".into()],
-        };
-        let error = std::io::Error::other(Error::InvalidCertificate(wrong_name));
-        assert_eq!(
-            describe(&error),
-            "the certificate is not valid for lb.example, only for kubernetes, 10.0.0.1"
-        );
-        assert_eq!(kind_of(&error), FailureKind::WrongName);
+        for (presented, expected) in [
+            (
+                vec!["DnsName(\"kubernetes\")".into(), "IpAddress(10.0.0.1)".into()],
+                "the certificate is not valid for lb.example, only for kubernetes, 10.0.0.1",
+            ),
+            (
+                vec![],
+                "the certificate is not valid for lb.example: it has no subject alternative name",
+            ),
+        ] {
+            let wrong_name = CertificateError::NotValidForNameContext {
+                expected: ServerName::try_from("lb.example").unwrap(),
+                presented,
+            };
+            let error = std::io::Error::other(Error::InvalidCertificate(wrong_name));
+            assert_eq!(describe(&error), expected);
+            assert_eq!(kind_of(&error), FailureKind::WrongName);
+        }
     }
 }

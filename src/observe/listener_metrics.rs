@@ -75,7 +75,7 @@ impl ListenerMetrics {
                 listener = self.name,
                 reason = "the client left",
                 suppressed,
-                "repeated requests suppressed"
+                "access log lines suppressed"
             );
         }
     }

@@ -251,7 +251,7 @@ async fn access_log_limits_lines_for_clients_that_leave_and_counts_suppressed_on
         "upkeep reports the other suppressed lines"
     );
     let last = captured.lines().pop().expect("a line");
-    assert!(last.contains(r#"repeated requests suppressed listener="a""#), "{last}");
+    assert!(last.contains(r#"access log lines suppressed listener="a""#), "{last}");
 
     let all = Captured::default();
     all.during(LogFormat::Text, || abandon_requests(AccessLog::All, 500));

@@ -195,7 +195,7 @@ impl Pool {
         now: Instant,
     ) {
         class.connections.borrow_mut().retain(|c| c.state() != ConnectionState::Dead);
-        let Some(tls) = self.upstream.credentials.tls(class.class()) else {
+        let Some(tls) = self.upstream.credentials.tls(class.credential_class()) else {
             self.retire_class(class);
             return;
         };
@@ -203,7 +203,7 @@ impl Pool {
         class.rebalancer.borrow_mut().tick(&class.connections.borrow(), rebalance, now);
         class.evacuations.borrow_mut().tick(&class.connections.borrow(), evacuations, now);
         class.probe_slow_endpoints(now);
-        let configured = matches!(class.class(), CredentialClass::Identity(_));
+        let configured = matches!(class.credential_class(), CredentialClass::Identity(_));
         let drain_old = class.may_drain_old(tls.generation, now);
         for connection in class.connections.borrow().iter() {
             if drain_old && connection.generation != tls.generation {
@@ -244,7 +244,7 @@ impl Pool {
         }
         // The map and the caller hold two references. Requests and connects in progress hold others.
         if class.connections.borrow().is_empty() && Rc::strong_count(class) <= 2 {
-            self.classes.borrow_mut().remove(&class.class());
+            self.classes.borrow_mut().remove(&class.credential_class());
         }
     }
 
@@ -305,7 +305,7 @@ impl Pool {
                     let connection = Connection::start(
                         established,
                         &endpoint,
-                        class.class(),
+                        class.credential_class(),
                         &tls,
                         &pool.upstream.config(),
                         Rc::clone(&pool.changed),

@@ -70,7 +70,7 @@ impl Pool {
         required: StreamRequirements<'_>,
         start: Instant,
     ) -> Result<Permit, Unavailable> {
-        if self.upstream.credentials.tls(class.class()).is_none() {
+        if self.upstream.credentials.tls(class.credential_class()).is_none() {
             return Err(Unavailable::NoCredential);
         }
         self.upstream.metrics.stream_waits(&self.upstream.name).increment(1);

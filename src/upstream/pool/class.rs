@@ -77,7 +77,7 @@ impl ClassPool {
     }
 
     /// The credential class that the connections serve.
-    pub fn class(&self) -> CredentialClass {
+    pub fn credential_class(&self) -> CredentialClass {
         self.class
     }
 

@@ -86,7 +86,7 @@ impl ResumeContext {
     /// Whether the class still has a credential. After a reload the file of an identity may contain another
     /// subject.
     pub(super) fn has_credential(&self) -> bool {
-        self.upstream.pool.upstream().credentials.tls(self.class.class()).is_some()
+        self.upstream.pool.upstream().credentials.tls(self.class.credential_class()).is_some()
     }
 
     /// The connection of the last stream or attempt.

@@ -127,7 +127,7 @@ fn faults() -> Vec<(&'static str, Stage, Action)> {
     let mut faults = vec![
         ("REFUSED_STREAM", Stage::Unprocessed, Action::raw(|id| reset(id, REFUSED_STREAM))),
         (
-            "REFUSED_STREAM after the body",
+            "REFUSED_STREAM after the request body",
             Stage::Unprocessed,
             Action::after_body(Action::raw(|id| reset(id, REFUSED_STREAM))),
         ),
@@ -145,7 +145,7 @@ fn faults() -> Vec<(&'static str, Stage, Action)> {
         ("503 of a shutdown", Stage::Unprocessed, Action::Answer(closing_503)),
         ("GOAWAY that includes the request, then closed", Stage::Sent, Action::GoAwayThenClose),
         ("closed", Stage::Sent, Action::Close),
-        ("closed after the body", Stage::Sent, Action::after_body(Action::Close)),
+        ("closed after the request body", Stage::Sent, Action::after_body(Action::Close)),
         ("head, then closed", Stage::Head, Action::PartialThenClose(empty())),
         ("short body, then closed", Stage::ShortBody, Action::PartialThenClose(short_body())),
         ("mid-body, then closed", Stage::Body, Action::PartialThenClose(long_body())),
@@ -165,7 +165,7 @@ fn faults() -> Vec<(&'static str, Stage, Action)> {
         let name = |at: &str| -> &'static str { format!("RST {name} {at}").leak() };
         let rst = Action::raw(move |id| reset(id, code));
         faults.push((name("before the head"), Stage::Sent, rst.clone()));
-        faults.push((name("after the body"), Stage::Sent, Action::after_body(rst)));
+        faults.push((name("after the request body"), Stage::Sent, Action::after_body(rst)));
         faults.push((
             name("after the head"),
             Stage::Head,

@@ -125,7 +125,8 @@ fn supervise(args: &Args) -> Result<bool> {
 }
 
 async fn run(args: &Args) -> Result<bool> {
-    let flows = passthrough::allow_descriptors()?; // child processes inherit the limit
+    // The number of idle flows for which the limit suffices. Child processes inherit the limit.
+    let flows = passthrough::raise_descriptor_limit()?;
     let dir = tempfile::Builder::new().prefix("jackstay-peers-").tempdir()?;
     let pki = Pki::create(dir.path())?;
     let tls = pki.client_config()?;

@@ -28,7 +28,7 @@ const SETTLE: Duration = Duration::from_secs(2);
 ///
 /// # Errors
 /// `prlimit` is not installed.
-pub fn allow_descriptors() -> Result<usize> {
+pub fn raise_descriptor_limit() -> Result<usize> {
     let prlimit = |args: &[&str]| -> Result<String> {
         let pid = std::process::id().to_string();
         let out = Command::new("prlimit").args(["--pid", &pid]).args(args).output();

@@ -73,7 +73,7 @@ impl Target {
         match measured {
             Ok(measured) => Ok(Some(measured)),
             Err(error) if self.is_peer() => {
-                println!("{} is skipped from now on: {error}", self.name());
+                println!("{} is skipped in this phase: {error}", self.name());
                 Ok(None)
             }
             Err(error) => Err(format!("{}: {error}", self.name()).into()),

@@ -29,7 +29,7 @@ impl fmt::Display for EndpointAddress {
 
 /// Reads an address to listen on: an IP address and a port; port 0 takes any free port.
 pub(super) fn parse_bind(text: &str) -> Result<SocketAddr, String> {
-    let (host, port) = split(text, "127.0.0.1:7443 or \"[::1]:7443\"")?;
+    let (host, port) = split_host_port(text, "127.0.0.1:7443 or \"[::1]:7443\"")?;
     match parse_ip(host) {
         Some(ip) => Ok(SocketAddr::new(ip, port)),
         None if host == "localhost" => Err(format!(
@@ -46,7 +46,7 @@ impl EndpointAddress {
     /// # Errors
     /// `text` is not such an address. The error names the mistake.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let (host, port) = split(text, "10.0.0.11:6443 or \"[fd00::13]:6443\"")?;
+        let (host, port) = split_host_port(text, "10.0.0.11:6443 or \"[fd00::13]:6443\"")?;
         if port == 0 {
             return Err(format!("{} has port 0, which accepts no connections", quote(text)));
         }
@@ -116,7 +116,7 @@ pub(super) fn is_dns_name(name: &str) -> bool {
 }
 
 /// Splits a text into the host, without the brackets of IPv6, and the port.
-pub(super) fn split<'a>(text: &'a str, example: &str) -> Result<(&'a str, u16), String> {
+pub(super) fn split_host_port<'a>(text: &'a str, example: &str) -> Result<(&'a str, u16), String> {
     let fail = |why: &str| Err(format!("{} {why}: write it as {example}", quote(text)));
     if text.contains("//") {
         return fail("is a URL, not an address and a port");

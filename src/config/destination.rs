@@ -4,7 +4,7 @@
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
-use super::address::split;
+use super::address::split_host_port;
 use super::errors::quote;
 
 /// A set of original destinations of redirected connections.
@@ -46,7 +46,7 @@ impl Destination {
         } else if text.parse::<IpAddr>().is_ok() {
             (text, None, None)
         } else {
-            let (ip, port) = split(text, "10.0.0.5:6443 or \"[fd00::5]:6443\"")?;
+            let (ip, port) = split_host_port(text, "10.0.0.5:6443 or \"[fd00::5]:6443\"")?;
             (ip, None, Some(port))
         };
         let Ok(ip) = ip.parse::<IpAddr>() else { return fail("has no IP address") };

@@ -52,7 +52,7 @@ fn events_then_reset(events: &[&str]) -> Action {
 /// Every stream to which the watch is resumed is lost immediately. After a clean end the client watches again
 /// without a LIST.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_ends_cleanly_after_12_resumes_within_a_minute() {
+async fn watch_ends_cleanly_after_at_most_12_resumes_within_a_minute() {
     let (peers, proxy, client) = setup(2).await;
     peers.set_actions(
         std::iter::once(events_then_reset(&[FIRST]))
@@ -82,7 +82,7 @@ async fn clean_end_after_a_resume_is_forwarded() {
 /// The new stream sends events that the client already has. The first is discarded. The second ends the watch,
 /// because the server's history may differ.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn repeated_event_after_a_resume_ends_the_watch_cleanly() {
+async fn second_repeated_event_after_a_resume_ends_the_watch_cleanly() {
     let (peers, _proxy, client) = setup(2).await;
     let repeated = [FIRST; 100];
     peers.set_actions([
@@ -182,7 +182,7 @@ async fn watch_lost_during_its_initial_events_ends_cleanly_only_if_it_expects_a_
 /// version. If it were repeated, it would start at a later version and miss events. A bookmark contains the
 /// version.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_without_a_version_resumes_only_after_a_bookmark() {
+async fn watch_without_a_version_resumes_after_a_bookmark_but_not_before() {
     let (peers, _proxy, client) = setup(2).await;
     peers.set_default(Reply::ok(&lines(&[SECOND])));
     let query = "sendInitialEvents=false&resourceVersionMatch=NotOlderThan";
@@ -227,7 +227,7 @@ impl Rotation {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_stays_on_a_replaced_certificate_until_another_stream_accepts_it() {
+async fn watch_with_a_replaced_certificate_moves_only_when_an_attempt_succeeds() {
     let rotation = Rotation::start().await;
     let Rotation { peers, proxy } = &rotation;
     let client = proxy.client().await;
@@ -235,7 +235,7 @@ async fn watch_stays_on_a_replaced_certificate_until_another_stream_accepts_it()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_stays_on_a_removed_endpoint_until_another_stream_accepts_it() {
+async fn watch_of_a_removed_endpoint_moves_only_when_an_attempt_succeeds() {
     let peers = Peers::start(2);
     let file = peers.certs.path().join("endpoints");
     replace_file(&file, &to_strings(&peers.addresses).join("\n"));

@@ -72,7 +72,7 @@ impl Admin {
                     let on_loopback = is_on_loopback(&stream);
                     connections.add(stream, on_loopback).await;
                 }
-                Err(error) => log_accept_error(&error, &mut warnings).await,
+                Err(error) => log_and_pause(&error, &mut warnings).await,
             }
         };
         if reason == StopReason::Moved {
@@ -95,7 +95,7 @@ pub async fn serve_unix(listener: UnixListener, provider: Arc<dyn StatusProvider
         match listener.accept().await {
             // Browsers cannot connect to Unix sockets.
             Ok((stream, _)) => connections.add(stream, false).await,
-            Err(error) => log_accept_error(&error, &mut warnings).await,
+            Err(error) => log_and_pause(&error, &mut warnings).await,
         }
     }
 }
@@ -105,7 +105,7 @@ fn is_on_loopback(stream: &TcpStream) -> bool {
 }
 
 /// Logs a failed accept, and delays the next one.
-async fn log_accept_error(error: &io::Error, warnings: &mut RepeatFilter) {
+async fn log_and_pause(error: &io::Error, warnings: &mut RepeatFilter) {
     if warnings.admit("accept", Instant::now()).is_some() {
         tracing::warn!(%error, "admin endpoint cannot accept a connection");
     }

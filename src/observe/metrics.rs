@@ -167,9 +167,9 @@ impl Metrics {
         self.registry.count(&names::RETRIES_REFUSED, &[reason], 1);
     }
 
-    /// Counts a hedge by its outcome: the attempt that answered first (`original`, `hedge`), both attempts
-    /// failed (`failed`), or no hedge was sent because the budget was used up (`over_budget`) or the pool
-    /// had no other connection (`nobody`).
+    /// Counts a hedge by its outcome. `original`, `hedge`: this attempt answered first. `failed`: both
+    /// attempts failed. `over_budget`: the hedge budget was used up. `nobody`: the pool had no other
+    /// connection.
     pub fn hedged(&self, outcome: &'static str) {
         self.registry.count(&names::HEDGES, &[outcome], 1);
     }

@@ -102,7 +102,7 @@ table! {
     RETRIES_REFUSED = Counter "jackstay_retries_refused_total" ["reason"] "requests",
         "Failed requests that were not retried: they may have been executed (unsafe), their body was too large to hold (not_held), or the attempts were used up (attempts).";
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
-        "Hedges by outcome: the attempt that answered first (original, hedge), both failed (failed), or no hedge was sent because the budget was used up (over_budget) or no other connection was available (nobody).";
+        "Hedges by outcome. original, hedge: this attempt answered first. failed: both attempts failed. over_budget: the hedge budget was used up, so no hedge was sent. nobody: the pool had no other connection, so no hedge was sent.";
     WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",
         "Watches that lost their stream or were answered with 410, by outcome. withheld: the 410 was not forwarded. barred, oversized: still open, but an event that they received prevents a resume. unproven: ended because the proof of the client's identity ended.";
     STALE_WATCHES = Counter "jackstay_stale_watches_total" ["upstream", "endpoint"] "watches",

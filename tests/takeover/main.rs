@@ -233,11 +233,11 @@ async fn takeover_applies_added_and_removed_addresses() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn takeover_is_refused_between_different_users() {
     use std::os::unix::fs::PermissionsExt;
-    const NOBODY: u32 = 65534;
+    const OTHER_UID: u32 = 65534;
     let mut setup = Setup::new(1, 1).await;
     let socket = setup.state_dir().join("take-over.sock");
     let dir = tempfile::tempdir().unwrap();
-    if std::os::unix::fs::chown(dir.path(), Some(NOBODY), None).is_err() {
+    if std::os::unix::fs::chown(dir.path(), Some(OTHER_UID), None).is_err() {
         println!("skipped: only root can change the user");
         return;
     }
@@ -259,7 +259,7 @@ async fn takeover_is_refused_between_different_users() {
     let binary = dir.path().join("jackstay");
     let copy = [env!("CARGO_BIN_EXE_jackstay").as_ref(), binary.as_os_str()];
     assert!(std::process::Command::new("cp").args(copy).status().unwrap().success());
-    let mut other = start_as(&binary, &file, &["--take-over"], NOBODY);
+    let mut other = start_as(&binary, &file, &["--take-over"], OTHER_UID);
     assert_eq!(other.wait_exit().await.code(), Some(1), "{}", other.output());
     other.wait_output("cannot take over").await;
     setup.process.wait_output("user 65534 is not trusted").await;
@@ -268,11 +268,11 @@ async fn takeover_is_refused_between_different_users() {
     // Sockets that another user hands over are not trusted either.
     let state = dir.path().join("state");
     std::fs::create_dir(&state).unwrap();
-    std::os::unix::fs::chown(&state, Some(NOBODY), None).unwrap();
+    std::os::unix::fs::chown(&state, Some(OTHER_UID), None).unwrap();
     let text = std::fs::read_to_string(&file).unwrap();
     let text = text.replace(&setup.state_dir().display().to_string(), &state.display().to_string());
     std::fs::write(&file, text.replace(&setup.address.to_string(), "127.0.0.1:0")).unwrap();
-    let mut other = start_as(&binary, &file, &[], NOBODY);
+    let mut other = start_as(&binary, &file, &[], OTHER_UID);
     other.wait_output("listening").await;
     support::until("the socket exists", async || state.join("take-over.sock").exists()).await;
     setup.change(|config| config.state_dir = Some(state.clone()));

@@ -107,7 +107,7 @@ impl Attempt {
                 .await
                 .map_err(|reason| failed(Stage::HeadHeld, &reason))?;
             let rejection = if may_be_too_old && body.len() <= REJECTION_MAX_BODY {
-                Some((Stage::TooOld, "its watch cache starts after this version"))
+                Some((Stage::TooOld, "the apiserver's watch cache starts after this version"))
             } else if is_rejection(head.status, &head.headers, &body) {
                 Some((Stage::Unprocessed, "the apiserver is shutting down"))
             } else {

@@ -62,6 +62,11 @@ impl Process {
         Self { pid: child.id().to_string(), child: Some(KillOnDrop(child)), output }
     }
 
+    /// The process that gets signals.
+    pub fn pid(&self) -> &str {
+        &self.pid
+    }
+
     /// The standard error up to now.
     pub fn output(&self) -> String {
         self.output.lock().unwrap().clone()

@@ -1,0 +1,174 @@
+//! The attacks, as a process without credentials can make them; one knows a valid token.
+
+mod connections;
+mod floods;
+mod memory;
+mod tokens;
+
+use std::future::Future;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+
+use crate::rig::Target;
+use crate::support::pause;
+
+/// An attack.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Attack {
+    CertificateChains,
+    LargeCertificateChains,
+    IdleAdminConnections,
+    IdleTcpConnections,
+    IdleTlsConnections,
+    ZeroWindowSmall,
+    ZeroWindowLarge,
+    SlowReaders,
+    LargeHeaders,
+    EndlessBodies,
+    RandomTokens,
+    RandomTokensManyConnections,
+    RandomTokenUpgrades,
+    TokensWithSuffix,
+    WindowUpdateFlood,
+    WindowUpdateFloodManyConnections,
+    SettingsFlood,
+    PingFlood,
+    PriorityFlood,
+    EmptyDataFlood,
+    ContinuationFlood,
+    UnknownFrameFlood,
+    PacedResets,
+    LongMethods,
+    Handshakes,
+}
+
+impl Attack {
+    pub const ALL: &[Self] = &[
+        Self::CertificateChains,
+        Self::LargeCertificateChains,
+        Self::IdleAdminConnections,
+        Self::IdleTcpConnections,
+        Self::IdleTlsConnections,
+        Self::ZeroWindowSmall,
+        Self::ZeroWindowLarge,
+        Self::SlowReaders,
+        Self::LargeHeaders,
+        Self::EndlessBodies,
+        Self::RandomTokens,
+        Self::RandomTokensManyConnections,
+        Self::RandomTokenUpgrades,
+        Self::TokensWithSuffix,
+        Self::WindowUpdateFlood,
+        Self::WindowUpdateFloodManyConnections,
+        Self::SettingsFlood,
+        Self::PingFlood,
+        Self::PriorityFlood,
+        Self::EmptyDataFlood,
+        Self::ContinuationFlood,
+        Self::UnknownFrameFlood,
+        Self::PacedResets,
+        Self::LongMethods,
+        Self::Handshakes,
+    ];
+
+    /// Name and dimensions.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::CertificateChains => "chains of 6 CA certificates of one name",
+            Self::LargeCertificateChains => "2,000 connections with a chain of 30 KiB",
+            Self::IdleAdminConnections => "400 idle connections to the admin port",
+            Self::IdleTcpConnections => "4,200 idle TCP connections",
+            Self::IdleTlsConnections => "4,200 idle TLS connections after one request",
+            Self::ZeroWindowSmall => "zero window, 100 x 1,000 streams, small responses",
+            Self::ZeroWindowLarge => "zero window, 4 x 1,000 streams, large responses",
+            Self::SlowReaders => "50 x 20 streams that read 1 KiB a second",
+            Self::LargeHeaders => "20 x 1,000 requests with 60 KB of headers",
+            Self::EndlessBodies => "200 x 16 request bodies that never end",
+            Self::RandomTokens => "random tokens, 10 x 1,000",
+            Self::RandomTokensManyConnections => "random tokens, 100 x 1,000",
+            Self::RandomTokenUpgrades => "random tokens on upgrades",
+            Self::TokensWithSuffix => "a valid token with random suffixes",
+            Self::WindowUpdateFlood => "WINDOW_UPDATE flood, 10 connections",
+            Self::WindowUpdateFloodManyConnections => "WINDOW_UPDATE flood, 50 connections",
+            Self::SettingsFlood => "SETTINGS flood, 10 connections",
+            Self::PingFlood => "PING flood, 10 connections",
+            Self::PriorityFlood => "PRIORITY flood, 10 connections",
+            Self::EmptyDataFlood => "empty DATA flood, 10 connections",
+            Self::ContinuationFlood => "CONTINUATION without end, 10 connections",
+            Self::UnknownFrameFlood => "unknown frames, 10 connections",
+            Self::PacedResets => "paced resets, 1,000 requests each",
+            Self::LongMethods => "methods of 30 KB",
+            Self::Handshakes => "TLS handshakes without a request",
+        }
+    }
+}
+
+/// Attacks until the time is over.
+pub fn run(target: &Target) {
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime = runtime.expect("a runtime");
+    runtime.block_on(async {
+        // The process keeps its connections until the attack is over.
+        let attack = async {
+            match target.attack {
+                Attack::CertificateChains => connections::certificate_chains(target).await,
+                Attack::LargeCertificateChains => connections::large_chains(target).await,
+                Attack::IdleAdminConnections => connections::idle_admin(target).await,
+                Attack::IdleTcpConnections => connections::idle_tcp(target).await,
+                Attack::IdleTlsConnections => connections::idle_tls(target).await,
+                Attack::Handshakes => connections::handshakes(target).await,
+                Attack::ZeroWindowSmall => memory::zero_window(target, 100, 1000, "/version").await,
+                Attack::ZeroWindowLarge => {
+                    memory::zero_window(target, 4, 1000, memory::LARGE).await
+                }
+                Attack::SlowReaders => memory::slow_readers(target, 50, 20).await,
+                Attack::LargeHeaders => memory::large_headers(target, 20, 1000).await,
+                Attack::EndlessBodies => memory::endless_bodies(target, 200, 16).await,
+                Attack::RandomTokens => tokens::random(target, 10).await,
+                Attack::RandomTokensManyConnections => tokens::random(target, 100).await,
+                Attack::RandomTokenUpgrades => tokens::upgrades(target, 10).await,
+                Attack::TokensWithSuffix => tokens::suffixes(target, 10).await,
+                Attack::WindowUpdateFlood => {
+                    floods::frames(target, 10, &floods::WINDOW_UPDATES).await
+                }
+                Attack::WindowUpdateFloodManyConnections => {
+                    floods::frames(target, 50, &floods::WINDOW_UPDATES).await;
+                }
+                Attack::SettingsFlood => floods::frames(target, 10, &floods::SETTINGS).await,
+                Attack::PingFlood => floods::frames(target, 10, &floods::PINGS).await,
+                Attack::PriorityFlood => floods::frames(target, 10, &floods::PRIORITIES).await,
+                Attack::EmptyDataFlood => floods::frames(target, 10, &floods::EMPTY_DATA).await,
+                Attack::ContinuationFlood => {
+                    floods::frames(target, 10, &floods::CONTINUATIONS).await
+                }
+                Attack::UnknownFrameFlood => floods::frames(target, 10, &floods::UNKNOWN).await,
+                Attack::PacedResets => floods::paced_resets(target, 1000).await,
+                Attack::LongMethods => floods::long_methods(target, 1000).await,
+            }
+        };
+        let _ = tokio::time::timeout(target.duration, attack).await;
+    });
+}
+
+/// Runs `count` copies of an attack side by side, and starts each again when it ends.
+async fn repeat<F>(count: usize, attempt: impl Fn(usize) -> F)
+where
+    F: Future<Output = std::io::Result<()>> + Send + 'static,
+{
+    let mut running = JoinSet::new();
+    for at in 0..count {
+        let attempt = attempt(at);
+        running.spawn(async move { (at, attempt.await) });
+    }
+    while let Some(done) = running.join_next().await {
+        let (at, result) = done.expect("no attack panics");
+        if result.is_err() {
+            // A refused connection must not turn into a loop without a pause.
+            pause(Duration::from_millis(5)).await;
+        }
+        let attempt = attempt(at);
+        running.spawn(async move { (at, attempt.await) });
+    }
+}

@@ -1,0 +1,264 @@
+//! The proxy under attack, its apiservers, the identity client and the attacker.
+
+use std::fs;
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use jackstay::demo::apiserver::identity::User;
+use jackstay::demo::apiserver::kinds::CONFIG_MAPS;
+
+use crate::attacks::Attack;
+use crate::cgroup::MemoryCgroup;
+use crate::identity_client::{IdentityClient, Report, Settings};
+use crate::support::child::{KillOnDrop, Process};
+use crate::support::{TestCluster, config_map, pause, wait};
+
+/// The limit of memory in the manifests of `deploy/`.
+const MEMORY_LIMIT: u64 = 256 << 20;
+/// Long enough for a proxy to start on a slow machine.
+const START: Duration = Duration::from_secs(20);
+/// The client runs this long before and after the attack.
+const QUIET: Duration = Duration::from_secs(2);
+/// The user `nobody` of most systems.
+const ATTACKER_UID: u32 = 65_534;
+/// A token that the apiservers accept, and that the attacker knows.
+pub const VALID_TOKEN: &str = "valid";
+/// The bound of `/livez`, of a request's 99th percentile, and of a new connection with its first request.
+const P99: Duration = Duration::from_millis(50);
+/// The size of the value of each object of the large list.
+const VALUE: usize = 100 << 10;
+
+/// What the attacker's process is told in its environment.
+#[derive(Debug, Clone)]
+pub struct Target {
+    pub attack: Attack,
+    pub server: SocketAddr,
+    pub admin: Option<SocketAddr>,
+    pub duration: Duration,
+}
+
+impl Target {
+    /// The target in the environment of this process.
+    pub fn from_env() -> Option<Self> {
+        let value = |name: &str| std::env::var(format!("JACKSTAY_ATTACK_{name}")).ok();
+        let name = value("NAME")?;
+        Some(Self {
+            attack: *Attack::ALL.iter().find(|attack| attack.name() == name)?,
+            server: value("SERVER")?.parse().ok()?,
+            admin: value("ADMIN")?.parse().ok(),
+            duration: Duration::from_secs(value("SECONDS")?.parse().ok()?),
+        })
+    }
+
+    fn set_env(&self, command: &mut Command) {
+        let admin = self.admin.map_or_else(String::new, |admin| admin.to_string());
+        command
+            .env("JACKSTAY_ATTACK_NAME", self.attack.name())
+            .env("JACKSTAY_ATTACK_SERVER", self.server.to_string())
+            .env("JACKSTAY_ATTACK_ADMIN", admin)
+            .env("JACKSTAY_ATTACK_SECONDS", self.duration.as_secs().to_string());
+    }
+}
+
+/// A proxy in front of two apiservers.
+pub struct Rig {
+    cluster: TestCluster,
+    server: SocketAddr,
+    admin: Option<SocketAddr>,
+    process: Process,
+    // Removed after its process has ended.
+    cgroup: MemoryCgroup,
+}
+
+impl Rig {
+    /// Starts apiservers and proxy, and waits until a request succeeds.
+    pub fn start() -> Self {
+        let cluster = TestCluster::new(2);
+        cluster.state.add_token(VALID_TOKEN, User::new("neighbour", &["devs"]));
+        let value = "x".repeat(VALUE);
+        for at in 0..10 {
+            let mut object = config_map(&format!("large-{at}"), &value);
+            object["metadata"]["namespace"] = "kube-system".into();
+            object["metadata"]["labels"] = serde_json::Value::Null;
+            cluster.state.create(&CONFIG_MAPS, "kube-system", object, false).unwrap();
+        }
+        cluster.create_config_map("lease");
+        let (server, admin) = (free_address(), free_address());
+        let certs = &cluster.certs;
+        let file = certs.path().join("jackstay.yaml");
+        fs::write(&file, configuration(&cluster, server, admin)).unwrap();
+        let binary = std::env::var_os("JACKSTAY_BIN")
+            .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_jackstay")), PathBuf::from);
+        let cgroup = MemoryCgroup::new(MEMORY_LIMIT);
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo 0 >\"$0\" && exec \"$@\""]).arg(cgroup.processes());
+        command.arg(binary).args(["run", "--config"]).arg(&file);
+        let mut process = Process::spawn(command);
+        wait::until_ok_blocking(START, "the proxy is ready", || {
+            assert!(process.is_running(), "{}", process.output());
+            let page = get(admin, "/readyz").unwrap_or_default();
+            let ready = page.starts_with("HTTP/1.1 200");
+            ready.then_some(()).ok_or_else(|| format!("{page}\n{}", process.output()))
+        });
+        Self { cluster, server, admin: Some(admin), process, cgroup }
+    }
+
+    /// Runs an attack beside the identity client.
+    pub async fn run(mut self, attack: Attack, duration: Duration) -> Outcome {
+        let client = IdentityClient::start(Settings {
+            server: self.server,
+            admin: self.admin,
+            credentials: self.cluster.certs.credentials(),
+        });
+        pause(QUIET).await;
+        let target = Target { attack, server: self.server, admin: self.admin, duration };
+        let mut attacker = spawn_attacker(&target);
+        let begun = Instant::now();
+        let mut memory = 0;
+        while begun.elapsed() < duration {
+            memory = memory.max(self.resident());
+            pause(Duration::from_millis(100)).await;
+        }
+        let _ = attacker.kill();
+        pause(QUIET).await;
+        let killed = !self.process.is_running();
+        let report = client.stop();
+        let log = self.process.output();
+        Outcome {
+            attack,
+            report,
+            memory,
+            killed,
+            log_lines: log.lines().count(),
+            peak: self.cgroup.peak(),
+        }
+    }
+
+    /// Resident memory of the proxy in bytes.
+    fn resident(&self) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.process.pid()));
+        let line = status.unwrap_or_default();
+        let kib = line.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib = kib.and_then(|kib| kib.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+        kib.unwrap_or(0) << 10
+    }
+}
+
+/// The result of an attack.
+#[derive(Debug)]
+pub struct Outcome {
+    attack: Attack,
+    report: Report,
+    /// The largest resident memory in bytes.
+    memory: u64,
+    /// The largest use of the cgroup in bytes.
+    peak: u64,
+    /// The proxy ended.
+    killed: bool,
+    log_lines: usize,
+}
+
+impl Outcome {
+    pub const HEADER: &str = "| attack | requests failed | p99 | slowest | new connections failed | slowest | /livez failed | resident | cgroup | log lines |\n|---|---|---|---|---|---|---|---|---|---|";
+
+    pub fn row(&self) -> String {
+        let Report { requests, connections, probes } = &self.report;
+        let failed = |results: &crate::identity_client::Results| {
+            format!("{} of {}", results.failures().len(), results.count())
+        };
+        let ms = |time: Duration| format!("{:.0} ms", time.as_secs_f64() * 1e3);
+        format!(
+            "| {} | {} | {} | {} | {} | {} | {} | {} MiB{} | {} MiB | {} |",
+            self.attack.name(),
+            failed(requests),
+            ms(requests.quantile(0.99)),
+            ms(requests.quantile(1.0)),
+            failed(connections),
+            ms(connections.quantile(1.0)),
+            failed(probes),
+            self.memory >> 20,
+            if self.killed { ", killed" } else { "" },
+            self.peak >> 20,
+            self.log_lines,
+        )
+    }
+
+    /// Why the attack succeeded; `None` if the proxy withstood it.
+    pub fn failure(&self) -> Option<String> {
+        let Report { requests, connections, probes } = &self.report;
+        if self.killed {
+            return Some("the proxy ended".into());
+        }
+        for (name, results) in
+            [("request", requests), ("new connection", connections), ("/livez", probes)]
+        {
+            if let [first, ..] = results.failures() {
+                return Some(format!("{name}: {} failed: {first}", results.failures().len()));
+            }
+        }
+        // Machines of CI are noisy.
+        let bound = P99 * if std::env::var_os("JACKSTAY_STRICT").is_some() { 1 } else { 4 };
+        let p99 = requests.quantile(0.99);
+        (p99 > bound).then(|| format!("p99 of {p99:?}"))
+    }
+}
+
+fn spawn_attacker(target: &Target) -> KillOnDrop {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["attacker", "--exact", "--ignored", "--nocapture"]);
+    command.uid(ATTACKER_UID).stdout(Stdio::null());
+    target.set_env(&mut command);
+    KillOnDrop(command.spawn().expect("the attacker starts"))
+}
+
+/// The shipped defaults.
+fn configuration(cluster: &TestCluster, server: SocketAddr, admin: SocketAddr) -> String {
+    let dir = cluster.certs.path();
+    let file = |name: &str| dir.join(name).display().to_string();
+    let endpoints = cluster.addresses();
+    format!(
+        r#"
+admin: {{ bind: "{admin}" }}
+state_dir: ""
+upstreams:
+  - name: control-plane
+    endpoints: {endpoints:?}
+    tls: {{ ca_file: {ca} }}
+listeners:
+  - name: apiserver
+    bind: ["{server}"]
+    mode: terminate
+    upstream: control-plane
+    tls: {{ cert_file: {serving_cert}, key_file: {serving_key} }}
+    client_ca_file: {ca}
+    identities:
+      - cert_file: {admin_cert}
+        key_file: {admin_key}
+"#,
+        endpoints = crate::support::to_strings(&endpoints),
+        ca = file("ca.crt"),
+        serving_cert = file("serving.crt"),
+        serving_key = file("serving.key"),
+        admin_cert = file("admin.crt"),
+        admin_key = file("admin.key"),
+    )
+}
+
+/// A free port. If another process takes it first, the proxy fails to start with an error.
+fn free_address() -> SocketAddr {
+    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap()
+}
+
+/// A page over HTTP/1.1.
+fn get(address: SocketAddr, path: &str) -> Option<String> {
+    use std::io::{Read, Write};
+    let mut stream = std::net::TcpStream::connect(address).ok()?;
+    stream.set_read_timeout(Some(Duration::from_secs(1))).ok()?;
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").ok()?;
+    let mut page = String::new();
+    stream.read_to_string(&mut page).ok()?;
+    Some(page)
+}

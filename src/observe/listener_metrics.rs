@@ -112,6 +112,12 @@ impl ListenerMetrics {
         self.registry.count(&names::RESPONSES_CUT, &[&self.name, side], 1);
     }
 
+    /// Counts a connection that was closed with `ENHANCE_YOUR_CALM`, by the kind of frames of which the client
+    /// had sent too many.
+    pub fn closed_for_frames(&self, frame: &'static str) {
+        self.registry.count(&names::CLOSED_FOR_FRAMES, &[&self.name, frame], 1);
+    }
+
     /// Counts a client connection that was closed before its first request: `cap`, `handshake`, ….
     pub fn refused(&self, reason: &'static str) {
         self.registry.count(&names::DOWNSTREAM_REFUSED, &[&self.name, reason], 1);

@@ -90,6 +90,8 @@ table! {
         "Open client connections.";
     DOWNSTREAM_REFUSED = Counter "jackstay_downstream_refused_total" ["listener", "reason"] "connections",
         "Client connections closed before their first request: cap, descriptors, handshake, timeout, protocol.";
+    CLOSED_FOR_FRAMES = Counter "jackstay_downstream_frame_limit_total" ["listener", "frame"] "connections",
+        "Client connections closed with ENHANCE_YOUR_CALM because the client sent too many frames of a kind: ping, settings, priority, window_update, rst_stream, empty_data, empty_headers, other.";
     CERTIFICATE_RELOADS = Counter "jackstay_certificate_reloads_total" ["listener", "outcome"] "reloads",
         "Re-reads of certificate, key and CA files that changed: ok or failed.";
     CERTIFICATE_EXPIRY = Gauge "jackstay_certificate_expiry_timestamp_seconds" ["kind", "name"] "seconds",

@@ -10,6 +10,7 @@ mod client_stream;
 pub mod credential_selector;
 pub mod drain;
 pub mod forward;
+mod frame_limiter;
 pub mod https_server;
 mod hygiene;
 pub mod listener_service;

@@ -191,11 +191,7 @@ impl HttpsServer {
         client: Rc<ClientConnection>,
         service: &ListenerService,
     ) -> Result<(), Box<dyn Error>> {
-<<<<<<< HEAD
-        let limits = &service.request_limits;
-=======
-        let (limits, address) = (&found.request_limits, client.address);
->>>>>>> 2c51d04 (proxy: limit the frames of a client by kind)
+        let (limits, address) = (&service.request_limits, client.address);
         let streams = Rc::new(Streams::new(limits.stall_timeout));
         let begun = Rc::clone(&streams);
         let respond = service_fn(move |request| {
@@ -221,15 +217,6 @@ impl HttpsServer {
             .serve_connection(TokioIo::new(stream), respond);
         let mut connection = std::pin::pin!(connection);
         let mut drain = self.drain.clone();
-<<<<<<< HEAD
-        tokio::select! {
-            // The connection is polled first, so that a received request counts before the timeout.
-            biased;
-            result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => return result,
-            () = drain.started() => {}
-            () = streams.idle_without_stream(limits.header_timeout, || uncork.received_since_last_call()) => {
-                service.metrics.refused("timeout");
-=======
         let served = async {
             tokio::select! {
                 // Received requests are read before the timeout is considered.
@@ -237,9 +224,8 @@ impl HttpsServer {
                 result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => return result,
                 () = drain.started() => {}
                 () = streams.idle_without_stream(limits.header_timeout, || uncork.received_since_last_call()) => {
-                    found.metrics.refused("timeout");
+                    service.metrics.refused("timeout");
                 }
->>>>>>> 2c51d04 (proxy: limit the frames of a client by kind)
             }
             // A first request may be on its way: it is served, or the client retries it elsewhere.
             connection.as_mut().graceful_shutdown();
@@ -250,23 +236,14 @@ impl HttpsServer {
         };
         let result = served.await;
         if let Some(frame) = violation.get() {
-            found.metrics.closed_for_frames(frame.as_str());
+            service.metrics.closed_for_frames(frame.as_str());
             let about = format!(
                 "listener {} closed a connection with ENHANCE_YOUR_CALM, too many frames",
                 self.listener
             );
             self.warnings.warn(&about, format_args!("{}, from {address}", frame.as_str()));
         }
-<<<<<<< HEAD
-        // A first request that is on its way is served, or the GOAWAY tells the client to retry it.
-        connection.as_mut().graceful_shutdown();
-        tokio::select! {
-            result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => result,
-            () = streams.no_stream_within(limits.header_timeout) => Err("no request received".into()),
-        }
-=======
         result
->>>>>>> 2c51d04 (proxy: limit the frames of a client by kind)
     }
 
     async fn serve_http1(

@@ -2,6 +2,7 @@
 //!
 //! * [`listening`] opens listening sockets, [`connector`] opens upstream connections,
 //!   [`tcp_options`] sets the options of both.
+//! * [`peer_uid`] finds the user at the other end of a loopback connection.
 //! * [`interception`] reads the original destination of a redirected connection.
 //! * [`tcp_info`] reads the kernel's state of a connection; [`tracked_stream`] makes it readable
 //!   while TLS owns the stream.
@@ -55,6 +56,7 @@ pub mod cork;
 pub mod interception;
 pub mod linger;
 pub mod listening;
+pub mod peer_uid;
 pub mod read_ahead;
 pub mod splice;
 pub mod tcp_info;

@@ -27,6 +27,7 @@ use super::listener_service::{CurrentService, ListenerService};
 use super::request_body::RequestBody;
 use super::request_info::{RequestInfo, RequestKind};
 use super::response_body::{FullBody, ResponseBody};
+use super::source::Source;
 use super::status_error::StatusError;
 use super::status_response;
 use super::upgrade::Upgrade;
@@ -44,6 +45,8 @@ pub struct ClientConnection {
     pub certificate: Option<Rc<ClientCertificate>>,
     /// The client's address, for the access log.
     pub address: IpAddr,
+    /// Who opened the connection, for shares of limits.
+    pub source: Source,
     /// The client's address, for `X-Forwarded-For`.
     pub forwarded_for: ForwardedFor,
     /// The last token of the client that the apiserver has accepted.

@@ -31,6 +31,7 @@ use super::drain::DrainWatcher;
 use super::frame_limiter::FrameLimiter;
 use super::hygiene::ForwardedFor;
 use super::listener_service::{CurrentService, ListenerService};
+use super::source::{Source, SourceLookup};
 use crate::config::RequestLimits;
 use crate::net::sockets::cork::{Uncork, cork};
 use crate::net::sockets::linger::Linger;
@@ -66,6 +67,7 @@ pub struct HttpsServer {
     open: Cell<usize>,
     warnings: RateLimitedWarnings,
     drain: DrainWatcher,
+    sources: SourceLookup,
 }
 
 impl HttpsServer {
@@ -83,6 +85,7 @@ impl HttpsServer {
             open: Cell::new(0),
             warnings: RateLimitedWarnings::new(accept::WARNING_INTERVAL),
             drain,
+            sources: SourceLookup::default(),
         }
     }
 
@@ -116,12 +119,13 @@ impl HttpsServer {
                 .warn(&accept::limit_reached(&self.listener, service.limits.max_connections), from);
             return;
         }
+        let Some(source) = self.sources.source(&stream) else { return };
         let guard = OpenConnection::new(self, &service.metrics);
         let this = Rc::clone(self);
         spawn_local(async move {
             let mut drain = this.drain.clone();
             tokio::select! {
-                () = this.serve(stream, from, &service) => {}
+                () = this.serve(stream, from, source, &service) => {}
                 () = drain.forced() => {}
             }
             drop(guard);
@@ -129,7 +133,13 @@ impl HttpsServer {
     }
 
     /// Serves one connection. `service` is that of the listener when it accepted the connection.
-    async fn serve(&self, stream: TcpStream, from: SocketAddr, service: &ListenerService) {
+    async fn serve(
+        &self,
+        stream: TcpStream,
+        from: SocketAddr,
+        source: Source,
+        service: &ListenerService,
+    ) {
         if tcp_options::configure_accepted(&stream).is_err() {
             return;
         }
@@ -162,6 +172,7 @@ impl HttpsServer {
             service: self.service.clone(),
             certificate: certificate.clone(),
             address: from.ip().to_canonical(),
+            source,
             forwarded_for: ForwardedFor::new(from.ip()),
             token: LastToken::default(),
         });
@@ -191,7 +202,7 @@ impl HttpsServer {
         client: Rc<ClientConnection>,
         service: &ListenerService,
     ) -> Result<(), Box<dyn Error>> {
-        let (limits, address) = (&service.request_limits, client.address);
+        let (limits, source) = (&service.request_limits, client.source);
         let streams = Rc::new(Streams::new(limits.stall_timeout));
         let begun = Rc::clone(&streams);
         let respond = service_fn(move |request| {
@@ -241,7 +252,7 @@ impl HttpsServer {
                 "listener {} closed a connection with ENHANCE_YOUR_CALM, too many frames",
                 self.listener
             );
-            self.warnings.warn(&about, format_args!("{}, from {address}", frame.as_str()));
+            self.warnings.warn(&about, format_args!("{}, from {source}", frame.as_str()));
         }
         result
     }

@@ -62,8 +62,13 @@ struct EndpointSurvey {
 /// Surveys all apiservers concurrently.
 ///
 /// # Errors
-/// A host is not a DNS name or IP address, or the tokio runtime cannot be created.
+/// There is no CA to verify the apiservers, a host is not a DNS name or IP address, or the tokio runtime cannot
+/// be created.
 pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey, String> {
+    if !request.trust.verifies() {
+        let why = "there is no CA that verifies them: the cluster names none and this system has no bundle";
+        return Err(why.to_owned());
+    }
     let anonymous = request.trust.without_credential();
     let trust = if request.query_members { request.trust } else { &anonymous };
     let name = Some(request.verified_name);
@@ -133,21 +138,18 @@ async fn survey_endpoint(
 }
 
 /// The names in the certificate, if its chain was verified. A failure because of a wrong name comes after
-/// the verification of the chain.
+/// the verification of the chain, but before the proof that the server has the key.
 fn certificate_names(
     target: &Target,
     opened: &Result<ProbeConnection, Failure>,
 ) -> Result<CertificateNames, String> {
-    let is_verified = |failure: &Failure| {
-        failure.step > Step::Tls
-            || failure.step == Step::Tls && failure.kind == FailureKind::WrongName
+    let is_verified = match opened {
+        Ok(_) => true,
+        Err(failure) if failure.step > Step::Tls => true,
+        Err(Failure { step: Step::Tls, kind: FailureKind::WrongName, .. }) => false,
+        Err(failure) => return Err(failure.text.clone()),
     };
-    match opened {
-        Err(failure) if !is_verified(failure) => Err(failure.text.clone()),
-        _ => {
-            let der = target.verifier.last_certificate().ok_or("it sent no certificate")?;
-            let (address, host) = (target.address.clone(), target.host.clone());
-            Ok(CertificateNames { address, host, names: subject_alt_names(&der)? })
-        }
-    }
+    let der = target.verifier.last_certificate().ok_or("it sent no certificate")?;
+    let (address, host) = (target.address.clone(), target.host.clone());
+    Ok(CertificateNames { address, host, names: subject_alt_names(&der)?, is_verified })
 }

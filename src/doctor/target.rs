@@ -183,6 +183,11 @@ impl Trust {
         Ok(trust)
     }
 
+    /// Whether there is a CA that verifies servers.
+    pub fn verifies(&self) -> bool {
+        self.roots.is_some()
+    }
+
     /// The CA alone.
     #[must_use]
     pub fn without_credential(&self) -> Self {

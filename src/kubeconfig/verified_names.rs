@@ -9,10 +9,17 @@
 //! | some were read | the given name if it is shared, or else none if each contains its own host, or else a shared name | a shared name, or else the given name or the host, with a note |
 //!
 //! A shared name is in every certificate that was read. The given name is preferred, then the host if it
-//! is a name, then [`COMMON_NAMES`], the host, and any name in the first certificate. Without
-//! certificates the table assumes that an address is in one certificate only, and that the given name, or
-//! a host that is a name, is in all. kubeadm puts the address of the one apiserver, and `kubernetes`, into
-//! its certificate (`cmd/kubeadm/app/util/pkiutil`, `GetAPIServerAltNames`).
+//! is a name, then [`COMMON_NAMES`], the host, and any name in the first certificate that is
+//! [verified](CertificateNames::is_verified). Without certificates the table assumes that an address is in
+//! one certificate only, and that the given name, or a host that is a name, is in all. kubeadm puts the
+//! address of the one apiserver, and `kubernetes`, into its certificate (`cmd/kubeadm/app/util/pkiutil`,
+//! `GetAPIServerAltNames`).
+//!
+//! Every certificate here has a chain to the cluster's CA. That does not make it one of an apiserver: the CA
+//! may also sign the serving certificates of kubelets, and each node could present its own to a user who
+//! connects to an apiserver. Clients that verify its name would then send their requests to that node. So a
+//! name that only a certificate contains is taken from a server that is verified by the name that the user
+//! gave for it. [`COMMON_NAMES`] are safe, because only apiservers have them.
 
 use std::net::IpAddr;
 
@@ -26,8 +33,11 @@ pub struct CertificateNames {
     pub address: String,
     /// Host of the apiserver.
     pub host: String,
-    /// The names and addresses in the certificate.
+    /// The names and addresses in the certificate, whose chain was verified.
     pub names: Vec<String>,
+    /// Whether the server has completed a handshake in which the certificate was valid for the name that
+    /// clients of this address verify.
+    pub is_verified: bool,
 }
 
 /// The input of a selection.
@@ -120,12 +130,11 @@ fn select_from_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
         lacking.is_none()
     });
     // The host may be shared even if it is an address: with one certificate, or if each has all addresses.
-    let first_names = certificates[0].names.iter().map(String::as_str);
     let shared_name = || {
         let preferred =
             [given, host_name].into_iter().flatten().chain(COMMON_NAMES).chain([inputs.host]);
-        let without_wildcards = first_names.clone().filter(|name| !name.contains('*'));
-        preferred.chain(without_wildcards).find(|name| is_shared(name))
+        let verified = certificates.iter().find(|certificate| certificate.is_verified);
+        preferred.chain(names_to_verify(verified)).find(|name| is_shared(name))
     };
     let without_own_host: Vec<&CertificateNames> = certificates
         .iter()
@@ -159,14 +168,30 @@ fn select_from_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
             format!("{} names {}", certificate.address, certificate.names.join(", "))
         })
         .collect();
-    selected.client_notes.push(format!(
-        "no name is in every apiserver's certificate ({}): clients whose connections are passed \
-         through reach only those with {:?}; add one name to all (certSANs of kubeadm), or use \
-         --mode terminate",
-        listed.join("; "),
-        selected.client
-    ));
+    let unverified = names_to_verify(certificates.first()).find(|name| is_shared(name));
+    selected.client_notes.push(match unverified {
+        Some(name) => format!(
+            "tls-server-name is {:?}, which is not in the certificates ({}); {name:?} is not used, \
+             because no server has proven to be an apiserver of this cluster: if these are the \
+             apiservers, choose the name with --tls-server-name",
+            selected.client,
+            listed.join("; "),
+        ),
+        None => format!(
+            "no name is in every apiserver's certificate ({}): clients whose connections are passed \
+             through reach only those with {:?}; add one name to all (certSANs of kubeadm), or use \
+             --mode terminate",
+            listed.join("; "),
+            selected.client
+        ),
+    });
     selected
+}
+
+/// The names in a certificate that a client can verify. A wildcard is a pattern.
+fn names_to_verify(certificate: Option<&CertificateNames>) -> impl Iterator<Item = &str> {
+    let names = certificate.into_iter().flat_map(|certificate| &certificate.names);
+    names.map(String::as_str).filter(|name| !name.contains('*'))
 }
 
 #[cfg(test)]
@@ -175,7 +200,14 @@ mod tests {
 
     fn certificate(host: &str, names: &[&str]) -> CertificateNames {
         let names = names.iter().map(ToString::to_string).collect();
-        CertificateNames { address: format!("{host}:6443"), host: host.to_owned(), names }
+        let mut certificate = CertificateNames {
+            address: format!("{host}:6443"),
+            host: host.to_owned(),
+            names,
+            is_verified: false,
+        };
+        certificate.is_verified = certificate.contains(host);
+        certificate
     }
 
     /// A certificate with the names of kubeadm.
@@ -247,6 +279,31 @@ mod tests {
             [certificate("10.0.0.1", &["10.0.0.1"]), certificate("10.0.0.2", &["10.9.9.9"])];
         let names = select(&NameInputs { certificates: &wrong_address, ..inputs });
         assert!(names.notes[0].starts_with("the certificate of 10.0.0.2:6443 is not for its own"));
+    }
+
+    #[test]
+    fn select_takes_no_name_from_a_server_that_is_not_verified() {
+        // The serving certificate of a kubelet, which the cluster's CA may have signed too.
+        let kubelet = certificate("10.0.0.1", &["node-7", "10.0.0.7"]);
+        let certificates = [kubelet];
+        assert_eq!(selected("10.0.0.1", None, 1, &certificates), expected(None, "10.0.0.1", 2));
+        assert_eq!(selected("10.0.0.1", Some("api"), 1, &certificates), expected(None, "api", 3));
+        let given = Some("node-7");
+        assert_eq!(selected("10.0.0.1", given, 1, &certificates), expected(given, "node-7", 0));
+        let inputs =
+            NameInputs { host: "10.0.0.1", given: None, endpoints: 1, certificates: &certificates };
+        let names = select(&inputs);
+        assert!(names.client_notes[0].contains("\"node-7\" is not used"), "{names:?}");
+        // One of several servers is not verified: its names are not taken, those of the other may be.
+        let two = [certificates[0].clone(), certificate("10.0.0.7", &["node-7", "10.0.0.7"])];
+        assert_eq!(selected("10.0.0.1", None, 2, &two).1, "node-7");
+        let unverified =
+            two.map(|certificate| CertificateNames { is_verified: false, ..certificate });
+        assert_eq!(selected("10.0.0.1", None, 2, &unverified).1, "10.0.0.1");
+        // Only apiservers have the well-known names.
+        let apiserver = [certificate("10.0.0.1", &["api", "kubernetes"])];
+        let name = Some("kubernetes");
+        assert_eq!(selected("10.0.0.1", None, 1, &apiserver), expected(name, "kubernetes", 0));
     }
 
     #[test]

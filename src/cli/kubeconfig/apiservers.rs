@@ -33,14 +33,14 @@ pub(super) fn find(
     let own = context.server.address();
     let mut notes = Vec::new();
     let mut upstreams = known_upstreams(args, &own, config, &mut notes);
-    let mut survey = survey_apiservers(args, context, &upstreams, config.is_some());
+    let mut survey = survey_apiservers(args, context, &upstreams, config.is_some(), &mut notes);
     if args.discover {
         let members = survey
             .members
             .map_err(|why| format!("--discover: the cluster's apiservers are not known: {why}"))?;
         let all: Vec<String> =
             upstreams.iter().cloned().chain(members.iter().map(SocketAddr::to_string)).collect();
-        survey = survey_apiservers(args, context, &all, false);
+        survey = survey_apiservers(args, context, &all, false, &mut notes);
         let is_unreachable = |address: &String| {
             survey.without_certificate.iter().any(|(missing, _)| missing == address)
         };
@@ -53,7 +53,10 @@ pub(super) fn find(
     }
     for (address, why) in &survey.without_certificate {
         notes.push(if *address == own || upstreams.contains(address) {
-            format!("the certificate of {address} cannot be read: {why}")
+            format!(
+                "no name is taken from the certificate of {address}, which is not verified: {why}; \
+                 --ca-file names another CA, --tls-server-name the name"
+            )
         } else {
             format!("{address} is an apiserver of the cluster and was left out: {why}")
         });
@@ -102,12 +105,13 @@ fn known_upstreams(
 }
 
 /// Reads the certificates of the apiservers, and with `lists_members` the `EndpointSlices` of the
-/// cluster.
+/// cluster. A note says why no certificate could be verified.
 fn survey_apiservers(
     args: &KubeconfigArgs,
     context: &ResolvedContext,
     upstreams: &[String],
     lists_members: bool,
+    notes: &mut Vec<String>,
 ) -> Survey {
     let without_survey = |why: &str| Survey {
         certificates: Vec::new(),
@@ -125,16 +129,25 @@ fn survey_apiservers(
     if let Some(file) = &args.ca_file {
         (context.ca, context.insecure) = (Some(PemSource::File(file.clone())), false);
     }
+    let mut without_verification = |why: &str| {
+        notes.push(format!(
+            "no name is taken from the certificates of the apiservers: {why}; --ca-file names the \
+             cluster's CA, --tls-server-name the name"
+        ));
+        without_survey(why)
+    };
     if context.insecure {
-        return without_survey("the cluster's server is not verified, no credential is sent to it");
+        return without_verification(
+            "insecure-skip-tls-verify is set, so they are not verified and no credential is sent",
+        );
     }
     // Reading certificates needs no credential, so the plugin runs only to list the members.
     let plugins = if args.discover && lists_members { ExecPlugins::Run } else { ExecPlugins::Skip };
     // The validation of the configuration reports upstreams that are not addresses.
     let others: Vec<ServerUrl> =
         upstreams.iter().filter_map(|u| ServerUrl::parse(u).ok()).collect();
-    let mut notes = Vec::new();
-    let survey = Trust::of_context(&context, plugins, &mut notes).and_then(|trust| {
+    let mut trust_notes = Vec::new();
+    let survey = Trust::of_context(&context, plugins, &mut trust_notes).and_then(|trust| {
         let request = SurveyRequest {
             own: &context.server,
             verified_name: context.verified_name(),
@@ -146,7 +159,7 @@ fn survey_apiservers(
     });
     let mut survey = match survey {
         Ok(survey) => survey,
-        Err(why) => return without_survey(&why),
+        Err(why) => return without_verification(&why),
     };
     match &context.credential {
         Credential::Exec(plugin) if !args.discover => {
@@ -154,7 +167,9 @@ fn survey_apiservers(
             survey.members = Err(format!("the exec plugin {command:?} is run by --discover only"));
         }
         // The notes say why the plugin returned nothing.
-        Credential::Exec(_) if !notes.is_empty() => survey.members = Err(notes.join("; ")),
+        Credential::Exec(_) if !trust_notes.is_empty() => {
+            survey.members = Err(trust_notes.join("; "));
+        }
         _ => {}
     }
     survey

@@ -6,7 +6,7 @@
 mod wait;
 
 use std::fs;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -16,6 +16,8 @@ use std::time::{Duration, SystemTime};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use kube::config::Kubeconfig;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use serde_json::{Value, json};
 
 use jackstay::app::{App, Running};
@@ -27,6 +29,7 @@ use jackstay::demo::client::{Client, Credentials};
 use jackstay::demo::pki::{Issued, Pki, Subject, Validity as PkiValidity, kubeconfig};
 use jackstay::net::tls::certificate::Validity;
 use jackstay::net::tls::local_ca::LocalCa;
+use jackstay::net::tls::no_server_verification::NoServerVerification;
 use jackstay::net::tls::pem_files::load_cert;
 
 const SERVER: &str = "https://10.0.0.1:6443";
@@ -350,7 +353,6 @@ fn kubeconfig_terminate_creates_a_local_ca_once() {
     let dir = home.path(".kube/jackstay");
     for (name, expected) in [
         ("local-ca.crt", 0o644),
-        ("local-ca.key", 0o600),
         ("serving.pem", 0o600),
         ("client.key", 0o600),
         ("cluster-ca.crt", 0o644),
@@ -358,6 +360,11 @@ fn kubeconfig_terminate_creates_a_local_ca_once() {
     ] {
         assert_eq!(mode(&dir.join(name)), expected, "{name}");
     }
+    let files: Vec<_> = fs::read_dir(&dir).unwrap().map(|file| file.unwrap().file_name()).collect();
+    assert!(
+        !files.iter().any(|name| name == "local-ca.key"),
+        "the CA's key is not stored: {files:?}"
+    );
     let config = dir.join("jackstay.yaml");
     let check = home.run(&["check", "--config", config.to_str().unwrap()]);
     let output = String::from_utf8_lossy(&check.stdout).into_owned();
@@ -372,13 +379,20 @@ fn kubeconfig_terminate_creates_a_local_ca_once() {
     let output = home.run_offline(&args);
     assert!(!output.contains("wrote "), "{output}");
     assert_eq!(fs::read(dir.join("serving.pem")).unwrap(), before);
-    // Another name needs another certificate of the same CA.
+    // Another name needs another CA, since this one is constrained to its names.
     let other = ["--mode", "terminate", "--node-name", "node-2"];
     let refused = home.run_refused(&other);
-    assert!(refused.contains("serving.pem exists with other content"), "{refused}");
+    assert!(
+        refused.contains("serving.pem") && refused.contains("exist with other content"),
+        "{refused}"
+    );
     home.run_offline(&[&other[..], &["--force"]].concat());
     assert_ne!(fs::read(dir.join("serving.pem")).unwrap(), before);
-    assert_eq!(cluster(&home.tree(".kube/jackstay.kubeconfig")), written);
+    let changed = cluster(&home.tree(".kube/jackstay.kubeconfig"));
+    assert_eq!(
+        decode(&changed["certificate-authority-data"]),
+        fs::read(dir.join("local-ca.crt")).unwrap()
+    );
 }
 
 #[test]
@@ -515,13 +529,15 @@ fn kubeconfig_server_name_is_in_every_certificate() {
     assert_eq!(server_name, None, "each endpoint is verified by its own address: {output}");
     let written = cluster(&three.home.tree(".kube/jackstay.kubeconfig"));
     assert_eq!(written["tls-server-name"], "kubernetes", "{output}");
-    assert!(!output.contains("cannot be read"), "{output}");
+    assert!(!output.contains("is not verified"), "{output}");
 
     // An apiserver that does not respond is reported and changes nothing.
     three.servers[2].kill();
     let more = ["--out", "second/k", "--upstream", &b, "--upstream", &c];
     let output = three.home.run_online(&[&["--mode", "passthrough"][..], &more].concat());
-    assert!(output.contains(&format!("note: the certificate of {c} cannot be read: ")), "{output}");
+    let note =
+        format!("note: no name is taken from the certificate of {c}, which is not verified: ");
+    assert!(output.contains(&note), "{output}");
     let written = cluster(&three.home.tree("second/k"));
     assert_eq!(written["tls-server-name"], "kubernetes", "{output}");
 
@@ -540,6 +556,109 @@ fn kubeconfig_server_name_is_in_every_certificate() {
     let b = no_shared_name.address(1);
     let output = no_shared_name.home.run_online(&["--mode", "passthrough", "--upstream", &b]);
     assert!(output.contains("no name is in every apiserver's certificate"), "{output}");
+}
+
+/// Listens on a loopback address and completes TLS handshakes with this chain and key, which need not belong
+/// together. Returns its address. The thread ends with the process.
+fn serve_tls(chain: Vec<CertificateDer<'static>>, key: &PrivateKeyDer<'static>) -> SocketAddr {
+    let key = rustls::crypto::aws_lc_rs::sign::any_supported_type(key).unwrap();
+    let certified = CertifiedKey::new(chain, key);
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let config = rustls::ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_cert_resolver(Arc::new(SingleCertAndKey::from(certified)));
+    let config = Arc::new(config);
+    let listener = TcpListener::bind("127.0.0.21:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().map_while(Result::ok) {
+            let mut tls = rustls::ServerConnection::new(Arc::clone(&config)).unwrap();
+            // Reads until the client closes the connection or fails the handshake.
+            while tls.complete_io(&mut stream).is_ok_and(|(read, _)| read > 0) {}
+        }
+    });
+    address
+}
+
+#[test]
+fn kubeconfig_takes_no_name_from_a_server_that_is_not_verified() {
+    let home = Home::new();
+    let other = Pki::new("kubernetes").unwrap();
+    let issue = |pki: &Pki, names: &[&str], validity| pki.server_for(names, validity).unwrap();
+    let usual = PkiValidity::usual;
+    let host = "127.0.0.21";
+    let own = issue(&home.pki, &[host, "kubernetes", "evil"], usual());
+    let expired = issue(&home.pki, &["kubernetes", "evil"], PkiValidity::expired());
+    let foreign = issue(&other, &["kubernetes", "evil"], usual());
+    let kubelet = issue(&home.pki, &["evil"], usual());
+    let self_signed = rcgen::generate_simple_self_signed(["kubernetes".into(), "evil".into()]);
+    let self_signed = self_signed.unwrap();
+    let self_signed_key = PrivateKeyDer::try_from(self_signed.signing_key.serialize_der()).unwrap();
+    let served = |issued: &Issued| serve_tls(vec![issued.cert_der()], &issued.key_der());
+    let ca = home.pki.ca_pem();
+    // The server, the CA in the kubeconfig, the expected name and the expected note.
+    let cases = [
+        ("right CA", served(&own), Some(&ca), "kubernetes", ""),
+        ("other CA", served(&foreign), Some(&ca), host, "which is not verified"),
+        ("expired", served(&expired), Some(&ca), host, "which is not verified"),
+        (
+            "self-signed",
+            serve_tls(vec![self_signed.cert.der().clone()], &self_signed_key),
+            Some(&ca),
+            host,
+            "which is not verified",
+        ),
+        // The system's CAs do not know the server, or there are none.
+        ("no CA", served(&own), None, host, "no name is taken from the certificate"),
+        ("other host of the CA", served(&kubelet), Some(&ca), host, "\"evil\" is not used"),
+        (
+            "copied certificate",
+            serve_tls(vec![own.cert_der()], &kubelet.key_der()),
+            Some(&ca),
+            host,
+            "which is not verified",
+        ),
+    ];
+    for (name, server, ca, expected, note) in cases {
+        let text = kubeconfig(&format!("https://{server}"), ca.map_or("", |ca| ca), None, None);
+        let mut config: Value = serde_json::from_str(&text).unwrap();
+        if ca.is_none() {
+            config["clusters"][0]["cluster"] = json!({ "server": format!("https://{server}") });
+        }
+        home.write(".kube/config", &config.to_string());
+        let output = home.run_online(&["--mode", "passthrough", "--force"]);
+        let written = cluster(&home.tree(".kube/jackstay.kubeconfig"));
+        assert_eq!(written["tls-server-name"], expected, "{name}: {output}");
+        assert!(output.contains(note), "{name}: {output}");
+        assert!(!note.is_empty() || !output.contains("no name is taken"), "{name}: {output}");
+        let config = home.tree(".kube/jackstay/jackstay.yaml");
+        assert!(config["upstreams"][0]["tls"].get("server_name").is_none(), "{name}: {output}");
+    }
+}
+
+#[test]
+fn kubeconfig_takes_no_name_if_the_cluster_is_not_verified() {
+    let home = Home::new();
+    let issued = home.pki.server_for(&["kubernetes", "127.0.0.21"], PkiValidity::usual()).unwrap();
+    let server = format!("https://{}", serve_tls(vec![issued.cert_der()], &issued.key_der()));
+    let text = kubeconfig(&server, "", None, None);
+    let mut config: Value = serde_json::from_str(&text).unwrap();
+    config["clusters"][0]["cluster"] =
+        json!({ "server": server, "insecure-skip-tls-verify": true });
+    home.write(".kube/config", &config.to_string());
+    let output = home.run_online(&[]);
+    let written = cluster(&home.tree(".kube/jackstay.kubeconfig"));
+    assert_eq!(written.get("tls-server-name"), None, "{output}");
+    assert!(
+        output.contains("insecure-skip-tls-verify is set, so they are not verified"),
+        "{output}"
+    );
+    // With a CA the certificate is verified, although kubectl still does not verify it.
+    let ca = home.write("ca.crt", &home.pki.ca_pem());
+    let output = home.run_online(&["--ca-file", ca.to_str().unwrap(), "--force"]);
+    assert!(!output.contains("no name is taken"), "{output}");
 }
 
 #[test]
@@ -756,23 +875,89 @@ fn kubeconfig_server_with_dns_name_is_accepted_without_mode() {
     assert_eq!(written["tls-server-name"], "10.0.0.1", "the apiserver's address");
 }
 
+/// A configuration of an earlier version, with the CA's key in a file.
 #[test]
-fn kubeconfig_expired_serving_certificate_is_renewed_at_start() {
-    let expire = |dir: &Path| {
-        let ca = LocalCa::load(&CertPaths {
-            cert_file: dir.join("local-ca.crt"),
-            key_file: dir.join("local-ca.key"),
-        });
+fn kubeconfig_expired_serving_certificate_with_issuer_is_renewed_at_start() {
+    let prepare = |dir: &Path| {
+        let old_ca = fs::read_to_string(dir.join("local-ca.crt")).unwrap();
+        let (ca, created) = LocalCa::create("local", &[], SystemTime::now()).unwrap();
+        fs::write(dir.join("local-ca.crt"), &created.certificate).unwrap();
+        fs::write(dir.join("local-ca.key"), &created.key).unwrap();
         let long_ago = SystemTime::now() - Duration::from_secs(400 * 24 * 3600);
-        let issued = ca.unwrap().issue(&["127.0.0.1".to_owned()], long_ago).unwrap();
+        let issued = ca.issue(&["127.0.0.1".to_owned()], long_ago).unwrap();
         fs::write(dir.join("serving.pem"), issued.pair()).unwrap();
+        let edit = |file: PathBuf, from: &str, to: &str| {
+            let text = fs::read_to_string(&file).unwrap();
+            assert!(text.contains(from), "{text}");
+            fs::write(&file, text.replace(from, to)).unwrap();
+        };
+        let (old, new) = (STANDARD.encode(old_ca), STANDARD.encode(&created.certificate));
+        edit(dir.with_file_name("jackstay.kubeconfig"), &old, &new);
+        let mut config: Value =
+            serde_saphyr::from_str(&fs::read_to_string(dir.join("jackstay.yaml")).unwrap())
+                .unwrap();
+        config["listeners"][0]["tls"]["issuer"] = json!({
+            "cert_file": dir.join("local-ca.crt"), "key_file": dir.join("local-ca.key") });
+        fs::write(dir.join("jackstay.yaml"), config.to_string()).unwrap();
     };
-    let running = RunningProxy::start("terminate", expire);
+    let running = RunningProxy::start("terminate", prepare);
     running.wait_for_response();
     let serving = running.home.path(".kube/jackstay/serving.pem");
     let paths = CertPaths { cert_file: serving.clone(), key_file: serving.clone() };
     let renewed = load_cert(&paths).unwrap().info;
     assert_eq!(renewed.validity(SystemTime::now()), Validity::Valid);
     assert_eq!(mode(&serving), 0o600);
+    // The command does not take over from an issuer.
+    let arguments = ["--renew", "--in", ".kube/jackstay.kubeconfig"];
+    let refused = running.home.run(&[&["kubeconfig"][..], &arguments].concat());
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("tls.issuer"), "{refused:?}");
     assert!(running.proxy.stop());
+}
+
+#[test]
+fn kubeconfig_renewed_certificate_is_served_to_the_written_kubeconfig() {
+    let running = RunningProxy::start("terminate", |_| {});
+    running.wait_for_response();
+    let serving = running.home.path(".kube/jackstay/serving.pem");
+    let paths = CertPaths { cert_file: serving.clone(), key_file: serving };
+    let before = load_cert(&paths).unwrap();
+    let renew = ["--renew", "--in", ".kube/jackstay.kubeconfig"];
+    let output = running.home.run_online(&renew);
+    assert!(output.contains("--force renews it now"), "{output}");
+    assert_eq!(load_cert(&paths).unwrap().info, before.info);
+    let old = cluster(&running.home.tree(".kube/jackstay.kubeconfig"));
+    let output = running.home.run_online(&[&renew[..], &["--force"]].concat());
+    assert!(output.contains("the old local CA -> the new local CA"), "{output}");
+    let after = load_cert(&paths).unwrap();
+    assert_ne!(after.info.serial, before.info.serial);
+    let new = cluster(&running.home.tree(".kube/jackstay.kubeconfig"));
+    assert_ne!(new["certificate-authority-data"], old["certificate-authority-data"]);
+    assert_eq!(new["server"], old["server"]);
+    // Clients with the new kubeconfig are served before and after jackstay loads the new certificate.
+    running.wait_for_response();
+    wait::until_ok_blocking(Duration::from_secs(30), "the new certificate", || {
+        let served = served_certificate(running.addr);
+        if served == after.chain[0] { Ok(()) } else { Err("the old certificate".to_owned()) }
+    });
+    running.wait_for_response();
+    assert!(running.proxy.stop());
+}
+
+/// The certificate that a TLS server presents.
+fn served_certificate(server: SocketAddr) -> CertificateDer<'static> {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let verifier = Arc::new(NoServerVerification::new(&provider));
+    let config = rustls::ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .dangerous()
+        .with_custom_certificate_verifier(verifier)
+        .with_no_client_auth();
+    let name = "localhost".try_into().unwrap();
+    let mut tls = rustls::ClientConnection::new(Arc::new(config), name).unwrap();
+    let mut stream = TcpStream::connect(server).unwrap();
+    while tls.is_handshaking() {
+        tls.complete_io(&mut stream).unwrap();
+    }
+    tls.peer_certificates().unwrap()[0].clone().into_owned()
 }

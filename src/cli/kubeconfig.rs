@@ -1,5 +1,5 @@
 //! `jackstay kubeconfig`: writes a kubeconfig that points at jackstay, and the configuration of a
-//! jackstay for it; or restores the original kubeconfig (`--revert`).
+//! jackstay for it; or restores the original kubeconfig (`--revert`); or renews the local CA (`--renew`).
 //!
 //! The command validates every input before it writes a file. It writes the kubeconfig last, so that
 //! the kubeconfig never points at a missing configuration. It connects to the apiservers to read the
@@ -8,6 +8,7 @@
 mod apiservers;
 mod args;
 mod output;
+mod renew;
 mod report;
 
 use std::path::{Path, PathBuf};
@@ -63,6 +64,9 @@ fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), F
     let files = KubeconfigFiles::load(&KubeconfigPaths::from_env(args.input.clone()))?;
     if args.revert {
         return revert_files(args, &files, report);
+    }
+    if args.renew {
+        return renew::renew(args, &files, report);
     }
     let context = ResolvedContext::resolve(&files.merged(None)?, args.context.as_deref())?;
     let destinations = Destinations::new(args, &files, &context)?;

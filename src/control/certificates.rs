@@ -161,6 +161,13 @@ pub async fn watch_serving(
     let mut files = FileWatch::new(tls.paths());
     let mut last_error = None;
     let mut renewal = Renewal::default();
+    if tls.has_issuer() {
+        tracing::warn!(
+            listener = listener.name(),
+            "this process can read the key of the CA in tls.issuer; `jackstay kubeconfig --mode terminate` \
+             creates a CA whose key is not stored"
+        );
+    }
     let expiry = metrics.certificate_expiry("serving", listener.name());
     let mut ticks = poll_ticks();
     loop {

@@ -6,6 +6,7 @@
 
 mod config_file;
 mod plan;
+pub mod renewal;
 mod serving;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};

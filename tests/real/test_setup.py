@@ -192,24 +192,20 @@ class NewUser(RigCase, unittest.TestCase):
             self.assertIn(cluster, after["clusters"])
         self.assertEqual(before["users"], after["users"])
 
-    def test_expired_serving_certificate_is_renewed_at_start(self):
-        """An expired serving certificate is renewed at the start, before the first connection."""
+    def test_renewed_serving_certificate_is_used(self):
+        """`--renew` replaces the local CA, whose key is stored nowhere, and jackstay loads the new certificate."""
         kubeconfig_in = self.kubeconfig({"token": TOKEN})
         self.jackstay("kubeconfig", "--in", kubeconfig_in, "--server", SERVER, "--mode", "terminate")
-        serving, ca = self.dir / "jackstay/serving.pem", self.dir / "jackstay/local-ca"
-        sh("openssl", "req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=old",
-           "-keyout", self.dir / "old.key", "-out", self.dir / "old.csr")
-        (self.dir / "old.ext").write_text("subjectAltName=IP:127.0.0.1\n")
-        sh("openssl", "x509", "-req", "-in", self.dir / "old.csr", "-CA", f"{ca}.crt", "-CAkey", f"{ca}.key",
-           "-set_serial", "7", "-days", "0", "-extfile", self.dir / "old.ext", "-out", self.dir / "old.crt")
-        serving.write_text((self.dir / "old.crt").read_text() + (self.dir / "old.key").read_text())
+        self.assertFalse((self.dir / "jackstay/local-ca.key").exists())
         self.start_jackstay()
 
         def served():
             nodes = self.rig.kubectl(self.dir / "jackstay.kubeconfig", "get", "nodes")
             return nodes.returncode == 0
-        wait_for("the renewed certificate to be served", served, 20)
-        self.assertIn("renewed", self.process.logfile.read_text())
+        wait_for("the certificate of the local CA to be accepted", served, 20)
+        self.jackstay("kubeconfig", "--renew", "--force", "--in", self.dir / "jackstay.kubeconfig")
+        wait_for("the renewed certificate to be loaded", lambda: "serving certificate" in self.process.logfile.read_text(), 20)
+        self.assertTrue(served(), self.process.tail())
 
     def doctor(self, *argv, code):
         return json.loads(self.jackstay("doctor", "--output", "json", *argv, code=code))

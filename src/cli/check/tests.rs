@@ -216,13 +216,14 @@ fn check_files_expired_certificate_with_issuer_is_only_noted() {
         check_files(&file, &config, now())
     };
     assert_eq!(check("").errors.len(), 1);
-    let (_, made) = LocalCa::create("local", SystemTime::now()).unwrap();
+    let (_, made) = LocalCa::create("local", &[], SystemTime::now()).unwrap();
     dir.write("local.crt", &made.certificate);
     dir.write("local.key", &made.key);
     let found = check("cert_file: DIR/local.crt, key_file: DIR/local.key");
     assert_eq!(found.errors, []);
     let note = "expired on 2026-01-01; it is renewed at the start";
     assert!(found.notes.iter().any(|n| n.contains(note)), "{:?}", found.notes);
+    assert!(found.notes.iter().any(|n| n.contains("can read the key of this CA")));
     // The certificate of a node is not a CA and cannot sign a new one.
     let found = check("cert_file: DIR/node.crt, key_file: DIR/node.key");
     assert!(found.errors[0].to_string().contains("is not the certificate of a CA"));

@@ -31,6 +31,10 @@ pub(in crate::cli) struct KubeconfigArgs {
     /// Restore the original clusters in the input file.
     #[arg(long, conflicts_with_all = ["out", "in_place", "mode", "config_out", "local_ca"])]
     pub(super) revert: bool,
+    /// Renew the serving certificate in the configuration (`--config-out`), its local CA, and that CA
+    /// in the input file, after two thirds of its lifetime; with `--force` now.
+    #[arg(long, conflicts_with_all = ["revert", "context", "out", "in_place", "mode", "local_ca"])]
+    pub(super) renew: bool,
     /// Write a configuration of jackstay as well: L4 (passthrough) or L7 (terminate, with a local
     /// CA).
     #[arg(long, value_name = "MODE")]

@@ -51,7 +51,7 @@ impl Destinations {
 
 /// The directory `jackstay` beside the kubeconfig, or `jackstay.d` if `jackstay` is a file, such as
 /// this program.
-fn directory_beside(kubeconfig: &Path) -> PathBuf {
+pub(super) fn directory_beside(kubeconfig: &Path) -> PathBuf {
     let directory = kubeconfig.with_file_name("jackstay");
     let is_file = std::fs::metadata(&directory).is_ok_and(|found| !found.is_dir());
     if is_file || directory == kubeconfig { directory.with_extension("d") } else { directory }

@@ -71,5 +71,4 @@ pub(super) struct ListenerSection {
 pub(super) struct ListenerTlsSection {
     #[serde(flatten)]
     pub(super) serving: CertPaths,
-    pub(super) issuer: CertPaths,
 }

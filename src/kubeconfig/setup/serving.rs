@@ -1,88 +1,148 @@
-//! Plans the local CA and the serving certificate of a listener in mode `terminate`. An existing CA is
-//! kept. An existing serving certificate is kept while it is current.
+//! Plans the local CA and the serving certificate of a listener in mode `terminate`. The existing files are
+//! kept while they are current.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use rustls::pki_types::CertificateDer;
+
+use super::certificates;
 use super::config_file::ListenerTlsSection;
 use super::plan::{OutputFile, SetupPlan, SetupRequest};
 use crate::config::CertPaths;
-use crate::kubeconfig::credential::PemSource;
-use crate::net::files::{PRIVATE, PUBLIC};
-use crate::net::tls::local_ca::{self, LocalCa};
+use crate::net::files::{self, PRIVATE, PUBLIC};
+use crate::net::tls::certificate::CertInfo;
+use crate::net::tls::local_ca::{self, NewServingCert};
 use crate::net::tls::pem_files;
 
-/// Plans a local CA unless one exists, and a serving certificate unless a current one exists. Returns the
-/// `tls` section of the listener.
+/// The name of the file with the certificate of the local CA, beside the serving certificate.
+const CA_FILE: &str = "local-ca.crt";
+/// Maximum size of that file, which holds two certificates.
+const MAX_CA_FILE: u64 = 64 << 10;
+
+/// The files of a local CA: its certificate, and the serving certificate with its key.
+#[derive(Debug, Clone)]
+pub(super) struct ServingFiles {
+    /// The certificate of the CA, and that of the previous one while it is valid.
+    pub(super) ca: PathBuf,
+    /// The serving certificate and its key.
+    pub(super) serving: PathBuf,
+}
+
+/// A serving certificate and its CA, both from their files.
+pub(super) struct ExistingServingCert {
+    /// The certificate of the CA, then that of the previous one.
+    pub(super) ca: Vec<CertificateDer<'static>>,
+    /// The content of the file with them.
+    pub(super) ca_pem: Vec<u8>,
+    /// The names in the serving certificate.
+    pub(super) names: Vec<String>,
+    /// Subject and validity of the serving certificate.
+    pub(super) info: CertInfo,
+    /// Whether the CA is constrained to names and has signed the serving certificate.
+    is_of_ca: bool,
+}
+
+impl ServingFiles {
+    /// The files in a directory.
+    pub(super) fn in_directory(directory: &Path) -> Self {
+        Self { ca: directory.join(CA_FILE), serving: directory.join("serving.pem") }
+    }
+
+    /// The files of a configuration whose serving certificate is in this file.
+    pub(super) fn of_serving(serving: &Path) -> Self {
+        Self { ca: serving.with_file_name(CA_FILE), serving: serving.to_owned() }
+    }
+
+    /// Reads both files.
+    ///
+    /// # Errors
+    /// The file that cannot be used, with the reason.
+    pub(super) fn read(&self) -> Result<ExistingServingCert, String> {
+        let paths = CertPaths { cert_file: self.serving.clone(), key_file: self.serving.clone() };
+        let loaded = pem_files::load_cert(&paths).map_err(|error| error.to_string())?;
+        let of_ca = |why: &str| format!("{}: {why}", self.ca.display());
+        let ca_pem =
+            files::read(&self.ca, MAX_CA_FILE).map_err(|error| of_ca(&error.to_string()))?;
+        let ca = certificates(&ca_pem);
+        let first = ca.first().ok_or_else(|| of_ca("holds no certificate"))?;
+        let names = local_ca::subject_alt_names(&loaded.chain[0])
+            .map_err(|error| format!("{}: {error}", self.serving.display()))?;
+        let is_of_ca = local_ca::is_constrained_issuer(first, &loaded.chain[0]);
+        Ok(ExistingServingCert { ca, ca_pem, names, info: loaded.info.clone(), is_of_ca })
+    }
+
+    /// The content of both files, that of the CA first, which clients must trust before the certificate is
+    /// served.
+    pub(super) fn outputs(&self, created: &NewServingCert, ca_pem: &[u8]) -> [OutputFile; 2] {
+        [
+            OutputFile {
+                path: self.ca.clone(),
+                bytes: ca_pem.to_vec(),
+                mode: PUBLIC,
+                description: "the certificate of the local CA, which clients trust; its key is not stored",
+            },
+            OutputFile {
+                path: self.serving.clone(),
+                bytes: created.pair.clone().into_bytes(),
+                mode: PRIVATE,
+                description: "the serving certificate and its key, valid for one year",
+            },
+        ]
+    }
+}
+
+impl ExistingServingCert {
+    /// Whether the certificate need not be renewed yet.
+    pub(super) fn is_current(&self, now: SystemTime) -> bool {
+        self.is_of_ca && now < local_ca::renewal_time(&self.info)
+    }
+}
+
+/// Plans a local CA and a serving certificate unless current ones exist. Returns the `tls` section of the
+/// listener.
 ///
 /// # Errors
-/// The existing CA cannot be used, or a certificate cannot be issued.
+/// A certificate cannot be issued.
 pub(super) fn plan(
     request: &SetupRequest,
     directory: &Path,
     plan: &mut SetupPlan,
 ) -> Result<ListenerTlsSection, String> {
-    let ca_paths = CertPaths {
-        cert_file: directory.join("local-ca.crt"),
-        key_file: directory.join("local-ca.key"),
-    };
-    let serving = directory.join("serving.pem");
     let mut names: Vec<String> = ["127.0.0.1", "::1", "localhost"].map(ToOwned::to_owned).to_vec();
     for name in [&request.host, &request.node_name] {
         if !name.is_empty() && !names.contains(name) {
             names.push(name.clone());
         }
     }
-    let (local_ca, ca_certificate) = if ca_paths.cert_file.exists() || ca_paths.key_file.exists() {
-        let local_ca = LocalCa::load(&ca_paths).map_err(|error| {
-            format!(
-                "{error}; to create a new local CA, remove {} and {}",
-                ca_paths.cert_file.display(),
-                ca_paths.key_file.display()
-            )
-        })?;
-        (local_ca, PemSource::File(ca_paths.cert_file.clone()).read()?)
-    } else {
-        let name = format!("jackstay on {}", request.node_name);
-        let (local_ca, created) = LocalCa::create(&name, request.now)?;
-        let ca_certificate = created.certificate.into_bytes();
-        plan.files.push(OutputFile {
-            path: ca_paths.cert_file.clone(),
-            bytes: ca_certificate.clone(),
-            mode: PUBLIC,
-            description: "the certificate of the local CA, which clients trust",
-        });
-        plan.files.push(OutputFile {
-            path: ca_paths.key_file.clone(),
-            bytes: created.key.into_bytes(),
-            mode: PRIVATE,
-            description: "the key of the local CA; keep it on this machine",
-        });
-        (local_ca, ca_certificate)
-    };
-    plan.local_ca = Some(ca_certificate);
-    // After a new CA was created, an existing certificate is not current: another CA signed it.
-    if !is_current(&serving, &local_ca, &names, request.now) {
-        plan.files.push(OutputFile {
-            path: serving.clone(),
-            bytes: local_ca.issue(&names, request.now)?.pair().into_bytes(),
-            mode: PRIVATE,
-            description: "the serving certificate and its key, renewed by jackstay",
-        });
+    let files = ServingFiles::in_directory(directory);
+    let current = files.read().ok().filter(|existing| {
+        existing.is_current(request.now) && names.iter().all(|name| existing.names.contains(name))
+    });
+    plan.local_ca = Some(match current {
+        Some(existing) => existing.ca_pem,
+        None => {
+            let ca_name = format!("jackstay on {}", request.node_name);
+            let created = local_ca::create_serving_cert(&ca_name, &names, request.now)?;
+            let ca_pem = created.ca.clone().into_bytes();
+            plan.files.extend(files.outputs(&created, &ca_pem));
+            ca_pem
+        }
+    });
+    plan.notes.push(
+        "the local CA and the serving certificate are valid for one year: run `jackstay kubeconfig \
+         --renew` before the metric jackstay_certificate_expiry_timestamp_seconds says that they expire"
+            .to_owned(),
+    );
+    let key = directory.join("local-ca.key");
+    if key.exists() {
+        plan.notes.push(format!(
+            "{} is the key of a local CA of an earlier version and is not used any more: remove it",
+            key.display()
+        ));
     }
-    let serving = CertPaths { cert_file: serving.clone(), key_file: serving };
-    Ok(ListenerTlsSection { serving, issuer: ca_paths })
-}
-
-/// Whether `file` holds a serving certificate that `local_ca` has signed, that contains all `names`, and
-/// that is not due for renewal.
-fn is_current(file: &Path, local_ca: &LocalCa, names: &[String], now: SystemTime) -> bool {
-    let paths = CertPaths { cert_file: file.to_owned(), key_file: file.to_owned() };
-    let Ok(loaded) = pem_files::load_cert(&paths) else { return false };
-    let certified = local_ca::subject_alt_names(&loaded.chain[0]).unwrap_or_default();
-    now < local_ca::renewal_time(&loaded.info)
-        && names.iter().all(|name| certified.contains(name))
-        && local_ca.has_signed(&loaded.chain[0])
+    let serving = files.serving;
+    Ok(ListenerTlsSection { serving: CertPaths { cert_file: serving.clone(), key_file: serving } })
 }
 
 #[cfg(test)]
@@ -90,36 +150,68 @@ mod tests {
     use super::super::plan::SetupMode;
     use super::*;
     use crate::observe::utc::wall_clock;
+    use std::time::Duration;
 
-    #[test]
-    fn plan_unusable_local_ca_error_names_both_files_to_remove() {
-        let dir = tempfile::tempdir().unwrap();
-        let request = SetupRequest {
+    fn request(directory: &Path) -> SetupRequest {
+        SetupRequest {
             mode: SetupMode::Terminate,
             host: "127.0.0.1".into(),
             port: 7443,
-            config: dir.path().join("jackstay.yaml"),
+            config: directory.join("jackstay.yaml"),
             upstreams: Vec::new(),
             server_name: None,
             ca_file: None,
             client_ca_file: None,
             node_name: "node-1".into(),
             now: wall_clock(),
-        };
-        let files = ["local-ca.crt", "local-ca.key"].map(|name| dir.path().join(name));
-        // Only one of the two files exists, and it holds no certificate or key.
-        for existing in &files {
-            std::fs::write(existing, "not PEM").unwrap();
-            let mut planned = SetupPlan { files: Vec::new(), local_ca: None, notes: Vec::new() };
-            let error = plan(&request, dir.path(), &mut planned).err().unwrap();
-            let advice = format!(
-                "to create a new local CA, remove {} and {}",
-                files[0].display(),
-                files[1].display()
-            );
-            assert!(error.ends_with(&advice), "{error}");
-            assert!(planned.files.is_empty(), "no file is replaced");
-            std::fs::remove_file(existing).unwrap();
         }
+    }
+
+    /// The planned files.
+    fn planned(request: &SetupRequest, directory: &Path) -> SetupPlan {
+        let mut planned = SetupPlan { files: Vec::new(), local_ca: None, notes: Vec::new() };
+        plan(request, directory, &mut planned).unwrap();
+        planned
+    }
+
+    #[test]
+    fn plan_existing_files_are_kept_while_they_are_current() {
+        let dir = tempfile::tempdir().unwrap();
+        let request = request(dir.path());
+        let first = planned(&request, dir.path());
+        assert_eq!(first.files.len(), 2);
+        for file in &first.files {
+            std::fs::write(&file.path, &file.bytes).unwrap();
+        }
+        let again = planned(&request, dir.path());
+        assert!(again.files.is_empty());
+        assert_eq!(again.local_ca, first.local_ca);
+        let days = |days: u64| request.now + Duration::from_secs(days * 24 * 3600);
+        let later = |days_later| SetupRequest { now: days(days_later), ..request.clone() };
+        assert!(planned(&later(240), dir.path()).files.is_empty());
+        assert_eq!(planned(&later(250), dir.path()).files.len(), 2, "two thirds of the lifetime");
+        let other = SetupRequest { node_name: "node-2".into(), ..request.clone() };
+        assert_eq!(planned(&other, dir.path()).files.len(), 2, "the CA is not for this name");
+    }
+
+    #[test]
+    fn plan_unusable_or_unrelated_files_are_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let request = request(dir.path());
+        for name in ["local-ca.crt", "serving.pem"] {
+            let file = dir.path().join(name);
+            std::fs::write(&file, "not PEM").unwrap();
+            assert_eq!(planned(&request, dir.path()).files.len(), 2, "{name}");
+            std::fs::remove_file(&file).unwrap();
+        }
+        // Each of the two files is of another pair.
+        for (index, _) in ["ca", "serving"].iter().enumerate() {
+            let file = &planned(&request, dir.path()).files[index];
+            std::fs::write(&file.path, &file.bytes).unwrap();
+        }
+        assert_eq!(planned(&request, dir.path()).files.len(), 2);
+        std::fs::write(dir.path().join("local-ca.key"), "").unwrap();
+        let notes = planned(&request, dir.path()).notes;
+        assert!(notes.iter().any(|note| note.contains("not used any more")), "{notes:?}");
     }
 }

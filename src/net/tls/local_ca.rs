@@ -1,16 +1,21 @@
 //! A certificate authority of this host, which issues the serving certificate of a local listener.
 //!
-//! `jackstay kubeconfig --mode terminate` creates the CA and the first certificate; clients on the host trust
-//! the CA by their kubeconfigs. A running jackstay renews the certificate after two thirds of its lifetime and
-//! replaces the file atomically.
+//! `jackstay kubeconfig --mode terminate` creates the CA and the certificate; clients on the host trust the CA
+//! by their kubeconfigs. Both are valid for one year, and the CA is constrained to the names of the
+//! certificate. The key of the CA exists only in the memory of that command: nothing on the host can issue
+//! another certificate. `jackstay kubeconfig --renew` creates a new CA and a new certificate.
+//!
+//! Earlier versions stored the key, and a running jackstay renewed the certificate with it. A configuration
+//! with `tls.issuer` still does that: [`renew_if_due`].
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
-    Issuer, KeyPair, KeyUsagePurpose, SanType, SerialNumber,
+    BasicConstraints, CertificateParams, CidrSubnet, DistinguishedName, DnType,
+    ExtendedKeyUsagePurpose, GeneralSubtree, IsCa, Issuer, KeyPair, KeyUsagePurpose,
+    NameConstraints, SanType, SerialNumber,
 };
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
@@ -23,10 +28,8 @@ use crate::config::CertPaths;
 use crate::net::files;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
-/// Lifetime of the CA: ten years, as kubeadm's. It is not renewed, since kubeconfigs contain it.
-const CA_LIFETIME: Duration = Duration::from_secs(3650 * 24 * 3600);
-/// Lifetime of a serving certificate: one year, as kubeadm's.
-const SERVING_LIFETIME: Duration = Duration::from_secs(365 * 24 * 3600);
+/// Lifetime of the CA and of a serving certificate: one year, as kubeadm's serving certificates.
+const LIFETIME: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// A new certificate and its key.
 pub struct IssuedCertificate {
@@ -43,11 +46,33 @@ impl IssuedCertificate {
     }
 }
 
+/// A serving certificate and the CA that has signed it, whose key no longer exists.
+pub struct NewServingCert {
+    /// The certificate of the CA, PEM.
+    pub ca: String,
+    /// The serving certificate and its key, PEM. Secret.
+    pub pair: String,
+}
+
+/// Creates a CA with the common name `ca_name`, and a serving certificate for these DNS names and IP addresses,
+/// to which the CA is constrained.
+///
+/// # Errors
+/// A key cannot be generated, or a name is not valid in a certificate.
+pub fn create_serving_cert(
+    ca_name: &str,
+    names: &[String],
+    now: SystemTime,
+) -> Result<NewServingCert, String> {
+    let (ca, created) = LocalCa::create(ca_name, names, now)?;
+    let issued = ca.issue(names, now)?;
+    Ok(NewServingCert { ca: created.certificate, pair: issued.pair() })
+}
+
 /// A CA with its key.
 pub struct LocalCa {
     issuer: Issuer<'static, KeyPair>,
     info: CertInfo,
-    der: CertificateDer<'static>,
 }
 
 impl LocalCa {
@@ -60,12 +85,18 @@ impl LocalCa {
         Self::new(&loaded, &paths.cert_file, &paths.key_file)
     }
 
-    /// Creates a CA with the common name `name`. Returns it with its certificate and key.
+    /// Creates a CA with the common name `name`, whose certificates are valid only for loopback addresses,
+    /// `localhost` and `names`. Returns it with its certificate and key.
     ///
     /// # Errors
     /// A key cannot be generated, or the name is not valid in a certificate.
-    pub fn create(name: &str, now: SystemTime) -> Result<(Self, IssuedCertificate), String> {
-        let mut params = params(name, now - DAY, now + CA_LIFETIME);
+    pub fn create(
+        name: &str,
+        names: &[String],
+        now: SystemTime,
+    ) -> Result<(Self, IssuedCertificate), String> {
+        let mut params = params(name, now - DAY, now + LIFETIME);
+        params.name_constraints = Some(constraints(names));
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let key = KeyPair::generate().map_err(|e| e.to_string())?;
@@ -89,16 +120,7 @@ impl LocalCa {
             .map_err(|e| error(key_file, &format!("cannot sign with this key: {e}")))?;
         let issuer =
             Issuer::from_ca_cert_der(&der, key).map_err(|e| error(cert_file, &e.to_string()))?;
-        Ok(Self { issuer, info: loaded.info.clone(), der })
-    }
-
-    /// Whether this CA has signed a certificate.
-    pub fn has_signed(&self, der: &CertificateDer<'_>) -> bool {
-        let Ok((_, ca)) = X509Certificate::from_der(&self.der) else { return false };
-        X509Certificate::from_der(der).is_ok_and(|(_, certificate)| {
-            certificate.issuer() == ca.subject()
-                && certificate.verify_signature(Some(ca.public_key())).is_ok()
-        })
+        Ok(Self { issuer, info: loaded.info.clone() })
     }
 
     /// Subject and validity of the CA.
@@ -111,7 +133,7 @@ impl LocalCa {
     /// # Errors
     /// The CA has expired, or a name is not valid in a certificate.
     pub fn issue(&self, names: &[String], now: SystemTime) -> Result<IssuedCertificate, String> {
-        let not_after = (now + SERVING_LIFETIME).min(self.info.not_after);
+        let not_after = (now + LIFETIME).min(self.info.not_after);
         if not_after <= now {
             return Err(format!("the local CA ({}) has expired", self.info.subject));
         }
@@ -133,6 +155,29 @@ impl LocalCa {
         let key = KeyPair::generate().map_err(|e| e.to_string())?;
         let certificate = params.signed_by(&key, &self.issuer).map_err(|e| e.to_string())?;
         Ok(IssuedCertificate { certificate: certificate.pem(), key: key.serialize_pem() })
+    }
+}
+
+/// Permits loopback addresses, `localhost` and `names` (RFC 5280 section 4.2.1.10). A DNS name permits the names
+/// below it too.
+fn constraints(names: &[String]) -> NameConstraints {
+    let loopback = [
+        GeneralSubtree::DnsName("localhost".to_owned()),
+        GeneralSubtree::IpAddress(CidrSubnet::from_v4_prefix([127, 0, 0, 0], 8)),
+        GeneralSubtree::IpAddress(CidrSubnet::from_addr_prefix(Ipv6Addr::LOCALHOST.into(), 128)),
+    ];
+    let others = names.iter().filter_map(|name| match name.parse::<IpAddr>() {
+        Ok(address) if address.is_loopback() => None,
+        Ok(address) => {
+            let bits = if address.is_ipv4() { 32 } else { 128 };
+            Some(GeneralSubtree::IpAddress(CidrSubnet::from_addr_prefix(address, bits)))
+        }
+        Err(_) if name == "localhost" => None,
+        Err(_) => Some(GeneralSubtree::DnsName(name.clone())),
+    });
+    NameConstraints {
+        permitted_subtrees: loopback.into_iter().chain(others).collect(),
+        excluded_subtrees: Vec::new(),
     }
 }
 
@@ -172,6 +217,17 @@ pub fn subject_alt_names(der: &CertificateDer<'_>) -> Result<Vec<String>, String
         _ => None,
     };
     Ok(names.unwrap_or_default().iter().filter_map(name).collect())
+}
+
+/// Whether `der` is a CA that is constrained to names and has signed `certificate`.
+pub fn is_constrained_issuer(der: &CertificateDer<'_>, certificate: &CertificateDer<'_>) -> bool {
+    let Ok((_, ca)) = X509Certificate::from_der(der) else { return false };
+    ca.is_ca()
+        && ca.name_constraints().is_ok_and(|constraints| constraints.is_some())
+        && X509Certificate::from_der(certificate).is_ok_and(|(_, certificate)| {
+            certificate.issuer() == ca.subject()
+                && certificate.verify_signature(Some(ca.public_key())).is_ok()
+        })
 }
 
 /// The issuer of a certificate, such as `CN=kubernetes`; `?` if it cannot be parsed.
@@ -224,6 +280,9 @@ pub fn renew_if_due(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustls::client::WebPkiServerVerifier;
+    use rustls::client::danger::ServerCertVerifier;
+    use rustls::pki_types::UnixTime;
     use std::os::unix::fs::PermissionsExt;
     use std::path::PathBuf;
 
@@ -233,11 +292,16 @@ mod tests {
         path
     }
 
+    /// A CA that is valid for ten years, as earlier versions created it.
     fn ca(dir: &Path, now: SystemTime) -> CertPaths {
-        let (_, created) = LocalCa::create("test", now).unwrap();
+        let mut params = params("test", now - DAY, now + 3650 * DAY);
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.self_signed(&key).unwrap();
         CertPaths {
-            cert_file: write(dir, "ca.crt", &created.certificate),
-            key_file: write(dir, "ca.key", &created.key),
+            cert_file: write(dir, "ca.crt", &certificate.pem()),
+            key_file: write(dir, "ca.key", &key.serialize_pem()),
         }
     }
 
@@ -258,7 +322,7 @@ mod tests {
         assert_eq!(renew_if_due(&pair, &ca, start + 240 * DAY), Ok(None));
         let later = start + 250 * DAY;
         let info = renew_if_due(&pair, &ca, later).unwrap().unwrap();
-        assert_eq!(info.not_after, later + SERVING_LIFETIME);
+        assert_eq!(info.not_after, later + LIFETIME);
         let second = pem_files::load_cert(&pair).unwrap();
         assert_eq!(second.info, info);
         assert_ne!(second.info.serial, first.info.serial);
@@ -283,6 +347,74 @@ mod tests {
         assert_eq!(pem_files::load_cert(&pair).unwrap().info.not_after, end);
         assert_eq!(renew_if_due(&pair, &ca, end - DAY), Ok(None));
         assert!(LocalCa::load(&ca).unwrap().issue(&[], end + DAY).is_err());
+    }
+
+    fn names(names: &[&str]) -> Vec<String> {
+        names.iter().map(ToString::to_string).collect()
+    }
+
+    fn der(pem: &str) -> CertificateDer<'static> {
+        CertificateDer::from_pem_slice(pem.as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn create_serving_cert_is_valid_for_one_year_as_its_ca() {
+        let now = UNIX_EPOCH + 20_000 * DAY;
+        let created = create_serving_cert("test", &names(&["127.0.0.1", "node-1"]), now).unwrap();
+        let (ca, serving) = (der(&created.ca), der(&created.pair));
+        for certificate in [&ca, &serving] {
+            let info = certificate::cert_info(certificate).unwrap();
+            assert_eq!(info.not_after, now + 365 * DAY);
+        }
+        assert!(is_constrained_issuer(&ca, &serving));
+        assert!(!is_constrained_issuer(&serving, &serving));
+        let other = create_serving_cert("test", &names(&["127.0.0.1"]), now).unwrap();
+        assert!(!is_constrained_issuer(&der(&other.ca), &serving), "another key");
+        // The only key is that of the serving certificate.
+        assert_eq!(created.pair.matches("PRIVATE KEY-----").count(), 2);
+        assert!(!created.ca.contains("PRIVATE"));
+    }
+
+    /// Verifies that `leaf` is valid for `name` with `ca` as the only root, as clients with rustls do.
+    fn verify_with_webpki(ca: &str, leaf: &str, name: &str, now: SystemTime) -> Result<(), String> {
+        let mut roots = rustls::RootCertStore::empty();
+        roots.add(der(ca)).unwrap();
+        let provider = rustls::crypto::aws_lc_rs::default_provider();
+        let verifier = WebPkiServerVerifier::builder_with_provider(roots.into(), provider.into());
+        let name = rustls::pki_types::ServerName::try_from(name.to_owned()).unwrap();
+        let now = UnixTime::since_unix_epoch(now.duration_since(UNIX_EPOCH).unwrap());
+        let result = verifier.build().unwrap().verify_server_cert(&der(leaf), &[], &name, &[], now);
+        result.map(drop).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn create_ca_certificates_for_other_names_are_refused() {
+        let now = UNIX_EPOCH + 20_000 * DAY;
+        let permitted = names(&["10.1.2.3", "fd00::1", "node-1"]);
+        let (ca, created) = LocalCa::create("test", &permitted, now).unwrap();
+        for (name, valid) in [
+            ("127.0.0.1", true),
+            ("127.9.9.9", true),
+            ("::1", true),
+            ("localhost", true),
+            ("10.1.2.3", true),
+            ("fd00::1", true),
+            ("node-1", true),
+            ("10.1.2.4", false),
+            ("fd00::2", false),
+            ("node-2", false),
+            ("kubernetes.default.svc", false),
+            ("example.com", false),
+        ] {
+            let leaf = ca.issue(&names(&[name]), now).unwrap();
+            let result = verify_with_webpki(&created.certificate, &leaf.certificate, name, now);
+            assert_eq!(result.is_ok(), valid, "{name}: {result:?}");
+            // A permitted name beside it changes nothing.
+            let both = ca.issue(&names(&["localhost", name]), now).unwrap();
+            let result =
+                verify_with_webpki(&created.certificate, &both.certificate, "localhost", now);
+            assert_eq!(result.is_ok(), valid, "localhost and {name}: {result:?}");
+        }
     }
 
     #[test]

@@ -119,6 +119,11 @@ impl ServingTls {
         pair.chain(&files.client_ca_file).cloned().collect()
     }
 
+    /// Whether this process can read the key of a CA, with which it renews the serving certificate.
+    pub fn has_issuer(&self) -> bool {
+        self.files.load().tls.issuer.is_some()
+    }
+
     /// Renews the serving certificate in its file if an issuer is configured and the renewal is due. Accesses
     /// the disk only then. [`Self::refresh`] puts the renewed certificate into use.
     ///

@@ -158,8 +158,10 @@ impl App {
         let (replaced, is_replaced) = watch::channel(false);
         let (reload, requests) = unbounded_channel();
         let (stop, stopped) = oneshot::channel();
-        let WorkerThreads { commands, threads, liveness } =
-            workers::start(active.config.workers, &metrics, &draining, &forced)?;
+        let WorkerThreads { commands, threads, liveness } = {
+            let config = &active.config;
+            workers::start(config.workers, config.identity_lane, &metrics, &draining, &forced)?
+        };
 
         let sockets = active.new_sockets(None, commands.count())?;
         let (sockets, predecessor) = match predecessor {

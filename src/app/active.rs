@@ -21,6 +21,7 @@ use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
 use crate::net::tls::serving::{self, ServingTls};
 use crate::observe::Metrics;
+use crate::proxy::identity_lane::LaneConnections;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::{self, Credentials, IdentitySlot};
 
@@ -177,6 +178,7 @@ impl PreparedConfig {
                 upstream: next.upstream(&listener.upstream)?,
                 config: listener.clone(),
                 mode,
+                lane_connections: lane_connections(current, &listener.name),
             };
             next.listeners.push(Arc::new(listener));
             next.sockets.extend(sockets);
@@ -281,6 +283,13 @@ impl PreparedConfig {
             }
         }
     }
+}
+
+/// The count of a listener's connections on the identity lane, which a reload keeps.
+fn lane_connections(current: Option<&ActiveConfig>, listener: &str) -> LaneConnections {
+    let mut listeners = current.iter().flat_map(|current| &current.listeners);
+    let listener = listeners.find(|current| current.name() == listener);
+    listener.map(|listener| listener.lane_connections.clone()).unwrap_or_default()
 }
 
 /// The connector for endpoints: with `SO_MARK` and loop detection if a listener is transparent. The one in use

@@ -246,6 +246,7 @@ impl ControlThread {
         let mut config = follower.read()?;
         // The number of threads is fixed until the next start.
         config.workers = self.workers.count();
+        config.identity_lane = self.workers.has_identity_lane();
         let mut inherited = InheritedSockets::default();
         PreparedConfig::new(config, Some(&self.active), &mut inherited, &self.metrics)
             .map_err(|error| vec![error.to_string()])

@@ -10,6 +10,7 @@ use super::sockets::SocketId;
 use crate::config;
 use crate::net::tls::serving::ServingTls;
 use crate::observe::ListenerMetrics;
+use crate::proxy::identity_lane::LaneConnections;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::IdentitySlot;
 
@@ -23,6 +24,8 @@ pub struct BoundListener {
     /// The upstream of requests, and of flows that no route or destination matches.
     pub upstream: Arc<Upstream>,
     pub mode: ListenerMode,
+    /// The connections on the identity lane.
+    pub lane_connections: LaneConnections,
 }
 
 impl BoundListener {

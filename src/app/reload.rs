@@ -155,13 +155,16 @@ pub struct ConfigFollower {
     checked: FileVersion,
     /// The number of workers in the file.
     workers: usize,
+    /// Whether the file has an identity lane.
+    identity_lane: bool,
 }
 
 impl ConfigFollower {
     /// Follows the source of a configuration that was just read.
     pub fn new(source: ConfigSource, config: &Config) -> Self {
         let version = file_version(&source.file);
-        Self { source, read: version, checked: version, workers: config.workers }
+        let Config { workers, identity_lane, .. } = *config;
+        Self { source, read: version, checked: version, workers, identity_lane }
     }
 
     /// The configuration file.
@@ -192,6 +195,7 @@ impl ConfigFollower {
             tracing::warn!("{warning}");
         }
         self.workers = config.workers;
+        self.identity_lane = config.identity_lane;
         Ok(config)
     }
 
@@ -206,10 +210,15 @@ impl ConfigFollower {
 
     /// The settings in the file that only a restart applies.
     pub fn needs_restart(&self, config: &Config) -> Vec<String> {
-        if self.workers == config.workers {
-            return Vec::new();
+        let mut settings = Vec::new();
+        if self.workers != config.workers {
+            settings.push(format!("workers {} → {}", config.workers, self.workers));
         }
-        vec![format!("workers {} → {}", config.workers, self.workers)]
+        if self.identity_lane != config.identity_lane {
+            let (running, file) = (config.identity_lane, self.identity_lane);
+            settings.push(format!("identity_lane {running} → {file}"));
+        }
+        settings
     }
 }
 

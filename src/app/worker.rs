@@ -6,6 +6,7 @@
 //! queues to the new process, and continues to serve its open connections.
 
 mod listener;
+mod role;
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -20,6 +21,7 @@ use tokio::task::{JoinSet, LocalSet, spawn_local};
 use tokio::time::sleep;
 
 use self::listener::{DRAIN_POLL, DrainDeadline, Server, WorkerListener};
+pub use self::role::Role;
 use super::listener::{BoundListener, Destinations, ListenerMode};
 use super::sockets::SocketId;
 use crate::config::{self, AccessLog};
@@ -28,7 +30,8 @@ use crate::net::sockets::linger::lingering_connections;
 use crate::observe::{ByteBudget, Liveness, Metrics};
 use crate::proxy::credential_selector::{CredentialSelector, ProvenTokens};
 use crate::proxy::drain::{self, DrainWatcher};
-use crate::proxy::https_server::HttpsServer;
+use crate::proxy::https_server::{HttpsServer, Lane};
+use crate::proxy::identity_lane::HandedOver;
 use crate::proxy::listener_service::ListenerService;
 use crate::proxy::passthrough::flow_table::FlowTable;
 use crate::proxy::passthrough::forwarder::TcpForwarder;
@@ -37,6 +40,7 @@ use crate::proxy::tunnels::Tunnels;
 use crate::proxy::upstream_client::UpstreamClient;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::IdentitySlot;
+use crate::upstream::pool::WarmClasses;
 
 /// How often a worker records that its event loop runs, and returns free memory to the kernel.
 const TICK: Duration = Duration::from_secs(1);
@@ -72,8 +76,9 @@ pub struct WorkerSetup {
     pub metrics: Arc<Metrics>,
     /// The memory for request bodies, a limit for all workers together.
     pub bodies: Arc<ByteBudget>,
-    /// Number of workers, among which the connection limits of a listener are divided.
+    /// Number of workers that accept, among which the connection limits of a listener are divided.
     pub workers: usize,
+    pub role: Role,
     /// Becomes true to drain the worker.
     pub drain: watch::Receiver<bool>,
     /// Becomes true to close all open connections.
@@ -117,6 +122,8 @@ impl WorkerSetup {
         spawn_local(Rc::clone(&worker.flows).run());
         loop {
             tokio::select! {
+                // A listener is started before connections to it are handed over.
+                biased;
                 command = commands.recv() => match command {
                     Some(Command::Apply(state, _done)) => worker.apply(state),
                     Some(Command::ReleaseSockets(_done)) => worker.release_sockets(),
@@ -124,9 +131,13 @@ impl WorkerSetup {
                 },
                 // An error means that the sender is dropped: the process ends.
                 _ = drain.wait_for(|draining| *draining) => break,
+                connection = worker.setup.role.handed_over() => worker.serve_handed_over(connection),
                 // Frees the memory of drains that have ended.
                 Some(_) = worker.draining.join_next(), if !worker.draining.is_empty() => {}
             }
+        }
+        for connection in worker.setup.role.close() {
+            worker.serve_handed_over(connection);
         }
         worker.drain().await;
         liveness.finish();
@@ -151,6 +162,11 @@ impl Worker {
             state;
         self.drain_timeout = drain_timeout;
         self.listen_addresses = listen_addresses;
+        let serves = |listener: &Arc<BoundListener>| match self.setup.role {
+            Role::Accept(_) => true,
+            Role::IdentityLane(_) => !listener.mode.identities().is_empty(),
+        };
+        let listeners: Vec<_> = listeners.into_iter().filter(serves).collect();
         let used: Vec<_> =
             listeners.iter().flat_map(|bound| &bound.sockets).map(|(id, _)| *id).collect();
         let mut previous = std::mem::take(&mut self.listeners);
@@ -180,6 +196,15 @@ impl Worker {
         }
     }
 
+    /// Serves a connection with the listener of that name. Closes it if the listener was removed.
+    fn serve_handed_over(&self, connection: HandedOver) {
+        let mut listeners = self.listeners.iter();
+        let listener = listeners.find(|listener| listener.name() == connection.client.listener);
+        if let Some(Server::Https(server)) = listener.map(WorkerListener::server) {
+            server.serve_handed_over(connection);
+        }
+    }
+
     /// Stops accepting at once, and leaves all accept queues to another process.
     fn release_sockets(&mut self) {
         for listener in &mut self.listeners {
@@ -200,6 +225,7 @@ impl Worker {
                     service,
                     Arc::clone(tls),
                     connections,
+                    self.lane(bound),
                 )))
             }
             ListenerMode::Passthrough { config, routes, destinations } => {
@@ -300,6 +326,19 @@ impl Worker {
         }
     }
 
+    /// The connections of a listener that this worker serves.
+    fn lane(&self, bound: &BoundListener) -> Lane {
+        match &self.setup.role {
+            Role::Accept(None) => Lane::All,
+            Role::Accept(Some(lane)) => Lane::Others {
+                identity_lane: lane.clone(),
+                handed_over: bound.lane_connections.clone(),
+                workers: self.setup.workers,
+            },
+            Role::IdentityLane(_) => Lane::Identities,
+        }
+    }
+
     /// This worker's share of the listener's limits.
     fn limits(&self, bound: &BoundListener) -> config::Limits {
         let mut limits = bound.config.limits().clone();
@@ -312,7 +351,11 @@ impl Worker {
         if let Some(client) = self.clients.iter().find(|client| client.is_client_of(upstream)) {
             return Rc::clone(client);
         }
-        let client = UpstreamClient::start(upstream, &self.setup.metrics, &self.setup.bodies);
+        let warm = match self.setup.role {
+            Role::Accept(Some(_)) => WarmClasses::None,
+            Role::Accept(None) | Role::IdentityLane(_) => WarmClasses::Identities,
+        };
+        let client = UpstreamClient::start(upstream, warm, &self.setup.metrics, &self.setup.bodies);
         self.clients.push(Rc::clone(&client));
         client
     }

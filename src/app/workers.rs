@@ -1,5 +1,6 @@
 //! Starts the worker threads and sends them commands.
 
+use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -9,8 +10,9 @@ use tokio::sync::watch;
 
 use super::active::ActiveConfig;
 use super::sockets::NewSockets;
-use super::worker::{Command, DesiredState, Done, WorkerSetup};
+use super::worker::{Command, DesiredState, Done, Role, WorkerSetup};
 use crate::observe::{Liveness, Metrics};
+use crate::proxy::identity_lane::IdentityLane;
 use crate::proxy::request_body;
 
 /// Started worker threads.
@@ -21,46 +23,71 @@ pub struct WorkerThreads {
     pub liveness: Vec<Liveness>,
 }
 
-/// Starts `count` workers. They drain when `drain` becomes true, and close all open connections when `force`
-/// does.
+/// Starts `count` workers that accept connections, and the identity lane if `identity_lane` is true. All drain when
+/// `drain` becomes true, and close all open connections when `force` does.
 pub fn start(
     count: usize,
+    identity_lane: bool,
     metrics: &Arc<Metrics>,
     drain: &watch::Receiver<bool>,
     force: &watch::Receiver<bool>,
 ) -> io::Result<WorkerThreads> {
     let bodies = request_body::budget(metrics);
     let mut started = WorkerThreads {
-        commands: CommandSender(Vec::new()),
+        commands: CommandSender { identity_lane: None, workers: Vec::new() },
         threads: Vec::new(),
         liveness: Vec::new(),
     };
-    for index in 0..count {
+    let start = |started: &mut WorkerThreads, liveness_name: &str, name: String, role: Role| {
         let (sender, commands) = unbounded_channel();
-        let liveness = Liveness::new(&format!("worker {index}"));
+        let liveness = Liveness::new(liveness_name);
         let worker = WorkerSetup {
             metrics: Arc::clone(metrics),
             bodies: Arc::clone(&bodies),
             workers: count,
+            role,
             drain: drain.clone(),
             force: force.clone(),
             liveness: liveness.clone(),
         };
-        let thread = std::thread::Builder::new().name(format!("worker-{index}"));
+        let thread = std::thread::Builder::new().name(name);
         started.threads.push(thread.spawn(move || worker.run(commands))?);
-        started.commands.0.push(sender);
         started.liveness.push(liveness);
+        io::Result::Ok(sender)
+    };
+    let mut lane = None;
+    if identity_lane {
+        let (sender, connections) = unbounded_channel();
+        lane = Some(IdentityLane::new(sender));
+        let role = Role::IdentityLane(connections);
+        let commands = start(&mut started, "identity lane", "identity-lane".to_owned(), role)?;
+        started.commands.identity_lane = Some(commands);
+    }
+    for index in 0..count {
+        let role = Role::Accept(lane.clone());
+        let name = format!("worker-{index}");
+        let commands = start(&mut started, &format!("worker {index}"), name, role)?;
+        started.commands.workers.push(commands);
     }
     Ok(started)
 }
 
 /// Sends commands to all workers. A worker whose thread has panicked receives none; `/livez` reports it as
 /// stalled.
-pub struct CommandSender(Vec<UnboundedSender<Command>>);
+pub struct CommandSender {
+    identity_lane: Option<UnboundedSender<Command>>,
+    workers: Vec<UnboundedSender<Command>>,
+}
 
 impl CommandSender {
+    /// The number of workers that accept connections.
     pub fn count(&self) -> usize {
-        self.0.len()
+        self.workers.len()
+    }
+
+    /// Whether the identity lane runs.
+    pub fn has_identity_lane(&self) -> bool {
+        self.identity_lane.is_some()
     }
 
     /// Makes every worker serve `active`. `new_sockets` are the sockets that each worker does not have yet. The
@@ -71,7 +98,9 @@ impl CommandSender {
         new_sockets: NewSockets,
     ) -> impl Future<Output = ()> + use<> {
         let listen_addresses = active.listen_addresses();
-        let mut new_sockets = new_sockets.into_iter();
+        // The identity lane, which has no sockets, is the first.
+        let no_sockets = self.identity_lane.iter().map(|_| HashMap::new());
+        let mut new_sockets = no_sockets.chain(new_sockets);
         self.send(&mut |done| {
             let state = DesiredState {
                 listeners: active.listeners.clone(),
@@ -91,7 +120,7 @@ impl CommandSender {
 
     fn send(&self, command: &mut dyn FnMut(Done) -> Command) -> impl Future<Output = ()> + use<> {
         let (done, mut all_done) = unbounded_channel();
-        for worker in &self.0 {
+        for worker in self.identity_lane.iter().chain(&self.workers) {
             let _ = worker.send(command(done.clone()));
         }
         drop(done);

@@ -15,11 +15,12 @@ use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Report};
 use super::yaml;
 
 /// Every key outside lists, with its default as text.
-const SCALARS: [(&str, &str); 9] = [
+const SCALARS: [(&str, &str); 10] = [
     ("admin.bind", "127.0.0.1:9643"),
     ("admin.socket", ""),
     ("state_dir", "/var/lib/jackstay"),
     ("workers", "1"),
+    ("identity_lane", "true"),
     // Has no bit that kube-proxy (0x4000, 0x8000), Cilium (0x0f00), the AWS CNI (0x80) or Calico
     // (0xffff0000) uses. deploy/nftables has the same value.
     ("mark", "0x306a"),

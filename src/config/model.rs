@@ -25,6 +25,8 @@ pub struct Config {
     pub state_dir: Option<PathBuf>,
     /// Number of data-plane threads. Each runs its own event loop with its own connections.
     pub workers: usize,
+    /// Whether the connections of clients with a configured identity have a thread of their own.
+    pub identity_lane: bool,
     /// `SO_MARK` of the connections to endpoints while a listener is transparent. The redirecting
     /// rules exempt connections with this mark. 0 sets no mark.
     #[serde(serialize_with = "as_in_file::hex")]

@@ -182,6 +182,9 @@ impl<'a> Node<'a> {
         match self.kind() {
             None => default,
             Some(ValueKind::Boolean(value)) => *value,
+            // The value of an environment variable.
+            Some(ValueKind::String(text)) if text == "true" => true,
+            Some(ValueKind::String(text)) if text == "false" => false,
             Some(other) => self.mismatch("true or false", other).unwrap_or(default),
         }
     }

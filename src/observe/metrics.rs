@@ -285,6 +285,7 @@ mod tests {
         listener.cut("client");
         listener.own_errors.count(Some(503), "no_upstream");
         listener.refused("cap");
+        listener.closed_for_frames("ping");
         listener.client_verified("ok");
         listener.certificate_reloaded("ok");
         let endpoint = metrics.endpoint("control-plane", "10.0.0.11:6443");

@@ -81,6 +81,17 @@ impl ClientCertificate {
         }))
     }
 
+    /// The last result of the verification, for [`Self::with_verdict`].
+    pub fn verdict(&self) -> Option<ChainVerdict> {
+        self.verdict.borrow().clone()
+    }
+
+    /// Continues with a result that another thread has obtained for the same certificate.
+    pub fn with_verdict(self: Rc<Self>, verdict: Option<ChainVerdict>) -> Rc<Self> {
+        self.verdict.replace(verdict);
+        self
+    }
+
     /// The content of the certificate, valid or not; `None` if it cannot be parsed.
     pub fn info(&self) -> Option<&CertInfo> {
         self.info.as_ref().ok()

@@ -81,6 +81,11 @@ impl<T> StallTimeout<T> {
         Self { inner, limit: Some(limit), timer: None }
     }
 
+    /// The stream whose writes are limited.
+    pub fn get_mut(&mut self) -> &mut T {
+        &mut self.inner
+    }
+
     /// Removes the limit. A tunnel may carry a terminal whose user reads nothing for hours.
     pub fn disable(&mut self) {
         self.limit = None;

@@ -71,6 +71,16 @@ impl CredentialSelector {
         }
     }
 
+    /// Whether the certificate is valid now and has the subject of a configured identity.
+    pub fn is_identity(&self, certificate: &ClientCertificate) -> bool {
+        let validity = certificate.validity(wall_clock());
+        validity.is_some_and(|validity| {
+            validity.is_ok_and(|info| {
+                self.slots.iter().any(|slot| slot.number_of(&info.subject).is_some())
+            })
+        })
+    }
+
     fn without_certificate(&self, token: Option<&[u8]>, last: &LastToken) -> CredentialClass {
         match token {
             None => CredentialClass::Anonymous,

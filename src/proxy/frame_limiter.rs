@@ -413,7 +413,7 @@ mod tests {
         assert_eq!(violation.get(), None);
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn reading_yields_after_a_turn() {
         let (mut limiter, _violation, mut client) = connected().await;
         let frames = TURN_FRAMES * 3;

@@ -1,63 +1,32 @@
-//! Serves the connections of one L7 listener on one worker: accept, TLS handshake, HTTP/2 or HTTP/1.1.
-//! [`super::client_connection`] serves each request. A drain ends connections with a GOAWAY, so that
-//! clients lose no request.
+//! Serves the connections of one L7 listener on one worker: accept and TLS handshake. Then
+//! [`super::http_connection`] drives the connection, and [`super::client_connection`] serves each request.
 
 use std::cell::Cell;
-use std::error::Error;
-use std::future::{pending, poll_fn};
+use std::io;
 use std::net::SocketAddr;
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Context, Poll};
-use std::time::Duration;
 
-use hyper::rt::Executor;
-use hyper::server::conn::{http1, http2};
-use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::io::AsyncWrite;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 
 use super::accept;
-use super::body_progress::{BodyProgress, StallBoundStream, TrackedBody};
 use super::client_certificate::ClientCertificate;
 use super::client_connection::ClientConnection;
 use super::client_stream::{ClientStream, StallTimeout, accept_tls};
 use super::credential_selector::LastToken;
 use super::drain::DrainWatcher;
-use super::frame_limiter::FrameLimiter;
+use super::http_connection::HttpConnection;
 use super::hygiene::ForwardedFor;
+use super::identity_lane::{HandedOver, IdentityLane, LaneClient, LaneConnections};
 use super::listener_service::{CurrentService, ListenerService};
 use super::source::{Source, SourceLookup};
-use crate::config::RequestLimits;
-use crate::net::sockets::cork::{Uncork, cork};
 use crate::net::sockets::linger::Linger;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tcp_options;
 use crate::net::tls::serving::{self, ServingTls};
 use crate::observe::{ListenerMetrics, RateLimitedWarnings};
-
-/// Receive window of one request body, in bytes. It limits the memory of an upload.
-const STREAM_WINDOW: u32 = 256 * 1024;
-/// Receive window of a client connection, in bytes: sixteen stream windows, so that other uploads continue
-/// while one is stalled upstream.
-const CONNECTION_WINDOW: u32 = STREAM_WINDOW * 16;
-/// Largest frame accepted: RFC 9113's default.
-const MAX_FRAME_SIZE: u32 = 16 * 1024;
-/// Bytes of one response that are buffered beyond the client's window.
-const SEND_BUFFER_SIZE: usize = 64 * 1024;
-/// Limit on streams that a client has opened and reset before hyper accepted them. The rapid-reset attack
-/// (CVE-2023-44487) does so continuously. A client that cancels a thousand watches at once does so too,
-/// so the limit is above the default stream limit.
-const MAX_PENDING_RESETS: usize = 2_000;
-/// Limit on streams that were reset because of a client's protocol errors. Beyond it, the connection is
-/// closed with `ENHANCE_YOUR_CALM`. This is h2's default (CVE-2025-8671).
-const MAX_ERROR_RESETS: usize = 1_024;
-/// Limit on header fields of an HTTP/1.1 request: hyper's default.
-const MAX_HEADERS: usize = 100;
 
 /// Serves the connections of one L7 listener on one worker.
 pub struct HttpsServer {
@@ -68,6 +37,24 @@ pub struct HttpsServer {
     warnings: RateLimitedWarnings,
     drain: DrainWatcher,
     sources: SourceLookup,
+    lane: Lane,
+}
+
+/// The connections of a listener that a thread serves.
+pub enum Lane {
+    /// All.
+    All,
+    /// Those of clients without a configured identity. The others are handed over to the identity lane.
+    Others {
+        /// The way to the identity lane.
+        identity_lane: IdentityLane,
+        /// The listener's connections on the identity lane.
+        handed_over: LaneConnections,
+        /// The number of workers.
+        workers: usize,
+    },
+    /// Those that were handed over to this thread, which is the identity lane.
+    Identities,
 }
 
 impl HttpsServer {
@@ -77,6 +64,7 @@ impl HttpsServer {
         service: Rc<ListenerService>,
         tls: Arc<ServingTls>,
         drain: DrainWatcher,
+        lane: Lane,
     ) -> Self {
         Self {
             listener,
@@ -86,6 +74,7 @@ impl HttpsServer {
             warnings: RateLimitedWarnings::new(accept::WARNING_INTERVAL),
             drain,
             sources: SourceLookup::default(),
+            lane,
         }
     }
 
@@ -104,6 +93,16 @@ impl HttpsServer {
         self.open.get() + self.service.now().tunnels.open()
     }
 
+    /// The number of connections that count for the limit of this worker: its own, and its share of those on the
+    /// identity lane.
+    fn counted_connections(&self) -> usize {
+        let handed_over = match &self.lane {
+            Lane::Others { handed_over, workers, .. } => handed_over.get().div_ceil(*workers),
+            Lane::All | Lane::Identities => 0,
+        };
+        self.connections() + handed_over
+    }
+
     /// Accepts on one socket until `drain` starts.
     pub async fn accept(self: Rc<Self>, socket: TcpListener, drain: DrainWatcher) {
         let metrics = Arc::clone(&self.service.now().metrics);
@@ -113,42 +112,126 @@ impl HttpsServer {
 
     fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
         let service = self.service.now();
-        if self.connections() >= service.limits.max_connections {
+        if self.counted_connections() >= service.limits.max_connections {
             service.metrics.refused("cap");
             self.warnings
                 .warn(&accept::limit_reached(&self.listener, service.limits.max_connections), from);
             return;
         }
         let Some(source) = self.sources.source(&stream) else { return };
-        let guard = OpenConnection::new(self, &service.metrics);
         let this = Rc::clone(self);
+        self.spawn(Rc::clone(&service), async move {
+            this.accepted(stream, from, source, &service).await;
+        });
+    }
+
+    /// Serves a connection that a worker has handed over.
+    pub fn serve_handed_over(self: &Rc<Self>, connection: HandedOver) {
+        let (this, service) = (Rc::clone(self), self.service.now());
+        self.spawn(Rc::clone(&service), async move {
+            let (stream, client) = match connection.attach() {
+                Ok(attached) => attached,
+                Err(error) => return this.warn_of_move(&error),
+            };
+            let LaneClient { from, source, verdict, counted: _counted, .. } = client;
+            let certificate = this.certificate(&stream, &service);
+            let certificate = certificate.map(|certificate| certificate.with_verdict(verdict));
+            this.serve(stream, certificate, from, source, &service).await;
+        });
+    }
+
+    fn warn_of_move(&self, error: &io::Error) {
+        let line = format!("listener {}: connection closed, not served", self.listener);
+        self.warnings.warn(&line, format_args!("its socket cannot change its thread: {error}"));
+    }
+
+    /// Runs a connection until it ends or the drain is forced, and counts it until then.
+    fn spawn(
+        self: &Rc<Self>,
+        service: Rc<ListenerService>,
+        connection: impl Future<Output = ()> + 'static,
+    ) {
+        let guard = OpenConnection::new(self, &service.metrics);
+        let mut drain = self.drain.clone();
         spawn_local(async move {
-            let mut drain = this.drain.clone();
             tokio::select! {
-                () = this.serve(stream, from, source, &service) => {}
+                () = connection => {}
                 () = drain.forced() => {}
             }
             drop(guard);
         });
     }
 
-    /// Serves one connection. `service` is that of the listener when it accepted the connection.
-    async fn serve(
+    /// Makes the handshake of an accepted connection, and serves it here or hands it over. `service` is that of
+    /// the listener when it accepted the connection.
+    async fn accepted(
         &self,
         stream: TcpStream,
         from: SocketAddr,
         source: Source,
         service: &ListenerService,
     ) {
-        if tcp_options::configure_accepted(&stream).is_err() {
-            return;
+        let Some(stream) = self.handshake(stream, from, service).await else { return };
+        let certificate = self.certificate(&stream, service);
+        let stream = match &certificate {
+            Some(certificate) => {
+                match self.hand_over(stream, certificate, from, source, service).await {
+                    Ok(Some(stream)) => stream,
+                    Ok(None) => return,
+                    Err(error) => return self.warn_of_move(&error),
+                }
+            }
+            None => stream,
+        };
+        self.serve(stream, certificate, from, source, service).await;
+    }
+
+    /// Hands the connection over to the identity lane if there is one and the client has proven a configured
+    /// identity. Otherwise the stream is returned.
+    async fn hand_over(
+        &self,
+        stream: ClientStream,
+        certificate: &Rc<ClientCertificate>,
+        from: SocketAddr,
+        source: Source,
+        service: &ListenerService,
+    ) -> io::Result<Option<ClientStream>> {
+        let Lane::Others { identity_lane, handed_over, .. } = &self.lane else {
+            return Ok(Some(stream));
+        };
+        // The result of the verification decides who serves the connection.
+        let _ = timeout(service.limits.handshake_timeout, certificate.verified()).await;
+        if !service.credentials.is_identity(certificate) {
+            return Ok(Some(stream));
         }
-        // These limits apply until the connection ends: a reload changes them for later connections.
-        let limits = &service.request_limits;
-        let stream = ReadAhead::new(StallTimeout::new(Linger::new(stream), limits.stall_timeout));
+        let listener = self.listener.clone();
+        let (verdict, counted) = (certificate.verdict(), handed_over.count());
+        identity_lane.hand_over(stream, LaneClient { listener, from, source, verdict, counted })
+    }
+
+    /// The certificate that the client sent in its handshake.
+    fn certificate(
+        &self,
+        stream: &ClientStream,
+        service: &ListenerService,
+    ) -> Option<Rc<ClientCertificate>> {
+        let session = stream.get_ref().1;
+        ClientCertificate::new(session.peer_certificates(), &self.tls, &service.metrics)
+    }
+
+    /// Makes the TLS handshake. A failure is counted and logged.
+    async fn handshake(
+        &self,
+        stream: TcpStream,
+        from: SocketAddr,
+        service: &ListenerService,
+    ) -> Option<ClientStream> {
+        tcp_options::configure_accepted(&stream).ok()?;
+        let limit = service.request_limits.stall_timeout;
+        let stream = ReadAhead::new(StallTimeout::new(Linger::new(stream), limit));
         let handshake = accept_tls(stream, &self.tls);
-        let stream = match timeout(service.limits.handshake_timeout, handshake).await {
-            Ok(Ok(stream)) => stream,
+        match timeout(service.limits.handshake_timeout, handshake).await {
+            Ok(Ok(stream)) => Some(stream),
             Ok(Err(error)) => {
                 service.metrics.refused("handshake");
                 if let Some(reason) = serving::chain_limit_error(&error) {
@@ -156,18 +239,25 @@ impl HttpsServer {
                     self.warnings.warn(&line, format_args!("{reason}, from {from}"));
                 }
                 tracing::debug!(listener = self.listener, client = %from, %error, "TLS handshake failed");
-                return;
+                None
             }
             Err(_) => {
                 service.metrics.refused("timeout");
                 tracing::debug!(listener = self.listener, client = %from, "TLS handshake timed out");
-                return;
+                None
             }
-        };
-        let session = stream.get_ref().1;
-        let is_http2 = session.alpn_protocol() == Some(b"h2");
-        let certificate =
-            ClientCertificate::new(session.peer_certificates(), &self.tls, &service.metrics);
+        }
+    }
+
+    /// Serves the requests of one connection. Its limits are those of `service`, also after a reload.
+    async fn serve(
+        &self,
+        stream: ClientStream,
+        certificate: Option<Rc<ClientCertificate>>,
+        from: SocketAddr,
+        source: Source,
+        service: &ListenerService,
+    ) {
         let client = Rc::new(ClientConnection {
             service: self.service.clone(),
             certificate: certificate.clone(),
@@ -176,14 +266,14 @@ impl HttpsServer {
             forwarded_for: ForwardedFor::new(from.ip()),
             token: LastToken::default(),
         });
+        let connection = HttpConnection {
+            listener: &self.listener,
+            service,
+            warnings: &self.warnings,
+            drain: self.drain.clone(),
+        };
         // Pinned here, because moving the large future would store it twice.
-        let mut served = std::pin::pin!(async {
-            if is_http2 {
-                self.serve_http2(stream, client, service).await
-            } else {
-                self.serve_http1(stream, client, limits).await.map_err(Into::into)
-            }
-        });
+        let mut served = std::pin::pin!(connection.serve(stream, client));
         let result = match &certificate {
             None => served.await,
             Some(certificate) => tokio::select! {
@@ -194,108 +284,6 @@ impl HttpsServer {
         if let Err(error) = result {
             tracing::debug!(listener = self.listener, client = %from, %error, "connection ended");
         }
-    }
-
-    async fn serve_http2(
-        &self,
-        stream: ClientStream,
-        client: Rc<ClientConnection>,
-        service: &ListenerService,
-    ) -> Result<(), Box<dyn Error>> {
-        let (limits, source) = (&service.request_limits, client.source);
-        let streams = Rc::new(Streams::new(limits.stall_timeout));
-        let begun = Rc::clone(&streams);
-        let respond = service_fn(move |request| {
-            let progress = begun.begin();
-            let response = Rc::clone(&client).serve(request);
-            async move {
-                response.await.map(|response| response.map(|body| TrackedBody::new(body, progress)))
-            }
-        });
-        let (stream, uncork) = cork(stream);
-        let (stream, violation) = FrameLimiter::new(stream, limits.max_streams);
-        let mut builder = http2::Builder::new(LocalExecutor(Rc::clone(&streams)));
-        let connection = builder
-            .timer(TokioTimer::new())
-            .initial_stream_window_size(STREAM_WINDOW)
-            .initial_connection_window_size(CONNECTION_WINDOW)
-            .max_frame_size(MAX_FRAME_SIZE)
-            .max_send_buf_size(SEND_BUFFER_SIZE)
-            .max_concurrent_streams(limits.max_streams)
-            .max_header_list_size(limits.max_header_bytes)
-            .max_pending_accept_reset_streams(MAX_PENDING_RESETS.max(limits.max_streams as usize))
-            .max_local_error_reset_streams(MAX_ERROR_RESETS)
-            .serve_connection(TokioIo::new(stream), respond);
-        let mut connection = std::pin::pin!(connection);
-        let mut drain = self.drain.clone();
-        let served = async {
-            tokio::select! {
-                // Received requests are read before the timeout is considered.
-                biased;
-                result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => return result,
-                () = drain.started() => {}
-                () = streams.idle_without_stream(limits.header_timeout, || uncork.received_since_last_call()) => {
-                    service.metrics.refused("timeout");
-                }
-            }
-            // A first request may be on its way: it is served, or the client retries it elsewhere.
-            connection.as_mut().graceful_shutdown();
-            tokio::select! {
-                result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => result,
-                () = streams.no_stream_within(limits.header_timeout) => Err("no request received".into()),
-            }
-        };
-        let result = served.await;
-        if let Some(frame) = violation.get() {
-            service.metrics.closed_for_frames(frame.as_str());
-            let about = format!(
-                "listener {} closed a connection with ENHANCE_YOUR_CALM, too many frames",
-                self.listener
-            );
-            self.warnings.warn(&about, format_args!("{}, from {source}", frame.as_str()));
-        }
-        result
-    }
-
-    async fn serve_http1(
-        &self,
-        stream: ClientStream,
-        client: Rc<ClientConnection>,
-        limits: &RequestLimits,
-    ) -> hyper::Result<()> {
-        let respond = service_fn(move |request| Rc::clone(&client).serve(request));
-        let mut builder = http1::Builder::new();
-        let connection = builder
-            .timer(TokioTimer::new())
-            .header_read_timeout(limits.header_timeout)
-            .max_headers(MAX_HEADERS)
-            .max_buf_size((limits.max_header_bytes as usize).max(8 * 1024))
-            .half_close(false)
-            .serve_connection(TokioIo::new(stream), respond)
-            .with_upgrades();
-        let mut connection = std::pin::pin!(connection);
-        let mut drain = self.drain.clone();
-        tokio::select! {
-            result = connection.as_mut() => return result,
-            () = drain.started() => {}
-        }
-        connection.as_mut().graceful_shutdown();
-        connection.await
-    }
-}
-
-/// Polls a connection, then sends all bytes that it has written.
-fn poll_and_flush(
-    connection: Pin<&mut impl Future<Output = hyper::Result<()>>>,
-    uncork: &Uncork<impl AsyncWrite + Unpin>,
-    cx: &mut Context<'_>,
-) -> Poll<Result<(), Box<dyn Error>>> {
-    let done = connection.poll(cx);
-    let sent = uncork.poll(cx);
-    match (done, sent) {
-        (Poll::Ready(result), _) => Poll::Ready(result.map_err(Into::into)),
-        (Poll::Pending, Poll::Ready(Err(error))) => Poll::Ready(Err(error.into())),
-        (Poll::Pending, _) => Poll::Pending,
     }
 }
 
@@ -317,92 +305,5 @@ impl Drop for OpenConnection {
     fn drop(&mut self) {
         self.server.open.set(self.server.open.get() - 1);
         self.metrics.connections.decrement(1);
-    }
-}
-
-/// The streams of one HTTP/2 connection.
-struct Streams {
-    /// How long a client may take no piece of a response.
-    stall_timeout: Duration,
-    /// Whether the client has opened a stream.
-    has_opened: Cell<bool>,
-    /// The progress of the stream whose task hyper starts next.
-    next_progress: Cell<Option<Rc<BodyProgress>>>,
-}
-
-impl Streams {
-    fn new(stall_timeout: Duration) -> Self {
-        Self { stall_timeout, has_opened: Cell::new(false), next_progress: Cell::new(None) }
-    }
-
-    /// Registers a request. hyper starts the task of its stream once it has the future of the response.
-    fn begin(&self) -> Rc<BodyProgress> {
-        let progress = Rc::<BodyProgress>::default();
-        self.has_opened.set(true);
-        self.next_progress.set(Some(Rc::clone(&progress)));
-        progress
-    }
-
-    /// Returns when the connection has had no stream yet and has received nothing for `limit`.
-    ///
-    /// A client that sends PINGs keeps its connection open before its first request, as another jackstay
-    /// without clients does. If such a connection were closed, the client would reconnect each time, with
-    /// another handshake. `limits.max_connections` still limits such connections. (kube-apiserver closes
-    /// every connection that has no stream for 90 s.)
-    async fn idle_without_stream(&self, limit: Duration, has_received: impl Fn() -> bool) {
-        loop {
-            self.no_stream_within(limit).await;
-            if !has_received() {
-                return;
-            }
-        }
-    }
-
-    /// Returns after `limit` if the client has opened no stream by then, and otherwise never: a connection
-    /// that has had a stream, such as that of a kubelet, may be idle for any time.
-    async fn no_stream_within(&self, limit: Duration) {
-        sleep(limit).await;
-        if self.has_opened.get() {
-            pending::<()>().await;
-        }
-    }
-}
-
-/// Runs hyper's tasks on the worker's own thread.
-#[derive(Clone)]
-struct LocalExecutor(Rc<Streams>);
-
-impl<F> Executor<F> for LocalExecutor
-where
-    F: Future<Output = ()> + 'static,
-{
-    fn execute(&self, future: F) {
-        match self.0.next_progress.take() {
-            Some(progress) => {
-                spawn_local(StallBoundStream::new(future, progress, self.0.stall_timeout))
-            }
-            None => spawn_local(future),
-        };
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use tokio::time::Instant;
-
-    use super::*;
-
-    #[tokio::test(start_paused = true)]
-    async fn idle_before_first_stream_is_extended_by_received_bytes() {
-        let limit = Duration::from_secs(10);
-        let streams = Streams::new(limit);
-        let remaining = Cell::new(3);
-        let has_received = || remaining.replace(remaining.get() - 1) > 0;
-        let start = Instant::now();
-        streams.idle_without_stream(limit, has_received).await;
-        assert_eq!(start.elapsed(), limit * 4);
-        drop(streams.begin());
-        let idle = timeout(limit * 1_000, streams.idle_without_stream(limit, || false));
-        assert!(idle.await.is_err(), "a connection that has had a stream may be idle");
     }
 }

@@ -21,7 +21,7 @@ use crate::observe::{ByteBudget, Metrics};
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState, Permit};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
-use crate::upstream::pool::Pool;
+use crate::upstream::pool::{Pool, WarmClasses};
 
 /// Pause after a hedge that found no connection or failed. A request reaches an apiserver within this time
 /// after it returns.
@@ -59,13 +59,14 @@ impl UpstreamClient {
         }
     }
 
-    /// Starts a client with a new pool, which opens its first connections at once.
+    /// Starts a client with a new pool, which opens the connections of the `warm` classes at once.
     pub fn start(
         upstream: &Arc<Upstream>,
+        warm: WarmClasses,
         metrics: &Arc<Metrics>,
         body_budget: &Arc<ByteBudget>,
     ) -> Rc<Self> {
-        let pool = Pool::new(Arc::clone(upstream));
+        let pool = Pool::new(Arc::clone(upstream), warm);
         let maintenance = spawn_local(Pool::run(Rc::clone(&pool))).abort_handle();
         let client = Self::new(pool, Arc::clone(metrics), Arc::clone(body_budget));
         Rc::new(Self { maintenance: Some(maintenance), ..client })

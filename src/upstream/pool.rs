@@ -39,6 +39,24 @@ const FANOUT: usize = 3;
 /// Mean interval of maintenance when nothing changes.
 const TICK: Duration = Duration::from_millis(200);
 
+/// The classes whose connections a pool keeps while no request uses them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WarmClasses {
+    /// Those of all configured identities.
+    Identities,
+    /// None: another worker serves the clients with a configured identity.
+    None,
+}
+
+/// The requests that a pool serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    /// Those of clients.
+    Clients(WarmClasses),
+    /// jackstay's own requests.
+    Internal,
+}
+
 /// The pool of one worker for one upstream. It stays on the thread of the worker.
 pub struct Pool {
     upstream: Arc<Upstream>,
@@ -51,24 +69,23 @@ pub struct Pool {
     this: Weak<Self>,
     /// Makes the order of endpoints differ between pools, of other workers as of other nodes.
     seed: u64,
-    /// The pool serves jackstay's own requests and keeps no connections for configured identities.
-    internal: bool,
+    purpose: Purpose,
     /// Set by [`Self::close`]: no more connections are opened.
     closed: Cell<bool>,
 }
 
 impl Pool {
     /// A pool without connections. Spawn [`Self::run`], which opens them.
-    pub fn new(upstream: Arc<Upstream>) -> Rc<Self> {
-        Self::create(upstream, false)
+    pub fn new(upstream: Arc<Upstream>, warm: WarmClasses) -> Rc<Self> {
+        Self::create(upstream, Purpose::Clients(warm))
     }
 
     /// A pool for jackstay's own requests. It keeps connections to one endpoint while it is in use.
     pub fn for_internal_requests(upstream: Arc<Upstream>) -> Rc<Self> {
-        Self::create(upstream, true)
+        Self::create(upstream, Purpose::Internal)
     }
 
-    fn create(upstream: Arc<Upstream>, internal: bool) -> Rc<Self> {
+    fn create(upstream: Arc<Upstream>, purpose: Purpose) -> Rc<Self> {
         Rc::new_cyclic(|this| Self {
             upstream,
             classes: RefCell::default(),
@@ -77,7 +94,7 @@ impl Pool {
             outage_over: Notify::new(),
             this: this.clone(),
             seed: fastrand::u64(..),
-            internal,
+            purpose,
             closed: Cell::new(false),
         })
     }
@@ -146,7 +163,7 @@ impl Pool {
         let endpoints = self.upstream.endpoints();
         let none_usable = !endpoints.iter().any(|endpoint| endpoint.is_usable());
         self.update_outage(&endpoints, none_usable, now);
-        if !self.internal {
+        if self.purpose == Purpose::Clients(WarmClasses::Identities) {
             for class in self.upstream.credentials.loaded() {
                 self.class(class);
             }
@@ -203,7 +220,7 @@ impl Pool {
         class.rebalancer.borrow_mut().tick(&class.connections.borrow(), rebalance, now);
         class.evacuations.borrow_mut().tick(&class.connections.borrow(), evacuations, now);
         class.probe_slow_endpoints(now);
-        let configured = matches!(class.credential_class(), CredentialClass::Identity(_));
+        let configured = self.is_warm(class.credential_class());
         let drain_old = class.may_drain_old(tls.generation, now);
         for connection in class.connections.borrow().iter() {
             if drain_old && connection.generation != tls.generation {
@@ -225,8 +242,13 @@ impl Pool {
         let targets = self.target_endpoints(endpoints, configured);
         for endpoint in &targets {
             let limits = &self.upstream.config().connections;
-            let to_open =
-                class.connections_to_open(endpoint, tls.generation, limits, targets.len(), now);
+            let to_open = class.connections_to_open(
+                endpoint,
+                tls.generation,
+                limits,
+                (targets.len(), configured),
+                now,
+            );
             for _ in 0..to_open {
                 if !endpoint.claim_connect_attempt(none_usable, now) {
                     break;
@@ -234,6 +256,12 @@ impl Pool {
                 self.dial(class, endpoint, &tls);
             }
         }
+    }
+
+    /// Whether connections of the class are kept while no request uses them.
+    fn is_warm(&self, class: CredentialClass) -> bool {
+        self.purpose == Purpose::Clients(WarmClasses::Identities)
+            && matches!(class, CredentialClass::Identity(_))
     }
 
     /// Drains the connections of a class whose identity was removed from the configuration, and then removes
@@ -275,7 +303,7 @@ impl Pool {
     ) -> Vec<&'a Arc<Endpoint>> {
         let mut targets: Vec<_> =
             endpoints.iter().filter(|e| e.state() != EndpointState::Leaving).collect();
-        let fanout = if self.internal { 1 } else { FANOUT };
+        let fanout = if self.purpose == Purpose::Internal { 1 } else { FANOUT };
         if !configured && targets.len() > fanout {
             targets.sort_by_key(|e| (e.state(), e.is_fallback(), self.rank(&e.label)));
             targets.truncate(fanout);

@@ -16,7 +16,7 @@ use jackstay::proxy::watch::request::WatchRequest;
 use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::{CredentialClass, Credentials};
 use jackstay::upstream::endpoint::Endpoint;
-use jackstay::upstream::pool::{Pool, StreamRequirements};
+use jackstay::upstream::pool::{Pool, StreamRequirements, WarmClasses};
 use jackstay::upstream::rebalance::Rebalancer;
 use std::cell::Cell;
 use std::future::poll_fn;
@@ -50,7 +50,7 @@ async fn count_stale_watches() {
     let endpoint_metrics = metrics.endpoint(&shared.name, &address.to_string());
     let endpoint = Endpoint::new(&shared.name, address, None, endpoint_metrics).unwrap();
     shared.set_endpoints(vec![endpoint]);
-    let pool = Pool::new(Arc::new(shared));
+    let pool = Pool::new(Arc::new(shared), WarmClasses::Identities);
     let class = pool.class(CredentialClass::Token);
     let upstream = Rc::new(UpstreamClient::new(
         Rc::clone(&pool),

@@ -89,6 +89,7 @@ impl Certs {
             admin: Admin { bind: (Ipv4Addr::LOCALHOST, 0).into(), socket: None },
             state_dir: None,
             workers: 1,
+            identity_lane: true,
             mark: 0,
             log: Log { level: Level::Info, format: LogFormat::Text, access: AccessLog::Errors },
             shutdown: Shutdown { drain_timeout: Duration::from_secs(2) },

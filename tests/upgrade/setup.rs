@@ -13,7 +13,7 @@ use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
 use jackstay::observe::Metrics;
 use jackstay::proxy::credential_selector::CredentialSelector;
 use jackstay::proxy::drain;
-use jackstay::proxy::https_server::HttpsServer;
+use jackstay::proxy::https_server::{HttpsServer, Lane};
 use jackstay::proxy::listener_service::ListenerService;
 use jackstay::proxy::request_body;
 use jackstay::proxy::tunnels::Tunnels;
@@ -21,7 +21,7 @@ use jackstay::proxy::upstream_client::UpstreamClient;
 use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::Credentials;
 use jackstay::upstream::endpoint::Endpoint;
-use jackstay::upstream::pool::Pool;
+use jackstay::upstream::pool::{Pool, WarmClasses};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
@@ -185,7 +185,7 @@ impl Proxy {
             Endpoint::new(&shared.name, address, None, metrics).unwrap()
         });
         shared.set_endpoints(endpoints.collect());
-        let pool = Pool::new(Arc::new(shared));
+        let pool = Pool::new(Arc::new(shared), WarmClasses::Identities);
         let tunnels = Tunnels::default();
         let (trigger, drain) = drain::channel();
         let slots = pool.upstream().credentials.slots();
@@ -209,8 +209,8 @@ impl Proxy {
             drain: drain.clone(),
         };
         let tls = Arc::new(ServingTls::new(LoadedServingTls::load(terminate).unwrap()));
-        let server =
-            Rc::new(HttpsServer::new(listener.name.clone(), Rc::new(service), tls, drain.clone()));
+        let (name, service) = (listener.name.clone(), Rc::new(service));
+        let server = Rc::new(HttpsServer::new(name, service, tls, drain.clone(), Lane::All));
         let socket = listening::listen((Ipv4Addr::LOCALHOST, 0).into(), false).unwrap();
         let address = socket.local_addr().unwrap();
         spawn_local(server.accept(TcpListener::from_std(socket).unwrap(), drain));

@@ -136,6 +136,10 @@ impl WorkerListener {
         self.bound.is_same_listener(bound)
     }
 
+    pub fn name(&self) -> &str {
+        self.bound.name()
+    }
+
     /// Whether requests go through this client.
     pub fn uses(&self, client: &Rc<UpstreamClient>) -> bool {
         match &self.server {

@@ -40,6 +40,7 @@ pub(super) fn read(root: &Node<'_>, report: &Report) -> (Config, References) {
 
     let state_dir = top.get("state_dir").file();
     let workers = workers(&top.get("workers"));
+    let identity_lane = top.get("identity_lane").flag(true);
     let mark = mark(&top.get("mark"));
     let log = log(top.section("log"));
 
@@ -60,7 +61,18 @@ pub(super) fn read(root: &Node<'_>, report: &Report) -> (Config, References) {
     }
 
     let shutdown = Shutdown { drain_timeout };
-    (Config { admin, state_dir, workers, mark, log, shutdown, upstreams, listeners }, references)
+    let config = Config {
+        admin,
+        state_dir,
+        workers,
+        identity_lane,
+        mark,
+        log,
+        shutdown,
+        upstreams,
+        listeners,
+    };
+    (config, references)
 }
 
 fn used_by(upstream: &str, listeners: &[Listener]) -> UsedBy {

@@ -6,7 +6,7 @@
 //! (RFC 9112 section 9.6 recommends the same for HTTP/1.1).
 
 use std::io;
-use std::net::Shutdown;
+use std::net::{self, Shutdown};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -35,7 +35,7 @@ pub fn lingering_connections() -> usize {
 /// `LocalSet`.
 #[derive(Debug)]
 pub struct Linger {
-    /// `None` only during the drop.
+    /// `None` during the drop, and while the connection moves to another thread.
     stream: Option<TcpStream>,
 }
 
@@ -45,8 +45,25 @@ impl Linger {
         Self { stream: Some(stream) }
     }
 
+    /// Takes the socket from the event loop of this thread, so that another thread can [`Self::attach`] it.
+    ///
+    /// # Errors
+    /// The event loop does not return the socket. The connection is then closed.
+    pub fn detach(&mut self) -> io::Result<net::TcpStream> {
+        self.stream.take().ok_or(io::ErrorKind::NotConnected)?.into_std()
+    }
+
+    /// Registers a detached socket with the event loop of this thread.
+    ///
+    /// # Errors
+    /// The event loop does not accept the socket.
+    pub fn attach(&mut self, socket: net::TcpStream) -> io::Result<()> {
+        self.stream = Some(TcpStream::from_std(socket)?);
+        Ok(())
+    }
+
     fn stream(&mut self) -> &mut TcpStream {
-        self.stream.as_mut().expect("the stream is taken on drop only")
+        self.stream.as_mut().expect("a detached connection is not used")
     }
 }
 

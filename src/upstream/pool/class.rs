@@ -283,13 +283,14 @@ impl ClassPool {
     }
 
     /// Number of connections to open to `endpoint` now, with the credential of this `generation`. The class
-    /// keeps connections to `targets` endpoints, which share the waiting requests.
+    /// keeps connections to `targets` endpoints, which share the waiting requests. A `warm` class keeps
+    /// `limits.min` connections to each.
     pub(super) fn connections_to_open(
         &self,
         endpoint: &Arc<Endpoint>,
         generation: u64,
         limits: &config::Connections,
-        targets: usize,
+        (targets, warm): (usize, bool),
         now: Instant,
     ) -> usize {
         let dialing = self.dialing.borrow().get(&endpoint.label).copied().unwrap_or(0);
@@ -306,7 +307,7 @@ impl ClassPool {
             stream_limit: stream_limit.max(1),
             waiters: self.waiters.get().div_ceil(targets),
         };
-        let min = if matches!(self.class, CredentialClass::Identity(_)) { limits.min } else { 1 };
+        let min = if warm { limits.min } else { 1 };
         counts.to_open(min, self.max_connections(limits))
     }
 }

@@ -1,0 +1,265 @@
+//! Drives one client connection after its TLS handshake: HTTP/2 or HTTP/1.1, with the limits of the protocols. A
+//! drain ends it with a GOAWAY, so that the client loses no request.
+
+use std::cell::Cell;
+use std::error::Error;
+use std::future::{pending, poll_fn};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use hyper::rt::Executor;
+use hyper::server::conn::{http1, http2};
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::AsyncWrite;
+use tokio::task::spawn_local;
+use tokio::time::sleep;
+
+use super::body_progress::{BodyProgress, StallBoundStream, TrackedBody};
+use super::client_connection::ClientConnection;
+use super::client_stream::ClientStream;
+use super::drain::DrainWatcher;
+use super::frame_limiter::FrameLimiter;
+use super::listener_service::ListenerService;
+use crate::net::sockets::cork::{Uncork, cork};
+use crate::observe::RateLimitedWarnings;
+
+/// Receive window of one request body, in bytes. It limits the memory of an upload.
+const STREAM_WINDOW: u32 = 256 * 1024;
+/// Receive window of a client connection, in bytes: sixteen stream windows, so that other uploads continue
+/// while one is stalled upstream.
+const CONNECTION_WINDOW: u32 = STREAM_WINDOW * 16;
+/// Largest frame accepted: RFC 9113's default.
+const MAX_FRAME_SIZE: u32 = 16 * 1024;
+/// Bytes of one response that are buffered beyond the client's window.
+const SEND_BUFFER_SIZE: usize = 64 * 1024;
+/// Limit on streams that a client has opened and reset before hyper accepted them. The rapid-reset attack
+/// (CVE-2023-44487) does so continuously. A client that cancels a thousand watches at once does so too,
+/// so the limit is above the default stream limit.
+const MAX_PENDING_RESETS: usize = 2_000;
+/// Limit on streams that were reset because of a client's protocol errors. Beyond it, the connection is
+/// closed with `ENHANCE_YOUR_CALM`. This is h2's default (CVE-2025-8671).
+const MAX_ERROR_RESETS: usize = 1_024;
+/// Limit on header fields of an HTTP/1.1 request: hyper's default.
+const MAX_HEADERS: usize = 100;
+
+/// A client connection and what it needs besides the stream.
+pub struct HttpConnection<'a> {
+    /// The name of the listener.
+    pub listener: &'a str,
+    /// The service of the listener when it accepted the connection. Its limits apply until the connection ends.
+    pub service: &'a ListenerService,
+    /// Warnings about clients that break a limit.
+    pub warnings: &'a RateLimitedWarnings,
+    /// Ends the connection.
+    pub drain: DrainWatcher,
+}
+
+impl HttpConnection<'_> {
+    /// Serves requests until the connection ends.
+    ///
+    /// # Errors
+    /// The connection has failed, or the client has broken a limit.
+    pub async fn serve(
+        self,
+        stream: ClientStream,
+        client: Rc<ClientConnection>,
+    ) -> Result<(), Box<dyn Error>> {
+        if stream.get_ref().1.alpn_protocol() == Some(b"h2") {
+            self.serve_http2(stream, client).await
+        } else {
+            self.serve_http1(stream, client).await.map_err(Into::into)
+        }
+    }
+
+    async fn serve_http2(
+        self,
+        stream: ClientStream,
+        client: Rc<ClientConnection>,
+    ) -> Result<(), Box<dyn Error>> {
+        let (limits, source) = (&self.service.request_limits, client.source);
+        let streams = Rc::new(Streams::new(limits.stall_timeout));
+        let begun = Rc::clone(&streams);
+        let respond = service_fn(move |request| {
+            let progress = begun.begin();
+            let response = Rc::clone(&client).serve(request);
+            async move {
+                response.await.map(|response| response.map(|body| TrackedBody::new(body, progress)))
+            }
+        });
+        let (stream, uncork) = cork(stream);
+        let (stream, violation) = FrameLimiter::new(stream, limits.max_streams);
+        let mut builder = http2::Builder::new(LocalExecutor(Rc::clone(&streams)));
+        let connection = builder
+            .timer(TokioTimer::new())
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
+            .max_frame_size(MAX_FRAME_SIZE)
+            .max_send_buf_size(SEND_BUFFER_SIZE)
+            .max_concurrent_streams(limits.max_streams)
+            .max_header_list_size(limits.max_header_bytes)
+            .max_pending_accept_reset_streams(MAX_PENDING_RESETS.max(limits.max_streams as usize))
+            .max_local_error_reset_streams(MAX_ERROR_RESETS)
+            .serve_connection(TokioIo::new(stream), respond);
+        let mut connection = std::pin::pin!(connection);
+        let mut drain = self.drain;
+        let served = async {
+            tokio::select! {
+                // Received requests are read before the timeout is considered.
+                biased;
+                result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => return result,
+                () = drain.started() => {}
+                () = streams.idle_without_stream(limits.header_timeout, || uncork.received_since_last_call()) => {
+                    self.service.metrics.refused("timeout");
+                }
+            }
+            // A first request may be on its way: it is served, or the client retries it elsewhere.
+            connection.as_mut().graceful_shutdown();
+            tokio::select! {
+                result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => result,
+                () = streams.no_stream_within(limits.header_timeout) => Err("no request received".into()),
+            }
+        };
+        let result = served.await;
+        if let Some(frame) = violation.get() {
+            self.service.metrics.closed_for_frames(frame.as_str());
+            let about = format!(
+                "listener {} closed a connection with ENHANCE_YOUR_CALM, too many frames",
+                self.listener
+            );
+            self.warnings.warn(&about, format_args!("{}, from {source}", frame.as_str()));
+        }
+        result
+    }
+
+    async fn serve_http1(
+        self,
+        stream: ClientStream,
+        client: Rc<ClientConnection>,
+    ) -> hyper::Result<()> {
+        let limits = &self.service.request_limits;
+        let respond = service_fn(move |request| Rc::clone(&client).serve(request));
+        let mut builder = http1::Builder::new();
+        let connection = builder
+            .timer(TokioTimer::new())
+            .header_read_timeout(limits.header_timeout)
+            .max_headers(MAX_HEADERS)
+            .max_buf_size((limits.max_header_bytes as usize).max(8 * 1024))
+            .half_close(false)
+            .serve_connection(TokioIo::new(stream), respond)
+            .with_upgrades();
+        let mut connection = std::pin::pin!(connection);
+        let mut drain = self.drain;
+        tokio::select! {
+            result = connection.as_mut() => return result,
+            () = drain.started() => {}
+        }
+        connection.as_mut().graceful_shutdown();
+        connection.await
+    }
+}
+
+/// Polls a connection, then sends all bytes that it has written.
+fn poll_and_flush(
+    connection: Pin<&mut impl Future<Output = hyper::Result<()>>>,
+    uncork: &Uncork<impl AsyncWrite + Unpin>,
+    cx: &mut Context<'_>,
+) -> Poll<Result<(), Box<dyn Error>>> {
+    let done = connection.poll(cx);
+    let sent = uncork.poll(cx);
+    match (done, sent) {
+        (Poll::Ready(result), _) => Poll::Ready(result.map_err(Into::into)),
+        (Poll::Pending, Poll::Ready(Err(error))) => Poll::Ready(Err(error.into())),
+        (Poll::Pending, _) => Poll::Pending,
+    }
+}
+
+/// The streams of one HTTP/2 connection.
+struct Streams {
+    /// How long a client may take no piece of a response.
+    stall_timeout: Duration,
+    /// Whether the client has opened a stream.
+    has_opened: Cell<bool>,
+    /// The progress of the stream whose task hyper starts next.
+    next_progress: Cell<Option<Rc<BodyProgress>>>,
+}
+
+impl Streams {
+    fn new(stall_timeout: Duration) -> Self {
+        Self { stall_timeout, has_opened: Cell::new(false), next_progress: Cell::new(None) }
+    }
+
+    /// Registers a request. hyper starts the task of its stream once it has the future of the response.
+    fn begin(&self) -> Rc<BodyProgress> {
+        let progress = Rc::<BodyProgress>::default();
+        self.has_opened.set(true);
+        self.next_progress.set(Some(Rc::clone(&progress)));
+        progress
+    }
+
+    /// Returns when the connection has had no stream yet and has received nothing for `limit`.
+    ///
+    /// A client that sends PINGs keeps its connection open before its first request, as another jackstay
+    /// without clients does. If such a connection were closed, the client would reconnect each time, with
+    /// another handshake. `limits.max_connections` still limits such connections. (kube-apiserver closes
+    /// every connection that has no stream for 90 s.)
+    async fn idle_without_stream(&self, limit: Duration, has_received: impl Fn() -> bool) {
+        loop {
+            self.no_stream_within(limit).await;
+            if !has_received() {
+                return;
+            }
+        }
+    }
+
+    /// Returns after `limit` if the client has opened no stream by then, and otherwise never: a connection
+    /// that has had a stream, such as that of a kubelet, may be idle for any time.
+    async fn no_stream_within(&self, limit: Duration) {
+        sleep(limit).await;
+        if self.has_opened.get() {
+            pending::<()>().await;
+        }
+    }
+}
+
+/// Runs hyper's tasks on the worker's own thread.
+#[derive(Clone)]
+struct LocalExecutor(Rc<Streams>);
+
+impl<F> Executor<F> for LocalExecutor
+where
+    F: Future<Output = ()> + 'static,
+{
+    fn execute(&self, future: F) {
+        match self.0.next_progress.take() {
+            Some(progress) => {
+                spawn_local(StallBoundStream::new(future, progress, self.0.stall_timeout))
+            }
+            None => spawn_local(future),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::Instant;
+
+    use super::*;
+    use tokio::time::timeout;
+
+    #[tokio::test(start_paused = true)]
+    async fn idle_before_first_stream_is_extended_by_received_bytes() {
+        let limit = Duration::from_secs(10);
+        let streams = Streams::new(limit);
+        let remaining = Cell::new(3);
+        let has_received = || remaining.replace(remaining.get() - 1) > 0;
+        let start = Instant::now();
+        streams.idle_without_stream(limit, has_received).await;
+        assert_eq!(start.elapsed(), limit * 4);
+        drop(streams.begin());
+        let idle = timeout(limit * 1_000, streams.idle_without_stream(limit, || false));
+        assert!(idle.await.is_err(), "a connection that has had a stream may be idle");
+    }
+}

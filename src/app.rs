@@ -81,6 +81,7 @@ impl App {
     pub fn bind_with(config: Config, mut inherited: InheritedSockets) -> Result<Self, StartError> {
         active::raise_descriptor_limit(&config);
         let metrics = Metrics::new();
+        active::set_memory_limit(&config, &metrics);
         let active = PreparedConfig::new(config, None, &mut inherited, &metrics)?.activate();
         if !inherited.is_empty() {
             let addresses = inherited.addresses();

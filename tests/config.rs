@@ -769,6 +769,27 @@ fn flags_override_environment_override_file_override_defaults() {
 }
 
 #[test]
+fn memory_limit_is_a_size_or_auto() {
+    let file = File::new(GOOD);
+    let limit = |value| {
+        let loaded = file.load(&[("JACKSTAY__MEMORY_LIMIT", value)], &Overrides::default());
+        loaded.map(|loaded| loaded.config.memory_limit.to_string()).map_err(|e| e.to_string())
+    };
+    assert_eq!(
+        file.load(&[], &Overrides::default()).unwrap().config.memory_limit.to_string(),
+        "auto"
+    );
+    assert_eq!(limit("auto").unwrap(), "auto");
+    assert_eq!(limit("8GiB").unwrap(), "8GiB");
+    for (value, expected) in
+        [("1MiB", "16MiB"), ("many", "\"many\" is not a size"), ("100", "has no unit")]
+    {
+        let error = limit(value).unwrap_err();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
 fn invalid_environment_variable_is_refused() {
     let list = "is a list: a variable can only set a value outside lists";
     for (name, value, expected) in [

@@ -14,19 +14,22 @@ use std::sync::Arc;
 use super::listener::{BoundListener, ListenerMode};
 use super::sockets::{AdminSocket, BoundSocket, NewSockets, SocketBinder};
 use super::start_error::StartError;
-use crate::config::{self, CertPaths, Config};
+use crate::config::{self, CertPaths, Config, MemoryLimit};
 use crate::control::endpoint_set;
 use crate::net::process::inherited_sockets::InheritedSockets;
-use crate::net::process::resource_limits;
+use crate::net::process::{memory_limit, resource_limits};
 use crate::net::sockets::connector::Connector;
 use crate::net::tls::serving::{self, ServingTls};
-use crate::observe::Metrics;
+use crate::observe::{Metrics, memory_budget};
 use crate::proxy::identity_lane::LaneConnections;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::{self, Credentials, IdentitySlot};
 
 /// Descriptors needed besides those of client connections: for endpoints, files and threads.
 const OTHER_DESCRIPTORS: u64 = 64;
+
+/// The part of the cgroup's limit that clients may use, in percent.
+const CGROUP_PERCENT: u64 = 70;
 
 /// A configuration in use, with its resources.
 #[derive(Debug)]
@@ -323,6 +326,16 @@ fn identities_of(upstream: &config::Upstream, config: &Config) -> Vec<CertPaths>
         }
     }
     all
+}
+
+/// Limits the memory that clients make the process hold.
+pub fn set_memory_limit(config: &Config, metrics: &Metrics) {
+    let bytes = match config.memory_limit {
+        MemoryLimit::Bytes(bytes) => bytes,
+        MemoryLimit::Auto => memory_limit::cgroup_limit()
+            .map_or(memory_budget::DEFAULT_LIMIT as u64, |limit| limit / 100 * CGROUP_PERCENT),
+    };
+    metrics.memory().set_limit(usize::try_from(bytes).unwrap_or(usize::MAX));
 }
 
 /// Raises the limit on open files as far as the system allows, and warns if it is too low for the

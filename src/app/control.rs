@@ -22,7 +22,7 @@ use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use tracing::dispatcher::{Dispatch, with_default};
 
 use self::tasks::Tasks;
-use super::active::{ActiveConfig, PreparedConfig, raise_descriptor_limit};
+use super::active::{ActiveConfig, PreparedConfig, raise_descriptor_limit, set_memory_limit};
 use super::reload::{ConfigFollower, ReloadOutcome, ReloadRequest, ReloadResult, changes};
 use super::sockets::NewSockets;
 use super::status::ProcessStatus;
@@ -262,6 +262,7 @@ impl ControlThread {
         let previous = std::mem::replace(&mut self.active, prepared.activate());
         let changed = changes(&previous.config, &self.active.config);
         raise_descriptor_limit(&self.active.config);
+        set_memory_limit(&self.active.config, &self.metrics);
         let log = &self.active.config.log;
         if previous.config.log != *log
             && let Some(follower) = &self.follower

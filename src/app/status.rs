@@ -20,6 +20,7 @@ use crate::control::discovery::SharedContext;
 use crate::net::tls::certificate::CertInfo;
 use crate::observe::events::Event;
 use crate::observe::history::{Columns, STEP};
+use crate::observe::memory_budget::MemoryStatus;
 use crate::observe::own_errors::OwnError;
 use crate::observe::utc::{Utc, wall_clock};
 use crate::observe::{Liveness, Metrics, build, counted};
@@ -69,6 +70,7 @@ struct Status<'a> {
     started_at: String,
     draining: bool,
     config: &'a ConfigStatus,
+    memory: MemoryStatus,
     listeners: Vec<ListenerStatus<'a>>,
     upstreams: Vec<UpstreamStatus<'a>>,
     events: Vec<Event>,
@@ -342,6 +344,7 @@ impl admin::StatusProvider for ProcessStatus {
             started_at: Utc(self.started).seconds(),
             draining: *self.draining.borrow(),
             config: &self.reloads(),
+            memory: self.metrics.memory().status(),
             listeners: shown.listeners.iter().map(|l| self.listener_status(l)).collect(),
             upstreams: shown.upstreams.iter().map(UpstreamStatus::from).collect(),
             events: self.metrics.events().last(EVENTS_IN_STATUS),

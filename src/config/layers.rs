@@ -15,7 +15,7 @@ use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Report};
 use super::yaml;
 
 /// Every key outside lists, with its default as text.
-const SCALARS: [(&str, &str); 10] = [
+const SCALARS: [(&str, &str); 11] = [
     ("admin.bind", "127.0.0.1:9643"),
     ("admin.socket", ""),
     ("state_dir", "/var/lib/jackstay"),
@@ -24,6 +24,7 @@ const SCALARS: [(&str, &str); 10] = [
     // Has no bit that kube-proxy (0x4000, 0x8000), Cilium (0x0f00), the AWS CNI (0x80) or Calico
     // (0xffff0000) uses. deploy/nftables has the same value.
     ("mark", "0x306a"),
+    ("memory_limit", "auto"),
     ("log.level", "info"),
     ("log.format", "text"),
     ("log.access", "errors"),

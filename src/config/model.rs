@@ -4,6 +4,7 @@
 //! within bounds. A field has the name of its configuration key. [`Config`] serializes to the keys
 //! and formats of the file. It holds paths of secrets, and never a secret.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -14,6 +15,7 @@ use super::address::EndpointAddress;
 use super::listener::{CertPaths, Listener};
 use super::logging::Log;
 use super::serialize as as_in_file;
+use super::units::format_size;
 
 /// The configuration of one process.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -31,6 +33,9 @@ pub struct Config {
     /// rules exempt connections with this mark. 0 sets no mark.
     #[serde(serialize_with = "as_in_file::hex")]
     pub mark: u32,
+    /// Limit of the memory that clients make the process hold.
+    #[serde(serialize_with = "as_in_file::display")]
+    pub memory_limit: MemoryLimit,
     /// Logging.
     pub log: Log,
     /// Shutdown after a termination signal or a takeover.
@@ -47,6 +52,24 @@ impl Config {
     pub fn to_json(&self) -> serde_json::Value {
         // Cannot fail: every map has text keys, and every path was read from UTF-8.
         serde_json::to_value(self).unwrap_or_default()
+    }
+}
+
+/// Limit of the memory that clients make the process hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemoryLimit {
+    /// 70 % of the cgroup's limit, or 192 MiB without one.
+    Auto,
+    /// This many bytes.
+    Bytes(u64),
+}
+
+impl fmt::Display for MemoryLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Bytes(bytes) => f.write_str(&format_size(*bytes)),
+        }
     }
 }
 

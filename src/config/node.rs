@@ -12,6 +12,7 @@ use config::{Map, Value, ValueKind};
 
 use super::errors::{ConfigError, join, quote, quote_key};
 use super::listener::CertPaths;
+use super::model::MemoryLimit;
 use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Located, Report};
 use super::units::{format_duration, format_size, parse_duration, parse_size};
 
@@ -167,6 +168,18 @@ impl<'a> Node<'a> {
         let range = u64::from(*range.start())..=u64::from(*range.end());
         let read = |text: &str| within(range, parse_size(text)?, text, |limit| format_size(*limit));
         self.quantity("a size such as 64KiB", read).map_or(default, |size| size as u32)
+    }
+
+    /// A size in bytes within `range`, or `auto`.
+    pub(super) fn memory_limit(&self, range: RangeInclusive<u64>) -> MemoryLimit {
+        let read = |text: &str| {
+            if text == "auto" {
+                return Ok(MemoryLimit::Auto);
+            }
+            let size = within(range, parse_size(text)?, text, |limit| format_size(*limit))?;
+            Ok(MemoryLimit::Bytes(size))
+        };
+        self.quantity("a size such as 128MiB, or auto", read).unwrap_or(MemoryLimit::Auto)
     }
 
     /// A text with a unit. `read` also gets a number without a unit, for which it returns an error.

@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use super::count_gauge::CountGauge;
 use super::line_quota::LineQuota;
 use super::log::ACCESS_TARGET;
+use super::memory_budget::MemoryBudget;
 use super::names::{self, VERBS};
 use super::own_errors::OwnErrors;
 use super::registry::Registry;
@@ -36,6 +37,8 @@ pub struct ListenerMetrics {
     registry: Arc<Registry>,
     requests: Box<[[OnceLock<Counter>; CODES.len()]; VERBS.len()]>,
     durations: [OnceLock<Histogram>; VERBS.len()],
+    /// The account of all memory that clients make the process hold.
+    pub memory: Arc<MemoryBudget>,
     /// Requests in flight, watches and tunnels included.
     pub in_flight: CountGauge,
     /// Open watches.
@@ -51,11 +54,16 @@ pub struct ListenerMetrics {
 }
 
 impl ListenerMetrics {
-    pub(super) fn register(registry: &Arc<Registry>, name: &str) -> Self {
+    pub(super) fn register(
+        registry: &Arc<Registry>,
+        memory: &Arc<MemoryBudget>,
+        name: &str,
+    ) -> Self {
         let gauge = |spec| CountGauge::new(registry.gauge(spec, &[name]));
         Self {
             name: name.to_owned(),
             registry: Arc::clone(registry),
+            memory: Arc::clone(memory),
             requests: Box::new([const { [const { OnceLock::new() }; CODES.len()] }; VERBS.len()]),
             durations: [const { OnceLock::new() }; VERBS.len()],
             in_flight: gauge(&names::REQUESTS_IN_FLIGHT),

@@ -18,6 +18,7 @@ use super::events::Events;
 use super::history::{STEP, STEPS};
 use super::listener_metrics::ListenerMetrics;
 use super::lock;
+use super::memory_budget::{self, MemoryBudget, MemoryKind, Shed};
 use super::names;
 use super::passthrough_metrics::PassthroughMetrics;
 use super::registry::Registry;
@@ -41,6 +42,7 @@ pub struct Metrics {
     endpoints: Mutex<HashMap<(String, String), Arc<EndpointMetrics>>>,
     certificates: CertificateExpiries,
     events: Arc<Events>,
+    memory: Arc<MemoryBudget>,
     started: SystemTime,
     /// When the last step of the endpoints' histories ended.
     last_step: Mutex<Instant>,
@@ -64,6 +66,7 @@ impl Metrics {
             endpoints: Mutex::default(),
             certificates: CertificateExpiries::default(),
             events: Arc::default(),
+            memory: MemoryBudget::new(memory_budget::DEFAULT_LIMIT),
             started: wall_clock(),
             last_step: Mutex::new(Instant::now()),
         });
@@ -83,10 +86,28 @@ impl Metrics {
         for endpoint in lock(&self.endpoints).values() {
             endpoint.publish();
         }
+        self.publish_memory();
         let mut text = self.handle.render();
         text.push_str(&self.certificates.render());
         text.push_str(&scrape_metrics::render_process(self.started));
         sort_families(&text)
+    }
+
+    fn publish_memory(&self) {
+        for kind in MemoryKind::ALL {
+            let gauge = self.registry.gauge(&names::MEMORY_BUDGET, &[kind.as_str()]);
+            gauge.set(self.memory.used_for(kind) as f64);
+        }
+        self.registry.gauge(&names::MEMORY_LIMIT, &[]).set(self.memory.limit() as f64);
+        for shed in Shed::ALL {
+            let counter = self.registry.counter(&names::SHED, &[shed.as_str()]);
+            counter.absolute(self.memory.shed(shed));
+        }
+    }
+
+    /// The account of the memory that clients make the process hold.
+    pub fn memory(&self) -> &Arc<MemoryBudget> {
+        &self.memory
     }
 
     /// The recent state changes.
@@ -125,7 +146,7 @@ impl Metrics {
     /// The metrics of a listener; the same for every caller with the same name.
     pub fn listener(&self, name: &str) -> Arc<ListenerMetrics> {
         get_or_register(&self.listeners, name.to_owned(), OTHER.to_owned(), |name| {
-            ListenerMetrics::register(&self.registry, name)
+            ListenerMetrics::register(&self.registry, &self.memory, name)
         })
     }
 

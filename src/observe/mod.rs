@@ -7,7 +7,8 @@
 //!   jackstay generated itself.
 //! * [`log`] writes lines without blocking the caller. [`rate_limited_warnings`], [`line_quota`] and
 //!   [`repeat_filter`] limit how often a line is repeated, and [`redact`] removes secrets.
-//! * [`byte_budget`] limits the bytes that a worker holds in memory.
+//! * [`memory_budget`] is the account of all memory that clients make the process hold, and [`byte_budget`]
+//!   limits the bytes of one kind.
 //! * [`events`] logs and remembers state changes, [`history`] keeps ten minutes of figures per endpoint.
 //! * [`liveness`] detects event loops that have stalled.
 
@@ -22,6 +23,8 @@ pub mod line_quota;
 pub mod listener_metrics;
 pub mod liveness;
 pub mod log;
+pub mod memory_budget;
+mod memory_labels;
 pub mod metrics;
 pub mod names;
 pub mod outcome;
@@ -42,6 +45,7 @@ pub use endpoint_metrics::{EndpointMetrics, StateGauge};
 pub use events::{Change, Events};
 pub use listener_metrics::ListenerMetrics;
 pub use liveness::{Liveness, LivenessMonitor};
+pub use memory_budget::{MemoryBudget, MemoryClass, MemoryKind};
 pub use metrics::Metrics;
 pub use outcome::{Outcome, Side, UserClass};
 pub use passthrough_metrics::PassthroughMetrics;

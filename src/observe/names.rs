@@ -120,6 +120,13 @@ table! {
     HELD_FRAME_BYTES = Gauge "jackstay_held_frame_bytes" [] "bytes",
         "Bytes of watch events that are incomplete or wait for their client.";
 
+    MEMORY_BUDGET = Gauge "jackstay_memory_budget_bytes" ["kind"] "bytes",
+        "Memory that clients make the process hold, as charged to the budget, by kind: connections, handshakes, streams, request_windows, responses, held_bodies, watch_frames, waiters, tunnels, flows.";
+    MEMORY_LIMIT = Gauge "jackstay_memory_budget_limit_bytes" [] "bytes",
+        "Limit of the memory budget (memory_limit).";
+    SHED = Counter "jackstay_shed_total" ["reason"] "events",
+        "What was given up because memory ran short, unproven clients first: idle_connection, stalled_reader, long_running, stream_refused, connection_refused.";
+
     ENDPOINT_STATE = Gauge "jackstay_endpoint_state" ["upstream", "endpoint", "state"] "endpoints",
         "1 for the current state of the endpoint, 0 for earlier states.";
     EJECTIONS = Counter "jackstay_ejections_total" ["upstream", "endpoint", "reason"] "ejections",

@@ -19,7 +19,7 @@ use hyper::body::Incoming;
 use tokio::task::JoinHandle;
 
 use super::hygiene::is_hop_by_hop;
-use crate::observe::{ByteBudget, Metrics};
+use crate::observe::{ByteBudget, MemoryKind, Metrics};
 
 /// Maximum bytes held of one body.
 const MAX_HELD: usize = 3 << 20;
@@ -31,7 +31,8 @@ const PIECE_COST: usize = 64;
 
 /// The budget that the bodies of all workers share.
 pub fn budget(metrics: &Metrics) -> Arc<ByteBudget> {
-    ByteBudget::new(MAX_HELD_TOTAL, metrics.held_body_bytes())
+    let (memory, kind) = (metrics.memory().process(), MemoryKind::HeldBodies);
+    ByteBudget::within(&memory, kind, MAX_HELD_TOTAL, metrics.held_body_bytes())
 }
 
 /// The task that sends a request's body. Dropping it aborts the task.

@@ -19,8 +19,8 @@ use hyper::body::Incoming;
 use jackstay::app::{App, Running};
 use jackstay::config::{
     AccessLog, Admin, CertPaths, Config, Connections, Discovery, EndpointAddress, Health, Level,
-    Limits, Listener, Log, LogFormat, Mode, Passthrough, Readyz, RequestLimits, ServingCert,
-    Shutdown, Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy,
+    Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough, Readyz, RequestLimits,
+    ServingCert, Shutdown, Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy,
 };
 use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::kinds::CONFIG_MAPS;
@@ -91,6 +91,7 @@ impl Certs {
             workers: 1,
             identity_lane: true,
             mark: 0,
+            memory_limit: MemoryLimit::Auto,
             log: Log { level: Level::Info, format: LogFormat::Text, access: AccessLog::Errors },
             shutdown: Shutdown { drain_timeout: Duration::from_secs(2) },
             upstreams: vec![Upstream {

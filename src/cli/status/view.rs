@@ -27,6 +27,7 @@ pub(super) fn text(status: &Value, style: Style) -> String {
     };
     let mut out = String::new();
     view.summary(status, &mut out);
+    view.memory(&status["memory"], &mut out);
     view.listeners(status, &mut out);
     for upstream in list_at(status, "upstreams") {
         view.endpoints(upstream, &mut out);
@@ -90,6 +91,26 @@ impl View {
             out.push_str(&self.style.paint(&text, Tone::Bad));
             out.push('\n');
         }
+    }
+
+    /// What clients make jackstay hold, and what was shed for lack of memory.
+    fn memory(&self, memory: &Value, out: &mut String) {
+        let (Some(used), Some(limit)) =
+            (memory["used_bytes"].as_u64(), memory["limit_bytes"].as_u64())
+        else {
+            return;
+        };
+        let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
+        let mut text = format!("memory for clients: {} of {}", mib(used), mib(limit));
+        let shed = memory["shed"].as_object().into_iter().flatten();
+        let shed: Vec<_> = shed.map(|(reason, count)| format!("{count} {reason}")).collect();
+        if !shed.is_empty() {
+            text.push_str("; shed: ");
+            text.push_str(&shed.join(", "));
+        }
+        let tone = if shed.is_empty() { Tone::Dim } else { Tone::Warn };
+        out.push_str(&self.style.paint(&text, tone));
+        out.push('\n');
     }
 
     fn listeners(&self, status: &Value, out: &mut String) {

@@ -42,6 +42,7 @@ pub(super) fn read(root: &Node<'_>, report: &Report) -> (Config, References) {
     let workers = workers(&top.get("workers"));
     let identity_lane = top.get("identity_lane").flag(true);
     let mark = mark(&top.get("mark"));
+    let memory_limit = top.get("memory_limit").memory_limit(16 << 20..=1 << 40);
     let log = log(top.section("log"));
 
     let mut fields = top.section("shutdown");
@@ -67,6 +68,7 @@ pub(super) fn read(root: &Node<'_>, report: &Report) -> (Config, References) {
         workers,
         identity_lane,
         mark,
+        memory_limit,
         log,
         shutdown,
         upstreams,

@@ -4,11 +4,13 @@
 //!   descriptors to another process.
 //! * [`service_manager`] reports readiness and liveness to systemd.
 //! * [`resource_limits`] raises the descriptor limit and keeps a reserve.
-//! * [`allocator`] is mimalloc; [`code_pages`] releases code that is not in use.
+//! * [`allocator`] is mimalloc; [`code_pages`] releases code that is not in use; [`memory_limit`] is that of the
+//!   cgroup.
 
 pub mod allocator;
 pub mod code_pages;
 pub mod descriptor_passing;
 pub mod inherited_sockets;
+pub mod memory_limit;
 pub mod resource_limits;
 pub mod service_manager;

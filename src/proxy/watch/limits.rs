@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use metrics::Gauge;
 
-use crate::observe::{ByteBudget, Metrics};
+use crate::observe::{ByteBudget, MemoryKind, Metrics};
 use crate::proxy::retry_budget::RetryBudget;
 
 /// Maximum bytes of frames that one worker buffers for one upstream. The buffer of a frame counts until the
@@ -29,7 +29,12 @@ impl WatchLimits {
             too_old_retries: RetryBudget::too_old(),
             held: Cell::new(0),
             held_gauge: metrics.held_watches(),
-            partial_frames: ByteBudget::new(MAX_PARTIAL_FRAME_BYTES, metrics.held_frame_bytes()),
+            partial_frames: ByteBudget::within(
+                &metrics.memory().process(),
+                MemoryKind::WatchFrames,
+                MAX_PARTIAL_FRAME_BYTES,
+                metrics.held_frame_bytes(),
+            ),
         }
     }
 

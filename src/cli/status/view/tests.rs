@@ -8,6 +8,8 @@ fn status() -> Value {
     json!({
         "version": "1.2", "commit": "abc", "now": "2026-07-26T12:00:00Z", "started_at": "2026-07-26T08:48:00Z",
         "draining": false,
+        "memory": {"limit_bytes": 187_904_819, "used_bytes": 3_250_586,
+            "by_kind": {"connections": 3_250_586}, "shed": {"stalled_reader": 12, "stream_refused": 3}},
         "listeners": [
             {"name": "apiserver", "mode": "terminate", "upstream": "cp",
              "bind": ["127.0.0.1:7443", "[::1]:7443"], "connections": 3,
@@ -43,6 +45,7 @@ fn text_wide_has_every_part() {
     let text = text(&status(), Style::default());
     for part in [
         "jackstay 1.2 (abc)  ·  up 3h12m  ·  1 of 2 endpoints ready  ·  40 streams (29 watches)",
+        "\nmemory for clients: 3.1 MiB of 179.2 MiB; shed: 12 stalled_reader, 3 stream_refused\n",
         "apiserver  terminate    127.0.0.1:7443, [::1]:7443  cp              3        90       87        0      -",
         "  ·  34 errors answered by jackstay itself\n",
         "      own error 429 limit: 1 time, last 1h00m ago\n",

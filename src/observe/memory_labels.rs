@@ -1,0 +1,95 @@
+//! The label values of the memory budget's metrics: what memory is held for, and what is shed.
+
+/// What memory is held for. Also the value of a metric's label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemoryKind {
+    /// Client connections: TLS, HTTP/2 and their buffers.
+    Connections,
+    /// TLS handshakes and the certificate chains of clients.
+    Handshakes,
+    /// Request heads, and the state of requests.
+    Streams,
+    /// Receive windows of request bodies.
+    RequestWindows,
+    /// Responses that wait for their clients, and the upstream windows of responses.
+    Responses,
+    /// Request bodies held for retries.
+    HeldBodies,
+    /// Watch events that are incomplete or wait for their client.
+    WatchFrames,
+    /// Requests that wait for an upstream stream.
+    Waiters,
+    /// Upgraded connections.
+    Tunnels,
+    /// Passthrough connections.
+    Flows,
+}
+
+impl MemoryKind {
+    /// All kinds, in the order of the metric.
+    pub const ALL: [Self; 10] = [
+        Self::Connections,
+        Self::Handshakes,
+        Self::Streams,
+        Self::RequestWindows,
+        Self::Responses,
+        Self::HeldBodies,
+        Self::WatchFrames,
+        Self::Waiters,
+        Self::Tunnels,
+        Self::Flows,
+    ];
+
+    /// The label value.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Connections => "connections",
+            Self::Handshakes => "handshakes",
+            Self::Streams => "streams",
+            Self::RequestWindows => "request_windows",
+            Self::Responses => "responses",
+            Self::HeldBodies => "held_bodies",
+            Self::WatchFrames => "watch_frames",
+            Self::Waiters => "waiters",
+            Self::Tunnels => "tunnels",
+            Self::Flows => "flows",
+        }
+    }
+}
+
+/// What was given up because memory ran short. Also the value of a metric's label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shed {
+    /// A connection without a request was closed.
+    IdleConnection,
+    /// A stream whose client does not read was reset.
+    StalledReader,
+    /// A connection with long-running requests was closed.
+    LongRunning,
+    /// A new stream was refused.
+    StreamRefused,
+    /// A new connection was refused.
+    ConnectionRefused,
+}
+
+impl Shed {
+    /// All reasons, in the order in which memory is shed.
+    pub const ALL: [Self; 5] = [
+        Self::IdleConnection,
+        Self::StalledReader,
+        Self::LongRunning,
+        Self::StreamRefused,
+        Self::ConnectionRefused,
+    ];
+
+    /// The label value.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::IdleConnection => "idle_connection",
+            Self::StalledReader => "stalled_reader",
+            Self::LongRunning => "long_running",
+            Self::StreamRefused => "stream_refused",
+            Self::ConnectionRefused => "connection_refused",
+        }
+    }
+}

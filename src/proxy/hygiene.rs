@@ -27,17 +27,28 @@ use http::header::{
     TRANSFER_ENCODING, UPGRADE,
 };
 use http::request::Parts;
+use http::uri::Authority;
 use http::{Method, Version};
 
 use super::status_error::StatusError;
+
+/// The digits of the largest `Content-Length`, which 64 bits can hold: h2 refuses longer ones, also with leading
+/// zeros.
+const MAX_LENGTH_DIGITS: usize = 19;
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
 /// Refuses a head that two parties could read differently, or that could not be forwarded unchanged.
 ///
 /// # Errors
-/// 400 with the reason.
+/// 400 with the reason. It ends an HTTP/1.1 connection, because a client or a proxy that reads this head
+/// differently may also disagree about where the next request begins.
 pub fn check_request(parts: &Parts) -> Result<(), StatusError> {
+    let is_http1 = parts.version < Version::HTTP_2;
+    check_head(parts).map_err(|error| if is_http1 { error.closing_connection() } else { error })
+}
+
+fn check_head(parts: &Parts) -> Result<(), StatusError> {
     if parts.method == Method::CONNECT {
         return refuse("CONNECT is not served here");
     }
@@ -57,15 +68,16 @@ pub fn check_request(parts: &Parts) -> Result<(), StatusError> {
     check_content_length(&parts.headers)
 }
 
-/// Refuses a request target and header fields that take more than `max` bytes in HTTP/1.1.
+/// Refuses a method, a request target and header fields that take more than `max` bytes in HTTP/1.1.
 ///
 /// # Errors
 /// 431.
 pub fn check_size(parts: &Parts, max: usize) -> Result<(), StatusError> {
     let target = parts.uri.path_and_query().map_or(0, |target| target.as_str().len());
+    let line = parts.method.as_str().len() + target;
     // Each field has 4 more bytes: `: ` and the end of the line.
     let fields = parts.headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 4);
-    if target + fields.sum::<usize>() > max {
+    if line + fields.sum::<usize>() > max {
         let message = format_args!("the request's headers are larger than {max} bytes");
         return Err(StatusError::header_too_large(message));
     }
@@ -86,20 +98,37 @@ fn check_http2(parts: &Parts) -> Result<(), StatusError> {
     if parts.headers.get_all(TE).iter().any(|te| te != "trailers") {
         return refuse("TE in HTTP/2 may only say trailers");
     }
-    let authority = parts.uri.authority().map(http::uri::Authority::as_str);
-    if authority.is_some_and(|authority| authority.contains('@')) {
-        return refuse(":authority holds user information");
+    let authority = parts.uri.authority();
+    if authority.is_some_and(|authority| !is_host_and_port(authority)) {
+        return refuse(":authority is not a host with an optional port");
     }
     let mut hosts = parts.headers.get_all(HOST).iter();
-    match (hosts.next(), hosts.next(), authority) {
+    match (hosts.next(), hosts.next(), authority.map(Authority::as_str)) {
         (_, Some(_), _) => refuse("more than one Host header"),
         (Some(host), None, Some(authority))
             if !host.as_bytes().eq_ignore_ascii_case(authority.as_bytes()) =>
         {
             refuse("Host and :authority differ")
         }
+        (Some(host), None, _) => check_host(host),
         _ => Ok(()),
     }
+}
+
+/// RFC 9112, section 3.2: a `Host` is a host with an optional port. It may be empty.
+fn check_host(host: &HeaderValue) -> Result<(), StatusError> {
+    let host = host.as_bytes();
+    if host.is_empty() || Authority::try_from(host).is_ok_and(|host| is_host_and_port(&host)) {
+        return Ok(());
+    }
+    refuse("the Host header is not a host with an optional port")
+}
+
+/// Whether an authority has no user information, and only digits in its port.
+fn is_host_and_port(authority: &Authority) -> bool {
+    let text = authority.as_str();
+    let port = text.get(authority.host().len()..).unwrap_or_default();
+    !text.contains('@') && port.trim_start_matches(':').bytes().all(|byte| byte.is_ascii_digit())
 }
 
 /// RFC 9112, sections 3.2 and 6.1.
@@ -112,10 +141,18 @@ fn check_http1(parts: &Parts) -> Result<(), StatusError> {
     match (hosts.next(), hosts.next()) {
         (_, Some(_)) => return refuse("more than one Host header"),
         (None, _) if parts.version == Version::HTTP_11 => return refuse("no Host header"),
-        _ => {}
+        (Some(host), None) => check_host(host)?,
+        (None, _) => {}
     }
     if headers.contains_key(TRANSFER_ENCODING) && headers.contains_key(CONTENT_LENGTH) {
         return refuse("both Transfer-Encoding and Content-Length");
+    }
+    let mut codings = headers.get_all(TRANSFER_ENCODING).iter();
+    if let Some(coding) = codings.next()
+        && (codings.next().is_some() || !coding.as_bytes().eq_ignore_ascii_case(b"chunked"))
+    {
+        // hyper decodes `chunked` if it is the last coding, and no other coding.
+        return refuse("a Transfer-Encoding other than chunked");
     }
     for token in list_items(headers.get_all(CONNECTION)) {
         if is_protected(token) {
@@ -129,12 +166,13 @@ fn check_http1(parts: &Parts) -> Result<(), StatusError> {
     Ok(())
 }
 
-/// RFC 9110, section 8.6: repeated lengths must be equal numbers.
+/// RFC 9110, section 8.6: repeated lengths must be equal numbers. A number of more than [`MAX_LENGTH_DIGITS`]
+/// digits may overflow at the upstream or be refused there.
 fn check_content_length(headers: &HeaderMap) -> Result<(), StatusError> {
     let mut lengths = headers.get_all(CONTENT_LENGTH).iter();
     let Some(first) = lengths.next() else { return Ok(()) };
     let is_number = !first.is_empty() && first.as_bytes().iter().all(u8::is_ascii_digit);
-    if !is_number || lengths.any(|other| other != first) {
+    if !is_number || first.len() > MAX_LENGTH_DIGITS || lengths.any(|other| other != first) {
         return refuse("the Content-Length is malformed or ambiguous");
     }
     Ok(())
@@ -153,6 +191,20 @@ pub fn upstream_headers(headers: &mut HeaderMap, client: &ForwardedFor, asks_for
 /// Removes hop-by-hop headers from a response. In a 101 (`is_upgrade`), `Connection` and `Upgrade` stay.
 pub fn downstream_headers(headers: &mut HeaderMap, is_upgrade: bool) {
     strip(headers, Direction::Response, is_upgrade);
+}
+
+/// Removes the trailers that must not be sent upstream: hop-by-hop ones, which h2 refuses to send, and those
+/// that could change the identity, the length or the routing of the request (RFC 9110, section 6.5.1).
+pub fn upstream_trailers(mut trailers: HeaderMap) -> HeaderMap {
+    let is_removed = |name: &&HeaderName| {
+        let name = name.as_str();
+        is_hop_by_hop(name) || name == "expect" || is_protected(name.as_bytes())
+    };
+    let removed: Vec<_> = trailers.keys().filter(is_removed).cloned().collect();
+    for name in removed {
+        trailers.remove(name);
+    }
+    trailers
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]

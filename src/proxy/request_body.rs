@@ -13,12 +13,12 @@ use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use h2::{Reason, SendStream};
-use http::{HeaderMap, HeaderName, Version};
+use http::{HeaderMap, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use tokio::task::JoinHandle;
 
-use super::hygiene::is_hop_by_hop;
+use super::hygiene::upstream_trailers;
 use crate::observe::{ByteBudget, MemoryKind, Metrics};
 
 /// Maximum bytes held of one body.
@@ -168,7 +168,7 @@ impl RequestBody {
                         self.held.push(&data);
                         return Poll::Ready(Ok(data));
                     }
-                    Err(frame) => End::Done(frame.into_trailers().ok().map(clean_trailers)),
+                    Err(frame) => End::Done(frame.into_trailers().ok().map(upstream_trailers)),
                 },
                 Some(Err(_)) => End::Aborted,
                 // On HTTP/2, hyper reports a reset with NO_ERROR as an end, but the body is complete only
@@ -236,23 +236,6 @@ async fn send_piece(stream: &mut SendStream<Bytes>, mut data: Bytes) -> Result<(
         }
     }
     Ok(())
-}
-
-/// Removes the trailers that must not be sent upstream: hop-by-hop ones, which h2 refuses to send, and
-/// those that could change the identity of the client.
-fn clean_trailers(mut trailers: HeaderMap) -> HeaderMap {
-    let is_removed = |name: &&HeaderName| {
-        let name = name.as_str();
-        is_hop_by_hop(name)
-            || name == "authorization"
-            || name.starts_with("x-remote-")
-            || name.starts_with("impersonate-")
-    };
-    let removed: Vec<_> = trailers.keys().filter(is_removed).cloned().collect();
-    for name in removed {
-        trailers.remove(name);
-    }
-    trailers
 }
 
 #[cfg(test)]

@@ -28,6 +28,8 @@ pub struct StatusError {
     pub message: String,
     /// Seconds after which the client may send the request again.
     pub retry_after: Option<u32>,
+    /// Whether the client's HTTP/1.1 connection ends with the response.
+    pub closes_connection: bool,
 }
 
 impl StatusError {
@@ -38,7 +40,7 @@ impl StatusError {
         message: impl Display,
     ) -> Self {
         let message = format!("jackstay: {message}");
-        StatusError { code, reason, label, message, retry_after: None }
+        StatusError { code, reason, label, message, retry_after: None, closes_connection: false }
     }
 
     /// The error of a request for which the pool has no stream.
@@ -120,6 +122,11 @@ impl StatusError {
     pub fn header_too_large(message: impl Display) -> Self {
         let code = StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE;
         Self::new(code, "", "header_too_large", message)
+    }
+
+    /// Ends the client's HTTP/1.1 connection with the response.
+    pub fn closing_connection(self) -> Self {
+        StatusError { closes_connection: true, ..self }
     }
 
     fn with_retry_after(self) -> Self {

@@ -31,6 +31,9 @@ pub fn response(error: &StatusError, accept: Option<&HeaderValue>) -> Response<B
     if let Some(seconds) = error.retry_after {
         headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
     }
+    if error.closes_connection {
+        headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
     response
 }
 

@@ -40,7 +40,22 @@ fn check_request_refuses_ambiguous_http1_heads() {
         ("OPTIONS", "*", &[HOST], None),
         ("GET", "/a%0d%0ab", &[HOST], None),
         ("GET", "/", &[HOST, ("Connection", "close, X-Mine")], None),
-        ("POST", "/", &[HOST, ("Transfer-Encoding", "chunked")], None),
+        ("POST", "/", &[HOST, ("Transfer-Encoding", "Chunked")], None),
+        ("POST", "/", &[HOST, ("Transfer-Encoding", "gzip, chunked")], Some("other than chunked")),
+        (
+            "POST",
+            "/",
+            &[HOST, ("Transfer-Encoding", "chunked"), ("Transfer-Encoding", "chunked")],
+            Some("other than chunked"),
+        ),
+        ("GET", "/", &[("Host", "")], None),
+        ("GET", "/", &[("Host", "[::1]:6443")], None),
+        ("GET", "/", &[("Host", "api:")], None),
+        ("GET", "/", &[("Host", "u@api")], Some("Host")),
+        ("GET", "/", &[("Host", "api/b")], Some("Host")),
+        ("GET", "/", &[("Host", "api b")], Some("Host")),
+        ("GET", "/", &[("Host", "api:x")], Some("Host")),
+        ("GET", "/", &[("Host", "[::1")], Some("Host")),
         ("POST", "/", &[HOST, ("Content-Length", "5"), ("Content-Length", "5")], None),
         ("CONNECT", "a:1", &[HOST], Some("CONNECT")),
         ("GET", "https://a/b", &[HOST], Some("absolute")),
@@ -55,6 +70,8 @@ fn check_request_refuses_ambiguous_http1_heads() {
         ("POST", "/", &[HOST, ("Content-Length", "+5")], Some("Content-Length")),
         ("POST", "/", &[HOST, ("Content-Length", "5, 5")], Some("Content-Length")),
         ("POST", "/", &[HOST, ("Content-Length", "")], Some("Content-Length")),
+        ("POST", "/", &[HOST, ("Content-Length", "0000000000000000005")], None),
+        ("POST", "/", &[HOST, ("Content-Length", "00000000000000000005")], Some("Content-Length")),
         (
             "POST",
             "/",
@@ -89,7 +106,8 @@ fn check_request_refuses_ambiguous_http2_heads() {
         ("GET", "https://a/api", &[("proxy-authorization", "x")], None),
         ("GET", "https://a/api", &[("host", "b")], Some("differ")),
         ("GET", "https://a/api", &[("host", "a"), ("host", "a")], Some("more than one Host")),
-        ("GET", "https://u:p@a/api", &[], Some("user information")),
+        ("GET", "https://u:p@a/api", &[], Some(":authority")),
+        ("GET", "/api", &[("host", "u@a")], Some("Host")),
         ("GET", "https://a/api", &[("te", "gzip")], Some("TE")),
         ("GET", "https://a/api", &[("te", "trailers, deflate")], Some("TE")),
         ("GET", "https://a/api", &[("connection", "close")], Some("connection")),
@@ -121,6 +139,7 @@ fn assert_check(
         (Ok(()), None) => {}
         (Err(error), Some(refusal)) => {
             assert_eq!(error.code, 400);
+            assert_eq!(error.closes_connection, version != Version::HTTP_2);
             assert!(error.message.contains(refusal), "{error:?} for {refusal}");
         }
         (result, refusal) => panic!("{method} {uri} {headers:?}: {result:?}, not {refusal:?}"),
@@ -218,6 +237,26 @@ fn downstream_headers_remove_hop_by_hop_headers() {
         ("Expect", "100-continue"),
     ]);
     assert_eq!(sorted(&headers), sorted(&expected));
+}
+
+#[test]
+fn upstream_trailers_keep_only_end_to_end_fields_without_a_role() {
+    let trailers = header_map(&[
+        ("x-checksum", "1"),
+        ("x_remote_user", "another header"),
+        ("connection", "close"),
+        ("transfer-encoding", "chunked"),
+        ("content-length", "5"),
+        ("host", "evil"),
+        ("expect", "100-continue"),
+        ("authorization", "Bearer other"),
+        ("cookie", "a=b"),
+        ("X-Remote-User", "root"),
+        ("Impersonate-Group", "system:masters"),
+        ("X-Forwarded-For", "10.0.0.1"),
+    ]);
+    let expected = [("x-checksum", "1"), ("x_remote_user", "another header")];
+    assert_eq!(sorted(&upstream_trailers(trailers)), sorted(&header_map(&expected)));
 }
 
 /// Names for random headers. `Connection` is listed repeatedly, to be frequent.

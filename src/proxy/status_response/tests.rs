@@ -44,7 +44,14 @@ fn fields(mut input: &[u8]) -> Vec<Field<'_>> {
 
 fn error(message: &str, code: u16, reason: &'static str, retry_after: Option<u32>) -> StatusError {
     let code = StatusCode::from_u16(code).unwrap();
-    StatusError { code, reason, label: "other", message: message.to_owned(), retry_after }
+    StatusError {
+        code,
+        reason,
+        label: "other",
+        message: message.to_owned(),
+        retry_after,
+        closes_connection: false,
+    }
 }
 
 proptest! {

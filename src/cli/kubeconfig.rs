@@ -17,8 +17,10 @@ use std::time::SystemTime;
 
 use self::apiservers::Apiservers;
 pub(super) use self::args::KubeconfigArgs;
-use self::output::{Destinations, check_configuration, refuse_to_overwrite, write_file};
-use self::report::{KubeconfigReport, ReportedCluster, ReportedContext, ReportedFile};
+use self::output::{
+    Destinations, Failure, check_configuration, kubeconfig_file, refuse_to_overwrite, write,
+};
+use self::report::{KubeconfigReport, ReportedCluster, ReportedContext};
 use super::options::EXIT_USAGE;
 use crate::config;
 use crate::kubeconfig::rewrite::{ClientTrust, KeyChange, LocalEndpoint, point_at, revert};
@@ -27,21 +29,6 @@ use crate::kubeconfig::{
     KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl, find_cluster_mut,
     kubeconfig_yaml, recorded_original,
 };
-use crate::net::files::PRIVATE;
-
-/// Why the command fails.
-enum Failure {
-    /// The input cannot be used.
-    Input(String),
-    /// A file cannot be written.
-    Write(String),
-}
-
-impl From<String> for Failure {
-    fn from(error: String) -> Self {
-        Self::Input(error)
-    }
-}
 
 /// Runs the command.
 pub(super) fn run(args: &KubeconfigArgs) -> ExitCode {
@@ -149,17 +136,6 @@ fn revert_files(
         let paths: Vec<_> = files.iter().map(|file| file.path().display().to_string()).collect();
         report.notes.push(format!("nothing to revert in {}", paths.join(", ")));
     }
-    Ok(())
-}
-
-fn kubeconfig_file(path: PathBuf, text: String) -> OutputFile {
-    OutputFile { path, bytes: text.into_bytes(), mode: PRIVATE, description: "the kubeconfig" }
-}
-
-fn write(file: &OutputFile, report: &mut KubeconfigReport) -> Result<(), Failure> {
-    let written = write_file(file).map_err(Failure::Write)?;
-    let path = file.path.display().to_string();
-    report.files.push(ReportedFile { path, description: file.description, written });
     Ok(())
 }
 

@@ -12,8 +12,6 @@ mod serving;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use rustls::pki_types::CertificateDer;
-use rustls::pki_types::pem::PemObject;
 use rustls::server::WebPkiClientVerifier;
 
 use self::config_file::{
@@ -26,6 +24,7 @@ use super::credential::{Credential, PemSource};
 use super::file::to_yaml;
 use crate::config::CertPaths;
 use crate::net::files::{PRIVATE, PUBLIC};
+use crate::net::tls::pem_files::valid_certificates;
 
 /// The CA bundles of Linux distributions, in the order of Go (`crypto/x509/root_linux.go`). If a kubeconfig
 /// names no CA, kubectl uses the first one that exists.
@@ -218,9 +217,9 @@ fn verify_with_cluster_ca(
         (None, Some(file)) => PemSource::File(file.to_owned()).read()?,
         (None, None) => Vec::new(),
     };
-    let chain = certificates(&certificate.read()?);
+    let chain = valid_certificates(&certificate.read()?);
     let mut roots = rustls::RootCertStore::empty();
-    roots.add_parsable_certificates(certificates(&ca));
+    roots.add_parsable_certificates(valid_certificates(&ca));
     let verifier = WebPkiClientVerifier::builder_with_provider(
         roots.into(),
         rustls::crypto::aws_lc_rs::default_provider().into(),
@@ -245,8 +244,4 @@ fn verify_with_cluster_ca(
             verified.err().unwrap_or_default()
         )),
     }
-}
-
-fn certificates(pem: &[u8]) -> Vec<CertificateDer<'static>> {
-    CertificateDer::pem_slice_iter(pem).filter_map(Result::ok).collect()
 }

@@ -5,11 +5,26 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use super::args::KubeconfigArgs;
+use super::report::{KubeconfigReport, ReportedFile};
 use crate::cli::check;
 use crate::config::{self, ConfigErrors, Overrides, describe_io_error};
 use crate::kubeconfig::setup::OutputFile;
 use crate::kubeconfig::{KubeconfigFiles, ResolvedContext};
-use crate::net::files;
+use crate::net::files::{self, PRIVATE};
+
+/// Why the command fails.
+pub(super) enum Failure {
+    /// The input cannot be used.
+    Input(String),
+    /// A file cannot be written.
+    Write(String),
+}
+
+impl From<String> for Failure {
+    fn from(error: String) -> Self {
+        Self::Input(error)
+    }
+}
 
 /// The paths of the output.
 pub(super) struct Destinations {
@@ -97,7 +112,7 @@ fn obstacle(path: &Path) -> Option<String> {
 }
 
 /// Writes a file unless it has this content already. Returns whether it was written.
-pub(super) fn write_file(file: &OutputFile) -> Result<bool, String> {
+fn write_file(file: &OutputFile) -> Result<bool, String> {
     if std::fs::read(&file.path).is_ok_and(|bytes| bytes == file.bytes) {
         return Ok(false);
     }
@@ -106,6 +121,19 @@ pub(super) fn write_file(file: &OutputFile) -> Result<bool, String> {
         .and_then(|()| files::replace(&file.path, &file.bytes, file.mode))
         .map_err(|e| format!("cannot write {}: {}", file.path.display(), describe_io_error(&e)))?;
     Ok(true)
+}
+
+/// A kubeconfig with this content.
+pub(super) fn kubeconfig_file(path: PathBuf, text: String) -> OutputFile {
+    OutputFile { path, bytes: text.into_bytes(), mode: PRIVATE, description: "the kubeconfig" }
+}
+
+/// Writes a file unless it has this content already, and reports it.
+pub(super) fn write(file: &OutputFile, report: &mut KubeconfigReport) -> Result<(), Failure> {
+    let written = write_file(file).map_err(Failure::Write)?;
+    let path = file.path.display().to_string();
+    report.files.push(ReportedFile { path, description: file.description, written });
+    Ok(())
 }
 
 /// Checks that jackstay starts with the written configuration.

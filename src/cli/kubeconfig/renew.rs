@@ -5,9 +5,8 @@ use std::path::Path;
 use std::time::SystemTime;
 
 use super::args::KubeconfigArgs;
-use super::output::directory_beside;
+use super::output::{Failure, directory_beside, kubeconfig_file, write};
 use super::report::{KubeconfigReport, ReportedCluster};
-use super::{Failure, kubeconfig_file, write};
 use crate::config::{self, Overrides};
 use crate::kubeconfig::rewrite::KeyChange;
 use crate::kubeconfig::setup::renewal::{self, Renewal};

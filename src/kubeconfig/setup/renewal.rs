@@ -8,11 +8,11 @@ use base64::engine::general_purpose::STANDARD;
 use kube::config::Cluster;
 use rustls::pki_types::CertificateDer;
 
-use super::certificates;
 use super::plan::OutputFile;
 use super::serving::ServingFiles;
 use crate::net::tls::certificate::cert_info;
 use crate::net::tls::local_ca;
+use crate::net::tls::pem_files::valid_certificates;
 
 /// A planned renewal.
 pub struct RenewalPlan {
@@ -60,7 +60,7 @@ impl RenewalPlan {
     /// Replaces the old CA in a cluster of a kubeconfig by the new one. Returns whether the cluster trusted it.
     pub fn update(&self, cluster: &mut Cluster) -> bool {
         let data = cluster.certificate_authority_data.as_deref().unwrap_or_default();
-        let trusted = STANDARD.decode(data).map(|pem| certificates(&pem)).unwrap_or_default();
+        let trusted = STANDARD.decode(data).map(|pem| valid_certificates(&pem)).unwrap_or_default();
         let is_old = trusted.iter().any(|certificate| self.old.contains(certificate));
         if is_old {
             cluster.certificate_authority_data = Some(STANDARD.encode(&self.ca_pem));
@@ -100,8 +100,8 @@ mod tests {
         let Ok(Renewal::Planned(renewed)) = plan(&serving, days(250), false) else {
             panic!("not due")
         };
-        let ca = certificates(&renewed.ca.bytes);
-        assert_eq!((ca.len(), &ca[1]), (2, &certificates(created.ca.as_bytes())[0]));
+        let ca = valid_certificates(&renewed.ca.bytes);
+        assert_eq!((ca.len(), &ca[1]), (2, &valid_certificates(created.ca.as_bytes())[0]));
         assert!(renewed.serving.bytes != created.pair.as_bytes());
         let cluster = |pem: &str| Cluster {
             certificate_authority_data: Some(STANDARD.encode(pem)),
@@ -118,13 +118,13 @@ mod tests {
             std::fs::write(&file.path, &file.bytes).unwrap();
         }
         let Ok(Renewal::Planned(again)) = plan(&serving, days(251), true) else { panic!("forced") };
-        assert_eq!(certificates(&again.ca.bytes)[1], ca[0]);
+        assert_eq!(valid_certificates(&again.ca.bytes)[1], ca[0]);
         assert!(again.update(&mut trusting), "a kubeconfig with both CAs is updated");
         // An expired CA is not kept.
         let Ok(Renewal::Planned(late)) = plan(&serving, days(700), false) else {
             panic!("not due")
         };
-        assert_eq!(certificates(&late.ca.bytes).len(), 1);
+        assert_eq!(valid_certificates(&late.ca.bytes).len(), 1);
         let names = files.read().unwrap().names;
         assert_eq!(names, ["127.0.0.1", "node-1"]);
     }

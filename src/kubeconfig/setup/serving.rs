@@ -6,14 +6,13 @@ use std::time::SystemTime;
 
 use rustls::pki_types::CertificateDer;
 
-use super::certificates;
 use super::config_file::ListenerTlsSection;
 use super::plan::{OutputFile, SetupPlan, SetupRequest};
 use crate::config::CertPaths;
 use crate::net::files::{self, PRIVATE, PUBLIC};
 use crate::net::tls::certificate::CertInfo;
 use crate::net::tls::local_ca::{self, NewServingCert};
-use crate::net::tls::pem_files;
+use crate::net::tls::pem_files::{self, valid_certificates};
 
 /// The name of the file with the certificate of the local CA, beside the serving certificate.
 const CA_FILE: &str = "local-ca.crt";
@@ -64,7 +63,7 @@ impl ServingFiles {
         let of_ca = |why: &str| format!("{}: {why}", self.ca.display());
         let ca_pem =
             files::read(&self.ca, MAX_CA_FILE).map_err(|error| of_ca(&error.to_string()))?;
-        let ca = certificates(&ca_pem);
+        let ca = valid_certificates(&ca_pem);
         let first = ca.first().ok_or_else(|| of_ca("holds no certificate"))?;
         let names = local_ca::subject_alt_names(&loaded.chain[0])
             .map_err(|error| format!("{}: {error}", self.serving.display()))?;

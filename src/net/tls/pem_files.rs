@@ -52,6 +52,11 @@ impl fmt::Debug for LoadedCert {
     }
 }
 
+/// The certificates in a PEM text; other sections, and those that cannot be parsed, are skipped.
+pub fn valid_certificates(pem: &[u8]) -> Vec<CertificateDer<'static>> {
+    CertificateDer::pem_slice_iter(pem).filter_map(Result::ok).collect()
+}
+
 /// Reads a certificate chain and its key. A file that contains both is read only once, so that a replacement
 /// of the file cannot mix two versions.
 pub fn load_cert(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {

@@ -25,6 +25,7 @@ mod active;
 mod control;
 mod listener;
 pub mod reload;
+pub mod sandbox;
 mod sockets;
 mod start_error;
 mod status;
@@ -44,6 +45,7 @@ use tokio::sync::{oneshot, watch};
 use self::active::{ActiveConfig, PreparedConfig};
 use self::control::ControlThread;
 use self::reload::{ConfigFollower, ConfigSource, ReloadRequest, ReloadResult};
+use self::sandbox::ProcessSandbox;
 use self::status::ProcessStatus;
 use self::takeover::Predecessor;
 use self::workers::WorkerThreads;
@@ -63,6 +65,7 @@ pub struct App {
     context: Arc<SharedContext>,
     follower: Option<ConfigFollower>,
     predecessor: Option<Predecessor>,
+    sandbox: Option<Arc<ProcessSandbox>>,
 }
 
 impl App {
@@ -93,7 +96,7 @@ impl App {
             liveness: LivenessMonitor::start()?,
             system: ResolverFiles::default(),
         });
-        Ok(Self { active, metrics, context, follower: None, predecessor: None })
+        Ok(Self { active, metrics, context, follower: None, predecessor: None, sandbox: None })
     }
 
     /// Like [`App::bind_with`], also with the sockets of the running process that has the same `state_dir`.
@@ -121,6 +124,13 @@ impl App {
     #[must_use]
     pub fn with_config_source(mut self, source: ConfigSource) -> Self {
         self.follower = Some(ConfigFollower::new(source, &self.active.config));
+        self
+    }
+
+    /// Shows the restrictions of this process in the status.
+    #[must_use]
+    pub fn with_sandbox(mut self, sandbox: Arc<ProcessSandbox>) -> Self {
+        self.sandbox = Some(sandbox);
         self
     }
 
@@ -153,7 +163,7 @@ impl App {
     /// # Errors
     /// A thread cannot be created.
     pub fn start_under(self, manager: Arc<ServiceManager>) -> Result<Running, StartError> {
-        let Self { active, metrics, context, follower, predecessor } = self;
+        let Self { active, metrics, context, follower, predecessor, sandbox } = self;
         let (drain, draining) = watch::channel(false);
         let (force, forced) = watch::channel(false);
         let (replaced, is_replaced) = watch::channel(false);
@@ -177,7 +187,8 @@ impl App {
 
         let file = follower.as_ref().map(|follower| follower.file().to_owned());
         let status =
-            ProcessStatus::new(&active, &metrics, liveness, draining.clone(), &context, file);
+            ProcessStatus::new(&active, &metrics, liveness, draining.clone(), &context, file)
+                .with_sandbox(sandbox);
         let control = ControlThread {
             active,
             metrics,

@@ -244,9 +244,10 @@ impl ControlThread {
             return Err(vec!["there is no configuration file to read again".to_owned()]);
         };
         let mut config = follower.read()?;
-        // The number of threads is fixed until the next start.
+        // These settings are fixed until the next start.
         config.workers = self.workers.count();
         config.identity_lane = self.workers.has_identity_lane();
+        config.sandbox = self.active.config.sandbox;
         let mut inherited = InheritedSockets::default();
         PreparedConfig::new(config, Some(&self.active), &mut inherited, &self.metrics)
             .map_err(|error| vec![error.to_string()])

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use tokio::sync::oneshot;
 
-use crate::config::{Config, Listener, LoadedConfig, Log, Upstream};
+use crate::config::{Config, Listener, LoadedConfig, Log, Sandbox, Upstream};
 use crate::control::file_watch::{FileVersion, file_version};
 use crate::observe::events::{Change, EventKind, Events};
 use crate::observe::log::LogControl;
@@ -153,18 +153,19 @@ pub struct ConfigFollower {
     read: FileVersion,
     /// The version of the file when it was last checked for a change.
     checked: FileVersion,
-    /// The number of workers in the file.
+    /// The settings in the file that only a restart applies.
     workers: usize,
     /// Whether the file has an identity lane.
     identity_lane: bool,
+    sandbox: Sandbox,
 }
 
 impl ConfigFollower {
     /// Follows the source of a configuration that was just read.
     pub fn new(source: ConfigSource, config: &Config) -> Self {
         let version = file_version(&source.file);
-        let Config { workers, identity_lane, .. } = *config;
-        Self { source, read: version, checked: version, workers, identity_lane }
+        let Config { workers, identity_lane, sandbox, .. } = *config;
+        Self { source, read: version, checked: version, workers, identity_lane, sandbox }
     }
 
     /// The configuration file.
@@ -196,6 +197,7 @@ impl ConfigFollower {
         }
         self.workers = config.workers;
         self.identity_lane = config.identity_lane;
+        self.sandbox = config.sandbox;
         Ok(config)
     }
 
@@ -217,6 +219,9 @@ impl ConfigFollower {
         if self.identity_lane != config.identity_lane {
             let (running, file) = (config.identity_lane, self.identity_lane);
             settings.push(format!("identity_lane {running} → {file}"));
+        }
+        if self.sandbox != config.sandbox {
+            settings.push("sandbox changed".to_owned());
         }
         settings
     }

@@ -14,6 +14,7 @@ use tokio::sync::watch;
 use super::active::ActiveConfig;
 use super::listener::{BoundListener, ListenerMode};
 use super::reload::ReloadResult;
+use super::sandbox::{ProcessSandbox, SandboxStatus};
 use crate::admin::{self, Readiness, ReadinessCheck};
 use crate::config::Config;
 use crate::control::discovery::SharedContext;
@@ -41,6 +42,7 @@ pub struct ProcessStatus {
     draining: watch::Receiver<bool>,
     context: Arc<SharedContext>,
     reloads: Mutex<ConfigStatus>,
+    sandbox: Option<Arc<ProcessSandbox>>,
 }
 
 /// The parts of the active configuration that the admin endpoint shows. It does not keep sockets open.
@@ -69,6 +71,8 @@ struct Status<'a> {
     now: String,
     started_at: String,
     draining: bool,
+    /// Null in a process that was not started by `jackstay run`.
+    sandbox: Option<&'a SandboxStatus>,
     config: &'a ConfigStatus,
     memory: MemoryStatus,
     listeners: Vec<ListenerStatus<'a>>,
@@ -173,7 +177,13 @@ impl ProcessStatus {
             draining,
             context: Arc::clone(context),
             reloads: Mutex::new(ConfigStatus { file, ..ConfigStatus::default() }),
+            sandbox: None,
         }
+    }
+
+    /// Shows the restrictions of the process.
+    pub fn with_sandbox(self, sandbox: Option<Arc<ProcessSandbox>>) -> Self {
+        Self { sandbox, ..self }
     }
 
     /// Shows this configuration from now on.
@@ -343,6 +353,7 @@ impl admin::StatusProvider for ProcessStatus {
             now: Utc::now().seconds(),
             started_at: Utc(self.started).seconds(),
             draining: *self.draining.borrow(),
+            sandbox: self.sandbox.as_ref().map(|sandbox| sandbox.status()),
             config: &self.reloads(),
             memory: self.metrics.memory().status(),
             listeners: shown.listeners.iter().map(|l| self.listener_status(l)).collect(),

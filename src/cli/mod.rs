@@ -76,6 +76,9 @@ enum Command {
     #[cfg(not(feature = "doctor"))]
     #[command(hide = true)]
     Doctor(MissingArgs),
+    /// Starts the process that takes over from a running one (SIGUSR2), which must not start programs.
+    #[command(hide = true)]
+    Launcher(upgrade::LauncherArgs),
     /// Show the state of a running jackstay: listeners, endpoints, sources, recent changes.
     Status(status::StatusArgs),
     /// Query the liveness or readiness of a running jackstay, for exec probes.
@@ -127,6 +130,7 @@ pub fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         #[cfg(not(feature = "doctor"))]
         Command::Doctor(_) => missing("doctor", std::io::stderr()),
+        Command::Launcher(args) => upgrade::launch(&args),
         Command::Status(args) => status::run(&args),
         Command::Probe(args) => probe::run(&args),
         Command::Completion(args) => manual::completion(&args, Cli::command()),

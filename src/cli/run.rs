@@ -11,9 +11,11 @@ use std::time::SystemTime;
 use clap::Args;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
+use super::check;
 use super::options::{ConfigArgs, EXIT_USAGE, missing_default_hint};
-use super::{check, upgrade};
+use super::upgrade::Upgrade;
 use crate::app::reload::ConfigSource;
+use crate::app::sandbox::ProcessSandbox;
 use crate::app::{App, Running, StartError};
 use crate::config::{self, ConfigDraft, LoadedConfig, Overrides};
 use crate::net::process::inherited_sockets::{self, InheritedSockets};
@@ -80,9 +82,15 @@ impl ConfigInput {
     }
 
     /// Reads the configuration and checks every file that it names. The second value lists the checks
-    /// that passed, for the log.
-    fn load(&self) -> Result<(LoadedConfig, Vec<String>), Vec<String>> {
+    /// that passed, for the log. In a sandbox, files outside of it are errors.
+    fn load(
+        &self,
+        sandbox: Option<&ProcessSandbox>,
+    ) -> Result<(LoadedConfig, Vec<String>), Vec<String>> {
         let draft = (self.read)();
+        if let (Some(sandbox), Some(config)) = (sandbox, &draft.config) {
+            sandbox.check(config)?;
+        }
         let report = check::check_draft(&self.name, &draft, SystemTime::now());
         let (config, mut warnings) = match draft.config {
             Some(config) if report.errors.is_empty() => (config, draft.warnings),
@@ -120,7 +128,7 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     };
     let take_over = args.take_over;
     let input = ConfigInput::new(args);
-    let (LoadedConfig { config, warnings }, passed_checks) = match input.load() {
+    let (LoadedConfig { config, warnings }, passed_checks) = match input.load(None) {
         Ok(loaded) => loaded,
         Err(errors) => {
             eprintln!("{}", errors.join("\n"));
@@ -130,6 +138,10 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
             return ExitCode::from(EXIT_USAGE);
         }
     };
+    let upgrade = Upgrade::prepare(&config);
+    // Before the first thread, which the log starts.
+    let sandbox = ProcessSandbox::enter(&config, input.is_file.then_some(input.name.as_path()));
+    let sandbox = Arc::new(sandbox);
     let log = match log::init(&config.log, std::io::stderr()) {
         Ok(guard) => guard,
         Err(error) => {
@@ -143,9 +155,11 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     for check in passed_checks {
         tracing::info!("{check}");
     }
+    sandbox.log();
+    let checked = Arc::clone(&sandbox);
     let source = input.is_file.then(|| ConfigSource {
         file: input.name.clone(),
-        read: Box::new(move || input.load().map(|(loaded, _)| loaded)),
+        read: Box::new(move || input.load(Some(&checked)).map(|(loaded, _)| loaded)),
         log: log.control(),
     });
     let manager = ServiceManager::from_environment().unwrap_or_else(|error| {
@@ -165,11 +179,11 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
             Some(source) => app.with_config_source(source),
             None => app,
         };
-        app.start_under(app_manager)
+        app.with_sandbox(sandbox).start_under(app_manager)
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let result = runtime.and_then(|runtime| {
-        let result = runtime.block_on(serve(start, &manager));
+        let result = runtime.block_on(serve(start, &manager, upgrade));
         // A start that hangs does not delay the exit.
         runtime.shutdown_background();
         result
@@ -195,9 +209,10 @@ fn inherit(descriptors: Vec<OwnedFd>) -> InheritedSockets {
 async fn serve(
     start: impl FnOnce() -> Result<Running, StartError> + Send + 'static,
     manager: &ServiceManager,
+    upgrade: Upgrade,
 ) -> io::Result<ExitCode> {
     // Before clients can connect: once they can, a signal must drain the process, not kill it.
-    let mut signals = Signals::new()?;
+    let mut signals = Signals::new(upgrade)?;
     let starting = tokio::task::spawn_blocking(start);
     let running = tokio::select! {
         biased;
@@ -256,16 +271,18 @@ struct Signals {
     terminate: Signal,
     interrupt: Signal,
     hangup: Signal,
-    upgrade: Signal,
+    start_successor: Signal,
+    upgrade: Upgrade,
 }
 
 impl Signals {
-    fn new() -> io::Result<Self> {
+    fn new(upgrade: Upgrade) -> io::Result<Self> {
         Ok(Self {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
             hangup: signal(SignalKind::hangup())?,
-            upgrade: signal(SignalKind::user_defined2())?,
+            start_successor: signal(SignalKind::user_defined2())?,
+            upgrade,
         })
     }
 
@@ -276,7 +293,7 @@ impl Signals {
                 _ = self.terminate.recv() => return EndReason::Signal("SIGTERM"),
                 _ = self.interrupt.recv() => return EndReason::Signal("SIGINT"),
                 () = running.replaced() => return EndReason::Replaced,
-                _ = self.upgrade.recv() => upgrade::begin(),
+                _ = self.start_successor.recv() => self.upgrade.begin(),
                 // The reload logs its outcome.
                 _ = self.hangup.recv() => drop(running.reload("SIGHUP")),
             }

@@ -1,16 +1,42 @@
 //! Starts the binary again on SIGUSR2, as a process that takes over (`--take-over`).
 //!
 //! The binary is the file at the path that started this process: a replaced file is the new version.
-//! Arguments and environment are the same. The new process is a child of this one until this one
-//! exits, in the same unit of the service manager, which learns the new main process by `MAINPID`
-//! (`sd_notify(3)`).
+//! Arguments and environment are the same. The new process is in the same unit of the service manager,
+//! which learns the new main process by `MAINPID` (`sd_notify(3)`).
+//!
+//! A sandboxed process cannot start programs, and a program would inherit its restrictions. So it
+//! starts a launcher before it enters the sandbox: a process without a configuration, a credential or
+//! a listening socket, which can do nothing but start that one program, and ends with this process.
+//!
+//! ```text
+//! this process                 launcher (hidden command)        new process
+//!  │── one byte ───────────────▶│ starts ──────────────────────▶│ takes over
+//!  │◀── started PID ────────────│                                │
+//!  │◀── exited PID STATUS ──────│◀───────────────────────────────│ if it fails
+//! ```
 
 use std::env;
 use std::ffi::{OsStr, OsString};
-use std::io;
-use std::process::{Child, Command};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::thread;
 
+use clap::Args;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::config::Config;
+
+/// The hidden command of the launcher.
+const LAUNCHER: &str = "launcher";
+/// The request for a new process.
+const REQUEST: u8 = b'\n';
+/// The first word of the launcher's reply when it has started a process.
+const STARTED: &str = "started";
+/// The first word of its reply when the process has exited.
+const EXITED: &str = "exited";
 /// The flag that makes a new process take over.
 const TAKE_OVER: &str = "--take-over";
 /// The flag that the new process does not get: the descriptor belongs to the parent of this process.
@@ -19,36 +45,152 @@ const READY_FD: &str = "--ready-fd";
 /// `sd_watchdog_enabled(3)`).
 const OWN_VARIABLES: [&str; 4] = ["WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
 
-/// Starts the new process and returns at once. Its outcome is logged; this process serves until it
-/// is replaced.
-pub fn begin() {
-    match start() {
-        Ok((pid, path)) => tracing::info!(pid, path = ?path, "SIGUSR2: takeover process started"),
-        Err(error) => {
-            tracing::error!(%error, "SIGUSR2: cannot start a takeover process; still serving");
+/// The launcher, or why there is none.
+#[derive(Debug)]
+pub(super) struct Upgrade(Result<UnixStream, String>);
+
+impl Upgrade {
+    /// Starts the launcher. Must be called before the process enters the sandbox.
+    pub(super) fn prepare(config: &Config) -> Self {
+        Self(start_launcher(config).map_err(|error| error.to_string()))
+    }
+
+    /// Has the new process started, and returns at once. Its outcome is logged; this process serves until it
+    /// is replaced.
+    pub(super) fn begin(&self) {
+        let begun = self.0.as_ref().map_err(Clone::clone).and_then(|launcher| {
+            request(launcher).map_err(|error| format!("the launcher has ended: {error}"))
+        });
+        if let Err(error) = begun {
+            tracing::error!(error, "SIGUSR2: cannot start a takeover process; still serving");
         }
     }
 }
 
-fn start() -> io::Result<(u32, OsString)> {
+fn start_launcher(config: &Config) -> io::Result<UnixStream> {
     if std::process::id() == 1 {
         return Err(io::Error::other(
             "a container ends with its process 1, which is this process: replace the container",
         ));
     }
+    if config.state_dir.is_none() {
+        return Err(io::Error::other("state_dir is \"\": there is no socket to take over through"));
+    }
     let mut arguments = env::args_os();
     let path = arguments.next().filter(|path| !path.is_empty());
     let path = path.map_or_else(|| env::current_exe().map(Into::into), Ok)?;
-    let mut command = Command::new(&path);
-    command.args(takeover_arguments(arguments.collect()));
+    let (own, launcher) = UnixStream::pair()?;
+    // This program, even if its file is replaced meanwhile.
+    let mut command = Command::new("/proc/self/exe");
+    command
+        .arg0("jackstay")
+        .arg(LAUNCHER)
+        .arg("--")
+        .arg(path)
+        .args(takeover_arguments(arguments.collect()));
     for name in OWN_VARIABLES {
         command.env_remove(name);
     }
-    let child = command.spawn()?;
+    // The launcher ends with this process, or becomes an orphan, so nobody waits for it.
+    drop(command.stdin(Stdio::from(OwnedFd::from(launcher))).spawn()?);
+    Ok(own)
+}
+
+/// Asks the launcher for a new process. A thread logs what becomes of it.
+fn request(launcher: &UnixStream) -> io::Result<()> {
+    let mut stream = launcher.try_clone()?;
+    stream.write_all(&[REQUEST])?;
+    let replies = BufReader::new(stream);
+    thread::Builder::new().name("upgrade".into()).spawn(move || log_replies(replies))?;
+    Ok(())
+}
+
+/// Logs the replies of the launcher to one request. The logs of the two processes show whether the takeover
+/// has succeeded.
+fn log_replies(replies: impl BufRead) {
+    for reply in replies.lines().map_while(Result::ok) {
+        match reply.split_once(' ') {
+            Some((STARTED, process)) => {
+                tracing::info!(process, "SIGUSR2: takeover process started");
+            }
+            Some((EXITED, process)) => {
+                tracing::warn!(process, "takeover process exited");
+                return;
+            }
+            _ => {
+                tracing::error!(
+                    error = reply,
+                    "SIGUSR2: cannot start a takeover process; still serving"
+                );
+                return;
+            }
+        }
+    }
+}
+
+/// Arguments of the launcher.
+#[derive(Debug, Args)]
+pub(super) struct LauncherArgs {
+    /// The program to start, and its arguments.
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    command: Vec<OsString>,
+}
+
+/// Runs the launcher: starts the program for each request on the standard input, until the process that
+/// requests it has ended.
+pub(super) fn launch(args: &LauncherArgs) -> ExitCode {
+    match serve(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("the launcher of takeover processes has ended: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(args: &LauncherArgs) -> io::Result<()> {
+    let mut requests = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
+    let _entered = runtime.enter();
+    // Signals to all processes of the service are meant for the main process. Handlers, unlike ignored signals,
+    // are not inherited by the program that the launcher starts.
+    let kinds = [
+        SignalKind::terminate(),
+        SignalKind::interrupt(),
+        SignalKind::hangup(),
+        SignalKind::user_defined2(),
+    ];
+    let _handled = kinds.map(signal);
+    let mut byte = [0];
+    loop {
+        match requests.read(&mut byte) {
+            Ok(0) => return Ok(()),
+            Ok(_) => start(args, &requests)?,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Starts the program, and a thread that waits for it: an exited child remains a zombie until then.
+fn start(args: &LauncherArgs, requests: &UnixStream) -> io::Result<()> {
+    let (program, arguments) = args.command.split_first().expect("a required argument");
+    let mut replies = requests.try_clone()?;
+    match Command::new(program).args(arguments).stdin(Stdio::null()).spawn() {
+        Ok(child) => {
+            writeln!(replies, "{STARTED} {} {program:?}", child.id())?;
+            thread::Builder::new().name("wait".into()).spawn(move || wait(child, replies))?;
+            Ok(())
+        }
+        Err(error) => writeln!(replies, "{program:?}: {error}"),
+    }
+}
+
+fn wait(mut child: Child, mut replies: UnixStream) {
     let pid = child.id();
-    // An exited child remains a zombie until its parent waits for it.
-    thread::Builder::new().name("upgrade".into()).spawn(move || wait(child))?;
-    Ok((pid, path))
+    let end = child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
+    // The process that requested it may have ended.
+    let _ = writeln!(replies, "{EXITED} {pid} {end}");
 }
 
 /// The arguments of the new process, made from those of this one.
@@ -62,15 +204,6 @@ fn takeover_arguments(mut arguments: Vec<OsString>) -> Vec<OsString> {
         arguments.push(TAKE_OVER.into());
     }
     arguments
-}
-
-fn wait(mut child: Child) {
-    let pid = child.id();
-    match child.wait() {
-        // The logs of the two processes show whether the takeover had succeeded.
-        Ok(status) => tracing::warn!(pid, %status, "takeover process exited"),
-        Err(error) => tracing::warn!(pid, %error, "cannot wait for the takeover process"),
-    }
 }
 
 #[cfg(test)]
@@ -89,5 +222,23 @@ mod tests {
         assert_eq!(of(&["run", "--take-over", "--config", "f"]), "run --take-over --config f");
         assert_eq!(of(&["run", "--ready-fd", "3", "--config", "f"]), "run --config f --take-over");
         assert_eq!(of(&["run", "--config", "f", "--ready-fd=3"]), "run --config f --take-over");
+    }
+
+    #[test]
+    fn start_reports_the_process_and_its_end_or_why_it_cannot_be_started() {
+        let replies = |command: &[&str]| {
+            let (own, launcher) = UnixStream::pair().unwrap();
+            let command = command.iter().map(OsString::from).collect();
+            start(&LauncherArgs { command }, &launcher).unwrap();
+            drop(launcher);
+            BufReader::new(own).lines().map(Result::unwrap).collect::<Vec<_>>()
+        };
+        let ended = replies(&["sh", "-c", "exit 3"]);
+        assert_eq!(ended.len(), 2, "{ended:?}");
+        assert!(ended[0].starts_with("started ") && ended[0].ends_with("\"sh\""), "{ended:?}");
+        assert!(ended[1].starts_with("exited ") && ended[1].ends_with("status: 3"), "{ended:?}");
+        let failed = replies(&["/nonexistent/jackstay"]);
+        assert_eq!(failed.len(), 1, "{failed:?}");
+        assert!(failed[0].starts_with("\"/nonexistent/jackstay\": No such file"), "{failed:?}");
     }
 }

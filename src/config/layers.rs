@@ -15,7 +15,7 @@ use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Report};
 use super::yaml;
 
 /// Every key outside lists, with its default as text.
-const SCALARS: [(&str, &str); 11] = [
+const SCALARS: [(&str, &str); 15] = [
     ("admin.bind", "127.0.0.1:9643"),
     ("admin.socket", ""),
     ("state_dir", "/var/lib/jackstay"),
@@ -29,6 +29,10 @@ const SCALARS: [(&str, &str); 11] = [
     ("log.format", "text"),
     ("log.access", "errors"),
     ("shutdown.drain_timeout", "20s"),
+    ("sandbox.not_dumpable", "on"),
+    ("sandbox.no_new_privs", "on"),
+    ("sandbox.seccomp", "on"),
+    ("sandbox.landlock", "on"),
 ];
 
 /// The lists, which only the file can set.

@@ -15,6 +15,7 @@ mod model;
 mod node;
 mod report;
 mod rules;
+mod sandbox;
 mod schema;
 mod serialize;
 mod units;
@@ -30,5 +31,6 @@ pub use load::{
 };
 pub use logging::{AccessLog, Level, Log, LogFormat};
 pub use model::*;
+pub use sandbox::{Sandbox, Seccomp, Switch};
 pub use units::{format_duration, format_size, parse_duration, parse_size};
 pub use yaml::describe_yaml_error;

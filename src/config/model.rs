@@ -14,6 +14,7 @@ use serde::Serialize;
 use super::address::EndpointAddress;
 use super::listener::{CertPaths, Listener};
 use super::logging::Log;
+use super::sandbox::Sandbox;
 use super::serialize as as_in_file;
 use super::units::format_size;
 
@@ -40,6 +41,8 @@ pub struct Config {
     pub log: Log,
     /// Shutdown after a termination signal or a takeover.
     pub shutdown: Shutdown,
+    /// The restrictions that the process places on itself at the start.
+    pub sandbox: Sandbox,
     /// The sets of apiservers; names are unique.
     pub upstreams: Vec<Upstream>,
     /// The listeners for clients; names are unique.

@@ -7,6 +7,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use kube::config::{AuthInfo, Cluster};
 use secrecy::{ExposeSecret, SecretString};
+use zeroize::Zeroizing;
 
 use super::exec::ExecPlugin;
 use super::file::unreadable;
@@ -14,8 +15,8 @@ use super::file::unreadable;
 /// PEM data, or the file that holds it.
 #[derive(Clone, PartialEq, Eq)]
 pub enum PemSource {
-    /// Data in the kubeconfig.
-    Inline(Vec<u8>),
+    /// Data in the kubeconfig. It may be a private key, so it is overwritten when it is dropped.
+    Inline(Zeroizing<Vec<u8>>),
     /// A file.
     File(PathBuf),
 }
@@ -39,10 +40,11 @@ impl PemSource {
         file: Option<&str>,
     ) -> Result<Option<Self>, String> {
         if let Some(data) = data.filter(|data| !data.is_empty()) {
-            let data: String = data.split_ascii_whitespace().collect();
+            let mut joined = Zeroizing::new(String::with_capacity(data.len()));
+            joined.extend(data.split_ascii_whitespace());
             return STANDARD
-                .decode(data)
-                .map(|bytes| Some(Self::Inline(bytes)))
+                .decode(joined.as_bytes())
+                .map(|bytes| Some(Self::Inline(Zeroizing::new(bytes))))
                 .map_err(|_| format!("{key}-data is not base64"));
         }
         let file = file.filter(|file| !file.is_empty());
@@ -55,7 +57,7 @@ impl PemSource {
     /// The file cannot be read.
     pub fn read(&self) -> Result<Vec<u8>, String> {
         match self {
-            Self::Inline(bytes) => Ok(bytes.clone()),
+            Self::Inline(bytes) => Ok(bytes.to_vec()),
             Self::File(path) => std::fs::read(path).map_err(|error| unreadable(path, &error)),
         }
     }
@@ -215,6 +217,6 @@ mod tests {
     #[test]
     fn pem_source_wrapped_data_is_decoded_and_overrides_the_file() {
         let pem = PemSource::new("k", Some("aGVs\n bG8=\n"), Some("file")).unwrap();
-        assert_eq!(pem, Some(PemSource::Inline(b"hello".to_vec())));
+        assert_eq!(pem, Some(PemSource::Inline(b"hello".to_vec().into())));
     }
 }

@@ -25,10 +25,12 @@ const MAX_TOKEN: u64 = 64 << 10;
 pub fn read(path: &Path, max: u64) -> io::Result<Vec<u8>> {
     // Without O_NONBLOCK, open(2) of a pipe waits for a writer. It has no effect on files.
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
-    if !file.metadata()?.is_file() {
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
         return Err(io::Error::other("not a regular file"));
     }
-    let mut bytes = Vec::new();
+    // A buffer that grows would leave copies of a private key in freed memory.
+    let mut bytes = Vec::with_capacity(metadata.len().min(max) as usize);
     file.take(max + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > max {
         let message = format!("larger than {max} bytes");

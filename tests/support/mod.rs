@@ -20,7 +20,8 @@ use jackstay::app::{App, Running};
 use jackstay::config::{
     AccessLog, Admin, CertPaths, Config, Connections, Discovery, EndpointAddress, Health, Level,
     Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough, Readyz, RequestLimits,
-    ServingCert, Shutdown, Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy,
+    Sandbox, Seccomp, ServingCert, Shutdown, Switch, Terminate, TerminateLimits, Upstream,
+    UpstreamTls, UsedBy,
 };
 use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::kinds::CONFIG_MAPS;
@@ -94,6 +95,13 @@ impl Certs {
             memory_limit: MemoryLimit::Auto,
             log: Log { level: Level::Info, format: LogFormat::Text, access: AccessLog::Errors },
             shutdown: Shutdown { drain_timeout: Duration::from_secs(2) },
+            // A process that makes a system call outside of the list dies, and its test fails.
+            sandbox: Sandbox {
+                not_dumpable: Switch::On,
+                no_new_privs: Switch::On,
+                seccomp: Seccomp::Kill,
+                landlock: Switch::On,
+            },
             upstreams: vec![Upstream {
                 name: "control-plane".into(),
                 endpoints: endpoints

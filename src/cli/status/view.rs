@@ -91,6 +91,20 @@ impl View {
             out.push_str(&self.style.paint(&text, Tone::Bad));
             out.push('\n');
         }
+        self.sandbox(&status["sandbox"], out);
+    }
+
+    /// The restrictions of the process. A restriction that is not in use has a colour.
+    fn sandbox(&self, sandbox: &Value, out: &mut String) {
+        if sandbox.is_null() {
+            return;
+        }
+        let keys = ["not_dumpable", "no_new_privs", "seccomp", "landlock"];
+        let text = keys.map(|key| format!("{key} {}", text_at(sandbox, key))).join(", ");
+        let complete = keys.iter().all(|key| sandbox[*key] == "on");
+        let tone = if complete { Tone::Dim } else { Tone::Warn };
+        out.push_str(&self.style.paint(&format!("sandbox: {text}"), tone));
+        out.push('\n');
     }
 
     /// What clients make jackstay hold, and what was shed for lack of memory.

@@ -16,6 +16,7 @@ use super::model::{Admin, Config, Shutdown, UsedBy};
 use super::node::{Fields, Node};
 use super::report::Report;
 use super::rules::References;
+use super::sandbox::{Sandbox, Seccomp, Switch};
 use super::units::{HOUR, SECOND};
 
 /// Reads the whole tree. The configuration is valid only if `report` has no errors.
@@ -49,6 +50,8 @@ pub(super) fn read(root: &Node<'_>, report: &Report) -> (Config, References) {
     let drain_timeout = fields.get("drain_timeout").duration(20 * SECOND, Duration::ZERO..=HOUR);
     fields.finish();
 
+    let sandbox = sandbox(top.section("sandbox"));
+
     let items = top.required_items("upstreams", "at least one upstream");
     references.has_upstreams = !items.is_empty();
     let mut upstreams: Vec<_> =
@@ -71,6 +74,7 @@ pub(super) fn read(root: &Node<'_>, report: &Report) -> (Config, References) {
         memory_limit,
         log,
         shutdown,
+        sandbox,
         upstreams,
         listeners,
     };
@@ -108,4 +112,18 @@ fn log(mut fields: Fields<'_>) -> Log {
     let access = fields.get("access").one_of(AccessLog::Errors);
     fields.finish();
     Log { level, format, access }
+}
+
+fn sandbox(mut fields: Fields<'_>) -> Sandbox {
+    let not_dumpable = fields.get("not_dumpable").one_of(Switch::On);
+    let node = fields.get("no_new_privs");
+    let no_new_privs = node.one_of(Switch::On);
+    let seccomp = fields.get("seccomp").one_of(Seccomp::On);
+    let landlock = fields.get("landlock").one_of(Switch::On);
+    let is_needed = seccomp != Seccomp::Off || landlock == Switch::On;
+    if no_new_privs == Switch::Off && is_needed {
+        node.error("seccomp and landlock need it: switch them off too");
+    }
+    fields.finish();
+    Sandbox { not_dumpable, no_new_privs, seccomp, landlock }
 }

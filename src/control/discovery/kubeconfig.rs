@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use http::HeaderValue;
 use kube::config::{AuthInfo, Cluster, Kubeconfig};
+use zeroize::Zeroizing;
 
 use crate::kubeconfig::{KubeconfigFile, MAX_KUBECONFIG, PemSource, TokenSource, UserCredentials};
 use crate::net::files;
@@ -69,8 +70,8 @@ impl DiscoveryToken {
 /// The user cannot be read or is not supported. The message names the kubeconfig and holds no secret.
 pub fn load(path: &Path) -> Result<DiscoveryUser, String> {
     let at_path = |why: String| format!("{}: {why}", path.display());
-    let text =
-        files::read_text(path, MAX_KUBECONFIG).map_err(|error| at_path(error.to_string()))?;
+    let text = files::read_text(path, MAX_KUBECONFIG).map(Zeroizing::new);
+    let text = text.map_err(|error| at_path(error.to_string()))?;
     let file = KubeconfigFile::parse(path, &text)?;
     load_user(path, &file.with_absolute_paths()).map_err(at_path)
 }
@@ -149,14 +150,14 @@ fn read_pem(
     pem: &PemSource,
     kubeconfig: &Path,
     files: &mut Vec<PathBuf>,
-) -> Result<(PathBuf, Vec<u8>), String> {
+) -> Result<(PathBuf, Zeroizing<Vec<u8>>), String> {
     match pem {
         PemSource::Inline(bytes) => Ok((kubeconfig.to_owned(), bytes.clone())),
         PemSource::File(path) => {
             let bytes = files::read(path, MAX_KUBECONFIG)
                 .map_err(|error| format!("{key}: {}: {error}", path.display()))?;
             files.push(path.clone());
-            Ok((path.clone(), bytes))
+            Ok((path.clone(), Zeroizing::new(bytes)))
         }
     }
 }

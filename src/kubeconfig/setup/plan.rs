@@ -79,7 +79,12 @@ impl SetupPlan {
             PemSource::File(file) => file.clone(),
             PemSource::Inline(bytes) => {
                 let bytes = bytes.clone();
-                self.files.push(OutputFile { path: path.clone(), bytes, mode, description });
+                self.files.push(OutputFile {
+                    path: path.clone(),
+                    bytes: bytes.to_vec(),
+                    mode,
+                    description,
+                });
                 path
             }
         }

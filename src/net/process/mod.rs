@@ -4,6 +4,7 @@
 //!   descriptors to another process.
 //! * [`service_manager`] reports readiness and liveness to systemd.
 //! * [`resource_limits`] raises the descriptor limit and keeps a reserve.
+//! * [`sandbox`] restricts what the process may do.
 //! * [`allocator`] is mimalloc; [`code_pages`] releases code that is not in use; [`memory_limit`] is that of the
 //!   cgroup.
 
@@ -13,4 +14,5 @@ pub mod descriptor_passing;
 pub mod inherited_sockets;
 pub mod memory_limit;
 pub mod resource_limits;
+pub mod sandbox;
 pub mod service_manager;

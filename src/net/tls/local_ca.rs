@@ -116,7 +116,7 @@ impl LocalCa {
         if !X509Certificate::from_der(&der).is_ok_and(|(_, certificate)| certificate.is_ca()) {
             return Err(error(cert_file, "is not the certificate of a CA"));
         }
-        let key = KeyPair::try_from(&loaded.key())
+        let key = KeyPair::try_from(loaded.key())
             .map_err(|e| error(key_file, &format!("cannot sign with this key: {e}")))?;
         let issuer =
             Issuer::from_ca_cert_der(&der, key).map_err(|e| error(cert_file, &e.to_string()))?;

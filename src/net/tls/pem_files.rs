@@ -15,6 +15,7 @@ use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::sign::CertifiedKey;
+use zeroize::Zeroizing;
 
 use crate::config::CertPaths;
 use crate::net::files;
@@ -35,13 +36,13 @@ pub struct LoadedCert {
     pub info: CertInfo,
     /// Hash of the contents of the files, which distinguishes a changed file from a touched one.
     pub fingerprint: u64,
-    key: PrivateKeyDer<'static>,
+    key: Zeroizing<PrivateKeyDer<'static>>,
 }
 
 impl LoadedCert {
-    /// A copy of the private key, for rustls' `with_client_auth_cert` and `with_single_cert`.
-    pub fn key(&self) -> PrivateKeyDer<'static> {
-        self.key.clone_key()
+    /// The private key, for the local CA.
+    pub fn key(&self) -> &PrivateKeyDer<'static> {
+        &self.key
     }
 }
 
@@ -63,7 +64,7 @@ pub fn load_cert(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
     let (cert_path, key_path) = (paths.cert_file.as_path(), paths.key_file.as_path());
     let cert_pem = read(cert_path)?;
     let key_pem = if key_path == cert_path { None } else { Some(read(key_path)?) };
-    cert_from_pem((cert_path, &cert_pem), (key_path, key_pem.as_deref().unwrap_or(&cert_pem)))
+    cert_from_pem((cert_path, &cert_pem), (key_path, key_pem.as_ref().unwrap_or(&cert_pem)))
 }
 
 /// Parses a certificate chain and its key; errors name the paths.
@@ -77,6 +78,7 @@ pub fn cert_from_pem(
         TlsFileError::invalid(cert_path, format!("cannot read the certificate: {e}"))
     })?;
     let key = PrivateKeyDer::from_pem_slice(key_pem).map_err(|e| no_key(key_path, key_pem, &e))?;
+    let key = Zeroizing::new(key);
     let signing = any_supported_type(&key).map_err(|_| {
         TlsFileError::invalid(
             key_path,
@@ -150,8 +152,9 @@ fn no_key(path: &Path, pem: &[u8], error: &rustls::pki_types::pem::Error) -> Tls
     TlsFileError::invalid(path, message)
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, TlsFileError> {
-    files::read(path, MAX_FILE).map_err(|error| match error.kind() {
+/// The content is overwritten when it is dropped, since it may contain a private key.
+fn read(path: &Path) -> Result<Zeroizing<Vec<u8>>, TlsFileError> {
+    files::read(path, MAX_FILE).map(Zeroizing::new).map_err(|error| match error.kind() {
         io::ErrorKind::FileTooLarge => {
             TlsFileError::invalid(path, "larger than 4 MiB: not a certificate or key")
         }

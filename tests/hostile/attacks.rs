@@ -72,6 +72,18 @@ impl Attack {
         Self::Handshakes,
     ];
 
+    /// One of each kind, for the short form.
+    pub const SHORT: &[Self] = &[
+        Self::IdleTlsConnections,
+        Self::ZeroWindowSmall,
+        Self::LargeHeaders,
+        Self::EndlessBodies,
+        Self::RandomTokensManyConnections,
+        Self::WindowUpdateFloodManyConnections,
+        Self::PacedResets,
+        Self::Handshakes,
+    ];
+
     /// Name and dimensions.
     pub fn name(self) -> &'static str {
         match self {

@@ -5,43 +5,85 @@
 //! manifests ship. The identity client reads and writes ten times a second, opens a connection each second, and asks
 //! `/livez` as kubelet does; its latencies and failures are the result of an attack.
 //!
-//! `JACKSTAY_HOSTILE=NAME` selects attacks by a part of their name, `JACKSTAY_HOSTILE_PEER=haproxy|envoy` attacks
-//! another proxy, `JACKSTAY_LONG=1` attacks for longer.
+//! The short form has one attack of each kind. `JACKSTAY_LONG=1` runs all, for longer; `JACKSTAY_HOSTILE=NAME` those
+//! with this text in their name. `JACKSTAY_HOSTILE_PEER=haproxy|envoy` attacks another proxy.
 
 #![cfg(feature = "demo")]
 
 mod attacks;
 mod cgroup;
 mod identity_client;
+mod peers;
 mod raw;
 mod rig;
 #[path = "../support/mod.rs"]
 mod support;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use attacks::Attack;
 use rig::{Outcome, Rig};
+use support::pause;
 
 /// An attack lasts this long.
 fn duration() -> Duration {
-    Duration::from_secs(if support::long_form() { 30 } else { 8 })
+    Duration::from_secs(if support::long_form() { 8 } else { 4 })
+}
+
+/// The attacks that this run shall make.
+fn selected() -> Vec<Attack> {
+    match std::env::var("JACKSTAY_HOSTILE") {
+        Ok(text) => Attack::ALL.iter().copied().filter(|a| a.name().contains(&text)).collect(),
+        Err(_) if support::long_form() => Attack::ALL.to_vec(),
+        Err(_) => Attack::SHORT.to_vec(),
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 #[ignore = "needs root, for the cgroup and the uid of the attacker"]
 async fn no_attack_fails_a_request_of_an_identity() {
-    let selected = std::env::var("JACKSTAY_HOSTILE").unwrap_or_default();
     let mut failed = Vec::new();
     println!("{}", Outcome::HEADER);
-    for attack in Attack::ALL.iter().filter(|attack| attack.name().contains(&selected)) {
-        let outcome = Rig::start().run(*attack, duration()).await;
+    for attack in selected() {
+        let outcome = Rig::start().await.run(attack, duration()).await;
         println!("{}", outcome.row());
         if let Some(reason) = outcome.failure() {
             failed.push(format!("{}: {reason}", attack.name()));
         }
     }
     assert!(failed.is_empty(), "{failed:#?}");
+}
+
+/// All attacks in random order, again and again, against one process. `JACKSTAY_SOAK_MINUTES` is the time, 30 by
+/// default.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+#[ignore = "takes half an hour, and needs root"]
+async fn soak_of_all_attacks_leaks_no_memory_and_no_descriptor() {
+    let minutes = std::env::var("JACKSTAY_SOAK_MINUTES").map_or(30, |text| text.parse().unwrap());
+    let end = Instant::now() + Duration::from_secs(60 * minutes);
+    let mut rig = Rig::start().await;
+    let mut failed = Vec::new();
+    // Memory and descriptors after each round of all attacks.
+    let mut rounds = Vec::new();
+    println!("{}", Outcome::HEADER);
+    while Instant::now() < end || rounds.len() < 2 {
+        let mut attacks = Attack::ALL.to_vec();
+        fastrand::shuffle(&mut attacks);
+        for attack in attacks {
+            let outcome = rig.run(attack, Duration::from_secs(8)).await;
+            println!("{}", outcome.row());
+            if let Some(reason) = outcome.failure() {
+                failed.push(format!("{}: {reason}", attack.name()));
+            }
+        }
+        // Connections of the last attacker are closed, and free memory is returned to the kernel.
+        pause(Duration::from_secs(10)).await;
+        rounds.push((rig.resident() >> 20, rig.descriptors()));
+        println!("after round {}: MiB and descriptors {:?}", rounds.len(), rounds.last());
+    }
+    assert!(failed.is_empty(), "{failed:#?}");
+    let (first, last) = (rounds[0], rounds[rounds.len() - 1]);
+    assert!(last.0 <= first.0 + first.0 / 4 && last.1 <= first.1 + 8, "{rounds:?}");
 }
 
 /// The attacker's process: this test binary again, with the attack in its environment.

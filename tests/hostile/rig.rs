@@ -9,19 +9,21 @@ use std::time::{Duration, Instant};
 
 use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::apiserver::kinds::CONFIG_MAPS;
+use jackstay::demo::client::Client;
 
 use crate::attacks::Attack;
 use crate::cgroup::MemoryCgroup;
 use crate::identity_client::{IdentityClient, Report, Settings};
+use crate::peers::Peer;
 use crate::support::child::{KillOnDrop, Process};
-use crate::support::{TestCluster, config_map, pause, wait};
+use crate::support::{CONFIGMAPS, TestCluster, config_map, pause, wait};
 
 /// The limit of memory in the manifests of `deploy/`.
 const MEMORY_LIMIT: u64 = 256 << 20;
 /// Long enough for a proxy to start on a slow machine.
 const START: Duration = Duration::from_secs(20);
 /// The client runs this long before and after the attack.
-const QUIET: Duration = Duration::from_secs(2);
+const QUIET: Duration = Duration::from_secs(1);
 /// The user `nobody` of most systems.
 const ATTACKER_UID: u32 = 65_534;
 /// A token that the apiservers accept, and that the attacker knows.
@@ -75,7 +77,7 @@ pub struct Rig {
 
 impl Rig {
     /// Starts apiservers and proxy, and waits until a request succeeds.
-    pub fn start() -> Self {
+    pub async fn start() -> Self {
         let cluster = TestCluster::new(2);
         cluster.state.add_token(VALID_TOKEN, User::new("neighbour", &["devs"]));
         let value = "x".repeat(VALUE);
@@ -86,28 +88,33 @@ impl Rig {
             cluster.state.create(&CONFIG_MAPS, "kube-system", object, false).unwrap();
         }
         cluster.create_config_map("lease");
-        let (server, admin) = (free_address(), free_address());
-        let certs = &cluster.certs;
-        let file = certs.path().join("jackstay.yaml");
-        fs::write(&file, configuration(&cluster, server, admin)).unwrap();
-        let binary = std::env::var_os("JACKSTAY_BIN")
-            .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_jackstay")), PathBuf::from);
+        let server = free_address();
+        let (proxy, admin) = match Peer::from_env() {
+            Some(peer) => (peer.command(cluster.certs.path(), server, &cluster.addresses()), None),
+            None => {
+                let admin = free_address();
+                (jackstay(&cluster, server, admin), Some(admin))
+            }
+        };
         let cgroup = MemoryCgroup::new(MEMORY_LIMIT);
         let mut command = Command::new("sh");
         command.args(["-c", "echo 0 >\"$0\" && exec \"$@\""]).arg(cgroup.processes());
-        command.arg(binary).args(["run", "--config"]).arg(&file);
+        command.arg(proxy.get_program()).args(proxy.get_args());
         let mut process = Process::spawn(command);
-        wait::until_ok_blocking(START, "the proxy is ready", || {
+        let credentials = cluster.certs.credentials();
+        wait::until_ok(START, "the proxy is ready", async || {
             assert!(process.is_running(), "{}", process.output());
-            let page = get(admin, "/readyz").unwrap_or_default();
-            let ready = page.starts_with("HTTP/1.1 200");
-            ready.then_some(()).ok_or_else(|| format!("{page}\n{}", process.output()))
-        });
-        Self { cluster, server, admin: Some(admin), process, cgroup }
+            let client = Client::connect(server, &credentials).await;
+            let client = client.map_err(|error| error.to_string())?;
+            let reply = client.get(CONFIGMAPS).await.map_err(|error| error.to_string())?;
+            reply.status.is_success().then_some(()).ok_or_else(|| reply.status.to_string())
+        })
+        .await;
+        Self { cluster, server, admin, process, cgroup }
     }
 
     /// Runs an attack beside the identity client.
-    pub async fn run(mut self, attack: Attack, duration: Duration) -> Outcome {
+    pub async fn run(&mut self, attack: Attack, duration: Duration) -> Outcome {
         let client = IdentityClient::start(Settings {
             server: self.server,
             admin: self.admin,
@@ -137,8 +144,14 @@ impl Rig {
         }
     }
 
+    /// The number of open descriptors of the proxy.
+    pub fn descriptors(&self) -> usize {
+        let descriptors = fs::read_dir(format!("/proc/{}/fd", self.process.pid()));
+        descriptors.map_or(0, Iterator::count)
+    }
+
     /// Resident memory of the proxy in bytes.
-    fn resident(&self) -> u64 {
+    pub fn resident(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.process.pid()));
         let line = status.unwrap_or_default();
         let kib = line.lines().find_map(|line| line.strip_prefix("VmRSS:"));
@@ -214,6 +227,17 @@ fn spawn_attacker(target: &Target) -> KillOnDrop {
     KillOnDrop(command.spawn().expect("the attacker starts"))
 }
 
+/// The command that runs jackstay with the shipped defaults.
+fn jackstay(cluster: &TestCluster, server: SocketAddr, admin: SocketAddr) -> Command {
+    let file = cluster.certs.path().join("jackstay.yaml");
+    fs::write(&file, configuration(cluster, server, admin)).unwrap();
+    let binary = std::env::var_os("JACKSTAY_BIN")
+        .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_jackstay")), PathBuf::from);
+    let mut command = Command::new(binary);
+    command.args(["run", "--config"]).arg(file);
+    command
+}
+
 /// The shipped defaults.
 fn configuration(cluster: &TestCluster, server: SocketAddr, admin: SocketAddr) -> String {
     let dir = cluster.certs.path();
@@ -250,15 +274,4 @@ listeners:
 /// A free port. If another process takes it first, the proxy fails to start with an error.
 fn free_address() -> SocketAddr {
     TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap()
-}
-
-/// A page over HTTP/1.1.
-fn get(address: SocketAddr, path: &str) -> Option<String> {
-    use std::io::{Read, Write};
-    let mut stream = std::net::TcpStream::connect(address).ok()?;
-    stream.set_read_timeout(Some(Duration::from_secs(1))).ok()?;
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").ok()?;
-    let mut page = String::new();
-    stream.read_to_string(&mut page).ok()?;
-    Some(page)
 }

@@ -20,10 +20,11 @@ use http::{HeaderValue, Request, Response, Uri, header};
 use hyper::body::Incoming;
 
 use super::client_certificate::{ClientCertificate, IdentityProof};
-use super::credential_selector::{LastToken, bearer};
+use super::credential_selector::SelectedCredential;
 use super::forward::ForwardedRequest;
 use super::hygiene::{self, ForwardedFor};
 use super::listener_service::{CurrentService, ListenerService};
+use super::proven_tokens::LastToken;
 use super::request_body::RequestBody;
 use super::request_info::{RequestInfo, RequestKind};
 use super::response_body::{FullBody, ResponseBody};
@@ -59,11 +60,7 @@ enum PreparedRequest {
     Upgrade(Box<Upgrade>),
 }
 
-/// The bearer token of a request, and the credential class that was selected for it. The response shows
-/// whether the apiserver accepts the token.
-type SentToken = (HeaderValue, CredentialClass);
-
-type Prepared = Result<(PreparedRequest, Option<SentToken>), StatusError>;
+type Prepared = Result<(PreparedRequest, SelectedCredential), StatusError>;
 
 impl ClientConnection {
     /// Serves one request. An error is answered with a response, too.
@@ -85,18 +82,18 @@ impl ClientConnection {
                 Box::pin(certificate.verified()).await;
             }
             let (outcome, prepared) = self.begin(&service, request);
-            let (result, token) = match prepared {
-                Ok((PreparedRequest::Forward(request), token)) => {
-                    (request.forward(outcome).await, token)
+            let (result, credential) = match prepared {
+                Ok((PreparedRequest::Forward(request), credential)) => {
+                    (request.forward(outcome).await, Some(credential))
                 }
                 // Boxed, so that the futures of other requests do not grow by its size.
-                Ok((PreparedRequest::Upgrade(upgrade), token)) => {
-                    (Box::pin(upgrade.serve(outcome)).await, token)
+                Ok((PreparedRequest::Upgrade(upgrade), credential)) => {
+                    (Box::pin(upgrade.serve(outcome)).await, Some(credential))
                 }
                 Err(error) => (Err((error, outcome)), None),
             };
-            if let (Ok(response), Some((token, class))) = (&result, &token) {
-                service.credentials.learn(token.as_bytes(), *class, response.status());
+            if let (Ok(response), Some(credential)) = (&result, credential) {
+                service.credentials.learn(credential, self.source, response.status());
             }
             Ok(result
                 .unwrap_or_else(|(error, outcome)| error_response(error, outcome, accept.as_ref())))
@@ -136,15 +133,15 @@ impl ClientConnection {
         }
 
         let certificate = self.certificate.as_ref();
-        let class = service.credentials.select(
+        let credential = service.credentials.select(
             certificate.map(Rc::as_ref),
-            &self.token,
+            (&self.token, self.source),
             &parts.headers,
             info.upgrade,
         )?;
+        let class = credential.class;
         outcome.user = user_class(class);
         let proof = IdentityProof::new(class, certificate);
-        let token = sent_token(class, &parts, info.upgrade);
 
         hygiene::upstream_headers(&mut parts.headers, &self.forwarded_for, info.upgrade);
         if info.upgrade {
@@ -155,7 +152,7 @@ impl ClientConnection {
                 request: Request::from_parts(parts, body),
                 tunnels: service.tunnels.clone(),
             };
-            return Ok((PreparedRequest::Upgrade(Box::new(upgrade)), token));
+            return Ok((PreparedRequest::Upgrade(Box::new(upgrade)), credential));
         }
         let is_watch = info.kind == RequestKind::Watch;
         let watch = is_watch.then(|| watch_request(&info, &parts, service)).flatten();
@@ -172,22 +169,8 @@ impl ClientConnection {
             watch,
             hedges_sent: Cell::new(0),
         };
-        Ok((PreparedRequest::Forward(Box::new(request)), token))
+        Ok((PreparedRequest::Forward(Box::new(request)), credential))
     }
-}
-
-/// The bearer token of a request, if it is sent upstream with that token.
-fn sent_token(class: CredentialClass, parts: &Parts, upgrade: bool) -> Option<SentToken> {
-    if !matches!(class, CredentialClass::Token | CredentialClass::UnprovenToken) {
-        return None;
-    }
-    // Cloning the header does not copy the token. A WebSocket client may send it in another header.
-    let header = parts.headers.get(header::AUTHORIZATION).cloned();
-    let token = header.or_else(|| {
-        let token = bearer(&parts.headers, upgrade)?;
-        HeaderValue::from_bytes(token).ok()
-    });
-    token.map(|token| (token, class))
 }
 
 fn user_class(class: CredentialClass) -> UserClass {

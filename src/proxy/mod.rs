@@ -2,6 +2,7 @@
 //! (L4, [`passthrough`]).
 
 mod accept;
+mod bearer_token;
 mod body_prefix;
 mod body_progress;
 pub mod client_certificate;
@@ -17,6 +18,7 @@ mod hygiene;
 pub mod identity_lane;
 pub mod listener_service;
 pub mod passthrough;
+pub mod proven_tokens;
 pub mod request_body;
 pub mod request_info;
 mod response_body;

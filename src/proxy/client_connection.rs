@@ -176,7 +176,9 @@ impl ClientConnection {
 fn user_class(class: CredentialClass) -> UserClass {
     match class {
         CredentialClass::Identity(_) => UserClass::Identity,
-        CredentialClass::Token | CredentialClass::UnprovenToken => UserClass::Token,
+        CredentialClass::Token | CredentialClass::UnprovenToken | CredentialClass::SlowedToken => {
+            UserClass::Token
+        }
         CredentialClass::Anonymous | CredentialClass::Probe | CredentialClass::Discovery => {
             UserClass::Anonymous
         }

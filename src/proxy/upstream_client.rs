@@ -80,13 +80,13 @@ impl UpstreamClient {
     /// Stops opening connections, waits until no request uses the client or `is_over` returns true, and
     /// then closes the connections.
     pub async fn drain(self: Rc<Self>, is_over: impl Fn() -> bool) {
-        if let Some(maintenance) = &self.maintenance {
-            maintenance.abort();
-        }
         self.pool.retire();
         // Requests and watches hold a reference to the client, and response bodies hold a stream.
         while (Rc::strong_count(&self) > 1 || self.pool.streams() > 0) && !is_over() {
             sleep(DRAIN_POLL_INTERVAL).await;
+        }
+        if let Some(maintenance) = &self.maintenance {
+            maintenance.abort();
         }
         self.pool.close();
     }

@@ -46,9 +46,10 @@ use crate::observe::events::{Change, EventKind};
 fn may_carry(class: CredentialClass, shown: Option<&Subject>, proven: Option<&Subject>) -> bool {
     match class {
         CredentialClass::Identity(_) => proven.is_some() && shown == proven,
-        CredentialClass::Token | CredentialClass::UnprovenToken | CredentialClass::Anonymous => {
-            shown.is_none() && proven.is_none()
-        }
+        CredentialClass::Token
+        | CredentialClass::UnprovenToken
+        | CredentialClass::SlowedToken
+        | CredentialClass::Anonymous => shown.is_none() && proven.is_none(),
         CredentialClass::Probe | CredentialClass::Discovery => proven.is_none(),
     }
 }
@@ -72,7 +73,7 @@ pub struct Connection {
     driver: RefCell<Option<Waker>>,
     /// Notifies requests on this connection of each change that concerns them.
     changed: Notify,
-    /// Notifies the pool of changes of state and of free streams.
+    /// Notifies the pool's task of changes of state and of free streams.
     pool: Rc<Notify>,
 }
 
@@ -104,6 +105,11 @@ impl Connection {
     /// `None` while it is live, and if it has never been suspect.
     pub fn suspect_since(&self) -> Option<Instant> {
         self.lifecycle.suspect_since.get()
+    }
+
+    /// When the connection began to drain, if it has.
+    pub fn draining_since(&self) -> Option<Instant> {
+        self.lifecycle.draining_since.get()
     }
 
     /// Whether a request sent on this connection now would probably be lost, because one of the two
@@ -287,7 +293,7 @@ impl Connection {
         }
         self.publish(before, state, reason, orderly);
         self.changed.notify_waiters();
-        self.pool.notify_waiters();
+        self.pool.notify_one();
     }
 
     /// Logs a change of state and records it as an event.

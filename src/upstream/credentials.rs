@@ -42,6 +42,9 @@ pub enum CredentialClass {
     /// Bearer tokens that have had no authenticated response yet. They have connections of their own,
     /// because the apiserver sends GOAWAY on a connection that carries an invalid token.
     UnprovenToken,
+    /// Bearer tokens without an authenticated response, from clients whose tokens the apiserver keeps rejecting.
+    /// They have connections of their own, so that their GOAWAYs concern nobody else.
+    SlowedToken,
     /// No credential.
     Anonymous,
     /// jackstay's own `/readyz` requests.
@@ -57,6 +60,7 @@ impl CredentialClass {
             Self::Identity(_) => "identity",
             Self::Token => "token",
             Self::UnprovenToken => "unproven-token",
+            Self::SlowedToken => "slowed-token",
             Self::Anonymous => "anonymous",
             Self::Probe => "probe",
             Self::Discovery => "discovery",
@@ -234,6 +238,7 @@ impl Credentials {
             }
             CredentialClass::Token
             | CredentialClass::UnprovenToken
+            | CredentialClass::SlowedToken
             | CredentialClass::Anonymous => None,
             CredentialClass::Probe if setup.token.is_some() => None,
             CredentialClass::Probe => match &setup.probe {

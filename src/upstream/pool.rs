@@ -2,11 +2,17 @@
 //! enough connections open that the next request need not wait.
 //!
 //! Requests call [`Pool::acquire`]. [`Pool::maintain`] opens and drains the connections of each
-//! [`class`]. It runs on every change, every [`TICK`], and when a request finds no stream.
+//! [`class`]. One task ([`Pool::run`]) runs it on every change and every [`TICK`], and then grants free streams to
+//! the requests that wait, in order ([`waiters`]).
 
 mod acquire;
 mod class;
+mod counts;
+mod dial_pause;
 mod requirements;
+#[cfg(test)]
+mod tests;
+mod waiters;
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -19,9 +25,8 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
 pub(super) use self::acquire::UNAVAILABLE_AFTER;
-pub use self::acquire::Unavailable;
 pub use self::class::ClassPool;
-pub use self::requirements::{PreviousFailure, StreamRequirements};
+pub use self::requirements::{PreviousFailure, StreamRequirements, Unavailable};
 use super::connection::{Connection, DrainReason};
 use super::credentials::{ClientTls, CredentialClass};
 use super::dial::dial_h2;
@@ -61,8 +66,11 @@ enum Purpose {
 pub struct Pool {
     upstream: Arc<Upstream>,
     classes: RefCell<BTreeMap<CredentialClass, Rc<ClassPool>>>,
-    /// Notified of changes of connections and of free streams.
+    /// Notifies the pool's task of changes of connections, of free streams and of waiting requests.
     changed: Rc<Notify>,
+    /// When the pool's task has to run at the latest, for the first deadline of a waiting request or the end of a
+    /// pause between connects.
+    wake_at: Cell<Option<Instant>>,
     outage: Cell<Outage>,
     /// Notified when a total outage ends.
     outage_over: Notify,
@@ -70,8 +78,12 @@ pub struct Pool {
     /// Makes the order of endpoints differ between pools, of other workers as of other nodes.
     seed: u64,
     purpose: Purpose,
+    /// Set by [`Self::retire`]: connections are opened only for requests that wait.
+    retired: Cell<bool>,
     /// Set by [`Self::close`]: no more connections are opened.
     closed: Cell<bool>,
+    #[cfg(test)]
+    maintenance_runs: Cell<usize>,
 }
 
 impl Pool {
@@ -90,12 +102,16 @@ impl Pool {
             upstream,
             classes: RefCell::default(),
             changed: Rc::new(Notify::new()),
+            wake_at: Cell::new(None),
             outage: Cell::default(),
             outage_over: Notify::new(),
             this: this.clone(),
             seed: fastrand::u64(..),
             purpose,
+            retired: Cell::new(false),
             closed: Cell::new(false),
+            #[cfg(test)]
+            maintenance_runs: Cell::new(0),
         })
     }
 
@@ -133,25 +149,33 @@ impl Pool {
         }
     }
 
-    /// Maintains the pool until the future is dropped.
+    /// Maintains the pool and serves the waiting requests until the future is dropped.
     pub async fn run(this: Rc<Self>) {
         loop {
             let changed = Rc::clone(&this.changed);
             let tick = Instant::now() + TICK.mul_f64(0.75 + fastrand::f64() / 2.0);
+            let wake_at = this.wake_at.take().map_or(tick, |wake_at| wake_at.min(tick));
             tokio::select! {
                 () = changed.notified() => {}
                 () = this.upstream.endpoints_changed() => {}
-                () = sleep_until(tick) => {}
+                () = sleep_until(wake_at) => {}
             }
             this.maintain();
+            this.serve_waiters();
         }
+    }
+
+    /// Makes the pool's task run at this time, or earlier.
+    fn wake_at(&self, at: Instant) {
+        self.wake_at.set(Some(self.wake_at.get().map_or(at, |wake_at| wake_at.min(at))));
     }
 
     /// Closes every connection and opens no more. Open streams fail.
     pub fn close(&self) {
         self.closed.set(true);
         self.for_each_connection(|connection| connection.close(DrainReason::ConfigurationRemoved));
-        self.changed.notify_waiters();
+        // The task may have been stopped.
+        self.serve_waiters();
     }
 
     /// Drains old connections, removes dead ones and starts connects, without waiting for them.
@@ -159,6 +183,8 @@ impl Pool {
         if self.closed.get() {
             return;
         }
+        #[cfg(test)]
+        self.maintenance_runs.set(self.maintenance_runs.get() + 1);
         let now = Instant::now();
         let endpoints = self.upstream.endpoints();
         let none_usable = !endpoints.iter().any(|endpoint| endpoint.is_usable());
@@ -236,7 +262,7 @@ impl Pool {
             }
         }
         let in_use = class.used_within(IDLE_CLASS, now);
-        if !configured && !in_use {
+        if !configured && !in_use || self.retired.get() && class.waiters.len() == 0 {
             return;
         }
         let targets = self.target_endpoints(endpoints, configured);
@@ -250,6 +276,10 @@ impl Pool {
                 now,
             );
             for _ in 0..to_open {
+                if let Some(at) = class.dial_paused_until(endpoint, now) {
+                    self.wake_at(at);
+                    break;
+                }
                 if !endpoint.claim_connect_attempt(none_usable, now) {
                     break;
                 }
@@ -278,6 +308,7 @@ impl Pool {
 
     /// Drains every connection, because the upstream was removed from the configuration.
     pub fn retire(&self) {
+        self.retired.set(true);
         self.for_each_connection(|connection| connection.drain(DrainReason::ConfigurationRemoved));
     }
 
@@ -322,7 +353,7 @@ impl Pool {
     fn dial(&self, class: &Rc<ClassPool>, endpoint: &Arc<Endpoint>, tls: &Arc<ClientTls>) {
         let Some(pool) = self.this.upgrade() else { return };
         let (class, endpoint, tls) = (Rc::clone(class), Arc::clone(endpoint), Arc::clone(tls));
-        class.connect_started(&endpoint.label);
+        class.connect_started(&endpoint.label, Instant::now());
         tokio::task::spawn_local(async move {
             let limit = endpoint.connect_timeout(pool.upstream.config().health.connect_timeout);
             let result = dial_h2(&pool.upstream.connector(), &endpoint, &tls.h2, limit).await;
@@ -345,7 +376,7 @@ impl Pool {
                 }
                 Err(failure) => endpoint.connect_failed(failure, Instant::now()),
             }
-            pool.changed.notify_waiters();
+            pool.changed.notify_one();
         });
     }
 }

@@ -209,7 +209,7 @@ impl Driver {
         let connection = &self.connection;
         // They may contain SETTINGS.
         if connection.slots.set_peer_limit(connection.send.current_max_send_streams()) {
-            connection.pool.notify_waiters();
+            connection.pool.notify_one();
         }
         let now = Instant::now();
         connection.waits.last_received.set(now);

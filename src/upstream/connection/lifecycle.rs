@@ -24,6 +24,8 @@ pub enum DrainReason {
     ProbeFailed,
     /// A fresh connection to the same endpoint works; this one does not.
     Superseded,
+    /// Its class has too many connections to the endpoint.
+    ConnectionLimit,
 }
 
 /// How urgently streams that can move should leave a connection.
@@ -46,6 +48,7 @@ impl DrainReason {
             Self::ProbingEnded => "no longer probed",
             Self::ProbeFailed => "probe failed",
             Self::Superseded => "a fresh connection works, this one does not",
+            Self::ConnectionLimit => "connection limit",
         }
     }
 
@@ -53,7 +56,9 @@ impl DrainReason {
     /// is no stream or no connection to which it could move.
     pub fn urgency(self) -> Option<DrainUrgency> {
         match self {
-            Self::CertificateRotated | Self::EndpointRemoved => Some(DrainUrgency::Relaxed),
+            Self::CertificateRotated | Self::EndpointRemoved | Self::ConnectionLimit => {
+                Some(DrainUrgency::Relaxed)
+            }
             Self::Idle
             | Self::ConfigurationRemoved
             | Self::ProbingEnded
@@ -68,6 +73,8 @@ pub(super) struct ConnectionLifecycle {
     pub(super) state: Cell<ConnectionState>,
     /// When it last became suspect; kept while it drains and after its death.
     pub(super) suspect_since: Cell<Option<Instant>>,
+    /// When it began to drain.
+    pub(super) draining_since: Cell<Option<Instant>>,
     /// The gauge of its state; `None` once it is dead.
     gauge: RefCell<Option<StateGauge>>,
     /// Whether the endpoint counts it as live.
@@ -92,6 +99,7 @@ impl ConnectionLifecycle {
         Self {
             state: Cell::new(ConnectionState::Live),
             suspect_since: Cell::new(None),
+            draining_since: Cell::new(None),
             gauge: RefCell::new(Some(gauge)),
             counted: Cell::new(true),
             responds: Cell::new(true),
@@ -113,7 +121,8 @@ impl ConnectionLifecycle {
         match state {
             ConnectionState::Live => self.suspect_since.set(None),
             ConnectionState::Suspect => self.suspect_since.set(Some(Instant::now())),
-            ConnectionState::Draining | ConnectionState::Unresponsive | ConnectionState::Dead => {}
+            ConnectionState::Draining => self.draining_since.set(Some(Instant::now())),
+            ConnectionState::Unresponsive | ConnectionState::Dead => {}
         }
         if state == ConnectionState::Dead {
             self.gauge.take();

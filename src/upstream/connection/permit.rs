@@ -144,7 +144,7 @@ impl Drop for Permit {
         }
         if open_before >= connection.slots.limit.get() {
             // The connection was full, so requests may wait for this slot.
-            connection.pool.notify_waiters();
+            connection.pool.notify_one();
         }
     }
 }

@@ -4,11 +4,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout};
 
+use super::Pool;
 use super::class::ClassPool;
-use super::requirements::StreamRequirements;
-use super::{Pool, TICK};
+use super::requirements::{StreamRequirements, Unavailable};
+use super::waiters::Decision;
 use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
 
@@ -18,22 +19,14 @@ pub(in crate::upstream) const UNAVAILABLE_AFTER: Duration = Duration::from_milli
 /// How long a request waits for a free stream while all live connections are full.
 const EXHAUSTED_AFTER: Duration = Duration::from_secs(1);
 
-/// Why a request got no stream.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Unavailable {
-    /// No endpoint can be reached. The text has the reason for each endpoint.
-    Unreachable(String),
-    /// Connections are live, but have no free stream.
-    Exhausted,
-    /// The credential of the class is not loaded.
-    NoCredential,
-}
+/// Time after which a waiting request assumes that the pool's task does not run.
+const WITHOUT_TASK: Duration = Duration::from_secs(2);
 
 impl Pool {
     /// Reserves a stream on the best connection, or waits for a free one.
     ///
     /// # Errors
-    /// Every endpoint has failed, or the time limit is over.
+    /// Every endpoint has failed, the time limit is over, or too many requests wait.
     pub async fn acquire(
         &self,
         class: &Rc<ClassPool>,
@@ -44,9 +37,11 @@ impl Pool {
         if required.held && self.is_total_outage() {
             return Err(Unavailable::Unreachable(self.reasons(class)));
         }
-        if let Some(permit) = class.reserve_stream(required, &self.upstream, now, false) {
+        if !class.waiters.block_newcomers()
+            && let Some(permit) = class.reserve_stream(required, &self.upstream, now, false)
+        {
             if class.is_nearly_full(&permit, now) {
-                self.maintain();
+                self.changed.notify_one();
             }
             return Ok(permit);
         }
@@ -63,6 +58,7 @@ impl Pool {
         class.reserve_stream(required, &self.upstream, Instant::now(), false)
     }
 
+    /// Waits until the pool's task grants a stream or an error.
     #[cold]
     async fn wait(
         &self,
@@ -73,53 +69,88 @@ impl Pool {
         if self.upstream.credentials.tls(class.credential_class()).is_none() {
             return Err(Unavailable::NoCredential);
         }
+        if class.has_too_many_waiters() {
+            return Err(self.unavailable(class, class.has_live()));
+        }
         self.upstream.metrics.stream_waits(&self.upstream.name).increment(1);
-        let _waiting = class.count_waiter();
-        let without_since = required.without_connection_since.unwrap_or(start).min(start);
+        let (_registration, mut granted) = class.waiters.register(required, start);
+        self.changed.notify_one();
         loop {
-            // Registered before the check, so that no change is missed.
-            let mut changed = std::pin::pin!(self.changed.notified());
-            changed.as_mut().enable();
-            self.maintain();
-            let now = Instant::now();
-            if required.held && self.is_total_outage() {
-                return Err(Unavailable::Unreachable(self.reasons(class)));
+            match timeout(WITHOUT_TASK, &mut granted).await {
+                Ok(Ok(granted)) => return granted,
+                Ok(Err(_)) => return Err(self.unavailable(class, false)),
+                // The pool's task has been stopped.
+                Err(_) => self.serve_waiters(),
             }
-            if let Some(permit) = class.reserve_stream(required, &self.upstream, now, false) {
-                return Ok(permit);
+        }
+    }
+
+    /// Grants free streams to the waiting requests, in order, and ends the wait of those that must not wait longer.
+    pub(super) fn serve_waiters(&self) {
+        let classes: Vec<_> = self.classes.borrow().values().cloned().collect();
+        for class in classes.iter().filter(|class| class.waiters.len() > 0) {
+            self.serve_waiters_of(class, Instant::now());
+        }
+    }
+
+    fn serve_waiters_of(&self, class: &ClassPool, now: Instant) {
+        let connected = class.has_live();
+        let all_failed_at = if connected { None } else { self.all_failed_at(class) };
+        let (is_outage, is_closed) = (self.is_total_outage(), self.closed.get());
+        let mut has_free = class.has_free_stream(now);
+        class.waiters.serve(|waiter| {
+            let required = waiter.required();
+            if required.held && is_outage {
+                return Decision::Answer(Err(Unavailable::Unreachable(self.reasons(class))));
             }
-            if self.closed.get() {
+            if has_free
+                && let Some(permit) = class.reserve_stream(required, &self.upstream, now, false)
+            {
+                has_free = class.has_free_stream(now);
+                return Decision::Answer(Ok(permit));
+            }
+            if is_closed {
                 let reason = "the upstream was removed from the configuration".to_owned();
-                return Err(Unavailable::Unreachable(reason));
+                return Decision::Answer(Err(Unavailable::Unreachable(reason)));
             }
-            let connected = class.has_live();
-            let deadline =
-                if connected { start + EXHAUSTED_AFTER } else { without_since + UNAVAILABLE_AFTER };
-            let all_failed = !connected && self.all_failed_since(class, without_since);
-            if all_failed || now >= deadline {
+            let deadline = if connected {
+                waiter.start + EXHAUSTED_AFTER
+            } else {
+                waiter.without_since + UNAVAILABLE_AFTER
+            };
+            if all_failed_at.is_some_and(|at| at > waiter.without_since) || now >= deadline {
                 // The suspicion may be wrong, so a suspect connection is better than an error.
                 if !required.live_only
                     && let Some(permit) = class.reserve_stream(required, &self.upstream, now, true)
                 {
-                    return Ok(permit);
+                    return Decision::Answer(Ok(permit));
                 }
-                if connected {
-                    self.upstream.metrics.streams_exhausted(&self.upstream.name).increment(1);
-                    return Err(Unavailable::Exhausted);
-                }
-                return Err(Unavailable::Unreachable(self.reasons(class)));
+                return Decision::Answer(Err(self.unavailable(class, connected)));
             }
-            let _ = timeout_at(deadline.min(now + TICK), changed).await;
-        }
+            self.wake_at(deadline);
+            // Those behind it have later deadlines, and nothing else can change for them.
+            if connected && !has_free { Decision::Stop } else { Decision::Wait }
+        });
     }
 
-    /// Whether a connect to every endpoint has failed since `start`, and the class has no connect in progress.
-    /// False without endpoints, because discovery may find one at any moment.
-    fn all_failed_since(&self, class: &ClassPool, start: Instant) -> bool {
+    /// The error of a request that waits no longer.
+    fn unavailable(&self, class: &ClassPool, connected: bool) -> Unavailable {
+        if connected {
+            self.upstream.metrics.streams_exhausted(&self.upstream.name).increment(1);
+            return Unavailable::Exhausted;
+        }
+        Unavailable::Unreachable(self.reasons(class))
+    }
+
+    /// Since when a connect to every endpoint has failed; `None` while the class has a connect in progress, and
+    /// without endpoints, because discovery may find one at any moment.
+    fn all_failed_at(&self, class: &ClassPool) -> Option<Instant> {
+        if class.is_connecting() {
+            return None;
+        }
         let endpoints = self.upstream.endpoints();
-        let has_failed =
-            |endpoint: &Arc<Endpoint>| endpoint.last_failure().is_some_and(|at| at > start);
-        !class.is_connecting() && !endpoints.is_empty() && endpoints.iter().all(has_failed)
+        let failures: Option<Vec<_>> = endpoints.iter().map(|e| e.last_failure()).collect();
+        failures?.into_iter().min()
     }
 
     /// Text that has the state and reason of each endpoint.

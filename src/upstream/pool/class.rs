@@ -9,10 +9,13 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::counts::ConnectionCounts;
+use super::dial_pause::DialPause;
 use super::requirements::{PreviousFailure, StreamRequirements};
+use super::waiters::Waiters;
 use crate::config;
 use crate::upstream::balance;
-use crate::upstream::connection::{Connection, Permit};
+use crate::upstream::connection::{Connection, DrainReason, Permit};
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::{Endpoint, EndpointState, ProbeTrigger};
 use crate::upstream::evacuation::ActiveEvacuations;
@@ -23,11 +26,21 @@ use crate::upstream::shared::Upstream;
 /// Limit of connections of one worker to one endpoint in a class other than identities and proven tokens,
 /// so that clients with random tokens cannot open many.
 const UNPROVEN_CONNECTIONS: usize = 2;
+/// The same limit with the connections that drain.
+const UNPROVEN_WITH_DRAINING: usize = 4;
+/// Time after which a connection that drains may be closed for a new one, if the limit requires it.
+const DRAINING_TIME: Duration = Duration::from_secs(10);
+/// The longest pause between the connects of a class whose connections keep ending. A client whose first token is
+/// valid may have to wait for it.
+const UNPROVEN_DIAL_PAUSE: Duration = Duration::from_millis(200);
+/// The same for the class of clients whose tokens keep being rejected.
+const SLOWED_DIAL_PAUSE: Duration = Duration::from_secs(1);
+/// Limit of requests that wait for a stream, and of those of an identity.
+const MAX_WAITERS: usize = 1000;
+const MAX_IDENTITY_WAITERS: usize = 4000;
 /// Time for which connections with an old certificate or to a removed endpoint stay in use without a live
 /// replacement.
 const OLD_CONNECTION_GRACE: Duration = Duration::from_secs(5);
-/// Limit of concurrent connects of one class to one endpoint.
-const MAX_PARALLEL_DIALS: usize = 4;
 /// After a connection did not respond, a retry uses only connections whose last byte arrived at most this
 /// long before the newest byte of any candidate.
 const RECENT_RECEIVE_WINDOW: Duration = Duration::from_millis(100);
@@ -44,8 +57,10 @@ pub struct ClassPool {
     pub(super) connections: RefCell<Vec<Rc<Connection>>>,
     /// Number of connects in progress by endpoint label. An endpoint without any has no entry.
     dialing: RefCell<HashMap<Arc<str>, usize>>,
-    /// Number of requests that wait for a stream.
-    waiters: Cell<usize>,
+    /// The requests that wait for a stream.
+    pub(super) waiters: Waiters,
+    /// The recent connects by endpoint label, of a class whose connects are paced.
+    dial_pauses: RefCell<HashMap<Arc<str>, DialPause>>,
     /// Number of watches that are held until a total outage ends.
     held_watches: Cell<usize>,
     /// When a request last asked for a stream.
@@ -65,7 +80,8 @@ impl ClassPool {
             class,
             connections: RefCell::default(),
             dialing: RefCell::default(),
-            waiters: Cell::new(0),
+            waiters: Waiters::default(),
+            dial_pauses: RefCell::default(),
             held_watches: Cell::new(0),
             last_used: Cell::new(now),
             without_current_since: Cell::new(None),
@@ -81,9 +97,13 @@ impl ClassPool {
         self.class
     }
 
-    /// Counts a request that waits for a stream, until the guard is dropped.
-    pub(super) fn count_waiter(&self) -> CountGuard<'_> {
-        CountGuard::new(&self.waiters)
+    /// Whether no more requests may wait for a stream.
+    pub(super) fn has_too_many_waiters(&self) -> bool {
+        let limit = match self.class {
+            CredentialClass::Identity(_) => MAX_IDENTITY_WAITERS,
+            _ => MAX_WAITERS,
+        };
+        self.waiters.len() >= limit
     }
 
     /// Counts a held watch, until the guard is dropped. Held watches are no waiters, so no connections are
@@ -104,7 +124,7 @@ impl ClassPool {
 
     /// Whether a request waits, a watch is held, or a request asked for a stream within `window`.
     pub(super) fn used_within(&self, window: Duration, now: Instant) -> bool {
-        self.waiters.get() > 0 || self.held_watches.get() > 0 || now < self.last_used.get() + window
+        self.waiters.len() > 0 || self.held_watches.get() > 0 || now < self.last_used.get() + window
     }
 
     /// Reserves a stream on the less loaded of two random connections of the best rank. `allow_suspect`
@@ -203,7 +223,12 @@ impl ClassPool {
     }
 
     /// Counts a connect to the endpoint until [`Self::connect_ended`].
-    pub(super) fn connect_started(&self, label: &Arc<str>) {
+    pub(super) fn connect_started(&self, label: &Arc<str>, now: Instant) {
+        if self.longest_dial_pause().is_some() {
+            let mut pauses = self.dial_pauses.borrow_mut();
+            pauses.retain(|_, pause| !pause.is_over(now));
+            pauses.entry(Arc::clone(label)).or_default().dialled(now);
+        }
         *self.dialing.borrow_mut().entry(Arc::clone(label)).or_default() += 1;
     }
 
@@ -219,6 +244,29 @@ impl ClassPool {
         }
     }
 
+    /// Until when the class makes no connect to the endpoint, if its connections there keep ending.
+    pub(super) fn dial_paused_until(
+        &self,
+        endpoint: &Arc<Endpoint>,
+        now: Instant,
+    ) -> Option<Instant> {
+        let pauses = self.dial_pauses.borrow();
+        let next = pauses.get(&endpoint.label)?.next_at(self.longest_dial_pause()?)?;
+        (now < next).then_some(next)
+    }
+
+    /// The longest pause between connects; `None` if they are not paced.
+    fn longest_dial_pause(&self) -> Option<Duration> {
+        match self.class {
+            CredentialClass::UnprovenToken => Some(UNPROVEN_DIAL_PAUSE),
+            CredentialClass::SlowedToken | CredentialClass::Anonymous => Some(SLOWED_DIAL_PAUSE),
+            CredentialClass::Identity(_)
+            | CredentialClass::Token
+            | CredentialClass::Probe
+            | CredentialClass::Discovery => None,
+        }
+    }
+
     pub(super) fn is_connecting(&self) -> bool {
         !self.dialing.borrow().is_empty()
     }
@@ -228,6 +276,7 @@ impl ClassPool {
         match self.class {
             CredentialClass::Identity(_) | CredentialClass::Token => limits.max,
             CredentialClass::UnprovenToken
+            | CredentialClass::SlowedToken
             | CredentialClass::Anonymous
             | CredentialClass::Probe
             | CredentialClass::Discovery => UNPROVEN_CONNECTIONS.min(limits.max),
@@ -250,6 +299,12 @@ impl ClassPool {
         let since = self.without_current_since.get().unwrap_or(now);
         self.without_current_since.set(Some(since));
         now >= since + OLD_CONNECTION_GRACE
+    }
+
+    /// Whether a live connection has a free stream.
+    pub(super) fn has_free_stream(&self, now: Instant) -> bool {
+        let connections = self.connections.borrow();
+        connections.iter().any(|c| c.state() == ConnectionState::Live && c.free_streams(now) > 0)
     }
 
     pub(super) fn has_live(&self) -> bool {
@@ -305,56 +360,33 @@ impl ClassPool {
             dialing,
             free_streams: live().map(|c| c.free_streams(now)).sum(),
             stream_limit: stream_limit.max(1),
-            waiters: self.waiters.get().div_ceil(targets),
+            waiters: self.waiters.len().div_ceil(targets),
         };
         let min = if warm { limits.min } else { 1 };
-        counts.to_open(min, self.max_connections(limits))
+        let to_open = counts.to_open(min, self.max_connections(limits));
+        if self.longest_dial_pause().is_none() {
+            return to_open;
+        }
+        let open = || connections.iter().filter(|c| c.is_to(endpoint));
+        let room = UNPROVEN_WITH_DRAINING.saturating_sub(open().count() + dialing);
+        if to_open > 0 && room == 0 {
+            make_room(open(), now);
+        }
+        to_open.min(room)
     }
 }
 
-/// Counts of the connections of one class to one endpoint. Draining connections are not included, so
-/// that they cannot block their replacements.
-#[derive(Debug, Clone, Copy)]
-struct ConnectionCounts {
-    live: usize,
-    suspect: usize,
-    dialing: usize,
-    /// Free streams on live connections.
-    free_streams: usize,
-    /// Limit of streams on one connection.
-    stream_limit: usize,
-    /// Requests that wait for a stream of this endpoint.
-    waiters: usize,
-}
-
-impl ConnectionCounts {
-    /// Number of connections to open. The number of connections that are wanted is the greatest of these:
-    ///
-    /// * the number of live connections that are missing from `min`; only one if more than half of the
-    ///   connections are suspect,
-    /// * one, if some connections are suspect and none is live,
-    /// * one, if less than a tenth of a connection's streams is free,
-    /// * the number of connections that the waiting requests need.
-    fn to_open(self, min: usize, max: usize) -> usize {
-        let total = self.live + self.suspect;
-        let mut want = min.saturating_sub(self.live);
-        if self.suspect > 0 && self.live == 0 {
-            want = want.max(1);
-        }
-        // If more than half are suspect, the cause is the endpoint rather than a single connection. Then one
-        // connect at a time tests whether the endpoint is reachable.
-        if self.suspect * 2 > total {
-            want = want.min(1);
-        }
-        if self.live > 0 && self.free_streams * 10 < self.stream_limit {
-            want = want.max(1);
-        }
-        if self.waiters > self.free_streams {
-            want = want.max((self.waiters - self.free_streams).div_ceil(self.stream_limit));
-        }
-        want.saturating_sub(self.dialing)
-            .min(MAX_PARALLEL_DIALS.saturating_sub(self.dialing))
-            .min(max.saturating_sub(total + self.dialing))
+/// Moves the watches off the connections that drain, and closes the one that has been draining for longest if it
+/// has had [`DRAINING_TIME`]. Otherwise clients with responses that do not end could use up the limit for all.
+fn make_room<'a>(connections: impl Iterator<Item = &'a Rc<Connection>>, now: Instant) {
+    let draining: Vec<_> = connections
+        .filter_map(|connection| Some((connection.draining_since()?, connection)))
+        .inspect(|(_, connection)| connection.drain(DrainReason::ConnectionLimit))
+        .collect();
+    if let Some((since, oldest)) = draining.iter().min_by_key(|(since, _)| *since)
+        && now >= *since + DRAINING_TIME
+    {
+        oldest.close(DrainReason::ConnectionLimit);
     }
 }
 

@@ -1,4 +1,4 @@
-//! The requirements of a request on the connection that the pool selects.
+//! The requirements of a request on the connection that the pool selects, and why it gets none.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -65,4 +65,15 @@ impl PreviousFailure<'_> {
             Self::Silence(connection) | Self::Refusal(connection) => connection,
         }
     }
+}
+
+/// Why a request got no stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Unavailable {
+    /// No endpoint can be reached. The text has the reason for each endpoint.
+    Unreachable(String),
+    /// Connections are live, but have no free stream.
+    Exhausted,
+    /// The credential of the class is not loaded.
+    NoCredential,
 }

@@ -84,6 +84,17 @@ impl Attack {
         Self::Handshakes,
     ];
 
+    /// Whether the attack uses tokens.
+    pub fn has_tokens(self) -> bool {
+        matches!(
+            self,
+            Self::RandomTokens
+                | Self::RandomTokensManyConnections
+                | Self::RandomTokenUpgrades
+                | Self::TokensWithSuffix
+        )
+    }
+
     /// Name and dimensions.
     pub fn name(self) -> &'static str {
         match self {

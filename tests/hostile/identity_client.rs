@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use jackstay::demo::apiserver::cluster::Cluster;
+use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::client::{Client, Credentials, Reply};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -61,15 +63,19 @@ pub struct Report {
     pub connections: Results,
     /// `/livez` of the admin endpoint, each on a connection of its own.
     pub probes: Results,
+    /// A new connection and one request with a token that the proxy has not seen before.
+    pub tokens: Results,
 }
 
 /// The addresses and credentials of the client.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Settings {
     pub server: SocketAddr,
     /// The admin endpoint; other proxies have none.
     pub admin: Option<SocketAddr>,
     pub credentials: Credentials,
+    /// The cluster in which a new token is created for each request with one, and the CA of the proxy.
+    pub new_tokens: Option<(Cluster, Credentials)>,
 }
 
 /// A running client, on a thread of its own.
@@ -104,6 +110,7 @@ enum Kind {
     Request,
     Connection,
     Probe,
+    Token,
 }
 
 async fn send_requests(settings: Settings, over: &AtomicBool) -> Report {
@@ -129,6 +136,22 @@ async fn send_requests(settings: Settings, over: &AtomicBool) -> Report {
             };
             (Kind::Request, timed(REQUEST_TIMEOUT, put).await)
         });
+        if round % 2 == 0
+            && let Some((cluster, credentials)) = settings.new_tokens.clone()
+        {
+            let server = settings.server;
+            running.spawn_local(async move {
+                let token = format!("new-{:016x}", fastrand::u64(..));
+                cluster.add_token(&token, User::new("workload", &["devs"]));
+                let fresh = async {
+                    let credentials = credentials.token(&token);
+                    let client = Client::connect(server, &credentials).await;
+                    let client = client.map_err(|error| format!("connect: {error}"))?;
+                    ok(client.get(&format!("{CONFIGMAPS}?limit=1")).await)
+                };
+                (Kind::Token, timed(REQUEST_TIMEOUT, fresh).await)
+            });
+        }
         if round % 10 == 5 {
             let settings = settings.clone();
             running.spawn_local(async move {
@@ -153,6 +176,7 @@ async fn send_requests(settings: Settings, over: &AtomicBool) -> Report {
             Kind::Request => report.requests.add(result),
             Kind::Connection => report.connections.add(result),
             Kind::Probe => report.probes.add(result),
+            Kind::Token => report.tokens.add(result),
         }
     }
     report

@@ -5,6 +5,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use jackstay::demo::apiserver::identity::User;
@@ -30,6 +31,8 @@ const ATTACKER_UID: u32 = 65_534;
 pub const VALID_TOKEN: &str = "valid";
 /// The bound of `/livez`, of a request's 99th percentile, and of a new connection with its first request.
 const P99: Duration = Duration::from_millis(50);
+/// The bound of a new connection with its first request, and a token that is valid and new.
+const NEW_TOKEN: Duration = Duration::from_secs(1);
 /// The size of the value of each object of the large list.
 const VALUE: usize = 100 << 10;
 
@@ -119,16 +122,21 @@ impl Rig {
             server: self.server,
             admin: self.admin,
             credentials: self.cluster.certs.credentials(),
+            new_tokens: attack
+                .has_tokens()
+                .then(|| (self.cluster.state.clone(), self.cluster.certs.anonymous())),
         });
         pause(QUIET).await;
         let target = Target { attack, server: self.server, admin: self.admin, duration };
         let mut attacker = spawn_attacker(&target);
+        let handshakes_before = self.upstream_handshakes();
         let begun = Instant::now();
         let mut memory = 0;
         while begun.elapsed() < duration {
             memory = memory.max(self.resident());
             pause(Duration::from_millis(100)).await;
         }
+        let handshakes = self.upstream_handshakes() - handshakes_before;
         let _ = attacker.kill();
         pause(QUIET).await;
         let killed = !self.process.is_running();
@@ -140,6 +148,7 @@ impl Rig {
             memory,
             killed,
             log_lines: log.lines().count(),
+            handshakes_per_second: handshakes as f64 / duration.as_secs_f64(),
             peak: self.cgroup.peak(),
         }
     }
@@ -148,6 +157,11 @@ impl Rig {
     pub fn descriptors(&self) -> usize {
         let descriptors = fs::read_dir(format!("/proc/{}/fd", self.process.pid()));
         descriptors.map_or(0, Iterator::count)
+    }
+
+    /// Connections that the apiservers have accepted.
+    fn upstream_handshakes(&self) -> u64 {
+        self.cluster.servers.iter().map(|server| server.counters().accepted.load(Relaxed)).sum()
     }
 
     /// Resident memory of the proxy in bytes.
@@ -172,19 +186,21 @@ pub struct Outcome {
     /// The proxy ended.
     killed: bool,
     log_lines: usize,
+    /// Connections that the proxy opened to the apiservers.
+    handshakes_per_second: f64,
 }
 
 impl Outcome {
-    pub const HEADER: &str = "| attack | requests failed | p99 | slowest | new connections failed | slowest | /livez failed | resident | cgroup | log lines |\n|---|---|---|---|---|---|---|---|---|---|";
+    pub const HEADER: &str = "| attack | requests failed | p99 | slowest | new connections failed | slowest | /livez failed | resident | cgroup | log lines | new tokens failed | slowest | upstream handshakes |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|";
 
     pub fn row(&self) -> String {
-        let Report { requests, connections, probes } = &self.report;
+        let Report { requests, connections, probes, tokens } = &self.report;
         let failed = |results: &crate::identity_client::Results| {
             format!("{} of {}", results.failures().len(), results.count())
         };
         let ms = |time: Duration| format!("{:.0} ms", time.as_secs_f64() * 1e3);
         format!(
-            "| {} | {} | {} | {} | {} | {} | {} | {} MiB{} | {} MiB | {} |",
+            "| {} | {} | {} | {} | {} | {} | {} | {} MiB{} | {} MiB | {} | {} | {} | {:.1}/s |",
             self.attack.name(),
             failed(requests),
             ms(requests.quantile(0.99)),
@@ -196,24 +212,35 @@ impl Outcome {
             if self.killed { ", killed" } else { "" },
             self.peak >> 20,
             self.log_lines,
+            failed(tokens),
+            ms(tokens.quantile(1.0)),
+            self.handshakes_per_second,
         )
     }
 
     /// Why the attack succeeded; `None` if the proxy withstood it.
     pub fn failure(&self) -> Option<String> {
-        let Report { requests, connections, probes } = &self.report;
+        let Report { requests, connections, probes, tokens } = &self.report;
         if self.killed {
             return Some("the proxy ended".into());
         }
-        for (name, results) in
-            [("request", requests), ("new connection", connections), ("/livez", probes)]
-        {
+        for (name, results) in [
+            ("request", requests),
+            ("new connection", connections),
+            ("/livez", probes),
+            ("new token", tokens),
+        ] {
             if let [first, ..] = results.failures() {
                 return Some(format!("{name}: {} failed: {first}", results.failures().len()));
             }
         }
         // Machines of CI are noisy.
-        let bound = P99 * if std::env::var_os("JACKSTAY_STRICT").is_some() { 1 } else { 4 };
+        let noise = if std::env::var_os("JACKSTAY_STRICT").is_some() { 1 } else { 4 };
+        let slowest_token = tokens.quantile(1.0);
+        if slowest_token > NEW_TOKEN * noise {
+            return Some(format!("a new token was served after {slowest_token:?}"));
+        }
+        let bound = P99 * noise;
         let p99 = requests.quantile(0.99);
         (p99 > bound).then(|| format!("p99 of {p99:?}"))
     }

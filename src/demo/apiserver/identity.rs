@@ -117,13 +117,16 @@ pub(super) fn authenticate(
     }
 }
 
-/// The bearer token, from `Authorization` or from the WebSocket subprotocols.
+/// The bearer token, from `Authorization` (the second of the fields that spaces separate) or from the WebSocket
+/// subprotocols.
 fn bearer(headers: &http::HeaderMap) -> Option<String> {
     let header = headers.get(http::header::AUTHORIZATION).and_then(|v| v.to_str().ok());
-    if let Some((scheme, token)) = header.and_then(|v| v.split_once(' '))
+    let mut fields = header.unwrap_or_default().trim().splitn(3, ' ');
+    if let (Some(scheme), Some(token)) = (fields.next(), fields.next())
         && scheme.eq_ignore_ascii_case("bearer")
+        && !token.is_empty()
     {
-        return Some(token.trim().to_owned());
+        return Some(token.to_owned());
     }
     headers
         .get_all(http::header::SEC_WEBSOCKET_PROTOCOL)

@@ -16,11 +16,12 @@ use std::rc::Rc;
 
 use http::request::Parts;
 use http::uri::{Authority, Scheme};
-use http::{HeaderValue, Request, Response, Uri, header};
+use http::{HeaderValue, Request, Response, StatusCode, Uri, header};
 use hyper::body::Incoming;
 
 use super::client_certificate::{ClientCertificate, IdentityProof};
 use super::credential_selector::SelectedCredential;
+use super::fair_queue::Ended;
 use super::forward::ForwardedRequest;
 use super::hygiene::{self, ForwardedFor};
 use super::listener_service::{CurrentService, ListenerService};
@@ -31,6 +32,7 @@ use super::response_body::{FullBody, ResponseBody};
 use super::source::Source;
 use super::status_error::StatusError;
 use super::status_response;
+use super::unproven_requests::{ConnectionRecord, UnprovenRequest};
 use super::upgrade::Upgrade;
 use super::watch;
 use super::watch::request::{WatchRequest, with_query};
@@ -52,6 +54,8 @@ pub struct ClientConnection {
     pub forwarded_for: ForwardedFor,
     /// The last token of the client that the apiserver has accepted.
     pub token: LastToken,
+    /// The requests that prove nothing.
+    pub unproven: Rc<ConnectionRecord>,
 }
 
 /// A request that has been checked and can be sent upstream.
@@ -82,6 +86,12 @@ impl ClientConnection {
                 Box::pin(certificate.verified()).await;
             }
             let (outcome, prepared) = self.begin(&service, request);
+            let (prepared, unproven) = if is_unproven(&prepared) {
+                // Boxed, so that the futures of other requests do not grow by its size.
+                Box::pin(self.admit(&service, prepared)).await
+            } else {
+                (prepared, None)
+            };
             let (result, credential) = match prepared {
                 Ok((PreparedRequest::Forward(request), credential)) => {
                     (request.forward(outcome).await, Some(credential))
@@ -93,11 +103,72 @@ impl ClientConnection {
                 Err(error) => (Err((error, outcome)), None),
             };
             if let (Ok(response), Some(credential)) = (&result, credential) {
-                service.credentials.learn(credential, self.source, response.status());
+                let status = response.status();
+                let is_new = service.credentials.learn(credential, self.source, status);
+                if let Some(unproven) = unproven {
+                    self.unproven_ended(&service, unproven, (credential, status, is_new));
+                }
             }
             Ok(result
                 .unwrap_or_else(|(error, outcome)| error_response(error, outcome, accept.as_ref())))
         })
+    }
+
+    /// Waits until a request may be sent that has proven nothing.
+    async fn admit(
+        &self,
+        service: &ListenerService,
+        prepared: Prepared,
+    ) -> (Prepared, Option<Box<UnprovenRequest>>) {
+        let Ok((mut request, mut credential)) = prepared else { return (prepared, None) };
+        let requests = match &request {
+            PreparedRequest::Forward(request) => &request.upstream.unproven_requests,
+            PreparedRequest::Upgrade(upgrade) => &upgrade.upstream.unproven_upgrades,
+        };
+        let requests = Rc::clone(requests);
+        let admitted = requests.admit(self.source, &self.unproven, credential.token).await;
+        let unproven = match admitted {
+            Ok(unproven) => unproven,
+            Err(error) => return (Err(error), None),
+        };
+        let is_proven = credential
+            .token
+            .is_some_and(|token| service.credentials.tokens.contains(token, self.source));
+        if is_proven {
+            credential.class = CredentialClass::Token;
+        } else if credential.class == CredentialClass::UnprovenToken
+            && unproven.as_ref().is_some_and(|unproven| unproven.apart)
+        {
+            credential.class = CredentialClass::SlowedToken;
+        }
+        match &mut request {
+            PreparedRequest::Forward(request) => {
+                request.class = request.upstream.pool.class(credential.class);
+            }
+            PreparedRequest::Upgrade(upgrade) => upgrade.class = credential.class,
+        }
+        (Ok((request, credential)), unproven.filter(|_| !is_proven))
+    }
+
+    /// Records what the response to an unproven request shows.
+    fn unproven_ended(
+        &self,
+        service: &ListenerService,
+        request: Box<UnprovenRequest>,
+        (credential, status, is_new): (SelectedCredential, StatusCode, bool),
+    ) {
+        let is_anonymous = credential.class == CredentialClass::Anonymous;
+        let is_rejected = status == StatusCode::UNAUTHORIZED
+            || is_anonymous && status != StatusCode::SWITCHING_PROTOCOLS;
+        request.ended(match credential.token {
+            Some(token) if is_new => {
+                service.upstream.unproven_requests.proven(token);
+                service.upstream.unproven_upgrades.proven(token);
+                Ended::Accepted
+            }
+            _ if is_rejected => Ended::Rejected,
+            _ => Ended::Unclear,
+        });
     }
 
     /// Begins the outcome and prepares the request. It is a function so that the future of
@@ -170,6 +241,17 @@ impl ClientConnection {
             hedges_sent: Cell::new(0),
         };
         Ok((PreparedRequest::Forward(Box::new(request)), credential))
+    }
+}
+
+/// Whether the request waits for its turn among those that prove nothing.
+fn is_unproven(prepared: &Prepared) -> bool {
+    match prepared {
+        Ok((_, credential)) if credential.class == CredentialClass::UnprovenToken => true,
+        Ok((PreparedRequest::Upgrade(_), credential)) => {
+            credential.class == CredentialClass::Anonymous
+        }
+        _ => false,
     }
 }
 

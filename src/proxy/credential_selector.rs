@@ -126,18 +126,22 @@ impl CredentialSelector {
     }
 
     /// Learns from the response to a request of a client at `source` whether the apiserver accepts its token.
-    pub fn learn(&self, sent: SelectedCredential, source: Source, status: StatusCode) {
-        let Some(token) = sent.token else { return };
+    /// Returns whether it does, and the token is new.
+    pub fn learn(&self, sent: SelectedCredential, source: Source, status: StatusCode) -> bool {
+        let Some(token) = sent.token else { return false };
         if status == StatusCode::UNAUTHORIZED {
             self.tokens.remove(token);
-        } else if sent.class == CredentialClass::UnprovenToken
-            && (status.is_success()
-                || status == StatusCode::FORBIDDEN
-                || status == StatusCode::SWITCHING_PROTOCOLS)
+        } else if matches!(
+            sent.class,
+            CredentialClass::UnprovenToken | CredentialClass::SlowedToken
+        ) && (status.is_success()
+            || status == StatusCode::FORBIDDEN
+            || status == StatusCode::SWITCHING_PROTOCOLS)
         {
             // The apiserver sends a 403 after authentication; a 400 or 404 may precede it.
-            self.tokens.insert(token, source);
+            return self.tokens.insert(token, source);
         }
+        false
     }
 }
 

@@ -265,6 +265,7 @@ impl HttpsServer {
             source,
             forwarded_for: ForwardedFor::new(from.ip()),
             token: LastToken::default(),
+            unproven: Rc::default(),
         });
         let connection = HttpConnection {
             listener: &self.listener,

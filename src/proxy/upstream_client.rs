@@ -16,6 +16,7 @@ use tokio::time::sleep;
 
 use super::request_body::UploadTask;
 use super::retry_budget::RetryBudget;
+use super::unproven_requests::{REQUEST_LIMITS, UPGRADE_LIMITS, UnprovenRequests};
 use super::watch::limits::WatchLimits;
 use crate::observe::{ByteBudget, Metrics};
 use crate::upstream::Upstream;
@@ -42,6 +43,10 @@ pub struct UpstreamClient {
     pub metrics: Arc<Metrics>,
     /// Limits the bytes of request bodies that all workers hold for retries.
     pub body_budget: Arc<ByteBudget>,
+    /// The requests with tokens that no response has proven yet.
+    pub(super) unproven_requests: Rc<UnprovenRequests>,
+    /// The upgrades with such a token or none.
+    pub(super) unproven_upgrades: Rc<UnprovenRequests>,
     /// The task that maintains the pool; `None` if the caller of [`UpstreamClient::new`] runs it.
     maintenance: Option<AbortHandle>,
 }
@@ -55,6 +60,14 @@ impl UpstreamClient {
             watches: WatchLimits::new(&metrics),
             metrics,
             body_budget,
+            unproven_requests: UnprovenRequests::new(
+                REQUEST_LIMITS,
+                "requests with unproven tokens",
+            ),
+            unproven_upgrades: UnprovenRequests::new(
+                UPGRADE_LIMITS,
+                "upgrades without a proven token",
+            ),
             maintenance: None,
         }
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::counts::ConnectionCounts;
+use super::counts::{ConnectionCounts, CountGuard};
 use super::dial_pause::DialPause;
 use super::requirements::{PreviousFailure, StreamRequirements};
 use super::waiters::Waiters;
@@ -387,21 +387,5 @@ fn make_room<'a>(connections: impl Iterator<Item = &'a Rc<Connection>>, now: Ins
         && now >= *since + DRAINING_TIME
     {
         oldest.close(DrainReason::ConnectionLimit);
-    }
-}
-
-/// Adds one to a counter until it is dropped.
-pub(super) struct CountGuard<'a>(&'a Cell<usize>);
-
-impl<'a> CountGuard<'a> {
-    fn new(count: &'a Cell<usize>) -> Self {
-        count.set(count.get() + 1);
-        Self(count)
-    }
-}
-
-impl Drop for CountGuard<'_> {
-    fn drop(&mut self) {
-        self.0.set(self.0.get() - 1);
     }
 }

@@ -1,5 +1,7 @@
 //! Computes how many connections to an endpoint a class needs.
 
+use std::cell::Cell;
+
 /// Limit of concurrent connects of one class to one endpoint.
 const MAX_PARALLEL_DIALS: usize = 4;
 
@@ -46,5 +48,21 @@ impl ConnectionCounts {
         want.saturating_sub(self.dialing)
             .min(MAX_PARALLEL_DIALS.saturating_sub(self.dialing))
             .min(max.saturating_sub(total + self.dialing))
+    }
+}
+
+/// Adds one to a counter until it is dropped.
+pub(super) struct CountGuard<'a>(&'a Cell<usize>);
+
+impl<'a> CountGuard<'a> {
+    pub(super) fn new(count: &'a Cell<usize>) -> Self {
+        count.set(count.get() + 1);
+        Self(count)
+    }
+}
+
+impl Drop for CountGuard<'_> {
+    fn drop(&mut self) {
+        self.0.set(self.0.get() - 1);
     }
 }

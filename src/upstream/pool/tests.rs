@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::task::{LocalSet, spawn_local};
 
-use super::{Pool, StreamRequirements, Unavailable};
+use super::{Pool, StreamRequirements, Unavailable, WarmClasses};
 use crate::config::{self, EndpointAddress};
 use crate::observe::Metrics;
 use crate::upstream::credentials::{CredentialClass, Credentials};
@@ -27,7 +27,7 @@ async fn silent_pool() -> (Rc<Pool>, TcpListener) {
     let address = EndpointAddress { host: "127.0.0.1".to_owned(), port };
     let endpoint = Endpoint::new(&"u".into(), &address, None, metrics.endpoint("u", "e")).unwrap();
     upstream.set_endpoints(vec![endpoint]);
-    (Pool::new(Arc::new(upstream)), listener)
+    (Pool::new(Arc::new(upstream), WarmClasses::Identities), listener)
 }
 
 async fn maintenance_runs_for(waiters: usize) -> usize {

@@ -1,0 +1,222 @@
+//! Holds back the requests of clients that have proven nothing, in the order of [`super::fair_queue`]: requests with
+//! tokens that no response has proven yet, and upgrades with such a token or none.
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::rc::{Rc, Weak};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::task::spawn_local;
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::fair_queue::{Arrival, Ended, FairQueue, QueueLimits, Started};
+use super::proven_tokens::TokenKey;
+use super::source::Source;
+use super::status_error::StatusError;
+use crate::observe::RateLimitedWarnings;
+
+/// Limits of requests, which share a few HTTP/2 connections.
+pub const REQUEST_LIMITS: QueueLimits =
+    QueueLimits { in_progress: 128, source_in_progress: 32, source_waiting: 256 };
+/// Limits of upgrades. Each opens a connection.
+pub const UPGRADE_LIMITS: QueueLimits =
+    QueueLimits { in_progress: 32, source_in_progress: 8, source_waiting: 64 };
+/// A request waits no longer than this.
+const MAX_WAIT: Duration = Duration::from_secs(5);
+/// Number of favored requests of one client connection at a time.
+const MAX_FAVORED: usize = 8;
+const WARNING_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The requests of one worker to one upstream.
+pub struct UnprovenRequests {
+    queue: RefCell<FairQueue>,
+    waiting: RefCell<HashMap<u64, Waiting>>,
+    next_id: Cell<u64>,
+    /// When the timer that starts requests of slowed sources is due.
+    timer: Cell<Option<Instant>>,
+    warnings: RateLimitedWarnings,
+    /// What is held back, for logs and errors.
+    subject: &'static str,
+    this: Weak<Self>,
+}
+
+struct Waiting {
+    source: Source,
+    token: Option<TokenKey>,
+    open: OpenRequest,
+    start: oneshot::Sender<Start>,
+}
+
+/// Why a request waits no longer.
+enum Start {
+    InProgress(Box<UnprovenRequest>),
+    /// Another request with the same token has proven it.
+    Proven,
+}
+
+/// What a client connection has sent.
+#[derive(Debug, Default)]
+pub struct ConnectionRecord {
+    rejected: Cell<bool>,
+    /// Number of requests that wait or are in progress.
+    open: Cell<usize>,
+}
+
+/// Counts a request of a client connection until it is dropped.
+struct OpenRequest(Rc<ConnectionRecord>);
+
+impl OpenRequest {
+    fn new(record: &Rc<ConnectionRecord>) -> Self {
+        record.open.set(record.open.get() + 1);
+        Self(Rc::clone(record))
+    }
+}
+
+impl Drop for OpenRequest {
+    fn drop(&mut self) {
+        self.0.open.set(self.0.open.get() - 1);
+    }
+}
+
+/// A request in progress.
+pub struct UnprovenRequest {
+    requests: Rc<UnprovenRequests>,
+    source: Source,
+    open: OpenRequest,
+    ended: Cell<Ended>,
+    /// Whether it belongs on the connections for clients whose tokens keep being rejected.
+    pub apart: bool,
+}
+
+impl UnprovenRequests {
+    /// An empty queue of `subject`.
+    pub fn new(limits: QueueLimits, subject: &'static str) -> Rc<Self> {
+        Rc::new_cyclic(|this| Self {
+            queue: RefCell::new(FairQueue::new(limits)),
+            waiting: RefCell::default(),
+            next_id: Cell::new(0),
+            timer: Cell::new(None),
+            warnings: RateLimitedWarnings::new(WARNING_INTERVAL),
+            subject,
+            this: this.clone(),
+        })
+    }
+
+    /// Waits until a request may be sent. `None` if its token has been proven meanwhile.
+    ///
+    /// # Errors
+    /// 429 if too many requests of the source wait, or if it has waited for too long.
+    pub async fn admit(
+        self: &Rc<Self>,
+        source: Source,
+        record: &Rc<ConnectionRecord>,
+        token: Option<TokenKey>,
+    ) -> Result<Option<Box<UnprovenRequest>>, StatusError> {
+        let id = self.next_id.replace(self.next_id.get() + 1);
+        let favored = !record.rejected.get() && record.open.get() < MAX_FAVORED;
+        let arrival = self.queue.borrow_mut().arrive(source, id, favored, Instant::now());
+        match arrival {
+            Arrival::Waits => {}
+            // Its sender is dropped, which refuses it.
+            Arrival::Displaces(other) => drop(self.waiting.borrow_mut().remove(&other)),
+            Arrival::Refused => return Err(self.refused()),
+        }
+        let (start, started) = oneshot::channel();
+        let open = OpenRequest::new(record);
+        self.waiting.borrow_mut().insert(id, Waiting { source, token, open, start });
+        let _place = Place { requests: self, id };
+        self.start_due();
+        match timeout(MAX_WAIT, started).await {
+            Ok(Ok(Start::InProgress(request))) => Ok(Some(request)),
+            Ok(Ok(Start::Proven)) => Ok(None),
+            Ok(Err(_)) | Err(_) => Err(self.refused()),
+        }
+    }
+
+    /// A token has been proven: the waiting requests with the same token wait no longer.
+    pub fn proven(&self, token: TokenKey) {
+        let mut waiting = self.waiting.borrow_mut();
+        for (id, waiting) in waiting.extract_if(|_, waiting| waiting.token == Some(token)) {
+            self.queue.borrow_mut().cancel(waiting.source, id);
+            let _ = waiting.start.send(Start::Proven);
+        }
+    }
+
+    fn refused(&self) -> StatusError {
+        StatusError::too_many_requests(format_args!(
+            "too many {} of this client's user or address wait",
+            self.subject
+        ))
+    }
+
+    /// Starts the requests that may start, and sets the timer for the next one.
+    fn start_due(&self) {
+        let now = Instant::now();
+        loop {
+            let started = self.queue.borrow_mut().start_next(now);
+            let Some(Started { id, source, apart }) = started else { break };
+            let waiting = self.waiting.borrow_mut().remove(&id);
+            let (Some(Waiting { open, start, .. }), Some(requests)) =
+                (waiting, self.this.upgrade())
+            else {
+                self.queue.borrow_mut().end(source, Ended::Unclear, now);
+                continue;
+            };
+            let ended = Cell::new(Ended::Unclear);
+            let request = UnprovenRequest { requests, source, open, ended, apart };
+            // If the request was cancelled, this drops it, which ends it.
+            let _ = start.send(Start::InProgress(Box::new(request)));
+        }
+        let Some(at) = self.queue.borrow().wake_at(now) else { return };
+        if self.timer.get().is_some_and(|timer| timer > now && timer <= at) {
+            return;
+        }
+        self.timer.set(Some(at));
+        let this = self.this.clone();
+        spawn_local(async move {
+            sleep_until(at).await;
+            if let Some(this) = this.upgrade() {
+                this.start_due();
+            }
+        });
+    }
+}
+
+/// The place of a waiting request, which it leaves when this is dropped.
+struct Place<'a> {
+    requests: &'a UnprovenRequests,
+    id: u64,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        if let Some(waiting) = self.requests.waiting.borrow_mut().remove(&self.id) {
+            self.requests.queue.borrow_mut().cancel(waiting.source, self.id);
+        }
+    }
+}
+
+impl UnprovenRequest {
+    /// Records what the response shows.
+    pub fn ended(&self, ended: Ended) {
+        self.ended.set(ended);
+        match ended {
+            Ended::Rejected => self.open.0.rejected.set(true),
+            Ended::Accepted => self.open.0.rejected.set(false),
+            Ended::Unclear => {}
+        }
+    }
+}
+
+impl Drop for UnprovenRequest {
+    fn drop(&mut self) {
+        let requests = &self.requests;
+        let now = Instant::now();
+        if requests.queue.borrow_mut().end(self.source, self.ended.get(), now) {
+            let line = format!("{} slowed because the apiserver rejects them", requests.subject);
+            requests.warnings.warn(&line, format_args!("source {}", self.source));
+        }
+        requests.start_due();
+    }
+}

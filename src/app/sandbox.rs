@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use crate::config::{Config, Sandbox, Seccomp, Switch};
+use crate::config::{Config, EndpointAddress, Sandbox, Seccomp, Switch};
 use crate::control::discovery::dns::ResolverFiles;
 use crate::control::discovery::kubeconfig;
 use crate::net::process::sandbox::file_rules::{FileAccess, FileRules};
@@ -211,7 +211,7 @@ fn named_files(config: &Config) -> Vec<NamedFile> {
     }
     for (i, upstream) in config.upstreams.iter().enumerate() {
         let at = format!("upstreams[{i}]");
-        if upstream.endpoints.iter().any(|endpoint| endpoint.is_name()) {
+        if upstream.endpoints.iter().any(EndpointAddress::is_name) {
             let ResolverFiles { hosts, resolv_conf, .. } = ResolverFiles::default();
             for path in [hosts, resolv_conf] {
                 add(format!("{at}.endpoints"), &path, FileUse::Read);

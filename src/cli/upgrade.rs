@@ -28,6 +28,7 @@ use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::Config;
+use crate::net::process::code_pages;
 
 /// The hidden command of the launcher.
 const LAUNCHER: &str = "launcher";
@@ -161,6 +162,8 @@ fn serve(args: &LauncherArgs) -> io::Result<()> {
         SignalKind::user_defined2(),
     ];
     let _handled = kinds.map(signal);
+    // Most code that has run is that of the start. An error leaves it in memory.
+    let _ = code_pages::release_startup_code();
     let mut byte = [0];
     loop {
         match requests.read(&mut byte) {
@@ -178,11 +181,11 @@ fn start(args: &LauncherArgs, requests: &UnixStream) -> io::Result<()> {
     let mut replies = requests.try_clone()?;
     match Command::new(program).args(arguments).stdin(Stdio::null()).spawn() {
         Ok(child) => {
-            writeln!(replies, "{STARTED} {} {program:?}", child.id())?;
+            writeln!(replies, "{STARTED} {} {}", child.id(), program.display())?;
             thread::Builder::new().name("wait".into()).spawn(move || wait(child, replies))?;
             Ok(())
         }
-        Err(error) => writeln!(replies, "{program:?}: {error}"),
+        Err(error) => writeln!(replies, "{}: {error}", program.display()),
     }
 }
 
@@ -235,10 +238,10 @@ mod tests {
         };
         let ended = replies(&["sh", "-c", "exit 3"]);
         assert_eq!(ended.len(), 2, "{ended:?}");
-        assert!(ended[0].starts_with("started ") && ended[0].ends_with("\"sh\""), "{ended:?}");
+        assert!(ended[0].starts_with("started ") && ended[0].ends_with(" sh"), "{ended:?}");
         assert!(ended[1].starts_with("exited ") && ended[1].ends_with("status: 3"), "{ended:?}");
         let failed = replies(&["/nonexistent/jackstay"]);
         assert_eq!(failed.len(), 1, "{failed:?}");
-        assert!(failed[0].starts_with("\"/nonexistent/jackstay\": No such file"), "{failed:?}");
+        assert!(failed[0].starts_with("/nonexistent/jackstay: No such file"), "{failed:?}");
     }
 }

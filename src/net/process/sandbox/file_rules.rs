@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 
-/// Maximum of symbolic links on the way to a file, as in the kernel (path_resolution(7)).
+/// Maximum of symbolic links on the way to a file, as in the kernel (`path_resolution(7)`).
 const MAX_LINKS: usize = 40;
 
 /// What a rule allows.

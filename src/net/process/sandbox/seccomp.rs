@@ -17,7 +17,7 @@ use seccompiler::{
 use super::system_calls::{Condition, Use, allowed};
 use crate::config::Seccomp;
 
-/// `BPF_LD | BPF_W | BPF_ABS`: load a word of `seccomp_data` (linux/bpf_common.h).
+/// `BPF_LD | BPF_W | BPF_ABS`: load a word of `seccomp_data` (`linux/bpf_common.h`).
 const LOAD: u16 = 0x20;
 /// `BPF_JMP | BPF_JEQ | BPF_K`: jump if the loaded word is equal.
 const JUMP_IF_EQUAL: u16 = 0x15;
@@ -72,7 +72,7 @@ fn rule(conditions: Use) -> Result<SeccompRule, seccompiler::BackendError> {
             Condition::Bits(index, mask, value) => {
                 (index, SeccompCmpOp::MaskedEq(u64::from(mask as u32)), value)
             }
-            Condition::OwnPid(index) => (index, SeccompCmpOp::Eq, std::process::id() as i32),
+            Condition::OwnPid(index) => (index, SeccompCmpOp::Eq, std::process::id().cast_signed()),
         };
         let value = u64::from(value as u32);
         SeccompCondition::new(index, SeccompCmpArgLen::Dword, operator, value)

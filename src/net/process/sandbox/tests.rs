@@ -118,7 +118,7 @@ fn child_in_the_sandbox() {
         (libc::SYS_socket, [libc::AF_PACKET.into(), libc::SOCK_RAW.into(), 0]),
         (libc::SYS_socket, [libc::AF_ALG.into(), libc::SOCK_SEQPACKET.into(), 0]),
         (libc::SYS_socket, [libc::AF_NETLINK.into(), libc::SOCK_RAW.into(), 9]),
-        (libc::SYS_ioctl, [0, libc::TIOCSTI as libc::c_long, 0]),
+        (libc::SYS_ioctl, [0, libc::TIOCSTI.cast_signed(), 0]),
         // Executable memory.
         (libc::SYS_mmap, [0, 4096, (libc::PROT_READ | libc::PROT_EXEC).into()]),
         (libc::SYS_mprotect, [0, 4096, libc::PROT_EXEC.into()]),

@@ -1,17 +1,7 @@
-//! Arbitrary bytes as the start of a connection: the parser does not panic, and a result from a prefix does not change
-//! when more bytes arrive.
-//!
-//! `fuzz/README.md` says how to run it. Findings go to `tests/corpus/hello`, which the ordinary tests replay.
+//! Runs the target `hello` of `fuzz/targets` with libFuzzer.
 #![no_main]
 
-use jackstay::proxy::passthrough::client_hello::{ClientHello, MAX_LENGTH, read};
-use libfuzzer_sys::fuzz_target;
+#[path = "../targets/mod.rs"]
+mod targets;
 
-fuzz_target!(|bytes: &[u8]| {
-    let mut result = ClientHello::Incomplete;
-    for end in 0..=bytes.len().min(MAX_LENGTH) {
-        let now = read(&bytes[..end]);
-        assert!(result == ClientHello::Incomplete || result == now, "{result:?}, then {now:?} at {end}");
-        result = now;
-    }
-});
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| targets::run("hello", bytes));

@@ -28,11 +28,11 @@ pub mod dns;
 pub mod file;
 pub mod kubeconfig;
 mod merge;
-mod objects;
+pub mod objects;
 mod own_addresses;
 mod slices;
 mod source_states;
-mod state_file;
+pub mod state_file;
 mod state_writer;
 mod transport;
 

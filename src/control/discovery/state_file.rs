@@ -28,6 +28,7 @@ const MAX_ENDPOINTS: usize = 256;
 /// The content of a state file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SavedState {
+    /// The endpoints of each source.
     pub endpoints: SavedEndpoints,
     /// Time since the endpoints were last confirmed; zero if the clock went back.
     pub age: Duration,
@@ -57,7 +58,11 @@ pub fn read(dir: &Path, upstream: &str, now: SystemTime) -> Result<Option<SavedS
     }
 }
 
-fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, String> {
+/// Parses the content of the state file of `upstream`.
+///
+/// # Errors
+/// Why the file is ignored.
+pub fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, String> {
     let value: Value =
         serde_json::from_str(text).map_err(|error| format!("not a state file: {error}"))?;
     match value["version"].as_u64() {

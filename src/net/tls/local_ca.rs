@@ -196,7 +196,8 @@ fn params(name: &str, not_before: SystemTime, not_after: SystemTime) -> Certific
     params
 }
 
-/// The DNS names and IP addresses of a certificate.
+/// The DNS names and IP addresses of a certificate. Characters outside printable ASCII, which no valid name
+/// contains, are escaped for messages.
 ///
 /// # Errors
 /// The certificate or its subject alternative names cannot be parsed.
@@ -208,7 +209,7 @@ pub fn subject_alt_names(der: &CertificateDer<'_>) -> Result<Vec<String>, String
         .map_err(|_| "its subject alternative names cannot be read".to_owned())?;
     let names = names.map(|extension| extension.value.general_names.as_slice());
     let name = |name: &GeneralName<'_>| match name {
-        GeneralName::DNSName(name) => Some((*name).to_owned()),
+        GeneralName::DNSName(name) => Some(name.escape_default().to_string()),
         GeneralName::IPAddress(bytes) => {
             let v4 = <[u8; 4]>::try_from(*bytes).map(IpAddr::from);
             let address = v4.or_else(|_| <[u8; 16]>::try_from(*bytes).map(IpAddr::from));
@@ -233,7 +234,12 @@ pub fn is_constrained_issuer(der: &CertificateDer<'_>, certificate: &Certificate
 /// The issuer of a certificate, such as `CN=kubernetes`; `?` if it cannot be parsed.
 pub fn issuer_name(der: &CertificateDer<'_>) -> String {
     let issuer = X509Certificate::from_der(der).map(|(_, c)| c.issuer().to_string());
-    issuer.unwrap_or_else(|_| "?".to_owned())
+    issuer.map_or_else(|_| "?".to_owned(), |name| escape_controls(&name))
+}
+
+fn escape_controls(text: &str) -> String {
+    let escaped = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.into() };
+    text.chars().map(escaped).collect()
 }
 
 /// The time from which a certificate is to be renewed: after two thirds of its lifetime.

@@ -1,0 +1,74 @@
+//! Files: the configuration, kubeconfigs, lists of endpoints, saved endpoints.
+
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use jackstay::config::{EndpointAddress, parse_duration, parse_size, validate_text};
+use jackstay::control::discovery::{file, state_file};
+use jackstay::kubeconfig::rewrite::{ClientTrust, LocalEndpoint, point_at, revert};
+use jackstay::kubeconfig::{KubeconfigFile, ResolvedContext, ServerUrl, kubeconfig_yaml};
+use jackstay::net::files::authorization;
+
+/// A configuration: it is valid, or there is an error.
+pub(super) fn config(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    if let Err(errors) = validate_text(Path::new("/jackstay.yaml"), text) {
+        assert!(!errors.0.is_empty());
+    }
+    let line = text.lines().next().unwrap_or_default();
+    let _ = (parse_duration(line), parse_size(line));
+}
+
+/// A kubeconfig: what is written can be read again, and a revert restores the cluster.
+pub(super) fn kubeconfig(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    let path = Path::new("/etc/kubeconfig");
+    let Ok(file) = KubeconfigFile::parse(path, text) else { return };
+    let mut config = file.with_absolute_paths();
+    let names: Vec<String> = config.contexts.iter().map(|named| named.name.clone()).collect();
+    let _ = ResolvedContext::resolve(&config, None);
+    for name in &names {
+        let Ok(context) = ResolvedContext::resolve(&config, Some(name)) else { continue };
+        let trust = ClientTrust::Apiserver(Some("kubernetes".to_owned()));
+        let endpoint = LocalEndpoint { address: "127.0.0.1:7443".to_owned(), trust };
+        let mut named = config.clusters.iter_mut().filter_map(|named| named.cluster.as_mut());
+        let Some(cluster) = named.next() else { continue };
+        point_at(cluster, &context.server, &endpoint);
+        assert_eq!(cluster.tls_server_name.as_deref(), Some("kubernetes"));
+        revert(cluster);
+        let reverted = cluster.clone();
+        point_at(cluster, &context.server, &endpoint);
+        revert(cluster);
+        assert_eq!(format!("{:?}", reverted.server), format!("{:?}", cluster.server));
+    }
+    if let Ok(written) = kubeconfig_yaml(&config) {
+        if let Err(error) = KubeconfigFile::parse(path, &written) {
+            panic!("{error}: {written}");
+        }
+    }
+}
+
+/// A list of endpoints, and the texts of addresses and tokens: a parsed address parses again.
+pub(super) fn endpoints_file(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    for candidate in file::parse(text).candidates {
+        let address = candidate.address;
+        assert_eq!(EndpointAddress::parse(&address.to_string()), Ok(address));
+    }
+    for line in text.lines() {
+        let _ = ServerUrl::parse(line);
+    }
+    if let Ok(value) = authorization(text) {
+        assert!(!value.as_bytes().iter().any(|byte| *byte < b' ' && *byte != b'\t'));
+    }
+}
+
+/// Saved endpoints: at least one and at most 256, all of them addresses.
+pub(super) fn state_file(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    let now = SystemTime::UNIX_EPOCH + Duration::from_secs(2_000_000_000);
+    if let Ok(saved) = state_file::parse(text, "control-plane", now) {
+        assert!((1..=256).contains(&saved.endpoints.len()));
+        assert!(saved.endpoints.iter().all(|(_, candidate)| !candidate.address.is_name()));
+    }
+}

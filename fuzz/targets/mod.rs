@@ -1,0 +1,34 @@
+//! The fuzz targets: each parses arbitrary bytes of one kind and asserts what must hold for every input.
+//!
+//! `fuzz/fuzz_targets` runs them with libFuzzer, `tests/fuzz.rs` on a stable toolchain.
+
+mod files;
+mod http;
+mod tls;
+mod watch;
+
+/// Parses an input. It panics if an assertion fails.
+pub type Target = fn(&[u8]);
+
+/// The targets. Each name is that of a folder in `tests/corpus`.
+pub const TARGETS: [(&str, Target); 10] = [
+    ("certificate", tls::certificate),
+    ("config", files::config),
+    ("endpoint_objects", watch::endpoint_objects),
+    ("endpoints_file", files::endpoints_file),
+    ("frames", http::frames),
+    ("hello", tls::hello),
+    ("kubeconfig", files::kubeconfig),
+    ("request", http::request),
+    ("state_file", files::state_file),
+    ("watch", watch::watch),
+];
+
+/// Runs a target.
+///
+/// # Panics
+/// There is no target of this name, or an assertion of the target fails.
+pub fn run(name: &str, bytes: &[u8]) {
+    let (_, target) = TARGETS.iter().find(|(known, _)| *known == name).expect("a known target");
+    target(bytes);
+}

@@ -1,0 +1,72 @@
+//! Bytes of an apiserver: frames of a watch, and the objects from which the endpoints are read.
+
+use bytes::Bytes;
+use jackstay::control::discovery::objects::{ObjectStore, WatchStartVersion, WatchedResource};
+use jackstay::observe::ByteBudget;
+use jackstay::proxy::watch::codec::frame::{FrameSplitter, Piece};
+use jackstay::proxy::watch::codec::{Encoding, parse};
+use kube::runtime::watcher::Event;
+
+const CAP: usize = 64;
+/// Less than [`CAP`], so that both limits are reached.
+const BUDGET: usize = 48;
+
+/// A watch: the splitter buffers no more than its cap and returns every byte in order.
+pub(super) fn watch(bytes: &[u8]) {
+    for encoding in [Encoding::Json, Encoding::Protobuf] {
+        let _ = parse(encoding, bytes);
+        for step in [1, 7, bytes.len().max(1)] {
+            let budget = ByteBudget::unmetered(BUDGET);
+            let mut splitter = FrameSplitter::with_cap(encoding, CAP, &budget);
+            let mut out = Vec::new();
+            for chunk in bytes.chunks(step) {
+                let mut rest = chunk;
+                while !rest.is_empty() {
+                    let (frame, len) = match splitter.split(rest) {
+                        Piece::Whole(len) | Piece::Whitespace(len) => {
+                            (Bytes::copy_from_slice(&rest[..len]), len)
+                        }
+                        Piece::Completed(len, frame) => (frame, len),
+                        Piece::Oversized { buffered: kept, len, .. } => {
+                            out.extend_from_slice(&kept);
+                            (Bytes::copy_from_slice(&rest[..len]), len)
+                        }
+                        Piece::Buffered => (Bytes::new(), rest.len()),
+                    };
+                    let _ = parse(encoding, &frame);
+                    out.extend_from_slice(&frame);
+                    rest = &rest[len..];
+                    assert!(splitter.buffered() <= CAP);
+                }
+            }
+            out.extend_from_slice(&splitter.reset());
+            assert_eq!(out, bytes);
+        }
+    }
+}
+
+/// Lines of an event (`A`dded, `D`eleted, `I`nit, `L`isted, `S`ynced) and an object: no address is listed twice.
+pub(super) fn endpoint_objects(bytes: &[u8]) {
+    for resource in WatchedResource::ALL {
+        let mut store = ObjectStore::new(resource, WatchStartVersion::default());
+        for line in bytes.split(|byte| *byte == b'\n') {
+            let Some((event, json)) = line.split_first() else { continue };
+            let object = serde_json::from_slice(json);
+            store.apply(match (event, object) {
+                (b'I', _) => Event::Init,
+                (b'S', _) => Event::InitDone,
+                (b'A', Ok(object)) => Event::Apply(object),
+                (b'D', Ok(object)) => Event::Delete(object),
+                (b'L', Ok(object)) => Event::InitApply(object),
+                _ => continue,
+            });
+        }
+        let found = store.endpoints();
+        let mut addresses: Vec<_> =
+            found.candidates.iter().map(|candidate| candidate.address.to_string()).collect();
+        let count = addresses.len();
+        addresses.sort_unstable();
+        addresses.dedup();
+        assert_eq!(addresses.len(), count);
+    }
+}

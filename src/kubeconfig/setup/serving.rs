@@ -118,16 +118,16 @@ pub(super) fn plan(
     let current = files.read().ok().filter(|existing| {
         existing.is_current(request.now) && names.iter().all(|name| existing.names.contains(name))
     });
-    plan.local_ca = Some(match current {
-        Some(existing) => existing.ca_pem,
-        None => {
-            let ca_name = format!("jackstay on {}", request.node_name);
-            let created = local_ca::create_serving_cert(&ca_name, &names, request.now)?;
-            let ca_pem = created.ca.clone().into_bytes();
-            plan.files.extend(files.outputs(&created, &ca_pem));
-            ca_pem
-        }
-    });
+    let ca_pem = if let Some(existing) = current {
+        existing.ca_pem
+    } else {
+        let ca_name = format!("jackstay on {}", request.node_name);
+        let created = local_ca::create_serving_cert(&ca_name, &names, request.now)?;
+        let ca_pem = created.ca.clone().into_bytes();
+        plan.files.extend(files.outputs(&created, &ca_pem));
+        ca_pem
+    };
+    plan.local_ca = Some(ca_pem);
     plan.notes.push(
         "the local CA and the serving certificate are valid for one year: run `jackstay kubeconfig \
          --renew` before the metric jackstay_certificate_expiry_timestamp_seconds says that they expire"

@@ -41,10 +41,10 @@ pub(super) fn kubeconfig(bytes: &[u8]) {
         revert(cluster);
         assert_eq!(format!("{:?}", reverted.server), format!("{:?}", cluster.server));
     }
-    if let Ok(written) = kubeconfig_yaml(&config) {
-        if let Err(error) = KubeconfigFile::parse(path, &written) {
-            panic!("{error}: {written}");
-        }
+    if let Ok(written) = kubeconfig_yaml(&config)
+        && let Err(error) = KubeconfigFile::parse(path, &written)
+    {
+        panic!("{error}: {written}");
     }
 }
 

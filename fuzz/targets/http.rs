@@ -22,7 +22,7 @@ pub(super) fn request(bytes: &[u8]) {
     let first = lines.next().unwrap_or_default();
     let mut words = first.splitn(2, |byte| *byte == b' ');
     let (method, target) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
-    let version = if bytes.len() % 2 == 0 { Version::HTTP_2 } else { Version::HTTP_11 };
+    let version = if bytes.len().is_multiple_of(2) { Version::HTTP_2 } else { Version::HTTP_11 };
     let builder = Request::builder().method(method).uri(target).version(version);
     let Ok(mut request) = builder.body(()) else { return };
     for line in lines {

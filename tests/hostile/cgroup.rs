@@ -10,8 +10,8 @@ pub struct MemoryCgroup {
 }
 
 impl MemoryCgroup {
-    /// Creates a cgroup with this limit in bytes.
-    pub fn new(limit: u64) -> Self {
+    /// Creates a cgroup with this limit in bytes. `None` if this host lets no cgroup be created.
+    pub fn new(limit: u64) -> Option<Self> {
         let v2 = fs::metadata("/sys/fs/cgroup/cgroup.controllers").is_ok();
         let root = if v2 { "/sys/fs/cgroup" } else { "/sys/fs/cgroup/memory" };
         let dir = PathBuf::from(format!("{root}/jackstay-hostile-{}", std::process::id()));
@@ -20,8 +20,8 @@ impl MemoryCgroup {
         }
         let _ = fs::create_dir(&dir);
         let file = if v2 { "memory.max" } else { "memory.limit_in_bytes" };
-        fs::write(dir.join(file), limit.to_string()).expect("a cgroup with the memory controller");
-        Self { dir, v2 }
+        let cgroup = Self { dir, v2 };
+        fs::write(cgroup.dir.join(file), limit.to_string()).is_ok().then_some(cgroup)
     }
 
     /// The file to which a process writes `0` to join.

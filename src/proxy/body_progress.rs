@@ -1,33 +1,127 @@
-//! Resets an HTTP/2 stream whose client stopped reading the response.
+//! Resets an HTTP/2 stream whose client stopped reading the response, or reads it too slowly.
 //!
 //! A client that reads from its socket but grants no window to one stream does not trigger
 //! [`super::client_stream::StallTimeout`]. hyper then no longer polls the response body, and the body keeps
 //! its upstream stream, even while the upstream connection drains.
 //!
-//! hyper hands each piece of a body to h2, and polls for the next piece when the stream has window. A
-//! stream is therefore reset if hyper does not poll within the limit. The other streams of the connection
-//! are not affected, and a client that takes one piece within each limit keeps its stream.
+//! hyper holds one piece of a body until the stream has window, and then hands it to h2. [`TrackedData`] sees
+//! how much of it is sent. A stream is reset
+//!
+//! * if the client has not taken a piece within the stall timeout,
+//! * if more than 256 KiB wait for the client on all streams of its connection, and the client has taken less
+//!   than 4 KiB a second of this one for the stall timeout,
+//! * if memory is short for the client ([`Level::High`]), and the client has taken less than 4 KiB a second for
+//!   two seconds.
+//!
+//! The other streams of the connection are not affected.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use bytes::{Buf, Bytes};
 use http_body::{Body, Frame, SizeHint};
-use tokio::time::{Sleep, sleep};
+use tokio::time::{Instant, Sleep, sleep_until};
+
+use super::client_memory::StreamMemory;
+use crate::observe::MemoryClass;
+use crate::observe::memory_budget::{Level, Shed};
 
 /// Largest piece that a body should return, in bytes. A client that reads one such piece within the default
-/// limit of five minutes, 220 bytes a second, keeps its stream.
+/// limit of five minutes, 220 bytes a second, keeps its stream while memory is not short.
 pub const MAX_PIECE: usize = 64 * 1024;
+/// How often the rate of a client that does not take everything at once is checked.
+const CHECK_INTERVAL: Duration = Duration::from_secs(2);
+/// Bytes a second below which a client is too slow.
+const MIN_RATE: u64 = 4 << 10;
 
-/// The progress of one response, shared by its body and its stream.
-#[derive(Debug, Default)]
+/// The progress of one response, shared by its body, its pieces and its stream.
+#[derive(Debug)]
 pub struct BodyProgress {
     /// Pieces that the body has returned.
     pieces: Cell<u64>,
     /// Whether the last piece waits for window, because hyper has not polled since.
     waiting: Cell<bool>,
+    /// Bytes that are sent.
+    taken: Cell<u64>,
+    /// Bytes of pieces that are not sent.
+    untaken: Cell<usize>,
+    /// The stream's task, if it waits until less is untaken.
+    body: RefCell<Option<Waker>>,
+    memory: StreamMemory,
+}
+
+impl BodyProgress {
+    /// The progress of the response to a request whose memory is charged in `memory`.
+    pub fn new(memory: StreamMemory) -> Rc<Self> {
+        Rc::new(Self {
+            pieces: Cell::new(0),
+            waiting: Cell::new(false),
+            taken: Cell::new(0),
+            untaken: Cell::new(0),
+            body: RefCell::default(),
+            memory,
+        })
+    }
+
+    fn returned(&self, bytes: usize) {
+        self.pieces.set(self.pieces.get() + 1);
+        self.untaken.set(self.untaken.get() + bytes);
+        self.memory.add_waiting(bytes);
+    }
+
+    fn took(&self, bytes: usize) {
+        self.taken.set(self.taken.get() + bytes as u64);
+        self.dropped(bytes);
+    }
+
+    fn dropped(&self, bytes: usize) {
+        self.untaken.set(self.untaken.get() - bytes);
+        self.memory.remove_waiting(bytes);
+        if self.untaken.get() < MAX_PIECE
+            && let Some(waker) = self.body.take()
+        {
+            waker.wake();
+        }
+    }
+
+    /// Whether the client must take bytes before the body returns more. An identity's client is limited by its
+    /// windows alone.
+    fn is_full(&self) -> bool {
+        self.untaken.get() >= MAX_PIECE && self.memory.connection().class() != MemoryClass::Identity
+    }
+}
+
+/// A piece of a body. Its bytes are charged until h2 has sent or dropped them.
+#[derive(Debug)]
+pub struct TrackedData {
+    data: Bytes,
+    progress: Rc<BodyProgress>,
+}
+
+impl Buf for TrackedData {
+    fn remaining(&self) -> usize {
+        self.data.remaining()
+    }
+
+    fn chunk(&self) -> &[u8] {
+        self.data.chunk()
+    }
+
+    fn advance(&mut self, count: usize) {
+        self.data.advance(count);
+        self.progress.took(count);
+    }
+}
+
+impl Drop for TrackedData {
+    fn drop(&mut self) {
+        if !self.data.is_empty() {
+            self.progress.dropped(self.data.len());
+        }
+    }
 }
 
 /// A body that records its progress.
@@ -38,28 +132,37 @@ pub struct TrackedBody<B> {
 }
 
 impl<B> TrackedBody<B> {
-    /// Records the progress of `body` in `progress`.
-    pub fn new(body: B, progress: Rc<BodyProgress>) -> Self {
+    /// Records the progress of `body` in `progress`. While it is not read, the upstream may send `window` bytes.
+    pub fn new(body: B, progress: Rc<BodyProgress>, window: usize) -> Self {
+        if window > 0 {
+            progress.memory.set_upstream_window(window);
+        }
         Self { body, progress }
     }
 }
 
-impl<B: Body + Unpin> Body for TrackedBody<B> {
-    type Data = B::Data;
+impl<B: Body<Data = Bytes> + Unpin> Body for TrackedBody<B> {
+    type Data = TrackedData;
     type Error = B::Error;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+    ) -> Poll<Option<Result<Frame<TrackedData>, B::Error>>> {
+        if self.progress.is_full() {
+            self.progress.waiting.set(true);
+            self.progress.body.replace(Some(cx.waker().clone()));
+            return Poll::Pending;
+        }
         let result = Pin::new(&mut self.body).poll_frame(cx);
         let progress = &self.progress;
-        let returned = matches!(result, Poll::Ready(Some(Ok(_))));
-        progress.waiting.set(returned);
-        if returned {
-            progress.pieces.set(progress.pieces.get() + 1);
-        }
-        result
+        progress.waiting.set(matches!(result, Poll::Ready(Some(Ok(_)))));
+        result.map_ok(|frame| {
+            frame.map_data(|data| {
+                progress.returned(data.len());
+                TrackedData { data, progress: Rc::clone(progress) }
+            })
+        })
     }
 
     fn is_end_stream(&self) -> bool {
@@ -71,14 +174,80 @@ impl<B: Body + Unpin> Body for TrackedBody<B> {
     }
 }
 
-/// The task that serves one stream. It ends when the stream is done, or when the client has taken no piece
-/// within the limit; dropping the inner future then resets the stream.
+/// What is known of a client that does not take everything at once.
+#[derive(Debug)]
+struct Reader {
+    /// The piece that waits, and since when.
+    piece: u64,
+    since: Instant,
+    /// The last check, and the bytes taken by then.
+    checked: (Instant, u64),
+    /// The begin of a period as long as the stall timeout, and the bytes taken by then.
+    period: (Instant, u64),
+}
+
+/// What to do with a stream whose client does not take everything at once.
+#[derive(Debug, PartialEq, Eq)]
+enum Verdict {
+    /// Check again at this time.
+    CheckAt(Instant),
+    /// The client has stopped reading, or reads too slowly.
+    Stalled,
+    /// The client reads too slowly, and memory is short.
+    Shed,
+}
+
+impl Reader {
+    fn new(piece: u64, taken: u64, now: Instant) -> Self {
+        Self { piece, since: now, checked: (now, taken), period: (now, taken) }
+    }
+
+    /// Whether fewer than [`MIN_RATE`] bytes were taken since `start`.
+    fn is_slow((start, taken_then): (Instant, u64), taken: u64, now: Instant) -> bool {
+        let millis = (now - start).as_millis() as u64;
+        (taken - taken_then) * 1_000 < MIN_RATE * millis
+    }
+
+    /// Judges a client that has taken so much, while this piece waits for it. `must_read` says whether much waits
+    /// on its connection, `is_short` whether memory is short for it.
+    fn check(
+        &mut self,
+        (piece, taken): (u64, u64),
+        limit: Duration,
+        (must_read, is_short): (bool, impl Fn() -> bool),
+        now: Instant,
+    ) -> Verdict {
+        if piece != self.piece {
+            (self.piece, self.since) = (piece, now);
+        }
+        if now >= self.since + limit {
+            return Verdict::Stalled;
+        }
+        let interval = CHECK_INTERVAL.min(limit);
+        if now >= self.checked.0 + interval {
+            if Self::is_slow(self.checked, taken, now) && is_short() {
+                return Verdict::Shed;
+            }
+            self.checked = (now, taken);
+            if now >= self.period.0 + limit {
+                if must_read && Self::is_slow(self.period, taken, now) {
+                    return Verdict::Stalled;
+                }
+                self.period = (now, taken);
+            }
+        }
+        Verdict::CheckAt((self.checked.0 + interval).min(self.since + limit))
+    }
+}
+
+/// The task that serves one stream. It ends when the stream is done, or when the client reads too little;
+/// dropping the inner future then resets the stream.
 pub struct StallBoundStream {
     serving: Pin<Box<dyn Future<Output = ()>>>,
     progress: Rc<BodyProgress>,
     limit: Duration,
-    /// The number of the piece that waits, and the timer that was started for it.
-    timer: Option<(u64, Pin<Box<Sleep>>)>,
+    /// Set while a piece waits.
+    reader: Option<(Reader, Pin<Box<Sleep>>)>,
 }
 
 impl StallBoundStream {
@@ -88,101 +257,47 @@ impl StallBoundStream {
         progress: Rc<BodyProgress>,
         limit: Duration,
     ) -> Self {
-        Self { serving: Box::pin(serving), progress, limit, timer: None }
+        Self { serving: Box::pin(serving), progress, limit, reader: None }
     }
 }
 
 impl Future for StallBoundStream {
     type Output = ();
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        if self.serving.as_mut().poll(cx).is_ready() {
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let Self { serving, progress, limit, reader } = self.get_mut();
+        if serving.as_mut().poll(cx).is_ready() {
             return Poll::Ready(());
         }
-        if !self.progress.waiting.get() {
-            self.timer = None;
+        if !progress.waiting.get() {
+            *reader = None;
             return Poll::Pending;
         }
-        let (piece, limit) = (self.progress.pieces.get(), self.limit);
-        let (_, timer) = match &mut self.timer {
-            Some(timer) if timer.0 == piece => timer,
-            timer => timer.insert((piece, Box::pin(sleep(limit)))),
-        };
-        timer.as_mut().poll(cx)
+        let (piece, taken) = (progress.pieces.get(), progress.taken.get());
+        let (reader, timer) = reader.get_or_insert_with(|| {
+            let now = Instant::now();
+            (Reader::new(piece, taken, now), Box::pin(sleep_until(now)))
+        });
+        let connection = progress.memory.connection();
+        loop {
+            let is_short = || connection.level() >= Level::High;
+            let pressure = (connection.must_read(), is_short);
+            match reader.check((piece, taken), *limit, pressure, Instant::now()) {
+                Verdict::CheckAt(at) if at != timer.deadline() => timer.as_mut().reset(at),
+                Verdict::CheckAt(_) => {}
+                Verdict::Stalled => return Poll::Ready(()),
+                Verdict::Shed => {
+                    connection.count_shed(Shed::StalledReader);
+                    return Poll::Ready(());
+                }
+            }
+            if timer.as_mut().poll(cx).is_pending() {
+                return Poll::Pending;
+            }
+        }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use bytes::Bytes;
-    use std::convert::Infallible;
-    use std::future::poll_fn;
-    use tokio::sync::mpsc;
-    use tokio::time::{Instant, timeout};
-
-    const LIMIT: Duration = Duration::from_secs(300);
-    const DAY: Duration = Duration::from_secs(86_400);
-
-    /// A body whose pieces come from a channel.
-    struct Pieces(mpsc::UnboundedReceiver<Bytes>);
-
-    impl Body for Pieces {
-        type Data = Bytes;
-        type Error = Infallible;
-
-        fn poll_frame(
-            mut self: Pin<&mut Self>,
-            cx: &mut Context<'_>,
-        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-            self.0.poll_recv(cx).map(|piece| piece.map(|piece| Ok(Frame::data(piece))))
-        }
-    }
-
-    /// Serves a stream as hyper does: polls for the next piece when the stream has window.
-    async fn serve(mut body: TrackedBody<Pieces>, mut window: mpsc::UnboundedReceiver<()>) {
-        loop {
-            if poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await.is_none() {
-                return;
-            }
-            window.recv().await.unwrap();
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn stream_ends_when_client_takes_no_piece_within_limit() {
-        let (pieces, body) = mpsc::unbounded_channel();
-        let (window, opened) = mpsc::unbounded_channel();
-        let progress = Rc::<BodyProgress>::default();
-        let serving = serve(TrackedBody::new(Pieces(body), progress.clone()), opened);
-        let mut bounded = StallBoundStream::new(serving, progress, LIMIT);
-        // No piece waits, so no limit applies.
-        assert!(timeout(DAY, &mut bounded).await.is_err());
-        // The client takes each piece just within the limit.
-        for _ in 0..10 {
-            pieces.send(Bytes::from_static(b"x")).unwrap();
-            pieces.send(Bytes::from_static(b"x")).unwrap();
-            for _ in 0..2 {
-                assert!(timeout(LIMIT * 9 / 10, &mut bounded).await.is_err());
-                window.send(()).unwrap();
-            }
-        }
-        assert!(timeout(DAY, &mut bounded).await.is_err());
-        pieces.send(Bytes::from_static(b"x")).unwrap();
-        let start = Instant::now();
-        timeout(DAY, &mut bounded).await.unwrap();
-        assert_eq!(start.elapsed().as_secs(), LIMIT.as_secs());
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn stream_without_pieces_ends_at_once() {
-        let (pieces, body) = mpsc::unbounded_channel();
-        let (_window, opened) = mpsc::unbounded_channel();
-        let progress = Rc::<BodyProgress>::default();
-        drop(pieces);
-        let serving = serve(TrackedBody::new(Pieces(body), progress.clone()), opened);
-        let start = Instant::now();
-        StallBoundStream::new(serving, progress, LIMIT).await;
-        assert!(start.elapsed().is_zero());
-    }
-}
+#[path = "body_progress_tests.rs"]
+mod tests;

@@ -20,6 +20,7 @@ use http::{HeaderValue, Request, Response, StatusCode, Uri, header};
 use hyper::body::Incoming;
 
 use super::client_certificate::{ClientCertificate, IdentityProof};
+use super::client_memory::ClientMemory;
 use super::credential_selector::SelectedCredential;
 use super::fair_queue::Ended;
 use super::forward::ForwardedRequest;
@@ -37,7 +38,7 @@ use super::upgrade::Upgrade;
 use super::watch;
 use super::watch::request::{WatchRequest, with_query};
 use crate::observe::utc::wall_clock;
-use crate::observe::{Outcome, UserClass};
+use crate::observe::{MemoryClass, Outcome, UserClass};
 use crate::upstream::credentials::CredentialClass;
 
 /// A client connection.
@@ -52,6 +53,8 @@ pub struct ClientConnection {
     pub source: Source,
     /// The client's address, for `X-Forwarded-For`.
     pub forwarded_for: ForwardedFor,
+    /// The memory of the connection.
+    pub memory: Rc<ClientMemory>,
     /// The last token of the client that the apiserver has accepted.
     pub token: LastToken,
     /// The requests that prove nothing.
@@ -212,6 +215,7 @@ impl ClientConnection {
         )?;
         let class = credential.class;
         outcome.user = user_class(class);
+        self.memory.raise_class(memory_class(class));
         let proof = IdentityProof::new(class, certificate);
 
         hygiene::upstream_headers(&mut parts.headers, &self.forwarded_for, info.upgrade);
@@ -252,6 +256,14 @@ fn is_unproven(prepared: &Prepared) -> bool {
             credential.class == CredentialClass::Anonymous
         }
         _ => false,
+    }
+}
+
+fn memory_class(class: CredentialClass) -> MemoryClass {
+    match class {
+        CredentialClass::Identity(_) => MemoryClass::Identity,
+        CredentialClass::Token => MemoryClass::Token,
+        _ => MemoryClass::Unproven,
     }
 }
 

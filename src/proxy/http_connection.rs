@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use h2::Reason;
 use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
@@ -19,18 +20,15 @@ use tokio::time::sleep;
 
 use super::body_progress::{BodyProgress, StallBoundStream, TrackedBody};
 use super::client_connection::ClientConnection;
+use super::client_memory::{ClientMemory, StreamMemory, UNPROVEN_STREAMS};
 use super::client_stream::ClientStream;
 use super::drain::DrainWatcher;
 use super::frame_limiter::FrameLimiter;
 use super::listener_service::ListenerService;
 use crate::net::sockets::cork::{Uncork, cork};
-use crate::observe::RateLimitedWarnings;
+use crate::observe::memory_budget::{Level, Shed};
+use crate::observe::{MemoryClass, RateLimitedWarnings};
 
-/// Receive window of one request body, in bytes. It limits the memory of an upload.
-const STREAM_WINDOW: u32 = 256 * 1024;
-/// Receive window of a client connection, in bytes: sixteen stream windows, so that other uploads continue
-/// while one is stalled upstream.
-const CONNECTION_WINDOW: u32 = STREAM_WINDOW * 16;
 /// Largest frame accepted: RFC 9113's default.
 const MAX_FRAME_SIZE: u32 = 16 * 1024;
 /// Bytes of one response that are buffered beyond the client's window.
@@ -42,6 +40,8 @@ const MAX_PENDING_RESETS: usize = 2_000;
 /// Limit on streams that were reset because of a client's protocol errors. Beyond it, the connection is
 /// closed with `ENHANCE_YOUR_CALM`. This is h2's default (CVE-2025-8671).
 const MAX_ERROR_RESETS: usize = 1_024;
+/// How often a connection checks whether memory is short, on average.
+const MEMORY_CHECK_INTERVAL: Duration = Duration::from_secs(10);
 /// Limit on header fields of an HTTP/1.1 request: hyper's default.
 const MAX_HEADERS: usize = 100;
 
@@ -80,27 +80,39 @@ impl HttpConnection<'_> {
         client: Rc<ClientConnection>,
     ) -> Result<(), Box<dyn Error>> {
         let (limits, source) = (&self.service.request_limits, client.source);
+        let memory = Rc::clone(&client.memory);
+        let windows = memory.windows();
+        let max_streams = match memory.class() {
+            MemoryClass::Identity => limits.max_streams,
+            _ => limits.max_streams.min(UNPROVEN_STREAMS),
+        };
         let streams = Rc::new(Streams::new(limits.stall_timeout));
         let begun = Rc::clone(&streams);
         let respond = service_fn(move |request| {
-            let progress = begun.begin();
-            let response = Rc::clone(&client).serve(request);
+            // A refused request is dropped here. REFUSED_STREAM says that it was not processed, so that clients
+            // send it again (RFC 9113, 8.7).
+            let memory = client.memory.begin(&request);
+            let begun =
+                memory.map(|memory| (begun.begin(memory), Rc::clone(&client).serve(request)));
             async move {
-                response.await.map(|response| response.map(|body| TrackedBody::new(body, progress)))
+                let (progress, response) = begun.ok_or(h2::Error::from(Reason::REFUSED_STREAM))?;
+                let Ok(response) = response.await;
+                let window = response.body().upstream_window();
+                Ok::<_, h2::Error>(response.map(|body| TrackedBody::new(body, progress, window)))
             }
         });
         let (stream, uncork) = cork(stream);
-        let (stream, violation) = FrameLimiter::new(stream, limits.max_streams);
+        let (stream, violation) = FrameLimiter::new(stream, max_streams);
         let mut builder = http2::Builder::new(LocalExecutor(Rc::clone(&streams)));
         let connection = builder
             .timer(TokioTimer::new())
-            .initial_stream_window_size(STREAM_WINDOW)
-            .initial_connection_window_size(CONNECTION_WINDOW)
+            .initial_stream_window_size(windows.stream)
+            .initial_connection_window_size(windows.connection)
             .max_frame_size(MAX_FRAME_SIZE)
             .max_send_buf_size(SEND_BUFFER_SIZE)
-            .max_concurrent_streams(limits.max_streams)
+            .max_concurrent_streams(max_streams)
             .max_header_list_size(limits.max_header_bytes)
-            .max_pending_accept_reset_streams(MAX_PENDING_RESETS.max(limits.max_streams as usize))
+            .max_pending_accept_reset_streams(MAX_PENDING_RESETS.max(max_streams as usize))
             .max_local_error_reset_streams(MAX_ERROR_RESETS)
             .serve_connection(TokioIo::new(stream), respond);
         let mut connection = std::pin::pin!(connection);
@@ -114,6 +126,12 @@ impl HttpConnection<'_> {
                 () = streams.idle_without_stream(limits.header_timeout, || uncork.received_since_last_call()) => {
                     self.service.metrics.refused("timeout");
                 }
+                shed = short_memory(&memory) => {
+                    memory.count_shed(shed);
+                    if shed == Shed::LongRunning {
+                        return Err("closed for lack of memory".into());
+                    }
+                }
             }
             // A first request may be on its way: it is served, or the client retries it elsewhere.
             connection.as_mut().graceful_shutdown();
@@ -123,6 +141,10 @@ impl HttpConnection<'_> {
             }
         };
         let result = served.await;
+        if let Some(shed) = memory.last_shed() {
+            let about = format!("listener {} is short of memory for a client", self.listener);
+            self.warnings.warn(&about, format_args!("{}, from {source}", shed.as_str()));
+        }
         if let Some(frame) = violation.get() {
             self.service.metrics.closed_for_frames(frame.as_str());
             let about = format!(
@@ -140,7 +162,16 @@ impl HttpConnection<'_> {
         client: Rc<ClientConnection>,
     ) -> hyper::Result<()> {
         let limits = &self.service.request_limits;
-        let respond = service_fn(move |request| Rc::clone(&client).serve(request));
+        let respond = service_fn(move |request| {
+            let memory = client.memory.begin(&request);
+            let begun =
+                memory.map(|memory| (BodyProgress::new(memory), Rc::clone(&client).serve(request)));
+            async move {
+                let (progress, response) = begun.ok_or("refused for lack of memory")?;
+                let Ok(response) = response.await;
+                Ok::<_, &str>(response.map(|body| TrackedBody::new(body, progress, 0)))
+            }
+        });
         let mut builder = http1::Builder::new();
         let connection = builder
             .timer(TokioTimer::new())
@@ -158,6 +189,20 @@ impl HttpConnection<'_> {
         }
         connection.as_mut().graceful_shutdown();
         connection.await
+    }
+}
+
+/// Waits until memory is short for a client, and returns what is to be shed of it. The random pause avoids that all
+/// connections of a source are shed at the same time.
+async fn short_memory(client: &ClientMemory) -> Shed {
+    loop {
+        sleep(MEMORY_CHECK_INTERVAL.mul_f64(0.5 + fastrand::f64())).await;
+        match (client.class(), client.level(), client.open_streams()) {
+            (MemoryClass::Identity, ..) | (_, Level::Free, _) => {}
+            (.., 0) => return Shed::IdleConnection,
+            (_, Level::Critical, _) => return Shed::LongRunning,
+            (..) => {}
+        }
     }
 }
 
@@ -191,9 +236,9 @@ impl Streams {
         Self { stall_timeout, has_opened: Cell::new(false), next_progress: Cell::new(None) }
     }
 
-    /// Registers a request. hyper starts the task of its stream once it has the future of the response.
-    fn begin(&self) -> Rc<BodyProgress> {
-        let progress = Rc::<BodyProgress>::default();
+    /// Registers a request that is charged in `memory`. hyper starts the task of its stream once it has the future of the response.
+    fn begin(&self, memory: StreamMemory) -> Rc<BodyProgress> {
+        let progress = BodyProgress::new(memory);
         self.has_opened.set(true);
         self.next_progress.set(Some(Rc::clone(&progress)));
         progress
@@ -247,6 +292,7 @@ mod tests {
     use tokio::time::Instant;
 
     use super::*;
+    use crate::observe::MemoryBudget;
     use tokio::time::timeout;
 
     #[tokio::test(start_paused = true)]
@@ -258,7 +304,10 @@ mod tests {
         let start = Instant::now();
         streams.idle_without_stream(limit, has_received).await;
         assert_eq!(start.elapsed(), limit * 4);
-        drop(streams.begin());
+        let request = hyper::Request::new(String::new());
+        let budget = MemoryBudget::new(1 << 30);
+        let client = ClientMemory::new(budget.source(1), MemoryClass::Unproven, 0).unwrap();
+        drop(streams.begin(client.begin(&request).unwrap()));
         let idle = timeout(limit * 1_000, streams.idle_without_stream(limit, || false));
         assert!(idle.await.is_err(), "a connection that has had a stream may be idle");
     }

@@ -14,6 +14,7 @@ use tokio::time::timeout;
 use super::accept;
 use super::client_certificate::ClientCertificate;
 use super::client_connection::ClientConnection;
+use super::client_memory::ClientMemory;
 use super::client_stream::{ClientStream, StallTimeout, accept_tls};
 use super::drain::DrainWatcher;
 use super::http_connection::HttpConnection;
@@ -26,7 +27,7 @@ use crate::net::sockets::linger::Linger;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tcp_options;
 use crate::net::tls::serving::{self, ServingTls};
-use crate::observe::{ListenerMetrics, RateLimitedWarnings};
+use crate::observe::{ListenerMetrics, MemoryClass, RateLimitedWarnings};
 
 /// Serves the connections of one L7 listener on one worker.
 pub struct HttpsServer {
@@ -258,7 +259,22 @@ impl HttpsServer {
         source: Source,
         service: &ListenerService,
     ) {
+        let is_identity = certificate
+            .as_ref()
+            .is_some_and(|certificate| service.credentials.is_identity(certificate));
+        let class = if is_identity { MemoryClass::Identity } else { MemoryClass::Unproven };
+        // hyper buffers a whole head on HTTP/1.1.
+        let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
+        let head = if is_http2 { 0 } else { service.request_limits.max_header_bytes as usize };
+        let account = service.metrics.memory.source(source.key());
+        let Some(memory) = ClientMemory::new(account, class, head) else {
+            let about =
+                format!("listener {} refused a connection for lack of memory", self.listener);
+            self.warnings.warn(&about, source);
+            return;
+        };
         let client = Rc::new(ClientConnection {
+            memory,
             service: self.service.clone(),
             certificate: certificate.clone(),
             address: from.ip().to_canonical(),

@@ -38,6 +38,9 @@ const MAX_LENGTH_DIGITS: usize = 19;
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
+/// Longest method that is forwarded, in bytes. The longest registered one has 17 (IANA, HTTP methods).
+const MAX_METHOD: usize = 32;
+
 /// Refuses a head that two parties could read differently, or that could not be forwarded unchanged.
 ///
 /// # Errors
@@ -51,6 +54,9 @@ pub fn check_request(parts: &Parts) -> Result<(), StatusError> {
 fn check_head(parts: &Parts) -> Result<(), StatusError> {
     if parts.method == Method::CONNECT {
         return refuse("CONNECT is not served here");
+    }
+    if parts.method.as_str().len() > MAX_METHOD {
+        return refuse("the method is too long");
     }
     let target = parts.uri.path_and_query().map_or("", |target| target.as_str());
     let is_asterisk = target == "*" && parts.method == Method::OPTIONS;

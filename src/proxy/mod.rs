@@ -7,6 +7,7 @@ mod body_prefix;
 mod body_progress;
 pub mod client_certificate;
 mod client_connection;
+mod client_memory;
 mod client_stream;
 pub mod credential_selector;
 pub mod drain;

@@ -25,6 +25,12 @@ use crate::observe::{Outcome, Side};
 use crate::upstream::connection::{Permit, describe_h2_error};
 use crate::upstream::http1::Http1Driver;
 
+/// What is charged for the upstream window of a response: that of clients without an identity
+/// ([`crate::upstream::dial`]).
+const UPSTREAM_WINDOW: usize = 64 << 10;
+/// What is charged for that of a watch. Its client usually reads each event at once.
+const WATCH_WINDOW: usize = 8 << 10;
+
 /// The response to a request, or an error for the client with the outcome to record it in.
 pub type ForwardResult = Result<Response<ResponseBody>, (StatusError, Box<Outcome>)>;
 
@@ -43,6 +49,16 @@ pub enum ResponseBody {
 }
 
 impl ResponseBody {
+    /// Bytes that the upstream may send while the client does not read.
+    pub fn upstream_window(&self) -> usize {
+        match self {
+            Self::Empty | Self::Full(_) => 0,
+            Self::Stream(stream) if stream.done => 0,
+            Self::Stream(_) | Self::Http1(_) => UPSTREAM_WINDOW,
+            Self::Watch(_) => WATCH_WINDOW,
+        }
+    }
+
     /// The response with the status and the headers of `head`. The version and the extensions of `head`
     /// belong to the upstream connection and are not used.
     pub fn with_head(self, head: response::Parts) -> Response<Self> {

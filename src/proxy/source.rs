@@ -30,6 +30,18 @@ impl Source {
     }
 }
 
+impl Source {
+    /// A number of its own for each source. IPv6 has no source addresses that begin with 0xff (RFC 4291,
+    /// section 2.7).
+    pub fn key(self) -> u128 {
+        match self {
+            Self::User(uid) => (0xff << 120) | u128::from(uid),
+            Self::Address(IpAddr::V4(ip)) => ip.to_ipv6_mapped().to_bits(),
+            Self::Address(IpAddr::V6(ip)) => ip.to_bits(),
+        }
+    }
+}
+
 impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -22,6 +22,7 @@ use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
+use super::credentials::ClientTls;
 use super::endpoint::{ConnectFailure, ConnectFailureKind, ConnectTimeout, Endpoint};
 use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
@@ -34,9 +35,12 @@ const RACE_AFTER: Duration = Duration::from_millis(250);
 /// Receive window of one stream. It also bounds the memory of a stream whose client does not read.
 /// 256 KiB allows 2 Gbit/s at a round-trip time of 1 ms.
 const STREAM_WINDOW: u32 = 256 * 1024;
+/// The same on connections without the certificate of an identity, whose streams any process may open:
+/// 64 KiB allow 500 Mbit/s.
+const UNPROVEN_STREAM_WINDOW: u32 = 64 * 1024;
 /// Receive window of a connection. It is larger than the windows of all 100 streams that kube-apiserver
 /// allows, so streams whose clients do not read cannot stall the others.
-const CONNECTION_WINDOW: u32 = STREAM_WINDOW * 128;
+const WINDOWS_PER_CONNECTION: u32 = 128;
 /// Largest frame that the peer may send. h2's default is 16 KiB; fewer and larger frames make LISTs
 /// cheaper.
 const MAX_FRAME: u32 = 64 * 1024;
@@ -56,7 +60,7 @@ const RESET_MEMORY: Duration = Duration::from_secs(30);
 const ERROR_RESETS: usize = 64 * 1024;
 /// Budget for small DATA frames, shared by all streams. Watch events are small, and with h2's default
 /// about a hundred unread ones close the connection.
-const DATA_FRAME_BUDGET: usize = CONNECTION_WINDOW as usize;
+const DATA_FRAME_BUDGET: usize = (STREAM_WINDOW * WINDOWS_PER_CONNECTION) as usize;
 
 /// The TLS stream of a connection to an endpoint.
 pub type UpstreamStream = TlsStream<ReadAhead<TrackedStream>>;
@@ -77,14 +81,14 @@ pub struct DialedConnection {
 pub async fn dial_h2(
     connector: &Connector,
     endpoint: &Endpoint,
-    tls: &Arc<ClientConfig>,
+    tls: &ClientTls,
     limit: ConnectTimeout,
 ) -> Result<DialedConnection, ConnectFailure> {
     // Boxed, because the handshakes of rustls and h2 keep 30 KiB of state while they wait.
     Box::pin(race(endpoint, limit, |address| async move {
         let tcp = connect(connector, address).await?;
         let _handshake = endpoint.track_handshake();
-        let (stream, observer) = secure(tcp, endpoint, address, tls).await?;
+        let (stream, observer) = secure(tcp, endpoint, address, &tls.h2).await?;
         if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
             return Err(ConnectFailure::new(
                 ConnectFailureKind::NoH2,
@@ -93,7 +97,9 @@ pub async fn dial_h2(
                 ),
             ));
         }
-        first_pong(stream, observer).await.map_err(|error| {
+        let window =
+            if tls.certificate.is_some() { STREAM_WINDOW } else { UNPROVEN_STREAM_WINDOW };
+        first_pong(stream, observer, window).await.map_err(|error| {
             let kind = if is_late_alert(&error) {
                 ConnectFailureKind::TlsFailed
             } else {
@@ -246,10 +252,11 @@ fn bare_name(name: &str) -> &str {
 async fn first_pong(
     stream: UpstreamStream,
     observer: StreamObserver,
+    window: u32,
 ) -> Result<DialedConnection, io::Error> {
     let (send, mut h2) = h2::client::Builder::new()
-        .initial_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
+        .initial_window_size(window)
+        .initial_connection_window_size(window * WINDOWS_PER_CONNECTION)
         .max_frame_size(MAX_FRAME)
         .max_header_list_size(MAX_HEADER_LIST)
         .initial_max_send_streams(INITIAL_STREAMS)

@@ -356,7 +356,7 @@ impl Pool {
         class.connect_started(&endpoint.label, Instant::now());
         tokio::task::spawn_local(async move {
             let limit = endpoint.connect_timeout(pool.upstream.config().health.connect_timeout);
-            let result = dial_h2(&pool.upstream.connector(), &endpoint, &tls.h2, limit).await;
+            let result = dial_h2(&pool.upstream.connector(), &endpoint, &tls, limit).await;
             class.connect_ended(&endpoint.label);
             match result {
                 Ok(established) => {

@@ -67,7 +67,7 @@ pub async fn connect(
         return None;
     }
     let limit = endpoint.connect_timeout(upstream.config().health.connect_timeout);
-    match dial_h2(&upstream.connector(), endpoint, &tls.h2, limit).await {
+    match dial_h2(&upstream.connector(), endpoint, &tls, limit).await {
         Ok(established) => {
             endpoint.metrics.dialled("ok");
             let new = reachability.start_connection(established, upstream, endpoint, &tls);

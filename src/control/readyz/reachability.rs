@@ -209,7 +209,7 @@ async fn handshake(
 ) -> Option<DialedConnection> {
     loop {
         let limit = ConnectTimeout::fixed(HANDSHAKE_TIMEOUT);
-        let failure = match dial_h2(connector, endpoint, &tls.h2, limit).await {
+        let failure = match dial_h2(connector, endpoint, tls, limit).await {
             Ok(established) => return Some(established),
             Err(failure) => failure,
         };

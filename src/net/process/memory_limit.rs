@@ -2,16 +2,21 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 /// Where both versions of cgroups are mounted.
 const ROOT: &str = "/sys/fs/cgroup";
 /// Version 1 says "no limit" with a number close to the largest.
 const UNLIMITED: u64 = 1 << 60;
 
-/// The smallest limit of the process's cgroup and of those around it, in bytes; `None` without a limit.
+/// The smallest limit of the process's cgroup and of those around it, in bytes; `None` without a limit. It is read
+/// once, because a process that has restricted itself cannot read it again.
 pub fn cgroup_limit() -> Option<u64> {
-    let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
-    smallest_limit(&groups, |file| fs::read_to_string(file).ok())
+    static LIMIT: OnceLock<Option<u64>> = OnceLock::new();
+    *LIMIT.get_or_init(|| {
+        let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
+        smallest_limit(&groups, |file| fs::read_to_string(file).ok())
+    })
 }
 
 /// `groups` has the lines of `/proc/self/cgroup` (cgroups(7)).

@@ -122,6 +122,8 @@ fn check_request_refuses_ambiguous_http2_heads() {
             Some("Content-Length"),
         ),
         ("CONNECT", "a:443", &[], Some("CONNECT")),
+        ("ABCDEFGHIJKLMNOPQRSTUVWXYZABCDEF", "https://a/x", &[], None),
+        ("ABCDEFGHIJKLMNOPQRSTUVWXYZABCDEFG", "https://a/x", &[], Some("too long")),
     ] {
         assert_check(method, uri, Version::HTTP_2, headers, refusal);
     }

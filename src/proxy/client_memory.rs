@@ -1,0 +1,432 @@
+//! What one client connection holds of the [memory budget](crate::observe::memory_budget).
+//!
+//! | charged | bytes |
+//! |---|---|
+//! | connection | [`CONNECTION_COST`]; on HTTP/1.1 also its largest head |
+//! | request | [`STREAM_COST`], and its head as decoded, until the last byte of the response is sent |
+//! | request body | its receive window, up to the window of the connection |
+//! | response | the bytes that wait for the client, and the upstream's window |
+//!
+//! The costs are above what a debug build was measured to hold. Headers are charged once they are decoded; what
+//! was read before that is limited by [`super::frame_limiter`], which reads at most 128 KiB before the connection
+//! is polled again, and by `max_header_bytes` for each head.
+//!
+//! The connection takes from the budget in steps of [`STEP`], and its first [`FREE`] bytes of each kind are part
+//! of the cost of the connection. A client that sends one request after the other thus changes no counter that
+//! other threads use, and is not refused when others have used up the budget.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use http::Request;
+
+use crate::observe::memory_budget::{Level, MemoryCharge, Shed, SourceMemory};
+use crate::observe::{MemoryClass, MemoryKind};
+
+/// Bytes of a connection: TLS, HTTP/2, their buffers, and the first [`FREE`] bytes of each kind.
+const CONNECTION_COST: usize = 64 << 10;
+/// Bytes of a request besides its head: futures, the record of the outcome, the state of both HTTP/2 streams.
+const STREAM_COST: usize = 8 << 10;
+/// Bytes of a header field besides name and value.
+const FIELD_COST: usize = 112;
+/// Bytes of each kind that a connection holds without a charge of their own.
+const FREE: usize = 8 << 10;
+/// A connection takes a multiple of these bytes from the budget.
+const STEP: usize = 16 << 10;
+/// Waiting bytes of all streams of a connection above which a client that reads slowly is stalled.
+const MAX_WAITING: usize = 256 << 10;
+
+/// The receive windows of request bodies on one connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Windows {
+    /// Window of a stream.
+    pub stream: u32,
+    /// Window of the connection.
+    pub connection: u32,
+}
+
+impl Windows {
+    /// Those of a client without a configured identity. A loopback client fills 64 KiB as fast as larger
+    /// ones; a hundred connections hold 25 MiB.
+    const UNPROVEN: Self = Self { stream: 64 << 10, connection: 256 << 10 };
+    /// The connection has sixteen windows of a stream, so that other uploads continue while one is stalled
+    /// upstream.
+    const IDENTITY: Self = Self { stream: 256 << 10, connection: 4 << 20 };
+
+    fn of(class: MemoryClass) -> Self {
+        match class {
+            MemoryClass::Identity => Self::IDENTITY,
+            MemoryClass::Token | MemoryClass::Unproven => Self::UNPROVEN,
+        }
+    }
+}
+
+/// Streams of a connection whose client has no configured identity, at most. Go's HTTP/2 server announces as
+/// many.
+pub const UNPROVEN_STREAMS: u32 = 250;
+
+/// What a connection holds of one kind.
+#[derive(Debug)]
+struct Allotment {
+    kind: MemoryKind,
+    used: Cell<usize>,
+    /// Taken from the budget.
+    granted: Cell<usize>,
+}
+
+impl Allotment {
+    fn new(kind: MemoryKind) -> Self {
+        Self { kind, used: Cell::new(0), granted: Cell::new(0) }
+    }
+
+    /// Bytes to take from the budget for `used` bytes.
+    fn needed(used: usize) -> usize {
+        used.saturating_sub(FREE).next_multiple_of(STEP)
+    }
+
+    /// Adds bytes; `take` takes more from the budget. False, and nothing added, if it does not.
+    fn add(&self, bytes: usize, take: impl FnOnce(MemoryKind, usize) -> bool) -> bool {
+        let used = self.used.get() + bytes;
+        let needed = Self::needed(used);
+        let granted = self.granted.get();
+        if needed > granted {
+            if !take(self.kind, needed - granted) {
+                return false;
+            }
+            self.granted.set(needed);
+        }
+        self.used.set(used);
+        true
+    }
+
+    /// Removes bytes; `give` returns bytes to the budget. One step is kept until nothing is used.
+    fn remove(&self, bytes: usize, give: impl FnOnce(MemoryKind, usize)) {
+        let used = self.used.get() - bytes;
+        self.used.set(used);
+        let kept = if used == 0 { 0 } else { Self::needed(used) + STEP };
+        let granted = self.granted.get();
+        if granted > kept {
+            self.granted.set(kept);
+            give(self.kind, granted - kept);
+        }
+    }
+}
+
+/// The memory of one client connection.
+#[derive(Debug)]
+pub struct ClientMemory {
+    source: Arc<SourceMemory>,
+    class: Cell<MemoryClass>,
+    streams: Allotment,
+    windows: Allotment,
+    responses: Allotment,
+    /// The windows that the connection has announced.
+    announced: Windows,
+    open_streams: Cell<usize>,
+    /// Open requests that had a body.
+    bodies: Cell<usize>,
+    /// Bytes of responses that wait for the client.
+    waiting: Cell<usize>,
+    last_shed: Cell<Option<Shed>>,
+    _connection: MemoryCharge,
+}
+
+impl ClientMemory {
+    /// Charges a connection of this source, with `extra` bytes of buffers; `None` if it does not fit.
+    pub fn new(source: Arc<SourceMemory>, class: MemoryClass, extra: usize) -> Option<Rc<Self>> {
+        let bytes = CONNECTION_COST + extra;
+        let connection = source.try_charge(MemoryKind::Connections, bytes, class);
+        let Some(connection) = connection else {
+            source.budget().count_shed(Shed::ConnectionRefused);
+            return None;
+        };
+        Some(Rc::new(Self {
+            source,
+            class: Cell::new(class),
+            streams: Allotment::new(MemoryKind::Streams),
+            windows: Allotment::new(MemoryKind::RequestWindows),
+            responses: Allotment::new(MemoryKind::Responses),
+            announced: Windows::of(class),
+            open_streams: Cell::new(0),
+            bodies: Cell::new(0),
+            waiting: Cell::new(0),
+            last_shed: Cell::new(None),
+            _connection: connection,
+        }))
+    }
+
+    /// The windows to announce.
+    pub fn windows(&self) -> Windows {
+        self.announced
+    }
+
+    /// What the client has proven up to now.
+    pub fn class(&self) -> MemoryClass {
+        self.class.get()
+    }
+
+    /// The client has proven this.
+    pub fn raise_class(&self, class: MemoryClass) {
+        self.class.set(self.class.get().max(class));
+    }
+
+    /// Number of requests whose responses are not complete.
+    pub fn open_streams(&self) -> usize {
+        self.open_streams.get()
+    }
+
+    /// How short memory is for this client.
+    pub fn level(&self) -> Level {
+        self.source.level(self.class())
+    }
+
+    /// Whether so much waits for the client that it must read.
+    pub fn must_read(&self) -> bool {
+        self.waiting.get() > MAX_WAITING
+    }
+
+    /// Counts what was shed of this client.
+    pub fn count_shed(&self, shed: Shed) {
+        self.last_shed.set(Some(shed));
+        self.source.budget().count_shed(shed);
+    }
+
+    /// What was last shed of this client.
+    pub fn last_shed(&self) -> Option<Shed> {
+        self.last_shed.get()
+    }
+
+    /// Charges a request; `None` if it does not fit.
+    pub fn begin<B: http_body::Body>(
+        self: &Rc<Self>,
+        request: &Request<B>,
+    ) -> Option<StreamMemory> {
+        let bytes = STREAM_COST + head_size(request);
+        let class = self.class();
+        let has_body = !request.body().is_end_stream();
+        let fits = self.streams.add(bytes, |kind, bytes| self.source.try_add(kind, bytes, class));
+        if !fits || (has_body && !self.add_body()) {
+            if fits {
+                self.streams.remove(bytes, |kind, bytes| self.source.subtract(kind, bytes));
+            }
+            self.count_shed(Shed::StreamRefused);
+            return None;
+        }
+        self.open_streams.set(self.open_streams.get() + 1);
+        let window = Cell::new(0);
+        Some(StreamMemory { connection: Rc::clone(self), bytes, has_body, window })
+    }
+
+    /// Charges the window of one more request body.
+    fn add_body(&self) -> bool {
+        let class = self.class();
+        let bodies = self.bodies.get();
+        let more = self.windows_of(bodies + 1) - self.windows_of(bodies);
+        let fits = self.windows.add(more, |kind, bytes| self.source.try_add(kind, bytes, class));
+        if fits {
+            self.bodies.set(bodies + 1);
+        }
+        fits
+    }
+
+    fn remove_body(&self) {
+        let bodies = self.bodies.get();
+        let less = self.windows_of(bodies) - self.windows_of(bodies - 1);
+        self.bodies.set(bodies - 1);
+        self.windows.remove(less, |kind, bytes| self.source.subtract(kind, bytes));
+    }
+
+    /// Bytes that this many request bodies may fill.
+    fn windows_of(&self, bodies: usize) -> usize {
+        (bodies * self.announced.stream as usize).min(self.announced.connection as usize)
+    }
+
+    fn add_response(&self, bytes: usize) {
+        self.responses.add(bytes, |kind, bytes| {
+            self.source.add(kind, bytes);
+            true
+        });
+    }
+
+    fn remove_response(&self, bytes: usize) {
+        self.responses.remove(bytes, |kind, bytes| self.source.subtract(kind, bytes));
+    }
+}
+
+impl Drop for ClientMemory {
+    fn drop(&mut self) {
+        for allotment in [&self.streams, &self.windows, &self.responses] {
+            debug_assert_eq!(allotment.used.get(), 0, "{:?}", allotment.kind);
+            self.source.subtract(allotment.kind, allotment.granted.get());
+        }
+    }
+}
+
+/// The memory of one request and its response, charged until this is dropped.
+#[derive(Debug)]
+pub struct StreamMemory {
+    connection: Rc<ClientMemory>,
+    bytes: usize,
+    has_body: bool,
+    /// The upstream's window that is charged.
+    window: Cell<usize>,
+}
+
+impl StreamMemory {
+    /// The memory of the connection.
+    pub fn connection(&self) -> &ClientMemory {
+        &self.connection
+    }
+
+    /// Charges the window in which the upstream may send while the client does not read.
+    pub fn set_upstream_window(&self, bytes: usize) {
+        let before = self.window.replace(bytes);
+        self.connection.add_response(bytes);
+        self.connection.remove_response(before);
+    }
+
+    /// Charges bytes that wait for the client.
+    pub fn add_waiting(&self, bytes: usize) {
+        let waiting = &self.connection.waiting;
+        waiting.set(waiting.get() + bytes);
+        self.connection.add_response(bytes);
+    }
+
+    /// Bytes no longer wait.
+    pub fn remove_waiting(&self, bytes: usize) {
+        let waiting = &self.connection.waiting;
+        waiting.set(waiting.get() - bytes);
+        self.connection.remove_response(bytes);
+    }
+}
+
+impl Drop for StreamMemory {
+    fn drop(&mut self) {
+        let connection = &self.connection;
+        connection.open_streams.set(connection.open_streams.get() - 1);
+        if self.has_body {
+            connection.remove_body();
+        }
+        connection.remove_response(self.window.get());
+        connection
+            .streams
+            .remove(self.bytes, |kind, bytes| connection.source.subtract(kind, bytes));
+    }
+}
+
+/// Bytes that a decoded head occupies, approximately.
+fn head_size<B>(request: &Request<B>) -> usize {
+    let uri = request.uri();
+    let target = uri.path_and_query().map_or(0, |target| target.as_str().len());
+    let authority = uri.authority().map_or(0, |authority| authority.as_str().len());
+    let fields = request.headers().iter();
+    let fields: usize =
+        fields.map(|(name, value)| name.as_str().len() + value.len() + FIELD_COST).sum();
+    request.method().as_str().len() + target + authority + fields
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::observe::MemoryBudget;
+
+    const MIB: usize = 1 << 20;
+
+    fn head() -> Request<String> {
+        Request::get("https://api/version").body(String::new()).unwrap()
+    }
+
+    fn upload() -> Request<String> {
+        Request::post("https://api/x").body("x".to_owned()).unwrap()
+    }
+
+    fn connection(budget: &Arc<MemoryBudget>, class: MemoryClass) -> Rc<ClientMemory> {
+        ClientMemory::new(budget.source(1), class, 0).unwrap()
+    }
+
+    #[test]
+    fn requests_one_after_the_other_take_nothing_from_the_budget() {
+        let budget = MemoryBudget::new(MIB);
+        let connection = connection(&budget, MemoryClass::Unproven);
+        let idle = budget.used();
+        assert_eq!(idle, CONNECTION_COST);
+        // One that would not fit: others have used up the budget.
+        let _other = budget.source(2).charge(MemoryKind::Flows, 10 * MIB);
+        let allotment = &connection.responses;
+        allotment.add(FREE, |_, _| unreachable!("within what is free"));
+        allotment.remove(FREE, |_, _| unreachable!("nothing was taken"));
+    }
+
+    #[test]
+    fn requests_are_refused_when_the_share_is_used_up() {
+        let budget = MemoryBudget::new(4 * MIB);
+        let unproven = connection(&budget, MemoryClass::Unproven);
+        let identity = ClientMemory::new(budget.source(2), MemoryClass::Identity, 0).unwrap();
+        let mut streams = Vec::new();
+        while let Some(stream) = unproven.begin(&head()) {
+            streams.push(stream);
+        }
+        // Half of 5/8 of 4 MiB is 1,280 KiB.
+        assert!((120..160).contains(&streams.len()), "{}", streams.len());
+        assert_eq!(unproven.level(), Level::Critical);
+        assert_eq!(budget.shed(Shed::StreamRefused), 1);
+        assert_eq!(identity.level(), Level::Free);
+        assert!(identity.begin(&upload()).is_some());
+        streams.pop();
+        streams.pop();
+        streams.pop();
+        streams.pop();
+        assert!(unproven.begin(&head()).is_some(), "what is released can be used again");
+        drop(streams);
+        drop((unproven, identity));
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn windows_of_bodies_are_charged_up_to_that_of_the_connection() {
+        let budget = MemoryBudget::new(100 * MIB);
+        let connection = connection(&budget, MemoryClass::Unproven);
+        let streams: Vec<_> = (0..16).map(|_| connection.begin(&upload()).unwrap()).collect();
+        let windows = budget.used_for(MemoryKind::RequestWindows);
+        assert!((256 << 10) - STEP <= windows && windows <= 256 << 10, "{windows}");
+        drop((streams, connection));
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn responses_are_charged_until_they_are_taken() {
+        let budget = MemoryBudget::new(100 * MIB);
+        let connection = connection(&budget, MemoryClass::Unproven);
+        let stream = connection.begin(&head()).unwrap();
+        stream.set_upstream_window(64 << 10);
+        stream.add_waiting(300 << 10);
+        assert!(connection.must_read());
+        assert!(budget.used_for(MemoryKind::Responses) >= 350 << 10);
+        stream.remove_waiting(299 << 10);
+        assert!(!connection.must_read());
+        stream.set_upstream_window(0);
+        assert!(budget.used_for(MemoryKind::Responses) <= STEP);
+        stream.remove_waiting(1 << 10);
+        drop((stream, connection));
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn large_heads_are_charged_by_their_size() {
+        let value = "x".repeat(60_000);
+        let request = Request::get("/version").header("x-filler", &value).body(()).unwrap();
+        assert!(head_size(&request) > 60_000);
+    }
+
+    #[test]
+    fn connections_are_refused_when_the_share_is_used_up() {
+        let budget = MemoryBudget::new(4 * MIB);
+        let new = |class| ClientMemory::new(budget.source(1), class, 0);
+        let connections: Vec<_> = std::iter::from_fn(|| new(MemoryClass::Unproven)).collect();
+        assert_eq!(connections.len(), 20, "1,280 KiB");
+        assert!(new(MemoryClass::Identity).is_some());
+        drop(connections);
+        assert_eq!(budget.used(), 0);
+    }
+}

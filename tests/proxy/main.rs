@@ -15,6 +15,7 @@ mod hostile_upstream;
 mod identity;
 mod kubectl;
 mod limits;
+mod memory_budget;
 mod outage;
 mod own_errors;
 mod request_bodies;

@@ -1,0 +1,138 @@
+//! The memory that clients may make the proxy hold: clients without an identity are refused and shed, an identity
+//! is served, and the account returns to zero.
+
+use std::time::Duration;
+
+use http::Method;
+use jackstay::config::MemoryLimit;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use crate::scripted_peer::{
+    DATA, END_HEADERS, END_STREAM, HEADERS, INITIAL_WINDOW_SIZE, REFUSED_STREAM, RST_STREAM,
+    fields, frame, settings,
+};
+use crate::support::wire::{self, Wire};
+use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map, soon, until, wait};
+
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// Streams that a client without an identity may open on a connection.
+const STREAMS: u32 = 250;
+
+fn head(stream: u32, method: &str, path: &str, flags: u8) -> Vec<u8> {
+    let list = [(":method", method), (":scheme", "https"), (":authority", "a"), (":path", path)];
+    frame(HEADERS, END_HEADERS | flags, stream, &fields(&list))
+}
+
+/// A connection without a certificate that sends `frames` and has no window for responses.
+async fn without_window(cluster: &TestCluster, proxy: &Proxy, frames: Vec<u8>) -> Wire {
+    let tls = wire::connector(&cluster.certs, None, "h2");
+    let mut wire = wire::handshake(&tls, proxy.addr).await.unwrap();
+    wire.write_all(PREFACE).await.unwrap();
+    wire.write_all(&settings(&[(INITIAL_WINDOW_SIZE, 0)])).await.unwrap();
+    wire.write_all(&frames).await.unwrap();
+    wire
+}
+
+fn requests() -> Vec<u8> {
+    (0..STREAMS).flat_map(|n| head(2 * n + 1, "GET", "/version", END_STREAM)).collect()
+}
+
+/// Waits for a stream that is reset with this code.
+async fn reset(wire: &mut Wire, code: u32) {
+    loop {
+        let mut head = [0; 9];
+        wire.read_exact(&mut head).await.unwrap();
+        let length = usize::from(head[0]) << 16 | usize::from(head[1]) << 8 | usize::from(head[2]);
+        let mut payload = vec![0; length];
+        wire.read_exact(&mut payload).await.unwrap();
+        if head[3] == RST_STREAM && payload == code.to_be_bytes() {
+            return;
+        }
+    }
+}
+
+async fn shed(proxy: &Proxy, reason: &str) -> f64 {
+    proxy.metric(&format!("jackstay_shed_total{{reason=\"{reason}\"}}")).await
+}
+
+/// What is held, without the connections and what belongs to no client.
+async fn held(proxy: &Proxy) -> f64 {
+    let mut sum = 0.0;
+    for kind in ["streams", "request_windows", "responses", "held_bodies", "watch_frames"] {
+        sum += proxy.metric(&format!("jackstay_memory_budget_bytes{{kind=\"{kind}\"}}")).await;
+    }
+    sum
+}
+
+async fn connections(proxy: &Proxy) -> f64 {
+    proxy.metric("jackstay_memory_budget_bytes{kind=\"connections\"}").await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn unproven_client_is_refused_and_shed_while_an_identity_is_served() {
+    let cluster = TestCluster::new(1);
+    let proxy =
+        cluster.start_with(|config| config.memory_limit = MemoryLimit::Bytes(16 << 20)).await;
+    let identity = proxy.client().await;
+    assert_eq!(identity.get(CONFIGMAPS).await.unwrap().status, 200);
+
+    let mut wires = Vec::new();
+    for _ in 0..3 {
+        wires.push(without_window(&cluster, &proxy, requests()).await);
+    }
+    soon("a refused stream", reset(&mut wires[2], REFUSED_STREAM)).await;
+    assert!(shed(&proxy, "stream_refused").await > 0.0);
+    let limit = Duration::from_secs(20);
+    wait::until_within(limit, "stalled readers are reset", async || {
+        assert_eq!(identity.get(CONFIGMAPS).await.unwrap().status, 200);
+        shed(&proxy, "stalled_reader").await > 0.0
+    })
+    .await;
+    let object = config_map("of-an-identity", "1").to_string();
+    let json = [("content-type", "application/json")];
+    let created = identity.request(Method::POST, CONFIGMAPS, &json, object).await.unwrap();
+    assert_eq!(created.status, 201);
+    let status = proxy.status().await;
+    assert_eq!(status["memory"]["limit_bytes"], 16 << 20);
+    drop((wires, identity));
+    until("nothing is held", async || held(&proxy).await + connections(&proxy).await == 0.0).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn account_returns_to_zero_after_every_kind_of_request() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start().await;
+    for http2 in [true, false] {
+        let client = proxy.client_over(http2).await;
+        for n in 0..3 {
+            let name = format!("held-{http2}-{n}");
+            let object = config_map(&name, &"x".repeat(200_000)).to_string();
+            let json = [("content-type", "application/json")];
+            let created = client.request(Method::POST, CONFIGMAPS, &json, object).await.unwrap();
+            assert_eq!(created.status, 201);
+            assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
+            assert_eq!(client.get("/no/such/path").await.unwrap().status, 404);
+        }
+        let watch = client.watch(&cluster.watch_path()).await.unwrap();
+        assert!(connections(&proxy).await > 0.0);
+        drop((watch, client));
+    }
+    // Bodies that do not end, and large responses that the client does not take.
+    let body = [0; 8_000];
+    let uploads = (0..4).flat_map(|n| {
+        let upload = head(2 * n + 1, "POST", CONFIGMAPS, 0);
+        let list = head(2 * n + 101, "GET", CONFIGMAPS, END_STREAM);
+        [upload, frame(DATA, 0, 2 * n + 1, &body), list]
+    });
+    let wire = without_window(&cluster, &proxy, ordered(uploads)).await;
+    until("memory is held", async || held(&proxy).await > 0.0).await;
+    drop(wire);
+    until("nothing is held", async || held(&proxy).await + connections(&proxy).await == 0.0).await;
+}
+
+/// Stream ids must increase: uploads first, then lists.
+fn ordered(frames: impl Iterator<Item = Vec<u8>>) -> Vec<u8> {
+    let mut frames: Vec<_> = frames.collect();
+    frames.sort_by_key(|frame| u32::from_be_bytes(frame[5..9].try_into().unwrap()));
+    frames.concat()
+}

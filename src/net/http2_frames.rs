@@ -1,6 +1,6 @@
 //! Frame headers in a byte stream of HTTP/2 (RFC 9113, 4.1).
 //!
-//! h2 handles PING, SETTINGS, PRIORITY and WINDOW_UPDATE itself and shows none of them, so a limit of their
+//! h2 handles PING, SETTINGS, PRIORITY and `WINDOW_UPDATE` itself and shows none of them, so a limit of their
 //! number must count them in the bytes.
 
 /// Length of the preface that a client sends before its first frame (RFC 9113, 3.4).
@@ -45,13 +45,13 @@ pub struct FrameHeader {
 
 impl FrameHeader {
     fn decode(bytes: [u8; HEADER_LENGTH]) -> Self {
-        let [a, b, c, frame_type, flags, d, e, f, g] = bytes;
+        let number = |bytes: &[u8]| bytes.iter().fold(0, |sum, byte| sum << 8 | u32::from(*byte));
         Self {
-            length: u32::from_be_bytes([0, a, b, c]),
-            frame_type,
-            flags,
+            length: number(&bytes[..3]),
+            frame_type: bytes[3],
+            flags: bytes[4],
             // The first bit is reserved.
-            stream: u32::from_be_bytes([d, e, f, g]) & (u32::MAX >> 1),
+            stream: number(&bytes[5..]) & (u32::MAX >> 1),
         }
     }
 }

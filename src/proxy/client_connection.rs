@@ -109,7 +109,7 @@ impl ClientConnection {
                 let status = response.status();
                 let is_new = service.credentials.learn(credential, self.source, status);
                 if let Some(unproven) = unproven {
-                    self.unproven_ended(&service, unproven, (credential, status, is_new));
+                    Self::unproven_ended(&service, &unproven, (credential, status, is_new));
                 }
             }
             Ok(result
@@ -155,9 +155,8 @@ impl ClientConnection {
 
     /// Records what the response to an unproven request shows.
     fn unproven_ended(
-        &self,
         service: &ListenerService,
-        request: Box<UnprovenRequest>,
+        request: &UnprovenRequest,
         (credential, status, is_new): (SelectedCredential, StatusCode, bool),
     ) {
         let is_anonymous = credential.class == CredentialClass::Anonymous;

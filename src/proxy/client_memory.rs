@@ -389,7 +389,7 @@ mod tests {
         let connection = connection(&budget, MemoryClass::Unproven);
         let streams: Vec<_> = (0..16).map(|_| connection.begin(&upload()).unwrap()).collect();
         let windows = budget.used_for(MemoryKind::RequestWindows);
-        assert!((256 << 10) - STEP <= windows && windows <= 256 << 10, "{windows}");
+        assert!(((256 << 10) - STEP..=256 << 10).contains(&windows), "{windows}");
         drop((streams, connection));
         assert_eq!(budget.used(), 0);
     }

@@ -9,11 +9,11 @@
 //! | PING | 1,000 | 50 | |
 //! | SETTINGS | 100 | 1 | |
 //! | PRIORITY | 1,000 | 10 | 2 for each stream |
-//! | WINDOW_UPDATE | 4,000 | 1,000 | 4 for each DATA frame sent to it, 1 for each KiB |
-//! | RST_STREAM | 2,000, or the stream limit if it is larger | 50 | 1 for each response head sent to it |
-//! | DATA without bytes and END_STREAM | 100 | 10 | |
+//! | `WINDOW_UPDATE` | 4,000 | 1,000 | 4 for each DATA frame sent to it, 1 for each KiB |
+//! | `RST_STREAM` | 2,000, or the stream limit if it is larger | 50 | 1 for each response head sent to it |
+//! | DATA without bytes and `END_STREAM` | 100 | 10 | |
 //! | HEADERS and CONTINUATION without bytes | 100 | 1 | |
-//! | unknown types, GOAWAY, PUSH_PROMISE | 100 | 10 | |
+//! | unknown types, GOAWAY, `PUSH_PROMISE` | 100 | 10 | |
 //!
 //! Acknowledgements are not counted; jackstay sends no more than it wants acknowledged. A client that uses up
 //! a budget gets GOAWAY with `ENHANCE_YOUR_CALM`, and its connection is closed.
@@ -118,8 +118,17 @@ struct Budgets {
 
 impl Budgets {
     fn new(max_streams: u32) -> Self {
-        use LimitedFrame::*;
-        let all = [Ping, Settings, Priority, WindowUpdate, Reset, EmptyData, EmptyHeaders, Other];
+        use LimitedFrame as F;
+        let all = [
+            F::Ping,
+            F::Settings,
+            F::Priority,
+            F::WindowUpdate,
+            F::Reset,
+            F::EmptyData,
+            F::EmptyHeaders,
+            F::Other,
+        ];
         let left = all.map(|frame| (frame.rate(max_streams).0, 0));
         Self { max_streams, created: Instant::now(), left }
     }
@@ -374,7 +383,7 @@ mod tests {
             assert_eq!(violation.get(), Some(*kind));
             let mut goaway = [0; 17];
             client.read_exact(&mut goaway).await.unwrap();
-            let last = if *frame_type == HEADERS { 1 } else { 0 };
+            let last = u32::from(*frame_type == HEADERS);
             assert_eq!(goaway[..], enhance_your_calm(last), "{kind:?}");
         }
     }

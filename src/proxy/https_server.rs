@@ -120,8 +120,8 @@ impl HttpsServer {
             return;
         }
         let Some(source) = self.sources.source(&stream) else { return };
-        let this = Rc::clone(self);
-        self.spawn(Rc::clone(&service), async move {
+        let (this, current) = (Rc::clone(self), Rc::clone(&service));
+        self.spawn(&current, async move {
             this.accepted(stream, from, source, &service).await;
         });
     }
@@ -129,7 +129,8 @@ impl HttpsServer {
     /// Serves a connection that a worker has handed over.
     pub fn serve_handed_over(self: &Rc<Self>, connection: HandedOver) {
         let (this, service) = (Rc::clone(self), self.service.now());
-        self.spawn(Rc::clone(&service), async move {
+        let current = Rc::clone(&service);
+        self.spawn(&current, async move {
             let (stream, client) = match connection.attach() {
                 Ok(attached) => attached,
                 Err(error) => return this.warn_of_move(&error),
@@ -149,7 +150,7 @@ impl HttpsServer {
     /// Runs a connection until it ends or the drain is forced, and counts it until then.
     fn spawn(
         self: &Rc<Self>,
-        service: Rc<ListenerService>,
+        service: &ListenerService,
         connection: impl Future<Output = ()> + 'static,
     ) {
         let guard = OpenConnection::new(self, &service.metrics);

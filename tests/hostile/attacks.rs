@@ -144,7 +144,7 @@ pub fn run(target: &Target) {
                 Attack::Handshakes => connections::handshakes(target).await,
                 Attack::ZeroWindowSmall => memory::zero_window(target, 100, 1000, "/version").await,
                 Attack::ZeroWindowLarge => {
-                    memory::zero_window(target, 4, 1000, memory::LARGE).await
+                    memory::zero_window(target, 4, 1000, memory::LARGE).await;
                 }
                 Attack::SlowReaders => memory::slow_readers(target, 50, 20).await,
                 Attack::LargeHeaders => memory::large_headers(target, 20, 1000).await,
@@ -154,7 +154,7 @@ pub fn run(target: &Target) {
                 Attack::RandomTokenUpgrades => tokens::upgrades(target, 10).await,
                 Attack::TokensWithSuffix => tokens::suffixes(target, 10).await,
                 Attack::WindowUpdateFlood => {
-                    floods::frames(target, 10, &floods::WINDOW_UPDATES).await
+                    floods::frames(target, 10, &floods::WINDOW_UPDATES).await;
                 }
                 Attack::WindowUpdateFloodManyConnections => {
                     floods::frames(target, 50, &floods::WINDOW_UPDATES).await;
@@ -164,7 +164,7 @@ pub fn run(target: &Target) {
                 Attack::PriorityFlood => floods::frames(target, 10, &floods::PRIORITIES).await,
                 Attack::EmptyDataFlood => floods::frames(target, 10, &floods::EMPTY_DATA).await,
                 Attack::ContinuationFlood => {
-                    floods::frames(target, 10, &floods::CONTINUATIONS).await
+                    floods::frames(target, 10, &floods::CONTINUATIONS).await;
                 }
                 Attack::UnknownFrameFlood => floods::frames(target, 10, &floods::UNKNOWN).await,
                 Attack::PacedResets => floods::paced_resets(target, 1000).await,

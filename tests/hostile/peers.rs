@@ -1,4 +1,4 @@
-//! HAProxy and Envoy as targets of the same attacks, with their defaults and one thread each. They authenticate to the
+//! `HAProxy` and Envoy as targets of the same attacks, with their defaults and one thread each. They authenticate to the
 //! apiservers with the identity's certificate.
 
 use std::net::SocketAddr;

@@ -27,7 +27,7 @@ pub const END_HEADERS: u8 = 4;
 pub const INITIAL_WINDOW_SIZE: u16 = 4;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// The default of SETTINGS_MAX_FRAME_SIZE.
+/// The default of `SETTINGS_MAX_FRAME_SIZE`.
 const MAX_FRAME_SIZE: usize = 16_384;
 
 pub type Tls = TlsStream<TcpStream>;

@@ -92,12 +92,11 @@ impl Rig {
         }
         cluster.create_config_map("lease");
         let server = free_address();
-        let (proxy, admin) = match Peer::from_env() {
-            Some(peer) => (peer.command(cluster.certs.path(), server, &cluster.addresses()), None),
-            None => {
-                let admin = free_address();
-                (jackstay(&cluster, server, admin), Some(admin))
-            }
+        let (proxy, admin) = if let Some(peer) = Peer::from_env() {
+            (peer.command(cluster.certs.path(), server, &cluster.addresses()), None)
+        } else {
+            let admin = free_address();
+            (jackstay(&cluster, server, admin), Some(admin))
         };
         let cgroup = MemoryCgroup::new(MEMORY_LIMIT);
         let mut command = Command::new("sh");

@@ -12,8 +12,8 @@ use rustix::net::{
     socket_with,
 };
 
-/// Lengths of `struct nlmsghdr`, `inet_diag_req_v2` and `inet_diag_msg` (linux/netlink.h,
-/// linux/inet_diag.h).
+/// Lengths of `struct nlmsghdr`, `inet_diag_req_v2` and `inet_diag_msg` (`linux/netlink.h`,
+/// `linux/inet_diag.h`).
 const HEADER: usize = 16;
 const REQUEST: usize = HEADER + 56;
 const RESPONSE: usize = HEADER + 72;

@@ -18,7 +18,7 @@ use crate::support::pause;
 
 /// The path of a list of 1 MB.
 pub const LARGE: &str = "/api/v1/namespaces/kube-system/configmaps";
-/// The flow-control window of a stream before SETTINGS or WINDOW_UPDATE.
+/// The flow-control window of a stream before SETTINGS or `WINDOW_UPDATE`.
 const DEFAULT_WINDOW: usize = 65_535;
 
 /// The id of the n-th stream of a client.

@@ -7,7 +7,7 @@
 //! | request body | its receive window, up to the window of the connection |
 //! | response | the bytes that wait for the client, and the upstream's window |
 //!
-//! The costs are above what a debug build was measured to hold. Headers are charged once they are decoded; what
+//! The costs are estimates, above what a connection and a stream hold. Headers are charged once they are decoded; what
 //! was read before that is limited by [`super::frame_limiter`], which reads at most 128 KiB before the connection
 //! is polled again, and by `max_header_bytes` for each head.
 //!

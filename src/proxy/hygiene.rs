@@ -23,7 +23,7 @@ use std::fmt::Display;
 use std::net::IpAddr;
 
 use http::header::{
-    CONNECTION, CONTENT_LENGTH, Entry, HOST, HeaderMap, HeaderName, HeaderValue, TE,
+    AUTHORIZATION, CONNECTION, CONTENT_LENGTH, Entry, HOST, HeaderMap, HeaderName, HeaderValue, TE,
     TRANSFER_ENCODING, UPGRADE,
 };
 use http::request::Parts;
@@ -70,6 +70,10 @@ fn check_head(parts: &Parts) -> Result<(), StatusError> {
         check_http2(parts)?;
     } else {
         check_http1(parts)?;
+    }
+    // Go reads the first of several, and other servers may ignore an empty one and read the second.
+    if parts.headers.get_all(AUTHORIZATION).iter().nth(1).is_some() {
+        return refuse("more than one Authorization header");
     }
     check_content_length(&parts.headers)
 }
@@ -172,13 +176,15 @@ fn check_http1(parts: &Parts) -> Result<(), StatusError> {
     Ok(())
 }
 
-/// RFC 9110, section 8.6: repeated lengths must be equal numbers. A number of more than [`MAX_LENGTH_DIGITS`]
-/// digits may overflow at the upstream or be refused there.
+/// RFC 9110, section 8.6: repeated lengths must be equal numbers. One of more than [`MAX_LENGTH_DIGITS`] digits is
+/// refused by h2, and one above 2⁶³ − 1 overflows in Go.
 fn check_content_length(headers: &HeaderMap) -> Result<(), StatusError> {
     let mut lengths = headers.get_all(CONTENT_LENGTH).iter();
     let Some(first) = lengths.next() else { return Ok(()) };
     let is_number = !first.is_empty() && first.as_bytes().iter().all(u8::is_ascii_digit);
-    if !is_number || first.len() > MAX_LENGTH_DIGITS || lengths.any(|other| other != first) {
+    let number = first.to_str().ok().and_then(|length| length.parse::<i64>().ok());
+    let is_valid = is_number && first.len() <= MAX_LENGTH_DIGITS && number.is_some();
+    if !is_valid || lengths.any(|other| other != first) {
         return refuse("the Content-Length is malformed or ambiguous");
     }
     Ok(())

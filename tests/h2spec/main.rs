@@ -30,7 +30,7 @@ fn attribute<'a>(tag: &'a str, name: &str) -> Option<&'a str> {
     rest.split_once('"').map(|(value, _)| value)
 }
 
-/// The verdict of each case in a JUnit report. A case is named by its section and its description.
+/// The verdict of each case in a `JUnit` report. A case is named by its section and its description.
 fn parse_report(report: &str) -> BTreeMap<String, Verdict> {
     let mut verdicts = BTreeMap::new();
     for case in report.split("<testcase ").skip(1) {

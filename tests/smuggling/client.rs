@@ -154,7 +154,7 @@ fn status(block: &[u8]) -> String {
         }
         [_, length, ref rest @ ..] => {
             let coded = &rest[..usize::from(length & 0x7f).min(rest.len())];
-            let bits: String = coded.iter().map(|byte| format!("{byte:08b}")).collect();
+            let bits = coded.iter().fold(String::new(), |bits, byte| format!("{bits}{byte:08b}"));
             let (mut digits, mut at) = (String::new(), 0);
             while digits.len() < 3 {
                 let size = if bits[at..].starts_with("000") { 5 } else { 6 };

@@ -126,7 +126,9 @@ async fn upstream_sees_exactly_the_requests_that_jackstay_forwarded() {
     };
     let different: Vec<_> =
         (0..entries.len()).filter(|&at| differs(&entries[at], &observed[at])).collect();
-    different.iter().for_each(|&at| record.forget(client_address(at)));
+    for &at in &different {
+        record.forget(client_address(at));
+    }
     let again = different.iter().map(|&at| (at, &entries[at]));
     let again = send_all(&client, record, again, LONG_QUIET).await;
     for (&at, observation) in different.iter().zip(again) {

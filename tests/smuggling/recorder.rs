@@ -40,8 +40,8 @@ impl Recorded {
     /// The entry's client, which is the last address of `X-Forwarded-For` in 127.1.0.0/16.
     fn client(&self) -> Option<Ipv4Addr> {
         let list = self.forwarded_for.iter().flat_map(|value| value.split(','));
-        let addresses = list.filter_map(|item| item.trim().parse::<Ipv4Addr>().ok());
-        addresses.filter(|address| address.octets()[..2] == [127, 1]).last()
+        let mut addresses = list.rev().filter_map(|item| item.trim().parse::<Ipv4Addr>().ok());
+        addresses.find(|address| address.octets()[..2] == [127, 1])
     }
 
     /// Method, target, host, fields and body in one line.
@@ -87,7 +87,10 @@ pub fn shorten(text: &str) -> String {
 
 /// The requests of each client, in their order. `None` stands for requests of no entry.
 #[derive(Default)]
-pub struct Record(Mutex<HashMap<Option<Ipv4Addr>, Vec<Arc<Mutex<Recorded>>>>>);
+pub struct Record(Mutex<HashMap<Option<Ipv4Addr>, Vec<SharedRecorded>>>);
+
+/// A request that its connection still completes.
+type SharedRecorded = Arc<Mutex<Recorded>>;
 
 impl Record {
     fn add(&self, request: Recorded) -> Arc<Mutex<Recorded>> {

@@ -62,6 +62,19 @@ fn check_request_refuses_ambiguous_http1_heads() {
         ("GET", "/", &[], Some("no Host")),
         ("GET", "/", &[HOST, HOST], Some("more than one Host")),
         (
+            "GET",
+            "/",
+            &[HOST, ("authorization", ""), ("authorization", "Bearer a")],
+            Some("more than one Authorization"),
+        ),
+        (
+            "POST",
+            "/",
+            &[HOST, ("content-length", "9223372036854775808")],
+            Some("Content-Length is malformed"),
+        ),
+        ("POST", "/", &[HOST, ("content-length", "9223372036854775807")], None),
+        (
             "POST",
             "/",
             &[HOST, ("Content-Length", "5"), ("Content-Length", "6")],

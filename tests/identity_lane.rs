@@ -9,6 +9,7 @@ use std::fs;
 use std::net::SocketAddr;
 use std::process::Command;
 
+use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::client::{Client, Credentials};
 use support::child::{Process, first_address};
 use support::{CONFIGMAPS, TestCluster, until, write_config};
@@ -78,10 +79,11 @@ impl Setup {
 async fn each_thread_serves_its_own_clients() {
     let setup = Setup::new(true).await;
     let identity = setup.client(&setup.cluster.certs.credentials()).await;
-    let anonymous = setup.client(&setup.cluster.certs.anonymous()).await;
+    setup.cluster.state.add_token("alice", User::new("alice", &["devs"]));
+    let token = setup.client(&setup.cluster.certs.anonymous().token("alice")).await;
     // Each request needs one wait at least, and a thread without requests waits only for its timers.
     for (client, serves, rests) in
-        [(&identity, "identity-lane", "worker-0"), (&anonymous, "worker-0", "identity-lane")]
+        [(&identity, "identity-lane", "worker-0"), (&token, "worker-0", "identity-lane")]
     {
         let waits = setup.waits_during_requests(client).await;
         assert!(waits[serves] >= REQUESTS && waits[rests] * 2 < waits[serves], "{waits:?}");

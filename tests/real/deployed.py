@@ -81,7 +81,8 @@ def install_manifest(manifest):
 
 
 def pids_of(executable="jackstay", word=b"run"):
-    """Pids of the processes with this name and argument, in any container or unit."""
+    """Pids of the processes with this name and argument, in any container or unit. Launchers for takeovers, which
+    have the arguments of their process too, are not among them."""
     pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -89,7 +90,8 @@ def pids_of(executable="jackstay", word=b"run"):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if words[0].rpartition(b"/")[2] == executable.encode() and (word is None or word in words):
+            is_launcher = b"launcher" in words
+            if words[0].rpartition(b"/")[2] == executable.encode() and not is_launcher and (word is None or word in words):
                 pids.append(int(entry.name))
     return pids
 

@@ -31,7 +31,7 @@ const UNPROVEN_WITH_DRAINING: usize = 4;
 /// Time after which a connection that drains may be closed for a new one, if the limit requires it.
 const DRAINING_TIME: Duration = Duration::from_secs(10);
 /// The longest pause between the connects of a class whose connections keep ending. A client whose first token is
-/// valid may have to wait for it.
+/// valid may have to wait for it, and so may an anonymous health check.
 const UNPROVEN_DIAL_PAUSE: Duration = Duration::from_millis(200);
 /// The same for the class of clients whose tokens keep being rejected.
 const SLOWED_DIAL_PAUSE: Duration = Duration::from_secs(1);
@@ -258,8 +258,10 @@ impl ClassPool {
     /// The longest pause between connects; `None` if they are not paced.
     fn longest_dial_pause(&self) -> Option<Duration> {
         match self.class {
-            CredentialClass::UnprovenToken => Some(UNPROVEN_DIAL_PAUSE),
-            CredentialClass::SlowedToken | CredentialClass::Anonymous => Some(SLOWED_DIAL_PAUSE),
+            CredentialClass::UnprovenToken | CredentialClass::Anonymous => {
+                Some(UNPROVEN_DIAL_PAUSE)
+            }
+            CredentialClass::SlowedToken => Some(SLOWED_DIAL_PAUSE),
             CredentialClass::Identity(_)
             | CredentialClass::Token
             | CredentialClass::Probe

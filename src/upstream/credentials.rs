@@ -43,7 +43,7 @@ pub enum CredentialClass {
     /// because the apiserver sends GOAWAY on a connection that carries an invalid token.
     UnprovenToken,
     /// Bearer tokens without an authenticated response, from clients whose tokens the apiserver keeps rejecting.
-    /// They have connections of their own, so that their GOAWAYs concern nobody else.
+    /// They have connections of their own, so that the GOAWAYs that they cause end no connection of other clients.
     SlowedToken,
     /// No credential.
     Anonymous,

@@ -38,7 +38,7 @@ const NEW_TOKEN: Duration = Duration::from_secs(1);
 /// The size of the value of each object of the large list.
 const VALUE: usize = 100 << 10;
 
-/// What the attacker's process is told in its environment.
+/// The attack that the attacker's process makes, from its environment.
 #[derive(Debug, Clone)]
 pub struct Target {
     pub attack: Attack,

@@ -138,7 +138,7 @@ impl FileChecker {
             Err(error) => self.error(&format!("{at}.issuer"), error),
             Ok(ca) => {
                 self.validity(&format!("{at}.issuer.cert_file"), &issuer.cert_file, ca.info());
-                let message = "jackstay can read the key of this CA, so whoever controls the process \
+                let message = "jackstay can read the key of this CA, so an attacker in the process \
                                can issue certificates; `jackstay kubeconfig --mode terminate` creates \
                                a CA whose key is not stored";
                 self.note(&format!("{at}.issuer.key_file"), message);

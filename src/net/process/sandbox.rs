@@ -1,5 +1,5 @@
-//! Restrictions that the process places on itself before it serves: whoever controls the process through a
-//! defect can then neither start programs, nor read files that the configuration does not name, nor debug
+//! Restrictions that the process places on itself before it serves: an attacker who controls the process through
+//! a defect can then neither start programs, nor read files that the configuration does not name, nor debug
 //! other processes. Another process of the same user cannot read the keys in its memory.
 //!
 //! * [`forbid_dumps`] and [`forbid_new_privileges`] are attributes of the process.

@@ -82,12 +82,15 @@ impl CredentialSelector {
 
     /// Whether the certificate is valid now and has the subject of a configured identity.
     pub fn is_identity(&self, certificate: &ClientCertificate) -> bool {
-        let validity = certificate.validity(wall_clock());
-        validity.is_some_and(|validity| {
-            validity.is_ok_and(|info| {
-                self.slots.iter().any(|slot| slot.number_of(&info.subject).is_some())
-            })
-        })
+        match certificate.validity(wall_clock()) {
+            Some(Ok(client)) => self.identity_number(client).is_some(),
+            Some(Err(_)) | None => false,
+        }
+    }
+
+    /// The number of the identity with the subject of this certificate, if one is configured.
+    fn identity_number(&self, client: &CertInfo) -> Option<usize> {
+        self.slots.iter().find_map(|slot| slot.number_of(&client.subject))
     }
 
     fn without_certificate(
@@ -108,7 +111,7 @@ impl CredentialSelector {
     }
 
     fn identity_class(&self, client: &CertInfo) -> Result<CredentialClass, StatusError> {
-        if let Some(number) = self.slots.iter().find_map(|slot| slot.number_of(&client.subject)) {
+        if let Some(number) = self.identity_number(client) {
             return Ok(CredentialClass::Identity(number));
         }
         let missing = self.slots.iter().filter(|slot| slot.certificate().is_none());

@@ -1,5 +1,7 @@
 //! The content of the admin endpoint, which is read from its owners at the time of the query.
 
+mod threads;
+
 use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -11,6 +13,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
+use self::threads::ThreadsStatus;
 use super::active::ActiveConfig;
 use super::listener::{BoundListener, ListenerMode};
 use super::reload::ReloadResult;
@@ -75,6 +78,7 @@ struct Status<'a> {
     sandbox: Option<&'a SandboxStatus>,
     config: &'a ConfigStatus,
     memory: MemoryStatus,
+    threads: ThreadsStatus,
     listeners: Vec<ListenerStatus<'a>>,
     upstreams: Vec<UpstreamStatus<'a>>,
     events: Vec<Event>,
@@ -356,6 +360,7 @@ impl admin::StatusProvider for ProcessStatus {
             sandbox: self.sandbox.as_ref().map(|sandbox| sandbox.status()),
             config: &self.reloads(),
             memory: self.metrics.memory().status(),
+            threads: ThreadsStatus::new(&shown.config, &shown.listeners),
             listeners: shown.listeners.iter().map(|l| self.listener_status(l)).collect(),
             upstreams: shown.upstreams.iter().map(UpstreamStatus::from).collect(),
             events: self.metrics.events().last(EVENTS_IN_STATUS),

@@ -6,7 +6,9 @@
 //!
 //! A sandboxed process cannot start programs, and a program would inherit its restrictions. So it
 //! starts a launcher before it enters the sandbox: a process without a configuration, a credential or
-//! a listening socket, which can do nothing but start that one program, and ends with this process.
+//! a listening socket, which can do nothing but start that one program, and ends with this process. It
+//! starts no second one while the first runs, so that an attacker who controls this process cannot use the
+//! launcher to exhaust the memory or the process ids of the node.
 //!
 //! ```text
 //! this process                 launcher (hidden command)        new process
@@ -22,6 +24,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
 use clap::Args;
@@ -164,34 +168,50 @@ fn serve(args: &LauncherArgs) -> io::Result<()> {
     let _handled = kinds.map(signal);
     // Most code that has run is that of the start. An error leaves it in memory.
     let _ = code_pages::release_startup_code();
+    let started = StartedProcess::default();
     let mut byte = [0];
     loop {
         match requests.read(&mut byte) {
             Ok(0) => return Ok(()),
-            Ok(_) => start(args, &requests)?,
+            Ok(_) => started.start(args, &requests)?,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
     }
 }
 
-/// Starts the program, and a thread that waits for it: an exited child remains a zombie until then.
-fn start(args: &LauncherArgs, requests: &UnixStream) -> io::Result<()> {
-    let (program, arguments) = args.command.split_first().expect("a required argument");
-    let mut replies = requests.try_clone()?;
-    match Command::new(program).args(arguments).stdin(Stdio::null()).spawn() {
-        Ok(child) => {
-            writeln!(replies, "{STARTED} {} {}", child.id(), program.display())?;
-            thread::Builder::new().name("wait".into()).spawn(move || wait(child, replies))?;
-            Ok(())
+/// The id of the process that the launcher has started and that has not ended; 0 without one.
+#[derive(Default)]
+struct StartedProcess(Arc<AtomicU32>);
+
+impl StartedProcess {
+    /// Starts the program unless the one before still runs, and a thread that waits for it: an exited child remains
+    /// a zombie until then.
+    fn start(&self, args: &LauncherArgs, requests: &UnixStream) -> io::Result<()> {
+        let (program, arguments) = args.command.split_first().expect("a required argument");
+        let mut replies = requests.try_clone()?;
+        let running = self.0.load(Ordering::Acquire);
+        if running != 0 {
+            return writeln!(replies, "the takeover process {running} still runs");
         }
-        Err(error) => writeln!(replies, "{}: {error}", program.display()),
+        match Command::new(program).args(arguments).stdin(Stdio::null()).spawn() {
+            Ok(child) => {
+                self.0.store(child.id(), Ordering::Release);
+                writeln!(replies, "{STARTED} {} {}", child.id(), program.display())?;
+                let running = Arc::clone(&self.0);
+                let wait = move || wait(child, &running, replies);
+                thread::Builder::new().name("wait".into()).spawn(wait)?;
+                Ok(())
+            }
+            Err(error) => writeln!(replies, "{}: {error}", program.display()),
+        }
     }
 }
 
-fn wait(mut child: Child, mut replies: UnixStream) {
+fn wait(mut child: Child, running: &AtomicU32, mut replies: UnixStream) {
     let pid = child.id();
     let end = child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
+    running.store(0, Ordering::Release);
     // The process that requested it may have ended.
     let _ = writeln!(replies, "{EXITED} {pid} {end}");
 }
@@ -232,7 +252,7 @@ mod tests {
         let replies = |command: &[&str]| {
             let (own, launcher) = UnixStream::pair().unwrap();
             let command = command.iter().map(OsString::from).collect();
-            start(&LauncherArgs { command }, &launcher).unwrap();
+            StartedProcess::default().start(&LauncherArgs { command }, &launcher).unwrap();
             drop(launcher);
             BufReader::new(own).lines().map(Result::unwrap).collect::<Vec<_>>()
         };
@@ -243,5 +263,26 @@ mod tests {
         let failed = replies(&["/nonexistent/jackstay"]);
         assert_eq!(failed.len(), 1, "{failed:?}");
         assert!(failed[0].starts_with("/nonexistent/jackstay: No such file"), "{failed:?}");
+    }
+
+    #[test]
+    fn start_refuses_a_second_process_until_the_first_has_exited() {
+        let (own, launcher) = UnixStream::pair().unwrap();
+        let mut replies = BufReader::new(own).lines().map(Result::unwrap);
+        let command = ["sh", "-c", "kill -STOP $$; exit 3"].map(OsString::from).to_vec();
+        let (args, started) = (LauncherArgs { command }, StartedProcess::default());
+        for _ in 0..2 {
+            started.start(&args, &launcher).unwrap();
+            let reply = replies.next().unwrap();
+            let pid = reply.split(' ').nth(1).unwrap();
+            for _ in 0..100 {
+                started.start(&args, &launcher).unwrap();
+                let refused = replies.next().unwrap();
+                assert_eq!(refused, format!("the takeover process {pid} still runs"));
+            }
+            let killed = Command::new("kill").args(["-KILL", pid]).status().unwrap();
+            assert!(killed.success());
+            assert!(replies.next().unwrap().starts_with(&format!("exited {pid} ")));
+        }
     }
 }

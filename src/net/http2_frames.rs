@@ -24,6 +24,8 @@ pub mod frame_type {
 
 /// `END_STREAM` of DATA and HEADERS.
 pub const END_STREAM: u8 = 1;
+/// `END_HEADERS` of HEADERS and CONTINUATION.
+pub const END_HEADERS: u8 = 4;
 /// `ACK` of SETTINGS and PING.
 pub const ACK: u8 = 1;
 
@@ -75,6 +77,11 @@ impl FrameScanner {
     /// Whether the stream is between two frames.
     pub fn is_at_frame_boundary(&self) -> bool {
         self.skip == 0 && self.filled == 0
+    }
+
+    /// Whether the payload of the last frame is not complete.
+    pub fn is_in_payload(&self) -> bool {
+        self.skip > 0
     }
 
     /// Calls `found` for each frame header that is complete with these bytes.

@@ -76,6 +76,12 @@ impl EndpointMetrics {
         self.count(&names::DIALS, outcome);
     }
 
+    /// Counts a connection that was closed with `ENHANCE_YOUR_CALM`, by the kind of frames of which the
+    /// apiserver had sent too many.
+    pub fn closed_for_frames(&self, frame: &'static str) {
+        self.count(&names::UPSTREAM_FRAME_LIMIT, frame);
+    }
+
     /// Records the round trip of a PING.
     pub fn rtt(&self, round_trip: Duration) {
         self.rtt.record(round_trip.as_secs_f64());

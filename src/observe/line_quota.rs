@@ -1,9 +1,10 @@
-//! A quota for log lines that any client can cause as often as it likes. The first [`LINES`] lines of a
-//! window are logged. The others are counted, and the count is logged with the next line or after the
-//! window.
+//! A quota for log lines that any client can cause as often as it likes. The first lines of a window are logged,
+//! and of one source at most half of them. The others are counted, and the count is logged with the next line or
+//! after the window.
 //!
 //! Unlike [`super::RepeatFilter`], the quota does not compare lines, since the client chooses their content.
 
+use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -11,35 +12,66 @@ use tokio::time::Instant;
 
 use super::lock;
 
-/// Lines logged per window.
-const LINES: u32 = 20;
+/// The client that caused a line: a user of this host, an IPv4 address, or an IPv6 network of 64 bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LineSource {
+    /// A process of this user.
+    User(u32),
+    /// This address, or its network.
+    Address(IpAddr),
+}
+
+impl LineSource {
+    /// The source of a line about a client with this address, and this uid if it is a process of this host.
+    pub fn new(address: IpAddr, uid: Option<u32>) -> Self {
+        match (uid, address.to_canonical()) {
+            (Some(uid), _) => Self::User(uid),
+            (None, IpAddr::V6(ip)) => {
+                let network = ip.to_bits() & !u128::from(u64::MAX);
+                Self::Address(Ipv6Addr::from_bits(network).into())
+            }
+            (None, ip) => Self::Address(ip),
+        }
+    }
+}
 
 /// Length of a window, from its first line.
 const WINDOW: Duration = Duration::from_secs(5);
 
 /// The quota of one kind of line, shared by all workers.
-#[derive(Debug, Default)]
-pub struct LineQuota(Mutex<Window>);
+#[derive(Debug)]
+pub struct LineQuota {
+    /// Lines per window.
+    lines: usize,
+    window: Mutex<Window>,
+}
 
 #[derive(Debug, Default)]
 struct Window {
     since: Option<Instant>,
-    written: u32,
+    /// The sources of the lines that were logged.
+    logged: Vec<LineSource>,
     suppressed: u64,
 }
 
 impl LineQuota {
+    /// Admits this many lines per window.
+    pub fn new(lines: usize) -> Self {
+        Self { lines, window: Mutex::default() }
+    }
+
     /// Returns `None` if a line must be suppressed now, and counts it. Otherwise returns the number of
     /// suppressed lines that the caller reports with the line.
-    pub fn admit(&self, now: Instant) -> Option<u64> {
-        let mut window = lock(&self.0);
+    pub fn admit(&self, source: LineSource, now: Instant) -> Option<u64> {
+        let mut window = lock(&self.window);
         if window.is_over(now) {
             let suppressed = window.suppressed;
-            *window = Window { since: Some(now), written: 1, suppressed: 0 };
+            *window = Window { since: Some(now), logged: vec![source], suppressed: 0 };
             return Some(suppressed);
         }
-        if window.written < LINES {
-            window.written += 1;
+        let of_source = window.logged.iter().filter(|logged| **logged == source).count();
+        if window.logged.len() < self.lines && of_source < self.lines / 2 {
+            window.logged.push(source);
             return Some(0);
         }
         window.suppressed += 1;
@@ -49,7 +81,7 @@ impl LineQuota {
     /// The number of lines that the last window suppressed. Returns it once, after the end of the window;
     /// `None` if no line was suppressed.
     pub fn take_suppressed(&self, now: Instant) -> Option<u64> {
-        let mut window = lock(&self.0);
+        let mut window = lock(&self.window);
         if !window.is_over(now) {
             return None;
         }
@@ -70,18 +102,37 @@ mod tests {
 
     #[test]
     fn admit_logs_the_first_lines_of_a_window_and_counts_the_others_once() {
-        let (quota, start) = (LineQuota::default(), Instant::now());
+        let (quota, start) = (LineQuota::new(40), Instant::now());
+        let source = LineSource::User(0);
         let at = |ms| start + Duration::from_millis(ms);
         assert_eq!(quota.take_suppressed(at(0)), None);
-        let admitted = (0..100).filter(|ms| quota.admit(at(*ms)) == Some(0)).count();
+        let admitted = (0..100).filter(|ms| quota.admit(source, at(*ms)) == Some(0)).count();
         assert_eq!(admitted, 20);
         assert_eq!(quota.take_suppressed(at(4_999)), None, "the window is not over");
         // The next line carries the count.
-        assert_eq!(quota.admit(at(5_000)), Some(80));
-        assert_eq!((0..21).filter(|_| quota.admit(at(5_001)).is_none()).count(), 2);
+        assert_eq!(quota.admit(source, at(5_000)), Some(80));
+        assert_eq!((0..21).filter(|_| quota.admit(source, at(5_001)).is_none()).count(), 2);
         // Without a next line, the end of the window reports it.
         assert_eq!(quota.take_suppressed(at(10_000)), Some(2));
         assert_eq!(quota.take_suppressed(at(20_000)), None);
-        assert_eq!(quota.admit(at(20_001)), Some(0));
+        assert_eq!(quota.admit(source, at(20_001)), Some(0));
+    }
+
+    #[test]
+    fn admit_logs_half_of_the_lines_of_one_source() {
+        let (quota, now) = (LineQuota::new(20), Instant::now());
+        let address = |ip: &str| LineSource::new(ip.parse().unwrap(), None);
+        let user = |uid| LineSource::new([127, 0, 0, 1].into(), Some(uid));
+        for (source, expected) in [
+            (user(65_534), 10),
+            (user(65_534), 0),
+            (address("2001:db8::1"), 6),
+            (address("2001:db8::2"), 4),
+            (user(0), 0),
+        ] {
+            let attempts = if expected == 6 { 6 } else { 100 };
+            let admitted = (0..attempts).filter(|_| quota.admit(source, now).is_some()).count();
+            assert_eq!(admitted, expected, "{source:?}");
+        }
     }
 }

@@ -30,6 +30,11 @@ const CODES: [u16; 30] = [
 /// not match `code=~"4.."` on dashboards although the client ended the request.
 pub const CLIENT_GONE: u16 = 499;
 
+/// Access log lines per window of [`LineQuota`] about clients that left early.
+const CLIENT_GONE_LINES: usize = 20;
+/// Access log lines per window about other errors. During an outage each client causes some.
+const ERROR_LINES: usize = 200;
+
 /// The metrics of one listener.
 #[derive(Debug)]
 pub struct ListenerMetrics {
@@ -51,6 +56,8 @@ pub struct ListenerMetrics {
     pub own_errors: OwnErrors,
     /// Limits access log lines about clients that left early.
     pub client_gone_lines: LineQuota,
+    /// Limits access log lines about other errors of clients without a configured identity.
+    pub error_lines: LineQuota,
 }
 
 impl ListenerMetrics {
@@ -71,17 +78,23 @@ impl ListenerMetrics {
             tunnels: gauge(&names::TUNNELS),
             connections: gauge(&names::DOWNSTREAM_CONNECTIONS),
             own_errors: OwnErrors::register(registry, name),
-            client_gone_lines: LineQuota::default(),
+            client_gone_lines: LineQuota::new(CLIENT_GONE_LINES),
+            error_lines: LineQuota::new(ERROR_LINES),
         }
     }
 
     /// Logs how many access log lines were suppressed in a window that is over.
     pub(super) fn log_suppressed(&self, now: Instant) {
-        if let Some(suppressed) = self.client_gone_lines.take_suppressed(now) {
+        let quotas = [
+            (&self.client_gone_lines, "the client left"),
+            (&self.error_lines, "errors of clients without a configured identity"),
+        ];
+        for (quota, reason) in quotas {
+            let Some(suppressed) = quota.take_suppressed(now) else { continue };
             tracing::info!(
                 target: ACCESS_TARGET,
                 listener = self.name,
-                reason = "the client left",
+                reason,
                 suppressed,
                 "access log lines suppressed"
             );
@@ -126,6 +139,12 @@ impl ListenerMetrics {
         self.registry.count(&names::CLOSED_FOR_FRAMES, &[&self.name, frame], 1);
     }
 
+    /// Counts an open connection until the guard is dropped.
+    pub fn count_connection(self: &Arc<Self>) -> CountedConnection {
+        self.connections.increment(1);
+        CountedConnection(Arc::clone(self))
+    }
+
     /// Counts a client connection that was closed before its first request: `cap`, `handshake`, ….
     pub fn refused(&self, reason: &'static str) {
         self.registry.count(&names::DOWNSTREAM_REFUSED, &[&self.name, reason], 1);
@@ -151,6 +170,16 @@ impl ListenerMetrics {
 
     fn request_counter(&self, verb: usize, code: u16) -> Counter {
         self.registry.counter(&names::REQUESTS, &[&self.name, VERBS[verb], &code.to_string()])
+    }
+}
+
+/// Counts an open connection.
+#[derive(Debug)]
+pub struct CountedConnection(Arc<ListenerMetrics>);
+
+impl Drop for CountedConnection {
+    fn drop(&mut self) {
+        self.0.connections.decrement(1);
     }
 }
 

@@ -17,8 +17,10 @@
 //! | 1/2 | connections without a request, closed with GOAWAY | `idle_connection` |
 //! | 3/4 | streams whose client has not taken a piece of the response for two seconds, reset | `stalled_reader` |
 //! | 7/8 | connections with long-running requests, closed | `long_running` |
-//! | 1 | new streams, reset with `REFUSED_STREAM`, which clients may repeat | `stream_refused` |
+//! | 1 | new streams, reset with `REFUSED_STREAM`, which clients may repeat (HTTP/1.1: 429) | `stream_refused` |
 //! | 1 | new connections, closed | `connection_refused` |
+//!
+//! A request that proves nothing and finds the queue of its source full is counted as `queue_full`.
 //!
 //! Of proven identities, stalled readers are reset at 7/8 of the limit, and new streams refused at the limit.
 //!

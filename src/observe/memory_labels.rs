@@ -57,7 +57,7 @@ impl MemoryKind {
     }
 }
 
-/// What was given up because memory ran short. Also the value of a metric's label.
+/// What was given up because memory or a queue ran short. Also the value of a metric's label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shed {
     /// A connection without a request was closed.
@@ -70,16 +70,19 @@ pub enum Shed {
     StreamRefused,
     /// A new connection was refused.
     ConnectionRefused,
+    /// A request was refused because too many of its source wait.
+    QueueFull,
 }
 
 impl Shed {
     /// All reasons, in the order in which memory is shed.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::IdleConnection,
         Self::StalledReader,
         Self::LongRunning,
         Self::StreamRefused,
         Self::ConnectionRefused,
+        Self::QueueFull,
     ];
 
     /// The label value.
@@ -90,6 +93,7 @@ impl Shed {
             Self::LongRunning => "long_running",
             Self::StreamRefused => "stream_refused",
             Self::ConnectionRefused => "connection_refused",
+            Self::QueueFull => "queue_full",
         }
     }
 }

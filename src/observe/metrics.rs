@@ -316,6 +316,7 @@ mod tests {
         connection.set("live");
         endpoint.ejected("refused");
         endpoint.dialled("ok");
+        endpoint.closed_for_frames("headers");
         endpoint.answered(200);
         endpoint.watch_stale();
         endpoint.rtt(std::time::Duration::from_micros(300));

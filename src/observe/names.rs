@@ -89,9 +89,9 @@ table! {
     DOWNSTREAM_CONNECTIONS = Gauge "jackstay_downstream_connections" ["listener"] "connections",
         "Open client connections.";
     DOWNSTREAM_REFUSED = Counter "jackstay_downstream_refused_total" ["listener", "reason"] "connections",
-        "Client connections closed before their first request: cap, descriptors, handshake, timeout, protocol.";
+        "Client connections refused or closed by jackstay: before their first request (cap, descriptors, handshake, timeout, protocol; source: the source of the connection uses its share of the slots), or while idle (evicted: for a new connection).";
     CLOSED_FOR_FRAMES = Counter "jackstay_downstream_frame_limit_total" ["listener", "frame"] "connections",
-        "Client connections closed with ENHANCE_YOUR_CALM because the client sent too many frames of a kind: ping, settings, priority, window_update, rst_stream, empty_data, empty_headers, other.";
+        "Client connections closed with ENHANCE_YOUR_CALM because the client sent too many frames of a kind: ping, settings, priority, window_update, rst_stream, empty_data, empty_headers, trailers, other; or did not complete a header block in time: header_block.";
     CERTIFICATE_RELOADS = Counter "jackstay_certificate_reloads_total" ["listener", "outcome"] "reloads",
         "Re-reads of certificate, key and CA files that changed: ok or failed.";
     CERTIFICATE_EXPIRY = Gauge "jackstay_certificate_expiry_timestamp_seconds" ["kind", "name"] "seconds",
@@ -125,7 +125,7 @@ table! {
     MEMORY_LIMIT = Gauge "jackstay_memory_budget_limit_bytes" [] "bytes",
         "Limit of the memory budget (memory_limit).";
     SHED = Counter "jackstay_shed_total" ["reason"] "events",
-        "What was given up because memory ran short, unproven clients first: idle_connection, stalled_reader, long_running, stream_refused, connection_refused.";
+        "What was given up because memory or a queue ran short, unproven clients first: idle_connection, stalled_reader, long_running, stream_refused, connection_refused, queue_full.";
 
     ENDPOINT_STATE = Gauge "jackstay_endpoint_state" ["upstream", "endpoint", "state"] "endpoints",
         "1 for the current state of the endpoint, 0 for earlier states.";
@@ -135,6 +135,8 @@ table! {
         "Open connections to the endpoint by state.";
     DIALS = Counter "jackstay_dials_total" ["upstream", "endpoint", "outcome"] "connections",
         "Attempts to connect by outcome: ok, failed, timeout, tls, local (a local resource was used up), and others.";
+    UPSTREAM_FRAME_LIMIT = Counter "jackstay_upstream_frame_limit_total" ["upstream", "endpoint", "frame"] "connections",
+        "Connections to the endpoint closed with ENHANCE_YOUR_CALM because it sent too many frames of a kind: headers (interim responses), ping, settings, window_update, rst_stream, empty_data, empty_headers, other; or interim_responses on a connection of HTTP/1.1.";
     ANSWERS = Counter "jackstay_endpoint_answers_total" ["upstream", "endpoint", "outcome"] "answers",
         "Responses of the endpoint: ok, or error for status 500 and above.";
     PASSTHROUGH_CONNECTIONS = Gauge "jackstay_passthrough_connections" ["listener"] "connections",
@@ -192,7 +194,7 @@ pub const VERBS: [&str; 14] = [
 ];
 
 /// Values of the label `reason` of [`PASSTHROUGH_CLOSED`]. Any other reason counts as `other`.
-pub const CLOSE_REASONS: [&str; 16] = [
+pub const CLOSE_REASONS: [&str; 17] = [
     // Both directions have ended.
     "done",
     // A side reset the connection.
@@ -207,6 +209,8 @@ pub const CLOSE_REASONS: [&str; 16] = [
     "endpoint_left",
     // No endpoint could be reached.
     "unreachable",
+    // The client had sent nothing, and another connection needed the slot.
+    "evicted",
     // Limits of the configuration.
     "handshake_timeout",
     "idle_timeout",

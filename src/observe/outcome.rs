@@ -14,6 +14,7 @@ use std::sync::Arc;
 use http::{HeaderValue, Method, Uri, header, request};
 use tokio::time::Instant;
 
+use super::line_quota::LineSource;
 use super::listener_metrics::{CLIENT_GONE, ListenerMetrics};
 use super::redact::{redact_path, shorten};
 use crate::config::AccessLog;
@@ -89,6 +90,8 @@ pub struct Outcome {
     /// When the request arrived.
     pub started: Instant,
     client: IpAddr,
+    /// The user of the client, if it is a process of this host.
+    pub uid: Option<u32>,
     head: Option<Head>,
     verb: &'static str,
     /// Status code of the response head that was handed to the client's connection.
@@ -126,6 +129,7 @@ impl Outcome {
             access,
             started: Instant::now(),
             client,
+            uid: None,
             head: (access != AccessLog::Off).then(|| Head {
                 method: request.method.clone(),
                 uri: request.uri.clone(),
@@ -251,6 +255,7 @@ impl Outcome {
             target: super::log::ACCESS_TARGET,
             listener = self.listener.name(),
             client = %self.client,
+            uid = self.uid,
             method = &*shorten(head.method.as_str(), MAX_METHOD),
             path = &*path,
             verb = self.verb,
@@ -288,16 +293,20 @@ impl Drop for Outcome {
         if let Some(side) = cut_by {
             listener.cut(side.as_str());
         }
-        match self.access {
-            AccessLog::Off => {}
-            AccessLog::Errors if !self.is_error(code, cut_by) => {}
-            // These lines are limited, because a client can start and leave requests as fast as it can write.
+        // A client can cause errors as fast as it can write, so their lines are limited.
+        let quota = match self.access {
+            AccessLog::Off => return,
+            AccessLog::Errors if !self.is_error(code, cut_by) => return,
             AccessLog::Errors if code == CLIENT_GONE || cut_by == Some(Side::Client) => {
-                if let Some(suppressed) = listener.client_gone_lines.admit(Instant::now()) {
-                    self.write_line(code, cut_by, suppressed);
-                }
+                Some(&listener.client_gone_lines)
             }
-            AccessLog::Errors | AccessLog::All => self.write_line(code, cut_by, 0),
+            AccessLog::Errors if self.user != UserClass::Identity => Some(&listener.error_lines),
+            AccessLog::Errors | AccessLog::All => None,
+        };
+        let source = LineSource::new(self.client, self.uid);
+        let suppressed = quota.map_or(Some(0), |quota| quota.admit(source, Instant::now()));
+        if let Some(suppressed) = suppressed {
+            self.write_line(code, cut_by, suppressed);
         }
     }
 }

@@ -7,7 +7,9 @@ use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::sleep;
 
+use super::connection_slots::{Admitted, ConnectionSlot, SlotRefusal};
 use super::drain::DrainWatcher;
+use super::source::Source;
 use crate::net::process::resource_limits::{self, SpareDescriptor};
 use crate::net::sockets::{listening, tcp_options};
 use crate::observe::{ListenerMetrics, RateLimitedWarnings};
@@ -69,12 +71,34 @@ pub async fn until_drain(
     }
 }
 
-/// The warning about a connection that is refused because of the connection limit.
-pub fn limit_reached(listener: &str, limit: usize) -> String {
-    format!(
-        "listener {listener}: connection refused because {limit} connections are open \
-         (limits.max_connections)"
-    )
+/// Counts and logs that a new connection of `source` got none of `limit` slots, or one of another connection.
+/// Returns its slot.
+pub fn report_admission(
+    admitted: Result<Admitted, SlotRefusal>,
+    (source, limit): (Source, usize),
+    (listener, metrics, warnings): (&str, &ListenerMetrics, &RateLimitedWarnings),
+) -> Option<ConnectionSlot> {
+    let (reason, label, slot, evicted) = match admitted {
+        Ok(Admitted { slot, evicted: None }) => return Some(slot),
+        Ok(Admitted { slot, evicted: Some(evicted) }) => {
+            ("idle connection closed for a new one: few of", None, Some(slot), Some(evicted))
+        }
+        Err(SlotRefusal::Full) => {
+            ("connection refused: in use are all of", Some("cap"), None, None)
+        }
+        Err(SlotRefusal::Share) => {
+            ("connection refused: its source uses its share of", Some("source"), None, None)
+        }
+    };
+    if let Some(label) = label {
+        metrics.refused(label);
+    }
+    let line = format!("listener {listener}: {reason} {limit} slots (limits.max_connections)");
+    match evicted {
+        Some(evicted) => warnings.warn(&line, format_args!("{evicted}, for {source}")),
+        None => warnings.warn(&line, source),
+    }
+    slot
 }
 
 /// Whether an error of `accept` concerns one connection only (accept(2)).

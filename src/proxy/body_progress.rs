@@ -26,6 +26,7 @@ use http_body::{Body, Frame, SizeHint};
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::client_memory::StreamMemory;
+use super::connection_slots::OpenRequest;
 use crate::observe::MemoryClass;
 use crate::observe::memory_budget::{Level, Shed};
 
@@ -40,6 +41,8 @@ const MIN_RATE: u64 = 4 << 10;
 /// The progress of one response, shared by its body, its pieces and its stream.
 #[derive(Debug)]
 pub struct BodyProgress {
+    /// Counts the request as long as the stream is open.
+    _request: OpenRequest,
     /// Pieces that the body has returned.
     pieces: Cell<u64>,
     /// Whether the last piece waits for window, because hyper has not polled since.
@@ -55,8 +58,9 @@ pub struct BodyProgress {
 
 impl BodyProgress {
     /// The progress of the response to a request whose memory is charged in `memory`.
-    pub fn new(memory: StreamMemory) -> Rc<Self> {
+    pub fn new(memory: StreamMemory, request: OpenRequest) -> Rc<Self> {
         Rc::new(Self {
+            _request: request,
             pieces: Cell::new(0),
             waiting: Cell::new(false),
             taken: Cell::new(0),

@@ -8,6 +8,8 @@ use tokio::time::timeout;
 
 use crate::observe::{MemoryBudget, MemoryKind};
 use crate::proxy::client_memory::ClientMemory;
+use crate::proxy::connection_slots::ConnectionSlots;
+use crate::proxy::source::Source;
 
 const LIMIT: Duration = Duration::from_secs(300);
 const DAY: Duration = Duration::from_secs(86_400);
@@ -15,7 +17,9 @@ const DAY: Duration = Duration::from_secs(86_400);
 fn progress_within(budget: &std::sync::Arc<MemoryBudget>) -> Rc<BodyProgress> {
     let client = ClientMemory::new(budget.source(1), MemoryClass::Unproven, 0).unwrap();
     let request = http::Request::new(Empty::<Bytes>::new());
-    BodyProgress::new(client.begin(&request).unwrap())
+    let (slots, now) = (Rc::<ConnectionSlots>::default(), tokio::time::Instant::now());
+    let slot = Rc::new(slots.admit_proven(Source::User(1), now));
+    BodyProgress::new(client.begin(&request).unwrap(), slot.begin_request())
 }
 
 fn progress() -> Rc<BodyProgress> {

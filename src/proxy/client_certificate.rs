@@ -34,6 +34,7 @@ use tokio::sync::Notify;
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 
+use super::source::Source;
 use crate::net::tls::certificate::{self, CertInfo, Subject};
 use crate::net::tls::client_chain::{self, ChainVerdict, ClientChain};
 use crate::net::tls::serving::ServingTls;
@@ -44,11 +45,12 @@ use crate::upstream::credentials::CredentialClass;
 /// How often the validity is checked at least, because the system clock may be changed.
 const CLOCK_INTERVAL: Duration = Duration::from_secs(60);
 /// Pause after a verification that was refused because the queue was full.
-const BUSY_PAUSE: Duration = Duration::from_secs(1);
+const BUSY_PAUSE: Duration = Duration::from_millis(250);
 
 /// The certificate that a client sent in its TLS handshake.
 pub struct ClientCertificate {
     chain: Arc<ClientChain>,
+    source: Source,
     info: Result<CertInfo, String>,
     tls: Arc<ServingTls>,
     metrics: Arc<ListenerMetrics>,
@@ -61,8 +63,9 @@ pub struct ClientCertificate {
 }
 
 impl ClientCertificate {
-    /// The certificate that the client sent in its handshake, if any.
+    /// The certificate that a client of `source` sent in its handshake, if any.
     pub fn new(
+        source: Source,
         chain: Option<&[CertificateDer<'_>]>,
         tls: &Arc<ServingTls>,
         metrics: &Arc<ListenerMetrics>,
@@ -72,6 +75,7 @@ impl ClientCertificate {
         Some(Rc::new(Self {
             info: certificate::cert_info(chain.leaf()),
             chain: Arc::new(chain),
+            source,
             tls: Arc::clone(tls),
             metrics: Arc::clone(metrics),
             verdict: RefCell::default(),
@@ -141,6 +145,13 @@ impl ClientCertificate {
         }
     }
 
+    /// Like [`Self::verified`], but waits also while the verification queue is full.
+    pub async fn until_verified(self: &Rc<Self>) {
+        while !self.verified().await {
+            sleep(BUSY_PAUSE).await;
+        }
+    }
+
     /// Starts a verification of the chain unless one is running, so that a client that opens and cancels
     /// requests causes only one.
     fn verify(self: &Rc<Self>) {
@@ -149,7 +160,7 @@ impl ClientCertificate {
         }
         let this = Rc::clone(self);
         spawn_local(async move {
-            let mut slot = client_chain::acquire_slot(&this.chain).await;
+            let mut slot = client_chain::acquire_slot(&this.chain, this.source.key()).await;
             let ca = this.tls.client_ca().clone();
             // The connection is closed if no other reference exists.
             let is_open = Rc::strong_count(&this) > 1;
@@ -233,9 +244,7 @@ impl IdentityProof {
     /// because its timers stop while the machine is suspended and the clock does not.
     pub async fn confirmed(&self) {
         let Some(certificate) = &self.0 else { return };
-        while !certificate.verified().await {
-            sleep(BUSY_PAUSE).await;
-        }
+        certificate.until_verified().await;
         if !self.is_current(wall_clock()) {
             certificate.changed.notify_waiters();
             pending::<()>().await;

@@ -21,6 +21,7 @@ use hyper::body::Incoming;
 
 use super::client_certificate::{ClientCertificate, IdentityProof};
 use super::client_memory::ClientMemory;
+use super::connection_slots::{ClientRank, ConnectionSlot};
 use super::credential_selector::SelectedCredential;
 use super::fair_queue::Ended;
 use super::forward::ForwardedRequest;
@@ -30,7 +31,6 @@ use super::proven_tokens::LastToken;
 use super::request_body::RequestBody;
 use super::request_info::{RequestInfo, RequestKind};
 use super::response_body::{FullBody, ResponseBody};
-use super::source::Source;
 use super::status_error::StatusError;
 use super::status_response;
 use super::unproven_requests::{ConnectionRecord, UnprovenRequest};
@@ -49,8 +49,8 @@ pub struct ClientConnection {
     pub certificate: Option<Rc<ClientCertificate>>,
     /// The client's address, for the access log.
     pub address: IpAddr,
-    /// Who opened the connection, for shares of limits.
-    pub source: Source,
+    /// The slot of the connection, which also has its source.
+    pub slot: Rc<ConnectionSlot>,
     /// The client's address, for `X-Forwarded-For`.
     pub forwarded_for: ForwardedFor,
     /// The memory of the connection.
@@ -107,7 +107,7 @@ impl ClientConnection {
             };
             if let (Ok(response), Some(credential)) = (&result, credential) {
                 let status = response.status();
-                let is_new = service.credentials.learn(credential, self.source, status);
+                let is_new = service.credentials.learn(credential, self.slot.source(), status);
                 if let Some(unproven) = unproven {
                     Self::unproven_ended(&service, &unproven, (credential, status, is_new));
                 }
@@ -115,6 +115,23 @@ impl ClientConnection {
             Ok(result
                 .unwrap_or_else(|(error, outcome)| error_response(error, outcome, accept.as_ref())))
         })
+    }
+
+    /// The response to an HTTP/1.1 request for which there is no memory. Its connection ends, because its body is
+    /// not read.
+    #[cold]
+    pub fn refuse_for_memory(&self, request: Request<Incoming>) -> Response<ResponseBody> {
+        let (parts, _body) = request.into_parts();
+        let service = self.service.now();
+        let (metrics, access_log) = (&service.metrics, service.access_log);
+        let mut outcome = Box::new(Outcome::begin(metrics, access_log, self.address, &parts));
+        outcome.uid = self.slot.source().uid();
+        let info = RequestInfo::new(&parts);
+        outcome.classified(info.verb.as_str(), info.long_running());
+        let error = StatusError::too_many_requests(
+            "memory for clients is short: see memory_limit and jackstay_memory_budget_bytes",
+        );
+        error_response(error.closing_connection(), outcome, parts.headers.get(header::ACCEPT))
     }
 
     /// Waits until a request may be sent that has proven nothing.
@@ -129,14 +146,14 @@ impl ClientConnection {
             PreparedRequest::Upgrade(upgrade) => &upgrade.upstream.unproven_upgrades,
         };
         let requests = Rc::clone(requests);
-        let admitted = requests.admit(self.source, &self.unproven, credential.token).await;
+        let admitted = requests.admit(self.slot.source(), &self.unproven, credential.token).await;
         let unproven = match admitted {
             Ok(unproven) => unproven,
             Err(error) => return (Err(error), None),
         };
         let is_proven = credential
             .token
-            .is_some_and(|token| service.credentials.tokens.contains(token, self.source));
+            .is_some_and(|token| service.credentials.tokens.contains(token, self.slot.source()));
         if is_proven {
             credential.class = CredentialClass::Token;
         } else if credential.class == CredentialClass::UnprovenToken
@@ -183,6 +200,7 @@ impl ClientConnection {
         let (parts, body) = request.into_parts();
         let (metrics, access_log) = (&service.metrics, service.access_log);
         let mut outcome = Box::new(Outcome::begin(metrics, access_log, self.address, &parts));
+        outcome.uid = self.slot.source().uid();
         let prepared = self.prepare(service, parts, body, &mut outcome);
         (outcome, prepared)
     }
@@ -208,13 +226,14 @@ impl ClientConnection {
         let certificate = self.certificate.as_ref();
         let credential = service.credentials.select(
             certificate.map(Rc::as_ref),
-            (&self.token, self.source),
+            (&self.token, self.slot.source()),
             &parts.headers,
             info.upgrade,
         )?;
         let class = credential.class;
         outcome.user = user_class(class);
         self.memory.raise_class(memory_class(class));
+        self.rank(class);
         let proof = IdentityProof::new(class, certificate);
 
         hygiene::upstream_headers(&mut parts.headers, &self.forwarded_for, info.upgrade);
@@ -224,7 +243,7 @@ impl ClientConnection {
                 class,
                 proof,
                 request: Request::from_parts(parts, body),
-                tunnels: service.tunnels.clone(),
+                tunnels: service.tunnels.of_request(self.slot.begin_request()),
             };
             return Ok((PreparedRequest::Upgrade(Box::new(upgrade)), credential));
         }
@@ -244,6 +263,17 @@ impl ClientConnection {
             hedges_sent: Cell::new(0),
         };
         Ok((PreparedRequest::Forward(Box::new(request)), credential))
+    }
+}
+
+impl ClientConnection {
+    /// Ranks the connection by the credential of its request.
+    fn rank(&self, class: CredentialClass) {
+        match class {
+            CredentialClass::Identity(_) => self.slot.set_proven(),
+            CredentialClass::Token => self.slot.set_rank(ClientRank::AcceptedToken),
+            _ => self.slot.set_rank(ClientRank::Unproven),
+        }
     }
 }
 

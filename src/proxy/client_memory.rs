@@ -8,7 +8,7 @@
 //! | response | the bytes that wait for the client, and the upstream's window |
 //!
 //! The costs are estimates, above what a connection and a stream hold. Headers are charged once they are decoded; what
-//! was read before that is limited by [`super::frame_limiter`], which reads at most 128 KiB before the connection
+//! was read before that is limited by [`crate::net::frame_limiter`], which reads at most 128 KiB before the connection
 //! is polled again, and by `max_header_bytes` for each head.
 //!
 //! The connection takes from the budget in steps of [`STEP`], and its first [`FREE`] bytes of each kind are part
@@ -216,6 +216,13 @@ impl ClientMemory {
         self.open_streams.set(self.open_streams.get() + 1);
         let window = Cell::new(0);
         Some(StreamMemory { connection: Rc::clone(self), bytes, has_body, window })
+    }
+
+    /// The memory of a request that was refused, whose response is small.
+    pub fn begin_refused(self: &Rc<Self>) -> StreamMemory {
+        self.open_streams.set(self.open_streams.get() + 1);
+        let (connection, window) = (Rc::clone(self), Cell::new(0));
+        StreamMemory { connection, bytes: 0, has_body: false, window }
     }
 
     /// Charges the window of one more request body.

@@ -2,6 +2,7 @@
 //! drain ends it with a GOAWAY, so that the client loses no request.
 
 use std::cell::Cell;
+use std::convert::Infallible;
 use std::error::Error;
 use std::future::{pending, poll_fn};
 use std::pin::Pin;
@@ -16,15 +17,17 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::AsyncWrite;
 use tokio::task::spawn_local;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use super::body_progress::{BodyProgress, StallBoundStream, TrackedBody};
 use super::client_connection::ClientConnection;
 use super::client_memory::{ClientMemory, StreamMemory, UNPROVEN_STREAMS};
 use super::client_stream::ClientStream;
+use super::connection_slots::{ConnectionSlot, OpenRequest};
 use super::drain::DrainWatcher;
-use super::frame_limiter::FrameLimiter;
 use super::listener_service::ListenerService;
+use super::source::Source;
+use crate::net::frame_limiter::FrameLimiter;
 use crate::net::sockets::cork::{Uncork, cork};
 use crate::observe::memory_budget::{Level, Shed};
 use crate::observe::{MemoryClass, RateLimitedWarnings};
@@ -44,6 +47,10 @@ const MAX_ERROR_RESETS: usize = 1_024;
 const MEMORY_CHECK_INTERVAL: Duration = Duration::from_secs(10);
 /// Limit on header fields of an HTTP/1.1 request: hyper's default.
 const MAX_HEADERS: usize = 100;
+/// How long a connection that is closed for another one may take to close, if it has no request.
+const EVICTION_PAUSE: Duration = Duration::from_millis(250);
+/// How long it may take if the client has sent a request before it received the GOAWAY.
+const MAX_EVICTION_TIME: Duration = Duration::from_secs(5);
 
 /// A client connection and what it needs besides the stream.
 pub struct HttpConnection<'a> {
@@ -66,11 +73,12 @@ impl HttpConnection<'_> {
         self,
         stream: ClientStream,
         client: Rc<ClientConnection>,
+        slot: &ConnectionSlot,
     ) -> Result<(), Box<dyn Error>> {
         if stream.get_ref().1.alpn_protocol() == Some(b"h2") {
-            self.serve_http2(stream, client).await
+            self.serve_http2(stream, client, slot).await
         } else {
-            self.serve_http1(stream, client).await.map_err(Into::into)
+            self.serve_http1(stream, client, slot).await
         }
     }
 
@@ -78,8 +86,9 @@ impl HttpConnection<'_> {
         self,
         stream: ClientStream,
         client: Rc<ClientConnection>,
+        slot: &ConnectionSlot,
     ) -> Result<(), Box<dyn Error>> {
-        let (limits, source) = (&self.service.request_limits, client.source);
+        let (limits, source) = (&self.service.request_limits, slot.source());
         let memory = Rc::clone(&client.memory);
         let windows = memory.windows();
         let max_streams = match memory.class() {
@@ -92,8 +101,10 @@ impl HttpConnection<'_> {
             // A refused request is dropped here. REFUSED_STREAM says that it was not processed, so that clients
             // send it again (RFC 9113, 8.7).
             let memory = client.memory.begin(&request);
-            let begun =
-                memory.map(|memory| (begun.begin(memory), Rc::clone(&client).serve(request)));
+            let begun = memory.map(|memory| {
+                let progress = begun.begin(memory, client.slot.begin_request());
+                (progress, Rc::clone(&client).serve(request))
+            });
             async move {
                 let (progress, response) = begun.ok_or(h2::Error::from(Reason::REFUSED_STREAM))?;
                 let Ok(response) = response.await;
@@ -102,7 +113,8 @@ impl HttpConnection<'_> {
             }
         });
         let (stream, uncork) = cork(stream);
-        let (stream, violation) = FrameLimiter::new(stream, max_streams);
+        let (stream, violation) =
+            FrameLimiter::of_client(stream, max_streams, limits.header_timeout);
         let mut builder = http2::Builder::new(LocalExecutor(Rc::clone(&streams)));
         let connection = builder
             .timer(TokioTimer::new())
@@ -123,32 +135,26 @@ impl HttpConnection<'_> {
                 biased;
                 result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => return result,
                 () = drain.started() => {}
+                () = slot.evicted() => {}
                 () = streams.idle_without_stream(limits.header_timeout, || uncork.received_since_last_call()) => {
                     self.service.metrics.refused("timeout");
                 }
-                shed = short_memory(&memory) => {
-                    memory.count_shed(shed);
-                    if shed == Shed::LongRunning {
-                        return Err("closed for lack of memory".into());
-                    }
-                }
+                shed = shed_when_short(&memory) => shed?,
             }
             // A first request that is on its way is served, or the GOAWAY tells the client to retry it.
             connection.as_mut().graceful_shutdown();
             tokio::select! {
                 result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => result,
                 () = streams.no_stream_within(limits.header_timeout) => Err("no request received".into()),
+                () = evicted_and_idle(slot, self.service) => Err("closed for another connection".into()),
             }
         };
         let result = served.await;
-        if let Some(shed) = memory.last_shed() {
-            let about = format!("listener {} is short of memory for a client", self.listener);
-            self.warnings.warn(&about, format_args!("{}, from {source}", shed.as_str()));
-        }
+        warn_of_shed(self.listener, self.warnings, &memory, source);
         if let Some(frame) = violation.get() {
             self.service.metrics.closed_for_frames(frame.as_str());
             let about = format!(
-                "listener {} closed a connection with ENHANCE_YOUR_CALM, too many frames",
+                "listener {} closed a connection with ENHANCE_YOUR_CALM, because its client exceeded a limit of frames",
                 self.listener
             );
             self.warnings.warn(&about, format_args!("{}, from {source}", frame.as_str()));
@@ -160,16 +166,22 @@ impl HttpConnection<'_> {
         self,
         stream: ClientStream,
         client: Rc<ClientConnection>,
-    ) -> hyper::Result<()> {
-        let limits = &self.service.request_limits;
+        slot: &ConnectionSlot,
+    ) -> Result<(), Box<dyn Error>> {
+        let (limits, source) = (&self.service.request_limits, slot.source());
+        let memory = Rc::clone(&client.memory);
         let respond = service_fn(move |request| {
-            let memory = client.memory.begin(&request);
-            let begun =
-                memory.map(|memory| (BodyProgress::new(memory), Rc::clone(&client).serve(request)));
+            let (memory, response) = match client.memory.begin(&request) {
+                Some(memory) => (memory, Ok(Rc::clone(&client).serve(request))),
+                None => (client.memory.begin_refused(), Err(client.refuse_for_memory(request))),
+            };
+            let progress = BodyProgress::new(memory, client.slot.begin_request());
             async move {
-                let (progress, response) = begun.ok_or("refused for lack of memory")?;
-                let Ok(response) = response.await;
-                Ok::<_, &str>(response.map(|body| TrackedBody::new(body, progress, 0)))
+                let response = match response {
+                    Ok(served) => served.await?,
+                    Err(refusal) => refusal,
+                };
+                Ok::<_, Infallible>(response.map(|body| TrackedBody::new(body, progress, 0)))
             }
         });
         let mut builder = http1::Builder::new();
@@ -183,24 +195,72 @@ impl HttpConnection<'_> {
             .with_upgrades();
         let mut connection = std::pin::pin!(connection);
         let mut drain = self.drain;
-        tokio::select! {
-            result = connection.as_mut() => return result,
-            () = drain.started() => {}
-        }
-        connection.as_mut().graceful_shutdown();
-        connection.await
+        let served = async {
+            tokio::select! {
+                // The connection is polled first, so that a received request counts before it is shed as idle.
+                biased;
+                result = connection.as_mut() => return result.map_err(Into::into),
+                () = drain.started() => {}
+                () = slot.evicted() => {}
+                shed = shed_when_short(&memory) => shed?,
+            }
+            // An idle connection is closed, and another one after its response.
+            connection.as_mut().graceful_shutdown();
+            tokio::select! {
+                result = connection.as_mut() => result.map_err(Into::into),
+                () = evicted_and_idle(slot, self.service) => Err("closed for another connection".into()),
+            }
+        };
+        let result = served.await;
+        warn_of_shed(self.listener, self.warnings, &memory, source);
+        result
     }
 }
 
-/// Waits until memory is short for a client, and returns what is to be shed of it. The random pause avoids that all
+/// Warns if something of this client was shed.
+fn warn_of_shed(
+    listener: &str,
+    warnings: &RateLimitedWarnings,
+    client: &ClientMemory,
+    source: Source,
+) {
+    if let Some(shed) = client.last_shed() {
+        let about = format!("listener {listener} is short of memory for a client");
+        warnings.warn(&about, format_args!("{}, from {source}", shed.as_str()));
+    }
+}
+
+/// Counts an evicted connection, and returns when it has had time to close. Never returns for another connection.
+async fn evicted_and_idle(slot: &ConnectionSlot, service: &ListenerService) {
+    slot.evicted().await;
+    service.metrics.refused("evicted");
+    let end = Instant::now() + MAX_EVICTION_TIME;
+    loop {
+        sleep(EVICTION_PAUSE).await;
+        if slot.is_idle() || Instant::now() >= end {
+            return;
+        }
+    }
+}
+
+/// Waits until memory is short for a client, and counts its connection as shed. The random pause avoids that all
 /// connections of a source are shed at the same time.
-async fn short_memory(client: &ClientMemory) -> Shed {
+///
+/// # Errors
+/// The connection has requests, and must be closed at once.
+async fn shed_when_short(client: &ClientMemory) -> Result<(), Box<dyn Error>> {
     loop {
         sleep(MEMORY_CHECK_INTERVAL.mul_f64(0.5 + fastrand::f64())).await;
         match (client.class(), client.level(), client.open_streams()) {
             (MemoryClass::Identity, ..) | (_, Level::Free, _) => {}
-            (.., 0) => return Shed::IdleConnection,
-            (_, Level::Critical, _) => return Shed::LongRunning,
+            (.., 0) => {
+                client.count_shed(Shed::IdleConnection);
+                return Ok(());
+            }
+            (_, Level::Critical, _) => {
+                client.count_shed(Shed::LongRunning);
+                return Err("closed for lack of memory".into());
+            }
             (..) => {}
         }
     }
@@ -238,8 +298,8 @@ impl Streams {
 
     /// Registers a request that is charged in `memory`. hyper starts the task of its stream once it has the future
     /// of the response.
-    fn begin(&self, memory: StreamMemory) -> Rc<BodyProgress> {
-        let progress = BodyProgress::new(memory);
+    fn begin(&self, memory: StreamMemory, request: OpenRequest) -> Rc<BodyProgress> {
+        let progress = BodyProgress::new(memory, request);
         self.has_opened.set(true);
         self.next_progress.set(Some(Rc::clone(&progress)));
         progress
@@ -290,10 +350,7 @@ where
 
 #[cfg(test)]
 mod tests {
-    use tokio::time::Instant;
-
     use super::*;
-    use crate::observe::MemoryBudget;
     use tokio::time::timeout;
 
     #[tokio::test(start_paused = true)]
@@ -305,10 +362,7 @@ mod tests {
         let start = Instant::now();
         streams.idle_without_stream(limit, has_received).await;
         assert_eq!(start.elapsed(), limit * 4);
-        let request = hyper::Request::new(String::new());
-        let budget = MemoryBudget::new(1 << 30);
-        let client = ClientMemory::new(budget.source(1), MemoryClass::Unproven, 0).unwrap();
-        drop(streams.begin(client.begin(&request).unwrap()));
+        streams.has_opened.set(true);
         let idle = timeout(limit * 1_000, streams.idle_without_stream(limit, || false));
         assert!(idle.await.is_err(), "a connection that has had a stream may be idle");
     }

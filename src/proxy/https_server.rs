@@ -1,7 +1,7 @@
 //! Serves the connections of one L7 listener on one worker: accept and TLS handshake. Then
 //! [`super::http_connection`] drives the connection, and [`super::client_connection`] serves each request.
 
-use std::cell::Cell;
+use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -9,14 +9,16 @@ use std::sync::Arc;
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::accept;
 use super::client_certificate::ClientCertificate;
 use super::client_connection::ClientConnection;
 use super::client_memory::ClientMemory;
 use super::client_stream::{ClientStream, StallTimeout, accept_tls};
+use super::connection_slots::{ConnectionSlot, ConnectionSlots, SlotLimit};
 use super::drain::DrainWatcher;
+use super::handshake_queue::HandshakeQueue;
 use super::http_connection::HttpConnection;
 use super::hygiene::ForwardedFor;
 use super::identity_lane::{HandedOver, IdentityLane, LaneClient, LaneConnections};
@@ -27,14 +29,15 @@ use crate::net::sockets::linger::Linger;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tcp_options;
 use crate::net::tls::serving::{self, ServingTls};
-use crate::observe::{ListenerMetrics, MemoryClass, RateLimitedWarnings};
+use crate::observe::{MemoryClass, RateLimitedWarnings};
 
 /// Serves the connections of one L7 listener on one worker.
 pub struct HttpsServer {
     listener: String,
     service: CurrentService,
     tls: Arc<ServingTls>,
-    open: Cell<usize>,
+    slots: Rc<ConnectionSlots>,
+    handshakes: Rc<HandshakeQueue>,
     warnings: RateLimitedWarnings,
     drain: DrainWatcher,
     sources: SourceLookup,
@@ -71,7 +74,8 @@ impl HttpsServer {
             listener,
             service: CurrentService::new(service),
             tls,
-            open: Cell::new(0),
+            slots: Rc::default(),
+            handshakes: Rc::default(),
             warnings: RateLimitedWarnings::new(accept::WARNING_INTERVAL),
             drain,
             sources: SourceLookup::default(),
@@ -91,17 +95,7 @@ impl HttpsServer {
 
     /// The number of open connections, tunnels included.
     pub fn connections(&self) -> usize {
-        self.open.get() + self.service.now().tunnels.open()
-    }
-
-    /// The number of connections that count for the limit of this worker: its own, and its share of those on the
-    /// identity lane.
-    fn counted_connections(&self) -> usize {
-        let handed_over = match &self.lane {
-            Lane::Others { handed_over, workers, .. } => handed_over.get().div_ceil(*workers),
-            Lane::All | Lane::Identities => 0,
-        };
-        self.connections() + handed_over
+        self.slots.open()
     }
 
     /// Accepts on one socket until `drain` starts.
@@ -113,16 +107,24 @@ impl HttpsServer {
 
     fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
         let service = self.service.now();
-        if self.counted_connections() >= service.limits.max_connections {
-            service.metrics.refused("cap");
-            self.warnings
-                .warn(&accept::limit_reached(&self.listener, service.limits.max_connections), from);
-            return;
-        }
         let Some(source) = self.sources.source(&stream) else { return };
+        let handed_over = match &self.lane {
+            Lane::Others { handed_over, workers, .. } => handed_over.get().div_ceil(*workers),
+            Lane::All | Lane::Identities => 0,
+        };
+        let limit = SlotLimit {
+            slots: service.limits.max_connections,
+            has_identities: !service.credentials.slots.is_empty(),
+            handed_over,
+        };
+        let admitted = self.slots.admit(source, limit, Instant::now());
+        let about = (self.listener.as_str(), &*service.metrics, &self.warnings);
+        let Some(slot) = accept::report_admission(admitted, (source, limit.slots), about) else {
+            return;
+        };
         let (this, current) = (Rc::clone(self), Rc::clone(&service));
         self.spawn(&current, async move {
-            this.accepted(stream, from, source, &service).await;
+            this.accepted(stream, from, slot, &service).await;
         });
     }
 
@@ -136,9 +138,10 @@ impl HttpsServer {
                 Err(error) => return this.warn_of_move(&error),
             };
             let LaneClient { from, source, verdict, counted: _counted, .. } = client;
-            let certificate = this.certificate(&stream, &service);
+            let slot = this.slots.admit_proven(source, Instant::now());
+            let certificate = this.certificate(&stream, source, &service);
             let certificate = certificate.map(|certificate| certificate.with_verdict(verdict));
-            this.serve(stream, certificate, from, source, &service).await;
+            this.serve(stream, certificate, from, slot, &service).await;
         });
     }
 
@@ -153,8 +156,10 @@ impl HttpsServer {
         service: &ListenerService,
         connection: impl Future<Output = ()> + 'static,
     ) {
-        let guard = OpenConnection::new(self, &service.metrics);
+        let guard = service.metrics.count_connection();
         let mut drain = self.drain.clone();
+        // Boxed, because an async block that moves a captured future stores it twice.
+        let connection = Box::pin(connection);
         spawn_local(async move {
             tokio::select! {
                 () = connection => {}
@@ -170,43 +175,63 @@ impl HttpsServer {
         &self,
         stream: TcpStream,
         from: SocketAddr,
-        source: Source,
+        slot: ConnectionSlot,
         service: &ListenerService,
     ) {
-        let Some(stream) = self.handshake(stream, from, service).await else { return };
-        let certificate = self.certificate(&stream, service);
-        let stream = match &certificate {
-            Some(certificate) => {
-                match self.hand_over(stream, certificate, from, source, service).await {
-                    Ok(Some(stream)) => stream,
-                    Ok(None) => return,
-                    Err(error) => return self.warn_of_move(&error),
-                }
-            }
-            None => stream,
+        let established = tokio::select! {
+            established = self.establish(stream, from, &slot, service) => established,
+            () = slot.evicted() => return service.metrics.refused("evicted"),
         };
-        self.serve(stream, certificate, from, source, service).await;
+        let Some((stream, certificate)) = established else { return };
+        if slot.must_prove_identity() {
+            return service.metrics.refused("source");
+        }
+        self.serve(stream, certificate, from, slot, service).await;
     }
 
-    /// Hands the connection over to the identity lane if there is one and the client has proven a configured
-    /// identity. Otherwise the stream is returned.
-    async fn hand_over(
+    /// Makes the handshake, and waits for the verification of the certificate if that decides who serves the
+    /// connection. `None` if the connection was handed over or must be closed.
+    async fn establish(
+        &self,
+        stream: TcpStream,
+        from: SocketAddr,
+        slot: &ConnectionSlot,
+        service: &ListenerService,
+    ) -> Option<(ClientStream, Option<Rc<ClientCertificate>>)> {
+        let stream = self.handshake(stream, from, slot.source(), service).await?;
+        slot.handshake_complete(Instant::now());
+        let Some(certificate) = self.certificate(&stream, slot.source(), service) else {
+            return Some((stream, None));
+        };
+        if slot.must_prove_identity() || matches!(self.lane, Lane::Others { .. }) {
+            let _ = timeout(service.limits.handshake_timeout, certificate.until_verified()).await;
+        }
+        if !service.credentials.is_identity(&certificate) {
+            return Some((stream, Some(certificate)));
+        }
+        let stream = match self.hand_over(stream, &certificate, from, slot) {
+            Ok(stream) => stream?,
+            Err(error) => {
+                self.warn_of_move(&error);
+                return None;
+            }
+        };
+        slot.set_proven();
+        Some((stream, Some(certificate)))
+    }
+
+    /// Hands the connection of a proven identity over to the identity lane. Without one, the stream is returned.
+    fn hand_over(
         &self,
         stream: ClientStream,
-        certificate: &Rc<ClientCertificate>,
+        certificate: &ClientCertificate,
         from: SocketAddr,
-        source: Source,
-        service: &ListenerService,
+        slot: &ConnectionSlot,
     ) -> io::Result<Option<ClientStream>> {
         let Lane::Others { identity_lane, handed_over, .. } = &self.lane else {
             return Ok(Some(stream));
         };
-        // The result of the verification decides who serves the connection.
-        let _ = timeout(service.limits.handshake_timeout, certificate.verified()).await;
-        if !service.credentials.is_identity(certificate) {
-            return Ok(Some(stream));
-        }
-        let listener = self.listener.clone();
+        let (listener, source) = (self.listener.clone(), slot.source());
         let (verdict, counted) = (certificate.verdict(), handed_over.count());
         identity_lane.hand_over(stream, LaneClient { listener, from, source, verdict, counted })
     }
@@ -215,10 +240,12 @@ impl HttpsServer {
     fn certificate(
         &self,
         stream: &ClientStream,
+        source: Source,
         service: &ListenerService,
     ) -> Option<Rc<ClientCertificate>> {
         let session = stream.get_ref().1;
-        ClientCertificate::new(session.peer_certificates(), &self.tls, &service.metrics)
+        let chain = session.peer_certificates();
+        ClientCertificate::new(source, chain, &self.tls, &service.metrics)
     }
 
     /// Makes the TLS handshake. A failure is counted and logged.
@@ -226,12 +253,21 @@ impl HttpsServer {
         &self,
         stream: TcpStream,
         from: SocketAddr,
+        source: Source,
         service: &ListenerService,
     ) -> Option<ClientStream> {
         tcp_options::configure_accepted(&stream).ok()?;
         let limit = service.request_limits.stall_timeout;
-        let stream = ReadAhead::new(StallTimeout::new(Linger::new(stream), limit));
-        let handshake = accept_tls(stream, &self.tls);
+        let mut stream = ReadAhead::new(StallTimeout::new(Linger::new(stream), limit));
+        let handshake = async {
+            // A connection that sends nothing takes no turn.
+            stream.peek().await?;
+            let turn = self.handshakes.turn(source).await;
+            tokio::select! {
+                accepted = accept_tls(stream, &self.tls) => accepted,
+                () = turn.stalled() => Err(io::Error::other("stalled, ended for another one")),
+            }
+        };
         match timeout(service.limits.handshake_timeout, handshake).await {
             Ok(Ok(stream)) => Some(stream),
             Ok(Err(error)) => {
@@ -257,7 +293,7 @@ impl HttpsServer {
         stream: ClientStream,
         certificate: Option<Rc<ClientCertificate>>,
         from: SocketAddr,
-        source: Source,
+        slot: ConnectionSlot,
         service: &ListenerService,
     ) {
         let is_identity = certificate
@@ -267,19 +303,20 @@ impl HttpsServer {
         // hyper buffers a whole head on HTTP/1.1.
         let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
         let head = if is_http2 { 0 } else { service.request_limits.max_header_bytes as usize };
-        let account = service.metrics.memory.source(source.key());
+        let account = service.metrics.memory.source(slot.source().key());
         let Some(memory) = ClientMemory::new(account, class, head) else {
             let about =
                 format!("listener {} refused a connection for lack of memory", self.listener);
-            self.warnings.warn(&about, source);
+            self.warnings.warn(&about, slot.source());
             return;
         };
+        let slot = Rc::new(slot);
         let client = Rc::new(ClientConnection {
             memory,
             service: self.service.clone(),
             certificate: certificate.clone(),
             address: from.ip().to_canonical(),
-            source,
+            slot: Rc::clone(&slot),
             forwarded_for: ForwardedFor::new(from.ip()),
             token: LastToken::default(),
             unproven: Rc::default(),
@@ -291,37 +328,29 @@ impl HttpsServer {
             drain: self.drain.clone(),
         };
         // Pinned here, because moving the large future would store it twice.
-        let mut served = std::pin::pin!(connection.serve(stream, client));
+        let mut served = std::pin::pin!(connection.serve(stream, client, &slot));
         let result = match &certificate {
             None => served.await,
             Some(certificate) => tokio::select! {
                 result = &mut served => result,
-                never = certificate.follow() => match never {},
+                never = self.follow(certificate, &slot) => match never {},
             },
         };
         if let Err(error) = result {
             tracing::debug!(listener = self.listener, client = %from, %error, "connection ended");
         }
     }
-}
 
-/// Counts a connection for as long as it is open.
-struct OpenConnection {
-    server: Rc<HttpsServer>,
-    metrics: Arc<ListenerMetrics>,
-}
-
-impl OpenConnection {
-    fn new(server: &Rc<HttpsServer>, metrics: &Arc<ListenerMetrics>) -> Self {
-        server.open.set(server.open.get() + 1);
-        metrics.connections.increment(1);
-        Self { server: Rc::clone(server), metrics: Arc::clone(metrics) }
-    }
-}
-
-impl Drop for OpenConnection {
-    fn drop(&mut self) {
-        self.server.open.set(self.server.open.get() - 1);
-        self.metrics.connections.decrement(1);
+    /// Follows the certificate as long as the connection is open.
+    async fn follow(
+        &self,
+        certificate: &Rc<ClientCertificate>,
+        slot: &ConnectionSlot,
+    ) -> Infallible {
+        certificate.until_verified().await;
+        if self.service.now().credentials.is_identity(certificate) {
+            slot.set_proven();
+        }
+        certificate.follow().await
     }
 }

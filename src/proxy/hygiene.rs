@@ -205,9 +205,21 @@ pub fn downstream_headers(headers: &mut HeaderMap, is_upgrade: bool) {
     strip(headers, Direction::Response, is_upgrade);
 }
 
+/// Limit on the fields of a request's trailers.
+const MAX_TRAILERS: usize = 32;
+/// Limit on the bytes of their names and values.
+const MAX_TRAILER_BYTES: usize = 4 * 1024;
+
 /// Removes the trailers that must not be sent upstream: hop-by-hop ones, which h2 refuses to send, and those
 /// that could change the identity, the length or the routing of the request (RFC 9110, section 6.5.1).
-pub fn upstream_trailers(mut trailers: HeaderMap) -> HeaderMap {
+///
+/// `None` if they are larger than [`MAX_TRAILERS`] and [`MAX_TRAILER_BYTES`] permit. A request of kubectl or kubelet
+/// has none.
+pub fn upstream_trailers(mut trailers: HeaderMap) -> Option<HeaderMap> {
+    let bytes: usize = trailers.iter().map(|(name, value)| name.as_str().len() + value.len()).sum();
+    if trailers.len() > MAX_TRAILERS || bytes > MAX_TRAILER_BYTES {
+        return None;
+    }
     let is_removed = |name: &&HeaderName| {
         let name = name.as_str();
         is_hop_by_hop(name) || name == "expect" || is_protected(name.as_bytes())
@@ -216,7 +228,7 @@ pub fn upstream_trailers(mut trailers: HeaderMap) -> HeaderMap {
     for name in removed {
         trailers.remove(name);
     }
-    trailers
+    Some(trailers)
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]

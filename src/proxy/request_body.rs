@@ -107,7 +107,7 @@ pub struct RequestBody {
 enum End {
     /// The body is complete, with its trailers, if any.
     Done(Option<HeaderMap>),
-    /// The body is malformed, or the client left before its end.
+    /// The body is malformed, its trailers are too large, or the client left before its end.
     Aborted,
 }
 
@@ -168,7 +168,10 @@ impl RequestBody {
                         self.held.push(&data);
                         return Poll::Ready(Ok(data));
                     }
-                    Err(frame) => End::Done(frame.into_trailers().ok().map(upstream_trailers)),
+                    Err(frame) => match frame.into_trailers().map(upstream_trailers) {
+                        Ok(None) => End::Aborted,
+                        trailers => End::Done(trailers.ok().flatten()),
+                    },
                 },
                 Some(Err(_)) => End::Aborted,
                 // On HTTP/2, hyper reports a reset with NO_ERROR as an end, but the body is complete only

@@ -19,7 +19,7 @@ use hyper::body::Incoming;
 use super::client_certificate::ProofExpiry;
 use super::request_body::UploadTask;
 use super::status_error::StatusError;
-use super::upstream_client::release_window;
+use super::upstream_client::{poll_turn, release_window};
 use super::watch::body::WatchBody;
 use crate::observe::{Outcome, Side};
 use crate::upstream::connection::{Permit, describe_h2_error};
@@ -136,6 +136,8 @@ pub struct StreamedBody {
     prefix: Option<Bytes>,
     /// Bytes that hyper has taken and whose window is not released yet.
     unreleased: usize,
+    /// See [`poll_turn`].
+    polls: u16,
     done: bool,
     /// Ends a watch whose frames cannot be followed when its client's certificate is no longer valid.
     proof_expiry: Option<ProofExpiry>,
@@ -161,7 +163,17 @@ impl StreamedBody {
             permit.finished();
             outcome.complete();
         }
-        Self { recv, prefix, unreleased: 0, done, proof_expiry, permit, outcome, _upload: upload }
+        Self {
+            recv,
+            prefix,
+            unreleased: 0,
+            polls: 0,
+            done,
+            proof_expiry,
+            permit,
+            outcome,
+            _upload: upload,
+        }
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, String>>> {
@@ -177,6 +189,7 @@ impl StreamedBody {
             return Poll::Ready(Some(Err(self.cut(Side::Jackstay, &reason))));
         }
         release_window(&mut self.recv, &mut self.unreleased);
+        ready!(poll_turn(&mut self.polls, cx));
         match ready!(self.recv.poll_data(cx)) {
             Some(Ok(data)) => Poll::Ready(Some(Ok(self.data_frame(data)))),
             Some(Err(error)) => Poll::Ready(Some(Err(self.cut_by_upstream(&error)))),

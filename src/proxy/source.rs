@@ -40,6 +40,14 @@ impl Source {
             Self::Address(IpAddr::V6(ip)) => ip.to_bits(),
         }
     }
+
+    /// The user, if it is known.
+    pub fn uid(self) -> Option<u32> {
+        match self {
+            Self::User(uid) => Some(uid),
+            Self::Address(_) => None,
+        }
+    }
 }
 
 impl fmt::Display for Source {

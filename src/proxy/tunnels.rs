@@ -7,9 +7,15 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 
+use super::connection_slots::OpenRequest;
+
 /// The open tunnels.
 #[derive(Debug, Clone, Default)]
-pub struct Tunnels(Rc<watch::Sender<Registry>>);
+pub struct Tunnels {
+    registry: Rc<watch::Sender<Registry>>,
+    /// The request of the tunnel that is registered with this handle. It keeps the slot of the connection.
+    _request: Option<Rc<OpenRequest>>,
+}
 
 #[derive(Debug, Default)]
 struct Registry {
@@ -21,7 +27,12 @@ struct Registry {
 impl Tunnels {
     /// The number of open tunnels.
     pub fn open(&self) -> usize {
-        self.0.borrow().open.values().sum()
+        self.registry.borrow().open.values().sum()
+    }
+
+    /// A handle for the tunnel of a request.
+    pub(super) fn of_request(&self, request: OpenRequest) -> Self {
+        Self { registry: Rc::clone(&self.registry), _request: Some(Rc::new(request)) }
     }
 
     /// Waits until no tunnel is open.
@@ -31,17 +42,17 @@ impl Tunnels {
 
     /// Closes the open tunnels, and each tunnel that opens later.
     pub fn close_all(&self) {
-        self.0.send_modify(|registry| registry.closing = true);
+        self.registry.send_modify(|registry| registry.closing = true);
     }
 
     /// The number of open tunnels to `endpoint`.
     pub(super) fn open_to(&self, endpoint: &Arc<str>) -> usize {
-        self.0.borrow().open.get(endpoint).copied().unwrap_or(0)
+        self.registry.borrow().open.get(endpoint).copied().unwrap_or(0)
     }
 
     /// Counts a tunnel to `endpoint` as open until the guard is dropped.
     pub(super) fn register(&self, endpoint: &Arc<str>) -> OpenTunnel {
-        self.0.send_if_modified(|registry| {
+        self.registry.send_if_modified(|registry| {
             *registry.open.entry(Arc::clone(endpoint)).or_default() += 1;
             false // no task waits for more tunnels
         });
@@ -50,7 +61,7 @@ impl Tunnels {
 
     async fn wait(&self, done: impl FnMut(&Registry) -> bool) {
         // `wait_for` fails only if the sender is dropped, and `self` holds the sender.
-        let _ = self.0.subscribe().wait_for(done).await;
+        let _ = self.registry.subscribe().wait_for(done).await;
     }
 }
 
@@ -69,7 +80,7 @@ impl OpenTunnel {
 
 impl Drop for OpenTunnel {
     fn drop(&mut self) {
-        self.tunnels.0.send_if_modified(|Registry { open, .. }| {
+        self.tunnels.registry.send_if_modified(|Registry { open, .. }| {
             if let Some(count) = open.get_mut(&self.endpoint) {
                 *count -= 1;
                 if *count == 0 {

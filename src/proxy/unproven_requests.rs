@@ -4,6 +4,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::{Rc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::oneshot;
@@ -14,7 +15,8 @@ use super::fair_queue::{Arrival, Ended, FairQueue, QueueLimits, Started};
 use super::proven_tokens::TokenKey;
 use super::source::Source;
 use super::status_error::StatusError;
-use crate::observe::RateLimitedWarnings;
+use crate::observe::memory_budget::Shed;
+use crate::observe::{MemoryBudget, RateLimitedWarnings};
 
 /// Limits of requests, which share a few HTTP/2 connections.
 pub const REQUEST_LIMITS: QueueLimits =
@@ -36,6 +38,7 @@ pub struct UnprovenRequests {
     /// When the timer that starts requests of slowed sources is due.
     timer: Cell<Option<Instant>>,
     warnings: RateLimitedWarnings,
+    memory: Arc<MemoryBudget>,
     /// What is held back, for logs and errors.
     subject: &'static str,
     this: Weak<Self>,
@@ -91,13 +94,14 @@ pub struct UnprovenRequest {
 
 impl UnprovenRequests {
     /// An empty queue of `subject`.
-    pub fn new(limits: QueueLimits, subject: &'static str) -> Rc<Self> {
+    pub fn new(limits: QueueLimits, subject: &'static str, memory: &Arc<MemoryBudget>) -> Rc<Self> {
         Rc::new_cyclic(|this| Self {
             queue: RefCell::new(FairQueue::new(limits)),
             waiting: RefCell::default(),
             next_id: Cell::new(0),
             timer: Cell::new(None),
             warnings: RateLimitedWarnings::new(WARNING_INTERVAL),
+            memory: Arc::clone(memory),
             subject,
             this: this.clone(),
         })
@@ -144,6 +148,7 @@ impl UnprovenRequests {
     }
 
     fn refused(&self) -> StatusError {
+        self.memory.count_shed(Shed::QueueFull);
         StatusError::too_many_requests(format_args!(
             "too many {} of this client's user or address wait",
             self.subject

@@ -6,6 +6,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -58,17 +59,19 @@ impl UpstreamClient {
             hedge_budget: RetryBudget::hedges(pool.upstream().config().connections.max_streams),
             pool,
             watches: WatchLimits::new(&metrics),
-            metrics,
             body_budget,
             unproven_requests: UnprovenRequests::new(
                 REQUEST_LIMITS,
                 "requests with unproven tokens",
+                metrics.memory(),
             ),
             unproven_upgrades: UnprovenRequests::new(
                 UPGRADE_LIMITS,
                 "upgrades without a proven token",
+                metrics.memory(),
             ),
             maintenance: None,
+            metrics,
         }
     }
 
@@ -161,10 +164,42 @@ pub fn has_better_endpoint(connection: &Connection, client: &UpstreamClient) -> 
     connection.endpoint.state() == EndpointState::Degraded && client.has_ready_endpoint_besides(&[])
 }
 
+/// Polls of one response between two turns of other tasks.
+const TURN_POLLS: u16 = 2048;
+
+/// Counts a poll of a response. Every [`TURN_POLLS`], other tasks run first: hyper polls until its buffer is full, and
+/// an upstream that sends one byte in each frame would delay the other clients for as long as that takes.
+pub fn poll_turn(polls: &mut u16, cx: &mut Context<'_>) -> Poll<()> {
+    *polls += 1;
+    if *polls < TURN_POLLS {
+        return Poll::Ready(());
+    }
+    *polls = 0;
+    cx.waker().wake_by_ref();
+    Poll::Pending
+}
+
 /// Grants the upstream new window for `unreleased` bytes, which the client has read, and resets the number.
 pub fn release_window(recv: &mut RecvStream, unreleased: &mut usize) {
     if *unreleased > 0 {
         // Releasing fails only for more bytes than were received.
         let _ = recv.flow_control().release_capacity(std::mem::take(unreleased));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::task::Waker;
+
+    #[test]
+    fn poll_turn_is_pending_once_in_each_turn() {
+        let (mut polls, mut cx) = (0, Context::from_waker(Waker::noop()));
+        for _ in 0..3 {
+            for _ in 1..TURN_POLLS {
+                assert!(poll_turn(&mut polls, &mut cx).is_ready());
+            }
+            assert!(poll_turn(&mut polls, &mut cx).is_pending());
+        }
     }
 }

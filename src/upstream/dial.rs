@@ -24,6 +24,7 @@ use tokio_rustls::client::TlsStream;
 
 use super::credentials::ClientTls;
 use super::endpoint::{ConnectFailure, ConnectFailureKind, ConnectTimeout, Endpoint};
+use crate::net::frame_limiter::{FrameLimiter, Violation};
 use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
 use crate::net::sockets::read_ahead::ReadAhead;
@@ -65,24 +66,30 @@ const DATA_FRAME_BUDGET: usize = (STREAM_WINDOW * WINDOWS_PER_CONNECTION) as usi
 /// The TLS stream of a connection to an endpoint.
 pub type UpstreamStream = TlsStream<ReadAhead<TrackedStream>>;
 
+/// The same below HTTP/2.
+pub type Http2Stream = FrameLimiter<UpstreamStream>;
+
 /// A connection whose first PING was answered.
 pub struct DialedConnection {
     pub send: SendRequest<Bytes>,
     /// Sends and receives while it is polled.
-    pub h2: H2Connection<UpstreamStream, Bytes>,
+    pub h2: H2Connection<Http2Stream, Bytes>,
     pub ping: PingPong,
+    /// The limit of frames that the apiserver has exceeded, if it has.
+    pub violation: Violation,
     /// Reads the TCP statistics of the connection.
     pub observer: StreamObserver,
     /// Round-trip time of the first PING.
     pub rtt: Duration,
 }
 
-/// Opens an HTTP/2 connection within `limit`.
+/// Opens an HTTP/2 connection within `limit`. The caller opens at most `max_streams` streams at a time on it.
 pub async fn dial_h2(
     connector: &Connector,
     endpoint: &Endpoint,
     tls: &ClientTls,
     limit: ConnectTimeout,
+    max_streams: usize,
 ) -> Result<DialedConnection, ConnectFailure> {
     // Boxed, because the handshakes of rustls and h2 keep 30 KiB of state while they wait.
     Box::pin(race(endpoint, limit, |address| async move {
@@ -99,7 +106,8 @@ pub async fn dial_h2(
         }
         let window =
             if tls.certificate.is_some() { STREAM_WINDOW } else { UNPROVEN_STREAM_WINDOW };
-        first_pong(stream, observer, window).await.map_err(|error| {
+        let (stream, violation) = FrameLimiter::of_server(stream, max_streams as u32);
+        first_pong(stream, violation, observer, window).await.map_err(|error| {
             let kind = if is_late_alert(&error) {
                 ConnectFailureKind::TlsFailed
             } else {
@@ -250,7 +258,8 @@ fn bare_name(name: &str) -> &str {
 
 /// Starts HTTP/2 on a TLS stream and waits for the first PONG.
 async fn first_pong(
-    stream: UpstreamStream,
+    stream: Http2Stream,
+    violation: Violation,
     observer: StreamObserver,
     window: u32,
 ) -> Result<DialedConnection, io::Error> {
@@ -284,7 +293,7 @@ async fn first_pong(
     })
     .await?;
     let rtt = pinged_at.elapsed();
-    Ok(DialedConnection { send, h2, ping, observer, rtt })
+    Ok(DialedConnection { send, h2, ping, violation, observer, rtt })
 }
 
 #[cfg(test)]

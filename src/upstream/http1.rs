@@ -4,12 +4,15 @@
 use std::error::Error as _;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use http::{Request, Response};
 use hyper::body::Incoming;
 use hyper::client::conn::http1;
+use hyper::ext::on_informational;
 use hyper_util::rt::TokioIo;
+use tokio::sync::Notify;
 use tokio::task::{JoinHandle, JoinSet, spawn_local};
 use tokio::time::{Instant, sleep_until};
 
@@ -26,6 +29,10 @@ use crate::net::tls::certificate::Subject;
 /// Time after which the next endpoint is tried in parallel to one that has not answered. It is twice the
 /// time after which a dial starts its own second attempt.
 const NEXT_AFTER: Duration = Duration::from_millis(500);
+/// Interim responses (1xx) that one request may get. hyper skips them without a limit.
+const MAX_INTERIM_RESPONSES: usize = 100;
+/// Longest response head, as on HTTP/2 connections. hyper's default is 400 KiB.
+const MAX_HEAD: usize = 64 * 1024;
 /// Limit of failures that an error names.
 const MAX_REASONS: usize = 5;
 
@@ -155,10 +162,14 @@ impl Http1Connection {
     /// The reason why no response arrived. The request may have been processed.
     pub async fn send(
         self,
-        request: Request<Incoming>,
+        mut request: Request<Incoming>,
     ) -> Result<(Response<Incoming>, Http1Driver), String> {
-        let (mut sender, connection) =
-            http1::handshake(TokioIo::new(self.stream)).await.map_err(|error| described(&error))?;
+        let (mut sender, connection) = http1::Builder::new()
+            .max_buf_size(MAX_HEAD)
+            .handshake(TokioIo::new(self.stream))
+            .await
+            .map_err(|error| described(&error))?;
+        let too_many_interim = limit_interim_responses(&mut request);
         let flow = FlowHealthCheck {
             observer: self.observer,
             answered: Rc::default(),
@@ -170,6 +181,10 @@ impl Http1Connection {
             biased;
             response = sender.send_request(request) => response,
             reason = self.endpoint.no_response_expected(sent) => return Err(reason),
+            () = too_many_interim.notified() => {
+                self.endpoint.metrics.closed_for_frames("interim_responses");
+                return Err(format!("more than {MAX_INTERIM_RESPONSES} interim responses"));
+            }
         };
         match response {
             Ok(response) => {
@@ -179,6 +194,18 @@ impl Http1Connection {
             Err(error) => Err(driver.reason().await.unwrap_or_else(|| described(&error))),
         }
     }
+}
+
+/// Counts the interim responses of a request. The result is notified after [`MAX_INTERIM_RESPONSES`].
+fn limit_interim_responses<B>(request: &mut Request<B>) -> Arc<Notify> {
+    let exceeded = Arc::new(Notify::new());
+    let (notify, count) = (Arc::clone(&exceeded), AtomicUsize::new(0));
+    on_informational(request, move |_| {
+        if count.fetch_add(1, Ordering::Relaxed) >= MAX_INTERIM_RESPONSES {
+            notify.notify_one();
+        }
+    });
+    exceeded
 }
 
 /// Runs the HTTP side of a connection. Returns the stream once HTTP has ended on it, as after a response

@@ -355,8 +355,12 @@ impl Pool {
         let (class, endpoint, tls) = (Rc::clone(class), Arc::clone(endpoint), Arc::clone(tls));
         class.connect_started(&endpoint.label, Instant::now());
         tokio::task::spawn_local(async move {
-            let limit = endpoint.connect_timeout(pool.upstream.config().health.connect_timeout);
-            let result = dial_h2(&pool.upstream.connector(), &endpoint, &tls, limit).await;
+            let config = pool.upstream.config();
+            let limit = endpoint.connect_timeout(config.health.connect_timeout);
+            let max_streams = config.connections.max_streams;
+            drop(config);
+            let connector = pool.upstream.connector();
+            let result = dial_h2(&connector, &endpoint, &tls, limit, max_streams).await;
             class.connect_ended(&endpoint.label);
             match result {
                 Ok(established) => {

@@ -98,7 +98,7 @@ fn envoy(dir: &Path, listen: SocketAddr, servers: &[SocketAddr]) -> String {
     let endpoint = |address: &SocketAddr| {
         let port = address.port();
         format!(
-            "      - endpoint: {{ address: {{ socket_address: {{ address: 127.0.0.1, port_value: {port} }} }} }}\n"
+            "        - endpoint: {{ address: {{ socket_address: {{ address: 127.0.0.1, port_value: {port} }} }} }}\n"
         )
     };
     let endpoints: String = servers.iter().map(endpoint).collect();

@@ -50,7 +50,7 @@ async fn client_that_does_not_read_blocks_only_its_own_server() {
 }
 
 /// jackstay waits for the rest of an incomplete `ClientHello` until `handshake_timeout`, and forwards garbage at
-/// once. Both count against `max_connections`.
+/// once. Both count against the share of their source.
 #[tokio::test]
 async fn incomplete_hellos_and_garbage_are_limited_and_other_flows_continue() {
     let (peer, proxy) = setup_with(|config| {
@@ -84,7 +84,8 @@ async fn incomplete_hellos_and_garbage_are_limited_and_other_flows_continue() {
     wait_flows(&proxy, 1).await;
     let metrics = proxy.page("/metrics").await;
     assert!(metrics.contains(r#"reason="handshake_timeout"}"#), "{metrics}");
-    assert!(metrics.contains(r#"refused_total{listener="apiserver",reason="cap"}"#), "{metrics}");
+    let share_used = r#"refused_total{listener="apiserver",reason="source"}"#;
+    assert!(metrics.contains(share_used), "{metrics}");
 }
 
 /// Starts jackstay with this hard limit of file descriptors and half of it as the soft limit.

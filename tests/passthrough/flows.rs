@@ -1,7 +1,7 @@
 //! Flows through a passthrough listener: data in both directions, half-closes, resets, refusals, timeouts, drains
 //! and routes.
 
-use crate::peer::{setup, setup_with, wait_flows};
+use crate::peer::{exchange, setup, setup_with, wait_flows};
 use crate::support::stopwatch::Stopwatch;
 use crate::support::{
     CONFIGMAPS, Certs, TestCluster, passthrough_config, passthrough_mode, refusing_address, soon,
@@ -180,16 +180,57 @@ async fn client_is_reset_when_every_endpoint_refuses() {
 }
 
 #[tokio::test]
-async fn connections_above_the_limit_are_reset() {
+async fn connections_above_the_share_of_their_source_are_reset() {
+    // One source gets half of the slots.
     let (peer, proxy) =
-        setup_with(|config| config.listeners[0].limits_mut().max_connections = 2).await;
+        setup_with(|config| config.listeners[0].limits_mut().max_connections = 4).await;
     let (mut first, mut server) = peer.connect(&proxy).await;
-    let _second = peer.connect(&proxy).await;
+    let mut second = peer.connect(&proxy).await;
+    exchange(&mut second).await;
+    first.write_all(b"x").await.unwrap();
+    assert_eq!(soon("a byte", server.read_u8()).await.unwrap(), b'x');
     assert_eq!(reset_of(proxy.addr).await, ErrorKind::ConnectionReset);
     first.write_all(b"x").await.unwrap();
     assert_eq!(soon("a byte", server.read_u8()).await.unwrap(), b'x');
     let metrics = proxy.page("/metrics").await;
-    assert!(metrics.contains(r#"refused_total{listener="apiserver",reason="cap"} 1"#), "{metrics}");
+    assert!(
+        metrics.contains(r#"refused_total{listener="apiserver",reason="source"} 1"#),
+        "{metrics}"
+    );
+}
+
+#[tokio::test]
+async fn idle_connections_that_sent_nothing_are_closed_for_new_ones() {
+    // Transparent and SNI listeners wait for a ClientHello; this listener connects at once. All are closed.
+    let (peer, proxy) =
+        setup_with(|config| config.listeners[0].limits_mut().max_connections = 40).await;
+    let mut first = peer.connect(&proxy).await;
+    exchange(&mut first).await;
+    let mut silent = Vec::new();
+    for _ in 0..100 {
+        silent.push(TcpStream::connect(proxy.addr).await);
+    }
+    let mut others = Vec::new();
+    for _ in 0..15 {
+        // A connection may be closed for a new one once it is 100 ms old.
+        let mut connected = None;
+        until("a new connection is served", async || {
+            let Ok(mut client) = TcpStream::connect(proxy.addr).await else { return false };
+            let sent = client.write_all(b"x").await.is_ok();
+            connected = (sent && is_open(&mut client).await).then_some(client);
+            connected.is_some()
+        })
+        .await;
+        others.push(connected);
+    }
+    exchange(&mut first).await;
+    proxy.wait_metrics(r#"closed_total{listener="apiserver",reason="evicted"}"#).await;
+}
+
+/// Whether the proxy has neither closed nor reset the connection within 50 ms.
+async fn is_open(client: &mut TcpStream) -> bool {
+    let mut byte = [0];
+    tokio::time::timeout(Duration::from_millis(50), client.read(&mut byte)).await.is_err()
 }
 
 #[tokio::test]

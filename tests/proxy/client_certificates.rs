@@ -19,6 +19,7 @@ use jackstay::net::tls::client_chain::{self, ClientChain};
 use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
 use jackstay::observe::Metrics;
 use jackstay::proxy::client_certificate::{ClientCertificate, IdentityProof};
+use jackstay::proxy::source::Source;
 use jackstay::upstream::credentials::CredentialClass;
 use rcgen::{
     BasicConstraints, CertificateParams, CustomExtension, DistinguishedName, DnType, IsCa, Issuer,
@@ -192,7 +193,8 @@ async fn resume_fails_when_the_client_certificate_has_expired() {
     let issued = certs.pki.client_valid(&Subject::admin(), validity).unwrap();
     let metrics = Metrics::new().listener("l");
     // No task runs `ClientCertificate::follow`, which checks the certificate by timers.
-    let certificate = ClientCertificate::new(Some(&[issued.cert_der()]), &tls, &metrics).unwrap();
+    let (source, chain) = (Source::User(0), [issued.cert_der()]);
+    let certificate = ClientCertificate::new(source, Some(&chain), &tls, &metrics).unwrap();
     let proof = IdentityProof::new(CredentialClass::Identity(0), Some(&certificate));
     let resume = async {
         soon("a valid proof", proof.confirmed()).await;
@@ -270,7 +272,7 @@ async fn watch_is_resumed_only_when_its_certificate_is_verified_again() {
         let mut head = [0; 12];
         soon("a watch", watch.read_exact(&mut head)).await.unwrap();
         assert_eq!(&head, b"HTTP/1.1 200");
-        let slot = client_chain::acquire_slot(&ClientChain::new(chain).unwrap()).await.unwrap();
+        let slot = client_chain::acquire_slot(&ClientChain::new(chain).unwrap(), 1).await.unwrap();
 
         let new_ca = Pki::new("new").unwrap();
         let bundle = if replaced { new_ca.ca_pem() } else { ca + &new_ca.ca_pem() };

@@ -8,6 +8,7 @@ mod support;
 
 mod client_certificates;
 mod clients;
+mod connection_slots;
 mod degraded_upstream;
 mod expired_versions;
 mod held_watches;
@@ -26,7 +27,9 @@ mod stale_watches;
 mod stream_capacity;
 mod token_users;
 mod unresponsive_connections;
+mod upstream_floods;
 mod upstream_load;
+mod upstream_violations;
 mod watch_continuity;
 mod watch_rebalance;
 mod writes;

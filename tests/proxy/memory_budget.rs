@@ -7,9 +7,9 @@ use http::Method;
 use jackstay::config::MemoryLimit;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use crate::scripted_peer::{
+use crate::support::http2::{
     DATA, END_HEADERS, END_STREAM, HEADERS, INITIAL_WINDOW_SIZE, REFUSED_STREAM, RST_STREAM,
-    fields, frame, settings,
+    field_block, frame, settings,
 };
 use crate::support::wire::{self, Wire};
 use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map, soon, until, wait};
@@ -20,7 +20,7 @@ const STREAMS: u32 = 250;
 
 fn head(stream: u32, method: &str, path: &str, flags: u8) -> Vec<u8> {
     let list = [(":method", method), (":scheme", "https"), (":authority", "a"), (":path", path)];
-    frame(HEADERS, END_HEADERS | flags, stream, &fields(&list))
+    frame(HEADERS, END_HEADERS | flags, stream, &field_block(&list))
 }
 
 /// A connection without a certificate that sends `frames` and has no window for responses.
@@ -51,8 +51,8 @@ async fn reset(wire: &mut Wire, code: u32) {
     }
 }
 
-async fn shed(proxy: &Proxy, reason: &str) -> f64 {
-    proxy.metric(&format!("jackstay_shed_total{{reason=\"{reason}\"}}")).await
+async fn shed(proxy: &Proxy, reason: &str) -> u64 {
+    proxy.metric(&format!("jackstay_shed_total{{reason=\"{reason}\"}}")).await as u64
 }
 
 /// What is held, without the connections and what belongs to no client.
@@ -81,11 +81,11 @@ async fn unproven_client_is_refused_and_shed_while_an_identity_is_served() {
         wires.push(without_window(&cluster, &proxy, requests()).await);
     }
     soon("a refused stream", reset(&mut wires[2], REFUSED_STREAM)).await;
-    assert!(shed(&proxy, "stream_refused").await > 0.0);
+    assert!(shed(&proxy, "stream_refused").await > 0);
     let limit = Duration::from_secs(20);
     wait::until_within(limit, "stalled readers are reset", async || {
         assert_eq!(identity.get(CONFIGMAPS).await.unwrap().status, 200);
-        shed(&proxy, "stalled_reader").await > 0.0
+        shed(&proxy, "stalled_reader").await > 0
     })
     .await;
     let object = config_map("of-an-identity", "1").to_string();
@@ -94,6 +94,9 @@ async fn unproven_client_is_refused_and_shed_while_an_identity_is_served() {
     assert_eq!(created.status, 201);
     let status = proxy.status().await;
     assert_eq!(status["memory"]["limit_bytes"], 16 << 20);
+    let threads = &status["threads"];
+    assert_eq!((&threads["identity_lane"], &threads["workers"]), (&true.into(), &1.into()));
+    assert_eq!(threads["identity_lane_connections"], 1);
     drop((wires, identity));
     until("nothing is held", async || held(&proxy).await + connections(&proxy).await == 0.0).await;
 }
@@ -135,4 +138,54 @@ fn ordered(frames: impl Iterator<Item = Vec<u8>>) -> Vec<u8> {
     let mut frames: Vec<_> = frames.collect();
     frames.sort_by_key(|frame| u32::from_be_bytes(frame[5..9].try_into().unwrap()));
     frames.concat()
+}
+
+/// An HTTP/1.1 connection without a certificate.
+async fn http1(cluster: &TestCluster, proxy: &Proxy) -> Wire {
+    let tls = wire::connector(&cluster.certs, None, "http/1.1");
+    wire::handshake(&tls, proxy.addr).await.unwrap()
+}
+
+/// All that the server sends until it closes the connection.
+async fn until_closed(wire: &mut Wire) -> String {
+    let mut text = Vec::new();
+    // Without close_notify, the end is an error.
+    let _ = wire.read_to_end(&mut text).await;
+    String::from_utf8(text).unwrap()
+}
+
+const GET_VERSION: &[u8] = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n";
+
+/// The limit has space for the connection, 128 KiB of half of 5/8, and for no request.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn http1_request_without_memory_gets_a_status_and_ends_its_connection() {
+    let cluster = TestCluster::new(1);
+    let limit = MemoryLimit::Bytes(430 << 10);
+    let proxy = cluster.start_with(|config| config.memory_limit = limit).await;
+    let mut wire = http1(&cluster, &proxy).await;
+    wire.write_all(GET_VERSION).await.unwrap();
+    let answer = soon("the connection ends", until_closed(&mut wire)).await;
+    assert!(answer.starts_with("HTTP/1.1 429 "), "{answer}");
+    assert!(answer.contains("retry-after: 1\r\n"), "{answer}");
+    let status: serde_json::Value =
+        serde_json::from_str(answer.split_once("\r\n\r\n").unwrap().1).unwrap();
+    assert_eq!((&status["kind"], &status["code"]), (&"Status".into(), &429.into()), "{answer}");
+    assert!(status["message"].as_str().unwrap().contains("memory"), "{answer}");
+    assert_eq!(shed(&proxy, "stream_refused").await, 1);
+    until("nothing is held", async || held(&proxy).await + connections(&proxy).await == 0.0).await;
+}
+
+/// The limit has space for the connection and a request. The connection is then more than half of the share.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn idle_http1_connection_is_closed_when_memory_is_short() {
+    let cluster = TestCluster::new(1);
+    let limit = MemoryLimit::Bytes(700 << 10);
+    let proxy = cluster.start_with(|config| config.memory_limit = limit).await;
+    let mut wire = http1(&cluster, &proxy).await;
+    wire.write_all(GET_VERSION).await.unwrap();
+    let limit = Duration::from_secs(30);
+    let answer = tokio::time::timeout(limit, until_closed(&mut wire)).await.expect("shed as idle");
+    assert!(answer.starts_with("HTTP/1.1 ") && !answer.starts_with("HTTP/1.1 429"), "{answer}");
+    assert!(!answer.contains("connection: close"), "it was kept alive: {answer}");
+    assert_eq!(shed(&proxy, "idle_connection").await, 1);
 }

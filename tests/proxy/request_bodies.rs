@@ -1,7 +1,8 @@
 //! Request bodies of HTTP/1.1: chunked bodies, whose length is not declared (RFC 9112, section 7.1), and bodies
 //! that the client sends only after a 100 (RFC 9110, section 10.1.1).
 
-use crate::scripted_peer::{Action, CANCEL, Peers, Reply, Request as SeenRequest};
+use crate::scripted_peer::{Action, Peers, Reply, Request as SeenRequest};
+use crate::support::http2::CANCEL;
 use crate::support::wire::{self, Wire};
 use crate::support::{
     CONFIGMAPS, Certs, TestCluster, config_map, read_body, refusing_address, soon, until,

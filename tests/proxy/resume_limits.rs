@@ -1,9 +1,9 @@
 //! Upstreams that fail while a watch is resumed. Resumes are limited; when a limit is reached, the watch ends in
 //! a way that lets the client continue.
 
-use crate::scripted_peer::{
-    Action, BOOKMARK, END_HEADERS, FIRST, HEADERS, INTERNAL_ERROR, NO_ERROR, Peers, Reply, SECOND,
-    fields, frame, goaway, lines, reset, setup_with,
+use crate::scripted_peer::{Action, BOOKMARK, FIRST, Peers, Reply, SECOND, lines, setup_with};
+use crate::support::http2::{
+    END_HEADERS, HEADERS, INTERNAL_ERROR, NO_ERROR, field_block, frame, goaway, reset,
 };
 use crate::support::{
     CONFIGMAPS, Proxy, read_body, replace_file, replace_symlink, soon, terminate_mode, to_strings,
@@ -147,7 +147,7 @@ async fn buffered_part_of_an_event_is_counted() {
     let (peers, proxy, client) = setup(1).await;
     let half = format!("{FIRST}\n{}", &SECOND[..50]);
     peers.set_actions([Action::raw(move |id| {
-        let head = fields(&[(":status", "200"), ("content-type", "application/json")]);
+        let head = field_block(&[(":status", "200"), ("content-type", "application/json")]);
         [frame(HEADERS, END_HEADERS, id, &head), frame(0, 0, id, half.as_bytes())].concat()
     })]);
     let mut body = watch(&client).await;

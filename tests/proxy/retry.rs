@@ -1,9 +1,10 @@
 //! Every cell of the retry table (kind of request × fault) with real frames: the response that the client gets,
 //! and the number of upstream requests.
 
-use crate::scripted_peer::{
-    Action, CANCEL, END_HEADERS, FIRST, HEADERS, INTERNAL_ERROR, NO_ERROR, REFUSED_STREAM, Reply,
-    SECOND, fields, frame, goaway, reset, setup, setup_with,
+use crate::scripted_peer::{Action, FIRST, Reply, SECOND, setup, setup_with};
+use crate::support::http2::{
+    CANCEL, END_HEADERS, HEADERS, INTERNAL_ERROR, NO_ERROR, REFUSED_STREAM, field_block, frame,
+    goaway, reset,
 };
 use crate::support::{CONFIGMAPS, h2_error, read_body, soon};
 
@@ -326,7 +327,7 @@ async fn safe_request_is_retried_when_the_response_head_is_incomplete() {
     let (peers, _proxy, client) = setup(2).await;
     for row in rows() {
         let half = Action::raw(|id| {
-            let head = fields(&[(":status", "200"), ("content-type", "application/json")]);
+            let head = field_block(&[(":status", "200"), ("content-type", "application/json")]);
             // A CONTINUATION with the rest of the header block would have to follow.
             [frame(HEADERS, 0, id, &head[..9]), frame(HEADERS, END_HEADERS, id, &head)].concat()
         });

@@ -20,30 +20,13 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
+use crate::support::http2::{
+    ACK, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, NO_ERROR, PING, RST_STREAM, SETTINGS,
+    WINDOW_UPDATE, field_block, frame, goaway, settings,
+};
 use crate::support::{Certs, Proxy, without_suspicion};
 use jackstay::config::Config;
 use jackstay::demo::client::Client;
-
-pub const DATA: u8 = 0;
-pub const HEADERS: u8 = 1;
-pub const RST_STREAM: u8 = 3;
-pub const SETTINGS: u8 = 4;
-pub const PING: u8 = 6;
-pub const GOAWAY: u8 = 7;
-pub const WINDOW_UPDATE: u8 = 8;
-pub const CONTINUATION: u8 = 9;
-
-pub const END_STREAM: u8 = 1;
-pub const ACK: u8 = 1;
-pub const END_HEADERS: u8 = 4;
-
-pub const NO_ERROR: u32 = 0;
-pub const INTERNAL_ERROR: u32 = 2;
-pub const REFUSED_STREAM: u32 = 7;
-pub const CANCEL: u32 = 8;
-
-pub const MAX_CONCURRENT_STREAMS: u16 = 3;
-pub const INITIAL_WINDOW_SIZE: u16 = 4;
 
 /// Watch events without their line feed. `BOOKMARK` has the same resource version as `FIRST`.
 pub const FIRST: &str = r#"{"type":"ADDED","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"a","resourceVersion":"6"}}}"#;
@@ -53,59 +36,6 @@ pub const BOOKMARK: &str = r#"{"type":"BOOKMARK","object":{"kind":"ConfigMap","a
 /// Events as the body of a watch, each with its line feed.
 pub fn lines(events: &[&str]) -> String {
     events.iter().flat_map(|event| [*event, "\n"]).collect()
-}
-
-pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
-    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
-    let mut frame = length[1..].to_vec();
-    frame.extend([kind, flags]);
-    frame.extend(stream.to_be_bytes());
-    frame.extend(payload);
-    frame
-}
-
-/// A header block: each field is a literal without indexing and without Huffman coding (RFC 7541, 6.2.2).
-pub fn fields(list: &[(&str, &str)]) -> Vec<u8> {
-    fn string(out: &mut Vec<u8>, text: &str) {
-        match text.len() {
-            short @ 0..127 => out.push(short as u8),
-            long => {
-                // A length of 127 or more continues in further bytes (RFC 7541, 5.1).
-                out.push(127);
-                let mut rest = long - 127;
-                while rest >= 128 {
-                    out.push((rest % 128) as u8 | 128);
-                    rest /= 128;
-                }
-                out.push(rest as u8);
-            }
-        }
-        out.extend(text.as_bytes());
-    }
-    let mut out = Vec::new();
-    for (name, value) in list {
-        out.push(0);
-        string(&mut out, name);
-        string(&mut out, value);
-    }
-    out
-}
-
-pub fn settings(list: &[(u16, u32)]) -> Vec<u8> {
-    let mut payload = Vec::new();
-    for (name, value) in list {
-        payload.extend(name.to_be_bytes());
-        payload.extend(value.to_be_bytes());
-    }
-    frame(SETTINGS, 0, 0, &payload)
-}
-
-pub fn reset(stream: u32, code: u32) -> Vec<u8> {
-    frame(RST_STREAM, 0, stream, &code.to_be_bytes())
-}
-
-pub fn goaway(last: u32, code: u32) -> Vec<u8> {
-    frame(GOAWAY, 0, 0, &[last.to_be_bytes(), code.to_be_bytes()].concat())
 }
 
 /// A response of a peer.
@@ -134,7 +64,7 @@ impl Reply {
     fn head(&self, stream: u32, flags: u8) -> Vec<u8> {
         let mut list = vec![(":status", self.status)];
         list.extend(&self.headers);
-        frame(HEADERS, flags, stream, &fields(&list))
+        frame(HEADERS, flags, stream, &field_block(&list))
     }
 }
 
@@ -213,6 +143,9 @@ pub struct Script {
     pub goaway_on_ping: AtomicBool,
     /// The peers send no `WINDOW_UPDATE` for uploads.
     pub withhold_window: AtomicBool,
+    /// What the peers send in response to a request over HTTP/1.1: the first bytes, and then the second ones until
+    /// the connection closes. `None` for peers that offer only HTTP/2.
+    pub http1: Mutex<Option<(Vec<u8>, Vec<u8>)>>,
     /// The SETTINGS of new connections.
     pub settings: Mutex<Vec<(u16, u32)>>,
     /// The id of the next connection, which may be one of the prober.
@@ -283,7 +216,7 @@ impl Peers {
             .with_client_cert_verifier(Arc::new(DeferredClientVerification(verifier.clone())))
             .with_single_cert(vec![server.cert_der()], server.key_der())
             .unwrap();
-        tls.alpn_protocols = vec![b"h2".to_vec()];
+        tls.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
         let tls = TlsAcceptor::from(Arc::new(tls));
         let sockets: Vec<_> = (0..count)
             .map(|_| {
@@ -310,6 +243,10 @@ impl Peers {
                             tokio::spawn(async move {
                                 let _ = stream.set_nodelay(true);
                                 let Ok(stream) = tls.accept(stream).await else { return };
+                                if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
+                                    let _ = serve_http1(stream, &script).await;
+                                    return;
+                                }
                                 let chain = stream.get_ref().1.peer_certificates();
                                 let probe = matches!(
                                     Certificate::verify(chain, &*verifier),
@@ -370,6 +307,21 @@ impl Drop for Peers {
         drop(self.stop.take());
         let _ = self.thread.take().unwrap().join();
     }
+}
+
+/// Reads a request head over HTTP/1.1 and responds with [`Script::http1`].
+async fn serve_http1(mut stream: TlsStream<TcpStream>, script: &Script) -> io::Result<()> {
+    let Some((first, rest)) = script.http1.lock().unwrap().clone() else { return Ok(()) };
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await?);
+    }
+    stream.write_all(&first).await?;
+    stream.flush().await?;
+    while !rest.is_empty() {
+        stream.write_all(&rest).await?;
+    }
+    Ok(())
 }
 
 /// One connection of a peer.

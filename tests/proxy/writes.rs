@@ -1,9 +1,9 @@
 //! A write is carried out at most once, whatever fails. Every write has an Audit-ID, by which the audit of the
 //! servers is compared with the responses of the clients.
 
-use crate::scripted_peer::{
-    Action, DATA, END_HEADERS, END_STREAM, HEADERS, NO_ERROR, REFUSED_STREAM, Reply, fields, frame,
-    reset, setup,
+use crate::scripted_peer::{Action, Reply, setup};
+use crate::support::http2::{
+    DATA, END_HEADERS, END_STREAM, HEADERS, NO_ERROR, REFUSED_STREAM, field_block, frame, reset,
 };
 use crate::support::{CONFIGMAPS, TestCluster, config_map, h2_error, long_form, soon, until, wait};
 use http::Method;
@@ -203,7 +203,7 @@ async fn response_during_an_upload_is_complete() {
     peers.withhold_window.store(true, Relaxed);
     for size in [100 << 10, 4 << 20] {
         peers.set_actions([Action::raw(|id| {
-            let head = fields(&[(":status", "413"), ("content-type", "application/json")]);
+            let head = field_block(&[(":status", "413"), ("content-type", "application/json")]);
             let body = frame(DATA, END_STREAM, id, TOO_LARGE.as_bytes());
             [frame(HEADERS, END_HEADERS, id, &head), body, reset(id, NO_ERROR)].concat()
         })]);

@@ -14,10 +14,13 @@ use tokio_rustls::TlsConnector;
 
 use crate::corpus::{Content, Entry, Frame};
 use crate::support::Certs;
+use crate::support::http2::{
+    self, CANCEL, DATA, END_STREAM, GOAWAY, HEADERS, PREFACE, RST_STREAM, frame, headers, reset,
+    settings,
+};
 use crate::support::wire;
 
 const SENTINEL: &str = "GET /sentinel HTTP/1.1\r\nHost: api\r\n\r\n";
-const MAX_FRAME_SIZE: usize = 16_384;
 
 /// Sends entries to one server.
 pub struct CorpusClient {
@@ -87,11 +90,12 @@ fn is_finished(received: &[u8], is_http1: bool) -> bool {
         return received.windows(text.len()).any(|window| window == text);
     }
     let (mut first, mut sentinel, mut closed) = (false, false, false);
-    for Received { kind, flags, stream, .. } in frames(received) {
-        let ended = kind == 3 || (kind == 0 || kind == 1) && flags & 1 != 0;
+    for http2::Frame { kind, flags, stream, .. } in http2::parse(received).0 {
+        let ended =
+            kind == RST_STREAM || [DATA, HEADERS].contains(&kind) && flags & END_STREAM != 0;
         first |= stream == 1 && ended;
         sentinel |= stream == 3 && ended;
-        closed |= kind == 7;
+        closed |= kind == GOAWAY;
     }
     first && sentinel || closed && (first || sentinel)
 }
@@ -103,37 +107,17 @@ fn http1_statuses(received: &[u8]) -> String {
     statuses.fold(String::new(), |text, status| text + " " + status)
 }
 
-struct Received<'a> {
-    kind: u8,
-    flags: u8,
-    stream: u32,
-    payload: &'a [u8],
-}
-
-/// The complete frames among these bytes.
-fn frames(mut bytes: &[u8]) -> Vec<Received<'_>> {
-    let mut frames = Vec::new();
-    while let Some((head, rest)) = bytes.split_at_checked(9) {
-        let length = usize::from(head[0]) << 16 | usize::from(head[1]) << 8 | usize::from(head[2]);
-        let Some((payload, rest)) = rest.split_at_checked(length) else { break };
-        let stream = u32::from_be_bytes(head[5..9].try_into().unwrap());
-        frames.push(Received { kind: head[3], flags: head[4], stream, payload });
-        bytes = rest;
-    }
-    frames
-}
-
 /// The results of stream 1, of the sentinel's stream 3, and of the connection. Streams end in any order.
 fn http2_results(received: &[u8]) -> String {
     let mut results = [String::new(), String::new(), String::new()];
-    for Received { kind, stream, payload, .. } in frames(received) {
+    for http2::Frame { kind, stream, payload, .. } in http2::parse(received).0 {
         let code = |at: usize| payload.get(at..at + 4).map_or(0, |code| code[3]);
         let _ = match (kind, stream) {
-            (1, 1) => write!(results[0], " {}", status(payload)),
-            (1, 3) => write!(results[1], " sentinel:{}", status(payload)),
-            (3, 1) => write!(results[0], " RST({})", code(0)),
-            (3, 3) => write!(results[1], " sentinel:RST({})", code(0)),
-            (7, _) => write!(results[2], " GOAWAY({})", code(4)),
+            (HEADERS, 1) => write!(results[0], " {}", status(payload)),
+            (HEADERS, 3) => write!(results[1], " sentinel:{}", status(payload)),
+            (RST_STREAM, 1) => write!(results[0], " RST({})", code(0)),
+            (RST_STREAM, 3) => write!(results[1], " sentinel:RST({})", code(0)),
+            (GOAWAY, _) => write!(results[2], " GOAWAY({})", code(4)),
             _ => Ok(()),
         };
     }
@@ -183,58 +167,18 @@ fn status_is_read_from_each_encoding() {
 
 /// The preface, the frames of stream 1 and the sentinel on stream 3.
 fn encode(list: &[Frame]) -> Vec<u8> {
-    let mut out = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
-    out.extend(frame(4, 0, 0, &[]));
+    let mut out = [PREFACE, &settings(&[])].concat();
     for item in list {
         match item {
             Frame::Headers { end, fields } => out.extend(headers(1, *end, fields)),
-            Frame::Data { end, data } => out.extend(frame(0, u8::from(*end), 1, data)),
-            Frame::Reset => out.extend(frame(3, 0, 1, &[0, 0, 0, 8])),
+            Frame::Data { end, data } => {
+                out.extend(frame(DATA, if *end { END_STREAM } else { 0 }, 1, data));
+            }
+            Frame::Reset => out.extend(reset(1, CANCEL)),
         }
     }
     let sentinel =
-        [(":method", "GET"), (":scheme", "https"), (":authority", "api"), (":path", "/sentinel")]
-            .map(|(name, value)| (name.into(), value.into()));
+        [(":method", "GET"), (":scheme", "https"), (":authority", "api"), (":path", "/sentinel")];
     out.extend(headers(3, true, &sentinel));
-    out
-}
-
-fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
-    let mut out = u32::try_from(payload.len()).unwrap().to_be_bytes()[1..].to_vec();
-    out.extend([kind, flags]);
-    out.extend(stream.to_be_bytes());
-    out.extend(payload);
-    out
-}
-
-/// HEADERS, and CONTINUATION where one frame is not enough. Fields are literals without indexing.
-fn headers(stream: u32, end: bool, fields: &[(Vec<u8>, Vec<u8>)]) -> Vec<u8> {
-    let mut block = Vec::new();
-    for (name, value) in fields {
-        block.push(0);
-        for text in [name, value] {
-            let mut length = text.len();
-            if length < 127 {
-                block.push(length as u8);
-            } else {
-                block.push(127);
-                length -= 127;
-                while length >= 128 {
-                    block.push((length % 128) as u8 | 128);
-                    length /= 128;
-                }
-                block.push(length as u8);
-            }
-            block.extend(text);
-        }
-    }
-    let count = block.len().div_ceil(MAX_FRAME_SIZE).max(1);
-    let mut out = Vec::new();
-    for number in 0..count {
-        let piece = &block[number * MAX_FRAME_SIZE..block.len().min((number + 1) * MAX_FRAME_SIZE)];
-        let end_headers = if number + 1 == count { 4 } else { 0 };
-        let (kind, end) = if number == 0 { (1, u8::from(end)) } else { (9, 0) };
-        out.extend(frame(kind, end_headers | end, stream, piece));
-    }
     out
 }

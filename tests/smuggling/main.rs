@@ -10,7 +10,9 @@
 mod support;
 
 mod client;
+mod comparison;
 mod corpus;
+mod peers;
 mod properties;
 mod recorder;
 mod rig;

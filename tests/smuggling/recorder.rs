@@ -1,4 +1,5 @@
-//! The upstream: an HTTP server over TLS that records every request as it reads it. HTTP/2, and HTTP/1.1 for upgrades.
+//! The upstream: an HTTP server that records every request as it reads it. HTTP/2 over TLS for jackstay, and HTTP/1.1
+//! over TLS (upgrades) and without TLS (other proxies).
 //!
 //! Requests are assigned to entries of the corpus by the client's address in `X-Forwarded-For`, because each entry has
 //! a client address of its own.
@@ -114,6 +115,7 @@ impl Record {
 /// A running recorder. Its tasks run on the runtime of the test.
 pub struct Recorder {
     pub tls: SocketAddr,
+    pub plain: SocketAddr,
     pub record: Arc<Record>,
 }
 
@@ -131,7 +133,8 @@ impl Recorder {
         config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
         let acceptor = TlsAcceptor::from(Arc::new(config));
         let tls = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-        let address = tls.local_addr().unwrap();
+        let plain = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let addresses = (tls.local_addr().unwrap(), plain.local_addr().unwrap());
         let shared = Arc::clone(&record);
         tokio::spawn(async move {
             while let Ok((stream, _)) = tls.accept().await {
@@ -148,7 +151,16 @@ impl Recorder {
                 });
             }
         });
-        Self { tls: address, record }
+        let shared = Arc::clone(&record);
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = plain.accept().await {
+                let record = Arc::clone(&shared);
+                tokio::spawn(async move {
+                    let _ = serve_http1(stream, &record).await;
+                });
+            }
+        });
+        Self { tls: addresses.0, plain: addresses.1, record }
     }
 }
 
@@ -213,7 +225,8 @@ async fn serve_http2(
                 entry.trailers = trailers.as_ref().map_or_else(Vec::new, text_fields);
                 entry.complete = true;
             }
-            if let Ok(mut send) = respond.send_response(Response::new(()), is_head)
+            let head = Response::builder().header("content-length", text.len()).body(()).unwrap();
+            if let Ok(mut send) = respond.send_response(head, is_head)
                 && !is_head
             {
                 let _ = send.send_data(text.into(), true);

@@ -27,6 +27,9 @@ pub struct LoggedRequest {
     pub client: Ipv4Addr,
     pub method: String,
     pub path: String,
+    pub code: u64,
+    /// How often the request was sent.
+    pub attempts: u64,
 }
 
 impl Jackstay {
@@ -73,6 +76,8 @@ fn logged_request(line: &Value) -> Option<LoggedRequest> {
         client: text("client")?.parse().ok()?,
         method: text("method")?,
         path: text("path")?,
+        code: line.get("code")?.as_u64()?,
+        attempts: line.get("attempts")?.as_u64()?,
     })
 }
 

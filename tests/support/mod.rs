@@ -4,6 +4,7 @@
 
 pub mod child;
 pub mod figures;
+pub mod http2;
 pub mod netns;
 pub mod stopwatch;
 pub mod wait;

@@ -62,7 +62,8 @@ stream {{
 
     pub(super) fn envoy_l4(&self, listen: SocketAddr) -> String {
         let (port, origin_port) = (listen.port(), self.origin.port());
-        let max_connections = self.flows + 2_000;
+        // One source gets half of the slots.
+        let max_connections = 2 * self.flows + 2_000;
         format!(
             r#"
 static_resources:
@@ -94,7 +95,8 @@ static_resources:
 
     pub(super) fn jackstay_l4(&self, listen: SocketAddr, admin: SocketAddr) -> String {
         let (ca, origin) = (self.pki.ca.display(), self.origin);
-        let max_connections = self.flows + 2_000;
+        // One source gets half of the slots.
+        let max_connections = 2 * self.flows + 2_000;
         format!(
             r#"
 admin: {{ bind: "{admin}" }}

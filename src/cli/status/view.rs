@@ -28,6 +28,7 @@ pub(super) fn text(status: &Value, style: Style) -> String {
     let mut out = String::new();
     view.summary(status, &mut out);
     view.memory(&status["memory"], &mut out);
+    view.threads(&status["threads"], &mut out);
     view.listeners(status, &mut out);
     for upstream in list_at(status, "upstreams") {
         view.endpoints(upstream, &mut out);
@@ -124,6 +125,26 @@ impl View {
         }
         let tone = if shed.is_empty() { Tone::Dim } else { Tone::Warn };
         out.push_str(&self.style.paint(&text, tone));
+        out.push('\n');
+    }
+
+    /// The client connections of the workers and of the identity lane.
+    fn threads(&self, threads: &Value, out: &mut String) {
+        let number = |key: &str| threads[key].as_u64();
+        let (Some(workers), Some(connections)) = (number("workers"), number("worker_connections"))
+        else {
+            return;
+        };
+        let lane = match (threads["identity_lane"].as_bool(), number("identity_lane_connections")) {
+            (Some(true), Some(on_lane)) => counted(on_lane, "connection"),
+            _ => "off".to_owned(),
+        };
+        let text = format!(
+            "{}: {}; identity lane: {lane}",
+            counted(workers, "worker"),
+            counted(connections, "connection")
+        );
+        out.push_str(&self.style.paint(&text, Tone::Dim));
         out.push('\n');
     }
 

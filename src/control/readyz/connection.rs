@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use super::reachability::ReachabilityCheck;
+use super::reachability::{PROBE_STREAMS, ReachabilityCheck};
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::CredentialClass;
@@ -67,7 +67,7 @@ pub async fn connect(
         return None;
     }
     let limit = endpoint.connect_timeout(upstream.config().health.connect_timeout);
-    match dial_h2(&upstream.connector(), endpoint, &tls, limit).await {
+    match dial_h2(&upstream.connector(), endpoint, &tls, limit, PROBE_STREAMS).await {
         Ok(established) => {
             endpoint.metrics.dialled("ok");
             let new = reachability.start_connection(established, upstream, endpoint, &tls);

@@ -28,6 +28,8 @@ use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::{DialedConnection, dial_h2};
 use crate::upstream::endpoint::{ConnectFailureKind, ConnectTimeout, Endpoint, Observation};
 
+/// Streams that the prober opens at a time on a connection.
+pub const PROBE_STREAMS: usize = 1;
 /// Time without a byte from the peer, while PINGs are sent, after which it counts as silent.
 const SILENT_AFTER: Duration = Duration::from_millis(2_500);
 /// Time for which a new handshake is tried before the verdict. A PING is sent each second, so the
@@ -209,7 +211,7 @@ async fn handshake(
 ) -> Option<DialedConnection> {
     loop {
         let limit = ConnectTimeout::fixed(HANDSHAKE_TIMEOUT);
-        let failure = match dial_h2(connector, endpoint, tls, limit).await {
+        let failure = match dial_h2(connector, endpoint, tls, limit, PROBE_STREAMS).await {
             Ok(established) => return Some(established),
             Err(failure) => failure,
         };

@@ -82,7 +82,7 @@ Anonymous:             0 kB
         assert_eq!(unmodified_code("nonsense - 1-2\n\nff-00 r-xp 0 0 0 /x\nAnonymous: 0 kB"), []);
     }
 
-    /// `tests/cli.rs` measures the effect on the resident memory.
+    /// `tests/program/cli.rs` measures the effect on the resident memory.
     #[test]
     fn release_startup_code_does_not_disturb_running_code() {
         for _ in 0..3 {

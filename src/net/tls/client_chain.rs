@@ -9,8 +9,12 @@
 //!   chain of up to two certificates needs no search and never waits for a longer one. After each longer
 //!   chain, its lane pauses for [`LONG_PAUSE_FACTOR`] times the duration of the verification, so it uses at
 //!   most a fifth of a core.
+//! * The sources of the chains take turns in a lane, and no source gets more than half of the free places of
+//!   its queue.
 //! * A [`ChainVerdict`], valid or not, applies until the validity of a certificate of the chain begins or
 //!   ends, or the CA changes. The CA caches valid chains, so a client that reconnects does not queue.
+
+mod lane;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,10 +26,10 @@ use rustls::crypto::aws_lc_rs;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
-use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep};
 
+use self::lane::{Lane, LanePermit};
 use super::certificate;
 use super::pem_files::LoadedCa;
 
@@ -219,46 +223,30 @@ impl ChainCache {
     }
 }
 
-/// Verifies one chain at a time, for the whole process.
-#[derive(Debug)]
-struct Lane {
-    /// Has one permit: to verify.
-    running: Semaphore,
-    /// Has one permit for each chain that may wait.
-    queue: Semaphore,
-    pause_factor: u32,
-}
-
 static SHORT_LANE: Lane = Lane::new(SHORT_QUEUE, 0);
 static LONG_LANE: Lane = Lane::new(LONG_QUEUE, LONG_PAUSE_FACTOR);
 
 impl Lane {
-    const fn new(queue: usize, pause_factor: u32) -> Self {
-        Self { running: Semaphore::const_new(1), queue: Semaphore::const_new(queue), pause_factor }
-    }
-
     fn of(chain: &ClientChain) -> &'static Self {
         if chain.certificates.len() <= MAX_SHORT { &SHORT_LANE } else { &LONG_LANE }
     }
 
-    /// Waits for the lane; `None` if its queue is full.
-    async fn acquire_slot(&'static self) -> Option<VerificationSlot> {
-        let _queued = self.queue.try_acquire().ok()?;
-        let permit = self.running.acquire().await.ok()?;
+    async fn acquire_slot(&'static self, source: u128) -> Option<VerificationSlot> {
+        let permit = self.acquire(source).await?;
         Some(VerificationSlot { lane: self, _permit: permit, duration: Duration::ZERO })
     }
 }
 
-/// Waits until a chain may be verified; `None` if the queue is full.
-pub async fn acquire_slot(chain: &ClientChain) -> Option<VerificationSlot> {
-    Lane::of(chain).acquire_slot().await
+/// Waits until a chain of `source` may be verified; `None` if the source has its share of the queue.
+pub async fn acquire_slot(chain: &ClientChain, source: u128) -> Option<VerificationSlot> {
+    Lane::of(chain).acquire_slot(source).await
 }
 
 /// The permission to verify one chain. The drop admits the next chain of the lane.
 #[derive(Debug)]
 pub struct VerificationSlot {
     lane: &'static Lane,
-    _permit: SemaphorePermit<'static>,
+    _permit: LanePermit,
     /// Duration of the verification.
     duration: Duration,
 }

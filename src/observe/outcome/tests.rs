@@ -235,19 +235,19 @@ async fn access_log_limits_lines_for_clients_that_leave_and_counts_suppressed_on
         (written, lines.iter().filter_map(count).sum())
     };
     captured.during(LogFormat::Text, || abandon_requests(AccessLog::Errors, 500));
-    assert_eq!(written_and_suppressed(&captured), (20, 0));
+    assert_eq!(written_and_suppressed(&captured), (10, 0));
     tokio::time::advance(Duration::from_secs(6)).await;
     captured.during(LogFormat::Text, || abandon_requests(AccessLog::Errors, 500));
     assert_eq!(
         written_and_suppressed(&captured),
-        (40, 980),
+        (20, 990),
         "the first line after the limit reports the suppressed ones"
     );
     tokio::time::advance(Duration::from_secs(6)).await;
     captured.during(LogFormat::Text, || metrics.upkeep());
     assert_eq!(
         written_and_suppressed(&captured),
-        (40, 1_960),
+        (20, 1_980),
         "upkeep reports the other suppressed lines"
     );
     let last = captured.lines().pop().expect("a line");
@@ -256,6 +256,28 @@ async fn access_log_limits_lines_for_clients_that_leave_and_counts_suppressed_on
     let all = Captured::default();
     all.during(LogFormat::Text, || abandon_requests(AccessLog::All, 500));
     assert_eq!(written_and_suppressed(&all), (1_000, 0), "`access: all` is not limited");
+}
+
+#[tokio::test(start_paused = true)]
+async fn access_log_limits_error_lines_by_source_except_those_of_identities() {
+    let metrics = Metrics::new();
+    for (uid, user, expected) in [
+        (Some(1), UserClass::Token, 100),
+        (Some(2), UserClass::Anonymous, 100),
+        (None, UserClass::Unknown, 0),
+        (Some(1), UserClass::Identity, 300),
+    ] {
+        let captured = Captured::default();
+        captured.during(LogFormat::Text, || {
+            for _ in 0..300 {
+                let mut outcome = begin(&metrics, AccessLog::Errors);
+                (outcome.uid, outcome.user) = (uid, user);
+                outcome.own_error(503, "no_upstream", "no endpoint");
+                outcome.complete();
+            }
+        });
+        assert_eq!(captured.lines().len(), expected, "{uid:?} {user:?}");
+    }
 }
 
 #[test]

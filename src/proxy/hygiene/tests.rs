@@ -271,7 +271,23 @@ fn upstream_trailers_keep_only_end_to_end_fields_without_a_role() {
         ("X-Forwarded-For", "10.0.0.1"),
     ]);
     let expected = [("x-checksum", "1"), ("x_remote_user", "another header")];
-    assert_eq!(sorted(&upstream_trailers(trailers)), sorted(&header_map(&expected)));
+    assert_eq!(sorted(&upstream_trailers(trailers).unwrap()), sorted(&header_map(&expected)));
+}
+
+#[test]
+fn upstream_trailers_are_limited_in_number_and_size() {
+    let fields = |count: usize, size: usize| {
+        let value = "x".repeat(size);
+        let names: Vec<_> = (0..count).map(|n| format!("x-{n:04}")).collect();
+        let fields: Vec<_> = names.iter().map(|name| (name.as_str(), value.as_str())).collect();
+        header_map(&fields)
+    };
+    for (count, size, fits) in
+        [(32, 1, true), (33, 1, false), (1, 4_090, true), (1, 4_091, false), (30, 200, false)]
+    {
+        let trailers = upstream_trailers(fields(count, size));
+        assert_eq!(trailers.is_some(), fits, "{count} of {size} bytes");
+    }
 }
 
 /// Names for random headers. `Connection` is listed repeatedly, to be frequent.

@@ -45,6 +45,8 @@ const UNANSWERED: EndReason =
 const CLIENT_DEAD: EndReason =
     EndReason::new("client_dead", "the client does not acknowledge sent bytes");
 pub(super) const CLIENT_RESET: EndReason = EndReason::new("client_reset", "reset by the client");
+pub(super) const EVICTED: EndReason =
+    EndReason::new("evicted", "the client sent nothing and another connection needed the slot");
 pub(super) const REBALANCE: EndReason =
     EndReason::new("rebalance", "moved off an overloaded endpoint (rebalance)");
 pub(super) const SHUTDOWN: EndReason = EndReason::new("shutdown", "the drain timeout has passed");

@@ -9,15 +9,20 @@ use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
+use tokio::time::Instant;
 
 use super::super::accept;
+use super::super::connection_slots::{ConnectionSlot, ConnectionSlots, SlotLimit};
 use super::super::drain::DrainWatcher;
+use super::super::source::SourceLookup;
 use super::connect;
+use super::flow_entry::EVICTED;
 use super::flow_table::FlowTable;
 use super::pump::{FlowError, Peer, Pump};
-use super::routing::{ListenerRouting, Routing};
+use super::routing::{ListenerRouting, RouteError, Routing};
 use crate::net::sockets::tcp_options;
 use crate::observe::{ListenerMetrics, PassthroughMetrics, RateLimitedWarnings};
+use crate::upstream::Upstream;
 
 /// Forwards the connections of one L4 listener on one worker.
 pub struct TcpForwarder {
@@ -25,7 +30,8 @@ pub struct TcpForwarder {
     metrics: Arc<ListenerMetrics>,
     flow_metrics: Arc<PassthroughMetrics>,
     flows: Rc<FlowTable>,
-    open: Cell<usize>,
+    slots: Rc<ConnectionSlots>,
+    sources: SourceLookup,
     warnings: RateLimitedWarnings,
 }
 
@@ -42,7 +48,8 @@ impl TcpForwarder {
             metrics,
             flow_metrics,
             flows,
-            open: Cell::new(0),
+            slots: Rc::default(),
+            sources: SourceLookup::default(),
             warnings: RateLimitedWarnings::new(accept::WARNING_INTERVAL),
         }
     }
@@ -54,7 +61,7 @@ impl TcpForwarder {
 
     /// The number of open connections.
     pub fn connections(&self) -> usize {
-        self.open.get()
+        self.slots.open()
     }
 
     /// Ends the flows that are due when a drain with this timeout has lasted for `elapsed`.
@@ -70,13 +77,16 @@ impl TcpForwarder {
 
     fn admit(self: &Rc<Self>, client: TcpStream, from: SocketAddr) {
         let limit = self.routing.current().limits.max_connections;
-        if self.open.get() >= limit {
-            self.metrics.refused("cap");
-            self.warnings.warn(&accept::limit_reached(self.routing.name(), limit), from);
+        let Some(source) = self.sources.source(&client) else { return };
+        // No client of L4 proves an identity to this process, so there is no reserve.
+        let slots = SlotLimit { slots: limit, has_identities: false, handed_over: 0 };
+        let admitted = self.slots.admit(source, slots, Instant::now());
+        let about = (self.routing.name(), &*self.metrics, &self.warnings);
+        let Some(slot) = accept::report_admission(admitted, (source, limit), about) else {
             tcp_options::close_with_reset(client);
             return;
-        }
-        let connection = OpenConnection::new(self);
+        };
+        let connection = OpenConnection::new(self, slot);
         spawn_local(async move { connection.run(client, from).await });
     }
 }
@@ -84,52 +94,54 @@ impl TcpForwarder {
 /// An accepted connection. Dropping it counts it with the reason for its end.
 struct OpenConnection {
     forwarder: Rc<TcpForwarder>,
+    slot: ConnectionSlot,
     /// The label of the reason; `shutdown` if the task is dropped.
     end: Cell<&'static str>,
 }
 
 impl OpenConnection {
-    fn new(forwarder: &Rc<TcpForwarder>) -> Self {
-        forwarder.open.set(forwarder.open.get() + 1);
+    fn new(forwarder: &Rc<TcpForwarder>, slot: ConnectionSlot) -> Self {
         forwarder.metrics.connections.increment(1);
         forwarder.flow_metrics.opened();
-        Self { forwarder: Rc::clone(forwarder), end: Cell::new("shutdown") }
+        Self { forwarder: Rc::clone(forwarder), slot, end: Cell::new("shutdown") }
     }
 
-    /// Runs the flow of the connection until it has ended.
+    /// Runs the flow of the connection until it has ended, or until the connection is closed for another one
+    /// because the client has sent nothing.
     async fn run(self, mut client: TcpStream, from: SocketAddr) {
-        let forwarder = &self.forwarder;
-        let listener = forwarder.routing.name();
+        let forwarder = &*self.forwarder;
         if tcp_options::configure_accepted(&client).is_err() {
             self.end.set("client_reset");
             return;
         }
         // The futures of routing and connecting are boxed, so that an idle flow does not keep their memory.
-        let routing = forwarder.routing.current();
-        let routed = Box::pin(routing.route(&mut client, from)).await;
-        drop(routing);
-        let (upstream, prefix) = match routed {
-            Ok(routed) => routed,
-            Err(error) => {
+        let (upstream, prefix) = match Box::pin(self.unless_evicted(self.route(&mut client, from)))
+            .await
+        {
+            None => return,
+            Some(Ok(routed)) => routed,
+            Some(Err(error)) => {
                 let label = error.label();
                 self.end.set(label);
                 if error.is_misconfiguration() {
-                    let line = format!("listener {listener}: refused ({label})");
+                    let line = format!("listener {}: refused ({label})", forwarder.routing.name());
                     forwarder.warnings.warn(&line, format_args!("client {from}: {error}"));
                 }
-                tracing::debug!(listener, client = %from, reason = %error, "connection not routed");
+                tracing::debug!(listener = forwarder.routing.name(), client = %from, reason = %error, "connection not routed");
                 tcp_options::close_with_reset(client);
                 return;
             }
         };
-        let (stream, endpoint) = match Box::pin(connect::connect(&upstream)).await {
-            Ok(connected) => connected,
-            Err(reason) => {
+        let (stream, endpoint) = match Box::pin(self.unless_evicted(connect::connect(&upstream)))
+            .await
+        {
+            None => return,
+            Some(Ok(connected)) => connected,
+            Some(Err(reason)) => {
                 self.end.set("unreachable");
-                let line = format!("listener {listener}: no endpoint reached");
+                let line = format!("listener {}: no endpoint reached", forwarder.routing.name());
                 forwarder.warnings.warn(&line, format_args!("client {from} is reset; {reason}"));
-                tcp_options::close_with_reset(client);
-                return;
+                return tcp_options::close_with_reset(client);
             }
         };
         tcp_options::bound_retransmission_timeout(&stream);
@@ -138,11 +150,16 @@ impl OpenConnection {
         let mut pump = Pump::new(client, stream, prefix);
         // Declared after the pump, so that it is dropped before the sockets are closed.
         let handle = forwarder.flows.insert(&forwarder.routing, &upstream, &endpoint, sockets);
-        match pump.run(&handle, &forwarder.flow_metrics).await {
+        match pump.run(&handle, &forwarder.flow_metrics, &self.slot).await {
             Ok(()) => return self.end.set("done"),
-            Err(FlowError::Ended(reason)) => self.end.set(reason.label),
+            Err(FlowError::Ended(reason)) => {
+                self.end.set(reason.label);
+                if reason.label == EVICTED.label {
+                    forwarder.metrics.refused(reason.label);
+                }
+            }
             Err(FlowError::Failed(peer, error)) => {
-                tracing::debug!(listener, client = %from, ?peer, %error, "flow failed");
+                tracing::debug!(listener = forwarder.routing.name(), client = %from, ?peer, %error, "flow failed");
                 if peer == Peer::Endpoint {
                     self.end.set("server_reset");
                     Box::pin(pump.wait_delivered(&handle)).await;
@@ -156,10 +173,37 @@ impl OpenConnection {
     }
 }
 
+impl OpenConnection {
+    /// Routes the connection. It is in use once its `ClientHello` was read.
+    async fn route(
+        &self,
+        client: &mut TcpStream,
+        from: SocketAddr,
+    ) -> Result<(Arc<Upstream>, Vec<u8>), RouteError> {
+        let routing = self.forwarder.routing.current();
+        let routed = routing.route(client, from).await;
+        if routed.as_ref().is_ok_and(|(_, prefix)| !prefix.is_empty()) {
+            self.slot.set_in_use();
+        }
+        routed
+    }
+
+    /// The result of a future; `None` if the connection is closed for another one meanwhile.
+    async fn unless_evicted<T>(&self, future: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            result = future => Some(result),
+            () = self.slot.evicted() => {
+                self.forwarder.metrics.refused("evicted");
+                self.end.set(EVICTED.label);
+                None
+            }
+        }
+    }
+}
+
 impl Drop for OpenConnection {
     fn drop(&mut self) {
         let forwarder = &self.forwarder;
-        forwarder.open.set(forwarder.open.get() - 1);
         forwarder.metrics.connections.decrement(1);
         let end = self.end.get();
         forwarder.flow_metrics.closed(end);

@@ -22,7 +22,8 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::sleep;
 
-use super::flow_entry::{EndReason, Progress};
+use super::super::connection_slots::ConnectionSlot;
+use super::flow_entry::{EVICTED, EndReason, Progress};
 use super::flow_table::FlowHandle;
 use crate::net::sockets::splice::SplicePipe;
 use crate::net::sockets::{tcp_info, tcp_options};
@@ -116,7 +117,7 @@ impl Pump {
         Self { client, endpoint, to_endpoint, to_client }
     }
 
-    /// Copies bytes until both directions have ended.
+    /// Copies bytes until both directions have ended. The connection's slot is in use once the client has sent bytes.
     ///
     /// # Errors
     /// A side has failed, or the flow table has ended the flow.
@@ -124,10 +125,14 @@ impl Pump {
         &mut self,
         handle: &FlowHandle,
         metrics: &PassthroughMetrics,
+        slot: &ConnectionSlot,
     ) -> Result<(), FlowError> {
         poll_fn(|cx| {
             if let Some(reason) = handle.poll_end(cx) {
                 return Poll::Ready(Err(FlowError::Ended(reason)));
+            }
+            if slot.poll_evicted(cx).is_ready() {
+                return Poll::Ready(Err(FlowError::Ended(EVICTED)));
             }
             let Self { client, endpoint, to_endpoint, to_client } = self;
             let mut progress = Progress::default();
@@ -147,6 +152,7 @@ impl Pump {
                 down = Poll::Ready(Err(FlowError::Failed(Peer::Endpoint, kind.into())));
             }
             if progress.to_endpoint > 0 {
+                slot.set_in_use();
                 metrics.moved(Direction::ToServer, progress.to_endpoint);
             }
             if progress.to_client > 0 {

@@ -20,9 +20,10 @@ use super::lifecycle::{ConnectionLifecycle, DrainUrgency};
 use super::response_waits::ResponseWaits;
 use super::stream_slots::StreamSlots;
 use crate::config;
+use crate::net::frame_limiter::Violation;
 use crate::net::sockets::tracked_stream::StreamObserver;
 use crate::upstream::credentials::{ClientTls, CredentialClass};
-use crate::upstream::dial::{DialedConnection, UpstreamStream};
+use crate::upstream::dial::{DialedConnection, Http2Stream};
 use crate::upstream::endpoint::{Endpoint, Observation};
 use crate::upstream::health::{
     self, ConnectionFindings, ConnectionHealth, ConnectionState, Evidence, StateChangeReason,
@@ -42,7 +43,7 @@ impl Connection {
         pool: Rc<Notify>,
     ) -> Rc<Self> {
         let now = Instant::now();
-        let DialedConnection { send, h2, ping, observer, rtt } = established;
+        let DialedConnection { send, h2, ping, violation, observer, rtt } = established;
         let serial = tls.certificate.as_ref().map(|info| info.serial.clone());
         let stats = ConnectionStats::new(class, serial, observer.local_addr().ok(), now);
         stats.set_rtt(rtt);
@@ -77,6 +78,7 @@ impl Connection {
             h2,
             ping,
             goaway: connection.send.clone(),
+            violation,
             observer,
             health: ConnectionHealth::new(Thresholds::of(&config.health), rtt, now),
             bytes_read: 0,
@@ -110,10 +112,12 @@ impl Connection {
 
 struct Driver {
     connection: Rc<Connection>,
-    h2: H2Connection<UpstreamStream, Bytes>,
+    h2: H2Connection<Http2Stream, Bytes>,
     ping: PingPong,
     /// Its `poll_ready` fails after a GOAWAY, which h2 does not report otherwise.
     goaway: SendRequest<Bytes>,
+    /// The limit of frames that the apiserver has exceeded, if it has.
+    violation: Violation,
     observer: StreamObserver,
     health: ConnectionHealth,
     /// Bytes read up to the last poll.
@@ -150,12 +154,17 @@ impl Driver {
         loop {
             if let Poll::Ready(result) = Pin::new(&mut self.h2).poll(cx) {
                 self.detect_goaway_at_end(cx);
-                return Poll::Ready(match result {
-                    Ok(()) => End {
+                return Poll::Ready(match (result, self.violation.get()) {
+                    (Ok(()), _) => End {
                         reason: "closed by the apiserver".to_owned(),
                         orderly: self.connection.streams() == 0,
                     },
-                    Err(error) => End::abrupt(describe_end(&error)),
+                    (Err(_), Some(frame)) => {
+                        let frame = frame.as_str();
+                        self.connection.endpoint.metrics.closed_for_frames(frame);
+                        End::abrupt(format!("the apiserver sent too many {frame} frames"))
+                    }
+                    (Err(error), None) => End::abrupt(describe_end(&error)),
                 });
             }
             if let Some(reason) = self.connection.lifecycle.close_requested.get() {
@@ -285,8 +294,9 @@ impl Driver {
 
     /// Checks the health and carries out the decision; returns the end of the connection if it is dead.
     ///
-    /// The caller has just polled h2, which reads the socket until it is empty or tokio's budget is
-    /// spent. In the second case the timer does not fire either.
+    /// The caller has just polled h2, which reads the socket until it is empty, tokio's budget is spent or
+    /// the turn of the connection is over. In the second case the timer does not fire either. In the third,
+    /// the bytes that were read are evidence of life, and an unread PONG follows with the next poll.
     fn check_health(&mut self, timer: Pin<&mut Sleep>) -> Option<End> {
         let now = Instant::now();
         if self.connection.state() == ConnectionState::Draining {

@@ -7,11 +7,12 @@ use std::time::Duration;
 use tokio::io::{AsyncWriteExt, split};
 
 use super::repeat;
-use crate::raw::{
-    CONTINUATION, DATA, HEADERS, PING, PRIORITY, RST_STREAM, WINDOW_UPDATE, connect_h2, drain,
-    frame, get, headers, settings, tls_config,
-};
+use crate::raw::{connect_h2, drain, get, tls_config};
 use crate::rig::Target;
+use crate::support::http2::{
+    CONTINUATION, DATA, HEADERS, PING, PRIORITY, RST_STREAM, WINDOW_UPDATE, frame, headers,
+    settings,
+};
 use crate::support::pause;
 
 /// Frames are written in blocks of about this many bytes.

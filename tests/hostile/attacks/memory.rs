@@ -9,11 +9,9 @@ use rustls::ClientConfig;
 use tokio::io::{AsyncWriteExt, split};
 
 use super::repeat;
-use crate::raw::{
-    DATA, INITIAL_WINDOW_SIZE, Tls, WINDOW_UPDATE, connect_h2, drain, frame, get, headers,
-    tls_config,
-};
+use crate::raw::{Tls, connect_h2, drain, get, tls_config};
 use crate::rig::{Target, VALID_TOKEN};
+use crate::support::http2::{DATA, INITIAL_WINDOW_SIZE, WINDOW_UPDATE, frame, headers};
 use crate::support::pause;
 
 /// The path of a list of 1 MB.

@@ -10,6 +10,8 @@ fn status() -> Value {
         "draining": false,
         "memory": {"limit_bytes": 187_904_819, "used_bytes": 3_250_586,
             "by_kind": {"connections": 3_250_586}, "shed": {"stalled_reader": 12, "stream_refused": 3}},
+        "threads": {"workers": 2, "worker_connections": 1,
+            "identity_lane": true, "identity_lane_connections": 3},
         "listeners": [
             {"name": "apiserver", "mode": "terminate", "upstream": "cp",
              "bind": ["127.0.0.1:7443", "[::1]:7443"], "connections": 3,
@@ -46,6 +48,7 @@ fn text_wide_has_every_part() {
     for part in [
         "jackstay 1.2 (abc)  ·  up 3h12m  ·  1 of 2 endpoints ready  ·  40 streams (29 watches)",
         "\nmemory for clients: 3.1 MiB of 179.2 MiB; shed: 12 stalled_reader, 3 stream_refused\n",
+        "\n2 workers: 1 connection; identity lane: 3 connections\n",
         "apiserver  terminate    127.0.0.1:7443, [::1]:7443  cp              3        90       87        0      -",
         "  ·  34 errors answered by jackstay itself\n",
         "      own error 429 limit: 1 time, last 1h00m ago\n",
@@ -70,6 +73,14 @@ fn text_narrow_has_reasons_below_their_rows() {
     assert!(text.contains("\x1b[1;31mejected\x1b[0m"), "{text}");
     assert!(text.contains("\n      \x1b[1;31mrefused [2J\x1b[0m\n"), "{text}");
     assert!(!text.contains("LAST EJECTION"), "{text}");
+}
+
+#[test]
+fn text_without_identity_lane_says_so() {
+    let mut status = status();
+    status["threads"]["identity_lane"] = json!(false);
+    let text = text(&status, Style::default());
+    assert!(text.contains("\n2 workers: 1 connection; identity lane: off\n"), "{text}");
 }
 
 #[test]

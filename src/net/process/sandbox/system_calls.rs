@@ -1,6 +1,6 @@
 //! The system calls that a running proxy makes.
 //!
-//! `tests/sandbox/trace.sh` traces the tests with a real process and prints the calls that this list lacks, and
+//! `tests/program/trace_sandbox` traces the tests with a real process and prints the calls that this list lacks, and
 //! those in it that were not traced. The latter are here because another libc, architecture or kernel uses them,
 //! or because only a rare event does: each such line says so.
 

@@ -135,7 +135,7 @@ async fn verify_runs_on_a_blocking_thread_and_caches_valid_chains_only() {
     let (valid, invalid) = (chain(1, 10), chain(3, 10));
     let lane = lane(1);
     for chain in [&valid, &invalid] {
-        let verdict = lane.acquire_slot().await.unwrap().verify(chain, &ca).await;
+        let verdict = lane.acquire_slot(1).await.unwrap().verify(chain, &ca).await;
         assert_eq!(verdict.result.is_ok(), Arc::ptr_eq(chain, &valid));
         assert!(verdict.applies(&ca, SystemTime::now()));
     }
@@ -163,38 +163,22 @@ async fn verify_of_a_long_chain_delays_neither_short_nor_cached_chains() {
     // The tests share the static lanes, so this one has its own.
     let (long_lane, short_lane) = (lane(1), lane(1));
     let verification = tokio::spawn(async move {
-        long_lane.acquire_slot().await.unwrap().verify(&long, &blocked_ca).await.result.is_ok()
+        long_lane.acquire_slot(1).await.unwrap().verify(&long, &blocked_ca).await.result.is_ok()
     });
-    while long_lane.running.available_permits() > 0 {
+    while !long_lane.is_running() {
         tokio::task::yield_now().await;
     }
-    assert!(short_lane.acquire_slot().await.unwrap().verify(&short, &ca).await.result.is_ok());
+    assert!(short_lane.acquire_slot(1).await.unwrap().verify(&short, &ca).await.result.is_ok());
     assert!(ca.cached_verdict(&cached, SystemTime::now()).is_some());
     assert!(!verification.is_finished());
     release_verifier.send(()).unwrap();
     assert!(verification.await.unwrap());
 }
 
-#[tokio::test]
-async fn acquire_slot_with_full_queue_returns_none() {
-    let lane = lane(2);
-    let running = lane.acquire_slot().await.unwrap();
-    let waiting: Vec<_> = (0..2).map(|_| tokio::spawn(lane.acquire_slot())).collect();
-    while lane.queue.available_permits() > 0 {
-        tokio::task::yield_now().await;
-    }
-    assert!(lane.acquire_slot().await.is_none());
-    drop(running);
-    for slot in waiting {
-        assert!(slot.await.unwrap().is_some());
-    }
-    assert!(lane.acquire_slot().await.is_some(), "the queue is empty");
-}
-
 #[tokio::test(start_paused = true)]
 async fn pause_of_the_long_lane_takes_four_times_the_verification() {
     for (lane, pause) in [(&LONG_LANE, 120), (&SHORT_LANE, 0)] {
-        let slot = lane.acquire_slot().await.unwrap();
+        let slot = lane.acquire_slot(1).await.unwrap();
         let slot = VerificationSlot { duration: Duration::from_millis(30), ..slot };
         let start = Instant::now();
         slot.pause().await;

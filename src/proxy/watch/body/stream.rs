@@ -5,7 +5,7 @@
 //! connection has accepted the watch.
 
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::context::ResumeContext;
 use super::pace::DeliveryPace;
 use crate::proxy::drain::DrainWatcher;
-use crate::proxy::upstream_client::release_window;
+use crate::proxy::upstream_client::{poll_turn, release_window};
 use crate::upstream::connection::{DrainUrgency, Permit, describe_h2_error};
 use crate::upstream::pool::{PreviousFailure, StreamRequirements};
 
@@ -37,6 +37,8 @@ pub(super) struct UpstreamStream {
     pub(super) recv: RecvStream,
     /// Received bytes whose flow-control window is released when the client asks for more.
     pub(super) unreleased: usize,
+    /// See [`poll_turn`].
+    polls: u16,
     pub(super) pace: DeliveryPace,
     pub(super) permit: Permit,
     /// The connection's number of self-checks at the last self-check of the watch.
@@ -85,6 +87,7 @@ impl UpstreamStream {
             next_event: next_event(&permit, drain),
             recv,
             unreleased: 0,
+            polls: 0,
             permit,
             deferred: None,
             failed_searches: 0,
@@ -93,6 +96,7 @@ impl UpstreamStream {
 
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<StreamEvent> {
         release_window(&mut self.recv, &mut self.unreleased);
+        ready!(poll_turn(&mut self.polls, cx));
         if let Poll::Ready(data) = self.recv.poll_data(cx) {
             return Poll::Ready(match data {
                 Some(Ok(data)) => {

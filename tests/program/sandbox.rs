@@ -1,23 +1,18 @@
 //! The sandbox of `jackstay run`: its restrictions, their switches, and what must still work inside. The other
 //! tests of the binary run inside it too, in mode `kill`.
 
-#![cfg(feature = "demo")]
-
-#[path = "../support/mod.rs"]
-mod support;
-
 use std::net::SocketAddr;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::support::child::{Process, first_address};
+use crate::support::{
+    CONFIGMAPS, TestCluster, replace_symlink, soon, terminate_mode, until, write_config,
+};
 use jackstay::config::{CertPaths, Config, Seccomp, Switch};
 use jackstay::demo::client::Client;
 use serde_json::Value;
-use support::child::{Process, first_address};
-use support::{
-    CONFIGMAPS, TestCluster, replace_symlink, soon, terminate_mode, until, write_config,
-};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_jackstay");
 

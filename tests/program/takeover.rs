@@ -1,18 +1,13 @@
 //! Tests of `--take-over` and of signals: a new process replaces a running one, and clients see no failure.
 
-#![cfg(feature = "demo")]
-
-#[path = "../support/mod.rs"]
-mod support;
-
 mod load;
 mod setup;
 
-use crate::load::Load;
-use crate::setup::{ServiceManager, Setup, start_as, start_passthrough};
+use self::load::Load;
+use self::setup::{ServiceManager, Setup, start_as, start_passthrough};
 use crate::support::child::{PROCESS_TIMEOUT, first_address};
 use crate::support::{
-    CONFIGMAPS, TestCluster, long_form, passthrough_config, refusing_address, soon,
+    CONFIGMAPS, TestCluster, long_form, passthrough_config, refusing_address, soon, until,
 };
 use jackstay::config::Config;
 use jackstay::demo::client::Client;
@@ -274,7 +269,7 @@ async fn takeover_is_refused_between_different_users() {
     std::fs::write(&file, text.replace(&setup.address.to_string(), "127.0.0.1:0")).unwrap();
     let mut other = start_as(&binary, &file, &[], OTHER_UID);
     other.wait_output("listening").await;
-    support::until("the socket exists", async || state.join("take-over.sock").exists()).await;
+    until("the socket exists", async || state.join("take-over.sock").exists()).await;
     setup.change(|config| config.state_dir = Some(state.clone()));
     let mut new = setup.start(&["--take-over"]);
     assert_eq!(new.wait_exit().await.code(), Some(1), "{}", new.output());

@@ -1,182 +1,41 @@
-//! Limits the frames that a client sends and that cost more than they carry.
+//! Limits the frames that a peer sends and that cost more than they carry.
 //!
-//! HTTP/2 lets a client send control frames, empty frames and resets at no cost to itself (CVE-2019-9512
-//! and others, CVE-2023-44487). Each kind has a budget: a burst, a rate, and what the client earns by use that
-//! causes such frames:
+//! HTTP/2 lets a peer send control frames, empty frames, resets and interim responses at no cost to itself
+//! (CVE-2019-9512 and others, CVE-2023-44487). Each kind has a [budget](budgets). A peer that uses up one gets GOAWAY
+//! with `ENHANCE_YOUR_CALM`, and its connection is closed.
 //!
-//! | frames of a client | burst | per second | earned |
-//! |---|---|---|---|
-//! | PING | 1,000 | 50 | |
-//! | SETTINGS | 100 | 1 | |
-//! | PRIORITY | 1,000 | 10 | 2 for each stream |
-//! | `WINDOW_UPDATE` | 4,000 | 1,000 | 4 for each DATA frame sent to it, 1 for each KiB |
-//! | `RST_STREAM` | 2,000, or the stream limit if it is larger | 50 | 1 for each response head sent to it |
-//! | DATA without bytes and `END_STREAM` | 100 | 10 | |
-//! | HEADERS and CONTINUATION without bytes | 100 | 1 | |
-//! | unknown types, GOAWAY, `PUSH_PROMISE` | 100 | 10 | |
+//! A header block, HEADERS with all its CONTINUATION frames, must arrive within `limits.header_timeout`, however
+//! slowly its bytes come. h2 limits its size and the number of its frames, and `proxy::hygiene` those of trailers.
+//! As long as a header block is open, the connection may carry no other frame (RFC 9113, 4.3), so the connection
+//! is closed with the same GOAWAY.
 //!
-//! Acknowledgements are not counted; jackstay sends no more than it wants acknowledged. A client that uses up
-//! a budget gets GOAWAY with `ENHANCE_YOUR_CALM`, and its connection is closed.
-//!
-//! h2 reads as long as the socket has bytes. So that a client that always has more does not delay the others,
+//! h2 reads as long as the socket has bytes. So that a peer that always has more does not delay the others,
 //! the connection yields to them after [`TURN_FRAMES`] frames or [`TURN_BYTES`] bytes.
+
+pub mod budgets;
+mod header_block;
 
 use std::cell::Cell;
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::time::Instant;
 
-use crate::net::http2_frames::{
-    ACK, CLIENT_PREFACE_LENGTH, END_STREAM, FrameHeader, FrameScanner, enhance_your_calm,
-    frame_type,
-};
+use self::budgets::{Budgets, Peer};
+use self::header_block::HeaderBlock;
+use super::http2_frames::{CLIENT_PREFACE_LENGTH, FrameScanner, enhance_your_calm, frame_type};
+
+pub use self::budgets::LimitedFrame;
 
 /// Frames that a connection reads before other connections are polled.
 const TURN_FRAMES: usize = 256;
 /// Bytes that a connection reads before other connections are polled.
 const TURN_BYTES: usize = 128 * 1024;
 
-/// Frames that have a common budget. Also the value of a metric's label.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LimitedFrame {
-    /// PING without ACK.
-    Ping,
-    /// SETTINGS without ACK.
-    Settings,
-    /// PRIORITY.
-    Priority,
-    /// `WINDOW_UPDATE`.
-    WindowUpdate,
-    /// `RST_STREAM`.
-    Reset,
-    /// DATA without bytes and `END_STREAM`.
-    EmptyData,
-    /// HEADERS or CONTINUATION without bytes.
-    EmptyHeaders,
-    /// All other frames.
-    Other,
-}
-
-impl LimitedFrame {
-    const COUNT: usize = 8;
-
-    /// The label value.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Ping => "ping",
-            Self::Settings => "settings",
-            Self::Priority => "priority",
-            Self::WindowUpdate => "window_update",
-            Self::Reset => "rst_stream",
-            Self::EmptyData => "empty_data",
-            Self::EmptyHeaders => "empty_headers",
-            Self::Other => "other",
-        }
-    }
-
-    /// `None` for a frame that is not limited here.
-    fn of(header: FrameHeader) -> Option<Self> {
-        let has = |flag| header.flags & flag != 0;
-        let empty = header.length == 0;
-        match header.frame_type {
-            frame_type::DATA => (empty && !has(END_STREAM)).then_some(Self::EmptyData),
-            frame_type::HEADERS | frame_type::CONTINUATION => empty.then_some(Self::EmptyHeaders),
-            frame_type::PRIORITY => Some(Self::Priority),
-            frame_type::RST_STREAM => Some(Self::Reset),
-            frame_type::SETTINGS => (!has(ACK)).then_some(Self::Settings),
-            frame_type::PING => (!has(ACK)).then_some(Self::Ping),
-            frame_type::WINDOW_UPDATE => Some(Self::WindowUpdate),
-            _ => Some(Self::Other),
-        }
-    }
-
-    /// Burst, and frames a second.
-    fn rate(self, max_streams: u32) -> (u32, u32) {
-        match self {
-            Self::Ping => (1_000, 50),
-            Self::Settings | Self::EmptyHeaders => (100, 1),
-            Self::Priority => (1_000, 10),
-            Self::WindowUpdate => (4_000, 1_000),
-            Self::Reset => (2_000.max(max_streams), 50),
-            Self::EmptyData | Self::Other => (100, 10),
-        }
-    }
-}
-
-/// The budgets of one connection.
-#[derive(Debug)]
-struct Budgets {
-    max_streams: u32,
-    created: Instant,
-    /// By [`LimitedFrame`]: frames left, and when they were last added, in milliseconds since `created`.
-    left: [(u32, u64); LimitedFrame::COUNT],
-}
-
-impl Budgets {
-    fn new(max_streams: u32) -> Self {
-        use LimitedFrame as F;
-        let all = [
-            F::Ping,
-            F::Settings,
-            F::Priority,
-            F::WindowUpdate,
-            F::Reset,
-            F::EmptyData,
-            F::EmptyHeaders,
-            F::Other,
-        ];
-        let left = all.map(|frame| (frame.rate(max_streams).0, 0));
-        Self { max_streams, created: Instant::now(), left }
-    }
-
-    /// Takes one frame of the budget. False if it is used up. Only then the clock is read.
-    fn take(&mut self, frame: LimitedFrame) -> bool {
-        let (left, added) = &mut self.left[frame as usize];
-        if *left == 0 {
-            let (burst, per_second) = frame.rate(self.max_streams);
-            let now = self.created.elapsed().as_millis() as u64;
-            let gained = now.saturating_sub(*added) * u64::from(per_second) / 1_000;
-            if gained == 0 {
-                return false;
-            }
-            *left = u32::try_from(gained).map_or(burst, |gained| gained.min(burst));
-            *added = now;
-        }
-        *left -= 1;
-        true
-    }
-
-    /// Adds frames to a budget, at most its burst.
-    fn earn(&mut self, frame: LimitedFrame, count: u32) {
-        let burst = frame.rate(self.max_streams).0;
-        let left = &mut self.left[frame as usize].0;
-        *left = left.saturating_add(count).min(burst);
-    }
-
-    fn received(&mut self, header: FrameHeader) -> Result<(), LimitedFrame> {
-        if header.frame_type == frame_type::HEADERS {
-            self.earn(LimitedFrame::Priority, 2);
-        }
-        match LimitedFrame::of(header) {
-            Some(frame) if !self.take(frame) => Err(frame),
-            _ => Ok(()),
-        }
-    }
-
-    fn sent(&mut self, header: FrameHeader) {
-        match header.frame_type {
-            frame_type::DATA => self.earn(LimitedFrame::WindowUpdate, 4 + header.length / 1024),
-            frame_type::HEADERS => self.earn(LimitedFrame::Reset, 1),
-            _ => {}
-        }
-    }
-}
-
-/// The budget that a client has used up, if it has.
+/// The budget that a peer has used up, if it has.
 #[derive(Debug, Clone, Default)]
 pub struct Violation(Rc<Cell<Option<LimitedFrame>>>);
 
@@ -187,15 +46,16 @@ impl Violation {
     }
 }
 
-/// The stream of an HTTP/2 connection of a client.
+/// The stream of an HTTP/2 connection whose frames are limited.
 #[derive(Debug)]
 pub struct FrameLimiter<T> {
     io: T,
     received: FrameScanner,
     sent: FrameScanner,
     budgets: Budgets,
-    /// The last stream that the client opened.
+    /// The last stream that a client opened; 0 for a server, which opens none.
     last_stream: u32,
+    block: HeaderBlock,
     /// What was read since the last yield.
     turn: Turn,
     violation: Violation,
@@ -208,31 +68,57 @@ struct Turn {
 }
 
 impl<T> FrameLimiter<T> {
-    /// The stream of a client that may open `max_streams` at a time.
-    pub fn new(io: T, max_streams: u32) -> (Self, Violation) {
+    /// The stream of a client that may open `max_streams` at a time, and has `header_timeout` for each header block.
+    pub fn of_client(io: T, max_streams: u32, header_timeout: Duration) -> (Self, Violation) {
+        Self::new(io, Peer::Client, max_streams, Some(header_timeout))
+    }
+
+    /// The stream of a server to which jackstay opens at most `max_streams` at a time.
+    pub fn of_server(io: T, max_streams: u32) -> (Self, Violation) {
+        Self::new(io, Peer::Server, max_streams, None)
+    }
+
+    fn new(
+        io: T,
+        peer: Peer,
+        max_streams: u32,
+        header_timeout: Option<Duration>,
+    ) -> (Self, Violation) {
         let violation = Violation::default();
+        let (received, sent) = match peer {
+            Peer::Client => (CLIENT_PREFACE_LENGTH, 0),
+            Peer::Server => (0, CLIENT_PREFACE_LENGTH),
+        };
         let limiter = Self {
             io,
-            received: FrameScanner::new(CLIENT_PREFACE_LENGTH),
-            sent: FrameScanner::new(0),
-            budgets: Budgets::new(max_streams),
+            received: FrameScanner::new(received),
+            sent: FrameScanner::new(sent),
+            budgets: Budgets::new(peer, max_streams),
             last_stream: 0,
+            block: HeaderBlock::new(header_timeout),
             turn: Turn::default(),
             violation: violation.clone(),
         };
         (limiter, violation)
     }
 
+    /// The wrapped stream.
+    pub fn get_ref(&self) -> &T {
+        &self.io
+    }
+
     /// Counts the frames in received bytes.
     fn count_received(&mut self, bytes: &[u8]) -> Result<(), LimitedFrame> {
-        let Self { received, budgets, last_stream, turn, .. } = self;
+        let Self { received, budgets, last_stream, block, turn, .. } = self;
         turn.bytes += bytes.len();
         received.scan(bytes, |header| {
             turn.frames += 1;
-            if header.frame_type == frame_type::HEADERS {
+            let is_opened = header.stream <= *last_stream;
+            if header.frame_type == frame_type::HEADERS && budgets.peer == Peer::Client {
                 *last_stream = header.stream.max(*last_stream);
             }
-            budgets.received(header)
+            block.received(header);
+            budgets.received(header, is_opened)
         })
     }
 
@@ -255,7 +141,10 @@ impl<T: AsyncWrite + Unpin> FrameLimiter<T> {
                 let _ = Pin::new(&mut self.io).poll_flush(cx);
             }
         }
-        io::Error::other(format!("too many {} frames", frame.as_str()))
+        io::Error::other(match frame {
+            LimitedFrame::HeaderBlock => "header block not complete in time".to_owned(),
+            frame => format!("the peer sent too many {} frames", frame.as_str()),
+        })
     }
 }
 
@@ -275,6 +164,9 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncRead for FrameLimiter<T> {
         let result = Pin::new(&mut this.io).poll_read(cx, buf);
         if result.is_pending() {
             this.turn = Turn::default();
+            if this.block.poll_expired(this.received.is_in_payload(), cx) {
+                return Poll::Ready(Err(this.close(LimitedFrame::HeaderBlock, cx)));
+            }
         }
         ready!(result)?;
         match this.count_received(&buf.filled()[before..]) {
@@ -327,17 +219,18 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for FrameLimiter<T> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
+    use tokio::time::{Instant, sleep};
 
+    use super::super::http2_frames::{ACK, END_HEADERS, END_STREAM};
     use super::*;
 
     /// The limiter behind a client that has sent its preface, and the client.
     async fn connected() -> (FrameLimiter<DuplexStream>, Violation, DuplexStream) {
         let (mut client, server) = duplex(1 << 22);
         client.write_all(&[0; CLIENT_PREFACE_LENGTH]).await.unwrap();
-        let (mut limiter, violation) = FrameLimiter::new(server, 1_000);
+        let (mut limiter, violation) =
+            FrameLimiter::of_client(server, 1_000, Duration::from_secs(10));
         limiter.read_exact(&mut [0; CLIENT_PREFACE_LENGTH]).await.unwrap();
         (limiter, violation, client)
     }
@@ -389,6 +282,37 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn heads_of_a_server_are_closed_after_its_burst_unless_requests_earn_them() {
+        let (mut server, stream) = duplex(1 << 22);
+        let (mut limiter, violation) = FrameLimiter::of_server(stream, 100);
+        let head = frame(frame_type::HEADERS, 0, &[1]);
+        let (burst, per_second) = LimitedFrame::Headers.rate(100);
+        // The preface, and then requests with four heads each: interim responses, the response, trailers.
+        limiter.write_all(&[0; CLIENT_PREFACE_LENGTH]).await.unwrap();
+        for _ in 0..2_000 {
+            limiter.write_all(&head).await.unwrap();
+            server.write_all(&head.repeat(4)).await.unwrap();
+            read(&mut limiter, head.len() * 4).await.unwrap();
+        }
+        // The last request earned nothing, because the budget was full.
+        let left = head.repeat(burst as usize - 4);
+        server.write_all(&left).await.unwrap();
+        read(&mut limiter, left.len()).await.unwrap();
+        tokio::time::advance(Duration::from_secs(1)).await;
+        server.write_all(&head.repeat(per_second as usize)).await.unwrap();
+        read(&mut limiter, head.len() * per_second as usize).await.unwrap();
+        assert_eq!(violation.get(), None);
+        server.write_all(&head).await.unwrap();
+        read(&mut limiter, head.len()).await.unwrap_err();
+        assert_eq!(violation.get(), Some(LimitedFrame::Headers));
+        let mut sent = vec![0; CLIENT_PREFACE_LENGTH + head.len() * 2_000];
+        server.read_exact(&mut sent).await.unwrap();
+        let mut goaway = [0; 17];
+        server.read_exact(&mut goaway).await.unwrap();
+        assert_eq!(goaway[..], enhance_your_calm(0));
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn acknowledgements_and_frames_with_content_are_not_limited() {
         let (mut limiter, violation, mut client) = connected().await;
         for one in [
@@ -396,7 +320,7 @@ mod tests {
             frame(frame_type::SETTINGS, ACK, &[]),
             frame(frame_type::DATA, 0, &[1]),
             frame(frame_type::DATA, END_STREAM, &[]),
-            frame(frame_type::HEADERS, 0, &[1]),
+            frame(frame_type::CONTINUATION, 0, &[1]),
         ] {
             client.write_all(&one.repeat(10_000)).await.unwrap();
             read(&mut limiter, one.len() * 10_000).await.unwrap();
@@ -419,6 +343,80 @@ mod tests {
             client.write_all(&reset).await.unwrap();
             read(&mut limiter, update.len() * 4 + reset.len()).await.unwrap();
         }
+        assert_eq!(violation.get(), None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn trailers_are_limited_and_requests_are_not() {
+        let (mut limiter, violation, mut client) = connected().await;
+        let mut request = frame(frame_type::HEADERS, END_HEADERS, &[1]);
+        for stream in 0..1_000_u16 {
+            request[7..9].copy_from_slice(&(2 * stream + 1).to_be_bytes());
+            client.write_all(&request).await.unwrap();
+            read(&mut limiter, request.len()).await.unwrap();
+        }
+        client.write_all(&request.repeat(101)).await.unwrap();
+        read(&mut limiter, request.len() * 100).await.unwrap();
+        assert_eq!(violation.get(), None);
+        read(&mut limiter, request.len()).await.unwrap_err();
+        assert_eq!(violation.get(), Some(LimitedFrame::Trailers));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_header_block_that_stays_open_is_closed_with_goaway_however_it_is_sent() {
+        let first = frame(frame_type::HEADERS, 0, &[1; 20]);
+        let more = frame(frame_type::CONTINUATION, 0, &[1]).repeat(100);
+        let cut = frame(frame_type::HEADERS, END_HEADERS, &[1; 200]);
+        for bytes in [[first.clone(), more].concat(), cut[..150].to_vec(), first] {
+            let (mut limiter, violation, mut client) = connected().await;
+            let start = Instant::now();
+            // The first bytes at once, the others one a second.
+            let (head, rest) = bytes.split_at(29);
+            client.write_all(head).await.unwrap();
+            let mut buffer = [0; 1];
+            let drip = async {
+                for byte in rest {
+                    client.write_all(&[*byte]).await.unwrap();
+                    sleep(Duration::from_secs(1)).await;
+                }
+                std::future::pending::<()>().await;
+            };
+            let error = tokio::select! {
+                error = async {
+                    loop {
+                        if let Err(error) = limiter.read_exact(&mut buffer).await {
+                            return error;
+                        }
+                    }
+                } => error,
+                () = drip => unreachable!("pending"),
+            };
+            assert_eq!(error.to_string(), "header block not complete in time");
+            assert_eq!(start.elapsed().as_secs(), 10);
+            assert_eq!(violation.get(), Some(LimitedFrame::HeaderBlock));
+            let mut goaway = [0; 17];
+            client.read_exact(&mut goaway).await.unwrap();
+            assert_eq!(goaway[..], enhance_your_calm(1));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_between_header_blocks_may_be_idle() {
+        let (mut limiter, violation, mut client) = connected().await;
+        let blocks = [
+            frame(frame_type::HEADERS, 0, &[1]),
+            frame(frame_type::CONTINUATION, END_HEADERS, &[1]),
+            frame(frame_type::HEADERS, END_HEADERS, &[1]),
+        ]
+        .concat();
+        for bytes in [&blocks[..5], &blocks[5..15], &blocks[15..]] {
+            client.write_all(bytes).await.unwrap();
+            read(&mut limiter, bytes.len()).await.unwrap();
+            let idle = tokio::time::timeout(Duration::from_secs(9), limiter.read_u8()).await;
+            assert!(idle.is_err(), "it waits");
+        }
+        let idle = tokio::time::timeout(Duration::from_secs(100), limiter.read_u8()).await;
+        assert!(idle.is_err(), "it waits");
         assert_eq!(violation.get(), None);
     }
 

@@ -1,10 +1,6 @@
 //! `jackstay kubeconfig`: the files that it reads and writes, and its output.
 
-#![cfg(feature = "demo")]
-
-#[path = "support/wait.rs"]
-mod wait;
-
+use crate::support::wait;
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;

@@ -1,10 +1,6 @@
 //! `jackstay demo`: its report, its exit code and the removal of its files.
 
-#![cfg(feature = "demo")]
-
-#[path = "support/wait.rs"]
-mod wait;
-
+use crate::support::wait;
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

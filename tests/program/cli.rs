@@ -1,19 +1,15 @@
 //! The commands of the binary: version, help, check, completion, manual, probe, run and status.
 
-#![cfg(feature = "demo")]
-
-mod support;
-
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
+use crate::support::child::KillOnDrop;
+use crate::support::{CONFIGMAPS, TestCluster, passthrough_config, refusing_address, soon, wait};
 use jackstay::demo::client::Client;
 use serde_json::Value;
-use support::child::KillOnDrop;
-use support::{CONFIGMAPS, TestCluster, passthrough_config, refusing_address, soon, wait};
 
 /// Timeout of waits, long enough for a slow machine.
 const TIMEOUT: Duration = Duration::from_secs(60);

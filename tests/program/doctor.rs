@@ -3,13 +3,7 @@
 //! Tests that drop packets with nftables need root and are ignored; `.ci/run` runs them in a network
 //! namespace.
 
-#![cfg(all(feature = "demo", feature = "doctor"))]
-
-#[path = "support/child.rs"]
-mod child;
-#[path = "support/wait.rs"]
-mod wait;
-
+use crate::support::wait;
 use std::collections::{HashMap, HashSet};
 use std::io::{BufRead, BufReader};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
@@ -18,7 +12,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use child::KillOnDrop;
+use crate::support::child::KillOnDrop;
 use jackstay::config::CertPaths;
 use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::kinds::ENDPOINT_SLICES;

@@ -1,7 +1,7 @@
 //! Clients that behave like Go's HTTP/2 client: after a GOAWAY they open a new connection, and repeat requests
 //! that the server has not processed. Every other failure is recorded.
 
-use crate::setup::Setup;
+use super::setup::Setup;
 use crate::support::child::PROCESS_TIMEOUT;
 use crate::support::wait;
 use crate::support::{CONFIGMAPS, config_map, h2_error};

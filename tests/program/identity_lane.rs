@@ -1,18 +1,14 @@
 //! The identity lane of the running program: clients with a configured identity are served by a thread of their own.
 
-#![cfg(feature = "demo")]
-
-mod support;
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::net::SocketAddr;
 use std::process::Command;
 
+use crate::support::child::{Process, first_address};
+use crate::support::{CONFIGMAPS, TestCluster, until, write_config};
 use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::client::{Client, Credentials};
-use support::child::{Process, first_address};
-use support::{CONFIGMAPS, TestCluster, until, write_config};
 
 /// Requests of each client.
 const REQUESTS: u64 = 200;

@@ -3,23 +3,19 @@
 //!
 //! The binary runs with level `trace` and `access: all`, in both log formats.
 
-#![cfg(feature = "demo")]
-
-mod support;
-
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
+use crate::support::child::KillOnDrop;
+use crate::support::{CONFIGMAPS, PATIENCE, TestCluster, until};
 use base64::Engine as _;
 use base64::engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD};
 use http::Method;
 use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::client::Client;
 use serde_json::json;
-use support::child::KillOnDrop;
-use support::{CONFIGMAPS, PATIENCE, TestCluster, until};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 

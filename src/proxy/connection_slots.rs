@@ -1,0 +1,235 @@
+//! Shares the connection slots of one listener on one worker among the sources of its connections.
+//!
+//! * A connection is proven once its client has shown a valid certificate of a configured identity. Proven
+//!   connections are never closed for others.
+//! * A source with n unproven connections gets another one while n is less than the number of free slots. So
+//!   one source gets at most half of the slots, and two get a third each.
+//! * Beyond that, a new connection takes the slot of an idle one: of the source with the most connections, and
+//!   of its own source if no other has more. Connections without a request are closed first, then those
+//!   without an accepted token, and among equals the one that is idle for longest. A connection whose client
+//!   only sends PINGs is idle.
+//! * An eighth of the slots is a reserve. If no connection is idle, a new one gets a slot of the reserve, and
+//!   is closed unless it proves an identity in its handshake.
+//!
+//! Only the size of the reserve depends on whether identities are configured. A process that runs as the same
+//! user as the kubelet has the same source: it can fill that source's share with requests in progress, and
+//! then the kubelet's next connection gets a slot of the reserve.
+
+mod registry;
+
+use std::cell::RefCell;
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+
+use tokio::time::Instant;
+
+pub use self::registry::ClientRank;
+use self::registry::{Entry, Phase, Registry};
+use super::source::Source;
+
+/// The reserve is this part of the slots.
+const RESERVE_DIVISOR: usize = 8;
+/// Minimum size of the reserve, unless that is more than half of the slots.
+const MIN_RESERVE: usize = 16;
+
+/// Why a connection gets no slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SlotRefusal {
+    /// All slots are in use, and none by an idle connection.
+    Full,
+    /// The source has its share, none of its connections is idle, and the reserve is in use.
+    Share,
+}
+
+/// A connection that got a slot.
+#[derive(Debug)]
+pub struct Admitted {
+    /// The slot.
+    pub slot: ConnectionSlot,
+    /// The source of the idle connection that is closed for it.
+    pub evicted: Option<Source>,
+}
+
+/// The slots of one listener on one worker.
+#[derive(Debug, Default)]
+pub struct ConnectionSlots {
+    registry: RefCell<Registry>,
+}
+
+/// The limit of slots.
+#[derive(Debug, Clone, Copy)]
+pub struct SlotLimit {
+    /// The number of slots.
+    pub slots: usize,
+    /// Whether the listener has identities. Without, there is no reserve.
+    pub has_identities: bool,
+    /// Proven connections that count for the limit and were handed over to another thread.
+    pub handed_over: usize,
+}
+
+impl ConnectionSlots {
+    /// The number of open connections.
+    pub fn open(&self) -> usize {
+        let registry = self.registry.borrow();
+        registry.shared + registry.reserved + registry.closing + registry.proven
+    }
+
+    /// Gives a slot to a proven connection that was handed over from another thread, beyond any limit.
+    pub fn admit_proven(self: &Rc<Self>, source: Source, now: Instant) -> ConnectionSlot {
+        let entry = self.registry.borrow_mut().add(source, false, now);
+        let slot = ConnectionSlot { slots: Rc::clone(self), entry };
+        slot.set_proven();
+        slot
+    }
+
+    /// Gives a slot to a new connection.
+    ///
+    /// # Errors
+    /// The connection must be closed.
+    pub fn admit(
+        self: &Rc<Self>,
+        source: Source,
+        limit: SlotLimit,
+        now: Instant,
+    ) -> Result<Admitted, SlotRefusal> {
+        let SlotLimit { slots, has_identities, handed_over } = limit;
+        let reserve = if has_identities { (slots / RESERVE_DIVISOR).max(MIN_RESERVE) } else { 0 };
+        let reserve = reserve.min(slots / 2);
+        let mut registry = self.registry.borrow_mut();
+        let used = registry.shared + registry.reserved + registry.proven + handed_over;
+        let unused = slots.saturating_sub(used);
+        let free = (slots - reserve).saturating_sub(registry.shared).min(unused);
+        let count = registry.sources.get(&source).map_or(0, |entries| entries.count);
+        let mut evicted = None;
+        let in_reserve = if count < free {
+            false
+        } else if let Some(victim) = registry.evict(source, count, now) {
+            evicted = Some(victim.source);
+            victim.in_reserve
+        } else if unused > 0 && registry.reserved < reserve {
+            true
+        } else if unused == 0 {
+            return Err(SlotRefusal::Full);
+        } else {
+            return Err(SlotRefusal::Share);
+        };
+        let entry = registry.add(source, in_reserve, now);
+        drop(registry);
+        let slot = ConnectionSlot { slots: Rc::clone(self), entry };
+        Ok(Admitted { slot, evicted })
+    }
+}
+
+/// The slot of one open connection. The drop frees it.
+#[derive(Debug)]
+pub struct ConnectionSlot {
+    slots: Rc<ConnectionSlots>,
+    entry: Rc<Entry>,
+}
+
+impl ConnectionSlot {
+    /// The source of the connection.
+    pub fn source(&self) -> Source {
+        self.entry.source
+    }
+
+    /// Whether the connection must be closed unless it proves an identity.
+    pub fn must_prove_identity(&self) -> bool {
+        self.entry.in_reserve && self.entry.phase.get() == Phase::Unproven
+    }
+
+    /// The client has proven an identity: the connection is not closed for others from now on.
+    pub fn set_proven(&self) {
+        if self.entry.phase.get() != Phase::Unproven {
+            return;
+        }
+        self.entry.phase.set(Phase::Proven);
+        let mut registry = self.slots.registry.borrow_mut();
+        registry.remove(&self.entry);
+        registry.proven += 1;
+    }
+
+    /// Sets the rank by the last request.
+    pub fn set_rank(&self, rank: ClientRank) {
+        self.entry.rank.set(rank);
+    }
+
+    /// The handshake is complete.
+    pub fn handshake_complete(&self, now: Instant) {
+        self.entry.idle_since.set(now);
+    }
+
+    /// The connection is in use from now on, and is not closed for others.
+    pub fn set_in_use(&self) {
+        self.entry.requests.set(self.entry.requests.get().max(1));
+    }
+
+    /// Counts a request in progress until the guard is dropped.
+    pub fn begin_request(self: &Rc<Self>) -> OpenRequest {
+        let entry = &self.entry;
+        entry.requests.set(entry.requests.get() + 1);
+        if entry.rank.get() == ClientRank::New {
+            entry.rank.set(ClientRank::Unproven);
+        }
+        OpenRequest(Rc::clone(self))
+    }
+
+    /// Whether no request is in progress.
+    pub fn is_idle(&self) -> bool {
+        self.entry.requests.get() == 0
+    }
+
+    /// Waits until the connection has to close for another one.
+    /// One task at a time can wait.
+    pub async fn evicted(&self) {
+        poll_fn(|cx| self.poll_evicted(cx)).await;
+    }
+
+    /// Like [`Self::evicted`].
+    pub fn poll_evicted(&self, cx: &Context<'_>) -> Poll<()> {
+        if self.entry.phase.get() == Phase::Evicted {
+            return Poll::Ready(());
+        }
+        let mut waker = self.entry.waker.borrow_mut();
+        if !waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
+            *waker = Some(cx.waker().clone());
+        }
+        Poll::Pending
+    }
+
+    fn end_request(&self) {
+        let entry = &self.entry;
+        entry.requests.set(entry.requests.get() - 1);
+        if entry.requests.get() == 0 && entry.phase.get() == Phase::Unproven {
+            entry.idle_since.set(Instant::now());
+            if entry.queued.get().is_none() {
+                self.slots.registry.borrow_mut().queue(entry);
+            }
+        }
+    }
+}
+
+impl Drop for ConnectionSlot {
+    fn drop(&mut self) {
+        let mut registry = self.slots.registry.borrow_mut();
+        match self.entry.phase.get() {
+            Phase::Unproven => registry.remove(&self.entry),
+            Phase::Evicted => registry.closing -= 1,
+            Phase::Proven => registry.proven -= 1,
+        }
+    }
+}
+
+/// A request in progress.
+#[derive(Debug)]
+pub struct OpenRequest(Rc<ConnectionSlot>);
+
+impl Drop for OpenRequest {
+    fn drop(&mut self) {
+        self.0.end_request();
+    }
+}
+
+#[cfg(test)]
+mod tests;

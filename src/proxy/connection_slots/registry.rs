@@ -1,0 +1,233 @@
+//! The unproven connections of a listener by source, and the search for the one that is closed for another.
+//!
+//! The queue of idle connections is corrected when a victim is searched, so a request changes two cells.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::rc::Rc;
+use std::task::Waker;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::super::source::Source;
+
+/// Age from which a connection without a request may be closed for another one. A handshake over loopback and
+/// the check of a known certificate take a few milliseconds.
+const GRACE: Duration = Duration::from_millis(100);
+/// Maximum number of evicted connections that are still open. An evicted connection occupies no slot.
+pub(super) const MAX_CLOSING: usize = 256;
+/// Maximum number of sources that are searched for an idle connection.
+const MAX_SEARCHED: usize = 8;
+
+/// How far a client has got. Connections of a lower rank are closed first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ClientRank {
+    /// No request yet.
+    New,
+    /// The last request had no credential that the apiserver has accepted.
+    Unproven,
+    /// The apiserver has accepted the token of the last request.
+    AcceptedToken,
+}
+
+const RANKS: [ClientRank; 3] = [ClientRank::New, ClientRank::Unproven, ClientRank::AcceptedToken];
+
+/// Position in the queue of a source: rank, time since which the connection is idle, number of the connection.
+pub(super) type Key = (ClientRank, Instant, u64);
+
+/// An unproven connection.
+#[derive(Debug)]
+pub(super) struct Entry {
+    pub(super) source: Source,
+    number: u64,
+    pub(super) rank: Cell<ClientRank>,
+    /// When the last request ended, or the connection was opened.
+    pub(super) idle_since: Cell<Instant>,
+    /// Requests in progress.
+    pub(super) requests: Cell<usize>,
+    /// The position in the queue, which may be outdated. A connection with requests may be in the queue or not,
+    /// one without always is.
+    pub(super) queued: Cell<Option<Key>>,
+    pub(super) in_reserve: bool,
+    pub(super) phase: Cell<Phase>,
+    /// Woken when the connection is evicted.
+    pub(super) waker: RefCell<Option<Waker>>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Phase {
+    Unproven,
+    Evicted,
+    Proven,
+}
+
+impl Entry {
+    fn key(&self) -> Key {
+        (self.rank.get(), self.idle_since.get(), self.number)
+    }
+}
+
+/// The unproven connections of one source.
+#[derive(Debug, Default)]
+pub(super) struct SourceEntries {
+    pub(super) count: usize,
+    /// One queue for each rank.
+    queues: [BTreeMap<Key, Rc<Entry>>; RANKS.len()],
+    /// The size under which [`Registry::by_size`] has this source.
+    indexed: Option<usize>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Registry {
+    pub(super) sources: HashMap<Source, SourceEntries>,
+    /// The sources with a queue, by the number of their connections.
+    by_size: BTreeSet<(usize, Source)>,
+    /// Unproven connections outside the reserve.
+    pub(super) shared: usize,
+    /// Unproven connections in the reserve.
+    pub(super) reserved: usize,
+    /// Evicted connections that are still open.
+    pub(super) closing: usize,
+    /// Proven connections.
+    pub(super) proven: usize,
+    next_number: u64,
+}
+
+impl Registry {
+    pub(super) fn add(&mut self, source: Source, in_reserve: bool, now: Instant) -> Rc<Entry> {
+        self.next_number += 1;
+        let entry = Rc::new(Entry {
+            source,
+            number: self.next_number,
+            rank: Cell::new(ClientRank::New),
+            idle_since: Cell::new(now),
+            requests: Cell::new(0),
+            queued: Cell::new(None),
+            in_reserve,
+            phase: Cell::new(Phase::Unproven),
+            waker: RefCell::default(),
+        });
+        *self.used(in_reserve) += 1;
+        self.sources.entry(source).or_default().count += 1;
+        self.queue(&entry);
+        entry
+    }
+
+    fn used(&mut self, in_reserve: bool) -> &mut usize {
+        if in_reserve { &mut self.reserved } else { &mut self.shared }
+    }
+
+    /// Puts a connection into the queue of its source.
+    pub(super) fn queue(&mut self, entry: &Rc<Entry>) {
+        let Some(entries) = self.sources.get_mut(&entry.source) else { return };
+        entries.insert(Rc::clone(entry));
+        self.index(entry.source);
+    }
+
+    /// No longer counts an unproven connection.
+    pub(super) fn remove(&mut self, entry: &Entry) {
+        *self.used(entry.in_reserve) -= 1;
+        let Some(entries) = self.sources.get_mut(&entry.source) else { return };
+        entries.count -= 1;
+        entries.take_out(entry);
+        self.index(entry.source);
+        if self.sources.get(&entry.source).is_some_and(|entries| entries.count == 0) {
+            self.sources.remove(&entry.source);
+        }
+    }
+
+    /// Updates [`Self::by_size`].
+    fn index(&mut self, source: Source) {
+        let Some(entries) = self.sources.get_mut(&source) else { return };
+        let is_queued = entries.queues.iter().any(|queue| !queue.is_empty());
+        let size = is_queued.then_some(entries.count);
+        let previous = std::mem::replace(&mut entries.indexed, size);
+        if previous == size {
+            return;
+        }
+        if let Some(previous) = previous {
+            self.by_size.remove(&(previous, source));
+        }
+        if let Some(size) = size {
+            self.by_size.insert((size, source));
+        }
+    }
+
+    /// Evicts an idle connection for one of `newcomer`, which has `count` connections.
+    pub(super) fn evict(
+        &mut self,
+        newcomer: Source,
+        count: usize,
+        now: Instant,
+    ) -> Option<Rc<Entry>> {
+        if self.closing >= MAX_CLOSING {
+            return None;
+        }
+        let mut largest = self.by_size.last().copied();
+        for _ in 0..MAX_SEARCHED {
+            let Some((_, source)) = largest.filter(|(size, _)| *size > count) else { break };
+            let victim = self.evict_of(source, now);
+            if victim.is_some() {
+                return victim;
+            }
+            largest = largest.and_then(|last| self.by_size.range(..last).next_back().copied());
+        }
+        self.evict_of(newcomer, now)
+    }
+
+    fn evict_of(&mut self, source: Source, now: Instant) -> Option<Rc<Entry>> {
+        let victim = self.sources.get_mut(&source)?.next_victim(now);
+        match &victim {
+            Some(entry) => {
+                entry.phase.set(Phase::Evicted);
+                self.remove(entry);
+                self.closing += 1;
+                if let Some(waker) = entry.waker.take() {
+                    waker.wake();
+                }
+            }
+            // The search may have emptied the queue.
+            None => self.index(source),
+        }
+        victim
+    }
+}
+
+impl SourceEntries {
+    fn insert(&mut self, entry: Rc<Entry>) {
+        let key = entry.key();
+        entry.queued.set(Some(key));
+        self.queues[key.0 as usize].insert(key, entry);
+    }
+
+    fn take_out(&mut self, entry: &Entry) {
+        if let Some(key) = entry.queued.take() {
+            self.queues[key.0 as usize].remove(&key);
+        }
+    }
+
+    /// The idle connection that is closed first. Corrects outdated positions: each was caused by a request
+    /// since the last search.
+    fn next_victim(&mut self, now: Instant) -> Option<Rc<Entry>> {
+        // A correction moves a connection to a higher rank, or to a lower one that is searched later.
+        for _ in 0..2 {
+            for rank in RANKS {
+                while let Some((key, entry)) = self.queues[rank as usize].first_key_value() {
+                    let (key, entry) = (*key, Rc::clone(entry));
+                    if entry.requests.get() > 0 {
+                        self.take_out(&entry);
+                    } else if entry.key() != key {
+                        self.take_out(&entry);
+                        self.insert(entry);
+                    } else if rank == ClientRank::New && now < key.1 + GRACE {
+                        break; // all others without a request are younger
+                    } else {
+                        return Some(entry);
+                    }
+                }
+            }
+        }
+        None
+    }
+}

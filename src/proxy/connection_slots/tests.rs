@@ -1,0 +1,216 @@
+//! Tests of the connection slots: shares, evictions and the reserve.
+
+use std::time::Duration;
+
+use super::registry::MAX_CLOSING;
+use super::*;
+
+const A: Source = Source::User(1);
+const B: Source = Source::User(2);
+
+/// The slots of one listener, and the connections that are open.
+struct Rig {
+    slots: Rc<ConnectionSlots>,
+    limit: SlotLimit,
+    start: Instant,
+    open: Vec<Rc<ConnectionSlot>>,
+}
+
+impl Rig {
+    fn new(slots: usize, has_identities: bool) -> Self {
+        let limit = SlotLimit { slots, has_identities, handed_over: 0 };
+        let slots = Rc::<ConnectionSlots>::default();
+        Self { slots, limit, start: Instant::now(), open: Vec::new() }
+    }
+
+    /// Opens a connection at this millisecond. Returns the source of the evicted connection.
+    fn open(&mut self, source: Source, at: u64) -> Result<Option<Source>, SlotRefusal> {
+        let now = self.start + Duration::from_millis(at);
+        let admitted = self.slots.admit(source, self.limit, now)?;
+        self.open.push(Rc::new(admitted.slot));
+        Ok(admitted.evicted)
+    }
+
+    /// Opens connections until one is refused or another one is evicted for it. Returns their number.
+    fn fill(&mut self, source: Source, at: u64) -> usize {
+        (0..10_000).find(|_| self.open(source, at) != Ok(None)).unwrap()
+    }
+
+    /// The connections that were evicted, by the order in which they were opened.
+    fn evicted(&self) -> Vec<usize> {
+        let phase = |slot: &Rc<ConnectionSlot>| slot.entry.phase.get();
+        let numbered = self.open.iter().enumerate();
+        numbered.filter(|(_, slot)| phase(slot) == Phase::Evicted).map(|(at, _)| at).collect()
+    }
+}
+
+#[test]
+fn admit_gives_a_source_half_of_the_free_slots() {
+    let sources = [A, B, Source::User(3)];
+    // The shares of the sources in the order of their arrival, of 400 slots.
+    for (has_identities, expected) in [(false, [200, 100, 50]), (true, [175, 88, 44])] {
+        let mut rig = Rig::new(400, has_identities);
+        // No connection is idle, so those beyond the share come into the reserve, which is left out here.
+        let mut requests = Vec::new();
+        let mut shares = Vec::new();
+        for source in sources {
+            let mut share = 0;
+            while let Ok(None) = rig.open(source, 0) {
+                let slot = rig.open.last().unwrap();
+                if slot.must_prove_identity() {
+                    rig.open.pop();
+                    break;
+                }
+                requests.push(slot.begin_request());
+                share += 1;
+            }
+            shares.push(share);
+        }
+        assert_eq!(shares, expected, "identities: {has_identities}");
+    }
+}
+
+#[test]
+fn admit_beyond_the_share_evicts_the_longest_idle_connection_of_the_lowest_rank() {
+    let mut rig = Rig::new(8, false);
+    for at in 0..4 {
+        assert_eq!(rig.open(A, at), Ok(None));
+    }
+    // 0 has an accepted token, 1 had a request, 2 has one, 3 had none.
+    rig.open[0].set_rank(ClientRank::AcceptedToken);
+    drop(rig.open[1].begin_request());
+    let request = rig.open[2].begin_request();
+    let later = 10_000_000;
+    assert_eq!(rig.open(A, later), Ok(Some(A)));
+    assert_eq!(rig.evicted(), [3]);
+    assert_eq!(rig.open(A, later), Ok(Some(A)));
+    assert_eq!(rig.evicted(), [1, 3]);
+    assert_eq!(rig.open(A, later), Ok(Some(A)));
+    assert_eq!(rig.evicted(), [0, 1, 3]);
+    // The new connections are too young, and one has a request.
+    assert_eq!(rig.open(A, later), Err(SlotRefusal::Share));
+    drop(request);
+    assert_eq!(rig.open(A, later), Ok(Some(A)));
+    assert_eq!(rig.evicted(), [0, 1, 2, 3]);
+    rig.open.clear();
+    assert_eq!(rig.slots.open(), 0);
+}
+
+#[test]
+fn admit_evicts_connections_of_the_largest_source() {
+    let mut rig = Rig::new(90, false);
+    assert_eq!(rig.fill(A, 0), 45);
+    assert_eq!(rig.fill(B, 0), 23);
+    // Each new connection of B takes a slot of A until both have the same number, and then one of B.
+    let (mut of_a, mut of_b) = (45, 23);
+    while rig.open(B, 1_000) == Ok(Some(A)) {
+        (of_a, of_b) = (of_a - 1, of_b + 1);
+    }
+    assert_eq!((of_a, of_b), (34, 34));
+    assert_eq!(rig.evicted().len(), 12);
+    rig.open.clear();
+    assert_eq!(rig.slots.open(), 0);
+}
+
+#[test]
+fn connection_without_a_request_is_evicted_after_its_grace_only() {
+    let mut rig = Rig::new(2, false);
+    for (at, expected) in [(0, Ok(None)), (99, Err(SlotRefusal::Share)), (100, Ok(Some(A)))] {
+        assert_eq!(rig.open(A, at), expected, "at {at} ms");
+    }
+    // The end of the handshake starts another grace.
+    rig.open[1].handshake_complete(rig.start + Duration::from_millis(190));
+    assert_eq!(rig.open(A, 250), Err(SlotRefusal::Share));
+    assert_eq!(rig.open(A, 290), Ok(Some(A)));
+}
+
+#[test]
+fn reserve_is_left_to_connections_that_prove_an_identity() {
+    let mut rig = Rig::new(64, true);
+    let mut requests = Vec::new();
+    // A fills its share with requests in progress, and then the reserve.
+    for n in 0..40 {
+        assert_eq!(rig.open(A, 0), Ok(None));
+        let slot = &rig.open[n];
+        assert_eq!(slot.must_prove_identity(), n >= 24, "{n}");
+        if n < 24 {
+            requests.push(slot.begin_request());
+        }
+    }
+    assert_eq!(rig.open(A, 0), Err(SlotRefusal::Share));
+    // A connection of the reserve that proves an identity stays, and its slot of the reserve is free again.
+    rig.open[39].set_proven();
+    assert!(!rig.open[39].must_prove_identity());
+    assert_eq!(rig.open(A, 0), Ok(None));
+    assert!(rig.open[40].must_prove_identity());
+    // One that does not prove any for 100 ms is evicted for the next one.
+    assert_eq!(rig.open(A, 150), Ok(Some(A)));
+    assert_eq!(rig.evicted(), [24]);
+    assert!(rig.open[41].must_prove_identity());
+    // Another source has its share.
+    assert_eq!(rig.open(B, 150), Ok(None));
+    assert!(!rig.open[42].must_prove_identity());
+}
+
+#[test]
+fn proven_connections_are_not_evicted_and_may_use_all_slots() {
+    let mut rig = Rig::new(40, true);
+    for n in 0..40 {
+        assert_eq!(rig.open(A, n), Ok(None), "{n}");
+        rig.open[n as usize].set_proven();
+    }
+    assert_eq!(rig.open(A, 1_000_000), Err(SlotRefusal::Full));
+    assert_eq!(rig.open(B, 1_000_000), Err(SlotRefusal::Full));
+    rig.open.pop();
+    assert_eq!(rig.slots.open(), 39);
+    rig.limit.handed_over = 1;
+    assert_eq!(rig.open(A, 1_000_000), Err(SlotRefusal::Full));
+    rig.limit.handed_over = 0;
+    assert_eq!(rig.open(A, 1_000_000), Ok(None));
+    rig.open.clear();
+    assert_eq!(rig.slots.open(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn evicted_resolves_for_the_evicted_connection_only() {
+    let mut rig = Rig::new(2, false);
+    let evicted = |slot: &Rc<ConnectionSlot>| {
+        let slot = Rc::clone(slot);
+        async move { tokio::time::timeout(Duration::from_secs(1), slot.evicted()).await.is_ok() }
+    };
+    assert_eq!(rig.open(A, 0), Ok(None));
+    assert!(!evicted(&rig.open[0]).await);
+    assert_eq!(rig.open(A, 200), Ok(Some(A)));
+    assert!(evicted(&rig.open[0]).await);
+    assert!(!evicted(&rig.open[1]).await);
+    assert_eq!(rig.slots.open(), 2, "the evicted connection is still open");
+    rig.open.remove(0);
+    assert_eq!(rig.slots.open(), 1);
+}
+
+#[test]
+fn admit_refuses_while_too_many_evicted_connections_are_open() {
+    let mut rig = Rig::new(4, false);
+    assert_eq!(rig.fill(A, 0), 2);
+    for n in 1..=MAX_CLOSING as u64 {
+        assert_eq!(rig.open(A, n * 1_000), Ok(Some(A)), "{n}");
+    }
+    assert_eq!(rig.open(A, 10_000_000), Err(SlotRefusal::Share));
+    assert_eq!(rig.slots.open(), MAX_CLOSING + 2);
+    rig.open.remove(0);
+    assert_eq!(rig.open(A, 10_000_000), Ok(Some(A)));
+}
+
+/// At 4,096 connections of as many sources each search looks at a few of them only.
+#[test]
+fn admit_of_many_sources_evicts_the_oldest_of_the_largest() {
+    let mut rig = Rig::new(4_096, false);
+    let share = rig.fill(A, 0);
+    assert_eq!(share, 2_048);
+    for uid in 100..100 + 2_048 {
+        assert_eq!(rig.open(Source::User(uid), 1), Ok(None), "{uid}");
+    }
+    for uid in 5_000..5_100 {
+        assert_eq!(rig.open(Source::User(uid), 1_000), Ok(Some(A)), "{uid}");
+    }
+}

@@ -1,0 +1,16 @@
+//! Tests of the built program: each starts it as a process, as an operator or a service manager does.
+
+#![cfg(feature = "demo")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod cli;
+mod demo;
+#[cfg(feature = "doctor")]
+mod doctor;
+mod identity_lane;
+mod kubeconfig;
+mod sandbox;
+mod secrets;
+mod takeover;

@@ -1,0 +1,124 @@
+//! Idle connections and connections of unproven clients leave slots for identities.
+
+use crate::support::wire::{self, Wire};
+use crate::support::{CONFIGMAPS, Proxy, TestCluster, soon, until};
+use jackstay::demo::apiserver::identity::User;
+use jackstay::demo::client::Client;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+/// Slots of the listener: half are the reserve, and one source gets half of the others.
+const SLOTS: usize = 32;
+const SHARE: usize = 8;
+
+async fn setup() -> (TestCluster, Proxy) {
+    let cluster = TestCluster::new(1);
+    cluster.state.add_token("alice", User::new("alice", &[]));
+    let proxy =
+        cluster.start_with(|config| config.listeners[0].limits_mut().max_connections = SLOTS).await;
+    (cluster, proxy)
+}
+
+/// A new connection with a client certificate, and a request.
+async fn fresh_identity_succeeds(cluster: &TestCluster, proxy: &Proxy) -> Client {
+    let client = Client::connect(proxy.addr, &cluster.certs.credentials()).await.unwrap();
+    assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
+    client
+}
+
+/// The whole test is one source: the identity's client has the same uid as the others.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn idle_tcp_connections_are_closed_for_new_ones_and_proven_ones_stay() {
+    let (cluster, proxy) = setup().await;
+    let first = fresh_identity_succeeds(&cluster, &proxy).await;
+    let mut idle = Vec::new();
+    for _ in 0..4 * SLOTS {
+        idle.push(TcpStream::connect(proxy.addr).await.unwrap());
+    }
+    for _ in 0..SLOTS / 2 {
+        until("an idle connection is old enough", async || {
+            Client::connect(proxy.addr, &cluster.certs.credentials()).await.is_ok()
+        })
+        .await;
+        assert_eq!(first.get(CONFIGMAPS).await.unwrap().status, 200);
+    }
+    assert!(!first.is_closed());
+    proxy.wait_metrics(r#"refused_total{listener="apiserver",reason="evicted"}"#).await;
+}
+
+/// A connection without a certificate whose request got a response.
+async fn unproven(cluster: &TestCluster, proxy: &Proxy) -> Option<Wire> {
+    let connector = wire::connector(&cluster.certs, None, "http/1.1");
+    let mut stream = wire::handshake(&connector, proxy.addr).await.ok()?;
+    let request = format!("GET {CONFIGMAPS} HTTP/1.1\r\nHost: a\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.ok()?;
+    let read = stream.read(&mut [0; 4096]).await.ok()?;
+    (read > 0).then_some(stream)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn idle_connection_after_a_request_is_closed_for_a_new_one_oldest_first() {
+    let (cluster, proxy) = setup().await;
+    let mut idle = Vec::new();
+    for n in 0..SHARE {
+        idle.push(unproven(&cluster, &proxy).await.unwrap_or_else(|| panic!("connection {n}")));
+    }
+    // Each one above the share closes the oldest. A connection without a request would be closed before them.
+    for n in 0..SHARE {
+        let newer = unproven(&cluster, &proxy).await;
+        assert!(newer.is_some(), "connection {n} above the share");
+        let mut rest = Vec::new();
+        soon("the oldest is closed", idle[n].read_to_end(&mut rest)).await.unwrap();
+        idle.push(newer.unwrap());
+    }
+    proxy
+        .wait_metrics(&format!("jackstay_downstream_connections{{listener=\"apiserver\"}} {SHARE}"))
+        .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn idle_http2_connection_gets_a_goaway_without_error_before_it_is_closed() {
+    let (cluster, proxy) = setup().await;
+    let token = cluster.certs.anonymous().token("alice");
+    let mut idle = Vec::new();
+    for _ in 0..SHARE {
+        let client = proxy.client_with(&token).await;
+        assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
+        idle.push(client);
+    }
+    let client = proxy.client_with(&token).await;
+    assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
+    until("the oldest is closed", async || idle[0].is_closed()).await;
+    let error = idle[0].get(CONFIGMAPS).await.unwrap_err();
+    let reason = crate::support::h2_error(&error).map(h2::Error::reason);
+    assert!(reason.is_none_or(|reason| reason == Some(h2::Reason::NO_ERROR)), "{error}");
+    for (n, client) in idle.iter().enumerate().skip(1) {
+        assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200, "connection {n}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn reserve_serves_identities_while_others_use_their_share() {
+    let (cluster, proxy) = setup().await;
+    let token = cluster.certs.anonymous().token("alice");
+    let mut watching = Vec::new();
+    for _ in 0..SHARE {
+        let client = proxy.client_with(&token).await;
+        let watch = client.watch(&cluster.watch_path()).await.unwrap();
+        watching.push((client, watch));
+    }
+    // A client without an identity is closed after its handshake.
+    for _ in 0..2 {
+        assert!(unproven(&cluster, &proxy).await.is_none());
+    }
+    let mut identities = Vec::new();
+    for _ in 0..SLOTS - SHARE {
+        identities.push(fresh_identity_succeeds(&cluster, &proxy).await);
+    }
+    assert!(Client::connect(proxy.addr, &cluster.certs.credentials()).await.is_err());
+    let refused = |reason| format!(r#"refused_total{{listener="apiserver",reason="{reason}"}}"#);
+    for reason in ["source", "cap"] {
+        proxy.wait_metrics(&refused(reason)).await;
+    }
+    assert_eq!(watching.len(), SHARE);
+}

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use jackstay::control::discovery::objects::{ObjectStore, WatchStartVersion, WatchedResource};
-use jackstay::observe::ByteBudget;
+use jackstay::observe::ByteAccount;
 use jackstay::proxy::watch::codec::frame::{FrameSplitter, Piece};
 use jackstay::proxy::watch::codec::{Encoding, parse};
 use kube::runtime::watcher::Event;
@@ -16,8 +16,8 @@ pub(super) fn watch(bytes: &[u8]) {
     for encoding in [Encoding::Json, Encoding::Protobuf] {
         let _ = parse(encoding, bytes);
         for step in [1, 7, bytes.len().max(1)] {
-            let budget = ByteBudget::unmetered(BUDGET);
-            let mut splitter = FrameSplitter::with_cap(encoding, CAP, &budget);
+            let account = ByteAccount::unmetered(BUDGET);
+            let mut splitter = FrameSplitter::with_cap(encoding, CAP, account.clone());
             let mut out = Vec::new();
             for chunk in bytes.chunks(step) {
                 let mut rest = chunk;

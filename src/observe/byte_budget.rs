@@ -1,77 +1,145 @@
 //! A limit on the bytes of one kind in memory, exported as a gauge: request bodies kept for a retry, or
 //! watch frames that are incomplete or wait for their client.
 //!
+//! The bytes of a client are also charged to its source in the [account of all memory](super::memory_budget).
+//! Clients without a configured identity may use half of the limit, so that they cannot take what the others
+//! need.
+//!
 //! The budget only counts. The callers decide what happens to bytes that exceed it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use metrics::Gauge;
 
-use super::memory_budget::{MemoryKind, SourceMemory};
+use super::memory_budget::{MemoryClass, MemoryKind, SourceMemory};
 
 /// Counts the bytes that are held of one kind.
 ///
 /// The count is atomic because a buffer may be dropped on another thread than the one that filled it.
 #[derive(Debug)]
 pub struct ByteBudget {
+    kind: MemoryKind,
     limit: usize,
     held: AtomicUsize,
     gauge: Gauge,
-    /// The account of all memory, of which this is a part.
-    memory: Option<(Arc<SourceMemory>, MemoryKind)>,
+}
+
+/// What one client may hold of a [`ByteBudget`].
+#[derive(Debug, Clone)]
+pub struct ByteAccount {
+    budget: Arc<ByteBudget>,
+    client: Option<(Arc<SourceMemory>, MemoryClass)>,
 }
 
 impl ByteBudget {
     /// Creates a budget of `limit` bytes. Several budgets may share one gauge, since they increment and
     /// decrement it and never set it.
-    pub fn new(limit: usize, gauge: Gauge) -> Arc<Self> {
-        Arc::new(Self { limit, held: AtomicUsize::new(0), gauge, memory: None })
+    pub fn new(kind: MemoryKind, limit: usize, gauge: Gauge) -> Arc<Self> {
+        Arc::new(Self { kind, limit, held: AtomicUsize::new(0), gauge })
     }
 
-    /// Creates a budget whose bytes are also charged to the account of all memory.
-    pub fn within(
-        memory: &Arc<SourceMemory>,
-        kind: MemoryKind,
-        limit: usize,
-        gauge: Gauge,
-    ) -> Arc<Self> {
-        let memory = Some((Arc::clone(memory), kind));
-        Arc::new(Self { limit, held: AtomicUsize::new(0), gauge, memory })
-    }
-
-    /// Creates a budget without a gauge, for tests and fuzzing.
-    pub fn unmetered(limit: usize) -> Arc<Self> {
-        Self::new(limit, Gauge::noop())
-    }
-
-    /// How many more bytes fit.
-    pub fn left(&self) -> usize {
-        self.limit.saturating_sub(self.held())
+    /// The account of a client of this class, whose bytes are also charged to its source.
+    pub fn account(
+        self: &Arc<Self>,
+        source: &Arc<SourceMemory>,
+        class: MemoryClass,
+    ) -> ByteAccount {
+        ByteAccount { budget: Arc::clone(self), client: Some((Arc::clone(source), class)) }
     }
 
     /// How many bytes are held.
     pub fn held(&self) -> usize {
-        self.held.load(Ordering::Relaxed)
+        self.held.load(Relaxed)
+    }
+}
+
+impl ByteAccount {
+    /// An account of no client and without a gauge, for tests and fuzzing.
+    pub fn unmetered(limit: usize) -> Self {
+        let budget = ByteBudget::new(MemoryKind::WatchFrames, limit, Gauge::noop());
+        Self { budget, client: None }
     }
 
-    /// Counts bytes as held, even above the limit. Returns whether the sum is within the limit, and all memory
-    /// within its own.
+    /// The budget of which this is a part.
+    pub fn budget(&self) -> &Arc<ByteBudget> {
+        &self.budget
+    }
+
+    /// How many more bytes fit, within the limit and within the memory for the client.
+    pub fn left(&self) -> usize {
+        let (limit, held) = (self.budget.limit, self.budget.held());
+        match &self.client {
+            None => limit.saturating_sub(held),
+            Some((source, class @ MemoryClass::Identity)) => {
+                limit.saturating_sub(held).min(source.left(*class))
+            }
+            Some((source, class)) => (limit / 2).saturating_sub(held).min(source.left(*class)),
+        }
+    }
+
+    /// Counts bytes as held, even if they do not fit. Returns whether they do.
     pub fn take(&self, bytes: usize) -> bool {
-        self.gauge.increment(bytes as f64);
-        let has_memory = self.memory.as_ref().is_none_or(|(memory, kind)| {
-            memory.add(*kind, bytes);
-            memory.budget().used() <= memory.budget().limit()
-        });
-        self.held.fetch_add(bytes, Ordering::Relaxed) + bytes <= self.limit && has_memory
+        let fits = bytes <= self.left();
+        self.budget.gauge.increment(bytes as f64);
+        self.budget.held.fetch_add(bytes, Relaxed);
+        if let Some((source, _)) = &self.client {
+            source.add(self.budget.kind, bytes);
+        }
+        fits
     }
 
     /// Counts bytes as dropped.
     pub fn release(&self, bytes: usize) {
-        self.gauge.decrement(bytes as f64);
-        if let Some((memory, kind)) = &self.memory {
-            memory.subtract(*kind, bytes);
+        self.budget.gauge.decrement(bytes as f64);
+        self.budget.held.fetch_sub(bytes, Relaxed);
+        if let Some((source, _)) = &self.client {
+            source.subtract(self.budget.kind, bytes);
         }
-        self.held.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::observe::MemoryBudget;
+    use MemoryClass::{Identity, Token, Unproven};
+
+    const MIB: usize = 1 << 20;
+
+    #[test]
+    fn bytes_are_charged_to_the_source_until_they_are_released() {
+        let memory = MemoryBudget::new(100 * MIB);
+        let budget = ByteBudget::new(MemoryKind::HeldBodies, MIB, Gauge::noop());
+        let account = budget.account(&memory.source(1), Identity);
+        assert!(account.take(MIB));
+        assert!(!account.take(1), "above the limit");
+        assert_eq!((budget.held(), memory.source(1).used()), (MIB + 1, MIB + 1));
+        assert_eq!(memory.used_for(MemoryKind::HeldBodies), MIB + 1);
+        account.release(MIB + 1);
+        assert_eq!((budget.held(), memory.used()), (0, 0));
+    }
+
+    #[test]
+    fn half_of_the_limit_is_left_for_identities() {
+        let memory = MemoryBudget::new(100 * MIB);
+        let budget = ByteBudget::new(MemoryKind::HeldBodies, 8 * MIB, Gauge::noop());
+        let [identity, token, unproven] = [Identity, Token, Unproven]
+            .map(|class| budget.account(&memory.source(class as u128), class));
+        assert!(unproven.take(4 * MIB));
+        assert_eq!((token.left(), unproven.left(), identity.left()), (0, 0, 4 * MIB));
+        assert!(!token.take(1));
+        assert!(identity.take(4 * MIB - 1));
+    }
+
+    #[test]
+    fn the_memory_of_the_source_limits_it_too() {
+        let memory = MemoryBudget::new(8 * MIB);
+        let budget = ByteBudget::new(MemoryKind::WatchFrames, 100 * MIB, Gauge::noop());
+        let account = budget.account(&memory.source(1), Unproven);
+        // Half of 5/8 of 8 MiB.
+        assert_eq!(account.left(), 5 * MIB / 2);
+        assert!(account.take(2 * MIB));
+        assert!(!account.take(MIB));
     }
 }

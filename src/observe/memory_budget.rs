@@ -6,8 +6,12 @@
 //! reads before it is charged.
 //!
 //! A class of clients may use a part of the limit, so that each class has a reserve that lower ones cannot
-//! take: unproven clients 5/8, clients with an accepted token 3/4, proven identities all. Below identities, a
-//! source may hold at most as much as it leaves free for others, which is half of what is free without it.
+//! take: unproven clients 5/8, clients with an accepted token 3/4, proven identities all and 1/8 beyond. Below
+//! identities, a source may hold at most as much as it leaves free for others, which is half of what is free
+//! without it.
+//!
+//! A request is admitted with the window that its response may fill, so what is admitted grows little: a lower class
+//! may exceed its part by one piece of each response.
 //!
 //! What does not fit is refused. Before that, what is held is shed. The level is the used part of the class's
 //! share, or of the share of its source if that is larger:
@@ -22,7 +26,7 @@
 //!
 //! A request that proves nothing and finds the queue of its source full is counted as `queue_full`.
 //!
-//! Of proven identities, stalled readers are reset at 7/8 of the limit, and new streams refused at the limit.
+//! Of proven identities, stalled readers are reset at 7/8 of the limit, and new streams refused at 9/8.
 //!
 //! The account is atomic and shared by all threads. Clients' connections take from it in steps, so that most
 //! requests do not touch it.
@@ -56,7 +60,7 @@ impl MemoryClass {
         match self {
             Self::Unproven => limit / 8 * 5,
             Self::Token => limit / 4 * 3,
-            Self::Identity => limit,
+            Self::Identity => limit + limit / 8,
         }
     }
 }
@@ -91,10 +95,20 @@ impl Usage {
             && (class == MemoryClass::Identity || self.by_source <= share - self.used)
     }
 
+    /// How much more fits.
+    fn left(self, class: MemoryClass) -> usize {
+        let free = class.share(self.limit).saturating_sub(self.used);
+        if class == MemoryClass::Identity {
+            return free;
+        }
+        // Each byte is one more of the source, and one less of what it leaves free.
+        free.saturating_sub(self.by_source) / 2
+    }
+
     fn level(self, class: MemoryClass) -> Level {
         let share = class.share(self.limit).max(1);
         if class == MemoryClass::Identity {
-            return if self.used >= share / 8 * 7 { Level::High } else { Level::Free };
+            return if self.used >= self.limit / 8 * 7 { Level::High } else { Level::Free };
         }
         // A source may hold half of what the others leave.
         let others = self.used.saturating_sub(self.by_source);
@@ -127,9 +141,6 @@ pub struct SourceMemory {
     used: AtomicUsize,
     budget: Arc<MemoryBudget>,
 }
-
-/// The key of what the process holds for no source in particular.
-const PROCESS: u128 = u128::MAX;
 
 impl MemoryBudget {
     /// A budget with this limit in bytes.
@@ -183,11 +194,6 @@ impl MemoryBudget {
         let source = Arc::new(SourceMemory { key, used, budget });
         sources.insert(key, Arc::downgrade(&source));
         source
-    }
-
-    /// The account of what belongs to no source in particular.
-    pub fn process(self: &Arc<Self>) -> Arc<SourceMemory> {
-        self.source(PROCESS)
     }
 
     /// The state of the account.
@@ -260,8 +266,17 @@ impl SourceMemory {
 
     /// How short memory is for this source.
     pub fn level(&self, class: MemoryClass) -> Level {
+        self.usage().level(class)
+    }
+
+    /// How many more bytes the class may have for this source.
+    pub fn left(&self, class: MemoryClass) -> usize {
+        self.usage().left(class)
+    }
+
+    fn usage(&self) -> Usage {
         let (limit, used) = (self.budget.limit(), self.budget.used());
-        Usage { limit, used, by_source: self.used() }.level(class)
+        Usage { limit, used, by_source: self.used() }
     }
 
     /// Adds memory without a guard, if the class may have it.

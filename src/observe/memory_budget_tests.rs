@@ -16,8 +16,8 @@ fn fits_leaves_reserves_and_half_of_what_is_free() {
         (51, 51, Unproven, false),
         (60, 60, Token, true),
         (61, 61, Token, false),
-        (160, 160, Identity, true),
-        (161, 1, Identity, false),
+        (180, 180, Identity, true),
+        (181, 1, Identity, false),
         // What others hold is not free.
         (80, 20, Unproven, true),
         (80, 21, Unproven, false),
@@ -26,6 +26,13 @@ fn fits_leaves_reserves_and_half_of_what_is_free() {
         (101, 1, Token, true),
     ] {
         assert_eq!(usage(used, by_source).fits(class), fits, "{used} {by_source} {class:?}");
+        // One more byte than is left does not fit.
+        let usage = usage(used, by_source);
+        let left = usage.left(class);
+        let with =
+            |bytes| Usage { used: usage.used + bytes, by_source: usage.by_source + bytes, ..usage };
+        assert!(!fits || with(left).fits(class), "{left} more");
+        assert!(!with(left + 1).fits(class), "{left} + 1 more");
     }
 }
 
@@ -73,7 +80,7 @@ fn charges_return_to_zero() {
 #[test]
 fn a_smaller_limit_applies_to_later_charges() {
     let budget = MemoryBudget::new(LIMIT);
-    let process = budget.process();
+    let process = budget.source(1);
     let held = process.charge(MemoryKind::HeldBodies, 2 * MIB);
     budget.set_limit(MIB);
     assert!(process.try_charge(MemoryKind::HeldBodies, 1, Identity).is_none());
@@ -84,7 +91,7 @@ fn a_smaller_limit_applies_to_later_charges() {
 #[test]
 fn status_shows_what_is_held_and_shed() {
     let budget = MemoryBudget::new(LIMIT);
-    let _held = budget.process().charge(MemoryKind::WatchFrames, 7);
+    let _held = budget.source(1).charge(MemoryKind::WatchFrames, 7);
     budget.count_shed(Shed::StalledReader);
     budget.count_shed(Shed::StalledReader);
     let status = serde_json::to_value(budget.status()).unwrap();

@@ -7,7 +7,7 @@ pub enum MemoryKind {
     Connections,
     /// TLS handshakes and the certificate chains of clients.
     Handshakes,
-    /// Request heads, and the state of requests.
+    /// Request heads, and the state of requests, also of those that wait for an upstream stream.
     Streams,
     /// Receive windows of request bodies.
     RequestWindows,
@@ -17,8 +17,6 @@ pub enum MemoryKind {
     HeldBodies,
     /// Watch events that are incomplete or wait for their client.
     WatchFrames,
-    /// Requests that wait for an upstream stream.
-    Waiters,
     /// Upgraded connections.
     Tunnels,
     /// Passthrough connections.
@@ -27,7 +25,7 @@ pub enum MemoryKind {
 
 impl MemoryKind {
     /// All kinds, in the order of the metric.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 9] = [
         Self::Connections,
         Self::Handshakes,
         Self::Streams,
@@ -35,7 +33,6 @@ impl MemoryKind {
         Self::Responses,
         Self::HeldBodies,
         Self::WatchFrames,
-        Self::Waiters,
         Self::Tunnels,
         Self::Flows,
     ];
@@ -50,7 +47,6 @@ impl MemoryKind {
             Self::Responses => "responses",
             Self::HeldBodies => "held_bodies",
             Self::WatchFrames => "watch_frames",
-            Self::Waiters => "waiters",
             Self::Tunnels => "tunnels",
             Self::Flows => "flows",
         }

@@ -39,7 +39,7 @@ pub mod utc;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-pub use byte_budget::ByteBudget;
+pub use byte_budget::{ByteAccount, ByteBudget};
 pub use counted::counted;
 pub use endpoint_metrics::{EndpointMetrics, StateGauge};
 pub use events::{Change, Events};

@@ -92,9 +92,12 @@ impl BodyProgress {
     }
 
     /// Whether the client must take bytes before the body returns more. An identity's client is limited by its
-    /// windows alone.
+    /// windows alone. When memory is short for another client, it gets one piece after the other.
     fn is_full(&self) -> bool {
-        self.untaken.get() >= MAX_PIECE && self.memory.connection().class() != MemoryClass::Identity
+        let (untaken, connection) = (self.untaken.get(), self.memory.connection());
+        untaken > 0
+            && connection.class() != MemoryClass::Identity
+            && (untaken >= MAX_PIECE || connection.level() >= Level::High)
     }
 }
 
@@ -138,9 +141,7 @@ pub struct TrackedBody<B> {
 impl<B> TrackedBody<B> {
     /// Records the progress of `body` in `progress`. While it is not read, the upstream may send `window` bytes.
     pub fn new(body: B, progress: Rc<BodyProgress>, window: usize) -> Self {
-        if window > 0 {
-            progress.memory.set_upstream_window(window);
-        }
+        progress.memory.set_upstream_window(window);
         Self { body, progress }
     }
 }

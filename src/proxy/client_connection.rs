@@ -128,9 +128,7 @@ impl ClientConnection {
         outcome.uid = self.slot.source().uid();
         let info = RequestInfo::new(&parts);
         outcome.classified(info.verb.as_str(), info.long_running());
-        let error = StatusError::too_many_requests(
-            "memory for clients is short: see memory_limit and jackstay_memory_budget_bytes",
-        );
+        let error = short_of_memory();
         error_response(error.closing_connection(), outcome, parts.headers.get(header::ACCEPT))
     }
 
@@ -238,7 +236,9 @@ impl ClientConnection {
 
         hygiene::upstream_headers(&mut parts.headers, &self.forwarded_for, info.upgrade);
         if info.upgrade {
+            let memory = self.memory.charge_tunnel().ok_or_else(short_of_memory)?;
             let upgrade = Upgrade {
+                memory,
                 upstream: Rc::clone(&service.upstream),
                 class,
                 proof,
@@ -256,7 +256,12 @@ impl ClientConnection {
             class: service.upstream.pool.class(class),
             proof,
             head: upstream_head(parts, watch.as_ref())?,
-            body: has_body.then(|| RequestBody::new(body, version, &service.upstream.body_budget)),
+            body: has_body.then(|| {
+                RequestBody::new(body, version, self.memory.account(&service.upstream.body_budget))
+            }),
+            frames: watch
+                .as_ref()
+                .map(|_| self.memory.account(service.upstream.watches.partial_frames())),
             drain: is_watch.then(|| service.drain.clone()),
             info,
             watch,
@@ -275,6 +280,12 @@ impl ClientConnection {
             _ => self.slot.set_rank(ClientRank::Unproven),
         }
     }
+}
+
+fn short_of_memory() -> StatusError {
+    StatusError::too_many_requests(
+        "memory for clients is short: see memory_limit and jackstay_memory_budget_bytes",
+    )
 }
 
 /// Whether the request waits for its turn among those that prove nothing.

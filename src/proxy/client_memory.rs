@@ -5,7 +5,8 @@
 //! | connection | [`CONNECTION_COST`]; on HTTP/1.1 also its largest head |
 //! | request | [`STREAM_COST`], and its head as decoded, until the last byte of the response is sent |
 //! | request body | its receive window, up to the window of the connection |
-//! | response | the bytes that wait for the client, and the upstream's window |
+//! | response | the bytes that wait for the client, and the upstream's window, from the begin of the request |
+//! | held body, watch frames | see [`crate::observe::ByteBudget`] |
 //!
 //! The costs are estimates, above what a connection and a stream hold. Headers are charged once they are decoded; what
 //! was read before that is limited by [`crate::net::frame_limiter`], which reads at most 128 KiB before the connection
@@ -22,16 +23,21 @@ use std::sync::Arc;
 use http::Request;
 
 use crate::observe::memory_budget::{Level, MemoryCharge, Shed, SourceMemory};
-use crate::observe::{MemoryClass, MemoryKind};
+use crate::observe::{ByteAccount, ByteBudget, MemoryClass, MemoryKind};
 
 /// Bytes of a connection: TLS, HTTP/2, their buffers, and the first [`FREE`] bytes of each kind.
 const CONNECTION_COST: usize = 64 << 10;
 /// Bytes of a request besides its head: futures, the record of the outcome, the state of both HTTP/2 streams.
 const STREAM_COST: usize = 8 << 10;
+/// Bytes of a tunnel: TLS and its buffers on both sides, and the buffers of both directions.
+const TUNNEL_COST: usize = 96 << 10;
 /// Bytes of a header field besides name and value.
 const FIELD_COST: usize = 112;
-/// Bytes of each kind that a connection holds without a charge of their own.
-const FREE: usize = 8 << 10;
+/// Bytes of each kind that a connection holds without a charge of their own: one request with a usual head.
+const FREE: usize = 12 << 10;
+/// What is charged for the upstream window of a response: that of clients without an identity
+/// ([`crate::upstream::dial`]).
+pub const RESPONSE_WINDOW: usize = 64 << 10;
 /// A connection takes a multiple of these bytes from the budget.
 const STEP: usize = 16 << 10;
 /// Waiting bytes of all streams of a connection above which a client that reads slowly is stalled.
@@ -197,25 +203,21 @@ impl ClientMemory {
         self.last_shed.get()
     }
 
-    /// Charges a request; `None` if it does not fit.
+    /// Charges a request; `None` if it does not fit. Of a client without a configured identity, that includes the
+    /// window of the response: once the request is sent upstream, its response can no longer be refused.
     pub fn begin<B: http_body::Body>(
         self: &Rc<Self>,
         request: &Request<B>,
     ) -> Option<StreamMemory> {
-        let bytes = STREAM_COST + head_size(request);
-        let class = self.class();
-        let has_body = !request.body().is_end_stream();
-        let fits = self.streams.add(bytes, |kind, bytes| self.source.try_add(kind, bytes, class));
-        if !fits || (has_body && !self.add_body()) {
-            if fits {
-                self.streams.remove(bytes, |kind, bytes| self.source.subtract(kind, bytes));
-            }
+        let mut stream = self.begin_refused();
+        let window = if self.class() == MemoryClass::Identity { 0 } else { RESPONSE_WINDOW };
+        let fits = stream.try_add_head(STREAM_COST + head_size(request))
+            && (request.body().is_end_stream() || stream.try_add_body())
+            && stream.try_add_window(window);
+        if !fits {
             self.count_shed(Shed::StreamRefused);
-            return None;
         }
-        self.open_streams.set(self.open_streams.get() + 1);
-        let window = Cell::new(0);
-        Some(StreamMemory { connection: Rc::clone(self), bytes, has_body, window })
+        fits.then_some(stream)
     }
 
     /// The memory of a request that was refused, whose response is small.
@@ -225,12 +227,30 @@ impl ClientMemory {
         StreamMemory { connection, bytes: 0, has_body: false, window }
     }
 
+    /// Charges a tunnel to this client, which outlives the connection; `None` if it does not fit.
+    pub fn charge_tunnel(&self) -> Option<MemoryCharge> {
+        let charge = self.source.try_charge(MemoryKind::Tunnels, TUNNEL_COST, self.class());
+        if charge.is_none() {
+            self.count_shed(Shed::StreamRefused);
+        }
+        charge
+    }
+
+    /// The account of this client in a budget for one kind of bytes.
+    pub fn account(&self, budget: &Arc<ByteBudget>) -> ByteAccount {
+        budget.account(&self.source, self.class())
+    }
+
+    fn try_add(&self, allotment: &Allotment, bytes: usize) -> bool {
+        let class = self.class();
+        allotment.add(bytes, |kind, bytes| self.source.try_add(kind, bytes, class))
+    }
+
     /// Charges the window of one more request body.
     fn add_body(&self) -> bool {
-        let class = self.class();
         let bodies = self.bodies.get();
         let more = self.windows_of(bodies + 1) - self.windows_of(bodies);
-        let fits = self.windows.add(more, |kind, bytes| self.source.try_add(kind, bytes, class));
+        let fits = self.try_add(&self.windows, more);
         if fits {
             self.bodies.set(bodies + 1);
         }
@@ -284,6 +304,27 @@ impl StreamMemory {
     /// The memory of the connection.
     pub fn connection(&self) -> &ClientMemory {
         &self.connection
+    }
+
+    fn try_add_head(&mut self, bytes: usize) -> bool {
+        let fits = self.connection.try_add(&self.connection.streams, bytes);
+        if fits {
+            self.bytes = bytes;
+        }
+        fits
+    }
+
+    fn try_add_body(&mut self) -> bool {
+        self.has_body = self.connection.add_body();
+        self.has_body
+    }
+
+    fn try_add_window(&self, bytes: usize) -> bool {
+        let fits = self.connection.try_add(&self.connection.responses, bytes);
+        if fits {
+            self.window.set(bytes);
+        }
+        fits
     }
 
     /// Charges the window in which the upstream may send while the client does not read.
@@ -374,16 +415,13 @@ mod tests {
         while let Some(stream) = unproven.begin(&head()) {
             streams.push(stream);
         }
-        // Half of 5/8 of 4 MiB is 1,280 KiB.
-        assert!((120..160).contains(&streams.len()), "{}", streams.len());
+        // Half of 5/8 of 4 MiB is 1,280 KiB, and a request has 72 KiB with the window of its response.
+        assert!((15..=17).contains(&streams.len()), "{}", streams.len());
         assert_eq!(unproven.level(), Level::Critical);
         assert_eq!(budget.shed(Shed::StreamRefused), 1);
         assert_eq!(identity.level(), Level::Free);
         assert!(identity.begin(&upload()).is_some());
-        streams.pop();
-        streams.pop();
-        streams.pop();
-        streams.pop();
+        streams.truncate(streams.len() - 2);
         assert!(unproven.begin(&head()).is_some(), "what is released can be used again");
         drop(streams);
         drop((unproven, identity));

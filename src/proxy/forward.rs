@@ -33,7 +33,7 @@ use super::watch::codec::Encoding;
 use super::watch::relay::Relay;
 use super::watch::request::WatchRequest;
 use super::watch::session::max_outage_jitter;
-use crate::observe::Outcome;
+use crate::observe::{ByteAccount, Outcome};
 use crate::upstream::connection::{ConnectionState, Permit};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
@@ -57,6 +57,8 @@ pub struct ForwardedRequest {
     pub info: RequestInfo,
     /// The parameters of a watch; `None` if its frames cannot be followed, and for any other request.
     pub watch: Option<WatchRequest>,
+    /// What the client may hold of the frames of its watches; `Some` if there is a `watch`.
+    pub frames: Option<ByteAccount>,
     /// The drain of the listener; `Some` for every watch.
     pub drain: Option<DrainWatcher>,
     /// Number of hedges sent so far.
@@ -256,13 +258,12 @@ impl ForwardedRequest {
             release_window(&mut recv, &mut data.len());
             return ResponseBody::Full(FullBody::new(data, outcome)).with_head(head);
         }
-        let Self { upstream, class, proof, head: request, watch, drain, info, .. } = *self;
+        let Self { upstream, class, proof, head: request, watch, frames, drain, info, .. } = *self;
         let body = if retry::is_resumed(info.kind)
-            && let Some((watch, drain)) = watch.zip(drain)
+            && let Some(((watch, frames), drain)) = watch.zip(frames).zip(drain)
             && let Some(encoding) = Encoding::of_response(&head)
         {
-            let relay =
-                Relay::new(encoding, watch, requested_at, upstream.watches.partial_frames());
+            let relay = Relay::new(encoding, watch, requested_at, frames);
             let context = ResumeContext::new((upstream, class), proof, drain, request, &head);
             ResponseBody::Watch(Box::new(WatchBody::new(context, relay, recv, permit, outcome)))
         } else {

@@ -181,7 +181,8 @@ impl HttpConnection<'_> {
                     Ok(served) => served.await?,
                     Err(refusal) => refusal,
                 };
-                Ok::<_, Infallible>(response.map(|body| TrackedBody::new(body, progress, 0)))
+                let window = response.body().upstream_window();
+                Ok::<_, Infallible>(response.map(|body| TrackedBody::new(body, progress, window)))
             }
         });
         let mut builder = http1::Builder::new();

@@ -28,8 +28,12 @@ use super::source::{Source, SourceLookup};
 use crate::net::sockets::linger::Linger;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tcp_options;
+use crate::net::tls::client_chain;
 use crate::net::tls::serving::{self, ServingTls};
-use crate::observe::{MemoryClass, RateLimitedWarnings};
+use crate::observe::{MemoryClass, MemoryKind, RateLimitedWarnings};
+
+/// Bytes of a handshake in progress: a client's chain as received and as parsed, and the buffers of TLS.
+const HANDSHAKE_COST: usize = 2 * client_chain::MAX_BYTES + (32 << 10);
 
 /// Serves the connections of one L7 listener on one worker.
 pub struct HttpsServer {
@@ -263,6 +267,8 @@ impl HttpsServer {
             // A connection that sends nothing takes no turn.
             stream.peek().await?;
             let turn = self.handshakes.turn(source).await;
+            let memory = service.metrics.memory.source(source.key());
+            let _charge = memory.charge(MemoryKind::Handshakes, HANDSHAKE_COST);
             tokio::select! {
                 accepted = accept_tls(stream, &self.tls) => accepted,
                 () = turn.stalled() => Err(io::Error::other("stalled, ended for another one")),
@@ -303,8 +309,10 @@ impl HttpsServer {
         // hyper buffers a whole head on HTTP/1.1.
         let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
         let head = if is_http2 { 0 } else { service.request_limits.max_header_bytes as usize };
+        let chain = stream.get_ref().1.peer_certificates().unwrap_or_default();
+        let chain: usize = chain.iter().map(|certificate| certificate.len()).sum();
         let account = service.metrics.memory.source(slot.source().key());
-        let Some(memory) = ClientMemory::new(account, class, head) else {
+        let Some(memory) = ClientMemory::new(account, class, head + 2 * chain) else {
             let about =
                 format!("listener {} refused a connection for lack of memory", self.listener);
             self.warnings.warn(&about, slot.source());

@@ -19,7 +19,7 @@ use hyper::body::Incoming;
 use tokio::task::JoinHandle;
 
 use super::hygiene::upstream_trailers;
-use crate::observe::{ByteBudget, MemoryKind, Metrics};
+use crate::observe::{ByteAccount, ByteBudget, MemoryKind, Metrics};
 
 /// Maximum bytes held of one body.
 const MAX_HELD: usize = 3 << 20;
@@ -31,8 +31,7 @@ const PIECE_COST: usize = 64;
 
 /// The budget that the bodies of all workers share.
 pub fn budget(metrics: &Metrics) -> Arc<ByteBudget> {
-    let (memory, kind) = (metrics.memory().process(), MemoryKind::HeldBodies);
-    ByteBudget::within(&memory, kind, MAX_HELD_TOTAL, metrics.held_body_bytes())
+    ByteBudget::new(MemoryKind::HeldBodies, MAX_HELD_TOTAL, metrics.held_body_bytes())
 }
 
 /// The task that sends a request's body. Dropping it aborts the task.
@@ -50,17 +49,12 @@ struct HeldBody {
     bytes: Cell<usize>,
     /// Whether `pieces` contains everything read so far, and the next piece will be held too.
     whole: Cell<bool>,
-    budget: Arc<ByteBudget>,
+    account: ByteAccount,
 }
 
 impl HeldBody {
-    fn new(budget: &Arc<ByteBudget>) -> Self {
-        Self {
-            pieces: RefCell::default(),
-            bytes: Cell::new(0),
-            whole: Cell::new(true),
-            budget: Arc::clone(budget),
-        }
+    fn new(account: ByteAccount) -> Self {
+        Self { pieces: RefCell::default(), bytes: Cell::new(0), whole: Cell::new(true), account }
     }
 
     /// Holds the next piece. Beyond the limits it holds neither this piece nor a later one.
@@ -70,7 +64,7 @@ impl HeldBody {
         }
         let cost = data.len() + PIECE_COST;
         let bytes = self.bytes.get() + cost;
-        let fits = self.budget.take(cost);
+        let fits = self.account.take(cost);
         self.bytes.set(bytes);
         if bytes > MAX_HELD || !fits {
             self.whole.set(false);
@@ -83,7 +77,7 @@ impl HeldBody {
         self.pieces.borrow_mut().clear();
         let bytes = self.bytes.replace(0);
         if bytes > 0 {
-            self.budget.release(bytes);
+            self.account.release(bytes);
         }
     }
 }
@@ -112,12 +106,12 @@ enum End {
 }
 
 impl RequestBody {
-    /// The body of a request that was received with this version of HTTP. Held bytes count in `budget`.
-    pub fn new(incoming: Incoming, version: Version, budget: &Arc<ByteBudget>) -> Rc<Self> {
+    /// The body of a request that was received with this version of HTTP. Held bytes count in `account`.
+    pub fn new(incoming: Incoming, version: Version, account: ByteAccount) -> Rc<Self> {
         Rc::new(Self {
             incoming: RefCell::new(incoming),
             version,
-            held: HeldBody::new(budget),
+            held: HeldBody::new(account),
             end: RefCell::default(),
         })
     }
@@ -244,6 +238,7 @@ async fn send_piece(stream: &mut SendStream<Bytes>, mut data: Bytes) -> Result<(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::observe::MemoryClass;
 
     static PIECE: Bytes = Bytes::from_static(&[0; 64 * 1024]);
 
@@ -264,26 +259,28 @@ mod tests {
             let line = text.lines().find(|line| line.starts_with("jackstay_held_body_bytes "));
             line.expect("the gauge").rsplit_once(' ').expect("a value").1.to_owned()
         };
-        let single = HeldBody::new(&budget);
+        let memory = metrics.memory().source(1);
+        let held_body = || HeldBody::new(budget.account(&memory, MemoryClass::Identity));
+        let single = held_body();
         assert_eq!(fill(&single), 47, "3 MiB, including the cost of each piece");
         single.clear();
         assert_eq!(gauge(), "0");
         // Bodies just below their own limit nearly use up the shared budget.
         let bodies: Vec<_> = (0..11)
             .map(|_| {
-                let body = HeldBody::new(&budget);
+                let body = held_body();
                 (0..46).for_each(|_| body.push(&PIECE));
                 assert!(body.whole.get());
                 body
             })
             .collect();
-        let last = HeldBody::new(&budget);
+        let last = held_body();
         assert_eq!(fill(&last), 5, "the remainder of 32 MiB");
         assert_eq!(gauge(), budget.held().to_string());
         drop(last);
         drop(bodies);
         assert_eq!((gauge().as_str(), budget.held()), ("0", 0));
         assert_eq!(fill(&single), 0, "a body that has exceeded its limit is never held again");
-        assert_eq!(fill(&HeldBody::new(&budget)), 47);
+        assert_eq!(fill(&held_body()), 47);
     }
 }

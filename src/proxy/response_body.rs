@@ -17,6 +17,7 @@ use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
 
 use super::client_certificate::ProofExpiry;
+use super::client_memory::RESPONSE_WINDOW;
 use super::request_body::UploadTask;
 use super::status_error::StatusError;
 use super::upstream_client::{poll_turn, release_window};
@@ -25,9 +26,6 @@ use crate::observe::{Outcome, Side};
 use crate::upstream::connection::{Permit, describe_h2_error};
 use crate::upstream::http1::Http1Driver;
 
-/// What is charged for the upstream window of a response: that of clients without an identity
-/// ([`crate::upstream::dial`]).
-const UPSTREAM_WINDOW: usize = 64 << 10;
 /// What is charged for that of a watch. Its client usually reads each event at once.
 const WATCH_WINDOW: usize = 8 << 10;
 
@@ -54,7 +52,7 @@ impl ResponseBody {
         match self {
             Self::Empty | Self::Full(_) => 0,
             Self::Stream(stream) if stream.done => 0,
-            Self::Stream(_) | Self::Http1(_) => UPSTREAM_WINDOW,
+            Self::Stream(_) | Self::Http1(_) => RESPONSE_WINDOW,
             Self::Watch(_) => WATCH_WINDOW,
         }
     }

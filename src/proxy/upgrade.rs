@@ -37,6 +37,7 @@ use super::retry::Refusal;
 use super::status_error::StatusError;
 use super::tunnels::{OpenTunnel, Tunnels};
 use super::upstream_client::UpstreamClient;
+use crate::observe::memory_budget::MemoryCharge;
 use crate::observe::{Outcome, Side};
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::Endpoint;
@@ -57,6 +58,8 @@ pub struct Upgrade {
     pub request: Request<Incoming>,
     /// The tunnels of the listener, in which a tunnel is counted.
     pub tunnels: Tunnels,
+    /// The memory of the tunnel.
+    pub memory: MemoryCharge,
 }
 
 /// A response on an HTTP/1.1 connection to an apiserver.
@@ -73,7 +76,7 @@ impl Upgrade {
     /// # Errors
     /// See [`ForwardResult`].
     pub async fn serve(self: Box<Self>, mut outcome: Box<Outcome>) -> ForwardResult {
-        let Self { upstream, class, proof, mut request, tunnels } = *self;
+        let Self { upstream, class, proof, mut request, tunnels, memory } = *self;
         let client = hyper::upgrade::on(&mut request);
         let open_to = |label: &Arc<str>| tunnels.open_to(label);
         let sent = send(&upstream, (class, &proof), request, &mut outcome, open_to).await;
@@ -91,7 +94,7 @@ impl Upgrade {
             outcome.upgraded();
             // Registered before the listener stops counting the client's connection.
             let open = tunnels.register(&endpoint.label);
-            spawn_local(run_tunnel(client, driver, (open, proof), outcome));
+            spawn_local(run_tunnel(client, driver, (open, proof, memory), outcome));
             ResponseBody::Empty
         } else {
             head.headers.insert(CONNECTION, HeaderValue::from_static("close"));
@@ -169,7 +172,7 @@ fn is_requested(requested: &[HeaderValue], headers: &HeaderMap) -> bool {
 async fn run_tunnel(
     client: OnUpgrade,
     driver: Http1Driver,
-    (open, proof): (OpenTunnel, IdentityProof),
+    (open, proof, _memory): (OpenTunnel, IdentityProof, MemoryCharge),
     mut outcome: Box<Outcome>,
 ) {
     let mut received = 0;

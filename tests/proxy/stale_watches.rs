@@ -5,7 +5,7 @@ use crate::scripted_peer::{Action, BOOKMARK, FIRST, Peers, Reply, lines};
 use crate::support::{CONFIGMAPS, soon, terminate_mode, without_suspicion};
 use http::{HeaderMap, Request};
 use jackstay::config::AccessLog;
-use jackstay::observe::{Metrics, Outcome};
+use jackstay::observe::{ByteAccount, Metrics, Outcome};
 use jackstay::proxy::client_certificate::IdentityProof;
 use jackstay::proxy::drain;
 use jackstay::proxy::forward::ForwardedRequest;
@@ -75,6 +75,7 @@ async fn count_stale_watches() {
         body: None,
         info,
         watch: Some(watch),
+        frames: Some(ByteAccount::unmetered(usize::MAX)),
         drain: Some(drain),
         hedges_sent: Cell::new(0),
     });

@@ -17,6 +17,7 @@ use super::super::drain::DrainWatcher;
 use super::super::source::SourceLookup;
 use super::connect;
 use super::flow_entry::EVICTED;
+use super::flow_memory::FlowMemory;
 use super::flow_table::FlowTable;
 use super::pump::{FlowError, Peer, Pump};
 use super::routing::{ListenerRouting, RouteError, Routing};
@@ -86,7 +87,13 @@ impl TcpForwarder {
             tcp_options::close_with_reset(client);
             return;
         };
-        let connection = OpenConnection::new(self, slot);
+        let Some(memory) = FlowMemory::new(self.metrics.memory.source(source.key())) else {
+            let line = format!("listener {}: no memory for a connection", self.routing.name());
+            self.warnings.warn(&line, source);
+            tcp_options::close_with_reset(client);
+            return;
+        };
+        let connection = OpenConnection::new(self, slot, memory);
         spawn_local(async move { connection.run(client, from).await });
     }
 }
@@ -95,15 +102,16 @@ impl TcpForwarder {
 struct OpenConnection {
     forwarder: Rc<TcpForwarder>,
     slot: ConnectionSlot,
+    memory: FlowMemory,
     /// The label of the reason; `shutdown` if the task is dropped.
     end: Cell<&'static str>,
 }
 
 impl OpenConnection {
-    fn new(forwarder: &Rc<TcpForwarder>, slot: ConnectionSlot) -> Self {
+    fn new(forwarder: &Rc<TcpForwarder>, slot: ConnectionSlot, memory: FlowMemory) -> Self {
         forwarder.metrics.connections.increment(1);
         forwarder.flow_metrics.opened();
-        Self { forwarder: Rc::clone(forwarder), slot, end: Cell::new("shutdown") }
+        Self { forwarder: Rc::clone(forwarder), slot, memory, end: Cell::new("shutdown") }
     }
 
     /// Runs the flow of the connection until it has ended, or until the connection is closed for another one
@@ -150,7 +158,7 @@ impl OpenConnection {
         let mut pump = Pump::new(client, stream, prefix);
         // Declared after the pump, so that it is dropped before the sockets are closed.
         let handle = forwarder.flows.insert(&forwarder.routing, &upstream, &endpoint, sockets);
-        match pump.run(&handle, &forwarder.flow_metrics, &self.slot).await {
+        match pump.run(&handle, &forwarder.flow_metrics, (&self.slot, &self.memory)).await {
             Ok(()) => return self.end.set("done"),
             Err(FlowError::Ended(reason)) => {
                 self.end.set(reason.label);

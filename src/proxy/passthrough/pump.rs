@@ -24,6 +24,7 @@ use tokio::time::sleep;
 
 use super::super::connection_slots::ConnectionSlot;
 use super::flow_entry::{EVICTED, EndReason, Progress};
+use super::flow_memory::FlowMemory;
 use super::flow_table::FlowHandle;
 use crate::net::sockets::splice::SplicePipe;
 use crate::net::sockets::{tcp_info, tcp_options};
@@ -32,6 +33,8 @@ use crate::observe::passthrough_metrics::Direction;
 
 /// Maximum length of one read.
 const BUFFER: usize = 64 * 1024;
+/// Maximum length of one read when memory is short.
+const SMALL_BUFFER: usize = 4 * 1024;
 /// Consecutive reads before the task yields to the other flows of the worker.
 const READS_PER_POLL: usize = 16;
 /// Consecutive reads of at least half the buffer that make a direction a bulk transfer. Measured
@@ -125,7 +128,7 @@ impl Pump {
         &mut self,
         handle: &FlowHandle,
         metrics: &PassthroughMetrics,
-        slot: &ConnectionSlot,
+        (slot, memory): (&ConnectionSlot, &FlowMemory),
     ) -> Result<(), FlowError> {
         poll_fn(|cx| {
             if let Some(reason) = handle.poll_end(cx) {
@@ -136,7 +139,8 @@ impl Pump {
             }
             let Self { client, endpoint, to_endpoint, to_client } = self;
             let mut progress = Progress::default();
-            let mut up = to_endpoint.poll(cx, client, endpoint, &mut progress.to_endpoint);
+            let mut up =
+                to_endpoint.poll(cx, (client, endpoint), &mut progress.to_endpoint, memory);
             if let Poll::Ready(Err(FlowError::Failed(Peer::Endpoint, error))) = &up
                 && let kind @ (io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) =
                     error.kind()
@@ -147,7 +151,8 @@ impl Pump {
                 to_client.truncated = kind == io::ErrorKind::ConnectionReset;
                 up = Poll::Pending;
             }
-            let mut down = to_client.poll(cx, endpoint, client, &mut progress.to_client);
+            let mut down = to_client.poll(cx, (endpoint, client), &mut progress.to_client, memory);
+            memory.set_held(to_endpoint.held() + to_client.held());
             if let (HalfState::Refused(kind), Poll::Ready(Ok(()))) = (to_endpoint.state, &down) {
                 down = Poll::Ready(Err(FlowError::Failed(Peer::Endpoint, kind.into())));
             }
@@ -201,9 +206,9 @@ impl HalfFlow {
     fn poll(
         &mut self,
         cx: &mut Context<'_>,
-        from: &mut TcpStream,
-        to: &mut TcpStream,
+        (from, to): (&mut TcpStream, &mut TcpStream),
         moved: &mut usize,
+        memory: &FlowMemory,
     ) -> Poll<Result<(), FlowError>> {
         for _ in 0..READS_PER_POLL {
             ready!(self.deliver(cx, to, moved)).map_err(|error| self.write_error(error))?;
@@ -223,7 +228,7 @@ impl HalfFlow {
             let read = if self.pipe.is_some() {
                 self.splice(cx, from).map_err(|error| FlowError::Failed(self.sender, error))
             } else {
-                self.copy(cx, from, to, moved)
+                self.copy(cx, (from, to), moved, memory)
             };
             if read.is_pending() {
                 // The transfer pauses: another flow may use the pipe.
@@ -243,6 +248,11 @@ impl HalfFlow {
             Peer::Endpoint => Peer::Client,
         };
         FlowError::Failed(receiver, error)
+    }
+
+    /// Bytes that were read and not written.
+    fn held(&self) -> usize {
+        self.pending.get_ref().len() + self.pipe.as_ref().map_or(0, SplicePipe::buffered)
     }
 
     /// Drops all pending bytes and stops this direction.
@@ -294,12 +304,14 @@ impl HalfFlow {
     fn copy(
         &mut self,
         cx: &mut Context<'_>,
-        from: &mut TcpStream,
-        to: &mut TcpStream,
+        (from, to): (&mut TcpStream, &mut TcpStream),
         moved: &mut usize,
+        memory: &FlowMemory,
     ) -> Poll<Result<(), FlowError>> {
         SCRATCH.with_borrow_mut(|scratch| {
-            let mut buf = ReadBuf::new(scratch);
+            let is_short = memory.is_short();
+            let mut buf =
+                ReadBuf::new(if is_short { &mut scratch[..SMALL_BUFFER] } else { scratch });
             ready!(Pin::new(from).poll_read(cx, &mut buf))
                 .map_err(|error| FlowError::Failed(self.sender, error))?;
             let mut read = buf.filled();
@@ -321,7 +333,7 @@ impl HalfFlow {
                     }
                 }
             }
-            if self.large_reads >= BULK_READS {
+            if self.large_reads >= BULK_READS && !is_short {
                 // If no pipe can be opened (no descriptors left), the bytes are copied as before.
                 self.pipe = SplicePipe::acquire().ok();
                 self.large_reads = 0;

@@ -29,8 +29,7 @@ impl WatchLimits {
             too_old_retries: RetryBudget::too_old(),
             held: Cell::new(0),
             held_gauge: metrics.held_watches(),
-            partial_frames: ByteBudget::within(
-                &metrics.memory().process(),
+            partial_frames: ByteBudget::new(
                 MemoryKind::WatchFrames,
                 MAX_PARTIAL_FRAME_BYTES,
                 metrics.held_frame_bytes(),

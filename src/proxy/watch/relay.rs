@@ -9,10 +9,9 @@ use super::codec::frame::{FrameSplitter, Piece};
 use super::codec::{Encoding, parse};
 use super::request::WatchRequest;
 use super::session::{Effect, Input, Session};
-use crate::observe::ByteBudget;
+use crate::observe::ByteAccount;
 use bytes::Bytes;
 use std::ops::Range;
-use std::sync::Arc;
 use tokio::time::Instant;
 
 /// The codec and the session of one watch.
@@ -37,16 +36,16 @@ pub struct PushResult {
 
 impl Relay {
     /// Creates the relay of a watch that was requested at `requested_at` and accepted with status 200.
-    /// `budget` bounds the bytes that all watches buffer.
+    /// `account` bounds the bytes that it buffers.
     pub fn new(
         encoding: Encoding,
         request: WatchRequest,
         requested_at: Instant,
-        budget: &Arc<ByteBudget>,
+        account: ByteAccount,
     ) -> Self {
         Self {
             encoding,
-            splitter: FrameSplitter::new(encoding, budget),
+            splitter: FrameSplitter::new(encoding, account),
             session: Session::new(request, requested_at),
         }
     }
@@ -152,7 +151,7 @@ impl Relay {
     /// Whether the first chunk of a stream begins with an ERROR event, with which its server refuses the
     /// watch.
     pub fn begins_with_error(&self, first: &[u8]) -> bool {
-        let mut splitter = FrameSplitter::new(self.encoding, self.splitter.budget());
+        let mut splitter = FrameSplitter::new(self.encoding, self.splitter.account().clone());
         let Piece::Whole(len) = splitter.split(first) else { return false };
         parse(self.encoding, &first[..len])
             .is_some_and(|event| event.event_type == EventType::Error)

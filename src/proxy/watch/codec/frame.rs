@@ -18,9 +18,8 @@
 //! frame is not resumed.
 
 use super::Encoding;
-use crate::observe::ByteBudget;
+use crate::observe::ByteAccount;
 use bytes::Bytes;
-use std::sync::Arc;
 
 /// The largest frame that is buffered to be forwarded whole. etcd refuses requests above 1.5 MiB by default,
 /// so events are much smaller.
@@ -78,14 +77,14 @@ pub enum Piece {
 }
 
 impl FrameSplitter {
-    /// Creates a splitter for a response body. `budget` bounds the bytes that all splitters buffer together.
-    pub fn new(encoding: Encoding, budget: &Arc<ByteBudget>) -> Self {
-        Self::with_cap(encoding, FRAME_CAP, budget)
+    /// Creates a splitter for a response body. `account` bounds the bytes that it buffers.
+    pub fn new(encoding: Encoding, account: ByteAccount) -> Self {
+        Self::with_cap(encoding, FRAME_CAP, account)
     }
 
     /// Creates a splitter that buffers at most `cap` bytes of a frame.
-    pub fn with_cap(encoding: Encoding, cap: usize, budget: &Arc<ByteBudget>) -> Self {
-        let partial = PartialFrame::new(budget);
+    pub fn with_cap(encoding: Encoding, cap: usize, account: ByteAccount) -> Self {
+        let partial = PartialFrame::new(account);
         Self { encoding, cap, partial, boundary: Boundary::start(encoding), oversized: false }
     }
 
@@ -100,7 +99,7 @@ impl FrameSplitter {
         }
         // An incomplete size prefix is buffered even if the budget is used up: it determines the end of the
         // frame.
-        let budget = self.buffered() + self.partial.budget.left();
+        let budget = self.buffered() + self.partial.account.left();
         let cap = self.cap.min(budget.max(PREFIX));
         let end = match self.boundary {
             Boundary::Length(_) => self.length_end(chunk),
@@ -131,9 +130,9 @@ impl FrameSplitter {
         self.partial.bytes.is_empty() && !self.oversized
     }
 
-    /// The budget that all splitters share.
-    pub fn budget(&self) -> &Arc<ByteBudget> {
-        &self.partial.budget
+    /// The account of the bytes that the splitter buffers.
+    pub fn account(&self) -> &ByteAccount {
+        &self.partial.account
     }
 
     /// Number of buffered bytes of the current frame.
@@ -154,7 +153,7 @@ impl FrameSplitter {
         if self.partial.bytes.is_empty() {
             return Bytes::new();
         }
-        let empty = PartialFrame::new(&self.partial.budget);
+        let empty = PartialFrame::new(self.partial.account.clone());
         Bytes::from_owner(std::mem::replace(&mut self.partial, empty))
     }
 
@@ -246,13 +245,13 @@ impl Boundary {
 #[derive(Debug)]
 struct PartialFrame {
     bytes: Vec<u8>,
-    budget: Arc<ByteBudget>,
+    account: ByteAccount,
 }
 
 impl PartialFrame {
     /// An empty buffer, which allocates nothing.
-    fn new(budget: &Arc<ByteBudget>) -> Self {
-        Self { bytes: Vec::new(), budget: Arc::clone(budget) }
+    fn new(account: ByteAccount) -> Self {
+        Self { bytes: Vec::new(), account }
     }
 
     /// Appends bytes. When the capacity must grow, it doubles, but not above `cap` unless the bytes need
@@ -263,7 +262,7 @@ impl PartialFrame {
         if needed > before {
             let grown = (before * 2).clamp(needed, cap.max(needed));
             self.bytes.reserve_exact(grown - self.bytes.len());
-            self.budget.take(self.bytes.capacity() - before);
+            self.account.take(self.bytes.capacity() - before);
         }
         self.bytes.extend_from_slice(more);
     }
@@ -278,7 +277,7 @@ impl AsRef<[u8]> for PartialFrame {
 impl Drop for PartialFrame {
     fn drop(&mut self) {
         if self.bytes.capacity() > 0 {
-            self.budget.release(self.bytes.capacity());
+            self.account.release(self.bytes.capacity());
         }
     }
 }

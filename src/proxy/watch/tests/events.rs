@@ -6,7 +6,7 @@ use super::super::codec::parse;
 use super::super::codec::version::ResourceVersion;
 use super::super::request::WatchRequest;
 use super::super::session::Session;
-use crate::observe::ByteBudget;
+use crate::observe::ByteAccount;
 use crate::proxy::request_info::first_value;
 use bytes::Bytes;
 use std::time::Duration;
@@ -143,7 +143,7 @@ pub(crate) fn check_split_and_parse(bytes: &[u8]) {
             for step in [1, 7, bytes.len().max(1)] {
                 let chunks: Vec<_> = bytes.chunks(step).map(Bytes::copy_from_slice).collect();
                 let mut splitter =
-                    FrameSplitter::with_cap(encoding, cap, &ByteBudget::unmetered(usize::MAX));
+                    FrameSplitter::with_cap(encoding, cap, ByteAccount::unmetered(usize::MAX));
                 let mut out = split(&mut splitter, &chunks, cap);
                 for frame in &out {
                     let _ = parse(encoding, frame);

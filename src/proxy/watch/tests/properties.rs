@@ -6,7 +6,7 @@ use super::super::codec::frame::{FRAME_CAP, FrameSplitter, Piece};
 use super::super::relay::Relay;
 use super::super::session::{AttemptResult, Candidates, Effect, Ending, Input};
 use super::events::{check_split_and_parse, cursor, encode, json_event, request, split};
-use crate::observe::ByteBudget;
+use crate::observe::ByteAccount;
 use bytes::Bytes;
 use proptest::prelude::*;
 use std::time::Duration;
@@ -42,7 +42,7 @@ proptest! {
         let frames: Vec<_> =
             paddings.iter().zip(1..).map(|(p, v)| encode(encoding, "ADDED", v, p)).collect();
         let stream = frames.concat();
-        let mut splitter = FrameSplitter::new(encoding, &ByteBudget::unmetered(usize::MAX));
+        let mut splitter = FrameSplitter::new(encoding, ByteAccount::unmetered(usize::MAX));
         let out = split(&mut splitter, &chunks(&stream, &cuts), usize::MAX);
         // A newline that arrives in a later chunk than its object is returned alone.
         let out: Vec<_> = out.iter().map(|f| f.trim_ascii_end()).filter(|f| !f.is_empty()).collect();
@@ -95,7 +95,7 @@ proptest! {
             events[from..].iter().flat_map(|(_, bytes, _)| bytes.clone()).collect()
         };
         let start = Instant::now();
-        let mut relay = Relay::new(encoding, request("100"), start, &ByteBudget::unmetered(usize::MAX));
+        let mut relay = Relay::new(encoding, request("100"), start, ByteAccount::unmetered(usize::MAX));
         let mut client = Vec::new();
         let mut from = 100;
         let mut repeat_next = false;
@@ -136,7 +136,7 @@ fn splitter_joins_frames_that_are_cut_at_any_byte() {
         for at in 0..=stream.len() {
             let chunks =
                 [Bytes::copy_from_slice(&stream[..at]), Bytes::copy_from_slice(&stream[at..])];
-            let mut splitter = FrameSplitter::new(encoding, &ByteBudget::unmetered(usize::MAX));
+            let mut splitter = FrameSplitter::new(encoding, ByteAccount::unmetered(usize::MAX));
             let out = split(&mut splitter, &chunks, usize::MAX);
             assert_eq!(out.concat(), stream, "{at}");
             assert!(splitter.at_boundary());
@@ -154,7 +154,7 @@ fn splitter_returns_pretty_and_unseparated_objects_whole() {
         for step in [1, 2, 5, 1000] {
             let chunks: Vec<_> =
                 stream.as_bytes().chunks(step).map(Bytes::copy_from_slice).collect();
-            let mut splitter = FrameSplitter::new(Json, &ByteBudget::unmetered(usize::MAX));
+            let mut splitter = FrameSplitter::new(Json, ByteAccount::unmetered(usize::MAX));
             let out = split(&mut splitter, &chunks, usize::MAX);
             assert_eq!(out.concat(), stream.as_bytes());
             assert!(splitter.at_boundary());
@@ -167,7 +167,7 @@ fn splitter_returns_pretty_and_unseparated_objects_whole() {
 #[test]
 fn relay_forwards_a_burst_as_one_slice_of_its_chunk() {
     let start = Instant::now();
-    let mut relay = Relay::new(Json, request("1"), start, &ByteBudget::unmetered(usize::MAX));
+    let mut relay = Relay::new(Json, request("1"), start, ByteAccount::unmetered(usize::MAX));
     let events: Vec<_> = (2..50).map(|v| json_event("MODIFIED", v, "x")).collect();
     let chunk = Bytes::from(events.concat());
     let mut out = Vec::new();
@@ -186,8 +186,8 @@ fn relay_passes_a_frame_above_the_cap_in_pieces() {
         let start = Instant::now();
         let frame = encode(encoding, "ADDED", 6, &"x".repeat(FRAME_CAP + 100_000));
         for whole in [false, true] {
-            let budget = ByteBudget::unmetered(usize::MAX);
-            let mut relay = Relay::new(encoding, request("5"), start, &budget);
+            let account = ByteAccount::unmetered(usize::MAX);
+            let mut relay = Relay::new(encoding, request("5"), start, account.clone());
             let received = if whole { &frame[..] } else { &frame[..frame.len() - 20] };
             let mut out = Vec::new();
             for chunk in received.chunks(64 << 10) {
@@ -195,10 +195,10 @@ fn relay_passes_a_frame_above_the_cap_in_pieces() {
                     out.extend_from_slice(&bytes);
                 });
                 assert_eq!(pushed.effect, Effect::None);
-                assert!(budget.held() <= FRAME_CAP, "{}", budget.held());
+                assert!(account.budget().held() <= FRAME_CAP, "{}", account.budget().held());
             }
             assert!(out == received, "{encoding:?}: {} of {} bytes", out.len(), received.len());
-            assert_eq!(budget.held(), 0, "bytes of the frame are still buffered");
+            assert_eq!(account.budget().held(), 0, "bytes of the frame are still buffered");
             let ending = if whole { Ending::Clean } else { Ending::Reset };
             let loss = relay.stream_lost(false, start);
             assert!(
@@ -207,7 +207,7 @@ fn relay_passes_a_frame_above_the_cap_in_pieces() {
             );
         }
         let mut relay =
-            Relay::new(encoding, request("5"), start, &ByteBudget::unmetered(usize::MAX));
+            Relay::new(encoding, request("5"), start, ByteAccount::unmetered(usize::MAX));
         for chunk in frame.chunks(64 << 10) {
             relay.push(&Bytes::copy_from_slice(chunk), start, drop);
         }
@@ -222,11 +222,11 @@ fn splitters_together_buffer_no_more_than_the_budget() {
     const SPLITTERS: usize = 20;
     const TAIL: usize = 30;
     for encoding in [Json, Protobuf] {
-        let budget = ByteBudget::unmetered(10_000);
+        let account = ByteAccount::unmetered(10_000);
         let frame = encode(encoding, "ADDED", 7, &"x".repeat(3_000));
         let (head, tail) = frame.split_at(frame.len() - TAIL);
         let mut splitters: Vec<_> =
-            (0..SPLITTERS).map(|_| FrameSplitter::new(encoding, &budget)).collect();
+            (0..SPLITTERS).map(|_| FrameSplitter::new(encoding, account.clone())).collect();
         let mut passed = 0;
         for splitter in &mut splitters {
             // In small chunks: the budget may be used up in the middle of a frame.
@@ -240,12 +240,12 @@ fn splitters_together_buffer_no_more_than_the_budget() {
                     other => panic!("{other:?}"),
                 }
             }
-            assert!(budget.held() <= 10_000, "{}", budget.held());
+            assert!(account.budget().held() <= 10_000, "{}", account.budget().held());
         }
         let buffered: usize = splitters.iter().map(FrameSplitter::buffered).sum();
         assert_eq!(buffered + passed, SPLITTERS * head.len());
         assert!(buffered >= 2 * head.len(), "{buffered}");
-        assert!(buffered <= budget.held(), "{buffered} of {}", budget.held());
+        assert!(buffered <= account.budget().held(), "{buffered} of {}", account.budget().held());
 
         // Every splitter finds the end of its frame, buffered or in pieces.
         let mut completed = Vec::new();
@@ -262,14 +262,14 @@ fn splitters_together_buffer_no_more_than_the_budget() {
             }
             assert!(splitter.at_boundary());
         }
-        assert!(completed.len() >= 2 && budget.held() >= completed.len() * frame.len());
+        assert!(completed.len() >= 2 && account.budget().held() >= completed.len() * frame.len());
         // A frame in one chunk needs no budget.
         assert_eq!(splitters[0].split(&frame), Piece::Whole(frame.len()));
         drop(completed);
-        assert_eq!(budget.held(), 0);
+        assert_eq!(account.budget().held(), 0);
         assert_eq!(splitters[0].split(head), Piece::Buffered);
         drop(splitters);
-        assert_eq!(budget.held(), 0);
+        assert_eq!(account.budget().held(), 0);
     }
 }
 
@@ -279,7 +279,7 @@ fn splitter_without_budget_still_finds_the_ends_of_frames() {
         let frames: Vec<_> = (1..4).map(|v| encode(encoding, "ADDED", v, "a{}\\\"\n}")).collect();
         let stream = frames.concat();
         for step in [1, 2, 3, 5, 7, 64] {
-            let mut splitter = FrameSplitter::new(encoding, &ByteBudget::unmetered(0));
+            let mut splitter = FrameSplitter::new(encoding, ByteAccount::unmetered(0));
             let (mut at, mut ends) = (0, Vec::new());
             for chunk in stream.chunks(step) {
                 let mut rest = chunk;
@@ -316,7 +316,7 @@ fn splitter_takes_linear_time_for_hostile_input() {
     const SIZE: usize = 1 << 20;
     let measure = |stream: &[u8], step: usize| {
         let begun = Instant::now();
-        let mut splitter = FrameSplitter::new(Json, &ByteBudget::unmetered(usize::MAX));
+        let mut splitter = FrameSplitter::new(Json, ByteAccount::unmetered(usize::MAX));
         for chunk in stream.chunks(step) {
             let mut at = 0;
             while at < chunk.len() {

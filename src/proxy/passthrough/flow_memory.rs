@@ -1,0 +1,82 @@
+//! What one flow holds of the [memory budget](crate::observe::memory_budget).
+//!
+//! A flow whose receiver accepts no bytes holds what was last read from the sender, in a buffer or in a pipe of the
+//! kernel, which belongs to the cgroup's memory too. When memory is short for the flow's source, the flow reads
+//! smaller pieces and uses no pipe.
+
+use std::cell::Cell;
+use std::sync::Arc;
+
+use crate::observe::memory_budget::{Level, Shed, SourceMemory};
+use crate::observe::{MemoryClass, MemoryKind};
+
+/// Bytes of a flow that holds nothing: its task, both sockets, and its entry in the flow table.
+const FLOW_COST: usize = 8 << 10;
+/// No client of L4 proves an identity to this process.
+const CLASS: MemoryClass = MemoryClass::Unproven;
+
+/// The memory of one flow, charged until this is dropped.
+#[derive(Debug)]
+pub struct FlowMemory {
+    source: Arc<SourceMemory>,
+    held: Cell<usize>,
+}
+
+impl FlowMemory {
+    /// Charges a flow of this source; `None` if it does not fit.
+    pub fn new(source: Arc<SourceMemory>) -> Option<Self> {
+        if !source.try_add(MemoryKind::Flows, FLOW_COST, CLASS) {
+            source.budget().count_shed(Shed::ConnectionRefused);
+            return None;
+        }
+        Some(Self { source, held: Cell::new(0) })
+    }
+
+    /// Charges the bytes that the flow holds now.
+    pub fn set_held(&self, bytes: usize) {
+        let before = self.held.replace(bytes);
+        if bytes > before {
+            self.source.add(MemoryKind::Flows, bytes - before);
+        } else if bytes < before {
+            self.source.subtract(MemoryKind::Flows, before - bytes);
+        }
+    }
+
+    /// Whether the flow must hold little.
+    pub fn is_short(&self) -> bool {
+        self.source.level(CLASS) >= Level::High
+    }
+}
+
+impl Drop for FlowMemory {
+    fn drop(&mut self) {
+        self.source.subtract(MemoryKind::Flows, FLOW_COST + self.held.get());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::observe::MemoryBudget;
+
+    #[test]
+    fn flows_are_charged_until_they_end_and_refused_when_the_share_is_used_up() {
+        let budget = MemoryBudget::new(1 << 20);
+        let flow = FlowMemory::new(budget.source(1)).unwrap();
+        assert_eq!(budget.used_for(MemoryKind::Flows), FLOW_COST);
+        flow.set_held(64 << 10);
+        assert!(!flow.is_short());
+        flow.set_held(256 << 10);
+        assert!(flow.is_short());
+        flow.set_held(10 << 10);
+        assert_eq!(budget.used(), FLOW_COST + (10 << 10));
+        assert!(!flow.is_short());
+        let others: Vec<_> = std::iter::from_fn(|| FlowMemory::new(budget.source(1))).collect();
+        // Half of 5/8 of 1 MiB.
+        assert_eq!(others.len(), ((320 << 10) - FLOW_COST - (10 << 10)) / FLOW_COST);
+        assert!(FlowMemory::new(budget.source(2)).is_some(), "another source has its share");
+        assert_eq!(budget.shed(Shed::ConnectionRefused), 1);
+        drop((flow, others));
+        assert_eq!(budget.used(), 0);
+    }
+}

@@ -64,6 +64,10 @@ async fn held(proxy: &Proxy) -> f64 {
     sum
 }
 
+async fn responses(proxy: &Proxy) -> f64 {
+    proxy.metric("jackstay_memory_budget_bytes{kind=\"responses\"}").await
+}
+
 async fn connections(proxy: &Proxy) -> f64 {
     proxy.metric("jackstay_memory_budget_bytes{kind=\"connections\"}").await
 }
@@ -79,9 +83,10 @@ async fn unproven_client_is_refused_and_shed_while_an_identity_is_served() {
     // The source of the client may hold 5 MiB: half of 5/8. While 250 requests wait for their responses, these could
     // fill 16 MiB. A response that waits for its client is small here, so that several connections fit.
     let mut wires = Vec::new();
-    for _ in 0..12 {
+    while held(&proxy).await + connections(&proxy).await < 4_400_000.0 {
         let mut wire = without_window(&cluster, &proxy, requests()).await;
         soon("a refused stream", reset(&mut wire, REFUSED_STREAM)).await;
+        until("the responses have arrived", async || responses(&proxy).await < 400_000.0).await;
         wires.push(wire);
     }
     assert!(shed(&proxy, "stream_refused").await > 0);

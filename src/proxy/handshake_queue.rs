@@ -8,6 +8,7 @@
 //!   between two turns the event loop serves everything else.
 //! * The sources take turns. So a handshake waits for at most one other of each source, however many another
 //!   source starts.
+//! * A handshake is in progress until the client's certificate is verified.
 //! * A source starts another handshake while it has fewer in progress than are free of [`MAX_IN_PROGRESS`], so
 //!   one source has at most half. Beyond that, a handshake of the source that is in progress for
 //!   [`STALLED_AFTER`] is ended for a waiting one. A source without a handshake in progress always gets its turn.

@@ -18,7 +18,7 @@ use super::client_memory::ClientMemory;
 use super::client_stream::{ClientStream, StallTimeout, accept_tls};
 use super::connection_slots::{ConnectionSlot, ConnectionSlots, SlotLimit};
 use super::drain::DrainWatcher;
-use super::handshake_queue::HandshakeQueue;
+use super::handshake_queue::{HandshakeQueue, HandshakeTurn};
 use super::http_connection::HttpConnection;
 use super::hygiene::ForwardedFor;
 use super::identity_lane::{HandedOver, IdentityLane, LaneClient, LaneConnections};
@@ -30,6 +30,7 @@ use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tcp_options;
 use crate::net::tls::client_chain;
 use crate::net::tls::serving::{self, ServingTls};
+use crate::observe::memory_budget::MemoryCharge;
 use crate::observe::{MemoryClass, MemoryKind, RateLimitedWarnings};
 
 /// Bytes of a handshake in progress: a client's chain as received and as parsed, and the buffers of TLS.
@@ -63,6 +64,13 @@ pub enum Lane {
     },
     /// Those that were handed over to this thread, which is the identity lane.
     Identities,
+}
+
+/// A handshake that counts as in progress, and its memory. It includes the verification of the certificate: until
+/// then the connection holds a chain, and is charged to no class of clients.
+struct HandshakeInProgress {
+    turn: HandshakeTurn,
+    _charge: MemoryCharge,
 }
 
 impl HttpsServer {
@@ -202,14 +210,22 @@ impl HttpsServer {
         slot: &ConnectionSlot,
         service: &ListenerService,
     ) -> Option<(ClientStream, Option<Rc<ClientCertificate>>)> {
-        let stream = self.handshake(stream, from, slot.source(), service).await?;
+        let (stream, handshake) = self.handshake(stream, from, slot.source(), service).await?;
         slot.handshake_complete(Instant::now());
         let Some(certificate) = self.certificate(&stream, slot.source(), service) else {
             return Some((stream, None));
         };
         if slot.must_prove_identity() || matches!(self.lane, Lane::Others { .. }) {
-            let _ = timeout(service.limits.handshake_timeout, certificate.until_verified()).await;
+            let verified = timeout(service.limits.handshake_timeout, certificate.until_verified());
+            tokio::select! {
+                _ = verified => {}
+                () = handshake.turn.stalled() => {
+                    service.metrics.refused("handshake");
+                    return None;
+                }
+            }
         }
+        drop(handshake);
         if !service.credentials.is_identity(&certificate) {
             return Some((stream, Some(certificate)));
         }
@@ -259,7 +275,7 @@ impl HttpsServer {
         from: SocketAddr,
         source: Source,
         service: &ListenerService,
-    ) -> Option<ClientStream> {
+    ) -> Option<(ClientStream, HandshakeInProgress)> {
         tcp_options::configure_accepted(&stream).ok()?;
         let limit = service.request_limits.stall_timeout;
         let mut stream = ReadAhead::new(StallTimeout::new(Linger::new(stream), limit));
@@ -268,14 +284,17 @@ impl HttpsServer {
             stream.peek().await?;
             let turn = self.handshakes.turn(source).await;
             let memory = service.metrics.memory.source(source.key());
-            let _charge = memory.charge(MemoryKind::Handshakes, HANDSHAKE_COST);
-            tokio::select! {
-                accepted = accept_tls(stream, &self.tls) => accepted,
-                () = turn.stalled() => Err(io::Error::other("stalled, ended for another one")),
-            }
+            let charge = memory.charge(MemoryKind::Handshakes, HANDSHAKE_COST);
+            let stream = tokio::select! {
+                accepted = accept_tls(stream, &self.tls) => accepted?,
+                () = turn.stalled() => {
+                    return Err(io::Error::other("stalled, ended for another one"));
+                }
+            };
+            Ok((stream, HandshakeInProgress { turn, _charge: charge }))
         };
         match timeout(service.limits.handshake_timeout, handshake).await {
-            Ok(Ok(stream)) => Some(stream),
+            Ok(Ok(established)) => Some(established),
             Ok(Err(error)) => {
                 service.metrics.refused("handshake");
                 if let Some(reason) = serving::chain_limit_error(&error) {

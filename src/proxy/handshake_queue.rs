@@ -38,6 +38,8 @@ const INTERVAL: Duration = Duration::from_millis(1_000 / RATE as u64);
 
 /// Handshakes in progress at a time on a worker, beyond one of each source.
 const MAX_IN_PROGRESS: usize = 128;
+/// Sources that are remembered although they may have rested.
+const MIN_REMEMBERED: usize = 64;
 /// Age from which a handshake may be ended for another one of its source. A usual one takes two round trips.
 const STALLED_AFTER: Duration = Duration::from_secs(1);
 
@@ -134,6 +136,8 @@ struct Turns<T> {
     in_progress: usize,
     /// A task gives turns.
     is_served: bool,
+    /// With more sources than this, those that have rested are forgotten.
+    forget_above: usize,
 }
 
 #[derive(Debug)]
@@ -158,7 +162,13 @@ enum Next<T> {
 
 impl<T> Default for Turns<T> {
     fn default() -> Self {
-        Self { sources: HashMap::new(), order: VecDeque::new(), in_progress: 0, is_served: false }
+        Self {
+            sources: HashMap::new(),
+            order: VecDeque::new(),
+            in_progress: 0,
+            is_served: false,
+            forget_above: MIN_REMEMBERED,
+        }
     }
 }
 
@@ -177,6 +187,9 @@ impl<T: Clone> Turns<T> {
 
     /// The next handshake, or one that must end for it. Waiting ones for which `is_open` is false are forgotten.
     fn next(&mut self, now: Instant, is_open: impl Fn(&T) -> bool) -> Next<T> {
+        if self.sources.len() > self.forget_above {
+            self.forget_rested(now);
+        }
         let mut earliest: Option<Instant> = None;
         for _ in 0..self.order.len() {
             let Some(source) = self.order.pop_front() else { break };
@@ -225,10 +238,18 @@ impl<T: Clone> Turns<T> {
             return Next::At(at);
         }
         self.is_served = false;
-        self.sources.retain(|_, entry| {
-            !entry.in_progress.is_empty() || entry.rested_at.is_some_and(|at| at > now)
-        });
+        self.forget_rested(now);
         Next::Empty
+    }
+
+    /// Forgets the sources without handshakes that have their whole burst again.
+    fn forget_rested(&mut self, now: Instant) {
+        self.sources.retain(|_, entry| {
+            !entry.waiting.is_empty()
+                || !entry.in_progress.is_empty()
+                || entry.rested_at.is_some_and(|at| at > now)
+        });
+        self.forget_above = (2 * self.sources.len()).max(MIN_REMEMBERED);
     }
 
     /// No longer counts a handshake in progress.
@@ -301,6 +322,22 @@ mod tests {
         }
         assert_eq!(started.len(), 1_000);
         assert!(turns.in_progress <= 1_000 + MAX_IN_PROGRESS, "{}", turns.in_progress);
+    }
+
+    #[test]
+    fn rested_sources_are_forgotten_while_others_wait() {
+        let (mut turns, mut now) = (Turns::default(), Instant::now());
+        turns.wait(A, 1);
+        assert_eq!(next_in_progress(&mut turns, now), Next::Turn(1));
+        turns.wait(B, 2);
+        for uid in 10..10_000 {
+            // Another one always waits.
+            turns.wait(Source::User(uid), uid);
+            assert!(matches!(next(&mut turns, now), Next::Turn(_)));
+            assert!(turns.sources.len() <= 3 * MIN_REMEMBERED, "{}", turns.sources.len());
+            now += INTERVAL;
+        }
+        assert!(turns.sources.contains_key(&A), "its handshake is in progress");
     }
 
     #[tokio::test(start_paused = true)]

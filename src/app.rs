@@ -149,6 +149,11 @@ impl App {
         self.active.admin.socket().local_addr()
     }
 
+    /// The metrics of the process, with the account of its memory.
+    pub fn metrics(&self) -> Arc<Metrics> {
+        Arc::clone(&self.metrics)
+    }
+
     /// Starts all threads, without a service manager.
     ///
     /// # Errors

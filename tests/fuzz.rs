@@ -48,7 +48,8 @@ macro_rules! targets {
 }
 
 targets! {
-    certificate config endpoint_objects endpoints_file frames hello kubeconfig request state_file watch
+    certificate config endpoint_objects endpoints_file frames hello http1_connection http2_connection kubeconfig
+    request state_file watch
 }
 
 #[test]

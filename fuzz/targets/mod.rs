@@ -2,8 +2,10 @@
 //!
 //! `fuzz/fuzz_targets` runs them with libFuzzer, `tests/fuzz.rs` on a stable toolchain.
 
+mod connection;
 mod files;
 mod http;
+mod server;
 mod tls;
 mod watch;
 
@@ -11,13 +13,15 @@ mod watch;
 pub type Target = fn(&[u8]);
 
 /// The targets. Each name is that of a folder in `tests/corpus`.
-pub const TARGETS: [(&str, Target); 10] = [
+pub const TARGETS: [(&str, Target); 12] = [
     ("certificate", tls::certificate),
     ("config", files::config),
     ("endpoint_objects", watch::endpoint_objects),
     ("endpoints_file", files::endpoints_file),
     ("frames", http::frames),
     ("hello", tls::hello),
+    ("http1_connection", connection::http1_connection),
+    ("http2_connection", connection::http2_connection),
     ("kubeconfig", files::kubeconfig),
     ("request", http::request),
     ("state_file", files::state_file),

@@ -33,8 +33,8 @@ const HTTP_PREFIXES: [&[u8]; 9] =
 /// A connection before its TLS handshake.
 pub type PlainStream = ReadAhead<StallTimeout<Linger>>;
 
-/// A connection with TLS.
-pub type ClientStream = TlsStream<PlainStream>;
+/// A connection with TLS. Boxed, because each future that passes it on would store its 1,288 bytes once more.
+pub type ClientStream = Box<TlsStream<PlainStream>>;
 
 /// Makes the TLS handshake. A client that sends plain HTTP gets a response that says so.
 ///
@@ -46,7 +46,7 @@ pub async fn accept_tls(mut stream: PlainStream, tls: &ServingTls) -> io::Result
         stream.flush().await?;
         return Err(io::Error::new(io::ErrorKind::InvalidData, "HTTP without TLS"));
     }
-    TlsAcceptor::from(tls.config()).accept(stream).await
+    TlsAcceptor::from(tls.config()).accept(stream).await.map(Box::new)
 }
 
 /// Whether a connection that starts with these bytes carries an HTTP/1 request without TLS.

@@ -278,15 +278,20 @@ impl HttpsServer {
     ) -> Option<(ClientStream, HandshakeInProgress)> {
         tcp_options::configure_accepted(&stream).ok()?;
         let limit = service.request_limits.stall_timeout;
-        let mut stream = ReadAhead::new(StallTimeout::new(Linger::new(stream), limit));
         let handshake = async {
-            // A connection that sends nothing takes no turn.
-            stream.peek().await?;
+            // A connection that sends nothing takes no turn. Its bytes stay in the socket, because thousands of
+            // connections may wait.
+            if stream.peek(&mut [0]).await? == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
             let turn = self.handshakes.turn(source).await;
             let memory = service.metrics.memory.source(source.key());
             let charge = memory.charge(MemoryKind::Handshakes, HANDSHAKE_COST);
             let stream = tokio::select! {
-                accepted = accept_tls(stream, &self.tls) => accepted?,
+                accepted = accept_tls(
+                    ReadAhead::new(StallTimeout::new(Linger::new(stream), limit)),
+                    &self.tls,
+                ) => accepted?,
                 () = turn.stalled() => {
                     return Err(io::Error::other("stalled, ended for another one"));
                 }

@@ -29,7 +29,7 @@ pub mod sandbox;
 mod sockets;
 mod start_error;
 mod status;
-mod takeover;
+pub mod takeover;
 mod worker;
 mod workers;
 

@@ -6,6 +6,7 @@ mod connection;
 mod files;
 mod http;
 mod server;
+mod takeover;
 mod tls;
 mod watch;
 
@@ -13,7 +14,7 @@ mod watch;
 pub type Target = fn(&[u8]);
 
 /// The targets. Each name is that of a folder in `tests/corpus`.
-pub const TARGETS: [(&str, Target); 12] = [
+pub const TARGETS: [(&str, Target); 13] = [
     ("certificate", tls::certificate),
     ("config", files::config),
     ("endpoint_objects", watch::endpoint_objects),
@@ -25,6 +26,7 @@ pub const TARGETS: [(&str, Target); 12] = [
     ("kubeconfig", files::kubeconfig),
     ("request", http::request),
     ("state_file", files::state_file),
+    ("takeover", takeover::takeover),
     ("watch", watch::watch),
 ];
 

@@ -112,7 +112,11 @@ fn connect(path: &Path) -> io::Result<BlockingStream> {
     Ok(OwnedFd::from(socket).into())
 }
 
-fn receive_sockets(mut stream: BlockingStream) -> io::Result<(Predecessor, InheritedSockets)> {
+/// Requests the sockets of the process at the other end of `stream`.
+///
+/// # Errors
+/// The process is not trusted, or its answer is not that of the protocol.
+pub fn receive_sockets(mut stream: BlockingStream) -> io::Result<(Predecessor, InheritedSockets)> {
     let peer = descriptor_passing::peer_credentials(stream.as_fd())?;
     if !is_trusted(peer.uid) {
         return Err(io::Error::other(format!(
@@ -221,7 +225,10 @@ impl TakeoverServer {
 }
 
 /// Serves one new process. Returns `Ok` if it has taken over.
-async fn hand_over(
+///
+/// # Errors
+/// The process is not trusted, does not follow the protocol, or ends before it serves.
+pub async fn hand_over(
     stream: &mut UnixStream,
     requests: &mpsc::UnboundedSender<TakeoverRequest>,
 ) -> io::Result<()> {

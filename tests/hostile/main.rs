@@ -45,13 +45,19 @@ async fn no_attack_fails_a_request_of_an_identity() {
     let mut failed = Vec::new();
     println!("{}", Outcome::HEADER);
     for attack in selected() {
-        let outcome = Rig::start().await.run(attack, duration()).await;
-        println!("{}", outcome.row());
-        if let Some(reason) = outcome.failure() {
-            failed.push(format!("{}: {reason}", attack.name()));
-        }
+        let mut rig = Rig::start().await;
+        let outcome = rig.run(attack, duration()).await;
+        failed.extend(report(&rig, attack, &outcome));
     }
     assert!(failed.is_empty(), "{failed:#?}");
+}
+
+/// Prints the result of an attack. If the attack succeeded, returns why, and prints what the proxy logged.
+fn report(rig: &Rig, attack: Attack, outcome: &Outcome) -> Option<String> {
+    println!("{}", outcome.row());
+    let reason = outcome.failure()?;
+    println!("{reason}\n{}", rig.last_log_lines());
+    Some(format!("{}: {reason}", attack.name()))
 }
 
 /// All attacks in random order, again and again, against one process. `JACKSTAY_SOAK_MINUTES` is the time, 30 by
@@ -71,10 +77,7 @@ async fn soak_of_all_attacks_leaks_no_memory_and_no_descriptor() {
         fastrand::shuffle(&mut attacks);
         for attack in attacks {
             let outcome = rig.run(attack, Duration::from_secs(8)).await;
-            println!("{}", outcome.row());
-            if let Some(reason) = outcome.failure() {
-                failed.push(format!("{}: {reason}", attack.name()));
-            }
+            failed.extend(report(&rig, attack, &outcome));
         }
         // Connections of the last attacker are closed, and free memory is returned to the kernel.
         pause(Duration::from_secs(10)).await;

@@ -35,6 +35,8 @@ const P99: Duration = Duration::from_millis(50);
 const CI_P99: Duration = Duration::from_secs(1);
 /// The bound of a new connection with its first request, and a token that is valid and new.
 const NEW_TOKEN: Duration = Duration::from_secs(1);
+/// Lines of the log that are shown after an attack that succeeded.
+const LOG_LINES: usize = 100;
 /// The size of the value of each object of the large list.
 const VALUE: usize = 100 << 10;
 
@@ -155,10 +157,20 @@ impl Rig {
         }
     }
 
-    /// The number of open descriptors of the proxy.
+    /// The number of open descriptors of the proxy, without its connections to the apiservers: after a burst of
+    /// requests it keeps them for five minutes.
     pub fn descriptors(&self) -> usize {
         let descriptors = fs::read_dir(format!("/proc/{}/fd", self.process.pid()));
-        descriptors.map_or(0, Iterator::count)
+        let upstream: u64 =
+            self.cluster.servers.iter().map(|server| server.counters().open.load(Relaxed)).sum();
+        descriptors.map_or(0, Iterator::count).saturating_sub(upstream as usize)
+    }
+
+    /// The last lines that the proxy has logged.
+    pub fn last_log_lines(&self) -> String {
+        let log = self.process.output();
+        let skipped = log.lines().count().saturating_sub(LOG_LINES);
+        log.lines().skip(skipped).collect::<Vec<_>>().join("\n")
     }
 
     /// Connections that the apiservers have accepted.

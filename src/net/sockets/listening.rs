@@ -11,9 +11,10 @@ use std::path::Path;
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::TcpStream;
 
-/// Length of the accept queue: after a control-plane event, every client of a node reconnects at once. The
-/// kernel limits it to `net.core.somaxconn`.
-pub const BACKLOG: i32 = 1024;
+/// Length of the accept queue: after a control-plane event, every client of a node reconnects at once. A hostile
+/// client fills it at any time, and a client whose SYN finds it full tries again after a second. The kernel limits it
+/// to `net.core.somaxconn`, which has this default.
+pub const BACKLOG: i32 = 4096;
 
 /// Options of a listening socket.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

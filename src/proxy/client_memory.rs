@@ -25,7 +25,8 @@ use http::Request;
 use crate::observe::memory_budget::{Level, MemoryCharge, Shed, SourceMemory};
 use crate::observe::{ByteAccount, ByteBudget, MemoryClass, MemoryKind};
 
-/// Bytes of a connection: TLS, HTTP/2, their buffers, and the first [`FREE`] bytes of each kind.
+/// Bytes of a connection: TLS, HTTP/2, their buffers, and the first [`FREE`] bytes of each kind. An idle one has 20 KiB
+/// (measured with a thousand).
 const CONNECTION_COST: usize = 64 << 10;
 /// Bytes of a request besides its head: futures, the record of the outcome, the state of both HTTP/2 streams.
 const STREAM_COST: usize = 8 << 10;

@@ -10,8 +10,9 @@ use std::sync::Arc;
 use crate::observe::memory_budget::{Level, Shed, SourceMemory};
 use crate::observe::{MemoryClass, MemoryKind};
 
-/// Bytes of a flow that holds nothing: its task, both sockets, and its entry in the flow table.
-const FLOW_COST: usize = 8 << 10;
+/// Bytes of a flow that holds nothing: its task, its entry in the flow table, and the kernel's memory for both sockets.
+/// With the default limit, one source may have 15,000 flows.
+const FLOW_COST: usize = 4 << 10;
 /// No client of L4 proves an identity to this process.
 const CLASS: MemoryClass = MemoryClass::Unproven;
 

@@ -34,6 +34,10 @@ pub const CLIENT_GONE: u16 = 499;
 const CLIENT_GONE_LINES: usize = 20;
 /// Access log lines per window about other errors. During an outage each client causes some.
 const ERROR_LINES: usize = 200;
+/// Access log lines per window about all requests of clients without a configured identity, if all are logged.
+const ALL_LINES: usize = 2_000;
+/// Lines per window about watches of such clients that ended.
+const WATCH_LINES: usize = 40;
 
 /// The metrics of one listener.
 #[derive(Debug)]
@@ -58,6 +62,10 @@ pub struct ListenerMetrics {
     pub client_gone_lines: LineQuota,
     /// Limits access log lines about other errors of clients without a configured identity.
     pub error_lines: LineQuota,
+    /// Limits access log lines of clients without a configured identity, if all requests are logged.
+    pub all_lines: LineQuota,
+    /// Limits lines about watches of such clients that ended.
+    pub watch_lines: LineQuota,
 }
 
 impl ListenerMetrics {
@@ -80,14 +88,18 @@ impl ListenerMetrics {
             own_errors: OwnErrors::register(registry, name),
             client_gone_lines: LineQuota::new(CLIENT_GONE_LINES),
             error_lines: LineQuota::new(ERROR_LINES),
+            all_lines: LineQuota::new(ALL_LINES),
+            watch_lines: LineQuota::new(WATCH_LINES),
         }
     }
 
-    /// Logs how many access log lines were suppressed in a window that is over.
+    /// Logs how many lines were suppressed in a window that is over.
     pub(super) fn log_suppressed(&self, now: Instant) {
         let quotas = [
             (&self.client_gone_lines, "the client left"),
             (&self.error_lines, "errors of clients without a configured identity"),
+            (&self.all_lines, "requests of clients without a configured identity"),
+            (&self.watch_lines, "watches of clients without a configured identity that ended"),
         ];
         for (quota, reason) in quotas {
             let Some(suppressed) = quota.take_suppressed(now) else { continue };

@@ -240,6 +240,16 @@ impl Outcome {
             }
     }
 
+    /// Whether a line about the end of the watch may be logged: the number of such lines that were suppressed before
+    /// it, or `None`. A client can end its watches as often as it likes.
+    pub fn admit_watch_line(&self) -> Option<u64> {
+        if self.user == UserClass::Identity {
+            return Some(0);
+        }
+        let source = LineSource::new(self.client, self.uid);
+        self.listener.watch_lines.admit(source, Instant::now())
+    }
+
     /// Writes the access log line; `suppressed` lines before it were not written.
     fn write_line(&self, code: u16, cut_by: Option<Side>, suppressed: u64) {
         let Some(head) = &self.head else { return };
@@ -294,13 +304,15 @@ impl Drop for Outcome {
             listener.cut(side.as_str());
         }
         // A client can cause errors as fast as it can write, so their lines are limited.
+        let is_identity = self.user == UserClass::Identity;
         let quota = match self.access {
             AccessLog::Off => return,
             AccessLog::Errors if !self.is_error(code, cut_by) => return,
             AccessLog::Errors if code == CLIENT_GONE || cut_by == Some(Side::Client) => {
                 Some(&listener.client_gone_lines)
             }
-            AccessLog::Errors if self.user != UserClass::Identity => Some(&listener.error_lines),
+            AccessLog::Errors if !is_identity => Some(&listener.error_lines),
+            AccessLog::All if !is_identity => Some(&listener.all_lines),
             AccessLog::Errors | AccessLog::All => None,
         };
         let source = LineSource::new(self.client, self.uid);

@@ -255,7 +255,30 @@ async fn access_log_limits_lines_for_clients_that_leave_and_counts_suppressed_on
 
     let all = Captured::default();
     all.during(LogFormat::Text, || abandon_requests(AccessLog::All, 500));
-    assert_eq!(written_and_suppressed(&all), (1_000, 0), "`access: all` is not limited");
+    assert_eq!(written_and_suppressed(&all), (1_000, 0), "`access: all` has a larger limit");
+}
+
+#[tokio::test(start_paused = true)]
+async fn log_of_all_requests_and_of_ended_watches_is_limited_by_source_except_for_identities() {
+    let metrics = Metrics::new();
+    for (uid, user, requests, watches) in [
+        (Some(1), UserClass::Token, 1_000, 20),
+        (Some(2), UserClass::Anonymous, 1_000, 20),
+        (None, UserClass::Unknown, 0, 0),
+        (Some(1), UserClass::Identity, 1_200, 1_200),
+    ] {
+        let captured = Captured::default();
+        let mut admitted = 0;
+        captured.during(LogFormat::Text, || {
+            for _ in 0..1_200 {
+                let mut outcome = begin(&metrics, AccessLog::All);
+                (outcome.uid, outcome.user, outcome.code) = (uid, user, Some(200));
+                admitted += usize::from(outcome.admit_watch_line().is_some());
+                outcome.complete();
+            }
+        });
+        assert_eq!((captured.lines().len(), admitted), (requests, watches), "{uid:?} {user:?}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

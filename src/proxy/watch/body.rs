@@ -344,13 +344,16 @@ impl WatchBody {
             self.out.extend(self.relay.session_mut().take_error_event());
             return self.outcome.complete();
         }
-        tracing::info!(
-            endpoint = self.context.last_connection().map(|c| &*c.endpoint.label),
-            clean = ending == Ending::Clean,
-            not_resumable = reason.as_str(),
-            reason = cause,
-            "watch ended"
-        );
+        if let Some(suppressed) = self.outcome.admit_watch_line() {
+            tracing::info!(
+                endpoint = self.context.last_connection().map(|c| &*c.endpoint.label),
+                clean = ending == Ending::Clean,
+                not_resumable = reason.as_str(),
+                reason = cause,
+                suppressed = (suppressed > 0).then_some(suppressed),
+                "watch ended"
+            );
+        }
         self.outcome.cut(Side::Upstream, cause.to_owned());
         if ending == Ending::Reset {
             let cause = format!("the watch was lost and cannot be resumed: {cause}");

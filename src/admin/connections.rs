@@ -1,12 +1,12 @@
 //! The connections of an admin socket: a bounded number, from which idle and slow clients are evicted.
 //!
 //! Kubernetes restarts a pod whose liveness probe gets no response, so a probe must not wait for a slot that
-//! another client holds. When all slots are taken, the oldest connections without a complete request are
-//! evicted. If there are none, the oldest connection whose client does not read the response is. Each
-//! connection first has time to send a request ([`REQUEST_GRACE`]) and to read the response
+//! another client holds. When all slots are taken, connections of the source with the most are evicted: the
+//! oldest without a complete request. If it has none, its oldest connection whose client does not read the
+//! response is. Each connection first has time to send a request ([`REQUEST_GRACE`]) and to read the response
 //! ([`RESPONSE_GRACE`]).
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
 use std::pin::pin;
 use std::sync::Arc;
@@ -22,6 +22,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::routes;
 use super::status_provider::StatusProvider;
+use crate::net::sockets::source::Source;
 use crate::observe::RepeatFilter;
 
 /// Maximum of open connections of a socket.
@@ -65,6 +66,7 @@ pub(super) struct Connections {
 
 /// An open connection.
 struct Slot {
+    source: Source,
     opened: Instant,
     /// Whether the request is complete.
     has_request: Arc<AtomicBool>,
@@ -89,9 +91,9 @@ impl Connections {
         }
     }
 
-    /// Serves a new connection once a slot is free; evicts others if necessary. Of a connection `on_loopback`,
-    /// the `Host` is checked, since a browser may have opened it; see [`super`].
-    pub(super) async fn add<S>(&mut self, stream: S, on_loopback: bool)
+    /// Serves a new connection of `source` once a slot is free; evicts others if necessary. Of a connection
+    /// `on_loopback`, the `Host` is checked, since a browser may have opened it; see [`super`].
+    pub(super) async fn add<S>(&mut self, stream: S, source: Source, on_loopback: bool)
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
@@ -103,27 +105,38 @@ impl Connections {
             // After the timeout the connection is closed without a response.
             let _ = tokio::time::timeout(CONNECTION_TIME, serve).await;
         });
-        self.slots.push_back(Slot { opened: Instant::now(), has_request, task });
+        self.slots.push_back(Slot { source, opened: Instant::now(), has_request, task });
     }
 
     async fn make_room(&mut self) {
         while self.is_full() {
-            let next = self.slots.iter().map(Slot::evictable_at).min().unwrap_or_else(Instant::now);
+            let Some(largest) = self.largest_source() else { return };
+            let of_largest = self.slots.iter().filter(|slot| slot.source == largest);
+            let next = of_largest.map(Slot::evictable_at).min().unwrap_or_else(Instant::now);
             tokio::select! {
                 biased;
                 _ = self.tasks.join_next() => continue,
                 () = sleep_until(next.max(Instant::now() + EVICTION_DELAY)) => {}
             }
             if self.is_full() {
-                self.evict(Instant::now());
+                self.evict(largest, Instant::now());
             }
         }
     }
 
-    /// Evicts up to [`EVICTION_BATCH`] connections without a complete request, or else one whose response is
-    /// not read, the oldest first. Neither is evicted before its time.
-    fn evict(&mut self, now: Instant) {
-        let is_evictable = |slot: &Slot| slot.evictable_at() <= now;
+    /// The source with the most connections.
+    fn largest_source(&self) -> Option<Source> {
+        let mut counts: HashMap<Source, usize> = HashMap::new();
+        for slot in &self.slots {
+            *counts.entry(slot.source).or_default() += 1;
+        }
+        counts.into_iter().max_by_key(|(source, count)| (*count, *source)).map(|(source, _)| source)
+    }
+
+    /// Evicts up to [`EVICTION_BATCH`] connections of `source` without a complete request, or else one whose
+    /// response is not read, the oldest first. Neither is evicted before its time.
+    fn evict(&mut self, source: Source, now: Instant) {
+        let is_evictable = |slot: &Slot| slot.source == source && slot.evictable_at() <= now;
         let mut evicted = 0;
         self.slots.retain(|slot| {
             let is_idle = !slot.has_request.load(Ordering::Relaxed) && is_evictable(slot);
@@ -144,7 +157,8 @@ impl Connections {
         if evicted > 0 && self.warnings.admit("eviction", now).is_some() {
             tracing::warn!(
                 connections = MAX_CONNECTIONS,
-                "admin endpoint full: idle or slow connections evicted, oldest first"
+                %source,
+                "admin endpoint full: idle or slow connections of the source with the most evicted, oldest first"
             );
         }
     }

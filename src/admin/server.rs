@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use super::connections::Connections;
 use super::status_provider::StatusProvider;
 use crate::net::sockets::listening;
+use crate::net::sockets::source::{Source, SourceLookup};
 use crate::observe::RepeatFilter;
 
 /// Pause after a failed accept, so that the loop does not spin while the process is out of descriptors.
@@ -60,6 +61,7 @@ impl Admin {
     ) {
         let mut stop = pin!(stop);
         let mut connections = Connections::new(&provider);
+        let sources = SourceLookup::default();
         let mut warnings = RepeatFilter::new(LOG_INTERVAL);
         let reason = loop {
             let accepted = tokio::select! {
@@ -69,16 +71,18 @@ impl Admin {
             };
             match accepted {
                 Ok((stream, _)) => {
+                    let Some(source) = sources.source(&stream) else { continue };
                     let on_loopback = is_on_loopback(&stream);
-                    connections.add(stream, on_loopback).await;
+                    connections.add(stream, source, on_loopback).await;
                 }
                 Err(error) => log_and_pause(&error, &mut warnings).await,
             }
         };
         if reason == StopReason::Moved {
             for (stream, _) in listening::close_and_accept_queued(self.listener) {
+                let Some(source) = sources.source(&stream) else { continue };
                 let on_loopback = is_on_loopback(&stream);
-                connections.add(stream, on_loopback).await;
+                connections.add(stream, source, on_loopback).await;
             }
         } else {
             drop(self.listener);
@@ -94,7 +98,10 @@ pub async fn serve_unix(listener: UnixListener, provider: Arc<dyn StatusProvider
     loop {
         match listener.accept().await {
             // Browsers cannot connect to Unix sockets.
-            Ok((stream, _)) => connections.add(stream, false).await,
+            Ok((stream, _)) => {
+                let Ok(credentials) = stream.peer_cred() else { continue };
+                connections.add(stream, Source::User(credentials.uid()), false).await;
+            }
             Err(error) => log_and_pause(&error, &mut warnings).await,
         }
     }

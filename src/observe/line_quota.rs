@@ -4,36 +4,13 @@
 //!
 //! Unlike [`super::RepeatFilter`], the quota does not compare lines, since the client chooses their content.
 
-use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Mutex;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
 use super::lock;
-
-/// The client that caused a line: a user of this host, an IPv4 address, or an IPv6 network of 64 bits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LineSource {
-    /// A process of this user.
-    User(u32),
-    /// This address, or its network.
-    Address(IpAddr),
-}
-
-impl LineSource {
-    /// The source of a line about a client with this address, and this uid if it is a process of this host.
-    pub fn new(address: IpAddr, uid: Option<u32>) -> Self {
-        match (uid, address.to_canonical()) {
-            (Some(uid), _) => Self::User(uid),
-            (None, IpAddr::V6(ip)) => {
-                let network = ip.to_bits() & !u128::from(u64::MAX);
-                Self::Address(Ipv6Addr::from_bits(network).into())
-            }
-            (None, ip) => Self::Address(ip),
-        }
-    }
-}
+use crate::net::sockets::source::Source;
 
 /// Length of a window, from its first line.
 const WINDOW: Duration = Duration::from_secs(5);
@@ -50,7 +27,7 @@ pub struct LineQuota {
 struct Window {
     since: Option<Instant>,
     /// The sources of the lines that were logged.
-    logged: Vec<LineSource>,
+    logged: Vec<Source>,
     suppressed: u64,
 }
 
@@ -62,7 +39,7 @@ impl LineQuota {
 
     /// Returns `None` if a line must be suppressed now, and counts it. Otherwise returns the number of
     /// suppressed lines that the caller reports with the line.
-    pub fn admit(&self, source: LineSource, now: Instant) -> Option<u64> {
+    pub fn admit(&self, source: Source, now: Instant) -> Option<u64> {
         let mut window = lock(&self.window);
         if window.is_over(now) {
             let suppressed = window.suppressed;
@@ -103,7 +80,7 @@ mod tests {
     #[test]
     fn admit_logs_the_first_lines_of_a_window_and_counts_the_others_once() {
         let (quota, start) = (LineQuota::new(40), Instant::now());
-        let source = LineSource::User(0);
+        let source = Source::User(0);
         let at = |ms| start + Duration::from_millis(ms);
         assert_eq!(quota.take_suppressed(at(0)), None);
         let admitted = (0..100).filter(|ms| quota.admit(source, at(*ms)) == Some(0)).count();
@@ -121,8 +98,8 @@ mod tests {
     #[test]
     fn admit_logs_half_of_the_lines_of_one_source() {
         let (quota, now) = (LineQuota::new(20), Instant::now());
-        let address = |ip: &str| LineSource::new(ip.parse().unwrap(), None);
-        let user = |uid| LineSource::new([127, 0, 0, 1].into(), Some(uid));
+        let address = |ip: &str| Source::new(ip.parse().unwrap(), None);
+        let user = |uid| Source::new([127, 0, 0, 1].into(), Some(uid));
         for (source, expected) in [
             (user(65_534), 10),
             (user(65_534), 0),

@@ -14,10 +14,10 @@ use std::sync::Arc;
 use http::{HeaderValue, Method, Uri, header, request};
 use tokio::time::Instant;
 
-use super::line_quota::LineSource;
 use super::listener_metrics::{CLIENT_GONE, ListenerMetrics};
 use super::redact::{redact_path, shorten};
 use crate::config::AccessLog;
+use crate::net::sockets::source::Source;
 
 /// Maximum length of a user agent in a log line, in bytes.
 const MAX_USER_AGENT: usize = 256;
@@ -246,7 +246,7 @@ impl Outcome {
         if self.user == UserClass::Identity {
             return Some(0);
         }
-        let source = LineSource::new(self.client, self.uid);
+        let source = Source::new(self.client, self.uid);
         self.listener.watch_lines.admit(source, Instant::now())
     }
 
@@ -315,7 +315,7 @@ impl Drop for Outcome {
             AccessLog::All if !is_identity => Some(&listener.all_lines),
             AccessLog::Errors | AccessLog::All => None,
         };
-        let source = LineSource::new(self.client, self.uid);
+        let source = Source::new(self.client, self.uid);
         let suppressed = quota.map_or(Some(0), |quota| quota.admit(source, Instant::now()));
         if let Some(suppressed) = suppressed {
             self.write_line(code, cut_by, suppressed);

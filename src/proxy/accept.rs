@@ -9,8 +9,8 @@ use tokio::time::sleep;
 
 use super::connection_slots::{Admitted, ConnectionSlot, SlotRefusal};
 use super::drain::DrainWatcher;
-use super::source::Source;
 use crate::net::process::resource_limits::{self, SpareDescriptor};
+use crate::net::sockets::source::Source;
 use crate::net::sockets::{listening, tcp_options};
 use crate::observe::{ListenerMetrics, RateLimitedWarnings};
 

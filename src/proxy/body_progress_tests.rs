@@ -6,10 +6,10 @@ use http_body_util::Empty;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
+use crate::net::sockets::source::Source;
 use crate::observe::{MemoryBudget, MemoryKind};
 use crate::proxy::client_memory::ClientMemory;
 use crate::proxy::connection_slots::ConnectionSlots;
-use crate::proxy::source::Source;
 
 const LIMIT: Duration = Duration::from_secs(300);
 const DAY: Duration = Duration::from_secs(86_400);

@@ -34,7 +34,7 @@ use tokio::sync::Notify;
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 
-use super::source::Source;
+use crate::net::sockets::source::Source;
 use crate::net::tls::certificate::{self, CertInfo, Subject};
 use crate::net::tls::client_chain::{self, ChainVerdict, ClientChain};
 use crate::net::tls::serving::ServingTls;

@@ -26,7 +26,7 @@ use tokio::time::Instant;
 
 pub use self::registry::ClientRank;
 use self::registry::{Entry, Phase, Registry};
-use super::source::Source;
+use crate::net::sockets::source::Source;
 
 /// The reserve is this part of the slots.
 const RESERVE_DIVISOR: usize = 8;

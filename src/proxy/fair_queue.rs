@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::source::Source;
+use crate::net::sockets::source::Source;
 
 /// A source with this number of rejected requests within [`WINDOW`] is slowed.
 const MAX_REJECTIONS: usize = 20;

@@ -27,7 +27,7 @@ use tokio::sync::Notify;
 use tokio::task::{spawn_local, yield_now};
 use tokio::time::{Instant, timeout_at};
 
-use super::source::Source;
+use crate::net::sockets::source::Source;
 
 /// Handshakes of one source in a second. At 1.1 ms each they take 22 % of a core.
 const RATE: u32 = 200;

@@ -26,9 +26,9 @@ use super::client_stream::ClientStream;
 use super::connection_slots::{ConnectionSlot, OpenRequest};
 use super::drain::DrainWatcher;
 use super::listener_service::ListenerService;
-use super::source::Source;
 use crate::net::frame_limiter::FrameLimiter;
 use crate::net::sockets::cork::{Uncork, cork};
+use crate::net::sockets::source::Source;
 use crate::observe::memory_budget::{Level, Shed};
 use crate::observe::{MemoryClass, RateLimitedWarnings};
 

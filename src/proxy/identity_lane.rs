@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::client_stream::ClientStream;
-use super::source::Source;
+use crate::net::sockets::source::Source;
 use crate::net::tls::client_chain::ChainVerdict;
 
 /// A connection on its way from a worker to the identity lane.

@@ -28,7 +28,6 @@ mod response_body;
 mod retry;
 mod retry_budget;
 mod shutdown_rejection;
-pub mod source;
 mod status_error;
 mod status_response;
 pub mod tunnels;

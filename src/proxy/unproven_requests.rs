@@ -13,8 +13,8 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::fair_queue::{Arrival, Ended, FairQueue, QueueLimits, Started};
 use super::proven_tokens::TokenKey;
-use super::source::Source;
 use super::status_error::StatusError;
+use crate::net::sockets::source::Source;
 use crate::observe::memory_budget::Shed;
 use crate::observe::{MemoryBudget, RateLimitedWarnings};
 

@@ -15,11 +15,11 @@ use jackstay::config::CertPaths;
 use jackstay::demo::apiserver::ApiServerHandle;
 use jackstay::demo::client::Client;
 use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
+use jackstay::net::sockets::source::Source;
 use jackstay::net::tls::client_chain::{self, ClientChain};
 use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
 use jackstay::observe::Metrics;
 use jackstay::proxy::client_certificate::{ClientCertificate, IdentityProof};
-use jackstay::proxy::source::Source;
 use jackstay::upstream::credentials::CredentialClass;
 use rcgen::{
     BasicConstraints, CertificateParams, CustomExtension, DistinguishedName, DnType, IsCa, Issuer,

@@ -5,7 +5,7 @@ use crate::admin::connections::MAX_CONNECTIONS;
 use crate::admin::status_provider::{Readiness, ReadinessCheck};
 use crate::net::sockets::listening;
 use serde_json::json;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
 
 struct FakeStatus {
     alive: bool,
@@ -204,6 +204,29 @@ async fn serve_with_idle_connections_in_all_slots_evicts_the_oldest_within_a_sec
     let mut response = Vec::new();
     newest.read_to_end(&mut response).await.expect("a response");
     assert!(response.starts_with(b"HTTP/1.1 200 "), "{}", String::from_utf8_lossy(&response));
+}
+
+async fn open(connections: &mut Connections, source: Source) -> DuplexStream {
+    let (client, server) = duplex(4096);
+    connections.add(server, source, false).await;
+    client
+}
+
+#[tokio::test(start_paused = true)]
+async fn connections_in_all_slots_lose_those_of_the_source_with_the_most() {
+    let provider: Arc<dyn StatusProvider> = Arc::new(FakeStatus { alive: true, ready: true });
+    let mut connections = Connections::new(&provider);
+    // The connection of the slow probe is the oldest.
+    let mut probe = open(&mut connections, Source::User(0)).await;
+    let mut idle = Vec::new();
+    for _ in 0..MAX_CONNECTIONS + 10 {
+        idle.push(open(&mut connections, Source::User(65_534)).await);
+    }
+    assert_eq!(idle[0].read(&mut [0]).await.unwrap(), 0, "evicted");
+    probe.write_all(b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n").await.unwrap();
+    let mut response = String::new();
+    probe.read_to_string(&mut response).await.unwrap();
+    assert!(response.starts_with("HTTP/1.1 200"), "{response}");
 }
 
 #[tokio::test]

@@ -58,6 +58,7 @@ pub mod linger;
 pub mod listening;
 pub mod peer_uid;
 pub mod read_ahead;
+pub mod source;
 pub mod splice;
 pub mod tcp_info;
 pub mod tcp_options;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::super::source::Source;
+use crate::net::sockets::source::Source;
 
 /// Age from which a connection without a request may be closed for another one. A handshake over loopback and
 /// the check of a known certificate take a few milliseconds.

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use tokio::net::TcpStream;
 
-use crate::net::sockets::peer_uid::PeerUids;
+use super::peer_uid::PeerUids;
 
 /// Who opened a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -19,6 +19,11 @@ pub enum Source {
 }
 
 impl Source {
+    /// The source of a client with this address, and this uid if it is a process of this host.
+    pub fn new(ip: IpAddr, uid: Option<u32>) -> Self {
+        uid.map_or_else(|| Self::from_ip(ip), Self::User)
+    }
+
     /// The source of a connection from this address, without regard to users.
     pub fn from_ip(ip: IpAddr) -> Self {
         Self::Address(match ip.to_canonical() {
@@ -74,7 +79,7 @@ impl SourceLookup {
         let uids =
             is_local.then(|| self.0.get_or_init(|| PeerUids::open().ok()).as_ref()).flatten();
         let uid = uids.and_then(|uids| uids.get(peer, local).ok());
-        Some(uid.map_or_else(|| Source::from_ip(peer.ip()), Source::User))
+        Some(Source::new(peer.ip(), uid))
     }
 }
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// For each top-level module, the other modules that it may import.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("config", &[]),
-    ("observe", &["config"]),
+    ("observe", &["net", "config"]),
     ("net", &["config"]),
     ("upstream", &["net", "observe", "config"]),
     ("admin", &["upstream", "net", "observe", "config"]),

@@ -25,10 +25,11 @@ use tokio_rustls::TlsAcceptor;
 
 /// How long a client waits for more of the responses before it closes its connection.
 const QUIET: Duration = Duration::from_millis(3);
-/// Maximum time in which the server ends a connection that its client has closed. The machine may be busy.
-const END_LIMIT: Duration = Duration::from_secs(8);
+/// Maximum time in which the server ends a connection that its client has closed. On a busy machine, at the lowest
+/// priority, a thread can wait for a processor for seconds.
+const END_LIMIT: Duration = Duration::from_secs(60);
 /// Maximum time for the first response.
-const START_LIMIT: Duration = Duration::from_secs(60);
+const START_LIMIT: Duration = Duration::from_secs(120);
 /// The time after which a lost wakeup of the waiting thread would be noticed.
 const POLL_INTERVAL: Duration = Duration::from_micros(200);
 
@@ -194,6 +195,7 @@ listeners:
     mode: terminate
     upstream: control-plane
     tls: {{ cert_file: {files}/serving.crt, key_file: {files}/serving.key }}
+    limits: {{ handshake_timeout: 1m }}
 "#
     )
 }

@@ -8,14 +8,14 @@
 //! With `JACKSTAY_BIN`, which names a release build, the last test measures that build against the
 //! promise.
 
-use crate::support::child::KillOnDrop;
+use crate::support::child::{KillOnDrop, free_address};
 use crate::support::figures::check_figure;
 use crate::support::{CONFIGMAPS, Certs, PATIENCE, pause, until, wait};
 use jackstay::config::{Config, EndpointAddress};
 use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
 use std::io::{Read as _, Write as _};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpStream, UdpSocket};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -163,11 +163,6 @@ async fn start_works_with_only_the_ipv6_loopback() {
     config.admin.bind = (Ipv6Addr::LOCALHOST, 0).into();
     let took = local.first_response(config).await;
     check_figure("only IPv6: first response", took, FIRST_RESPONSE);
-}
-
-/// An address on which no process listens.
-fn free_address() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
 #[test]

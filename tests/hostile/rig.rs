@@ -1,7 +1,7 @@
 //! The proxy under attack, its apiservers, the identity client and the attacker.
 
 use std::fs;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -16,7 +16,7 @@ use crate::attacks::Attack;
 use crate::cgroup::MemoryCgroup;
 use crate::identity_client::{IdentityClient, Report, Settings};
 use crate::peers::Peer;
-use crate::support::child::{KillOnDrop, Process};
+use crate::support::child::{KillOnDrop, Process, free_address};
 use crate::support::{CONFIGMAPS, TestCluster, config_map, pause, wait};
 
 /// The limit of memory in the manifests of `deploy/`.
@@ -317,9 +317,4 @@ listeners:
         admin_cert = file("admin.crt"),
         admin_key = file("admin.key"),
     )
-}
-
-/// A free port. If another process takes it first, the proxy fails to start with an error.
-fn free_address() -> SocketAddr {
-    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap()
 }

@@ -5,7 +5,7 @@
 
 use crate::hostile_upstream::head;
 use crate::scripted_peer::{Action, Peers};
-use crate::support::child::Process;
+use crate::support::child::{Process, free_address};
 use crate::support::figures::check_figure;
 use crate::support::http2::{
     CANCEL, CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, INITIAL_WINDOW_SIZE, NO_ERROR,
@@ -138,10 +138,8 @@ struct Jackstay {
 
 impl Jackstay {
     async fn start(peers: &Peers) -> Self {
-        let (certs, free) = (&peers.certs, || {
-            std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap()
-        });
-        let (address, admin, dir) = (free(), free(), certs.path().display());
+        let certs = &peers.certs;
+        let (address, admin, dir) = (free_address(), free_address(), certs.path().display());
         certs.probe.write_to(certs.path(), "prober").unwrap();
         let config = format!(
             r#"

@@ -5,9 +5,8 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::rig::free_address;
 use crate::support::Certs;
-use crate::support::child::Process;
+use crate::support::child::{Process, free_address};
 
 /// The names of the proxies, in the order of the table.
 pub const NAMES: [&str; 4] = ["HAProxy", "nginx", "Envoy", "Go"];

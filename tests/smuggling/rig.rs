@@ -1,7 +1,7 @@
 //! jackstay as a process in front of an upstream, and what it says about each request: its access log.
 
 use std::fs;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::support::Certs;
-use crate::support::child::Process;
+use crate::support::child::{Process, free_address};
 use crate::support::wait;
 
 /// Long enough for a proxy to start on a slow machine.
@@ -111,11 +111,6 @@ listeners:
         key_file: {dir}/admin.key
 "#
     )
-}
-
-/// A free port. If another process takes it first, the proxy fails to start with an error.
-pub fn free_address() -> SocketAddr {
-    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap()
 }
 
 /// A page over HTTP/1.1.

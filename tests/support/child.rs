@@ -115,6 +115,12 @@ impl Drop for Process {
     }
 }
 
+/// A free port of loopback. If another process takes it first, the process that shall listen there fails to start with
+/// an error.
+pub fn free_address() -> SocketAddr {
+    std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap()
+}
+
 /// The first loopback address with a port in a log line.
 pub fn first_address(line: &str) -> SocketAddr {
     let start = line.find("127.0.0.1:").expect(line);

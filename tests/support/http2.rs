@@ -1,23 +1,12 @@
 //! HTTP/2 frames as bytes (RFC 9113), valid or not. Field blocks are literals without indexing and without Huffman
 //! coding (RFC 7541, section 6.2.2), so that no peer needs a table to encode them.
 
-#![allow(dead_code)] // each test crate uses a part
+#![allow(dead_code, unused_imports)] // each test crate uses a part
+
+pub use jackstay::net::http2_frames::frame_type::*;
+pub use jackstay::net::http2_frames::{ACK, END_HEADERS, END_STREAM};
 
 pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-
-pub const DATA: u8 = 0;
-pub const HEADERS: u8 = 1;
-pub const PRIORITY: u8 = 2;
-pub const RST_STREAM: u8 = 3;
-pub const SETTINGS: u8 = 4;
-pub const PING: u8 = 6;
-pub const GOAWAY: u8 = 7;
-pub const WINDOW_UPDATE: u8 = 8;
-pub const CONTINUATION: u8 = 9;
-
-pub const END_STREAM: u8 = 1;
-pub const ACK: u8 = 1;
-pub const END_HEADERS: u8 = 4;
 
 pub const NO_ERROR: u32 = 0;
 pub const INTERNAL_ERROR: u32 = 2;

@@ -124,13 +124,14 @@ impl Connections {
         }
     }
 
-    /// The source with the most connections.
+    /// The source with the most connections; among several, the one with the oldest.
     fn largest_source(&self) -> Option<Source> {
         let mut counts: HashMap<Source, usize> = HashMap::new();
         for slot in &self.slots {
             *counts.entry(slot.source).or_default() += 1;
         }
-        counts.into_iter().max_by_key(|(source, count)| (*count, *source)).map(|(source, _)| source)
+        // Of equal ones, `max_by_key` returns the last.
+        self.slots.iter().rev().map(|slot| slot.source).max_by_key(|source| counts.get(source))
     }
 
     /// Evicts up to [`EVICTION_BATCH`] connections of `source` without a complete request, or else one whose

@@ -68,14 +68,14 @@ impl ByteAccount {
 
     /// How many more bytes fit, within the limit and within the memory for the client.
     pub fn left(&self) -> usize {
-        let (limit, held) = (self.budget.limit, self.budget.held());
-        match &self.client {
-            None => limit.saturating_sub(held),
-            Some((source, class @ MemoryClass::Identity)) => {
-                limit.saturating_sub(held).min(source.left(*class))
+        let (limit, memory) = match &self.client {
+            None => (self.budget.limit, usize::MAX),
+            Some((source, MemoryClass::Identity)) => {
+                (self.budget.limit, source.left(MemoryClass::Identity))
             }
-            Some((source, class)) => (limit / 2).saturating_sub(held).min(source.left(*class)),
-        }
+            Some((source, class)) => (self.budget.limit / 2, source.left(*class)),
+        };
+        limit.saturating_sub(self.budget.held()).min(memory)
     }
 
     /// Counts bytes as held, even if they do not fit. Returns whether they do.

@@ -4,6 +4,7 @@
 //!
 //! Unlike [`super::RepeatFilter`], the quota does not compare lines, since the client chooses their content.
 
+use std::collections::HashMap;
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -26,8 +27,9 @@ pub struct LineQuota {
 #[derive(Debug, Default)]
 struct Window {
     since: Option<Instant>,
-    /// The sources of the lines that were logged.
-    logged: Vec<Source>,
+    logged: usize,
+    /// The number of logged lines by source. A flood of suppressed lines only looks its source up.
+    by_source: HashMap<Source, usize>,
     suppressed: u64,
 }
 
@@ -43,12 +45,14 @@ impl LineQuota {
         let mut window = lock(&self.window);
         if window.is_over(now) {
             let suppressed = window.suppressed;
-            *window = Window { since: Some(now), logged: vec![source], suppressed: 0 };
+            let by_source = HashMap::from([(source, 1)]);
+            *window = Window { since: Some(now), logged: 1, by_source, suppressed: 0 };
             return Some(suppressed);
         }
-        let of_source = window.logged.iter().filter(|logged| **logged == source).count();
-        if window.logged.len() < self.lines && of_source < self.lines / 2 {
-            window.logged.push(source);
+        let of_source = window.by_source.get(&source).copied().unwrap_or(0);
+        if window.logged < self.lines && of_source < self.lines / 2 {
+            window.logged += 1;
+            window.by_source.insert(source, of_source + 1);
             return Some(0);
         }
         window.suppressed += 1;

@@ -24,8 +24,7 @@ impl Source {
         uid.map_or_else(|| Self::from_ip(ip), Self::User)
     }
 
-    /// The source of a connection from this address, without regard to users.
-    pub fn from_ip(ip: IpAddr) -> Self {
+    fn from_ip(ip: IpAddr) -> Self {
         Self::Address(match ip.to_canonical() {
             IpAddr::V6(ip) if !ip.is_loopback() => {
                 Ipv6Addr::from_bits(ip.to_bits() & !u128::from(u64::MAX)).into()
@@ -33,9 +32,7 @@ impl Source {
             ip => ip,
         })
     }
-}
 
-impl Source {
     /// A number of its own for each source. IPv6 has no source addresses that begin with 0xff (RFC 4291,
     /// section 2.7).
     pub fn key(self) -> u128 {

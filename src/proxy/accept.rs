@@ -101,6 +101,14 @@ pub fn report_admission(
     slot
 }
 
+/// Warns that a connection of `source` is refused because memory is short.
+pub fn report_no_memory(listener: &str, source: Source, warnings: &RateLimitedWarnings) {
+    let line = format!(
+        "listener {listener}: connection refused for lack of memory (memory_limit, jackstay_memory_budget_bytes)"
+    );
+    warnings.warn(&line, source);
+}
+
 /// Whether an error of `accept` concerns one connection only (accept(2)).
 fn concerns_one_connection(error: &io::Error) -> bool {
     matches!(

@@ -226,7 +226,7 @@ fn warn_of_shed(
     source: Source,
 ) {
     if let Some(shed) = client.last_shed() {
-        let about = format!("listener {listener} is short of memory for a client");
+        let about = format!("listener {listener} is short of memory for a client (memory_limit)");
         warnings.warn(&about, format_args!("{}, from {source}", shed.as_str()));
     }
 }

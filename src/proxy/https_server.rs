@@ -337,10 +337,7 @@ impl HttpsServer {
         let chain: usize = chain.iter().map(|certificate| certificate.len()).sum();
         let account = service.metrics.memory.source(slot.source().key());
         let Some(memory) = ClientMemory::new(account, class, head + 2 * chain) else {
-            let about =
-                format!("listener {} refused a connection for lack of memory", self.listener);
-            self.warnings.warn(&about, slot.source());
-            return;
+            return accept::report_no_memory(&self.listener, slot.source(), &self.warnings);
         };
         let slot = Rc::new(slot);
         let client = Rc::new(ClientConnection {

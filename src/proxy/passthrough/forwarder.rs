@@ -88,8 +88,7 @@ impl TcpForwarder {
             return;
         };
         let Some(memory) = FlowMemory::new(self.metrics.memory.source(source.key())) else {
-            let line = format!("listener {}: no memory for a connection", self.routing.name());
-            self.warnings.warn(&line, source);
+            accept::report_no_memory(self.routing.name(), source, &self.warnings);
             tcp_options::close_with_reset(client);
             return;
         };

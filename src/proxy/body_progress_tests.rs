@@ -1,6 +1,7 @@
 use super::*;
 use std::convert::Infallible;
 use std::future::poll_fn;
+use std::sync::Arc;
 
 use http_body_util::Empty;
 use tokio::sync::mpsc;
@@ -14,8 +15,12 @@ use crate::proxy::connection_slots::ConnectionSlots;
 const LIMIT: Duration = Duration::from_secs(300);
 const DAY: Duration = Duration::from_secs(86_400);
 
-fn progress_within(budget: &std::sync::Arc<MemoryBudget>) -> Rc<BodyProgress> {
-    let client = ClientMemory::new(budget.source(1), MemoryClass::Unproven, 0).unwrap();
+fn progress_within(budget: &Arc<MemoryBudget>) -> Rc<BodyProgress> {
+    progress_of(budget, MemoryClass::Unproven)
+}
+
+fn progress_of(budget: &Arc<MemoryBudget>, class: MemoryClass) -> Rc<BodyProgress> {
+    let client = ClientMemory::new(budget.source(1), class, 0).unwrap();
     let request = http::Request::new(Empty::<Bytes>::new());
     let (slots, now) = (Rc::<ConnectionSlots>::default(), tokio::time::Instant::now());
     let slot = Rc::new(slots.admit_proven(Source::User(1), now));
@@ -167,4 +172,29 @@ fn pieces_are_charged_until_they_are_taken_or_dropped() {
     drop((first, second, third));
     assert_eq!(progress.untaken.get(), 0);
     assert_eq!(budget.used_for(MemoryKind::Responses), 0);
+}
+
+#[test]
+fn client_without_an_identity_gets_one_piece_after_the_other_when_memory_is_short() {
+    for (class, pieces_at_once) in [(MemoryClass::Unproven, 1), (MemoryClass::Identity, 3)] {
+        let budget = MemoryBudget::new(16 << 20);
+        let progress = progress_of(&budget, class);
+        let (pieces, body) = mpsc::unbounded_channel();
+        let mut body = TrackedBody::new(Pieces(body), Rc::clone(&progress), 0);
+        let mut take = || {
+            let polled = Pin::new(&mut body).poll_frame(&mut Context::from_waker(Waker::noop()));
+            match polled {
+                Poll::Ready(Some(Ok(frame))) => Some(frame.into_data().unwrap()),
+                _ => None,
+            }
+        };
+        let _short = budget.source(1).charge(MemoryKind::Streams, 14 << 20);
+        for _ in 0..3 {
+            pieces.send(Bytes::from_static(b"x")).unwrap();
+        }
+        let taken: Vec<_> = std::iter::from_fn(&mut take).collect();
+        assert_eq!(taken.len(), pieces_at_once, "{class:?}");
+        drop(taken);
+        assert_eq!(take().is_some(), pieces_at_once == 1, "{class:?}");
+    }
 }

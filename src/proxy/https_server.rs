@@ -383,3 +383,21 @@ impl HttpsServer {
         certificate.follow().await
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn size_of_future<'a, F>(
+        _: fn(&'a HttpsServer, TcpStream, SocketAddr, ConnectionSlot, &'a ListenerService) -> F,
+    ) -> usize {
+        size_of::<F>()
+    }
+
+    /// Thousands of idle connections may wait.
+    #[test]
+    fn future_of_a_connection_is_small() {
+        let size = size_of_future(HttpsServer::accepted);
+        assert!(size <= 4 << 10, "{size}");
+    }
+}

@@ -2,8 +2,8 @@
 
 use crate::peer::{ProbedServer, exchange, setup, setup_with, wait_flows};
 use crate::support::child::{Process, first_address};
-use crate::support::{Certs, passthrough_mode, pause, soon, until};
-use jackstay::config::Route;
+use crate::support::{Certs, PATIENCE, passthrough_mode, pause, soon, until};
+use jackstay::config::{MemoryLimit, Route};
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::process::Command;
@@ -47,6 +47,50 @@ async fn client_that_does_not_read_blocks_only_its_own_server() {
         assert!(rest.iter().all(|byte| *byte == 7), "the data was changed");
     }
     exchange(&mut other).await;
+}
+
+/// Flows whose clients do not read hold little once memory is short for their source, and get all bytes later.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn blocked_flows_hold_little_when_memory_is_short() {
+    const FLOWS: usize = 40;
+    const BYTES: usize = 16 << 20;
+    // 40 flows cost 160 KiB. At 3/4 of its 320 KiB the source is short of memory.
+    let (peer, proxy) =
+        setup_with(|config| config.memory_limit = MemoryLimit::Bytes(1 << 20)).await;
+    let mut flows = Vec::new();
+    for _ in 0..FLOWS {
+        flows.push(peer.connect(&proxy).await);
+    }
+    let write = async |mut server: TcpStream| server.write_all(&vec![7; BYTES]).await;
+    let start_writing = |(client, server)| (client, tokio::spawn(write(server)));
+    let clients: Vec<_> = flows.into_iter().map(start_writing).collect();
+    let sent = async || proxy.metric("jackstay_passthrough_bytes_total").await as u64;
+    let held = async || proxy.metric("jackstay_memory_budget_bytes{kind=\"flows\"}").await as usize;
+    let (mut before, mut most) = (0, 0);
+    let start = Instant::now();
+    // All flows are blocked when a second passes without a byte.
+    loop {
+        let now = sent().await;
+        if now > 0 && now == before {
+            break;
+        }
+        assert!(start.elapsed() < PATIENCE, "the flows are not blocked: {before}, {now}");
+        before = now;
+        for _ in 0..10 {
+            most = most.max(held().await);
+            pause(Duration::from_millis(100)).await;
+        }
+    }
+    println!("{FLOWS} blocked flows hold up to {most} bytes");
+    assert!(most > 240 << 10, "memory was not short: {most}");
+    assert!(most < 640 << 10, "{most}");
+    for (mut client, writer) in clients {
+        let mut rest = Vec::new();
+        soon("the rest", client.read_to_end(&mut rest)).await.unwrap();
+        assert_eq!(rest.len(), BYTES);
+        writer.await.unwrap().unwrap();
+    }
+    until("nothing is held", async || held().await == 0).await;
 }
 
 /// jackstay waits for the rest of an incomplete `ClientHello` until `handshake_timeout`, and forwards garbage at

@@ -6,6 +6,7 @@ use std::time::Duration;
 use http::Method;
 use jackstay::config::MemoryLimit;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
 use crate::support::http2::{
     DATA, END_HEADERS, END_STREAM, HEADERS, INITIAL_WINDOW_SIZE, REFUSED_STREAM, RST_STREAM,
@@ -70,6 +71,10 @@ async fn responses(proxy: &Proxy) -> f64 {
 
 async fn connections(proxy: &Proxy) -> f64 {
     proxy.metric("jackstay_memory_budget_bytes{kind=\"connections\"}").await
+}
+
+async fn handshakes(proxy: &Proxy) -> f64 {
+    proxy.metric("jackstay_memory_budget_bytes{kind=\"handshakes\"}").await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -197,4 +202,21 @@ async fn idle_http1_connection_is_closed_when_memory_is_short() {
     assert!(answer.starts_with("HTTP/1.1 ") && !answer.starts_with("HTTP/1.1 429"), "{answer}");
     assert!(!answer.contains("connection: close"), "it was kept alive: {answer}");
     assert_eq!(shed(&proxy, "idle_connection").await, 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn unfinished_handshakes_are_charged_until_they_end() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start_with(|_| {}).await;
+    let mut clients = Vec::new();
+    for _ in 0..3 {
+        let mut client = TcpStream::connect(proxy.addr).await.unwrap();
+        // The start of a TLS record of 256 bytes.
+        client.write_all(&[22, 3, 1, 1, 0, 1, 0, 0]).await.unwrap();
+        clients.push(client);
+        let charged = clients.len() as f64 * 98_304.0;
+        until("the handshakes are charged", async || handshakes(&proxy).await >= charged).await;
+    }
+    drop(clients);
+    until("nothing is charged", async || handshakes(&proxy).await == 0.0).await;
 }

@@ -10,6 +10,7 @@ mod support;
 use std::time::{Duration, Instant, SystemTime};
 
 use jackstay::demo::pki::{Subject, Validity};
+use jackstay::observe::MemoryKind;
 use setup::{Connection, Peer, Proxy, Setup, respond, run};
 use support::netns::nft;
 use support::{Certs, pause, refusing_address};
@@ -129,6 +130,23 @@ fn spdy_upgrade_forwards_headers_and_data_both_ways() {
         assert_eq!(setup.proxy.tunnels.open(), 1);
         let metrics = setup.proxy.metrics.render();
         assert!(metrics.contains("jackstay_tunnels{listener=\"apiserver\"} 1"), "{metrics}");
+    });
+}
+
+#[test]
+fn tunnel_is_charged_to_the_memory_budget_until_it_ends() {
+    run(async {
+        let setup = Setup::new().await;
+        let charged = || setup.proxy.metrics.memory().used_for(MemoryKind::Tunnels);
+        let mut tunnels = vec![open_tunnel(&setup).await];
+        let of_one = charged();
+        assert!(of_one >= 64 << 10, "{of_one}");
+        tunnels.push(open_tunnel(&setup).await);
+        assert_eq!(charged(), 2 * of_one);
+        drop(tunnels);
+        while charged() > 0 {
+            pause(Duration::from_millis(1)).await;
+        }
     });
 }
 

@@ -70,8 +70,8 @@ impl Admin {
                 accepted = self.listener.accept() => accepted,
             };
             match accepted {
-                Ok((stream, _)) => {
-                    let Some(source) = sources.source(&stream) else { continue };
+                Ok((stream, from)) => {
+                    let Some(source) = sources.source(&stream, from) else { continue };
                     let on_loopback = is_on_loopback(&stream);
                     connections.add(stream, source, on_loopback).await;
                 }
@@ -79,8 +79,8 @@ impl Admin {
             }
         };
         if reason == StopReason::Moved {
-            for (stream, _) in listening::close_and_accept_queued(self.listener) {
-                let Some(source) = sources.source(&stream) else { continue };
+            for (stream, from) in listening::close_and_accept_queued(self.listener) {
+                let Some(source) = sources.source(&stream, from) else { continue };
                 let on_loopback = is_on_loopback(&stream);
                 connections.add(stream, source, on_loopback).await;
             }

@@ -32,6 +32,10 @@ pub async fn until_drain(
     (listener, metrics, warnings): (&str, &ListenerMetrics, &RateLimitedWarnings),
     admit: impl Fn(TcpStream, SocketAddr),
 ) {
+    // A socket from another version of this program may lack the options.
+    if let Err(error) = tcp_options::configure_accepted_by(&socket) {
+        warnings.warn(&format!("listener {listener}: no keepalive probes for clients"), error);
+    }
     let mut spare = SpareDescriptor::open();
     let refused = |error: io::Error| {
         metrics.refused("descriptors");

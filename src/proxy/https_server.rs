@@ -27,7 +27,6 @@ use super::proven_tokens::LastToken;
 use crate::net::sockets::linger::Linger;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::source::{Source, SourceLookup};
-use crate::net::sockets::tcp_options;
 use crate::net::tls::client_chain;
 use crate::net::tls::serving::{self, ServingTls};
 use crate::observe::memory_budget::MemoryCharge;
@@ -119,7 +118,7 @@ impl HttpsServer {
 
     fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
         let service = self.service.now();
-        let Some(source) = self.sources.source(&stream) else { return };
+        let Some(source) = self.sources.source(&stream, from) else { return };
         let handed_over = match &self.lane {
             Lane::Others { handed_over, workers, .. } => handed_over.get().div_ceil(*workers),
             Lane::All | Lane::Identities => 0,
@@ -276,7 +275,6 @@ impl HttpsServer {
         source: Source,
         service: &ListenerService,
     ) -> Option<(ClientStream, HandshakeInProgress)> {
-        tcp_options::configure_accepted(&stream).ok()?;
         let limit = service.request_limits.stall_timeout;
         let handshake = async {
             // A connection that sends nothing takes no turn. Its bytes stay in the socket, because thousands of

@@ -13,11 +13,15 @@
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use socket2::{Domain, SockRef, Socket, Type};
 use tokio::net::TcpListener;
+
+/// The limit that [`raise_descriptor_limit`] has returned; 0 before.
+static RAISED_LIMIT: AtomicU64 = AtomicU64::new(0);
 
 /// Raises the soft limit on descriptors to the hard limit and returns it.
 ///
@@ -29,12 +33,18 @@ pub fn raise_descriptor_limit() -> io::Result<u64> {
     if limit.current != limit.maximum {
         setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
     }
-    Ok(limit.maximum.unwrap_or(u64::MAX))
+    let limit = limit.maximum.unwrap_or(u64::MAX);
+    RAISED_LIMIT.store(limit, Relaxed);
+    Ok(limit)
 }
 
-/// The soft limit on descriptors; `u64::MAX` if there is none.
-pub fn descriptor_limit() -> u64 {
-    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+/// The soft limit on descriptors; `u64::MAX` if there is none. Once it is raised it takes no system call, since each
+/// connection asks for it. A limit that another process changes later is not noticed.
+fn descriptor_limit() -> u64 {
+    match RAISED_LIMIT.load(Relaxed) {
+        0 => getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX),
+        raised => raised,
+    }
 }
 
 /// How many descriptors below this limit are reserved.

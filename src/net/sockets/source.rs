@@ -2,7 +2,7 @@
 
 use std::cell::OnceCell;
 use std::fmt;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use tokio::net::TcpStream;
 
@@ -67,10 +67,10 @@ impl fmt::Display for Source {
 pub struct SourceLookup(OnceCell<Option<PeerUids>>);
 
 impl SourceLookup {
-    /// The source of an accepted connection. A loopback connection whose user cannot be found, such as one from
+    /// The source of a connection that was accepted from `peer`. A loopback connection whose user cannot be found, such as one from
     /// another network namespace, has its address as source.
-    pub fn source(&self, stream: &TcpStream) -> Option<Source> {
-        let (peer, local) = (stream.peer_addr().ok()?, stream.local_addr().ok()?);
+    pub fn source(&self, stream: &TcpStream, peer: SocketAddr) -> Option<Source> {
+        let local = stream.local_addr().ok()?;
         // Both ends of a connection to an address of this host are in this network namespace.
         let is_local = peer.ip().to_canonical().is_loopback() || peer.ip() == local.ip();
         let uids =
@@ -88,9 +88,9 @@ mod tests {
     async fn loopback_connection_has_the_user_of_the_client() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let (accepted, _) = listener.accept().await.unwrap();
+        let (accepted, from) = listener.accept().await.unwrap();
         let uid = rustix::process::getuid().as_raw();
-        assert_eq!(SourceLookup::default().source(&accepted), Some(Source::User(uid)));
+        assert_eq!(SourceLookup::default().source(&accepted, from), Some(Source::User(uid)));
     }
 
     #[test]

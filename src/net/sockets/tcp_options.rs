@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
 use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
@@ -10,19 +10,20 @@ use tokio::net::TcpStream;
 
 use crate::net::process::resource_limits;
 
-/// Sets the options of an accepted client connection: no Nagle delay, and keepalive probes. The kernel closes
-/// the connection of a client that has disappeared after two minutes (30 s + 9 × 10 s), so a few lost
-/// packets do not close it.
+/// Sets the options of client connections on their listening socket, from which Linux copies them to each accepted
+/// one: no Nagle delay, and keepalive probes. The kernel closes the connection of a client that has disappeared after
+/// two minutes (30 s + 9 × 10 s), so a few lost packets do not close it.
 ///
 /// # Errors
 /// What `setsockopt(2)` returns.
-pub fn configure_accepted(stream: &TcpStream) -> io::Result<()> {
-    stream.set_nodelay(true)?;
+pub fn configure_accepted_by(listener: &impl AsFd) -> io::Result<()> {
+    let listener = SockRef::from(listener);
+    listener.set_tcp_nodelay(true)?;
     let keepalive = TcpKeepalive::new()
         .with_time(Duration::from_secs(30))
         .with_interval(Duration::from_secs(10))
         .with_retries(9);
-    SockRef::from(stream).set_tcp_keepalive(&keepalive)
+    listener.set_tcp_keepalive(&keepalive)
 }
 
 /// Idle time before the first keepalive probe on an upstream connection, and the time between probes.
@@ -41,11 +42,11 @@ const MAX_PROBES: u32 = 127;
 /// The host lacks the address family, or `EMFILE` if no unreserved descriptor is left
 /// ([`resource_limits::is_reserved`]).
 pub fn new_upstream_socket(address: SocketAddr) -> io::Result<Socket> {
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    let kind = Type::STREAM.nonblocking();
+    let socket = Socket::new(Domain::for_address(address), kind, Some(Protocol::TCP))?;
     if resource_limits::is_reserved(&socket) {
         return Err(resource_limits::out_of_descriptors());
     }
-    socket.set_nonblocking(true)?;
     socket.set_tcp_nodelay(true)?;
     let keepalive = TcpKeepalive::new()
         .with_time(PROBE_INTERVAL)
@@ -132,7 +133,6 @@ mod tests {
         send_keepalive_probe(&stream).unwrap();
         let listener = tokio::net::TcpListener::from_std(listener).unwrap();
         let (accepted, _) = listener.accept().await.unwrap();
-        configure_accepted(&accepted).unwrap();
         assert!(accepted.nodelay().unwrap());
         let socket = SockRef::from(&accepted);
         let interval = socket.tcp_keepalive_interval().unwrap();

@@ -78,7 +78,7 @@ impl TcpForwarder {
 
     fn admit(self: &Rc<Self>, client: TcpStream, from: SocketAddr) {
         let limit = self.routing.current().limits.max_connections;
-        let Some(source) = self.sources.source(&client) else { return };
+        let Some(source) = self.sources.source(&client, from) else { return };
         // No client of L4 proves an identity to this process, so there is no reserve.
         let slots = SlotLimit { slots: limit, has_identities: false, handed_over: 0 };
         let admitted = self.slots.admit(source, slots, Instant::now());
@@ -117,10 +117,6 @@ impl OpenConnection {
     /// because the client has sent nothing.
     async fn run(self, mut client: TcpStream, from: SocketAddr) {
         let forwarder = &*self.forwarder;
-        if tcp_options::configure_accepted(&client).is_err() {
-            self.end.set("client_reset");
-            return;
-        }
         // The futures of routing and connecting are boxed, so that an idle flow does not keep their memory.
         let (upstream, prefix) = match Box::pin(self.unless_evicted(self.route(&mut client, from)))
             .await

@@ -17,6 +17,8 @@
 //!   cleanly where its client can continue, as after a timeout of the apiserver. The client's next
 //!   request gets a 401.
 //! * Any other request runs to its end, as it does without jackstay.
+//! * The connection of an identity ends after these requests. On its next connection, the client shows its new
+//!   certificate, or is served as one without an identity.
 //!
 //! [`client_chain`] verifies chains and caches the results. This module starts the verification, repeats
 //! it when its result may change, and wakes the requests that depend on the result.
@@ -201,6 +203,19 @@ impl ClientCertificate {
         }
     }
 
+    /// Returns with the reason when the certificate is no longer valid. [`Self::follow`] must run at the same time.
+    pub async fn expired(&self) -> String {
+        loop {
+            let mut changed = pin!(self.changed.notified());
+            changed.as_mut().enable();
+            if let Some(Err(reason)) = self.validity(wall_clock()) {
+                let subject = self.info().map(|info| info.subject.to_string()).unwrap_or_default();
+                return format!("the client certificate of {subject} is no longer valid: {reason}");
+            }
+            changed.await;
+        }
+    }
+
     /// The time from `now` to the next begin or end of a validity period, at most [`CLOCK_INTERVAL`].
     fn until_next_change(&self, now: SystemTime) -> Duration {
         let verdict = self.verdict.borrow();
@@ -255,20 +270,7 @@ impl IdentityProof {
     /// no proof. [`ClientCertificate::follow`] must run at the same time, as it does for each connection.
     pub fn expiry(&self) -> Option<ProofExpiry> {
         let certificate = Rc::clone(self.0.as_ref()?);
-        Some(Box::pin(Self::expired(certificate)))
-    }
-
-    async fn expired(certificate: Rc<ClientCertificate>) -> String {
-        loop {
-            let mut changed = pin!(certificate.changed.notified());
-            changed.as_mut().enable();
-            if let Some(Err(reason)) = certificate.validity(wall_clock()) {
-                let subject = certificate.info().map(|info| info.subject.to_string());
-                let subject = subject.unwrap_or_default();
-                return format!("the client certificate of {subject} is no longer valid: {reason}");
-            }
-            changed.await;
-        }
+        Some(Box::pin(async move { certificate.expired().await }))
     }
 
     /// Like [`Self::expiry`], for a tunnel. A tunnel outlives the HTTP connection, so this runs
@@ -276,7 +278,7 @@ impl IdentityProof {
     pub async fn follow_until_expiry(&self) -> String {
         let Some(certificate) = &self.0 else { pending().await };
         tokio::select! {
-            reason = Self::expired(Rc::clone(certificate)) => reason,
+            reason = certificate.expired() => reason,
             never = certificate.follow() => match never {},
         }
     }

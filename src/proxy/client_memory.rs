@@ -199,9 +199,9 @@ impl ClientMemory {
         self.source.budget().count_shed(shed);
     }
 
-    /// What was last shed of this client.
-    pub fn last_shed(&self) -> Option<Shed> {
-        self.last_shed.get()
+    /// What was last shed of this client, if it was since the last call.
+    pub fn take_last_shed(&self) -> Option<Shed> {
+        self.last_shed.take()
     }
 
     /// Charges a request; `None` if it does not fit. Of a client without a configured identity, that includes the

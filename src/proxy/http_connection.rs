@@ -20,6 +20,7 @@ use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep};
 
 use super::body_progress::{BodyProgress, StallBoundStream, TrackedBody};
+use super::client_certificate::ClientCertificate;
 use super::client_connection::ClientConnection;
 use super::client_memory::{ClientMemory, StreamMemory, UNPROVEN_STREAMS};
 use super::client_stream::ClientStream;
@@ -89,7 +90,8 @@ impl HttpConnection<'_> {
         slot: &ConnectionSlot,
     ) -> Result<(), Box<dyn Error>> {
         let (limits, source) = (&self.service.request_limits, slot.source());
-        let memory = Rc::clone(&client.memory);
+        let (memory, certificate) = (Rc::clone(&client.memory), client.certificate.clone());
+        let warn_of_shed = || self.warn_of_shed(&memory, source);
         let windows = memory.windows();
         let max_streams = match memory.class() {
             MemoryClass::Identity => limits.max_streams,
@@ -128,7 +130,7 @@ impl HttpConnection<'_> {
             .max_local_error_reset_streams(MAX_ERROR_RESETS)
             .serve_connection(TokioIo::new(stream), respond);
         let mut connection = std::pin::pin!(connection);
-        let mut drain = self.drain;
+        let mut drain = self.drain.clone();
         let served = async {
             tokio::select! {
                 // The connection is polled first, so that a received request counts before the timeout.
@@ -139,7 +141,8 @@ impl HttpConnection<'_> {
                 () = streams.idle_without_stream(limits.header_timeout, || uncork.received_since_last_call()) => {
                     self.service.metrics.refused("timeout");
                 }
-                shed = shed_when_short(&memory) => shed?,
+                shed = shed_when_short(&memory, warn_of_shed) => shed?,
+                () = identity_lost(&memory, certificate) => {}
             }
             // A first request that is on its way is served, or the GOAWAY tells the client to retry it.
             connection.as_mut().graceful_shutdown();
@@ -150,7 +153,7 @@ impl HttpConnection<'_> {
             }
         };
         let result = served.await;
-        warn_of_shed(self.listener, self.warnings, &memory, source);
+        warn_of_shed();
         if let Some(frame) = violation.get() {
             self.service.metrics.closed_for_frames(frame.as_str());
             let about = format!(
@@ -169,7 +172,8 @@ impl HttpConnection<'_> {
         slot: &ConnectionSlot,
     ) -> Result<(), Box<dyn Error>> {
         let (limits, source) = (&self.service.request_limits, slot.source());
-        let memory = Rc::clone(&client.memory);
+        let (memory, certificate) = (Rc::clone(&client.memory), client.certificate.clone());
+        let warn_of_shed = || self.warn_of_shed(&memory, source);
         let respond = service_fn(move |request| {
             let (memory, response) = match client.memory.begin(&request) {
                 Some(memory) => (memory, Ok(Rc::clone(&client).serve(request))),
@@ -195,7 +199,7 @@ impl HttpConnection<'_> {
             .serve_connection(TokioIo::new(stream), respond)
             .with_upgrades();
         let mut connection = std::pin::pin!(connection);
-        let mut drain = self.drain;
+        let mut drain = self.drain.clone();
         let served = async {
             tokio::select! {
                 // The connection is polled first, so that a received request counts before it is shed as idle.
@@ -203,7 +207,8 @@ impl HttpConnection<'_> {
                 result = connection.as_mut() => return result.map_err(Into::into),
                 () = drain.started() => {}
                 () = slot.evicted() => {}
-                shed = shed_when_short(&memory) => shed?,
+                shed = shed_when_short(&memory, warn_of_shed) => shed?,
+                () = identity_lost(&memory, certificate) => {}
             }
             // An idle connection is closed, and another one after its response.
             connection.as_mut().graceful_shutdown();
@@ -213,21 +218,32 @@ impl HttpConnection<'_> {
             }
         };
         let result = served.await;
-        warn_of_shed(self.listener, self.warnings, &memory, source);
+        warn_of_shed();
         result
+    }
+
+    /// Warns if something of this client was shed since the last call.
+    fn warn_of_shed(&self, client: &ClientMemory, source: Source) {
+        if let Some(shed) = client.take_last_shed() {
+            let about = format!(
+                "listener {} is short of memory for a client (memory_limit)",
+                self.listener
+            );
+            self.warnings.warn(&about, format_args!("{}, from {source}", shed.as_str()));
+        }
     }
 }
 
-/// Warns if something of this client was shed.
-fn warn_of_shed(
-    listener: &str,
-    warnings: &RateLimitedWarnings,
-    client: &ClientMemory,
-    source: Source,
-) {
-    if let Some(shed) = client.last_shed() {
-        let about = format!("listener {listener} is short of memory for a client (memory_limit)");
-        warnings.warn(&about, format_args!("{}, from {source}", shed.as_str()));
+/// Returns when the certificate of an identity's client is no longer valid. The connection then ends after its
+/// requests, so that the identity lane serves only proven identities, and the client can show a new certificate. Never
+/// returns for another client.
+async fn identity_lost(client: &ClientMemory, certificate: Option<Rc<ClientCertificate>>) {
+    match certificate.filter(|_| client.class() == MemoryClass::Identity) {
+        Some(certificate) => {
+            let reason = Box::pin(certificate.expired()).await;
+            tracing::debug!(%reason, "connection ends");
+        }
+        None => pending().await,
     }
 }
 
@@ -244,14 +260,16 @@ async fn evicted_and_idle(slot: &ConnectionSlot, service: &ListenerService) {
     }
 }
 
-/// Waits until memory is short for a client, and counts its connection as shed. The random pause avoids that all
+/// Waits until memory is short for a client, and counts its connection as shed. Meanwhile `warn` is called at each
+/// check. The random pause avoids that all
 /// connections of a source are shed at the same time.
 ///
 /// # Errors
 /// The connection has requests, and must be closed at once.
-async fn shed_when_short(client: &ClientMemory) -> Result<(), Box<dyn Error>> {
+async fn shed_when_short(client: &ClientMemory, warn: impl Fn()) -> Result<(), Box<dyn Error>> {
     loop {
         sleep(MEMORY_CHECK_INTERVAL.mul_f64(0.5 + fastrand::f64())).await;
+        warn();
         match (client.class(), client.level(), client.open_streams()) {
             (MemoryClass::Identity, ..) | (_, Level::Free, _) => {}
             (.., 0) => {

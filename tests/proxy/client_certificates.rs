@@ -13,7 +13,7 @@ use std::time::{Duration, Instant, SystemTime};
 use http::Method;
 use jackstay::config::CertPaths;
 use jackstay::demo::apiserver::ApiServerHandle;
-use jackstay::demo::client::Client;
+use jackstay::demo::client::{Client, Credentials};
 use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
 use jackstay::net::sockets::source::Source;
 use jackstay::net::tls::client_chain::{self, ClientChain};
@@ -132,15 +132,16 @@ async fn identity_file_that_changes_its_subject_mixes_no_requests() {
 async fn watch_with_a_short_lived_certificate(
     cluster: &TestCluster,
     proxy: &Proxy,
-) -> (Client, hyper::body::Incoming) {
+) -> (Client, Credentials, hyper::body::Incoming) {
     let validity = Validity { not_after: SystemTime::now() + PATIENCE / 2, ..Validity::usual() };
     let issued = cluster.certs.pki.client_valid(&Subject::admin(), validity).unwrap();
-    let client = proxy.client_with(&cluster.certs.anonymous().certificate(&issued)).await;
+    let credentials = cluster.certs.anonymous().certificate(&issued);
+    let client = proxy.client_with(&credentials).await;
     let path = cluster.watch_path();
     let headers = [("audit-id", "short-lived")];
     let response = soon("a watch", client.send(Method::GET, &path, &headers, "")).await.unwrap();
     assert_eq!(response.status(), 200, "the certificate expired before the first request");
-    (client, response.into_body())
+    (client, credentials, response.into_body())
 }
 
 /// Reads a body to its end. Returns whether the end is clean.
@@ -152,10 +153,9 @@ async fn ends_cleanly(body: hyper::body::Incoming) -> bool {
 async fn watch_ends_cleanly_when_its_client_certificate_expires() {
     let cluster = TestCluster::new(2);
     let proxy = cluster.start_with(without_suspicion).await;
-    let (client, body) = watch_with_a_short_lived_certificate(&cluster, &proxy).await;
+    let (client, credentials, body) = watch_with_a_short_lived_certificate(&cluster, &proxy).await;
     assert!(soon("the end of the watch", ends_cleanly(body)).await);
-    let after = client.get(CONFIGMAPS).await.unwrap();
-    assert_eq!(after.status, 401, "the watch ended before the certificate expired");
+    assert_401_on_another_connection(&proxy, client, &credentials).await;
     assert_eq!(cluster.state.audit().count_id("short-lived"), 1);
     let unproven = proxy.resumes("unproven").await;
     assert_eq!(unproven as u64, 1);
@@ -177,7 +177,20 @@ async fn watch_ends_cleanly_when_its_client_ca_is_withdrawn() {
     let body = client.send(Method::GET, &path, &[], "").await.unwrap().into_body();
     std::fs::write(&file, Pki::new("another").unwrap().ca_pem()).unwrap();
     assert!(soon("the end of the watch", ends_cleanly(body)).await);
-    assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 401);
+    assert_401_on_another_connection(&proxy, client, &proxy.credentials).await;
+}
+
+/// The connection ends, which has lost its identity, and the next one with the same certificate gets a 401 from a
+/// worker.
+async fn assert_401_on_another_connection(
+    proxy: &Proxy,
+    client: Client,
+    credentials: &Credentials,
+) {
+    until("the connection is closed", async || client.is_closed()).await;
+    let another = proxy.client_with(credentials).await;
+    assert_eq!(another.get(CONFIGMAPS).await.unwrap().status, 401);
+    assert_eq!(proxy.status().await["threads"]["identity_lane_connections"], 0);
 }
 
 /// Simulates a resume after the machine was suspended: the clock has advanced and no timer has fired yet. The

@@ -216,7 +216,7 @@ pub struct Proxy {
     pub addr: SocketAddr,
     pub admin: SocketAddr,
     pub running: Running,
-    credentials: Credentials,
+    pub credentials: Credentials,
 }
 
 impl Proxy {

@@ -528,8 +528,13 @@ class Controllers(RigCase, unittest.TestCase):
         errors = [line for p in both for line in client_errors(p, WATCH_ERRORS, since=offsets[p.name])]
         log(f"{number} faults in {time.monotonic() - begun:.0f} s: {len(errors)} watch errors; "
             + ", ".join(f"{p.name}: {last[p.name]} caches, {len(self.lists(p)) - last[p.name]} lists after that" for p in both))
-        self.assertEqual(errors, [])
-        self.assertEqual({p.name: self.lists(p)[last[p.name]:] for p in both}, {p.name: [] for p in both})
+        # A kube-apiserver that has just started refuses the first watch of a new cache until it knows what its etcd
+        # supports (RequestWatchProgress). The client then lists: a cache that starts late, after a fault, is no defect.
+        late = [line for line in errors if "RequestWatchProgress is disabled" in line]
+        self.assertEqual([line for line in errors if line not in late], [])
+        lists = {p.name: self.lists(p)[last[p.name]:] for p in both}
+        expected = {p.name: sum(line.startswith(f"{p.name}: ") for line in late) for p in both}
+        self.assertEqual({name: len(kinds) for name, kinds in lists.items()}, expected, lists)
         self.assertEqual([p.running for p in both], [True, True])
         self.assertNotIn("panicked", jackstay.process.logfile.read_text(errors="replace"))
 

@@ -2,7 +2,7 @@
 
 use crate::peer::{ProbedServer, exchange, setup, setup_with, wait_flows};
 use crate::support::child::{Process, first_address};
-use crate::support::{Certs, PATIENCE, passthrough_mode, pause, soon, until};
+use crate::support::{Certs, PATIENCE, passthrough_mode, pause, soon, until, without_suspicion};
 use jackstay::config::{MemoryLimit, Route};
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -53,15 +53,18 @@ async fn client_that_does_not_read_blocks_only_its_own_server() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn blocked_flows_hold_little_when_memory_is_short() {
     const FLOWS: usize = 40;
-    const BYTES: usize = 16 << 20;
+    const BYTES: usize = 4 << 20;
     // 40 flows cost 160 KiB. At 3/4 of its 320 KiB the source is short of memory.
     let (_certs, mut server, proxy) = ProbedServer::setup_with(&["h2"], |config| {
         config.memory_limit = MemoryLimit::Bytes(1 << 20);
+        without_suspicion(config);
     })
     .await;
     let mut flows = Vec::new();
     for _ in 0..FLOWS {
-        flows.push(server.flow(&proxy).await);
+        let (client, server_end) = server.flow(&proxy).await;
+        socket2::SockRef::from(&client).set_recv_buffer_size(32 << 10).unwrap();
+        flows.push((client, server_end));
     }
     let write = async |mut server: TcpStream| server.write_all(&vec![7; BYTES]).await;
     let start_writing = |(client, server)| (client, tokio::spawn(write(server)));

@@ -6,10 +6,11 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use clap::Args;
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::time::timeout;
 
 use super::check;
 use super::options::{ConfigArgs, EXIT_USAGE, missing_default_hint};
@@ -33,6 +34,10 @@ Examples:
   jackstay run
   jackstay run --config jackstay.yaml --log-level debug
   jackstay run --listen 127.0.0.1:7443 --upstream 10.0.0.1:6443";
+
+/// How long a start may still take after a termination signal. It may already serve clients, which a completed start
+/// drains.
+const START_COMPLETION: Duration = Duration::from_secs(1);
 
 /// Arguments of `jackstay run`.
 #[derive(Debug, Args)]
@@ -213,11 +218,11 @@ async fn serve(
 ) -> io::Result<ExitCode> {
     // Before clients can connect: once they can, a signal must drain the process, not kill it.
     let mut signals = Signals::new(upgrade)?;
-    let starting = tokio::task::spawn_blocking(start);
-    let running = tokio::select! {
+    let mut starting = tokio::task::spawn_blocking(start);
+    let (running, signal) = tokio::select! {
         biased;
-        started = starting => match started? {
-            Ok(running) => running,
+        started = &mut starting => match started? {
+            Ok(running) => (running, None),
             Err(error) => {
                 tracing::error!("{error}");
                 let code = if error.is_configuration() { EXIT_USAGE } else { 1 };
@@ -225,11 +230,18 @@ async fn serve(
             }
         },
         signal = signals.terminated() => {
-            tracing::info!(signal, "termination signal before the start was complete: stopped");
-            return Ok(ExitCode::SUCCESS);
+            let Ok(Ok(Ok(running))) = timeout(START_COMPLETION, starting).await else {
+                tracing::info!(signal, "termination signal before the start was complete: stopped");
+                return Ok(ExitCode::SUCCESS);
+            };
+            (running, Some(signal))
         }
     };
-    let mut signalled = match signals.wait_for_end(&running).await {
+    let end = match signal {
+        Some(signal) => EndReason::Signal(signal),
+        None => signals.wait_for_end(&running).await,
+    };
+    let mut signalled = match end {
         // Without STOPPING=1: the service continues in the new process.
         EndReason::Replaced => {
             tracing::info!("draining: a new process has taken over");

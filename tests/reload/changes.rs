@@ -200,9 +200,10 @@ async fn reload_of_the_client_ca_verifies_client_certificates_again() {
     let ca = other.write_ca(&dir).unwrap();
     let before = terminate_mode(&mut setup.config).client_ca_file.clone();
     setup.change(|config| terminate_mode(config).client_ca_file = Some(ca)).await;
-    assert_eq!(client.get(path).await.unwrap().status, 401);
+    until("the connection without a valid certificate ends", async || client.is_closed()).await;
+    assert_eq!(setup.client().await.get(path).await.unwrap().status, 401);
     setup.change(|config| terminate_mode(config).client_ca_file = before).await;
-    assert_eq!(client.get(path).await.unwrap().status, 200);
+    assert_eq!(setup.client().await.get(path).await.unwrap().status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

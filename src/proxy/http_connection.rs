@@ -260,9 +260,8 @@ async fn evicted_and_idle(slot: &ConnectionSlot, service: &ListenerService) {
     }
 }
 
-/// Waits until memory is short for a client, and counts its connection as shed. Meanwhile `warn` is called at each
-/// check. The random pause avoids that all
-/// connections of a source are shed at the same time.
+/// Waits until memory is short for a client, and counts its connection as shed. `warn` is called before each check. The
+/// random pause avoids that all connections of a source are shed at the same time.
 ///
 /// # Errors
 /// The connection has requests, and must be closed at once.

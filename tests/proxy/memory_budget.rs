@@ -9,13 +9,12 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use crate::support::http2::{
-    DATA, END_HEADERS, END_STREAM, HEADERS, INITIAL_WINDOW_SIZE, REFUSED_STREAM, RST_STREAM,
-    field_block, frame, settings,
+    DATA, END_HEADERS, END_STREAM, HEADERS, INITIAL_WINDOW_SIZE, PREFACE, REFUSED_STREAM,
+    RST_STREAM, field_block, frame, settings,
 };
 use crate::support::wire::{self, Wire};
 use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map, soon, until, wait};
 
-const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Streams that a client without an identity may open on a connection.
 const STREAMS: u32 = 250;
 

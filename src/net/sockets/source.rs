@@ -67,8 +67,8 @@ impl fmt::Display for Source {
 pub struct SourceLookup(OnceCell<Option<PeerUids>>);
 
 impl SourceLookup {
-    /// The source of a connection that was accepted from `peer`. A loopback connection whose user cannot be found, such as one from
-    /// another network namespace, has its address as source.
+    /// The source of a connection that was accepted from `peer`. A loopback connection whose user cannot be found,
+    /// such as one from another network namespace, has its address as source.
     pub fn source(&self, stream: &TcpStream, peer: SocketAddr) -> Option<Source> {
         let local = stream.local_addr().ok()?;
         // Both ends of a connection to an address of this host are in this network namespace.

@@ -22,5 +22,5 @@ mod server;
 mod status_provider;
 
 pub use self::connections::{CONNECTION_TIME, MAX_CONNECTIONS};
-pub use self::server::{Admin, StopReason, serve_unix};
+pub use self::server::{Admin, SOCKET_MODE, StopReason, serve_unix};
 pub use self::status_provider::{Readiness, ReadinessCheck, StatusProvider, node_name};

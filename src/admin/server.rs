@@ -21,6 +21,9 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Failed accepts are logged at most once in this time.
 const LOG_INTERVAL: Duration = Duration::from_secs(5);
 
+/// Mode of the Unix socket: its group, which an operator can set, may read the status as well.
+pub const SOCKET_MODE: u32 = 0o660;
+
 /// Why the admin endpoint stops accepting on a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StopReason {

@@ -202,7 +202,7 @@ impl TakeoverServer {
         if !replace && BlockingStream::connect(path).is_ok() {
             return Err(io::Error::other("another process with this state_dir serves it"));
         }
-        UnixListener::from_std(listening::listen_unix(path)?).map(Self)
+        UnixListener::from_std(listening::listen_unix(path, 0o600)?).map(Self)
     }
 
     /// Serves new processes one after the other, until one has taken over.

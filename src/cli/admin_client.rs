@@ -159,6 +159,7 @@ fn invalid_data(text: String) -> io::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::admin::SOCKET_MODE;
     use crate::net::sockets::listening;
     use std::io::{Read, Write};
     use std::net::TcpListener;
@@ -231,7 +232,7 @@ mod tests {
         let ask = || block_on(get(&address, "/livez", LIMIT));
         assert_eq!(ask().unwrap_err().kind(), io::ErrorKind::NotFound);
         let serve = |answer| {
-            let listener = listening::listen_unix(&path).unwrap();
+            let listener = listening::listen_unix(&path, SOCKET_MODE).unwrap();
             listener.set_nonblocking(false).unwrap();
             std::thread::spawn(move || serve_once(listener.accept().unwrap().0, answer));
         };
@@ -246,7 +247,7 @@ mod tests {
     fn get_silent_server_times_out() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("admin.sock");
-        let _listener = listening::listen_unix(&path).unwrap();
+        let _listener = listening::listen_unix(&path, SOCKET_MODE).unwrap();
         let limit = Duration::from_millis(50);
         let error = block_on(get(&AdminAddress::Unix(path), "/livez", limit)).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);

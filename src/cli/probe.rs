@@ -2,7 +2,7 @@
 //! answer.
 //!
 //! Kubelet's `exec` probes run it with the Unix socket of `admin.socket`. On the host network every
-//! process can connect to the TCP port and exhaust its backlog; the socket is private to its owner.
+//! process can connect to the TCP port and exhaust its backlog; the socket is private to its user and group.
 
 use std::io;
 use std::net::SocketAddr;

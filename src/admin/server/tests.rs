@@ -233,7 +233,8 @@ async fn connections_in_all_slots_lose_those_of_the_source_with_the_most() {
 async fn serve_unix_answers_probes() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("admin.sock");
-    let listener = crate::net::sockets::listening::listen_unix(&path).expect("a socket");
+    let listener =
+        crate::net::sockets::listening::listen_unix(&path, SOCKET_MODE).expect("a socket");
     let listener = UnixListener::from_std(listener).expect("a runtime");
     tokio::spawn(serve_unix(listener, Arc::new(FakeStatus { alive: true, ready: false })));
     for (route, code) in [("/livez", "200"), ("/readyz", "503")] {

@@ -166,7 +166,8 @@ impl Tasks {
         let at = path.clone();
         let task = spawn_local(async move {
             let file = at.clone();
-            let opened = spawn_blocking(move || listening::listen_unix(&file)).await;
+            let opened =
+                spawn_blocking(move || listening::listen_unix(&file, admin::SOCKET_MODE)).await;
             let listener = opened.unwrap_or_else(|error| Err(error.into()));
             match listener.and_then(UnixListener::from_std) {
                 Ok(listener) => {

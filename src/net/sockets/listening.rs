@@ -158,7 +158,8 @@ pub fn divert_new_connections(socket: &std::net::TcpListener) -> io::Result<()> 
 pub fn close_and_accept_queued(listener: tokio::net::TcpListener) -> Vec<(TcpStream, SocketAddr)> {
     let Ok(listener) = listener.into_std() else { return Vec::new() };
     let accepted = std::iter::from_fn(|| listener.accept().ok());
-    let queued: Vec<_> = accepted.take(BACKLOG as usize).collect();
+    // Linux queues one connection more than the backlog (`sk_acceptq_is_full`).
+    let queued: Vec<_> = accepted.take(BACKLOG as usize + 1).collect();
     drop(listener);
     let register = |(stream, from): (std::net::TcpStream, SocketAddr)| {
         stream.set_nonblocking(true).ok()?;
@@ -181,22 +182,22 @@ pub fn is_address_family_missing(address: SocketAddr, error: &io::Error) -> bool
     }
 }
 
-/// Listens at `path`, for this user and root only, and replaces a socket that exists there. Creates a
-/// missing directory.
+/// Listens at `path`, which gets this mode, and replaces a socket that exists there. Creates a missing
+/// directory. A client needs write permission to connect (unix(7)).
 ///
 /// The socket is bound under a temporary name and renamed, so a client always reaches the old socket or the
 /// new one.
 ///
 /// # Errors
 /// The directory cannot be written, or the path is too long for a Unix socket (108 bytes, unix(7)).
-pub fn listen_unix(path: &Path) -> io::Result<UnixListener> {
+pub fn listen_unix(path: &Path, mode: u32) -> io::Result<UnixListener> {
     // A rename to a path that is too long would succeed, but clients could not connect to it.
     std::os::unix::net::SocketAddr::from_pathname(path)?;
     let directory = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(directory)?;
     let new = tempfile::Builder::new().prefix(".jackstay.").make_in(directory, |new| {
         let listener = UnixListener::bind(new)?;
-        set_permissions(new, Permissions::from_mode(0o600))?;
+        set_permissions(new, Permissions::from_mode(mode))?;
         listener.set_nonblocking(true)?;
         Ok(listener)
     })?;
@@ -342,13 +343,14 @@ mod tests {
     }
 
     #[test]
-    fn listen_unix_replaces_a_socket_and_has_mode_0600() {
+    fn listen_unix_replaces_a_socket_and_sets_its_mode() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run").join("admin.sock");
-        let first = listen_unix(&path).unwrap();
-        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
-        assert_eq!(mode & 0o777, 0o600);
-        let second = listen_unix(&path).unwrap();
+        let first = listen_unix(&path, 0o660).unwrap();
+        let mode = || std::fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(), 0o660);
+        let second = listen_unix(&path, 0o600).unwrap();
+        assert_eq!(mode(), 0o600);
         let _client = std::os::unix::net::UnixStream::connect(&path).unwrap();
         assert!(second.accept().is_ok());
         assert_eq!(first.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);

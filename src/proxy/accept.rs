@@ -142,12 +142,36 @@ mod tests {
         let (trigger, drain) = drain::channel();
         begin_drain(&trigger);
         let count = Cell::new(0);
-        let admit = |_, _| count.set(count.get() + 1);
+        accept(socket, drain, |_| count.set(count.get() + 1)).await;
+        count.get()
+    }
+
+    async fn accept(socket: std::net::TcpListener, drain: DrainWatcher, admit: impl Fn(TcpStream)) {
         let socket = TcpListener::from_std(socket).unwrap();
         let metrics = Metrics::new().listener("l");
         let warnings = RateLimitedWarnings::new(WARNING_INTERVAL);
+        let admit = |stream, _| admit(stream);
         until_drain(socket, drain, ("l", &metrics, &warnings), admit).await;
-        count.get()
+    }
+
+    /// Such a socket comes from the service manager, or from another version of this program.
+    #[tokio::test]
+    async fn until_drain_sets_the_options_of_connections_on_a_socket_without_options() {
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        socket.set_nonblocking(true).unwrap();
+        let address = socket.local_addr().unwrap();
+        let (trigger, drain) = drain::channel();
+        let options = Cell::new(None);
+        let admit = |stream: TcpStream| {
+            let keepalive = socket2::SockRef::from(&stream).keepalive().unwrap();
+            options.set(Some((stream.nodelay().unwrap(), keepalive)));
+            trigger.start(Duration::ZERO);
+        };
+        // The accept loop is polled first, and a connection has the options that its listening socket had.
+        let ((), client) =
+            tokio::join!(biased; accept(socket, drain, admit), TcpStream::connect(address));
+        client.unwrap();
+        assert_eq!(options.get(), Some((true, true)));
     }
 
     #[tokio::test]

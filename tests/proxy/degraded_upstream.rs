@@ -226,6 +226,6 @@ async fn failing_responses_trigger_a_probe_immediately() {
     for reply in soon("reads without a response", join_all(reads)).await {
         assert_eq!(reply.unwrap().status, 200);
     }
-    assert_eq!(state(&proxy, 1).await, "degraded");
+    until("missing heads trigger a probe", async || state(&proxy, 1).await == "degraded").await;
     two.set_faults(|faults| faults.hang = false);
 }

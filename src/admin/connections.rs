@@ -17,7 +17,7 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::task::{AbortHandle, JoinSet};
+use tokio::task::{AbortHandle, JoinSet, yield_now};
 use tokio::time::{Instant, sleep_until};
 
 use super::routes;
@@ -38,7 +38,7 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(3);
 const MAX_HEAD: usize = 16 * 1024;
 
 /// Age from which a connection without a complete request may be evicted.
-const REQUEST_GRACE: Duration = Duration::from_millis(50);
+pub(super) const REQUEST_GRACE: Duration = Duration::from_millis(50);
 
 /// Age from which a connection whose response is not read may be evicted.
 const RESPONSE_GRACE: Duration = Duration::from_millis(250);
@@ -48,9 +48,13 @@ const RESPONSE_GRACE: Duration = Duration::from_millis(250);
 /// each eviction does not fill the accept queue.
 const EVICTION_BATCH: usize = MAX_CONNECTIONS / 4;
 
-/// Pause before an eviction, in which requests that have arrived are read. Without it, the eviction could run
-/// before the connections' own tasks after the process was stopped for a while.
+/// Minimum pause before an eviction, so that a full endpoint does not keep its thread busy.
 const EVICTION_DELAY: Duration = Duration::from_millis(1);
+
+/// Turns of the event loop between this pause and the eviction. They read the requests that arrived while the thread
+/// did not run, because the host is busy or the process was stopped: a turn polls the sockets and then up to 61 tasks
+/// (`event_interval` of tokio).
+const TURNS_BEFORE_EVICTION: usize = MAX_CONNECTIONS / 61 + 2;
 
 /// Evictions are logged at most once in this time.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
@@ -117,6 +121,9 @@ impl Connections {
                 biased;
                 _ = self.tasks.join_next() => continue,
                 () = sleep_until(next.max(Instant::now() + EVICTION_DELAY)) => {}
+            }
+            for _ in 0..TURNS_BEFORE_EVICTION {
+                yield_now().await;
             }
             if self.is_full() {
                 self.evict(largest, Instant::now());

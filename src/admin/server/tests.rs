@@ -1,7 +1,7 @@
 //! The admin endpoint over real sockets. Requests are sent as raw bytes, since some are malformed.
 
 use super::*;
-use crate::admin::connections::MAX_CONNECTIONS;
+use crate::admin::connections::{MAX_CONNECTIONS, REQUEST_GRACE};
 use crate::admin::status_provider::{Readiness, ReadinessCheck};
 use crate::net::sockets::listening;
 use serde_json::json;
@@ -227,6 +227,40 @@ async fn connections_in_all_slots_lose_those_of_the_source_with_the_most() {
     let mut response = String::new();
     probe.read_to_string(&mut response).await.unwrap();
     assert!(response.starts_with("HTTP/1.1 200"), "{response}");
+}
+
+/// The thread does not run while the requests arrive and the time for them ends.
+#[tokio::test]
+async fn connections_whose_requests_arrived_in_time_are_not_evicted() {
+    let provider: Arc<dyn StatusProvider> = Arc::new(FakeStatus { alive: true, ready: true });
+    let mut connections = Connections::new(&provider);
+    let mut clients = Vec::new();
+    for _ in 0..MAX_CONNECTIONS {
+        let (client, server) = std::os::unix::net::UnixStream::pair().expect("a socket pair");
+        client.set_nonblocking(true).expect("a socket");
+        server.set_nonblocking(true).expect("a socket");
+        let server = tokio::net::UnixStream::from_std(server).expect("a runtime");
+        connections.add(server, Source::User(0), false).await;
+        clients.push(client);
+    }
+    let opened = Instant::now();
+    let (_client, another) = duplex(4096);
+    let blocked = async {
+        for mut client in &clients {
+            std::io::Write::write_all(&mut client, b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n")
+                .expect("the kernel takes it");
+        }
+        while opened.elapsed() < 2 * REQUEST_GRACE {
+            std::hint::spin_loop();
+        }
+    };
+    tokio::join!(biased; connections.add(another, Source::User(0), false), blocked);
+    for client in clients {
+        let mut client = tokio::net::UnixStream::from_std(client).expect("a runtime");
+        let mut response = String::new();
+        client.read_to_string(&mut response).await.expect("a response");
+        assert!(response.starts_with("HTTP/1.1 200"), "{response}");
+    }
 }
 
 #[tokio::test]

@@ -61,27 +61,28 @@ fn report(rig: &Rig, attack: Attack, outcome: &Outcome) -> Option<String> {
 }
 
 /// After this time without a request, the upstream connections of clients without a configured identity are closed.
-/// They hold as much memory as at their busiest time.
-const CONNECTIONS_CLOSED: Duration = Duration::from_secs(330);
+/// Until then they hold as much memory as at their busiest time.
+const UPSTREAM_CLOSED_AFTER: Duration = Duration::from_secs(330);
 
 /// All attacks in random order, again and again, against one process. `JACKSTAY_SOAK_MINUTES` is the time, 30 by
-/// default; two rests come on top.
+/// default; the first round and two rests come on top.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-#[ignore = "takes 40 minutes, and needs root"]
+#[ignore = "takes 50 minutes, and needs root"]
 async fn soak_of_all_attacks_leaks_no_memory_and_no_descriptor() {
     let minutes = std::env::var("JACKSTAY_SOAK_MINUTES").map_or(30, |text| text.parse().unwrap());
     let mut rig = Rig::start().await;
     let mut failed = Vec::new();
     println!("{}", Outcome::HEADER);
-    let first = round_of_all_attacks(&mut rig, &mut failed).await;
-    println!("MiB and descriptors after a round: {first:?}");
-    let first = after_rest(&mut rig).await;
+    round_of_all_attacks(&mut rig, &mut failed).await;
+    let first = usage_after(UPSTREAM_CLOSED_AFTER, &rig).await;
     let end = Instant::now() + Duration::from_secs(60 * minutes);
-    while Instant::now() < end {
-        let after = round_of_all_attacks(&mut rig, &mut failed).await;
-        println!("MiB and descriptors after a round: {after:?}");
+    loop {
+        round_of_all_attacks(&mut rig, &mut failed).await;
+        if Instant::now() >= end {
+            break;
+        }
     }
-    let last = after_rest(&mut rig).await;
+    let last = usage_after(UPSTREAM_CLOSED_AFTER, &rig).await;
     assert!(failed.is_empty(), "{failed:#?}");
     assert!(
         last.0 <= first.0 + first.0 / 10 && last.1 <= first.1,
@@ -89,8 +90,7 @@ async fn soak_of_all_attacks_leaks_no_memory_and_no_descriptor() {
     );
 }
 
-/// Runs each attack once. Returns the resident memory in MiB and the number of descriptors ten seconds later.
-async fn round_of_all_attacks(rig: &mut Rig, failed: &mut Vec<String>) -> (u64, usize) {
+async fn round_of_all_attacks(rig: &mut Rig, failed: &mut Vec<String>) {
     let mut attacks = Attack::ALL.to_vec();
     fastrand::shuffle(&mut attacks);
     for attack in attacks {
@@ -98,16 +98,15 @@ async fn round_of_all_attacks(rig: &mut Rig, failed: &mut Vec<String>) -> (u64, 
         failed.extend(report(rig, attack, &outcome));
     }
     // Connections of the last attacker are closed, and free memory is returned to the kernel.
-    pause(Duration::from_secs(10)).await;
-    (rig.resident() >> 20, rig.descriptors())
+    usage_after(Duration::from_secs(10), rig).await;
 }
 
-/// Returns the resident memory in MiB and the number of descriptors once no upstream connection of an attack is open.
-async fn after_rest(rig: &mut Rig) -> (u64, usize) {
-    pause(CONNECTIONS_CLOSED).await;
-    let rested = (rig.resident() >> 20, rig.descriptors());
-    println!("MiB and descriptors after a rest: {rested:?}");
-    rested
+/// Prints and returns the resident memory in MiB and the number of descriptors after a rest.
+async fn usage_after(rest: Duration, rig: &Rig) -> (u64, usize) {
+    pause(rest).await;
+    let usage = (rig.resident() >> 20, rig.descriptors());
+    println!("{rest:?} after the last attack: MiB and descriptors {usage:?}");
+    usage
 }
 
 /// The attacker's process: this test binary again, with the attack in its environment.

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
@@ -139,6 +140,8 @@ fn probe_over_unix_socket_returns_the_check_as_exit_code() {
     let is_alive = || probe("livez").status.success();
     wait::until_blocking(TIMEOUT, "the probe succeeds", is_alive);
     assert_eq!(text(&probe("livez").stdout), "ok\n");
+    let mode = std::fs::metadata(socket).expect("a socket").permissions().mode();
+    assert_eq!(mode & 0o777, 0o660, "its group may connect");
     let out = probe("readyz");
     assert_eq!(out.status.code(), Some(1));
     assert!(text(&out.stderr).contains("0 of 1 endpoints usable"), "{}", text(&out.stderr));

@@ -193,6 +193,10 @@ class Systemd:
     def ctl(self, *argv, **options):
         return self.inside("systemctl", "--no-pager", *argv, **options)
 
+    def logs(self):
+        """The last lines of systemd and all of the unit's, for the message of a failed test."""
+        return self.process.tail() + self.log.read_text()
+
     def show(self, name, unit=None):
         return self.ctl("show", "--property", name, "--value", unit or self.unit.name).stdout.strip()
 

@@ -262,12 +262,12 @@ class Service(RigCase, unittest.TestCase):
         begun = time.monotonic()
         done = self.systemd.ctl("restart", self.UNIT.name)
         took = time.monotonic() - begun
-        self.assertEqual(done.returncode, 0, f"{done.stderr}{self.systemd.process.tail()}{self.systemd.log.read_text()}")
+        self.assertEqual(done.returncode, 0, f"{done.stderr}{self.systemd.logs()}")
         try:
             self.assertEqual(admin("/livez"), "ok\n")
             socket.create_connection(("127.0.0.1", 7443), 5).close()
         except OSError as error:
-            self.fail(f"{error}\n{self.systemd.process.tail()}{self.systemd.log.read_text()}")
+            self.fail(f"{error}\n{self.systemd.logs()}")
         return took
 
     def served(self):

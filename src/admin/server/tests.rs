@@ -267,8 +267,7 @@ async fn connections_whose_requests_arrived_in_time_are_not_evicted() {
 async fn serve_unix_answers_probes() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("admin.sock");
-    let listener =
-        crate::net::sockets::listening::listen_unix(&path, SOCKET_MODE).expect("a socket");
+    let listener = listening::listen_unix(&path, SOCKET_MODE).expect("a socket");
     let listener = UnixListener::from_std(listener).expect("a runtime");
     tokio::spawn(serve_unix(listener, Arc::new(FakeStatus { alive: true, ready: false })));
     for (route, code) in [("/livez", "200"), ("/readyz", "503")] {

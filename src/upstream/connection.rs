@@ -209,6 +209,11 @@ impl Connection {
         (self.streams() == 0).then(|| self.slots.idle_since.get())
     }
 
+    /// The largest number of streams that were open at once.
+    pub fn peak_streams(&self) -> usize {
+        self.slots.peak.get()
+    }
+
     /// Load for [`balance::pick`]: lower is better. `lot` is for [`balance::slow_start_factor`].
     pub fn cost(&self, now: Instant, lot: f64) -> f64 {
         balance::cost(self.streams(), self.waits.latency(now))

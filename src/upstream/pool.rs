@@ -38,6 +38,10 @@ use super::shared::Upstream;
 
 /// A class other than a configured identity keeps its connections for this long after its last use.
 const IDLE_CLASS: Duration = Duration::from_secs(300);
+/// Such a class replaces a connection that is idle for this long after it carried [`BURST`] streams at once. h2
+/// keeps the memory for the largest number of streams until a connection closes.
+const IDLE_AFTER_BURST: Duration = Duration::from_secs(10);
+const BURST: usize = 64;
 /// Number of endpoints to which a class other than a configured identity keeps connections. After the loss
 /// of two, one is left.
 const FANOUT: usize = 3;
@@ -255,9 +259,9 @@ impl Pool {
                 connection.drain(DrainReason::EndpointRemoved);
             } else if connection.endpoint.state() == EndpointState::Degraded {
                 connection.endpoint_degraded();
-            } else if !configured
-                && connection.idle_since().is_some_and(|since| now >= since + IDLE_CLASS)
-            {
+            } else if !configured && is_idle(connection, now) {
+                // No event: nothing has failed.
+                connection.expect_end();
                 connection.drain(DrainReason::Idle);
             }
         }
@@ -383,4 +387,10 @@ impl Pool {
             pool.changed.notify_one();
         });
     }
+}
+
+/// Whether the connection of a class other than a configured identity has been idle for so long that it is closed.
+fn is_idle(connection: &Connection, now: Instant) -> bool {
+    let limit = if connection.peak_streams() < BURST { IDLE_CLASS } else { IDLE_AFTER_BURST };
+    connection.idle_since().is_some_and(|since| now >= since + limit)
 }

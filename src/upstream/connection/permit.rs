@@ -16,7 +16,8 @@ use crate::upstream::health::ConnectionState;
 impl Connection {
     /// Reserves a slot for one stream. The caller has checked [`Self::free_streams`].
     pub fn reserve(self: &Rc<Self>, watch: bool, now: Instant) -> Permit {
-        self.stats.streams.fetch_add(1, Ordering::Relaxed);
+        let open = self.stats.streams.fetch_add(1, Ordering::Relaxed) + 1;
+        self.slots.peak.set(self.slots.peak.get().max(open));
         if watch {
             self.stats.watches.fetch_add(1, Ordering::Relaxed);
         }

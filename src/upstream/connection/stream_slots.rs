@@ -23,6 +23,8 @@ pub(super) struct StreamSlots {
     cancelled: RefCell<VecDeque<Instant>>,
     /// When the number of open streams last became zero.
     pub(super) idle_since: Cell<Instant>,
+    /// The largest number of streams that were open at once.
+    pub(super) peak: Cell<usize>,
 }
 
 impl StreamSlots {
@@ -33,6 +35,7 @@ impl StreamSlots {
             pinned: Cell::new(0),
             cancelled: RefCell::default(),
             idle_since: Cell::new(now),
+            peak: Cell::new(0),
         }
     }
 

@@ -219,22 +219,23 @@ async fn serve(
     // Before clients can connect: once they can, a signal must drain the process, not kill it.
     let mut signals = Signals::new(upgrade)?;
     let mut starting = tokio::task::spawn_blocking(start);
-    let (running, signal) = tokio::select! {
+    let (started, signal) = tokio::select! {
         biased;
-        started = &mut starting => match started? {
-            Ok(running) => (running, None),
-            Err(error) => {
-                tracing::error!("{error}");
-                let code = if error.is_configuration() { EXIT_USAGE } else { 1 };
-                return Ok(ExitCode::from(code));
-            }
-        },
+        started = &mut starting => (started?, None),
         signal = signals.terminated() => {
-            let Ok(Ok(Ok(running))) = timeout(START_COMPLETION, starting).await else {
+            let Ok(started) = timeout(START_COMPLETION, starting).await else {
                 tracing::info!(signal, "termination signal before the start was complete: stopped");
                 return Ok(ExitCode::SUCCESS);
             };
-            (running, Some(signal))
+            (started?, Some(signal))
+        }
+    };
+    let running = match started {
+        Ok(running) => running,
+        Err(error) => {
+            tracing::error!("{error}");
+            let code = if error.is_configuration() { EXIT_USAGE } else { 1 };
+            return Ok(ExitCode::from(code));
         }
     };
     let end = match signal {

@@ -149,6 +149,22 @@ async fn termination_signal_ends_a_start_that_waits_for_the_old_process() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn start_that_fails_after_a_termination_signal_is_a_failure() {
+    let mut setup = Setup::new(1, 1).await;
+    setup.process.signal("TERM");
+    setup.process.wait_exit().await;
+    let state = tempfile::tempdir().unwrap();
+    setup.change(|config| config.state_dir = Some(state.path().to_owned()));
+    let listener = UnixListener::bind(state.path().join("take-over.sock")).unwrap();
+    let mut new = setup.start(&["--take-over"]);
+    let request = listener.accept().unwrap();
+    new.signal("TERM");
+    drop(request);
+    assert_eq!(new.wait_exit().await.code(), Some(1), "{}", new.output());
+    new.wait_output("cannot take over through").await;
+}
+
 /// A failure of the new process before it serves does not affect the old one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn failed_start_of_the_new_process_leaves_the_old_one_running() {

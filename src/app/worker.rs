@@ -25,7 +25,7 @@ pub use self::role::Role;
 use super::listener::{BoundListener, Destinations, ListenerMode};
 use super::sockets::SocketId;
 use crate::config::{self, AccessLog};
-use crate::net::process::allocator;
+use crate::net::process::allocator::{self, Release};
 use crate::net::sockets::linger::lingering_connections;
 use crate::observe::{ByteBudget, Liveness, Metrics};
 use crate::proxy::credential_selector::CredentialSelector;
@@ -45,6 +45,9 @@ use crate::upstream::pool::WarmClasses;
 
 /// How often a worker records that its event loop runs, and returns free memory to the kernel.
 const TICK: Duration = Duration::from_secs(1);
+/// All free memory is returned once in so many ticks, because the kernel then has to provide the part that is soon
+/// used again.
+const RELEASE_ALL_TICKS: u32 = 60;
 
 /// A worker drops it after it has executed a command. No value is ever sent.
 pub type Done = UnboundedSender<Infallible>;
@@ -105,9 +108,10 @@ impl WorkerSetup {
         let (mut drain, liveness) = (self.drain.clone(), self.liveness.clone());
         let iterations = liveness.clone();
         spawn_local(async move {
-            loop {
+            for tick in 1_u32.. {
                 iterations.record_iteration();
-                allocator::release_free_memory();
+                let all = tick.is_multiple_of(RELEASE_ALL_TICKS);
+                allocator::release_free_memory(if all { Release::All } else { Release::Expired });
                 sleep(TICK).await;
             }
         });

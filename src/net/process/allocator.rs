@@ -20,18 +20,29 @@ unsafe extern "C" {
     fn mi_collect(force: bool);
 }
 
-/// Returns the calling thread's free memory to the kernel, except what was freed within mimalloc's purge
-/// delay (1 s).
+/// Which free memory to return to the kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Release {
+    /// What was freed longer ago than mimalloc's purge delay (1 s), in the pages of the calling thread's heap that
+    /// are not full.
+    Expired,
+    /// All of the calling thread's heap, and all free pages of the process. mimalloc records when it has to purge
+    /// pages without a lock, and a page freed by one thread while another one purges can miss the record
+    /// (`mi_arena_schedule_purge` and `mi_arenas_try_purge` in its source). Only this call releases such pages.
+    All,
+}
+
+/// Returns free memory to the kernel.
 ///
 /// mimalloc purges by itself only when a thread frees or fills a page of its heap (64 KiB of blocks of one
 /// size), or has taken its slow path 10,000 times (`_mi_page_free`, `_mi_page_abandon` and
 /// `_mi_malloc_generic` in its source). A process that is idle after a burst does none of these and
-/// would keep the memory of the burst. The call visits each page of the thread's heap that is not full.
-pub fn release_free_memory() {
-    // SAFETY: any thread may call it at any time. `false` leaves blocks in use and recent frees alone.
+/// would keep the memory of the burst.
+pub fn release_free_memory(release: Release) {
+    // SAFETY: any thread may call it at any time. Blocks in use are left alone.
     #[allow(unsafe_code)]
     unsafe {
-        mi_collect(false);
+        mi_collect(release == Release::All);
     }
 }
 
@@ -134,8 +145,17 @@ mod tests {
     }
 
     #[test]
-    #[allow(unsafe_code)]
     fn release_free_memory_after_purge_delay_returns_freed_blocks_to_the_kernel() {
+        free_burst_and_wait_until_released(Release::Expired);
+    }
+
+    #[test]
+    fn release_of_all_free_memory_returns_freed_blocks_to_the_kernel() {
+        free_burst_and_wait_until_released(Release::All);
+    }
+
+    #[allow(unsafe_code)]
+    fn free_burst_and_wait_until_released(release: Release) {
         let layout = Layout::from_size_align(1_792, 8).unwrap();
         let burst: Vec<*mut u8> = (0..4_000)
             // SAFETY: the layout's size is not zero, and only the block's own bytes are written.
@@ -153,7 +173,7 @@ mod tests {
         }
         // Other tests may reuse some of the memory.
         until_ok_blocking(Duration::from_secs(20), "the freed blocks are not resident", || {
-            release_free_memory();
+            release_free_memory(release);
             let resident = count_resident(&burst);
             if resident <= burst.len() / 10 {
                 Ok(())

@@ -130,17 +130,22 @@ async fn second_termination_signal_ends_the_drain() {
     }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn termination_signal_ends_a_start_that_waits_for_the_old_process() {
+/// A setup without a process, and in place of one a takeover socket that does not answer.
+async fn silent_predecessor() -> (Setup, tempfile::TempDir, UnixListener) {
     let mut setup = Setup::new(1, 1).await;
     setup.process.signal("TERM");
     setup.process.wait_exit().await;
     let state = tempfile::tempdir().unwrap();
     setup.change(|config| config.state_dir = Some(state.path().to_owned()));
     let listener = UnixListener::bind(state.path().join("take-over.sock")).unwrap();
+    (setup, state, listener)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn termination_signal_ends_a_start_that_waits_for_the_old_process() {
+    let (setup, _state, listener) = silent_predecessor().await;
     for signal in ["TERM", "INT"] {
         let mut new = setup.start(&["--take-over"]);
-        // The new process asks for the sockets, and the test does not respond.
         let request = listener.accept().unwrap();
         new.signal(signal);
         assert!(new.wait_exit().await.success(), "{}", new.output());
@@ -151,12 +156,7 @@ async fn termination_signal_ends_a_start_that_waits_for_the_old_process() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn start_that_fails_after_a_termination_signal_is_a_failure() {
-    let mut setup = Setup::new(1, 1).await;
-    setup.process.signal("TERM");
-    setup.process.wait_exit().await;
-    let state = tempfile::tempdir().unwrap();
-    setup.change(|config| config.state_dir = Some(state.path().to_owned()));
-    let listener = UnixListener::bind(state.path().join("take-over.sock")).unwrap();
+    let (setup, _state, listener) = silent_predecessor().await;
     let mut new = setup.start(&["--take-over"]);
     let request = listener.accept().unwrap();
     new.signal("TERM");

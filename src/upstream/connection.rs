@@ -241,7 +241,11 @@ impl Connection {
     pub fn drain(&self, reason: DrainReason) {
         let urgency = reason.urgency();
         match self.state() {
-            ConnectionState::Live | ConnectionState::Suspect => {
+            state @ (ConnectionState::Live | ConnectionState::Suspect) => {
+                if state == ConnectionState::Live && reason == DrainReason::Idle {
+                    // Nothing has failed.
+                    self.expect_end();
+                }
                 self.lifecycle.drain_urgency.set(urgency);
                 self.enter(ConnectionState::Draining, reason.as_str());
                 self.wake_driver();

@@ -9,6 +9,7 @@ mod acquire;
 mod class;
 mod counts;
 mod dial_pause;
+mod drain;
 mod requirements;
 #[cfg(test)]
 mod tests;
@@ -26,6 +27,7 @@ use tokio::time::{Instant, sleep_until};
 
 pub(super) use self::acquire::UNAVAILABLE_AFTER;
 pub use self::class::ClassPool;
+use self::drain::{IDLE_CLASS, is_idle, is_idle_after_burst};
 pub use self::requirements::{PreviousFailure, StreamRequirements, Unavailable};
 use super::connection::{Connection, DrainReason};
 use super::credentials::{ClientTls, CredentialClass};
@@ -36,12 +38,6 @@ use super::health::ConnectionState;
 use super::outage::{Outage, READY_FOR, Reachability};
 use super::shared::Upstream;
 
-/// A class other than a configured identity keeps its connections for this long after its last use.
-const IDLE_CLASS: Duration = Duration::from_secs(300);
-/// Such a class replaces a connection that is idle for this long after it carried [`BURST`] streams at once. h2
-/// keeps the memory for the largest number of streams until a connection closes.
-const IDLE_AFTER_BURST: Duration = Duration::from_secs(10);
-const BURST: usize = 64;
 /// Number of endpoints to which a class other than a configured identity keeps connections. After the loss
 /// of two, one is left.
 const FANOUT: usize = 3;
@@ -259,9 +255,11 @@ impl Pool {
                 connection.drain(DrainReason::EndpointRemoved);
             } else if connection.endpoint.state() == EndpointState::Degraded {
                 connection.endpoint_degraded();
-            } else if !configured && is_idle(connection, now) {
-                // No event: nothing has failed.
-                connection.expect_end();
+            } else if !configured
+                && (is_idle(connection, now)
+                    || is_idle_after_burst(connection, now)
+                        && class.has_current(&connection.endpoint, tls.generation, now))
+            {
                 connection.drain(DrainReason::Idle);
             }
         }
@@ -387,10 +385,4 @@ impl Pool {
             pool.changed.notify_one();
         });
     }
-}
-
-/// Whether the connection of a class other than a configured identity has been idle for so long that it is closed.
-fn is_idle(connection: &Connection, now: Instant) -> bool {
-    let limit = if connection.peak_streams() < BURST { IDLE_CLASS } else { IDLE_AFTER_BURST };
-    connection.idle_since().is_some_and(|since| now >= since + limit)
 }

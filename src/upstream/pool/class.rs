@@ -11,11 +11,12 @@ use tokio::time::Instant;
 
 use super::counts::{ConnectionCounts, CountGuard};
 use super::dial_pause::DialPause;
+use super::drain::{is_idle_after_burst, make_room};
 use super::requirements::{PreviousFailure, StreamRequirements};
 use super::waiters::Waiters;
 use crate::config;
 use crate::upstream::balance;
-use crate::upstream::connection::{Connection, DrainReason, Permit};
+use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::{Endpoint, EndpointState, ProbeTrigger};
 use crate::upstream::evacuation::ActiveEvacuations;
@@ -28,8 +29,6 @@ use crate::upstream::shared::Upstream;
 const UNPROVEN_CONNECTIONS: usize = 2;
 /// The same limit with the connections that drain.
 const UNPROVEN_WITH_DRAINING: usize = 4;
-/// Time after which a connection that drains may be closed for a new one, if the limit requires it.
-const DRAINING_TIME: Duration = Duration::from_secs(10);
 /// The longest pause between the connects of a class whose connections keep ending. A client whose first token is
 /// valid may have to wait for it, and so may an anonymous health check.
 const UNPROVEN_DIAL_PAUSE: Duration = Duration::from_millis(200);
@@ -313,6 +312,22 @@ impl ClassPool {
         self.connections.borrow().iter().any(|c| c.state() == ConnectionState::Live)
     }
 
+    /// Whether a live connection to the endpoint has this `generation` of the credential and is not idle after a
+    /// burst.
+    pub(super) fn has_current(
+        &self,
+        endpoint: &Arc<Endpoint>,
+        generation: u64,
+        now: Instant,
+    ) -> bool {
+        self.connections.borrow().iter().any(|c| {
+            c.is_to(endpoint)
+                && c.generation == generation
+                && c.state() == ConnectionState::Live
+                && !is_idle_after_burst(c, now)
+        })
+    }
+
     /// Whether connections to this endpoint are suspect and none is live.
     pub(super) fn only_suspect_to(&self, endpoint: &Arc<Endpoint>) -> bool {
         let connections = self.connections.borrow();
@@ -352,8 +367,13 @@ impl ClassPool {
     ) -> usize {
         let dialing = self.dialing.borrow().get(&endpoint.label).copied().unwrap_or(0);
         let connections = self.connections.borrow();
-        let current =
-            || connections.iter().filter(|c| c.generation == generation && c.is_to(endpoint));
+        // A connection that is to be replaced does not count, so that its replacement is opened.
+        let current = || {
+            connections
+                .iter()
+                .filter(|c| c.generation == generation && c.is_to(endpoint))
+                .filter(|c| warm || !is_idle_after_burst(c, now))
+        };
         let live = || current().filter(|c| c.state() == ConnectionState::Live);
         let stream_limit = current().map(|c| c.stream_limit()).max().unwrap_or(limits.max_streams);
         let counts = ConnectionCounts {
@@ -375,19 +395,5 @@ impl ClassPool {
             make_room(open(), now);
         }
         to_open.min(room)
-    }
-}
-
-/// Moves the watches off the connections that drain, and closes the one that has been draining for longest if it
-/// has had [`DRAINING_TIME`]. Otherwise clients with responses that do not end could use up the limit for all.
-fn make_room<'a>(connections: impl Iterator<Item = &'a Rc<Connection>>, now: Instant) {
-    let draining: Vec<_> = connections
-        .filter_map(|connection| Some((connection.draining_since()?, connection)))
-        .inspect(|(_, connection)| connection.drain(DrainReason::ConnectionLimit))
-        .collect();
-    if let Some((since, oldest)) = draining.iter().min_by_key(|(since, _)| *since)
-        && now >= *since + DRAINING_TIME
-    {
-        oldest.close(DrainReason::ConnectionLimit);
     }
 }

@@ -158,6 +158,16 @@ async fn watch_resumes_on_another_server_and_gets_410_after_compaction() {
 }
 
 #[tokio::test]
+async fn watch_with_a_timeout_beyond_the_clock_delivers_events() {
+    let cluster = TestCluster::new(1);
+    let client = connect(&cluster).await;
+    let path = format!("{CONFIGMAPS}?watch=1&timeoutSeconds={}", u64::MAX);
+    let mut watch = client.watch(&path).await.unwrap();
+    client.post(CONFIGMAPS, &config_map("a", "1")).await.unwrap();
+    assert_eq!(next(&mut watch).await.0, "ADDED");
+}
+
+#[tokio::test]
 async fn quiet_watch_with_bookmarks_gets_newer_versions() {
     let cluster = TestCluster::new(1);
     cluster.state.set_bookmark_interval(Duration::from_millis(50));

@@ -62,8 +62,9 @@ pub(super) fn start(
              resourceVersionMatch to NotOlderThan",
         ));
     }
-    let timeout = match query.get("timeoutSeconds").parse() {
-        Ok(seconds) if seconds > 0 => Duration::from_secs(seconds),
+    // A number above u32 would overflow the deadline.
+    let timeout = match query.get("timeoutSeconds").parse::<u32>() {
+        Ok(seconds) if seconds > 0 => Duration::from_secs(seconds.into()),
         // kube-apiserver chooses 30 to 60 minutes.
         _ => Duration::from_secs(fastrand::u64(1800..3600)),
     };

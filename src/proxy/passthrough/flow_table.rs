@@ -43,7 +43,7 @@ const SCAN_INTERVAL: Duration = Duration::from_millis(50);
 /// After each such period the number of refuted suspicions is halved.
 const REFUTED_HALF_LIFE: Duration = Duration::from_secs(60);
 /// The check time of a free slot, and of a flow that was ended.
-const NEVER: u32 = u32::MAX;
+const NEVER: u64 = u64::MAX;
 /// Rebalancing ends only flows on which no bytes were written for this time.
 const MIN_IDLE: Duration = Duration::from_secs(2);
 
@@ -69,8 +69,9 @@ struct RefutedSuspicions {
 #[derive(Default)]
 struct Slots {
     flows: Slab<FlowEntry>,
-    /// The time of the next check of the flow with the same key, in milliseconds since [`FlowTable::start`].
-    checks: Vec<u32>,
+    /// The time of the next check of the flow with the same key, in milliseconds since [`FlowTable::start`]. A `u32`
+    /// would overflow after 49.7 days.
+    checks: Vec<u64>,
     endpoints: Vec<EndpointFlows>,
 }
 
@@ -267,7 +268,7 @@ impl FlowTable {
         }
     }
 
-    fn end(&self, check: &mut u32, flow: &mut FlowEntry, reason: EndReason) {
+    fn end(&self, check: &mut u64, flow: &mut FlowEntry, reason: EndReason) {
         *check = NEVER;
         flow.end(reason);
         if reason == CLIENT_RESET {
@@ -284,9 +285,8 @@ impl FlowTable {
     }
 
     /// A time as stored in [`Slots::checks`].
-    fn millis(&self, at: Instant) -> u32 {
-        let since = at.saturating_duration_since(self.start).as_millis();
-        u32::try_from(since).unwrap_or(NEVER - 1).min(NEVER - 1)
+    fn millis(&self, at: Instant) -> u64 {
+        at.saturating_duration_since(self.start).as_millis() as u64
     }
 }
 
@@ -359,3 +359,7 @@ impl Drop for FlowHandle {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "flow_table_tests.rs"]
+mod tests;

@@ -24,6 +24,7 @@ use http::Request;
 
 use crate::observe::memory_budget::{Level, MemoryCharge, Shed, SourceMemory};
 use crate::observe::{ByteAccount, ByteBudget, MemoryClass, MemoryKind};
+use crate::upstream::receive_windows;
 
 /// Bytes of a connection: TLS, HTTP/2, their buffers, and the first [`FREE`] bytes of each kind. An idle one has 20 KiB
 /// (measured with a thousand).
@@ -37,8 +38,8 @@ const FIELD_COST: usize = 112;
 /// Bytes of each kind that a connection holds without a charge of their own: one request with a usual head.
 const FREE: usize = 12 << 10;
 /// What is charged for the upstream window of a response: that of clients without an identity
-/// ([`crate::upstream::dial`]).
-pub const RESPONSE_WINDOW: usize = 64 << 10;
+/// ([`receive_windows`]).
+pub const RESPONSE_WINDOW: usize = receive_windows::UNPROVEN_STREAM as usize;
 /// A connection takes a multiple of these bytes from the budget.
 const STEP: usize = 16 << 10;
 /// Waiting bytes of all streams of a connection above which a client that reads slowly is stalled.

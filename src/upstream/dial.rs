@@ -24,6 +24,7 @@ use tokio_rustls::client::TlsStream;
 
 use super::credentials::ClientTls;
 use super::endpoint::{ConnectFailure, ConnectFailureKind, ConnectTimeout, Endpoint};
+use super::receive_windows::ReceiveWindows;
 use crate::net::frame_limiter::{FrameLimiter, Violation};
 use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
@@ -33,15 +34,6 @@ use crate::net::sockets::tracked_stream::{self, StreamObserver, TrackedStream};
 /// Time without success after which a second attempt starts in parallel to the first.
 const RACE_AFTER: Duration = Duration::from_millis(250);
 
-/// Receive window of one stream. It also bounds the memory of a stream whose client does not read.
-/// 256 KiB allows 2 Gbit/s at a round-trip time of 1 ms.
-const STREAM_WINDOW: u32 = 256 * 1024;
-/// The same on connections without the certificate of an identity, whose streams any process may open:
-/// 64 KiB allow 500 Mbit/s.
-const UNPROVEN_STREAM_WINDOW: u32 = 64 * 1024;
-/// Receive window of a connection. It is larger than the windows of all 100 streams that kube-apiserver
-/// allows, so streams whose clients do not read cannot stall the others.
-const WINDOWS_PER_CONNECTION: u32 = 128;
 /// Largest frame that the peer may send. h2's default is 16 KiB; fewer and larger frames make LISTs
 /// cheaper.
 const MAX_FRAME: u32 = 64 * 1024;
@@ -59,10 +51,6 @@ const RESET_MEMORY: Duration = Duration::from_secs(30);
 /// frames on forgotten streams count, so a connection that is used for weeks would reach h2's default
 /// of 1024. A hostile peer can cause as many resets of 13 bytes.
 const ERROR_RESETS: usize = 64 * 1024;
-/// Budget for small DATA frames, shared by all streams. Watch events are small, and with h2's default
-/// about a hundred unread ones close the connection.
-const DATA_FRAME_BUDGET: usize = (STREAM_WINDOW * WINDOWS_PER_CONNECTION) as usize;
-
 /// The TLS stream of a connection to an endpoint.
 pub type UpstreamStream = TlsStream<ReadAhead<TrackedStream>>;
 
@@ -75,6 +63,8 @@ pub struct DialedConnection {
     /// Sends and receives while it is polled.
     pub h2: H2Connection<Http2Stream, Bytes>,
     pub ping: PingPong,
+    /// Streams that the caller may open at a time, for which the receive windows are made.
+    pub max_streams: usize,
     /// The limit of frames that the apiserver has exceeded, if it has.
     pub violation: Violation,
     /// Reads the TCP statistics of the connection.
@@ -104,10 +94,9 @@ pub async fn dial_h2(
                 ),
             ));
         }
-        let window =
-            if tls.certificate.is_some() { STREAM_WINDOW } else { UNPROVEN_STREAM_WINDOW };
+        let windows = ReceiveWindows::new(max_streams, tls.certificate.is_some());
         let (stream, violation) = FrameLimiter::of_server(stream, max_streams as u32);
-        first_pong(stream, violation, observer, window).await.map_err(|error| {
+        first_pong(stream, violation, observer, (windows, max_streams)).await.map_err(|error| {
             let kind = if is_late_alert(&error) {
                 ConnectFailureKind::TlsFailed
             } else {
@@ -261,11 +250,11 @@ async fn first_pong(
     stream: Http2Stream,
     violation: Violation,
     observer: StreamObserver,
-    window: u32,
+    (windows, max_streams): (ReceiveWindows, usize),
 ) -> Result<DialedConnection, io::Error> {
     let (send, mut h2) = h2::client::Builder::new()
-        .initial_window_size(window)
-        .initial_connection_window_size(window * WINDOWS_PER_CONNECTION)
+        .initial_window_size(windows.stream)
+        .initial_connection_window_size(windows.connection)
         .max_frame_size(MAX_FRAME)
         .max_header_list_size(MAX_HEADER_LIST)
         .initial_max_send_streams(INITIAL_STREAMS)
@@ -273,7 +262,7 @@ async fn first_pong(
         .max_concurrent_reset_streams(RESET_STREAMS)
         .reset_stream_duration(RESET_MEMORY)
         .max_local_error_reset_streams(Some(ERROR_RESETS))
-        .data_frame_budget(DATA_FRAME_BUDGET)
+        .data_frame_budget(windows.data_frame_budget)
         .enable_push(false)
         .handshake(stream)
         .await
@@ -293,7 +282,7 @@ async fn first_pong(
     })
     .await?;
     let rtt = pinged_at.elapsed();
-    Ok(DialedConnection { send, h2, ping, violation, observer, rtt })
+    Ok(DialedConnection { send, h2, ping, max_streams, violation, observer, rtt })
 }
 
 #[cfg(test)]

@@ -25,6 +25,7 @@ pub(crate) mod outage;
 pub mod pool;
 pub(crate) mod readyz;
 pub mod rebalance;
+pub(crate) mod receive_windows;
 mod shared;
 pub(crate) mod stats;
 pub mod watch_moves;

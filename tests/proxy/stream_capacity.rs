@@ -166,6 +166,35 @@ async fn a_thousand_cancelled_watches_lose_no_connection() {
     assert_eq!(counters.goaways.load(Relaxed), 0, "the server sent a GOAWAY");
 }
 
+/// All requests share one upstream connection, whose streams may be more than the 100 of kube-apiserver.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn stalled_streams_above_128_do_not_stall_another_request() {
+    let cluster = TestCluster::new(1);
+    cluster.servers[0].set_faults(|faults| faults.max_streams = Some(500));
+    let proxy = cluster
+        .start_with(|config| {
+            without_suspicion(config);
+            config.upstreams[0].connections.max = 1;
+            config.upstreams[0].connections.max_streams = 500;
+        })
+        .await;
+    let (stalled_client, client) = (proxy.client().await, proxy.client().await);
+    let mut stalled = Vec::new();
+    for _ in 0..200 {
+        let download = stalled_client.send(Method::GET, "/bytes?size=1000000000", &[], "");
+        stalled.push(soon("the head of a download", download).await.unwrap());
+    }
+    // The server has data for all streams in turn, so the others fill their windows while this one transfers 128 times
+    // its own.
+    let size = 128 * 256 * 1024;
+    let path = format!("/bytes?size={size}");
+    let reply = soon("a download beside stalled ones", client.get(&path)).await.unwrap();
+    assert_eq!((reply.status.as_u16(), reply.body.len()), (200, size));
+    assert_eq!(proxy.connections("identity-0").await.len(), 1);
+    drop(stalled);
+    assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn requests_get_429_when_all_streams_are_used() {
     let cluster = TestCluster::new(1);

@@ -58,10 +58,11 @@ async fn handshake_and_serve(socket: Socket, server: &Arc<ServerState>) {
     });
     // Connection errors are caused by the client or the test; nothing is logged.
     if http2 {
+        let max_streams = server.faults.borrow().max_streams.unwrap_or(MAX_STREAMS);
         let mut serving = pin!(
             hyper::server::conn::http2::Builder::new(TokioExecutor::new())
                 .timer(TokioTimer::new())
-                .max_concurrent_streams(MAX_STREAMS)
+                .max_concurrent_streams(max_streams)
                 .initial_stream_window_size(STREAM_WINDOW)
                 .initial_connection_window_size(STREAM_WINDOW * MAX_STREAMS)
                 .max_header_list_size(1 << 20)

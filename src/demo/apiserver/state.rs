@@ -62,6 +62,8 @@ pub struct Faults {
     pub hang: bool,
     /// Watches deliver nothing until this is false, as with a lagging watch cache; then they catch up.
     pub hold_watches: bool,
+    /// `SETTINGS_MAX_CONCURRENT_STREAMS` of new connections, in place of 100.
+    pub max_streams: Option<u32>,
     /// Time that every request waits before it is handled, health checks included.
     pub delay: Duration,
     /// Runs before each request.

@@ -43,7 +43,8 @@ impl Connection {
         pool: Rc<Notify>,
     ) -> Rc<Self> {
         let now = Instant::now();
-        let DialedConnection { send, h2, ping, violation, observer, rtt } = established;
+        let DialedConnection { send, h2, ping, max_streams, violation, observer, rtt } =
+            established;
         let serial = tls.certificate.as_ref().map(|info| info.serial.clone());
         let stats = ConnectionStats::new(class, serial, observer.local_addr().ok(), now);
         stats.set_rtt(rtt);
@@ -57,7 +58,6 @@ impl Connection {
             rtt_us = rtt.as_micros() as u64,
             "connection is live"
         );
-        let max_streams = config.connections.max_streams;
         let connection = Rc::new(Self {
             endpoint: Arc::clone(endpoint),
             class,

@@ -5,7 +5,7 @@
 //! jitter of resumed watches. The simulated network has no delay and no loss.
 
 use jackstay::proxy::watch::ResumeRound;
-use jackstay::upstream::balance::{cost, pick, slow_start, slow_start_factor};
+use jackstay::upstream::balance::{cost, pick, pick_by_share, slow_start};
 use jackstay::upstream::endpoint::{EndpointReadiness, EndpointState, backoff};
 use jackstay::upstream::evacuation::{START_JITTER, decide as decide_evacuation, due_moves};
 use jackstay::upstream::rebalance::{EndpointLoad, RebalanceMove, decide};
@@ -50,12 +50,9 @@ impl Fleet {
     /// The server that a node picks, without the `dead` one. `shares` are the slow-start shares of the servers.
     fn pick(&mut self, node: usize, dead: Option<usize>, shares: [f64; SERVERS]) -> usize {
         let watches = self.nodes[node].watches;
-        let lot = self.rng.f64();
         let candidates = (0..SERVERS).filter(|&server| Some(server) != dead);
-        pick(candidates, &mut self.rng, |&server| {
-            cost(watches[server], LATENCY) * slow_start_factor(shares[server], lot)
-        })
-        .unwrap()
+        let cost = |&server: &usize| cost(watches[server], LATENCY);
+        pick_by_share(candidates, &mut self.rng, cost, |&server| shares[server]).unwrap()
     }
 
     /// Moves the watches of a lost server. Returns the delay and the new server of each watch.

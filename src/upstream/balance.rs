@@ -19,12 +19,8 @@ const DECAY: Duration = Duration::from_secs(10);
 /// Duration of the slow start of a recovered endpoint.
 pub const SLOW_START: Duration = Duration::from_secs(30);
 
-/// Share of the picks in which an endpoint takes part at the beginning of its slow start.
+/// Share of its usual picks that an endpoint gets at the beginning of its slow start.
 const FIRST_SHARE: f64 = 0.1;
-
-/// Factor on the cost of a candidate that does not take part in a pick. Any other candidate is cheaper. If
-/// neither of the two random candidates takes part, the cheaper one is picked nevertheless.
-const EXCLUDED_COST_FACTOR: f64 = 1e9;
 
 /// Latency assumed before the first response, in seconds: that of a local apiserver.
 const INITIAL: f64 = 0.001;
@@ -72,20 +68,14 @@ pub fn cost(outstanding: usize, latency: f64) -> f64 {
     (outstanding as f64 + 1.0) * latency
 }
 
-/// Share of the picks in which an endpoint takes part `ready_for` after its recovery. Its caches are cold,
-/// and without a slow start all nodes would return to it at the same moment.
+/// Share of its usual picks that an endpoint gets `ready_for` after its recovery. Its caches are cold, and
+/// without a slow start all nodes would return to it at the same moment.
 ///
 /// Dividing the cost by the share would not work. Most nodes have no outstanding requests when they pick,
 /// so all of them would avoid the endpoint until its share is 1 and then return at the same moment.
 pub fn slow_start(ready_for: Duration) -> f64 {
     let done = ready_for.as_secs_f64() / SLOW_START.as_secs_f64();
     (FIRST_SHARE + (1.0 - FIRST_SHARE) * done).min(1.0)
-}
-
-/// Factor on [`cost`] for an endpoint with this share. `lot` is a random number in 0..1, the same for all
-/// candidates of a pick.
-pub fn slow_start_factor(share: f64, lot: f64) -> f64 {
-    if lot < share { 1.0 } else { EXCLUDED_COST_FACTOR }
 }
 
 /// Picks the less loaded of two random candidates; `None` if there is no candidate.
@@ -116,6 +106,30 @@ pub fn pick<T>(
         Ordering::Equal => rng.bool(),
     };
     if a_is_picked { first } else { second }
+}
+
+/// [`pick`] among candidates of which some may be in slow start; `share` returns the share of a candidate.
+///
+/// The picked candidate is kept with the probability of its share. Otherwise one of those with the greatest
+/// share is picked, which are the candidates that are not in slow start. So each candidate in slow start gets
+/// at most its share of its usual picks, also if several are. If all are, the shares count relative to the
+/// greatest one: candidates that have recovered together are picked as usual.
+pub fn pick_by_share<T>(
+    candidates: impl Iterator<Item = T> + Clone,
+    rng: &mut fastrand::Rng,
+    cost: impl Fn(&T) -> f64,
+    share: impl Fn(&T) -> f64,
+) -> Option<T> {
+    let picked = pick(candidates.clone(), rng, &cost)?;
+    let picked_share = share(&picked);
+    if picked_share >= 1.0 {
+        return Some(picked);
+    }
+    let greatest = candidates.clone().map(|candidate| share(&candidate)).fold(0.0, f64::max);
+    if rng.f64() * greatest < picked_share {
+        return Some(picked);
+    }
+    pick(candidates.filter(|candidate| share(candidate) >= greatest), rng, cost).or(Some(picked))
 }
 
 #[cfg(test)]
@@ -160,12 +174,9 @@ mod tests {
         for share in [0.1, 0.4, 0.7, 1.0] {
             let mut picks = 0_u32;
             for _ in 0..10_000 {
-                let lot = rng.f64();
-                let cost = |&server: &usize| {
-                    let share = if server == 0 { share } else { 1.0 };
-                    cost(0, INITIAL) * slow_start_factor(share, lot)
-                };
-                picks += u32::from(pick(0..3_usize, &mut rng, cost) == Some(0));
+                let share = |&server: &usize| if server == 0 { share } else { 1.0 };
+                let picked = pick_by_share(0..3_usize, &mut rng, |_| cost(0, INITIAL), share);
+                picks += u32::from(picked == Some(0));
             }
             let picked = f64::from(picks) / 10_000.0;
             assert!((picked - share / 3.0).abs() < 0.03, "{share}: {picked}");
@@ -173,7 +184,69 @@ mod tests {
             before = picked;
         }
         // A single endpoint takes every request.
-        assert_eq!(pick([5].into_iter(), &mut rng, |_| slow_start_factor(0.1, 0.9)), Some(5));
+        for _ in 0..100 {
+            assert_eq!(pick_by_share([5].into_iter(), &mut rng, |_| 1.0, |_| 0.1), Some(5));
+        }
+    }
+
+    /// The nodes are idle. Of each table row: the shares of the servers, and the expected part of each in the picks.
+    #[test]
+    fn pick_by_share_gives_each_server_in_slow_start_at_most_its_share() {
+        const THIRD: f64 = 1.0 / 3.0;
+        const PICKS: u32 = 100_000;
+        let table: &[(&[f64], &[f64])] = &[
+            // One of three, at the beginning, in the middle and at the end of the ramp.
+            (&[0.1, 1.0, 1.0], &[0.1 * THIRD, 0.483, 0.483]),
+            (&[0.55, 1.0, 1.0], &[0.55 * THIRD, 0.408, 0.408]),
+            (&[0.99, 1.0, 1.0], &[0.99 * THIRD, 0.335, 0.335]),
+            // Two of three.
+            (&[0.1, 0.1, 1.0], &[0.1 * THIRD, 0.1 * THIRD, 0.933]),
+            (&[0.1, 0.55, 1.0], &[0.1 * THIRD, 0.55 * THIRD, 0.783]),
+            (&[0.55, 0.9, 1.0], &[0.55 * THIRD, 0.9 * THIRD, 0.517]),
+            // Four of five.
+            (&[0.1, 0.1, 0.1, 0.1, 1.0], &[0.02, 0.02, 0.02, 0.02, 0.92]),
+            // One of two.
+            (&[0.1, 1.0], &[0.05, 0.95]),
+            (&[0.55, 1.0], &[0.275, 0.725]),
+            // All, which have recovered together.
+            (&[0.1, 0.1, 0.1], &[THIRD, THIRD, THIRD]),
+            (&[0.55, 0.55], &[0.5, 0.5]),
+            // All, one after the other: relative to the greatest share.
+            (&[0.1, 0.4, 0.8], &[0.125 * THIRD, 0.5 * THIRD, 0.792]),
+            (&[0.1, 0.5], &[0.1, 0.9]),
+            // None.
+            (&[1.0, 1.0, 1.0], &[THIRD, THIRD, THIRD]),
+        ];
+        let mut rng = fastrand::Rng::with_seed(7);
+        for (shares, expected) in table {
+            let mut picks = vec![0_u32; shares.len()];
+            for _ in 0..PICKS {
+                let share = |&server: &usize| shares[server];
+                let picked = pick_by_share(0..shares.len(), &mut rng, |_| cost(0, INITIAL), share);
+                picks[picked.unwrap()] += 1;
+            }
+            let parts: Vec<_> =
+                picks.iter().map(|&count| f64::from(count) / f64::from(PICKS)).collect();
+            println!("shares {shares:.2?}: {parts:.3?} of the picks, expected {expected:.3?}");
+            for (part, expected) in parts.iter().zip(*expected) {
+                // Three standard deviations of a count are below 0.005.
+                assert!((part - expected).abs() < 0.006, "{shares:?}: {parts:?}");
+            }
+        }
+    }
+
+    /// A server in slow start has no outstanding requests, so it would win each pick in which it is a candidate.
+    #[test]
+    fn pick_by_share_among_loaded_servers_bounds_those_in_slow_start() {
+        let (shares, outstanding) = ([0.1, 0.1, 1.0], [0, 0, 50]);
+        let mut rng = fastrand::Rng::with_seed(3);
+        let mut picks = [0_u32; 3];
+        for _ in 0..10_000 {
+            let cost = |&server: &usize| cost(outstanding[server], INITIAL);
+            let picked = pick_by_share(0..3_usize, &mut rng, cost, |&server| shares[server]);
+            picks[picked.unwrap()] += 1;
+        }
+        assert!(picks[0] + picks[1] <= 1_100, "a tenth of the picks: {picks:?}");
     }
 
     #[test]

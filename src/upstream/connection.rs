@@ -214,10 +214,9 @@ impl Connection {
         self.slots.peak.get()
     }
 
-    /// Load for [`balance::pick`]: lower is better. `lot` is for [`balance::slow_start_factor`].
-    pub fn cost(&self, now: Instant, lot: f64) -> f64 {
+    /// Load for [`balance::pick_by_share`]: lower is better.
+    pub fn cost(&self, now: Instant) -> f64 {
         balance::cost(self.streams(), self.waits.latency(now))
-            * balance::slow_start_factor(self.endpoint.slow_start_share(now), lot)
     }
 
     pub fn last_received(&self) -> Instant {

@@ -166,7 +166,7 @@ impl Endpoint {
         self.slow_start.ready_for(now)
     }
 
-    /// Share of the picks in which the endpoint takes part, in 0..=1. It is below 1 for a while after a
+    /// Share of its usual picks that the endpoint gets, in 0..=1. It is below 1 for a while after a
     /// recovery ([`super::balance::slow_start`]).
     pub fn slow_start_share(&self, now: Instant) -> f64 {
         self.slow_start.share(now)

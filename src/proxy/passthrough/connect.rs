@@ -146,13 +146,9 @@ fn order<T: Clone>(mut candidates: Vec<Candidate<T>>, rng: &mut fastrand::Rng) -
         return Vec::new();
     };
     let best_count = candidates.iter().filter(|candidate| candidate.state == best).count();
-    let random = rng.f64();
-    let cost = |index: &usize| {
-        let candidate = &candidates[*index];
-        balance::cost(candidate.flows, 1.0)
-            * balance::slow_start_factor(candidate.slow_start_share, random)
-    };
-    if let Some(first) = balance::pick(0..best_count, rng, cost) {
+    let cost = |index: &usize| balance::cost(candidates[*index].flows, 1.0);
+    let share = |index: &usize| candidates[*index].slow_start_share;
+    if let Some(first) = balance::pick_by_share(0..best_count, rng, cost, share) {
         candidates.swap(0, first);
     }
     let mut order: Vec<T> = candidates.iter().map(|candidate| candidate.endpoint.clone()).collect();

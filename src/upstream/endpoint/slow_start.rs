@@ -43,7 +43,7 @@ impl SlowStart {
         Some(now.saturating_duration_since(self.created + Duration::from_millis(at)))
     }
 
-    /// Share of the picks in which the endpoint takes part, in 0..=1.
+    /// Share of its usual picks that the endpoint gets, in 0..=1.
     pub(super) fn share(&self, now: Instant) -> f64 {
         if !self.in_progress.load(Ordering::Relaxed) {
             return 1.0;

@@ -177,8 +177,8 @@ impl ClassPool {
         let candidates =
             ranked().filter(|c| received_since.is_none_or(|since| c.last_received() >= since));
         let mut rng = self.rng.borrow_mut();
-        let lot = rng.f64();
-        let chosen = balance::pick(candidates, &mut rng, |c| c.cost(now, lot))?;
+        let share = |c: &&Rc<Connection>| c.endpoint.slow_start_share(now);
+        let chosen = balance::pick_by_share(candidates, &mut rng, |c| c.cost(now), share)?;
         if !chosen.may_carry(required.client_subject) {
             // All connections of a class have the same subject. If a defect breaks this rule, the request
             // must not be sent with the identity of another client.

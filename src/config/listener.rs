@@ -108,7 +108,7 @@ pub struct ServingCert {
     #[serde(flatten)]
     pub paths: CertPaths,
     /// A local CA that renews it; certificate and key are then one file.
-    #[serde(serialize_with = "as_in_file::optional_pair")]
+    #[serde(serialize_with = "as_in_file::value_or_default")]
     pub issuer: Option<CertPaths>,
 }
 

@@ -204,7 +204,7 @@ pub struct Readyz {
     pub fall: u32,
     /// Client certificate of the probe. `None` is the first loaded identity of a listener that uses
     /// this upstream.
-    #[serde(flatten, serialize_with = "as_in_file::optional_pair")]
+    #[serde(flatten, serialize_with = "as_in_file::value_or_default")]
     pub cert: Option<CertPaths>,
     /// File with a bearer token for the probe.
     #[serde(serialize_with = "as_in_file::optional_text")]

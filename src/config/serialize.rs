@@ -10,7 +10,6 @@ use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
-use super::listener::CertPaths;
 use super::units::{format_duration, format_size};
 
 /// The text of a value.
@@ -31,12 +30,12 @@ pub(super) fn optional_text<S: Serializer>(
     s.serialize_str(&text.as_ref().map_or("".into(), |text| text.as_ref().to_string_lossy()))
 }
 
-/// A certificate and its key, or empty paths for `None`.
-pub(super) fn optional_pair<S: Serializer>(
-    paths: &Option<CertPaths>,
+/// A value, or the default of its type for `None`: a certificate and its key, or empty paths.
+pub(super) fn value_or_default<S: Serializer, T: Serialize + Default>(
+    value: &Option<T>,
     s: S,
 ) -> Result<S::Ok, S::Error> {
-    paths.as_ref().unwrap_or(&CertPaths::default()).serialize(s)
+    value.as_ref().unwrap_or(&T::default()).serialize(s)
 }
 
 /// A number in hexadecimal.

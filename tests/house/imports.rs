@@ -1,14 +1,28 @@
 //! Finds import circles between source files from their syntax trees.
 //!
 //! A file imports another one if it uses a path into it: `use super::pool; pool::Pool::new()` imports `pool.rs`. A use
-//! of a re-exported name (`pub use`) counts as an import of the file that defines the name. Test code is ignored.
+//! of a re-exported name (`pub use`) counts as an import of the file that defines the name. Paths in the strings of serde
+//! attributes (`#[serde(with = "...")]`) are read as well. Test code is ignored.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use proc_macro2::{TokenStream, TokenTree};
+use proc_macro2::{Literal, TokenStream, TokenTree};
 use syn::visit::{self, Visit};
-use syn::{Attribute, Item, ItemMod, ItemUse, Macro, UseTree, Visibility};
+use syn::{Attribute, Item, ItemMod, ItemUse, LitStr, Macro, Meta, UseTree, Visibility};
+
+/// Keys of `#[serde(...)]` whose text is the path of a function or a type.
+const SERDE_PATHS: [&str; 9] = [
+    "default",
+    "serialize_with",
+    "deserialize_with",
+    "skip_serializing_if",
+    "getter",
+    "from",
+    "try_from",
+    "into",
+    "remote",
+];
 
 /// A module path from the crate root: `["proxy", "watch"]`.
 type Module = Vec<String>;
@@ -82,6 +96,39 @@ impl Scan {
         }
         self.paths.insert(path);
     }
+
+    /// Finds paths in the strings between the parentheses of `serde(...)`.
+    fn serde_strings(&mut self, tokens: TokenStream) {
+        let tokens: Vec<_> = tokens.into_iter().collect();
+        for at in 0..tokens.len() {
+            match &tokens[at..] {
+                [TokenTree::Ident(key), TokenTree::Punct(equals), TokenTree::Literal(text), ..]
+                    if equals.as_char() == '=' =>
+                {
+                    self.serde_path(&key.to_string(), text);
+                }
+                [TokenTree::Group(group), ..] => self.serde_strings(group.stream()),
+                _ => {}
+            }
+        }
+    }
+
+    /// Reads the text of a key of `#[serde(...)]`, if it is a path.
+    fn serde_path(&mut self, key: &str, text: &Literal) {
+        let parse = || syn::parse_str::<LitStr>(&text.to_string()).expect("a text");
+        if SERDE_PATHS.contains(&key) {
+            let path = parse().parse::<syn::Type>();
+            self.visit_type(&path.unwrap_or_else(|error| panic!("{key} = {text}: {error}")));
+        } else if key == "with" {
+            // The text is the path of a module with functions of these names.
+            let module = parse().parse::<syn::Path>();
+            let module = module.unwrap_or_else(|error| panic!("{key} = {text}: {error}"));
+            let segments = module.segments.iter().map(|part| part.ident.to_string());
+            for function in ["serialize", "deserialize"] {
+                self.paths.insert(segments.clone().chain([function.to_owned()]).collect());
+            }
+        }
+    }
 }
 
 impl<'ast> Visit<'ast> for Scan {
@@ -107,6 +154,24 @@ impl<'ast> Visit<'ast> for Scan {
     fn visit_item_mod(&mut self, item: &'ast ItemMod) {
         self.children.insert(item.ident.to_string());
         visit::visit_item_mod(self, item);
+    }
+
+    fn visit_attribute(&mut self, attribute: &'ast Attribute) {
+        if let Meta::List(list) = &attribute.meta {
+            if list.path.is_ident("serde") {
+                self.serde_strings(list.tokens.clone());
+            } else if list.path.is_ident("cfg_attr") {
+                let tokens: Vec<_> = list.tokens.clone().into_iter().collect();
+                for pair in tokens.windows(2) {
+                    if let [TokenTree::Ident(name), TokenTree::Group(group)] = pair
+                        && name == "serde"
+                    {
+                        self.serde_strings(group.stream());
+                    }
+                }
+            }
+        }
+        visit::visit_attribute(self, attribute);
     }
 
     fn visit_path(&mut self, path: &'ast syn::Path) {
@@ -192,6 +257,15 @@ impl Imports {
         used
     }
 
+    /// The path of each file with the top-level modules that it names in paths.
+    pub fn top_level(&self) -> impl Iterator<Item = (&str, BTreeSet<String>)> {
+        self.files.iter().map(|(module, (file, scan))| {
+            let paths = scan.bound.iter().map(|(_, path, _)| path).chain(&scan.paths);
+            let top = |path: &Vec<String>| self.absolute(module, path, 4)?.into_iter().next();
+            (file.as_str(), paths.filter_map(top).collect())
+        })
+    }
+
     /// The import circles: sets of files in which each file uses all others, directly or indirectly.
     pub fn circles(&self) -> Vec<Vec<String>> {
         let uses: BTreeMap<_, _> = self.files.keys().map(|m| (m, self.imports_of(m))).collect();
@@ -240,4 +314,44 @@ fn circles_finds_imports_through_paths_macros_and_reexports() {
     ];
     let imports = Imports::read(files.iter().map(|(path, text)| (Path::new(path), *text)));
     assert_eq!(imports.circles(), [["a/c.rs", "a/d.rs"]]);
+}
+
+#[test]
+fn paths_in_serde_strings_are_imports() {
+    // Of a field of `a/c.rs`: whether it imports `a/d.rs`, which imports `a/c.rs`, and whether it imports `b.rs`.
+    let table = [
+        ("with = \"d\"", true, false),
+        ("with = \"super::d\"", true, false),
+        ("default = \"d::f\"", true, false),
+        ("rename = \"x\", serialize_with = \"crate::a::d::f\"", true, false),
+        ("deserialize_with = \"d::f::<u8>\"", true, false),
+        ("skip_serializing_if = \"super::d::D::is_empty\"", true, false),
+        ("from = \"Vec<d::D>\"", true, false),
+        ("try_from = \"d::D\", into = \"u8\"", true, false),
+        ("remote = \"d::D\", getter = \"u8::from\"", true, false),
+        ("with = \"crate::b\"", false, true),
+        ("into = \"super::super::b::B\"", false, true),
+        ("default, flatten, rename = \"super::d::D\"", false, false),
+        ("skip_serializing_if = \"Option::is_none\"", false, false),
+    ];
+    for (arguments, is_circle, imports_b) in table {
+        for attribute in [
+            format!("#[serde({arguments})]"),
+            format!("#[cfg_attr(feature = \"x\", serde({arguments}), doc(alias = \"d\"))]"),
+        ] {
+            let text = format!("use super::d; pub struct C {{ {attribute} field: u8 }}");
+            let files = [
+                ("lib.rs", "mod a; mod b;"),
+                ("a.rs", "mod c; mod d;"),
+                ("a/c.rs", &*text),
+                ("a/d.rs", "use super::c::C; pub struct D(C); pub fn f() {}"),
+                ("b.rs", "pub struct B;"),
+            ];
+            let imports = Imports::read(files.iter().map(|(path, text)| (Path::new(path), *text)));
+            let circles = imports.circles();
+            assert_eq!(circles == [["a/c.rs", "a/d.rs"]], is_circle, "{attribute}: {circles:?}");
+            let (_, named) = imports.top_level().find(|(file, _)| *file == "a/c.rs").unwrap();
+            assert_eq!(named.contains("b"), imports_b, "{attribute}: {named:?}");
+        }
+    }
 }

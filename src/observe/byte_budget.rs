@@ -66,6 +66,13 @@ impl ByteAccount {
         &self.budget
     }
 
+    /// The client has proven this.
+    pub fn raise_class(&mut self, class: MemoryClass) {
+        if let Some((_, known)) = &mut self.client {
+            *known = class.max(*known);
+        }
+    }
+
     /// How many more bytes fit, within the limit and within the memory for the client.
     pub fn left(&self) -> usize {
         let (limit, memory) = match &self.client {
@@ -130,6 +137,18 @@ mod tests {
         assert_eq!((token.left(), unproven.left(), identity.left()), (0, 0, 4 * MIB));
         assert!(!token.take(1));
         assert!(identity.take(4 * MIB - 1));
+    }
+
+    #[test]
+    fn raise_class_extends_what_is_left_and_never_lowers_it() {
+        let memory = MemoryBudget::new(8 * MIB);
+        let budget = ByteBudget::new(MemoryKind::WatchFrames, 100 * MIB, Gauge::noop());
+        let mut account = budget.account(&memory.source(1), Unproven);
+        account.raise_class(Token);
+        // Half of 3/4 of 8 MiB.
+        assert_eq!(account.left(), 3 * MIB);
+        account.raise_class(Unproven);
+        assert_eq!(account.left(), 3 * MIB);
     }
 
     #[test]

@@ -22,7 +22,7 @@ use hyper::body::Incoming;
 use super::client_certificate::{ClientCertificate, IdentityProof};
 use super::client_memory::ClientMemory;
 use super::connection_slots::{ClientRank, ConnectionSlot};
-use super::credential_selector::SelectedCredential;
+use super::credential_selector::{SelectedCredential, TokenProof};
 use super::fair_queue::Ended;
 use super::forward::ForwardedRequest;
 use super::hygiene::{self, ForwardedFor};
@@ -95,7 +95,7 @@ impl ClientConnection {
             } else {
                 (prepared, None)
             };
-            let (result, credential) = match prepared {
+            let (mut result, credential) = match prepared {
                 Ok((PreparedRequest::Forward(request), credential)) => {
                     (request.forward(outcome).await, Some(credential))
                 }
@@ -105,12 +105,8 @@ impl ClientConnection {
                 }
                 Err(error) => (Err((error, outcome)), None),
             };
-            if let (Ok(response), Some(credential)) = (&result, credential) {
-                let status = response.status();
-                let is_new = service.credentials.learn(credential, self.slot.source(), status);
-                if let Some(unproven) = unproven {
-                    Self::unproven_ended(&service, &unproven, (credential, status, is_new));
-                }
+            if let (Ok(response), Some(credential)) = (&mut result, credential) {
+                self.learn(&service, response, credential, unproven);
             }
             Ok(result
                 .unwrap_or_else(|(error, outcome)| error_response(error, outcome, accept.as_ref())))
@@ -168,17 +164,28 @@ impl ClientConnection {
         (Ok((request, credential)), unproven.filter(|_| !is_proven))
     }
 
-    /// Records what the response to an unproven request shows.
-    fn unproven_ended(
+    /// Records what the head of a response shows about the token of its client.
+    fn learn(
+        &self,
         service: &ListenerService,
-        request: &UnprovenRequest,
-        (credential, status, is_new): (SelectedCredential, StatusCode, bool),
+        response: &mut Response<ResponseBody>,
+        credential: SelectedCredential,
+        unproven: Option<Box<UnprovenRequest>>,
     ) {
+        let status = response.status();
+        let proof = service.credentials.learn(credential, self.slot.source(), status);
+        if proof != TokenProof::Missing {
+            // The response may last for minutes.
+            response.body_mut().token_proven();
+            self.memory.raise_class(memory_class(CredentialClass::Token));
+            self.rank(CredentialClass::Token);
+        }
+        let Some(request) = unproven else { return };
         let is_anonymous = credential.class == CredentialClass::Anonymous;
         let is_rejected = status == StatusCode::UNAUTHORIZED
             || is_anonymous && status != StatusCode::SWITCHING_PROTOCOLS;
         request.ended(match credential.token {
-            Some(token) if is_new => {
+            Some(token) if proof == TokenProof::First => {
                 service.upstream.unproven_requests.proven(token);
                 service.upstream.unproven_upgrades.proven(token);
                 Ended::Accepted

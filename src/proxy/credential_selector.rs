@@ -46,6 +46,17 @@ pub struct SelectedCredential {
     pub token: Option<TokenKey>,
 }
 
+/// Whether a response proves the token of a request that was sent with an unproven one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TokenProof {
+    /// It does not, or the token was proven before the request was sent.
+    Missing,
+    /// It is the first response that proves the token.
+    First,
+    /// Another response has proven the token meanwhile.
+    Repeated,
+}
+
 impl CredentialSelector {
     /// Selects the credential of a request with these headers. `upgrade` says whether the request asks for an
     /// upgrade.
@@ -129,9 +140,13 @@ impl CredentialSelector {
     }
 
     /// Learns from the response to a request of a client at `source` whether the apiserver accepts its token.
-    /// Returns whether it does, and the token is new.
-    pub fn learn(&self, sent: SelectedCredential, source: Source, status: StatusCode) -> bool {
-        let Some(token) = sent.token else { return false };
+    pub fn learn(
+        &self,
+        sent: SelectedCredential,
+        source: Source,
+        status: StatusCode,
+    ) -> TokenProof {
+        let Some(token) = sent.token else { return TokenProof::Missing };
         if status == StatusCode::UNAUTHORIZED {
             self.tokens.remove(token);
         } else if matches!(
@@ -142,9 +157,10 @@ impl CredentialSelector {
             || status == StatusCode::SWITCHING_PROTOCOLS)
         {
             // The apiserver sends a 403 after authentication; a 400 or 404 may precede it.
-            return self.tokens.insert(token, source);
+            let is_new = self.tokens.insert(token, source);
+            return if is_new { TokenProof::First } else { TokenProof::Repeated };
         }
-        false
+        TokenProof::Missing
     }
 }
 
@@ -181,7 +197,13 @@ mod tests {
             let token = format!("Bearer {status}");
             let sent = select(&selector, &token);
             assert_eq!(sent.class, CredentialClass::UnprovenToken);
-            selector.learn(sent, SOURCE, StatusCode::from_u16(status).unwrap());
+            let proof = selector.learn(sent, SOURCE, StatusCode::from_u16(status).unwrap());
+            assert_eq!(proof, if proven { TokenProof::First } else { TokenProof::Missing });
+            let repeated = selector.learn(sent, SOURCE, StatusCode::OK);
+            assert_eq!(repeated == TokenProof::Repeated, proven, "{status}");
+            if !proven {
+                selector.learn(sent, SOURCE, StatusCode::UNAUTHORIZED);
+            }
             let now = select(&selector, &token);
             assert_eq!(now.class == CredentialClass::Token, proven, "{status}");
             assert_eq!(now.token, sent.token);

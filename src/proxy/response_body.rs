@@ -57,6 +57,16 @@ impl ResponseBody {
         }
     }
 
+    /// The head of the response has proven the token of the client: the stream, if it lasts, counts to the requests
+    /// with proven tokens.
+    pub fn token_proven(&mut self) {
+        match self {
+            Self::Stream(stream) => stream.permit.token_proven(),
+            Self::Watch(watch) => watch.token_proven(),
+            Self::Empty | Self::Full(_) | Self::Http1(_) => {}
+        }
+    }
+
     /// The response with the status and the headers of `head`. The version and the extensions of `head`
     /// belong to the upstream connection and are not used.
     pub fn with_head(self, head: response::Parts) -> Response<Self> {

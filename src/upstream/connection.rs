@@ -57,7 +57,6 @@ fn may_carry(class: CredentialClass, shown: Option<&Subject>, proven: Option<&Su
 /// A connection, shared inside one worker.
 pub struct Connection {
     pub endpoint: Arc<Endpoint>,
-    pub class: CredentialClass,
     /// The generation of its credential. Connections of older generations drain.
     pub generation: u64,
     stats: Arc<ConnectionStats>,
@@ -81,7 +80,7 @@ impl fmt::Debug for Connection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Connection")
             .field("endpoint", &self.endpoint.label)
-            .field("class", &self.class)
+            .field("class", &self.class())
             .field("state", &self.state())
             .finish_non_exhaustive()
     }
@@ -90,6 +89,11 @@ impl fmt::Debug for Connection {
 impl Connection {
     pub fn state(&self) -> ConnectionState {
         self.lifecycle.state.get()
+    }
+
+    /// The credential class whose requests it serves.
+    pub fn class(&self) -> CredentialClass {
+        self.stats.class()
     }
 
     pub fn is_to(&self, endpoint: &Arc<Endpoint>) -> bool {
@@ -182,7 +186,7 @@ impl Connection {
 
     /// Whether the connection may carry a request whose client has proven the subject `proven`.
     pub fn may_carry(&self, proven: Option<&Subject>) -> bool {
-        may_carry(self.class, self.certificate.as_ref().map(|shown| &shown.subject), proven)
+        may_carry(self.class(), self.certificate.as_ref().map(|shown| &shown.subject), proven)
     }
 
     /// Number of streams that can be opened now.
@@ -202,6 +206,25 @@ impl Connection {
     /// Number of open streams that are watches.
     pub fn watches(&self) -> usize {
         self.stats.watches.load(Ordering::Relaxed)
+    }
+
+    /// Whether half of its streams have had a response that proves the token of the client
+    /// ([`Permit::token_proven`]).
+    pub fn is_mostly_proven(&self) -> bool {
+        self.slots.are_mostly_proven()
+    }
+
+    /// The connection, which was opened for unproven tokens, serves the requests with proven ones from now on.
+    pub(super) fn serve_proven_tokens(&self) {
+        tracing::debug!(
+            upstream = &*self.endpoint.upstream,
+            endpoint = &*self.endpoint.label,
+            from = self.class().as_str(),
+            to = CredentialClass::Token.as_str(),
+            streams = self.streams(),
+            "connection handed over"
+        );
+        self.stats.hand_over();
     }
 
     /// When the last open stream ended; `None` while a stream is open.
@@ -322,7 +345,7 @@ impl Connection {
             kind: EventKind::Connection,
             upstream: Some(&self.endpoint.upstream),
             name: &self.endpoint.label,
-            detail: &format!("class {}{local}", self.class.as_str()),
+            detail: &format!("class {}{local}", self.class().as_str()),
             from: from.as_str(),
             to: if orderly { "closed" } else { to.as_str() },
             reason,

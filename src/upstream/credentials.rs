@@ -40,7 +40,8 @@ pub enum CredentialClass {
     /// Bearer tokens that have had an authenticated response; no certificate.
     Token,
     /// Bearer tokens that have had no authenticated response yet. They have connections of their own,
-    /// because the apiserver sends GOAWAY on a connection that carries an invalid token.
+    /// because the apiserver sends GOAWAY on a connection that carries an invalid token. A connection with many
+    /// streams of tokens that are proven meanwhile joins those of [`Self::Token`].
     UnprovenToken,
     /// Bearer tokens without an authenticated response, from clients whose tokens the apiserver keeps rejecting.
     /// They have connections of their own, so that the GOAWAYs that they cause end no connection of other clients.

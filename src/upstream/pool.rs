@@ -7,9 +7,11 @@
 
 mod acquire;
 mod class;
+mod class_limits;
 mod counts;
 mod dial_pause;
 mod drain;
+mod hand_over;
 mod requirements;
 #[cfg(test)]
 mod tests;
@@ -28,6 +30,7 @@ use tokio::time::{Instant, sleep_until};
 pub(super) use self::acquire::UNAVAILABLE_AFTER;
 pub use self::class::ClassPool;
 use self::drain::{IDLE_CLASS, is_idle, is_idle_after_burst};
+use self::hand_over::{hand_over_proven, is_unproven};
 pub use self::requirements::{PreviousFailure, StreamRequirements, Unavailable};
 use super::connection::{Connection, DrainReason};
 use super::credentials::{ClientTls, CredentialClass};
@@ -238,6 +241,10 @@ impl Pool {
         now: Instant,
     ) {
         class.connections.borrow_mut().retain(|c| c.state() != ConnectionState::Dead);
+        if is_unproven(class.credential_class()) {
+            let proven = self.class(CredentialClass::Token);
+            hand_over_proven(class, &proven, &self.upstream.config().connections);
+        }
         let Some(tls) = self.upstream.credentials.tls(class.credential_class()) else {
             self.retire_class(class);
             return;

@@ -245,7 +245,7 @@ impl Rebalancer {
                 has = loads[from].watches,
                 to = %target.label,
                 target_has = loads[to].watches,
-                class = connection.class.as_str(),
+                class = connection.class().as_str(),
                 "watches rebalanced"
             );
         }

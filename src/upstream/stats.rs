@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use serde::Serialize;
@@ -16,7 +16,10 @@ use crate::observe::history::RttQuantiles;
 /// Statistics of a connection, written by its worker and read by `/status`.
 #[derive(Debug)]
 pub struct ConnectionStats {
-    pub class: CredentialClass,
+    /// The class for which it was opened.
+    opened_for: CredentialClass,
+    /// Whether it was handed over to the class of proven tokens.
+    handed_over: AtomicBool,
     /// Serial number of the client certificate, as hex.
     pub serial: Option<String>,
     /// The local address, which identifies the connection in `ss` and in packet captures.
@@ -38,7 +41,8 @@ impl ConnectionStats {
         now: Instant,
     ) -> Arc<Self> {
         Arc::new(Self {
-            class,
+            opened_for: class,
+            handed_over: AtomicBool::new(false),
             serial,
             local,
             opened: now,
@@ -47,6 +51,20 @@ impl ConnectionStats {
             watches: AtomicUsize::new(0),
             rtt_micros: AtomicU64::new(0),
         })
+    }
+
+    /// The class whose requests the connection serves.
+    pub fn class(&self) -> CredentialClass {
+        if self.handed_over.load(Ordering::Relaxed) {
+            CredentialClass::Token
+        } else {
+            self.opened_for
+        }
+    }
+
+    /// The connection serves the requests with proven tokens from now on.
+    pub fn hand_over(&self) {
+        self.handed_over.store(true, Ordering::Relaxed);
     }
 
     pub fn was_open(&self, at: Instant) -> bool {
@@ -62,8 +80,9 @@ impl ConnectionStats {
     }
 
     pub fn status(&self) -> ConnectionStatus {
-        let class = match self.class {
-            CredentialClass::Identity(number) => format!("{}-{number}", self.class.as_str()),
+        let class = self.class();
+        let class = match class {
+            CredentialClass::Identity(number) => format!("{}-{number}", class.as_str()),
             class => class.as_str().to_owned(),
         };
         ConnectionStatus {

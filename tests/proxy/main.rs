@@ -17,6 +17,7 @@ mod identity;
 mod kubectl;
 mod limits;
 mod memory_budget;
+mod new_tokens;
 mod outage;
 mod own_errors;
 mod request_bodies;

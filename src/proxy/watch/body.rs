@@ -25,11 +25,12 @@ use self::attempt::{AttemptError, Hold, MoveAttempt, ResumeAttempt};
 use self::stream::{LeaveReason, StreamEvent, UpstreamStream};
 use super::relay::Relay;
 use super::session::{AttemptResult, Candidates, Effect, Ending, Input, NotResumable};
-use crate::observe::{Outcome, Side};
+use crate::observe::{MemoryClass, Outcome, Side};
 use crate::proxy::body_progress::MAX_PIECE;
 use crate::proxy::client_certificate::ProofExpiry;
 use crate::proxy::upstream_client::{UpstreamResponse as Response, release_window};
 use crate::upstream::connection::Permit;
+use crate::upstream::credentials::CredentialClass;
 
 pub use self::attempt::outage_ended;
 pub use self::context::ResumeContext;
@@ -79,6 +80,16 @@ impl WatchBody {
             outcome,
             warned: false,
         }
+    }
+
+    /// The head of the response has proven the token of the client. The watch continues on connections for proven
+    /// tokens when it leaves this stream.
+    pub fn token_proven(&mut self) {
+        if let Source::Stream(stream) = &mut self.source {
+            stream.permit.token_proven();
+        }
+        self.context.class = self.context.upstream.pool.class(CredentialClass::Token);
+        self.relay.raise_class(MemoryClass::Token);
     }
 
     /// Returns the next piece for the client.

@@ -9,7 +9,7 @@ use super::codec::frame::{FrameSplitter, Piece};
 use super::codec::{Encoding, parse};
 use super::request::WatchRequest;
 use super::session::{Effect, Input, Session};
-use crate::observe::ByteAccount;
+use crate::observe::{ByteAccount, MemoryClass};
 use bytes::Bytes;
 use std::ops::Range;
 use tokio::time::Instant;
@@ -48,6 +48,11 @@ impl Relay {
             splitter: FrameSplitter::new(encoding, account),
             session: Session::new(request, requested_at),
         }
+    }
+
+    /// The client has proven this, by which the buffered bytes are limited.
+    pub fn raise_class(&mut self, class: MemoryClass) {
+        self.splitter.raise_class(class);
     }
 
     pub fn session(&self) -> &Session {

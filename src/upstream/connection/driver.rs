@@ -60,7 +60,6 @@ impl Connection {
         );
         let connection = Rc::new(Self {
             endpoint: Arc::clone(endpoint),
-            class,
             generation: tls.generation,
             certificate: tls.certificate.clone(),
             stats,
@@ -255,7 +254,7 @@ impl Driver {
 
     /// Whether a GOAWAY on this connection means that the apiserver shuts down.
     fn goaway_means_shutdown(&self) -> bool {
-        self.connection.class == CredentialClass::Probe
+        self.connection.class() == CredentialClass::Probe
             && !self.connection.lifecycle.end_expected.get()
     }
 

@@ -26,6 +26,7 @@ impl Connection {
             watch,
             reserved_at: now,
             awaits_head: false,
+            proven: false,
             round: 0,
             stream: StreamState::Closed,
         }
@@ -41,6 +42,8 @@ pub struct Permit {
     reserved_at: Instant,
     /// The request was sent, and its response head has not arrived.
     awaits_head: bool,
+    /// The response has proven the token of the request.
+    proven: bool,
     /// The round of [`super::response_waits`] in which the request was sent; unused for a watch.
     round: u32,
     stream: StreamState,
@@ -105,6 +108,17 @@ impl Permit {
         }
     }
 
+    /// Records that the response has proven the token of the request. The pool hands a connection with many such
+    /// streams over ([`Connection::is_mostly_proven`]).
+    pub fn token_proven(&mut self) {
+        if !std::mem::replace(&mut self.proven, true) {
+            self.connection.slots.count_proven(true);
+            if self.connection.is_mostly_proven() {
+                self.connection.pool.notify_one();
+            }
+        }
+    }
+
     /// Records that the peer ended the stream. Its slot is free as soon as the permit is dropped.
     pub fn finished(&mut self) {
         self.set_pinned(false);
@@ -129,6 +143,9 @@ impl Drop for Permit {
         self.set_pinned(false);
         self.end_wait();
         let connection = &self.connection;
+        if self.proven {
+            connection.slots.count_proven(false);
+        }
         if self.watch {
             connection.stats.watches.fetch_sub(1, Ordering::Relaxed);
         }

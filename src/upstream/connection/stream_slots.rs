@@ -11,6 +11,10 @@ use tokio::time::Instant;
 /// four times its stream limit (`net/http2` `scheduleHandler`).
 const CANCELLED_SLOT_HOLD: Duration = Duration::from_millis(500);
 
+/// Share of the slots from which a connection serves proven tokens only. The other slots are free, or taken by
+/// requests that wait for a response.
+const PROVEN_SHARE: f64 = 0.5;
+
 #[derive(Debug)]
 pub(super) struct StreamSlots {
     /// `connections.max_streams` of the configuration.
@@ -19,6 +23,8 @@ pub(super) struct StreamSlots {
     pub(super) limit: Cell<usize>,
     /// Number of pinned streams ([`super::Permit::set_pinned`]).
     pinned: Cell<usize>,
+    /// Number of streams whose responses have proven a token.
+    proven: Cell<usize>,
     /// When the slots of cancelled streams become free, in order.
     cancelled: RefCell<VecDeque<Instant>>,
     /// When the number of open streams last became zero.
@@ -33,6 +39,7 @@ impl StreamSlots {
             configured,
             limit: Cell::new(configured.min(peer)),
             pinned: Cell::new(0),
+            proven: Cell::new(0),
             cancelled: RefCell::default(),
             idle_since: Cell::new(now),
             peak: Cell::new(0),
@@ -63,6 +70,17 @@ impl StreamSlots {
     pub(super) fn count_pinned(&self, pinned: bool) {
         let count = self.pinned.get();
         self.pinned.set(if pinned { count + 1 } else { count.saturating_sub(1) });
+    }
+
+    /// Counts a stream whose response has proven a token, or its end.
+    pub(super) fn count_proven(&self, proven: bool) {
+        let count = self.proven.get();
+        self.proven.set(if proven { count + 1 } else { count.saturating_sub(1) });
+    }
+
+    /// Whether [`PROVEN_SHARE`] of the slots is taken by such streams.
+    pub(super) fn are_mostly_proven(&self) -> bool {
+        self.proven.get() as f64 >= self.limit.get() as f64 * PROVEN_SHARE
     }
 
     pub(super) fn has_pinned(&self) -> bool {

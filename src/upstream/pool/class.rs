@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::class_limits::{self, UNPROVEN_WITH_DRAINING, longest_dial_pause, max_connections};
 use super::counts::{ConnectionCounts, CountGuard};
 use super::dial_pause::DialPause;
 use super::drain::{is_idle_after_burst, make_room};
@@ -24,19 +25,6 @@ use crate::upstream::health::ConnectionState;
 use crate::upstream::rebalance::Rebalancer;
 use crate::upstream::shared::Upstream;
 
-/// Limit of connections of one worker to one endpoint in a class other than identities and proven tokens,
-/// so that clients with random tokens cannot open many.
-const UNPROVEN_CONNECTIONS: usize = 2;
-/// The same limit with the connections that drain.
-const UNPROVEN_WITH_DRAINING: usize = 4;
-/// The longest pause between the connects of a class whose connections keep ending. A client whose first token is
-/// valid may have to wait for it, and so may an anonymous health check.
-const UNPROVEN_DIAL_PAUSE: Duration = Duration::from_millis(200);
-/// The same for the class of clients whose tokens keep being rejected.
-const SLOWED_DIAL_PAUSE: Duration = Duration::from_secs(1);
-/// Limit of requests that wait for a stream, and of those of an identity.
-const MAX_WAITERS: usize = 1000;
-const MAX_IDENTITY_WAITERS: usize = 4000;
 /// Time for which connections with an old certificate or to a removed endpoint stay in use without a live
 /// replacement.
 const OLD_CONNECTION_GRACE: Duration = Duration::from_secs(5);
@@ -98,11 +86,7 @@ impl ClassPool {
 
     /// Whether no more requests may wait for a stream.
     pub(super) fn has_too_many_waiters(&self) -> bool {
-        let limit = match self.class {
-            CredentialClass::Identity(_) => MAX_IDENTITY_WAITERS,
-            _ => MAX_WAITERS,
-        };
-        self.waiters.len() >= limit
+        self.waiters.len() >= class_limits::max_waiters(self.class)
     }
 
     /// Counts a held watch, until the guard is dropped. Held watches are no waiters, so no connections are
@@ -217,13 +201,13 @@ impl ClassPool {
         let watches: usize =
             connections.iter().filter(|c| c.is_to(&candidate.endpoint)).map(|c| c.watches()).sum();
         let capacity =
-            self.max_connections(&upstream.config().connections) * candidate.stream_limit();
+            max_connections(self.class, &upstream.config().connections) * candidate.stream_limit();
         (watches as f64) < (capacity as f64 * WATCH_SHARE).max(1.0)
     }
 
     /// Counts a connect to the endpoint until [`Self::connect_ended`].
     pub(super) fn connect_started(&self, label: &Arc<str>, now: Instant) {
-        if self.longest_dial_pause().is_some() {
+        if longest_dial_pause(self.class).is_some() {
             let mut pauses = self.dial_pauses.borrow_mut();
             pauses.retain(|_, pause| !pause.is_over(now));
             pauses.entry(Arc::clone(label)).or_default().dialled(now);
@@ -250,38 +234,34 @@ impl ClassPool {
         now: Instant,
     ) -> Option<Instant> {
         let pauses = self.dial_pauses.borrow();
-        let next = pauses.get(&endpoint.label)?.next_at(self.longest_dial_pause()?)?;
+        let next = pauses.get(&endpoint.label)?.next_at(longest_dial_pause(self.class)?)?;
         (now < next).then_some(next)
     }
 
-    /// The longest pause between connects; `None` if they are not paced.
-    fn longest_dial_pause(&self) -> Option<Duration> {
-        match self.class {
-            CredentialClass::UnprovenToken | CredentialClass::Anonymous => {
-                Some(UNPROVEN_DIAL_PAUSE)
-            }
-            CredentialClass::SlowedToken => Some(SLOWED_DIAL_PAUSE),
-            CredentialClass::Identity(_)
-            | CredentialClass::Token
-            | CredentialClass::Probe
-            | CredentialClass::Discovery => None,
-        }
+    /// Forgets the recent connects to an endpoint, because the connections stay in use.
+    pub(super) fn forget_dials(&self, label: &str) {
+        self.dial_pauses.borrow_mut().remove(label);
     }
 
     pub(super) fn is_connecting(&self) -> bool {
         !self.dialing.borrow().is_empty()
     }
 
-    /// Limit of connections to one endpoint.
-    fn max_connections(&self, limits: &config::Connections) -> usize {
-        match self.class {
-            CredentialClass::Identity(_) | CredentialClass::Token => limits.max,
-            CredentialClass::UnprovenToken
-            | CredentialClass::SlowedToken
-            | CredentialClass::Anonymous
-            | CredentialClass::Probe
-            | CredentialClass::Discovery => UNPROVEN_CONNECTIONS.min(limits.max),
-        }
+    /// Whether another live connection to the endpoint is within the limit.
+    pub(super) fn may_add_to(
+        &self,
+        endpoint: &Arc<Endpoint>,
+        limits: &config::Connections,
+    ) -> bool {
+        let connections = self.connections.borrow();
+        let in_service = |c: &&Rc<Connection>| c.is_to(endpoint) && c.state().is_in_service();
+        connections.iter().filter(in_service).count() + self.dialing_to(endpoint)
+            < max_connections(self.class, limits)
+    }
+
+    /// Number of connects in progress to the endpoint.
+    fn dialing_to(&self, endpoint: &Arc<Endpoint>) -> usize {
+        self.dialing.borrow().get(&endpoint.label).copied().unwrap_or(0)
     }
 
     /// Whether old connections (with an older generation of the credential, or to a removed endpoint) drain
@@ -365,7 +345,7 @@ impl ClassPool {
         (targets, warm): (usize, bool),
         now: Instant,
     ) -> usize {
-        let dialing = self.dialing.borrow().get(&endpoint.label).copied().unwrap_or(0);
+        let dialing = self.dialing_to(endpoint);
         let connections = self.connections.borrow();
         // A connection that is to be replaced does not count, so that its replacement is opened.
         let current = || {
@@ -385,8 +365,8 @@ impl ClassPool {
             waiters: self.waiters.len().div_ceil(targets),
         };
         let min = if warm { limits.min } else { 1 };
-        let to_open = counts.to_open(min, self.max_connections(limits));
-        if self.longest_dial_pause().is_none() {
+        let to_open = counts.to_open(min, max_connections(self.class, limits));
+        if longest_dial_pause(self.class).is_none() {
             return to_open;
         }
         let open = || connections.iter().filter(|c| c.is_to(endpoint));

@@ -18,7 +18,7 @@
 //! frame is not resumed.
 
 use super::Encoding;
-use crate::observe::ByteAccount;
+use crate::observe::{ByteAccount, MemoryClass};
 use bytes::Bytes;
 
 /// The largest frame that is buffered to be forwarded whole. etcd refuses requests above 1.5 MiB by default,
@@ -133,6 +133,11 @@ impl FrameSplitter {
     /// The account of the bytes that the splitter buffers.
     pub fn account(&self) -> &ByteAccount {
         &self.partial.account
+    }
+
+    /// The client has proven this, by which the account is limited.
+    pub fn raise_class(&mut self, class: MemoryClass) {
+        self.partial.account.raise_class(class);
     }
 
     /// Number of buffered bytes of the current frame.

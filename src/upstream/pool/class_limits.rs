@@ -1,0 +1,52 @@
+//! The limits of the connections of each credential class.
+
+use std::time::Duration;
+
+use crate::config;
+use crate::upstream::credentials::CredentialClass;
+
+/// Limit of connections of one worker to one endpoint in a class other than identities and proven tokens,
+/// so that clients with random tokens cannot open many.
+const UNPROVEN_CONNECTIONS: usize = 2;
+/// The same limit with the connections that drain.
+pub(super) const UNPROVEN_WITH_DRAINING: usize = 4;
+/// The longest pause between the connects of a class whose connections keep ending. A client whose first token is
+/// valid may have to wait for it, and so may an anonymous health check.
+const UNPROVEN_DIAL_PAUSE: Duration = Duration::from_millis(200);
+/// The same for the class of clients whose tokens keep being rejected.
+const SLOWED_DIAL_PAUSE: Duration = Duration::from_secs(1);
+/// Limit of requests that wait for a stream, and of those of an identity.
+const MAX_WAITERS: usize = 1000;
+const MAX_IDENTITY_WAITERS: usize = 4000;
+
+/// Limit of connections to one endpoint.
+pub(super) fn max_connections(class: CredentialClass, limits: &config::Connections) -> usize {
+    match class {
+        CredentialClass::Identity(_) | CredentialClass::Token => limits.max,
+        CredentialClass::UnprovenToken
+        | CredentialClass::SlowedToken
+        | CredentialClass::Anonymous
+        | CredentialClass::Probe
+        | CredentialClass::Discovery => UNPROVEN_CONNECTIONS.min(limits.max),
+    }
+}
+
+/// The longest pause between connects; `None` if they are not paced.
+pub(super) fn longest_dial_pause(class: CredentialClass) -> Option<Duration> {
+    match class {
+        CredentialClass::UnprovenToken | CredentialClass::Anonymous => Some(UNPROVEN_DIAL_PAUSE),
+        CredentialClass::SlowedToken => Some(SLOWED_DIAL_PAUSE),
+        CredentialClass::Identity(_)
+        | CredentialClass::Token
+        | CredentialClass::Probe
+        | CredentialClass::Discovery => None,
+    }
+}
+
+/// Limit of requests that wait for a stream.
+pub(super) fn max_waiters(class: CredentialClass) -> usize {
+    match class {
+        CredentialClass::Identity(_) => MAX_IDENTITY_WAITERS,
+        _ => MAX_WAITERS,
+    }
+}

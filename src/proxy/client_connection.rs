@@ -133,7 +133,7 @@ impl ClientConnection {
         &self,
         service: &ListenerService,
         prepared: Prepared,
-    ) -> (Prepared, Option<Box<UnprovenRequest>>) {
+    ) -> (Prepared, Option<Rc<UnprovenRequest>>) {
         let Ok((mut request, mut credential)) = prepared else { return (prepared, None) };
         let requests = match &request {
             PreparedRequest::Forward(request) => &request.upstream.unproven_requests,
@@ -155,13 +155,15 @@ impl ClientConnection {
         {
             credential.class = CredentialClass::SlowedToken;
         }
+        let unproven = unproven.filter(|_| !is_proven);
         match &mut request {
             PreparedRequest::Forward(request) => {
                 request.class = request.upstream.pool.class(credential.class);
+                request.unproven.clone_from(&unproven);
             }
             PreparedRequest::Upgrade(upgrade) => upgrade.class = credential.class,
         }
-        (Ok((request, credential)), unproven.filter(|_| !is_proven))
+        (Ok((request, credential)), unproven)
     }
 
     /// Records what the head of a response shows about the token of its client.
@@ -170,7 +172,7 @@ impl ClientConnection {
         service: &ListenerService,
         response: &mut Response<ResponseBody>,
         credential: SelectedCredential,
-        unproven: Option<Box<UnprovenRequest>>,
+        unproven: Option<Rc<UnprovenRequest>>,
     ) {
         let status = response.status();
         let proof = service.credentials.learn(credential, self.slot.source(), status);
@@ -272,6 +274,7 @@ impl ClientConnection {
             drain: is_watch.then(|| service.drain.clone()),
             info,
             watch,
+            unproven: None,
             hedges_sent: Cell::new(0),
         };
         Ok((PreparedRequest::Forward(Box::new(request)), credential))

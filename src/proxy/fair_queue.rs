@@ -11,8 +11,14 @@
 //!   the others of their source, and have a pace of their own while the source is slowed. A client with a valid
 //!   token is thus served although another process of the same user is slowed, as long as that one does not open
 //!   a connection for each request.
+//! * A request that was sent and has no response [`UNANSWERED_AFTER`] later, such as one whose body does not end, no
+//!   longer counts to the limit of all requests in progress. Otherwise a few sources could hold back all others. It
+//!   still counts to the limit of its source, and its end counts like that of any other request, so a source with
+//!   slow responses or uploads has no more requests in progress, and is slowed for the same rejections. All such
+//!   requests together are limited by the streams of their connections: each has one, and a request is only sent,
+//!   and its time only begins, when it has got one.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -26,6 +32,8 @@ const WINDOW: Duration = Duration::from_secs(10);
 const SLOWED_INTERVAL: Duration = Duration::from_millis(50);
 /// The same for its favored requests.
 const FAVORED_INTERVAL: Duration = Duration::from_millis(100);
+/// Time after which a request without a response does not hold back those of other sources.
+const UNANSWERED_AFTER: Duration = Duration::from_secs(1);
 /// Maximum number of sources that are remembered.
 const MAX_SOURCES: usize = 1024;
 /// When this number of requests waits, no source may have more than [`FEW_WAITING`].
@@ -35,7 +43,7 @@ const FEW_WAITING: usize = 8;
 /// The limits of a queue.
 #[derive(Debug, Clone, Copy)]
 pub struct QueueLimits {
-    /// Requests in progress.
+    /// Requests in progress, without those whose response is late.
     pub in_progress: usize,
     /// Requests in progress of one source.
     pub source_in_progress: usize,
@@ -50,12 +58,18 @@ pub struct FairQueue {
     sources: BTreeMap<Source, SourceState>,
     /// The sources with waiting requests, in the order of their turns.
     turns: VecDeque<Source>,
+    /// Requests in progress that are not in `late`.
     in_progress: usize,
+    /// When requests in progress were sent, in order, without those in `late`.
+    sent: VecDeque<(Instant, u64)>,
+    /// Requests in progress that count only to their source.
+    late: BTreeSet<u64>,
     waiting: usize,
 }
 
 #[derive(Debug)]
 struct SourceState {
+    /// Requests in progress, also those whose response is late.
     in_progress: usize,
     favored: VecDeque<u64>,
     others: VecDeque<u64>,
@@ -103,8 +117,15 @@ pub enum Ended {
 impl FairQueue {
     /// An empty queue.
     pub fn new(limits: QueueLimits) -> Self {
-        let (sources, turns) = (BTreeMap::new(), VecDeque::new());
-        Self { limits, sources, turns, in_progress: 0, waiting: 0 }
+        Self {
+            limits,
+            sources: BTreeMap::new(),
+            turns: VecDeque::new(),
+            in_progress: 0,
+            sent: VecDeque::new(),
+            late: BTreeSet::new(),
+            waiting: 0,
+        }
     }
 
     /// A request arrives.
@@ -146,8 +167,14 @@ impl FairQueue {
         self.waiting -= before - state.waiting();
     }
 
+    /// A request in progress is sent. To be called at most once for each.
+    pub fn sent(&mut self, id: u64, now: Instant) {
+        self.sent.push_back((now, id));
+    }
+
     /// The next request that may start now, if any.
     pub fn start_next(&mut self, now: Instant) -> Option<Started> {
+        self.find_late(now);
         for _ in 0..self.turns.len() {
             if self.in_progress >= self.limits.in_progress {
                 return None;
@@ -173,8 +200,11 @@ impl FairQueue {
     }
 
     /// A request of the source has ended. Returns whether the source is slowed from now on.
-    pub fn end(&mut self, source: Source, ended: Ended, now: Instant) -> bool {
-        self.in_progress -= 1;
+    pub fn end(&mut self, source: Source, id: u64, ended: Ended, now: Instant) -> bool {
+        if !self.late.remove(&id) {
+            self.in_progress -= 1;
+            self.sent.retain(|(_, sent)| *sent != id);
+        }
         let Some(state) = self.sources.get_mut(&source) else { return false };
         state.in_progress -= 1;
         state.used = now;
@@ -195,8 +225,23 @@ impl FairQueue {
         }
     }
 
+    /// Stops counting the requests whose response is late.
+    fn find_late(&mut self, now: Instant) {
+        while let Some((_, id)) = self.sent.front().filter(|(at, _)| now >= *at + UNANSWERED_AFTER)
+        {
+            self.late.insert(*id);
+            self.in_progress -= 1;
+            self.sent.pop_front();
+        }
+    }
+
     /// When a request that waits only for time may start.
     pub fn wake_at(&self, now: Instant) -> Option<Instant> {
+        if self.in_progress >= self.limits.in_progress {
+            // No other one can start before.
+            let first = self.sent.front().filter(|_| self.waiting > 0);
+            return first.map(|(at, _)| *at + UNANSWERED_AFTER);
+        }
         let waiting = self.turns.iter().filter_map(|source| self.sources.get(source));
         waiting
             .filter(|state| state.is_slowed(now))
@@ -271,6 +316,7 @@ mod tests {
         QueueLimits { in_progress: 8, source_in_progress: 4, source_waiting: 16 };
     const A: Source = Source::User(1);
     const B: Source = Source::User(2);
+    const C: Source = Source::User(3);
 
     fn started(queue: &mut FairQueue, now: Instant) -> Vec<u64> {
         std::iter::from_fn(|| queue.start_next(now)).map(|started| started.id).collect()
@@ -281,7 +327,7 @@ mod tests {
             .map(|_| {
                 assert_eq!(queue.arrive(source, 0, false, now), Arrival::Waits);
                 assert!(queue.start_next(now).is_some());
-                queue.end(source, Ended::Rejected, now)
+                queue.end(source, 0, Ended::Rejected, now)
             })
             .collect()
     }
@@ -298,12 +344,12 @@ mod tests {
         }
         assert_eq!(started(&mut queue, now), [0, 100, 1, 101, 2, 102, 3]);
         assert_eq!(queue.arrive(A, 17, true, now), Arrival::Waits);
-        queue.end(A, Ended::Unclear, now);
+        queue.end(A, 0, Ended::Unclear, now);
         assert_eq!(started(&mut queue, now), [17], "it is favored");
         for id in [4, 5] {
             queue.cancel(A, id);
         }
-        queue.end(A, Ended::Unclear, now);
+        queue.end(A, 1, Ended::Unclear, now);
         assert_eq!(started(&mut queue, now), [6]);
     }
 
@@ -340,7 +386,7 @@ mod tests {
         assert_eq!(queue.wake_at(start), Some(start + SLOWED_INTERVAL));
         assert_eq!(started(&mut queue, start + SLOWED_INTERVAL), [2]);
         assert_eq!(started(&mut queue, start + WINDOW), [3], "limit of requests in progress");
-        queue.end(A, Ended::Unclear, start + WINDOW);
+        queue.end(A, 1, Ended::Unclear, start + WINDOW);
         let last = queue.start_next(start + WINDOW).unwrap();
         assert_eq!((last.id, last.apart), (4, false));
     }
@@ -351,9 +397,73 @@ mod tests {
         reject(&mut queue, A, 20, now);
         queue.arrive(A, 1, true, now);
         assert!(queue.start_next(now).is_some());
-        assert!(!queue.end(A, Ended::Accepted, now));
+        assert!(!queue.end(A, 1, Ended::Accepted, now));
         let slowed = reject(&mut queue, A, 10, now);
         assert_eq!(slowed.iter().position(|slowed| *slowed), Some(9));
+    }
+
+    /// Two sources have all requests in progress, 0 to 7.
+    fn full(start: Instant) -> FairQueue {
+        let mut queue = FairQueue::new(LIMITS);
+        for id in 0..4 {
+            queue.arrive(A, id, false, start);
+            queue.arrive(B, 4 + id, false, start);
+        }
+        assert_eq!(started(&mut queue, start).len(), 8);
+        queue
+    }
+
+    #[test]
+    fn a_late_response_holds_back_only_requests_of_its_source() {
+        let start = Instant::now();
+        let (mut queue, later) = (full(start), start + Duration::from_millis(300));
+        queue.arrive(A, 10, false, start);
+        queue.arrive(C, 20, true, start);
+        queue.arrive(C, 21, true, start);
+        assert_eq!(queue.wake_at(start), None, "none is sent");
+        queue.sent(0, start);
+        queue.sent(5, later);
+        queue.end(B, 5, Ended::Unclear, later);
+        assert_eq!(started(&mut queue, later), [20]);
+        queue.sent(20, later);
+        assert_eq!(queue.wake_at(later), Some(start + UNANSWERED_AFTER));
+        let now = start + UNANSWERED_AFTER;
+        assert_eq!(started(&mut queue, now), [21], "A still has four");
+        assert_eq!(queue.wake_at(now), Some(later + UNANSWERED_AFTER), "A waits");
+        queue.end(A, 0, Ended::Unclear, now);
+        assert_eq!((queue.in_progress, queue.late.len()), (8, 0), "it is not released twice");
+        assert_eq!(started(&mut queue, now), [0; 0], "8 are in progress");
+        for (source, id) in [(A, 1), (A, 2), (A, 3), (B, 4), (B, 6), (B, 7), (C, 20), (C, 21)] {
+            queue.end(source, id, Ended::Unclear, now);
+        }
+        assert_eq!(started(&mut queue, now), [10]);
+        queue.end(A, 10, Ended::Unclear, now);
+        assert_eq!((queue.in_progress, queue.sent.len(), queue.waiting), (0, 0, 0));
+        assert!(queue.sources.values().all(|state| state.in_progress == 0));
+    }
+
+    #[test]
+    fn late_rejections_slow_their_source() {
+        let (mut queue, start) = (FairQueue::new(LIMITS), Instant::now());
+        let mut now = start;
+        for id in 0..20 {
+            queue.arrive(A, id, false, now);
+            assert_eq!(started(&mut queue, now), [id]);
+            queue.sent(id, now);
+            if id % 4 == 3 {
+                now += UNANSWERED_AFTER;
+                queue.arrive(A, 100 + id, false, now);
+                assert_eq!(started(&mut queue, now), [0; 0], "four responses are late");
+                assert_eq!((queue.in_progress, queue.late.len()), (0, 4));
+                queue.cancel(A, 100 + id);
+                for id in id - 3..=id {
+                    assert_eq!(queue.end(A, id, Ended::Rejected, now), id == 19, "{id}");
+                }
+            }
+        }
+        queue.arrive(A, 200, false, now);
+        queue.arrive(A, 201, false, now);
+        assert_eq!(started(&mut queue, now), [200], "one in 50 ms");
     }
 
     #[test]

@@ -27,6 +27,7 @@ use super::request_info::{RequestInfo, RequestKind};
 use super::response_body::{ForwardResult, FullBody, ResponseBody, StreamedBody};
 use super::retry::{self, ATTEMPTS, RetryDecision, Stage};
 use super::status_error::StatusError;
+use super::unproven_requests::UnprovenRequest;
 use super::upstream_client::{UpstreamClient, UpstreamResponse, release_window};
 use super::watch::body::{ResumeContext, WatchBody, outage_ended};
 use super::watch::codec::Encoding;
@@ -61,6 +62,8 @@ pub struct ForwardedRequest {
     pub frames: Option<ByteAccount>,
     /// The drain of the listener; `Some` for every watch.
     pub drain: Option<DrainWatcher>,
+    /// The request among those in progress whose tokens are not proven, if it is one.
+    pub unproven: Option<Rc<UnprovenRequest>>,
     /// Number of hedges sent so far.
     pub hedges_sent: Cell<u32>,
 }

@@ -1,5 +1,8 @@
 //! Holds back the requests of clients that have proven nothing, in the order of [`super::fair_queue`]: requests with
-//! tokens that no response has proven yet, and upgrades with such a token or none.
+//! tokens that no response has proven yet, and upgrades with such a token or none. A request keeps its place among
+//! those in progress until its response head arrives, or for a second after it was sent
+//! ([`UnprovenRequest::sent`]). An upgrade keeps it until its response head arrives, because it has a connection of
+//! its own.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -53,7 +56,7 @@ struct Waiting {
 
 /// Why a request waits no longer.
 enum Start {
-    InProgress(Box<UnprovenRequest>),
+    InProgress(Rc<UnprovenRequest>),
     /// Another request with the same token has proven it.
     Proven,
 }
@@ -86,7 +89,9 @@ impl Drop for OpenRequest {
 pub struct UnprovenRequest {
     requests: Rc<UnprovenRequests>,
     source: Source,
+    id: u64,
     open: OpenRequest,
+    is_sent: Cell<bool>,
     ended: Cell<Ended>,
     /// Whether it belongs on the connections for clients whose tokens keep being rejected.
     pub apart: bool,
@@ -116,7 +121,7 @@ impl UnprovenRequests {
         source: Source,
         record: &Rc<ConnectionRecord>,
         token: Option<TokenKey>,
-    ) -> Result<Option<Box<UnprovenRequest>>, StatusError> {
+    ) -> Result<Option<Rc<UnprovenRequest>>, StatusError> {
         let id = self.next_id.replace(self.next_id.get() + 1);
         let favored = !record.rejected.get() && record.open.get() < MAX_FAVORED;
         let arrival = self.queue.borrow_mut().arrive(source, id, favored, Instant::now());
@@ -165,13 +170,13 @@ impl UnprovenRequests {
             let (Some(Waiting { open, start, .. }), Some(requests)) =
                 (waiting, self.this.upgrade())
             else {
-                self.queue.borrow_mut().end(source, Ended::Unclear, now);
+                self.queue.borrow_mut().end(source, id, Ended::Unclear, now);
                 continue;
             };
-            let ended = Cell::new(Ended::Unclear);
-            let request = UnprovenRequest { requests, source, open, ended, apart };
+            let (is_sent, ended) = (Cell::new(false), Cell::new(Ended::Unclear));
+            let request = UnprovenRequest { requests, source, id, open, is_sent, ended, apart };
             // If the request was cancelled, this drops it, which ends it.
-            let _ = start.send(Start::InProgress(Box::new(request)));
+            let _ = start.send(Start::InProgress(Rc::new(request)));
         }
         let Some(at) = self.queue.borrow().wake_at(now) else { return };
         if self.timer.get().is_some_and(|timer| timer > now && timer <= at) {
@@ -203,6 +208,18 @@ impl Drop for Place<'_> {
 }
 
 impl UnprovenRequest {
+    /// The request is sent to an apiserver, for the first time or again.
+    pub fn sent(&self) {
+        if self.is_sent.replace(true) {
+            return;
+        }
+        self.requests.queue.borrow_mut().sent(self.id, Instant::now());
+        if !self.requests.waiting.borrow().is_empty() {
+            // A waiting request may start when the response is late.
+            self.requests.start_due();
+        }
+    }
+
     /// Records what the response shows.
     pub fn ended(&self, ended: Ended) {
         self.ended.set(ended);
@@ -218,10 +235,64 @@ impl Drop for UnprovenRequest {
     fn drop(&mut self) {
         let requests = &self.requests;
         let now = Instant::now();
-        if requests.queue.borrow_mut().end(self.source, self.ended.get(), now) {
+        if requests.queue.borrow_mut().end(self.source, self.id, self.ended.get(), now) {
             let line = format!("{} slowed because the apiserver rejects them", requests.subject);
             requests.warnings.warn(&line, format_args!("source {}", self.source));
         }
         requests.start_due();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::task::LocalSet;
+
+    /// The requests of a source, one on each connection, that start at once.
+    async fn start(
+        requests: &Rc<UnprovenRequests>,
+        source: Source,
+        count: usize,
+    ) -> Vec<Rc<UnprovenRequest>> {
+        let mut started = Vec::new();
+        for _ in 0..count {
+            let request = requests.admit(source, &Rc::default(), None).await;
+            started.extend(request.unwrap_or_else(|_| panic!("{source} is refused")));
+        }
+        started
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn request_of_a_fifth_source_starts_when_the_responses_to_four_others_are_late() {
+        let test = async {
+            let memory = MemoryBudget::new(1 << 20);
+            let requests = UnprovenRequests::new(REQUEST_LIMITS, "requests", &memory);
+            let begin = Instant::now();
+            let mut others = Vec::new();
+            for uid in 1..=4 {
+                others.extend(start(&requests, Source::User(uid), 32).await);
+            }
+            assert_eq!((others.len(), begin.elapsed()), (128, Duration::ZERO));
+            let own = ConnectionRecord::default().into();
+            let waiting = requests.admit(Source::User(5), &own, None);
+            let sending = async {
+                tokio::task::yield_now().await;
+                for pause in [900, 0] {
+                    for request in &others {
+                        request.sent();
+                    }
+                    // A second attempt does not begin the time anew.
+                    tokio::time::sleep(Duration::from_millis(pause)).await;
+                }
+            };
+            let (fifth, ()) = tokio::join!(waiting, sending);
+            assert!(fifth.is_ok_and(|request| request.is_some()));
+            let waited = begin.elapsed();
+            assert!((1_000..1_010).contains(&waited.as_millis()), "{waited:?}");
+            // The others have their limit.
+            let more = requests.admit(Source::User(1), &own, None).await;
+            assert!(more.is_err() && begin.elapsed() >= waited + MAX_WAIT);
+        };
+        LocalSet::new().run_until(test).await;
     }
 }

@@ -208,10 +208,10 @@ impl Connection {
         self.stats.watches.load(Ordering::Relaxed)
     }
 
-    /// Whether half of its streams have had a response that proves the token of the client
-    /// ([`Permit::token_proven`]).
+    /// Whether most of its streams, without those that wait for a response, have had one that proves the token of
+    /// the client ([`Permit::token_proven`]).
     pub fn is_mostly_proven(&self) -> bool {
-        self.slots.are_mostly_proven()
+        self.slots.are_mostly_proven(self.waits.waiting())
     }
 
     /// The connection, which was opened for unproven tokens, serves the requests with proven ones from now on.

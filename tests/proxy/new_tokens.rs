@@ -2,16 +2,29 @@
 
 use std::time::{Duration, Instant};
 
-use http::{Method, StatusCode};
+use http::{Method, Response, StatusCode};
+use hyper::body::Incoming;
+use jackstay::config::MemoryLimit;
 use jackstay::demo::apiserver::identity::User;
+use jackstay::demo::client::Client;
+use tokio::io::AsyncWriteExt;
 
+use crate::scripted_peer::{Action, Peers};
 use crate::support::figures::{bound, check_figure};
-use crate::support::{CONFIGMAPS, Proxy, TestCluster, join_all, soon, until, without_suspicion};
+use crate::support::http2::{END_HEADERS, HEADERS, PREFACE, field_block, frame, settings};
+use crate::support::wire::{self, Wire};
+use crate::support::{
+    CONFIGMAPS, Certs, Proxy, TestCluster, h2_error, join_all, pause, soon, until,
+    without_suspicion,
+};
 
 /// Clients with a token of their own: twice as many as two connections have streams for watches.
 const CLIENTS: usize = 400;
 /// The promised time until each of [`CLIENTS`] has its watch.
 const ALL_SERVED: Duration = Duration::from_secs(5);
+
+/// The pause of a client before it repeats a request; a tenth of the `Retry-After` of jackstay.
+const RETRY_AFTER: Duration = Duration::from_millis(100);
 
 fn add_tokens(cluster: &TestCluster, count: usize) {
     for n in 0..count {
@@ -24,30 +37,50 @@ async fn connections(proxy: &Proxy, class: &str) -> usize {
     proxy.connections(class).await.len()
 }
 
+/// Number of moves and resumes of watches.
+async fn moved(proxy: &Proxy) -> u64 {
+    proxy.metric("jackstay_watch_resumes_total").await as u64
+}
+
+/// Starts the watches of [`CLIENTS`] clients, each with one of the tokens from `first` on.
+async fn watch_all(
+    cluster: &TestCluster,
+    proxy: &Proxy,
+    first: usize,
+) -> Vec<(Client, Response<Incoming>)> {
+    let (path, start) = (cluster.watch_path(), Instant::now());
+    join_all((first..first + CLIENTS).map(|n| {
+        let path = &path;
+        let credentials = cluster.certs.anonymous().token(&format!("token-{n}"));
+        async move {
+            let client = proxy.client_with(&credentials).await;
+            loop {
+                // Clients repeat a request that gets 429 or REFUSED_STREAM.
+                match client.send(Method::GET, path, &[], "").await {
+                    Ok(response) if response.status() == StatusCode::OK => {
+                        return (client, response);
+                    }
+                    Ok(response) => assert_eq!(response.status(), 429, "{n}"),
+                    Err(error) => {
+                        let reason = h2_error(&error).and_then(h2::Error::reason);
+                        assert_eq!(reason, Some(h2::Reason::REFUSED_STREAM), "{n}: {error}");
+                    }
+                }
+                assert!(start.elapsed() < bound(ALL_SERVED), "{n} is not served");
+                pause(RETRY_AFTER).await;
+            }
+        }
+    }))
+    .await
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watches_of_four_hundred_new_tokens_are_all_served() {
     let cluster = TestCluster::new(1);
     add_tokens(&cluster, CLIENTS);
     let proxy = cluster.start_with(without_suspicion).await;
-    let path = cluster.watch_path();
     let start = Instant::now();
-    let watches = join_all((0..CLIENTS).map(|n| {
-        let (proxy, path) = (&proxy, &path);
-        let credentials = cluster.certs.anonymous().token(&format!("token-{n}"));
-        async move {
-            let client = proxy.client_with(&credentials).await;
-            loop {
-                let response = client.send(Method::GET, path, &[], "").await.unwrap();
-                match response.status() {
-                    StatusCode::OK => return (client, response),
-                    // client-go repeats the request.
-                    StatusCode::TOO_MANY_REQUESTS if start.elapsed() < bound(ALL_SERVED) => {}
-                    status => panic!("{n}: {status} after {:?}", start.elapsed()),
-                }
-            }
-        }
-    }))
-    .await;
+    let watches = watch_all(&cluster, &proxy, 0).await;
     check_figure("400 watches of new tokens are served", start.elapsed(), ALL_SERVED);
     assert_eq!(cluster.watches(0), CLIENTS as u64);
     until("most watches are on connections for proven tokens", async || {
@@ -55,7 +88,7 @@ async fn watches_of_four_hundred_new_tokens_are_all_served() {
     })
     .await;
     // They were not moved.
-    assert_eq!(proxy.metric("jackstay_watch_resumes_total").await, 0.0);
+    assert_eq!(moved(&proxy).await, 0);
     assert_eq!(proxy.lost_connections().await, [""; 0]);
     drop(watches);
 }
@@ -130,9 +163,73 @@ async fn watches_of_proven_tokens_move_away_from_invalid_ones_once() {
         let event = soon("an event", watch.next()).await.unwrap().expect("the watch continues");
         assert_eq!(event["object"]["metadata"]["name"], "last");
     }
-    assert_eq!(
-        proxy.metric("jackstay_watch_resumes_total").await,
-        4.0,
-        "each watch has moved once"
-    );
+    assert_eq!(moved(&proxy).await, WATCHES as u64, "each watch has moved once");
+}
+
+/// Users, and requests of each: as many as may be in progress with unproven tokens.
+const USERS: u32 = 4;
+const REQUESTS: u32 = 32;
+
+/// Sends requests of several users, each with a token of its own and a body that does not end. `None` without root.
+async fn stalled_requests(certs: &Certs, proxy: &Proxy) -> Option<Vec<Wire>> {
+    let tls = wire::connector(certs, None, "h2");
+    let mut wires = Vec::new();
+    for user in 0..USERS {
+        let Ok(mut wire) = wire::handshake_as(1001 + user, &tls, proxy.addr).await else {
+            println!("skipped: only root can change the user");
+            return None;
+        };
+        wire.write_all(PREFACE).await.unwrap();
+        wire.write_all(&settings(&[])).await.unwrap();
+        for n in 0..REQUESTS {
+            let token = format!("Bearer token-{}", user * REQUESTS + n);
+            let head = [
+                (":method", "POST"),
+                (":scheme", "https"),
+                (":authority", "a"),
+                (":path", CONFIGMAPS),
+                ("authorization", &token),
+            ];
+            let head = frame(HEADERS, END_HEADERS, 2 * n + 1, &field_block(&head));
+            wire.write_all(&head).await.unwrap();
+        }
+        wires.push(wire);
+    }
+    until("the requests are upstream", async || {
+        proxy.endpoints().await[0]["streams"].as_u64().unwrap() >= u64::from(USERS * REQUESTS)
+    })
+    .await;
+    Some(wires)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn new_token_is_served_while_four_users_send_bodies_that_do_not_end() {
+    let peers = Peers::start(1);
+    let proxy = peers.start_proxy(without_suspicion).await;
+    peers.set_actions(std::iter::repeat_n(Action::Hang, (USERS * REQUESTS) as usize));
+    let Some(_wires) = stalled_requests(&peers.certs, &proxy).await else { return };
+    let client = proxy.client_with(&peers.certs.anonymous().token("new")).await;
+    let start = Instant::now();
+    let reply = soon("a response", client.get(CONFIGMAPS)).await.unwrap();
+    assert_eq!(reply.status, 200);
+    check_figure("new token beside four stalled users", start.elapsed(), Duration::from_secs(2));
+}
+
+/// The stalled requests take two thirds of the streams for unproven tokens.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watches_of_new_tokens_are_served_while_four_users_send_bodies_that_do_not_end() {
+    let cluster = TestCluster::new(1);
+    add_tokens(&cluster, (USERS * REQUESTS) as usize + CLIENTS);
+    let proxy = cluster
+        .start_with(|config| {
+            without_suspicion(config);
+            // For 400 connections and 300 requests that wait for a second, all of one user.
+            config.memory_limit = MemoryLimit::Bytes(512 << 20);
+        })
+        .await;
+    let Some(_wires) = stalled_requests(&cluster.certs, &proxy).await else { return };
+    let start = Instant::now();
+    let _watches = watch_all(&cluster, &proxy, (USERS * REQUESTS) as usize).await;
+    check_figure("400 watches beside four stalled users", start.elapsed(), ALL_SERVED);
+    assert_eq!(cluster.watches(0), CLIENTS as u64);
 }

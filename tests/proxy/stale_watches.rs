@@ -77,6 +77,7 @@ async fn count_stale_watches() {
         watch: Some(watch),
         frames: Some(ByteAccount::unmetered(usize::MAX)),
         drain: Some(drain),
+        unproven: None,
         hedges_sent: Cell::new(0),
     });
     // The pool runs until it has a connection for the watch. Afterwards only this test runs the checks.

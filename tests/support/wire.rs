@@ -2,6 +2,8 @@
 
 use super::{Certs, Proxy};
 use jackstay::demo::pki::Issued;
+use rustix::process::{Uid, geteuid};
+use rustix::thread::set_thread_res_uid;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use std::io;
 use std::net::SocketAddr;
@@ -54,4 +56,25 @@ pub fn connector(certs: &Certs, chain: Option<ChainAndKey>, alpn: &str) -> TlsCo
 pub async fn handshake(connector: &TlsConnector, address: SocketAddr) -> io::Result<Wire> {
     let stream = TcpStream::connect(address).await?;
     connector.connect(ServerName::from(address.ip()), stream).await
+}
+
+/// Connects with this TLS client as another user, which only root can do.
+pub async fn handshake_as(
+    uid: u32,
+    connector: &TlsConnector,
+    address: SocketAddr,
+) -> io::Result<Wire> {
+    let stream = as_user(uid, || std::net::TcpStream::connect(address))?;
+    stream.set_nonblocking(true)?;
+    let stream = TcpStream::from_std(stream)?;
+    connector.connect(ServerName::from(address.ip()), stream).await
+}
+
+/// Runs `act` while the thread has this effective uid, which a socket gets when it is created.
+fn as_user<T>(uid: u32, act: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    let own = geteuid();
+    set_thread_res_uid(None::<Uid>, Uid::from_raw(uid), None::<Uid>)?;
+    let result = act();
+    set_thread_res_uid(None::<Uid>, own, None::<Uid>)?;
+    result
 }

@@ -33,6 +33,9 @@ impl ForwardedRequest {
     ) -> Result<UpstreamResponse, FailedAttempt> {
         let connection = Rc::clone(permit.connection());
         let attempt = Attempt::start(permit, self.head.clone(), self.body.as_ref())?;
+        if let Some(unproven) = &self.unproven {
+            unproven.sent();
+        }
         let mut response = pin!(attempt.response(self.info.kind));
         tokio::select! {
             biased;

@@ -43,6 +43,11 @@ impl ResponseWaits {
         }
     }
 
+    /// Number of requests that wait for a response head.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting.get()
+    }
+
     /// Records that a request was sent.
     pub(super) fn request_sent(&self, at: Instant) {
         let waiting = self.waiting.get();

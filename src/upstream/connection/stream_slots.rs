@@ -11,9 +11,11 @@ use tokio::time::Instant;
 /// four times its stream limit (`net/http2` `scheduleHandler`).
 const CANCELLED_SLOT_HOLD: Duration = Duration::from_millis(500);
 
-/// Share of the slots from which a connection serves proven tokens only. The other slots are free, or taken by
-/// requests that wait for a response.
+/// Share of the slots that streams with proven tokens must take before a connection serves proven tokens only.
+/// Slots of requests that wait for a response are left out, so that a few that wait for long do not prevent it.
 const PROVEN_SHARE: f64 = 0.5;
+/// The same for all slots, so that requests without a response do not make the connection of a few others leave.
+const MIN_PROVEN_SHARE: f64 = 0.125;
 
 #[derive(Debug)]
 pub(super) struct StreamSlots {
@@ -78,12 +80,39 @@ impl StreamSlots {
         self.proven.set(if proven { count + 1 } else { count.saturating_sub(1) });
     }
 
-    /// Whether [`PROVEN_SHARE`] of the slots is taken by such streams.
-    pub(super) fn are_mostly_proven(&self) -> bool {
-        self.proven.get() as f64 >= self.limit.get() as f64 * PROVEN_SHARE
+    /// Whether such streams take [`PROVEN_SHARE`] of the slots, while `waiting` ones wait for a response.
+    pub(super) fn are_mostly_proven(&self, waiting: usize) -> bool {
+        let (proven, limit) = (self.proven.get() as f64, self.limit.get());
+        proven >= limit.saturating_sub(waiting) as f64 * PROVEN_SHARE
+            && proven >= limit as f64 * MIN_PROVEN_SHARE
     }
 
     pub(super) fn has_pinned(&self) -> bool {
         self.pinned.get() > 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mostly_proven_slots_are_half_of_those_that_do_not_wait_and_an_eighth_of_all() {
+        for (proven, waiting, expected) in [
+            (0, 0, false),
+            (49, 0, false),
+            (50, 0, true),
+            (17, 64, false),
+            (18, 64, true),
+            (12, 88, false),
+            (13, 87, true),
+            (0, 100, false),
+            (13, 120, true),
+        ] {
+            let slots = StreamSlots::new(200, 100, Instant::now());
+            (0..=proven).for_each(|_| slots.count_proven(true));
+            slots.count_proven(false);
+            assert_eq!(slots.are_mostly_proven(waiting), expected, "{proven} {waiting}");
+        }
     }
 }

@@ -5,11 +5,13 @@
 //! after its response head has proven the token. With many new clients, as after a restart, such watches would use
 //! up the streams of the class for all that follow.
 //!
-//! A live connection joins the class of proven tokens when half of its streams are those of proven tokens
-//! ([`Connection::is_mostly_proven`](crate::upstream::connection::Connection::is_mostly_proven)). No stream is moved, and the class that it leaves may open another one. This lets no client with
-//! invalid tokens open connections: each connection takes that many tokens that the apiserver has accepted, and the
-//! class of proven tokens keeps its own limit. A request with an invalid token that is open on the connection at
-//! that moment may still end it with a GOAWAY, on which the other streams continue.
+//! A live connection joins the class of proven tokens when most of its streams are those of proven tokens
+//! ([`is_mostly_proven`]). No stream is moved, and the class that it leaves may open another one. This lets no client
+//! with invalid tokens open connections: each takes several tokens that the apiserver has accepted, and the class of
+//! proven tokens keeps its own limit. A request with an invalid token that is open on the connection at that moment
+//! may still end it with a GOAWAY, on which the other streams continue.
+//!
+//! [`is_mostly_proven`]: crate::upstream::connection::Connection::is_mostly_proven
 
 use std::rc::Rc;
 

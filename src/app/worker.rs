@@ -30,6 +30,7 @@ use crate::net::sockets::linger::lingering_connections;
 use crate::observe::{ByteBudget, Liveness, Metrics};
 use crate::proxy::credential_selector::CredentialSelector;
 use crate::proxy::drain::{self, DrainWatcher};
+use crate::proxy::handshake_queue::HandshakeQueue;
 use crate::proxy::https_server::{HttpsServer, Lane};
 use crate::proxy::identity_lane::HandedOver;
 use crate::proxy::listener_service::ListenerService;
@@ -116,6 +117,7 @@ impl WorkerSetup {
             }
         });
         let mut worker = Worker {
+            handshakes: HandshakeQueue::new(self.workers),
             setup: self,
             listen_addresses: Arc::default(),
             flows: FlowTable::new(),
@@ -155,6 +157,8 @@ struct Worker {
     flows: Rc<FlowTable>,
     /// One client for each upstream of an L7 listener.
     clients: Vec<Rc<UpstreamClient>>,
+    /// The TLS handshakes of all listeners.
+    handshakes: Rc<HandshakeQueue>,
     listeners: Vec<WorkerListener>,
     /// The drains of removed listeners and of clients and watches that are replaced.
     draining: JoinSet<()>,
@@ -229,6 +233,7 @@ impl Worker {
                     name,
                     service,
                     Arc::clone(tls),
+                    Rc::clone(&self.handshakes),
                     connections,
                     self.lane(bound),
                 )))

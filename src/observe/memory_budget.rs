@@ -6,12 +6,12 @@
 //! reads before it is charged.
 //!
 //! A class of clients may use a part of the limit, so that each class has a reserve that lower ones cannot
-//! take: unproven clients 5/8, clients with an accepted token 3/4, proven identities all and 1/8 beyond. Below
-//! identities, a source may hold at most as much as it leaves free for others, which is half of what is free
+//! take: unproven clients 5/8, clients with an accepted token 3/4, proven identities all and 1/8 beyond, TLS
+//! handshakes, which prove an identity, all and 1/16 beyond. Below identities, a source may hold at most as much as it leaves free for others, which is half of what is free
 //! without it.
 //!
-//! A request is admitted with the window that its response may fill, so what is admitted grows little: a lower class
-//! may exceed its part by one piece of each response.
+//! A request of a lower class is admitted with what its response may hold although the client takes nothing, so what
+//! is admitted does not grow while memory is short.
 //!
 //! What does not fit is refused. Before that, what is held is shed. The level is the used part of the class's
 //! share, or of the share of its source if that is larger:

@@ -27,12 +27,10 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::client_memory::StreamMemory;
 use super::connection_slots::OpenRequest;
+use super::response_reserve::{MAX_PIECE, ResponseReserve};
 use crate::observe::MemoryClass;
 use crate::observe::memory_budget::{Level, Shed};
 
-/// Largest piece that a body should return, in bytes. A client that reads one such piece within the default
-/// limit of five minutes, 220 bytes a second, keeps its stream while memory is not short.
-pub const MAX_PIECE: usize = 64 * 1024;
 /// How often the rate of a client that does not take everything at once is checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// Bytes a second below which a client is too slow.
@@ -139,9 +137,9 @@ pub struct TrackedBody<B> {
 }
 
 impl<B> TrackedBody<B> {
-    /// Records the progress of `body` in `progress`. While it is not read, the upstream may send `window` bytes.
-    pub fn new(body: B, progress: Rc<BodyProgress>, window: usize) -> Self {
-        progress.memory.set_upstream_window(window);
+    /// Records the progress of `body` in `progress`. While it is not read, the response may hold `reserve`.
+    pub fn new(body: B, progress: Rc<BodyProgress>, reserve: ResponseReserve) -> Self {
+        progress.memory.set_reserve(reserve);
         Self { body, progress }
     }
 }

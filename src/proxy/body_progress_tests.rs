@@ -60,7 +60,8 @@ async fn stream_ends_when_client_takes_no_piece_within_limit() {
     let (pieces, body) = mpsc::unbounded_channel();
     let (window, opened) = mpsc::unbounded_channel();
     let progress = progress();
-    let serving = serve(TrackedBody::new(Pieces(body), progress.clone(), 0), opened);
+    let serving =
+        serve(TrackedBody::new(Pieces(body), progress.clone(), ResponseReserve::default()), opened);
     let mut bounded = StallBoundStream::new(serving, progress, LIMIT);
     // No piece waits, so no limit applies.
     assert!(timeout(DAY, &mut bounded).await.is_err());
@@ -86,7 +87,8 @@ async fn stream_without_pieces_ends_at_once() {
     let (_window, opened) = mpsc::unbounded_channel();
     let progress = progress();
     drop(pieces);
-    let serving = serve(TrackedBody::new(Pieces(body), progress.clone(), 0), opened);
+    let serving =
+        serve(TrackedBody::new(Pieces(body), progress.clone(), ResponseReserve::default()), opened);
     let start = Instant::now();
     StallBoundStream::new(serving, progress, LIMIT).await;
     assert!(start.elapsed().is_zero());
@@ -98,7 +100,8 @@ async fn stream_of_a_reader_that_does_not_read_is_shed_when_memory_is_short() {
     let progress = progress_within(&budget);
     let (pieces, body) = mpsc::unbounded_channel();
     let (_window, opened) = mpsc::unbounded_channel();
-    let serving = serve(TrackedBody::new(Pieces(body), progress.clone(), 64 << 10), opened);
+    let serving =
+        serve(TrackedBody::new(Pieces(body), progress.clone(), ResponseReserve::STREAM), opened);
     let mut bounded = StallBoundStream::new(serving, progress, LIMIT);
     pieces.send(Bytes::from_static(b"x")).unwrap();
     assert!(timeout(Duration::from_secs(60), &mut bounded).await.is_err());
@@ -152,7 +155,7 @@ fn pieces_are_charged_until_they_are_taken_or_dropped() {
     let progress = progress_within(&budget);
     let waker = Waker::noop();
     let (pieces, body) = mpsc::unbounded_channel();
-    let mut body = TrackedBody::new(Pieces(body), Rc::clone(&progress), 0);
+    let mut body = TrackedBody::new(Pieces(body), Rc::clone(&progress), ResponseReserve::default());
     let mut poll = || Pin::new(&mut body).poll_frame(&mut Context::from_waker(waker));
     let piece = Bytes::from(vec![0; MAX_PIECE / 2]);
     for _ in 0..3 {
@@ -180,7 +183,8 @@ fn client_without_an_identity_gets_one_piece_after_the_other_when_memory_is_shor
         let budget = MemoryBudget::new(16 << 20);
         let progress = progress_of(&budget, class);
         let (pieces, body) = mpsc::unbounded_channel();
-        let mut body = TrackedBody::new(Pieces(body), Rc::clone(&progress), 0);
+        let mut body =
+            TrackedBody::new(Pieces(body), Rc::clone(&progress), ResponseReserve::default());
         let mut take = || {
             let polled = Pin::new(&mut body).poll_frame(&mut Context::from_waker(Waker::noop()));
             match polled {

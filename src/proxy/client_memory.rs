@@ -5,7 +5,7 @@
 //! | connection | [`CONNECTION_COST`]; on HTTP/1.1 also its largest head |
 //! | request | [`STREAM_COST`], and its head as decoded, until the last byte of the response is sent |
 //! | request body | its receive window, up to the window of the connection |
-//! | response | the bytes that wait for the client, and the upstream's window, from the begin of the request |
+//! | response | its [`ResponseReserve`] from the begin of the request, and the waiting bytes beyond it |
 //! | held body, watch frames | see [`crate::observe::ByteBudget`] |
 //!
 //! The costs are estimates, above what a connection and a stream hold. Headers are charged once they are decoded; what
@@ -22,9 +22,10 @@ use std::sync::Arc;
 
 use http::Request;
 
+use super::request_windows::Windows;
+use super::response_reserve::ResponseReserve;
 use crate::observe::memory_budget::{Level, MemoryCharge, Shed, SourceMemory};
 use crate::observe::{ByteAccount, ByteBudget, MemoryClass, MemoryKind};
-use crate::upstream::receive_windows;
 
 /// Bytes of a connection: TLS, HTTP/2, their buffers, and the first [`FREE`] bytes of each kind. An idle one has 20 KiB
 /// (measured with a thousand).
@@ -37,38 +38,10 @@ const TUNNEL_COST: usize = 96 << 10;
 const FIELD_COST: usize = 112;
 /// Bytes of each kind that a connection holds without a charge of their own: one request with a usual head.
 const FREE: usize = 12 << 10;
-/// What is charged for the upstream window of a response: that of clients without an identity
-/// ([`receive_windows`]).
-pub const RESPONSE_WINDOW: usize = receive_windows::UNPROVEN_STREAM as usize;
 /// A connection takes a multiple of these bytes from the budget.
 const STEP: usize = 16 << 10;
 /// Waiting bytes of all streams of a connection above which a client that reads slowly is stalled.
 const MAX_WAITING: usize = 256 << 10;
-
-/// The receive windows of request bodies on one connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Windows {
-    /// Window of a stream.
-    pub stream: u32,
-    /// Window of the connection.
-    pub connection: u32,
-}
-
-impl Windows {
-    /// Those of a client without a configured identity. A loopback client fills 64 KiB as fast as larger
-    /// ones; a hundred connections hold 25 MiB.
-    const UNPROVEN: Self = Self { stream: 64 << 10, connection: 256 << 10 };
-    /// The connection has sixteen windows of a stream, so that other uploads continue while one is stalled
-    /// upstream.
-    const IDENTITY: Self = Self { stream: 256 << 10, connection: 4 << 20 };
-
-    fn of(class: MemoryClass) -> Self {
-        match class {
-            MemoryClass::Identity => Self::IDENTITY,
-            MemoryClass::Token | MemoryClass::Unproven => Self::UNPROVEN,
-        }
-    }
-}
 
 /// Streams of a connection whose client has no configured identity, at most. Go's HTTP/2 server announces as
 /// many.
@@ -206,16 +179,19 @@ impl ClientMemory {
     }
 
     /// Charges a request; `None` if it does not fit. Of a client without a configured identity, that includes the
-    /// window of the response: once the request is sent upstream, its response can no longer be refused.
+    /// reserve of the response: once the request is sent upstream, its response can no longer be refused.
     pub fn begin<B: http_body::Body>(
         self: &Rc<Self>,
         request: &Request<B>,
     ) -> Option<StreamMemory> {
         let mut stream = self.begin_refused();
-        let window = if self.class() == MemoryClass::Identity { 0 } else { RESPONSE_WINDOW };
+        let reserve = match self.class() {
+            MemoryClass::Identity => ResponseReserve::default(),
+            MemoryClass::Token | MemoryClass::Unproven => ResponseReserve::STREAM,
+        };
         let fits = stream.try_add_head(STREAM_COST + head_size(request))
             && (request.body().is_end_stream() || stream.try_add_body())
-            && stream.try_add_window(window);
+            && stream.try_add_reserve(reserve);
         if !fits {
             self.count_shed(Shed::StreamRefused);
         }
@@ -225,8 +201,13 @@ impl ClientMemory {
     /// The memory of a request that was refused, whose response is small.
     pub fn begin_refused(self: &Rc<Self>) -> StreamMemory {
         self.open_streams.set(self.open_streams.get() + 1);
-        let (connection, window) = (Rc::clone(self), Cell::new(0));
-        StreamMemory { connection, bytes: 0, has_body: false, window }
+        StreamMemory {
+            connection: Rc::clone(self),
+            bytes: 0,
+            has_body: false,
+            reserve: Cell::default(),
+            waiting: Cell::new(0),
+        }
     }
 
     /// Charges a tunnel to this client, which outlives the connection; `None` if it does not fit.
@@ -298,8 +279,10 @@ pub struct StreamMemory {
     connection: Rc<ClientMemory>,
     bytes: usize,
     has_body: bool,
-    /// The upstream's window that is charged.
-    window: Cell<usize>,
+    /// What is charged for the response, besides the waiting bytes beyond its piece.
+    reserve: Cell<ResponseReserve>,
+    /// Bytes that wait for the client.
+    waiting: Cell<usize>,
 }
 
 impl StreamMemory {
@@ -321,33 +304,47 @@ impl StreamMemory {
         self.has_body
     }
 
-    fn try_add_window(&self, bytes: usize) -> bool {
-        let fits = self.connection.try_add(&self.connection.responses, bytes);
+    fn try_add_reserve(&self, reserve: ResponseReserve) -> bool {
+        let fits = self.connection.try_add(&self.connection.responses, reserve.sum());
         if fits {
-            self.window.set(bytes);
+            self.reserve.set(reserve);
         }
         fits
     }
 
-    /// Charges the window in which the upstream may send while the client does not read.
-    pub fn set_upstream_window(&self, bytes: usize) {
-        let before = self.window.replace(bytes);
-        self.connection.add_response(bytes);
+    /// Charges what the response may hold, now that its head has arrived. An identity has no reserve for a piece.
+    pub fn set_reserve(&self, mut reserve: ResponseReserve) {
+        if self.connection.class() == MemoryClass::Identity {
+            reserve.piece = 0;
+        }
+        let before = self.charged();
+        self.reserve.set(reserve);
+        self.connection.add_response(self.charged());
         self.connection.remove_response(before);
     }
 
-    /// Charges bytes that wait for the client.
+    /// Adds bytes that wait for the client, and charges those beyond the reserve.
     pub fn add_waiting(&self, bytes: usize) {
         let waiting = &self.connection.waiting;
         waiting.set(waiting.get() + bytes);
-        self.connection.add_response(bytes);
+        let before = self.charged();
+        self.waiting.set(self.waiting.get() + bytes);
+        self.connection.add_response(self.charged() - before);
     }
 
     /// Bytes no longer wait.
     pub fn remove_waiting(&self, bytes: usize) {
         let waiting = &self.connection.waiting;
         waiting.set(waiting.get() - bytes);
-        self.connection.remove_response(bytes);
+        let before = self.charged();
+        self.waiting.set(self.waiting.get() - bytes);
+        self.connection.remove_response(before - self.charged());
+    }
+
+    /// Bytes that are charged for the response.
+    fn charged(&self) -> usize {
+        let ResponseReserve { window, piece } = self.reserve.get();
+        window + self.waiting.get().max(piece)
     }
 }
 
@@ -358,7 +355,7 @@ impl Drop for StreamMemory {
         if self.has_body {
             connection.remove_body();
         }
-        connection.remove_response(self.window.get());
+        connection.remove_response(self.charged());
         connection
             .streams
             .remove(self.bytes, |kind, bytes| connection.source.subtract(kind, bytes));
@@ -380,6 +377,7 @@ fn head_size<B>(request: &Request<B>) -> usize {
 mod tests {
     use super::*;
     use crate::observe::MemoryBudget;
+    use crate::proxy::response_reserve::MAX_PIECE;
 
     const MIB: usize = 1 << 20;
 
@@ -417,8 +415,8 @@ mod tests {
         while let Some(stream) = unproven.begin(&head()) {
             streams.push(stream);
         }
-        // Half of 5/8 of 4 MiB is 1,280 KiB, and a request has 72 KiB with the window of its response.
-        assert!((15..=17).contains(&streams.len()), "{}", streams.len());
+        // Half of 5/8 of 4 MiB is 1,280 KiB, and a request has 136 KiB with the reserve of its response.
+        assert_eq!(streams.len(), 8);
         assert_eq!(unproven.level(), Level::Critical);
         assert_eq!(budget.shed(Shed::StreamRefused), 1);
         assert_eq!(identity.level(), Level::Free);
@@ -446,17 +444,75 @@ mod tests {
         let budget = MemoryBudget::new(100 * MIB);
         let connection = connection(&budget, MemoryClass::Unproven);
         let stream = connection.begin(&head()).unwrap();
-        stream.set_upstream_window(64 << 10);
+        stream.set_reserve(ResponseReserve::STREAM);
         stream.add_waiting(300 << 10);
         assert!(connection.must_read());
         assert!(budget.used_for(MemoryKind::Responses) >= 350 << 10);
         stream.remove_waiting(299 << 10);
         assert!(!connection.must_read());
-        stream.set_upstream_window(0);
+        stream.set_reserve(ResponseReserve::default());
         assert!(budget.used_for(MemoryKind::Responses) <= STEP);
         stream.remove_waiting(1 << 10);
         drop((stream, connection));
         assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn responses_of_many_sources_leave_room_for_an_identity() {
+        for class in [MemoryClass::Unproven, MemoryClass::Token] {
+            let limit = 64 * MIB;
+            let budget = MemoryBudget::new(limit);
+            let mut clients = Vec::new();
+            for uid in 1..=5 {
+                let mut streams = Vec::new();
+                'connections: while let Some(client) =
+                    ClientMemory::new(budget.source(uid), class, 0)
+                {
+                    for _ in 0..UNPROVEN_STREAMS {
+                        let Some(stream) = client.begin(&head()) else { break 'connections };
+                        streams.push(stream);
+                    }
+                }
+                clients.push(streams);
+            }
+            // The clients take nothing of their responses.
+            for stream in clients.iter().flatten() {
+                stream.set_reserve(ResponseReserve::STREAM);
+                stream.add_waiting(MAX_PIECE);
+            }
+            let (used, share) = (budget.used(), if class == MemoryClass::Token { 6 } else { 5 });
+            assert!(used <= limit / 8 * share, "{class:?}: {used}");
+            let identity = ClientMemory::new(budget.source(1), MemoryClass::Identity, 0).unwrap();
+            let request = identity.begin(&upload()).expect("an identity's request fits");
+            for stream in clients.iter().flatten() {
+                stream.remove_waiting(MAX_PIECE);
+            }
+            drop((clients, request, identity));
+            assert_eq!(budget.used(), 0);
+        }
+    }
+
+    #[test]
+    fn a_piece_within_the_reserve_is_not_charged_again() {
+        let budget = MemoryBudget::new(100 * MIB);
+        let responses = || budget.used_for(MemoryKind::Responses);
+        let client = connection(&budget, MemoryClass::Token);
+        let stream = client.begin(&head()).unwrap();
+        let charged = responses();
+        stream.add_waiting(MAX_PIECE);
+        assert_eq!(responses(), charged);
+        stream.add_waiting(MAX_PIECE);
+        assert_eq!(responses(), charged + MAX_PIECE);
+        // The head of a watch arrives.
+        stream.set_reserve(ResponseReserve { window: 0, piece: 16 << 10 });
+        stream.remove_waiting(MAX_PIECE);
+        assert!(responses() <= MAX_PIECE + STEP, "{}", responses());
+        let identity = connection(&budget, MemoryClass::Identity);
+        let other = identity.begin(&head()).unwrap();
+        let charged = responses();
+        other.set_reserve(ResponseReserve { window: FREE, piece: MAX_PIECE });
+        assert_eq!(responses(), charged, "an identity has no reserve for a piece");
+        stream.remove_waiting(MAX_PIECE);
     }
 
     #[test]

@@ -9,8 +9,8 @@
 //! * The sources take turns. So a handshake waits for at most one other of each source, however many another
 //!   source starts.
 //! * A handshake is in progress until the client's certificate is verified.
-//! * A source starts another handshake while it has fewer in progress than are free of [`MAX_IN_PROGRESS`], so
-//!   one source has at most half. Beyond that, a handshake of the source that is in progress for
+//! * A source starts another handshake while it has fewer in progress than are free of the worker's share
+//!   ([`super::handshake_memory`]), so one source has at most half. Beyond that, a handshake of the source that is in progress for
 //!   [`STALLED_AFTER`] is ended for a waiting one. A source without a handshake in progress always gets its turn.
 //! * A source gets [`RATE`] turns a second after a burst of [`BURST`], which is enough for all pods of a node
 //!   that reconnect at once. Handshakes beyond that wait, until the handshake timeout.
@@ -27,6 +27,7 @@ use tokio::sync::Notify;
 use tokio::task::{spawn_local, yield_now};
 use tokio::time::{Instant, timeout_at};
 
+use super::handshake_memory;
 use crate::net::sockets::source::Source;
 
 /// Handshakes of one source in a second. At 1.1 ms each they take 22 % of a core.
@@ -36,15 +37,13 @@ const BURST: u32 = 400;
 /// Time after which a source gets another turn.
 const INTERVAL: Duration = Duration::from_millis(1_000 / RATE as u64);
 
-/// Handshakes in progress at a time on a worker, beyond one of each source.
-const MAX_IN_PROGRESS: usize = 128;
 /// Sources that are remembered although they may have rested.
 const MIN_REMEMBERED: usize = 64;
 /// Age from which a handshake may be ended for another one of its source. A usual one takes two round trips.
 const STALLED_AFTER: Duration = Duration::from_secs(1);
 
-/// Handshakes that wait for their turn or are in progress.
-#[derive(Debug, Default)]
+/// Handshakes of one worker that wait for their turn or are in progress.
+#[derive(Debug)]
 pub struct HandshakeQueue {
     turns: RefCell<Turns<Rc<Handshake>>>,
     /// Notified when a handshake waits or has ended.
@@ -66,6 +65,12 @@ pub struct HandshakeTurn {
 }
 
 impl HandshakeQueue {
+    /// An empty queue of one of `workers`, which all its listeners share.
+    pub fn new(workers: usize) -> Rc<Self> {
+        let turns = RefCell::new(Turns::new(handshake_memory::max_in_progress(workers)));
+        Rc::new(Self { turns, changed: Notify::new() })
+    }
+
     /// Waits for the turn of a handshake of `source`. The wait ends early if the future is dropped.
     pub async fn turn(self: &Rc<Self>, source: Source) -> HandshakeTurn {
         let handshake = Rc::<Handshake>::default();
@@ -132,6 +137,8 @@ struct Turns<T> {
     sources: HashMap<Source, SourceTurns<T>>,
     /// The sources with waiting handshakes, in the order of their turns.
     order: VecDeque<Source>,
+    /// Handshakes in progress at a time, beyond one of each source.
+    max_in_progress: usize,
     /// Handshakes of all sources in progress.
     in_progress: usize,
     /// A task gives turns.
@@ -160,19 +167,18 @@ enum Next<T> {
     Empty,
 }
 
-impl<T> Default for Turns<T> {
-    fn default() -> Self {
+impl<T: Clone> Turns<T> {
+    fn new(max_in_progress: usize) -> Self {
         Self {
             sources: HashMap::new(),
             order: VecDeque::new(),
+            max_in_progress,
             in_progress: 0,
             is_served: false,
             forget_above: MIN_REMEMBERED,
         }
     }
-}
 
-impl<T: Clone> Turns<T> {
     fn wait(&mut self, source: Source, handshake: T) {
         let entry = self.sources.entry(source).or_insert_with(|| SourceTurns {
             waiting: VecDeque::new(),
@@ -200,7 +206,7 @@ impl<T: Clone> Turns<T> {
             if entry.waiting.is_empty() {
                 continue;
             }
-            let free = MAX_IN_PROGRESS.saturating_sub(self.in_progress);
+            let free = self.max_in_progress.saturating_sub(self.in_progress);
             if entry.in_progress.len() >= free
                 && let Some((started, oldest)) = entry.in_progress.front()
             {
@@ -265,6 +271,7 @@ impl<T: Clone> Turns<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::proxy::handshake_memory::MAX_IN_PROGRESS;
 
     const A: Source = Source::User(1);
     const B: Source = Source::User(2);
@@ -287,7 +294,7 @@ mod tests {
 
     #[test]
     fn source_has_half_of_the_free_handshakes_in_progress() {
-        let (mut turns, start) = (Turns::default(), Instant::now());
+        let (mut turns, start) = (Turns::new(MAX_IN_PROGRESS), Instant::now());
         let stalled_at = start + STALLED_AFTER;
         for (source, share) in [(A, 64), (B, 32)] {
             for handshake in 1..=share + 3 {
@@ -310,7 +317,7 @@ mod tests {
 
     #[test]
     fn source_without_a_handshake_in_progress_always_gets_a_turn() {
-        let (mut turns, now) = (Turns::default(), Instant::now());
+        let (mut turns, now) = (Turns::new(MAX_IN_PROGRESS), Instant::now());
         for uid in 0..1_000 {
             for _ in 0..200 {
                 turns.wait(Source::User(uid), uid + 1);
@@ -326,7 +333,7 @@ mod tests {
 
     #[test]
     fn rested_sources_are_forgotten_while_others_wait() {
-        let (mut turns, mut now) = (Turns::default(), Instant::now());
+        let (mut turns, mut now) = (Turns::new(MAX_IN_PROGRESS), Instant::now());
         turns.wait(A, 1);
         assert_eq!(next_in_progress(&mut turns, now), Next::Turn(1));
         turns.wait(B, 2);
@@ -343,7 +350,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn stalled_handshakes_delay_others_of_their_source_by_a_second() {
         let stall = async {
-            let queue = Rc::<HandshakeQueue>::default();
+            let queue = HandshakeQueue::new(1);
             let mut stalled = Vec::new();
             for _ in 0..MAX_IN_PROGRESS / 2 {
                 stalled.push(queue.turn(A).await);
@@ -366,7 +373,7 @@ mod tests {
 
     #[test]
     fn next_takes_turns_between_sources() {
-        let (mut turns, now) = (Turns::default(), Instant::now());
+        let (mut turns, now) = (Turns::new(MAX_IN_PROGRESS), Instant::now());
         for handshake in 1..=5 {
             turns.wait(A, handshake);
         }
@@ -381,7 +388,7 @@ mod tests {
 
     #[test]
     fn next_after_the_burst_of_a_source_is_paced_and_delays_no_other_source() {
-        let (mut turns, start) = (Turns::default(), Instant::now());
+        let (mut turns, start) = (Turns::new(MAX_IN_PROGRESS), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         for handshake in 1..=BURST + 3 {
             turns.wait(A, handshake);
@@ -409,7 +416,7 @@ mod tests {
 
     #[test]
     fn sources_that_have_their_whole_burst_are_forgotten() {
-        let (mut turns, start) = (Turns::default(), Instant::now());
+        let (mut turns, start) = (Turns::new(MAX_IN_PROGRESS), Instant::now());
         for uid in 0..1_000 {
             turns.wait(Source::User(uid), uid + 1);
         }
@@ -422,7 +429,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn turn_of_another_source_passes_a_flood() {
         let flood = async {
-            let queue = Rc::<HandshakeQueue>::default();
+            let queue = HandshakeQueue::new(1);
             for _ in 0..10_000 {
                 let queue = Rc::clone(&queue);
                 spawn_local(async move { queue.turn(A).await });

@@ -110,8 +110,8 @@ impl HttpConnection<'_> {
             async move {
                 let (progress, response) = begun.ok_or(h2::Error::from(Reason::REFUSED_STREAM))?;
                 let Ok(response) = response.await;
-                let window = response.body().upstream_window();
-                Ok::<_, h2::Error>(response.map(|body| TrackedBody::new(body, progress, window)))
+                let reserve = response.body().reserve();
+                Ok::<_, h2::Error>(response.map(|body| TrackedBody::new(body, progress, reserve)))
             }
         });
         let (stream, uncork) = cork(stream);
@@ -185,8 +185,8 @@ impl HttpConnection<'_> {
                     Ok(served) => served.await?,
                     Err(refusal) => refusal,
                 };
-                let window = response.body().upstream_window();
-                Ok::<_, Infallible>(response.map(|body| TrackedBody::new(body, progress, window)))
+                let reserve = response.body().reserve();
+                Ok::<_, Infallible>(response.map(|body| TrackedBody::new(body, progress, reserve)))
             }
         });
         let mut builder = http1::Builder::new();

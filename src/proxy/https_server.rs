@@ -18,6 +18,7 @@ use super::client_memory::ClientMemory;
 use super::client_stream::{ClientStream, StallTimeout, accept_tls};
 use super::connection_slots::{ConnectionSlot, ConnectionSlots, SlotLimit};
 use super::drain::DrainWatcher;
+use super::handshake_memory;
 use super::handshake_queue::{HandshakeQueue, HandshakeTurn};
 use super::http_connection::HttpConnection;
 use super::hygiene::ForwardedFor;
@@ -27,13 +28,9 @@ use super::proven_tokens::LastToken;
 use crate::net::sockets::linger::Linger;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::source::{Source, SourceLookup};
-use crate::net::tls::client_chain;
 use crate::net::tls::serving::{self, ServingTls};
 use crate::observe::memory_budget::MemoryCharge;
-use crate::observe::{MemoryClass, MemoryKind, RateLimitedWarnings};
-
-/// Bytes of a handshake in progress: a client's chain as received and as parsed, and the buffers of TLS.
-const HANDSHAKE_COST: usize = 2 * client_chain::MAX_BYTES + (32 << 10);
+use crate::observe::{MemoryClass, RateLimitedWarnings};
 
 /// Serves the connections of one L7 listener on one worker.
 pub struct HttpsServer {
@@ -73,11 +70,13 @@ struct HandshakeInProgress {
 }
 
 impl HttpsServer {
-    /// The server of the listener with that name. `drain` ends its connections.
+    /// The server of the listener with that name. `drain` ends its connections. All listeners of the worker share
+    /// `handshakes`.
     pub fn new(
         listener: String,
         service: Rc<ListenerService>,
         tls: Arc<ServingTls>,
+        handshakes: Rc<HandshakeQueue>,
         drain: DrainWatcher,
         lane: Lane,
     ) -> Self {
@@ -86,7 +85,7 @@ impl HttpsServer {
             service: CurrentService::new(service),
             tls,
             slots: Rc::default(),
-            handshakes: Rc::default(),
+            handshakes,
             warnings: RateLimitedWarnings::new(accept::WARNING_INTERVAL),
             drain,
             sources: SourceLookup::default(),
@@ -284,7 +283,10 @@ impl HttpsServer {
             }
             let turn = self.handshakes.turn(source).await;
             let memory = service.metrics.memory.source(source.key());
-            let charge = memory.charge(MemoryKind::Handshakes, HANDSHAKE_COST);
+            let Some(charge) = handshake_memory::charge(&memory) else {
+                accept::report_no_memory(&self.listener, source, &self.warnings);
+                return Err(io::ErrorKind::OutOfMemory.into());
+            };
             let stream = tokio::select! {
                 accepted = accept_tls(
                     ReadAhead::new(StallTimeout::new(Linger::new(stream), limit)),

@@ -17,17 +17,14 @@ use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
 
 use super::client_certificate::ProofExpiry;
-use super::client_memory::RESPONSE_WINDOW;
 use super::request_body::UploadTask;
+use super::response_reserve::ResponseReserve;
 use super::status_error::StatusError;
 use super::upstream_client::{poll_turn, release_window};
 use super::watch::body::WatchBody;
 use crate::observe::{Outcome, Side};
 use crate::upstream::connection::{Permit, describe_h2_error};
 use crate::upstream::http1::Http1Driver;
-
-/// What is charged for that of a watch. Its client usually reads each event at once.
-const WATCH_WINDOW: usize = 8 << 10;
 
 /// The response to a request, or an error for the client with the outcome to record it in.
 pub type ForwardResult = Result<Response<ResponseBody>, (StatusError, Box<Outcome>)>;
@@ -47,13 +44,14 @@ pub enum ResponseBody {
 }
 
 impl ResponseBody {
-    /// Bytes that the upstream may send while the client does not read.
-    pub fn upstream_window(&self) -> usize {
+    /// What the response may hold while the client does not read.
+    pub fn reserve(&self) -> ResponseReserve {
         match self {
-            Self::Empty | Self::Full(_) => 0,
-            Self::Stream(stream) if stream.done => 0,
-            Self::Stream(_) | Self::Http1(_) => RESPONSE_WINDOW,
-            Self::Watch(_) => WATCH_WINDOW,
+            Self::Empty => ResponseReserve::default(),
+            Self::Full(full) => ResponseReserve::complete(full.data.as_ref().map_or(0, Bytes::len)),
+            Self::Stream(stream) if stream.done => ResponseReserve::default(),
+            Self::Stream(_) | Self::Http1(_) => ResponseReserve::STREAM,
+            Self::Watch(_) => ResponseReserve::WATCH,
         }
     }
 

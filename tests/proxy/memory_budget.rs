@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use http::Method;
 use jackstay::config::MemoryLimit;
+use jackstay::demo::apiserver::identity::User;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -13,7 +14,9 @@ use crate::support::http2::{
     RST_STREAM, field_block, frame, settings,
 };
 use crate::support::wire::{self, Wire};
-use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map, soon, until, wait};
+use crate::support::{
+    CONFIGMAPS, PATIENCE, Proxy, TestCluster, config_map, soon, terminate_mode, until, wait,
+};
 
 /// Streams that a client without an identity may open on a connection.
 const STREAMS: u32 = 250;
@@ -39,13 +42,18 @@ fn requests() -> Vec<u8> {
 
 /// Waits for a stream that is reset with this code.
 async fn reset(wire: &mut Wire, code: u32) {
+    received(wire, |kind, payload| kind == RST_STREAM && payload == code.to_be_bytes()).await;
+}
+
+/// Waits for a frame with this type and payload.
+async fn received(wire: &mut Wire, is_expected: impl Fn(u8, &[u8]) -> bool) {
     loop {
         let mut head = [0; 9];
         wire.read_exact(&mut head).await.unwrap();
         let length = usize::from(head[0]) << 16 | usize::from(head[1]) << 8 | usize::from(head[2]);
         let mut payload = vec![0; length];
         wire.read_exact(&mut payload).await.unwrap();
-        if head[3] == RST_STREAM && payload == code.to_be_bytes() {
+        if is_expected(head[3], &payload) {
             return;
         }
     }
@@ -192,8 +200,13 @@ async fn http1_request_without_memory_gets_a_status_and_ends_its_connection() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn idle_http1_connection_is_closed_when_memory_is_short() {
     let cluster = TestCluster::new(1);
-    let limit = MemoryLimit::Bytes(700 << 10);
-    let proxy = cluster.start_with(|config| config.memory_limit = limit).await;
+    let proxy = cluster
+        .start_with(|config| {
+            config.memory_limit = MemoryLimit::Bytes(1_120 << 10);
+            // An HTTP/1.1 connection is charged with its largest head.
+            terminate_mode(config).limits.requests.max_header_bytes = 128 << 10;
+        })
+        .await;
     let mut wire = http1(&cluster, &proxy).await;
     wire.write_all(GET_VERSION).await.unwrap();
     let limit = Duration::from_secs(30);
@@ -218,4 +231,86 @@ async fn unfinished_handshakes_are_charged_until_they_end() {
     }
     drop(clients);
     until("nothing is charged", async || handshakes(&proxy).await == 0.0).await;
+}
+
+/// Bytes that are charged for everything.
+async fn charged(proxy: &Proxy) -> f64 {
+    proxy.metric("jackstay_memory_budget_bytes").await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn stalled_responses_of_five_users_stay_within_the_share_of_their_class() {
+    const LIMIT: u64 = 16 << 20;
+    let cluster = TestCluster::new(1);
+    cluster.state.add_token("alice", User::new("alice", &[]));
+    let proxy = cluster.start_with(|config| config.memory_limit = MemoryLimit::Bytes(LIMIT)).await;
+    let identity = proxy.client().await;
+    let json = [("content-type", "application/json")];
+    let object = config_map("large", &"x".repeat(200_000)).to_string();
+    let created = identity.request(Method::POST, CONFIGMAPS, &json, object).await.unwrap();
+    assert_eq!(created.status, 201);
+    let tls = wire::connector(&cluster.certs, None, "h2");
+    let list = |n: u32| {
+        let (method, path) = ((":method", "GET"), (":path", CONFIGMAPS));
+        let rest = [(":scheme", "https"), (":authority", "a"), ("authorization", "Bearer alice")];
+        let block = field_block(&[&[method, path], &rest[..]].concat());
+        frame(HEADERS, END_HEADERS | END_STREAM, 2 * n + 1, &block)
+    };
+    let begin = [PREFACE, &settings(&[(INITIAL_WINDOW_SIZE, 0)]), &list(0)].concat();
+    let mut wires = Vec::new();
+    for user in 1..=5 {
+        let Ok(mut wire) = wire::handshake_as(1000 + user, &tls, proxy.addr).await else {
+            println!("skipped: only root can change the user");
+            return;
+        };
+        // The first response proves the token.
+        wire.write_all(&begin).await.unwrap();
+        soon("a response", received(&mut wire, |kind, _| kind == HEADERS)).await;
+        wires.push(wire);
+    }
+    for wire in &mut wires {
+        wire.write_all(&(1..STREAMS).flat_map(list).collect::<Vec<_>>()).await.unwrap();
+        soon("a refused stream", reset(wire, REFUSED_STREAM)).await;
+    }
+    let mut peak: f64 = 0.0;
+    let limit = Duration::from_secs(20);
+    wait::until_within(limit, "clients are shed", async || {
+        peak = peak.max(charged(&proxy).await);
+        shed(&proxy, "stalled_reader").await + shed(&proxy, "long_running").await > 0
+    })
+    .await;
+    // The rest is that of the identity.
+    let share = (LIMIT / 4 * 3) as f64;
+    println!("peak {:.2} of the limit", peak / LIMIT as f64);
+    assert!((share * 0.7..share + 500_000.0).contains(&peak), "{peak}");
+    assert_eq!(proxy.client().await.get(CONFIGMAPS).await.unwrap().status, 200);
+}
+
+/// Each of 16 workers may start a share of the handshakes of the process.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn identity_connects_while_unfinished_handshakes_fill_the_share_of_each_worker() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster
+        .start_with(|config| {
+            config.workers = 16;
+            config.memory_limit = MemoryLimit::Bytes(16 << 20);
+            // The identity's client has the uid of the others, so its handshake waits behind theirs.
+            terminate_mode(config).limits.connections.handshake_timeout = 2 * PATIENCE;
+        })
+        .await;
+    let mut clients = Vec::new();
+    for _ in 0..200 {
+        let mut client = TcpStream::connect(proxy.addr).await.unwrap();
+        client.write_all(&[22, 3, 1, 1, 0, 1, 0, 0]).await.unwrap();
+        clients.push(client);
+    }
+    // One source has half of the 8 of each worker.
+    let expected = 16.0 * 4.0 * 98_304.0;
+    until("the workers have their shares", async || handshakes(&proxy).await >= expected).await;
+    for _ in 0..16 {
+        assert!(handshakes(&proxy).await <= expected, "more handshakes are in progress");
+        let identity = soon("a connection", proxy.client()).await;
+        assert_eq!(identity.get(CONFIGMAPS).await.unwrap().status, 200);
+    }
+    assert_eq!(shed(&proxy, "connection_refused").await, 0);
 }

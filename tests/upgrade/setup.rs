@@ -13,6 +13,7 @@ use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
 use jackstay::observe::Metrics;
 use jackstay::proxy::credential_selector::CredentialSelector;
 use jackstay::proxy::drain;
+use jackstay::proxy::handshake_queue::HandshakeQueue;
 use jackstay::proxy::https_server::{HttpsServer, Lane};
 use jackstay::proxy::listener_service::ListenerService;
 use jackstay::proxy::request_body;
@@ -210,7 +211,9 @@ impl Proxy {
         };
         let tls = Arc::new(ServingTls::new(LoadedServingTls::load(terminate).unwrap()));
         let (name, service) = (listener.name.clone(), Rc::new(service));
-        let server = Rc::new(HttpsServer::new(name, service, tls, drain.clone(), Lane::All));
+        let handshakes = HandshakeQueue::new(1);
+        let server = HttpsServer::new(name, service, tls, handshakes, drain.clone(), Lane::All);
+        let server = Rc::new(server);
         let socket = listening::listen((Ipv4Addr::LOCALHOST, 0).into(), false).unwrap();
         let address = socket.local_addr().unwrap();
         spawn_local(server.accept(TcpListener::from_std(socket).unwrap(), drain));

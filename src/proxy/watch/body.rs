@@ -26,8 +26,8 @@ use self::stream::{LeaveReason, StreamEvent, UpstreamStream};
 use super::relay::Relay;
 use super::session::{AttemptResult, Candidates, Effect, Ending, Input, NotResumable};
 use crate::observe::{MemoryClass, Outcome, Side};
-use crate::proxy::body_progress::MAX_PIECE;
 use crate::proxy::client_certificate::ProofExpiry;
+use crate::proxy::response_reserve::MAX_WATCH_PIECE;
 use crate::proxy::upstream_client::{UpstreamResponse as Response, release_window};
 use crate::upstream::connection::Permit;
 use crate::upstream::credentials::CredentialClass;
@@ -373,10 +373,10 @@ impl WatchBody {
     }
 }
 
-/// Takes the next piece for the client. A slice longer than [`PIECE`] leaves in several pieces.
+/// Takes the next piece for the client. A slice longer than [`MAX_WATCH_PIECE`] leaves in several pieces.
 fn next_piece(out: &mut VecDeque<Bytes>) -> Option<Bytes> {
     match out.front_mut() {
-        Some(front) if front.len() > MAX_PIECE => Some(front.split_to(MAX_PIECE)),
+        Some(front) if front.len() > MAX_WATCH_PIECE => Some(front.split_to(MAX_WATCH_PIECE)),
         _ => out.pop_front(),
     }
 }

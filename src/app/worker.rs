@@ -26,8 +26,8 @@ use super::listener::{BoundListener, Destinations, ListenerMode};
 use super::sockets::SocketId;
 use crate::config::{self, AccessLog};
 use crate::net::process::allocator::{self, Release};
-use crate::net::sockets::linger::lingering_connections;
 use crate::observe::{ByteBudget, Liveness, Metrics};
+use crate::proxy::client_socket::lingering_connections;
 use crate::proxy::credential_selector::CredentialSelector;
 use crate::proxy::drain::{self, DrainWatcher};
 use crate::proxy::handshake_queue::HandshakeQueue;
@@ -38,6 +38,7 @@ use crate::proxy::passthrough::flow_table::FlowTable;
 use crate::proxy::passthrough::forwarder::TcpForwarder;
 use crate::proxy::passthrough::routing::{Routing, Transparent};
 use crate::proxy::proven_tokens::ProvenTokens;
+use crate::proxy::socket_memory;
 use crate::proxy::tunnels::Tunnels;
 use crate::proxy::upstream_client::UpstreamClient;
 use crate::upstream::Upstream;
@@ -127,6 +128,7 @@ impl WorkerSetup {
             drain_timeout: Duration::ZERO,
         };
         spawn_local(Rc::clone(&worker.flows).run());
+        spawn_local(socket_memory::run());
         loop {
             tokio::select! {
                 // A listener is started before connections to it are handed over.

@@ -3,7 +3,8 @@
 //! Every buffer that grows with what clients do is charged here, by kind, by source, and against one limit:
 //! `memory_limit`, by default 70 % of the cgroup's limit. Charges are estimates above the true size; the rest
 //! of the cgroup's limit is for the process itself, for the allocator, and for what a turn of the event loop
-//! reads before it is charged.
+//! reads before it is charged. What the kernel holds for the sockets of clients is measured and charged, too, since it
+//! counts for a cgroup of version 2.
 //!
 //! A class of clients may use a part of the limit, so that each class has a reserve that lower ones cannot
 //! take: unproven clients 5/8, clients with an accepted token 3/4, proven identities all and 1/8 beyond, TLS
@@ -19,7 +20,8 @@
 //! | level | shed, by class: unproven first, then tokens | reason in `jackstay_shed_total` |
 //! |---|---|---|
 //! | 1/2 | connections without a request, closed with GOAWAY | `idle_connection` |
-//! | 3/4 | streams whose client has not taken a piece of the response for two seconds, reset | `stalled_reader` |
+//! | 3/4 | streams whose client has not taken a piece of the response for two seconds, and connections and flows whose socket accepts no bytes for two seconds, reset | `stalled_reader` |
+//! | 7/8 | connections and flows whose socket accepts no bytes for 50 ms, reset, the largest first | `stalled_reader` |
 //! | 7/8 | connections with long-running requests, closed | `long_running` |
 //! | 1 | new streams, reset with `REFUSED_STREAM`, which clients may repeat (HTTP/1.1: 429) | `stream_refused` |
 //! | 1 | new connections, closed | `connection_refused` |

@@ -21,11 +21,13 @@ pub enum MemoryKind {
     Tunnels,
     /// Passthrough connections.
     Flows,
+    /// What the kernel holds for the sockets of clients, and of the endpoints of flows and tunnels.
+    Sockets,
 }
 
 impl MemoryKind {
     /// All kinds, in the order of the metric.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Connections,
         Self::Handshakes,
         Self::Streams,
@@ -35,6 +37,7 @@ impl MemoryKind {
         Self::WatchFrames,
         Self::Tunnels,
         Self::Flows,
+        Self::Sockets,
     ];
 
     /// The label value.
@@ -49,6 +52,7 @@ impl MemoryKind {
             Self::WatchFrames => "watch_frames",
             Self::Tunnels => "tunnels",
             Self::Flows => "flows",
+            Self::Sockets => "sockets",
         }
     }
 }

@@ -121,7 +121,7 @@ table! {
         "Bytes of watch events that are incomplete or wait for their client.";
 
     MEMORY_BUDGET = Gauge "jackstay_memory_budget_bytes" ["kind"] "bytes",
-        "Memory that clients make the process hold, as charged to the budget, by kind: connections, handshakes, streams, request_windows, responses, held_bodies, watch_frames, tunnels, flows.";
+        "Memory that clients make the process hold, as charged to the budget, by kind: connections, handshakes, streams, request_windows, responses, held_bodies, watch_frames, tunnels, flows, sockets (what the kernel holds for them).";
     MEMORY_LIMIT = Gauge "jackstay_memory_budget_limit_bytes" [] "bytes",
         "Limit of the memory budget (memory_limit).";
     SHED = Counter "jackstay_shed_total" ["reason"] "events",
@@ -194,7 +194,7 @@ pub const VERBS: [&str; 14] = [
 ];
 
 /// Values of the label `reason` of [`PASSTHROUGH_CLOSED`]. Any other reason counts as `other`.
-pub const CLOSE_REASONS: [&str; 17] = [
+pub const CLOSE_REASONS: [&str; 18] = [
     // Both directions have ended.
     "done",
     // A side reset the connection.
@@ -211,6 +211,8 @@ pub const CLOSE_REASONS: [&str; 17] = [
     "unreachable",
     // The client had sent nothing, and another connection needed the slot.
     "evicted",
+    // A side took no bytes, and memory was short.
+    "memory",
     // Limits of the configuration.
     "handshake_timeout",
     "idle_timeout",

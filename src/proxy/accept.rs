@@ -22,19 +22,21 @@ pub const WARNING_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Accepts on one socket and passes each connection to `admit`, until `drain` starts. Then it admits the
 /// connections that are already in the socket's queue, because closing the socket would reset them. A
-/// forced drain does not admit them, since another process may accept them on the same socket.
+/// forced drain does not admit them, since another process may accept them on the same socket. `max_unsent` bounds
+/// the unsent bytes of each.
 ///
 /// If the process is out of descriptors, waiting connections are reset, so that clients do not wait for
 /// a response.
 pub async fn until_drain(
     socket: TcpListener,
+    max_unsent: u32,
     mut drain: DrainWatcher,
     (listener, metrics, warnings): (&str, &ListenerMetrics, &RateLimitedWarnings),
     admit: impl Fn(TcpStream, SocketAddr),
 ) {
-    // A socket from another version of this program may lack the options.
-    if let Err(error) = tcp_options::configure_accepted_by(&socket) {
-        warnings.warn(&format!("listener {listener}: no keepalive probes for clients"), error);
+    // The socket may have had another mode, or be that of another version of this program.
+    if let Err(error) = tcp_options::configure_accepted_by(&socket, max_unsent) {
+        warnings.warn(&format!("listener {listener}: accepted sockets lack options"), error);
     }
     let mut spare = SpareDescriptor::open();
     let refused = |error: io::Error| {
@@ -151,7 +153,8 @@ mod tests {
         let metrics = Metrics::new().listener("l");
         let warnings = RateLimitedWarnings::new(WARNING_INTERVAL);
         let admit = |stream, _| admit(stream);
-        until_drain(socket, drain, ("l", &metrics, &warnings), admit).await;
+        until_drain(socket, tcp_options::MAX_UNSENT, drain, ("l", &metrics, &warnings), admit)
+            .await;
     }
 
     /// Such a socket comes from the service manager, or from another version of this program.

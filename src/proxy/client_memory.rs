@@ -6,6 +6,7 @@
 //! | request | [`STREAM_COST`], and its head as decoded, until the last byte of the response is sent |
 //! | request body | its receive window, up to the window of the connection |
 //! | response | its [`ResponseReserve`] from the begin of the request, and the waiting bytes beyond it |
+//! | kernel memory of the socket | see [`super::socket_memory`] |
 //! | held body, watch frames | see [`crate::observe::ByteBudget`] |
 //!
 //! The costs are estimates, above what a connection and a stream hold. Headers are charged once they are decoded; what
@@ -24,6 +25,7 @@ use http::Request;
 
 use super::request_windows::Windows;
 use super::response_reserve::ResponseReserve;
+use super::tunnel_memory::TunnelMemory;
 use crate::observe::memory_budget::{Level, MemoryCharge, Shed, SourceMemory};
 use crate::observe::{ByteAccount, ByteBudget, MemoryClass, MemoryKind};
 
@@ -32,8 +34,6 @@ use crate::observe::{ByteAccount, ByteBudget, MemoryClass, MemoryKind};
 const CONNECTION_COST: usize = 64 << 10;
 /// Bytes of a request besides its head: futures, the record of the outcome, the state of both HTTP/2 streams.
 const STREAM_COST: usize = 8 << 10;
-/// Bytes of a tunnel: TLS and its buffers on both sides, and the buffers of both directions.
-const TUNNEL_COST: usize = 96 << 10;
 /// Bytes of a header field besides name and value.
 const FIELD_COST: usize = 112;
 /// Bytes of each kind that a connection holds without a charge of their own: one request with a usual head.
@@ -98,7 +98,7 @@ impl Allotment {
 #[derive(Debug)]
 pub struct ClientMemory {
     source: Arc<SourceMemory>,
-    class: Cell<MemoryClass>,
+    class: Rc<Cell<MemoryClass>>,
     streams: Allotment,
     windows: Allotment,
     responses: Allotment,
@@ -124,7 +124,7 @@ impl ClientMemory {
         };
         Some(Rc::new(Self {
             source,
-            class: Cell::new(class),
+            class: Rc::new(Cell::new(class)),
             streams: Allotment::new(MemoryKind::Streams),
             windows: Allotment::new(MemoryKind::RequestWindows),
             responses: Allotment::new(MemoryKind::Responses),
@@ -145,6 +145,11 @@ impl ClientMemory {
     /// What the client has proven up to now.
     pub fn class(&self) -> MemoryClass {
         self.class.get()
+    }
+
+    /// What the client has proven, for its socket.
+    pub fn shared_class(&self) -> Rc<Cell<MemoryClass>> {
+        Rc::clone(&self.class)
     }
 
     /// The client has proven this.
@@ -211,12 +216,12 @@ impl ClientMemory {
     }
 
     /// Charges a tunnel to this client, which outlives the connection; `None` if it does not fit.
-    pub fn charge_tunnel(&self) -> Option<MemoryCharge> {
-        let charge = self.source.try_charge(MemoryKind::Tunnels, TUNNEL_COST, self.class());
-        if charge.is_none() {
+    pub fn charge_tunnel(&self) -> Option<TunnelMemory> {
+        let tunnel = TunnelMemory::new(&self.source, self.shared_class());
+        if tunnel.is_none() {
             self.count_shed(Shed::StreamRefused);
         }
-        charge
+        tunnel
     }
 
     /// The account of this client in a budget for one kind of bytes.

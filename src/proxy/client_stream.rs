@@ -15,7 +15,7 @@ use tokio::time::{Sleep, sleep};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
-use crate::net::sockets::linger::Linger;
+use super::client_socket::ClientSocket;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tunnel_stream::TunnelStream;
 use crate::net::tls::serving::ServingTls;
@@ -31,7 +31,7 @@ const HTTP_PREFIXES: [&[u8]; 9] =
     [b"GET /", b"HEAD ", b"POST ", b"PUT /", b"PATCH", b"DELET", b"OPTIO", b"CONNE", b"TRACE"];
 
 /// A connection before its TLS handshake.
-pub type PlainStream = ReadAhead<StallTimeout<Linger>>;
+pub type PlainStream = ReadAhead<StallTimeout<ClientSocket>>;
 
 /// A connection with TLS. Boxed, because each future that passes it on would store its 1,288 bytes once more.
 pub type ClientStream = Box<TlsStream<PlainStream>>;
@@ -79,6 +79,11 @@ impl<T> StallTimeout<T> {
     /// Limits the writes of `inner`.
     pub fn new(inner: T, limit: Duration) -> Self {
         Self { inner, limit: Some(limit), timer: None }
+    }
+
+    /// The stream whose writes are limited.
+    pub fn get_ref(&self) -> &T {
+        &self.inner
     }
 
     /// The stream whose writes are limited.

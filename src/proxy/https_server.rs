@@ -15,6 +15,7 @@ use super::accept;
 use super::client_certificate::ClientCertificate;
 use super::client_connection::ClientConnection;
 use super::client_memory::ClientMemory;
+use super::client_socket::ClientSocket;
 use super::client_stream::{ClientStream, StallTimeout, accept_tls};
 use super::connection_slots::{ConnectionSlot, ConnectionSlots, SlotLimit};
 use super::drain::DrainWatcher;
@@ -25,9 +26,9 @@ use super::hygiene::ForwardedFor;
 use super::identity_lane::{HandedOver, IdentityLane, LaneClient, LaneConnections};
 use super::listener_service::{CurrentService, ListenerService};
 use super::proven_tokens::LastToken;
-use crate::net::sockets::linger::Linger;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::source::{Source, SourceLookup};
+use crate::net::sockets::tcp_options::MAX_UNSENT;
 use crate::net::tls::serving::{self, ServingTls};
 use crate::observe::memory_budget::MemoryCharge;
 use crate::observe::{MemoryClass, RateLimitedWarnings};
@@ -112,7 +113,8 @@ impl HttpsServer {
     pub async fn accept(self: Rc<Self>, socket: TcpListener, drain: DrainWatcher) {
         let metrics = Arc::clone(&self.service.now().metrics);
         let reports = (self.listener.as_str(), &*metrics, &self.warnings);
-        accept::until_drain(socket, drain, reports, |stream, from| self.admit(stream, from)).await;
+        let admit = |stream, from| self.admit(stream, from);
+        accept::until_drain(socket, MAX_UNSENT, drain, reports, admit).await;
     }
 
     fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
@@ -275,21 +277,22 @@ impl HttpsServer {
         service: &ListenerService,
     ) -> Option<(ClientStream, HandshakeInProgress)> {
         let limit = service.request_limits.stall_timeout;
+        let memory = service.metrics.memory.source(source.key());
         let handshake = async {
+            let socket = ClientSocket::new(stream, Arc::clone(&memory));
             // A connection that sends nothing takes no turn. Its bytes stay in the socket, because thousands of
             // connections may wait.
-            if stream.peek(&mut [0]).await? == 0 {
+            if !socket.has_bytes().await? {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
             let turn = self.handshakes.turn(source).await;
-            let memory = service.metrics.memory.source(source.key());
             let Some(charge) = handshake_memory::charge(&memory) else {
                 accept::report_no_memory(&self.listener, source, &self.warnings);
                 return Err(io::ErrorKind::OutOfMemory.into());
             };
             let stream = tokio::select! {
                 accepted = accept_tls(
-                    ReadAhead::new(StallTimeout::new(Linger::new(stream), limit)),
+                    ReadAhead::new(StallTimeout::new(socket, limit)),
                     &self.tls,
                 ) => accepted?,
                 () = turn.stalled() => {
@@ -339,6 +342,8 @@ impl HttpsServer {
         let Some(memory) = ClientMemory::new(account, class, head + 2 * chain) else {
             return accept::report_no_memory(&self.listener, slot.source(), &self.warnings);
         };
+        let socket = stream.get_ref().0.get_ref().get_ref();
+        socket.memory().follow_class(memory.shared_class());
         let slot = Rc::new(slot);
         let client = Rc::new(ClientConnection {
             memory,

@@ -2,12 +2,14 @@
 //! (L4, [`passthrough`]).
 
 mod accept;
+mod accounted_stream;
 mod bearer_token;
 mod body_prefix;
 mod body_progress;
 pub mod client_certificate;
 mod client_connection;
 mod client_memory;
+pub mod client_socket;
 mod client_stream;
 mod connection_slots;
 pub mod credential_selector;
@@ -31,8 +33,10 @@ mod response_reserve;
 mod retry;
 mod retry_budget;
 mod shutdown_rejection;
+pub mod socket_memory;
 mod status_error;
 mod status_response;
+mod tunnel_memory;
 pub mod tunnels;
 mod unproven_requests;
 mod upgrade;

@@ -20,6 +20,7 @@ use super::client_certificate::ProofExpiry;
 use super::request_body::UploadTask;
 use super::response_reserve::ResponseReserve;
 use super::status_error::StatusError;
+use super::tunnel_memory::TunnelMemory;
 use super::upstream_client::{poll_turn, release_window};
 use super::watch::body::WatchBody;
 use crate::observe::{Outcome, Side};
@@ -248,16 +249,20 @@ impl StreamedBody {
 pub struct Http1Body {
     incoming: Incoming,
     outcome: Box<Outcome>,
-    _driver: Http1Driver,
+    _connection: (Http1Driver, TunnelMemory),
 }
 
 impl Http1Body {
-    /// The body, and the driver of its connection.
-    pub fn new(incoming: Incoming, driver: Http1Driver, mut outcome: Box<Outcome>) -> Self {
+    /// The body, and its connection.
+    pub fn new(
+        incoming: Incoming,
+        connection: (Http1Driver, TunnelMemory),
+        mut outcome: Box<Outcome>,
+    ) -> Self {
         if incoming.is_end_stream() {
             outcome.complete();
         }
-        Self { incoming, outcome, _driver: driver }
+        Self { incoming, outcome, _connection: connection }
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, String>>> {

@@ -35,9 +35,9 @@ use super::hygiene;
 use super::response_body::{ForwardResult, Http1Body, ResponseBody};
 use super::retry::Refusal;
 use super::status_error::StatusError;
+use super::tunnel_memory::TunnelMemory;
 use super::tunnels::{OpenTunnel, Tunnels};
 use super::upstream_client::UpstreamClient;
-use crate::observe::memory_budget::MemoryCharge;
 use crate::observe::{Outcome, Side};
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::Endpoint;
@@ -59,7 +59,7 @@ pub struct Upgrade {
     /// The tunnels of the listener, in which a tunnel is counted.
     pub tunnels: Tunnels,
     /// The memory of the tunnel.
-    pub memory: MemoryCharge,
+    pub memory: TunnelMemory,
 }
 
 /// A response on an HTTP/1.1 connection to an apiserver.
@@ -76,7 +76,7 @@ impl Upgrade {
     /// # Errors
     /// See [`ForwardResult`].
     pub async fn serve(self: Box<Self>, mut outcome: Box<Outcome>) -> ForwardResult {
-        let Self { upstream, class, proof, mut request, tunnels, memory } = *self;
+        let Self { upstream, class, proof, mut request, tunnels, mut memory } = *self;
         let client = hyper::upgrade::on(&mut request);
         let open_to = |label: &Arc<str>| tunnels.open_to(label);
         let sent = send(&upstream, (class, &proof), request, &mut outcome, open_to).await;
@@ -87,6 +87,7 @@ impl Upgrade {
                 return Err((error, outcome));
             }
         };
+        memory.set_upstream(driver.socket());
         outcome.code = Some(head.status.as_u16());
         let is_upgrade = head.status == StatusCode::SWITCHING_PROTOCOLS;
         hygiene::downstream_headers(&mut head.headers, is_upgrade);
@@ -99,7 +100,7 @@ impl Upgrade {
         } else {
             head.headers.insert(CONNECTION, HeaderValue::from_static("close"));
             spawn_local(close_client(client));
-            ResponseBody::Http1(Box::new(Http1Body::new(body, driver, outcome)))
+            ResponseBody::Http1(Box::new(Http1Body::new(body, (driver, memory), outcome)))
         };
         Ok(body.with_head(head))
     }
@@ -172,7 +173,7 @@ fn is_requested(requested: &[HeaderValue], headers: &HeaderMap) -> bool {
 async fn run_tunnel(
     client: OnUpgrade,
     driver: Http1Driver,
-    (open, proof, _memory): (OpenTunnel, IdentityProof, MemoryCharge),
+    (open, proof, _memory): (OpenTunnel, IdentityProof, TunnelMemory),
     mut outcome: Box<Outcome>,
 ) {
     let mut received = 0;

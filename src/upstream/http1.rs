@@ -2,6 +2,7 @@
 //! becomes a tunnel or is closed.
 
 use std::error::Error as _;
+use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -232,6 +233,11 @@ pub struct Http1Driver {
 }
 
 impl Http1Driver {
+    /// The socket of the connection, which is open as long as this exists.
+    pub fn socket(&self) -> RawFd {
+        self.flow.observer.as_raw_fd()
+    }
+
     /// Returns the stream after a response 101, and the health check of its flow.
     pub async fn reclaim(mut self) -> Result<(Tunnelled, FlowHealthCheck), String> {
         let stream = (&mut self.task).await.map_err(|error| error.to_string())??;

@@ -4,6 +4,7 @@ mod connections;
 mod floods;
 mod memory;
 mod tokens;
+mod unread;
 
 use std::future::Future;
 use std::time::Duration;
@@ -26,6 +27,9 @@ pub enum Attack {
     SlowReaders,
     LargeHeaders,
     EndlessBodies,
+    UnreadHttp1,
+    UnreadHttp2,
+    UnreadFlows,
     RandomTokens,
     RandomTokensManyConnections,
     RandomTokenUpgrades,
@@ -55,6 +59,9 @@ impl Attack {
         Self::SlowReaders,
         Self::LargeHeaders,
         Self::EndlessBodies,
+        Self::UnreadHttp1,
+        Self::UnreadHttp2,
+        Self::UnreadFlows,
         Self::RandomTokens,
         Self::RandomTokensManyConnections,
         Self::RandomTokenUpgrades,
@@ -78,6 +85,8 @@ impl Attack {
         Self::ZeroWindowSmall,
         Self::LargeHeaders,
         Self::EndlessBodies,
+        Self::UnreadHttp1,
+        Self::UnreadFlows,
         Self::RandomTokensManyConnections,
         Self::WindowUpdateFloodManyConnections,
         Self::PacedResets,
@@ -105,6 +114,9 @@ impl Attack {
                 | Self::SlowReaders
                 | Self::LargeHeaders
                 | Self::EndlessBodies
+                | Self::UnreadHttp1
+                | Self::UnreadHttp2
+                | Self::UnreadFlows
                 | Self::RandomTokens
                 | Self::RandomTokensManyConnections
                 | Self::RandomTokenUpgrades
@@ -125,6 +137,9 @@ impl Attack {
             Self::SlowReaders => "50 x 20 streams that read 1 KiB a second",
             Self::LargeHeaders => "20 x 1,000 requests with 60 KB of headers",
             Self::EndlessBodies => "200 x 16 request bodies that never end",
+            Self::UnreadHttp1 => "100 HTTP/1.1 sockets that are never read",
+            Self::UnreadHttp2 => "100 HTTP/2 sockets that are never read",
+            Self::UnreadFlows => "100 L4 flows that stop reading",
             Self::RandomTokens => "random tokens, 10 x 1,000",
             Self::RandomTokensManyConnections => "random tokens, 100 x 1,000",
             Self::RandomTokenUpgrades => "random tokens on upgrades",
@@ -166,6 +181,9 @@ pub fn run(target: &Target) {
                 Attack::SlowReaders => memory::slow_readers(target, 50, 20).await,
                 Attack::LargeHeaders => memory::large_headers(target, 20, 1000).await,
                 Attack::EndlessBodies => memory::endless_bodies(target, 200, 16).await,
+                Attack::UnreadHttp1 => unread::http1(target.server, 100).await,
+                Attack::UnreadHttp2 => unread::http2(target.server, 100).await,
+                Attack::UnreadFlows => unread::flows(target.passthrough, 100).await,
                 Attack::RandomTokens => tokens::random(target, 10).await,
                 Attack::RandomTokensManyConnections => tokens::random(target, 100).await,
                 Attack::RandomTokenUpgrades => tokens::upgrades(target, 10).await,

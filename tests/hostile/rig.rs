@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::apiserver::kinds::CONFIG_MAPS;
 use jackstay::demo::client::Client;
+use jackstay::net::sockets::queue_memory;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 use crate::attacks::Attack;
 use crate::cgroup::MemoryCgroup;
@@ -21,6 +23,8 @@ use crate::support::{CONFIGMAPS, TestCluster, config_map, pause, wait};
 
 /// The limit of memory in the manifests of `deploy/`.
 const MEMORY_LIMIT: u64 = 256 << 20;
+/// What the proxy and its sockets may hold: the default of `memory_limit` under that limit.
+const MEMORY_BUDGET: u64 = MEMORY_LIMIT / 10 * 7;
 /// Long enough for a proxy to start on a slow machine.
 const START: Duration = Duration::from_secs(20);
 /// The client runs this long before and after the attack.
@@ -45,6 +49,8 @@ const VALUE: usize = 100 << 10;
 pub struct Target {
     pub attack: Attack,
     pub server: SocketAddr,
+    /// The L4 listener; that of L7 if the proxy has none.
+    pub passthrough: SocketAddr,
     pub admin: Option<SocketAddr>,
     pub duration: Duration,
 }
@@ -57,6 +63,7 @@ impl Target {
         Some(Self {
             attack: *Attack::ALL.iter().find(|attack| attack.name() == name)?,
             server: value("SERVER")?.parse().ok()?,
+            passthrough: value("PASSTHROUGH")?.parse().ok()?,
             admin: value("ADMIN")?.parse().ok(),
             duration: Duration::from_secs(value("SECONDS")?.parse().ok()?),
         })
@@ -67,6 +74,7 @@ impl Target {
         command
             .env("JACKSTAY_ATTACK_NAME", self.attack.name())
             .env("JACKSTAY_ATTACK_SERVER", self.server.to_string())
+            .env("JACKSTAY_ATTACK_PASSTHROUGH", self.passthrough.to_string())
             .env("JACKSTAY_ATTACK_ADMIN", admin)
             .env("JACKSTAY_ATTACK_SECONDS", self.duration.as_secs().to_string());
     }
@@ -76,6 +84,7 @@ impl Target {
 pub struct Rig {
     cluster: TestCluster,
     server: SocketAddr,
+    passthrough: SocketAddr,
     admin: Option<SocketAddr>,
     process: Process,
     // Removed after its process has ended.
@@ -96,11 +105,12 @@ impl Rig {
         }
         cluster.create_config_map("lease");
         let server = free_address();
-        let (proxy, admin) = if let Some(peer) = Peer::from_env() {
-            (peer.command(cluster.certs.path(), server, &cluster.addresses()), None)
+        let (proxy, passthrough, admin) = if let Some(peer) = Peer::from_env() {
+            let command = peer.command(cluster.certs.path(), server, &cluster.addresses());
+            (command, server, None)
         } else {
-            let admin = free_address();
-            (jackstay(&cluster, server, admin), Some(admin))
+            let (passthrough, admin) = (free_address(), free_address());
+            (jackstay(&cluster, (server, passthrough), admin), passthrough, Some(admin))
         };
         let cgroup = MemoryCgroup::new(MEMORY_LIMIT);
         let mut command = Command::new("sh");
@@ -117,7 +127,7 @@ impl Rig {
             reply.status.is_success().then_some(()).ok_or_else(|| reply.status.to_string())
         })
         .await;
-        Self { cluster, server, admin, process, cgroup }
+        Self { cluster, server, passthrough, admin, process, cgroup }
     }
 
     /// Runs an attack beside the identity client.
@@ -138,14 +148,22 @@ impl Rig {
                 .then(|| (self.cluster.state.clone(), self.cluster.certs.anonymous())),
         });
         pause(QUIET).await;
-        let target = Target { attack, server: self.server, admin: self.admin, duration };
+        let target = Target {
+            attack,
+            server: self.server,
+            passthrough: self.passthrough,
+            admin: self.admin,
+            duration,
+        };
         let mut attacker = spawn_attacker(&target);
         let handshakes_before = self.upstream_handshakes();
         let begun = Instant::now();
-        let mut memory = 0;
+        let (mut memory, mut with_sockets) = (0, 0);
         while begun.elapsed() < duration {
-            memory = memory.max(self.resident());
-            pause(Duration::from_millis(100)).await;
+            let resident = self.resident();
+            memory = memory.max(resident);
+            with_sockets = with_sockets.max(resident + socket_memory(self.process.pid()));
+            pause(Duration::from_millis(200)).await;
         }
         let handshakes = self.upstream_handshakes() - handshakes_before;
         let _ = attacker.kill();
@@ -159,6 +177,7 @@ impl Rig {
             report,
             p99_without_proxy,
             memory,
+            with_sockets,
             killed,
             log_lines: log.lines().count(),
             handshakes_per_second: handshakes as f64 / duration.as_secs_f64(),
@@ -207,6 +226,8 @@ pub struct Outcome {
     p99_without_proxy: Duration,
     /// The largest resident memory in bytes.
     memory: u64,
+    /// The largest sum of it and of what the kernel holds for the proxy's sockets, in bytes.
+    with_sockets: u64,
     /// The largest use of the cgroup in bytes.
     peak: u64,
     /// The proxy ended.
@@ -217,7 +238,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    pub const HEADER: &str = "| attack | requests failed | p99 | slowest | new connections failed | slowest | /livez failed | resident | cgroup | log lines | new tokens failed | slowest | upstream handshakes | p99 without the proxy |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|";
+    pub const HEADER: &str = "| attack | requests failed | p99 | slowest | new connections failed | slowest | /livez failed | resident | with sockets | cgroup | log lines | new tokens failed | slowest | upstream handshakes | p99 without the proxy |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|";
 
     pub fn row(&self) -> String {
         let Report { requests, connections, probes, tokens } = &self.report;
@@ -226,7 +247,7 @@ impl Outcome {
         };
         let ms = |time: Duration| format!("{:.0} ms", time.as_secs_f64() * 1e3);
         format!(
-            "| {} | {} | {} | {} | {} | {} | {} | {} MiB{} | {} MiB | {} | {} | {} | {:.1}/s | {} |",
+            "| {} | {} | {} | {} | {} | {} | {} | {} MiB{} | {} MiB | {} MiB | {} | {} | {} | {:.1}/s | {} |",
             self.attack.name(),
             failed(requests),
             ms(requests.quantile(0.99)),
@@ -236,6 +257,7 @@ impl Outcome {
             failed(probes),
             self.memory >> 20,
             if self.killed { ", killed" } else { "" },
+            self.with_sockets >> 20,
             self.peak >> 20,
             self.log_lines,
             failed(tokens),
@@ -254,6 +276,10 @@ impl Outcome {
         // Only without a cgroup can the process exceed the limit and live.
         if self.memory > MEMORY_LIMIT {
             return Some(format!("{} MiB of memory", self.memory >> 20));
+        }
+        // On cgroup v1, the memory of sockets does not count.
+        if self.with_sockets > MEMORY_BUDGET {
+            return Some(format!("{} MiB of memory with sockets", self.with_sockets >> 20));
         }
         for (name, results) in [
             ("request", requests),
@@ -280,6 +306,24 @@ impl Outcome {
     }
 }
 
+/// What the kernel holds for the sockets of a process, in bytes.
+fn socket_memory(pid: &str) -> u64 {
+    let Some(process) = pid.parse().ok().and_then(Pid::from_raw) else { return 0 };
+    let Ok(process) = pidfd_open(process, PidfdFlags::empty()) else { return 0 };
+    let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let sockets = descriptors.filter(|descriptor| {
+        let target = fs::read_link(descriptor.path());
+        target.is_ok_and(|target| target.as_os_str().as_encoded_bytes().starts_with(b"socket:"))
+    });
+    sockets
+        .filter_map(|socket| {
+            let number = socket.file_name().to_str()?.parse().ok()?;
+            let socket = pidfd_getfd(&process, number, PidfdGetfdFlags::empty()).ok()?;
+            Some(queue_memory::read(&socket).ok()?.total() as u64)
+        })
+        .sum()
+}
+
 fn spawn_attacker(target: &Target) -> KillOnDrop {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["attacker", "--exact", "--ignored", "--nocapture"]);
@@ -289,9 +333,13 @@ fn spawn_attacker(target: &Target) -> KillOnDrop {
 }
 
 /// The command that runs jackstay with the shipped defaults.
-fn jackstay(cluster: &TestCluster, server: SocketAddr, admin: SocketAddr) -> Command {
+fn jackstay(
+    cluster: &TestCluster,
+    listeners: (SocketAddr, SocketAddr),
+    admin: SocketAddr,
+) -> Command {
     let file = cluster.certs.path().join("jackstay.yaml");
-    fs::write(&file, configuration(cluster, server, admin)).unwrap();
+    fs::write(&file, configuration(cluster, listeners, admin)).unwrap();
     let binary = std::env::var_os("JACKSTAY_BIN")
         .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_jackstay")), PathBuf::from);
     let mut command = Command::new(binary);
@@ -300,7 +348,11 @@ fn jackstay(cluster: &TestCluster, server: SocketAddr, admin: SocketAddr) -> Com
 }
 
 /// The shipped defaults.
-fn configuration(cluster: &TestCluster, server: SocketAddr, admin: SocketAddr) -> String {
+fn configuration(
+    cluster: &TestCluster,
+    (server, passthrough): (SocketAddr, SocketAddr),
+    admin: SocketAddr,
+) -> String {
     let dir = cluster.certs.path();
     let file = |name: &str| dir.join(name).display().to_string();
     let endpoints = cluster.addresses();
@@ -322,6 +374,10 @@ listeners:
     identities:
       - cert_file: {admin_cert}
         key_file: {admin_key}
+  - name: flows
+    bind: ["{passthrough}"]
+    mode: passthrough
+    upstream: control-plane
 "#,
         endpoints = crate::support::to_strings(&endpoints),
         ca = file("ca.crt"),

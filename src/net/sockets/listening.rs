@@ -11,7 +11,7 @@ use std::path::Path;
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::TcpStream;
 
-use super::tcp_options;
+use super::tcp_options::{self, MAX_UNSENT};
 
 /// Length of the accept queue: after a control-plane event, every client of a node reconnects at once. A hostile
 /// client fills it at any time, and a client whose SYN finds it full tries again after a second. The kernel limits it
@@ -61,7 +61,7 @@ pub fn listen_with(
     }
     change_options(&SockRef::from(&socket), address, &ListenOptions::default(), options)?;
     socket.set_nonblocking(true)?;
-    tcp_options::configure_accepted_by(&socket)?;
+    tcp_options::configure_accepted_by(&socket, MAX_UNSENT)?;
     socket.bind(&address.into())?;
     socket.listen(BACKLOG)?;
     Ok(socket.into())

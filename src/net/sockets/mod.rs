@@ -6,9 +6,9 @@
 //! * [`interception`] reads the original destination of a redirected connection.
 //! * [`tcp_info`] reads the kernel's state of a connection; [`tracked_stream`] makes it readable
 //!   while TLS owns the stream.
+//! * [`queue_memory`] reads and bounds the kernel memory of a connection.
 //! * [`read_ahead`] and [`cork`] batch reads and writes; [`splice`] moves bytes inside the kernel.
-//! * [`tunnel_stream`] is one side of a tunnel; [`linger`] closes a connection so that the client still
-//!   receives its last frames.
+//! * [`tunnel_stream`] is one side of a tunnel.
 
 /// Implements `AsyncWrite` for a wrapper by passing every call on to the stream that it wraps.
 macro_rules! delegate_async_write {
@@ -48,15 +48,14 @@ macro_rules! delegate_async_write {
         }
     };
 }
-#[cfg(feature = "demo")] // other modules of this folder see the macro without it
 pub(crate) use delegate_async_write;
 
 pub mod connector;
 pub mod cork;
 pub mod interception;
-pub mod linger;
 pub mod listening;
 pub mod peer_uid;
+pub mod queue_memory;
 pub mod read_ahead;
 pub mod source;
 pub mod splice;

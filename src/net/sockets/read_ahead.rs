@@ -37,6 +37,11 @@ impl<T> ReadAhead<T> {
     }
 
     /// The wrapped stream.
+    pub fn get_ref(&self) -> &T {
+        &self.inner
+    }
+
+    /// The wrapped stream.
     pub fn get_mut(&mut self) -> &mut T {
         &mut self.inner
     }

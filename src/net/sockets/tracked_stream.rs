@@ -9,6 +9,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::io;
+use std::os::fd::{AsRawFd, RawFd};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
@@ -81,6 +82,12 @@ impl StreamObserver {
     /// What the kernel returns.
     pub fn local_addr(&self) -> io::Result<std::net::SocketAddr> {
         self.0.stream.borrow().local_addr()
+    }
+}
+
+impl AsRawFd for StreamObserver {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.stream.borrow().as_raw_fd()
     }
 }
 

@@ -47,6 +47,8 @@ const CLIENT_DEAD: EndReason =
 pub(super) const CLIENT_RESET: EndReason = EndReason::new("client_reset", "reset by the client");
 pub(super) const EVICTED: EndReason =
     EndReason::new("evicted", "the client sent nothing and another connection needed the slot");
+pub(super) const MEMORY: EndReason =
+    EndReason::new("memory", "a side takes no bytes, and memory is short (memory_limit)");
 pub(super) const REBALANCE: EndReason =
     EndReason::new("rebalance", "moved off an overloaded endpoint (rebalance)");
 pub(super) const SHUTDOWN: EndReason = EndReason::new("shutdown", "the drain timeout has passed");

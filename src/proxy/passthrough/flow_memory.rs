@@ -5,8 +5,11 @@
 //! smaller pieces and uses no pipe.
 
 use std::cell::Cell;
+use std::os::fd::RawFd;
 use std::sync::Arc;
 
+use super::super::socket_memory::{Peer, SocketMemory};
+use crate::net::sockets::tcp_options::MAX_UNSENT_OF_FLOW;
 use crate::observe::memory_budget::{Level, Shed, SourceMemory};
 use crate::observe::{MemoryClass, MemoryKind};
 
@@ -19,39 +22,47 @@ const CLASS: MemoryClass = MemoryClass::Unproven;
 /// The memory of one flow, charged until this is dropped.
 #[derive(Debug)]
 pub struct FlowMemory {
-    source: Arc<SourceMemory>,
+    sockets: SocketMemory,
     held: Cell<usize>,
 }
 
 impl FlowMemory {
-    /// Charges a flow of this source; `None` if it does not fit.
-    pub fn new(source: Arc<SourceMemory>) -> Option<Self> {
+    /// Charges a flow of this source, whose client has the socket `client`; `None` if it does not fit.
+    pub fn new(source: Arc<SourceMemory>, client: RawFd) -> Option<Self> {
         if !source.try_add(MemoryKind::Flows, FLOW_COST, CLASS) {
             source.budget().count_shed(Shed::ConnectionRefused);
             return None;
         }
-        Some(Self { source, held: Cell::new(0) })
+        let sockets = SocketMemory::new(client, source, MAX_UNSENT_OF_FLOW);
+        // Until the flow has an endpoint, nothing is read.
+        sockets.record_read(Peer::Client, true);
+        Some(Self { sockets, held: Cell::new(0) })
+    }
+
+    /// The kernel memory of its sockets.
+    pub fn sockets(&self) -> &SocketMemory {
+        &self.sockets
     }
 
     /// Charges the bytes that the flow holds now.
     pub fn set_held(&self, bytes: usize) {
         let before = self.held.replace(bytes);
         if bytes > before {
-            self.source.add(MemoryKind::Flows, bytes - before);
+            self.sockets.source().add(MemoryKind::Flows, bytes - before);
         } else if bytes < before {
-            self.source.subtract(MemoryKind::Flows, before - bytes);
+            self.sockets.source().subtract(MemoryKind::Flows, before - bytes);
         }
     }
 
     /// Whether the flow must hold little.
     pub fn is_short(&self) -> bool {
-        self.source.level(CLASS) >= Level::High
+        self.sockets.level() >= Level::High
     }
 }
 
 impl Drop for FlowMemory {
     fn drop(&mut self) {
-        self.source.subtract(MemoryKind::Flows, FLOW_COST + self.held.get());
+        self.sockets.source().subtract(MemoryKind::Flows, FLOW_COST + self.held.get());
     }
 }
 
@@ -63,7 +74,7 @@ mod tests {
     #[test]
     fn flows_are_charged_until_they_end_and_refused_when_the_share_is_used_up() {
         let budget = MemoryBudget::new(1 << 20);
-        let flow = FlowMemory::new(budget.source(1)).unwrap();
+        let flow = FlowMemory::new(budget.source(1), -1).unwrap();
         assert_eq!(budget.used_for(MemoryKind::Flows), FLOW_COST);
         flow.set_held(64 << 10);
         assert!(!flow.is_short());
@@ -72,10 +83,10 @@ mod tests {
         flow.set_held(10 << 10);
         assert_eq!(budget.used(), FLOW_COST + (10 << 10));
         assert!(!flow.is_short());
-        let others: Vec<_> = std::iter::from_fn(|| FlowMemory::new(budget.source(1))).collect();
+        let others: Vec<_> = std::iter::from_fn(|| FlowMemory::new(budget.source(1), -1)).collect();
         // Half of 5/8 of 1 MiB.
         assert_eq!(others.len(), ((320 << 10) - FLOW_COST - (10 << 10)) / FLOW_COST);
-        assert!(FlowMemory::new(budget.source(2)).is_some(), "another source has its share");
+        assert!(FlowMemory::new(budget.source(2), -1).is_some(), "another source has its share");
         assert_eq!(budget.shed(Shed::ConnectionRefused), 1);
         drop((flow, others));
         assert_eq!(budget.used(), 0);

@@ -14,11 +14,12 @@ use tokio::time::Instant;
 use super::super::accept;
 use super::super::connection_slots::{ConnectionSlot, ConnectionSlots, SlotLimit};
 use super::super::drain::DrainWatcher;
+use super::super::socket_memory::Peer;
 use super::connect;
-use super::flow_entry::EVICTED;
+use super::flow_entry::{EVICTED, MEMORY};
 use super::flow_memory::FlowMemory;
 use super::flow_table::FlowTable;
-use super::pump::{FlowError, Peer, Pump};
+use super::pump::{FlowError, Pump};
 use super::routing::{ListenerRouting, RouteError, Routing};
 use crate::net::sockets::source::SourceLookup;
 use crate::net::sockets::tcp_options;
@@ -73,7 +74,8 @@ impl TcpForwarder {
     /// Accepts connections on one socket until `drain` starts.
     pub async fn accept(self: Rc<Self>, socket: TcpListener, drain: DrainWatcher) {
         let about = (self.routing.name(), &*self.metrics, &self.warnings);
-        accept::until_drain(socket, drain, about, |stream, from| self.admit(stream, from)).await;
+        let admit = |stream, from| self.admit(stream, from);
+        accept::until_drain(socket, tcp_options::MAX_UNSENT_OF_FLOW, drain, about, admit).await;
     }
 
     fn admit(self: &Rc<Self>, client: TcpStream, from: SocketAddr) {
@@ -87,7 +89,9 @@ impl TcpForwarder {
             tcp_options::close_with_reset(client);
             return;
         };
-        let Some(memory) = FlowMemory::new(self.metrics.memory.source(source.key())) else {
+        let Some(memory) =
+            FlowMemory::new(self.metrics.memory.source(source.key()), client.as_raw_fd())
+        else {
             accept::report_no_memory(self.routing.name(), source, &self.warnings);
             tcp_options::close_with_reset(client);
             return;
@@ -150,6 +154,7 @@ impl OpenConnection {
         tcp_options::bound_retransmission_timeout(&stream);
         let _tracked = endpoint.track_flow();
         let sockets = (client.as_raw_fd(), stream.as_raw_fd());
+        self.memory.sockets().set_endpoint(stream.as_raw_fd());
         let mut pump = Pump::new(client, stream, prefix);
         // Declared after the pump, so that it is dropped before the sockets are closed.
         let handle = forwarder.flows.insert(&forwarder.routing, &upstream, &endpoint, sockets);
@@ -157,8 +162,16 @@ impl OpenConnection {
             Ok(()) => return self.end.set("done"),
             Err(FlowError::Ended(reason)) => {
                 self.end.set(reason.label);
-                if reason.label == EVICTED.label {
+                if reason == EVICTED {
                     forwarder.metrics.refused(reason.label);
+                }
+                if reason == MEMORY {
+                    let line = format!(
+                        "listener {}: flow ended: {}",
+                        forwarder.routing.name(),
+                        reason.description
+                    );
+                    forwarder.warnings.warn(&line, format_args!("client {from} is reset"));
                 }
             }
             Err(FlowError::Failed(peer, error)) => {

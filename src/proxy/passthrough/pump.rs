@@ -23,7 +23,8 @@ use tokio::net::TcpStream;
 use tokio::time::sleep;
 
 use super::super::connection_slots::ConnectionSlot;
-use super::flow_entry::{EVICTED, EndReason, Progress};
+use super::super::socket_memory::{Peer, SocketMemory};
+use super::flow_entry::{EVICTED, EndReason, MEMORY, Progress};
 use super::flow_memory::FlowMemory;
 use super::flow_table::FlowHandle;
 use crate::net::sockets::splice::SplicePipe;
@@ -50,15 +51,6 @@ const MAX_DELIVERY_CHECK: Duration = Duration::from_millis(500);
 
 thread_local! {
     static SCRATCH: RefCell<Box<[u8]>> = RefCell::new(vec![0; BUFFER].into_boxed_slice());
-}
-
-/// One of the two sockets of a flow.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Peer {
-    /// The socket of the connection that the client has opened.
-    Client,
-    /// The socket of the connection to the endpoint.
-    Endpoint,
 }
 
 /// Why a flow ended abnormally.
@@ -137,6 +129,9 @@ impl Pump {
             if slot.poll_evicted(cx).is_ready() {
                 return Poll::Ready(Err(FlowError::Ended(EVICTED)));
             }
+            if memory.sockets().is_shed() {
+                return Poll::Ready(Err(FlowError::Ended(MEMORY)));
+            }
             let Self { client, endpoint, to_endpoint, to_client } = self;
             let mut progress = Progress::default();
             let mut up =
@@ -153,6 +148,8 @@ impl Pump {
             }
             let mut down = to_client.poll(cx, (endpoint, client), &mut progress.to_client, memory);
             memory.set_held(to_endpoint.held() + to_client.held());
+            to_endpoint.record(memory.sockets(), progress.to_endpoint, cx);
+            to_client.record(memory.sockets(), progress.to_client, cx);
             if let (HalfState::Refused(kind), Poll::Ready(Ok(()))) = (to_endpoint.state, &down) {
                 down = Poll::Ready(Err(FlowError::Failed(Peer::Endpoint, kind.into())));
             }
@@ -243,11 +240,23 @@ impl HalfFlow {
     }
 
     fn write_error(&self, error: io::Error) -> FlowError {
-        let receiver = match self.sender {
+        FlowError::Failed(self.receiver(), error)
+    }
+
+    fn receiver(&self) -> Peer {
+        match self.sender {
             Peer::Client => Peer::Endpoint,
             Peer::Endpoint => Peer::Client,
-        };
-        FlowError::Failed(receiver, error)
+        }
+    }
+
+    /// Records that so many bytes were written, and whether the receiver accepts no more: then the sender's bytes are
+    /// not read.
+    fn record(&self, sockets: &SocketMemory, written: usize, cx: &Context<'_>) {
+        let is_refused = matches!(self.state, HalfState::Refused(_));
+        let is_blocked = self.held() > 0;
+        sockets.record_read(self.sender, is_blocked || is_refused);
+        sockets.record_write(self.receiver(), written, is_blocked, cx.waker());
     }
 
     /// Bytes that were read and not written.

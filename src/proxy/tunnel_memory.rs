@@ -1,0 +1,39 @@
+//! What one tunnel holds of the [memory budget](crate::observe::memory_budget).
+
+use std::cell::Cell;
+use std::os::fd::RawFd;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use super::socket_memory::{Peer, SocketMemory};
+use crate::net::sockets::tcp_options::MAX_UNSENT_OF_FLOW;
+use crate::observe::memory_budget::{MemoryCharge, SourceMemory};
+use crate::observe::{MemoryClass, MemoryKind};
+
+/// Bytes of a tunnel: TLS and its buffers on both sides, and the buffers of both directions.
+const TUNNEL_COST: usize = 96 << 10;
+
+/// The memory of a tunnel, or of another response on a connection of its own, charged until this is dropped.
+#[derive(Debug)]
+pub struct TunnelMemory {
+    upstream: Option<SocketMemory>,
+    class: Rc<Cell<MemoryClass>>,
+    charge: MemoryCharge,
+}
+
+impl TunnelMemory {
+    /// Charges a tunnel of a client that has proven `class`; `None` if it does not fit.
+    pub fn new(source: &Arc<SourceMemory>, class: Rc<Cell<MemoryClass>>) -> Option<Self> {
+        let charge = source.try_charge(MemoryKind::Tunnels, TUNNEL_COST, class.get())?;
+        Some(Self { upstream: None, class, charge })
+    }
+
+    /// Charges the upstream's socket too. It is always taken for unread, because its reads are not recorded.
+    pub fn set_upstream(&mut self, socket: RawFd) {
+        let memory =
+            SocketMemory::new(socket, Arc::clone(self.charge.source()), MAX_UNSENT_OF_FLOW);
+        memory.follow_class(Rc::clone(&self.class));
+        memory.record_read(Peer::Client, true);
+        self.upstream = Some(memory);
+    }
+}

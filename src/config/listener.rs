@@ -197,8 +197,9 @@ pub struct RequestLimits {
     /// Bytes of request headers.
     #[serde(serialize_with = "as_in_file::size")]
     pub max_header_bytes: u32,
-    /// HTTP/1.1: limit of the time until a request head is complete. HTTP/2: limit of the time
-    /// without any frame, PINGs included, before the first request.
+    /// HTTP/1.1: limit of the time from the first byte of a request head until it is complete, and of the time without
+    /// any byte before the first request. HTTP/2: limit of the time without any frame, PINGs included, before the
+    /// first request.
     #[serde(serialize_with = "as_in_file::duration")]
     pub header_timeout: Duration,
     /// A client that reads none of the queued bytes for this long is disconnected. If it only opens

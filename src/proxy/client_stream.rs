@@ -16,6 +16,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
 use super::client_socket::ClientSocket;
+use super::head_timeout::HeadStream;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tunnel_stream::TunnelStream;
 use crate::net::tls::serving::ServingTls;
@@ -60,9 +61,9 @@ fn is_plain_http(bytes: &[u8]) -> bool {
 /// A listener of jackstay did not accept the connection.
 pub fn into_tunnel_stream(upgraded: Upgraded) -> Result<TunnelStream<ClientStream>, &'static str> {
     let parts = upgraded
-        .downcast::<TokioIo<ClientStream>>()
+        .downcast::<TokioIo<HeadStream<ClientStream>>>()
         .map_err(|_| "not a connection of a listener")?;
-    let mut stream = parts.io.into_inner();
+    let mut stream = parts.io.into_inner().into_inner();
     stream.get_mut().0.get_mut().disable();
     Ok(TunnelStream::new(parts.read_buf, stream))
 }

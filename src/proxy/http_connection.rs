@@ -26,6 +26,7 @@ use super::client_memory::{ClientMemory, StreamMemory, UNPROVEN_STREAMS};
 use super::client_stream::ClientStream;
 use super::connection_slots::{ConnectionSlot, OpenRequest};
 use super::drain::DrainWatcher;
+use super::head_timeout::limit_heads;
 use super::listener_service::ListenerService;
 use crate::net::frame_limiter::FrameLimiter;
 use crate::net::sockets::cork::{Uncork, cork};
@@ -189,9 +190,10 @@ impl HttpConnection<'_> {
                 Ok::<_, Infallible>(response.map(|body| TrackedBody::new(body, progress, reserve)))
             }
         });
+        let (stream, timer) = limit_heads(stream, limits.header_timeout);
         let mut builder = http1::Builder::new();
         let connection = builder
-            .timer(TokioTimer::new())
+            .timer(timer)
             .header_read_timeout(limits.header_timeout)
             .max_headers(MAX_HEADERS)
             .max_buf_size((limits.max_header_bytes as usize).max(8 * 1024))

@@ -18,6 +18,7 @@ mod fair_queue;
 pub mod forward;
 mod handshake_memory;
 pub mod handshake_queue;
+mod head_timeout;
 mod http_connection;
 pub mod https_server;
 pub mod hygiene;

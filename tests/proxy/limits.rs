@@ -360,6 +360,32 @@ async fn connection_without_a_request_is_closed_at_the_header_timeout() {
     assert!(!kubelet.is_closed(), "the connection was closed after its second request");
 }
 
+/// Clients keep a connection as long as kube-apiserver does, which is longer than its time for a head.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn idle_http1_connection_outlasts_the_header_timeout_until_a_head_begins() {
+    let cluster = TestCluster::new(1);
+    let limit = Duration::from_secs(1);
+    let proxy = cluster
+        .start_with(|config| terminate_mode(config).limits.requests.header_timeout = limit)
+        .await;
+    let mut stream = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
+    for idle in [limit * 2, Duration::ZERO] {
+        stream.write_all(b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n").await.unwrap();
+        let mut response = Vec::new();
+        while !response.ends_with(b"}") {
+            let read = soon("a response", stream.read_buf(&mut response)).await.unwrap();
+            assert!(read > 0, "closed after {}", String::from_utf8_lossy(&response));
+        }
+        assert!(response.starts_with(b"HTTP/1.1 200 "));
+        pause(idle).await;
+    }
+    stream.write_all(b"G").await.unwrap();
+    let begun = Instant::now();
+    let mut rest = Vec::new();
+    let _ = soon("the end of the connection", stream.read_to_end(&mut rest)).await;
+    assert!(rest.is_empty() && begun.elapsed() >= limit / 2, "{:?}", begun.elapsed());
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn connection_without_a_request_stays_open_while_the_client_sends_pings() {
     let cluster = TestCluster::new(1);

@@ -1,0 +1,288 @@
+//! Limits how long an HTTP/1.1 connection waits for a request head.
+//!
+//! * Between two requests a connection may be idle for [`IDLE_TIMEOUT`]; before its first request, for
+//!   `limits.header_timeout`.
+//! * From its first byte a head must be complete within `limits.header_timeout`, however slowly its bytes come.
+//!
+//! hyper asks its timer for one sleep for each head, when it starts to wait for the head, and closes the connection when
+//! the sleep ends. [`HeadTimer`] makes these sleeps, and [`HeadStream`] reports to them that bytes have arrived. If a
+//! client pipelines a part of a head behind a request, hyper reads both at once, so the part is reported with the
+//! request: the connection counts as idle until the next byte.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use hyper::rt::{Sleep, Timer};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{self, Instant};
+
+/// How long a connection may be idle between two requests: the `IdleTimeout` of kube-apiserver
+/// (`staging/src/k8s.io/apiserver/pkg/server/secure_serving.go`). A client that keeps connections as long as the
+/// apiserver does sends no request on one that is about to be closed.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(90);
+
+/// The stream and the timer of one connection.
+pub fn limit_heads<T>(io: T, header_timeout: Duration) -> (HeadStream<T>, HeadTimer) {
+    let received = Received::default();
+    let is_first = AtomicBool::new(true);
+    (
+        HeadStream { io, received: received.clone() },
+        HeadTimer { header_timeout, is_first, received },
+    )
+}
+
+/// Whether bytes have arrived. Atomic, because hyper's timers must be `Sync`; one thread uses it.
+#[derive(Debug, Clone, Default)]
+struct Received(Arc<AtomicBool>);
+
+impl Received {
+    fn set(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    fn take(&self) -> bool {
+        self.0.swap(false, Ordering::Relaxed)
+    }
+}
+
+/// Makes the sleeps of one connection.
+#[derive(Debug)]
+pub struct HeadTimer {
+    header_timeout: Duration,
+    /// No head has been waited for yet.
+    is_first: AtomicBool,
+    received: Received,
+}
+
+impl HeadTimer {
+    /// The sleep of the next head.
+    fn next_sleep(&self) -> Pin<Box<dyn Sleep>> {
+        let is_first = self.is_first.swap(false, Ordering::Relaxed);
+        let idle_timeout = if is_first { self.header_timeout } else { IDLE_TIMEOUT };
+        // What has arrived until now belongs to the previous request.
+        self.received.take();
+        Box::pin(HeadSleep {
+            sleep: Box::pin(time::sleep(idle_timeout)),
+            header_timeout: self.header_timeout,
+            has_begun: false,
+            received: self.received.clone(),
+        })
+    }
+}
+
+impl Timer for HeadTimer {
+    fn sleep(&self, _: Duration) -> Pin<Box<dyn Sleep>> {
+        self.next_sleep()
+    }
+
+    fn sleep_until(&self, _: std::time::Instant) -> Pin<Box<dyn Sleep>> {
+        self.next_sleep()
+    }
+
+    fn now(&self) -> std::time::Instant {
+        Instant::now().into_std()
+    }
+}
+
+/// Ends when the connection has waited too long for a head.
+#[derive(Debug)]
+struct HeadSleep {
+    sleep: Pin<Box<time::Sleep>>,
+    header_timeout: Duration,
+    /// The first byte of the head has arrived.
+    has_begun: bool,
+    received: Received,
+}
+
+impl Sleep for HeadSleep {}
+
+impl Future for HeadSleep {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        if !self.has_begun && self.received.take() {
+            self.has_begun = true;
+            let deadline = Instant::now() + self.header_timeout;
+            self.sleep.as_mut().reset(deadline);
+        }
+        self.sleep.as_mut().poll(cx)
+    }
+}
+
+/// The decrypted stream of a connection.
+#[derive(Debug)]
+pub struct HeadStream<T> {
+    io: T,
+    received: Received,
+}
+
+impl<T> HeadStream<T> {
+    /// The wrapped stream.
+    pub fn into_inner(self) -> T {
+        self.io
+    }
+}
+
+impl<T: AsyncRead + Unpin> AsyncRead for HeadStream<T> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        let result = Pin::new(&mut self.io).poll_read(cx, buf);
+        if buf.filled().len() > before {
+            self.received.set();
+        }
+        result
+    }
+}
+
+impl<T: AsyncWrite + Unpin> AsyncWrite for HeadStream<T> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.io).poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.io).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use hyper::body::Incoming;
+    use hyper::server::conn::http1;
+    use hyper::service::service_fn;
+    use hyper::{Request, Response};
+    use hyper_util::rt::TokioIo;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+    use tokio::time::sleep;
+
+    use super::*;
+
+    const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
+    const GET: &[u8] = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n";
+    const POST: &[u8] = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc";
+
+    /// Serves a connection, whose responses take `response_time`, while `client` runs. Returns how long after the end of
+    /// `client` the connection is closed.
+    async fn open_after<F>(response_time: Duration, client: impl FnOnce(DuplexStream) -> F) -> u64
+    where
+        F: Future<Output = DuplexStream>,
+    {
+        let (ours, theirs) = tokio::io::duplex(1 << 16);
+        let (stream, timer) = limit_heads(ours, HEADER_TIMEOUT);
+        let respond = service_fn(async |request: Request<Incoming>| {
+            let _body = http_body_util::BodyExt::collect(request.into_body()).await;
+            sleep(response_time).await;
+            Ok::<_, Infallible>(Response::new("ok".to_owned()))
+        });
+        let mut builder = http1::Builder::new();
+        builder.timer(timer).header_read_timeout(HEADER_TIMEOUT);
+        let connection = builder.serve_connection(TokioIo::new(stream), respond);
+        let client = async {
+            let mut stream = client(theirs).await;
+            let start = Instant::now();
+            while matches!(stream.read(&mut [0; 1024]).await, Ok(1..)) {}
+            start.elapsed().as_secs()
+        };
+        let (_, open) = tokio::join!(connection, client);
+        open
+    }
+
+    /// Sends a request, and reads the response.
+    async fn exchange(stream: &mut DuplexStream, request: &[u8]) {
+        stream.write_all(request).await.unwrap();
+        let mut response = Vec::new();
+        while !response.ends_with(b"ok") {
+            assert!(stream.read_buf(&mut response).await.unwrap() > 0, "closed");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn idle_connection_after_a_response_is_closed_after_90_seconds() {
+        for request in [GET, POST] {
+            let open = open_after(Duration::ZERO, async |mut stream| {
+                // Each request begins another period.
+                for _ in 0..5 {
+                    exchange(&mut stream, request).await;
+                    sleep(Duration::from_secs(89)).await;
+                }
+                exchange(&mut stream, request).await;
+                stream
+            });
+            assert_eq!(open.await, 90);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn new_connection_without_a_byte_is_closed_at_the_header_timeout() {
+        assert_eq!(open_after(Duration::ZERO, async |stream| stream).await, 10);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn head_that_is_not_complete_is_closed_at_the_header_timeout_after_its_first_byte() {
+        for (requests, idle) in [(0, 0), (0, 9), (1, 0), (1, 60), (2, 89)] {
+            let open = open_after(Duration::ZERO, async |mut stream| {
+                for _ in 0..requests {
+                    exchange(&mut stream, GET).await;
+                }
+                sleep(Duration::from_secs(idle)).await;
+                stream.write_all(&GET[..1]).await.unwrap();
+                stream
+            });
+            assert_eq!(open.await, 10, "after {requests} requests and {idle} s");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn head_whose_bytes_come_slowly_is_closed_at_the_header_timeout_after_its_first_byte() {
+        let open = open_after(Duration::ZERO, async |mut stream| {
+            exchange(&mut stream, GET).await;
+            sleep(Duration::from_secs(50)).await;
+            for byte in &GET[..7] {
+                stream.write_all(&[*byte]).await.unwrap();
+                sleep(Duration::from_secs(1)).await;
+            }
+            stream
+        });
+        assert_eq!(open.await, 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn response_that_takes_longer_than_both_limits_is_served() {
+        let open = open_after(Duration::from_secs(200), async |mut stream| {
+            for _ in 0..2 {
+                exchange(&mut stream, POST).await;
+            }
+            stream
+        });
+        assert_eq!(open.await, 90);
+    }
+}

@@ -88,6 +88,20 @@ fn valid_file_has_no_errors_and_no_warnings() {
 }
 
 #[test]
+fn source_prefix_v6_is_64_except_in_place_of_a_load_balancer() {
+    let prefix = |file: &str| {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
+        let loaded = load(&path, [], &Overrides::default()).unwrap();
+        assert_eq!(loaded.warnings, [""; 0]);
+        let listeners = loaded.config.listeners.iter();
+        listeners.map(|listener| listener.limits().source_prefix_v6).collect::<Vec<_>>()
+    };
+    assert_eq!(prefix("config/jackstay.yaml"), [64, 64]);
+    assert_eq!(prefix("deploy/load-balancer/jackstay.yaml"), [128]);
+    assert_eq!(errors(with("max_streams: 100", "source_prefix_v6: 32")), [""; 0]);
+}
+
+#[test]
 fn yaml_tab_is_reported_on_its_own_line() {
     let tab = "not valid YAML: a tab in the indentation; indent with spaces";
     for (text, line) in [
@@ -147,6 +161,21 @@ fn invalid_value_is_reported_with_path_and_remedy() {
         ),
         case("admin:", "log.level: debug\nadmin:", "\"log.level\": unknown key \"log.level\""),
         case("admin:", "<<: {a: 1}\nadmin:", "\"<<\": unknown key \"<<\""),
+        case(
+            "max_streams: 100",
+            "source_prefix_v6: 31",
+            "listeners[0].limits.source_prefix_v6: 31 is out of range: 32 to 128",
+        ),
+        case(
+            "max_streams: 100",
+            "source_prefix_v6: 129",
+            "listeners[0].limits.source_prefix_v6: 129 is out of range: 32 to 128",
+        ),
+        case(
+            "max_streams: 100",
+            "source_prefix_v6: /64",
+            "listeners[0].limits.source_prefix_v6: expected a whole number: the prefix length of an IPv6 network, found the text \"/64\"",
+        ),
         // Wrong types.
         case("{bind: '127.0.0.1:9643'}", "5", "admin: expected a map of keys, found the number 5"),
         case(

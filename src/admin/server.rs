@@ -11,6 +11,7 @@ use tokio::time::Instant;
 
 use super::connections::Connections;
 use super::status_provider::StatusProvider;
+use crate::config::SOURCE_PREFIX_V6;
 use crate::net::sockets::listening;
 use crate::net::sockets::source::{Source, SourceLookup};
 use crate::observe::RepeatFilter;
@@ -74,7 +75,9 @@ impl Admin {
             };
             match accepted {
                 Ok((stream, from)) => {
-                    let Some(source) = sources.source(&stream, from) else { continue };
+                    let Some(source) = sources.source(&stream, from, SOURCE_PREFIX_V6) else {
+                        continue;
+                    };
                     let on_loopback = is_on_loopback(&stream);
                     connections.add(stream, source, on_loopback).await;
                 }
@@ -83,7 +86,9 @@ impl Admin {
         };
         if reason == StopReason::Moved {
             for (stream, from) in listening::close_and_accept_queued(self.listener) {
-                let Some(source) = sources.source(&stream, from) else { continue };
+                let Some(source) = sources.source(&stream, from, SOURCE_PREFIX_V6) else {
+                    continue;
+                };
                 let on_loopback = is_on_loopback(&stream);
                 connections.add(stream, source, on_loopback).await;
             }

@@ -102,14 +102,13 @@ mod tests {
     #[test]
     fn admit_logs_half_of_the_lines_of_one_source() {
         let (quota, now) = (LineQuota::new(20), Instant::now());
-        let address = |ip: &str| Source::new(ip.parse().unwrap(), None);
-        let user = |uid| Source::new([127, 0, 0, 1].into(), Some(uid));
+        let address = |ip: &str| Source::from_ip(ip.parse().unwrap(), 64);
         for (source, expected) in [
-            (user(65_534), 10),
-            (user(65_534), 0),
+            (Source::User(65_534), 10),
+            (Source::User(65_534), 0),
             (address("2001:db8::1"), 6),
             (address("2001:db8::2"), 4),
-            (user(0), 0),
+            (Source::User(0), 0),
         ] {
             let attempts = if expected == 6 { 6 } else { 100 };
             let admitted = (0..attempts).filter(|_| quota.admit(source, now).is_some()).count();

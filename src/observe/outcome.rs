@@ -90,8 +90,8 @@ pub struct Outcome {
     /// When the request arrived.
     pub started: Instant,
     client: IpAddr,
-    /// The user of the client, if it is a process of this host.
-    pub uid: Option<u32>,
+    /// The source of the client, by which its log lines are limited.
+    pub source: Source,
     head: Option<Head>,
     verb: &'static str,
     /// Status code of the response head that was handed to the client's connection.
@@ -129,7 +129,7 @@ impl Outcome {
             access,
             started: Instant::now(),
             client,
-            uid: None,
+            source: Source::Address(client),
             head: (access != AccessLog::Off).then(|| Head {
                 method: request.method.clone(),
                 uri: request.uri.clone(),
@@ -246,8 +246,7 @@ impl Outcome {
         if self.user == UserClass::Identity {
             return Some(0);
         }
-        let source = Source::new(self.client, self.uid);
-        self.listener.watch_lines.admit(source, Instant::now())
+        self.listener.watch_lines.admit(self.source, Instant::now())
     }
 
     /// Writes the access log line; `suppressed` lines before it were not written.
@@ -265,7 +264,7 @@ impl Outcome {
             target: super::log::ACCESS_TARGET,
             listener = self.listener.name(),
             client = %self.client,
-            uid = self.uid,
+            uid = self.source.uid(),
             method = &*shorten(head.method.as_str(), MAX_METHOD),
             path = &*path,
             verb = self.verb,
@@ -315,8 +314,7 @@ impl Drop for Outcome {
             AccessLog::All if !is_identity => Some(&listener.all_lines),
             AccessLog::Errors | AccessLog::All => None,
         };
-        let source = Source::new(self.client, self.uid);
-        let suppressed = quota.map_or(Some(0), |quota| quota.admit(source, Instant::now()));
+        let suppressed = quota.map_or(Some(0), |quota| quota.admit(self.source, Instant::now()));
         if let Some(suppressed) = suppressed {
             self.write_line(code, cut_by, suppressed);
         }

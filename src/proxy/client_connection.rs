@@ -121,7 +121,7 @@ impl ClientConnection {
         let service = self.service.now();
         let (metrics, access_log) = (&service.metrics, service.access_log);
         let mut outcome = Box::new(Outcome::begin(metrics, access_log, self.address, &parts));
-        outcome.uid = self.slot.source().uid();
+        outcome.source = self.slot.source();
         let info = RequestInfo::new(&parts);
         outcome.classified(info.verb.as_str(), info.long_running());
         let error = short_of_memory();
@@ -207,7 +207,7 @@ impl ClientConnection {
         let (parts, body) = request.into_parts();
         let (metrics, access_log) = (&service.metrics, service.access_log);
         let mut outcome = Box::new(Outcome::begin(metrics, access_log, self.address, &parts));
-        outcome.uid = self.slot.source().uid();
+        outcome.source = self.slot.source();
         let prepared = self.prepare(service, parts, body, &mut outcome);
         (outcome, prepared)
     }

@@ -119,7 +119,8 @@ impl HttpsServer {
 
     fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
         let service = self.service.now();
-        let Some(source) = self.sources.source(&stream, from) else { return };
+        let prefix = service.limits.source_prefix_v6;
+        let Some(source) = self.sources.source(&stream, from, prefix) else { return };
         let handed_over = match &self.lane {
             Lane::Others { handed_over, workers, .. } => handed_over.get().div_ceil(*workers),
             Lane::All | Lane::Identities => 0,

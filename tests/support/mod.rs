@@ -21,8 +21,8 @@ use jackstay::app::{App, Running};
 use jackstay::config::{
     AccessLog, Admin, CertPaths, Config, Connections, Discovery, EndpointAddress, Health, Level,
     Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough, Readyz, RequestLimits,
-    Sandbox, Seccomp, ServingCert, Shutdown, Switch, Terminate, TerminateLimits, Upstream,
-    UpstreamTls, UsedBy,
+    SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown, Switch, Terminate, TerminateLimits,
+    Upstream, UpstreamTls, UsedBy,
 };
 use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::kinds::CONFIG_MAPS;
@@ -169,7 +169,11 @@ impl Certs {
 }
 
 fn limits() -> Limits {
-    Limits { max_connections: 1000, handshake_timeout: Duration::from_secs(5) }
+    Limits {
+        max_connections: 1000,
+        source_prefix_v6: SOURCE_PREFIX_V6,
+        handshake_timeout: Duration::from_secs(5),
+    }
 }
 
 /// The settings of the first listener, which terminates TLS.

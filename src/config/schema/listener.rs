@@ -11,7 +11,7 @@ use crate::config::destination::Destination;
 use crate::config::errors::quote;
 use crate::config::listener::{
     CertPaths, DestinationRoute, Limits, Listener, Mode, Passthrough, RequestLimits, Route,
-    ServingCert, Terminate, TerminateLimits,
+    SOURCE_PREFIX_V6, ServingCert, Terminate, TerminateLimits,
 };
 use crate::config::node::{Fields, Node};
 use crate::config::report::Located;
@@ -84,9 +84,12 @@ fn upstream(
 
 fn limits(fields: &mut Fields<'_>) -> Limits {
     let max_connections = fields.get("max_connections").number(4096, 1..=1_000_000);
+    let source_prefix = fields.get("source_prefix_v6");
+    let wanted = "a whole number: the prefix length of an IPv6 network";
     let handshake = fields.get("handshake_timeout");
     Limits {
         max_connections: max_connections as usize,
+        source_prefix_v6: source_prefix.number_as(wanted, SOURCE_PREFIX_V6.into(), 32..=128) as u8,
         handshake_timeout: handshake.duration(10 * SECOND, 100 * MS..=MINUTE),
     }
 }

@@ -320,7 +320,11 @@ mod tests {
                 identities: Vec::new(),
                 resume_groups: Vec::new(),
                 limits: TerminateLimits {
-                    connections: Limits { max_connections: 1, handshake_timeout: Duration::ZERO },
+                    connections: Limits {
+                        max_connections: 1,
+                        source_prefix_v6: 64,
+                        handshake_timeout: Duration::ZERO,
+                    },
                     requests: RequestLimits {
                         max_streams: 1,
                         max_header_bytes: 1,

@@ -70,6 +70,23 @@ fn admit_gives_a_source_half_of_the_free_slots() {
     }
 }
 
+/// A load balancer's clients are the nodes of the cluster, which share a /64.
+#[test]
+fn admit_gives_nodes_of_one_ipv6_network_more_than_half_only_with_a_longer_prefix() {
+    for (prefix, expected) in [(64, 200), (128, 400)] {
+        let mut rig = Rig::new(400, false);
+        let mut requests = Vec::new();
+        for n in 0..400_u16 {
+            let node = std::net::Ipv6Addr::new(0xfd00, 0, 0, 1, 0, 0, 0, n % 40 + 1);
+            if rig.open(Source::from_ip(node.into(), prefix), 0) == Ok(None) {
+                requests.push(rig.open.last().unwrap().begin_request());
+            }
+        }
+        assert!(requests.len() * 10 >= expected * 9, "/{prefix}: {}", requests.len());
+        assert!(requests.len() <= expected, "/{prefix}: {}", requests.len());
+    }
+}
+
 #[test]
 fn admit_beyond_the_share_evicts_the_longest_idle_connection_of_the_lowest_rank() {
     let mut rig = Rig::new(8, false);

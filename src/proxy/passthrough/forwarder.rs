@@ -79,8 +79,9 @@ impl TcpForwarder {
     }
 
     fn admit(self: &Rc<Self>, client: TcpStream, from: SocketAddr) {
-        let limit = self.routing.current().limits.max_connections;
-        let Some(source) = self.sources.source(&client, from) else { return };
+        let routing = self.routing.current();
+        let (limit, prefix) = (routing.limits.max_connections, routing.limits.source_prefix_v6);
+        let Some(source) = self.sources.source(&client, from, prefix) else { return };
         // No client of L4 proves an identity to this process, so there is no reserve.
         let slots = SlotLimit { slots: limit, has_identities: false, handed_over: 0 };
         let admitted = self.slots.admit(source, slots, Instant::now());

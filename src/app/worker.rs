@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::sync::watch;
-use tokio::task::{JoinSet, LocalSet, spawn_local};
+use tokio::task::{JoinSet, spawn_local};
 use tokio::time::sleep;
 
 use self::listener::{DRAIN_POLL, DrainDeadline, Server, WorkerListener};
@@ -39,6 +39,7 @@ use crate::proxy::passthrough::forwarder::TcpForwarder;
 use crate::proxy::passthrough::routing::{Routing, Transparent};
 use crate::proxy::proven_tokens::ProvenTokens;
 use crate::proxy::socket_memory;
+use crate::proxy::task_queues::TaskQueues;
 use crate::proxy::tunnels::Tunnels;
 use crate::proxy::upstream_client::UpstreamClient;
 use crate::upstream::Upstream;
@@ -103,10 +104,10 @@ impl WorkerSetup {
                 return;
             }
         };
-        LocalSet::new().block_on(&runtime, self.serve(commands));
+        TaskQueues::block_on(&runtime, |tasks| self.serve(tasks, commands));
     }
 
-    async fn serve(self, mut commands: UnboundedReceiver<Command>) {
+    async fn serve(self, tasks: TaskQueues, mut commands: UnboundedReceiver<Command>) {
         let (mut drain, liveness) = (self.drain.clone(), self.liveness.clone());
         let iterations = liveness.clone();
         spawn_local(async move {
@@ -120,6 +121,7 @@ impl WorkerSetup {
         let mut worker = Worker {
             handshakes: HandshakeQueue::new(self.workers),
             setup: self,
+            tasks,
             listen_addresses: Arc::default(),
             flows: FlowTable::new(),
             clients: Vec::new(),
@@ -155,6 +157,7 @@ impl WorkerSetup {
 
 struct Worker {
     setup: WorkerSetup,
+    tasks: TaskQueues,
     listen_addresses: Arc<[SocketAddr]>,
     flows: Rc<FlowTable>,
     /// One client for each upstream of an L7 listener.
@@ -238,6 +241,7 @@ impl Worker {
                     Rc::clone(&self.handshakes),
                     connections,
                     self.lane(bound),
+                    self.tasks.clone(),
                 )))
             }
             ListenerMode::Passthrough { config, routes, destinations } => {

@@ -10,7 +10,7 @@
 //! is closed with the same GOAWAY.
 //!
 //! h2 reads as long as the socket has bytes. So that a peer that always has more does not delay the others,
-//! the connection yields to them after [`TURN_FRAMES`] frames or [`TURN_BYTES`] bytes.
+//! the connection yields to them after a turn: [`CLIENT_TURN`], or [`SERVER_TURN`] if the peer is an apiserver.
 
 pub mod budgets;
 mod header_block;
@@ -30,10 +30,11 @@ use super::http2_frames::{CLIENT_PREFACE_LENGTH, FrameScanner, enhance_your_calm
 
 pub use self::budgets::LimitedFrame;
 
-/// Frames that a connection reads before other connections are polled.
-const TURN_FRAMES: usize = 256;
-/// Bytes that a connection reads before other connections are polled.
-const TURN_BYTES: usize = 128 * 1024;
+/// What the connection of a client reads before other tasks run. It is short, because a new connection waits for the
+/// turns of up to 61 connections (`proxy::task_queues`): 2 MiB of request heads.
+const CLIENT_TURN: Turn = Turn { frames: 64, bytes: 32 * 1024 };
+/// What the connection of an apiserver reads before other tasks run. Responses are larger than requests.
+const SERVER_TURN: Turn = Turn { frames: 256, bytes: 128 * 1024 };
 
 /// The budget that a peer has used up, if it has.
 #[derive(Debug, Clone, Default)]
@@ -58,6 +59,8 @@ pub struct FrameLimiter<T> {
     block: HeaderBlock,
     /// What was read since the last yield.
     turn: Turn,
+    /// What is read before a yield.
+    limit: Turn,
     violation: Violation,
 }
 
@@ -85,9 +88,9 @@ impl<T> FrameLimiter<T> {
         header_timeout: Option<Duration>,
     ) -> (Self, Violation) {
         let violation = Violation::default();
-        let (received, sent) = match peer {
-            Peer::Client => (CLIENT_PREFACE_LENGTH, 0),
-            Peer::Server => (0, CLIENT_PREFACE_LENGTH),
+        let (received, sent, limit) = match peer {
+            Peer::Client => (CLIENT_PREFACE_LENGTH, 0, CLIENT_TURN),
+            Peer::Server => (0, CLIENT_PREFACE_LENGTH, SERVER_TURN),
         };
         let limiter = Self {
             io,
@@ -97,6 +100,7 @@ impl<T> FrameLimiter<T> {
             last_stream: 0,
             block: HeaderBlock::new(header_timeout),
             turn: Turn::default(),
+            limit,
             violation: violation.clone(),
         };
         (limiter, violation)
@@ -155,7 +159,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncRead for FrameLimiter<T> {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        if this.turn.frames >= TURN_FRAMES || this.turn.bytes >= TURN_BYTES {
+        if this.turn.frames >= this.limit.frames || this.turn.bytes >= this.limit.bytes {
             this.turn = Turn::default();
             cx.waker().wake_by_ref();
             return Poll::Pending;
@@ -421,26 +425,32 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn reading_yields_after_a_turn() {
-        let (mut limiter, _violation, mut client) = connected().await;
-        let frames = TURN_FRAMES * 3;
-        client.write_all(&frame(frame_type::PING, ACK, &[0; 8]).repeat(frames)).await.unwrap();
-        let mut yields = 0;
-        let mut left = frames * 17;
-        std::future::poll_fn(|cx| {
-            let mut buffer = [0; 17 * 16];
-            let mut buf = ReadBuf::new(&mut buffer);
-            match Pin::new(&mut limiter).poll_read(cx, &mut buf) {
-                Poll::Pending => yields += 1,
-                Poll::Ready(result) => {
-                    result.unwrap();
-                    left -= buf.filled().len();
-                    cx.waker().wake_by_ref();
+    async fn reading_yields_after_a_turn_of_frames_or_of_bytes() {
+        let acknowledgement = frame(frame_type::PING, ACK, &[0; 8]);
+        let mut data = frame(frame_type::DATA, 0, &[1; 16_000]);
+        data[..3].copy_from_slice(&16_000_u32.to_be_bytes()[1..]);
+        for (sent, turn) in [
+            (acknowledgement.repeat(CLIENT_TURN.frames * 3), CLIENT_TURN.frames * 17),
+            (data.repeat(8), CLIENT_TURN.bytes),
+        ] {
+            let (mut limiter, _violation, mut client) = connected().await;
+            client.write_all(&sent).await.unwrap();
+            let (mut yields, mut left) = (0, sent.len());
+            std::future::poll_fn(|cx| {
+                let mut buffer = [0; 17 * 16];
+                let mut buf = ReadBuf::new(&mut buffer);
+                match Pin::new(&mut limiter).poll_read(cx, &mut buf) {
+                    Poll::Pending => yields += 1,
+                    Poll::Ready(result) => {
+                        result.unwrap();
+                        left -= buf.filled().len();
+                        cx.waker().wake_by_ref();
+                    }
                 }
-            }
-            if left == 0 { Poll::Ready(()) } else { Poll::Pending }
-        })
-        .await;
-        assert_eq!(yields, 2, "one after each full turn but the last");
+                if left == 0 { Poll::Ready(()) } else { Poll::Pending }
+            })
+            .await;
+            assert_eq!(yields, (sent.len() - 1) / turn, "one after each full turn but the last");
+        }
     }
 }

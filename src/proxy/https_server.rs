@@ -8,7 +8,6 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use tokio::net::{TcpListener, TcpStream};
-use tokio::task::spawn_local;
 use tokio::time::{Instant, timeout};
 
 use super::accept;
@@ -26,6 +25,7 @@ use super::hygiene::ForwardedFor;
 use super::identity_lane::{HandedOver, IdentityLane, LaneClient, LaneConnections};
 use super::listener_service::{CurrentService, ListenerService};
 use super::proven_tokens::LastToken;
+use super::task_queues::TaskQueues;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::source::{Source, SourceLookup};
 use crate::net::sockets::tcp_options::MAX_UNSENT;
@@ -44,6 +44,7 @@ pub struct HttpsServer {
     drain: DrainWatcher,
     sources: SourceLookup,
     lane: Lane,
+    tasks: TaskQueues,
 }
 
 /// The connections of a listener that a thread serves.
@@ -80,6 +81,7 @@ impl HttpsServer {
         handshakes: Rc<HandshakeQueue>,
         drain: DrainWatcher,
         lane: Lane,
+        tasks: TaskQueues,
     ) -> Self {
         Self {
             listener,
@@ -91,6 +93,7 @@ impl HttpsServer {
             drain,
             sources: SourceLookup::default(),
             lane,
+            tasks,
         }
     }
 
@@ -109,12 +112,15 @@ impl HttpsServer {
         self.slots.open()
     }
 
-    /// Accepts on one socket until `drain` starts.
-    pub async fn accept(self: Rc<Self>, socket: TcpListener, drain: DrainWatcher) {
-        let metrics = Arc::clone(&self.service.now().metrics);
-        let reports = (self.listener.as_str(), &*metrics, &self.warnings);
-        let admit = |stream, from| self.admit(stream, from);
-        accept::until_drain(socket, MAX_UNSENT, drain, reports, admit).await;
+    /// Starts to accept on one socket, until `drain` starts.
+    pub fn accept(self: Rc<Self>, socket: TcpListener, drain: DrainWatcher) {
+        let tasks = self.tasks.clone();
+        tasks.spawn_handshake(async move {
+            let metrics = Arc::clone(&self.service.now().metrics);
+            let reports = (self.listener.as_str(), &*metrics, &self.warnings);
+            let admit = |stream, from| self.admit(stream, from);
+            accept::until_drain(socket, MAX_UNSENT, drain, reports, admit).await;
+        });
     }
 
     fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
@@ -135,17 +141,23 @@ impl HttpsServer {
         let Some(slot) = accept::report_admission(admitted, (source, limit.slots), about) else {
             return;
         };
-        let (this, current) = (Rc::clone(self), Rc::clone(&service));
-        self.spawn(&current, async move {
-            this.accepted(stream, from, slot, &service).await;
-        });
+        let (this, guard) = (Rc::clone(self), service.metrics.count_connection());
+        self.tasks.spawn_handshake(self.unless_forced(async move {
+            let established = this.accepted(stream, from, &slot, &service).await;
+            let Some((stream, certificate)) = established else { return };
+            let server = Rc::clone(&this);
+            this.tasks.spawn_other(this.unless_forced(async move {
+                server.serve(stream, certificate, from, slot, &service).await;
+                drop(guard);
+            }));
+        }));
     }
 
     /// Serves a connection that a worker has handed over.
     pub fn serve_handed_over(self: &Rc<Self>, connection: HandedOver) {
         let (this, service) = (Rc::clone(self), self.service.now());
-        let current = Rc::clone(&service);
-        self.spawn(&current, async move {
+        let guard = service.metrics.count_connection();
+        self.tasks.spawn_other(self.unless_forced(async move {
             let (stream, client) = match connection.attach() {
                 Ok(attached) => attached,
                 Err(error) => return this.warn_of_move(&error),
@@ -155,7 +167,8 @@ impl HttpsServer {
             let certificate = this.certificate(&stream, source, &service);
             let certificate = certificate.map(|certificate| certificate.with_verdict(verdict));
             this.serve(stream, certificate, from, slot, &service).await;
-        });
+            drop(guard);
+        }));
     }
 
     fn warn_of_move(&self, error: &io::Error) {
@@ -163,43 +176,43 @@ impl HttpsServer {
         self.warnings.warn(&line, format_args!("its socket cannot change its thread: {error}"));
     }
 
-    /// Runs a connection until it ends or the drain is forced, and counts it until then.
-    fn spawn(
-        self: &Rc<Self>,
-        service: &ListenerService,
+    /// A part of a connection, which the drain ends when it is forced.
+    fn unless_forced(
+        &self,
         connection: impl Future<Output = ()> + 'static,
-    ) {
-        let guard = service.metrics.count_connection();
+    ) -> impl Future<Output = ()> + 'static {
         let mut drain = self.drain.clone();
         // Boxed, because an async block that moves a captured future stores it twice.
         let connection = Box::pin(connection);
-        spawn_local(async move {
+        async move {
             tokio::select! {
                 () = connection => {}
                 () = drain.forced() => {}
             }
-            drop(guard);
-        });
+        }
     }
 
-    /// Makes the handshake of an accepted connection, and serves it here or hands it over. `service` is that of
-    /// the listener when it accepted the connection.
+    /// Makes the handshake of an accepted connection. `None` if the connection was handed over or must be closed.
+    /// `service` is that of the listener when it accepted the connection.
     async fn accepted(
         &self,
         stream: TcpStream,
         from: SocketAddr,
-        slot: ConnectionSlot,
+        slot: &ConnectionSlot,
         service: &ListenerService,
-    ) {
+    ) -> Option<(ClientStream, Option<Rc<ClientCertificate>>)> {
         let established = tokio::select! {
-            established = self.establish(stream, from, &slot, service) => established,
-            () = slot.evicted() => return service.metrics.refused("evicted"),
+            established = self.establish(stream, from, slot, service) => established?,
+            () = slot.evicted() => {
+                service.metrics.refused("evicted");
+                return None;
+            }
         };
-        let Some((stream, certificate)) = established else { return };
         if slot.must_prove_identity() {
-            return service.metrics.refused("source");
+            service.metrics.refused("source");
+            return None;
         }
-        self.serve(stream, certificate, from, slot, service).await;
+        Some(established)
     }
 
     /// Makes the handshake, and waits for the verification of the certificate if that decides who serves the
@@ -395,7 +408,7 @@ mod tests {
     use super::*;
 
     fn size_of_future<'a, F>(
-        _: fn(&'a HttpsServer, TcpStream, SocketAddr, ConnectionSlot, &'a ListenerService) -> F,
+        _: fn(&'a HttpsServer, TcpStream, SocketAddr, &'a ConnectionSlot, &'a ListenerService) -> F,
     ) -> usize {
         size_of::<F>()
     }

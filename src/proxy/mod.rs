@@ -37,6 +37,7 @@ mod shutdown_rejection;
 pub mod socket_memory;
 mod status_error;
 mod status_response;
+pub mod task_queues;
 mod tunnel_memory;
 pub mod tunnels;
 mod unproven_requests;

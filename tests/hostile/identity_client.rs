@@ -11,10 +11,13 @@ use std::time::{Duration, Instant};
 use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::client::{Client, Credentials, Reply};
+use rustls::ClientConfig;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
+use crate::raw::connect_h2;
+use crate::support::http2::{PING, frame, parse};
 use crate::support::{CONFIGMAPS, config_map, pause};
 
 /// A request that takes longer has failed.
@@ -61,6 +64,8 @@ pub struct Report {
     pub requests: Results,
     /// A new connection and one request.
     pub connections: Results,
+    /// A new connection until its first PING is answered, which no apiserver delays.
+    pub handshakes: Results,
     /// `/livez` of the admin endpoint, each on a connection of its own.
     pub probes: Results,
     /// A new connection and one request with a token that the proxy has not seen before.
@@ -74,6 +79,8 @@ pub struct Settings {
     /// The admin endpoint; other proxies have none.
     pub admin: Option<SocketAddr>,
     pub credentials: Credentials,
+    /// The TLS settings of the same client.
+    pub tls: Arc<ClientConfig>,
     /// The cluster in which a new token is created for each request with one, and the CA of the proxy.
     pub new_tokens: Option<(Cluster, Credentials)>,
 }
@@ -109,6 +116,7 @@ impl IdentityClient {
 enum Kind {
     Request,
     Connection,
+    Handshake,
     Probe,
     Token,
 }
@@ -153,13 +161,17 @@ async fn send_requests(settings: Settings, over: &AtomicBool) -> Report {
             });
         }
         if round % 10 == 5 {
-            let settings = settings.clone();
+            let here = settings.clone();
             running.spawn_local(async move {
                 let fresh = async {
-                    let client = connect(&settings).await?;
+                    let client = connect(&here).await?;
                     ok(client.get(&format!("{CONFIGMAPS}?limit=1")).await)
                 };
                 (Kind::Connection, timed(REQUEST_TIMEOUT, fresh).await)
+            });
+            let settings = settings.clone();
+            running.spawn_local(async move {
+                (Kind::Handshake, timed(REQUEST_TIMEOUT, first_ping(&settings)).await)
             });
             if let Some(admin) = admin {
                 running.spawn_local(async move {
@@ -175,6 +187,7 @@ async fn send_requests(settings: Settings, over: &AtomicBool) -> Report {
         match kind {
             Kind::Request => report.requests.add(result),
             Kind::Connection => report.connections.add(result),
+            Kind::Handshake => report.handshakes.add(result),
             Kind::Probe => report.probes.add(result),
             Kind::Token => report.tokens.add(result),
         }
@@ -204,6 +217,23 @@ impl Reconnecting {
 async fn connect(settings: &Settings) -> Result<Client, String> {
     let connected = Client::connect(settings.server, &settings.credentials).await;
     connected.map_err(|error| format!("connect: {error}"))
+}
+
+/// Connects, sends a PING, and waits for its acknowledgement.
+async fn first_ping(settings: &Settings) -> Result<(), String> {
+    let attempt = async {
+        let mut stream = connect_h2(settings.server, &settings.tls, &[]).await?;
+        stream.write_all(&frame(PING, 0, 0, &[0; 8])).await?;
+        stream.flush().await?;
+        let mut received = Vec::new();
+        while !parse(&received).0.iter().any(|frame| frame.kind == PING) {
+            if stream.read_buf(&mut received).await? == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+        }
+        Ok(())
+    };
+    attempt.await.map_err(|error: io::Error| error.to_string())
 }
 
 fn ok(reply: io::Result<Reply>) -> Result<(), String> {

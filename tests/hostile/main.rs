@@ -2,7 +2,7 @@
 //! request of the identity succeeds.
 //!
 //! The attacker is a process of its own, with another uid. jackstay runs in a cgroup with the memory limit that the
-//! manifests ship. The identity client reads and writes ten times a second, opens a connection each second, and asks
+//! manifests ship. The identity client reads and writes ten times a second, opens two connections each second, and asks
 //! `/livez` as kubelet does; its latencies and failures are the result of an attack.
 //!
 //! The short form has one attack of each kind. `JACKSTAY_LONG=1` runs all, for longer; `JACKSTAY_HOSTILE=NAME` those

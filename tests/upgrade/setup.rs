@@ -1,5 +1,6 @@
 //! A listener of jackstay between clients and an apiserver whose bytes the test reads and writes.
 
+use std::cell::RefCell;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use jackstay::proxy::handshake_queue::HandshakeQueue;
 use jackstay::proxy::https_server::{HttpsServer, Lane};
 use jackstay::proxy::listener_service::ListenerService;
 use jackstay::proxy::request_body;
+use jackstay::proxy::task_queues::TaskQueues;
 use jackstay::proxy::tunnels::Tunnels;
 use jackstay::proxy::upstream_client::UpstreamClient;
 use jackstay::upstream::Upstream;
@@ -27,7 +29,6 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::task::{LocalSet, spawn_local};
 use tokio::time::timeout;
 use tokio_rustls::{TlsAcceptor, TlsStream};
 
@@ -38,12 +39,18 @@ const TIME_LIMIT: Duration = Duration::from_secs(20);
 /// `tunnel_dead_after` of tests that do not depend on it.
 const TUNNEL_DEAD_AFTER: Duration = Duration::from_secs(20);
 
+thread_local! {
+    /// The queues of the test that runs.
+    static TASKS: RefCell<Option<TaskQueues>> = const { RefCell::new(None) };
+}
+
 /// Runs a test on one thread, as a worker does.
 pub fn run(test: impl Future<Output = ()>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(LocalSet::new().run_until(async {
+    TaskQueues::block_on(&runtime, async |tasks| {
+        TASKS.set(Some(tasks));
         timeout(TIME_LIMIT, test).await.expect("the test ends");
-    }));
+    });
 }
 
 /// One end of a TLS connection.
@@ -211,12 +218,19 @@ impl Proxy {
         };
         let tls = Arc::new(ServingTls::new(LoadedServingTls::load(terminate).unwrap()));
         let (name, service) = (listener.name.clone(), Rc::new(service));
-        let handshakes = HandshakeQueue::new(1);
-        let server = HttpsServer::new(name, service, tls, handshakes, drain.clone(), Lane::All);
-        let server = Rc::new(server);
+        let tasks = TASKS.with_borrow(|tasks| tasks.clone().expect("`run` runs the test"));
+        let server = HttpsServer::new(
+            name,
+            service,
+            tls,
+            HandshakeQueue::new(1),
+            drain.clone(),
+            Lane::All,
+            tasks,
+        );
         let socket = listening::listen((Ipv4Addr::LOCALHOST, 0).into(), false).unwrap();
         let address = socket.local_addr().unwrap();
-        spawn_local(server.accept(TcpListener::from_std(socket).unwrap(), drain));
+        Rc::new(server).accept(TcpListener::from_std(socket).unwrap(), drain);
         Self { tunnels, metrics, address, _drain: trigger }
     }
 

@@ -107,9 +107,11 @@ pub enum Server {
 impl Server {
     fn accept(&self, socket: TcpListener, drain: DrainWatcher) {
         match self {
-            Self::Https(server) => spawn_local(Rc::clone(server).accept(socket, drain)),
-            Self::Tcp(forwarder) => spawn_local(Rc::clone(forwarder).accept(socket, drain)),
-        };
+            Self::Https(server) => Rc::clone(server).accept(socket, drain),
+            Self::Tcp(forwarder) => {
+                spawn_local(Rc::clone(forwarder).accept(socket, drain));
+            }
+        }
     }
 
     /// Open connections, tunnels included.

@@ -1,4 +1,4 @@
-//! Serves the connections of one L7 listener on one worker: accept and TLS handshake. Then
+//! Serves the connections of one L7 listener on one worker: accept and TLS handshake ([`super::tls_handshake`]). Then
 //! [`super::http_connection`] drives the connection, and [`super::client_connection`] serves each request.
 
 use std::convert::Infallible;
@@ -14,23 +14,20 @@ use super::accept;
 use super::client_certificate::ClientCertificate;
 use super::client_connection::ClientConnection;
 use super::client_memory::ClientMemory;
-use super::client_socket::ClientSocket;
-use super::client_stream::{ClientStream, StallTimeout, accept_tls};
+use super::client_stream::ClientStream;
 use super::connection_slots::{ConnectionSlot, ConnectionSlots, SlotLimit};
 use super::drain::DrainWatcher;
-use super::handshake_memory;
-use super::handshake_queue::{HandshakeQueue, HandshakeTurn};
+use super::handshake_queue::HandshakeQueue;
 use super::http_connection::HttpConnection;
 use super::hygiene::ForwardedFor;
 use super::identity_lane::{HandedOver, IdentityLane, LaneClient, LaneConnections};
 use super::listener_service::{CurrentService, ListenerService};
 use super::proven_tokens::LastToken;
 use super::task_queues::TaskQueues;
-use crate::net::sockets::read_ahead::ReadAhead;
+use super::tls_handshake::TlsHandshake;
 use crate::net::sockets::source::{Source, SourceLookup};
 use crate::net::sockets::tcp_options::MAX_UNSENT;
-use crate::net::tls::serving::{self, ServingTls};
-use crate::observe::memory_budget::MemoryCharge;
+use crate::net::tls::serving::ServingTls;
 use crate::observe::{MemoryClass, RateLimitedWarnings};
 
 /// Serves the connections of one L7 listener on one worker.
@@ -62,13 +59,6 @@ pub enum Lane {
     },
     /// Those that were handed over to this thread, which is the identity lane.
     Identities,
-}
-
-/// A handshake that counts as in progress, and its memory. It includes the verification of the certificate: until
-/// then the connection holds a chain, and is charged to no class of clients.
-struct HandshakeInProgress {
-    turn: HandshakeTurn,
-    _charge: MemoryCharge,
 }
 
 impl HttpsServer {
@@ -224,7 +214,14 @@ impl HttpsServer {
         slot: &ConnectionSlot,
         service: &ListenerService,
     ) -> Option<(ClientStream, Option<Rc<ClientCertificate>>)> {
-        let (stream, handshake) = self.handshake(stream, from, slot.source(), service).await?;
+        let handshake = TlsHandshake {
+            listener: &self.listener,
+            service,
+            tls: &self.tls,
+            queue: &self.handshakes,
+            warnings: &self.warnings,
+        };
+        let (stream, handshake) = handshake.make(stream, from, slot.source()).await?;
         slot.handshake_complete(Instant::now());
         let Some(certificate) = self.certificate(&stream, slot.source(), service) else {
             return Some((stream, None));
@@ -280,58 +277,6 @@ impl HttpsServer {
         let session = stream.get_ref().1;
         let chain = session.peer_certificates();
         ClientCertificate::new(source, chain, &self.tls, &service.metrics)
-    }
-
-    /// Makes the TLS handshake. A failure is counted and logged.
-    async fn handshake(
-        &self,
-        stream: TcpStream,
-        from: SocketAddr,
-        source: Source,
-        service: &ListenerService,
-    ) -> Option<(ClientStream, HandshakeInProgress)> {
-        let limit = service.request_limits.stall_timeout;
-        let memory = service.metrics.memory.source(source.key());
-        let handshake = async {
-            let socket = ClientSocket::new(stream, Arc::clone(&memory));
-            // A connection that sends nothing takes no turn. Its bytes stay in the socket, because thousands of
-            // connections may wait.
-            if !socket.has_bytes().await? {
-                return Err(io::ErrorKind::UnexpectedEof.into());
-            }
-            let turn = self.handshakes.turn(source).await;
-            let Some(charge) = handshake_memory::charge(&memory) else {
-                accept::report_no_memory(&self.listener, source, &self.warnings);
-                return Err(io::ErrorKind::OutOfMemory.into());
-            };
-            let stream = tokio::select! {
-                accepted = accept_tls(
-                    ReadAhead::new(StallTimeout::new(socket, limit)),
-                    &self.tls,
-                ) => accepted?,
-                () = turn.stalled() => {
-                    return Err(io::Error::other("stalled, ended for another one"));
-                }
-            };
-            Ok((stream, HandshakeInProgress { turn, _charge: charge }))
-        };
-        match timeout(service.limits.handshake_timeout, handshake).await {
-            Ok(Ok(established)) => Some(established),
-            Ok(Err(error)) => {
-                service.metrics.refused("handshake");
-                if let Some(reason) = serving::chain_limit_error(&error) {
-                    let line = format!("listener {} refused a TLS handshake", self.listener);
-                    self.warnings.warn(&line, format_args!("{reason}, from {from}"));
-                }
-                tracing::debug!(listener = self.listener, client = %from, %error, "TLS handshake failed");
-                None
-            }
-            Err(_) => {
-                service.metrics.refused("timeout");
-                tracing::debug!(listener = self.listener, client = %from, "TLS handshake timed out");
-                None
-            }
-        }
     }
 
     /// Serves the requests of one connection. Its limits are those of `service`, also after a reload.

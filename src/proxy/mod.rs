@@ -38,6 +38,7 @@ pub mod socket_memory;
 mod status_error;
 mod status_response;
 pub mod task_queues;
+mod tls_handshake;
 mod tunnel_memory;
 pub mod tunnels;
 mod unproven_requests;

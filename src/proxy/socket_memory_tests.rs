@@ -38,7 +38,7 @@ fn fill(mut socket: &TcpStream) -> usize {
 }
 
 fn empty(mut socket: &TcpStream) {
-    while socket.read(&mut [0; 64 << 10]).is_ok() {}
+    while socket.read(&mut [0; 8 << 10]).is_ok() {}
 }
 
 /// Measures all sockets of this thread. Returns the number of woken tasks, and whether none is due.

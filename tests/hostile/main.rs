@@ -16,6 +16,7 @@ mod identity_client;
 mod peers;
 mod raw;
 mod rig;
+mod socket_memory;
 #[path = "../support/mod.rs"]
 mod support;
 

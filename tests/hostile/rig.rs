@@ -12,14 +12,13 @@ use std::time::{Duration, Instant};
 use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::apiserver::kinds::CONFIG_MAPS;
 use jackstay::demo::client::Client;
-use jackstay::net::sockets::queue_memory;
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 use crate::attacks::Attack;
 use crate::cgroup::MemoryCgroup;
 use crate::identity_client::{IdentityClient, Report, Settings};
 use crate::peers::Peer;
 use crate::raw::tls_config;
+use crate::socket_memory::socket_memory;
 use crate::support::child::{KillOnDrop, Process, free_address};
 use crate::support::{CONFIGMAPS, TestCluster, config_map, pause, wait};
 
@@ -327,24 +326,6 @@ impl Outcome {
         // apiservers delays the client there. Only a run on an idle machine can compare with the promise.
         (!self.attack.reaches_apiservers() && p99 > CI_P99).then(|| format!("p99 of {p99:?}"))
     }
-}
-
-/// What the kernel holds for the sockets of a process, in bytes.
-fn socket_memory(pid: &str) -> u64 {
-    let Some(process) = pid.parse().ok().and_then(Pid::from_raw) else { return 0 };
-    let Ok(process) = pidfd_open(process, PidfdFlags::empty()) else { return 0 };
-    let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-    let sockets = descriptors.filter(|descriptor| {
-        let target = fs::read_link(descriptor.path());
-        target.is_ok_and(|target| target.as_os_str().as_encoded_bytes().starts_with(b"socket:"))
-    });
-    sockets
-        .filter_map(|socket| {
-            let number = socket.file_name().to_str()?.parse().ok()?;
-            let socket = pidfd_getfd(&process, number, PidfdGetfdFlags::empty()).ok()?;
-            Some(queue_memory::read(&socket).ok()?.total() as u64)
-        })
-        .sum()
 }
 
 fn spawn_attacker(target: &Target) -> KillOnDrop {

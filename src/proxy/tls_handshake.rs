@@ -1,0 +1,100 @@
+//! The TLS handshake of a client, in its turn and within its memory.
+
+use std::io;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::client_socket::ClientSocket;
+use super::client_stream::{ClientStream, StallTimeout, accept_tls};
+use super::handshake_queue::{HandshakeQueue, HandshakeTurn};
+use super::listener_service::ListenerService;
+use super::{accept, handshake_memory};
+use crate::net::sockets::read_ahead::ReadAhead;
+use crate::net::sockets::source::Source;
+use crate::net::tls::serving::{self, ServingTls};
+use crate::observe::RateLimitedWarnings;
+use crate::observe::memory_budget::MemoryCharge;
+
+/// What a listener needs for a handshake.
+pub struct TlsHandshake<'a> {
+    /// The name of the listener.
+    pub listener: &'a str,
+    /// The service of the listener when it accepted the connection.
+    pub service: &'a ListenerService,
+    /// Its certificate.
+    pub tls: &'a ServingTls,
+    /// The turns of all handshakes of the worker.
+    pub queue: &'a Rc<HandshakeQueue>,
+    /// Warnings about clients that break a limit.
+    pub warnings: &'a RateLimitedWarnings,
+}
+
+/// A handshake that counts as in progress, and its memory. It includes the verification of the certificate: until
+/// then the connection holds a chain, and is charged to no class of clients.
+pub struct HandshakeInProgress {
+    /// The turn of the handshake.
+    pub turn: HandshakeTurn,
+    _charge: MemoryCharge,
+}
+
+impl TlsHandshake<'_> {
+    /// Makes the handshake. A failure is counted and logged.
+    pub async fn make(
+        self,
+        stream: TcpStream,
+        from: SocketAddr,
+        source: Source,
+    ) -> Option<(ClientStream, HandshakeInProgress)> {
+        let Self { listener, service, warnings, .. } = self;
+        let limit = service.limits.handshake_timeout;
+        match timeout(limit, self.in_turn(stream, source)).await {
+            Ok(Ok(established)) => Some(established),
+            Ok(Err(error)) => {
+                service.metrics.refused("handshake");
+                if let Some(reason) = serving::chain_limit_error(&error) {
+                    let line = format!("listener {listener} refused a TLS handshake");
+                    warnings.warn(&line, format_args!("{reason}, from {from}"));
+                }
+                tracing::debug!(listener, client = %from, %error, "TLS handshake failed");
+                None
+            }
+            Err(_) => {
+                service.metrics.refused("timeout");
+                tracing::debug!(listener, client = %from, "TLS handshake timed out");
+                None
+            }
+        }
+    }
+
+    async fn in_turn(
+        self,
+        stream: TcpStream,
+        source: Source,
+    ) -> io::Result<(ClientStream, HandshakeInProgress)> {
+        let memory = self.service.metrics.memory.source(source.key());
+        let socket = ClientSocket::new(stream, Arc::clone(&memory));
+        // A connection that sends nothing takes no turn. Its bytes stay in the socket, because thousands of
+        // connections may wait.
+        if !socket.has_bytes().await? {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let turn = self.queue.turn(source).await;
+        let Some(charge) = handshake_memory::charge(&memory) else {
+            accept::report_no_memory(self.listener, source, self.warnings);
+            return Err(io::ErrorKind::OutOfMemory.into());
+        };
+        let limit = self.service.request_limits.stall_timeout;
+        let stream = ReadAhead::new(StallTimeout::new(socket, limit));
+        let stream = tokio::select! {
+            accepted = accept_tls(stream, self.tls) => accepted?,
+            () = turn.stalled() => {
+                return Err(io::Error::other("stalled, ended for another one"));
+            }
+        };
+        Ok((stream, HandshakeInProgress { turn, _charge: charge }))
+    }
+}

@@ -17,8 +17,10 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use hyper::rt::{Sleep, Timer};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, ReadBuf};
 use tokio::time::{self, Instant};
+
+use crate::net::sockets::delegate_async_write;
 
 /// How long a connection may be idle between two requests: the `IdleTimeout` of kube-apiserver
 /// (`staging/src/k8s.io/apiserver/pkg/server/secure_serving.go`). A client that keeps connections as long as the
@@ -142,35 +144,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for HeadStream<T> {
     }
 }
 
-impl<T: AsyncWrite + Unpin> AsyncWrite for HeadStream<T> {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.io).poll_write(cx, buf)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.io).poll_write_vectored(cx, bufs)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.io.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_shutdown(cx)
-    }
-}
+delegate_async_write!(HeadStream<T>, |this| &mut this.io);
 
 #[cfg(test)]
 mod tests {

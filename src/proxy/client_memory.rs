@@ -25,6 +25,7 @@ use http::Request;
 
 use super::request_windows::Windows;
 use super::response_reserve::ResponseReserve;
+use super::socket_memory::SocketMemory;
 use super::tunnel_memory::TunnelMemory;
 use crate::observe::memory_budget::{Level, MemoryCharge, Shed, SourceMemory};
 use crate::observe::{ByteAccount, ByteBudget, MemoryClass, MemoryKind};
@@ -109,7 +110,7 @@ pub struct ClientMemory {
     bodies: Cell<usize>,
     /// Bytes of responses that wait for the client.
     waiting: Cell<usize>,
-    last_shed: Cell<Option<Shed>>,
+    last_shed: Rc<Cell<Option<Shed>>>,
     _connection: MemoryCharge,
 }
 
@@ -132,7 +133,7 @@ impl ClientMemory {
             open_streams: Cell::new(0),
             bodies: Cell::new(0),
             waiting: Cell::new(0),
-            last_shed: Cell::new(None),
+            last_shed: Rc::default(),
             _connection: connection,
         }))
     }
@@ -147,9 +148,15 @@ impl ClientMemory {
         self.class.get()
     }
 
-    /// What the client has proven, for its socket.
+    /// What the client has proven, for the sockets that are charged to it.
     pub fn shared_class(&self) -> Rc<Cell<MemoryClass>> {
         Rc::clone(&self.class)
+    }
+
+    /// Follows what the client has proven in the memory of its socket, and learns there that the connection is shed.
+    pub fn attach_to(&self, socket: &SocketMemory) {
+        socket.follow_class(self.shared_class());
+        socket.report_shed(Rc::clone(&self.last_shed));
     }
 
     /// The client has proven this.

@@ -302,7 +302,7 @@ impl HttpsServer {
             return accept::report_no_memory(&self.listener, slot.source(), &self.warnings);
         };
         let socket = stream.get_ref().0.get_ref().get_ref();
-        socket.memory().follow_class(memory.shared_class());
+        memory.attach_to(socket.memory());
         let slot = Rc::new(slot);
         let client = Rc::new(ClientConnection {
             memory,

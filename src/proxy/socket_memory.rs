@@ -98,6 +98,8 @@ struct Entry {
     source: Arc<SourceMemory>,
     /// What the client has proven; nothing without it.
     class: Option<Rc<Cell<MemoryClass>>>,
+    /// What was last shed of the client, for its log.
+    last_shed: Option<Rc<Cell<Option<Shed>>>>,
     /// The usual bound of unsent bytes.
     max_unsent: u32,
     charged: usize,
@@ -126,6 +128,7 @@ impl SocketMemory {
             sockets: [Some(Socket::new(client)), None],
             source,
             class: None,
+            last_shed: None,
             max_unsent,
             charged: 0,
             written: 0,
@@ -144,6 +147,11 @@ impl SocketMemory {
     /// From now on, `class` holds what the client has proven.
     pub fn follow_class(&self, class: Rc<Cell<MemoryClass>>) {
         self.update(|entry| entry.class = Some(class));
+    }
+
+    /// From now on, `last_shed` is set when the connection is shed.
+    pub fn report_shed(&self, last_shed: Rc<Cell<Option<Shed>>>) {
+        self.update(|entry| entry.last_shed = Some(last_shed));
     }
 
     /// The account of the client.
@@ -303,6 +311,9 @@ impl Entry {
         }
         self.is_shed = true;
         self.source.budget().count_shed(Shed::StalledReader);
+        if let Some(last_shed) = &self.last_shed {
+            last_shed.set(Some(Shed::StalledReader));
+        }
         self.charge(0);
         self.task.take()
     }

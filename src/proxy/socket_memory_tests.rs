@@ -122,6 +122,8 @@ fn connection_that_is_blocked_for_two_seconds_is_shed_only_while_memory_is_short
     let start = Instant::now();
     assert_eq!(measure(start + MAX_BLOCKED * 2), (0, false));
     assert!(!memory.is_shed(), "memory is not short");
+    let last_shed = Rc::<Cell<Option<Shed>>>::default();
+    memory.report_shed(Rc::clone(&last_shed));
     let class = Rc::new(Cell::new(MemoryClass::Identity));
     memory.follow_class(Rc::clone(&class));
     let _other = budget.source(1).charge(MemoryKind::Flows, 250 << 10);
@@ -132,6 +134,7 @@ fn connection_that_is_blocked_for_two_seconds_is_shed_only_while_memory_is_short
     assert!(!memory.is_shed(), "it has not been blocked for long");
     assert_eq!(measure(start + MAX_BLOCKED * 2).0, 1);
     assert!(memory.is_shed());
+    assert_eq!(last_shed.take(), Some(Shed::StalledReader));
     assert_eq!(task.0.load(Ordering::Relaxed), 1);
     measure(start + MAX_BLOCKED * 2);
     assert_eq!(budget.shed(Shed::StalledReader), 1, "it is counted once");

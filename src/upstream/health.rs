@@ -127,20 +127,21 @@ impl ConnectionHealth {
     /// The health of a live connection. `first_rtt` is the round-trip time of its first PING.
     pub fn new(limits: Thresholds, first_rtt: Duration, now: Instant) -> Self {
         let mut rtt = Rtt::default();
-        rtt.sample(first_rtt);
+        let is_doubtful = rtt.sample(first_rtt);
+        let next_ping = if is_doubtful { now } else { now + limits.ping_interval };
         Self {
             limits,
             state: ConnectionState::Live,
             rtt,
             ping_sent: None,
-            next_ping: now + limits.ping_interval,
+            next_ping,
             last_received: now,
             delivering: false,
             acked: 0,
             acked_at: now,
             window_answered_at: now,
             progress_at: now,
-            wake_at: now + limits.ping_interval,
+            wake_at: next_ping,
             withhold_until: now,
             was_late: false,
             findings: ConnectionFindings::default(),
@@ -173,15 +174,11 @@ impl ConnectionHealth {
     /// left it.
     pub fn pong(&mut self, now: Instant) -> (Option<Duration>, Option<StateChange>) {
         let rtt = self.ping_sent.take().map(|sent| now.saturating_duration_since(sent));
-        if let Some(rtt) = rtt {
-            // A stopped process or packet loss delays a PONG more than the path does. One sample of 3 s
-            // would delay suspicions for a minute, so the sample is limited.
-            self.rtt.sample(rtt.min(self.suspect_after() * 2));
-        }
+        let is_doubtful = rtt.is_some_and(|rtt| self.rtt.sample(rtt));
         self.last_received = now;
         self.findings = ConnectionFindings::default();
         self.delivering = false;
-        self.next_ping = now + self.limits.ping_interval;
+        self.next_ping = if is_doubtful { now } else { now + self.limits.ping_interval };
         let next = match self.state {
             ConnectionState::Suspect => Some(ConnectionState::Live),
             ConnectionState::Unresponsive => Some(ConnectionState::Draining),

@@ -30,6 +30,7 @@ type requestStats struct {
 	SlowestAt   float64 `json:"slowest_at"`
 	Slowest     string  `json:"slowest"` // method and path
 	SlowestID   string  `json:"slowest_audit_id"`
+	Slow        []slow  `json:"slow"`       // the first of those that took longer than -slow
 	MaxGapMs    float64 `json:"max_gap_ms"` // the longest time without a success
 	MaxGapAt    float64 `json:"max_gap_at"`
 	HTTP1       int     `json:"http1,omitempty"`
@@ -38,6 +39,18 @@ type requestStats struct {
 	P99Ms       float64 `json:"p99_ms"`
 	lastSuccess time.Time
 }
+
+// slow is a request that took longer than -slow.
+type slow struct {
+	Unix      float64 `json:"unix"` // of its end
+	Op        string  `json:"op"`
+	Path      string  `json:"path"`
+	AuditID   string  `json:"audit_id"`
+	LatencyMs float64 `json:"latency_ms"`
+}
+
+// maxSlow limits the slow requests of each kind in a report.
+const maxSlow = 50
 
 type failure struct {
 	At         float64 `json:"at"` // seconds since the start
@@ -114,6 +127,9 @@ func (l *ledger) request(kind, op, path string, a result) {
 	if took > t.SlowestMs {
 		t.SlowestMs, t.SlowestAt = took, a.start.Sub(l.started).Seconds()
 		t.Slowest, t.SlowestID = op+" "+path, a.auditID
+	}
+	if a.took() > *slowAfter && len(t.Slow) < maxSlow {
+		t.Slow = append(t.Slow, slow{float64(a.end.UnixMilli()) / 1000, op, path, a.auditID, took})
 	}
 	if a.ok() {
 		t.gap(a.end, l.started)

@@ -50,6 +50,7 @@ var (
 	readIdle   = flag.Duration("read-idle", 30*time.Second, "send a PING after this silence")
 	pingWait   = flag.Duration("ping-timeout", 15*time.Second, "close the connection when a PING is unanswered for this long")
 	agent      = flag.String("user-agent", "jackstay-load", "User-Agent")
+	slowAfter  = flag.Duration("slow", 600*time.Millisecond, "report each request that takes longer")
 	settle     = flag.Duration("settle", 15*time.Second, "maximum time to wait for the last events")
 	reportFile = flag.String("report", "", "path of the report; default: standard output")
 	flowSpec   = flag.String("flows", "", "single connections instead, by kind: read=4,idle-watch=10 (see flows.go)")
@@ -339,7 +340,7 @@ func requestContext() (context.Context, context.CancelFunc) {
 }
 
 func read(ctx context.Context, c *client, l *ledger, path string, id int) {
-	paths := []string{path + "/" + busyName(0), path + "?labelSelector=set%3Dbusy", path + "/" + quietName(0), "/api/v1"}
+	paths := []string{path + "/" + busyName(0), path + "?labelSelector=set%3Dbusy", path + "/" + quietName(0), "/api/v1", path + "?resourceVersion=0"}
 	repeat(ctx, *interval, *interval*time.Duration(id)/time.Duration(*readers), func(turn int) {
 		ctx, cancel := requestContext()
 		defer cancel()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import unittest
+from pathlib import Path
 
 import kubernetes
 import rig as rig_module
@@ -34,11 +35,32 @@ def shell():
     return subprocess.run(["bash"], env={**os.environ, "KUBECONFIG": str(config), "PATH": path}).returncode
 
 
+def tests_of(names):
+    """The tests with these unittest names, in order."""
+    pending, tests = [unittest.defaultTestLoader.loadTestsFromNames(names)], []
+    while pending:
+        one = pending.pop(0)
+        if isinstance(one, unittest.TestSuite):
+            pending[:0] = list(one)
+        else:
+            tests.append(one)
+    return tests
+
+
+def require_complete_parts():
+    """Fails if no part of the strict run contains some test."""
+    lines = (Path(__file__).parent / "parts").read_text().splitlines()
+    names = [name for line in lines if not line.startswith("#") for name in line.split()[1:]]
+    missing = {test.id() for test in tests_of(MODULES)} - {test.id() for test in tests_of(names)}
+    if missing:
+        raise SystemExit(f"no part of the strict run contains {', '.join(sorted(missing))}: add them to tests/real/parts")
+
+
 def main(arguments):
     if arguments[:1] == ["--shell"]:
         return shell()
-    loader = unittest.defaultTestLoader
-    suite = loader.loadTestsFromNames(arguments or MODULES)
+    require_complete_parts()
+    suite = unittest.TestSuite(tests_of(arguments or MODULES))
     begun = time.monotonic()
     result = unittest.TextTestRunner(stream=sys.stderr, verbosity=2, resultclass=Result, failfast=False).run(suite)
     failed = len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses)

@@ -3,7 +3,7 @@
 //!
 //! | bytes that wait for an acknowledgement | the flow is dead when |
 //! |---|---|
-//! | sent | no byte was acknowledged for 2.25 s and in that time six retransmissions or segments were sent; or no byte was acknowledged for 2.5 s and four retransmissions were sent |
+//! | sent | no byte was acknowledged for 2.25 s and in that time six retransmissions or segments were sent; or no byte was acknowledged for 2.5 s and four retransmissions were sent; or no new segment was received for 2.7 s and in that time eight segments were sent |
 //! | not sent although the peer's window is open: the local netfilter drops them | no byte was acknowledged for 2.25 s, and three probes are unanswered or six segments were sent |
 //! | not sent, and the kernel does not report the window (before Linux 5.4) | nothing was received for 2.25 s and four probes are unanswered |
 //! | not sent because the peer's window is closed | four window probes in a row are unanswered (six on a lossy path, two on correlated loss), nothing was received for as many seconds, and the last probe was sent 250 ms ago |
@@ -204,6 +204,7 @@ impl FlowHealth {
         }
         self.bytes_acked = info.bytes_acked;
         let silent_for = now.saturating_duration_since(self.last_segment);
+        let unanswered = info.segments_out.wrapping_sub(self.segments_out);
         let unacked_for = self.waiting_since.map(|since| now.saturating_duration_since(since));
         // The start of the current period of silence identifies it.
         let silence = self.waiting_since.or(Some(self.last_segment));
@@ -213,10 +214,18 @@ impl FlowHealth {
         } else if let Some(unacked_for) = unacked_for {
             let segments = info.data_segments_sent.wrapping_sub(self.data_segments_sent);
             let probe_age = now.saturating_duration_since(self.probes.1);
-            decide_pending(info, thresholds, unacked_for, segments, probe_age)
+            let decision = decide_pending(info, thresholds, unacked_for, segments, probe_age);
+            // A write before the end of a silence does not delay its verdict.
+            match decision {
+                FlowDecision::CheckAgain { .. }
+                    if is_silent(info, thresholds, silent_for, unanswered) =>
+                {
+                    FlowDecision::Dead(FlowDeath::Unacknowledged)
+                }
+                _ => decision,
+            }
         } else {
-            let segments = info.segments_out.wrapping_sub(self.segments_out);
-            decide_idle(info, thresholds, silent_for, segments)
+            decide_idle(info, thresholds, silent_for, unanswered)
         };
         self.stalled = match unacked_for {
             Some(unacked_for) => {
@@ -302,6 +311,20 @@ fn decide_pending(
         ),
         probe: false,
     }
+}
+
+/// Whether a flow whose sent bytes wait is dead because no new segment was received for `silent_for`, as if no bytes
+/// waited. In that time `segments` were sent: keepalives before the bytes, the bytes, and retransmissions.
+fn is_silent(
+    info: &TcpInfo,
+    thresholds: &FlowThresholds,
+    silent_for: Duration,
+    segments: u32,
+) -> bool {
+    info.unacked > 0
+        && info.is_window_closed() != Some(true)
+        && thresholds.idle_after.is_some_and(|after| silent_for >= after)
+        && segments >= thresholds.unanswered.into()
 }
 
 /// Decides about a flow without bytes that wait. No new segment was received for `silent_for`, and in that

@@ -110,6 +110,43 @@ fn flow_with_unacknowledged_bytes_in_flight_is_dead_after_2250_ms() {
     assert!(at >= 30 * SECOND, "{at:?}");
 }
 
+/// The path is lost right after a segment has arrived, and bytes are written at any time after that.
+#[test]
+fn write_before_the_end_of_a_silence_does_not_delay_its_verdict() {
+    // A thin stream is retransmitted every 200 ms, six times, and then after growing pauses.
+    let sent_at = [0, 200, 400, 600, 800, 1000, 1200, 1600, 2400, 4000];
+    for wrote_at in (0..27).map(|step| step * 100 * MS + 50 * MS) {
+        let kernel = |at: Duration, requested: u32| {
+            let probes = keepalives(at.min(wrote_at), requested);
+            let sent = sent_at.iter().filter(|ms| at >= wrote_at + **ms * MS).count() as u32;
+            if sent == 0 {
+                return TcpInfo { probes, segments_out: probes.into(), ..idle_for(at) };
+            }
+            TcpInfo {
+                unacked: 1,
+                retransmits: (sent - 1) as u8,
+                data_segments_sent: sent,
+                segments_out: u32::from(probes) + sent,
+                ..idle_for(at)
+            }
+        };
+        let (at, _) = death_of(&SERVER, Some(wrote_at), kernel).unwrap();
+        assert!((2250 * MS..=2850 * MS).contains(&at), "written at {wrote_at:?}: dead at {at:?}");
+    }
+}
+
+/// A peer that answers one of three segments is alive, although bytes wait for longer than `idle_after`.
+#[test]
+fn flow_whose_peer_sends_other_segments_is_alive_while_bytes_wait() {
+    let kernel = |at: Duration, _| TcpInfo {
+        unacked: 1,
+        bytes_acked: (at.as_millis() / 2000) as u64,
+        segments_out: (at.as_millis() / 200) as u32,
+        ..idle_for(Duration::from_millis(at.as_millis() as u64 % 600))
+    };
+    assert_eq!(death_of(&SERVER, None, kernel), None);
+}
+
 #[test]
 fn flow_with_doubling_retransmissions_is_dead_after_the_fourth() {
     let doubling = |at: Duration, _| {

@@ -793,7 +793,14 @@ class Rig:
         def running():
             status = self.control.get(path).json["status"]
             return all("running" in c["state"] for c in status.get("containerStatuses", [{"state": {}}])) and status or None
-        return wait_for(f"pod {name}", running, 90)
+
+        def known():
+            # A kubelet that was restarted answers `pod does not exist` until it has listed its pods; the status is older.
+            pods = self.control.get(f"/api/v1/nodes/{RealNode.NAME}/proxy/pods")
+            return pods.code == 200 and any(pod["metadata"]["name"] == name for pod in pods.json["items"])
+        status = wait_for(f"pod {name}", running, 90)
+        wait_for(f"kubelet to know the pod {name}", known, 30)
+        return status
 
     def ready(self, name):
         node = self.control.get(f"/api/v1/nodes/{name}")

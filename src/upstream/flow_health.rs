@@ -42,23 +42,22 @@
 //! cannot be replaced, and is dead after `tunnel_dead_after` ([`FlowThresholds::tunnel`]). Tunnels are
 //! recognised only in mode `terminate`; in mode `passthrough` a tunnel is treated like any other flow.
 //!
-//! Except for [`FlowHealthCheck::wait_until_dead`], this module sends nothing and reads no clock.
+//! Except for [`FlowHealthCheck`], this module sends nothing and reads no clock.
 
+mod check;
 mod correlated_loss;
 mod thresholds;
 
-use std::cell::Cell;
-use std::rc::Rc;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 
+pub use self::check::FlowHealthCheck;
 pub use self::correlated_loss::CorrelatedLoss;
 pub use self::thresholds::{
     CLIENT, CORRELATED_LOSS_SERVER, FlowThresholds, LOSSY_AFTER, LOSSY_SERVER, SERVER,
 };
 use crate::net::sockets::tcp_info::TcpInfo;
-use crate::net::sockets::tracked_stream::StreamObserver;
 
 /// Time for the peer to answer the last retransmission or window probe. The pauses between these grow, so
 /// waiting for another one would take longer.
@@ -361,46 +360,6 @@ fn decide_idle(
 /// least 20 ms.
 fn next_check(remaining: Duration, pause: Duration) -> Duration {
     if remaining.is_zero() { pause } else { remaining.min(pause).max(Duration::from_millis(20)) }
-}
-
-/// Detects that the TCP flow of an upgrade is dead.
-#[derive(Debug, Clone)]
-pub struct FlowHealthCheck {
-    pub(super) observer: StreamObserver,
-    /// Whether the request was answered. From then on the flow is a tunnel, to which `tunnel_dead_after`
-    /// applies; before, it has the thresholds of any flow to an apiserver.
-    pub(super) answered: Rc<Cell<bool>>,
-    pub(super) tunnel_dead_after: Duration,
-}
-
-impl FlowHealthCheck {
-    /// Waits until the flow is dead; returns the reason.
-    pub async fn wait_until_dead(&self) -> &'static str {
-        let mut health = FlowHealth::new(Instant::now());
-        let mut refuted = 0;
-        loop {
-            refuted += u32::from(health.take_refuted_suspicion());
-            let thresholds = match self.answered.get() {
-                true => FlowThresholds::tunnel(self.tunnel_dead_after),
-                false if refuted >= LOSSY_AFTER => LOSSY_SERVER,
-                false => SERVER,
-            };
-            let pause = match self.observer.tcp_info() {
-                // Without TCP_INFO (before Linux 4.6) there is no evidence and no verdict.
-                Err(_) => IDLE_CHECK_INTERVAL,
-                Ok(info) => match health.check(&info, &thresholds, Instant::now()) {
-                    FlowDecision::Dead(death) => return death.as_str(),
-                    FlowDecision::CheckAgain { after, probe } => {
-                        if probe {
-                            let _ = self.observer.send_keepalive_probe();
-                        }
-                        after
-                    }
-                },
-            };
-            sleep(pause).await;
-        }
-    }
 }
 
 #[cfg(test)]

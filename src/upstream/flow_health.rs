@@ -203,28 +203,25 @@ impl FlowHealth {
         }
         self.bytes_acked = info.bytes_acked;
         let silent_for = now.saturating_duration_since(self.last_segment);
-        let unanswered = info.segments_out.wrapping_sub(self.segments_out);
         let unacked_for = self.waiting_since.map(|since| now.saturating_duration_since(since));
         // The start of the current period of silence identifies it.
         let silence = self.waiting_since.or(Some(self.last_segment));
         let decision = if is_late && std::mem::replace(&mut self.late_check_in, silence) != silence
         {
             FlowDecision::CheckAgain { after: VERDICT_PAUSE, probe: false }
-        } else if let Some(unacked_for) = unacked_for {
-            let segments = info.data_segments_sent.wrapping_sub(self.data_segments_sent);
-            let probe_age = now.saturating_duration_since(self.probes.1);
-            let decision = decide_pending(info, thresholds, unacked_for, segments, probe_age);
-            // A write before the end of a silence does not delay its verdict.
-            match decision {
-                FlowDecision::CheckAgain { .. }
-                    if is_silent(info, thresholds, silent_for, unanswered) =>
-                {
-                    FlowDecision::Dead(FlowDeath::Unacknowledged)
-                }
-                _ => decision,
-            }
         } else {
-            decide_idle(info, thresholds, silent_for, unanswered)
+            let silence = Silence {
+                silent_for,
+                segments: info.segments_out.wrapping_sub(self.segments_out),
+                probe_age: now.saturating_duration_since(self.probes.1),
+            };
+            match unacked_for {
+                Some(unacked_for) => {
+                    let segments = info.data_segments_sent.wrapping_sub(self.data_segments_sent);
+                    decide_pending(info, thresholds, (unacked_for, segments), &silence)
+                }
+                None => decide_idle(info, thresholds, &silence),
+            }
         };
         self.stalled = match unacked_for {
             Some(unacked_for) => {
@@ -272,14 +269,22 @@ impl FlowHealth {
     }
 }
 
-/// Decides about a flow with bytes that wait. No byte was acknowledged for `unacked_for`, in that time
-/// `segments` were sent, and the last probe was sent `probe_age` ago.
+/// The time since the last new segment was received.
+struct Silence {
+    silent_for: Duration,
+    /// Segments sent in that time: keepalives, data, retransmissions and acknowledgements.
+    segments: u32,
+    /// Time since the number of unanswered probes changed.
+    probe_age: Duration,
+}
+
+/// Decides about a flow with bytes that wait. No byte was acknowledged for `unacked_for`, and in that time `segments`
+/// with data were sent.
 fn decide_pending(
     info: &TcpInfo,
     thresholds: &FlowThresholds,
-    unacked_for: Duration,
-    segments: u32,
-    probe_age: Duration,
+    (unacked_for, segments): (Duration, u32),
+    silence: &Silence,
 ) -> FlowDecision {
     let enough = u32::from(thresholds.retransmits) * 3 / 2;
     let dead = unacked_for >= thresholds.unacked_after
@@ -288,7 +293,7 @@ fn decide_pending(
                 let one_second_each = Duration::from_secs(thresholds.window_probes.into());
                 info.silent() >= thresholds.unacked_after.max(one_second_each)
                     && info.probes >= thresholds.window_probes
-                    && probe_age >= LAST_PROBE_TIMEOUT
+                    && silence.probe_age >= LAST_PROBE_TIMEOUT
             }
             Some(false) if info.unacked == 0 => info.probes >= UNSENT_PROBES || segments >= enough,
             None if info.unacked == 0 => {
@@ -300,7 +305,7 @@ fn decide_pending(
                         && unacked_for >= thresholds.unacked_after + LAST_PROBE_TIMEOUT)
             }
         };
-    if dead {
+    if dead || is_silent(info, thresholds, silence) {
         return FlowDecision::Dead(FlowDeath::Unacknowledged);
     }
     FlowDecision::CheckAgain {
@@ -312,28 +317,18 @@ fn decide_pending(
     }
 }
 
-/// Whether a flow whose sent bytes wait is dead because no new segment was received for `silent_for`, as if no bytes
-/// waited. In that time `segments` were sent: keepalives before the bytes, the bytes, and retransmissions.
-fn is_silent(
-    info: &TcpInfo,
-    thresholds: &FlowThresholds,
-    silent_for: Duration,
-    segments: u32,
-) -> bool {
+/// Whether a flow whose sent bytes wait has been silent for as long as a dead flow without any, so that a write before
+/// the end of a silence does not delay its verdict.
+fn is_silent(info: &TcpInfo, thresholds: &FlowThresholds, silence: &Silence) -> bool {
     info.unacked > 0
         && info.is_window_closed() != Some(true)
-        && thresholds.idle_after.is_some_and(|after| silent_for >= after)
-        && segments >= thresholds.unanswered.into()
+        && thresholds.idle_after.is_some_and(|after| silence.silent_for >= after)
+        && silence.segments >= thresholds.unanswered.into()
 }
 
-/// Decides about a flow without bytes that wait. No new segment was received for `silent_for`, and in that
-/// time `segments` were sent.
-fn decide_idle(
-    info: &TcpInfo,
-    thresholds: &FlowThresholds,
-    silent_for: Duration,
-    segments: u32,
-) -> FlowDecision {
+/// Decides about a flow without bytes that wait.
+fn decide_idle(info: &TcpInfo, thresholds: &FlowThresholds, silence: &Silence) -> FlowDecision {
+    let &Silence { silent_for, segments, .. } = silence;
     let Some(idle_after) = thresholds.idle_after else {
         return FlowDecision::CheckAgain { after: IDLE_CHECK_INTERVAL, probe: false };
     };

@@ -49,6 +49,10 @@ struct Simulation {
 
 impl Simulation {
     fn new() -> Self {
+        Self::with_first_rtt(RTT)
+    }
+
+    fn with_first_rtt(first_rtt: Duration) -> Self {
         let start = Instant::now();
         let limits = Thresholds {
             ping_interval: ms(1000),
@@ -56,11 +60,12 @@ impl Simulation {
             dead_after: ms(2000),
             tunnel_dead_after: ms(20_000),
         };
+        let health = ConnectionHealth::new(limits, first_rtt, start);
         Self {
-            health: ConnectionHealth::new(limits, RTT, start),
+            next: health.wake_at,
+            health,
             start,
             now: start,
-            next: start + ms(1000),
             answers: true,
             inbound: true,
             outbound: true,
@@ -294,12 +299,12 @@ fn pong_makes_a_suspect_connection_live() {
 #[test]
 fn late_pongs_do_not_delay_the_next_suspicion() {
     let mut sim = Simulation::new();
-    // Two faults of 1.9 s in a row: the process is stopped, or packets are lost.
-    for _ in 0..2 {
+    // The process is stopped, or packets are lost, twice in a row.
+    for duration in [3500, 1900] {
         sim.run(ms(1500));
         sim.answers = false;
         run_until_ping(&mut sim);
-        sim.run(ms(1900));
+        sim.run(ms(duration));
         sim.health.pong(sim.now);
         sim.answers = true;
         sim.next = sim.now;
@@ -314,6 +319,31 @@ fn late_pongs_do_not_delay_the_next_suspicion() {
         Some(&(ConnectionState::Suspect, StateChangeReason::PingLate))
     );
     assert!(sim.changes[0].0 - ping <= 110, "{:?} after the PING at {ping}", sim.changes);
+}
+
+#[test]
+fn ping_follows_a_doubtful_pong_at_once() {
+    // A packet was lost while the connection was opened.
+    let mut sim = Simulation::with_first_rtt(ms(700));
+    let first = run_until_ping(&mut sim);
+    assert_eq!(first, 0);
+    sim.run(ms(10));
+    (sim.inbound, sim.outbound) = (false, false);
+    let ping = run_until_ping(&mut sim);
+    sim.run(ms(110));
+    assert_eq!(sim.states(), [(ConnectionState::Suspect, StateChangeReason::PingLate)]);
+    assert!(sim.changes[0].0 - ping <= 110, "{:?} after the PING at {ping}", sim.changes);
+    // A process was stopped.
+    let mut sim = Simulation::new();
+    sim.run(ms(1500));
+    sim.answers = false;
+    run_until_ping(&mut sim);
+    sim.run(ms(900));
+    sim.health.pong(sim.now);
+    sim.answers = true;
+    sim.next = sim.now;
+    let at = sim.at();
+    assert_eq!(run_until_ping(&mut sim), at);
 }
 
 #[test]

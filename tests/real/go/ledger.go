@@ -27,21 +27,18 @@ type requestStats struct {
 	Failed      int     `json:"failed"`
 	NoStatus    int     `json:"failed_without_status"`
 	SlowestMs   float64 `json:"slowest_ms"`
-	SlowestAt   float64 `json:"slowest_at"`
-	Slowest     string  `json:"slowest"` // method and path
-	SlowestID   string  `json:"slowest_audit_id"`
-	Slow        []slow  `json:"slow"`       // the first of those that took longer than -slow
+	Slowest     []timed `json:"slowest"`    // the slowest ones, in descending order
 	MaxGapMs    float64 `json:"max_gap_ms"` // the longest time without a success
 	MaxGapAt    float64 `json:"max_gap_at"`
 	HTTP1       int     `json:"http1,omitempty"`
-	latencies   []float64
+	requests    []timed
 	P50Ms       float64 `json:"p50_ms"`
 	P99Ms       float64 `json:"p99_ms"`
 	lastSuccess time.Time
 }
 
-// slow is a request that took longer than -slow.
-type slow struct {
+// timed is a request and its duration.
+type timed struct {
 	Unix      float64 `json:"unix"` // of its end
 	Op        string  `json:"op"`
 	Path      string  `json:"path"`
@@ -49,8 +46,8 @@ type slow struct {
 	LatencyMs float64 `json:"latency_ms"`
 }
 
-// maxSlow limits the slow requests of each kind in a report.
-const maxSlow = 50
+// maxSlowest is the number of slowest requests of each kind in a report.
+const maxSlowest = 20
 
 type failure struct {
 	At         float64 `json:"at"` // seconds since the start
@@ -122,15 +119,7 @@ func (l *ledger) request(kind, op, path string, a result) {
 	if a.proto == "HTTP/1.1" {
 		t.HTTP1++
 	}
-	took := ms(a.took())
-	t.latencies = append(t.latencies, took)
-	if took > t.SlowestMs {
-		t.SlowestMs, t.SlowestAt = took, a.start.Sub(l.started).Seconds()
-		t.Slowest, t.SlowestID = op+" "+path, a.auditID
-	}
-	if a.took() > *slowAfter && len(t.Slow) < maxSlow {
-		t.Slow = append(t.Slow, slow{float64(a.end.UnixMilli()) / 1000, op, path, a.auditID, took})
-	}
+	t.requests = append(t.requests, timed{float64(a.end.UnixMilli()) / 1000, op, path, a.auditID, ms(a.took())})
 	if a.ok() {
 		t.gap(a.end, l.started)
 		return
@@ -302,9 +291,10 @@ func (l *ledger) report() report {
 		r.Failures = []failure{}
 	}
 	for _, t := range l.kinds {
-		sort.Float64s(t.latencies)
-		if n := len(t.latencies); n > 0 {
-			t.P50Ms, t.P99Ms = t.latencies[n/2], t.latencies[n*99/100]
+		sort.Slice(t.requests, func(i, j int) bool { return t.requests[i].LatencyMs > t.requests[j].LatencyMs })
+		t.Slowest = t.requests[:min(len(t.requests), maxSlowest)]
+		if n := len(t.requests); n > 0 {
+			t.SlowestMs, t.P50Ms, t.P99Ms = t.requests[0].LatencyMs, t.requests[(n-1)/2].LatencyMs, t.requests[n-1-n*99/100].LatencyMs
 		}
 	}
 	for _, w := range l.writes {

@@ -1,6 +1,6 @@
 // Load is a load generator on Go's net/http, the HTTP/2 stack of kubelet and client-go, with the same keepalive (PING
 // after 30 s of silence, connection closed 15 s later). It reads, writes and watches through one connection and
-// accounts for everything exactly: every failure, the slowest request, broken watches, lost, duplicated and unordered
+// accounts for everything exactly: every failure, the slowest requests, broken watches, lost, duplicated and unordered
 // events, and the longest silence.
 //
 // With -direct, some writers bypass the server under test, so that events exist during every fault, and reference
@@ -50,7 +50,6 @@ var (
 	readIdle   = flag.Duration("read-idle", 30*time.Second, "send a PING after this silence")
 	pingWait   = flag.Duration("ping-timeout", 15*time.Second, "close the connection when a PING is unanswered for this long")
 	agent      = flag.String("user-agent", "jackstay-load", "User-Agent")
-	slowAfter  = flag.Duration("slow", 600*time.Millisecond, "report each request that takes longer")
 	settle     = flag.Duration("settle", 15*time.Second, "maximum time to wait for the last events")
 	reportFile = flag.String("report", "", "path of the report; default: standard output")
 	flowSpec   = flag.String("flows", "", "single connections instead, by kind: read=4,idle-watch=10 (see flows.go)")

@@ -153,13 +153,16 @@ impl ForwardedRequest {
         excluded_endpoints: &'a [Arc<Endpoint>],
     ) -> StreamRequirements<'a> {
         let suspect_since = previous_failure.as_ref().and_then(PreviousFailure::suspect_since);
+        // The request has waited on one connection without a response. Another suspect one would probably not
+        // answer either.
+        let live_only = previous_failure.as_ref().is_some_and(PreviousFailure::was_silent);
         StreamRequirements {
             watch: self.info.long_running(),
             held: self.is_watch(),
             previous_failure,
             excluded_endpoints,
             without_connection_since: suspect_since,
-            live_only: false,
+            live_only,
             client_subject: self.proof.subject(),
         }
     }

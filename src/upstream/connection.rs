@@ -116,10 +116,10 @@ impl Connection {
         self.lifecycle.draining_since.get()
     }
 
-    /// Whether a request sent on this connection now would probably be lost, because one of the two
-    /// directions has shown no evidence of life for a second.
-    pub fn path_unresponsive(&self) -> bool {
-        self.lifecycle.path_unresponsive.get()
+    /// Whether a request sent on this connection now would probably get no response, because its path or the
+    /// process of the apiserver has shown no evidence of life for a second.
+    pub fn is_silent(&self) -> bool {
+        self.lifecycle.silent.get()
     }
 
     /// Whether its path is lost and it stays open only for streams that cannot continue on another

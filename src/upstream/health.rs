@@ -45,8 +45,8 @@ pub use self::rtt::Rtt;
 use self::silence::{Silence, window_answers_probes};
 pub use self::state::{ConnectionState, StateChangeReason};
 use self::thresholds::{
-    CHECK_INTERVAL, LATE_CHECK, PATH_UNRESPONSIVE_AFTER, PING_AFTER_SILENCE, PROBE_AFTER,
-    SILENT_DEATH, STOPPED_AFTER, VERDICT_PAUSE,
+    CHECK_INTERVAL, LATE_CHECK, PING_AFTER_SILENCE, PROBE_AFTER, SILENT_AFTER, SILENT_DEATH,
+    STOPPED_AFTER, VERDICT_PAUSE,
 };
 pub use self::thresholds::{HEAD_WAIT, Thresholds, WRITE_PATIENCE};
 use crate::net::sockets::tcp_info::TcpInfo;
@@ -112,9 +112,10 @@ pub struct ConnectionHealth {
 /// Findings about a connection in addition to its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ConnectionFindings {
-    /// One of the two directions has shown no evidence of life for so long that a request sent now would
-    /// probably be lost.
-    pub path_unresponsive: bool,
+    /// A PING has been outstanding for [`SILENT_AFTER`], and in that time one of the two directions has shown
+    /// no evidence of life, or the process has sent no frame and accepted no bytes. A request sent now would
+    /// probably get no response.
+    pub silent: bool,
     /// A PING has been outstanding for [`PROBE_AFTER`], and in that time no frame was received or no pending
     /// byte was acknowledged. Packet loss alone rarely causes this.
     pub ping_unanswered: bool,
@@ -333,9 +334,10 @@ impl ConnectionHealth {
 
     fn derive_findings(&self, silence: &Silence) -> ConnectionFindings {
         let quiet = silence.ping_age.min(silence.inbound.max(silence.outbound));
-        let unresponsive_after = PATH_UNRESPONSIVE_AFTER.min(self.limits.dead_after / 2);
+        let silent_after = SILENT_AFTER.min(self.limits.dead_after / 2);
+        let path_silent = !silence.window_answers && quiet >= silent_after;
         ConnectionFindings {
-            path_unresponsive: !silence.window_answers && quiet >= unresponsive_after,
+            silent: path_silent || silence.without_progress >= silent_after,
             ping_unanswered: silence.unanswered_for(PROBE_AFTER),
             fails_unsafe_requests: self.state == ConnectionState::Unresponsive
                 || silence.without_progress >= STOPPED_AFTER + WRITE_PATIENCE,

@@ -25,6 +25,7 @@ mod resume_limits;
 mod retry;
 mod scripted_peer;
 mod stale_watches;
+mod stopped_servers;
 mod stream_capacity;
 mod token_users;
 mod unresponsive_connections;

@@ -445,6 +445,25 @@ class Faults(LoadCase, unittest.TestCase):
         log(f"kubelets logged {len(errors)} errors" + "".join(f"\n    {line}" for line in errors[:5]))
         self.assertEqual(self.kubelet_errors(self.log_offsets, WATCH_ERRORS), [])
 
+    def test_zzy_all_apiservers_stopped(self):
+        """All apiservers are stopped for 10 s: their kernels answer. Nodes may notice this."""
+        self.watch.stop()
+        load = self.load(25, direct=None)
+        load.until(3)
+        for apiserver in self.rig.apiservers.values():
+            apiserver.pause()
+        load.until(13)
+        self.rig.recover()
+        report = load.finish()
+        log(f"all apiservers stopped for 10 s: {summary(report)}")
+        # A write in flight may have been executed, so it waits for the apiserver.
+        for kind, promise in (("read", 1500), ("write", 8000)):
+            within(self, f"all apiservers stopped: slowest {kind}", report["requests"][kind]["slowest_ms"], "ms", promise)
+            self.assertEqual(report["requests"][kind]["failed_without_status"], 0)
+        watches = report["watches"]
+        self.assertEqual((watches["broken"], watches["lost"], watches["duplicated"], watches["backwards"], watches["relists"]), (0, 0, 0, 0, 0),
+                         [f for f in report["failures"] if f["op"] == "broken"])
+
     def test_zzz_all_apiservers_killed(self):
         """All apiservers are down for 10 s. The last test, because nodes may notice this."""
         self.watch.stop()

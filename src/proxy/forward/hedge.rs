@@ -8,6 +8,9 @@
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::sleep;
 
 use super::ForwardedRequest;
 use super::attempt::{Attempt, FailedAttempt};
@@ -22,6 +25,9 @@ use crate::upstream::pool::{PreviousFailure, StreamRequirements};
 /// Maximum number of parallel attempts, the first included. The connection of a hedge may get into trouble
 /// too: a switch that loses its flow table breaks all connections.
 const MAX_PARALLEL: u32 = 4;
+
+/// How often a request on a silent connection checks whether another connection of its class is still live.
+const LIVE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 impl ForwardedRequest {
     /// Makes an attempt, the number `depth` of the parallel ones, and hedges it if its connection gets into
@@ -54,7 +60,7 @@ impl ForwardedRequest {
         depth: u32,
     ) -> Result<UpstreamResponse, FailedAttempt> {
         let is_safe = retry::may_hedge(self.info.kind);
-        let mut first = pin!(response_or_loss(first, &connection, is_safe));
+        let mut first = pin!(self.response_or_loss(first, &connection, is_safe));
         let has_whole_body = self.body.as_ref().is_none_or(|body| body.is_complete());
         if depth == MAX_PARALLEL || !is_safe || !has_whole_body {
             return first.await;
@@ -71,6 +77,7 @@ impl ForwardedRequest {
                 biased;
                 result = &mut first => match result {
                     Ok(response) => break (Ok(response), "original"),
+                    Err(failure) if self.is_given_up(&connection) => break (Err(failure), "failed"),
                     Err(failure) => break match second.await {
                         Some(response) => (Ok(response), "hedge"),
                         None => (Err(failure), "failed"),
@@ -120,19 +127,39 @@ impl ForwardedRequest {
             self.attempt(permit, depth).await.ok()
         })
     }
-}
 
-/// Waits for a response until its connection is considered lost.
-async fn response_or_loss(
-    response: Pin<&mut impl Future<Output = Result<UpstreamResponse, FailedAttempt>>>,
-    connection: &Rc<Connection>,
-    is_safe: bool,
-) -> Result<UpstreamResponse, FailedAttempt> {
-    tokio::select! {
-        biased;
-        result = response => result,
-        reason = connection.no_response_expected(is_safe) => {
-            Err(FailedAttempt::new(Stage::NoHead, reason, connection))
+    /// Waits for a response until its connection is considered lost, or a safe request is given up
+    /// ([`Self::is_given_up`]).
+    async fn response_or_loss(
+        &self,
+        response: Pin<&mut impl Future<Output = Result<UpstreamResponse, FailedAttempt>>>,
+        connection: &Rc<Connection>,
+        is_safe: bool,
+    ) -> Result<UpstreamResponse, FailedAttempt> {
+        let reason = tokio::select! {
+            biased;
+            result = response => return result,
+            reason = connection.no_response_expected(is_safe) => reason,
+            () = self.given_up(connection), if is_safe => "PING unanswered",
+        };
+        Err(FailedAttempt::new(Stage::NoHead, reason, connection))
+    }
+
+    /// Whether a safe request on `connection` waits no longer for its response: the connection is silent, and no
+    /// other one is live. The pool then holds the request, or the client gets an error. A stopped apiserver would
+    /// answer after 20 s at the earliest, when the connection is dead, and kubelet gives up its lease after 10 s.
+    fn is_given_up(&self, connection: &Connection) -> bool {
+        connection.is_silent() && !self.class.has_live()
+    }
+
+    /// Waits for [`Self::is_given_up`].
+    async fn given_up(&self, connection: &Connection) {
+        while !self.is_given_up(connection) {
+            if connection.is_silent() {
+                sleep(LIVE_CHECK_INTERVAL).await;
+            } else {
+                connection.changed().await;
+            }
         }
     }
 }

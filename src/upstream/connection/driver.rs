@@ -97,13 +97,13 @@ impl Connection {
     /// Applies the findings of [`health`] to the requests that wait on the connection and to its
     /// endpoint.
     fn set_findings(&self, findings: ConnectionFindings) {
-        self.lifecycle.path_unresponsive.set(findings.path_unresponsive);
+        let became_silent = !self.lifecycle.silent.replace(findings.silent) && findings.silent;
         let responds = !findings.ping_unanswered;
         if self.lifecycle.responds.replace(responds) != responds && self.lifecycle.counted.get() {
             self.endpoint.observe(Observation::ConnectionResponds(responds));
         }
         let fails = findings.fails_unsafe_requests;
-        if self.lifecycle.fails_unsafe_requests.replace(fails) != fails {
+        if self.lifecycle.fails_unsafe_requests.replace(fails) != fails || became_silent {
             self.changed.notify_waiters();
         }
     }

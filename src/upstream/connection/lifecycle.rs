@@ -81,7 +81,8 @@ pub(super) struct ConnectionLifecycle {
     pub(super) counted: Cell<bool>,
     /// Whether its PINGs are answered, as reported to the endpoint.
     pub(super) responds: Cell<bool>,
-    pub(super) path_unresponsive: Cell<bool>,
+    /// See [`super::Connection::is_silent`].
+    pub(super) silent: Cell<bool>,
     /// Whether requests fail that wait for a response head and must not be sent twice.
     pub(super) fails_unsafe_requests: Cell<bool>,
     /// Why it became unresponsive.
@@ -103,7 +104,7 @@ impl ConnectionLifecycle {
             gauge: RefCell::new(Some(gauge)),
             counted: Cell::new(true),
             responds: Cell::new(true),
-            path_unresponsive: Cell::new(false),
+            silent: Cell::new(false),
             fails_unsafe_requests: Cell::new(false),
             unresponsive_reason: Cell::new(""),
             drain_urgency: Cell::new(None),

@@ -10,10 +10,10 @@ pub const HEAD_WAIT: Duration = Duration::from_millis(100);
 pub(super) const PING_AFTER_SILENCE: Duration = Duration::from_millis(400);
 /// Pause between two checks while a PING is outstanding.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// Without evidence of life in one direction for this long, or for half of `dead_after` if that is
-/// shorter, a connection is not used even if no other is left. By then, five retransmissions of a thin
+/// Without evidence of life of the path or of the process for this long, or for half of `dead_after` if that
+/// is shorter, a connection is not used even if no other is left. By then, five retransmissions of a thin
 /// stream were sent.
-pub(super) const PATH_UNRESPONSIVE_AFTER: Duration = Duration::from_secs(1);
+pub(super) const SILENT_AFTER: Duration = Duration::from_secs(1);
 /// Age of a PING at which the endpoint counts the connection as unanswered, and at which keepalive probes
 /// are requested if every sent byte is acknowledged. By then, the PING was transmitted three times: at
 /// 5 % packet loss each way, all three are lost once in a thousand PINGs.

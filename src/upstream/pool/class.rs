@@ -111,8 +111,8 @@ impl ClassPool {
     }
 
     /// Reserves a stream on the less loaded of two random connections of the best rank. `allow_suspect`
-    /// includes suspect connections whose path is not unresponsive. On an unresponsive path a write would
-    /// have an unknown outcome, and a read would fail later.
+    /// includes suspect connections that are not silent. On a silent connection a write would have an unknown
+    /// outcome, and a read would fail later.
     pub(super) fn reserve_stream(
         &self,
         required: StreamRequirements<'_>,
@@ -124,7 +124,7 @@ impl ClassPool {
         let eligible = |connection: &&Rc<Connection>| {
             let alive = match connection.state() {
                 ConnectionState::Live => true,
-                ConnectionState::Suspect => allow_suspect && !connection.path_unresponsive(),
+                ConnectionState::Suspect => allow_suspect && !connection.is_silent(),
                 ConnectionState::Draining
                 | ConnectionState::Unresponsive
                 | ConnectionState::Dead => false,
@@ -288,7 +288,8 @@ impl ClassPool {
         connections.iter().any(|c| c.state() == ConnectionState::Live && c.free_streams(now) > 0)
     }
 
-    pub(super) fn has_live(&self) -> bool {
+    /// Whether a connection is live.
+    pub fn has_live(&self) -> bool {
         self.connections.borrow().iter().any(|c| c.state() == ConnectionState::Live)
     }
 

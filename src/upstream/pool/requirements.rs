@@ -60,6 +60,11 @@ impl PreviousFailure<'_> {
         self.connection().suspect_since()
     }
 
+    /// Whether the failed connection is silent ([`Connection::is_silent`]).
+    pub fn was_silent(&self) -> bool {
+        matches!(self, Self::Silence(connection) if connection.is_silent())
+    }
+
     pub(super) fn connection(&self) -> &Rc<Connection> {
         match self {
             Self::Silence(connection) | Self::Refusal(connection) => connection,

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header};
 use serde_json::Value;
 
-use super::status_provider::{Readiness, StatusProvider};
+use super::status_provider::{Readiness, ReadinessCheck, StatusProvider};
 
 const PAGE: &str = include_str!("page.html");
 
@@ -19,7 +19,7 @@ const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// Allows only the script and the style sheet of the page, by their hashes, and requests to this origin. Text
 /// from an apiserver can therefore not run as a script. Forbids frames. A test compares the hashes.
 const POLICY: &str = "default-src 'none'; \
-    script-src 'sha256-/OnNKor8WnEI5feew79QsmQdxjJu/PmGhm+/RFnfdqI='; \
+    script-src 'sha256-h1Dh5vnsmpeGtYgimLfFTNEbIQwSDG92V4ymuaixtTg='; \
     style-src 'sha256-U8uz61yK5soReL3NhIz9y47N+EH+99l2WDAVauvDoVQ='; \
     connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
@@ -96,17 +96,28 @@ fn reply(code: StatusCode, content_type: &'static str, body: String) -> Response
     response
 }
 
-/// The body of `/readyz`, in the format of the apiserver's `/readyz?verbose`.
+/// The body of `/readyz`, in the format of the apiserver's `/readyz?verbose`. A failed check that the process can
+/// be ready without is `excluded`, the apiserver's word for a check that does not count.
 fn readyz(readiness: &Readiness) -> String {
     let mut out = String::new();
     for check in &readiness.checks {
-        let (sign, outcome) = if check.ok { ('+', " ok") } else { ('-', "") };
+        let (sign, outcome) = match check {
+            ReadinessCheck { ok: true, .. } => ('+', "ok"),
+            ReadinessCheck { required: true, .. } => ('-', "failed"),
+            ReadinessCheck { required: false, .. } => ('-', "excluded"),
+        };
         let colon = if check.detail.is_empty() { "" } else { ": " };
         let name = one_line(&check.name);
         // Writing to a String cannot fail.
-        let _ = writeln!(out, "[{sign}]{name}{outcome}{colon}{}", one_line(&check.detail));
+        let _ = writeln!(out, "[{sign}]{name} {outcome}{colon}{}", one_line(&check.detail));
     }
-    out.push_str(if readiness.ready { "readyz check passed\n" } else { "readyz check failed\n" });
+    out.push_str(match readiness.ready {
+        true if readiness.checks.iter().any(|check| !check.ok && !check.required) => {
+            "readyz check passed; excluded checks do not count\n"
+        }
+        true => "readyz check passed\n",
+        false => "readyz check failed\n",
+    });
     out
 }
 

@@ -44,6 +44,8 @@ pub struct ReadinessCheck {
     pub name: String,
     /// Whether the check passed.
     pub ok: bool,
+    /// Whether the process is ready only if the check passes.
+    pub required: bool,
     /// Details for the operator; may be empty.
     pub detail: String,
 }

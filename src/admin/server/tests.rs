@@ -18,18 +18,19 @@ impl StatusProvider for FakeStatus {
     }
 
     fn readiness(&self) -> Readiness {
-        let check = |name: &str, ok, detail: &str| ReadinessCheck {
+        let check = |name: &str, ok, required, detail: &str| ReadinessCheck {
             name: name.into(),
             ok,
+            required,
             detail: detail.into(),
         };
         let detail = if self.ready { "" } else { "no endpoint usable:\nrefused" };
         Readiness {
             ready: self.ready,
             checks: vec![
-                check("listener apiserver", true, ""),
-                check("identity 0", true, "awaited"),
-                check("upstream control-plane", self.ready, detail),
+                check("listener apiserver", true, true, ""),
+                check("identity 0", false, false, "awaited"),
+                check("upstream control-plane", self.ready, true, detail),
             ],
         }
     }
@@ -116,9 +117,13 @@ async fn serve_each_route_returns_type_headers_and_body() {
 #[tokio::test]
 async fn serve_readyz_with_failed_check_returns_503_and_one_line_per_check() {
     let (code, _, body) = request(start(true, false), "GET", "/readyz").await;
-    let expected = "[+]listener apiserver ok\n[+]identity 0 ok: awaited\n\
-        [-]upstream control-plane: no endpoint usable: refused\nreadyz check failed\n";
+    let expected = "[+]listener apiserver ok\n[-]identity 0 excluded: awaited\n\
+        [-]upstream control-plane failed: no endpoint usable: refused\nreadyz check failed\n";
     assert_eq!((code, body.as_str()), (503, expected));
+    let (code, _, body) = request(start(true, true), "GET", "/readyz").await;
+    let expected = "[+]listener apiserver ok\n[-]identity 0 excluded: awaited\n\
+        [+]upstream control-plane ok\nreadyz check passed; excluded checks do not count\n";
+    assert_eq!((code, body.as_str()), (200, expected));
 
     let (code, _, body) = request(start(false, true), "GET", "/livez").await;
     assert_eq!((code, body.as_str()), (503, "not alive: worker 0: event loop stalled\n"));

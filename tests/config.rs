@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use jackstay::config::{
-    AccessLog, ConfigErrors, EndpointAddress, Level, LoadedConfig, Log, LogFormat, Overrides,
-    draft_from_flags, load,
+    AccessLog, ConfigError, ConfigErrors, EndpointAddress, Level, LoadedConfig, Log, LogFormat,
+    Overrides, draft, draft_from_flags, load,
 };
 use proptest::prelude::*;
 
@@ -28,14 +28,19 @@ impl File {
     }
 }
 
-/// The error lines of a result, without the directory of the file; empty for a valid file.
+/// The error lines of a result, without the directory of the file, and without the number of the line beside a key
+/// path; empty for a valid file.
 fn lines(file: &Path, result: Result<LoadedConfig, ConfigErrors>) -> Vec<String> {
     let dir = format!("{}/", file.parent().unwrap().display());
     match result {
         Ok(_) => vec![],
         Err(errors) => {
             assert!(!errors.0.is_empty());
-            errors.to_string().lines().map(|line| line.replace(&dir, "")).collect()
+            let text = |error: &ConfigError| {
+                let line = error.line.filter(|_| error.path.is_empty());
+                ConfigError { line, ..error.clone() }.to_string().replace(&dir, "")
+            };
+            errors.0.iter().map(text).collect()
         }
     }
 }
@@ -666,6 +671,44 @@ fn duplicate_names_and_addresses_are_refused() {
 }
 
 #[test]
+fn errors_and_warnings_have_the_line_of_their_key() {
+    let text = with("admin: {bind: '127.0.0.1:9643'}", "admin: {bind: '0.0.0.0:9643'}")
+        .replace(
+            "bind: ['127.0.0.1:7443']",
+            "bind: ['0.0.0.0:7443']\n  colour: red\n  colour: blue",
+        )
+        .replace("  tls: {cert_file: /c, key_file: /k}\n", "");
+    let file = File::new(&text);
+    let line_of = |part: &str| text.lines().position(|line| line.contains(part)).unwrap() + 1;
+    let flags = Overrides { workers: Some("x".into()), ..Overrides::default() };
+    let draft = draft(&file.path(), [("JACKSTAY__LOG__LEVEL".into(), "loud".into())], &flags);
+    let found: Vec<_> = draft.errors.iter().map(|e| (e.path.as_str(), e.line)).collect();
+    let line = |part| Some(line_of(part) as u64);
+    assert_eq!(
+        found,
+        [
+            ("listeners[0].colour", line("colour: blue")),
+            ("workers", None),
+            ("JACKSTAY__LOG__LEVEL", None),
+            ("listeners[0].tls.cert_file", line("- name: l")),
+            ("listeners[0].tls.key_file", line("- name: l")),
+            ("listeners[0].colour", line("colour: red")),
+        ]
+    );
+    let shown = draft.errors[0].to_string();
+    let name = file.path().display().to_string();
+    assert!(shown.starts_with(&format!("{name}: line 15: listeners[0].colour: ")), "{shown}");
+    assert!(draft.warnings[0].starts_with(&format!("{name}: line 1: admin.bind: ")), "{draft:?}");
+    // An identity on every address is a probable mistake; without one, everybody has credentials of its own.
+    assert!(draft.warnings[1].contains(": line 13: listeners[0].bind[0]: 0.0.0.0:7443 accepts "));
+    assert_eq!(draft.warnings.len(), 2);
+    let text = text.replace("  identities: [{cert_file: /i, key_file: /i}]\n", "");
+    let file = File::new(&text);
+    let draft = jackstay::config::draft(&file.path(), [], &Overrides::default());
+    assert_eq!(draft.warnings.len(), 1, "{draft:?}");
+}
+
+#[test]
 fn file_that_is_not_a_configuration_is_refused() {
     let bomb = "a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\n";
     let deep = "- ".repeat(200_000);
@@ -865,10 +908,10 @@ fn exposed_admin_endpoint_and_unused_upstream_are_warnings() {
         warnings,
         [
             format!(
-                "{path}: admin.bind: not a loopback address: every host that can connect to it can \
+                "{path}: line 1: admin.bind: not a loopback address: every host that can connect to it can \
                  read status and metrics"
             ),
-            format!("{path}: upstreams[0].name: no listener uses the upstream \"v\""),
+            format!("{path}: line 4: upstreams[0].name: no listener uses the upstream \"v\""),
         ]
     );
 }

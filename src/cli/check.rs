@@ -66,6 +66,11 @@ pub(super) fn run(args: &CheckArgs) -> ExitCode {
         for error in &result.errors {
             eprintln!("{error}");
         }
+        if !result.ok {
+            let (errors, warnings) = (result.errors.len(), result.warnings.len());
+            let (errors, warnings) = (counted(errors, "error"), counted(warnings, "warning"));
+            eprintln!("{}: {errors}, {warnings}", result.file);
+        }
         if let Some(hint) = missing_default_hint(&args.config.config) {
             eprintln!("{hint}");
         }
@@ -85,7 +90,7 @@ fn check(
         file: file.display().to_string(),
         ok: errors.is_empty() && draft.config.is_some(),
         errors,
-        warnings: draft.warnings,
+        warnings: [draft.warnings, report.warnings].concat(),
         notes: [report.passed_checks, report.notes].concat(),
         counts: draft.config.map(|config| Counts {
             listeners: config.listeners.len(),
@@ -95,7 +100,7 @@ fn check(
     }
 }
 
-/// Warnings and notes, and the counts of a valid configuration. Errors go to stderr.
+/// Warnings and notes, and the counts of a valid configuration. Errors go to stderr, with their number.
 fn text(result: &CheckResult) -> String {
     let mut out = String::new();
     for warning in &result.warnings {
@@ -105,9 +110,13 @@ fn text(result: &CheckResult) -> String {
         let _ = writeln!(out, "note: {note}");
     }
     if let Some(counts) = result.counts.as_ref().filter(|_| result.ok) {
+        let warnings = match result.warnings.len() {
+            0 => String::new(),
+            warnings => format!(", {}", counted(warnings, "warning")),
+        };
         let _ = writeln!(
             out,
-            "{}: ok ({}, {}, {})",
+            "{}: ok{warnings} ({}, {}, {})",
             result.file,
             counted(counts.listeners, "listener"),
             counted(counts.upstreams, "upstream"),

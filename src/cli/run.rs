@@ -103,6 +103,7 @@ impl ConfigInput {
         };
         // The proxy starts with a broken source of endpoints and reads it again until it is valid.
         warnings.extend(report.sources.iter().map(ToString::to_string));
+        warnings.extend(report.warnings);
         warnings.extend(report.notes);
         Ok((LoadedConfig { config, warnings }, report.passed_checks))
     }

@@ -1,5 +1,6 @@
 //! The mistakes of a configuration, one line each: the file, the key path, and the remedy.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::Serialize;
@@ -10,6 +11,9 @@ pub struct ConfigError {
     /// The file, or `environment`, or `command line`.
     #[serde(rename = "source")]
     pub file: String,
+    /// The line of the key, or of the nearest key above it that the file has; from 1. `None` for the file as a
+    /// whole, and for values that do not come from the file.
+    pub line: Option<u64>,
     /// The key path, such as `listeners[0].tls.cert_file`; empty for the file as a whole.
     pub path: String,
     /// The mistake, and a correct example.
@@ -19,10 +23,43 @@ pub struct ConfigError {
 impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.file)?;
+        if let Some(line) = self.line {
+            write!(f, "line {line}: ")?;
+        }
         if !self.path.is_empty() {
             write!(f, "{}: ", self.path)?;
         }
         f.write_str(&self.message)
+    }
+}
+
+impl ConfigError {
+    /// An error without a line.
+    pub fn new(file: impl Into<String>, path: &str, message: impl Into<String>) -> Self {
+        Self { file: file.into(), line: None, path: path.to_owned(), message: message.into() }
+    }
+}
+
+/// The lines of the keys of a file, by key path.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct KeyLines(BTreeMap<String, u64>);
+
+impl KeyLines {
+    /// Adds a key. Of a duplicate key, the first line counts.
+    pub(super) fn add(&mut self, path: &str, line: u64) {
+        self.0.entry(path.to_owned()).or_insert(line);
+    }
+
+    /// The line of the key at `path`, or of the nearest key above it. A scalar in a list has no line of its own, and
+    /// a missing key has none.
+    pub fn line_of(&self, path: &str) -> Option<u64> {
+        let mut path = path;
+        loop {
+            if let Some(line) = self.0.get(path) {
+                return Some(*line);
+            }
+            path = &path[..path.rfind(['.', '['])?];
+        }
     }
 }
 
@@ -106,6 +143,25 @@ mod tests {
             assert_eq!(nearest(key, &known), expected, "{key}");
         }
         assert_eq!(nearest(&"listeners".repeat(1000), &known), None);
+    }
+
+    #[test]
+    fn line_of_is_that_of_the_key_or_of_the_nearest_one_above() {
+        let mut lines = KeyLines::default();
+        for (path, line) in [("a", 1), ("a[0]", 2), ("a[0].b", 2), ("a[0].c", 3), ("a[0].c", 9)] {
+            lines.add(path, line);
+        }
+        for (path, line) in [
+            ("a", Some(1)),
+            ("a[0].c", Some(3)),
+            ("a[0].c.missing", Some(3)),
+            ("a[0].missing", Some(2)),
+            ("a[1]", Some(1)),
+            ("z", None),
+            ("", None),
+        ] {
+            assert_eq!(lines.line_of(path), line, "{path}");
+        }
     }
 
     #[test]

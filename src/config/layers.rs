@@ -12,7 +12,7 @@ use config::{Map, Source, Value, ValueKind};
 use super::errors::{ConfigError, join, nearest, quote};
 use super::node::describe;
 use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Report};
-use super::yaml;
+use super::yaml::{self, YamlMistake};
 
 /// Every key outside lists, with its default as text.
 const SCALARS: [(&str, &str); 15] = [
@@ -103,8 +103,12 @@ pub(super) fn merge(layers: [Layer; 3], report: &Report) -> Option<Value> {
 pub(super) fn file_layer(text: &str, report: &Report) -> Option<Layer> {
     let origin = report.file.clone();
     let parsed = yaml::parse(text, &origin);
-    for (path, message) in parsed.errors {
-        report.error(&path, message);
+    // The text of the flags has one line.
+    if report.file != COMMAND_LINE {
+        report.lines.replace(parsed.lines);
+    }
+    for YamlMistake { path, line, message } in parsed.errors {
+        report.add(ConfigError { line, ..ConfigError::new(&*report.file, &path, message) });
     }
     let known = top_level_keys();
     let mut layer = Layer::default();
@@ -158,7 +162,7 @@ pub(super) fn env_layer(env: impl IntoIterator<Item = (String, String)>, report:
             Some(message) => {
                 let path =
                     if name.chars().all(|c| c.is_ascii_graphic()) { name } else { quote(&name) };
-                report.add(ConfigError { file: ENVIRONMENT.to_owned(), path, message });
+                report.add(ConfigError::new(ENVIRONMENT, &path, message));
             }
         }
     }

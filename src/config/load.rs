@@ -8,7 +8,7 @@ use std::path::Path;
 
 use serde_json::json;
 
-use super::errors::{ConfigError, ConfigErrors, describe_io_error};
+use super::errors::{ConfigError, ConfigErrors, KeyLines, describe_io_error};
 use super::layers::{Layer, Overrides, env_layer, file_layer, flag_layer, merge};
 use super::model::Config;
 use super::node::Node;
@@ -37,12 +37,14 @@ pub struct ConfigDraft {
     pub errors: Vec<ConfigError>,
     /// Settings that are valid but probably a mistake, one line each.
     pub warnings: Vec<String>,
+    /// The lines of the keys in the file.
+    pub lines: KeyLines,
 }
 
 impl ConfigDraft {
     fn new(config: Option<Config>, report: Report) -> Self {
-        let (errors, warnings) = report.finish();
-        Self { config, errors, warnings }
+        let (errors, warnings, lines) = report.finish();
+        Self { config, errors, warnings, lines }
     }
 
     /// The configuration, if it is valid.
@@ -163,7 +165,7 @@ fn validate_layers(
 ) -> Option<Config> {
     let env = env_layer(env, report);
     let root = merge([file?, env, flag_layer(overrides)], report)?;
-    let (config, references) = schema::read(&Node::root(&root, report), report);
+    let (config, references) = schema::read(&Node::root(&root, report));
     rules::check(&references, report);
     Some(config)
 }

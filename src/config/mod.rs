@@ -23,7 +23,7 @@ mod yaml;
 
 pub use address::{EndpointAddress, collide};
 pub use destination::Destination;
-pub use errors::{ConfigError, ConfigErrors, describe_io_error};
+pub use errors::{ConfigError, ConfigErrors, KeyLines, describe_io_error};
 pub use layers::Overrides;
 pub use listener::*;
 pub use load::{

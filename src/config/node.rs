@@ -48,15 +48,24 @@ impl<'a> Node<'a> {
 
     /// Reports an error about this key, named as in the layer that the value comes from.
     pub(super) fn error(&self, message: impl Into<String>) {
+        self.report.add(self.config_error(message));
+    }
+
+    /// Reports a warning about this key.
+    pub(super) fn warn(&self, message: impl Into<String>) {
+        self.report.add_warning(self.config_error(message));
+    }
+
+    fn config_error(&self, message: impl Into<String>) -> ConfigError {
         let (file, path) = match self.origin() {
             Some(ENVIRONMENT) => {
                 let name = format!("{ENV_PREFIX}{}", self.path.replace('.', "__").to_uppercase());
-                (ENVIRONMENT.to_owned(), name)
+                (ENVIRONMENT, name)
             }
-            Some(COMMAND_LINE) => (COMMAND_LINE.to_owned(), self.path.clone()),
-            _ => (self.report.file.clone(), self.path.clone()),
+            Some(COMMAND_LINE) => (COMMAND_LINE, self.path.clone()),
+            _ => (&*self.report.file, self.path.clone()),
         };
-        self.report.add(ConfigError { file, path, message: message.into() });
+        ConfigError::new(file, &path, message)
     }
 
     fn mismatch<T>(&self, wanted: &str, found: &ValueKind) -> Option<T> {

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::fmt::{Display, Write as _};
 
-use super::errors::{ConfigError, join, nearest, quote};
+use super::errors::{ConfigError, KeyLines, join, nearest, quote};
 
 /// Origin of values from environment variables, and the `file` of errors about them.
 pub(super) const ENVIRONMENT: &str = "environment";
@@ -22,6 +22,8 @@ pub(super) type Located<T> = (String, T);
 pub(super) struct Report {
     /// The configuration file.
     pub(super) file: String,
+    /// The lines of its keys, once it is parsed.
+    pub(super) lines: RefCell<KeyLines>,
     errors: RefCell<Vec<ConfigError>>,
     warnings: RefCell<Vec<String>>,
     /// Paths of the keys that the configuration leaves to their defaults.
@@ -35,19 +37,29 @@ impl Report {
     }
 
     /// Adds an error.
-    pub(super) fn add(&self, error: ConfigError) {
+    pub(super) fn add(&self, mut error: ConfigError) {
+        if error.file == self.file && error.line.is_none() {
+            error.line = self.lines.borrow().line_of(&error.path);
+        }
         self.errors.borrow_mut().push(error);
     }
 
     /// Adds an error about a key path of the file.
     pub(super) fn error(&self, path: &str, message: impl Into<String>) {
-        let (file, path) = (self.file.clone(), path.to_owned());
-        self.add(ConfigError { file, path, message: message.into() });
+        self.add(ConfigError::new(&*self.file, path, message));
     }
 
     /// Adds a warning about a key path of the file.
     pub(super) fn warn(&self, path: &str, message: impl Display) {
-        self.warnings.borrow_mut().push(format!("{}: {path}: {message}", self.file));
+        self.add_warning(ConfigError::new(&*self.file, path, message.to_string()));
+    }
+
+    /// Adds a warning.
+    pub(super) fn add_warning(&self, mut warning: ConfigError) {
+        if warning.file == self.file {
+            warning.line = self.lines.borrow().line_of(&warning.path);
+        }
+        self.warnings.borrow_mut().push(warning.to_string());
     }
 
     /// Adds an error about a key that is not in the schema.
@@ -64,8 +76,8 @@ impl Report {
         self.errors.borrow().len()
     }
 
-    /// The errors and the warnings.
-    pub(super) fn finish(self) -> (Vec<ConfigError>, Vec<String>) {
-        (self.errors.into_inner(), self.warnings.into_inner())
+    /// The errors, the warnings, and the lines of the keys.
+    pub(super) fn finish(self) -> (Vec<ConfigError>, Vec<String>, KeyLines) {
+        (self.errors.into_inner(), self.warnings.into_inner(), self.lines.into_inner())
     }
 }

@@ -10,9 +10,11 @@ use std::fmt;
 use config::{Map, Value, ValueKind};
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::budget::BudgetBreach;
-use serde_saphyr::{DuplicateKeyPolicy, Error, MergeKeyPolicy, NonFiniteFloatPolicy, Options};
+use serde_saphyr::{
+    DuplicateKeyPolicy, Error, MergeKeyPolicy, NonFiniteFloatPolicy, Options, Spanned,
+};
 
-use super::errors::{join, quote};
+use super::errors::{KeyLines, join, quote};
 
 /// The schema has 6 levels; the bound protects the stack.
 const MAX_DEPTH: usize = 32;
@@ -21,29 +23,51 @@ const MAX_DEPTH: usize = 32;
 pub(super) struct ParsedYaml {
     /// The top-level keys; `None` if the file cannot be read to its end or is not a map.
     pub(super) tree: Option<Map<String, Value>>,
-    /// The path or line and the message of each error.
-    pub(super) errors: Vec<(String, String)>,
+    pub(super) errors: Vec<YamlMistake>,
+    pub(super) lines: KeyLines,
+}
+
+/// An error in a file.
+pub(super) struct YamlMistake {
+    /// The path of the key; empty for a syntax error.
+    pub(super) path: String,
+    /// `None` for the file as a whole.
+    pub(super) line: Option<u64>,
+    pub(super) message: String,
+}
+
+impl YamlMistake {
+    fn of_file(message: &str) -> Self {
+        Self { path: String::new(), line: None, message: message.to_owned() }
+    }
+}
+
+/// What the reader finds beside the values.
+#[derive(Default)]
+struct Findings {
+    duplicates: Vec<YamlMistake>,
+    lines: KeyLines,
 }
 
 /// Parses `text`; every value carries `origin`.
 pub(super) fn parse(text: &str, origin: &str) -> ParsedYaml {
     let origin = origin.to_owned();
-    let duplicates = RefCell::new(Vec::new());
-    let reader = ValueReader { origin: &origin, path: String::new(), duplicates: &duplicates };
+    let findings = RefCell::new(Findings::default());
+    let reader = ValueReader { origin: &origin, path: String::new(), findings: &findings };
     let root = serde_saphyr::with_deserializer_from_str_with_options(text, options(), |document| {
         reader.deserialize(document)
     });
-    let mut errors = duplicates.into_inner();
+    let Findings { duplicates: mut errors, lines } = findings.into_inner();
     let is_blank = |line: &str| line.trim().is_empty() || line.trim_start().starts_with('#');
     let tree = match root.map(|root| root.kind) {
         Ok(ValueKind::Table(tree)) => Some(tree),
         Ok(ValueKind::Nil) if text.lines().all(is_blank) => {
-            errors.push((String::new(), "the file is empty".to_owned()));
+            errors.push(YamlMistake::of_file("the file is empty"));
             None
         }
         Ok(_) => {
             let message = "the file must be a map of keys (listeners: …, upstreams: …)";
-            errors.push((String::new(), message.to_owned()));
+            errors.push(YamlMistake::of_file(message));
             None
         }
         Err(error) => {
@@ -54,11 +78,11 @@ pub(super) fn parse(text: &str, origin: &str) -> ParsedYaml {
                 }
                 other => describe_yaml_error(text, other),
             };
-            errors.push((format!("line {line}"), message));
+            errors.push(YamlMistake { path: String::new(), line: Some(line), message });
             None
         }
     };
-    ParsedYaml { tree, errors }
+    ParsedYaml { tree, errors, lines }
 }
 
 fn options() -> Options {
@@ -148,7 +172,7 @@ fn describe_syntax_error(text: &str, reported: u64, message: &str) -> (u64, Stri
 struct ValueReader<'a> {
     origin: &'a String,
     path: String,
-    duplicates: &'a RefCell<Vec<(String, String)>>,
+    findings: &'a RefCell<Findings>,
 }
 
 impl ValueReader<'_> {
@@ -213,11 +237,20 @@ impl<'de> Visitor<'de> for ValueReader<'_> {
     /// Keeps the first value of a duplicate key.
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
         let mut entries = Map::new();
-        while let Some(key) = map.next_key::<String>()? {
-            let path = join(&self.path, &key);
-            if entries.contains_key(&key) {
-                let message = format!("the key {} appears twice here", quote(&key));
-                self.duplicates.borrow_mut().push((path.clone(), message));
+        while let Some(Spanned { value: key, referenced, .. }) =
+            map.next_key::<Spanned<String>>()?
+        {
+            let (path, line) = (join(&self.path, &key), referenced.line());
+            {
+                let Findings { duplicates, lines } = &mut *self.findings.borrow_mut();
+                if entries.is_empty() && self.path.ends_with(']') {
+                    lines.add(&self.path, line);
+                }
+                lines.add(&path, line);
+                if entries.contains_key(&key) {
+                    let message = format!("the key {} appears twice here", quote(&key));
+                    duplicates.push(YamlMistake { path: path.clone(), line: Some(line), message });
+                }
             }
             let value = map.next_value_seed(self.child(path))?;
             entries.entry(key).or_insert(value);

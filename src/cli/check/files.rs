@@ -5,10 +5,13 @@
 //! `check` and a warning for `run`, which starts without it and reads it again until it is valid.
 
 use std::fmt::Display;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::time::SystemTime;
 
-use crate::config::{CertPaths, Config, ConfigDraft, ConfigError, Terminate, describe_io_error};
+use crate::config::{
+    CertPaths, Config, ConfigDraft, ConfigError, KeyLines, Terminate, describe_io_error,
+};
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
 use crate::net::files;
 use crate::net::tls::certificate::{CertInfo, Subject};
@@ -30,6 +33,8 @@ pub struct FileReport {
     pub sources: Vec<ConfigError>,
     /// Warnings: files that do not exist yet, and certificates that are not valid yet or expire soon.
     pub notes: Vec<String>,
+    /// Settings that are valid but probably a mistake.
+    pub warnings: Vec<String>,
     /// The subject and the expiry of each valid certificate.
     pub passed_checks: Vec<String>,
 }
@@ -37,7 +42,7 @@ pub struct FileReport {
 /// Reports the errors of a draft, followed by those of the files that it names.
 pub fn check_draft(file: &Path, draft: &ConfigDraft, now: SystemTime) -> FileReport {
     let mut report = match &draft.config {
-        Some(config) => check_files(file, config, now),
+        Some(config) => check_files_at(file, config, draft.lines.clone(), now),
         None => FileReport::default(),
     };
     report.errors.splice(..0, draft.errors.iter().cloned());
@@ -49,8 +54,16 @@ pub fn check_draft(file: &Path, draft: &ConfigDraft, now: SystemTime) -> FileRep
 ///
 /// The files of an identity may be missing: kubelet writes them after it has joined the cluster.
 pub fn check_files(file: &Path, config: &Config, now: SystemTime) -> FileReport {
-    let mut checker =
-        FileChecker { file: file.display().to_string(), now, report: FileReport::default() };
+    check_files_at(file, config, KeyLines::default(), now)
+}
+
+/// [`check_files`] for a file with keys on these `lines`.
+fn check_files_at(file: &Path, config: &Config, lines: KeyLines, now: SystemTime) -> FileReport {
+    let file = file.display().to_string();
+    let mut checker = FileChecker { file, lines, now, report: FileReport::default() };
+    if let Some(path) = &config.state_dir {
+        checker.state_dir(path);
+    }
     for (i, upstream) in config.upstreams.iter().enumerate() {
         let at = format!("upstreams[{i}]");
         match &upstream.tls.ca_file {
@@ -90,6 +103,7 @@ fn is_incomplete(paths: &CertPaths) -> bool {
 
 struct FileChecker {
     file: String,
+    lines: KeyLines,
     now: SystemTime,
     report: FileReport,
 }
@@ -106,8 +120,33 @@ impl FileChecker {
     }
 
     fn config_error(&self, path: &str, message: impl Display) -> ConfigError {
-        let (file, path) = (self.file.clone(), path.to_owned());
-        ConfigError { file, path, message: message.to_string() }
+        let error = ConfigError::new(&*self.file, path, message.to_string());
+        ConfigError { line: self.lines.line_of(path), ..error }
+    }
+
+    fn warn(&mut self, path: &str, message: impl Display) {
+        let warning = self.config_error(path, message);
+        self.report.warnings.push(warning.to_string());
+    }
+
+    /// Warns of a state directory that cannot be created or used, because a file is at its path or above it.
+    fn state_dir(&mut self, path: &Path) {
+        let existing = path.ancestors().find(|path| !path.as_os_str().is_empty() && path.exists());
+        if let Some(existing) = existing.filter(|existing| !existing.is_dir()) {
+            let message = format!(
+                "{} is not a directory: endpoints are not saved, and no new process can take over",
+                existing.display()
+            );
+            self.warn("state_dir", message);
+        }
+    }
+
+    /// Warns of a private key that every user of the node can read.
+    fn key_mode(&mut self, at: &str, path: &Path) {
+        if is_world_readable(path) {
+            let message = "every user of this node can read this private key: chmod o-rwx";
+            self.warn(at, format!("{}: {message}", path.display()));
+        }
     }
 
     fn note(&mut self, path: &str, message: impl Display) {
@@ -137,6 +176,7 @@ impl FileChecker {
         match LocalCa::load(issuer) {
             Err(error) => self.error(&format!("{at}.issuer"), error),
             Ok(ca) => {
+                self.key_mode(&format!("{at}.issuer.key_file"), &issuer.key_file);
                 self.validity(&format!("{at}.issuer.cert_file"), &issuer.cert_file, ca.info());
                 let message = "jackstay can read the key of this CA, so an attacker in the process \
                                can issue certificates; `jackstay kubeconfig --mode terminate` creates \
@@ -173,6 +213,7 @@ impl FileChecker {
             self.missing(at, paths, None);
             return None;
         }
+        self.key_mode(&format!("{at}.key_file"), &paths.key_file);
         match load_cert(paths) {
             Ok(loaded) => {
                 self.validity(&format!("{at}.cert_file"), &paths.cert_file, &loaded.info);
@@ -312,6 +353,16 @@ impl FileChecker {
             Ok(_) => {}
         }
     }
+}
+
+/// Whether users other than the owner and the group can read a file: by its mode, and by those of the directories
+/// above it.
+fn is_world_readable(path: &Path) -> bool {
+    let Ok(path) = path.canonicalize() else { return false };
+    let allows = |path: &Path, bit: u32| {
+        path.metadata().is_ok_and(|metadata| metadata.permissions().mode() & bit != 0)
+    };
+    allows(&path, 0o004) && path.ancestors().skip(1).all(|directory| allows(directory, 0o001))
 }
 
 /// Whether a valid certificate should have been renewed already: kubelet renews with at least a

@@ -8,6 +8,7 @@ use rcgen::{CertificateParams, DnType, KeyPair};
 use super::files::is_renewal_overdue;
 use super::*;
 use crate::config::load;
+use crate::net::files::PRIVATE;
 use crate::net::tls::certificate::CertInfo;
 use crate::net::tls::local_ca::LocalCa;
 use crate::net::tls::pem_files::load_ca;
@@ -31,7 +32,8 @@ impl Dir {
         params.not_after = rcgen::date_time_ymd(to, 1, 1);
         let key = KeyPair::generate().unwrap();
         self.write(&format!("{name}.crt"), &params.self_signed(&key).unwrap().pem());
-        self.write(&format!("{name}.key"), &key.serialize_pem());
+        let path = self.0.path().join(format!("{name}.key"));
+        crate::net::files::replace(&path, key.serialize_pem().as_bytes(), PRIVATE).unwrap();
     }
 
     fn write(&self, name: &str, text: &str) {
@@ -292,6 +294,48 @@ fn check_files_broken_endpoint_source_is_a_source_error() {
     dir.write("token", "abc\n");
     user("{tokenFile: token}");
     assert_eq!(check().0, [""; 0]);
+}
+
+#[test]
+fn check_files_warns_of_a_readable_key_and_of_a_state_directory_that_is_a_file() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let dir = dir();
+    let here = dir.0.path().display().to_string();
+    let warnings = || {
+        let file = dir.0.path().join("c.yaml");
+        let draft = crate::config::draft(&file, [], &Overrides::default());
+        let found = check_draft(&file, &draft, now());
+        assert_eq!(found.errors, []);
+        let clean = |text: String| text.replace(&format!("{here}/"), "");
+        found.warnings.into_iter().map(clean).collect::<Vec<_>>()
+    };
+    let mode = |name: &str, mode| {
+        fs::set_permissions(dir.0.path().join(name), fs::Permissions::from_mode(mode)).unwrap();
+    };
+    dir.check("", "ok", &["node"]);
+    let text = fs::read_to_string(dir.0.path().join("c.yaml")).unwrap();
+    let with_state = |path: &str| {
+        dir.write("c.yaml", &format!("state_dir: {path}\n{text}").replace("DIR", &here));
+    };
+    with_state("DIR/state");
+    mode("ok.key", 0o640);
+    mode("node.key", 0o644);
+    // Nobody else reaches a file below a private directory, as temporary ones are.
+    mode("", 0o700);
+    assert_eq!(warnings(), [""; 0]);
+    mode("", 0o755);
+    let key = "c.yaml: line 3: listeners[0].identities[0].key_file: node.key: every user of this node \
+               can read this private key: chmod o-rwx";
+    assert_eq!(warnings(), [key]);
+    mode("node.key", 0o600);
+    for path in ["DIR/ok.crt", "DIR/ok.crt/state"] {
+        with_state(path);
+        let expected = "c.yaml: line 1: state_dir: ok.crt is not a directory: endpoints are not saved, \
+                        and no new process can take over";
+        assert_eq!(warnings(), [expected], "{path}");
+    }
+    let result = super::check(&dir.0.path().join("c.yaml"), [], &Overrides::default());
+    assert!(result.ok && super::text(&result).contains("c.yaml: ok, 1 warning ("), "{result:?}");
 }
 
 #[test]

@@ -30,12 +30,15 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Listener {
     let mut fields = node.fields();
     let name = fields.name(&mut references.listener_names);
 
-    let mut bind = Vec::new();
+    let (mut bind, mut wildcards) = (Vec::new(), Vec::new());
     for item in fields.required_items("bind", "at least one address") {
         let wanted = "text: an address such as 127.0.0.1:7443";
         if let Some(address) = item.require(wanted, parse_bind) {
             bind.push(address);
-            references.binds.push((item.path, address));
+            references.binds.push((item.path.clone(), address));
+            if address.ip().is_unspecified() {
+                wildcards.push((item, address));
+            }
         }
     }
 
@@ -63,6 +66,17 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Listener {
         Mode::Terminate(self::terminate(&mut fields, terminate.is_some()))
     };
     fields.finish();
+    if let Mode::Terminate(terminate) = &mode
+        && !terminate.identities.is_empty()
+    {
+        for (item, address) in wildcards {
+            item.warn(format!(
+                "{address} accepts clients from every network of this host: each can send requests to the \
+                 apiservers with a token of its own or as system:anonymous; an identity serves only clients \
+                 that prove its subject. Bind a loopback address unless other hosts are clients"
+            ));
+        }
+    }
     Listener { name, bind, freebind, transparent, upstream, mode }
 }
 

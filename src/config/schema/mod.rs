@@ -14,13 +14,12 @@ use super::listener::Listener;
 use super::logging::{AccessLog, Level, Log, LogFormat};
 use super::model::{Admin, Config, Shutdown, UsedBy};
 use super::node::{Fields, Node};
-use super::report::Report;
 use super::rules::References;
 use super::sandbox::{Sandbox, Seccomp, Switch};
 use super::units::{HOUR, SECOND};
 
-/// Reads the whole tree. The configuration is valid only if `report` has no errors.
-pub(super) fn read(root: &Node<'_>, report: &Report) -> (Config, References) {
+/// Reads the whole tree. The configuration is valid only if the report of `root` has no errors.
+pub(super) fn read(root: &Node<'_>) -> (Config, References) {
     let mut references = References::default();
     let mut top = root.fields();
 
@@ -31,7 +30,7 @@ pub(super) fn read(root: &Node<'_>, report: &Report) -> (Config, References) {
         if !bind.ip().is_loopback() {
             let message = "not a loopback address: every host that can connect to it can read \
                            status and metrics";
-            report.warn(&node.path, message);
+            node.warn(message);
         }
         references.binds.push((node.path, bind));
     }

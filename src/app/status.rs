@@ -295,7 +295,7 @@ impl admin::StatusProvider for ProcessStatus {
         let shown = self.active.load();
         let mut checks = Vec::new();
         let mut check = |name: String, ok: bool, detail: String| {
-            checks.push(ReadinessCheck { name, ok, detail });
+            checks.push(ReadinessCheck { name, ok, required: true, detail });
         };
         let mut ready = true;
         for listener in &shown.listeners {
@@ -318,6 +318,9 @@ impl admin::StatusProvider for ProcessStatus {
         // The process stays ready if one of the following checks fails. Without an identity it serves bearer
         // tokens and other identities. It probes with the last valid token or none, and uses the last
         // endpoints and the last configuration.
+        let mut check = |name: String, ok: bool, detail: String| {
+            checks.push(ReadinessCheck { name, ok, required: false, detail });
+        };
         let identities = shown.listeners.iter().flat_map(|listener| listener.mode.identities());
         for slot in identities {
             if let Some(error) = slot.error() {
@@ -343,7 +346,8 @@ impl admin::StatusProvider for ProcessStatus {
         }
         let draining = *self.draining.borrow();
         if draining {
-            check("shutdown".into(), false, "draining".into());
+            let (name, detail) = ("shutdown".into(), "draining".into());
+            checks.push(ReadinessCheck { name, ok: false, required: true, detail });
         }
         Readiness { ready: ready && !draining, checks }
     }

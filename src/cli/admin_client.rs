@@ -3,8 +3,9 @@
 
 use std::fmt;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -24,11 +25,68 @@ pub(super) const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
 /// Largest accepted body. `/status` of 256 endpoints with all their connections is smaller.
 const MAX_BODY: usize = 16 << 20;
 
+/// The TCP address of an admin endpoint, as in `--admin`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum TcpAddress {
+    /// An IP address and a port.
+    Ip(SocketAddr),
+    /// Both loopback addresses (RFC 6761 section 6.3) and a port. DNS is not asked.
+    Localhost(u16),
+}
+
+impl TcpAddress {
+    /// Connects. Of `localhost`, the IPv6 address is tried after the IPv4 address has failed; if both fail,
+    /// the error is that of IPv4.
+    async fn connect(self) -> io::Result<TcpStream> {
+        let port = match self {
+            Self::Ip(address) => return TcpStream::connect(address).await,
+            Self::Localhost(port) => port,
+        };
+        match TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await {
+            Ok(stream) => Ok(stream),
+            Err(error) => TcpStream::connect((Ipv6Addr::LOCALHOST, port)).await.or(Err(error)),
+        }
+    }
+}
+
+impl From<SocketAddr> for TcpAddress {
+    fn from(address: SocketAddr) -> Self {
+        Self::Ip(address)
+    }
+}
+
+impl FromStr for TcpAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Ok(address) = text.parse() {
+            return Ok(Self::Ip(address));
+        }
+        let localhost = text.rsplit_once(':').filter(|(host, port)| {
+            host.eq_ignore_ascii_case("localhost") && port.bytes().all(|b| b.is_ascii_digit())
+        });
+        localhost.and_then(|(_, port)| port.parse().ok()).map(Self::Localhost).ok_or_else(|| {
+            "write an IP address and a port, as in 127.0.0.1:9643 or [::1]:9643, or localhost:9643; \
+             other names are not looked up"
+                .to_owned()
+        })
+    }
+}
+
+impl fmt::Display for TcpAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ip(address) => address.fmt(f),
+            Self::Localhost(port) => write!(f, "localhost:{port}"),
+        }
+    }
+}
+
 /// Where an admin endpoint listens.
 #[derive(Debug, Clone)]
 pub(super) enum AdminAddress {
     /// `admin.bind`
-    Tcp(SocketAddr),
+    Tcp(TcpAddress),
     /// `admin.socket`
     Unix(PathBuf),
 }
@@ -60,7 +118,7 @@ pub(super) async fn get(
     let exchange = async {
         match address {
             AdminAddress::Tcp(address) => {
-                exchange(TcpStream::connect(address).await?, &address.to_string(), path).await
+                exchange(address.connect().await?, &address.to_string(), path).await
             }
             // A nonblocking connect(2) fails with EAGAIN while the socket's backlog is full.
             AdminAddress::Unix(socket) => {
@@ -77,8 +135,8 @@ pub(super) async fn get(
 ///
 /// # Errors
 /// Those of [`get`]; `InvalidData` for a status code other than 200 or a body that is not JSON.
-pub(super) async fn get_status(admin: SocketAddr, limit: Duration) -> io::Result<Value> {
-    let response = get(&AdminAddress::Tcp(admin), "/status", limit).await?;
+pub(super) async fn get_status(admin: impl Into<TcpAddress>, limit: Duration) -> io::Result<Value> {
+    let response = get(&AdminAddress::Tcp(admin.into()), "/status", limit).await?;
     if response.status() != StatusCode::OK {
         return Err(invalid_data(format!("/status is answered with {}", response.status())));
     }
@@ -87,12 +145,13 @@ pub(super) async fn get_status(admin: SocketAddr, limit: Duration) -> io::Result
 }
 
 /// [`get_status`] for callers without a tokio runtime.
-pub(super) fn fetch_status(admin: SocketAddr) -> io::Result<Value> {
+pub(super) fn fetch_status(admin: impl Into<TcpAddress>) -> io::Result<Value> {
     block_on(get_status(admin, STATUS_TIMEOUT))
 }
 
 /// Explains in one line why `/status` could not be read, and what to do.
-pub(super) fn explain_no_status(admin: SocketAddr, error: &io::Error) -> String {
+pub(super) fn explain_no_status(admin: impl Into<TcpAddress>, error: &io::Error) -> String {
+    let admin = admin.into();
     let reason = match error.kind() {
         io::ErrorKind::ConnectionRefused => format!(
             "nothing listens on {admin}: jackstay does not run there, or its admin.bind is another \
@@ -188,6 +247,42 @@ mod tests {
     fn fetch_status_ok_response_is_parsed() {
         let server = tcp_server("HTTP/1.0 200 OK\r\n\r\n{\"version\": \"1\"}");
         assert_eq!(fetch_status(server).unwrap()["version"], "1");
+    }
+
+    #[test]
+    fn tcp_address_accepts_ip_addresses_and_localhost_only() {
+        for text in ["127.0.0.1:9643", "[::1]:9643", "localhost:9643"] {
+            assert_eq!(text.parse::<TcpAddress>().unwrap().to_string(), text);
+        }
+        assert_eq!("LocalHost:1".parse(), Ok(TcpAddress::Localhost(1)));
+        for text in
+            ["localhost", "localhost:", "localhost:70000", "localhost:+1", "node-1:9643", ""]
+        {
+            let error = text.parse::<TcpAddress>().unwrap_err();
+            assert!(error.contains("localhost:9643"), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn fetch_status_of_localhost_reaches_either_loopback_address() {
+        for bind in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(listener) = TcpListener::bind(bind) else {
+                println!("skipped: {bind} cannot be bound");
+                continue;
+            };
+            let port = listener.local_addr().unwrap().port();
+            std::thread::spawn(move || {
+                serve_once(
+                    listener.accept().unwrap().0,
+                    "HTTP/1.0 200 OK\r\n\r\n{\"version\": \"1\"}",
+                );
+            });
+            assert_eq!(
+                fetch_status(TcpAddress::Localhost(port)).unwrap()["version"],
+                "1",
+                "{bind}"
+            );
+        }
     }
 
     #[test]

@@ -8,8 +8,8 @@ use std::time::Duration;
 use clap::Args;
 
 use super::admin_client::{DEFAULT_ADMIN, fetch_status};
-use super::options::{DEFAULT_CONFIG, EXIT_USAGE, OutputArgs, OutputFormat};
-use crate::config::{self, CertPaths, Overrides, parse_duration};
+use super::options::{DEFAULT_CONFIG, EXIT_USAGE, OutputArgs, OutputFormat, parse_flag_duration};
+use crate::config::{self, CertPaths, Overrides};
 use crate::doctor::dns::Resolver;
 use crate::doctor::observations::EndpointSource;
 use crate::doctor::target::{
@@ -66,7 +66,7 @@ pub(super) struct DoctorArgs {
     /// Address on which jackstay will listen, without a configuration. Repeatable.
     #[arg(long = "listen", value_name = "ADDR", conflicts_with = "config")]
     listen: Vec<SocketAddr>,
-    /// Duration of the examination.
+    /// Duration of the examination; a number without a unit is seconds.
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = parse_time)]
     duration: Duration,
     #[command(flatten)]
@@ -74,7 +74,7 @@ pub(super) struct DoctorArgs {
 }
 
 fn parse_time(text: &str) -> Result<Duration, String> {
-    let duration = parse_duration(text)?;
+    let duration = parse_flag_duration(text)?;
     if (Duration::from_secs(1)..=Duration::from_secs(3600)).contains(&duration) {
         Ok(duration)
     } else {

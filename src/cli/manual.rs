@@ -1,13 +1,14 @@
 //! `jackstay completion`, `man` and `version`: print text that clap generates from the command line,
 //! and the version of the build.
 
+mod page;
+
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
 use clap_complete::Shell;
-use clap_mangen::Man;
 use serde_json::json;
 
 use super::options::OutputArgs;
@@ -47,7 +48,7 @@ pub(super) struct CompletionArgs {
 #[derive(Debug, Args)]
 #[command(after_help = MAN_HELP)]
 pub(super) struct ManArgs {
-    /// Write jackstay.1, jackstay-run.1 and so on into this directory.
+    /// Write jackstay.1, jackstay-run.1 and so on into this directory, which is created if it is missing.
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
@@ -70,13 +71,13 @@ pub(super) fn completion(args: &CompletionArgs, mut command: clap::Command) -> E
 /// Prints the manual page of the program, or writes the pages of all commands into a directory.
 pub(super) fn man(args: &ManArgs, command: clap::Command) -> ExitCode {
     exit_code(match &args.out {
-        None => Man::new(command).render(&mut io::stdout().lock()),
+        None => page::write(command, &mut io::stdout().lock()),
         Some(directory) => write_pages(directory, command),
     })
 }
 
 fn write_pages(directory: &Path, command: clap::Command) -> io::Result<()> {
-    clap_mangen::generate_to(command, directory)
+    page::write_all(command, directory)
         .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", directory.display())))
 }
 

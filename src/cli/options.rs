@@ -4,9 +4,12 @@
 use std::ffi::OsStr;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
+
+use crate::config::parse_duration;
 
 /// Exit code for bad usage, a bad configuration or an input that cannot be used. 0 is success and 1 a
 /// failure at run time.
@@ -27,6 +30,15 @@ pub(super) struct ConfigArgs {
 pub(super) fn missing_default_hint(file: &Path) -> Option<&'static str> {
     let missing = file == Path::new(DEFAULT_CONFIG) && matches!(file.try_exists(), Ok(false));
     missing.then_some("name the configuration file with --config FILE")
+}
+
+/// Reads the duration of a flag: as in the configuration (`250ms`, `1m30s`), or a number of seconds.
+///
+/// # Errors
+/// `text` is neither.
+pub(super) fn parse_flag_duration(text: &str) -> Result<Duration, String> {
+    let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    if is_number { parse_duration(&format!("{text}s")) } else { parse_duration(text) }
 }
 
 /// The `-o` option of commands that print a result.
@@ -93,6 +105,16 @@ fn is_colour_wanted(no_color: Option<&OsStr>) -> bool {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn parse_flag_duration_takes_a_number_as_seconds() {
+        for (text, millis) in [("5", 5_000), ("0", 0), ("5s", 5_000), ("250ms", 250)] {
+            assert_eq!(parse_flag_duration(text), Ok(Duration::from_millis(millis)), "{text}");
+        }
+        for text in ["", "-5", "1.5", "5 s", "99999999999999999999"] {
+            assert!(parse_flag_duration(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn terminal_dumb_or_unknown_is_not_capable() {

@@ -5,7 +5,6 @@
 //! process can connect to the TCP port and exhaust its backlog; the socket is private to its user and group.
 
 use std::io;
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -14,9 +13,9 @@ use clap::{Args, ValueEnum};
 use http::StatusCode;
 use serde::Serialize;
 
-use super::admin_client::{AdminAddress, DEFAULT_ADMIN, block_on, get};
-use super::options::OutputArgs;
-use crate::config::{format_duration, parse_duration};
+use super::admin_client::{AdminAddress, DEFAULT_ADMIN, TcpAddress, block_on, get};
+use super::options::{OutputArgs, parse_flag_duration};
+use crate::config::format_duration;
 
 const HELP: &str = "\
 Exit codes: 0 alive or ready, 1 not alive or ready, or no answer, 2 bad
@@ -37,10 +36,10 @@ pub struct ProbeArgs {
     #[arg(long, value_name = "PATH", conflicts_with = "admin")]
     socket: Option<PathBuf>,
     /// Address of the admin endpoint: `admin.bind` in the configuration.
-    #[arg(long, value_name = "ADDR", default_value_t = DEFAULT_ADMIN)]
-    admin: SocketAddr,
-    /// How long to wait for the answer.
-    #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = parse_duration)]
+    #[arg(long, value_name = "ADDR", default_value_t = DEFAULT_ADMIN.into())]
+    admin: TcpAddress,
+    /// How long to wait for the answer; a number without a unit is seconds.
+    #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = parse_flag_duration)]
     timeout: Duration,
     #[command(flatten)]
     output: OutputArgs,

@@ -12,7 +12,6 @@ mod table;
 mod view;
 
 use std::io::{self, Write};
-use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -21,10 +20,11 @@ use serde_json::Value;
 
 use self::table::Style;
 use super::admin_client::{
-    DEFAULT_ADMIN, STATUS_TIMEOUT, block_on, explain_no_status, fetch_status, get_status,
+    DEFAULT_ADMIN, STATUS_TIMEOUT, TcpAddress, block_on, explain_no_status, fetch_status,
+    get_status,
 };
-use super::options::{OutputArgs, OutputFormat, has_cursor};
-use crate::config::{format_duration, parse_duration};
+use super::options::{OutputArgs, OutputFormat, has_cursor, parse_flag_duration};
+use crate::config::format_duration;
 use crate::observe::utc::Utc;
 
 /// Shortest interval of `--watch`, and the interval of `--wait`.
@@ -45,17 +45,17 @@ Examples:
 #[command(after_help = HELP)]
 pub struct StatusArgs {
     /// Address of the admin endpoint: `admin.bind` in the configuration.
-    #[arg(long, value_name = "ADDR", default_value_t = DEFAULT_ADMIN)]
-    admin: SocketAddr,
-    /// Repeat at this interval [default interval: 1s].
+    #[arg(long, value_name = "ADDR", default_value_t = DEFAULT_ADMIN.into())]
+    admin: TcpAddress,
+    /// Repeat at this interval; a number without a unit is seconds [default interval: 1s].
     #[arg(long, short, value_name = "INTERVAL", num_args = 0..=1, default_missing_value = "1s",
           value_parser = parse_interval, require_equals = true, conflicts_with = "wait")]
     watch: Option<Duration>,
     /// Wait until every upstream has a usable endpoint, then print the status.
     #[arg(long)]
     wait: bool,
-    /// How long --wait waits before it fails with exit code 1.
-    #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = parse_duration,
+    /// How long --wait waits before it fails with exit code 1; a number without a unit is seconds.
+    #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = parse_flag_duration,
           requires = "wait")]
     timeout: Duration,
     #[command(flatten)]
@@ -63,7 +63,7 @@ pub struct StatusArgs {
 }
 
 fn parse_interval(text: &str) -> Result<Duration, String> {
-    let interval = parse_duration(text)?;
+    let interval = parse_flag_duration(text)?;
     if interval < MIN_INTERVAL { Err("at least 100ms".to_owned()) } else { Ok(interval) }
 }
 
@@ -160,8 +160,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parse_interval_needs_a_unit_and_100_ms() {
+    fn parse_interval_needs_100_ms() {
         assert_eq!(parse_interval("250ms"), Ok(Duration::from_millis(250)));
-        assert!(parse_interval("10ms").is_err() && parse_interval("2").is_err());
+        assert_eq!(parse_interval("2"), Ok(Duration::from_secs(2)));
+        assert!(parse_interval("10ms").is_err() && parse_interval("0").is_err());
     }
 }

@@ -110,17 +110,33 @@ fn completion_and_manual_contain_every_command() {
     }
     let page = text(&jackstay(&["man"]).stdout);
     assert!(page.contains(".TH jackstay 1"), "{page}");
+    let sections = |page: &str| {
+        let titles = page.lines().filter_map(|line| line.strip_prefix(".SH "));
+        titles.map(|title| title.trim_matches('"').to_owned()).collect::<Vec<_>>()
+    };
+    let usual = ["NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "COMMANDS", "EXIT STATUS"];
+    let last = ["ENVIRONMENT", "FILES", "EXAMPLES", "SEE ALSO"];
+    assert_eq!(sections(&page), [&usual[..], &last].concat());
 
     let dir = tempfile::tempdir().expect("a directory");
-    let out = jackstay(&["man", "--out", dir.path().to_str().expect("UTF-8")]);
+    let missing = dir.path().join("share/man1");
+    let out = jackstay(&["man", "--out", missing.to_str().expect("UTF-8")]);
     assert!(out.status.success(), "{}", text(&out.stderr));
     for command in commands.iter().filter(|command| *command != "help") {
-        let file = dir.path().join(format!("jackstay-{command}.1"));
-        assert!(file.is_file(), "no {}", file.display());
+        let file = missing.join(format!("jackstay-{command}.1"));
+        let page = std::fs::read_to_string(&file).expect("a page");
+        let sections = sections(&page);
+        assert_eq!(sections[..4], usual[..4], "{command}");
+        for title in ["EXIT STATUS", "EXAMPLES", "SEE ALSO"] {
+            assert!(sections.contains(&title.to_owned()), "{command}: {sections:?}");
+        }
     }
-    let out = jackstay(&["man", "--out", "/does/not/exist"]);
+    assert!(!missing.join("jackstay-launcher.1").exists());
+    let page = std::fs::read_to_string(missing.join("jackstay-run.1")).expect("a page");
+    assert!(sections(&page).contains(&"SIGNALS".to_owned()), "{page}");
+    let out = jackstay(&["man", "--out", "/dev/null/man1"]);
     assert_eq!(out.status.code(), Some(1));
-    assert!(text(&out.stderr).contains("/does/not/exist"), "{}", text(&out.stderr));
+    assert!(text(&out.stderr).contains("/dev/null/man1"), "{}", text(&out.stderr));
 }
 
 #[test]

@@ -3,14 +3,13 @@
 //! Each frame is one write, so it does not flicker. The scrollback of the shell is unchanged.
 
 use std::io::{self, Write};
-use std::net::SocketAddr;
 use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::table::{self, Style};
 use super::view;
-use crate::cli::admin_client::{STATUS_TIMEOUT, explain_no_status, get_status};
+use crate::cli::admin_client::{STATUS_TIMEOUT, TcpAddress, explain_no_status, get_status};
 use crate::config::format_duration;
 use crate::observe::utc::Utc;
 
@@ -19,7 +18,7 @@ const DEFAULT_SIZE: (usize, usize) = (80, 24);
 
 /// Draws a frame at each interval and after each change of the window's size, until SIGINT or
 /// SIGTERM.
-pub(super) fn run(admin: SocketAddr, interval: Duration) -> io::Result<()> {
+pub(super) fn run(admin: TcpAddress, interval: Duration) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let mut interrupt = signal(SignalKind::interrupt())?;
@@ -38,7 +37,7 @@ pub(super) fn run(admin: SocketAddr, interval: Duration) -> io::Result<()> {
 /// Draws until `end` completes, which also cancels a pending request.
 async fn draw_until(
     end: impl Future<Output = ()>,
-    admin: SocketAddr,
+    admin: TcpAddress,
     interval: Duration,
 ) -> io::Result<()> {
     tokio::select! {
@@ -47,7 +46,7 @@ async fn draw_until(
     }
 }
 
-async fn draw_frames(admin: SocketAddr, interval: Duration) -> io::Result<()> {
+async fn draw_frames(admin: TcpAddress, interval: Duration) -> io::Result<()> {
     let mut resized = signal(SignalKind::window_change())?;
     let mut ticks = tokio::time::interval(interval);
     loop {
@@ -126,7 +125,7 @@ mod tests {
         let admin = silent.local_addr().unwrap();
         let mut connection = None;
         let end = async { connection = silent.accept().await.ok() };
-        let drawing = draw_until(end, admin, Duration::from_secs(1));
+        let drawing = draw_until(end, admin.into(), Duration::from_secs(1));
         let result = tokio::time::timeout(STATUS_TIMEOUT / 2, drawing).await;
         result.expect("ends before the request times out").unwrap();
         assert!(connection.is_some());

@@ -114,8 +114,8 @@ impl App {
             tracing::info!(path = %path.display(), "no process to take over from");
             return Self::bind_with(config, inherited);
         };
-        let pid = predecessor.pid();
-        tracing::info!(pid, sockets = sockets.len(), "taking over from a running process");
+        let from = predecessor.pid();
+        tracing::info!(from, sockets = sockets.len(), "taking over from a running process");
         inherited.append(sockets);
         Ok(Self { predecessor: Some(predecessor), ..Self::bind_with(config, inherited)? })
     }

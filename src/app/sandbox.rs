@@ -51,7 +51,7 @@ pub struct SandboxStatus {
 
 impl ProcessSandbox {
     /// Places the configured restrictions on this process, which must not have started a thread yet. `file` is the
-    /// configuration file. A restriction that the kernel does not support is left out, and [`Self::log`] says so.
+    /// configuration file. A restriction that the kernel does not support is left out, and [`Self::warn_if_incomplete`] says so.
     pub fn enter(config: &Config, file: Option<&Path>) -> Self {
         let wanted = config.sandbox;
         let state = |switch: Switch, restrict: &dyn Fn() -> std::io::Result<()>| match switch {
@@ -71,6 +71,7 @@ impl ProcessSandbox {
                 match landlock::restrict(wanted.list()) {
                     Ok(entered) => {
                         let complete = entered.is_complete;
+                        wanted.set_granted();
                         (rules, domain) = (Some(wanted), Some(entered));
                         if complete { "on" } else { "on (partly: old kernel)" }.to_owned()
                     }
@@ -105,14 +106,12 @@ impl ProcessSandbox {
         &self.status
     }
 
-    /// Logs the state of each restriction: a warning if the kernel does not support one.
-    pub fn log(&self) {
+    /// Warns if the kernel does not support a restriction. [`Self::summary`] has the state of each.
+    pub fn warn_if_incomplete(&self) {
         let SandboxStatus { not_dumpable, no_new_privs, seccomp, landlock, .. } = &self.status;
         let all = [not_dumpable, no_new_privs, seccomp, landlock];
         if all.iter().any(|state| state.starts_with("unavailable")) {
             tracing::warn!(not_dumpable, no_new_privs, seccomp, landlock, "sandbox incomplete");
-        } else {
-            tracing::info!(not_dumpable, no_new_privs, seccomp, landlock, "sandbox entered");
         }
     }
 
@@ -124,16 +123,20 @@ impl ProcessSandbox {
         let Some(granted) = &self.rules else { return Ok(()) };
         let errors: Vec<_> = named_files(config)
             .into_iter()
-            .filter(|file| !granted.cover(&file.rules()))
-            .map(|NamedFile { key, path, .. }| {
-                format!(
-                    "{key}: {} is outside of the directories that the running process can access \
-                     (sandbox.landlock): restart jackstay to apply this configuration",
-                    path.display()
-                )
+            .filter_map(|file| {
+                let reason = granted.describe_outside(&file.path, &file.rules())?;
+                Some(format!("{}: {reason}", file.key))
             })
             .collect();
         if errors.is_empty() { Ok(()) } else { Err(errors) }
+    }
+
+    /// The restrictions in one line.
+    pub fn summary(&self) -> String {
+        let SandboxStatus { not_dumpable, no_new_privs, seccomp, landlock, .. } = &self.status;
+        format!(
+            "not_dumpable {not_dumpable}, no_new_privs {no_new_privs}, seccomp {seccomp}, landlock {landlock}"
+        )
     }
 
     /// The restrictions of the configuration that this process was started with.

@@ -36,6 +36,7 @@ use super::start_error::StartError;
 use crate::net::process::descriptor_passing;
 use crate::net::process::inherited_sockets::InheritedSockets;
 use crate::net::sockets::listening;
+use crate::observe::log::PidInLines;
 
 /// The first message of the new process; the number is the version of the protocol.
 const REQUEST: &str = "jackstay take-over 1";
@@ -60,6 +61,12 @@ const QUEUE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Pause after a failed accept, so that the loop does not spin.
 const ACCEPT_RETRY: Duration = Duration::from_secs(1);
 
+/// How often a new process checks whether the old one has ended.
+const END_POLL: Duration = Duration::from_millis(500);
+/// Maximum time for which log lines have the field `pid` after a takeover: longer than the default of the drain
+/// timeout. The id of the old process may be in use again later.
+const MAX_OVERLAP: Duration = Duration::from_secs(120);
+
 /// The takeover socket of a process with this state directory.
 pub fn socket_path(state_dir: &Path) -> PathBuf {
     state_dir.join("take-over.sock")
@@ -70,6 +77,7 @@ pub fn socket_path(state_dir: &Path) -> PathBuf {
 pub struct Predecessor {
     stream: BlockingStream,
     pid: Option<i32>,
+    overlap: PidInLines,
 }
 
 /// Requests the sockets of the process that serves `path`. Returns `None` if no process does.
@@ -147,7 +155,7 @@ pub fn receive_sockets(mut stream: BlockingStream) -> io::Result<(Predecessor, I
     }
     // The kernel reports 0 for a process of another PID namespace.
     let pid = Some(peer.pid).filter(|pid| *pid > 0);
-    Ok((Predecessor { stream, pid }, sockets))
+    Ok((Predecessor { stream, pid, overlap: PidInLines::start() }, sockets))
 }
 
 impl Predecessor {
@@ -157,13 +165,19 @@ impl Predecessor {
     }
 
     /// Reports to the old process that this one serves its sockets, and waits until the old one has stopped
-    /// accepting.
+    /// accepting. Log lines have the field `pid` until the old process has ended, for at most [`MAX_OVERLAP`].
     ///
     /// # Errors
     /// The old process has ended or does not answer.
     pub async fn replace(self) -> io::Result<()> {
-        self.stream.set_nonblocking(true)?;
-        let mut stream = UnixStream::from_std(self.stream)?;
+        let Self { stream, pid, overlap } = self;
+        drop(tokio::spawn(async move {
+            // Without a visible process id, its end cannot be seen.
+            let _ = timeout(MAX_OVERLAP, wait_until_ended(pid)).await;
+            drop(overlap);
+        }));
+        stream.set_nonblocking(true)?;
+        let mut stream = UnixStream::from_std(stream)?;
         stream.write_all(format!("{SERVING}\n").as_bytes()).await?;
         match timeout(REPLY_TIMEOUT, read_line(&mut stream)).await {
             Ok(Ok(line)) if line == LEFT => Ok(()),
@@ -171,6 +185,15 @@ impl Predecessor {
             Ok(Err(error)) => Err(error),
             Err(_) => Err(ErrorKind::TimedOut.into()),
         }
+    }
+}
+
+/// Waits until a process has ended; never ends without its id. Landlock does not restrict stat(2), unlike open(2).
+async fn wait_until_ended(pid: Option<i32>) {
+    let Some(pid) = pid else { return std::future::pending().await };
+    let process = PathBuf::from(format!("/proc/{pid}"));
+    while process.exists() {
+        sleep(END_POLL).await;
     }
 }
 
@@ -200,7 +223,9 @@ impl TakeoverServer {
     /// The directory cannot be written, or another process serves `path`.
     pub fn listen(path: &Path, replace: bool) -> io::Result<Self> {
         if !replace && BlockingStream::connect(path).is_ok() {
-            return Err(io::Error::other("another process with this state_dir serves it"));
+            return Err(io::Error::other(
+                "another process with this state_dir serves it; each jackstay needs a state_dir of its own",
+            ));
         }
         UnixListener::from_std(listening::listen_unix(path, 0o600)?).map(Self)
     }
@@ -216,8 +241,9 @@ impl TakeoverServer {
                     continue;
                 }
             };
+            let overlap = PidInLines::start();
             match hand_over(&mut stream, &requests).await {
-                Ok(()) => return,
+                Ok(()) => return overlap.until_exit(),
                 Err(error) => tracing::warn!(%error, "takeover failed; continuing to serve"),
             }
         }
@@ -258,7 +284,7 @@ pub async fn hand_over(
     };
     within(REPLY_TIMEOUT, "the new process does not receive the sockets", send).await?;
     drop(sockets);
-    tracing::info!(pid = peer.pid(), "listening sockets sent to a new process");
+    tracing::info!(to = peer.pid(), "listening sockets sent to a new process");
     let message =
         within(SERVE_TIMEOUT, "the new process does not serve", read_line(stream)).await?;
     if message != SERVING {

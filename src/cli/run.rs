@@ -3,7 +3,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -18,10 +18,11 @@ use super::upgrade::Upgrade;
 use crate::app::reload::ConfigSource;
 use crate::app::sandbox::ProcessSandbox;
 use crate::app::{App, Running, StartError};
-use crate::config::{self, ConfigDraft, LoadedConfig, Overrides};
+use crate::config::{self, Config, ConfigDraft, LoadedConfig, Overrides};
 use crate::net::process::inherited_sockets::{self, InheritedSockets};
+use crate::net::process::sandbox::file_rules;
 use crate::net::process::service_manager::ServiceManager;
-use crate::observe::log;
+use crate::observe::{build, log};
 
 const HELP: &str = "\
 Signals: SIGTERM and SIGINT drain and exit, a second one cuts the drain
@@ -92,6 +93,9 @@ impl ConfigInput {
         &self,
         sandbox: Option<&ProcessSandbox>,
     ) -> Result<(LoadedConfig, Vec<String>), Vec<String>> {
+        if let Some(denial) = sandbox.and_then(|_| file_rules::describe_denial(&self.name)) {
+            return Err(vec![denial]);
+        }
         let draft = (self.read)();
         if let (Some(sandbox), Some(config)) = (sandbox, &draft.config) {
             sandbox.check(config)?;
@@ -155,13 +159,16 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
+    log_start(&input.name, &config, take_over, &sandbox.summary());
+    // Until it is known whether another process runs.
+    let overlap = take_over.then(log::PidInLines::start);
     for warning in warnings {
         tracing::warn!("{warning}");
     }
     for check in passed_checks {
         tracing::info!("{check}");
     }
-    sandbox.log();
+    sandbox.warn_if_incomplete();
     let checked = Arc::clone(&sandbox);
     let source = input.is_file.then(|| ConfigSource {
         file: input.name.clone(),
@@ -181,6 +188,7 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
         } else {
             App::bind_with(config, inherited)?
         };
+        drop(overlap);
         let app = match source {
             Some(source) => app.with_config_source(source),
             None => app,
@@ -198,6 +206,28 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
         tracing::error!(%error, "cannot serve: stopped");
         ExitCode::FAILURE
     })
+}
+
+/// Writes the first line of the log: which program runs how, for a reader of many restarts.
+fn log_start(file: &Path, config: &Config, take_over: bool, sandbox: &str) {
+    let listeners = |terminates: bool| {
+        let all = config.listeners.iter().filter(|l| l.terminate().is_some() == terminates);
+        let names: Vec<_> = all.map(|listener| listener.name.as_str()).collect();
+        if names.is_empty() { "none".to_owned() } else { names.join(",") }
+    };
+    let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
+    tracing::info!(
+        version = build::VERSION,
+        commit = build::COMMIT,
+        pid = std::process::id(),
+        config = %file.display(),
+        user = %format_args!("{}:{}", uid.as_raw(), gid.as_raw()),
+        l7 = %listeners(true),
+        l4 = %listeners(false),
+        take_over,
+        sandbox,
+        "jackstay starts"
+    );
 }
 
 /// The listening sockets among the descriptors of the service manager.

@@ -33,6 +33,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::Config;
 use crate::net::process::code_pages;
+use crate::observe::log::PidInLines;
 
 /// The hidden command of the launcher.
 const LAUNCHER: &str = "launcher";
@@ -106,7 +107,12 @@ fn request(launcher: &UnixStream) -> io::Result<()> {
     let mut stream = launcher.try_clone()?;
     stream.write_all(&[REQUEST])?;
     let replies = BufReader::new(stream);
-    thread::Builder::new().name("upgrade".into()).spawn(move || log_replies(replies))?;
+    let overlap = PidInLines::start();
+    let log = move || {
+        log_replies(replies);
+        drop(overlap);
+    };
+    thread::Builder::new().name("upgrade".into()).spawn(log)?;
     Ok(())
 }
 
@@ -119,7 +125,12 @@ fn log_replies(replies: impl BufRead) {
                 tracing::info!(process, "SIGUSR2: takeover process started");
             }
             Some((EXITED, process)) => {
-                tracing::warn!(process, "takeover process exited");
+                // For example after SIGTERM to both processes.
+                if process.ends_with("exit status: 0") {
+                    tracing::info!(process, "takeover process ended");
+                } else {
+                    tracing::warn!(process, "takeover process failed; still serving");
+                }
                 return;
             }
             _ => {
@@ -263,6 +274,22 @@ mod tests {
         let failed = replies(&["/nonexistent/jackstay"]);
         assert_eq!(failed.len(), 1, "{failed:?}");
         assert!(failed[0].starts_with("/nonexistent/jackstay: No such file"), "{failed:?}");
+    }
+
+    #[test]
+    fn log_replies_warns_only_of_a_process_that_has_failed() {
+        use crate::config::LogFormat;
+        use crate::observe::log::tests::Captured;
+        for (status, expected) in [
+            ("exit status: 0", " INFO takeover process ended process=\"7 exit status: 0\""),
+            ("exit status: 1", " WARN takeover process failed; still serving process=\"7 exit status: 1\""),
+        ] {
+            let captured = Captured::default();
+            let reply = format!("{EXITED} 7 {status}\n");
+            captured.during(LogFormat::Text, || log_replies(reply.as_bytes()));
+            let lines = captured.lines();
+            assert!(lines.len() == 1 && lines[0].ends_with(expected), "{lines:?}");
+        }
     }
 
     #[test]

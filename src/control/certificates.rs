@@ -99,7 +99,9 @@ fn report(upstream: &Upstream, change: &CredentialChange) {
             let reason = "the file names another subject";
             events.changed(&name, (&before, &after), (reason, effect), true);
         }
-        CredentialChange::IdentityFailed(error) => events.failed("identity", error),
+        CredentialChange::IdentityFailed(slot, error) => {
+            events.failed(&slot.paths.cert_file.display().to_string(), error);
+        }
         CredentialChange::Ca => events.loaded(
             "CA bundle of the apiservers",
             "new content",

@@ -10,6 +10,8 @@ use std::path::Path;
 
 use http::HeaderValue;
 
+use super::process::sandbox::file_rules;
+
 /// Mode of files that only the owner may read: keys, kubeconfigs.
 pub const PRIVATE: u32 = 0o600;
 /// Mode of files that every user may read: certificates, configuration.
@@ -21,10 +23,18 @@ const MAX_TOKEN: u64 = 64 << 10;
 /// Reads a file of at most `max` bytes. Symbolic links are followed.
 ///
 /// # Errors
-/// What the file system returns, "not a regular file", or [`io::ErrorKind::FileTooLarge`].
+/// What the file system returns, "not a regular file", or [`io::ErrorKind::FileTooLarge`]. If the sandbox denies the
+/// access, the error says so.
 pub fn read(path: &Path, max: u64) -> io::Result<Vec<u8>> {
     // Without O_NONBLOCK, open(2) of a pipe waits for a writer. It has no effect on files.
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+    let file = opened.map_err(|error| match error.kind() {
+        io::ErrorKind::PermissionDenied => match file_rules::describe_denial(path) {
+            Some(reason) => io::Error::new(error.kind(), reason),
+            None => error,
+        },
+        _ => error,
+    })?;
     let metadata = file.metadata()?;
     if !metadata.is_file() {
         return Err(io::Error::other("not a regular file"));

@@ -11,7 +11,7 @@
 //! [`LogControl`] changes level and format while the process runs.
 
 use std::io::{self, Write};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -36,6 +36,43 @@ const MAX_QUEUED_LINES: usize = 2048;
 
 /// How long the drop of a [`LogGuard`] waits until queued lines are written.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// Number of [`PidInLines`] that exist.
+static PID_IN_LINES: AtomicUsize = AtomicUsize::new(0);
+
+/// While it exists, each line has the field `pid`: during a takeover two processes write to one journal.
+#[derive(Debug)]
+pub struct PidInLines(());
+
+impl PidInLines {
+    /// Starts to add the field.
+    pub fn start() -> Self {
+        PID_IN_LINES.fetch_add(1, Ordering::Relaxed);
+        Self(())
+    }
+
+    /// Adds the field until the end of the process.
+    pub fn until_exit(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for PidInLines {
+    fn drop(&mut self) {
+        PID_IN_LINES.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A line with the field `pid`: the first one of a JSON object, the last one of a text.
+fn with_pid(line: &[u8]) -> Box<[u8]> {
+    let pid = std::process::id();
+    let text = line.strip_suffix(b"\n").unwrap_or(line);
+    match text.strip_prefix(b"{") {
+        Some(fields) => [format!("{{\"pid\":{pid},").as_bytes(), fields, b"\n"].concat(),
+        None => [text, format!(" pid={pid}\n").as_bytes()].concat(),
+    }
+    .into()
+}
 
 /// Waits up to [`FLUSH_TIMEOUT`] for queued lines when it is dropped.
 #[must_use = "without the guard, lines that are still queued when the process ends are lost"]
@@ -202,8 +239,10 @@ fn write_lines(lines: &Receiver<Box<[u8]>>, mut sink: impl Write, shared: &Share
 impl Write for LineQueue {
     /// Queues one line, because the formatter writes each line in one call.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let shows_pid = PID_IN_LINES.load(Ordering::Relaxed) > 0;
+        let queued = if shows_pid { with_pid(line) } else { line.into() };
         let mut pending = lock(&self.shared.pending);
-        if *pending < MAX_QUEUED_LINES && self.sender.send(line.into()).is_ok() {
+        if *pending < MAX_QUEUED_LINES && self.sender.send(queued).is_ok() {
             *pending += 1;
         } else {
             self.shared.dropped.fetch_add(1, Ordering::Relaxed);
@@ -328,6 +367,31 @@ pub(crate) mod tests {
         assert_eq!(lines.len(), 2, "{lines:?}");
         assert!(lines[0].ends_with(" INFO info before the change"), "{lines:?}");
         assert!(lines[1].contains(r#""message":"debug after the change""#), "{lines:?}");
+    }
+
+    #[test]
+    fn with_pid_adds_one_field_to_text_and_json() {
+        let pid = std::process::id();
+        let text = with_pid(b"2026-01-01T00:00:00.000Z  INFO drained open=1\n");
+        let expected = format!("2026-01-01T00:00:00.000Z  INFO drained open=1 pid={pid}\n");
+        assert_eq!(String::from_utf8_lossy(&text), expected);
+        let json = with_pid(b"{\"level\":\"INFO\",\"message\":\"drained\"}\n");
+        assert_eq!(json.iter().filter(|byte| **byte == b'\n').count(), 1);
+        let json: serde_json::Value = serde_json::from_slice(&json).expect("JSON");
+        assert_eq!((&json["pid"], &json["message"]), (&pid.into(), &"drained".into()));
+    }
+
+    #[test]
+    fn lines_have_the_pid_while_the_guard_exists() {
+        let captured = Captured::default();
+        let (mut queue, guard) = LineQueue::start(captured.clone()).expect("a thread");
+        let shown = PidInLines::start();
+        queue.write_all(b"during\n").expect("never fails");
+        drop(shown);
+        queue.write_all(b"after\n").expect("never fails");
+        drop(guard);
+        let during = format!("during pid={}", std::process::id());
+        assert_eq!(captured.lines(), [during, "after".to_owned()]);
     }
 
     /// A sink whose writes block until the sender is dropped.

@@ -104,6 +104,8 @@ pub struct Outcome {
     endpoint: Option<Arc<str>>,
     attempts: u16,
     reused: bool,
+    /// jackstay itself answers with 401.
+    refused: bool,
     /// The request was hedged.
     pub hedged: bool,
     /// How often the watch was resumed on another stream.
@@ -144,6 +146,7 @@ impl Outcome {
             endpoint: None,
             attempts: 0,
             reused: false,
+            refused: false,
             hedged: false,
             resumes: 0,
             bytes: 0,
@@ -206,6 +209,7 @@ impl Outcome {
         message: impl Into<Cow<'static, str>>,
     ) {
         self.code = Some(code);
+        self.refused = code == 401;
         self.reason = Some(message.into());
         self.listener.own_errors.count(Some(code), reason);
     }
@@ -232,6 +236,8 @@ impl Outcome {
 
     fn is_error(&self, code: u16, cut_by: Option<Side>) -> bool {
         code >= CLIENT_GONE
+            // jackstay itself has refused the client's certificate; the apiserver knows nothing of it.
+            || self.refused
             || match cut_by {
                 None => false,
                 // A client ends a watch by leaving.

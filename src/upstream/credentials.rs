@@ -125,7 +125,7 @@ pub enum CredentialChange {
     /// A new certificate is in use; the previous one had this other subject.
     Replaced(Arc<IdentitySlot>, Subject),
     /// The files of an identity cannot be used; the last valid certificate stays in use.
-    IdentityFailed(String),
+    IdentityFailed(Arc<IdentitySlot>, String),
     /// The CA bundle has changed.
     Ca,
     /// The CA bundle cannot be used; the last valid one stays in use.
@@ -290,7 +290,10 @@ impl Credentials {
                     }
                 }
                 Err(error) => {
-                    changes.extend(slot.failed(&error).map(CredentialChange::IdentityFailed));
+                    changes.extend(
+                        slot.failed(&error)
+                            .map(|why| CredentialChange::IdentityFailed(Arc::clone(slot), why)),
+                    );
                 }
             }
         }

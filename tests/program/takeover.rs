@@ -5,9 +5,10 @@ mod setup;
 
 use self::load::Load;
 use self::setup::{ServiceManager, Setup, start_as, start_passthrough};
-use crate::support::child::{PROCESS_TIMEOUT, first_address};
+use crate::support::child::{PROCESS_TIMEOUT, Process, first_address};
 use crate::support::{
-    CONFIGMAPS, TestCluster, long_form, passthrough_config, refusing_address, soon, until,
+    CONFIGMAPS, TestCluster, long_form, passthrough_config, refusing_address, replace_symlink, soon,
+    terminate_mode, until,
 };
 use jackstay::config::Config;
 use jackstay::demo::client::Client;
@@ -41,6 +42,113 @@ async fn takeover_under_load_fails_no_request_and_no_watch() {
     }
     let report = load.end().await;
     println!("{rounds} takeovers: {report}");
+}
+
+/// The first line says which process runs how. Lines of two processes in one journal differ by their `pid`, from the
+/// start of the takeover until the old process has ended.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn log_begins_with_the_process_and_has_its_pid_while_two_overlap() {
+    let mut setup = Setup::with(1, |config| *config = passthrough_config(config.clone())).await;
+    let first_line = |process: &Process| process.output().lines().next().unwrap().to_owned();
+    let (pid, first) = (setup.process.pid().to_owned(), first_line(&setup.process));
+    let version = concat!(" INFO jackstay starts version=\"", env!("CARGO_PKG_VERSION"), "\" commit=");
+    assert!(first.contains(version), "{first}");
+    for field in [
+        &format!(" pid={pid} config=/"),
+        " user=",
+        " l7=none l4=apiserver take_over=false ",
+        " sandbox=\"not_dumpable on, no_new_privs on, seccomp ",
+    ] {
+        assert!(first.contains(field), "{field}: {first}");
+    }
+    assert_eq!(setup.process.output().matches(" pid=").count(), 1, "{}", setup.process.output());
+
+    // The flow keeps the old process in its drain.
+    let client = Client::connect(setup.address, &setup.cluster.certs.credentials()).await.unwrap();
+    assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
+    let new = setup.start(&["--take-over"]);
+    let mut old = setup.replace(new);
+    let new = &mut setup.process;
+    let new_pid = new.pid().to_owned();
+    let of = |pid: &str| format!(" pid={pid}");
+    for text in ["listening sockets sent to a new process", "draining: a new process has taken over"] {
+        let line = old.wait_output(text).await;
+        assert!(line.ends_with(&of(&pid)), "{line}");
+    }
+    for text in ["taking over from a running process", "taken over: this process accepts"] {
+        let line = new.wait_output(text).await;
+        assert!(line.ends_with(&of(&new_pid)), "{line}");
+    }
+    assert!(first_line(new).contains(" take_over=true "), "{}", new.output());
+    drop(client);
+    old.wait_exit().await;
+    let without_pid = async || {
+        setup.process.signal("HUP");
+        let output = setup.process.output();
+        output.lines().last().is_some_and(|line| !line.contains(" pid="))
+    };
+    until("lines of the new process have no pid any more", without_pid).await;
+}
+
+/// Neither the process beside another one nor one whose state directory cannot be written has a takeover socket.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn process_without_a_state_directory_of_its_own_warns() {
+    let mut setup = Setup::new(1, 1).await;
+    let free = |config: &mut Config| {
+        config.admin.bind = ([127, 0, 0, 1], 0).into();
+        config.listeners[0].bind = vec![([127, 0, 0, 1], 0).into()];
+    };
+    setup.change(free);
+    let mut second = setup.start(&[]);
+    let line = second.wait_output("takeover is not available").await;
+    assert!(line.contains(" WARN ") && line.contains("a state_dir of its own"), "{line}");
+    // Below a file nothing can be created, not even by root.
+    setup.change(|config| config.state_dir = Some("/dev/null/state".into()));
+    let mut unwritable = setup.start(&[]);
+    let line = unwritable.wait_output("takeover is not available").await;
+    assert!(line.contains(" WARN ") && line.contains("/dev/null/state"), "{line}");
+    unwritable.wait_output("state_dir: /dev/null is not a directory").await;
+}
+
+/// A running process cannot leave its sandbox, so the log and the reload name the target of the link, and SIGUSR2
+/// puts it into use.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn link_that_leads_out_of_the_sandbox_is_reported_and_applied_by_sigusr2() {
+    let (links, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (link, target) = (links.path().join("current.pem"), outside.path().join("client.pem"));
+    let mut setup = Setup::with(1, |config| {
+        let identity = &mut terminate_mode(config).identities[0];
+        let pem = [&identity.cert_file, &identity.key_file].map(|file| std::fs::read(file).unwrap());
+        std::fs::write(links.path().join("client-1.pem"), pem.concat()).unwrap();
+        std::fs::write(&target, pem.concat()).unwrap();
+        std::os::unix::fs::symlink("client-1.pem", &link).unwrap();
+        (identity.cert_file, identity.key_file) = (link.clone(), link.clone());
+    })
+    .await;
+    let landlock = setup.page("/status").await;
+    if landlock.contains("\"landlock\": \"unavailable") {
+        println!("skipped: the kernel has no Landlock");
+        return;
+    }
+    let reason = format!("{} leads to {}, which is outside of", link.display(), target.display());
+    replace_symlink(&link, &target);
+    let line = setup.process.wait_output("reload failed").await;
+    assert!(line.contains(&reason) && line.contains("(sandbox.landlock): send SIGUSR2"), "{line}");
+    assert!(line.contains(&format!("name={:?}", link.display().to_string())), "{line}");
+    setup.process.signal("HUP");
+    let line = setup.process.wait_output("the old configuration stays").await;
+    assert!(line.contains(&reason), "{line}");
+
+    setup.process.signal("USR2");
+    setup.process.wait_output("taken over: this process accepts connections").await;
+    let is_valid = async || {
+        let page = setup.page("/readyz").await;
+        page.contains("readyz check passed") && !page.contains("[-]identity")
+    };
+    until("the new process uses the target of the link", is_valid).await;
+    let started = setup.process.wait_output("takeover process started").await;
+    let pid = started.split("process=\"").nth(1).unwrap().split(' ').next().unwrap();
+    setup.process.follow_successor(pid);
 }
 
 /// L4 flows continue in the old process, while the new process accepts new connections.

@@ -210,7 +210,7 @@ impl Tasks {
                     server.serve(requests).await;
                     replaced.send_replace(true);
                 }
-                Err(error) => tracing::info!(
+                Err(error) => tracing::warn!(
                     path = %at.display(),
                     %error,
                     "takeover is not available: a new process cannot replace this one without a gap"

@@ -303,6 +303,30 @@ async fn access_log_limits_error_lines_by_source_except_those_of_identities() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn access_log_shows_401s_of_jackstay_itself_limited_by_source() {
+    let metrics = Metrics::new();
+    let captured = Captured::default();
+    captured.during(LogFormat::Text, || {
+        // The client of a 401 of the apiserver has a token that the apiserver knows best.
+        let mut outcome = begin(&metrics, AccessLog::Errors);
+        outcome.code = Some(401);
+        outcome.complete();
+        drop(outcome);
+        for _ in 0..300 {
+            let mut outcome = begin(&metrics, AccessLog::Errors);
+            outcome.source = Source::User(1);
+            outcome.own_error(401, "unauthorized", "the certificate of CN=n1 is not configured");
+            outcome.complete();
+        }
+    });
+    let lines = captured.lines();
+    assert_eq!(lines.len(), 100, "{lines:?}");
+    let reason = "reason=\"the certificate of CN=n1 is not configured\"";
+    assert!(lines[0].contains("code=401") && lines[0].contains(reason), "{}", lines[0]);
+    assert!(!lines[0].contains("hunter2"), "{}", lines[0]);
+}
+
 #[test]
 fn access_lines_are_written_at_every_log_level() {
     let metrics = Metrics::new();

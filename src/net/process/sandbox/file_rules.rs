@@ -6,11 +6,23 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 
 /// Maximum of symbolic links on the way to a file, as in the kernel (`path_resolution(7)`).
 const MAX_LINKS: usize = 40;
+
+/// The rules that this process is restricted to.
+static GRANTED: OnceLock<FileRules> = OnceLock::new();
+
+/// Why this process may not read the file at `path`, if the sandbox is the reason: the file, or a symbolic link on
+/// the way to it, leads outside. `None` without a sandbox.
+pub fn describe_denial(path: &Path) -> Option<String> {
+    let mut needed = FileRules::default();
+    needed.add_replaceable(path);
+    GRANTED.get()?.describe_outside(path, &needed)
+}
 
 /// What a rule allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -50,6 +62,30 @@ impl FileRules {
     /// Whether the rules allow everything that `others` do.
     pub fn cover(&self, others: &Self) -> bool {
         others.0.iter().all(|other| self.0.iter().any(|rule| rule.covers(other)))
+    }
+
+    /// Makes these rules known to [`describe_denial`]. The first call counts, since a process can enter the sandbox
+    /// only once.
+    pub fn set_granted(&self) {
+        let _ = GRANTED.set(self.clone());
+    }
+
+    /// Says that the file at `path`, which needs the rules `needed`, is outside of these rules, and what to do.
+    /// `None` if it is inside.
+    pub fn describe_outside(&self, path: &Path, needed: &Self) -> Option<String> {
+        if self.cover(needed) {
+            return None;
+        }
+        let name = match fs::canonicalize(path) {
+            Ok(target) if target != path => {
+                format!("{} leads to {}, which is", path.display(), target.display())
+            }
+            _ => format!("{} is", path.display()),
+        };
+        Some(format!(
+            "{name} outside of the directories that the running process can access (sandbox.landlock): send \
+             SIGUSR2, after which a new process takes over without a gap, or restart jackstay"
+        ))
     }
 
     /// Adds the rules of another set.
@@ -173,6 +209,34 @@ mod tests {
         rules.add_replaceable(Path::new("/missing-directory/pki/client.pem"));
         rules.add_replaceable(Path::new("/missing-file"));
         assert!(rules.list().is_empty(), "{rules:?}");
+    }
+
+    #[test]
+    fn describe_outside_names_the_target_of_a_link_and_the_remedy() {
+        let root = tempfile::tempdir().unwrap();
+        let root = fs::canonicalize(root.path()).unwrap();
+        for directory in ["inside", "outside"] {
+            fs::create_dir(root.join(directory)).unwrap();
+            fs::write(root.join(directory).join("key.pem"), "").unwrap();
+        }
+        let link = root.join("inside/current.pem");
+        let needed = |path: &Path| {
+            let mut needed = FileRules::default();
+            needed.add_replaceable(path);
+            needed
+        };
+        symlink("key.pem", &link).unwrap();
+        let granted = needed(&link);
+        assert_eq!(granted.describe_outside(&link, &needed(&link)), None);
+        fs::remove_file(&link).unwrap();
+        symlink("../outside/key.pem", &link).unwrap();
+        let target = root.join("outside/key.pem");
+        let text = granted.describe_outside(&link, &needed(&link)).unwrap();
+        let start = format!("{} leads to {}, which is outside", link.display(), target.display());
+        assert!(text.starts_with(&start), "{text}");
+        assert!(text.contains("(sandbox.landlock): send SIGUSR2"), "{text}");
+        let text = granted.describe_outside(&target, &needed(&target)).unwrap();
+        assert!(text.starts_with(&format!("{} is outside", target.display())), "{text}");
     }
 
     #[test]

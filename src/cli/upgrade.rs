@@ -282,7 +282,10 @@ mod tests {
         use crate::observe::log::tests::Captured;
         for (status, expected) in [
             ("exit status: 0", " INFO takeover process ended process=\"7 exit status: 0\""),
-            ("exit status: 1", " WARN takeover process failed; still serving process=\"7 exit status: 1\""),
+            (
+                "exit status: 1",
+                " WARN takeover process failed; still serving process=\"7 exit status: 1\"",
+            ),
         ] {
             let captured = Captured::default();
             let reply = format!("{EXITED} 7 {status}\n");

@@ -49,8 +49,8 @@ pub enum LogFormat {
 pub enum AccessLog {
     /// None.
     Off,
-    /// Requests with status 500 or above, responses that were cut off, and requests whose client left
-    /// before the response.
+    /// Requests with status 500 or above, those that jackstay itself answers with 401, responses that were cut off,
+    /// and requests whose client left before the response.
     Errors,
     /// All.
     All,

@@ -10,8 +10,10 @@
 //!
 //! [`LogControl`] changes level and format while the process runs.
 
+mod pid;
+
 use std::io::{self, Write};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -28,6 +30,8 @@ use super::utc::Utc;
 use super::{counted, lock};
 use crate::config::{Level, Log, LogFormat};
 
+pub use self::pid::PidInLines;
+
 /// Target of access log lines. `log.access` controls them, `log.level` does not.
 pub const ACCESS_TARGET: &str = "jackstay::access";
 
@@ -36,43 +40,6 @@ const MAX_QUEUED_LINES: usize = 2048;
 
 /// How long the drop of a [`LogGuard`] waits until queued lines are written.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
-
-/// Number of [`PidInLines`] that exist.
-static PID_IN_LINES: AtomicUsize = AtomicUsize::new(0);
-
-/// While it exists, each line has the field `pid`: during a takeover two processes write to one journal.
-#[derive(Debug)]
-pub struct PidInLines(());
-
-impl PidInLines {
-    /// Starts to add the field.
-    pub fn start() -> Self {
-        PID_IN_LINES.fetch_add(1, Ordering::Relaxed);
-        Self(())
-    }
-
-    /// Adds the field until the end of the process.
-    pub fn until_exit(self) {
-        std::mem::forget(self);
-    }
-}
-
-impl Drop for PidInLines {
-    fn drop(&mut self) {
-        PID_IN_LINES.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// A line with the field `pid`: the first one of a JSON object, the last one of a text.
-fn with_pid(line: &[u8]) -> Box<[u8]> {
-    let pid = std::process::id();
-    let text = line.strip_suffix(b"\n").unwrap_or(line);
-    match text.strip_prefix(b"{") {
-        Some(fields) => [format!("{{\"pid\":{pid},").as_bytes(), fields, b"\n"].concat(),
-        None => [text, format!(" pid={pid}\n").as_bytes()].concat(),
-    }
-    .into()
-}
 
 /// Waits up to [`FLUSH_TIMEOUT`] for queued lines when it is dropped.
 #[must_use = "without the guard, lines that are still queued when the process ends are lost"]
@@ -239,8 +206,7 @@ fn write_lines(lines: &Receiver<Box<[u8]>>, mut sink: impl Write, shared: &Share
 impl Write for LineQueue {
     /// Queues one line, because the formatter writes each line in one call.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let shows_pid = PID_IN_LINES.load(Ordering::Relaxed) > 0;
-        let queued = if shows_pid { with_pid(line) } else { line.into() };
+        let queued = pid::add_if_shown(line);
         let mut pending = lock(&self.shared.pending);
         if *pending < MAX_QUEUED_LINES && self.sender.send(queued).is_ok() {
             *pending += 1;
@@ -367,18 +333,6 @@ pub(crate) mod tests {
         assert_eq!(lines.len(), 2, "{lines:?}");
         assert!(lines[0].ends_with(" INFO info before the change"), "{lines:?}");
         assert!(lines[1].contains(r#""message":"debug after the change""#), "{lines:?}");
-    }
-
-    #[test]
-    fn with_pid_adds_one_field_to_text_and_json() {
-        let pid = std::process::id();
-        let text = with_pid(b"2026-01-01T00:00:00.000Z  INFO drained open=1\n");
-        let expected = format!("2026-01-01T00:00:00.000Z  INFO drained open=1 pid={pid}\n");
-        assert_eq!(String::from_utf8_lossy(&text), expected);
-        let json = with_pid(b"{\"level\":\"INFO\",\"message\":\"drained\"}\n");
-        assert_eq!(json.iter().filter(|byte| **byte == b'\n').count(), 1);
-        let json: serde_json::Value = serde_json::from_slice(&json).expect("JSON");
-        assert_eq!((&json["pid"], &json["message"]), (&pid.into(), &"drained".into()));
     }
 
     #[test]

@@ -7,8 +7,8 @@ use self::load::Load;
 use self::setup::{ServiceManager, Setup, start_as, start_passthrough};
 use crate::support::child::{PROCESS_TIMEOUT, Process, first_address};
 use crate::support::{
-    CONFIGMAPS, TestCluster, long_form, passthrough_config, refusing_address, replace_symlink, soon,
-    terminate_mode, until,
+    CONFIGMAPS, TestCluster, long_form, passthrough_config, refusing_address, replace_symlink,
+    soon, terminate_mode, until,
 };
 use jackstay::config::Config;
 use jackstay::demo::client::Client;
@@ -51,7 +51,8 @@ async fn log_begins_with_the_process_and_has_its_pid_while_two_overlap() {
     let mut setup = Setup::with(1, |config| *config = passthrough_config(config.clone())).await;
     let first_line = |process: &Process| process.output().lines().next().unwrap().to_owned();
     let (pid, first) = (setup.process.pid().to_owned(), first_line(&setup.process));
-    let version = concat!(" INFO jackstay starts version=\"", env!("CARGO_PKG_VERSION"), "\" commit=");
+    let version =
+        concat!(" INFO jackstay starts version=\"", env!("CARGO_PKG_VERSION"), "\" commit=");
     assert!(first.contains(version), "{first}");
     for field in [
         &format!(" pid={pid} config=/"),
@@ -71,7 +72,9 @@ async fn log_begins_with_the_process_and_has_its_pid_while_two_overlap() {
     let new = &mut setup.process;
     let new_pid = new.pid().to_owned();
     let of = |pid: &str| format!(" pid={pid}");
-    for text in ["listening sockets sent to a new process", "draining: a new process has taken over"] {
+    for text in
+        ["listening sockets sent to a new process", "draining: a new process has taken over"]
+    {
         let line = old.wait_output(text).await;
         assert!(line.ends_with(&of(&pid)), "{line}");
     }
@@ -118,7 +121,8 @@ async fn link_that_leads_out_of_the_sandbox_is_reported_and_applied_by_sigusr2()
     let (link, target) = (links.path().join("current.pem"), outside.path().join("client.pem"));
     let mut setup = Setup::with(1, |config| {
         let identity = &mut terminate_mode(config).identities[0];
-        let pem = [&identity.cert_file, &identity.key_file].map(|file| std::fs::read(file).unwrap());
+        let pem =
+            [&identity.cert_file, &identity.key_file].map(|file| std::fs::read(file).unwrap());
         std::fs::write(links.path().join("client-1.pem"), pem.concat()).unwrap();
         std::fs::write(&target, pem.concat()).unwrap();
         std::os::unix::fs::symlink("client-1.pem", &link).unwrap();

@@ -1,4 +1,4 @@
-//! A manual page with the sections of man-pages(7). clap_mangen puts the text after the help of a command into
+//! A manual page with the sections of man-pages(7). `clap_mangen` puts the text after the help of a command into
 //! one section, EXTRA; here each of its paragraphs goes to the section that readers look for.
 
 use std::io::{self, Write};

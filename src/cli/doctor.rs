@@ -9,7 +9,7 @@ use clap::Args;
 
 use super::admin_client::{DEFAULT_ADMIN, fetch_status};
 use super::options::{DEFAULT_CONFIG, EXIT_USAGE, OutputArgs, OutputFormat, parse_flag_duration};
-use crate::config::{self, CertPaths, Overrides};
+use crate::config::{self, CertPaths, EndpointAddress, Overrides};
 use crate::doctor::dns::Resolver;
 use crate::doctor::observations::EndpointSource;
 use crate::doctor::target::{
@@ -124,6 +124,7 @@ fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, String> {
     })?;
     if args.kubeconfig.is_some() || args.endpoints.is_empty() {
         let context = kubeconfig_context(args)?;
+        plan.notes.extend(context.proxy_note());
         let context_trust = Trust::of_context(&context, ExecPlugins::Run, &mut plan.notes)?;
         let name = Some(context.verified_name());
         let target = Target::new(&context.server, EndpointSource::Given, name, &context_trust)?;
@@ -138,7 +139,7 @@ fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, String> {
         );
     }
     for endpoint in &args.endpoints {
-        let server = ServerUrl::parse(endpoint).map_err(|e| format!("--endpoint: {e}"))?;
+        let server = parse_endpoint(endpoint).map_err(|error| format!("--endpoint: {error}"))?;
         let name = args.server_name.as_deref();
         plan.targets.push(Target::new(&server, EndpointSource::Given, name, &trust)?);
     }
@@ -152,6 +153,15 @@ fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, String> {
         plan.running = running_addresses(DEFAULT_ADMIN);
     }
     Ok(plan)
+}
+
+/// Reads the address of an endpoint as a configuration does, or a URL as a kubeconfig does.
+fn parse_endpoint(text: &str) -> Result<ServerUrl, String> {
+    if text.contains("://") {
+        return ServerUrl::parse(text);
+    }
+    let EndpointAddress { host, port } = EndpointAddress::parse(text)?;
+    Ok(ServerUrl { host, port, path: String::new() })
 }
 
 fn kubeconfig_context(args: &DoctorArgs) -> Result<ResolvedContext, String> {

@@ -240,10 +240,7 @@ fn notes(
     if matches!(trust, ClientTrust::Apiserver(Some(_))) {
         notes.extend(apiservers.names.client_notes.iter().cloned());
     }
-    let proxy = context.proxy_url.iter();
-    notes.extend(
-        proxy.map(|url| format!("jackstay connects directly, not through the proxy {url}")),
-    );
+    notes.extend(context.proxy_note());
     notes
 }
 

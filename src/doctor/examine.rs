@@ -113,6 +113,7 @@ async fn examine_endpoint(
         address: target.address.clone(),
         source: target.source,
         server_name: target.server_name.clone(),
+        verifies: target.verifier.verifies(),
         resolved: resolution,
         loops_to,
         fresh: Vec::new(),

@@ -10,7 +10,7 @@ mod tests;
 
 use std::borrow::Cow;
 
-use super::observations::Observations;
+use super::observations::{EndpointSource, Observations};
 
 pub use self::finding::{Cause, Finding, Level};
 
@@ -29,6 +29,7 @@ pub fn diagnose(observations: &Observations) -> Vec<Finding> {
     path::reachability(observations, &mut found);
     for endpoint in &observations.endpoints {
         found.extend(path::http2(endpoint));
+        found.extend(path::plain_http(endpoint));
         found.extend(path::credential(endpoint));
         found.extend(path::forgotten_flows(endpoint, observations));
         found.extend(path::readiness(endpoint));
@@ -37,9 +38,31 @@ pub fn diagnose(observations: &Observations) -> Vec<Finding> {
     found.extend(path::loss(observations));
     path::slow_balancers(observations, &mut found);
     found.extend(machine::limits(observations));
+    for finding in &mut found {
+        reduce_to_note(finding, observations);
+    }
     let mut found = group(found);
     found.sort_by_key(|finding| (finding.level, finding.cause));
     found
+}
+
+/// Makes a finding a note if it concerns only addresses that the user has not given. The cluster names them,
+/// and the examined clients do not use them.
+fn reduce_to_note(finding: &mut Finding, observations: &Observations) {
+    let is_given = |address: &String| {
+        let mut endpoints = observations.endpoints.iter();
+        endpoints.any(|e| e.address == *address && e.source == EndpointSource::Given)
+    };
+    let is_problem = finding.level == Level::Problem;
+    if !is_problem || finding.endpoints.is_empty() || finding.endpoints.iter().any(is_given) {
+        return;
+    }
+    finding.level = Level::Note;
+    finding.advice = format!(
+        "Only the cluster names this address. If jackstay is to use it (`discovery`, or as an \
+         endpoint): {}",
+        finding.advice
+    );
 }
 
 /// Whether a finding is a problem.
@@ -74,7 +97,13 @@ fn merge(group: &[Finding]) -> Finding {
     if more > 0 {
         because = format!("{because}; and {more} more");
     }
-    let endpoints: Vec<String> = group.iter().flat_map(|f| f.endpoints.clone()).collect();
+    let mut endpoints: Vec<String> = Vec::new();
+    for address in group.iter().flat_map(|finding| &finding.endpoints) {
+        // A plan may contain an address twice.
+        if !endpoints.contains(address) {
+            endpoints.push(address.clone());
+        }
+    }
     let mut what = group[0].what.clone();
     match endpoints.as_slice() {
         [] | [_] => {}

@@ -41,4 +41,5 @@ pub mod report;
 pub mod survey;
 pub mod target;
 
+mod first_bytes;
 mod verify;

@@ -107,6 +107,8 @@ pub struct EndpointObservation {
     pub source: EndpointSource,
     /// The name that its certificate must contain.
     pub server_name: String,
+    /// Whether its certificate must be verified; `false` without a CA.
+    pub verifies: bool,
     /// The addresses of its host.
     pub resolved: Resolution,
     /// The listen address of jackstay that a connection to it would reach.
@@ -236,9 +238,10 @@ pub enum FailureKind {
     Timeout,
     /// No process listens there.
     Refused,
-    /// A router or firewall rejects the packets (ICMP), or `connect` fails in another way.
+    /// `connect` fails in another way, such as `EPERM` of a local firewall.
     Unreachable,
-    /// This machine has no route to the address (`ENETUNREACH`).
+    /// There is no path to the address: this machine has no route (`ENETUNREACH`), or no machine has the
+    /// address or a router rejects it (`EHOSTUNREACH`).
     NoRoute,
     /// The peer closed the connection.
     Reset,
@@ -250,6 +253,10 @@ pub enum FailureKind {
     NotYetValid,
     /// The certificate is for other names.
     WrongName,
+    /// The peer, or the server behind a proxy, speaks HTTP without TLS.
+    PlainHttp,
+    /// The peer speaks a protocol that is neither TLS nor HTTP.
+    NotTls,
     /// TLS failed in another way.
     Tls,
     /// The server does not offer HTTP/2.
@@ -319,6 +326,11 @@ impl EndpointObservation {
     /// The number of fresh connections that received a PONG.
     pub fn connected(&self) -> usize {
         self.fresh.iter().filter(|a| a.time(Step::Http2).is_some()).count()
+    }
+
+    /// Whether a handshake has verified its certificate.
+    pub fn is_verified(&self) -> bool {
+        self.verifies && self.fresh.iter().any(|a| a.time(Step::Tls).is_some())
     }
 
     /// The durations of a completed step over all fresh connections in milliseconds, sorted.

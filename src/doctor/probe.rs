@@ -14,20 +14,26 @@ use h2::{Ping, PingPong};
 use http::{HeaderValue, Request, StatusCode, header};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
+use super::first_bytes::FirstBytes;
 use super::observations::{ConnectAttempt, Failure, FailureKind, Ms, Step};
 use super::verify;
 use crate::config::describe_io_error;
 use crate::net::sockets::connector::Connector;
-use crate::net::sockets::tracked_stream::{self, StreamObserver, TrackedStream};
+use crate::net::sockets::tracked_stream::{self, StreamObserver};
 use crate::observe::utc::wall_clock;
 use crate::upstream::readyz::failed_checks;
 
 /// Limit of each step. A connect with two lost SYNs takes 3 s (RFC 6298 section 2) and still succeeds.
 pub(super) const STEP_LIMIT: Duration = Duration::from_millis(3500);
+
+/// The response of Go's TLS server to a request without TLS (`net/http`, `conn.serve`), which a proxy passes
+/// on.
+const HTTP_TO_HTTPS: &str = "Client sent an HTTP request to an HTTPS server";
 
 /// Number of bytes after which no more of a response body is kept.
 const MAX_BODY: usize = 256 << 10;
@@ -153,22 +159,17 @@ pub(super) async fn open(
 ) -> Result<ProbeConnection, Failure> {
     let connector = Connector::unmarked();
     let stream = limited(Step::Connect, connector.connect(address), |error| {
-        let kind = match error.kind() {
-            io::ErrorKind::ConnectionRefused => FailureKind::Refused,
-            io::ErrorKind::TimedOut => FailureKind::Timeout,
-            io::ErrorKind::ConnectionReset => FailureKind::Reset,
-            io::ErrorKind::NetworkUnreachable => FailureKind::NoRoute,
-            _ => FailureKind::Unreachable,
-        };
-        (kind, format!("connect to {address}: {}", describe_io_error(&error)))
+        let text = format!("connect to {address}: {}", describe_io_error(&error));
+        (connect_failure(error.kind()), text)
     })
     .await?;
     timer.done(Step::Connect);
     let (stream, observer) = tracked_stream::track(stream);
     let connector = TlsConnector::from(Arc::clone(&peer.tls));
-    let handshake = connector.connect(peer.server_name.clone(), stream);
-    let stream = limited(Step::Tls, handshake, |error| {
-        (verify::kind_of(&error), format!("TLS: {}", verify::describe(&error)))
+    let handshake = connector.connect(peer.server_name.clone(), FirstBytes::new(stream));
+    let stream = limited(Step::Tls, handshake.into_fallible(), |(error, stream)| {
+        let tls = || (verify::kind_of(&error), format!("TLS: {}", verify::describe(&error)));
+        stream.not_tls().unwrap_or_else(tls)
     })
     .await?;
     timer.done(Step::Tls);
@@ -182,9 +183,20 @@ pub(super) async fn open(
     Ok(opened)
 }
 
+/// The kind of a failed `connect`.
+fn connect_failure(error: io::ErrorKind) -> FailureKind {
+    match error {
+        io::ErrorKind::ConnectionRefused => FailureKind::Refused,
+        io::ErrorKind::TimedOut => FailureKind::Timeout,
+        io::ErrorKind::ConnectionReset => FailureKind::Reset,
+        io::ErrorKind::NetworkUnreachable | io::ErrorKind::HostUnreachable => FailureKind::NoRoute,
+        _ => FailureKind::Unreachable,
+    }
+}
+
 /// The HTTP/2 preface up to the first PONG, which the server's SETTINGS precede (RFC 9113 section 3.4).
-async fn start_http2(
-    stream: TlsStream<TrackedStream>,
+async fn start_http2<S: AsyncRead + AsyncWrite + Unpin + 'static>(
+    stream: TlsStream<S>,
     observer: StreamObserver,
 ) -> Result<ProbeConnection, h2::Error> {
     let mut builder = h2::client::Builder::new();
@@ -258,6 +270,10 @@ fn check_readyz(status: StatusCode, body: &str, authenticated: bool) -> Result<(
             "/readyz responds with 401: the server does not accept the credential".to_owned(),
         ),
         StatusCode::OK | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => return Ok(()),
+        StatusCode::BAD_REQUEST if body.contains(HTTP_TO_HTTPS) => (
+            FailureKind::PlainHttp,
+            format!("/readyz responds with 400: {}", body.lines().next().unwrap_or_default()),
+        ),
         other => {
             let code = other.as_u16();
             let text = format!("/readyz responds with {code}{}", failed_checks(body));
@@ -287,6 +303,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn connect_failure_separates_no_route_from_refused_and_timeout() {
+        for (errno, expected) in [
+            (libc::ECONNREFUSED, FailureKind::Refused),
+            (libc::ETIMEDOUT, FailureKind::Timeout),
+            (libc::ENETUNREACH, FailureKind::NoRoute),
+            (libc::EHOSTUNREACH, FailureKind::NoRoute),
+            (libc::EPERM, FailureKind::Unreachable),
+        ] {
+            assert_eq!(connect_failure(io::Error::from_raw_os_error(errno).kind()), expected);
+        }
+    }
+
+    #[test]
     fn check_readyz_and_authenticated_fail_for_errors_and_unknown_credentials() {
         let ready = |code: u16, body: &str, known| {
             check_readyz(StatusCode::from_u16(code).unwrap(), body, known).err().map(|f| f.kind)
@@ -295,6 +324,9 @@ mod tests {
         assert_eq!(ready(401, "", true), Some(FailureKind::Unauthorized));
         assert_eq!(ready(401, "", false), None);
         assert_eq!(ready(403, "", true), None);
+        let plain = "Client sent an HTTP request to an HTTPS server.\n";
+        assert_eq!(ready(400, plain, true), Some(FailureKind::PlainHttp));
+        assert_eq!(ready(400, "", true), Some(FailureKind::Status(400)));
         assert_eq!(
             ready(500, "[-]etcd failed: reason withheld", true),
             Some(FailureKind::Status(500))

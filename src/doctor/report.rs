@@ -94,7 +94,14 @@ fn table(endpoint: &EndpointObservation, out: &mut String) {
     if endpoint.source == EndpointSource::Cluster {
         out.push_str(" (direct, named by the cluster)");
     }
-    let _ = writeln!(out, ", verified as {}", endpoint.server_name);
+    let name = &endpoint.server_name;
+    let _ = if endpoint.is_verified() {
+        writeln!(out, ", verified as {name}")
+    } else if endpoint.verifies {
+        writeln!(out, ", not verified (must be {name})")
+    } else {
+        writeln!(out, ", not verified (no CA)")
+    };
     let rows = rows(endpoint);
     if !rows.is_empty() {
         let _ = writeln!(out, "  {:<14} {:>9} {:>10} {:>10}", "", "ok", "p50 ms", "p99 ms");

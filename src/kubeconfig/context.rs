@@ -5,7 +5,7 @@ use kube::config::{AuthInfo, Cluster, Kubeconfig};
 use super::credential::{Credential, PemSource, UserCredentials};
 use super::file::{context_names, find_cluster};
 use super::original::{copy_rewritten_fields, recorded_original};
-use super::server_url::ServerUrl;
+use super::server_url::{ServerUrl, without_user};
 
 /// A context with its cluster and its user.
 #[derive(Debug, Clone)]
@@ -73,6 +73,16 @@ impl ResolvedContext {
             proxy_url: non_empty(cluster.proxy_url.as_ref()).map(ToOwned::to_owned),
             credential,
         })
+    }
+
+    /// What follows from the `proxy-url` of the cluster, if it has one.
+    pub fn proxy_note(&self) -> Option<String> {
+        let url = without_user(self.proxy_url.as_deref()?);
+        Some(format!(
+            "jackstay connects directly, not through the proxy {url} (proxy-url of cluster {:?}): \
+             it needs a path of its own to the apiservers",
+            self.cluster
+        ))
     }
 
     /// The name that clients verify in the apiserver's certificate.

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::original::{
     copy_rewritten_fields, record_original, recorded_original, remove_record, rewritten_fields,
 };
-use super::server_url::ServerUrl;
+use super::server_url::{ServerUrl, without_user};
 
 /// The keys of a cluster that jackstay rewrites.
 const KEYS: [&str; 6] = [
@@ -106,6 +106,7 @@ fn changes(before: &Cluster, after: &Cluster) -> Vec<KeyChange> {
         Value::String(data) if key.ends_with("-data") => {
             Some(format!("a CA of {} bytes", data.len() / 4 * 3))
         }
+        Value::String(url) if key == "proxy-url" => Some(without_user(url)),
         Value::String(text) => Some(text.clone()),
         other => Some(other.to_string()),
     };
@@ -124,7 +125,7 @@ certificate-authority: pki/ca.crt
 server: https://lb.example:6443/prefix
 tls-server-name: kubernetes
 disable-compression: true
-proxy-url: socks5://x
+proxy-url: socks5://u:p@x
 unknown-key: 3
 extensions:
 - extension:

@@ -74,6 +74,14 @@ impl ServerUrl {
     }
 }
 
+/// A URL without its user and password.
+pub(super) fn without_user(url: &str) -> String {
+    let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
+    let (authority, path) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
+    let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
+    format!("{scheme}://{host}{path}")
+}
+
 impl fmt::Display for ServerUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "https://{}{}", self.address(), self.path)
@@ -96,6 +104,17 @@ mod tests {
         ] {
             let server = ServerUrl::parse(text).unwrap();
             assert_eq!((server.address().as_str(), server.to_string().as_str()), (address, shown));
+        }
+    }
+
+    #[test]
+    fn without_user_keeps_scheme_host_and_path() {
+        for (url, expected) in [
+            ("http://u:s3@cret@proxy:3128/a@b", "http://proxy:3128/a@b"),
+            ("socks5://proxy", "socks5://proxy"),
+            ("proxy:3128", "proxy:3128"),
+        ] {
+            assert_eq!(without_user(url), expected);
         }
     }
 

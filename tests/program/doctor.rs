@@ -5,8 +5,8 @@
 
 use crate::support::wait;
 use std::collections::{HashMap, HashSet};
-use std::io::{BufRead, BufReader};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, UdpSocket};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -36,6 +36,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// A demo apiserver, and a directory with the CA and the files of credentials.
 struct TestServer {
     dir: tempfile::TempDir,
+    cluster: Cluster,
     pki: Pki,
     server: ApiServerHandle,
 }
@@ -50,10 +51,11 @@ impl TestServer {
         let pki = Pki::new("kubernetes").unwrap();
         let certificate = certificate(&pki);
         let options = Options { certificate, ..Options::named("a") };
-        let server = apiserver::start(&Cluster::new(), &pki, options).unwrap();
+        let cluster = Cluster::new();
+        let server = apiserver::start(&cluster, &pki, options).unwrap();
         let dir = tempfile::tempdir().unwrap();
         pki.write_ca(dir.path()).unwrap();
-        Self { dir, pki, server }
+        Self { dir, cluster, pki, server }
     }
 
     /// The credential of an administrator.
@@ -179,7 +181,7 @@ fn doctor_invalid_server_certificate_finds_its_defect() {
         assert_first(&expired.join().unwrap(), Cause::CertificateExpired);
         let findings = other_names.join().unwrap();
         assert_first(&findings, Cause::SanMissing);
-        assert!(findings[0].advice.contains("lb.example, 10.9.9.9"), "{findings:#?}");
+        assert!(findings[0].because.ends_with(" is for lb.example, 10.9.9.9"), "{findings:#?}");
         assert_first(&wrong_ca.join().unwrap(), Cause::WrongCa);
     });
     // The credential was not sent to the unverified server.
@@ -199,6 +201,114 @@ fn doctor_refusing_endpoint_finds_dead_endpoint() {
     let (_, findings) = examine(test.plan(&[test.server.addr, refusing]), 2);
     assert_first(&findings, Cause::DeadEndpoint);
     assert!(findings[0].what.starts_with(&refusing.to_string()), "{findings:#?}");
+}
+
+/// Accepts connections and answers the first bytes of each with `answer`. Returns the address. The thread
+/// ends with the process.
+fn serve_bytes(answer: &'static [u8]) -> SocketAddr {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().map_while(Result::ok) {
+            std::thread::spawn(move || {
+                let mut buffer = [0; 4096];
+                if stream.read(&mut buffer).is_ok_and(|n| n > 0) && stream.write_all(answer).is_ok()
+                {
+                    // Unread bytes at the close would reset the connection before the answer is read.
+                    let _ = stream.shutdown(Shutdown::Write);
+                    while stream.read(&mut buffer).is_ok_and(|n| n > 0) {}
+                }
+            });
+        }
+    });
+    address
+}
+
+#[test]
+fn doctor_peer_without_tls_is_named() {
+    let test = TestServer::new();
+    let http = serve_bytes(
+        b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n400 Bad Request",
+    );
+    let ssh = serve_bytes(b"SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n");
+    let (_, findings) = examine(test.plan(&[http, ssh]), 2);
+    let causes: Vec<Cause> = findings.iter().map(|finding| finding.cause).collect();
+    assert_eq!(causes, [Cause::Tls, Cause::Tls], "{findings:#?}");
+    assert_eq!(findings[0].what, format!("{http} speaks plain HTTP, not TLS."));
+    assert!(findings[0].because.contains("HTTP/1.1 400 Bad Request"), "{findings:#?}");
+    assert_eq!(findings[1].what, format!("{ssh} does not speak TLS: it is another service."));
+    assert!(findings[1].because.contains("SSH-2.0-OpenSSH_9.2p1"), "{findings:#?}");
+    assert!(!findings.iter().any(|f| f.because.contains('?')), "{findings:#?}");
+}
+
+#[test]
+fn doctor_unreachable_address_that_only_the_cluster_names_is_a_note() {
+    let test = TestServer::new();
+    // The socket is bound, so that no other process gets the port, and does not listen.
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
+    let refusing = socket.local_addr().unwrap().as_socket().unwrap();
+    let slice = json!({
+        "metadata": { "name": "kubernetes",
+                      "labels": { "kubernetes.io/service-name": "kubernetes" } },
+        "endpoints": [{ "addresses": [refusing.ip().to_string()] }],
+        "ports": [{ "name": "https", "port": refusing.port() }],
+    });
+    test.cluster.create(&ENDPOINT_SLICES, "default", slice, false).unwrap();
+    let files = test.files();
+    let (ca, pair) = (files.ca.unwrap(), files.certificate.unwrap());
+    let server = test.server.addr.to_string();
+    let args = |endpoint: &str| {
+        let paths = [&ca, &pair.cert_file, &pair.key_file].map(|path| path.to_str().unwrap());
+        let options = ["--ca-file", paths[0], "--cert-file", paths[1], "--key-file", paths[2]];
+        [&["--duration", "1s", "--endpoint", &server, "--endpoint", endpoint], &options[..]]
+            .concat()
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<String>>()
+    };
+    let run = |endpoint: &str| {
+        let args = args(endpoint);
+        jackstay(&args.iter().map(String::as_str).collect::<Vec<_>>())
+    };
+    let (code, out, err) = run(&server);
+    assert_eq!(code, Some(0), "{out}{err}");
+    assert!(out.contains("No problem found."), "{out}");
+    let note = format!("(note) {refusing} cannot be reached from here.");
+    assert!(out.contains(&note) && out.contains("Only the cluster names this address."), "{out}");
+    assert!(out.contains(&format!("{server}, verified as 127.0.0.1\n")), "{out}");
+    assert!(out.contains(", not verified (must be kubernetes.default.svc)\n"), "{out}");
+    // The same address as an endpoint of the user is a problem.
+    let (code, out, err) = run(&refusing.to_string());
+    assert_eq!(code, Some(1), "{out}{err}");
+    assert!(out.contains(&format!("{refusing} is dead.")), "{out}");
+}
+
+#[test]
+fn doctor_command_asks_for_a_port_and_mentions_proxy_url() {
+    for (endpoint, expected) in [
+        ("10.0.0.1", "--endpoint: \"10.0.0.1\" has no port: write it as 10.0.0.11:6443"),
+        ("fd00::1", "--endpoint: \"fd00::1\" is an IPv6 address without brackets and port"),
+    ] {
+        let (code, out, err) = jackstay(&["--endpoint", endpoint]);
+        assert_eq!((code, out.as_str()), (Some(2), ""), "{err}");
+        assert!(err.starts_with(expected), "{err}");
+    }
+
+    let test = TestServer::new();
+    let file = test.dir.path().join("kubeconfig");
+    let cluster = json!({ "server": format!("https://{}", test.server.addr),
+        "insecure-skip-tls-verify": true, "proxy-url": "http://user:s3cret@proxy.example:3128" });
+    let text = json!({ "current-context": "c",
+        "clusters": [{ "name": "demo", "cluster": cluster }],
+        "contexts": [{ "name": "c", "context": { "cluster": "demo", "user": "" } }] });
+    std::fs::write(&file, text.to_string()).unwrap();
+    let (code, out, err) = jackstay(&["--kubeconfig", file.to_str().unwrap(), "--duration", "1s"]);
+    assert_eq!(code, Some(0), "{out}{err}");
+    assert!(out.contains("not through the proxy http://proxy.example:3128"), "{out}");
+    assert!(!out.contains("s3cret"), "{out}");
+    // Without a CA nothing is verified.
+    assert!(out.contains(", not verified (no CA)\n") && !out.contains("verified as"), "{out}");
 }
 
 #[test]

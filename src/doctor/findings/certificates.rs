@@ -40,11 +40,20 @@ pub(super) fn server(observations: &Observations, found: &mut Vec<Finding>) {
                 FailureKind::WrongName => (
                     Cause::SanMissing,
                     format!("{certificate} does not contain the name {:?}.", endpoint.server_name),
-                    format!(
-                        "It contains {}: set server_name to one of these, or add the name to the \
-                         certificate.",
-                        shown.map_or("?".into(), |c| c.names.join(", "))
-                    ),
+                    "Set server_name to a name that it contains, or add the name to the certificate."
+                        .into(),
+                ),
+                FailureKind::PlainHttp => (
+                    Cause::Tls,
+                    format!("{address} speaks plain HTTP, not TLS."),
+                    "Name a port on which the apiserver, or the load balancer in front of it, speaks \
+                     TLS; kubeadm uses 6443."
+                        .into(),
+                ),
+                FailureKind::NotTls => (
+                    Cause::Tls,
+                    format!("{address} does not speak TLS: it is another service."),
+                    "Check the address and the port; kubeadm uses 6443.".into(),
                 ),
                 _ => (
                     Cause::Tls,
@@ -53,7 +62,17 @@ pub(super) fn server(observations: &Observations, found: &mut Vec<Finding>) {
                         .into(),
                 ),
             };
-            let because = format!("{} (certificate of {})", failure.text, field(|c| &c.subject));
+            let because = match shown {
+                Some(shown) if failure.kind == FailureKind::WrongName => {
+                    format!(
+                        "the certificate of {} is for {}",
+                        shown.subject,
+                        shown.names.join(", ")
+                    )
+                }
+                Some(shown) => format!("{} (certificate of {})", failure.text, shown.subject),
+                None => failure.text.clone(),
+            };
             found.push(problem(cause, what, because, advice).about(address));
         } else if let Some(certificate) = shown.filter(|c| c.expires_in_s < SOON_S) {
             let span = format_span(certificate.expires_in_s);

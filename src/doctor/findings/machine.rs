@@ -82,8 +82,14 @@ pub(super) fn name_servers(observations: &Observations, found: &mut Vec<Finding>
         .filter(|endpoint| matches!(endpoint.resolved, Resolution::NoAnswer(_)))
         .collect();
     let servers = observations.dns.as_ref().map_or(&[][..], |dns| &dns.servers);
-    let silent: Vec<String> =
-        servers.iter().filter(|s| s.answered == 0).map(|s| s.address.ip().to_string()).collect();
+    let mut silent: Vec<String> = Vec::new();
+    for server in servers.iter().filter(|server| server.answered == 0) {
+        // resolv.conf may name a server twice.
+        let ip = server.address.ip().to_string();
+        if !silent.contains(&ip) {
+            silent.push(ip);
+        }
+    }
     if !unanswered.is_empty() {
         let none_answers = || {
             format!("none of the name servers in /etc/resolv.conf answers ({})", silent.join(", "))

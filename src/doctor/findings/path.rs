@@ -71,9 +71,14 @@ fn advice(
             "It is an IPv6 address, and this machine has no IPv6: name an IPv4 address."
         }
         (Step::Connect, FailureKind::NoRoute) => {
-            "This machine has no route to the address: check its routes (`ip route get ADDRESS`)."
+            "There is no path to the address: check the routes of this machine (`ip route get \
+             ADDRESS`), that its VPN is connected, and that no router or firewall rejects the \
+             address. In the same subnet the machine may be off."
         }
-        (Step::Connect, FailureKind::Timeout | FailureKind::Unreachable) => {
+        (Step::Connect, FailureKind::Unreachable) => {
+            "The kernel of this machine rejects the connection: check its firewall and routes."
+        }
+        (Step::Connect, FailureKind::Timeout) => {
             "Packets to it get no response: check that the machine is up and that no firewall drops \
              them."
         }
@@ -94,6 +99,7 @@ pub(super) fn reachability(observations: &Observations, found: &mut Vec<Finding>
         let last = endpoint.fresh.iter().rev().find_map(|attempt| attempt.failure.as_ref());
         let Some(failure) = last else { continue };
         let total = endpoint.fresh.len();
+        let is_given = endpoint.source == EndpointSource::Given;
         let finding = |what: &str, failed: String| {
             problem(
                 Cause::DeadEndpoint,
@@ -104,19 +110,23 @@ pub(super) fn reachability(observations: &Observations, found: &mut Vec<Finding>
             .about(&endpoint.address)
         };
         if is_dead(endpoint) {
-            dead.push((endpoint, failure, finding("is dead.", total.to_string())));
+            let what = if is_given { "is dead." } else { "cannot be reached from here." };
+            dead.push((endpoint, failure, finding(what, total.to_string())));
         } else if let Some(tail) = failed_tail(endpoint) {
             failed.push(finding("has failed during the examination.", format!("the last {tail}")));
         }
     }
     let mut all_alike = false;
-    if dead.len() == observations.endpoints.len() && dead.len() > 1 {
-        let addresses: Vec<String> = dead.iter().map(|(e, ..)| e.address.clone()).collect();
+    let mut addresses: Vec<String> = dead.iter().map(|(e, ..)| e.address.clone()).collect();
+    // A plan may contain an address twice.
+    addresses.sort();
+    addresses.dedup();
+    if dead.len() == observations.endpoints.len() && addresses.len() > 1 {
         let first = dead[0].1;
         all_alike = dead.iter().all(|(_, f, _)| (f.step, f.kind) == (first.step, first.kind));
         let summary = problem(
             Cause::DeadEndpoint,
-            format!("None of the {} endpoints can be reached.", dead.len()),
+            format!("None of the {} endpoints can be reached.", addresses.len()),
             format!("{} ({})", first.text, addresses.join(", ")),
             "All fail at once: check the network of this machine, its routes and its firewall.",
         );
@@ -127,6 +137,19 @@ pub(super) fn reachability(observations: &Observations, found: &mut Vec<Finding>
         found.extend(dead.into_iter().map(|(.., finding)| finding));
     }
     found.append(&mut failed);
+}
+
+/// A proxy that accepts TLS and forwards the requests without it.
+pub(super) fn plain_http(endpoint: &EndpointObservation) -> Option<Finding> {
+    let failure = endpoint.failures(Step::Readyz).find(|f| f.kind == FailureKind::PlainHttp)?;
+    let finding = problem(
+        Cause::Tls,
+        format!("A proxy at {} sends plain HTTP to the apiserver.", endpoint.address),
+        failure.text.clone(),
+        "Let it pass TLS through (TCP mode): an apiserver accepts TLS only, and client certificates \
+         do not pass a proxy that terminates TLS.",
+    );
+    Some(finding.about(&endpoint.address))
 }
 
 pub(super) fn http2(endpoint: &EndpointObservation) -> Option<Finding> {
@@ -267,7 +290,7 @@ pub(super) fn loss(observations: &Observations) -> Option<Finding> {
     let each_way = (1.0 - (1.0 - share.min(0.99)).sqrt()) * 100.0;
     let all = paths.len() == observations.endpoints.len() && paths.len() > 1;
     let place = if all { "every endpoint" } else { &first.address };
-    Some(problem(
+    let finding = problem(
         Cause::PacketLoss,
         format!("Packets to {place} are lost: about {each_way:.0} % in each direction."),
         format!(
@@ -279,7 +302,8 @@ pub(super) fn loss(observations: &Observations) -> Option<Finding> {
         } else {
             "Check the path to that endpoint: switches, links, an overloaded load balancer."
         },
-    ))
+    );
+    Some(if all { finding } else { finding.about(&first.address) })
 }
 
 pub(super) fn intermittent(endpoint: &EndpointObservation) -> Option<Finding> {

@@ -55,6 +55,7 @@ fn endpoint(address: &str) -> EndpointObservation {
         address: address.into(),
         source: EndpointSource::Given,
         server_name: "kubernetes".into(),
+        verifies: true,
         resolved: Resolution::Addresses(vec!["10.0.0.1".parse().unwrap()]),
         loops_to: None,
         fresh: (0..20).map(|i| succeeded(f64::from(i) * 500.0)).collect(),
@@ -141,6 +142,9 @@ fn diagnose_each_cause_from_its_observations() {
         (failing(Step::Tls, FailureKind::WrongName), Cause::SanMissing),
         (failing(Step::Tls, FailureKind::UnknownIssuer), Cause::WrongCa),
         (failing(Step::Tls, FailureKind::Tls), Cause::Tls),
+        (failing(Step::Tls, FailureKind::PlainHttp), Cause::Tls),
+        (failing(Step::Tls, FailureKind::NotTls), Cause::Tls),
+        (failing(Step::Readyz, FailureKind::PlainHttp), Cause::Tls),
         (failing(Step::Http2, FailureKind::NoHttp2), Cause::NoHttp2),
         (failing(Step::Readyz, FailureKind::Status(500)), Cause::NotReadyEndpoint),
         (failing(Step::Readyz, FailureKind::Timeout), Cause::NotReadyEndpoint),
@@ -335,6 +339,74 @@ fn advice_depends_on_the_last_failure() {
     let found =
         diagnose(&observations(vec![failing(Step::Tls, FailureKind::Timeout), endpoint("b:1")]));
     assert!(found[0].advice.contains("a stopped process"), "{found:#?}");
+}
+
+#[test]
+fn advice_for_no_route_differs_from_refused_and_timeout() {
+    let advice = |kind| {
+        let found = diagnose(&observations(vec![failing(Step::Connect, kind), endpoint("b:1")]));
+        found[0].advice.clone()
+    };
+    let no_route = advice(FailureKind::NoRoute);
+    assert!(no_route.contains("ip route get") && no_route.contains("VPN"), "{no_route}");
+    let all = [FailureKind::Refused, FailureKind::Timeout, FailureKind::Unreachable].map(advice);
+    assert!(!all.contains(&no_route), "{all:?}");
+    assert!(all[1].contains("get no response"), "{all:?}");
+}
+
+#[test]
+fn diagnose_address_that_only_the_cluster_names_is_a_note() {
+    for (step, kind) in [
+        (Step::Connect, FailureKind::Timeout),
+        (Step::Tls, FailureKind::WrongName),
+        (Step::Readyz, FailureKind::Status(500)),
+    ] {
+        let cluster = |address: &str| EndpointObservation {
+            source: EndpointSource::Cluster,
+            address: address.into(),
+            ..failing(step, kind)
+        };
+        let all = vec![endpoint("lb:6443"), cluster("10.0.0.2:6443"), cluster("10.0.0.3:6443")];
+        let found = diagnose(&observations(all));
+        assert!(!has_problems(&found) && found.len() == 1, "{found:#?}");
+        assert!(found[0].what.contains("10.0.0.2:6443"), "{found:#?}");
+        assert!(found[0].what.ends_with("The same holds for 10.0.0.3:6443."), "{found:#?}");
+        assert!(found[0].advice.starts_with("Only the cluster names this address."), "{found:#?}");
+        // The same address as an endpoint of the user is a problem.
+        let mut given = cluster("10.0.0.2:6443");
+        given.source = EndpointSource::Given;
+        assert!(has_problems(&diagnose(&observations(vec![endpoint("lb:6443"), given]))));
+    }
+}
+
+#[test]
+fn diagnose_lists_no_name_twice() {
+    let twice = |step, kind| vec![failing(step, kind), failing(step, kind)];
+    for (step, kind) in [
+        (Step::Connect, FailureKind::Refused),
+        (Step::Tls, FailureKind::WrongName),
+        (Step::Tls, FailureKind::NotTls),
+    ] {
+        let found = diagnose(&observations(twice(step, kind)));
+        assert_eq!(found.len(), 1, "{found:#?}");
+        assert_eq!(found[0].endpoints, ["10.0.0.1:6443"]);
+        assert!(!found[0].what.contains("The same holds"), "{found:#?}");
+        let text = format!("{} {} {}", found[0].what, found[0].because, found[0].advice);
+        assert!(text.matches("kubernetes, 10.0.0.1").count() <= 1, "{text}");
+    }
+    let server = || NameServer {
+        address: "10.0.0.53:53".parse().unwrap(),
+        asked: 4,
+        answered: 0,
+        p50_ms: None,
+        error: None,
+    };
+    let mut all = observations(vec![endpoint("lb.example:6443")]);
+    all.dns = Some(Dns { resolv_conf: None, servers: vec![server(), server()] });
+    assert_eq!(
+        diagnose(&all)[0].what,
+        "The name server 10.0.0.53 does not answer; another one does."
+    );
 }
 
 #[test]

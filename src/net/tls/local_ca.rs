@@ -8,6 +8,7 @@
 //! Earlier versions stored the key, and a running jackstay renewed the certificate with it. A configuration
 //! with `tls.issuer` still does that: [`renew_if_due`].
 
+use std::collections::HashSet;
 use std::net::{IpAddr, Ipv6Addr};
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -217,7 +218,9 @@ pub fn subject_alt_names(der: &CertificateDer<'_>) -> Result<Vec<String>, String
         }
         _ => None,
     };
-    Ok(names.unwrap_or_default().iter().filter_map(name).collect())
+    let mut known = HashSet::new();
+    let names = names.unwrap_or_default().iter().filter_map(name);
+    Ok(names.filter(|name| known.insert(name.clone())).collect())
 }
 
 /// Whether `der` is a CA that is constrained to names and has signed `certificate`.

@@ -1,8 +1,8 @@
 //! `jackstay kubeconfig`: writes a kubeconfig that points at jackstay, and the configuration of a
 //! jackstay for it; or restores the original kubeconfig (`--revert`); or renews the local CA (`--renew`).
 //!
-//! The command validates every input before it writes a file. It writes the kubeconfig last, so that
-//! the kubeconfig never points at a missing configuration. It connects to the apiservers to read the
+//! The command makes and checks every file under a temporary name before the first file changes
+//! (`output`). It writes the kubeconfig last, so that the kubeconfig never points at a missing configuration. It connects to the apiservers to read the
 //! names in their certificates (`apiservers`); without a connection it prints its assumptions.
 
 mod apiservers;
@@ -18,16 +18,15 @@ use std::time::SystemTime;
 use self::apiservers::Apiservers;
 pub(super) use self::args::KubeconfigArgs;
 use self::output::{
-    Destinations, Failure, check_configuration, kubeconfig_file, refuse_to_overwrite, write,
+    Destinations, Failure, directory_beside, kubeconfig_file, refuse_to_overwrite, stage,
 };
 use self::report::{KubeconfigReport, ReportedCluster, ReportedContext};
 use super::options::EXIT_USAGE;
-use crate::config;
 use crate::kubeconfig::rewrite::{ClientTrust, KeyChange, LocalEndpoint, point_at, revert};
 use crate::kubeconfig::setup::{self, OutputFile, SetupMode, SetupPlan, SetupRequest};
 use crate::kubeconfig::{
     KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl, find_cluster_mut,
-    kubeconfig_yaml, recorded_original,
+    kubeconfig_yaml, recorded_configuration, recorded_original,
 };
 
 /// Runs the command.
@@ -70,25 +69,21 @@ fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), F
         }
     };
     let trust = trust(args, &context, &address, plan.as_ref(), &apiservers.names.client)?;
-    let endpoint = LocalEndpoint { address: address.address(), trust };
+    let configuration = destinations.config.as_ref().map(|file| file.display().to_string());
+    let endpoint = LocalEndpoint { address: address.address(), trust, configuration };
 
     let (kubeconfig, changes) =
         rewrite_kubeconfig(args, &files, &context, &destinations, &endpoint)?;
     let planned = plan.as_ref().map_or(&[][..], |plan| &plan.files);
-    if let Some(config) = planned.last() {
-        config::validate_text(&config.path, &String::from_utf8_lossy(&config.bytes))
-            .map_err(|errors| format!("nothing written:\n{errors}"))?;
-    }
     let outputs: Vec<&OutputFile> = planned.iter().chain([&kubeconfig]).collect();
     refuse_to_overwrite(&outputs, args, &destinations)?;
-    for file in planned {
-        write(file, report)?;
+    let staged = stage(outputs)?;
+    if let Some(config) = planned.last() {
+        staged.check_configuration(config)?;
     }
-    if let Some(config) = &destinations.config {
-        check_configuration(config)?;
-    }
-    write(&kubeconfig, report)?;
+    staged.commit(report)?;
 
+    report.warnings.clone_from(&apiservers.warnings);
     report.notes = notes(&context, &apiservers, plan.as_ref(), &endpoint.trust);
     let had_comments =
         files.iter().any(|file| file.path() == kubeconfig.path && file.has_comments());
@@ -97,13 +92,13 @@ fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), F
             .notes
             .push("the comments of the kubeconfig are lost, as with `kubectl config`".to_owned());
     }
+    report_commands(&destinations, &context.context, report);
     report.clusters.push(ReportedCluster { name: context.cluster, changes });
     report.context = Some(ReportedContext {
         credential: context.credential.describe(),
         context: context.context,
         user: context.user,
     });
-    report_commands(&destinations, report);
     Ok(())
 }
 
@@ -117,6 +112,7 @@ fn revert_files(
         None => None,
         Some(name) => Some(ResolvedContext::resolve(&files.merged(None)?, Some(name))?.cluster),
     };
+    let (mut outputs, mut left) = (Vec::new(), Vec::new());
     for file in files.iter() {
         let mut config = file.config().clone();
         let before = report.clusters.len();
@@ -124,17 +120,35 @@ fn revert_files(
             let selected = only.as_ref().is_none_or(|only| *only == named.name);
             let Some(cluster) = named.cluster.as_mut().filter(|_| selected) else { continue };
             if recorded_original(cluster).is_some() {
+                let default = || directory_beside(file.path()).join("jackstay.yaml");
+                let configuration =
+                    recorded_configuration(cluster).map_or_else(default, PathBuf::from);
+                left.extend(setup::files_with(&configuration));
                 let (name, changes) = (named.name.clone(), revert(cluster));
                 report.clusters.push(ReportedCluster { name, changes });
             }
         }
         if report.clusters.len() > before {
-            write(&kubeconfig_file(file.path().to_owned(), kubeconfig_yaml(&config)?), report)?;
+            outputs.push(kubeconfig_file(file.path().to_owned(), kubeconfig_yaml(&config)?));
         }
     }
+    stage(&outputs)?.commit(report)?;
     if report.clusters.is_empty() {
         let paths: Vec<_> = files.iter().map(|file| file.path().display().to_string()).collect();
         report.notes.push(format!("nothing to revert in {}", paths.join(", ")));
+        return Ok(());
+    }
+    report.notes.push(
+        "users, contexts and current-context are unchanged, a running jackstay serves on".into(),
+    );
+    let mut paths: Vec<String> = left.iter().map(|path| path.display().to_string()).collect();
+    paths.sort();
+    paths.dedup();
+    if !paths.is_empty() {
+        report.notes.push(format!(
+            "these files of jackstay are left, remove them if nothing uses them: {}",
+            paths.join(", ")
+        ));
     }
     Ok(())
 }
@@ -245,16 +259,46 @@ fn notes(
 }
 
 /// Adds the commands to run next, and the one that restores the kubeconfig.
-fn report_commands(destinations: &Destinations, report: &mut KubeconfigReport) {
+fn report_commands(destinations: &Destinations, context: &str, report: &mut KubeconfigReport) {
     if let Some(config) = &destinations.config {
-        report.next.push(format!("jackstay run --config {} &", config.display()));
+        let config = shell_word(&config.display().to_string());
+        report.next.push(format!("jackstay run --config {config} &"));
         report.next.push("jackstay status --wait".to_owned());
     }
-    let kubeconfig = destinations.kubeconfig.display();
-    report.next.push(if destinations.is_default_for_kubectl {
-        "kubectl get nodes".to_owned()
+    let kubeconfig = shell_word(&destinations.kubeconfig.display().to_string());
+    let file = if destinations.is_default_for_kubectl {
+        String::new()
     } else {
-        format!("kubectl --kubeconfig {kubeconfig} get nodes")
-    });
+        format!(" --kubeconfig {kubeconfig}")
+    };
+    report.next.push(format!("kubectl{file} --context {} get nodes", shell_word(context)));
     report.revert = Some(format!("jackstay kubeconfig --revert --in {kubeconfig}"));
+}
+
+/// A text as one word of a POSIX shell, in quotes if it needs them.
+fn shell_word(text: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "@%+=:,./-_".contains(c);
+    if !text.is_empty() && text.chars().all(is_plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', "'\\''"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::shell_word;
+
+    #[test]
+    fn shell_word_quotes_what_a_shell_would_split_or_expand() {
+        for (text, expected) in [
+            ("kubernetes-admin@kubernetes", "kubernetes-admin@kubernetes"),
+            ("arn:aws:eks:eu-1:1:cluster/x", "arn:aws:eks:eu-1:1:cluster/x"),
+            ("my cluster", "'my cluster'"),
+            ("it's $HOME", "'it'\\''s $HOME'"),
+            ("", "''"),
+        ] {
+            assert_eq!(shell_word(text), expected);
+        }
+    }
 }

@@ -17,7 +17,8 @@
 //! 5. [`report`] prints the observations and the findings.
 //!
 //! `jackstay kubeconfig` uses [`survey`] instead of [`examine`]. With the same probes, [`survey`] reads the
-//! names in the certificates of the apiservers and requests the addresses of all apiservers.
+//! names in the certificates of the apiservers, recognizes apiservers by [`version`] and requests the addresses
+//! of all of them.
 //!
 //! The doctor changes nothing. It sends a credential only to a server whose certificate it has verified.
 
@@ -43,3 +44,4 @@ pub mod target;
 
 mod first_bytes;
 mod verify;
+mod version;

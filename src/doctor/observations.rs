@@ -322,6 +322,13 @@ pub struct ServerCertificate {
     pub expires_in_s: i64,
 }
 
+impl FailureKind {
+    /// Whether the server's certificate was not accepted.
+    pub fn is_of_certificate(self) -> bool {
+        matches!(self, Self::UnknownIssuer | Self::Expired | Self::NotYetValid | Self::WrongName)
+    }
+}
+
 impl EndpointObservation {
     /// The number of fresh connections that received a PONG.
     pub fn connected(&self) -> usize {

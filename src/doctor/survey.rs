@@ -1,8 +1,8 @@
-//! A short examination for `jackstay kubeconfig`. It reads the names in the certificates of apiservers and
-//! requests the addresses of the other apiservers of the cluster.
+//! A short examination for `jackstay kubeconfig`. It reads the names in the certificates of apiservers, checks
+//! that each responds as an apiserver, and requests the addresses of the other apiservers of the cluster.
 //!
 //! The user's credential is sent only to the apiserver of the kubeconfig, after that one was verified as
-//! kubectl verifies it. Of the others only the certificates are read.
+//! kubectl verifies it. The others get a request for `/version` without a credential.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -17,6 +17,7 @@ use super::members;
 use super::observations::{EndpointSource, Failure, FailureKind, Resolution, Step};
 use super::probe::{ProbeConnection, StepTimer, open};
 use super::target::{Target, Trust};
+use super::version;
 use crate::kubeconfig::CertificateNames;
 use crate::kubeconfig::ServerUrl;
 use crate::net::tls::local_ca::subject_alt_names;
@@ -46,6 +47,9 @@ pub struct Survey {
     pub certificates: Vec<CertificateNames>,
     /// The addresses of the apiservers whose certificate could not be read, and why.
     pub without_certificate: Vec<(String, String)>,
+    /// The addresses at which no apiserver responds, and why. A peer whose certificate is not accepted gets no
+    /// request and is not among them.
+    pub not_apiservers: Vec<(String, String)>,
     /// The apiservers that the cluster names and that are not in the request, or why they are not known.
     pub members: Result<Vec<SocketAddr>, String>,
 }
@@ -56,19 +60,26 @@ struct EndpointSurvey {
     address: String,
     addresses: Vec<SocketAddr>,
     names: Result<CertificateNames, String>,
+    /// Whether it responds as an apiserver; `None` if its certificate is not accepted.
+    responds: Option<Result<(), String>>,
     members: Result<Vec<SocketAddr>, String>,
+}
+
+impl EndpointSurvey {
+    /// Sets the reason why there is no connection.
+    fn fail(&mut self, why: &str) {
+        self.names = Err(why.to_owned());
+        self.responds = Some(Err(why.to_owned()));
+    }
 }
 
 /// Surveys all apiservers concurrently.
 ///
+/// Without a CA no credential is sent, and no certificate is returned.
+///
 /// # Errors
-/// There is no CA to verify the apiservers, a host is not a DNS name or IP address, or the tokio runtime cannot
-/// be created.
+/// A host is not a DNS name or IP address, or the tokio runtime cannot be created.
 pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey, String> {
-    if !request.trust.verifies() {
-        let why = "there is no CA that verifies them: the cluster names none and this system has no bundle";
-        return Err(why.to_owned());
-    }
     let anonymous = request.trust.without_credential();
     let trust = if request.query_members { request.trust } else { &anonymous };
     let name = Some(request.verified_name);
@@ -90,9 +101,14 @@ pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey,
         members.retain(|member| !known.contains(member));
         members
     });
-    let mut survey = Survey { certificates: Vec::new(), without_certificate: Vec::new(), members };
+    let (certificates, without_certificate, not_apiservers) = Default::default();
+    let mut survey = Survey { certificates, without_certificate, not_apiservers, members };
     for result in [own].into_iter().chain(others) {
+        if let Some(Err(why)) = result.responds {
+            survey.not_apiservers.push((result.address.clone(), why));
+        }
         match result.names {
+            _ if !request.trust.verifies() => {}
             Ok(names) => survey.certificates.push(names),
             Err(why) => survey.without_certificate.push((result.address, why)),
         }
@@ -101,7 +117,7 @@ pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey,
 }
 
 /// Surveys one apiserver. With the path of the cluster's URL it also requests the addresses of the
-/// cluster's apiservers.
+/// cluster's apiservers. A step that does not end within [`LIMIT`] leaves the result that stands for it.
 async fn survey_endpoint(
     target: &Target,
     cluster_path: Option<&str>,
@@ -110,21 +126,32 @@ async fn survey_endpoint(
     let mut result = EndpointSurvey {
         address: target.address.clone(),
         addresses: Vec::new(),
-        names: Err(format!("no response within {} s", LIMIT.as_secs())),
+        names: Err(String::new()),
+        responds: None,
         members: Err("the apiserver did not respond".to_owned()),
     };
+    result.fail(&format!("no response within {} s", LIMIT.as_secs()));
     let _ = timeout(LIMIT, async {
         match resolver.lock().await.resolve(&target.host).await {
             Resolution::Addresses(ips) => {
                 result.addresses =
                     ips.into_iter().map(|ip| SocketAddr::new(ip, target.port)).collect();
             }
-            Resolution::NoSuchName => result.names = Err("no such name".to_owned()),
-            Resolution::NoAnswer(why) => result.names = Err(why),
+            Resolution::NoSuchName => result.fail("no such name"),
+            Resolution::NoAnswer(why) => result.fail(&why),
         }
         let Some(address) = result.addresses.first() else { return };
-        let opened = open(&mut StepTimer::start(Instant::now()), *address, &target.peer).await;
+        let mut opened = open(&mut StepTimer::start(Instant::now()), *address, &target.peer).await;
         result.names = certificate_names(target, &opened);
+        result.responds = match &mut opened {
+            Ok(opened) => {
+                result.responds = Some(Err("/version: no response".to_owned()));
+                let prefix = cluster_path.unwrap_or_default();
+                Some(version::request(opened, &target.peer, prefix).await)
+            }
+            Err(failure) if failure.kind.is_of_certificate() => None,
+            Err(failure) => Some(Err(failure.text.clone())),
+        };
         result.members = match (opened, cluster_path) {
             (Ok(mut opened), Some(path)) if target.peer.authenticated => {
                 members::request(&mut opened, &target.peer, path).await

@@ -13,7 +13,7 @@ use serde_json::Value;
 use serde_path_to_error::{Deserializer, Track};
 use serde_saphyr::{Error as YamlError, Options};
 
-use super::original::{record_original, recorded_original};
+use super::original::{record_original, recorded_configuration, recorded_original};
 use crate::config::{describe_io_error, describe_yaml_error};
 
 /// Maximum size of a kubeconfig in bytes: room for the certificates of a few thousand clusters.
@@ -99,7 +99,8 @@ impl KubeconfigFile {
             make_absolute(&mut cluster.certificate_authority, directory);
             if let Some(mut original) = recorded_original(cluster) {
                 make_absolute(&mut original.certificate_authority, directory);
-                record_original(cluster, &original);
+                let configuration = recorded_configuration(cluster);
+                record_original(cluster, &original, configuration.as_deref());
             }
         }
         for user in config.auth_infos.iter_mut().filter_map(|named| named.auth_info.as_mut()) {

@@ -25,7 +25,7 @@ pub use credential::{Credential, PemSource, TokenSource, UserCredentials};
 pub use exec::{ExecCredential, ExecPlugin};
 pub use file::{KubeconfigFile, MAX_KUBECONFIG, find_cluster, find_cluster_mut, kubeconfig_yaml};
 pub use files::{KubeconfigFiles, KubeconfigPaths};
-pub use original::recorded_original;
+pub use original::{recorded_configuration, recorded_original};
 pub use server_url::ServerUrl;
 pub use setup::system_cas;
 pub use verified_names::CertificateNames;

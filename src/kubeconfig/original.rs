@@ -2,10 +2,11 @@
 //!
 //! The record is an entry in `extensions` of the cluster, which kubectl preserves. A revert therefore
 //! needs no backup file, and changes of other fields since the rewrite are preserved. A second rewrite
-//! starts from the recorded values.
+//! starts from the recorded values. The record also names the configuration of jackstay, which a revert leaves
+//! in place.
 
 use kube::config::{Cluster, NamedExtension};
-use serde_json::json;
+use serde_json::{Value, json};
 
 const EXTENSION_NAME: &str = "jackstay";
 
@@ -27,18 +28,31 @@ pub fn copy_rewritten_fields(cluster: &mut Cluster, from: Cluster) {
     cluster.proxy_url = from.proxy_url;
 }
 
+/// The record in a cluster.
+fn record(cluster: &Cluster) -> Option<&Value> {
+    let mut extensions = cluster.extensions.iter().flatten();
+    Some(&extensions.find(|entry| entry.name == EXTENSION_NAME)?.extension)
+}
+
 /// The fields as they were before jackstay rewrote the cluster. `None` if the cluster has no readable
 /// record.
 pub fn recorded_original(cluster: &Cluster) -> Option<Cluster> {
-    let extension =
-        cluster.extensions.iter().flatten().find(|entry| entry.name == EXTENSION_NAME)?;
-    serde_json::from_value(extension.extension.get("original")?.clone()).ok()
+    serde_json::from_value(record(cluster)?.get("original")?.clone()).ok()
 }
 
-/// Records the rewritten fields of `original` in `cluster`, in place of an earlier record.
-pub fn record_original(cluster: &mut Cluster, original: &Cluster) {
+/// The path of the configuration that was written with the cluster; `None` if none is recorded.
+pub fn recorded_configuration(cluster: &Cluster) -> Option<String> {
+    Some(record(cluster)?.get("configuration")?.as_str()?.to_owned())
+}
+
+/// Records the rewritten fields of `original` and the path of the configuration in `cluster`, in place of an
+/// earlier record.
+pub fn record_original(cluster: &mut Cluster, original: &Cluster, configuration: Option<&str>) {
     remove_record(cluster);
-    let extension = json!({ "original": rewritten_fields(original) });
+    let mut extension = json!({ "original": rewritten_fields(original) });
+    if let Some(path) = configuration {
+        extension["configuration"] = path.into();
+    }
     let entry = NamedExtension { name: EXTENSION_NAME.to_owned(), extension };
     cluster.extensions.get_or_insert_default().push(entry);
 }

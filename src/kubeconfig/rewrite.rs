@@ -9,7 +9,8 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::original::{
-    copy_rewritten_fields, record_original, recorded_original, remove_record, rewritten_fields,
+    copy_rewritten_fields, record_original, recorded_configuration, recorded_original,
+    remove_record, rewritten_fields,
 };
 use super::server_url::{ServerUrl, without_user};
 
@@ -30,6 +31,8 @@ pub struct LocalEndpoint {
     pub address: String,
     /// How clients verify the certificate that they receive there.
     pub trust: ClientTrust,
+    /// The path of the configuration that is written with the kubeconfig.
+    pub configuration: Option<String>,
 }
 
 /// How clients verify the certificate that they receive at the local endpoint.
@@ -67,6 +70,7 @@ impl fmt::Display for KeyChange {
 /// Points a cluster at jackstay. `server` is the original apiserver; its path becomes part of the new URL.
 pub fn point_at(cluster: &mut Cluster, server: &ServerUrl, to: &LocalEndpoint) -> Vec<KeyChange> {
     let before = cluster.clone();
+    let configuration = to.configuration.clone().or(recorded_configuration(cluster));
     restore(cluster);
     let restored = cluster.clone();
     cluster.server = Some(format!("https://{}{}", to.address, server.path));
@@ -82,7 +86,7 @@ pub fn point_at(cluster: &mut Cluster, server: &ServerUrl, to: &LocalEndpoint) -
             cluster.certificate_authority_data = Some(STANDARD.encode(ca));
         }
     }
-    record_original(cluster, &restored);
+    record_original(cluster, &restored, configuration.as_deref());
     changes(&before, cluster)
 }
 
@@ -141,7 +145,8 @@ extensions:
     fn point(cluster: &mut Cluster, trust: ClientTrust) -> Vec<String> {
         let original = recorded_original(cluster).unwrap_or(cluster.clone());
         let server = ServerUrl::parse(original.server.as_deref().unwrap()).unwrap();
-        let to = LocalEndpoint { address: "127.0.0.1:7443".into(), trust };
+        let configuration = Some("/etc/jackstay/jackstay.yaml".to_owned());
+        let to = LocalEndpoint { address: "127.0.0.1:7443".into(), trust, configuration };
         point_at(cluster, &server, &to).iter().map(ToString::to_string).collect()
     }
 
@@ -162,6 +167,17 @@ extensions:
         assert_eq!(changed.extensions.as_ref().unwrap().len(), 2);
         // The record survives a write.
         let mut read_back = cluster(&serde_saphyr::to_string(&changed).unwrap());
+        let configuration = Some("/etc/jackstay/jackstay.yaml".to_owned());
+        assert_eq!(recorded_configuration(&read_back), configuration);
+        // A second rewrite without a configuration keeps the path.
+        let to = LocalEndpoint {
+            address: "127.0.0.1:7443".into(),
+            trust: ClientTrust::Apiserver(Some("lb.example".into())),
+            configuration: None,
+        };
+        let server = ServerUrl::parse("https://lb.example:6443/prefix").unwrap();
+        assert_eq!(point_at(&mut read_back, &server, &to), []);
+        assert_eq!(recorded_configuration(&read_back), configuration);
         assert_eq!(revert(&mut read_back).len(), 3);
         assert_eq!(json!(read_back), json!(cluster(CLUSTER)));
         assert_eq!(revert(&mut read_back), []);

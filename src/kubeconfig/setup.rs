@@ -26,6 +26,15 @@ use crate::config::CertPaths;
 use crate::net::files::{PRIVATE, PUBLIC};
 use crate::net::tls::pem_files::valid_certificates;
 
+/// The file with the cluster's CA, in the directory of the configuration as the other files.
+const CLUSTER_CA: &str = "cluster-ca.crt";
+/// The file with the user's client certificate.
+const CLIENT_CERTIFICATE: &str = "client.crt";
+/// The file with its key.
+const CLIENT_KEY: &str = "client.key";
+/// The directory in which jackstay saves endpoints.
+const STATE: &str = "state";
+
 /// The CA bundles of Linux distributions, in the order of Go (`crypto/x509/root_linux.go`). If a kubeconfig
 /// names no CA, kubectl uses the first one that exists.
 const SYSTEM_CAS: [&str; 5] = [
@@ -39,6 +48,16 @@ const SYSTEM_CAS: [&str; 5] = [
 /// The CA bundle of this system, if there is one.
 pub fn system_cas() -> Option<PathBuf> {
     SYSTEM_CAS.iter().map(PathBuf::from).find(|file| file.exists())
+}
+
+/// The existing files of the plan that `config` was written by, and the state of jackstay.
+pub fn files_with(config: &Path) -> Vec<PathBuf> {
+    let directory = config.parent().unwrap_or(Path::new("/"));
+    let serving = serving::ServingFiles::in_directory(directory);
+    let beside =
+        [CLUSTER_CA, CLIENT_CERTIFICATE, CLIENT_KEY, STATE].map(|name| directory.join(name));
+    let all = [config.to_owned(), serving.ca, serving.serving].into_iter().chain(beside);
+    all.filter(|path| path.exists()).collect()
 }
 
 /// Plans the files.
@@ -71,15 +90,18 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
         (listener.client_ca_file, listener.identities) =
             client_identities(context, request, directory, ca_file.as_deref(), &mut plan)?;
     }
+    let probe = probe_credential(request.mode, &context.credential, ca_file.is_some());
+    if probe.is_none() && listener.identities.is_empty() && ca_file.is_some() {
+        plan.notes.push(anonymous_probe_note(request.mode, &context.credential));
+    }
     let upstream = UpstreamSection {
         name: "control-plane",
         endpoints,
-        health: probe_credential(request.mode, &context.credential, ca_file.is_some())
-            .map(|readyz| HealthSection { readyz }),
+        health: probe.map(|readyz| HealthSection { readyz }),
         tls: UpstreamTlsSection { ca_file, server_name: request.server_name.clone() },
     };
     let config = ConfigFile {
-        state_dir: directory.join("state"),
+        state_dir: directory.join(STATE),
         upstreams: [upstream],
         listeners: [listener],
     };
@@ -124,7 +146,7 @@ fn cluster_ca(
         return Ok(Some(file.clone()));
     }
     if let Some(ca) = &context.ca {
-        let file = directory.join("cluster-ca.crt");
+        let file = directory.join(CLUSTER_CA);
         return Ok(Some(plan.file_of(ca, file, PUBLIC, "the cluster's CA")));
     }
     if context.insecure {
@@ -171,6 +193,32 @@ fn probe_credential(
     }
 }
 
+/// What follows from `/readyz` probes without a credential (`control::readyz`).
+fn anonymous_probe_note(mode: SetupMode, credential: &Credential) -> String {
+    let reason = match credential {
+        Credential::Certificate(..) => "the user's certificate is embedded in the kubeconfig",
+        Credential::Token(_) => "the user's token is embedded in the kubeconfig",
+        Credential::TokenFile(_) => "the user's token is not sent",
+        Credential::Exec(_) => "the user's credential comes from an exec plugin",
+        Credential::Other(_) => "the user has a password or an auth-provider",
+        Credential::Anonymous => "the user has none",
+    };
+    let effect = match mode {
+        SetupMode::Passthrough => {
+            "it does not request /readyz, and an apiserver counts as ready while it accepts connections \
+             and answers PINGs, even without its etcd"
+        }
+        SetupMode::Terminate => {
+            "it requests /readyz without one, and an apiserver that refuses such requests (401, 403) \
+             counts as ready while it accepts connections and answers PINGs, even without its etcd"
+        }
+    };
+    format!(
+        "jackstay has no credential for /readyz, because {reason}: {effect}; \
+         upstreams[0].health.readyz.token_file, or cert_file and key_file, names one"
+    )
+}
+
 /// The CA that verifies client certificates, and the identity for requests of the user, if the credential of
 /// the user is a certificate.
 fn client_identities(
@@ -197,9 +245,9 @@ fn client_identities(
         Some(file) => file.clone(),
         None => verify_with_cluster_ca(context, certificate, ca_file)?,
     };
-    let cert_file = directory.join("client.crt");
+    let cert_file = directory.join(CLIENT_CERTIFICATE);
     let cert_file = plan.file_of(certificate, cert_file, PUBLIC, "the user's client certificate");
-    let key_file = plan.file_of(key, directory.join("client.key"), PRIVATE, "its key");
+    let key_file = plan.file_of(key, directory.join(CLIENT_KEY), PRIVATE, "its key");
     Ok((Some(client_ca), vec![CertPaths { cert_file, key_file }]))
 }
 

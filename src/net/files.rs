@@ -6,9 +6,10 @@
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use http::HeaderValue;
+use tempfile::NamedTempFile;
 
 use super::process::sandbox::file_rules;
 
@@ -66,21 +67,58 @@ pub fn read_text(path: &Path, max: u64) -> io::Result<String> {
 /// What the file system returns. The old file is then unchanged, unless only the final sync of the
 /// directory failed.
 pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    stage(path, bytes, mode)?.commit()
+}
+
+/// A new content of a file under a temporary name in the same directory. The temporary file is removed when
+/// this is dropped.
+#[derive(Debug)]
+pub struct StagedFile {
+    temporary: NamedTempFile,
+    path: PathBuf,
+}
+
+/// Writes the new content of `path` to the disk under a temporary name. The parameters are those of
+/// [`replace`].
+///
+/// # Errors
+/// What the file system returns.
+pub fn stage(path: &Path, bytes: &[u8], mode: u32) -> io::Result<StagedFile> {
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-    let directory = match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let mut temporary = tempfile::Builder::new()
         .prefix(&format!(".{name}."))
         .permissions(Permissions::from_mode(mode))
-        .tempfile_in(directory)?;
+        .tempfile_in(directory_of(&path))?;
     temporary.write_all(bytes)?;
     // The content reaches the disk before the name does: a power failure leaves the old file or the new one.
     temporary.as_file().sync_all()?;
-    temporary.persist(&path).map_err(|failed| failed.error)?;
-    File::open(directory)?.sync_all()
+    Ok(StagedFile { temporary, path })
+}
+
+impl StagedFile {
+    /// The path of the temporary file.
+    pub fn temporary_path(&self) -> &Path {
+        self.temporary.path()
+    }
+
+    /// Replaces the file atomically.
+    ///
+    /// # Errors
+    /// What the file system returns. The old file is then unchanged, unless only the final sync of the
+    /// directory failed.
+    pub fn commit(self) -> io::Result<()> {
+        self.temporary.persist(&self.path).map_err(|failed| failed.error)?;
+        File::open(directory_of(&self.path))?.sync_all()
+    }
+}
+
+/// The directory of a file.
+fn directory_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
 }
 
 /// The value of the `authorization` header for the bearer token in a file. Tokens rotate, so callers read the

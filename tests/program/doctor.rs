@@ -524,13 +524,20 @@ fn survey_sends_the_credential_only_to_the_apiserver_of_the_kubeconfig() {
     assert_eq!(result.members, Ok(vec![member]), "members that the request does not name");
     let certificates: Vec<_> = result.certificates.iter().map(|c| c.address.as_str()).collect();
     assert_eq!(certificates, [own.addr.to_string(), other.addr.to_string()]);
-    assert!(cluster.audit().records().iter().all(|record| record.server == "own"));
+    let records = cluster.audit().records();
+    let (with, without): (Vec<_>, Vec<_>) =
+        records.iter().partition(|record| record.certificate_serial.is_some());
+    assert!(!with.is_empty() && with.iter().all(|record| record.server == "own"), "{with:?}");
+    let only_version = without.iter().all(|r| r.server == "other" && r.path == "/version");
+    assert!(!without.is_empty() && only_version, "{without:?}");
+    assert_eq!(result.not_apiservers, []);
 
     own.kill();
     let result = survey(&request, Resolver::of_servers(Vec::new())).unwrap();
     assert!(result.members.is_err(), "the other apiserver is not queried: {result:?}");
     assert_eq!(result.certificates[0].address, other.addr.to_string());
     assert_eq!(result.without_certificate[0].0, own.addr.to_string());
+    assert_eq!(result.not_apiservers[0].0, own.addr.to_string());
 }
 
 /// Replaces the rules in the network namespace of this process.

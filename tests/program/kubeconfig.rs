@@ -255,7 +255,7 @@ users:
     let input = home.write(".kube/config", text);
     let output = home.run_offline(&["--in-place", "--server", "localhost:7443"]);
     assert!(
-        output.contains("\n  kubectl get nodes\n"),
+        output.contains("\n  kubectl --context c get nodes\n"),
         "kubectl reads this file by default: {output}"
     );
     let written = home.tree(".kube/config");
@@ -267,7 +267,8 @@ users:
     // A second run starts from the original server.
     let input = input.to_str().unwrap();
     let output = home.run_offline(&["--in", input, "--in-place", "--server", "127.0.0.1:8443"]);
-    assert!(output.contains(&format!("\n  kubectl --kubeconfig {input} get nodes\n")), "{output}");
+    let next = format!("\n  kubectl --kubeconfig {input} --context c get nodes\n");
+    assert!(output.contains(&next), "{output}");
     let output = home.run_offline(&["--revert"]);
     assert!(
         output.contains("server: https://127.0.0.1:8443 -> https://lb.example:6443"),
@@ -275,6 +276,8 @@ users:
     );
     let reverted = fs::read_to_string(home.path(".kube/config")).unwrap();
     assert_eq!(content(&reverted), content(text));
+    assert!(output.contains("current-context are unchanged"), "{output}");
+    assert!(!output.contains("are left"), "nothing else was written: {output}");
     let output = home.run_offline(&["--revert"]);
     assert!(output.contains("nothing to revert"), "{output}");
 }
@@ -527,13 +530,13 @@ fn kubeconfig_server_name_is_in_every_certificate() {
     assert_eq!(written["tls-server-name"], "kubernetes", "{output}");
     assert!(!output.contains("is not verified"), "{output}");
 
-    // An apiserver that does not respond is reported and changes nothing.
+    // An apiserver that does not respond is reported and changes no name.
+    assert!(!output.contains("warning: "), "{output}");
     three.servers[2].kill();
     let more = ["--out", "second/k", "--upstream", &b, "--upstream", &c];
     let output = three.home.run_online(&[&["--mode", "passthrough"][..], &more].concat());
-    let note =
-        format!("note: no name is taken from the certificate of {c}, which is not verified: ");
-    assert!(output.contains(&note), "{output}");
+    let warning = format!("warning: {c} does not answer as an apiserver: connect to {c}: ");
+    assert!(output.contains(&warning) && !output.contains("no name is taken"), "{output}");
     let written = cluster(&three.home.tree("second/k"));
     assert_eq!(written["tls-server-name"], "kubernetes", "{output}");
 
@@ -694,6 +697,204 @@ fn kubeconfig_endpoints_of_the_cluster_are_suggested_and_used_with_discover() {
     assert!(output.contains("only one endpoint is known") && output.contains("(403)"), "{output}");
     let output = other.home.run_offline(&[&mode[..], &["--out", "offline/k"]].concat());
     assert!(output.contains("apiservers are not known: --offline"), "{output}");
+}
+
+/// Accepts TLS and HTTP/2, and answers every request as etcd does: 200 and its version, or 404.
+fn serve_etcd(issued: &Issued) -> SocketAddr {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let mut config = rustls::ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(vec![issued.cert_der()], issued.key_der())
+        .unwrap();
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    let acceptor = tokio_rustls::TlsAcceptor::from(Arc::new(config));
+    let listener = TcpListener::bind("127.0.0.22:0").unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let listener = tokio::net::TcpListener::from_std(listener).unwrap();
+            while let Ok((stream, _)) = listener.accept().await {
+                let acceptor = acceptor.clone();
+                tokio::spawn(async move {
+                    let stream = acceptor.accept(stream).await.ok()?;
+                    let mut connection = h2::server::handshake(stream).await.ok()?;
+                    while let Some(Ok((request, mut respond))) = connection.accept().await {
+                        let is_version = request.uri().path() == "/version";
+                        let status = if is_version { 200 } else { 404 };
+                        let response = http::Response::builder().status(status).body(()).ok()?;
+                        let mut body = respond.send_response(response, false).ok()?;
+                        let text = "{\"etcdserver\":\"3.6.1\",\"etcdcluster\":\"3.6.0\"}";
+                        body.send_data(text.into(), true).ok()?;
+                    }
+                    Some(())
+                });
+            }
+        });
+    });
+    address
+}
+
+#[test]
+fn kubeconfig_upstream_that_is_no_apiserver_is_a_warning() {
+    let three = ThreeServers::start(&["kubernetes"]);
+    let (own, b) = (three.address(0), three.address(1));
+    let issue = |names: &[&str]| three.home.pki.server_for(names, PkiValidity::usual()).unwrap();
+    let etcd = serve_etcd(&issue(&["kubernetes", "127.0.0.22"])).to_string();
+    // The socket is bound, so that no other process gets the port, and does not listen.
+    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
+    let closed = socket.local_addr().unwrap().as_socket().unwrap().to_string();
+    let args = |upstreams: &[&str]| -> Vec<String> {
+        let upstreams = upstreams.iter().flat_map(|upstream| ["--upstream", upstream]);
+        ["--mode", "passthrough", "--force"].into_iter().chain(upstreams).map(Into::into).collect()
+    };
+    let run = |upstreams: &[&str]| {
+        let args = args(upstreams);
+        three.home.run_online(&args.iter().map(String::as_str).collect::<Vec<_>>())
+    };
+    let warning = |address: &str, why: &str| {
+        format!("warning: {address} does not answer as an apiserver: {why}")
+    };
+    let output = run(&[&b, &etcd, &closed, "no-such-name.invalid:6443"]);
+    assert!(output.contains(&warning(&etcd, "it is an etcd; ")), "{output}");
+    assert!(output.contains(&warning(&closed, &format!("connect to {closed}: "))), "{output}");
+    assert!(output.contains(&warning("no-such-name.invalid:6443", "")), "{output}");
+    assert!(!output.contains(&warning(&own, "")) && !output.contains(&warning(&b, "")), "{output}");
+    assert_eq!(output.matches("warning: ").count(), 3, "{output}");
+    let output = run(&[&b]);
+    assert!(!output.contains("warning: "), "{output}");
+    // 401 and 403 with a Status are responses of an apiserver.
+    for (code, reason) in [(401, "Unauthorized"), (403, "Forbidden")] {
+        let refuse: RequestHook =
+            Arc::new(move |_| Some(ScriptedResponse::status(code, reason, "no")));
+        three.servers[1].set_faults(|faults| faults.on_request = Some(refuse));
+        let output = run(&[&b]);
+        assert!(!output.contains("warning: "), "{code}: {output}");
+    }
+    // The apiserver is recognized without a CA, too.
+    let mut config = three.home.tree(".kube/config");
+    config["clusters"][0]["cluster"] =
+        json!({ "server": format!("https://{etcd}"), "insecure-skip-tls-verify": true });
+    three.home.write(".kube/config", &config.to_string());
+    let output = run(&[&own]);
+    assert!(output.contains(&warning(&etcd, "it is an etcd; ")), "{output}");
+    assert_eq!(output.matches("warning: ").count(), 1, "{output}");
+}
+
+#[test]
+fn kubeconfig_discover_reports_apiservers_that_it_leaves_out() {
+    let three = ThreeServers::start(&["kubernetes"]);
+    three.create_slices(&[0, 1, 2]);
+    let (a, b, c) = (three.address(0), three.address(1), three.address(2));
+    three.servers[1].kill();
+    three.servers[2].kill();
+    let output = three.home.run_online(&["--mode", "passthrough", "--discover"]);
+    assert_eq!(three.endpoints(), [a.as_str()]);
+    for address in [b, c] {
+        let note = format!("note: {address} is an apiserver of the cluster and was left out: ");
+        assert!(output.contains(&note), "{output}");
+    }
+    assert!(output.contains("names 2 apiservers more, which were left out"), "{output}");
+    assert!(!output.contains("names no other") && !output.contains("warning: "), "{output}");
+}
+
+#[test]
+fn kubeconfig_writes_no_file_if_the_configuration_cannot_run() {
+    let home = Home::new();
+    let other = home.pki.client(&Subject::admin()).unwrap();
+    let mut mixed = home.admin.clone();
+    mixed.key_pem.clone_from(&other.key_pem);
+    let text = kubeconfig(SERVER, &home.pki.ca_pem(), Some(&mixed), None);
+    let input = home.write(".kube/config", &text);
+    let entries = |path: &Path| -> Vec<_> {
+        let mut names: Vec<_> =
+            fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    for mode in ["terminate", "passthrough"] {
+        let ca = home.write("ca.crt", "not a certificate\n");
+        let with_ca = ["--ca-file", ca.to_str().unwrap()];
+        let more = if mode == "passthrough" { &with_ca[..] } else { &[] };
+        let error = home.run_refused(&[&["--mode", mode, "--node-name", "n"], more].concat());
+        assert!(error.starts_with("nothing written: "), "{error}");
+        assert_eq!(entries(input.parent().unwrap()), ["config"], "{mode}: {error}");
+    }
+    let error = home.run_refused(&["--mode", "terminate", "--node-name", "n"]);
+    let key = home.path(".kube/jackstay/client.key");
+    assert!(error.contains(&format!("{}", key.display())), "the final path: {error}");
+    assert!(!error.contains("/.client."), "{error}");
+    assert_eq!(fs::read_to_string(&input).unwrap(), text);
+}
+
+#[test]
+fn kubeconfig_revert_names_the_files_that_it_leaves() {
+    let home = Home::new();
+    let input = home.write_kubeconfig();
+    let before = content(&fs::read_to_string(&input).unwrap());
+    let config = home.path("etc/jackstay.yaml");
+    let args = ["--mode", "terminate", "--node-name", "n", "--in-place", "--config-out"];
+    home.run_offline(&[&args[..], &[config.to_str().unwrap()]].concat());
+    let output = home.run_offline(&["--revert"]);
+    assert_eq!(content(&fs::read_to_string(&input).unwrap()), before);
+    let note = output.lines().find(|line| line.contains("are left")).unwrap();
+    let mut written = 0;
+    for entry in fs::read_dir(home.path("etc")).unwrap() {
+        let path = entry.unwrap().path();
+        assert!(note.contains(path.to_str().unwrap()), "no {} in {note}", path.display());
+        written += 1;
+    }
+    assert!(written >= 6, "{note}");
+}
+
+#[test]
+fn kubeconfig_user_without_credential_for_readyz_gets_a_note() {
+    let home = Home::new();
+    let ca = home.pki.ca_pem();
+    let note = "note: jackstay has no credential for /readyz, because ";
+    let run = |user: Value, mode: &str| {
+        let text = kubeconfig(SERVER, &ca, None, None);
+        let mut config: Value = serde_json::from_str(&text).unwrap();
+        config["users"] = json!([{ "name": "demo", "user": user }]);
+        home.write(".kube/config", &config.to_string());
+        home.run_offline(&["--mode", mode, "--node-name", "n", "--force"])
+    };
+    let (certificate, key) = home.admin.write_to(home.dir.path(), "admin").unwrap();
+    let data = |pem: &str| STANDARD.encode(pem);
+    let embedded = json!({ "client-certificate-data": data(&home.admin.cert_pem),
+        "client-key-data": data(&home.admin.key_pem) });
+    let files = json!({ "client-certificate": certificate, "client-key": key });
+    let token_file = home.write("token", "t\n");
+    let exec = json!({ "exec": { "apiVersion": "client.authentication.k8s.io/v1",
+        "command": "plugin", "interactiveMode": "Never" } });
+    let token = json!({ "token": "t" });
+    let both = ["passthrough", "terminate"];
+    for (user, modes, reason) in [
+        (token, &both[..], Some("the user's token is embedded in the kubeconfig: ")),
+        (exec, &both, Some("the user's credential comes from an exec plugin: ")),
+        (
+            embedded.clone(),
+            &both[..1],
+            Some("the user's certificate is embedded in the kubeconfig: "),
+        ),
+        (embedded, &both[1..], None),
+        (files, &both, None),
+        (json!({ "tokenFile": token_file }), &both, None),
+    ] {
+        for mode in modes {
+            let output = run(user.clone(), mode);
+            match reason {
+                Some(reason) => assert!(output.contains(&format!("{note}{reason}")), "{output}"),
+                None => assert!(!output.contains(note), "{mode} {output}"),
+            }
+            let key = "upstreams[0].health.readyz.token_file";
+            assert_eq!(output.contains(key), reason.is_some(), "{output}");
+        }
+    }
 }
 
 #[test]

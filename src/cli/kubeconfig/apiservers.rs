@@ -1,5 +1,5 @@
 //! Finds the apiservers of a cluster and the name that their certificates share, for `jackstay
-//! kubeconfig`. Only a failure of `--discover` is an error; other failures become notes.
+//! kubeconfig`. Only a failure of `--discover` is an error; other failures become warnings and notes.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -20,6 +20,8 @@ pub(super) struct Apiservers {
     pub(super) upstreams: Vec<String>,
     /// The names to verify.
     pub(super) names: VerifiedNames,
+    /// Endpoints at which no apiserver responds.
+    pub(super) warnings: Vec<String>,
     /// Messages to the user.
     pub(super) notes: Vec<String>,
 }
@@ -31,7 +33,7 @@ pub(super) fn find(
     config: Option<&Path>,
 ) -> Result<Apiservers, String> {
     let own = context.server.address();
-    let mut notes = Vec::new();
+    let (mut notes, mut left_out) = (Vec::new(), 0);
     let mut upstreams = known_upstreams(args, &own, config, &mut notes);
     let mut survey = survey_apiservers(args, context, &upstreams, config.is_some(), &mut notes);
     if args.discover {
@@ -41,24 +43,43 @@ pub(super) fn find(
         let all: Vec<String> =
             upstreams.iter().cloned().chain(members.iter().map(SocketAddr::to_string)).collect();
         survey = survey_apiservers(args, context, &all, false, &mut notes);
-        let is_unreachable = |address: &String| {
-            survey.without_certificate.iter().any(|(missing, _)| missing == address)
+        let is_unusable = |address: &String| {
+            let mut unusable = survey.not_apiservers.iter().chain(&survey.without_certificate);
+            unusable.any(|(unusable, _)| unusable == address)
         };
+        let found = all.len();
         upstreams = all
             .into_iter()
-            .filter(|address| upstreams.contains(address) || !is_unreachable(address))
+            .filter(|address| upstreams.contains(address) || !is_unusable(address))
             .collect();
-        // All members are used already, so the redundancy note must not offer them.
+        left_out = found - upstreams.len();
+        // The members are used or left out already, so the redundancy note must not offer them.
         survey.members = Ok(Vec::new());
     }
+    let is_endpoint = |address: &String| *address == own || upstreams.contains(address);
+    let mut warnings = Vec::new();
+    for (address, why) in &survey.not_apiservers {
+        if is_endpoint(address) {
+            warnings.push(format!(
+                "{address} does not answer as an apiserver: {why}; it is an endpoint nevertheless: \
+                 check the address"
+            ));
+        } else {
+            notes.push(left_out_note(address, why));
+        }
+    }
+    survey.certificates.retain(|certificate| is_endpoint(&certificate.address));
     for (address, why) in &survey.without_certificate {
-        notes.push(if *address == own || upstreams.contains(address) {
+        if survey.not_apiservers.iter().any(|(reported, _)| reported == address) {
+            continue;
+        }
+        notes.push(if is_endpoint(address) {
             format!(
                 "no name is taken from the certificate of {address}, which is not verified: {why}; \
                  --ca-file names another CA, --tls-server-name the name"
             )
         } else {
-            format!("{address} is an apiserver of the cluster and was left out: {why}")
+            left_out_note(address, why)
         });
     }
     let mut names = select(&NameInputs {
@@ -71,9 +92,16 @@ pub(super) fn find(
         names.client.clone_from(name);
     }
     if config.is_some() {
-        notes.extend(redundancy_note(&own, &upstreams, survey.members.as_deref()));
+        notes.extend(redundancy_note(&own, &upstreams, left_out, survey.members.as_deref()));
     }
-    Ok(Apiservers { upstreams, names, notes })
+    Ok(Apiservers { upstreams, names, warnings, notes })
+}
+
+fn left_out_note(address: &str, why: &str) -> String {
+    format!(
+        "{address} is an apiserver of the cluster and was left out: {why}; --upstream {address} uses it \
+         nevertheless"
+    )
 }
 
 /// The apiservers besides `own` that the flags name, else those in the existing configuration.
@@ -104,8 +132,8 @@ fn known_upstreams(
     given
 }
 
-/// Reads the certificates of the apiservers, and with `lists_members` the `EndpointSlices` of the
-/// cluster. A note says why no certificate could be verified.
+/// Connects to the apiservers and reads their certificates, and with `lists_members` the `EndpointSlices` of
+/// the cluster. A note says why no certificate could be verified.
 fn survey_apiservers(
     args: &KubeconfigArgs,
     context: &ResolvedContext,
@@ -116,6 +144,7 @@ fn survey_apiservers(
     let without_survey = |why: &str| Survey {
         certificates: Vec::new(),
         without_certificate: Vec::new(),
+        not_apiservers: Vec::new(),
         members: Err(why.to_owned()),
     };
     if args.offline {
@@ -129,18 +158,15 @@ fn survey_apiservers(
     if let Some(file) = &args.ca_file {
         (context.ca, context.insecure) = (Some(PemSource::File(file.clone())), false);
     }
-    let mut without_verification = |why: &str| {
-        notes.push(format!(
+    let mut without_names = |why: &str| {
+        let note = format!(
             "no name is taken from the certificates of the apiservers: {why}; --ca-file names the \
              cluster's CA, --tls-server-name the name"
-        ));
-        without_survey(why)
-    };
-    if context.insecure {
-        return without_verification(
-            "insecure-skip-tls-verify is set, so they are not verified and no credential is sent",
         );
-    }
+        if !notes.contains(&note) {
+            notes.push(note);
+        }
+    };
     // Reading certificates needs no credential, so the plugin runs only to list the members.
     let plugins = if args.discover && lists_members { ExecPlugins::Run } else { ExecPlugins::Skip };
     // The validation of the configuration reports upstreams that are not addresses.
@@ -155,11 +181,24 @@ fn survey_apiservers(
             trust: &trust,
             query_members: lists_members,
         };
-        survey::survey(&request, Resolver::of_system())
+        Ok((survey::survey(&request, Resolver::of_system())?, trust.verifies()))
     });
     let mut survey = match survey {
-        Ok(survey) => survey,
-        Err(why) => return without_verification(&why),
+        Ok((survey, true)) => survey,
+        Ok((survey, false)) => {
+            let why = if context.insecure {
+                "insecure-skip-tls-verify is set, so they are not verified and no credential is sent"
+            } else {
+                "there is no CA that verifies them: the cluster names none and this system has no \
+                 bundle"
+            };
+            without_names(why);
+            return Survey { members: Err(why.to_owned()), ..survey };
+        }
+        Err(why) => {
+            without_names(&why);
+            return without_survey(&why);
+        }
     };
     match &context.credential {
         Credential::Exec(plugin) if !args.discover => {
@@ -179,10 +218,17 @@ fn survey_apiservers(
 fn redundancy_note(
     own: &str,
     upstreams: &[String],
+    left_out: usize,
     members: Result<&[SocketAddr], &String>,
 ) -> Option<String> {
     let only = upstreams.is_empty();
     match members {
+        Ok([]) if only && left_out > 0 => Some(format!(
+            "only one endpoint is used, {own}: nothing takes over when it fails; the cluster names {} \
+             more, which {} left out",
+            counted(left_out, "apiserver"),
+            if left_out == 1 { "was" } else { "were" }
+        )),
         Ok([]) if only => Some(format!(
             "only one endpoint is known, {own}, and the cluster names no other: nothing takes over \
              when it fails"
@@ -234,21 +280,24 @@ mod tests {
         let members: Vec<SocketAddr> =
             ["10.0.0.2:6443", "[fd00::3]:6443"].map(|a| a.parse().unwrap()).to_vec();
         let own = "10.0.0.1:6443";
-        let offer = redundancy_note(own, &[], Ok(&members)).unwrap();
+        let offer = redundancy_note(own, &[], 0, Ok(&members)).unwrap();
         assert!(
             offer.starts_with("only one endpoint is known, 10.0.0.1:6443; the cluster names 2")
         );
         assert!(offer.contains("with --upstream 10.0.0.2:6443 --upstream [fd00::3]:6443 --force"));
         // The offer includes the known endpoints, which --upstream would drop.
         let known = ["10.0.0.9:6443".to_owned()];
-        let offer = redundancy_note(own, &known, Ok(&members[..1])).unwrap();
+        let offer = redundancy_note(own, &known, 0, Ok(&members[..1])).unwrap();
         assert!(offer.starts_with("the cluster names 1 apiserver more"), "{offer}");
         assert!(offer.contains("with --upstream 10.0.0.9:6443 --upstream 10.0.0.2:6443 --force"));
-        assert!(redundancy_note(own, &[], Ok(&[])).unwrap().contains("names no other"));
+        assert!(redundancy_note(own, &[], 0, Ok(&[])).unwrap().contains("names no other"));
+        let note = redundancy_note(own, &[], 3, Ok(&[])).unwrap();
+        assert!(note.contains("names 3 apiservers more, which were left out"), "{note}");
+        assert!(!note.contains("names no other"), "{note}");
         let refused = "403".to_owned();
-        let note = redundancy_note(own, &[], Err(&refused)).unwrap();
+        let note = redundancy_note(own, &[], 0, Err(&refused)).unwrap();
         assert!(note.contains("are not known: 403"), "{note}");
-        assert_eq!(redundancy_note(own, &known, Ok(&[])), None);
-        assert_eq!(redundancy_note(own, &known, Err(&refused)), None);
+        assert_eq!(redundancy_note(own, &known, 0, Ok(&[])), None);
+        assert_eq!(redundancy_note(own, &known, 0, Err(&refused)), None);
     }
 }

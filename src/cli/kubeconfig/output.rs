@@ -1,16 +1,18 @@
-//! The files that `jackstay kubeconfig` writes: their paths, the protection of existing files, and the
-//! check of the written configuration.
+//! The files that `jackstay kubeconfig` writes: their paths, the protection of existing files, and the check
+//! of the configuration before the first file changes.
 
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use serde_json::Value;
+
 use super::args::KubeconfigArgs;
 use super::report::{KubeconfigReport, ReportedFile};
 use crate::cli::check;
-use crate::config::{self, ConfigErrors, Overrides, describe_io_error};
+use crate::config::{self, ConfigErrors, describe_io_error};
 use crate::kubeconfig::setup::OutputFile;
 use crate::kubeconfig::{KubeconfigFiles, ResolvedContext};
-use crate::net::files::{self, PRIVATE};
+use crate::net::files::{self, PRIVATE, StagedFile};
 
 /// Why the command fails.
 pub(super) enum Failure {
@@ -111,37 +113,114 @@ fn obstacle(path: &Path) -> Option<String> {
     })
 }
 
-/// Writes a file unless it has this content already. Returns whether it was written.
-fn write_file(file: &OutputFile) -> Result<bool, String> {
-    if std::fs::read(&file.path).is_ok_and(|bytes| bytes == file.bytes) {
-        return Ok(false);
+/// Files whose new content is on the disk under temporary names, so that a full disk or a missing permission is
+/// found before the first file changes. Dropping it removes the temporary files and the directories that
+/// were created for them.
+pub(super) struct StagedOutput<'a> {
+    /// The files in the order of the commit; `None` if a file has its content already.
+    files: Vec<(&'a OutputFile, Option<StagedFile>)>,
+    /// The created directories, each before those in it.
+    directories: Vec<PathBuf>,
+}
+
+/// Stages files in the order in which they are to be replaced.
+pub(super) fn stage<'a>(
+    files: impl IntoIterator<Item = &'a OutputFile>,
+) -> Result<StagedOutput<'a>, Failure> {
+    let mut output = StagedOutput { files: Vec::new(), directories: Vec::new() };
+    for file in files {
+        let staged = output.stage(file).map_err(|error| {
+            let (path, reason) = (file.path.display(), describe_io_error(&error));
+            Failure::Write(format!("nothing written: cannot write {path}: {reason}"))
+        })?;
+        output.files.push((file, staged));
     }
-    let directory = file.path.parent().map_or(Ok(()), std::fs::create_dir_all);
-    directory
-        .and_then(|()| files::replace(&file.path, &file.bytes, file.mode))
-        .map_err(|e| format!("cannot write {}: {}", file.path.display(), describe_io_error(&e)))?;
-    Ok(true)
+    Ok(output)
+}
+
+impl StagedOutput<'_> {
+    fn stage(&mut self, file: &OutputFile) -> std::io::Result<Option<StagedFile>> {
+        if std::fs::read(&file.path).is_ok_and(|bytes| bytes == file.bytes) {
+            return Ok(None);
+        }
+        let parents = file.path.ancestors().skip(1);
+        let missing = parents.take_while(|at| !at.as_os_str().is_empty() && !at.exists());
+        let missing: Vec<&Path> = missing.collect();
+        for directory in missing.into_iter().rev() {
+            std::fs::create_dir(directory)?;
+            self.directories.push(directory.to_owned());
+        }
+        files::stage(&file.path, &file.bytes, file.mode).map(Some)
+    }
+
+    /// Checks that jackstay starts with the staged configuration and the files that it names.
+    pub(super) fn check_configuration(&self, config: &OutputFile) -> Result<(), String> {
+        let fail = |errors: &ConfigErrors| {
+            format!("nothing written: jackstay cannot run with this configuration:\n{errors}")
+        };
+        let text = String::from_utf8_lossy(&config.bytes);
+        config::validate_text(&config.path, &text).map_err(|errors| fail(&errors))?;
+        // The same configuration with the temporary paths.
+        let mut tree: Value = serde_saphyr::from_str(&text).map_err(|error| error.to_string())?;
+        let staged = self.files.iter().filter_map(|(file, staged)| {
+            let path = staged.as_ref()?.temporary_path();
+            Some((file.path.display().to_string(), path.display().to_string()))
+        });
+        let staged: Vec<(String, String)> = staged.collect();
+        replace_texts(&mut tree, &staged);
+        let loaded = config::validate_text(&config.path, &tree.to_string())
+            .map_err(|errors| fail(&errors))?;
+        let mut findings = check::check_files(&config.path, &loaded.config, SystemTime::now());
+        for error in &mut findings.errors {
+            for (path, temporary) in &staged {
+                error.message = error.message.replace(temporary, path);
+            }
+        }
+        if findings.errors.is_empty() { Ok(()) } else { Err(fail(&ConfigErrors(findings.errors))) }
+    }
+
+    /// Replaces each file, and reports it.
+    pub(super) fn commit(mut self, report: &mut KubeconfigReport) -> Result<(), Failure> {
+        self.directories.clear();
+        for (file, staged) in std::mem::take(&mut self.files) {
+            let path = file.path.display().to_string();
+            let written = staged.is_some();
+            if let Some(staged) = staged {
+                staged.commit().map_err(|error| {
+                    Failure::Write(format!("cannot write {path}: {}", describe_io_error(&error)))
+                })?;
+            }
+            report.files.push(ReportedFile { path, description: file.description, written });
+        }
+        Ok(())
+    }
+}
+
+impl Drop for StagedOutput<'_> {
+    fn drop(&mut self) {
+        self.files.clear();
+        for directory in self.directories.iter().rev() {
+            // A directory that another process uses by now is not empty and stays.
+            let _ = std::fs::remove_dir(directory);
+        }
+    }
+}
+
+/// Replaces each text of the tree that equals the first of a pair by the second.
+fn replace_texts(tree: &mut Value, pairs: &[(String, String)]) {
+    match tree {
+        Value::String(text) => {
+            if let Some((_, to)) = pairs.iter().find(|(from, _)| from == text) {
+                text.clone_from(to);
+            }
+        }
+        Value::Array(items) => items.iter_mut().for_each(|item| replace_texts(item, pairs)),
+        Value::Object(map) => map.values_mut().for_each(|value| replace_texts(value, pairs)),
+        _ => {}
+    }
 }
 
 /// A kubeconfig with this content.
 pub(super) fn kubeconfig_file(path: PathBuf, text: String) -> OutputFile {
     OutputFile { path, bytes: text.into_bytes(), mode: PRIVATE, description: "the kubeconfig" }
-}
-
-/// Writes a file unless it has this content already, and reports it.
-pub(super) fn write(file: &OutputFile, report: &mut KubeconfigReport) -> Result<(), Failure> {
-    let written = write_file(file).map_err(Failure::Write)?;
-    let path = file.path.display().to_string();
-    report.files.push(ReportedFile { path, description: file.description, written });
-    Ok(())
-}
-
-/// Checks that jackstay starts with the written configuration.
-pub(super) fn check_configuration(file: &Path) -> Result<(), String> {
-    let fail = |errors: &ConfigErrors| {
-        format!("this configuration cannot run, the kubeconfig is not written:\n{errors}")
-    };
-    let loaded = config::load(file, [], &Overrides::default()).map_err(|errors| fail(&errors))?;
-    let findings = check::check_files(file, &loaded.config, SystemTime::now());
-    if findings.errors.is_empty() { Ok(()) } else { Err(fail(&ConfigErrors(findings.errors))) }
 }

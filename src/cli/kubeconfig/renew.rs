@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::SystemTime;
 
 use super::args::KubeconfigArgs;
-use super::output::{Failure, directory_beside, kubeconfig_file, write};
+use super::output::{Failure, directory_beside, kubeconfig_file, stage};
 use super::report::{KubeconfigReport, ReportedCluster};
 use crate::config::{self, Overrides};
 use crate::kubeconfig::rewrite::KeyChange;
@@ -35,7 +35,7 @@ pub(super) fn renew(
         }
         Renewal::Planned(plan) => plan,
     };
-    write(&plan.ca, report)?;
+    let mut kubeconfigs = Vec::new();
     for file in files.iter() {
         let mut config = file.config().clone();
         let before = report.clusters.len();
@@ -53,10 +53,11 @@ pub(super) fn renew(
             }
         }
         if report.clusters.len() > before {
-            write(&kubeconfig_file(file.path().to_owned(), kubeconfig_yaml(&config)?), report)?;
+            kubeconfigs.push(kubeconfig_file(file.path().to_owned(), kubeconfig_yaml(&config)?));
         }
     }
-    write(&plan.serving, report)?;
+    let outputs = [&plan.ca].into_iter().chain(&kubeconfigs).chain([&plan.serving]);
+    stage(outputs)?.commit(report)?;
     let ca_file = plan.ca.path.display();
     if report.clusters.is_empty() {
         let paths: Vec<_> = files.iter().map(|file| file.path().display().to_string()).collect();

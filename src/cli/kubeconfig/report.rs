@@ -18,6 +18,8 @@ pub(super) struct KubeconfigReport {
     #[serde(flatten)]
     pub(super) context: Option<ReportedContext>,
     pub(super) clusters: Vec<ReportedCluster>,
+    /// Endpoints at which no apiserver responds.
+    pub(super) warnings: Vec<String>,
     /// Messages to the user.
     pub(super) notes: Vec<String>,
     /// The commands to run next.
@@ -69,6 +71,7 @@ impl KubeconfigReport {
         if let Some(ReportedContext { user, credential, .. }) = &self.context {
             lines.push(format!("user {user:?} is unchanged ({credential})"));
         }
+        lines.extend(self.warnings.iter().map(|warning| format!("warning: {warning}")));
         lines.extend(self.notes.iter().map(|note| format!("note: {note}")));
         if !self.next.is_empty() {
             lines.push("next:".to_owned());

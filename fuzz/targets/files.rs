@@ -30,7 +30,8 @@ pub(super) fn kubeconfig(bytes: &[u8]) {
     for name in &names {
         let Ok(context) = ResolvedContext::resolve(&config, Some(name)) else { continue };
         let trust = ClientTrust::Apiserver(Some("kubernetes".to_owned()));
-        let endpoint = LocalEndpoint { address: "127.0.0.1:7443".to_owned(), trust };
+        let (address, configuration) = ("127.0.0.1:7443".to_owned(), None);
+        let endpoint = LocalEndpoint { address, trust, configuration };
         let mut named = config.clusters.iter_mut().filter_map(|named| named.cluster.as_mut());
         let Some(cluster) = named.next() else { continue };
         point_at(cluster, &context.server, &endpoint);

@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::probe::{PeerConfig, ProbeConnection, get};
 
 /// Requests `/version` over an open connection; `prefix` is the path of the cluster's URL. Every user may read
-/// it by default (ClusterRole `system:public-info-viewer`).
+/// it by default (`system:public-info-viewer`).
 ///
 /// # Errors
 /// Why the peer does not respond as an apiserver does.

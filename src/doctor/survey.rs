@@ -2,7 +2,8 @@
 //! that each responds as an apiserver, and requests the addresses of the other apiservers of the cluster.
 //!
 //! The user's credential is sent only to the apiserver of the kubeconfig, after that one was verified as
-//! kubectl verifies it. The others get a request for `/version` without a credential.
+//! kubectl verifies it. The others, and servers whose certificate is not accepted, get a request for `/version`
+//! without a credential.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -47,8 +48,7 @@ pub struct Survey {
     pub certificates: Vec<CertificateNames>,
     /// The addresses of the apiservers whose certificate could not be read, and why.
     pub without_certificate: Vec<(String, String)>,
-    /// The addresses at which no apiserver responds, and why. A peer whose certificate is not accepted gets no
-    /// request and is not among them.
+    /// The addresses at which no apiserver responds, and why.
     pub not_apiservers: Vec<(String, String)>,
     /// The apiservers that the cluster names and that are not in the request, or why they are not known.
     pub members: Result<Vec<SocketAddr>, String>,
@@ -60,8 +60,8 @@ struct EndpointSurvey {
     address: String,
     addresses: Vec<SocketAddr>,
     names: Result<CertificateNames, String>,
-    /// Whether it responds as an apiserver; `None` if its certificate is not accepted.
-    responds: Option<Result<(), String>>,
+    /// Whether it responds as an apiserver.
+    responds: Result<(), String>,
     members: Result<Vec<SocketAddr>, String>,
 }
 
@@ -69,7 +69,7 @@ impl EndpointSurvey {
     /// Sets the reason why there is no connection.
     fn fail(&mut self, why: &str) {
         self.names = Err(why.to_owned());
-        self.responds = Some(Err(why.to_owned()));
+        self.responds = Err(why.to_owned());
     }
 }
 
@@ -104,7 +104,7 @@ pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey,
     let (certificates, without_certificate, not_apiservers) = Default::default();
     let mut survey = Survey { certificates, without_certificate, not_apiservers, members };
     for result in [own].into_iter().chain(others) {
-        if let Some(Err(why)) = result.responds {
+        if let Err(why) = result.responds {
             survey.not_apiservers.push((result.address.clone(), why));
         }
         match result.names {
@@ -127,7 +127,7 @@ async fn survey_endpoint(
         address: target.address.clone(),
         addresses: Vec::new(),
         names: Err(String::new()),
-        responds: None,
+        responds: Ok(()),
         members: Err("the apiserver did not respond".to_owned()),
     };
     result.fail(&format!("no response within {} s", LIMIT.as_secs()));
@@ -143,14 +143,14 @@ async fn survey_endpoint(
         let Some(address) = result.addresses.first() else { return };
         let mut opened = open(&mut StepTimer::start(Instant::now()), *address, &target.peer).await;
         result.names = certificate_names(target, &opened);
+        result.responds = Err("/version: no response".to_owned());
+        let prefix = cluster_path.unwrap_or_default();
         result.responds = match &mut opened {
-            Ok(opened) => {
-                result.responds = Some(Err("/version: no response".to_owned()));
-                let prefix = cluster_path.unwrap_or_default();
-                Some(version::request(opened, &target.peer, prefix).await)
+            Ok(opened) => version::request(opened, &target.peer, prefix).await,
+            Err(failure) if failure.kind.is_of_certificate() => {
+                request_unverified(target, *address, prefix).await
             }
-            Err(failure) if failure.kind.is_of_certificate() => None,
-            Err(failure) => Some(Err(failure.text.clone())),
+            Err(failure) => Err(failure.text.clone()),
         };
         result.members = match (opened, cluster_path) {
             (Ok(mut opened), Some(path)) if target.peer.authenticated => {
@@ -162,6 +162,18 @@ async fn survey_endpoint(
     })
     .await;
     result
+}
+
+/// Requests `/version` without a credential from a server whose certificate is not accepted: an apiserver with
+/// another CA, or another server.
+async fn request_unverified(
+    target: &Target,
+    address: SocketAddr,
+    prefix: &str,
+) -> Result<(), String> {
+    let target = target.unverified()?;
+    let opened = open(&mut StepTimer::start(Instant::now()), address, &target.peer).await;
+    version::request(&mut opened.map_err(|failure| failure.text)?, &target.peer, prefix).await
 }
 
 /// The names in the certificate, if its chain was verified. A failure because of a wrong name comes after

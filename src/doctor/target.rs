@@ -279,6 +279,12 @@ impl Target {
         certificate.map(|loaded| &loaded.info)
     }
 
+    /// The same endpoint without verification and without a credential.
+    pub(super) fn unverified(&self) -> Result<Self, String> {
+        let server = ServerUrl { host: self.host.clone(), port: self.port, path: String::new() };
+        Self::new(&server, self.source, Some(&self.server_name), &Trust::default())
+    }
+
     /// Another apiserver of the same cluster, which the cluster names. It is verified by the name of the
     /// Service, which every apiserver's certificate contains.
     pub(super) fn sibling(&self, address: SocketAddr) -> Result<Self, String> {

@@ -13,6 +13,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use kube::config::Kubeconfig;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use serde_json::{Value, json};
 
@@ -26,7 +27,7 @@ use jackstay::demo::pki::{Issued, Pki, Subject, Validity as PkiValidity, kubecon
 use jackstay::net::tls::certificate::Validity;
 use jackstay::net::tls::local_ca::LocalCa;
 use jackstay::net::tls::no_server_verification::NoServerVerification;
-use jackstay::net::tls::pem_files::load_cert;
+use jackstay::net::tls::pem_files::{load_cert, valid_certificates};
 
 const SERVER: &str = "https://10.0.0.1:6443";
 
@@ -617,7 +618,7 @@ fn kubeconfig_takes_no_name_from_a_server_that_is_not_verified() {
             serve_tls(vec![own.cert_der()], &kubelet.key_der()),
             Some(&ca),
             host,
-            "which is not verified",
+            "does not answer as an apiserver: TLS: ",
         ),
     ];
     for (name, server, ca, expected, note) in cases {
@@ -700,14 +701,23 @@ fn kubeconfig_endpoints_of_the_cluster_are_suggested_and_used_with_discover() {
 }
 
 /// Accepts TLS and HTTP/2, and answers every request as etcd does: 200 and its version, or 404.
-fn serve_etcd(issued: &Issued) -> SocketAddr {
+/// With `client_ca` it requires client certificates of that CA.
+fn serve_etcd(issued: &Issued, client_ca: Option<&Pki>) -> SocketAddr {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let mut config = rustls::ServerConfig::builder_with_provider(provider)
+    let builder = rustls::ServerConfig::builder_with_provider(Arc::clone(&provider))
         .with_safe_default_protocol_versions()
-        .unwrap()
-        .with_no_client_auth()
-        .with_single_cert(vec![issued.cert_der()], issued.key_der())
         .unwrap();
+    let builder = match client_ca {
+        None => builder.with_no_client_auth(),
+        Some(pki) => {
+            let mut roots = rustls::RootCertStore::empty();
+            roots.add_parsable_certificates(valid_certificates(pki.ca_pem().as_bytes()));
+            let verifier =
+                WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
+            builder.with_client_cert_verifier(verifier.unwrap())
+        }
+    };
+    let mut config = builder.with_single_cert(vec![issued.cert_der()], issued.key_der()).unwrap();
     config.alpn_protocols = vec![b"h2".to_vec()];
     let acceptor = tokio_rustls::TlsAcceptor::from(Arc::new(config));
     let listener = TcpListener::bind("127.0.0.22:0").unwrap();
@@ -743,7 +753,7 @@ fn kubeconfig_upstream_that_is_no_apiserver_is_a_warning() {
     let three = ThreeServers::start(&["kubernetes"]);
     let (own, b) = (three.address(0), three.address(1));
     let issue = |names: &[&str]| three.home.pki.server_for(names, PkiValidity::usual()).unwrap();
-    let etcd = serve_etcd(&issue(&["kubernetes", "127.0.0.22"])).to_string();
+    let etcd = serve_etcd(&issue(&["kubernetes", "127.0.0.22"]), None).to_string();
     // The socket is bound, so that no other process gets the port, and does not listen.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
@@ -765,6 +775,15 @@ fn kubeconfig_upstream_that_is_no_apiserver_is_a_warning() {
     assert!(output.contains(&warning("no-such-name.invalid:6443", "")), "{output}");
     assert!(!output.contains(&warning(&own, "")) && !output.contains(&warning(&b, "")), "{output}");
     assert_eq!(output.matches("warning: ").count(), 3, "{output}");
+    // An etcd with a CA of its own, as kubeadm makes it, and one that requires client certificates.
+    let own_ca = Pki::new("etcd-ca").unwrap();
+    let issued = own_ca.server_for(&["localhost", "127.0.0.22"], PkiValidity::usual()).unwrap();
+    let foreign = serve_etcd(&issued, None).to_string();
+    let strict = serve_etcd(&issued, Some(&own_ca)).to_string();
+    let output = run(&[&b, &foreign, &strict]);
+    assert!(output.contains(&warning(&foreign, "it is an etcd; ")), "{output}");
+    assert!(output.contains(&warning(&strict, "")), "{output}");
+    assert_eq!(output.matches("warning: ").count(), 2, "{output}");
     let output = run(&[&b]);
     assert!(!output.contains("warning: "), "{output}");
     // 401 and 403 with a Status are responses of an apiserver.

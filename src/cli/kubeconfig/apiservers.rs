@@ -70,7 +70,11 @@ pub(super) fn find(
     }
     survey.certificates.retain(|certificate| is_endpoint(&certificate.address));
     for (address, why) in &survey.without_certificate {
-        if survey.not_apiservers.iter().any(|(reported, _)| reported == address) {
+        // A failed connection is reported once. A certificate that is not accepted is a reason of its own.
+        let is_reported = |(reported, reason): &(String, String)| {
+            reported == address && (reason == why || !is_endpoint(address))
+        };
+        if survey.not_apiservers.iter().any(is_reported) {
             continue;
         }
         notes.push(if is_endpoint(address) {

@@ -367,6 +367,13 @@ mod tests {
     }
 
     #[test]
+    fn subject_alt_names_lists_no_name_twice() {
+        let repeated = names(&["localhost", "127.0.0.1", "localhost"]);
+        let created = create_serving_cert("test", &repeated, UNIX_EPOCH + 20_000 * DAY).unwrap();
+        assert_eq!(subject_alt_names(&der(&created.pair)).unwrap(), ["localhost", "127.0.0.1"]);
+    }
+
+    #[test]
     fn create_serving_cert_is_valid_for_one_year_as_its_ca() {
         let now = UNIX_EPOCH + 20_000 * DAY;
         let created = create_serving_cert("test", &names(&["127.0.0.1", "node-1"]), now).unwrap();

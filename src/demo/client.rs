@@ -8,8 +8,10 @@ use http::{HeaderMap, Method, Request, Response, StatusCode};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use serde_json::Value;
 use std::io;
 use std::net::SocketAddr;
@@ -271,9 +273,12 @@ fn tls_config(credentials: &Credentials, http2: bool) -> io::Result<rustls::Clie
         .map_err(io::Error::other)?
         .with_root_certificates(roots);
     let mut config = match &credentials.certificate {
-        Some(issued) => builder
-            .with_client_auth_cert(vec![issued.cert_der()], issued.key_der())
-            .map_err(io::Error::other)?,
+        // `with_client_auth_cert` refuses a certificate of X.509 version 1, which other clients present.
+        Some(issued) => {
+            let key = any_supported_type(&issued.key_der()).map_err(io::Error::other)?;
+            let certified = CertifiedKey::new(vec![issued.cert_der()], key);
+            builder.with_client_cert_resolver(Arc::new(SingleCertAndKey::from(certified)))
+        }
         None => builder.with_no_client_auth(),
     };
     config.alpn_protocols = vec![if http2 { b"h2".to_vec() } else { b"http/1.1".to_vec() }];

@@ -3,7 +3,7 @@
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, SanType,
+    KeyUsagePurpose, SanType, SigningKey,
 };
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use std::io;
@@ -18,6 +18,7 @@ const LIFETIME: Duration = Duration::from_secs(24 * 3600);
 /// A certificate authority.
 pub struct Pki {
     issuer: Issuer<'static, KeyPair>,
+    key_der: Vec<u8>,
     certificate: rcgen::Certificate,
 }
 
@@ -89,7 +90,8 @@ impl Pki {
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let key = KeyPair::generate().map_err(io::Error::other)?;
         let certificate = params.self_signed(&key).map_err(io::Error::other)?;
-        Ok(Self { issuer: Issuer::new(params, key), certificate })
+        let key_der = key.serialize_der();
+        Ok(Self { issuer: Issuer::new(params, key), key_der, certificate })
     }
 
     /// The authority's certificate, PEM.
@@ -100,6 +102,20 @@ impl Pki {
     /// The authority's certificate, DER.
     pub fn ca_der(&self) -> CertificateDer<'static> {
         self.certificate.der().clone()
+    }
+
+    /// The authority's own certificate and key.
+    ///
+    /// # Errors
+    /// The key cannot be read.
+    pub fn authority(&self) -> io::Result<Issued> {
+        let key = KeyPair::try_from(&*self.key_der).map_err(io::Error::other)?;
+        Ok(Issued {
+            cert_pem: self.ca_pem(),
+            key_pem: key.serialize_pem(),
+            cert_der: self.ca_der(),
+            key_der: self.key_der.clone(),
+        })
     }
 
     /// Issues a serving certificate for loopback, `localhost` and `kubernetes.default.svc`.
@@ -139,6 +155,29 @@ impl Pki {
         }
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
         self.issue(&params)
+    }
+
+    /// Issues a client certificate of X.509 version 1, as `openssl x509 -req` does without `-extfile`.
+    pub fn client_version_1(&self, subject: &Subject) -> io::Result<Issued> {
+        let issued = self.client(subject)?;
+        let certificate = content(&issued.cert_der);
+        let [signed, algorithm, _] = elements(certificate)[..] else {
+            return Err(io::Error::other("not a certificate"));
+        };
+        // Without the first element, the version, and the last one, the extensions (RFC 5280 section 4.1).
+        let [_, fields @ .., _] = &elements(content(signed))[..] else {
+            return Err(io::Error::other("not a certificate of version 3"));
+        };
+        let signed = encode(SEQUENCE, &fields.concat());
+        let key = KeyPair::try_from(&*self.key_der).map_err(io::Error::other)?;
+        let signature = key.sign(&signed).map_err(io::Error::other)?;
+        let signature = encode(BIT_STRING, &[&[0], &*signature].concat());
+        let der = encode(SEQUENCE, &[&*signed, algorithm, &signature].concat());
+        let base64 = BASE64_STANDARD.encode(&der);
+        let lines: Vec<_> = base64.as_bytes().chunks(64).map(String::from_utf8_lossy).collect();
+        let (begin, end) = ("-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----");
+        let cert_pem = format!("{begin}\n{}\n{end}\n", lines.join("\n"));
+        Ok(Issued { cert_pem, cert_der: der.into(), ..issued })
     }
 
     /// Writes `ca.crt` into a directory and returns its path.
@@ -190,6 +229,47 @@ impl Issued {
         write_private(&path, &self.pair_pem())?;
         Ok(path)
     }
+}
+
+const SEQUENCE: u8 = 0x30;
+const BIT_STRING: u8 = 0x03;
+
+/// The first element in these DER bytes: its length, and its content.
+fn first(der: &[u8]) -> (usize, &[u8]) {
+    let (header, length) = match der[1] {
+        long @ 0x80.. => {
+            let bytes = &der[2..2 + usize::from(long & 0x7f)];
+            let length = bytes.iter().fold(0, |length, byte| length << 8 | usize::from(*byte));
+            (2 + bytes.len(), length)
+        }
+        short => (2, usize::from(short)),
+    };
+    (header + length, &der[header..header + length])
+}
+
+fn content(der: &[u8]) -> &[u8] {
+    first(der).1
+}
+
+/// The elements of a DER sequence.
+fn elements(mut der: &[u8]) -> Vec<&[u8]> {
+    let mut elements = Vec::new();
+    while !der.is_empty() {
+        let (element, rest) = der.split_at(first(der).0);
+        elements.push(element);
+        der = rest;
+    }
+    elements
+}
+
+/// A DER element of at most 64 KiB.
+fn encode(tag: u8, content: &[u8]) -> Vec<u8> {
+    let header = match (content.len() as u16).to_be_bytes() {
+        [0, length @ ..0x80] => vec![tag, length],
+        [0, length] => vec![tag, 0x81, length],
+        [high, low] => vec![tag, 0x82, high, low],
+    };
+    [header.as_slice(), content].concat()
 }
 
 /// A kubeconfig for one user with a certificate, a token, or no credentials.

@@ -127,6 +127,7 @@ async fn examine_endpoint(
             subject: info.subject.to_string(),
             not_after: Utc(info.not_after).seconds(),
             expires_in_s: expires_in(info),
+            is_version_1: info.is_version_1,
         }),
     };
     let Some(ip) = ips.first() else { return endpoint };

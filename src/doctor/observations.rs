@@ -141,6 +141,8 @@ pub struct ClientCertificate {
     pub not_after: String,
     /// Seconds until it expires; negative if it has expired.
     pub expires_in_s: i64,
+    /// Whether it is X.509 version 1.
+    pub is_version_1: bool,
 }
 
 /// Where the address of an endpoint comes from.

@@ -25,6 +25,7 @@ use super::verify;
 use crate::config::describe_io_error;
 use crate::net::sockets::connector::Connector;
 use crate::net::sockets::tracked_stream::{self, StreamObserver};
+use crate::net::tls::tls_error;
 use crate::observe::utc::wall_clock;
 use crate::upstream::readyz::failed_checks;
 
@@ -168,8 +169,8 @@ pub(super) async fn open(
     let connector = TlsConnector::from(Arc::clone(&peer.tls));
     let handshake = connector.connect(peer.server_name.clone(), FirstBytes::new(stream));
     let stream = limited(Step::Tls, handshake.into_fallible(), |(error, stream)| {
-        let tls = || (verify::kind_of(&error), format!("TLS: {}", verify::describe(&error)));
-        stream.not_tls().unwrap_or_else(tls)
+        let text = format!("TLS: {}", tls_error::describe_handshake_error(&error));
+        stream.not_tls().unwrap_or_else(|| (verify::kind_of(&error), text))
     })
     .await?;
     timer.done(Step::Tls);
@@ -177,7 +178,12 @@ pub(super) async fn open(
         let text = "the server does not select h2 by ALPN";
         return Err(failure(Step::Http2, FailureKind::NoHttp2, text));
     }
-    let reset = |error| (FailureKind::Reset, format!("HTTP/2: {error}"));
+    let reset = |error: h2::Error| {
+        (
+            FailureKind::Reset,
+            format!("HTTP/2: {}", tls_error::describe_alert_in(&error.to_string())),
+        )
+    };
     let opened = limited(Step::Http2, start_http2(stream, observer), reset).await?;
     timer.done(Step::Http2);
     Ok(opened)

@@ -1,4 +1,4 @@
-//! Verifies and records server certificates, and describes why a handshake failed.
+//! Verifies and records server certificates, and classifies why a handshake failed.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,6 +13,7 @@ use rustls::{
 use super::observations::FailureKind;
 use crate::net::tls::no_server_verification::NoServerVerification;
 use crate::net::tls::pem_files::LoadedCert;
+use crate::net::tls::tls_error::tls_error;
 
 /// Verifies one endpoint and records the certificate of its last handshake, even if the handshake fails.
 #[derive(Debug)]
@@ -110,36 +111,6 @@ impl ServerCertVerifier for RecordingVerifier {
     }
 }
 
-/// Why a handshake failed, in one line. Names of a certificate are listed as users write them.
-pub(super) fn describe(error: &std::io::Error) -> String {
-    match tls_error(error) {
-        Some(Error::InvalidCertificate(CertificateError::NotValidForNameContext {
-            expected,
-            presented,
-        })) => {
-            let names: Vec<&str> = presented.iter().map(|name| plain_name(name)).collect();
-            let valid_for = if names.is_empty() {
-                ": it has no subject alternative name".to_owned()
-            } else {
-                format!(", only for {}", names.join(", "))
-            };
-            format!("the certificate is not valid for {}{valid_for}", expected.to_str())
-        }
-        _ => error.to_string(),
-    }
-}
-
-/// Extracts the name from its debug form, in which rustls passes it: `kubernetes` from
-/// `DnsName("kubernetes")`, `10.0.0.1` from `IpAddress(10.0.0.1)`.
-fn plain_name(debug: &str) -> &str {
-    let inside = debug.split_once('(').and_then(|(_, rest)| rest.strip_suffix(')'));
-    inside.unwrap_or(debug).trim_matches('"')
-}
-
-fn tls_error(error: &std::io::Error) -> Option<&Error> {
-    error.get_ref().and_then(|inner| inner.downcast_ref::<Error>())
-}
-
 /// Classifies the failure of a handshake.
 pub(super) fn kind_of(error: &std::io::Error) -> FailureKind {
     match tls_error(error) {
@@ -166,32 +137,5 @@ pub(super) fn kind_of(error: &std::io::Error) -> FailureKind {
             | std::io::ErrorKind::UnexpectedEof => FailureKind::Reset,
             _ => FailureKind::Other,
         },
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn describe_wrong_name_lists_plain_names() {
-        for (presented, expected) in [
-            (
-                vec!["DnsName(\"kubernetes\")".into(), "IpAddress(10.0.0.1)".into()],
-                "the certificate is not valid for lb.example, only for kubernetes, 10.0.0.1",
-            ),
-            (
-                vec![],
-                "the certificate is not valid for lb.example: it has no subject alternative name",
-            ),
-        ] {
-            let wrong_name = CertificateError::NotValidForNameContext {
-                expected: ServerName::try_from("lb.example").unwrap(),
-                presented,
-            };
-            let error = std::io::Error::other(Error::InvalidCertificate(wrong_name));
-            assert_eq!(describe(&error), expected);
-            assert_eq!(kind_of(&error), FailureKind::WrongName);
-        }
     }
 }

@@ -25,6 +25,7 @@ use super::file::to_yaml;
 use crate::config::CertPaths;
 use crate::net::files::{PRIVATE, PUBLIC};
 use crate::net::tls::pem_files::valid_certificates;
+use crate::net::tls::tls_error;
 
 /// The file with the cluster's CA, in the directory of the configuration as the other files.
 const CLUSTER_CA: &str = "cluster-ca.crt";
@@ -254,7 +255,7 @@ fn client_identities(
 /// Returns the file with the cluster's CA.
 ///
 /// # Errors
-/// The user's certificate does not chain to that CA.
+/// The user's certificate cannot be verified with that CA.
 fn verify_with_cluster_ca(
     context: &ResolvedContext,
     certificate: &PemSource,
@@ -277,7 +278,7 @@ fn verify_with_cluster_ca(
         (Ok(verifier), Some((leaf, rest))) => {
             let now = rustls::pki_types::UnixTime::now();
             let verified = verifier.verify_client_cert(leaf, rest, now);
-            verified.map(drop).map_err(|error| error.to_string())
+            verified.map(drop).map_err(|error| tls_error::describe(&error))
         }
         (Err(error), _) => Err(error.to_string()),
         (_, None) => Err("it holds no certificate".to_owned()),
@@ -285,7 +286,7 @@ fn verify_with_cluster_ca(
     match (verified, ca_file) {
         (Ok(()), Some(file)) => Ok(file.to_owned()),
         (verified, _) => Err(format!(
-            "user {:?}: the client certificate does not chain to the cluster's CA ({}); if the \
+            "user {:?}: the client certificate cannot be verified with the cluster's CA: {}; if the \
              cluster signs clients with a CA of its own, name it with --client-ca-file, or use \
              --mode passthrough",
             context.user,

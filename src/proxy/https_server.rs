@@ -27,6 +27,7 @@ use super::task_queues::TaskQueues;
 use super::tls_handshake::TlsHandshake;
 use crate::net::sockets::source::{Source, SourceLookup};
 use crate::net::sockets::tcp_options::MAX_UNSENT;
+use crate::net::tls::certificate::VERSION_1;
 use crate::net::tls::serving::ServingTls;
 use crate::observe::{MemoryClass, RateLimitedWarnings};
 
@@ -276,7 +277,12 @@ impl HttpsServer {
     ) -> Option<Rc<ClientCertificate>> {
         let session = stream.get_ref().1;
         let chain = session.peer_certificates();
-        ClientCertificate::new(source, chain, &self.tls, &service.metrics)
+        let certificate = ClientCertificate::new(source, chain, &self.tls, &service.metrics)?;
+        if let Some(info) = certificate.info().filter(|info| info.is_version_1) {
+            let line = format!("listener {}: client certificate refused", self.listener);
+            self.warnings.warn(&line, format_args!("{}, from {source}: {VERSION_1}", info.subject));
+        }
+        Some(certificate)
     }
 
     /// Serves the requests of one connection. Its limits are those of `service`, also after a reload.

@@ -16,6 +16,7 @@ use super::{accept, handshake_memory};
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::source::Source;
 use crate::net::tls::serving::{self, ServingTls};
+use crate::net::tls::tls_error::describe_handshake_error;
 use crate::observe::RateLimitedWarnings;
 use crate::observe::memory_budget::MemoryCharge;
 
@@ -59,7 +60,8 @@ impl TlsHandshake<'_> {
                     let line = format!("listener {listener} refused a TLS handshake");
                     warnings.warn(&line, format_args!("{reason}, from {from}"));
                 }
-                tracing::debug!(listener, client = %from, %error, "TLS handshake failed");
+                let error = describe_handshake_error(&error);
+                tracing::debug!(listener, client = %from, error, "TLS handshake failed");
                 None
             }
             Err(_) => {

@@ -16,7 +16,7 @@ use bytes::Bytes;
 use futures_util::future::select_ok;
 use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
-use rustls::{AlertDescription, CertificateError, ClientConfig};
+use rustls::{AlertDescription, ClientConfig};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
@@ -30,6 +30,7 @@ use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tracked_stream::{self, StreamObserver, TrackedStream};
+use crate::net::tls::tls_error::{describe_alert_in, describe_handshake_error, tls_error};
 
 /// Time without success after which a second attempt starts in parallel to the first.
 const RACE_AFTER: Duration = Duration::from_millis(250);
@@ -102,7 +103,8 @@ pub async fn dial_h2(
             } else {
                 ConnectFailureKind::Failed
             };
-            ConnectFailure::new(kind, format!("HTTP/2 to {address} failed: {error}"))
+            let text = describe_alert_in(&error.to_string());
+            ConnectFailure::new(kind, format!("HTTP/2 to {address} failed: {text}"))
         })
     }))
     .await
@@ -192,7 +194,7 @@ async fn secure(
                 Some(_) => ConnectFailureKind::TlsFailed,
                 None => ConnectFailureKind::Failed,
             };
-            let text = tls_error_text(&error);
+            let text = describe_handshake_error(&error);
             ConnectFailure::new(kind, format!("TLS to {address} failed: {text}"))
         })?;
     Ok((stream, observer))
@@ -205,11 +207,6 @@ fn is_no_common_protocol(error: &io::Error) -> bool {
     tls_error(error) == Some(&alert)
 }
 
-/// The TLS error in an I/O error. If there is one, the peer has answered.
-fn tls_error(error: &io::Error) -> Option<&rustls::Error> {
-    error.get_ref().and_then(|inner| inner.downcast_ref())
-}
-
 /// Whether an error of h2 was caused by a TLS alert. With TLS 1.3 a server rejects a client certificate
 /// after the client has finished its handshake (RFC 8446 section 4.4.2.4), so h2 receives the alert. h2
 /// keeps only the kind and the text of the error. tokio-rustls uses the kind `InvalidData` for all TLS
@@ -218,31 +215,6 @@ fn is_late_alert(error: &io::Error) -> bool {
     let h2_error = error.get_ref().and_then(|inner| inner.downcast_ref::<h2::Error>());
     let io_error = h2_error.and_then(h2::Error::get_io);
     io_error.is_some_and(|error| error.kind() == io::ErrorKind::InvalidData)
-}
-
-/// The text of a TLS error. rustls writes the names of a certificate as `DnsName("kubernetes")`; this
-/// text has `kubernetes`, which an operator can compare with the configuration.
-fn tls_error_text(error: &io::Error) -> String {
-    match tls_error(error) {
-        Some(rustls::Error::InvalidCertificate(CertificateError::NotValidForNameContext {
-            expected,
-            presented,
-        })) => {
-            let names: Vec<_> = presented.iter().map(|name| bare_name(name)).collect();
-            format!(
-                "certificate not valid for {}; it is valid for {}",
-                expected.to_str(),
-                names.join(", ")
-            )
-        }
-        _ => error.to_string(),
-    }
-}
-
-/// Returns `kubernetes` for `DnsName("kubernetes")`.
-fn bare_name(name: &str) -> &str {
-    let inner = name.split_once('(').and_then(|(_, rest)| rest.strip_suffix(')'));
-    inner.unwrap_or(name).trim_matches('"')
 }
 
 /// Starts HTTP/2 on a TLS stream and waits for the first PONG.
@@ -283,21 +255,4 @@ async fn first_pong(
     .await?;
     let rtt = pinged_at.elapsed();
     Ok(DialedConnection { send, h2, ping, max_streams, violation, observer, rtt })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use rustls::pki_types::ServerName;
-
-    #[test]
-    fn tls_error_text_of_a_wrong_name_lists_bare_names() {
-        let error = rustls::Error::InvalidCertificate(CertificateError::NotValidForNameContext {
-            expected: ServerName::try_from("10.0.0.1").unwrap(),
-            presented: vec!["DnsName(\"kubernetes\")".into(), "IpAddress(10.96.0.1)".into()],
-        });
-        let text = tls_error_text(&io::Error::new(io::ErrorKind::InvalidData, error));
-        let expected = "certificate not valid for 10.0.0.1; it is valid for kubernetes, 10.96.0.1";
-        assert_eq!(text, expected);
-    }
 }

@@ -400,7 +400,14 @@ fn kubeconfig_invalid_input_is_refused_with_remedy() {
     let home = Home::new();
     let ca = home.pki.ca_pem();
     let other_ca = Pki::new("stranger").unwrap().client(&Subject::admin()).unwrap();
-    let cases: [(&str, String, &[&str], &str); 7] = [
+    let version_1 = home.pki.client_version_1(&Subject::admin()).unwrap();
+    let cases: [(&str, String, &[&str], &str); 8] = [
+        (
+            "version-1",
+            kubeconfig(SERVER, &ca, Some(&version_1), None),
+            &["--mode", "terminate"],
+            "is X.509 version 1: reissue it as version 3",
+        ),
         ("none", String::new(), &[], "no current-context"),
         (
             "stranger",

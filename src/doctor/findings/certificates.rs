@@ -91,11 +91,22 @@ pub(super) fn server(observations: &Observations, found: &mut Vec<Finding>) {
 pub(super) fn client(observations: &Observations, found: &mut Vec<Finding>) {
     let mut reported = Vec::new();
     for shown in observations.endpoints.iter().filter_map(|endpoint| endpoint.shown.as_ref()) {
-        if reported.contains(&shown) || shown.expires_in_s >= SOON_S {
+        if reported.contains(&shown) {
             continue;
         }
         reported.push(shown);
         let certificate = format!("The client certificate of {}", shown.subject);
+        if shown.is_version_1 {
+            found.push(note(
+                Cause::ClientCertificateVersion1,
+                format!("{certificate} is X.509 version 1."),
+                "an apiserver accepts it; jackstay cannot verify it with `mode: terminate` and answers 401",
+                "Reissue it as version 3 (`openssl x509 -req … -extfile FILE`), or use `mode: passthrough`.",
+            ));
+        }
+        if shown.expires_in_s >= SOON_S {
+            continue;
+        }
         let because = format!("valid until {}", shown.not_after);
         let advice = "Renew it (`kubeadm certs renew admin.conf`); kubelet renews its own if the \
                       clock is right.";

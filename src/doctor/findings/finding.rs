@@ -73,6 +73,8 @@ pub enum Cause {
     NoIpv6,
     /// The certificate will expire soon.
     ExpiresSoon,
+    /// The client certificate is X.509 version 1.
+    ClientCertificateVersion1,
     /// A path is much slower than another.
     SlowPath,
     /// Too few open files are allowed.

@@ -69,6 +69,7 @@ fn endpoint(address: &str) -> EndpointObservation {
             subject: "CN=kubernetes-admin".into(),
             not_after: "2027-01-01T00:00:00Z".into(),
             expires_in_s: 200 * 86_400,
+            is_version_1: false,
         }),
     }
 }
@@ -423,4 +424,17 @@ fn diagnose_slow_load_balancer_is_a_note() {
         EndpointObservation { source: EndpointSource::Cluster, ..endpoint("10.0.0.1:6443") };
     let found = diagnose(&observations(vec![balancer, direct]));
     assert_eq!((found[0].cause, found[0].level), (Cause::SlowPath, Level::Note));
+}
+
+/// An apiserver accepts it, so it is not a problem without jackstay.
+#[test]
+fn diagnose_client_certificate_of_version_1_is_noted_with_the_remedy() {
+    let mut old = endpoint("10.0.0.1:6443");
+    if let Some(shown) = &mut old.shown {
+        shown.is_version_1 = true;
+    }
+    let found = diagnose(&observations(vec![old.clone(), old]));
+    let [finding] = &found[..] else { panic!("{found:#?}") };
+    assert_eq!((finding.cause, finding.level), (Cause::ClientCertificateVersion1, Level::Note));
+    assert!(finding.what.contains("is X.509 version 1.") && finding.advice.contains("version 3"));
 }

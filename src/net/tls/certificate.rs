@@ -6,9 +6,13 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustls::pki_types::CertificateDer;
 use x509_parser::asn1_rs::{Any, Tag};
-use x509_parser::prelude::{ASN1Time, FromDer, X509Certificate};
+use x509_parser::prelude::{ASN1Time, FromDer, X509Certificate, X509Version};
 
 use super::file_error::{TlsFileError, TlsFileProblem};
+
+/// Why a certificate of X.509 version 1 is refused, and what to do. webpki accepts version 3 only.
+pub const VERSION_1: &str = "the certificate is X.509 version 1: reissue it as version 3 (`openssl x509 -req … \
+                             -extfile FILE`, with `extendedKeyUsage` or `subjectAltName` in FILE)";
 
 const OID_COMMON_NAME: &str = "2.5.4.3";
 const OID_ORGANIZATION: &str = "2.5.4.10";
@@ -97,17 +101,20 @@ pub struct CertInfo {
     pub not_after: SystemTime,
     /// Serial number in upper-case hex, as `openssl x509 -serial` prints it.
     pub serial: String,
+    /// Whether it is X.509 version 1, which has no extensions. kube-apiserver accepts such a certificate of a
+    /// client; jackstay can show one to an apiserver, but cannot verify that of a client.
+    pub is_version_1: bool,
 }
 
-/// Whether a certificate is valid at a time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Whether a certificate is valid at a time. A greater value is more useful.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Validity {
-    /// The certificate is valid.
-    Valid,
-    /// The validity has not begun, or the clock of this host is slow.
-    NotYet,
     /// The validity has ended.
     Expired,
+    /// The validity has not begun, or the clock of this host is slow.
+    NotYet,
+    /// The certificate is valid.
+    Valid,
 }
 
 impl CertInfo {
@@ -119,6 +126,27 @@ impl CertInfo {
             Validity::NotYet
         } else {
             Validity::Valid
+        }
+    }
+
+    /// Why the certificate is not valid at `now`, with the time since when: `certificate expired 3 h ago, on
+    /// 2026-07-26T12:34:56Z`. `None` if it is valid.
+    pub fn invalidity(&self, now: SystemTime) -> Option<String> {
+        let span = |from: SystemTime, to: SystemTime| {
+            format_span(to.duration_since(from).unwrap_or_default())
+        };
+        match self.validity(now) {
+            Validity::Valid => None,
+            Validity::Expired => Some(format!(
+                "certificate expired {} ago, on {}",
+                span(self.not_after, now),
+                format_seconds(self.not_after)
+            )),
+            Validity::NotYet => Some(format!(
+                "certificate is not valid for another {}, before {}; is this machine's clock right?",
+                span(now, self.not_before),
+                format_seconds(self.not_before)
+            )),
         }
     }
 
@@ -139,7 +167,7 @@ impl CertInfo {
                 format!(
                     "the certificate of {} is not valid before {}; is this machine's clock right?",
                     self.subject,
-                    format_utc(self.not_before, "%FT%TZ")
+                    format_seconds(self.not_before)
                 ),
             ),
         };
@@ -167,7 +195,29 @@ pub fn cert_info(der: &CertificateDer<'_>) -> Result<CertInfo, String> {
         not_before: system_time(validity.not_before),
         not_after: system_time(validity.not_after),
         serial,
+        is_version_1: certificate.version() == X509Version::V1,
     })
+}
+
+/// The public key of a DER certificate of any version, as a DER `SubjectPublicKeyInfo`.
+pub(super) fn public_key(der: &CertificateDer<'_>) -> Option<Vec<u8>> {
+    parse(der).ok().map(|certificate| certificate.public_key().raw.to_vec())
+}
+
+/// A duration in its largest unit: `3 h`.
+fn format_span(duration: Duration) -> String {
+    let seconds = duration.as_secs();
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} days", seconds / 86_400),
+    }
+}
+
+/// A time in UTC, for an error message: `2026-07-26T12:34:56Z`.
+pub(super) fn format_seconds(time: SystemTime) -> String {
+    format_utc(time, "%FT%TZ")
 }
 
 /// A time in UTC, for an error message.

@@ -21,7 +21,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use rustls::Error;
 use rustls::crypto::aws_lc_rs;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
@@ -32,6 +31,7 @@ use tokio::time::{Instant, sleep};
 use self::lane::{Lane, LanePermit};
 use super::certificate;
 use super::pem_files::LoadedCa;
+use super::tls_error;
 
 /// Maximum of certificates in a chain: a leaf and five CAs. Usual chains have one to three.
 pub const MAX_CERTIFICATES: usize = 6;
@@ -108,11 +108,8 @@ impl ClientCa {
     /// authentication.
     fn verify(&self, chain: &[CertificateDer<'_>], now: UnixTime) -> Result<(), String> {
         let (leaf, intermediates) = chain.split_first().ok_or("no certificate")?;
-        match self.verifier.verify_client_cert(leaf, intermediates, now) {
-            Ok(_) => Ok(()),
-            Err(Error::InvalidCertificate(why)) => Err(why.to_string()),
-            Err(error) => Err(error.to_string()),
-        }
+        let verified = self.verifier.verify_client_cert(leaf, intermediates, now);
+        verified.map(drop).map_err(|error| tls_error::describe(&error))
     }
 }
 

@@ -5,6 +5,8 @@
 //! * [`serving`] holds the TLS configuration of a listener; [`client_chain`] verifies the certificate chains
 //!   of its clients.
 //! * [`local_ca`] issues and renews the serving certificate of a local listener.
+//! * [`version_1`] verifies the handshake of a client with an X.509 version 1 certificate; [`tls_error`]
+//!   describes TLS errors in sentences.
 //! * [`no_server_verification`] is for probes without a CA to verify the server with.
 
 pub mod certificate;
@@ -14,3 +16,5 @@ pub mod local_ca;
 pub mod no_server_verification;
 pub mod pem_files;
 pub mod serving;
+pub mod tls_error;
+mod version_1;

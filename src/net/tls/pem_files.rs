@@ -20,7 +20,7 @@ use zeroize::Zeroizing;
 use crate::config::CertPaths;
 use crate::net::files;
 
-use super::certificate::{CertInfo, cert_info};
+use super::certificate::{self, CertInfo, cert_info};
 use super::file_error::{TlsFileError, TlsFileProblem};
 
 /// Maximum size of a PEM file: a bundle of all public CAs has about 250 KiB.
@@ -67,6 +67,15 @@ pub fn load_cert(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
     cert_from_pem((cert_path, &cert_pem), (key_path, key_pem.as_ref().unwrap_or(&cert_pem)))
 }
 
+/// Reads the certificate of a server. X.509 version 1 is an error: it has no names that a client can verify.
+pub fn load_serving_cert(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
+    let loaded = load_cert(paths)?;
+    if loaded.info.is_version_1 {
+        return Err(TlsFileError::invalid(&paths.cert_file, certificate::VERSION_1));
+    }
+    Ok(loaded)
+}
+
 /// Parses a certificate chain and its key; errors name the paths.
 pub fn cert_from_pem(
     (cert_path, cert_pem): (&Path, &[u8]),
@@ -86,15 +95,19 @@ pub fn cert_from_pem(
              Ed25519 are)",
         )
     })?;
-    let certified = CertifiedKey::new(chain.clone(), signing);
-    certified.keys_match().map_err(|_| {
+    // rustls' own comparison refuses a certificate of X.509 version 1.
+    let key_matches = signing.public_key().is_some_and(|public| {
+        certificate::public_key(leaf).is_some_and(|of_leaf| *of_leaf == *public)
+    });
+    if !key_matches {
         let message = format!(
             "the private key does not belong to the certificate in {}{}",
             cert_path.display(),
             if chain.len() > 1 { " (its first one: the leaf must come first)" } else { "" }
         );
-        TlsFileError::new(key_path, TlsFileProblem::Mismatch, message)
-    })?;
+        return Err(TlsFileError::new(key_path, TlsFileProblem::Mismatch, message));
+    }
+    let certified = CertifiedKey::new(chain.clone(), signing);
     let fingerprint = fingerprint(&[cert_pem, key_pem]);
     Ok(LoadedCert { chain, certified: Arc::new(certified), info, fingerprint, key })
 }
@@ -169,4 +182,4 @@ fn fingerprint(parts: &[&[u8]]) -> u64 {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

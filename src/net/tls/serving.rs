@@ -3,7 +3,7 @@
 //!
 //! The handshake proves only that the client has the key of its certificate. The certificate itself is
 //! verified for each request, as in kube-apiserver, so that a client with an expired one gets a 401 with the
-//! reason. Only a chain above the limits of [`client_chain`] fails the handshake, with the alert
+//! reason; so does one of X.509 version 1, which webpki does not read. Only a chain above the limits of [`client_chain`] fails the handshake, with the alert
 //! `certificate_unknown`.
 
 use std::error;
@@ -29,6 +29,7 @@ use super::client_chain::{self, ClientCa};
 use super::file_error::TlsFileError;
 use super::local_ca;
 use super::pem_files::{self, LoadedCa, LoadedCert};
+use super::version_1;
 use crate::config::Terminate;
 
 /// TLS of one listener. Readers never block. [`Self::refresh`] and [`Self::install`] must not run at the same
@@ -70,7 +71,7 @@ impl LoadedServingTls {
     pub fn load(config: &Terminate) -> Result<Self, TlsFileError> {
         let files = config.clone();
         Ok(Self {
-            certificate: Arc::new(pem_files::load_cert(&files.tls.paths)?),
+            certificate: Arc::new(pem_files::load_serving_cert(&files.tls.paths)?),
             ca: files.client_ca_file.as_deref().map(pem_files::load_ca).transpose()?,
             files,
         })
@@ -143,7 +144,7 @@ impl ServingTls {
     /// worker, since it accesses the disk.
     pub fn refresh(&self) -> ServingRefresh {
         let files = self.files.load();
-        let certificate = pem_files::load_cert(&files.tls.paths).map(Arc::new);
+        let certificate = pem_files::load_serving_cert(&files.tls.paths).map(Arc::new);
         let ca = files.client_ca_file.as_deref().map(pem_files::load_ca).transpose();
         self.apply(certificate, ca)
     }
@@ -193,7 +194,7 @@ impl ServingTls {
     }
 }
 
-fn server_config(certificate: &LoadedCert, ca: Option<&ClientCa>) -> ServerConfig {
+pub(super) fn server_config(certificate: &LoadedCert, ca: Option<&ClientCa>) -> ServerConfig {
     let builder = ServerConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
         .with_safe_default_protocol_versions()
         .expect("aws-lc-rs has cipher suites for TLS 1.2 and 1.3");
@@ -269,7 +270,9 @@ impl ClientCertVerifier for DeferredClientVerification {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.0.verify_tls12_signature(message, certificate, signature)
+        let verified = self.0.verify_tls12_signature(message, certificate, signature);
+        verified
+            .or_else(|error| version_1::verify_tls12(message, certificate, signature).ok_or(error))
     }
 
     fn verify_tls13_signature(
@@ -278,7 +281,9 @@ impl ClientCertVerifier for DeferredClientVerification {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.0.verify_tls13_signature(message, certificate, signature)
+        let verified = self.0.verify_tls13_signature(message, certificate, signature);
+        verified
+            .or_else(|error| version_1::verify_tls13(message, certificate, signature).ok_or(error))
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {

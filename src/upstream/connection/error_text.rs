@@ -2,14 +2,17 @@
 
 use std::io::ErrorKind;
 
+use crate::net::tls::tls_error::describe_alert_in;
+
 /// The text of an error on a connection or stream.
 pub fn describe_h2_error(error: &h2::Error) -> String {
-    closed_by_apiserver(error).unwrap_or_else(|| error.to_string())
+    closed_by_apiserver(error).unwrap_or_else(|| describe_alert_in(&error.to_string()))
 }
 
 /// The text of the error that ended a connection.
 pub(super) fn describe_end(error: &h2::Error) -> String {
-    closed_by_apiserver(error).unwrap_or_else(|| format!("connection failed: {error}"))
+    closed_by_apiserver(error)
+        .unwrap_or_else(|| format!("connection failed: {}", describe_alert_in(&error.to_string())))
 }
 
 /// The text of an error that means that the apiserver closed the connection: a GOAWAY, or an EOF. The

@@ -9,7 +9,7 @@ use std::thread::{self, ThreadId};
 use rcgen::{CertificateParams, KeyPair};
 use rustls::client::danger::HandshakeSignatureValid;
 use rustls::server::danger::ClientCertVerified;
-use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, SignatureScheme};
+use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, Error, SignatureScheme};
 
 use super::*;
 

@@ -217,3 +217,47 @@ proptest::proptest! {
         let _ = cert_info(&CertificateDer::from(der));
     }
 }
+
+/// Made by `openssl x509 -req` without `-extfile`.
+pub(in crate::net::tls) const VERSION_1_CERTIFICATE: &str = "\
+-----BEGIN CERTIFICATE-----
+MIIBLTCB0wIUCfLgIXu75J9zuFb1bHPttozchmwwCgYIKoZIzj0EAwIwDTELMAkG
+A1UEAwwCY2EwIBcNMjYxMTI1MDk0ODQ3WhgPMjEyNjExMDEwOTQ4NDdaMCMxDTAL
+BgNVBAoMBGRldnMxEjAQBgNVBAMMCXZlcnNpb24tMTBZMBMGByqGSM49AgEGCCqG
+SM49AwEHA0IABAuCKvgFRglGEcHB6tduMuOUV1Yjuvo9npib8b2+lLuTZbgUivBw
+kNzTFApWkvfzVDTlbOWd8S/IfOnZLIesiTYwCgYIKoZIzj0EAwIDSQAwRgIhAOvb
+4ypt2AzZHLv4SRDV8HGYTyBeyAxy6pN2kKBLe3JhAiEAuT+Op936t1YvoVIzWi04
+qJFfqyLWQq9DmPVThlUf+GY=
+-----END CERTIFICATE-----
+";
+pub(in crate::net::tls) const VERSION_1_KEY: &str = "\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgorZAbAw4WWHzG7XY
+HBj63KDZ+fSd4QIq9arDcGJV02ehRANCAAQLgir4BUYJRhHBwerXbjLjlFdWI7r6
+PZ6Ym/G9vpS7k2W4FIrwcJDc0xQKVpL381Q05WzlnfEvyHzp2SyHrIk2
+-----END PRIVATE KEY-----
+";
+
+/// rustls' own comparison of key and certificate refuses version 1.
+#[test]
+fn version_1_certificate_is_loaded_for_a_client_and_refused_for_a_server() {
+    let files = Files::new();
+    files.write("v1.crt", VERSION_1_CERTIFICATE);
+    files.write("v1.key", VERSION_1_KEY);
+    let loaded = files.load("v1.crt", "v1.key").unwrap();
+    assert!(loaded.info.is_version_1);
+    assert_eq!(loaded.info.subject.to_string(), "CN=version-1, O=devs");
+    let paths = |key: &str| CertPaths {
+        cert_file: files.0.path().join("v1.crt"),
+        key_file: files.0.path().join(key),
+    };
+    let refused = files.message(&load_serving_cert(&paths("v1.key")).unwrap_err());
+    assert!(
+        refused.starts_with("v1.crt: the certificate is X.509 version 1: reissue it as"),
+        "{refused}"
+    );
+    let (_, other) = node();
+    files.write("other.key", other.serialize_pem());
+    let error = load_cert(&paths("other.key")).unwrap_err();
+    assert_eq!(error.problem, TlsFileProblem::Mismatch, "{error}");
+}

@@ -1,10 +1,11 @@
 //! The content of the admin endpoint, which is read from its owners at the time of the query.
 
+mod certificates;
 mod threads;
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
@@ -13,6 +14,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
+use self::certificates::{CertificateStatus, IdentityStatus};
 use self::threads::ThreadsStatus;
 use super::active::ActiveConfig;
 use super::listener::{BoundListener, ListenerMode};
@@ -21,7 +23,6 @@ use super::sandbox::{ProcessSandbox, SandboxStatus};
 use crate::admin::{self, Readiness, ReadinessCheck};
 use crate::config::Config;
 use crate::control::discovery::SharedContext;
-use crate::net::tls::certificate::CertInfo;
 use crate::observe::events::Event;
 use crate::observe::history::{Columns, STEP};
 use crate::observe::memory_budget::MemoryStatus;
@@ -29,7 +30,6 @@ use crate::observe::own_errors::OwnError;
 use crate::observe::utc::{Utc, wall_clock};
 use crate::observe::{Liveness, Metrics, build, counted};
 use crate::upstream::Upstream;
-use crate::upstream::credentials::IdentitySlot;
 use crate::upstream::endpoint_sources::{SourceReport, age};
 use crate::upstream::stats::EndpointStatus;
 
@@ -125,23 +125,6 @@ enum ModeStatus<'a> {
     },
 }
 
-/// A certificate. Its values are null if none is loaded.
-#[derive(Default, Serialize)]
-struct CertificateStatus {
-    subject: Option<String>,
-    serial: Option<String>,
-    not_after: Option<String>,
-}
-
-#[derive(Serialize)]
-struct IdentityStatus<'a> {
-    cert_file: &'a Path,
-    state: &'static str,
-    #[serde(flatten)]
-    certificate: CertificateStatus,
-    error: Option<String>,
-}
-
 #[derive(Serialize)]
 struct UpstreamStatus<'a> {
     name: &'a str,
@@ -210,11 +193,11 @@ impl ProcessStatus {
     }
 
     fn listener_status<'a>(&self, listener: &'a BoundListener) -> ListenerStatus<'a> {
-        let metrics = &listener.metrics;
+        let (metrics, now) = (&listener.metrics, wall_clock());
         let mode_status = match &listener.mode {
             ListenerMode::Terminate { tls, identities, .. } => ModeStatus::Terminate {
-                certificate: CertificateStatus::from(&tls.certificate().info),
-                identities: identities.iter().map(|slot| identity_status(slot)).collect(),
+                certificate: CertificateStatus::serving(&tls.certificate().info, now),
+                identities: identities.iter().map(|slot| IdentityStatus::new(slot, now)).collect(),
                 requests_in_flight: metrics.in_flight.get(),
                 watches: metrics.watches.get(),
                 tunnels: metrics.tunnels.get(),
@@ -235,16 +218,6 @@ impl ProcessStatus {
     }
 }
 
-impl From<&CertInfo> for CertificateStatus {
-    fn from(info: &CertInfo) -> Self {
-        Self {
-            subject: Some(info.subject.to_string()),
-            serial: Some(info.serial.clone()),
-            not_after: Some(Utc(info.not_after).seconds()),
-        }
-    }
-}
-
 impl<'a> From<&'a Arc<Upstream>> for UpstreamStatus<'a> {
     fn from(upstream: &'a Arc<Upstream>) -> Self {
         Self {
@@ -252,16 +225,6 @@ impl<'a> From<&'a Arc<Upstream>> for UpstreamStatus<'a> {
             endpoints: upstream.endpoints().iter().map(|endpoint| endpoint.status()).collect(),
             sources: upstream.sources.status(wall_clock()),
         }
-    }
-}
-
-fn identity_status(slot: &IdentitySlot) -> IdentityStatus<'_> {
-    let loaded = slot.certificate();
-    IdentityStatus {
-        cert_file: &slot.paths.cert_file,
-        state: if loaded.is_some() { "loaded" } else { "awaited" },
-        certificate: loaded.as_ref().map(CertificateStatus::from).unwrap_or_default(),
-        error: slot.error(),
     }
 }
 
@@ -323,7 +286,7 @@ impl admin::StatusProvider for ProcessStatus {
         };
         let identities = shown.listeners.iter().flat_map(|listener| listener.mode.identities());
         for slot in identities {
-            if let Some(error) = slot.error() {
+            if let Some(error) = slot.error(wall_clock()) {
                 check(format!("identity {}", slot.paths.cert_file.display()), false, error);
             }
         }

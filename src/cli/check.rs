@@ -43,7 +43,7 @@ struct CheckResult {
     file: String,
     ok: bool,
     errors: Vec<ConfigError>,
-    /// Settings that are valid but probably a mistake.
+    /// Settings that are valid but probably a mistake, and certificates that are not valid now.
     warnings: Vec<String>,
     /// Subjects and expiry of certificates, and files that do not exist yet.
     notes: Vec<String>,

@@ -2,14 +2,18 @@
 //! certificates that this machine's own CA has issued.
 //!
 //! Valid files are put into use. While a file is invalid, its last valid content stays in use. Changes and
-//! failures are reported in the log and in `/events`.
+//! failures are reported in the log and in `/events`, and so is the expiry of a certificate in use.
+
+mod expiry_watch;
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use tokio::time::Instant;
 
+use self::expiry_watch::{ExpiryWatch, ValidityChange, WatchedCertificate};
 use super::file_watch::{FileWatch, poll_ticks};
+use crate::net::tls::certificate::Validity;
 use crate::net::tls::serving::{ServingRefresh, ServingTls};
 use crate::observe::events::{Change, EventKind, Events};
 use crate::observe::utc::{Utc, wall_clock};
@@ -27,11 +31,17 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
     // A file may have changed since it was loaded at the start.
     let mut files = FileWatch::unread(credentials.paths());
     let mut expiries = CredentialExpiries::default();
+    let mut validity = ExpiryWatch::default();
     let mut ticks = poll_ticks();
     loop {
         ticks.tick().await;
         // A reload of the configuration may have replaced the credentials.
         expiries.update(&upstream);
+        let events = CertificateEvents::of(&upstream);
+        for change in validity.update(watched_credentials(&upstream), wall_clock()) {
+            // The check of a configuration has logged those that were not valid when it was read.
+            events.validity(&change, change.from.is_some());
+        }
         files.follow(credentials.paths());
         if files.changed() {
             let changes = credentials.refresh();
@@ -43,8 +53,30 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
             for change in changes {
                 report(&upstream, &change);
             }
+            for change in validity.update(watched_credentials(&upstream), wall_clock()) {
+                events.validity(&change, true);
+            }
         }
     }
+}
+
+/// The certificates of the identities and of the CA bundle of an upstream.
+fn watched_credentials(upstream: &Upstream) -> Vec<WatchedCertificate> {
+    let slots = upstream.credentials.slots();
+    let identities = slots.iter().filter_map(|slot| {
+        Some(WatchedCertificate {
+            name: slot.paths.cert_file.display().to_string(),
+            info: slot.certificate()?,
+            effect: "the identity is not used until the file is renewed; its clients get 401",
+        })
+    });
+    let authorities = upstream.credentials.ca_certificates();
+    let authorities = authorities.into_iter().map(|info| WatchedCertificate {
+        name: format!("CA bundle of the apiservers, {}", info.subject),
+        info,
+        effect: "it stays in use",
+    });
+    identities.chain(authorities).collect()
 }
 
 /// The expiry metrics of the identities and the CA bundle of an upstream.
@@ -63,7 +95,8 @@ impl CredentialExpiries {
             let name = slot.paths.cert_file.display().to_string();
             Some(("identity", name, slot.certificate()?.not_after))
         });
-        let ca = upstream.credentials.ca_not_after();
+        let ca = upstream.credentials.ca_certificates();
+        let ca = ca.iter().map(|certificate| certificate.not_after).max();
         let ca = ca.map(|not_after| ("upstream_ca", upstream.name.to_string(), not_after));
         let certificates: Vec<_> = identities.chain(ca).collect();
         if certificates == self.certificates {
@@ -80,11 +113,13 @@ impl CredentialExpiries {
 }
 
 fn report(upstream: &Upstream, change: &CredentialChange) {
-    let events =
-        CertificateEvents { events: upstream.metrics.events(), upstream: Some(&upstream.name) };
+    let events = CertificateEvents::of(upstream);
     match change {
         CredentialChange::Identity(slot) => {
             let Some(info) = slot.certificate() else { return };
+            if info.validity(wall_clock()) == Validity::Expired {
+                return; // `CertificateEvents::validity` reports it
+            }
             let name = slot.paths.cert_file.display().to_string();
             let serial = format!("serial {}", info.serial);
             let reason = format!("the file has changed: {}", info.subject);
@@ -119,7 +154,31 @@ struct CertificateEvents<'a> {
     upstream: Option<&'a str>,
 }
 
-impl CertificateEvents<'_> {
+impl<'a> CertificateEvents<'a> {
+    fn of(upstream: &'a Upstream) -> Self {
+        Self { events: upstream.metrics.events(), upstream: Some(&upstream.name) }
+    }
+
+    /// Reports that a certificate has expired, is not valid yet, or has become valid.
+    fn validity(&self, change: &ValidityChange, logged: bool) {
+        let WatchedCertificate { name, info, effect } = &change.certificate;
+        let until = format!(
+            "valid from {} to {}",
+            Utc(info.not_before).seconds(),
+            Utc(info.not_after).seconds()
+        );
+        let reason = format!("{}: {until}", info.subject);
+        let (to, effect) = match change.to {
+            Validity::Valid => ("valid", "it is used"),
+            Validity::NotYet => ("not yet valid", "it is used; is this machine's clock right?"),
+            Validity::Expired => ("expired", *effect),
+        };
+        let from = if change.from == Some(Validity::NotYet) { "not yet valid" } else { "in use" };
+        let bad = change.to != Validity::Valid;
+        let change = self.change(name, (from, to), (&reason, effect), bad);
+        if logged { self.events.changed(&change) } else { self.events.remember(&change) }
+    }
+
     fn loaded(&self, name: &str, to: &str, reason: &str, effect: &str) {
         self.changed(name, ("in use", to), (reason, effect), false);
     }
@@ -137,17 +196,21 @@ impl CertificateEvents<'_> {
         (reason, effect): (&str, &str),
         bad: bool,
     ) {
-        self.events.changed(&Change {
-            kind: EventKind::Certificate,
-            upstream: self.upstream,
-            name,
-            detail: "",
-            from,
-            to,
-            reason,
-            effect,
-            bad,
-        });
+        self.events.changed(&self.change(name, (from, to), (reason, effect), bad));
+    }
+
+    fn change<'b>(
+        &self,
+        name: &'b str,
+        (from, to): (&'b str, &'b str),
+        (reason, effect): (&'b str, &'b str),
+        bad: bool,
+    ) -> Change<'b>
+    where
+        'a: 'b,
+    {
+        let (kind, upstream) = (EventKind::Certificate, self.upstream);
+        Change { kind, upstream, name, detail: "", from, to, reason, effect, bad }
     }
 }
 
@@ -171,11 +234,24 @@ pub async fn watch_serving(
         );
     }
     let expiry = metrics.certificate_expiry("serving", listener.name());
+    let mut validity = ExpiryWatch::default();
+    let watched = || {
+        let effect = "it is still served: clients decide";
+        vec![WatchedCertificate {
+            name: name.clone(),
+            info: tls.certificate().info.clone(),
+            effect,
+        }]
+    };
     let mut ticks = poll_ticks();
     loop {
         ticks.tick().await;
         // A reload of the configuration may have replaced the certificate.
         expiry.set(tls.certificate().info.not_after);
+        for change in validity.update(watched(), wall_clock()) {
+            // The check of a configuration has logged one that was not valid when it was read.
+            events.validity(&change, change.from.is_some());
+        }
         renewal.check(&name, &events, &tls);
         files.follow(tls.paths());
         if !files.changed() {
@@ -190,6 +266,9 @@ pub async fn watch_serving(
             let effect =
                 "new connections use the new files; client certificates are verified again";
             events.loaded(&name, &to, reason, effect);
+            for change in validity.update(watched(), wall_clock()) {
+                events.validity(&change, true);
+            }
         }
         if let Some(error) = &error
             && last_error.as_ref() != Some(error)

@@ -6,6 +6,7 @@
 //! | client certificate | bearer token | request |
 //! |---|---|---|
 //! | valid, with the subject of a configured identity | any | sent on connections with that identity's certificate; the apiserver, too, tries x509 before tokens |
+//! | valid, with the subject of a configured identity whose certificate has expired | any | refused with 401 |
 //! | valid, with any other subject | any | refused with 401 |
 //! | expired or unverifiable | yes | sent on connections without a certificate; the apiserver, too, tries the token after x509 fails |
 //! | expired or unverifiable | no | refused with 401 |
@@ -15,6 +16,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use http::{HeaderMap, StatusCode};
 
@@ -75,9 +77,10 @@ impl CredentialSelector {
         let Some(certificate) = certificate else {
             return Ok(without_certificate(token));
         };
-        match certificate.validity(wall_clock()) {
+        let now = wall_clock();
+        match certificate.validity(now) {
             Some(Ok(info)) => {
-                let class = self.identity_class(info)?;
+                let class = self.identity_class(info, now)?;
                 Ok(SelectedCredential { class, token: None })
             }
             Some(Err(_)) if token.is_some() => Ok(without_certificate(token)),
@@ -91,17 +94,18 @@ impl CredentialSelector {
         }
     }
 
-    /// Whether the certificate is valid now and has the subject of a configured identity.
+    /// Whether the certificate is valid now and has the subject of a configured identity that has not expired.
     pub fn is_identity(&self, certificate: &ClientCertificate) -> bool {
-        match certificate.validity(wall_clock()) {
-            Some(Ok(client)) => self.identity_number(client).is_some(),
+        let now = wall_clock();
+        match certificate.validity(now) {
+            Some(Ok(client)) => self.identity_number(client, now).is_some(),
             Some(Err(_)) | None => false,
         }
     }
 
-    /// The number of the identity with the subject of this certificate, if one is configured.
-    fn identity_number(&self, client: &CertInfo) -> Option<usize> {
-        self.slots.iter().find_map(|slot| slot.number_of(&client.subject))
+    /// The number of the identity with the subject of this certificate, if one can be used at `now`.
+    fn identity_number(&self, client: &CertInfo, now: SystemTime) -> Option<usize> {
+        self.slots.iter().find_map(|slot| slot.usable_number(&client.subject, now))
     }
 
     fn without_certificate(
@@ -121,9 +125,24 @@ impl CredentialSelector {
         SelectedCredential { class, token: Some(key) }
     }
 
-    fn identity_class(&self, client: &CertInfo) -> Result<CredentialClass, StatusError> {
-        if let Some(number) = self.identity_number(client) {
+    fn identity_class(
+        &self,
+        client: &CertInfo,
+        now: SystemTime,
+    ) -> Result<CredentialClass, StatusError> {
+        if let Some(number) = self.identity_number(client, now) {
             return Ok(CredentialClass::Identity(number));
+        }
+        for slot in &self.slots {
+            let own = slot.certificate().filter(|own| own.subject == client.subject);
+            if let Some(reason) = own.and_then(|own| own.invalidity(now)) {
+                return Err(StatusError::unauthorized(format_args!(
+                    "the client certificate of {} is valid, but that of jackstay for this subject cannot \
+                     be used: {reason}; renew {}",
+                    client.subject,
+                    slot.paths.cert_file.display()
+                )));
+            }
         }
         let missing = self.slots.iter().filter(|slot| slot.certificate().is_none());
         let missing: Vec<_> =

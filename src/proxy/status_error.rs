@@ -51,9 +51,9 @@ impl StatusError {
                 "every stream to the apiservers is taken: see connections.max and \
                  connections.max_streams",
             ),
-            Unavailable::NoCredential => {
-                Self::unauthorized("the credential for this identity is not loaded yet")
-            }
+            Unavailable::NoCredential => Self::unauthorized(
+                "the credential for this identity is not loaded yet, or its certificate has expired",
+            ),
         }
     }
 

@@ -16,7 +16,6 @@ mod slot;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::SystemTime;
 
 use arc_swap::{ArcSwap, ArcSwapOption};
 
@@ -24,9 +23,9 @@ use self::client_tls::plain_tls;
 pub use self::client_tls::{ClientTls, client_tls, unverified_tls};
 use self::probe_token::ProbeToken;
 use self::slot::Identity;
-pub use self::slot::IdentitySlot;
+pub use self::slot::{IdentitySlot, IdentityState};
 use crate::config::{CertPaths, Upstream};
-use crate::net::tls::certificate::Subject;
+use crate::net::tls::certificate::{CertInfo, Subject};
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::{self, LoadedCa, LoadedCert};
 use crate::observe::utc::wall_clock;
@@ -35,7 +34,7 @@ use crate::observe::utc::wall_clock;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum CredentialClass {
     /// The certificate of one configured subject, by the number of its credential
-    /// ([`IdentitySlot::number_of`]).
+    /// ([`IdentitySlot::usable_number`]).
     Identity(usize),
     /// Bearer tokens that have had an authenticated response; no certificate.
     Token,
@@ -192,10 +191,9 @@ impl Credentials {
         self.setup.store(Arc::new(setup));
     }
 
-    /// When the last certificate of the CA bundle expires; `None` without a bundle.
-    pub fn ca_not_after(&self) -> Option<SystemTime> {
-        let ca = self.ca.load();
-        ca.as_ref()?.certificates.iter().map(|certificate| certificate.not_after).max()
+    /// The certificates of the CA bundle; empty without one.
+    pub fn ca_certificates(&self) -> Vec<CertInfo> {
+        self.ca.load().as_ref().map(|ca| ca.certificates.clone()).unwrap_or_default()
     }
 
     /// The slots: first those that are configured, in their order, then those that are not retired yet.
@@ -203,10 +201,10 @@ impl Credentials {
         self.setup.load().slots.clone()
     }
 
-    /// The classes of the identities whose certificate is loaded.
+    /// The classes of the identities whose certificate is loaded and has not expired.
     pub fn loaded(&self) -> Vec<CredentialClass> {
-        let setup = self.setup.load();
-        let loaded = setup.slots.iter().filter_map(|slot| slot.current.load_full());
+        let (setup, now) = (self.setup.load(), wall_clock());
+        let loaded = setup.slots.iter().filter_map(|slot| slot.usable(now));
         loaded.map(|identity| CredentialClass::Identity(identity.number)).collect()
     }
 
@@ -224,13 +222,13 @@ impl Credentials {
         self.setup.load().token.clone()
     }
 
-    /// The TLS configuration of a class. `None` for an identity whose files contain another subject now or
-    /// are no longer configured, and for discovery before its certificate is set.
+    /// The TLS configuration of a class. `None` for an identity whose certificate has expired, whose files
+    /// contain another subject now or are no longer configured, and for discovery before its certificate is set.
     pub fn tls(&self, class: CredentialClass) -> Option<Arc<ClientTls>> {
-        let setup = self.setup.load();
+        let (setup, now) = (self.setup.load(), wall_clock());
         let shown = match class {
             CredentialClass::Identity(number) => {
-                let mut loaded = setup.slots.iter().filter_map(|slot| slot.current.load_full());
+                let mut loaded = setup.slots.iter().filter_map(|slot| slot.usable(now));
                 let identity = loaded.find(|identity| identity.number == number)?;
                 return Some(Arc::clone(&identity.tls));
             }
@@ -243,9 +241,9 @@ impl Credentials {
             | CredentialClass::Anonymous => None,
             CredentialClass::Probe if setup.token.is_some() => None,
             CredentialClass::Probe => match &setup.probe {
-                Some(slot) => slot.current.load_full(),
+                Some(slot) => slot.usable(now),
                 // By default the first loaded identity.
-                None => setup.slots.iter().find_map(|slot| slot.current.load_full()),
+                None => setup.slots.iter().find_map(|slot| slot.usable(now)),
             },
         };
         Some(shown.map_or_else(
@@ -277,7 +275,7 @@ impl Credentials {
             Err(error) => changes.push(CredentialChange::CaFailed(error.to_string())),
         }
         for slot in &setup.slots {
-            match load_valid(&slot.paths) {
+            match load_better(slot) {
                 Ok(certificate) => {
                     let previous = slot.certificate().map(|info| info.subject);
                     let other = previous.filter(|subject| *subject != certificate.info.subject);
@@ -381,9 +379,14 @@ fn prepare(
     })
 }
 
-/// Loads a certificate. An expired one is an error, so that it does not replace a valid one.
-fn load_valid(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
-    let certificate = pem_files::load_cert(paths)?;
-    certificate.info.check_time(&paths.cert_file, wall_clock())?;
+/// Loads the certificate of a slot. One that is not valid does not replace a valid one, and an expired one
+/// does not replace one that is not valid yet.
+fn load_better(slot: &IdentitySlot) -> Result<LoadedCert, TlsFileError> {
+    let now = wall_clock();
+    let certificate = pem_files::load_cert(&slot.paths)?;
+    let current = slot.certificate().map(|info| info.validity(now));
+    if current.is_some_and(|current| certificate.info.validity(now) < current) {
+        certificate.info.check_time(&slot.paths.cert_file, now)?;
+    }
     Ok(certificate)
 }

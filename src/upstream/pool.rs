@@ -307,7 +307,7 @@ impl Pool {
     /// the class.
     fn retire_class(&self, class: &Rc<ClassPool>) {
         for connection in class.connections.borrow().iter() {
-            connection.drain(DrainReason::ConfigurationRemoved);
+            connection.drain(DrainReason::IdentityUnusable);
         }
         // The map and the caller hold two references. Requests and connects in progress hold others.
         if class.connections.borrow().is_empty() && Rc::strong_count(class) <= 2 {

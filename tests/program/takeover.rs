@@ -1,5 +1,6 @@
 //! Tests of `--take-over` and of signals: a new process replaces a running one, and clients see no failure.
 
+mod certificates;
 mod load;
 mod setup;
 

@@ -398,3 +398,96 @@ async fn request_gets_401_when_the_client_certificate_has_expired() {
     assert_eq!(last.status, 401);
     assert!(last.json()["message"].as_str().unwrap().contains("expired"), "{:?}", last.body);
 }
+
+/// A certificate of jackstay expires while a client with the same subject, whose certificate is renewed, uses it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn identity_that_expires_in_use_is_not_used_until_it_is_renewed() {
+    let cluster = TestCluster::new(1);
+    cluster.state.add_token("bootstrap", User::new("system:bootstrap:a", &[]));
+    let pki = &cluster.certs.pki;
+    let short = Validity { not_after: SystemTime::now() + PATIENCE / 2, ..Validity::usual() };
+    let short = pki.client_valid(&Subject::admin(), short).unwrap();
+    let file = short.write_pair(cluster.certs.path(), "short").unwrap();
+    let pair = CertPaths { cert_file: file.clone(), key_file: file };
+    let proxy = cluster
+        .start_with(|config| {
+            without_suspicion(config);
+            terminate_mode(config).identities = vec![pair];
+        })
+        .await;
+    let client = proxy.client().await;
+    assert_eq!(soon("a response", client.get(CONFIGMAPS)).await.unwrap().status, 200);
+    let expired = serial(&short);
+    let is_shown = async |proxy: &Proxy| {
+        let endpoint = &proxy.endpoints().await[0];
+        let mut connections = endpoint["connections"].as_array().unwrap().iter();
+        connections.any(|connection| {
+            let serial = connection["serial"].as_str().unwrap_or_default();
+            serial.eq_ignore_ascii_case(expired.trim_start_matches("00"))
+        })
+    };
+    assert!(is_shown(&proxy).await);
+    let mut last = client.get(CONFIGMAPS).await.unwrap();
+    until("the certificate has expired", async || {
+        last = client.get(CONFIGMAPS).await.unwrap();
+        last.status != 200
+    })
+    .await;
+    assert_eq!(last.status, 401, "{:?}", last.body);
+    let message = last.json()["message"].as_str().unwrap().to_owned();
+    assert!(message.contains("certificate expired") && message.contains("short.pem"), "{message}");
+    let of_identity = || {
+        cluster.state.audit().select(|record| record.certificate_serial.as_ref() == Some(&expired))
+    };
+    assert!(
+        of_identity().iter().all(|record| record.user == "kubernetes-admin"),
+        "the apiserver refused none"
+    );
+    until("connections with the certificate are closed", async || !is_shown(&proxy).await).await;
+    until("the expiry is an event", async || {
+        let events = proxy.events().await;
+        events.iter().any(|event| event["kind"] == "certificate" && event["to"] == "expired")
+    })
+    .await;
+    let status = proxy.status().await;
+    let identity = &status["listeners"][0]["identities"][0];
+    assert_eq!(identity["state"], "expired");
+    assert!(identity["error"].as_str().unwrap().contains("certificate expired"), "{identity}");
+    let token = proxy.client_with(&cluster.certs.anonymous().token("bootstrap")).await;
+    assert_eq!(token.get(CONFIGMAPS).await.unwrap().status, 200);
+
+    pki.client(&Subject::admin()).unwrap().write_pair(cluster.certs.path(), "short").unwrap();
+    until("the identity is used", async || client.get(CONFIGMAPS).await.unwrap().status == 200)
+        .await;
+}
+
+/// The handshake succeeds, so that the client gets the reason instead of a TLS alert.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn client_certificate_of_version_1_gets_401_with_the_remedy() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start().await;
+    cluster.state.add_token("alice", User::new("alice", &[]));
+    let version_1 = cluster.certs.pki.client_version_1(&Subject::admin()).unwrap();
+    let credentials = cluster.certs.anonymous().certificate(&version_1);
+    let (status, message, record) = send(&cluster, &proxy, &credentials, &[]).await;
+    assert_eq!((status, record.is_none()), (401, true));
+    assert!(message.contains("is X.509 version 1: reissue it as version 3"), "{message}");
+    // As with other certificates that cannot be verified, a token is used.
+    let (status, _, record) = send(&cluster, &proxy, &credentials.token("alice"), &[]).await;
+    assert_eq!((status, record.unwrap().user.as_str()), (200, "alice"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn ca_certificate_of_a_client_gets_401_with_a_sentence() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start().await;
+    // Trusted and presented: a self-signed CA.
+    let ca = cluster.certs.pki.authority().unwrap();
+    let (status, message, _) =
+        send(&cluster, &proxy, &cluster.certs.anonymous().certificate(&ca), &[]).await;
+    assert_eq!(status, 401);
+    assert!(
+        message.contains("the certificate is that of a CA") && !message.contains("Error"),
+        "{message}"
+    );
+}

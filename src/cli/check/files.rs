@@ -14,10 +14,11 @@ use crate::config::{
 };
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
 use crate::net::files;
-use crate::net::tls::certificate::{CertInfo, Subject};
+use crate::net::tls::certificate::{CertInfo, Subject, VERSION_1};
 use crate::net::tls::file_error::{TlsFileError, TlsFileProblem};
 use crate::net::tls::local_ca::LocalCa;
-use crate::net::tls::pem_files::{load_ca, load_cert};
+use crate::net::tls::pem_files::{LoadedCert, load_ca, load_cert, load_serving_cert};
+use crate::observe::counted;
 use crate::observe::utc::Utc;
 
 /// Note about an upstream without a CA bundle.
@@ -31,10 +32,11 @@ pub struct FileReport {
     pub errors: Vec<ConfigError>,
     /// Errors in sources of endpoints; `run` starts without them.
     pub sources: Vec<ConfigError>,
-    /// Warnings: files that do not exist yet, and certificates that are not valid yet or expire soon.
-    pub notes: Vec<String>,
-    /// Settings that are valid but probably a mistake.
+    /// Certificates that have expired or are not valid yet, others with which some clients are not served, and
+    /// settings that are valid but probably a mistake. The configuration runs.
     pub warnings: Vec<String>,
+    /// Files that do not exist yet, and certificates that expire soon.
+    pub notes: Vec<String>,
     /// The subject and the expiry of each valid certificate.
     pub passed_checks: Vec<String>,
 }
@@ -153,6 +155,10 @@ impl FileChecker {
         self.report.notes.push(format!("{}: {path}: {message}", self.file));
     }
 
+    fn warning(&mut self, path: &str, message: impl Display) {
+        self.report.warnings.push(format!("{}: {path}: {message}", self.file));
+    }
+
     fn passed(&mut self, path: &str, message: impl Display) {
         self.report.passed_checks.push(format!("{}: {path}: {message}", self.file));
     }
@@ -166,11 +172,14 @@ impl FileChecker {
         self.error(&format!("{at}.{key}"), error);
     }
 
-    /// Checks a serving certificate. With an issuer it is renewed at the start, so its expiry is only
-    /// a note.
+    /// Checks a serving certificate. With an issuer it is renewed at the start, so its expiry is a note. Without
+    /// one an expired certificate is served, and clients decide.
     fn serving_cert(&mut self, at: &str, terminate: &Terminate) {
+        let paths = &terminate.tls.paths;
         let Some(issuer) = &terminate.tls.issuer else {
-            self.cert(at, &terminate.tls.paths);
+            if let Some(loaded) = self.load(at, paths, load_serving_cert) {
+                self.validity(&format!("{at}.cert_file"), &paths.cert_file, &loaded.info);
+            }
             return;
         };
         match LocalCa::load(issuer) {
@@ -184,11 +193,11 @@ impl FileChecker {
                 self.note(&format!("{at}.issuer.key_file"), message);
             }
         }
-        let before = self.report.errors.len();
-        self.cert(at, &terminate.tls.paths);
-        if load_cert(&terminate.tls.paths).is_ok() {
-            for error in self.report.errors.split_off(before) {
-                self.note(&error.path, format!("{}; it is renewed at the start", error.message));
+        if let Some(loaded) = self.load(at, paths, load_serving_cert) {
+            let at = format!("{at}.cert_file");
+            match loaded.info.check_time(&paths.cert_file, self.now) {
+                Ok(()) => self.validity(&at, &paths.cert_file, &loaded.info),
+                Err(error) => self.note(&at, format!("{error}; it is renewed at the start")),
             }
         }
     }
@@ -207,18 +216,20 @@ impl FileChecker {
         }
     }
 
-    /// Checks a certificate and its private key, which must both exist.
-    fn cert(&mut self, at: &str, paths: &CertPaths) -> Option<CertInfo> {
+    /// Loads a certificate and its private key, which must both exist.
+    fn load(
+        &mut self,
+        at: &str,
+        paths: &CertPaths,
+        load: fn(&CertPaths) -> Result<LoadedCert, TlsFileError>,
+    ) -> Option<LoadedCert> {
         if is_incomplete(paths) {
             self.missing(at, paths, None);
             return None;
         }
         self.key_mode(&format!("{at}.key_file"), &paths.key_file);
-        match load_cert(paths) {
-            Ok(loaded) => {
-                self.validity(&format!("{at}.cert_file"), &paths.cert_file, &loaded.info);
-                Some(loaded.info)
-            }
+        match load(paths) {
+            Ok(loaded) => Some(loaded),
             Err(error) => {
                 self.cert_error(at, paths, &error);
                 self.missing(at, paths, Some(&error.path));
@@ -228,15 +239,16 @@ impl FileChecker {
     }
 
     /// Checks a client certificate, which needs a common name: an apiserver takes it as the user name.
-    fn client_cert(&mut self, at: &str, paths: &CertPaths) -> Option<Subject> {
-        let info = self.cert(at, paths)?;
+    fn client_cert(&mut self, at: &str, paths: &CertPaths) -> Option<CertInfo> {
+        let info = self.load(at, paths, load_cert)?.info;
+        self.validity(&format!("{at}.cert_file"), &paths.cert_file, &info);
         if info.subject.common_name().is_none() {
             let message = "the certificate has no common name, which an apiserver takes as the \
                            user name";
             let file = paths.cert_file.display();
             self.error(&format!("{at}.cert_file"), format!("{file}: {message}"));
         }
-        Some(info.subject)
+        Some(info)
     }
 
     fn identities(&mut self, at: &str, identities: &[CertPaths]) {
@@ -253,7 +265,15 @@ impl FileChecker {
                 self.note(&at_item, format!("{file} does not exist yet; it is awaited"));
                 continue;
             }
-            let Some(subject) = self.client_cert(&at_item, paths) else { continue };
+            let Some(info) = self.client_cert(&at_item, paths) else { continue };
+            if info.is_version_1 {
+                let message = format!(
+                    "{}: {VERSION_1}; clients that use it get 401",
+                    paths.cert_file.display()
+                );
+                self.warning(&format!("{at_item}.cert_file"), message);
+            }
+            let subject = info.subject;
             if let Some((first, _)) = subjects.iter().find(|(_, known)| *known == subject) {
                 let message = format!("the same subject as {at}[{first}]: {subject}");
                 self.error(&format!("{at_item}.cert_file"), message);
@@ -262,19 +282,22 @@ impl FileChecker {
         }
     }
 
-    /// Checks a CA bundle. Expired CAs are errors only if all are expired: during a rotation a bundle
-    /// contains the old CA and its successor.
+    /// Checks a CA bundle. During a rotation a bundle contains the old CA and its successor, so each certificate
+    /// that is not valid is a warning.
     fn ca(&mut self, at: &str, path: &Path) {
         let certificates = match load_ca(path) {
             Ok(loaded) => loaded.certificates,
             Err(error) => return self.error(at, error),
         };
         let errors = certificates.iter().filter_map(|info| info.check_time(path, self.now).err());
-        let expired: Vec<TlsFileError> =
-            errors.filter(|error| error.problem == TlsFileProblem::Expired).collect();
-        let all_expired = expired.len() == certificates.len();
-        for error in expired {
-            if all_expired { self.error(at, error) } else { self.note(at, error) }
+        let errors: Vec<TlsFileError> = errors.collect();
+        let valid = certificates.len() - errors.len();
+        for error in &errors {
+            let counts = format!(
+                "{valid} of {} in the bundle valid",
+                counted(certificates.len(), "certificate")
+            );
+            self.warning(at, format!("{error} ({counts})"));
         }
     }
 
@@ -323,21 +346,18 @@ impl FileChecker {
         }
     }
 
-    /// Checks the validity of a certificate: expired is an error; not valid yet and overdue for
-    /// renewal are notes.
+    /// Checks the validity of a certificate: expired and not valid yet are warnings, overdue for renewal is a
+    /// note.
     fn validity(&mut self, at: &str, path: &Path, info: &CertInfo) {
-        match info.check_time(path, self.now) {
-            Err(error) if error.problem == TlsFileProblem::Expired => self.error(at, error),
-            Err(error) => self.note(at, error),
-            Ok(()) => {
-                let until = Utc(info.not_after).seconds();
-                let text = format!("{}, valid until {until}", info.subject);
-                if is_renewal_overdue(info, self.now) {
-                    self.note(at, format!("{text}: less than a tenth of its lifetime is left"));
-                } else {
-                    self.passed(at, text);
-                }
-            }
+        if let Err(error) = info.check_time(path, self.now) {
+            return self.warning(at, error);
+        }
+        let until = Utc(info.not_after).seconds();
+        let text = format!("{}, valid until {until}", info.subject);
+        if is_renewal_overdue(info, self.now) {
+            self.note(at, format!("{text}: less than a tenth of its lifetime is left"));
+        } else {
+            self.passed(at, text);
         }
     }
 

@@ -40,7 +40,7 @@ impl Dir {
         fs::write(self.0.path().join(name), text).unwrap();
     }
 
-    /// Errors and notes of a configuration in which `DIR` stands for this directory. The messages
+    /// Errors, and warnings with notes, of a configuration in which `DIR` stands for this directory. The messages
     /// are returned without the directory.
     fn check(&self, readyz: &str, tls: &str, identities: &[&str]) -> (Vec<String>, Vec<String>) {
         let dir = self.0.path().display().to_string();
@@ -60,7 +60,8 @@ impl Dir {
         let found = check_files(&file, &config, now());
         let clean = |text: String| text.replace(&format!("{dir}/"), "");
         let errors = found.errors.iter().map(|e| clean(e.to_string())).collect();
-        (errors, found.passed_checks.into_iter().chain(found.notes).map(clean).collect())
+        let notes = [found.passed_checks, found.warnings, found.notes].concat();
+        (errors, notes.into_iter().map(clean).collect())
     }
 }
 
@@ -110,55 +111,74 @@ fn check_files_certificate_near_expiry_is_noted() {
 #[test]
 fn check_files_bad_file_is_reported_at_its_key() {
     let dir = dir();
-    dir.cert("old", "old", 2020, 2026);
-    dir.cert("early", "early", 2030, 2040);
     dir.cert("twin", "system:node:n1", 2020, 2040);
     dir.cert("unnamed", "", 2020, 2040);
     dir.cert("mixed", "mixed", 2020, 2040);
     fs::copy(dir.0.path().join("ok.key"), dir.0.path().join("mixed.key")).unwrap();
     dir.write("broken.crt", "hello");
     dir.write("broken.key", "hello");
-    dir.cert("ca", "ca", 2010, 2020);
     dir.write("token", " \n");
-    let (errors, notes) = dir.check(
-        "token_file: DIR/token",
-        "none",
-        &["node", "old", "mixed", "broken", "twin", "unnamed", "early"],
-    );
-    let expired = "the certificate of CN=ca expired on 2020-01-01";
+    let (errors, _) =
+        dir.check("token_file: DIR/token", "none", &["node", "mixed", "broken", "twin", "unnamed"]);
     assert_eq!(
         errors,
         [
-            format!("c.yaml: upstreams[0].tls.ca_file: ca.crt: {expired}"),
-            "c.yaml: upstreams[0].health.readyz.token_file: token: it is empty".into(),
+            "c.yaml: upstreams[0].health.readyz.token_file: token: it is empty",
             "c.yaml: listeners[0].tls.cert_file: cannot read none.crt: No such file or \
-             directory"
-                .into(),
+             directory",
             "c.yaml: listeners[0].tls.key_file: cannot read none.key: No such file or \
-             directory"
-                .into(),
-            format!("c.yaml: listeners[0].client_ca_file: ca.crt: {expired}"),
-            "c.yaml: listeners[0].identities[1].cert_file: old.crt: the certificate of CN=old \
-             expired on 2026-01-01"
-                .into(),
-            "c.yaml: listeners[0].identities[2].key_file: mixed.key: the private key does not \
-             belong to the certificate in mixed.crt"
-                .into(),
-            "c.yaml: listeners[0].identities[3].cert_file: broken.crt: contains no certificate \
-             (PEM, -----BEGIN CERTIFICATE-----)"
-                .into(),
-            "c.yaml: listeners[0].identities[4].cert_file: the same subject as \
-             listeners[0].identities[0]: CN=system:node:n1"
-                .into(),
-            "c.yaml: listeners[0].identities[5].cert_file: unnamed.crt: the certificate has no \
-             common name, which an apiserver takes as the user name"
-                .into(),
+             directory",
+            "c.yaml: listeners[0].identities[1].key_file: mixed.key: the private key does not \
+             belong to the certificate in mixed.crt",
+            "c.yaml: listeners[0].identities[2].cert_file: broken.crt: contains no certificate \
+             (PEM, -----BEGIN CERTIFICATE-----)",
+            "c.yaml: listeners[0].identities[3].cert_file: the same subject as \
+             listeners[0].identities[0]: CN=system:node:n1",
+            "c.yaml: listeners[0].identities[4].cert_file: unnamed.crt: the certificate has no \
+             common name, which an apiserver takes as the user name",
         ]
     );
-    let early = "early.crt: the certificate of CN=early is not valid before \
-                 2030-01-01T00:00:00Z; is this machine's clock right?";
-    let early = format!("c.yaml: listeners[0].identities[6].cert_file: {early}");
-    assert!(notes.contains(&early), "{notes:?}");
+}
+
+/// Other identities and tokens are served while one certificate is not valid.
+#[test]
+fn check_files_certificates_that_are_not_valid_now_are_warnings() {
+    let dir = dir();
+    dir.cert("old", "old", 2020, 2026);
+    dir.cert("early", "early", 2030, 2040);
+    dir.cert("ca", "ca", 2010, 2020);
+    let (errors, notes) = dir.check(
+        "cert_file: DIR/old.crt, key_file: DIR/old.key",
+        "old",
+        &["node", "old", "early"],
+    );
+    assert_eq!(errors, [""; 0]);
+    let ca = "ca.crt: the certificate of CN=ca expired on 2020-01-01 (0 of 1 certificate in the bundle valid)";
+    let old = "old.crt: the certificate of CN=old expired on 2026-01-01";
+    let early = "early.crt: the certificate of CN=early is not valid before 2030-01-01T00:00:00Z; is this \
+                 machine's clock right?";
+    for (key, text) in [
+        ("upstreams[0].tls.ca_file", ca),
+        ("upstreams[0].health.readyz.cert_file", old),
+        ("listeners[0].tls.cert_file", old),
+        ("listeners[0].client_ca_file", ca),
+        ("listeners[0].identities[1].cert_file", old),
+        ("listeners[0].identities[2].cert_file", early),
+    ] {
+        let line = format!("c.yaml: {key}: {text}");
+        assert!(notes.contains(&line), "no {line} in {notes:#?}");
+    }
+    // An expired member of a bundle does not hide its successor.
+    dir.cert("new", "ca", 2020, 2040);
+    let pem = |name: &str| fs::read_to_string(dir.0.path().join(name)).unwrap();
+    dir.write("ca.crt", &format!("{}{}", pem("ca.crt"), pem("new.crt")));
+    let (errors, notes) = dir.check("", "ok", &[]);
+    assert_eq!(errors, [""; 0]);
+    let member = "expired on 2020-01-01 (1 of 2 certificates in the bundle valid)";
+    assert!(notes.iter().any(|note| note.ends_with(member)), "{notes:#?}");
+    // The command succeeds. Its clock is that of this machine.
+    let result = super::check(&dir.0.path().join("c.yaml"), [], &Overrides::default());
+    assert!(result.ok && result.warnings.iter().any(|w| w.contains("CN=ca expired")), "{result:?}");
 }
 
 #[test]
@@ -217,7 +237,8 @@ fn check_files_expired_certificate_with_issuer_is_only_noted() {
         let config = load(&file, [], &Overrides::default()).unwrap().config;
         check_files(&file, &config, now())
     };
-    assert_eq!(check("").errors.len(), 1);
+    let found = check("");
+    assert!(found.errors.is_empty() && found.warnings.len() == 1, "{found:?}");
     let (_, made) = LocalCa::create("local", &[], SystemTime::now()).unwrap();
     dir.write("local.crt", &made.certificate);
     dir.write("local.key", &made.key);

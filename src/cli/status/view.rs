@@ -168,15 +168,9 @@ impl View {
                 Cell::text(bind.join(", "))
             };
             let mut notes = Vec::new();
-            for identity in list_at(listener, "identities") {
-                let name =
-                    identity["subject"].as_str().unwrap_or_else(|| text_at(identity, "cert_file"));
-                let text = format!("identity {} {name}", text_at(identity, "state"));
-                notes.push(match identity["error"].as_str() {
-                    Some(error) => Cell::text(format!("{text}: {error}")).tone(Tone::Warn),
-                    None => Cell::text(text).tone(Tone::Dim),
-                });
-            }
+            notes.extend(listener.get("certificate").map(|c| self.certificate("certificate", c)));
+            let identities = list_at(listener, "identities").iter();
+            notes.extend(identities.map(|identity| self.certificate("identity", identity)));
             for error in list_at(listener, "own_errors") {
                 let answer = match error["code"].as_u64() {
                     Some(code) => format!("{code} {}", text_at(error, "reason")),
@@ -199,6 +193,21 @@ impl View {
             table.row(row, notes);
         }
         self.draw(&table, out);
+    }
+
+    /// The state and the expiry of a serving certificate or an identity.
+    fn certificate(&self, kind: &str, certificate: &Value) -> Cell {
+        let name =
+            certificate["subject"].as_str().unwrap_or_else(|| text_at(certificate, "cert_file"));
+        let text = format!("{kind} {} {name}", text_at(certificate, "state"));
+        if let Some(error) = certificate["error"].as_str() {
+            return Cell::text(format!("{text}: {error}")).tone(Tone::Warn);
+        }
+        let left = parse_time(&certificate["not_after"]).map(|at| at.duration_since(self.now));
+        let expiry = left.map_or(String::new(), |left| {
+            format!(", expires in {}", format_age(left.unwrap_or_default()))
+        });
+        Cell::text(format!("{text}{expiry}")).tone(Tone::Dim)
     }
 
     fn endpoints(&self, upstream: &Value, out: &mut String) {

@@ -12,8 +12,10 @@ use crate::upstream::health::ConnectionState;
 pub enum DrainReason {
     /// No stream has used it for a while.
     Idle,
-    /// Its identity or upstream was removed from the configuration.
+    /// Its upstream was removed from the configuration.
     ConfigurationRemoved,
+    /// The certificate of its identity has expired, or the identity was removed from the configuration.
+    IdentityUnusable,
     /// Its credential was replaced.
     CertificateRotated,
     /// Its endpoint was removed from the set.
@@ -43,6 +45,7 @@ impl DrainReason {
         match self {
             Self::Idle => "idle",
             Self::ConfigurationRemoved => "removed from the configuration",
+            Self::IdentityUnusable => "identity expired or removed from the configuration",
             Self::CertificateRotated => "certificate rotated",
             Self::EndpointRemoved => "endpoint removed",
             Self::ProbingEnded => "no longer probed",
@@ -61,6 +64,7 @@ impl DrainReason {
             }
             Self::Idle
             | Self::ConfigurationRemoved
+            | Self::IdentityUnusable
             | Self::ProbingEnded
             | Self::ProbeFailed
             | Self::Superseded => None,

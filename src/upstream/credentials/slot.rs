@@ -1,12 +1,13 @@
 //! One configured identity: its files and the last valid credential in them.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
 
 use arc_swap::ArcSwapOption;
 
 use super::client_tls::ClientTls;
 use crate::config::CertPaths;
-use crate::net::tls::certificate::{CertInfo, Subject};
+use crate::net::tls::certificate::{CertInfo, Subject, Validity};
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::LoadedCert;
 
@@ -17,6 +18,32 @@ pub struct IdentitySlot {
     pub paths: CertPaths,
     pub(super) current: ArcSwapOption<Identity>,
     error: Mutex<Option<SlotError>>,
+}
+
+/// Whether an identity can be used. Only a loaded one and one that is not valid yet are: whether the clock
+/// of this machine or that of the certificate's issuer is wrong, the apiserver decides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IdentityState {
+    /// A valid certificate is loaded.
+    Loaded,
+    /// No certificate is loaded: its files do not exist yet.
+    Awaited,
+    /// The loaded certificate has expired. It is not used until its files are renewed.
+    Expired,
+    /// The loaded certificate is not valid yet.
+    NotYetValid,
+}
+
+impl IdentityState {
+    /// Its name in `/status`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Loaded => "loaded",
+            Self::Awaited => "awaited",
+            Self::Expired => "expired",
+            Self::NotYetValid => "not yet valid",
+        }
+    }
 }
 
 /// Why the content of the files is not in use.
@@ -36,6 +63,13 @@ pub(super) struct Identity {
     pub(super) tls: Arc<ClientTls>,
 }
 
+impl Identity {
+    /// Whether the certificate has not expired. An apiserver refuses an expired one.
+    pub(super) fn is_usable(&self, now: SystemTime) -> bool {
+        self.certificate.info.validity(now) != Validity::Expired
+    }
+}
+
 impl IdentitySlot {
     pub(super) fn new(paths: &CertPaths) -> Arc<Self> {
         Arc::new(Self {
@@ -45,21 +79,48 @@ impl IdentitySlot {
         })
     }
 
-    /// The certificate in use.
+    /// The loaded certificate, which may have expired.
     pub fn certificate(&self) -> Option<CertInfo> {
         self.current.load().as_ref().map(|identity| identity.certificate.info.clone())
     }
 
-    /// The number of the credential in use, if its subject is `subject`.
-    pub fn number_of(&self, subject: &Subject) -> Option<usize> {
+    /// The state of the identity at `now`.
+    pub fn state(&self, now: SystemTime) -> IdentityState {
+        match self.certificate().map(|info| info.validity(now)) {
+            None => IdentityState::Awaited,
+            Some(Validity::Valid) => IdentityState::Loaded,
+            Some(Validity::NotYet) => IdentityState::NotYetValid,
+            Some(Validity::Expired) => IdentityState::Expired,
+        }
+    }
+
+    /// The credential, if it can be used at `now`.
+    pub(super) fn usable(&self, now: SystemTime) -> Option<Arc<Identity>> {
+        self.current.load_full().filter(|identity| identity.is_usable(now))
+    }
+
+    /// The number of the credential, if its subject is `subject` and it can be used at `now`.
+    pub fn usable_number(&self, subject: &Subject, now: SystemTime) -> Option<usize> {
+        let current = self.current.load();
+        let identity = current.as_ref().filter(|identity| identity.is_usable(now))?;
+        (identity.certificate.info.subject == *subject).then_some(identity.number)
+    }
+
+    /// The number of the credential, expired or not, if its subject is `subject`.
+    pub(super) fn number_of(&self, subject: &Subject) -> Option<usize> {
         let current = self.current.load();
         let identity = current.as_ref()?;
         (identity.certificate.info.subject == *subject).then_some(identity.number)
     }
 
-    /// Why the content of the files is not in use.
-    pub fn error(&self) -> Option<String> {
-        self.last_error().as_ref().map(|error| error.text.clone())
+    /// Why the content of the files is not in use, or why the certificate in use is not valid at `now`.
+    pub fn error(&self, now: SystemTime) -> Option<String> {
+        let error = self.last_error().as_ref().map(|error| error.text.clone());
+        let invalid = self.certificate().and_then(|info| info.invalidity(now));
+        match (invalid, error) {
+            (Some(invalid), Some(error)) => Some(format!("{invalid}; {error}")),
+            (invalid, error) => invalid.or(error),
+        }
     }
 
     /// Whether the content of the files is not in use, although they are not awaited. The files may have been

@@ -155,7 +155,7 @@ impl Setup {
         page
     }
 
-    async fn wait_ready(&self) {
+    pub async fn wait_ready(&self) {
         let ready = async || self.page("/readyz").await.contains("readyz check passed");
         until("jackstay is ready", ready).await;
     }

@@ -19,7 +19,12 @@ fn status() -> Value {
              "own_errors": [
                 {"code": 429, "reason": "limit", "count": 1, "last": "2026-07-26T11:00:00Z"},
                 {"code": 503, "reason": "no_upstream", "count": 33, "last": "2026-07-26T11:59:57Z"}],
-             "identities": [{"state": "awaited", "cert_file": "/k.pem", "error": "missing"}]},
+             "certificate": {"state": "loaded", "subject": "CN=localhost",
+                "not_after": "2026-10-01T12:00:00Z", "error": null},
+             "identities": [{"state": "awaited", "cert_file": "/k.pem", "error": "missing"},
+                {"state": "expired", "subject": "CN=n1", "not_after": "2026-07-26T09:00:00Z",
+                 "error": "certificate expired 3 h ago, on 2026-07-26T09:00:00Z"},
+                {"state": "loaded", "subject": "CN=n2", "not_after": "2026-07-26T14:03:00Z"}]},
             {"name": "lb", "mode": "passthrough", "upstream": "cp", "bind": [], "flows": 7}],
         "upstreams": [{"name": "cp",
             "endpoints": [
@@ -54,6 +59,9 @@ fn text_wide_has_every_part() {
         "      own error 429 limit: 1 time, last 1h00m ago\n",
         "      own error 503 no_upstream: 33 times, last 3s ago\n",
         "identity awaited /k.pem: missing",
+        "certificate loaded CN=localhost, expires in 67d00h\n",
+        "identity expired CN=n1: certificate expired 3 h ago, on 2026-07-26T09:00:00Z\n",
+        "identity loaded CN=n2, expires in 2h03m\n",
         "lb         passthrough  not bound",
         "10.0.0.1:6443  ready    3h11m  0.42 ms  13 ms  2 (1 not live)       40       29      0    2  /readyz is ok  never",
         "10.0.0.2:6443  ejected  11s          -      -               0        0        0      -    0  refused [2J    12s ago: refused",

@@ -23,6 +23,7 @@
 
 mod active;
 mod control;
+mod fault_reports;
 mod listener;
 pub mod reload;
 pub mod sandbox;

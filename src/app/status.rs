@@ -271,9 +271,8 @@ impl admin::StatusProvider for ProcessStatus {
             let endpoints = upstream.endpoints();
             let usable = endpoints.iter().filter(|e| e.is_usable()).count();
             let mut detail = format!("{usable} of {} endpoints usable", endpoints.len());
-            for endpoint in endpoints.iter().filter(|e| !e.is_usable()).take(5) {
-                let (state, reason) = (endpoint.state().as_str(), endpoint.reason());
-                let _ = write!(detail, "; {} is {state} ({reason})", endpoint.label);
+            if usable < endpoints.len() {
+                let _ = write!(detail, "; {}", upstream.unusable_endpoints(5));
             }
             ready &= usable > 0;
             check(format!("upstream {}", upstream.name), usable > 0, detail);
@@ -330,7 +329,7 @@ impl admin::StatusProvider for ProcessStatus {
             threads: ThreadsStatus::new(&shown.config, &shown.listeners),
             listeners: shown.listeners.iter().map(|l| self.listener_status(l)).collect(),
             upstreams: shown.upstreams.iter().map(UpstreamStatus::from).collect(),
-            events: self.metrics.events().last(EVENTS_IN_STATUS),
+            events: self.metrics.events().last_notable(EVENTS_IN_STATUS),
         })
     }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use metrics::{Counter, Gauge, Histogram};
 
-use super::events::{Change, Events};
+use super::events::Events;
 use super::history::History;
 use super::names::{self, CONNECTION_STATES, ENDPOINT_STATES};
 use super::registry::Registry;
@@ -98,14 +98,9 @@ impl EndpointMetrics {
         &self.history
     }
 
-    /// Logs and remembers a state change of the endpoint or of one of its connections.
-    pub fn changed(&self, change: &Change<'_>) {
-        self.events.changed(change);
-    }
-
-    /// Logs a routine state change at debug level.
-    pub fn routine(&self, change: &Change<'_>) {
-        self.events.routine(change);
+    /// The state changes of the process, for those of the endpoint, its connections and its flows.
+    pub fn events(&self) -> &Events {
+        &self.events
     }
 
     /// Copies the response counts into the registry, before a scrape.

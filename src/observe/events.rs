@@ -2,8 +2,11 @@
 //!
 //! Every state change goes through [`Events::changed`], so that the log, `/events` and the page agree. A
 //! change that repeats within [`WINDOW`] is not logged again; the next line of the same change, or a line
-//! after the burst, reports how many were suppressed. `/events` has one entry for a burst, with a count.
-//! At most [`MAX_EVENTS`] entries are kept.
+//! after the burst, reports how many were suppressed, and how many streams they concerned. `/events` has one
+//! entry for a burst, with a count. At most [`MAX_EVENTS`] entries are kept.
+//!
+//! Losses of connections with open streams are never suppressed, but written as sums ([`super::fault_lines`]),
+//! and so are endpoints that fail together.
 //!
 //! Requests are not events: metrics and the access log cover them.
 
@@ -14,8 +17,10 @@ use std::time::{Duration, SystemTime};
 use serde::Serialize;
 use tokio::time::Instant;
 
+use super::fault_lines::{Availability, FaultLine, FaultLines, Loss};
 use super::lock;
-use super::repeat_filter::RepeatFilter;
+use super::open_streams::OpenStreams;
+use super::repeat_filter::{RepeatFilter, Suppressed};
 use super::utc::{Utc, wall_clock};
 
 /// Maximum number of remembered events: about 100 KiB, at a few hundred bytes each.
@@ -31,6 +36,8 @@ const MAX_REASON: usize = 512;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EventKind {
+    /// An upstream: whether any of its endpoints is usable.
+    Upstream,
     /// An endpoint of an upstream.
     Endpoint,
     /// One connection to an endpoint.
@@ -49,6 +56,7 @@ impl EventKind {
     /// Its name in logs and in `/events`.
     pub const fn as_str(self) -> &'static str {
         match self {
+            Self::Upstream => "upstream",
             Self::Endpoint => "endpoint",
             Self::Connection => "connection",
             Self::Certificate => "certificate",
@@ -82,6 +90,17 @@ pub struct Change<'a> {
     pub bad: bool,
 }
 
+/// How much a change of a connection matters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Severity {
+    /// Usual in healthy operation, such as a GOAWAY. Logged only if streams are open, and not in `/status`.
+    Routine,
+    /// Worth a line.
+    Notable,
+    /// A fault. Open streams fail or move to another connection.
+    Fault,
+}
+
 /// A remembered change.
 #[derive(Debug, Clone, Serialize)]
 pub struct Event {
@@ -109,6 +128,13 @@ pub struct Event {
     pub bad: bool,
     /// Number of occurrences in its burst.
     pub times: u64,
+    /// Sum of the open streams or flows that were concerned.
+    #[serde(skip_serializing_if = "OpenStreams::is_empty")]
+    pub open: OpenStreams,
+    #[serde(skip)]
+    routine: bool,
+    #[serde(skip)]
+    noted_at: Option<Instant>,
     #[serde(skip)]
     key: String,
 }
@@ -118,6 +144,7 @@ struct Recent {
     ring: VecDeque<Event>,
     seq: u64,
     repeats: RepeatFilter,
+    faults: FaultLines,
 }
 
 /// The latest state changes.
@@ -127,36 +154,90 @@ pub struct Events(Mutex<Recent>);
 impl Default for Events {
     fn default() -> Self {
         let repeats = RepeatFilter::new(WINDOW);
-        Self(Mutex::new(Recent { ring: VecDeque::new(), seq: 0, repeats }))
+        let (ring, faults) = (VecDeque::new(), FaultLines::default());
+        Self(Mutex::new(Recent { ring, seq: 0, repeats, faults }))
     }
 }
 
 impl Events {
     /// Logs and remembers a change. Does not block.
     pub fn changed(&self, change: &Change<'_>) {
-        let suppressed = self.record(change, Instant::now(), wall_clock());
+        let suppressed = self.record(change, Noted::default(), Instant::now(), wall_clock());
         if let Some(suppressed) = suppressed {
-            let level = if change.bad { tracing::Level::WARN } else { tracing::Level::INFO };
-            write(change, level, suppressed);
+            write(change, level_of(change), suppressed, None);
+        }
+    }
+
+    /// Logs and remembers the change of an endpoint that has this availability now. `lost` are flows that end
+    /// with it. The line also reports the connections that were lost shortly before, and may be bundled with
+    /// those of other endpoints.
+    pub fn endpoint_changed(
+        &self,
+        change: &Change<'_>,
+        availability: Availability,
+        mut lost: Loss,
+    ) {
+        let (upstream, now) = (change.upstream.unwrap_or("-"), Instant::now());
+        lost.add(lock(&self.0).faults.available(upstream, change.name, availability));
+        let noted = Noted { open: lost.open, routine: false };
+        let Some(suppressed) = self.record(change, noted, now, wall_clock()) else { return };
+        let state = (change.to, change.reason);
+        if change.bad && !lock(&self.0).faults.admit(upstream, change.name, state, lost, now) {
+            return;
+        }
+        write(change, level_of(change), suppressed, Some(lost));
+    }
+
+    /// Logs and remembers the change of a connection with `open` streams, or the end of a flow.
+    pub fn connection_changed(&self, change: &Change<'_>, open: OpenStreams, severity: Severity) {
+        let now = Instant::now();
+        let routine = severity == Severity::Routine;
+        let fault = severity == Severity::Fault && !open.is_empty();
+        let change = &Change { bad: fault, ..*change };
+        let suppressed = self.record(change, Noted { open, routine }, now, wall_clock());
+        if fault {
+            let (upstream, loss) = (change.upstream.unwrap_or("-"), Loss { connections: 1, open });
+            let reason = super::redact::shorten(change.reason, MAX_REASON);
+            lock(&self.0).faults.lost(upstream, change.name, &reason, loss, now);
+        } else if let Some(suppressed) = suppressed {
+            let quiet = routine && open.is_empty();
+            let level = if quiet { tracing::Level::DEBUG } else { tracing::Level::INFO };
+            write(change, level, suppressed, None);
         }
     }
 
     /// Logs a routine change at debug level and does not remember it.
     pub fn routine(&self, change: &Change<'_>) {
-        write(change, tracing::Level::DEBUG, 0);
+        write(change, tracing::Level::DEBUG, Suppressed::default(), None);
     }
 
     /// Remembers a change that the caller logs itself.
     pub fn remember(&self, change: &Change<'_>) {
-        self.record(change, Instant::now(), wall_clock());
+        self.record(change, Noted::default(), Instant::now(), wall_clock());
     }
 
-    /// Logs the suppressed repetitions of bursts that are over. Call it about once a second.
+    /// Logs the suppressed repetitions of bursts that are over, and the lines about faults that are due. Call
+    /// it about once a second.
     pub fn flush(&self) {
-        let ended = lock(&self.0).repeats.flush(Instant::now());
-        for (line, times) in ended {
-            tracing::info!(times, change = line, "repeated events suppressed");
+        let now = Instant::now();
+        let (ended, faults) = {
+            let mut recent = lock(&self.0);
+            (recent.repeats.flush(now), recent.faults.due(now))
+        };
+        for (line, Suppressed { times, open }) in ended {
+            let open = (!open.is_empty()).then(|| open.to_string());
+            tracing::info!(times, open, change = line, "repeated events suppressed");
         }
+        faults.iter().for_each(write_fault);
+    }
+
+    /// The latest `max` changes that are not routine, oldest first, for `/status`.
+    pub fn last_notable(&self, max: usize) -> Vec<Event> {
+        let recent = lock(&self.0);
+        let notable = recent.ring.iter().rev().filter(|event| !event.routine).take(max);
+        let mut events: Vec<_> = notable.cloned().collect();
+        events.reverse();
+        events
     }
 
     /// The latest `max` changes, oldest first.
@@ -166,19 +247,34 @@ impl Events {
         recent.ring.iter().skip(skip).cloned().collect()
     }
 
-    /// Remembers a change. Returns `None` if its line is suppressed, and otherwise the number of lines
-    /// suppressed before it.
-    fn record(&self, change: &Change<'_>, now: Instant, at: SystemTime) -> Option<u64> {
-        let key = key(change);
+    /// Remembers a change. Returns `None` if its line is suppressed, and otherwise the lines suppressed before
+    /// it. The line of a fault with open streams is written elsewhere and not counted as suppressed.
+    fn record(
+        &self,
+        change: &Change<'_>,
+        Noted { mut open, routine }: Noted,
+        now: Instant,
+        at: SystemTime,
+    ) -> Option<Suppressed> {
+        let key = key(change, open);
         let mut recent = lock(&self.0);
-        let admitted = recent.repeats.admit(&key, now);
+        let bundled = change.kind == EventKind::Connection && change.bad;
+        let admitted =
+            if bundled { None } else { recent.repeats.admit_with(&key, open, now) };
         recent.seq += 1;
         let seq = recent.seq;
         let mut times = 1;
         if admitted.is_none() {
             // The entry moves to the end, so that the ring stays ordered by time.
-            if let Some(index) = recent.ring.iter().rposition(|event| event.key == key) {
-                times += recent.ring.remove(index).map_or(0, |event| event.times);
+            let is_recent = |event: &Event| {
+                event.noted_at.is_some_and(|at| now.saturating_duration_since(at) < WINDOW)
+            };
+            let is_same = |event: &Event| event.key == key && (!bundled || is_recent(event));
+            if let Some(index) = recent.ring.iter().rposition(is_same)
+                && let Some(previous) = recent.ring.remove(index)
+            {
+                times += previous.times;
+                open += previous.open;
             }
         }
         if recent.ring.len() >= MAX_EVENTS {
@@ -197,30 +293,80 @@ impl Events {
             effect: change.effect.to_owned(),
             bad: change.bad,
             times,
+            open,
+            routine,
+            noted_at: Some(now),
             key,
         });
         admitted
     }
 }
 
-/// The key under which repetitions are counted. It omits digits of the reason: ports and durations.
-fn key(change: &Change<'_>) -> String {
+/// What is remembered beside a change.
+#[derive(Debug, Clone, Copy, Default)]
+struct Noted {
+    open: OpenStreams,
+    routine: bool,
+}
+
+fn level_of(change: &Change<'_>) -> tracing::Level {
+    if change.bad { tracing::Level::WARN } else { tracing::Level::INFO }
+}
+
+/// The key under which repetitions are counted. It omits digits of the reason: ports and durations. A change
+/// without open streams does not suppress one with them.
+fn key(change: &Change<'_>, open: OpenStreams) -> String {
     let reason: String = super::redact::shorten(change.reason, MAX_REASON)
         .chars()
         .map(|c| if c.is_ascii_digit() { '#' } else { c })
         .collect();
     let upstream = change.upstream.unwrap_or("-");
     let kind = change.kind.as_str();
-    format!("{kind} {upstream} {}: {} to {}: {reason}", change.name, change.from, change.to)
+    let open = if open.is_empty() { "" } else { " with open streams" };
+    format!("{kind} {upstream} {}{open}: {} to {}: {reason}", change.name, change.from, change.to)
+}
+
+/// Writes a line about one or several endpoints.
+fn write_fault(line: &FaultLine) {
+    let FaultLine { upstream, state, endpoints, reason, loss, reported } = line;
+    let (upstream, endpoint, reason) = (upstream.as_str(), endpoints.as_str(), reason.as_str());
+    let connections = (loss.connections > 0).then_some(loss.connections);
+    let open = (!loss.open.is_empty()).then(|| loss.open.to_string());
+    if let Some(to) = state.as_deref() {
+        let message = "endpoints changed their states";
+        tracing::warn!(upstream, endpoint, to, reason, connections, open, "{message}");
+        return;
+    }
+    let (message, effect) = if loss.open.flows > 0 {
+        ("flows lost", "their clients are reset")
+    } else {
+        ("connections lost", "watches are resumed, safe requests retried elsewhere")
+    };
+    if *reported {
+        tracing::info!(upstream, endpoint, reason, connections, open, effect, "{message}");
+    } else {
+        tracing::warn!(upstream, endpoint, reason, connections, open, effect, "{message}");
+    }
 }
 
 /// Writes the log line. The object's name is in the field `endpoint`, `source` or `name`, as in other lines.
-fn write(change: &Change<'_>, level: tracing::Level, suppressed: u64) {
+/// `lost` are connections that were lost with it.
+fn write(
+    change: &Change<'_>,
+    level: tracing::Level,
+    suppressed: Suppressed,
+    lost: Option<Loss>,
+) {
+    let lost = lost.filter(|lost| lost.connections > 0);
+    let open = lost.map(|lost| lost.open).unwrap_or_default();
     let (mut endpoint, mut source, mut name) = (None, None, None);
     match change.kind {
         EventKind::Endpoint | EventKind::Connection => endpoint = Some(change.name),
         EventKind::Source => source = Some(change.name),
-        EventKind::Certificate | EventKind::Configuration | EventKind::Process => {
+        EventKind::Upstream
+        | EventKind::Certificate
+        | EventKind::Configuration
+        | EventKind::Process => {
             name = Some(change.name);
         }
     }
@@ -236,7 +382,11 @@ fn write(change: &Change<'_>, level: tracing::Level, suppressed: u64) {
                 reason = change.reason,
                 effect = change.effect,
                 detail = (!change.detail.is_empty()).then_some(change.detail),
-                suppressed = (suppressed > 0).then_some(suppressed),
+                connections_lost = lost.map(|lost| lost.connections),
+                open = (!open.is_empty()).then(|| open.to_string()),
+                suppressed = (suppressed.times > 0).then_some(suppressed.times),
+                suppressed_open =
+                    (!suppressed.open.is_empty()).then(|| suppressed.open.to_string()),
                 "{} changed its state",
                 change.kind.as_str()
             )
@@ -300,11 +450,15 @@ mod tests {
         let (events, start) = (Events::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         let (change, wall_time) = (change("a", "refused"), SystemTime::UNIX_EPOCH);
-        assert_eq!(events.record(&change, at(0), wall_time), Some(0));
+        let record = |ms| {
+            let suppressed = events.record(&change, Noted::default(), at(ms), wall_time);
+            suppressed.map(|suppressed| suppressed.times)
+        };
+        assert_eq!(record(0), Some(0));
         for i in 1..10 {
-            assert_eq!(events.record(&change, at(i), wall_time), None);
+            assert_eq!(record(i), None);
         }
-        assert_eq!(events.record(&change, at(6000), wall_time), Some(9));
+        assert_eq!(record(6000), Some(9));
         let times: Vec<_> = events.last(MAX_EVENTS).iter().map(|event| event.times).collect();
         assert_eq!(times, [10, 1], "a new burst is a new entry");
     }
@@ -314,7 +468,8 @@ mod tests {
         let events = Events::default();
         let long = "é".repeat(10_000);
         for i in 0..MAX_EVENTS * 3 {
-            events.record(&change(&i.to_string(), &long), Instant::now(), SystemTime::UNIX_EPOCH);
+            let (name, at) = (i.to_string(), SystemTime::UNIX_EPOCH);
+            events.record(&change(&name, &long), Noted::default(), Instant::now(), at);
         }
         let kept = events.last(usize::MAX);
         assert_eq!(kept.len(), MAX_EVENTS);
@@ -325,5 +480,100 @@ mod tests {
             (&"endpoint".into(), &"1970-01-01T00:00:00.000Z".into())
         );
         assert!(json.get("key").is_none());
+    }
+    fn closed<'a>(name: &'a str, to: &'a str, reason: &'a str) -> Change<'a> {
+        let kind = EventKind::Connection;
+        Change { kind, name, from: "live", to, reason, bad: false, ..change(name, reason) }
+    }
+
+    /// The prober's connection, which has no streams, ends first. The lines after it are about watches.
+    #[tokio::test(start_paused = true)]
+    async fn connection_changed_writes_each_loss_of_open_streams() {
+        let (events, captured) = (Events::default(), Captured::default());
+        let none = OpenStreams::default();
+        captured.during(LogFormat::Text, || {
+            let lost = closed("a", "dead", "closed by the apiserver: EOF");
+            events.connection_changed(&lost, none, Severity::Fault);
+            events.connection_changed(&lost, none, Severity::Fault);
+            for _ in 0..1_000 {
+                let open = OpenStreams::of_connection(21, 20);
+                events.connection_changed(&lost, open, Severity::Fault);
+            }
+        });
+        tokio::time::advance(Duration::from_secs(5)).await;
+        captured.during(LogFormat::Text, || events.flush());
+        let lines = captured.lines();
+        assert_eq!(lines.len(), 3, "{lines:#?}");
+        assert!(lines[0].contains(" INFO connection changed its state "), "{lines:#?}");
+        assert!(lines[1].contains(" INFO repeated events suppressed times=1 change="), "{lines:#?}");
+        for part in [
+            " WARN connections lost upstream=\"control-plane\" endpoint=\"a\" ",
+            r#"connections=1000 open="1000 requests, 20000 watches""#,
+        ] {
+            assert!(lines[2].contains(part), "no {part} in {lines:#?}");
+        }
+        let kept = events.last(MAX_EVENTS);
+        assert_eq!(kept.iter().map(|event| (event.times, event.bad)).collect::<Vec<_>>(), [
+            (2, false),
+            (1_000, true)
+        ]);
+        assert_eq!(kept[1].open, OpenStreams { requests: 1_000, watches: 20_000, flows: 0 });
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn suppressed_lines_of_connections_are_summed() {
+        let (events, captured) = (Events::default(), Captured::default());
+        captured.during(LogFormat::Text, || {
+            for _ in 0..4 {
+                let open = OpenStreams::of_connection(9, 7);
+                events.connection_changed(&closed("a", "suspect", "late"), open, Severity::Notable);
+            }
+        });
+        tokio::time::advance(WINDOW).await;
+        captured.during(LogFormat::Text, || events.flush());
+        let lines = captured.lines();
+        assert_eq!(lines.len(), 2, "{lines:#?}");
+        assert!(lines[1].contains(r#"times=3 open="6 requests, 21 watches""#), "{lines:#?}");
+    }
+
+    #[test]
+    fn endpoint_changed_reports_lost_connections_in_one_line() {
+        let (events, captured) = (Events::default(), Captured::default());
+        captured.during(LogFormat::Text, || {
+            let open = OpenStreams::of_connection(21, 20);
+            let lost = closed("10.0.0.1:6443", "dead", "EOF");
+            events.connection_changed(&lost, open, Severity::Fault);
+            let ejected = change("10.0.0.1:6443", "refused");
+            events.endpoint_changed(&ejected, Availability::Down, Loss::default());
+            events.flush();
+        });
+        let lines = captured.lines();
+        assert_eq!(lines.len(), 1, "{lines:#?}");
+        assert!(lines[0].contains(" WARN endpoint changed its state "), "{lines:#?}");
+        assert!(
+            lines[0].contains(r#"connections_lost=1 open="1 request, 20 watches""#),
+            "{lines:#?}"
+        );
+    }
+
+    #[test]
+    fn last_notable_omits_goaways_of_healthy_connections() {
+        let (events, captured) = (Events::default(), Captured::default());
+        captured.during(LogFormat::Text, || {
+            events.changed(&change("10.0.0.1:6443", "refused"));
+            for name in 0..20 {
+                let name = name.to_string();
+                let goaway = closed(&name, "draining", "GOAWAY NO_ERROR");
+                events.connection_changed(&goaway, OpenStreams::default(), Severity::Routine);
+            }
+            let open = OpenStreams::of_connection(1, 0);
+            let goaway = closed("b", "draining", "GOAWAY NO_ERROR");
+            events.connection_changed(&goaway, open, Severity::Routine);
+        });
+        assert_eq!(events.last(usize::MAX).len(), 22);
+        let notable = events.last_notable(8);
+        assert_eq!(notable.len(), 1);
+        assert_eq!(notable[0].reason, "refused");
+        assert_eq!(captured.lines().len(), 2, "{:#?}", captured.lines());
     }
 }

@@ -9,7 +9,7 @@
 //!   [`repeat_filter`] limit how often a line is repeated, and [`redact`] removes secrets.
 //! * [`memory_budget`] is the account of all memory that clients make the process hold, and [`byte_budget`]
 //!   limits the bytes of one kind.
-//! * [`events`] logs and remembers state changes, [`history`] keeps ten minutes of figures per endpoint.
+//! * [`events`] logs and remembers state changes, [`fault_lines`] bundles the warnings about one fault, [`history`] keeps ten minutes of figures per endpoint.
 //! * [`liveness`] detects event loops that have stalled.
 
 pub mod build;
@@ -18,6 +18,7 @@ pub mod count_gauge;
 pub mod counted;
 pub mod endpoint_metrics;
 pub mod events;
+pub mod fault_lines;
 pub mod history;
 pub mod line_quota;
 pub mod listener_metrics;
@@ -27,6 +28,7 @@ pub mod memory_budget;
 mod memory_labels;
 pub mod metrics;
 pub mod names;
+pub mod open_streams;
 pub mod outcome;
 pub mod own_errors;
 pub mod passthrough_metrics;
@@ -43,10 +45,12 @@ pub use byte_budget::{ByteAccount, ByteBudget};
 pub use counted::counted;
 pub use endpoint_metrics::{EndpointMetrics, StateGauge};
 pub use events::{Change, Events};
+pub use fault_lines::{Availability, Loss};
 pub use listener_metrics::ListenerMetrics;
 pub use liveness::{Liveness, LivenessMonitor};
 pub use memory_budget::{MemoryBudget, MemoryClass, MemoryKind};
 pub use metrics::Metrics;
+pub use open_streams::OpenStreams;
 pub use outcome::{Outcome, Side, UserClass};
 pub use passthrough_metrics::PassthroughMetrics;
 pub use rate_limited_warnings::RateLimitedWarnings;

@@ -53,8 +53,8 @@ impl Inner {
         while !self.repeats.borrow().is_empty() {
             sleep(self.window).await;
             let suppressed = self.repeats.borrow_mut().flush(Instant::now());
-            for (line, more) in suppressed {
-                tracing::warn!(more, "{line}");
+            for (line, suppressed) in suppressed {
+                tracing::warn!(more = suppressed.times, "{line}");
             }
         }
         self.flushing.set(false);

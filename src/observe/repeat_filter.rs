@@ -8,13 +8,24 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::open_streams::OpenStreams;
+
 /// Maximum number of distinct lines remembered. The oldest is dropped first, and may then be logged again.
 const MAX_LINES: usize = 256;
+
+/// The repetitions of a line that were not logged.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Suppressed {
+    /// Number of repetitions.
+    pub times: u64,
+    /// Sum of the streams that the repetitions report.
+    pub open: OpenStreams,
+}
 
 #[derive(Debug, Clone, Copy)]
 struct Seen {
     written: Instant,
-    suppressed: u64,
+    suppressed: Suppressed,
 }
 
 /// Suppresses lines that were logged less than a window ago.
@@ -33,29 +44,40 @@ impl RepeatFilter {
     /// Returns `None` if `line` must be suppressed now, and counts it. Otherwise returns the number of
     /// repetitions suppressed since the line was last logged.
     pub fn admit(&mut self, line: &str, now: Instant) -> Option<u64> {
+        self.admit_with(line, OpenStreams::default(), now).map(|suppressed| suppressed.times)
+    }
+
+    /// [`Self::admit`] of a line about a connection with `open` streams, which are summed while the line is
+    /// suppressed.
+    pub fn admit_with(
+        &mut self,
+        line: &str,
+        open: OpenStreams,
+        now: Instant,
+    ) -> Option<Suppressed> {
+        let first = Seen { written: now, suppressed: Suppressed::default() };
         if let Some(seen) = self.seen.get_mut(line) {
             if now.saturating_duration_since(seen.written) < self.window {
-                seen.suppressed += 1;
+                seen.suppressed.times += 1;
+                seen.suppressed.open += open;
                 return None;
             }
-            let suppressed = seen.suppressed;
-            *seen = Seen { written: now, suppressed: 0 };
-            return Some(suppressed);
+            return Some(std::mem::replace(seen, first).suppressed);
         }
         if self.seen.len() >= MAX_LINES {
             self.drop_oldest();
         }
-        self.seen.insert(line.to_owned(), Seen { written: now, suppressed: 0 });
-        Some(0)
+        self.seen.insert(line.to_owned(), first);
+        Some(Suppressed::default())
     }
 
     /// Forgets the lines whose window is over and returns those with suppressed repetitions. Must be called
     /// regularly, or the end of a burst is not logged.
-    pub fn flush(&mut self, now: Instant) -> Vec<(String, u64)> {
+    pub fn flush(&mut self, now: Instant) -> Vec<(String, Suppressed)> {
         let window = self.window;
         self.seen
             .extract_if(|_, seen| now.saturating_duration_since(seen.written) >= window)
-            .filter(|(_, seen)| seen.suppressed > 0)
+            .filter(|(_, seen)| seen.suppressed.times > 0)
             .map(|(line, seen)| (line, seen.suppressed))
             .collect()
     }
@@ -92,9 +114,22 @@ mod tests {
         assert_eq!(repeats.admit("a ejected", at(5000)), Some(40));
         assert_eq!(repeats.admit("a ejected", at(5001)), None);
         assert_eq!(repeats.flush(at(5002)), vec![]);
-        assert_eq!(repeats.flush(at(10_000)), vec![("a ejected".to_owned(), 1)]);
+        let once = Suppressed { times: 1, ..Suppressed::default() };
+        assert_eq!(repeats.flush(at(10_000)), vec![("a ejected".to_owned(), once)]);
         assert_eq!(repeats.flush(at(20_000)), vec![]);
         assert_eq!(repeats.admit("a ejected", at(20_001)), Some(0));
+    }
+
+    #[test]
+    fn admit_with_sums_the_streams_of_suppressed_lines() {
+        let (mut repeats, start) = (RepeatFilter::new(WINDOW), Instant::now());
+        let open = |requests, watches| OpenStreams { requests, watches, flows: 0 };
+        assert_eq!(repeats.admit_with("a", open(9, 9), start), Some(Suppressed::default()));
+        for _ in 0..3 {
+            assert_eq!(repeats.admit_with("a", open(1, 7), start), None);
+        }
+        let sum = Suppressed { times: 3, open: open(3, 21) };
+        assert_eq!(repeats.admit_with("a", open(1, 1), start + WINDOW), Some(sum));
     }
 
     #[test]

@@ -39,7 +39,8 @@ use super::health::StateChangeReason;
 use super::stats::ConnectionStats;
 use super::watch_moves::{MoveEligibility, WatchMoves};
 use crate::net::tls::certificate::{CertInfo, Subject};
-use crate::observe::events::{Change, EventKind};
+use crate::observe::OpenStreams;
+use crate::observe::events::{Change, EventKind, Severity};
 
 /// Whether a connection whose certificate has the subject `shown` may carry a request whose client has
 /// proven the subject `proven`. jackstay's own requests (probe, discovery) have no client.
@@ -74,6 +75,18 @@ pub struct Connection {
     changed: Notify,
     /// Notifies the pool's task of changes of state and of free streams.
     pool: Rc<Notify>,
+}
+
+/// Why a connection changes its state, as far as the log distinguishes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cause {
+    /// The end without open streams as HTTP/2 provides for. Logged at debug level only: an apiserver closes a
+    /// connection that is idle for 90 s, and the pool opens another one.
+    OrderlyEnd,
+    /// A GOAWAY with `NO_ERROR`: the apiserver closes an idle connection, spreads its clients
+    /// (`--goaway-chance`) or shuts down, which the endpoint reports.
+    ServerShutdown,
+    Other,
 }
 
 impl fmt::Debug for Connection {
@@ -311,24 +324,22 @@ impl Connection {
     }
 
     fn enter(&self, state: ConnectionState, reason: &str) {
-        self.change(state, reason, false);
+        self.change(state, reason, Cause::Other);
     }
 
-    /// Enters a state. The `orderly` end of a connection without streams is logged at debug level only:
-    /// an apiserver closes a connection that is idle for 90 s, and the pool opens another one.
-    fn change(&self, state: ConnectionState, reason: &str, orderly: bool) {
+    fn change(&self, state: ConnectionState, reason: &str, cause: Cause) {
         let Some(before) = self.lifecycle.enter(state) else { return };
         self.stats.set_state(state);
         if !state.is_in_service() && self.lifecycle.counted.replace(false) {
             self.endpoint.connection_closed(self.lifecycle.responds.get(), reason);
         }
-        self.publish(before, state, reason, orderly);
+        self.publish(before, state, reason, cause);
         self.changed.notify_waiters();
         self.pool.notify_one();
     }
 
     /// Logs a change of state and records it as an event.
-    fn publish(&self, from: ConnectionState, to: ConnectionState, reason: &str, orderly: bool) {
+    fn publish(&self, from: ConnectionState, to: ConnectionState, reason: &str, cause: Cause) {
         if self.lifecycle.end_expected.get() {
             tracing::debug!(
                 upstream = &*self.endpoint.upstream,
@@ -340,6 +351,7 @@ impl Connection {
             );
             return;
         }
+        let open = OpenStreams::of_connection(self.streams(), self.watches());
         let local = self.stats.local.map_or_else(String::new, |local| format!(" from {local}"));
         let change = Change {
             kind: EventKind::Connection,
@@ -347,15 +359,22 @@ impl Connection {
             name: &self.endpoint.label,
             detail: &format!("class {}{local}", self.class().as_str()),
             from: from.as_str(),
-            to: if orderly { "closed" } else { to.as_str() },
+            to: if cause == Cause::OrderlyEnd { "closed" } else { to.as_str() },
             reason,
-            effect: &lifecycle::effect(to, self.streams(), self.watches()),
-            bad: false, // Faults are published by the endpoint.
+            effect: &lifecycle::effect(to, open),
+            bad: false, // Depends on its severity.
         };
-        if orderly {
-            self.endpoint.metrics.routine(&change);
-        } else {
-            self.endpoint.metrics.changed(&change);
+        let events = self.endpoint.metrics.events();
+        match cause {
+            Cause::OrderlyEnd => events.routine(&change),
+            Cause::ServerShutdown => events.connection_changed(&change, open, Severity::Routine),
+            Cause::Other => {
+                // If jackstay closes the connection, nothing has failed.
+                let failed = self.lifecycle.close_requested.get().is_none()
+                    && matches!(to, ConnectionState::Unresponsive | ConnectionState::Dead);
+                let severity = if failed { Severity::Fault } else { Severity::Notable };
+                events.connection_changed(&change, open, severity);
+            }
         }
     }
 

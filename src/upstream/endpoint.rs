@@ -44,7 +44,7 @@ use super::stats::{Ejection, EndpointStatus};
 use crate::config::EndpointAddress;
 use crate::observe::events::{Change, EventKind};
 use crate::observe::utc::{Utc, wall_clock};
-use crate::observe::{EndpointMetrics, StateGauge};
+use crate::observe::{EndpointMetrics, Loss, OpenStreams, StateGauge};
 
 /// An endpoint, shared by the workers, the prober and the admin server.
 #[derive(Debug)]
@@ -298,7 +298,7 @@ impl Endpoint {
         self.state.store(*to as u8, Ordering::Relaxed);
         guarded.gauge.set(to.as_str());
         drop(guarded);
-        self.metrics.changed(&Change {
+        let change = Change {
             kind: EventKind::Endpoint,
             upstream: Some(&self.upstream),
             name: &self.label,
@@ -308,7 +308,11 @@ impl Endpoint {
             reason,
             effect: to.effect(),
             bad: to.is_fault(),
-        });
+        };
+        // The flows of a process that died are reset.
+        let flows = if *died { self.flows() } else { 0 };
+        let lost = Loss { connections: flows as u64, open: OpenStreams::of_flows(flows) };
+        self.metrics.events().endpoint_changed(&change, to.availability(), lost);
     }
 }
 

@@ -30,4 +30,4 @@ mod shared;
 pub(crate) mod stats;
 pub mod watch_moves;
 
-pub use shared::Upstream;
+pub use shared::{Upstream, Usability};

@@ -140,7 +140,7 @@ impl Pool {
     /// endpoint is usable, each endpoint gets one connect attempt at a time, however many requests wait
     /// ([`Endpoint::claim_connect_attempt`]).
     pub async fn outage_ended(&self, class: &ClassPool) {
-        let _held = class.count_held_watch();
+        let _held = (class.count_held_watch(), self.upstream.count_held_watch());
         loop {
             let mut outage_over = std::pin::pin!(self.outage_over.notified());
             // Registered before the check, so that the end of the outage is not missed.

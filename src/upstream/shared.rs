@@ -4,12 +4,13 @@
 //! waits and never sees half of a change.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use arc_swap::{ArcSwap, Guard};
 use tokio::sync::Notify;
 
 use super::credentials::{CredentialClass, Credentials};
-use super::endpoint::Endpoint;
+use super::endpoint::{Endpoint, EndpointState};
 use super::endpoint_sources::Sources;
 use crate::config;
 use crate::net::sockets::connector::Connector;
@@ -31,6 +32,28 @@ pub struct Upstream {
     connector: ArcSwap<Connector>,
     reconfigured: Notify,
     endpoints_changed: Notify,
+    held_watches: AtomicUsize,
+}
+
+/// Whether requests can be served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Usability {
+    /// An endpoint is usable.
+    Usable,
+    /// No endpoint is usable, and not every endpoint has been tried.
+    Untried,
+    /// No endpoint is usable.
+    Unusable,
+}
+
+/// Counts a held watch of an upstream until it is dropped.
+#[derive(Debug)]
+pub struct HeldWatch<'a>(&'a AtomicUsize);
+
+impl Drop for HeldWatch<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl Upstream {
@@ -47,6 +70,7 @@ impl Upstream {
             connector: ArcSwap::default(),
             reconfigured: Notify::new(),
             endpoints_changed: Notify::new(),
+            held_watches: AtomicUsize::new(0),
         }
     }
 
@@ -107,5 +131,44 @@ impl Upstream {
     /// Whether any endpoint is usable.
     pub fn is_usable(&self) -> bool {
         self.endpoints().iter().any(|endpoint| endpoint.is_usable())
+    }
+
+    /// Whether requests can be served, for the report of an outage.
+    pub fn usability(&self) -> Usability {
+        let endpoints = self.endpoints();
+        if endpoints.iter().any(|endpoint| endpoint.is_usable()) {
+            return Usability::Usable;
+        }
+        let tried = if endpoints.is_empty() {
+            let reports = self.sources.reports();
+            reports.values().all(|report| report.current_error().is_some())
+        } else {
+            endpoints.iter().all(|endpoint| {
+                endpoint.last_failure().is_some() || endpoint.state() > EndpointState::Connecting
+            })
+        };
+        if tried { Usability::Unusable } else { Usability::Untried }
+    }
+
+    /// Counts a watch that is held while no endpoint is usable.
+    pub fn count_held_watch(&self) -> HeldWatch<'_> {
+        self.held_watches.fetch_add(1, Ordering::Relaxed);
+        HeldWatch(&self.held_watches)
+    }
+
+    /// Number of watches that all workers hold while no endpoint is usable.
+    pub fn held_watches(&self) -> usize {
+        self.held_watches.load(Ordering::Relaxed)
+    }
+
+    /// The endpoints that are not usable, at most `max`, each with state and reason.
+    pub fn unusable_endpoints(&self, max: usize) -> String {
+        let endpoints = self.endpoints();
+        let unusable = endpoints.iter().filter(|endpoint| !endpoint.is_usable()).take(max);
+        let texts = unusable.map(|endpoint| {
+            let (state, reason) = (endpoint.state().as_str(), endpoint.reason());
+            format!("{} is {state} ({reason})", endpoint.label)
+        });
+        texts.collect::<Vec<_>>().join("; ")
     }
 }

@@ -1,7 +1,9 @@
 //! The tasks of the control thread for the active configuration. Each starts and ends with the upstream,
 //! listener or socket that it serves.
 
+use std::cell::RefCell;
 use std::path::PathBuf;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +15,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::admin::{self, Admin, CONNECTION_TIME, StatusProvider, StopReason};
 use crate::app::active::ActiveConfig;
+use crate::app::fault_reports::FaultReports;
 use crate::app::sockets::AdminSocket;
 use crate::app::status::ProcessStatus;
 use crate::app::takeover::{self, TakeoverRequest, TakeoverServer};
@@ -34,6 +37,7 @@ pub struct Tasks {
     upstreams: Vec<(Arc<Upstream>, [AbortHandle; 2])>,
     /// The certificate task of each L7 listener.
     listeners: Vec<(Arc<ServingTls>, AbortHandle)>,
+    faults: Rc<RefCell<FaultReports>>,
     admin: Option<AdminServer>,
     admin_unix: Option<(PathBuf, AbortHandle)>,
     takeover: Option<(PathBuf, AbortHandle)>,
@@ -55,6 +59,7 @@ impl Tasks {
             context,
             upstreams: Vec::new(),
             listeners: Vec::new(),
+            faults: FaultReports::start(),
             admin: None,
             admin_unix: None,
             takeover: None,
@@ -64,6 +69,7 @@ impl Tasks {
     /// Starts the tasks of new upstreams and listeners, and shows the configuration in the status.
     pub fn start_new(&mut self, active: &ActiveConfig) {
         self.status.show(active);
+        self.faults.borrow_mut().show(active);
         self.context.bound.store(Arc::new(active.listen_addresses().to_vec()));
         self.context.state_dir.store(Arc::new(active.config.state_dir.clone()));
         for upstream in &active.upstreams {

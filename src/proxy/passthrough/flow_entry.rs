@@ -10,6 +10,7 @@ use tokio::time::Instant;
 
 use super::routing::ListenerRouting;
 use crate::net::sockets::{tcp_info, tcp_options};
+use crate::observe::events::Severity;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::flow_health::{
@@ -28,6 +29,15 @@ pub struct EndReason {
 impl EndReason {
     const fn new(label: &'static str, description: &'static str) -> Self {
         Self { label, description }
+    }
+
+    /// How much the end matters if the endpoint or the path to it has failed; `None` otherwise. The line of a
+    /// dead endpoint reports its flows.
+    pub(super) fn fault(self) -> Option<Severity> {
+        if self == ENDPOINT_DEAD {
+            return Some(Severity::Notable);
+        }
+        (self == UNACKNOWLEDGED || self == UNANSWERED).then_some(Severity::Fault)
     }
 }
 

@@ -32,7 +32,8 @@ use super::flow_entry::{
     SHUTDOWN, end_after,
 };
 use super::routing::ListenerRouting;
-use crate::observe::RateLimitedWarnings;
+use crate::observe::events::{Change, EventKind};
+use crate::observe::{OpenStreams, RateLimitedWarnings};
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::flow_health::{self, CorrelatedLoss, FlowThresholds};
@@ -274,6 +275,22 @@ impl FlowTable {
         if reason == CLIENT_RESET {
             // Clients reset flows in normal operation.
             return;
+        }
+        if let Some(severity) = reason.fault() {
+            let endpoint = flow.endpoint();
+            let change = Change {
+                kind: EventKind::Connection,
+                upstream: Some(&endpoint.upstream),
+                name: &endpoint.label,
+                detail: &format!("flow of listener {}", flow.routing().name()),
+                from: "open",
+                to: "reset",
+                reason: reason.description,
+                effect: "the client is reset",
+                bad: false, // Depends on its severity.
+            };
+            let open = OpenStreams::of_flows(1);
+            return endpoint.metrics.events().connection_changed(&change, open, severity);
         }
         let line = format!(
             "flow ended, listener {}, endpoint {}: {}",

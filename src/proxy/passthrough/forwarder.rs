@@ -147,8 +147,8 @@ impl OpenConnection {
             Some(Ok(connected)) => connected,
             Some(Err(reason)) => {
                 self.end.set("unreachable");
-                let line = format!("listener {}: no endpoint reached", forwarder.routing.name());
-                forwarder.warnings.warn(&line, format_args!("client {from} is reset; {reason}"));
+                // The own errors of the listener are summarised as a warning.
+                tracing::debug!(listener = forwarder.routing.name(), client = %from, %reason, "no endpoint reached; the client is reset");
                 return tcp_options::close_with_reset(client);
             }
         };

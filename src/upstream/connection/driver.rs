@@ -14,7 +14,7 @@ use h2::{Ping, PingPong};
 use tokio::sync::Notify;
 use tokio::time::{Instant, Sleep, sleep_until};
 
-use super::Connection;
+use super::{Cause, Connection};
 use super::error_text::{describe_end, describe_h2_error};
 use super::lifecycle::{ConnectionLifecycle, DrainUrgency};
 use super::response_waits::ResponseWaits;
@@ -50,7 +50,8 @@ impl Connection {
         stats.set_rtt(rtt);
         endpoint.connection_opened(&stats);
         endpoint.metrics.rtt(rtt);
-        tracing::info!(
+        // An apiserver closes idle connections, so each endpoint gets a new one every 90 s.
+        tracing::debug!(
             upstream = &*endpoint.upstream,
             endpoint = &*endpoint.label,
             class = class.as_str(),
@@ -141,7 +142,8 @@ impl Driver {
         let mut timer = pin!(sleep_until(Instant::now()));
         let End { reason, orderly } = poll_fn(|cx| self.poll(cx, timer.as_mut())).await;
         let connection = Rc::clone(&self.connection);
-        connection.change(ConnectionState::Dead, &reason, orderly);
+        let cause = if orderly { Cause::OrderlyEnd } else { Cause::Other };
+        connection.change(ConnectionState::Dead, &reason, cause);
         // Open streams fail, and the socket closes.
         drop(self);
         connection.pool.notify_waiters();
@@ -235,7 +237,12 @@ impl Driver {
             if self.goaway_means_shutdown() {
                 self.connection.endpoint.observe(Observation::GoawayReceived);
             }
-            self.connection.enter(ConnectionState::Draining, &describe_h2_error(&error));
+            let graceful = error.is_go_away()
+                && error.is_remote()
+                && error.reason() == Some(h2::Reason::NO_ERROR);
+            let cause = if graceful { Cause::ServerShutdown } else { Cause::Other };
+            let reason = describe_h2_error(&error);
+            self.connection.change(ConnectionState::Draining, &reason, cause);
         }
     }
 

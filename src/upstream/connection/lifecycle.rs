@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 
 use tokio::time::Instant;
 
-use crate::observe::StateGauge;
+use crate::observe::{OpenStreams, StateGauge};
 use crate::upstream::health::ConnectionState;
 
 /// Why jackstay drains or closes a connection.
@@ -139,11 +139,9 @@ impl ConnectionLifecycle {
 }
 
 /// What a new state means for the streams on the connection, for the log.
-pub(super) fn effect(state: ConnectionState, streams: usize, watches: usize) -> String {
-    let open = match streams {
-        0 => "no open streams".to_owned(),
-        _ => format!("open: {watches} watches, {} requests", streams.saturating_sub(watches)),
-    };
+pub(super) fn effect(state: ConnectionState, open: OpenStreams) -> String {
+    let none_open = open.is_empty();
+    let open = if none_open { "no open streams".to_owned() } else { format!("open: {open}") };
     match state {
         ConnectionState::Live => "takes new streams again".to_owned(),
         ConnectionState::Suspect => {
@@ -153,7 +151,7 @@ pub(super) fn effect(state: ConnectionState, streams: usize, watches: usize) -> 
         ConnectionState::Unresponsive => {
             format!("no new streams; streams that can move are moved; {open}")
         }
-        ConnectionState::Dead if streams == 0 => format!("closed; {open}"),
+        ConnectionState::Dead if none_open => format!("closed; {open}"),
         ConnectionState::Dead => {
             format!("closed; watches are resumed, safe requests retried elsewhere; {open}")
         }

@@ -1,5 +1,7 @@
 //! The states of an endpoint.
 
+use crate::observe::Availability;
+
 /// The order is that of preference for requests, best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
@@ -45,9 +47,18 @@ impl EndpointState {
         }
     }
 
-    /// Whether an event for this state is a warning.
+    /// Whether an event for this state is a warning. A suspect endpoint recovers, or becomes ejected.
     pub(super) fn is_fault(self) -> bool {
-        matches!(self, Self::Ejected | Self::NoH2 | Self::Degraded | Self::Suspect)
+        matches!(self, Self::Ejected | Self::NoH2 | Self::Degraded)
+    }
+
+    /// What the state means for a loss of connections.
+    pub(super) fn availability(self) -> Availability {
+        match self {
+            Self::Ready | Self::Degraded | Self::Leaving => Availability::Serving,
+            Self::Connecting | Self::Suspect => Availability::Uncertain,
+            Self::Ejected | Self::NoH2 => Availability::Down,
+        }
     }
 
     /// What the state means for requests, for the log.

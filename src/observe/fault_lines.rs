@@ -1,0 +1,318 @@
+//! The warnings about one fault as few lines: one fault can end thousands of connections, and connections to
+//! several endpoints.
+//!
+//! | reported | written |
+//! |---|---|
+//! | the first endpoint that fails | at once |
+//! | more endpoints of the upstream that enter the same state | as one line, [`BURST`] after the first line |
+//! | connections with open streams that are lost | as one line with sums, [`COLLECT`] after the first; the next one [`BURST`] later |
+//! | the same, while it is uncertain whether their endpoint fails too | when this is known: in the line of the endpoint, or as a line of their own |
+//! | connections lost after the line of their endpoint | at level info |
+//!
+//! This module reads no clock and writes no lines.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::open_streams::OpenStreams;
+
+/// How long losses of connections are collected before their line.
+const COLLECT: Duration = Duration::from_millis(500);
+/// Time between two lines of one kind about an upstream.
+const BURST: Duration = Duration::from_secs(3);
+/// Longest wait for the state of an endpoint that is uncertain. A connect takes 3 s, and a stopped process is
+/// ejected after 5 s.
+const UNCERTAIN_LIMIT: Duration = Duration::from_secs(10);
+/// Maximum number of endpoints in a line that are named.
+const MAX_NAMED: usize = 8;
+/// Maximum number of endpoints that are counted one by one.
+const MAX_ENDPOINTS: usize = 64;
+
+/// What a state of an endpoint means for a loss of its connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Availability {
+    /// It serves, so only connections were lost.
+    Serving,
+    /// Not known yet: its connections do not respond, or none is open.
+    Uncertain,
+    /// Out of service. Its own line reports the fault.
+    Down,
+}
+
+/// What connections of an endpoint lost.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Loss {
+    /// Number of connections, or of flows.
+    pub connections: u64,
+    /// Their open streams.
+    pub open: OpenStreams,
+}
+
+/// A line about endpoints of one upstream.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct FaultLine {
+    pub(super) upstream: String,
+    /// The state that the endpoints have entered; `None` if connections were lost.
+    pub(super) state: Option<String>,
+    /// The addresses.
+    pub(super) endpoints: String,
+    /// The reason, of each endpoint if there are several.
+    pub(super) reason: String,
+    pub(super) loss: Loss,
+    /// The fault was reported, so the line is no warning.
+    pub(super) reported: bool,
+}
+
+/// Collects faults. All times are arguments.
+#[derive(Debug, Default)]
+pub(super) struct FaultLines {
+    /// By upstream, and by the state that endpoints enter; `None` for losses of connections.
+    bursts: BTreeMap<(String, Option<String>), Burst>,
+    /// Upstream and address of the endpoints that do not serve.
+    not_serving: HashMap<(String, String), Availability>,
+}
+
+#[derive(Debug, Default)]
+struct Burst {
+    entries: Vec<Entry>,
+    /// When the last warning was written.
+    written: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    endpoint: String,
+    reason: String,
+    loss: Loss,
+    since: Instant,
+}
+
+impl Burst {
+    fn is_paused(&self, now: Instant) -> bool {
+        self.written.is_some_and(|written| now.saturating_duration_since(written) < BURST)
+    }
+
+    fn add(&mut self, endpoint: &str, reason: &str, loss: Loss, now: Instant) {
+        let full = self.entries.len() >= MAX_ENDPOINTS;
+        let known = self.entries.iter_mut().position(|entry| entry.endpoint == endpoint);
+        let index = known.or_else(|| full.then(|| self.entries.len() - 1));
+        if let Some(entry) = index.and_then(|index| self.entries.get_mut(index)) {
+            entry.loss.add(loss);
+            return;
+        }
+        let (endpoint, reason) = (endpoint.to_owned(), reason.to_owned());
+        self.entries.push(Entry { endpoint, reason, loss, since: now });
+    }
+}
+
+impl Loss {
+    /// Adds the loss of another connection.
+    pub fn add(&mut self, other: Self) {
+        self.connections += other.connections;
+        self.open += other.open;
+    }
+}
+
+impl FaultLines {
+    /// Records that connections with open streams were lost. [`Self::due`] returns their line.
+    pub(super) fn lost(
+        &mut self,
+        upstream: &str,
+        endpoint: &str,
+        reason: &str,
+        loss: Loss,
+        now: Instant,
+    ) {
+        let burst = self.bursts.entry((upstream.to_owned(), None)).or_default();
+        burst.add(endpoint, reason, loss, now);
+    }
+
+    /// Records the availability of an endpoint. If it is down now, returns what its connections have lost,
+    /// which its line reports.
+    pub(super) fn available(
+        &mut self,
+        upstream: &str,
+        endpoint: &str,
+        availability: Availability,
+    ) -> Loss {
+        let key = (upstream.to_owned(), endpoint.to_owned());
+        if availability == Availability::Serving {
+            self.not_serving.remove(&key);
+            return Loss::default();
+        }
+        self.not_serving.insert(key, availability);
+        if availability == Availability::Uncertain {
+            return Loss::default();
+        }
+        let mut loss = Loss::default();
+        if let Some(burst) = self.bursts.get_mut(&(upstream.to_owned(), None)) {
+            for entry in burst.entries.extract_if(.., |entry| entry.endpoint == endpoint) {
+                loss.add(entry.loss);
+            }
+        }
+        loss
+    }
+
+    /// Whether the line about an endpoint that has entered `state` is written now. Otherwise [`Self::due`]
+    /// returns it with those of others.
+    pub(super) fn admit(
+        &mut self,
+        upstream: &str,
+        endpoint: &str,
+        (state, reason): (&str, &str),
+        loss: Loss,
+        now: Instant,
+    ) -> bool {
+        let key = (upstream.to_owned(), Some(state.to_owned()));
+        let burst = self.bursts.entry(key).or_default();
+        if burst.is_paused(now) || !burst.entries.is_empty() {
+            burst.add(endpoint, reason, loss, now);
+            return false;
+        }
+        burst.written = Some(now);
+        true
+    }
+
+    /// The lines that are due, and forgets bursts that are over.
+    pub(super) fn due(&mut self, now: Instant) -> Vec<FaultLine> {
+        let mut lines = Vec::new();
+        let not_serving = &self.not_serving;
+        self.bursts.retain(|(upstream, state), burst| {
+            if burst.is_paused(now) {
+                return true;
+            }
+            let availability = |entry: &Entry| {
+                let key = (upstream.clone(), entry.endpoint.clone());
+                not_serving.get(&key).copied().unwrap_or(Availability::Serving)
+            };
+            let age = |entry: &Entry| now.saturating_duration_since(entry.since);
+            let is_known = |entry: &Entry| {
+                state.is_some()
+                    || availability(entry) != Availability::Uncertain
+                    || age(entry) >= UNCERTAIN_LIMIT
+            };
+            let collected = |entry: &Entry| state.is_some() || age(entry) >= COLLECT;
+            if burst.entries.iter().any(|entry| is_known(entry) && collected(entry)) {
+                let known: Vec<_> = burst.entries.extract_if(.., |e| is_known(e)).collect();
+                let is_reported =
+                    |e: &Entry| state.is_none() && availability(e) == Availability::Down;
+                let (reported, new): (Vec<_>, Vec<_>) = known.into_iter().partition(is_reported);
+                for (entries, reported) in [(new, false), (reported, true)] {
+                    if !entries.is_empty() {
+                        lines.push(line(upstream, state.clone(), &entries, reported));
+                        burst.written = if reported { burst.written } else { Some(now) };
+                    }
+                }
+            }
+            !burst.entries.is_empty() || burst.is_paused(now)
+        });
+        lines
+    }
+}
+
+fn line(upstream: &str, state: Option<String>, entries: &[Entry], reported: bool) -> FaultLine {
+    let mut loss = Loss::default();
+    entries.iter().for_each(|entry| loss.add(entry.loss));
+    let named = &entries[..entries.len().min(MAX_NAMED)];
+    let mut endpoints: Vec<_> = named.iter().map(|entry| entry.endpoint.clone()).collect();
+    let same = entries.iter().all(|entry| entry.reason == entries[0].reason);
+    let reason = if same {
+        entries[0].reason.clone()
+    } else {
+        let reasons = named.iter().map(|entry| format!("{}: {}", entry.endpoint, entry.reason));
+        reasons.collect::<Vec<_>>().join("; ")
+    };
+    if entries.len() > MAX_NAMED {
+        endpoints.push(format!("{} more", entries.len() - MAX_NAMED));
+    }
+    let upstream = upstream.to_owned();
+    FaultLine { upstream, state, endpoints: endpoints.join(", "), reason, loss, reported }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OF_WATCH: OpenStreams = OpenStreams { requests: 1, watches: 20, flows: 0 };
+    const LOSS: Loss = Loss { connections: 1, open: OF_WATCH };
+
+    fn texts(lines: &[FaultLine]) -> Vec<String> {
+        let text = |line: &FaultLine| {
+            let level = if line.reported { "info" } else { "warn" };
+            let state = line.state.as_deref().unwrap_or("lost");
+            let FaultLine { endpoints, reason, loss, .. } = line;
+            format!("{level} {state} {endpoints}: {reason}; {} {}", loss.connections, loss.open)
+        };
+        lines.iter().map(text).collect()
+    }
+
+    #[test]
+    fn lost_connections_of_a_fault_are_one_line_with_sums() {
+        let (mut faults, start) = (FaultLines::default(), Instant::now());
+        let at = |ms| start + Duration::from_millis(ms);
+        for n in 0..3_000 {
+            let endpoint = ["a", "b"][n as usize % 2];
+            faults.lost("u", endpoint, "PING unanswered", LOSS, at(n / 10));
+        }
+        assert_eq!(texts(&faults.due(at(400))), [""; 0], "still collecting");
+        assert_eq!(
+            texts(&faults.due(at(1_000))),
+            ["warn lost a, b: PING unanswered; 3000 3000 requests, 60000 watches"]
+        );
+        faults.lost("u", "c", "reset", LOSS, at(1_500));
+        assert_eq!(texts(&faults.due(at(3_900))), [""; 0], "one line per burst");
+        assert_eq!(
+            texts(&faults.due(at(4_000))),
+            ["warn lost c: reset; 1 1 request, 20 watches"],
+            "a loss is never dropped"
+        );
+        assert_eq!(faults.due(at(10_000)), []);
+        assert!(faults.bursts.is_empty());
+    }
+
+    #[test]
+    fn loss_at_an_uncertain_endpoint_is_in_the_line_of_its_ejection() {
+        let (mut faults, start) = (FaultLines::default(), Instant::now());
+        let at = |ms| start + Duration::from_millis(ms);
+        faults.available("u", "a", Availability::Uncertain);
+        faults.lost("u", "a", "PING unanswered", LOSS, at(0));
+        assert_eq!(faults.due(at(5_000)), []);
+        assert_eq!(faults.available("u", "a", Availability::Down), LOSS);
+        assert!(faults.admit("u", "a", ("ejected", "stopped"), LOSS, at(5_000)));
+        // Streams that could not move, after the line of the endpoint.
+        faults.lost("u", "a", "closed", LOSS, at(6_000));
+        assert_eq!(texts(&faults.due(at(7_000))), ["info lost a: closed; 1 1 request, 20 watches"]);
+        // The endpoint recovers: only connections were lost.
+        faults.available("u", "b", Availability::Uncertain);
+        faults.lost("u", "b", "PING unanswered", LOSS, at(20_000));
+        faults.available("u", "b", Availability::Serving);
+        assert_eq!(
+            texts(&faults.due(at(21_000))),
+            ["warn lost b: PING unanswered; 1 1 request, 20 watches"]
+        );
+        // It stays uncertain.
+        faults.available("u", "b", Availability::Uncertain);
+        faults.lost("u", "b", "PING unanswered", LOSS, at(30_000));
+        assert_eq!(faults.due(at(39_900)), []);
+        assert_eq!(faults.due(at(40_000)).len(), 1);
+    }
+
+    #[test]
+    fn endpoints_that_fail_together_are_two_lines() {
+        let (mut faults, start) = (FaultLines::default(), Instant::now());
+        let at = |ms| start + Duration::from_millis(ms);
+        assert!(faults.admit("u", "a", ("ejected", "refused"), Loss::default(), at(0)));
+        for n in 0..100 {
+            let (name, reason) = (format!("e{n}"), format!("refused {n}"));
+            assert!(!faults.admit("u", &name, ("ejected", &reason), LOSS, at(n)));
+        }
+        assert!(faults.admit("v", "a", ("ejected", "refused"), Loss::default(), at(0)));
+        let lines = faults.due(at(3_000));
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        assert!(lines[0].endpoints.ends_with("e7, 56 more"), "{lines:?}");
+        assert!(lines[0].reason.starts_with("e0: refused 0; e1: refused 1; "), "{lines:?}");
+        assert_eq!(lines[0].loss.connections, 100);
+    }
+}

@@ -9,6 +9,7 @@ mod cli;
 mod demo;
 #[cfg(feature = "doctor")]
 mod doctor;
+mod fault_log;
 mod identity_lane;
 mod kubeconfig;
 mod sandbox;

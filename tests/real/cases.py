@@ -15,7 +15,7 @@ import uuid
 
 from figures import LONG
 from kubernetes import RELEASE, CURRENT_KUBECTL
-from rig import NeverFulfilled, RealNode, TOKEN, TOKEN_USER, shared, wait_for
+from rig import ADDRESSES, NeverFulfilled, RealNode, TOKEN, TOKEN_USER, log, log_lines, shared, wait_for
 
 
 def collect_lines(child, lines):
@@ -77,6 +77,35 @@ each_transport = for_each_kubectl(RELEASE.transports)
 def long_form(reason):
     """Skips a test or class outside the long forms; the reason names what covers it in CI."""
     return unittest.skipUnless(LONG, f"long form: {reason}")
+
+
+class StoryCase:
+    """The log of jackstay tells the story of a fault in a few lines: those that `grep -E 'WARN|ERROR'` finds."""
+
+    MAX_LINES = 5
+
+    def log_size(self, jackstay=None):
+        """The size of jackstay's log, before a fault."""
+        return (jackstay or self.jackstay).process.logfile.stat().st_size
+
+    def check_story(self, what, since, jackstay=None, quiet=False, also=()):
+        """Checks the warnings and errors of one fault, after byte `since`. One of them names an endpoint, or one of the
+        addresses in `also`. With `quiet` there may be none, since not every such fault affects jackstay."""
+        # The lines of a burst are written within 3 s, and those about an endpoint that is uncertain within 10 s.
+        process = (jackstay or self.jackstay).process
+        addresses = [*ADDRESSES.values(), *also]
+
+        def story():
+            return log_lines(process, r" (WARN|ERROR) ", since)
+
+        def names_endpoint():
+            return any(address in line for line in story() for address in addresses)
+        with self.subTest(f"{what}: the log tells its story"):
+            if not quiet:
+                wait_for("a warning that names an endpoint", names_endpoint, 15)
+            lines = story()
+            log(f"{what}: {len(lines)} warnings and errors" + "".join(f"\n    {line}" for line in lines[:10]))
+            self.assertLessEqual(len(lines), self.MAX_LINES, lines)
 
 
 class RigCase:

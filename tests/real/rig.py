@@ -375,6 +375,14 @@ WATCH_ERRORS = (r"client connection lost|watch (of .* )?(ended|closed) with|Fail
 WRITE_ERRORS = r"Error updating node status|failed to (update|ensure).*lease"
 
 
+def log_lines(process, what, since=0):
+    """Lines of a process's log after byte `since` in which `what` is found."""
+    with open(process.logfile, "rb") as file:
+        file.seek(since)
+        text = file.read().decode(errors="replace")
+    return [line for line in text.splitlines() if re.search(what, line)]
+
+
 def client_errors(process, what=f"{WATCH_ERRORS}|{WRITE_ERRORS}", since=0):
     """Log lines after byte `since` in which client-go reports a broken watch or connection."""
     with open(process.logfile, "rb") as file:

@@ -16,14 +16,14 @@ import unittest
 import uuid
 from pathlib import Path
 
-from cases import StoppedOnExit, KubectlCases, PodCases, RigCase, require_running, each_transport, collect_lines, long_form
+from cases import StoppedOnExit, StoryCase, KubectlCases, PodCases, RigCase, require_running, each_transport, collect_lines, long_form
 from figures import LONG, bound, record, within
 from kubernetes import RELEASE
-from rig import (ADDRESSES, TOKEN, TOKEN_USER, WATCH_ERRORS, Jackstay, Load, NodeMonitor, Pki, Process, RealNode, client_errors, log, summary,
+from rig import (ADDRESSES, TOKEN, TOKEN_USER, WATCH_ERRORS, Jackstay, Load, NodeMonitor, Pki, Process, RealNode, client_errors, log, log_lines, summary,
                  swap_symlink, wait_for)
 
 
-class JackstayCase(RigCase):
+class JackstayCase(StoryCase, RigCase):
     @classmethod
     def prepare(cls):
         cls.jackstay = cls.rig.start_jackstay()
@@ -241,9 +241,11 @@ class Faults(LoadCase, unittest.TestCase):
         log(f"    the fault affects {name}; requests answered in the last two seconds: {shares}")
         return self.rig.apiservers[name]
 
-    def run_fault(self, what, fault, seconds=8, counted=True, server=None, meanwhile=None, **limits):
-        load = self.load(seconds + 7, server)
+    def run_fault(self, what, fault, seconds=8, counted=True, jackstay=None, meanwhile=None, quiet=False, **limits):
+        jackstay = jackstay or self.jackstay
+        load = self.load(seconds + 7, jackstay.server)
         load.until(3)
+        since = self.log_size(jackstay)
         self.inject(fault)
         load.until(3 + seconds)
         if counted:
@@ -251,7 +253,9 @@ class Faults(LoadCase, unittest.TestCase):
         if meanwhile:
             meanwhile()
         self.rig.recover()
-        self.check_report(what, load, load.finish(), **limits)
+        report = load.finish()
+        self.check_story(what, since, jackstay, quiet=quiet)
+        self.check_report(what, load, report, **limits)
 
     def test_established_flows_dropped(self):
         """New connections work; the existing ones never receive a packet again."""
@@ -277,7 +281,7 @@ class Faults(LoadCase, unittest.TestCase):
         """5 % packet loss in both directions ejects no endpoint and fails no request."""
         seconds = 600 if LONG else 25
         before = self.jackstay.total("jackstay_ejections_total")
-        self.run_fault("5 % loss", lambda: self.rig.faults.drop_randomly(5), seconds=seconds, writes_may_fail=False, slowest_read=1)
+        self.run_fault("5 % loss", lambda: self.rig.faults.drop_randomly(5), seconds=seconds, writes_may_fail=False, quiet=True, slowest_read=1)
         self.assertEqual(self.jackstay.total("jackstay_ejections_total"), before)
 
     def test_apiserver_without_etcd_loses_its_watches(self):
@@ -301,7 +305,7 @@ class Faults(LoadCase, unittest.TestCase):
         def degraded():
             states = [k for k, v in jackstay.metrics().items() if k.startswith("jackstay_endpoint_state") and v and "degraded" in k]
             self.assertEqual([victims[0].address in k for k in states], [True], states)
-        self.run_fault("the readiness check fails and writes hang on one", lose_etcd, server=jackstay.server, meanwhile=degraded, slowest_read=3.5)
+        self.run_fault("the readiness check fails and writes hang on one", lose_etcd, jackstay=jackstay, meanwhile=degraded, slowest_read=3.5)
         self.assertNotIn("panicked", jackstay.process.logfile.read_text(errors="replace"))
 
     def test_rolling_restarts(self):
@@ -395,11 +399,11 @@ class Faults(LoadCase, unittest.TestCase):
                 return self.numbers("\n".join(line for _, line in list(lines)) + "\n", form)
             wait_for("every kubectl to list", lambda: all(seen(form, lines) for _, form, _, lines, _ in children), 30)
             load = self.load(600, watches=8)
-            log_offsets = self.log_sizes()
+            log_offsets, since, injected = self.log_sizes(), self.log_size(), kinds * (2 if LONG else 1)
             pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
             stack.callback(stop.set)
             worker = pool.submit(work)
-            for name, fault in kinds * (2 if LONG else 1):
+            for name, fault in injected:
                 log(f"    {name}")
                 self.inject(fault)
                 time.sleep(3)
@@ -408,6 +412,8 @@ class Faults(LoadCase, unittest.TestCase):
             stop.set()
             last = worker.result(30)
             report = load.finish(early=True)
+            # Some lines are written during the next fault, so only their total is checked.
+            self.assertLessEqual(len(log_lines(jackstay.process, r" (WARN|ERROR) ", since)), self.MAX_LINES * len(injected))
             self.check_report("many faults", load, report, slowest_read=0.6, busy=6, quiet=6)
             for name, form, child, lines, pump in children:
                 with self.subTest(name):
@@ -473,10 +479,14 @@ class Faults(LoadCase, unittest.TestCase):
                 apiserver.kill()
         load = self.load(25, direct=None)
         load.until(3)
+        since = self.log_size()
         down()
         load.until(13)
         self.rig.recover()
         report = load.finish()
+        self.check_story("all apiservers down for 10 s", since)
+        self.assertEqual(len(log_lines(self.jackstay.process, r" ERROR .*no usable endpoint", since)), 1)
+        wait_for("the end of the outage in the log", lambda: log_lines(self.jackstay.process, r" WARN .*usable again after", since), 15)
         log(f"all apiservers down for 10 s: {summary(report)}")
         for kind in ("read", "write"):
             within(self, f"all apiservers down: slowest {kind}", report["requests"][kind]["slowest_ms"], "ms", 1500)

@@ -18,7 +18,7 @@ import unittest
 import uuid
 
 import rig_l4
-from cases import StoppedOnExit, RigCase, long_form
+from cases import StoppedOnExit, RigCase, StoryCase, long_form
 from figures import LONG, bound, within
 from kubernetes import RELEASE
 from rig import ADDRESSES, LOAD_BALANCER, LOAD_BALANCER6, PORT, Jackstay, Load, log, sh, wait_for
@@ -36,7 +36,7 @@ KUBE_PROXY = f"""table ip kube_proxy {{
 FLOWS = "idle-watch=6,busy-watch=4,read=4,write=4,fresh=1"
 
 
-class x(RigCase):
+class x(StoryCase, RigCase):
     """jackstay at L4 with four endpoints: the three apiservers, and a forwarder in another namespace."""
 
     @classmethod
@@ -127,9 +127,11 @@ class x(RigCase):
     def run_fault(self, what, fault, seconds=8, spec=FLOWS, **limits):
         load = self.flows(seconds + 2, spec)
         load.until(2)
-        fault_at = time.time()
+        fault_at, since = time.time(), self.log_size()
         fault()
-        return self.check_report(what, load.finish(), fault_at, **limits)
+        report = load.finish()
+        self.check_story(what, since, also=(REMOTE_ADDRESS,))
+        return self.check_report(what, report, fault_at, **limits)
 
 
 class Faults(x, unittest.TestCase):

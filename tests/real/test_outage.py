@@ -5,7 +5,7 @@ import time
 import unittest
 
 from figures import LONG
-from rig import PORT, WATCH_ERRORS, client_errors, log, wait_for
+from rig import PORT, WATCH_ERRORS, client_errors, log, log_lines, wait_for
 from test_jackstay import JackstayCase
 
 # Longer than 30 s, the time for which jackstay holds a new watch.
@@ -49,7 +49,7 @@ class Outage(JackstayCase, unittest.TestCase):
         """Runs an outage; returns each client's lists after it and the watch errors in the clients' logs."""
         marks = {p.name: p.logfile.stat().st_size for p in (self.controller, self.node.process)}
         since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
-        began = time.monotonic()
+        began, log_size = time.monotonic(), self.log_size()
         take_down()
         wait_for("every watch to be held", lambda: self.jackstay.total("jackstay_held_watches") >= self.watches, 15)
         time.sleep(max(0, began + OUTAGE - time.monotonic()))
@@ -59,6 +59,9 @@ class Outage(JackstayCase, unittest.TestCase):
         wait_for("the apiservers", lambda: all(e["state"] == "ready" for e in self.jackstay.admin("/status").json["upstreams"][0]["endpoints"]), 60)
         wait_for(f"{self.node.name} to be Ready", lambda: self.rig.ready(self.node.name), 90)
         self.assertEqual(self.settled(), self.watches)
+        self.check_story(f"{OUTAGE} s without an apiserver", log_size)
+        for line in (r" ERROR .*no usable endpoint", r" WARN .*usable again after"):
+            self.assertEqual(len(log_lines(self.jackstay.process, line, log_size)), 1, line)
         lists = {"controller manager": self.lists("rig-admin", "kube-controller-manager", since),
                  "kubelet": self.lists(f"system:node:{self.node.name}", "", since)}
         errors = [line for p in (self.controller, self.node.process) for line in client_errors(p, WATCH_ERRORS, marks[p.name])

@@ -1,0 +1,170 @@
+//! `grep -E 'WARN|ERROR'` over the log tells the story of a fault in at most five lines.
+
+use crate::support::child::PROCESS_TIMEOUT;
+use crate::support::wait::until_within;
+use crate::support::{CONFIGMAPS, PATIENCE, pause, start_relays, until};
+use crate::takeover::setup::Setup;
+use http::Method;
+use jackstay::config::{Config, EndpointAddress};
+use jackstay::demo::client::{Client, Watch};
+use jackstay::demo::faulty_relay::FaultyRelay;
+use std::time::Duration;
+
+/// Number of open watches.
+const WATCHES: usize = 12;
+/// Maximum number of warnings and errors about one fault.
+const MAX_LINES: usize = 5;
+
+/// A jackstay process, its apiservers, and open watches through it.
+struct Drill {
+    setup: Setup,
+    client: Client,
+    watches: Vec<Watch>,
+    /// Length of the log at the start of the fault.
+    start: usize,
+}
+
+impl Drill {
+    async fn new(change: impl FnOnce(&mut Config)) -> Self {
+        let setup = Setup::with(3, |config| {
+            config.workers = 2;
+            change(config);
+        })
+        .await;
+        let all_ready = async || {
+            let status = setup.page("/status").await;
+            status.matches(r#""state": "ready""#).count() == 3
+        };
+        until("all endpoints are ready", all_ready).await;
+        let credentials = setup.cluster.certs.credentials();
+        let client = Client::connect(setup.address, &credentials).await.unwrap();
+        let path = setup.cluster.watch_path();
+        let mut watches = Vec::new();
+        for _ in 0..WATCHES {
+            watches.push(client.watch(&path).await.unwrap());
+        }
+        let open = async || (0..3).map(|at| setup.cluster.watches(at)).sum::<u64>() == 12;
+        until("all watches are open", open).await;
+        let start = setup.process.output().len();
+        Self { setup, client, watches, start }
+    }
+
+    /// The apiserver with the most watches.
+    fn busiest(&self) -> usize {
+        (0..3).max_by_key(|&at| self.setup.cluster.watches(at)).unwrap()
+    }
+
+    /// The warnings and errors since the fault began.
+    fn story(&self) -> Vec<String> {
+        let output = self.setup.process.output();
+        let bad = |line: &&str| line.contains(" WARN ") || line.contains(" ERROR ");
+        output[self.start..].lines().filter(bad).map(str::to_owned).collect()
+    }
+
+    async fn wait_story(&self, text: &str) {
+        let what = format!("a warning has `{text}`");
+        let has = async || self.story().iter().any(|line| line.contains(text));
+        until_within(PROCESS_TIMEOUT, &what, has).await;
+    }
+
+    /// Waits until no more lines of the fault are due, and returns its story.
+    async fn finish(mut self, fault: &str) -> Vec<String> {
+        // Two bursts: the time in which a line may be withheld.
+        pause(Duration::from_secs(7)).await;
+        let story = self.story();
+        println!("{fault}:");
+        story.iter().for_each(|line| println!("    {line}"));
+        assert!(!story.is_empty() && story.len() <= MAX_LINES, "{fault}: {story:#?}");
+        self.setup.cluster.create_config_map("after");
+        for watch in &mut self.watches {
+            let event = tokio::time::timeout(PATIENCE, watch.next()).await;
+            event.expect("an event").unwrap().expect("the watch continues");
+        }
+        story
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn killed_apiserver_has_one_warning_with_its_watches() {
+    let drill = Drill::new(|_| {}).await;
+    let server = drill.busiest();
+    let (lost, address) = {
+        let cluster = &drill.setup.cluster;
+        (cluster.watches(server), cluster.servers[server].addr.to_string())
+    };
+    drill.setup.cluster.servers[server].kill();
+    drill.wait_story("ejected").await;
+    let story = drill.finish("an apiserver is killed").await;
+    assert!(story.iter().all(|line| line.contains(&address)), "{story:#?}");
+    let watches = if lost == 1 { "1 watch".to_owned() } else { format!("{lost} watches") };
+    assert!(story.iter().any(|line| line.contains(&watches)), "no {watches} in {story:#?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stopped_apiserver_is_named_in_its_warnings() {
+    let drill = Drill::new(|_| {}).await;
+    let server = drill.busiest();
+    let address = drill.setup.cluster.servers[server].addr.to_string();
+    drill.setup.cluster.servers[server].stop();
+    drill.wait_story("ejected").await;
+    drill.setup.cluster.servers[server].cont();
+    let story = drill.finish("an apiserver is stopped").await;
+    assert!(story.iter().all(|line| line.contains(&address)), "{story:#?}");
+    assert!(story.iter().any(|line| line.contains(" watch")), "{story:#?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn outage_has_one_error_and_the_end_has_its_length_and_failures() {
+    let drill = Drill::new(|_| {}).await;
+    drill.setup.cluster.kill_all();
+    for _ in 0..3 {
+        assert_eq!(drill.client.get(CONFIGMAPS).await.unwrap().status, 503);
+    }
+    drill.wait_story(" ERROR ").await;
+    for _ in 0..4 {
+        assert_eq!(drill.client.get(CONFIGMAPS).await.unwrap().status, 503);
+    }
+    let held = format!("{WATCHES} watches held");
+    let servers = &drill.setup.cluster.servers;
+    servers.iter().for_each(|server| server.restart().unwrap());
+    drill.wait_story("usable again").await;
+    let story = drill.finish("all apiservers are killed and return").await;
+    let errors: Vec<_> = story.iter().filter(|line| line.contains(" ERROR ")).collect();
+    let [error] = errors[..] else { panic!("not one error: {story:#?}") };
+    let text = "upstream control-plane: no usable endpoint, requests get 503, ";
+    for part in [text, &held, " is ejected ("] {
+        assert!(error.contains(part), "no `{part}` in {error}");
+    }
+    let end = story.iter().find(|line| line.contains("usable again after ")).unwrap();
+    assert!(end.contains(" WARN "), "{end}");
+    let counts = format!(" s; meanwhile 7 requests got 503, {held}");
+    assert!(end.contains(&counts), "no `{counts}` in {end}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dropped_flows_are_a_warning_with_their_watches() {
+    let mut relays: Vec<FaultyRelay> = Vec::new();
+    let drill = Drill::new(|config| {
+        let endpoints = &mut config.upstreams[0].endpoints;
+        let targets: Vec<_> = endpoints.iter().map(|e| e.to_string().parse().unwrap()).collect();
+        relays = start_relays(&targets);
+        for (endpoint, relay) in endpoints.iter_mut().zip(&relays) {
+            *endpoint = EndpointAddress {
+                host: relay.addr.ip().to_string(),
+                port: relay.addr.port(),
+            };
+        }
+    })
+    .await;
+    let dropped: usize = relays.iter().map(|relay| relay.drop_all_packets().unwrap()).sum();
+    assert!(dropped > 0);
+    drill.wait_story("connections lost").await;
+    // New connections work.
+    let reply = drill.client.request(Method::GET, CONFIGMAPS, &[], "").await.unwrap();
+    assert_eq!(reply.status, 200);
+    let story = drill.finish("flows are dropped").await;
+    let lost: Vec<_> = story.iter().filter(|line| line.contains("connections lost")).collect();
+    let named = |line: &&String| relays.iter().any(|r| line.contains(&r.addr.to_string()));
+    assert!(lost.iter().all(named), "{story:#?}");
+    assert!(lost.iter().any(|line| line.contains(" watch")), "{story:#?}");
+}

@@ -328,12 +328,15 @@ fn key(change: &Change<'_>, open: OpenStreams) -> String {
 
 /// Writes a line about one or several endpoints.
 fn write_fault(line: &FaultLine) {
-    let FaultLine { upstream, state, endpoints, reason, loss, reported } = line;
+    let FaultLine { upstream, state, endpoints, count, reason, loss, reported } = line;
     let (upstream, endpoint, reason) = (upstream.as_str(), endpoints.as_str(), reason.as_str());
     let connections = (loss.connections > 0).then_some(loss.connections);
     let open = (!loss.open.is_empty()).then(|| loss.open.to_string());
     if let Some(to) = state.as_deref() {
-        let message = "endpoints changed their states";
+        let message = match count {
+            1 => "endpoint changed its state",
+            _ => "endpoints changed their states",
+        };
         tracing::warn!(upstream, endpoint, to, reason, connections, open, "{message}");
         return;
     }

@@ -5,6 +5,7 @@
 //! |---|---|
 //! | the first endpoint that fails | at once |
 //! | more endpoints of the upstream that enter the same state | as one line, [`BURST`] after the first line |
+//! | endpoints that are suspect | as one line, [`COLLECT`] after the first, unless they serve or are down by then |
 //! | connections with open streams that are lost | as one line with sums, [`COLLECT`] after the first; the next one [`BURST`] later |
 //! | the same, while it is uncertain whether their endpoint fails too | when this is known: in the line of the endpoint, or as a line of their own |
 //! | connections lost after the line of their endpoint | at level info |
@@ -58,6 +59,8 @@ pub(super) struct FaultLine {
     pub(super) state: Option<String>,
     /// The addresses.
     pub(super) endpoints: String,
+    /// Their number.
+    pub(super) count: usize,
     /// The reason, of each endpoint if there are several.
     pub(super) reason: String,
     pub(super) loss: Loss,
@@ -87,6 +90,8 @@ struct Entry {
     reason: String,
     loss: Loss,
     since: Instant,
+    /// The endpoint is suspect: its line is not needed once its availability is known.
+    uncertain: bool,
 }
 
 impl Burst {
@@ -103,7 +108,7 @@ impl Burst {
             return;
         }
         let (endpoint, reason) = (endpoint.to_owned(), reason.to_owned());
-        self.entries.push(Entry { endpoint, reason, loss, since: now });
+        self.entries.push(Entry { endpoint, reason, loss, since: now, uncertain: false });
     }
 }
 
@@ -138,14 +143,19 @@ impl FaultLines {
         availability: Availability,
     ) -> Loss {
         let key = (upstream.to_owned(), endpoint.to_owned());
+        if availability == Availability::Uncertain {
+            self.not_serving.insert(key, availability);
+            return Loss::default();
+        }
+        let of_upstream = self.bursts.iter_mut().filter(|((name, _), _)| name == upstream);
+        for (_, burst) in of_upstream {
+            burst.entries.retain(|entry| !entry.uncertain || entry.endpoint != endpoint);
+        }
         if availability == Availability::Serving {
             self.not_serving.remove(&key);
             return Loss::default();
         }
         self.not_serving.insert(key, availability);
-        if availability == Availability::Uncertain {
-            return Loss::default();
-        }
         let mut loss = Loss::default();
         if let Some(burst) = self.bursts.get_mut(&(upstream.to_owned(), None)) {
             for entry in burst.entries.extract_if(.., |entry| entry.endpoint == endpoint) {
@@ -165,8 +175,17 @@ impl FaultLines {
         loss: Loss,
         now: Instant,
     ) -> bool {
+        let name = (upstream.to_owned(), endpoint.to_owned());
+        let uncertain = self.not_serving.get(&name) == Some(&Availability::Uncertain);
         let key = (upstream.to_owned(), Some(state.to_owned()));
         let burst = self.bursts.entry(key).or_default();
+        if uncertain {
+            burst.add(endpoint, reason, loss, now);
+            if let Some(entry) = burst.entries.iter_mut().find(|e| e.endpoint == endpoint) {
+                entry.uncertain = true;
+            }
+            return false;
+        }
         if burst.is_paused(now) || !burst.entries.is_empty() {
             burst.add(endpoint, reason, loss, now);
             return false;
@@ -193,7 +212,7 @@ impl FaultLines {
                     || availability(entry) != Availability::Uncertain
                     || age(entry) >= UNCERTAIN_LIMIT
             };
-            let collected = |entry: &Entry| state.is_some() || age(entry) >= COLLECT;
+            let collected = |entry: &Entry| age(entry) >= COLLECT;
             if burst.entries.iter().any(|entry| is_known(entry) && collected(entry)) {
                 let known: Vec<_> = burst.entries.extract_if(.., |e| is_known(e)).collect();
                 let is_reported =
@@ -228,7 +247,8 @@ fn line(upstream: &str, state: Option<String>, entries: &[Entry], reported: bool
         endpoints.push(format!("{} more", entries.len() - MAX_NAMED));
     }
     let upstream = upstream.to_owned();
-    FaultLine { upstream, state, endpoints: endpoints.join(", "), reason, loss, reported }
+    let (count, endpoints) = (entries.len(), endpoints.join(", "));
+    FaultLine { upstream, state, endpoints, count, reason, loss, reported }
 }
 
 #[cfg(test)]
@@ -314,5 +334,22 @@ mod tests {
         assert!(lines[0].endpoints.ends_with("e7, 56 more"), "{lines:?}");
         assert!(lines[0].reason.starts_with("e0: refused 0; e1: refused 1; "), "{lines:?}");
         assert_eq!(lines[0].loss.connections, 100);
+    }
+
+    #[test]
+    fn suspect_endpoints_are_one_line_unless_they_recover_or_are_ejected_at_once() {
+        let (mut faults, start) = (FaultLines::default(), Instant::now());
+        let at = |ms| start + Duration::from_millis(ms);
+        for (name, ms) in [("a", 0), ("b", 100), ("c", 200), ("d", 300)] {
+            faults.available("u", name, Availability::Uncertain);
+            assert!(!faults.admit("u", name, ("suspect", "late"), Loss::default(), at(ms)));
+        }
+        faults.available("u", "b", Availability::Serving);
+        faults.available("u", "c", Availability::Down);
+        assert_eq!(texts(&faults.due(at(400))), [""; 0]);
+        assert_eq!(
+            texts(&faults.due(at(600))),
+            ["warn suspect a, d: late; 0 0 requests, 0 watches"]
+        );
     }
 }

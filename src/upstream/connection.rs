@@ -86,6 +86,8 @@ enum Cause {
     /// A GOAWAY with `NO_ERROR`: the apiserver closes an idle connection, spreads its clients
     /// (`--goaway-chance`) or shuts down, which the endpoint reports.
     ServerShutdown,
+    /// All its streams have failed.
+    Failure,
     Other,
 }
 
@@ -368,9 +370,10 @@ impl Connection {
         match cause {
             Cause::OrderlyEnd => events.routine(&change),
             Cause::ServerShutdown => events.connection_changed(&change, open, Severity::Routine),
-            Cause::Other => {
+            Cause::Failure | Cause::Other => {
                 // If jackstay closes the connection, nothing has failed.
-                let failed = self.lifecycle.close_requested.get().is_none()
+                let failed = cause == Cause::Failure
+                    || self.lifecycle.close_requested.get().is_none()
                     && matches!(to, ConnectionState::Unresponsive | ConnectionState::Dead);
                 let severity = if failed { Severity::Fault } else { Severity::Notable };
                 events.connection_changed(&change, open, severity);

@@ -2,7 +2,7 @@
 
 mod certificates;
 mod load;
-pub mod setup;
+mod setup;
 
 use self::load::Load;
 use self::setup::{ServiceManager, Setup, start_as, start_passthrough};

@@ -240,7 +240,12 @@ impl Driver {
             let graceful = error.is_go_away()
                 && error.is_remote()
                 && error.reason() == Some(h2::Reason::NO_ERROR);
-            let cause = if graceful { Cause::ServerShutdown } else { Cause::Other };
+            // After another error than a GOAWAY no stream continues. h2 ends them before the connection.
+            let cause = match error.is_go_away() {
+                _ if graceful => Cause::ServerShutdown,
+                true => Cause::Other,
+                false => Cause::Failure,
+            };
             let reason = describe_h2_error(&error);
             self.connection.change(ConnectionState::Draining, &reason, cause);
         }

@@ -47,9 +47,9 @@ impl EndpointState {
         }
     }
 
-    /// Whether an event for this state is a warning. A suspect endpoint recovers, or becomes ejected.
+    /// Whether an event for this state is a warning.
     pub(super) fn is_fault(self) -> bool {
-        matches!(self, Self::Ejected | Self::NoH2 | Self::Degraded)
+        matches!(self, Self::Ejected | Self::NoH2 | Self::Degraded | Self::Suspect)
     }
 
     /// What the state means for a loss of connections.

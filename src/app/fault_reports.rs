@@ -286,7 +286,7 @@ fn remember(upstream: &Upstream, (from, to): (&str, &str), reason: &str, effect:
 mod tests {
     use super::*;
     use OutageEvent::{Began, Ended};
-    use Usability::{Unusable, Untried, Usable};
+    use Usability::{Untried, Unusable, Usable};
 
     /// Observes each usability from the given time in milliseconds until the next one, in steps of
     /// [`CHECK_INTERVAL`]. Returns the events, with their times.

@@ -259,8 +259,7 @@ impl Events {
         let key = key(change, open);
         let mut recent = lock(&self.0);
         let bundled = change.kind == EventKind::Connection && change.bad;
-        let admitted =
-            if bundled { None } else { recent.repeats.admit_with(&key, open, now) };
+        let admitted = if bundled { None } else { recent.repeats.admit_with(&key, open, now) };
         recent.seq += 1;
         let seq = recent.seq;
         let mut times = 1;
@@ -354,12 +353,7 @@ fn write_fault(line: &FaultLine) {
 
 /// Writes the log line. The object's name is in the field `endpoint`, `source` or `name`, as in other lines.
 /// `lost` are connections that were lost with it.
-fn write(
-    change: &Change<'_>,
-    level: tracing::Level,
-    suppressed: Suppressed,
-    lost: Option<Loss>,
-) {
+fn write(change: &Change<'_>, level: tracing::Level, suppressed: Suppressed, lost: Option<Loss>) {
     let lost = lost.filter(|lost| lost.connections > 0);
     let open = lost.map(|lost| lost.open).unwrap_or_default();
     let (mut endpoint, mut source, mut name) = (None, None, None);
@@ -508,7 +502,10 @@ mod tests {
         let lines = captured.lines();
         assert_eq!(lines.len(), 3, "{lines:#?}");
         assert!(lines[0].contains(" INFO connection changed its state "), "{lines:#?}");
-        assert!(lines[1].contains(" INFO repeated events suppressed times=1 change="), "{lines:#?}");
+        assert!(
+            lines[1].contains(" INFO repeated events suppressed times=1 change="),
+            "{lines:#?}"
+        );
         for part in [
             " WARN connections lost upstream=\"control-plane\" endpoint=\"a\" ",
             r#"connections=1000 open="1000 requests, 20000 watches""#,
@@ -516,10 +513,10 @@ mod tests {
             assert!(lines[2].contains(part), "no {part} in {lines:#?}");
         }
         let kept = events.last(MAX_EVENTS);
-        assert_eq!(kept.iter().map(|event| (event.times, event.bad)).collect::<Vec<_>>(), [
-            (2, false),
-            (1_000, true)
-        ]);
+        assert_eq!(
+            kept.iter().map(|event| (event.times, event.bad)).collect::<Vec<_>>(),
+            [(2, false), (1_000, true)]
+        );
         assert_eq!(kept[1].open, OpenStreams { requests: 1_000, watches: 20_000, flows: 0 });
     }
 

@@ -374,7 +374,7 @@ impl Connection {
                 // If jackstay closes the connection, nothing has failed.
                 let failed = cause == Cause::Failure
                     || self.lifecycle.close_requested.get().is_none()
-                    && matches!(to, ConnectionState::Unresponsive | ConnectionState::Dead);
+                        && matches!(to, ConnectionState::Unresponsive | ConnectionState::Dead);
                 let severity = if failed { Severity::Fault } else { Severity::Notable };
                 events.connection_changed(&change, open, severity);
             }

@@ -2,7 +2,9 @@
 
 use crate::support::child::{PROCESS_TIMEOUT, Process, first_address};
 use crate::support::wait::until_within;
-use crate::support::{CONFIGMAPS, PATIENCE, TestCluster, pause, start_relays, until, write_config};
+use crate::support::{
+    CONFIGMAPS, PATIENCE, TestCluster, passthrough_config, pause, start_relays, until, write_config,
+};
 use http::Method;
 use jackstay::config::{Config, EndpointAddress};
 use jackstay::demo::client::{Client, Watch};
@@ -30,22 +32,7 @@ struct Drill {
 
 impl Drill {
     async fn new(change: impl FnOnce(&mut Config)) -> Self {
-        let cluster = TestCluster::new(3);
-        let mut config = cluster.config();
-        config.workers = 2;
-        change(&mut config);
-        let file = cluster.certs.path().join("jackstay.yaml");
-        write_config(&file, &config);
-        let mut command = Command::new(env!("CARGO_BIN_EXE_jackstay"));
-        command.args(["run", "--config"]).arg(file);
-        let mut process = Process::spawn(command);
-        let admin = first_address(&process.wait_output("the admin endpoint listens").await);
-        let address = first_address(&process.wait_output("\"apiserver\"").await);
-        let all_ready = async || {
-            let status = status(admin).await;
-            status.matches(r#""state": "ready""#).count() == 3
-        };
-        until("all endpoints are ready", all_ready).await;
+        let (process, cluster, address) = start(change).await;
         let credentials = cluster.certs.credentials();
         let client = Client::connect(address, &credentials).await.unwrap();
         let path = cluster.watch_path();
@@ -66,15 +53,11 @@ impl Drill {
 
     /// The warnings and errors since the fault began.
     fn story(&self) -> Vec<String> {
-        let output = self.process.output();
-        let bad = |line: &&str| line.contains(" WARN ") || line.contains(" ERROR ");
-        output[self.start..].lines().filter(bad).map(str::to_owned).collect()
+        story(&self.process, self.start)
     }
 
     async fn wait_story(&self, text: &str) {
-        let what = format!("a warning has `{text}`");
-        let has = async || self.story().iter().any(|line| line.contains(text));
-        until_within(PROCESS_TIMEOUT, &what, has).await;
+        wait_story(&self.process, self.start, text).await;
     }
 
     /// Waits until no more lines of the fault are due, and returns its story.
@@ -94,6 +77,28 @@ impl Drill {
     }
 }
 
+/// Starts jackstay in front of three apiservers, and waits until they are ready. Returns the address of its
+/// listener.
+async fn start(change: impl FnOnce(&mut Config)) -> (Process, TestCluster, SocketAddr) {
+    let cluster = TestCluster::new(3);
+    let mut config = cluster.config();
+    config.workers = 2;
+    change(&mut config);
+    let file = cluster.certs.path().join("jackstay.yaml");
+    write_config(&file, &config);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_jackstay"));
+    command.args(["run", "--config"]).arg(file);
+    let mut process = Process::spawn(command);
+    let admin = first_address(&process.wait_output("the admin endpoint listens").await);
+    let address = first_address(&process.wait_output("\"apiserver\"").await);
+    let all_ready = async || {
+        let status = status(admin).await;
+        status.matches(r#""state": "ready""#).count() == 3
+    };
+    until("all endpoints are ready", all_ready).await;
+    (process, cluster, address)
+}
+
 /// The body of `/status`, with its head.
 async fn status(admin: SocketAddr) -> String {
     let mut stream = TcpStream::connect(admin).await.unwrap();
@@ -101,6 +106,19 @@ async fn status(admin: SocketAddr) -> String {
     let mut page = String::new();
     stream.read_to_string(&mut page).await.unwrap();
     page
+}
+
+/// The warnings and errors in the log after byte `start`.
+fn story(process: &Process, start: usize) -> Vec<String> {
+    let output = process.output();
+    let bad = |line: &&str| line.contains(" WARN ") || line.contains(" ERROR ");
+    output[start..].lines().filter(bad).map(str::to_owned).collect()
+}
+
+async fn wait_story(process: &Process, start: usize, text: &str) {
+    let what = format!("a warning has `{text}`");
+    let has = async || story(process, start).iter().any(|line| line.contains(text));
+    until_within(PROCESS_TIMEOUT, &what, has).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -169,10 +187,8 @@ async fn dropped_flows_are_a_warning_with_their_watches() {
         let targets: Vec<_> = endpoints.iter().map(|e| e.to_string().parse().unwrap()).collect();
         relays = start_relays(&targets);
         for (endpoint, relay) in endpoints.iter_mut().zip(&relays) {
-            *endpoint = EndpointAddress {
-                host: relay.addr.ip().to_string(),
-                port: relay.addr.port(),
-            };
+            *endpoint =
+                EndpointAddress { host: relay.addr.ip().to_string(), port: relay.addr.port() };
         }
     })
     .await;
@@ -187,4 +203,25 @@ async fn dropped_flows_are_a_warning_with_their_watches() {
     let named = |line: &&String| relays.iter().any(|r| line.contains(&r.addr.to_string()));
     assert!(lost.iter().all(named), "{story:#?}");
     assert!(lost.iter().any(|line| line.contains(" watch")), "{story:#?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn outage_of_a_passthrough_upstream_has_its_resets() {
+    let (process, cluster, address) =
+        start(|config| *config = passthrough_config(config.clone())).await;
+    let start = process.output().len();
+    cluster.kill_all();
+    let credentials = cluster.certs.credentials();
+    wait_story(&process, start, "no usable endpoint, connections are reset, ").await;
+    for _ in 0..3 {
+        let client = Client::connect(address, &credentials).await;
+        assert!(client.is_err(), "no apiserver runs");
+    }
+    cluster.servers.iter().for_each(|server| server.restart().unwrap());
+    wait_story(&process, start, "usable again after ").await;
+    let story = story(&process, start);
+    println!("{story:#?}");
+    assert!(story.len() <= MAX_LINES, "{story:#?}");
+    let end = story.iter().find(|line| line.contains("usable again")).unwrap();
+    assert!(end.contains("3 connections reset"), "{end}");
 }

@@ -14,11 +14,11 @@ use h2::{Ping, PingPong};
 use tokio::sync::Notify;
 use tokio::time::{Instant, Sleep, sleep_until};
 
-use super::{Cause, Connection};
 use super::error_text::{describe_end, describe_h2_error};
 use super::lifecycle::{ConnectionLifecycle, DrainUrgency};
 use super::response_waits::ResponseWaits;
 use super::stream_slots::StreamSlots;
+use super::{Cause, Connection};
 use crate::config;
 use crate::net::frame_limiter::Violation;
 use crate::net::sockets::tracked_stream::StreamObserver;

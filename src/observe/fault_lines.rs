@@ -233,7 +233,9 @@ impl FaultLines {
 
 fn line(upstream: &str, state: Option<String>, entries: &[Entry], reported: bool) -> FaultLine {
     let mut loss = Loss::default();
-    entries.iter().for_each(|entry| loss.add(entry.loss));
+    for entry in entries {
+        loss.add(entry.loss);
+    }
     let named = &entries[..entries.len().min(MAX_NAMED)];
     let mut endpoints: Vec<_> = named.iter().map(|entry| entry.endpoint.clone()).collect();
     let same = entries.iter().all(|entry| entry.reason == entries[0].reason);

@@ -66,7 +66,9 @@ impl Drill {
         pause(Duration::from_secs(7)).await;
         let story = self.story();
         println!("{fault}:");
-        story.iter().for_each(|line| println!("    {line}"));
+        for line in &story {
+            println!("    {line}");
+        }
         assert!(!story.is_empty() && story.len() <= MAX_LINES, "{fault}: {story:#?}");
         self.cluster.create_config_map("after");
         for watch in &mut self.watches {
@@ -163,7 +165,9 @@ async fn outage_has_one_error_and_the_end_has_its_length_and_failures() {
     }
     let held = format!("{WATCHES} watches held");
     let servers = &drill.cluster.servers;
-    servers.iter().for_each(|server| server.restart().unwrap());
+    for server in servers {
+        server.restart().unwrap();
+    }
     drill.wait_story("usable again").await;
     let story = drill.finish("all apiservers are killed and return").await;
     let errors: Vec<_> = story.iter().filter(|line| line.contains(" ERROR ")).collect();
@@ -217,7 +221,9 @@ async fn outage_of_a_passthrough_upstream_has_its_resets() {
         let client = Client::connect(address, &credentials).await;
         assert!(client.is_err(), "no apiserver runs");
     }
-    cluster.servers.iter().for_each(|server| server.restart().unwrap());
+    for server in &cluster.servers {
+        server.restart().unwrap();
+    }
     wait_story(&process, start, "usable again after ").await;
     let story = story(&process, start);
     println!("{story:#?}");

@@ -3,15 +3,15 @@
 //! 1. [`App::bind`] loads every file and binds every address ([`active`]; sockets in [`sockets`],
 //!    listeners in [`listener`]). All errors of the configuration are found here. The bound addresses are
 //!    known afterwards, so tests bind port 0. With `--take-over` the sockets come from the running process
-//!    ([`takeover`]).
+//!    ([`takeover`]). Beside a process that drains, the addresses of the listeners are free.
 //! 2. [`App::start`] starts the [`workers`] and the control thread ([`control`]).
 //! 3. Each [`worker`] applies the configuration that it receives. The first configuration is applied like
 //!    every later one.
 //! 4. A reload ([`reload`]) prepares a new configuration in the same way, reuses the resources in use, and
 //!    sends it to the workers.
 //! 5. When another process takes over, the workers release their sockets, and this process drains.
-//! 6. [`Running::stop`] drains: the workers stop accepting, and end when their connections have ended or at
-//!    the drain timeout.
+//! 6. [`Running::stop`] drains: the workers close their listening sockets ([`drain_signal`]), and end when their
+//!    connections have ended or at the drain timeout.
 //!
 //! ```text
 //! control thread   discovery, /readyz probers, certificates, admin endpoint, reloads, takeover
@@ -22,7 +22,9 @@
 //! ```
 
 mod active;
+mod bind;
 mod control;
+mod drain_signal;
 mod fault_reports;
 mod listener;
 pub mod reload;
@@ -39,23 +41,20 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use arc_swap::ArcSwap;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
 
-use self::active::{ActiveConfig, PreparedConfig};
+use self::active::ActiveConfig;
 use self::control::ControlThread;
+use self::drain_signal::DrainSignal;
 use self::reload::{ConfigFollower, ConfigSource, ReloadRequest, ReloadResult};
 use self::sandbox::ProcessSandbox;
 use self::status::ProcessStatus;
 use self::takeover::Predecessor;
 use self::workers::WorkerThreads;
-use crate::config::Config;
 use crate::control::discovery::SharedContext;
-use crate::control::discovery::dns::ResolverFiles;
-use crate::net::process::inherited_sockets::InheritedSockets;
 use crate::net::process::service_manager::ServiceManager;
-use crate::observe::{LivenessMonitor, Metrics};
+use crate::observe::Metrics;
 
 pub use self::start_error::StartError;
 
@@ -66,61 +65,12 @@ pub struct App {
     context: Arc<SharedContext>,
     follower: Option<ConfigFollower>,
     predecessor: Option<Predecessor>,
+    /// Whether the takeover socket belongs to another process that this one replaces.
+    replaces: bool,
     sandbox: Option<Arc<ProcessSandbox>>,
 }
 
 impl App {
-    /// Loads every file and binds every address.
-    ///
-    /// # Errors
-    /// The first file that cannot be loaded or address that cannot be bound.
-    pub fn bind(config: Config) -> Result<Self, StartError> {
-        Self::bind_with(config, InheritedSockets::default())
-    }
-
-    /// Loads every file, uses the matching inherited sockets, and binds all other addresses.
-    ///
-    /// # Errors
-    /// The first file that cannot be loaded or address that cannot be bound.
-    pub fn bind_with(config: Config, mut inherited: InheritedSockets) -> Result<Self, StartError> {
-        active::raise_descriptor_limit(&config);
-        let metrics = Metrics::new();
-        active::set_memory_limit(&config, &metrics);
-        let active = PreparedConfig::new(config, None, &mut inherited, &metrics)?.activate();
-        if !inherited.is_empty() {
-            let addresses = inherited.addresses();
-            tracing::warn!(?addresses, "sockets that no listener uses are closed");
-        }
-        let context = Arc::new(SharedContext {
-            bound: ArcSwap::from_pointee(active.listen_addresses().to_vec()),
-            state_dir: ArcSwap::from_pointee(active.config.state_dir.clone()),
-            liveness: LivenessMonitor::start()?,
-            system: ResolverFiles::default(),
-        });
-        Ok(Self { active, metrics, context, follower: None, predecessor: None, sandbox: None })
-    }
-
-    /// Like [`App::bind_with`], also with the sockets of the running process that has the same `state_dir`.
-    /// That process drains once this one serves. If no process runs, this is an ordinary start.
-    ///
-    /// # Errors
-    /// Those of [`App::bind_with`], or the running process does not hand over its sockets. The running
-    /// process then continues to serve.
-    pub fn take_over(config: Config, mut inherited: InheritedSockets) -> Result<Self, StartError> {
-        let Some(path) = config.state_dir.as_deref().map(takeover::socket_path) else {
-            tracing::warn!("state_dir is \"\": there is no socket to take over through");
-            return Self::bind_with(config, inherited);
-        };
-        let Some((predecessor, sockets)) = takeover::request_sockets(&path)? else {
-            tracing::info!(path = %path.display(), "no process to take over from");
-            return Self::bind_with(config, inherited);
-        };
-        let from = predecessor.pid();
-        tracing::info!(from, sockets = sockets.len(), "taking over from a running process");
-        inherited.append(sockets);
-        Ok(Self { predecessor: Some(predecessor), ..Self::bind_with(config, inherited)? })
-    }
-
     /// Makes the configuration reloadable: on request, and when its file changes.
     #[must_use]
     pub fn with_config_source(mut self, source: ConfigSource) -> Self {
@@ -142,12 +92,12 @@ impl App {
         listener.map(|listener| listener.addresses()).unwrap_or_default()
     }
 
-    /// The address that the admin endpoint is bound to.
+    /// The address of the admin endpoint.
     ///
     /// # Errors
     /// The kernel does not return the address.
     pub fn admin_address(&self) -> io::Result<SocketAddr> {
-        self.active.admin.socket().local_addr()
+        self.active.admin.address()
     }
 
     /// The metrics of the process, with the account of its memory.
@@ -169,19 +119,25 @@ impl App {
     /// # Errors
     /// A thread cannot be created.
     pub fn start_under(self, manager: Arc<ServiceManager>) -> Result<Running, StartError> {
-        let Self { active, metrics, context, follower, predecessor, sandbox } = self;
+        let Self { active, metrics, context, follower, predecessor, replaces, sandbox } = self;
         let (drain, draining) = watch::channel(false);
+        let (close, closed) = watch::channel(false);
         let (force, forced) = watch::channel(false);
         let (replaced, is_replaced) = watch::channel(false);
         let (reload, requests) = unbounded_channel();
         let (stop, stopped) = oneshot::channel();
         let WorkerThreads { commands, threads, liveness } = {
             let config = &active.config;
-            workers::start(config.workers, config.identity_lane, &metrics, &draining, &forced)?
+            let drain = DrainSignal::new(draining.clone(), closed);
+            workers::start(config.workers, config.identity_lane, &metrics, &drain, &forced)?
         };
 
         let sockets = active.new_sockets(None, commands.count())?;
         let (sockets, predecessor) = match predecessor {
+            // No process accepts, so the workers do at once.
+            Some(predecessor) if predecessor.is_draining() => {
+                (sockets, Some((predecessor, Vec::new())))
+            }
             // The old process accepts until this one can serve. The control thread then sends the
             // sockets to the workers.
             Some(predecessor) => (Vec::new(), Some((predecessor, sockets))),
@@ -205,7 +161,9 @@ impl App {
             follower,
             requests,
             draining,
+            sockets_closed: close,
             predecessor,
+            replaces,
             replaced,
         };
         let control = std::thread::Builder::new()
@@ -224,7 +182,9 @@ impl App {
 }
 
 fn log_addresses(active: &ActiveConfig) {
-    if let Ok(address) = active.admin.socket().local_addr() {
+    if active.admin.socket().is_some()
+        && let Ok(address) = active.admin.address()
+    {
         tracing::info!(%address, "the admin endpoint listens");
     }
     for listener in &active.listeners {
@@ -266,7 +226,7 @@ impl Running {
         }
     }
 
-    /// Starts the drain: stops accepting, sends GOAWAY to clients, ends watches.
+    /// Starts the drain: stops accepting, then sends GOAWAY to clients and ends watches.
     pub fn drain(&self) {
         self.drain.send_replace(true);
     }

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::LazyLock;
 
-use jackstay::app::takeover::{TakeoverRequest, hand_over, receive_sockets};
+use jackstay::app::takeover::{Found, Offer, Request, TakeoverRequest, ask, hand_over};
 use jackstay::net::process::descriptor_passing;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc::unbounded_channel;
@@ -18,6 +18,8 @@ const OTHER: u8 = 2;
 const MAX_INPUT: usize = 256;
 /// What a new process sends in a takeover, and the last line of the old one.
 const NEW_PROCESS: &[u8] = b"jackstay take-over 1\nserving\n";
+/// What a new process sends that only starts beside one that drains.
+const IF_DRAINING: &[u8] = b"jackstay take-over 1 if draining\n";
 const LEFT: &[u8] = b"left\n";
 
 static LISTENER: LazyLock<TcpListener> =
@@ -39,10 +41,11 @@ fn old_process_sends(bytes: &[u8], runtime: &Runtime) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     send(&theirs, bytes);
     theirs.shutdown(std::net::Shutdown::Write).unwrap();
-    let Ok((predecessor, sockets)) = receive_sockets(ours) else { return };
+    let Ok(Found::Predecessor(predecessor, sockets)) = ask(ours, Request::TakeOver) else { return };
     let line = bytes.iter().position(|byte| *byte == b'\n').expect("a line");
     let (line, rest) = (&bytes[..line], &bytes[line + 1..]);
-    let count = std::str::from_utf8(line).unwrap().strip_prefix("sockets ").unwrap();
+    let prefix = if predecessor.is_draining() { "draining " } else { "sockets " };
+    let count = std::str::from_utf8(line).unwrap().strip_prefix(prefix).unwrap();
     assert_eq!(count.parse(), Ok(sockets.len()));
     let (sent, rest) = rest.split_at(sockets.len());
     assert!(sent.iter().all(|byte| *byte == SOCKET), "{sent:?}");
@@ -66,10 +69,13 @@ fn new_process_sends(bytes: &[u8], runtime: &Runtime) {
         let (mut duplicated, mut released) = (false, false);
         while let Some(request) = received.recv().await {
             match request {
-                TakeoverRequest::DuplicateSockets(reply) => {
+                TakeoverRequest::DuplicateSockets { if_draining: true, reply } => {
+                    drop(reply.send(Ok(Offer::Nothing)));
+                }
+                TakeoverRequest::DuplicateSockets { if_draining: false, reply } => {
                     duplicated = true;
                     let copy = LISTENER.as_fd().try_clone_to_owned();
-                    drop(reply.send(copy.map(|copy| vec![copy])));
+                    drop(reply.send(copy.map(|copy| Offer::Sockets(vec![copy]))));
                 }
                 TakeoverRequest::ReleaseSockets { .. } => released = true,
             }
@@ -80,7 +86,8 @@ fn new_process_sends(bytes: &[u8], runtime: &Runtime) {
     let request = NEW_PROCESS.split_inclusive(|byte| *byte == b'\n').next().unwrap_or_default();
     assert_eq!(duplicated, bytes.starts_with(request));
     assert_eq!(released, bytes.starts_with(NEW_PROCESS), "{result:?}");
-    assert_eq!(result.is_ok(), released, "{result:?}");
+    assert_eq!(matches!(result, Ok(true)), released, "{result:?}");
+    assert_eq!(matches!(result, Ok(false)), bytes.starts_with(IF_DRAINING), "{result:?}");
 }
 
 /// Sends an input, with a descriptor where a byte stands for one.

@@ -8,11 +8,11 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::listener::{BoundListener, ListenerMode};
-use super::sockets::{AdminSocket, BoundSocket, NewSockets, SocketBinder};
+use super::sockets::{AdminBind, AdminSocket, BoundSocket, NewSockets, SocketBinder};
 use super::start_error::StartError;
 use crate::config::{self, CertPaths, Config, MemoryLimit};
 use crate::control::endpoint_set;
@@ -51,13 +51,13 @@ impl ActiveConfig {
     /// Duplicates of every listening socket, for another process.
     pub fn duplicate_sockets(&self) -> io::Result<Vec<OwnedFd>> {
         let listeners = self.sockets.iter().flat_map(|socket| socket.duplicates());
-        listeners.chain([self.admin.socket().as_fd().try_clone_to_owned()]).collect()
+        listeners.chain(self.admin.duplicate()).collect()
     }
 
     /// Every address that this process listens on.
     pub fn listen_addresses(&self) -> Arc<[SocketAddr]> {
         let listeners = self.sockets.iter().map(|socket| socket.address());
-        listeners.chain(self.admin.socket().local_addr()).collect()
+        listeners.chain(self.admin.address()).collect()
     }
 
     /// For each worker, the sockets of this configuration that it does not have yet. The workers serve
@@ -88,11 +88,16 @@ impl ActiveConfig {
             let collides =
                 |other: &Arc<BoundSocket>| config::collide(other.address(), socket.address());
             if !stays && next.sockets.iter().any(collides) {
-                socket.divert_new_connections();
-                any = true;
+                any |= socket.divert_new_connections();
             }
         }
         self.admin.divert_if_replaced(&next.admin) || any
+    }
+
+    /// Excludes the sockets of the listeners from new connections before a drain closes them. Returns whether TCP
+    /// handshakes that have started on one must be waited for.
+    pub fn divert_new_connections(&self) -> bool {
+        self.sockets.iter().fold(false, |any, socket| socket.divert_new_connections() || any)
     }
 
     /// Drops the identities that the configuration does not name any more. Called when the workers have
@@ -136,18 +141,19 @@ pub struct PreparedConfig {
 
 impl PreparedConfig {
     /// Loads every file, and binds every address that the `current` configuration does not have. Matching
-    /// `inherited` sockets are used before new ones are bound.
+    /// `inherited` sockets are used before new ones are bound. `admin` says whether the admin endpoint may wait for
+    /// its address.
     ///
     /// # Errors
     /// The first file that cannot be loaded or address that cannot be bound. Nothing has changed then.
     pub fn new(
         config: Config,
         current: Option<&ActiveConfig>,
-        inherited: &mut InheritedSockets,
+        (inherited, admin): (&mut InheritedSockets, AdminBind),
         metrics: &Arc<Metrics>,
     ) -> Result<Self, StartError> {
-        let admin =
-            AdminSocket::bind(config.admin.bind, current.map(|current| &current.admin), inherited)?;
+        let current_admin = current.map(|current| &current.admin);
+        let admin = AdminSocket::bind(config.admin.bind, current_admin, inherited, admin)?;
         let connector = connector(&config, current)?;
         let config = Arc::new(config);
         let mut prepared = Self {

@@ -6,16 +6,19 @@
 //! |---|---|
 //! | start | starts the tasks of the configuration, serves the admin endpoint, notifies readiness |
 //! | start with `--take-over` | before it serves the admin endpoint: waits until every upstream has a usable endpoint, sends the sockets to the workers, and has the old process stop accepting |
+//! | start beside a process that drains | before it serves the admin endpoint: has the old process give that up |
 //! | reload request, or the file has changed | prepares the new configuration, activates it, and sends it to the workers |
 //! | takeover request | sends the sockets to the new process; when that serves, makes the workers release theirs |
-//! | drain | drops the sockets and continues its tasks until it is stopped |
+//! | drain | makes the workers close their sockets, then end connections; continues its tasks until it is stopped ([`drain`]) |
+//! | takeover request in a drain | sends the socket of the admin endpoint to the new process, and gives it up when that serves |
 
+mod drain;
 mod tasks;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
 use tokio::task::{LocalSet, spawn_local};
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
@@ -24,9 +27,9 @@ use tracing::dispatcher::{Dispatch, with_default};
 use self::tasks::Tasks;
 use super::active::{ActiveConfig, PreparedConfig, raise_descriptor_limit, set_memory_limit};
 use super::reload::{ConfigFollower, ReloadOutcome, ReloadRequest, ReloadResult, changes};
-use super::sockets::NewSockets;
+use super::sockets::{AdminBind, NewSockets};
 use super::status::ProcessStatus;
-use super::takeover::{Predecessor, TakeoverRequest};
+use super::takeover::{Offer, Predecessor, TakeoverRequest};
 use super::workers::CommandSender;
 use crate::admin::StatusProvider as _;
 use crate::control::discovery::SharedContext;
@@ -69,8 +72,13 @@ pub struct ControlThread {
     pub follower: Option<ConfigFollower>,
     pub requests: UnboundedReceiver<ReloadRequest>,
     pub draining: watch::Receiver<bool>,
-    /// The process to take over from, and the sockets that the workers get when this one can serve.
+    /// Becomes true when the workers have closed their listening sockets, so that connections shall end.
+    pub sockets_closed: watch::Sender<bool>,
+    /// The process to take over from, and the sockets that the workers get when this one can serve. They have theirs
+    /// if that process drains.
     pub predecessor: Option<(Predecessor, NewSockets)>,
+    /// Whether the takeover socket belongs to another process that this one replaces.
+    pub replaces: bool,
     /// Becomes true when another process has taken over.
     pub replaced: watch::Sender<bool>,
 }
@@ -102,27 +110,42 @@ impl ControlThread {
         self.start_upkeep();
         let mut tasks = Tasks::new(Arc::clone(&self.status), Arc::clone(&self.context));
         tasks.start_new(&self.active);
-        let takes_over = self.predecessor.is_some();
-        if let Some((predecessor, sockets)) = self.predecessor.take()
-            && !self.take_over(predecessor, sockets).await
-        {
-            // The process drains: the tasks run until the thread is stopped.
-            return std::future::pending().await;
-        }
-        tasks.serve_admin(&self.active);
-        // Readiness does not wait for an endpoint: an apiserver may need units that systemd starts only
-        // after this one is ready.
-        self.manager.notify_ready();
         let (sender, mut takeovers) = unbounded_channel();
-        tasks.serve_takeover(&self.active, &sender, &self.replaced, takes_over).await;
+        let predecessor = self.predecessor.take();
+        let starts = match predecessor {
+            Some((predecessor, _)) if predecessor.is_draining() => {
+                self.replace_draining(predecessor).await;
+                true
+            }
+            Some((predecessor, sockets)) => self.take_over(predecessor, sockets).await,
+            None => true,
+        };
+        if starts {
+            tasks.serve_admin(&self.active);
+            // Readiness does not wait for an endpoint: an apiserver may need units that systemd starts only
+            // after this one is ready.
+            self.manager.notify_ready();
+            tasks.serve_takeover(&self.active, &sender, &self.replaced, self.replaces).await;
+            self.serve_requests(&mut tasks, &sender, &mut takeovers).await;
+        }
+        self.drain(&mut tasks, &mut takeovers).await;
+    }
+
+    /// Executes requests until this process drains.
+    async fn serve_requests(
+        &mut self,
+        tasks: &mut Tasks,
+        sender: &UnboundedSender<TakeoverRequest>,
+        takeovers: &mut UnboundedReceiver<TakeoverRequest>,
+    ) {
         let mut file_checks = interval(FILE_CHECK);
         file_checks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut draining = self.draining.clone();
         loop {
             let request = tokio::select! {
-                _ = draining.wait_for(|draining| *draining) => break,
+                _ = draining.wait_for(|draining| *draining) => return,
                 request = self.requests.recv() => {
-                    let Some(request) = request else { break };
+                    let Some(request) = request else { return };
                     request
                 }
                 _ = file_checks.tick() => {
@@ -132,27 +155,29 @@ impl ControlThread {
                     ReloadRequest { trigger: "file changed", reply: None }
                 }
                 Some(request) = takeovers.recv() => match request {
-                    TakeoverRequest::DuplicateSockets(reply) => {
+                    TakeoverRequest::DuplicateSockets { if_draining, reply } => {
+                        let offer = if if_draining {
+                            Ok(Offer::Nothing)
+                        } else {
+                            self.active.duplicate_sockets().map(Offer::Sockets)
+                        };
                         // The receiver may be dropped.
-                        let _ = reply.send(self.active.duplicate_sockets());
+                        let _ = reply.send(offer);
                         continue;
                     }
                     TakeoverRequest::ReleaseSockets { pid, done: _done } => {
-                        self.release_sockets(pid, &mut tasks).await;
-                        break;
+                        self.release_sockets(pid, tasks).await;
+                        return;
                     }
                 },
             };
-            let result = self.reload(request.trigger, &mut tasks).await;
-            tasks.serve_takeover(&self.active, &sender, &self.replaced, false).await;
+            let result = self.reload(request.trigger, tasks).await;
+            tasks.serve_takeover(&self.active, sender, &self.replaced, false).await;
             if let Some(reply) = request.reply {
                 // The receiver may be dropped.
                 let _ = reply.send(result);
             }
         }
-        // The workers close the last duplicates.
-        self.active.sockets.clear();
-        std::future::pending::<()>().await;
     }
 
     /// Starts the tasks that do not depend on the configuration.
@@ -197,16 +222,32 @@ impl ControlThread {
         true
     }
 
+    /// Makes a process that drains give up its admin endpoint. The workers accept already.
+    async fn replace_draining(&self, predecessor: Predecessor) {
+        let from = predecessor.pid();
+        let reason = match predecessor.replace().await {
+            Ok(()) => "the old process drains".to_owned(),
+            // It may have ended. If it has not, both serve the admin endpoint.
+            Err(error) => format!("the old process drains and has not confirmed: {error}"),
+        };
+        let effect = "started beside it: this process accepts connections";
+        self.report_takeover(from, own_pid(), &reason, effect);
+    }
+
     /// Stops accepting, since the process `pid` serves the sockets.
     async fn release_sockets(&mut self, pid: Option<i32>, tasks: &mut Tasks) {
-        if let Some(pid) = pid {
-            self.manager.notify(&format!("MAINPID={pid}"));
-        }
+        self.notify_main_process(pid);
         let released = self.workers.release_sockets();
         wait_for_workers(released, "a worker still accepts connections after 5 s").await;
         tasks.release_admin();
         let effect = "handed over: this process drains and ends";
         self.report_takeover(own_pid(), pid, "a new process serves", effect);
+    }
+
+    fn notify_main_process(&self, pid: Option<i32>) {
+        if let Some(pid) = pid {
+            self.manager.notify(&format!("MAINPID={pid}"));
+        }
     }
 
     fn report_takeover(&self, from: Option<i32>, to: Option<i32>, reason: &str, effect: &str) {
@@ -249,7 +290,8 @@ impl ControlThread {
         config.identity_lane = self.workers.has_identity_lane();
         config.sandbox = self.active.config.sandbox;
         let mut inherited = InheritedSockets::default();
-        PreparedConfig::new(config, Some(&self.active), &mut inherited, &self.metrics)
+        let sockets = (&mut inherited, AdminBind::Required);
+        PreparedConfig::new(config, Some(&self.active), sockets, &self.metrics)
             .map_err(|error| vec![error.to_string()])
     }
 

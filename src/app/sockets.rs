@@ -9,8 +9,8 @@ use std::collections::HashMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use socket2::SockRef;
 
@@ -39,8 +39,9 @@ pub struct BoundSocket {
     options: ListenOptions,
     /// The options before [`Self::apply_options`].
     previous_options: ListenOptions,
-    /// Whether the sockets were inherited from another process, which may still have them.
-    inherited: bool,
+    /// Whether another process may have the sockets too: the one that they were inherited from, or one that they were
+    /// handed to.
+    has_other_owner: AtomicBool,
     sockets: Vec<TcpListener>,
 }
 
@@ -75,15 +76,25 @@ impl BoundSocket {
         inherited: bool,
     ) -> Self {
         let id = SocketId(NEXT_ID.fetch_add(1, Ordering::Relaxed));
-        Self { id, configured, address, options, previous_options: options, inherited, sockets }
+        let has_other_owner = AtomicBool::new(inherited);
+        Self {
+            id,
+            configured,
+            address,
+            options,
+            previous_options: options,
+            has_other_owner,
+            sockets,
+        }
     }
 
     /// The same sockets with other options. [`Self::apply_options`] sets them later.
     fn with_options(&self, options: ListenOptions) -> io::Result<Self> {
         listening::check_options(self.address, &options)?;
         let sockets = self.sockets.iter().map(TcpListener::try_clone).collect::<Result<_, _>>()?;
-        let Self { id, configured, address, options: previous_options, inherited, .. } = *self;
-        Ok(Self { id, configured, address, options, previous_options, inherited, sockets })
+        let Self { id, configured, address, options: previous_options, .. } = *self;
+        let has_other_owner = AtomicBool::new(self.has_other_owner());
+        Ok(Self { id, configured, address, options, previous_options, has_other_owner, sockets })
     }
 
     pub fn id(&self) -> SocketId {
@@ -106,12 +117,16 @@ impl BoundSocket {
         }
     }
 
-    /// Makes the kernel give new connections to another socket on the port, before these are closed. Inherited
-    /// sockets are not changed, since another process may still use them.
-    pub fn divert_new_connections(&self) {
-        for socket in self.sockets.iter().filter(|_| !self.inherited) {
-            divert_new_connections(socket);
-        }
+    fn has_other_owner(&self) -> bool {
+        self.has_other_owner.load(Ordering::Relaxed)
+    }
+
+    /// Makes the kernel give new connections to another socket on the port, or refuse them, before these are closed.
+    /// Sockets that another process may use are not changed. Returns whether TCP handshakes that have started must
+    /// be waited for.
+    pub fn divert_new_connections(&self) -> bool {
+        let own = self.sockets.iter().filter(|_| !self.has_other_owner());
+        own.fold(false, |any, socket| divert_new_connections(socket) || any)
     }
 
     /// Duplicates of the sockets that one worker accepts on. Every worker has at least one socket, and every
@@ -125,17 +140,20 @@ impl BoundSocket {
 
     /// Duplicates of all sockets, for another process.
     pub fn duplicates(&self) -> impl Iterator<Item = io::Result<OwnedFd>> {
+        self.has_other_owner.store(true, Ordering::Relaxed);
         self.sockets.iter().map(|socket| socket.as_fd().try_clone_to_owned())
     }
 }
 
 /// See [`listening::divert_new_connections`]. Without it, a connection that arrives at the moment of the close
-/// is reset.
-fn divert_new_connections(socket: &TcpListener) {
-    if let Err(error) = listening::divert_new_connections(socket) {
+/// is reset. Returns whether the kernel has done it.
+fn divert_new_connections(socket: &TcpListener) -> bool {
+    let diverted = listening::divert_new_connections(socket);
+    if let Err(error) = &diverted {
         let address = socket.local_addr().ok();
         tracing::debug!(?address, %error, "cannot exclude a socket from new connections");
     }
+    diverted.is_ok()
 }
 
 /// The indices of the sockets, of `count`, that a worker accepts on: every `workers`-th, or one that it shares
@@ -146,12 +164,22 @@ fn assigned_sockets(worker: usize, workers: usize, count: usize) -> impl Iterato
     })
 }
 
+/// Whether the process starts while another one has the address of the admin endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AdminBind {
+    /// It does not.
+    Required,
+    /// It does, and binds the address when that is free.
+    WhenFree,
+}
+
 /// The listening socket of the admin endpoint.
 #[derive(Debug)]
 pub struct AdminSocket {
     configured: SocketAddr,
-    socket: TcpListener,
-    inherited: bool,
+    /// `None` while another process has the address: before [`Self::bind_if_free`] and after [`Self::close`].
+    socket: Mutex<Option<Arc<TcpListener>>>,
+    has_other_owner: AtomicBool,
 }
 
 impl AdminSocket {
@@ -160,35 +188,77 @@ impl AdminSocket {
         configured: SocketAddr,
         current: Option<&Arc<Self>>,
         inherited: &mut InheritedSockets,
+        bind: AdminBind,
     ) -> Result<Arc<Self>, StartError> {
         if let Some(current) = current.filter(|admin| admin.configured == configured) {
             return Ok(Arc::clone(current));
         }
         if let Some(socket) = inherited.take(configured, false).pop() {
-            return Ok(Arc::new(Self { configured, socket, inherited: true }));
+            return Ok(Self::new(configured, Some(socket), true));
         }
         let conflicts = |address| address != configured && config::collide(address, configured);
-        let current = current.map(|admin| &admin.socket);
+        let current = current.and_then(|admin| admin.socket());
         let conflicting = current.filter(|socket| socket.local_addr().is_ok_and(conflicts));
-        let conflicting: Vec<_> = conflicting.into_iter().collect();
+        let conflicting: Vec<_> = conflicting.iter().map(AsRef::as_ref).collect();
         match listening::listen_alongside(configured, &ListenOptions::default(), &conflicting) {
-            Ok(socket) => Ok(Arc::new(Self { configured, socket, inherited: false })),
+            Ok(socket) => Ok(Self::new(configured, Some(socket), false)),
+            Err(error)
+                if bind == AdminBind::WhenFree && error.kind() == io::ErrorKind::AddrInUse =>
+            {
+                Ok(Self::new(configured, None, false))
+            }
             Err(error) => Err(StartError::bind("admin", configured, &error)),
         }
     }
 
-    pub fn socket(&self) -> &TcpListener {
-        &self.socket
+    fn new(
+        configured: SocketAddr,
+        socket: Option<TcpListener>,
+        has_other_owner: bool,
+    ) -> Arc<Self> {
+        let socket = Mutex::new(socket.map(Arc::new));
+        Arc::new(Self { configured, socket, has_other_owner: AtomicBool::new(has_other_owner) })
+    }
+
+    /// The socket, unless another process has the address.
+    pub fn socket(&self) -> Option<Arc<TcpListener>> {
+        self.socket.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The bound address, or the configured one while another process has that.
+    pub fn address(&self) -> io::Result<SocketAddr> {
+        self.socket().map_or(Ok(self.configured), |socket| socket.local_addr())
+    }
+
+    /// Binds the configured address.
+    pub fn bind_if_free(&self) -> io::Result<()> {
+        let socket = listening::listen_with(self.configured, &ListenOptions::default())?;
+        *self.socket.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(socket));
+        Ok(())
+    }
+
+    /// A duplicate for another process.
+    pub fn duplicate(&self) -> Option<io::Result<OwnedFd>> {
+        self.has_other_owner.store(true, Ordering::Relaxed);
+        self.socket().map(|socket| socket.as_fd().try_clone_to_owned())
+    }
+
+    /// Closes the socket, which another process has.
+    pub fn close(&self) {
+        self.socket.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
     /// Excludes the socket from new connections if `next` replaces it on its port. Returns whether it does.
     pub fn divert_if_replaced(self: &Arc<Self>, next: &Arc<Self>) -> bool {
-        let collide = || -> io::Result<bool> {
-            Ok(config::collide(self.socket.local_addr()?, next.socket.local_addr()?))
+        let (Some(socket), false) = (self.socket(), self.has_other_owner.load(Ordering::Relaxed))
+        else {
+            return false;
         };
-        let is_replaced = !self.inherited && !Arc::ptr_eq(self, next) && collide().unwrap_or(false);
+        let collide =
+            || -> io::Result<bool> { Ok(config::collide(socket.local_addr()?, next.address()?)) };
+        let is_replaced = !Arc::ptr_eq(self, next) && collide().unwrap_or(false);
         if is_replaced {
-            divert_new_connections(&self.socket);
+            divert_new_connections(&socket);
         }
         is_replaced
     }
@@ -201,6 +271,8 @@ pub struct SocketBinder<'a> {
     current: Vec<(&'a str, &'a Arc<BoundSocket>)>,
     inherited: &'a mut InheritedSockets,
     workers: usize,
+    /// Whether the process starts. Then no other socket may listen on an address, also none that would share it.
+    starts: bool,
 }
 
 impl<'a> SocketBinder<'a> {
@@ -211,7 +283,8 @@ impl<'a> SocketBinder<'a> {
         inherited: &'a mut InheritedSockets,
         workers: usize,
     ) -> Self {
-        Self { current, inherited, workers }
+        let starts = current.is_empty();
+        Self { current, inherited, workers, starts }
     }
 
     /// The sockets of each listener, in the order of `listeners`. An address whose family this host
@@ -237,7 +310,7 @@ impl<'a> SocketBinder<'a> {
                     conflicting.push((index, found.len(), address));
                     found.push(None);
                 } else {
-                    match BoundSocket::bind(address, self.options(listener), self.workers, &[]) {
+                    match self.bind_new(address, self.options(listener)) {
                         Ok(socket) => found.push(Some(Arc::new(socket))),
                         Err(error) if listening::is_address_family_missing(address, &error) => {
                             tracing::warn!(
@@ -292,6 +365,13 @@ impl<'a> SocketBinder<'a> {
             return Err(StartError::transparency_mismatch(&listener.name, address, transparent));
         }
         Ok(None)
+    }
+
+    fn bind_new(&self, address: SocketAddr, options: ListenOptions) -> io::Result<BoundSocket> {
+        if self.starts && options.shared {
+            listening::ensure_unused(address, &options)?;
+        }
+        BoundSocket::bind(address, options, self.workers, &[])
     }
 
     fn options(&self, listener: &config::Listener) -> ListenOptions {

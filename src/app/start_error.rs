@@ -12,6 +12,16 @@ use crate::net::tls::file_error::TlsFileError;
 pub struct StartError {
     message: String,
     is_configuration: bool,
+    is_address_in_use: bool,
+}
+
+/// What is known of the process that a new one cannot take over from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum OtherProcess {
+    /// It has answered that it serves.
+    Serves,
+    /// It has not answered, or has closed the connection.
+    Unknown,
 }
 
 impl StartError {
@@ -20,14 +30,19 @@ impl StartError {
         self.is_configuration
     }
 
+    /// Whether a socket of another process has an address of the configuration.
+    pub(super) fn is_address_in_use(&self) -> bool {
+        self.is_address_in_use
+    }
+
     /// The cause is in the configuration.
     pub(super) fn configuration(error: &dyn Display) -> Self {
-        Self { message: error.to_string(), is_configuration: true }
+        Self { message: error.to_string(), is_configuration: true, is_address_in_use: false }
     }
 
     /// The cause is in this machine, its processes included.
     fn machine(message: String) -> Self {
-        Self { message, is_configuration: false }
+        Self { message, is_configuration: false, is_address_in_use: false }
     }
 
     /// The listening socket of `owner`, a listener or the admin endpoint, cannot be opened.
@@ -48,7 +63,9 @@ impl StartError {
                 .to_owned(),
             _ => String::new(),
         };
-        Self::machine(format!("{owner} cannot listen on {address}: {error}{advice}"))
+        let is_address_in_use = error.kind() == io::ErrorKind::AddrInUse;
+        let message = format!("{owner} cannot listen on {address}: {error}{advice}");
+        Self { is_address_in_use, ..Self::machine(message) }
     }
 
     /// The process lacks the capability for an `action` that a transparent listener needs.
@@ -77,11 +94,29 @@ impl StartError {
         ))
     }
 
-    /// The running process that serves `path` does not hand over its sockets.
-    pub(super) fn takeover(path: &Path, reason: &str) -> Self {
+    /// The process that serves `path` does not hand over its sockets.
+    pub(super) fn takeover(path: &Path, reason: &str, other: OtherProcess) -> Self {
         let path = path.display();
+        let state = match other {
+            OtherProcess::Serves => "the running process continues to serve",
+            OtherProcess::Unknown => "the log of the other process has its side",
+        };
+        Self::machine(format!("cannot take over through {path}: {reason}; {state}"))
+    }
+
+    /// The process that serves `path` does not answer and has an address of the configuration, so that `bind` failed.
+    pub(super) fn silent(path: &Path, pid: Option<i32>, bind: &Self) -> Self {
+        let path = path.display();
+        let (process, remedy) = match pid {
+            Some(pid) => (
+                format!("process {pid}"),
+                format!("`kill -CONT {pid}` continues it, `kill -KILL {pid}` ends it"),
+            ),
+            None => ("the other process".to_owned(), "continue or kill it".to_owned()),
+        };
         Self::machine(format!(
-            "cannot take over through {path}: {reason}; the running process continues to serve"
+            "cannot take over through {path}: {process} does not respond (stopped?) and still has the \
+             listening sockets: {remedy}, and a start then succeeds; {bind}"
         ))
     }
 }

@@ -3,7 +3,8 @@
 //! The control thread sends it the [`DesiredState`]. The worker then starts new listeners, updates changed
 //! ones without closing their connections, and drains removed ones while the others continue to serve. The
 //! first state is applied like every later one. During a takeover the worker stops accepting, leaves the accept
-//! queues to the new process, and continues to serve its open connections.
+//! queues to the new process, and continues to serve its open connections. Before a drain, all workers close their
+//! sockets; then connections end ([`super::drain_signal`]).
 
 mod listener;
 mod role;
@@ -11,6 +12,7 @@ mod role;
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::net::{SocketAddr, TcpListener};
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,6 +24,7 @@ use tokio::time::sleep;
 
 use self::listener::{DRAIN_POLL, DrainDeadline, Server, WorkerListener};
 pub use self::role::Role;
+use super::drain_signal::DrainSignal;
 use super::listener::{BoundListener, Destinations, ListenerMode};
 use super::sockets::SocketId;
 use crate::config::{self, AccessLog};
@@ -63,6 +66,8 @@ pub enum Command {
     /// Stop accepting at once, and leave the connections in the accept queues to another process that has the
     /// same sockets. Open connections continue.
     ReleaseSockets(Done),
+    /// Stop accepting, accept the connections in the accept queues, and close the sockets. Open connections continue.
+    CloseSockets(Done),
 }
 
 /// The configuration that a worker shall serve.
@@ -86,8 +91,8 @@ pub struct WorkerSetup {
     /// Number of workers that accept, among which the connection limits of a listener are divided.
     pub workers: usize,
     pub role: Role,
-    /// Becomes true to drain the worker.
-    pub drain: watch::Receiver<bool>,
+    /// Drains the worker.
+    pub drain: DrainSignal,
     /// Becomes true to close all open connections.
     pub force: watch::Receiver<bool>,
     /// Records that the event loop runs.
@@ -108,7 +113,7 @@ impl WorkerSetup {
     }
 
     async fn serve(self, tasks: TaskQueues, mut commands: UnboundedReceiver<Command>) {
-        let (mut drain, liveness) = (self.drain.clone(), self.liveness.clone());
+        let (drain, liveness) = (self.drain.clone(), self.liveness.clone());
         let iterations = liveness.clone();
         spawn_local(async move {
             for tick in 1_u32.. {
@@ -131,6 +136,7 @@ impl WorkerSetup {
         };
         spawn_local(Rc::clone(&worker.flows).run());
         spawn_local(socket_memory::run());
+        let mut connections_end = pin!(drain.connections_end());
         loop {
             tokio::select! {
                 // A listener is started before connections to it are handed over.
@@ -138,10 +144,10 @@ impl WorkerSetup {
                 command = commands.recv() => match command {
                     Some(Command::Apply(state, _done)) => worker.apply(state),
                     Some(Command::ReleaseSockets(_done)) => worker.release_sockets(),
+                    Some(Command::CloseSockets(done)) => worker.close_sockets(done),
                     None => break,
                 },
-                // An error means that the sender is dropped: the process ends.
-                _ = drain.wait_for(|draining| *draining) => break,
+                () = &mut connections_end => break,
                 connection = worker.setup.role.handed_over() => worker.serve_handed_over(connection),
                 // Frees the memory of drains that have ended.
                 Some(_) = worker.draining.join_next(), if !worker.draining.is_empty() => {}
@@ -224,6 +230,18 @@ impl Worker {
         for listener in &mut self.listeners {
             listener.release_sockets(|_| true);
         }
+    }
+
+    /// Closes all sockets after their accept queues are empty, and drops `done` then.
+    fn close_sockets(&mut self, done: Done) {
+        let sockets = self.listeners.iter_mut().flat_map(WorkerListener::close_sockets);
+        let sockets: Vec<_> = sockets.collect();
+        spawn_local(async move {
+            for socket in sockets {
+                socket.unwatched().await;
+            }
+            drop(done);
+        });
     }
 
     fn start(&mut self, bound: &Arc<BoundListener>, access: AccessLog) -> WorkerListener {

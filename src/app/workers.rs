@@ -9,6 +9,7 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
 
 use super::active::ActiveConfig;
+use super::drain_signal::DrainSignal;
 use super::sockets::NewSockets;
 use super::worker::{Command, DesiredState, Done, Role, WorkerSetup};
 use crate::observe::{Liveness, Metrics};
@@ -24,12 +25,12 @@ pub struct WorkerThreads {
 }
 
 /// Starts `count` workers that accept connections, and the identity lane if `identity_lane` is true. All drain when
-/// `drain` becomes true, and close all open connections when `force` does.
+/// `drain` signals it, and close all open connections when `force` becomes true.
 pub fn start(
     count: usize,
     identity_lane: bool,
     metrics: &Arc<Metrics>,
-    drain: &watch::Receiver<bool>,
+    drain: &DrainSignal,
     force: &watch::Receiver<bool>,
 ) -> io::Result<WorkerThreads> {
     let bodies = request_body::budget(metrics);
@@ -116,6 +117,12 @@ impl CommandSender {
     /// Makes every worker stop accepting. The returned future completes when all have stopped.
     pub fn release_sockets(&self) -> impl Future<Output = ()> + use<> {
         self.send(&mut Command::ReleaseSockets)
+    }
+
+    /// Makes every worker accept what its accept queues hold and close its sockets. The returned future completes when
+    /// all are closed.
+    pub fn close_sockets(&self) -> impl Future<Output = ()> + use<> {
+        self.send(&mut Command::CloseSockets)
     }
 
     fn send(&self, command: &mut dyn FnMut(Done) -> Command) -> impl Future<Output = ()> + use<> {

@@ -52,6 +52,11 @@ impl DrainTrigger {
     pub fn force(&self) {
         self.0.send_replace(Stage::Forced);
     }
+
+    /// Waits until all watchers are dropped, as an accept loop does when it has closed its socket.
+    pub async fn unwatched(&self) {
+        self.0.closed().await;
+    }
 }
 
 impl DrainWatcher {

@@ -29,6 +29,9 @@ use crate::upstream::Upstream;
 /// Time for opening the takeover socket, which creates a file. After it, a warning is logged.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// How often the admin endpoint tries to bind an address that another process has.
+const ADMIN_RETRY: Duration = Duration::from_secs(1);
+
 /// The running tasks.
 pub struct Tasks {
     status: Arc<ProcessStatus>,
@@ -124,11 +127,12 @@ impl Tasks {
         self.serve_admin_unix(active.config.admin.socket.as_ref());
     }
 
-    /// Stops accepting on the TCP socket of the admin endpoint, since another process serves it. Open
+    /// Stops accepting on the TCP socket of the admin endpoint, and closes it, since another process serves it. Open
     /// connections get their responses.
     pub fn release_admin(&mut self) {
         if let Some(admin) = &mut self.admin {
             admin.stop = None;
+            admin.socket.close();
         }
     }
 
@@ -138,17 +142,9 @@ impl Tasks {
         if self.admin.as_ref().is_some_and(|known| Arc::ptr_eq(&known.socket, socket)) {
             return;
         }
-        let admin = match socket.socket().try_clone().and_then(Admin::from_std) {
-            Ok(admin) => admin,
-            Err(error) => {
-                tracing::error!(%error, "cannot serve the admin endpoint");
-                return;
-            }
-        };
         let status: Arc<dyn StatusProvider> = Arc::clone(&self.status) as _;
         let (sender, stop) = oneshot::channel();
-        let stop = async { stop.await.unwrap_or(StopReason::TakenOver) };
-        let task = spawn_local(admin.serve(status, stop)).abort_handle();
+        let task = spawn_local(serve_when_free(Arc::clone(socket), status, stop)).abort_handle();
         let server = AdminServer { socket: Arc::clone(socket), task, stop: Some(sender) };
         let Some(AdminServer { socket, task, stop }) = self.admin.replace(server) else { return };
         // The task of the previous socket then has its last duplicate. It accepts the queued connections
@@ -231,6 +227,48 @@ impl Tasks {
             );
         }
     }
+}
+
+/// Serves the admin endpoint, first waiting for its address while another process has that.
+async fn serve_when_free(
+    socket: Arc<AdminSocket>,
+    status: Arc<dyn StatusProvider>,
+    mut stop: oneshot::Receiver<StopReason>,
+) {
+    tokio::select! {
+        biased;
+        () = until_bound(&socket) => {}
+        _ = &mut stop => return,
+    }
+    // `None` if another process has taken it over already.
+    let Some(listener) = socket.socket() else { return };
+    drop(socket);
+    let admin = match listener.try_clone().and_then(Admin::from_std) {
+        Ok(admin) => admin,
+        Err(error) => {
+            tracing::error!(%error, "cannot serve the admin endpoint");
+            return;
+        }
+    };
+    drop(listener);
+    let stop = async { stop.await.unwrap_or(StopReason::TakenOver) };
+    admin.serve(status, stop).await;
+}
+
+/// Waits until the admin endpoint has its address.
+async fn until_bound(socket: &AdminSocket) {
+    if socket.socket().is_some() {
+        return;
+    }
+    let address = socket.address().ok();
+    tracing::warn!(
+        ?address,
+        "the admin endpoint waits: another process, which may drain, has its address; requests are served"
+    );
+    while socket.bind_if_free().is_err() {
+        sleep(ADMIN_RETRY).await;
+    }
+    tracing::info!(?address, "the admin endpoint listens: its address is free");
 }
 
 /// Returns `path` if the `current` task does not serve it, and then ends that task.

@@ -1,6 +1,11 @@
 //! The takeover protocol, also with a peer that fails at one of its steps.
 
+use super::predecessor::connect;
 use super::*;
+use crate::app::start_error::StartError;
+use crate::net::process::inherited_sockets::InheritedSockets;
+use socket2::{Domain, SockAddr, Socket, Type};
+use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::fs::PermissionsExt;
 use tokio::sync::mpsc::unbounded_channel;
@@ -15,8 +20,21 @@ struct OldProcess {
     server: JoinHandle<()>,
 }
 
+/// The process that serves `path` and hands over its sockets, if one does.
+fn request_sockets(path: &Path) -> Result<Option<(Predecessor, InheritedSockets)>, StartError> {
+    match request(path, Request::TakeOver)? {
+        Found::Predecessor(predecessor, sockets) => Ok(Some((predecessor, sockets))),
+        Found::Nothing => Ok(None),
+        other => panic!("{other:?}"),
+    }
+}
+
 impl OldProcess {
     fn start() -> Self {
+        Self::start_with(false)
+    }
+
+    fn start_with(draining: bool) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let server = TakeoverServer::listen(&socket_path(dir.path()), false).unwrap();
         let socket = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -25,9 +43,13 @@ impl OldProcess {
         let released = tokio::spawn(async move {
             while let Some(request) = requests.recv().await {
                 match request {
-                    TakeoverRequest::DuplicateSockets(reply) => {
-                        let copy = socket.as_fd().try_clone_to_owned();
-                        drop(reply.send(copy.map(|copy| vec![copy])));
+                    TakeoverRequest::DuplicateSockets { if_draining, reply } => {
+                        let copies = vec![socket.as_fd().try_clone_to_owned().unwrap()];
+                        drop(reply.send(Ok(match (draining, if_draining) {
+                            (true, _) => Offer::Draining(copies),
+                            (false, true) => Offer::Nothing,
+                            (false, false) => Offer::Sockets(copies),
+                        })));
                     }
                     TakeoverRequest::ReleaseSockets { pid, done: _done } => return pid,
                 }
@@ -74,6 +96,61 @@ async fn takeover_hands_over_sockets_and_their_queues() {
     assert_eq!(from, waiting.local_addr().unwrap());
     // The server has ended.
     assert!(request_sockets(&socket_path(old.dir.path())).unwrap().is_none());
+}
+
+/// With and without `--take-over`.
+#[tokio::test]
+async fn request_to_a_process_that_drains_returns_what_is_left() {
+    for wanted in [Request::TakeOver, Request::IfDraining] {
+        let old = OldProcess::start_with(true);
+        let path = socket_path(old.dir.path());
+        let found = spawn_blocking(move || request(&path, wanted)).await.unwrap().unwrap();
+        let Found::Predecessor(predecessor, mut sockets) = found else { panic!("{found:?}") };
+        assert!(predecessor.is_draining());
+        assert_eq!(sockets.take(old.address, false).len(), 1);
+        predecessor.replace().await.unwrap();
+        assert!(old.released.await.unwrap().is_some());
+    }
+}
+
+#[tokio::test]
+async fn request_if_draining_to_a_process_that_serves_takes_nothing() {
+    let old = OldProcess::start();
+    let path = socket_path(old.dir.path());
+    for _ in 0..3 {
+        let path = path.clone();
+        let found = spawn_blocking(move || request(&path, Request::IfDraining)).await.unwrap();
+        assert!(matches!(found.unwrap(), Found::Serving));
+    }
+    assert!(!old.released.is_finished() && !old.server.is_finished());
+}
+
+/// A process of a version that has only the first request, in its drain too.
+#[tokio::test]
+async fn request_if_draining_to_an_older_version_reports_that_it_serves() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = socket_path(dir.path());
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let found = spawn_blocking(move || request(&path, Request::IfDraining));
+    let (mut stream, _) = listener.accept().unwrap();
+    stream.write_all(b"this process understands `jackstay take-over 1`\n").unwrap();
+    assert!(matches!(found.await.unwrap().unwrap(), Found::Serving));
+}
+
+/// It ends while a new process waits for its answer.
+#[tokio::test]
+async fn request_to_a_process_that_ends_finds_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = socket_path(dir.path());
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let found = spawn_blocking(move || request(&path, Request::TakeOver));
+    let (stream, _) = listener.accept().unwrap();
+    // The connection may be closed before the socket.
+    drop(stream);
+    let again = listener.accept().unwrap();
+    drop(listener);
+    drop(again);
+    assert!(matches!(found.await.unwrap().unwrap(), Found::Nothing));
 }
 
 #[tokio::test]
@@ -126,37 +203,45 @@ async fn takeover_by_a_silent_process_times_out() {
 }
 
 #[tokio::test]
-async fn request_sockets_reports_unexpected_answers() {
+async fn request_reports_unexpected_answers_and_what_is_known_of_the_process() {
     let dir = tempfile::tempdir().unwrap();
     let path = socket_path(dir.path());
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-    for (answer, expected) in [
-        ("no\n", "unexpected answer: no"),
-        ("sockets 100000\n", "unexpected answer: sockets 100000"),
-        ("sockets 1\nx", "not one descriptor"),
-        ("sockets 1\n", "the other process closed the connection"),
-        ("", "the other process closed the connection"),
+    listener.set_nonblocking(true).unwrap();
+    let serves = "the running process continues to serve";
+    let unknown = "the log of the other process has its side";
+    for (answer, expected, state) in [
+        ("no\n", "unexpected answer: no", serves),
+        ("serving\n", "unexpected answer: serving", serves),
+        ("sockets 100000\n", "unexpected answer: sockets 100000", serves),
+        ("sockets 1\nx", "its sockets did not arrive: not one descriptor", unknown),
+        ("sockets 1\n", "its sockets did not arrive: unexpected end of file", unknown),
+        ("", "the other process closed the connection", unknown),
     ] {
-        let request = {
+        let asked = {
             let path = path.clone();
-            spawn_blocking(move || request_sockets(&path))
+            spawn_blocking(move || request(&path, Request::TakeOver))
         };
-        let (mut stream, _) = listener.accept().unwrap();
-        let mut line = [0; REQUEST.len() + 1];
-        stream.read_exact(&mut line).unwrap();
-        stream.write_all(answer.as_bytes()).unwrap();
-        drop(stream);
-        let error = request.await.unwrap().unwrap_err().to_string();
-        let expected = format!(
-            "cannot take over through {}: {expected}; the running process continues to serve",
-            path.display()
-        );
+        // A connection that is closed without an answer is followed by others.
+        while !asked.is_finished() {
+            let Ok((mut stream, _)) = listener.accept() else {
+                sleep(Duration::from_millis(1)).await;
+                continue;
+            };
+            stream.set_nonblocking(false).unwrap();
+            let mut line = [0; REQUEST.len() + 1];
+            if stream.read_exact(&mut line).is_ok() {
+                stream.write_all(answer.as_bytes()).unwrap();
+            }
+        }
+        let error = asked.await.unwrap().unwrap_err().to_string();
+        let expected = format!("cannot take over through {}: {expected}; {state}", path.display());
         assert_eq!(error, expected);
     }
 }
 
 #[test]
-fn request_sockets_with_full_accept_queue_fails_at_once() {
+fn request_with_full_accept_queue_returns_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let path = socket_path(dir.path());
     let hanging = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
@@ -166,9 +251,7 @@ fn request_sockets_with_full_accept_queue_fails_at_once() {
     while let Ok(stream) = connect(&path) {
         waiting.push(stream);
     }
-    let error = request_sockets(&path).unwrap_err().to_string();
-    assert!(error.contains("it does not answer, and its queue is full"), "{error}");
-    assert!(error.ends_with("continues to serve"), "{error}");
+    assert!(matches!(request(&path, Request::TakeOver).unwrap(), Found::Silent(None)));
 }
 
 #[tokio::test]
@@ -189,11 +272,4 @@ async fn listen_without_replace_refuses_a_served_socket_file() {
     TakeoverServer::listen(&path, false).unwrap();
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "no temporary file is left");
     TakeoverServer::listen(&dir.path().join("x".repeat(200)), false).unwrap_err();
-}
-
-#[test]
-fn is_trusted_accepts_own_user_and_root() {
-    let own = rustix::process::geteuid().as_raw();
-    assert!(is_trusted(own) && is_trusted(0));
-    assert!(!is_trusted(own + 1));
 }

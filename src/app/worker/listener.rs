@@ -213,6 +213,15 @@ impl WorkerListener {
         });
     }
 
+    /// Stops accepting, and accepts what the queues of the sockets hold. Returns one trigger for each address, which is
+    /// unwatched when its sockets are closed.
+    pub fn close_sockets(&mut self) -> impl Iterator<Item = DrainTrigger> {
+        self.sockets.drain().map(|(_, trigger)| {
+            trigger.start(Duration::ZERO);
+            trigger
+        })
+    }
+
     /// Drains the listener, as the module says.
     pub async fn drain(mut self, deadline: DrainDeadline) {
         let spread = deadline.spread();

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeSet;
 use std::env;
+use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -47,6 +48,16 @@ impl InheritedSockets {
     /// Moves the sockets of another set into this one.
     pub fn append(&mut self, mut other: Self) {
         self.sockets.append(&mut other.sockets);
+    }
+
+    /// Duplicates of the sockets, for a start that may fail and is tried again.
+    ///
+    /// # Errors
+    /// The process is out of descriptors.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        let sockets = self.sockets.iter();
+        let duplicates = sockets.map(|(address, socket)| Ok((*address, socket.try_clone()?)));
+        Ok(Self { sockets: duplicates.collect::<io::Result<_>>()? })
     }
 
     /// Takes the sockets on an address, in the order in which they were added. There are several if they

@@ -67,6 +67,20 @@ pub fn listen_with(
     Ok(socket.into())
 }
 
+/// Checks that no other socket listens on an address, also none that would share it by `SO_REUSEPORT`.
+///
+/// # Errors
+/// `AddrInUse`, or what else the kernel returns for a bind.
+pub fn ensure_unused(address: SocketAddr, options: &ListenOptions) -> io::Result<()> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_reuse_address(true)?;
+    if address.is_ipv6() {
+        socket.set_only_v6(true)?;
+    }
+    change_options(&SockRef::from(&socket), address, &ListenOptions::default(), options)?;
+    socket.bind(&address.into())
+}
+
 /// Changes `freebind` and `transparent` of a socket that has the options `from`; `shared` is not changed. A
 /// listening socket keeps its address, its queue and its connections. The kernel reads `freebind` at bind and
 /// `transparent` for each packet, so both may change at any time. The change affects all duplicates of the
@@ -154,7 +168,7 @@ pub fn divert_new_connections(socket: &std::net::TcpListener) -> io::Result<()> 
 
 /// Closes a listening socket and returns the connections in its accept queue, which the close would reset. A
 /// connection whose handshake completes between the last accept and the close is still reset, unless
-/// [`divert_new_connections`] was called before.
+/// [`divert_new_connections`] was called before, and the time of a TCP handshake has passed since.
 pub fn close_and_accept_queued(listener: tokio::net::TcpListener) -> Vec<(TcpStream, SocketAddr)> {
     let Ok(listener) = listener.into_std() else { return Vec::new() };
     let accepted = std::iter::from_fn(|| listener.accept().ok());
@@ -300,9 +314,18 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn listen_shared_twice_on_one_address_succeeds() {
+    async fn listen_shared_twice_on_one_address_succeeds_and_ensure_unused_fails() {
         let first = listen("127.0.0.1:0".parse().unwrap(), true).unwrap();
-        listen(first.local_addr().unwrap(), true).unwrap();
+        let address = first.local_addr().unwrap();
+        let second = listen(address, true).unwrap();
+        let in_use = ensure_unused(address, &ListenOptions::default()).unwrap_err();
+        assert_eq!(in_use.kind(), io::ErrorKind::AddrInUse);
+        // Not a connection that one of them has accepted.
+        let _client = std::net::TcpStream::connect(address).unwrap();
+        let accepted = first.accept().or_else(|_| second.accept()).unwrap();
+        drop((first, second));
+        ensure_unused(address, &ListenOptions::default()).unwrap();
+        drop(accepted);
     }
 
     #[test]

@@ -1,0 +1,168 @@
+//! The start of a process up to its bound sockets: alone, in place of a running process, or beside one that drains.
+//!
+//! | process with the same `state_dir` | `run` | `run --take-over` |
+//! |---|---|---|
+//! | none | binds | binds |
+//! | serves | fails: an address is in use | takes over its sockets |
+//! | drains | binds the addresses of the listeners, and takes over the socket of the admin endpoint | the same |
+//! | does not answer, and has closed the sockets of its listeners: another version, in its drain | fails | binds the addresses of the listeners; the admin endpoint waits for its address |
+//! | does not answer, and has the sockets: stopped | fails | fails |
+
+use std::path::Path;
+use std::sync::Arc;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use arc_swap::ArcSwap;
+
+use super::App;
+use super::active::{self, PreparedConfig};
+use super::sockets::AdminBind;
+use super::start_error::StartError;
+use super::takeover::{self, Found, Predecessor, Request};
+use crate::config::Config;
+use crate::control::discovery::SharedContext;
+use crate::control::discovery::dns::ResolverFiles;
+use crate::net::process::inherited_sockets::InheritedSockets;
+use crate::observe::{LivenessMonitor, Metrics};
+
+/// Time for a process that has got a termination signal to close its sockets or to end. Until then an address in use
+/// is tried again.
+const CLOSING: Duration = Duration::from_millis(500);
+/// How often such an address is tried.
+const CLOSING_POLL: Duration = Duration::from_millis(20);
+
+impl App {
+    /// Loads every file and binds every address.
+    ///
+    /// # Errors
+    /// The first file that cannot be loaded or address that cannot be bound.
+    pub fn bind(config: Config) -> Result<Self, StartError> {
+        Self::bind_with(config, InheritedSockets::default())
+    }
+
+    /// Loads every file, uses the matching inherited sockets, and binds all other addresses. If a process with the
+    /// same `state_dir` drains, starts beside it.
+    ///
+    /// # Errors
+    /// The first file that cannot be loaded or address that cannot be bound.
+    pub fn bind_with(config: Config, inherited: InheritedSockets) -> Result<Self, StartError> {
+        let path = config.state_dir.as_deref().map(takeover::socket_path);
+        let start = Instant::now();
+        loop {
+            let error = match Self::bind_once(&config, &inherited, AdminBind::Required) {
+                Err(error) if error.is_address_in_use() => error,
+                result => return result,
+            };
+            let Some(path) = &path else { return Err(error) };
+            match takeover::request(path, Request::IfDraining) {
+                Ok(Found::Predecessor(predecessor, sockets)) => {
+                    return Self::bind_beside(&config, inherited, predecessor, sockets);
+                }
+                // A process may handle a termination signal later, or have ended in the meantime.
+                Ok(Found::Nothing | Found::Serving) if start.elapsed() < CLOSING => {}
+                Ok(Found::Silent(pid)) => return Err(StartError::silent(path, pid, &error)),
+                Ok(Found::Nothing | Found::Serving) | Err(_) => return Err(error),
+            }
+            sleep(CLOSING_POLL);
+        }
+    }
+
+    /// Like [`App::bind_with`], also with the sockets of the running process that has the same `state_dir`.
+    /// That process drains once this one serves. If no process runs, this is an ordinary start.
+    ///
+    /// # Errors
+    /// Those of [`App::bind_with`], or the running process does not hand over its sockets.
+    pub fn take_over(config: Config, mut inherited: InheritedSockets) -> Result<Self, StartError> {
+        let Some(path) = config.state_dir.as_deref().map(takeover::socket_path) else {
+            tracing::warn!("state_dir is \"\": there is no socket to take over through");
+            return Self::bind_with(config, inherited);
+        };
+        match takeover::request(&path, Request::TakeOver)? {
+            Found::Predecessor(predecessor, sockets) if predecessor.is_draining() => {
+                Self::bind_beside(&config, inherited, predecessor, sockets)
+            }
+            Found::Predecessor(predecessor, sockets) => {
+                let pid = predecessor.pid();
+                tracing::info!(
+                    from = pid,
+                    sockets = sockets.len(),
+                    "taking over from a running process"
+                );
+                inherited.append(sockets);
+                let app = Self::bind_once(&config, &inherited, AdminBind::Required)?;
+                Ok(Self { predecessor: Some(predecessor), replaces: true, ..app })
+            }
+            Found::Silent(pid) => Self::bind_beside_silent(&config, &inherited, (&path, pid)),
+            Found::Nothing | Found::Serving => {
+                tracing::info!(path = %path.display(), "no process to take over from");
+                Self::bind_with(config, inherited)
+            }
+        }
+    }
+
+    /// Starts beside a process that drains, with the socket of its admin endpoint.
+    fn bind_beside(
+        config: &Config,
+        mut inherited: InheritedSockets,
+        predecessor: Predecessor,
+        sockets: InheritedSockets,
+    ) -> Result<Self, StartError> {
+        tracing::info!(from = predecessor.pid(), "starting beside a process that drains");
+        inherited.append(sockets);
+        let start = Instant::now();
+        loop {
+            match Self::bind_once(config, &inherited, AdminBind::WhenFree) {
+                Err(error) if error.is_address_in_use() && start.elapsed() < CLOSING => {
+                    sleep(CLOSING_POLL);
+                }
+                result => {
+                    let predecessor = Some(predecessor);
+                    return Ok(Self { predecessor, replaces: true, ..result? });
+                }
+            }
+        }
+    }
+
+    /// Starts beside a process that does not answer, if that has closed the sockets of its listeners.
+    fn bind_beside_silent(
+        config: &Config,
+        inherited: &InheritedSockets,
+        (path, pid): (&Path, Option<i32>),
+    ) -> Result<Self, StartError> {
+        let app = Self::bind_once(config, inherited, AdminBind::WhenFree).map_err(|error| {
+            if error.is_address_in_use() { StartError::silent(path, pid, &error) } else { error }
+        })?;
+        tracing::warn!(
+            from = pid,
+            "the running process does not answer, but the addresses of the listeners are free: starting beside it"
+        );
+        Ok(Self { replaces: true, ..app })
+    }
+
+    /// Uses duplicates of the inherited sockets.
+    fn bind_once(
+        config: &Config,
+        inherited: &InheritedSockets,
+        admin: AdminBind,
+    ) -> Result<Self, StartError> {
+        let mut inherited = inherited.try_clone()?;
+        active::raise_descriptor_limit(config);
+        let metrics = Metrics::new();
+        active::set_memory_limit(config, &metrics);
+        let sockets = (&mut inherited, admin);
+        let active = PreparedConfig::new(config.clone(), None, sockets, &metrics)?.activate();
+        if !inherited.is_empty() {
+            let addresses = inherited.addresses();
+            tracing::warn!(?addresses, "sockets that no listener uses are closed");
+        }
+        let context = Arc::new(SharedContext {
+            bound: ArcSwap::from_pointee(active.listen_addresses().to_vec()),
+            state_dir: ArcSwap::from_pointee(active.config.state_dir.clone()),
+            liveness: LivenessMonitor::start()?,
+            system: ResolverFiles::default(),
+        });
+        let (follower, predecessor, sandbox) = (None, None, None);
+        Ok(Self { active, metrics, context, follower, predecessor, replaces: false, sandbox })
+    }
+}

@@ -1,0 +1,55 @@
+//! The drain of the process, from the view of the control thread.
+
+use std::convert::Infallible;
+use std::future::pending;
+use std::time::Duration;
+
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::time::sleep;
+
+use super::tasks::Tasks;
+use super::{ControlThread, own_pid, wait_for_workers};
+use crate::app::takeover::{Offer, TakeoverRequest};
+
+/// Time for TCP handshakes to complete that have started on a socket that a drain closes: some round trips within a
+/// data center. Meanwhile new connections are refused, and a new process cannot bind the address.
+const TCP_HANDSHAKE: Duration = Duration::from_millis(50);
+
+impl ControlThread {
+    /// Closes all listening sockets, makes the workers end their connections, and answers takeover requests until this
+    /// thread is stopped.
+    pub(super) async fn drain(
+        &mut self,
+        tasks: &mut Tasks,
+        takeovers: &mut UnboundedReceiver<TakeoverRequest>,
+    ) -> Infallible {
+        // After a takeover, the main thread starts the drain.
+        let mut draining = self.draining.clone();
+        let _ = draining.wait_for(|draining| *draining).await;
+        if self.active.divert_new_connections() {
+            sleep(TCP_HANDSHAKE).await;
+        }
+        // The workers close the last duplicates.
+        self.active.sockets.clear();
+        let closed = self.workers.close_sockets();
+        wait_for_workers(closed, "a worker has not closed its sockets after 5 s").await;
+        self.sockets_closed.send_replace(true);
+        while let Some(request) = takeovers.recv().await {
+            match request {
+                TakeoverRequest::DuplicateSockets { reply, .. } => {
+                    let admin = self.active.admin.duplicate();
+                    // The receiver may be dropped.
+                    let _ = reply
+                        .send(admin.into_iter().collect::<Result<_, _>>().map(Offer::Draining));
+                }
+                TakeoverRequest::ReleaseSockets { pid, done: _done } => {
+                    self.notify_main_process(pid);
+                    tasks.release_admin();
+                    let effect = "handed over: this process drains and ends";
+                    self.report_takeover(own_pid(), pid, "a new process serves", effect);
+                }
+            }
+        }
+        pending().await
+    }
+}

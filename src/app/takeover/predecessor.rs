@@ -1,0 +1,240 @@
+//! The running process, from the view of a new one with the same `state_dir`.
+
+use std::io::{self, ErrorKind, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream as BlockingStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use socket2::{Domain, SockAddr, Socket, Type};
+use tokio::io::AsyncWriteExt;
+use tokio::net::UnixStream;
+use tokio::time::{sleep, timeout};
+
+use super::protocol::{
+    self, Answer, LEFT, REPLY_TIMEOUT, REQUEST, REQUEST_IF_DRAINING, SERVING, read_line,
+};
+use crate::app::start_error::{OtherProcess, StartError};
+use crate::net::process::descriptor_passing;
+use crate::net::process::inherited_sockets::InheritedSockets;
+use crate::observe::log::PidInLines;
+
+/// Maximum time for the running process to answer. It includes a reload in progress, and another takeover that
+/// waits for apiservers (3 s).
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time for a process that has closed a connection to close its takeover socket too, if it ends.
+const ENDING: Duration = Duration::from_millis(300);
+/// How often a takeover socket is checked whose process may be about to end.
+const ENDING_POLL: Duration = Duration::from_millis(100);
+
+/// How often a new process checks whether the old one has ended.
+const END_POLL: Duration = Duration::from_millis(500);
+/// Maximum time for which log lines have the field `pid` after a takeover: longer than the default of the drain
+/// timeout. The id of the old process may be in use again later.
+const MAX_OVERLAP: Duration = Duration::from_secs(120);
+
+/// The process that this one replaces. Log lines have the field `pid` while it exists.
+#[derive(Debug)]
+pub struct Predecessor {
+    stream: BlockingStream,
+    pid: Option<i32>,
+    draining: bool,
+    overlap: PidInLines,
+}
+
+/// What a new process asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Request {
+    /// All listening sockets, or those that a drain has left.
+    TakeOver,
+    /// The sockets that a drain has left.
+    IfDraining,
+}
+
+/// What serves a takeover socket.
+#[derive(Debug)]
+pub enum Found {
+    /// No process.
+    Nothing,
+    /// A process that hands over these sockets.
+    Predecessor(Predecessor, InheritedSockets),
+    /// A process that serves; only after [`Request::IfDraining`].
+    Serving,
+    /// A process that does not answer, with its PID if it is in the same PID namespace.
+    Silent(Option<i32>),
+}
+
+/// Asks the process that serves `path`.
+///
+/// # Errors
+/// The process refuses, or its answer is not that of the protocol.
+pub fn request(path: &Path, request: Request) -> Result<Found, StartError> {
+    let failed = |error: &io::Error, state| StartError::takeover(path, &error.to_string(), state);
+    let mut asked = None;
+    loop {
+        let stream = match connect(path) {
+            Ok(stream) => stream,
+            Err(error) => match error.kind() {
+                // No file, or the file of a process that has ended.
+                ErrorKind::NotFound | ErrorKind::ConnectionRefused => return Ok(Found::Nothing),
+                // The accept queue is full.
+                ErrorKind::WouldBlock => return Ok(Found::Silent(None)),
+                _ => return Err(failed(&error, OtherProcess::Unknown)),
+            },
+        };
+        let pid = peer_pid(&stream);
+        // The same process has closed a connection, and may be about to end. Another one has replaced it.
+        if let Some((process, error, since)) = &asked
+            && *process == pid
+        {
+            if Instant::now() >= *since + ENDING {
+                return Err(failed(error, OtherProcess::Unknown));
+            }
+            std::thread::sleep(ENDING_POLL);
+            continue;
+        }
+        match ask(stream, request) {
+            Ok(found) => return Ok(found),
+            Err(AskError::NoAnswer(error)) if is_timeout(&error) => return Ok(Found::Silent(pid)),
+            Err(AskError::NoAnswer(error)) if is_close(&error) => {
+                let error = io::Error::other("the other process closed the connection");
+                asked = Some((pid, error, Instant::now()));
+            }
+            Err(AskError::NoAnswer(error)) => return Err(failed(&error, OtherProcess::Unknown)),
+            Err(AskError::Answered(error)) => return Err(failed(&error, OtherProcess::Serves)),
+            Err(AskError::Interrupted(error)) => {
+                let reason = format!("its sockets did not arrive: {error}");
+                return Err(StartError::takeover(path, &reason, OtherProcess::Unknown));
+            }
+        }
+    }
+}
+
+/// Connects, but fails with `WouldBlock` if the accept queue is full. A blocking connect(2) would wait without
+/// limit for a process that hangs.
+pub(super) fn connect(path: &Path) -> io::Result<BlockingStream> {
+    let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+    socket.set_nonblocking(true)?;
+    socket.connect(&SockAddr::unix(path)?)?;
+    socket.set_nonblocking(false)?;
+    Ok(OwnedFd::from(socket).into())
+}
+
+/// The process at the other end. The kernel reports 0 for a process of another PID namespace.
+fn peer_pid(stream: &BlockingStream) -> Option<i32> {
+    let peer = descriptor_passing::peer_credentials(stream.as_fd()).ok()?;
+    Some(peer.pid).filter(|pid| *pid > 0)
+}
+
+/// Why a request has no result.
+#[derive(Debug)]
+pub enum AskError {
+    /// The process is not trusted or has not answered.
+    NoAnswer(io::Error),
+    /// It has answered, and the answer is not that of the protocol.
+    Answered(io::Error),
+    /// Not all of its sockets have arrived.
+    Interrupted(io::Error),
+}
+
+/// Asks the process at the other end of `stream`.
+///
+/// # Errors
+/// The process is not trusted, does not answer, or its answer is not that of the protocol.
+pub fn ask(mut stream: BlockingStream, request: Request) -> Result<Found, AskError> {
+    let line = exchange(&mut stream, request).map_err(AskError::NoAnswer)?;
+    let answer = match (Answer::parse(&line), request) {
+        (Some(Answer::Serving), Request::IfDraining) => return Ok(Found::Serving),
+        (Some(answer @ Answer::Sockets(_)), Request::TakeOver)
+        | (Some(answer @ Answer::Draining(_)), _) => answer,
+        // A version that does not know the request.
+        (None, Request::IfDraining) if line.contains(REQUEST) => return Ok(Found::Serving),
+        _ => {
+            return Err(AskError::Answered(io::Error::other(format!("unexpected answer: {line}"))));
+        }
+    };
+    let sockets = receive(&stream, answer.sockets()).map_err(AskError::Interrupted)?;
+    let draining = matches!(answer, Answer::Draining(_));
+    let pid = peer_pid(&stream);
+    Ok(Found::Predecessor(
+        Predecessor { stream, pid, draining, overlap: PidInLines::start() },
+        sockets,
+    ))
+}
+
+fn exchange(stream: &mut BlockingStream, request: Request) -> io::Result<String> {
+    let user = descriptor_passing::peer_credentials(stream.as_fd())?.uid;
+    if !protocol::is_trusted(user) {
+        return Err(io::Error::other(format!("it runs as user {user}, which is not trusted")));
+    }
+    stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+    stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
+    let request = match request {
+        Request::TakeOver => REQUEST,
+        Request::IfDraining => REQUEST_IF_DRAINING,
+    };
+    stream.write_all(format!("{request}\n").as_bytes())?;
+    protocol::read_line_blocking(stream)
+}
+
+fn receive(stream: &BlockingStream, count: usize) -> io::Result<InheritedSockets> {
+    let mut sockets = InheritedSockets::default();
+    for _ in 0..count {
+        let descriptor = descriptor_passing::receive(stream.as_fd())?;
+        sockets.add(descriptor).map_err(io::Error::other)?;
+    }
+    Ok(sockets)
+}
+
+fn is_timeout(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
+}
+
+fn is_close(error: &io::Error) -> bool {
+    use ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), UnexpectedEof | ConnectionReset | BrokenPipe)
+}
+
+impl Predecessor {
+    /// Its process id, unless it runs in another PID namespace.
+    pub fn pid(&self) -> Option<i32> {
+        self.pid
+    }
+
+    /// Whether it drains: it has closed the sockets of its listeners, and hands over the rest.
+    pub fn is_draining(&self) -> bool {
+        self.draining
+    }
+
+    /// Reports to the old process that this one serves its sockets, and waits until the old one has stopped
+    /// accepting. Log lines have the field `pid` until the old process has ended, for at most [`MAX_OVERLAP`].
+    ///
+    /// # Errors
+    /// The old process has ended or does not answer.
+    pub async fn replace(self) -> io::Result<()> {
+        let Self { stream, pid, overlap, .. } = self;
+        drop(tokio::spawn(async move {
+            // Without a visible process id, its end cannot be seen.
+            let _ = timeout(MAX_OVERLAP, wait_until_ended(pid)).await;
+            drop(overlap);
+        }));
+        stream.set_nonblocking(true)?;
+        let mut stream = UnixStream::from_std(stream)?;
+        stream.write_all(format!("{SERVING}\n").as_bytes()).await?;
+        match timeout(REPLY_TIMEOUT, read_line(&mut stream)).await {
+            Ok(Ok(line)) if line == LEFT => Ok(()),
+            Ok(Ok(line)) => Err(io::Error::other(format!("unexpected answer: {line}"))),
+            Ok(Err(error)) => Err(error),
+            Err(_) => Err(ErrorKind::TimedOut.into()),
+        }
+    }
+}
+
+/// Waits until a process has ended; never ends without its id. Landlock does not restrict stat(2), unlike open(2).
+async fn wait_until_ended(pid: Option<i32>) {
+    let Some(pid) = pid else { return std::future::pending().await };
+    let process = PathBuf::from(format!("/proc/{pid}"));
+    while process.exists() {
+        sleep(END_POLL).await;
+    }
+}

@@ -22,6 +22,7 @@
 //! ```
 
 mod active;
+mod admin_socket;
 mod bind;
 mod control;
 mod drain_signal;

@@ -11,8 +11,9 @@ use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use super::admin_socket::{AdminBind, AdminSocket};
 use super::listener::{BoundListener, ListenerMode};
-use super::sockets::{AdminBind, AdminSocket, BoundSocket, NewSockets, SocketBinder};
+use super::sockets::{BoundSocket, NewSockets, SocketBinder};
 use super::start_error::StartError;
 use crate::config::{self, CertPaths, Config, MemoryLimit};
 use crate::control::endpoint_set;
@@ -97,7 +98,8 @@ impl ActiveConfig {
     /// Excludes the sockets of the listeners from new connections before a drain closes them. Returns whether TCP
     /// handshakes that have started on one must be waited for.
     pub fn divert_new_connections(&self) -> bool {
-        self.sockets.iter().fold(false, |any, socket| socket.divert_new_connections() || any)
+        let diverted = self.sockets.iter().filter(|socket| socket.divert_new_connections());
+        diverted.count() > 0
     }
 
     /// Drops the identities that the configuration does not name any more. Called when the workers have

@@ -10,14 +10,14 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use tokio::time::Instant;
 
 use super::App;
 use super::active::{self, PreparedConfig};
-use super::sockets::AdminBind;
+use super::admin_socket::AdminBind;
 use super::start_error::StartError;
 use super::takeover::{self, Found, Predecessor, Request};
 use crate::config::Config;
@@ -48,23 +48,24 @@ impl App {
     /// The first file that cannot be loaded or address that cannot be bound.
     pub fn bind_with(config: Config, inherited: InheritedSockets) -> Result<Self, StartError> {
         let path = config.state_dir.as_deref().map(takeover::socket_path);
+        let attempt = Attempt { config, inherited };
         let start = Instant::now();
         loop {
-            let error = match Self::bind_once(&config, &inherited, AdminBind::Required) {
+            let error = match attempt.bind(AdminBind::Required) {
                 Err(error) if error.is_address_in_use() => error,
                 result => return result,
             };
             let Some(path) = &path else { return Err(error) };
             match takeover::request(path, Request::IfDraining) {
                 Ok(Found::Predecessor(predecessor, sockets)) => {
-                    return Self::bind_beside(&config, inherited, predecessor, sockets);
+                    return attempt.bind_beside(predecessor, sockets);
                 }
                 // A process may handle a termination signal later, or have ended in the meantime.
                 Ok(Found::Nothing | Found::Serving) if start.elapsed() < CLOSING => {}
                 Ok(Found::Silent(pid)) => return Err(StartError::silent(path, pid, &error)),
                 Ok(Found::Nothing | Found::Serving) | Err(_) => return Err(error),
             }
-            sleep(CLOSING_POLL);
+            takeover::pause(CLOSING_POLL);
         }
     }
 
@@ -73,14 +74,15 @@ impl App {
     ///
     /// # Errors
     /// Those of [`App::bind_with`], or the running process does not hand over its sockets.
-    pub fn take_over(config: Config, mut inherited: InheritedSockets) -> Result<Self, StartError> {
+    pub fn take_over(config: Config, inherited: InheritedSockets) -> Result<Self, StartError> {
         let Some(path) = config.state_dir.as_deref().map(takeover::socket_path) else {
             tracing::warn!("state_dir is \"\": there is no socket to take over through");
             return Self::bind_with(config, inherited);
         };
+        let mut attempt = Attempt { config, inherited };
         match takeover::request(&path, Request::TakeOver)? {
             Found::Predecessor(predecessor, sockets) if predecessor.is_draining() => {
-                Self::bind_beside(&config, inherited, predecessor, sockets)
+                attempt.bind_beside(predecessor, sockets)
             }
             Found::Predecessor(predecessor, sockets) => {
                 let pid = predecessor.pid();
@@ -89,64 +91,63 @@ impl App {
                     sockets = sockets.len(),
                     "taking over from a running process"
                 );
-                inherited.append(sockets);
-                let app = Self::bind_once(&config, &inherited, AdminBind::Required)?;
+                attempt.inherited.append(sockets);
+                let app = attempt.bind(AdminBind::Required)?;
                 Ok(Self { predecessor: Some(predecessor), replaces: true, ..app })
             }
-            Found::Silent(pid) => Self::bind_beside_silent(&config, &inherited, (&path, pid)),
+            Found::Silent(pid) => attempt.bind_beside_silent(&path, pid),
             Found::Nothing | Found::Serving => {
                 tracing::info!(path = %path.display(), "no process to take over from");
-                Self::bind_with(config, inherited)
+                Self::bind_with(attempt.config, attempt.inherited)
             }
         }
     }
+}
 
+/// A start that may be tried again.
+struct Attempt {
+    config: Config,
+    inherited: InheritedSockets,
+}
+
+impl Attempt {
     /// Starts beside a process that drains, with the socket of its admin endpoint.
     fn bind_beside(
-        config: &Config,
-        mut inherited: InheritedSockets,
+        mut self,
         predecessor: Predecessor,
         sockets: InheritedSockets,
-    ) -> Result<Self, StartError> {
+    ) -> Result<App, StartError> {
         tracing::info!(from = predecessor.pid(), "starting beside a process that drains");
-        inherited.append(sockets);
+        self.inherited.append(sockets);
         let start = Instant::now();
         loop {
-            match Self::bind_once(config, &inherited, AdminBind::WhenFree) {
+            match self.bind(AdminBind::WhenFree) {
                 Err(error) if error.is_address_in_use() && start.elapsed() < CLOSING => {
-                    sleep(CLOSING_POLL);
+                    takeover::pause(CLOSING_POLL);
                 }
                 result => {
                     let predecessor = Some(predecessor);
-                    return Ok(Self { predecessor, replaces: true, ..result? });
+                    return Ok(App { predecessor, replaces: true, ..result? });
                 }
             }
         }
     }
 
     /// Starts beside a process that does not answer, if that has closed the sockets of its listeners.
-    fn bind_beside_silent(
-        config: &Config,
-        inherited: &InheritedSockets,
-        (path, pid): (&Path, Option<i32>),
-    ) -> Result<Self, StartError> {
-        let app = Self::bind_once(config, inherited, AdminBind::WhenFree).map_err(|error| {
+    fn bind_beside_silent(&self, path: &Path, pid: Option<i32>) -> Result<App, StartError> {
+        let app = self.bind(AdminBind::WhenFree).map_err(|error| {
             if error.is_address_in_use() { StartError::silent(path, pid, &error) } else { error }
         })?;
         tracing::warn!(
             from = pid,
             "the running process does not answer, but the addresses of the listeners are free: starting beside it"
         );
-        Ok(Self { replaces: true, ..app })
+        Ok(App { replaces: true, ..app })
     }
 
     /// Uses duplicates of the inherited sockets.
-    fn bind_once(
-        config: &Config,
-        inherited: &InheritedSockets,
-        admin: AdminBind,
-    ) -> Result<Self, StartError> {
-        let mut inherited = inherited.try_clone()?;
+    fn bind(&self, admin: AdminBind) -> Result<App, StartError> {
+        let (config, mut inherited) = (&self.config, self.inherited.try_clone()?);
         active::raise_descriptor_limit(config);
         let metrics = Metrics::new();
         active::set_memory_limit(config, &metrics);
@@ -163,6 +164,6 @@ impl App {
             system: ResolverFiles::default(),
         });
         let (follower, predecessor, sandbox) = (None, None, None);
-        Ok(Self { active, metrics, context, follower, predecessor, replaces: false, sandbox })
+        Ok(App { active, metrics, context, follower, predecessor, replaces: false, sandbox })
     }
 }

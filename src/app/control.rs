@@ -26,8 +26,9 @@ use tracing::dispatcher::{Dispatch, with_default};
 
 use self::tasks::Tasks;
 use super::active::{ActiveConfig, PreparedConfig, raise_descriptor_limit, set_memory_limit};
+use super::admin_socket::AdminBind;
 use super::reload::{ConfigFollower, ReloadOutcome, ReloadRequest, ReloadResult, changes};
-use super::sockets::{AdminBind, NewSockets};
+use super::sockets::NewSockets;
 use super::status::ProcessStatus;
 use super::takeover::{Offer, Predecessor, TakeoverRequest};
 use super::workers::CommandSender;

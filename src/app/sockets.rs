@@ -9,8 +9,8 @@ use std::collections::HashMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use socket2::SockRef;
 
@@ -126,7 +126,7 @@ impl BoundSocket {
     /// be waited for.
     pub fn divert_new_connections(&self) -> bool {
         let own = self.sockets.iter().filter(|_| !self.has_other_owner());
-        own.fold(false, |any, socket| divert_new_connections(socket) || any)
+        own.filter(|socket| divert_new_connections(socket)).count() > 0
     }
 
     /// Duplicates of the sockets that one worker accepts on. Every worker has at least one socket, and every
@@ -147,7 +147,7 @@ impl BoundSocket {
 
 /// See [`listening::divert_new_connections`]. Without it, a connection that arrives at the moment of the close
 /// is reset. Returns whether the kernel has done it.
-fn divert_new_connections(socket: &TcpListener) -> bool {
+pub(super) fn divert_new_connections(socket: &TcpListener) -> bool {
     let diverted = listening::divert_new_connections(socket);
     if let Err(error) = &diverted {
         let address = socket.local_addr().ok();
@@ -162,106 +162,6 @@ fn assigned_sockets(worker: usize, workers: usize, count: usize) -> impl Iterato
     (0..count).filter(move |index| {
         if worker < count { index % workers == worker } else { *index == worker % count }
     })
-}
-
-/// Whether the process starts while another one has the address of the admin endpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AdminBind {
-    /// It does not.
-    Required,
-    /// It does, and binds the address when that is free.
-    WhenFree,
-}
-
-/// The listening socket of the admin endpoint.
-#[derive(Debug)]
-pub struct AdminSocket {
-    configured: SocketAddr,
-    /// `None` while another process has the address: before [`Self::bind_if_free`] and after [`Self::close`].
-    socket: Mutex<Option<Arc<TcpListener>>>,
-    has_other_owner: AtomicBool,
-}
-
-impl AdminSocket {
-    /// The socket on `configured`: the `current` one, an inherited one, or a new one.
-    pub fn bind(
-        configured: SocketAddr,
-        current: Option<&Arc<Self>>,
-        inherited: &mut InheritedSockets,
-        bind: AdminBind,
-    ) -> Result<Arc<Self>, StartError> {
-        if let Some(current) = current.filter(|admin| admin.configured == configured) {
-            return Ok(Arc::clone(current));
-        }
-        if let Some(socket) = inherited.take(configured, false).pop() {
-            return Ok(Self::new(configured, Some(socket), true));
-        }
-        let conflicts = |address| address != configured && config::collide(address, configured);
-        let current = current.and_then(|admin| admin.socket());
-        let conflicting = current.filter(|socket| socket.local_addr().is_ok_and(conflicts));
-        let conflicting: Vec<_> = conflicting.iter().map(AsRef::as_ref).collect();
-        match listening::listen_alongside(configured, &ListenOptions::default(), &conflicting) {
-            Ok(socket) => Ok(Self::new(configured, Some(socket), false)),
-            Err(error)
-                if bind == AdminBind::WhenFree && error.kind() == io::ErrorKind::AddrInUse =>
-            {
-                Ok(Self::new(configured, None, false))
-            }
-            Err(error) => Err(StartError::bind("admin", configured, &error)),
-        }
-    }
-
-    fn new(
-        configured: SocketAddr,
-        socket: Option<TcpListener>,
-        has_other_owner: bool,
-    ) -> Arc<Self> {
-        let socket = Mutex::new(socket.map(Arc::new));
-        Arc::new(Self { configured, socket, has_other_owner: AtomicBool::new(has_other_owner) })
-    }
-
-    /// The socket, unless another process has the address.
-    pub fn socket(&self) -> Option<Arc<TcpListener>> {
-        self.socket.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// The bound address, or the configured one while another process has that.
-    pub fn address(&self) -> io::Result<SocketAddr> {
-        self.socket().map_or(Ok(self.configured), |socket| socket.local_addr())
-    }
-
-    /// Binds the configured address.
-    pub fn bind_if_free(&self) -> io::Result<()> {
-        let socket = listening::listen_with(self.configured, &ListenOptions::default())?;
-        *self.socket.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(socket));
-        Ok(())
-    }
-
-    /// A duplicate for another process.
-    pub fn duplicate(&self) -> Option<io::Result<OwnedFd>> {
-        self.has_other_owner.store(true, Ordering::Relaxed);
-        self.socket().map(|socket| socket.as_fd().try_clone_to_owned())
-    }
-
-    /// Closes the socket, which another process has.
-    pub fn close(&self) {
-        self.socket.lock().unwrap_or_else(PoisonError::into_inner).take();
-    }
-
-    /// Excludes the socket from new connections if `next` replaces it on its port. Returns whether it does.
-    pub fn divert_if_replaced(self: &Arc<Self>, next: &Arc<Self>) -> bool {
-        let (Some(socket), false) = (self.socket(), self.has_other_owner.load(Ordering::Relaxed))
-        else {
-            return false;
-        };
-        let collide =
-            || -> io::Result<bool> { Ok(config::collide(socket.local_addr()?, next.address()?)) };
-        let is_replaced = !Arc::ptr_eq(self, next) && collide().unwrap_or(false);
-        if is_replaced {
-            divert_new_connections(&socket);
-        }
-        is_replaced
-    }
 }
 
 /// Finds or binds the sockets of all listeners. For an address it uses the socket of the listener itself, or

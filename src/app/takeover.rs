@@ -57,7 +57,7 @@ use crate::net::process::descriptor_passing;
 use crate::net::sockets::listening;
 use crate::observe::log::PidInLines;
 
-pub use self::predecessor::{AskError, Found, Predecessor, Request, ask, request};
+pub use self::predecessor::{AskError, Found, Predecessor, Request, ask, pause, request};
 
 /// Maximum time from the connect of a new process to its request, which it sends at once. Other new processes
 /// wait meanwhile.

@@ -6,27 +6,26 @@
 //! queues to the new process, and continues to serve its open connections. Before a drain, all workers close their
 //! sockets; then connections end ([`super::drain_signal`]).
 
+mod command;
 mod listener;
 mod role;
 
-use std::collections::HashMap;
-use std::convert::Infallible;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
+use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::watch;
 use tokio::task::{JoinSet, spawn_local};
 use tokio::time::sleep;
 
+pub use self::command::{Command, DesiredState, Done};
 use self::listener::{DRAIN_POLL, DrainDeadline, Server, WorkerListener};
 pub use self::role::Role;
 use super::drain_signal::DrainSignal;
 use super::listener::{BoundListener, Destinations, ListenerMode};
-use super::sockets::SocketId;
 use crate::config::{self, AccessLog};
 use crate::net::process::allocator::{self, Release};
 use crate::observe::{ByteBudget, Liveness, Metrics};
@@ -54,34 +53,6 @@ const TICK: Duration = Duration::from_secs(1);
 /// All free memory is returned once in so many ticks, because the kernel then has to provide the part that is soon
 /// used again.
 const RELEASE_ALL_TICKS: u32 = 60;
-
-/// A worker drops it after it has executed a command. No value is ever sent.
-pub type Done = UnboundedSender<Infallible>;
-
-/// A command to a worker.
-#[derive(Debug)]
-pub enum Command {
-    /// Serve this configuration from now on.
-    Apply(DesiredState, Done),
-    /// Stop accepting at once, and leave the connections in the accept queues to another process that has the
-    /// same sockets. Open connections continue.
-    ReleaseSockets(Done),
-    /// Stop accepting, accept the connections in the accept queues, and close the sockets. Open connections continue.
-    CloseSockets(Done),
-}
-
-/// The configuration that a worker shall serve.
-#[derive(Debug)]
-pub struct DesiredState {
-    /// All listeners. The worker drains its listeners that are not among them.
-    pub listeners: Vec<Arc<BoundListener>>,
-    /// The sockets of `listeners` that the worker does not have yet.
-    pub new_sockets: HashMap<SocketId, Vec<TcpListener>>,
-    pub access: AccessLog,
-    pub drain_timeout: Duration,
-    /// Every address that this process listens on.
-    pub listen_addresses: Arc<[SocketAddr]>,
-}
 
 /// The parameters of a worker thread.
 pub struct WorkerSetup {
@@ -153,6 +124,8 @@ impl WorkerSetup {
                 Some(_) = worker.draining.join_next(), if !worker.draining.is_empty() => {}
             }
         }
+        // The control thread does not wait for commands that this worker will not execute.
+        drop(commands);
         for connection in worker.setup.role.close() {
             worker.serve_handed_over(connection);
         }

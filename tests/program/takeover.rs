@@ -2,6 +2,7 @@
 
 mod certificates;
 mod load;
+mod restarts;
 mod setup;
 
 use self::load::Load;

@@ -15,8 +15,8 @@ use tokio::time::{sleep, timeout};
 
 use crate::admin::{self, Admin, CONNECTION_TIME, StatusProvider, StopReason};
 use crate::app::active::ActiveConfig;
+use crate::app::admin_socket::AdminSocket;
 use crate::app::fault_reports::FaultReports;
-use crate::app::sockets::AdminSocket;
 use crate::app::status::ProcessStatus;
 use crate::app::takeover::{self, TakeoverRequest, TakeoverServer};
 use crate::control::certificates;

@@ -4,12 +4,12 @@ use std::io::{self, ErrorKind, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream as BlockingStream;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::protocol::{
     self, Answer, LEFT, REPLY_TIMEOUT, REQUEST, REQUEST_IF_DRAINING, SERVING, read_line,
@@ -90,7 +90,7 @@ pub fn request(path: &Path, request: Request) -> Result<Found, StartError> {
             if Instant::now() >= *since + ENDING {
                 return Err(failed(error, OtherProcess::Unknown));
             }
-            std::thread::sleep(ENDING_POLL);
+            pause(ENDING_POLL);
             continue;
         }
         match ask(stream, request) {
@@ -108,6 +108,12 @@ pub fn request(path: &Path, request: Request) -> Result<Found, StartError> {
             }
         }
     }
+}
+
+/// Waits during a start, which runs on a thread without an event loop.
+#[allow(clippy::disallowed_methods)]
+pub fn pause(time: Duration) {
+    std::thread::sleep(time);
 }
 
 /// Connects, but fails with `WouldBlock` if the accept queue is full. A blocking connect(2) would wait without

@@ -28,7 +28,7 @@ const WATCHES: usize = 6;
 const INTERVAL: Duration = Duration::from_millis(25);
 
 #[derive(Default)]
-struct Results {
+pub struct Results {
     failures: Mutex<Vec<String>>,
     requests: AtomicUsize,
     connections: AtomicUsize,
@@ -76,7 +76,7 @@ pub struct Load {
 }
 
 /// A client with one connection at a time.
-struct ReconnectingClient {
+pub struct ReconnectingClient {
     address: SocketAddr,
     credentials: Credentials,
     connection: tokio::sync::Mutex<Option<Arc<Client>>>,
@@ -84,7 +84,7 @@ struct ReconnectingClient {
 }
 
 impl ReconnectingClient {
-    fn new(setup: &Setup, results: &Arc<Results>) -> Arc<Self> {
+    pub fn new(setup: &Setup, results: &Arc<Results>) -> Arc<Self> {
         Arc::new(Self {
             address: setup.address,
             credentials: setup.cluster.certs.credentials(),
@@ -112,7 +112,7 @@ impl ReconnectingClient {
     }
 
     /// Writes this object, or reads without one.
-    async fn request(&self, path: &str, object: Option<&Value>) -> io::Result<Reply> {
+    pub async fn request(&self, path: &str, object: Option<&Value>) -> io::Result<Reply> {
         loop {
             let connection = self.connection().await?;
             let result = match object {

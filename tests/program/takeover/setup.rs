@@ -90,8 +90,8 @@ impl Setup {
     pub async fn with(servers: usize, change: impl FnOnce(&mut Config)) -> Self {
         let cluster = TestCluster::new(servers);
         let mut config = cluster.config();
-        change(&mut config);
         config.shutdown.drain_timeout = DRAIN_TIMEOUT;
+        change(&mut config);
         config.state_dir = Some(cluster.certs.path().join("state"));
         let file = cluster.certs.path().join("jackstay.yaml");
         write_config(&file, &config);
@@ -147,12 +147,17 @@ impl Setup {
 
     /// Head and body of a page of the admin endpoint.
     pub async fn page(&self, path: &str) -> String {
-        let mut stream = TcpStream::connect(self.admin).await.unwrap();
+        self.try_page(path).await.unwrap()
+    }
+
+    /// [`Self::page`]; fails while no process has the admin endpoint.
+    pub async fn try_page(&self, path: &str) -> std::io::Result<String> {
+        let mut stream = TcpStream::connect(self.admin).await?;
         let request = format!("GET {path} HTTP/1.0\r\n\r\n");
-        stream.write_all(request.as_bytes()).await.unwrap();
+        stream.write_all(request.as_bytes()).await?;
         let mut page = String::new();
-        stream.read_to_string(&mut page).await.unwrap();
-        page
+        stream.read_to_string(&mut page).await?;
+        Ok(page)
     }
 
     pub async fn wait_ready(&self) {

@@ -279,7 +279,7 @@ impl Endpoint {
     /// Steps the health and publishes the transition, if there is one.
     fn step(&self, mut guarded: MutexGuard<'_, Guarded>, observation: Observation<'_>) {
         let Some(transition) = guarded.health.step(observation) else { return };
-        let Transition { from, to, reason, died, slow_start } = &transition;
+        let Transition { from, to, reason, died, slow_start, is_fault } = &transition;
         guarded.since = wall_clock();
         let ejected = matches!(to, EndpointState::Ejected | EndpointState::NoH2);
         guarded.downtime.record(ejected, Instant::now());
@@ -307,7 +307,7 @@ impl Endpoint {
             to: to.as_str(),
             reason,
             effect: to.effect(),
-            bad: to.is_fault(),
+            bad: *is_fault,
         };
         // The flows of a process that died are reset.
         let flows = if *died { self.flows() } else { 0 };

@@ -72,6 +72,9 @@ pub(super) struct Transition {
     /// On entering [`EndpointState::Ready`]: whether a slow start begins, because the load has moved away
     /// from the endpoint. `None` leaves a slow start in progress unchanged.
     pub(super) slow_start: Option<bool>,
+    /// Whether the state is a new fault: an endpoint that was out of service and answers again, but is not ready
+    /// yet, is on its way back.
+    pub(super) is_fault: bool,
 }
 
 /// The readiness of an endpoint, for [`crate::upstream::evacuation`].
@@ -160,8 +163,9 @@ impl EndpointHealth {
         }
         let reason = reason.to_owned();
         let died = to == EndpointState::Ejected && self.end_lifecycle();
+        let is_fault = to.is_fault() && !(to == EndpointState::Degraded && self.lost_load);
         let slow_start = self.note_load(from, to);
-        Some(Transition { from, to, reason, died, slow_start })
+        Some(Transition { from, to, reason, died, slow_start, is_fault })
     }
 
     /// The state and its reason.
@@ -400,6 +404,20 @@ mod tests {
             let text = format!("{observations:?}");
             assert_eq!(transitions(observations), expected, "{text}");
         }
+    }
+
+    #[test]
+    fn step_to_degraded_is_a_fault_unless_the_endpoint_was_out_of_service() {
+        let mut health = EndpointHealth::default();
+        let mut is_fault = |observation| health.step(observation).map(|t| t.is_fault);
+        assert_eq!(is_fault(ConnectionOpened), None);
+        assert_eq!(is_fault(ReadyzFailing("etcd")), Some(true), "found at the start");
+        assert_eq!(is_fault(ReadyzOk), Some(false));
+        assert_eq!(is_fault(ReadyzFailing("etcd")), Some(true));
+        assert_eq!(is_fault(Unresponsive("stopped")), Some(true));
+        assert_eq!(is_fault(Responsive), Some(false), "not ready yet");
+        assert_eq!(is_fault(ReadyzOk), Some(false));
+        assert_eq!(is_fault(ReadyzFailing("etcd")), Some(true));
     }
 
     #[test]

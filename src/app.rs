@@ -66,6 +66,8 @@ pub struct App {
     context: Arc<SharedContext>,
     follower: Option<ConfigFollower>,
     predecessor: Option<Predecessor>,
+    /// Whether sockets may come from a service manager.
+    manager_sockets: bool,
     /// Whether the takeover socket belongs to another process that this one replaces.
     replaces: bool,
     sandbox: Option<Arc<ProcessSandbox>>,
@@ -120,7 +122,16 @@ impl App {
     /// # Errors
     /// A thread cannot be created.
     pub fn start_under(self, manager: Arc<ServiceManager>) -> Result<Running, StartError> {
-        let Self { active, metrics, context, follower, predecessor, replaces, sandbox } = self;
+        let Self {
+            active,
+            metrics,
+            context,
+            follower,
+            predecessor,
+            manager_sockets,
+            replaces,
+            sandbox,
+        } = self;
         let (drain, draining) = watch::channel(false);
         let (close, closed) = watch::channel(false);
         let (force, forced) = watch::channel(false);
@@ -164,6 +175,7 @@ impl App {
             draining,
             sockets_closed: close,
             predecessor,
+            manager_sockets,
             replaces,
             replaced,
         };

@@ -95,6 +95,11 @@ impl ActiveConfig {
         self.admin.divert_if_replaced(&next.admin) || any
     }
 
+    /// Whether no process that the sockets of the listeners were inherited from may still have them.
+    pub fn has_own_sockets(&self) -> bool {
+        !self.sockets.iter().any(|socket| socket.is_inherited())
+    }
+
     /// Excludes the sockets of the listeners from new connections before a drain closes them. Returns whether TCP
     /// handshakes that have started on one must be waited for.
     pub fn divert_new_connections(&self) -> bool {

@@ -91,9 +91,10 @@ impl App {
                     sockets = sockets.len(),
                     "taking over from a running process"
                 );
+                let manager_sockets = !attempt.inherited.is_empty();
                 attempt.inherited.append(sockets);
                 let app = attempt.bind(AdminBind::Required)?;
-                Ok(Self { predecessor: Some(predecessor), replaces: true, ..app })
+                Ok(Self { predecessor: Some(predecessor), manager_sockets, replaces: true, ..app })
             }
             Found::Silent(pid) => attempt.bind_beside_silent(&path, pid),
             Found::Nothing | Found::Serving => {
@@ -164,6 +165,15 @@ impl Attempt {
             system: ResolverFiles::default(),
         });
         let (follower, predecessor, sandbox) = (None, None, None);
-        Ok(App { active, metrics, context, follower, predecessor, replaces: false, sandbox })
+        Ok(App {
+            active,
+            metrics,
+            context,
+            follower,
+            predecessor,
+            manager_sockets: false,
+            replaces: false,
+            sandbox,
+        })
     }
 }

@@ -78,6 +78,8 @@ pub struct ControlThread {
     /// The process to take over from, and the sockets that the workers get when this one can serve. They have theirs
     /// if that process drains.
     pub predecessor: Option<(Predecessor, NewSockets)>,
+    /// Whether sockets may come from a service manager, which still has them.
+    pub manager_sockets: bool,
     /// Whether the takeover socket belongs to another process that this one replaces.
     pub replaces: bool,
     /// Becomes true when another process has taken over.
@@ -166,8 +168,13 @@ impl ControlThread {
                         let _ = reply.send(offer);
                         continue;
                     }
-                    TakeoverRequest::ReleaseSockets { pid, done: _done } => {
+                    TakeoverRequest::ReleaseSockets { pid, done } => {
                         self.release_sockets(pid, tasks).await;
+                        let own = self.active.has_own_sockets();
+                        // So that the new process has the last duplicates.
+                        self.active.sockets.clear();
+                        // The receiver may be dropped.
+                        let _ = done.send(own);
                         return;
                     }
                 },
@@ -214,7 +221,12 @@ impl ControlThread {
         wait_for_workers(applied, "a worker does not accept connections after 5 s").await;
         let from = predecessor.pid();
         let reason = match predecessor.replace().await {
-            Ok(()) => "the old process has stopped accepting and drains".to_owned(),
+            Ok(own) => {
+                if own && !self.manager_sockets {
+                    self.active.sockets.iter().for_each(|socket| socket.set_own());
+                }
+                "the old process has stopped accepting and drains".to_owned()
+            }
             // The old process may have ended. If it has not, both accept connections.
             Err(error) => format!("the old process has not confirmed: {error}"),
         };
@@ -227,7 +239,7 @@ impl ControlThread {
     async fn replace_draining(&self, predecessor: Predecessor) {
         let from = predecessor.pid();
         let reason = match predecessor.replace().await {
-            Ok(()) => "the old process drains".to_owned(),
+            Ok(_) => "the old process drains".to_owned(),
             // It may have ended. If it has not, both serve the admin endpoint.
             Err(error) => format!("the old process drains and has not confirmed: {error}"),
         };

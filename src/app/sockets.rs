@@ -39,9 +39,10 @@ pub struct BoundSocket {
     options: ListenOptions,
     /// The options before [`Self::apply_options`].
     previous_options: ListenOptions,
-    /// Whether another process may have the sockets too: the one that they were inherited from, or one that they were
-    /// handed to.
-    has_other_owner: AtomicBool,
+    /// Whether the sockets were inherited from a process that may still have them.
+    inherited: AtomicBool,
+    /// Whether they were sent to another process.
+    handed_out: AtomicBool,
     sockets: Vec<TcpListener>,
 }
 
@@ -76,14 +77,15 @@ impl BoundSocket {
         inherited: bool,
     ) -> Self {
         let id = SocketId(NEXT_ID.fetch_add(1, Ordering::Relaxed));
-        let has_other_owner = AtomicBool::new(inherited);
+        let (inherited, handed_out) = (AtomicBool::new(inherited), AtomicBool::new(false));
         Self {
             id,
             configured,
             address,
             options,
             previous_options: options,
-            has_other_owner,
+            inherited,
+            handed_out,
             sockets,
         }
     }
@@ -93,8 +95,16 @@ impl BoundSocket {
         listening::check_options(self.address, &options)?;
         let sockets = self.sockets.iter().map(TcpListener::try_clone).collect::<Result<_, _>>()?;
         let Self { id, configured, address, options: previous_options, .. } = *self;
-        let has_other_owner = AtomicBool::new(self.has_other_owner());
-        Ok(Self { id, configured, address, options, previous_options, has_other_owner, sockets })
+        Ok(Self {
+            id,
+            configured,
+            address,
+            options,
+            previous_options,
+            inherited: AtomicBool::new(self.is_inherited()),
+            handed_out: AtomicBool::new(self.handed_out.load(Ordering::Relaxed)),
+            sockets,
+        })
     }
 
     pub fn id(&self) -> SocketId {
@@ -117,8 +127,18 @@ impl BoundSocket {
         }
     }
 
+    /// Whether a process that the sockets were inherited from may still have them.
+    pub fn is_inherited(&self) -> bool {
+        self.inherited.load(Ordering::Relaxed)
+    }
+
+    /// Records that the process that the sockets were inherited from has closed them.
+    pub fn set_own(&self) {
+        self.inherited.store(false, Ordering::Relaxed);
+    }
+
     fn has_other_owner(&self) -> bool {
-        self.has_other_owner.load(Ordering::Relaxed)
+        self.is_inherited() || self.handed_out.load(Ordering::Relaxed)
     }
 
     /// Makes the kernel give new connections to another socket on the port, or refuse them, before these are closed.
@@ -140,7 +160,7 @@ impl BoundSocket {
 
     /// Duplicates of all sockets, for another process.
     pub fn duplicates(&self) -> impl Iterator<Item = io::Result<OwnedFd>> {
-        self.has_other_owner.store(true, Ordering::Relaxed);
+        self.handed_out.store(true, Ordering::Relaxed);
         self.sockets.iter().map(|socket| socket.as_fd().try_clone_to_owned())
     }
 }

@@ -13,7 +13,7 @@
 //!  │ connects to the apiservers            │ serves
 //!  │ accepts                               │ serves
 //!  │── serving ───────────────────────────▶│ sends the new PID to the service manager, stops accepting
-//!  │◀── left ──────────────────────────────│
+//!  │◀── left, own ─────────────────────────│ `own` only if no service manager has the sockets too
 //!  │ serves the admin endpoint, is ready   │ drains and ends
 //! ```
 //!
@@ -51,7 +51,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{sleep, timeout};
 
 use self::protocol::{
-    Answer, LEFT, REPLY_TIMEOUT, REQUEST, REQUEST_IF_DRAINING, SERVING, is_trusted, read_line,
+    Answer, LEFT, OWN, REPLY_TIMEOUT, REQUEST, REQUEST_IF_DRAINING, SERVING, is_trusted, read_line,
 };
 use crate::net::process::descriptor_passing;
 use crate::net::sockets::listening;
@@ -87,8 +87,9 @@ pub enum TakeoverRequest {
     ReleaseSockets {
         /// The new process, unless it runs in another PID namespace.
         pid: Option<i32>,
-        /// Dropped when the workers have stopped accepting.
-        done: oneshot::Sender<()>,
+        /// Receives a value when the workers have stopped accepting: whether this process and the new one alone have
+        /// the sockets.
+        done: oneshot::Sender<bool>,
     },
 }
 
@@ -203,10 +204,13 @@ pub async fn hand_over(
     let (done, released) = oneshot::channel();
     let release = TakeoverRequest::ReleaseSockets { pid: peer.pid(), done };
     requests.send(release).map_err(|_| shutting_down())?;
-    // The sender is dropped without a message.
-    let _ = released.await;
+    let left = if released.await.unwrap_or(false) {
+        format!("{LEFT}\n{OWN}\n")
+    } else {
+        format!("{LEFT}\n")
+    };
     // The takeover has succeeded even if the new process does not read this message.
-    let _ = timeout(REPLY_TIMEOUT, stream.write_all(format!("{LEFT}\n").as_bytes())).await;
+    let _ = timeout(REPLY_TIMEOUT, stream.write_all(left.as_bytes())).await;
     Ok(true)
 }
 

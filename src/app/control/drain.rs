@@ -26,6 +26,7 @@ impl ControlThread {
         // After a takeover, the main thread starts the drain.
         let mut draining = self.draining.clone();
         let _ = draining.wait_for(|draining| *draining).await;
+        let own = self.active.has_own_sockets();
         if self.active.divert_new_connections() {
             sleep(TCP_HANDSHAKE).await;
         }
@@ -42,11 +43,13 @@ impl ControlThread {
                     let _ = reply
                         .send(admin.into_iter().collect::<Result<_, _>>().map(Offer::Draining));
                 }
-                TakeoverRequest::ReleaseSockets { pid, done: _done } => {
+                TakeoverRequest::ReleaseSockets { pid, done } => {
                     self.notify_main_process(pid);
                     tasks.release_admin();
                     let effect = "handed over: this process drains and ends";
                     self.report_takeover(own_pid(), pid, "a new process serves", effect);
+                    // The receiver may be dropped.
+                    let _ = done.send(own);
                 }
             }
         }

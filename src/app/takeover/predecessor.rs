@@ -12,7 +12,7 @@ use tokio::net::UnixStream;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::protocol::{
-    self, Answer, LEFT, REPLY_TIMEOUT, REQUEST, REQUEST_IF_DRAINING, SERVING, read_line,
+    self, Answer, LEFT, OWN, REPLY_TIMEOUT, REQUEST, REQUEST_IF_DRAINING, SERVING, read_line,
 };
 use crate::app::start_error::{OtherProcess, StartError};
 use crate::net::process::descriptor_passing;
@@ -213,11 +213,12 @@ impl Predecessor {
     }
 
     /// Reports to the old process that this one serves its sockets, and waits until the old one has stopped
-    /// accepting. Log lines have the field `pid` until the old process has ended, for at most [`MAX_OVERLAP`].
+    /// accepting. Returns whether this process alone has the sockets then. Log lines have the field `pid` until the
+    /// old process has ended, for at most [`MAX_OVERLAP`].
     ///
     /// # Errors
     /// The old process has ended or does not answer.
-    pub async fn replace(self) -> io::Result<()> {
+    pub async fn replace(self) -> io::Result<bool> {
         let Self { stream, pid, overlap, .. } = self;
         drop(tokio::spawn(async move {
             // Without a visible process id, its end cannot be seen.
@@ -228,7 +229,10 @@ impl Predecessor {
         let mut stream = UnixStream::from_std(stream)?;
         stream.write_all(format!("{SERVING}\n").as_bytes()).await?;
         match timeout(REPLY_TIMEOUT, read_line(&mut stream)).await {
-            Ok(Ok(line)) if line == LEFT => Ok(()),
+            Ok(Ok(line)) if line == LEFT => {
+                let owner = timeout(REPLY_TIMEOUT, read_line(&mut stream)).await;
+                Ok(owner.is_ok_and(|line| line.is_ok_and(|line| line == OWN)))
+            }
             Ok(Ok(line)) => Err(io::Error::other(format!("unexpected answer: {line}"))),
             Ok(Err(error)) => Err(error),
             Err(_) => Err(ErrorKind::TimedOut.into()),

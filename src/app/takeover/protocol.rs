@@ -17,6 +17,9 @@ pub const REQUEST_IF_DRAINING: &str = "jackstay take-over 1 if draining";
 pub const SERVING: &str = "serving";
 /// The message of the old process when it has stopped accepting.
 pub const LEFT: &str = "left";
+/// The line after [`LEFT`] if only the two processes have the sockets, not a service manager too. An older version
+/// closes the connection instead.
+pub const OWN: &str = "own";
 /// Maximum of sockets in a takeover. A listener has a few addresses, with one socket for each worker.
 pub const MAX_SOCKETS: usize = 1024;
 /// Maximum time for a peer to read a message or to answer one that it handles at once.

@@ -51,7 +51,10 @@ impl OldProcess {
                             (false, false) => Offer::Sockets(copies),
                         })));
                     }
-                    TakeoverRequest::ReleaseSockets { pid, done: _done } => return pid,
+                    TakeoverRequest::ReleaseSockets { pid, done } => {
+                        done.send(true).unwrap();
+                        return pid;
+                    }
                 }
             }
             None
@@ -88,7 +91,7 @@ async fn takeover_hands_over_sockets_and_their_queues() {
     assert_eq!(predecessor.pid(), i32::try_from(std::process::id()).ok());
     let socket = sockets.take(old.address, false).pop().expect("its socket");
     assert!(!old.released.is_finished());
-    predecessor.replace().await.unwrap();
+    assert!(predecessor.replace().await.unwrap(), "no other process has the sockets");
     assert_eq!(old.released.await.unwrap(), i32::try_from(std::process::id()).ok());
     old.server.await.unwrap();
     // The connection that waited in the queue is accepted by the new process.

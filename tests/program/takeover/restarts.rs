@@ -4,16 +4,17 @@ use super::load::ReconnectingClient;
 use super::setup::Setup;
 use super::silent_predecessor;
 use crate::support::child::Process;
-use crate::support::wait::{pause, until_within};
+use crate::support::wait::{PATIENCE, pause, until_within};
 use crate::support::{CONFIGMAPS, long_form, passthrough_config};
 use jackstay::config::Config;
-use jackstay::demo::client::{Client, Watch};
+use jackstay::demo::client::{Client, Credentials, Watch};
 use std::io::{self, ErrorKind, Read as _, Write as _};
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use tokio::time::timeout;
 
 /// Limit for a new process to serve beside one that drains. It serves within 0.2 s on an idle machine.
 const SERVES: Duration = Duration::from_secs(5);
@@ -42,16 +43,28 @@ async fn setup_with_watch(mode: &str) -> (Setup, Client, Watch) {
 async fn expect_admin(setup: &Setup, process: &mut Process, what: &str) {
     until_within(SERVES, &format!("{what}: the new process has the admin endpoint"), async || {
         assert!(process.is_running(), "{what}:\n{}", process.output());
-        setup.try_page("/status").await.is_ok_and(|page| page.contains("\"draining\": false"))
+        let page = answered("admin endpoint", setup.try_page("/status")).await;
+        page.is_ok_and(|page| page.contains("\"draining\": false"))
     })
     .await;
 }
 
 /// Sends a request on a new connection.
 async fn request(setup: &Setup) -> io::Result<()> {
-    let client = Client::connect(setup.address, &setup.cluster.certs.credentials()).await?;
-    let reply = client.get(CONFIGMAPS).await?;
+    answered("request of the test", get(setup.address, &setup.cluster.certs.credentials())).await
+}
+
+async fn get(address: SocketAddr, credentials: &Credentials) -> io::Result<()> {
+    let connect = Client::connect(address, credentials);
+    let client = answered("connect", connect).await?;
+    let reply = answered("request on a new connection", client.get(CONFIGMAPS)).await?;
     if reply.status.is_success() { Ok(()) } else { Err(io::Error::other(reply.status.as_str())) }
+}
+
+/// The result of an exchange, which fails if it lasts for longer than a drain and a start.
+async fn answered<T>(what: &str, exchange: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    let late = |_| Err(io::Error::new(ErrorKind::TimedOut, format!("{what}: no answer")));
+    timeout(PATIENCE, exchange).await.unwrap_or_else(late)
 }
 
 /// Without an answer of the draining process, the new one fails, and no process serves.
@@ -101,7 +114,7 @@ async fn termination_signal_between_sockets_and_serving_does_not_delay_the_answe
     let mut answers = String::new();
     stream.read_to_string(&mut answers).unwrap();
     // Each descriptor has one byte.
-    assert_eq!(answers, "sockets 3\nDDDleft\n");
+    assert_eq!(answers, "sockets 3\nDDDleft\nown\n");
     assert!(setup.process.is_running(), "the drain lasts");
 }
 
@@ -176,7 +189,7 @@ impl Results {
         let counter = match result {
             Ok(()) => &self.succeeded,
             Err(error) if error.kind() == ErrorKind::ConnectionRefused => &self.refused,
-            Err(_) if may_be_reset => &self.reset,
+            Err(error) if may_be_reset && error.kind() != ErrorKind::TimedOut => &self.reset,
             Err(error) => {
                 let text = format!("{error}: {:?}", error.get_ref());
                 return self.failures.lock().unwrap().push(text);
@@ -214,6 +227,8 @@ async fn restart_in_a_loop(mode: &'static str) {
             setup.process.signal("TERM");
             let start = Instant::now();
             let mut new = setup.start(flags);
+            // A page of the old process may say the same until that handles the signal.
+            new.wait_output("INFO listening ").await;
             expect_admin(&setup, &mut new, &what).await;
             until_within(SERVES, &what, async || request(&setup).await.is_ok()).await;
             longest = longest.max(start.elapsed());
@@ -248,11 +263,7 @@ fn start_clients(
     let recorded = Arc::clone(results);
     let new_connections = tokio::spawn(async move {
         while !recorded.stop.load(Relaxed) {
-            let result = async {
-                let client = Client::connect(address, &credentials).await?;
-                client.get(CONFIGMAPS).await
-            };
-            recorded.record(result.await.map(drop), false);
+            recorded.record(get(address, &credentials).await, false);
             pause(INTERVAL).await;
         }
     });
@@ -260,7 +271,9 @@ fn start_clients(
     let client = ReconnectingClient::new(setup, &Arc::default());
     let kept_connection = tokio::spawn(async move {
         while !recorded.stop.load(Relaxed) {
-            recorded.record(client.request(CONFIGMAPS, None).await.map(drop), may_be_reset);
+            let request = client.request(CONFIGMAPS, None);
+            let result = answered("request on a kept connection", request).await;
+            recorded.record(result.map(drop), may_be_reset);
             pause(INTERVAL).await;
         }
     });

@@ -49,12 +49,12 @@ fn leaving_watches(source: &EndpointReadiness) -> Option<MoveEligibility> {
     source.probe_failing_since?;
     match source.state {
         EndpointState::Degraded => Some(MoveEligibility::All),
-        EndpointState::Ready | EndpointState::Connecting => Some(MoveEligibility::Silent),
-        // The connections are suspect or lost, and their own health decides when watches leave.
-        EndpointState::Suspect
-        | EndpointState::Ejected
-        | EndpointState::NoH2
-        | EndpointState::Leaving => None,
+        // A stopped process is suspect long before its connections count as stopped.
+        EndpointState::Ready | EndpointState::Connecting | EndpointState::Suspect => {
+            Some(MoveEligibility::Silent)
+        }
+        // The connections are lost.
+        EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Leaving => None,
     }
 }
 
@@ -179,7 +179,7 @@ impl ActiveEvacuations {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use EndpointState::{Connecting, Degraded, Ejected, Leaving, NoH2, Ready};
+    use EndpointState::{Connecting, Degraded, Ejected, Leaving, NoH2, Ready, Suspect};
 
     #[test]
     fn decide_evacuates_by_the_table() {
@@ -244,6 +244,12 @@ mod tests {
                 readiness(Degraded, Some(20), None),
                 [readiness(Ejected, None, Some(21)), readiness(Leaving, None, Some(21))],
                 None,
+            ),
+            // A stopped process.
+            (
+                readiness(Suspect, Some(20), None),
+                [confirmed, confirmed],
+                Some((MoveEligibility::Silent, vec![1, 2])),
             ),
             // The health of the connections decides.
             (readiness(Ejected, Some(20), None), [confirmed, confirmed], None),

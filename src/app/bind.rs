@@ -5,7 +5,7 @@
 //! | none | binds | binds |
 //! | serves | fails: an address is in use | takes over its sockets |
 //! | drains | binds the addresses of the listeners, and takes over the socket of the admin endpoint | the same |
-//! | does not answer, and has closed the sockets of its listeners: another version, in its drain | fails | binds the addresses of the listeners; the admin endpoint waits for its address |
+//! | does not answer, and has closed the sockets of its listeners: stopped or another version, in its drain | binds the addresses of the listeners; the admin endpoint waits for its address | the same |
 //! | does not answer, and has the sockets: stopped | fails | fails |
 
 use std::path::Path;
@@ -62,7 +62,7 @@ impl App {
                 }
                 // A process may handle a termination signal later, or have ended in the meantime.
                 Ok(Found::Nothing | Found::Serving) if start.elapsed() < CLOSING => {}
-                Ok(Found::Silent(pid)) => return Err(StartError::silent(path, pid, &error)),
+                Ok(Found::Silent(pid)) => return attempt.bind_beside_silent(path, pid),
                 Ok(Found::Nothing | Found::Serving) | Err(_) => return Err(error),
             }
             takeover::pause(CLOSING_POLL);

@@ -3,7 +3,24 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Number of [`PidInLines`] that exist.
+#[cfg(not(test))]
 static PID_IN_LINES: AtomicUsize = AtomicUsize::new(0);
+
+// Tests run in threads of one process.
+#[cfg(test)]
+thread_local! {
+    static PID_IN_LINES: AtomicUsize = const { AtomicUsize::new(0) };
+}
+
+#[cfg(not(test))]
+fn with_count<T>(act: impl FnOnce(&AtomicUsize) -> T) -> T {
+    act(&PID_IN_LINES)
+}
+
+#[cfg(test)]
+fn with_count<T>(act: impl FnOnce(&AtomicUsize) -> T) -> T {
+    PID_IN_LINES.with(act)
+}
 
 /// While it exists, each line has the field `pid`: during a takeover two processes write to one journal.
 #[derive(Debug)]
@@ -12,7 +29,7 @@ pub struct PidInLines(());
 impl PidInLines {
     /// Starts to add the field.
     pub fn start() -> Self {
-        PID_IN_LINES.fetch_add(1, Ordering::Relaxed);
+        with_count(|count| count.fetch_add(1, Ordering::Relaxed));
         Self(())
     }
 
@@ -24,13 +41,13 @@ impl PidInLines {
 
 impl Drop for PidInLines {
     fn drop(&mut self) {
-        PID_IN_LINES.fetch_sub(1, Ordering::Relaxed);
+        with_count(|count| count.fetch_sub(1, Ordering::Relaxed));
     }
 }
 
 /// The line, with the field `pid` if it is shown now.
 pub(super) fn add_if_shown(line: &[u8]) -> Box<[u8]> {
-    if PID_IN_LINES.load(Ordering::Relaxed) > 0 { with_pid(line) } else { line.into() }
+    if with_count(|count| count.load(Ordering::Relaxed)) > 0 { with_pid(line) } else { line.into() }
 }
 
 /// A line with the field `pid`: the first one of a JSON object, the last one of a text.

@@ -159,9 +159,15 @@ async fn start_beside_a_stopped_process_fails_with_its_pid() {
 /// A process of an older version does not answer during its drain, and keeps its admin endpoint.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn start_beside_a_silent_process_without_listeners_gets_the_admin_address_when_it_is_free() {
+    for flags in [&["--take-over"][..], &[]] {
+        start_beside_a_silent_process(flags).await;
+    }
+}
+
+async fn start_beside_a_silent_process(flags: &[&str]) {
     let (setup, _state, _silent) = silent_predecessor().await;
     let admin = TcpListener::bind(setup.config.admin.bind).unwrap();
-    let mut new = setup.start(&["--take-over"]);
+    let mut new = setup.start(flags);
     new.wait_output("starting beside it").await;
     new.wait_output("the admin endpoint waits").await;
     until_within(SERVES, "requests succeed", async || request(&setup).await.is_ok()).await;

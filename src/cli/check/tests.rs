@@ -342,7 +342,7 @@ fn check_files_warns_of_a_readable_key_and_of_a_state_directory_that_is_a_file()
     with_state("DIR/state");
     mode("ok.key", 0o640);
     mode("node.key", 0o644);
-    // Nobody else reaches a file below a private directory, as temporary ones are.
+    // Other users cannot reach a file below a private directory. Temporary directories are private.
     mode("", 0o700);
     assert_eq!(warnings(), [""; 0]);
     mode("", 0o755);

@@ -35,7 +35,7 @@ use super::balance;
 use super::credentials::CredentialClass;
 use super::endpoint::Endpoint;
 pub use super::health::ConnectionState;
-use super::health::StateChangeReason;
+use super::health::{Responsiveness, StateChangeReason};
 use super::stats::ConnectionStats;
 use super::watch_moves::{MoveEligibility, WatchMoves};
 use crate::net::tls::certificate::{CertInfo, Subject};
@@ -134,7 +134,7 @@ impl Connection {
     /// Whether a request sent on this connection now would probably get no response, because its path or the
     /// process of the apiserver has shown no evidence of life for a second.
     pub fn is_silent(&self) -> bool {
-        self.lifecycle.silent.get()
+        self.lifecycle.responsiveness.get() == Responsiveness::Silent
     }
 
     /// Whether its path is lost and it stays open only for streams that cannot continue on another
@@ -333,7 +333,7 @@ impl Connection {
         let Some(before) = self.lifecycle.enter(state) else { return };
         self.stats.set_state(state);
         if !state.is_in_service() && self.lifecycle.counted.replace(false) {
-            self.endpoint.connection_closed(self.lifecycle.responds.get(), reason);
+            self.endpoint.connection_closed(self.lifecycle.responsiveness.get(), reason);
         }
         self.publish(before, state, reason, cause);
         self.changed.notify_waiters();

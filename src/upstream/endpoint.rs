@@ -5,7 +5,7 @@
 //! | connecting | no connection is live, or `/readyz` was not answered yet | connects are tried |
 //! | ready | connected, and `/readyz` is ok or is not asked | first choice |
 //! | degraded | connected, but `/readyz` fails | no new requests while another endpoint is ready; connections stay open, and watches move away ([`super::evacuation`]) |
-//! | suspect | connected, but on every connection a PING has been unanswered for 500 ms | no new requests while another endpoint is usable; a fresh connection is tried |
+//! | suspect | connected, but on every connection a PING has been unanswered for 500 ms | no new requests while another endpoint is usable, and none after 1 s; a fresh connection is tried |
 //! | ejected | no connection is live and a fresh connect failed; or the prober found that the process does not answer | no requests; connects are retried with jittered backoff |
 //! | `no_h2` | no connection is live and the peer does not choose `h2` by ALPN | as ejected |
 //! | leaving | removed from the set of endpoints | its connections drain |
@@ -152,11 +152,13 @@ impl Endpoint {
     }
 
     /// Whether requests may be sent to the endpoint. This includes one that is connected but has not
-    /// answered `/readyz` yet.
+    /// answered `/readyz` yet, and a suspect one until every connection is silent.
     pub fn is_usable(&self) -> bool {
         match self.state() {
-            EndpointState::Ready | EndpointState::Degraded | EndpointState::Suspect => true,
-            EndpointState::Connecting => self.guarded().health.connections.open > 0,
+            EndpointState::Ready | EndpointState::Degraded => true,
+            EndpointState::Connecting | EndpointState::Suspect => {
+                self.guarded().health.connections.accept_requests()
+            }
             EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Leaving => false,
         }
     }

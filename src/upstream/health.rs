@@ -43,7 +43,7 @@ use tokio::time::Instant;
 
 pub use self::rtt::Rtt;
 use self::silence::{Silence, window_answers_probes};
-pub use self::state::{ConnectionState, StateChangeReason};
+pub use self::state::{ConnectionState, Responsiveness, StateChangeReason};
 use self::thresholds::{
     CHECK_INTERVAL, LATE_CHECK, PING_AFTER_SILENCE, PROBE_AFTER, SILENT_AFTER, SILENT_DEATH,
     STOPPED_AFTER, VERDICT_PAUSE,
@@ -112,13 +112,8 @@ pub struct ConnectionHealth {
 /// Findings about a connection in addition to its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ConnectionFindings {
-    /// A PING has been outstanding for [`SILENT_AFTER`], and in that time one of the two directions has shown
-    /// no evidence of life, or the process has sent no frame and accepted no bytes. A request sent now would
-    /// probably get no response.
-    pub silent: bool,
-    /// A PING has been outstanding for [`PROBE_AFTER`], and in that time no frame was received or no pending
-    /// byte was acknowledged. Packet loss alone rarely causes this.
-    pub ping_unanswered: bool,
+    /// Whether its PINGs are answered.
+    pub responsiveness: Responsiveness,
     /// Requests that wait for a response head and must not be sent twice fail: the path is lost, or the
     /// process has been stopped for more than [`STOPPED_AFTER`] and [`WRITE_PATIENCE`].
     pub fails_unsafe_requests: bool,
@@ -336,9 +331,15 @@ impl ConnectionHealth {
         let quiet = silence.ping_age.min(silence.inbound.max(silence.outbound));
         let silent_after = SILENT_AFTER.min(self.limits.dead_after / 2);
         let path_silent = !silence.window_answers && quiet >= silent_after;
+        let responsiveness = if path_silent || silence.without_progress >= silent_after {
+            Responsiveness::Silent
+        } else if silence.unanswered_for(PROBE_AFTER) {
+            Responsiveness::Unanswered
+        } else {
+            Responsiveness::Responds
+        };
         ConnectionFindings {
-            silent: path_silent || silence.without_progress >= silent_after,
-            ping_unanswered: silence.unanswered_for(PROBE_AFTER),
+            responsiveness,
             fails_unsafe_requests: self.state == ConnectionState::Unresponsive
                 || silence.without_progress >= STOPPED_AFTER + WRITE_PATIENCE,
         }

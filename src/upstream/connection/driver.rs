@@ -26,8 +26,8 @@ use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::{DialedConnection, Http2Stream};
 use crate::upstream::endpoint::{Endpoint, Observation};
 use crate::upstream::health::{
-    self, ConnectionFindings, ConnectionHealth, ConnectionState, Evidence, StateChangeReason,
-    Thresholds,
+    self, ConnectionFindings, ConnectionHealth, ConnectionState, Evidence, Responsiveness,
+    StateChangeReason, Thresholds,
 };
 use crate::upstream::stats::ConnectionStats;
 use crate::upstream::watch_moves::WatchMoves;
@@ -98,11 +98,12 @@ impl Connection {
     /// Applies the findings of [`health`] to the requests that wait on the connection and to its
     /// endpoint.
     fn set_findings(&self, findings: ConnectionFindings) {
-        let became_silent = !self.lifecycle.silent.replace(findings.silent) && findings.silent;
-        let responds = !findings.ping_unanswered;
-        if self.lifecycle.responds.replace(responds) != responds && self.lifecycle.counted.get() {
-            self.endpoint.observe(Observation::ConnectionResponds(responds));
+        let to = findings.responsiveness;
+        let from = self.lifecycle.responsiveness.replace(to);
+        if from != to && self.lifecycle.counted.get() {
+            self.endpoint.observe(Observation::ResponsivenessChanged { from, to });
         }
+        let became_silent = from != to && to == Responsiveness::Silent;
         let fails = findings.fails_unsafe_requests;
         if self.lifecycle.fails_unsafe_requests.replace(fails) != fails || became_silent {
             self.changed.notify_waiters();

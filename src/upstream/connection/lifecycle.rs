@@ -5,7 +5,7 @@ use std::cell::{Cell, RefCell};
 use tokio::time::Instant;
 
 use crate::observe::{OpenStreams, StateGauge};
-use crate::upstream::health::ConnectionState;
+use crate::upstream::health::{ConnectionState, Responsiveness};
 
 /// Why jackstay drains or closes a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,9 +84,7 @@ pub(super) struct ConnectionLifecycle {
     /// Whether the endpoint counts it as live.
     pub(super) counted: Cell<bool>,
     /// Whether its PINGs are answered, as reported to the endpoint.
-    pub(super) responds: Cell<bool>,
-    /// See [`super::Connection::is_silent`].
-    pub(super) silent: Cell<bool>,
+    pub(super) responsiveness: Cell<Responsiveness>,
     /// Whether requests fail that wait for a response head and must not be sent twice.
     pub(super) fails_unsafe_requests: Cell<bool>,
     /// Why it became unresponsive.
@@ -107,8 +105,7 @@ impl ConnectionLifecycle {
             draining_since: Cell::new(None),
             gauge: RefCell::new(Some(gauge)),
             counted: Cell::new(true),
-            responds: Cell::new(true),
-            silent: Cell::new(false),
+            responsiveness: Cell::default(),
             fails_unsafe_requests: Cell::new(false),
             unresponsive_reason: Cell::new(""),
             drain_urgency: Cell::new(None),

@@ -11,7 +11,7 @@ use super::Endpoint;
 use super::connect::{ConnectFailure, ConnectTimeout};
 use super::health::Observation;
 use super::state::EndpointState;
-use crate::upstream::health::WRITE_PATIENCE;
+use crate::upstream::health::{Responsiveness, WRITE_PATIENCE};
 use crate::upstream::stats::ConnectionStats;
 
 impl Endpoint {
@@ -64,10 +64,10 @@ impl Endpoint {
         self.observe(Observation::ConnectionOpened);
     }
 
-    /// Records that a connection counted by [`Self::connection_opened`] drains or is closed. `responded` means
-    /// that its last PING was answered in time.
-    pub fn connection_closed(&self, responded: bool, reason: &str) {
-        self.observe(Observation::ConnectionClosed { responded, reason, at: Instant::now() });
+    /// Records that a connection counted by [`Self::connection_opened`] drains or is closed.
+    pub fn connection_closed(&self, responsiveness: Responsiveness, reason: &str) {
+        let at = Instant::now();
+        self.observe(Observation::ConnectionClosed { responsiveness, reason, at });
     }
 
     /// How often the endpoint was ejected because its process died. The flows that were opened before the

@@ -21,6 +21,7 @@ use tokio::time::Instant;
 
 use super::connect::{ConnectFailure, ConnectFailureKind};
 use super::state::EndpointState;
+use crate::upstream::health::Responsiveness;
 
 /// An observation of a worker or the prober.
 #[derive(Debug)]
@@ -35,15 +36,20 @@ pub enum Observation<'a> {
     ConnectionOpened,
     /// A counted connection drains or is closed.
     ConnectionClosed {
-        /// Whether its last PING was answered in time.
-        responded: bool,
+        /// Whether its PINGs were answered.
+        responsiveness: Responsiveness,
         /// Why it drains or is closed.
         reason: &'a str,
         /// When the drain began or the connection was closed.
         at: Instant,
     },
-    /// The PINGs on a counted connection are answered again (`true`) or not any more (`false`).
-    ConnectionResponds(bool),
+    /// The PINGs on a counted connection are answered again, or not any more.
+    ResponsivenessChanged {
+        /// The previous value, [`Responsiveness::Responds`] at first.
+        from: Responsiveness,
+        /// The value now.
+        to: Responsiveness,
+    },
     /// The first `/readyz` was ok, or `rise` in a row were.
     ReadyzOk,
     /// The first `/readyz` failed, or `fall` in a row did. The text is the reason.
@@ -110,9 +116,8 @@ pub(super) struct EndpointHealth {
 /// end of the last one and the change of state are one step.
 #[derive(Debug, Default)]
 pub(super) struct LiveConnections {
-    pub(super) open: usize,
-    /// Number of those whose PINGs are not answered.
-    unresponsive: usize,
+    /// Their numbers, by [`Responsiveness`].
+    counts: [usize; 3],
     /// Why the endpoint is suspect; `None` while the PINGs on a connection are answered.
     suspect_reason: Option<String>,
     /// Why the last connection was lost; `None` while one is open.
@@ -226,18 +231,17 @@ impl EndpointHealth {
             Observation::Connected => self.connected(),
             Observation::ConnectFailed(failure) => self.connect_failed(failure),
             Observation::ConnectionOpened => {
-                self.connections.open += 1;
                 self.connected();
-                self.connections.update_suspicion();
+                self.connections.opened();
             }
-            Observation::ConnectionClosed { responded, reason, at } => {
-                self.connections.closed(responded, reason, at);
-                if self.connections.open == 0 && self.transport == Transport::Up {
+            Observation::ConnectionClosed { responsiveness, reason, at } => {
+                self.connections.closed(responsiveness, reason, at);
+                if self.connections.open() == 0 && self.transport == Transport::Up {
                     self.transport = Transport::Unknown;
                     self.connections.lost_reason = Some(reason.to_owned());
                 }
             }
-            Observation::ConnectionResponds(responds) => self.connections.responds(responds),
+            Observation::ResponsivenessChanged { from, to } => self.connections.changed(from, to),
             Observation::ReadyzOk => self.readyz = Readyz::Ok,
             Observation::ReadyzFailing(reason) => self.readyz = Readyz::Failing(reason.to_owned()),
             Observation::ReadyzNotProbed(reason) => self.readyz = Readyz::NotProbed(reason),
@@ -278,7 +282,7 @@ impl EndpointHealth {
             return;
         }
         self.shortage = None;
-        if self.connections.open > 0 {
+        if self.connections.open() > 0 {
             return;
         }
         if kind == ConnectFailureKind::TlsFailed {
@@ -322,24 +326,44 @@ impl EndpointHealth {
 }
 
 impl LiveConnections {
-    fn closed(&mut self, responded: bool, reason: &str, at: Instant) {
-        self.open = self.open.saturating_sub(1);
-        if self.open == 0 && !responded {
-            self.unanswered_loss = Some((at, reason.to_owned()));
-        }
-        self.unresponsive = self.unresponsive.saturating_sub(usize::from(!responded));
+    fn open(&self) -> usize {
+        self.counts.iter().sum()
+    }
+
+    /// Whether a request may be sent on one of them.
+    pub(super) fn accept_requests(&self) -> bool {
+        let silent = self.counts[Responsiveness::Silent as usize];
+        self.open() > silent
+    }
+
+    fn opened(&mut self) {
+        self.counts[Responsiveness::Responds as usize] += 1;
         self.update_suspicion();
     }
 
-    fn responds(&mut self, responds: bool) {
-        self.unresponsive =
-            if responds { self.unresponsive.saturating_sub(1) } else { self.unresponsive + 1 };
+    fn closed(&mut self, responsiveness: Responsiveness, reason: &str, at: Instant) {
+        self.decrement(responsiveness);
+        if self.open() == 0 && responsiveness > Responsiveness::Responds {
+            self.unanswered_loss = Some((at, reason.to_owned()));
+        }
         self.update_suspicion();
+    }
+
+    fn changed(&mut self, from: Responsiveness, to: Responsiveness) {
+        self.decrement(from);
+        self.counts[to as usize] += 1;
+        self.update_suspicion();
+    }
+
+    fn decrement(&mut self, responsiveness: Responsiveness) {
+        let count = &mut self.counts[responsiveness as usize];
+        *count = count.saturating_sub(1);
     }
 
     fn update_suspicion(&mut self) {
-        self.suspect_reason = (self.open > 0 && self.unresponsive >= self.open)
-            .then(|| format!("PING unanswered on every connection ({})", self.open));
+        let (open, respond) = (self.open(), self.counts[Responsiveness::Responds as usize]);
+        self.suspect_reason = (open > 0 && respond == 0)
+            .then(|| format!("PING unanswered on every connection ({open})"));
     }
 }
 
@@ -348,9 +372,18 @@ mod tests {
     use super::*;
     use EndpointState::{Connecting, Degraded, Ejected, Leaving, NoH2, Ready, Suspect};
     use Observation::{
-        Connected, ConnectionClosed, ConnectionOpened, ConnectionResponds, GoawayReceived,
-        ReadyzFailing, ReadyzNotProbed, ReadyzOk, Removed, Responsive, Unresponsive,
+        Connected, ConnectionClosed, ConnectionOpened, GoawayReceived, ReadyzFailing,
+        ReadyzNotProbed, ReadyzOk, Removed, Responsive, Unresponsive,
     };
+    use Responsiveness::{Responds, Unanswered};
+
+    fn unanswered() -> Observation<'static> {
+        Observation::ResponsivenessChanged { from: Responds, to: Unanswered }
+    }
+
+    fn answered() -> Observation<'static> {
+        Observation::ResponsivenessChanged { from: Unanswered, to: Responds }
+    }
 
     /// Steps through observations. Returns each state that was entered, and whether the process died.
     fn transitions(observations: Vec<Observation<'_>>) -> Vec<(EndpointState, bool)> {
@@ -365,13 +398,13 @@ mod tests {
         let at = Instant::now();
         let failed = |kind| Observation::ConnectFailed(ConnectFailure::new(kind, "reason"));
         let refused = || failed(ConnectFailureKind::Failed);
-        let closed = || ConnectionClosed { responded: true, reason: "lost", at };
+        let closed = || ConnectionClosed { responsiveness: Responds, reason: "lost", at };
         for (observations, expected) in [
             (vec![ConnectionOpened, ReadyzOk], vec![(Ready, false)]),
             (vec![Connected, ReadyzNotProbed("no credential")], vec![(Ready, false)]),
             (vec![ConnectionOpened, ReadyzFailing("etcd")], vec![(Degraded, false)]),
             (
-                vec![ConnectionOpened, ReadyzFailing("etcd"), ConnectionResponds(false)],
+                vec![ConnectionOpened, ReadyzFailing("etcd"), unanswered()],
                 vec![(Degraded, false), (Suspect, false)],
             ),
             // A shortage of this host is no fault of the endpoint.
@@ -426,8 +459,8 @@ mod tests {
         let mut slow_start = |observation| health.step(observation).and_then(|t| t.slow_start);
         assert_eq!(slow_start(ConnectionOpened), None);
         assert_eq!(slow_start(ReadyzOk), Some(false), "first start");
-        assert_eq!(slow_start(ConnectionResponds(false)), None);
-        assert_eq!(slow_start(ConnectionResponds(true)), None, "a late PONG changes nothing");
+        assert_eq!(slow_start(unanswered()), None);
+        assert_eq!(slow_start(answered()), None, "a late PONG changes nothing");
         assert_eq!(slow_start(ReadyzFailing("etcd")), None);
         assert_eq!(slow_start(ReadyzOk), Some(true), "recovery");
     }

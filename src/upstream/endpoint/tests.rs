@@ -5,8 +5,11 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::*;
+use Responsiveness::{Responds, Silent, Unanswered};
+
 use crate::observe::Metrics;
 use crate::upstream::credentials::CredentialClass;
+use crate::upstream::health::Responsiveness;
 use crate::upstream::stats::ConnectionStats;
 
 #[test]
@@ -79,20 +82,52 @@ fn endpoint_with_one_live_connection_is_not_ejected_by_a_failed_connect() {
     opened();
     endpoint.observe(Observation::ReadyzOk);
     opened();
-    endpoint.connection_closed(true, "lost");
+    endpoint.connection_closed(Responds, "lost");
     failed();
     assert_eq!(endpoint.state(), EndpointState::Ready, "one connection is live");
-    endpoint.connection_closed(true, "lost");
+    endpoint.connection_closed(Responds, "lost");
     assert_eq!(endpoint.state(), EndpointState::Connecting);
     assert!(!endpoint.is_usable());
     opened();
     assert_eq!(endpoint.state(), EndpointState::Connecting, "not ready before /readyz is ok");
     assert!(endpoint.is_usable());
-    endpoint.connection_closed(true, "lost");
+    endpoint.connection_closed(Responds, "lost");
     failed();
     assert_eq!(endpoint.state(), EndpointState::Ejected);
     opened();
     assert_eq!(endpoint.state(), EndpointState::Connecting);
+}
+
+fn unanswered() -> Observation<'static> {
+    Observation::ResponsivenessChanged { from: Responds, to: Unanswered }
+}
+
+fn answered() -> Observation<'static> {
+    Observation::ResponsivenessChanged { from: Unanswered, to: Responds }
+}
+
+#[test]
+fn suspect_endpoint_is_usable_until_every_connection_is_silent() {
+    let endpoint = endpoint();
+    let silent = || Observation::ResponsivenessChanged { from: Unanswered, to: Silent };
+    for _ in 0..2 {
+        let stats = ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
+        endpoint.connection_opened(&stats);
+    }
+    endpoint.observe(Observation::ReadyzOk);
+    let usable = |observation| {
+        endpoint.observe(observation);
+        (endpoint.state(), endpoint.is_usable())
+    };
+    use EndpointState::{Ready, Suspect};
+    assert_eq!(usable(unanswered()), (Ready, true));
+    assert_eq!(usable(silent()), (Ready, true));
+    assert_eq!(usable(unanswered()), (Suspect, true));
+    assert_eq!(usable(silent()), (Suspect, false));
+    let responds = Observation::ResponsivenessChanged { from: Silent, to: Responds };
+    assert_eq!(usable(responds), (Ready, true));
+    endpoint.connection_closed(Responds, "closed by the apiserver");
+    assert_eq!((endpoint.state(), endpoint.is_usable()), (Suspect, false));
 }
 
 #[test]
@@ -107,25 +142,25 @@ fn endpoint_is_suspect_while_every_ping_is_unanswered() {
     opened();
     opened();
     endpoint.observe(Observation::ReadyzOk);
-    endpoint.observe(Observation::ConnectionResponds(false));
+    endpoint.observe(unanswered());
     assert_eq!(endpoint.state(), Ready, "the PING on one connection is answered");
-    endpoint.observe(Observation::ConnectionResponds(false));
+    endpoint.observe(unanswered());
     assert_eq!(state(), (Suspect, "PING unanswered on every connection (2)".into()));
     assert!(endpoint.is_usable() && endpoint.deaths() == 0, "suspect endpoints are usable");
     // A fresh connection works.
     opened();
     assert_eq!(state(), (Ready, "/readyz is ok".into()));
-    endpoint.connection_closed(true, "closed by the apiserver");
+    endpoint.connection_closed(Responds, "closed by the apiserver");
     assert_eq!(endpoint.state(), Suspect);
-    endpoint.observe(Observation::ConnectionResponds(true));
+    endpoint.observe(answered());
     assert_eq!(endpoint.state(), Ready);
     let later = Instant::now() + Duration::from_secs(1);
     assert!(endpoint.slow_start_share(later) >= 1.0, "no load moved away, so no slow start");
     // Both connections are closed.
-    endpoint.observe(Observation::ConnectionResponds(false));
-    endpoint.connection_closed(false, "the process is stopped");
+    endpoint.observe(unanswered());
+    endpoint.connection_closed(Unanswered, "the process is stopped");
     assert_eq!(state(), (Suspect, "PING unanswered on every connection (1)".into()));
-    endpoint.connection_closed(false, "the process is stopped");
+    endpoint.connection_closed(Unanswered, "the process is stopped");
     assert_eq!(state(), (Connecting, "the process is stopped".into()));
     opened();
     assert_eq!(state(), (Connecting, "connected, /readyz not answered yet".into()));
@@ -249,8 +284,8 @@ async fn no_response_expected_returns_2_s_after_the_last_unanswered_connection_i
         endpoint.connection_opened(&stats);
     };
     let lose = |reason| {
-        endpoint.observe(Observation::ConnectionResponds(false));
-        endpoint.connection_closed(false, reason);
+        endpoint.observe(unanswered());
+        endpoint.connection_closed(Unanswered, reason);
     };
     let no_response_expected = async |sent: Instant| {
         let start = Instant::now();
@@ -259,7 +294,7 @@ async fn no_response_expected_returns_2_s_after_the_last_unanswered_connection_i
     };
     let sent = Instant::now();
     open();
-    endpoint.connection_closed(true, "GOAWAY");
+    endpoint.connection_closed(Responds, "GOAWAY");
     assert_eq!(no_response_expected(sent).await, None, "its PINGs were answered");
     open();
     open();

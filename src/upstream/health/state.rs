@@ -39,6 +39,21 @@ impl ConnectionState {
     }
 }
 
+/// Whether the PINGs on a connection are answered. The order is that of the severity.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Responsiveness {
+    /// The last PING was answered, or was sent less than `PROBE_AFTER` ago.
+    #[default]
+    Responds,
+    /// A PING has been outstanding for `PROBE_AFTER`, and in that time no frame was received or no pending byte
+    /// was acknowledged. Packet loss alone rarely causes this.
+    Unanswered,
+    /// A PING has been outstanding for `SILENT_AFTER`, and in that time one of the two directions has shown no
+    /// evidence of life, or the process has sent no frame and accepted no bytes. A request sent now would
+    /// probably get no response.
+    Silent,
+}
+
 /// Why a connection changed its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StateChangeReason {

@@ -181,6 +181,9 @@ impl FaultReports {
             let report = at.map(|at| known.swap_remove(at).1).unwrap_or_default();
             self.upstreams.push((Arc::clone(upstream), report));
         }
+        for (removed, _) in known {
+            removed.metrics.events().set_outage(&removed.name, false);
+        }
         let mut known = std::mem::take(&mut self.listeners);
         for listener in &active.listeners {
             let at = known.iter().position(|(known, _)| known.name() == listener.name());
@@ -253,6 +256,7 @@ fn write_began(upstream: &Upstream, (l7, l4): (bool, bool)) {
         endpoints => endpoints,
     };
     tracing::error!(endpoints, "upstream {name}: no usable endpoint, {effect}, {held} held");
+    upstream.metrics.events().set_outage(name, true);
     remember(upstream, ("usable", "unusable"), &endpoints, &format!("{effect}, {held} held"));
 }
 
@@ -264,7 +268,11 @@ fn write_ended(upstream: &Upstream, lasted: Duration, failures: Failures, held: 
         effect = format!("{effect}, {} reset", counted(failures.resets, "connection"));
     }
     effect = format!("{effect}, {} held", counted(held, "watch"));
-    tracing::warn!("upstream {name}: usable again after {lasted}; meanwhile {effect}");
+    upstream.metrics.events().set_outage(name, false);
+    // The line of the outage covered these, and they have none of their own.
+    let still = upstream.unusable_endpoints(MAX_NAMED);
+    let unusable = (!still.is_empty()).then_some(still);
+    tracing::warn!(unusable, "upstream {name}: usable again after {lasted}; meanwhile {effect}");
     remember(upstream, ("unusable", "usable"), &format!("after {lasted}"), &effect);
 }
 

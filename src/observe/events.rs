@@ -182,10 +182,22 @@ impl Events {
         let noted = Noted { open: lost.open, routine: false };
         let Some(suppressed) = self.record(change, noted, now, wall_clock()) else { return };
         let state = (change.to, change.reason);
-        if change.bad && !lock(&self.0).faults.admit(upstream, change.name, state, lost, now) {
-            return;
+        let mut level = level_of(change);
+        if change.bad {
+            let faults = &mut lock(&self.0).faults;
+            if faults.has_outage(upstream) {
+                level = tracing::Level::INFO;
+            } else if !faults.admit(upstream, change.name, state, lost, now) {
+                return;
+            }
         }
-        write(change, level_of(change), suppressed, Some(lost));
+        write(change, level, suppressed, Some(lost));
+    }
+
+    /// Records that the caller has reported an outage of the upstream, or that it is over. Meanwhile faults of
+    /// its endpoints and connections are logged at level info, because the line of the outage covers them.
+    pub fn set_outage(&self, upstream: &str, active: bool) {
+        lock(&self.0).faults.set_outage(upstream, active);
     }
 
     /// Logs and remembers the change of a connection with `open` streams, or the end of a flow.
@@ -336,7 +348,11 @@ fn write_fault(line: &FaultLine) {
             1 => "endpoint changed its state",
             _ => "endpoints changed their states",
         };
-        tracing::warn!(upstream, endpoint, to, reason, connections, open, "{message}");
+        if *reported {
+            tracing::info!(upstream, endpoint, to, reason, connections, open, "{message}");
+        } else {
+            tracing::warn!(upstream, endpoint, to, reason, connections, open, "{message}");
+        }
         return;
     }
     let (message, effect) = if loss.open.flows > 0 {
@@ -554,6 +570,24 @@ mod tests {
             lines[0].contains(r#"connections_lost=1 open="1 request, 20 watches""#),
             "{lines:#?}"
         );
+    }
+
+    #[test]
+    fn endpoint_changed_during_a_reported_outage_is_no_warning() {
+        let (events, captured) = (Events::default(), Captured::default());
+        let eject = |name| {
+            let ejected = change(name, "refused");
+            events.endpoint_changed(&ejected, Availability::Down, Loss::default());
+        };
+        captured.during(LogFormat::Text, || {
+            events.set_outage("control-plane", true);
+            eject("10.0.0.1:6443");
+            events.set_outage("control-plane", false);
+            eject("10.0.0.2:6443");
+        });
+        let lines = captured.lines();
+        assert!(lines[0].contains(" INFO endpoint changed its state "), "{lines:#?}");
+        assert!(lines[1].contains(" WARN endpoint changed its state "), "{lines:#?}");
     }
 
     #[test]

@@ -9,10 +9,11 @@
 //! | connections with open streams that are lost | as one line with sums, [`COLLECT`] after the first; the next one [`BURST`] later |
 //! | the same, while it is uncertain whether their endpoint fails too | when this is known: in the line of the endpoint, or as a line of their own |
 //! | connections lost after the line of their endpoint | at level info |
+//! | anything about an upstream with a reported outage, whose line names its endpoints | at level info |
 //!
 //! This module reads no clock and writes no lines.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -75,6 +76,8 @@ pub(super) struct FaultLines {
     bursts: BTreeMap<(String, Option<String>), Burst>,
     /// Upstream and address of the endpoints that do not serve.
     not_serving: HashMap<(String, String), Availability>,
+    /// The upstreams whose outage is reported.
+    outages: HashSet<String>,
 }
 
 #[derive(Debug, Default)]
@@ -165,6 +168,20 @@ impl FaultLines {
         loss
     }
 
+    /// Records that an outage of the upstream was reported, or that it is over.
+    pub(super) fn set_outage(&mut self, upstream: &str, active: bool) {
+        if active {
+            self.outages.insert(upstream.to_owned());
+        } else {
+            self.outages.remove(upstream);
+        }
+    }
+
+    /// Whether an outage of the upstream was reported and is not over.
+    pub(super) fn has_outage(&self, upstream: &str) -> bool {
+        self.outages.contains(upstream)
+    }
+
     /// Whether the line about an endpoint that has entered `state` is written now. Otherwise [`Self::due`]
     /// returns it with those of others.
     pub(super) fn admit(
@@ -197,7 +214,7 @@ impl FaultLines {
     /// The lines that are due, and forgets bursts that are over.
     pub(super) fn due(&mut self, now: Instant) -> Vec<FaultLine> {
         let mut lines = Vec::new();
-        let not_serving = &self.not_serving;
+        let (not_serving, outages) = (&self.not_serving, &self.outages);
         self.bursts.retain(|(upstream, state), burst| {
             if burst.is_paused(now) {
                 return true;
@@ -215,8 +232,9 @@ impl FaultLines {
             let collected = |entry: &Entry| age(entry) >= COLLECT;
             if burst.entries.iter().any(|entry| is_known(entry) && collected(entry)) {
                 let known: Vec<_> = burst.entries.extract_if(.., |e| is_known(e)).collect();
+                let outage = outages.contains(upstream);
                 let is_reported =
-                    |e: &Entry| state.is_none() && availability(e) == Availability::Down;
+                    |e: &Entry| outage || state.is_none() && availability(e) == Availability::Down;
                 let (reported, new): (Vec<_>, Vec<_>) = known.into_iter().partition(is_reported);
                 for (entries, reported) in [(new, false), (reported, true)] {
                     if !entries.is_empty() {
@@ -336,6 +354,29 @@ mod tests {
         assert!(lines[0].endpoints.ends_with("e7, 56 more"), "{lines:?}");
         assert!(lines[0].reason.starts_with("e0: refused 0; e1: refused 1; "), "{lines:?}");
         assert_eq!(lines[0].loss.connections, 100);
+    }
+
+    #[test]
+    fn lines_that_a_reported_outage_covers_are_no_warnings() {
+        let (mut faults, start) = (FaultLines::default(), Instant::now());
+        let at = |ms| start + Duration::from_millis(ms);
+        assert!(faults.admit("u", "a", ("ejected", "refused"), Loss::default(), at(0)));
+        assert!(!faults.admit("u", "b", ("ejected", "refused"), Loss::default(), at(100)));
+        faults.set_outage("u", true);
+        faults.lost("u", "b", "closed", LOSS, at(1_000));
+        faults.lost("v", "b", "closed", LOSS, at(1_000));
+        assert!(faults.has_outage("u") && !faults.has_outage("v"));
+        assert_eq!(
+            texts(&faults.due(at(3_000))),
+            [
+                "info lost b: closed; 1 1 request, 20 watches",
+                "info ejected b: refused; 0 0 requests, 0 watches",
+                "warn lost b: closed; 1 1 request, 20 watches"
+            ]
+        );
+        faults.set_outage("u", false);
+        faults.lost("u", "b", "closed", LOSS, at(9_000));
+        assert_eq!(texts(&faults.due(at(9_500))), ["warn lost b: closed; 1 1 request, 20 watches"]);
     }
 
     #[test]

@@ -11,6 +11,7 @@ use jackstay::config::Route;
 use jackstay::net::sockets::tcp_options;
 use jackstay::net::tls::pem_files;
 use jackstay::upstream::credentials::client_tls;
+use serde_json::Value;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -132,6 +133,22 @@ async fn reset_of_one_side_resets_the_other() {
             && metrics.contains(r#"reason="server_reset"} 1"#)
     })
     .await;
+    let lost_flows = async || {
+        let events = proxy.events().await;
+        let of_flow = |event: &&Value| event["kind"] == "connection";
+        events
+            .iter()
+            .filter(of_flow)
+            .map(|event| event["open"]["flows"].as_u64().unwrap())
+            .sum::<u64>()
+    };
+    assert_eq!(lost_flows().await, 1, "only the reset by the endpoint is a fault");
+    // The client has ended its direction, so it loses nothing.
+    let (mut client, server) = peer.connect(&proxy).await;
+    client.shutdown().await.unwrap();
+    reset(server);
+    proxy.wait_metrics(r#"reason="server_reset"} 2"#).await;
+    assert_eq!(lost_flows().await, 1);
 }
 
 /// While jackstay cannot forward an upload it does not read from the client. It must detect the reset of the

@@ -16,6 +16,7 @@
 //! their ends are spread over its last fifth, so that their clients do not all reconnect at once.
 
 use std::cell::{Cell, RefCell};
+use std::io;
 use std::os::fd::RawFd;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -32,7 +33,7 @@ use super::flow_entry::{
     SHUTDOWN, end_after,
 };
 use super::routing::ListenerRouting;
-use crate::observe::events::{Change, EventKind};
+use crate::observe::events::{Change, EventKind, Severity};
 use crate::observe::{OpenStreams, RateLimitedWarnings};
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
@@ -277,20 +278,7 @@ impl FlowTable {
             return;
         }
         if let Some(severity) = reason.fault() {
-            let endpoint = flow.endpoint();
-            let change = Change {
-                kind: EventKind::Connection,
-                upstream: Some(&endpoint.upstream),
-                name: &endpoint.label,
-                detail: &format!("flow of listener {}", flow.routing().name()),
-                from: "open",
-                to: "reset",
-                reason: reason.description,
-                effect: "the client is reset",
-                bad: false, // Depends on its severity.
-            };
-            let open = OpenStreams::of_flows(1);
-            return endpoint.metrics.events().connection_changed(&change, open, severity);
+            return report_loss(flow, reason.description, severity);
         }
         let line = format!(
             "flow ended, listener {}, endpoint {}: {}",
@@ -311,6 +299,23 @@ impl EndpointFlows {
     fn is_of(&self, endpoint: &Arc<Endpoint>) -> bool {
         Arc::ptr_eq(&self.endpoint, endpoint)
     }
+}
+
+/// Logs and remembers that the endpoint of a flow or the path to it has failed.
+fn report_loss(flow: &FlowEntry, reason: &str, severity: Severity) {
+    let endpoint = flow.endpoint();
+    let change = Change {
+        kind: EventKind::Connection,
+        upstream: Some(&endpoint.upstream),
+        name: &endpoint.label,
+        detail: &format!("flow of listener {}", flow.routing().name()),
+        from: "open",
+        to: "reset",
+        reason,
+        effect: "the client is reset",
+        bad: false, // Depends on its severity.
+    };
+    endpoint.metrics.events().connection_changed(&change, OpenStreams::of_flows(1), severity);
 }
 
 /// The endpoint that has too many flows, and the number of its flows to end. `count` returns the number of
@@ -345,6 +350,12 @@ impl FlowHandle {
     /// woken at the end.
     pub fn poll_end(&self, cx: &Context<'_>) -> Option<EndReason> {
         self.table.slots.borrow_mut().flows[self.key].poll_end(cx.waker())
+    }
+
+    /// Reports that the endpoint's socket has failed while the client used the flow.
+    pub fn report_failure(&self, error: &io::Error) {
+        let flow = &self.table.slots.borrow().flows[self.key];
+        report_loss(flow, &format!("connection failed: {error}"), Severity::Fault);
     }
 
     /// Records that the endpoint's end of stream was passed on to the client.

@@ -179,6 +179,10 @@ impl OpenConnection {
                 tracing::debug!(listener = forwarder.routing.name(), client = %from, ?peer, %error, "flow failed");
                 if peer == Peer::Endpoint {
                     self.end.set("server_reset");
+                    // A server may reset what its client has closed.
+                    if pump.is_client_open() {
+                        handle.report_failure(&error);
+                    }
                     Box::pin(pump.wait_delivered(&handle)).await;
                 } else {
                     self.end.set("client_reset");

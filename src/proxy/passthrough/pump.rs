@@ -175,6 +175,11 @@ impl Pump {
         .await
     }
 
+    /// Whether the client has not ended its direction.
+    pub fn is_client_open(&self) -> bool {
+        !matches!(self.to_endpoint.state, HalfState::Ending | HalfState::Ended)
+    }
+
     /// Waits until the client's kernel has acknowledged all bytes, because a reset would discard the others.
     /// The wait also ends when the client has closed its connection or the flow table ends the flow.
     pub async fn wait_delivered(&self, handle: &FlowHandle) {

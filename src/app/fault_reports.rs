@@ -4,7 +4,7 @@
 //! |---|---|
 //! | no endpoint of an upstream is usable for [`OUTAGE_AFTER`] | one error |
 //! | an endpoint is usable again for [`OUTAGE_AFTER`] | one warning, with the number of failed requests |
-//! | own 5xx errors or resets, and no outage of the listener's upstream | a warning, with their number; the next one [`ERRORS_EVERY`] later |
+//! | own 5xx errors or resets, and no outage of the listener's upstream within [`COLLECT`] | a warning, with their number; the next one [`ERRORS_EVERY`] later |
 //!
 //! [`OutageReport`] and [`ErrorReport`] read no clock.
 
@@ -29,6 +29,9 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 /// How long no endpoint is usable before this is an outage, and one is usable before the outage is over. With
 /// [`CHECK_INTERVAL`], an outage of a second is reported.
 const OUTAGE_AFTER: Duration = Duration::from_millis(750);
+/// How long own errors are collected before their line. The first requests of an outage fail before it is known
+/// that no endpoint is usable: when every process is stopped, 0.7 s.
+const COLLECT: Duration = Duration::from_millis(1_500);
 /// Time between two lines about the own errors of a listener.
 const ERRORS_EVERY: Duration = Duration::from_secs(30);
 /// Number of endpoints that the line about an outage names.
@@ -55,8 +58,14 @@ enum OutageEvent {
 struct OutageReport {
     /// An endpoint has been usable.
     was_usable: bool,
+    /// The failures at the last check.
+    latest: Failures,
+    /// When requests began to fail, the failures before that, and when the latest one was seen.
+    failing: Option<(Instant, Failures, Instant)>,
     /// Since when none is usable.
     unusable_since: Option<Instant>,
+    /// When requests began to fail, or no endpoint was usable.
+    began: Option<Instant>,
     /// Since when one is usable again, during an outage.
     usable_since: Option<Instant>,
     /// The error was written.
@@ -81,11 +90,21 @@ impl OutageReport {
             Usability::Untried => !self.was_usable,
         };
         self.was_usable |= usability == Usability::Usable;
+        let before = std::mem::replace(&mut self.latest, failures);
         if usable && !self.reported {
-            (self.unusable_since, self.before, self.held) = (None, failures, 0);
+            (self.unusable_since, self.began, self.held) = (None, None, 0);
+            if failures != before {
+                self.failing.get_or_insert((now, before, now)).2 = now;
+            }
+            self.failing = self.failing.filter(|(.., latest)| now < *latest + COLLECT);
             return None;
         }
         let since = *self.unusable_since.get_or_insert(now);
+        let began = *self.began.get_or_insert_with(|| {
+            let (began, before, _) = self.failing.take().unwrap_or((now, before, now));
+            self.before = before;
+            began
+        });
         self.held = self.held.max(held);
         if !usable {
             self.usable_since = None;
@@ -101,14 +120,14 @@ impl OutageReport {
         }
         let Failures { rejected, resets } = self.before;
         let ended = OutageEvent::Ended {
-            lasted: usable_since.saturating_duration_since(since),
+            lasted: usable_since.saturating_duration_since(began),
             failures: Failures {
                 rejected: failures.rejected.saturating_sub(rejected),
                 resets: failures.resets.saturating_sub(resets),
             },
             held: self.held,
         };
-        *self = Self { was_usable: true, before: failures, ..Self::default() };
+        *self = Self { was_usable: true, latest: failures, ..Self::default() };
         Some(ended)
     }
 
@@ -122,6 +141,8 @@ impl OutageReport {
 #[derive(Debug, Default)]
 struct ErrorReport {
     reported: BTreeMap<(Option<u16>, &'static str), u64>,
+    /// When the first error was seen that is not reported.
+    first: Option<Instant>,
     last: Option<Instant>,
 }
 
@@ -129,23 +150,28 @@ impl ErrorReport {
     /// Returns the errors to report now, with their number since the last report. Those of an outage are part
     /// of its lines.
     fn observe(&mut self, errors: &[OwnError], outage: bool, now: Instant) -> Vec<String> {
+        let server_errors = || errors.iter().filter(|e| e.code.is_none_or(|code| code >= 500));
+        let reported = |e: &OwnError| self.reported.get(&(e.code, e.reason)).copied().unwrap_or(0);
+        let new = |error: &OwnError| error.count.saturating_sub(reported(error));
+        if server_errors().all(|error| new(error) == 0) {
+            return Vec::new();
+        }
+        let first = *self.first.get_or_insert(now);
         let paused = self.last.is_some_and(|last| now < last + ERRORS_EVERY);
-        let mut texts = Vec::new();
-        for error in errors.iter().filter(|error| error.code.is_none_or(|code| code >= 500)) {
-            let reported = self.reported.entry((error.code, error.reason)).or_default();
-            let new = error.count - *reported;
-            if new == 0 || paused && !outage {
-                continue;
-            }
-            *reported = error.count;
-            let what = error.code.map_or("reset".to_owned(), |code| code.to_string());
-            if !outage {
-                texts.push(format!("{new} times {what} {}", error.reason));
-            }
-        }
-        if !texts.is_empty() {
+        let texts = if outage {
+            Vec::new()
+        } else if paused || now < first + COLLECT {
+            return Vec::new();
+        } else {
             self.last = Some(now);
-        }
+            let text = |error: &OwnError| {
+                let what = error.code.map_or("reset".to_owned(), |code| code.to_string());
+                format!("{} times {what} {}", new(error), error.reason)
+            };
+            server_errors().filter(|error| new(error) > 0).map(text).collect()
+        };
+        self.first = None;
+        self.reported = server_errors().map(|e| ((e.code, e.reason), e.count)).collect();
         texts
     }
 }
@@ -348,17 +374,35 @@ mod tests {
     }
 
     #[test]
+    fn outage_begins_with_the_first_failure_before_it() {
+        let (mut report, start) = (OutageReport::default(), Instant::now());
+        let mut events = Vec::new();
+        // Requests fail from 3 s, as when every process is stopped. One that failed at 1 s has another reason.
+        for ms in (0..12_000).step_by(250) {
+            let rejected = u64::from(ms >= 1_000) + u64::from(ms >= 3_000) * (ms / 250);
+            let usability = if (4_000..9_000).contains(&ms) { Unusable } else { Usable };
+            let now = start + Duration::from_millis(ms);
+            let failures = Failures { rejected: rejected.min(30), resets: 0 };
+            events.extend(report.observe(usability, failures, 20, now).map(|event| (ms, event)));
+        }
+        assert_eq!(events, [(4_750, Began), (9_750, ended(6_000, 29))]);
+    }
+
+    #[test]
     fn own_errors_are_summarised_and_those_of_an_outage_are_not_repeated() {
         let (mut report, start) = (ErrorReport::default(), Instant::now());
         let at = |s| start + Duration::from_secs(s);
         let error = |code, reason, count| OwnError { code, reason, count, last: String::new() };
         let errors = |n| [error(Some(503), "no_upstream", n), error(Some(401), "unauthorized", 9)];
-        assert_eq!(report.observe(&errors(3), false, at(0)), ["3 times 503 no_upstream"]);
+        assert_eq!(report.observe(&errors(2), false, at(0)), [""; 0], "still collecting");
+        assert_eq!(report.observe(&errors(3), false, at(2)), ["3 times 503 no_upstream"]);
         assert_eq!(report.observe(&errors(50), false, at(29)), [""; 0]);
-        assert_eq!(report.observe(&errors(60), false, at(30)), ["57 times 503 no_upstream"]);
+        assert_eq!(report.observe(&errors(60), false, at(32)), ["57 times 503 no_upstream"]);
+        assert_eq!(report.observe(&errors(65), false, at(69)), [""; 0]);
         assert_eq!(report.observe(&errors(900), true, at(70)), [""; 0]);
         assert_eq!(report.observe(&errors(900), false, at(110)), [""; 0]);
         let reset = [error(None, "unreachable", 2)];
-        assert_eq!(report.observe(&reset, false, at(120)), ["2 times reset unreachable"]);
+        assert_eq!(report.observe(&reset, false, at(120)), [""; 0]);
+        assert_eq!(report.observe(&reset, false, at(122)), ["2 times reset unreachable"]);
     }
 }

@@ -152,7 +152,7 @@ impl Endpoint {
     }
 
     /// Whether requests may be sent to the endpoint. This includes one that is connected but has not
-    /// answered `/readyz` yet, and a suspect one until every connection is silent.
+    /// answered `/readyz` yet, and a suspect one until a connection is silent.
     pub fn is_usable(&self) -> bool {
         match self.state() {
             EndpointState::Ready | EndpointState::Degraded => true,

@@ -451,16 +451,32 @@ class Faults(LoadCase, unittest.TestCase):
         log(f"kubelets logged {len(errors)} errors" + "".join(f"\n    {line}" for line in errors[:5]))
         self.assertEqual(self.kubelet_errors(self.log_offsets, WATCH_ERRORS), [])
 
+    def own_503(self):
+        """The number of requests to which jackstay itself has answered 503."""
+        return sum(v for k, v in self.jackstay.metrics().items() if k.startswith("jackstay_own_errors_total") and 'code="503"' in k)
+
+    def check_outage_in_log(self, since, before):
+        """One error about the outage, and one warning about its end, which counts the requests that got 503 since
+        there were `before`. Requests of nodes may end a moment later."""
+        process = self.jackstay.process
+        self.assertEqual(len(log_lines(process, r" ERROR .*no usable endpoint", since)), 1)
+        ended = wait_for("the end of the outage in the log", lambda: log_lines(process, r" WARN .*usable again after", since), 15)
+        reported = int(re.search(r"meanwhile (\d+) requests? got 503", ended[0])[1])
+        self.assertEqual(reported, self.own_503() - before)
+
     def test_zzy_all_apiservers_stopped(self):
         """All apiservers are stopped for 10 s: their kernels answer. Nodes may notice this."""
         self.watch.stop()
         load = self.load(25, direct=None)
         load.until(3)
+        since, before = self.log_size(), self.own_503()
         for apiserver in self.rig.apiservers.values():
             apiserver.pause()
         load.until(13)
         self.rig.recover()
         report = load.finish()
+        self.check_story("all apiservers stopped for 10 s", since)
+        self.check_outage_in_log(since, before)
         log(f"all apiservers stopped for 10 s: {summary(report)}")
         # A write in flight may have been executed, so it waits for the apiserver.
         for kind, promise in (("read", 1500), ("write", 8000)):
@@ -479,14 +495,13 @@ class Faults(LoadCase, unittest.TestCase):
                 apiserver.kill()
         load = self.load(25, direct=None)
         load.until(3)
-        since = self.log_size()
+        since, before = self.log_size(), self.own_503()
         down()
         load.until(13)
         self.rig.recover()
         report = load.finish()
         self.check_story("all apiservers down for 10 s", since)
-        self.assertEqual(len(log_lines(self.jackstay.process, r" ERROR .*no usable endpoint", since)), 1)
-        wait_for("the end of the outage in the log", lambda: log_lines(self.jackstay.process, r" WARN .*usable again after", since), 15)
+        self.check_outage_in_log(since, before)
         log(f"all apiservers down for 10 s: {summary(report)}")
         for kind in ("read", "write"):
             within(self, f"all apiservers down: slowest {kind}", report["requests"][kind]["slowest_ms"], "ms", 1500)

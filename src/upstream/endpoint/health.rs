@@ -330,10 +330,11 @@ impl LiveConnections {
         self.counts.iter().sum()
     }
 
-    /// Whether a request may be sent on one of them.
+    /// Whether a request may be sent on one of them. If none responds, one that is silent shows that the others,
+    /// whose PINGs are younger, are dead too.
     pub(super) fn accept_requests(&self) -> bool {
-        let silent = self.counts[Responsiveness::Silent as usize];
-        self.open() > silent
+        let [respond, unanswered, silent] = self.counts;
+        respond > 0 || unanswered > 0 && silent == 0
     }
 
     fn opened(&mut self) {

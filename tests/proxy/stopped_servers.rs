@@ -69,6 +69,13 @@ async fn stop_all(cluster: &TestCluster, proxy: &Proxy, fault: &str) {
     for server in &cluster.servers {
         server.stop();
     }
+    let unready = async {
+        let start = Stopwatch::start();
+        until("/readyz fails", async || proxy.page("/readyz").await.starts_with("HTTP/1.1 503"))
+            .await;
+        let name = format!("{fault}: /readyz fails");
+        check_figure(&name, start.elapsed(), Duration::from_secs(2));
+    };
     let new_watch = async {
         pause(SENT_AFTER[1]).await;
         WatchRecorder::start(&client, &cluster.watch_path()).await
@@ -89,8 +96,8 @@ async fn stop_all(cluster: &TestCluster, proxy: &Proxy, fault: &str) {
         let name = format!("{fault}: a read succeeds after the return");
         check_figure(&name, start.elapsed(), Duration::from_secs(1));
     };
-    let both = Box::pin(async { tokio::join!(new_watch, errors) });
-    let (new_watch, ()) = soon("the new watch begins", both).await;
+    let all = Box::pin(async { tokio::join!(new_watch, unready, errors) });
+    let (new_watch, (), ()) = soon("the new watch begins", all).await;
     // A request that was sent into silence would arrive now.
     let path = |path: &str| format!("{CONFIGMAPS}{path}");
     let silent = [path("/read-1000"), path("/read-3000")];

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use tokio::runtime::Handle;
 use tokio::time::Instant;
 
 use super::App;
@@ -24,6 +25,7 @@ use crate::config::Config;
 use crate::control::discovery::SharedContext;
 use crate::control::discovery::dns::ResolverFiles;
 use crate::net::process::inherited_sockets::InheritedSockets;
+use crate::observe::log::PidInLines;
 use crate::observe::{LivenessMonitor, Metrics};
 
 /// Time for a process that has got a termination signal to close its sockets or to end. Until then an address in use
@@ -61,9 +63,10 @@ impl App {
                     return attempt.bind_beside(predecessor, sockets);
                 }
                 // A process may handle a termination signal later, or have ended in the meantime.
-                Ok(Found::Nothing | Found::Serving) if start.elapsed() < CLOSING => {}
+                Ok(Found::Nothing | Found::Serving(_)) if start.elapsed() < CLOSING => {}
                 Ok(Found::Silent(pid)) => return attempt.bind_beside_silent(path, pid),
-                Ok(Found::Nothing | Found::Serving) | Err(_) => return Err(error),
+                Ok(Found::Serving(pid)) => return Err(error.beside_serving(pid)),
+                Ok(Found::Nothing) | Err(_) => return Err(error),
             }
             takeover::pause(CLOSING_POLL);
         }
@@ -97,7 +100,7 @@ impl App {
                 Ok(Self { predecessor: Some(predecessor), manager_sockets, replaces: true, ..app })
             }
             Found::Silent(pid) => attempt.bind_beside_silent(&path, pid),
-            Found::Nothing | Found::Serving => {
+            Found::Nothing | Found::Serving(_) => {
                 tracing::info!(path = %path.display(), "no process to take over from");
                 Self::bind_with(attempt.config, attempt.inherited)
             }
@@ -118,7 +121,8 @@ impl Attempt {
         predecessor: Predecessor,
         sockets: InheritedSockets,
     ) -> Result<App, StartError> {
-        tracing::info!(from = predecessor.pid(), "starting beside a process that drains");
+        let (from, admin_sockets) = (predecessor.pid(), sockets.len());
+        tracing::info!(from, admin_sockets, "starting beside a process that drains");
         self.inherited.append(sockets);
         let start = Instant::now();
         loop {
@@ -136,6 +140,7 @@ impl Attempt {
 
     /// Starts beside a process that does not answer, if that has closed the sockets of its listeners.
     fn bind_beside_silent(&self, path: &Path, pid: Option<i32>) -> Result<App, StartError> {
+        let overlap = PidInLines::start();
         let app = self.bind(AdminBind::WhenFree).map_err(|error| {
             if error.is_address_in_use() { StartError::silent(path, pid, &error) } else { error }
         })?;
@@ -143,6 +148,9 @@ impl Attempt {
             from = pid,
             "the running process does not answer, but the addresses of the listeners are free: starting beside it"
         );
+        if let Ok(runtime) = Handle::try_current() {
+            drop(runtime.spawn(takeover::show_pid_beside(pid, overlap)));
+        }
         Ok(App { replaces: true, ..app })
     }
 

@@ -104,7 +104,7 @@ impl ReloadResult {
         }
     }
 
-    /// Logs the reload, and records an event if [`Self::is_event`].
+    /// Logs the reload, a failed one with all errors in one line, and records an event if [`Self::is_event`].
     pub fn report(&self, previous: Option<&Self>, events: &Events) {
         let trigger = self.trigger;
         let (to, reason, effect) = match &self.outcome {
@@ -122,10 +122,13 @@ impl ReloadResult {
                 ("reloaded", reason.join("; "), "configuration applied")
             }
             ReloadOutcome::Failed { errors } => {
-                for error in errors {
-                    tracing::error!(trigger, error, "reload failed; the old configuration stays");
-                }
-                ("refused", errors.join("; "), "the old configuration stays")
+                let reason = errors.join("; ");
+                tracing::error!(
+                    trigger,
+                    error = reason,
+                    "reload failed; the old configuration stays"
+                );
+                ("refused", reason, "the old configuration stays")
             }
         };
         if !self.is_event(previous) {
@@ -274,6 +277,8 @@ fn named_changes<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::LogFormat;
+    use crate::observe::log::tests::Captured;
 
     fn ok(changed: &[&str]) -> ReloadResult {
         let changed = changed.iter().map(|&line| line.to_owned()).collect();
@@ -282,6 +287,20 @@ mod tests {
 
     fn failed(error: &str) -> ReloadResult {
         ReloadResult::new("file changed", ReloadOutcome::Failed { errors: vec![error.to_owned()] })
+    }
+
+    /// A certificate and a key that are both missing have one cause.
+    #[test]
+    fn report_of_a_failed_reload_is_one_line_with_all_errors() {
+        let errors = ["tls.cert_file: cannot read a", "tls.key_file: cannot read b"];
+        let errors = errors.map(str::to_owned).to_vec();
+        let failed = ReloadResult::new("SIGHUP", ReloadOutcome::Failed { errors });
+        let captured = Captured::default();
+        captured.during(LogFormat::Text, || failed.report(None, &Events::default()));
+        let lines = captured.lines();
+        let error = "error=\"tls.cert_file: cannot read a; tls.key_file: cannot read b\"";
+        assert!(lines.len() == 1 && lines[0].contains("ERROR reload failed"), "{lines:?}");
+        assert!(lines[0].contains(error), "{lines:?}");
     }
 
     #[test]

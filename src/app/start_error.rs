@@ -11,6 +11,8 @@ use crate::net::tls::file_error::TlsFileError;
 #[derive(Debug)]
 pub struct StartError {
     message: String,
+    /// What to do; empty if the message says it.
+    advice: String,
     is_configuration: bool,
     is_address_in_use: bool,
 }
@@ -37,12 +39,13 @@ impl StartError {
 
     /// The cause is in the configuration.
     pub(super) fn configuration(error: &dyn Display) -> Self {
-        Self { message: error.to_string(), is_configuration: true, is_address_in_use: false }
+        Self { is_configuration: true, ..Self::machine(error.to_string()) }
     }
 
     /// The cause is in this machine, its processes included.
     fn machine(message: String) -> Self {
-        Self { message, is_configuration: false, is_address_in_use: false }
+        let advice = String::new();
+        Self { message, advice, is_configuration: false, is_address_in_use: false }
     }
 
     /// The listening socket of `owner`, a listener or the admin endpoint, cannot be opened.
@@ -64,8 +67,22 @@ impl StartError {
             _ => String::new(),
         };
         let is_address_in_use = error.kind() == io::ErrorKind::AddrInUse;
-        let message = format!("{owner} cannot listen on {address}: {error}{advice}");
-        Self { is_address_in_use, ..Self::machine(message) }
+        let message = format!("{owner} cannot listen on {address}: {error}");
+        Self { advice, is_address_in_use, ..Self::machine(message) }
+    }
+
+    /// An address is in use, and a process with the same `state_dir` serves. `pid` is its id if it is in the same PID
+    /// namespace.
+    pub(super) fn beside_serving(self, pid: Option<i32>) -> Self {
+        let (process, stop) = match pid {
+            Some(pid) => (format!("jackstay runs as process {pid}"), format!(" (`kill {pid}`)")),
+            None => ("jackstay runs".to_owned(), String::new()),
+        };
+        let advice = format!(
+            "; {process} with the same state_dir and probably listens there: replace it with \
+             `run --take-over`, or stop it first{stop}"
+        );
+        Self { advice, ..self }
     }
 
     /// The process lacks the capability for an `action` that a transparent listener needs.
@@ -116,7 +133,8 @@ impl StartError {
         };
         Self::machine(format!(
             "cannot take over through {path}: {process} does not respond (stopped?) and still has the \
-             listening sockets: {remedy}, and a start then succeeds; {bind}"
+             listening sockets: {remedy}, and a start then succeeds; {}",
+            bind.message
         ))
     }
 }
@@ -137,7 +155,7 @@ impl From<io::Error> for StartError {
 
 impl Display for StartError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
+        write!(f, "{}{}", self.message, self.advice)
     }
 }
 

@@ -57,7 +57,9 @@ use crate::net::process::descriptor_passing;
 use crate::net::sockets::listening;
 use crate::observe::log::PidInLines;
 
-pub use self::predecessor::{AskError, Found, Predecessor, Request, ask, pause, request};
+pub use self::predecessor::{
+    AskError, Found, Predecessor, Request, ask, pause, request, show_pid_beside,
+};
 
 /// Maximum time from the connect of a new process to its request, which it sends at once. Other new processes
 /// wait meanwhile.
@@ -193,9 +195,19 @@ pub async fn hand_over(
     if answer == Answer::Serving {
         return Ok(false);
     }
-    let count = sockets.len();
+    let (to, count) = (peer.pid(), sockets.len());
     drop(sockets);
-    tracing::info!(to = peer.pid(), sockets = count, "listening sockets sent to a new process");
+    match answer {
+        // The sockets of the listeners are closed.
+        Answer::Draining(_) => tracing::info!(
+            to,
+            admin_sockets = count,
+            "only the socket of the admin endpoint sent to a new process"
+        ),
+        _ => {
+            tracing::info!(to, sockets = count, "all listening sockets sent to a new process");
+        }
+    }
     let message =
         within(SERVE_TIMEOUT, "the new process does not serve", read_line(stream)).await?;
     if message != SERVING {

@@ -158,7 +158,7 @@ pub(super) fn explain_no_status(admin: impl Into<TcpAddress>, error: &io::Error)
              address (--admin ADDR; `ss -ltnp` lists the listening sockets)"
         ),
         io::ErrorKind::TimedOut => format!(
-            "{admin} does not answer in time: the process is stopped or overloaded, or a firewall \
+            "{admin} gives {error}: the process is stopped or overloaded, or a firewall \
              drops packets"
         ),
         io::ErrorKind::InvalidData => {

@@ -27,6 +27,9 @@ use super::options::{OutputArgs, OutputFormat, has_cursor, parse_flag_duration};
 use crate::config::format_duration;
 use crate::observe::utc::Utc;
 
+/// How long `--wait` waits by default.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
+
 /// Shortest interval of `--watch`, and the interval of `--wait`.
 const MIN_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -37,6 +40,7 @@ there is no answer, 2 bad usage.
 Examples:
   jackstay status
   jackstay status --watch
+  jackstay status --timeout 2s
   jackstay status --wait --timeout 30s
   jackstay status -o json";
 
@@ -54,10 +58,10 @@ pub struct StatusArgs {
     /// Wait until every upstream has a usable endpoint, then print the status.
     #[arg(long)]
     wait: bool,
-    /// How long --wait waits before it fails with exit code 1; a number without a unit is seconds.
-    #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = parse_flag_duration,
-          requires = "wait")]
-    timeout: Duration,
+    /// How long to wait for the answer, or with --wait until every upstream has a usable endpoint, before it
+    /// fails with exit code 1; a number without a unit is seconds [default: 5s, with --wait 60s].
+    #[arg(long, value_name = "DURATION", value_parser = parse_flag_duration, conflicts_with = "watch")]
+    timeout: Option<Duration>,
     #[command(flatten)]
     output: OutputArgs,
 }
@@ -71,10 +75,13 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
 pub fn run(args: &StatusArgs) -> ExitCode {
     let result = match args.watch {
         None if args.wait => return wait(args),
-        None => fetch_status(args.admin).map(|status| {
-            print(args, &status);
-            serving::unready_reason(&status)
-        }),
+        None => {
+            let limit = args.timeout.unwrap_or(STATUS_TIMEOUT);
+            block_on(get_status(args.admin, limit)).map(|status| {
+                print(args, &status);
+                serving::unready_reason(&status)
+            })
+        }
         Some(interval) if args.output.format == OutputFormat::Text && has_cursor() => {
             live::run(args.admin, interval).map(|()| None)
         }
@@ -97,7 +104,8 @@ pub fn run(args: &StatusArgs) -> ExitCode {
 
 /// Queries the status until requests can be served, and prints the last status.
 fn wait(args: &StatusArgs) -> ExitCode {
-    let deadline = Instant::now() + args.timeout;
+    let timeout = args.timeout.unwrap_or(WAIT_TIMEOUT);
+    let deadline = Instant::now() + timeout;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         // A request that starts just before the deadline still gets MIN_INTERVAL.
@@ -116,7 +124,7 @@ fn wait(args: &StatusArgs) -> ExitCode {
         match unready {
             None => return ExitCode::SUCCESS,
             Some(reason) if is_last => {
-                let limit = format_duration(args.timeout);
+                let limit = format_duration(timeout);
                 eprintln!("requests cannot be served after {limit}: {reason}");
                 return ExitCode::FAILURE;
             }

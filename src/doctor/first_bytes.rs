@@ -5,9 +5,10 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, ReadBuf};
 
 use super::observations::FailureKind;
+use crate::net::sockets::delegate_async_write;
 
 /// Number of recorded bytes: enough for a status line or a banner.
 const RECORDED: usize = 64;
@@ -74,23 +75,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for FirstBytes<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for FirstBytes<S> {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().inner).poll_write(cx, buf)
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().inner).poll_flush(cx)
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().inner).poll_shutdown(cx)
-    }
-}
+delegate_async_write!(FirstBytes<S>, |this| &mut this.inner);
 
 #[cfg(test)]
 mod tests {

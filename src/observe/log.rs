@@ -13,7 +13,7 @@
 mod pid;
 
 use std::io::{self, Write};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -91,7 +91,7 @@ impl LogControl {
 /// # Errors
 /// A subscriber is already installed, or the writer's thread cannot be started.
 pub fn init(log: &Log, sink: impl Write + Send + 'static) -> io::Result<LogGuard> {
-    let (queue, mut guard) = LineQueue::start(sink)?;
+    let (queue, mut guard) = LineQueue::start(sink, &pid::OVERLAPS)?;
     let (subscriber, filter, format) = subscriber(log, queue.clone());
     tracing::subscriber::set_global_default(subscriber).map_err(io::Error::other)?;
     guard.control = Some(LogControl { filter, format, queue });
@@ -157,6 +157,8 @@ impl FormatTime for Rfc3339 {
 struct LineQueue {
     sender: Sender<Box<[u8]>>,
     shared: Arc<Shared>,
+    /// Number of [`PidInLines`] of these lines.
+    overlaps: &'static AtomicUsize,
 }
 
 #[derive(Debug, Default)]
@@ -170,7 +172,10 @@ struct Shared {
 }
 
 impl LineQueue {
-    fn start(sink: impl Write + Send + 'static) -> io::Result<(Self, LogGuard)> {
+    fn start(
+        sink: impl Write + Send + 'static,
+        overlaps: &'static AtomicUsize,
+    ) -> io::Result<(Self, LogGuard)> {
         // A bounded channel would allocate all its places at once; `write` enforces the limit instead.
         let (sender, lines) = channel();
         let shared = Arc::new(Shared::default());
@@ -179,7 +184,8 @@ impl LineQueue {
             .name("log".to_owned())
             .stack_size(128 * 1024) // the thread only copies bytes
             .spawn(move || write_lines(&lines, sink, &writer))?;
-        Ok((Self { sender, shared: Arc::clone(&shared) }, LogGuard { shared, control: None }))
+        let queue = Self { sender, shared: Arc::clone(&shared), overlaps };
+        Ok((queue, LogGuard { shared, control: None }))
     }
 }
 
@@ -206,7 +212,8 @@ fn write_lines(lines: &Receiver<Box<[u8]>>, mut sink: impl Write, shared: &Share
 impl Write for LineQueue {
     /// Queues one line, because the formatter writes each line in one call.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let queued = pid::add_if_shown(line);
+        let overlaps = self.overlaps.load(Ordering::Relaxed);
+        let queued = if overlaps > 0 { pid::with_pid(line) } else { line.into() };
         let mut pending = lock(&self.shared.pending);
         if *pending < MAX_QUEUED_LINES && self.sender.send(queued).is_ok() {
             *pending += 1;
@@ -241,6 +248,9 @@ pub(crate) mod tests {
     use super::*;
     use crate::config::AccessLog;
     use std::sync::mpsc;
+
+    /// The counter of queues without the field `pid`.
+    static ALONE: AtomicUsize = AtomicUsize::new(0);
 
     /// Collects the lines that this thread logs while a closure runs.
     #[derive(Debug, Clone, Default)]
@@ -312,7 +322,7 @@ pub(crate) mod tests {
     #[test]
     fn set_changes_level_and_format() {
         let captured = Captured::default();
-        let (queue, guard) = LineQueue::start(captured.clone()).expect("a thread");
+        let (queue, guard) = LineQueue::start(captured.clone(), &ALONE).expect("a thread");
         let mut log =
             Log { level: Level::Info, format: LogFormat::Text, access: AccessLog::Errors };
         let (subscriber, filter, format) = subscriber(&log, queue.clone());
@@ -335,19 +345,6 @@ pub(crate) mod tests {
         assert!(lines[1].contains(r#""message":"debug after the change""#), "{lines:?}");
     }
 
-    #[test]
-    fn lines_have_the_pid_while_the_guard_exists() {
-        let captured = Captured::default();
-        let (mut queue, guard) = LineQueue::start(captured.clone()).expect("a thread");
-        let shown = PidInLines::start();
-        queue.write_all(b"during\n").expect("never fails");
-        drop(shown);
-        queue.write_all(b"after\n").expect("never fails");
-        drop(guard);
-        let during = format!("during pid={}", std::process::id());
-        assert_eq!(captured.lines(), [during, "after".to_owned()]);
-    }
-
     /// A sink whose writes block until the sender is dropped.
     struct BlockedSink(mpsc::Receiver<()>, Captured);
 
@@ -368,7 +365,7 @@ pub(crate) mod tests {
         let (unblock, blocked) = mpsc::channel();
         let captured = Captured::default();
         let sink = BlockedSink(blocked, captured.clone());
-        let (mut queue, guard) = LineQueue::start(sink).expect("a thread");
+        let (mut queue, guard) = LineQueue::start(sink, &ALONE).expect("a thread");
         for _ in 0..MAX_QUEUED_LINES + 1000 {
             queue.write_all(b"line\n").expect("never fails");
         }
@@ -385,7 +382,7 @@ pub(crate) mod tests {
     #[test]
     fn guard_drop_waits_for_queued_lines() {
         let captured = Captured::default();
-        let (mut queue, guard) = LineQueue::start(captured.clone()).expect("a thread");
+        let (mut queue, guard) = LineQueue::start(captured.clone(), &ALONE).expect("a thread");
         for _ in 0..100 {
             queue.write_all(b"line\n").expect("never fails");
         }

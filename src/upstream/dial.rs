@@ -182,22 +182,26 @@ async fn secure(
     let stream = TlsConnector::from(Arc::clone(tls))
         .connect(endpoint.server_name.clone(), ReadAhead::new(stream))
         .await
-        .map_err(|error| {
-            if is_no_common_protocol(&error) {
-                let reason = format!(
-                    "{address} speaks none of the protocols offered (ALPN): is it an apiserver, or \
-                     a proxy before it?"
-                );
-                return ConnectFailure::new(ConnectFailureKind::NoH2, reason);
-            }
-            let kind = match tls_error(&error) {
-                Some(_) => ConnectFailureKind::TlsFailed,
-                None => ConnectFailureKind::Failed,
-            };
-            let text = describe_handshake_error(&error);
-            ConnectFailure::new(kind, format!("TLS to {address} failed: {text}"))
-        })?;
+        .map_err(|error| handshake_failure(address, &error))?;
     Ok((stream, observer))
+}
+
+/// The failure of a TLS handshake. Only an error of TLS itself is reported as one: a process that ends while a
+/// handshake is in progress resets the connection.
+fn handshake_failure(address: SocketAddr, error: &io::Error) -> ConnectFailure {
+    let (kind, reason) = if is_no_common_protocol(error) {
+        let reason = format!(
+            "{address} speaks none of the protocols offered (ALPN): is it an apiserver, or a proxy before it?"
+        );
+        (ConnectFailureKind::NoH2, reason)
+    } else if tls_error(error).is_some() {
+        let text = describe_handshake_error(error);
+        (ConnectFailureKind::TlsFailed, format!("TLS to {address} failed: {text}"))
+    } else {
+        let reason = format!("connection to {address} lost during the TLS handshake: {error}");
+        (ConnectFailureKind::Failed, reason)
+    };
+    ConnectFailure::new(kind, reason)
 }
 
 /// Whether the server ended the handshake with the ALPN alert (RFC 7301 section 3.2). Other servers
@@ -255,4 +259,36 @@ async fn first_pong(
     .await?;
     let rtt = pinged_at.elapsed();
     Ok(DialedConnection { send, h2, ping, max_streams, violation, observer, rtt })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustls::Error;
+
+    #[test]
+    fn handshake_failure_names_tls_only_for_errors_of_tls() {
+        let address = SocketAddr::from(([127, 0, 0, 1], 6443));
+        let tls = |error: Error| io::Error::new(io::ErrorKind::InvalidData, error);
+        let no_protocol = Error::AlertReceived(AlertDescription::NoApplicationProtocol);
+        for (error, kind, reason) in [
+            (
+                io::ErrorKind::ConnectionReset.into(),
+                ConnectFailureKind::Failed,
+                "connection to 127.0.0.1:6443 lost during the TLS handshake: connection reset",
+            ),
+            (
+                tls(Error::NoCertificatesPresented),
+                ConnectFailureKind::TlsFailed,
+                "TLS to 127.0.0.1:6443 failed: the peer sent no certificate",
+            ),
+            (
+                tls(no_protocol),
+                ConnectFailureKind::NoH2,
+                "127.0.0.1:6443 speaks none of the protocols offered (ALPN): is it an apiserver, or a proxy before it?",
+            ),
+        ] {
+            assert_eq!(handshake_failure(address, &error), ConnectFailure::new(kind, reason));
+        }
+    }
 }

@@ -336,7 +336,19 @@ fn status_every_endpoint_down_fails_after_printing_the_table() {
         assert_eq!(error.lines().count(), 1, "{error}");
     }
     assert_eq!(jackstay(&["status", "--wait", "--watch"]).status.code(), Some(2));
-    assert_eq!(jackstay(&["status", "--timeout", "1s"]).status.code(), Some(2));
+    assert_eq!(jackstay(&["status", "--watch", "--timeout", "1s"]).status.code(), Some(2));
+}
+
+/// With `--wait` the time is for all requests together.
+#[test]
+fn status_timeout_without_wait_limits_the_request() {
+    // It accepts connections and does not answer.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let admin = silent.local_addr().expect("an address").to_string();
+    let out = jackstay(&["status", "--timeout", "100ms", "--admin", &admin]);
+    let error = text(&out.stderr);
+    assert_eq!(out.status.code(), Some(1), "{error}");
+    assert!(error.contains(&format!("{admin} gives no answer within 100ms: ")), "{error}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

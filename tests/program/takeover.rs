@@ -75,7 +75,7 @@ async fn log_begins_with_the_process_and_has_its_pid_while_two_overlap() {
     let new_pid = new.pid().to_owned();
     let of = |pid: &str| format!(" pid={pid}");
     for text in
-        ["listening sockets sent to a new process", "draining: a new process has taken over"]
+        ["all listening sockets sent to a new process", "draining: a new process has taken over"]
     {
         let line = old.wait_output(text).await;
         assert!(line.ends_with(&of(&pid)), "{line}");
@@ -312,7 +312,10 @@ async fn failed_start_of_the_new_process_leaves_the_old_one_running() {
     // The new process has no `--take-over`.
     let mut new = setup.start(&[]);
     assert_eq!(new.wait_exit().await.code(), Some(1), "{}", new.output());
-    new.wait_output("`--take-over`").await;
+    let line = new.wait_output("cannot listen on").await;
+    let pid = setup.process.pid();
+    let advice = format!("jackstay runs as process {pid} with the same state_dir");
+    assert!(line.contains(&advice) && line.contains("`run --take-over`"), "{line}");
 
     load.wait_progress().await;
     assert!(setup.process.is_running());

@@ -260,15 +260,15 @@ async fn until_bound(socket: &AdminSocket) {
     if socket.socket().is_some() {
         return;
     }
-    let address = socket.address().ok();
+    let address = socket.address().ok().map(tracing::field::display);
     tracing::warn!(
-        ?address,
+        address,
         "the admin endpoint waits: another process, which may drain, has its address; requests are served"
     );
     while socket.bind_if_free().is_err() {
         sleep(ADMIN_RETRY).await;
     }
-    tracing::info!(?address, "the admin endpoint listens: its address is free");
+    tracing::info!(address, "the admin endpoint listens: its address is free");
 }
 
 /// Returns `path` if the `current` task does not serve it, and then ends that task.

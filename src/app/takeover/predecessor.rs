@@ -58,8 +58,8 @@ pub enum Found {
     Nothing,
     /// A process that hands over these sockets.
     Predecessor(Predecessor, InheritedSockets),
-    /// A process that serves; only after [`Request::IfDraining`].
-    Serving,
+    /// A process that serves, with its PID if it is in the same PID namespace; only after [`Request::IfDraining`].
+    Serving(Option<i32>),
     /// A process that does not answer, with its PID if it is in the same PID namespace.
     Silent(Option<i32>),
 }
@@ -148,20 +148,20 @@ pub enum AskError {
 /// # Errors
 /// The process is not trusted, does not answer, or its answer is not that of the protocol.
 pub fn ask(mut stream: BlockingStream, request: Request) -> Result<Found, AskError> {
+    let pid = peer_pid(&stream);
     let line = exchange(&mut stream, request).map_err(AskError::NoAnswer)?;
     let answer = match (Answer::parse(&line), request) {
-        (Some(Answer::Serving), Request::IfDraining) => return Ok(Found::Serving),
+        (Some(Answer::Serving), Request::IfDraining) => return Ok(Found::Serving(pid)),
         (Some(answer @ Answer::Sockets(_)), Request::TakeOver)
         | (Some(answer @ Answer::Draining(_)), _) => answer,
         // A version that does not know the request.
-        (None, Request::IfDraining) if line.contains(REQUEST) => return Ok(Found::Serving),
+        (None, Request::IfDraining) if line.contains(REQUEST) => return Ok(Found::Serving(pid)),
         _ => {
             return Err(AskError::Answered(io::Error::other(format!("unexpected answer: {line}"))));
         }
     };
     let sockets = receive(&stream, answer.sockets()).map_err(AskError::Interrupted)?;
     let draining = matches!(answer, Answer::Draining(_));
-    let pid = peer_pid(&stream);
     Ok(Found::Predecessor(
         Predecessor { stream, pid, draining, overlap: PidInLines::start() },
         sockets,
@@ -220,11 +220,7 @@ impl Predecessor {
     /// The old process has ended or does not answer.
     pub async fn replace(self) -> io::Result<bool> {
         let Self { stream, pid, overlap, .. } = self;
-        drop(tokio::spawn(async move {
-            // Without a visible process id, its end cannot be seen.
-            let _ = timeout(MAX_OVERLAP, wait_until_ended(pid)).await;
-            drop(overlap);
-        }));
+        drop(tokio::spawn(show_pid_beside(pid, overlap)));
         stream.set_nonblocking(true)?;
         let mut stream = UnixStream::from_std(stream)?;
         stream.write_all(format!("{SERVING}\n").as_bytes()).await?;
@@ -238,6 +234,13 @@ impl Predecessor {
             Err(_) => Err(ErrorKind::TimedOut.into()),
         }
     }
+}
+
+/// Keeps the field `pid` in log lines until the process `pid` has ended, for at most [`MAX_OVERLAP`].
+pub async fn show_pid_beside(pid: Option<i32>, overlap: PidInLines) {
+    // Without a visible process id, its end cannot be seen.
+    let _ = timeout(MAX_OVERLAP, wait_until_ended(pid)).await;
+    drop(overlap);
 }
 
 /// Waits until a process has ended; never ends without its id. Landlock does not restrict stat(2), unlike open(2).

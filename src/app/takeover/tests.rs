@@ -123,7 +123,8 @@ async fn request_if_draining_to_a_process_that_serves_takes_nothing() {
     for _ in 0..3 {
         let path = path.clone();
         let found = spawn_blocking(move || request(&path, Request::IfDraining)).await.unwrap();
-        assert!(matches!(found.unwrap(), Found::Serving));
+        let Found::Serving(pid) = found.unwrap() else { panic!("it does not serve") };
+        assert_eq!(pid, i32::try_from(std::process::id()).ok());
     }
     assert!(!old.released.is_finished() && !old.server.is_finished());
 }
@@ -137,7 +138,7 @@ async fn request_if_draining_to_an_older_version_reports_that_it_serves() {
     let found = spawn_blocking(move || request(&path, Request::IfDraining));
     let (mut stream, _) = listener.accept().unwrap();
     stream.write_all(b"this process understands `jackstay take-over 1`\n").unwrap();
-    assert!(matches!(found.await.unwrap().unwrap(), Found::Serving));
+    assert!(matches!(found.await.unwrap().unwrap(), Found::Serving(_)));
 }
 
 /// It ends while a new process waits for its answer.

@@ -96,7 +96,9 @@ pub(super) fn find(
         names.client.clone_from(name);
     }
     if config.is_some() {
-        notes.extend(redundancy_note(&own, &upstreams, left_out, survey.members.as_deref()));
+        let wrong: Vec<&str> = survey.not_apiservers.iter().map(|(wrong, _)| &**wrong).collect();
+        let members = survey.members.as_deref();
+        notes.extend(redundancy_note(&own, &upstreams, &wrong, left_out, members));
     }
     Ok(Apiservers { upstreams, names, warnings, notes })
 }
@@ -218,10 +220,12 @@ fn survey_apiservers(
     survey
 }
 
-/// A note if `own` is the only endpoint, or if the cluster has apiservers that are not endpoints yet.
+/// A note if `own` is the only endpoint, or if the cluster has apiservers that are not endpoints yet. It does not
+/// repeat upstreams that are `wrong`, at which no apiserver responds, as if they were usable.
 fn redundancy_note(
     own: &str,
     upstreams: &[String],
+    wrong: &[&str],
     left_out: usize,
     members: Result<&[SocketAddr], &String>,
 ) -> Option<String> {
@@ -242,11 +246,20 @@ fn redundancy_note(
             let prefix =
                 if only { format!("only one endpoint is known, {own}; ") } else { String::new() };
             // --upstream replaces the known endpoints, so the note names them too.
-            let all = upstreams.iter().cloned().chain(members.iter().map(SocketAddr::to_string));
-            let options: Vec<String> = all.map(|address| format!("--upstream {address}")).collect();
+            let (wrong, known): (Vec<&str>, Vec<&str>) =
+                upstreams.iter().map(String::as_str).partition(|address| wrong.contains(address));
+            let known = known.into_iter().map(str::to_owned);
+            let all = known.chain(members.iter().map(SocketAddr::to_string));
+            let mut options: Vec<String> = all.map(|known| format!("--upstream {known}")).collect();
+            options.extend(wrong.iter().map(|_| "--upstream ADDR".to_owned()));
+            let suffix = if wrong.is_empty() {
+                String::new()
+            } else {
+                format!(", where ADDR is the right address instead of {}", wrong.join(" and "))
+            };
             Some(format!(
                 "{prefix}the cluster names {} more: to use {} run it again with --discover --force, \
-                 or with {} --force",
+                 or with {} --force{suffix}",
                 counted(members.len(), "apiserver"),
                 if members.len() == 1 { "it" } else { "them" },
                 options.join(" ")
@@ -284,24 +297,34 @@ mod tests {
         let members: Vec<SocketAddr> =
             ["10.0.0.2:6443", "[fd00::3]:6443"].map(|a| a.parse().unwrap()).to_vec();
         let own = "10.0.0.1:6443";
-        let offer = redundancy_note(own, &[], 0, Ok(&members)).unwrap();
+        let note = |known: &[String], left_out, members| {
+            redundancy_note(own, known, &["10.0.0.8:2379"], left_out, members)
+        };
+        let offer = note(&[], 0, Ok(&members)).unwrap();
         assert!(
             offer.starts_with("only one endpoint is known, 10.0.0.1:6443; the cluster names 2")
         );
         assert!(offer.contains("with --upstream 10.0.0.2:6443 --upstream [fd00::3]:6443 --force"));
         // The offer includes the known endpoints, which --upstream would drop.
         let known = ["10.0.0.9:6443".to_owned()];
-        let offer = redundancy_note(own, &known, 0, Ok(&members[..1])).unwrap();
+        let offer = note(&known, 0, Ok(&members[..1])).unwrap();
         assert!(offer.starts_with("the cluster names 1 apiserver more"), "{offer}");
         assert!(offer.contains("with --upstream 10.0.0.9:6443 --upstream 10.0.0.2:6443 --force"));
-        assert!(redundancy_note(own, &[], 0, Ok(&[])).unwrap().contains("names no other"));
-        let note = redundancy_note(own, &[], 3, Ok(&[])).unwrap();
-        assert!(note.contains("names 3 apiservers more, which were left out"), "{note}");
-        assert!(!note.contains("names no other"), "{note}");
+        assert!(offer.ends_with("--force"), "{offer}");
+        // An address at which no apiserver responds is no part of the command.
+        let with_wrong = ["10.0.0.8:2379".to_owned(), "10.0.0.9:6443".to_owned()];
+        let offer = note(&with_wrong, 0, Ok(&members[..1])).unwrap();
+        let command = "with --upstream 10.0.0.9:6443 --upstream 10.0.0.2:6443 --upstream ADDR --force, \
+                       where ADDR is the right address instead of 10.0.0.8:2379";
+        assert!(offer.ends_with(command), "{offer}");
+        assert!(note(&[], 0, Ok(&[])).unwrap().contains("names no other"));
+        let left_out = note(&[], 3, Ok(&[])).unwrap();
+        assert!(left_out.contains("names 3 apiservers more, which were left out"), "{left_out}");
+        assert!(!left_out.contains("names no other"), "{left_out}");
         let refused = "403".to_owned();
-        let note = redundancy_note(own, &[], 0, Err(&refused)).unwrap();
-        assert!(note.contains("are not known: 403"), "{note}");
-        assert_eq!(redundancy_note(own, &known, 0, Ok(&[])), None);
-        assert_eq!(redundancy_note(own, &known, 0, Err(&refused)), None);
+        let unknown = note(&[], 0, Err(&refused)).unwrap();
+        assert!(unknown.contains("are not known: 403"), "{unknown}");
+        assert_eq!(note(&known, 0, Ok(&[])), None);
+        assert_eq!(note(&known, 0, Err(&refused)), None);
     }
 }

@@ -1,36 +1,31 @@
 //! The process id in log lines, for the time in which two processes write to one journal.
+//!
+//! | process | each line has `pid` |
+//! |---|---|
+//! | starts | in the first line, as one of its fields |
+//! | old | from the connect of a new process, or from SIGUSR2, to its own end, or until the new process has failed |
+//! | new | from `--take-over`, or from the answer of the old process or its absence, until that has ended, for at most 120 s |
+//! | alone | never |
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Number of [`PidInLines`] that exist.
-#[cfg(not(test))]
-static PID_IN_LINES: AtomicUsize = AtomicUsize::new(0);
+/// Number of [`PidInLines`] that exist in this process.
+pub(super) static OVERLAPS: AtomicUsize = AtomicUsize::new(0);
 
-// Tests run in threads of one process.
-#[cfg(test)]
-thread_local! {
-    static PID_IN_LINES: AtomicUsize = const { AtomicUsize::new(0) };
-}
-
-#[cfg(not(test))]
-fn with_count<T>(act: impl FnOnce(&AtomicUsize) -> T) -> T {
-    act(&PID_IN_LINES)
-}
-
-#[cfg(test)]
-fn with_count<T>(act: impl FnOnce(&AtomicUsize) -> T) -> T {
-    PID_IN_LINES.with(act)
-}
-
-/// While it exists, each line has the field `pid`: during a takeover two processes write to one journal.
+/// While it exists, each line of the log has the field `pid`.
 #[derive(Debug)]
-pub struct PidInLines(());
+pub struct PidInLines(&'static AtomicUsize);
 
 impl PidInLines {
     /// Starts to add the field.
     pub fn start() -> Self {
-        with_count(|count| count.fetch_add(1, Ordering::Relaxed));
-        Self(())
+        Self::counted_in(&OVERLAPS)
+    }
+
+    /// Starts to add the field to the lines of the queues with this counter.
+    pub(super) fn counted_in(counter: &'static AtomicUsize) -> Self {
+        counter.fetch_add(1, Ordering::Relaxed);
+        Self(counter)
     }
 
     /// Adds the field until the end of the process.
@@ -41,17 +36,12 @@ impl PidInLines {
 
 impl Drop for PidInLines {
     fn drop(&mut self) {
-        with_count(|count| count.fetch_sub(1, Ordering::Relaxed));
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// The line, with the field `pid` if it is shown now.
-pub(super) fn add_if_shown(line: &[u8]) -> Box<[u8]> {
-    if with_count(|count| count.load(Ordering::Relaxed)) > 0 { with_pid(line) } else { line.into() }
-}
-
 /// A line with the field `pid`: the first one of a JSON object, the last one of a text.
-fn with_pid(line: &[u8]) -> Box<[u8]> {
+pub(super) fn with_pid(line: &[u8]) -> Box<[u8]> {
     let pid = std::process::id();
     let text = line.strip_suffix(b"\n").unwrap_or(line);
     match text.strip_prefix(b"{") {
@@ -63,6 +53,10 @@ fn with_pid(line: &[u8]) -> Box<[u8]> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
+    use super::super::LineQueue;
+    use super::super::tests::Captured;
     use super::*;
 
     #[test]
@@ -75,5 +69,19 @@ mod tests {
         assert!(json.ends_with(b"}\n"));
         let json: serde_json::Value = serde_json::from_slice(&json).expect("JSON");
         assert_eq!((&json["pid"], &json["message"]), (&pid.into(), &"drained".into()));
+    }
+
+    #[test]
+    fn lines_have_the_pid_while_the_guard_exists() {
+        static OVERLAPS: AtomicUsize = AtomicUsize::new(0);
+        let captured = Captured::default();
+        let (mut queue, guard) = LineQueue::start(captured.clone(), &OVERLAPS).expect("a thread");
+        let shown = PidInLines::counted_in(&OVERLAPS);
+        queue.write_all(b"during\n").expect("never fails");
+        drop(shown);
+        queue.write_all(b"after\n").expect("never fails");
+        drop(guard);
+        let during = format!("during pid={}", std::process::id());
+        assert_eq!(captured.lines(), [during, "after".to_owned()]);
     }
 }

@@ -84,7 +84,12 @@ async fn start_beside_a_process_that_drains_serves_and_has_the_admin_endpoint() 
             if mode == "L4" {
                 assert!(setup.process.is_running(), "{what}: the drain lasts");
                 assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200, "{what}");
-                new.wait_output("starting beside a process that drains").await;
+                let line = new.wait_output("starting beside a process that drains").await;
+                assert!(line.contains(" admin_sockets=1"), "{line}");
+                let sent = "only the socket of the admin endpoint sent to a new process";
+                let line = setup.process.wait_output(sent).await;
+                assert!(line.contains(" admin_sockets=1"), "{line}");
+                assert!(!setup.process.output().contains("all listening sockets"), "{what}");
                 setup.process.wait_output("handed over: this process drains and ends").await;
             }
             // The second signal ends the drain.
@@ -106,7 +111,7 @@ async fn termination_signal_between_sockets_and_serving_does_not_delay_the_answe
     let (mut setup, _client, _watch) = setup_with_watch("L4").await;
     let mut stream = UnixStream::connect(setup.state_dir().join("take-over.sock")).unwrap();
     stream.write_all(b"jackstay take-over 1\n").unwrap();
-    setup.process.wait_output("listening sockets sent to a new process").await;
+    setup.process.wait_output("all listening sockets sent to a new process").await;
     setup.process.signal("TERM");
     setup.process.wait_output("draining").await;
     stream.write_all(b"serving\n").unwrap();
@@ -124,7 +129,7 @@ async fn new_process_serves_the_sockets_of_a_process_that_has_ended() {
     let mut setup = Setup::new(1, 2).await;
     setup.cluster.servers[0].stop();
     let mut new = setup.start(&["--take-over"]);
-    setup.process.wait_output("listening sockets sent to a new process").await;
+    setup.process.wait_output("all listening sockets sent to a new process").await;
     setup.process.signal("TERM");
     setup.process.signal("TERM");
     // It waits in the accept queue.
@@ -172,7 +177,9 @@ async fn start_beside_a_silent_process(flags: &[&str]) {
     new.wait_output("the admin endpoint waits").await;
     until_within(SERVES, "requests succeed", async || request(&setup).await.is_ok()).await;
     drop(admin);
-    new.wait_output("the admin endpoint listens: its address is free").await;
+    let line = new.wait_output("the admin endpoint listens: its address is free").await;
+    let fields = format!(" address={} pid={}", setup.config.admin.bind, new.pid());
+    assert!(line.ends_with(&fields), "two processes run: {line}");
     expect_admin(&setup, &mut new, "after the other process has ended").await;
     // The takeover socket is that of the new process.
     let mut next = setup.start(&["--take-over"]);

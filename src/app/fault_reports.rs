@@ -166,7 +166,7 @@ impl ErrorReport {
             self.last = Some(now);
             let text = |error: &OwnError| {
                 let what = error.code.map_or("reset".to_owned(), |code| code.to_string());
-                format!("{} times {what} {}", new(error), error.reason)
+                format!("{} {what} {}", counted(new(error), "time"), error.reason)
             };
             server_errors().filter(|error| new(error) > 0).map(text).collect()
         };

@@ -14,6 +14,7 @@
 
 pub mod build;
 pub mod byte_budget;
+mod change;
 pub mod count_gauge;
 pub mod counted;
 pub mod endpoint_metrics;

@@ -108,6 +108,7 @@ fn answered() -> Observation<'static> {
 
 #[test]
 fn suspect_endpoint_is_usable_until_a_connection_is_silent() {
+    use EndpointState::{Ready, Suspect};
     let endpoint = endpoint();
     let silent = || Observation::ResponsivenessChanged { from: Unanswered, to: Silent };
     for _ in 0..2 {
@@ -119,7 +120,6 @@ fn suspect_endpoint_is_usable_until_a_connection_is_silent() {
         endpoint.observe(observation);
         (endpoint.state(), endpoint.is_usable())
     };
-    use EndpointState::{Ready, Suspect};
     assert_eq!(usable(unanswered()), (Ready, true));
     assert_eq!(usable(unanswered()), (Suspect, true));
     assert_eq!(usable(silent()), (Suspect, false));

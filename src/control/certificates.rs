@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use self::expiry_watch::{ExpiryWatch, ValidityChange, WatchedCertificate};
 use super::file_watch::{FileWatch, poll_ticks};
-use crate::net::tls::certificate::Validity;
+use crate::net::tls::certificate::{VERSION_1, VERSION_1_EFFECT, Validity};
 use crate::net::tls::serving::{ServingRefresh, ServingTls};
 use crate::observe::events::{Change, EventKind, Events};
 use crate::observe::utc::{Utc, wall_clock};
@@ -123,6 +123,11 @@ fn report(upstream: &Upstream, change: &CredentialChange) {
             let name = slot.paths.cert_file.display().to_string();
             let serial = format!("serial {}", info.serial);
             let reason = format!("the file has changed: {}", info.subject);
+            if info.is_version_1 {
+                let reason = format!("{reason}: {VERSION_1}");
+                let states = ("in use", serial.as_str());
+                return events.changed(&name, states, (&reason, VERSION_1_EFFECT), true);
+            }
             let effect = "identity is in use; connections with an older certificate drain";
             events.loaded(&name, &serial, &reason, effect);
         }

@@ -107,7 +107,11 @@ async fn limited<T, E>(
     describe: impl FnOnce(E) -> (FailureKind, String),
 ) -> Result<T, Failure> {
     let Ok(result) = timeout(STEP_LIMIT, action).await else {
-        let text = format!("{}: no response within {} ms", step.as_str(), STEP_LIMIT.as_millis());
+        let limit = STEP_LIMIT.as_millis();
+        let text = match step {
+            Step::Tls => format!("TCP connects, but TLS is not answered within {limit} ms"),
+            _ => format!("{}: no response within {limit} ms", step.as_str()),
+        };
         return Err(failure(step, FailureKind::Timeout, text));
     };
     result.map_err(|error| {
@@ -169,7 +173,7 @@ pub(super) async fn open(
     let connector = TlsConnector::from(Arc::clone(&peer.tls));
     let handshake = connector.connect(peer.server_name.clone(), FirstBytes::new(stream));
     let stream = limited(Step::Tls, handshake.into_fallible(), |(error, stream)| {
-        let text = format!("TLS: {}", tls_error::describe_handshake_error(&error));
+        let text = format!("TLS: {}", tls_error::describe_server_handshake_error(&error));
         stream.not_tls().unwrap_or_else(|| (verify::kind_of(&error), text))
     })
     .await?;

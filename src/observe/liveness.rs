@@ -7,6 +7,10 @@
 //!
 //! Each query compares the time of the last iteration with the current time, so the first query during a
 //! stall reports it.
+//!
+//! If the monitor itself has not run, no loop has: the process was stopped (SIGSTOP), its virtual machine was
+//! suspended, or it got no CPU. That is one line for the process, and no loop counts as stalled for it. The loops
+//! have [`STALLED_AFTER`] from then on.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak, mpsc};
@@ -21,6 +25,8 @@ use super::lock;
 pub const STALLED_AFTER: Duration = Duration::from_secs(5);
 /// How often the monitor checks every loop.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// The process has not run if a check is late by this. A busy machine delays a thread by less.
+const PAUSED_AFTER: Duration = Duration::from_secs(2);
 /// Stored instead of the time of the last iteration once a loop has ended as intended.
 const FINISHED: u64 = u64::MAX;
 
@@ -87,12 +93,47 @@ struct Registered {
     stall_logged: bool,
 }
 
-type Registry = Mutex<Vec<Registered>>;
+impl Registered {
+    /// Whether the loop is stalled, although the process has run since `running_since`.
+    fn is_stalled(&self, state: &LoopState, running_since: Instant) -> bool {
+        // A loop that was stalled before the pause is still stalled.
+        let had_time = self.stall_logged || running_since.elapsed() >= STALLED_AFTER;
+        had_time && state.is_stalled()
+    }
+}
+
+/// The registered loops, and the times of the checks.
+#[derive(Debug)]
+struct Registry {
+    loops: Vec<Registered>,
+    /// Time of the last check.
+    checked: Instant,
+    /// Since when every check has been in time.
+    running_since: Instant,
+}
+
+impl Registry {
+    fn new() -> Arc<Mutex<Self>> {
+        let now = Instant::now();
+        Arc::new(Mutex::new(Self { loops: Vec::new(), checked: now, running_since: now }))
+    }
+
+    /// How long a check is late at `now`, if that is a pause of the process.
+    fn pause(&self, now: Instant) -> Option<Duration> {
+        let pause = (now - self.checked).saturating_sub(CHECK_INTERVAL);
+        (pause >= PAUSED_AFTER).then_some(pause)
+    }
+
+    /// The loops that run.
+    fn states(&self) -> impl Iterator<Item = (&Registered, Arc<LoopState>)> {
+        self.loops.iter().filter_map(|registered| Some((registered, registered.state.upgrade()?)))
+    }
+}
 
 /// Checks all registered loops. Its thread ends when it is dropped.
 #[derive(Debug)]
 pub struct LivenessMonitor {
-    registry: Arc<Registry>,
+    registry: Arc<Mutex<Registry>>,
     stop: Option<mpsc::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -103,7 +144,7 @@ impl LivenessMonitor {
     /// # Errors
     /// The thread cannot be created.
     pub fn start() -> std::io::Result<Self> {
-        let registry = Arc::new(Registry::default());
+        let registry = Registry::new();
         let (stop, stopped) = mpsc::channel::<()>();
         let checked = Arc::clone(&registry);
         let thread = std::thread::Builder::new().name("liveness".into()).spawn(move || {
@@ -118,15 +159,19 @@ impl LivenessMonitor {
     pub fn register(&self, name: &str) -> Liveness {
         let liveness = Liveness::new(name);
         let state = Arc::downgrade(&liveness.0);
-        lock(&self.registry).push(Registered { state, stall_logged: false });
+        lock(&self.registry).loops.push(Registered { state, stall_logged: false });
         liveness
     }
 
     /// The names of the loops that are stalled now.
     pub fn stalled(&self) -> Vec<String> {
         let registry = lock(&self.registry);
-        let loops = registry.iter().filter_map(|registered| registered.state.upgrade());
-        loops.filter(|state| state.is_stalled()).map(|state| state.name.clone()).collect()
+        // After a pause, the query may precede the check.
+        let now = Instant::now();
+        let since = if registry.pause(now).is_some() { now } else { registry.running_since };
+        let stalled =
+            registry.states().filter(|(registered, state)| registered.is_stalled(state, since));
+        stalled.map(|(_, state)| state.name.clone()).collect()
     }
 }
 
@@ -135,8 +180,7 @@ impl LivenessMonitor {
     /// The registered loops, each with the time since its last iteration.
     pub(crate) fn idle_times(&self) -> Vec<(String, Duration)> {
         let registry = lock(&self.registry);
-        let loops = registry.iter().filter_map(|registered| registered.state.upgrade());
-        loops.map(|state| (state.name.clone(), state.idle())).collect()
+        registry.states().map(|(_, state)| (state.name.clone(), state.idle())).collect()
     }
 }
 
@@ -149,11 +193,24 @@ impl Drop for LivenessMonitor {
     }
 }
 
-/// Logs each loop that has stalled or resumed since the last check, and forgets dropped loops.
-fn check(registry: &Registry) {
-    lock(registry).retain_mut(|registered| {
+/// Logs each loop that has stalled or resumed since the last check, or that the process has not run, and forgets
+/// dropped loops.
+fn check(registry: &Mutex<Registry>) {
+    let mut registry = lock(registry);
+    let now = Instant::now();
+    if let Some(pause) = registry.pause(now) {
+        registry.running_since = now;
+        tracing::warn!(
+            "this process did not run for at least {:.1} s: it was stopped (SIGSTOP), its machine was \
+             suspended, or it got no CPU",
+            pause.as_secs_f64()
+        );
+    }
+    registry.checked = now;
+    let Registry { loops, running_since, .. } = &mut *registry;
+    loops.retain_mut(|registered| {
         let Some(state) = registered.state.upgrade() else { return false };
-        let is_stalled = state.is_stalled();
+        let is_stalled = registered.is_stalled(&state, *running_since);
         if is_stalled && !registered.stall_logged {
             let stalled_for = state.idle();
             tracing::error!(
@@ -201,7 +258,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn monitor_logs_stall_and_resumption_once() {
         // The monitor has no thread, so that only the test calls `check`.
-        let monitor = LivenessMonitor { registry: Arc::default(), stop: None, thread: None };
+        let monitor = LivenessMonitor { registry: Registry::new(), stop: None, thread: None };
         let captured = Captured::default();
         let check = || captured.during(LogFormat::Text, || check(&monitor.registry));
         let second = Duration::from_secs(1);
@@ -225,7 +282,47 @@ mod tests {
         assert!(lines[1].contains("WARN control loop resumed") && lines[1].contains("blocked"));
         drop(blocked);
         check();
-        assert_eq!(lock(&monitor.registry).len(), 1, "a dropped loop is forgotten");
+        assert_eq!(lock(&monitor.registry).loops.len(), 1, "a dropped loop is forgotten");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn monitor_logs_a_pause_of_the_process_once_and_only_loops_that_stall_alone() {
+        let monitor = LivenessMonitor { registry: Registry::new(), stop: None, thread: None };
+        let captured = Captured::default();
+        let check = || captured.during(LogFormat::Text, || check(&monitor.registry));
+        let second = Duration::from_secs(1);
+        let loops = ["a", "b", "blocked"].map(|name| monitor.register(name));
+        // The check is one of a stopped process that continues: no loop has had time for an iteration.
+        advance(second * 7).await;
+        assert!(monitor.stalled().is_empty(), "before the check: {:?}", monitor.stalled());
+        check();
+        assert!(monitor.stalled().is_empty(), "{:?}", monitor.stalled());
+        let lines = captured.lines();
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        let expected = "WARN this process did not run for at least 6.0 s: it was stopped (SIGSTOP)";
+        assert!(lines[0].contains(expected), "{lines:?}");
+        let [a, b, blocked] = loops;
+        for seconds in 1..8 {
+            advance(second).await;
+            a.record_iteration();
+            b.record_iteration();
+            check();
+            let expected: &[&str] = if seconds >= 5 { &["blocked"] } else { &[] };
+            assert_eq!(monitor.stalled(), expected, "after {seconds} s");
+        }
+        let lines = captured.lines();
+        assert_eq!(lines.len(), 2, "{lines:?}");
+        assert!(lines[1].contains("ERROR control loop stalled") && lines[1].contains("blocked"));
+        // After another pause, the loop is still stalled: it has not resumed.
+        advance(second * 4).await;
+        check();
+        assert_eq!(monitor.stalled(), ["blocked"]);
+        assert_eq!(captured.lines().len(), 3, "{:?}", captured.lines());
+        drop(blocked);
+        // A check that is late by less than a pause has no line.
+        advance(second * 5 / 2).await;
+        check();
+        assert_eq!(captured.lines().len(), 3, "{:?}", captured.lines());
     }
 
     #[test]

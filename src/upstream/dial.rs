@@ -30,7 +30,7 @@ use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tracked_stream::{self, StreamObserver, TrackedStream};
-use crate::net::tls::tls_error::{describe_alert_in, describe_handshake_error, tls_error};
+use crate::net::tls::tls_error::{describe_alert_in, describe_server_handshake_error, tls_error};
 
 /// Time without success after which a second attempt starts in parallel to the first.
 const RACE_AFTER: Duration = Duration::from_millis(250);
@@ -186,22 +186,20 @@ async fn secure(
     Ok((stream, observer))
 }
 
-/// The failure of a TLS handshake. Only an error of TLS itself is reported as one: a process that ends while a
-/// handshake is in progress resets the connection.
+/// The failure of a TLS handshake. Without an error of TLS itself, the process may have ended meanwhile.
 fn handshake_failure(address: SocketAddr, error: &io::Error) -> ConnectFailure {
-    let (kind, reason) = if is_no_common_protocol(error) {
+    if is_no_common_protocol(error) {
         let reason = format!(
             "{address} speaks none of the protocols offered (ALPN): is it an apiserver, or a proxy before it?"
         );
-        (ConnectFailureKind::NoH2, reason)
-    } else if tls_error(error).is_some() {
-        let text = describe_handshake_error(error);
-        (ConnectFailureKind::TlsFailed, format!("TLS to {address} failed: {text}"))
-    } else {
-        let reason = format!("connection to {address} lost during the TLS handshake: {error}");
-        (ConnectFailureKind::Failed, reason)
+        return ConnectFailure::new(ConnectFailureKind::NoH2, reason);
+    }
+    let kind = match tls_error(error) {
+        Some(_) => ConnectFailureKind::TlsFailed,
+        None => ConnectFailureKind::Failed,
     };
-    ConnectFailure::new(kind, reason)
+    let text = describe_server_handshake_error(error);
+    ConnectFailure::new(kind, format!("TLS to {address} failed: {text}"))
 }
 
 /// Whether the server ended the handshake with the ALPN alert (RFC 7301 section 3.2). Other servers
@@ -267,7 +265,7 @@ mod tests {
     use rustls::Error;
 
     #[test]
-    fn handshake_failure_names_tls_only_for_errors_of_tls() {
+    fn handshake_failure_distinguishes_errors_of_tls() {
         let address = SocketAddr::from(([127, 0, 0, 1], 6443));
         let tls = |error: Error| io::Error::new(io::ErrorKind::InvalidData, error);
         let no_protocol = Error::AlertReceived(AlertDescription::NoApplicationProtocol);
@@ -275,7 +273,8 @@ mod tests {
             (
                 io::ErrorKind::ConnectionReset.into(),
                 ConnectFailureKind::Failed,
-                "connection to 127.0.0.1:6443 lost during the TLS handshake: connection reset",
+                "TLS to 127.0.0.1:6443 failed: the server closed the connection in the TLS handshake: \
+                 it may not speak TLS, or be starting or stopping",
             ),
             (
                 tls(Error::NoCertificatesPresented),

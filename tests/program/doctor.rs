@@ -224,6 +224,21 @@ fn serve_bytes(answer: &'static [u8]) -> SocketAddr {
     address
 }
 
+/// Stopped apiservers: the kernel accepts connections, and TLS is not answered.
+#[test]
+fn doctor_unanswered_tls_of_every_endpoint_names_the_process_and_not_the_network() {
+    let test = TestServer::new();
+    let stopped = [(); 2].map(|()| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
+    let addresses = stopped.each_ref().map(|listener| listener.local_addr().unwrap());
+    let (_, findings) = examine(test.plan(&addresses), 1);
+    let [finding] = &findings[..] else { panic!("{findings:#?}") };
+    assert_eq!(finding.cause, Cause::DeadEndpoint);
+    assert_eq!(finding.what, "None of the 2 endpoints answers TLS, although TCP connects.");
+    assert!(finding.because.contains("TLS is not answered within"), "{finding:#?}");
+    assert!(finding.advice.contains("crictl ps"), "{finding:#?}");
+    assert!(!finding.advice.contains("routes"), "{finding:#?}");
+}
+
 #[test]
 fn doctor_peer_without_tls_is_named() {
     let test = TestServer::new();

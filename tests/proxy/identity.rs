@@ -413,6 +413,7 @@ async fn identity_that_expires_in_use_is_not_used_until_it_is_renewed() {
         .start_with(|config| {
             without_suspicion(config);
             terminate_mode(config).identities = vec![pair];
+            config.upstreams[0].health.readyz.cert = None;
         })
         .await;
     let client = proxy.client().await;
@@ -453,6 +454,11 @@ async fn identity_that_expires_in_use_is_not_used_until_it_is_renewed() {
     let identity = &status["listeners"][0]["identities"][0];
     assert_eq!(identity["state"], "expired");
     assert!(identity["error"].as_str().unwrap().contains("certificate expired"), "{identity}");
+    let expected = "readiness unknown: the identity has expired, and readyz.token_file is not set";
+    until("the reason of the endpoint is the expiry", async || {
+        proxy.endpoints().await[0]["reason"] == expected
+    })
+    .await;
     let token = proxy.client_with(&cluster.certs.anonymous().token("bootstrap")).await;
     assert_eq!(token.get(CONFIGMAPS).await.unwrap().status, 200);
 
@@ -475,6 +481,53 @@ async fn client_certificate_of_version_1_gets_401_with_the_remedy() {
     // As with other certificates that cannot be verified, a token is used.
     let (status, _, record) = send(&cluster, &proxy, &credentials.token("alice"), &[]).await;
     assert_eq!((status, record.unwrap().user.as_str()), (200, "alice"));
+}
+
+/// A kubelet and jackstay with the same file: the apiserver accepts what jackstay shows it, but jackstay cannot
+/// verify what kubelet shows it. A client with a certificate of version 3 for the same subject is forwarded.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn identity_of_version_1_is_used_and_shown_as_one_whose_clients_get_401() {
+    let cluster = TestCluster::new(1);
+    let pki = &cluster.certs.pki;
+    let version_1 = pki.client_version_1(&Subject::admin()).unwrap();
+    let file = version_1.write_pair(cluster.certs.path(), "old").unwrap();
+    let pair = CertPaths { cert_file: file.clone(), key_file: file.clone() };
+    let proxy = cluster.start_with(|config| terminate_mode(config).identities = vec![pair]).await;
+    // The demo apiserver, unlike kube-apiserver, does not accept it.
+    let (_, _, record) = send(&cluster, &proxy, &cluster.certs.credentials(), &[]).await;
+    assert_eq!(record.unwrap().certificate_serial, Some(serial(&version_1)));
+    let same = cluster.certs.anonymous().certificate(&version_1);
+    let (status, message, _) = send(&cluster, &proxy, &same, &[]).await;
+    assert!(status == 401 && message.contains("X.509 version 1"), "{status} {message}");
+    let has_remedy = |text: &str| {
+        text.contains("X.509 version 1: reissue it as version 3")
+            && text.contains("clients that use it get 401")
+    };
+    let readyz = proxy.page("/readyz").await;
+    let line = readyz.lines().find(|line| line.contains("old.pem")).unwrap_or_default();
+    assert!(line.starts_with("[-]identity ") && has_remedy(line), "{readyz}");
+    assert!(readyz.starts_with("HTTP/1.1 200"), "{readyz}");
+    let identity = &proxy.status().await["listeners"][0]["identities"][0];
+    assert_eq!(identity["state"], "loaded");
+    assert!(has_remedy(identity["error"].as_str().unwrap_or_default()), "{identity}");
+
+    // A reissued file.
+    pki.client(&Subject::admin()).unwrap().write_pair(cluster.certs.path(), "old").unwrap();
+    until("the new certificate has no error", async || {
+        proxy.status().await["listeners"][0]["identities"][0]["error"].is_null()
+    })
+    .await;
+    // Back to version 1: the reload is an event with the consequence.
+    version_1.write_pair(cluster.certs.path(), "old").unwrap();
+    until("the reload of version 1 is an event", async || {
+        let events = proxy.events().await;
+        events.iter().any(|event| {
+            event["kind"] == "certificate"
+                && event["bad"] == true
+                && event["reason"].as_str().unwrap_or_default().contains("X.509 version 1")
+        })
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

@@ -9,9 +9,12 @@ use crate::support::{
 use http::Method;
 use jackstay::demo::client::Client;
 use jackstay::demo::faulty_relay::FaultyRelay;
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
+use tokio::io::AsyncReadExt;
+use tokio::net::TcpListener;
 
 /// Asserts that requests other than watches get 503 within the promised time, with a Status and without
 /// Retry-After. `fault` names the outage.
@@ -109,6 +112,26 @@ async fn silent_probe_connection_does_not_block_the_admin_endpoint() {
     soon("the endpoint is ejected", proxy.wait_state(relays[0].addr, "ejected")).await;
     relays[0].clear_faults();
     soon("all endpoints are ready", proxy.wait_all("ready")).await;
+}
+
+/// A server of plain HTTP, such as etcd's, may close a connection that begins with TLS.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn endpoint_that_closes_in_the_tls_handshake_is_ejected_with_a_sentence() {
+    let certs = Certs::new();
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let server = tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            // Unread bytes at the close would reset the connection.
+            let _ = stream.read(&mut [0; 4096]).await;
+        }
+    });
+    let proxy = certs.start(certs.config(&[address]));
+    proxy.wait_state(address, "ejected").await;
+    let reason = proxy.endpoint(address).await["reason"].as_str().unwrap().to_owned();
+    let expected = "the server closed the connection in the TLS handshake: it may not speak TLS";
+    assert!(reason.contains(expected), "{reason}");
+    server.abort();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

@@ -14,7 +14,7 @@ use crate::config::{
 };
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
 use crate::net::files;
-use crate::net::tls::certificate::{CertInfo, Subject, VERSION_1};
+use crate::net::tls::certificate::{CertInfo, Subject, VERSION_1, VERSION_1_EFFECT};
 use crate::net::tls::file_error::{TlsFileError, TlsFileProblem};
 use crate::net::tls::local_ca::LocalCa;
 use crate::net::tls::pem_files::{LoadedCert, load_ca, load_cert, load_serving_cert};
@@ -267,10 +267,8 @@ impl FileChecker {
             }
             let Some(info) = self.client_cert(&at_item, paths) else { continue };
             if info.is_version_1 {
-                let message = format!(
-                    "{}: {VERSION_1}; clients that use it get 401",
-                    paths.cert_file.display()
-                );
+                let message =
+                    format!("{}: {VERSION_1}; {VERSION_1_EFFECT}", paths.cert_file.display());
                 self.warning(&format!("{at_item}.cert_file"), message);
             }
             let subject = info.subject;

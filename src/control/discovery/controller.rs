@@ -49,7 +49,7 @@ pub async fn run(upstream: Arc<Upstream>, shared: Arc<SharedContext>) {
     };
     let writer = EndpointSetWriter::new(Arc::clone(&upstream));
     let mut controller = DiscoveryController {
-        liveness: shared.liveness.register(&format!("discovery of {}", upstream.name)),
+        liveness: shared.liveness.register(&format!("endpoints of {}", upstream.name)),
         states: SourceStates::new(upstream, own_addresses),
         running: BTreeMap::new(),
         tasks: JoinSet::new(),

@@ -68,7 +68,7 @@ async fn run_1000_updates_during_an_endless_drain_applies_each_within_1500_ms() 
         println!("1,000 updates, the slowest after {slowest:?} of paused time");
         let idle = shared.liveness.idle_times();
         assert!(
-            matches!(&idle[..], [(name, idle)] if name == "discovery of u" && *idle <= TICK),
+            matches!(&idle[..], [(name, idle)] if name == "endpoints of u" && *idle <= TICK),
             "each step is recorded: {idle:?}"
         );
         controller.abort();

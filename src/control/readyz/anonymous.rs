@@ -24,8 +24,10 @@ use super::connection::{ProbeConnection, connect, until_unusable};
 use super::reachability::ReachabilityCheck;
 use super::request::{ReadyzResult, request_probes_of_others, send_probe};
 use super::schedule::{ResultStreak, anonymous_pause};
+use crate::observe::utc::wall_clock;
 use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
+use crate::upstream::credentials::IdentityState;
 use crate::upstream::endpoint::{Endpoint, Observation};
 
 /// Interval of the checks whether a credential has been loaded.
@@ -128,9 +130,22 @@ fn why_unknown(upstream: &Upstream) -> &'static str {
         "connected; /readyz is not probed without a credential"
     } else if upstream.credentials.probe_token().is_some() {
         "readiness unknown: readyz.token_file cannot be read"
-    } else if upstream.credentials.slots().is_empty() {
-        "readiness unknown: set readyz.token_file"
     } else {
-        "readiness unknown: no identity is loaded yet, and readyz.token_file is not set"
+        let now = wall_clock();
+        let slots = upstream.credentials.slots();
+        let expired = slots.iter().filter(|slot| slot.state(now) == IdentityState::Expired).count();
+        match (slots.len(), expired) {
+            (0, _) => "readiness unknown: set readyz.token_file",
+            (_, 0) => {
+                "readiness unknown: no identity is loaded yet, and readyz.token_file is not set"
+            }
+            (1, _) => {
+                "readiness unknown: the identity has expired, and readyz.token_file is not set"
+            }
+            _ => {
+                "readiness unknown: every identity has expired or is not loaded yet, and \
+                 readyz.token_file is not set"
+            }
+        }
     }
 }

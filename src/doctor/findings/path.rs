@@ -84,7 +84,14 @@ fn advice(
         }
         (_, FailureKind::Reset) => {
             "Connections are accepted and closed at once: an apiserver that is starting or stopping, \
-             or a load balancer without a live server."
+             a load balancer without a live server, or a port of another protocol than TLS."
+        }
+        (Step::Tls, _) => {
+            "The network carries packets to it, because TCP connects; the process does not answer TLS. \
+             A stopped, hung or overloaded apiserver does this, and a load balancer without a live \
+             server. On the node of the apiserver look at the process and its log (`crictl ps -a --name \
+             kube-apiserver`) and at the load and memory (`uptime`, `free`). If all is well there, the \
+             path may lose large packets (MTU)."
         }
         _ => {
             "Connections are accepted without a response: a stopped process, or a load balancer \
@@ -110,7 +117,13 @@ pub(super) fn reachability(observations: &Observations, found: &mut Vec<Finding>
             .about(&endpoint.address)
         };
         if is_dead(endpoint) {
-            let what = if is_given { "is dead." } else { "cannot be reached from here." };
+            let what = match (failure.step, failure.kind) {
+                (Step::Tls, FailureKind::Timeout) => {
+                    "accepts TCP connections but does not answer TLS."
+                }
+                _ if is_given => "is dead.",
+                _ => "cannot be reached from here.",
+            };
             dead.push((endpoint, failure, finding(what, total.to_string())));
         } else if let Some(tail) = failed_tail(endpoint) {
             failed.push(finding("has failed during the examination.", format!("the last {tail}")));
@@ -122,13 +135,26 @@ pub(super) fn reachability(observations: &Observations, found: &mut Vec<Finding>
     addresses.sort();
     addresses.dedup();
     if dead.len() == observations.endpoints.len() && addresses.len() > 1 {
-        let first = dead[0].1;
+        let (endpoint, first) = (dead[0].0, dead[0].1);
         all_alike = dead.iter().all(|(_, f, _)| (f.step, f.kind) == (first.step, first.kind));
+        // Packets have come back from the others.
+        let is_of_network = |f: &Failure| f.step == Step::Connect && f.kind != FailureKind::Refused;
+        let advice = if dead.iter().all(|(_, f, _)| is_of_network(f)) {
+            "All fail at once: check the network of this machine, its routes and its firewall."
+        } else if all_alike {
+            advice(endpoint, first, observations)
+        } else {
+            "They fail in different ways: see the advice for each."
+        };
+        let failure = match (first.step, first.kind) {
+            (Step::Tls, FailureKind::Timeout) if all_alike => "answers TLS, although TCP connects",
+            _ => "can be reached",
+        };
         let summary = problem(
             Cause::DeadEndpoint,
-            format!("None of the {} endpoints can be reached.", addresses.len()),
+            format!("None of the {} endpoints {failure}.", addresses.len()),
             format!("{} ({})", first.text, addresses.join(", ")),
-            "All fail at once: check the network of this machine, its routes and its firewall.",
+            advice,
         );
         found.push(Finding { endpoints: addresses, ..summary });
     }

@@ -1,6 +1,6 @@
 //! Tests each rule with the observations of its cause and with those of healthy endpoints.
 
-use super::{Cause, Level, diagnose, has_problems};
+use super::{Cause, Finding, Level, diagnose, has_problems};
 use crate::doctor::observations::{
     ClientCertificate, ConnectAttempt, Dns, EndpointObservation, EndpointSource, Failure,
     FailureKind, IdleConnection, ListenAddress, ListenState, LongLived, Ms, NameServer,
@@ -336,10 +336,49 @@ fn advice_depends_on_the_last_failure() {
     let found =
         diagnose(&observations(vec![failing(Step::Tls, FailureKind::Reset), endpoint("b:1")]));
     assert!(found[0].advice.contains("closed at once"), "{found:#?}");
-    assert!(!found[0].advice.contains("a stopped process"), "{found:#?}");
+    assert!(!found[0].advice.contains("stopped"), "{found:#?}");
     let found =
         diagnose(&observations(vec![failing(Step::Tls, FailureKind::Timeout), endpoint("b:1")]));
-    assert!(found[0].advice.contains("a stopped process"), "{found:#?}");
+    assert!(found[0].advice.contains("A stopped, hung or overloaded apiserver"), "{found:#?}");
+}
+
+/// A stopped apiserver: its kernel accepts TCP connections, and the network is not the cause.
+#[test]
+fn advice_for_unanswered_tls_names_the_process_and_not_the_network() {
+    let named = |address: &str, step, kind| EndpointObservation {
+        address: address.into(),
+        ..failing(step, kind)
+    };
+    let silent = |address| named(address, Step::Tls, FailureKind::Timeout);
+    let is_of_process = |finding: &Finding| {
+        let advice = &finding.advice;
+        assert!(!finding.what.contains("reached") && !finding.what.contains("dead"), "{finding:?}");
+        assert!(advice.contains("crictl ps") && advice.contains("stopped, hung"), "{finding:?}");
+        assert!(!advice.contains("firewall") && !advice.contains("routes"), "{finding:?}");
+    };
+    let found = diagnose(&observations(vec![silent("a:1"), silent("b:1"), silent("c:1")]));
+    assert_eq!(found.len(), 1, "{found:#?}");
+    assert_eq!(found[0].what, "None of the 3 endpoints answers TLS, although TCP connects.");
+    is_of_process(&found[0]);
+
+    let found = diagnose(&observations(vec![silent("a:1"), endpoint("b:1"), silent("c:1")]));
+    assert_eq!(found.len(), 1, "{found:#?}");
+    let what = "a:1 accepts TCP connections but does not answer TLS. The same holds for c:1.";
+    assert_eq!(found[0].what, what);
+    is_of_process(&found[0]);
+
+    // The summary of different failures does not blame the network either.
+    let refusing = named("b:1", Step::Connect, FailureKind::Refused);
+    let lost = named("c:1", Step::Connect, FailureKind::Timeout);
+    let found = diagnose(&observations(vec![silent("a:1"), refusing, lost]));
+    assert_eq!(found.len(), 4, "{found:#?}");
+    assert!(found[0].advice.contains("see the advice for each"), "{found:#?}");
+    is_of_process(&found[1]);
+
+    // Nothing listens at any address: the network works as well.
+    let refusing = |address| named(address, Step::Connect, FailureKind::Refused);
+    let found = diagnose(&observations(vec![refusing("a:1"), refusing("b:1")]));
+    assert!(found.len() == 1 && found[0].advice.contains("nothing listens"), "{found:#?}");
 }
 
 #[test]

@@ -13,6 +13,9 @@ use super::file_error::{TlsFileError, TlsFileProblem};
 /// Why a certificate of X.509 version 1 is refused, and what to do. webpki accepts version 3 only.
 pub const VERSION_1: &str = "the certificate is X.509 version 1: reissue it as version 3 (`openssl x509 -req … \
                              -extfile FILE`, with `extendedKeyUsage` or `subjectAltName` in FILE)";
+/// What follows for an identity with a certificate of X.509 version 1: jackstay shows it to the apiservers, which
+/// accept it, but cannot verify it when a client presents it.
+pub const VERSION_1_EFFECT: &str = "clients that use it get 401";
 
 const OID_COMMON_NAME: &str = "2.5.4.3";
 const OID_ORGANIZATION: &str = "2.5.4.10";

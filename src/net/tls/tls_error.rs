@@ -17,7 +17,35 @@ pub fn tls_error(error: &io::Error) -> Option<&Error> {
 
 /// Describes why a handshake, or a connection after it, failed.
 pub fn describe_handshake_error(error: &io::Error) -> String {
-    tls_error(error).map_or_else(|| error.to_string(), describe)
+    match tls_error(error) {
+        Some(error) => describe(error),
+        None if is_closed(error) => {
+            "the peer closed the connection in the TLS handshake".to_owned()
+        }
+        None => error.to_string(),
+    }
+}
+
+/// Describes why a handshake with a server failed. One that closes the connection may speak another protocol:
+/// a server of plain HTTP may not answer bytes that are no HTTP.
+pub fn describe_server_handshake_error(error: &io::Error) -> String {
+    if tls_error(error).is_none() && is_closed(error) {
+        return "the server closed the connection in the TLS handshake: it may not speak TLS, or be \
+                starting or stopping"
+            .to_owned();
+    }
+    describe_handshake_error(error)
+}
+
+/// Whether the peer closed or reset the connection.
+fn is_closed(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::UnexpectedEof
+            | io::ErrorKind::ConnectionReset
+            | io::ErrorKind::ConnectionAborted
+            | io::ErrorKind::BrokenPipe
+    )
 }
 
 /// Describes a TLS error.
@@ -291,8 +319,20 @@ mod tests {
             let io = io::Error::new(io::ErrorKind::InvalidData, error);
             assert_eq!(describe_handshake_error(&io), expected);
         }
+        for kind in [io::ErrorKind::UnexpectedEof, io::ErrorKind::ConnectionReset] {
+            let closed = io::Error::new(kind, "tls handshake eof");
+            assert_eq!(
+                describe_handshake_error(&closed),
+                "the peer closed the connection in the TLS handshake"
+            );
+            let of_server = describe_server_handshake_error(&closed);
+            let expected =
+                "the server closed the connection in the TLS handshake: it may not speak TLS";
+            assert!(of_server.starts_with(expected), "{of_server}");
+        }
         let refused = io::Error::from(io::ErrorKind::ConnectionRefused);
         assert_eq!(describe_handshake_error(&refused), refused.to_string());
+        assert_eq!(describe_server_handshake_error(&refused), refused.to_string());
         assert_eq!(
             describe_alert_in("connection error: received fatal alert: CertificateRequired"),
             "connection error: the peer sent the TLS alert \"certificate required\""

@@ -7,7 +7,7 @@ use arc_swap::ArcSwapOption;
 
 use super::client_tls::ClientTls;
 use crate::config::CertPaths;
-use crate::net::tls::certificate::{CertInfo, Subject, Validity};
+use crate::net::tls::certificate::{CertInfo, Subject, VERSION_1, VERSION_1_EFFECT, Validity};
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::LoadedCert;
 
@@ -113,14 +113,16 @@ impl IdentitySlot {
         (identity.certificate.info.subject == *subject).then_some(identity.number)
     }
 
-    /// Why the content of the files is not in use, or why the certificate in use is not valid at `now`.
+    /// Why the content of the files is not in use, why the certificate in use is not valid at `now`, and why
+    /// clients that present the same certificate are refused.
     pub fn error(&self, now: SystemTime) -> Option<String> {
+        let info = self.certificate();
+        let invalid = info.as_ref().and_then(|info| info.invalidity(now));
+        let version_1 = info.filter(|info| info.is_version_1);
+        let version_1 = version_1.map(|_| format!("{VERSION_1}; {VERSION_1_EFFECT}"));
         let error = self.last_error().as_ref().map(|error| error.text.clone());
-        let invalid = self.certificate().and_then(|info| info.invalidity(now));
-        match (invalid, error) {
-            (Some(invalid), Some(error)) => Some(format!("{invalid}; {error}")),
-            (invalid, error) => invalid.or(error),
-        }
+        let all: Vec<String> = [invalid, version_1, error].into_iter().flatten().collect();
+        (!all.is_empty()).then(|| all.join("; "))
     }
 
     /// Whether the content of the files is not in use, although they are not awaited. The files may have been

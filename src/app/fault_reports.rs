@@ -225,7 +225,7 @@ impl FaultReports {
             let of = || listeners.iter().filter(|(l, _)| Arc::ptr_eq(&l.upstream, upstream));
             let failures = failures(of().map(|(listener, _)| &**listener));
             let event =
-                report.observe(upstream.usability(), failures, upstream.held_watches(), now);
+                report.observe(upstream.usability(), failures, upstream.waiting_watches(), now);
             if report.is_unusable() || event.is_some() {
                 outages.push(Arc::clone(upstream));
             }
@@ -276,7 +276,7 @@ fn write_began(upstream: &Upstream, (l7, l4): (bool, bool)) {
         (false, true) => "connections are reset",
         _ => "requests get 503",
     };
-    let held = counted(upstream.held_watches(), "watch");
+    let held = counted(upstream.waiting_watches(), "watch");
     let endpoints = match upstream.unusable_endpoints(MAX_NAMED) {
         none if none.is_empty() => "none is known".to_owned(),
         endpoints => endpoints,

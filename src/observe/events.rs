@@ -138,6 +138,12 @@ impl Events {
         write(change, level, suppressed, Some(lost));
     }
 
+    /// Records that an endpoint has ended a flow in an orderly way. The line of the endpoint counts it if the
+    /// endpoint fails at once: the kernel also ends the flows of a process that is killed.
+    pub fn flow_ended(&self, upstream: &str, endpoint: &str) {
+        lock(&self.0).faults.ended(upstream, endpoint, Instant::now());
+    }
+
     /// Records that the caller has reported an outage of the upstream, or that it is over. Meanwhile faults of
     /// its endpoints and connections are logged at level info, because the line of the outage covers them.
     pub fn set_outage(&self, upstream: &str, active: bool) {

@@ -9,6 +9,7 @@
 //! | connections with open streams that are lost | as one line with sums, [`COLLECT`] after the first; the next one [`BURST`] later |
 //! | the same, while it is uncertain whether their endpoint fails too | when this is known: in the line of the endpoint, or as a line of their own |
 //! | connections lost after the line of their endpoint | at level info |
+//! | flows that the endpoint has ended in an orderly way, as the kernel does when it kills a process | in the line of the endpoint if it fails within [`COLLECT`] |
 //! | anything about an upstream with a reported outage, whose line names its endpoints | at level info |
 //!
 //! This module reads no clock and writes no lines.
@@ -92,6 +93,8 @@ struct Entry {
     endpoint: String,
     reason: String,
     loss: Loss,
+    /// Flows that the endpoint has ended, which is a loss only if it is down.
+    ended: Loss,
     since: Instant,
     /// The endpoint is suspect: its line is not needed once its availability is known.
     uncertain: bool,
@@ -102,16 +105,32 @@ impl Burst {
         self.written.is_some_and(|written| now.saturating_duration_since(written) < BURST)
     }
 
-    fn add(&mut self, endpoint: &str, reason: &str, loss: Loss, now: Instant) {
+    /// The entry of the endpoint; of the last one if there are too many. A new one has no loss.
+    fn entry(&mut self, endpoint: &str, now: Instant) -> &mut Entry {
         let full = self.entries.len() >= MAX_ENDPOINTS;
         let known = self.entries.iter_mut().position(|entry| entry.endpoint == endpoint);
         let index = known.or_else(|| full.then(|| self.entries.len() - 1));
-        if let Some(entry) = index.and_then(|index| self.entries.get_mut(index)) {
-            entry.loss.add(loss);
-            return;
+        let index = index.unwrap_or_else(|| {
+            self.entries.push(Entry {
+                endpoint: endpoint.to_owned(),
+                reason: String::new(),
+                loss: Loss::default(),
+                ended: Loss::default(),
+                since: now,
+                uncertain: false,
+            });
+            self.entries.len() - 1
+        });
+        &mut self.entries[index]
+    }
+
+    fn add(&mut self, endpoint: &str, reason: &str, loss: Loss, now: Instant) -> &mut Entry {
+        let entry = self.entry(endpoint, now);
+        entry.loss.add(loss);
+        if entry.reason.is_empty() {
+            reason.clone_into(&mut entry.reason);
         }
-        let (endpoint, reason) = (endpoint.to_owned(), reason.to_owned());
-        self.entries.push(Entry { endpoint, reason, loss, since: now, uncertain: false });
+        entry
     }
 }
 
@@ -135,6 +154,13 @@ impl FaultLines {
     ) {
         let burst = self.bursts.entry((upstream.to_owned(), None)).or_default();
         burst.add(endpoint, reason, loss, now);
+    }
+
+    /// Records that the endpoint has ended a flow in an orderly way.
+    pub(super) fn ended(&mut self, upstream: &str, endpoint: &str, now: Instant) {
+        let burst = self.bursts.entry((upstream.to_owned(), None)).or_default();
+        let flow = Loss { connections: 1, open: OpenStreams::of_flows(1) };
+        burst.entry(endpoint, now).ended.add(flow);
     }
 
     /// Records the availability of an endpoint. If it is down now, returns what its connections have lost,
@@ -163,6 +189,7 @@ impl FaultLines {
         if let Some(burst) = self.bursts.get_mut(&(upstream.to_owned(), None)) {
             for entry in burst.entries.extract_if(.., |entry| entry.endpoint == endpoint) {
                 loss.add(entry.loss);
+                loss.add(entry.ended);
             }
         }
         loss
@@ -197,10 +224,7 @@ impl FaultLines {
         let key = (upstream.to_owned(), Some(state.to_owned()));
         let burst = self.bursts.entry(key).or_default();
         if uncertain {
-            burst.add(endpoint, reason, loss, now);
-            if let Some(entry) = burst.entries.iter_mut().find(|e| e.endpoint == endpoint) {
-                entry.uncertain = true;
-            }
+            burst.add(endpoint, reason, loss, now).uncertain = true;
             return false;
         }
         if burst.is_paused(now) || !burst.entries.is_empty() {
@@ -230,6 +254,12 @@ impl FaultLines {
                     || age(entry) >= UNCERTAIN_LIMIT
             };
             let collected = |entry: &Entry| age(entry) >= COLLECT;
+            burst.entries.retain_mut(|entry| {
+                if is_known(entry) && collected(entry) {
+                    entry.ended = Loss::default();
+                }
+                state.is_some() || entry.loss.connections + entry.ended.connections > 0
+            });
             if burst.entries.iter().any(|entry| is_known(entry) && collected(entry)) {
                 let known: Vec<_> = burst.entries.extract_if(.., |e| is_known(e)).collect();
                 let outage = outages.contains(upstream);
@@ -337,6 +367,29 @@ mod tests {
         faults.lost("u", "b", "PING unanswered", LOSS, at(30_000));
         assert_eq!(faults.due(at(39_900)), []);
         assert_eq!(faults.due(at(40_000)).len(), 1);
+    }
+
+    #[test]
+    fn flows_that_the_endpoint_has_ended_are_lost_only_if_it_fails_at_once() {
+        let (mut faults, start) = (FaultLines::default(), Instant::now());
+        let at = |ms| start + Duration::from_millis(ms);
+        faults.ended("u", "a", at(0));
+        assert_eq!(faults.due(at(600)), [], "an idle connection was closed");
+        assert!(faults.bursts.is_empty());
+        faults.ended("u", "a", at(1_000));
+        faults.ended("u", "a", at(1_000));
+        faults.available("u", "a", Availability::Uncertain);
+        assert_eq!(faults.due(at(2_000)), []);
+        let two = Loss { connections: 2, open: OpenStreams::of_flows(2) };
+        assert_eq!(faults.available("u", "a", Availability::Down), two);
+        // The client of a third one closes it later.
+        faults.ended("u", "a", at(3_000));
+        assert_eq!(faults.due(at(4_000)), []);
+        // Of two flows, only one was reset.
+        faults.available("u", "a", Availability::Serving);
+        faults.lost("u", "a", "reset", LOSS, at(5_000));
+        faults.ended("u", "a", at(5_000));
+        assert_eq!(texts(&faults.due(at(6_000))), ["warn lost a: reset; 1 1 request, 20 watches"]);
     }
 
     #[test]

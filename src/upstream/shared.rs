@@ -156,9 +156,11 @@ impl Upstream {
         HeldWatch(&self.held_watches)
     }
 
-    /// Number of watches that all workers hold while no endpoint is usable.
-    pub fn held_watches(&self) -> usize {
-        self.held_watches.load(Ordering::Relaxed)
+    /// Number of watches that wait while no endpoint is usable: those without a stream, which all workers hold, and
+    /// those whose stream is on a connection that does not respond.
+    pub fn waiting_watches(&self) -> usize {
+        let on_streams = self.endpoints().iter().map(|endpoint| endpoint.watches()).sum::<usize>();
+        self.held_watches.load(Ordering::Relaxed) + on_streams
     }
 
     /// The endpoints that are not usable, at most `max`, each with state and reason.

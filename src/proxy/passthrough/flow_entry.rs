@@ -282,6 +282,11 @@ impl FlowEntry {
         self.endpoint_end_forwarded = true;
     }
 
+    /// Whether the endpoint's end of stream was passed on while the client had not ended its direction.
+    pub(super) fn is_endpoint_end_forwarded(&self) -> bool {
+        self.endpoint_end_forwarded
+    }
+
     /// Ends the flow by waking its task, which resets both sides.
     pub(super) fn end(&mut self, reason: EndReason) {
         self.end = Some(reason);

@@ -358,6 +358,15 @@ impl FlowHandle {
         report_loss(flow, &format!("connection failed: {error}"), Severity::Fault);
     }
 
+    /// Reports the orderly end of the flow, if the endpoint has begun it.
+    pub fn report_end(&self) {
+        let flow = &self.table.slots.borrow().flows[self.key];
+        if flow.is_endpoint_end_forwarded() {
+            let endpoint = flow.endpoint();
+            endpoint.metrics.events().flow_ended(&endpoint.upstream, &endpoint.label);
+        }
+    }
+
     /// Records that the endpoint's end of stream was passed on to the client.
     pub fn record_endpoint_end(&self) {
         self.table.slots.borrow_mut().flows[self.key].record_endpoint_end();

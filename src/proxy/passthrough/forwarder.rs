@@ -160,7 +160,10 @@ impl OpenConnection {
         // Declared after the pump, so that it is dropped before the sockets are closed.
         let handle = forwarder.flows.insert(&forwarder.routing, &upstream, &endpoint, sockets);
         match pump.run(&handle, &forwarder.flow_metrics, (&self.slot, &self.memory)).await {
-            Ok(()) => return self.end.set("done"),
+            Ok(()) => {
+                handle.report_end();
+                return self.end.set("done");
+            }
             Err(FlowError::Ended(reason)) => {
                 self.end.set(reason.label);
                 if reason == EVICTED {

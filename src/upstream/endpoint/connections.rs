@@ -76,6 +76,11 @@ impl Endpoint {
         self.statistics.deaths.load(Ordering::Relaxed)
     }
 
+    /// Number of watches on all connections.
+    pub fn watches(&self) -> usize {
+        self.statistics.watches()
+    }
+
     /// Number of passthrough flows.
     pub fn flows(&self) -> usize {
         self.statistics.flows.load(Ordering::Relaxed)

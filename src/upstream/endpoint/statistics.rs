@@ -1,6 +1,6 @@
 //! What is open to an endpoint: connections, flows and handshakes.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::upstream::stats::{ConnectionStats, ConnectionStatus};
@@ -28,6 +28,13 @@ impl EndpointStatistics {
     /// The status of each connection whose statistics are still in use.
     pub(super) fn connections(&self) -> Vec<ConnectionStatus> {
         self.list().iter().filter_map(Weak::upgrade).map(|stats| stats.status()).collect()
+    }
+
+    /// Number of watches on these connections.
+    pub(super) fn watches(&self) -> usize {
+        let list = self.list();
+        let open = list.iter().filter_map(Weak::upgrade);
+        open.map(|stats| stats.watches.load(Ordering::Relaxed)).sum()
     }
 
     fn list(&self) -> MutexGuard<'_, Vec<Weak<ConnectionStats>>> {

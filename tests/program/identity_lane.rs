@@ -67,7 +67,7 @@ impl Setup {
             client.get(CONFIGMAPS).await.unwrap();
         }
         let after = self.cpu_times().into_iter();
-        after.map(|(name, time)| (name.clone(), time - before[&name])).collect()
+        after.map(|(name, time)| (name.clone(), time.saturating_sub(before[&name]))).collect()
     }
 }
 

@@ -10,7 +10,8 @@ use tokio::time::Instant;
 
 use super::routing::ListenerRouting;
 use crate::net::sockets::{tcp_info, tcp_options};
-use crate::observe::events::Severity;
+use crate::observe::OpenStreams;
+use crate::observe::events::{Change, EventKind, Severity};
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::flow_health::{
@@ -282,9 +283,29 @@ impl FlowEntry {
         self.endpoint_end_forwarded = true;
     }
 
-    /// Whether the endpoint's end of stream was passed on while the client had not ended its direction.
-    pub(super) fn is_endpoint_end_forwarded(&self) -> bool {
-        self.endpoint_end_forwarded
+    /// Logs and remembers that the endpoint or the path to it has failed.
+    pub(super) fn report_loss(&self, reason: &str, severity: Severity) {
+        let endpoint = &self.endpoint;
+        let change = Change {
+            kind: EventKind::Connection,
+            upstream: Some(&endpoint.upstream),
+            name: &endpoint.label,
+            detail: &format!("flow of listener {}", self.routing.name()),
+            from: "open",
+            to: "reset",
+            reason,
+            effect: "the client is reset",
+            bad: false, // Depends on its severity.
+        };
+        endpoint.metrics.events().connection_changed(&change, OpenStreams::of_flows(1), severity);
+    }
+
+    /// Reports the orderly end of the flow, if the endpoint has begun it.
+    pub(super) fn report_end(&self) {
+        if self.endpoint_end_forwarded {
+            let endpoint = &self.endpoint;
+            endpoint.metrics.events().flow_ended(&endpoint.upstream, &endpoint.label);
+        }
     }
 
     /// Ends the flow by waking its task, which resets both sides.

@@ -33,8 +33,8 @@ use super::flow_entry::{
     SHUTDOWN, end_after,
 };
 use super::routing::ListenerRouting;
-use crate::observe::events::{Change, EventKind, Severity};
-use crate::observe::{OpenStreams, RateLimitedWarnings};
+use crate::observe::RateLimitedWarnings;
+use crate::observe::events::Severity;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::flow_health::{self, CorrelatedLoss, FlowThresholds};
@@ -278,7 +278,7 @@ impl FlowTable {
             return;
         }
         if let Some(severity) = reason.fault() {
-            return report_loss(flow, reason.description, severity);
+            return flow.report_loss(reason.description, severity);
         }
         let line = format!(
             "flow ended, listener {}, endpoint {}: {}",
@@ -299,23 +299,6 @@ impl EndpointFlows {
     fn is_of(&self, endpoint: &Arc<Endpoint>) -> bool {
         Arc::ptr_eq(&self.endpoint, endpoint)
     }
-}
-
-/// Logs and remembers that the endpoint of a flow or the path to it has failed.
-fn report_loss(flow: &FlowEntry, reason: &str, severity: Severity) {
-    let endpoint = flow.endpoint();
-    let change = Change {
-        kind: EventKind::Connection,
-        upstream: Some(&endpoint.upstream),
-        name: &endpoint.label,
-        detail: &format!("flow of listener {}", flow.routing().name()),
-        from: "open",
-        to: "reset",
-        reason,
-        effect: "the client is reset",
-        bad: false, // Depends on its severity.
-    };
-    endpoint.metrics.events().connection_changed(&change, OpenStreams::of_flows(1), severity);
 }
 
 /// The endpoint that has too many flows, and the number of its flows to end. `count` returns the number of
@@ -355,16 +338,12 @@ impl FlowHandle {
     /// Reports that the endpoint's socket has failed while the client used the flow.
     pub fn report_failure(&self, error: &io::Error) {
         let flow = &self.table.slots.borrow().flows[self.key];
-        report_loss(flow, &format!("connection failed: {error}"), Severity::Fault);
+        flow.report_loss(&format!("connection failed: {error}"), Severity::Fault);
     }
 
     /// Reports the orderly end of the flow, if the endpoint has begun it.
     pub fn report_end(&self) {
-        let flow = &self.table.slots.borrow().flows[self.key];
-        if flow.is_endpoint_end_forwarded() {
-            let endpoint = flow.endpoint();
-            endpoint.metrics.events().flow_ended(&endpoint.upstream, &endpoint.label);
-        }
+        self.table.slots.borrow().flows[self.key].report_end();
     }
 
     /// Records that the endpoint's end of stream was passed on to the client.

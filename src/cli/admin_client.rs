@@ -16,6 +16,8 @@ use serde_json::Value;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 
+use crate::config::format_duration;
+
 /// The default of `admin.bind`.
 pub(super) const DEFAULT_ADMIN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9643);
 
@@ -105,6 +107,12 @@ pub(super) fn block_on<T>(request: impl Future<Output = io::Result<T>>) -> io::R
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(request)
 }
 
+/// A limit for people, rounded to milliseconds: what is left until a deadline has an odd number of nanoseconds.
+fn format_limit(limit: Duration) -> String {
+    let millis = (limit + Duration::from_micros(500)).as_millis().max(1);
+    format_duration(Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX)))
+}
+
 /// Sends a GET request and reads the response, all within `limit`.
 ///
 /// # Errors
@@ -126,8 +134,10 @@ pub(super) async fn get(
             }
         }
     };
-    let timed_out =
-        |_| io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {limit:?}"));
+    let timed_out = |_| {
+        let text = format!("no answer within {}", format_limit(limit));
+        io::Error::new(io::ErrorKind::TimedOut, text)
+    };
     tokio::time::timeout(limit, exchange).await.map_err(timed_out)?
 }
 
@@ -336,6 +346,19 @@ mod tests {
         assert_eq!((response.status(), &response.body()[..]), (StatusCode::OK, &b"ok\n"[..]));
         serve("HTTP/1.0 503 Service Unavailable\r\n\r\nnot alive: worker 0\n");
         assert_eq!(ask().unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
+    }
+
+    #[test]
+    fn format_limit_rounds_to_milliseconds() {
+        for (nanos, expected) in [
+            (1_999_999_790, "2s"),
+            (2_000_000_000, "2s"),
+            (437_400_001, "437ms"),
+            (59_999_900_000, "1m"),
+            (100, "1ms"),
+        ] {
+            assert_eq!(format_limit(Duration::from_nanos(nanos)), expected);
+        }
     }
 
     #[test]

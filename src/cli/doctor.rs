@@ -93,8 +93,11 @@ pub(super) fn run(args: &DoctorArgs) -> ExitCode {
     };
     let format = args.output.format;
     if format == OutputFormat::Text {
-        let seconds = args.duration.as_secs();
-        eprintln!("examining {} for {seconds} s …", counted(plan.targets.len(), "endpoint"));
+        let (seconds, more) = (args.duration.as_secs(), examine::OVERTIME.as_secs());
+        eprintln!(
+            "examining {} for {seconds} s, and up to {more} s more if one does not answer …",
+            counted(plan.targets.len(), "endpoint")
+        );
     }
     let notes = std::mem::take(&mut plan.notes);
     let observations = match examine::run(plan, Resolver::of_system(), args.duration) {

@@ -4,10 +4,11 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::join_all;
+use futures_util::stream::{FuturesUnordered, StreamExt};
 use rustls::pki_types::CertificateDer;
 use tokio::sync::Mutex;
 use tokio::task::LocalSet;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 
 use super::dns::Resolver;
 use super::host;
@@ -27,6 +28,10 @@ use crate::observe::utc::{Utc, wall_clock};
 const FRESH_INTERVAL: Duration = Duration::from_millis(500);
 /// Largest number of apiservers that are added because the cluster names them.
 const MAX_SIBLINGS: usize = 16;
+
+/// How much longer than its duration an examination takes if an endpoint does not answer: a connection that
+/// begins at the end waits for [`STEP_LIMIT`], and a PING for half a second longer.
+pub const OVERTIME: Duration = Duration::from_secs(4);
 
 /// Carries out a plan for `duration`.
 ///
@@ -49,29 +54,39 @@ async fn examine(plan: ExaminationPlan, resolver: Resolver, duration: Duration) 
         let resolution = resolver.lock().await.resolve(&target.host).await;
         targets.push((target, resolution));
     }
-    for sibling in siblings(&targets).await {
-        let resolution = resolver.lock().await.resolve(&sibling.host).await;
-        targets.push((sibling, resolution));
-    }
     let began = Instant::now();
     let until = began + duration;
-    let endpoints = join_all(targets.into_iter().map(|(target, resolution)| {
-        examine_endpoint(target, resolution, &plan.listeners, &resolver, began, until)
-    }))
-    .await;
+    let examine_all = async |targets: &[(Target, Resolution)]| {
+        join_all(targets.iter().map(|(target, resolution)| {
+            examine_endpoint(target, resolution, &plan.listeners, &resolver, began, until)
+        }))
+        .await
+    };
+    // The endpoints of the plan are observed from the first moment: an outage may end before the cluster
+    // names its apiservers.
+    let (mut endpoints, named) = tokio::join!(examine_all(&targets), async {
+        examine_all(&siblings(&targets, until).await).await
+    });
+    endpoints.extend(named);
     let dns = resolver.into_inner().into_observations();
     Observations { configuration: plan.configuration_errors, host, dns, endpoints }
 }
 
-/// The apiservers that the cluster names and the plan does not. The answer of the first endpoint that
-/// answers is used.
-async fn siblings(targets: &[(Target, Resolution)]) -> Vec<Target> {
-    for (target, resolution) in targets.iter().filter(|(target, _)| target.peer.authenticated) {
-        let Resolution::Addresses(ips) = resolution else { continue };
-        let Some(ip) = ips.first() else { continue };
-        let address = SocketAddr::new(*ip, target.port);
-        let members = timeout(STEP_LIMIT, members(target, address)).await;
-        let Ok(Some(members)) = members else { continue };
+/// The apiservers that the cluster names and the plan does not. All endpoints of the plan are asked at once,
+/// and the first answer is used. There is none after `until` or [`STEP_LIMIT`].
+async fn siblings(targets: &[(Target, Resolution)], until: Instant) -> Vec<(Target, Resolution)> {
+    let deadline = until.min(Instant::now() + STEP_LIMIT);
+    let authenticated = targets.iter().filter(|(target, _)| target.peer.authenticated);
+    let mut answers: FuturesUnordered<_> = authenticated
+        .map(|(target, resolution)| async move {
+            let Resolution::Addresses(ips) = resolution else { return None };
+            let address = SocketAddr::new(*ips.first()?, target.port);
+            let members = timeout_at(deadline, members(target, address)).await;
+            Some((target, members.ok()??))
+        })
+        .collect();
+    while let Some(answer) = answers.next().await {
+        let Some((target, members)) = answer else { continue };
         let is_planned = |address: &SocketAddr| {
             targets.iter().any(|(target, resolution)| {
                 target.port == address.port()
@@ -82,7 +97,10 @@ async fn siblings(targets: &[(Target, Resolution)]) -> Vec<Target> {
             .iter()
             .filter(|address| !is_planned(address))
             .take(MAX_SIBLINGS)
-            .filter_map(|address| target.sibling(*address).ok())
+            .filter_map(|address| {
+                let resolution = Resolution::Addresses(vec![address.ip()]);
+                Some((target.sibling(*address).ok()?, resolution))
+            })
             .collect();
     }
     Vec::new()
@@ -97,14 +115,14 @@ async fn members(target: &Target, address: SocketAddr) -> Option<Vec<SocketAddr>
 
 /// Observes one endpoint until `until`.
 async fn examine_endpoint(
-    target: Target,
-    resolution: Resolution,
+    target: &Target,
+    resolution: &Resolution,
     listeners: &[PlannedListener],
     resolver: &Mutex<Resolver>,
     began: Instant,
     until: Instant,
 ) -> EndpointObservation {
-    let ips = match &resolution {
+    let ips = match resolution {
         Resolution::Addresses(ips) => ips.clone(),
         Resolution::NoSuchName | Resolution::NoAnswer(_) => Vec::new(),
     };
@@ -114,7 +132,7 @@ async fn examine_endpoint(
         source: target.source,
         server_name: target.server_name.clone(),
         verifies: target.verifier.verifies(),
-        resolved: resolution,
+        resolved: resolution.clone(),
         loops_to,
         fresh: Vec::new(),
         long_lived: Vec::new(),
@@ -138,7 +156,7 @@ async fn examine_endpoint(
     let address = SocketAddr::new(*ip, target.port);
     let fresh;
     (fresh, endpoint.long_lived, endpoint.idle) = tokio::join!(
-        fresh_connections(&target, resolver, began, until),
+        fresh_connections(target, resolver, began, until),
         long_lived::ping_until(address, &target.peer, began, until),
         long_lived::ping_after_idle(address, &target.peer, began, until),
     );
@@ -161,10 +179,12 @@ async fn fresh_connections(
     began: Instant,
     until: Instant,
 ) -> Vec<FreshResult> {
+    // The examination of an apiserver that the cluster names begins later.
+    let first = Instant::now();
     // Jitter spreads the load of several endpoints and several doctors.
     let start = |round| match round {
-        0 => began,
-        _ => began + FRESH_INTERVAL * round + FRESH_INTERVAL.mul_f64(fastrand::f64() / 4.0),
+        0 => first,
+        _ => first + FRESH_INTERVAL * round + FRESH_INTERVAL.mul_f64(fastrand::f64() / 4.0),
     };
     let starts = (0..).map(|round| (round, start(round))).take_while(|(_, start)| *start < until);
     join_all(starts.map(|(round, start)| async move {

@@ -5,6 +5,7 @@ mod certificates;
 mod finding;
 mod machine;
 mod path;
+mod recovered;
 #[cfg(test)]
 mod tests;
 
@@ -33,7 +34,9 @@ pub fn diagnose(observations: &Observations) -> Vec<Finding> {
         found.extend(path::credential(endpoint));
         found.extend(path::forgotten_flows(endpoint, observations));
         found.extend(path::readiness(endpoint));
-        found.extend(path::intermittent(endpoint));
+        // An outage that has ended explains the connections that failed.
+        let recovered = recovered::recovered(endpoint, observations);
+        found.extend(recovered.or_else(|| path::intermittent(endpoint)));
     }
     found.extend(path::loss(observations));
     path::slow_balancers(observations, &mut found);

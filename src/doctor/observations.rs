@@ -265,6 +265,8 @@ pub enum FailureKind {
     NoHttp2,
     /// The response has this status instead of 200.
     Status(u16),
+    /// The response is an error of a jackstay on the path, with this status.
+    ErrorOfJackstay(u16),
     /// The server does not accept the credential.
     Unauthorized,
     /// Any other failure.

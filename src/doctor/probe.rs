@@ -286,11 +286,26 @@ fn check_readyz(status: StatusCode, body: &str, authenticated: bool) -> Result<(
         ),
         other => {
             let code = other.as_u16();
-            let text = format!("/readyz responds with {code}{}", failed_checks(body));
-            (FailureKind::Status(code), text)
+            match error_of_jackstay(body) {
+                Some(message) => (
+                    FailureKind::ErrorOfJackstay(code),
+                    format!("/readyz responds with {code}: {message}"),
+                ),
+                None => (
+                    FailureKind::Status(code),
+                    format!("/readyz responds with {code}{}", failed_checks(body)),
+                ),
+            }
         }
     };
     Err(failure(Step::Readyz, kind, text))
+}
+
+/// The message of a `metav1.Status` that jackstay itself has created: only such messages begin with its name.
+fn error_of_jackstay(body: &str) -> Option<String> {
+    let status: serde_json::Value = serde_json::from_str(body).ok()?;
+    let message = status["message"].as_str().filter(|_| status["kind"] == "Status")?;
+    message.starts_with("jackstay: ").then(|| message.to_owned())
 }
 
 /// Checks the response of `/api`. A 403 for a named user shows that the credential was accepted.
@@ -341,6 +356,11 @@ mod tests {
             ready(500, "[-]etcd failed: reason withheld", true),
             Some(FailureKind::Status(500))
         );
+        let own =
+            "{\"kind\":\"Status\",\"message\":\"jackstay: no apiserver is reachable: a: refused\"}";
+        assert_eq!(ready(503, own, true), Some(FailureKind::ErrorOfJackstay(503)));
+        let other = "{\"kind\":\"Status\",\"message\":\"apiserver is shutting down\"}";
+        assert_eq!(ready(503, other, true), Some(FailureKind::Status(503)));
         let request = |code: u16, body: &str| {
             check_authenticated(StatusCode::from_u16(code).unwrap(), body).err().map(|f| f.kind)
         };

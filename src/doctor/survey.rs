@@ -48,10 +48,45 @@ pub struct Survey {
     pub certificates: Vec<CertificateNames>,
     /// The addresses of the apiservers whose certificate could not be read, and why.
     pub without_certificate: Vec<(String, String)>,
-    /// The addresses at which no apiserver responds, and why.
-    pub not_apiservers: Vec<(String, String)>,
+    /// The addresses at which no apiserver responds.
+    pub not_apiservers: Vec<NotApiserver>,
     /// The apiservers that the cluster names and that are not in the request, or why they are not known.
     pub members: Result<Vec<SocketAddr>, String>,
+}
+
+/// An address at which no apiserver responds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NotApiserver {
+    /// The host and port.
+    pub address: String,
+    /// Why none responds.
+    pub reason: NoResponse,
+}
+
+/// Why no apiserver responds at an address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NoResponse {
+    /// The reason as text.
+    pub why: String,
+    /// Whether a limit passed without a response. The address may be right: a stopped apiserver, a lost
+    /// packet or a silent name server has this effect.
+    pub timed_out: bool,
+}
+
+impl NoResponse {
+    fn wrong(why: impl Into<String>) -> Self {
+        Self { why: why.into(), timed_out: false }
+    }
+
+    fn timed_out(why: impl Into<String>) -> Self {
+        Self { why: why.into(), timed_out: true }
+    }
+}
+
+impl From<&Failure> for NoResponse {
+    fn from(failure: &Failure) -> Self {
+        Self { why: failure.text.clone(), timed_out: failure.kind == FailureKind::Timeout }
+    }
 }
 
 /// The result for one apiserver.
@@ -61,15 +96,15 @@ struct EndpointSurvey {
     addresses: Vec<SocketAddr>,
     names: Result<CertificateNames, String>,
     /// Whether it responds as an apiserver.
-    responds: Result<(), String>,
+    responds: Result<(), NoResponse>,
     members: Result<Vec<SocketAddr>, String>,
 }
 
 impl EndpointSurvey {
     /// Sets the reason why there is no connection.
-    fn fail(&mut self, why: &str) {
-        self.names = Err(why.to_owned());
-        self.responds = Err(why.to_owned());
+    fn fail(&mut self, reason: NoResponse) {
+        self.names = Err(reason.why.clone());
+        self.responds = Err(reason);
     }
 }
 
@@ -104,8 +139,8 @@ pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey,
     let (certificates, without_certificate, not_apiservers) = Default::default();
     let mut survey = Survey { certificates, without_certificate, not_apiservers, members };
     for result in [own].into_iter().chain(others) {
-        if let Err(why) = result.responds {
-            survey.not_apiservers.push((result.address.clone(), why));
+        if let Err(reason) = result.responds {
+            survey.not_apiservers.push(NotApiserver { address: result.address.clone(), reason });
         }
         match result.names {
             _ if !request.trust.verifies() => {}
@@ -130,27 +165,30 @@ async fn survey_endpoint(
         responds: Ok(()),
         members: Err("the apiserver did not respond".to_owned()),
     };
-    result.fail(&format!("no response within {} s", LIMIT.as_secs()));
+    result.fail(NoResponse::timed_out(format!("no response within {} s", LIMIT.as_secs())));
     let _ = timeout(LIMIT, async {
         match resolver.lock().await.resolve(&target.host).await {
             Resolution::Addresses(ips) => {
                 result.addresses =
                     ips.into_iter().map(|ip| SocketAddr::new(ip, target.port)).collect();
             }
-            Resolution::NoSuchName => result.fail("no such name"),
-            Resolution::NoAnswer(why) => result.fail(&why),
+            Resolution::NoSuchName => result.fail(NoResponse::wrong("no such name")),
+            Resolution::NoAnswer(why) => result.fail(NoResponse::timed_out(why)),
         }
         let Some(address) = result.addresses.first() else { return };
         let mut opened = open(&mut StepTimer::start(Instant::now()), *address, &target.peer).await;
         result.names = certificate_names(target, &opened);
-        result.responds = Err("/version: no response".to_owned());
+        result.responds = Err(NoResponse::timed_out("/version: no response"));
         let prefix = cluster_path.unwrap_or_default();
         result.responds = match &mut opened {
-            Ok(opened) => version::request(opened, &target.peer, prefix).await,
+            Ok(opened) => {
+                let response = version::request(opened, &target.peer, prefix).await;
+                response.map_err(NoResponse::wrong)
+            }
             Err(failure) if failure.kind.is_of_certificate() => {
                 request_unverified(target, *address, prefix).await
             }
-            Err(failure) => Err(failure.text.clone()),
+            Err(failure) => Err(NoResponse::from(&*failure)),
         };
         result.members = match (opened, cluster_path) {
             (Ok(mut opened), Some(path)) if target.peer.authenticated => {
@@ -170,10 +208,11 @@ async fn request_unverified(
     target: &Target,
     address: SocketAddr,
     prefix: &str,
-) -> Result<(), String> {
-    let target = target.unverified()?;
+) -> Result<(), NoResponse> {
+    let target = target.unverified().map_err(NoResponse::wrong)?;
     let opened = open(&mut StepTimer::start(Instant::now()), address, &target.peer).await;
-    version::request(&mut opened.map_err(|failure| failure.text)?, &target.peer, prefix).await
+    let mut opened = opened.map_err(|failure| NoResponse::from(&failure))?;
+    version::request(&mut opened, &target.peer, prefix).await.map_err(NoResponse::wrong)
 }
 
 /// The names in the certificate, if its chain was verified. A failure because of a wrong name comes after

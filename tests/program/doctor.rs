@@ -335,6 +335,38 @@ fn doctor_stopped_server_finds_dead_endpoint() {
     assert_first(&findings, Cause::DeadEndpoint);
 }
 
+/// Whether the client has closed a connection to this port of this host that the server has not closed:
+/// `CLOSE_WAIT` is state 8 (`include/net/tcp_states.h`).
+fn is_abandoned_by_client(port: u16) -> bool {
+    let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    let local = format!(":{port:04X}");
+    table.lines().skip(1).any(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        words[1].ends_with(&local) && words[3] == "08"
+    })
+}
+
+/// The server answers again as soon as the first connection has waited in vain.
+#[test]
+fn doctor_started_in_an_outage_that_ends_reports_it() {
+    let test = TestServer::new();
+    test.server.stop();
+    let (observations, findings) = std::thread::scope(|scope| {
+        let examined = scope.spawn(|| test.examine(3));
+        until("a connection was given up", || is_abandoned_by_client(test.server.addr.port()));
+        test.server.cont();
+        examined.join().unwrap()
+    });
+    assert!(observations.endpoints[0].connected() > 0, "{observations:#?}");
+    assert_first(&findings, Cause::IntermittentEndpoint);
+    let what = format!(
+        "{} did not answer TLS at the beginning of the examination and answers now.",
+        test.server.addr
+    );
+    assert_eq!(findings[0].what, what, "{findings:#?}");
+    assert!(findings[0].because.starts_with("no answer for the first "), "{findings:#?}");
+}
+
 #[test]
 fn doctor_failing_readyz_finds_not_ready_endpoint() {
     let test = TestServer::new();
@@ -552,7 +584,7 @@ fn survey_sends_the_credential_only_to_the_apiserver_of_the_kubeconfig() {
     assert!(result.members.is_err(), "the other apiserver is not queried: {result:?}");
     assert_eq!(result.certificates[0].address, other.addr.to_string());
     assert_eq!(result.without_certificate[0].0, own.addr.to_string());
-    assert_eq!(result.not_apiservers[0].0, own.addr.to_string());
+    assert_eq!(result.not_apiservers[0].address, own.addr.to_string());
 }
 
 /// Replaces the rules in the network namespace of this process.

@@ -812,6 +812,23 @@ fn kubeconfig_upstream_that_is_no_apiserver_is_a_warning() {
 }
 
 #[test]
+fn kubeconfig_stopped_upstream_is_not_called_a_wrong_address() {
+    let three = ThreeServers::start(&["kubernetes"]);
+    three.create_slices(&[0, 1, 2]);
+    let (b, c) = (three.address(1), three.address(2));
+    three.servers[2].stop();
+    let output = three.home.run_online(&["--mode", "passthrough", "--upstream", &c]);
+    three.servers[2].cont();
+    assert!(
+        output.contains(&format!("warning: {c} does not answer as an apiserver: ")),
+        "{output}"
+    );
+    assert!(output.contains("check that it runs"), "{output}");
+    assert!(!output.contains("right address instead of"), "{output}");
+    assert!(output.contains(&format!("with --upstream {c} --upstream {b} --force")), "{output}");
+}
+
+#[test]
 fn kubeconfig_discover_reports_apiservers_that_it_leaves_out() {
     let three = ThreeServers::start(&["kubernetes"]);
     three.create_slices(&[0, 1, 2]);

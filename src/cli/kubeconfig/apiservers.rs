@@ -7,7 +7,7 @@ use std::path::Path;
 use super::args::KubeconfigArgs;
 use crate::config::{self, Overrides};
 use crate::doctor::dns::Resolver;
-use crate::doctor::survey::{self, Survey, SurveyRequest};
+use crate::doctor::survey::{self, NotApiserver, Survey, SurveyRequest};
 use crate::doctor::target::{ExecPlugins, Trust};
 use crate::kubeconfig::verified_names::{NameInputs, VerifiedNames, select};
 use crate::kubeconfig::{Credential, PemSource, ResolvedContext, ServerUrl};
@@ -44,8 +44,8 @@ pub(super) fn find(
             upstreams.iter().cloned().chain(members.iter().map(SocketAddr::to_string)).collect();
         survey = survey_apiservers(args, context, &all, false, &mut notes);
         let is_unusable = |address: &String| {
-            let mut unusable = survey.not_apiservers.iter().chain(&survey.without_certificate);
-            unusable.any(|(unusable, _)| unusable == address)
+            survey.not_apiservers.iter().any(|unusable| unusable.address == *address)
+                || survey.without_certificate.iter().any(|(unusable, _)| unusable == address)
         };
         let found = all.len();
         upstreams = all
@@ -58,11 +58,16 @@ pub(super) fn find(
     }
     let is_endpoint = |address: &String| *address == own || upstreams.contains(address);
     let mut warnings = Vec::new();
-    for (address, why) in &survey.not_apiservers {
+    for NotApiserver { address, reason } in &survey.not_apiservers {
+        let why = &reason.why;
         if is_endpoint(address) {
+            let check = if reason.timed_out {
+                "check that it runs, and the address"
+            } else {
+                "check the address"
+            };
             warnings.push(format!(
-                "{address} does not answer as an apiserver: {why}; it is an endpoint nevertheless: \
-                 check the address"
+                "{address} does not answer as an apiserver: {why}; it is an endpoint nevertheless: {check}"
             ));
         } else {
             notes.push(left_out_note(address, why));
@@ -71,8 +76,8 @@ pub(super) fn find(
     survey.certificates.retain(|certificate| is_endpoint(&certificate.address));
     for (address, why) in &survey.without_certificate {
         // A failed connection is reported once. A certificate that is not accepted is a reason of its own.
-        let is_reported = |(reported, reason): &(String, String)| {
-            reported == address && (reason == why || !is_endpoint(address))
+        let is_reported = |reported: &NotApiserver| {
+            reported.address == *address && (reported.reason.why == *why || !is_endpoint(address))
         };
         if survey.not_apiservers.iter().any(is_reported) {
             continue;
@@ -96,7 +101,9 @@ pub(super) fn find(
         names.client.clone_from(name);
     }
     if config.is_some() {
-        let wrong: Vec<&str> = survey.not_apiservers.iter().map(|(wrong, _)| &**wrong).collect();
+        // The address of a stopped apiserver is right.
+        let wrong = survey.not_apiservers.iter().filter(|a| !a.reason.timed_out);
+        let wrong: Vec<&str> = wrong.map(|a| &*a.address).collect();
         let members = survey.members.as_deref();
         notes.extend(redundancy_note(&own, &upstreams, &wrong, left_out, members));
     }

@@ -22,7 +22,7 @@ const SILENT_MS: f64 = 3500.0;
 const MIN_LOSS: f64 = 0.01;
 
 /// Whether the connection failed in the transport, before any response.
-fn is_unreachable(attempt: &ConnectAttempt) -> bool {
+pub(super) fn is_unreachable(attempt: &ConnectAttempt) -> bool {
     attempt.failure.as_ref().is_some_and(|failure| match failure.step {
         Step::Connect => true,
         Step::Tls | Step::Http2 => {
@@ -55,7 +55,7 @@ fn failed_tail(endpoint: &EndpointObservation) -> Option<usize> {
 
 /// Advice for an endpoint whose fresh connections fail. The last failure decides, because earlier ones
 /// may differ: while a process is being killed, its kernel still accepts connections and resets them.
-fn advice(
+pub(super) fn advice(
     endpoint: &EndpointObservation,
     failure: &Failure,
     observations: &Observations,
@@ -267,18 +267,36 @@ pub(super) fn forgotten_flows(
 
 pub(super) fn readiness(endpoint: &EndpointObservation) -> Option<Finding> {
     let connected = endpoint.connected();
-    let is_not_ready =
-        |f: &&Failure| matches!(f.kind, FailureKind::Status(_) | FailureKind::Timeout);
+    let is_not_ready = |f: &&Failure| {
+        matches!(
+            f.kind,
+            FailureKind::Status(_) | FailureKind::ErrorOfJackstay(_) | FailureKind::Timeout
+        )
+    };
     let failed: Vec<_> = endpoint.failures(Step::Readyz).filter(is_not_ready).collect();
     if connected == 0 || failed.len() * 2 < connected {
         return None;
     }
+    let own = failed.iter().find(|f| matches!(f.kind, FailureKind::ErrorOfJackstay(_)));
+    let (what, shown, advice) = match own {
+        Some(own) => (
+            "is a jackstay that answers, but it cannot reach an apiserver.",
+            *own,
+            "Its endpoints are the cause, not it: `jackstay status` on its machine lists them, and \
+             `jackstay doctor --config` there examines them.",
+        ),
+        None => (
+            "responds but is not ready.",
+            failed[0],
+            "Check the log of the apiserver and its etcd; `kubectl get --raw '/readyz?verbose'` \
+             lists the checks.",
+        ),
+    };
     let finding = problem(
         Cause::NotReadyEndpoint,
-        format!("{} responds but is not ready.", endpoint.address),
-        format!("{} of {}: {}", failed.len(), counted(connected, "time"), failed[0].text),
-        "Check the log of the apiserver and its etcd; `kubectl get --raw '/readyz?verbose'` lists \
-         the checks.",
+        format!("{} {what}", endpoint.address),
+        format!("{} of {}: {}", failed.len(), counted(connected, "time"), shown.text),
+        advice,
     );
     Some(finding.about(&endpoint.address))
 }

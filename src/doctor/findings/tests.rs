@@ -465,6 +465,77 @@ fn diagnose_slow_load_balancer_is_a_note() {
     assert_eq!((found[0].cause, found[0].level), (Cause::SlowPath, Level::Note));
 }
 
+/// A fresh connection that is answered at a time, after a TLS handshake that waited for it.
+fn answered_at(at_ms: f64, answered_ms: f64) -> ConnectAttempt {
+    let mut attempt = succeeded(at_ms);
+    attempt.steps[1].1 = Ms((answered_ms - at_ms - 2.0).max(1.0));
+    attempt
+}
+
+#[test]
+fn diagnose_outage_at_the_beginning_that_ends_is_a_problem() {
+    let times = |count: u32| (0..count).map(|i| f64::from(i) * 500.0);
+    // An outage in which TLS is not answered until `end`; connections wait for 3.5 s.
+    let frozen = |end: f64, count| {
+        let attempt = |at: f64| match end - at {
+            wait if wait > 3500.0 => failed(at, Step::Tls, FailureKind::Timeout),
+            _ => answered_at(at, end),
+        };
+        EndpointObservation { fresh: times(count).map(attempt).collect(), ..endpoint("a:1") }
+    };
+    for (end, count, failures) in [
+        (9000.0, 20, "11 of 20"),
+        (5000.0, 6, "3 of 6"),
+        (3600.0, 6, "1 of 6"),
+        (2500.0, 20, "0 of 20"),
+    ] {
+        let found = diagnose(&observations(vec![frozen(end, count)]));
+        let [finding] = &found[..] else { panic!("{end} {found:#?}") };
+        assert_eq!((finding.cause, finding.level), (Cause::IntermittentEndpoint, Level::Problem));
+        let what = "a:1 did not answer TLS at the beginning of the examination and answers now.";
+        assert_eq!(finding.what, what);
+        let because = format!("no answer for the first {:.1} s: {failures} fresh", end / 1000.0);
+        assert!(finding.because.starts_with(&because), "{finding:#?}");
+        assert!(finding.advice.contains("stopped, hung or overloaded"), "{finding:#?}");
+    }
+    // All apiservers at once: one finding.
+    let b = EndpointObservation { address: "b:1".into(), ..frozen(5200.0, 20) };
+    let found = diagnose(&observations(vec![frozen(5000.0, 20), b]));
+    assert_eq!(found.len(), 1, "{found:#?}");
+    assert!(found[0].what.ends_with("The same holds for b:1."), "{found:#?}");
+    // An apiserver that starts.
+    let fresh = times(20).map(|at| match at {
+        ..3000.0 => failed(at, Step::Connect, FailureKind::Refused),
+        _ => succeeded(at),
+    });
+    let starting = EndpointObservation { fresh: fresh.collect(), ..endpoint("a:1") };
+    let found = diagnose(&observations(vec![starting]));
+    assert!(found[0].what.contains("did not answer at the beginning"), "{found:#?}");
+    assert!(found[0].advice.contains("nothing listens"), "{found:#?}");
+    // One late connection, and a server that is slow all the time, are no outage.
+    let mut late = endpoint("a:1");
+    late.fresh[0] = answered_at(0.0, 3000.0);
+    let slow = times(20).map(|at| answered_at(at, at + 2500.0)).collect();
+    let slow = EndpointObservation { fresh: slow, ..endpoint("a:1") };
+    for endpoint in [late, slow] {
+        assert_eq!(diagnose(&observations(vec![endpoint])), []);
+    }
+}
+
+#[test]
+fn diagnose_error_of_jackstay_repeats_its_reasons() {
+    let mut through = failing(Step::Readyz, FailureKind::ErrorOfJackstay(503));
+    for failure in through.fresh.iter_mut().filter_map(|a| a.failure.as_mut()) {
+        failure.text = "/readyz responds with 503: jackstay: no apiserver is reachable: x".into();
+    }
+    let found = diagnose(&observations(vec![through]));
+    let [finding] = &found[..] else { panic!("{found:#?}") };
+    assert_eq!((finding.cause, finding.level), (Cause::NotReadyEndpoint, Level::Problem));
+    assert!(finding.what.contains("is a jackstay that answers"), "{finding:#?}");
+    assert!(finding.because.ends_with("jackstay: no apiserver is reachable: x"), "{finding:#?}");
+    assert!(!finding.advice.contains("etcd"), "{finding:#?}");
+}
+
 /// An apiserver accepts it, so it is not a problem without jackstay.
 #[test]
 fn diagnose_client_certificate_of_version_1_is_noted_with_the_remedy() {

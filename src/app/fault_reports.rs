@@ -231,14 +231,12 @@ impl FaultReports {
             }
             let passthrough =
                 |l: &BoundListener| matches!(l.mode, ListenerMode::Passthrough { .. });
+            let l7 = of().any(|(listener, _)| !passthrough(listener));
+            let l4 = of().any(|(listener, _)| passthrough(listener));
             match event {
-                Some(OutageEvent::Began) => {
-                    let l7 = of().any(|(listener, _)| !passthrough(listener));
-                    let l4 = of().any(|(listener, _)| passthrough(listener));
-                    write_began(upstream, (l7, l4));
-                }
+                Some(OutageEvent::Began) => write_began(upstream, (l7, l4)),
                 Some(OutageEvent::Ended { lasted, failures, held }) => {
-                    write_ended(upstream, lasted, failures, held);
+                    write_ended(upstream, lasted, (failures, held), (l7, l4));
                 }
                 None => {}
             }
@@ -271,29 +269,38 @@ fn failures<'a>(listeners: impl Iterator<Item = &'a BoundListener>) -> Failures 
 
 fn write_began(upstream: &Upstream, (l7, l4): (bool, bool)) {
     let name = &*upstream.name;
+    let held = format!("{} held", counted(upstream.waiting_watches(), "watch"));
     let effect = match (l7, l4) {
-        (true, true) => "requests get 503, connections are reset",
-        (false, true) => "connections are reset",
-        _ => "requests get 503",
+        (true, true) => format!("requests get 503, {held}, connections are reset"),
+        (false, true) => "connections are reset".to_owned(),
+        _ => format!("requests get 503, {held}"),
     };
-    let held = counted(upstream.waiting_watches(), "watch");
     let endpoints = match upstream.unusable_endpoints(MAX_NAMED) {
         none if none.is_empty() => "none is known".to_owned(),
         endpoints => endpoints,
     };
-    tracing::error!(endpoints, "upstream {name}: no usable endpoint, {effect}, {held} held");
+    tracing::error!(endpoints, "upstream {name}: no usable endpoint, {effect}");
     upstream.metrics.events().set_outage(name, true);
-    remember(upstream, ("usable", "unusable"), &endpoints, &format!("{effect}, {held} held"));
+    remember(upstream, ("usable", "unusable"), &endpoints, &effect);
 }
 
-fn write_ended(upstream: &Upstream, lasted: Duration, failures: Failures, held: usize) {
+fn write_ended(
+    upstream: &Upstream,
+    lasted: Duration,
+    (failures, held): (Failures, usize),
+    (l7, l4): (bool, bool),
+) {
     let name = &*upstream.name;
     let lasted = format!("{} s", lasted.as_secs_f64().round().max(1.0));
-    let mut effect = format!("{} got 503", counted(failures.rejected, "request"));
-    if failures.resets > 0 {
-        effect = format!("{effect}, {} reset", counted(failures.resets, "connection"));
+    let mut effects = Vec::new();
+    if l7 || !l4 {
+        let rejected = counted(failures.rejected, "request");
+        effects.push(format!("{rejected} got 503, {} held", counted(held, "watch")));
     }
-    effect = format!("{effect}, {} held", counted(held, "watch"));
+    if l4 || failures.resets > 0 {
+        effects.push(format!("{} reset", counted(failures.resets, "connection")));
+    }
+    let effect = effects.join(", ");
     upstream.metrics.events().set_outage(name, false);
     // The line of the outage covered these, and they have none of their own.
     let still = upstream.unusable_endpoints(MAX_NAMED);

@@ -75,14 +75,15 @@ pub(super) fn write_fault(line: &FaultLine) {
     let connections = (loss.connections > 0).then_some(loss.connections);
     let open = (!loss.open.is_empty()).then(|| loss.open.to_string());
     if let Some(to) = state.as_deref() {
+        let connections_lost = connections;
         let message = match count {
             1 => "endpoint changed its state",
             _ => "endpoints changed their states",
         };
         if *reported {
-            tracing::info!(upstream, endpoint, to, reason, connections, open, "{message}");
+            tracing::info!(upstream, endpoint, to, reason, connections_lost, open, "{message}");
         } else {
-            tracing::warn!(upstream, endpoint, to, reason, connections, open, "{message}");
+            tracing::warn!(upstream, endpoint, to, reason, connections_lost, open, "{message}");
         }
         return;
     }

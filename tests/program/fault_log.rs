@@ -184,6 +184,25 @@ async fn outage_has_one_error_and_the_end_has_its_length_and_failures() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn outage_of_stopped_apiservers_counts_watches_on_their_connections() {
+    let drill = Drill::new(|_| {}).await;
+    for server in &drill.cluster.servers {
+        server.stop();
+    }
+    drill.wait_story(" ERROR ").await;
+    for server in &drill.cluster.servers {
+        server.cont();
+    }
+    drill.wait_story("usable again").await;
+    let story = drill.finish("all apiservers are stopped and return").await;
+    let held = format!("{WATCHES} watches held");
+    for part in ["no usable endpoint, requests get 503, ", "usable again after "] {
+        let line = story.iter().find(|line| line.contains(part)).unwrap();
+        assert!(line.contains(&held), "no `{held}` in {line}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dropped_flows_are_a_warning_with_their_watches() {
     let mut relays: Vec<FaultyRelay> = Vec::new();
     let drill = Drill::new(|config| {
@@ -216,7 +235,7 @@ async fn outage_of_a_passthrough_upstream_has_its_resets() {
     let start = process.output().len();
     cluster.kill_all();
     let credentials = cluster.certs.credentials();
-    wait_story(&process, start, "no usable endpoint, connections are reset, ").await;
+    wait_story(&process, start, "no usable endpoint, connections are reset").await;
     for _ in 0..3 {
         let client = Client::connect(address, &credentials).await;
         assert!(client.is_err(), "no apiserver runs");

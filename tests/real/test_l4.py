@@ -161,7 +161,10 @@ class Faults(x, unittest.TestCase):
     def test_apiserver_killed(self):
         """The kernel closes the apiserver's connections: with RST if data was unread, else with FIN. A forwarded FIN
         without TLS close_notify is an error for the client."""
+        since = self.log_size()
         self.run_fault("SIGKILL of one", lambda: self.rig.apiservers[self.by_load()[-1]].kill(), seconds=6, expected_errors=("reset by peer", "unexpected EOF"))
+        # Also of flows that end with a FIN.
+        wait_for("the number of lost flows in the log", lambda: log_lines(self.jackstay.process, r' WARN .* open="\d+ flows?"', since), 5)
 
     def test_apiserver_stopped(self):
         self.run_fault("SIGSTOP of one", lambda: self.rig.apiservers[self.by_load()[-1]].pause())

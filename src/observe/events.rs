@@ -122,7 +122,7 @@ impl Events {
         mut lost: Loss,
     ) {
         let (upstream, now) = (change.upstream.unwrap_or("-"), Instant::now());
-        lost.add(lock(&self.0).faults.available(upstream, change.name, availability));
+        lost.add(lock(&self.0).faults.available(upstream, change.name, availability, now));
         let noted = Noted { open: lost.open, routine: false };
         let Some(suppressed) = self.record(change, noted, now, wall_clock()) else { return };
         let state = (change.to, change.reason);

@@ -28,6 +28,8 @@ const BURST: Duration = Duration::from_secs(3);
 /// Longest wait for the state of an endpoint that is uncertain. A connect takes 3 s, and a stopped process is
 /// ejected after 5 s.
 const UNCERTAIN_LIMIT: Duration = Duration::from_secs(10);
+/// Time in which the kernel ends the flows and connections of a process that is killed.
+const KILL_TIME: Duration = Duration::from_millis(100);
 /// Maximum number of endpoints in a line that are named.
 const MAX_NAMED: usize = 8;
 /// Maximum number of endpoints that are counted one by one.
@@ -93,8 +95,9 @@ struct Entry {
     endpoint: String,
     reason: String,
     loss: Loss,
-    /// Flows that the endpoint has ended, which is a loss only if it is down.
+    /// Flows that the endpoint has ended within [`KILL_TIME`] of each other, which is a loss only if it is down.
     ended: Loss,
+    ended_at: Instant,
     since: Instant,
     /// The endpoint is suspect: its line is not needed once its availability is known.
     uncertain: bool,
@@ -116,6 +119,7 @@ impl Burst {
                 reason: String::new(),
                 loss: Loss::default(),
                 ended: Loss::default(),
+                ended_at: now,
                 since: now,
                 uncertain: false,
             });
@@ -131,6 +135,15 @@ impl Burst {
             reason.clone_into(&mut entry.reason);
         }
         entry
+    }
+}
+
+impl Entry {
+    /// Forgets the flows that ended too early to belong to a kill of the process at `now`.
+    fn forget_ended_before(&mut self, now: Instant) {
+        if now.saturating_duration_since(self.ended_at) > KILL_TIME {
+            self.ended = Loss::default();
+        }
     }
 }
 
@@ -160,7 +173,10 @@ impl FaultLines {
     pub(super) fn ended(&mut self, upstream: &str, endpoint: &str, now: Instant) {
         let burst = self.bursts.entry((upstream.to_owned(), None)).or_default();
         let flow = Loss { connections: 1, open: OpenStreams::of_flows(1) };
-        burst.entry(endpoint, now).ended.add(flow);
+        let entry = burst.entry(endpoint, now);
+        entry.forget_ended_before(now);
+        entry.ended.add(flow);
+        entry.ended_at = now;
     }
 
     /// Records the availability of an endpoint. If it is down now, returns what its connections have lost,
@@ -170,8 +186,14 @@ impl FaultLines {
         upstream: &str,
         endpoint: &str,
         availability: Availability,
+        now: Instant,
     ) -> Loss {
         let key = (upstream.to_owned(), endpoint.to_owned());
+        let served = !self.not_serving.contains_key(&key);
+        if served && let Some(burst) = self.bursts.get_mut(&(upstream.to_owned(), None)) {
+            let of_endpoint = burst.entries.iter_mut().filter(|entry| entry.endpoint == endpoint);
+            of_endpoint.for_each(|entry| entry.forget_ended_before(now));
+        }
         if availability == Availability::Uncertain {
             self.not_serving.insert(key, availability);
             return Loss::default();
@@ -346,24 +368,24 @@ mod tests {
     fn loss_at_an_uncertain_endpoint_is_in_the_line_of_its_ejection() {
         let (mut faults, start) = (FaultLines::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
-        faults.available("u", "a", Availability::Uncertain);
+        faults.available("u", "a", Availability::Uncertain, start);
         faults.lost("u", "a", "PING unanswered", LOSS, at(0));
         assert_eq!(faults.due(at(5_000)), []);
-        assert_eq!(faults.available("u", "a", Availability::Down), LOSS);
+        assert_eq!(faults.available("u", "a", Availability::Down, start), LOSS);
         assert!(faults.admit("u", "a", ("ejected", "stopped"), LOSS, at(5_000)));
         // Streams that could not move, after the line of the endpoint.
         faults.lost("u", "a", "closed", LOSS, at(6_000));
         assert_eq!(texts(&faults.due(at(7_000))), ["info lost a: closed; 1 1 request, 20 watches"]);
         // The endpoint recovers: only connections were lost.
-        faults.available("u", "b", Availability::Uncertain);
+        faults.available("u", "b", Availability::Uncertain, start);
         faults.lost("u", "b", "PING unanswered", LOSS, at(20_000));
-        faults.available("u", "b", Availability::Serving);
+        faults.available("u", "b", Availability::Serving, start);
         assert_eq!(
             texts(&faults.due(at(21_000))),
             ["warn lost b: PING unanswered; 1 1 request, 20 watches"]
         );
         // It stays uncertain.
-        faults.available("u", "b", Availability::Uncertain);
+        faults.available("u", "b", Availability::Uncertain, start);
         faults.lost("u", "b", "PING unanswered", LOSS, at(30_000));
         assert_eq!(faults.due(at(39_900)), []);
         assert_eq!(faults.due(at(40_000)).len(), 1);
@@ -376,17 +398,19 @@ mod tests {
         faults.ended("u", "a", at(0));
         assert_eq!(faults.due(at(600)), [], "an idle connection was closed");
         assert!(faults.bursts.is_empty());
-        faults.ended("u", "a", at(1_000));
-        faults.ended("u", "a", at(1_000));
-        faults.available("u", "a", Availability::Uncertain);
+        faults.ended("u", "a", at(900));
+        faults.available("u", "a", Availability::Serving, at(1_100));
+        faults.ended("u", "a", at(1_110));
+        faults.ended("u", "a", at(1_120));
+        faults.available("u", "a", Availability::Uncertain, at(1_130));
         assert_eq!(faults.due(at(2_000)), []);
         let two = Loss { connections: 2, open: OpenStreams::of_flows(2) };
-        assert_eq!(faults.available("u", "a", Availability::Down), two);
+        assert_eq!(faults.available("u", "a", Availability::Down, start), two);
         // The client of a third one closes it later.
         faults.ended("u", "a", at(3_000));
         assert_eq!(faults.due(at(4_000)), []);
         // Of two flows, only one was reset.
-        faults.available("u", "a", Availability::Serving);
+        faults.available("u", "a", Availability::Serving, start);
         faults.lost("u", "a", "reset", LOSS, at(5_000));
         faults.ended("u", "a", at(5_000));
         assert_eq!(texts(&faults.due(at(6_000))), ["warn lost a: reset; 1 1 request, 20 watches"]);
@@ -437,11 +461,11 @@ mod tests {
         let (mut faults, start) = (FaultLines::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         for (name, ms) in [("a", 0), ("b", 100), ("c", 200), ("d", 300)] {
-            faults.available("u", name, Availability::Uncertain);
+            faults.available("u", name, Availability::Uncertain, start);
             assert!(!faults.admit("u", name, ("suspect", "late"), Loss::default(), at(ms)));
         }
-        faults.available("u", "b", Availability::Serving);
-        faults.available("u", "c", Availability::Down);
+        faults.available("u", "b", Availability::Serving, start);
+        faults.available("u", "c", Availability::Down, start);
         assert_eq!(texts(&faults.due(at(400))), [""; 0]);
         assert_eq!(
             texts(&faults.due(at(600))),

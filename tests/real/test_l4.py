@@ -21,7 +21,7 @@ import rig_l4
 from cases import StoppedOnExit, RigCase, StoryCase, long_form
 from figures import LONG, bound, within
 from kubernetes import RELEASE
-from rig import ADDRESSES, LOAD_BALANCER, LOAD_BALANCER6, PORT, Jackstay, Load, log, sh, wait_for
+from rig import ADDRESSES, LOAD_BALANCER, LOAD_BALANCER6, PORT, Jackstay, Load, log, log_lines, sh, wait_for
 from rig_l4 import REMOTE_ADDRESS, RemoteApiserver, LoadBalancer, Host, connection_ports, install, passthrough, remove, start_peer
 
 RESET, RECOVERED = 3, 4  # promised seconds

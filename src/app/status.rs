@@ -14,7 +14,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
-use self::certificates::{CertificateStatus, IdentityStatus};
+use self::certificates::{CaStatus, CertificateStatus, IdentityStatus};
 use self::threads::ThreadsStatus;
 use super::active::ActiveConfig;
 use super::listener::{BoundListener, ListenerMode};
@@ -115,6 +115,8 @@ struct ListenerStatus<'a> {
 enum ModeStatus<'a> {
     Terminate {
         certificate: CertificateStatus,
+        /// Null if client certificates are not accepted.
+        client_ca: Option<Box<CaStatus>>,
         identities: Vec<IdentityStatus<'a>>,
         requests_in_flight: i64,
         watches: i64,
@@ -128,6 +130,8 @@ enum ModeStatus<'a> {
 #[derive(Serialize)]
 struct UpstreamStatus<'a> {
     name: &'a str,
+    /// Null if servers are not verified.
+    ca: Option<CaStatus>,
     endpoints: Vec<EndpointStatus>,
     sources: Vec<Value>,
 }
@@ -196,7 +200,8 @@ impl ProcessStatus {
         let (metrics, now) = (&listener.metrics, wall_clock());
         let mode_status = match &listener.mode {
             ListenerMode::Terminate { tls, identities, .. } => ModeStatus::Terminate {
-                certificate: CertificateStatus::serving(&tls.certificate().info, now),
+                certificate: CertificateStatus::serving(tls, now),
+                client_ca: CaStatus::of_clients(tls, now).map(Box::new),
                 identities: identities.iter().map(|slot| IdentityStatus::new(slot, now)).collect(),
                 requests_in_flight: metrics.in_flight.get(),
                 watches: metrics.watches.get(),
@@ -222,6 +227,7 @@ impl<'a> From<&'a Arc<Upstream>> for UpstreamStatus<'a> {
     fn from(upstream: &'a Arc<Upstream>) -> Self {
         Self {
             name: &upstream.name,
+            ca: CaStatus::of_apiservers(upstream, wall_clock()),
             endpoints: upstream.endpoints().iter().map(|endpoint| endpoint.status()).collect(),
             sources: upstream.sources.status(wall_clock()),
         }
@@ -278,18 +284,34 @@ impl admin::StatusProvider for ProcessStatus {
             check(format!("upstream {}", upstream.name), usable > 0, detail);
         }
         // The process stays ready if one of the following checks fails. Without an identity it serves bearer
-        // tokens and other identities. It probes with the last valid token or none, and uses the last
+        // tokens and other identities. Clients decide about its serving certificate. It probes with the last valid token or none, and uses the last
         // endpoints and the last configuration.
         let mut check = |name: String, ok: bool, detail: String| {
             checks.push(ReadinessCheck { name, ok, required: false, detail });
         };
-        let identities = shown.listeners.iter().flat_map(|listener| listener.mode.identities());
-        for slot in identities {
-            if let Some(error) = slot.error(wall_clock()) {
-                check(format!("identity {}", slot.paths.cert_file.display()), false, error);
+        let now = wall_clock();
+        for listener in &shown.listeners {
+            let ListenerMode::Terminate { tls, identities, .. } = &listener.mode else { continue };
+            if let Some(error) = CertificateStatus::serving(tls, now).error {
+                let file = tls.cert_file();
+                check(format!("serving certificate {}", file.display()), false, error);
+            }
+            if let Some(CaStatus { file, error: Some(error), .. }) = CaStatus::of_clients(tls, now)
+            {
+                check(format!("client CA bundle {}", file.display()), false, error);
+            }
+            for slot in identities {
+                if let Some(error) = slot.error(now) {
+                    check(format!("identity {}", slot.paths.cert_file.display()), false, error);
+                }
             }
         }
         for upstream in &shown.upstreams {
+            if let Some(CaStatus { file, error: Some(error), .. }) =
+                CaStatus::of_apiservers(upstream, now)
+            {
+                check(format!("apiserver CA bundle {}", file.display()), false, error);
+            }
             let token = upstream.credentials.probe_token();
             if let Some(error) = token.as_ref().and_then(|token| token.error()) {
                 check(format!("token for /readyz of {}", upstream.name), false, error);

@@ -13,6 +13,7 @@ use tokio::time::Instant;
 
 use self::expiry_watch::{ExpiryWatch, ValidityChange, WatchedCertificate};
 use super::file_watch::{FileWatch, poll_ticks};
+use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::certificate::{VERSION_1, VERSION_1_EFFECT, Validity};
 use crate::net::tls::serving::{ServingRefresh, ServingTls};
 use crate::observe::events::{Change, EventKind, Events};
@@ -70,13 +71,26 @@ fn watched_credentials(upstream: &Upstream) -> Vec<WatchedCertificate> {
             effect: "the identity is not used until the file is renewed; its clients get 401",
         })
     });
-    let authorities = upstream.credentials.ca_certificates();
-    let authorities = authorities.into_iter().map(|info| WatchedCertificate {
-        name: format!("CA bundle of the apiservers, {}", info.subject),
-        info,
-        effect: "it stays in use",
-    });
-    identities.chain(authorities).collect()
+    let bundle = upstream.credentials.ca_bundle();
+    let authorities =
+        bundle.map(|(bundle, _)| watched_bundle("CA bundle of the apiservers", &bundle));
+    identities.chain(authorities.into_iter().flatten()).collect()
+}
+
+/// The certificates of a CA bundle.
+fn watched_bundle(name: &str, bundle: &CaBundle) -> Vec<WatchedCertificate> {
+    let effect = match bundle.all_expired(wall_clock()) {
+        Some(_) => "every certificate of the bundle has expired: renew the CA file",
+        None => "it stays in use",
+    };
+    let certificates = bundle.certificates.iter();
+    certificates
+        .map(|info| WatchedCertificate {
+            name: format!("{name} {}, {}", bundle.file.display(), info.subject),
+            info: info.clone(),
+            effect,
+        })
+        .collect()
 }
 
 /// The expiry metrics of the identities and the CA bundle of an upstream.
@@ -95,8 +109,8 @@ impl CredentialExpiries {
             let name = slot.paths.cert_file.display().to_string();
             Some(("identity", name, slot.certificate()?.not_after))
         });
-        let ca = upstream.credentials.ca_certificates();
-        let ca = ca.iter().map(|certificate| certificate.not_after).max();
+        let ca = upstream.credentials.ca_bundle();
+        let ca = ca.and_then(|(ca, _)| ca.certificates.iter().map(|info| info.not_after).max());
         let ca = ca.map(|not_after| ("upstream_ca", upstream.name.to_string(), not_after));
         let certificates: Vec<_> = identities.chain(ca).collect();
         if certificates == self.certificates {
@@ -228,6 +242,7 @@ pub async fn watch_serving(
 ) {
     let events = CertificateEvents { events: metrics.events(), upstream: None };
     let name = format!("serving certificate of listener {}", listener.name());
+    let client_ca = format!("client CA bundle of listener {}", listener.name());
     let mut files = FileWatch::new(tls.paths());
     let mut last_error = None;
     let mut renewal = Renewal::default();
@@ -241,12 +256,15 @@ pub async fn watch_serving(
     let expiry = metrics.certificate_expiry("serving", listener.name());
     let mut validity = ExpiryWatch::default();
     let watched = || {
-        let effect = "it is still served: clients decide";
-        vec![WatchedCertificate {
+        let mut certificates = vec![WatchedCertificate {
             name: name.clone(),
             info: tls.certificate().info.clone(),
-            effect,
-        }]
+            effect: "it is still served: clients decide",
+        }];
+        if let Some(bundle) = tls.client_ca().as_ref().and_then(|ca| ca.bundle()) {
+            certificates.extend(watched_bundle(&client_ca, bundle));
+        }
+        certificates
     };
     let mut ticks = poll_ticks();
     loop {

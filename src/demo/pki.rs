@@ -85,7 +85,12 @@ impl Validity {
 impl Pki {
     /// Creates an authority with this common name.
     pub fn new(name: &str) -> io::Result<Self> {
-        let mut params = params(name, Validity::usual())?;
+        Self::new_valid(name, Validity::usual())
+    }
+
+    /// Creates an authority with this common name and validity.
+    pub fn new_valid(name: &str, validity: Validity) -> io::Result<Self> {
+        let mut params = params(name, validity)?;
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let key = KeyPair::generate().map_err(io::Error::other)?;

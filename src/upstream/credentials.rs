@@ -25,7 +25,8 @@ use self::probe_token::ProbeToken;
 use self::slot::Identity;
 pub use self::slot::{IdentitySlot, IdentityState};
 use crate::config::{CertPaths, Upstream};
-use crate::net::tls::certificate::{CertInfo, Subject};
+use crate::net::tls::ca_bundle::CaBundle;
+use crate::net::tls::certificate::Subject;
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::{self, LoadedCa, LoadedCert};
 use crate::observe::utc::wall_clock;
@@ -75,6 +76,8 @@ pub struct Credentials {
     setup: ArcSwap<Setup>,
     /// The CA bundle that verifies servers; with `None` no server is verified.
     ca: ArcSwapOption<LoadedCa>,
+    /// Why the present content of the CA file is not in use.
+    ca_error: ArcSwapOption<String>,
     without_certificate: ArcSwap<ClientTls>,
     /// The configuration for [`CredentialClass::Discovery`], once it is set.
     discovery: ArcSwapOption<DiscoveryTls>,
@@ -145,6 +148,7 @@ impl Credentials {
         let credentials = Self {
             without_certificate: ArcSwap::from_pointee(plain_tls(ca.as_ref())),
             ca: ArcSwapOption::from_pointee(ca),
+            ca_error: ArcSwapOption::empty(),
             discovery: ArcSwapOption::empty(),
             setup: ArcSwap::default(),
             next_number: AtomicUsize::new(0),
@@ -191,9 +195,9 @@ impl Credentials {
         self.setup.store(Arc::new(setup));
     }
 
-    /// The certificates of the CA bundle; empty without one.
-    pub fn ca_certificates(&self) -> Vec<CertInfo> {
-        self.ca.load().as_ref().map(|ca| ca.certificates.clone()).unwrap_or_default()
+    /// The CA bundle, if one is configured, and why the present content of its file is not in use.
+    pub fn ca_bundle(&self) -> Option<(Arc<CaBundle>, Option<Arc<String>>)> {
+        self.ca.load().as_ref().map(|ca| (Arc::clone(&ca.bundle), self.ca_error.load_full()))
     }
 
     /// The slots: first those that are configured, in their order, then those that are not retired yet.
@@ -272,7 +276,10 @@ impl Credentials {
         let setup = self.setup.load();
         match setup.ca_file.as_deref().map(pem_files::load_ca).transpose() {
             Ok(ca) => changes.extend(self.set_ca(ca).then_some(CredentialChange::Ca)),
-            Err(error) => changes.push(CredentialChange::CaFailed(error.to_string())),
+            Err(error) => {
+                self.ca_error.store(Some(Arc::new(error.to_string())));
+                changes.push(CredentialChange::CaFailed(error.to_string()));
+            }
         }
         for slot in &setup.slots {
             match load_better(slot) {
@@ -302,6 +309,7 @@ impl Credentials {
 
     /// Puts a CA bundle into use. Returns whether it differs from the previous one.
     fn set_ca(&self, ca: Option<LoadedCa>) -> bool {
+        self.ca_error.store(None);
         let known = self.ca.load().as_ref().map(|ca| ca.fingerprint);
         if ca.as_ref().map(|ca| ca.fingerprint) == known {
             return false;

@@ -30,7 +30,9 @@ use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tracked_stream::{self, StreamObserver, TrackedStream};
+use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::tls_error::{describe_alert_in, describe_server_handshake_error, tls_error};
+use crate::observe::utc::wall_clock;
 
 /// Time without success after which a second attempt starts in parallel to the first.
 const RACE_AFTER: Duration = Duration::from_millis(250);
@@ -86,7 +88,7 @@ pub async fn dial_h2(
     Box::pin(race(endpoint, limit, |address| async move {
         let tcp = connect(connector, address).await?;
         let _handshake = endpoint.track_handshake();
-        let (stream, observer) = secure(tcp, endpoint, address, &tls.h2).await?;
+        let (stream, observer) = secure(tcp, endpoint, address, (&tls.h2, tls)).await?;
         if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
             return Err(ConnectFailure::new(
                 ConnectFailureKind::NoH2,
@@ -114,13 +116,13 @@ pub async fn dial_h2(
 pub async fn dial_http1(
     connector: &Connector,
     endpoint: &Endpoint,
-    tls: &Arc<ClientConfig>,
+    tls: &ClientTls,
     limit: ConnectTimeout,
 ) -> Result<(UpstreamStream, StreamObserver), ConnectFailure> {
     Box::pin(race(endpoint, limit, |address| async move {
         let tcp = connect(connector, address).await?;
         let _handshake = endpoint.track_handshake();
-        secure(tcp, endpoint, address, tls).await.map_err(|mut failure| {
+        secure(tcp, endpoint, address, (&tls.http1, tls)).await.map_err(|mut failure| {
             // HTTP/2 was not offered, so the failure does not show that the peer lacks it.
             if failure.kind == ConnectFailureKind::NoH2 {
                 failure.kind = ConnectFailureKind::Failed;
@@ -176,18 +178,23 @@ async fn secure(
     stream: TcpStream,
     endpoint: &Endpoint,
     address: SocketAddr,
-    tls: &Arc<ClientConfig>,
+    (config, tls): (&Arc<ClientConfig>, &ClientTls),
 ) -> Result<(UpstreamStream, StreamObserver), ConnectFailure> {
     let (stream, observer) = tracked_stream::track(stream);
-    let stream = TlsConnector::from(Arc::clone(tls))
+    let stream = TlsConnector::from(Arc::clone(config))
         .connect(endpoint.server_name.clone(), ReadAhead::new(stream))
         .await
-        .map_err(|error| handshake_failure(address, &error))?;
+        .map_err(|error| handshake_failure(address, &error, tls.ca.as_deref()))?;
     Ok((stream, observer))
 }
 
-/// The failure of a TLS handshake. Without an error of TLS itself, the process may have ended meanwhile.
-fn handshake_failure(address: SocketAddr, error: &io::Error) -> ConnectFailure {
+/// The failure of a TLS handshake in which `ca` verifies the server. Without an error of TLS itself, the process
+/// may have ended meanwhile.
+fn handshake_failure(
+    address: SocketAddr,
+    error: &io::Error,
+    ca: Option<&CaBundle>,
+) -> ConnectFailure {
     if is_no_common_protocol(error) {
         let reason = format!(
             "{address} speaks none of the protocols offered (ALPN): is it an apiserver, or a proxy before it?"
@@ -198,8 +205,10 @@ fn handshake_failure(address: SocketAddr, error: &io::Error) -> ConnectFailure {
         Some(_) => ConnectFailureKind::TlsFailed,
         None => ConnectFailureKind::Failed,
     };
+    let cause = ca.zip(tls_error(error)).and_then(|(ca, error)| ca.cause_of(error, wall_clock()));
+    let cause = cause.map_or(String::new(), |cause| format!(": {cause}"));
     let text = describe_server_handshake_error(error);
-    ConnectFailure::new(kind, format!("TLS to {address} failed: {text}"))
+    ConnectFailure::new(kind, format!("TLS to {address} failed: {text}{cause}"))
 }
 
 /// Whether the server ended the handshake with the ALPN alert (RFC 7301 section 3.2). Other servers
@@ -287,7 +296,7 @@ mod tests {
                 "127.0.0.1:6443 speaks none of the protocols offered (ALPN): is it an apiserver, or a proxy before it?",
             ),
         ] {
-            assert_eq!(handshake_failure(address, &error), ConnectFailure::new(kind, reason));
+            assert_eq!(handshake_failure(address, &error, None), ConnectFailure::new(kind, reason));
         }
     }
 }

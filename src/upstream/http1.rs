@@ -87,7 +87,7 @@ pub async fn open(
     let mut reasons = Vec::new();
     loop {
         if let Some(Candidate { endpoint, .. }) = candidates.next() {
-            let (tls, connector) = (Arc::clone(&tls.http1), upstream.connector());
+            let (tls, connector) = (Arc::clone(&tls), upstream.connector());
             attempts.spawn_local(async move {
                 let limit = endpoint.connect_timeout(base);
                 match dial_http1(&connector, &endpoint, &tls, limit).await {

@@ -1,12 +1,15 @@
-//! The serving certificates and the identities, in the status.
+//! The serving certificates, the identities and the CA bundles, in the status.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use serde::Serialize;
 
+use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::certificate::{CertInfo, Validity};
+use crate::net::tls::serving::ServingTls;
 use crate::observe::utc::Utc;
+use crate::upstream::Upstream;
 use crate::upstream::credentials::{IdentitySlot, IdentityState};
 
 /// A certificate. Its values are null if none is loaded.
@@ -17,7 +20,7 @@ pub(super) struct CertificateStatus {
     serial: Option<String>,
     not_after: Option<String>,
     /// Why it, or the present content of its file, cannot be used.
-    error: Option<String>,
+    pub(super) error: Option<String>,
 }
 
 /// An identity.
@@ -26,6 +29,46 @@ pub(super) struct IdentityStatus<'a> {
     cert_file: &'a Path,
     #[serde(flatten)]
     certificate: CertificateStatus,
+}
+
+/// A CA bundle.
+#[derive(Serialize)]
+pub(super) struct CaStatus {
+    /// The file.
+    pub(super) file: PathBuf,
+    certificates: usize,
+    expired: usize,
+    /// Which of its certificates have expired, and why the present content of its file cannot be used.
+    pub(super) error: Option<String>,
+}
+
+impl CaStatus {
+    fn new(bundle: &CaBundle, error: Option<String>, now: SystemTime) -> Self {
+        Self {
+            file: bundle.file.clone(),
+            certificates: bundle.count,
+            expired: bundle.expired(now).len(),
+            error: joined(bundle.expiry(now), error),
+        }
+    }
+
+    /// The client CA of a listener at `now`.
+    pub(super) fn of_clients(tls: &ServingTls, now: SystemTime) -> Option<Self> {
+        let ca = tls.client_ca();
+        let bundle = ca.as_ref()?.bundle()?;
+        Some(Self::new(bundle, tls.errors().client_ca.clone(), now))
+    }
+
+    /// The CA bundle of an upstream at `now`.
+    pub(super) fn of_apiservers(upstream: &Upstream, now: SystemTime) -> Option<Self> {
+        let (bundle, error) = upstream.credentials.ca_bundle()?;
+        Some(Self::new(&bundle, error.map(|error| String::clone(&error)), now))
+    }
+}
+
+/// Both errors.
+fn joined(first: Option<String>, second: Option<String>) -> Option<String> {
+    first.into_iter().chain(second).reduce(|first, second| format!("{first}; {second}"))
 }
 
 impl CertificateStatus {
@@ -40,13 +83,15 @@ impl CertificateStatus {
     }
 
     /// A serving certificate at `now`. It is served even if it is not valid: clients decide.
-    pub(super) fn serving(info: &CertInfo, now: SystemTime) -> Self {
+    pub(super) fn serving(tls: &ServingTls, now: SystemTime) -> Self {
+        let info = &tls.certificate().info;
         let state = match info.validity(now) {
             Validity::Valid => IdentityState::Loaded,
             Validity::NotYet => IdentityState::NotYetValid,
             Validity::Expired => IdentityState::Expired,
         };
-        Self::new(state, Some(info), info.invalidity(now))
+        let error = joined(info.invalidity(now), tls.errors().certificate.clone());
+        Self::new(state, Some(info), error)
     }
 }
 

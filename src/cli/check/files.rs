@@ -284,7 +284,7 @@ impl FileChecker {
     /// that is not valid is a warning.
     fn ca(&mut self, at: &str, path: &Path) {
         let certificates = match load_ca(path) {
-            Ok(loaded) => loaded.certificates,
+            Ok(loaded) => loaded.bundle.certificates.clone(),
             Err(error) => return self.error(at, error),
         };
         let errors = certificates.iter().filter_map(|info| info.check_time(path, self.now).err());

@@ -94,7 +94,7 @@ fn check_files_valid_files_list_passed_checks_and_no_errors() {
 fn check_files_certificate_near_expiry_is_noted() {
     let dir = dir();
     let at = |day: u64| SystemTime::UNIX_EPOCH + Duration::from_secs(day * 86_400);
-    let ca = load_ca(&dir.0.path().join("ok.crt")).unwrap().certificates.remove(0);
+    let ca = load_ca(&dir.0.path().join("ok.crt")).unwrap().bundle.certificates[0].clone();
     let info = CertInfo { not_before: at(0), not_after: at(100), ..ca };
     assert!(
         !is_renewal_overdue(&info, at(50))

@@ -3,6 +3,8 @@
 //! The functions read JSON and show a missing key as a dash, because the version of the running
 //! jackstay may differ from that of this command.
 
+mod certificates;
+
 use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
@@ -169,6 +171,8 @@ impl View {
             };
             let mut notes = Vec::new();
             notes.extend(listener.get("certificate").map(|c| self.certificate("certificate", c)));
+            let ca = Self::expired_ca("client CA bundle", &listener["client_ca"]);
+            notes.extend(ca.map(|(text, tone)| Cell::text(text).tone(tone)));
             let identities = list_at(listener, "identities").iter();
             notes.extend(identities.map(|identity| self.certificate("identity", identity)));
             for error in list_at(listener, "own_errors") {
@@ -193,21 +197,6 @@ impl View {
             table.row(row, notes);
         }
         self.draw(&table, out);
-    }
-
-    /// The state and the expiry of a serving certificate or an identity.
-    fn certificate(&self, kind: &str, certificate: &Value) -> Cell {
-        let name =
-            certificate["subject"].as_str().unwrap_or_else(|| text_at(certificate, "cert_file"));
-        let text = format!("{kind} {} {name}", text_at(certificate, "state"));
-        if let Some(error) = certificate["error"].as_str() {
-            return Cell::text(format!("{text}: {error}")).tone(Tone::Warn);
-        }
-        let left = parse_time(&certificate["not_after"]).map(|at| at.duration_since(self.now));
-        let expiry = left.map_or(String::new(), |left| {
-            format!(", expires in {}", format_age(left.unwrap_or_default()))
-        });
-        Cell::text(format!("{text}{expiry}")).tone(Tone::Dim)
     }
 
     fn endpoints(&self, upstream: &Value, out: &mut String) {
@@ -253,6 +242,10 @@ impl View {
             table.row(row, notes);
         }
         self.draw(&table, out);
+        if let Some((text, tone)) = Self::expired_ca("apiserver CA bundle", &upstream["ca"]) {
+            out.push_str(&self.style.paint(&super::table::clean(&text), tone));
+            out.push('\n');
+        }
     }
 
     /// The sources of endpoints; no table if all endpoints are in the configuration.

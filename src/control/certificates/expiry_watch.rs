@@ -42,7 +42,9 @@ impl ExpiryWatch {
         let mut next = Vec::new();
         for certificate in certificates {
             let to = certificate.info.validity(now);
-            let known = self.0.iter().find(|(known, _)| *known == certificate);
+            let known = self.0.iter().find(|(known, _)| {
+                known.name == certificate.name && known.info == certificate.info
+            });
             let from = known.map(|(_, validity)| *validity);
             if from.unwrap_or(Validity::Valid) != to {
                 changes.push(ValidityChange { certificate: certificate.clone(), from, to });

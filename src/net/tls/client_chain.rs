@@ -29,6 +29,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep};
 
 use self::lane::{Lane, LanePermit};
+use super::ca_bundle::CaBundle;
 use super::certificate;
 use super::pem_files::LoadedCa;
 use super::tls_error;
@@ -67,6 +68,8 @@ pub fn exceeded_limit(leaf: &CertificateDer<'_>, others: &[CertificateDer<'_>]) 
 #[derive(Debug)]
 pub struct ClientCa {
     verifier: Arc<dyn ClientCertVerifier>,
+    /// The file, unless the CA is not from one.
+    bundle: Option<Arc<CaBundle>>,
     /// Distinguishes this CA from those before it: a verdict under another CA does not apply.
     generation: u64,
     /// Chains that are valid under this CA.
@@ -79,15 +82,20 @@ impl ClientCa {
     /// A CA under which `verifier` verifies chains.
     pub fn new(verifier: Arc<dyn ClientCertVerifier>) -> Self {
         let generation = NEXT_GENERATION.fetch_add(1, Ordering::Relaxed);
-        Self { verifier, generation, cache: Mutex::default() }
+        Self { verifier, bundle: None, generation, cache: Mutex::default() }
     }
 
     /// The CA of a loaded bundle.
-    pub(super) fn from_bundle(bundle: &LoadedCa) -> Self {
+    pub(super) fn from_bundle(ca: &LoadedCa) -> Self {
         let provider = Arc::new(aws_lc_rs::default_provider());
-        let verifier =
-            WebPkiClientVerifier::builder_with_provider(Arc::clone(&bundle.roots), provider);
-        Self::new(verifier.build().expect("a loaded CA bundle has at least one root"))
+        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::clone(&ca.roots), provider);
+        let verifier = verifier.build().expect("a loaded CA bundle has at least one root");
+        Self { bundle: Some(Arc::clone(&ca.bundle)), ..Self::new(verifier) }
+    }
+
+    /// The file of the CA.
+    pub fn bundle(&self) -> Option<&Arc<CaBundle>> {
+        self.bundle.as_ref()
     }
 
     /// The verifier of chains, which does not know the limits of this module.
@@ -109,7 +117,12 @@ impl ClientCa {
     fn verify(&self, chain: &[CertificateDer<'_>], now: UnixTime) -> Result<(), String> {
         let (leaf, intermediates) = chain.split_first().ok_or("no certificate")?;
         let verified = self.verifier.verify_client_cert(leaf, intermediates, now);
-        verified.map(drop).map_err(|error| tls_error::describe(&error))
+        let time = UNIX_EPOCH + Duration::from_secs(now.as_secs());
+        verified.map(drop).map_err(|error| {
+            let cause = self.bundle.as_ref().and_then(|bundle| bundle.cause_of(&error, time));
+            let cause = cause.map_or(String::new(), |cause| format!(": {cause}"));
+            tls_error::describe(&error) + &cause
+        })
     }
 }
 

@@ -1,7 +1,7 @@
 //! TLS: certificates, keys and CA bundles, and the verification of clients and servers.
 //!
 //! * [`pem_files`] loads certificates, keys and CA bundles; [`certificate`] parses one certificate;
-//!   [`file_error`] is the error of such a file.
+//!   [`file_error`] is the error of such a file; [`ca_bundle`] finds the expired certificates of a CA bundle.
 //! * [`serving`] holds the TLS configuration of a listener; [`client_chain`] verifies the certificate chains
 //!   of its clients.
 //! * [`local_ca`] issues and renews the serving certificate of a local listener.
@@ -9,6 +9,7 @@
 //!   describes TLS errors in sentences.
 //! * [`no_server_verification`] is for probes without a CA to verify the server with.
 
+pub mod ca_bundle;
 pub mod certificate;
 pub mod client_chain;
 pub mod file_error;

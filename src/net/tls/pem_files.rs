@@ -20,6 +20,7 @@ use zeroize::Zeroizing;
 use crate::config::CertPaths;
 use crate::net::files;
 
+use super::ca_bundle::CaBundle;
 use super::certificate::{self, CertInfo, cert_info};
 use super::file_error::{TlsFileError, TlsFileProblem};
 
@@ -117,8 +118,8 @@ pub fn cert_from_pem(
 pub struct LoadedCa {
     /// The certificates that rustls accepts as trust anchors, at least one.
     pub roots: Arc<RootCertStore>,
-    /// Every certificate of the bundle that can be parsed.
-    pub certificates: Vec<CertInfo>,
+    /// The file and its certificates.
+    pub bundle: Arc<CaBundle>,
     /// Hash of the content of the file.
     pub fingerprint: u64,
 }
@@ -135,14 +136,18 @@ pub fn ca_from_pem(path: &Path, pem: &[u8]) -> Result<LoadedCa, TlsFileError> {
     if chain.is_empty() {
         return Err(TlsFileError::no_certificate(path));
     }
-    let certificates = chain.iter().filter_map(|der| cert_info(der).ok()).collect();
+    let bundle = Arc::new(CaBundle {
+        file: path.to_owned(),
+        certificates: chain.iter().filter_map(|der| cert_info(der).ok()).collect(),
+        count: chain.len(),
+    });
     let mut roots = RootCertStore::empty();
     roots.add_parsable_certificates(chain);
     if roots.is_empty() {
         return Err(TlsFileError::invalid(path, "no certificate in it can be used as a CA"));
     }
     let fingerprint = fingerprint(&[pem]);
-    Ok(LoadedCa { roots: Arc::new(roots), certificates, fingerprint })
+    Ok(LoadedCa { roots: Arc::new(roots), bundle, fingerprint })
 }
 
 fn certificates(path: &Path, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, TlsFileError> {

@@ -40,10 +40,21 @@ pub struct ServingTls {
     config: ArcSwap<ServerConfig>,
     certificate: ArcSwap<LoadedCert>,
     client_ca: ArcSwapOption<ClientCa>,
+    /// Why the present content of the files is not in use.
+    errors: ArcSwap<ServingErrors>,
     /// Fingerprint of the client CA; 0 without one.
     ca_fingerprint: AtomicU64,
     /// Sent after each change of the client CA.
     ca_changed: watch::Sender<()>,
+}
+
+/// The files of a listener that cannot be used, with reasons. Their previous versions stay in use.
+#[derive(Debug, Default)]
+pub struct ServingErrors {
+    /// Of the serving certificate or its key.
+    pub certificate: Option<String>,
+    /// Of the client CA.
+    pub client_ca: Option<String>,
 }
 
 /// Result of [`ServingTls::refresh`].
@@ -88,6 +99,7 @@ impl ServingTls {
             config: ArcSwap::from_pointee(server_config(&certificate, client_ca.as_ref())),
             certificate: ArcSwap::from(certificate),
             client_ca: ArcSwapOption::from_pointee(client_ca),
+            errors: ArcSwap::default(),
             ca_fingerprint: AtomicU64::new(ca.map_or(0, |ca| ca.fingerprint)),
             ca_changed: watch::Sender::new(()),
         }
@@ -111,6 +123,16 @@ impl ServingTls {
     /// The serving certificate in use.
     pub fn certificate(&self) -> Arc<LoadedCert> {
         self.certificate.load_full()
+    }
+
+    /// The file of the serving certificate.
+    pub fn cert_file(&self) -> PathBuf {
+        self.files.load().tls.paths.cert_file.clone()
+    }
+
+    /// Why the present content of the files is not in use.
+    pub fn errors(&self) -> Arc<ServingErrors> {
+        self.errors.load_full()
     }
 
     /// Paths of the files.
@@ -165,8 +187,13 @@ impl ServingTls {
         certificate: Result<Arc<LoadedCert>, TlsFileError>,
         ca: Result<Option<LoadedCa>, TlsFileError>,
     ) -> ServingRefresh {
-        let errors = [certificate.as_ref().err(), ca.as_ref().err()];
-        let errors: Vec<_> = errors.into_iter().flatten().map(ToString::to_string).collect();
+        let errors = ServingErrors {
+            certificate: certificate.as_ref().err().map(ToString::to_string),
+            client_ca: ca.as_ref().err().map(ToString::to_string),
+        };
+        let error = [&errors.certificate, &errors.client_ca].into_iter().flatten().cloned();
+        let error = error.reduce(|first, second| format!("{first}; {second}"));
+        self.errors.store(Arc::new(errors));
         let current = self.certificate.load().fingerprint;
         let certificate = certificate.ok().filter(|certificate| certificate.fingerprint != current);
         let ca = ca.ok().filter(|ca| {
@@ -187,10 +214,7 @@ impl ServingTls {
         if ca_changed {
             self.ca_changed.send_replace(());
         }
-        ServingRefresh {
-            changed: certificate_changed || ca_changed,
-            error: (!errors.is_empty()).then(|| errors.join("; ")),
-        }
+        ServingRefresh { changed: certificate_changed || ca_changed, error }
     }
 }
 

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rustls::ClientConfig;
 use rustls::crypto::aws_lc_rs;
 
+use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::certificate::CertInfo;
 use crate::net::tls::no_server_verification::NoServerVerification;
 use crate::net::tls::pem_files::{LoadedCa, LoadedCert};
@@ -19,6 +20,8 @@ pub struct ClientTls {
     pub h2: Arc<ClientConfig>,
     /// Offers `http/1.1` by ALPN, for upgrades.
     pub http1: Arc<ClientConfig>,
+    /// The CA bundle that verifies the server, if any.
+    pub ca: Option<Arc<CaBundle>>,
     /// Grows with each change. Connections of an older generation drain.
     pub generation: u64,
     /// The certificate that is shown, if any.
@@ -34,7 +37,7 @@ pub fn client_tls(ca: &LoadedCa, certificate: Option<&LoadedCert>) -> ClientTls 
             rustls::sign::SingleCertAndKey::from(Arc::clone(&loaded.certified)),
         )),
     };
-    by_protocol(config, certificate)
+    ClientTls { ca: Some(Arc::clone(&ca.bundle)), ..by_protocol(config, certificate) }
 }
 
 /// Configurations that show no certificate.
@@ -67,6 +70,7 @@ fn by_protocol(mut config: ClientConfig, certificate: Option<&LoadedCert>) -> Cl
     ClientTls {
         h2: Arc::new(config),
         http1: Arc::new(http1),
+        ca: None,
         generation: GENERATION.fetch_add(1, Ordering::Relaxed),
         certificate: certificate.map(|loaded| Arc::new(loaded.info.clone())),
     }

@@ -1,11 +1,11 @@
 //! A start, a reload and a takeover with a certificate that is not valid: everything else is served.
 
 use super::setup::Setup;
-use crate::support::{CONFIGMAPS, PATIENCE, terminate_mode, until};
+use crate::support::{CONFIGMAPS, PATIENCE, replace_file, terminate_mode, until};
 use jackstay::config::CertPaths;
 use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::client::{Client, Credentials};
-use jackstay::demo::pki::{Issued, Subject, Validity};
+use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
 use std::time::SystemTime;
 
 /// The expired identity of a node, as a kubelet leaves it that was off for long.
@@ -88,6 +88,20 @@ async fn expired_serving_certificate_is_served_with_a_warning() {
         setup.page("/status").await.contains(r#""state": "expired""#)
     })
     .await;
+    let excluded = async |part: &str| {
+        let readyz = setup.page("/readyz").await;
+        readyz.lines().any(|line| {
+            line.starts_with("[-]serving certificate ")
+                && line.contains("old-serving.crt excluded: certificate expired")
+                && line.contains(part)
+        })
+    };
+    assert!(excluded("").await);
+    // The file of the key is deleted, and the old one stays in use.
+    std::fs::remove_file(setup.cluster.certs.path().join("old-serving.key")).unwrap();
+    until("/readyz names the missing key", async || excluded("old-serving.key").await).await;
+    let status = setup.page("/status").await;
+    assert!(status.contains("old-serving.key: No such file"), "{status}");
     // The client of the tests verifies as kubectl does.
     let refused = Client::connect(setup.address, &setup.cluster.certs.credentials()).await;
     let Err(error) = refused else { panic!("the client accepts the certificate") };
@@ -119,4 +133,32 @@ async fn log_warns_when_an_identity_expires_and_of_version_1_clients() {
     let line = setup.process.wait_output("its clients get 401").await;
     assert!(line.contains("WARN") && line.contains("node1.crt"), "{line}");
     assert!(line.contains("expired"), "{line}");
+}
+
+/// One file is the CA of the clients and of the apiservers. The responses and the status name it as the cause.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn expired_ca_bundle_is_named_as_the_cause() {
+    let setup = Setup::new(1, 1).await;
+    let certs = &setup.cluster.certs;
+    assert_eq!(get(&setup, &certs.credentials()).await.0, 200);
+    let expired = Pki::new_valid("another", Validity::expired()).unwrap().ca_pem();
+    let file = certs.path().join("ca.crt");
+    replace_file(&file, &expired);
+
+    let cause = format!("every certificate of {} has expired (the last one on 2", file.display());
+    until("the 401 names the CA file", async || {
+        let (status, message) = get(&setup, &certs.credentials()).await;
+        status == 401 && message.contains(&format!("not signed by a trusted CA: {cause}"))
+    })
+    .await;
+    until("the reason of the endpoint names the CA file", async || {
+        let status = setup.page("/status").await;
+        status.contains(&format!("the certificate is not signed by a trusted CA: {cause}"))
+    })
+    .await;
+    let readyz = setup.page("/readyz").await;
+    for kind in ["client", "apiserver"] {
+        let line = format!("[-]{kind} CA bundle {} excluded: {cause}", file.display());
+        assert!(readyz.contains(&line), "no {line} in {readyz}");
+    }
 }

@@ -193,7 +193,7 @@ fn load_ca_reads_every_certificate_of_a_bundle() {
     let files = Files::new();
     let bundle = format!("{}{}{}", node().0, node().0, node().1.serialize_pem());
     let ca = load_ca(&files.write("ca", bundle)).unwrap();
-    assert_eq!((ca.roots.len(), ca.certificates.len()), (2, 2));
+    assert_eq!((ca.roots.len(), ca.bundle.certificates.len()), (2, 2));
     let message =
         |contents: &str| files.message(&load_ca(&files.write("ca", contents)).unwrap_err());
     assert_eq!(message(""), "ca: contains no certificate (PEM, -----BEGIN CERTIFICATE-----)");

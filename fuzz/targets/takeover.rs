@@ -87,7 +87,11 @@ fn new_process_sends(bytes: &[u8], runtime: &Runtime) {
     assert_eq!(duplicated, bytes.starts_with(request));
     assert_eq!(released, bytes.starts_with(NEW_PROCESS), "{result:?}");
     assert_eq!(matches!(result, Ok(true)), released, "{result:?}");
-    assert_eq!(matches!(result, Ok(false)), bytes.starts_with(IF_DRAINING), "{result:?}");
+    let ends = matches!(result, Ok(false));
+    // A new process that goes before the end of its request is no failure.
+    let incomplete = !bytes.contains(&b'\n');
+    assert!(ends || !bytes.starts_with(IF_DRAINING), "{result:?}");
+    assert!(!ends || bytes.starts_with(IF_DRAINING) || incomplete, "{result:?}");
 }
 
 /// Sends an input, with a descriptor where a byte stands for one.

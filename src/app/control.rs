@@ -7,7 +7,7 @@
 //! | start | starts the tasks of the configuration, serves the admin endpoint, notifies readiness |
 //! | start with `--take-over` | before it serves the admin endpoint: waits until every upstream has a usable endpoint, sends the sockets to the workers, and has the old process stop accepting |
 //! | start beside a process that drains | before it serves the admin endpoint: has the old process give that up |
-//! | reload request, or the file has changed | prepares the new configuration, activates it, and sends it to the workers |
+//! | reload request, the file has changed, or the last reload has failed (each second) | prepares the new configuration, activates it, and sends it to the workers |
 //! | takeover request | sends the sockets to the new process; when that serves, makes the workers release theirs |
 //! | drain | makes the workers close their sockets, then end connections; continues its tasks until it is stopped ([`drain`]) |
 //! | takeover request in a drain | sends the socket of the admin endpoint to the new process, and gives it up when that serves |
@@ -27,12 +27,13 @@ use tracing::dispatcher::{Dispatch, with_default};
 use self::tasks::Tasks;
 use super::active::{ActiveConfig, PreparedConfig, raise_descriptor_limit, set_memory_limit};
 use super::admin_socket::AdminBind;
-use super::reload::{ConfigFollower, ReloadOutcome, ReloadRequest, ReloadResult, changes};
+use super::reload::{ConfigFollower, RETRY, ReloadOutcome, ReloadRequest, ReloadResult, changes};
 use super::sockets::NewSockets;
 use super::status::ProcessStatus;
 use super::takeover::{Offer, Predecessor, TakeoverRequest};
 use super::workers::CommandSender;
 use crate::admin::StatusProvider as _;
+use crate::config::LoadedConfig;
 use crate::control::discovery::SharedContext;
 use crate::control::watchdog;
 use crate::net::process::code_pages;
@@ -43,7 +44,8 @@ use crate::observe::events::{Change, EventKind};
 
 /// How often recorded samples are aggregated into histogram buckets.
 const METRICS_UPKEEP: Duration = Duration::from_secs(1);
-/// How often the configuration file is checked. A change is applied when two checks find the same version.
+/// How often the configuration file is checked. A change is applied when two checks find the same version. After a
+/// failed reload the same version is tried again as often.
 const FILE_CHECK: Duration = Duration::from_secs(1);
 /// Time after the start at which the memory of startup code is released. By then all files are read and every
 /// endpoint was tried.
@@ -152,10 +154,11 @@ impl ControlThread {
                     request
                 }
                 _ = file_checks.tick() => {
-                    if !self.follower.as_mut().is_some_and(ConfigFollower::has_changed) {
-                        continue;
-                    }
-                    ReloadRequest { trigger: "file changed", reply: None }
+                    let last = self.status.last_reload();
+                    let follower = self.follower.as_mut();
+                    let trigger = follower.and_then(|follower| follower.trigger(last.as_ref()));
+                    let Some(trigger) = trigger else { continue };
+                    ReloadRequest { trigger, reply: None }
                 }
                 Some(request) = takeovers.recv() => match request {
                     TakeoverRequest::DuplicateSockets { if_draining, reply } => {
@@ -277,15 +280,27 @@ impl ControlThread {
         });
     }
 
-    /// Reads the configuration again and applies it. After an error, the current one stays in use.
+    /// Reads the configuration again and applies it. After an error, the current one stays in use. A retry with the
+    /// result of the last reload is not reported.
     async fn reload(&mut self, trigger: &'static str, tasks: &mut Tasks) -> ReloadResult {
-        self.manager.notify_reloading();
-        let outcome = match self.prepare() {
+        let is_retry = trigger == RETRY;
+        if !is_retry {
+            self.manager.notify_reloading();
+        }
+        let mut warnings = Vec::new();
+        let outcome = match self.prepare(&mut warnings) {
             Ok(prepared) => self.apply(prepared, tasks).await,
             Err(errors) => ReloadOutcome::Failed { errors },
         };
         let result = ReloadResult::new(trigger, outcome);
-        result.report(self.status.last_reload().as_ref(), self.metrics.events());
+        let previous = self.status.last_reload();
+        if is_retry && !result.is_event(previous.as_ref()) {
+            return result;
+        }
+        for warning in warnings {
+            tracing::warn!("{warning}");
+        }
+        result.report(previous.as_ref(), self.metrics.events());
         self.metrics.config_reloaded(result.is_ok());
         self.status.record_reload(result.clone());
         // Also after a failure, since the current configuration serves.
@@ -293,11 +308,13 @@ impl ControlThread {
         result
     }
 
-    fn prepare(&mut self) -> Result<PreparedConfig, Vec<String>> {
+    /// Reads the configuration again and loads what it names. Appends what the log shall warn of.
+    fn prepare(&mut self, warnings: &mut Vec<String>) -> Result<PreparedConfig, Vec<String>> {
         let Some(follower) = &mut self.follower else {
             return Err(vec!["there is no configuration file to read again".to_owned()]);
         };
-        let mut config = follower.read()?;
+        let LoadedConfig { mut config, warnings: found } = follower.read()?;
+        warnings.extend(found);
         // These settings are fixed until the next start.
         config.workers = self.workers.count();
         config.identity_lane = self.workers.has_identity_lane();

@@ -29,6 +29,11 @@ impl fmt::Debug for ConfigSource {
     }
 }
 
+/// The trigger of a reload because the configuration file has changed.
+const FILE_CHANGED: &str = "file changed";
+/// The trigger of a reload because the last one has failed. It is reported only if its result differs.
+pub const RETRY: &str = "retry";
+
 /// A request to reload.
 #[derive(Debug)]
 pub struct ReloadRequest {
@@ -92,7 +97,7 @@ impl ReloadResult {
     /// Whether the reload is recorded as an event: only if the configuration has changed, or the result
     /// differs from the `previous` one. Otherwise a `touch` of the file each minute would displace all other
     /// events from the list.
-    fn is_event(&self, previous: Option<&Self>) -> bool {
+    pub fn is_event(&self, previous: Option<&Self>) -> bool {
         match (&self.outcome, previous.map(Self::outcome)) {
             (ReloadOutcome::Ok { changed, .. }, _) if !changed.is_empty() => true,
             (ReloadOutcome::Ok { needs_restart, .. }, None) => !needs_restart.is_empty(),
@@ -176,32 +181,36 @@ impl ConfigFollower {
         &self.source.file
     }
 
-    /// Whether the file differs from the version that was read. A new version counts only when two calls in a
-    /// row have found it, since editors write a file in several steps.
-    pub fn has_changed(&mut self) -> bool {
+    /// Checks the file, and returns why the configuration shall be reloaded now, if it shall.
+    ///
+    /// A new version of the file counts only when two calls in a row have found it, since editors write a file in
+    /// several steps. The same version is tried again after the `last` reload has failed: a file that it names, or
+    /// an address, may be usable meanwhile.
+    pub fn trigger(&mut self, last: Option<&ReloadResult>) -> Option<&'static str> {
         let version = file_version(&self.source.file);
-        version == std::mem::replace(&mut self.checked, version) && version != self.read
+        let is_stable = version == std::mem::replace(&mut self.checked, version);
+        let has_changed = version != self.read;
+        let has_failed = last.is_some_and(|last| !last.is_ok());
+        let trigger = if has_changed { FILE_CHANGED } else { RETRY };
+        (is_stable && (has_changed || has_failed)).then_some(trigger)
     }
 
     /// Reads the configuration again.
     ///
     /// # Errors
     /// All errors in it.
-    pub fn read(&mut self) -> Result<Config, Vec<String>> {
+    pub fn read(&mut self) -> Result<LoadedConfig, Vec<String>> {
         self.read = file_version(&self.source.file);
         if std::fs::metadata(&self.source.file).is_ok_and(|metadata| !metadata.is_file()) {
             // A start may read a pipe, but reading it again would block the control thread.
             let file = self.source.file.display();
             return Err(vec![format!("{file}: not a regular file: it cannot be read again")]);
         }
-        let LoadedConfig { config, warnings } = (self.source.read)()?;
-        for warning in warnings {
-            tracing::warn!("{warning}");
-        }
-        self.workers = config.workers;
-        self.identity_lane = config.identity_lane;
-        self.sandbox = config.sandbox;
-        Ok(config)
+        let loaded = (self.source.read)()?;
+        self.workers = loaded.config.workers;
+        self.identity_lane = loaded.config.identity_lane;
+        self.sandbox = loaded.config.sandbox;
+        Ok(loaded)
     }
 
     /// Applies the settings of the log.

@@ -156,20 +156,64 @@ impl TakeoverServer {
     }
 }
 
-/// Serves one new process. Returns whether it has taken over; it has not if this process serves and the new one
-/// wants only the sockets of a drain.
+/// Serves one new process. Returns whether it has taken over. It has not if this process serves and the new one wants
+/// only the sockets of a drain, or if the new one has gone before it got sockets, as one does that only looks whether
+/// another process serves.
 ///
 /// # Errors
-/// The process is not trusted, does not follow the protocol, or ends before it serves.
+/// The process is not trusted, does not follow the protocol, or ends after it has got sockets and before it serves.
 pub async fn hand_over(
     stream: &mut UnixStream,
     requests: &mpsc::UnboundedSender<TakeoverRequest>,
 ) -> io::Result<bool> {
-    let shutting_down = || io::Error::other("this process is shutting down");
     let peer = stream.peer_cred()?;
     if !is_trusted(peer.uid()) {
         return Err(io::Error::other(format!("user {} is not trusted", peer.uid())));
     }
+    let answer = match send_sockets(stream, requests).await {
+        Ok(answer) => answer,
+        Err(error) if is_gone(&error) => {
+            tracing::debug!(%error, from = peer.pid(), "a new process has gone before it got sockets");
+            return Ok(false);
+        }
+        Err(error) => return Err(error),
+    };
+    let to = peer.pid();
+    match answer {
+        Answer::Serving => return Ok(false),
+        // The sockets of the listeners are closed.
+        Answer::Draining(count) => tracing::info!(
+            to,
+            admin_sockets = count,
+            "only the socket of the admin endpoint sent to a new process"
+        ),
+        Answer::Sockets(count) => {
+            tracing::info!(to, sockets = count, "all listening sockets sent to a new process");
+        }
+    }
+    let message =
+        within(SERVE_TIMEOUT, "the new process does not serve", read_line(stream)).await?;
+    if message != SERVING {
+        return Err(io::Error::other(format!("unexpected message: {message}")));
+    }
+    let (done, released) = oneshot::channel();
+    let release = TakeoverRequest::ReleaseSockets { pid: peer.pid(), done };
+    requests.send(release).map_err(|_| shutting_down())?;
+    let left = if released.await.unwrap_or(false) {
+        format!("{LEFT}\n{OWN}\n")
+    } else {
+        format!("{LEFT}\n")
+    };
+    // The takeover has succeeded even if the new process does not read this message.
+    let _ = timeout(REPLY_TIMEOUT, stream.write_all(left.as_bytes())).await;
+    Ok(true)
+}
+
+/// Answers the request of a new process, and sends it the sockets of the answer.
+async fn send_sockets(
+    stream: &mut UnixStream,
+    requests: &mpsc::UnboundedSender<TakeoverRequest>,
+) -> io::Result<Answer> {
     let request =
         within(REQUEST_TIMEOUT, "the new process sent no request", read_line(stream)).await?;
     let if_draining = request == REQUEST_IF_DRAINING;
@@ -192,38 +236,17 @@ pub async fn hand_over(
         Ok(())
     };
     within(REPLY_TIMEOUT, "the new process does not receive the sockets", send).await?;
-    if answer == Answer::Serving {
-        return Ok(false);
-    }
-    let (to, count) = (peer.pid(), sockets.len());
-    drop(sockets);
-    match answer {
-        // The sockets of the listeners are closed.
-        Answer::Draining(_) => tracing::info!(
-            to,
-            admin_sockets = count,
-            "only the socket of the admin endpoint sent to a new process"
-        ),
-        _ => {
-            tracing::info!(to, sockets = count, "all listening sockets sent to a new process");
-        }
-    }
-    let message =
-        within(SERVE_TIMEOUT, "the new process does not serve", read_line(stream)).await?;
-    if message != SERVING {
-        return Err(io::Error::other(format!("unexpected message: {message}")));
-    }
-    let (done, released) = oneshot::channel();
-    let release = TakeoverRequest::ReleaseSockets { pid: peer.pid(), done };
-    requests.send(release).map_err(|_| shutting_down())?;
-    let left = if released.await.unwrap_or(false) {
-        format!("{LEFT}\n{OWN}\n")
-    } else {
-        format!("{LEFT}\n")
-    };
-    // The takeover has succeeded even if the new process does not read this message.
-    let _ = timeout(REPLY_TIMEOUT, stream.write_all(left.as_bytes())).await;
-    Ok(true)
+    Ok(answer)
+}
+
+fn shutting_down() -> io::Error {
+    io::Error::other("this process is shutting down")
+}
+
+/// Whether an operation has failed because the peer has closed the connection.
+fn is_gone(error: &io::Error) -> bool {
+    use ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), UnexpectedEof | BrokenPipe | ConnectionReset)
 }
 
 /// Awaits an operation on the connection to the new process for at most `limit`, then fails with `timed_out`.
@@ -234,7 +257,7 @@ async fn within<T>(
 ) -> io::Result<T> {
     match timeout(limit, operation).await {
         Ok(Err(error)) if error.kind() == ErrorKind::UnexpectedEof => {
-            Err(io::Error::other("the new process closed the connection"))
+            Err(io::Error::new(error.kind(), "the new process closed the connection"))
         }
         Ok(result) => result,
         Err(_) => Err(io::Error::new(ErrorKind::TimedOut, timed_out)),

@@ -122,14 +122,18 @@ fn log_replies(replies: impl BufRead) {
     for reply in replies.lines().map_while(Result::ok) {
         match reply.split_once(' ') {
             Some((STARTED, process)) => {
-                tracing::info!(process, "SIGUSR2: takeover process started");
+                // The field `pid` is that of the process that writes the line.
+                let (new_pid, program) = process.split_once(' ').unwrap_or((process, ""));
+                tracing::info!(%new_pid, program, "SIGUSR2: takeover process started");
             }
             Some((EXITED, process)) => {
+                let (new_pid, status) = process.split_once(' ').unwrap_or((process, ""));
+                let status = status.strip_prefix("exit status: ").unwrap_or(status);
                 // For example after SIGTERM to both processes.
-                if process.ends_with("exit status: 0") {
-                    tracing::info!(process, "takeover process ended");
+                if status == "0" {
+                    tracing::info!(%new_pid, status, "takeover process ended");
                 } else {
-                    tracing::warn!(process, "takeover process failed; still serving");
+                    tracing::warn!(%new_pid, status, "takeover process failed; still serving");
                 }
                 return;
             }
@@ -277,18 +281,25 @@ mod tests {
     }
 
     #[test]
-    fn log_replies_warns_only_of_a_process_that_has_failed() {
+    fn log_replies_warns_only_of_a_process_that_has_failed_and_names_pid_and_status() {
         use crate::config::LogFormat;
         use crate::observe::log::tests::Captured;
-        for (status, expected) in [
-            ("exit status: 0", " INFO takeover process ended process=\"7 exit status: 0\""),
+        for (reply, expected) in [
+            ("exited 7 exit status: 0", " INFO takeover process ended new_pid=7 status=\"0\""),
             (
-                "exit status: 1",
-                " WARN takeover process failed; still serving process=\"7 exit status: 1\"",
+                "exited 7 exit status: 2",
+                " WARN takeover process failed; still serving new_pid=7 status=\"2\"",
+            ),
+            (
+                "exited 7 signal: 9 (SIGKILL)",
+                " WARN takeover process failed; still serving new_pid=7 status=\"signal: 9 (SIGKILL)\"",
+            ),
+            (
+                "started 7 /usr/bin/jackstay",
+                " INFO SIGUSR2: takeover process started new_pid=7 program=\"/usr/bin/jackstay\"",
             ),
         ] {
             let captured = Captured::default();
-            let reply = format!("{EXITED} 7 {status}\n");
             captured.during(LogFormat::Text, || log_replies(reply.as_bytes()));
             let lines = captured.lines();
             assert!(lines.len() == 1 && lines[0].ends_with(expected), "{lines:?}");

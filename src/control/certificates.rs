@@ -6,6 +6,8 @@
 
 mod expiry_watch;
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -25,6 +27,14 @@ use crate::upstream::credentials::CredentialChange;
 /// Interval of the checks whether a certificate is due for renewal. It is due when a third of its lifetime
 /// is left, so a delay of one interval does not matter.
 const RENEWAL_CHECK: Duration = Duration::from_secs(60);
+/// The name of the CA bundle of an upstream in events.
+const CA_BUNDLE: &str = "CA bundle of the apiservers";
+/// The name of the token for probes in events.
+const PROBE_TOKEN: &str = "token for /readyz";
+/// The state of a file whose content is in use.
+const IN_USE: &str = "in use";
+/// The state of a file that could not be read again. Its last valid content stays in use.
+const FAILED: &str = "reload failed";
 
 /// Reloads the credentials of one upstream until the future is dropped.
 pub async fn watch_credentials(upstream: Arc<Upstream>) {
@@ -33,12 +43,12 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
     let mut files = FileWatch::unread(credentials.paths());
     let mut expiries = CredentialExpiries::default();
     let mut validity = ExpiryWatch::default();
+    let events = CertificateEvents::new(upstream.metrics.events(), Some(&upstream.name));
     let mut ticks = poll_ticks();
     loop {
         ticks.tick().await;
         // A reload of the configuration may have replaced the credentials.
         expiries.update(&upstream);
-        let events = CertificateEvents::of(&upstream);
         for change in validity.update(watched_credentials(&upstream), wall_clock()) {
             // The check of a configuration has logged those that were not valid when it was read.
             events.validity(&change, change.from.is_some());
@@ -50,15 +60,30 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
             let identity_failed = credentials.slots().iter().any(|slot| slot.is_invalid());
             let token_failed =
                 credentials.probe_token().is_some_and(|token| token.error().is_some());
-            files.set_settled(!identity_failed && !token_failed);
+            let ca_failed = credentials.has_ca_error();
+            files.set_settled(!identity_failed && !token_failed && !ca_failed);
             for change in changes {
-                report(&upstream, &change);
+                report(&events, &change);
             }
+            events.report_restored(&failures(&upstream));
             for change in validity.update(watched_credentials(&upstream), wall_clock()) {
                 events.validity(&change, true);
             }
         }
     }
+}
+
+/// The names of the credentials of an upstream in events, and whether the content of their files is not in use.
+fn failures(upstream: &Upstream) -> Vec<(String, bool)> {
+    let credentials = &upstream.credentials;
+    let slots = credentials.slots();
+    let identities = slots
+        .iter()
+        .map(|slot| (slot.paths.cert_file.display().to_string(), slot.has_file_error()));
+    let ca = (CA_BUNDLE.to_owned(), credentials.has_ca_error());
+    let token = credentials.probe_token();
+    let token = token.map(|token| (PROBE_TOKEN.to_owned(), token.error().is_some()));
+    identities.chain([ca]).chain(token).collect()
 }
 
 /// The certificates of the identities and of the CA bundle of an upstream.
@@ -126,8 +151,7 @@ impl CredentialExpiries {
     }
 }
 
-fn report(upstream: &Upstream, change: &CredentialChange) {
-    let events = CertificateEvents::of(upstream);
+fn report(events: &CertificateEvents<'_>, change: &CredentialChange) {
     match change {
         CredentialChange::Identity(slot) => {
             let Some(info) = slot.certificate() else { return };
@@ -139,7 +163,7 @@ fn report(upstream: &Upstream, change: &CredentialChange) {
             let reason = format!("the file has changed: {}", info.subject);
             if info.is_version_1 {
                 let reason = format!("{reason}: {VERSION_1}");
-                let states = ("in use", serial.as_str());
+                let states = (events.forget_failure(&name), serial.as_str());
                 return events.changed(&name, states, (&reason, VERSION_1_EFFECT), true);
             }
             let effect = "identity is in use; connections with an older certificate drain";
@@ -148,6 +172,7 @@ fn report(upstream: &Upstream, change: &CredentialChange) {
         CredentialChange::Replaced(slot, before) => {
             let Some(info) = slot.certificate() else { return };
             let name = slot.paths.cert_file.display().to_string();
+            events.forget_failure(&name);
             let (before, after) = (before.to_string(), info.subject.to_string());
             let effect = "clients with the old subject get 401; their connections drain";
             let reason = "the file names another subject";
@@ -157,13 +182,13 @@ fn report(upstream: &Upstream, change: &CredentialChange) {
             events.failed(&slot.paths.cert_file.display().to_string(), error);
         }
         CredentialChange::Ca => events.loaded(
-            "CA bundle of the apiservers",
+            CA_BUNDLE,
             "new content",
             "the file has changed",
             "new connections are verified with it",
         ),
-        CredentialChange::CaFailed(error) => events.failed("CA bundle of the apiservers", error),
-        CredentialChange::TokenFailed(error) => events.failed("token for /readyz", error),
+        CredentialChange::CaFailed(error) => events.failed(CA_BUNDLE, error),
+        CredentialChange::TokenFailed(error) => events.failed(PROBE_TOKEN, error),
     }
 }
 
@@ -171,11 +196,13 @@ fn report(upstream: &Upstream, change: &CredentialChange) {
 struct CertificateEvents<'a> {
     events: &'a Events,
     upstream: Option<&'a str>,
+    /// The names whose last reported state is [`FAILED`].
+    failed: RefCell<BTreeSet<String>>,
 }
 
 impl<'a> CertificateEvents<'a> {
-    fn of(upstream: &'a Upstream) -> Self {
-        Self { events: upstream.metrics.events(), upstream: Some(&upstream.name) }
+    fn new(events: &'a Events, upstream: Option<&'a str>) -> Self {
+        Self { events, upstream, failed: RefCell::default() }
     }
 
     /// Reports that a certificate has expired, is not valid yet, or has become valid.
@@ -199,12 +226,35 @@ impl<'a> CertificateEvents<'a> {
     }
 
     fn loaded(&self, name: &str, to: &str, reason: &str, effect: &str) {
-        self.changed(name, ("in use", to), (reason, effect), false);
+        self.changed(name, (self.forget_failure(name), to), (reason, effect), false);
     }
 
     fn failed(&self, name: &str, error: &str) {
-        let states = ("in use", "reload failed");
+        let is_new = self.failed.borrow_mut().insert(name.to_owned());
+        let states = (if is_new { IN_USE } else { FAILED }, FAILED);
         self.changed(name, states, (error, "the last valid content stays in use"), true);
+    }
+
+    /// The last reported state of `name`, which becomes [`IN_USE`].
+    fn forget_failure(&self, name: &str) -> &'static str {
+        if self.failed.borrow_mut().remove(name) { FAILED } else { IN_USE }
+    }
+
+    /// Reports names that were reported as failed and have not failed any more. `now` has every configured name, and
+    /// whether it has failed.
+    fn report_restored(&self, now: &[(String, bool)]) {
+        let mut restored = std::mem::take(&mut *self.failed.borrow_mut());
+        for (name, _) in now.iter().filter(|(_, has_failed)| *has_failed) {
+            if restored.remove(name) {
+                self.failed.borrow_mut().insert(name.clone());
+            }
+        }
+        // Others are no longer configured.
+        restored.retain(|name| now.iter().any(|(configured, _)| configured == name));
+        for name in restored {
+            let reason = "the files are readable and valid again";
+            self.changed(&name, (FAILED, IN_USE), (reason, "their content is in use"), false);
+        }
     }
 
     /// Reports a change of the state of `name`, with its reason and effect.
@@ -240,7 +290,7 @@ pub async fn watch_serving(
     listener: Arc<ListenerMetrics>,
     metrics: Arc<Metrics>,
 ) {
-    let events = CertificateEvents { events: metrics.events(), upstream: None };
+    let events = CertificateEvents::new(metrics.events(), None);
     let name = format!("serving certificate of listener {}", listener.name());
     let client_ca = format!("client CA bundle of listener {}", listener.name());
     let mut files = FileWatch::new(tls.paths());
@@ -294,11 +344,12 @@ pub async fn watch_serving(
             }
         }
         if let Some(error) = &error
-            && last_error.as_ref() != Some(error)
+            && (changed || last_error.as_ref() != Some(error))
         {
             listener.certificate_reloaded("failed");
             events.failed(&name, error);
         }
+        events.report_restored(&[(name.clone(), error.is_some())]);
         last_error = error;
     }
 }
@@ -400,5 +451,74 @@ mod tests {
         upstream.credentials.install(prepared);
         upstream.credentials.retire(&identities);
         assert_eq!(exported(), expected(2102));
+    }
+
+    /// The changes of `name` in the events, once the files were polled again.
+    async fn polled_changes(metrics: &Metrics, name: &str) -> Vec<(String, String, bool)> {
+        // The clock is paused.
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        let events = metrics.events().last(usize::MAX).into_iter();
+        let events = events.filter(|event| event.name.ends_with(name));
+        events.map(|event| (event.from, event.to, event.bad)).collect()
+    }
+
+    fn expected(changes: &[(&str, &str)]) -> Vec<(String, String, bool)> {
+        let change = |(from, to): &(&str, &str)| ((*from).into(), (*to).into(), *to == FAILED);
+        changes.iter().map(change).collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn watch_credentials_reports_that_restored_files_are_in_use_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let paths = |name: &str| CertPaths {
+            cert_file: dir.path().join(format!("{name}.crt")),
+            key_file: dir.path().join(format!("{name}.key")),
+        };
+        let (ca, identity) = (paths("ca"), paths("identity"));
+        let token = dir.path().join("token");
+        write_certificate(&ca, 2100);
+        write_certificate(&identity, 2100);
+        std::fs::write(&token, "t").unwrap();
+        let mut config = crate::control::discovery::tests::config();
+        config.tls.ca_file = Some(ca.cert_file.clone());
+        config.health.readyz.token_file = Some(token.clone());
+        let metrics = Metrics::new();
+        let credentials = Credentials::load(&config, std::slice::from_ref(&identity)).unwrap();
+        let upstream = Arc::new(Upstream::new(config, credentials, &metrics));
+        let watch = watch_credentials(Arc::clone(&upstream));
+        let checks = async {
+            for (file, name) in [
+                (&identity.cert_file, "identity.crt"),
+                (&identity.key_file, "identity.crt"),
+                (&ca.cert_file, CA_BUNDLE),
+                (&token, PROBE_TOKEN),
+            ] {
+                let content = std::fs::read(file).unwrap();
+                let before = polled_changes(&metrics, name).await.len();
+                for _ in 0..2 {
+                    std::fs::remove_file(file).unwrap();
+                    polled_changes(&metrics, name).await;
+                    std::fs::write(file, &content).unwrap();
+                    polled_changes(&metrics, name).await;
+                }
+                let changes = polled_changes(&metrics, name).await;
+                let once = [(IN_USE, FAILED), (FAILED, IN_USE)];
+                assert_eq!(changes[before..], expected(&[once, once].concat()), "{file:?}");
+            }
+            // With another content.
+            let before = polled_changes(&metrics, "identity.crt").await.len();
+            std::fs::write(&identity.cert_file, "").unwrap();
+            polled_changes(&metrics, "identity.crt").await;
+            write_certificate(&identity, 2101);
+            let changes = polled_changes(&metrics, "identity.crt").await;
+            let serial =
+                format!("serial {}", upstream.credentials.slots()[0].certificate().unwrap().serial);
+            let last = [(IN_USE, FAILED), (FAILED, &*serial)];
+            assert_eq!(changes[before..], expected(&last));
+        };
+        tokio::select! {
+            () = watch => {}
+            () = checks => {}
+        }
     }
 }

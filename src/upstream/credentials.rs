@@ -9,6 +9,7 @@
 //! is never reused. When the files change to another subject, the credential gets a new number and the
 //! connections of the old number drain. So the number of a request never leads to another identity.
 
+mod change;
 mod client_tls;
 mod probe_token;
 mod slot;
@@ -19,6 +20,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use arc_swap::{ArcSwap, ArcSwapOption};
 
+pub use self::change::CredentialChange;
 use self::client_tls::plain_tls;
 pub use self::client_tls::{ClientTls, client_tls, unverified_tls};
 use self::probe_token::ProbeToken;
@@ -26,7 +28,6 @@ use self::slot::Identity;
 pub use self::slot::{IdentitySlot, IdentityState};
 use crate::config::{CertPaths, Upstream};
 use crate::net::tls::ca_bundle::CaBundle;
-use crate::net::tls::certificate::Subject;
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::{self, LoadedCa, LoadedCert};
 use crate::observe::utc::wall_clock;
@@ -119,23 +120,6 @@ impl PreparedCredentials {
     }
 }
 
-/// A change found by [`Credentials::refresh`], for the log.
-#[derive(Debug)]
-pub enum CredentialChange {
-    /// A new certificate is in use; its subject is unchanged or the first one.
-    Identity(Arc<IdentitySlot>),
-    /// A new certificate is in use; the previous one had this other subject.
-    Replaced(Arc<IdentitySlot>, Subject),
-    /// The files of an identity cannot be used; the last valid certificate stays in use.
-    IdentityFailed(Arc<IdentitySlot>, String),
-    /// The CA bundle has changed.
-    Ca,
-    /// The CA bundle cannot be used; the last valid one stays in use.
-    CaFailed(String),
-    /// The token for probes cannot be used; the last valid one stays in use.
-    TokenFailed(String),
-}
-
 impl Credentials {
     /// Loads the CA bundle and the files of `identities` that exist. `identities` include the certificate
     /// for probes if one is configured.
@@ -198,6 +182,11 @@ impl Credentials {
     /// The CA bundle, if one is configured, and why the present content of its file is not in use.
     pub fn ca_bundle(&self) -> Option<(Arc<CaBundle>, Option<Arc<String>>)> {
         self.ca.load().as_ref().map(|ca| (Arc::clone(&ca.bundle), self.ca_error.load_full()))
+    }
+
+    /// Whether the present content of the CA file is not in use.
+    pub fn has_ca_error(&self) -> bool {
+        self.ca_error.load().is_some()
     }
 
     /// The slots: first those that are configured, in their order, then those that are not retired yet.
@@ -277,8 +266,10 @@ impl Credentials {
         match setup.ca_file.as_deref().map(pem_files::load_ca).transpose() {
             Ok(ca) => changes.extend(self.set_ca(ca).then_some(CredentialChange::Ca)),
             Err(error) => {
-                self.ca_error.store(Some(Arc::new(error.to_string())));
-                changes.push(CredentialChange::CaFailed(error.to_string()));
+                let error = error.to_string();
+                let previous = self.ca_error.swap(Some(Arc::new(error.clone())));
+                let is_new = previous.as_deref() != Some(&error);
+                changes.extend(is_new.then_some(CredentialChange::CaFailed(error)));
             }
         }
         for slot in &setup.slots {

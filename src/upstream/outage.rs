@@ -47,8 +47,8 @@ impl Outage {
         self.began.is_some()
     }
 
-    /// Updates the outage. Returns its duration if it has ended.
-    pub fn observe(&mut self, reachability: Reachability, now: Instant) -> Option<Duration> {
+    /// Updates the outage. When it ends, returns why held watches can resume, for the log.
+    pub fn observe(&mut self, reachability: Reachability, now: Instant) -> Option<&'static str> {
         if reachability == Reachability::Unreachable {
             self.began.get_or_insert(now);
             self.usable_since = None;
@@ -56,14 +56,17 @@ impl Outage {
         }
         let began = self.began?;
         let usable_since = *self.usable_since.get_or_insert(now);
-        let ended = reachability == Reachability::Ready
-            || usable_since < began + RESTART_TIME
-            || now >= usable_since + UNREADY_LIMIT;
-        if !ended {
+        let reason = if reachability == Reachability::Ready {
+            "an apiserver has been ready for 3 s"
+        } else if usable_since < began + RESTART_TIME {
+            "an apiserver was usable again within 2 s"
+        } else if now >= usable_since + UNREADY_LIMIT {
+            "an apiserver has been usable for 10 s, though not ready"
+        } else {
             return None;
-        }
+        };
         *self = Self::default();
-        Some(now.saturating_duration_since(began))
+        Some(reason)
     }
 }
 
@@ -97,10 +100,9 @@ mod tests {
             let mut was_active = false;
             for &(ms, reachability, active) in steps {
                 let time = Duration::from_millis(ms);
-                let duration = outage.observe(reachability, start + time);
+                let reason = outage.observe(reachability, start + time);
                 assert_eq!(outage.is_active(), active, "{steps:?} at {ms}");
-                // Each outage begins at 0.
-                assert_eq!(duration, (was_active && !active).then_some(time), "{steps:?} at {ms}");
+                assert_eq!(reason.is_some(), was_active && !active, "{steps:?} at {ms}");
                 was_active = active;
             }
         }

@@ -217,17 +217,13 @@ impl Pool {
             Reachability::Unready
         };
         let mut outage = self.outage.get();
-        let ended_after = outage.observe(reachability, now);
+        let ended = outage.observe(reachability, now);
         self.outage.set(outage);
-        let Some(duration) = ended_after else { return };
+        let Some(reason) = ended else { return };
         let held: usize = self.classes.borrow().values().map(|class| class.held_watches()).sum();
         if held > 0 {
-            tracing::info!(
-                upstream = &*self.upstream.name,
-                outage_ms = duration.as_millis() as u64,
-                held,
-                "total outage over: held watches resume"
-            );
+            // The upstream reports the length of the outage when an endpoint is usable, which is earlier.
+            tracing::info!(upstream = &*self.upstream.name, held, reason, "held watches resume");
         }
         self.outage_over.notify_waiters();
     }

@@ -153,7 +153,7 @@ async fn link_that_leads_out_of_the_sandbox_is_reported_and_applied_by_sigusr2()
     };
     until("the new process uses the target of the link", is_valid).await;
     let started = setup.process.wait_output("takeover process started").await;
-    let pid = started.split("process=\"").nth(1).unwrap().split(' ').next().unwrap();
+    let pid = started.split("new_pid=").nth(1).unwrap().split(' ').next().unwrap();
     setup.process.follow_successor(pid);
 }
 

@@ -1,7 +1,7 @@
 //! Configurations that cannot be applied: the old one stays in use, and the errors are reported.
 
 use crate::setup::{Setup, Traffic};
-use crate::support::{TestCluster, terminate_mode, until, write_config};
+use crate::support::{TestCluster, pause, terminate_mode, until, write_config};
 use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{CertPaths, Config};
 use jackstay::demo::pki::Pki;
@@ -9,6 +9,7 @@ use serde_json::Value;
 use std::net::{SocketAddr, TcpListener};
 use std::process::Command;
 use std::sync::LazyLock;
+use std::time::Duration;
 
 /// A name, a change that makes a configuration invalid, and a part of the error.
 type InvalidChange = (&'static str, fn(&mut Config, &TestCluster), &'static str);
@@ -234,4 +235,32 @@ async fn wrong_ca_is_applied_and_can_be_reverted() {
     assert_eq!(client.get("/api/v1/namespaces/default").await.unwrap().status, 200);
     setup.change(|config| config.upstreams[0].tls.ca_file = right).await;
     assert_eq!(client.get("/api/v1/namespaces/default").await.unwrap().status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn rejected_configuration_is_applied_when_its_file_is_back() {
+    let mut setup = Setup::new(1).await;
+    let key = terminate_mode(&mut setup.config).tls.paths.key_file.clone();
+    let content = std::fs::read(&key).unwrap();
+    std::fs::remove_file(&key).unwrap();
+    setup.config.listeners[0].limits_mut().max_connections = 77;
+    write_and_expect_rejection(&mut setup, "cannot read").await;
+    let failed = async || setup.proxy.status().await["config"]["reloads"]["failed"].clone();
+    assert_eq!(failed().await, 1);
+    std::fs::write(&key, "hello").unwrap();
+    until("the other error is reported", async || failed().await == 2).await;
+    // Some retries with the same error.
+    pause(Duration::from_secs(3)).await;
+    assert_eq!(failed().await, 2);
+    assert_eq!(reload_events(&setup).await.len(), 2);
+    std::fs::write(&key, &content).unwrap();
+    until("the configuration is applied", async || {
+        setup.proxy.metric("jackstay_config_last_reload_successful").await > 0.5
+    })
+    .await;
+    assert!(!setup.proxy.page("/readyz").await.contains("configuration"));
+    assert_eq!(failed().await, 2);
+    let events = reload_events(&setup).await;
+    assert_eq!(events.last().unwrap()["to"], "reloaded", "{events:?}");
+    assert!(setup.proxy.page("/config").await.contains("77"));
 }

@@ -170,6 +170,40 @@ async fn takeover_with_disconnecting_new_process_leaves_the_old_one_serving() {
     predecessor.replace().await.unwrap();
 }
 
+/// Only looking whether a process serves is no takeover, and neither is a request whose sender has gone meanwhile.
+#[tokio::test]
+async fn hand_over_warns_only_of_a_new_process_that_goes_after_it_got_sockets() {
+    let (sender, mut requests) = unbounded_channel();
+    let control = tokio::spawn(async move {
+        while let Some(TakeoverRequest::DuplicateSockets { if_draining, reply }) =
+            requests.recv().await
+        {
+            let offer = if if_draining { Offer::Nothing } else { Offer::Sockets(Vec::new()) };
+            drop(reply.send(Ok(offer)));
+        }
+    });
+    for line in
+        ["", "jackstay take-over 1", "jackstay take-over 1\n", "jackstay take-over 1 if draining\n"]
+    {
+        let (mut new, old) = BlockingStream::pair().unwrap();
+        old.set_nonblocking(true).unwrap();
+        let mut old = UnixStream::from_std(old).unwrap();
+        new.write_all(line.as_bytes()).unwrap();
+        drop(new);
+        let result = hand_over(&mut old, &sender).await;
+        assert!(matches!(result, Ok(false)), "{line:?}: {result:?}");
+    }
+    let (mut new, old) = BlockingStream::pair().unwrap();
+    old.set_nonblocking(true).unwrap();
+    let mut old = UnixStream::from_std(old).unwrap();
+    new.write_all(b"jackstay take-over 1\n").unwrap();
+    new.shutdown(std::net::Shutdown::Write).unwrap();
+    let error = hand_over(&mut old, &sender).await.unwrap_err();
+    assert_eq!(error.to_string(), "the new process closed the connection");
+    drop(sender);
+    control.await.unwrap();
+}
+
 #[tokio::test]
 async fn takeover_with_unknown_messages_is_refused() {
     let old = OldProcess::start();

@@ -131,6 +131,11 @@ impl IdentitySlot {
         self.last_error().as_ref().is_some_and(|error| !error.is_awaited)
     }
 
+    /// Whether the content of the files is not in use, also while they are awaited.
+    pub fn has_file_error(&self) -> bool {
+        self.last_error().is_some()
+    }
+
     pub(super) fn clear_error(&self) {
         *self.last_error() = None;
     }

@@ -176,7 +176,10 @@ class LoadCase(JackstayCase):
         with self.subTest(f"{what}: no read fails"):
             self.assertEqual([f for f in requests if f["kind"] == "read"], [])
         with self.subTest(f"{what}: only writes in flight fail"):
-            grace = (slowest_read or 0) if grace is None else grace
+            if grace is None:
+                # A read waits until jackstay leaves the apiserver, so a write may have been sent there as late. The time
+                # itself is checked below.
+                grace = max(slowest_read or 0, report["requests"]["read"]["slowest_ms"] / 1000 if slowest_read else 0)
             writes = [f for f in requests if f["kind"] == "write"]
             self.assertEqual([f for f in writes if not writes_may_fail or not self.may_have_been_in_flight(f, grace)], [], f"faults at {self.faults_at}")
         if slowest_read:
@@ -241,7 +244,9 @@ class Faults(LoadCase, unittest.TestCase):
         log(f"    the fault affects {name}; requests answered in the last two seconds: {shares}")
         return self.rig.apiservers[name]
 
-    def run_fault(self, what, fault, seconds=8, counted=True, jackstay=None, meanwhile=None, quiet=False, **limits):
+    def run_fault(self, what, fault, seconds=8, counted=True, jackstay=None, meanwhile=None, quiet=False, lasting=False, **limits):
+        """Injects a fault beside load, and checks the report of the load. The fault ends after `seconds`; a `lasting`
+        one ends after the load."""
         jackstay = jackstay or self.jackstay
         load = self.load(seconds + 7, jackstay.server)
         load.until(3)
@@ -252,8 +257,10 @@ class Faults(LoadCase, unittest.TestCase):
             self.assertGreater(self.rig.faults.dropped(), 0, "the fault dropped no packet")
         if meanwhile:
             meanwhile()
-        self.rig.recover()
+        if not lasting:
+            self.rig.recover()
         report = load.finish()
+        self.rig.recover()
         self.check_story(what, since, jackstay, quiet=quiet)
         self.check_report(what, load, report, **limits)
 
@@ -305,7 +312,9 @@ class Faults(LoadCase, unittest.TestCase):
         def degraded():
             states = [k for k, v in jackstay.metrics().items() if k.startswith("jackstay_endpoint_state") and v and "degraded" in k]
             self.assertEqual([victims[0].address in k for k in states], [True], states)
-        self.run_fault("the readiness check fails and writes hang on one", lose_etcd, jackstay=jackstay, meanwhile=degraded, slowest_read=3.5)
+        # When etcd returns, the apiserver is ready at once by a new connection, and a write on one of its old ones gets
+        # 500 `connection timed out` 10 s after the cut. So etcd stays away.
+        self.run_fault("the readiness check fails and writes hang on one", lose_etcd, jackstay=jackstay, meanwhile=degraded, lasting=True, slowest_read=3.5)
         self.assertNotIn("panicked", jackstay.process.logfile.read_text(errors="replace"))
 
     def test_rolling_restarts(self):

@@ -169,10 +169,18 @@ async fn outage_has_one_error_and_the_end_has_its_length_and_failures() {
         server.restart().unwrap();
     }
     drill.wait_story("usable again").await;
-    // The end of the outage has one length, in the line above.
-    let resumed = drill.process.output();
-    let mut resumed = resumed.lines().filter(|line| line.contains("held watches resume"));
-    assert!(resumed.all(|line| line.contains("reason=") && !line.contains("outage")));
+    // The line above has the length of the outage. Watches resume later.
+    let resumed = || {
+        drill
+            .process
+            .output()
+            .lines()
+            .find(|l| l.contains("held watches resume"))
+            .map(str::to_owned)
+    };
+    until_within(PROCESS_TIMEOUT, "held watches resume", async || resumed().is_some()).await;
+    let resumed = resumed().unwrap();
+    assert!(resumed.contains(" reason=") && !resumed.contains("outage"), "{resumed}");
     let story = drill.finish("all apiservers are killed and return").await;
     let errors: Vec<_> = story.iter().filter(|line| line.contains(" ERROR ")).collect();
     let [error] = errors[..] else { panic!("not one error: {story:#?}") };

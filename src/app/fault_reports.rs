@@ -224,8 +224,13 @@ impl FaultReports {
         for (upstream, report) in upstreams {
             let of = || listeners.iter().filter(|(l, _)| Arc::ptr_eq(&l.upstream, upstream));
             let failures = failures(of().map(|(listener, _)| &**listener));
-            let event =
-                report.observe(upstream.usability(), failures, upstream.waiting_watches(), now);
+            let usability = upstream.usability();
+            // Watches of a usable upstream do not wait.
+            let held = match usability {
+                Usability::Usable => 0,
+                Usability::Untried | Usability::Unusable => upstream.waiting_watches(),
+            };
+            let event = report.observe(usability, failures, held, now);
             if report.is_unusable() || event.is_some() {
                 outages.push(Arc::clone(upstream));
             }

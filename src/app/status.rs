@@ -284,8 +284,8 @@ impl admin::StatusProvider for ProcessStatus {
             check(format!("upstream {}", upstream.name), usable > 0, detail);
         }
         // The process stays ready if one of the following checks fails. Without an identity it serves bearer
-        // tokens and other identities. Clients decide about its serving certificate. It probes with the last valid token or none, and uses the last
-        // endpoints and the last configuration.
+        // tokens and other identities. Clients decide about its serving certificate. It probes with the last valid
+        // token or none, and uses the last endpoints and the last configuration.
         let mut check = |name: String, ok: bool, detail: String| {
             checks.push(ReadinessCheck { name, ok, required: false, detail });
         };

@@ -9,7 +9,7 @@
 //! | connections with open streams that are lost | as one line with sums, [`COLLECT`] after the first; the next one [`BURST`] later |
 //! | the same, while it is uncertain whether their endpoint fails too | when this is known: in the line of the endpoint, or as a line of their own |
 //! | connections lost after the line of their endpoint | at level info |
-//! | flows that the endpoint has ended in an orderly way, as the kernel does when it kills a process | in the line of the endpoint if it fails within [`COLLECT`] |
+//! | flows that the endpoint has ended in an orderly way, as the kernel does when it kills a process | in the line of the endpoint if it fails within [`KILL_TIME`] |
 //! | anything about an upstream with a reported outage, whose line names its endpoints | at level info |
 //!
 //! This module reads no clock and writes no lines.
@@ -101,6 +101,8 @@ struct Entry {
     since: Instant,
     /// The endpoint is suspect: its line is not needed once its availability is known.
     uncertain: bool,
+    /// The line of an outage that is over has covered it.
+    covered: bool,
 }
 
 impl Burst {
@@ -122,6 +124,7 @@ impl Burst {
                 ended_at: now,
                 since: now,
                 uncertain: false,
+                covered: false,
             });
             self.entries.len() - 1
         });
@@ -131,6 +134,7 @@ impl Burst {
     fn add(&mut self, endpoint: &str, reason: &str, loss: Loss, now: Instant) -> &mut Entry {
         let entry = self.entry(endpoint, now);
         entry.loss.add(loss);
+        entry.covered = false;
         if entry.reason.is_empty() {
             reason.clone_into(&mut entry.reason);
         }
@@ -221,8 +225,10 @@ impl FaultLines {
     pub(super) fn set_outage(&mut self, upstream: &str, active: bool) {
         if active {
             self.outages.insert(upstream.to_owned());
-        } else {
-            self.outages.remove(upstream);
+        } else if self.outages.remove(upstream) {
+            let of_upstream = self.bursts.iter_mut().filter(|((name, _), _)| name == upstream);
+            let entries = of_upstream.flat_map(|(_, burst)| &mut burst.entries);
+            entries.for_each(|entry| entry.covered = true);
         }
     }
 
@@ -283,10 +289,14 @@ impl FaultLines {
                 state.is_some() || entry.loss.connections + entry.ended.connections > 0
             });
             if burst.entries.iter().any(|entry| is_known(entry) && collected(entry)) {
-                let known: Vec<_> = burst.entries.extract_if(.., |e| is_known(e)).collect();
+                // Without a loss, an entry has only flows that its endpoint has just ended.
+                let has_line = |e: &Entry| state.is_some() || e.loss.connections > 0;
+                let known: Vec<_> =
+                    burst.entries.extract_if(.., |e| is_known(e) && has_line(e)).collect();
                 let outage = outages.contains(upstream);
-                let is_reported =
-                    |e: &Entry| outage || state.is_none() && availability(e) == Availability::Down;
+                let is_reported = |e: &Entry| {
+                    outage || e.covered || state.is_none() && availability(e) == Availability::Down
+                };
                 let (reported, new): (Vec<_>, Vec<_>) = known.into_iter().partition(is_reported);
                 for (entries, reported) in [(new, false), (reported, true)] {
                     if !entries.is_empty() {
@@ -409,11 +419,18 @@ mod tests {
         // The client of a third one closes it later.
         faults.ended("u", "a", at(3_000));
         assert_eq!(faults.due(at(4_000)), []);
+        // Another endpoint has a line meanwhile.
+        faults.lost("u", "b", "reset", LOSS, at(11_000));
+        faults.available("u", "c", Availability::Serving, at(11_000));
+        faults.ended("u", "c", at(11_450));
+        assert_eq!(texts(&faults.due(at(11_500))), ["warn lost b: reset; 1 1 request, 20 watches"]);
+        let one = Loss { connections: 1, open: OpenStreams::of_flows(1) };
+        assert_eq!(faults.available("u", "c", Availability::Down, at(11_510)), one);
         // Of two flows, only one was reset.
         faults.available("u", "a", Availability::Serving, start);
-        faults.lost("u", "a", "reset", LOSS, at(5_000));
-        faults.ended("u", "a", at(5_000));
-        assert_eq!(texts(&faults.due(at(6_000))), ["warn lost a: reset; 1 1 request, 20 watches"]);
+        faults.lost("u", "a", "reset", LOSS, at(15_000));
+        faults.ended("u", "a", at(15_000));
+        assert_eq!(texts(&faults.due(at(16_000))), ["warn lost a: reset; 1 1 request, 20 watches"]);
     }
 
     #[test]
@@ -451,7 +468,13 @@ mod tests {
                 "warn lost b: closed; 1 1 request, 20 watches"
             ]
         );
+        faults.lost("u", "c", "closed", LOSS, at(8_000));
         faults.set_outage("u", false);
+        assert_eq!(
+            texts(&faults.due(at(8_500))),
+            ["info lost c: closed; 1 1 request, 20 watches"],
+            "collected before the end of the outage"
+        );
         faults.lost("u", "b", "closed", LOSS, at(9_000));
         assert_eq!(texts(&faults.due(at(9_500))), ["warn lost b: closed; 1 1 request, 20 watches"]);
     }

@@ -15,7 +15,6 @@ use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::io::AsyncWrite;
 use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep};
 
@@ -29,7 +28,7 @@ use super::drain::DrainWatcher;
 use super::head_timeout::limit_heads;
 use super::listener_service::ListenerService;
 use crate::net::frame_limiter::FrameLimiter;
-use crate::net::sockets::cork::{Uncork, cork};
+use crate::net::sockets::cork::{Collect, Uncork, cork};
 use crate::net::sockets::source::Source;
 use crate::observe::memory_budget::{Level, Shed};
 use crate::observe::{MemoryClass, RateLimitedWarnings};
@@ -289,7 +288,7 @@ async fn shed_when_short(client: &ClientMemory, warn: impl Fn()) -> Result<(), B
 /// Polls a connection, then sends all bytes that it has written.
 fn poll_and_flush(
     connection: Pin<&mut impl Future<Output = hyper::Result<()>>>,
-    uncork: &Uncork<impl AsyncWrite + Unpin>,
+    uncork: &Uncork<impl Collect>,
     cx: &mut Context<'_>,
 ) -> Poll<Result<(), Box<dyn Error>>> {
     let done = connection.poll(cx);

@@ -33,6 +33,12 @@ use crate::observe::memory_budget::{Level, Shed};
 
 /// How often the rate of a client that does not take everything at once is checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
+/// Bytes of a response that may wait for an identity's client, or for another one that has taken [`MUCH`], before the
+/// body returns more. The worker then runs the tasks of body and connection half as often as with [`MAX_PIECE`]: 0.95
+/// instead of 1.09 CPU-seconds per GB.
+const MAX_UNTAKEN: usize = 2 * MAX_PIECE;
+/// Bytes that a client has taken of a response when it is known to read it.
+const MUCH: u64 = 1 << 20;
 /// Bytes a second below which a client is too slow.
 const MIN_RATE: u64 = 4 << 10;
 
@@ -89,13 +95,20 @@ impl BodyProgress {
         }
     }
 
-    /// Whether the client must take bytes before the body returns more. An identity's client is limited by its
-    /// windows alone. When memory is short for another client, it gets one piece after the other.
+    /// Whether the client must take bytes before the body returns more. When memory is short for another client than
+    /// an identity's, it gets one piece after the other.
     fn is_full(&self) -> bool {
         let (untaken, connection) = (self.untaken.get(), self.memory.connection());
-        untaken > 0
-            && connection.class() != MemoryClass::Identity
-            && (untaken >= MAX_PIECE || connection.level() >= Level::High)
+        if untaken == 0 {
+            return false;
+        }
+        let limit = match (connection.class(), connection.level()) {
+            (MemoryClass::Identity, _) => MAX_UNTAKEN,
+            (_, Level::Free) if self.taken.get() >= MUCH => MAX_UNTAKEN,
+            (_, Level::Free | Level::Half) => MAX_PIECE,
+            (_, Level::High | Level::Critical) => 1,
+        };
+        untaken >= limit
     }
 }
 

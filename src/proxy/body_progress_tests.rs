@@ -202,3 +202,37 @@ fn client_without_an_identity_gets_one_piece_after_the_other_when_memory_is_shor
         assert_eq!(take().is_some(), pieces_at_once == 1, "{class:?}");
     }
 }
+
+#[test]
+fn waiting_bytes_are_bounded_by_what_the_client_is_and_has_taken() {
+    use MemoryClass::{Identity, Token, Unproven};
+    // Bytes taken before, charged of 16 MiB, and pieces of 64 KiB that then wait.
+    for (class, taken, charged, expected) in [
+        (Identity, 0, 0, 2),
+        (Identity, 0, 14 << 20, 2),
+        (Token, 0, 0, 1),
+        (Token, MUCH, 0, 2),
+        (Token, MUCH, 9 << 20, 1),
+        (Unproven, MUCH, 0, 2),
+        (Unproven, MUCH, 5 << 20, 1),
+    ] {
+        let budget = MemoryBudget::new(16 << 20);
+        let progress = progress_of(&budget, class);
+        progress.taken.set(taken);
+        let (pieces, body) = mpsc::unbounded_channel();
+        let mut body =
+            TrackedBody::new(Pieces(body), Rc::clone(&progress), ResponseReserve::default());
+        let _charged = budget.source(1).charge(MemoryKind::Streams, charged);
+        for _ in 0..10 {
+            pieces.send(Bytes::from(vec![0; MAX_PIECE])).unwrap();
+        }
+        let mut cx = Context::from_waker(Waker::noop());
+        let waiting: Vec<_> =
+            std::iter::from_fn(|| match Pin::new(&mut body).poll_frame(&mut cx) {
+                Poll::Ready(frame) => frame,
+                Poll::Pending => None,
+            })
+            .collect();
+        assert_eq!(waiting.len(), expected, "{class:?} {taken} {charged}");
+    }
+}

@@ -35,8 +35,8 @@ use crate::observe::{MemoryClass, RateLimitedWarnings};
 
 /// Largest frame accepted: RFC 9113's default.
 const MAX_FRAME_SIZE: u32 = 16 * 1024;
-/// Bytes of one response that are buffered beyond the client's window.
-const SEND_BUFFER_SIZE: usize = 64 * 1024;
+/// Bytes of one response that h2 buffers. [`TrackedBody`] returns fewer than that at a time.
+const SEND_BUFFER_SIZE: usize = 256 * 1024;
 /// Limit on streams that a client has opened and reset before hyper accepted them. The rapid-reset attack
 /// (CVE-2023-44487) does so continuously. A client that cancels a thousand watches at once does so too,
 /// so the limit is above the default stream limit.

@@ -22,7 +22,7 @@ const RECORD: usize = 16 * 1024;
 /// Full records that TLS keeps, at most: what h2 buffers of one response.
 const MAX_RECORDS: usize = 4;
 /// Bytes that TLS keeps, at most: these records, and one more that is not full, or other messages of TLS.
-const MAX_KEPT: usize = (MAX_RECORDS + 2) * RECORD;
+const MAX_KEPT: usize = (MAX_RECORDS + 1) * RECORD;
 /// Slices that one write passes on, at most; h2 writes two, and the cork adds its buffer.
 const MAX_SLICES: usize = 8;
 

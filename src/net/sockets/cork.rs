@@ -19,7 +19,7 @@ use tokio_rustls::server::TlsStream;
 
 /// Plaintext of a full TLS record (RFC 8446, 5.1).
 const RECORD: usize = 16 * 1024;
-/// Full records that TLS keeps, at most: what h2 buffers of one response.
+/// Full records that TLS keeps, at most: 64 KiB.
 const MAX_RECORDS: usize = 4;
 /// Bytes that TLS keeps, at most: these records, and one more that is not full, or other messages of TLS.
 const MAX_KEPT: usize = (MAX_RECORDS + 1) * RECORD;

@@ -8,7 +8,7 @@ use h2::{
     RecvStream,
     client::{ResponseFuture, SendRequest},
 };
-use http::{Request, Response, StatusCode, Uri};
+use http::{Request, Response, StatusCode, Uri, header};
 use rustls::{ClientConfig, pki_types::ServerName};
 use tokio::{
     net::TcpStream,
@@ -32,6 +32,7 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 pub struct Client {
     send: SendRequest<Bytes>,
     base_url: String,
+    token: Option<&'static str>,
 }
 
 impl Client {
@@ -49,14 +50,23 @@ impl Client {
             .await?;
         // This task drives the connection until the last `SendRequest` is dropped. Requests report its errors.
         tokio::spawn(connection);
-        Ok(Self { send, base_url: format!("https://{address}") })
+        Ok(Self { send, base_url: format!("https://{address}"), token: None })
+    }
+
+    /// The client, with this bearer token in each request.
+    pub fn with_token(self, token: Option<&'static str>) -> Self {
+        Self { token, ..self }
     }
 
     /// Sends a GET without waiting for the response.
     async fn send_get(&mut self, path: &str) -> Result<ResponseFuture> {
         let uri: Uri = format!("{}{path}", self.base_url).parse()?;
         self.send = self.send.clone().ready().await?;
-        Ok(self.send.send_request(Request::get(uri).body(())?, true)?.0)
+        let mut request = Request::get(uri);
+        if let Some(token) = self.token {
+            request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
+        }
+        Ok(self.send.send_request(request.body(())?, true)?.0)
     }
 
     /// Sends a GET, waits for the response head and returns the body.

@@ -7,6 +7,7 @@
 //! cargo bench --bench peers -- --quick --json peers.json   # about two minutes
 //! cargo bench --bench peers -- --layer l4                  # passthrough only
 //! cargo bench --bench peers -- --bursts 10 --check         # memory after bursts, about two minutes
+//! cargo bench --bench peers -- --line 5 --check            # reads over long lines, about five minutes
 //! ```
 //!
 //! `benches/README.md` describes the method. h2load sends the requests with a bearer token. [`client`] measures
@@ -17,6 +18,7 @@
 mod burst;
 mod client;
 mod h2load;
+mod line;
 mod origin;
 mod passthrough;
 mod phases;
@@ -25,6 +27,7 @@ mod pki;
 mod process;
 mod proxies;
 mod raw;
+mod relay;
 mod report;
 
 use std::{
@@ -71,6 +74,9 @@ struct Args {
     /// Measure only memory after a burst of watches, in this many new jackstay processes.
     #[arg(long, value_name = "RUNS", conflicts_with_all = ["quick", "only", "layer"])]
     bursts: Option<usize>,
+    /// Measure only reads over lines of 2, 20 and 80 ms, on this many connections each; about five minutes.
+    #[arg(long, value_name = "RUNS", conflicts_with_all = ["quick", "layer", "bursts", "json"])]
+    line: Option<usize>,
     /// Fail unless jackstay meets every limit. This requires the peers to which the limits are relative.
     #[arg(long)]
     check: bool,
@@ -86,12 +92,18 @@ enum Role {
     /// Run as the origin process.
     #[command(hide = true)]
     Origin { dir: PathBuf },
+    /// Run as the relay.
+    #[command(hide = true)]
+    Relay { target: std::net::SocketAddr, delay_micros: u64 },
 }
 
 fn main() -> ExitCode {
     let args = Args::parse();
     let outcome = match &args.role {
         Some(Role::Origin { dir }) => origin::run(dir).map(|()| true),
+        Some(Role::Relay { target, delay_micros }) => {
+            relay::run(*target, Duration::from_micros(*delay_micros)).map(|()| true)
+        }
         // `cargo test --all-targets` runs benches too, without this flag.
         None if !args.bench => {
             println!("run by `cargo bench --bench peers`");
@@ -140,6 +152,12 @@ async fn run(args: &Args) -> Result<bool> {
         return Ok(!args.check || samples.meets(Metric::BurstMemory) == Some(true));
     }
 
+    if let Some(runs) = args.line {
+        println!("{}", machine());
+        let targets = available(&args.only);
+        return Ok(line::run(&environment, &targets, runs).await? || !args.check);
+    }
+
     let Some(h2load) = find_program(Path::new("h2load")) else {
         return Err("h2load is not installed: run benches/setup".into());
     };
@@ -156,17 +174,7 @@ async fn run(args: &Args) -> Result<bool> {
         flows,
     };
 
-    let mut targets = args.only.clone();
-    if std::env::var_os("JACKSTAY_BENCH_BEFORE").is_some() && !targets.contains(&Target::Before) {
-        targets.push(Target::Before);
-    }
-    targets.retain(|&target| match target.program() {
-        Ok(_) => true,
-        Err(reason) => {
-            println!("{} is skipped: {reason}", target.name());
-            false
-        }
-    });
+    let targets = available(&args.only);
     let (mut limits_met, mut within_bounds) = (true, true);
     for layer in [Layer::L7, Layer::L4] {
         if !args.layer.contains(&layer) {
@@ -220,6 +228,22 @@ fn report_figures(figures: &[(&str, f64, f64)]) -> Result<bool> {
     Ok(all)
 }
 
+/// The proxies of `only` that are installed, and the second jackstay, if there is one.
+fn available(only: &[Target]) -> Vec<Target> {
+    let mut targets = only.to_vec();
+    if std::env::var_os("JACKSTAY_BENCH_BEFORE").is_some() && !targets.contains(&Target::Before) {
+        targets.push(Target::Before);
+    }
+    targets.retain(|&target| match target.program() {
+        Ok(_) => true,
+        Err(reason) => {
+            println!("{} is skipped: {reason}", target.name());
+            false
+        }
+    });
+    targets
+}
+
 fn write_json(args: &Args, machine: &str, samples: &Samples) -> Result<()> {
     if let Some(file) = &args.json {
         let all = json!({ "machine": machine, "quick": args.quick, "metrics": samples.json() });
@@ -269,22 +293,27 @@ async fn start_all(
     Ok(proxies)
 }
 
-/// Starts this program as the origin; its first line of output is its address.
+/// Starts this program as the origin.
 async fn start_origin(dir: &Path) -> Result<(std::net::SocketAddr, Process)> {
     let mut command = Command::new(std::env::current_exe()?);
     command.arg("origin").arg(dir);
-    let mut process = Process::start(command, &dir.join("origin.log"))?;
+    started_address(command, &dir.join("origin.log")).await
+}
+
+/// Starts a program whose first line of output is its address.
+async fn started_address(command: Command, log: &Path) -> Result<(std::net::SocketAddr, Process)> {
+    let mut process = Process::start(command, log)?;
     for _ in 0..500 {
         let out = process.output();
         if let Some((address, _)) = out.split_once('\n') {
-            return Ok((address.parse().map_err(|_| format!("origin: {out}"))?, process));
+            return Ok((address.parse().map_err(|_| format!("no address: {out}"))?, process));
         }
         if process.try_wait()?.is_some() {
             break;
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    Err(format!("the origin did not start: {}", process.output()).into())
+    Err(format!("{} has no address: {}", log.display(), process.output()).into())
 }
 
 /// The machine of the run: cores, processor model and load average.

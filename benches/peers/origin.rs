@@ -28,6 +28,10 @@ use crate::{Result, pki::Pki, raw};
 pub const OBJECT: &str = "/api/v1/namespaces/default/configmaps/x";
 /// A LIST whose response has [`BULK_BYTES`].
 pub const BULK: &str = "/api/v1/pods";
+/// A LIST whose response has [`LIST_BYTES`].
+pub const LIST: &str = "/api/v1/configmaps";
+/// An object whose response has [`LONG_OBJECT_BYTES`].
+pub const LONG_OBJECT: &str = "/api/v1/namespaces/default/configmaps/long";
 /// A watch that sends one event and stays open.
 pub const WATCH: &str = "/api/v1/namespaces/default/configmaps?watch=1&resourceVersion=100";
 
@@ -35,6 +39,10 @@ pub const WATCH: &str = "/api/v1/namespaces/default/configmaps?watch=1&resourceV
 pub const OBJECT_BYTES: usize = 2048;
 /// Body size of the response for [`BULK`].
 pub const BULK_BYTES: u64 = 200_000_000;
+/// Body size of the response for [`LIST`].
+pub const LIST_BYTES: u64 = 20_000_000;
+/// Body size of the response for [`LONG_OBJECT`].
+pub const LONG_OBJECT_BYTES: u64 = 64 << 10;
 
 /// Concurrent streams of a connection, as with `--http2-max-streams-per-connection=100` of kube-apiserver.
 const MAX_STREAMS: u32 = 100;
@@ -93,6 +101,8 @@ fn respond(request: &Request<Incoming>, object: &Bytes, chunk: &Bytes) -> Respon
         _ if watch => Body::Watch(Some(event())),
         "/readyz" => Body::Whole(Some(Bytes::from_static(b"ok"))),
         BULK => Body::Bulk { chunk: chunk.clone(), left: BULK_BYTES },
+        LIST => Body::Bulk { chunk: chunk.clone(), left: LIST_BYTES },
+        LONG_OBJECT => Body::Bulk { chunk: chunk.clone(), left: LONG_OBJECT_BYTES },
         _ => Body::Whole(Some(object.clone())),
     };
     let mut response = Response::new(body);

@@ -100,6 +100,16 @@ impl Pki {
         Ok(Arc::new(config))
     }
 
+    /// The same without a certificate.
+    pub fn client_config_without_certificate(&self) -> Result<Arc<ClientConfig>> {
+        let mut config = ClientConfig::builder_with_provider(single_cipher_suite())
+            .with_protocol_versions(&[&rustls::version::TLS13])?
+            .with_root_certificates(self.roots()?)
+            .with_no_client_auth();
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(Arc::new(config))
+    }
+
     /// TLS configuration of the origin: as in an apiserver, the client certificate is optional.
     pub fn server_config(&self) -> Result<Arc<ServerConfig>> {
         let verifier = WebPkiClientVerifier::builder_with_provider(

@@ -10,6 +10,7 @@ use metrics::{Counter, Gauge, Histogram};
 
 use super::events::Events;
 use super::history::History;
+use super::memory_budget::MemoryBudget;
 use super::names::{self, CONNECTION_STATES, ENDPOINT_STATES};
 use super::registry::Registry;
 
@@ -25,13 +26,14 @@ pub struct EndpointMetrics {
     answers: [Counter; 2],
     history: History,
     events: Arc<Events>,
+    memory: Arc<MemoryBudget>,
     flows: Gauge,
 }
 
 impl EndpointMetrics {
     pub(super) fn register(
         registry: &Arc<Registry>,
-        events: &Arc<Events>,
+        (events, memory): (&Arc<Events>, &Arc<MemoryBudget>),
         upstream: &str,
         endpoint: &str,
     ) -> Self {
@@ -47,6 +49,7 @@ impl EndpointMetrics {
                 .map(|outcome| registry.counter(&names::ANSWERS, &[upstream, endpoint, outcome])),
             history: History::default(),
             events: Arc::clone(events),
+            memory: Arc::clone(memory),
             flows: registry.gauge(&names::PASSTHROUGH_FLOWS, &[upstream, endpoint]),
         }
     }
@@ -101,6 +104,16 @@ impl EndpointMetrics {
     /// The state changes of the process, for those of the endpoint, its connections and its flows.
     pub fn events(&self) -> &Events {
         &self.events
+    }
+
+    /// The memory of the process, for what its connections may hold.
+    pub fn memory(&self) -> &Arc<MemoryBudget> {
+        &self.memory
+    }
+
+    /// Counts a change of the window of the streams of a connection.
+    pub fn window_changed(&self, grown: bool) {
+        self.count(&names::WINDOW_CHANGES, if grown { "grown" } else { "shrunk" });
     }
 
     /// Copies the response counts into the registry, before a scrape.

@@ -198,6 +198,17 @@ impl MemoryBudget {
         source
     }
 
+    /// The account of what upstream connections for this class may hold beyond the shares of their requests.
+    pub fn upstream_windows(self: &Arc<Self>, class: MemoryClass) -> Arc<SourceMemory> {
+        // No client has such an address.
+        self.source(u128::MAX - class as u128)
+    }
+
+    /// How short memory is for a class, whatever its sources hold.
+    pub fn level(&self, class: MemoryClass) -> Level {
+        Usage { limit: self.limit(), used: self.used(), by_source: 0 }.level(class)
+    }
+
     /// The state of the account.
     pub fn status(&self) -> MemoryStatus {
         let kinds = MemoryKind::ALL.map(|kind| (kind.as_str(), self.used_for(kind)));

@@ -13,6 +13,8 @@ pub enum MemoryKind {
     RequestWindows,
     /// Responses that wait for their clients, and the upstream windows of responses.
     Responses,
+    /// What upstream connections may hold while their windows are larger than at first.
+    UpstreamWindows,
     /// Request bodies held for retries.
     HeldBodies,
     /// Watch events that are incomplete or wait for their client.
@@ -27,12 +29,13 @@ pub enum MemoryKind {
 
 impl MemoryKind {
     /// All kinds, in the order of the metric.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Connections,
         Self::Handshakes,
         Self::Streams,
         Self::RequestWindows,
         Self::Responses,
+        Self::UpstreamWindows,
         Self::HeldBodies,
         Self::WatchFrames,
         Self::Tunnels,
@@ -48,6 +51,7 @@ impl MemoryKind {
             Self::Streams => "streams",
             Self::RequestWindows => "request_windows",
             Self::Responses => "responses",
+            Self::UpstreamWindows => "upstream_windows",
             Self::HeldBodies => "held_bodies",
             Self::WatchFrames => "watch_frames",
             Self::Tunnels => "tunnels",

@@ -161,7 +161,12 @@ impl Metrics {
     pub fn endpoint(&self, upstream: &str, endpoint: &str) -> Arc<EndpointMetrics> {
         let key = |endpoint: &str| (upstream.to_owned(), endpoint.to_owned());
         get_or_register(&self.endpoints, key(endpoint), key(OTHER), |(upstream, endpoint)| {
-            EndpointMetrics::register(&self.registry, &self.events, upstream, endpoint)
+            EndpointMetrics::register(
+                &self.registry,
+                (&self.events, &self.memory),
+                upstream,
+                endpoint,
+            )
         })
     }
 
@@ -317,6 +322,7 @@ mod tests {
         endpoint.ejected("refused");
         endpoint.dialled("ok");
         endpoint.closed_for_frames("headers");
+        endpoint.window_changed(true);
         endpoint.answered(200);
         endpoint.watch_stale();
         endpoint.rtt(std::time::Duration::from_micros(300));

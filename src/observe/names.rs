@@ -137,6 +137,8 @@ table! {
         "Attempts to connect by outcome: ok, failed, timeout, tls, local (a local resource was used up), and others.";
     UPSTREAM_FRAME_LIMIT = Counter "jackstay_upstream_frame_limit_total" ["upstream", "endpoint", "frame"] "connections",
         "Connections to the endpoint closed with ENHANCE_YOUR_CALM because it sent too many frames of a kind: headers (interim responses), ping, settings, window_update, rst_stream, empty_data, empty_headers, other; or interim_responses on a connection of HTTP/1.1.";
+    WINDOW_CHANGES = Counter "jackstay_upstream_window_changes_total" ["upstream", "endpoint", "change"] "changes",
+        "Changes of the receive windows of connections to the endpoint, which follow the line: grown, shrunk.";
     ANSWERS = Counter "jackstay_endpoint_answers_total" ["upstream", "endpoint", "outcome"] "answers",
         "Responses of the endpoint: ok, or error for status 500 and above.";
     PASSTHROUGH_CONNECTIONS = Gauge "jackstay_passthrough_connections" ["listener"] "connections",

@@ -156,7 +156,7 @@ pub struct StreamedBody {
 impl StreamedBody {
     /// The body of a response whose head has arrived. It ends early when `proof_expiry` is ready.
     pub fn new(
-        recv: RecvStream,
+        mut recv: RecvStream,
         prefix: Option<Bytes>,
         mut permit: Permit,
         mut outcome: Box<Outcome>,
@@ -169,6 +169,8 @@ impl StreamedBody {
         if done {
             permit.finished();
             outcome.complete();
+        } else {
+            permit.receives(&mut recv);
         }
         Self {
             recv,

@@ -8,7 +8,9 @@
 mod driver;
 mod error_text;
 mod lifecycle;
+mod line_windows;
 mod permit;
+mod receiving;
 mod response_waits;
 mod stream_slots;
 
@@ -29,6 +31,7 @@ pub use self::error_text::describe_h2_error;
 use self::lifecycle::ConnectionLifecycle;
 pub use self::lifecycle::{DrainReason, DrainUrgency};
 pub use self::permit::Permit;
+use self::receiving::ReceivingStreams;
 use self::response_waits::ResponseWaits;
 use self::stream_slots::StreamSlots;
 use super::balance;
@@ -67,6 +70,7 @@ pub struct Connection {
     lifecycle: ConnectionLifecycle,
     slots: StreamSlots,
     waits: ResponseWaits,
+    receiving: ReceivingStreams,
     /// The moves that are offered to its watches.
     pub moves: WatchMoves,
     /// The waker of the driver task.

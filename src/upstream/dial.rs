@@ -68,6 +68,7 @@ pub struct DialedConnection {
     pub ping: PingPong,
     /// Streams that the caller may open at a time, for which the receive windows are made.
     pub max_streams: usize,
+    pub windows: ReceiveWindows,
     /// The limit of frames that the apiserver has exceeded, if it has.
     pub violation: Violation,
     /// Reads the TCP statistics of the connection.
@@ -265,7 +266,7 @@ async fn first_pong(
     })
     .await?;
     let rtt = pinged_at.elapsed();
-    Ok(DialedConnection { send, h2, ping, max_streams, violation, observer, rtt })
+    Ok(DialedConnection { send, h2, ping, max_streams, windows, violation, observer, rtt })
 }
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
-//! The receive windows of an HTTP/2 connection to an endpoint (RFC 9113 section 5.2).
+//! The receive windows with which an HTTP/2 connection to an endpoint begins (RFC 9113 section 5.2). They follow the line
+//! later (`connection/line_windows.rs`).
 //!
 //! A stream whose client does not read fills its window. The window of the connection is larger than the windows of
 //! all streams that may be open, so that such streams cannot stall the others.
 
-/// Window of a stream. It also bounds the memory of a stream whose client does not read. 256 KiB allows 2 Gbit/s at a
+/// Window of a stream. It also bounds the memory of a stream whose client does not read. 256 KiB allow 2 Gbit/s at a
 /// round-trip time of 1 ms.
 const IDENTITY_STREAM: u32 = 256 * 1024;
 /// The same on connections without the certificate of an identity, whose streams any process may open: 64 KiB allow
@@ -17,7 +18,7 @@ const MAX_WINDOW: u32 = (1 << 31) - 1;
 
 /// The windows of one connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct ReceiveWindows {
+pub struct ReceiveWindows {
     pub(super) stream: u32,
     pub(super) connection: u32,
     /// Budget for small DATA frames, shared by all streams. Watch events are small, and with h2's default about a

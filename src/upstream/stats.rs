@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use serde::Serialize;
@@ -30,6 +30,7 @@ pub struct ConnectionStats {
     pub streams: AtomicUsize,
     pub watches: AtomicUsize,
     rtt_micros: AtomicU64,
+    stream_window: AtomicU32,
 }
 
 impl ConnectionStats {
@@ -50,6 +51,7 @@ impl ConnectionStats {
             streams: AtomicUsize::new(0),
             watches: AtomicUsize::new(0),
             rtt_micros: AtomicU64::new(0),
+            stream_window: AtomicU32::new(0),
         })
     }
 
@@ -79,6 +81,11 @@ impl ConnectionStats {
         self.rtt_micros.store(rtt.as_micros() as u64, Ordering::Relaxed);
     }
 
+    /// Sets the receive window of each stream.
+    pub fn set_stream_window(&self, bytes: u32) {
+        self.stream_window.store(bytes, Ordering::Relaxed);
+    }
+
     pub fn status(&self) -> ConnectionStatus {
         let class = self.class();
         let class = match class {
@@ -91,6 +98,7 @@ impl ConnectionStats {
             local: self.local.map(|address| address.to_string()),
             age_s: self.opened.elapsed().as_secs(),
             rtt_ms: self.rtt_micros.load(Ordering::Relaxed) as f64 / 1000.0,
+            stream_window_bytes: self.stream_window.load(Ordering::Relaxed),
             streams: self.streams.load(Ordering::Relaxed),
             watches: self.watches.load(Ordering::Relaxed),
             serial: self.serial.clone(),
@@ -152,6 +160,8 @@ pub struct ConnectionStatus {
     pub age_s: u64,
     /// Smoothed PING round-trip time in milliseconds.
     pub rtt_ms: f64,
+    /// Receive window of each stream, which follows the line.
+    pub stream_window_bytes: u32,
     pub streams: usize,
     pub watches: usize,
     /// Serial number of the client certificate, as hex.

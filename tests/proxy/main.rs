@@ -16,6 +16,7 @@ mod hostile_upstream;
 mod identity;
 mod kubectl;
 mod limits;
+mod line_windows;
 mod memory_budget;
 mod new_tokens;
 mod outage;

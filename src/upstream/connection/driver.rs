@@ -16,6 +16,8 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::error_text::{describe_end, describe_h2_error};
 use super::lifecycle::{ConnectionLifecycle, DrainUrgency};
+use super::line_windows::{LineWindows, Windows, account_of};
+use super::receiving::ReceivingStreams;
 use super::response_waits::ResponseWaits;
 use super::stream_slots::StreamSlots;
 use super::{Cause, Connection};
@@ -43,11 +45,12 @@ impl Connection {
         pool: Rc<Notify>,
     ) -> Rc<Self> {
         let now = Instant::now();
-        let DialedConnection { send, h2, ping, max_streams, violation, observer, rtt } =
+        let DialedConnection { send, h2, ping, max_streams, windows, violation, observer, rtt } =
             established;
         let serial = tls.certificate.as_ref().map(|info| info.serial.clone());
         let stats = ConnectionStats::new(class, serial, observer.local_addr().ok(), now);
         stats.set_rtt(rtt);
+        stats.set_stream_window(windows.stream);
         endpoint.connection_opened(&stats);
         endpoint.metrics.rtt(rtt);
         // An apiserver closes idle connections, so each endpoint gets a new one every 90 s.
@@ -68,6 +71,7 @@ impl Connection {
             slots: StreamSlots::new(max_streams, send.current_max_send_streams(), now),
             send,
             waits: ResponseWaits::new(now),
+            receiving: ReceivingStreams::default(),
             moves: WatchMoves::default(),
             driver: RefCell::new(None),
             changed: Notify::new(),
@@ -80,6 +84,8 @@ impl Connection {
             goaway: connection.send.clone(),
             violation,
             observer,
+            announced: Windows { stream: windows.stream, connection: windows.connection },
+            windows: LineWindows::new(windows, account_of(endpoint, class), rtt, now),
             health: ConnectionHealth::new(Thresholds::of(&config.health), rtt, now),
             bytes_read: 0,
         };
@@ -121,6 +127,9 @@ struct Driver {
     violation: Violation,
     observer: StreamObserver,
     health: ConnectionHealth,
+    windows: LineWindows,
+    /// The windows that the apiserver knows, or is told with the next frames.
+    announced: Windows,
     /// Bytes read up to the last poll.
     bytes_read: u64,
 }
@@ -172,7 +181,8 @@ impl Driver {
             if let Some(reason) = self.connection.lifecycle.close_requested.get() {
                 return Poll::Ready(End::abrupt(reason.as_str()));
             }
-            self.record_received_bytes(timer.as_mut());
+            let received = self.record_received_bytes(timer.as_mut());
+            let adjusted = (received || self.windows.is_due()) && self.adjust_windows();
             self.detect_goaway(cx);
             if self.connection.streams() == 0 {
                 match self.connection.state() {
@@ -192,11 +202,12 @@ impl Driver {
                 self.handle_pong();
             }
             self.arm_timer_for_waiting_request(timer.as_mut());
+            self.arm_timer_for_windows(timer.as_mut());
             let check_due = timer.as_mut().poll(cx).is_ready();
             if check_due && let Some(end) = self.check_health(timer.as_mut()) {
                 return Poll::Ready(end);
             }
-            if !pong && !check_due {
+            if !pong && !check_due && !adjusted {
                 return Poll::Pending;
             }
         }
@@ -211,10 +222,11 @@ impl Driver {
         }
     }
 
-    fn record_received_bytes(&mut self, timer: Pin<&mut Sleep>) {
+    /// Records what the last poll has read. Returns whether the windows must be adjusted.
+    fn record_received_bytes(&mut self, timer: Pin<&mut Sleep>) -> bool {
         let bytes_read = self.observer.bytes_read();
         if bytes_read == self.bytes_read {
-            return;
+            return false;
         }
         self.bytes_read = bytes_read;
         let connection = &self.connection;
@@ -228,6 +240,27 @@ impl Driver {
         if check_at < timer.deadline() {
             timer.reset(check_at);
         }
+        self.windows.received(bytes_read, now)
+    }
+
+    /// Adjusts the receive windows. Returns whether h2 has something to send.
+    fn adjust_windows(&mut self) -> bool {
+        let connection = &self.connection;
+        let held = connection.receiving.held(self.windows.initial_stream());
+        let wanted = self.windows.adjust(held, Instant::now());
+        let before = self.announced;
+        if wanted.connection != before.connection {
+            self.h2.set_target_window_size(wanted.connection);
+            self.announced.connection = wanted.connection;
+        }
+        // h2 refuses as long as the apiserver has not acknowledged the last change. The next check tries again.
+        if wanted.stream != before.stream && self.h2.set_initial_window_size(wanted.stream).is_ok()
+        {
+            self.announced.stream = wanted.stream;
+            connection.stats.set_stream_window(wanted.stream);
+            connection.endpoint.metrics.window_changed(wanted.stream > before.stream);
+        }
+        self.announced != before
     }
 
     fn detect_goaway(&mut self, cx: &mut Context<'_>) {
@@ -275,6 +308,7 @@ impl Driver {
         let (rtt, change) = self.health.pong(Instant::now());
         self.connection.set_findings(self.health.findings());
         if let Some(rtt) = rtt {
+            self.windows.round_trip(rtt);
             self.connection.endpoint.metrics.rtt(rtt);
             self.connection.stats.set_rtt(self.health.rtt());
         }
@@ -301,6 +335,15 @@ impl Driver {
             if check_at < timer.deadline() {
                 timer.reset(check_at);
             }
+        }
+    }
+
+    /// Moves the timer to the next check of the windows, if it is set to a later time.
+    fn arm_timer_for_windows(&self, timer: Pin<&mut Sleep>) {
+        if let Some(at) = self.windows.check_at()
+            && at < timer.deadline()
+        {
+            timer.reset(at);
         }
     }
 

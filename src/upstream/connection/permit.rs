@@ -5,8 +5,8 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
-use h2::SendStream;
 use h2::client::ResponseFuture;
+use h2::{RecvStream, SendStream, StreamId};
 use http::Request;
 use tokio::time::Instant;
 
@@ -29,6 +29,7 @@ impl Connection {
             proven: false,
             round: 0,
             stream: StreamState::Closed,
+            received: None,
         }
     }
 }
@@ -47,6 +48,8 @@ pub struct Permit {
     /// The round of [`super::response_waits`] in which the request was sent; unused for a watch.
     round: u32,
     stream: StreamState,
+    /// The stream, if its body is received piece by piece.
+    received: Option<StreamId>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,6 +111,13 @@ impl Permit {
         }
     }
 
+    /// The body of the response is received piece by piece from `recv`, which is dropped together with this.
+    pub fn receives(&mut self, recv: &mut RecvStream) {
+        if self.received.is_none() {
+            self.received = Some(self.connection.receiving.add(recv));
+        }
+    }
+
     /// Records that the response has proven the token of the request. The pool hands a connection with many such
     /// streams over ([`Connection::is_mostly_proven`]).
     pub fn token_proven(&mut self) {
@@ -143,6 +153,9 @@ impl Drop for Permit {
         self.set_pinned(false);
         self.end_wait();
         let connection = &self.connection;
+        if let Some(stream) = self.received {
+            connection.receiving.remove(stream);
+        }
         if self.proven {
             connection.slots.count_proven(false);
         }

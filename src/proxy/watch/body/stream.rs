@@ -79,7 +79,8 @@ pub(super) enum LeaveReason {
 }
 
 impl UpstreamStream {
-    pub(super) fn new(recv: RecvStream, permit: Permit, drain: &DrainWatcher) -> Self {
+    pub(super) fn new(mut recv: RecvStream, mut permit: Permit, drain: &DrainWatcher) -> Self {
+        permit.receives(&mut recv);
         let connection = permit.connection();
         Self {
             pace: DeliveryPace::new(connection.last_received()),

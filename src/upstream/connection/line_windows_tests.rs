@@ -1,0 +1,234 @@
+use super::*;
+use crate::observe::MemoryBudget;
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+const LIMIT: usize = 192 * MIB;
+
+/// A connection of this class on a line.
+struct Line {
+    budget: Arc<MemoryBudget>,
+    windows: LineWindows,
+    rtt: Duration,
+    now: Instant,
+    received: u64,
+    announced: Windows,
+    held: usize,
+    /// Bytes that have just arrived.
+    unread: usize,
+}
+
+impl Line {
+    fn new(class: MemoryClass, rtt: Duration) -> Self {
+        Self::within(MemoryBudget::new(LIMIT), class, rtt)
+    }
+
+    fn within(budget: Arc<MemoryBudget>, class: MemoryClass, rtt: Duration) -> Self {
+        let initial = ReceiveWindows::new(100, class == MemoryClass::Identity);
+        let now = Instant::now();
+        let account = (budget.upstream_windows(class), class);
+        let windows = LineWindows::new(initial, account, rtt, now);
+        let announced = Windows { stream: initial.stream, connection: initial.connection };
+        Self { budget, windows, rtt, now, received: 0, announced, held: 0, unread: 0 }
+    }
+
+    /// Bytes arrive.
+    fn receive(&mut self, bytes: usize) {
+        self.received += bytes as u64;
+        self.unread = bytes.min(128 * KIB);
+        if self.windows.received(self.received, self.now) {
+            self.adjust();
+        }
+    }
+
+    fn held(&self) -> Held {
+        Held { all: self.unread + self.held, beyond: self.held }
+    }
+
+    fn adjust(&mut self) {
+        self.announced = self.windows.adjust(self.held(), self.now);
+    }
+
+    /// Time passes; the checks are done.
+    fn pass(&mut self, time: Duration) {
+        let end = self.now + time;
+        while let Some(at) = self.windows.check_at().filter(|at| *at <= end) {
+            self.now = at;
+            self.adjust();
+        }
+        self.now = end;
+    }
+
+    /// A body that fills each window, on a line of `rate` bytes a second. Returns its time.
+    fn body(&mut self, mut bytes: usize, rate: f64) -> Duration {
+        let begin = self.now;
+        while bytes > 0 {
+            let product = (self.rtt.as_secs_f64() * rate) as usize;
+            let flight = bytes.min(self.announced.stream as usize).min(product.max(16 * KIB));
+            self.pass(self.rtt);
+            for piece in [flight - flight / 2, flight / 2] {
+                self.receive(piece);
+            }
+            bytes -= flight;
+        }
+        self.now - begin
+    }
+
+    fn lent(&self) -> usize {
+        self.budget.used_for(MemoryKind::UpstreamWindows)
+    }
+}
+
+#[test]
+fn list_takes_few_round_trips_and_its_windows_are_given_back() {
+    for (class, rtt, trips) in [
+        (MemoryClass::Token, 2, 17),
+        (MemoryClass::Token, 20, 7),
+        (MemoryClass::Token, 80, 7),
+        (MemoryClass::Unproven, 80, 7),
+        (MemoryClass::Identity, 20, 7),
+        (MemoryClass::Identity, 80, 7),
+    ] {
+        let rtt = Duration::from_millis(rtt);
+        let mut line = Line::new(class, rtt);
+        let initial = line.announced;
+        let time = line.body(20_000_000, 1e12);
+        assert!(time <= rtt * trips, "{class:?}: {time:?} at {rtt:?}");
+        assert!(line.lent() > 0);
+        line.pass(KEEP + 8 * rtt + 2 * CHECK_INTERVAL);
+        assert_eq!((line.announced, line.lent()), (initial, 0), "{class:?} at {rtt:?}");
+        assert_eq!(line.windows.check_at(), None, "an idle connection has no timer");
+    }
+}
+
+#[test]
+fn window_follows_what_the_line_carries() {
+    let rtt = Duration::from_millis(80);
+    for (rate, expected) in [(5e6, 1 << 20), (20e6, 4 << 20), (1e9, 16 << 20)] {
+        let mut line = Line::new(MemoryClass::Identity, rtt);
+        line.body((rate * 5.0) as usize, rate);
+        let window = line.announced.stream;
+        assert!((expected..=2 * expected).contains(&window), "{rate}: {window}");
+    }
+}
+
+#[test]
+fn small_responses_and_slow_lines_change_nothing() {
+    let mut line = Line::new(MemoryClass::Token, Duration::from_millis(20));
+    let initial = line.announced;
+    for _ in 0..1000 {
+        line.receive(30 * KIB);
+        line.pass(Duration::from_millis(20));
+    }
+    assert_eq!((line.announced, line.lent()), (initial, 0));
+}
+
+#[test]
+fn windows_stay_small_on_a_short_line() {
+    for class in [MemoryClass::Token, MemoryClass::Identity] {
+        let mut line = Line::new(class, Duration::from_micros(100));
+        for _ in 0..10_000 {
+            line.receive(1 << 20);
+            line.pass(Duration::from_millis(1));
+        }
+        assert_eq!(line.announced.stream, MIN_GROWN, "{class:?}");
+    }
+}
+
+#[test]
+fn clients_that_do_not_read_cause_no_growth() {
+    for class in [MemoryClass::Token, MemoryClass::Identity] {
+        let mut line = Line::new(class, Duration::from_millis(20));
+        let initial = line.announced;
+        // Each stream fills its window.
+        for stream in 1..=50 {
+            line.received += u64::from(initial.stream);
+            line.unread = stream * initial.stream as usize;
+            if line.windows.received(line.received, line.now) {
+                line.adjust();
+            }
+            line.pass(Duration::from_millis(5));
+        }
+        assert_eq!(line.announced, initial, "{class:?}");
+    }
+}
+
+#[test]
+fn late_pongs_give_no_larger_windows_than_a_long_line() {
+    let mut line = Line::new(MemoryClass::Token, Duration::from_secs(3));
+    let initial = line.announced;
+    line.body(100 << 20, 1e12);
+    assert!(line.announced.stream <= MAX_GROWN);
+    assert!(line.lent() <= initial.connection as usize + MAX_GROWN as usize);
+    let mut short = Line::new(MemoryClass::Token, Duration::from_millis(1));
+    for _ in 0..3 {
+        short.windows.round_trip(Duration::from_secs(3));
+    }
+    assert!(short.windows.rtt < Duration::from_micros(1250), "{:?}", short.windows.rtt);
+}
+
+#[test]
+fn windows_never_exceed_what_is_lent() {
+    for class in [MemoryClass::Unproven, MemoryClass::Token] {
+        let budget = MemoryBudget::new(LIMIT);
+        let rtt = Duration::from_millis(80);
+        let mut lines: Vec<_> =
+            (0..50).map(|_| Line::within(Arc::clone(&budget), class, rtt)).collect();
+        let initial = lines[0].announced;
+        for line in &mut lines {
+            line.body(30 << 20, 1e12);
+            // All streams together can hold the window of the connection.
+            if line.announced.stream > initial.stream {
+                let lent = line.windows.loan.bytes;
+                assert!(lent >= line.announced.connection as usize, "{class:?}: {lent}");
+            }
+        }
+        let grown = lines.iter().filter(|line| line.announced.stream > initial.stream).count();
+        assert!((1..50).contains(&grown), "{class:?}: {grown} connections borrow");
+        assert!(budget.used() < LIMIT / 8 * 3, "{class:?}: {}", budget.used());
+        drop(lines);
+        assert_eq!(budget.used(), 0);
+    }
+}
+
+#[test]
+fn windows_are_given_back_when_memory_gets_short() {
+    for (class, used) in [(MemoryClass::Unproven, LIMIT / 3), (MemoryClass::Token, LIMIT / 8 * 3)] {
+        let mut line = Line::new(class, Duration::from_millis(80));
+        let initial = line.announced;
+        line.body(10 << 20, 1e12);
+        assert!(line.announced.stream > initial.stream);
+        let other = line.budget.source(1).charge(MemoryKind::Streams, used);
+        line.pass(2 * line.rtt);
+        assert_eq!(line.announced, initial, "{class:?}");
+        line.pass(2 * line.rtt);
+        assert_eq!(line.lent(), 0, "{class:?}");
+        // Nor does it grow now.
+        line.pass(REFUSED_PAUSE);
+        line.body(10 << 20, 1e12);
+        assert_eq!(line.announced, initial, "{class:?}");
+        // Identities borrow still.
+        let budget = Arc::clone(&line.budget);
+        let mut identity = Line::within(budget, MemoryClass::Identity, Duration::from_millis(80));
+        identity.body(10 << 20, 1e12);
+        assert!(identity.announced.stream > 4 << 20);
+        drop(other);
+    }
+}
+
+#[test]
+fn held_bytes_are_charged_and_do_not_stall_other_streams() {
+    let mut line = Line::new(MemoryClass::Token, Duration::from_millis(20));
+    let initial = line.announced;
+    line.body(10 << 20, 1e12);
+    // The client stops reading.
+    line.held = 8 * MIB;
+    line.pass(KEEP + 2 * CHECK_INTERVAL);
+    assert_eq!(line.announced.stream, initial.stream);
+    assert_eq!(line.announced.connection, initial.connection + (8 << 20));
+    assert_eq!(line.lent(), 8 * MIB);
+    // It reads again.
+    line.held = 0;
+    line.pass(CHECK_INTERVAL);
+    assert_eq!((line.announced, line.lent()), (initial, 0));
+}

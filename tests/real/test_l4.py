@@ -579,7 +579,8 @@ class Transparent(RigCase, unittest.TestCase):
         """A direct connection to a transparent listener is refused at once, and the log has the reason."""
         with self.assertRaises(OSError):
             self.rig.api(self.jackstay.server, cert=self.rig.admin_cert, timeout=5).get("/readyz")
-        self.assertIn("accepts only connections that nftables redirects", self.logged())
+        # The log is written by a thread of its own.
+        wait_for("the log message", lambda: "accepts only connections that nftables redirects" in self.logged(), 10)
 
     def test_missing_capability_is_one_error(self):
         """Without CAP_NET_ADMIN the start fails with one error that names it."""

@@ -8,7 +8,7 @@
 //!   the estimator of gRPC (`internal/transport/bdp_estimator.go`). The first step goes to what a fast line can carry,
 //!   because one round trip for each doubling would cost as much as the body. Further ones double.
 //!   Bytes that the clients have not read do not count, because then a client is the limit.
-//! * **Follow.** A window of more than four times the largest round trip is reduced to twice that.
+//! * **Follow.** While clients leave half a window unread, it is halved, so that it becomes what they read. A window of more than four times the largest round trip is reduced to twice that.
 //! * **Shrink.** After a second without such bytes the windows are the initial ones again.
 //!
 //! What streams may hold beyond their initial window is lent by the [memory budget](crate::observe::memory_budget):
@@ -30,11 +30,9 @@ use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::receive_windows::ReceiveWindows;
 
-/// Rate for which the first step grows the windows, in bytes a second: 3.2 Gbit/s.
-const FAST_LINE: f64 = 400e6;
-/// Rate beyond which no window grows, in bytes a second: 10 Gbit/s. On a short line the processors are the limit, and larger
+/// Rate for which windows grow, in bytes a second: 3.2 Gbit/s. On a short line the processors are the limit, and larger
 /// windows would only hold more for clients that stall.
-const FASTEST_LINE: f64 = 1.25e9;
+const FAST_LINE: f64 = 400e6;
 /// Smallest window after a growth. It also serves a short line: fewer turns of the tasks on both sides.
 const MIN_GROWN: u32 = 256 << 10;
 /// Largest window of the first step, as that of Go's client.
@@ -110,6 +108,8 @@ pub(super) struct LineWindows {
     largest: u64,
     /// The bytes of a sample in which the window may have limited the line, since the last check.
     limited: Option<u64>,
+    /// Bytes that had been received at the last check.
+    checked: u64,
     /// Bytes that the streams held at the last check.
     held_before: usize,
     /// When a sample last needed more than the initial window.
@@ -138,6 +138,7 @@ impl LineWindows {
             received: 0,
             largest: 0,
             limited: None,
+            checked: 0,
             held_before: 0,
             busy_at: now,
             changed_at: now,
@@ -190,7 +191,8 @@ impl LineWindows {
 
     /// Grows or shrinks the windows. Returns what to announce.
     pub(super) fn adjust(&mut self, Held { all, beyond: held }: Held, now: Instant) -> Windows {
-        let wanted = self.wanted(all, now);
+        let wanted = self.wanted(all, held, now);
+        self.checked = self.received;
         let granted = self.borrow(wanted, held);
         if granted < wanted {
             self.refused_until = now + REFUSED_PAUSE;
@@ -207,9 +209,14 @@ impl LineWindows {
     }
 
     /// The window of a stream that the line needs.
-    fn wanted(&mut self, held: usize, now: Instant) -> u32 {
+    fn wanted(&mut self, held: usize, beyond: usize, now: Instant) -> u32 {
         let initial = self.initial.stream;
         let waiting = held.saturating_sub(std::mem::replace(&mut self.held_before, held)) as u64;
+        if self.stream > initial && 2 * beyond >= self.stream as usize {
+            self.limited = None;
+            return if self.stream / 2 < MIN_GROWN { initial } else { self.stream / 2 }
+                .max(initial);
+        }
         if let Some(bytes) = self.limited.take()
             && now >= self.refused_until
         {
@@ -219,9 +226,7 @@ impl LineWindows {
                 return self.stream;
             }
             return if self.stream == initial {
-                let product = (2.0 * self.rtt.as_secs_f64() * FAST_LINE) as u32;
-                let first = product.clamp(MIN_GROWN, MAX_FIRST).next_power_of_two();
-                first.max(2 * initial).min(self.largest_useful())
+                self.largest_useful().min(MAX_FIRST)
             } else {
                 (2 * self.stream).min(self.largest_useful().max(self.stream))
             };
@@ -238,7 +243,7 @@ impl LineWindows {
 
     /// The largest window that makes the line faster.
     fn largest_useful(&self) -> u32 {
-        let product = (2.0 * self.rtt.as_secs_f64() * FASTEST_LINE) as u32;
+        let product = (2.0 * self.rtt.as_secs_f64() * FAST_LINE) as u32;
         product.clamp(MIN_GROWN, MAX_GROWN).max(self.initial.stream)
     }
 

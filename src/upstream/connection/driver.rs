@@ -77,6 +77,7 @@ impl Connection {
             changed: Notify::new(),
             pool,
         });
+        let initial = Windows { stream: windows.stream, connection: windows.connection };
         let driver = Driver {
             connection: Rc::clone(&connection),
             h2,
@@ -84,7 +85,8 @@ impl Connection {
             goaway: connection.send.clone(),
             violation,
             observer,
-            announced: Windows { stream: windows.stream, connection: windows.connection },
+            wanted: initial,
+            announced: initial,
             windows: LineWindows::new(windows, account_of(endpoint, class), rtt, now),
             health: ConnectionHealth::new(Thresholds::of(&config.health), rtt, now),
             bytes_read: 0,
@@ -128,6 +130,8 @@ struct Driver {
     observer: StreamObserver,
     health: ConnectionHealth,
     windows: LineWindows,
+    /// What the last check has decided.
+    wanted: Windows,
     /// The windows that the apiserver knows, or is told with the next frames.
     announced: Windows,
     /// Bytes read up to the last poll.
@@ -182,7 +186,10 @@ impl Driver {
                 return Poll::Ready(End::abrupt(reason.as_str()));
             }
             let received = self.record_received_bytes(timer.as_mut());
-            let adjusted = (received || self.windows.is_due()) && self.adjust_windows();
+            if received || self.windows.is_due() {
+                self.adjust_windows();
+            }
+            let adjusted = self.wanted != self.announced && self.announce_windows();
             self.detect_goaway(cx);
             if self.connection.streams() == 0 {
                 match self.connection.state() {
@@ -243,22 +250,25 @@ impl Driver {
         self.windows.received(bytes_read, now)
     }
 
-    /// Adjusts the receive windows. Returns whether h2 has something to send.
-    fn adjust_windows(&mut self) -> bool {
-        let connection = &self.connection;
-        let held = connection.receiving.held(self.windows.initial_stream());
-        let wanted = self.windows.adjust(held, Instant::now());
-        let before = self.announced;
+    fn adjust_windows(&mut self) {
+        let held = self.connection.receiving.held(self.windows.initial_stream());
+        self.wanted = self.windows.adjust(held, Instant::now());
+    }
+
+    /// Announces the wanted windows. Returns whether h2 has something to send.
+    fn announce_windows(&mut self) -> bool {
+        let (wanted, before) = (self.wanted, self.announced);
         if wanted.connection != before.connection {
             self.h2.set_target_window_size(wanted.connection);
             self.announced.connection = wanted.connection;
         }
-        // h2 refuses as long as the apiserver has not acknowledged the last change. The next check tries again.
+        // h2 refuses as long as the apiserver has not acknowledged the last change. The next poll tries again.
         if wanted.stream != before.stream && self.h2.set_initial_window_size(wanted.stream).is_ok()
         {
             self.announced.stream = wanted.stream;
-            connection.stats.set_stream_window(wanted.stream);
-            connection.endpoint.metrics.window_changed(wanted.stream > before.stream);
+            self.connection.stats.set_stream_window(wanted.stream);
+            let grown = wanted.stream > before.stream;
+            self.connection.endpoint.metrics.window_changed(grown);
         }
         self.announced != before
     }

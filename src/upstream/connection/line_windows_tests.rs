@@ -211,7 +211,7 @@ fn windows_are_given_back_when_memory_gets_short() {
         let budget = Arc::clone(&line.budget);
         let mut identity = Line::within(budget, MemoryClass::Identity, Duration::from_millis(80));
         identity.body(10 << 20, 1e12);
-        assert!(identity.announced.stream > 4 << 20);
+        assert!(identity.announced.stream >= 2 << 20);
         drop(other);
     }
 }

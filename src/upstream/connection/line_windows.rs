@@ -36,7 +36,7 @@ const FAST_LINE: f64 = 400e6;
 /// Smallest window after a growth. It also serves a short line: fewer turns of the tasks on both sides.
 const MIN_GROWN: u32 = 256 << 10;
 /// Largest window of the first step: clients that stall at once hold so much.
-const MAX_FIRST: u32 = 2 << 20;
+const MAX_FIRST: u32 = 1 << 20;
 /// Largest window: 1.6 Gbit/s at 80 ms.
 const MAX_GROWN: u32 = 16 << 20;
 /// Shortest time in which bytes are counted. On loopback the tasks of both sides take longer than a round trip.

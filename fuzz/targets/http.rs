@@ -93,7 +93,7 @@ pub(super) fn frames(bytes: &[u8]) {
     let whole = scan(bytes.len().max(1));
     assert_eq!(scan(1), whole);
     assert_eq!(scan(7), whole);
-    let (mut limiter, violation) = FrameLimiter::of_client(
+    let (mut limiter, frames) = FrameLimiter::of_client(
         tokio::io::join(bytes, tokio::io::sink()),
         100,
         Duration::from_secs(10),
@@ -108,11 +108,11 @@ pub(super) fn frames(bytes: &[u8]) {
             // The limiter yields to other connections.
             Poll::Pending => {}
             Poll::Ready(Err(_)) => {
-                assert!(violation.get().is_some());
+                assert!(frames.violation().is_some());
                 return;
             }
         }
     }
     assert_eq!(read, bytes);
-    assert!(violation.get().is_none());
+    assert!(frames.violation().is_none());
 }

@@ -26,7 +26,9 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use self::budgets::{Budgets, Peer};
 use self::header_block::HeaderBlock;
-use super::http2_frames::{CLIENT_PREFACE_LENGTH, FrameScanner, enhance_your_calm, frame_type};
+use super::http2_frames::{
+    ACK, CLIENT_PREFACE_LENGTH, FrameHeader, FrameScanner, enhance_your_calm, frame_type,
+};
 
 pub use self::budgets::LimitedFrame;
 
@@ -36,14 +38,31 @@ const CLIENT_TURN: Turn = Turn { frames: 64, bytes: 32 * 1024 };
 /// What the connection of an apiserver reads before other tasks run. Responses are larger than requests.
 const SERVER_TURN: Turn = Turn { frames: 256, bytes: 128 * 1024 };
 
-/// The budget that a peer has used up, if it has.
+/// What the frames of a peer have shown. Clones share it.
 #[derive(Debug, Clone, Default)]
-pub struct Violation(Rc<Cell<Option<LimitedFrame>>>);
+pub struct PeerFrames(Rc<Seen>);
 
-impl Violation {
-    /// The frames of which there were too many.
-    pub fn get(&self) -> Option<LimitedFrame> {
-        self.0.get()
+#[derive(Debug, Default)]
+struct Seen {
+    violation: Cell<Option<LimitedFrame>>,
+    settings_acks: Cell<u64>,
+}
+
+impl PeerFrames {
+    /// The frames of which there were too many, if any.
+    pub fn violation(&self) -> Option<LimitedFrame> {
+        self.0.violation.get()
+    }
+
+    /// How many SETTINGS the peer has acknowledged. h2 does not show it.
+    pub fn settings_acks(&self) -> u64 {
+        self.0.settings_acks.get()
+    }
+
+    fn received(&self, header: FrameHeader) {
+        if header.frame_type == frame_type::SETTINGS && header.flags & ACK != 0 {
+            self.0.settings_acks.set(self.0.settings_acks.get() + 1);
+        }
     }
 }
 
@@ -61,7 +80,7 @@ pub struct FrameLimiter<T> {
     turn: Turn,
     /// What is read before a yield.
     limit: Turn,
-    violation: Violation,
+    seen: PeerFrames,
 }
 
 #[derive(Debug, Default)]
@@ -72,12 +91,12 @@ struct Turn {
 
 impl<T> FrameLimiter<T> {
     /// The stream of a client that may open `max_streams` at a time, and has `header_timeout` for each header block.
-    pub fn of_client(io: T, max_streams: u32, header_timeout: Duration) -> (Self, Violation) {
+    pub fn of_client(io: T, max_streams: u32, header_timeout: Duration) -> (Self, PeerFrames) {
         Self::new(io, Peer::Client, max_streams, Some(header_timeout))
     }
 
     /// The stream of a server to which jackstay opens at most `max_streams` at a time.
-    pub fn of_server(io: T, max_streams: u32) -> (Self, Violation) {
+    pub fn of_server(io: T, max_streams: u32) -> (Self, PeerFrames) {
         Self::new(io, Peer::Server, max_streams, None)
     }
 
@@ -86,8 +105,8 @@ impl<T> FrameLimiter<T> {
         peer: Peer,
         max_streams: u32,
         header_timeout: Option<Duration>,
-    ) -> (Self, Violation) {
-        let violation = Violation::default();
+    ) -> (Self, PeerFrames) {
+        let seen = PeerFrames::default();
         let (received, sent, limit) = match peer {
             Peer::Client => (CLIENT_PREFACE_LENGTH, 0, CLIENT_TURN),
             Peer::Server => (0, CLIENT_PREFACE_LENGTH, SERVER_TURN),
@@ -101,9 +120,9 @@ impl<T> FrameLimiter<T> {
             block: HeaderBlock::new(header_timeout),
             turn: Turn::default(),
             limit,
-            violation: violation.clone(),
+            seen: seen.clone(),
         };
-        (limiter, violation)
+        (limiter, seen)
     }
 
     /// The wrapped stream.
@@ -113,7 +132,7 @@ impl<T> FrameLimiter<T> {
 
     /// Counts the frames in received bytes.
     fn count_received(&mut self, bytes: &[u8]) -> Result<(), LimitedFrame> {
-        let Self { received, budgets, last_stream, block, turn, .. } = self;
+        let Self { received, budgets, last_stream, block, turn, seen, .. } = self;
         turn.bytes += bytes.len();
         received.scan(bytes, |header| {
             turn.frames += 1;
@@ -122,6 +141,7 @@ impl<T> FrameLimiter<T> {
                 *last_stream = header.stream.max(*last_stream);
             }
             block.received(header);
+            seen.received(header);
             budgets.received(header, is_opened)
         })
     }
@@ -138,7 +158,7 @@ impl<T> FrameLimiter<T> {
 impl<T: AsyncWrite + Unpin> FrameLimiter<T> {
     /// Sends GOAWAY if the socket takes it at once, and returns the error that ends the connection.
     fn close(&mut self, frame: LimitedFrame, cx: &mut Context<'_>) -> io::Error {
-        self.violation.0.set(Some(frame));
+        self.seen.0.violation.set(Some(frame));
         if self.sent.is_at_frame_boundary() {
             let goaway = enhance_your_calm(self.last_stream);
             if let Poll::Ready(Ok(_)) = Pin::new(&mut self.io).poll_write(cx, &goaway) {
@@ -226,17 +246,16 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
     use tokio::time::{Instant, sleep};
 
-    use super::super::http2_frames::{ACK, END_HEADERS, END_STREAM};
+    use super::super::http2_frames::{END_HEADERS, END_STREAM};
     use super::*;
 
     /// The limiter behind a client that has sent its preface, and the client.
-    async fn connected() -> (FrameLimiter<DuplexStream>, Violation, DuplexStream) {
+    async fn connected() -> (FrameLimiter<DuplexStream>, PeerFrames, DuplexStream) {
         let (mut client, server) = duplex(1 << 22);
         client.write_all(&[0; CLIENT_PREFACE_LENGTH]).await.unwrap();
-        let (mut limiter, violation) =
-            FrameLimiter::of_client(server, 1_000, Duration::from_secs(10));
+        let (mut limiter, seen) = FrameLimiter::of_client(server, 1_000, Duration::from_secs(10));
         limiter.read_exact(&mut [0; CLIENT_PREFACE_LENGTH]).await.unwrap();
-        (limiter, violation, client)
+        (limiter, seen, client)
     }
 
     fn frame(frame_type: u8, flags: u8, payload: &[u8]) -> Vec<u8> {
@@ -265,7 +284,7 @@ mod tests {
             (0xbe, &[], LimitedFrame::Other),
         ];
         for (frame_type, payload, kind) in cases {
-            let (mut limiter, violation, mut client) = connected().await;
+            let (mut limiter, seen, mut client) = connected().await;
             let one = frame(*frame_type, 0, payload);
             let (burst, per_second) = kind.rate(1_000);
             client.write_all(&one.repeat(burst as usize)).await.unwrap();
@@ -274,10 +293,10 @@ mod tests {
             tokio::time::advance(Duration::from_secs(1)).await;
             client.write_all(&one.repeat(per_second as usize)).await.unwrap();
             read(&mut limiter, one.len() * per_second as usize).await.unwrap();
-            assert_eq!(violation.get(), None, "{kind:?}");
+            assert_eq!(seen.violation(), None, "{kind:?}");
             client.write_all(&one).await.unwrap();
             read(&mut limiter, one.len()).await.unwrap_err();
-            assert_eq!(violation.get(), Some(*kind));
+            assert_eq!(seen.violation(), Some(*kind));
             let mut goaway = [0; 17];
             client.read_exact(&mut goaway).await.unwrap();
             let last = u32::from(*frame_type == HEADERS);
@@ -288,7 +307,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn heads_of_a_server_are_closed_after_its_burst_unless_requests_earn_them() {
         let (mut server, stream) = duplex(1 << 22);
-        let (mut limiter, violation) = FrameLimiter::of_server(stream, 100);
+        let (mut limiter, seen) = FrameLimiter::of_server(stream, 100);
         let head = frame(frame_type::HEADERS, 0, &[1]);
         let (burst, per_second) = LimitedFrame::Headers.rate(100);
         // The preface, and then requests with four heads each: interim responses, the response, trailers.
@@ -305,10 +324,10 @@ mod tests {
         tokio::time::advance(Duration::from_secs(1)).await;
         server.write_all(&head.repeat(per_second as usize)).await.unwrap();
         read(&mut limiter, head.len() * per_second as usize).await.unwrap();
-        assert_eq!(violation.get(), None);
+        assert_eq!(seen.violation(), None);
         server.write_all(&head).await.unwrap();
         read(&mut limiter, head.len()).await.unwrap_err();
-        assert_eq!(violation.get(), Some(LimitedFrame::Headers));
+        assert_eq!(seen.violation(), Some(LimitedFrame::Headers));
         let mut sent = vec![0; CLIENT_PREFACE_LENGTH + head.len() * 2_000];
         server.read_exact(&mut sent).await.unwrap();
         let mut goaway = [0; 17];
@@ -318,7 +337,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn acknowledgements_and_frames_with_content_are_not_limited() {
-        let (mut limiter, violation, mut client) = connected().await;
+        let (mut limiter, seen, mut client) = connected().await;
         for one in [
             frame(frame_type::PING, ACK, &[0; 8]),
             frame(frame_type::SETTINGS, ACK, &[]),
@@ -329,14 +348,14 @@ mod tests {
             client.write_all(&one.repeat(10_000)).await.unwrap();
             read(&mut limiter, one.len() * 10_000).await.unwrap();
         }
-        assert_eq!(violation.get(), None);
+        assert_eq!(seen.violation(), None);
     }
 
     /// A client that reads a large response updates its windows, and one that cancels answered requests resets
     /// them.
     #[tokio::test(start_paused = true)]
     async fn frames_that_a_client_has_earned_are_not_limited() {
-        let (mut limiter, violation, mut client) = connected().await;
+        let (mut limiter, seen, mut client) = connected().await;
         let update = frame(frame_type::WINDOW_UPDATE, 0, &[0, 0, 0, 1]);
         let reset = frame(frame_type::RST_STREAM, 0, &[0; 4]);
         for _ in 0..10_000 {
@@ -347,12 +366,12 @@ mod tests {
             client.write_all(&reset).await.unwrap();
             read(&mut limiter, update.len() * 4 + reset.len()).await.unwrap();
         }
-        assert_eq!(violation.get(), None);
+        assert_eq!(seen.violation(), None);
     }
 
     #[tokio::test(start_paused = true)]
     async fn trailers_are_limited_and_requests_are_not() {
-        let (mut limiter, violation, mut client) = connected().await;
+        let (mut limiter, seen, mut client) = connected().await;
         let mut request = frame(frame_type::HEADERS, END_HEADERS, &[1]);
         for stream in 0..1_000_u16 {
             request[7..9].copy_from_slice(&(2 * stream + 1).to_be_bytes());
@@ -361,9 +380,9 @@ mod tests {
         }
         client.write_all(&request.repeat(101)).await.unwrap();
         read(&mut limiter, request.len() * 100).await.unwrap();
-        assert_eq!(violation.get(), None);
+        assert_eq!(seen.violation(), None);
         read(&mut limiter, request.len()).await.unwrap_err();
-        assert_eq!(violation.get(), Some(LimitedFrame::Trailers));
+        assert_eq!(seen.violation(), Some(LimitedFrame::Trailers));
     }
 
     #[tokio::test(start_paused = true)]
@@ -372,7 +391,7 @@ mod tests {
         let more = frame(frame_type::CONTINUATION, 0, &[1]).repeat(100);
         let cut = frame(frame_type::HEADERS, END_HEADERS, &[1; 200]);
         for bytes in [[first.clone(), more].concat(), cut[..150].to_vec(), first] {
-            let (mut limiter, violation, mut client) = connected().await;
+            let (mut limiter, seen, mut client) = connected().await;
             let start = Instant::now();
             // The first bytes at once, the others one a second.
             let (head, rest) = bytes.split_at(29);
@@ -397,7 +416,7 @@ mod tests {
             };
             assert_eq!(error.to_string(), "header block not complete in time");
             assert_eq!(start.elapsed().as_secs(), 10);
-            assert_eq!(violation.get(), Some(LimitedFrame::HeaderBlock));
+            assert_eq!(seen.violation(), Some(LimitedFrame::HeaderBlock));
             let mut goaway = [0; 17];
             client.read_exact(&mut goaway).await.unwrap();
             assert_eq!(goaway[..], enhance_your_calm(1));
@@ -406,7 +425,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_connection_between_header_blocks_may_be_idle() {
-        let (mut limiter, violation, mut client) = connected().await;
+        let (mut limiter, seen, mut client) = connected().await;
         let blocks = [
             frame(frame_type::HEADERS, 0, &[1]),
             frame(frame_type::CONTINUATION, END_HEADERS, &[1]),
@@ -421,7 +440,7 @@ mod tests {
         }
         let idle = tokio::time::timeout(Duration::from_secs(100), limiter.read_u8()).await;
         assert!(idle.is_err(), "it waits");
-        assert_eq!(violation.get(), None);
+        assert_eq!(seen.violation(), None);
     }
 
     #[tokio::test(start_paused = true)]

@@ -115,8 +115,7 @@ impl HttpConnection<'_> {
             }
         });
         let (stream, uncork) = cork(stream);
-        let (stream, violation) =
-            FrameLimiter::of_client(stream, max_streams, limits.header_timeout);
+        let (stream, frames) = FrameLimiter::of_client(stream, max_streams, limits.header_timeout);
         let mut builder = http2::Builder::new(LocalExecutor(Rc::clone(&streams)));
         let connection = builder
             .timer(TokioTimer::new())
@@ -154,7 +153,7 @@ impl HttpConnection<'_> {
         };
         let result = served.await;
         warn_of_shed();
-        if let Some(frame) = violation.get() {
+        if let Some(frame) = frames.violation() {
             self.service.metrics.closed_for_frames(frame.as_str());
             let about = format!(
                 "listener {} closed a connection with ENHANCE_YOUR_CALM, because its client exceeded a limit of frames",

@@ -13,6 +13,7 @@ mod permit;
 mod receiving;
 mod response_waits;
 mod stream_slots;
+mod window_updates;
 
 use std::cell::RefCell;
 use std::fmt;

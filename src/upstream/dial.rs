@@ -25,7 +25,7 @@ use tokio_rustls::client::TlsStream;
 use super::credentials::ClientTls;
 use super::endpoint::{ConnectFailure, ConnectFailureKind, ConnectTimeout, Endpoint};
 use super::receive_windows::ReceiveWindows;
-use crate::net::frame_limiter::{FrameLimiter, Violation};
+use crate::net::frame_limiter::{FrameLimiter, PeerFrames};
 use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
 use crate::net::sockets::read_ahead::ReadAhead;
@@ -69,8 +69,8 @@ pub struct DialedConnection {
     /// Streams that the caller may open at a time, for which the receive windows are made.
     pub max_streams: usize,
     pub windows: ReceiveWindows,
-    /// The limit of frames that the apiserver has exceeded, if it has.
-    pub violation: Violation,
+    /// What the frames of the apiserver have shown.
+    pub frames: PeerFrames,
     /// Reads the TCP statistics of the connection.
     pub observer: StreamObserver,
     /// Round-trip time of the first PING.
@@ -99,8 +99,8 @@ pub async fn dial_h2(
             ));
         }
         let windows = ReceiveWindows::new(max_streams, tls.certificate.is_some());
-        let (stream, violation) = FrameLimiter::of_server(stream, max_streams as u32);
-        first_pong(stream, violation, observer, (windows, max_streams)).await.map_err(|error| {
+        let (stream, frames) = FrameLimiter::of_server(stream, max_streams as u32);
+        first_pong(stream, frames, observer, (windows, max_streams)).await.map_err(|error| {
             let kind = if is_late_alert(&error) {
                 ConnectFailureKind::TlsFailed
             } else {
@@ -232,7 +232,7 @@ fn is_late_alert(error: &io::Error) -> bool {
 /// Starts HTTP/2 on a TLS stream and waits for the first PONG.
 async fn first_pong(
     stream: Http2Stream,
-    violation: Violation,
+    frames: PeerFrames,
     observer: StreamObserver,
     (windows, max_streams): (ReceiveWindows, usize),
 ) -> Result<DialedConnection, io::Error> {
@@ -266,7 +266,7 @@ async fn first_pong(
     })
     .await?;
     let rtt = pinged_at.elapsed();
-    Ok(DialedConnection { send, h2, ping, max_streams, windows, violation, observer, rtt })
+    Ok(DialedConnection { send, h2, ping, max_streams, windows, frames, observer, rtt })
 }
 
 #[cfg(test)]

@@ -16,13 +16,14 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::error_text::{describe_end, describe_h2_error};
 use super::lifecycle::{ConnectionLifecycle, DrainUrgency};
-use super::line_windows::{LineWindows, Windows, account_of};
+use super::line_windows::{LineWindows, account_of};
 use super::receiving::ReceivingStreams;
 use super::response_waits::ResponseWaits;
 use super::stream_slots::StreamSlots;
+use super::window_updates::WindowUpdates;
 use super::{Cause, Connection};
 use crate::config;
-use crate::net::frame_limiter::Violation;
+use crate::net::frame_limiter::PeerFrames;
 use crate::net::sockets::tracked_stream::StreamObserver;
 use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::{DialedConnection, Http2Stream};
@@ -45,7 +46,7 @@ impl Connection {
         pool: Rc<Notify>,
     ) -> Rc<Self> {
         let now = Instant::now();
-        let DialedConnection { send, h2, ping, max_streams, windows, violation, observer, rtt } =
+        let DialedConnection { send, h2, ping, max_streams, windows, frames, observer, rtt } =
             established;
         let serial = tls.certificate.as_ref().map(|info| info.serial.clone());
         let stats = ConnectionStats::new(class, serial, observer.local_addr().ok(), now);
@@ -77,17 +78,15 @@ impl Connection {
             changed: Notify::new(),
             pool,
         });
-        let initial = Windows { stream: windows.stream, connection: windows.connection };
+        let line = LineWindows::new(windows, account_of(endpoint, class), rtt, now);
         let driver = Driver {
             connection: Rc::clone(&connection),
             h2,
             ping,
             goaway: connection.send.clone(),
-            violation,
+            windows: WindowUpdates::new(line, frames.clone()),
+            frames,
             observer,
-            wanted: initial,
-            announced: initial,
-            windows: LineWindows::new(windows, account_of(endpoint, class), rtt, now),
             health: ConnectionHealth::new(Thresholds::of(&config.health), rtt, now),
             bytes_read: 0,
         };
@@ -125,15 +124,10 @@ struct Driver {
     ping: PingPong,
     /// Its `poll_ready` fails after a GOAWAY, which h2 does not report otherwise.
     goaway: SendRequest<Bytes>,
-    /// The limit of frames that the apiserver has exceeded, if it has.
-    violation: Violation,
+    frames: PeerFrames,
     observer: StreamObserver,
     health: ConnectionHealth,
-    windows: LineWindows,
-    /// What the last check has decided.
-    wanted: Windows,
-    /// The windows that the apiserver knows, or is told with the next frames.
-    announced: Windows,
+    windows: WindowUpdates,
     /// Bytes read up to the last poll.
     bytes_read: u64,
 }
@@ -169,7 +163,7 @@ impl Driver {
         loop {
             if let Poll::Ready(result) = Pin::new(&mut self.h2).poll(cx) {
                 self.detect_goaway_at_end(cx);
-                return Poll::Ready(match (result, self.violation.get()) {
+                return Poll::Ready(match (result, self.frames.violation()) {
                     (Ok(()), _) => End {
                         reason: "closed by the apiserver".to_owned(),
                         orderly: self.connection.streams() == 0,
@@ -185,11 +179,8 @@ impl Driver {
             if let Some(reason) = self.connection.lifecycle.close_requested.get() {
                 return Poll::Ready(End::abrupt(reason.as_str()));
             }
-            let received = self.record_received_bytes(timer.as_mut());
-            if received || self.windows.is_due() {
-                self.adjust_windows();
-            }
-            let adjusted = self.wanted != self.announced && self.announce_windows();
+            self.record_received_bytes(timer.as_mut());
+            let adjusted = self.windows.update(&mut self.h2, &self.connection);
             self.detect_goaway(cx);
             if self.connection.streams() == 0 {
                 match self.connection.state() {
@@ -229,11 +220,11 @@ impl Driver {
         }
     }
 
-    /// Records what the last poll has read. Returns whether the windows must be adjusted.
-    fn record_received_bytes(&mut self, timer: Pin<&mut Sleep>) -> bool {
+    /// Records what the last poll has read.
+    fn record_received_bytes(&mut self, timer: Pin<&mut Sleep>) {
         let bytes_read = self.observer.bytes_read();
         if bytes_read == self.bytes_read {
-            return false;
+            return;
         }
         self.bytes_read = bytes_read;
         let connection = &self.connection;
@@ -247,30 +238,7 @@ impl Driver {
         if check_at < timer.deadline() {
             timer.reset(check_at);
         }
-        self.windows.received(bytes_read, now)
-    }
-
-    fn adjust_windows(&mut self) {
-        let held = self.connection.receiving.held(self.windows.initial_stream());
-        self.wanted = self.windows.adjust(held, Instant::now());
-    }
-
-    /// Announces the wanted windows. Returns whether h2 has something to send.
-    fn announce_windows(&mut self) -> bool {
-        let (wanted, before) = (self.wanted, self.announced);
-        if wanted.connection != before.connection {
-            self.h2.set_target_window_size(wanted.connection);
-            self.announced.connection = wanted.connection;
-        }
-        // h2 refuses as long as the apiserver has not acknowledged the last change. The next poll tries again.
-        if wanted.stream != before.stream && self.h2.set_initial_window_size(wanted.stream).is_ok()
-        {
-            self.announced.stream = wanted.stream;
-            self.connection.stats.set_stream_window(wanted.stream);
-            let grown = wanted.stream > before.stream;
-            self.connection.endpoint.metrics.window_changed(grown);
-        }
-        self.announced != before
+        self.windows.received(bytes_read, &self.connection.receiving, now);
     }
 
     fn detect_goaway(&mut self, cx: &mut Context<'_>) {

@@ -6,15 +6,17 @@
 //!
 //! * **Grow.** When the bytes of one round trip reach two thirds of a stream's window, the window limits the line, as in
 //!   the estimator of gRPC (`internal/transport/bdp_estimator.go`). The first step goes to what a fast line can carry,
-//!   because one round trip for each doubling would cost as much as the body. Further ones double.
-//!   Bytes that the clients have not read do not count, because then a client is the limit.
+//!   because one round trip for each doubling would cost as much as the body. Further ones quadruple, each when the
+//!   apiserver has acknowledged the last one and its bytes arrive. Bytes that the clients have not read do not count,
+//!   because then a client is the limit.
 //! * **Follow.** While clients leave half a window unread, it is halved, so that it becomes what they read. A window of more than four times the largest round trip is reduced to twice that.
 //! * **Shrink.** After a second without such bytes the windows are the initial ones again.
 //!
 //! What streams may hold beyond their initial window is lent by the [memory budget](crate::observe::memory_budget):
 //! only what is free (below [`Level::Half`]; for identities, for which others give way, below [`Level::High`]), and it is
 //! given back when memory gets short. The setting concerns all streams of the connection
-//! (`SETTINGS_INITIAL_WINDOW_SIZE`), so the loan is the window of the connection.
+//! (`SETTINGS_INITIAL_WINDOW_SIZE`), so the loan is the window of the connection. It ends when the apiserver has
+//! acknowledged the smaller window.
 //!
 //! Bytes that a client does not read stay, also after the window has shrunk. They are charged until it reads them or its
 //! stream is reset, and the window of the connection is larger by as much, so that they do not stall other streams.
@@ -99,6 +101,10 @@ pub(super) struct LineWindows {
     initial: Windows,
     /// The window of a stream that the line needs and the memory permits.
     stream: u32,
+    /// The last one that was sent to the apiserver.
+    announced: u32,
+    /// The last one that the apiserver has acknowledged.
+    acknowledged: u32,
     loan: Loan,
     /// The round trip without queues: the shortest of the last ones.
     rtt: Duration,
@@ -132,6 +138,8 @@ impl LineWindows {
         Self {
             initial: Windows { stream: initial.stream, connection: initial.connection },
             stream: initial.stream,
+            announced: initial.stream,
+            acknowledged: initial.stream,
             loan: Loan { account, class, bytes: 0 },
             rtt,
             sample: Sample { since: now, before: 0 },
@@ -147,9 +155,9 @@ impl LineWindows {
         }
     }
 
-    /// The window with which streams begin when the line needs no more.
-    pub(super) fn initial_stream(&self) -> u32 {
-        self.initial.stream
+    /// The windows when the line needs no more.
+    pub(super) fn initial(&self) -> Windows {
+        self.initial
     }
 
     /// When [`Self::adjust`] is due without further bytes.
@@ -167,6 +175,17 @@ impl LineWindows {
         self.rtt = rtt.min(self.rtt + self.rtt / 16);
     }
 
+    /// Records that this window of a stream was sent to the apiserver.
+    pub(super) fn announced(&mut self, stream: u32) {
+        self.announced = stream;
+    }
+
+    /// Records that the apiserver has acknowledged the announced window. What was in flight before does not fill it.
+    pub(super) fn acknowledged(&mut self, now: Instant) {
+        self.acknowledged = self.announced;
+        self.sample = Sample { since: now, before: self.received };
+    }
+
     /// Records that the connection has received `received` bytes in all. Returns whether [`Self::adjust`] is due.
     pub(super) fn received(&mut self, received: u64, now: Instant) -> bool {
         let length = self.rtt.max(MIN_SAMPLE);
@@ -180,9 +199,10 @@ impl LineWindows {
         if fills(self.initial.stream) {
             self.busy_at = now;
         }
-        // A change takes a round trip, and the windows that were full before may count once more.
-        let settled = self.stream == self.initial.stream || now >= self.changed_at + 2 * length;
-        if settled && fills(self.stream) && self.stream < self.largest_useful() {
+        if self.acknowledged == self.stream
+            && fills(self.stream)
+            && self.stream < self.largest_useful()
+        {
             self.limited = Some(bytes);
         }
         self.limited.is_some() && now >= self.refused_until
@@ -228,7 +248,7 @@ impl LineWindows {
             return if self.stream == initial {
                 self.largest_useful().min(MAX_FIRST)
             } else {
-                (2 * self.stream).min(self.largest_useful().max(self.stream))
+                (4 * self.stream).min(self.largest_useful().max(self.stream))
             };
         }
         if now >= self.busy_at + KEEP {
@@ -250,9 +270,11 @@ impl LineWindows {
     /// Borrows for the largest window up to `wanted` that the memory permits.
     fn borrow(&mut self, wanted: u32, held: usize) -> u32 {
         let initial = self.initial.stream;
+        // The apiserver may use the largest window that it knows.
+        let known = self.announced.max(self.acknowledged);
         let mut stream = wanted;
         while stream > initial {
-            if self.loan.resize(self.potential(stream) + held) {
+            if self.loan.resize(self.potential(stream.max(known)) + held) {
                 return stream;
             }
             stream = stream / 4 * 2;
@@ -260,9 +282,8 @@ impl LineWindows {
                 break;
             }
         }
-        // What the apiserver sends before it knows the smaller window is still lent. The next check takes it back.
-        let lent = if self.stream > initial { self.loan.bytes } else { 0 };
-        self.loan.force(held.max(lent));
+        let lent = if known > initial { self.potential(known) } else { 0 };
+        self.loan.force(held + lent);
         initial
     }
 

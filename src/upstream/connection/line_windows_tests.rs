@@ -16,6 +16,8 @@ struct Line {
     held: usize,
     /// Bytes that have just arrived.
     unread: usize,
+    /// Whether the apiserver acknowledges its windows.
+    acknowledges: bool,
 }
 
 impl Line {
@@ -29,13 +31,24 @@ impl Line {
         let account = (budget.upstream_windows(class), class);
         let windows = LineWindows::new(initial, account, rtt, now);
         let announced = Windows { stream: initial.stream, connection: initial.connection };
-        Self { budget, windows, rtt, now, received: 0, announced, held: 0, unread: 0 }
+        Self {
+            budget,
+            windows,
+            rtt,
+            now,
+            received: 0,
+            announced,
+            held: 0,
+            unread: 0,
+            acknowledges: true,
+        }
     }
 
     /// Bytes arrive.
     fn receive(&mut self, bytes: usize) {
         self.received += bytes as u64;
         self.unread = bytes.min(128 * KIB);
+        self.acknowledge();
         if self.windows.received(self.received, self.now) {
             self.adjust();
         }
@@ -45,8 +58,18 @@ impl Line {
         Held { all: self.unread + self.held, beyond: self.held }
     }
 
+    /// The apiserver acknowledges the last change.
+    fn acknowledge(&mut self) {
+        if self.acknowledges && self.windows.acknowledged != self.windows.announced {
+            self.windows.acknowledged(self.now);
+        }
+    }
+
     fn adjust(&mut self) {
         self.announced = self.windows.adjust(self.held(), self.now);
+        if self.windows.acknowledged == self.windows.announced {
+            self.windows.announced(self.announced.stream);
+        }
     }
 
     /// Time passes; the checks are done.
@@ -54,6 +77,7 @@ impl Line {
         let end = self.now + time;
         while let Some(at) = self.windows.check_at().filter(|at| *at <= end) {
             self.now = at;
+            self.acknowledge();
             self.adjust();
         }
         self.now = end;
@@ -83,11 +107,11 @@ impl Line {
 fn list_takes_few_round_trips_and_its_windows_are_given_back() {
     for (class, rtt, trips) in [
         (MemoryClass::Token, 2, 18),
-        (MemoryClass::Token, 20, 8),
-        (MemoryClass::Token, 80, 8),
-        (MemoryClass::Unproven, 80, 8),
-        (MemoryClass::Identity, 20, 8),
-        (MemoryClass::Identity, 80, 8),
+        (MemoryClass::Token, 20, 5),
+        (MemoryClass::Token, 80, 5),
+        (MemoryClass::Unproven, 80, 5),
+        (MemoryClass::Identity, 20, 5),
+        (MemoryClass::Identity, 80, 5),
     ] {
         let rtt = Duration::from_millis(rtt);
         let mut line = Line::new(class, rtt);
@@ -231,4 +255,29 @@ fn held_bytes_are_charged_and_do_not_stall_other_streams() {
     line.held = 0;
     line.pass(CHECK_INTERVAL);
     assert_eq!((line.announced, line.lent()), (initial, 0));
+}
+
+#[test]
+fn loan_ends_when_the_smaller_window_is_acknowledged() {
+    let mut line = Line::new(MemoryClass::Token, Duration::from_millis(20));
+    let initial = line.announced;
+    line.body(10 << 20, 1e12);
+    let grown = line.announced.stream as usize;
+    line.acknowledges = false;
+    line.pass(KEEP + 3600 * CHECK_INTERVAL);
+    assert_eq!(line.announced, initial);
+    assert_eq!(line.lent(), initial.connection as usize + grown, "the apiserver may send so much");
+    line.acknowledges = true;
+    line.pass(2 * CHECK_INTERVAL);
+    assert_eq!((line.lent(), line.windows.check_at()), (0, None));
+}
+
+#[test]
+fn windows_do_not_grow_until_the_last_change_is_acknowledged() {
+    let mut line = Line::new(MemoryClass::Identity, Duration::from_millis(20));
+    line.body(1 << 20, 1e12);
+    let first = line.announced.stream;
+    line.acknowledges = false;
+    line.body(10 << 20, 1e12);
+    assert_eq!(line.announced.stream, first);
 }

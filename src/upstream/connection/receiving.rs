@@ -35,4 +35,14 @@ impl ReceivingStreams {
         }
         held
     }
+
+    /// Sends the window of each stream whose client has read what it has received. h2 decides that when a client reads,
+    /// but not when `SETTINGS_INITIAL_WINDOW_SIZE` becomes smaller (h2 0.4, `Recv::apply_local_settings`). A window can
+    /// then be negative, and neither the apiserver nor the client would continue the stream. nghttp2 had the same error
+    /// (its pull request 1680).
+    pub(super) fn check_windows(&self) {
+        for flow in self.0.borrow_mut().values_mut() {
+            let _ = flow.release_capacity(0);
+        }
+    }
 }

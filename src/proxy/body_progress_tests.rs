@@ -20,7 +20,7 @@ fn progress_within(budget: &Arc<MemoryBudget>) -> Rc<BodyProgress> {
 }
 
 fn progress_of(budget: &Arc<MemoryBudget>, class: MemoryClass) -> Rc<BodyProgress> {
-    let client = ClientMemory::new(budget.source(1), class, 0).unwrap();
+    let client = ClientMemory::of_local_client(budget.source(1), class).unwrap();
     let request = http::Request::new(Empty::<Bytes>::new());
     let (slots, now) = (Rc::<ConnectionSlots>::default(), tokio::time::Instant::now());
     let slot = Rc::new(slots.admit_proven(Source::User(1), now));

@@ -106,7 +106,7 @@ pub struct ClientMemory {
     /// The windows that the connection has announced.
     announced: Windows,
     open_streams: Cell<usize>,
-    /// Open requests that had a body.
+    /// Bytes that the bodies of open requests may fill, without the limit of the connection.
     bodies: Cell<usize>,
     /// Bytes of responses that wait for the client.
     waiting: Cell<usize>,
@@ -115,8 +115,13 @@ pub struct ClientMemory {
 }
 
 impl ClientMemory {
-    /// Charges a connection of this source, with `extra` bytes of buffers; `None` if it does not fit.
-    pub fn new(source: Arc<SourceMemory>, class: MemoryClass, extra: usize) -> Option<Rc<Self>> {
+    /// Charges a connection of this source with these windows and `extra` bytes of buffers; `None` if it does not fit.
+    pub fn new(
+        source: Arc<SourceMemory>,
+        class: MemoryClass,
+        announced: Windows,
+        extra: usize,
+    ) -> Option<Rc<Self>> {
         let bytes = CONNECTION_COST + extra;
         let connection = source.try_charge(MemoryKind::Connections, bytes, class);
         let Some(connection) = connection else {
@@ -129,13 +134,19 @@ impl ClientMemory {
             streams: Allotment::new(MemoryKind::Streams),
             windows: Allotment::new(MemoryKind::RequestWindows),
             responses: Allotment::new(MemoryKind::Responses),
-            announced: Windows::of(class),
+            announced,
             open_streams: Cell::new(0),
             bodies: Cell::new(0),
             waiting: Cell::new(0),
             last_shed: Rc::default(),
             _connection: connection,
         }))
+    }
+
+    /// The memory of a client on this node without buffers.
+    #[cfg(test)]
+    pub fn of_local_client(source: Arc<SourceMemory>, class: MemoryClass) -> Option<Rc<Self>> {
+        Self::new(source, class, Windows::of(class, std::net::Ipv4Addr::LOCALHOST.into()), 0)
     }
 
     /// The windows to announce.
@@ -202,7 +213,8 @@ impl ClientMemory {
             MemoryClass::Token | MemoryClass::Unproven => ResponseReserve::STREAM,
         };
         let fits = stream.try_add_head(STREAM_COST + head_size(request))
-            && (request.body().is_end_stream() || stream.try_add_body())
+            && (request.body().is_end_stream()
+                || stream.try_add_body(self.announced.of_body(request.body().size_hint().upper())))
             && stream.try_add_reserve(reserve);
         if !fits {
             self.count_shed(Shed::StreamRefused);
@@ -216,7 +228,7 @@ impl ClientMemory {
         StreamMemory {
             connection: Rc::clone(self),
             bytes: 0,
-            has_body: false,
+            body: 0,
             reserve: Cell::default(),
             waiting: Cell::new(0),
         }
@@ -241,27 +253,27 @@ impl ClientMemory {
         allotment.add(bytes, |kind, bytes| self.source.try_add(kind, bytes, class))
     }
 
-    /// Charges the window of one more request body.
-    fn add_body(&self) -> bool {
+    /// Charges one more request body, which may fill `bytes`.
+    fn add_body(&self, bytes: usize) -> bool {
         let bodies = self.bodies.get();
-        let more = self.windows_of(bodies + 1) - self.windows_of(bodies);
+        let more = self.within_window(bodies + bytes) - self.within_window(bodies);
         let fits = self.try_add(&self.windows, more);
         if fits {
-            self.bodies.set(bodies + 1);
+            self.bodies.set(bodies + bytes);
         }
         fits
     }
 
-    fn remove_body(&self) {
+    fn remove_body(&self, bytes: usize) {
         let bodies = self.bodies.get();
-        let less = self.windows_of(bodies) - self.windows_of(bodies - 1);
-        self.bodies.set(bodies - 1);
+        let less = self.within_window(bodies) - self.within_window(bodies - bytes);
+        self.bodies.set(bodies - bytes);
         self.windows.remove(less, |kind, bytes| self.source.subtract(kind, bytes));
     }
 
-    /// Bytes that this many request bodies may fill.
-    fn windows_of(&self, bodies: usize) -> usize {
-        (bodies * self.announced.stream as usize).min(self.announced.connection as usize)
+    /// What bodies that may fill `bytes` can fill together.
+    fn within_window(&self, bytes: usize) -> usize {
+        bytes.min(self.announced.connection as usize)
     }
 
     fn add_response(&self, bytes: usize) {
@@ -290,7 +302,8 @@ impl Drop for ClientMemory {
 pub struct StreamMemory {
     connection: Rc<ClientMemory>,
     bytes: usize,
-    has_body: bool,
+    /// Bytes that its body may fill.
+    body: usize,
     /// What is charged for the response, besides the waiting bytes beyond its piece.
     reserve: Cell<ResponseReserve>,
     /// Bytes that wait for the client.
@@ -311,9 +324,12 @@ impl StreamMemory {
         fits
     }
 
-    fn try_add_body(&mut self) -> bool {
-        self.has_body = self.connection.add_body();
-        self.has_body
+    fn try_add_body(&mut self, bytes: usize) -> bool {
+        let fits = self.connection.add_body(bytes);
+        if fits {
+            self.body = bytes;
+        }
+        fits
     }
 
     fn try_add_reserve(&self, reserve: ResponseReserve) -> bool {
@@ -364,9 +380,7 @@ impl Drop for StreamMemory {
     fn drop(&mut self) {
         let connection = &self.connection;
         connection.open_streams.set(connection.open_streams.get() - 1);
-        if self.has_body {
-            connection.remove_body();
-        }
+        connection.remove_body(self.body);
         connection.remove_response(self.charged());
         connection
             .streams
@@ -398,11 +412,11 @@ mod tests {
     }
 
     fn upload() -> Request<String> {
-        Request::post("https://api/x").body("x".to_owned()).unwrap()
+        Request::post("https://api/x").body("x".repeat(MIB)).unwrap()
     }
 
     fn connection(budget: &Arc<MemoryBudget>, class: MemoryClass) -> Rc<ClientMemory> {
-        ClientMemory::new(budget.source(1), class, 0).unwrap()
+        ClientMemory::of_local_client(budget.source(1), class).unwrap()
     }
 
     #[test]
@@ -422,7 +436,8 @@ mod tests {
     fn requests_are_refused_when_the_share_is_used_up() {
         let budget = MemoryBudget::new(4 * MIB);
         let unproven = connection(&budget, MemoryClass::Unproven);
-        let identity = ClientMemory::new(budget.source(2), MemoryClass::Identity, 0).unwrap();
+        let identity =
+            ClientMemory::of_local_client(budget.source(2), MemoryClass::Identity).unwrap();
         let mut streams = Vec::new();
         while let Some(stream) = unproven.begin(&head()) {
             streams.push(stream);
@@ -448,6 +463,25 @@ mod tests {
         let windows = budget.used_for(MemoryKind::RequestWindows);
         assert!(((256 << 10) - STEP..=256 << 10).contains(&windows), "{windows}");
         drop((streams, connection));
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn body_of_a_remote_client_is_charged_up_to_its_length() {
+        let budget = MemoryBudget::new(100 * MIB);
+        let remote = Windows::of(MemoryClass::Token, [192, 0, 2, 1].into());
+        assert_eq!(remote.stream, 256 << 10, "as large as that of kube-apiserver");
+        let connection =
+            ClientMemory::new(budget.source(1), MemoryClass::Token, remote, 0).unwrap();
+        let post = |length: usize| {
+            connection.begin(&Request::post("https://api/x").body("x".repeat(length)).unwrap())
+        };
+        let charged = || budget.used_for(MemoryKind::RequestWindows);
+        let small: Vec<_> = (0..50).map(|_| post(1_000).unwrap()).collect();
+        assert!(charged() <= 50_000 + STEP, "{}", charged());
+        let large: Vec<_> = (0..5).map(|_| post(1 << 20).unwrap()).collect();
+        assert!(((512 << 10) - STEP..=512 << 10).contains(&charged()), "{}", charged());
+        drop((small, large, connection));
         assert_eq!(budget.used(), 0);
     }
 
@@ -478,7 +512,7 @@ mod tests {
             for uid in 1..=5 {
                 let mut streams = Vec::new();
                 'connections: while let Some(client) =
-                    ClientMemory::new(budget.source(uid), class, 0)
+                    ClientMemory::of_local_client(budget.source(uid), class)
                 {
                     for _ in 0..UNPROVEN_STREAMS {
                         let Some(stream) = client.begin(&head()) else { break 'connections };
@@ -494,7 +528,8 @@ mod tests {
             }
             let (used, share) = (budget.used(), if class == MemoryClass::Token { 6 } else { 5 });
             assert!(used <= limit / 8 * share, "{class:?}: {used}");
-            let identity = ClientMemory::new(budget.source(1), MemoryClass::Identity, 0).unwrap();
+            let identity =
+                ClientMemory::of_local_client(budget.source(1), MemoryClass::Identity).unwrap();
             let request = identity.begin(&upload()).expect("an identity's request fits");
             for stream in clients.iter().flatten() {
                 stream.remove_waiting(MAX_PIECE);
@@ -537,7 +572,7 @@ mod tests {
     #[test]
     fn connections_are_refused_when_the_share_is_used_up() {
         let budget = MemoryBudget::new(4 * MIB);
-        let new = |class| ClientMemory::new(budget.source(1), class, 0);
+        let new = |class| ClientMemory::of_local_client(budget.source(1), class);
         let connections: Vec<_> = std::iter::from_fn(|| new(MemoryClass::Unproven)).collect();
         assert_eq!(connections.len(), 20, "1,280 KiB");
         assert!(new(MemoryClass::Identity).is_some());

@@ -55,7 +55,7 @@ mod tests {
         assert!(handshakes.len() > 80, "{}", handshakes.len());
         assert!(budget.used() <= limit + limit / 16, "{}", budget.used());
         assert_eq!(budget.shed(Shed::ConnectionRefused), 1);
-        assert!(ClientMemory::new(budget.source(1), MemoryClass::Identity, 0).is_some());
+        assert!(ClientMemory::of_local_client(budget.source(1), MemoryClass::Identity).is_some());
         drop((clients, handshakes));
         assert_eq!(budget.used(), 0);
     }

@@ -23,6 +23,7 @@ use super::hygiene::ForwardedFor;
 use super::identity_lane::{HandedOver, IdentityLane, LaneClient, LaneConnections};
 use super::listener_service::{CurrentService, ListenerService};
 use super::proven_tokens::LastToken;
+use super::request_windows::Windows;
 use super::task_queues::TaskQueues;
 use super::tls_handshake::TlsHandshake;
 use crate::net::sockets::source::{Source, SourceLookup};
@@ -304,7 +305,8 @@ impl HttpsServer {
         let chain = stream.get_ref().1.peer_certificates().unwrap_or_default();
         let chain: usize = chain.iter().map(|certificate| certificate.len()).sum();
         let account = service.metrics.memory.source(slot.source().key());
-        let Some(memory) = ClientMemory::new(account, class, head + 2 * chain) else {
+        let windows = Windows::of(class, from.ip());
+        let Some(memory) = ClientMemory::new(account, class, windows, head + 2 * chain) else {
             return accept::report_no_memory(&self.listener, slot.source(), &self.warnings);
         };
         let socket = stream.get_ref().0.get_ref().get_ref();

@@ -28,6 +28,7 @@ use super::receive_windows::ReceiveWindows;
 use crate::net::frame_limiter::{FrameLimiter, PeerFrames};
 use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
+use crate::net::sockets::cork::{Cork, Uncork, cork};
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tracked_stream::{self, StreamObserver, TrackedStream};
 use crate::net::tls::ca_bundle::CaBundle;
@@ -58,7 +59,7 @@ const ERROR_RESETS: usize = 64 * 1024;
 pub type UpstreamStream = TlsStream<ReadAhead<TrackedStream>>;
 
 /// The same below HTTP/2.
-pub type Http2Stream = FrameLimiter<UpstreamStream>;
+pub type Http2Stream = FrameLimiter<Cork<UpstreamStream>>;
 
 /// A connection whose first PING was answered.
 pub struct DialedConnection {
@@ -69,6 +70,8 @@ pub struct DialedConnection {
     /// Streams that the caller may open at a time, for which the receive windows are made.
     pub max_streams: usize,
     pub windows: ReceiveWindows,
+    /// Sends what `h2` has written. The caller polls it after each poll of `h2`.
+    pub uncork: Uncork<UpstreamStream>,
     /// What the frames of the apiserver have shown.
     pub frames: PeerFrames,
     /// Reads the TCP statistics of the connection.
@@ -99,8 +102,7 @@ pub async fn dial_h2(
             ));
         }
         let windows = ReceiveWindows::new(max_streams, tls.certificate.is_some());
-        let (stream, frames) = FrameLimiter::of_server(stream, max_streams as u32);
-        first_pong(stream, frames, observer, (windows, max_streams)).await.map_err(|error| {
+        first_pong(stream, observer, (windows, max_streams)).await.map_err(|error| {
             let kind = if is_late_alert(&error) {
                 ConnectFailureKind::TlsFailed
             } else {
@@ -231,11 +233,12 @@ fn is_late_alert(error: &io::Error) -> bool {
 
 /// Starts HTTP/2 on a TLS stream and waits for the first PONG.
 async fn first_pong(
-    stream: Http2Stream,
-    frames: PeerFrames,
+    stream: UpstreamStream,
     observer: StreamObserver,
     (windows, max_streams): (ReceiveWindows, usize),
 ) -> Result<DialedConnection, io::Error> {
+    let (stream, uncork) = cork(stream);
+    let (stream, frames) = FrameLimiter::of_server(stream, max_streams as u32);
     let (send, mut h2) = h2::client::Builder::new()
         .initial_window_size(windows.stream)
         .initial_connection_window_size(windows.connection)
@@ -262,11 +265,14 @@ async fn first_pong(
             Poll::Ready(Err(error)) => return Poll::Ready(Err(io::Error::other(error))),
             Poll::Pending => {}
         }
+        if let Poll::Ready(Err(error)) = uncork.poll(cx) {
+            return Poll::Ready(Err(error));
+        }
         ping.poll_pong(cx).map_ok(|_| ()).map_err(io::Error::other)
     })
     .await?;
     let rtt = pinged_at.elapsed();
-    Ok(DialedConnection { send, h2, ping, max_streams, windows, frames, observer, rtt })
+    Ok(DialedConnection { send, h2, ping, max_streams, windows, uncork, frames, observer, rtt })
 }
 
 #[cfg(test)]

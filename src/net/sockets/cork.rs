@@ -15,7 +15,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio_rustls::server::TlsStream;
+use tokio_rustls::{client, server};
 
 /// Plaintext of a full TLS record (RFC 8446, 5.1).
 const RECORD: usize = 16 * 1024;
@@ -39,7 +39,17 @@ pub trait Collect: AsyncWrite + Unpin {
 }
 
 /// rustls encrypts what it takes.
-impl<T: AsyncRead + AsyncWrite + Unpin> Collect for Box<TlsStream<T>> {
+impl<T: AsyncRead + AsyncWrite + Unpin> Collect for Box<server::TlsStream<T>> {
+    fn collect(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.get_mut().1.writer().write_vectored(bufs)
+    }
+
+    fn set_limit(&mut self, bytes: usize) {
+        self.get_mut().1.set_buffer_limit(Some(bytes));
+    }
+}
+
+impl<T: AsyncRead + AsyncWrite + Unpin> Collect for client::TlsStream<T> {
     fn collect(&mut self, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
         self.get_mut().1.writer().write_vectored(bufs)
     }
@@ -50,11 +60,14 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Collect for Box<TlsStream<T>> {
 }
 
 /// The half that h2 reads and writes.
+#[derive(Debug)]
 pub struct Cork<T>(Rc<RefCell<Inner<T>>>);
 
 /// The half that flushes the buffer.
+#[derive(Debug)]
 pub struct Uncork<T>(Rc<RefCell<Inner<T>>>);
 
+#[derive(Debug)]
 struct Inner<T> {
     io: T,
     /// Less than a record.

@@ -14,7 +14,7 @@ use h2::{Ping, PingPong};
 use tokio::sync::Notify;
 use tokio::time::{Instant, Sleep, sleep_until};
 
-use super::error_text::{describe_end, describe_h2_error};
+use super::error_text::{describe_end, describe_h2_error, describe_write_error};
 use super::lifecycle::{ConnectionLifecycle, DrainUrgency};
 use super::line_windows::{LineWindows, account_of};
 use super::receiving::ReceivingStreams;
@@ -24,9 +24,10 @@ use super::window_updates::WindowUpdates;
 use super::{Cause, Connection};
 use crate::config;
 use crate::net::frame_limiter::PeerFrames;
+use crate::net::sockets::cork::Uncork;
 use crate::net::sockets::tracked_stream::StreamObserver;
 use crate::upstream::credentials::{ClientTls, CredentialClass};
-use crate::upstream::dial::{DialedConnection, Http2Stream};
+use crate::upstream::dial::{DialedConnection, Http2Stream, UpstreamStream};
 use crate::upstream::endpoint::{Endpoint, Observation};
 use crate::upstream::health::{
     self, ConnectionFindings, ConnectionHealth, ConnectionState, Evidence, Responsiveness,
@@ -46,8 +47,17 @@ impl Connection {
         pool: Rc<Notify>,
     ) -> Rc<Self> {
         let now = Instant::now();
-        let DialedConnection { send, h2, ping, max_streams, windows, frames, observer, rtt } =
-            established;
+        let DialedConnection {
+            send,
+            h2,
+            ping,
+            max_streams,
+            windows,
+            uncork,
+            frames,
+            observer,
+            rtt,
+        } = established;
         let serial = tls.certificate.as_ref().map(|info| info.serial.clone());
         let stats = ConnectionStats::new(class, serial, observer.local_addr().ok(), now);
         stats.set_rtt(rtt);
@@ -86,6 +96,7 @@ impl Connection {
             goaway: connection.send.clone(),
             windows: WindowUpdates::new(line, frames.clone()),
             frames,
+            uncork,
             observer,
             health: ConnectionHealth::new(Thresholds::of(&config.health), rtt, now),
             bytes_read: 0,
@@ -125,6 +136,7 @@ struct Driver {
     /// Its `poll_ready` fails after a GOAWAY, which h2 does not report otherwise.
     goaway: SendRequest<Bytes>,
     frames: PeerFrames,
+    uncork: Uncork<UpstreamStream>,
     observer: StreamObserver,
     health: ConnectionHealth,
     windows: WindowUpdates,
@@ -161,7 +173,9 @@ impl Driver {
     fn poll(&mut self, cx: &mut Context<'_>, mut timer: Pin<&mut Sleep>) -> Poll<End> {
         self.store_waker(cx);
         loop {
-            if let Poll::Ready(result) = Pin::new(&mut self.h2).poll(cx) {
+            let result = Pin::new(&mut self.h2).poll(cx);
+            let sent = self.uncork.poll(cx);
+            if let Poll::Ready(result) = result {
                 self.detect_goaway_at_end(cx);
                 return Poll::Ready(match (result, self.frames.violation()) {
                     (Ok(()), _) => End {
@@ -175,6 +189,9 @@ impl Driver {
                     }
                     (Err(error), None) => End::abrupt(describe_end(&error)),
                 });
+            }
+            if let Poll::Ready(Err(error)) = sent {
+                return Poll::Ready(End::abrupt(describe_write_error(&error)));
             }
             if let Some(reason) = self.connection.lifecycle.close_requested.get() {
                 return Poll::Ready(End::abrupt(reason.as_str()));

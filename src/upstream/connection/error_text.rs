@@ -1,6 +1,6 @@
 //! The texts of h2 errors for operators.
 
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 
 use crate::net::tls::tls_error::describe_alert_in;
 
@@ -13,6 +13,11 @@ pub fn describe_h2_error(error: &h2::Error) -> String {
 pub(super) fn describe_end(error: &h2::Error) -> String {
     closed_by_apiserver(error)
         .unwrap_or_else(|| format!("connection failed: {}", describe_alert_in(&error.to_string())))
+}
+
+/// The end of a connection whose socket takes no bytes.
+pub(super) fn describe_write_error(error: &io::Error) -> String {
+    format!("connection failed: {error}")
 }
 
 /// The text of an error that means that the apiserver closed the connection: a GOAWAY, or an EOF. The
@@ -29,7 +34,6 @@ fn closed_by_apiserver(error: &h2::Error) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use std::io;
     use std::pin::Pin;
     use std::task::{Context, Poll};
 

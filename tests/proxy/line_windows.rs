@@ -1,14 +1,17 @@
 //! Receive windows follow a line that delays every byte.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::Method;
+use jackstay::config::{Config, MemoryLimit};
 use jackstay::demo::apiserver::identity::User;
-use jackstay::demo::client::next_data;
+use jackstay::demo::client::{Client, next_data};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
 use crate::support::{PATIENCE, Proxy, TestCluster, soon, until};
@@ -55,8 +58,13 @@ async fn delayed(
 }
 
 async fn start(cluster: &TestCluster) -> Proxy {
+    start_with(cluster, MemoryLimit::Auto).await
+}
+
+async fn start_with(cluster: &TestCluster, limit: MemoryLimit) -> Proxy {
     let line = long_line(cluster.addresses()[0]).await;
-    let proxy = cluster.certs.start(cluster.certs.config(&[line]));
+    let config = Config { memory_limit: limit, ..cluster.certs.config(&[line]) };
+    let proxy = cluster.certs.start(config);
     proxy.wait_ready(1).await;
     proxy
 }
@@ -128,4 +136,46 @@ async fn client_that_stops_reading_is_charged_and_stalls_no_other_stream() {
     }
     drop(stalled);
     until("nothing is lent", async || lent(&proxy).await == 0.0).await;
+}
+
+/// Opens a stream whose body does not end, and reads it.
+async fn read_bulk(client: Arc<Client>) {
+    // Refused when memory is short.
+    let sent = client.send(Method::GET, "/bytes?size=1000000000", &[], String::new());
+    let Ok(response) = sent.await else { return };
+    let mut body = response.into_body();
+    while let Ok(Some(_)) = next_data(&mut body).await {}
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn windows_are_given_back_when_a_thousand_bulk_streams_begin() {
+    let cluster = TestCluster::new(1);
+    // The responses of a third of the streams fit.
+    let proxy = start_with(&cluster, MemoryLimit::Bytes(64 << 20)).await;
+    cluster.state.add_token("alice", User::new("alice", &[]));
+    let token = cluster.certs.anonymous().token("alice");
+    let identity = proxy.client().await;
+    let mut streams = JoinSet::new();
+    streams.spawn(read_bulk(Arc::new(proxy.client_with(&token).await)));
+    until("the windows grow", async || window(&proxy).await > INITIAL && lent(&proxy).await > 1e6)
+        .await;
+    for _ in 0..50 {
+        let client = Arc::new(proxy.client_with(&token).await);
+        for _ in 0..20 {
+            streams.spawn(read_bulk(Arc::clone(&client)));
+        }
+    }
+    until("the windows are given back", async || {
+        let reply = soon("a read of the identity", identity.get("/version")).await.unwrap();
+        assert_eq!(reply.status, 200);
+        window(&proxy).await <= INITIAL && lent(&proxy).await == 0.0
+    })
+    .await;
+    for _ in 0..10 {
+        let reply = soon("a read of the identity", identity.get("/version")).await.unwrap();
+        assert_eq!(reply.status, 200);
+    }
+    // Those that were refused have ended.
+    while streams.try_join_next().is_some() {}
+    assert!(streams.len() > 50, "{} streams continue", streams.len());
 }

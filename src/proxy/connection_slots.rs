@@ -8,6 +8,11 @@
 //!   of its own source if no other has more. Connections without a request are closed first, then those
 //!   without an accepted token, and among equals the one that is idle for longest. A connection whose client
 //!   only sends PINGs is idle.
+//! * A connection without a request is idle from an age of 100 ms. While the reserve has a slot, it is idle for one of
+//!   its own source from 3 s only, because a burst of connections sends its handshakes late.
+//! * A connection whose handshake has begun may prove an identity, and is not idle. It is never closed for one of its
+//!   own source, which would wait in the same queue of handshakes, and for one of a smaller source from an age of
+//!   100 ms, if none is idle. The handshake timeout bounds it.
 //! * An eighth of the slots is a reserve. If no connection is idle, a new one gets a slot of the reserve, and
 //!   is closed unless it proves an identity in its handshake.
 //!
@@ -102,12 +107,14 @@ impl ConnectionSlots {
         let free = (slots - reserve).saturating_sub(registry.shared).min(unused);
         let count = registry.sources.get(&source).map_or(0, |entries| entries.count);
         let mut evicted = None;
+        let has_reserve = unused > 0 && registry.reserved < reserve;
+        let own_grace = if has_reserve { registry::OWN_GRACE } else { registry::GRACE };
         let in_reserve = if count < free {
             false
-        } else if let Some(victim) = registry.evict(source, count, now) {
+        } else if let Some(victim) = registry.evict(source, count, own_grace, now) {
             evicted = Some(victim.source);
             victim.in_reserve
-        } else if unused > 0 && registry.reserved < reserve {
+        } else if has_reserve {
             true
         } else if unused == 0 {
             return Err(SlotRefusal::Full);
@@ -152,12 +159,25 @@ impl ConnectionSlot {
 
     /// Sets the rank by the last request.
     pub fn set_rank(&self, rank: ClientRank) {
+        if self.entry.rank.get() == ClientRank::Handshake {
+            self.slots.registry.borrow_mut().change_handshake(&self.entry, rank, Instant::now());
+        }
         self.entry.rank.set(rank);
     }
 
-    /// The handshake is complete.
+    /// The client has sent the first bytes of its handshake.
+    pub fn handshake_begun(&self, now: Instant) {
+        let mut registry = self.slots.registry.borrow_mut();
+        registry.change_handshake(&self.entry, ClientRank::Handshake, now);
+    }
+
+    /// The handshake is complete and the certificate verified, if the client has sent one. Changes nothing after a
+    /// request.
     pub fn handshake_complete(&self, now: Instant) {
-        self.entry.idle_since.set(now);
+        if matches!(self.entry.rank.get(), ClientRank::New | ClientRank::Handshake) {
+            let mut registry = self.slots.registry.borrow_mut();
+            registry.change_handshake(&self.entry, ClientRank::New, now);
+        }
     }
 
     /// The connection is in use from now on, and is not closed for others.
@@ -169,8 +189,8 @@ impl ConnectionSlot {
     pub fn begin_request(self: &Rc<Self>) -> OpenRequest {
         let entry = &self.entry;
         entry.requests.set(entry.requests.get() + 1);
-        if entry.rank.get() == ClientRank::New {
-            entry.rank.set(ClientRank::Unproven);
+        if matches!(entry.rank.get(), ClientRank::New | ClientRank::Handshake) {
+            self.set_rank(ClientRank::Unproven);
         }
         OpenRequest(Rc::clone(self))
     }

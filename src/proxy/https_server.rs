@@ -223,9 +223,9 @@ impl HttpsServer {
             queue: &self.handshakes,
             warnings: &self.warnings,
         };
-        let (stream, handshake) = handshake.make(stream, from, slot.source()).await?;
-        slot.handshake_complete(Instant::now());
+        let (stream, handshake) = handshake.make(stream, from, slot).await?;
         let Some(certificate) = self.certificate(&stream, slot.source(), service) else {
+            slot.handshake_complete(Instant::now());
             return Some((stream, None));
         };
         if slot.must_prove_identity() || matches!(self.lane, Lane::Others { .. }) {
@@ -237,6 +237,7 @@ impl HttpsServer {
                     return None;
                 }
             }
+            slot.handshake_complete(Instant::now());
         }
         drop(handshake);
         if !service.credentials.is_identity(&certificate) {
@@ -351,6 +352,8 @@ impl HttpsServer {
         certificate.until_verified().await;
         if self.service.now().credentials.is_identity(certificate) {
             slot.set_proven();
+        } else {
+            slot.handshake_complete(Instant::now());
         }
         certificate.follow().await
     }

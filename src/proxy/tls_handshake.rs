@@ -6,15 +6,15 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use tokio::net::TcpStream;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::client_socket::ClientSocket;
 use super::client_stream::{ClientStream, StallTimeout, accept_tls};
+use super::connection_slots::ConnectionSlot;
 use super::handshake_queue::{HandshakeQueue, HandshakeTurn};
 use super::listener_service::ListenerService;
 use super::{accept, handshake_memory};
 use crate::net::sockets::read_ahead::ReadAhead;
-use crate::net::sockets::source::Source;
 use crate::net::tls::serving::{self, ServingTls};
 use crate::net::tls::tls_error::describe_handshake_error;
 use crate::observe::RateLimitedWarnings;
@@ -48,11 +48,11 @@ impl TlsHandshake<'_> {
         self,
         stream: TcpStream,
         from: SocketAddr,
-        source: Source,
+        slot: &ConnectionSlot,
     ) -> Option<(ClientStream, HandshakeInProgress)> {
         let Self { listener, service, warnings, .. } = self;
         let limit = service.limits.handshake_timeout;
-        match timeout(limit, self.in_turn(stream, source)).await {
+        match timeout(limit, self.in_turn(stream, slot)).await {
             Ok(Ok(established)) => Some(established),
             Ok(Err(error)) => {
                 service.metrics.refused("handshake");
@@ -75,8 +75,9 @@ impl TlsHandshake<'_> {
     async fn in_turn(
         self,
         stream: TcpStream,
-        source: Source,
+        slot: &ConnectionSlot,
     ) -> io::Result<(ClientStream, HandshakeInProgress)> {
+        let source = slot.source();
         let memory = self.service.metrics.memory.source(source.key());
         let socket = ClientSocket::new(stream, Arc::clone(&memory));
         // A connection that sends nothing takes no turn. Its bytes stay in the socket, because thousands of
@@ -84,6 +85,7 @@ impl TlsHandshake<'_> {
         if !socket.has_bytes().await? {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
+        slot.handshake_begun(Instant::now());
         let turn = self.queue.turn(source).await;
         let Some(charge) = handshake_memory::charge(&memory) else {
             accept::report_no_memory(self.listener, source, self.warnings);

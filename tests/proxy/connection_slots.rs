@@ -4,12 +4,14 @@ use crate::support::wire::{self, Wire};
 use crate::support::{CONFIGMAPS, Proxy, TestCluster, soon, until};
 use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::client::Client;
+use rustls::pki_types::ServerName;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 /// Slots of the listener: half are the reserve, and one source gets half of the others.
 const SLOTS: usize = 32;
 const SHARE: usize = 8;
+const EVICTED: &str = r#"jackstay_downstream_refused_total{listener="apiserver",reason="evicted"}"#;
 
 async fn setup() -> (TestCluster, Proxy) {
     let cluster = TestCluster::new(1);
@@ -44,6 +46,44 @@ async fn idle_tcp_connections_are_closed_for_new_ones_and_proven_ones_stay() {
     }
     assert!(!first.is_closed());
     proxy.wait_metrics(r#"refused_total{listener="apiserver",reason="evicted"}"#).await;
+}
+
+/// In a burst of new connections the handshakes wait for their turns, for seconds if they are thousands.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn identity_stays_during_its_handshake_while_idle_connections_are_closed() {
+    let (cluster, proxy) = setup().await;
+    let chain = (vec![cluster.certs.admin.cert_der()], cluster.certs.admin.key_der());
+    let connector = wire::connector(&cluster.certs, Some(chain), "http/1.1");
+    let mut identities = Vec::new();
+    for _ in 0..SHARE {
+        let mut socket = TcpStream::connect(proxy.addr).await.unwrap();
+        let (client, mut relay) = tokio::io::duplex(1 << 16);
+        let client = connector.connect(ServerName::from(proxy.addr.ip()), client);
+        let client = tokio::spawn(client.into_future());
+        let mut hello = vec![0; 1 << 14];
+        let length = soon("the ClientHello", relay.read(&mut hello)).await.unwrap();
+        hello.truncate(length);
+        let rest = hello.split_off(5);
+        socket.write_all(&hello).await.unwrap();
+        identities.push((client, socket, relay, rest));
+    }
+    // All are older than those that are evicted here. Two are evicted for each slot.
+    let mut idle = Vec::new();
+    until("idle connections are evicted", async || {
+        idle.push(TcpStream::connect(proxy.addr).await.unwrap());
+        proxy.metric(EVICTED).await >= 2.0 * SLOTS as f64
+    })
+    .await;
+    for (client, mut socket, mut relay, rest) in identities {
+        socket.write_all(&rest).await.unwrap();
+        tokio::spawn(async move { tokio::io::copy_bidirectional(&mut relay, &mut socket).await });
+        let mut stream = soon("the handshake", client).await.unwrap().unwrap();
+        let request = format!("GET {CONFIGMAPS} HTTP/1.1\r\nHost: a\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut head = [0; 12];
+        soon("a response", stream.read_exact(&mut head)).await.unwrap();
+        assert_eq!(&head, b"HTTP/1.1 200");
+    }
 }
 
 /// A connection without a certificate whose request got a response.

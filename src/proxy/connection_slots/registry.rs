@@ -14,7 +14,10 @@ use crate::net::sockets::source::Source;
 
 /// Age from which a connection without a request may be closed for another one. A handshake over loopback and
 /// the check of a known certificate take a few milliseconds.
-const GRACE: Duration = Duration::from_millis(100);
+pub(super) const GRACE: Duration = Duration::from_millis(100);
+/// The same for one of its own source, while the reserve has a slot. A Go client that opens many watches at once opens
+/// as many connections, and sends the last `ClientHello` after it has computed the keys of all.
+pub(super) const OWN_GRACE: Duration = Duration::from_secs(3);
 /// Maximum number of evicted connections that are still open. An evicted connection occupies no slot.
 pub(super) const MAX_CLOSING: usize = 256;
 /// Maximum number of sources that are searched for an idle connection.
@@ -23,15 +26,20 @@ const MAX_SEARCHED: usize = 8;
 /// How far a client has got. Connections of a lower rank are closed first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ClientRank {
-    /// No request yet.
+    /// No request yet, and no handshake in progress.
     New,
     /// The last request had no credential that the apiserver has accepted.
     Unproven,
     /// The apiserver has accepted the token of the last request.
     AcceptedToken,
+    /// The client has sent the first bytes of its handshake, and may prove an identity. The handshake waits for its
+    /// turn or is in progress, or the certificate is being verified.
+    Handshake,
 }
 
-const RANKS: [ClientRank; 3] = [ClientRank::New, ClientRank::Unproven, ClientRank::AcceptedToken];
+/// The ranks of idle connections.
+const IDLE: &[ClientRank] = &[ClientRank::New, ClientRank::Unproven, ClientRank::AcceptedToken];
+const RANKS: usize = ClientRank::Handshake as usize + 1;
 
 /// Position in the queue of a source: rank, time since which the connection is idle, number of the connection.
 pub(super) type Key = (ClientRank, Instant, u64);
@@ -42,7 +50,7 @@ pub(super) struct Entry {
     pub(super) source: Source,
     number: u64,
     pub(super) rank: Cell<ClientRank>,
-    /// When the last request ended, or the connection was opened.
+    /// When the last request ended, the handshake began or ended, or the connection was opened.
     pub(super) idle_since: Cell<Instant>,
     /// Requests in progress.
     pub(super) requests: Cell<usize>,
@@ -73,7 +81,7 @@ impl Entry {
 pub(super) struct SourceEntries {
     pub(super) count: usize,
     /// One queue for each rank.
-    queues: [BTreeMap<Key, Rc<Entry>>; RANKS.len()],
+    queues: [BTreeMap<Key, Rc<Entry>>; RANKS],
     /// The size under which [`Registry::by_size`] has this source.
     indexed: Option<usize>,
 }
@@ -125,6 +133,20 @@ impl Registry {
         self.index(entry.source);
     }
 
+    /// Begins or ends the handshake of a connection. Such a change is queued at once, so that the queue of handshakes
+    /// has no outdated position.
+    pub(super) fn change_handshake(&mut self, entry: &Rc<Entry>, rank: ClientRank, now: Instant) {
+        if entry.phase.get() != Phase::Unproven {
+            return;
+        }
+        if let Some(entries) = self.sources.get_mut(&entry.source) {
+            entries.take_out(entry);
+        }
+        entry.rank.set(rank);
+        entry.idle_since.set(now);
+        self.queue(entry);
+    }
+
     /// No longer counts an unproven connection.
     pub(super) fn remove(&mut self, entry: &Entry) {
         *self.used(entry.in_reserve) -= 1;
@@ -154,30 +176,50 @@ impl Registry {
         }
     }
 
-    /// Evicts an idle connection for one of `newcomer`, which has `count` connections.
+    /// Evicts a connection for one of `newcomer`, which has `count` connections: an idle one of a larger source, an
+    /// idle one of its own that is older than `own_grace`, or else a handshake of a larger source.
     pub(super) fn evict(
         &mut self,
         newcomer: Source,
         count: usize,
+        own_grace: Duration,
         now: Instant,
     ) -> Option<Rc<Entry>> {
         if self.closing >= MAX_CLOSING {
             return None;
         }
+        self.evict_of_larger(count, IDLE, now)
+            .or_else(|| self.evict_of(newcomer, IDLE, own_grace, now))
+            .or_else(|| self.evict_of_larger(count, &[ClientRank::Handshake], now))
+    }
+
+    /// Evicts a connection of the largest source that has more than `count`.
+    fn evict_of_larger(
+        &mut self,
+        count: usize,
+        ranks: &[ClientRank],
+        now: Instant,
+    ) -> Option<Rc<Entry>> {
         let mut largest = self.by_size.last().copied();
         for _ in 0..MAX_SEARCHED {
-            let Some((_, source)) = largest.filter(|(size, _)| *size > count) else { break };
-            let victim = self.evict_of(source, now);
+            let (_, source) = largest.filter(|(size, _)| *size > count)?;
+            let victim = self.evict_of(source, ranks, GRACE, now);
             if victim.is_some() {
                 return victim;
             }
             largest = largest.and_then(|last| self.by_size.range(..last).next_back().copied());
         }
-        self.evict_of(newcomer, now)
+        None
     }
 
-    fn evict_of(&mut self, source: Source, now: Instant) -> Option<Rc<Entry>> {
-        let victim = self.sources.get_mut(&source)?.next_victim(now);
+    fn evict_of(
+        &mut self,
+        source: Source,
+        ranks: &[ClientRank],
+        grace: Duration,
+        now: Instant,
+    ) -> Option<Rc<Entry>> {
+        let victim = self.sources.get_mut(&source)?.next_victim(ranks, grace, now);
         match &victim {
             Some(entry) => {
                 entry.phase.set(Phase::Evicted);
@@ -207,20 +249,26 @@ impl SourceEntries {
         }
     }
 
-    /// The idle connection that is closed first. Corrects outdated positions: each was caused by a request
-    /// since the last search.
-    fn next_victim(&mut self, now: Instant) -> Option<Rc<Entry>> {
+    /// The connection of these ranks that is closed first; one without a request only if it is older than `grace`.
+    /// Corrects outdated positions: each was caused by a request since the last search.
+    fn next_victim(
+        &mut self,
+        ranks: &[ClientRank],
+        grace: Duration,
+        now: Instant,
+    ) -> Option<Rc<Entry>> {
         // A correction moves a connection to a higher rank, or to a lower one that is searched later.
         for _ in 0..2 {
-            for rank in RANKS {
-                while let Some((key, entry)) = self.queues[rank as usize].first_key_value() {
+            for rank in ranks {
+                let has_grace = matches!(rank, ClientRank::New | ClientRank::Handshake);
+                while let Some((key, entry)) = self.queues[*rank as usize].first_key_value() {
                     let (key, entry) = (*key, Rc::clone(entry));
                     if entry.requests.get() > 0 {
                         self.take_out(&entry);
                     } else if entry.key() != key {
                         self.take_out(&entry);
                         self.insert(entry);
-                    } else if rank == ClientRank::New && now < key.1 + GRACE {
+                    } else if has_grace && now < key.1 + grace {
                         break; // all others without a request are younger
                     } else {
                         return Some(entry);

@@ -141,6 +141,112 @@ fn connection_without_a_request_is_evicted_after_its_grace_only() {
     assert_eq!(rig.open(A, 290), Ok(Some(A)));
 }
 
+/// 25 clients in Go that open 2,000 watches at once open as many connections within a second. Each sends its
+/// `ClientHello` late, and the handshakes beyond the first 400 take turns of 5 ms.
+#[test]
+fn burst_of_an_identity_beyond_the_share_of_its_source_is_admitted() {
+    let mut rig = Rig::new(4096, true);
+    let time = |ms| rig.start + Duration::from_millis(ms);
+    let (begun, proven) = (time(900), time(1_000));
+    for n in 0..2_000_usize {
+        assert_eq!(rig.open(A, n as u64 / 2), Ok(None), "connection {n}");
+        if let Some(earlier) = n.checked_sub(400) {
+            rig.open[earlier].handshake_begun(rig.start + Duration::from_millis(n as u64 / 2));
+        }
+    }
+    for n in 1_600..2_000 {
+        rig.open[n].handshake_begun(begun);
+    }
+    assert!(rig.open[1_999].must_prove_identity());
+    for slot in &rig.open {
+        slot.handshake_complete(proven);
+        slot.set_proven();
+        assert!(!slot.must_prove_identity());
+    }
+    assert!(rig.evicted().is_empty());
+    // All count as proven, so the source has its share again.
+    assert_eq!(rig.open(A, 10_000), Ok(None));
+    assert!(!rig.open[2_000].must_prove_identity());
+}
+
+#[test]
+fn connection_without_a_request_is_evicted_by_its_source_early_only_if_the_reserve_is_in_use() {
+    let mut rig = Rig::new(64, true);
+    // The share, and half of the reserve.
+    for n in 0..32 {
+        assert_eq!(rig.open(A, 0), Ok(None), "{n}");
+    }
+    for (at, in_reserve) in [(99, true), (100, true), (2_999, true)] {
+        assert_eq!(rig.open(A, at), Ok(None), "at {at} ms");
+        assert_eq!(rig.open.pop().unwrap().must_prove_identity(), in_reserve);
+    }
+    assert_eq!(rig.open(A, 3_000), Ok(Some(A)));
+    assert_eq!(rig.evicted(), [0]);
+    for n in 0..24 {
+        let at = 6_000 + 2 * n;
+        let slot = rig.open[1 + n as usize].clone();
+        slot.handshake_complete(rig.start + Duration::from_millis(at));
+    }
+    for slot in &rig.open[25..] {
+        slot.handshake_complete(rig.start + Duration::from_millis(6_060));
+    }
+    for n in 0..8 {
+        assert_eq!(rig.open(A, 6_100), Ok(None), "{n}");
+        assert!(rig.open.last().unwrap().must_prove_identity());
+    }
+    assert_eq!(rig.open(A, 6_100), Ok(Some(A)));
+    assert_eq!(rig.evicted(), [0, 1]);
+    assert_eq!(rig.open(A, 6_100), Err(SlotRefusal::Share));
+    assert_eq!(rig.open(A, 6_102), Ok(Some(A)));
+    assert_eq!(rig.evicted(), [0, 1, 2]);
+}
+
+/// A connection in its handshake may prove an identity.
+#[test]
+fn connection_in_its_handshake_is_evicted_for_a_smaller_source_only_after_all_idle_ones() {
+    let mut rig = Rig::new(8, false);
+    let (start, later) = (rig.start, 10_000_000);
+    for at in 0..4 {
+        assert_eq!(rig.open(A, at), Ok(None));
+    }
+    rig.open[0].handshake_begun(start);
+    rig.open[1].set_rank(ClientRank::AcceptedToken);
+    drop(rig.open[2].begin_request());
+    for expected in [vec![3], vec![2, 3], vec![1, 2, 3]] {
+        assert_eq!(rig.open(A, later), Ok(Some(A)));
+        assert_eq!(rig.evicted(), expected);
+    }
+    assert_eq!(rig.open(A, later), Err(SlotRefusal::Share), "its own source");
+    // The idle connections of the smaller source are closed before it.
+    for _ in 0..2 {
+        assert_eq!(rig.open(B, later - 100), Ok(None));
+    }
+    for _ in 0..2 {
+        assert_eq!(rig.open(B, later), Ok(Some(B)));
+    }
+    assert_eq!(rig.open(B, later), Ok(Some(A)));
+    assert_eq!(rig.evicted()[..2], [0, 1]);
+    // After the handshake a connection without an identity is idle again, and one with a request is not.
+    let mut rig = Rig::new(8, false);
+    assert_eq!(rig.fill(A, 0), 4);
+    for slot in &rig.open {
+        slot.handshake_begun(rig.start);
+    }
+    let request = rig.open[0].begin_request();
+    rig.open[1].handshake_complete(rig.start + Duration::from_millis(50));
+    assert_eq!(rig.open(A, 149), Err(SlotRefusal::Share));
+    assert_eq!(rig.open(A, 150), Ok(Some(A)));
+    assert_eq!(rig.evicted(), [1]);
+    // The end of a handshake after the first request changes nothing.
+    rig.open[0].handshake_complete(rig.start);
+    assert_eq!(rig.open(A, 200), Err(SlotRefusal::Share));
+    drop(request);
+    assert_eq!(rig.open(A, 200), Ok(Some(A)));
+    assert_eq!(rig.evicted(), [0, 1]);
+    rig.open.clear();
+    assert_eq!(rig.slots.open(), 0);
+}
+
 #[test]
 fn reserve_is_left_to_connections_that_prove_an_identity() {
     let mut rig = Rig::new(64, true);

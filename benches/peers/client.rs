@@ -1,14 +1,14 @@
 //! An HTTP/2 client that presents a certificate, keeps watches open and measures the latency of each request. h2load
 //! can do none of these.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{future::poll_fn, net::SocketAddr, sync::Arc, time::Duration};
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use h2::{
     RecvStream,
     client::{ResponseFuture, SendRequest},
 };
-use http::{Request, Response, StatusCode, Uri, header};
+use http::{Method, Request, Response, StatusCode, header};
 use rustls::{ClientConfig, pki_types::ServerName};
 use tokio::{
     net::TcpStream,
@@ -24,6 +24,9 @@ const CONNECTION_WINDOW: u32 = 1 << 30;
 
 /// Timeout for a whole GET, and for the opening of all watches of one call.
 const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Bytes of an upload that are given to the connection at once.
+const UPLOAD_CHUNK: usize = 32 * 1024;
 
 /// Delay before a request is repeated after a 429, equal to the `Retry-After` that jackstay sends.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
@@ -60,13 +63,18 @@ impl Client {
 
     /// Sends a GET without waiting for the response.
     async fn send_get(&mut self, path: &str) -> Result<ResponseFuture> {
-        let uri: Uri = format!("{}{path}", self.base_url).parse()?;
+        let request = self.request(Method::GET, path)?;
         self.send = self.send.clone().ready().await?;
-        let mut request = Request::get(uri);
+        Ok(self.send.send_request(request, true)?.0)
+    }
+
+    /// A request head.
+    fn request(&self, method: Method, path: &str) -> Result<Request<()>> {
+        let mut request = Request::builder().method(method).uri(format!("{}{path}", self.base_url));
         if let Some(token) = self.token {
             request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
         }
-        Ok(self.send.send_request(request.body(())?, true)?.0)
+        Ok(request.body(())?)
     }
 
     /// Sends a GET, waits for the response head and returns the body.
@@ -90,6 +98,62 @@ impl Client {
         tokio::time::timeout(TIMEOUT, whole)
             .await
             .map_err(|_| format!("{path}: not complete within {TIMEOUT:?}"))?
+    }
+
+    /// Sends a PUT with a body of `bytes` and waits for the whole response.
+    pub async fn put(&mut self, path: &str, bytes: u64) -> Result<()> {
+        let whole = async {
+            let mut request = self.request(Method::PUT, path)?;
+            let headers = request.headers_mut();
+            headers.insert(header::CONTENT_LENGTH, bytes.into());
+            let json = header::HeaderValue::from_static("application/json");
+            headers.insert(header::CONTENT_TYPE, json);
+            self.send = self.send.clone().ready().await?;
+            let (response, mut body) = self.send.send_request(request, false)?;
+            let chunk = Bytes::from(vec![b'x'; UPLOAD_CHUNK]);
+            let mut left = bytes as usize;
+            while left > 0 {
+                body.reserve_capacity(left.min(chunk.len()));
+                let capacity = poll_fn(|cx| body.poll_capacity(cx)).await;
+                let capacity = capacity.ok_or("the upload was cancelled")??;
+                let capacity = capacity.min(chunk.len()).min(left);
+                left -= capacity;
+                body.send_data(chunk.slice(..capacity), left == 0)?;
+            }
+            let mut body = body_if_ok(path, response.await?)?;
+            while let Some(data) = body.data().await {
+                body.flow_control().release_capacity(data?.len())?;
+            }
+            Ok(())
+        };
+        tokio::time::timeout(TIMEOUT, whole)
+            .await
+            .map_err(|_| format!("{path}: upload not complete within {TIMEOUT:?}"))?
+    }
+
+    /// Opens [`origin::EVENTS`] and returns the delays of its first `count` events, sorted.
+    pub async fn event_delays(&mut self, count: usize) -> Result<Vec<Duration>> {
+        let mut delays = Vec::with_capacity(count);
+        let read = tokio::time::timeout(TIMEOUT, self.read_events(count, &mut delays)).await;
+        read.map_err(|_| format!("{} of {count} events within {TIMEOUT:?}", delays.len()))??;
+        delays.sort_unstable();
+        Ok(delays)
+    }
+
+    async fn read_events(&mut self, count: usize, delays: &mut Vec<Duration>) -> Result<()> {
+        let mut body = self.get_body(origin::EVENTS).await?;
+        let mut received = BytesMut::new();
+        while delays.len() < count {
+            let data = body.data().await.ok_or("the watch ended")??;
+            body.flow_control().release_capacity(data.len())?;
+            received.extend_from_slice(&data);
+            while received.len() >= origin::EVENT_BYTES && delays.len() < count {
+                let event = received.split_to(origin::EVENT_BYTES);
+                let delay = origin::delay(&event).filter(|_| event.last() == Some(&b'\n'));
+                delays.push(delay.ok_or("not an event of the origin")?);
+            }
+        }
+        Ok(())
     }
 
     /// Sends requests one after another for `time` and returns the duration of each.

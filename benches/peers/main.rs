@@ -7,7 +7,7 @@
 //! cargo bench --bench peers -- --quick --json peers.json   # about two minutes
 //! cargo bench --bench peers -- --layer l4                  # passthrough only
 //! cargo bench --bench peers -- --bursts 10 --check         # memory after bursts, about two minutes
-//! cargo bench --bench peers -- --line 5 --check            # reads over long lines, about five minutes
+//! cargo bench --bench peers -- --line 5 --check            # long lines, about eight minutes
 //! ```
 //!
 //! `benches/README.md` describes the method. h2load sends the requests with a bearer token. [`client`] measures
@@ -31,6 +31,7 @@ mod relay;
 mod report;
 
 use std::{
+    fmt::Display,
     fs,
     io::Write,
     path::{Path, PathBuf},
@@ -74,8 +75,8 @@ struct Args {
     /// Measure only memory after a burst of watches, in this many new jackstay processes.
     #[arg(long, value_name = "RUNS", conflicts_with_all = ["quick", "only", "layer"])]
     bursts: Option<usize>,
-    /// Measure only reads over lines of 2, 20 and 80 ms, on this many connections each; about five minutes.
-    #[arg(long, value_name = "RUNS", conflicts_with_all = ["quick", "layer", "bursts", "json"])]
+    /// Measure only over lines of 2, 20 and 80 ms, in at most this many rounds; about eight minutes.
+    #[arg(long, value_name = "RUNS", conflicts_with_all = ["quick", "layer", "bursts"])]
     line: Option<usize>,
     /// Fail unless jackstay meets every limit. This requires the peers to which the limits are relative.
     #[arg(long)]
@@ -148,14 +149,18 @@ async fn run(args: &Args) -> Result<bool> {
 
     if let Some(runs) = args.bursts {
         bursts(&environment, &[Target::Jackstay], runs, &mut samples).await?;
-        write_json(args, &machine(), &samples)?;
+        write_json(args, &machine(), samples.json())?;
         return Ok(!args.check || samples.meets(Metric::BurstMemory) == Some(true));
     }
 
     if let Some(runs) = args.line {
-        println!("{}", machine());
-        let targets = available(&args.only);
-        return Ok(line::run(&environment, &targets, runs).await? || !args.check);
+        let machine = machine();
+        println!("{machine}");
+        let lines = line::run(&environment, &available(&args.only), runs).await?;
+        println!("\n{}", lines.table());
+        let within_bounds = report_figures(&lines.figures())?;
+        write_json(args, &machine, lines.json())?;
+        return Ok(within_bounds && (!args.check || lines.meets_all()));
     }
 
     let Some(h2load) = find_program(Path::new("h2load")) else {
@@ -204,14 +209,14 @@ async fn run(args: &Args) -> Result<bool> {
         within_bounds &= report_figures(&samples.figures(layer))?;
     }
 
-    write_json(args, &machine, &samples)?;
+    write_json(args, &machine, samples.json())?;
     Ok(within_bounds && (!args.check || limits_met))
 }
 
 /// Appends the figures to the report that `JACKSTAY_REPORT` names (`tests/report` creates it). Returns whether all are
 /// within their bounds: the limit with `JACKSTAY_STRICT=1`, else four times the limit, because short runs on a noisy
 /// machine are inexact. Without a report there are no bounds.
-fn report_figures(figures: &[(&str, f64, f64)]) -> Result<bool> {
+fn report_figures(figures: &[(impl Display, f64, f64)]) -> Result<bool> {
     let Some(path) = std::env::var_os("JACKSTAY_REPORT") else { return Ok(true) };
     let strict = std::env::var("JACKSTAY_STRICT").is_ok_and(|value| value == "1");
     let mut report = fs::OpenOptions::new().append(true).open(path)?;
@@ -244,9 +249,9 @@ fn available(only: &[Target]) -> Vec<Target> {
     targets
 }
 
-fn write_json(args: &Args, machine: &str, samples: &Samples) -> Result<()> {
+fn write_json(args: &Args, machine: &str, metrics: serde_json::Value) -> Result<()> {
     if let Some(file) = &args.json {
-        let all = json!({ "machine": machine, "quick": args.quick, "metrics": samples.json() });
+        let all = json!({ "machine": machine, "quick": args.quick, "metrics": metrics });
         fs::write(file, serde_json::to_string_pretty(&all)? + "\n")?;
     }
     Ok(())

@@ -71,6 +71,18 @@ impl Process {
         Ok(ticks.iter().sum::<u64>() as f64 / ticks_per_second)
     }
 
+    /// CPU seconds of the threads that run, exact to the nanosecond: [`Self::cpu_seconds`] counts ticks of 10 ms. A thread
+    /// that has ended is not included.
+    pub fn thread_cpu_seconds(&self) -> Result<f64> {
+        let mut nanos = 0;
+        for task in fs::read_dir(format!("/proc/{}/task", self.child.id()))? {
+            // Fields of schedstat: time on a core, time in the run queue, in nanoseconds, and the number of turns.
+            let stat = fs::read_to_string(task?.path().join("schedstat"))?;
+            nanos += stat.split(' ').next().unwrap_or_default().parse::<u64>()?;
+        }
+        Ok(nanos as f64 / 1e9)
+    }
+
     /// Resident memory in KiB.
     pub fn rss_kib(&self) -> Result<f64> {
         self.kib("status", "VmRSS:")

@@ -144,7 +144,7 @@ impl Environment<'_> {
     /// Starts `target` and waits for its first response.
     pub async fn start(&self, target: Target, layer: Layer) -> Result<Proxy> {
         let address = free_address()?;
-        let file = |name: &str| self.dir.join(format!("{}.{name}", target.name()));
+        let file = |name: &str| self.dir.join(format!("{}.{layer:?}.{name}", target.name()));
         // A new copy of the program is entirely in the page cache. If the kernel has evicted a part of a file, it maps
         // fewer pages around each page fault, which changes the resident memory of the same binary by up to 1.4 MiB.
         let program = file("program");

@@ -263,7 +263,8 @@ impl Samples {
     }
 }
 
-fn median(samples: &[f64]) -> Option<f64> {
+/// The median; `None` without samples.
+pub fn median(samples: &[f64]) -> Option<f64> {
     let mut sorted = samples.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
     let middle = sorted.len() / 2;

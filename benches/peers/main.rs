@@ -7,7 +7,7 @@
 //! cargo bench --bench peers -- --quick --json peers.json   # about two minutes
 //! cargo bench --bench peers -- --layer l4                  # passthrough only
 //! cargo bench --bench peers -- --bursts 10 --check         # memory after bursts, about two minutes
-//! cargo bench --bench peers -- --line 5 --check            # long lines, about eight minutes
+//! cargo bench --bench peers -- --line 5 --check            # long lines, about seven minutes
 //! ```
 //!
 //! `benches/README.md` describes the method. h2load sends the requests with a bearer token. [`client`] measures
@@ -75,7 +75,7 @@ struct Args {
     /// Measure only memory after a burst of watches, in this many new jackstay processes.
     #[arg(long, value_name = "RUNS", conflicts_with_all = ["quick", "only", "layer"])]
     bursts: Option<usize>,
-    /// Measure only over lines of 2, 20 and 80 ms, in at most this many rounds; about eight minutes.
+    /// Measure only over lines of 2, 20 and 80 ms, in at most this many rounds; about seven minutes.
     #[arg(long, value_name = "RUNS", conflicts_with_all = ["quick", "layer", "bursts"])]
     line: Option<usize>,
     /// Fail unless jackstay meets every limit. This requires the peers to which the limits are relative.
@@ -149,7 +149,7 @@ async fn run(args: &Args) -> Result<bool> {
 
     if let Some(runs) = args.bursts {
         bursts(&environment, &[Target::Jackstay], runs, &mut samples).await?;
-        write_json(args, &machine(), samples.json())?;
+        write_json(args, &machine(), &samples.json())?;
         return Ok(!args.check || samples.meets(Metric::BurstMemory) == Some(true));
     }
 
@@ -159,7 +159,7 @@ async fn run(args: &Args) -> Result<bool> {
         let lines = line::run(&environment, &available(&args.only), runs).await?;
         println!("\n{}", lines.table());
         let within_bounds = report_figures(&lines.figures())?;
-        write_json(args, &machine, lines.json())?;
+        write_json(args, &machine, &lines.json())?;
         return Ok(within_bounds && (!args.check || lines.meets_all()));
     }
 
@@ -209,7 +209,7 @@ async fn run(args: &Args) -> Result<bool> {
         within_bounds &= report_figures(&samples.figures(layer))?;
     }
 
-    write_json(args, &machine, samples.json())?;
+    write_json(args, &machine, &samples.json())?;
     Ok(within_bounds && (!args.check || limits_met))
 }
 
@@ -249,7 +249,7 @@ fn available(only: &[Target]) -> Vec<Target> {
     targets
 }
 
-fn write_json(args: &Args, machine: &str, metrics: serde_json::Value) -> Result<()> {
+fn write_json(args: &Args, machine: &str, metrics: &serde_json::Value) -> Result<()> {
     if let Some(file) = &args.json {
         let all = json!({ "machine": machine, "quick": args.quick, "metrics": metrics });
         fs::write(file, serde_json::to_string_pretty(&all)? + "\n")?;

@@ -3,11 +3,10 @@
 
 use std::time::Duration;
 
-use tokio::{task::JoinSet, time::sleep};
+use tokio::time::sleep;
 
 use crate::{
-    Result,
-    client::Client,
+    Result, client, origin,
     proxies::{Environment, Layer, Target},
 };
 
@@ -24,18 +23,10 @@ pub async fn run(environment: &Environment<'_>, target: Target) -> Result<f64> {
     let proxy = environment.start(target, Layer::L7).await?;
     sleep(SETTLE).await;
     let before = proxy.process.pss_kib()?;
-    let mut clients = Vec::new();
-    for _ in 0..CONNECTIONS {
-        clients.push(Client::connect(proxy.address, environment.tls).await?);
-    }
-    let mut opening = JoinSet::new();
-    for mut client in clients {
-        opening.spawn(async move { client.open_watches_concurrently(WATCHES / CONNECTIONS).await });
-    }
-    let mut watches = Vec::new();
-    while let Some(opened) = opening.join_next().await {
-        watches.extend(opened??);
-    }
+    let (address, tls) = (proxy.address, environment.tls);
+    let each = WATCHES / CONNECTIONS;
+    let watches =
+        client::open_watches_at_once(address, tls, origin::WATCH, CONNECTIONS, each).await?;
     sleep(SETTLE).await;
     let each = (proxy.process.pss_kib()? - before) / WATCHES as f64;
     drop(watches); // the watches must stay open until the measurement

@@ -12,6 +12,7 @@ use http::{Method, Request, Response, StatusCode, header};
 use rustls::{ClientConfig, pki_types::ServerName};
 use tokio::{
     net::TcpStream,
+    task::JoinSet,
     time::{Instant, sleep},
 };
 use tokio_rustls::TlsConnector;
@@ -187,20 +188,24 @@ impl Client {
         tokio::time::timeout(TIMEOUT, open).await.map_err(|_| "watches did not open")?
     }
 
-    /// Like [`Self::open_watches`], but sends all requests before it reads the first response. A 429 is followed by
-    /// another request, as in client-go, because a proxy may need time to open connections.
-    pub async fn open_watches_concurrently(&mut self, count: usize) -> Result<Vec<RecvStream>> {
+    /// Like [`Self::open_watches`] for any watch, but sends all requests before it reads the first response. A 429 is
+    /// followed by another request, as in client-go, because a proxy may need time to open connections.
+    pub async fn open_watches_concurrently(
+        &mut self,
+        path: &str,
+        count: usize,
+    ) -> Result<Vec<RecvStream>> {
         let open = async {
             let mut streams = Vec::with_capacity(count);
             loop {
                 let mut responses = Vec::new();
                 for _ in streams.len()..count {
-                    responses.push(self.send_get(origin::WATCH).await?);
+                    responses.push(self.send_get(path).await?);
                 }
                 for response in responses {
                     let response = response.await?;
                     if response.status() != StatusCode::TOO_MANY_REQUESTS {
-                        streams.push(read_first_event(body_if_ok(origin::WATCH, response)?).await?);
+                        streams.push(read_first_event(body_if_ok(path, response)?).await?);
                     }
                 }
                 if streams.len() == count {
@@ -213,6 +218,29 @@ impl Client {
     }
 }
 
+/// Opens `each` watches on each of `connections` new connections, all at the same time.
+pub async fn open_watches_at_once(
+    address: SocketAddr,
+    tls: &Arc<ClientConfig>,
+    path: &'static str,
+    connections: usize,
+    each: usize,
+) -> Result<Vec<RecvStream>> {
+    let mut clients = Vec::new();
+    for _ in 0..connections {
+        clients.push(Client::connect(address, tls).await?);
+    }
+    let mut opening = JoinSet::new();
+    for mut client in clients {
+        opening.spawn(async move { client.open_watches_concurrently(path, each).await });
+    }
+    let mut watches = Vec::new();
+    while let Some(opened) = opening.join_next().await {
+        watches.extend(opened??);
+    }
+    Ok(watches)
+}
+
 /// The body of a response with status 200; an error for any other status.
 fn body_if_ok(path: &str, response: Response<RecvStream>) -> Result<RecvStream> {
     if response.status() != StatusCode::OK {
@@ -221,11 +249,11 @@ fn body_if_ok(path: &str, response: Response<RecvStream>) -> Result<RecvStream> 
     Ok(response.into_body())
 }
 
-/// Reads the first event of a watch and returns the rest of the stream.
+/// Reads the first frame of a watch, of which a proxy may make more or less than an event, and returns the rest of the stream.
 async fn read_first_event(mut body: RecvStream) -> Result<RecvStream> {
     let event = body.data().await.ok_or("a watch ended without an event")??;
-    if event.last() != Some(&b'\n') {
-        return Err("the first frame of a watch is not a complete event".into());
+    if event.first() != Some(&b'{') {
+        return Err("the first frame of a watch is not the beginning of an event".into());
     }
     body.flow_control().release_capacity(event.len())?;
     Ok(body)

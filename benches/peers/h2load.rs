@@ -1,10 +1,11 @@
-//! The request load: `h2load`, an independent program that uses little CPU, with 8 connections × 16 streams.
+//! The request load: `h2load`, an independent program that uses little CPU, with 16 streams on each connection.
 
 use std::{net::SocketAddr, path::Path, process::Command, time::Duration};
 
 use crate::{Result, origin, process::Process};
 
-const CONNECTIONS: u32 = 8;
+/// Connections of the usual load.
+pub const CONNECTIONS: u32 = 8;
 const STREAMS: u32 = 16;
 
 /// The result of one run.
@@ -17,13 +18,34 @@ pub struct Load {
     pub per_second: f64,
 }
 
-/// Loads `address` for `time` (whole seconds). h2load has no option for a client certificate, so it sends a bearer token,
-/// as pods do.
-pub async fn run(program: &Path, address: SocketAddr, time: Duration, log: &Path) -> Result<Load> {
+/// How much h2load sends.
+#[derive(Clone, Copy)]
+pub enum Amount {
+    /// As many requests as possible in this time (whole seconds).
+    Time(Duration),
+    /// This number of requests.
+    Requests(u32),
+}
+
+/// Time in which a number of requests must be complete.
+const MOST: Duration = Duration::from_secs(60);
+
+/// Loads `address`. h2load has no option for a client certificate, so it sends a bearer token, as pods do.
+pub async fn run(
+    program: &Path,
+    address: SocketAddr,
+    connections: u32,
+    amount: Amount,
+    log: &Path,
+) -> Result<Load> {
+    let (option, time) = match amount {
+        Amount::Time(time) => (["-D".into(), time.as_secs().to_string()], time),
+        Amount::Requests(requests) => (["-n".into(), requests.to_string()], MOST),
+    };
     let mut command = Command::new(program);
     command
-        .args([format!("-c{CONNECTIONS}"), format!("-m{STREAMS}"), "-t1".into()])
-        .args(["-D".into(), time.as_secs().to_string()])
+        .args([format!("-c{connections}"), format!("-m{STREAMS}"), "-t1".into()])
+        .args(option)
         .args(["--tls13-ciphers=TLS_AES_128_GCM_SHA256", "-H", "authorization: Bearer bench"])
         .arg(format!("https://{address}{}", origin::OBJECT));
     let mut process = Process::start(command, log)?;

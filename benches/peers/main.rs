@@ -15,8 +15,12 @@
 //! installed are skipped with a message. `JACKSTAY_BIN` selects the jackstay binary; `JACKSTAY_BENCH_BEFORE` adds a
 //! second one, to measure the cost of a change in one run.
 
+mod bulk;
 mod burst;
+mod busy_watches;
 mod client;
+mod footprint;
+mod growth;
 mod h2load;
 mod line;
 mod origin;
@@ -29,6 +33,7 @@ mod proxies;
 mod raw;
 mod relay;
 mod report;
+mod tls_relay;
 
 use std::{
     fmt::Display,
@@ -55,7 +60,7 @@ use crate::{
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 /// A run that takes longer is aborted, because it hangs.
-const LIMIT: Duration = Duration::from_secs(15 * 60);
+const LIMIT: Duration = Duration::from_secs(30 * 60);
 
 /// Compares jackstay with other proxies in front of one origin.
 #[derive(Parser)]
@@ -72,6 +77,9 @@ struct Args {
     /// Measure only at these layers.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Layer::L7, Layer::L4])]
     layer: Vec<Layer>,
+    /// Measure only this at L7. `--check` then checks only what was measured.
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = Phase::ALL)]
+    phase: Vec<Phase>,
     /// Measure only memory after a burst of watches, in this many new jackstay processes.
     #[arg(long, value_name = "RUNS", conflicts_with_all = ["quick", "only", "layer"])]
     bursts: Option<usize>,
@@ -93,9 +101,43 @@ enum Role {
     /// Run as the origin process.
     #[command(hide = true)]
     Origin { dir: PathBuf },
+    /// Run as the TLS relay.
+    #[command(hide = true)]
+    TlsRelay { dir: PathBuf, listen: std::net::SocketAddr, origin: std::net::SocketAddr },
     /// Run as the relay.
     #[command(hide = true)]
     Relay { target: std::net::SocketAddr, delay_micros: u64 },
+}
+
+/// A part of the measurements at L7.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Phase {
+    /// Memory and CPU of idle proxies, and memory of idle watches.
+    Idle,
+    /// Memory after a burst of watches.
+    Bursts,
+    /// Start time and size of the program.
+    Start,
+    /// Memory of 10,000 watches.
+    ManyWatches,
+    /// Requests, latency and bulk.
+    Rounds,
+    /// Watches with events.
+    BusyWatches,
+    /// Costs with growing work.
+    Growth,
+}
+
+impl Phase {
+    const ALL: [Self; 7] = [
+        Self::Idle,
+        Self::Bursts,
+        Self::Start,
+        Self::ManyWatches,
+        Self::Rounds,
+        Self::BusyWatches,
+        Self::Growth,
+    ];
 }
 
 fn main() -> ExitCode {
@@ -104,6 +146,9 @@ fn main() -> ExitCode {
         Some(Role::Origin { dir }) => origin::run(dir).map(|()| true),
         Some(Role::Relay { target, delay_micros }) => {
             relay::run(*target, Duration::from_micros(*delay_micros)).map(|()| true)
+        }
+        Some(Role::TlsRelay { dir, listen, origin }) => {
+            tls_relay::run(dir, *listen, *origin).map(|()| true)
         }
         // `cargo test --all-targets` runs benches too, without this flag.
         None if !args.bench => {
@@ -143,6 +188,7 @@ async fn run(args: &Args) -> Result<bool> {
     let dir = tempfile::Builder::new().prefix("jackstay-peers-").tempdir()?;
     let pki = Pki::create(dir.path())?;
     let tls = pki.client_config()?;
+    let tls_without_certificate = pki.client_config_without_certificate()?;
     let (origin, origin_process) = start_origin(dir.path()).await?;
     let environment = Environment { dir: dir.path(), pki: &pki, origin, flows, tls: &tls };
     let mut samples = Samples::default();
@@ -175,6 +221,7 @@ async fn run(args: &Args) -> Result<bool> {
         origin,
         origin_process: &origin_process,
         tls: &tls,
+        tls_without_certificate: &tls_without_certificate,
         ticks_per_second: ticks_per_second()?,
         flows,
     };
@@ -187,30 +234,91 @@ async fn run(args: &Args) -> Result<bool> {
         }
         let mut targets: Vec<_> =
             targets.iter().copied().filter(|target| target.works_at(layer)).collect();
-        eprintln!("{layer:?}: idle, and idle watches or flows");
-        let proxies = start_all(&environment, &mut targets, layer, true).await?;
         match layer {
-            Layer::L7 => bench.idle(&proxies, &mut samples).await?,
-            Layer::L4 => bench.idle_flows(&proxies, &mut samples).await?,
+            Layer::L7 => l7(&environment, &bench, args, &mut targets, &mut samples).await?,
+            Layer::L4 => l4(&environment, &bench, &mut targets, &mut samples).await?,
         }
-        drop(proxies);
-        if layer == Layer::L7 {
-            bursts(&environment, &targets, bench.plan.bursts, &mut samples).await?;
-        }
-        // New processes are started, so that memory allocated for the watches does not affect these figures.
-        let proxies = start_all(&environment, &mut targets, layer, false).await?;
-        match layer {
-            Layer::L7 => bench.rounds(&proxies, &mut samples).await?,
-            Layer::L4 => bench.flow_rounds(&proxies, &mut samples).await?,
-        }
-        drop(proxies);
         println!("\n{}", samples.table(layer));
-        limits_met &= samples.meets_all(layer);
+        if layer == Layer::L7 {
+            println!(
+                "× the CPU of the TLS relay, the physical limit:\n{}",
+                samples.distance_to_limit()
+            );
+        }
+        limits_met &= samples.meets_all(layer, args.phase.len() == Phase::ALL.len());
         within_bounds &= report_figures(&samples.figures(layer))?;
     }
 
     write_json(args, &machine, &samples.json())?;
     Ok(within_bounds && (!args.check || limits_met))
+}
+
+/// All phases at L7. Proxies that do not start are removed from `targets`.
+async fn l7(
+    environment: &Environment<'_>,
+    bench: &Bench<'_>,
+    args: &Args,
+    targets: &mut Vec<Target>,
+    samples: &mut Samples,
+) -> Result<()> {
+    let selected = |phase| args.phase.contains(&phase);
+    let log = |phase| eprintln!("L7: {phase}");
+    if selected(Phase::Idle) {
+        log("idle, and idle watches");
+        let proxies = start_all(environment, targets, Layer::L7, true).await?;
+        bench.idle(&proxies, samples).await?;
+    }
+    if selected(Phase::Bursts) {
+        log("bursts of watches");
+        bursts(environment, targets, bench.plan.bursts, samples).await?;
+    }
+    if selected(Phase::Start) {
+        log("start");
+        footprint::start(environment, targets, bench.plan.starts, samples).await?;
+    }
+    if selected(Phase::ManyWatches) {
+        log("many watches");
+        // Only jackstay has a limit. The short form omits the others.
+        let mut targets = targets.clone();
+        targets.retain(|target| !args.quick || *target == Target::Jackstay);
+        footprint::many_watches(environment, &targets, samples).await?;
+    }
+    // New processes are started, so that memory allocated for the watches does not affect these figures.
+    if selected(Phase::Rounds) {
+        let mut targets: Vec<_> = targets.iter().copied().chain([Target::TlsRelay]).collect();
+        let proxies = start_all(environment, &mut targets, Layer::L7, true).await?;
+        bench.rounds(&proxies, samples).await?;
+    }
+    if selected(Phase::BusyWatches) {
+        log("busy watches");
+        let mut targets: Vec<_> = targets.iter().copied().chain([Target::TlsRelay]).collect();
+        let proxies = start_all(environment, &mut targets, Layer::L7, true).await?;
+        bench.busy_watches(&proxies, samples).await?;
+    }
+    if selected(Phase::Growth) {
+        log("growth");
+        let mut targets = targets.clone();
+        targets.retain(|target| !args.quick || *target == Target::Jackstay);
+        let proxies = start_all(environment, &mut targets, Layer::L7, true).await?;
+        bench.growth(&proxies, samples).await?;
+    }
+    Ok(())
+}
+
+/// All phases at L4.
+async fn l4(
+    environment: &Environment<'_>,
+    bench: &Bench<'_>,
+    targets: &mut Vec<Target>,
+    samples: &mut Samples,
+) -> Result<()> {
+    eprintln!("L4: idle, and idle flows");
+    let proxies = start_all(environment, targets, Layer::L4, true).await?;
+    bench.idle_flows(&proxies, samples).await?;
+    drop(proxies);
+    // New processes are started, so that memory allocated for the flows does not affect these figures.
+    let proxies = start_all(environment, targets, Layer::L4, false).await?;
+    bench.flow_rounds(&proxies, samples).await
 }
 
 /// Appends the figures to the report that `JACKSTAY_REPORT` names (`tests/report` creates it). Returns whether all are

@@ -25,7 +25,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::{
     net::TcpListener,
-    time::{Interval, interval},
+    time::{Interval, MissedTickBehavior, interval},
 };
 use tokio_rustls::TlsAcceptor;
 
@@ -45,6 +45,9 @@ pub const WATCH: &str = "/api/v1/namespaces/default/configmaps?watch=1&resourceV
 /// A watch of [`LIST`] that sends [`EVENTS_PER_SECOND`] until it is cancelled. Each event has [`EVENT_BYTES`] and its time of sending.
 pub const EVENTS: &str = "/api/v1/configmaps?watch=1&resourceVersion=100";
 
+/// A watch like [`EVENTS`], with [`BUSY_EVENTS_PER_SECOND`]. Events for which the origin is late are left out.
+pub const BUSY_WATCH: &str = "/api/v1/pods?watch=1&resourceVersion=100";
+
 /// Body size of the response for [`OBJECT`].
 pub const OBJECT_BYTES: usize = 2048;
 /// Body size of the response for [`BULK`].
@@ -59,6 +62,8 @@ pub const UPLOAD_BYTES: u64 = 20_000_000;
 pub const EVENT_BYTES: usize = 300;
 /// Rate of [`EVENTS`]: one each millisecond, the resolution of tokio's timer.
 pub const EVENTS_PER_SECOND: u32 = 1000;
+/// Rate of [`BUSY_WATCH`].
+pub const BUSY_EVENTS_PER_SECOND: u32 = 20;
 
 /// Concurrent streams of a connection, as with `--http2-max-streams-per-connection=100` of kube-apiserver.
 const MAX_STREAMS: u32 = 100;
@@ -128,7 +133,8 @@ fn respond(request: &Request<Incoming>, object: &Bytes, chunk: &Bytes) -> Respon
     let watch = request.uri().query().is_some_and(|query| query.contains("watch=1"));
     let body = match request.uri().path() {
         // A proxy may add parameters to the query.
-        LIST if watch => Body::Events { every: None, sent: 0 },
+        LIST if watch => Body::events(EVENTS_PER_SECOND, MissedTickBehavior::Burst),
+        BULK if watch => Body::events(BUSY_EVENTS_PER_SECOND, MissedTickBehavior::Skip),
         _ if watch => Body::Watch(Some(event())),
         "/readyz" => Body::Whole(Some(Bytes::from_static(b"ok"))),
         BULK => Body::Bulk { chunk: chunk.clone(), left: BULK_BYTES },
@@ -208,9 +214,17 @@ enum Body {
     Watch(Option<Bytes>),
     /// The timer starts when the body is read first.
     Events {
+        period: Duration,
+        late: MissedTickBehavior,
         every: Option<Interval>,
         sent: u64,
     },
+}
+
+impl Body {
+    fn events(per_second: u32, late: MissedTickBehavior) -> Self {
+        Self::Events { period: Duration::from_secs(1) / per_second, late, every: None, sent: 0 }
+    }
 }
 
 impl http_body::Body for Body {
@@ -235,9 +249,12 @@ impl http_body::Body for Body {
                 Some(event) => Poll::Ready(Some(Ok(Frame::data(event)))),
                 None => Poll::Pending,
             },
-            Self::Events { every, sent } => {
-                let every = every
-                    .get_or_insert_with(|| interval(Duration::from_secs(1) / EVENTS_PER_SECOND));
+            Self::Events { period, late, every, sent } => {
+                let every = every.get_or_insert_with(|| {
+                    let mut every = interval(*period);
+                    every.set_missed_tick_behavior(*late);
+                    every
+                });
                 every.poll_tick(cx).map(|_| {
                     *sent += 1;
                     Some(Ok(Frame::data(timed_event(*sent))))

@@ -1,4 +1,4 @@
-//! The measurements at L7, in the order in which they run.
+//! The measurements at L7, in the order in which they run; the larger ones have files of their own.
 //!
 //! Rounds are interleaved (A B C, B C A, …), so that changes in the speed of the machine affect all proxies alike. The
 //! results are medians over the rounds, and medians over the ratios of each round.
@@ -9,6 +9,7 @@ use rustls::ClientConfig;
 
 use crate::{
     Result,
+    bulk::Transfer,
     client::Client,
     h2load, origin,
     pin::OneCore,
@@ -36,8 +37,15 @@ pub struct Plan {
     pub load: Duration,
     /// Duration of the sequential requests for one proxy in one round.
     pub latency: Duration,
-    /// Number of bulk responses for one proxy in one round.
+    /// Number of bulk bodies for one proxy in one round.
     pub bulk_bodies: u32,
+    /// Rounds with every kind of bulk. The other rounds have only the first kind.
+    pub bulk_rounds: usize,
+    /// Duration of busy watches through one proxy, and with growing numbers.
+    pub busy: Duration,
+    pub growth_watches: Duration,
+    /// Starts of each proxy for its start time.
+    pub starts: usize,
     /// Bytes of a bulk transfer at L4, in each direction.
     pub flow_bytes: u64,
     /// Duration of the measurement of idle CPU.
@@ -53,6 +61,10 @@ impl Plan {
         load: Duration::from_secs(1),
         latency: Duration::from_millis(600),
         bulk_bodies: 1,
+        bulk_rounds: 1,
+        busy: Duration::from_secs(2),
+        growth_watches: Duration::from_millis(500),
+        starts: 3,
         flow_bytes: 1_000_000_000,
         idle: Duration::from_secs(3),
         bursts: 1,
@@ -63,6 +75,10 @@ impl Plan {
         load: Duration::from_secs(4),
         latency: Duration::from_secs(2),
         bulk_bodies: 2,
+        bulk_rounds: 7,
+        busy: Duration::from_secs(10),
+        growth_watches: Duration::from_secs(2),
+        starts: 10,
         flow_bytes: 4_000_000_000,
         idle: Duration::from_secs(20),
         bursts: 10,
@@ -77,6 +93,7 @@ pub struct Bench<'a> {
     pub origin: std::net::SocketAddr,
     pub origin_process: &'a Process,
     pub tls: &'a Arc<ClientConfig>,
+    pub tls_without_certificate: &'a Arc<ClientConfig>,
     pub ticks_per_second: f64,
     /// Number of idle flows at L4.
     pub flows: usize,
@@ -148,9 +165,12 @@ impl Bench<'_> {
                 order.extend(target(proxy).skip_failed_peer(loaded)?.map(|()| proxy));
             }
             order = self.latency(&order, samples).await?;
-            for proxy in mem::take(&mut order) {
-                let moved = self.bulk(proxy, samples).await;
-                order.extend(target(proxy).skip_failed_peer(moved)?.map(|()| proxy));
+            let kinds = if round < self.plan.bulk_rounds { Transfer::ALL.len() } else { 1 };
+            for transfer in &Transfer::ALL[..kinds] {
+                for proxy in mem::take(&mut order) {
+                    let moved = self.bulk(proxy, transfer, samples).await;
+                    order.extend(target(proxy).skip_failed_peer(moved)?.map(|()| proxy));
+                }
             }
             order.rotate_left(1);
         }
@@ -160,9 +180,9 @@ impl Bench<'_> {
     /// CPU per request and the rate of requests under load.
     async fn load(&self, proxy: Option<&Proxy>, samples: &mut Samples) -> Result<()> {
         let (target, address) = self.target_and_address(proxy);
+        let (amount, log) = (h2load::Amount::Time(self.plan.load), self.dir.join("h2load.log"));
         let cpu = self.cpu(proxy)?;
-        let load =
-            h2load::run(self.h2load, address, self.plan.load, &self.dir.join("h2load.log")).await?;
+        let load = h2load::run(self.h2load, address, h2load::CONNECTIONS, amount, &log).await?;
         if load.failed > 0.0 {
             let failures = format!(
                 "{} of {} requests failed at {}",
@@ -224,29 +244,8 @@ impl Bench<'_> {
         Ok(latencies)
     }
 
-    /// CPU and speed of bulk responses.
-    async fn bulk(&self, proxy: Option<&Proxy>, samples: &mut Samples) -> Result<()> {
-        let (target, address) = self.target_and_address(proxy);
-        let mut client = Client::connect(address, self.tls).await?;
-        client.get(origin::OBJECT).await?;
-        let cpu = self.cpu(proxy)?;
-        let start = tokio::time::Instant::now();
-        for _ in 0..self.plan.bulk_bodies {
-            let len = client.get(origin::BULK).await?;
-            if len != origin::BULK_BYTES {
-                return Err(format!("{}: {len} bytes of the body", target.name()).into());
-            }
-        }
-        let seconds = start.elapsed().as_secs_f64();
-        let bytes = f64::from(self.plan.bulk_bodies) * origin::BULK_BYTES as f64;
-        if let (Some(before), Some(after)) = (cpu, self.cpu(proxy)?) {
-            samples.add(Metric::BulkCpu, target, (after - before) / (bytes / 1e9));
-        }
-        samples.add(Metric::BulkSpeed, target, bytes / 1e6 / seconds);
-        Ok(())
-    }
-
-    fn target_and_address(&self, proxy: Option<&Proxy>) -> (Target, std::net::SocketAddr) {
+    /// A proxy or the direct connection, and where it listens.
+    pub fn target_and_address(&self, proxy: Option<&Proxy>) -> (Target, std::net::SocketAddr) {
         (target(proxy), proxy.map_or(self.origin, |proxy| proxy.address))
     }
 

@@ -42,6 +42,8 @@ pub enum Target {
     Before,
     /// This crate's binary.
     Jackstay,
+    /// The physical limit, [`crate::tls_relay`]. Measured only under load at L7.
+    TlsRelay,
 }
 
 /// The proxy mode.
@@ -59,12 +61,16 @@ impl Target {
 
     /// Whether the proxy supports the layer: nginx does not speak HTTP/2 to upstreams.
     pub fn works_at(self, layer: Layer) -> bool {
-        layer == Layer::L4 || self != Self::Nginx
+        match self {
+            Self::Nginx => layer == Layer::L4,
+            Self::TlsRelay => layer == Layer::L7,
+            _ => true,
+        }
     }
 
     /// Whether jackstay is compared with this proxy.
     fn is_peer(self) -> bool {
-        matches!(self, Self::Haproxy | Self::Nginx | Self::Envoy)
+        matches!(self, Self::Haproxy | Self::Nginx | Self::Envoy | Self::TlsRelay)
     }
 
     /// Turns a failure of another proxy into `None`: the proxy is skipped for the rest of the phase. A failure of
@@ -89,6 +95,7 @@ impl Target {
             Self::Envoy => "envoy",
             Self::Before => "before",
             Self::Jackstay => "jackstay",
+            Self::TlsRelay => "tls relay",
         }
     }
 
@@ -110,6 +117,7 @@ impl Target {
                 .ok_or("JACKSTAY_BENCH_BEFORE is not a file"),
             Self::Jackstay => found("JACKSTAY_BIN", env!("CARGO_BIN_EXE_jackstay").into())
                 .ok_or("JACKSTAY_BIN is not a file"),
+            Self::TlsRelay => std::env::current_exe().map_err(|_| "this program has no path"),
         }
     }
 }
@@ -125,6 +133,8 @@ pub struct Proxy {
     pub target: Target,
     pub address: SocketAddr,
     pub process: Process,
+    /// Time from the start of the process to the first response.
+    pub started: Duration,
 }
 
 /// The parameters with which proxies start.
@@ -143,6 +153,16 @@ pub struct Environment<'a> {
 impl Environment<'_> {
     /// Starts `target` and waits for its first response.
     pub async fn start(&self, target: Target, layer: Layer) -> Result<Proxy> {
+        self.start_polled(target, layer, Duration::from_millis(50)).await
+    }
+
+    /// The same with this pause between two attempts to get the first response.
+    pub async fn start_polled(
+        &self,
+        target: Target,
+        layer: Layer,
+        pause: Duration,
+    ) -> Result<Proxy> {
         let address = free_address()?;
         let file = |name: &str| self.dir.join(format!("{}.{layer:?}.{name}", target.name()));
         // A new copy of the program is entirely in the page cache. If the kernel has evicted a part of a file, it maps
@@ -150,7 +170,10 @@ impl Environment<'_> {
         let program = file("program");
         fs::copy(target.program()?, &program)?;
         let (config, text) = match (target, layer) {
-            (Target::Direct, _) | (Target::Nginx, Layer::L7) => return Err("no such proxy".into()),
+            (Target::Direct, _) | (Target::Nginx, Layer::L7) | (Target::TlsRelay, Layer::L4) => {
+                return Err("no such proxy".into());
+            }
+            (Target::TlsRelay, Layer::L7) => (file("conf"), String::new()), // it has arguments only
             (Target::Haproxy, Layer::L7) => (file("cfg"), self.haproxy_l7(address)),
             (Target::Envoy, Layer::L7) => (file("yaml"), self.envoy_l7(address)),
             (Target::Before | Target::Jackstay, Layer::L7) => {
@@ -173,29 +196,35 @@ impl Environment<'_> {
             Target::Envoy => command
                 .args(["--concurrency", "1", "--disable-hot-restart", "-l", "warn", "-c"])
                 .arg(&config),
+            Target::TlsRelay => command
+                .arg("tls-relay")
+                .arg(self.dir)
+                .args([address.to_string(), self.origin.to_string()]),
             _ => command.args(["run", "--config"]).arg(&config),
         };
+        let start = Instant::now();
         let mut process = Process::start(command, &file("log"))?;
-
-        let end = Instant::now() + START;
         loop {
             let response = match layer {
                 Layer::L7 => self.request(address).await,
                 Layer::L4 => raw::once(address).await,
             };
             let error = match response {
-                Ok(()) => return Ok(Proxy { target, address, process }),
+                Ok(()) => {
+                    let started = start.elapsed();
+                    return Ok(Proxy { target, address, process, started });
+                }
                 Err(error) => error,
             };
             if let Some(status) = process.try_wait()? {
                 let log = process.output();
                 return Err(format!("exited before its first response ({status}) {log}").into());
             }
-            if Instant::now() > end {
+            if start.elapsed() > START {
                 let log = process.output();
                 return Err(format!("no response within {START:?}: {error}\n{log}").into());
             }
-            tokio::time::sleep(Duration::from_millis(50)).await;
+            tokio::time::sleep(pause).await;
         }
     }
 

@@ -69,8 +69,8 @@ static_resources:
   clusters:
   - name: control-plane
     connect_timeout: 3s
-    # The default of 1,024 concurrent requests is too close to 1,000 watches.
-    circuit_breakers: {{ thresholds: [{{ max_connections: 10000, max_requests: 10000, max_pending_requests: 10000 }}] }}
+    # The default of 1,024 concurrent requests is too low for 10,000 watches.
+    circuit_breakers: {{ thresholds: [{{ max_connections: 20000, max_requests: 20000, max_pending_requests: 20000 }}] }}
     health_checks:
     - timeout: 1s
       interval: 10s
@@ -80,7 +80,9 @@ static_resources:
     typed_extension_protocol_options:
       envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
         "@type": type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions
-        explicit_http_config: {{ http2_protocol_options: {{}} }}
+        # The origin's limit. Otherwise Envoy sends all streams of a burst on one connection and answers those that the
+        # origin refuses with 503.
+        explicit_http_config: {{ http2_protocol_options: {{ max_concurrent_streams: 100 }} }}
     transport_socket:
       name: tls
       typed_config:
@@ -116,6 +118,8 @@ upstreams:
   - name: control-plane
     endpoints: ["{origin}"]
     tls: {{ ca_file: {ca} }}
+    # The default of 64 is too low for 10,000 watches, of which the origin allows 100 on a connection.
+    connections: {{ max: 128 }}
 listeners:
   - name: apiserver
     bind: ["{listen}"]

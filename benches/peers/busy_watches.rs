@@ -15,7 +15,9 @@ use tokio::{
 };
 
 use crate::{
-    Result, client, origin,
+    Result,
+    client::Client,
+    origin,
     phases::Bench,
     proxies::Proxy,
     report::{Metric, Samples},
@@ -52,11 +54,17 @@ impl Bench<'_> {
     ) -> Result<Busy> {
         let received = Arc::new(AtomicU64::new(0));
         let mut reading = JoinSet::new();
-        let path = origin::BUSY_WATCH;
-        let watches =
-            client::open_watches_at_once(proxy.address, self.tls, path, connections, each).await?;
-        for watch in watches {
-            reading.spawn(count_bytes(watch, Arc::clone(&received)));
+        // One after another on each connection: in a burst HAProxy opens an upstream connection for each watch, and then
+        // needs two to eight times the CPU for an event.
+        let mut opening = JoinSet::new();
+        for _ in 0..connections {
+            let mut client = Client::connect(proxy.address, self.tls).await?;
+            opening.spawn(async move { client.open_watches(origin::BUSY_WATCH, each).await });
+        }
+        while let Some(watches) = opening.join_next().await {
+            for watch in watches?? {
+                reading.spawn(count_bytes(watch, Arc::clone(&received)));
+            }
         }
         sleep(SETTLE).await;
         let (cpu, start) = (proxy.process.thread_cpu_seconds()?, Instant::now());

@@ -176,11 +176,11 @@ impl Client {
 
     /// Opens `count` watches, one after another, and reads the first event of each. They stay open until the returned
     /// streams are dropped.
-    pub async fn open_watches(&mut self, count: usize) -> Result<Vec<RecvStream>> {
+    pub async fn open_watches(&mut self, path: &str, count: usize) -> Result<Vec<RecvStream>> {
         let open = async {
             let mut streams = Vec::with_capacity(count);
             for _ in 0..count {
-                let body = self.get_body(origin::WATCH).await?;
+                let body = self.get_body(path).await?;
                 streams.push(read_first_event(body).await?);
             }
             Ok(streams)

@@ -3,8 +3,8 @@
 //!
 //! ```text
 //! benches/setup                                            # once: haproxy, nginx, h2load, envoy
-//! cargo bench --bench peers                                # about eight minutes
-//! cargo bench --bench peers -- --quick --json peers.json   # about two minutes
+//! cargo bench --bench peers                                # about twenty minutes
+//! cargo bench --bench peers -- --quick --json peers.json   # about three minutes
 //! cargo bench --bench peers -- --layer l4                  # passthrough only
 //! cargo bench --bench peers -- --bursts 10 --check         # memory after bursts, about two minutes
 //! cargo bench --bench peers -- --line 5 --check            # long lines, about seven minutes
@@ -65,7 +65,7 @@ const LIMIT: Duration = Duration::from_secs(30 * 60);
 /// Compares jackstay with other proxies in front of one origin.
 #[derive(Parser)]
 struct Args {
-    /// Run the short form: about two minutes instead of eight.
+    /// Run the short form: about three minutes instead of twenty.
     #[arg(long)]
     quick: bool,
     /// Also write medians, ratios and samples to this file.

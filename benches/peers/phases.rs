@@ -144,7 +144,7 @@ impl Bench<'_> {
         let mut watches = Vec::new();
         for _ in 0..connections {
             let mut client = Client::connect(proxy.address, self.tls).await?;
-            let opened = client.open_watches(each).await;
+            let opened = client.open_watches(origin::WATCH, each).await;
             watches.extend(
                 opened.map_err(|error| format!("{error} ({} watches are open)", watches.len()))?,
             );

@@ -16,9 +16,6 @@ use crate::{
 /// The multiples of the work.
 const MULTIPLES: [u32; 4] = [1, 2, 4, 8];
 
-/// Measurements of each multiple. The smallest cost counts, because other processes of the machine only add to it.
-const REPEATS: usize = 2;
-
 /// With the single amount of work: connections of the request load, and requests.
 const CONNECTIONS: u32 = 2;
 const REQUESTS: u32 = 4_000;
@@ -71,10 +68,11 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// The cost of a unit with each multiple of the work.
+    /// The cost of a unit with each multiple of the work: the smallest of the measurements, because other processes of the
+    /// machine only add to it.
     async fn costs(&self, work: Work, proxy: &Proxy) -> Result<Vec<f64>> {
         let mut costs = vec![f64::INFINITY; MULTIPLES.len()];
-        for _ in 0..REPEATS {
+        for _ in 0..self.plan.growth_repeats {
             for (multiple, cost) in MULTIPLES.iter().zip(&mut costs) {
                 let measured = match work {
                     Work::Requests => self.request_cost(proxy, *multiple).await?,

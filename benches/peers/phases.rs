@@ -44,6 +44,8 @@ pub struct Plan {
     /// Duration of busy watches through one proxy, and with growing numbers.
     pub busy: Duration,
     pub growth_watches: Duration,
+    /// Measurements of each cost with growing work.
+    pub growth_repeats: usize,
     /// Starts of each proxy for its start time.
     pub starts: usize,
     /// Bytes of a bulk transfer at L4, in each direction.
@@ -64,6 +66,7 @@ impl Plan {
         bulk_rounds: 1,
         busy: Duration::from_secs(2),
         growth_watches: Duration::from_millis(500),
+        growth_repeats: 1,
         starts: 3,
         flow_bytes: 1_000_000_000,
         idle: Duration::from_secs(3),
@@ -78,6 +81,7 @@ impl Plan {
         bulk_rounds: 7,
         busy: Duration::from_secs(10),
         growth_watches: Duration::from_secs(2),
+        growth_repeats: 2,
         starts: 10,
         flow_bytes: 4_000_000_000,
         idle: Duration::from_secs(20),

@@ -92,7 +92,8 @@ pub struct Outcome {
     client: IpAddr,
     /// The source of the client, by which its log lines are limited.
     pub source: Source,
-    head: Option<Head>,
+    /// Boxed, because a watch keeps its outcome, and most listeners have no access log.
+    head: Option<Box<Head>>,
     verb: &'static str,
     /// Status code of the response head that was handed to the client's connection.
     pub code: Option<u16>,
@@ -132,10 +133,12 @@ impl Outcome {
             started: Instant::now(),
             client,
             source: Source::Address(client),
-            head: (access != AccessLog::Off).then(|| Head {
-                method: request.method.clone(),
-                uri: request.uri.clone(),
-                user_agent: request.headers.get(header::USER_AGENT).cloned(),
+            head: (access != AccessLog::Off).then(|| {
+                Box::new(Head {
+                    method: request.method.clone(),
+                    uri: request.uri.clone(),
+                    user_agent: request.headers.get(header::USER_AGENT).cloned(),
+                })
             }),
             verb: "other",
             code: None,

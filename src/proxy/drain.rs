@@ -83,10 +83,14 @@ impl DrainWatcher {
             Ok(Stage::Draining { since, spread }) => *since + spread.mul_f64(fastrand::f64()),
             Ok(Stage::Open | Stage::Forced) | Err(_) => return,
         };
-        tokio::select! {
-            () = sleep_until(end) => {}
-            () = self.forced() => {}
-        }
+        // Boxed, because each watch waits here, and a drain begins once in the life of a listener.
+        Box::pin(async {
+            tokio::select! {
+                () = sleep_until(end) => {}
+                () = self.forced() => {}
+            }
+        })
+        .await;
     }
 }
 

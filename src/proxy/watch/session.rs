@@ -181,7 +181,7 @@ impl Session {
             return Err(NotResumable::Late);
         }
         let recent = self.limiter.count_resume(now).ok_or(NotResumable::TooOften)?;
-        self.state = State::Resuming { cursor, round: begin(recent) };
+        self.state = State::Resuming { cursor, round: Box::new(begin(recent)) };
         Ok(())
     }
 
@@ -259,7 +259,7 @@ impl Session {
         }
         let State::Resuming { round, .. } = &mut self.state else { return Effect::None };
         let quiet = round.is_quiet();
-        *round = ResumeRound::begin(now, 0, quiet);
+        **round = ResumeRound::begin(now, 0, quiet);
         Effect::Request { max_jitter: max_outage_jitter(held, quiet), pause: Duration::ZERO }
     }
 
@@ -279,7 +279,7 @@ impl Session {
         self.state.update(|state| match state {
             State::Moving(watch) if moved => {
                 let round = ResumeRound::begin(now, 0, false);
-                State::Ordered(Ordered::new(watch.cursor, true, Some(round)))
+                State::Ordered(Ordered::new(watch.cursor, true, Some(Box::new(round))))
             }
             State::Moving(watch) => State::Ordered(watch),
             other => other,

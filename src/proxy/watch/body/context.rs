@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::{HeaderMap, Request, header, response};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, header, response};
 use tokio::time::Instant;
 
 use crate::proxy::client_certificate::IdentityProof;
@@ -25,15 +25,46 @@ pub struct ResumeContext {
     pub(super) class: Rc<ClassPool>,
     pub(super) proof: IdentityProof,
     pub(super) drain: DrainWatcher,
-    /// The head of the request as it was sent upstream.
-    head: Request<()>,
+    head: RequestHead,
     /// The Content-Type of the client's response.
-    content_type: String,
+    content_type: Box<str>,
     /// The connection of the last stream or attempt.
     last_connection: Option<Rc<Connection>>,
-    /// The server of that connection refused the watch, so another endpoint is preferred to another
-    /// connection to the same endpoint.
-    last_refused: bool,
+    /// Boxed, because a watch that has not lost a stream has none.
+    refusals: Option<Box<Refusals>>,
+}
+
+/// The head of the request as it was sent upstream. A list of headers takes 150 to 500 bytes less than a
+/// [`HeaderMap`], which reserves space for 6, 12 or 24 of them and an index.
+struct RequestHead {
+    method: Method,
+    uri: Uri,
+    headers: Box<[(HeaderName, HeaderValue)]>,
+}
+
+impl RequestHead {
+    fn new(head: Request<()>) -> Self {
+        let (head, ()) = head.into_parts();
+        let headers = head.headers.iter().map(|(name, value)| (name.clone(), value.clone()));
+        Self { method: head.method, uri: head.uri, headers: headers.collect() }
+    }
+
+    /// The request with another query.
+    fn with_query(&self, query: &str) -> Request<()> {
+        let mut request = Request::new(());
+        *request.method_mut() = self.method.clone();
+        *request.uri_mut() = with_query(&self.uri, query);
+        request.headers_mut().extend(self.headers.iter().cloned());
+        request
+    }
+}
+
+/// The endpoints that have refused a watch.
+#[derive(Default)]
+struct Refusals {
+    /// The server of [`ResumeContext::last_connection`] refused the watch, so another endpoint is preferred to
+    /// another connection to the same endpoint.
+    by_last: bool,
     /// Endpoints that are not asked again in this round.
     excluded: Vec<Arc<Endpoint>>,
     /// Endpoints that are not asked before a time (Retry-After).
@@ -55,21 +86,17 @@ impl ResumeContext {
             class,
             proof,
             drain,
-            head,
-            content_type: content_type(&response.headers).to_owned(),
+            head: RequestHead::new(head),
+            content_type: content_type(&response.headers).into(),
             last_connection: None,
-            last_refused: false,
-            excluded: Vec::new(),
-            paused: Vec::new(),
+            refusals: None,
         }
     }
 
     /// The head of the request that continues the watch, or starts it again.
     pub(super) fn head(&self, session: &Session, now: Instant) -> Request<()> {
-        let query = session.resume_query(self.head.uri().query().unwrap_or_default(), now);
-        let mut head = self.head.clone();
-        *head.uri_mut() = with_query(self.head.uri(), &query);
-        head
+        let query = session.resume_query(self.head.uri.query().unwrap_or_default(), now);
+        self.head.with_query(&query)
     }
 
     /// The result of an attempt with this response head.
@@ -96,7 +123,7 @@ impl ResumeContext {
 
     /// Whether the server of that connection refused the watch.
     pub(super) fn last_refused(&self) -> bool {
-        self.last_refused
+        self.refusals.as_ref().is_some_and(|refusals| refusals.by_last)
     }
 
     /// Called when the watch has left this connection, or an attempt on it has failed.
@@ -112,9 +139,10 @@ impl ResumeContext {
 
     /// Excludes the last endpoint from the round, because it refused the watch.
     pub(super) fn exclude_last_endpoint(&mut self) {
-        self.last_refused = true;
+        let refusals = self.refusals.get_or_insert_default();
+        refusals.by_last = true;
         if let Some(lost) = &self.last_connection {
-            self.excluded.push(Arc::clone(&lost.endpoint));
+            refusals.excluded.push(Arc::clone(&lost.endpoint));
         }
     }
 
@@ -128,22 +156,22 @@ impl ResumeContext {
         now: Instant,
     ) {
         self.set_last_connection(connection);
-        self.last_refused = true;
+        self.refusals.get_or_insert_default().by_last = true;
         let exclusion = result.exclusion();
         if once || exclusion == Some(Exclusion::Round) {
             self.exclude_last_endpoint();
         }
         if let Some(Exclusion::For(pause)) = exclusion {
             let endpoint = &connection.endpoint;
-            self.paused.retain(|(paused, _)| !Arc::ptr_eq(paused, endpoint));
-            self.paused.push((Arc::clone(endpoint), now + pause.min(MAX_RETRY_AFTER)));
+            let paused = &mut self.refusals.get_or_insert_default().paused;
+            paused.retain(|(paused, _)| !Arc::ptr_eq(paused, endpoint));
+            paused.push((Arc::clone(endpoint), now + pause.min(MAX_RETRY_AFTER)));
         }
     }
 
     /// Called when the stream was lost and a round begins, in which any endpoint may be asked.
     pub(super) fn begin_round(&mut self) {
-        self.excluded.clear();
-        self.last_refused = false;
+        self.forget_round();
     }
 
     /// Called when the watch is held in an outage, after which any endpoint and connection may be tried.
@@ -154,7 +182,25 @@ impl ResumeContext {
 
     /// Called when an event has shown that the current stream continues the watch.
     pub(super) fn record_confirmation(&mut self) {
-        self.excluded.clear();
+        self.forget_round();
+    }
+
+    fn forget_round(&mut self) {
+        if let Some(refusals) = &mut self.refusals {
+            refusals.by_last = false;
+            refusals.excluded.clear();
+            if refusals.paused.is_empty() {
+                self.refusals = None;
+            }
+        }
+    }
+
+    fn excluded(&self) -> &[Arc<Endpoint>] {
+        self.refusals.as_ref().map_or(&[], |refusals| &refusals.excluded)
+    }
+
+    fn paused(&self) -> &[(Arc<Endpoint>, Instant)] {
+        self.refusals.as_ref().map_or(&[], |refusals| &refusals.paused)
     }
 
     /// Which endpoints are not excluded from this round.
@@ -165,19 +211,19 @@ impl ResumeContext {
             self.last_connection.as_ref().is_some_and(|lost| Arc::ptr_eq(&lost.endpoint, endpoint))
         };
         let pause = |endpoint| {
-            let paused = self.paused.iter().find(|(paused, _)| Arc::ptr_eq(paused, endpoint));
+            let paused = self.paused().iter().find(|(paused, _)| Arc::ptr_eq(paused, endpoint));
             paused.map_or(Duration::ZERO, |(_, until)| until.saturating_duration_since(now))
         };
         Candidates {
             any: endpoints.iter().any(|endpoint| !self.is_excluded(endpoint)),
             usable: usable().any(|endpoint| !is_last(endpoint)),
-            ready: self.upstream.has_ready_endpoint_besides(&self.excluded),
+            ready: self.upstream.has_ready_endpoint_besides(self.excluded()),
             retry_after: usable().map(pause).min().unwrap_or_default(),
         }
     }
 
     fn is_excluded(&self, endpoint: &Arc<Endpoint>) -> bool {
-        self.excluded.iter().any(|excluded| Arc::ptr_eq(excluded, endpoint))
+        self.excluded().iter().any(|excluded| Arc::ptr_eq(excluded, endpoint))
     }
 
     fn is_usable(&self, endpoint: &Arc<Endpoint>) -> bool {
@@ -187,8 +233,8 @@ impl ResumeContext {
 
     /// The endpoints that must not be asked at this time.
     pub(super) fn excluded_at(&self, at: Instant) -> Vec<Arc<Endpoint>> {
-        let paused = self.paused.iter().filter(|(_, until)| *until > at);
-        self.excluded.iter().chain(paused.map(|(endpoint, _)| endpoint)).cloned().collect()
+        let paused = self.paused().iter().filter(|(_, until)| *until > at);
+        self.excluded().iter().chain(paused.map(|(endpoint, _)| endpoint)).cloned().collect()
     }
 }
 

@@ -17,7 +17,7 @@ use super::context::ResumeContext;
 use super::pace::DeliveryPace;
 use crate::proxy::drain::DrainWatcher;
 use crate::proxy::upstream_client::{poll_turn, release_window};
-use crate::upstream::connection::{DrainUrgency, Permit, describe_h2_error};
+use crate::upstream::connection::{Connection, DrainUrgency, Permit, describe_h2_error};
 use crate::upstream::pool::{PreviousFailure, StreamRequirements};
 
 /// Maximum jitter of the first search for a stream on another connection, if the connection must be left at
@@ -196,10 +196,15 @@ impl UpstreamStream {
 
 /// Waits for a notification or for a reason to leave the stream.
 fn next_event(permit: &Permit, drain: &DrainWatcher) -> LocalBoxFuture<'static, StreamEvent> {
-    let connection = Rc::clone(permit.connection());
-    let mut drain = drain.clone();
+    Box::pin(connection_event(Rc::clone(permit.connection()), drain.clone()))
+}
+
+fn connection_event(
+    connection: Rc<Connection>,
+    mut drain: DrainWatcher,
+) -> impl Future<Output = StreamEvent> {
     let notifications = connection.moves.notification_count();
-    Box::pin(async move {
+    async move {
         tokio::select! {
             () = connection.drain_or_notification(notifications) => {
                 if connection.is_unresponsive() {
@@ -212,5 +217,21 @@ fn next_event(permit: &Permit, drain: &DrainWatcher) -> LocalBoxFuture<'static, 
             }
             () = drain.staggered_end() => StreamEvent::Leave(LeaveReason::Shutdown),
         }
-    })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn size_of_output<A, B, F>(_: fn(A, B) -> F) -> usize {
+        size_of::<F>()
+    }
+
+    /// Every running watch waits in one of these. The limit is a size class of the allocator; the next one is 384.
+    #[test]
+    fn connection_event_is_small() {
+        let size = size_of_output(connection_event);
+        assert!(size <= 320, "{size}");
+    }
 }

@@ -22,7 +22,7 @@ pub(super) enum State {
     Moving(Ordered),
     /// There is no stream; endpoints are asked to continue the watch at the cursor, or, without a cursor,
     /// to serve its original request.
-    Resuming { cursor: Option<ResourceVersion>, round: ResumeRound },
+    Resuming { cursor: Option<ResourceVersion>, round: Box<ResumeRound> },
     /// Every frame is forwarded, and the watch is not resumed. `ordered`: the initial events are complete.
     Passthrough { reason: NotResumable, ordered: bool },
     /// The stream of the client ends, after the withheld ERROR event if there is one.
@@ -46,8 +46,9 @@ pub(super) struct Ordered {
     resumed: bool,
     /// One event at or below the cursor has been discarded on this stream.
     discarded: bool,
-    /// The round in which the stream was opened; `None` once the stream is confirmed.
-    pub(super) unconfirmed: Option<ResumeRound>,
+    /// The round in which the stream was opened; `None` once the stream is confirmed. Boxed, because most watches
+    /// have none.
+    pub(super) unconfirmed: Option<Box<ResumeRound>>,
     /// [`NotResumable::Oversized`] until the next frame, or [`NotResumable::UnknownEvent`] permanently.
     not_resumable: Option<NotResumable>,
 }
@@ -55,7 +56,7 @@ pub(super) struct Ordered {
 impl State {
     /// The state after the response head of the original request. `round`: the request was repeated in this
     /// round.
-    pub(super) fn first(request: &WatchRequest, round: Option<ResumeRound>) -> Self {
+    pub(super) fn first(request: &WatchRequest, round: Option<Box<ResumeRound>>) -> Self {
         match &request.version {
             Some(version) if !request.send_initial_events => {
                 Self::Ordered(Ordered::new(version.clone(), false, round))
@@ -238,7 +239,7 @@ impl Ordered {
     pub(super) fn new(
         cursor: ResourceVersion,
         resumed: bool,
-        unconfirmed: Option<ResumeRound>,
+        unconfirmed: Option<Box<ResumeRound>>,
     ) -> Self {
         Self { cursor, resumed, discarded: false, unconfirmed, not_resumable: None }
     }

@@ -59,6 +59,8 @@ pub struct Endpoint {
     pub server_name: ServerName<'static>,
     /// The metrics of the endpoint.
     pub metrics: Arc<EndpointMetrics>,
+    /// The time from which the times of PINGs are counted.
+    pub ping_grid: Instant,
     guarded: Mutex<Guarded>,
     /// A copy of the state of `guarded.health`, for readers that must not wait for the lock.
     state: AtomicU8,
@@ -109,6 +111,7 @@ impl Endpoint {
             label: address.to_string().into(),
             server_name,
             metrics,
+            ping_grid: Instant::now(),
             guarded: Mutex::new(Guarded {
                 health: EndpointHealth::default(),
                 backoff: ConnectBackoff::new(fastrand::f64()),

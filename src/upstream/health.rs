@@ -84,6 +84,7 @@ pub struct Decision {
 #[derive(Debug)]
 pub struct ConnectionHealth {
     limits: Thresholds,
+    grid: Instant,
     state: ConnectionState,
     rtt: Rtt,
     /// When the outstanding PING was sent.
@@ -120,13 +121,15 @@ pub struct ConnectionFindings {
 }
 
 impl ConnectionHealth {
-    /// The health of a live connection. `first_rtt` is the round-trip time of its first PING.
-    pub fn new(limits: Thresholds, first_rtt: Duration, now: Instant) -> Self {
+    /// The health of a live connection. `first_rtt` is the round-trip time of its first PING. `grid` is the
+    /// time from which the times of its PINGs are counted ([`Thresholds::next_ping`]).
+    pub fn new(limits: Thresholds, first_rtt: Duration, grid: Instant, now: Instant) -> Self {
         let mut rtt = Rtt::default();
         let is_doubtful = rtt.sample(first_rtt);
-        let next_ping = if is_doubtful { now } else { now + limits.ping_interval };
+        let next_ping = if is_doubtful { now } else { limits.next_ping(grid, now) };
         Self {
             limits,
+            grid,
             state: ConnectionState::Live,
             rtt,
             ping_sent: None,
@@ -174,7 +177,7 @@ impl ConnectionHealth {
         self.last_received = now;
         self.findings = ConnectionFindings::default();
         self.delivering = false;
-        self.next_ping = if is_doubtful { now } else { now + self.limits.ping_interval };
+        self.next_ping = if is_doubtful { now } else { self.limits.next_ping(self.grid, now) };
         let next = match self.state {
             ConnectionState::Suspect => Some(ConnectionState::Live),
             ConnectionState::Unresponsive => Some(ConnectionState::Draining),

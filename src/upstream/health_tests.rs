@@ -60,7 +60,7 @@ impl Simulation {
             dead_after: ms(2000),
             tunnel_dead_after: ms(20_000),
         };
-        let health = ConnectionHealth::new(limits, first_rtt, start);
+        let health = ConnectionHealth::new(limits, first_rtt, start, start);
         Self {
             next: health.wake_at,
             health,
@@ -677,4 +677,39 @@ fn drain_takes_precedence_over_a_pong() {
     sim.run(ms(5000));
     assert_eq!(sim.health.state, ConnectionState::Draining);
     assert_eq!(sim.changes, []);
+}
+
+#[test]
+fn pings_of_connections_with_one_grid_are_due_at_the_same_times() {
+    let grid = Instant::now();
+    // Milliseconds since the grid's begin: when a PONG arrives, and when the next PING is due.
+    for (pong, due) in
+        [(0, 1000), (1, 1000), (120, 1000), (499, 1000), (500, 1500), (730, 1500), (90_001, 91_000)]
+    {
+        let limits = Thresholds {
+            ping_interval: ms(1000),
+            suspect_after: None,
+            dead_after: ms(2000),
+            tunnel_dead_after: ms(2000),
+        };
+        assert_eq!(limits.next_ping(grid, grid + ms(pong)), grid + ms(due), "{pong}");
+    }
+}
+
+#[test]
+fn next_ping_is_due_after_half_of_the_interval_at_the_earliest() {
+    let grid = Instant::now();
+    for interval in [1, 2, 3, 7, 1000, 3333] {
+        let limits = Thresholds {
+            ping_interval: ms(interval),
+            suspect_after: None,
+            dead_after: ms(2000),
+            tunnel_dead_after: ms(2000),
+        };
+        for micros in (0..20_000_000).step_by(7_919) {
+            let now = grid + Duration::from_micros(micros);
+            let pause = limits.next_ping(grid, now) - now;
+            assert!(pause <= ms(interval) && pause >= ms(interval) / 2, "{pause:?} {interval}");
+        }
+    }
 }

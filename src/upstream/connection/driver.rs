@@ -89,6 +89,7 @@ impl Connection {
             pool,
         });
         let line = LineWindows::new(windows, account_of(endpoint, class), rtt, now);
+        let limits = Thresholds::of(&config.health);
         let driver = Driver {
             connection: Rc::clone(&connection),
             h2,
@@ -98,7 +99,7 @@ impl Connection {
             frames,
             uncork,
             observer,
-            health: ConnectionHealth::new(Thresholds::of(&config.health), rtt, now),
+            health: ConnectionHealth::new(limits, rtt, endpoint.ping_grid, now),
             bytes_read: 0,
         };
         tokio::task::spawn_local(driver.run());

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use crate::config;
 
 /// A PING is sent when a request has waited this long without a byte arriving on its connection.
@@ -53,5 +55,16 @@ impl Thresholds {
             dead_after: config.dead_after,
             tunnel_dead_after: config.tunnel_dead_after,
         }
+    }
+
+    /// When the next PING is due after a PONG at `now`: at most `ping_interval` later, at least half of it.
+    ///
+    /// The times are multiples of half of the interval, counted from `grid`. The connections of an endpoint have
+    /// the same `grid`, so that one wake-up of their thread serves all of them.
+    pub(super) fn next_ping(&self, grid: Instant, now: Instant) -> Instant {
+        let step = (self.ping_interval / 2).as_nanos().max(1);
+        let latest = now + self.ping_interval;
+        let beyond = latest.saturating_duration_since(grid).as_nanos() % step;
+        latest - Duration::from_nanos(beyond as u64)
     }
 }

@@ -11,7 +11,8 @@ use std::borrow::Cow;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use http::{HeaderValue, Method, Uri, header, request};
+use http::uri::PathAndQuery;
+use http::{HeaderValue, Method, header, request};
 use tokio::time::Instant;
 
 use super::listener_metrics::{CLIENT_GONE, ListenerMetrics};
@@ -77,7 +78,7 @@ impl UserClass {
 #[derive(Debug)]
 struct Head {
     method: Method,
-    uri: Uri,
+    path: Option<PathAndQuery>,
     user_agent: Option<HeaderValue>,
 }
 
@@ -92,8 +93,7 @@ pub struct Outcome {
     client: IpAddr,
     /// The source of the client, by which its log lines are limited.
     pub source: Source,
-    /// Boxed, because a watch keeps its outcome, and most listeners have no access log.
-    head: Option<Box<Head>>,
+    head: Option<Head>,
     verb: &'static str,
     /// Status code of the response head that was handed to the client's connection.
     pub code: Option<u16>,
@@ -133,12 +133,10 @@ impl Outcome {
             started: Instant::now(),
             client,
             source: Source::Address(client),
-            head: (access != AccessLog::Off).then(|| {
-                Box::new(Head {
-                    method: request.method.clone(),
-                    uri: request.uri.clone(),
-                    user_agent: request.headers.get(header::USER_AGENT).cloned(),
-                })
+            head: (access != AccessLog::Off).then(|| Head {
+                method: request.method.clone(),
+                path: request.uri.path_and_query().cloned(),
+                user_agent: request.headers.get(header::USER_AGENT).cloned(),
             }),
             verb: "other",
             code: None,
@@ -261,7 +259,7 @@ impl Outcome {
     /// Writes the access log line; `suppressed` lines before it were not written.
     fn write_line(&self, code: u16, cut_by: Option<Side>, suppressed: u64) {
         let Some(head) = &self.head else { return };
-        let path = redact_path(head.uri.path_and_query().map_or("/", |path| path.as_str()));
+        let path = redact_path(head.path.as_ref().map_or("/", PathAndQuery::as_str));
         // The client chooses the user agent, so it is shortened here and quoted by the formatter.
         let user_agent = head
             .user_agent

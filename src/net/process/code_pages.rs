@@ -1,9 +1,9 @@
-//! Releases the resident memory of code that runs only at startup.
+//! Releases the resident memory of code that runs only at startup, and of the constants that only such code reads.
 //!
 //! Parsing the command line, the configuration and certificates executes half of the program's code once, and
 //! the kernel maps 16 pages around each page that is touched. Such code would be most of the resident memory
-//! of an idle process. Code that runs again is mapped again from the page cache. The page cache itself is not
-//! changed; the kernel evicts from it under memory pressure.
+//! of an idle process, and its constants another MiB. What is used again is mapped again from the page cache. The
+//! page cache itself is not changed; the kernel evicts from it under memory pressure.
 
 use std::fs;
 use std::io;
@@ -11,14 +11,14 @@ use std::io;
 /// Start address and length in bytes.
 type Range = (usize, usize);
 
-/// Unmaps the pages of all mapped code, which the kernel maps again as it runs. Returns the size of the
+/// Unmaps the pages of all mapped code and constants, which the kernel maps again as they are used. Returns the size of the
 /// mappings in bytes, the maximum that can have been resident.
 ///
 /// # Errors
 /// What `madvise(2)` returns. The memory then stays resident.
 pub fn release_startup_code() -> io::Result<usize> {
     let mut bytes = 0;
-    for (start, length) in unmodified_code(&fs::read_to_string("/proc/self/smaps")?) {
+    for (start, length) in unmodified_pages(&fs::read_to_string("/proc/self/smaps")?) {
         // SAFETY: the range is a private, read-only mapping of a file without modified pages. After
         // `MADV_DONTNEED` the kernel maps the same bytes of the file at the next access (madvise(2)),
         // also while other threads execute this code.
@@ -33,9 +33,9 @@ pub fn release_startup_code() -> io::Result<usize> {
     Ok(bytes)
 }
 
-/// The executable, read-only mappings of files of which no page was modified: `Anonymous` is 0
+/// The read-only mappings of files, executable or not, of which no page was modified: `Anonymous` is 0
 /// (`proc_pid_smaps(5)`).
-fn unmodified_code(smaps: &str) -> Vec<Range> {
+fn unmodified_pages(smaps: &str) -> Vec<Range> {
     let mut found = Vec::new();
     let mut current = None;
     for line in smaps.lines() {
@@ -45,7 +45,7 @@ fn unmodified_code(smaps: &str) -> Vec<Range> {
             let address = |text| usize::from_str_radix(text, 16).ok();
             let range = address(start).zip(address(end)).filter(|(start, end)| start < end);
             let is_file = words.nth(3).is_some_and(|name| name.starts_with('/'));
-            current = range.filter(|_| second == "r-xp" && is_file);
+            current = range.filter(|_| matches!(second, "r-xp" | "r--p") && is_file);
         } else if first == "Anonymous:"
             && let Some((start, end)) = current.take()
             && second == "0"
@@ -77,9 +77,12 @@ Anonymous:             0 kB
 ";
 
     #[test]
-    fn unmodified_code_finds_executable_file_mappings_without_anonymous_pages() {
-        assert_eq!(unmodified_code(SMAPS), [(0x55d0_a001_0000, 0x2_0000)]);
-        assert_eq!(unmodified_code("nonsense - 1-2\n\nff-00 r-xp 0 0 0 /x\nAnonymous: 0 kB"), []);
+    fn unmodified_pages_finds_read_only_file_mappings_without_anonymous_pages() {
+        assert_eq!(
+            unmodified_pages(SMAPS),
+            [(0x55d0_a000_0000, 0x1_0000), (0x55d0_a001_0000, 0x2_0000)]
+        );
+        assert_eq!(unmodified_pages("nonsense - 1-2\n\nff-00 r-xp 0 0 0 /x\nAnonymous: 0 kB"), []);
     }
 
     /// `tests/program/cli.rs` measures the effect on the resident memory.
@@ -87,7 +90,7 @@ Anonymous:             0 kB
     fn release_startup_code_does_not_disturb_running_code() {
         for _ in 0..3 {
             assert!(release_startup_code().unwrap() > 0);
-            assert_eq!(unmodified_code(SMAPS).len(), 1);
+            assert_eq!(unmodified_pages(SMAPS).len(), 2);
         }
     }
 }

@@ -8,6 +8,7 @@
 //! cargo bench --bench peers -- --layer l4                  # passthrough only
 //! cargo bench --bench peers -- --bursts 10 --check         # memory after bursts, about two minutes
 //! cargo bench --bench peers -- --line 5 --check            # long lines, about seven minutes
+//! cargo bench --bench peers -- --instructions --check      # callgrind, about a minute
 //! ```
 //!
 //! `benches/README.md` describes the method. h2load sends the requests with a bearer token. [`client`] measures
@@ -22,6 +23,7 @@ mod client;
 mod footprint;
 mod growth;
 mod h2load;
+mod instructions;
 mod line;
 mod origin;
 mod passthrough;
@@ -86,6 +88,13 @@ struct Args {
     /// Measure only over lines of 2, 20 and 80 ms, in at most this many rounds; about seven minutes.
     #[arg(long, value_name = "RUNS", conflicts_with_all = ["quick", "layer", "bursts"])]
     line: Option<usize>,
+    /// Count only the instructions of a request and of a watch event, with callgrind; `--check` compares them with
+    /// `benches/instructions.json`.
+    #[arg(long, conflicts_with_all = ["quick", "only", "layer", "bursts", "line"])]
+    instructions: bool,
+    /// Write the counted instructions to `benches/instructions.json`.
+    #[arg(long, requires = "instructions")]
+    record: bool,
     /// Fail unless jackstay meets every limit. This requires the peers to which the limits are relative.
     #[arg(long)]
     check: bool,
@@ -197,6 +206,11 @@ async fn run(args: &Args) -> Result<bool> {
         bursts(&environment, &[Target::Jackstay], runs, &mut samples).await?;
         write_json(args, &machine(), &samples.json())?;
         return Ok(!args.check || samples.meets(Metric::BurstMemory) == Some(true));
+    }
+
+    if args.instructions {
+        let met = instructions::run(&environment, args.record).await?;
+        return Ok(!args.check || met);
     }
 
     if let Some(runs) = args.line {

@@ -19,6 +19,7 @@ use tokio::time::Instant;
 use crate::{
     Result,
     client::Client,
+    instructions::callgrind_file,
     origin,
     pki::Pki,
     process::{Process, find_program},
@@ -27,6 +28,12 @@ use crate::{
 
 /// Timeout for the first response of a new proxy.
 const START: Duration = Duration::from_secs(15);
+
+/// The same under callgrind.
+const COUNTED_START: Duration = Duration::from_secs(60);
+/// callgrind makes system calls in the process, and writes a file when it ends.
+const NO_SANDBOX: &str =
+    "sandbox: { not_dumpable: off, no_new_privs: off, seccomp: off, landlock: off }\n";
 
 /// A proxy between client and origin, or the direct connection.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, clap::ValueEnum)]
@@ -42,6 +49,8 @@ pub enum Target {
     Before,
     /// This crate's binary.
     Jackstay,
+    /// The same under callgrind ([`crate::instructions`]).
+    Counted,
     /// The physical limit, [`crate::tls_relay`]. Measured only under load at L7.
     TlsRelay,
 }
@@ -63,7 +72,7 @@ impl Target {
     pub fn works_at(self, layer: Layer) -> bool {
         match self {
             Self::Nginx => layer == Layer::L4,
-            Self::TlsRelay => layer == Layer::L7,
+            Self::TlsRelay | Self::Counted => layer == Layer::L7,
             _ => true,
         }
     }
@@ -95,6 +104,7 @@ impl Target {
             Self::Envoy => "envoy",
             Self::Before => "before",
             Self::Jackstay => "jackstay",
+            Self::Counted => "jackstay under callgrind",
             Self::TlsRelay => "tls relay",
         }
     }
@@ -115,8 +125,10 @@ impl Target {
                 .ok_or("not installed: run benches/setup or set ENVOY_BIN"),
             Self::Before => found("JACKSTAY_BENCH_BEFORE", PathBuf::new())
                 .ok_or("JACKSTAY_BENCH_BEFORE is not a file"),
-            Self::Jackstay => found("JACKSTAY_BIN", env!("CARGO_BIN_EXE_jackstay").into())
-                .ok_or("JACKSTAY_BIN is not a file"),
+            Self::Jackstay | Self::Counted => {
+                found("JACKSTAY_BIN", env!("CARGO_BIN_EXE_jackstay").into())
+                    .ok_or("JACKSTAY_BIN is not a file")
+            }
             Self::TlsRelay => std::env::current_exe().map_err(|_| "this program has no path"),
         }
     }
@@ -170,7 +182,9 @@ impl Environment<'_> {
         let program = file("program");
         fs::copy(target.program()?, &program)?;
         let (config, text) = match (target, layer) {
-            (Target::Direct, _) | (Target::Nginx, Layer::L7) | (Target::TlsRelay, Layer::L4) => {
+            (Target::Direct, _)
+            | (Target::Nginx, Layer::L7)
+            | (Target::TlsRelay | Target::Counted, Layer::L4) => {
                 return Err("no such proxy".into());
             }
             (Target::TlsRelay, Layer::L7) => (file("conf"), String::new()), // it has arguments only
@@ -178,6 +192,10 @@ impl Environment<'_> {
             (Target::Envoy, Layer::L7) => (file("yaml"), self.envoy_l7(address)),
             (Target::Before | Target::Jackstay, Layer::L7) => {
                 (file("yaml"), self.jackstay_l7(address, free_address()?))
+            }
+            (Target::Counted, Layer::L7) => {
+                let config = self.jackstay_l7(address, free_address()?) + NO_SANDBOX;
+                (file("yaml"), config)
             }
             (Target::Haproxy, Layer::L4) => (file("cfg"), self.haproxy_l4(address)),
             (Target::Nginx, Layer::L4) => (file("conf"), self.nginx_l4(address)),
@@ -188,7 +206,16 @@ impl Environment<'_> {
         };
         fs::write(&config, text)?;
 
-        let mut command = Command::new(program);
+        let mut command = match target {
+            Target::Counted => {
+                let out = callgrind_file(self.dir, "%p");
+                let mut command = Command::new("valgrind");
+                command.arg("--tool=callgrind");
+                command.arg(format!("--callgrind-out-file={}", out.display())).arg(program);
+                command
+            }
+            _ => Command::new(program),
+        };
         match target {
             // A single process in the foreground, whose pid is measured and killed.
             Target::Haproxy => command.arg("-db").arg("-f").arg(&config),
@@ -220,9 +247,10 @@ impl Environment<'_> {
                 let log = process.output();
                 return Err(format!("exited before its first response ({status}) {log}").into());
             }
-            if start.elapsed() > START {
+            let limit = if target == Target::Counted { COUNTED_START } else { START };
+            if start.elapsed() > limit {
                 let log = process.output();
-                return Err(format!("no response within {START:?}: {error}\n{log}").into());
+                return Err(format!("no response within {limit:?}: {error}\n{log}").into());
             }
             tokio::time::sleep(pause).await;
         }

@@ -8,7 +8,7 @@
 //! cargo bench --bench peers -- --layer l4                  # passthrough only
 //! cargo bench --bench peers -- --bursts 10 --check         # memory after bursts, about two minutes
 //! cargo bench --bench peers -- --line 5 --check            # long lines, about seven minutes
-//! cargo bench --bench peers -- --instructions --check      # callgrind, about a minute
+//! cargo bench --bench peers -- --instructions compare --check   # callgrind, two minutes
 //! ```
 //!
 //! `benches/README.md` describes the method. h2load sends the requests with a bearer token. [`client`] measures
@@ -88,13 +88,9 @@ struct Args {
     /// Measure only over lines of 2, 20 and 80 ms, in at most this many rounds; about seven minutes.
     #[arg(long, value_name = "RUNS", conflicts_with_all = ["quick", "layer", "bursts"])]
     line: Option<usize>,
-    /// Count only the instructions of a request and of a watch event, with callgrind; `--check` compares them with
-    /// `benches/instructions.json`.
-    #[arg(long, conflicts_with_all = ["quick", "only", "layer", "bursts", "line"])]
-    instructions: bool,
-    /// Write the counted instructions to `benches/instructions.json`.
-    #[arg(long, requires = "instructions")]
-    record: bool,
+    /// Count only the instructions of a request and of a watch event, with callgrind; two minutes.
+    #[arg(long, value_enum, conflicts_with_all = ["quick", "only", "layer", "bursts", "line"])]
+    instructions: Option<Counts>,
     /// Fail unless jackstay meets every limit. This requires the peers to which the limits are relative.
     #[arg(long)]
     check: bool,
@@ -116,6 +112,15 @@ enum Role {
     /// Run as the relay.
     #[command(hide = true)]
     Relay { target: std::net::SocketAddr, delay_micros: u64 },
+}
+
+/// What is done with counted instructions.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Counts {
+    /// Compare them with `benches/instructions.json`.
+    Compare,
+    /// Write them to this file.
+    Record,
 }
 
 /// A part of the measurements at L7.
@@ -208,8 +213,8 @@ async fn run(args: &Args) -> Result<bool> {
         return Ok(!args.check || samples.meets(Metric::BurstMemory) == Some(true));
     }
 
-    if args.instructions {
-        let met = instructions::run(&environment, args.record).await?;
+    if let Some(counts) = args.instructions {
+        let met = instructions::run(&environment, counts == Counts::Record).await?;
         return Ok(!args.check || met);
     }
 

@@ -5,15 +5,12 @@ use tokio::time::Instant;
 
 use crate::{
     Result,
-    client::Client,
+    client::{Client, TOKEN},
     origin,
     phases::Bench,
     proxies::Proxy,
     report::{Metric, Samples},
 };
-
-/// The bearer token of clients without a certificate. The origin accepts any.
-const TOKEN: &str = "t0ken";
 
 /// Uploads of [`origin::UPLOAD_BYTES`] that move as many bytes as one download.
 const UPLOADS: u64 = origin::BULK_BYTES / origin::UPLOAD_BYTES;

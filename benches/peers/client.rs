@@ -23,6 +23,9 @@ use crate::{Result, origin};
 const STREAM_WINDOW: u32 = 4 << 20;
 const CONNECTION_WINDOW: u32 = 1 << 30;
 
+/// The bearer token of clients without a certificate. The origin accepts any.
+pub const TOKEN: &str = "t0ken";
+
 /// Timeout for a whole GET, and for the opening of all watches of one call.
 const TIMEOUT: Duration = Duration::from_secs(60);
 

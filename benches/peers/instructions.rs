@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::{
     Result,
-    client::Client,
+    client::{Client, TOKEN},
     origin,
     proxies::{Environment, Layer, Target},
 };
@@ -98,7 +98,7 @@ async fn count(
     match work {
         Work::Request => {
             let tls = environment.pki.client_config_without_certificate()?;
-            let mut client = Client::connect(proxy.address, &tls).await?.with_token(Some("t0ken"));
+            let mut client = Client::connect(proxy.address, &tls).await?.with_token(Some(TOKEN));
             for _ in 0..amount {
                 client.get(origin::OBJECT).await?;
             }

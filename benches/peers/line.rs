@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::{
     Result,
-    client::Client,
+    client::{Client, TOKEN},
     origin,
     process::Process,
     proxies::{Environment, Layer, Proxy, Target},
@@ -238,7 +238,7 @@ impl Line<'_> {
     /// One turn of a row: on a new connection, which is warm when the measurement begins.
     async fn turn(&self, row: &mut Row, address: SocketAddr, proxy: Option<&Proxy>) -> Result<()> {
         let (tls, token) = match row.credential {
-            "token" => (&self.without_certificate, Some("t0ken")),
+            "token" => (&self.without_certificate, Some(TOKEN)),
             _ => (self.environment.tls, None),
         };
         let mut client = Client::connect(address, tls).await?.with_token(token);

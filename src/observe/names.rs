@@ -121,7 +121,7 @@ table! {
         "Bytes of watch events that are incomplete or wait for their client.";
 
     MEMORY_BUDGET = Gauge "jackstay_memory_budget_bytes" ["kind"] "bytes",
-        "Memory that clients make the process hold, as charged to the budget, by kind: connections, handshakes, streams, request_windows, responses, held_bodies, watch_frames, tunnels, flows, sockets (what the kernel holds for them).";
+        "Memory that clients make the process hold, as charged to the budget, by kind: connections, handshakes, streams, request_windows, responses, upstream_windows (what apiservers may send because of larger windows), held_bodies, watch_frames, tunnels, flows, sockets (what the kernel holds for them).";
     MEMORY_LIMIT = Gauge "jackstay_memory_budget_limit_bytes" [] "bytes",
         "Limit of the memory budget (memory_limit).";
     SHED = Counter "jackstay_shed_total" ["reason"] "events",

@@ -29,7 +29,7 @@ use super::retry::{self, ATTEMPTS, RetryDecision, Stage};
 use super::status_error::StatusError;
 use super::unproven_requests::UnprovenRequest;
 use super::upstream_client::{UpstreamClient, UpstreamResponse, release_window};
-use super::watch::body::{ResumeContext, WatchBody, outage_ended};
+use super::watch::body::{ResumeContext, WatchBody, WatchVersions, outage_ended};
 use super::watch::codec::Encoding;
 use super::watch::relay::Relay;
 use super::watch::request::WatchRequest;
@@ -270,8 +270,13 @@ impl ForwardedRequest {
             && let Some(encoding) = Encoding::of_response(&head)
         {
             let relay = Relay::new(encoding, watch, requested_at, frames);
+            let versions = info.resource_name().and_then(|name| {
+                let record = upstream.pool.upstream().resource_versions.record(&name)?;
+                Some(WatchVersions::new(record, &permit.connection().endpoint, None))
+            });
             let context = ResumeContext::new((upstream, class), proof, drain, request, &head);
-            ResponseBody::Watch(Box::new(WatchBody::new(context, relay, recv, permit, outcome)))
+            let body = WatchBody::new(context, relay, recv, permit, outcome, versions);
+            ResponseBody::Watch(Box::new(body))
         } else {
             let expiry = proof.expiry().filter(|_| info.kind == RequestKind::Watch);
             let body = StreamedBody::new(recv, prefix, permit, outcome, upload, expiry);

@@ -14,6 +14,8 @@ mod tests;
 
 pub(super) use query::{first_value, parse_bool, unescape_query};
 
+use std::borrow::Cow;
+
 use http::request::Parts;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Version, header};
@@ -169,7 +171,7 @@ impl RequestInfo {
         // Go decodes the path before it splits it: `a%2Fb` is two parts. The apiserver answers an invalid
         // escape with a 400, so jackstay does not decode such a path.
         let decoded_path = match query::unescape_path(raw) {
-            Some(std::borrow::Cow::Owned(path)) => Some(path.into_boxed_str()),
+            Some(Cow::Owned(path)) => Some(path.into_boxed_str()),
             _ => None,
         };
         let mut info = RequestInfo {
@@ -202,6 +204,20 @@ impl RequestInfo {
     /// The query as the client sent it, without `?`.
     pub fn query(&self) -> &str {
         self.target.as_ref().and_then(PathAndQuery::query).unwrap_or("")
+    }
+
+    /// Group and resource, for example `apps/deployments`, or `pods` of the core group; `None` for a request that names
+    /// no resource, and for a subresource whose responses are no objects of the resource.
+    pub fn resource_name(&self) -> Option<Cow<'_, str>> {
+        let (group, resource) = (self.part(self.group), self.part(self.resource));
+        let is_object = matches!(
+            self.part(self.subresource),
+            "" | "status" | "scale" | "resize" | "ephemeralcontainers" | "approval" | "finalize"
+        );
+        if resource.is_empty() || !is_object {
+            return None;
+        }
+        Some(if group.is_empty() { resource.into() } else { format!("{group}/{resource}").into() })
     }
 
     fn part(&self, part: Span) -> &str {

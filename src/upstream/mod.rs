@@ -8,6 +8,8 @@
 //!   jackstay cannot send a PING.
 //! * [`evacuation`] moves watches away from an apiserver whose `/readyz` fails, and [`rebalance`] moves
 //!   watches to one that has recovered. Both offer moves by [`watch_moves`].
+//! * [`resource_versions`] records how far the watch cache of each endpoint has come.
+//!   [`version_floors`] records which versions each client has seen.
 //! * During a total [`outage`], watches are held.
 //! * Each upgrade has an HTTP/1.1 connection of its own ([`http1`]).
 
@@ -26,8 +28,10 @@ pub mod pool;
 pub(crate) mod readyz;
 pub mod rebalance;
 pub(crate) mod receive_windows;
+pub mod resource_versions;
 mod shared;
 pub(crate) mod stats;
+pub mod version_floors;
 pub mod watch_moves;
 
 pub use shared::{Upstream, Usability};

@@ -12,6 +12,8 @@ use tokio::sync::Notify;
 use super::credentials::{CredentialClass, Credentials};
 use super::endpoint::{Endpoint, EndpointState};
 use super::endpoint_sources::Sources;
+use super::resource_versions::ResourceVersions;
+use super::version_floors::VersionFloors;
 use crate::config;
 use crate::net::sockets::connector::Connector;
 use crate::observe::Metrics;
@@ -27,6 +29,10 @@ pub struct Upstream {
     config: ArcSwap<config::Upstream>,
     /// The results of its sources of endpoints.
     pub sources: Sources,
+    /// The versions that the watch caches of its endpoints have shown.
+    pub resource_versions: ResourceVersions,
+    /// The versions that clients have seen.
+    pub version_floors: VersionFloors,
     /// The metrics of the process.
     pub metrics: Arc<Metrics>,
     connector: ArcSwap<Connector>,
@@ -62,6 +68,8 @@ impl Upstream {
         let name: Arc<str> = config.name.as_str().into();
         Self {
             sources: Sources::new(&name, metrics),
+            resource_versions: ResourceVersions::default(),
+            version_floors: VersionFloors::default(),
             name,
             endpoints: ArcSwap::default(),
             credentials,

@@ -11,6 +11,7 @@ mod context;
 mod moving;
 mod pace;
 mod stream;
+mod versions;
 
 use std::collections::VecDeque;
 use std::task::{Context, Poll, ready};
@@ -34,6 +35,7 @@ use crate::upstream::credentials::CredentialClass;
 
 pub use self::attempt::outage_ended;
 pub use self::context::ResumeContext;
+pub use self::versions::WatchVersions;
 
 /// The body of a watch.
 pub struct WatchBody {
@@ -46,6 +48,8 @@ pub struct WatchBody {
     /// certificate.
     proof_expiry: Option<ProofExpiry>,
     outcome: Box<Outcome>,
+    /// `None` if the versions of the resource are not recorded.
+    versions: Option<WatchVersions>,
     /// Whether the log contains the line that the watch cannot be resumed.
     warned: bool,
 }
@@ -70,6 +74,7 @@ impl WatchBody {
         recv: RecvStream,
         permit: Permit,
         outcome: Box<Outcome>,
+        versions: Option<WatchVersions>,
     ) -> Self {
         Self {
             relay,
@@ -78,6 +83,7 @@ impl WatchBody {
             proof_expiry: context.proof.expiry(),
             context,
             outcome,
+            versions,
             warned: false,
         }
     }
@@ -144,7 +150,11 @@ impl WatchBody {
         let Source::Stream(stream) = &mut self.source else { return };
         let before = self.relay.session().not_resumable();
         let out = &mut self.out;
-        let pushed = self.relay.push(data, stream.received_at(), |piece| out.push_back(piece));
+        let received_at = stream.received_at();
+        let pushed = self.relay.push(data, received_at, |piece| out.push_back(piece));
+        if let Some(versions) = &self.versions {
+            versions.record(pushed.versions, received_at);
+        }
         let session = self.relay.session();
         // The pool must not close the connection of a watch that cannot lose its stream.
         stream.permit.set_pinned(!session.can_lose_stream());
@@ -261,6 +271,9 @@ impl WatchBody {
         let connection = response.permit.connection();
         self.outcome.resumes += 1;
         self.outcome.sent_to(&connection.endpoint.label, true);
+        if let Some(versions) = &mut self.versions {
+            versions.switch_to(&connection.endpoint);
+        }
         self.context.upstream.metrics.watch_resumed(result);
         tracing::debug!(endpoint = &*connection.endpoint.label, "watch {result}");
         let stream = UpstreamStream::new(response.recv, response.permit, &self.context.drain);

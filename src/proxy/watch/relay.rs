@@ -4,9 +4,9 @@
 //! Adjacent frames of a chunk that are forwarded leave as one slice of that chunk, so a burst of events
 //! becomes one piece of output.
 
-use super::codec::event::EventType;
+use super::codec::event::{Event, EventType};
 use super::codec::frame::{FrameSplitter, Piece};
-use super::codec::{Encoding, parse};
+use super::codec::{Encoding, parse, version};
 use super::request::WatchRequest;
 use super::session::{Effect, Input, Session};
 use crate::observe::{ByteAccount, MemoryClass};
@@ -32,6 +32,33 @@ pub struct PushResult {
     pub effect: Effect,
     /// The ERROR event, if the effect is [`Effect::Withhold`].
     pub error_event: Option<Bytes>,
+    /// The versions that the chunk has shown.
+    pub versions: ChunkVersions,
+}
+
+/// The highest versions in one chunk; 0 without any.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ChunkVersions {
+    /// Of the objects of events that the client receives.
+    pub objects: u64,
+    /// Of the bookmarks that the client receives.
+    pub bookmarks: u64,
+    /// Of all events and bookmarks.
+    pub shown: u64,
+}
+
+impl ChunkVersions {
+    fn record(&mut self, event: Option<Event<'_>>, effect: Effect) {
+        let version = event.and_then(|event| version::as_u64(event.version?)).unwrap_or(0);
+        let is_bookmark = event.is_some_and(|event| event.event_type == EventType::Bookmark);
+        match effect {
+            Effect::Forward if is_bookmark => self.bookmarks = self.bookmarks.max(version),
+            Effect::Forward => self.objects = self.objects.max(version),
+            Effect::Swallow => {}
+            _ => return,
+        }
+        self.shown = self.shown.max(version);
+    }
 }
 
 impl Relay {
@@ -69,17 +96,21 @@ impl Relay {
         let mut run = 0..0;
         let mut at = 0;
         let mut absorbed = 0;
+        let mut versions = ChunkVersions::default();
         while at < chunk.len() {
             // The next `len` bytes of the chunk, the bytes of the same frame from earlier chunks, and the
             // session's decision on them.
             let (len, buffered, effect) = match self.splitter.split(&chunk[at..]) {
                 Piece::Whole(len) => {
                     let event = parse(self.encoding, &chunk[at..at + len]);
-                    (len, Bytes::new(), self.session.step(Input::Frame(event), now))
+                    let effect = self.session.step(Input::Frame(event), now);
+                    versions.record(event, effect);
+                    (len, Bytes::new(), effect)
                 }
                 Piece::Completed(len, frame) => {
                     let event = parse(self.encoding, &frame);
                     let effect = self.session.step(Input::Frame(event), now);
+                    versions.record(event, effect);
                     if effect == Effect::Forward {
                         flush(chunk, &mut run, &mut out);
                         out(frame);
@@ -124,13 +155,14 @@ impl Relay {
                         absorbed: absorbed + chunk.len() - at,
                         effect,
                         error_event,
+                        versions,
                     };
                 }
             }
             at += len;
         }
         flush(chunk, &mut run, &mut out);
-        PushResult { absorbed, effect: Effect::None, error_event: None }
+        PushResult { absorbed, effect: Effect::None, error_event: None, versions }
     }
 
     /// Called when the server has ended the stream. Returns the buffered part of an incomplete frame, which

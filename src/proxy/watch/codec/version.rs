@@ -65,6 +65,18 @@ impl ResourceVersion {
     }
 }
 
+/// The version as an integer; `None` if it is not a decimal number greater than zero, or above `u64::MAX`.
+pub fn as_u64(text: &[u8]) -> Option<u64> {
+    if text.is_empty() || text.len() > 20 {
+        return None;
+    }
+    let digit = |number: u64, byte: &u8| {
+        let digit = u64::from(byte.wrapping_sub(b'0'));
+        if digit > 9 { None } else { number.checked_mul(10)?.checked_add(digit) }
+    };
+    text.iter().try_fold(0, digit).filter(|&number| number > 0)
+}
+
 impl Ord for ResourceVersion {
     fn cmp(&self, other: &Self) -> Ordering {
         let (a, b) = (self.as_bytes(), other.as_bytes());
@@ -98,6 +110,26 @@ mod tests {
             [("1", "1"), ("007", "7"), ("18446744073709551616", "18446744073709551616")]
         {
             assert_eq!(ResourceVersion::parse(text.as_bytes()).unwrap().as_str(), digits);
+        }
+    }
+
+    #[test]
+    fn as_u64_accepts_only_positive_decimal_integers_of_64_bits() {
+        for (text, number) in [
+            ("1", Some(1)),
+            ("007", Some(7)),
+            ("18446744073709551615", Some(u64::MAX)),
+            ("18446744073709551616", None),
+            ("99999999999999999999", None),
+            ("000000000000000000001", None),
+            ("0", None),
+            ("", None),
+            ("-1", None),
+            ("+1", None),
+            ("1 ", None),
+            ("1a", None),
+        ] {
+            assert_eq!(as_u64(text.as_bytes()), number, "{text:?}");
         }
     }
 

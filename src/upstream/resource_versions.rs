@@ -1,0 +1,211 @@
+//! The resource versions that the watch cache of each endpoint has shown.
+//!
+//! Each kube-apiserver serves watches and most reads from a cache of its own, which follows etcd. Watch events,
+//! bookmarks and answers from the cache show how far it has come ([`ShownVersion::raise`]). So a read can be sent to
+//! an endpoint that is known to have reached a version, and an endpoint whose cache lags can be found.
+//!
+//! Versions are compared within one resource only: etcd may be sharded by resource. A version above `u64::MAX`, which
+//! no etcd has, is not recorded.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use tokio::time::Instant;
+
+use super::endpoint::Endpoint;
+
+/// Maximum number of resources of an upstream. A cluster with many custom resources has some hundred.
+const MAX_RESOURCES: usize = 1024;
+/// Maximum number of endpoints of a resource, so that endpoints that come and go do not grow the record.
+const MAX_ENDPOINTS: usize = 32;
+
+/// The versions of all resources of one upstream, shared by all threads.
+#[derive(Debug, Default)]
+pub struct ResourceVersions {
+    records: Mutex<HashMap<Arc<str>, Arc<ResourceRecord>>>,
+}
+
+/// The versions of one resource.
+#[derive(Debug)]
+pub struct ResourceRecord {
+    /// Group and resource, for example `apps/deployments`, or `pods` of the core group.
+    pub name: Arc<str>,
+    /// The time from which [`ShownVersion::raised_at`] is counted.
+    epoch: Instant,
+    endpoints: Mutex<Vec<(Weak<Endpoint>, Arc<ShownVersion>)>>,
+}
+
+/// The highest version of one resource that the watch cache of one endpoint has shown.
+#[derive(Debug, Default)]
+pub struct ShownVersion {
+    version: AtomicU64,
+    /// Milliseconds between the epoch of the record and the last raise.
+    raised_at: AtomicU64,
+}
+
+impl ResourceVersions {
+    /// The record of a resource, which is created if it does not exist. Returns `None` while [`MAX_RESOURCES`] others
+    /// are in use.
+    pub fn record(&self, name: &str) -> Option<Arc<ResourceRecord>> {
+        let mut records = self.records();
+        if let Some(record) = records.get(name) {
+            return Some(Arc::clone(record));
+        }
+        if records.len() >= MAX_RESOURCES {
+            records.retain(|_, record| Arc::strong_count(record) > 1);
+        }
+        if records.len() >= MAX_RESOURCES {
+            return None;
+        }
+        let name: Arc<str> = name.into();
+        let record = Arc::new(ResourceRecord {
+            name: Arc::clone(&name),
+            epoch: Instant::now(),
+            endpoints: Mutex::default(),
+        });
+        records.insert(name, Arc::clone(&record));
+        Some(record)
+    }
+
+    /// All records, for comparisons between endpoints.
+    pub fn snapshot(&self) -> Vec<Arc<ResourceRecord>> {
+        self.records().values().cloned().collect()
+    }
+
+    fn records(&self) -> MutexGuard<'_, HashMap<Arc<str>, Arc<ResourceRecord>>> {
+        self.records.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ResourceRecord {
+    /// The version that `endpoint` has shown, which its watches and reads raise.
+    pub fn shown_by(&self, endpoint: &Arc<Endpoint>) -> Arc<ShownVersion> {
+        let mut endpoints = self.endpoints();
+        if let Some((_, shown)) = endpoints.iter().find(|(known, _)| is(known, endpoint)) {
+            return Arc::clone(shown);
+        }
+        endpoints.retain(|(known, _)| known.strong_count() > 0);
+        if endpoints.len() >= MAX_ENDPOINTS {
+            endpoints.remove(0);
+        }
+        let shown = Arc::new(ShownVersion::default());
+        endpoints.push((Arc::downgrade(endpoint), Arc::clone(&shown)));
+        shown
+    }
+
+    /// Whether the cache of `endpoint` is known to have reached `version`.
+    pub fn has_reached(&self, endpoint: &Arc<Endpoint>, version: u64) -> bool {
+        let endpoints = self.endpoints();
+        let shown = endpoints.iter().find(|(known, _)| is(known, endpoint));
+        shown.is_some_and(|(_, shown)| shown.version() >= version)
+    }
+
+    /// The endpoints that have shown a version, each with the version and the time at which it was raised last.
+    pub fn endpoints_with_versions(&self) -> Vec<(Arc<Endpoint>, u64, Instant)> {
+        let endpoints = self.endpoints();
+        let of = |(endpoint, shown): &(Weak<Endpoint>, Arc<ShownVersion>)| {
+            let raised_at =
+                std::time::Duration::from_millis(shown.raised_at.load(Ordering::Relaxed));
+            Some((endpoint.upgrade()?, shown.version(), self.epoch + raised_at))
+        };
+        endpoints.iter().filter_map(of).filter(|(_, version, _)| *version > 0).collect()
+    }
+
+    /// Records that the cache of an endpoint, whose version is `shown`, has reached `version`. Returns whether that is
+    /// news.
+    pub fn raise(&self, shown: &ShownVersion, version: u64, now: Instant) -> bool {
+        if shown.version.fetch_max(version, Ordering::Relaxed) >= version {
+            return false;
+        }
+        let raised_at = now.saturating_duration_since(self.epoch).as_millis() as u64;
+        shown.raised_at.store(raised_at, Ordering::Relaxed);
+        true
+    }
+
+    fn endpoints(&self) -> MutexGuard<'_, Vec<(Weak<Endpoint>, Arc<ShownVersion>)>> {
+        self.endpoints.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ShownVersion {
+    /// The highest version that was shown; 0 if none was.
+    pub fn version(&self) -> u64 {
+        self.version.load(Ordering::Relaxed)
+    }
+
+    /// Records that the cache is at `version`, although it has shown a higher one: its apiserver was restarted with an
+    /// older etcd.
+    pub fn lower_to(&self, version: u64) {
+        self.version.fetch_min(version, Ordering::Relaxed);
+    }
+}
+
+fn is(known: &Weak<Endpoint>, endpoint: &Arc<Endpoint>) -> bool {
+    std::ptr::eq(known.as_ptr(), Arc::as_ptr(endpoint))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::config::EndpointAddress;
+    use crate::observe::Metrics;
+
+    fn endpoint(host: &str) -> Arc<Endpoint> {
+        let address = EndpointAddress { host: host.to_owned(), port: 6443 };
+        Endpoint::new(&"u".into(), &address, None, Metrics::new().endpoint("u", host)).unwrap()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn record_keeps_the_highest_version_of_each_endpoint_and_its_time() {
+        let versions = ResourceVersions::default();
+        let record = versions.record("pods").unwrap();
+        let (a, b) = (endpoint("10.0.0.1"), endpoint("10.0.0.2"));
+        let shown = record.shown_by(&a);
+        assert!(!record.has_reached(&a, 1) && !record.has_reached(&b, 1));
+        let start = Instant::now();
+        assert!(record.raise(&shown, 10, start + Duration::from_secs(1)));
+        assert!(!record.raise(&shown, 9, start + Duration::from_secs(2)), "it only grows");
+        assert!(record.raise(&record.shown_by(&a), 11, start + Duration::from_secs(3)));
+        assert!(record.has_reached(&a, 11) && !record.has_reached(&a, 12));
+        record.shown_by(&b);
+        let known = versions.record("pods").unwrap().endpoints_with_versions();
+        let [(endpoint, version, at)] = &known[..] else { panic!("{known:?}") };
+        assert!(Arc::ptr_eq(endpoint, &a), "b has shown none");
+        assert_eq!((*version, *at), (11, start + Duration::from_secs(3)));
+        shown.lower_to(5);
+        assert!(record.has_reached(&a, 5) && !record.has_reached(&a, 6));
+    }
+
+    #[test]
+    fn records_are_bounded_and_those_in_use_stay() {
+        let versions = ResourceVersions::default();
+        let in_use = versions.record("pods").unwrap();
+        for number in 0..10 * MAX_RESOURCES {
+            assert!(versions.record(&format!("example.com/r{number}")).is_some());
+        }
+        assert!(versions.snapshot().len() <= MAX_RESOURCES);
+        assert!(Arc::ptr_eq(&in_use, &versions.record("pods").unwrap()));
+        let all: Vec<_> = (0..MAX_RESOURCES)
+            .filter_map(|number| versions.record(&format!("example.org/r{number}")))
+            .collect();
+        assert_eq!(all.len(), MAX_RESOURCES - 1);
+        assert!(versions.record("one more").is_none());
+    }
+
+    #[test]
+    fn endpoints_of_a_record_are_bounded() {
+        let record = ResourceVersions::default().record("pods").unwrap();
+        let endpoints: Vec<_> =
+            (0..2 * MAX_ENDPOINTS).map(|n| endpoint(&format!("10.0.0.{n}"))).collect();
+        for endpoint in &endpoints {
+            let shown = record.shown_by(endpoint);
+            record.raise(&shown, 1, Instant::now());
+        }
+        assert_eq!(record.endpoints_with_versions().len(), MAX_ENDPOINTS);
+        drop(endpoints);
+        assert!(record.endpoints_with_versions().is_empty());
+    }
+}

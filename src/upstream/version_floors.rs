@@ -1,0 +1,290 @@
+//! The version floor of each client and resource: the highest resource version that the client has seen.
+//!
+//! A client that has one connection to one apiserver reads from one watch cache, which only moves forward. jackstay
+//! sends each request to any endpoint, so it keeps the reads of a client from going back ([`crate::proxy`] describes
+//! how): a read gets no answer that is older than the floor.
+//!
+//! What a client has seen counts in three parts, because watch caches reach them differently:
+//!
+//! | part | from | a watch cache reaches it |
+//! |---|---|---|
+//! | objects | objects in answers to reads and writes, and in watch events | by an event |
+//! | lists | the metadata of lists | by an event, or when etcd reports its progress |
+//! | bookmarks | bookmarks of watches | the same |
+//!
+//! The number of floors is limited. When it is exceeded, the client with the most floors loses those that it has not
+//! used for the longest time, so that a client with many resources does not displace the floors of the others.
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Maximum number of floors of one upstream. A node has some hundred clients with a few resources each; a floor takes
+/// less than 256 bytes.
+pub const MAX_FLOORS: usize = 4096;
+
+/// A client: a keyed hash of the subject or of the token that it has proven.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ClientKey(pub [u64; 2]);
+
+/// The versions of one resource that one client has seen; 0 for a part that it has not seen.
+#[derive(Debug, Default)]
+pub struct Floor {
+    objects: AtomicU64,
+    lists: AtomicU64,
+    bookmarks: AtomicU64,
+}
+
+/// The values of a [`Floor`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct FloorVersions {
+    /// The highest version of an object.
+    pub objects: u64,
+    /// The highest version of a list.
+    pub lists: u64,
+    /// The highest version of a bookmark.
+    pub bookmarks: u64,
+}
+
+impl FloorVersions {
+    /// The highest of all.
+    pub fn highest(self) -> u64 {
+        self.objects.max(self.lists).max(self.bookmarks)
+    }
+}
+
+impl Floor {
+    /// The client has seen an object with this version.
+    pub fn raise_objects(&self, version: u64) {
+        self.objects.fetch_max(version, Ordering::Relaxed);
+    }
+
+    /// The client has seen a list with this version.
+    pub fn raise_lists(&self, version: u64) {
+        self.lists.fetch_max(version, Ordering::Relaxed);
+    }
+
+    /// The client has seen a bookmark with this version.
+    pub fn raise_bookmarks(&self, version: u64) {
+        self.bookmarks.fetch_max(version, Ordering::Relaxed);
+    }
+
+    /// No endpoint has reached the floor: it is lowered to `version`, the highest one that an endpoint has. Returns
+    /// whether it was above.
+    pub fn lower_to(&self, version: u64) -> bool {
+        let parts = [&self.objects, &self.lists, &self.bookmarks];
+        parts.map(|part| part.fetch_min(version, Ordering::Relaxed) > version).contains(&true)
+    }
+
+    /// The present values.
+    pub fn versions(&self) -> FloorVersions {
+        FloorVersions {
+            objects: self.objects.load(Ordering::Relaxed),
+            lists: self.lists.load(Ordering::Relaxed),
+            bookmarks: self.bookmarks.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Raises each part to at least these values.
+    pub fn raise_to(&self, versions: FloorVersions) {
+        self.raise_objects(versions.objects);
+        self.raise_lists(versions.lists);
+        self.raise_bookmarks(versions.bookmarks);
+    }
+}
+
+/// The floors of all clients of one upstream, shared by all threads.
+#[derive(Debug, Default)]
+pub struct VersionFloors(Mutex<Clients>);
+
+#[derive(Debug, Default)]
+struct Clients {
+    clients: HashMap<ClientKey, ClientFloors>,
+    /// The number of floors of all clients.
+    count: usize,
+    /// Counts the uses of floors, as their order.
+    uses: u64,
+}
+
+#[derive(Debug, Default)]
+struct ClientFloors {
+    floors: HashMap<Arc<str>, UsedFloor>,
+    last_use: u64,
+}
+
+#[derive(Debug)]
+struct UsedFloor {
+    floor: Arc<Floor>,
+    last_use: u64,
+}
+
+/// A floor with its client and resource.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NamedFloor {
+    /// The client.
+    pub client: ClientKey,
+    /// Group and resource.
+    pub resource: Arc<str>,
+    /// The values.
+    pub versions: FloorVersions,
+}
+
+impl VersionFloors {
+    /// The floor of `client` for `resource`, if it has one.
+    pub fn find(&self, client: ClientKey, resource: &str) -> Option<Arc<Floor>> {
+        let mut clients = self.lock();
+        let this_use = clients.next_use();
+        let known = clients.clients.get_mut(&client)?;
+        let used = known.floors.get_mut(resource)?;
+        (known.last_use, used.last_use) = (this_use, this_use);
+        Some(Arc::clone(&used.floor))
+    }
+
+    /// The floor of `client` for `resource`, which is created if there is none.
+    pub fn get(&self, client: ClientKey, resource: &Arc<str>) -> Arc<Floor> {
+        let mut clients = self.lock();
+        let this_use = clients.next_use();
+        let known = clients.clients.entry(client).or_default();
+        known.last_use = this_use;
+        if let Some(used) = known.floors.get_mut(resource) {
+            used.last_use = this_use;
+            return Arc::clone(&used.floor);
+        }
+        let floor = Arc::new(Floor::default());
+        let used = UsedFloor { floor: Arc::clone(&floor), last_use: this_use };
+        known.floors.insert(Arc::clone(resource), used);
+        clients.count += 1;
+        if clients.count > MAX_FLOORS {
+            clients.evict();
+        }
+        floor
+    }
+
+    /// The number of floors.
+    pub fn len(&self) -> usize {
+        self.lock().count
+    }
+
+    /// All floors, in an order that depends only on their clients and resources.
+    pub fn all(&self) -> Vec<NamedFloor> {
+        let clients = self.lock();
+        let floors = clients.clients.iter().flat_map(|(client, known)| {
+            known.floors.iter().map(|(resource, used)| NamedFloor {
+                client: *client,
+                resource: Arc::clone(resource),
+                versions: used.floor.versions(),
+            })
+        });
+        let mut floors: Vec<_> = floors.filter(|floor| floor.versions.highest() > 0).collect();
+        floors.sort_unstable_by(|a, b| (a.client, &a.resource).cmp(&(b.client, &b.resource)));
+        floors
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Clients> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Clients {
+    fn next_use(&mut self) -> u64 {
+        self.uses += 1;
+        self.uses
+    }
+
+    /// Removes an eighth of the floors of one client, at least one, as the module documentation says. To remove one at
+    /// a time would cost a search for each new floor.
+    fn evict(&mut self) {
+        let rank = |(_, known): &(&ClientKey, &ClientFloors)| {
+            (known.floors.len(), Reverse(known.last_use))
+        };
+        let Some((&client, _)) = self.clients.iter().max_by_key(rank) else { return };
+        let Some(known) = self.clients.get_mut(&client) else { return };
+        let mut uses: Vec<_> = known.floors.values().map(|used| used.last_use).collect();
+        let last_removed = *uses.select_nth_unstable(known.floors.len() / 8).1;
+        let before = known.floors.len();
+        known.floors.retain(|_, used| used.last_use > last_removed);
+        self.count -= before - known.floors.len();
+        if known.floors.is_empty() {
+            self.clients.remove(&client);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn client(number: u64) -> ClientKey {
+        ClientKey([number, 0])
+    }
+
+    #[test]
+    fn floor_only_grows_until_it_is_lowered() {
+        let floor = Floor::default();
+        floor.raise_objects(7);
+        floor.raise_objects(5);
+        floor.raise_lists(9);
+        floor.raise_bookmarks(8);
+        let versions = FloorVersions { objects: 7, lists: 9, bookmarks: 8 };
+        assert_eq!((floor.versions(), versions.highest()), (versions, 9));
+        assert!(!floor.lower_to(9));
+        assert_eq!(floor.versions(), versions);
+        assert!(floor.lower_to(7));
+        assert_eq!(floor.versions(), FloorVersions { objects: 7, lists: 7, bookmarks: 7 });
+        floor.raise_to(versions);
+        assert_eq!(floor.versions(), versions);
+    }
+
+    #[test]
+    fn floors_are_kept_for_each_client_and_resource() {
+        let floors = VersionFloors::default();
+        let (pods, nodes) = ("pods".into(), "nodes".into());
+        floors.get(client(1), &pods).raise_objects(5);
+        floors.get(client(2), &pods).raise_objects(6);
+        floors.get(client(1), &nodes);
+        let objects = |number, resource| {
+            floors.find(client(number), resource).map(|floor| floor.versions().objects)
+        };
+        assert_eq!(objects(1, "pods"), Some(5));
+        assert_eq!(objects(2, "pods"), Some(6));
+        assert_eq!((objects(2, "nodes"), objects(3, "pods")), (None, None));
+        let all: Vec<_> =
+            floors.all().into_iter().map(|f| (f.client, f.versions.objects)).collect();
+        assert_eq!(all, [(client(1), 5), (client(2), 6)], "an empty floor is not listed");
+    }
+
+    #[test]
+    fn client_with_many_resources_displaces_only_its_own_floors() {
+        let floors = VersionFloors::default();
+        let name = |number: usize| Arc::from(format!("example.com/r{number}"));
+        for number in 0..100 {
+            floors.get(client(1), &name(number));
+        }
+        for number in 0..100_000 {
+            floors.get(client(2), &name(number));
+        }
+        assert!(
+            (MAX_FLOORS * 7 / 8 - 100..=MAX_FLOORS).contains(&floors.len()),
+            "{}",
+            floors.len()
+        );
+        assert!((0..100).all(|number| floors.find(client(1), &name(number)).is_some()));
+        assert!(floors.find(client(2), &name(0)).is_none());
+        assert!(floors.find(client(2), &name(99_999)).is_some());
+    }
+
+    #[test]
+    fn among_clients_with_one_floor_the_least_recently_used_loses_it() {
+        let floors = VersionFloors::default();
+        let pods: Arc<str> = "pods".into();
+        for number in 0..MAX_FLOORS as u64 {
+            floors.get(client(number), &pods);
+        }
+        assert!(floors.find(client(0), "pods").is_some(), "a use");
+        floors.get(client(u64::MAX), &pods);
+        assert!(floors.find(client(0), "pods").is_some());
+        assert!(floors.find(client(1), "pods").is_none());
+        assert_eq!(floors.len(), MAX_FLOORS);
+    }
+}

@@ -9,6 +9,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::ValueEnum;
 use serde::Serialize;
 
 use super::address::EndpointAddress;
@@ -115,10 +116,23 @@ pub struct Upstream {
     pub used_by: UsedBy,
     /// Limits of the connection pool.
     pub connections: Connections,
+    /// Whether reads of a client may go back in time.
+    pub consistent_reads: ConsistentReads,
     /// Whether watches move gradually to an apiserver that has become ready again.
     pub rebalance: bool,
     /// When a connection or an endpoint counts as failed.
     pub health: Health,
+}
+
+/// What keeps the reads of a client from going back in time when they are answered by different apiservers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum ConsistentReads {
+    /// A read of any version (`resourceVersion=0`) is not older than what the client has seen of the resource.
+    #[default]
+    Floor,
+    /// Nothing.
+    Off,
 }
 
 /// Discovery of endpoints that the configuration does not list.

@@ -200,6 +200,11 @@ impl Metrics {
         self.registry.count(&names::HEDGES, &[outcome], 1);
     }
 
+    /// Counts what a version floor did to a request: `applied`, `redirected`, `fallen_back` or `reset`.
+    pub fn version_floor(&self, outcome: &'static str) {
+        self.registry.count(&names::VERSION_FLOORS, &[outcome], 1);
+    }
+
     /// Counts a watch that lost its stream or was answered with 410: `resumed`, `moved`, `withheld`,
     /// `too_old`, `over_budget`, `gave_up`, `held` during a total outage, and others. Also counts a watch
     /// that an event made impossible to resume: `barred`, `oversized`.
@@ -336,6 +341,7 @@ mod tests {
         metrics.retried("refused_stream");
         metrics.retry_refused("unsafe");
         metrics.hedged("original");
+        metrics.version_floor("applied");
         metrics.watch_resumed("resumed");
         metrics.stream_waits("control-plane").increment(1);
         metrics.streams_exhausted("control-plane").increment(1);

@@ -22,6 +22,8 @@ use hyper::body::Incoming;
 use super::client_certificate::{ClientCertificate, IdentityProof};
 use super::client_memory::ClientMemory;
 use super::connection_slots::{ClientRank, ConnectionSlot};
+use super::consistent_reads::RequestVersions;
+use super::consistent_reads::client::LastClient;
 use super::credential_selector::{SelectedCredential, TokenProof};
 use super::fair_queue::Ended;
 use super::forward::ForwardedRequest;
@@ -57,6 +59,8 @@ pub struct ClientConnection {
     pub memory: Rc<ClientMemory>,
     /// The last token of the client that the apiserver has accepted.
     pub token: LastToken,
+    /// The client of the last request.
+    pub client: LastClient,
     /// The requests that prove nothing.
     pub unproven: Rc<ConnectionRecord>,
 }
@@ -258,6 +262,9 @@ impl ClientConnection {
         }
         let is_watch = info.kind == RequestKind::Watch;
         let watch = is_watch.then(|| watch_request(&info, &parts, service)).flatten();
+        let subject = proof.subject();
+        let client = (&self.client, credential, subject, &parts.headers);
+        let versions = RequestVersions::new(&info, client, service.upstream.pool.upstream());
         let version = parts.version;
         let has_body = !http_body::Body::is_end_stream(&body);
         let request = ForwardedRequest {
@@ -275,6 +282,7 @@ impl ClientConnection {
             info,
             watch,
             unproven: None,
+            versions,
             hedges_sent: Cell::new(0),
         };
         Ok((PreparedRequest::Forward(Box::new(request)), credential))

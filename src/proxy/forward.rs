@@ -9,6 +9,7 @@
 
 mod attempt;
 mod hedge;
+mod versions;
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -20,6 +21,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use self::attempt::{FailedAttempt, HeldResponse};
 use super::client_certificate::IdentityProof;
+use super::consistent_reads::RequestVersions;
 use super::drain::DrainWatcher;
 use super::hygiene;
 use super::request_body::RequestBody;
@@ -29,7 +31,7 @@ use super::retry::{self, ATTEMPTS, RetryDecision, Stage};
 use super::status_error::StatusError;
 use super::unproven_requests::UnprovenRequest;
 use super::upstream_client::{UpstreamClient, UpstreamResponse, release_window};
-use super::watch::body::{ResumeContext, WatchBody, WatchVersions, outage_ended};
+use super::watch::body::{ResumeContext, WatchBody, outage_ended};
 use super::watch::codec::Encoding;
 use super::watch::relay::Relay;
 use super::watch::request::WatchRequest;
@@ -64,6 +66,8 @@ pub struct ForwardedRequest {
     pub drain: Option<DrainWatcher>,
     /// The request among those in progress whose tokens are not proven, if it is one.
     pub unproven: Option<Rc<UnprovenRequest>>,
+    /// The versions that the request asks for and shows; `None` if they mean nothing for its client.
+    pub versions: Option<Box<RequestVersions>>,
     /// Number of hedges sent so far.
     pub hedges_sent: Cell<u32>,
 }
@@ -77,13 +81,13 @@ impl ForwardedRequest {
         self.upstream.earn();
         let mut requested_at = outcome.started;
         let mut failed: Option<FailedAttempt> = None;
-        // The endpoints that answered a watch with 410.
-        let mut too_old: Vec<Arc<Endpoint>> = Vec::new();
+        // The endpoints that do not have the requested version, any more or yet.
+        let mut without_version: Vec<Arc<Endpoint>> = Vec::new();
         // The client gets this rejection if no other endpoint accepts the request.
         let mut rejection: Option<Box<HeldResponse>> = None;
         for attempt in 1..=ATTEMPTS {
             let previous_failure = failed.as_ref().map(FailedAttempt::previous_failure);
-            let requirements = self.stream_requirements(previous_failure, &too_old);
+            let requirements = self.stream_requirements(previous_failure, &without_version);
             let mut permit = self.upstream.pool.acquire(&self.class, requirements).await;
             if let Err(Unavailable::Unreachable(_)) = permit
                 && self.is_watch()
@@ -116,13 +120,24 @@ impl ForwardedRequest {
             let is_retried = match decision {
                 RetryDecision::Retry => true,
                 RetryDecision::RetryAtOtherEndpoint => {
-                    too_old.push(Arc::clone(&failure.connection.endpoint));
-                    self.may_retry_besides(&too_old)
+                    without_version.push(Arc::clone(&failure.connection.endpoint));
+                    match stage {
+                        Stage::NotReached => {
+                            self.may_ask_for_version(&failure, &mut without_version, attempt)
+                        }
+                        _ => self.may_retry_besides(&without_version),
+                    }
                 }
                 RetryDecision::Refuse(_) => false,
             };
-            // A 410 is kept while other endpoints are tried, any other rejection only if it is the last.
-            if stage == Stage::TooOld || !is_retried {
+            // A 410, or the 504 of a version that the client asks for, is kept while other endpoints are tried, any
+            // other rejection only if it is the last.
+            let is_kept = match stage {
+                Stage::TooOld => true,
+                Stage::NotReached => !self.has_floor(),
+                _ => false,
+            };
+            if is_kept || !is_retried {
                 rejection = failure.response.take().or(rejection);
             }
             if !is_retried {
@@ -163,6 +178,7 @@ impl ForwardedRequest {
             excluded_endpoints,
             without_connection_since: suspect_since,
             live_only,
+            version: self.wanted_version(),
             client_subject: self.proof.subject(),
         }
     }
@@ -257,29 +273,47 @@ impl ForwardedRequest {
         }
         hygiene::downstream_headers(&mut head.headers, false);
         outcome.code = Some(head.status.as_u16());
+        let mut learner = self.learner(&head, &permit);
         if let Some(data) = prefix.as_ref().filter(|_| recv.is_end_stream()) {
             let data = data.clone();
+            if let Some(learner) = &mut learner {
+                learner.read_whole(&data);
+            }
             permit.finished();
             // The stream needs no more window, but the window of the connection must be released.
             release_window(&mut recv, &mut data.len());
             return ResponseBody::Full(FullBody::new(data, outcome)).with_head(head);
         }
-        let Self { upstream, class, proof, head: request, watch, frames, drain, info, .. } = *self;
+        let Self {
+            upstream,
+            class,
+            proof,
+            head: request,
+            watch,
+            frames,
+            drain,
+            info,
+            versions,
+            ..
+        } = *self;
         let body = if retry::is_resumed(info.kind)
             && let Some(((watch, frames), drain)) = watch.zip(frames).zip(drain)
             && let Some(encoding) = Encoding::of_response(&head)
         {
             let relay = Relay::new(encoding, watch, requested_at, frames);
-            let versions = info.resource_name().and_then(|name| {
-                let record = upstream.pool.upstream().resource_versions.record(&name)?;
-                Some(WatchVersions::new(record, &permit.connection().endpoint, None))
-            });
-            let context = ResumeContext::new((upstream, class), proof, drain, request, &head);
-            let body = WatchBody::new(context, relay, recv, permit, outcome, versions);
+            let endpoint = &permit.connection().endpoint;
+            let with_floor =
+                versions.as_ref().and_then(|versions| versions.head(&request, endpoint));
+            let request = with_floor.unwrap_or(request);
+            let versions = versions
+                .and_then(|versions| versions.of_watch(&info, upstream.pool.upstream(), endpoint));
+            let context =
+                ResumeContext::new((upstream, class), proof, drain, request, &head, versions);
+            let body = WatchBody::new(context, relay, recv, permit, outcome);
             ResponseBody::Watch(Box::new(body))
         } else {
             let expiry = proof.expiry().filter(|_| info.kind == RequestKind::Watch);
-            let body = StreamedBody::new(recv, prefix, permit, outcome, upload, expiry);
+            let body = StreamedBody::new(recv, prefix, permit, outcome, (upload, learner), expiry);
             ResponseBody::Stream(Box::new(body))
         };
         body.with_head(head)

@@ -16,6 +16,7 @@ use super::client_connection::ClientConnection;
 use super::client_memory::ClientMemory;
 use super::client_stream::ClientStream;
 use super::connection_slots::{ConnectionSlot, ConnectionSlots, SlotLimit};
+use super::consistent_reads::client::LastClient;
 use super::drain::DrainWatcher;
 use super::handshake_queue::HandshakeQueue;
 use super::http_connection::HttpConnection;
@@ -321,6 +322,7 @@ impl HttpsServer {
             slot: Rc::clone(&slot),
             forwarded_for: ForwardedFor::new(from.ip()),
             token: LastToken::default(),
+            client: LastClient::default(),
             unproven: Rc::default(),
         });
         let connection = HttpConnection {

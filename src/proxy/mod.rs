@@ -12,6 +12,7 @@ mod client_memory;
 pub mod client_socket;
 mod client_stream;
 mod connection_slots;
+mod consistent_reads;
 pub mod credential_selector;
 pub mod drain;
 mod fair_queue;

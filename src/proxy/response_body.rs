@@ -17,6 +17,7 @@ use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
 
 use super::client_certificate::ProofExpiry;
+use super::consistent_reads::VersionLearner;
 use super::request_body::UploadTask;
 use super::response_reserve::ResponseReserve;
 use super::status_error::StatusError;
@@ -151,6 +152,8 @@ pub struct StreamedBody {
     permit: Permit,
     outcome: Box<Outcome>,
     _upload: Option<UploadTask>,
+    /// Until it has read the version.
+    learner: Option<Box<VersionLearner>>,
 }
 
 impl StreamedBody {
@@ -160,7 +163,7 @@ impl StreamedBody {
         prefix: Option<Bytes>,
         mut permit: Permit,
         mut outcome: Box<Outcome>,
-        upload: Option<UploadTask>,
+        (upload, learner): (Option<UploadTask>, Option<Box<VersionLearner>>),
         proof_expiry: Option<ProofExpiry>,
     ) -> Self {
         let done = prefix.is_none() && recv.is_end_stream();
@@ -182,6 +185,7 @@ impl StreamedBody {
             permit,
             outcome,
             _upload: upload,
+            learner,
         }
     }
 
@@ -223,6 +227,11 @@ impl StreamedBody {
     fn data_frame(&mut self, data: Bytes) -> Frame<Bytes> {
         self.unreleased += data.len();
         self.outcome.bytes += data.len() as u64;
+        if let Some(learner) = &mut self.learner
+            && !learner.read(&data)
+        {
+            self.learner = None;
+        }
         if self.recv.is_end_stream() {
             self.end();
         }
@@ -230,6 +239,9 @@ impl StreamedBody {
     }
 
     fn end(&mut self) {
+        if let Some(learner) = self.learner.take() {
+            learner.end();
+        }
         self.done = true;
         self.permit.finished();
         self.outcome.complete();

@@ -24,6 +24,9 @@
 //! client that repeats an old version would cause one request to each endpoint each time. When the budget is
 //! used up, the client gets the 410.
 //!
+//! A read or a watch whose response says that the watch cache has not reached its version is in the stage *not
+//! reached*, and [`super::consistent_reads`] decides.
+//!
 //! A write that may have been executed is never sent again, and its error carries no Retry-After, because
 //! client-go re-sends every verb after a 429 or 5xx with that header.
 
@@ -46,6 +49,8 @@ pub enum Stage {
     /// The response to a watch is a 410: the apiserver's history does not reach back to the requested
     /// version.
     TooOld,
+    /// The watch cache of the endpoint has not reached the version of a read or a watch.
+    NotReached,
     /// The request was sent, and no response head arrived.
     NoHead,
     /// A response head arrived and was held back, to wait for the prefix of its body
@@ -60,6 +65,7 @@ impl Stage {
             Self::NotSent => "not_sent",
             Self::Unprocessed => "unprocessed",
             Self::TooOld => "too_old",
+            Self::NotReached => "not_reached",
             Self::NoHead | Self::HeadHeld => "lost",
         }
     }
@@ -106,7 +112,7 @@ pub fn decide(kind: RequestKind, stage: Stage, body_is_held: bool, attempt: u32)
         RetryDecision::Refuse(Refusal::BodyNotHeld)
     } else if attempt >= ATTEMPTS {
         RetryDecision::Refuse(Refusal::AttemptsExhausted)
-    } else if stage == Stage::TooOld {
+    } else if matches!(stage, Stage::TooOld | Stage::NotReached) {
         RetryDecision::RetryAtOtherEndpoint
     } else {
         RetryDecision::Retry
@@ -117,8 +123,9 @@ pub fn decide(kind: RequestKind, stage: Stage, body_is_held: bool, attempt: u32)
 const fn may_repeat(kind: RequestKind, stage: Stage) -> bool {
     match kind {
         RequestKind::Watch => true,
-        RequestKind::Read | RequestKind::Log | RequestKind::NonMutating => {
-            !matches!(stage, Stage::TooOld)
+        RequestKind::Read => !matches!(stage, Stage::TooOld),
+        RequestKind::Log | RequestKind::NonMutating => {
+            !matches!(stage, Stage::TooOld | Stage::NotReached)
         }
         RequestKind::Write => matches!(stage, Stage::NotSent | Stage::Unprocessed),
         RequestKind::Tunnel => matches!(stage, Stage::NotSent),
@@ -153,7 +160,8 @@ pub fn client_error(
     is_connection_dead: bool,
     reason: &str,
 ) -> StatusError {
-    let unprocessed = matches!(stage, Stage::NotSent | Stage::Unprocessed | Stage::TooOld);
+    let unprocessed =
+        matches!(stage, Stage::NotSent | Stage::Unprocessed | Stage::TooOld | Stage::NotReached);
     if kind == RequestKind::Watch && (unprocessed || is_connection_dead) {
         StatusError::no_upstream_for_watch(reason)
     } else if unprocessed && !body_is_held {
@@ -184,18 +192,18 @@ pub fn stage_of(error: &h2::Error) -> Stage {
 mod tests {
     use super::*;
     use RequestKind::{Log, NonMutating, Read, Tunnel, Watch, Write};
-    use Stage::{HeadHeld, NoHead, NotSent, TooOld, Unprocessed};
+    use Stage::{HeadHeld, NoHead, NotReached, NotSent, TooOld, Unprocessed};
 
-    const STAGES: [Stage; 5] = [NotSent, Unprocessed, TooOld, NoHead, HeadHeld];
+    const STAGES: [Stage; 6] = [NotSent, Unprocessed, TooOld, NotReached, NoHead, HeadHeld];
 
     /// For each kind, whether it may be repeated in each of [`STAGES`], and whether it is resumed.
-    const TABLE: [(RequestKind, [bool; 5], bool); 6] = [
-        (Read, [true, true, false, true, true], false),
-        (Watch, [true, true, true, true, true], true),
-        (Log, [true, true, false, true, true], false),
-        (Write, [true, true, false, false, false], false),
-        (NonMutating, [true, true, false, true, true], false),
-        (Tunnel, [true, false, false, false, false], false),
+    const TABLE: [(RequestKind, [bool; 6], bool); 6] = [
+        (Read, [true, true, false, true, true, true], false),
+        (Watch, [true, true, true, true, true, true], true),
+        (Log, [true, true, false, false, true, true], false),
+        (Write, [true, true, false, false, false, false], false),
+        (NonMutating, [true, true, false, false, true, true], false),
+        (Tunnel, [true, false, false, false, false, false], false),
     ];
 
     #[test]
@@ -206,7 +214,7 @@ mod tests {
                 let case = format!("{kind:?} {stage:?}");
                 let expected = match (may_repeat, stage) {
                     (false, _) => RetryDecision::Refuse(Refusal::Unsafe),
-                    (true, TooOld) => RetryDecision::RetryAtOtherEndpoint,
+                    (true, TooOld | NotReached) => RetryDecision::RetryAtOtherEndpoint,
                     (true, _) => RetryDecision::Retry,
                 };
                 assert_eq!(decide(kind, stage, true, 1), expected, "{case}");

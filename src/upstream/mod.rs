@@ -14,6 +14,7 @@
 //! * Each upgrade has an HTTP/1.1 connection of its own ([`http1`]).
 
 pub mod balance;
+pub mod client_key;
 pub(crate) mod connection;
 pub mod credentials;
 pub(crate) mod dial;

@@ -8,7 +8,7 @@
 //! no etcd has, is not recorded.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use tokio::time::Instant;
@@ -33,6 +33,7 @@ pub struct ResourceRecord {
     pub name: Arc<str>,
     /// The time from which [`ShownVersion::raised_at`] is counted.
     epoch: Instant,
+    unordered: AtomicBool,
     endpoints: Mutex<Vec<(Weak<Endpoint>, Arc<ShownVersion>)>>,
 }
 
@@ -62,6 +63,7 @@ impl ResourceVersions {
         let record = Arc::new(ResourceRecord {
             name: Arc::clone(&name),
             epoch: Instant::now(),
+            unordered: AtomicBool::new(false),
             endpoints: Mutex::default(),
         });
         records.insert(name, Arc::clone(&record));
@@ -79,6 +81,17 @@ impl ResourceVersions {
 }
 
 impl ResourceRecord {
+    /// Whether the versions of different endpoints cannot be compared ([`Self::set_unordered`]).
+    pub fn is_unordered(&self) -> bool {
+        self.unordered.load(Ordering::Relaxed)
+    }
+
+    /// The servers of the resource have shown that their versions are not those of one store, as an aggregated
+    /// apiserver with a store for each replica.
+    pub fn set_unordered(&self) {
+        self.unordered.store(true, Ordering::Relaxed);
+    }
+
     /// The version that `endpoint` has shown, which its watches and reads raise.
     pub fn shown_by(&self, endpoint: &Arc<Endpoint>) -> Arc<ShownVersion> {
         let mut endpoints = self.endpoints();
@@ -123,6 +136,13 @@ impl ResourceRecord {
         true
     }
 
+    /// Records that the cache of an endpoint is at `version`, also if it has shown a higher one: its apiserver was
+    /// restarted with an older etcd.
+    pub fn set(&self, shown: &ShownVersion, version: u64, now: Instant) {
+        shown.version.fetch_min(version, Ordering::Relaxed);
+        self.raise(shown, version, now);
+    }
+
     fn endpoints(&self) -> MutexGuard<'_, Vec<(Weak<Endpoint>, Arc<ShownVersion>)>> {
         self.endpoints.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -132,12 +152,6 @@ impl ShownVersion {
     /// The highest version that was shown; 0 if none was.
     pub fn version(&self) -> u64 {
         self.version.load(Ordering::Relaxed)
-    }
-
-    /// Records that the cache is at `version`, although it has shown a higher one: its apiserver was restarted with an
-    /// older etcd.
-    pub fn lower_to(&self, version: u64) {
-        self.version.fetch_min(version, Ordering::Relaxed);
     }
 }
 
@@ -175,7 +189,7 @@ mod tests {
         let [(endpoint, version, at)] = &known[..] else { panic!("{known:?}") };
         assert!(Arc::ptr_eq(endpoint, &a), "b has shown none");
         assert_eq!((*version, *at), (11, start + Duration::from_secs(3)));
-        shown.lower_to(5);
+        record.set(&shown, 5, start);
         assert!(record.has_reached(&a, 5) && !record.has_reached(&a, 6));
     }
 

@@ -18,19 +18,20 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use super::client_key::{ClientHasher, ClientKey};
+use super::resource_versions::ResourceRecord;
 
 /// Maximum number of floors of one upstream. A node has some hundred clients with a few resources each; a floor takes
 /// less than 256 bytes.
 pub const MAX_FLOORS: usize = 4096;
 
-/// A client: a keyed hash of the subject or of the token that it has proven.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ClientKey(pub [u64; 2]);
-
 /// The versions of one resource that one client has seen; 0 for a part that it has not seen.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Floor {
+    /// The versions that the endpoints have shown.
+    pub record: Arc<ResourceRecord>,
     objects: AtomicU64,
     lists: AtomicU64,
     bookmarks: AtomicU64,
@@ -55,6 +56,12 @@ impl FloorVersions {
 }
 
 impl Floor {
+    /// A floor without versions.
+    pub fn new(record: Arc<ResourceRecord>) -> Self {
+        let (objects, lists, bookmarks) = Default::default();
+        Self { record, objects, lists, bookmarks }
+    }
+
     /// The client has seen an object with this version.
     pub fn raise_objects(&self, version: u64) {
         self.objects.fetch_max(version, Ordering::Relaxed);
@@ -96,11 +103,14 @@ impl Floor {
 
 /// The floors of all clients of one upstream, shared by all threads.
 #[derive(Debug, Default)]
-pub struct VersionFloors(Mutex<Clients>);
+pub struct VersionFloors {
+    hasher: OnceLock<ClientHasher>,
+    clients: Mutex<Clients>,
+}
 
 #[derive(Debug, Default)]
 struct Clients {
-    clients: HashMap<ClientKey, ClientFloors>,
+    floors: HashMap<ClientKey, ClientFloors>,
     /// The number of floors of all clients.
     count: usize,
     /// Counts the uses of floors, as their order.
@@ -131,29 +141,34 @@ pub struct NamedFloor {
 }
 
 impl VersionFloors {
+    /// Hashes the clients.
+    pub fn hasher(&self) -> &ClientHasher {
+        self.hasher.get_or_init(ClientHasher::default)
+    }
+
     /// The floor of `client` for `resource`, if it has one.
     pub fn find(&self, client: ClientKey, resource: &str) -> Option<Arc<Floor>> {
         let mut clients = self.lock();
         let this_use = clients.next_use();
-        let known = clients.clients.get_mut(&client)?;
+        let known = clients.floors.get_mut(&client)?;
         let used = known.floors.get_mut(resource)?;
         (known.last_use, used.last_use) = (this_use, this_use);
         Some(Arc::clone(&used.floor))
     }
 
     /// The floor of `client` for `resource`, which is created if there is none.
-    pub fn get(&self, client: ClientKey, resource: &Arc<str>) -> Arc<Floor> {
+    pub fn get(&self, client: ClientKey, record: &Arc<ResourceRecord>) -> Arc<Floor> {
         let mut clients = self.lock();
         let this_use = clients.next_use();
-        let known = clients.clients.entry(client).or_default();
+        let known = clients.floors.entry(client).or_default();
         known.last_use = this_use;
-        if let Some(used) = known.floors.get_mut(resource) {
+        if let Some(used) = known.floors.get_mut(&record.name) {
             used.last_use = this_use;
             return Arc::clone(&used.floor);
         }
-        let floor = Arc::new(Floor::default());
+        let floor = Arc::new(Floor::new(Arc::clone(record)));
         let used = UsedFloor { floor: Arc::clone(&floor), last_use: this_use };
-        known.floors.insert(Arc::clone(resource), used);
+        known.floors.insert(Arc::clone(&record.name), used);
         clients.count += 1;
         if clients.count > MAX_FLOORS {
             clients.evict();
@@ -162,14 +177,21 @@ impl VersionFloors {
     }
 
     /// The number of floors.
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.lock().count
+    }
+
+    /// No endpoint has reached the floors of this resource that are above `version`: lowers them. Returns their number.
+    pub fn lower_all(&self, resource: &str, version: u64) -> usize {
+        let clients = self.lock();
+        let floors = clients.floors.values().filter_map(|known| known.floors.get(resource));
+        floors.filter(|used| used.floor.lower_to(version)).count()
     }
 
     /// All floors, in an order that depends only on their clients and resources.
     pub fn all(&self) -> Vec<NamedFloor> {
         let clients = self.lock();
-        let floors = clients.clients.iter().flat_map(|(client, known)| {
+        let floors = clients.floors.iter().flat_map(|(client, known)| {
             known.floors.iter().map(|(resource, used)| NamedFloor {
                 client: *client,
                 resource: Arc::clone(resource),
@@ -182,7 +204,7 @@ impl VersionFloors {
     }
 
     fn lock(&self) -> MutexGuard<'_, Clients> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -198,15 +220,15 @@ impl Clients {
         let rank = |(_, known): &(&ClientKey, &ClientFloors)| {
             (known.floors.len(), Reverse(known.last_use))
         };
-        let Some((&client, _)) = self.clients.iter().max_by_key(rank) else { return };
-        let Some(known) = self.clients.get_mut(&client) else { return };
+        let Some((&client, _)) = self.floors.iter().max_by_key(rank) else { return };
+        let Some(known) = self.floors.get_mut(&client) else { return };
         let mut uses: Vec<_> = known.floors.values().map(|used| used.last_use).collect();
         let last_removed = *uses.select_nth_unstable(known.floors.len() / 8).1;
         let before = known.floors.len();
         known.floors.retain(|_, used| used.last_use > last_removed);
         self.count -= before - known.floors.len();
         if known.floors.is_empty() {
-            self.clients.remove(&client);
+            self.floors.remove(&client);
         }
     }
 }
@@ -214,6 +236,11 @@ impl Clients {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::upstream::resource_versions::ResourceVersions;
+
+    fn record(name: &str) -> Arc<ResourceRecord> {
+        ResourceVersions::default().record(name).unwrap()
+    }
 
     fn client(number: u64) -> ClientKey {
         ClientKey([number, 0])
@@ -221,7 +248,7 @@ mod tests {
 
     #[test]
     fn floor_only_grows_until_it_is_lowered() {
-        let floor = Floor::default();
+        let floor = Floor::new(record("pods"));
         floor.raise_objects(7);
         floor.raise_objects(5);
         floor.raise_lists(9);
@@ -239,7 +266,7 @@ mod tests {
     #[test]
     fn floors_are_kept_for_each_client_and_resource() {
         let floors = VersionFloors::default();
-        let (pods, nodes) = ("pods".into(), "nodes".into());
+        let (pods, nodes) = (record("pods"), record("nodes"));
         floors.get(client(1), &pods).raise_objects(5);
         floors.get(client(2), &pods).raise_objects(6);
         floors.get(client(1), &nodes);
@@ -252,22 +279,24 @@ mod tests {
         let all: Vec<_> =
             floors.all().into_iter().map(|f| (f.client, f.versions.objects)).collect();
         assert_eq!(all, [(client(1), 5), (client(2), 6)], "an empty floor is not listed");
+        assert_eq!(floors.lower_all("pods", 5), 1);
+        assert_eq!((objects(1, "pods"), objects(2, "pods")), (Some(5), Some(5)));
     }
 
     #[test]
     fn client_with_many_resources_displaces_only_its_own_floors() {
         let floors = VersionFloors::default();
-        let name = |number: usize| Arc::from(format!("example.com/r{number}"));
+        let name = |number: usize| format!("example.com/r{number}");
         for number in 0..100 {
-            floors.get(client(1), &name(number));
+            floors.get(client(1), &record(&name(number)));
         }
         for number in 0..100_000 {
-            floors.get(client(2), &name(number));
+            floors.get(client(2), &record(&name(number)));
         }
         assert!(
-            (MAX_FLOORS * 7 / 8 - 100..=MAX_FLOORS).contains(&floors.len()),
+            (MAX_FLOORS * 7 / 8 - 100..=MAX_FLOORS).contains(&floors.count()),
             "{}",
-            floors.len()
+            floors.count()
         );
         assert!((0..100).all(|number| floors.find(client(1), &name(number)).is_some()));
         assert!(floors.find(client(2), &name(0)).is_none());
@@ -277,7 +306,7 @@ mod tests {
     #[test]
     fn among_clients_with_one_floor_the_least_recently_used_loses_it() {
         let floors = VersionFloors::default();
-        let pods: Arc<str> = "pods".into();
+        let pods = record("pods");
         for number in 0..MAX_FLOORS as u64 {
             floors.get(client(number), &pods);
         }
@@ -285,6 +314,6 @@ mod tests {
         floors.get(client(u64::MAX), &pods);
         assert!(floors.find(client(0), "pods").is_some());
         assert!(floors.find(client(1), "pods").is_none());
-        assert_eq!(floors.len(), MAX_FLOORS);
+        assert_eq!(floors.count(), MAX_FLOORS);
     }
 }

@@ -9,6 +9,7 @@ mod support;
 mod client_certificates;
 mod clients;
 mod connection_slots;
+mod consistent_reads;
 mod degraded_upstream;
 mod expired_versions;
 mod held_watches;

@@ -78,6 +78,7 @@ async fn count_stale_watches() {
         frames: Some(ByteAccount::unmetered(usize::MAX)),
         drain: Some(drain),
         unproven: None,
+        versions: None,
         hedges_sent: Cell::new(0),
     });
     // The pool runs until it has a connection for the watch. Afterwards only this test runs the checks.

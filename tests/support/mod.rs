@@ -19,10 +19,10 @@ pub use wait::{PATIENCE, pause, soon, until};
 use hyper::body::Incoming;
 use jackstay::app::{App, Running};
 use jackstay::config::{
-    AccessLog, Admin, CertPaths, Config, Connections, Discovery, EndpointAddress, Health, Level,
-    Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough, Readyz, RequestLimits,
-    SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown, Switch, Terminate, TerminateLimits,
-    Upstream, UpstreamTls, UsedBy,
+    AccessLog, Admin, CertPaths, Config, Connections, ConsistentReads, Discovery, EndpointAddress,
+    Health, Level, Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough, Readyz,
+    RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown, Switch, Terminate,
+    TerminateLimits, Upstream, UpstreamTls, UsedBy,
 };
 use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::kinds::CONFIG_MAPS;
@@ -104,6 +104,7 @@ impl Certs {
                 landlock: Switch::On,
             },
             upstreams: vec![Upstream {
+                consistent_reads: ConsistentReads::Floor,
                 name: "control-plane".into(),
                 endpoints: endpoints
                     .iter()

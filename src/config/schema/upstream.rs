@@ -2,7 +2,9 @@
 
 use crate::config::address::EndpointAddress;
 use crate::config::errors::quote;
-use crate::config::model::{Connections, Discovery, Health, Readyz, Upstream, UpstreamTls, UsedBy};
+use crate::config::model::{
+    Connections, ConsistentReads, Discovery, Health, Readyz, Upstream, UpstreamTls, UsedBy,
+};
 use crate::config::node::{Fields, Node};
 use crate::config::report::Located;
 use crate::config::rules::{References, UpstreamWithoutCa};
@@ -34,6 +36,7 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
     limits.finish();
     let connections = Connections { min: min as usize, max: max as usize, max_streams };
 
+    let consistent_reads = fields.get("consistent_reads").one_of(ConsistentReads::Floor);
     let rebalance = fields.get("rebalance").flag(true);
     let health = health(fields.section("health"));
     fields.finish();
@@ -52,6 +55,7 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
         tls: UpstreamTls { ca_file, server_name: server_name.flatten() },
         used_by: UsedBy::default(),
         connections,
+        consistent_reads,
         rebalance,
         health,
     }

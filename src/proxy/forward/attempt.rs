@@ -9,6 +9,7 @@ use http::{Request, StatusCode, response};
 use tokio::time::Instant;
 
 use crate::proxy::body_prefix::{body_prefix, waits_for_prefix};
+use crate::proxy::consistent_reads::RequestVersions;
 use crate::proxy::request_body::{RequestBody, UploadTask};
 use crate::proxy::request_info::RequestKind;
 use crate::proxy::retry::{self, Stage};
@@ -36,6 +37,8 @@ pub(super) struct FailedAttempt {
     /// The rejection by the apiserver, if it sent one. The client gets it if no other endpoint accepts
     /// the request.
     pub(super) response: Option<Box<HeldResponse>>,
+    /// In the stage *not reached*, the version that the endpoint has reached.
+    pub(super) reached: u64,
 }
 
 /// A short response that is held back: head and complete body.
@@ -45,13 +48,15 @@ impl FailedAttempt {
     /// A failure of the stream or its connection, without a response.
     pub(super) fn new(stage: Stage, reason: &str, connection: &Rc<Connection>) -> Self {
         let reason = format!("{reason} on the connection to {}", connection.endpoint.label);
-        Self { stage, reason, connection: Rc::clone(connection), response: None }
+        Self { stage, reason, connection: Rc::clone(connection), response: None, reached: 0 }
     }
 
     /// The failure as the pool considers it when it chooses the connection of the next attempt.
     pub(super) fn previous_failure(&self) -> PreviousFailure<'_> {
         match self.stage {
-            Stage::Unprocessed | Stage::TooOld => PreviousFailure::Refusal(&self.connection),
+            Stage::Unprocessed | Stage::TooOld | Stage::NotReached => {
+                PreviousFailure::Refusal(&self.connection)
+            }
             Stage::NotSent | Stage::NoHead | Stage::HeadHeld => {
                 PreviousFailure::Silence(&self.connection)
             }
@@ -76,6 +81,7 @@ impl Attempt {
                 reason: error.to_string(),
                 connection: Rc::clone(permit.connection()),
                 response: None,
+                reached: 0,
             }),
         }
     }
@@ -85,6 +91,7 @@ impl Attempt {
     pub(super) async fn response(
         self,
         kind: RequestKind,
+        versions: Option<&RequestVersions>,
     ) -> Result<UpstreamResponse, FailedAttempt> {
         let Self { mut permit, response, upload } = self;
         let connection = Rc::clone(permit.connection());
@@ -101,13 +108,23 @@ impl Attempt {
         let may_be_too_old = retry::may_ask_other_endpoints(kind)
             && head.status == StatusCode::GONE
             && is_short(&head.headers);
-        if may_be_too_old || may_be_rejection(head.status, &head.headers) {
+        let may_be_not_reached = is_short(&head.headers)
+            && versions.is_some_and(|versions| versions.may_be_not_reached(head.status));
+        if may_be_too_old || may_be_not_reached || may_be_rejection(head.status, &head.headers) {
             // Boxed, so that the futures of other responses do not grow by its size.
             let body = Box::pin(read_short(&mut recv))
                 .await
                 .map_err(|reason| failed(Stage::HeadHeld, &reason))?;
+            let reached = versions
+                .filter(|_| may_be_not_reached)
+                .and_then(|versions| versions.not_reached(&body, &connection.endpoint));
             let rejection = if may_be_too_old && body.len() <= REJECTION_MAX_BODY {
                 Some((Stage::TooOld, "the apiserver's watch cache starts after this version"))
+            } else if reached.is_some() {
+                Some((
+                    Stage::NotReached,
+                    "the apiserver's watch cache has not reached this version",
+                ))
             } else if is_rejection(head.status, &head.headers, &body) {
                 Some((Stage::Unprocessed, "the apiserver is shutting down"))
             } else {
@@ -116,7 +133,8 @@ impl Attempt {
             if let Some((stage, reason)) = rejection {
                 permit.finished();
                 let response = Some(Box::new((head, body)));
-                return Err(FailedAttempt { response, ..failed(stage, reason) });
+                let reached = reached.unwrap_or(0);
+                return Err(FailedAttempt { response, reached, ..failed(stage, reason) });
             }
             permit.head_arrived(arrived);
             return Ok(UpstreamResponse { head, recv, prefix: Some(body), permit, upload });
@@ -125,6 +143,12 @@ impl Attempt {
             .await
             .map_err(|error| failed(Stage::HeadHeld, &describe_h2_error(&error)))?;
         permit.head_arrived(arrived);
+        if let Some(versions) = versions
+            && let Some(reached) = versions.stale(&head, prefix.as_deref(), &connection.endpoint)
+        {
+            let reason = "the list is older than one that the client has seen";
+            return Err(FailedAttempt { reached, ..failed(Stage::NotReached, reason) });
+        }
         Ok(UpstreamResponse { head, recv, prefix, permit, upload })
     }
 }

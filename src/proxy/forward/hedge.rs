@@ -38,11 +38,12 @@ impl ForwardedRequest {
         depth: u32,
     ) -> Result<UpstreamResponse, FailedAttempt> {
         let connection = Rc::clone(permit.connection());
-        let attempt = Attempt::start(permit, self.head.clone(), self.body.as_ref())?;
+        let head = self.head_for(&connection.endpoint);
+        let attempt = Attempt::start(permit, head, self.body.as_ref())?;
         if let Some(unproven) = &self.unproven {
             unproven.sent();
         }
-        let mut response = pin!(attempt.response(self.info.kind));
+        let mut response = pin!(attempt.response(self.info.kind, self.versions.as_deref()));
         tokio::select! {
             biased;
             result = &mut response => return result,

@@ -48,8 +48,6 @@ pub struct WatchBody {
     /// certificate.
     proof_expiry: Option<ProofExpiry>,
     outcome: Box<Outcome>,
-    /// `None` if the versions of the resource are not recorded.
-    versions: Option<WatchVersions>,
     /// Whether the log contains the line that the watch cannot be resumed.
     warned: bool,
 }
@@ -74,7 +72,6 @@ impl WatchBody {
         recv: RecvStream,
         permit: Permit,
         outcome: Box<Outcome>,
-        versions: Option<WatchVersions>,
     ) -> Self {
         Self {
             relay,
@@ -83,7 +80,6 @@ impl WatchBody {
             proof_expiry: context.proof.expiry(),
             context,
             outcome,
-            versions,
             warned: false,
         }
     }
@@ -152,7 +148,7 @@ impl WatchBody {
         let out = &mut self.out;
         let received_at = stream.received_at();
         let pushed = self.relay.push(data, received_at, |piece| out.push_back(piece));
-        if let Some(versions) = &self.versions {
+        if let Some(versions) = &mut self.context.versions {
             versions.record(pushed.versions, received_at);
         }
         let session = self.relay.session();
@@ -271,7 +267,7 @@ impl WatchBody {
         let connection = response.permit.connection();
         self.outcome.resumes += 1;
         self.outcome.sent_to(&connection.endpoint.label, true);
-        if let Some(versions) = &mut self.versions {
+        if let Some(versions) = &mut self.context.versions {
             versions.switch_to(&connection.endpoint);
         }
         self.context.upstream.metrics.watch_resumed(result);

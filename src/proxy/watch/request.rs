@@ -210,7 +210,7 @@ pub fn with_query(target: &Uri, query: &str) -> Uri {
 
 /// Sets each parameter of `changes` once, or removes it if it has no value. The other parameters keep their
 /// bytes and their order.
-fn rewrite(query: &str, changes: &[(&str, Option<&str>)]) -> String {
+pub fn rewrite(query: &str, changes: &[(&str, Option<&str>)]) -> String {
     let mut new = String::with_capacity(query.len() + 64);
     let mut push = |parts: &[&str]| {
         if !new.is_empty() {

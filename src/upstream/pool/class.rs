@@ -147,7 +147,11 @@ impl ClassPool {
                 .previous_failure
                 .is_some_and(|failure| Rc::ptr_eq(connection, failure.connection()));
             let has_warning = connection.has_warning_signs(now);
-            (endpoint.state(), has_failed, has_refused, endpoint.is_fallback(), has_warning)
+            let is_behind = required
+                .version
+                .is_some_and(|(record, version)| !record.has_reached(endpoint, version));
+            let state = endpoint.state();
+            (state, has_failed, has_refused, endpoint.is_fallback(), is_behind, has_warning)
         };
         let best = connections.iter().filter(eligible).map(rank).min()?;
         let ranked = || connections.iter().filter(eligible).filter(|c| rank(c) == best);

@@ -8,6 +8,7 @@ use tokio::time::Instant;
 use crate::net::tls::certificate::Subject;
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::Endpoint;
+use crate::upstream::resource_versions::ResourceRecord;
 
 /// The requirements of a request on the connection that the pool selects.
 #[derive(Debug, Clone, Copy)]
@@ -24,6 +25,9 @@ pub struct StreamRequirements<'a> {
     pub held: bool,
     /// Whether suspect connections are excluded, because the request already waits on one.
     pub live_only: bool,
+    /// The resource version that the watch cache of the endpoint should have reached. Endpoints that are known to have
+    /// reached it are preferred.
+    pub version: Option<(&'a Arc<ResourceRecord>, u64)>,
     /// The subject that the client has proven, if the request is sent with a client certificate.
     pub client_subject: Option<&'a Subject>,
 }
@@ -39,6 +43,7 @@ impl<'a> StreamRequirements<'a> {
             excluded_endpoints: &[],
             without_connection_since: None,
             live_only: false,
+            version: None,
             client_subject,
         }
     }

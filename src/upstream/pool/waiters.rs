@@ -13,6 +13,7 @@ use super::requirements::{PreviousFailure, StreamRequirements, Unavailable};
 use crate::net::tls::certificate::Subject;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::Endpoint;
+use crate::upstream::resource_versions::ResourceRecord;
 
 /// The outcome of a wait.
 pub(super) type Granted = Result<Permit, Unavailable>;
@@ -44,6 +45,7 @@ struct OwnedRequirements {
     without_connection_since: Option<Instant>,
     held: bool,
     live_only: bool,
+    version: Option<(Arc<ResourceRecord>, u64)>,
     client_subject: Option<Subject>,
 }
 
@@ -64,6 +66,7 @@ impl OwnedRequirements {
             without_connection_since: required.without_connection_since,
             held: required.held,
             live_only: required.live_only,
+            version: required.version.map(|(record, version)| (Arc::clone(record), version)),
             client_subject: required.client_subject.cloned(),
         }
     }
@@ -79,6 +82,7 @@ impl OwnedRequirements {
             without_connection_since: self.without_connection_since,
             held: self.held,
             live_only: self.live_only,
+            version: self.version.as_ref().map(|(record, version)| (record, *version)),
             client_subject: self.client_subject.as_ref(),
         }
     }

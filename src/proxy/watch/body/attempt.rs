@@ -55,6 +55,7 @@ pub(super) fn resume(
     let last_connection = context.last_connection().cloned();
     let last_refused = context.last_refused();
     let excluded = context.excluded_at(Instant::now() + delay);
+    let wanted = context.wanted_version();
     let mut drain = context.drain.clone();
     let no_stream = |reason, outage| AttemptError { reason, connection: None, outage };
     Box::pin(async move {
@@ -69,6 +70,7 @@ pub(super) fn resume(
                 held: true,
                 previous_failure: last_connection.as_ref().map(failure),
                 excluded_endpoints: &excluded,
+                version: wanted.as_ref().map(|(record, version)| (record, *version)),
                 ..StreamRequirements::for_client(proof.subject())
             };
             let deadline = Instant::now() + limit;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Uri, header, response};
 use tokio::time::Instant;
 
+use super::versions::WatchVersions;
 use crate::proxy::client_certificate::IdentityProof;
 use crate::proxy::drain::DrainWatcher;
 use crate::proxy::upstream_client::UpstreamClient;
@@ -15,6 +16,7 @@ use crate::proxy::watch::session::{AttemptResult, Candidates, Exclusion, Session
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::pool::ClassPool;
+use crate::upstream::resource_versions::ResourceRecord;
 
 /// Upper bound of a Retry-After, so that adding it to the time cannot overflow. It is longer than any round.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(3600);
@@ -28,6 +30,8 @@ pub struct ResumeContext {
     head: RequestHead,
     /// The Content-Type of the client's response.
     content_type: Box<str>,
+    /// `None` if the versions of the resource are not recorded.
+    pub(super) versions: Option<Box<WatchVersions>>,
     /// The connection of the last stream or attempt.
     last_connection: Option<Rc<Connection>>,
     /// Boxed, because a watch that has not lost a stream has none.
@@ -78,6 +82,7 @@ impl ResumeContext {
         drain: DrainWatcher,
         head: Request<()>,
         response: &response::Parts,
+        versions: Option<Box<WatchVersions>>,
     ) -> Self {
         Self {
             upstream,
@@ -86,6 +91,7 @@ impl ResumeContext {
             drain,
             head: RequestHead::new(head),
             content_type: content_type(&response.headers).into(),
+            versions,
             last_connection: None,
             refusals: None,
         }
@@ -95,6 +101,12 @@ impl ResumeContext {
     pub(super) fn head(&self, session: &Session, now: Instant) -> Request<()> {
         let query = session.resume_query(self.head.uri.query().unwrap_or_default(), now);
         self.head.with_query(&query)
+    }
+
+    /// The version that an endpoint should have reached to continue the watch without a pause.
+    pub(super) fn wanted_version(&self) -> Option<(Arc<ResourceRecord>, u64)> {
+        let (record, version) = self.versions.as_ref()?.wanted()?;
+        Some((Arc::clone(record), version))
     }
 
     /// The result of an attempt with this response head.

@@ -162,7 +162,7 @@ impl UpstreamStream {
                 .mul_f64(1.0 + fastrand::f64() / 2.0),
         };
         let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
-        let proof = context.proof.clone();
+        let (proof, wanted) = (context.proof.clone(), context.wanted_version());
         let mut drain = context.drain.clone();
         self.next_event = Box::pin(async move {
             let search = async {
@@ -173,6 +173,7 @@ impl UpstreamStream {
                     watch: true,
                     held: true,
                     live_only: true,
+                    version: wanted.as_ref().map(|(record, version)| (record, *version)),
                     previous_failure: immediate.then_some(PreviousFailure::Silence(&connection)),
                     ..StreamRequirements::for_client(proof.subject())
                 };

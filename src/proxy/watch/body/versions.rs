@@ -11,38 +11,38 @@ use crate::upstream::version_floors::Floor;
 
 /// The records that a watch raises.
 pub struct WatchVersions {
-    /// The resource of the watch.
-    pub record: Arc<ResourceRecord>,
     /// The version that the endpoint of the current stream has shown.
     shown: Arc<ShownVersion>,
-    /// The versions that the client has seen; `None` for a client without a floor.
-    floor: Option<Arc<Floor>>,
+    /// The versions that the client has seen.
+    floor: Arc<Floor>,
+    /// The highest version that the watch has shown, or the one from which it started; 0 before that.
+    latest: u64,
 }
 
 impl WatchVersions {
-    /// The records of a watch whose first stream is at `endpoint`.
-    pub fn new(
-        record: Arc<ResourceRecord>,
-        endpoint: &Arc<Endpoint>,
-        floor: Option<Arc<Floor>>,
-    ) -> Self {
-        Self { shown: record.shown_by(endpoint), record, floor }
+    /// The records of a watch from the version `start`, or 0, whose first stream is at `endpoint`.
+    pub fn new(endpoint: &Arc<Endpoint>, floor: Arc<Floor>, start: u64) -> Self {
+        Self { shown: floor.record.shown_by(endpoint), floor, latest: start }
     }
 
     /// Called when the watch continues at `endpoint`.
     pub fn switch_to(&mut self, endpoint: &Arc<Endpoint>) {
-        self.shown = self.record.shown_by(endpoint);
+        self.shown = self.floor.record.shown_by(endpoint);
+    }
+
+    /// The version that an endpoint should have reached to continue the watch without a pause.
+    pub fn wanted(&self) -> Option<(&Arc<ResourceRecord>, u64)> {
+        (self.latest > 0).then_some((&self.floor.record, self.latest))
     }
 
     /// Records the versions of a chunk that was received at `now`.
-    pub fn record(&self, chunk: ChunkVersions, now: Instant) {
+    pub fn record(&mut self, chunk: ChunkVersions, now: Instant) {
         if chunk.shown == 0 {
             return;
         }
-        self.record.raise(&self.shown, chunk.shown, now);
-        if let Some(floor) = &self.floor {
-            floor.raise_objects(chunk.objects);
-            floor.raise_bookmarks(chunk.bookmarks);
-        }
+        self.latest = self.latest.max(chunk.shown);
+        self.floor.record.raise(&self.shown, chunk.shown, now);
+        self.floor.raise_objects(chunk.objects);
+        self.floor.raise_bookmarks(chunk.bookmarks);
     }
 }

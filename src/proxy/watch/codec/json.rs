@@ -1,6 +1,7 @@
 //! Parses one JSON event and skips the fields that [`Event`] does not contain.
 
 use super::event::{Event, EventType, INITIAL_EVENTS_END};
+use super::version::HeadVersion;
 
 /// Maximum nesting of a skipped value. Go's decoder accepts 10,000 levels; real objects have a few dozen.
 const MAX_DEPTH: u32 = 512;
@@ -50,6 +51,46 @@ pub(super) fn event(frame: &[u8]) -> Option<Event<'_>> {
         },
         status_code: found.code.filter(|_| event_type == EventType::Error).and_then(number),
     })
+}
+
+/// The `metadata.resourceVersion` of an object, a list or a table, of which `bytes` are the beginning.
+pub(super) fn head_version(bytes: &[u8]) -> HeadVersion {
+    let mut scan = Scan { bytes, at: 0 };
+    let mut found = None;
+    // Ends with `None` at the version, at the end of the bytes, or at malformed text.
+    let whole = scan.members(|scan, key| {
+        if !text_is(key, b"metadata") {
+            return scan.skip();
+        }
+        scan.members_if_object(|scan, key| {
+            if text_is(key, b"resourceVersion") && scan.token() == Some(b'"') {
+                found = Some(scan.string()?);
+                return None;
+            }
+            scan.skip()
+        })
+    });
+    let first = bytes.iter().find(|byte| !byte.is_ascii_whitespace());
+    match (found, whole) {
+        (Some(text), _) => HeadVersion::of_text(text),
+        (None, None) if first.is_none_or(|byte| *byte == b'{') => HeadVersion::Incomplete,
+        (None, _) => HeadVersion::None,
+    }
+}
+
+/// The `resourceVersion` of `object`, which the closing brace of the outermost object must follow.
+pub(super) fn last_metadata_version(object: &[u8]) -> Option<&[u8]> {
+    let mut scan = Scan { bytes: object, at: 0 };
+    let mut version = None;
+    scan.members(|scan, key| {
+        if text_is(key, b"resourceVersion") && scan.token() == Some(b'"') {
+            version = Some(scan.string()?);
+            return Some(());
+        }
+        scan.skip()
+    })?;
+    scan.expect(b'}')?;
+    version.filter(|_| scan.token().is_none())
 }
 
 fn object<'a>(scan: &mut Scan<'a>, found: &mut Found<'a>) -> Option<()> {

@@ -2,7 +2,7 @@
 //!
 //! [`frame`] splits the bytes of a response body into frames. [`parse`] reads the few fields of a frame that
 //! resuming needs: type, `resourceVersion`, the annotation that ends the initial events, and the code of an
-//! error. [`version`] compares resource versions.
+//! error. [`version`] compares resource versions. [`head`] reads the version of other responses.
 //!
 //! The codec has no I/O and no clock. It depends on no other module of jackstay except the byte budget for
 //! buffered frames.
@@ -12,6 +12,7 @@ use http::{StatusCode, header, response};
 
 pub mod event;
 pub mod frame;
+pub mod head;
 mod json;
 mod protobuf;
 pub mod version;

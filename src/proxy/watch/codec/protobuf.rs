@@ -1,6 +1,7 @@
 //! Parses one protobuf event and skips the fields that [`Event`] does not contain.
 
 use super::event::{Event, EventType, INITIAL_EVENTS_END};
+use super::version::HeadVersion;
 
 /// The prefix of an object in a `runtime.Unknown` envelope (apimachinery,
 /// `runtime/serializer/protobuf`).
@@ -41,6 +42,74 @@ pub(super) fn event(frame: &[u8]) -> Option<Event<'_>> {
         event.initial_events_end = ends_initial_events(metadata)?;
     }
     Some(event)
+}
+
+/// The version of an object, a list or a table, of which `bytes` are the beginning.
+pub(super) fn head_version(bytes: &[u8]) -> HeadVersion {
+    let shared = bytes.len().min(MAGIC.len());
+    if bytes[..shared] != MAGIC[..shared] {
+        return HeadVersion::None;
+    }
+    let Some(mut message) = bytes.get(MAGIC.len()..) else { return HeadVersion::Incomplete };
+    let mut is_list = false;
+    loop {
+        match head_field(&mut message) {
+            Ok((1, type_meta)) => {
+                let kind = bytes_fields(type_meta, [2]).and_then(|[kind]| kind).unwrap_or_default();
+                is_list = kind.ends_with(b"List") || kind == b"Table";
+            }
+            Ok((2, raw)) => return raw_version(raw, if is_list { 2 } else { 6 }),
+            Ok(_) => {}
+            Err(result) => return result,
+        }
+    }
+}
+
+/// The version of `raw`, whose field 1 has it in field `version`.
+fn raw_version(mut raw: &[u8], version: u32) -> HeadVersion {
+    let mut metadata = match head_field(&mut raw) {
+        Ok((1, metadata)) => metadata,
+        Ok(_) => return HeadVersion::None,
+        Err(result) => return result,
+    };
+    // What follows the metadata shows that it is complete.
+    let is_complete = !raw.is_empty();
+    loop {
+        match head_field(&mut metadata) {
+            Ok((field, text)) if field == version && (is_complete || !metadata.is_empty()) => {
+                return HeadVersion::of_text(text);
+            }
+            Ok((field, _)) if field == version => return HeadVersion::Incomplete,
+            Ok(_) => {}
+            Err(HeadVersion::Incomplete) if is_complete => return HeadVersion::None,
+            Err(result) => return result,
+        }
+    }
+}
+
+/// Consumes a field. Of a length-delimited one that is not complete, it returns the part that is there.
+fn head_field<'a>(message: &mut &'a [u8]) -> Result<(u32, &'a [u8]), HeadVersion> {
+    let incomplete = |message: &[u8]| {
+        // A varint has at most ten bytes.
+        if message.len() < 20 { HeadVersion::Incomplete } else { HeadVersion::None }
+    };
+    let mut rest = *message;
+    let tag = varint(&mut rest).ok_or_else(|| incomplete(message))?;
+    let field = u32::try_from(tag >> 3).map_err(|_| HeadVersion::None)?;
+    let len = match tag & 7 {
+        0 => {
+            varint(&mut rest).ok_or_else(|| incomplete(message))?;
+            0
+        }
+        1 => 8,
+        2 => varint(&mut rest).ok_or_else(|| incomplete(message))?,
+        5 => 4,
+        _ => return Err(HeadVersion::None),
+    };
+    let len = usize::try_from(len).unwrap_or(usize::MAX).min(rest.len());
+    let (value, rest) = rest.split_at(len);
+    *message = rest;
+    Ok((field, value))
 }
 
 fn ends_initial_events(metadata: &[u8]) -> Option<bool> {

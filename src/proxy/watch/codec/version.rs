@@ -77,6 +77,23 @@ pub fn as_u64(text: &[u8]) -> Option<u64> {
     text.iter().try_fold(0, digit).filter(|&number| number > 0)
 }
 
+/// The result of reading the beginning of a body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HeadVersion {
+    /// The version.
+    Version(u64),
+    /// The bytes end before the version.
+    Incomplete,
+    /// The body has no version that is a number, or is no Kubernetes object.
+    None,
+}
+
+impl HeadVersion {
+    pub(super) fn of_text(text: &[u8]) -> Self {
+        as_u64(text).map_or(Self::None, Self::Version)
+    }
+}
+
 impl Ord for ResourceVersion {
     fn cmp(&self, other: &Self) -> Ordering {
         let (a, b) = (self.as_bytes(), other.as_bytes());

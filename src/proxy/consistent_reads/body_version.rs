@@ -1,0 +1,248 @@
+//! Reads the resource version of a response while its body is forwarded. Nothing is delayed for it, and at most
+//! [`MAX_HEAD`] bytes are copied.
+
+use std::io::Read as _;
+
+use bytes::BytesMut;
+use http::{HeaderMap, header, response};
+
+use crate::proxy::watch::codec::head::{json_head, json_tail, protobuf_head};
+use crate::proxy::watch::codec::version::{HeadVersion, as_u64};
+
+/// Bytes of a body that are copied at most, if its first piece does not contain the version.
+const MAX_HEAD: usize = 64 * 1024;
+/// Bytes at the end of a list that contain its metadata: a version, a remaining count and a continue token of some
+/// hundred bytes.
+const TAIL: usize = 2048;
+/// Bytes of a compressed body that are inflated at most.
+const MAX_INFLATED: usize = 4096;
+
+/// How a body is encoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Encoding {
+    is_json: bool,
+    is_gzip: bool,
+}
+
+impl Encoding {
+    fn of(headers: &HeaderMap) -> Option<Self> {
+        let text = |name| headers.get(name).map(|value: &http::HeaderValue| value.as_bytes());
+        let is_gzip = match text(header::CONTENT_ENCODING) {
+            None => false,
+            Some(b"gzip") => true,
+            Some(_) => return None,
+        };
+        let content_type = text(header::CONTENT_TYPE)?;
+        let essence = content_type.split(|&byte| byte == b';').next()?.trim_ascii();
+        let is_json = essence.eq_ignore_ascii_case(b"application/json");
+        let is_protobuf = essence.eq_ignore_ascii_case(b"application/vnd.kubernetes.protobuf");
+        (is_json || is_protobuf).then_some(Self { is_json, is_gzip })
+    }
+
+    fn head_version(self, bytes: &[u8]) -> HeadVersion {
+        if self.is_gzip {
+            let mut inflated = Vec::with_capacity(MAX_INFLATED);
+            // The body may be incomplete or invalid: what was inflated before the error is read.
+            let _ = flate2::read::GzDecoder::new(bytes)
+                .take(MAX_INFLATED as u64)
+                .read_to_end(&mut inflated);
+            return Self { is_gzip: false, ..self }.head_version(&inflated);
+        }
+        if self.is_json { json_head(bytes) } else { protobuf_head(bytes) }
+    }
+}
+
+/// The version of one response.
+#[derive(Debug)]
+pub struct BodyVersion {
+    encoding: Encoding,
+    /// The beginning, as far as it has arrived; `None` once it is known to have no version.
+    head: Option<BytesMut>,
+    /// The latest bytes of a list in JSON, whose metadata may follow its items.
+    tail: Option<Vec<u8>>,
+}
+
+/// What the bytes of a body that have arrived show.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReadProgress {
+    /// The version.
+    Version(u64),
+    /// More bytes are needed.
+    Unknown,
+    /// There is none.
+    None,
+}
+
+impl BodyVersion {
+    /// Reads a body with this head; `None` if it cannot be read.
+    pub fn new(head: &response::Parts, is_list: bool) -> Option<Self> {
+        let encoding = Encoding::of(&head.headers)?;
+        let tail = (is_list && encoding.is_json && !encoding.is_gzip).then(Vec::new);
+        Some(Self { encoding, head: Some(BytesMut::new()), tail })
+    }
+
+    /// The version in the first part of a body with this head.
+    pub fn of_prefix(head: &response::Parts, prefix: &[u8]) -> Option<u64> {
+        match Encoding::of(&head.headers)?.head_version(prefix) {
+            HeadVersion::Version(version) => Some(version),
+            HeadVersion::Incomplete | HeadVersion::None => None,
+        }
+    }
+
+    /// Reads the next bytes.
+    pub fn read(&mut self, data: &[u8]) -> ReadProgress {
+        if let Some(head) = &mut self.head {
+            let begins = head.is_empty();
+            if !begins {
+                head.extend_from_slice(data);
+            }
+            match self.encoding.head_version(if begins { data } else { head }) {
+                HeadVersion::Version(version) => return ReadProgress::Version(version),
+                HeadVersion::None => return ReadProgress::None,
+                // The items of a list come first, or the metadata is long.
+                HeadVersion::Incomplete if data.len().max(head.len()) >= MAX_HEAD => {
+                    self.head = None;
+                }
+                HeadVersion::Incomplete if begins => head.extend_from_slice(data),
+                HeadVersion::Incomplete => {}
+            }
+        }
+        match &mut self.tail {
+            Some(tail) => {
+                tail.extend_from_slice(&data[data.len().saturating_sub(TAIL)..]);
+                tail.drain(..tail.len().saturating_sub(TAIL));
+                ReadProgress::Unknown
+            }
+            None if self.head.is_none() => ReadProgress::None,
+            None => ReadProgress::Unknown,
+        }
+    }
+
+    /// The version in the end of the body, which is complete.
+    pub fn end(&self) -> Option<u64> {
+        json_tail(self.tail.as_deref()?)
+    }
+}
+
+/// The version that a watch cache has reached, according to the `Status` of a 504 `Too large resource version: 12,
+/// current: 7` in JSON or protobuf (apiserver, `storage/errors.go`, `NewTooLargeResourceVersionError`); `None` for any
+/// other response.
+pub fn current_of_too_large(body: &[u8]) -> Option<u64> {
+    const TEXT: &[u8] = b"Too large resource version: ";
+    const CURRENT: &[u8] = b", current: ";
+    let after = |bytes: &[u8], text: &[u8]| {
+        bytes.windows(text.len()).position(|window| window == text).map(|at| at + text.len())
+    };
+    let text = &body[after(body, TEXT)?..];
+    let current = &text[after(text, CURRENT)?..];
+    let digits = current.iter().take_while(|byte| byte.is_ascii_digit()).count();
+    // A cache that has only begun is at 0.
+    Some(as_u64(&current[..digits]).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+    use ReadProgress::{None as NoVersion, Unknown, Version};
+
+    fn head(content_type: &str, encoding: &str) -> response::Parts {
+        let mut response = http::Response::builder().header(header::CONTENT_TYPE, content_type);
+        if !encoding.is_empty() {
+            response = response.header(header::CONTENT_ENCODING, encoding);
+        }
+        response.body(()).unwrap().into_parts().0
+    }
+
+    fn read(body: &mut BodyVersion, pieces: &[&[u8]]) -> ReadProgress {
+        for piece in pieces {
+            let progress = body.read(piece);
+            if progress != Unknown {
+                return progress;
+            }
+        }
+        body.end().map_or(Unknown, Version)
+    }
+
+    #[test]
+    fn version_is_read_from_the_head_in_any_pieces() {
+        let text = br#"{"kind":"Pod","apiVersion":"v1","metadata":{"name":"a","resourceVersion":"71"},"spec":{}}"#;
+        for at in 0..text.len() {
+            let mut body =
+                BodyVersion::new(&head("application/json; charset=utf-8", ""), false).unwrap();
+            assert_eq!(read(&mut body, &[&text[..at], &text[at..]]), Version(71), "{at}");
+        }
+    }
+
+    #[test]
+    fn version_of_a_list_of_custom_resources_is_read_from_its_end() {
+        let items = r#"{"metadata":{"resourceVersion":"4"},"spec":"x"},"#.repeat(5_000);
+        let text = format!(
+            r#"{{"apiVersion":"e.com/v1","items":[{items}{{}}],"kind":"FooList","metadata":{{"continue":"","resourceVersion":"9"}}}}"#
+        );
+        for piece in [7, 100, 16_384, 1 << 20] {
+            let mut body = BodyVersion::new(&head("application/json", ""), true).unwrap();
+            let pieces: Vec<_> = text.as_bytes().chunks(piece).collect();
+            assert_eq!(read(&mut body, &pieces), Version(9), "{piece}");
+        }
+    }
+
+    #[test]
+    fn version_is_read_from_a_compressed_body() {
+        let text = format!(
+            r#"{{"kind":"PodList","apiVersion":"v1","metadata":{{"resourceVersion":"12"}},"items":[{}]}}"#,
+            "1,".repeat(100_000)
+        );
+        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gzip.write_all(text.as_bytes()).unwrap();
+        let bytes = gzip.finish().unwrap();
+        let head = head("application/json", "gzip");
+        let mut body = BodyVersion::new(&head, true).unwrap();
+        assert_eq!(read(&mut body, &[&bytes]), Version(12));
+        assert_eq!(BodyVersion::of_prefix(&head, &bytes), Some(12));
+        let mut broken = BodyVersion::new(&head, true).unwrap();
+        assert_eq!(read(&mut broken, &[b"no gzip"]), Unknown);
+        assert_eq!(read(&mut broken, &[&vec![0; MAX_HEAD]]), NoVersion);
+    }
+
+    #[test]
+    fn body_without_a_version_is_given_up() {
+        let endless = vec![b'['; 2 * MAX_HEAD];
+        for (content_type, pieces) in [
+            ("application/json", &[&b"ok"[..]][..]),
+            ("application/json", &[br#"{"kind":"Status","metadata":{},"code":200}"#]),
+            ("application/json", &[br#"{"a":"#, &endless]),
+            ("application/vnd.kubernetes.protobuf", &[b"{}"]),
+        ] {
+            let mut body = BodyVersion::new(&head(content_type, ""), false).unwrap();
+            assert_eq!(read(&mut body, pieces), NoVersion, "{content_type}");
+        }
+        for (content_type, encoding) in
+            [("text/plain", ""), ("application/cbor", ""), ("application/json", "br")]
+        {
+            assert!(
+                BodyVersion::new(&head(content_type, encoding), true).is_none(),
+                "{content_type}"
+            );
+        }
+    }
+
+    #[test]
+    fn current_of_too_large_reads_the_message() {
+        let json = br#"{"kind":"Status","status":"Failure","message":"Timeout: Too large resource version: 99, current: 42","reason":"Timeout","details":{"causes":[{"reason":"ResourceVersionTooLarge","message":"Too large resource version"}],"retryAfterSeconds":1},"code":504}"#;
+        for (body, expected) in [
+            (&json[..], Some(42)),
+            (
+                b"k8s\0\x1a\x30Timeout: Too large resource version: 99, current: 42\x22\x07Timeout",
+                Some(42),
+            ),
+            (b"Too large resource version: 99, current: 0", Some(0)),
+            (b"Too large resource version", None),
+            (b"the request timed out", None),
+            (b"", None),
+        ] {
+            assert_eq!(current_of_too_large(body), expected, "{}", body.escape_ascii());
+        }
+    }
+}

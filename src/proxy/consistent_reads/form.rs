@@ -1,0 +1,231 @@
+//! Which version a request asks for, and its query with a floor.
+
+use crate::proxy::request_info::{RequestInfo, RequestKind, Verb, first_value, parse_bool};
+use crate::proxy::watch::codec::version::as_u64;
+use crate::proxy::watch::request::rewrite;
+use crate::upstream::version_floors::FloorVersions;
+
+/// What a request asks for or shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReadForm {
+    /// A LIST of any version: `resourceVersion=0`.
+    AnyList,
+    /// A GET of any version: `resourceVersion=0`.
+    AnyGet,
+    /// A watch that starts with initial events of any version, which a version would not skip
+    /// (`sendInitialEvents`).
+    AnyWatchList,
+    /// A watch that starts with initial events of any version, which a version would skip. Without
+    /// `resourceVersion` a cache of any age serves it, too (apiserver, `WatchFromStorageWithoutResourceVersion`).
+    AnyWatch,
+    /// A LIST from the cache that is not older than a version.
+    ListNotOlderThan,
+    /// A GET from the cache that is not older than a version.
+    GetNotOlderThan,
+    /// A watch from a version.
+    WatchFrom,
+    /// A LIST of the most recent version, of an exact one, or a later page.
+    OtherList,
+    /// A GET of the most recent version.
+    MostRecentGet,
+    /// A watch whose initial events are most recent.
+    MostRecentWatch,
+    /// A create, update, patch or delete, which answers with the object.
+    Write,
+}
+
+impl ReadForm {
+    /// The form of a request; `None` for one whose response shows no version of a resource.
+    pub fn of(info: &RequestInfo) -> Option<Self> {
+        use ReadForm::{
+            AnyGet, AnyList, AnyWatch, AnyWatchList, GetNotOlderThan, ListNotOlderThan,
+            MostRecentGet, MostRecentWatch, OtherList, WatchFrom, Write,
+        };
+        let query = info.query();
+        let is_any = || first_value(query, "resourceVersion").is_some_and(|text| text == "0");
+        let is_number = || version(info).is_some();
+        Some(match (info.kind, info.verb) {
+            (RequestKind::Read, Verb::Get) if is_any() => AnyGet,
+            (RequestKind::Read, Verb::Get) if is_number() => GetNotOlderThan,
+            (RequestKind::Read, Verb::Get) => MostRecentGet,
+            (RequestKind::Read, Verb::List) => {
+                let is_match = first_value(query, "resourceVersionMatch");
+                let is_not_older =
+                    is_match.as_deref().is_none_or(|m| m.is_empty() || m == "NotOlderThan");
+                let first_page = first_value(query, "continue").is_none_or(|text| text.is_empty());
+                let limited = first_value(query, "limit").is_some_and(|limit| limit != "0");
+                match (is_not_older && first_page, is_match.is_some()) {
+                    (true, _) if is_any() => AnyList,
+                    // Without a match, a limit makes it a list of exactly this version.
+                    (true, has_match) if is_number() && (has_match || !limited) => ListNotOlderThan,
+                    _ => OtherList,
+                }
+            }
+            (RequestKind::Watch, _) => {
+                let initial = parse_bool(first_value(query, "sendInitialEvents").as_deref());
+                match (initial, is_any()) {
+                    (true, true) => AnyWatchList,
+                    (false, true) => AnyWatch,
+                    _ if is_number() => WatchFrom,
+                    (false, false) if first_value(query, "sendInitialEvents").is_none() => AnyWatch,
+                    _ => MostRecentWatch,
+                }
+            }
+            (RequestKind::Write, Verb::Create | Verb::Update | Verb::Patch | Verb::Delete) => Write,
+            _ => return None,
+        })
+    }
+
+    /// Whether the client accepts any version, so that the floor applies.
+    pub fn takes_any_version(self) -> bool {
+        matches!(self, Self::AnyList | Self::AnyGet | Self::AnyWatchList | Self::AnyWatch)
+    }
+
+    /// Whether it is a read or a watch.
+    pub fn reads(self) -> bool {
+        self != Self::Write
+    }
+
+    /// Whether it is a LIST.
+    pub fn is_list(self) -> bool {
+        matches!(self, Self::AnyList | Self::ListNotOlderThan | Self::OtherList)
+    }
+
+    /// Whether the body of a response, and not the events of a watch, shows a version.
+    pub fn shows_version(self) -> bool {
+        !matches!(
+            self,
+            Self::AnyWatchList | Self::AnyWatch | Self::WatchFrom | Self::MostRecentWatch
+        )
+    }
+
+    /// Whether the version of a response is one that the watch cache of the endpoint has reached.
+    pub fn shows_cache(self) -> bool {
+        matches!(
+            self,
+            Self::AnyList | Self::AnyGet | Self::ListNotOlderThan | Self::GetNotOlderThan
+        )
+    }
+
+    /// The version that a watch cache must have reached to answer the request. The bookmarks of a watch say nothing
+    /// about objects that its selector excludes, so they count for lists and watches only.
+    pub fn needed(self, floor: FloorVersions) -> u64 {
+        if self == Self::AnyGet { floor.objects.max(floor.lists) } else { floor.highest() }
+    }
+
+    /// The query with the floor; `None` if the form takes none.
+    pub fn query(self, query: &str, floor: FloorVersions) -> Option<String> {
+        let version = self.needed(floor).to_string();
+        let version = Some(version.as_str());
+        let changes: &[(&str, Option<&str>)] = match self {
+            Self::AnyList => &[
+                ("resourceVersion", version),
+                ("resourceVersionMatch", Some("NotOlderThan")),
+                ("limit", None),
+            ],
+            // A cache reaches the version of an object by an event, but that of a list perhaps only later.
+            Self::AnyGet if floor.lists > floor.objects => &[("resourceVersion", None)],
+            Self::AnyGet | Self::AnyWatchList => &[("resourceVersion", version)],
+            _ => return None,
+        };
+        Some(rewrite(query, changes))
+    }
+}
+
+/// The `resourceVersion` of a request, if it is a number above 0.
+pub fn version(info: &RequestInfo) -> Option<u64> {
+    as_u64(first_value(info.query(), "resourceVersion")?.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ReadForm::*;
+    use http::{Method, Request};
+
+    fn form(method: &Method, target: &str) -> Option<ReadForm> {
+        let request = Request::builder().method(method).uri(target).body(()).unwrap();
+        ReadForm::of(&RequestInfo::new(&request.into_parts().0))
+    }
+
+    #[test]
+    fn form_follows_the_table_of_kubernetes() {
+        let get = |target| form(&Method::GET, target);
+        for (target, expected) in [
+            ("/api/v1/pods?resourceVersion=0", Some(AnyList)),
+            ("/api/v1/pods?limit=500&resourceVersion=0", Some(AnyList)),
+            ("/api/v1/pods?resourceVersion=0&resourceVersionMatch=NotOlderThan", Some(AnyList)),
+            ("/api/v1/pods?resourceVersion=0&resourceVersionMatch=Exact", Some(OtherList)),
+            ("/api/v1/pods?resourceVersion=0&continue=abc", Some(OtherList)),
+            ("/api/v1/pods", Some(OtherList)),
+            ("/api/v1/pods?limit=500", Some(OtherList)),
+            ("/api/v1/pods?resourceVersion=7", Some(ListNotOlderThan)),
+            ("/api/v1/pods?resourceVersion=7&limit=0", Some(ListNotOlderThan)),
+            ("/api/v1/pods?resourceVersion=7&limit=500", Some(OtherList)),
+            (
+                "/api/v1/pods?resourceVersion=7&limit=5&resourceVersionMatch=NotOlderThan",
+                Some(ListNotOlderThan),
+            ),
+            ("/api/v1/pods?resourceVersion=7&resourceVersionMatch=Exact", Some(OtherList)),
+            ("/api/v1/pods?resourceVersion=x", Some(OtherList)),
+            ("/api/v1/namespaces/a/pods/p?resourceVersion=0", Some(AnyGet)),
+            ("/api/v1/namespaces/a/pods/p?resourceVersion=7", Some(GetNotOlderThan)),
+            ("/api/v1/namespaces/a/pods/p", Some(MostRecentGet)),
+            ("/api/v1/pods?watch=1&resourceVersion=7", Some(WatchFrom)),
+            ("/api/v1/pods?watch=1&resourceVersion=0", Some(AnyWatch)),
+            ("/api/v1/pods?watch=1", Some(AnyWatch)),
+            ("/api/v1/pods?watch=1&sendInitialEvents=true&resourceVersion=0", Some(AnyWatchList)),
+            ("/api/v1/pods?watch=1&sendInitialEvents=true", Some(MostRecentWatch)),
+            ("/api/v1/pods?watch=1&sendInitialEvents=true&resourceVersion=7", Some(WatchFrom)),
+            ("/api/v1/pods?watch=1&sendInitialEvents=false", Some(MostRecentWatch)),
+            ("/api/v1/namespaces/a/pods/p/log", None),
+        ] {
+            assert_eq!(get(target), expected, "{target}");
+        }
+        for (method, target, expected) in [
+            (Method::POST, "/api/v1/namespaces/a/pods", Some(Write)),
+            (Method::PUT, "/api/v1/nodes/n/status", Some(Write)),
+            (Method::PATCH, "/api/v1/nodes/n", Some(Write)),
+            (Method::DELETE, "/api/v1/nodes/n", Some(Write)),
+            (Method::DELETE, "/api/v1/nodes", None),
+            (Method::POST, "/api/v1/namespaces/a/pods?dryRun=All", None),
+        ] {
+            assert_eq!(form(&method, target), expected, "{method} {target}");
+        }
+    }
+
+    #[test]
+    fn query_with_a_floor_changes_only_the_version() {
+        let objects = FloorVersions { objects: 12, lists: 9, bookmarks: 20 };
+        let lists = FloorVersions { objects: 12, lists: 15, bookmarks: 0 };
+        for (form, query, floor, expected) in [
+            (
+                AnyList,
+                "limit=500&resourceVersion=0&labelSelector=a%3Db",
+                objects,
+                Some("resourceVersion=20&labelSelector=a%3Db&resourceVersionMatch=NotOlderThan"),
+            ),
+            (
+                AnyList,
+                "resourceVersion=0&resourceVersionMatch=NotOlderThan",
+                lists,
+                Some("resourceVersion=15&resourceVersionMatch=NotOlderThan"),
+            ),
+            (AnyGet, "resourceVersion=0", objects, Some("resourceVersion=12")),
+            (AnyGet, "resourceVersion=0&pretty=1", lists, Some("pretty=1")),
+            (
+                AnyWatchList,
+                "watch=1&resourceVersion=0&sendInitialEvents=true&resourceVersionMatch=NotOlderThan",
+                objects,
+                Some(
+                    "watch=1&resourceVersion=20&sendInitialEvents=true&resourceVersionMatch=NotOlderThan",
+                ),
+            ),
+            (AnyWatch, "watch=1&resourceVersion=0", objects, None),
+            (MostRecentGet, "", objects, None),
+            (WatchFrom, "resourceVersion=7", objects, None),
+        ] {
+            assert_eq!(form.query(query, floor).as_deref(), expected, "{form:?} {query}");
+        }
+    }
+}

@@ -1,0 +1,304 @@
+//! Keeps the reads of a client from going back in time.
+//!
+//! A client with one connection to one kube-apiserver reads from one watch cache, which only moves forward. jackstay
+//! sends each request to any endpoint, and the caches of the endpoints lag behind etcd by different times. So it
+//! remembers for each client (a proven subject or token) and resource the highest version that the client has seen, the
+//! *floor* ([`crate::upstream::version_floors`]), and how far the cache of each endpoint has come
+//! ([`crate::upstream::resource_versions`]). An endpoint that is known to have reached the floor is preferred and gets
+//! the request unchanged. For any other endpoint:
+//!
+//! | request | what jackstay sends | what the client may conclude |
+//! |---|---|---|
+//! | LIST with `resourceVersion=0` | `resourceVersion=<floor>&resourceVersionMatch=NotOlderThan`, without `limit`, which a server ignores beside 0 | the list is not older than anything that the client has seen of the resource |
+//! | GET with `resourceVersion=0`, floor of objects | `resourceVersion=<floor>` | the object is not older |
+//! | GET with `resourceVersion=0`, floor of lists above it | the request without `resourceVersion`: a most-recent read | the same |
+//! | watch with `sendInitialEvents` and `resourceVersion=0` | `resourceVersion=<floor>` | the initial events are not older |
+//! | watch with `resourceVersion=0` or without one, without `sendInitialEvents` | the same | not older, if an endpoint is known to have reached the floor: a version would skip the initial events |
+//! | LIST, GET, watch with a version | the same; a 504 `Too large resource version` is asked of one other endpoint | as Kubernetes documents it |
+//! | LIST, GET without `resourceVersion` | the same | most recent: nothing is needed |
+//! | LIST with `continue`, or `resourceVersionMatch=Exact` | the same | the state at that version, however old |
+//! | any request without a credential, any resource without numeric versions | the same | nothing |
+//!
+//! Why these forms: kube-apiserver answers `resourceVersion=0` from its cache, whatever its age, and `NotOlderThan` from
+//! its cache as soon as that is new enough (Kubernetes documentation, *API concepts*, *resource versions*). It waits 3 s
+//! and answers 504 `Too large resource version` then (apiserver, `storage/cacher/watch_cache.go`, `blockTimeout`). A
+//! list with a limit and a version above 0 would be read from etcd instead (`cacher.go`, `shouldDelegateList`). From
+//! 1.31 on a waiting list makes the cache ask etcd for its progress (`ConsistentListFromCache`), so a version that no
+//! event of the resource has is reached, too; a waiting GET does not, which is why a floor of lists makes it a
+//! most-recent read, a single key of etcd.
+//!
+//! A 504 of that kind, or a list that is older than the floor, is asked of the other ready endpoints. If none has reached
+//! the floor, an etcd was restored from a backup, or the only endpoint that had reached it is gone: the floor is lowered
+//! to the highest version that an endpoint has, and the original request is sent. A resource of an aggregated apiserver or
+//! a custom resource has no floors after that: the replicas of such a server may have stores of their own.
+//!
+//! | module | purpose |
+//! |---|---|
+//! | [`form`] | which version a read asks for, and its query with a floor |
+//! | [`body_version`] | the version in a response body |
+//! | [`client`] | the client of a request |
+
+pub(super) mod body_version;
+pub(super) mod client;
+pub(super) mod form;
+
+use std::cell::Cell;
+use std::sync::Arc;
+
+use http::{HeaderMap, Request, StatusCode, response};
+use tokio::time::Instant;
+
+use self::body_version::{BodyVersion, ReadProgress};
+use self::client::LastClient;
+use self::form::ReadForm;
+use super::credential_selector::SelectedCredential;
+use super::request_info::{RequestInfo, is_built_in_group};
+use super::watch::body::WatchVersions;
+use super::watch::request::with_query;
+use crate::config::ConsistentReads;
+use crate::net::tls::certificate::Subject;
+use crate::upstream::Upstream;
+use crate::upstream::client_key::ClientKey;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::resource_versions::ResourceRecord;
+use crate::upstream::version_floors::{Floor, FloorVersions};
+
+/// What identifies the client of a request.
+type RequestClient<'a> = (&'a LastClient, SelectedCredential, Option<&'a Subject>, &'a HeaderMap);
+
+/// What the versions of one request mean for its client.
+pub struct RequestVersions {
+    client: ClientKey,
+    form: ReadForm,
+    /// The floor of the client for the resource; `None` if it has seen none.
+    floor: Option<Arc<Floor>>,
+    /// Whether the floor is not enforced any more, because no endpoint has reached it.
+    given_up: Cell<bool>,
+    /// Whether another endpoint was asked because one had not reached the version.
+    asked_elsewhere: Cell<bool>,
+    /// The highest version that an endpoint reported which had not reached the floor.
+    highest_reached: Cell<u64>,
+}
+
+/// How a request continues after an endpoint had not reached its version.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NotReached {
+    /// It is sent to another endpoint.
+    AskOther,
+    /// It is sent as the client sent it, to any endpoint.
+    SendOriginal,
+    /// The client gets the response.
+    Respond,
+}
+
+impl RequestVersions {
+    /// The versions of a request with this credential, subject and headers, whose connection has had this client before;
+    /// `None` if they mean nothing: it is no request for a resource, nothing identifies its client, or the configuration
+    /// says so.
+    pub fn new(
+        info: &RequestInfo,
+        (last, credential, subject, headers): RequestClient<'_>,
+        upstream: &Upstream,
+    ) -> Option<Box<Self>> {
+        if upstream.config().consistent_reads == ConsistentReads::Off {
+            return None;
+        }
+        let (form, name) = (ReadForm::of(info)?, info.resource_name()?);
+        let hasher = upstream.version_floors.hasher();
+        let client = last.key(credential, subject, headers, hasher)?;
+        let floor = upstream.version_floors.find(client, &name);
+        Some(Box::new(Self {
+            client,
+            form,
+            floor,
+            given_up: Cell::new(false),
+            asked_elsewhere: Cell::new(false),
+            highest_reached: Cell::new(0),
+        }))
+    }
+
+    /// Whether the client accepts any version, and has a floor: what endpoints answer about the floor is not for it.
+    pub fn has_floor(&self) -> bool {
+        self.given_up.get() || self.enforced().is_some()
+    }
+
+    /// The floor that the request must not go below.
+    fn enforced(&self) -> Option<(&Floor, FloorVersions)> {
+        let floor = self
+            .floor
+            .as_deref()
+            .filter(|_| self.form.takes_any_version() && !self.given_up.get())
+            .filter(|floor| !floor.record.is_unordered())?;
+        let versions = floor.versions();
+        (self.form.needed(versions) > 0).then_some((floor, versions))
+    }
+
+    /// The record and the version that an endpoint should have reached.
+    pub fn wanted(&self) -> Option<(&Arc<ResourceRecord>, u64)> {
+        let (floor, versions) = self.enforced()?;
+        Some((&floor.record, self.form.needed(versions)))
+    }
+
+    /// The head for `endpoint` with the floor; `None` if it gets the request unchanged, because it is known to have
+    /// reached the floor or the form takes none.
+    pub fn head(&self, head: &Request<()>, endpoint: &Arc<Endpoint>) -> Option<Request<()>> {
+        let (floor, versions) = self.enforced()?;
+        if floor.record.has_reached(endpoint, self.form.needed(versions)) {
+            return None;
+        }
+        let query = self.form.query(head.uri().query().unwrap_or_default(), versions)?;
+        let mut changed = head.clone();
+        *changed.uri_mut() = with_query(head.uri(), &query);
+        Some(changed)
+    }
+
+    /// Whether a 504 may mean that the endpoint has not reached the version.
+    pub fn may_be_not_reached(&self, status: StatusCode) -> bool {
+        status == StatusCode::GATEWAY_TIMEOUT && self.form.reads()
+    }
+
+    /// The version that `endpoint` has reached, according to the body of its 504; `None` if it is another 504.
+    pub fn not_reached(&self, body: &[u8], endpoint: &Arc<Endpoint>) -> Option<u64> {
+        let current = body_version::current_of_too_large(body)?;
+        if let Some(floor) = &self.floor {
+            floor.record.set(&floor.record.shown_by(endpoint), current, Instant::now());
+        }
+        Some(current)
+    }
+
+    /// The version of a list that is older than the floor; `None` for any other response.
+    pub fn stale(
+        &self,
+        head: &response::Parts,
+        prefix: Option<&[u8]>,
+        endpoint: &Arc<Endpoint>,
+    ) -> Option<u64> {
+        let (floor, versions) = self.enforced()?;
+        if head.status != StatusCode::OK || !self.form.is_list() {
+            return None;
+        }
+        let version = BodyVersion::of_prefix(head, prefix?)?;
+        if version >= self.form.needed(versions) {
+            return None;
+        }
+        floor.record.set(&floor.record.shown_by(endpoint), version, Instant::now());
+        Some(version)
+    }
+
+    /// Decides how the request continues after an endpoint that has reached only `version`. `other_ready`: there is a
+    /// ready endpoint that was not asked, and another attempt is left after the next.
+    pub fn after_not_reached(&self, version: u64, other_ready: bool) -> NotReached {
+        self.highest_reached.set(self.highest_reached.get().max(version));
+        let asked = self.asked_elsewhere.replace(true);
+        if self.enforced().is_none() {
+            return if asked || !other_ready { NotReached::Respond } else { NotReached::AskOther };
+        }
+        if other_ready {
+            return NotReached::AskOther;
+        }
+        self.given_up.set(true);
+        NotReached::SendOriginal
+    }
+
+    /// Lowers the floors of all clients to what the endpoints have reached. In a group that an aggregated apiserver may
+    /// serve, the resource has no floors from now on: each of its replicas may have a store of its own. Returns the resource, the floor and that
+    /// version, if the floor of this client was above.
+    pub fn lower_floors(&self, upstream: &Upstream) -> Option<(Arc<str>, u64, u64)> {
+        let (floor, reached) = (self.floor.as_ref()?, self.highest_reached.get());
+        let before = floor.versions().highest();
+        let name = Arc::clone(&floor.record.name);
+        upstream.version_floors.lower_all(&name, reached);
+        let group = name.rsplit_once('/').map_or("", |(group, _)| group);
+        if !is_built_in_group(group) {
+            floor.record.set_unordered();
+        }
+        (before > reached).then_some((name, before, reached))
+    }
+
+    /// The records that a watch raises whose first stream is at `endpoint`.
+    pub fn of_watch(
+        &self,
+        info: &RequestInfo,
+        upstream: &Upstream,
+        endpoint: &Arc<Endpoint>,
+    ) -> Option<Box<WatchVersions>> {
+        let floor = self.floor_to_raise(info, upstream)?;
+        let start = match self.form {
+            ReadForm::WatchFrom => form::version(info).unwrap_or(0),
+            _ => 0,
+        };
+        Some(Box::new(WatchVersions::new(endpoint, floor, start)))
+    }
+
+    /// Learns from the body of a response with this head at `endpoint`; `None` if it shows nothing.
+    pub fn learn(
+        &self,
+        info: &RequestInfo,
+        head: &response::Parts,
+        upstream: &Upstream,
+        endpoint: &Arc<Endpoint>,
+    ) -> Option<VersionLearner> {
+        if !head.status.is_success() || !self.form.shows_version() {
+            return None;
+        }
+        let body = BodyVersion::new(head, self.form.is_list())?;
+        let floor = self.floor_to_raise(info, upstream)?;
+        let endpoint = self.form.shows_cache().then(|| Arc::clone(endpoint));
+        Some(VersionLearner { body, floor, is_list: self.form.is_list(), endpoint })
+    }
+
+    fn floor_to_raise(&self, info: &RequestInfo, upstream: &Upstream) -> Option<Arc<Floor>> {
+        if let Some(floor) = &self.floor {
+            return Some(Arc::clone(floor));
+        }
+        let record = upstream.resource_versions.record(&info.resource_name()?)?;
+        Some(upstream.version_floors.get(self.client, &record))
+    }
+}
+
+/// Learns the version of one response while its body is forwarded.
+pub struct VersionLearner {
+    body: BodyVersion,
+    floor: Arc<Floor>,
+    is_list: bool,
+    /// The endpoint whose cache the response shows; `None` if it may come from etcd.
+    endpoint: Option<Arc<Endpoint>>,
+}
+
+impl VersionLearner {
+    /// Reads the next bytes of the body. Returns whether more are needed.
+    pub fn read(&mut self, data: &[u8]) -> bool {
+        match self.body.read(data) {
+            ReadProgress::Version(version) => self.raise(version),
+            ReadProgress::Unknown => return true,
+            ReadProgress::None => {}
+        }
+        false
+    }
+
+    /// Reads a body that has arrived as a whole.
+    pub fn read_whole(&mut self, data: &[u8]) {
+        if self.read(data) {
+            self.end();
+        }
+    }
+
+    /// The body is complete.
+    pub fn end(&self) {
+        if let Some(version) = self.body.end() {
+            self.raise(version);
+        }
+    }
+
+    fn raise(&self, version: u64) {
+        if self.is_list {
+            self.floor.raise_lists(version);
+        } else {
+            self.floor.raise_objects(version);
+        }
+        if let Some(endpoint) = &self.endpoint {
+            let record = &self.floor.record;
+            record.raise(&record.shown_by(endpoint), version, Instant::now());
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! Reads of any version do not go back in time, although the watch caches of the apiservers differ.
+//!
+//! Each server answers reads and watches from a cache whose version the test sets: a read of any version is answered
+//! from it, and a read that is not older than a higher version gets a 504, as from kube-apiserver after 3 s.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map};
+use http::request::Parts;
+use http::{Method, StatusCode};
+use jackstay::config::ConsistentReads;
+use jackstay::demo::apiserver::ScriptedResponse;
+use jackstay::demo::client::Client;
+use serde_json::{Value, json};
+
+/// The object of which servers have an old version.
+const OBJECT: &str = "/api/v1/namespaces/default/configmaps/m";
+
+/// The watch cache of one server.
+#[derive(Default)]
+struct Cache {
+    /// The version at which it stands still; 0 while it follows the cluster.
+    version: AtomicU64,
+    /// The path and query of each read.
+    reads: Mutex<Vec<String>>,
+}
+
+impl Cache {
+    /// Answers a read from a cache that stands still.
+    fn answer(&self, request: &Parts) -> Option<ScriptedResponse> {
+        let target = request.uri.path_and_query()?.as_str();
+        if request.method != Method::GET || !target.starts_with(CONFIGMAPS) {
+            return None;
+        }
+        self.reads.lock().unwrap().push(target.to_owned());
+        let current = self.version.load(Ordering::Relaxed);
+        let query = request.uri.query().unwrap_or_default();
+        let wanted = query.split('&').find_map(|pair| pair.strip_prefix("resourceVersion="));
+        // A read without a version is most recent.
+        let wanted: u64 = wanted.filter(|_| current > 0)?.parse().ok()?;
+        if wanted > current {
+            let message =
+                format!("Timeout: Too large resource version: {wanted}, current: {current}");
+            return Some(ScriptedResponse::status(504, "Timeout", &message));
+        }
+        let meta =
+            json!({ "name": "m", "namespace": "default", "resourceVersion": current.to_string() });
+        let body = if request.uri.path() == OBJECT {
+            json!({ "kind": "ConfigMap", "apiVersion": "v1", "metadata": meta })
+        } else {
+            let meta = json!({ "resourceVersion": current.to_string() });
+            json!({ "kind": "ConfigMapList", "apiVersion": "v1", "metadata": meta, "items": [] })
+        };
+        let mut response = ScriptedResponse::status(200, "", "");
+        response.body = body.to_string().into();
+        Some(response)
+    }
+}
+
+struct Setup {
+    cluster: TestCluster,
+    caches: Vec<Arc<Cache>>,
+    proxy: Proxy,
+    client: Client,
+    written: u64,
+}
+
+impl Setup {
+    async fn new(consistent_reads: ConsistentReads) -> Self {
+        let cluster = TestCluster::new(3);
+        let proxy = cluster
+            .start_with(|config| config.upstreams[0].consistent_reads = consistent_reads)
+            .await;
+        let client = proxy.client().await;
+        let caches: Vec<Arc<Cache>> = cluster.servers.iter().map(|_| Arc::default()).collect();
+        for (server, cache) in cluster.servers.iter().zip(&caches) {
+            let cache = Arc::clone(cache);
+            server.set_faults(|faults| {
+                faults.on_request = Some(Arc::new(move |request| cache.answer(request)));
+            });
+        }
+        let mut setup = Self { cluster, caches, proxy, client, written: 0 };
+        setup.write().await;
+        setup
+    }
+
+    /// Writes the object through jackstay. Returns its version.
+    async fn write(&mut self) -> u64 {
+        self.written += 1;
+        let value = config_map("m", &self.written.to_string());
+        let reply = match self.written {
+            1 => self.client.post(CONFIGMAPS, &value).await,
+            _ => self.client.put(OBJECT, &value).await,
+        };
+        version(&serde_json::from_slice(&reply.unwrap().body).unwrap())
+    }
+
+    /// The caches of these servers stand still at the present version of the cluster.
+    fn freeze(&self, servers: &[usize]) -> u64 {
+        let version = self.cluster.state.version();
+        for &server in servers {
+            self.caches[server].version.store(version, Ordering::Relaxed);
+        }
+        version
+    }
+
+    async fn read(&self, target: &str) -> u64 {
+        let reply = self.client.get(target).await.unwrap();
+        assert_eq!(reply.status, StatusCode::OK, "{target}: {:?}", reply.body);
+        version(&serde_json::from_slice(&reply.body).unwrap())
+    }
+
+    /// The number of reads that are older than the one before.
+    async fn count_back(&self, target: &str, reads: usize) -> usize {
+        let (mut last, mut back) = (0, 0);
+        for _ in 0..reads {
+            let version = self.read(target).await;
+            back += usize::from(version < last);
+            last = version;
+        }
+        back
+    }
+
+    /// The reads that a server has got since the last call.
+    fn take_reads(&self, server: usize) -> Vec<String> {
+        std::mem::take(&mut self.caches[server].reads.lock().unwrap())
+    }
+
+    async fn floors(&self, outcome: &str) -> u64 {
+        let name = format!("jackstay_version_floors_total{{outcome=\"{outcome}\"");
+        self.proxy.metric(&name).await as u64
+    }
+}
+
+fn version(object: &Value) -> u64 {
+    object["metadata"]["resourceVersion"].as_str().unwrap().parse().unwrap()
+}
+
+fn list() -> String {
+    format!("{CONFIGMAPS}?resourceVersion=0")
+}
+
+fn get() -> String {
+    format!("{OBJECT}?resourceVersion=0")
+}
+
+#[tokio::test]
+async fn reads_with_one_lagging_cache_never_go_back() {
+    let mut setup = Setup::new(ConsistentReads::Floor).await;
+    for target in [list(), get()] {
+        setup.freeze(&[0]);
+        setup.write().await;
+        assert_eq!(setup.count_back(&target, 100).await, 0, "{target}");
+    }
+    let reads = setup.take_reads(0);
+    let with_floor = reads.iter().filter(|read| !read.ends_with("resourceVersion=0")).count();
+    println!("{} reads at the lagging server, {with_floor} of them with a floor", reads.len());
+    assert_eq!(setup.floors("fallen_back").await, 0);
+    assert_eq!(setup.floors("reset").await, 0);
+}
+
+#[tokio::test]
+async fn reads_with_a_lagging_cache_go_back_without_floors() {
+    let mut setup = Setup::new(ConsistentReads::Off).await;
+    for target in [list(), get()] {
+        setup.freeze(&[0]);
+        setup.write().await;
+        let back = setup.count_back(&target, 200).await;
+        assert!(back > 0, "the servers differ, so {target} must go back");
+    }
+}
+
+#[tokio::test]
+async fn floor_of_a_client_counts_on_its_next_connection() {
+    let mut setup = Setup::new(ConsistentReads::Floor).await;
+    setup.freeze(&[0, 1]);
+    let written = setup.write().await;
+    for _ in 0..20 {
+        setup.client = setup.proxy.client().await;
+        assert_eq!(setup.read(&get()).await, written);
+    }
+}
+
+#[tokio::test]
+async fn rewritten_reads_keep_what_the_client_asked_for() {
+    let mut setup = Setup::new(ConsistentReads::Floor).await;
+    let written = setup.write().await;
+    let target = format!("{CONFIGMAPS}?limit=500&resourceVersion=0&labelSelector=a");
+    setup.read(&target).await;
+    let all: Vec<_> = (0..3).flat_map(|server| setup.take_reads(server)).collect();
+    let expected = format!(
+        "{CONFIGMAPS}?resourceVersion={written}&labelSelector=a&resourceVersionMatch=NotOlderThan"
+    );
+    assert_eq!(all, [expected], "the answer to the write shows nothing about any cache");
+    assert_eq!(setup.floors("applied").await, 1);
+    // The endpoint that answered is known to have reached the floor now.
+    setup.read(&target).await;
+    let all: Vec<_> = (0..3).flat_map(|server| setup.take_reads(server)).collect();
+    assert_eq!(all, [target]);
+    // A list of etcd may have a version that a cache reaches only later.
+    let most_recent = setup.read(CONFIGMAPS).await;
+    assert!(most_recent >= written);
+}
+
+#[tokio::test]
+async fn floor_that_no_server_has_reached_is_lowered_once() {
+    let mut setup = Setup::new(ConsistentReads::Floor).await;
+    let old = setup.freeze(&[0, 1, 2]);
+    let seen = setup.write().await;
+    assert!(seen > old);
+    assert_eq!(setup.read(&list()).await, old, "all servers went back");
+    let counts = [setup.floors("fallen_back").await, setup.floors("reset").await];
+    assert_eq!(counts, [1, 1]);
+    let before: usize = (0..3).map(|server| setup.take_reads(server).len()).sum();
+    assert_eq!(before, 4, "each server is asked once, and then one gets the original request");
+    for _ in 0..10 {
+        assert_eq!(setup.read(&list()).await, old);
+    }
+    let after: usize = (0..3).map(|server| setup.take_reads(server).len()).sum();
+    assert_eq!(after, 10);
+    assert_eq!(setup.floors("reset").await, 1);
+}
+
+#[tokio::test]
+async fn explicit_version_that_a_server_has_not_reached_is_asked_of_one_other() {
+    let mut setup = Setup::new(ConsistentReads::Floor).await;
+    for (frozen, status, most) in [(&[0][..], 200, 2), (&[0, 1, 2], 504, 2)] {
+        setup.freeze(frozen);
+        let written = setup.write().await;
+        for target in [
+            format!("{CONFIGMAPS}?resourceVersion={written}"),
+            format!("{OBJECT}?resourceVersion={written}"),
+        ] {
+            for _ in 0..10 {
+                let reply = setup.client.get(&target).await.unwrap();
+                assert_eq!(reply.status, status, "{target}: {:?}", reply.body);
+                let reads: Vec<_> = (0..3).flat_map(|server| setup.take_reads(server)).collect();
+                assert!((1..=most).contains(&reads.len()), "{reads:?}");
+                assert!(reads.iter().all(|read| *read == target), "{reads:?}");
+            }
+        }
+    }
+}

@@ -113,7 +113,8 @@ impl ControlThread {
 
     async fn serve(mut self) {
         self.start_upkeep();
-        let mut tasks = Tasks::new(Arc::clone(&self.status), Arc::clone(&self.context));
+        let mut tasks =
+            Tasks::new(Arc::clone(&self.status), Arc::clone(&self.context), self.draining.clone());
         tasks.start_new(&self.active);
         let (sender, mut takeovers) = unbounded_channel();
         let predecessor = self.predecessor.take();

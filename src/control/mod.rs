@@ -12,4 +12,5 @@ pub mod discovery;
 pub mod endpoint_set;
 pub mod file_watch;
 pub mod readyz;
+pub mod saved_floors;
 pub mod watchdog;

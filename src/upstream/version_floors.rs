@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::client_key::{ClientHasher, ClientKey};
-use super::resource_versions::ResourceRecord;
+use super::resource_versions::{ResourceRecord, ResourceVersions};
 
 /// Maximum number of floors of one upstream. A node has some hundred clients with a few resources each; a floor takes
 /// less than 256 bytes.
@@ -141,9 +141,24 @@ pub struct NamedFloor {
 }
 
 impl VersionFloors {
-    /// Hashes the clients.
-    pub fn hasher(&self) -> &ClientHasher {
-        self.hasher.get_or_init(ClientHasher::default)
+    /// Hashes the clients; `None` before [`Self::set_hasher`]. Until then there are no floors.
+    pub fn hasher(&self) -> Option<&ClientHasher> {
+        self.hasher.get()
+    }
+
+    /// Sets the hasher, unless there is one. Returns whether clients are hashed like this from now on.
+    pub fn set_hasher(&self, hasher: ClientHasher) -> bool {
+        let secret = *hasher.secret();
+        self.hasher.get_or_init(|| hasher).secret() == &secret
+    }
+
+    /// Raises the floors to saved values.
+    pub fn restore(&self, saved: &[NamedFloor], resources: &ResourceVersions) {
+        for floor in saved {
+            if let Some(record) = resources.record(&floor.resource) {
+                self.get(floor.client, &record).raise_to(floor.versions);
+            }
+        }
     }
 
     /// The floor of `client` for `resource`, if it has one.
@@ -236,7 +251,6 @@ impl Clients {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::upstream::resource_versions::ResourceVersions;
 
     fn record(name: &str) -> Arc<ResourceRecord> {
         ResourceVersions::default().record(name).unwrap()

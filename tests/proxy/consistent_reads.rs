@@ -3,13 +3,16 @@
 //! Each server answers reads and watches from a cache whose version the test sets: a read of any version is answered
 //! from it, and a read that is not older than a higher version gets a 504, as from kube-apiserver after 3 s.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map};
+use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map, until};
 use http::request::Parts;
 use http::{Method, StatusCode};
-use jackstay::config::ConsistentReads;
+use jackstay::config::{Config, ConsistentReads};
+use jackstay::control::saved_floors;
 use jackstay::demo::apiserver::ScriptedResponse;
 use jackstay::demo::client::Client;
 use serde_json::{Value, json};
@@ -68,10 +71,12 @@ struct Setup {
 
 impl Setup {
     async fn new(consistent_reads: ConsistentReads) -> Self {
+        Self::with(|config| config.upstreams[0].consistent_reads = consistent_reads).await
+    }
+
+    async fn with(change: impl FnOnce(&mut Config)) -> Self {
         let cluster = TestCluster::new(3);
-        let proxy = cluster
-            .start_with(|config| config.upstreams[0].consistent_reads = consistent_reads)
-            .await;
+        let proxy = cluster.start_with(change).await;
         let client = proxy.client().await;
         let caches: Vec<Arc<Cache>> = cluster.servers.iter().map(|_| Arc::default()).collect();
         for (server, cache) in cluster.servers.iter().zip(&caches) {
@@ -178,6 +183,32 @@ async fn floor_of_a_client_counts_on_its_next_connection() {
     let written = setup.write().await;
     for _ in 0..20 {
         setup.client = setup.proxy.client().await;
+        assert_eq!(setup.read(&get()).await, written);
+    }
+}
+
+#[tokio::test]
+async fn floor_of_a_client_counts_after_a_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let state_dir = dir.path().join("state");
+    let change = |config: &mut Config| config.state_dir = Some(state_dir.clone());
+    let mut setup = Setup::with(change).await;
+    setup.freeze(&[0, 1]);
+    let written = setup.write().await;
+    let Setup { cluster, caches, proxy, client, written: count } = setup;
+    drop(client);
+    let file = saved_floors::path(&state_dir, "control-plane");
+    // The drain writes the file.
+    tokio::task::spawn_blocking(move || proxy.running.stop()).await.unwrap();
+    until("the floors are saved", async || {
+        fs::read_to_string(&file).is_ok_and(|text| text.contains("configmaps"))
+    })
+    .await;
+    assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+    let proxy = cluster.start_with(change).await;
+    let client = proxy.client().await;
+    let setup = Setup { cluster, caches, proxy, client, written: count };
+    for _ in 0..20 {
         assert_eq!(setup.read(&get()).await, written);
     }
 }

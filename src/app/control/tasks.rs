@@ -21,7 +21,7 @@ use crate::app::status::ProcessStatus;
 use crate::app::takeover::{self, TakeoverRequest, TakeoverServer};
 use crate::control::certificates;
 use crate::control::discovery::{self, SharedContext};
-use crate::control::endpoint_set;
+use crate::control::{endpoint_set, saved_floors};
 use crate::net::sockets::listening;
 use crate::net::tls::serving::ServingTls;
 use crate::upstream::Upstream;
@@ -36,8 +36,10 @@ const ADMIN_RETRY: Duration = Duration::from_secs(1);
 pub struct Tasks {
     status: Arc<ProcessStatus>,
     context: Arc<SharedContext>,
-    /// Discovery and certificate tasks of each upstream.
-    upstreams: Vec<(Arc<Upstream>, [AbortHandle; 2])>,
+    /// Whether the process drains.
+    draining: watch::Receiver<bool>,
+    /// Discovery, certificate and floor tasks of each upstream.
+    upstreams: Vec<(Arc<Upstream>, [AbortHandle; 3])>,
     /// The certificate task of each L7 listener.
     listeners: Vec<(Arc<ServingTls>, AbortHandle)>,
     faults: Rc<RefCell<FaultReports>>,
@@ -56,8 +58,13 @@ struct AdminServer {
 
 impl Tasks {
     /// Without tasks. `status` is the content of the admin endpoint; `context` is for discovery.
-    pub fn new(status: Arc<ProcessStatus>, context: Arc<SharedContext>) -> Self {
+    pub fn new(
+        status: Arc<ProcessStatus>,
+        context: Arc<SharedContext>,
+        draining: watch::Receiver<bool>,
+    ) -> Self {
         Self {
+            draining,
             status,
             context,
             upstreams: Vec::new(),
@@ -79,9 +86,15 @@ impl Tasks {
             if !self.upstreams.iter().any(|(known, _)| Arc::ptr_eq(known, upstream)) {
                 let certificates = certificates::watch_credentials(Arc::clone(upstream));
                 let endpoints = discovery::run(Arc::clone(upstream), Arc::clone(&self.context));
+                let floors = saved_floors::run(
+                    Arc::clone(upstream),
+                    Arc::clone(&self.context),
+                    self.draining.clone(),
+                );
                 let tasks = [
                     spawn_local(certificates).abort_handle(),
                     spawn_local(endpoints).abort_handle(),
+                    spawn_local(floors).abort_handle(),
                 ];
                 self.upstreams.push((Arc::clone(upstream), tasks));
             }

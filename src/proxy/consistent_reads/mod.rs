@@ -104,7 +104,7 @@ impl RequestVersions {
             return None;
         }
         let (form, name) = (ReadForm::of(info)?, info.resource_name()?);
-        let hasher = upstream.version_floors.hasher();
+        let hasher = upstream.version_floors.hasher()?;
         let client = last.key(credential, subject, headers, hasher)?;
         let floor = upstream.version_floors.find(client, &name);
         Some(Box::new(Self {

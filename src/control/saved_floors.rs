@@ -1,0 +1,237 @@
+//! Saves the version floors of an upstream, so that clients keep theirs across a restart of jackstay.
+//!
+//! The file is written at the start, then at most once a minute if a floor has changed, and when the process begins to
+//! drain. It contains keyed hashes of clients, and their key, but no name and no token. A file that is corrupt or of another
+//! upstream is reported and ignored.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, sleep, sleep_until};
+
+use super::discovery::SharedContext;
+use crate::net::files;
+use crate::upstream::Upstream;
+use crate::upstream::client_key::{ClientHasher, ClientKey};
+use crate::upstream::version_floors::{FloorVersions, MAX_FLOORS, NamedFloor};
+
+/// Shortest time between two writes.
+const INTERVAL: Duration = Duration::from_secs(60);
+/// When the file is read again. A process that this one has taken over from writes it once more when it drains.
+const READ_AGAIN: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(10)];
+/// Version of the format. A file with another version is ignored.
+const VERSION: u64 = 1;
+/// Maximum size of a file in bytes. A floor takes about 120 bytes.
+const MAX_FILE: u64 = 2 << 20;
+
+/// The content of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SavedFloors {
+    /// The key of the hashes.
+    pub secret: [u8; 32],
+    /// The floors.
+    pub floors: Vec<NamedFloor>,
+}
+
+/// The form of the file.
+#[derive(Serialize, Deserialize)]
+struct File {
+    version: u64,
+    upstream: String,
+    key: String,
+    /// Client, resource, and the versions of objects, lists and bookmarks.
+    floors: Vec<(String, String, u64, u64, u64)>,
+}
+
+/// The path of the file of `upstream`. The name of an upstream contains no dot, so it is no other file.
+pub fn path(dir: &Path, upstream: &str) -> PathBuf {
+    dir.join(format!("{upstream}.floors.json"))
+}
+
+/// The text of a file.
+pub fn to_text(upstream: &str, saved: &SavedFloors) -> String {
+    let floors = saved.floors.iter().take(MAX_FLOORS).map(|floor| {
+        let ClientKey([high, low]) = floor.client;
+        let FloorVersions { objects, lists, bookmarks } = floor.versions;
+        (format!("{high:016x}{low:016x}"), floor.resource.to_string(), objects, lists, bookmarks)
+    });
+    let file = File {
+        version: VERSION,
+        upstream: upstream.to_owned(),
+        key: saved.secret.iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}")),
+        floors: floors.collect(),
+    };
+    // Cannot fail: there are no maps.
+    serde_json::to_string(&file).unwrap_or_default() + "\n"
+}
+
+/// Parses the text of the file of `upstream`.
+///
+/// # Errors
+/// Why the file is ignored.
+pub fn parse(text: &str, upstream: &str) -> Result<SavedFloors, String> {
+    let file: File =
+        serde_json::from_str(text).map_err(|error| format!("not a file of floors: {error}"))?;
+    if file.version != VERSION {
+        return Err(format!("format version {} is not supported", file.version));
+    }
+    if file.upstream != upstream {
+        return Err(format!("the floors of another upstream, {:?}", file.upstream));
+    }
+    let number = |digits: &str| u64::from_str_radix(digits, 16).ok();
+    let mut secret = [0; 32];
+    if file.key.len() != 64 {
+        return Err("the key is not 64 hexadecimal digits".to_owned());
+    }
+    for (at, chunk) in secret.chunks_exact_mut(8).enumerate() {
+        let digits = file.key.get(16 * at..16 * (at + 1)).and_then(number);
+        let word = digits.ok_or("the key is not 64 hexadecimal digits")?;
+        chunk.copy_from_slice(&word.to_be_bytes());
+    }
+    let floor = |(client, resource, objects, lists, bookmarks): (String, String, _, _, _)| {
+        let half = |range| client.get(range).and_then(number);
+        let client = ClientKey([half(0..16)?, half(16..32)?]);
+        let versions = FloorVersions { objects, lists, bookmarks };
+        Some(NamedFloor { client, resource: resource.into(), versions })
+    };
+    let floors = file.floors.into_iter().take(MAX_FLOORS).filter_map(floor).collect();
+    Ok(SavedFloors { secret, floors })
+}
+
+/// Restores and saves the floors of `upstream` until the process has drained.
+pub async fn run(
+    upstream: Arc<Upstream>,
+    context: Arc<SharedContext>,
+    mut draining: watch::Receiver<bool>,
+) {
+    let started = Instant::now();
+    restore(&upstream, &context).await;
+    upstream.version_floors.set_hasher(ClientHasher::default());
+    let mut saved = None;
+    save_if_changed(&upstream, &context, &mut saved).await;
+    let read_again = async {
+        for at in READ_AGAIN {
+            sleep_until(started + at).await;
+            restore(&upstream, &context).await;
+        }
+        std::future::pending::<()>().await;
+    };
+    let save = async {
+        loop {
+            sleep(INTERVAL).await;
+            save_if_changed(&upstream, &context, &mut saved).await;
+        }
+    };
+    tokio::select! {
+        () = read_again => {}
+        () = save => {}
+        _ = draining.wait_for(|draining| *draining) => {}
+    }
+    save_if_changed(&upstream, &context, &mut saved).await;
+}
+
+/// Reads the file, on another thread, because a disk may hang.
+async fn restore(upstream: &Upstream, context: &SharedContext) {
+    let Some(dir) = context.state_dir.load().as_ref().clone() else { return };
+    let (path, name) = (path(&dir, &upstream.name), Arc::clone(&upstream.name));
+    let file = path.clone();
+    let read = move || match files::read_text(&file, MAX_FILE) {
+        Ok(text) => parse(&text, &name).map(Some),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error.to_string()),
+    };
+    match spawn_blocking(read).await.unwrap_or_else(|error| Err(error.to_string())) {
+        Ok(Some(saved)) => {
+            if upstream.version_floors.set_hasher(ClientHasher::new(saved.secret)) {
+                upstream.version_floors.restore(&saved.floors, &upstream.resource_versions);
+            }
+        }
+        Ok(None) => {}
+        Err(reason) => tracing::warn!(
+            path = %path.display(),
+            reason,
+            "saved version floors ignored: after this restart, a read may be older than one before it"
+        ),
+    }
+}
+
+/// Writes the file if its content is not `saved`, on another thread.
+async fn save_if_changed(
+    upstream: &Upstream,
+    context: &SharedContext,
+    saved: &mut Option<SavedFloors>,
+) {
+    let Some(dir) = context.state_dir.load().as_ref().clone() else { return };
+    let Some(hasher) = upstream.version_floors.hasher() else { return };
+    let now = SavedFloors { secret: *hasher.secret(), floors: upstream.version_floors.all() };
+    if saved.as_ref() == Some(&now) {
+        return;
+    }
+    let (path, text) = (path(&dir, &upstream.name), to_text(&upstream.name, &now));
+    let file = path.clone();
+    let write = move || {
+        std::fs::create_dir_all(&dir)?;
+        files::replace(&file, text.as_bytes(), files::PRIVATE)
+    };
+    match spawn_blocking(write).await.unwrap_or_else(|error| Err(io::Error::other(error))) {
+        Ok(()) => *saved = Some(now),
+        Err(error) => tracing::warn!(
+            path = %path.display(),
+            %error,
+            "version floors not saved: after a restart, a read may be older than one before it"
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn saved() -> SavedFloors {
+        let floor = |client, resource: &str, objects| NamedFloor {
+            client: ClientKey([client, u64::MAX]),
+            resource: resource.into(),
+            versions: FloorVersions { objects, lists: 2, bookmarks: u64::MAX },
+        };
+        SavedFloors {
+            secret: std::array::from_fn(|at| at as u8 + 200),
+            floors: vec![floor(1, "pods", 5), floor(2, "apps/deployments", 0)],
+        }
+    }
+
+    #[test]
+    fn parse_written_text_returns_the_floors() {
+        assert_eq!(parse(&to_text("u", &saved()), "u"), Ok(saved()));
+    }
+
+    #[test]
+    fn parse_foreign_or_corrupt_text_says_why_it_is_ignored() {
+        let text = to_text("u", &saved());
+        for (text, expected) in [
+            (text.clone(), "the floors of another upstream, \"u\""),
+            (text.replace("\"version\":1", "\"version\":2"), "format version 2 is not supported"),
+            (text.replace("\"key\":\"", "\"key\":\"x"), "the floors of another"),
+            (String::new(), "not a file of floors: EOF"),
+            ("[]".to_owned(), "not a file of floors: "),
+            (text[..60].to_owned(), "not a file of floors: "),
+        ] {
+            let error = parse(&text, "v").unwrap_err();
+            assert!(error.starts_with(expected), "{error}");
+        }
+        for key in ["", "x", &"g".repeat(64), &"é".repeat(32)] {
+            let text = format!(r#"{{"version":1,"upstream":"u","key":"{key}","floors":[]}}"#);
+            assert_eq!(parse(&text, "u").unwrap_err(), "the key is not 64 hexadecimal digits");
+        }
+        let floors = r#"["", "pods", 1, 2, 3], ["é", "pods", 1, 2, 3]"#;
+        let text = format!(
+            r#"{{"version":1,"upstream":"u","key":"{}","floors":[{floors}]}}"#,
+            "0".repeat(64)
+        );
+        assert_eq!(parse(&text, "u").unwrap().floors, [], "no client");
+    }
+}

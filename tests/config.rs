@@ -347,8 +347,14 @@ fn invalid_value_is_reported_with_path_and_remedy() {
         ),
         case(
             "upstream: u",
-            "upstream: u\n  resume_groups: [example.com, example.com]",
-            "listeners[0].resume_groups[1]: \"example.com\" appears twice",
+            "upstream: u\n  never_resume_groups: [example.com, example.com]",
+            "listeners[0].never_resume_groups[1]: \"example.com\" appears twice",
+        ),
+        case(
+            "upstream: u",
+            "upstream: u\n  resume_groups: [example.com]",
+            "listeners[0].resume_groups: was removed: watches of every API group are resumed; list \
+             exceptions in never_resume_groups",
         ),
         // Missing.
         case("- name: l\n  bind", "- bind", "listeners[0].name: is required: a unique name"),
@@ -594,7 +600,7 @@ fn key_of_the_other_mode_is_refused_with_the_reason() {
             "client_ca_file: c, identities: []",
             vec![format!("client_ca_file: {tls}"), format!("identities: {tls}")],
         ),
-        ("resume_groups: [a]", vec![format!("resume_groups: {tls}")]),
+        ("never_resume_groups: [a]", vec![format!("never_resume_groups: {tls}")]),
         ("limits: {max_streams: 1}", vec![format!("limits.max_streams: {requests}")]),
         ("limits: {stall_timeout: 1s}", vec![format!("limits.stall_timeout: {requests}")]),
         ("idle_timeout: 10ms", vec!["idle_timeout: is shorter than 1s; 0s disables it".into()]),

@@ -32,6 +32,7 @@ use crate::observe::{Liveness, Metrics, build, counted};
 use crate::upstream::Upstream;
 use crate::upstream::endpoint_sources::{SourceReport, age};
 use crate::upstream::stats::EndpointStatus;
+use crate::upstream::unordered_groups::UnorderedGroup;
 
 /// How many of the latest events `/status` includes.
 const EVENTS_IN_STATUS: usize = 8;
@@ -134,6 +135,8 @@ struct UpstreamStatus<'a> {
     ca: Option<CaStatus>,
     endpoints: Vec<EndpointStatus>,
     sources: Vec<Value>,
+    /// The API groups whose watches are not resumed because their versions are not ordered.
+    unordered_groups: Vec<UnorderedGroup>,
 }
 
 /// The body of `/history`.
@@ -230,6 +233,7 @@ impl<'a> From<&'a Arc<Upstream>> for UpstreamStatus<'a> {
             ca: CaStatus::of_apiservers(upstream, wall_clock()),
             endpoints: upstream.endpoints().iter().map(|endpoint| endpoint.status()).collect(),
             sources: upstream.sources.status(wall_clock()),
+            unordered_groups: upstream.unordered_groups.list(),
         }
     }
 }

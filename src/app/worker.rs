@@ -304,7 +304,7 @@ impl Worker {
             },
             metrics: Arc::clone(&bound.metrics),
             access_log: access,
-            resume_groups: config.resume_groups.clone(),
+            never_resume_groups: config.never_resume_groups.clone(),
             limits: self.limits(bound),
             request_limits: config.limits.requests.clone(),
             tunnels,

@@ -122,8 +122,9 @@ pub struct Terminate {
     pub client_ca_file: Option<PathBuf>,
     /// The credentials to use upstream for clients that have proven the same identity.
     pub identities: Vec<CertPaths>,
-    /// API groups beyond the built-in ones whose watches may be resumed.
-    pub resume_groups: Vec<String>,
+    /// API groups whose watches are not resumed, such as those of an aggregated apiserver whose replicas have
+    /// stores of their own.
+    pub never_resume_groups: Vec<String>,
     /// Limits of connections and requests.
     pub limits: TerminateLimits,
 }

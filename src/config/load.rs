@@ -255,7 +255,7 @@ listeners:
         other.upstreams[0].health.suspect_after = Some(std::time::Duration::from_millis(300));
         other.upstreams[0].tls.server_name = Some("kubernetes.default.svc".into());
         if let Mode::Terminate(terminate) = &mut other.listeners[0].mode {
-            terminate.resume_groups = vec!["example.com".into()];
+            terminate.never_resume_groups = vec!["example.com".into()];
         }
         if let Mode::Passthrough(passthrough) = &mut other.listeners[1].mode {
             passthrough.idle_timeout = Some(std::time::Duration::from_secs(90));

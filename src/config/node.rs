@@ -264,7 +264,7 @@ impl<'a> Fields<'a> {
         node
     }
 
-    /// Reports the error `why` if this key, which the mode of the listener does not have, is set.
+    /// Reports the error `why` if this key is set, which the mode of the listener does not have or which was removed.
     pub(super) fn refuse(&mut self, key: &'static str, why: &str) {
         let node = self.node(key);
         if node.is_given() {

@@ -344,7 +344,8 @@ fn watch_request(
     service: &ListenerService,
 ) -> Option<WatchRequest> {
     let (verb, path, query) = (info.verb.as_str(), info.path(), info.query());
-    WatchRequest::new(verb, path, query, &parts.headers, &service.resume_groups)
+    let unordered = &service.upstream.pool.upstream().unordered_groups;
+    WatchRequest::new(verb, path, query, &parts.headers, &service.never_resume_groups, unordered)
 }
 
 /// The head that is sent upstream. HTTP/2 needs a scheme and an authority, and a watch is changed so that

@@ -22,8 +22,8 @@ pub struct ListenerService {
     pub metrics: Arc<ListenerMetrics>,
     /// Selects the requests that are logged.
     pub access_log: AccessLog,
-    /// API groups beyond the built-in ones whose watches may be resumed.
-    pub resume_groups: Vec<String>,
+    /// API groups whose watches are not resumed.
+    pub never_resume_groups: Vec<String>,
     /// Limits of connections.
     pub limits: Limits,
     /// Limits of requests. A connection keeps the limits of the service that accepted it.

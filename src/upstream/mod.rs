@@ -33,6 +33,7 @@ pub mod resource_versions;
 mod shared;
 pub(crate) mod stats;
 pub mod version_floors;
+pub mod unordered_groups;
 pub mod watch_moves;
 
 pub use shared::{Upstream, Usability};

@@ -14,6 +14,7 @@ use super::endpoint::{Endpoint, EndpointState};
 use super::endpoint_sources::Sources;
 use super::resource_versions::ResourceVersions;
 use super::version_floors::VersionFloors;
+use super::unordered_groups::UnorderedGroups;
 use crate::config;
 use crate::net::sockets::connector::Connector;
 use crate::observe::Metrics;
@@ -35,6 +36,8 @@ pub struct Upstream {
     pub version_floors: VersionFloors,
     /// The metrics of the process.
     pub metrics: Arc<Metrics>,
+    /// The API groups whose watches are not resumed because their versions are not ordered.
+    pub unordered_groups: UnorderedGroups,
     connector: ArcSwap<Connector>,
     reconfigured: Notify,
     endpoints_changed: Notify,
@@ -75,6 +78,7 @@ impl Upstream {
             credentials,
             config: ArcSwap::from_pointee(config),
             metrics: Arc::clone(metrics),
+            unordered_groups: UnorderedGroups::default(),
             connector: ArcSwap::default(),
             reconfigured: Notify::new(),
             endpoints_changed: Notify::new(),

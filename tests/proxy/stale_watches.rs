@@ -18,6 +18,7 @@ use jackstay::upstream::credentials::{CredentialClass, Credentials};
 use jackstay::upstream::endpoint::Endpoint;
 use jackstay::upstream::pool::{Pool, StreamRequirements, WarmClasses};
 use jackstay::upstream::rebalance::Rebalancer;
+use jackstay::upstream::unordered_groups::UnorderedGroups;
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::net::Ipv4Addr;
@@ -62,7 +63,15 @@ async fn count_stale_watches() {
     let (parts, ()) = Request::get(uri).body(()).unwrap().into_parts();
     let headers = HeaderMap::new();
     let info = RequestInfo::new(&parts);
-    let watch = WatchRequest::new("watch", info.path(), info.query(), &headers, &[]).unwrap();
+    let watch = WatchRequest::new(
+        "watch",
+        info.path(),
+        info.query(),
+        &headers,
+        &[],
+        &UnorderedGroups::default(),
+    )
+    .unwrap();
     let listener_metrics = metrics.listener("apiserver");
     let outcome =
         Outcome::begin(&listener_metrics, AccessLog::Off, Ipv4Addr::LOCALHOST.into(), &parts);

@@ -364,36 +364,76 @@ async fn goaway_of_a_healthy_server_moves_no_watch() {
     assert!(proxy.metric("jackstay_watch_resumes_total").await < 1.0);
 }
 
+/// An event of a custom resource.
+fn thing(event_type: &str, name: &str, version: &str) -> String {
+    format!(
+        "{{\"type\":\"{event_type}\",\"object\":{{\"kind\":\"Thing\",\"apiVersion\":\"example.com/v1\",\
+         \"metadata\":{{\"name\":\"{name}\",\"resourceVersion\":\"{version}\"}}}}}}\n"
+    )
+}
+
+const THINGS: &str = "/apis/example.com/v1/namespaces/default/things?watch=1&resourceVersion=5";
+
+/// Sends a watch and reads its response until the end. A reset that immediately follows the response head may discard
+/// the head.
+async fn read_watch(client: &Client, path: &str) -> Vec<u8> {
+    match soon("a head", client.send(Method::GET, path, &[], "")).await {
+        Ok(response) => soon("the end", read_body(response.into_body())).await.0,
+        Err(_) => Vec::new(),
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_of_a_custom_group_is_resumed_only_if_configured() {
-    let event = |name: &str, version: u32| {
-        format!(
-            "{{\"type\":\"ADDED\",\"object\":{{\"kind\":\"Thing\",\"apiVersion\":\"example.com/v1\",\
-             \"metadata\":{{\"name\":\"{name}\",\"resourceVersion\":\"{version}\"}}}}}}\n"
-        )
-    };
-    for listed in [true, false] {
+async fn watch_of_a_custom_group_is_resumed_unless_excluded() {
+    for excluded in [false, true] {
         let (peers, _proxy, client) = setup_with(2, |config| {
             without_suspicion(config);
-            if listed {
-                terminate_mode(config).resume_groups = vec!["example.com".into()];
+            if excluded {
+                terminate_mode(config).never_resume_groups = vec!["example.com".into()];
             }
         })
         .await;
-        peers.set_default(Reply::ok(&event("b", 7)));
-        peers.set_actions([Action::PartialThenClose(Reply::ok(&event("a", 6)))]);
-        let path = "/apis/example.com/v1/namespaces/default/things?watch=1&resourceVersion=5";
-        let received = match soon("a head", client.send(Method::GET, path, &[], "")).await {
-            Ok(response) => soon("the end", read_body(response.into_body())).await.0,
-            // A reset that immediately follows the response head may discard the head.
-            Err(_) => Vec::new(),
-        };
-        let (first, second) = (event("a", 6).into_bytes(), event("b", 7).into_bytes());
-        if listed {
-            assert_eq!(received, [first, second].concat());
+        peers.set_default(Reply::ok(&thing("ADDED", "b", "7")));
+        peers.set_actions([Action::PartialThenClose(Reply::ok(&thing("ADDED", "a", "6")))]);
+        let received = read_watch(&client, THINGS).await;
+        let (first, second) = (thing("ADDED", "a", "6"), thing("ADDED", "b", "7"));
+        if excluded {
+            let received = String::from_utf8_lossy(&received);
+            assert!(first.starts_with(&*received), "{received:?}");
         } else {
-            assert!(first.starts_with(&received), "{:?}", String::from_utf8_lossy(&received));
+            assert_eq!(received, [first, second].concat().into_bytes());
         }
-        assert_eq!(peers.requests().len(), if listed { 2 } else { 1 });
+        assert_eq!(peers.requests().len(), if excluded { 1 } else { 2 });
     }
+}
+
+/// Two replicas of an aggregated apiserver have stores of their own. The watch that finds this ends, and no watch of the
+/// group is resumed after it; watches of other groups are.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn group_whose_versions_are_not_ordered_is_remembered_and_shown() {
+    let (peers, proxy, client) = setup_with(2, without_suspicion).await;
+    let first = thing("ADDED", "a", "60");
+    let other_store = thing("ADDED", "x", "7") + &thing("ADDED", "y", "8");
+    peers.set_default(Reply::ok(&other_store));
+    peers.set_actions([Action::PartialThenClose(Reply::ok(&first))]);
+    assert_eq!(read_watch(&client, THINGS).await, first.as_bytes(), "no event of the other store");
+    assert_eq!(peers.requests().len(), 2);
+
+    let status = proxy.status().await;
+    let groups = &status["upstreams"][0]["unordered_groups"];
+    assert_eq!(groups.as_array().map(Vec::len), Some(1), "{groups}");
+    assert_eq!(groups[0]["group"], "example.com");
+    assert_eq!(groups[0]["reason"], "diverged");
+    assert!((proxy.resumes("unordered_group").await - 1.0).abs() < f64::EPSILON);
+
+    peers.set_actions([Action::PartialThenClose(Reply::ok(&first))]);
+    let received = read_watch(&client, THINGS).await;
+    assert!(first.as_bytes().starts_with(&received), "a watch of the group");
+    assert_eq!(peers.requests().len(), 1, "the watch is not resumed");
+
+    peers.set_default(Reply::ok(&thing("ADDED", "b", "61")));
+    peers.set_actions([Action::PartialThenClose(Reply::ok(&first))]);
+    let other = THINGS.replace("example.com", "example.org");
+    let expected = first.clone() + &thing("ADDED", "b", "61");
+    assert_eq!(read_watch(&client, &other).await, expected.as_bytes(), "another group");
 }

@@ -38,8 +38,8 @@ const CHANGES: &[Change] = &[
     ("connection limit", |c, _| c.listeners[0].limits_mut().max_connections = 50, Stay, LISTENER),
     ("request limits", |c, _| terminate_mode(c).limits.requests.max_streams = 77, Stay, LISTENER),
     (
-        "resume groups",
-        |c, _| terminate_mode(c).resume_groups = vec!["example.com".into()],
+        "groups that are never resumed",
+        |c, _| terminate_mode(c).never_resume_groups = vec!["example.com".into()],
         Stay,
         LISTENER,
     ),

@@ -143,7 +143,7 @@ impl Certs {
                     tls: ServingCert { paths: self.serving.clone(), issuer: None },
                     client_ca_file: Some(self.ca_file.clone()),
                     identities: vec![self.identity.clone()],
-                    resume_groups: Vec::new(),
+                    never_resume_groups: Vec::new(),
                     limits: TerminateLimits {
                         connections: limits(),
                         requests: RequestLimits {

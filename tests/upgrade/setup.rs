@@ -210,7 +210,7 @@ impl Proxy {
             },
             metrics: metrics.listener(&listener.name),
             access_log: AccessLog::Off,
-            resume_groups: Vec::new(),
+            never_resume_groups: Vec::new(),
             limits: listener.limits().clone(),
             request_limits: terminate.limits.requests.clone(),
             tunnels: tunnels.clone(),

@@ -4,6 +4,7 @@
 //! jackstay may differ from that of this command.
 
 mod certificates;
+mod watches;
 
 use std::time::{Duration, SystemTime};
 
@@ -34,6 +35,7 @@ pub(super) fn text(status: &Value, style: Style) -> String {
     view.listeners(status, &mut out);
     for upstream in list_at(status, "upstreams") {
         view.endpoints(upstream, &mut out);
+        view.unordered_groups(upstream, &mut out);
         view.sources(upstream, &mut out);
     }
     view.events(status, &mut out);

@@ -23,6 +23,9 @@ const NO_TLS: &str =
     "has no meaning in mode passthrough: TLS is between the client and the apiserver";
 /// The error for a limit of requests in mode `passthrough`.
 const NO_REQUESTS: &str = "has no meaning in mode passthrough: no request is seen here";
+/// The error for a key that earlier versions had.
+const NO_RESUME_GROUPS: &str = "was removed: watches of every API group are resumed; list exceptions in \
+                                never_resume_groups";
 /// The error for a key of mode `passthrough` in mode `terminate`.
 const NO_FLOWS: &str = "has no meaning in mode terminate: it forwards requests, not connections";
 
@@ -136,9 +139,10 @@ fn terminate(fields: &mut Fields<'_>, mode_is_known: bool) -> Terminate {
             "is required beside identities: without it no client certificate can be verified";
         ca_node.error(message);
     }
-    let resume_groups = resume_groups(&fields.get("resume_groups"));
+    fields.refuse("resume_groups", NO_RESUME_GROUPS);
+    let never_resume_groups = api_groups(&fields.get("never_resume_groups"));
     let tls = ServingCert { paths, issuer };
-    Terminate { tls, client_ca_file, identities, resume_groups, limits }
+    Terminate { tls, client_ca_file, identities, never_resume_groups, limits }
 }
 
 fn passthrough(
@@ -146,7 +150,7 @@ fn passthrough(
     transparent: bool,
     references: &mut References,
 ) -> Passthrough {
-    for key in ["tls", "client_ca_file", "identities", "resume_groups"] {
+    for key in ["tls", "client_ca_file", "identities", "never_resume_groups", "resume_groups"] {
         fields.refuse(key, NO_TLS);
     }
     let mut nested = fields.section("limits");
@@ -276,7 +280,7 @@ fn cert_paths<'a>(fields: &mut Fields<'a>, required: bool) -> (Node<'a>, CertPat
     (cert, paths)
 }
 
-fn resume_groups(node: &Node<'_>) -> Vec<String> {
+fn api_groups(node: &Node<'_>) -> Vec<String> {
     let mut groups: Vec<String> = Vec::new();
     for item in node.items() {
         let group = item.require("text: an API group such as example.com", |text| {

@@ -347,7 +347,7 @@ mod tests {
                 },
                 client_ca_file: Some(ca.clone()),
                 identities: Vec::new(),
-                resume_groups: Vec::new(),
+                never_resume_groups: Vec::new(),
                 limits: TerminateLimits {
                     connections: Limits {
                         max_connections: 1,

@@ -172,7 +172,9 @@ impl WatchBody {
             Effect::NextEndpoint | Effect::Withhold => self.rejected(pushed.error_event),
             effect => {
                 self.detach();
-                self.execute(effect, "the events of the new stream do not follow the cursor");
+                let cause = "the events of the new stream do not follow the cursor: its endpoint may not \
+                             share a store with the others";
+                self.execute(effect, cause);
             }
         }
     }
@@ -200,6 +202,9 @@ impl WatchBody {
         };
         self.detach();
         self.context.begin_round();
+        if self.context.is_group_unordered() {
+            self.relay.session_mut().step(Input::GroupUnordered, now);
+        }
         let effect = self.relay.stream_lost(quiet, now);
         self.execute(effect, cause);
     }
@@ -335,6 +340,7 @@ impl WatchBody {
             NotResumable::Oversized => "oversized",
             _ => "barred",
         });
+        self.context.record_contradiction(reason);
         let Source::Stream(stream) = &self.source else { return };
         if !std::mem::replace(&mut self.warned, true) {
             tracing::info!(
@@ -358,6 +364,7 @@ impl WatchBody {
         if let Some(outcome) = reason.outcome() {
             self.context.upstream.metrics.watch_resumed(outcome);
         }
+        self.context.record_contradiction(reason);
         self.source = Source::Ended(None);
         if ending == Ending::Withheld {
             tracing::debug!(reason = cause, "no other apiserver has the history of the watch");

@@ -2,15 +2,16 @@
 //!
 //! The proxy *follows* a watch if it parses the frames of the response. It follows requests with the verb
 //! `watch` and without Upgrade whose client accepts JSON or protobuf; other media types in `Accept` are
-//! removed from the upstream request. A watch that has delivered events is resumed only in API groups that
-//! kube-apiserver serves itself or that the configuration names, because the resource versions of an
-//! aggregated apiserver may not be ordered.
+//! removed from the upstream request. A watch that has delivered events is resumed in every API group, except
+//! those that the configuration names in `never_resume_groups` and those in which a watch has shown versions
+//! that are not ordered ([`UnorderedGroups`]).
 //!
 //! Parameters are read as the apiserver reads them ([`crate::proxy::request_info`]). Parameters that are
 //! not changed keep their bytes and their order.
 
 use super::codec::version::ResourceVersion;
 use crate::proxy::request_info::{first_value, is_built_in_group, parse_bool, unescape_query};
+use crate::upstream::unordered_groups::UnorderedGroups;
 use http::{HeaderMap, HeaderValue, Uri, header, uri};
 use std::borrow::Cow;
 use std::time::Duration;
@@ -30,8 +31,10 @@ pub struct WatchRequest {
     pub bookmarks: bool,
     /// `timeoutSeconds`; `None` if the server chooses the duration.
     pub timeout: Option<Duration>,
-    /// kube-apiserver serves the API group itself, or the configuration lists it in `resume_groups`.
+    /// Watches of the API group are resumed after their first event.
     pub resumable_group: bool,
+    /// kube-apiserver serves the API group itself. Any other group may belong to an aggregated apiserver.
+    pub built_in_group: bool,
     /// The upstream request asks for bookmarks: because the client does, or because they keep the cursor
     /// recent.
     ///
@@ -50,14 +53,17 @@ impl WatchRequest {
         path: &str,
         query: &str,
         headers: &HeaderMap,
-        resume_groups: &[String],
+        never_resume_groups: &[String],
+        unordered_groups: &UnorderedGroups,
     ) -> Option<Self> {
         if verb != "watch" || headers.contains_key(header::UPGRADE) {
             return None;
         }
         let table = accepts_table(headers)?;
         let group = group(path)?;
-        let resumable_group = is_built_in_group(group) || resume_groups.iter().any(|g| g == group);
+        let built_in_group = is_built_in_group(group);
+        let resumable_group = !never_resume_groups.iter().any(|never| never == group)
+            && (built_in_group || !unordered_groups.contains(group));
         let mut request = Self {
             version: first_value(query, "resourceVersion")
                 .and_then(|version| ResourceVersion::parse(version.as_bytes())),
@@ -69,6 +75,7 @@ impl WatchRequest {
                 .filter(|&seconds| seconds > 0)
                 .map(Duration::from_secs),
             resumable_group,
+            built_in_group,
             upstream_bookmarks: false,
         };
         request.starts_at_most_recent = request.version.is_none()
@@ -133,7 +140,7 @@ fn accepts_table(headers: &HeaderMap) -> Option<bool> {
 }
 
 /// The API group of a resource's path; empty for the core group.
-fn group(path: &str) -> Option<&str> {
+pub fn group(path: &str) -> Option<&str> {
     let mut parts = path.strip_prefix('/')?.split('/');
     match parts.next()? {
         "api" => Some(""),

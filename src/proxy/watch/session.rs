@@ -38,11 +38,12 @@
 //! | Moving | `MoveEnded`, moved | Ordered, unconfirmed | |
 //! | Moving | `MoveEnded`, not moved | Ordered, as before | |
 //! | any | `ServerEnded` | Ended | |
+//! | Ordered | `GroupUnordered` | Passthrough | |
 //! | any | `Stop` | Ended | `End` |
 //!
 //! A watch ends instead of resuming if less than 2 s are left until its deadline, or if it was resumed 12
-//! times in a window of a minute. In an API group that an aggregated apiserver may serve, a watch is resumed
-//! only with its original request, and only until the first frame is forwarded; then it enters Passthrough.
+//! times in a window of a minute. In an API group whose watches are not resumed, a watch is repeated only with its
+//! original request, and only until the first frame is forwarded; then it enters Passthrough.
 //!
 //! # Frames
 //!
@@ -60,11 +61,36 @@
 //! | Ordered: an unknown event type above the cursor | forward; the watch cannot be resumed any more | the same |
 //! | Ordered: not above the cursor | forward; Passthrough | discard the first such event, end at the second |
 //! | Ordered: the version is not a number | forward; Passthrough | end |
+//! | Ordered: more than 2⁵⁶ above a cursor that a frame has shown | forward; Passthrough | end |
 //! | Ordered: oversized, in pieces | forward; the watch cannot be resumed before the next frame | unconfirmed: end; confirmed: the same |
 //!
 //! "Forward" means "swallow" for a bookmark that the client did not ask for. A 410 is withheld because
 //! every apiserver has a history of its own: one that has just started has none, while others may reach
 //! back to the cursor. If none does, the client receives the 410.
+//!
+//! # Which groups are resumed
+//!
+//! A request that resumes a watch is the request that a client sends after a clean end of its watch, and a watch
+//! of an aggregated API reaches the same backend through every kube-apiserver. KEP-5504 makes the versions of
+//! every resource decimal numbers that can be compared. So watches of all groups are resumed, except those
+//! in `never_resume_groups`. A *contradiction* ends that for the group, because an aggregated apiserver may break
+//! the rule: a version that is not a number, does not grow, or jumps, or a resumed stream whose frames do not follow
+//! the cursor ([`NotResumable::is_contradiction`]). The group is remembered
+//! ([`crate::upstream::unordered_groups`]) and shown in `/status`. Built-in groups are never remembered. A version
+//! that only the client has named contradicts nothing: otherwise a client that requests a version in the future
+//! would end the resumes of all others.
+//!
+//! | failure | what happens | a client without jackstay |
+//! |---|---|---|
+//! | replicas with stores of their own, versions of the new store below the cursor | the new stream is silent, or sends a bookmark or event below the cursor: the first is discarded, the watch ends cleanly at the second, and the group is remembered; a 410 ends the watch if no endpoint accepts the cursor | sends the same request after a clean end, and gets the same frames |
+//! | the same, versions of the new store above the cursor | the watch continues in the history of the new store, which cannot be detected; such groups belong in `never_resume_groups`. Watches of groups that are not built in are moved only away from a degraded endpoint or a draining connection, never for balance | continues in the same history |
+//! | the store was reset, its versions begin again | on the running stream: forwarded, Passthrough, remembered. On a resumed stream: as in the first row | receives the same frames |
+//! | a CRD is deleted | its kube-apiserver ends the watch, which is forwarded; if the stream is lost at the same time, the attempt is answered with 404 and the watch ends cleanly | watches again, and gets the 404 |
+//! | a CRD is deleted and created again | versions continue to grow, because the store is the same etcd; the new watch cache begins after the cursor, so that the attempt is answered with 410, which is not resumed | watches again, and gets the 410 |
+//! | a version jumps by more than 2⁵⁶ | forwarded, Passthrough, remembered; on a resumed stream the watch ends cleanly before the frame | has the version, which no other server knows |
+//! | a server answers 504 because the cursor is in its future | asked again within the round, then the watch ends cleanly | gets the 504 and repeats its request |
+//! | two upstreams serve groups of one name | each upstream has a memory of its own | |
+//! | one group has versions from a CRD and from an aggregated apiserver | the group is remembered as a whole | |
 //!
 //! # How jackstay ends a watch
 //!
@@ -79,14 +105,15 @@
 mod bookmarks;
 mod input;
 mod limiter;
+mod queries;
 mod round;
 mod state;
 
 use self::bookmarks::BookmarkMonitor;
-use self::limiter::{MIN_REMAINING, MIN_REMAINING_TO_REBALANCE, ResumeLimiter};
+use self::limiter::ResumeLimiter;
 use self::state::{Ordered, State};
 use super::codec::event::{Event, EventType};
-use super::request::{WatchRequest, resume_query};
+use super::request::WatchRequest;
 use bytes::Bytes;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -106,6 +133,8 @@ pub struct Session {
     state: State,
     /// The client has the beginning of an oversized frame, but not its end.
     mid_frame: bool,
+    /// An event or a bookmark has shown the cursor; otherwise it is the version that the client requested.
+    cursor_shown: bool,
     limiter: ResumeLimiter,
     bookmarks: BookmarkMonitor,
 }
@@ -118,6 +147,7 @@ impl Session {
             state: State::first(&request, None),
             request,
             mid_frame: false,
+            cursor_shown: false,
             limiter: ResumeLimiter::default(),
             bookmarks: BookmarkMonitor::default(),
         }
@@ -133,6 +163,10 @@ impl Session {
             }
             Input::ServerEnded => {
                 self.state = State::Ended { error_event: None };
+                Effect::None
+            }
+            Input::GroupUnordered => {
+                self.state.on_group_unordered();
                 Effect::None
             }
             Input::StreamLost { quiet } => {
@@ -163,9 +197,12 @@ impl Session {
 
     fn on_frame(&mut self, frame: Option<Event<'_>>) -> Effect {
         let is_bookmark = frame.is_some_and(|event| event.event_type == EventType::Bookmark);
-        let effect = self.state.on_frame(frame, &self.request);
-        if is_bookmark && matches!(effect, Effect::Forward | Effect::Swallow) {
-            self.bookmarks.record_bookmark();
+        let effect = self.state.on_frame(frame, self.cursor_shown, &self.request);
+        if matches!(effect, Effect::Forward | Effect::Swallow) {
+            self.cursor_shown |= matches!(self.state, State::Ordered(_));
+            if is_bookmark {
+                self.bookmarks.record_bookmark();
+            }
         }
         effect
     }
@@ -306,93 +343,5 @@ impl Session {
     fn end_withheld(&mut self, reason: NotResumable, error_event: Option<Bytes>) -> Effect {
         self.state = State::Ended { error_event };
         Effect::End(Ending::Withheld, reason)
-    }
-
-    /// The query of the request that continues the watch, or starts it again. `query` is the query of the
-    /// first upstream request.
-    pub fn resume_query(&self, query: &str, now: Instant) -> String {
-        resume_query(query, self.state.cursor(), self.remaining(now))
-    }
-
-    /// Whether the watch may be moved now, for this reason.
-    pub fn can_move(&self, reason: MoveReason, now: Instant) -> bool {
-        let min_remaining = match reason {
-            MoveReason::Rebalance => MIN_REMAINING_TO_REBALANCE,
-            MoveReason::Evacuate | MoveReason::Drain => MIN_REMAINING,
-        };
-        self.is_resumable()
-            && self.remaining(now).is_none_or(|remaining| remaining >= min_remaining)
-            && self.limiter.may_move(reason, now)
-    }
-
-    /// Whether the watch would continue at its cursor if it lost its stream now.
-    pub fn is_resumable(&self) -> bool {
-        matches!(self.state.resume_cursor(&self.request), Ok(Some(_)))
-    }
-
-    /// Whether the watch would continue or end cleanly if it lost its stream now.
-    pub fn can_lose_stream(&self) -> bool {
-        self.state.resume_cursor(&self.request).is_ok() || self.ending() == Ending::Clean
-    }
-
-    /// Whether the initial events are complete.
-    pub fn is_ordered(&self) -> bool {
-        self.state.is_ordered()
-    }
-
-    /// Whether an event has shown that the current stream continues the watch.
-    pub fn is_confirmed(&self) -> bool {
-        self.state.is_confirmed()
-    }
-
-    /// Why the received frames prevent a resume, permanently or until the next frame.
-    pub fn not_resumable(&self) -> Option<NotResumable> {
-        self.state.not_resumable(&self.request)
-    }
-
-    /// How the client's stream would end if jackstay ended it now.
-    pub fn ending(&self) -> Ending {
-        let is_clean = self.state.may_end_cleanly(&self.request) && !self.mid_frame;
-        if is_clean { Ending::Clean } else { Ending::Reset }
-    }
-
-    /// Whether the session withholds an ERROR event while other endpoints are asked.
-    pub fn withholds_error(&self) -> bool {
-        matches!(&self.state, State::Resuming { round, .. } if round.withholds_error())
-    }
-
-    /// The withheld ERROR event, after [`Ending::Withheld`].
-    pub fn take_error_event(&mut self) -> Option<Bytes> {
-        match &mut self.state {
-            State::Ended { error_event } => error_event.take(),
-            _ => None,
-        }
-    }
-
-    /// How long the next attempt may take.
-    pub fn attempt_timeout(&self) -> Duration {
-        match &self.state {
-            State::Resuming { round, .. } => round.attempt_timeout(),
-            _ => Duration::ZERO,
-        }
-    }
-
-    /// When the client's `timeoutSeconds` expires; `None` if the client has set none.
-    pub fn deadline(&self) -> Option<Instant> {
-        self.deadline
-    }
-
-    /// Called once a minute. Returns true, once, if the bookmarks have stopped: the apiserver's watch cache may
-    /// be stale. The proxy counts this in a metric.
-    pub fn has_gone_stale(&mut self) -> bool {
-        self.bookmarks.has_gone_stale()
-    }
-
-    fn remaining(&self, now: Instant) -> Option<Duration> {
-        self.deadline.map(|deadline| deadline.saturating_duration_since(now))
-    }
-
-    fn is_late(&self, now: Instant) -> bool {
-        self.remaining(now).is_some_and(|remaining| remaining < MIN_REMAINING)
     }
 }

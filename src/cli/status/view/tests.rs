@@ -40,7 +40,9 @@ fn status() -> Value {
                  "streams": 0, "watches": 0, "answers": 0, "errors": 0,
                  "last_ejection": {"at": "2026-07-26T11:59:48Z", "reason": "refused"}}],
             "sources": [{"source": "dns", "last_success": "2026-07-26T11:58:45Z",
-                "age_seconds": 75, "endpoints": 2, "error": "no answer", "note": null}]}],
+                "age_seconds": 75, "endpoints": 2, "error": "no answer", "note": null}],
+            "unordered_groups": [{"group": "example.com", "reason": "version_not_growing",
+                "since": "2026-07-26T11:57:00Z"}]}],
         "config": {"last_reload": {"at": "2026-07-26T11:00:00Z", "outcome": "failed",
             "errors": ["f: workers: is no number", "f: x: unknown"]}},
         "events": [
@@ -64,6 +66,7 @@ fn text_wide_has_every_part() {
         "certificate loaded CN=localhost, expires in 67d00h: /s.key: gone\n",
         "client CA bundle /c.crt: 1 of 2\n",
         "\napiserver CA bundle /u.crt: every\n",
+        "\nwatches of group example.com not resumed: version_not_growing, 3m00s ago\n",
         "identity expired CN=n1: certificate expired 3 h ago, on 2026-07-26T09:00:00Z\n",
         "identity loaded CN=n2, expires in 2h03m\n",
         "lb         passthrough  not bound",

@@ -10,9 +10,10 @@ use tokio::time::Instant;
 use super::versions::WatchVersions;
 use crate::proxy::client_certificate::IdentityProof;
 use crate::proxy::drain::DrainWatcher;
+use crate::proxy::request_info::is_built_in_group;
 use crate::proxy::upstream_client::UpstreamClient;
-use crate::proxy::watch::request::with_query;
-use crate::proxy::watch::session::{AttemptResult, Candidates, Exclusion, Session};
+use crate::proxy::watch::request::{group, with_query};
+use crate::proxy::watch::session::{AttemptResult, Candidates, Exclusion, NotResumable, Session};
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::pool::ClassPool;
@@ -124,6 +125,32 @@ impl ResumeContext {
     /// subject.
     pub(super) fn has_credential(&self) -> bool {
         self.upstream.pool.upstream().credentials.tls(self.class.credential_class()).is_some()
+    }
+
+    /// Whether a watch of the same API group has shown versions that are not ordered.
+    pub(super) fn is_group_unordered(&self) -> bool {
+        let groups = &self.upstream.pool.upstream().unordered_groups;
+        group(self.head.uri.path()).is_some_and(|group| groups.contains(group))
+    }
+
+    /// Remembers that the API group's versions are not ordered, if `reason` shows that and an aggregated apiserver
+    /// may serve the group.
+    pub(super) fn record_contradiction(&self, reason: NotResumable) {
+        let upstream = self.upstream.pool.upstream();
+        if reason.is_contradiction()
+            && let Some(group) = group(self.head.uri.path())
+            && !is_built_in_group(group)
+            && upstream.unordered_groups.add(group, reason.as_str())
+        {
+            self.upstream.metrics.watch_resumed("unordered_group");
+            let reason = reason.as_str();
+            tracing::warn!(
+                upstream = &*upstream.name,
+                group,
+                reason,
+                "watches of group not resumed"
+            );
+        }
     }
 
     /// The connection of the last stream or attempt.

@@ -63,6 +63,7 @@ impl WatchBody {
         if permit.is_none()
             || !self.context.proof.is_current(wall_clock())
             || !session.can_move(MoveReason::Drain, Instant::now())
+            || self.context.is_group_unordered()
         {
             return stream.search_stream_later(&self.context);
         }
@@ -129,7 +130,10 @@ fn take_move_offer(
         MoveEligibility::Settled => MoveReason::Rebalance,
         MoveEligibility::Silent | MoveEligibility::All => MoveReason::Evacuate,
     };
-    if !session.can_move(reason, now) || !context.proof.is_current(wall_clock()) {
+    if !session.can_move(reason, now)
+        || !context.proof.is_current(wall_clock())
+        || context.is_group_unordered()
+    {
         return None;
     }
     let targets = connection.moves.take()?;

@@ -14,6 +14,12 @@ const INLINE: usize = 22;
 /// could make the cursor of a watch occupy megabytes.
 const MAX_DIGITS: usize = 1024;
 
+/// The greatest difference between two successive versions of one history. Versions that are clock readings in
+/// nanoseconds differ by less within 2.2 years, and etcd's revisions count writes.
+const MAX_STEP: u128 = 1 << 56;
+/// Digits of [`MAX_STEP`]. A shorter version is never the end of a jump.
+const MAX_STEP_DIGITS: usize = 17;
+
 /// A position in the history of a resource: a decimal integer greater than zero.
 ///
 /// Zero is not a position: as a parameter it means "any version", and no object has it.
@@ -55,6 +61,19 @@ impl ResourceVersion {
         match &self.0 {
             Digits::Inline { len, digits } => &digits[..usize::from(*len)],
             Digits::Heap(digits) => digits,
+        }
+    }
+
+    /// Whether `later` is so far above this version that both cannot belong to one history.
+    pub fn is_jump_to(&self, later: &Self) -> bool {
+        if later.as_bytes().len() < MAX_STEP_DIGITS {
+            return false;
+        }
+        let number = |version: &Self| version.as_str().parse::<u128>().ok();
+        match (number(self), number(later)) {
+            (Some(from), Some(to)) => to.saturating_sub(from) > MAX_STEP,
+            (Some(_), None) => true,
+            (None, _) => self.as_bytes().len() < later.as_bytes().len(),
         }
     }
 
@@ -161,6 +180,26 @@ mod tests {
         assert_eq!(ResourceVersion::parse(&[b'0'; 99]), None);
         assert!(ResourceVersion::parse(&[b'9'; MAX_DIGITS]).is_some());
         assert_eq!(ResourceVersion::parse(&[b'9'; MAX_DIGITS + 1]), None, "more than the maximum");
+    }
+
+    #[test]
+    fn is_jump_to_accepts_steps_of_clocks_and_of_counters() {
+        let version = |text: &str| ResourceVersion::parse(text.as_bytes()).unwrap();
+        let nines = "9".repeat(60);
+        for (from, to, expected) in [
+            ("1", "2", false),
+            ("1", "9999999999999999", false),
+            ("72057594037927936", "144115188075855872", false),
+            ("72057594037927936", "144115188075855873", true),
+            ("1000", "1152921504606846976", true),
+            ("1700000000000000000", "1731536000000000000", false),
+            ("1152921504606846976", "1000", false),
+            ("1000", &nines, true),
+            (&nines, &nines, false),
+            (&nines, &format!("{nines}0"), true),
+        ] {
+            assert_eq!(version(from).is_jump_to(&version(to)), expected, "{from} {to}");
+        }
     }
 
     proptest! {

@@ -15,6 +15,8 @@ pub enum Input<'a> {
     OversizedPiece { begins: bool, ends: bool },
     /// The server has ended the response.
     ServerEnded,
+    /// Another watch of the API group has shown versions that are not ordered.
+    GroupUnordered,
     /// The stream was lost before the server ended the response. `quiet`: the watch was not delivering
     /// events shortly before.
     StreamLost { quiet: bool },
@@ -77,7 +79,7 @@ pub enum Ending {
 /// Why a watch is not resumed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NotResumable {
-    /// An aggregated apiserver may serve the API group, and its versions may not be ordered.
+    /// Watches of the API group are not resumed: by configuration, or because its versions are not ordered.
     Group,
     /// A frame could not be parsed.
     Unreadable,
@@ -85,6 +87,10 @@ pub enum NotResumable {
     VersionNotNumeric,
     /// A resource version was not above the one before.
     VersionNotGrowing,
+    /// A resource version was so far above the one before that both cannot belong to one history.
+    VersionJumped,
+    /// A resource version was not above the one that the client requested, which no event had shown before.
+    BelowRequested,
     /// An event of an unknown type arrived.
     UnknownEvent,
     /// The server ended the watch with an ERROR event.
@@ -123,6 +129,8 @@ impl NotResumable {
             Self::Unreadable => "unparsed",
             Self::VersionNotNumeric => "version_not_numeric",
             Self::VersionNotGrowing => "version_not_growing",
+            Self::VersionJumped => "version_jumped",
+            Self::BelowRequested => "version_below_request",
             Self::UnknownEvent => "unknown_event",
             Self::ServerError => "server_error",
             Self::Oversized => "frame_above_cap",
@@ -140,6 +148,15 @@ impl NotResumable {
         }
     }
 
+    /// Whether the server has contradicted itself: versions that it showed are not those of one ordered history.
+    /// The other watches of the API group are then not resumed either.
+    ///
+    /// A version that only the client has named proves nothing, because the client may name any.
+    pub fn is_contradiction(self) -> bool {
+        use NotResumable::{Diverged, VersionJumped, VersionNotGrowing, VersionNotNumeric};
+        matches!(self, VersionNotNumeric | VersionNotGrowing | VersionJumped | Diverged)
+    }
+
     /// The label in [`crate::observe::names::WATCH_RESUMES`] of a watch that ends for this reason. `None`
     /// for a shutdown, which is no failed resume, and for an empty budget, which was counted when the retry
     /// was refused.
@@ -149,6 +166,8 @@ impl NotResumable {
             | Self::Unreadable
             | Self::VersionNotNumeric
             | Self::VersionNotGrowing
+            | Self::VersionJumped
+            | Self::BelowRequested
             | Self::UnknownEvent
             | Self::ServerError
             | Self::Oversized => Some("not_resumable"),

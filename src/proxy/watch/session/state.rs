@@ -70,10 +70,15 @@ impl State {
         *self = next(std::mem::replace(self, Self::Ended { error_event: None }));
     }
 
-    /// Decides on one frame; `None` is an unreadable frame.
-    pub(super) fn on_frame(&mut self, frame: Option<Event<'_>>, request: &WatchRequest) -> Effect {
+    /// Decides on one frame; `None` is an unreadable frame. `shown`: an event or a bookmark has shown the cursor.
+    pub(super) fn on_frame(
+        &mut self,
+        frame: Option<Event<'_>>,
+        shown: bool,
+        request: &WatchRequest,
+    ) -> Effect {
         let decided = match self {
-            Self::Ordered(watch) => watch.on_frame(frame),
+            Self::Ordered(watch) => watch.on_frame(frame, shown),
             Self::Initial(_) | Self::Passthrough { .. } => self.on_unordered_frame(frame, request),
             Self::Moving(_) | Self::Resuming { .. } | Self::Ended { .. } => return Effect::None,
         };
@@ -126,7 +131,7 @@ impl State {
         match self {
             // The client may have received this frame on an earlier stream.
             Self::Ordered(watch) if begins && watch.resumed && watch.unconfirmed.is_some() => {
-                return Effect::End(Ending::Clean, NotResumable::Diverged);
+                return Effect::End(Ending::Clean, NotResumable::Oversized);
             }
             Self::Ordered(watch) => {
                 watch.not_resumable.get_or_insert(NotResumable::Oversized);
@@ -138,6 +143,13 @@ impl State {
             self.pass_through(NotResumable::Group);
         }
         Effect::Forward
+    }
+
+    /// Ends resuming after another watch of the API group has shown versions that are not ordered.
+    pub(super) fn on_group_unordered(&mut self) {
+        if matches!(self, Self::Ordered(_)) {
+            self.pass_through(NotResumable::Group);
+        }
     }
 
     /// Enters Passthrough. The first reason is kept; only an unreadable frame replaces it.
@@ -244,27 +256,37 @@ impl Ordered {
         Self { cursor, resumed, discarded: false, unconfirmed, not_resumable: None }
     }
 
-    /// Decides on one frame. `Err`: the frame is forwarded, and the watch enters Passthrough.
-    fn on_frame(&mut self, frame: Option<Event<'_>>) -> Result<Effect, NotResumable> {
-        const DIVERGED: Effect = Effect::End(Ending::Clean, NotResumable::Diverged);
+    /// Decides on one frame. `Err`: the frame is forwarded, and the watch enters Passthrough. `shown`: an event or
+    /// a bookmark has shown the cursor.
+    fn on_frame(&mut self, frame: Option<Event<'_>>, shown: bool) -> Result<Effect, NotResumable> {
+        let clean = |reason| Ok(Effect::End(Ending::Clean, reason));
         let Some(event) = frame else {
-            return if self.resumed { Ok(DIVERGED) } else { Err(NotResumable::Unreadable) };
+            let reason = NotResumable::Unreadable;
+            return if self.resumed { clean(reason) } else { Err(reason) };
         };
         if event.event_type == EventType::Error {
             return self.on_error(event.status_code == Some(TOO_OLD));
         }
+        let below_requested = NotResumable::BelowRequested;
         let version = event.version.and_then(ResourceVersion::parse);
         let is_bookmark = event.event_type == EventType::Bookmark;
         let is_next = version.as_ref().is_some_and(|version| {
             *version > self.cursor || is_bookmark && *version == self.cursor
         });
         if self.resumed && !is_next {
-            let discards = version.is_some() && !std::mem::replace(&mut self.discarded, true);
-            return Ok(if discards { Effect::Discard } else { DIVERGED });
+            if version.is_some() && !std::mem::replace(&mut self.discarded, true) {
+                return Ok(Effect::Discard);
+            }
+            let is_proven = shown || version.is_none();
+            return clean(if is_proven { NotResumable::Diverged } else { below_requested });
         }
         let version = version.ok_or(NotResumable::VersionNotNumeric)?;
         if !is_next {
-            return Err(NotResumable::VersionNotGrowing);
+            return Err(if shown { NotResumable::VersionNotGrowing } else { below_requested });
+        }
+        if shown && self.cursor.is_jump_to(&version) {
+            let reason = NotResumable::VersionJumped;
+            return if self.resumed { clean(reason) } else { Err(reason) };
         }
         self.unconfirmed = None;
         self.cursor = version;

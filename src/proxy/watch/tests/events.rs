@@ -21,6 +21,7 @@ pub(crate) fn request(version: &str) -> WatchRequest {
         bookmarks: false,
         timeout: Some(Duration::from_secs(300)),
         resumable_group: true,
+        built_in_group: true,
         upstream_bookmarks: true,
     }
 }

@@ -2,6 +2,7 @@
 
 use super::super::codec::version::ResourceVersion;
 use super::super::request::{WatchRequest, resume_query, upstream_headers, upstream_query};
+use crate::upstream::unordered_groups::UnorderedGroups;
 use http::HeaderMap;
 use std::time::Duration;
 
@@ -10,12 +11,18 @@ fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
 }
 
 fn request(query: &str) -> WatchRequest {
-    WatchRequest::new("watch", "/api/v1/pods", query, &HeaderMap::new(), &[]).unwrap()
+    let unordered = UnorderedGroups::default();
+    WatchRequest::new("watch", "/api/v1/pods", query, &HeaderMap::new(), &[], &unordered).unwrap()
 }
 
 #[test]
 fn request_is_followed_if_the_codec_reads_an_accepted_type() {
-    let groups = ["cilium.io".to_owned()];
+    let never = ["metrics.k8s.io".to_owned(), "batch".to_owned()];
+    let unordered = UnorderedGroups::default();
+    // A built-in group is never added; if it were, it would still be resumed.
+    for group in ["example.com", "apps"] {
+        assert!(unordered.add(group, "diverged"));
+    }
     let protobuf = "application/vnd.kubernetes.protobuf, application/json";
     let table = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json";
     let cbor = "application/cbor, application/json;q=0.9";
@@ -26,6 +33,7 @@ fn request_is_followed_if_the_codec_reads_an_accepted_type() {
         ("watch", "/apis/cilium.io/v2/ciliumnodes", &[], Some((true, true))),
         ("watch", "/apis/example.com/v1/things", &[], Some((false, false))),
         ("watch", "/apis/metrics.k8s.io/v1/pods", &[], Some((false, false))),
+        ("watch", "/apis/batch/v1/jobs", &[], Some((false, false))),
         ("watch", "/api/v1/pods", &[("accept", table)], Some((true, false))),
         ("watch", "/api/v1/pods", &[("accept", "*/*")], Some((true, true))),
         ("watch", "/api/v1/pods", &[("accept", cbor)], Some((true, true))),
@@ -37,7 +45,8 @@ fn request_is_followed_if_the_codec_reads_an_accepted_type() {
         ("watch", "/healthz", &[], None),
     ];
     for (verb, path, pairs, expected) in cases {
-        let request = WatchRequest::new(verb, path, "watch=1", &headers(pairs), &groups);
+        let headers = headers(pairs);
+        let request = WatchRequest::new(verb, path, "watch=1", &headers, &never, &unordered);
         let actual = request.map(|r| (r.resumable_group, r.upstream_bookmarks));
         assert_eq!(actual, expected, "{path} {pairs:?}");
     }

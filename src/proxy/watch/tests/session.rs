@@ -115,7 +115,11 @@ fn session_after_frames_resumes_or_ends_as_documented() {
         ("quiet with a bookmark", request("5"), vec![event(Bookmark, "9")], true, REQUEST, Some("9")),
         ("bookmark at the cursor", request("5"), vec![event(Added, "9"), event(Bookmark, "9")], true, REQUEST, Some("9")),
         ("event at the cursor", request("5"), vec![event(Added, "9"), event(Modified, "9")], true, clean(Reason::VersionNotGrowing), None),
-        ("event below the cursor", request("5"), vec![event(Added, "4")], true, clean(Reason::VersionNotGrowing), None),
+        ("event below the cursor", request("5"), vec![event(Added, "4")], true, clean(Reason::BelowRequested), None),
+        ("event below the cursor that an event has shown", request("5"), vec![event(Added, "6"), event(Added, "4")], true, clean(Reason::VersionNotGrowing), None),
+        ("version jumps", request("5"), vec![event(Added, "6"), event(Added, "1152921504606846976")], true, clean(Reason::VersionJumped), None),
+        ("bookmark jumps", request("5"), vec![event(Added, "6"), event(Bookmark, "1152921504606846976")], true, clean(Reason::VersionJumped), None),
+        ("version far above the requested one", request("5"), vec![event(Added, "1152921504606846976")], true, REQUEST, Some("1152921504606846976")),
         ("bookmark below the cursor", request("5"), vec![event(Added, "8"), event(Bookmark, "7")], true, clean(Reason::VersionNotGrowing), None),
         ("version is not a number", request("5"), vec![event(Added, "abc")], true, clean(Reason::VersionNotNumeric), None),
         ("unknown type", request("5"), vec![event(Unknown, "7")], true, clean(Reason::UnknownEvent), None),
@@ -155,6 +159,70 @@ fn session_after_frames_resumes_or_ends_as_documented() {
     }
 }
 
+/// The table of groups in the documentation of the session. Whether the group is remembered follows from the reason.
+#[test]
+#[allow(clippy::type_complexity)] // a table
+fn contradiction_of_the_server_ends_the_resumes_of_its_group() {
+    use EventType::{Added, Bookmark, Modified};
+    let start = Instant::now();
+    let custom = |version| WatchRequest { built_in_group: false, ..request(version) };
+    let jump = "1152921504606846976";
+    // Name, requested version, frames; `None` is the loss of the stream and a resume. Expected: the reason for
+    // which the watch is not resumed, and whether the group is remembered.
+    #[rustfmt::skip]
+    let table: Vec<(&str, &str, Vec<Option<Frame>>, NotResumable, bool)> = vec![
+        ("another store, behind", "5", vec![Some(event(Added, "10")), None, Some(event(Bookmark, "7")), Some(event(Bookmark, "8"))], NotResumable::Diverged, true),
+        ("another store, behind, events", "5", vec![Some(event(Added, "10")), None, Some(event(Added, "6")), Some(event(Added, "7"))], NotResumable::Diverged, true),
+        ("store reset on the running stream", "5", vec![Some(event(Added, "10")), Some(event(Added, "1"))], NotResumable::VersionNotGrowing, true),
+        ("versions that are not numbers", "5", vec![Some(event(Added, "ab1"))], NotResumable::VersionNotNumeric, true),
+        ("versions that are not numbers on the new stream", "5", vec![Some(event(Added, "6")), None, Some(event(Modified, "x"))], NotResumable::Diverged, true),
+        ("a jump", "5", vec![Some(event(Added, "6")), Some(event(Added, jump))], NotResumable::VersionJumped, true),
+        ("a jump on the new stream", "5", vec![Some(event(Added, "6")), None, Some(event(Added, jump))], NotResumable::VersionJumped, true),
+        ("another store after a jump", "", vec![Some(event(Bookmark, jump)), None, Some(event(Bookmark, "7")), Some(event(Bookmark, "8"))], NotResumable::Diverged, true),
+        ("a version in the future, requested by the client", "999", vec![Some(event(Bookmark, "7"))], NotResumable::BelowRequested, false),
+        ("the same on the new stream", "999", vec![None, Some(event(Bookmark, "7")), Some(event(Bookmark, "8"))], NotResumable::BelowRequested, false),
+        ("a CRD that was created again", "5", vec![Some(event(Added, "6")), Some(error(500))], NotResumable::ServerError, false),
+        ("an unreadable frame", "5", vec![Some(event(Added, "6")), None, Some(None)], NotResumable::Unreadable, false),
+    ];
+    for (name, version, frames, expected, remembered) in table {
+        let mut session = Session::new(custom(version), start);
+        let mut last = Effect::None;
+        for next in frames {
+            match next {
+                Some(next) => last = frame(&mut session, next),
+                None => resume(&mut session, start),
+            }
+        }
+        let reason = match last {
+            Effect::End(Ending::Clean, reason) => Some(reason),
+            _ => session.not_resumable(),
+        };
+        assert_eq!(reason, Some(expected), "{name}");
+        assert_eq!(expected.is_contradiction(), remembered, "{name}");
+        assert!(!session.is_resumable(), "{name}");
+    }
+
+    // The CRD is gone, or the watch cache of the new one begins after the cursor.
+    for status in [404, 410] {
+        let mut session = after(&custom("5"), vec![event(Added, "6")], start);
+        assert_eq!(lose(&mut session, start), REQUEST);
+        assert_eq!(attempt(&mut session, head(status), NONE_LEFT, start), GAVE_UP, "{status}");
+    }
+    // The cursor is in the future of every server.
+    let mut session = after(&custom("5"), vec![event(Added, "6")], start);
+    assert_eq!(lose(&mut session, start), REQUEST);
+    assert_eq!(attempt(&mut session, head(504), ALL_LEFT, start), REQUEST);
+    let later = start + Duration::from_secs(30);
+    assert_eq!(attempt(&mut session, head(504), ALL_LEFT, later), GAVE_UP);
+
+    // Another watch of the group has found the contradiction.
+    let mut session = after(&custom("5"), vec![event(Added, "6")], start);
+    assert!(!session.can_move(MoveReason::Rebalance, start), "not built in");
+    assert!(session.can_move(MoveReason::Evacuate, start));
+    session.step(Input::GroupUnordered, start);
+    assert_eq!(lose(&mut session, start), Effect::End(Ending::Clean, NotResumable::Group));
+}
+
 #[test]
 fn bookmark_reaches_only_clients_that_asked_for_it() {
     let start = Instant::now();
@@ -169,6 +237,7 @@ fn bookmark_reaches_only_clients_that_asked_for_it() {
 #[allow(clippy::type_complexity)] // a table
 fn frame_on_a_resumed_stream_must_continue_the_history() {
     use EventType::{Added, Bookmark, Modified};
+    let clean = |reason| Effect::End(Ending::Clean, reason);
     #[rustfmt::skip]
     let table: Vec<(&str, Vec<(Frame, Effect)>)> = vec![
         ("next events", vec![(event(Added, "11"), Effect::Forward), (event(Added, "12"), Effect::Forward)]),
@@ -181,8 +250,10 @@ fn frame_on_a_resumed_stream_must_continue_the_history() {
         ("a repeated event, then 410", vec![(event(Added, "10"), Effect::Discard), (error(410), Effect::NextEndpoint)]),
         ("410 later", vec![(event(Added, "11"), Effect::Forward), (error(410), Effect::Withhold)]),
         ("another error later", vec![(event(Added, "11"), Effect::Forward), (error(500), Effect::Forward)]),
-        ("unreadable", vec![(None, DIVERGED)]),
+        ("unreadable", vec![(None, clean(NotResumable::Unreadable))]),
         ("version is not a number", vec![(event(Added, "x"), DIVERGED)]),
+        ("version jumps", vec![(event(Added, "1152921504606846976"), clean(NotResumable::VersionJumped))]),
+        ("bookmarks of a store that is behind", vec![(event(Bookmark, "3"), Effect::Discard), (event(Bookmark, "4"), DIVERGED)]),
     ];
     let start = Instant::now();
     for (name, frames) in table {
@@ -214,7 +285,8 @@ fn oversized_frame_prevents_resuming_until_the_next_frame() {
     assert_eq!(frame(&mut session, event(EventType::Modified, "12")), Effect::Forward);
     assert_eq!(session.not_resumable(), None);
     resume(&mut session, start);
-    assert_eq!(piece(&mut session, true, true), DIVERGED, "first frame of a resumed stream");
+    let unparsed = Effect::End(Ending::Clean, NotResumable::Oversized);
+    assert_eq!(piece(&mut session, true, true), unparsed, "first frame of a resumed stream");
 }
 
 #[test]

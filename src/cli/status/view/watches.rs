@@ -1,0 +1,19 @@
+//! The API groups of an upstream whose watches are not resumed.
+
+use serde_json::Value;
+
+use super::super::table::{Tone, clean};
+use super::{View, list_at, text_at};
+
+impl View {
+    /// A line for each group in which a watch has shown versions that are not ordered.
+    pub(super) fn unordered_groups(&self, upstream: &Value, out: &mut String) {
+        for group in list_at(upstream, "unordered_groups") {
+            let (name, reason) = (text_at(group, "group"), text_at(group, "reason"));
+            let ago = self.ago(&group["since"]);
+            let text = format!("watches of group {name} not resumed: {reason}, {ago} ago");
+            out.push_str(&self.style.paint(&clean(&text), Tone::Warn));
+            out.push('\n');
+        }
+    }
+}

@@ -245,6 +245,8 @@ class Apiserver:
             f"--kubelet-client-certificate={rig.admin_cert[0]}", f"--kubelet-client-key={rig.admin_cert[1]}",
             "--kubelet-preferred-address-types=InternalIP", "--http2-max-streams-per-connection=100",
             "--enable-bootstrap-token-auth=true",
+            # There is no kube-proxy: requests to an aggregated apiserver go to its endpoints.
+            "--enable-aggregator-routing=true",
             f"--audit-policy-file={rig.audit_policy}", f"--audit-log-path={self.audit}", "--audit-log-mode=blocking",
             # A graceful shutdown waits so long for watches.
             "--shutdown-delay-duration=1s", "--request-timeout=8s", "--v=1",

@@ -24,6 +24,7 @@ use super::client_certificate::IdentityProof;
 use super::consistent_reads::RequestVersions;
 use super::drain::DrainWatcher;
 use super::hygiene;
+use super::overload_rejection;
 use super::request_body::RequestBody;
 use super::request_info::{RequestInfo, RequestKind};
 use super::response_body::{ForwardResult, FullBody, ResponseBody, StreamedBody};
@@ -81,13 +82,13 @@ impl ForwardedRequest {
         self.upstream.earn();
         let mut requested_at = outcome.started;
         let mut failed: Option<FailedAttempt> = None;
-        // The endpoints that do not have the requested version, any more or yet.
-        let mut without_version: Vec<Arc<Endpoint>> = Vec::new();
+        // The endpoints that do not have the requested version, any more or yet, or that reject requests.
+        let mut excluded: Vec<Arc<Endpoint>> = Vec::new();
         // The client gets this rejection if no other endpoint accepts the request.
         let mut rejection: Option<Box<HeldResponse>> = None;
         for attempt in 1..=ATTEMPTS {
             let previous_failure = failed.as_ref().map(FailedAttempt::previous_failure);
-            let requirements = self.stream_requirements(previous_failure, &without_version);
+            let requirements = self.stream_requirements(previous_failure, &excluded);
             let mut permit = self.upstream.pool.acquire(&self.class, requirements).await;
             if let Err(Unavailable::Unreachable(_)) = permit
                 && self.is_watch()
@@ -119,25 +120,30 @@ impl ForwardedRequest {
             let decision = retry::decide(kind, stage, self.body_is_held(), attempt);
             let is_retried = match decision {
                 RetryDecision::Retry => true,
+                RetryDecision::RetryAtOtherEndpoint if stage == Stage::Rejected => {
+                    self.may_ask_one_other(&failure, &mut excluded, rejection.is_none())
+                }
                 RetryDecision::RetryAtOtherEndpoint => {
-                    without_version.push(Arc::clone(&failure.connection.endpoint));
+                    excluded.push(Arc::clone(&failure.connection.endpoint));
                     match stage {
                         Stage::NotReached => {
-                            self.may_ask_for_version(&failure, &mut without_version, attempt)
+                            self.may_ask_for_version(&failure, &mut excluded, attempt)
                         }
-                        _ => self.may_retry_besides(&without_version),
+                        _ => self.may_retry_besides(&excluded),
                     }
                 }
                 RetryDecision::Refuse(_) => false,
             };
-            // A 410, or the 504 of a version that the client asks for, is kept while other endpoints are tried, any
-            // other rejection only if it is the last.
+            // The first rejection for overload is kept, and the last 410 or 504 of a version that the client asks for,
+            // while other endpoints are tried; any other rejection only if it is the last.
             let is_kept = match stage {
                 Stage::TooOld => true,
                 Stage::NotReached => !self.has_floor(),
                 _ => false,
             };
-            if is_kept || !is_retried {
+            if stage == Stage::Rejected {
+                rejection = rejection.or(failure.response.take());
+            } else if is_kept || !is_retried {
                 rejection = failure.response.take().or(rejection);
             }
             if !is_retried {
@@ -239,6 +245,22 @@ impl ForwardedRequest {
     fn may_retry_besides(&self, too_old: &[Arc<Endpoint>]) -> bool {
         self.upstream.has_ready_endpoint_besides(too_old)
             && self.upstream.watches.may_retry_too_old(&self.upstream.metrics)
+    }
+
+    /// Records that the endpoint rejects requests, and returns whether the request may be sent to one that does not.
+    /// `first`: no endpoint has rejected it before.
+    fn may_ask_one_other(
+        &self,
+        failure: &FailedAttempt,
+        excluded: &mut Vec<Arc<Endpoint>>,
+        first: bool,
+    ) -> bool {
+        let headers = failure.response.as_ref().map(|response| &response.0.headers);
+        let pause = headers.map_or(Duration::ZERO, overload_rejection::pause);
+        excluded.extend(self.upstream.record_rejection(&failure.connection.endpoint, pause));
+        first
+            && self.upstream.has_ready_endpoint_besides(excluded)
+            && self.upstream.rejected_budget.take()
     }
 
     /// The error for the client after a failed attempt that is not repeated.

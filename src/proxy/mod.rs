@@ -25,6 +25,7 @@ pub mod https_server;
 pub mod hygiene;
 pub mod identity_lane;
 pub mod listener_service;
+mod overload_rejection;
 pub mod passthrough;
 pub mod proven_tokens;
 pub mod request_body;

@@ -27,6 +27,11 @@
 //! A read or a watch whose response says that the watch cache has not reached its version is in the stage *not
 //! reached*, and [`super::consistent_reads`] decides.
 //!
+//! A 429 of an overloaded apiserver, or an answer that it cannot serve the resource yet, is in the stage *rejected*
+//! ([`super::overload_rejection`]). A request that changes nothing is then sent to one other ready endpoint, within a
+//! budget of a tenth of all requests. The client gets the first rejection if that one rejects the request as well. A
+//! write is never sent again for this reason: the client repeats it after the Retry-After.
+//!
 //! A write that may have been executed is never sent again, and its error carries no Retry-After, because
 //! client-go re-sends every verb after a 429 or 5xx with that header.
 
@@ -51,6 +56,8 @@ pub enum Stage {
     TooOld,
     /// The watch cache of the endpoint has not reached the version of a read or a watch.
     NotReached,
+    /// The apiserver rejected the request because of its own load or state; another one may accept it.
+    Rejected,
     /// The request was sent, and no response head arrived.
     NoHead,
     /// A response head arrived and was held back, to wait for the prefix of its body
@@ -66,6 +73,7 @@ impl Stage {
             Self::Unprocessed => "unprocessed",
             Self::TooOld => "too_old",
             Self::NotReached => "not_reached",
+            Self::Rejected => "rejected",
             Self::NoHead | Self::HeadHeld => "lost",
         }
     }
@@ -112,7 +120,7 @@ pub fn decide(kind: RequestKind, stage: Stage, body_is_held: bool, attempt: u32)
         RetryDecision::Refuse(Refusal::BodyNotHeld)
     } else if attempt >= ATTEMPTS {
         RetryDecision::Refuse(Refusal::AttemptsExhausted)
-    } else if matches!(stage, Stage::TooOld | Stage::NotReached) {
+    } else if matches!(stage, Stage::TooOld | Stage::NotReached | Stage::Rejected) {
         RetryDecision::RetryAtOtherEndpoint
     } else {
         RetryDecision::Retry
@@ -142,6 +150,11 @@ pub const fn may_ask_other_endpoints(kind: RequestKind) -> bool {
     may_repeat(kind, Stage::TooOld)
 }
 
+/// Whether a rejection for overload is held back so that the request can be sent to another endpoint.
+pub const fn may_ask_after_rejection(kind: RequestKind) -> bool {
+    may_repeat(kind, Stage::Rejected)
+}
+
 /// The column *forwarded*: whether a response that ends early is resumed after the client has received a
 /// part of it. Otherwise the client's stream is reset, because a truncated response must not look complete.
 pub const fn is_resumed(kind: RequestKind) -> bool {
@@ -160,8 +173,8 @@ pub fn client_error(
     is_connection_dead: bool,
     reason: &str,
 ) -> StatusError {
-    let unprocessed =
-        matches!(stage, Stage::NotSent | Stage::Unprocessed | Stage::TooOld | Stage::NotReached);
+    use Stage::{NotReached, NotSent, Rejected, TooOld, Unprocessed};
+    let unprocessed = matches!(stage, NotSent | Unprocessed | TooOld | NotReached | Rejected);
     if kind == RequestKind::Watch && (unprocessed || is_connection_dead) {
         StatusError::no_upstream_for_watch(reason)
     } else if unprocessed && !body_is_held {
@@ -192,18 +205,19 @@ pub fn stage_of(error: &h2::Error) -> Stage {
 mod tests {
     use super::*;
     use RequestKind::{Log, NonMutating, Read, Tunnel, Watch, Write};
-    use Stage::{HeadHeld, NoHead, NotReached, NotSent, TooOld, Unprocessed};
+    use Stage::{HeadHeld, NoHead, NotReached, NotSent, Rejected, TooOld, Unprocessed};
 
-    const STAGES: [Stage; 6] = [NotSent, Unprocessed, TooOld, NotReached, NoHead, HeadHeld];
+    const STAGES: [Stage; 7] =
+        [NotSent, Unprocessed, TooOld, NotReached, Rejected, NoHead, HeadHeld];
 
     /// For each kind, whether it may be repeated in each of [`STAGES`], and whether it is resumed.
-    const TABLE: [(RequestKind, [bool; 6], bool); 6] = [
-        (Read, [true, true, false, true, true, true], false),
-        (Watch, [true, true, true, true, true, true], true),
-        (Log, [true, true, false, false, true, true], false),
-        (Write, [true, true, false, false, false, false], false),
-        (NonMutating, [true, true, false, false, true, true], false),
-        (Tunnel, [true, false, false, false, false, false], false),
+    const TABLE: [(RequestKind, [bool; 7], bool); 6] = [
+        (Read, [true, true, false, true, true, true, true], false),
+        (Watch, [true, true, true, true, true, true, true], true),
+        (Log, [true, true, false, false, true, true, true], false),
+        (Write, [true, true, false, false, false, false, false], false),
+        (NonMutating, [true, true, false, false, true, true, true], false),
+        (Tunnel, [true, false, false, false, false, false, false], false),
     ];
 
     #[test]
@@ -214,7 +228,7 @@ mod tests {
                 let case = format!("{kind:?} {stage:?}");
                 let expected = match (may_repeat, stage) {
                     (false, _) => RetryDecision::Refuse(Refusal::Unsafe),
-                    (true, TooOld | NotReached) => RetryDecision::RetryAtOtherEndpoint,
+                    (true, TooOld | NotReached | Rejected) => RetryDecision::RetryAtOtherEndpoint,
                     (true, _) => RetryDecision::Retry,
                 };
                 assert_eq!(decide(kind, stage, true, 1), expected, "{case}");

@@ -20,6 +20,9 @@ const MIN_HEDGE_BURST: usize = 128;
 /// Burst of requests to other endpoints after a 410: about two for each watch of kube-controller-manager,
 /// which starts watches of about 200 resources at once.
 const TOO_OLD_BURST: usize = 512;
+/// Burst of requests to another endpoint after a rejection for overload: the requests that one connection to the
+/// rejecting apiserver carries.
+const REJECTED_BURST: usize = 128;
 /// Tokens that one request of a client earns.
 const TOKENS_PER_REQUEST: f64 = 0.1;
 
@@ -32,6 +35,11 @@ impl RetryBudget {
     /// A budget for sending a watch to other endpoints after a 410.
     pub fn too_old() -> Self {
         Self::full(TOO_OLD_BURST)
+    }
+
+    /// A budget for sending reads to another endpoint after a rejection for overload.
+    pub fn rejected() -> Self {
+        Self::full(REJECTED_BURST)
     }
 
     fn full(burst: usize) -> Self {
@@ -73,6 +81,7 @@ mod tests {
             (RetryBudget::hedges(1), 128),
             (RetryBudget::hedges(1_000), 1_000),
             (RetryBudget::too_old(), 512),
+            (RetryBudget::rejected(), 128),
         ] {
             let take_up_to = |tokens: u32| (0..tokens).filter(|_| budget.take()).count();
             assert_eq!(take_up_to(2_000), burst);

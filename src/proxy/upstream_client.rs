@@ -4,6 +4,7 @@
 //! [`super::forward`] decides which requests are sent again, and [`super::watch::body`] which watches are
 //! resumed.
 
+use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -13,7 +14,7 @@ use bytes::Bytes;
 use h2::RecvStream;
 use http::response;
 use tokio::task::{AbortHandle, spawn_local};
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use super::request_body::UploadTask;
 use super::retry_budget::RetryBudget;
@@ -38,6 +39,11 @@ pub struct UpstreamClient {
     pub pool: Rc<Pool>,
     /// Limits the hedges.
     pub hedge_budget: RetryBudget,
+    /// Limits the requests that are sent to another endpoint after a rejection for overload.
+    pub rejected_budget: RetryBudget,
+    /// The endpoints that have rejected a request for overload, each with the time until which it is not asked instead
+    /// of another one.
+    rejecting: RefCell<Vec<(Arc<Endpoint>, Instant)>>,
     /// The limits that all watches of this client share.
     pub watches: WatchLimits,
     /// Counts retries, hedges and resumed watches.
@@ -58,6 +64,8 @@ impl UpstreamClient {
         Self {
             hedge_budget: RetryBudget::hedges(pool.upstream().config().connections.max_streams),
             pool,
+            rejected_budget: RetryBudget::rejected(),
+            rejecting: RefCell::default(),
             watches: WatchLimits::new(&metrics),
             body_budget,
             unproven_requests: UnprovenRequests::new(
@@ -110,7 +118,21 @@ impl UpstreamClient {
     /// Adds the share of one client request to the budgets.
     pub fn earn(&self) {
         self.hedge_budget.earn();
+        self.rejected_budget.earn();
         self.watches.earn();
+    }
+
+    /// Records that this endpoint rejects requests for overload for a time, and returns all endpoints that do.
+    pub fn record_rejection(
+        &self,
+        endpoint: &Arc<Endpoint>,
+        pause: Duration,
+    ) -> Vec<Arc<Endpoint>> {
+        let now = Instant::now();
+        let mut rejecting = self.rejecting.borrow_mut();
+        rejecting.retain(|(other, until)| *until > now && !Arc::ptr_eq(other, endpoint));
+        rejecting.push((Arc::clone(endpoint), now + pause));
+        rejecting.iter().map(|(endpoint, _)| Arc::clone(endpoint)).collect()
     }
 
     /// Whether an endpoint that is not in `excluded` is ready.

@@ -32,8 +32,8 @@ pub(crate) mod receive_windows;
 pub mod resource_versions;
 mod shared;
 pub(crate) mod stats;
-pub mod version_floors;
 pub mod unordered_groups;
+pub mod version_floors;
 pub mod watch_moves;
 
 pub use shared::{Upstream, Usability};

@@ -21,6 +21,7 @@ mod line_windows;
 mod memory_budget;
 mod new_tokens;
 mod outage;
+mod overload;
 mod own_errors;
 mod request_bodies;
 mod resume_limits;

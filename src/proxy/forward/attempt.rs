@@ -10,6 +10,7 @@ use tokio::time::Instant;
 
 use crate::proxy::body_prefix::{body_prefix, waits_for_prefix};
 use crate::proxy::consistent_reads::RequestVersions;
+use crate::proxy::overload_rejection::{is_overload, may_be_overload};
 use crate::proxy::request_body::{RequestBody, UploadTask};
 use crate::proxy::request_info::RequestKind;
 use crate::proxy::retry::{self, Stage};
@@ -54,7 +55,7 @@ impl FailedAttempt {
     /// The failure as the pool considers it when it chooses the connection of the next attempt.
     pub(super) fn previous_failure(&self) -> PreviousFailure<'_> {
         match self.stage {
-            Stage::Unprocessed | Stage::TooOld | Stage::NotReached => {
+            Stage::Unprocessed | Stage::TooOld | Stage::NotReached | Stage::Rejected => {
                 PreviousFailure::Refusal(&self.connection)
             }
             Stage::NotSent | Stage::NoHead | Stage::HeadHeld => {
@@ -110,7 +111,13 @@ impl Attempt {
             && is_short(&head.headers);
         let may_be_not_reached = is_short(&head.headers)
             && versions.is_some_and(|versions| versions.may_be_not_reached(head.status));
-        if may_be_too_old || may_be_not_reached || may_be_rejection(head.status, &head.headers) {
+        let may_be_overload =
+            retry::may_ask_after_rejection(kind) && may_be_overload(head.status, &head.headers);
+        if may_be_too_old
+            || may_be_not_reached
+            || may_be_overload
+            || may_be_rejection(head.status, &head.headers)
+        {
             // Boxed, so that the futures of other responses do not grow by its size.
             let body = Box::pin(read_short(&mut recv))
                 .await
@@ -127,6 +134,8 @@ impl Attempt {
                 ))
             } else if is_rejection(head.status, &head.headers, &body) {
                 Some((Stage::Unprocessed, "the apiserver is shutting down"))
+            } else if may_be_overload && is_overload(head.status, &head.headers, &body) {
+                Some((Stage::Rejected, "the apiserver rejects requests"))
             } else {
                 None
             };

@@ -8,7 +8,7 @@
 //! no etcd has, is not recorded.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use tokio::time::Instant;
@@ -33,7 +33,6 @@ pub struct ResourceRecord {
     pub name: Arc<str>,
     /// The time from which [`ShownVersion::raised_at`] is counted.
     epoch: Instant,
-    unordered: AtomicBool,
     endpoints: Mutex<Vec<(Weak<Endpoint>, Arc<ShownVersion>)>>,
 }
 
@@ -63,7 +62,6 @@ impl ResourceVersions {
         let record = Arc::new(ResourceRecord {
             name: Arc::clone(&name),
             epoch: Instant::now(),
-            unordered: AtomicBool::new(false),
             endpoints: Mutex::default(),
         });
         records.insert(name, Arc::clone(&record));
@@ -81,17 +79,6 @@ impl ResourceVersions {
 }
 
 impl ResourceRecord {
-    /// Whether the versions of different endpoints cannot be compared ([`Self::set_unordered`]).
-    pub fn is_unordered(&self) -> bool {
-        self.unordered.load(Ordering::Relaxed)
-    }
-
-    /// The servers of the resource have shown that their versions are not those of one store, as an aggregated
-    /// apiserver with a store for each replica.
-    pub fn set_unordered(&self) {
-        self.unordered.store(true, Ordering::Relaxed);
-    }
-
     /// The version that `endpoint` has shown, which its watches and reads raise.
     pub fn shown_by(&self, endpoint: &Arc<Endpoint>) -> Arc<ShownVersion> {
         let mut endpoints = self.endpoints();

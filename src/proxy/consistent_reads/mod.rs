@@ -29,8 +29,9 @@
 //!
 //! A 504 of that kind, or a list that is older than the floor, is asked of the other ready endpoints. If none has reached
 //! the floor, an etcd was restored from a backup, or the only endpoint that had reached it is gone: the floor is lowered
-//! to the highest version that an endpoint has, and the original request is sent. A resource of an aggregated apiserver or
-//! a custom resource has no floors after that: the replicas of such a server may have stores of their own.
+//! to the highest version that an endpoint has, and the original request is sent. A group of an aggregated
+//! apiserver or of custom resources has no floors after that, and its watches are not resumed: the replicas of such a
+//! server may have stores of their own ([`crate::upstream::unordered_groups`]).
 //!
 //! | module | purpose |
 //! |---|---|
@@ -104,6 +105,9 @@ impl RequestVersions {
             return None;
         }
         let (form, name) = (ReadForm::of(info)?, info.resource_name()?);
+        if upstream.unordered_groups.contains(group_of(&name)) {
+            return None;
+        }
         let hasher = upstream.version_floors.hasher()?;
         let client = last.key(credential, subject, headers, hasher)?;
         let floor = upstream.version_floors.find(client, &name);
@@ -127,8 +131,7 @@ impl RequestVersions {
         let floor = self
             .floor
             .as_deref()
-            .filter(|_| self.form.takes_any_version() && !self.given_up.get())
-            .filter(|floor| !floor.record.is_unordered())?;
+            .filter(|_| self.form.takes_any_version() && !self.given_up.get())?;
         let versions = floor.versions();
         (self.form.needed(versions) > 0).then_some((floor, versions))
     }
@@ -201,16 +204,22 @@ impl RequestVersions {
     }
 
     /// Lowers the floors of all clients to what the endpoints have reached. In a group that an aggregated apiserver may
-    /// serve, the resource has no floors from now on: each of its replicas may have a store of its own. Returns the resource, the floor and that
+    /// serve, there are no floors from now on: each of its replicas may have a store of its own. Returns the resource, the floor and that
     /// version, if the floor of this client was above.
     pub fn lower_floors(&self, upstream: &Upstream) -> Option<(Arc<str>, u64, u64)> {
         let (floor, reached) = (self.floor.as_ref()?, self.highest_reached.get());
         let before = floor.versions().highest();
         let name = Arc::clone(&floor.record.name);
         upstream.version_floors.lower_all(&name, reached);
-        let group = name.rsplit_once('/').map_or("", |(group, _)| group);
-        if !is_built_in_group(group) {
-            floor.record.set_unordered();
+        let group = group_of(&name);
+        if !is_built_in_group(group) && upstream.unordered_groups.add(group, "version_not_reached")
+        {
+            let upstream = &*upstream.name;
+            tracing::warn!(
+                upstream,
+                group,
+                "versions of group not compared: no ready endpoint has one that was seen"
+            );
         }
         (before > reached).then_some((name, before, reached))
     }
@@ -254,6 +263,11 @@ impl RequestVersions {
         let record = upstream.resource_versions.record(&info.resource_name()?)?;
         Some(upstream.version_floors.get(self.client, &record))
     }
+}
+
+/// The group in a name that consists of group and resource.
+fn group_of(name: &str) -> &str {
+    name.rsplit_once('/').map_or("", |(group, _)| group)
 }
 
 /// Learns the version of one response while its body is forwarded.

@@ -13,6 +13,7 @@ use arc_swap::ArcSwap;
 use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use self::certificates::{CaStatus, CertificateStatus, IdentityStatus};
 use self::threads::ThreadsStatus;
@@ -30,6 +31,7 @@ use crate::observe::own_errors::OwnError;
 use crate::observe::utc::{Utc, wall_clock};
 use crate::observe::{Liveness, Metrics, build, counted};
 use crate::upstream::Upstream;
+use crate::upstream::canary::CanaryStatus;
 use crate::upstream::endpoint_sources::{SourceReport, age};
 use crate::upstream::stats::EndpointStatus;
 use crate::upstream::unordered_groups::UnorderedGroup;
@@ -133,6 +135,8 @@ struct UpstreamStatus<'a> {
     name: &'a str,
     /// Null if servers are not verified.
     ca: Option<CaStatus>,
+    /// Null without a `canary` share.
+    canary: Option<CanaryStatus>,
     endpoints: Vec<EndpointStatus>,
     sources: Vec<Value>,
     /// The API groups whose watches are not resumed because their versions are not ordered.
@@ -231,6 +235,7 @@ impl<'a> From<&'a Arc<Upstream>> for UpstreamStatus<'a> {
         Self {
             name: &upstream.name,
             ca: CaStatus::of_apiservers(upstream, wall_clock()),
+            canary: upstream.canary.status(upstream.config().canary, Instant::now()),
             endpoints: upstream.endpoints().iter().map(|endpoint| endpoint.status()).collect(),
             sources: upstream.sources.status(wall_clock()),
             unordered_groups: upstream.unordered_groups.list(),

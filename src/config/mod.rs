@@ -32,5 +32,5 @@ pub use load::{
 pub use logging::{AccessLog, Level, Log, LogFormat};
 pub use model::*;
 pub use sandbox::{Sandbox, Seccomp, Switch};
-pub use units::{format_duration, format_size, parse_duration, parse_size};
+pub use units::{Percent, format_duration, format_size, parse_duration, parse_size};
 pub use yaml::describe_yaml_error;

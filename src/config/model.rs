@@ -17,7 +17,7 @@ use super::listener::{CertPaths, Listener};
 use super::logging::Log;
 use super::sandbox::Sandbox;
 use super::serialize as as_in_file;
-use super::units::format_size;
+use super::units::{Percent, format_size};
 
 /// The configuration of one process.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -120,6 +120,12 @@ pub struct Upstream {
     pub consistent_reads: ConsistentReads,
     /// Whether watches move gradually to an apiserver that has become ready again.
     pub rebalance: bool,
+    /// Which apiservers a client's requests prefer while the versions of the apiservers differ.
+    pub version_preference: VersionPreference,
+    /// Share of new requests that go to the newest version while the versions of the apiservers differ. 0 % leaves
+    /// the choice to the load.
+    #[serde(serialize_with = "as_in_file::display")]
+    pub canary: Percent,
     /// When a connection or an endpoint counts as failed.
     pub health: Health,
 }
@@ -133,6 +139,16 @@ pub enum ConsistentReads {
     Floor,
     /// Nothing.
     Off,
+}
+
+/// Which apiservers a client's requests prefer while the versions of the apiservers differ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum VersionPreference {
+    /// Those at least as new as the client, according to its User-Agent.
+    Newest,
+    /// None: the load decides.
+    None,
 }
 
 /// Discovery of endpoints that the configuration does not list.

@@ -14,7 +14,9 @@ use super::errors::{ConfigError, join, quote, quote_key};
 use super::listener::CertPaths;
 use super::model::MemoryLimit;
 use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Located, Report};
-use super::units::{format_duration, format_size, parse_duration, parse_size};
+use super::units::{
+    Percent, format_duration, format_size, parse_duration, parse_percent, parse_size,
+};
 
 /// A key of the tree, with its value if it has one.
 #[derive(Debug, Clone)]
@@ -189,6 +191,11 @@ impl<'a> Node<'a> {
             Ok(MemoryLimit::Bytes(size))
         };
         self.quantity("a size such as 128MiB, or auto", read).unwrap_or(MemoryLimit::Auto)
+    }
+
+    /// A share such as `10%`.
+    pub(super) fn percent(&self, default: Percent) -> Percent {
+        self.quantity("a share such as 10%", parse_percent).unwrap_or(default)
     }
 
     /// A text with a unit. `read` also gets a number without a unit, for which it returns an error.

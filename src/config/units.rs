@@ -1,10 +1,35 @@
 //! Durations and sizes with units: `250ms`, `1m30s`, `64KiB`. A number without a unit is refused,
 //! because its author may have meant another unit.
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::time::Duration;
 
 use super::errors::quote;
+
+/// A share of 0 % to 100 %.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Percent(u8);
+
+impl Percent {
+    /// 0 %.
+    pub const ZERO: Self = Self(0);
+
+    /// This share; `None` if it is more than 100 %.
+    pub fn new(percent: u8) -> Option<Self> {
+        (percent <= 100).then_some(Self(percent))
+    }
+
+    /// The number of percent, at most 100.
+    pub fn get(self) -> u8 {
+        self.0
+    }
+}
+
+impl fmt::Display for Percent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}%", self.0)
+    }
+}
 
 pub(super) const MS: Duration = Duration::from_millis(1);
 pub(super) const SECOND: Duration = Duration::from_secs(1);
@@ -31,6 +56,23 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
 /// Reads `64KiB`, `1MiB` or `512B`.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     parse(text, &SIZE, "size", "512B, 64KiB or 1MiB")
+}
+
+/// Reads a whole number of percent, such as `10%`.
+pub(super) fn parse_percent(text: &str) -> Result<Percent, String> {
+    let digits = text.strip_suffix('%');
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    match digits {
+        Some(digits) if is_number(digits) => digits
+            .parse()
+            .ok()
+            .and_then(Percent::new)
+            .ok_or_else(|| format!("{text} is out of range: 0% to 100%")),
+        None if is_number(text) => {
+            Err(format!("the share {} has no unit: write it as 10%", quote(text)))
+        }
+        _ => Err(format!("{} is not a share: write it as 10%", quote(text))),
+    }
 }
 
 /// A duration in the form that [`parse_duration`] reads, rounded down to microseconds.
@@ -124,6 +166,28 @@ mod tests {
             ("9999999999h", "the duration \"9999999999h\" is too large".into()),
         ] {
             assert_eq!(parse_duration(text), Err(error), "{text}");
+        }
+    }
+
+    #[test]
+    fn parse_percent_accepts_whole_numbers_up_to_100() {
+        for percent in [0, 1, 10, 100] {
+            let text = format!("{percent}%");
+            let parsed = parse_percent(&text).unwrap();
+            assert_eq!((parsed.get(), parsed.to_string()), (percent, text));
+        }
+        for (text, error) in [
+            ("101%", "101% is out of range: 0% to 100%"),
+            ("99999999999999999999%", "99999999999999999999% is out of range: 0% to 100%"),
+            ("10", "the share \"10\" has no unit: write it as 10%"),
+            ("", "\"\" is not a share: write it as 10%"),
+            ("%", "\"%\" is not a share: write it as 10%"),
+            ("-1%", "\"-1%\" is not a share: write it as 10%"),
+            ("+1%", "\"+1%\" is not a share: write it as 10%"),
+            ("0.5%", "\"0.5%\" is not a share: write it as 10%"),
+            ("10 %", "\"10 %\" is not a share: write it as 10%"),
+        ] {
+            assert_eq!(parse_percent(text), Err(error.to_owned()), "{text}");
         }
     }
 

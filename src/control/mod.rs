@@ -4,9 +4,11 @@
 //! * [`discovery`] finds the endpoints of an upstream. Only [`endpoint_set`] writes the set that the
 //!   upstream uses.
 //! * [`readyz`] probes the endpoints.
+//! * [`canary`] watches the errors of a new version of Kubernetes.
 //! * [`certificates`] reloads and renews certificates; [`file_watch`] detects changed files.
 //! * [`watchdog`] reports liveness to the service manager.
 
+pub mod canary;
 pub mod certificates;
 pub mod discovery;
 pub mod endpoint_set;

@@ -11,6 +11,7 @@ mod connection;
 mod reachability;
 mod request;
 mod schedule;
+mod version;
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -22,6 +23,7 @@ use self::connection::{ProbeConnection, connect, is_current, until_unusable};
 use self::reachability::ReachabilityCheck;
 use self::request::{ReadyzResult, request_probes_of_others, send_probe};
 use self::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ResultStreak};
+use self::version::VersionReader;
 use crate::config::Readyz;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
@@ -52,6 +54,7 @@ async fn probe_repeatedly(
     // The trigger that brought the next probe forward, if one did.
     let mut early_trigger = None;
     let mut schedule = ProbeSchedule::default();
+    let mut version = VersionReader::default();
     while endpoint.state() != EndpointState::Leaving {
         let config = Arc::clone(&upstream.config());
         let config = &config.health.readyz;
@@ -67,6 +70,7 @@ async fn probe_repeatedly(
             }
             streak = ResultStreak::default();
             anonymous.reset();
+            version.reset();
             let Some(new) = connect(upstream, endpoint, reachability).await else { continue };
             new
         };
@@ -81,7 +85,11 @@ async fn probe_repeatedly(
             () = until_unusable(&current) => continue,
         }
         let sent_at = Instant::now();
-        let result = probe_once(upstream, endpoint, &current, config).await;
+        let token = upstream.credentials.probe_token().and_then(|token| token.header());
+        let (result, ()) = tokio::join!(
+            probe_once(upstream, endpoint, &current, config),
+            version.read_if_due(endpoint, &current, token, config.timeout / 2),
+        );
         let on_evidence = early_trigger.take() == Some(ProbeTrigger::PassiveEvidence);
         let probe_result = match &result {
             ReadyzResult::ConnectionLost => {

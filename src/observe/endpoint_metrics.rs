@@ -28,6 +28,7 @@ pub struct EndpointMetrics {
     events: Arc<Events>,
     memory: Arc<MemoryBudget>,
     flows: Gauge,
+    kubernetes_minor: Gauge,
 }
 
 impl EndpointMetrics {
@@ -51,6 +52,7 @@ impl EndpointMetrics {
             events: Arc::clone(events),
             memory: Arc::clone(memory),
             flows: registry.gauge(&names::PASSTHROUGH_FLOWS, &[upstream, endpoint]),
+            kubernetes_minor: registry.gauge(&names::KUBERNETES_MINOR, &[upstream, endpoint]),
         }
     }
 
@@ -132,6 +134,11 @@ impl EndpointMetrics {
     /// Counts a passthrough flow to the endpoint that has closed.
     pub fn flow_closed(&self) {
         self.flows.decrement(1);
+    }
+
+    /// Sets the minor version of Kubernetes; 0 if it is unknown.
+    pub fn kubernetes_minor(&self, minor: u16) {
+        self.kubernetes_minor.set(f64::from(minor));
     }
 
     /// Counts a watch whose bookmarks have stopped.

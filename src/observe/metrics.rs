@@ -261,6 +261,13 @@ impl Metrics {
         self.registry.count(&names::DISCOVERY_REFUSED, &[upstream, source, reason], count as u64);
     }
 
+    /// Records whether the canary share of an upstream is withdrawn.
+    pub fn canary_withdrawn(&self, upstream: &str, withdrawn: bool) {
+        self.registry
+            .gauge(&names::CANARY_WITHDRAWN, &[upstream])
+            .set(f64::from(u8::from(withdrawn)));
+    }
+
     /// Counts endpoints that `joined` or `left`.
     pub fn discovery_changed(&self, upstream: &str, change: &'static str, count: usize) {
         self.registry.count(&names::DISCOVERY_CHANGES, &[upstream, change], count as u64);
@@ -352,6 +359,8 @@ mod tests {
         metrics.discovery_failed("control-plane", "dns");
         metrics.discovery_refused("control-plane", "dns", "empty", 1);
         metrics.discovery_changed("control-plane", "joined", 1);
+        endpoint.kubernetes_minor(36);
+        metrics.canary_withdrawn("control-plane", true);
 
         let text = metrics.render();
         let rendered: BTreeSet<(String, String)> = text

@@ -143,6 +143,10 @@ table! {
         "Changes of the receive windows of connections to the endpoint, which follow the line: grown, shrunk.";
     ANSWERS = Counter "jackstay_endpoint_answers_total" ["upstream", "endpoint", "outcome"] "answers",
         "Responses of the endpoint: ok, or error for status 500 and above.";
+    KUBERNETES_MINOR = Gauge "jackstay_endpoint_kubernetes_minor" ["upstream", "endpoint"] "versions",
+        "Minor version of Kubernetes that the endpoint reports at /version, such as 36; 0 while it is unknown.";
+    CANARY_WITHDRAWN = Gauge "jackstay_canary_withdrawn" ["upstream"] "bool",
+        "1 while the canary share of requests is withdrawn from the newest version because of its errors, else 0.";
     PASSTHROUGH_CONNECTIONS = Gauge "jackstay_passthrough_connections" ["listener"] "connections",
         "Open passthrough connections.";
     PASSTHROUGH_BYTES = Counter "jackstay_passthrough_bytes_total" ["listener", "direction"] "bytes",

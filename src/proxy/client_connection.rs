@@ -42,6 +42,7 @@ use super::watch::request::{WatchRequest, with_query};
 use crate::observe::utc::wall_clock;
 use crate::observe::{MemoryClass, Outcome, UserClass};
 use crate::upstream::credentials::CredentialClass;
+use crate::upstream::version_preference::preferred_versions;
 
 /// A client connection.
 pub struct ClientConnection {
@@ -263,9 +264,12 @@ impl ClientConnection {
         let is_watch = info.kind == RequestKind::Watch;
         let watch = is_watch.then(|| watch_request(&info, &parts, service)).flatten();
         let subject = proof.subject();
+        let upstream = service.upstream.pool.upstream();
         let client = (&self.client, credential, subject, &parts.headers);
-        let versions = RequestVersions::new(&info, client, service.upstream.pool.upstream());
+        let resource_versions = RequestVersions::new(&info, client, upstream);
         let version = parts.version;
+        let user_agent = parts.headers.get(header::USER_AGENT);
+        let versions = preferred_versions(upstream, user_agent);
         let has_body = !http_body::Body::is_end_stream(&body);
         let request = ForwardedRequest {
             upstream: Rc::clone(&service.upstream),
@@ -282,6 +286,7 @@ impl ClientConnection {
             info,
             watch,
             unproven: None,
+            resource_versions,
             versions,
             hedges_sent: Cell::new(0),
         };

@@ -41,6 +41,7 @@ use crate::observe::{ByteAccount, Outcome};
 use crate::upstream::connection::{ConnectionState, Permit};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
+use crate::upstream::version_preference::PreferredVersions;
 
 /// How long a new watch is held at most during an outage, before it is answered with 429.
 const MAX_NEW_WATCH_HOLD: Duration = Duration::from_secs(30);
@@ -67,8 +68,10 @@ pub struct ForwardedRequest {
     pub drain: Option<DrainWatcher>,
     /// The request among those in progress whose tokens are not proven, if it is one.
     pub unproven: Option<Rc<UnprovenRequest>>,
-    /// The versions that the request asks for and shows; `None` if they mean nothing for its client.
-    pub versions: Option<Box<RequestVersions>>,
+    /// The resource versions that the request asks for and shows; `None` if they mean nothing for its client.
+    pub resource_versions: Option<Box<RequestVersions>>,
+    /// The versions of apiservers that it prefers.
+    pub versions: PreferredVersions,
     /// Number of hedges sent so far.
     pub hedges_sent: Cell<u32>,
 }
@@ -184,8 +187,9 @@ impl ForwardedRequest {
             excluded_endpoints,
             without_connection_since: suspect_since,
             live_only,
-            version: self.wanted_version(),
+            resource_version: self.wanted_version(),
             client_subject: self.proof.subject(),
+            versions: self.versions,
         }
     }
 
@@ -315,7 +319,7 @@ impl ForwardedRequest {
             frames,
             drain,
             info,
-            versions,
+            resource_versions,
             ..
         } = *self;
         let body = if retry::is_resumed(info.kind)
@@ -325,9 +329,9 @@ impl ForwardedRequest {
             let relay = Relay::new(encoding, watch, requested_at, frames);
             let endpoint = &permit.connection().endpoint;
             let with_floor =
-                versions.as_ref().and_then(|versions| versions.head(&request, endpoint));
+                resource_versions.as_ref().and_then(|versions| versions.head(&request, endpoint));
             let request = with_floor.unwrap_or(request);
-            let versions = versions
+            let versions = resource_versions
                 .and_then(|versions| versions.of_watch(&info, upstream.pool.upstream(), endpoint));
             let context =
                 ResumeContext::new((upstream, class), proof, drain, request, &head, versions);

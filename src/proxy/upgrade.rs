@@ -20,7 +20,7 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use http::header::{CONNECTION, TRAILER, TRANSFER_ENCODING, UPGRADE};
+use http::header::{CONNECTION, TRAILER, TRANSFER_ENCODING, UPGRADE, USER_AGENT};
 use http::{HeaderMap, HeaderValue, Request, StatusCode, Version, response};
 use http_body::Body as _;
 use hyper::body::Incoming;
@@ -42,6 +42,7 @@ use crate::observe::{Outcome, Side};
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::http1::{self, Http1Driver};
+use crate::upstream::version_preference::preferred_versions;
 
 /// Buffer of each direction of a tunnel, in bytes: one TLS record.
 const BUFFER_SIZE: usize = 16 * 1024;
@@ -118,7 +119,8 @@ async fn send(
     let requested: Vec<HeaderValue> = request.headers().get_all(UPGRADE).iter().cloned().collect();
     set_framing(&mut request);
     let upstream = client.pool.upstream();
-    let connection = http1::open(upstream, class, proof.subject(), open_to)
+    let versions = preferred_versions(upstream, request.headers().get(USER_AGENT));
+    let connection = http1::open(upstream, class, proof.subject(), versions, open_to)
         .await
         .map_err(|unavailable| StatusError::unavailable(&unavailable))?;
     let endpoint = Arc::clone(&connection.endpoint);

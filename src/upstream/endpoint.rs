@@ -20,6 +20,7 @@ mod probe_signals;
 mod slow_start;
 mod state;
 mod statistics;
+mod version;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -39,6 +40,7 @@ pub use self::probe_signals::{ProbeSignals, ProbeTrigger};
 use self::slow_start::SlowStart;
 pub use self::state::EndpointState;
 use self::statistics::EndpointStatistics;
+use self::version::EndpointVersion;
 use super::readyz::ReadyzCheck;
 use super::stats::{Ejection, EndpointStatus};
 use crate::config::EndpointAddress;
@@ -66,6 +68,7 @@ pub struct Endpoint {
     state: AtomicU8,
     slow_start: SlowStart,
     statistics: EndpointStatistics,
+    version: EndpointVersion,
     /// Signals from requests to the prober.
     pub probe: ProbeSignals,
     fallback: AtomicBool,
@@ -124,6 +127,7 @@ impl Endpoint {
             state: AtomicU8::new(EndpointState::Connecting as u8),
             slow_start: SlowStart::new(Instant::now()),
             statistics: EndpointStatistics::default(),
+            version: EndpointVersion::default(),
             probe: ProbeSignals::default(),
             fallback: AtomicBool::new(false),
             connections_changed: Notify::new(),
@@ -191,6 +195,7 @@ impl Endpoint {
     /// Records that the endpoint was removed from the set. Its connections drain.
     pub fn remove(&self) {
         self.observe(Observation::Removed);
+        self.metrics.kubernetes_minor(0);
         self.removal.notify_waiters();
     }
 
@@ -237,8 +242,11 @@ impl Endpoint {
         let usable = self.is_usable();
         let connections = self.statistics.connections();
         let (answers, errors) = self.metrics.history().totals();
+        let (version, version_error) = self.version.status();
         let guarded = self.guarded();
         EndpointStatus {
+            version,
+            version_error,
             rtt: self.metrics.history().quantiles(),
             streams: connections.iter().map(|connection| connection.streams).sum(),
             watches: connections.iter().map(|connection| connection.watches).sum(),

@@ -23,6 +23,7 @@ use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
 use super::flow_health::FlowHealthCheck;
 use super::pool::{UNAVAILABLE_AFTER, Unavailable};
 use super::shared::Upstream;
+use super::version_preference::PreferredVersions;
 use crate::net::sockets::tracked_stream::StreamObserver;
 use crate::net::sockets::tunnel_stream::TunnelStream;
 use crate::net::tls::certificate::Subject;
@@ -59,6 +60,7 @@ pub async fn open(
     upstream: &Upstream,
     class: CredentialClass,
     proven: Option<&Subject>,
+    versions: PreferredVersions,
     load: impl Fn(&Arc<str>) -> usize,
 ) -> Result<Http1Connection, Unavailable> {
     let tls = upstream.credentials.tls(class).ok_or(Unavailable::NoCredential)?;
@@ -76,7 +78,7 @@ pub async fn open(
         .endpoints()
         .iter()
         .map(|endpoint| Candidate {
-            rank: (endpoint.state(), endpoint.is_fallback()),
+            rank: (endpoint.state(), versions.rank_of(endpoint), endpoint.is_fallback()),
             load: load(&endpoint.label),
             endpoint: Arc::clone(endpoint),
         })
@@ -136,8 +138,8 @@ fn record_failure(endpoint: &Endpoint, failure: ConnectFailure) -> String {
 }
 
 struct Candidate {
-    /// State, and whether it is a fallback.
-    rank: (EndpointState, bool),
+    /// State, rank by the preferred versions, and whether it is a fallback.
+    rank: (EndpointState, u8, bool),
     load: usize,
     endpoint: Arc<Endpoint>,
 }
@@ -278,7 +280,7 @@ mod tests {
         let metrics = Metrics::new().endpoint("u", name);
         let address = EndpointAddress { host: name.to_owned(), port: 6443 };
         let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
-        Candidate { rank: (state, false), load, endpoint }
+        Candidate { rank: (state, 0, false), load, endpoint }
     }
 
     #[test]

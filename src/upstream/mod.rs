@@ -10,10 +10,13 @@
 //!   watches to one that has recovered. Both offer moves by [`watch_moves`].
 //! * [`resource_versions`] records how far the watch cache of each endpoint has come.
 //!   [`version_floors`] records which versions each client has seen.
+//! * While the apiservers differ in their [`kubernetes_version`], [`version_preference`] ranks them for each
+//!   request, and the [`canary`] limits what the newest one gets.
 //! * During a total [`outage`], watches are held.
 //! * Each upgrade has an HTTP/1.1 connection of its own ([`http1`]).
 
 pub mod balance;
+pub(crate) mod canary;
 pub mod client_key;
 pub(crate) mod connection;
 pub mod credentials;
@@ -24,6 +27,7 @@ pub mod evacuation;
 pub(crate) mod flow_health;
 pub(crate) mod health;
 pub(crate) mod http1;
+pub mod kubernetes_version;
 pub(crate) mod outage;
 pub mod pool;
 pub(crate) mod readyz;
@@ -34,6 +38,7 @@ mod shared;
 pub(crate) mod stats;
 pub mod unordered_groups;
 pub mod version_floors;
+pub mod version_preference;
 pub mod watch_moves;
 
 pub use shared::{Upstream, Usability};

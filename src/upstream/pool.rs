@@ -40,6 +40,7 @@ use super::evacuation::{Evacuation, evacuations};
 use super::health::ConnectionState;
 use super::outage::{Outage, READY_FOR, Reachability};
 use super::shared::Upstream;
+use super::version_preference::keep_both_sides;
 
 /// Number of endpoints to which a class other than a configured identity keeps connections. After the loss
 /// of two, one is left.
@@ -245,8 +246,11 @@ impl Pool {
             self.retire_class(class);
             return;
         };
-        let rebalance = self.upstream.config().rebalance;
-        class.rebalancer.borrow_mut().tick(&class.connections.borrow(), rebalance, now);
+        class.rebalancer.borrow_mut().tick(
+            &class.connections.borrow(),
+            &self.upstream.config(),
+            now,
+        );
         class.evacuations.borrow_mut().tick(&class.connections.borrow(), evacuations, now);
         class.probe_slow_endpoints(now);
         let configured = self.is_warm(class.credential_class());
@@ -342,6 +346,7 @@ impl Pool {
         let fanout = if self.purpose == Purpose::Internal { 1 } else { FANOUT };
         if !configured && targets.len() > fanout {
             targets.sort_by_key(|e| (e.state(), e.is_fallback(), self.rank(&e.label)));
+            keep_both_sides(&self.upstream, &mut targets, fanout);
             targets.truncate(fanout);
         }
         targets

@@ -15,6 +15,7 @@
 //! | An endpoint in slow start gets only its share. | Its caches are cold. |
 //! | The remainder of a division goes to an endpoint that the node's own random number selects. | If each node has 8 watches on 3 servers, the server with 2 must not be the same on all nodes. |
 //! | An endpoint with one watch keeps it. | A move would only change which endpoint has none. |
+//! | No watch moves to an apiserver of an older version, and none to a newer one while there is a `canary`. | [`super::version_preference`] |
 //! | When 15 minutes have passed since the last endpoint became ready, watches move only from an endpoint that has more than 110 % of the mean plus one. | Clients come and go, and there would be a move for each of them. |
 //!
 //! Once a minute the rebalancer also requests a self-check of every watch. The self-check finds missing
@@ -29,7 +30,9 @@ use tokio::time::Instant;
 use super::connection::Connection;
 use super::endpoint::Endpoint;
 use super::health::ConnectionState;
+use super::version_preference::may_rebalance;
 use super::watch_moves::MoveEligibility;
+use crate::config::{self, Percent};
 
 /// Share of the excess that moves in a second.
 const RATE: f64 = 0.02;
@@ -186,7 +189,12 @@ impl Rebalancer {
     }
 
     /// Offers moves if a round is due, and requests self-checks once a minute. Cheap between rounds.
-    pub fn tick(&mut self, connections: &[Rc<Connection>], enabled: bool, now: Instant) {
+    pub fn tick(
+        &mut self,
+        connections: &[Rc<Connection>],
+        config: &config::Upstream,
+        now: Instant,
+    ) {
         let Some(elapsed) = self.schedule.begin_round(now) else { return };
         if now >= self.self_check_at {
             self.self_check_at =
@@ -201,13 +209,19 @@ impl Rebalancer {
                 if left { (self.pause_rounds * 2).min(MAX_PAUSE_ROUNDS) } else { 1 };
         }
         self.schedule.schedule_next(self.pause_rounds, now);
-        if enabled {
-            self.round(connections, elapsed, now);
+        if config.rebalance {
+            self.round(connections, config.canary != Percent::ZERO, elapsed, now);
         }
     }
 
     /// Counts the watches of each endpoint, and offers the moves that are due.
-    fn round(&mut self, connections: &[Rc<Connection>], elapsed: Duration, now: Instant) {
+    fn round(
+        &mut self,
+        connections: &[Rc<Connection>],
+        has_canary: bool,
+        elapsed: Duration,
+        now: Instant,
+    ) {
         let live = || connections.iter().filter(|c| c.state() == ConnectionState::Live);
         let mut endpoints: Vec<(&Arc<Endpoint>, EndpointLoad)> = Vec::new();
         for connection in live() {
@@ -228,6 +242,9 @@ impl Rebalancer {
             return;
         };
         let (source, target) = (endpoints[from].0, endpoints[to].0);
+        if !may_rebalance(source.minor_version(), target.minor_version(), has_canary) {
+            return;
+        }
         // A random watch of the source selects the connection.
         let mut chosen = self.schedule.rng.usize(..loads[from].watches);
         let Some(connection) = live().filter(|c| c.is_to(source)).find(|c| {

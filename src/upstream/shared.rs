@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use arc_swap::{ArcSwap, Guard};
 use tokio::sync::Notify;
 
+use super::canary::Canary;
 use super::credentials::{CredentialClass, Credentials};
 use super::endpoint::{Endpoint, EndpointState};
 use super::endpoint_sources::Sources;
@@ -34,6 +35,8 @@ pub struct Upstream {
     pub resource_versions: ResourceVersions,
     /// The versions that clients have seen.
     pub version_floors: VersionFloors,
+    /// The share of requests for the newest version.
+    pub canary: Canary,
     /// The metrics of the process.
     pub metrics: Arc<Metrics>,
     /// The API groups whose watches are not resumed because their versions are not ordered.
@@ -77,6 +80,7 @@ impl Upstream {
             endpoints: ArcSwap::default(),
             credentials,
             config: ArcSwap::from_pointee(config),
+            canary: Canary::default(),
             metrics: Arc::clone(metrics),
             unordered_groups: UnorderedGroups::default(),
             connector: ArcSwap::default(),

@@ -112,6 +112,10 @@ pub struct EndpointStatus {
     pub address: String,
     /// Name that is verified in its certificate.
     pub server_name: String,
+    /// What it reports at `/version`, such as `v1.36.2`.
+    pub version: Option<String>,
+    /// Why its version is unknown, if `/version` was read.
+    pub version_error: Option<String>,
     /// Whether it is picked only if there is no other endpoint of the same state.
     pub fallback: bool,
     pub state: &'static str,

@@ -52,10 +52,13 @@ impl WatchMoves {
         self.offer.borrow().as_ref().map(|offer| offer.eligible)
     }
 
-    /// Takes a move. Returns the possible targets.
-    pub fn take(&self) -> Option<Rc<[Arc<Endpoint>]>> {
+    /// Takes a move, unless no target suits the watch. Returns the possible targets.
+    pub fn take_unless(
+        &self,
+        is_unsuitable: impl Fn(&Arc<Endpoint>) -> bool,
+    ) -> Option<Rc<[Arc<Endpoint>]>> {
         let mut slot = self.offer.borrow_mut();
-        let offer = slot.as_mut()?;
+        let offer = slot.as_mut().filter(|offer| !offer.targets.iter().all(is_unsuitable))?;
         let targets = Rc::clone(&offer.targets);
         offer.count -= 1;
         if offer.count == 0 {

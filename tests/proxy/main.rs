@@ -35,6 +35,7 @@ mod unresponsive_connections;
 mod upstream_floods;
 mod upstream_load;
 mod upstream_violations;
+mod version_skew;
 mod watch_continuity;
 mod watch_rebalance;
 mod writes;

@@ -19,6 +19,7 @@ use jackstay::upstream::endpoint::Endpoint;
 use jackstay::upstream::pool::{Pool, StreamRequirements, WarmClasses};
 use jackstay::upstream::rebalance::Rebalancer;
 use jackstay::upstream::unordered_groups::UnorderedGroups;
+use jackstay::upstream::version_preference::PreferredVersions;
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::net::Ipv4Addr;
@@ -43,7 +44,8 @@ async fn count_stale_watches() {
     let mut config = peers.certs.config(&peers.addresses);
     without_suspicion(&mut config);
     let identities = terminate_mode(&mut config).identities.clone();
-    let config = config.upstreams.remove(0);
+    let mut config = config.upstreams.remove(0);
+    config.rebalance = false;
     let metrics = Metrics::new();
     let credentials = Credentials::load(&config, &identities).unwrap();
     let shared = Upstream::new(config.clone(), credentials, &metrics);
@@ -87,7 +89,8 @@ async fn count_stale_watches() {
         frames: Some(ByteAccount::unmetered(usize::MAX)),
         drain: Some(drain),
         unproven: None,
-        versions: None,
+        resource_versions: None,
+        versions: PreferredVersions::default(),
         hedges_sent: Cell::new(0),
     });
     // The pool runs until it has a connection for the watch. Afterwards only this test runs the checks.
@@ -111,7 +114,7 @@ async fn count_stale_watches() {
     let mut counted = Vec::new();
     for _minute in 0..8 {
         now += Duration::from_secs(70);
-        rebalancer.tick(&connections, false, now);
+        rebalancer.tick(&connections, &config, now);
         poll_fn(|cx| {
             let more = http_body::Body::poll_frame(Pin::new(&mut body), cx);
             assert!(more.is_pending(), "{more:?}");

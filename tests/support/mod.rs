@@ -20,9 +20,9 @@ use hyper::body::Incoming;
 use jackstay::app::{App, Running};
 use jackstay::config::{
     AccessLog, Admin, CertPaths, Config, Connections, ConsistentReads, Discovery, EndpointAddress,
-    Health, Level, Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough, Readyz,
-    RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown, Switch, Terminate,
-    TerminateLimits, Upstream, UpstreamTls, UsedBy,
+    Health, Level, Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough, Percent,
+    Readyz, RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown, Switch,
+    Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy, VersionPreference,
 };
 use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::kinds::CONFIG_MAPS;
@@ -116,6 +116,8 @@ impl Certs {
                 used_by: UsedBy { terminate: true, passthrough: false },
                 connections: Connections { min: 1, max: 64, max_streams: 100 },
                 rebalance: true,
+                version_preference: VersionPreference::None,
+                canary: Percent::ZERO,
                 health: Health {
                     ping_interval: Duration::from_secs(1),
                     suspect_after: None,

@@ -19,6 +19,7 @@ use crate::app::admin_socket::AdminSocket;
 use crate::app::fault_reports::FaultReports;
 use crate::app::status::ProcessStatus;
 use crate::app::takeover::{self, TakeoverRequest, TakeoverServer};
+use crate::control::canary;
 use crate::control::certificates;
 use crate::control::discovery::{self, SharedContext};
 use crate::control::{endpoint_set, saved_floors};
@@ -38,8 +39,8 @@ pub struct Tasks {
     context: Arc<SharedContext>,
     /// Whether the process drains.
     draining: watch::Receiver<bool>,
-    /// Discovery, certificate and floor tasks of each upstream.
-    upstreams: Vec<(Arc<Upstream>, [AbortHandle; 3])>,
+    /// The tasks of each upstream: certificates, discovery, floors, canary.
+    upstreams: Vec<(Arc<Upstream>, [AbortHandle; 4])>,
     /// The certificate task of each L7 listener.
     listeners: Vec<(Arc<ServingTls>, AbortHandle)>,
     faults: Rc<RefCell<FaultReports>>,
@@ -95,6 +96,7 @@ impl Tasks {
                     spawn_local(certificates).abort_handle(),
                     spawn_local(endpoints).abort_handle(),
                     spawn_local(floors).abort_handle(),
+                    spawn_local(canary::run(Arc::clone(upstream))).abort_handle(),
                 ];
                 self.upstreams.push((Arc::clone(upstream), tasks));
             }

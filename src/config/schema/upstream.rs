@@ -4,11 +4,12 @@ use crate::config::address::EndpointAddress;
 use crate::config::errors::quote;
 use crate::config::model::{
     Connections, ConsistentReads, Discovery, Health, Readyz, Upstream, UpstreamTls, UsedBy,
+    VersionPreference,
 };
 use crate::config::node::{Fields, Node};
 use crate::config::report::Located;
 use crate::config::rules::{References, UpstreamWithoutCa};
-use crate::config::units::{HOUR, MINUTE, MS, SECOND};
+use crate::config::units::{HOUR, MINUTE, MS, Percent, SECOND};
 
 pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
     let mut fields = node.fields();
@@ -38,6 +39,8 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
 
     let consistent_reads = fields.get("consistent_reads").one_of(ConsistentReads::Floor);
     let rebalance = fields.get("rebalance").flag(true);
+    let version_preference = fields.get("version_preference").one_of(VersionPreference::None);
+    let canary = fields.get("canary").percent(Percent::ZERO);
     let health = health(fields.section("health"));
     fields.finish();
     if ca_missing {
@@ -57,6 +60,8 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
         connections,
         consistent_reads,
         rebalance,
+        version_preference,
+        canary,
         health,
     }
 }

@@ -24,6 +24,7 @@ use super::connection::{ProbeConnection, connect, until_unusable};
 use super::reachability::ReachabilityCheck;
 use super::request::{ReadyzResult, request_probes_of_others, send_probe};
 use super::schedule::{ResultStreak, anonymous_pause};
+use super::version::VersionReader;
 use crate::observe::utc::wall_clock;
 use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
@@ -107,7 +108,13 @@ impl AnonymousProber {
         let config = Arc::clone(&upstream.config());
         let config = &config.health.readyz;
         let sent_at = Instant::now();
-        let failure = match send_probe(connection, config, None).await {
+        // The apiserver sends GOAWAY after the first of the two, and answers both.
+        let mut version = VersionReader::default();
+        let (result, ()) = tokio::join!(
+            send_probe(connection, config, None),
+            version.read_if_due(endpoint, connection, None, config.timeout / 2),
+        );
+        let failure = match result {
             ReadyzResult::ConnectionLost => return,
             ReadyzResult::Ready => {
                 endpoint.note_probe_ok(sent_at);

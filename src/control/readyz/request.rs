@@ -73,8 +73,18 @@ async fn exchange(
     config: &Readyz,
     token: Option<HeaderValue>,
 ) -> Result<(StatusCode, ReadyzResult), h2::Error> {
+    let (status, body) = get(connection, &config.path, token).await?;
+    Ok((status, interpret(status, &String::from_utf8_lossy(&body), &config.path)))
+}
+
+/// Sends a GET on `connection`. Of the body at least the first [`MAX_BODY`] bytes are returned.
+pub(super) async fn get(
+    connection: &Rc<Connection>,
+    path: &str,
+    token: Option<HeaderValue>,
+) -> Result<(StatusCode, BytesMut), h2::Error> {
     let mut request = Request::new(());
-    let target = format!("https://kubernetes.default.svc{}", config.path);
+    let target = format!("https://kubernetes.default.svc{path}");
     *request.uri_mut() = target.parse().unwrap_or_default();
     let headers = request.headers_mut();
     headers.insert(header::USER_AGENT, HeaderValue::from_static("jackstay-readyz"));
@@ -96,7 +106,7 @@ async fn exchange(
         }
     }
     permit.finished();
-    Ok((status, interpret(status, &String::from_utf8_lossy(&body), &config.path)))
+    Ok((status, body))
 }
 
 /// The meaning of a response. With 401 and 403 the apiserver works and only refuses to answer this

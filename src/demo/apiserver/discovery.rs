@@ -3,14 +3,20 @@
 use crate::demo::apiserver::kinds::{KINDS, Kind};
 use serde_json::{Value, json};
 
+/// The response of `/version` of a server with this `gitVersion`.
+pub fn version(git_version: &str) -> Value {
+    let mut parts = git_version.trim_start_matches('v').split('.');
+    let (major, minor) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
+    json!({
+        "major": major, "minor": minor, "gitVersion": git_version, "gitCommit": "demo",
+        "gitTreeState": "clean", "buildDate": "2026-01-01T00:00:00Z", "goVersion": "none",
+        "compiler": "rustc", "platform": "linux/amd64",
+    })
+}
+
 /// The document of a discovery path; `None` for other paths.
 pub fn document(path: &str) -> Option<Value> {
     match path.trim_end_matches('/') {
-        "/version" => Some(json!({
-            "major": "1", "minor": "33", "gitVersion": "v1.33.0-demo", "gitCommit": "demo",
-            "gitTreeState": "clean", "buildDate": "2026-01-01T00:00:00Z", "goVersion": "none",
-            "compiler": "rustc", "platform": "linux/amd64",
-        })),
         "/api" => Some(json!({
             "kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": [],
         })),

@@ -10,6 +10,7 @@ use crate::demo::apiserver::identity::{self, User};
 use crate::demo::apiserver::route::{Query, Target};
 use crate::demo::apiserver::state::{ConnectionInfo, Counted, ScriptedResponse, ServerState};
 use crate::demo::apiserver::status_error::StatusError;
+use crate::demo::lock;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use http::request::Parts;
 use http::{HeaderName, HeaderValue, Method, Request, Response, Version};
@@ -43,15 +44,15 @@ pub(super) async fn handle(
     let audit_number = context.record();
     let in_flight = Counted::new(&context.server, |counters| &counters.in_flight);
     context.apply_delays().await;
-    let is_health = context.is_health();
-    let scripted = if is_health { None } else { context.server.scripted(&context.parts) };
+    let is_probe = context.is_probe();
+    let scripted = if is_probe { None } else { context.server.scripted(&context.parts) };
     let mut response = match scripted {
         Some(scripted) => scripted_response(scripted).await,
         None => context.serve(audit_number, body).await.unwrap_or_else(|error| {
             respond(error.code, JSON, ResponseBody::full(error.status().to_string()))
         }),
     };
-    if !is_health && context.server.loses_response() {
+    if !is_probe && context.server.loses_response() {
         // The request remains in flight until the client gives up.
         std::future::pending::<()>().await;
     }
@@ -86,6 +87,12 @@ impl RequestContext {
 
     fn is_health(&self) -> bool {
         matches!(self.parts.uri.path(), "/healthz" | "/livez" | "/readyz")
+    }
+
+    /// Whether it is a health check, or a prober reads the version with one.
+    fn is_probe(&self) -> bool {
+        let is_prober = self.header("user-agent") == Some("jackstay-readyz");
+        self.is_health() || is_prober && self.parts.uri.path() == "/version"
     }
 
     fn verb(&self) -> &'static str {
@@ -155,9 +162,11 @@ impl RequestContext {
         if self.is_health() {
             return Ok(self.health());
         }
-        if path != "/version" {
-            self.authorize(&user)?;
+        if path == "/version" {
+            let version = lock(&self.server.version).clone();
+            return self.negotiate(200, &discovery::version(&version));
         }
+        self.authorize(&user)?;
         if let Some(document) = discovery::document(path) {
             return self.negotiate(200, &document);
         }

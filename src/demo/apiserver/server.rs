@@ -27,6 +27,8 @@ use tokio_rustls::TlsAcceptor;
 pub struct Options {
     /// The name in audit records.
     pub name: String,
+    /// The version that it reports, such as `v1.33.0`.
+    pub version: String,
     /// The address to listen on. Port 0 selects a free port; `restart` uses the same port again.
     pub bind: SocketAddr,
     /// Whether HTTP/2 is offered by ALPN.
@@ -40,6 +42,7 @@ impl Options {
     pub fn named(name: &str) -> Self {
         Self {
             name: name.to_owned(),
+            version: "v1.33.0-demo".to_owned(),
             bind: (Ipv4Addr::LOCALHOST, 0).into(),
             http2: true,
             certificate: None,
@@ -100,6 +103,7 @@ pub fn start(cluster: &Cluster, pki: &Pki, options: Options) -> io::Result<ApiSe
     let listener = listen(addr)?;
     let server = ServerState {
         name: options.name,
+        version: Mutex::new(options.version),
         cluster: cluster.clone(),
         tls: TlsAcceptor::from(Arc::new(tls)),
         verifier,
@@ -138,6 +142,11 @@ impl ApiServerHandle {
     /// Whether its thread exists, even if it is frozen.
     pub fn is_running(&self) -> bool {
         lock(&self.thread).as_ref().is_some_and(|thread| !thread.is_finished())
+    }
+
+    /// Changes the version that it reports, for a server that is started again after an upgrade.
+    pub fn set_version(&self, version: &str) {
+        version.clone_into(&mut lock(&self.server.version));
     }
 
     /// Kills the server as SIGKILL does: the port refuses connections and every connection is reset.

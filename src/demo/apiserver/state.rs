@@ -5,8 +5,8 @@ use crate::demo::apiserver::identity::Certificate;
 use crate::demo::apiserver::status_error::StatusError;
 use bytes::Bytes;
 use rustls::server::danger::ClientCertVerifier;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
@@ -52,7 +52,7 @@ impl ScriptedResponse {
 pub type RequestHook = Arc<dyn Fn(&http::request::Parts) -> Option<ScriptedResponse> + Send + Sync>;
 
 /// The faults in force on a server; none by default. `on_request`, `fail_next` and `lose_next` do not apply
-/// to health checks.
+/// to health checks and to what a prober reads with them.
 #[derive(Default)]
 pub struct Faults {
     /// `/readyz` fails; nothing else changes.
@@ -122,6 +122,8 @@ pub(super) struct ConnectionInfo {
 /// State of one server.
 pub(super) struct ServerState {
     pub name: String,
+    /// What it reports at `/version`.
+    pub version: Mutex<String>,
     pub cluster: Cluster,
     pub tls: TlsAcceptor,
     pub verifier: Arc<dyn ClientCertVerifier>,

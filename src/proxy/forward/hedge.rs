@@ -43,7 +43,8 @@ impl ForwardedRequest {
         if let Some(unproven) = &self.unproven {
             unproven.sent();
         }
-        let mut response = pin!(attempt.response(self.info.kind, self.versions.as_deref()));
+        let mut response =
+            pin!(attempt.response(self.info.kind, self.resource_versions.as_deref()));
         tokio::select! {
             biased;
             result = &mut response => return result,

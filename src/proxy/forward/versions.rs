@@ -16,18 +16,20 @@ use crate::upstream::resource_versions::ResourceRecord;
 impl ForwardedRequest {
     /// The version that the endpoint should have reached.
     pub(super) fn wanted_version(&self) -> Option<(&Arc<ResourceRecord>, u64)> {
-        self.versions.as_ref()?.wanted()
+        self.resource_versions.as_ref()?.wanted()
     }
 
     /// Whether jackstay has changed the request, or would, so that its client knows nothing of the version.
     pub(super) fn has_floor(&self) -> bool {
-        self.versions.as_ref().is_some_and(|versions| versions.has_floor())
+        self.resource_versions.as_ref().is_some_and(|versions| versions.has_floor())
     }
 
     /// The head for an endpoint.
     pub(super) fn head_for(&self, endpoint: &Arc<Endpoint>) -> Request<()> {
-        let with_floor =
-            self.versions.as_ref().and_then(|versions| versions.head(&self.head, endpoint));
+        let with_floor = self
+            .resource_versions
+            .as_ref()
+            .and_then(|versions| versions.head(&self.head, endpoint));
         if with_floor.is_some() {
             self.upstream.metrics.version_floor("applied");
         }
@@ -43,7 +45,7 @@ impl ForwardedRequest {
         without_version: &mut Vec<Arc<Endpoint>>,
         attempt: u32,
     ) -> bool {
-        let Some(versions) = &self.versions else { return false };
+        let Some(versions) = &self.resource_versions else { return false };
         let other_ready =
             attempt + 1 < ATTEMPTS && self.upstream.has_ready_endpoint_besides(without_version);
         let metrics = &self.upstream.metrics;
@@ -78,6 +80,6 @@ impl ForwardedRequest {
     ) -> Option<Box<VersionLearner>> {
         let endpoint = &permit.connection().endpoint;
         let upstream = self.upstream.pool.upstream();
-        self.versions.as_ref()?.learn(&self.info, head, upstream, endpoint).map(Box::new)
+        self.resource_versions.as_ref()?.learn(&self.info, head, upstream, endpoint).map(Box::new)
     }
 }

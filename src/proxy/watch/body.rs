@@ -67,12 +67,13 @@ enum Source {
 impl WatchBody {
     /// Creates the body of a response whose head has arrived.
     pub fn new(
-        context: ResumeContext,
+        mut context: ResumeContext,
         relay: Relay,
         recv: RecvStream,
         permit: Permit,
         outcome: Box<Outcome>,
     ) -> Self {
+        context.served_by(&permit.connection().endpoint);
         Self {
             relay,
             out: VecDeque::new(),
@@ -148,7 +149,7 @@ impl WatchBody {
         let out = &mut self.out;
         let received_at = stream.received_at();
         let pushed = self.relay.push(data, received_at, |piece| out.push_back(piece));
-        if let Some(versions) = &mut self.context.versions {
+        if let Some(versions) = &mut self.context.resource_versions {
             versions.record(pushed.versions, received_at);
         }
         let session = self.relay.session();
@@ -245,6 +246,7 @@ impl WatchBody {
                 (AttemptResult::NoHead { outage }, reason)
             }
         };
+        self.context.allow_older();
         let candidates = self.context.candidates(now);
         self.step(Input::AttemptEnded { result, candidates }, &cause);
     }
@@ -270,9 +272,10 @@ impl WatchBody {
     /// Reads from a new stream from now on. `result` is the label in the metric of resumes.
     fn switch_to(&mut self, response: Response, result: &'static str) {
         let connection = response.permit.connection();
+        self.context.served_by(&connection.endpoint);
         self.outcome.resumes += 1;
         self.outcome.sent_to(&connection.endpoint.label, true);
-        if let Some(versions) = &mut self.context.versions {
+        if let Some(versions) = &mut self.context.resource_versions {
             versions.switch_to(&connection.endpoint);
         }
         self.context.upstream.metrics.watch_resumed(result);
@@ -354,6 +357,8 @@ impl WatchBody {
     /// Drops the stream, which resets it, and records its connection.
     fn detach(&mut self) {
         if let Source::Stream(stream) = &self.source {
+            // Its version may have been unknown when the watch began.
+            self.context.served_by(&stream.permit.connection().endpoint);
             self.context.set_last_connection(stream.permit.connection());
             self.source = Source::Ended(None);
         }

@@ -24,6 +24,7 @@ use crate::upstream::evacuation::ActiveEvacuations;
 use crate::upstream::health::ConnectionState;
 use crate::upstream::rebalance::Rebalancer;
 use crate::upstream::shared::Upstream;
+use crate::upstream::version_preference::PreferredVersions;
 
 /// Time for which connections with an old certificate or to a removed endpoint stay in use without a live
 /// replacement.
@@ -139,6 +140,10 @@ impl ClassPool {
             Some(PreviousFailure::Refusal(connection)) => Some(&connection.endpoint),
             _ => None,
         };
+        let versions = match required.previous_failure {
+            Some(PreviousFailure::Silence(_)) if !required.watch => PreferredVersions::default(),
+            _ => required.versions,
+        };
         // Lower is better.
         let rank = |connection: &Rc<Connection>| {
             let endpoint = &connection.endpoint;
@@ -148,10 +153,18 @@ impl ClassPool {
                 .is_some_and(|failure| Rc::ptr_eq(connection, failure.connection()));
             let has_warning = connection.has_warning_signs(now);
             let is_behind = required
-                .version
+                .resource_version
                 .is_some_and(|(record, version)| !record.has_reached(endpoint, version));
-            let state = endpoint.state();
-            (state, has_failed, has_refused, endpoint.is_fallback(), is_behind, has_warning)
+            let (version, is_fallback) = (versions.rank_of(endpoint), endpoint.is_fallback());
+            (
+                endpoint.state(),
+                has_failed,
+                has_refused,
+                version,
+                is_fallback,
+                is_behind,
+                has_warning,
+            )
         };
         let best = connections.iter().filter(eligible).map(rank).min()?;
         let ranked = || connections.iter().filter(eligible).filter(|c| rank(c) == best);

@@ -9,6 +9,7 @@ use crate::net::tls::certificate::Subject;
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::resource_versions::ResourceRecord;
+use crate::upstream::version_preference::PreferredVersions;
 
 /// The requirements of a request on the connection that the pool selects.
 #[derive(Debug, Clone, Copy)]
@@ -27,9 +28,12 @@ pub struct StreamRequirements<'a> {
     pub live_only: bool,
     /// The resource version that the watch cache of the endpoint should have reached. Endpoints that are known to have
     /// reached it are preferred.
-    pub version: Option<(&'a Arc<ResourceRecord>, u64)>,
+    pub resource_version: Option<(&'a Arc<ResourceRecord>, u64)>,
     /// The subject that the client has proven, if the request is sent with a client certificate.
     pub client_subject: Option<&'a Subject>,
+    /// The versions that the request prefers. A request that is not a watch has no preference after a failure by
+    /// silence, because recently received bytes matter more.
+    pub versions: PreferredVersions,
 }
 
 impl<'a> StreamRequirements<'a> {
@@ -43,8 +47,9 @@ impl<'a> StreamRequirements<'a> {
             excluded_endpoints: &[],
             without_connection_since: None,
             live_only: false,
-            version: None,
+            resource_version: None,
             client_subject,
+            versions: PreferredVersions::default(),
         }
     }
 }

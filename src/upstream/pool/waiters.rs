@@ -14,6 +14,7 @@ use crate::net::tls::certificate::Subject;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::resource_versions::ResourceRecord;
+use crate::upstream::version_preference::PreferredVersions;
 
 /// The outcome of a wait.
 pub(super) type Granted = Result<Permit, Unavailable>;
@@ -45,8 +46,9 @@ struct OwnedRequirements {
     without_connection_since: Option<Instant>,
     held: bool,
     live_only: bool,
-    version: Option<(Arc<ResourceRecord>, u64)>,
+    resource_version: Option<(Arc<ResourceRecord>, u64)>,
     client_subject: Option<Subject>,
+    versions: PreferredVersions,
 }
 
 enum PreviousFailureKind {
@@ -66,8 +68,11 @@ impl OwnedRequirements {
             without_connection_since: required.without_connection_since,
             held: required.held,
             live_only: required.live_only,
-            version: required.version.map(|(record, version)| (Arc::clone(record), version)),
+            resource_version: required
+                .resource_version
+                .map(|(record, version)| (Arc::clone(record), version)),
             client_subject: required.client_subject.cloned(),
+            versions: required.versions,
         }
     }
 
@@ -82,8 +87,12 @@ impl OwnedRequirements {
             without_connection_since: self.without_connection_since,
             held: self.held,
             live_only: self.live_only,
-            version: self.version.as_ref().map(|(record, version)| (record, *version)),
+            resource_version: self
+                .resource_version
+                .as_ref()
+                .map(|(record, version)| (record, *version)),
             client_subject: self.client_subject.as_ref(),
+            versions: self.versions,
         }
     }
 

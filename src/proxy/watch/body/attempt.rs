@@ -54,8 +54,8 @@ pub(super) fn resume(
     let proof = context.proof.clone();
     let last_connection = context.last_connection().cloned();
     let last_refused = context.last_refused();
-    let excluded = context.excluded_at(Instant::now() + delay);
-    let wanted = context.wanted_version();
+    let mut excluded = context.excluded_at(Instant::now() + delay);
+    let (versions, wanted) = (context.versions(), context.wanted_version());
     let mut drain = context.drain.clone();
     let no_stream = |reason, outage| AttemptError { reason, connection: None, outage };
     Box::pin(async move {
@@ -65,12 +65,14 @@ pub(super) fn resume(
             proof.confirmed().await;
             let failure =
                 if last_refused { PreviousFailure::Refusal } else { PreviousFailure::Silence };
+            versions.exclude_older(&mut excluded);
             let requirements = StreamRequirements {
                 watch: true,
                 held: true,
                 previous_failure: last_connection.as_ref().map(failure),
                 excluded_endpoints: &excluded,
-                version: wanted.as_ref().map(|(record, version)| (record, *version)),
+                resource_version: wanted.as_ref().map(|(record, version)| (record, *version)),
+                versions: versions.preferred(),
                 ..StreamRequirements::for_client(proof.subject())
             };
             let deadline = Instant::now() + limit;

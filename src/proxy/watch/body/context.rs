@@ -16,8 +16,12 @@ use crate::proxy::watch::request::{group, with_query};
 use crate::proxy::watch::session::{AttemptResult, Candidates, Exclusion, NotResumable, Session};
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
+use crate::upstream::kubernetes_version::MinorVersion;
 use crate::upstream::pool::ClassPool;
 use crate::upstream::resource_versions::ResourceRecord;
+use crate::upstream::version_preference::{
+    PreferredVersions, older_endpoints, preferred_versions_of_resume,
+};
 
 /// Upper bound of a Retry-After, so that adding it to the time cannot overflow. It is longer than any round.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(3600);
@@ -32,11 +36,40 @@ pub struct ResumeContext {
     /// The Content-Type of the client's response.
     content_type: Box<str>,
     /// `None` if the versions of the resource are not recorded.
-    pub(super) versions: Option<Box<WatchVersions>>,
+    pub(super) resource_versions: Option<Box<WatchVersions>>,
     /// The connection of the last stream or attempt.
     last_connection: Option<Rc<Connection>>,
     /// Boxed, because a watch that has not lost a stream has none.
     refusals: Option<Box<Refusals>>,
+    /// The newest version of Kubernetes that has served the watch, if one is known.
+    served_by: Option<MinorVersion>,
+    /// Whether an attempt of this round may go to an apiserver of an older version, because one has failed.
+    older_allowed: bool,
+}
+
+/// The versions of apiservers that may continue a watch.
+pub(super) struct ResumeVersions {
+    upstream: Rc<UpstreamClient>,
+    user_agent: Option<HeaderValue>,
+    served_by: Option<MinorVersion>,
+    older_allowed: bool,
+}
+
+impl ResumeVersions {
+    /// The versions to prefer.
+    pub(super) fn preferred(&self) -> PreferredVersions {
+        let upstream = self.upstream.pool.upstream();
+        preferred_versions_of_resume(upstream, self.user_agent.as_ref(), self.served_by)
+    }
+
+    /// Adds the endpoints that must not be asked because of their version to the `excluded` ones.
+    pub(super) fn exclude_older(&self, excluded: &mut Vec<Arc<Endpoint>>) {
+        if !self.older_allowed {
+            let upstream = self.upstream.pool.upstream();
+            let older = older_endpoints(upstream, self.served_by, excluded);
+            excluded.extend(older);
+        }
+    }
 }
 
 /// The head of the request as it was sent upstream, a GET. A list of headers takes 150 to 500 bytes less than a
@@ -83,7 +116,7 @@ impl ResumeContext {
         drain: DrainWatcher,
         head: Request<()>,
         response: &response::Parts,
-        versions: Option<Box<WatchVersions>>,
+        resource_versions: Option<Box<WatchVersions>>,
     ) -> Self {
         Self {
             upstream,
@@ -92,10 +125,34 @@ impl ResumeContext {
             drain,
             head: RequestHead::new(head),
             content_type: content_type(&response.headers).into(),
-            versions,
+            resource_versions,
             last_connection: None,
             refusals: None,
+            served_by: None,
+            older_allowed: false,
         }
+    }
+
+    /// Called when this endpoint serves the watch. A later one shall not be older.
+    pub(super) fn served_by(&mut self, endpoint: &Endpoint) {
+        self.served_by = self.served_by.max(endpoint.minor_version());
+    }
+
+    /// The versions of apiservers that may continue the watch.
+    pub(super) fn versions(&self) -> ResumeVersions {
+        let mut headers = self.head.headers.iter();
+        let user_agent = headers.find(|(name, _)| name == header::USER_AGENT);
+        ResumeVersions {
+            upstream: Rc::clone(&self.upstream),
+            user_agent: user_agent.map(|(_, value)| value.clone()),
+            served_by: self.served_by,
+            older_allowed: self.older_allowed,
+        }
+    }
+
+    /// Called when an attempt has failed. The next one may go to an apiserver of an older version.
+    pub(super) fn allow_older(&mut self) {
+        self.older_allowed = true;
     }
 
     /// The head of the request that continues the watch, or starts it again.
@@ -106,7 +163,7 @@ impl ResumeContext {
 
     /// The version that an endpoint should have reached to continue the watch without a pause.
     pub(super) fn wanted_version(&self) -> Option<(Arc<ResourceRecord>, u64)> {
-        let (record, version) = self.versions.as_ref()?.wanted()?;
+        let (record, version) = self.resource_versions.as_ref()?.wanted()?;
         Some((Arc::clone(record), version))
     }
 
@@ -223,6 +280,7 @@ impl ResumeContext {
     }
 
     fn forget_round(&mut self) {
+        self.older_allowed = false;
         if let Some(refusals) = &mut self.refusals {
             refusals.by_last = false;
             refusals.excluded.clear();

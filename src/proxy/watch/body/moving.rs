@@ -23,6 +23,7 @@ use crate::proxy::upstream_client::UpstreamResponse as Response;
 use crate::proxy::watch::relay::Relay;
 use crate::proxy::watch::session::{Input, MoveReason, Session};
 use crate::upstream::connection::{Permit, describe_h2_error};
+use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::StreamRequirements;
 use crate::upstream::watch_moves::MoveEligibility;
 
@@ -136,13 +137,21 @@ fn take_move_offer(
     {
         return None;
     }
-    let targets = connection.moves.take()?;
+    let versions = context.versions();
+    let mut excluded = Vec::new();
+    versions.exclude_older(&mut excluded);
+    let is_in = |endpoints: &[Arc<Endpoint>], endpoint: &Arc<Endpoint>| {
+        endpoints.iter().any(|other| Arc::ptr_eq(other, endpoint))
+    };
+    let targets = connection.moves.take_unless(|target| is_in(&excluded, target))?;
     let pool = &context.upstream.pool;
-    let mut others = pool.upstream().endpoints().to_vec();
-    others.retain(|other| !targets.iter().any(|target| Arc::ptr_eq(other, target)));
+    let endpoints = pool.upstream().endpoints();
+    let others = endpoints.iter().filter(|other| !is_in(&targets, other)).cloned();
+    excluded.extend(others);
     let requirements = StreamRequirements {
         watch: true,
-        excluded_endpoints: &others,
+        excluded_endpoints: &excluded,
+        versions: versions.preferred(),
         ..StreamRequirements::for_client(context.proof.subject())
     };
     Some((reason, pool.try_acquire(&context.class, requirements)))

@@ -163,17 +163,22 @@ impl UpstreamStream {
         };
         let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
         let (proof, wanted) = (context.proof.clone(), context.wanted_version());
+        let versions = context.versions();
         let mut drain = context.drain.clone();
         self.next_event = Box::pin(async move {
             let search = async {
                 sleep(pause).await;
                 // If the identity is no longer proven, the body ends the watch.
                 proof.confirmed().await;
+                let mut excluded = Vec::new();
+                versions.exclude_older(&mut excluded);
                 let requirements = StreamRequirements {
                     watch: true,
                     held: true,
                     live_only: true,
-                    version: wanted.as_ref().map(|(record, version)| (record, *version)),
+                    excluded_endpoints: &excluded,
+                    resource_version: wanted.as_ref().map(|(record, version)| (record, *version)),
+                    versions: versions.preferred(),
                     previous_failure: immediate.then_some(PreviousFailure::Silence(&connection)),
                     ..StreamRequirements::for_client(proof.subject())
                 };

@@ -1,0 +1,89 @@
+//! Reads the version of an apiserver on the connection of its prober.
+//!
+//! An apiserver has another version only after a restart, which ends the connection. So `/version` is requested with the
+//! first `/readyz` on a connection, before its result counts: an apiserver that has been upgraded is not ready before
+//! its new version is known. By default every user may read it, also an anonymous one (`system:public-info-viewer`).
+
+use std::time::Duration;
+
+use http::{HeaderValue, StatusCode};
+use tokio::time::{Instant, timeout};
+
+use super::connection::ProbeConnection;
+use super::request::get;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::kubernetes_version::ServerVersion;
+
+/// Pause before the version is read again on the same connection.
+const INTERVAL: Duration = Duration::from_secs(600);
+/// Pause after a request that was not answered, or with an error of the server.
+const RETRY_PAUSE: Duration = Duration::from_secs(10);
+
+/// Reads the version of one endpoint.
+#[derive(Debug, Default)]
+pub(super) struct VersionReader {
+    /// When it is read next; at once on a new connection.
+    next: Option<Instant>,
+}
+
+impl VersionReader {
+    /// Called when the prober has a new connection.
+    pub(super) fn reset(&mut self) {
+        self.next = None;
+    }
+
+    /// Reads the version if that is due, and waits at most `limit` for the response. Without one the endpoint keeps its
+    /// version.
+    pub(super) async fn read_if_due(
+        &mut self,
+        endpoint: &Endpoint,
+        connection: &ProbeConnection,
+        token: Option<HeaderValue>,
+        limit: Duration,
+    ) {
+        let now = Instant::now();
+        if self.next.is_some_and(|next| now < next) {
+            return;
+        }
+        self.next = Some(now + RETRY_PAUSE);
+        let Ok(Ok((status, body))) = timeout(limit, get(connection, "/version", token)).await
+        else {
+            return;
+        };
+        if let Some(version) = interpret(status, &body) {
+            endpoint.record_version(version);
+            self.next = Some(now + INTERVAL);
+        }
+    }
+}
+
+/// The version in a response, or why there is none; `None` for an error that may pass.
+fn interpret(status: StatusCode, body: &[u8]) -> Option<Result<ServerVersion, String>> {
+    match status {
+        StatusCode::OK => Some(ServerVersion::parse(body)),
+        StatusCode::TOO_MANY_REQUESTS => None,
+        status if status.is_server_error() => None,
+        status => Some(Err(format!("/version answers {}", status.as_u16()))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn interpret_keeps_the_version_after_an_error_that_may_pass() {
+        let interpret = |code: u16, body: &str| {
+            let read = interpret(StatusCode::from_u16(code).unwrap(), body.as_bytes())?;
+            Some(read.map(|version| version.minor.to_string()))
+        };
+        let body = r#"{"major":"1","minor":"36","gitVersion":"v1.36.2"}"#;
+        assert_eq!(interpret(200, body), Some(Ok("1.36".to_owned())));
+        assert_eq!(interpret(200, "<html>"), Some(Err("/version is not JSON".to_owned())));
+        assert_eq!(interpret(403, body), Some(Err("/version answers 403".to_owned())));
+        assert_eq!(interpret(404, ""), Some(Err("/version answers 404".to_owned())));
+        for code in [429, 500, 503] {
+            assert_eq!(interpret(code, body), None, "{code}");
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! The version of an endpoint, as the prober has read it.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::Endpoint;
+use crate::upstream::kubernetes_version::{MinorVersion, ServerVersion};
+
+/// The version of an endpoint; unknown at first.
+#[derive(Debug, Default)]
+pub(super) struct EndpointVersion {
+    /// A copy of the minor version, for readers that must not wait for the lock: the number of a [`MinorVersion`].
+    minor: AtomicU32,
+    /// The version, or why the response of `/version` names none.
+    known: Mutex<Option<Result<ServerVersion, String>>>,
+}
+
+impl EndpointVersion {
+    fn known(&self) -> MutexGuard<'_, Option<Result<ServerVersion, String>>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The complete version, or why it is unknown, for `/status`.
+    pub(super) fn status(&self) -> (Option<String>, Option<String>) {
+        match &*self.known() {
+            None => (None, None),
+            Some(Ok(version)) => (Some(version.git_version.to_string()), None),
+            Some(Err(reason)) => (None, Some(reason.clone())),
+        }
+    }
+}
+
+impl Endpoint {
+    /// Major and minor version; `None` while unknown. One atomic load, because it is read for candidates of a pick.
+    pub fn minor_version(&self) -> Option<MinorVersion> {
+        MinorVersion::from_number(self.version.minor.load(Ordering::Relaxed))
+    }
+
+    /// The version; `None` while unknown.
+    pub fn version(&self) -> Option<ServerVersion> {
+        self.version.known().clone()?.ok()
+    }
+
+    /// Records what `/version` has answered, or why that is no version. Logs a version that differs.
+    pub fn record_version(&self, read: Result<ServerVersion, String>) {
+        let mut known = self.version.known();
+        if known.as_ref() == Some(&read) {
+            return;
+        }
+        let before = known.replace(read.clone());
+        let minor = read.as_ref().ok().map(|version| version.minor);
+        self.version.minor.store(MinorVersion::to_number(minor), Ordering::Relaxed);
+        drop(known);
+        self.metrics.kubernetes_minor(minor.map_or(0, MinorVersion::minor));
+        let (upstream, endpoint) = (&*self.upstream, &*self.label);
+        match (read, before) {
+            (Ok(version), Some(Ok(before))) => {
+                let (version, before) = (&*version.git_version, &*before.git_version);
+                tracing::info!(upstream, endpoint, version, before, "endpoint version changed");
+            }
+            (Ok(version), _) => {
+                let version = &*version.git_version;
+                tracing::debug!(upstream, endpoint, version, "endpoint version read");
+            }
+            (Err(reason), _) => {
+                tracing::info!(upstream, endpoint, reason, "endpoint version unknown");
+            }
+        }
+    }
+}

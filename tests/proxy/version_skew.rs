@@ -1,0 +1,151 @@
+//! Apiservers of two versions, as during an upgrade of the control plane: where requests and watches go.
+
+use crate::support::wait::until_within;
+use crate::support::watch_recorder::WatchRecorder;
+use crate::support::{CONFIGMAPS, Proxy, TestCluster, until};
+use http::Method;
+use jackstay::config::{Config, Percent, VersionPreference};
+use jackstay::demo::apiserver::{RequestHook, ScriptedResponse};
+use jackstay::demo::client::Client;
+use std::sync::Arc;
+use std::time::Duration;
+
+const OLD: &str = "v1.36.2";
+const NEW: &str = "v1.37.0";
+
+const KUBELET_OF_NEW: &str = "kubelet/v1.37.0 (linux/amd64) kubernetes/0c5b1c1";
+
+/// Starts servers with these versions and waits until the versions are known and all are ready.
+async fn start(versions: &[&str], change: impl FnOnce(&mut Config)) -> (TestCluster, Proxy) {
+    let cluster = TestCluster::new(versions.len());
+    for (server, version) in cluster.servers.iter().zip(versions) {
+        server.set_version(version);
+    }
+    let proxy = cluster.start_with(change).await;
+    proxy.wait_all("ready").await;
+    until("the versions are known", async || {
+        let endpoints = proxy.endpoints().await;
+        endpoints.iter().all(|endpoint| endpoint["version"].is_string())
+    })
+    .await;
+    (cluster, proxy)
+}
+
+fn newest(config: &mut Config) {
+    config.upstreams[0].version_preference = VersionPreference::Newest;
+}
+
+/// Makes requests with a User-Agent, and returns how many each server got.
+async fn spread(
+    cluster: &TestCluster,
+    client: &Client,
+    agent: &str,
+    requests: usize,
+) -> Vec<usize> {
+    let path = format!("{CONFIGMAPS}?probe={}", fastrand::u64(..));
+    for _ in 0..requests {
+        let reply = client.request(Method::GET, &path, &[("user-agent", agent)], "").await.unwrap();
+        assert!(reply.status.is_success() || reply.status == 503, "{}", reply.status);
+    }
+    let records = cluster.state.audit().records();
+    let of = |name: &str| records.iter().filter(|r| r.server == name && r.path == path).count();
+    cluster.servers.iter().map(|server| of(server.name())).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn requests_go_to_an_apiserver_at_least_as_new_as_their_client_while_one_is_ready() {
+    let (cluster, proxy) = start(&[OLD, NEW], newest).await;
+    let client = proxy.client().await;
+    assert_eq!(spread(&cluster, &client, KUBELET_OF_NEW, 100).await, [0, 100]);
+    // Clients that are not newer than an apiserver, or say nothing of Kubernetes, use both.
+    for agent in ["kubectl/v1.36.2 (linux/amd64) kubernetes/abc", "Go-http-client/2.0"] {
+        let both = spread(&cluster, &client, agent, 100).await;
+        assert!(both.iter().all(|&requests| requests > 10), "{agent}: {both:?}");
+    }
+    // Without a newer apiserver the older one is used.
+    cluster.servers[1].kill();
+    assert_eq!(spread(&cluster, &client, KUBELET_OF_NEW, 100).await, [100, 0]);
+    // The old apiserver is upgraded: its new version is known when it is ready.
+    cluster.servers[0].kill();
+    cluster.servers[0].set_version(NEW);
+    cluster.servers[0].restart().unwrap();
+    proxy.wait_state(cluster.servers[0].addr, "ready").await;
+    assert_eq!(proxy.endpoint(cluster.servers[0].addr).await["version"], NEW);
+    proxy.wait_metrics("jackstay_endpoint_kubernetes_minor").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn requests_of_new_clients_use_all_apiservers_without_the_preference() {
+    let (cluster, proxy) = start(&[OLD, NEW], |_| {}).await;
+    let client = proxy.client().await;
+    let both = spread(&cluster, &client, KUBELET_OF_NEW, 100).await;
+    assert!(both.iter().all(|&requests| requests > 10), "{both:?}");
+}
+
+/// With two apiservers of the old version and one of the new one, a watch of the new one that is lost without its
+/// apiserver stays there, and one whose apiserver is lost moves to an old one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_continues_on_an_older_apiserver_only_if_no_newer_one_is_ready() {
+    let (cluster, proxy) = start(&[OLD, OLD, NEW, NEW], newest).await;
+    let client = proxy.client().await;
+    let (version, path) = (cluster.state.version(), cluster.watch_path());
+    let mut watches = Vec::new();
+    for _ in 0..40 {
+        watches.push(WatchRecorder::start(&client, &path).await);
+    }
+    let count = |server: usize| cluster.watches(server);
+    until("all watches run", async || (0..4).map(count).sum::<u64>() == 40).await;
+    let on_new = count(2) + count(3);
+    assert!(on_new > 4, "{on_new}");
+    cluster.servers[2].kill();
+    // The watches of the old ones stay where they are.
+    until("the other new apiserver has the watches", async || count(3) == on_new).await;
+    cluster.create_config_map("after-the-first");
+    cluster.servers[3].kill();
+    until("the old ones have all watches", async || count(0) + count(1) == 40).await;
+    cluster.create_config_map("after-the-second");
+    let expected: Vec<_> = (version + 1..=cluster.state.version()).collect();
+    for watch in &watches {
+        watch.expect_versions(&expected).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn canary_gets_its_share_of_requests_until_its_errors_diverge() {
+    let (cluster, proxy) = start(&[OLD, OLD, NEW], |config| {
+        newest(config);
+        config.upstreams[0].canary = Percent::new(10).unwrap();
+    })
+    .await;
+    let client = proxy.client().await;
+    until("the canary is active", async || canary(&proxy).await["state"] == "active").await;
+    let spread_of = async |requests| spread(&cluster, &client, "curl/8.5.0", requests).await;
+    assert_eq!(spread_of(2_000).await[2], 200);
+    // A client that is itself new does not count in the share.
+    assert_eq!(spread(&cluster, &client, KUBELET_OF_NEW, 50).await, [0, 0, 50]);
+    assert_eq!(spread_of(1_000).await[2], 100);
+
+    let fail: RequestHook = Arc::new(|request| {
+        let fails = request.uri.path() == CONFIGMAPS;
+        fails.then(|| ScriptedResponse::status(500, "InternalError", "the new version is broken"))
+    });
+    cluster.servers[2].set_faults(|faults| faults.on_request = Some(fail));
+    let withdrawn = async || {
+        let path = format!("{CONFIGMAPS}?probe=fail");
+        for _ in 0..100 {
+            let _ = client.request(Method::GET, &path, &[("user-agent", "curl")], "").await;
+        }
+        canary(&proxy).await["state"] == "withdrawn"
+    };
+    until_within(Duration::from_secs(60), "the share is withdrawn", withdrawn).await;
+    cluster.servers[2].set_faults(|faults| faults.on_request = None);
+    assert_eq!(spread_of(500).await[2], 0);
+    assert!(canary(&proxy).await["reason"].as_str().unwrap().contains("answers of 1.37 were 5xx"));
+    assert_eq!(proxy.metric("jackstay_canary_withdrawn{upstream=\"control-plane\"}").await, 1.0);
+    let events = proxy.events().await;
+    assert!(events.iter().any(|e| e["name"] == "canary" && e["to"] == "withdrawn"), "{events:?}");
+}
+
+async fn canary(proxy: &Proxy) -> serde_json::Value {
+    proxy.status().await["upstreams"][0]["canary"].clone()
+}

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use jackstay::config::{
     AccessLog, ConfigError, ConfigErrors, EndpointAddress, Level, LoadedConfig, Log, LogFormat,
-    Overrides, draft, draft_from_flags, load,
+    Overrides, Percent, VersionPreference, draft, draft_from_flags, load,
 };
 use proptest::prelude::*;
 
@@ -996,5 +996,41 @@ proptest! {
     #[test]
     fn load_arbitrary_variables_does_not_panic(name in "JACKSTAY__[A-Z_.\\[\\]0-9é]{0,20}", value: String) {
         let _ = errors_of_good_file_with(&[(&name, &value)], &Overrides::default());
+    }
+}
+
+#[test]
+fn version_preference_and_canary_are_read_and_checked() {
+    let with = |more: &str| {
+        let text = GOOD.replacen(
+            "  tls: {ca_file: /ca}\n",
+            &format!("  tls: {{ca_file: /ca}}\n{more}"),
+            1,
+        );
+        File::new(text).load(&[], &Overrides::default())
+    };
+    let upstream = |more| with(more).unwrap().config.upstreams.remove(0);
+    let default = upstream("");
+    assert_eq!(default.version_preference, VersionPreference::None);
+    assert_eq!(default.canary, Percent::ZERO);
+    let set = upstream("  version_preference: newest\n  canary: 10%\n");
+    assert_eq!(set.version_preference, VersionPreference::Newest);
+    assert_eq!(set.canary.to_string(), "10%");
+    let printed = serde_json::to_value(&set).unwrap();
+    assert_eq!(
+        (&printed["version_preference"], &printed["canary"]),
+        (&"newest".into(), &"10%".into())
+    );
+    for (more, error) in [
+        ("  canary: 10\n", "canary: the share \"10\" has no unit: write it as 10%"),
+        ("  canary: 101%\n", "canary: 101% is out of range: 0% to 100%"),
+        ("  canary: ten\n", "canary: \"ten\" is not a share: write it as 10%"),
+        (
+            "  version_preference: oldest\n",
+            "version_preference: \"oldest\" is not one of newest, none",
+        ),
+    ] {
+        let errors = with(more).unwrap_err().to_string();
+        assert!(errors.contains(error), "{errors}");
     }
 }

@@ -22,6 +22,7 @@ use super::target::{ExaminationPlan, PlannedListener, Target};
 use crate::net::tls::certificate::{CertInfo, Validity, cert_info};
 use crate::net::tls::local_ca::subject_alt_names;
 use crate::observe::utc::{Utc, wall_clock};
+use crate::upstream::kubernetes_version::ServerVersion;
 
 /// Interval between fresh connections to one endpoint: 20 in 10 s. That is enough for a median, and far
 /// fewer than a kubelet opens after a restart.
@@ -113,6 +114,17 @@ async fn members(target: &Target, address: SocketAddr) -> Option<Vec<SocketAddr>
     super::members::request(&mut opened, &target.peer, "").await.ok()
 }
 
+/// Requests the version of an apiserver over a new connection; none after `until` or [`STEP_LIMIT`].
+async fn version(target: &Target, address: SocketAddr, until: Instant) -> Option<ServerVersion> {
+    let deadline = until.min(Instant::now() + STEP_LIMIT);
+    let request = async {
+        let mut timer = StepTimer::start(Instant::now());
+        let mut opened = probe::open(&mut timer, address, &target.peer).await.ok()?;
+        super::version::request(&mut opened, &target.peer, "").await.ok()?
+    };
+    timeout_at(deadline, request).await.ok()?
+}
+
 /// Observes one endpoint until `until`.
 async fn examine_endpoint(
     target: &Target,
@@ -140,6 +152,7 @@ async fn examine_endpoint(
         certificate: None,
         clock_skew_s: None,
         max_streams: None,
+        version: None,
         authenticated: target.peer.authenticated,
         shown: target.client_certificate().map(|info| ClientCertificate {
             subject: info.subject.to_string(),
@@ -155,7 +168,8 @@ async fn examine_endpoint(
     }
     let address = SocketAddr::new(*ip, target.port);
     let fresh;
-    (fresh, endpoint.long_lived, endpoint.idle) = tokio::join!(
+    (endpoint.version, fresh, endpoint.long_lived, endpoint.idle) = tokio::join!(
+        version(target, address, until),
         fresh_connections(target, resolver, began, until),
         long_lived::ping_until(address, &target.peer, began, until),
         long_lived::ping_after_idle(address, &target.peer, began, until),

@@ -8,6 +8,7 @@ mod path;
 mod recovered;
 #[cfg(test)]
 mod tests;
+mod versions;
 
 use std::borrow::Cow;
 
@@ -40,6 +41,7 @@ pub fn diagnose(observations: &Observations) -> Vec<Finding> {
     }
     found.extend(path::loss(observations));
     path::slow_balancers(observations, &mut found);
+    found.extend(versions::version_skew(observations));
     found.extend(machine::limits(observations));
     for finding in &mut found {
         reduce_to_note(finding, observations);

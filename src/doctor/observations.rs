@@ -5,7 +5,9 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
+
+use crate::upstream::kubernetes_version::ServerVersion;
 
 /// A duration in milliseconds with a resolution of 1 µs.
 #[derive(Debug, Clone, Copy, PartialEq, PartialOrd, Serialize)]
@@ -126,10 +128,19 @@ pub struct EndpointObservation {
     pub clock_skew_s: Option<f64>,
     /// `SETTINGS_MAX_CONCURRENT_STREAMS`.
     pub max_streams: Option<usize>,
+    /// The version that it reports at `/version`, such as `v1.36.2`.
+    #[serde(serialize_with = "as_git_version")]
+    pub version: Option<ServerVersion>,
     /// Whether a credential was sent.
     pub authenticated: bool,
     /// The client certificate that was presented to it.
     pub shown: Option<ClientCertificate>,
+}
+
+// serde passes every field by reference.
+#[allow(clippy::ref_option)]
+fn as_git_version<S: Serializer>(version: &Option<ServerVersion>, s: S) -> Result<S::Ok, S::Error> {
+    version.as_ref().map(|version| &*version.git_version).serialize(s)
 }
 
 /// The client certificate that was presented to an endpoint.

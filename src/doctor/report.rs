@@ -131,6 +131,9 @@ fn table(endpoint: &EndpointObservation, out: &mut String) {
         let state = if idle.alive { "answers" } else { "no answer" };
         let _ = writeln!(out, "  idle for {:.0} s: {state}", idle.for_ms.0 / 1000.0);
     }
+    if let Some(version) = &endpoint.version {
+        let _ = writeln!(out, "  Kubernetes {}", version.git_version);
+    }
     if let Some(certificate) = &endpoint.certificate {
         let _ = writeln!(out, "  certificate valid until {}", certificate.not_after);
     }

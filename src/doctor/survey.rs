@@ -182,7 +182,7 @@ async fn survey_endpoint(
         let prefix = cluster_path.unwrap_or_default();
         result.responds = match &mut opened {
             Ok(opened) => {
-                let response = version::request(opened, &target.peer, prefix).await;
+                let response = version::request(opened, &target.peer, prefix).await.map(drop);
                 response.map_err(NoResponse::wrong)
             }
             Err(failure) if failure.kind.is_of_certificate() => {
@@ -212,7 +212,7 @@ async fn request_unverified(
     let target = target.unverified().map_err(NoResponse::wrong)?;
     let opened = open(&mut StepTimer::start(Instant::now()), address, &target.peer).await;
     let mut opened = opened.map_err(|failure| NoResponse::from(&failure))?;
-    version::request(&mut opened, &target.peer, prefix).await.map_err(NoResponse::wrong)
+    version::request(&mut opened, &target.peer, prefix).await.map(drop).map_err(NoResponse::wrong)
 }
 
 /// The names in the certificate, if its chain was verified. A failure because of a wrong name comes after

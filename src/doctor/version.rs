@@ -4,9 +4,10 @@ use http::StatusCode;
 use serde_json::Value;
 
 use super::probe::{PeerConfig, ProbeConnection, get};
+use crate::upstream::kubernetes_version::ServerVersion;
 
 /// Requests `/version` over an open connection; `prefix` is the path of the cluster's URL. Every user may read
-/// it by default (`system:public-info-viewer`).
+/// it by default (`system:public-info-viewer`). Returns the version if the response names one.
 ///
 /// # Errors
 /// Why the peer does not respond as an apiserver does.
@@ -14,10 +15,11 @@ pub(super) async fn request(
     opened: &mut ProbeConnection,
     peer: &PeerConfig,
     prefix: &str,
-) -> Result<(), String> {
+) -> Result<Option<ServerVersion>, String> {
     let response = get(&mut opened.send, &format!("{prefix}/version"), peer).await;
     let (status, body, _) = response.map_err(|error| format!("/version: {error}"))?;
-    check(status, &body)
+    check(status, &body)?;
+    Ok(ServerVersion::parse(body.as_bytes()).ok().filter(|_| status.is_success()))
 }
 
 /// Accepts the version of Kubernetes, and a `Status` of any code: an apiserver may refuse the user or be

@@ -58,9 +58,10 @@ async fn requests_go_to_an_apiserver_at_least_as_new_as_their_client_while_one_i
     let client = proxy.client().await;
     assert_eq!(spread(&cluster, &client, KUBELET_OF_NEW, 100).await, [0, 100]);
     // Clients that are not newer than an apiserver, or say nothing of Kubernetes, use both.
+    // The load decides, so a few requests may all go to one.
     for agent in ["kubectl/v1.36.2 (linux/amd64) kubernetes/abc", "Go-http-client/2.0"] {
-        let both = spread(&cluster, &client, agent, 100).await;
-        assert!(both.iter().all(|&requests| requests > 10), "{agent}: {both:?}");
+        let both = async || spread(&cluster, &client, agent, 20).await.iter().all(|&n| n > 0);
+        until("both apiservers get requests", both).await;
     }
     // Without a newer apiserver the older one is used.
     cluster.servers[1].kill();
@@ -78,8 +79,11 @@ async fn requests_go_to_an_apiserver_at_least_as_new_as_their_client_while_one_i
 async fn requests_of_new_clients_use_all_apiservers_without_the_preference() {
     let (cluster, proxy) = start(&[OLD, NEW], |_| {}).await;
     let client = proxy.client().await;
-    let both = spread(&cluster, &client, KUBELET_OF_NEW, 100).await;
-    assert!(both.iter().all(|&requests| requests > 10), "{both:?}");
+    let both = async || {
+        let requests = spread(&cluster, &client, KUBELET_OF_NEW, 20).await;
+        requests.iter().all(|&requests| requests > 0)
+    };
+    until("both apiservers get requests", both).await;
 }
 
 /// With two apiservers of the old version and one of the new one, a watch of the new one that is lost without its

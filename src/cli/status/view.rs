@@ -207,6 +207,12 @@ impl View {
             &name, "STATE", "SINCE", ">RTT p50", ">p99", ">CONNS", ">STREAMS", ">WATCHES",
             ">FLOWS", ">5xx",
         ];
+        // A jackstay of an earlier version does not report it, and an apiserver may refuse to.
+        let has_version = |endpoint: &Value| endpoint["version"].is_string();
+        let has_versions = list_at(upstream, "endpoints").iter().any(has_version);
+        if has_versions {
+            headings.push("VERSION");
+        }
         if self.wide {
             headings.extend(["REASON", "LAST EJECTION"]);
         }
@@ -223,6 +229,9 @@ impl View {
                 connections(endpoint),
             ];
             row.extend(["streams", "watches", "flows", "errors"].map(|key| count(endpoint, key)));
+            if has_versions {
+                row.push(Cell::text(text_at(endpoint, "version")));
+            }
             let reason = text_at(endpoint, "reason");
             let ejection = &endpoint["last_ejection"];
             let ejected = ejection["at"].is_string().then(|| {
@@ -244,10 +253,28 @@ impl View {
             table.row(row, notes);
         }
         self.draw(&table, out);
+        self.canary(&upstream["canary"], out);
         if let Some((text, tone)) = Self::expired_ca("apiserver CA bundle", &upstream["ca"]) {
             out.push_str(&self.style.paint(&super::table::clean(&text), tone));
             out.push('\n');
         }
+    }
+
+    /// The share of requests for the newest version, if one is configured.
+    fn canary(&self, canary: &Value, out: &mut String) {
+        if canary.is_null() {
+            return;
+        }
+        let (share, state) = (text_at(canary, "share"), text_at(canary, "state"));
+        let version = canary["version"].as_str().unwrap_or("a newer version");
+        let mut text = format!("canary: {share} of new requests to {version}, {state}");
+        if let Some(reason) = canary["reason"].as_str() {
+            text.push_str(": ");
+            text.push_str(reason);
+        }
+        let tone = if state == "withdrawn" { Tone::Warn } else { Tone::Dim };
+        out.push_str(&self.style.paint(&super::table::clean(&text), tone));
+        out.push('\n');
     }
 
     /// The sources of endpoints; no table if all endpoints are in the configuration.

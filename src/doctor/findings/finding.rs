@@ -67,6 +67,8 @@ pub enum Cause {
     /// The clocks differ by less than invalidates certificates.
     #[serde(rename = "clock_skew")]
     SmallClockSkew,
+    /// The versions of the apiservers are further apart than Kubernetes supports.
+    VersionSkew,
     /// Some name servers do not answer.
     DnsPartly,
     /// A listener has an IPv6 address and this machine has no IPv6.

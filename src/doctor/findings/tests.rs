@@ -6,6 +6,7 @@ use crate::doctor::observations::{
     FailureKind, IdleConnection, ListenAddress, ListenState, LongLived, Ms, NameServer,
     Observations, Resolution, ServerCertificate, Step,
 };
+use crate::upstream::kubernetes_version::ServerVersion;
 
 /// The steps up to `last`, each with a duration of 1 ms.
 fn up_to(last: Step) -> Vec<(Step, Ms)> {
@@ -64,6 +65,7 @@ fn endpoint(address: &str) -> EndpointObservation {
         certificate: Some(certificate()),
         clock_skew_s: Some(0.2),
         max_streams: Some(100),
+        version: None,
         authenticated: true,
         shown: Some(ClientCertificate {
             subject: "CN=kubernetes-admin".into(),
@@ -547,4 +549,26 @@ fn diagnose_client_certificate_of_version_1_is_noted_with_the_remedy() {
     let [finding] = &found[..] else { panic!("{found:#?}") };
     assert_eq!((finding.cause, finding.level), (Cause::ClientCertificateVersion1, Level::Note));
     assert!(finding.what.contains("is X.509 version 1.") && finding.advice.contains("version 3"));
+}
+
+#[test]
+fn apiservers_more_than_one_minor_version_apart_are_a_problem() {
+    let with = |address: &str, minor: u16| EndpointObservation {
+        version: Some(
+            ServerVersion::parse(format!(r#"{{"gitVersion":"v1.{minor}.0"}}"#).as_bytes()).unwrap(),
+        ),
+        ..endpoint(address)
+    };
+    let found = |versions: &[u16]| {
+        let endpoints = versions.iter().enumerate();
+        let endpoints = endpoints.map(|(i, minor)| with(&format!("10.0.0.{i}:6443"), *minor));
+        diagnose(&observations(endpoints.collect()))
+    };
+    assert_eq!(found(&[36, 37, 36]), []);
+    assert_eq!(found(&[36]), []);
+    let findings = found(&[36, 37, 35]);
+    assert_eq!(findings.len(), 1, "{findings:?}");
+    assert_eq!((findings[0].cause, findings[0].level), (Cause::VersionSkew, Level::Problem));
+    assert_eq!(findings[0].because, "v1.35.0 and v1.37.0 at /version");
+    assert_eq!(findings[0].endpoints, ["10.0.0.2:6443", "10.0.0.1:6443"]);
 }

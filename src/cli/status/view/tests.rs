@@ -91,6 +91,23 @@ fn text_narrow_has_reasons_below_their_rows() {
 }
 
 #[test]
+fn text_has_versions_and_the_canary_if_they_are_known() {
+    let mut status = status();
+    assert!(!text(&status, Style::default()).contains("VERSION"));
+    status["upstreams"][0]["endpoints"][0]["version"] = json!("v1.37.0");
+    status["upstreams"][0]["canary"] =
+        json!({"share": "10%", "state": "withdrawn", "version": "1.37", "reason": "9 of 90"});
+    let text = text(&status, Style::default());
+    for part in [
+        "2  v1.37.0  /readyz is ok",
+        "0  -        refused",
+        "\ncanary: 10% of new requests to 1.37, withdrawn: 9 of 90\n",
+    ] {
+        assert!(text.contains(part), "no `{part}` in\n{text}");
+    }
+}
+
+#[test]
 fn text_without_identity_lane_says_so() {
     let mut status = status();
     status["threads"]["identity_lane"] = json!(false);

@@ -41,6 +41,7 @@ use self::slow_start::SlowStart;
 pub use self::state::EndpointState;
 use self::statistics::EndpointStatistics;
 use self::version::EndpointVersion;
+use super::kubernetes_version::{MinorVersion, ServerVersion};
 use super::readyz::ReadyzCheck;
 use super::stats::{Ejection, EndpointStatus};
 use crate::config::EndpointAddress;
@@ -190,6 +191,23 @@ impl Endpoint {
     /// Sets whether it is a fallback.
     pub fn set_fallback(&self, fallback: bool) {
         self.fallback.store(fallback, Ordering::Relaxed);
+    }
+
+    /// Major and minor version; `None` while unknown. One atomic load, because it is read for candidates of a pick.
+    pub fn minor_version(&self) -> Option<MinorVersion> {
+        self.version.minor()
+    }
+
+    /// The version; `None` while unknown.
+    pub fn version(&self) -> Option<ServerVersion> {
+        self.version.get()
+    }
+
+    /// Records what `/version` has answered, or why that is no version.
+    pub fn record_version(&self, read: Result<ServerVersion, String>) {
+        if self.version.record(read, (&self.upstream, &self.label)) {
+            self.metrics.kubernetes_minor(self.minor_version().map_or(0, MinorVersion::minor));
+        }
     }
 
     /// Records that the endpoint was removed from the set. Its connections drain.

@@ -116,11 +116,9 @@ pub fn of_user_agent(user_agent: &[u8]) -> Option<MinorVersion> {
     let text = std::str::from_utf8(user_agent).ok()?;
     let (product, comment) = text.split_once(' ').unwrap_or((text, ""));
     let (name, version) = product.split_once('/')?;
-    let is_component = COMPONENTS.contains(&name);
-    if !is_component && !(comment.contains(" kubernetes/") && version.starts_with("v1.")) {
-        return None;
-    }
-    MinorVersion::parse_prefix(version)
+    let names_commit = comment.contains(" kubernetes/") && version.starts_with("v1.");
+    let is_kubernetes = names_commit || COMPONENTS.contains(&name);
+    is_kubernetes.then(|| MinorVersion::parse_prefix(version)).flatten()
 }
 
 /// A number of ASCII digits only.

@@ -76,9 +76,8 @@ fn of_new_request(
     let at_least = client.filter(|client| *client > oldest);
     // A client that needs the newest version gets it, and does not count in the share.
     let takes_newest = takes_newest.filter(|_| at_least.is_none_or(|least| least < newest));
-    let side = takes_newest.map(|takes_newest| match takes_newest() {
-        true => CanarySide::Newest(newest),
-        false => CanarySide::Older(newest),
+    let side = takes_newest.map(|takes_newest| {
+        if takes_newest() { CanarySide::Newest(newest) } else { CanarySide::Older(newest) }
     });
     PreferredVersions { at_least, side }
 }

@@ -3,6 +3,7 @@
 //! The functions read JSON and show a missing key as a dash, because the version of the running
 //! jackstay may differ from that of this command.
 
+mod canary;
 mod certificates;
 mod watches;
 
@@ -258,23 +259,6 @@ impl View {
             out.push_str(&self.style.paint(&super::table::clean(&text), tone));
             out.push('\n');
         }
-    }
-
-    /// The share of requests for the newest version, if one is configured.
-    fn canary(&self, canary: &Value, out: &mut String) {
-        if canary.is_null() {
-            return;
-        }
-        let (share, state) = (text_at(canary, "share"), text_at(canary, "state"));
-        let version = canary["version"].as_str().unwrap_or("a newer version");
-        let mut text = format!("canary: {share} of new requests to {version}, {state}");
-        if let Some(reason) = canary["reason"].as_str() {
-            text.push_str(": ");
-            text.push_str(reason);
-        }
-        let tone = if state == "withdrawn" { Tone::Warn } else { Tone::Dim };
-        out.push_str(&self.style.paint(&super::table::clean(&text), tone));
-        out.push('\n');
     }
 
     /// The sources of endpoints; no table if all endpoints are in the configuration.

@@ -3,7 +3,6 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::Endpoint;
 use crate::upstream::kubernetes_version::{MinorVersion, ServerVersion};
 
 /// The version of an endpoint; unknown at first.
@@ -28,31 +27,31 @@ impl EndpointVersion {
             Some(Err(reason)) => (None, Some(reason.clone())),
         }
     }
-}
 
-impl Endpoint {
-    /// Major and minor version; `None` while unknown. One atomic load, because it is read for candidates of a pick.
-    pub fn minor_version(&self) -> Option<MinorVersion> {
-        MinorVersion::from_number(self.version.minor.load(Ordering::Relaxed))
+    /// Major and minor version; `None` while unknown. One atomic load.
+    pub(super) fn minor(&self) -> Option<MinorVersion> {
+        MinorVersion::from_number(self.minor.load(Ordering::Relaxed))
     }
 
     /// The version; `None` while unknown.
-    pub fn version(&self) -> Option<ServerVersion> {
-        self.version.known().clone()?.ok()
+    pub(super) fn get(&self) -> Option<ServerVersion> {
+        self.known().clone()?.ok()
     }
 
-    /// Records what `/version` has answered, or why that is no version. Logs a version that differs.
-    pub fn record_version(&self, read: Result<ServerVersion, String>) {
-        let mut known = self.version.known();
+    /// Records what `/version` has answered, or why that is no version. Logs a change. Returns whether it is one.
+    pub(super) fn record(
+        &self,
+        read: Result<ServerVersion, String>,
+        (upstream, endpoint): (&str, &str),
+    ) -> bool {
+        let mut known = self.known();
         if known.as_ref() == Some(&read) {
-            return;
+            return false;
         }
         let before = known.replace(read.clone());
         let minor = read.as_ref().ok().map(|version| version.minor);
-        self.version.minor.store(MinorVersion::to_number(minor), Ordering::Relaxed);
+        self.minor.store(MinorVersion::to_number(minor), Ordering::Relaxed);
         drop(known);
-        self.metrics.kubernetes_minor(minor.map_or(0, MinorVersion::minor));
-        let (upstream, endpoint) = (&*self.upstream, &*self.label);
         match (read, before) {
             (Ok(version), Some(Ok(before))) => {
                 let (version, before) = (&*version.git_version, &*before.git_version);
@@ -66,5 +65,6 @@ impl Endpoint {
                 tracing::info!(upstream, endpoint, reason, "endpoint version unknown");
             }
         }
+        true
     }
 }

@@ -145,7 +145,7 @@ async fn canary_gets_its_share_of_requests_until_its_errors_diverge() {
     cluster.servers[2].set_faults(|faults| faults.on_request = None);
     assert_eq!(spread_of(500).await[2], 0);
     assert!(canary(&proxy).await["reason"].as_str().unwrap().contains("answers of 1.37 were 5xx"));
-    assert_eq!(proxy.metric("jackstay_canary_withdrawn{upstream=\"control-plane\"}").await, 1.0);
+    proxy.wait_metrics("jackstay_canary_withdrawn{upstream=\"control-plane\"} 1\n").await;
     let events = proxy.events().await;
     assert!(events.iter().any(|e| e["name"] == "canary" && e["to"] == "withdrawn"), "{events:?}");
 }

@@ -356,6 +356,12 @@ fn invalid_value_is_reported_with_path_and_remedy() {
             "listeners[0].resume_groups: was removed: watches of every API group are resumed; list \
              exceptions in never_resume_groups",
         ),
+        case(
+            "upstream: u",
+            "upstream: u\n  heartbeats: [configmaps, Nodes/status]",
+            "listeners[0].heartbeats[1]: \"Nodes/status\" is not a resource such as configmaps or \
+             machines.example.com/status",
+        ),
         // Missing.
         case("- name: l\n  bind", "- bind", "listeners[0].name: is required: a unique name"),
         case(
@@ -601,6 +607,7 @@ fn key_of_the_other_mode_is_refused_with_the_reason() {
             vec![format!("client_ca_file: {tls}"), format!("identities: {tls}")],
         ),
         ("never_resume_groups: [a]", vec![format!("never_resume_groups: {tls}")]),
+        ("heartbeats: [a]", vec![format!("heartbeats: {tls}")]),
         ("limits: {max_streams: 1}", vec![format!("limits.max_streams: {requests}")]),
         ("limits: {stall_timeout: 1s}", vec![format!("limits.stall_timeout: {requests}")]),
         ("idle_timeout: 10ms", vec!["idle_timeout: is shorter than 1s; 0s disables it".into()]),

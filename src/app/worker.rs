@@ -305,6 +305,7 @@ impl Worker {
             metrics: Arc::clone(&bound.metrics),
             access_log: access,
             never_resume_groups: config.never_resume_groups.clone(),
+            heartbeats: config.heartbeats.clone(),
             limits: self.limits(bound),
             request_limits: config.limits.requests.clone(),
             tunnels,

@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::destination::Destination;
+use super::heartbeat::HeartbeatResource;
 use super::serialize as as_in_file;
 
 /// A set of addresses where clients connect.
@@ -125,6 +126,9 @@ pub struct Terminate {
     /// API groups whose watches are not resumed, such as those of an aggregated apiserver whose replicas have
     /// stores of their own.
     pub never_resume_groups: Vec<String>,
+    /// Resources besides leases and the status of nodes whose updates and patches are heartbeats.
+    #[serde(serialize_with = "as_in_file::display_all")]
+    pub heartbeats: Vec<HeartbeatResource>,
     /// Limits of connections and requests.
     pub limits: TerminateLimits,
 }

@@ -256,6 +256,9 @@ listeners:
         other.upstreams[0].tls.server_name = Some("kubernetes.default.svc".into());
         if let Mode::Terminate(terminate) = &mut other.listeners[0].mode {
             terminate.never_resume_groups = vec!["example.com".into()];
+            terminate.heartbeats = vec![
+                crate::config::HeartbeatResource::parse("machines.example.com/status").unwrap(),
+            ];
         }
         if let Mode::Passthrough(passthrough) = &mut other.listeners[1].mode {
             passthrough.idle_timeout = Some(std::time::Duration::from_secs(90));

@@ -7,6 +7,7 @@
 mod address;
 mod destination;
 mod errors;
+mod heartbeat;
 mod layers;
 mod listener;
 mod load;
@@ -24,6 +25,7 @@ mod yaml;
 pub use address::{EndpointAddress, collide};
 pub use destination::Destination;
 pub use errors::{ConfigError, ConfigErrors, KeyLines, describe_io_error};
+pub use heartbeat::HeartbeatResource;
 pub use layers::Overrides;
 pub use listener::*;
 pub use load::{

@@ -234,13 +234,15 @@ pub const CLOSE_REASONS: [&str; 18] = [
 ];
 
 /// Values of the label `reason` of [`OWN_ERRORS`]. Any other reason counts as `other`.
-pub const OWN_ERROR_REASONS: [&str; 10] = [
+pub const OWN_ERROR_REASONS: [&str; 11] = [
     // No apiserver was reachable: 503 for a request, 429 for a new watch.
     "no_upstream",
     // No endpoint was reachable for a passthrough connection, which was reset (no code).
     "unreachable",
     // The connection was lost after a write was sent, so the outcome of the write is unknown (502).
     "unknown_fate",
+    // A heartbeat was ended after 4 s because its apiserver is not healthy; its outcome is unknown (504).
+    "heartbeat_ended",
     // The apiserver did not process a write whose body is no longer held (502).
     "unprocessed",
     // The apiserver sent no complete or no valid response to a request that changes nothing (502).

@@ -27,6 +27,7 @@ use super::consistent_reads::client::LastClient;
 use super::credential_selector::{SelectedCredential, TokenProof};
 use super::fair_queue::Ended;
 use super::forward::ForwardedRequest;
+use super::heartbeat::is_heartbeat;
 use super::hygiene::{self, ForwardedFor};
 use super::listener_service::{CurrentService, ListenerService};
 use super::proven_tokens::LastToken;
@@ -283,6 +284,7 @@ impl ClientConnection {
                 .as_ref()
                 .map(|_| self.memory.account(service.upstream.watches.partial_frames())),
             drain: is_watch.then(|| service.drain.clone()),
+            is_heartbeat: is_heartbeat(&info, &service.heartbeats),
             info,
             watch,
             unproven: None,

@@ -23,6 +23,7 @@ use self::attempt::{FailedAttempt, HeldResponse};
 use super::client_certificate::IdentityProof;
 use super::consistent_reads::RequestVersions;
 use super::drain::DrainWatcher;
+use super::heartbeat;
 use super::hygiene;
 use super::overload_rejection;
 use super::request_body::RequestBody;
@@ -60,6 +61,8 @@ pub struct ForwardedRequest {
     pub body: Option<Rc<RequestBody>>,
     /// The request in Kubernetes terms.
     pub info: RequestInfo,
+    /// Whether the request is ended early if its apiserver is not healthy ([`super::heartbeat`]).
+    pub is_heartbeat: bool,
     /// The parameters of a watch; `None` if its frames cannot be followed, and for any other request.
     pub watch: Option<WatchRequest>,
     /// What the client may hold of the frames of its watches; `Some` if there is a `watch`.
@@ -111,7 +114,12 @@ impl ForwardedRequest {
             let connection = permit.connection();
             let reused = connection.was_open(requested_at);
             outcome.sent_to(&connection.endpoint.label, reused);
-            let result = self.attempt(permit, 1).await;
+            let result = if self.is_heartbeat {
+                // Boxed, so that the futures of other requests do not grow by its size.
+                Box::pin(self.heartbeat_attempt(permit)).await
+            } else {
+                self.attempt(permit, 1).await
+            };
             if self.hedges_sent.get() > 0 {
                 outcome.hedged = true;
             }
@@ -159,6 +167,18 @@ impl ForwardedRequest {
             failed = Some(failure);
         }
         unreachable!("the last attempt returns")
+    }
+
+    /// Makes an attempt at a heartbeat. The stream is reset if it should end without a response.
+    async fn heartbeat_attempt(&self, permit: Permit) -> Result<UpstreamResponse, FailedAttempt> {
+        let connection = Rc::clone(permit.connection());
+        tokio::select! {
+            biased;
+            result = self.attempt(permit, 1) => result,
+            reason = heartbeat::until_hopeless(&connection) => {
+                Err(FailedAttempt::new(Stage::Unanswered, &reason, &connection))
+            }
+        }
     }
 
     fn is_watch(&self) -> bool {

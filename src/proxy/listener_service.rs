@@ -8,7 +8,7 @@ use super::credential_selector::CredentialSelector;
 use super::drain::DrainWatcher;
 use super::tunnels::Tunnels;
 use super::upstream_client::UpstreamClient;
-use crate::config::{AccessLog, Limits, RequestLimits};
+use crate::config::{AccessLog, HeartbeatResource, Limits, RequestLimits};
 use crate::observe::ListenerMetrics;
 
 /// The settings and shared state with which one worker serves the requests of one listener. A reload
@@ -24,6 +24,8 @@ pub struct ListenerService {
     pub access_log: AccessLog,
     /// API groups whose watches are not resumed.
     pub never_resume_groups: Vec<String>,
+    /// Resources besides leases and the status of nodes whose updates and patches are heartbeats.
+    pub heartbeats: Vec<HeartbeatResource>,
     /// Limits of connections.
     pub limits: Limits,
     /// Limits of requests. A connection keeps the limits of the service that accepted it.

@@ -20,6 +20,7 @@ pub mod forward;
 mod handshake_memory;
 pub mod handshake_queue;
 mod head_timeout;
+mod heartbeat;
 mod http_connection;
 pub mod https_server;
 pub mod hygiene;

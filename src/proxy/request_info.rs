@@ -224,6 +224,13 @@ impl RequestInfo {
         part.of(self.path())
     }
 
+    /// Whether the request is about this resource or subresource of the API group.
+    pub(super) fn is_about(&self, group: &str, resource: &str, subresource: &str) -> bool {
+        self.part(self.resource) == resource
+            && self.part(self.subresource) == subresource
+            && self.part(self.group) == group
+    }
+
     /// Whether the request is long-running, so that its duration is not recorded and no timeout applies.
     /// This is kube-apiserver's `BasicLongRunningRequestCheck`, extended to every tunnel.
     pub fn long_running(&self) -> bool {

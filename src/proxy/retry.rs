@@ -32,6 +32,9 @@
 //! budget of a tenth of all requests. The client gets the first rejection if that one rejects the request as well. A
 //! write is never sent again for this reason: the client repeats it after the Retry-After.
 //!
+//! A heartbeat on an apiserver that is not healthy is in the stage *unanswered* after 4 s, and fails
+//! ([`super::heartbeat`]).
+//!
 //! A write that may have been executed is never sent again, and its error carries no Retry-After, because
 //! client-go re-sends every verb after a 429 or 5xx with that header.
 
@@ -60,6 +63,9 @@ pub enum Stage {
     Rejected,
     /// The request was sent, and no response head arrived.
     NoHead,
+    /// The request is a heartbeat, and jackstay has ended it before a response head arrived
+    /// ([`super::heartbeat`]).
+    Unanswered,
     /// A response head arrived and was held back, to wait for the prefix of its body
     /// ([`super::body_prefix`]) or to check whether the body is a rejection.
     HeadHeld,
@@ -74,7 +80,7 @@ impl Stage {
             Self::TooOld => "too_old",
             Self::NotReached => "not_reached",
             Self::Rejected => "rejected",
-            Self::NoHead | Self::HeadHeld => "lost",
+            Self::NoHead | Self::Unanswered | Self::HeadHeld => "lost",
         }
     }
 }
@@ -185,6 +191,8 @@ pub fn client_error(
         ))
     } else if may_hedge(kind) {
         StatusError::bad_gateway(reason)
+    } else if stage == Stage::Unanswered {
+        StatusError::unanswered_heartbeat(reason)
     } else {
         StatusError::unknown_outcome(reason)
     }
@@ -205,7 +213,7 @@ pub fn stage_of(error: &h2::Error) -> Stage {
 mod tests {
     use super::*;
     use RequestKind::{Log, NonMutating, Read, Tunnel, Watch, Write};
-    use Stage::{HeadHeld, NoHead, NotReached, NotSent, Rejected, TooOld, Unprocessed};
+    use Stage::{HeadHeld, NoHead, NotReached, NotSent, Rejected, TooOld, Unanswered, Unprocessed};
 
     const STAGES: [Stage; 7] =
         [NotSent, Unprocessed, TooOld, NotReached, Rejected, NoHead, HeadHeld];
@@ -255,6 +263,7 @@ mod tests {
         const UNPROCESSED: Error = ("bad_gateway", true);
         const SAFE: Error = ("bad_gateway", false);
         const UNKNOWN: Error = ("unknown_fate", false);
+        const HEARTBEAT: Error = ("heartbeat_ended", false);
         // Expected with a held body and a live connection; without a held body; with a dead connection.
         for (kind, stage, alive, not_held, dead) in [
             (Read, NotSent, UNPROCESSED, NOT_HELD, UNPROCESSED),
@@ -273,6 +282,7 @@ mod tests {
             (Write, Unprocessed, UNPROCESSED, NOT_HELD, UNPROCESSED),
             (Write, NoHead, UNKNOWN, UNKNOWN, UNKNOWN),
             (Write, HeadHeld, UNKNOWN, UNKNOWN, UNKNOWN),
+            (Write, Unanswered, HEARTBEAT, HEARTBEAT, HEARTBEAT),
             (Tunnel, NotSent, UNPROCESSED, NOT_HELD, UNPROCESSED),
             (Tunnel, Unprocessed, UNPROCESSED, NOT_HELD, UNPROCESSED),
             (Tunnel, NoHead, UNKNOWN, UNKNOWN, UNKNOWN),

@@ -85,6 +85,17 @@ impl StatusError {
         Self::new(StatusCode::BAD_GATEWAY, "InternalError", "unknown_fate", message)
     }
 
+    /// 504: jackstay ended a heartbeat because its apiserver is not healthy ([`super::heartbeat`]). The outcome is
+    /// unknown. kube-apiserver's own error for a write that takes too long is the same (`NewTimeoutError` in
+    /// `k8s.io/apimachinery/pkg/api/errors`).
+    pub fn unanswered_heartbeat(detail: impl Display) -> Self {
+        let message = format_args!(
+            "the apiserver did not answer in time, and the request may or may not have been carried out: \
+             {detail}"
+        );
+        Self::new(StatusCode::GATEWAY_TIMEOUT, "Timeout", "heartbeat_ended", message)
+    }
+
     /// 502: the apiserver sent no complete or no valid response to a request that changes nothing, or a
     /// request that was not processed cannot be sent again.
     pub fn bad_gateway(detail: impl Display) -> Self {

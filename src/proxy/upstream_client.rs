@@ -156,7 +156,7 @@ pub(super) struct UpstreamResponse {
 }
 
 /// Waits until a request should not rely on this connection alone: the connection is suspect or should
-/// drain ([`Connection::should_drain`]), or its endpoint is degraded while another one is ready.
+/// drain ([`Connection::should_drain`]), or there is a better endpoint ([`has_better_endpoint`]).
 pub async fn until_troubled(connection: &Rc<Connection>, client: &UpstreamClient) {
     loop {
         connection.changed().await;
@@ -180,10 +180,16 @@ fn is_troubled(connection: &Connection, client: &UpstreamClient) -> bool {
         || has_better_endpoint(connection, client)
 }
 
-/// Whether the endpoint is degraded while another one is ready. If all endpoints are degraded, sending
-/// requests to another one does not help.
+/// Whether the endpoint is degraded or its latest `/readyz` failed or is overdue, while another one is ready. If all
+/// endpoints fail, sending requests to another one does not help.
 pub fn has_better_endpoint(connection: &Connection, client: &UpstreamClient) -> bool {
-    connection.endpoint.state() == EndpointState::Degraded && client.has_ready_endpoint_besides(&[])
+    let endpoint = &connection.endpoint;
+    (endpoint.probe.is_failing() || endpoint.state() == EndpointState::Degraded)
+        && client.pool.upstream().endpoints().iter().any(|other| {
+            !connection.is_to(other)
+                && other.state() == EndpointState::Ready
+                && !other.probe.is_failing()
+        })
 }
 
 /// Polls of one response between two turns of other tasks.

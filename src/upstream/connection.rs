@@ -204,6 +204,12 @@ impl Connection {
         self.changed.notify_waiters();
     }
 
+    /// The latest `/readyz` of its endpoint failed or is overdue: notifies the requests on the connection, which may
+    /// start a second attempt.
+    pub fn endpoint_suspected(&self) {
+        self.changed.notify_waiters();
+    }
+
     /// Whether the connection may carry a request whose client has proven the subject `proven`.
     pub fn may_carry(&self, proven: Option<&Subject>) -> bool {
         may_carry(self.class(), self.certificate.as_ref().map(|shown| &shown.subject), proven)

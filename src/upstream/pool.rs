@@ -262,6 +262,8 @@ impl Pool {
                 connection.drain(DrainReason::EndpointRemoved);
             } else if connection.endpoint.state() == EndpointState::Degraded {
                 connection.endpoint_degraded();
+            } else if connection.endpoint.probe.is_failing() {
+                connection.endpoint_suspected();
             } else if !configured
                 && (is_idle(connection, now)
                     || is_idle_after_burst(connection, now)

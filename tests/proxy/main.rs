@@ -12,6 +12,7 @@ mod connection_slots;
 mod consistent_reads;
 mod degraded_upstream;
 mod expired_versions;
+mod heartbeats;
 mod held_watches;
 mod hostile_upstream;
 mod identity;

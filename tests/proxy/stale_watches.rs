@@ -84,6 +84,7 @@ async fn count_stale_watches() {
         proof: IdentityProof::new(CredentialClass::Token, None),
         head: Request::from_parts(parts, ()),
         body: None,
+        is_heartbeat: false,
         info,
         watch: Some(watch),
         frames: Some(ByteAccount::unmetered(usize::MAX)),

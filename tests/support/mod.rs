@@ -146,6 +146,7 @@ impl Certs {
                     client_ca_file: Some(self.ca_file.clone()),
                     identities: vec![self.identity.clone()],
                     never_resume_groups: Vec::new(),
+                    heartbeats: Vec::new(),
                     limits: TerminateLimits {
                         connections: limits(),
                         requests: RequestLimits {

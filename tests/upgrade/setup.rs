@@ -211,6 +211,7 @@ impl Proxy {
             metrics: metrics.listener(&listener.name),
             access_log: AccessLog::Off,
             never_resume_groups: Vec::new(),
+            heartbeats: Vec::new(),
             limits: listener.limits().clone(),
             request_limits: terminate.limits.requests.clone(),
             tunnels: tunnels.clone(),

@@ -9,6 +9,7 @@ use std::time::Duration;
 use crate::config::address::{is_dns_name, parse_bind};
 use crate::config::destination::Destination;
 use crate::config::errors::quote;
+use crate::config::heartbeat::HeartbeatResource;
 use crate::config::listener::{
     CertPaths, DestinationRoute, Limits, Listener, Mode, Passthrough, RequestLimits, Route,
     SOURCE_PREFIX_V6, ServingCert, Terminate, TerminateLimits,
@@ -142,7 +143,8 @@ fn terminate(fields: &mut Fields<'_>, mode_is_known: bool) -> Terminate {
     fields.refuse("resume_groups", NO_RESUME_GROUPS);
     let never_resume_groups = api_groups(&fields.get("never_resume_groups"));
     let tls = ServingCert { paths, issuer };
-    Terminate { tls, client_ca_file, identities, never_resume_groups, limits }
+    let heartbeats = heartbeats(&fields.get("heartbeats"));
+    Terminate { tls, client_ca_file, identities, never_resume_groups, heartbeats, limits }
 }
 
 fn passthrough(
@@ -150,7 +152,14 @@ fn passthrough(
     transparent: bool,
     references: &mut References,
 ) -> Passthrough {
-    for key in ["tls", "client_ca_file", "identities", "never_resume_groups", "resume_groups"] {
+    for key in [
+        "tls",
+        "client_ca_file",
+        "identities",
+        "never_resume_groups",
+        "resume_groups",
+        "heartbeats",
+    ] {
         fields.refuse(key, NO_TLS);
     }
     let mut nested = fields.section("limits");
@@ -295,6 +304,21 @@ fn api_groups(node: &Node<'_>) -> Vec<String> {
         groups.extend(group);
     }
     groups
+}
+
+fn heartbeats(node: &Node<'_>) -> Vec<HeartbeatResource> {
+    let mut heartbeats: Vec<HeartbeatResource> = Vec::new();
+    for item in node.items() {
+        let heartbeat = item.require("text: a resource such as configmaps", |text| {
+            let heartbeat = HeartbeatResource::parse(text)?;
+            if heartbeats.contains(&heartbeat) {
+                return Err(format!("{} appears twice", quote(text)));
+            }
+            Ok(heartbeat)
+        });
+        heartbeats.extend(heartbeat);
+    }
+    heartbeats
 }
 
 fn request_limits(fields: &mut Fields<'_>) -> RequestLimits {

@@ -348,6 +348,7 @@ mod tests {
                 client_ca_file: Some(ca.clone()),
                 identities: Vec::new(),
                 never_resume_groups: Vec::new(),
+                heartbeats: Vec::new(),
                 limits: TerminateLimits {
                     connections: Limits {
                         max_connections: 1,

@@ -58,7 +58,7 @@ impl FailedAttempt {
             Stage::Unprocessed | Stage::TooOld | Stage::NotReached | Stage::Rejected => {
                 PreviousFailure::Refusal(&self.connection)
             }
-            Stage::NotSent | Stage::NoHead | Stage::HeadHeld => {
+            Stage::NotSent | Stage::NoHead | Stage::Unanswered | Stage::HeadHeld => {
                 PreviousFailure::Silence(&self.connection)
             }
         }

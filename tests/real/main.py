@@ -11,7 +11,7 @@ from pathlib import Path
 import kubernetes
 import rig as rig_module
 
-MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_setup", "test_discovery", "test_outage", "test_line", "test_custom"]
+MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_setup", "test_discovery", "test_outage", "test_line", "test_custom", "test_lag"]
 
 
 class Result(unittest.TextTestResult):

@@ -11,17 +11,22 @@ from pathlib import Path
 import kubernetes
 import rig as rig_module
 
-MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_setup", "test_discovery", "test_outage", "test_line", "test_custom", "test_lag"]
+MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_setup", "test_discovery", "test_outage", "test_line",
+           "test_custom", "test_lag", "consistency.test_checker", "test_consistency"]
 
 
 class Result(unittest.TextTestResult):
-    """A test result that prints the wall time of every test."""
+    """A test result that prints the wall time of every test, and fails a test if client-go detects an inconsistency."""
 
     def startTest(self, test):
         self.begun = time.monotonic()
         super().startTest(test)
 
     def addSuccess(self, test):
+        # The detectors of kubelet and of the controller manager find what the test itself does not see.
+        if found := rig_module.inconsistencies():
+            failure = AssertionError("client-go detected an inconsistency:\n" + "\n".join(found))
+            return self.addFailure(test, (AssertionError, failure, None))
         super().addSuccess(test)
         self.passed = getattr(self, "passed", 0) + 1
         self.stream.writeln(f"    {time.monotonic() - self.begun:.1f} s")

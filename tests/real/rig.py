@@ -39,6 +39,8 @@ LOAD_BALANCER, LOAD_BALANCER6 = "10.99.2.5", "fd00:99::5"
 ETCD_ADDRESSES = {"a": "127.0.0.11", "b": "127.0.0.12", "c": "127.0.0.13"}
 TOKEN = "a-token-of-the-rig"
 TOKEN_USER = ("alice", ["developers", "on-call"])
+# Tokens of users with all permissions, each an identity of its own.
+ADMIN_TOKENS = {f"admin-{i}": f"a-token-of-admin-{i}" for i in range(10)}
 IMAGE = "jackstay.test/busybox:1"
 
 
@@ -377,6 +379,24 @@ WATCH_ERRORS = (r"client connection lost|watch (of .* )?(ended|closed) with|Fail
 WRITE_ERRORS = r"Error updating node status|failed to (update|ensure).*lease"
 
 
+# client-go compares what a watch or a cached list has given it with a list from etcd, and panics if they differ.
+DETECTORS = {"KUBE_WATCHLIST_INCONSISTENCY_DETECTOR": "true", "KUBE_LIST_FROM_CACHE_INCONSISTENCY_DETECTOR": "true"}
+INCONSISTENT = b"data inconsistency detected"
+_examined = {}  # bytes of each log that were read
+
+
+def inconsistencies():
+    """What the detectors have reported since the last call, in the logs of all components."""
+    found = []
+    for file in (_rig.dir.glob("*.log") if _rig else ()):
+        with open(file, "rb") as log_file:
+            log_file.seek(_examined.get(file, 0))
+            text = log_file.read()
+        _examined[file] = _examined.get(file, 0) + len(text)
+        found += [f"{file.name}: {line[:500].decode(errors='replace')}" for line in text.splitlines() if INCONSISTENT in line]
+    return found
+
+
 def log_lines(process, what, since=0):
     """Lines of a process's log after byte `since` in which `what` is found."""
     with open(process.logfile, "rb") as file:
@@ -409,7 +429,7 @@ class HollowNode:
             'exec 9<"$1" && mount --bind "$2" /tmp && cd / && shift 2 && exec -a kubemark /proc/self/fd/9 "$@"', "hollow",
             RELEASE.program("kubemark"), tmp, "--morph=kubelet", f"--name={self.name}", "--kubeconfig=/tmp/kubeconfig",
             f"--kubelet-port={10300 + index}", f"--kubelet-read-only-port={10400 + index}", "--v=2", *RELEASE.kubemark,
-        ], rig.dir / f"{self.name}.log")
+        ], rig.dir / f"{self.name}.log", env=DETECTORS)
 
 
 class RealNode:
@@ -448,7 +468,7 @@ conf_dir = "{d}/cni-conf"
         self.containerd = Process("containerd", ["containerd", "--config", d / "containerd.toml"], rig.dir / "containerd.log")
         self.kubelet = Process("kubelet", [
             RELEASE.program("kubelet"), *RELEASE.kubelet, f"--config={d}/kubelet.json", f"--node-ip={NODE_IP}", f"--hostname-override={self.NAME}",
-            "--v=2", *self.kubelet_flags()], rig.dir / "kubelet.log")
+            "--v=2", *self.kubelet_flags()], rig.dir / "kubelet.log", env=DETECTORS)
 
     def kubelet_flags(self):
         return [f"--kubeconfig={self.kubeconfig()}", f"--root-dir={self.dir}/kubelet", f"--cert-dir={self.dir}/pki"]
@@ -644,7 +664,8 @@ class Rig:
         sh("openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", self.sa_key)
         self.token_table = self.dir / "tokens.csv"
         groups = ",".join(TOKEN_USER[1])
-        self.token_table.write_text(f'{TOKEN},{TOKEN_USER[0]},4711,"{groups}"\n')
+        self.token_table.write_text(f'{TOKEN},{TOKEN_USER[0]},4711,"{groups}"\n'
+                                    + "".join(f'{token},{name},{name},"system:masters"\n' for name, token in ADMIN_TOKENS.items()))
         self.audit_policy = self.dir / "audit-policy.json"
         self.audit_policy.write_text(json.dumps({
             "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [{"level": "Metadata"}]}))
@@ -665,7 +686,7 @@ class Rig:
             f"--service-account-private-key-file={self.sa_key}", f"--root-ca-file={self.pki.ca}",
             f"--cluster-signing-cert-file={self.pki.ca}", f"--cluster-signing-key-file={self.pki.ca_key}",
             "--allocate-node-cidrs", "--cluster-cidr=10.97.0.0/16",  # A kubelet with a CIDR becomes Ready sooner.
-            "--leader-elect=false", "--bind-address=127.0.0.1", "--v=1"])
+            "--leader-elect=false", "--bind-address=127.0.0.1", "--v=1"], env=DETECTORS)
         self.faults = Faults(self)
         for group, role in (("developers", "view"), ("jackstay:load", "edit")):
             self.control.must("POST", "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", {
@@ -817,6 +838,14 @@ class Rig:
         if node.code != 200:
             return False
         return any(c["type"] == "Ready" and c["status"] == "True" for c in node.json["status"]["conditions"])
+
+    def etcdctl(self, *argv):
+        """Output of etcdctl, which bypasses the apiservers."""
+        return sh(CACHE / "bin/etcdctl", "--endpoints=http://127.0.0.1:2379", *argv).stdout
+
+    def revision(self):
+        """The current revision of etcd, the newest resourceVersion."""
+        return json.loads(self.etcdctl("endpoint", "status", "--write-out=json"))[0]["Status"]["header"]["revision"]
 
     def load_namespace(self):
         self.namespaces += 1

@@ -18,7 +18,7 @@ from cases import RigCase
 from deployed import DEPLOY, KUBELET_CONF, KUBELET_PEM, SERVER, UPSTREAM, Systemd, NewNode, admin, install_manifest, pids_of, stop_everything, status, write_config
 from figures import LONG, bound, record, within
 from kubernetes import RELEASE
-from rig import ADDRESSES, IMAGE, LOAD_BALANCER, LOAD_BALANCER6, NODE_IP, PORT, WATCH_ERRORS, Jackstay, client_errors, log, sh, wait_for, yaml
+from rig import DETECTORS, ADDRESSES, IMAGE, LOAD_BALANCER, LOAD_BALANCER6, NODE_IP, PORT, WATCH_ERRORS, Jackstay, client_errors, log, sh, wait_for, yaml
 from rig_l4 import install, remove
 
 
@@ -455,7 +455,7 @@ class Controllers(RigCase, unittest.TestCase):
             # renewal is a write: in flight to a stopped apiserver, it waits.
             "--use-service-account-credentials", "--leader-elect=true", "--leader-elect-lease-duration=40s",
             "--leader-elect-renew-deadline=30s", "--bind-address=127.0.0.1",
-            "--v=2", "--vmodule=reflector=4"])
+            "--v=2", "--vmodule=reflector=4"], env=DETECTORS)
         cls.proxy = rig.run("kube-proxy", [
             RELEASE.program("kube-proxy"), f"--kubeconfig={rig.kubeconfig('controllers-proxy', cls.jackstay.server, cert=proxy)}",
             "--hostname-override=proxied", "--proxy-mode=iptables", "--cluster-cidr=10.97.0.0/16", "--conntrack-max-per-core=0",

@@ -5,7 +5,7 @@ import time
 import unittest
 
 from figures import LONG
-from rig import PORT, WATCH_ERRORS, client_errors, log, log_lines, wait_for
+from rig import DETECTORS, PORT, WATCH_ERRORS, client_errors, log, log_lines, wait_for
 from test_jackstay import JackstayCase
 
 # Longer than 30 s, the time for which jackstay holds a new watch.
@@ -20,7 +20,7 @@ class Outage(JackstayCase, unittest.TestCase):
         # The rig's controller manager uses an apiserver directly; this one uses jackstay.
         argv = [a for a in self.rig.controller.argv if not str(a).startswith("--kubeconfig=")]
         config = self.rig.kubeconfig("controller-manager-2", self.server, cert=self.rig.admin_cert)
-        self.controller = self.rig.run("controller-manager-2", [*argv, f"--kubeconfig={config}", "--secure-port=10357"])
+        self.controller = self.rig.run("controller-manager-2", [*argv, f"--kubeconfig={config}", "--secure-port=10357"], env=DETECTORS)
         self.addCleanup(self.controller.stop)
         wait_for(f"{self.node.name} to be Ready", lambda: self.rig.ready(self.node.name), 90)
         self.watches = self.settled()
@@ -42,6 +42,7 @@ class Outage(JackstayCase, unittest.TestCase):
         def is_list(event):
             return (event["user"].get("username") == user and event.get("userAgent", "").startswith(agent)
                     and event["requestReceivedTimestamp"] >= since
+                    and "resourceVersionMatch=Exact" not in event["requestURI"]  # of client-go's detectors of inconsistencies
                     and (event["verb"] == "list" or "sendInitialEvents=true" in event["requestURI"]))
         return {e["auditID"]: e["requestURI"] for e in self.rig.audit(is_list)}
 

@@ -261,3 +261,12 @@ def read_records(lines):
                 if newest[0] > table.get(key, (0, None))[0]:
                     table[key] = newest
     return list(operations.values()), others
+
+
+def load(directory, prefixes):
+    """Operations, other records, histories and audit entries of a recording."""
+    lines = [line for file in sorted(directory.glob("records*")) for line in open(file)]
+    operations, others = read_records(lines)
+    with open(directory / "etcd") as etcd:
+        histories = read_etcd(etcd, prefixes, (directory / "namespace").read_text())
+    return operations, others, histories, json.loads((directory / "audit").read_text())

@@ -177,6 +177,13 @@ func main() {
 		}
 		return
 	}
+	if *historyFile != "" {
+		if err := runHistory(); err != nil {
+			fmt.Fprintln(os.Stderr, "load:", err)
+			os.Exit(1)
+		}
+		return
+	}
 	l := newLedger()
 	if err := run(l); err != nil {
 		fmt.Fprintln(os.Stderr, "load:", err)

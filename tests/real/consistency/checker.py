@@ -19,6 +19,7 @@ as in Porcupine: each read is compared with the state at the versions that it ma
     silent error  every failure has a Status with a message
 """
 
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
@@ -406,9 +407,10 @@ def summary(operations, violations):
             f"{dict(sorted(Counter(v.rule for v in violations).items()))}")
 
 
-def smallest(violations):
-    """The smallest violation of each rule."""
-    by_rule = {}
+def smallest(violations, most=12):
+    """The smallest violation of each rule and kind: two are of one kind if they differ in names and numbers only."""
+    kinds = {}
     for violation in violations:
-        by_rule.setdefault(violation.rule, violation)
-    return list(by_rule.values())
+        kind = re.sub(r"\b(configmaps|leases|things|k\d)\b|[\d.]+", "", violation.text)
+        kinds.setdefault((violation.rule, kind), violation)
+    return list(kinds.values())[:most]

@@ -170,19 +170,17 @@ type meta struct {
 
 func main() {
 	flag.Parse()
-	if *flowSpec != "" {
-		if err := runFlows(*flowSpec); err != nil {
-			fmt.Fprintln(os.Stderr, "load:", err)
-			os.Exit(1)
+	for _, other := range []struct {
+		chosen bool
+		run    func() error
+	}{{*flowSpec != "", func() error { return runFlows(*flowSpec) }}, {*historyFile != "", runHistory}, {*cachedReads != "", runCachedReads}} {
+		if other.chosen {
+			if err := other.run(); err != nil {
+				fmt.Fprintln(os.Stderr, "load:", err)
+				os.Exit(1)
+			}
+			return
 		}
-		return
-	}
-	if *historyFile != "" {
-		if err := runHistory(); err != nil {
-			fmt.Fprintln(os.Stderr, "load:", err)
-			os.Exit(1)
-		}
-		return
 	}
 	l := newLedger()
 	if err := run(l); err != nil {

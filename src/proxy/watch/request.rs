@@ -40,7 +40,9 @@ pub struct WatchRequest {
     ///
     /// Bookmarks that only the proxy asks for are swallowed. It does not ask for them in groups that cannot
     /// be resumed, nor for tables: the first event of a table contains the column definitions, and a
-    /// swallowed bookmark would remove them.
+    /// swallowed bookmark would remove them. The first request of a watch without a version does not ask for
+    /// them either: with bookmarks it would be a WatchList, which an apiserver refuses if its etcd does not
+    /// report progress on request (3.5.13 and later do; `cacher.go`, `getBookmarkAfterResourceVersionLockedFunc`).
     pub upstream_bookmarks: bool,
 }
 
@@ -151,7 +153,7 @@ pub fn group(path: &str) -> Option<&str> {
 
 /// The query of the first request upstream.
 pub fn upstream_query<'a>(query: &'a str, request: &WatchRequest) -> Cow<'a, str> {
-    if request.bookmarks || !request.upstream_bookmarks {
+    if request.bookmarks || !request.upstream_bookmarks || request.version.is_none() {
         return Cow::Borrowed(query);
     }
     Cow::Owned(rewrite(query, &[("allowWatchBookmarks", Some("true"))]))
@@ -162,12 +164,16 @@ pub fn upstream_query<'a>(query: &'a str, request: &WatchRequest) -> Cow<'a, str
 /// `timeoutSeconds`.
 pub fn resume_query(
     query: &str,
+    request: &WatchRequest,
     cursor: Option<&ResourceVersion>,
     remaining: Option<Duration>,
 ) -> String {
     let seconds = remaining.map(|remaining| remaining.as_secs().max(1).to_string());
-    let mut changes = Vec::with_capacity(4);
+    let mut changes = Vec::with_capacity(5);
     if let Some(cursor) = cursor {
+        if request.upstream_bookmarks {
+            changes.push(("allowWatchBookmarks", Some("true")));
+        }
         changes.push(("resourceVersion", Some(cursor.as_str())));
         changes.push(("sendInitialEvents", None));
         changes.push(("resourceVersionMatch", None));

@@ -315,7 +315,7 @@ class Checker:
         elif operation.ok and operation.end and operation.end["how"] == "clean":
             lasted = (operation.end["at"] - operation.invoke["at"]) / 1e9
             timeout = operation.form.get("timeoutSeconds")
-            if not (timeout and lasted >= timeout - 1) and not self.during(operation.end, ("takeover",)):
+            if not (timeout and lasted >= timeout - 2) and not self.during(operation.end, ("takeover",)):
                 self.report("watch end", f"{operation.resource}: the watch ended after {lasted:.1f} s", operation.invoke, operation.end)
 
     # ---- errors ----

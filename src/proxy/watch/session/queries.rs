@@ -15,7 +15,7 @@ impl Session {
     /// The query of the request that continues the watch, or starts it again. `query` is the query of the
     /// first upstream request.
     pub fn resume_query(&self, query: &str, now: Instant) -> String {
-        resume_query(query, self.state.cursor(), self.remaining(now))
+        resume_query(query, &self.request, self.state.cursor(), self.remaining(now))
     }
 
     /// Whether the watch may be moved now, for this reason. A watch of a group that an aggregated apiserver may

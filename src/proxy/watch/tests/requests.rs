@@ -89,11 +89,7 @@ fn request_parameters_are_read_as_apiserver_reads_them() {
 fn query_rewrite_changes_only_the_parameters_of_resuming() {
     let cursor = ResourceVersion::parse(b"77").unwrap();
     for (query, first, resumed) in [
-        (
-            "watch=1",
-            "watch=1&allowWatchBookmarks=true",
-            "watch=1&allowWatchBookmarks=true&resourceVersion=77",
-        ),
+        ("watch=1", "watch=1", "watch=1&allowWatchBookmarks=true&resourceVersion=77"),
         (
             "labelSelector=a%3Db%2Cc&allowWatchBookmarks=true&resourceVersion=5&watch=true",
             "labelSelector=a%3Db%2Cc&allowWatchBookmarks=true&resourceVersion=5&watch=true",
@@ -101,8 +97,13 @@ fn query_rewrite_changes_only_the_parameters_of_resuming() {
         ),
         (
             "allowWatchBookmarks=false&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&resourceVersion=&watch=1&timeoutSeconds=300",
-            "allowWatchBookmarks=true&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&resourceVersion=&watch=1&timeoutSeconds=300",
+            "allowWatchBookmarks=false&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&resourceVersion=&watch=1&timeoutSeconds=300",
             "allowWatchBookmarks=true&resourceVersion=77&watch=1&timeoutSeconds=41",
+        ),
+        (
+            "resourceVersion=0&watch",
+            "resourceVersion=0&watch",
+            "resourceVersion=77&watch&allowWatchBookmarks=true",
         ),
         (
             "resourceVersion=1&watch&resourceVersion=2",
@@ -113,8 +114,8 @@ fn query_rewrite_changes_only_the_parameters_of_resuming() {
         let watch = request(query);
         assert_eq!(upstream_query(query, &watch), first);
         let remaining = watch.timeout.map(|_| Duration::from_millis(41_900));
-        assert_eq!(resume_query(first, Some(&cursor), remaining), resumed);
-        let restarted = resume_query(first, None, remaining);
+        assert_eq!(resume_query(first, &watch, Some(&cursor), remaining), resumed);
+        let restarted = resume_query(first, &watch, None, remaining);
         assert_eq!(restarted, first.replace("timeoutSeconds=300", "timeoutSeconds=41"));
     }
 }

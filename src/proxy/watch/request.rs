@@ -41,7 +41,7 @@ pub struct WatchRequest {
     /// Bookmarks that only the proxy asks for are swallowed. It does not ask for them in groups that cannot
     /// be resumed, nor for tables: the first event of a table contains the column definitions, and a
     /// swallowed bookmark would remove them. The first request of a watch without a version does not ask for
-    /// them either: with bookmarks it would be a WatchList, which an apiserver refuses if its etcd does not
+    /// them either: with bookmarks it would be a `WatchList`, which an apiserver refuses if its etcd does not
     /// report progress on request (3.5.13 and later do; `cacher.go`, `getBookmarkAfterResourceVersionLockedFunc`).
     pub upstream_bookmarks: bool,
 }

@@ -308,6 +308,7 @@ class Consistency(RigCase, unittest.TestCase):
             self.rig.kubeconfig("history-python", self.server, token=ADMIN_TOKENS["admin-8"]), namespace, directory / "records-python", SEED],
             self.rig.dir / "history-python.log").start()
         self.addCleanup(python.stop, signal.SIGKILL)
+        kube = self.kube_client(directory, namespace)
         kubectl = Kubectl(self.rig, self.server, namespace, directory / "records-kubectl", SEED)
         kubectl.start()
         self.addCleanup(kubectl.stopped.set)
@@ -315,6 +316,8 @@ class Consistency(RigCase, unittest.TestCase):
         python.require_running()
         kubectl.stopped.set()
         python.stop(timeout=70)
+        if kube:
+            self.assertEqual(kube.child.wait(70), 0, kube.tail())
         kubectl.join(70)
         self.assertFalse(kubectl.is_alive(), "kubectl did not stop")
         go.send_signal(signal.SIGTERM)
@@ -322,6 +325,18 @@ class Consistency(RigCase, unittest.TestCase):
         self.assertEqual((go.returncode, error), (0, ""))
         self.assertTrue(self.jackstay.process.running, self.jackstay.process.tail())
         self.assertNotIn("panicked", self.jackstay.process.logfile.read_text(errors="replace"))
+
+    def kube_client(self, directory, namespace):
+        """The client on kube-rs (tests/kube_client.rs), which ends by itself."""
+        binary = os.environ.get("JACKSTAY_KUBE_CLIENT")
+        if not binary:
+            log("    without a client on kube-rs: JACKSTAY_KUBE_CLIENT is not set")
+            return None
+        process = Process("kube-client", [binary, "--ignored", "--exact", "history", "--nocapture"], self.rig.dir / "kube-client.log", env={
+            "HISTORY_SERVER": self.server, "HISTORY_CA": str(self.rig.pki.ca), "HISTORY_TOKEN": ADMIN_TOKENS["admin-7"], "HISTORY_NAMESPACE": namespace,
+            "HISTORY_FILE": str(directory / "records-kube"), "HISTORY_SEED": str(SEED), "HISTORY_SECONDS": str(SECONDS)}).start()
+        self.addCleanup(process.stop, signal.SIGKILL)
+        return process
 
     def judge(self, directory):
         began = time.monotonic()

@@ -68,9 +68,22 @@ impl Connection {
         uri.path_and_query = parts.uri.path_and_query().cloned();
         parts.uri = Uri::from_parts(uri)?;
         parts.headers.insert(header::AUTHORIZATION, format!("Bearer {}", self.token).parse()?);
-        let mut sender = self.open().await?;
-        sender.ready().await?;
-        Ok(sender.send_request(Request::from_parts(parts, body)).await?)
+        let mut request = Request::from_parts(parts, body);
+        // A request that the closing connection did not send goes to the next one, as with hyper-util's client.
+        for _ in 0..3 {
+            let mut sender = self.open().await?;
+            if sender.ready().await.is_err() {
+                continue;
+            }
+            match sender.try_send_request(request).await {
+                Ok(response) => return Ok(response),
+                Err(mut failed) => match failed.take_message() {
+                    Some(unsent) => request = unsent,
+                    None => return Err(failed.into_error().into()),
+                },
+            }
+        }
+        Err("three connections closed before the request was sent".into())
     }
 }
 
@@ -88,7 +101,7 @@ impl Recorder {
         writeln!(file.0, "{record}").unwrap();
     }
 
-    fn invoke(&self, verb: &str, resource: &str, key: &str, form: Value, value: &str) -> u64 {
+    fn invoke(&self, verb: &str, resource: &str, key: &str, form: &Value, value: &str) -> u64 {
         let op = {
             let mut file = self.file.lock().unwrap();
             file.1 += 1;
@@ -139,18 +152,18 @@ async fn act(api: &Api<DynamicObject>, types: &ApiResource, out: &Recorder, seq:
     let list = if recent { ListParams::default() } else { ListParams::default().match_any() };
     match fastrand::u8(..10) {
         0 => {
-            let op = out.invoke("create", resource, &key, json!({}), &value);
+            let op = out.invoke("create", resource, &key, &json!({}), &value);
             let object: DynamicObject = serde_json::from_value(object).unwrap();
             let result = api.create(&PostParams::default(), &object).await;
             out.reply(op, result.map(|o| one(&o)));
         }
         1 | 2 => {
-            let op = out.invoke("patch", resource, &key, json!({}), &value);
+            let op = out.invoke("patch", resource, &key, &json!({}), &value);
             let result = api.patch(&key, &PatchParams::default(), &Patch::Merge(object)).await;
             out.reply(op, result.map(|o| one(&o)));
         }
         3 => {
-            let op = out.invoke("delete", resource, &key, json!({}), "");
+            let op = out.invoke("delete", resource, &key, &json!({}), "");
             let result = api.delete(&key, &DeleteParams::default()).await;
             out.reply(
                 op,
@@ -164,11 +177,11 @@ async fn act(api: &Api<DynamicObject>, types: &ApiResource, out: &Recorder, seq:
             );
         }
         4 | 5 => {
-            let op = out.invoke("get", resource, &key, form, "");
+            let op = out.invoke("get", resource, &key, &form, "");
             out.reply(op, api.get_with(&key, &get).await.map(|o| one(&o)));
         }
         _ => {
-            let op = out.invoke("list", resource, "", form, "");
+            let op = out.invoke("list", resource, "", &form, "");
             let result = api.list(&list).await;
             out.reply(
                 op,
@@ -191,7 +204,7 @@ async fn follow(api: Api<DynamicObject>, resource: String, out: Arc<Recorder>, u
             out.write(json!({"kind": "end", "op": op, "how": how}));
         }
     };
-    let begin = || Some(out.invoke("watch", &resource, "", json!({}), ""));
+    let begin = || Some(out.invoke("watch", &resource, "", &json!({}), ""));
     op = op.or_else(begin);
     while let Ok(Some(event)) = timeout_at(until, events.next()).await {
         let (kind, object) = match event {
@@ -207,11 +220,10 @@ async fn follow(api: Api<DynamicObject>, resource: String, out: Arc<Recorder>, u
                 out.reply(op.unwrap(), Ok(json!({})));
                 continue;
             }
-            Ok(Event::InitApply(object)) => ("ADDED", object),
             Ok(Event::Apply(object)) if known.contains(&object.metadata.name) => {
                 ("MODIFIED", object)
             }
-            Ok(Event::Apply(object)) => ("ADDED", object),
+            Ok(Event::InitApply(object) | Event::Apply(object)) => ("ADDED", object),
             Ok(Event::Delete(object)) => ("DELETED", object),
             Err(error) => {
                 eprintln!("watch of {resource}: {error:?}");

@@ -21,6 +21,7 @@ use kube::api::{
     PatchParams, PostParams,
 };
 use kube::client::Body;
+use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Client, Error as KubeError};
 use rustls::pki_types::pem::PemObject;
@@ -28,7 +29,7 @@ use rustls::pki_types::{CertificateDer, ServerName};
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
 use tokio::sync::Mutex as AsyncMutex;
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, interval, timeout_at};
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
@@ -198,7 +199,7 @@ async fn act(api: &Api<DynamicObject>, types: &ApiResource, out: &Recorder, seq:
 /// the one before it needs a reason.
 async fn follow(api: Api<DynamicObject>, resource: String, out: Arc<Recorder>, until: Instant) {
     let (mut op, mut known) = (None, HashSet::new());
-    let mut events = watcher(api, watcher::Config::default()).boxed();
+    let mut events = watcher(api, watcher::Config::default()).default_backoff().boxed();
     let end = |op: Option<u64>, how: &str| {
         if let Some(op) = op {
             out.write(json!({"kind": "end", "op": op, "how": how}));
@@ -227,7 +228,6 @@ async fn follow(api: Api<DynamicObject>, resource: String, out: Arc<Recorder>, u
             Ok(Event::Delete(object)) => ("DELETED", object),
             Err(error) => {
                 eprintln!("watch of {resource}: {error:?}");
-                sleep(Duration::from_millis(200)).await;
                 continue;
             }
         };
@@ -274,13 +274,14 @@ async fn record() -> Result<(), AnyError> {
         .iter()
         .map(|types| tokio::spawn(follow(api(types), types.plural.clone(), out.clone(), until)))
         .collect();
+    let mut pause = interval(Duration::from_millis(150));
     for seq in 0.. {
         let types = &types[fastrand::usize(..types.len())];
         act(&api(types), types, &out, seq).await;
         if Instant::now() > until {
             break;
         }
-        sleep(Duration::from_millis(fastrand::u64(..300))).await;
+        pause.tick().await;
     }
     for follower in followers {
         follower.await?;

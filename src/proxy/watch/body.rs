@@ -10,6 +10,7 @@ mod attempt;
 mod context;
 mod moving;
 mod pace;
+mod pieces;
 mod stream;
 mod versions;
 
@@ -23,12 +24,12 @@ use http_body::Frame;
 use tokio::time::Instant;
 
 use self::attempt::{AttemptError, Hold, MoveAttempt, ResumeAttempt};
+use self::pieces::next_piece;
 use self::stream::{LeaveReason, StreamEvent, UpstreamStream};
 use super::relay::Relay;
 use super::session::{AttemptResult, Candidates, Effect, Ending, Input, NotResumable};
 use crate::observe::{MemoryClass, Outcome, Side};
 use crate::proxy::client_certificate::ProofExpiry;
-use crate::proxy::response_reserve::MAX_WATCH_PIECE;
 use crate::proxy::upstream_client::{UpstreamResponse as Response, release_window};
 use crate::upstream::connection::Permit;
 use crate::upstream::credentials::CredentialClass;
@@ -394,17 +395,6 @@ impl WatchBody {
     }
 }
 
-/// Takes the next piece for the client. A slice longer than [`MAX_WATCH_PIECE`] leaves in several pieces.
-///
-/// The queue is freed with its last piece: most watches are idle most of the time, and it would keep 128 bytes.
-fn next_piece(out: &mut VecDeque<Bytes>) -> Option<Bytes> {
-    match out.front_mut()? {
-        front if front.len() > MAX_WATCH_PIECE => Some(front.split_to(MAX_WATCH_PIECE)),
-        _ if out.len() == 1 => std::mem::take(out).pop_front(),
-        _ => out.pop_front(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -413,15 +403,5 @@ mod tests {
     #[test]
     fn watch_body_is_small() {
         assert!(size_of::<WatchBody>() <= 640, "{}", size_of::<WatchBody>());
-    }
-
-    #[test]
-    fn next_piece_splits_long_slices_and_frees_the_empty_queue() {
-        let lengths = [10, 2 * MAX_WATCH_PIECE + 1, 20];
-        let mut out: VecDeque<_> = lengths.map(|len| Bytes::from(vec![0; len])).into();
-        let pieces: Vec<_> = std::iter::from_fn(|| next_piece(&mut out)).collect();
-        let lengths: Vec<_> = pieces.iter().map(Bytes::len).collect();
-        assert_eq!(lengths, [10, MAX_WATCH_PIECE, MAX_WATCH_PIECE, 1, 20]);
-        assert_eq!(out.capacity(), 0);
     }
 }

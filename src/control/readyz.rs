@@ -1,13 +1,15 @@
 //! Probes one endpoint: requests its `/readyz` on a connection that only the prober uses.
 //!
 //! An apiserver that has lost its etcd still accepts connections and answers PINGs, but its `/readyz`
-//! fails. The prober has its own connection, so that a full pool cannot delay a probe, and a probe
+//! fails, or since Kubernetes 1.36 its `/livez`. A probe that a signal has brought forward asks both, as do the
+//! probes of an endpoint that fails. The prober has its own connection, so that a full pool cannot delay a probe, and a probe
 //! cannot delay a request. The prober also reconnects to ejected endpoints. Without a credential for
 //! `/readyz`, an endpoint counts as ready while the prober's connection is live, unless anonymous
 //! probes fail ([`anonymous`]).
 
 mod anonymous;
 mod connection;
+mod lag;
 mod reachability;
 mod request;
 mod schedule;
@@ -20,6 +22,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use self::anonymous::AnonymousProber;
 use self::connection::{ProbeConnection, connect, is_current, until_unusable};
+use self::lag::LagCheck;
 use self::reachability::ReachabilityCheck;
 use self::request::{ReadyzResult, request_probes_of_others, send_probe};
 use self::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ResultStreak};
@@ -32,9 +35,11 @@ use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeTrigg
 /// Probes `endpoint` until it is removed from the set.
 pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
     let reachability = ReachabilityCheck::default();
+    let lag = LagCheck::default();
     tokio::select! {
         () = endpoint.removed() => {}
-        () = probe_repeatedly(&upstream, &endpoint, &reachability) => {}
+        () = lag.run(&upstream, &endpoint) => {}
+        () = probe_repeatedly(&upstream, &endpoint, &reachability, &lag) => {}
         () = reachability.run(&upstream, &endpoint) => {}
     }
 }
@@ -46,6 +51,7 @@ async fn probe_repeatedly(
     upstream: &Arc<Upstream>,
     endpoint: &Arc<Endpoint>,
     reachability: &ReachabilityCheck,
+    lag: &LagCheck,
 ) {
     let mut streak = ResultStreak::default();
     let mut anonymous = AnonymousProber::new(Instant::now());
@@ -80,17 +86,20 @@ async fn probe_repeatedly(
             next_probe = Instant::now();
             continue;
         }
+        lag.set_connection(&current);
         tokio::select! {
             () = sleep_until(next_probe) => {}
             () = until_unusable(&current) => continue,
         }
         let sent_at = Instant::now();
         let token = upstream.credentials.probe_token().and_then(|token| token.header());
+        let trigger = early_trigger.take();
+        let with_livez = trigger.is_some() || schedule.is_failing();
         let (result, ()) = tokio::join!(
-            probe_once(upstream, endpoint, &current, config),
+            probe_once(upstream, endpoint, &current, config, with_livez),
             version.read_if_due(endpoint, &current, token, config.timeout / 2),
         );
-        let on_evidence = early_trigger.take() == Some(ProbeTrigger::PassiveEvidence);
+        let on_evidence = trigger == Some(ProbeTrigger::PassiveEvidence);
         let probe_result = match &result {
             ReadyzResult::ConnectionLost => {
                 current.close(DrainReason::ProbeFailed);
@@ -150,9 +159,10 @@ async fn probe_once(
     endpoint: &Arc<Endpoint>,
     connection: &ProbeConnection,
     config: &Readyz,
+    with_livez: bool,
 ) -> ReadyzResult {
     let token = upstream.credentials.probe_token().and_then(|token| token.header());
-    let mut response = pin!(send_probe(connection, config, token));
+    let mut response = pin!(send_probe(connection, config, token, with_livez));
     tokio::select! {
         // Both may be due after this process was suspended; then the response counts.
         biased;

@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use super::request_info::{RequestInfo, RequestKind, Verb};
 use crate::config::HeartbeatResource;
 use crate::upstream::connection::{Connection, ConnectionState};
-use crate::upstream::endpoint::EndpointState;
+use crate::upstream::endpoint::{EndpointState, ProbeTrigger};
 
 /// How long a heartbeat waits at least for its response. Two attempts and a pause of 2 s between them (`RetryPeriod` of
 /// leader election) fit into 10 s. A healthy apiserver answers in milliseconds, and a webhook for leases may not
@@ -39,7 +39,12 @@ pub fn is_heartbeat(info: &RequestInfo, configured: &[HeartbeatResource]) -> boo
 /// Waits until a heartbeat that is sent now on `connection` should end without a response, and returns the reason:
 /// [`MIN_WAIT`] has passed, and the connection or its endpoint is not healthy.
 pub async fn until_hopeless(connection: &Rc<Connection>) -> String {
-    sleep_until(Instant::now() + MIN_WAIT).await;
+    let sent = Instant::now();
+    for seconds in 1..MIN_WAIT.as_secs() {
+        sleep_until(sent + Duration::from_secs(seconds)).await;
+        connection.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
+    }
+    sleep_until(sent + MIN_WAIT).await;
     loop {
         if let Some(reason) = ill_health(connection) {
             return format!("no response for {} s, and {reason},", MIN_WAIT.as_secs());

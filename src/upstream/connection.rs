@@ -278,9 +278,8 @@ impl Connection {
         self.endpoint.probe.is_failing() || self.waits.has_warning(now)
     }
 
-    /// Whether a request has waited for its response head for a whole `interval`, although a response
-    /// usually takes less than a quarter of that. Each request counts once. To be called once in each
-    /// `interval`.
+    /// Whether a request has waited for its response head for a whole number of `interval`s that is four times as long
+    /// as a response usually takes, or for five. Each request counts once. To be called once in each `interval`.
     pub fn has_slow_response_heads(&self, interval: Duration, now: Instant) -> bool {
         self.waits.has_slow_heads(interval, now)
     }

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | connecting | no connection is live, or `/readyz` was not answered yet | connects are tried |
 //! | ready | connected, and `/readyz` is ok or is not asked | first choice |
-//! | degraded | connected, but `/readyz` fails | no new requests while another endpoint is ready; connections stay open, and watches move away ([`super::evacuation`]) |
+//! | degraded | connected, but `/readyz` fails, or the watch cache lags behind another endpoint ([`super::lag`]) | no new requests while another endpoint is ready; connections stay open, and watches move away ([`super::evacuation`]) |
 //! | suspect | connected, but on every connection a PING has been unanswered for 500 ms | no new requests while another endpoint is usable, and none after 1 s; a fresh connection is tried |
 //! | ejected | no connection is live and a fresh connect failed; or the prober found that the process does not answer | no requests; connects are retried with jittered backoff |
 //! | `no_h2` | no connection is live and the peer does not choose `h2` by ALPN | as ejected |

@@ -68,7 +68,10 @@ pub struct Evacuation {
 
 /// The evacuations that are due now. Allocates nothing while every probe is ok.
 pub fn evacuations(endpoints: &[Arc<Endpoint>]) -> Vec<Evacuation> {
-    if !endpoints.iter().any(|endpoint| endpoint.probe.is_failing()) {
+    let is_failing = |endpoint: &Arc<Endpoint>| {
+        endpoint.probe.is_failing() || endpoint.state() == EndpointState::Degraded
+    };
+    if !endpoints.iter().any(is_failing) {
         return Vec::new();
     }
     let readiness: Vec<_> = endpoints.iter().map(|endpoint| endpoint.readiness()).collect();
@@ -160,7 +163,7 @@ impl ActiveEvacuations {
                     watches,
                     eligible = if *eligible == MoveEligibility::All { "all" } else { "silent" },
                     targets = targets.len(),
-                    "endpoint evacuated: its /readyz fails or is overdue"
+                    "endpoint evacuated: its /readyz fails or is overdue, or its watch cache lags"
                 );
             }
             return;

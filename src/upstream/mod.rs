@@ -9,6 +9,7 @@
 //! * [`evacuation`] moves watches away from an apiserver whose `/readyz` fails, and [`rebalance`] moves
 //!   watches to one that has recovered. Both offer moves by [`watch_moves`].
 //! * [`resource_versions`] records how far the watch cache of each endpoint has come.
+//!   [`lag`] finds an endpoint whose cache is behind.
 //!   [`version_floors`] records which versions each client has seen.
 //! * While the apiservers differ in their [`kubernetes_version`], [`version_preference`] ranks them for each
 //!   request, and the [`canary`] limits what the newest one gets.
@@ -28,6 +29,7 @@ pub(crate) mod flow_health;
 pub(crate) mod health;
 pub(crate) mod http1;
 pub mod kubernetes_version;
+pub mod lag;
 pub(crate) mod outage;
 pub mod pool;
 pub(crate) mod readyz;

@@ -40,8 +40,25 @@ pub struct ResourceRecord {
 #[derive(Debug, Default)]
 pub struct ShownVersion {
     version: AtomicU64,
+    /// The highest version of an event.
+    event: AtomicU64,
     /// Milliseconds between the epoch of the record and the last raise.
     raised_at: AtomicU64,
+}
+
+/// What one endpoint has shown of a resource.
+#[derive(Debug)]
+pub struct EndpointVersion {
+    /// The endpoint.
+    pub endpoint: Arc<Endpoint>,
+    /// The highest version.
+    pub version: u64,
+    /// The highest version of an event of a watch; 0 if there was none. Each cache gets every event.
+    pub event: u64,
+    /// When the version was raised last.
+    pub raised_at: Instant,
+    /// Whether a watch of the resource is open.
+    pub has_watch: bool,
 }
 
 impl ResourceVersions {
@@ -101,15 +118,21 @@ impl ResourceRecord {
         shown.is_some_and(|(_, shown)| shown.version() >= version)
     }
 
-    /// The endpoints that have shown a version, each with the version and the time at which it was raised last.
-    pub fn endpoints_with_versions(&self) -> Vec<(Arc<Endpoint>, u64, Instant)> {
+    /// The endpoints that have shown a version.
+    pub fn endpoints_with_versions(&self) -> Vec<EndpointVersion> {
         let endpoints = self.endpoints();
         let of = |(endpoint, shown): &(Weak<Endpoint>, Arc<ShownVersion>)| {
             let raised_at =
                 std::time::Duration::from_millis(shown.raised_at.load(Ordering::Relaxed));
-            Some((endpoint.upgrade()?, shown.version(), self.epoch + raised_at))
+            Some(EndpointVersion {
+                endpoint: endpoint.upgrade()?,
+                version: shown.version(),
+                event: shown.event.load(Ordering::Relaxed),
+                raised_at: self.epoch + raised_at,
+                has_watch: Arc::strong_count(shown) > 1,
+            })
         };
-        endpoints.iter().filter_map(of).filter(|(_, version, _)| *version > 0).collect()
+        endpoints.iter().filter_map(of).filter(|shown| shown.version > 0).collect()
     }
 
     /// Records that the cache of an endpoint, whose version is `shown`, has reached `version`. Returns whether that is
@@ -123,10 +146,18 @@ impl ResourceRecord {
         true
     }
 
+    /// Records the version of an event that a watch has received.
+    pub fn raise_event(&self, shown: &ShownVersion, version: u64) {
+        if shown.event.load(Ordering::Relaxed) < version {
+            shown.event.fetch_max(version, Ordering::Relaxed);
+        }
+    }
+
     /// Records that the cache of an endpoint is at `version`, also if it has shown a higher one: its apiserver was
     /// restarted with an older etcd.
     pub fn set(&self, shown: &ShownVersion, version: u64, now: Instant) {
         shown.version.fetch_min(version, Ordering::Relaxed);
+        shown.event.fetch_min(version, Ordering::Relaxed);
         self.raise(shown, version, now);
     }
 
@@ -173,9 +204,13 @@ mod tests {
         assert!(record.has_reached(&a, 11) && !record.has_reached(&a, 12));
         record.shown_by(&b);
         let known = versions.record("pods").unwrap().endpoints_with_versions();
-        let [(endpoint, version, at)] = &known[..] else { panic!("{known:?}") };
-        assert!(Arc::ptr_eq(endpoint, &a), "b has shown none");
-        assert_eq!((*version, *at), (11, start + Duration::from_secs(3)));
+        let [shown_by_a] = &known[..] else { panic!("{known:?}") };
+        assert!(Arc::ptr_eq(&shown_by_a.endpoint, &a), "b has shown none");
+        assert_eq!(
+            (shown_by_a.version, shown_by_a.raised_at),
+            (11, start + Duration::from_secs(3))
+        );
+        assert!(shown_by_a.has_watch && shown_by_a.event == 0);
         record.set(&shown, 5, start);
         assert!(record.has_reached(&a, 5) && !record.has_reached(&a, 6));
     }

@@ -111,7 +111,7 @@ impl AnonymousProber {
         // The apiserver sends GOAWAY after the first of the two, and answers both.
         let mut version = VersionReader::default();
         let (result, ()) = tokio::join!(
-            send_probe(connection, config, None),
+            send_probe(connection, config, None, false),
             version.read_if_due(endpoint, connection, None, config.timeout / 2),
         );
         let failure = match result {

@@ -29,7 +29,7 @@ use crate::upstream::dial::{DialedConnection, dial_h2};
 use crate::upstream::endpoint::{ConnectFailureKind, ConnectTimeout, Endpoint, Observation};
 
 /// Streams that the prober opens at a time on a connection.
-pub const PROBE_STREAMS: usize = 1;
+pub const PROBE_STREAMS: usize = 3;
 /// Time without a byte from the peer, while PINGs are sent, after which it counts as silent.
 const SILENT_AFTER: Duration = Duration::from_millis(2_500);
 /// Time for which a new handshake is tried before the verdict. A PING is sent each second, so the

@@ -2,6 +2,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::{HeaderValue, Request, StatusCode, header};
@@ -29,23 +30,32 @@ pub enum ReadyzResult {
     ConnectionLost,
 }
 
-/// Sends a probe on `connection`, with `token` if there is one, and records its result for `/status`.
+/// The path whose checks include etcd. Since Kubernetes 1.36, `/readyz` has no check of etcd: an apiserver without
+/// etcd keeps answering it with 200, while `/livez` gets 500 after the 2 s of `--etcd-healthcheck-timeout`.
+const LIVEZ: &str = "/livez";
+
+/// Sends a probe on `connection`, with `token` if there is one, and records its result for `/status`. With
+/// `with_livez` the endpoint must also answer [`LIVEZ`].
 pub async fn send_probe(
     connection: &Rc<Connection>,
     config: &Readyz,
     token: Option<HeaderValue>,
+    with_livez: bool,
 ) -> ReadyzResult {
     let (at, started) = (Utc(wall_clock()).seconds(), Instant::now());
-    let (code, result) = match timeout(config.timeout, exchange(connection, config, token)).await {
-        Ok(Ok((status, result))) => (Some(status.as_u16()), result),
-        // Without a response in time the apiserver is not ready, if the connection is live. Otherwise
-        // the connection is lost.
-        Err(_) if connection.state() == ConnectionState::Live => {
-            let limit = config.timeout.as_millis();
-            let why = format!("{} not answered within {limit} ms", config.path);
-            (None, ReadyzResult::NotReady(why))
+    let (code, result) = if with_livez && config.path != LIVEZ {
+        let (ready, live) = tokio::join!(
+            ask(connection, &config.path, config.timeout, token.clone()),
+            ask(connection, LIVEZ, config.timeout, token)
+        );
+        match live {
+            // Kubernetes before 1.16 has no such path.
+            (Some(404), _) | (_, ReadyzResult::Ready) => ready,
+            _ if ready.1 != ReadyzResult::Ready => ready,
+            _ => live,
         }
-        Ok(Err(_)) | Err(_) => (None, ReadyzResult::ConnectionLost),
+    } else {
+        ask(connection, &config.path, config.timeout, token).await
     };
     let error = match &result {
         ReadyzResult::Ready => None,
@@ -68,23 +78,45 @@ pub fn request_probes_of_others(upstream: &Upstream, endpoint: &Arc<Endpoint>) {
     }
 }
 
-async fn exchange(
+/// Asks one path. Returns the status code, if there is a response, and its meaning.
+async fn ask(
     connection: &Rc<Connection>,
-    config: &Readyz,
+    path: &str,
+    limit: Duration,
     token: Option<HeaderValue>,
-) -> Result<(StatusCode, ReadyzResult), h2::Error> {
-    let (status, body) = get(connection, &config.path, token).await?;
-    Ok((status, interpret(status, &String::from_utf8_lossy(&body), &config.path)))
+) -> (Option<u16>, ReadyzResult) {
+    match timeout(limit, exchange(connection, path, token)).await {
+        Ok(Ok((status, result))) => (Some(status.as_u16()), result),
+        // Without a response in time the apiserver is not ready, if the connection is live. Otherwise
+        // the connection is lost.
+        Err(_) if connection.state() == ConnectionState::Live => {
+            let why = format!("{path} not answered within {} ms", limit.as_millis());
+            (None, ReadyzResult::NotReady(why))
+        }
+        Ok(Err(_)) | Err(_) => (None, ReadyzResult::ConnectionLost),
+    }
 }
 
-/// Sends a GET on `connection`. Of the body at least the first [`MAX_BODY`] bytes are returned.
-pub(super) async fn get(
+async fn exchange(
     connection: &Rc<Connection>,
     path: &str,
     token: Option<HeaderValue>,
+) -> Result<(StatusCode, ReadyzResult), h2::Error> {
+    let (status, body) = fetch(connection, path, token).await?;
+    Ok((status, interpret(status, &String::from_utf8_lossy(&body), path)))
+}
+
+/// Gets `target`, a path with a query. Returns the status and the beginning of the body.
+///
+/// # Errors
+/// The stream or its connection was lost.
+pub async fn fetch(
+    connection: &Rc<Connection>,
+    target: &str,
+    token: Option<HeaderValue>,
 ) -> Result<(StatusCode, BytesMut), h2::Error> {
     let mut request = Request::new(());
-    let target = format!("https://kubernetes.default.svc{path}");
+    let target = format!("https://kubernetes.default.svc{target}");
     *request.uri_mut() = target.parse().unwrap_or_default();
     let headers = request.headers_mut();
     headers.insert(header::USER_AGENT, HeaderValue::from_static("jackstay-readyz"));

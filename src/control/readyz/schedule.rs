@@ -79,6 +79,11 @@ impl ProbeSchedule {
         }
     }
 
+    /// Whether the latest probe failed, or more successes are needed before the endpoint counts as ready.
+    pub fn is_failing(&self) -> bool {
+        self.failures > 0
+    }
+
     /// Forgets all results: the apiserver may have been restarted.
     pub fn reset(&mut self) {
         *self = Self::default();

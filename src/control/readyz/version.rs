@@ -10,7 +10,7 @@ use http::{HeaderValue, StatusCode};
 use tokio::time::{Instant, timeout};
 
 use super::connection::ProbeConnection;
-use super::request::get;
+use super::request::fetch;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::kubernetes_version::ServerVersion;
 
@@ -46,7 +46,7 @@ impl VersionReader {
             return;
         }
         self.next = Some(now + RETRY_PAUSE);
-        let Ok(Ok((status, body))) = timeout(limit, get(connection, "/version", token)).await
+        let Ok(Ok((status, body))) = timeout(limit, fetch(connection, "/version", token)).await
         else {
             return;
         };

@@ -7,7 +7,7 @@ use bytes::BytesMut;
 use http::{HeaderMap, header, response};
 
 use crate::proxy::watch::codec::head::{json_head, json_tail, protobuf_head};
-use crate::proxy::watch::codec::version::{HeadVersion, as_u64};
+use crate::proxy::watch::codec::version::HeadVersion;
 
 /// Bytes of a body that are copied at most, if its first piece does not contain the version.
 const MAX_HEAD: usize = 64 * 1024;
@@ -124,22 +124,6 @@ impl BodyVersion {
     }
 }
 
-/// The version that a watch cache has reached, according to the `Status` of a 504 `Too large resource version: 12,
-/// current: 7` in JSON or protobuf (apiserver, `storage/errors.go`, `NewTooLargeResourceVersionError`); `None` for any
-/// other response.
-pub fn current_of_too_large(body: &[u8]) -> Option<u64> {
-    const TEXT: &[u8] = b"Too large resource version: ";
-    const CURRENT: &[u8] = b", current: ";
-    let after = |bytes: &[u8], text: &[u8]| {
-        bytes.windows(text.len()).position(|window| window == text).map(|at| at + text.len())
-    };
-    let text = &body[after(body, TEXT)?..];
-    let current = &text[after(text, CURRENT)?..];
-    let digits = current.iter().take_while(|byte| byte.is_ascii_digit()).count();
-    // A cache that has only begun is at 0.
-    Some(as_u64(&current[..digits]).unwrap_or(0))
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Write as _;
@@ -225,24 +209,6 @@ mod tests {
                 BodyVersion::new(&head(content_type, encoding), true).is_none(),
                 "{content_type}"
             );
-        }
-    }
-
-    #[test]
-    fn current_of_too_large_reads_the_message() {
-        let json = br#"{"kind":"Status","status":"Failure","message":"Timeout: Too large resource version: 99, current: 42","reason":"Timeout","details":{"causes":[{"reason":"ResourceVersionTooLarge","message":"Too large resource version"}],"retryAfterSeconds":1},"code":504}"#;
-        for (body, expected) in [
-            (&json[..], Some(42)),
-            (
-                b"k8s\0\x1a\x30Timeout: Too large resource version: 99, current: 42\x22\x07Timeout",
-                Some(42),
-            ),
-            (b"Too large resource version: 99, current: 0", Some(0)),
-            (b"Too large resource version", None),
-            (b"the request timed out", None),
-            (b"", None),
-        ] {
-            assert_eq!(current_of_too_large(body), expected, "{}", body.escape_ascii());
         }
     }
 }

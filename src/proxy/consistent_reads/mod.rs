@@ -61,6 +61,7 @@ use crate::net::tls::certificate::Subject;
 use crate::upstream::Upstream;
 use crate::upstream::client_key::ClientKey;
 use crate::upstream::endpoint::Endpoint;
+use crate::upstream::lag::current_of_too_large;
 use crate::upstream::resource_versions::ResourceRecord;
 use crate::upstream::version_floors::{Floor, FloorVersions};
 
@@ -162,7 +163,7 @@ impl RequestVersions {
 
     /// The version that `endpoint` has reached, according to the body of its 504; `None` if it is another 504.
     pub fn not_reached(&self, body: &[u8], endpoint: &Arc<Endpoint>) -> Option<u64> {
-        let current = body_version::current_of_too_large(body)?;
+        let current = current_of_too_large(body)?;
         if let Some(floor) = &self.floor {
             floor.record.set(&floor.record.shown_by(endpoint), current, Instant::now());
         }

@@ -2,7 +2,7 @@
 //!
 //! Slow heads are found in rounds of a fixed interval. A request other than a watch is counted in the
 //! round in which it is sent. If it still waits when the next round ends, it has waited for a whole
-//! interval. Only two rounds need a count, so the search need not visit each waiting request.
+//! interval. Only the last few rounds need a count, so the search need not visit each waiting request.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -14,6 +14,12 @@ use crate::upstream::balance::PeakEwma;
 /// A request that has waited this long without a byte arriving on the connection makes new requests
 /// prefer another one.
 const WARNING_AFTER: Duration = Duration::from_millis(50);
+
+/// Number of whole rounds after which a waiting request is slow, however long responses usually take.
+const MAX_ROUNDS: u32 = 5;
+/// Number of counted rounds: those in which requests have waited for up to [`MAX_ROUNDS`] whole rounds, and the current
+/// one and the one before it.
+const COUNTED_ROUNDS: usize = MAX_ROUNDS as usize + 2;
 
 /// Requests that wait for their response head, and the latency of the heads that arrived.
 #[derive(Debug)]
@@ -27,8 +33,8 @@ pub(super) struct ResponseWaits {
     pub(super) last_received: Cell<Instant>,
     /// Number of the current round.
     round: Cell<u32>,
-    /// Number of waiting requests other than watches, by the parity of their round.
-    by_round: [Cell<usize>; 2],
+    /// Number of waiting requests other than watches, by their round modulo [`COUNTED_ROUNDS`].
+    by_round: [Cell<u32>; COUNTED_ROUNDS],
 }
 
 impl ResponseWaits {
@@ -84,8 +90,8 @@ impl ResponseWaits {
         since.is_some_and(|since| now >= since.max(self.last_received.get()) + WARNING_AFTER)
     }
 
-    fn count_of(&self, round: u32) -> &Cell<usize> {
-        &self.by_round[round as usize % 2]
+    fn count_of(&self, round: u32) -> &Cell<u32> {
+        &self.by_round[round as usize % COUNTED_ROUNDS]
     }
 
     /// Counts a request in the current round. Returns the number of the round.
@@ -98,20 +104,22 @@ impl ResponseWaits {
 
     /// Removes a request from the round in which it was sent, if that round is still counted.
     pub(super) fn leave_round(&self, round: u32) {
-        if self.round.get().wrapping_sub(round) < 2 {
+        if (self.round.get().wrapping_sub(round) as usize) < COUNTED_ROUNDS {
             let count = self.count_of(round);
             count.set(count.get().saturating_sub(1));
         }
     }
 
-    /// Begins a round, an `interval` after the previous one. Returns whether a request has waited for the
-    /// whole of the previous round, although a response usually takes less than a quarter of that. Each
-    /// request counts once.
+    /// Begins a round, an `interval` after the previous one. Returns whether a request has waited for a whole number
+    /// of rounds that is four times as long as a response usually takes, or for [`MAX_ROUNDS`]. Each request counts
+    /// once.
     pub(super) fn has_slow_heads(&self, interval: Duration, now: Instant) -> bool {
         let round = self.round.get().wrapping_add(1);
         self.round.set(round);
-        let overdue = self.count_of(round).take();
-        overdue > 0 && self.latency(now) * 4.0 < interval.as_secs_f64()
+        let usual = self.latency(now) * 4.0 / interval.as_secs_f64();
+        let least = (usual.ceil() as u32).clamp(1, MAX_ROUNDS);
+        let waited = |rounds: u32| self.count_of(round.wrapping_sub(rounds + 1)).take();
+        (least..=MAX_ROUNDS).fold(0, |slow, rounds| slow + waited(rounds)) > 0
     }
 }
 
@@ -132,7 +140,20 @@ mod tests {
         assert!(!waits.has_slow_heads(interval, start), "reported already");
         waits.observe_latency(Duration::from_millis(60), start);
         waits.enter_round();
-        assert!(!waits.has_slow_heads(interval, start));
-        assert!(!waits.has_slow_heads(interval, start), "a latency of 60 ms is usual here");
+        for _ in 0..2 {
+            assert!(!waits.has_slow_heads(interval, start), "a latency of 60 ms is usual here");
+        }
+        assert!(waits.has_slow_heads(interval, start), "400 ms are not");
+        waits.observe_latency(Duration::from_secs(9), start);
+        let answered = waits.enter_round();
+        waits.enter_round();
+        for _ in 0..MAX_ROUNDS {
+            assert!(!waits.has_slow_heads(interval, start));
+        }
+        waits.leave_round(answered);
+        assert!(waits.has_slow_heads(interval, start), "1 s is slow in any case");
+        for _ in 0..3 * COUNTED_ROUNDS {
+            assert!(!waits.has_slow_heads(interval, start), "reported already");
+        }
     }
 }

@@ -12,6 +12,7 @@
 //! | no connection is live | connecting |
 //! | on every live connection a PING is unanswered | suspect |
 //! | `/readyz` fails | degraded |
+//! | its watch cache is older than that of another endpoint | degraded |
 //! | `/readyz` is ok or is not asked | ready |
 //! | `/readyz` was not answered yet | connecting |
 //!
@@ -56,6 +57,15 @@ pub enum Observation<'a> {
     ReadyzFailing(&'a str),
     /// `/readyz` is not asked. The text is the reason. The endpoint is ready while a connection is live.
     ReadyzNotProbed(&'static str),
+    /// Its watch cache is proven to lag behind another endpoint ([`crate::upstream::lag`]).
+    Lagging {
+        /// What was compared.
+        reason: &'a str,
+        /// When it was proven.
+        at: Instant,
+    },
+    /// Its watch cache has caught up. It ends [`Self::Lagging`].
+    CaughtUp,
     /// Neither a PONG nor a handshake for too long, although the kernel may answer. The text is the reason.
     Unresponsive(&'a str),
     /// A PONG arrived on a connection that stayed open. It ends [`Self::Unresponsive`].
@@ -88,7 +98,8 @@ pub(super) struct Transition {
 pub struct EndpointReadiness {
     /// The state of the endpoint.
     pub state: EndpointState,
-    /// Since when `/readyz` has failed or been overdue; `None` if the latest response was ok.
+    /// Since when `/readyz` has failed or been overdue, or the watch cache has lagged; `None` if the latest response was
+    /// ok.
     pub probe_failing_since: Option<Instant>,
     /// When the latest `/readyz` request that was ok was sent.
     pub last_ready_probe: Option<Instant>,
@@ -100,6 +111,8 @@ pub(super) struct EndpointHealth {
     transport: Transport,
     pub(super) connections: LiveConnections,
     readyz: Readyz,
+    /// Since when and why its watch cache lags.
+    lag: Option<(Instant, String)>,
     probe_failing_since: Option<Instant>,
     last_ready_probe: Option<Instant>,
     lifecycle: Lifecycle,
@@ -179,6 +192,7 @@ impl EndpointHealth {
         if self.removed {
             return (EndpointState::Leaving, "removed from the set");
         }
+        let lag = self.lag.as_ref().map(|(_, reason)| reason.as_str());
         match (&self.transport, &self.unresponsive, &connections.suspect_reason, &self.readyz) {
             (Transport::Down(reason), ..) | (_, Some(reason), ..) => {
                 (EndpointState::Ejected, reason)
@@ -190,7 +204,10 @@ impl EndpointHealth {
             }
             (Transport::Up, _, Some(reason), _) => (EndpointState::Suspect, reason),
             (Transport::Up, .., Readyz::Failing(reason)) => (EndpointState::Degraded, reason),
-            (Transport::Up, .., Readyz::Ok) => (EndpointState::Ready, "/readyz is ok"),
+            (Transport::Up, .., Readyz::Ok) => match lag {
+                Some(reason) => (EndpointState::Degraded, reason),
+                None => (EndpointState::Ready, "/readyz is ok"),
+            },
             (Transport::Up, .., Readyz::NotProbed(reason)) => (EndpointState::Ready, reason),
             (Transport::Up, .., Readyz::Unknown) => {
                 (EndpointState::Connecting, "connected, /readyz not answered yet")
@@ -212,7 +229,7 @@ impl EndpointHealth {
     pub(super) fn readiness(&self) -> EndpointReadiness {
         EndpointReadiness {
             state: self.state().0,
-            probe_failing_since: self.probe_failing_since,
+            probe_failing_since: self.probe_failing_since.or(self.lag.as_ref().map(|lag| lag.0)),
             last_ready_probe: self.last_ready_probe,
         }
     }
@@ -245,6 +262,11 @@ impl EndpointHealth {
             Observation::ReadyzOk => self.readyz = Readyz::Ok,
             Observation::ReadyzFailing(reason) => self.readyz = Readyz::Failing(reason.to_owned()),
             Observation::ReadyzNotProbed(reason) => self.readyz = Readyz::NotProbed(reason),
+            Observation::Lagging { reason, at } => {
+                let since = self.lag.as_ref().map_or(at, |lag| lag.0);
+                self.lag = Some((since, reason.to_owned()));
+            }
+            Observation::CaughtUp => self.lag = None,
             Observation::Unresponsive(reason) => self.unresponsive = Some(reason.to_owned()),
             Observation::Responsive => {
                 if self.unresponsive.take().is_some() {
@@ -272,6 +294,7 @@ impl EndpointHealth {
             if !matches!(self.readyz, Readyz::NotProbed(_)) {
                 self.readyz = Readyz::Unknown;
             }
+            self.lag = None;
             self.transport = Transport::Up;
         }
     }
@@ -373,7 +396,7 @@ mod tests {
     use super::*;
     use EndpointState::{Connecting, Degraded, Ejected, Leaving, NoH2, Ready, Suspect};
     use Observation::{
-        Connected, ConnectionClosed, ConnectionOpened, GoawayReceived, ReadyzFailing,
+        CaughtUp, Connected, ConnectionClosed, ConnectionOpened, GoawayReceived, ReadyzFailing,
         ReadyzNotProbed, ReadyzOk, Removed, Responsive, Unresponsive,
     };
     use Responsiveness::{Responds, Unanswered};
@@ -399,6 +422,7 @@ mod tests {
         let at = Instant::now();
         let failed = |kind| Observation::ConnectFailed(ConnectFailure::new(kind, "reason"));
         let refused = || failed(ConnectFailureKind::Failed);
+        let lagging = || Observation::Lagging { reason: "behind", at };
         let closed = || ConnectionClosed { responsiveness: Responds, reason: "lost", at };
         for (observations, expected) in [
             (vec![ConnectionOpened, ReadyzOk], vec![(Ready, false)]),
@@ -434,6 +458,24 @@ mod tests {
                 vec![(Ready, false), (Ejected, true), (Ready, false)],
             ),
             (vec![refused(), Removed, Connected], vec![(Ejected, false), (Leaving, false)]),
+            (
+                vec![
+                    ConnectionOpened,
+                    ReadyzOk,
+                    lagging(),
+                    CaughtUp,
+                    lagging(),
+                    closed(),
+                    Connected,
+                ],
+                vec![
+                    (Ready, false),
+                    (Degraded, false),
+                    (Ready, false),
+                    (Degraded, false),
+                    (Connecting, false),
+                ],
+            ),
         ] {
             let text = format!("{observations:?}");
             assert_eq!(transitions(observations), expected, "{text}");

@@ -33,7 +33,7 @@ const OLD_CONNECTION_GRACE: Duration = Duration::from_secs(5);
 /// long before the newest byte of any candidate.
 const RECENT_RECEIVE_WINDOW: Duration = Duration::from_millis(100);
 /// Interval of the search for slow response heads. A request that has waited for a whole interval is a sign
-/// of a failing endpoint if responses usually take less than a quarter of it.
+/// of a failing endpoint if responses usually take less than a quarter of it, and after five in any case.
 const SLOW_HEAD_INTERVAL: Duration = Duration::from_millis(200);
 /// Share of an endpoint's streams that watches may take. The others are reserved for short requests, such as
 /// lease updates.

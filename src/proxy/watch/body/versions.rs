@@ -42,6 +42,7 @@ impl WatchVersions {
         }
         self.latest = self.latest.max(chunk.shown);
         self.floor.record.raise(&self.shown, chunk.shown, now);
+        self.floor.record.raise_event(&self.shown, chunk.objects);
         self.floor.raise_objects(chunk.objects);
         self.floor.raise_bookmarks(chunk.bookmarks);
     }

@@ -1,0 +1,213 @@
+//! Compares the watch cache of one endpoint with those of the others, and asks about its version on suspicion
+//! ([`crate::upstream::lag`]).
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::StatusCode;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::request::fetch;
+use crate::upstream::Upstream;
+use crate::upstream::connection::{Connection, ConnectionState};
+use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeTrigger};
+use crate::upstream::lag::{
+    DeliveryPace, Expectations, Expected, Lag, Reference, ResourceView, TICK, current_of_too_large,
+    question,
+};
+
+/// Limit of a question. kube-apiserver waits 3 s for its cache (`blockTimeout` in `watch_cache.go`).
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Pause after a question. It doubles with each one that finds the known state again.
+const MIN_PAUSE: Duration = Duration::from_secs(1);
+/// Longest pause between two questions while the endpoint does not lag: a selector may hide events for ever.
+const MAX_PAUSE: Duration = Duration::from_secs(60);
+/// Longest pause between two questions while it lags.
+const MAX_LAGGING_PAUSE: Duration = Duration::from_secs(10);
+
+/// Compares one endpoint with the others.
+#[derive(Debug, Default)]
+pub struct LagCheck {
+    connection: RefCell<Weak<Connection>>,
+}
+
+/// The answer about a version.
+#[derive(Debug, PartialEq, Eq)]
+enum Answer {
+    Reached,
+    Behind(u64),
+    /// The credential of the prober may not ask about this resource.
+    Refused,
+    Unknown,
+}
+
+impl LagCheck {
+    /// Asks on `connection` from now on.
+    pub fn set_connection(&self, connection: &Rc<Connection>) {
+        *self.connection.borrow_mut() = Rc::downgrade(connection);
+    }
+
+    /// Checks until the future is dropped.
+    pub async fn run(&self, upstream: &Arc<Upstream>, endpoint: &Arc<Endpoint>) {
+        tokio::join!(self.find_silence(upstream, endpoint), self.find_lag(upstream, endpoint));
+    }
+
+    /// Requests a probe when the watches of the endpoint have fallen silent.
+    async fn find_silence(&self, upstream: &Upstream, endpoint: &Arc<Endpoint>) {
+        let mut pace = DeliveryPace::default();
+        loop {
+            sleep(TICK).await;
+            if pace.observe(&views(upstream, endpoint), Instant::now()) {
+                endpoint.probe.request(ProbeTrigger::PassiveEvidence);
+            }
+        }
+    }
+
+    /// Asks about a version that the endpoint should have reached, and reports the result.
+    async fn find_lag(&self, upstream: &Arc<Upstream>, endpoint: &Arc<Endpoint>) {
+        let mut expectations = Expectations::default();
+        let mut refused: HashSet<Arc<str>> = HashSet::new();
+        let mut lag: Option<Lag> = None;
+        let mut pause = MIN_PAUSE;
+        let mut next = Instant::now();
+        loop {
+            sleep(TICK).await;
+            let now = Instant::now();
+            let can_be_asked =
+                |resource: &str| question(resource, 0).is_some() && !refused.contains(resource);
+            let late = expectations.observe(&views(upstream, endpoint), can_be_asked, now);
+            let expected = lag.as_ref().map(|lag| lag.expected.clone()).or(late);
+            let Some(expected) = expected.filter(|_| now >= next) else { continue };
+            let is_ready = endpoint.state() == EndpointState::Ready;
+            let connection = self.connection.borrow().upgrade();
+            let Some(connection) = connection
+                .filter(|c| c.state() == ConnectionState::Live && (is_ready || lag.is_some()))
+            else {
+                continue;
+            };
+            let answer = ask(upstream, &connection, &expected).await;
+            let now = Instant::now();
+            let changed = match (answer, &mut lag) {
+                (Answer::Behind(current), None) => {
+                    let new = Lag::new(expected, current, now);
+                    report(upstream, endpoint, &new.reason(now), now);
+                    lag = Some(new);
+                    true
+                }
+                (Answer::Behind(current), Some(lag)) => {
+                    let was_other = lag.is_other_etcd(now);
+                    lag.is_at(current);
+                    let reason = lag.reason(now);
+                    if lag.is_other_etcd(now) && !was_other {
+                        let (name, label) = (&*upstream.name, &*endpoint.label);
+                        tracing::warn!(upstream = name, endpoint = label, reason, "endpoint lags");
+                    }
+                    endpoint.observe(Observation::Lagging { reason: &reason, at: now });
+                    false
+                }
+                (Answer::Reached | Answer::Refused, lag @ Some(_)) => {
+                    *lag = None;
+                    endpoint.observe(Observation::CaughtUp);
+                    true
+                }
+                (Answer::Reached, None) => {
+                    if let Some(record) = upstream.resource_versions.record(&expected.resource) {
+                        record.raise(&record.shown_by(endpoint), expected.version, now);
+                    }
+                    false
+                }
+                (Answer::Refused, None) => {
+                    refused.insert(expected.resource);
+                    continue;
+                }
+                (Answer::Unknown, _) => false,
+            };
+            let longest = if lag.is_some() { MAX_LAGGING_PAUSE } else { MAX_PAUSE };
+            pause = if changed { MIN_PAUSE } else { (pause * 2).min(longest) };
+            next = now + pause;
+        }
+    }
+}
+
+/// Reports a lag, and requests probes of the other endpoints, to which watches may move.
+fn report(upstream: &Upstream, endpoint: &Arc<Endpoint>, reason: &str, at: Instant) {
+    endpoint.observe(Observation::Lagging { reason, at });
+    for other in upstream.endpoints().iter().filter(|other| !Arc::ptr_eq(other, endpoint)) {
+        other.probe.request(ProbeTrigger::Confirmation);
+    }
+}
+
+/// The versions of all resources, as `endpoint` and the best other ready endpoint have shown them.
+fn views(upstream: &Upstream, endpoint: &Arc<Endpoint>) -> Vec<ResourceView> {
+    let view = |record: Arc<crate::upstream::resource_versions::ResourceRecord>| {
+        let group = record.name.rsplit_once('/').map_or("", |(group, _)| group);
+        if upstream.unordered_groups.contains(group) {
+            return None;
+        }
+        let all = record.endpoints_with_versions();
+        let own = all.iter().find(|shown| Arc::ptr_eq(&shown.endpoint, endpoint))?;
+        let may_refer = |other: &Arc<Endpoint>| {
+            !Arc::ptr_eq(other, endpoint)
+                && other.state() == EndpointState::Ready
+                && !other.probe.is_failing()
+        };
+        let best = all.iter().filter(|shown| may_refer(&shown.endpoint)).max_by_key(|s| s.event);
+        Some(ResourceView {
+            resource: Arc::clone(&record.name),
+            has_watch: own.has_watch,
+            version: own.version,
+            raised_at: own.raised_at,
+            reference: best.map(|shown| Reference {
+                endpoint: Arc::clone(&shown.endpoint.label),
+                version: shown.event,
+                raised_at: shown.raised_at,
+            }),
+        })
+    };
+    upstream.resource_versions.snapshot().into_iter().filter_map(view).collect()
+}
+
+async fn ask(upstream: &Upstream, connection: &Rc<Connection>, expected: &Expected) -> Answer {
+    let Some(path) = question(&expected.resource, expected.version) else { return Answer::Refused };
+    let token = upstream.credentials.probe_token().and_then(|token| token.header());
+    match timeout(ANSWER_TIMEOUT, fetch(connection, &path, token)).await {
+        Ok(Ok((status, body))) => answer(status, &body),
+        Ok(Err(_)) | Err(_) => Answer::Unknown,
+    }
+}
+
+fn answer(status: StatusCode, body: &[u8]) -> Answer {
+    match status {
+        StatusCode::OK | StatusCode::NOT_FOUND => Answer::Reached,
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Answer::Refused,
+        StatusCode::GATEWAY_TIMEOUT => {
+            current_of_too_large(body).map_or(Answer::Unknown, Answer::Behind)
+        }
+        _ => Answer::Unknown,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answer_follows_the_status() {
+        let too_large = b"Timeout: Too large resource version: 99, current: 42";
+        for (status, body, expected) in [
+            (200, &b"{}"[..], Answer::Reached),
+            (404, b"", Answer::Reached),
+            (403, b"", Answer::Refused),
+            (401, b"", Answer::Refused),
+            (504, too_large, Answer::Behind(42)),
+            (504, b"request did not complete", Answer::Unknown),
+            (500, b"", Answer::Unknown),
+            (429, b"", Answer::Unknown),
+        ] {
+            assert_eq!(answer(StatusCode::from_u16(status).unwrap(), body), expected, "{status}");
+        }
+    }
+}

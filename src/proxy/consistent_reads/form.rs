@@ -113,9 +113,23 @@ impl ReadForm {
         if self == Self::AnyGet { floor.objects.max(floor.lists) } else { floor.highest() }
     }
 
+    /// The part of a floor that the cache of an endpoint reaches in time: without reports of etcd's progress, only what
+    /// events show. A GET needs no such report.
+    pub fn reachable(self, floor: FloorVersions, follows_etcd: bool) -> FloorVersions {
+        if follows_etcd || self == Self::AnyGet {
+            floor
+        } else {
+            FloorVersions { lists: 0, bookmarks: 0, ..floor }
+        }
+    }
+
     /// The query with the floor; `None` if the form takes none.
     pub fn query(self, query: &str, floor: FloorVersions) -> Option<String> {
-        let version = self.needed(floor).to_string();
+        let version = self.needed(floor);
+        if version == 0 {
+            return None;
+        }
+        let version = version.to_string();
         let version = Some(version.as_str());
         let changes: &[(&str, Option<&str>)] = match self {
             Self::AnyList => &[
@@ -195,6 +209,20 @@ mod tests {
     }
 
     #[test]
+    fn reachable_part_depends_on_reports_of_progress() {
+        let floor = FloorVersions { objects: 12, lists: 15, bookmarks: 20 };
+        let objects = FloorVersions { objects: 12, ..FloorVersions::default() };
+        for (form, follows_etcd, expected) in [
+            (AnyList, true, floor),
+            (AnyList, false, objects),
+            (AnyWatchList, false, objects),
+            (AnyGet, false, floor),
+        ] {
+            assert_eq!(form.reachable(floor, follows_etcd), expected, "{form:?} {follows_etcd}");
+        }
+    }
+
+    #[test]
     fn query_with_a_floor_changes_only_the_version() {
         let objects = FloorVersions { objects: 12, lists: 9, bookmarks: 20 };
         let lists = FloorVersions { objects: 12, lists: 15, bookmarks: 0 };
@@ -222,6 +250,7 @@ mod tests {
                 ),
             ),
             (AnyWatch, "watch=1&resourceVersion=0", objects, None),
+            (AnyList, "resourceVersion=0", FloorVersions::default(), None),
             (MostRecentGet, "", objects, None),
             (WatchFrom, "resourceVersion=7", objects, None),
         ] {

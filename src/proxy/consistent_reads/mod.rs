@@ -24,7 +24,8 @@
 //! and answers 504 `Too large resource version` then (apiserver, `storage/cacher/watch_cache.go`, `blockTimeout`). A
 //! list with a limit and a version above 0 would be read from etcd instead (`cacher.go`, `shouldDelegateList`). From
 //! 1.31 on a waiting list makes the cache ask etcd for its progress (`ConsistentListFromCache`), so a version that no
-//! event of the resource has is reached, too; a waiting GET does not, which is why a floor of lists makes it a
+//! event of the resource has is reached, too. To an older server, or one of unknown version, a list goes with the floor
+//! of objects, and the version of a list that it read from etcd is not remembered. A waiting GET asks for no progress, which is why a floor of lists makes it a
 //! most-recent read, a single key of etcd.
 //!
 //! A 504 of that kind, or a list that is older than the floor, is asked of the other ready endpoints. If none has reached
@@ -61,6 +62,7 @@ use crate::net::tls::certificate::Subject;
 use crate::upstream::Upstream;
 use crate::upstream::client_key::ClientKey;
 use crate::upstream::endpoint::Endpoint;
+use crate::upstream::kubernetes_version::MinorVersion;
 use crate::upstream::lag::current_of_too_large;
 use crate::upstream::resource_versions::ResourceRecord;
 use crate::upstream::version_floors::{Floor, FloorVersions};
@@ -150,6 +152,7 @@ impl RequestVersions {
         if floor.record.has_reached(endpoint, self.form.needed(versions)) {
             return None;
         }
+        let versions = self.form.reachable(versions, caches_follow_etcd(endpoint));
         let query = self.form.query(head.uri().query().unwrap_or_default(), versions)?;
         let mut changed = head.clone();
         *changed.uri_mut() = with_query(head.uri(), &query);
@@ -182,7 +185,8 @@ impl RequestVersions {
             return None;
         }
         let version = BodyVersion::of_prefix(head, prefix?)?;
-        if version >= self.form.needed(versions) {
+        let needed = self.form.needed(self.form.reachable(versions, caches_follow_etcd(endpoint)));
+        if version >= needed {
             return None;
         }
         floor.record.set(&floor.record.shown_by(endpoint), version, Instant::now());
@@ -251,6 +255,9 @@ impl RequestVersions {
         if !head.status.is_success() || !self.form.shows_version() {
             return None;
         }
+        if self.form == ReadForm::OtherList && !caches_follow_etcd(endpoint) {
+            return None;
+        }
         let body = BodyVersion::new(head, self.form.is_list())?;
         let floor = self.floor_to_raise(info, upstream)?;
         let endpoint = self.form.shows_cache().then(|| Arc::clone(endpoint));
@@ -264,6 +271,13 @@ impl RequestVersions {
         let record = upstream.resource_versions.record(&info.resource_name()?)?;
         Some(upstream.version_floors.get(self.client, &record))
     }
+}
+
+/// Whether a waiting list makes the watch caches of the endpoint ask etcd for its progress (`ConsistentListFromCache`,
+/// on by default since Kubernetes 1.31). An unknown version counts as an older one.
+fn caches_follow_etcd(endpoint: &Endpoint) -> bool {
+    const SINCE: Option<MinorVersion> = MinorVersion::new(1, 31);
+    endpoint.minor_version() >= SINCE
 }
 
 /// The group in a name that consists of group and resource.

@@ -156,6 +156,10 @@ impl End {
     fn abrupt(reason: impl Into<String>) -> Self {
         Self { reason: reason.into(), orderly: false }
     }
+
+    fn closed(orderly: bool) -> Self {
+        Self { reason: "closed by the apiserver".to_owned(), orderly }
+    }
 }
 
 impl Driver {
@@ -179,20 +183,22 @@ impl Driver {
             if let Poll::Ready(result) = result {
                 self.detect_goaway_at_end(cx);
                 return Poll::Ready(match (result, self.frames.violation()) {
-                    (Ok(()), _) => End {
-                        reason: "closed by the apiserver".to_owned(),
-                        orderly: self.connection.streams() == 0,
-                    },
+                    (Ok(()), _) => End::closed(self.connection.streams() == 0),
                     (Err(_), Some(frame)) => {
                         let frame = frame.as_str();
                         self.connection.endpoint.metrics.closed_for_frames(frame);
                         End::abrupt(format!("the apiserver sent too many {frame} frames"))
                     }
+                    (Err(_), None) if self.has_closed_after_goaway(cx) => End::closed(true),
                     (Err(error), None) => End::abrupt(describe_end(&error)),
                 });
             }
             if let Poll::Ready(Err(error)) = sent {
-                return Poll::Ready(End::abrupt(describe_write_error(&error)));
+                return Poll::Ready(if self.has_closed_after_goaway(cx) {
+                    End::closed(true)
+                } else {
+                    End::abrupt(describe_write_error(&error))
+                });
             }
             if let Some(reason) = self.connection.lifecycle.close_requested.get() {
                 return Poll::Ready(End::abrupt(reason.as_str()));
@@ -292,6 +298,14 @@ impl Driver {
         {
             self.connection.endpoint.observe(Observation::GoawayReceived);
         }
+    }
+
+    /// Whether the apiserver has ended a connection without streams by GOAWAY with `NO_ERROR`. What is written then, a
+    /// PING or the GOAWAY of h2, may meet a closed socket.
+    fn has_closed_after_goaway(&mut self, cx: &mut Context<'_>) -> bool {
+        self.connection.streams() == 0
+            && matches!(self.goaway.poll_ready(cx), Poll::Ready(Err(error))
+                if error.is_go_away() && error.is_remote() && error.reason() == Some(h2::Reason::NO_ERROR))
     }
 
     /// Whether a GOAWAY on this connection means that the apiserver shuts down.

@@ -170,7 +170,8 @@ fn answer(request: &Recorded) -> &'static str {
 }
 
 fn is_probe(request: &Recorded) -> bool {
-    request.target == "/readyz" && request.forwarded_for.is_empty()
+    matches!(&*request.target, "/readyz" | "/livez" | "/version")
+        && request.forwarded_for.is_empty()
 }
 
 /// Sorts fields into a request.

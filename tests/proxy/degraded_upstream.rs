@@ -31,9 +31,17 @@ struct Setup {
 
 impl Setup {
     async fn new() -> Self {
+        Self::with(|_| {}).await
+    }
+
+    async fn with(change: impl FnOnce(&mut Config)) -> Self {
         let cluster = TestCluster::new(3);
-        // Without rebalancing only the fault moves watches.
-        let proxy = cluster.start_with(|config| config.upstreams[0].rebalance = false).await;
+        let change = |config: &mut Config| {
+            // Without rebalancing only the fault moves watches.
+            config.upstreams[0].rebalance = false;
+            change(config);
+        };
+        let proxy = cluster.start_with(change).await;
         let client = proxy.client().await;
         let version = cluster.state.version();
         let path = cluster.watch_path();
@@ -155,6 +163,74 @@ async fn quiet_watches_move_when_readyz_fails() {
     assert_eq!(setup.state(degraded).await, "degraded");
     assert!(setup.moved().await >= on_degraded);
     setup.write_and_measure_silence(3).await;
+    setup.expect_all_events().await;
+}
+
+/// No request shows the fault, `/readyz` does not, and it is probed every ten minutes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watches_that_fall_silent_trigger_a_probe_of_livez() {
+    let change =
+        |config: &mut Config| config.upstreams[0].health.readyz.interval = Duration::from_secs(600);
+    let mut setup = Setup::with(change).await;
+    setup.write_and_measure_silence(40).await;
+    let degraded = (0..3).max_by_key(|&at| setup.cluster.watches(at)).unwrap();
+    setup.cluster.servers[degraded].set_faults(|faults| faults.dead = true);
+    setup.cluster.servers[degraded].set_faults(|faults| faults.hold_watches = true);
+    let silence = setup.write_and_measure_silence(20).await;
+    check_figure("an endpoint whose /livez fails: silence of its watches", silence, WATCH_SILENCE);
+    until("the endpoint is degraded", async || setup.state(degraded).await == "degraded").await;
+    let endpoint = setup.proxy.endpoint(setup.cluster.servers[degraded].addr).await;
+    assert_eq!(endpoint["reason"], "/livez answers 500: etcd");
+    setup.cluster.servers[degraded].set_faults(|faults| faults.hold_watches = false);
+    setup.cluster.servers[degraded].set_faults(|faults| faults.dead = false);
+    setup.proxy.wait_connected(3).await;
+    setup.expect_all_events().await;
+}
+
+/// Health checks are ok, and the watch cache stands still.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn lagging_watch_cache_degrades_its_endpoint_until_it_has_caught_up() {
+    let mut setup = Setup::new().await;
+    setup.write_and_measure_silence(5).await;
+    let lagging = (0..3).max_by_key(|&at| setup.cluster.watches(at)).unwrap();
+    let version = setup.cluster.state.version();
+    setup.cluster.servers[lagging].set_faults(|faults| faults.hold_watches = true);
+    setup.cluster.servers[lagging].set_faults(|faults| faults.cache_version = Some(version));
+    setup.write_and_measure_silence(20).await;
+    until("the endpoint is degraded", async || setup.state(lagging).await == "degraded").await;
+    let endpoint = setup.proxy.endpoint(setup.cluster.servers[lagging].addr).await;
+    let reason = endpoint["reason"].as_str().unwrap();
+    assert!(
+        reason
+            .starts_with(&format!("watch cache lags: version {version} of configmaps, 127.0.0.1:")),
+        "{reason}"
+    );
+    until("all watches have moved", async || setup.cluster.watches(lagging) == 0).await;
+    assert_eq!(setup.proxy.endpoint(setup.cluster.servers[lagging].addr).await["readiness"], "ok");
+    setup.cluster.servers[lagging].set_faults(|faults| faults.hold_watches = false);
+    setup.cluster.servers[lagging].set_faults(|faults| faults.cache_version = None);
+    until("the cache has caught up", async || setup.state(lagging).await == "ready").await;
+    setup.expect_all_events().await;
+}
+
+/// Selectors may hide events from the watches of an endpoint, so that it shows no new version.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn endpoint_without_events_whose_cache_has_reached_their_version_stays_ready() {
+    let mut setup = Setup::new().await;
+    setup.write_and_measure_silence(5).await;
+    let quiet = (0..3).max_by_key(|&at| setup.cluster.watches(at)).unwrap();
+    setup.cluster.servers[quiet].set_faults(|faults| faults.hold_watches = true);
+    let server = setup.cluster.servers[quiet].name().to_owned();
+    until("the endpoint is asked for two versions", async || {
+        setup.write();
+        let is_question = |path: &str| path.contains("jackstay-version-check");
+        let audit = setup.cluster.state.audit();
+        audit.select(|request| request.server == server && is_question(&request.path)).len() >= 2
+    })
+    .await;
+    assert_eq!(setup.state(quiet).await, "ready");
+    assert_eq!(setup.moved().await, 0);
+    setup.cluster.servers[quiet].set_faults(|faults| faults.hold_watches = false);
     setup.expect_all_events().await;
 }
 

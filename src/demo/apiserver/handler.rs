@@ -235,6 +235,10 @@ impl RequestContext {
 
     fn health(&self) -> Response<ResponseBody> {
         let path = self.parts.uri.path();
+        if path == "/livez" && self.server.faults.borrow().dead {
+            let text = "[+]ping ok\n[-]etcd failed: reason withheld\nlivez check failed\n";
+            return respond(500, "text/plain; charset=utf-8", ResponseBody::full(text));
+        }
         if path == "/readyz" && self.server.faults.borrow().unready {
             let text = "[+]ping ok\n[-]etcd failed: reason withheld\nreadyz check failed\n";
             return respond(500, "text/plain; charset=utf-8", ResponseBody::full(text));

@@ -62,6 +62,10 @@ pub struct Faults {
     pub hang: bool,
     /// Watches deliver nothing until this is false, as with a lagging watch cache; then they catch up.
     pub hold_watches: bool,
+    /// The version at which the watch cache stands still: a get that asks for a newer one is answered with 504.
+    pub cache_version: Option<u64>,
+    /// `/livez` fails, as that of Kubernetes 1.36 without etcd, whose `/readyz` does not; nothing else changes.
+    pub dead: bool,
     /// `SETTINGS_MAX_CONCURRENT_STREAMS` of new connections, in place of 100.
     pub max_streams: Option<u32>,
     /// Time that every request waits before it is handled, health checks included.

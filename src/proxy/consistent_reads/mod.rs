@@ -24,8 +24,8 @@
 //! and answers 504 `Too large resource version` then (apiserver, `storage/cacher/watch_cache.go`, `blockTimeout`). A
 //! list with a limit and a version above 0 would be read from etcd instead (`cacher.go`, `shouldDelegateList`). From
 //! 1.31 on a waiting list makes the cache ask etcd for its progress (`ConsistentListFromCache`), so a version that no
-//! event of the resource has is reached, too. To an older server, or one of unknown version, a list goes with the floor
-//! of objects, and the version of a list that it read from etcd is not remembered. A waiting GET asks for no progress, which is why a floor of lists makes it a
+//! event of the resource has is reached, too. To an older server, or one of unknown version, and once no endpoint
+//! had reached the floor of a list, a list goes with the floor of objects, and the version of a list that it read from etcd is not remembered. A waiting GET asks for no progress, which is why a floor of lists makes it a
 //! most-recent read, a single key of etcd.
 //!
 //! A 504 of that kind, or a list that is older than the floor, is asked of the other ready endpoints. If none has reached
@@ -76,6 +76,8 @@ pub struct RequestVersions {
     form: ReadForm,
     /// The floor of the client for the resource; `None` if it has seen none.
     floor: Option<Arc<Floor>>,
+    /// Whether floors of lists and bookmarks do not count.
+    without_progress: bool,
     /// Whether the floor is not enforced any more, because no endpoint has reached it.
     given_up: Cell<bool>,
     /// Whether another endpoint was asked because one had not reached the version.
@@ -118,6 +120,7 @@ impl RequestVersions {
             client,
             form,
             floor,
+            without_progress: upstream.version_floors.is_without_progress(),
             given_up: Cell::new(false),
             asked_elsewhere: Cell::new(false),
             highest_reached: Cell::new(0),
@@ -152,7 +155,7 @@ impl RequestVersions {
         if floor.record.has_reached(endpoint, self.form.needed(versions)) {
             return None;
         }
-        let versions = self.form.reachable(versions, caches_follow_etcd(endpoint));
+        let versions = self.form.reachable(versions, self.reports_progress(endpoint));
         let query = self.form.query(head.uri().query().unwrap_or_default(), versions)?;
         let mut changed = head.clone();
         *changed.uri_mut() = with_query(head.uri(), &query);
@@ -185,12 +188,20 @@ impl RequestVersions {
             return None;
         }
         let version = BodyVersion::of_prefix(head, prefix?)?;
-        let needed = self.form.needed(self.form.reachable(versions, caches_follow_etcd(endpoint)));
+        let needed =
+            self.form.needed(self.form.reachable(versions, self.reports_progress(endpoint)));
         if version >= needed {
             return None;
         }
         floor.record.set(&floor.record.shown_by(endpoint), version, Instant::now());
         Some(version)
+    }
+
+    /// Whether a waiting list makes the watch caches of the endpoint ask etcd for its progress
+    /// (`ConsistentListFromCache`, on by default since Kubernetes 1.31). An unknown version counts as an older one.
+    fn reports_progress(&self, endpoint: &Endpoint) -> bool {
+        const SINCE: Option<MinorVersion> = MinorVersion::new(1, 31);
+        !self.without_progress && endpoint.minor_version() >= SINCE
     }
 
     /// Decides how the request continues after an endpoint that has reached only `version`. `other_ready`: there is a
@@ -213,7 +224,11 @@ impl RequestVersions {
     /// version, if the floor of this client was above.
     pub fn lower_floors(&self, upstream: &Upstream) -> Option<(Arc<str>, u64, u64)> {
         let (floor, reached) = (self.floor.as_ref()?, self.highest_reached.get());
-        let before = floor.versions().highest();
+        let versions = floor.versions();
+        let before = versions.highest();
+        if before > versions.objects {
+            upstream.version_floors.set_without_progress();
+        }
         let name = Arc::clone(&floor.record.name);
         upstream.version_floors.lower_all(&name, reached);
         let group = group_of(&name);
@@ -255,7 +270,7 @@ impl RequestVersions {
         if !head.status.is_success() || !self.form.shows_version() {
             return None;
         }
-        if self.form == ReadForm::OtherList && !caches_follow_etcd(endpoint) {
+        if self.form == ReadForm::OtherList && !self.reports_progress(endpoint) {
             return None;
         }
         let body = BodyVersion::new(head, self.form.is_list())?;
@@ -271,13 +286,6 @@ impl RequestVersions {
         let record = upstream.resource_versions.record(&info.resource_name()?)?;
         Some(upstream.version_floors.get(self.client, &record))
     }
-}
-
-/// Whether a waiting list makes the watch caches of the endpoint ask etcd for its progress (`ConsistentListFromCache`,
-/// on by default since Kubernetes 1.31). An unknown version counts as an older one.
-fn caches_follow_etcd(endpoint: &Endpoint) -> bool {
-    const SINCE: Option<MinorVersion> = MinorVersion::new(1, 31);
-    endpoint.minor_version() >= SINCE
 }
 
 /// The group in a name that consists of group and resource.

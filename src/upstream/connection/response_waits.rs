@@ -44,7 +44,8 @@ impl ResponseWaits {
             waiting: Cell::new(0),
             waiting_since: Cell::new(None),
             last_received: Cell::new(now),
-            round: Cell::new(0),
+            // Earlier rounds are looked for, too.
+            round: Cell::new(COUNTED_ROUNDS as u32),
             by_round: Default::default(),
         }
     }

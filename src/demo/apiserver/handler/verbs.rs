@@ -36,7 +36,12 @@ impl RequestContext {
         }
         match self.verb() {
             "watch" => self.watch(target),
-            "get" => self.object_response(200, object, &*cluster.get(object)?),
+            "get" => {
+                if let Some(version) = self.server.faults.borrow().cache_version {
+                    self.check_reached(version)?;
+                }
+                self.object_response(200, object, &*cluster.get(object)?)
+            }
             "list" => self.list(target),
             "create" if target.name.is_empty() => {
                 let value = self.json_body(body).await?;
@@ -141,18 +146,21 @@ impl RequestContext {
         Ok(if target.name.is_empty() { selector } else { selector.named(&target.name) })
     }
 
+    /// Refuses a request for a version that the cache, which is at `version`, has not reached.
+    fn check_reached(&self, version: u64) -> Result<(), StatusError> {
+        let minimum: u64 = self.query.get("resourceVersion").parse().unwrap_or(0);
+        if minimum <= version {
+            return Ok(());
+        }
+        let message = format!("Too large resource version: {minimum}, current: {version}");
+        Err(StatusError::new(504, "Timeout", message))
+    }
+
     fn list(&self, target: &Target) -> Result<Response<ResponseBody>, StatusError> {
         let cluster = &self.server.cluster;
         let (mut objects, mut version) =
             cluster.list(target.kind, &target.namespace, &self.selector(target)?);
-        let minimum = self.query.get("resourceVersion").parse().unwrap_or(0);
-        if minimum > version {
-            return Err(StatusError::new(
-                504,
-                "Timeout",
-                format!("Too large resource version: {minimum}, current: {version}"),
-            ));
-        }
+        self.check_reached(version)?;
         let token = self.query.get("continue");
         if !token.is_empty() {
             let token = token.split_once(':').and_then(|(v, key)| Some((v.parse().ok()?, key)));

@@ -54,6 +54,8 @@ pub type RequestHook = Arc<dyn Fn(&http::request::Parts) -> Option<ScriptedRespo
 /// The faults in force on a server; none by default. `on_request`, `fail_next` and `lose_next` do not apply
 /// to health checks and to what a prober reads with them.
 #[derive(Default)]
+// The faults are independent of each other.
+#[allow(clippy::struct_excessive_bools)]
 pub struct Faults {
     /// `/readyz` fails; nothing else changes.
     pub unready: bool,

@@ -20,7 +20,7 @@ use super::request_body::UploadTask;
 use super::retry_budget::RetryBudget;
 use super::unproven_requests::{REQUEST_LIMITS, UPGRADE_LIMITS, UnprovenRequests};
 use super::watch::limits::WatchLimits;
-use crate::observe::{ByteBudget, Metrics};
+use crate::observe::{ByteBudget, Metrics, RateLimitedWarnings};
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState, Permit};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
@@ -29,6 +29,9 @@ use crate::upstream::pool::{Pool, WarmClasses};
 /// Pause after a hedge that found no connection or failed. A request reaches an apiserver within this time
 /// after it returns.
 const HEDGE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// See [`UpstreamClient::floor_warnings`].
+const WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 /// How often a drain checks whether the client is still in use.
 const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(10);
@@ -50,6 +53,8 @@ pub struct UpstreamClient {
     pub metrics: Arc<Metrics>,
     /// Limits the bytes of request bodies that all workers hold for retries.
     pub body_budget: Arc<ByteBudget>,
+    /// Warnings about version floors, at most one of a line in [`WARNING_INTERVAL`].
+    pub(super) floor_warnings: RateLimitedWarnings,
     /// The requests with tokens that no response has proven yet.
     pub(super) unproven_requests: Rc<UnprovenRequests>,
     /// The upgrades with such a token or none.
@@ -68,6 +73,7 @@ impl UpstreamClient {
             rejecting: RefCell::default(),
             watches: WatchLimits::new(&metrics),
             body_budget,
+            floor_warnings: RateLimitedWarnings::new(WARNING_INTERVAL),
             unproven_requests: UnprovenRequests::new(
                 REQUEST_LIMITS,
                 "requests with unproven tokens",

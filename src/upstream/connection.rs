@@ -363,7 +363,8 @@ impl Connection {
             );
             return;
         }
-        let open = OpenStreams::of_connection(self.streams(), self.watches());
+        let of_clients = usize::from(self.class() != CredentialClass::Probe);
+        let open = OpenStreams::of_connection(of_clients * self.streams(), self.watches());
         let local = self.stats.local.map_or_else(String::new, |local| format!(" from {local}"));
         let change = Change {
             kind: EventKind::Connection,

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use tokio::time::Instant;
 
-use super::endpoint::Endpoint;
+use super::endpoint::{Endpoint, EndpointState};
 
 /// Maximum number of resources of an upstream. A cluster with many custom resources has some hundred.
 const MAX_RESOURCES: usize = 1024;
@@ -116,6 +116,13 @@ impl ResourceRecord {
         let endpoints = self.endpoints();
         let shown = endpoints.iter().find(|(known, _)| is(known, endpoint));
         shown.is_some_and(|(_, shown)| shown.version() >= version)
+    }
+
+    /// The highest version that a ready endpoint has shown; 0 if none has.
+    pub fn highest_of_ready(&self) -> u64 {
+        let all = self.endpoints_with_versions();
+        let ready = all.iter().filter(|shown| shown.endpoint.state() == EndpointState::Ready);
+        ready.map(|shown| shown.version).max().unwrap_or(0)
     }
 
     /// The endpoints that have shown a version.

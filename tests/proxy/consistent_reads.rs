@@ -171,8 +171,8 @@ async fn reads_with_a_lagging_cache_go_back_without_floors() {
     for target in [list(), get()] {
         setup.freeze(&[0]);
         setup.write().await;
-        let back = setup.count_back(&target, 200).await;
-        assert!(back > 0, "the servers differ, so {target} must go back");
+        // A server that was slow once gets few requests for some seconds.
+        until("a read goes back", async || setup.count_back(&target, 100).await > 0).await;
     }
 }
 

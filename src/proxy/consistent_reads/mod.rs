@@ -76,6 +76,8 @@ pub struct RequestVersions {
     form: ReadForm,
     /// The floor of the client for the resource; `None` if it has seen none.
     floor: Option<Arc<Floor>>,
+    /// The floor when the request arrived. What concurrent requests show does not count for it.
+    at_start: FloorVersions,
     /// Whether floors of lists and bookmarks do not count.
     without_progress: bool,
     /// Whether the floor is not enforced any more, because no endpoint has reached it.
@@ -119,6 +121,7 @@ impl RequestVersions {
         Some(Box::new(Self {
             client,
             form,
+            at_start: floor.as_ref().map(|floor| floor.versions()).unwrap_or_default(),
             floor,
             without_progress: upstream.version_floors.is_without_progress(),
             given_up: Cell::new(false),
@@ -138,8 +141,7 @@ impl RequestVersions {
             .floor
             .as_deref()
             .filter(|_| self.form.takes_any_version() && !self.given_up.get())?;
-        let versions = floor.versions();
-        (self.form.needed(versions) > 0).then_some((floor, versions))
+        (self.form.needed(self.at_start) > 0).then_some((floor, self.at_start))
     }
 
     /// The record and the version that an endpoint should have reached.
@@ -220,13 +222,14 @@ impl RequestVersions {
     }
 
     /// Lowers the floors of all clients to what the endpoints have reached. In a group that an aggregated apiserver may
-    /// serve, there are no floors from now on: each of its replicas may have a store of its own. Returns the resource, the floor and that
-    /// version, if the floor of this client was above.
+    /// serve, there are no floors from now on: each of its replicas may have a store of its own. Returns the resource,
+    /// the floor and that version, if the floor of this client was above.
     pub fn lower_floors(&self, upstream: &Upstream) -> Option<(Arc<str>, u64, u64)> {
-        let (floor, reached) = (self.floor.as_ref()?, self.highest_reached.get());
-        let versions = floor.versions();
-        let before = versions.highest();
-        if before > versions.objects {
+        let floor = self.floor.as_ref()?;
+        // An endpoint may have advanced meanwhile.
+        let reached = self.highest_reached.get().max(floor.record.highest_of_ready());
+        let before = floor.versions().highest();
+        if self.at_start.highest() > self.at_start.objects {
             upstream.version_floors.set_without_progress();
         }
         let name = Arc::clone(&floor.record.name);

@@ -57,13 +57,10 @@ impl ForwardedRequest {
                 let upstream = self.upstream.pool.upstream();
                 if let Some((resource, floor, reached)) = versions.lower_floors(upstream) {
                     metrics.version_floor("reset");
-                    let upstream = &*upstream.name;
-                    tracing::warn!(
-                        upstream,
-                        resource = &*resource,
-                        floor,
-                        reached,
-                        "version floor lowered: no ready endpoint has reached it"
+                    let name = &upstream.name;
+                    self.upstream.floor_warnings.warn(
+                        &format!("upstream {name}: version floor of {resource} lowered"),
+                        format_args!("no ready endpoint has reached {floor}, but {reached}"),
                     );
                 }
             }

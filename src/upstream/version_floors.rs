@@ -17,7 +17,7 @@
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::client_key::{ClientHasher, ClientKey};
@@ -105,7 +105,6 @@ impl Floor {
 #[derive(Debug, Default)]
 pub struct VersionFloors {
     hasher: OnceLock<ClientHasher>,
-    without_progress: AtomicBool,
     clients: Mutex<Clients>,
 }
 
@@ -190,17 +189,6 @@ impl VersionFloors {
             clients.evict();
         }
         floor
-    }
-
-    /// Whether watch caches do not reach the versions of lists and bookmarks in time ([`Self::set_without_progress`]).
-    pub fn is_without_progress(&self) -> bool {
-        self.without_progress.load(Ordering::Relaxed)
-    }
-
-    /// No watch cache had reached a floor of lists or bookmarks: etcd does not report its progress when it is asked
-    /// (before 3.5.13, and before 3.4.31). Only floors of objects count from now on.
-    pub fn set_without_progress(&self) {
-        self.without_progress.store(true, Ordering::Relaxed);
     }
 
     /// The number of floors.

@@ -131,14 +131,18 @@ impl ReadForm {
         }
         let version = version.to_string();
         let version = Some(version.as_str());
+        // A cache reaches the version of an object by an event, but that of a list or a bookmark perhaps only later.
+        let most_recent = self.needed(floor) > floor.objects;
         let changes: &[(&str, Option<&str>)] = match self {
+            Self::AnyList if most_recent => {
+                &[("resourceVersion", None), ("resourceVersionMatch", None), ("limit", None)]
+            }
             Self::AnyList => &[
                 ("resourceVersion", version),
                 ("resourceVersionMatch", Some("NotOlderThan")),
                 ("limit", None),
             ],
-            // A cache reaches the version of an object by an event, but that of a list perhaps only later.
-            Self::AnyGet if floor.lists > floor.objects => &[("resourceVersion", None)],
+            Self::AnyGet | Self::AnyWatchList if most_recent => &[("resourceVersion", None)],
             Self::AnyGet | Self::AnyWatchList => &[("resourceVersion", version)],
             _ => return None,
         };
@@ -224,20 +228,26 @@ mod tests {
 
     #[test]
     fn query_with_a_floor_changes_only_the_version() {
-        let objects = FloorVersions { objects: 12, lists: 9, bookmarks: 20 };
+        let objects = FloorVersions { objects: 12, lists: 9, bookmarks: 10 };
         let lists = FloorVersions { objects: 12, lists: 15, bookmarks: 0 };
         for (form, query, floor, expected) in [
             (
                 AnyList,
                 "limit=500&resourceVersion=0&labelSelector=a%3Db",
                 objects,
-                Some("resourceVersion=20&labelSelector=a%3Db&resourceVersionMatch=NotOlderThan"),
+                Some("resourceVersion=12&labelSelector=a%3Db&resourceVersionMatch=NotOlderThan"),
             ),
             (
                 AnyList,
                 "resourceVersion=0&resourceVersionMatch=NotOlderThan",
+                objects,
+                Some("resourceVersion=12&resourceVersionMatch=NotOlderThan"),
+            ),
+            (
+                AnyList,
+                "labelSelector=a&limit=5&resourceVersion=0&resourceVersionMatch=NotOlderThan",
                 lists,
-                Some("resourceVersion=15&resourceVersionMatch=NotOlderThan"),
+                Some("labelSelector=a"),
             ),
             (AnyGet, "resourceVersion=0", objects, Some("resourceVersion=12")),
             (AnyGet, "resourceVersion=0&pretty=1", lists, Some("pretty=1")),
@@ -246,7 +256,7 @@ mod tests {
                 "watch=1&resourceVersion=0&sendInitialEvents=true&resourceVersionMatch=NotOlderThan",
                 objects,
                 Some(
-                    "watch=1&resourceVersion=20&sendInitialEvents=true&resourceVersionMatch=NotOlderThan",
+                    "watch=1&resourceVersion=12&sendInitialEvents=true&resourceVersionMatch=NotOlderThan",
                 ),
             ),
             (AnyWatch, "watch=1&resourceVersion=0", objects, None),

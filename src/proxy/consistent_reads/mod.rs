@@ -10,9 +10,9 @@
 //! | request | what jackstay sends | what the client may conclude |
 //! |---|---|---|
 //! | LIST with `resourceVersion=0` | `resourceVersion=<floor>&resourceVersionMatch=NotOlderThan`, without `limit`, which a server ignores beside 0 | the list is not older than anything that the client has seen of the resource |
-//! | GET with `resourceVersion=0`, floor of objects | `resourceVersion=<floor>` | the object is not older |
-//! | GET with `resourceVersion=0`, floor of lists above it | the request without `resourceVersion`: a most-recent read | the same |
+//! | GET with `resourceVersion=0` | `resourceVersion=<floor>` | the object is not older |
 //! | watch with `sendInitialEvents` and `resourceVersion=0` | `resourceVersion=<floor>` | the initial events are not older |
+//! | each of these, with a floor of lists or bookmarks above that of objects | the request without `resourceVersion`: a most-recent read | the same |
 //! | watch with `resourceVersion=0` or without one, without `sendInitialEvents` | the same | not older, if an endpoint is known to have reached the floor: a version would skip the initial events |
 //! | LIST, GET, watch with a version | the same; a 504 `Too large resource version` is asked of one other endpoint | as Kubernetes documents it |
 //! | LIST, GET without `resourceVersion` | the same | most recent: nothing is needed |
@@ -22,11 +22,14 @@
 //! Why these forms: kube-apiserver answers `resourceVersion=0` from its cache, whatever its age, and `NotOlderThan` from
 //! its cache as soon as that is new enough (Kubernetes documentation, *API concepts*, *resource versions*). It waits 3 s
 //! and answers 504 `Too large resource version` then (apiserver, `storage/cacher/watch_cache.go`, `blockTimeout`). A
-//! list with a limit and a version above 0 would be read from etcd instead (`cacher.go`, `shouldDelegateList`). From
-//! 1.31 on a waiting list makes the cache ask etcd for its progress (`ConsistentListFromCache`), so a version that no
-//! event of the resource has is reached, too. To an older server, or one of unknown version, and once no endpoint
-//! had reached the floor of a list, a list goes with the floor of objects, and the version of a list that it read from etcd is not remembered. A waiting GET asks for no progress, which is why a floor of lists makes it a
-//! most-recent read, a single key of etcd.
+//! list with a limit and a version above 0 would be read from etcd instead (`cacher.go`, `shouldDelegateList`).
+//!
+//! A cache reaches the version of an object by an event. That of a list or a bookmark may be one that no event of the
+//! resource has; then a cache reaches it only when etcd reports its progress, perhaps never, so nothing waits for it. A
+//! most-recent read needs no such version. From Kubernetes 1.31 and etcd 3.5.13 on, a most-recent list comes from the
+//! cache, which asks etcd for its progress (`ConsistentListFromCache`); that of a GET reads one key of etcd. To an older
+//! server, or one of unknown version, a list goes with the floor of objects, and the version of a list that it read from
+//! etcd is not remembered.
 //!
 //! A 504 of that kind, or a list that is older than the floor, is asked of the other ready endpoints. If none has reached
 //! the floor, an etcd was restored from a backup, or the only endpoint that had reached it is gone: the floor is lowered
@@ -78,8 +81,6 @@ pub struct RequestVersions {
     floor: Option<Arc<Floor>>,
     /// The floor when the request arrived. What concurrent requests show does not count for it.
     at_start: FloorVersions,
-    /// Whether floors of lists and bookmarks do not count.
-    without_progress: bool,
     /// Whether the floor is not enforced any more, because no endpoint has reached it.
     given_up: Cell<bool>,
     /// Whether another endpoint was asked because one had not reached the version.
@@ -123,7 +124,6 @@ impl RequestVersions {
             form,
             at_start: floor.as_ref().map(|floor| floor.versions()).unwrap_or_default(),
             floor,
-            without_progress: upstream.version_floors.is_without_progress(),
             given_up: Cell::new(false),
             asked_elsewhere: Cell::new(false),
             highest_reached: Cell::new(0),
@@ -157,7 +157,7 @@ impl RequestVersions {
         if floor.record.has_reached(endpoint, self.form.needed(versions)) {
             return None;
         }
-        let versions = self.form.reachable(versions, self.reports_progress(endpoint));
+        let versions = self.form.reachable(versions, is_consistent_from_cache(endpoint));
         let query = self.form.query(head.uri().query().unwrap_or_default(), versions)?;
         let mut changed = head.clone();
         *changed.uri_mut() = with_query(head.uri(), &query);
@@ -191,19 +191,12 @@ impl RequestVersions {
         }
         let version = BodyVersion::of_prefix(head, prefix?)?;
         let needed =
-            self.form.needed(self.form.reachable(versions, self.reports_progress(endpoint)));
+            self.form.needed(self.form.reachable(versions, is_consistent_from_cache(endpoint)));
         if version >= needed {
             return None;
         }
         floor.record.set(&floor.record.shown_by(endpoint), version, Instant::now());
         Some(version)
-    }
-
-    /// Whether a waiting list makes the watch caches of the endpoint ask etcd for its progress
-    /// (`ConsistentListFromCache`, on by default since Kubernetes 1.31). An unknown version counts as an older one.
-    fn reports_progress(&self, endpoint: &Endpoint) -> bool {
-        const SINCE: Option<MinorVersion> = MinorVersion::new(1, 31);
-        !self.without_progress && endpoint.minor_version() >= SINCE
     }
 
     /// Decides how the request continues after an endpoint that has reached only `version`. `other_ready`: there is a
@@ -229,9 +222,6 @@ impl RequestVersions {
         // An endpoint may have advanced meanwhile.
         let reached = self.highest_reached.get().max(floor.record.highest_of_ready());
         let before = floor.versions().highest();
-        if self.at_start.highest() > self.at_start.objects {
-            upstream.version_floors.set_without_progress();
-        }
         let name = Arc::clone(&floor.record.name);
         upstream.version_floors.lower_all(&name, reached);
         let group = group_of(&name);
@@ -273,7 +263,7 @@ impl RequestVersions {
         if !head.status.is_success() || !self.form.shows_version() {
             return None;
         }
-        if self.form == ReadForm::OtherList && !self.reports_progress(endpoint) {
+        if self.form == ReadForm::OtherList && !is_consistent_from_cache(endpoint) {
             return None;
         }
         let body = BodyVersion::new(head, self.form.is_list())?;
@@ -289,6 +279,13 @@ impl RequestVersions {
         let record = upstream.resource_versions.record(&info.resource_name()?)?;
         Some(upstream.version_floors.get(self.client, &record))
     }
+}
+
+/// Whether the endpoint answers most-recent lists from its cache (`ConsistentListFromCache`, on by default since
+/// Kubernetes 1.31). An unknown version counts as an older one.
+fn is_consistent_from_cache(endpoint: &Endpoint) -> bool {
+    const SINCE: Option<MinorVersion> = MinorVersion::new(1, 31);
+    endpoint.minor_version() >= SINCE
 }
 
 /// The group in a name that consists of group and resource.

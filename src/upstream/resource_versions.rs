@@ -95,6 +95,11 @@ impl ResourceVersions {
     }
 }
 
+/// The API group in the name of a record; empty for the core group.
+pub fn group_of(name: &str) -> &str {
+    name.rsplit_once('/').map_or("", |(group, _)| group)
+}
+
 impl ResourceRecord {
     /// The version that `endpoint` has shown, which its watches and reads raise.
     pub fn shown_by(&self, endpoint: &Arc<Endpoint>) -> Arc<ShownVersion> {

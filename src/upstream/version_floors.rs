@@ -191,8 +191,8 @@ impl VersionFloors {
         floor
     }
 
-    /// The number of floors.
-    pub fn count(&self) -> usize {
+    #[cfg(test)]
+    fn count(&self) -> usize {
         self.lock().count
     }
 

@@ -18,6 +18,7 @@ use crate::upstream::lag::{
     DeliveryPace, Expectations, Expected, Lag, Reference, ResourceView, TICK, current_of_too_large,
     question,
 };
+use crate::upstream::resource_versions::{ResourceRecord, group_of};
 
 /// Limit of a question. kube-apiserver waits 3 s for its cache (`blockTimeout` in `watch_cache.go`).
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -142,9 +143,8 @@ fn report(upstream: &Upstream, endpoint: &Arc<Endpoint>, reason: &str, at: Insta
 
 /// The versions of all resources, as `endpoint` and the best other ready endpoint have shown them.
 fn views(upstream: &Upstream, endpoint: &Arc<Endpoint>) -> Vec<ResourceView> {
-    let view = |record: Arc<crate::upstream::resource_versions::ResourceRecord>| {
-        let group = record.name.rsplit_once('/').map_or("", |(group, _)| group);
-        if upstream.unordered_groups.contains(group) {
+    let view = |record: Arc<ResourceRecord>| {
+        if upstream.unordered_groups.contains(group_of(&record.name)) {
             return None;
         }
         let all = record.endpoints_with_versions();

@@ -67,7 +67,7 @@ use crate::upstream::client_key::ClientKey;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::kubernetes_version::MinorVersion;
 use crate::upstream::lag::current_of_too_large;
-use crate::upstream::resource_versions::ResourceRecord;
+use crate::upstream::resource_versions::{ResourceRecord, group_of};
 use crate::upstream::version_floors::{Floor, FloorVersions};
 
 /// What identifies the client of a request.
@@ -286,11 +286,6 @@ impl RequestVersions {
 fn is_consistent_from_cache(endpoint: &Endpoint) -> bool {
     const SINCE: Option<MinorVersion> = MinorVersion::new(1, 31);
     endpoint.minor_version() >= SINCE
-}
-
-/// The group in a name that consists of group and resource.
-fn group_of(name: &str) -> &str {
-    name.rsplit_once('/').map_or("", |(group, _)| group)
 }
 
 /// Learns the version of one response while its body is forwarded.

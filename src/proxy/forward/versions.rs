@@ -60,7 +60,10 @@ impl ForwardedRequest {
                     let name = &upstream.name;
                     self.upstream.floor_warnings.warn(
                         &format!("upstream {name}: version floor of {resource} lowered"),
-                        format_args!("no ready endpoint has reached {floor}, but {reached}"),
+                        format_args!(
+                            "a client has seen version {floor}, and the newest ready apiserver is at {reached}; \
+                             reads may go back once. Was etcd restored from a backup?"
+                        ),
                     );
                 }
             }

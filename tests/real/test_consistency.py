@@ -129,11 +129,16 @@ class Etcd:
     def identity(self, name):
         return next(m["ID"] for m in json.loads(self.rig.etcdctl("member", "list", "--write-out=json"))["members"] if m.get("name") == name)
 
+    def lead(self, name):
+        """Makes this member the leader."""
+        leader = json.loads(self.rig.etcdctl("endpoint", "status", "--write-out=json"))[0]["Status"]["leader"]
+        if leader != self.identity(name):
+            sh(CACHE / "bin/etcdctl", f"--endpoints={','.join(f'http://{a}:2379' for a in ('127.0.0.1', *MEMBERS.values()))}", "move-leader", f"{self.identity(name):x}")
+        return True
+
     def stop_leader(self):
         """Makes another member the leader and stops it: writes wait for an election."""
-        leader = json.loads(self.rig.etcdctl("endpoint", "status", "--write-out=json"))[0]["Status"]["leader"]
-        if leader != self.identity("second"):
-            sh(CACHE / "bin/etcdctl", f"--endpoints={','.join(f'http://{a}:2379' for a in ('127.0.0.1', *MEMBERS.values()))}", "move-leader", f"{self.identity('second'):x}")
+        wait_for("another member to lead", lambda: self.lead("second"), 10)
         self.members["second"].send(signal.SIGSTOP)
 
     def resume(self):
@@ -142,9 +147,12 @@ class Etcd:
     def remove(self):
         """Makes the rig's etcd a single member again."""
         self.resume()
+        # A leader that is removed takes the requests in flight with it: they fail after 7 s.
+        wait_for("the rig's etcd to lead", lambda: self.lead("default"), 30)
         for name, process in self.members.items():
             wait_for("etcd to remove a member", lambda: self.rig.etcdctl("member", "remove", f"{self.identity(name):x}"), 30)
             process.stop(signal.SIGKILL)
+        wait_for("etcd to be healthy", lambda: self.rig.etcdctl("endpoint", "health"), 30)
 
 
 class Consistency(RigCase, unittest.TestCase):

@@ -36,13 +36,11 @@ const MAX_DELAY: Duration = Duration::from_secs(1);
 /// An endpoint that lags for longer than this while it advances belongs to another etcd.
 const OTHER_ETCD_AFTER: Duration = Duration::from_secs(60);
 
-/// The versions of one resource, as an endpoint and the others have shown them.
+/// The versions of one resource of which an endpoint has a watch, as it and the others have shown them.
 #[derive(Debug, Clone)]
 pub struct ResourceView {
     /// Group and resource.
     pub resource: Arc<str>,
-    /// Whether a watch of the resource is open on the endpoint.
-    pub has_watch: bool,
     /// The highest version that the endpoint has shown.
     pub version: u64,
     /// When it was raised last.
@@ -74,8 +72,7 @@ impl DeliveryPace {
     /// Takes in the views of an endpoint, every [`TICK`]. Returns whether its watches have fallen silent while those of
     /// another endpoint deliver.
     pub fn observe(&mut self, views: &[ResourceView], now: Instant) -> bool {
-        let watched = || views.iter().filter(|view| view.has_watch);
-        let Some(last) = watched().map(|view| view.raised_at).max() else {
+        let Some(last) = views.iter().map(|view| view.raised_at).max() else {
             *self = Self::default();
             return false;
         };
@@ -87,7 +84,7 @@ impl DeliveryPace {
         let before_silence = self.ticks >> self.ticks.trailing_zeros();
         let deliveries = (before_silence & ((1 << REGULAR_TICKS) - 1)).count_ones();
         deliveries >= MIN_DELIVERIES
-            && watched().any(|view| {
+            && views.iter().any(|view| {
                 view.reference.as_ref().is_some_and(|reference| {
                     reference.version > view.version
                         && reference.raised_at >= last + DELIVERED_AFTER
@@ -124,7 +121,7 @@ impl Expectations {
         now: Instant,
     ) -> Option<Expected> {
         let behind = |view: &&ResourceView| {
-            view.has_watch && view.reference.as_ref().is_some_and(|r| r.version > view.version)
+            view.reference.as_ref().is_some_and(|r| r.version > view.version)
         };
         self.0.retain(|resource, expected| {
             views
@@ -249,7 +246,6 @@ mod tests {
         let (reference, at) = reference;
         ResourceView {
             resource: "pods".into(),
-            has_watch: true,
             version,
             raised_at,
             reference: Some(Reference { endpoint: "b".into(), version: reference, raised_at: at }),
@@ -284,18 +280,6 @@ mod tests {
     }
 
     #[test]
-    fn pace_ignores_resources_without_a_watch() {
-        let start = Instant::now();
-        let mut pace = DeliveryPace::default();
-        for tick in 0..20_u32 {
-            let now = start + TICK * tick;
-            let last = now.min(start + TICK * 10);
-            let view = view(1, last, (9, now));
-            assert!(!pace.observe(&[ResourceView { has_watch: false, ..view }], now));
-        }
-    }
-
-    #[test]
     fn expectations_name_a_version_that_was_not_reached_in_time() {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
@@ -313,10 +297,6 @@ mod tests {
         assert_eq!(observe(14, 20, 2_400), None);
         assert_eq!(observe(14, 20, 2_500), Some(15));
         assert_eq!(observe(20, 20, 2_750), None);
-        // Without a watch, nothing is expected.
-        let mut idle = view(5, start, (9, start));
-        idle.has_watch = false;
-        assert_eq!(Expectations::default().observe(&[idle], |_| true, at(9_000)), None);
         let behind = [view(5, start, (9, start))];
         let mut refused = Expectations::default();
         assert_eq!(refused.observe(&behind, |_| true, start), None);

@@ -57,8 +57,6 @@ pub struct EndpointVersion {
     pub event: u64,
     /// When the version was raised last.
     pub raised_at: Instant,
-    /// Whether a watch of the resource is open.
-    pub has_watch: bool,
 }
 
 impl ResourceVersions {
@@ -123,6 +121,12 @@ impl ResourceRecord {
         shown.is_some_and(|(_, shown)| shown.version() >= version)
     }
 
+    /// Whether a watch of the resource is open on `endpoint`.
+    pub fn has_watch(&self, endpoint: &Arc<Endpoint>) -> bool {
+        let endpoints = self.endpoints();
+        endpoints.iter().any(|(known, shown)| is(known, endpoint) && Arc::strong_count(shown) > 1)
+    }
+
     /// The highest version that a ready endpoint has shown; 0 if none has.
     pub fn highest_of_ready(&self) -> u64 {
         let all = self.endpoints_with_versions();
@@ -141,7 +145,6 @@ impl ResourceRecord {
                 version: shown.version(),
                 event: shown.event.load(Ordering::Relaxed),
                 raised_at: self.epoch + raised_at,
-                has_watch: Arc::strong_count(shown) > 1,
             })
         };
         endpoints.iter().filter_map(of).filter(|shown| shown.version > 0).collect()
@@ -222,7 +225,8 @@ mod tests {
             (shown_by_a.version, shown_by_a.raised_at),
             (11, start + Duration::from_secs(3))
         );
-        assert!(shown_by_a.has_watch && shown_by_a.event == 0);
+        assert_eq!(shown_by_a.event, 0);
+        assert!(record.has_watch(&a) && !record.has_watch(&b));
         record.set(&shown, 5, start);
         assert!(record.has_reached(&a, 5) && !record.has_reached(&a, 6));
     }

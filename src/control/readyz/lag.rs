@@ -7,8 +7,10 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
+use futures_util::future::LocalBoxFuture;
 use http::StatusCode;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
 use super::request::fetch;
 use crate::upstream::Upstream;
@@ -51,85 +53,116 @@ impl LagCheck {
         *self.connection.borrow_mut() = Rc::downgrade(connection);
     }
 
-    /// Checks until the future is dropped.
+    /// Compares every [`TICK`], until the future is dropped. An answer may take longer.
     pub async fn run(&self, upstream: &Arc<Upstream>, endpoint: &Arc<Endpoint>) {
-        tokio::join!(self.find_silence(upstream, endpoint), self.find_lag(upstream, endpoint));
-    }
-
-    /// Requests a probe when the watches of the endpoint have fallen silent.
-    async fn find_silence(&self, upstream: &Upstream, endpoint: &Arc<Endpoint>) {
         let mut pace = DeliveryPace::default();
+        let mut inquiry = Inquiry::new(Instant::now());
+        let mut asked: Option<LocalBoxFuture<'_, (Expected, Answer)>> = None;
+        let mut ticks = interval(TICK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            sleep(TICK).await;
-            if pace.observe(&views(upstream, endpoint), Instant::now()) {
+            tokio::select! {
+                Some((expected, answer)) = async { Some(asked.as_mut()?.await) } => {
+                    asked = None;
+                    inquiry.record(expected, answer, upstream, endpoint);
+                    continue;
+                }
+                _ = ticks.tick() => {}
+            }
+            let (views, now) = (views(upstream, endpoint), Instant::now());
+            if pace.observe(&views, now) {
                 endpoint.probe.request(ProbeTrigger::PassiveEvidence);
+            }
+            let due = inquiry.due(&views, now);
+            if asked.is_some() {
+                continue;
+            }
+            let is_ready = endpoint.state() == EndpointState::Ready || inquiry.lag.is_some();
+            let connection = self.connection.borrow().upgrade().filter(|_| is_ready);
+            let live = connection.filter(|c| c.state() == ConnectionState::Live);
+            if let (Some(expected), Some(connection)) = (due, live) {
+                let answer = async move {
+                    let answer = ask(upstream, &connection, &expected).await;
+                    (expected, answer)
+                };
+                asked = Some(answer.boxed_local());
             }
         }
     }
+}
 
-    /// Asks about a version that the endpoint should have reached, and reports the result.
-    async fn find_lag(&self, upstream: &Arc<Upstream>, endpoint: &Arc<Endpoint>) {
-        let mut expectations = Expectations::default();
-        let mut refused: HashSet<Arc<str>> = HashSet::new();
-        let mut lag: Option<Lag> = None;
-        let mut pause = MIN_PAUSE;
-        let mut next = Instant::now();
-        loop {
-            sleep(TICK).await;
-            let now = Instant::now();
-            let can_be_asked =
-                |resource: &str| question(resource, 0).is_some() && !refused.contains(resource);
-            let late = expectations.observe(&views(upstream, endpoint), can_be_asked, now);
-            let expected = lag.as_ref().map(|lag| lag.expected.clone()).or(late);
-            let Some(expected) = expected.filter(|_| now >= next) else { continue };
-            let is_ready = endpoint.state() == EndpointState::Ready;
-            let connection = self.connection.borrow().upgrade();
-            let Some(connection) = connection
-                .filter(|c| c.state() == ConnectionState::Live && (is_ready || lag.is_some()))
-            else {
-                continue;
-            };
-            let answer = ask(upstream, &connection, &expected).await;
-            let now = Instant::now();
-            let changed = match (answer, &mut lag) {
-                (Answer::Behind(current), None) => {
-                    let new = Lag::new(expected, current, now);
-                    report(upstream, endpoint, &new.reason(now), now);
-                    lag = Some(new);
-                    true
+/// Which question about an endpoint is due, and what the answers have shown.
+struct Inquiry {
+    expectations: Expectations,
+    /// Resources about which the credential of the prober may not ask.
+    refused: HashSet<Arc<str>>,
+    lag: Option<Lag>,
+    pause: Duration,
+    next: Instant,
+}
+
+impl Inquiry {
+    fn new(now: Instant) -> Self {
+        let (expectations, refused) = Default::default();
+        Self { expectations, refused, lag: None, pause: MIN_PAUSE, next: now }
+    }
+
+    /// The version about which the endpoint is asked now, if any.
+    fn due(&mut self, views: &[ResourceView], now: Instant) -> Option<Expected> {
+        let can_be_asked =
+            |resource: &str| question(resource, 0).is_some() && !self.refused.contains(resource);
+        let late = self.expectations.observe(views, can_be_asked, now);
+        let expected = self.lag.as_ref().map(|lag| lag.expected.clone()).or(late);
+        expected.filter(|_| now >= self.next)
+    }
+
+    /// Takes in an answer, and reports what it shows.
+    fn record(
+        &mut self,
+        expected: Expected,
+        answer: Answer,
+        upstream: &Upstream,
+        endpoint: &Arc<Endpoint>,
+    ) {
+        let now = Instant::now();
+        let changed = match (answer, &mut self.lag) {
+            (Answer::Behind(current), None) => {
+                let new = Lag::new(expected, current, now);
+                report(upstream, endpoint, &new.reason(now), now);
+                self.lag = Some(new);
+                true
+            }
+            (Answer::Behind(current), Some(lag)) => {
+                let was_other = lag.is_other_etcd(now);
+                lag.is_at(current);
+                let reason = lag.reason(now);
+                if lag.is_other_etcd(now) && !was_other {
+                    let (name, label) = (&*upstream.name, &*endpoint.label);
+                    tracing::warn!(upstream = name, endpoint = label, reason, "endpoint lags");
                 }
-                (Answer::Behind(current), Some(lag)) => {
-                    let was_other = lag.is_other_etcd(now);
-                    lag.is_at(current);
-                    let reason = lag.reason(now);
-                    if lag.is_other_etcd(now) && !was_other {
-                        let (name, label) = (&*upstream.name, &*endpoint.label);
-                        tracing::warn!(upstream = name, endpoint = label, reason, "endpoint lags");
-                    }
-                    endpoint.observe(Observation::Lagging { reason: &reason, at: now });
-                    false
+                endpoint.observe(Observation::Lagging { reason: &reason, at: now });
+                false
+            }
+            (Answer::Reached | Answer::Refused, lag @ Some(_)) => {
+                *lag = None;
+                endpoint.observe(Observation::CaughtUp);
+                true
+            }
+            (Answer::Reached, None) => {
+                if let Some(record) = upstream.resource_versions.record(&expected.resource) {
+                    record.raise(&record.shown_by(endpoint), expected.version, now);
                 }
-                (Answer::Reached | Answer::Refused, lag @ Some(_)) => {
-                    *lag = None;
-                    endpoint.observe(Observation::CaughtUp);
-                    true
-                }
-                (Answer::Reached, None) => {
-                    if let Some(record) = upstream.resource_versions.record(&expected.resource) {
-                        record.raise(&record.shown_by(endpoint), expected.version, now);
-                    }
-                    false
-                }
-                (Answer::Refused, None) => {
-                    refused.insert(expected.resource);
-                    continue;
-                }
-                (Answer::Unknown, _) => false,
-            };
-            let longest = if lag.is_some() { MAX_LAGGING_PAUSE } else { MAX_PAUSE };
-            pause = if changed { MIN_PAUSE } else { (pause * 2).min(longest) };
-            next = now + pause;
-        }
+                false
+            }
+            (Answer::Refused, None) => {
+                self.refused.insert(expected.resource);
+                return;
+            }
+            (Answer::Unknown, _) => false,
+        };
+        let longest = if self.lag.is_some() { MAX_LAGGING_PAUSE } else { MAX_PAUSE };
+        self.pause = if changed { MIN_PAUSE } else { (self.pause * 2).min(longest) };
+        self.next = now + self.pause;
     }
 }
 
@@ -141,10 +174,15 @@ fn report(upstream: &Upstream, endpoint: &Arc<Endpoint>, reason: &str, at: Insta
     }
 }
 
-/// The versions of all resources, as `endpoint` and the best other ready endpoint have shown them.
+/// The versions of all resources of which `endpoint` has a watch, as it and the best other ready endpoint have shown
+/// them.
 fn views(upstream: &Upstream, endpoint: &Arc<Endpoint>) -> Vec<ResourceView> {
-    let view = |record: Arc<ResourceRecord>| {
-        if upstream.unordered_groups.contains(group_of(&record.name)) {
+    if upstream.endpoints().len() < 2 {
+        return Vec::new();
+    }
+    let view = |record: &Arc<ResourceRecord>| {
+        if !record.has_watch(endpoint) || upstream.unordered_groups.contains(group_of(&record.name))
+        {
             return None;
         }
         let all = record.endpoints_with_versions();
@@ -157,7 +195,6 @@ fn views(upstream: &Upstream, endpoint: &Arc<Endpoint>) -> Vec<ResourceView> {
         let best = all.iter().filter(|shown| may_refer(&shown.endpoint)).max_by_key(|s| s.event);
         Some(ResourceView {
             resource: Arc::clone(&record.name),
-            has_watch: own.has_watch,
             version: own.version,
             raised_at: own.raised_at,
             reference: best.map(|shown| Reference {
@@ -167,7 +204,7 @@ fn views(upstream: &Upstream, endpoint: &Arc<Endpoint>) -> Vec<ResourceView> {
             }),
         })
     };
-    upstream.resource_versions.snapshot().into_iter().filter_map(view).collect()
+    upstream.resource_versions.snapshot().iter().filter_map(view).collect()
 }
 
 async fn ask(upstream: &Upstream, connection: &Rc<Connection>, expected: &Expected) -> Answer {

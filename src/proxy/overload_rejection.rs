@@ -27,10 +27,12 @@ const PEER_UNKNOWN: &[u8] = b"Error getting ip and port info of the remote serve
 
 /// Whether a response with this head may be such a rejection, so that its short body is read before it is forwarded.
 pub fn may_be_overload(status: StatusCode, headers: &HeaderMap) -> bool {
-    let has_pause = headers.contains_key(header::RETRY_AFTER);
-    is_short(headers)
-        && (status == StatusCode::SERVICE_UNAVAILABLE
-            || status == StatusCode::TOO_MANY_REQUESTS && has_pause)
+    let may_be = match status {
+        StatusCode::SERVICE_UNAVAILABLE => true,
+        StatusCode::TOO_MANY_REQUESTS => headers.contains_key(header::RETRY_AFTER),
+        _ => false,
+    };
+    may_be && is_short(headers)
 }
 
 /// Whether this is one of the three responses.

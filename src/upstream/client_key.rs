@@ -1,12 +1,40 @@
 //! Identifies clients by a keyed hash of what they have proven.
 
+use std::hash::{Hash, Hasher};
+
 use aws_lc_rs::hmac;
 
 use crate::net::tls::certificate::Subject;
 
 /// A client: a keyed hash of its subject or its token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ClientKey(pub [u64; 2]);
+
+impl Hash for ClientKey {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.0[0]);
+    }
+}
+
+/// Hashes a [`ClientKey`] to a part of itself: nobody can choose it.
+#[derive(Debug, Default)]
+pub struct KeyHasher(u64);
+
+impl Hasher for KeyHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(*byte);
+        }
+    }
+
+    fn write_u64(&mut self, word: u64) {
+        self.0 = word;
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
 
 /// Computes [`ClientKey`]s: the first 128 bits of HMAC-SHA-256. The key is kept with saved hashes, so that they can be
 /// used after a restart. Nothing can be concluded from a hash about a token, which is random or signed.

@@ -17,10 +17,11 @@
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
+use std::hash::BuildHasherDefault;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use super::client_key::{ClientHasher, ClientKey};
+use super::client_key::{ClientHasher, ClientKey, KeyHasher};
 use super::resource_versions::{ResourceRecord, ResourceVersions};
 
 /// Maximum number of floors of one upstream. A node has some hundred clients with a few resources each; a floor takes
@@ -110,7 +111,7 @@ pub struct VersionFloors {
 
 #[derive(Debug, Default)]
 struct Clients {
-    floors: HashMap<ClientKey, ClientFloors>,
+    floors: HashMap<ClientKey, ClientFloors, BuildHasherDefault<KeyHasher>>,
     /// The number of floors of all clients.
     count: usize,
     /// Counts the uses of floors, as their order.

@@ -87,6 +87,8 @@ pub struct RequestVersions {
     asked_elsewhere: Cell<bool>,
     /// The highest version that an endpoint reported which had not reached the floor.
     highest_reached: Cell<u64>,
+    /// The version of the list that was compared with the floor, and is not older.
+    compared: Cell<Option<u64>>,
 }
 
 /// How a request continues after an endpoint had not reached its version.
@@ -127,6 +129,7 @@ impl RequestVersions {
             given_up: Cell::new(false),
             asked_elsewhere: Cell::new(false),
             highest_reached: Cell::new(0),
+            compared: Cell::new(None),
         }))
     }
 
@@ -193,6 +196,7 @@ impl RequestVersions {
         let needed =
             self.form.needed(self.form.reachable(versions, is_consistent_from_cache(endpoint)));
         if version >= needed {
+            self.compared.set(Some(version));
             return None;
         }
         floor.record.set(&floor.record.shown_by(endpoint), version, Instant::now());
@@ -252,7 +256,8 @@ impl RequestVersions {
         Some(Box::new(WatchVersions::new(endpoint, floor, start)))
     }
 
-    /// Learns from the body of a response with this head at `endpoint`; `None` if it shows nothing.
+    /// Learns from the body of a response with this head at `endpoint`; `None` if it shows nothing, or nothing more than
+    /// what was compared.
     pub fn learn(
         &self,
         info: &RequestInfo,
@@ -269,7 +274,12 @@ impl RequestVersions {
         let body = BodyVersion::new(head, self.form.is_list())?;
         let floor = self.floor_to_raise(info, upstream)?;
         let endpoint = self.form.shows_cache().then(|| Arc::clone(endpoint));
-        Some(VersionLearner { body, floor, is_list: self.form.is_list(), endpoint })
+        let learner = VersionLearner { body, floor, is_list: self.form.is_list(), endpoint };
+        if let Some(version) = self.compared.take() {
+            learner.raise(version);
+            return None;
+        }
+        Some(learner)
     }
 
     fn floor_to_raise(&self, info: &RequestInfo, upstream: &Upstream) -> Option<Arc<Floor>> {

@@ -109,8 +109,9 @@ impl Attempt {
         let may_be_too_old = retry::may_ask_other_endpoints(kind)
             && head.status == StatusCode::GONE
             && is_short(&head.headers);
-        let may_be_not_reached = is_short(&head.headers)
-            && versions.is_some_and(|versions| versions.may_be_not_reached(head.status));
+        let may_be_not_reached = versions
+            .is_some_and(|versions| versions.may_be_not_reached(head.status))
+            && is_short(&head.headers);
         let may_be_overload =
             retry::may_ask_after_rejection(kind) && may_be_overload(head.status, &head.headers);
         if may_be_too_old

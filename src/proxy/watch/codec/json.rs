@@ -1,10 +1,18 @@
 //! Parses one JSON event and skips the fields that [`Event`] does not contain.
 
+use std::sync::LazyLock;
+
+use memchr::memchr3_iter;
+use memchr::memmem::Finder;
+
 use super::event::{Event, EventType, INITIAL_EVENTS_END};
 use super::version::HeadVersion;
 
 /// Maximum nesting of a skipped value. Go's decoder accepts 10,000 levels; real objects have a few dozen.
 const MAX_DEPTH: u32 = 512;
+
+/// Bytes in which the version of an object is searched before its values are read one after another.
+const EARLY: usize = 512;
 
 /// The fields that have been found, and which keys have occurred.
 #[derive(Default)]
@@ -55,6 +63,9 @@ pub(super) fn event(frame: &[u8]) -> Option<Event<'_>> {
 
 /// The `metadata.resourceVersion` of an object, a list or a table, of which `bytes` are the beginning.
 pub(super) fn head_version(bytes: &[u8]) -> HeadVersion {
+    if let Some(text) = early_version(bytes) {
+        return HeadVersion::of_text(text);
+    }
     let mut scan = Scan { bytes, at: 0 };
     let mut found = None;
     // Ends with `None` at the version, at the end of the bytes, or at malformed text.
@@ -76,6 +87,23 @@ pub(super) fn head_version(bytes: &[u8]) -> HeadVersion {
         (None, None) if first.is_none_or(|byte| *byte == b'{') => HeadVersion::Incomplete,
         (None, _) => HeadVersion::None,
     }
+}
+
+/// The same if only scalar values precede it, as in the built-in resources: no reader of nested values is needed, since
+/// `{` occurs twice before it, and no brace and no escape besides. Quotes then only begin or end strings, so
+/// `"metadata":{` and `"resourceVersion":"` are no part of a string.
+fn early_version(bytes: &[u8]) -> Option<&[u8]> {
+    static KEY: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"\"resourceVersion\":\""));
+    let early = &bytes[..bytes.len().min(EARLY)];
+    let at = KEY.find(early)?;
+    let mut braces = memchr3_iter(b'{', b'}', b'\\', &early[..at]);
+    let (outer, metadata) = (braces.next()?, braces.next()?);
+    if outer != 0 || braces.next().is_some() || !early[..=metadata].ends_with(b"\"metadata\":{") {
+        return None;
+    }
+    let text = &bytes[at + KEY.needle().len()..];
+    let end = text.iter().position(|byte| !byte.is_ascii_digit())?;
+    (text[end] == b'"').then_some(&text[..end])
 }
 
 /// The `resourceVersion` of `object`, which the closing brace of the outermost object must follow.

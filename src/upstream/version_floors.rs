@@ -25,7 +25,7 @@ use super::client_key::{ClientHasher, ClientKey, KeyHasher};
 use super::resource_versions::{ResourceRecord, ResourceVersions};
 
 /// Maximum number of floors of one upstream. A node has some hundred clients with a few resources each; a floor takes
-/// less than 256 bytes.
+/// less than 200 bytes, with its client.
 pub const MAX_FLOORS: usize = 4096;
 
 /// The versions of one resource that one client has seen; 0 for a part that it has not seen.
@@ -120,7 +120,8 @@ struct Clients {
 
 #[derive(Debug, Default)]
 struct ClientFloors {
-    floors: HashMap<Arc<str>, UsedFloor>,
+    /// In the order of their resources. Nearly every client has only a few.
+    floors: Vec<UsedFloor>,
     last_use: u64,
 }
 
@@ -167,7 +168,7 @@ impl VersionFloors {
         let mut clients = self.lock();
         let this_use = clients.next_use();
         let known = clients.floors.get_mut(&client)?;
-        let used = known.floors.get_mut(resource)?;
+        let used = known.position(resource).ok().and_then(|at| known.floors.get_mut(at))?;
         (known.last_use, used.last_use) = (this_use, this_use);
         Some(Arc::clone(&used.floor))
     }
@@ -178,13 +179,18 @@ impl VersionFloors {
         let this_use = clients.next_use();
         let known = clients.floors.entry(client).or_default();
         known.last_use = this_use;
-        if let Some(used) = known.floors.get_mut(&record.name) {
-            used.last_use = this_use;
-            return Arc::clone(&used.floor);
-        }
+        let at = match known.position(&record.name) {
+            Ok(at) => {
+                known.floors[at].last_use = this_use;
+                return Arc::clone(&known.floors[at].floor);
+            }
+            Err(at) => at,
+        };
         let floor = Arc::new(Floor::new(Arc::clone(record)));
-        let used = UsedFloor { floor: Arc::clone(&floor), last_use: this_use };
-        known.floors.insert(Arc::clone(&record.name), used);
+        if known.floors.is_empty() {
+            known.floors.reserve_exact(1);
+        }
+        known.floors.insert(at, UsedFloor { floor: Arc::clone(&floor), last_use: this_use });
         clients.count += 1;
         if clients.count > MAX_FLOORS {
             clients.evict();
@@ -200,17 +206,20 @@ impl VersionFloors {
     /// No endpoint has reached the floors of this resource that are above `version`: lowers them. Returns their number.
     pub fn lower_all(&self, resource: &str, version: u64) -> usize {
         let clients = self.lock();
-        let floors = clients.floors.values().filter_map(|known| known.floors.get(resource));
-        floors.filter(|used| used.floor.lower_to(version)).count()
+        let floor = |known: &ClientFloors| {
+            known.position(resource).ok().map(|at| Arc::clone(&known.floors[at].floor))
+        };
+        let floors = clients.floors.values().filter_map(floor);
+        floors.filter(|floor| floor.lower_to(version)).count()
     }
 
     /// All floors, in an order that depends only on their clients and resources.
     pub fn all(&self) -> Vec<NamedFloor> {
         let clients = self.lock();
         let floors = clients.floors.iter().flat_map(|(client, known)| {
-            known.floors.iter().map(|(resource, used)| NamedFloor {
+            known.floors.iter().map(|used| NamedFloor {
                 client: *client,
-                resource: Arc::clone(resource),
+                resource: Arc::clone(&used.floor.record.name),
                 versions: used.floor.versions(),
             })
         });
@@ -221,6 +230,13 @@ impl VersionFloors {
 
     fn lock(&self) -> MutexGuard<'_, Clients> {
         self.clients.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ClientFloors {
+    /// Where the floor of a resource is, or else belongs.
+    fn position(&self, resource: &str) -> Result<usize, usize> {
+        self.floors.binary_search_by(|used| (*used.floor.record.name).cmp(resource))
     }
 }
 
@@ -238,10 +254,10 @@ impl Clients {
         };
         let Some((&client, _)) = self.floors.iter().max_by_key(rank) else { return };
         let Some(known) = self.floors.get_mut(&client) else { return };
-        let mut uses: Vec<_> = known.floors.values().map(|used| used.last_use).collect();
+        let mut uses: Vec<_> = known.floors.iter().map(|used| used.last_use).collect();
         let last_removed = *uses.select_nth_unstable(known.floors.len() / 8).1;
         let before = known.floors.len();
-        known.floors.retain(|_, used| used.last_use > last_removed);
+        known.floors.retain(|used| used.last_use > last_removed);
         self.count -= before - known.floors.len();
         if known.floors.is_empty() {
             self.floors.remove(&client);

@@ -22,20 +22,20 @@ const PREFIX_SIZE: usize = 64 * 1024;
 /// or has received nothing since the last frame, it may be lost, and the prefix waits for the same time again.
 const PREFIX_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long the head of a log waits for the first line. The container of a followed log may write
+/// How long the head of a log or of a write waits for the first frame. The container of a followed log may write
 /// nothing for hours, and the client needs the head before that.
-const LOG_TIMEOUT: Duration = Duration::from_secs(1);
+const FIRST_FRAME_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Whether a response is held until its prefix has arrived. Until then the request counts as waiting for
-/// the response head, so the connection becomes suspect if nothing arrives. A log or a watch does not
+/// the response head, so the connection becomes suspect if nothing arrives. A log, a write or a watch does not
 /// count, because it may be silent.
 pub fn waits_for_prefix(kind: RequestKind) -> bool {
     matches!(kind, RequestKind::Read | RequestKind::NonMutating)
 }
 
 /// Returns the prefix of a response whose head has arrived; for a log, its first frame. Returns `None`
-/// for an empty body, for a log without a line within [`LOG_TIMEOUT`], and at once for a watch, a write or
-/// a tunnel.
+/// for an empty body, for a log or a write without a frame within [`FIRST_FRAME_TIMEOUT`], and at once for a watch or
+/// a tunnel. A write is not repeated, but the client gets an error that explains the loss, instead of a broken body.
 ///
 /// # Errors
 /// The stream was reset, or its connection was lost.
@@ -47,17 +47,34 @@ pub async fn body_prefix(
     match kind {
         _ if recv.is_end_stream() => Ok(None),
         _ if waits_for_prefix(kind) => {
-            let Some(first) = recv.data().await.transpose()? else { return Ok(None) };
-            if recv.is_end_stream() || first.len() >= PREFIX_SIZE {
-                return Ok(Some(first));
+            let first = recv.data().await.transpose()?;
+            complete(first, recv, connection).await
+        }
+        RequestKind::Log | RequestKind::Write => {
+            let first = Box::pin(timeout(FIRST_FRAME_TIMEOUT, recv.data()));
+            let first = first.await.unwrap_or_default().transpose()?;
+            if kind == RequestKind::Log {
+                Ok(first)
+            } else {
+                complete(first, recv, connection).await
             }
+        }
+        _ => Ok(None),
+    }
+}
+
+/// The prefix that begins with `first`.
+async fn complete(
+    first: Option<Bytes>,
+    recv: &mut RecvStream,
+    connection: &Connection,
+) -> Result<Option<Bytes>, h2::Error> {
+    match first {
+        Some(first) if !recv.is_end_stream() && first.len() < PREFIX_SIZE => {
             // Boxed, so that the futures of other responses do not grow by its size.
             Box::pin(read_prefix(first, recv, connection)).await.map(Some)
         }
-        RequestKind::Log => {
-            Box::pin(timeout(LOG_TIMEOUT, recv.data())).await.unwrap_or_default().transpose()
-        }
-        _ => Ok(None),
+        first => Ok(first),
     }
 }
 

@@ -234,7 +234,7 @@ fn expected(kind: Kind, stage: Stage) -> Expected {
         (_, Stage::Unprocessed)
         | (Kind::Read | Kind::Watch | Kind::Log | Kind::SafePost, Stage::Sent | Stage::Head)
         | (Kind::Read | Kind::SafePost, Stage::ShortBody) => Expected::Retried,
-        (Kind::Write, Stage::Sent) => Expected::Failed,
+        (Kind::Write, Stage::Sent | Stage::Head | Stage::ShortBody) => Expected::Failed,
         (_, Stage::Head | Stage::ShortBody | Stage::Body) => Expected::Reset,
     }
 }

@@ -156,6 +156,16 @@ class Rules(unittest.TestCase):
             self.recording.watch("12", [14], how=how, **more)
             self.expect(*rules)
 
+    def test_watch_that_breaks_in_its_initial_events(self):
+        fault = {"kind": "fault", "name": "killed", "at": 1000, "until": 2000, "version": 20}
+        for version, events, faults, rules in (
+                ("0", [("ADDED", 14, "x")], [fault], []), ("", [], [fault], []), ("0", [("ADDED", 14, "x")], [], ["watch end"]),
+                ("0", [("ADDED", 12, "y"), 14], [fault], ["watch end"]), ("12", [], [fault], ["watch end"])):
+            self.recording = Recording()
+            self.recording.watch(version, events, how="broken")
+            self.recording.records += faults
+            self.expect(*rules)
+
     def test_clean_end_in_a_takeover(self):
         self.recording.watch("12", [14], how="clean")
         self.recording.records.append({"kind": "fault", "name": "takeover", "at": 1000, "until": 2000, "version": 20})

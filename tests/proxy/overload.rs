@@ -2,8 +2,10 @@
 //! budget, and the client gets the first rejection unchanged if that endpoint rejects the request as well.
 
 use crate::scripted_peer::{Action, Reply, setup};
-use crate::support::{CONFIGMAPS, soon};
+use crate::support::{CONFIGMAPS, TestCluster, soon, without_suspicion};
 use http::Method;
+use jackstay::demo::apiserver::{RequestHook, ScriptedResponse};
+use std::sync::Arc;
 
 const TOO_MANY: &str = "Too many requests, please try again later.\n";
 const INITIALIZING: &str = r#"{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"storage is (re)initializing","reason":"TooManyRequests","details":{"retryAfterSeconds":1},"code":429}"#;
@@ -73,4 +75,46 @@ async fn rejected_read_is_not_sent_to_an_endpoint_that_rejected_another_recently
         assert_eq!(soon("a list", request).await.unwrap().status.as_u16(), 429);
     }
     assert_eq!(peers.requests().len(), 21, "only the first request is sent twice");
+}
+
+/// The budget allows a burst of 128 requests and a tenth of all requests.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn rejection_passes_unchanged_when_the_budget_is_used_up() {
+    let cluster = TestCluster::new(2);
+    let proxy = cluster.start_with(without_suspicion).await;
+    let reject: RequestHook = Arc::new(|request| {
+        let mut rejection = ScriptedResponse::status(429, "TooManyRequests", "")
+            .header("retry-after", "7")
+            .header("x-kubernetes-pf-flowschema-uid", "schema")
+            .header("x-kubernetes-pf-prioritylevel-uid", "level");
+        rejection.body = TOO_MANY.into();
+        (request.uri.path() == CONFIGMAPS).then_some(rejection)
+    });
+    cluster.servers[0].set_faults(|faults| faults.on_request = Some(reject));
+    let client = proxy.client().await;
+    let path = |number: usize| format!("{CONFIGMAPS}?probe={number}");
+    let mut sent = 0;
+    let rejection = loop {
+        assert!(sent < 5_000, "no client gets a rejection");
+        let path = path(sent);
+        let reply = soon("a list", client.request(Method::GET, &path, &[], "")).await.unwrap();
+        sent += 1;
+        if reply.status != 200 {
+            break reply;
+        }
+    };
+    assert_eq!((rejection.status.as_u16(), &*rejection.body), (429, TOO_MANY.as_bytes()));
+    for (name, value) in [
+        ("retry-after", "7"),
+        ("x-kubernetes-pf-flowschema-uid", "schema"),
+        ("x-kubernetes-pf-prioritylevel-uid", "level"),
+    ] {
+        assert_eq!(rejection.headers[name], value, "{name}");
+    }
+    let records = cluster.state.audit().select(|record| record.path.starts_with(CONFIGMAPS));
+    let last: Vec<_> = records.iter().filter(|record| record.path == path(sent - 1)).collect();
+    assert_eq!(last.len(), 1, "the other endpoint is not asked");
+    let repeated = records.len() - sent;
+    println!("{sent} requests, of which {repeated} were sent to the other endpoint");
+    assert!((128..=129 + sent / 10).contains(&repeated), "{repeated} of {sent}");
 }

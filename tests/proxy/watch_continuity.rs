@@ -1,7 +1,7 @@
 //! Watches continue across failures: the events of each watch through jackstay are compared with those of the
 //! same watch on a server without failures.
 
-use crate::scripted_peer::{Action, Reply, setup_with};
+use crate::scripted_peer::{Action, Peers, Reply, setup_with};
 use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{
     CONFIGMAPS, Proxy, TestCluster, config_map, long_form, read_body, soon, terminate_mode, until,
@@ -436,4 +436,72 @@ async fn group_whose_versions_are_not_ordered_is_remembered_and_shown() {
     let other = THINGS.replace("example.com", "example.org");
     let expected = first.clone() + &thing("ADDED", "b", "61");
     assert_eq!(read_watch(&client, &other).await, expected.as_bytes(), "another group");
+}
+
+/// Two upstreams serve groups of one name, for example those of two clusters. What one has shown does not concern the
+/// other.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn unordered_group_of_one_upstream_is_resumed_at_another() {
+    let peers = Peers::start(4);
+    let mut config = peers.certs.config(&peers.addresses[..2]);
+    let mut other = peers.certs.config(&peers.addresses[2..]);
+    without_suspicion(&mut config);
+    without_suspicion(&mut other);
+    other.upstreams[0].name = "other".into();
+    other.listeners[0].name = "other".into();
+    other.listeners[0].upstream = "other".into();
+    config.upstreams.append(&mut other.upstreams);
+    config.listeners.append(&mut other.listeners);
+    let proxy = peers.certs.start(config);
+    let status = async || proxy.status().await;
+    until("all endpoints are ready", async || {
+        let status = status().await;
+        (0..2).all(|upstream| {
+            let endpoints = status["upstreams"][upstream]["endpoints"].as_array().unwrap().clone();
+            endpoints.len() == 2 && endpoints.iter().all(|endpoint| endpoint["state"] == "ready")
+        })
+    })
+    .await;
+    let address = status().await["listeners"][1]["bind"][0].as_str().unwrap().parse().unwrap();
+    let first = thing("ADDED", "a", "60");
+    let watch = async |address, next: &str| {
+        let client = Client::connect(address, &proxy.credentials).await.unwrap();
+        peers.set_default(Reply::ok(next));
+        peers.set_actions([Action::PartialThenClose(Reply::ok(&first))]);
+        let received = read_watch(&client, THINGS).await;
+        (received, peers.requests().len())
+    };
+    let other_store = thing("ADDED", "x", "7") + &thing("ADDED", "y", "8");
+    assert_eq!(watch(proxy.addr, &other_store).await, (first.clone().into_bytes(), 2));
+    let next = thing("ADDED", "b", "61");
+    let both = (first.clone() + &next).into_bytes();
+    assert_eq!(watch(address, &next).await, (both, 2), "the other upstream");
+    assert_eq!(watch(proxy.addr, &next).await.1, 1, "the watch is not resumed");
+    let status = status().await;
+    let groups = |upstream: usize| status["upstreams"][upstream]["unordered_groups"].clone();
+    assert_eq!(groups(0).as_array().map(Vec::len), Some(1), "{status}");
+    assert_eq!(groups(1).as_array().map(Vec::len), Some(0), "{status}");
+}
+
+/// One version of the group is served by an aggregated apiserver whose store was reset, another one by a CRD.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn group_is_remembered_as_a_whole_when_a_running_watch_shows_a_lower_version() {
+    let (peers, proxy, client) = setup_with(2, without_suspicion).await;
+    let (first, second) = (thing("ADDED", "a", "60"), thing("ADDED", "b", "61"));
+    let watch = async |path: &str, reply: &str| {
+        peers.set_default(Reply::ok(&second));
+        peers.set_actions([Action::PartialThenClose(Reply::ok(reply))]);
+        let received = read_watch(&client, path).await;
+        (String::from_utf8(received).unwrap(), peers.requests().len())
+    };
+    let both = first.clone() + &second;
+    assert_eq!(watch(THINGS, &first).await, (both, 2), "the CRD before");
+    let aggregated = "/apis/example.com/v1beta1/widgets?watch=1&resourceVersion=5";
+    let reset = first.clone() + &thing("ADDED", "x", "7");
+    peers.set_actions([Action::Answer(Reply::ok(&reset))]);
+    assert_eq!(read_watch(&client, aggregated).await, reset.as_bytes(), "events are forwarded");
+    let status = proxy.status().await;
+    let groups = &status["upstreams"][0]["unordered_groups"];
+    assert_eq!(groups[0]["reason"], "version_not_growing", "{groups}");
+    assert_eq!(watch(THINGS, &first).await.1, 1, "the CRD is not resumed any more");
 }

@@ -8,12 +8,14 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map, until};
+use crate::support::watch_recorder::WatchRecorder;
+use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map, until, without_suspicion};
 use http::request::Parts;
 use http::{Method, StatusCode};
 use jackstay::config::{Config, ConsistentReads};
 use jackstay::control::saved_floors;
 use jackstay::demo::apiserver::ScriptedResponse;
+use jackstay::demo::apiserver::kinds::{CONFIG_MAPS, ObjectRef};
 use jackstay::demo::client::Client;
 use serde_json::{Value, json};
 
@@ -46,6 +48,9 @@ impl Cache {
             let message =
                 format!("Timeout: Too large resource version: {wanted}, current: {current}");
             return Some(ScriptedResponse::status(504, "Timeout", &message));
+        }
+        if query.contains("watch=1") {
+            return None;
         }
         let meta =
             json!({ "name": "m", "namespace": "default", "resourceVersion": current.to_string() });
@@ -272,4 +277,105 @@ async fn explicit_version_that_a_server_has_not_reached_is_asked_of_one_other() 
             }
         }
     }
+}
+
+/// The client has neither read nor written the version of the event, so only the event can have raised its floor.
+#[tokio::test]
+async fn events_of_a_watch_raise_the_floor_of_its_client() {
+    for (target, with_floor) in [(get(), ""), (list(), "&resourceVersionMatch=NotOlderThan")] {
+        let setup = Setup::new(ConsistentReads::Floor).await;
+        let cluster = &setup.cluster;
+        let watch = WatchRecorder::start(&setup.client, &cluster.watch_path()).await;
+        until("the watch runs", async || (0..3).any(|server| cluster.watches(server) > 0)).await;
+        let serving = (0..3).find(|&server| cluster.watches(server) > 0).unwrap();
+        let object = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "m" };
+        let change = |_: &_| Ok(config_map("m", "of another client"));
+        let seen = cluster.state.modify(object, false, change).unwrap().version;
+        watch.expect_versions(&[seen]).await;
+        drop(watch);
+        // No other endpoint is known to have reached the version.
+        cluster.servers[serving].kill();
+        until("the endpoint is not ready", async || {
+            setup.proxy.endpoint(cluster.servers[serving].addr).await["state"] != "ready"
+        })
+        .await;
+        (0..3).for_each(|server| drop(setup.take_reads(server)));
+        assert_eq!(setup.read(&target).await, seen, "{target}");
+        let reads: Vec<_> = (0..3).flat_map(|server| setup.take_reads(server)).collect();
+        let path = target.split_once('?').unwrap().0;
+        assert_eq!(reads, [format!("{path}?resourceVersion={seen}{with_floor}")]);
+    }
+}
+
+#[tokio::test]
+async fn watch_list_starts_with_the_floor_or_where_it_is_known_to_be_reached() {
+    let mut setup = Setup::new(ConsistentReads::Floor).await;
+    setup.freeze(&[0, 1]);
+    let written = setup.write().await;
+    let target = format!(
+        "{CONFIGMAPS}?watch=1&sendInitialEvents=true&resourceVersionMatch=NotOlderThan\
+         &allowWatchBookmarks=true&resourceVersion=0"
+    );
+    let with_floor = target.replace("resourceVersion=0", &format!("resourceVersion={written}"));
+    for start in 0..10 {
+        let watch = WatchRecorder::start(&setup.client, &target).await;
+        watch.expect_versions(&[written]).await;
+        let [first, second, third] = [0, 1, 2].map(|server| setup.take_reads(server));
+        // The initial events of the first watch show how far its endpoint has come.
+        let expected = if start == 0 { &with_floor } else { &target };
+        assert_eq!(third, [expected.as_str()], "start {start}");
+        let lagging = [first, second].concat();
+        assert!(lagging.iter().all(|read| *read == with_floor), "start {start}: {lagging:?}");
+        assert!(start == 0 || lagging.is_empty(), "start {start}: {lagging:?}");
+    }
+}
+
+/// Without the preference, each of 80 watches would continue on the endpoint without watches with a probability of 10 %:
+/// it has the fewest streams, but has just started.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn lost_watches_continue_on_an_endpoint_that_is_known_to_have_reached_their_cursor() {
+    const WATCHES: u64 = 160;
+    let cluster = TestCluster::new(3);
+    // All watches fit on one connection.
+    for server in &cluster.servers {
+        server.set_faults(|faults| faults.max_streams = Some(1_000));
+    }
+    let proxy = cluster
+        .start_with(|config| {
+            without_suspicion(config);
+            config.upstreams[0].rebalance = false;
+            config.upstreams[0].connections.max_streams = 1_000;
+        })
+        .await;
+    let client = proxy.client().await;
+    let unknown = &cluster.servers[2];
+    unknown.kill();
+    until("the endpoint is not ready", async || {
+        proxy.endpoint(unknown.addr).await["state"] != "ready"
+    })
+    .await;
+    let (from, path) = (cluster.state.version(), cluster.watch_path());
+    let mut watches = Vec::new();
+    for _ in 0..WATCHES {
+        watches.push(WatchRecorder::start(&client, &path).await);
+    }
+    let count = |server: usize| cluster.watches(server);
+    until("all watches run", async || count(0) + count(1) == WATCHES).await;
+    assert!(count(0) >= 60, "{}", count(0));
+    unknown.restart().unwrap();
+    proxy.wait_connected(3).await;
+    let expected: Vec<_> = ["a", "b"].map(|name| cluster.create_config_map(name)).to_vec();
+    assert!(expected[0] > from);
+    for watch in &watches {
+        watch.expect_versions(&expected).await;
+    }
+    // The pool prefers a connection that has received bytes recently, so both others receive some.
+    until("both others have answered", async || {
+        let spread = cluster.spread(&client, "other", 10).await;
+        spread[1] > 0 && spread[2] > 0
+    })
+    .await;
+    cluster.servers[0].kill();
+    until("all watches run again", async || count(1) + count(2) == WATCHES).await;
+    assert_eq!(count(2), 0, "watches on the endpoint that has shown no version");
 }

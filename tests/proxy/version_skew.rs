@@ -2,11 +2,10 @@
 
 use crate::support::wait::until_within;
 use crate::support::watch_recorder::WatchRecorder;
-use crate::support::{CONFIGMAPS, Proxy, TestCluster, until};
+use crate::support::{CONFIGMAPS, Proxy, TestCluster, until, without_suspicion};
 use http::Method;
 use jackstay::config::{Config, Percent, VersionPreference};
 use jackstay::demo::apiserver::{RequestHook, ScriptedResponse};
-use jackstay::demo::client::Client;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -35,37 +34,23 @@ fn newest(config: &mut Config) {
     config.upstreams[0].version_preference = VersionPreference::Newest;
 }
 
-/// Makes requests with a User-Agent, and returns how many each server got.
-async fn spread(
-    cluster: &TestCluster,
-    client: &Client,
-    agent: &str,
-    requests: usize,
-) -> Vec<usize> {
-    let path = format!("{CONFIGMAPS}?probe={}", fastrand::u64(..));
-    for _ in 0..requests {
-        let reply = client.request(Method::GET, &path, &[("user-agent", agent)], "").await.unwrap();
-        assert!(reply.status.is_success() || reply.status == 503, "{}", reply.status);
-    }
-    let records = cluster.state.audit().records();
-    let of = |name: &str| records.iter().filter(|r| r.server == name && r.path == path).count();
-    cluster.servers.iter().map(|server| of(server.name())).collect()
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn requests_go_to_an_apiserver_at_least_as_new_as_their_client_while_one_is_ready() {
     let (cluster, proxy) = start(&[OLD, NEW], newest).await;
     let client = proxy.client().await;
-    assert_eq!(spread(&cluster, &client, KUBELET_OF_NEW, 100).await, [0, 100]);
+    // The load alone would prefer the older apiserver.
+    cluster.servers[1].set_faults(|faults| faults.delay = Duration::from_millis(10));
+    assert_eq!(cluster.spread(&client, KUBELET_OF_NEW, 100).await, [0, 100]);
+    cluster.servers[1].set_faults(|faults| faults.delay = Duration::ZERO);
     // Clients that are not newer than an apiserver, or say nothing of Kubernetes, use both.
     // The load decides, so a few requests may all go to one.
     for agent in ["kubectl/v1.36.2 (linux/amd64) kubernetes/abc", "Go-http-client/2.0"] {
-        let both = async || spread(&cluster, &client, agent, 20).await.iter().all(|&n| n > 0);
+        let both = async || cluster.spread(&client, agent, 20).await.iter().all(|&n| n > 0);
         until("both apiservers get requests", both).await;
     }
     // Without a newer apiserver the older one is used.
     cluster.servers[1].kill();
-    assert_eq!(spread(&cluster, &client, KUBELET_OF_NEW, 100).await, [100, 0]);
+    assert_eq!(cluster.spread(&client, KUBELET_OF_NEW, 100).await, [100, 0]);
     // The old apiserver is upgraded: its new version is known when it is ready.
     cluster.servers[0].kill();
     cluster.servers[0].set_version(NEW);
@@ -80,7 +65,7 @@ async fn requests_of_new_clients_use_all_apiservers_without_the_preference() {
     let (cluster, proxy) = start(&[OLD, NEW], |_| {}).await;
     let client = proxy.client().await;
     let both = async || {
-        let requests = spread(&cluster, &client, KUBELET_OF_NEW, 20).await;
+        let requests = cluster.spread(&client, KUBELET_OF_NEW, 20).await;
         requests.iter().all(|&requests| requests > 0)
     };
     until("both apiservers get requests", both).await;
@@ -117,16 +102,18 @@ async fn watch_continues_on_an_older_apiserver_only_if_no_newer_one_is_ready() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn canary_gets_its_share_of_requests_until_its_errors_diverge() {
     let (cluster, proxy) = start(&[OLD, OLD, NEW], |config| {
+        // A hedged request would reach two apiservers.
+        without_suspicion(config);
         newest(config);
         config.upstreams[0].canary = Percent::new(10).unwrap();
     })
     .await;
     let client = proxy.client().await;
     until("the canary is active", async || canary(&proxy).await["state"] == "active").await;
-    let spread_of = async |requests| spread(&cluster, &client, "curl/8.5.0", requests).await;
+    let spread_of = async |requests| cluster.spread(&client, "curl/8.5.0", requests).await;
     assert_eq!(spread_of(2_000).await[2], 200);
     // A client that is itself new does not count in the share.
-    assert_eq!(spread(&cluster, &client, KUBELET_OF_NEW, 50).await, [0, 0, 50]);
+    assert_eq!(cluster.spread(&client, KUBELET_OF_NEW, 50).await, [0, 0, 50]);
     assert_eq!(spread_of(1_000).await[2], 100);
 
     let fail: RequestHook = Arc::new(|request| {

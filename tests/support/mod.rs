@@ -16,6 +16,7 @@ pub use futures_util::future::join_all;
 #[allow(unused_imports)] // each test crate uses a part
 pub use wait::{PATIENCE, pause, soon, until};
 
+use http::Method;
 use hyper::body::Incoming;
 use jackstay::app::{App, Running};
 use jackstay::config::{
@@ -447,6 +448,19 @@ impl TestCluster {
     /// The number of watches that are open on a server.
     pub fn watches(&self, server: usize) -> u64 {
         self.servers[server].counters().watches.load(Relaxed)
+    }
+
+    /// Sends lists with this User-Agent, and returns how many each server got. A server may answer with 503.
+    pub async fn spread(&self, client: &Client, agent: &str, requests: usize) -> Vec<usize> {
+        let path = format!("{CONFIGMAPS}?probe={}", fastrand::u64(..));
+        for _ in 0..requests {
+            let headers = [("user-agent", agent)];
+            let reply = client.request(Method::GET, &path, &headers, "").await.unwrap();
+            assert!(reply.status.is_success() || reply.status == 503, "{}", reply.status);
+        }
+        let records = self.state.audit().records();
+        let of = |name: &str| records.iter().filter(|r| r.server == name && r.path == path).count();
+        self.servers.iter().map(|server| of(server.name())).collect()
     }
 
     pub fn kill_all(&self) {

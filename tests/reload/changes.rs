@@ -1,9 +1,11 @@
 //! Changes of single settings, and their effects on connections.
 
 use crate::setup::{Setup, Traffic};
-use crate::support::{TestCluster, refusing_address, terminate_mode, until, write_config};
+use crate::support::{
+    PATIENCE, TestCluster, refusing_address, terminate_mode, until, write_config,
+};
 use jackstay::app::reload::ReloadOutcome;
-use jackstay::config::{AccessLog, CertPaths, Config, Level};
+use jackstay::config::{AccessLog, CertPaths, Config, Level, Percent, VersionPreference};
 use jackstay::demo::pki::{Pki, Subject};
 use std::time::Duration;
 
@@ -244,4 +246,60 @@ async fn changed_file_is_reloaded_once_without_a_signal() {
     .await;
     assert!(setup.proxy.page("/config").await.contains("\"access\": \"off\""));
     assert_eq!(setup.proxy.status().await["config"]["reloads"]["ok"], 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn reload_of_version_preference_and_canary_changes_where_requests_go() {
+    const UPGRADED: &str = "kubelet/v1.37.0 (linux/amd64) kubernetes/0c5b1c1";
+    // A hedged request would reach two apiservers.
+    let mut setup = Setup::with(2, |config| {
+        let health = &mut config.upstreams[0].health;
+        (health.suspect_after, health.dead_after) = (Some(PATIENCE / 2), PATIENCE);
+    })
+    .await;
+    for (server, version) in setup.cluster.servers.iter().zip(["v1.36.2", "v1.37.0"]) {
+        server.kill();
+        server.set_version(version);
+        server.restart().unwrap();
+        until("the version is known", async || {
+            let endpoint = setup.proxy.endpoint(server.addr).await;
+            endpoint["state"] == "ready" && endpoint["version"] == version
+        })
+        .await;
+    }
+    setup.proxy.wait_connected(2).await;
+    let client = setup.client().await;
+    // The load decides without a preference, so a few requests may all go to one server. Both have just started,
+    // and get fewer requests at first.
+    let expect_both = async |setup: &Setup, agent: &str| {
+        until("both servers get more than a tenth", async || {
+            setup.cluster.spread(&client, agent, 40).await.iter().all(|&requests| requests > 4)
+        })
+        .await;
+    };
+    expect_both(&setup, UPGRADED).await;
+
+    let set_preference =
+        |preference| move |config: &mut Config| config.upstreams[0].version_preference = preference;
+    assert_eq!(setup.change(set_preference(VersionPreference::Newest)).await, UPSTREAM);
+    assert_eq!(setup.cluster.spread(&client, UPGRADED, 100).await, [0, 100]);
+    assert_eq!(setup.change(set_preference(VersionPreference::None)).await, UPSTREAM);
+    expect_both(&setup, UPGRADED).await;
+
+    let set_canary = |percent| {
+        move |config: &mut Config| config.upstreams[0].canary = Percent::new(percent).unwrap()
+    };
+    for percent in [10, 5] {
+        assert_eq!(setup.change(set_canary(percent)).await, UPSTREAM);
+        until("the canary is active", async || {
+            let canary = setup.proxy.status().await["upstreams"][0]["canary"].clone();
+            canary["state"] == "active" && canary["share"] == format!("{percent}%")
+        })
+        .await;
+        let newest = usize::from(percent) * 2;
+        assert_eq!(setup.cluster.spread(&client, "curl", 200).await, [200 - newest, newest]);
+    }
+    assert_eq!(setup.change(set_canary(0)).await, UPSTREAM);
+    assert!(setup.proxy.status().await["upstreams"][0]["canary"].is_null());
+    expect_both(&setup, "curl").await;
 }

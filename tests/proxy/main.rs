@@ -12,6 +12,7 @@ mod connection_slots;
 mod consistent_reads;
 mod degraded_upstream;
 mod expired_versions;
+mod goaway_chance;
 mod heartbeats;
 mod held_watches;
 mod hostile_upstream;

@@ -78,6 +78,8 @@ pub enum Action {
     /// Sends no response and stops answering PINGs.
     Unresponsive,
     Answer(Reply),
+    /// Sends a GOAWAY between head and body of a reply, and ignores the requests that follow on the connection.
+    AnswerWithGoAway(Reply),
     /// Sends the bytes that the function returns for the stream id.
     Raw(MakeBytes),
     /// Sends the bytes that the function returns for the stream id, repeatedly until the connection closes.
@@ -141,6 +143,10 @@ pub struct Script {
     pub goaways: AtomicUsize,
     /// The next PING is answered with GOAWAY and the end of the connection, and this is reset.
     pub goaway_on_ping: AtomicBool,
+    /// Every so many requests the response contains a GOAWAY, and its connection ignores the requests that its peer
+    /// has not read yet, as Go does with `--goaway-chance` of kube-apiserver; 0 for never. Only for replies to
+    /// requests without an action.
+    pub goaway_every: AtomicUsize,
     /// The peers send no `WINDOW_UPDATE` for uploads.
     pub withhold_window: AtomicBool,
     /// What the peers send in response to a request over HTTP/1.1: the first bytes, and then the second ones until
@@ -186,7 +192,13 @@ impl Script {
         let action = self.actions.lock().unwrap().pop_front();
         action.unwrap_or_else(|| {
             let default = self.default.lock().unwrap().clone();
-            Action::Answer(default.unwrap_or_else(|| Reply::ok("{\"kind\":\"ConfigMapList\"}\n")))
+            let reply = default.unwrap_or_else(|| Reply::ok("{\"kind\":\"ConfigMapList\"}\n"));
+            let every = self.goaway_every.load(Relaxed);
+            if every > 0 && self.requests.lock().unwrap().len() % every == 0 {
+                Action::AnswerWithGoAway(reply)
+            } else {
+                Action::Answer(reply)
+            }
         })
     }
 }
@@ -337,6 +349,8 @@ struct Connection {
     pongs_left: Option<u32>,
     /// jackstay has answered a PING of the peer.
     pong_received: bool,
+    /// Further requests are ignored.
+    goaway_sent: bool,
     /// Requests that have arrived up to their `END_STREAM`.
     completed: HashSet<u32>,
     /// Requests that were reset.
@@ -365,6 +379,7 @@ impl Connection {
             probe,
             pongs_left: None,
             pong_received: false,
+            goaway_sent: false,
             completed: HashSet::new(),
             reset: HashSet::new(),
             queue: VecDeque::new(),
@@ -384,6 +399,9 @@ impl Connection {
                     None => continue,
                 },
             };
+            if self.goaway_sent {
+                continue;
+            }
             let action = if self.probe {
                 Action::Answer(Reply::ok("ok"))
             } else {
@@ -404,6 +422,12 @@ impl Connection {
                 let head = reply.head(stream, END_HEADERS);
                 let body = frame(DATA, END_STREAM, stream, &reply.body);
                 self.write(&[head, body].concat()).await?;
+            }
+            Action::AnswerWithGoAway(reply) => {
+                let head = reply.head(stream, END_HEADERS);
+                let body = frame(DATA, END_STREAM, stream, &reply.body);
+                self.write(&[head, goaway(stream, NO_ERROR), body].concat()).await?;
+                self.goaway_sent = true;
             }
             Action::Raw(bytes) => self.write(&bytes(stream)).await?,
             Action::Flood(bytes) => {

@@ -57,6 +57,9 @@ pub(super) async fn handle(
         std::future::pending::<()>().await;
     }
     drop(in_flight);
+    if !is_probe && fastrand::f64() < context.server.faults.borrow().goaway_chance {
+        context.connection.goaway.notify_one();
+    }
     if let Some(number) = audit_number {
         let status = response.status().as_u16();
         context.server.cluster.audit().amend(number, |r| r.status = Some(status));

@@ -51,8 +51,8 @@ impl ScriptedResponse {
 /// Runs before a request is handled. If it returns a response, the server sends that one instead.
 pub type RequestHook = Arc<dyn Fn(&http::request::Parts) -> Option<ScriptedResponse> + Send + Sync>;
 
-/// The faults in force on a server; none by default. `on_request`, `fail_next` and `lose_next` do not apply
-/// to health checks and to what a prober reads with them.
+/// The faults in force on a server; none by default. `on_request`, `goaway_chance`, `fail_next` and
+/// `lose_next` do not apply to health checks and to what a prober reads with them.
 #[derive(Default)]
 // The faults are independent of each other.
 #[allow(clippy::struct_excessive_bools)]
@@ -72,6 +72,9 @@ pub struct Faults {
     pub max_streams: Option<u32>,
     /// Time that every request waits before it is handled, health checks included.
     pub delay: Duration,
+    /// The probability that the server sends GOAWAY on the connection of a request, as with `--goaway-chance` of
+    /// kube-apiserver.
+    pub goaway_chance: f64,
     /// Runs before each request.
     pub on_request: Option<RequestHook>,
     /// Number of requests that get this response instead of being handled.

@@ -155,6 +155,19 @@ impl FaultyRelay {
         self.change_all(|faults| faults.reset = true)
     }
 
+    /// Resets the open flow from this client on both sides; returns whether there is one.
+    pub fn reset_from(&self, client: SocketAddr) -> bool {
+        let is_from = |flow: &&Arc<RelayedFlow>| {
+            let peer = flow.sockets[0].peer_addr().ok().and_then(|peer| peer.as_socket());
+            peer == Some(client)
+        };
+        let flows = lock(&self.shared.flows);
+        let flow = flows.iter().find(is_from);
+        flow.is_some_and(|flow| {
+            flow.faults.send_if_modified(|faults| !std::mem::replace(&mut faults.reset, true))
+        })
+    }
+
     /// Changes the faults of every open flow; returns the number of flows.
     fn change_all(&self, change: impl Fn(&mut FlowFaults)) -> usize {
         let flows = lock(&self.shared.flows);

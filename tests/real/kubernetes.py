@@ -33,6 +33,7 @@ class Release:
     """The flags and API versions of a release."""
 
     version: str
+    programs: Path
     apiserver: tuple
     controller_manager: tuple
     kubelet: tuple
@@ -40,17 +41,19 @@ class Release:
     kubemark: tuple
     discovery_api: str
     etcd_check: str  # the path that fails when the apiserver has lost etcd
+    watch_list: bool  # whether watches with initial events exist (sendInitialEvents)
     kubectls: tuple  # variants that differ in their requests
     transports: tuple  # variants that differ in the protocol of exec
 
     def program(self, name):
-        return PROGRAMS / name
+        return self.programs / name
 
 
-def old(version):
+def old(version, programs):
     """Releases before 1.22; the tests use 1.20."""
     return Release(
         version,
+        programs,
         apiserver=("--insecure-port=0",),
         # Its CronJob controller lists jobs and cron jobs every 10 s. Tests that count lists could not tell
         # these from the lists of a watch cache.
@@ -60,13 +63,15 @@ def old(version):
         kubemark=("--logtostderr=true",),
         discovery_api="discovery.k8s.io/v1beta1",
         etcd_check="/readyz",
+        watch_list=False,
         kubectls=(CURRENT_KUBECTL, OLD_KUBECTL),
         transports=(CURRENT_KUBECTL, OLD_KUBECTL))
 
 
-def current(version):
+def current(version, programs):
     return Release(
         version,
+        programs,
         apiserver=(),
         controller_manager=(),
         kubelet=(),
@@ -78,6 +83,7 @@ def current(version):
         discovery_api="discovery.k8s.io/v1",
         # Measured with 1.36.2 without etcd: /livez fails at once, /readyz still returns 200 after a minute.
         etcd_check="/livez",
+        watch_list=True,
         kubectls=(CURRENT_KUBECTL,),
         transports=(CURRENT_KUBECTL, SPDY_KUBECTL))
 
@@ -88,7 +94,13 @@ def release_of(programs):
     match = re.search(r"v(\d+)\.(\d+)\.\d+", output)
     if not match:
         raise SystemExit(f"{programs}/kube-apiserver --version: no version in {output!r}")
-    return (old if (int(match[1]), int(match[2])) < (1, 22) else current)(match[0][1:])
+    return (old if (int(match[1]), int(match[2])) < (1, 22) else current)(match[0][1:], programs)
+
+
+def built_old_release():
+    """Kubernetes 1.20 as `setup --old` has built it, beside the release under test; None if it has not."""
+    built = sorted(CACHE.glob("kubernetes-r*/VERSION"))
+    return release_of(built[-1].parent) if built else None
 
 
 RELEASE = release_of(PROGRAMS) if PROGRAMS.is_dir() else None

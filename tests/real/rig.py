@@ -226,8 +226,8 @@ class Api:
 
 
 class Apiserver:
-    def __init__(self, rig, name, address=None):
-        """`address` is required for an apiserver other than a, b and c."""
+    def __init__(self, rig, name, address=None, release=RELEASE, flags=()):
+        """`address` is required for an apiserver other than a, b and c. `flags` replace flags of the rig."""
         self.rig, self.name, self.address = rig, name, address or ADDRESSES[name]
         self.server = f"https://{self.address}:{PORT}"
         self.audit = rig.dir / f"audit-{name}.log"
@@ -236,7 +236,7 @@ class Apiserver:
             self.address, LOAD_BALANCER, LOAD_BALANCER6, "10.96.0.1", "127.0.0.1", "::1", "localhost", "kubernetes", "kubernetes.default",
             "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"])
         self.process = Process(f"apiserver-{name}", [
-            RELEASE.program("kube-apiserver"), *RELEASE.apiserver,
+            release.program("kube-apiserver"), *release.apiserver,
             f"--etcd-servers=http://{ETCD_ADDRESSES.get(name, '127.0.0.1')}:2379", f"--bind-address={self.address}", f"--advertise-address={self.address}",
             f"--secure-port={PORT}", f"--tls-cert-file={crt}", f"--tls-private-key-file={key}",
             f"--cert-dir={d}", f"--client-ca-file={pki.ca}", "--authorization-mode=Node,RBAC",
@@ -251,7 +251,7 @@ class Apiserver:
             "--enable-aggregator-routing=true",
             f"--audit-policy-file={rig.audit_policy}", f"--audit-log-path={self.audit}", "--audit-log-mode=blocking",
             # A graceful shutdown waits so long for watches.
-            "--shutdown-delay-duration=1s", "--request-timeout=8s", "--v=1",
+            "--shutdown-delay-duration=1s", "--request-timeout=8s", "--v=1", *flags,
         ], d / f"apiserver-{name}.log")
 
     def start(self, wait=True):

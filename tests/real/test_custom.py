@@ -25,9 +25,9 @@ class Watcher(threading.Thread):
     """A watch as a reflector's: after its end it watches again from the last version. `responses` holds the events of
     each response; `ends`, `broken` and `too_old` count how responses ended."""
 
-    def __init__(self, api, path, version, bookmarks=True):
+    def __init__(self, api, path, version, bookmarks=True, agent="jackstay-rig"):
         super().__init__(daemon=True)
-        self.api, self.path, self.version, self.bookmarks = api, path, version, bookmarks
+        self.api, self.path, self.version, self.bookmarks, self.agent = api, path, version, bookmarks, agent
         self.responses, self.ends, self.broken, self.too_old, self.codes = [], 0, 0, 0, []
         self.stopped, self.connection = threading.Event(), None
         self.start()
@@ -44,7 +44,7 @@ class Watcher(threading.Thread):
     def watch(self):
         connection = self.connection = self.api.connect()
         query = f"?watch=1&resourceVersion={self.version}&timeoutSeconds=600" + ("&allowWatchBookmarks=true" if self.bookmarks else "")
-        connection.request("GET", self.path + query, headers={"Accept": "application/json"})
+        connection.request("GET", self.path + query, headers={"Accept": "application/json", "User-Agent": self.agent})
         response = connection.getresponse()
         if response.status != 200:
             self.codes.append(response.status)

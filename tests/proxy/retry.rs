@@ -235,7 +235,7 @@ fn expected(kind: Kind, stage: Stage) -> Expected {
         | (Kind::Read | Kind::Watch | Kind::Log | Kind::SafePost, Stage::Sent | Stage::Head)
         | (Kind::Read | Kind::SafePost, Stage::ShortBody) => Expected::Retried,
         (Kind::Write, Stage::Sent | Stage::Head | Stage::ShortBody) => Expected::Failed,
-        (_, Stage::Head | Stage::ShortBody | Stage::Body) => Expected::Reset,
+        (Kind::Log, Stage::ShortBody) | (_, Stage::Body) => Expected::Reset,
     }
 }
 

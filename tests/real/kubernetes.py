@@ -40,6 +40,8 @@ class Release:
     kubelet_config: dict
     kubemark: tuple
     discovery_api: str
+    flow_control_api: str
+    concurrency_shares: str  # the field of a priority level
     etcd_check: str  # the path that fails when the apiserver has lost etcd
     watch_list: bool  # whether watches with initial events exist (sendInitialEvents)
     kubectls: tuple  # variants that differ in their requests
@@ -62,6 +64,8 @@ def old(version, programs):
         kubelet_config={"evictionHard": {"memory.available": "1Mi", "nodefs.available": "0.1%", "imagefs.available": "0.1%"}},
         kubemark=("--logtostderr=true",),
         discovery_api="discovery.k8s.io/v1beta1",
+        flow_control_api="flowcontrol.apiserver.k8s.io/v1beta1",
+        concurrency_shares="assuredConcurrencyShares",
         etcd_check="/readyz",
         watch_list=False,
         kubectls=(CURRENT_KUBECTL, OLD_KUBECTL),
@@ -81,6 +85,8 @@ def current(version, programs):
             "localStorageCapacityIsolation": False, "evictionHard": {"memory.available": "0%", "nodefs.available": "0%"}},
         kubemark=("--use-host-image-service=false",),
         discovery_api="discovery.k8s.io/v1",
+        flow_control_api="flowcontrol.apiserver.k8s.io/v1",
+        concurrency_shares="nominalConcurrencyShares",
         # Measured with 1.36.2 without etcd: /livez fails at once, /readyz still returns 200 after a minute.
         etcd_check="/livez",
         watch_list=True,

@@ -12,7 +12,8 @@ import kubernetes
 import rig as rig_module
 
 MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_setup", "test_discovery", "test_outage", "test_line",
-           "test_custom", "test_versions", "test_lag", "consistency.test_checker", "test_consistency", "test_stale_reads"]
+           "test_custom", "test_versions", "test_lag", "test_watch_cache", "test_overload", "test_etcd_requests",
+           "consistency.test_checker", "test_consistency", "test_stale_reads"]
 
 
 class Result(unittest.TextTestResult):

@@ -225,9 +225,15 @@ class Api:
         return answer.json
 
 
+def etcd_of(apiserver):
+    """The URL by which an apiserver reaches etcd."""
+    return f"http://{ETCD_ADDRESSES.get(apiserver, '127.0.0.1')}:2379"
+
+
 class Apiserver:
-    def __init__(self, rig, name, address=None, release=RELEASE, flags=()):
-        """`address` is required for an apiserver other than a, b and c. `flags` replace flags of the rig."""
+    def __init__(self, rig, name, address=None, etcd=None, release=RELEASE, flags=()):
+        """`address` is required for an apiserver other than a, b and c; `etcd` is the URL of another etcd. `flags` replace
+        flags of the rig."""
         self.rig, self.name, self.address = rig, name, address or ADDRESSES[name]
         self.server = f"https://{self.address}:{PORT}"
         self.audit = rig.dir / f"audit-{name}.log"
@@ -237,7 +243,7 @@ class Apiserver:
             "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"])
         self.process = Process(f"apiserver-{name}", [
             release.program("kube-apiserver"), *release.apiserver,
-            f"--etcd-servers=http://{ETCD_ADDRESSES.get(name, '127.0.0.1')}:2379", f"--bind-address={self.address}", f"--advertise-address={self.address}",
+            f"--etcd-servers={etcd or etcd_of(name)}", f"--bind-address={self.address}", f"--advertise-address={self.address}",
             f"--secure-port={PORT}", f"--tls-cert-file={crt}", f"--tls-private-key-file={key}",
             f"--cert-dir={d}", f"--client-ca-file={pki.ca}", "--authorization-mode=Node,RBAC",
             "--enable-admission-plugins=NodeRestriction", f"--token-auth-file={rig.token_table}",
@@ -352,6 +358,28 @@ table inet jackstay_rig {
         """Cuts one apiserver off from etcd: it answers PINGs, its etcd check fails, and uncached requests hang."""
         self.nft(f"add rule inet jackstay_rig input ip daddr {ETCD_ADDRESSES[name]} tcp dport 2379 counter drop\n"
                  f"add rule inet jackstay_rig input ip saddr {ETCD_ADDRESSES[name]} tcp sport 2379 counter drop\n")
+
+    def etcd_flows(self, name):
+        """Bytes that each connection of one apiserver has received from etcd, by local port."""
+        output = sh("ss", "-Htnpi", "state", "established", f"( dst {ETCD_ADDRESSES[name]} and dport = :2379 )").stdout
+        own = f"pid={self.rig.apiservers[name].process.pid},"
+        flows = re.findall(r"\S+:(\d+)\s+\S+:2379\s+users:(\S+)[^\n]*\n.*?bytes_received:(\d+)", output)
+        return {int(port): int(received) for port, users, received in flows if own in users}
+
+    def drop_etcd_of_configmaps(self, name):
+        """Drops the connection to etcd by which one apiserver reads and watches ConfigMaps. All its checks use other
+        connections, and pass. gRPC's keepalive replaces it after 40 s. Returns its local port."""
+        path, before = "/api/v1/namespaces/default/configmaps", self.etcd_flows(name)
+        self.rig.control.must("POST", path, {"metadata": {"name": "burst"}, "data": {"burst": "x" * 500_000}})
+        self.rig.control.must("DELETE", f"{path}/burst")
+
+        def used():
+            grown = {port: received - before.get(port, 0) for port, received in self.etcd_flows(name).items()}
+            return [port for port, bytes in grown.items() if bytes >= 500_000]
+        port, = wait_for(f"the connection of {name} that brings ConfigMaps", used, 10)
+        self.nft("".join(f"add rule inet jackstay_rig input ip {source} {ETCD_ADDRESSES[name]} tcp {ports} counter drop\n" for source, ports in (
+            ("daddr", f"sport {port}"), ("saddr", f"dport {port}"))))
+        return port
 
     def drop_randomly(self, percent, addresses=tuple(ADDRESSES.values()), hooks=("input",), directions=("to", "from")):
         """Drops packets at random."""

@@ -1,0 +1,99 @@
+"""What reads through jackstay cost etcd: caches answer cached reads also of clients with version floors."""
+
+import unittest
+import urllib.request
+
+from cases import RigCase
+from figures import record
+from rig import ADDRESSES, ADMIN_TOKENS, Jackstay, log, wait_for
+
+ROUNDS, READS = 25, 4
+OBJECT = "counted"
+# The form of a read, and whether it names the object.
+FORMS = (("GET", "?resourceVersion=0", True), ("LIST", "?resourceVersion=0", False), ("LIST", "?resourceVersion=0&limit=1", False))
+# Requests to etcd for all other resources while a form is read, at most. The control plane itself makes some each second.
+OTHERS = 40
+
+
+class EtcdRequests(RigCase, unittest.TestCase):
+    @classmethod
+    def prepare(cls):
+        cls.jackstay = Jackstay(cls.rig, [cls.rig.admin_cert], log_name="jackstay-etcd", port=7495, admin=9695).start()
+        cls.addClassCleanup(cls.jackstay.stop)
+
+    def setUp(self):
+        self.path = f"/api/v1/namespaces/{self.rig.load_namespace()}/configmaps"
+        self.rig.control.must("POST", self.path, {"metadata": {"name": OBJECT}})
+        for name in ADDRESSES:
+            wait_for("the object in every cache", lambda: self.rig.api(name, cert=self.rig.admin_cert).get(f"{self.path}/{OBJECT}?resourceVersion=0").code == 200, 10)
+
+    def etcd_requests(self):
+        """Reads of ConfigMaps that the apiservers have sent to etcd, and reads of any kind that etcd has received."""
+        configmaps = 0
+        for name in ADDRESSES:
+            for line in self.rig.api(name, cert=self.rig.admin_cert).get("/metrics").body.decode().splitlines():
+                if line.startswith("etcd_request_duration_seconds_count{") and ('resource="configmaps"' in line or "core.ConfigMap" in line) and (
+                        'operation="get"' in line or 'operation="list' in line):
+                    configmaps += float(line.rpartition(" ")[2])
+        with urllib.request.urlopen("http://127.0.0.1:2379/metrics", timeout=5) as metrics:
+            ranges = sum(float(line.rpartition(" ")[2]) for line in metrics.read().decode().splitlines()
+                         if line.startswith("grpc_server_started_total{") and 'grpc_method="Range"' in line)
+        return configmaps, ranges
+
+    def floors(self):
+        return self.jackstay.total("jackstay_version_floors_total")
+
+    def cost(self, server, token, raise_floor, read):
+        """Raises the floor and reads, in turn; returns the requests to etcd."""
+        api = self.rig.api(server, token=token)
+        before = self.etcd_requests()
+        for turn in range(ROUNDS):
+            raise_floor(api, turn)
+            for _ in range(READS):
+                api.must("GET", read, keep=True)
+        return [after - earlier for earlier, after in zip(before, self.etcd_requests())]
+
+    def compare(self, source, raise_floor):
+        """Yields (form, requests of a direct line, requests through jackstay) for each form of a read."""
+        for (form, query, names_object), token in zip(FORMS, ADMIN_TOKENS.values()):
+            read = self.path + (f"/{OBJECT}" if names_object else "") + query
+            (direct, direct_ranges), (own, ranges) = (self.cost(server, token, raise_floor, read) for server in (self.rig.server("a"), self.jackstay.server))
+            name = f"{form} {query} after {source}"
+            log(f"    {ROUNDS * READS} x {name}: reads of etcd {direct:.0f} ({direct_ranges:.0f} of all resources) directly, {own:.0f} ({ranges:.0f}) through jackstay")
+            record(f"reads of etcd for {ROUNDS * READS} x {name}, more than of a direct line", own - direct, "requests")
+            self.assertLess(ranges - own, OTHERS)
+            yield form, direct, own
+
+    def test_floors_of_objects_cost_nothing(self):
+        """The version of a write is the floor: most endpoints are not known to have reached it, so jackstay sends it."""
+        before = self.floors()
+        for form, direct, own in self.compare("writes", lambda api, turn: api.must(
+                "PATCH", f"{self.path}/{OBJECT}", {"data": {"turn": str(turn)}}, content_type="application/merge-patch+json", keep=True)):
+            self.assertEqual((direct, own), (0, 0), form)
+        self.assertGreaterEqual(self.floors() - before, ROUNDS, "no read had a floor")
+
+    def test_floors_of_cached_lists_cost_next_to_nothing(self):
+        """An endpoint that is not known to have reached the floor is asked for the most recent state, but one that is
+        known to is preferred."""
+        for form, direct, own in self.compare("cached lists", lambda api, _: api.must("GET", f"{self.path}?resourceVersion=0", keep=True)):
+            self.assertEqual(direct, 0, form)
+            self.assertLessEqual(own, len(ADDRESSES), form)
+
+    def test_floors_of_most_recent_lists(self):
+        """No cache is sure to reach the version of a most-recent list before the next event: a GET then reads its key from
+        etcd, and a LIST comes from a cache that etcd tells its progress."""
+        def most_recent_list(api, turn):
+            api.must("GET", self.path, keep=True)
+        # A version that no ConfigMap has.
+        self.rig.control.must("POST", self.path.replace("configmaps", "secrets"), {"metadata": {"name": OBJECT}})
+        for form, direct, own in self.compare("most-recent lists", most_recent_list):
+            self.assertGreaterEqual(direct, ROUNDS)
+            self.assertLessEqual(own, direct + ROUNDS * READS, form)
+            if form == "LIST" and self.caches_follow_etcd():
+                self.assertLessEqual(own, direct + len(ADDRESSES), form)
+
+    def caches_follow_etcd(self):
+        """Whether a watch cache reaches versions without events: with etcd 3.5.13 and later from Kubernetes 1.31 on."""
+        version = int(self.rig.control.must("GET", self.path)["metadata"]["resourceVersion"])
+        answer = self.rig.control.get(f"{self.path}?resourceVersion=0")
+        return int(answer.json["metadata"]["resourceVersion"]) >= version

@@ -1,0 +1,152 @@
+"""Apiservers that reject requests by API Priority and Fairness: reads are asked of one other, within a budget of 10 %."""
+
+import unittest
+import uuid
+
+from cases import RigCase
+from figures import record
+from kubernetes import RELEASE
+from rig import ADDRESSES, Jackstay, log, wait_for
+from test_lag import NAMESPACE, Client, Worker
+
+NAME, USER = "overloaded", "load"  # the user of the rig's certificate for load
+READS, WRITES = 1500, 200
+BURST = 128  # of the budget
+HOGS = 12  # for each apiserver; more than the seats of a level with one share
+FLOW_CONTROL = f"/apis/{RELEASE.flow_control_api}"
+# The cache waits 3 s for this version, and so long the request has a seat.
+FUTURE = 1 << 40
+READ = f"{NAMESPACE}/configmaps/{NAME}"
+FAIRNESS = ("X-Kubernetes-Pf-Flowschema-Uid", "X-Kubernetes-Pf-Prioritylevel-Uid")
+
+
+class Hog(Worker):
+    """Holds a seat of the priority level at one apiserver."""
+
+    def __init__(self, case, server):
+        super().__init__(case)
+        self.client, self.held = Client(case.rig, server, case.rig.load_cert), 0
+
+    def work(self):
+        response = self.client.send("GET", f"{NAMESPACE}/configmaps/none?resourceVersion={FUTURE}")
+        response.read()
+        if response.status == 429:
+            self.stopping.wait(0.02)
+        else:
+            assert response.status == 504, response.status
+            self.held += 1
+
+
+class Overload(RigCase, unittest.TestCase):
+    @classmethod
+    def prepare(cls):
+        rig = cls.rig
+        level = {"metadata": {"name": NAME}, "spec": {"type": "Limited", "limited": {RELEASE.concurrency_shares: 1, "limitResponse": {"type": "Reject"}}}}
+        if RELEASE.concurrency_shares == "nominalConcurrencyShares":
+            level["spec"]["limited"]["borrowingLimitPercent"] = 0
+        schema = {"metadata": {"name": NAME}, "spec": {
+            "matchingPrecedence": 100, "priorityLevelConfiguration": {"name": NAME}, "rules": [{
+                "subjects": [{"kind": "User", "user": {"name": USER}}],
+                "resourceRules": [{"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"], "namespaces": ["*"], "clusterScope": True}]}]}}
+        cls.uids = [rig.control.must("POST", f"{FLOW_CONTROL}/{path}", body)["metadata"]["uid"]
+                    for path, body in (("prioritylevelconfigurations", level), ("flowschemas", schema))][::-1]
+        for path in ("flowschemas", "prioritylevelconfigurations"):
+            cls.addClassCleanup(rig.control.request, "DELETE", f"{FLOW_CONTROL}/{path}/{NAME}")
+        rig.control.must("POST", f"{NAMESPACE}/configmaps", {"metadata": {"name": NAME}})
+        cls.addClassCleanup(rig.control.request, "DELETE", f"{NAMESPACE}/configmaps/{NAME}")
+        for name in ADDRESSES:
+            api = rig.api(name, cert=rig.load_cert)
+            wait_for(f"the priority level on {name}", lambda: cls.fairness(api.get(f"{READ}?resourceVersion=0")) == (200, cls.uids), 30)
+        cls.jackstay = Jackstay(rig, [rig.admin_cert, rig.load_cert], log_name="jackstay-overload", port=7497, admin=9697).start()
+        cls.addClassCleanup(cls.jackstay.stop)
+
+    @staticmethod
+    def fairness(answer):
+        return answer.code, [answer.headers.get(name) for name in FAIRNESS]
+
+    def overload(self, names):
+        hogs = [Hog(self, self.rig.server(name)) for name in names for _ in range(HOGS)]
+        for hog in hogs:
+            hog.start()
+
+        def stop():
+            for hog in hogs:
+                hog.stopping.set()
+            for hog in hogs:
+                hog.finish()
+        self.addCleanup(stop)
+        for name in names:
+            api = self.rig.api(name, cert=self.rig.load_cert)
+            rejection = wait_for(f"{name} to reject requests", lambda: (answer := api.get(READ)).code == 429 and answer, 20)
+        self.rejection = self.fairness(rejection), rejection.body  # 1.20 rejects without these headers
+
+    def send(self, api, method, path, body=None):
+        """Sends a request through jackstay, and returns its identifier and the answer. All requests have one connection: an
+        apiserver may reject a write before its body has arrived, which must not close it."""
+        ident = str(uuid.uuid4())
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        return ident, api.request(method, path, body, headers={"Audit-ID": ident}, content_type=kind, keep=True)
+
+    def received(self, idents):
+        """For each request the apiservers that received it with their answers, by the audit logs."""
+        found = {ident: [] for ident in idents}
+        for event in self.rig.audit(lambda e: e["stage"] == "ResponseComplete" and e["auditID"] in found):
+            found[event["auditID"]].append((event["requestReceivedTimestamp"], event["server"], event["responseStatus"]["code"]))
+        return [[entry[1:] for entry in sorted(found[ident])] for ident in idents]
+
+    def retried(self):
+        return self.jackstay.metrics().get('jackstay_retries_total{reason="rejected"}', 0)
+
+    def check(self, sent, rejecting):
+        """Checks each answer against what the apiservers received. Returns the numbers of requests that a second apiserver
+        answered, and of those that were rejected."""
+        asked_two = rejected = 0
+        for (ident, answer), received in zip(sent, self.received([ident for ident, _ in sent])):
+            servers = [server for server, _ in received]
+            what = f"{ident}: {answer!r} after {received}"
+            self.assertEqual(len(set(servers)), len(servers), f"sent to one apiserver twice: {what}")
+            self.assertIn(len(servers), (1, 2), what)
+            self.assertTrue(all(server in rejecting for server, code in received if code == 429), what)
+            self.assertTrue(all(code == 429 for _, code in received[:-1]), what)
+            self.assertEqual(answer.code, received[-1][1], what)
+            if answer.code == 429:
+                rejected += 1
+                self.assertEqual((self.fairness(answer), answer.body), self.rejection, what)
+                self.assertRegex(answer.headers.get("Retry-After", ""), r"^[0-9]+$", what)  # it grows while 1.36 rejects
+            else:
+                self.assertEqual(self.fairness(answer), (200, self.uids), what)
+            asked_two += len(servers) == 2
+        return asked_two, rejected
+
+    def reads(self, count):
+        """Reads through jackstay, one after another. Returns them and the number of retries that jackstay reports."""
+        api, before = self.rig.api(self.jackstay.server, cert=self.rig.load_cert), self.retried()
+        sent = [self.send(api, "GET", READ + ("?resourceVersion=0" if i % 2 else "")) for i in range(count)]
+        return sent, self.retried() - before
+
+    def test_one_apiserver_rejects(self):
+        self.overload("a")
+        sent, retried = self.reads(READS)
+        asked_two, rejected = self.check(sent, "a")
+        log(f"    one apiserver rejects: {asked_two} of {READS} reads asked of another one, {rejected} rejected when the budget was empty")
+        record("reads asked of another apiserver after a 429, of 1,500", asked_two, "reads")
+        self.assertEqual(asked_two, retried)
+        self.assertGreater(rejected, 0, "the budget was not used up")
+        # The burst, and a tenth of the requests.
+        self.assertGreaterEqual(asked_two, BURST)
+        self.assertLessEqual(asked_two, BURST + READS / 10)
+        api, before = self.rig.api(self.jackstay.server, cert=self.rig.load_cert), self.retried()
+        writes = [self.send(api, "PATCH", READ, {"data": {"turn": str(i)}}) for i in range(WRITES)]
+        asked_two, rejected = self.check(writes, "a")
+        self.assertEqual((asked_two, self.retried() - before), (0, 0))
+        self.assertGreater(rejected, 0, "no write was rejected")
+
+    def test_all_apiservers_reject(self):
+        self.overload("abc")
+        sent, retried = self.reads(READS // 5)
+        asked_two, rejected = self.check(sent, "abc")
+        log(f"    all apiservers reject: {asked_two} of {len(sent)} reads asked of another one, {rejected} rejected")
+        self.assertEqual(asked_two, retried)
+        # Few find an apiserver that has not just rejected another one.
+        self.assertLessEqual(asked_two, len(sent) // 10)
+        self.assertGreater(rejected, len(sent) // 2)

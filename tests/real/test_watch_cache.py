@@ -1,0 +1,162 @@
+"""Watch caches that lag although all checks of their apiserver pass: jackstay compares the versions."""
+
+import re
+import signal
+import time
+import unittest
+
+from cases import RigCase
+from figures import LONG, within
+from rig import ADDRESSES, CACHE, PORT, Apiserver, Jackstay, Process, log, log_lines, sh, wait_for
+from test_jackstay import JackstayCase
+from test_lag import NAMESPACE, Client, Reader, Watcher, Worker, Writer
+
+CUT = 10  # seconds; gRPC's keepalive replaces the connection to etcd after 40 s
+WATCHES = 8
+LAGS = r"watch cache lags: version (\d+) of configmaps, (\S+) had (\d+) \d+ s ago"
+OTHER_ETCD = r"these endpoints do not share an etcd: version (\d+) of configmaps here, and (\d+) at (\S+) \d+ s ago"
+
+
+def endpoints(jackstay):
+    return {endpoint["address"]: endpoint for endpoint in jackstay.status()["upstreams"][0]["endpoints"]}
+
+
+def states(jackstay):
+    return [endpoint["state"] for endpoint in endpoints(jackstay).values()]
+
+
+class OneResource(JackstayCase, unittest.TestCase):
+    def test_watch_cache_of_one_resource_lags(self):
+        rig = self.rig
+        wait_for("every endpoint to be ready", lambda: states(self.jackstay) == ["ready"] * len(ADDRESSES), 60)
+        writer, watchers = Writer(self), [Watcher(self, "configmaps") for _ in range(WATCHES)]
+        cached, recent = Reader(self, "?resourceVersion=0"), Reader(self, "")
+        for worker in (writer, *watchers, cached, recent):
+            worker.start()
+
+        def watching():
+            for worker in (writer, *watchers):
+                self.assertIsNone(worker.failure, worker)
+            return all(len(watcher.delays) > 20 for watcher in watchers)
+        wait_for("events on every watch", watching, 30)
+        watches = {name: endpoints(self.jackstay)[f"{ADDRESSES[name]}:{PORT}"]["watches"] for name in "ab"}  # the writer uses c
+        name = max(watches, key=watches.get)
+        address = f"{ADDRESSES[name]}:{PORT}"
+        self.assertGreater(watches[name], 0)
+        log_size, checks = self.log_size(), rig.api(name, cert=rig.admin_cert)
+        rig.faults.drop_etcd_of_configmaps(name)
+        begun, first, reason = time.monotonic(), None, None
+        while time.monotonic() < begun + CUT:
+            for path in ("/livez", "/readyz"):
+                self.assertEqual(checks.get(path).code, 200, path)
+            for other, endpoint in endpoints(self.jackstay).items():
+                if endpoint["state"] != "degraded":
+                    continue
+                self.assertEqual(other, address, endpoint["reason"])
+                first = first or time.monotonic() - begun
+                reason = endpoint["reason"]
+            time.sleep(0.1)
+        degraded = self.jackstay.metrics()[f'jackstay_endpoint_state{{upstream="control-plane",endpoint="{address}",state="degraded"}}']
+        left = endpoints(self.jackstay)[address]["watches"]
+        self.assertGreater(rig.faults.dropped(), 0, "the fault dropped no packet")
+        rig.faults.clear()
+        cleared = time.monotonic()
+        wait_for("every endpoint to be ready", lambda: states(self.jackstay) == ["ready"] * len(ADDRESSES), 60)
+        log(f"    degraded after {first and round(first, 2)} s: {reason}; ready again {time.monotonic() - cleared:.1f} s after the fault")
+        for worker in (cached, recent, *watchers, writer):
+            worker.finish()
+        self.assertRegex(reason or "not degraded", LAGS)
+        self.assertEqual((degraded, left), (1, 0))
+        self.assertEqual([watcher.ends for watcher in watchers], [[]] * WATCHES)
+        self.assertEqual((cached.backwards, recent.backwards), (0, 0))
+        self.assertEqual(cached.failed + recent.failed, [])
+        late = max(delay for watcher in watchers for _, delay in watcher.delays)
+        within(self, "a watch cache lags, all checks pass: latest event", late, "s", 4)
+        within(self, "a watch cache lags, all checks pass: slowest cached read", cached.slowest, "s", 4)
+        self.check_story("a watch cache that lags", log_size)
+
+
+class OtherEtcd(RigCase, unittest.TestCase):
+    """Two apiservers of different clusters behind one upstream."""
+
+    ADDRESS, ETCD, PEER = "10.99.0.21", "http://127.0.0.1:2479", "http://127.0.0.1:2480"
+    INTERVALS = 0.1, 1  # seconds between the writes of the two clusters
+    AHEAD = 300  # so many versions the second cluster must not catch up while the test runs
+
+    def setUp(self):
+        rig = self.rig
+        sh("ip", "addr", "add", f"{self.ADDRESS}/32", "dev", "rig0")
+        self.addCleanup(sh, "ip", "addr", "del", f"{self.ADDRESS}/32", "dev", "rig0")
+        etcd = Process("etcd-other", [
+            CACHE / "bin/etcd", "--data-dir", rig.dir / "memory/etcd-other", f"--listen-client-urls={self.ETCD}", f"--advertise-client-urls={self.ETCD}",
+            f"--listen-peer-urls={self.PEER}"], rig.dir / "etcd-other.log").start()
+        self.addCleanup(etcd.stop, signal.SIGKILL)
+        self.other = Apiserver(rig, "other", self.ADDRESS, etcd=self.ETCD)
+        self.addCleanup(self.other.process.stop, signal.SIGKILL)
+        self.other.start()
+
+    def test_apiservers_of_two_clusters(self):
+        """The reason says after a few seconds that a cache lags, and after 60 s, in the long form, that it has another etcd."""
+        rig = self.rig
+        own, other = f"{ADDRESSES['a']}:{PORT}", f"{self.ADDRESS}:{PORT}"
+        writers = [Clock(self, server, interval) for server, interval in zip((rig.server("a"), self.other.server), self.INTERVALS)]
+        while writers[0].version < writers[1].version + self.AHEAD:
+            writers[0].write()
+        jackstay = Jackstay(rig, [rig.admin_cert], [own, other], log_name="jackstay-two-clusters", port=7499, admin=9699).start()
+        self.addCleanup(jackstay.stop)
+        self.server = jackstay.server
+        wait_for("both endpoints to be ready", lambda: states(jackstay) == ["ready"] * 2, 20)
+        watchers = [AnyWatch(self) for _ in range(WATCHES)]
+        for worker in (*watchers, *writers):
+            worker.start()
+        begun = time.monotonic()
+
+        def reason(text):
+            lagging, endpoint = endpoints(jackstay)[other], endpoints(jackstay)[own]
+            self.assertEqual(endpoint["state"], "ready", endpoint["reason"])
+            return lagging["state"] == "degraded" and re.match(text, lagging["reason"])
+        match = wait_for("the lag", lambda: reason(LAGS), 30)
+        log(f"    after {time.monotonic() - begun:.1f} s: {match[0]}")
+        self.assertLess(int(match[1]), int(match[3]))
+        within(self, "two clusters behind one upstream: degraded", time.monotonic() - begun, "s", 6)
+        if LONG:
+            match = wait_for("the reason", lambda: reason(OTHER_ETCD), 90)
+            log(f"    after {time.monotonic() - begun:.1f} s: {match[0]}")
+            self.assertLess(int(match[1]), int(match[2]))
+            self.assertEqual(match[3], own)
+            within(self, "two clusters behind one upstream: the reason", time.monotonic() - begun, "s", 80)
+            wait_for("the log line", lambda: log_lines(jackstay.process, "do not share an etcd"), 5)
+        for worker in (*watchers, *writers):
+            worker.finish()
+
+
+class Clock(Worker):
+    """Changes an object of one cluster; `version` is its version."""
+
+    def __init__(self, case, server, interval):
+        super().__init__(case)
+        self.client, self.interval = Client(case.rig, server, case.rig.admin_cert), interval
+        self.client.call("POST", f"{NAMESPACE}/configmaps", {"metadata": {"name": "two-clusters"}})
+        self.write()
+
+    def write(self):
+        code, answer = self.client.call("PATCH", f"{NAMESPACE}/configmaps/two-clusters", {"data": {"at": repr(time.monotonic())}})
+        assert code == 200, f"{code} {answer}"
+        self.version = int(answer["metadata"]["resourceVersion"])
+
+    def work(self):
+        self.write()
+        self.stopping.wait(self.interval)
+
+
+class AnyWatch(Watcher):
+    """A watch from any version, which begins again when it ends."""
+
+    def __init__(self, case):
+        super().__init__(case, "configmaps")
+
+    def work(self):
+        for _ in self.client.send("GET", f"{NAMESPACE}/configmaps?watch=1", timeout=None):
+            pass
+        self.client.close()
+        self.stopping.wait(0.2)

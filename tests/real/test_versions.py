@@ -51,7 +51,7 @@ class Versions(RigCase, unittest.TestCase):
         keys.write_text(json.dumps({"apiVersion": "apiserver.config.k8s.io/v1", "kind": "EncryptionConfiguration", "resources": [{
             "resources": ["podtemplates"],
             "providers": [{"secretbox": {"keys": [{"name": "rig", "secret": base64.b64encode(bytes(range(32))).decode()}]}}]}]}))
-        old = Apiserver(rig, "old", OLD_ADDRESS, OLD, [
+        old = Apiserver(rig, "old", OLD_ADDRESS, release=OLD, flags=[
             f"--encryption-provider-config={keys}",
             # It would write FlowSchemas and EndpointSlices in versions that the current release cannot read.
             "--feature-gates=APIPriorityAndFairness=false", "--endpoint-reconciler-type=none"])

@@ -133,10 +133,9 @@ impl Inquiry {
                 true
             }
             (Answer::Behind(current), Some(lag)) => {
-                let was_other = lag.is_other_etcd(now);
-                lag.is_at(current);
+                let is_other_etcd = lag.is_at(current, now);
                 let reason = lag.reason(now);
-                if lag.is_other_etcd(now) && !was_other {
+                if is_other_etcd {
                     let (name, label) = (&*upstream.name, &*endpoint.label);
                     tracing::warn!(upstream = name, endpoint = label, reason, "endpoint lags");
                 }

@@ -328,6 +328,9 @@ impl ForwardedRequest {
             permit.finished();
             // The stream needs no more window, but the window of the connection must be released.
             release_window(&mut recv, &mut data.len());
+            if let Some(upload) = upload {
+                upload.finish();
+            }
             return ResponseBody::Full(FullBody::new(data, outcome)).with_head(head);
         }
         let Self {

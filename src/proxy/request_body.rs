@@ -10,6 +10,7 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::Bytes;
 use h2::{Reason, SendStream};
@@ -17,6 +18,7 @@ use http::{HeaderMap, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use tokio::task::JoinHandle;
+use tokio::time::timeout;
 
 use super::hygiene::upstream_trailers;
 use crate::observe::{ByteAccount, ByteBudget, MemoryKind, Metrics};
@@ -25,6 +27,12 @@ use crate::observe::{ByteAccount, ByteBudget, MemoryKind, Metrics};
 const MAX_HELD: usize = 3 << 20;
 /// Maximum bytes held of all bodies in the process.
 const MAX_HELD_TOTAL: usize = 32 << 20;
+
+/// How much of a body is discarded after its request was answered. The same as `maxPostHandlerReadBytes` of Go's
+/// `net/http`, the server of kube-apiserver.
+const MAX_DISCARDED: usize = 256 << 10;
+/// How long the rest of such a body may take.
+const MAX_DISCARD_TIME: Duration = Duration::from_secs(1);
 
 /// Bytes that a held piece costs in addition to its data: its handle and its share of a read buffer.
 const PIECE_COST: usize = 64;
@@ -35,11 +43,27 @@ pub fn budget(metrics: &Metrics) -> Arc<ByteBudget> {
 }
 
 /// The task that sends a request's body. Dropping it aborts the task.
-pub struct UploadTask(JoinHandle<()>);
+pub struct UploadTask {
+    task: JoinHandle<()>,
+    body: Rc<RequestBody>,
+}
+
+impl UploadTask {
+    /// Whether the whole body was sent.
+    pub fn is_done(&self) -> bool {
+        self.task.is_finished() && self.body.end.borrow().is_some()
+    }
+
+    /// Ends the upload, because the response is complete. Discards the rest of the body.
+    pub fn finish(self) {
+        self.task.abort();
+        Rc::clone(&self.body).discard_rest();
+    }
+}
 
 impl Drop for UploadTask {
     fn drop(&mut self) {
-        self.0.abort();
+        self.task.abort();
     }
 }
 
@@ -137,9 +161,32 @@ impl RequestBody {
         self.held.whole.set(false);
     }
 
+    /// Reads the rest of the body of an HTTP/1.1 request that was answered before its end, and discards it. Otherwise
+    /// hyper closes the connection after the response, which does not say so, and the client's next request fails.
+    fn discard_rest(self: Rc<Self>) {
+        if self.version == Version::HTTP_2 || self.end.borrow().is_some() {
+            return;
+        }
+        self.stop_holding();
+        tokio::task::spawn_local(async move {
+            let rest = async {
+                let mut discarded = 0;
+                // No piece has this index, so the next one comes from the client.
+                while let Ok(data) = poll_fn(|cx| self.poll_piece(usize::MAX, cx)).await {
+                    discarded += data.len();
+                    if discarded > MAX_DISCARDED {
+                        break;
+                    }
+                }
+            };
+            let _ = timeout(MAX_DISCARD_TIME, rest).await;
+        });
+    }
+
     /// Sends the body from its beginning on `stream`, in a separate task.
     pub fn send(self: &Rc<Self>, stream: SendStream<Bytes>) -> UploadTask {
-        UploadTask(tokio::task::spawn_local(send(Rc::clone(self), stream)))
+        let task = tokio::task::spawn_local(send(Rc::clone(self), stream));
+        UploadTask { task, body: Rc::clone(self) }
     }
 
     /// The piece at `index`: a held one, or else the next one from the client.

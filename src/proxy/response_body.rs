@@ -151,7 +151,7 @@ pub struct StreamedBody {
     proof_expiry: Option<ProofExpiry>,
     permit: Permit,
     outcome: Box<Outcome>,
-    _upload: Option<UploadTask>,
+    upload: Option<UploadTask>,
     /// Until it has read the version.
     learner: Option<Box<VersionLearner>>,
 }
@@ -162,20 +162,17 @@ impl StreamedBody {
         mut recv: RecvStream,
         prefix: Option<Bytes>,
         mut permit: Permit,
-        mut outcome: Box<Outcome>,
+        outcome: Box<Outcome>,
         (upload, learner): (Option<UploadTask>, Option<Box<VersionLearner>>),
         proof_expiry: Option<ProofExpiry>,
     ) -> Self {
         let done = prefix.is_none() && recv.is_end_stream();
         // No other connection can continue a response that is partly forwarded.
         permit.set_pinned(true);
-        if done {
-            permit.finished();
-            outcome.complete();
-        } else {
+        if !done {
             permit.receives(&mut recv);
         }
-        Self {
+        let mut body = Self {
             recv,
             prefix,
             unreleased: 0,
@@ -184,9 +181,14 @@ impl StreamedBody {
             proof_expiry,
             permit,
             outcome,
-            _upload: upload,
+            // A body that was sent need not stay in memory.
+            upload: upload.filter(|upload| !upload.is_done()),
             learner,
+        };
+        if done {
+            body.end();
         }
+        body
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, String>>> {
@@ -245,6 +247,9 @@ impl StreamedBody {
         self.done = true;
         self.permit.finished();
         self.outcome.complete();
+        if let Some(upload) = self.upload.take() {
+            upload.finish();
+        }
     }
 
     fn cut_by_upstream(&mut self, error: &h2::Error) -> String {

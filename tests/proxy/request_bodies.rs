@@ -247,3 +247,29 @@ async fn expect_is_never_sent_upstream() {
     let forwarded = records.iter().flat_map(|r| &r.header_names).find(|name| *name == "expect");
     assert_eq!(forwarded, None);
 }
+
+/// kube-apiserver rejects a write for overload before it reads the body. The client's next request is on the same
+/// connection.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn http1_connection_survives_a_response_before_the_body() {
+    const TOO_MANY: &str = "Too many requests, please try again later.\n";
+    let peers = Peers::start(1);
+    let proxy = peers.start_proxy(without_suspicion).await;
+    let rejection =
+        Reply::status("429", TOO_MANY).header("content-length", "43").header("retry-after", "1");
+    peers.set_actions([Action::Answer(rejection), Action::Answer(Reply::ok("{}"))]);
+    let mut wire = wire::connect(&proxy, &peers.certs, "http/1.1").await;
+    let write = format!("POST {CONFIGMAPS} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n");
+    wire.write_all(write.as_bytes()).await.unwrap();
+    let rejected = head(&mut wire).await;
+    assert!(rejected.starts_with("HTTP/1.1 429 "), "{rejected}");
+    let mut body = [0; TOO_MANY.len()];
+    soon("the body", wire.read_exact(&mut body)).await.unwrap();
+    assert_eq!(&body[..], TOO_MANY.as_bytes());
+    wire.write_all(b"123456789").await.unwrap();
+    wire.write_all(format!("GET {CONFIGMAPS} HTTP/1.1\r\nHost: a\r\n\r\n").as_bytes())
+        .await
+        .unwrap();
+    let answered = head(&mut wire).await;
+    assert!(answered.starts_with("HTTP/1.1 200 "), "{answered}");
+}

@@ -40,6 +40,8 @@ pub struct ResourceRecord {
 #[derive(Debug, Default)]
 pub struct ShownVersion {
     version: AtomicU64,
+    /// The highest version of a most-recent list, which the cache has reached unless the server read it from etcd.
+    list: AtomicU64,
     /// The highest version of an event.
     event: AtomicU64,
     /// Milliseconds between the epoch of the record and the last raise.
@@ -116,9 +118,20 @@ impl ResourceRecord {
 
     /// Whether the cache of `endpoint` is known to have reached `version`.
     pub fn has_reached(&self, endpoint: &Arc<Endpoint>, version: u64) -> bool {
+        self.shows(endpoint, |shown| shown.version() >= version)
+    }
+
+    /// Whether lists of `endpoint` are expected to show `version`.
+    pub fn lists_have_reached(&self, endpoint: &Arc<Endpoint>, version: u64) -> bool {
+        self.shows(endpoint, |shown| {
+            shown.version().max(shown.list.load(Ordering::Relaxed)) >= version
+        })
+    }
+
+    fn shows(&self, endpoint: &Arc<Endpoint>, test: impl FnOnce(&ShownVersion) -> bool) -> bool {
         let endpoints = self.endpoints();
         let shown = endpoints.iter().find(|(known, _)| is(known, endpoint));
-        shown.is_some_and(|(_, shown)| shown.version() >= version)
+        shown.is_some_and(|(_, shown)| test(shown))
     }
 
     /// Whether a watch of the resource is open on `endpoint`.
@@ -161,6 +174,11 @@ impl ResourceRecord {
         true
     }
 
+    /// Records the version of a most-recent list.
+    pub fn raise_list(&self, shown: &ShownVersion, version: u64) {
+        shown.list.fetch_max(version, Ordering::Relaxed);
+    }
+
     /// Records the version of an event that a watch has received.
     pub fn raise_event(&self, shown: &ShownVersion, version: u64) {
         if shown.event.load(Ordering::Relaxed) < version {
@@ -172,6 +190,7 @@ impl ResourceRecord {
     /// restarted with an older etcd.
     pub fn set(&self, shown: &ShownVersion, version: u64, now: Instant) {
         shown.version.fetch_min(version, Ordering::Relaxed);
+        shown.list.fetch_min(version, Ordering::Relaxed);
         shown.event.fetch_min(version, Ordering::Relaxed);
         self.raise(shown, version, now);
     }
@@ -229,6 +248,10 @@ mod tests {
         assert!(record.has_watch(&a) && !record.has_watch(&b));
         record.set(&shown, 5, start);
         assert!(record.has_reached(&a, 5) && !record.has_reached(&a, 6));
+        record.raise_list(&shown, 8);
+        assert!(record.lists_have_reached(&a, 8) && !record.has_reached(&a, 8));
+        record.set(&shown, 5, start);
+        assert!(!record.lists_have_reached(&a, 8));
     }
 
     #[test]

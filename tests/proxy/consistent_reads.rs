@@ -307,6 +307,21 @@ async fn events_of_a_watch_raise_the_floor_of_its_client() {
     }
 }
 
+/// An apiserver may read most-recent lists from etcd while its cache is older.
+#[tokio::test]
+async fn version_of_a_most_recent_list_says_nothing_about_the_cache() {
+    let setup = Setup::new(ConsistentReads::Floor).await;
+    setup.freeze(&[0, 1, 2]);
+    let object = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "m" };
+    let change = |_: &_| Ok(config_map("m", "of another client"));
+    let written = setup.cluster.state.modify(object, false, change).unwrap().version;
+    assert_eq!(setup.read(CONFIGMAPS).await, written);
+    for read in 0..10 {
+        assert_eq!(setup.read(&list()).await, written, "list {read}");
+    }
+    assert_eq!(setup.read(&get()).await, written);
+}
+
 #[tokio::test]
 async fn watch_list_starts_with_the_floor_or_where_it_is_known_to_be_reached() {
     let mut setup = Setup::new(ConsistentReads::Floor).await;

@@ -123,6 +123,12 @@ impl ReadForm {
         }
     }
 
+    /// Whether the request goes without a version, as a most-recent read: a cache reaches the version of an object by an
+    /// event, but that of a list or a bookmark perhaps only later.
+    pub fn becomes_most_recent(self, floor: FloorVersions) -> bool {
+        self.needed(floor) > floor.objects
+    }
+
     /// The query with the floor; `None` if the form takes none.
     pub fn query(self, query: &str, floor: FloorVersions) -> Option<String> {
         let version = self.needed(floor);
@@ -131,8 +137,7 @@ impl ReadForm {
         }
         let version = version.to_string();
         let version = Some(version.as_str());
-        // A cache reaches the version of an object by an event, but that of a list or a bookmark perhaps only later.
-        let most_recent = self.needed(floor) > floor.objects;
+        let most_recent = self.becomes_most_recent(floor);
         let changes: &[(&str, Option<&str>)] = match self {
             Self::AnyList if most_recent => {
                 &[("resourceVersion", None), ("resourceVersionMatch", None), ("limit", None)]

@@ -29,7 +29,8 @@
 //! most-recent read needs no such version. From Kubernetes 1.31 and etcd 3.5.13 on, a most-recent list comes from the
 //! cache, which asks etcd for its progress (`ConsistentListFromCache`); that of a GET reads one key of etcd. To an older
 //! server, or one of unknown version, a list goes with the floor of objects, and the version of a list that it read from
-//! etcd is not remembered.
+//! etcd is not remembered. An apiserver falls back to etcd, too, so the version of a most-recent list says nothing about
+//! its cache for a GET or a watch: the next list goes to it unchanged, and is compared with the floor when it comes.
 //!
 //! A 504 of that kind, or a list that is older than the floor, is asked of the other ready endpoints. If none has reached
 //! the floor, an etcd was restored from a backup, or the only endpoint that had reached it is gone: the floor is lowered
@@ -87,6 +88,8 @@ pub struct RequestVersions {
     asked_elsewhere: Cell<bool>,
     /// The highest version that an endpoint reported which had not reached the floor.
     highest_reached: Cell<u64>,
+    /// Whether an endpoint got the request as a most-recent read, whose answer may come from etcd.
+    most_recent: Cell<bool>,
     /// The version of the list that was compared with the floor, and is not older.
     compared: Cell<Option<u64>>,
 }
@@ -129,6 +132,7 @@ impl RequestVersions {
             given_up: Cell::new(false),
             asked_elsewhere: Cell::new(false),
             highest_reached: Cell::new(0),
+            most_recent: Cell::new(false),
             compared: Cell::new(None),
         }))
     }
@@ -157,11 +161,22 @@ impl RequestVersions {
     /// reached the floor or the form takes none.
     pub fn head(&self, head: &Request<()>, endpoint: &Arc<Endpoint>) -> Option<Request<()>> {
         let (floor, versions) = self.enforced()?;
-        if floor.record.has_reached(endpoint, self.form.needed(versions)) {
+        let needed = self.form.needed(versions);
+        let has_reached = match self.form {
+            // The version of the list is compared with the floor when it comes.
+            ReadForm::AnyList if !self.asked_elsewhere.get() => {
+                floor.record.lists_have_reached(endpoint, needed)
+            }
+            _ => floor.record.has_reached(endpoint, needed),
+        };
+        if has_reached {
             return None;
         }
         let versions = self.form.reachable(versions, is_consistent_from_cache(endpoint));
         let query = self.form.query(head.uri().query().unwrap_or_default(), versions)?;
+        if self.form.becomes_most_recent(versions) {
+            self.most_recent.set(true);
+        }
         let mut changed = head.clone();
         *changed.uri_mut() = with_query(head.uri(), &query);
         Some(changed)
@@ -274,7 +289,8 @@ impl RequestVersions {
         let body = BodyVersion::new(head, self.form.is_list())?;
         let floor = self.floor_to_raise(info, upstream)?;
         let endpoint = self.form.shows_cache().then(|| Arc::clone(endpoint));
-        let learner = VersionLearner { body, floor, is_list: self.form.is_list(), endpoint };
+        let (is_list, most_recent) = (self.form.is_list(), self.most_recent.get());
+        let learner = VersionLearner { body, floor, is_list, endpoint, most_recent };
         if let Some(version) = self.compared.take() {
             learner.raise(version);
             return None;
@@ -303,8 +319,10 @@ pub struct VersionLearner {
     body: BodyVersion,
     floor: Arc<Floor>,
     is_list: bool,
-    /// The endpoint whose cache the response shows; `None` if it may come from etcd.
+    /// The endpoint whose cache the response shows; `None` if it says nothing about a cache.
     endpoint: Option<Arc<Endpoint>>,
+    /// Whether the response may come from etcd instead.
+    most_recent: bool,
 }
 
 impl VersionLearner {
@@ -338,9 +356,13 @@ impl VersionLearner {
         } else {
             self.floor.raise_objects(version);
         }
-        if let Some(endpoint) = &self.endpoint {
-            let record = &self.floor.record;
-            record.raise(&record.shown_by(endpoint), version, Instant::now());
+        let Some(endpoint) = &self.endpoint else { return };
+        let record = &self.floor.record;
+        let shown = record.shown_by(endpoint);
+        if !self.most_recent {
+            record.raise(&shown, version, Instant::now());
+        } else if self.is_list {
+            record.raise_list(&shown, version);
         }
     }
 }

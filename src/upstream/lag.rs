@@ -32,7 +32,7 @@ const REGULAR_TICKS: u32 = 12;
 /// See [`REGULAR_TICKS`].
 const MIN_DELIVERIES: u32 = 3;
 /// How long an endpoint may need longer than another one to show an event. With the 3 s of the proof, a cache that lags is
-/// found before 4 s have passed.
+/// found before 4 s have passed, unless selectors hide most events, so that the pause between two questions is long.
 const MAX_DELAY: Duration = Duration::from_millis(500);
 /// An endpoint that lags for longer than this while it advances belongs to another etcd.
 const OTHER_ETCD_AFTER: Duration = Duration::from_secs(60);

@@ -2,7 +2,7 @@
 //! ([`crate::upstream::lag`]).
 
 use std::cell::RefCell;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,9 +24,10 @@ use crate::upstream::resource_versions::{ResourceRecord, group_of};
 
 /// Limit of a question. kube-apiserver waits 3 s for its cache (`blockTimeout` in `watch_cache.go`).
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Pause after a question. It doubles with each one that finds the known state again.
+/// Pause after a question about a resource. It doubles with each one that finds the known state again.
 const MIN_PAUSE: Duration = Duration::from_secs(1);
-/// Longest pause between two questions while the endpoint does not lag: a selector may hide events for ever.
+/// Longest pause between two questions about a resource while the endpoint does not lag: a selector may hide events for
+/// ever.
 const MAX_PAUSE: Duration = Duration::from_secs(60);
 /// Longest pause between two questions while it lags.
 const MAX_LAGGING_PAUSE: Duration = Duration::from_secs(10);
@@ -56,7 +57,7 @@ impl LagCheck {
     /// Compares every [`TICK`], until the future is dropped. An answer may take longer.
     pub async fn run(&self, upstream: &Arc<Upstream>, endpoint: &Arc<Endpoint>) {
         let mut pace = DeliveryPace::default();
-        let mut inquiry = Inquiry::new(Instant::now());
+        let mut inquiry = Inquiry::default();
         let mut asked: Option<LocalBoxFuture<'_, (Expected, Answer)>> = None;
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -92,28 +93,33 @@ impl LagCheck {
 }
 
 /// Which question about an endpoint is due, and what the answers have shown.
+#[derive(Default)]
 struct Inquiry {
     expectations: Expectations,
     /// Resources about which the credential of the prober may not ask.
     refused: HashSet<Arc<str>>,
     lag: Option<Lag>,
-    pause: Duration,
-    next: Instant,
+    /// The pause after the last question about each resource, and when it ends.
+    pauses: HashMap<Arc<str>, (Duration, Instant)>,
 }
 
 impl Inquiry {
-    fn new(now: Instant) -> Self {
-        let (expectations, refused) = Default::default();
-        Self { expectations, refused, lag: None, pause: MIN_PAUSE, next: now }
-    }
-
     /// The version about which the endpoint is asked now, if any.
     fn due(&mut self, views: &[ResourceView], now: Instant) -> Option<Expected> {
-        let can_be_asked =
-            |resource: &str| question(resource, 0).is_some() && !self.refused.contains(resource);
+        let of_lag = self.lag.as_ref().map(|lag| Arc::clone(&lag.expected.resource));
+        self.pauses.retain(|resource, _| {
+            of_lag.as_ref() == Some(resource) || views.iter().any(|v| v.resource == *resource)
+        });
+        let pauses = &self.pauses;
+        let is_over = |resource: &str| pauses.get(resource).is_none_or(|(_, end)| now >= *end);
+        let can_be_asked = |resource: &str| {
+            question(resource, 0).is_some() && !self.refused.contains(resource) && is_over(resource)
+        };
         let late = self.expectations.observe(views, can_be_asked, now);
-        let expected = self.lag.as_ref().map(|lag| lag.expected.clone()).or(late);
-        expected.filter(|_| now >= self.next)
+        match &self.lag {
+            Some(lag) => Some(lag.expected.clone()).filter(|lag| is_over(&lag.resource)),
+            None => late,
+        }
     }
 
     /// Takes in an answer, and reports what it shows.
@@ -125,6 +131,7 @@ impl Inquiry {
         endpoint: &Arc<Endpoint>,
     ) {
         let now = Instant::now();
+        let resource = Arc::clone(&expected.resource);
         let changed = match (answer, &mut self.lag) {
             (Answer::Behind(current), None) => {
                 let new = Lag::new(expected, current, now);
@@ -160,8 +167,9 @@ impl Inquiry {
             (Answer::Unknown, _) => false,
         };
         let longest = if self.lag.is_some() { MAX_LAGGING_PAUSE } else { MAX_PAUSE };
-        self.pause = if changed { MIN_PAUSE } else { (self.pause * 2).min(longest) };
-        self.next = now + self.pause;
+        let before = self.pauses.get(&resource).map_or(MIN_PAUSE / 2, |(pause, _)| *pause);
+        let pause = if changed { MIN_PAUSE } else { (before * 2).min(longest) };
+        self.pauses.insert(resource, (pause, now + pause));
     }
 }
 
@@ -245,5 +253,28 @@ mod tests {
         ] {
             assert_eq!(answer(StatusCode::from_u16(status).unwrap(), body), expected, "{status}");
         }
+    }
+
+    #[test]
+    fn questions_about_one_resource_do_not_delay_those_about_another() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let view = |resource: &str| ResourceView {
+            resource: resource.into(),
+            version: 5,
+            raised_at: start,
+            reference: Some(Reference { endpoint: "b".into(), version: 9, raised_at: start }),
+        };
+        let mut inquiry = Inquiry::default();
+        // Selectors hide events of pods, so that the pause has become long.
+        inquiry.pauses.insert("pods".into(), (MAX_PAUSE, at(60)));
+        let mut due = |resources: &[&str], seconds| {
+            let views: Vec<_> = resources.iter().map(|name| view(name)).collect();
+            inquiry.due(&views, at(seconds)).map(|expected| expected.resource.to_string())
+        };
+        assert_eq!(due(&["pods", "nodes"], 0), None);
+        assert_eq!(due(&["pods", "nodes"], 1).as_deref(), Some("nodes"));
+        assert_eq!(due(&["pods"], 59), None);
+        assert_eq!(due(&["pods"], 60).as_deref(), Some("pods"));
     }
 }

@@ -8,7 +8,7 @@
 //! no etcd has, is not recorded.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use tokio::time::Instant;
@@ -42,6 +42,8 @@ pub struct ShownVersion {
     version: AtomicU64,
     /// The highest version of a most-recent list, which the cache has reached unless the server read it from etcd.
     list: AtomicU64,
+    /// Whether the server has read such a list from etcd.
+    lists_from_etcd: AtomicBool,
     /// The highest version of an event.
     event: AtomicU64,
     /// Milliseconds between the epoch of the record and the last raise.
@@ -176,7 +178,15 @@ impl ResourceRecord {
 
     /// Records the version of a most-recent list.
     pub fn raise_list(&self, shown: &ShownVersion, version: u64) {
-        shown.list.fetch_max(version, Ordering::Relaxed);
+        if !shown.lists_from_etcd.load(Ordering::Relaxed) {
+            shown.list.fetch_max(version, Ordering::Relaxed);
+        }
+    }
+
+    /// Records that the cache was older than a most-recent list: from now on those say nothing about it.
+    pub fn lists_come_from_etcd(&self, shown: &ShownVersion) {
+        shown.lists_from_etcd.store(true, Ordering::Relaxed);
+        shown.list.store(0, Ordering::Relaxed);
     }
 
     /// Records the version of an event that a watch has received.
@@ -252,6 +262,10 @@ mod tests {
         assert!(record.lists_have_reached(&a, 8) && !record.has_reached(&a, 8));
         record.set(&shown, 5, start);
         assert!(!record.lists_have_reached(&a, 8));
+        record.raise_list(&shown, 8);
+        record.lists_come_from_etcd(&shown);
+        record.raise_list(&shown, 9);
+        assert!(record.lists_have_reached(&a, 5) && !record.lists_have_reached(&a, 8));
     }
 
     #[test]

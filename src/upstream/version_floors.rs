@@ -206,11 +206,10 @@ impl VersionFloors {
     /// No endpoint has reached the floors of this resource that are above `version`: lowers them. Returns their number.
     pub fn lower_all(&self, resource: &str, version: u64) -> usize {
         let clients = self.lock();
-        let floor = |known: &ClientFloors| {
-            known.position(resource).ok().map(|at| Arc::clone(&known.floors[at].floor))
+        let is_lowered = |known: &&ClientFloors| {
+            known.position(resource).is_ok_and(|at| known.floors[at].floor.lower_to(version))
         };
-        let floors = clients.floors.values().filter_map(floor);
-        floors.filter(|floor| floor.lower_to(version)).count()
+        clients.floors.values().filter(is_lowered).count()
     }
 
     /// All floors, in an order that depends only on their clients and resources.

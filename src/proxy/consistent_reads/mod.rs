@@ -5,7 +5,8 @@
 //! remembers for each client (a proven subject or token) and resource the highest version that the client has seen, the
 //! *floor* ([`crate::upstream::version_floors`]), and how far the cache of each endpoint has come
 //! ([`crate::upstream::resource_versions`]). An endpoint that is known to have reached the floor is preferred and gets
-//! the request unchanged. For any other endpoint:
+//! the request unchanged. So does one whose most-recent list of a built-in resource has shown the floor, if the request
+//! is a list: its version is compared with the floor before it is forwarded. For any other endpoint:
 //!
 //! | request | what jackstay sends | what the client may conclude |
 //! |---|---|---|
@@ -29,8 +30,8 @@
 //! most-recent read needs no such version. From Kubernetes 1.31 and etcd 3.5.13 on, a most-recent list comes from the
 //! cache, which asks etcd for its progress (`ConsistentListFromCache`); that of a GET reads one key of etcd. To an older
 //! server, or one of unknown version, a list goes with the floor of objects, and the version of a list that it read from
-//! etcd is not remembered. An apiserver falls back to etcd, too, so the version of a most-recent list says nothing about
-//! its cache for a GET or a watch: the next list goes to it unchanged, and is compared with the floor when it comes.
+//! etcd is not remembered. A newer one may read a list from etcd as well, with an older etcd or as a fallback. So the
+//! version of a most-recent list counts for the next list only, and not at all once that was older.
 //!
 //! A 504 of that kind, or a list that is older than the floor, is asked of the other ready endpoints. If none has reached
 //! the floor, an etcd was restored from a backup, or the only endpoint that had reached it is gone: the floor is lowered
@@ -48,7 +49,7 @@ pub(super) mod body_version;
 pub(super) mod client;
 pub(super) mod form;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use http::{HeaderMap, Request, StatusCode, response};
@@ -90,6 +91,8 @@ pub struct RequestVersions {
     highest_reached: Cell<u64>,
     /// Whether an endpoint got the request as a most-recent read, whose answer may come from etcd.
     most_recent: Cell<bool>,
+    /// The endpoint that got the request unchanged because of the version of a most-recent list.
+    expected_at: RefCell<Option<Arc<Endpoint>>>,
     /// The version of the list that was compared with the floor, and is not older.
     compared: Cell<Option<u64>>,
 }
@@ -97,6 +100,8 @@ pub struct RequestVersions {
 /// How a request continues after an endpoint had not reached its version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NotReached {
+    /// It is sent with the floor, to any endpoint: the one that was asked got it unchanged.
+    AskAgain,
     /// It is sent to another endpoint.
     AskOther,
     /// It is sent as the client sent it, to any endpoint.
@@ -133,6 +138,7 @@ impl RequestVersions {
             asked_elsewhere: Cell::new(false),
             highest_reached: Cell::new(0),
             most_recent: Cell::new(false),
+            expected_at: RefCell::default(),
             compared: Cell::new(None),
         }))
     }
@@ -162,14 +168,11 @@ impl RequestVersions {
     pub fn head(&self, head: &Request<()>, endpoint: &Arc<Endpoint>) -> Option<Request<()>> {
         let (floor, versions) = self.enforced()?;
         let needed = self.form.needed(versions);
-        let has_reached = match self.form {
-            // The version of the list is compared with the floor when it comes.
-            ReadForm::AnyList if !self.asked_elsewhere.get() => {
-                floor.record.lists_have_reached(endpoint, needed)
-            }
-            _ => floor.record.has_reached(endpoint, needed),
-        };
-        if has_reached {
+        if floor.record.has_reached(endpoint, needed) {
+            return None;
+        }
+        if self.is_compared(floor) && floor.record.lists_have_reached(endpoint, needed) {
+            self.expected_at.replace(Some(Arc::clone(endpoint)));
             return None;
         }
         let versions = self.form.reachable(versions, is_consistent_from_cache(endpoint));
@@ -180,6 +183,14 @@ impl RequestVersions {
         let mut changed = head.clone();
         *changed.uri_mut() = with_query(head.uri(), &query);
         Some(changed)
+    }
+
+    /// Whether the version of the answer is compared with the floor before it is forwarded, and another answer can be asked
+    /// for. The version of a custom list may come only at its end.
+    fn is_compared(&self, floor: &Floor) -> bool {
+        self.form == ReadForm::AnyList
+            && !self.asked_elsewhere.get()
+            && is_built_in_group(group_of(&floor.record.name))
     }
 
     /// Whether a 504 may mean that the endpoint has not reached the version.
@@ -214,7 +225,11 @@ impl RequestVersions {
             self.compared.set(Some(version));
             return None;
         }
-        floor.record.set(&floor.record.shown_by(endpoint), version, Instant::now());
+        let shown = floor.record.shown_by(endpoint);
+        floor.record.set(&shown, version, Instant::now());
+        if self.expected_at.borrow().as_ref().is_some_and(|at| Arc::ptr_eq(at, endpoint)) {
+            floor.record.lists_come_from_etcd(&shown);
+        }
         Some(version)
     }
 
@@ -223,6 +238,9 @@ impl RequestVersions {
     pub fn after_not_reached(&self, version: u64, other_ready: bool) -> NotReached {
         self.highest_reached.set(self.highest_reached.get().max(version));
         let asked = self.asked_elsewhere.replace(true);
+        if self.expected_at.take().is_some() {
+            return NotReached::AskAgain;
+        }
         if self.enforced().is_none() {
             return if asked || !other_ready { NotReached::Respond } else { NotReached::AskOther };
         }

@@ -50,6 +50,7 @@ impl ForwardedRequest {
             attempt + 1 < ATTEMPTS && self.upstream.has_ready_endpoint_besides(without_version);
         let metrics = &self.upstream.metrics;
         match versions.after_not_reached(failure.reached, other_ready) {
+            NotReached::AskAgain => drop(without_version.pop()),
             NotReached::AskOther => metrics.version_floor("redirected"),
             NotReached::SendOriginal => {
                 metrics.version_floor("fallen_back");

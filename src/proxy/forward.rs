@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::{Request, Response};
+use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use self::attempt::{FailedAttempt, HeldResponse};
@@ -26,7 +27,7 @@ use super::drain::DrainWatcher;
 use super::heartbeat;
 use super::hygiene;
 use super::overload_rejection;
-use super::request_body::RequestBody;
+use super::request_body::{RequestBody, UploadTask};
 use super::request_info::{RequestInfo, RequestKind};
 use super::response_body::{ForwardResult, FullBody, ResponseBody, StreamedBody};
 use super::retry::{self, ATTEMPTS, RetryDecision, Stage};
@@ -108,7 +109,7 @@ impl ForwardedRequest {
                 Ok(permit) => permit,
                 Err(unavailable) => {
                     let error = || self.unavailable_error(&unavailable);
-                    return rejection_or_else(rejection, error, outcome);
+                    return self.fail(rejection, error, outcome);
                 }
             };
             let connection = permit.connection();
@@ -159,7 +160,7 @@ impl ForwardedRequest {
             }
             if !is_retried {
                 let error = || self.failure_error(&failure, decision);
-                return rejection_or_else(rejection, error, outcome);
+                return self.fail(rejection, error, outcome);
             }
             self.upstream.metrics.retried(failure.stage.retry_reason());
             let verb = self.info.verb.as_str();
@@ -301,6 +302,23 @@ impl ForwardedRequest {
         retry::client_error(kind, failure.stage, held, is_dead, &failure.reason)
     }
 
+    /// Forwards a rejection that was held back. Without one, returns `error`.
+    fn fail(
+        &self,
+        rejection: Option<Box<HeldResponse>>,
+        error: impl FnOnce() -> StatusError,
+        mut outcome: Box<Outcome>,
+    ) -> ForwardResult {
+        if let Some(body) = &self.body {
+            spawn_local(Rc::clone(body).discard_rest());
+        }
+        let Some(rejection) = rejection else { return Err((error(), outcome)) };
+        let (mut head, body) = *rejection;
+        hygiene::downstream_headers(&mut head.headers, false);
+        outcome.code = Some(head.status.as_u16());
+        Ok(ResponseBody::Full(FullBody::new(body, outcome)).with_head(head))
+    }
+
     /// The response for the client. Its body streams the part that has not arrived yet.
     fn respond(
         self: Box<Self>,
@@ -312,6 +330,7 @@ impl ForwardedRequest {
             body.stop_holding();
         }
         let UpstreamResponse { mut head, mut recv, prefix, mut permit, upload } = response;
+        let upload = upload.and_then(UploadTask::answered);
         if self.hedges_sent.get() > 0 {
             let connection = permit.connection();
             let reused = connection.was_open(requested_at);
@@ -328,9 +347,6 @@ impl ForwardedRequest {
             permit.finished();
             // The stream needs no more window, but the window of the connection must be released.
             release_window(&mut recv, &mut data.len());
-            if let Some(upload) = upload {
-                upload.finish();
-            }
             return ResponseBody::Full(FullBody::new(data, outcome)).with_head(head);
         }
         let Self {
@@ -367,17 +383,4 @@ impl ForwardedRequest {
         };
         body.with_head(head)
     }
-}
-
-/// Forwards a rejection that was held back. Without one, returns `error`.
-fn rejection_or_else(
-    rejection: Option<Box<HeldResponse>>,
-    error: impl FnOnce() -> StatusError,
-    mut outcome: Box<Outcome>,
-) -> ForwardResult {
-    let Some(rejection) = rejection else { return Err((error(), outcome)) };
-    let (mut head, body) = *rejection;
-    hygiene::downstream_headers(&mut head.headers, false);
-    outcome.code = Some(head.status.as_u16());
-    Ok(ResponseBody::Full(FullBody::new(body, outcome)).with_head(head))
 }

@@ -17,6 +17,7 @@ use h2::{Reason, SendStream};
 use http::{HeaderMap, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
+use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
@@ -42,28 +43,30 @@ pub fn budget(metrics: &Metrics) -> Arc<ByteBudget> {
     ByteBudget::new(MemoryKind::HeldBodies, MAX_HELD_TOTAL, metrics.held_body_bytes())
 }
 
-/// The task that sends a request's body. Dropping it aborts the task.
+/// The task that sends a request's body. Dropping it ends the task.
 pub struct UploadTask {
     task: JoinHandle<()>,
-    body: Rc<RequestBody>,
+    /// Tells the task that the request is answered.
+    answered: Rc<Notify>,
+    is_answered: bool,
 }
 
 impl UploadTask {
-    /// Whether the whole body was sent.
-    pub fn is_done(&self) -> bool {
-        self.task.is_finished() && self.body.end.borrow().is_some()
-    }
-
-    /// Ends the upload, because the response is complete. Discards the rest of the body.
-    pub fn finish(self) {
-        self.task.abort();
-        Rc::clone(&self.body).discard_rest();
+    /// The request is answered, and not sent again: when this is dropped, the rest of the body is discarded. Returns `None`
+    /// if the upload has ended.
+    pub fn answered(mut self) -> Option<Self> {
+        self.is_answered = true;
+        Some(self).filter(|upload| !upload.task.is_finished())
     }
 }
 
 impl Drop for UploadTask {
     fn drop(&mut self) {
-        self.task.abort();
+        if self.is_answered {
+            self.answered.notify_one();
+        } else {
+            self.task.abort();
+        }
     }
 }
 
@@ -161,32 +164,57 @@ impl RequestBody {
         self.held.whole.set(false);
     }
 
-    /// Reads the rest of the body of an HTTP/1.1 request that was answered before its end, and discards it. Otherwise
-    /// hyper closes the connection after the response, which does not say so, and the client's next request fails.
-    fn discard_rest(self: Rc<Self>) {
-        if self.version == Version::HTTP_2 || self.end.borrow().is_some() {
+    /// Releases what is held, unless the request may be sent again.
+    fn release(&self) {
+        if !self.held.whole.get() {
+            self.held.clear();
+        }
+    }
+
+    /// Whether the client has not sent the whole body of an HTTP/1.1 request. If it is dropped then, hyper closes the
+    /// connection after the response, which does not say so, and the client's next request fails.
+    fn needs_reading(&self) -> bool {
+        self.version != Version::HTTP_2 && self.end.borrow().is_none()
+    }
+
+    /// Reads the rest of the body of a request that was answered before its end, if the connection depends on it.
+    pub async fn discard_rest(self: Rc<Self>) {
+        if !self.needs_reading() {
             return;
         }
         self.stop_holding();
-        tokio::task::spawn_local(async move {
-            let rest = async {
-                let mut discarded = 0;
-                // No piece has this index, so the next one comes from the client.
-                while let Ok(data) = poll_fn(|cx| self.poll_piece(usize::MAX, cx)).await {
-                    discarded += data.len();
-                    if discarded > MAX_DISCARDED {
-                        break;
-                    }
+        let rest = async {
+            let mut discarded = 0;
+            // No piece has this index, so the next one comes from the client.
+            while let Ok(data) = poll_fn(|cx| self.poll_piece(usize::MAX, cx)).await {
+                discarded += data.len();
+                if discarded > MAX_DISCARDED {
+                    break;
                 }
-            };
-            let _ = timeout(MAX_DISCARD_TIME, rest).await;
-        });
+            }
+        };
+        let _ = timeout(MAX_DISCARD_TIME, rest).await;
     }
 
     /// Sends the body from its beginning on `stream`, in a separate task.
     pub fn send(self: &Rc<Self>, stream: SendStream<Bytes>) -> UploadTask {
-        let task = tokio::task::spawn_local(send(Rc::clone(self), stream));
-        UploadTask { task, body: Rc::clone(self) }
+        let answered = Rc::new(Notify::new());
+        let (body, is_answered) = (Rc::clone(self), Rc::clone(&answered));
+        let task = tokio::task::spawn_local(async move {
+            tokio::select! {
+                biased;
+                () = is_answered.notified() => {}
+                () = send(&body, stream) => {
+                    body.release();
+                    if !body.needs_reading() {
+                        return;
+                    }
+                    is_answered.notified().await;
+                }
+            }
+            body.discard_rest().await;
+        });
+        UploadTask { task, answered, is_answered: false }
     }
 
     /// The piece at `index`: a held one, or else the next one from the client.
@@ -194,9 +222,7 @@ impl RequestBody {
         if let Some(data) = self.held.pieces.borrow().get(index) {
             return Poll::Ready(Ok(data.clone()));
         }
-        if !self.held.whole.get() {
-            self.held.clear();
-        }
+        self.release();
         if let Some(end) = self.end.borrow().as_ref() {
             return Poll::Ready(Err(end.clone()));
         }
@@ -230,7 +256,7 @@ impl RequestBody {
     }
 }
 
-async fn send(body: Rc<RequestBody>, mut stream: SendStream<Bytes>) {
+async fn send(body: &RequestBody, mut stream: SendStream<Bytes>) {
     let mut index = 0;
     loop {
         let piece = poll_fn(|cx| {

@@ -151,7 +151,7 @@ pub struct StreamedBody {
     proof_expiry: Option<ProofExpiry>,
     permit: Permit,
     outcome: Box<Outcome>,
-    upload: Option<UploadTask>,
+    _upload: Option<UploadTask>,
     /// Until it has read the version.
     learner: Option<Box<VersionLearner>>,
 }
@@ -162,17 +162,20 @@ impl StreamedBody {
         mut recv: RecvStream,
         prefix: Option<Bytes>,
         mut permit: Permit,
-        outcome: Box<Outcome>,
+        mut outcome: Box<Outcome>,
         (upload, learner): (Option<UploadTask>, Option<Box<VersionLearner>>),
         proof_expiry: Option<ProofExpiry>,
     ) -> Self {
         let done = prefix.is_none() && recv.is_end_stream();
         // No other connection can continue a response that is partly forwarded.
         permit.set_pinned(true);
-        if !done {
+        if done {
+            permit.finished();
+            outcome.complete();
+        } else {
             permit.receives(&mut recv);
         }
-        let mut body = Self {
+        Self {
             recv,
             prefix,
             unreleased: 0,
@@ -181,14 +184,9 @@ impl StreamedBody {
             proof_expiry,
             permit,
             outcome,
-            // A body that was sent need not stay in memory.
-            upload: upload.filter(|upload| !upload.is_done()),
+            _upload: upload,
             learner,
-        };
-        if done {
-            body.end();
         }
-        body
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, String>>> {
@@ -247,9 +245,6 @@ impl StreamedBody {
         self.done = true;
         self.permit.finished();
         self.outcome.complete();
-        if let Some(upload) = self.upload.take() {
-            upload.finish();
-        }
     }
 
     fn cut_by_upstream(&mut self, error: &h2::Error) -> String {

@@ -2,7 +2,7 @@
 //! that the client sends only after a 100 (RFC 9110, section 10.1.1).
 
 use crate::scripted_peer::{Action, Peers, Reply, Request as SeenRequest};
-use crate::support::http2::CANCEL;
+use crate::support::http2::{CANCEL, DATA, END_STREAM, frame};
 use crate::support::wire::{self, Wire};
 use crate::support::{
     CONFIGMAPS, Certs, TestCluster, config_map, read_body, refusing_address, soon, until,
@@ -249,27 +249,51 @@ async fn expect_is_never_sent_upstream() {
 }
 
 /// kube-apiserver rejects a write for overload before it reads the body. The client's next request is on the same
-/// connection.
+/// connection, unless the body is long.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn http1_connection_survives_a_response_before_the_body() {
-    const TOO_MANY: &str = "Too many requests, please try again later.\n";
-    let peers = Peers::start(1);
-    let proxy = peers.start_proxy(without_suspicion).await;
-    let rejection =
-        Reply::status("429", TOO_MANY).header("content-length", "43").header("retry-after", "1");
-    peers.set_actions([Action::Answer(rejection), Action::Answer(Reply::ok("{}"))]);
-    let mut wire = wire::connect(&proxy, &peers.certs, "http/1.1").await;
-    let write = format!("POST {CONFIGMAPS} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n");
-    wire.write_all(write.as_bytes()).await.unwrap();
-    let rejected = head(&mut wire).await;
-    assert!(rejected.starts_with("HTTP/1.1 429 "), "{rejected}");
-    let mut body = [0; TOO_MANY.len()];
-    soon("the body", wire.read_exact(&mut body)).await.unwrap();
-    assert_eq!(&body[..], TOO_MANY.as_bytes());
-    wire.write_all(b"123456789").await.unwrap();
-    wire.write_all(format!("GET {CONFIGMAPS} HTTP/1.1\r\nHost: a\r\n\r\n").as_bytes())
-        .await
-        .unwrap();
-    let answered = head(&mut wire).await;
-    assert!(answered.starts_with("HTTP/1.1 200 "), "{answered}");
+async fn http1_connection_survives_a_response_before_a_short_body() {
+    let long = "x".repeat(2 << 20);
+    let chunked = |data: &str| format!("{:x}\r\n{data}\r\n0\r\n\r\n", data.len());
+    let length = |data: &str| format!("Content-Length: {}", data.len());
+    let encoded = || "Transfer-Encoding: chunked".to_owned();
+    // jackstay waits for the end of a short response, and forwards a long one while it arrives.
+    for (size, frames) in [("9", 1), ("96000", 6)] {
+        let text = if frames == 1 { "Forbidden".to_owned() } else { "y".repeat(16_000) };
+        for (header, body, survives) in [
+            (length("123456789"), "123456789".to_owned(), true),
+            (encoded(), chunked("123456789"), true),
+            (length(&long), long.clone(), false),
+            (encoded(), chunked(&long), false),
+        ] {
+            let peers = Peers::start(1);
+            let proxy = peers.start_proxy(without_suspicion).await;
+            let reply = Reply::status("403", &text).header("content-length", size);
+            let piece = text.clone();
+            let rejection = Action::partial(reply, move |id| {
+                let mut rest = frame(DATA, 0, id, piece.as_bytes()).repeat(frames - 1);
+                rest.extend(frame(DATA, END_STREAM, id, b""));
+                rest
+            });
+            peers.set_actions([rejection, Action::Answer(Reply::ok("{}"))]);
+            let mut wire = wire::connect(&proxy, &peers.certs, "http/1.1").await;
+            let write = format!("POST {CONFIGMAPS} HTTP/1.1\r\nHost: a\r\n{header}\r\n\r\n");
+            wire.write_all(write.as_bytes()).await.unwrap();
+            let rejected = head(&mut wire).await;
+            assert!(rejected.starts_with("HTTP/1.1 403 "), "{rejected}");
+            let mut received = vec![0; size.parse().unwrap()];
+            soon("the response", wire.read_exact(&mut received)).await.unwrap();
+            assert_eq!(received, text.repeat(frames).as_bytes());
+            let next = format!("{body}GET {CONFIGMAPS} HTTP/1.1\r\nHost: a\r\n\r\n");
+            // The connection may be closed meanwhile.
+            let _ = wire.write_all(next.as_bytes()).await;
+            let mut answered = Vec::new();
+            while !answered.ends_with(b"{}")
+                && let Ok(1..) = soon("an answer or the end", wire.read_buf(&mut answered)).await
+            {
+            }
+            let answered = String::from_utf8_lossy(&answered);
+            let name = format!("{header}, response of {size} bytes");
+            assert_eq!(answered.starts_with("HTTP/1.1 200 "), survives, "{name}: {answered}");
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! Holds a response until the first part of its body, the prefix, has arrived. Before jackstay forwards
-//! the first byte, it can send the request again, so that the client does not notice a lost connection.
+//! the first byte, it can send the request again, so that the client does not notice a lost connection. A write is not
+//! sent again, but its client gets an error that explains the loss instead of a broken body.
 //!
 //! An apiserver writes most responses at once, in a few frames. Such a response fits into the prefix, so
 //! the loss of the connection between two of its frames does not truncate it. Longer responses, and slow
@@ -22,20 +23,20 @@ const PREFIX_SIZE: usize = 64 * 1024;
 /// or has received nothing since the last frame, it may be lost, and the prefix waits for the same time again.
 const PREFIX_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long the head of a log or of a write waits for the first frame. The container of a followed log may write
+/// How long the head of a log waits for the first line. The container of a followed log may write
 /// nothing for hours, and the client needs the head before that.
-const FIRST_FRAME_TIMEOUT: Duration = Duration::from_secs(1);
+const LOG_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Whether a response is held until its prefix has arrived. Until then the request counts as waiting for
-/// the response head, so the connection becomes suspect if nothing arrives. A log, a write or a watch does not
+/// the response head, so the connection becomes suspect if nothing arrives. A log or a watch does not
 /// count, because it may be silent.
 pub fn waits_for_prefix(kind: RequestKind) -> bool {
-    matches!(kind, RequestKind::Read | RequestKind::NonMutating)
+    matches!(kind, RequestKind::Read | RequestKind::NonMutating | RequestKind::Write)
 }
 
 /// Returns the prefix of a response whose head has arrived; for a log, its first frame. Returns `None`
-/// for an empty body, for a log or a write without a frame within [`FIRST_FRAME_TIMEOUT`], and at once for a watch or
-/// a tunnel. A write is not repeated, but the client gets an error that explains the loss, instead of a broken body.
+/// for an empty body, for a log without a line within [`LOG_TIMEOUT`], for a write without a frame within
+/// [`PREFIX_TIMEOUT`] on a connection that receives, and at once for a watch or a tunnel.
 ///
 /// # Errors
 /// The stream was reset, or its connection was lost.
@@ -46,39 +47,26 @@ pub async fn body_prefix(
 ) -> Result<Option<Bytes>, h2::Error> {
     match kind {
         _ if recv.is_end_stream() => Ok(None),
-        _ if waits_for_prefix(kind) => {
-            let first = recv.data().await.transpose()?;
-            complete(first, recv, connection).await
-        }
-        RequestKind::Log | RequestKind::Write => {
-            let first = Box::pin(timeout(FIRST_FRAME_TIMEOUT, recv.data()));
-            let first = first.await.unwrap_or_default().transpose()?;
-            if kind == RequestKind::Log {
-                Ok(first)
-            } else {
-                complete(first, recv, connection).await
+        RequestKind::Read | RequestKind::NonMutating => {
+            let Some(first) = recv.data().await.transpose()? else { return Ok(None) };
+            if recv.is_end_stream() || first.len() >= PREFIX_SIZE {
+                return Ok(Some(first));
             }
+            // Boxed, so that the futures of other responses do not grow by its size.
+            Box::pin(read_prefix(first, recv, connection)).await.map(Some)
+        }
+        RequestKind::Write => {
+            let prefix = Box::pin(read_prefix(Bytes::new(), recv, connection)).await?;
+            Ok(Some(prefix).filter(|prefix| !prefix.is_empty()))
+        }
+        RequestKind::Log => {
+            Box::pin(timeout(LOG_TIMEOUT, recv.data())).await.unwrap_or_default().transpose()
         }
         _ => Ok(None),
     }
 }
 
-/// The prefix that begins with `first`.
-async fn complete(
-    first: Option<Bytes>,
-    recv: &mut RecvStream,
-    connection: &Connection,
-) -> Result<Option<Bytes>, h2::Error> {
-    match first {
-        Some(first) if !recv.is_end_stream() && first.len() < PREFIX_SIZE => {
-            // Boxed, so that the futures of other responses do not grow by its size.
-            Box::pin(read_prefix(first, recv, connection)).await.map(Some)
-        }
-        first => Ok(first),
-    }
-}
-
-/// Reads the frames that follow `first`.
+/// Reads the frames that follow `first`, which is empty if none has arrived.
 async fn read_prefix(
     first: Bytes,
     recv: &mut RecvStream,

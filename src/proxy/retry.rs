@@ -63,7 +63,7 @@ pub enum Stage {
     Rejected,
     /// The request was sent, and no response head arrived.
     NoHead,
-    /// The request is a heartbeat, and jackstay has ended it before a response head arrived
+    /// The request is a heartbeat, and jackstay has ended it before its response had arrived
     /// ([`super::heartbeat`]).
     Unanswered,
     /// A response head arrived and was held back, to wait for the prefix of its body

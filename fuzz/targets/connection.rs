@@ -223,7 +223,7 @@ fn chunked_body(lines: &mut Lines<'_>) -> Option<Vec<u8>> {
             return None;
         }
     }
-    while !lines.next()?.is_empty() {}
+    while !lines.next_strict()?.is_empty() {}
     Some(body)
 }
 
@@ -236,6 +236,15 @@ impl<'a> Lines<'a> {
         let line = &self.0[..end];
         self.0 = &self.0[end + 1..];
         Some(line.strip_suffix(b"\r").unwrap_or(line))
+    }
+
+    /// A line that ends with CR LF. A recipient need not accept LF alone, and hyper does not in trailers (RFC 9112,
+    /// section 2.2).
+    fn next_strict(&mut self) -> Option<&'a [u8]> {
+        let end = self.0.windows(2).position(|bytes| bytes == b"\r\n")?;
+        let line = &self.0[..end];
+        self.0 = &self.0[end + 2..];
+        Some(line)
     }
 
     fn take(&mut self, length: usize) -> Option<&'a [u8]> {

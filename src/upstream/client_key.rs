@@ -16,7 +16,7 @@ impl Hash for ClientKey {
     }
 }
 
-/// Hashes a [`ClientKey`] to a part of itself: nobody can choose it.
+/// Hashes a [`ClientKey`] to its first word. It is the output of an HMAC, which a client cannot choose.
 #[derive(Debug, Default)]
 pub struct KeyHasher(u64);
 

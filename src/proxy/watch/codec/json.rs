@@ -11,7 +11,7 @@ use super::version::HeadVersion;
 /// Maximum nesting of a skipped value. Go's decoder accepts 10,000 levels; real objects have a few dozen.
 const MAX_DEPTH: u32 = 512;
 
-/// Bytes in which the version of an object is searched before its values are read one after another.
+/// Length of the beginning of a body that [`early_version`] searches, in bytes.
 const EARLY: usize = 512;
 
 /// The fields that have been found, and which keys have occurred.
@@ -63,9 +63,13 @@ pub(super) fn event(frame: &[u8]) -> Option<Event<'_>> {
 
 /// The `metadata.resourceVersion` of an object, a list or a table, of which `bytes` are the beginning.
 pub(super) fn head_version(bytes: &[u8]) -> HeadVersion {
-    if let Some(text) = early_version(bytes) {
-        return HeadVersion::of_text(text);
+    match early_version(bytes) {
+        Some(text) => HeadVersion::of_text(text),
+        None => scanned_version(bytes),
     }
+}
+
+fn scanned_version(bytes: &[u8]) -> HeadVersion {
     let mut scan = Scan { bytes, at: 0 };
     let mut found = None;
     // Ends with `None` at the version, at the end of the bytes, or at malformed text.
@@ -89,9 +93,9 @@ pub(super) fn head_version(bytes: &[u8]) -> HeadVersion {
     }
 }
 
-/// The same if only scalar values precede it, as in the built-in resources: no reader of nested values is needed, since
-/// `{` occurs twice before it, and no brace and no escape besides. Quotes then only begin or end strings, so
-/// `"metadata":{` and `"resourceVersion":"` are no part of a string.
+/// The `metadata.resourceVersion` if it is in the first [`EARLY`] bytes, and no nested object and no escape precede it, as
+/// in the built-in resources. Then `{` occurs twice before it, and no brace and no backslash besides. Quotes only begin or
+/// end strings, so `"metadata":{` and `"resourceVersion":"` are no part of a string.
 fn early_version(bytes: &[u8]) -> Option<&[u8]> {
     static KEY: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"\"resourceVersion\":\""));
     let early = &bytes[..bytes.len().min(EARLY)];
@@ -315,4 +319,47 @@ fn text_is(written: &[u8], wanted: &[u8]) -> bool {
             && written.contains(&b'\\')
             && serde_json::from_slice::<String>(&[b"\"", written, b"\""].concat())
                 .is_ok_and(|text| text.as_bytes() == wanted)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    /// JSON with the keys of a version at any place, and strings that look like parts of JSON.
+    fn value() -> BoxedStrategy<String> {
+        let text = r#"[a{}\[\]:,"\\1]{0,4}"#;
+        let quoted = |text: String| serde_json::Value::from(text).to_string();
+        let string = prop_oneof![
+            text.prop_map(quoted),
+            r#"("metadata":\{)?"resourceVersion":"1"#.prop_map(quoted)
+        ];
+        let leaf =
+            prop_oneof![string.clone(), "\"[0-9]{0,2}\"", "[0-9]{1,2}", Just("null".to_owned())];
+        let keys = ["metadata", "resourceVersion", "items"].map(|key| format!("\"{key}\""));
+        let key = prop_oneof![3 => prop::sample::select(keys.to_vec()), 1 => string];
+        leaf.prop_recursive(4, 24, 4, move |inner| {
+            let member =
+                (key.clone(), inner.clone()).prop_map(|(key, value)| format!("{key}:{value}"));
+            prop_oneof![
+                3 => vec(member, 0..4).prop_map(|members| format!("{{{}}}", members.join(","))),
+                1 => vec(inner, 0..3).prop_map(|values| format!("[{}]", values.join(","))),
+            ]
+        })
+        .boxed()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2_000))]
+        #[test]
+        fn early_version_is_the_one_that_a_scan_finds(text in value(), cut in 0..200_usize) {
+            let bytes = text.as_bytes();
+            for bytes in [bytes, &bytes[..bytes.len().min(cut)]] {
+                if let Some(early) = early_version(bytes) {
+                    prop_assert_eq!(HeadVersion::of_text(early), scanned_version(bytes));
+                }
+            }
+        }
+    }
 }

@@ -6,6 +6,7 @@ use crate::support::{CONFIGMAPS, TestCluster, soon, without_suspicion};
 use http::Method;
 use jackstay::demo::apiserver::{RequestHook, ScriptedResponse};
 use std::sync::Arc;
+use std::time::Duration;
 
 const TOO_MANY: &str = "Too many requests, please try again later.\n";
 const INITIALIZING: &str = r#"{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"storage is (re)initializing","reason":"TooManyRequests","details":{"retryAfterSeconds":1},"code":429}"#;
@@ -91,6 +92,8 @@ async fn rejection_passes_unchanged_when_the_budget_is_used_up() {
         (request.uri.path() == CONFIGMAPS).then_some(rejection)
     });
     cluster.servers[0].set_faults(|faults| faults.on_request = Some(reject));
+    // The faster server gets most requests, so that more than a tenth of them are rejected.
+    cluster.servers[1].set_faults(|faults| faults.delay = Duration::from_millis(2));
     let client = proxy.client().await;
     let path = |number: usize| format!("{CONFIGMAPS}?probe={number}");
     let mut sent = 0;

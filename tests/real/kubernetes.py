@@ -105,7 +105,7 @@ def release_of(programs):
 
 def built_old_release():
     """Kubernetes 1.20 as `setup --old` has built it, beside the release under test; None if it has not."""
-    built = sorted(CACHE.glob("kubernetes-r*/VERSION"))
+    built = sorted(CACHE.glob("kubernetes-r*/VERSION"), key=lambda file: int(re.sub(r"\D", "", file.parent.name)))
     return release_of(built[-1].parent) if built else None
 
 

@@ -11,8 +11,6 @@ ROUNDS, READS = 25, 4
 OBJECT = "counted"
 # The form of a read, and whether it names the object.
 FORMS = (("GET", "?resourceVersion=0", True), ("LIST", "?resourceVersion=0", False), ("LIST", "?resourceVersion=0&limit=1", False))
-# Requests to etcd for all other resources while a form is read, at most. The control plane itself makes some each second.
-OTHERS = 40
 
 
 class EtcdRequests(RigCase, unittest.TestCase):
@@ -61,7 +59,6 @@ class EtcdRequests(RigCase, unittest.TestCase):
             name = f"{form} {query} after {source}"
             log(f"    {ROUNDS * READS} x {name}: reads of etcd {direct:.0f} ({direct_ranges:.0f} of all resources) directly, {own:.0f} ({ranges:.0f}) through jackstay")
             record(f"reads of etcd for {ROUNDS * READS} x {name}, more than of a direct line", own - direct, "requests")
-            self.assertLess(ranges - own, OTHERS)
             yield form, direct, own
 
     def test_floors_of_objects_cost_nothing(self):

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from .history import DELETE, PUT
 
 DETECTED = 10 * 10**9  # nanoseconds; a lost connection is found so long after the fault at the latest
+INITIAL = 2 * 10**9  # nanoseconds; initial events arrive so long after the start of a watch at the latest
 WRITES = ("create", "update", "patch", "delete")
 
 
@@ -322,9 +323,9 @@ class Checker:
 
     def in_initial_events(self, operation):
         """Whether a fault may have broken a watch in its initial events: a clean end would make them look complete."""
-        form, end = operation.form, operation.end["at"]
+        form, end, initial = operation.form, operation.end["at"], operation.invoke["at"] + INITIAL
         return (int(form.get("resourceVersion") or 0) == 0 and not form.get("sendInitialEvents")
-                and all(event["type"] == "ADDED" for event in operation.events)
+                and all(event["type"] == "ADDED" and event["at"] <= initial for event in operation.events)
                 and any(f["at"] <= end <= f["until"] + DETECTED for f in self.faults))
 
     # ---- errors ----

@@ -49,10 +49,12 @@ class Worker(threading.Thread):
 class Client:
     """An HTTP/1.1 client that keeps its connection."""
 
-    def __init__(self, rig, server, cert):
+    def __init__(self, rig, server, cert=None, token=None):
         self.address = server.removeprefix("https://").rpartition(":")
         self.context = ssl.create_default_context(cafile=str(rig.pki.ca))
-        self.context.load_cert_chain(*map(str, cert))
+        if cert:
+            self.context.load_cert_chain(*map(str, cert))
+        self.authorization = {"Authorization": f"Bearer {token}"} if token else {}
         self.connection = None
 
     def send(self, method, path, body=None, timeout=60):
@@ -65,7 +67,7 @@ class Client:
         data = None if body is None else json.dumps(body)
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         try:
-            self.connection.request(method, path, data, {"Content-Type": kind, "Accept": "application/json"})
+            self.connection.request(method, path, data, {"Content-Type": kind, "Accept": "application/json", **self.authorization})
             return self.connection.getresponse()
         except Exception:
             self.close()

@@ -7,7 +7,7 @@ import unittest
 
 from cases import RigCase
 from figures import LONG, within
-from rig import ADDRESSES, CACHE, PORT, Apiserver, Jackstay, Process, log, log_lines, sh, wait_for
+from rig import ADDRESSES, ADMIN_TOKENS, CACHE, PORT, Apiserver, Jackstay, Process, log, log_lines, sh, wait_for
 from test_jackstay import JackstayCase
 from test_lag import NAMESPACE, Client, Reader, Watcher, Worker, Writer
 
@@ -107,7 +107,7 @@ class OtherEtcd(RigCase, unittest.TestCase):
         self.addCleanup(jackstay.stop)
         self.server = jackstay.server
         wait_for("both endpoints to be ready", lambda: states(jackstay) == ["ready"] * 2, 20)
-        watchers = [AnyWatch(self) for _ in range(WATCHES)]
+        watchers = [AnyWatch(self, token) for token in ADMIN_TOKENS.values()]
         for worker in (*watchers, *writers):
             worker.start()
         begun = time.monotonic()
@@ -151,10 +151,12 @@ class Clock(Worker):
 
 
 class AnyWatch(Watcher):
-    """A watch from any version, which begins again when it ends."""
+    """A watch from any version, which begins again when it ends. Each is of another client: one that had seen both
+    clusters would only watch the one whose versions are higher."""
 
-    def __init__(self, case):
+    def __init__(self, case, token):
         super().__init__(case, "configmaps")
+        self.client = Client(case.rig, case.server, token=token)
 
     def work(self):
         for _ in self.client.send("GET", f"{NAMESPACE}/configmaps?watch=1", timeout=None):

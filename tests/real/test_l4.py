@@ -335,7 +335,7 @@ class Tunnels(x, unittest.TestCase):
         local.write_bytes(os.urandom(size))
         up_digest = hashlib.sha256(local.read_bytes()).hexdigest()
         # Upwards the pod stops reading; downwards kubectl is stopped with SIGSTOP.
-        up = self.exec(f"head -c 100000 | sha256sum >/dev/null; echo pause; sleep {pause}; wc -c", stdin=open(local, "rb"), variant=spdy)
+        up = self.exec(f"head -c 100000 | sha256sum >/dev/null; echo pause; sleep {pause}; wc -c; sleep 1", stdin=open(local, "rb"), variant=spdy)
         copy = self.rig.dir / "zero-window-down"
         self.rig.kubectl(self.config, "cp", str(local), "tool:/tmp/zero", "-c", "web", timeout=120, check=True)
         down = self.rig.kubectl_start(self.config, "cp", "tool:/tmp/zero", str(copy), "-c", "web", variant=spdy)

@@ -8,8 +8,11 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use crate::support::wait::until_within;
 use crate::support::watch_recorder::WatchRecorder;
-use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map, until, without_suspicion};
+use crate::support::{
+    CONFIGMAPS, PATIENCE, Proxy, TestCluster, config_map, until, without_suspicion,
+};
 use http::request::Parts;
 use http::{Method, StatusCode};
 use jackstay::config::{Config, ConsistentReads};
@@ -410,8 +413,9 @@ async fn lost_watches_continue_on_an_endpoint_that_is_known_to_have_reached_thei
     for watch in &watches {
         watch.expect_versions(&expected).await;
     }
-    // The pool prefers a connection that has received bytes recently, so both others receive some.
-    until("both others have answered", async || {
+    // The pool prefers a connection that has received bytes recently, so both others receive some. One slow response
+    // could keep an endpoint's load above that of the others for a while.
+    until_within(6 * PATIENCE, "both others have answered", async || {
         let spread = cluster.spread(&client, "other", 10).await;
         spread[other] > 0 && spread[2] > 0
     })

@@ -49,10 +49,10 @@ async fn requests_go_to_an_apiserver_at_least_as_new_as_their_client_while_one_i
     .await;
     let client = proxy.client().await;
     // Clients that are not newer than an apiserver, or say nothing of Kubernetes, use both.
-    // The load decides, so a few requests may all go to one.
     for agent in ["kubectl/v1.36.2 (linux/amd64) kubernetes/abc", "Go-http-client/2.0"] {
-        let both = async || cluster.spread(&client, agent, 20).await.iter().all(|&n| n > 0);
-        until("both apiservers get requests", both).await;
+        for server in [0, 1] {
+            cluster.expect_load_decides(&client, agent, server).await;
+        }
     }
     // The load alone would prefer the older apiserver.
     cluster.servers[1].set_faults(|faults| faults.delay = Duration::from_millis(10));
@@ -79,11 +79,9 @@ async fn requests_go_to_an_apiserver_at_least_as_new_as_their_client_while_one_i
 async fn requests_of_new_clients_use_all_apiservers_without_the_preference() {
     let (cluster, proxy) = start(&[OLD, NEW], |_| {}).await;
     let client = proxy.client().await;
-    let both = async || {
-        let requests = cluster.spread(&client, KUBELET_OF_NEW, 20).await;
-        requests.iter().all(|&requests| requests > 0)
-    };
-    until("both apiservers get requests", both).await;
+    for server in [0, 1] {
+        cluster.expect_load_decides(&client, KUBELET_OF_NEW, server).await;
+    }
 }
 
 /// With two apiservers of the old version and one of the new one, a watch of the new one that is lost without its

@@ -463,6 +463,26 @@ impl TestCluster {
         self.servers.iter().map(|server| of(server.name())).collect()
     }
 
+    /// Waits until one server gets most requests with this User-Agent, because the others answer late. Without
+    /// that, one slow response could keep the server's load above theirs for a minute.
+    pub async fn expect_load_decides(&self, client: &Client, agent: &str, server: usize) {
+        let delay_others = |delay| {
+            for (other, handle) in self.servers.iter().enumerate() {
+                handle.set_faults(|faults| {
+                    faults.delay = if other == server { Duration::ZERO } else { delay }
+                });
+            }
+        };
+        delay_others(Duration::from_millis(100));
+        wait::until_within(
+            6 * wait::PATIENCE,
+            "the fastest server gets most requests",
+            async || self.spread(client, agent, 10).await[server] > 5,
+        )
+        .await;
+        delay_others(Duration::ZERO);
+    }
+
     pub fn kill_all(&self) {
         self.servers.iter().for_each(ApiServerHandle::kill);
     }

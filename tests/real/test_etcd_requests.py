@@ -85,7 +85,8 @@ class EtcdRequests(RigCase, unittest.TestCase):
         self.rig.control.must("POST", self.path.replace("configmaps", "secrets"), {"metadata": {"name": OBJECT}})
         for form, direct, own in self.compare("most-recent lists", most_recent_list):
             self.assertGreaterEqual(direct, ROUNDS)
-            self.assertLessEqual(own, direct + ROUNDS * READS, form)
+            # One more for each endpoint: a hedge on a busy machine reads the key a second time.
+            self.assertLessEqual(own, direct + ROUNDS * READS + len(ADDRESSES), form)
             if form == "LIST" and self.caches_follow_etcd():
                 self.assertLessEqual(own, direct + len(ADDRESSES), form)
 

@@ -108,8 +108,15 @@ class OtherEtcd(RigCase, unittest.TestCase):
         self.server = jackstay.server
         wait_for("both endpoints to be ready", lambda: states(jackstay) == ["ready"] * 2, 20)
         watchers = [AnyWatch(self, token) for token in ADMIN_TOKENS.values()]
-        for worker in (*watchers, *writers):
-            worker.start()
+        # One after the other: the first connection would take all watches that wait for one.
+        for number, watcher in enumerate(watchers, 1):
+            watcher.start()
+            wait_for("its watch", lambda: sum(endpoint["watches"] for endpoint in endpoints(jackstay).values()) >= number, 10)
+            wait_for("connections to both", lambda: all(
+                any("token" in connection["class"] for connection in endpoint["connections"]) for endpoint in endpoints(jackstay).values()), 10)
+        self.assertGreater(min(endpoint["watches"] for endpoint in endpoints(jackstay).values()), 0)
+        for writer in writers:
+            writer.start()
         begun = time.monotonic()
 
         def reason(text):

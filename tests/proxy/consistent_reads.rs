@@ -351,6 +351,41 @@ async fn list_is_most_recent_when_the_only_cache_is_older_than_a_list() {
     assert_eq!((unchanged, setup.floors("reset").await), (1, 0));
 }
 
+/// The version of a custom list may come only at its end. So it cannot be compared with a floor before it is forwarded, and
+/// the list is not sent unchanged to an endpoint whose cache may be older.
+#[tokio::test]
+async fn list_after_a_most_recent_list_is_sent_unchanged_only_if_it_can_be_compared() {
+    const THINGS: &str = "/apis/example.com/v1/namespaces/default/things";
+    for (path, unchanged) in [(CONFIGMAPS, true), (THINGS, false)] {
+        let cluster = TestCluster::new(1);
+        let proxy = cluster.start_with(without_suspicion).await;
+        let client = proxy.client().await;
+        let seen = Arc::<Mutex<Vec<String>>>::default();
+        let reads = Arc::clone(&seen);
+        cluster.servers[0].set_faults(|faults| {
+            faults.on_request = Some(Arc::new(move |request| {
+                let target = request.uri.path_and_query()?.as_str();
+                if !target.starts_with(path) {
+                    return None;
+                }
+                reads.lock().unwrap().push(target.to_owned());
+                let mut list = ScriptedResponse::status(200, "", "");
+                let meta = json!({ "resourceVersion": "700" });
+                list.body =
+                    json!({ "kind": "List", "metadata": meta, "items": [] }).to_string().into();
+                Some(list)
+            }));
+        });
+        let cached = format!("{path}?resourceVersion=0");
+        for target in [path, &cached, &cached] {
+            assert_eq!(client.get(target).await.unwrap().status, StatusCode::OK, "{target}");
+        }
+        // The second one shows that lists of the endpoint have reached the floor.
+        let third = if unchanged { &*cached } else { path };
+        assert_eq!(*seen.lock().unwrap(), [path, path, third]);
+    }
+}
+
 #[tokio::test]
 async fn watch_list_starts_with_the_floor_or_where_it_is_known_to_be_reached() {
     let mut setup = Setup::new(ConsistentReads::Floor).await;

@@ -17,7 +17,7 @@ use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// A body of undeclared length, as a queue of chunks.
@@ -296,4 +296,25 @@ async fn http1_connection_survives_a_response_before_a_short_body() {
             assert_eq!(answered.starts_with("HTTP/1.1 200 "), survives, "{name}: {answered}");
         }
     }
+}
+
+/// After a response, the rest of a body is awaited for 1 s. Then the connection is closed, as nothing else can be read on
+/// it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn http1_connection_closes_if_the_rest_of_a_short_body_does_not_come() {
+    let peers = Peers::start(1);
+    let proxy = peers.start_proxy(without_suspicion).await;
+    peers.set_actions([Action::Answer(Reply::status("403", "Forbidden"))]);
+    let mut wire = wire::connect(&proxy, &peers.certs, "http/1.1").await;
+    let write = format!("POST {CONFIGMAPS} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n1234");
+    let start = Instant::now();
+    wire.write_all(write.as_bytes()).await.unwrap();
+    let rejected = head(&mut wire).await;
+    assert!(rejected.starts_with("HTTP/1.1 403 "), "{rejected}");
+    let mut rest = Vec::new();
+    let _ = soon("the end", wire.read_to_end(&mut rest)).await;
+    let waited = start.elapsed();
+    assert_eq!(rest, b"Forbidden");
+    let limit = Duration::from_secs(1);
+    assert!((limit..4 * limit).contains(&waited), "{waited:?}");
 }

@@ -237,6 +237,31 @@ fn answer(status: StatusCode, body: &[u8]) -> Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::EndpointAddress;
+    use crate::observe::Metrics;
+    use crate::upstream::credentials::Credentials;
+
+    /// An endpoint without a watch of a resource shows no new versions of it, which is no lag.
+    #[test]
+    fn views_leave_out_resources_without_a_watch() {
+        let config = crate::control::discovery::tests::config();
+        let metrics = Metrics::new();
+        let credentials = Credentials::load(&config, &[]).unwrap();
+        let upstream = Arc::new(Upstream::new(config, credentials, &metrics));
+        let endpoint = |port| {
+            let address = EndpointAddress { host: "10.0.0.1".to_owned(), port };
+            let metrics = metrics.endpoint("u", &address.to_string());
+            Endpoint::new(&"u".into(), &address, None, metrics).unwrap()
+        };
+        let (watched, other) = (endpoint(1), endpoint(2));
+        upstream.set_endpoints(vec![Arc::clone(&watched), other]);
+        let record = upstream.resource_versions.record("pods").unwrap();
+        let watch = record.shown_by(&watched);
+        record.raise(&watch, 5, Instant::now());
+        assert_eq!(views(&upstream, &watched).len(), 1);
+        drop(watch);
+        assert_eq!(views(&upstream, &watched).len(), 0);
+    }
 
     #[test]
     fn answer_follows_the_status() {

@@ -433,13 +433,9 @@ async fn lost_watches_continue_on_an_endpoint_that_is_known_to_have_reached_thei
         proxy.endpoint(unknown.addr).await["state"] != "ready"
     })
     .await;
-    let (from, path) = (cluster.state.version(), cluster.watch_path());
-    let mut watches = Vec::new();
-    for _ in 0..WATCHES {
-        watches.push(WatchRecorder::start(&client, &path).await);
-    }
+    let from = cluster.state.version();
+    let watches = cluster.start_watches(&client, WATCHES).await;
     let count = |server: usize| cluster.watches(server);
-    until("all watches run", async || count(0) + count(1) == WATCHES).await;
     let (lost, other) = if count(0) > count(1) { (0, 1) } else { (1, 0) };
     unknown.restart().unwrap();
     proxy.wait_connected(3).await;

@@ -44,17 +44,8 @@ impl Setup {
         let proxy = cluster.start_with(change).await;
         let client = proxy.client().await;
         let version = cluster.state.version();
-        let path = cluster.watch_path();
-        let mut watches = Vec::new();
-        for _ in 0..WATCHES {
-            watches.push(WatchRecorder::start(&client, &path).await);
-        }
-        let setup = Self { cluster, proxy, client, watches, version, writes: 0 };
-        until("all watches run", async || {
-            (0..3).map(|at| setup.cluster.watches(at)).sum::<u64>() == WATCHES
-        })
-        .await;
-        setup
+        let watches = cluster.start_watches(&client, WATCHES).await;
+        Self { cluster, proxy, client, watches, version, writes: 0 }
     }
 
     fn write(&mut self) {

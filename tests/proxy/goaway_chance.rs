@@ -2,7 +2,6 @@
 //! `Connection: close`, for which Go sends a GOAWAY. Clients of jackstay do not notice.
 
 use crate::scripted_peer::setup;
-use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{
     CONFIGMAPS, TestCluster, config_map, join_all, soon, until, without_suspicion,
 };
@@ -65,14 +64,9 @@ async fn requests_and_watches_do_not_notice_the_goaways_of_apiservers() {
         });
     }
     let client = proxy.client().await;
-    let (from, path) = (cluster.state.version(), cluster.watch_path());
-    let mut watches = Vec::new();
-    for _ in 0..9 {
-        watches.push(WatchRecorder::start(&client, &path).await);
-    }
-    let on_servers = || (0..3).map(|server| cluster.watches(server)).collect::<Vec<_>>();
-    until("all watches run", async || on_servers().iter().sum::<u64>() == 9).await;
-    let before = on_servers();
+    let from = cluster.state.version();
+    let watches = cluster.start_watches(&client, 9).await;
+    let before = cluster.watch_counts();
     join_all((0..8).map(|task| requests(&client, task))).await;
     let expected: Vec<_> = (from + 1..=cluster.state.version()).collect();
     assert_eq!(expected.len(), 400);
@@ -83,7 +77,7 @@ async fn requests_and_watches_do_not_notice_the_goaways_of_apiservers() {
         let Some(id) = record.audit_id.filter(|id| id.starts_with("write")) else { continue };
         assert_eq!(cluster.state.audit().count_id(&id), 1, "{id}");
     }
-    assert_eq!(on_servers(), before, "a watch has moved");
+    assert_eq!(cluster.watch_counts(), before, "a watch has moved");
     assert!(proxy.metric("jackstay_watch_resumes_total").await < 1.0);
     assert!(proxy.metric("jackstay_own_errors_total").await < 1.0);
     let goaways = cluster.servers.iter().map(|server| server.counters().goaways.load(Relaxed));

@@ -5,12 +5,25 @@ use crate::scripted_peer::{Action, Reply, setup};
 use crate::support::{CONFIGMAPS, TestCluster, soon, without_suspicion};
 use http::Method;
 use jackstay::demo::apiserver::{RequestHook, ScriptedResponse};
+use jackstay::demo::client::Reply as ClientReply;
 use std::sync::Arc;
 use std::time::Duration;
 
 const TOO_MANY: &str = "Too many requests, please try again later.\n";
 const INITIALIZING: &str = r#"{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"storage is (re)initializing","reason":"TooManyRequests","details":{"retryAfterSeconds":1},"code":429}"#;
 const PEER_UNKNOWN: &str = r#"{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"Error getting ip and port info of the remote server while proxying","reason":"ServiceUnavailable","code":503}"#;
+
+/// The client has got a rejection by API Priority and Fairness unchanged.
+fn expect_rejection(reply: &ClientReply, retry_after: &str, flow_schema: &str) {
+    assert_eq!((reply.status.as_u16(), &*reply.body), (429, TOO_MANY.as_bytes()));
+    for (name, value) in [
+        ("retry-after", retry_after),
+        ("x-kubernetes-pf-flowschema-uid", flow_schema),
+        ("x-kubernetes-pf-prioritylevel-uid", "level"),
+    ] {
+        assert_eq!(reply.headers[name], value, "{name}");
+    }
+}
 
 /// A rejection by API Priority and Fairness.
 fn fairness(flow_schema: &'static str) -> Reply {
@@ -55,14 +68,7 @@ async fn read_that_two_endpoints_reject_gets_the_first_rejection_unchanged() {
     peers.set_actions(["first", "second"].map(|name| Action::Answer(fairness(name))));
     let received = soon("a list", client.request(Method::GET, CONFIGMAPS, &[], "")).await.unwrap();
     assert_eq!(peers.requests().len(), 2, "the third endpoint is not asked");
-    assert_eq!((received.status.as_u16(), &*received.body), (429, TOO_MANY.as_bytes()));
-    for (name, value) in [
-        ("retry-after", "5"),
-        ("x-kubernetes-pf-flowschema-uid", "first"),
-        ("x-kubernetes-pf-prioritylevel-uid", "level"),
-    ] {
-        assert_eq!(received.headers[name], value, "{name}");
-    }
+    expect_rejection(&received, "5", "first");
 }
 
 /// While every endpoint rejects, each request is sent once.
@@ -106,14 +112,7 @@ async fn rejection_passes_unchanged_when_the_budget_is_used_up() {
             break reply;
         }
     };
-    assert_eq!((rejection.status.as_u16(), &*rejection.body), (429, TOO_MANY.as_bytes()));
-    for (name, value) in [
-        ("retry-after", "7"),
-        ("x-kubernetes-pf-flowschema-uid", "schema"),
-        ("x-kubernetes-pf-prioritylevel-uid", "level"),
-    ] {
-        assert_eq!(rejection.headers[name], value, "{name}");
-    }
+    expect_rejection(&rejection, "7", "schema");
     let records = cluster.state.audit().select(|record| record.path.starts_with(CONFIGMAPS));
     let last: Vec<_> = records.iter().filter(|record| record.path == path(sent - 1)).collect();
     assert_eq!(last.len(), 1, "the other endpoint is not asked");

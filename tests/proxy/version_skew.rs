@@ -1,7 +1,6 @@
 //! Apiservers of two versions, as during an upgrade of the control plane: where requests and watches go.
 
 use crate::support::wait::{pause, until_within};
-use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{CONFIGMAPS, Proxy, TestCluster, until, without_suspicion};
 use http::Method;
 use jackstay::config::{Config, Percent, VersionPreference};
@@ -50,9 +49,7 @@ async fn requests_go_to_an_apiserver_at_least_as_new_as_their_client_while_one_i
     let client = proxy.client().await;
     // Clients that are not newer than an apiserver, or say nothing of Kubernetes, use both.
     for agent in ["kubectl/v1.36.2 (linux/amd64) kubernetes/abc", "Go-http-client/2.0"] {
-        for server in [0, 1] {
-            cluster.expect_load_decides(&client, agent, server).await;
-        }
+        cluster.expect_load_decides(&client, agent).await;
     }
     // The load alone would prefer the older apiserver.
     cluster.servers[1].set_faults(|faults| faults.delay = Duration::from_millis(10));
@@ -79,9 +76,7 @@ async fn requests_go_to_an_apiserver_at_least_as_new_as_their_client_while_one_i
 async fn requests_of_new_clients_use_all_apiservers_without_the_preference() {
     let (cluster, proxy) = start(&[OLD, NEW], |_| {}).await;
     let client = proxy.client().await;
-    for server in [0, 1] {
-        cluster.expect_load_decides(&client, KUBELET_OF_NEW, server).await;
-    }
+    cluster.expect_load_decides(&client, KUBELET_OF_NEW).await;
 }
 
 /// With two apiservers of the old version and one of the new one, a watch of the new one that is lost without its
@@ -90,13 +85,9 @@ async fn requests_of_new_clients_use_all_apiservers_without_the_preference() {
 async fn watch_continues_on_an_older_apiserver_only_if_no_newer_one_is_ready() {
     let (cluster, proxy) = start(&[OLD, OLD, NEW, NEW], newest).await;
     let client = proxy.client().await;
-    let (version, path) = (cluster.state.version(), cluster.watch_path());
-    let mut watches = Vec::new();
-    for _ in 0..40 {
-        watches.push(WatchRecorder::start(&client, &path).await);
-    }
+    let version = cluster.state.version();
+    let watches = cluster.start_watches(&client, 40).await;
     let count = |server: usize| cluster.watches(server);
-    until("all watches run", async || (0..4).map(count).sum::<u64>() == 40).await;
     let on_new = count(2) + count(3);
     assert!(on_new > 4, "{on_new}");
     cluster.servers[2].kill();
@@ -124,14 +115,9 @@ async fn watch_waits_for_a_connection_to_the_only_newer_apiserver_that_is_ready(
     let (relays, proxy) = cluster.start_behind_relays(change).await;
     wait_versions(&proxy).await;
     let client = proxy.client().await;
-    let (version, path) = (cluster.state.version(), cluster.watch_path());
-    let mut watches = Vec::new();
-    for _ in 0..30 {
-        watches.push(WatchRecorder::start(&client, &path).await);
-    }
-    let counts = || (0..3).map(|server| cluster.watches(server)).collect::<Vec<_>>();
-    until("all watches run", async || counts().iter().sum::<u64>() == 30).await;
-    let before = counts();
+    let version = cluster.state.version();
+    let watches = cluster.start_watches(&client, 30).await;
+    let before = cluster.watch_counts();
     assert!(before[2] > 4, "{before:?}");
     // A watch that has just delivered is resumed within 50 ms.
     cluster.create_config_map("before");
@@ -149,9 +135,13 @@ async fn watch_waits_for_a_connection_to_the_only_newer_apiserver_that_is_ready(
     until("the watches are lost", async || cluster.watches(2) == 0).await;
     pause(Duration::from_millis(500)).await;
     assert_eq!(proxy.endpoint(relay.addr).await["state"], "ready");
-    assert_eq!(counts(), [before[0], before[1], 0], "a watch continues on an older apiserver");
+    assert_eq!(
+        cluster.watch_counts(),
+        [before[0], before[1], 0],
+        "a watch continues on an older apiserver"
+    );
     relay.clear_faults();
-    until("the watches run again", async || counts() == before).await;
+    until("the watches run again", async || cluster.watch_counts() == before).await;
     cluster.create_config_map("after");
     let expected: Vec<_> = (version + 1..=cluster.state.version()).collect();
     for watch in &watches {

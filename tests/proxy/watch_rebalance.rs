@@ -34,12 +34,9 @@ impl Setup {
             |config: &mut Config| config.upstreams[0].health.readyz.timeout = PROBE_TIMEOUT;
         let proxy = cluster.start_with(long_timeout).await;
         let client = proxy.client().await;
-        let (version, path) = (cluster.state.version(), cluster.watch_path());
-        let mut recorders = Vec::new();
-        for _ in 0..WATCHES {
-            recorders.push(WatchRecorder::start(&client, &path).await);
-        }
-        let setup = Self { cluster, proxy, version, watches: recorders };
+        let version = cluster.state.version();
+        let watches = cluster.start_watches(&client, WATCHES).await;
+        let setup = Self { cluster, proxy, version, watches };
         setup.write(5);
         setup.cluster.servers[0].kill();
         setup.write(5);

@@ -39,6 +39,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use watch_recorder::WatchRecorder;
 
 /// The collection of config maps in the namespace `default`.
 pub const CONFIGMAPS: &str = "/api/v1/namespaces/default/configmaps";
@@ -450,6 +451,22 @@ impl TestCluster {
         self.servers[server].counters().watches.load(Relaxed)
     }
 
+    /// The number of watches that are open on each server.
+    pub fn watch_counts(&self) -> Vec<u64> {
+        (0..self.servers.len()).map(|server| self.watches(server)).collect()
+    }
+
+    /// Starts watches of the config maps from the present resource version, and waits until they run.
+    pub async fn start_watches(&self, client: &Client, count: u64) -> Vec<WatchRecorder> {
+        let path = self.watch_path();
+        let mut watches = Vec::new();
+        for _ in 0..count {
+            watches.push(WatchRecorder::start(client, &path).await);
+        }
+        until("all watches run", async || self.watch_counts().iter().sum::<u64>() == count).await;
+        watches
+    }
+
     /// Sends lists with this User-Agent, and returns how many each server got. A server may answer with 503.
     pub async fn spread(&self, client: &Client, agent: &str, requests: usize) -> Vec<usize> {
         let path = format!("{CONFIGMAPS}?probe={}", fastrand::u64(..));
@@ -463,24 +480,21 @@ impl TestCluster {
         self.servers.iter().map(|server| of(server.name())).collect()
     }
 
-    /// Waits until one server gets most requests with this User-Agent, because the others answer late. Without
-    /// that, one slow response could keep the server's load above theirs for a minute.
-    pub async fn expect_load_decides(&self, client: &Client, agent: &str, server: usize) {
-        let delay_others = |delay| {
-            for (other, handle) in self.servers.iter().enumerate() {
-                handle.set_faults(|faults| {
-                    faults.delay = if other == server { Duration::ZERO } else { delay }
-                });
+    /// Waits until each server in turn gets most requests with this User-Agent, because the others answer late.
+    /// Without that, one slow response could keep the load of a server above that of the others for a minute.
+    pub async fn expect_load_decides(&self, client: &Client, agent: &str) {
+        const DELAY: Duration = Duration::from_millis(100);
+        for fastest in 0..self.servers.len() {
+            for (at, server) in self.servers.iter().enumerate() {
+                let delay = if at == fastest { Duration::ZERO } else { DELAY };
+                server.set_faults(|faults| faults.delay = delay);
             }
-        };
-        delay_others(Duration::from_millis(100));
-        wait::until_within(
-            6 * wait::PATIENCE,
-            "the fastest server gets most requests",
-            async || self.spread(client, agent, 10).await[server] > 5,
-        )
-        .await;
-        delay_others(Duration::ZERO);
+            wait::until_within(6 * PATIENCE, "the fastest server gets most requests", async || {
+                self.spread(client, agent, 10).await[fastest] > 5
+            })
+            .await;
+        }
+        self.servers.iter().for_each(|server| server.set_faults(|f| f.delay = Duration::ZERO));
     }
 
     pub fn kill_all(&self) {

@@ -57,7 +57,7 @@ impl Fleet {
 
     /// Moves the watches of a lost server. Returns the delay and the new server of each watch.
     fn lose(&mut self, dead: usize) -> Vec<(Duration, usize)> {
-        let start = tokio::time::Instant::now();
+        let start = std::time::Instant::now();
         let mut moves = Vec::new();
         for node in 0..NODES {
             for _ in 0..std::mem::take(&mut self.nodes[node].watches[dead]) {
@@ -184,7 +184,7 @@ impl ProbedServer {
     /// second, the probe counts as failing after half of it, and the second failure makes the server degraded.
     fn readiness(
         &self,
-        zero: tokio::time::Instant,
+        zero: std::time::Instant,
         proof: Option<f64>,
         now: f64,
     ) -> EndpointReadiness {
@@ -213,7 +213,7 @@ fn evacuate(
     mut each: impl FnMut(f64, usize),
 ) {
     const TICK: f64 = 0.2;
-    let zero = tokio::time::Instant::now();
+    let zero = std::time::Instant::now();
     let servers: [ProbedServer; SERVERS] = std::array::from_fn(|server| ProbedServer {
         lost: lost[server],
         probe: lost[server] + first_probe,

@@ -11,17 +11,18 @@ use std::convert::Infallible;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::{AbortHandle, JoinSet, yield_now};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::sleep_until;
 
 use super::routes;
 use super::status_provider::StatusProvider;
+use crate::net::clock;
 use crate::net::sockets::source::Source;
 use crate::observe::RepeatFilter;
 
@@ -109,24 +110,24 @@ impl Connections {
             // After the timeout the connection is closed without a response.
             let _ = tokio::time::timeout(CONNECTION_TIME, serve).await;
         });
-        self.slots.push_back(Slot { source, opened: Instant::now(), has_request, task });
+        self.slots.push_back(Slot { source, opened: clock::now(), has_request, task });
     }
 
     async fn make_room(&mut self) {
         while self.is_full() {
             let Some(largest) = self.largest_source() else { return };
             let of_largest = self.slots.iter().filter(|slot| slot.source == largest);
-            let next = of_largest.map(Slot::evictable_at).min().unwrap_or_else(Instant::now);
+            let next = of_largest.map(Slot::evictable_at).min().unwrap_or_else(clock::now);
             tokio::select! {
                 biased;
                 _ = self.tasks.join_next() => continue,
-                () = sleep_until(next.max(Instant::now() + EVICTION_DELAY)) => {}
+                () = sleep_until((next.max(clock::now() + EVICTION_DELAY)).into()) => {}
             }
             for _ in 0..TURNS_BEFORE_EVICTION {
                 yield_now().await;
             }
             if self.is_full() {
-                self.evict(largest, Instant::now());
+                self.evict(largest, clock::now());
             }
         }
     }

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream, UnixListener};
-use tokio::time::Instant;
 
 use super::connections::Connections;
 use super::status_provider::StatusProvider;
 use crate::config::SOURCE_PREFIX_V6;
+use crate::net::clock;
 use crate::net::sockets::listening;
 use crate::net::sockets::source::{Source, SourceLookup};
 use crate::observe::RepeatFilter;
@@ -121,7 +121,7 @@ fn is_on_loopback(stream: &TcpStream) -> bool {
 
 /// Logs a failed accept, and delays the next one.
 async fn log_and_pause(error: &io::Error, warnings: &mut RepeatFilter) {
-    if warnings.admit("accept", Instant::now()).is_some() {
+    if warnings.admit("accept", clock::now()).is_some() {
         tracing::warn!(%error, "admin endpoint cannot accept a connection");
     }
     tokio::time::sleep(ACCEPT_PAUSE).await;

@@ -14,7 +14,6 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use tokio::runtime::Handle;
-use tokio::time::Instant;
 
 use super::App;
 use super::active::{self, PreparedConfig};
@@ -24,6 +23,7 @@ use super::takeover::{self, Found, Predecessor, Request};
 use crate::config::Config;
 use crate::control::discovery::SharedContext;
 use crate::control::discovery::dns::ResolverFiles;
+use crate::net::clock;
 use crate::net::process::inherited_sockets::InheritedSockets;
 use crate::observe::log::PidInLines;
 use crate::observe::{LivenessMonitor, Metrics};
@@ -51,7 +51,7 @@ impl App {
     pub fn bind_with(config: Config, inherited: InheritedSockets) -> Result<Self, StartError> {
         let path = config.state_dir.as_deref().map(takeover::socket_path);
         let attempt = Attempt { config, inherited };
-        let start = Instant::now();
+        let start = clock::now();
         loop {
             let error = match attempt.bind(AdminBind::Required) {
                 Err(error) if error.is_address_in_use() => error,
@@ -63,7 +63,7 @@ impl App {
                     return attempt.bind_beside(predecessor, sockets);
                 }
                 // A process may handle a termination signal later, or have ended in the meantime.
-                Ok(Found::Nothing | Found::Serving(_)) if start.elapsed() < CLOSING => {}
+                Ok(Found::Nothing | Found::Serving(_)) if clock::elapsed(start) < CLOSING => {}
                 Ok(Found::Silent(pid)) => return attempt.bind_beside_silent(path, pid),
                 Ok(Found::Serving(pid)) => return Err(error.beside_serving(pid)),
                 Ok(Found::Nothing) | Err(_) => return Err(error),
@@ -124,10 +124,10 @@ impl Attempt {
         let (from, admin_sockets) = (predecessor.pid(), sockets.len());
         tracing::info!(from, admin_sockets, "starting beside a process that drains");
         self.inherited.append(sockets);
-        let start = Instant::now();
+        let start = clock::now();
         loop {
             match self.bind(AdminBind::WhenFree) {
-                Err(error) if error.is_address_in_use() && start.elapsed() < CLOSING => {
+                Err(error) if error.is_address_in_use() && clock::elapsed(start) < CLOSING => {
                     takeover::pause(CLOSING_POLL);
                 }
                 result => {

@@ -42,7 +42,7 @@ impl DrainSignal {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tokio::time::Instant;
+    use crate::net::clock;
 
     #[tokio::test(start_paused = true)]
     async fn connections_end_waits_for_the_sockets_for_at_most_a_second() {
@@ -50,7 +50,7 @@ mod tests {
             let (request, requested) = watch::channel(false);
             let (close, sockets_closed) = watch::channel(false);
             let signal = DrainSignal::new(requested, sockets_closed);
-            let start = Instant::now();
+            let start = clock::now();
             request.send_replace(true);
             tokio::spawn(async move {
                 if let Some(millis) = closed_after {
@@ -60,7 +60,7 @@ mod tests {
                 sleep(Duration::from_secs(3600)).await;
             });
             signal.connections_end().await;
-            let waited = start.elapsed().as_millis();
+            let waited = clock::elapsed(start).as_millis();
             assert!((expected..=expected + 1).contains(&waited), "{closed_after:?}: {waited} ms");
         }
     }
@@ -70,8 +70,8 @@ mod tests {
         let (_request, requested) = watch::channel(false);
         let (close, sockets_closed) = watch::channel(false);
         drop(close);
-        let start = Instant::now();
+        let start = clock::now();
         DrainSignal::new(requested, sockets_closed).connections_end().await;
-        assert!(start.elapsed() < MAX_CLOSE);
+        assert!(clock::elapsed(start) < MAX_CLOSE);
     }
 }

@@ -12,13 +12,14 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::task::spawn_local;
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{MissedTickBehavior, interval};
 
 use super::active::ActiveConfig;
 use super::listener::{BoundListener, ListenerMode};
+use crate::net::clock;
 use crate::observe::counted;
 use crate::observe::events::{Change, EventKind};
 use crate::observe::own_errors::OwnError;
@@ -193,7 +194,7 @@ impl FaultReports {
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
             loop {
                 ticks.tick().await;
-                checked.borrow_mut().check(Instant::now());
+                checked.borrow_mut().check(clock::now());
             }
         });
         reports
@@ -337,7 +338,7 @@ mod tests {
     /// Observes each usability from the given time in milliseconds until the next one, in steps of
     /// [`CHECK_INTERVAL`]. Returns the events, with their times.
     fn events(steps: &[(u64, Usability)]) -> Vec<(u64, OutageEvent)> {
-        let (mut report, start) = (OutageReport::default(), Instant::now());
+        let (mut report, start) = (OutageReport::default(), clock::now());
         let (mut events, mut rejected) = (Vec::new(), 0);
         for ms in (0..steps.last().unwrap().0).step_by(250) {
             let usability = steps.iter().rev().find(|(from, _)| ms >= *from).unwrap().1;
@@ -387,7 +388,7 @@ mod tests {
 
     #[test]
     fn outage_begins_with_the_first_failure_before_it() {
-        let (mut report, start) = (OutageReport::default(), Instant::now());
+        let (mut report, start) = (OutageReport::default(), clock::now());
         let mut events = Vec::new();
         // Requests fail from 3 s, as when every process is stopped. One that failed at 1 s has another reason.
         for ms in (0..12_000).step_by(250) {
@@ -402,7 +403,7 @@ mod tests {
 
     #[test]
     fn own_errors_are_summarised_and_those_of_an_outage_are_not_repeated() {
-        let (mut report, start) = (ErrorReport::default(), Instant::now());
+        let (mut report, start) = (ErrorReport::default(), clock::now());
         let at = |s| start + Duration::from_secs(s);
         let error = |code, reason, count| OwnError { code, reason, count, last: String::new() };
         let errors = |n| [error(Some(503), "no_upstream", n), error(Some(401), "unauthorized", 9)];

@@ -13,7 +13,6 @@ use arc_swap::ArcSwap;
 use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::watch;
-use tokio::time::Instant;
 
 use self::certificates::{CaStatus, CertificateStatus, IdentityStatus};
 use self::threads::ThreadsStatus;
@@ -24,6 +23,7 @@ use super::sandbox::{ProcessSandbox, SandboxStatus};
 use crate::admin::{self, Readiness, ReadinessCheck};
 use crate::config::Config;
 use crate::control::discovery::SharedContext;
+use crate::net::clock;
 use crate::observe::events::Event;
 use crate::observe::history::{Columns, STEP};
 use crate::observe::memory_budget::MemoryStatus;
@@ -235,7 +235,7 @@ impl<'a> From<&'a Arc<Upstream>> for UpstreamStatus<'a> {
         Self {
             name: &upstream.name,
             ca: CaStatus::of_apiservers(upstream, wall_clock()),
-            canary: upstream.canary.status(upstream.config().canary, Instant::now()),
+            canary: upstream.canary.status(upstream.config().canary, clock::now()),
             endpoints: upstream.endpoints().iter().map(|endpoint| endpoint.status()).collect(),
             sources: upstream.sources.status(wall_clock()),
             unordered_groups: upstream.unordered_groups.list(),

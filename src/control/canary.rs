@@ -3,9 +3,10 @@
 
 use std::sync::Arc;
 
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use crate::config::Percent;
+use crate::net::clock;
 use crate::observe::events::{Change, EventKind};
 use crate::upstream::Upstream;
 use crate::upstream::canary::{Answers, CanaryChange, CanaryEndpoint, INTERVAL};
@@ -19,7 +20,7 @@ pub async fn run(upstream: Arc<Upstream>) {
         let share = upstream.config().canary;
         if share != Percent::ZERO {
             has_share = true;
-            if let Some(change) = upstream.canary.step(&endpoints(&upstream), Instant::now()) {
+            if let Some(change) = upstream.canary.step(&endpoints(&upstream), clock::now()) {
                 report(upstream.canary.is_withdrawn());
                 log(&upstream, share, &change);
             }

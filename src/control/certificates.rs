@@ -9,12 +9,11 @@ mod expiry_watch;
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant, SystemTime};
 
 use self::expiry_watch::{ExpiryWatch, ValidityChange, WatchedCertificate};
 use super::file_watch::{FileWatch, poll_ticks};
+use crate::net::clock;
 use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::certificate::{VERSION_1, VERSION_1_EFFECT, Validity};
 use crate::net::tls::serving::{ServingRefresh, ServingTls};
@@ -364,10 +363,10 @@ struct Renewal {
 impl Renewal {
     /// Renews the certificate if it is due. The new file is then loaded like any other changed file.
     fn check(&mut self, name: &str, events: &CertificateEvents<'_>, tls: &ServingTls) {
-        if self.last_check.is_some_and(|at| at.elapsed() < RENEWAL_CHECK) {
+        if self.last_check.is_some_and(|at| clock::elapsed(at) < RENEWAL_CHECK) {
             return;
         }
-        self.last_check = Some(Instant::now());
+        self.last_check = Some(clock::now());
         match tls.renew_if_due(wall_clock()) {
             Ok(None) => {}
             Ok(Some(info)) => {

@@ -18,7 +18,7 @@ mod version;
 use std::pin::pin;
 use std::sync::Arc;
 
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{sleep, sleep_until};
 
 use self::anonymous::AnonymousProber;
 use self::connection::{ProbeConnection, connect, is_current, until_unusable};
@@ -28,6 +28,7 @@ use self::request::{ReadyzResult, request_probes_of_others, send_probe};
 use self::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ResultStreak};
 use self::version::VersionReader;
 use crate::config::Readyz;
+use crate::net::clock;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
 use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeTrigger};
@@ -54,9 +55,9 @@ async fn probe_repeatedly(
     lag: &LagCheck,
 ) {
     let mut streak = ResultStreak::default();
-    let mut anonymous = AnonymousProber::new(Instant::now());
+    let mut anonymous = AnonymousProber::new(clock::now());
     let mut connection: Option<ProbeConnection> = None;
-    let mut next_probe = Instant::now();
+    let mut next_probe = clock::now();
     // The trigger that brought the next probe forward, if one did.
     let mut early_trigger = None;
     let mut schedule = ProbeSchedule::default();
@@ -72,7 +73,7 @@ async fn probe_repeatedly(
             // The prober of a usable endpoint connects when the next probe is due. That of any other
             // endpoint connects at once, because its connection can make the endpoint usable.
             if endpoint.is_usable() {
-                sleep_until(next_probe).await;
+                sleep_until(next_probe.into()).await;
             }
             streak = ResultStreak::default();
             anonymous.reset();
@@ -83,15 +84,15 @@ async fn probe_repeatedly(
         reachability.set_connection(&current);
         if !upstream.has_probe_credential() {
             connection = Some(anonymous.run(upstream, endpoint, reachability, current).await);
-            next_probe = Instant::now();
+            next_probe = clock::now();
             continue;
         }
         lag.set_connection(&current);
         tokio::select! {
-            () = sleep_until(next_probe) => {}
+            () = sleep_until(next_probe.into()) => {}
             () = until_unusable(&current) => continue,
         }
-        let sent_at = Instant::now();
+        let sent_at = clock::now();
         let token = upstream.credentials.probe_token().and_then(|token| token.header());
         let trigger = early_trigger.take();
         let with_livez = trigger.is_some() || schedule.is_failing();
@@ -130,7 +131,7 @@ async fn probe_repeatedly(
         }
         loop {
             tokio::select! {
-                () = sleep_until(next_probe) => break,
+                () = sleep_until(next_probe.into()) => break,
                 trigger = endpoint.probe.requested() => {
                     let early = sent_at + schedule.early_pause(trigger, config);
                     if early < next_probe {

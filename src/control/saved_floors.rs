@@ -12,9 +12,10 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::task::spawn_blocking;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{sleep, sleep_until};
 
 use super::discovery::SharedContext;
+use crate::net::clock;
 use crate::net::files;
 use crate::upstream::Upstream;
 use crate::upstream::client_key::{ClientHasher, ClientKey};
@@ -109,14 +110,14 @@ pub async fn run(
     context: Arc<SharedContext>,
     mut draining: watch::Receiver<bool>,
 ) {
-    let started = Instant::now();
+    let started = clock::now();
     restore(&upstream, &context).await;
     upstream.version_floors.set_hasher(ClientHasher::default());
     let mut saved = None;
     save_if_changed(&upstream, &context, &mut saved).await;
     let read_again = async {
         for at in READ_AGAIN {
-            sleep_until(started + at).await;
+            sleep_until((started + at).into()).await;
             restore(&upstream, &context).await;
         }
         std::future::pending::<()>().await;

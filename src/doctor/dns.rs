@@ -16,9 +16,10 @@ use hickory_resolver::proto::op::Query;
 use hickory_resolver::proto::rr::{Name, RecordType};
 use hickory_resolver::system_conf::parse_resolv_conf;
 use hickory_resolver::{Hosts, TokioResolver};
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use super::observations::{Dns, Ms, NameServer, Resolution, percentile};
+use crate::net::clock;
 use crate::net::files;
 
 /// Limit of one query with all search domains. The default of resolv.conf(5), 5 s, is too long for a
@@ -202,12 +203,12 @@ async fn query(config: &ResolverConfig, options: &ResolverOpts, name: &str) -> Q
     for record_type in [RecordType::A, RecordType::AAAA] {
         for _ in 0..TRIES {
             outcome.asked += 1;
-            let started = Instant::now();
+            let started = clock::now();
             let lookup = look_up(config.clone(), options.clone(), name, record_type);
             match timeout(QUERY_LIMIT, lookup).await {
                 Ok(Ok(addresses)) => {
                     outcome.answered += 1;
-                    outcome.times.push(Ms::from(started.elapsed()).0);
+                    outcome.times.push(Ms::from(clock::elapsed(started)).0);
                     outcome.addresses.get_or_insert_default().extend(addresses);
                     break;
                 }

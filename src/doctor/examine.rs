@@ -1,14 +1,14 @@
 //! Runs all probes concurrently for the duration of an examination and collects the observations.
 
 use std::net::{IpAddr, SocketAddr};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::join_all;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use rustls::pki_types::CertificateDer;
 use tokio::sync::Mutex;
 use tokio::task::LocalSet;
-use tokio::time::{Instant, sleep_until, timeout, timeout_at};
+use tokio::time::{sleep_until, timeout, timeout_at};
 
 use super::dns::Resolver;
 use super::host;
@@ -19,6 +19,7 @@ use super::observations::{
 };
 use super::probe::{self, FreshResult, STEP_LIMIT, StepTimer};
 use super::target::{ExaminationPlan, PlannedListener, Target};
+use crate::net::clock;
 use crate::net::tls::certificate::{CertInfo, Validity, cert_info};
 use crate::net::tls::local_ca::subject_alt_names;
 use crate::observe::utc::{Utc, wall_clock};
@@ -55,7 +56,7 @@ async fn examine(plan: ExaminationPlan, resolver: Resolver, duration: Duration) 
         let resolution = resolver.lock().await.resolve(&target.host).await;
         targets.push((target, resolution));
     }
-    let began = Instant::now();
+    let began = clock::now();
     let until = began + duration;
     let examine_all = async |targets: &[(Target, Resolution)]| {
         join_all(targets.iter().map(|(target, resolution)| {
@@ -76,13 +77,13 @@ async fn examine(plan: ExaminationPlan, resolver: Resolver, duration: Duration) 
 /// The apiservers that the cluster names and the plan does not. All endpoints of the plan are asked at once,
 /// and the first answer is used. There is none after `until` or [`STEP_LIMIT`].
 async fn siblings(targets: &[(Target, Resolution)], until: Instant) -> Vec<(Target, Resolution)> {
-    let deadline = until.min(Instant::now() + STEP_LIMIT);
+    let deadline = until.min(clock::now() + STEP_LIMIT);
     let authenticated = targets.iter().filter(|(target, _)| target.peer.authenticated);
     let mut answers: FuturesUnordered<_> = authenticated
         .map(|(target, resolution)| async move {
             let Resolution::Addresses(ips) = resolution else { return None };
             let address = SocketAddr::new(*ips.first()?, target.port);
-            let members = timeout_at(deadline, members(target, address)).await;
+            let members = timeout_at(deadline.into(), members(target, address)).await;
             Some((target, members.ok()??))
         })
         .collect();
@@ -109,20 +110,20 @@ async fn siblings(targets: &[(Target, Resolution)], until: Instant) -> Vec<(Targ
 
 /// Requests the addresses of the apiservers over a new connection to one of them.
 async fn members(target: &Target, address: SocketAddr) -> Option<Vec<SocketAddr>> {
-    let mut timer = StepTimer::start(Instant::now());
+    let mut timer = StepTimer::start(clock::now());
     let mut opened = probe::open(&mut timer, address, &target.peer).await.ok()?;
     super::members::request(&mut opened, &target.peer, "").await.ok()
 }
 
 /// Requests the version of an apiserver over a new connection; none after `until` or [`STEP_LIMIT`].
 async fn version(target: &Target, address: SocketAddr, until: Instant) -> Option<ServerVersion> {
-    let deadline = until.min(Instant::now() + STEP_LIMIT);
+    let deadline = until.min(clock::now() + STEP_LIMIT);
     let request = async {
-        let mut timer = StepTimer::start(Instant::now());
+        let mut timer = StepTimer::start(clock::now());
         let mut opened = probe::open(&mut timer, address, &target.peer).await.ok()?;
         super::version::request(&mut opened, &target.peer, "").await.ok()?
     };
-    timeout_at(deadline, request).await.ok()?
+    timeout_at(deadline.into(), request).await.ok()?
 }
 
 /// Observes one endpoint until `until`.
@@ -194,7 +195,7 @@ async fn fresh_connections(
     until: Instant,
 ) -> Vec<FreshResult> {
     // The examination of an apiserver that the cluster names begins later.
-    let first = Instant::now();
+    let first = clock::now();
     // Jitter spreads the load of several endpoints and several doctors.
     let start = |round| match round {
         0 => first,
@@ -202,7 +203,7 @@ async fn fresh_connections(
     };
     let starts = (0..).map(|round| (round, start(round))).take_while(|(_, start)| *start < until);
     join_all(starts.map(|(round, start)| async move {
-        sleep_until(start).await;
+        sleep_until(start.into()).await;
         connect_once(target, resolver, began, round).await
     }))
     .await

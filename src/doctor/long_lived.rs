@@ -2,13 +2,14 @@
 //! while fresh connections work, a device on the path forgets established flows.
 
 use std::net::SocketAddr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use h2::Ping;
-use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+use tokio::time::{sleep, sleep_until, timeout_at};
 
 use super::observations::{IdleConnection, LongLived, Ms, percentile};
 use super::probe::{PeerConfig, ProbeConnection, StepTimer, open};
+use crate::net::clock;
 
 /// Smallest interval between two PINGs. With a round trip of 50 ms there are more than 100 PINGs in 10 s.
 const PING_PAUSE: Duration = Duration::from_millis(50);
@@ -35,7 +36,7 @@ pub(super) async fn ping_until(
     until: Instant,
 ) -> Vec<LongLived> {
     let mut all: Vec<LongLived> = Vec::new();
-    while Instant::now() < until {
+    while clock::now() < until {
         // Fresh connections record why a connection cannot be opened.
         if let Ok(opened) = open(&mut StepTimer::start(began), address, peer).await {
             all.push(ping(opened, began, until).await);
@@ -51,14 +52,14 @@ pub(super) async fn ping_until(
 
 /// Pings a connection until `until` or until the connection fails.
 async fn ping(mut opened: ProbeConnection, began: Instant, until: Instant) -> LongLived {
-    let at_ms = (Instant::now() - began).into();
+    let at_ms = (clock::now() - began).into();
     let mut times: Vec<f64> = Vec::new();
     let (mut silent_ms, mut silent_at_ms, mut ended) = (None, None, None);
-    while Instant::now() < until {
-        let sent = Instant::now();
+    while clock::now() < until {
+        let sent = clock::now();
         let deadline = until.max(sent + MIN_PING_WAIT);
-        match timeout_at(deadline, opened.ping.ping(Ping::opaque())).await {
-            Ok(Ok(_)) => times.push(Ms::from(sent.elapsed()).0),
+        match timeout_at(deadline.into(), opened.ping.ping(Ping::opaque())).await {
+            Ok(Ok(_)) => times.push(Ms::from(clock::elapsed(sent)).0),
             Ok(Err(error)) => {
                 // The reason of the connection's end is more precise than the error of the PING.
                 let driver = (&mut opened.driver).await;
@@ -66,12 +67,12 @@ async fn ping(mut opened: ProbeConnection, began: Instant, until: Instant) -> Lo
                 break;
             }
             Err(_) => {
-                silent_ms = Some(sent.elapsed().into());
+                silent_ms = Some(clock::elapsed(sent).into());
                 silent_at_ms = Some((sent - began).into());
                 break;
             }
         }
-        sleep_until((sent + PING_PAUSE).max(Instant::now() + PING_PAUSE / 2)).await;
+        sleep_until(((sent + PING_PAUSE).max(clock::now() + PING_PAUSE / 2)).into()).await;
     }
     let info = opened.observer.tcp_info().unwrap_or_default();
     times.sort_by(f64::total_cmp);
@@ -101,16 +102,16 @@ pub(super) async fn ping_after_idle(
     let mut opened = open(&mut StepTimer::start(began), address, peer).await.ok()?;
     // A keepalive probe would refresh the flow in a firewall.
     opened.observer.disable_keepalives().ok()?;
-    let start = Instant::now();
+    let start = clock::now();
     let segments_sent =
         |opened: &ProbeConnection| opened.observer.tcp_info().unwrap_or_default().segments_out;
     idle_until(&mut opened, until.min(start + HANDSHAKE_TIME)).await?;
     let sent_in_handshakes = segments_sent(&opened);
     idle_until(&mut opened, until).await?;
-    let idle = start.elapsed();
+    let idle = clock::elapsed(start);
     let sent = segments_sent(&opened).wrapping_sub(sent_in_handshakes);
     let pong = opened.ping.ping(Ping::opaque());
-    let alive = match timeout_at(Instant::now() + IDLE_PING_LIMIT, pong).await {
+    let alive = match timeout_at((clock::now() + IDLE_PING_LIMIT).into(), pong).await {
         Ok(Ok(_)) => true,
         Ok(Err(_)) => return None,
         Err(_) => false,
@@ -121,7 +122,7 @@ pub(super) async fn ping_after_idle(
 /// Waits until `moment`; `None` if the server ends the connection before.
 async fn idle_until(opened: &mut ProbeConnection, moment: Instant) -> Option<()> {
     tokio::select! {
-        () = sleep_until(moment) => Some(()),
+        () = sleep_until(moment.into()) => Some(()),
         _ = &mut opened.driver => None,
     }
 }

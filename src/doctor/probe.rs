@@ -6,7 +6,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use h2::client::SendRequest;
@@ -15,7 +15,7 @@ use http::{HeaderValue, Request, StatusCode, header};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
@@ -23,6 +23,7 @@ use super::first_bytes::FirstBytes;
 use super::observations::{ConnectAttempt, Failure, FailureKind, Ms, Step};
 use super::verify;
 use crate::config::describe_io_error;
+use crate::net::clock;
 use crate::net::sockets::connector::Connector;
 use crate::net::sockets::tracked_stream::{self, StreamObserver};
 use crate::net::tls::tls_error;
@@ -79,13 +80,13 @@ pub(super) struct StepTimer {
 impl StepTimer {
     /// Starts the first step of a connection in an examination that began at `began`.
     pub(super) fn start(began: Instant) -> Self {
-        let now = Instant::now();
+        let now = clock::now();
         Self { at: (now - began).into(), steps: Vec::new(), since: now }
     }
 
     /// Ends a step and starts the next.
     pub(super) fn done(&mut self, step: Step) {
-        let now = Instant::now();
+        let now = clock::now();
         self.steps.push((step, (now - self.since).into()));
         self.since = now;
     }

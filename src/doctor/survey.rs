@@ -11,7 +11,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use tokio::sync::Mutex;
 use tokio::task::LocalSet;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use super::dns::Resolver;
 use super::members;
@@ -21,6 +21,7 @@ use super::target::{Target, Trust};
 use super::version;
 use crate::kubeconfig::CertificateNames;
 use crate::kubeconfig::ServerUrl;
+use crate::net::clock;
 use crate::net::tls::local_ca::subject_alt_names;
 
 /// Limit for each apiserver, from the resolution of its name to the response. A lost SYN delays the connect
@@ -176,7 +177,7 @@ async fn survey_endpoint(
             Resolution::NoAnswer(why) => result.fail(NoResponse::timed_out(why)),
         }
         let Some(address) = result.addresses.first() else { return };
-        let mut opened = open(&mut StepTimer::start(Instant::now()), *address, &target.peer).await;
+        let mut opened = open(&mut StepTimer::start(clock::now()), *address, &target.peer).await;
         result.names = certificate_names(target, &opened);
         result.responds = Err(NoResponse::timed_out("/version: no response"));
         let prefix = cluster_path.unwrap_or_default();
@@ -210,7 +211,7 @@ async fn request_unverified(
     prefix: &str,
 ) -> Result<(), NoResponse> {
     let target = target.unverified().map_err(NoResponse::wrong)?;
-    let opened = open(&mut StepTimer::start(Instant::now()), address, &target.peer).await;
+    let opened = open(&mut StepTimer::start(clock::now()), address, &target.peer).await;
     let mut opened = opened.map_err(|failure| NoResponse::from(&failure))?;
     version::request(&mut opened, &target.peer, prefix).await.map(drop).map_err(NoResponse::wrong)
 }

@@ -243,8 +243,10 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for FrameLimiter<T> {
 
 #[cfg(test)]
 mod tests {
+    use crate::net::clock;
+
     use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
-    use tokio::time::{Instant, sleep};
+    use tokio::time::sleep;
 
     use super::super::http2_frames::{END_HEADERS, END_STREAM};
     use super::*;
@@ -392,7 +394,7 @@ mod tests {
         let cut = frame(frame_type::HEADERS, END_HEADERS, &[1; 200]);
         for bytes in [[first.clone(), more].concat(), cut[..150].to_vec(), first] {
             let (mut limiter, seen, mut client) = connected().await;
-            let start = Instant::now();
+            let start = clock::now();
             // The first bytes at once, the others one a second.
             let (head, rest) = bytes.split_at(29);
             client.write_all(head).await.unwrap();
@@ -415,7 +417,7 @@ mod tests {
                 () = drip => unreachable!("pending"),
             };
             assert_eq!(error.to_string(), "header block not complete in time");
-            assert_eq!(start.elapsed().as_secs(), 10);
+            assert_eq!(clock::elapsed(start).as_secs(), 10);
             assert_eq!(seen.violation(), Some(LimitedFrame::HeaderBlock));
             let mut goaway = [0; 17];
             client.read_exact(&mut goaway).await.unwrap();

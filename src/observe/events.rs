@@ -12,10 +12,9 @@
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use serde::Serialize;
-use tokio::time::Instant;
 
 pub use super::change::{Change, EventKind};
 use super::change::{level_of, write, write_fault};
@@ -24,6 +23,7 @@ use super::lock;
 use super::open_streams::OpenStreams;
 use super::repeat_filter::{RepeatFilter, Suppressed};
 use super::utc::{Utc, wall_clock};
+use crate::net::clock;
 
 /// Maximum number of remembered events: about 100 KiB, at a few hundred bytes each.
 pub const MAX_EVENTS: usize = 256;
@@ -106,7 +106,7 @@ impl Default for Events {
 impl Events {
     /// Logs and remembers a change. Does not block.
     pub fn changed(&self, change: &Change<'_>) {
-        let suppressed = self.record(change, Noted::default(), Instant::now(), wall_clock());
+        let suppressed = self.record(change, Noted::default(), clock::now(), wall_clock());
         if let Some(suppressed) = suppressed {
             write(change, level_of(change), suppressed, None);
         }
@@ -121,7 +121,7 @@ impl Events {
         availability: Availability,
         mut lost: Loss,
     ) {
-        let (upstream, now) = (change.upstream.unwrap_or("-"), Instant::now());
+        let (upstream, now) = (change.upstream.unwrap_or("-"), clock::now());
         lost.add(lock(&self.0).faults.available(upstream, change.name, availability, now));
         let noted = Noted { open: lost.open, routine: false };
         let Some(suppressed) = self.record(change, noted, now, wall_clock()) else { return };
@@ -141,7 +141,7 @@ impl Events {
     /// Records that an endpoint has ended a flow in an orderly way. The line of the endpoint counts it if the
     /// endpoint fails at once: the kernel also ends the flows of a process that is killed.
     pub fn flow_ended(&self, upstream: &str, endpoint: &str) {
-        lock(&self.0).faults.ended(upstream, endpoint, Instant::now());
+        lock(&self.0).faults.ended(upstream, endpoint, clock::now());
     }
 
     /// Records that the caller has reported an outage of the upstream, or that it is over. Meanwhile faults of
@@ -152,7 +152,7 @@ impl Events {
 
     /// Logs and remembers the change of a connection with `open` streams, or the end of a flow.
     pub fn connection_changed(&self, change: &Change<'_>, open: OpenStreams, severity: Severity) {
-        let now = Instant::now();
+        let now = clock::now();
         let routine = severity == Severity::Routine;
         let fault = severity == Severity::Fault && !open.is_empty();
         let change = &Change { bad: fault, ..*change };
@@ -175,13 +175,13 @@ impl Events {
 
     /// Remembers a change that the caller logs itself.
     pub fn remember(&self, change: &Change<'_>) {
-        self.record(change, Noted::default(), Instant::now(), wall_clock());
+        self.record(change, Noted::default(), clock::now(), wall_clock());
     }
 
     /// Logs the suppressed repetitions of bursts that are over, and the lines about faults that are due. Call
     /// it about once a second.
     pub fn flush(&self) {
-        let now = Instant::now();
+        let now = clock::now();
         let (ended, faults) = {
             let mut recent = lock(&self.0);
             (recent.repeats.flush(now), recent.faults.due(now))
@@ -331,7 +331,7 @@ mod tests {
 
     #[test]
     fn record_reports_suppressed_repetitions_with_the_next_burst() {
-        let (events, start) = (Events::default(), Instant::now());
+        let (events, start) = (Events::default(), clock::now());
         let at = |ms| start + Duration::from_millis(ms);
         let (change, wall_time) = (change("a", "refused"), SystemTime::UNIX_EPOCH);
         let record = |ms| {
@@ -353,7 +353,7 @@ mod tests {
         let long = "é".repeat(10_000);
         for i in 0..MAX_EVENTS * 3 {
             let (name, at) = (i.to_string(), SystemTime::UNIX_EPOCH);
-            events.record(&change(&name, &long), Noted::default(), Instant::now(), at);
+            events.record(&change(&name, &long), Noted::default(), clock::now(), at);
         }
         let kept = events.last(usize::MAX);
         assert_eq!(kept.len(), MAX_EVENTS);

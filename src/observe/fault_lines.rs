@@ -15,9 +15,7 @@
 //! This module reads no clock and writes no lines.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::open_streams::OpenStreams;
 
@@ -336,6 +334,7 @@ fn line(upstream: &str, state: Option<String>, entries: &[Entry], reported: bool
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
 
     const OF_WATCH: OpenStreams = OpenStreams { requests: 1, watches: 20, flows: 0 };
     const LOSS: Loss = Loss { connections: 1, open: OF_WATCH };
@@ -352,7 +351,7 @@ mod tests {
 
     #[test]
     fn lost_connections_of_a_fault_are_one_line_with_sums() {
-        let (mut faults, start) = (FaultLines::default(), Instant::now());
+        let (mut faults, start) = (FaultLines::default(), clock::now());
         let at = |ms| start + Duration::from_millis(ms);
         for n in 0..3_000 {
             let endpoint = ["a", "b"][n as usize % 2];
@@ -376,7 +375,7 @@ mod tests {
 
     #[test]
     fn loss_at_an_uncertain_endpoint_is_in_the_line_of_its_ejection() {
-        let (mut faults, start) = (FaultLines::default(), Instant::now());
+        let (mut faults, start) = (FaultLines::default(), clock::now());
         let at = |ms| start + Duration::from_millis(ms);
         faults.available("u", "a", Availability::Uncertain, start);
         faults.lost("u", "a", "PING unanswered", LOSS, at(0));
@@ -403,7 +402,7 @@ mod tests {
 
     #[test]
     fn flows_that_the_endpoint_has_ended_are_lost_only_if_it_fails_at_once() {
-        let (mut faults, start) = (FaultLines::default(), Instant::now());
+        let (mut faults, start) = (FaultLines::default(), clock::now());
         let at = |ms| start + Duration::from_millis(ms);
         faults.ended("u", "a", at(0));
         assert_eq!(faults.due(at(600)), [], "an idle connection was closed");
@@ -435,7 +434,7 @@ mod tests {
 
     #[test]
     fn endpoints_that_fail_together_are_two_lines() {
-        let (mut faults, start) = (FaultLines::default(), Instant::now());
+        let (mut faults, start) = (FaultLines::default(), clock::now());
         let at = |ms| start + Duration::from_millis(ms);
         assert!(faults.admit("u", "a", ("ejected", "refused"), Loss::default(), at(0)));
         for n in 0..100 {
@@ -452,7 +451,7 @@ mod tests {
 
     #[test]
     fn lines_that_a_reported_outage_covers_are_no_warnings() {
-        let (mut faults, start) = (FaultLines::default(), Instant::now());
+        let (mut faults, start) = (FaultLines::default(), clock::now());
         let at = |ms| start + Duration::from_millis(ms);
         assert!(faults.admit("u", "a", ("ejected", "refused"), Loss::default(), at(0)));
         assert!(!faults.admit("u", "b", ("ejected", "refused"), Loss::default(), at(100)));
@@ -481,7 +480,7 @@ mod tests {
 
     #[test]
     fn suspect_endpoints_are_one_line_unless_they_recover_or_are_ejected_at_once() {
-        let (mut faults, start) = (FaultLines::default(), Instant::now());
+        let (mut faults, start) = (FaultLines::default(), clock::now());
         let at = |ms| start + Duration::from_millis(ms);
         for (name, ms) in [("a", 0), ("b", 100), ("c", 200), ("d", 300)] {
             faults.available("u", name, Availability::Uncertain, start);

@@ -6,9 +6,7 @@
 
 use std::collections::HashMap;
 use std::sync::Mutex;
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::lock;
 use crate::net::sockets::source::Source;
@@ -80,10 +78,11 @@ impl Window {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
 
     #[test]
     fn admit_logs_the_first_lines_of_a_window_and_counts_the_others_once() {
-        let (quota, start) = (LineQuota::new(40), Instant::now());
+        let (quota, start) = (LineQuota::new(40), clock::now());
         let source = Source::User(0);
         let at = |ms| start + Duration::from_millis(ms);
         assert_eq!(quota.take_suppressed(at(0)), None);
@@ -101,7 +100,7 @@ mod tests {
 
     #[test]
     fn admit_logs_half_of_the_lines_of_one_source() {
-        let (quota, now) = (LineQuota::new(20), Instant::now());
+        let (quota, now) = (LineQuota::new(20), clock::now());
         let address = |ip: &str| Source::from_ip(ip.parse().unwrap(), 64);
         for (source, expected) in [
             (Source::User(65_534), 10),

@@ -4,10 +4,9 @@
 //! All workers share the handles, so gauges are incremented and decremented, never set.
 
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use metrics::{Counter, Histogram};
-use tokio::time::Instant;
 
 use super::count_gauge::CountGauge;
 use super::line_quota::LineQuota;

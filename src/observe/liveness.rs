@@ -15,11 +15,10 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak, mpsc};
 use std::thread::JoinHandle;
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::lock;
+use crate::net::clock;
 
 /// A loop that has not completed an iteration for this long is stalled.
 pub const STALLED_AFTER: Duration = Duration::from_secs(5);
@@ -45,7 +44,7 @@ struct LoopState {
 impl Liveness {
     /// A loop that starts now; its first iteration is due within [`STALLED_AFTER`].
     pub fn new(name: &str) -> Self {
-        let (created, last_iteration) = (Instant::now(), AtomicU64::new(0));
+        let (created, last_iteration) = (clock::now(), AtomicU64::new(0));
         Self(Arc::new(LoopState { name: name.to_owned(), created, last_iteration }))
     }
 
@@ -56,7 +55,7 @@ impl Liveness {
 
     /// Records that the loop has completed an iteration.
     pub fn record_iteration(&self) {
-        let since = self.0.created.elapsed();
+        let since = clock::elapsed(self.0.created);
         self.0.last_iteration.store(since.as_millis() as u64, Ordering::Relaxed);
     }
 
@@ -77,7 +76,7 @@ impl LoopState {
     fn idle(&self) -> Duration {
         match self.last_iteration.load(Ordering::Relaxed) {
             FINISHED => Duration::ZERO,
-            last => (self.created + Duration::from_millis(last)).elapsed(),
+            last => clock::elapsed(self.created + Duration::from_millis(last)),
         }
     }
 
@@ -97,7 +96,7 @@ impl Registered {
     /// Whether the loop is stalled, although the process has run since `running_since`.
     fn is_stalled(&self, state: &LoopState, running_since: Instant) -> bool {
         // A loop that was stalled before the pause is still stalled.
-        let had_time = self.stall_logged || running_since.elapsed() >= STALLED_AFTER;
+        let had_time = self.stall_logged || clock::elapsed(running_since) >= STALLED_AFTER;
         had_time && state.is_stalled()
     }
 }
@@ -114,7 +113,7 @@ struct Registry {
 
 impl Registry {
     fn new() -> Arc<Mutex<Self>> {
-        let now = Instant::now();
+        let now = clock::now();
         Arc::new(Mutex::new(Self { loops: Vec::new(), checked: now, running_since: now }))
     }
 
@@ -167,7 +166,7 @@ impl LivenessMonitor {
     pub fn stalled(&self) -> Vec<String> {
         let registry = lock(&self.registry);
         // After a pause, the query may precede the check.
-        let now = Instant::now();
+        let now = clock::now();
         let since = if registry.pause(now).is_some() { now } else { registry.running_since };
         let stalled =
             registry.states().filter(|(registered, state)| registered.is_stalled(state, since));
@@ -197,7 +196,7 @@ impl Drop for LivenessMonitor {
 /// dropped loops.
 fn check(registry: &Mutex<Registry>) {
     let mut registry = lock(registry);
-    let now = Instant::now();
+    let now = clock::now();
     if let Some(pause) = registry.pause(now) {
         registry.running_since = now;
         tracing::warn!(

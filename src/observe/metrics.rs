@@ -6,11 +6,10 @@
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::{Arc, Mutex};
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use metrics::{Counter, Gauge};
 use metrics_exporter_prometheus::PrometheusHandle;
-use tokio::time::Instant;
 
 use super::build;
 use super::endpoint_metrics::EndpointMetrics;
@@ -24,6 +23,7 @@ use super::passthrough_metrics::PassthroughMetrics;
 use super::registry::Registry;
 use super::scrape_metrics::{self, CertificateExpiries, CertificateExpiry};
 use super::utc::wall_clock;
+use crate::net::clock;
 
 /// Maximum number of listeners, of passthrough listeners and of endpoints with their own series. Further
 /// ones share the series `other`. The recorder cannot remove a series, and neither listeners that a reload
@@ -68,7 +68,7 @@ impl Metrics {
             events: Arc::default(),
             memory: MemoryBudget::new(memory_budget::DEFAULT_LIMIT),
             started: wall_clock(),
-            last_step: Mutex::new(Instant::now()),
+            last_step: Mutex::new(clock::now()),
         });
         metrics.registry.gauge(&names::BUILD_INFO, &[build::VERSION, build::COMMIT]).set(1);
         metrics.registry.gauge(&names::CONFIG_RELOAD_OK, &[]).set(1);
@@ -123,7 +123,7 @@ impl Metrics {
     pub fn upkeep(&self) {
         self.handle.run_upkeep();
         self.events.flush();
-        let now = Instant::now();
+        let now = clock::now();
         for listener in lock(&self.listeners).values() {
             listener.log_suppressed(now);
         }

@@ -13,11 +13,12 @@ use std::sync::Arc;
 
 use http::uri::PathAndQuery;
 use http::{HeaderValue, Method, header, request};
-use tokio::time::Instant;
+use std::time::Instant;
 
 use super::listener_metrics::{CLIENT_GONE, ListenerMetrics};
 use super::redact::{redact_path, shorten};
 use crate::config::AccessLog;
+use crate::net::clock;
 use crate::net::sockets::source::Source;
 
 /// Maximum length of a user agent in a log line, in bytes.
@@ -130,7 +131,7 @@ impl Outcome {
         Self {
             listener: Arc::clone(listener),
             access,
-            started: Instant::now(),
+            started: clock::now(),
             client,
             source: Source::Address(client),
             head: (access != AccessLog::Off).then(|| Head {
@@ -253,7 +254,7 @@ impl Outcome {
         if self.user == UserClass::Identity {
             return Some(0);
         }
-        self.listener.watch_lines.admit(self.source, Instant::now())
+        self.listener.watch_lines.admit(self.source, clock::now())
     }
 
     /// Writes the access log line; `suppressed` lines before it were not written.
@@ -276,7 +277,7 @@ impl Outcome {
             path = &*path,
             verb = self.verb,
             code,
-            ms = %format_args!("{:.1}", self.started.elapsed().as_secs_f64() * 1e3),
+            ms = %format_args!("{:.1}", clock::elapsed(self.started).as_secs_f64() * 1e3),
             bytes = self.bytes,
             endpoint = self.endpoint.as_deref(),
             attempts = self.attempts,
@@ -304,7 +305,7 @@ impl Drop for Outcome {
             listener.tunnels.decrement(1);
         }
         let (code, cut_by) = (self.final_code(), self.cut_side());
-        let took = (!self.long_running).then(|| self.started.elapsed());
+        let took = (!self.long_running).then(|| clock::elapsed(self.started));
         listener.finished(self.verb, code, took);
         if let Some(side) = cut_by {
             listener.cut(side.as_str());
@@ -321,7 +322,7 @@ impl Drop for Outcome {
             AccessLog::All if !is_identity => Some(&listener.all_lines),
             AccessLog::Errors | AccessLog::All => None,
         };
-        let suppressed = quota.map_or(Some(0), |quota| quota.admit(self.source, Instant::now()));
+        let suppressed = quota.map_or(Some(0), |quota| quota.admit(self.source, clock::now()));
         if let Some(suppressed) = suppressed {
             self.write_line(code, cut_by, suppressed);
         }

@@ -10,9 +10,10 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use tokio::task::spawn_local;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use super::repeat_filter::RepeatFilter;
+use crate::net::clock;
 
 /// The warnings of one worker about one subject.
 #[derive(Debug, Clone)]
@@ -35,7 +36,7 @@ impl RateLimitedWarnings {
 
     /// Logs the warning or counts it. Must be called within a `LocalSet`.
     pub fn warn(&self, line: &str, detail: impl Display) {
-        let admitted = self.0.repeats.borrow_mut().admit(line, Instant::now());
+        let admitted = self.0.repeats.borrow_mut().admit(line, clock::now());
         match admitted {
             Some(0) => tracing::warn!("{line}: {detail}"),
             Some(more) => tracing::warn!(more, "{line}: {detail}"),
@@ -52,7 +53,7 @@ impl Inner {
     async fn log_remaining(&self) {
         while !self.repeats.borrow().is_empty() {
             sleep(self.window).await;
-            let suppressed = self.repeats.borrow_mut().flush(Instant::now());
+            let suppressed = self.repeats.borrow_mut().flush(clock::now());
             for (line, suppressed) in suppressed {
                 tracing::warn!(more = suppressed.times, "{line}");
             }

@@ -4,9 +4,7 @@
 //! number of repetitions. The caller passes the time.
 
 use std::collections::HashMap;
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::open_streams::OpenStreams;
 
@@ -99,12 +97,13 @@ impl RepeatFilter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
 
     const WINDOW: Duration = Duration::from_secs(5);
 
     #[test]
     fn admit_suppresses_and_counts_repetitions() {
-        let (mut repeats, start) = (RepeatFilter::new(WINDOW), Instant::now());
+        let (mut repeats, start) = (RepeatFilter::new(WINDOW), clock::now());
         let at = |ms| start + Duration::from_millis(ms);
         assert_eq!(repeats.admit("a ejected", at(0)), Some(0));
         for i in 1..=40 {
@@ -122,7 +121,7 @@ mod tests {
 
     #[test]
     fn admit_with_sums_the_streams_of_suppressed_lines() {
-        let (mut repeats, start) = (RepeatFilter::new(WINDOW), Instant::now());
+        let (mut repeats, start) = (RepeatFilter::new(WINDOW), clock::now());
         let open = |requests, watches| OpenStreams { requests, watches, flows: 0 };
         assert_eq!(repeats.admit_with("a", open(9, 9), start), Some(Suppressed::default()));
         for _ in 0..3 {
@@ -134,7 +133,7 @@ mod tests {
 
     #[test]
     fn admit_remembers_a_bounded_number_of_lines() {
-        let (mut repeats, start) = (RepeatFilter::new(WINDOW), Instant::now());
+        let (mut repeats, start) = (RepeatFilter::new(WINDOW), clock::now());
         for i in 0..10_000_u64 {
             assert_eq!(repeats.admit(&i.to_string(), start + Duration::from_micros(i)), Some(0));
         }

@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{timeout, timeout_at};
 
 use super::request_info::RequestKind;
+use crate::net::clock;
 use crate::upstream::connection::{Connection, ConnectionState};
 
 /// Size at which a prefix is forwarded, in bytes: enough for discovery, an object or a short list. It fits
@@ -73,13 +74,13 @@ async fn read_prefix(
     connection: &Connection,
 ) -> Result<Bytes, h2::Error> {
     let mut prefix = BytesMut::from(first);
-    let mut last_frame = Instant::now();
+    let mut last_frame = clock::now();
     let mut deadline = last_frame + PREFIX_TIMEOUT;
     while prefix.len() < PREFIX_SIZE && !recv.is_end_stream() {
-        match timeout_at(deadline, recv.data()).await {
+        match timeout_at(deadline.into(), recv.data()).await {
             Ok(Some(data)) => {
                 prefix.extend_from_slice(&data?);
-                last_frame = Instant::now();
+                last_frame = clock::now();
             }
             // The connection sends a PING while a request waits. If nothing has arrived since the last
             // frame, not even the PONG, the connection may be lost.
@@ -87,7 +88,7 @@ async fn read_prefix(
                 if connection.state() == ConnectionState::Suspect
                     || connection.last_received() <= last_frame =>
             {
-                deadline = Instant::now() + PREFIX_TIMEOUT;
+                deadline = clock::now() + PREFIX_TIMEOUT;
             }
             Ok(None) | Err(_) => break,
         }

@@ -19,15 +19,16 @@ use std::cell::{Cell, RefCell};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::{Buf, Bytes};
 use http_body::{Body, Frame, SizeHint};
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::{Sleep, sleep_until};
 
 use super::client_memory::StreamMemory;
 use super::connection_slots::OpenRequest;
 use super::response_reserve::{MAX_PIECE, ResponseReserve};
+use crate::net::clock;
 use crate::observe::MemoryClass;
 use crate::observe::memory_budget::{Level, Shed};
 
@@ -291,15 +292,17 @@ impl Future for StallBoundStream {
         }
         let (piece, taken) = (progress.pieces.get(), progress.taken.get());
         let (reader, timer) = reader.get_or_insert_with(|| {
-            let now = Instant::now();
-            (Reader::new(piece, taken, now), Box::pin(sleep_until(now)))
+            let now = clock::now();
+            (Reader::new(piece, taken, now), Box::pin(sleep_until(now.into())))
         });
         let connection = progress.memory.connection();
         loop {
             let is_short = || connection.level() >= Level::High;
             let pressure = (connection.must_read(), is_short);
-            match reader.check((piece, taken), *limit, pressure, Instant::now()) {
-                Verdict::CheckAt(at) if at != timer.deadline() => timer.as_mut().reset(at),
+            match reader.check((piece, taken), *limit, pressure, clock::now()) {
+                Verdict::CheckAt(at) if at != timer.deadline().into_std() => {
+                    timer.as_mut().reset(at.into())
+                }
                 Verdict::CheckAt(_) => {}
                 Verdict::Stalled => return Poll::Ready(()),
                 Verdict::Shed => {

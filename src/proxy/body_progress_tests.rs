@@ -7,6 +7,7 @@ use http_body_util::Empty;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
+use crate::net::clock;
 use crate::net::sockets::source::Source;
 use crate::observe::{MemoryBudget, MemoryKind};
 use crate::proxy::client_memory::ClientMemory;
@@ -22,7 +23,7 @@ fn progress_within(budget: &Arc<MemoryBudget>) -> Rc<BodyProgress> {
 fn progress_of(budget: &Arc<MemoryBudget>, class: MemoryClass) -> Rc<BodyProgress> {
     let client = ClientMemory::of_local_client(budget.source(1), class).unwrap();
     let request = http::Request::new(Empty::<Bytes>::new());
-    let (slots, now) = (Rc::<ConnectionSlots>::default(), tokio::time::Instant::now());
+    let (slots, now) = (Rc::<ConnectionSlots>::default(), clock::now());
     let slot = Rc::new(slots.admit_proven(Source::User(1), now));
     BodyProgress::new(client.begin(&request).unwrap(), slot.begin_request())
 }
@@ -76,9 +77,9 @@ async fn stream_ends_when_client_takes_no_piece_within_limit() {
     }
     assert!(timeout(DAY, &mut bounded).await.is_err());
     pieces.send(Bytes::from_static(b"x")).unwrap();
-    let start = Instant::now();
+    let start = clock::now();
     timeout(DAY, &mut bounded).await.unwrap();
-    assert_eq!(start.elapsed().as_secs(), LIMIT.as_secs());
+    assert_eq!(clock::elapsed(start).as_secs(), LIMIT.as_secs());
 }
 
 #[tokio::test(start_paused = true)]
@@ -89,9 +90,9 @@ async fn stream_without_pieces_ends_at_once() {
     drop(pieces);
     let serving =
         serve(TrackedBody::new(Pieces(body), progress.clone(), ResponseReserve::default()), opened);
-    let start = Instant::now();
+    let start = clock::now();
     StallBoundStream::new(serving, progress, LIMIT).await;
-    assert!(start.elapsed().is_zero());
+    assert!(clock::elapsed(start).is_zero());
 }
 
 #[tokio::test(start_paused = true)]
@@ -107,9 +108,9 @@ async fn stream_of_a_reader_that_does_not_read_is_shed_when_memory_is_short() {
     assert!(timeout(Duration::from_secs(60), &mut bounded).await.is_err());
     assert_eq!(budget.shed(Shed::StalledReader), 0, "memory is not short");
     let held = budget.source(1).charge(MemoryKind::Streams, 4 << 20);
-    let start = Instant::now();
+    let start = clock::now();
     timeout(DAY, &mut bounded).await.unwrap();
-    assert!(start.elapsed() <= CHECK_INTERVAL);
+    assert!(clock::elapsed(start) <= CHECK_INTERVAL);
     assert_eq!(budget.shed(Shed::StalledReader), 1);
     drop((bounded, held));
     assert_eq!(budget.used(), 0);
@@ -117,7 +118,7 @@ async fn stream_of_a_reader_that_does_not_read_is_shed_when_memory_is_short() {
 
 /// The judgement of a client that takes `rate` bytes a second, for `seconds`.
 fn judge(rate: u64, seconds: u64, must_read: bool, is_short: bool) -> Option<(u64, Verdict)> {
-    let start = Instant::now();
+    let start = clock::now();
     let mut reader = Reader::new(1, 0, start);
     let piece = 64 << 10;
     for second in 0..=seconds {

@@ -23,10 +23,11 @@ use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncReadExt, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::task::spawn_local;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
 
 use super::accounted_stream::AccountedStream;
 use super::socket_memory::{Peer, SocketMemory};
+use crate::net::clock;
 use crate::net::sockets::tcp_options::MAX_UNSENT;
 use crate::net::sockets::{delegate_async_write, tcp_info, tcp_options};
 use crate::observe::memory_budget::{Level, SourceMemory};
@@ -135,7 +136,7 @@ impl Drop for ClientSocket {
 
 /// Waits until the client has closed, or has acknowledged all bytes.
 async fn linger(mut stream: TcpStream, memory: SocketMemory, lingering: Rc<()>) {
-    let end = Instant::now() + DELIVERY_LIMIT;
+    let end = clock::now() + DELIVERY_LIMIT;
     let mut discarded = [0; 4096];
     let client_closes =
         async { while matches!(stream.read(&mut discarded).await, Ok(n) if n > 0) {} };
@@ -146,7 +147,7 @@ async fn linger(mut stream: TcpStream, memory: SocketMemory, lingering: Rc<()>) 
         return;
     }
     while tcp_info::read(&stream).is_ok_and(|info| info.has_pending() && !info.closed) {
-        if Instant::now() >= end || memory.level() >= Level::High {
+        if clock::now() >= end || memory.level() >= Level::High {
             drop(memory);
             return tcp_options::close_with_reset(stream);
         }

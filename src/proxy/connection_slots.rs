@@ -27,10 +27,11 @@ use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Context, Poll};
 
-use tokio::time::Instant;
+use std::time::Instant;
 
 pub use self::registry::ClientRank;
 use self::registry::{Entry, Phase, Registry};
+use crate::net::clock;
 use crate::net::sockets::source::Source;
 
 /// The reserve is this part of the slots.
@@ -160,7 +161,7 @@ impl ConnectionSlot {
     /// Sets the rank by the last request.
     pub fn set_rank(&self, rank: ClientRank) {
         if self.entry.rank.get() == ClientRank::Handshake {
-            self.slots.registry.borrow_mut().change_handshake(&self.entry, rank, Instant::now());
+            self.slots.registry.borrow_mut().change_handshake(&self.entry, rank, clock::now());
         }
         self.entry.rank.set(rank);
     }
@@ -222,7 +223,7 @@ impl ConnectionSlot {
         let entry = &self.entry;
         entry.requests.set(entry.requests.get() - 1);
         if entry.requests.get() == 0 && entry.phase.get() == Phase::Unproven {
-            entry.idle_since.set(Instant::now());
+            entry.idle_since.set(clock::now());
             if entry.queued.get().is_none() {
                 self.slots.registry.borrow_mut().queue(entry);
             }

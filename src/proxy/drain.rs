@@ -10,10 +10,11 @@
 //! Without the spread, the clients of thousands of nodes, or of a thousand watches on one node, would
 //! reconnect at the same time.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use crate::net::clock;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::sleep_until;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
@@ -42,7 +43,7 @@ impl DrainTrigger {
         self.0.send_if_modified(|stage| {
             let is_first = *stage == Stage::Open;
             if is_first {
-                *stage = Stage::Draining { since: Instant::now(), spread };
+                *stage = Stage::Draining { since: clock::now(), spread };
             }
             is_first
         });
@@ -90,7 +91,7 @@ impl DrainWatcher {
         // Boxed for the same reason: a drain begins once in the life of a listener.
         Box::pin(async {
             tokio::select! {
-                () = sleep_until(end) => {}
+                () = sleep_until(end.into()) => {}
                 () = self.forced() => {}
             }
         })
@@ -105,13 +106,13 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn staggered_end_spreads_watches_over_the_given_time() {
         let (trigger, watcher) = channel();
-        let start = Instant::now();
+        let start = clock::now();
         let tasks: Vec<_> = (0..200)
             .map(|_| {
                 let mut watcher = watcher.clone();
                 tokio::spawn(async move {
                     watcher.staggered_end().await;
-                    start.elapsed()
+                    clock::elapsed(start)
                 })
             })
             .collect();
@@ -134,7 +135,7 @@ mod tests {
         trigger.start(Duration::from_secs(3600));
         trigger.start(Duration::ZERO);
         watcher.started().await;
-        let start = Instant::now();
+        let start = clock::now();
         let mut waiting = watcher.clone();
         let waiting = tokio::spawn(async move { waiting.staggered_end().await });
         tokio::task::yield_now().await;
@@ -143,6 +144,6 @@ mod tests {
         watcher.forced().await;
         drop(trigger);
         watcher.staggered_end().await;
-        assert!(start.elapsed() < Duration::from_secs(1));
+        assert!(clock::elapsed(start) < Duration::from_secs(1));
     }
 }

@@ -19,9 +19,7 @@
 //!   and its time only begins, when it has got one.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::net::sockets::source::Source;
 
@@ -311,6 +309,7 @@ impl SourceState {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
 
     const LIMITS: QueueLimits =
         QueueLimits { in_progress: 8, source_in_progress: 4, source_waiting: 16 };
@@ -334,7 +333,7 @@ mod tests {
 
     #[test]
     fn sources_take_turns_within_their_limits() {
-        let (mut queue, now) = (FairQueue::new(LIMITS), Instant::now());
+        let (mut queue, now) = (FairQueue::new(LIMITS), clock::now());
         for id in 0..16 {
             assert_eq!(queue.arrive(A, id, false, now), Arrival::Waits);
         }
@@ -355,7 +354,7 @@ mod tests {
 
     #[test]
     fn a_favored_request_displaces_the_newest_other_one() {
-        let (mut queue, now) = (FairQueue::new(LIMITS), Instant::now());
+        let (mut queue, now) = (FairQueue::new(LIMITS), clock::now());
         for id in 0..16 {
             queue.arrive(A, id, false, now);
         }
@@ -369,7 +368,7 @@ mod tests {
 
     #[test]
     fn a_source_with_many_rejections_is_slowed_until_they_are_old() {
-        let (mut queue, start) = (FairQueue::new(LIMITS), Instant::now());
+        let (mut queue, start) = (FairQueue::new(LIMITS), clock::now());
         let slowed = reject(&mut queue, A, 20, start);
         assert_eq!(slowed.iter().position(|slowed| *slowed), Some(19));
         for id in 1..=4 {
@@ -393,7 +392,7 @@ mod tests {
 
     #[test]
     fn an_accepted_token_halves_the_rejections() {
-        let (mut queue, now) = (FairQueue::new(LIMITS), Instant::now());
+        let (mut queue, now) = (FairQueue::new(LIMITS), clock::now());
         reject(&mut queue, A, 20, now);
         queue.arrive(A, 1, true, now);
         assert!(queue.start_next(now).is_some());
@@ -415,7 +414,7 @@ mod tests {
 
     #[test]
     fn a_late_response_holds_back_only_requests_of_its_source() {
-        let start = Instant::now();
+        let start = clock::now();
         let (mut queue, later) = (full(start), start + Duration::from_millis(300));
         queue.arrive(A, 10, false, start);
         queue.arrive(C, 20, true, start);
@@ -444,7 +443,7 @@ mod tests {
 
     #[test]
     fn late_rejections_slow_their_source() {
-        let (mut queue, start) = (FairQueue::new(LIMITS), Instant::now());
+        let (mut queue, start) = (FairQueue::new(LIMITS), clock::now());
         let mut now = start;
         for id in 0..20 {
             queue.arrive(A, id, false, now);
@@ -468,7 +467,7 @@ mod tests {
 
     #[test]
     fn the_number_of_sources_is_limited() {
-        let (mut queue, start) = (FairQueue::new(LIMITS), Instant::now());
+        let (mut queue, start) = (FairQueue::new(LIMITS), clock::now());
         queue.arrive(A, 1, false, start);
         for uid in 10..5000 {
             let now = start + Duration::from_millis(uid.into());

@@ -14,11 +14,11 @@ mod versions;
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::{Request, Response};
 use tokio::task::spawn_local;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{sleep, sleep_until};
 
 use self::attempt::{FailedAttempt, HeldResponse};
 use super::client_certificate::IdentityProof;
@@ -39,6 +39,7 @@ use super::watch::codec::Encoding;
 use super::watch::relay::Relay;
 use super::watch::request::WatchRequest;
 use super::watch::session::max_outage_jitter;
+use crate::net::clock;
 use crate::observe::{ByteAccount, Outcome};
 use crate::upstream::connection::{ConnectionState, Permit};
 use crate::upstream::endpoint::Endpoint;
@@ -103,7 +104,7 @@ impl ForwardedRequest {
             {
                 // Boxed, so that the futures of other requests do not grow by its size.
                 permit = Box::pin(self.hold_new_watch(permit, outcome.started)).await;
-                requested_at = Instant::now();
+                requested_at = clock::now();
             }
             let permit = match permit {
                 Ok(permit) => permit,
@@ -251,7 +252,7 @@ impl ForwardedRequest {
         };
         tokio::select! {
             permit = permit => permit,
-            () = sleep_until(requested_at + max_hold) => unavailable,
+            () = sleep_until((requested_at + max_hold).into()) => unavailable,
             () = drained => unavailable,
         }
     }

@@ -21,13 +21,14 @@
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 use tokio::task::{spawn_local, yield_now};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::timeout_at;
 
 use super::handshake_memory;
+use crate::net::clock;
 use crate::net::sockets::source::Source;
 
 /// Handshakes of one source in a second. At 1.1 ms each they take 22 % of a core.
@@ -96,7 +97,7 @@ impl HandshakeQueue {
         loop {
             // The queue has one reference to an open handshake, and its turn has another.
             let is_open = |handshake: &Rc<Handshake>| Rc::strong_count(handshake) > 1;
-            let next = self.turns.borrow_mut().next(Instant::now(), is_open);
+            let next = self.turns.borrow_mut().next(clock::now(), is_open);
             match next {
                 Next::Turn(handshake) => {
                     handshake.turn.notify_one();
@@ -105,7 +106,7 @@ impl HandshakeQueue {
                 }
                 Next::Stalled(handshake) => handshake.stalled.notify_one(),
                 Next::At(time) => {
-                    let _ = timeout_at(time, self.changed.notified()).await;
+                    let _ = timeout_at(time.into(), self.changed.notified()).await;
                 }
                 Next::Empty => break,
             }
@@ -294,7 +295,7 @@ mod tests {
 
     #[test]
     fn source_has_half_of_the_free_handshakes_in_progress() {
-        let (mut turns, start) = (Turns::new(MAX_IN_PROGRESS), Instant::now());
+        let (mut turns, start) = (Turns::new(MAX_IN_PROGRESS), clock::now());
         let stalled_at = start + STALLED_AFTER;
         for (source, share) in [(A, 64), (B, 32)] {
             for handshake in 1..=share + 3 {
@@ -317,7 +318,7 @@ mod tests {
 
     #[test]
     fn source_without_a_handshake_in_progress_always_gets_a_turn() {
-        let (mut turns, now) = (Turns::new(MAX_IN_PROGRESS), Instant::now());
+        let (mut turns, now) = (Turns::new(MAX_IN_PROGRESS), clock::now());
         for uid in 0..1_000 {
             for _ in 0..200 {
                 turns.wait(Source::User(uid), uid + 1);
@@ -333,7 +334,7 @@ mod tests {
 
     #[test]
     fn rested_sources_are_forgotten_while_others_wait() {
-        let (mut turns, mut now) = (Turns::new(MAX_IN_PROGRESS), Instant::now());
+        let (mut turns, mut now) = (Turns::new(MAX_IN_PROGRESS), clock::now());
         turns.wait(A, 1);
         assert_eq!(next_in_progress(&mut turns, now), Next::Turn(1));
         turns.wait(B, 2);
@@ -355,25 +356,27 @@ mod tests {
             for _ in 0..MAX_IN_PROGRESS / 2 {
                 stalled.push(queue.turn(A).await);
             }
-            let start = Instant::now();
+            let start = clock::now();
             let _other = queue.turn(B).await;
-            assert_eq!(start.elapsed(), Duration::ZERO);
+            assert_eq!(clock::elapsed(start), Duration::ZERO);
             let waiting = queue.turn(A);
             let (oldest, _waiting) = tokio::join!(stalled[0].stalled(), waiting);
             let () = oldest;
-            assert!(start.elapsed() >= STALLED_AFTER && start.elapsed() < STALLED_AFTER * 2);
+            assert!(
+                clock::elapsed(start) >= STALLED_AFTER && clock::elapsed(start) < STALLED_AFTER * 2
+            );
             // The end of another one starts the next at once.
-            let at = Instant::now();
+            let at = clock::now();
             drop(stalled);
             let _next = queue.turn(A).await;
-            assert_eq!(at.elapsed(), Duration::ZERO);
+            assert_eq!(clock::elapsed(at), Duration::ZERO);
         };
         tokio::task::LocalSet::new().run_until(stall).await;
     }
 
     #[test]
     fn next_takes_turns_between_sources() {
-        let (mut turns, now) = (Turns::new(MAX_IN_PROGRESS), Instant::now());
+        let (mut turns, now) = (Turns::new(MAX_IN_PROGRESS), clock::now());
         for handshake in 1..=5 {
             turns.wait(A, handshake);
         }
@@ -388,7 +391,7 @@ mod tests {
 
     #[test]
     fn next_after_the_burst_of_a_source_is_paced_and_delays_no_other_source() {
-        let (mut turns, start) = (Turns::new(MAX_IN_PROGRESS), Instant::now());
+        let (mut turns, start) = (Turns::new(MAX_IN_PROGRESS), clock::now());
         let at = |ms| start + Duration::from_millis(ms);
         for handshake in 1..=BURST + 3 {
             turns.wait(A, handshake);
@@ -416,7 +419,7 @@ mod tests {
 
     #[test]
     fn sources_that_have_their_whole_burst_are_forgotten() {
-        let (mut turns, start) = (Turns::new(MAX_IN_PROGRESS), Instant::now());
+        let (mut turns, start) = (Turns::new(MAX_IN_PROGRESS), clock::now());
         for uid in 0..1_000 {
             turns.wait(Source::User(uid), uid + 1);
         }
@@ -435,9 +438,9 @@ mod tests {
                 spawn_local(async move { queue.turn(A).await });
             }
             yield_now().await;
-            let start = Instant::now();
+            let start = clock::now();
             queue.turn(B).await;
-            assert!(start.elapsed() < INTERVAL, "{:?}", start.elapsed());
+            assert!(clock::elapsed(start) < INTERVAL, "{:?}", clock::elapsed(start));
             // A dropped wait gives its turn to the next one.
             let cancelled = tokio::time::timeout(Duration::from_millis(1), queue.turn(A)).await;
             assert!(cancelled.is_err());

@@ -9,10 +9,11 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{sleep, sleep_until};
 
 use super::request_info::{RequestInfo, RequestKind, Verb};
 use crate::config::HeartbeatResource;
+use crate::net::clock;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{EndpointState, ProbeTrigger};
 
@@ -39,12 +40,12 @@ pub fn is_heartbeat(info: &RequestInfo, configured: &[HeartbeatResource]) -> boo
 /// Waits until a heartbeat that is sent now on `connection` should end without a response, and returns the reason:
 /// [`MIN_WAIT`] has passed, and the connection or its endpoint is not healthy.
 pub async fn until_hopeless(connection: &Rc<Connection>) -> String {
-    let sent = Instant::now();
+    let sent = clock::now();
     for seconds in 1..MIN_WAIT.as_secs() {
-        sleep_until(sent + Duration::from_secs(seconds)).await;
+        sleep_until((sent + Duration::from_secs(seconds)).into()).await;
         connection.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
     }
-    sleep_until(sent + MIN_WAIT).await;
+    sleep_until((sent + MIN_WAIT).into()).await;
     loop {
         if let Some(reason) = ill_health(connection) {
             return format!("no response for {} s, and {reason},", MIN_WAIT.as_secs());

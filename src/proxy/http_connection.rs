@@ -16,7 +16,7 @@ use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::task::spawn_local;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use super::body_progress::{BodyProgress, StallBoundStream, TrackedBody};
 use super::client_certificate::ClientCertificate;
@@ -27,6 +27,7 @@ use super::connection_slots::{ConnectionSlot, OpenRequest};
 use super::drain::DrainWatcher;
 use super::head_timeout::limit_heads;
 use super::listener_service::ListenerService;
+use crate::net::clock;
 use crate::net::frame_limiter::FrameLimiter;
 use crate::net::sockets::cork::{Collect, Uncork, cork};
 use crate::net::sockets::source::Source;
@@ -251,10 +252,10 @@ async fn identity_lost(client: &ClientMemory, certificate: Option<Rc<ClientCerti
 async fn evicted_and_idle(slot: &ConnectionSlot, service: &ListenerService) {
     slot.evicted().await;
     service.metrics.refused("evicted");
-    let end = Instant::now() + MAX_EVICTION_TIME;
+    let end = clock::now() + MAX_EVICTION_TIME;
     loop {
         sleep(EVICTION_PAUSE).await;
-        if slot.is_idle() || Instant::now() >= end {
+        if slot.is_idle() || clock::now() >= end {
             return;
         }
     }
@@ -377,9 +378,9 @@ mod tests {
         let streams = Streams::new(limit);
         let remaining = Cell::new(3);
         let has_received = || remaining.replace(remaining.get() - 1) > 0;
-        let start = Instant::now();
+        let start = clock::now();
         streams.idle_without_stream(limit, has_received).await;
-        assert_eq!(start.elapsed(), limit * 4);
+        assert_eq!(clock::elapsed(start), limit * 4);
         streams.has_opened.set(true);
         let idle = timeout(limit * 1_000, streams.idle_without_stream(limit, || false));
         assert!(idle.await.is_err(), "a connection that has had a stream may be idle");

@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use super::accept;
 use super::client_certificate::ClientCertificate;
@@ -27,6 +27,7 @@ use super::proven_tokens::LastToken;
 use super::request_windows::Windows;
 use super::task_queues::TaskQueues;
 use super::tls_handshake::TlsHandshake;
+use crate::net::clock;
 use crate::net::sockets::source::{Source, SourceLookup};
 use crate::net::sockets::tcp_options::MAX_UNSENT;
 use crate::net::tls::certificate::VERSION_1;
@@ -129,7 +130,7 @@ impl HttpsServer {
             has_identities: !service.credentials.slots.is_empty(),
             handed_over,
         };
-        let admitted = self.slots.admit(source, limit, Instant::now());
+        let admitted = self.slots.admit(source, limit, clock::now());
         let about = (self.listener.as_str(), &*service.metrics, &self.warnings);
         let Some(slot) = accept::report_admission(admitted, (source, limit.slots), about) else {
             return;
@@ -156,7 +157,7 @@ impl HttpsServer {
                 Err(error) => return this.warn_of_move(&error),
             };
             let LaneClient { from, source, verdict, counted: _counted, .. } = client;
-            let slot = this.slots.admit_proven(source, Instant::now());
+            let slot = this.slots.admit_proven(source, clock::now());
             let certificate = this.certificate(&stream, source, &service);
             let certificate = certificate.map(|certificate| certificate.with_verdict(verdict));
             this.serve(stream, certificate, from, slot, &service).await;
@@ -226,7 +227,7 @@ impl HttpsServer {
         };
         let (stream, handshake) = handshake.make(stream, from, slot).await?;
         let Some(certificate) = self.certificate(&stream, slot.source(), service) else {
-            slot.handshake_complete(Instant::now());
+            slot.handshake_complete(clock::now());
             return Some((stream, None));
         };
         if slot.must_prove_identity() || matches!(self.lane, Lane::Others { .. }) {
@@ -238,7 +239,7 @@ impl HttpsServer {
                     return None;
                 }
             }
-            slot.handshake_complete(Instant::now());
+            slot.handshake_complete(clock::now());
         }
         drop(handshake);
         if !service.credentials.is_identity(&certificate) {
@@ -355,7 +356,7 @@ impl HttpsServer {
         if self.service.now().credentials.is_identity(certificate) {
             slot.set_proven();
         } else {
-            slot.handshake_complete(Instant::now());
+            slot.handshake_complete(clock::now());
         }
         certificate.follow().await
     }

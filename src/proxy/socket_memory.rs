@@ -26,12 +26,13 @@ use std::os::fd::RawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use slab::Slab;
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
+use crate::net::clock;
 use crate::net::sockets::tcp_options::MIN_UNSENT;
 use crate::net::sockets::{queue_memory, tcp_options};
 use crate::observe::memory_budget::{Level, Shed, SourceMemory};
@@ -61,7 +62,7 @@ pub async fn run() {
         due.notified().await;
         loop {
             sleep(INTERVAL).await;
-            let (woken, is_empty) = TABLE.with_borrow_mut(|table| table.measure(Instant::now()));
+            let (woken, is_empty) = TABLE.with_borrow_mut(|table| table.measure(clock::now()));
             woken.into_iter().for_each(Waker::wake);
             if is_empty {
                 break;
@@ -179,7 +180,7 @@ impl SocketMemory {
                 return;
             }
             if bytes > 0 || socket.blocked_since.is_none() {
-                socket.blocked_since = Some(Instant::now());
+                socket.blocked_since = Some(clock::now());
             }
             match &mut entry.task {
                 Some(known) => known.clone_from(task),

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Wake;
 
 use super::*;
+use crate::net::clock;
 use crate::net::sockets::listening::listen;
 use crate::net::sockets::tcp_options::MAX_UNSENT;
 use crate::observe::MemoryBudget;
@@ -57,7 +58,7 @@ fn blocked_socket_is_charged_until_its_bytes_are_taken() {
     let written = fill(&accepted);
     memory.record_write(Peer::Client, written, true, Waker::noop());
     assert!(memory.is_client_blocked());
-    assert_eq!(measure(Instant::now()), (0, false));
+    assert_eq!(measure(clock::now()), (0, false));
     let held = budget.used_for(MemoryKind::Sockets);
     assert!((64 << 10..MIB).contains(&held), "{held}");
     // All bytes have arrived once the socket is empty; the kernel delivers them as the client reads.
@@ -66,7 +67,7 @@ fn blocked_socket_is_charged_until_its_bytes_are_taken() {
     }
     memory.record_write(Peer::Client, 1, false, Waker::noop());
     assert!(!memory.is_client_blocked());
-    assert_eq!(measure(Instant::now()), (0, true));
+    assert_eq!(measure(clock::now()), (0, true));
     assert_eq!(budget.used(), 0);
 }
 
@@ -78,10 +79,10 @@ fn written_bytes_are_charged_although_the_receiver_accepts_more() {
     fill(&accepted);
     let memory = SocketMemory::new(accepted.as_raw_fd(), budget.source(1), MAX_UNSENT);
     memory.record_write(Peer::Client, MIN_WRITTEN - 1, false, Waker::noop());
-    assert_eq!(measure(Instant::now()), (0, true), "little was written");
+    assert_eq!(measure(clock::now()), (0, true), "little was written");
     assert_eq!(budget.used(), 0);
     memory.record_write(Peer::Client, 1, false, Waker::noop());
-    assert_eq!(measure(Instant::now()), (0, false));
+    assert_eq!(measure(clock::now()), (0, false));
     assert!(budget.used() > 0);
     drop((memory, client));
     assert_eq!(budget.used(), 0, "the charge ends with the connection");
@@ -95,15 +96,15 @@ fn queues_are_bounded_while_memory_is_short() {
     memory.record_read(Peer::Client, true);
     let other = budget.source(1).charge(MemoryKind::Flows, 300 << 10);
     assert!(memory.level() >= Level::High);
-    assert_eq!(measure(Instant::now()), (0, false), "an unread socket stays due");
+    assert_eq!(measure(clock::now()), (0, false), "an unread socket stays due");
     let written = fill(&client);
-    measure(Instant::now());
+    measure(clock::now());
     let held = budget.used_for(MemoryKind::Sockets);
     // One more packet may arrive at the limit; packets on loopback have 64 KiB.
     assert!((1..3 * MAX_RECEIVED).contains(&held), "{held}");
     drop(other);
     empty(&accepted);
-    measure(Instant::now());
+    measure(clock::now());
     assert_eq!(memory.level(), Level::Free);
     let unsent = socket2::SockRef::from(&accepted).tcp_notsent_lowat().unwrap();
     assert_eq!(unsent, MAX_UNSENT, "the bounds are removed");
@@ -119,7 +120,7 @@ fn connection_that_is_blocked_for_two_seconds_is_shed_only_while_memory_is_short
     let memory = SocketMemory::new(accepted.as_raw_fd(), budget.source(1), MAX_UNSENT);
     let task = Arc::new(Task::default());
     memory.record_write(Peer::Client, 0, true, &Waker::from(Arc::clone(&task)));
-    let start = Instant::now();
+    let start = clock::now();
     assert_eq!(measure(start + MAX_BLOCKED * 2), (0, false));
     assert!(!memory.is_shed(), "memory is not short");
     let last_shed = Rc::<Cell<Option<Shed>>>::default();
@@ -155,7 +156,7 @@ fn largest_blocked_connections_are_shed_when_the_share_is_used_up() {
     };
     let empty = connection(false);
     let full = connection(true);
-    let now = Instant::now();
+    let now = clock::now();
     let _other = budget.source(1).charge(MemoryKind::Flows, 540 << 10);
     measure(now);
     assert!(!full.0.is_shed(), "its client may be about to read");
@@ -174,7 +175,7 @@ fn both_sockets_of_a_flow_are_charged() {
     fill(&client);
     fill(&endpoint);
     memory.record_read(Peer::Client, true);
-    measure(Instant::now());
+    measure(clock::now());
     let held = |socket: &TcpStream| queue_memory::read(socket).unwrap().total();
     let both = held(&from_client) + held(&to_endpoint);
     assert_eq!(budget.used_for(MemoryKind::Sockets), both);

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use tokio::net::TcpStream;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use super::client_socket::ClientSocket;
 use super::client_stream::{ClientStream, StallTimeout, accept_tls};
@@ -14,6 +14,7 @@ use super::connection_slots::ConnectionSlot;
 use super::handshake_queue::{HandshakeQueue, HandshakeTurn};
 use super::listener_service::ListenerService;
 use super::{accept, handshake_memory};
+use crate::net::clock;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::tls::serving::{self, ServingTls};
 use crate::net::tls::tls_error::describe_handshake_error;
@@ -85,7 +86,7 @@ impl TlsHandshake<'_> {
         if !socket.has_bytes().await? {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        slot.handshake_begun(Instant::now());
+        slot.handshake_begun(clock::now());
         let turn = self.queue.turn(source).await;
         let Some(charge) = handshake_memory::charge(&memory) else {
             accept::report_no_memory(self.listener, source, self.warnings);

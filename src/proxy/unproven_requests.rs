@@ -8,15 +8,16 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 use tokio::task::spawn_local;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{sleep_until, timeout};
 
 use super::fair_queue::{Arrival, Ended, FairQueue, QueueLimits, Started};
 use super::proven_tokens::TokenKey;
 use super::status_error::StatusError;
+use crate::net::clock;
 use crate::net::sockets::source::Source;
 use crate::observe::memory_budget::Shed;
 use crate::observe::{MemoryBudget, RateLimitedWarnings};
@@ -124,7 +125,7 @@ impl UnprovenRequests {
     ) -> Result<Option<Rc<UnprovenRequest>>, StatusError> {
         let id = self.next_id.replace(self.next_id.get() + 1);
         let favored = !record.rejected.get() && record.open.get() < MAX_FAVORED;
-        let arrival = self.queue.borrow_mut().arrive(source, id, favored, Instant::now());
+        let arrival = self.queue.borrow_mut().arrive(source, id, favored, clock::now());
         match arrival {
             Arrival::Waits => {}
             // Its sender is dropped, which refuses it.
@@ -162,7 +163,7 @@ impl UnprovenRequests {
 
     /// Starts the requests that may start, and sets the timer for the next one.
     fn start_due(&self) {
-        let now = Instant::now();
+        let now = clock::now();
         loop {
             let started = self.queue.borrow_mut().start_next(now);
             let Some(Started { id, source, apart }) = started else { break };
@@ -185,7 +186,7 @@ impl UnprovenRequests {
         self.timer.set(Some(at));
         let this = self.this.clone();
         spawn_local(async move {
-            sleep_until(at).await;
+            sleep_until(at.into()).await;
             if let Some(this) = this.upgrade() {
                 this.start_due();
             }
@@ -213,7 +214,7 @@ impl UnprovenRequest {
         if self.is_sent.replace(true) {
             return;
         }
-        self.requests.queue.borrow_mut().sent(self.id, Instant::now());
+        self.requests.queue.borrow_mut().sent(self.id, clock::now());
         if !self.requests.waiting.borrow().is_empty() {
             // A waiting request may start when the response is late.
             self.requests.start_due();
@@ -234,7 +235,7 @@ impl UnprovenRequest {
 impl Drop for UnprovenRequest {
     fn drop(&mut self) {
         let requests = &self.requests;
-        let now = Instant::now();
+        let now = clock::now();
         if requests.queue.borrow_mut().end(self.source, self.id, self.ended.get(), now) {
             let line = format!("{} slowed because the apiserver rejects them", requests.subject);
             requests.warnings.warn(&line, format_args!("source {}", self.source));
@@ -267,12 +268,12 @@ mod tests {
         let test = async {
             let memory = MemoryBudget::new(1 << 20);
             let requests = UnprovenRequests::new(REQUEST_LIMITS, "requests", &memory);
-            let begin = Instant::now();
+            let begin = clock::now();
             let mut others = Vec::new();
             for uid in 1..=4 {
                 others.extend(start(&requests, Source::User(uid), 32).await);
             }
-            assert_eq!((others.len(), begin.elapsed()), (128, Duration::ZERO));
+            assert_eq!((others.len(), clock::elapsed(begin)), (128, Duration::ZERO));
             let own = ConnectionRecord::default().into();
             let waiting = requests.admit(Source::User(5), &own, None);
             let sending = async {
@@ -287,11 +288,11 @@ mod tests {
             };
             let (fifth, ()) = tokio::join!(waiting, sending);
             assert!(fifth.is_ok_and(|request| request.is_some()));
-            let waited = begin.elapsed();
+            let waited = clock::elapsed(begin);
             assert!((1_000..1_010).contains(&waited.as_millis()), "{waited:?}");
             // The others have their limit.
             let more = requests.admit(Source::User(1), &own, None).await;
-            assert!(more.is_err() && begin.elapsed() >= waited + MAX_WAIT);
+            assert!(more.is_err() && clock::elapsed(begin) >= waited + MAX_WAIT);
         };
         LocalSet::new().run_until(test).await;
     }

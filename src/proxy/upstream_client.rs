@@ -8,18 +8,19 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use h2::RecvStream;
 use http::response;
 use tokio::task::{AbortHandle, spawn_local};
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use super::request_body::UploadTask;
 use super::retry_budget::RetryBudget;
 use super::unproven_requests::{REQUEST_LIMITS, UPGRADE_LIMITS, UnprovenRequests};
 use super::watch::limits::WatchLimits;
+use crate::net::clock;
 use crate::observe::{ByteBudget, Metrics, RateLimitedWarnings};
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState, Permit};
@@ -134,7 +135,7 @@ impl UpstreamClient {
         endpoint: &Arc<Endpoint>,
         pause: Duration,
     ) -> Vec<Arc<Endpoint>> {
-        let now = Instant::now();
+        let now = clock::now();
         let mut rejecting = self.rejecting.borrow_mut();
         rejecting.retain(|(other, until)| *until > now && !Arc::ptr_eq(other, endpoint));
         rejecting.push((Arc::clone(endpoint), now + pause));

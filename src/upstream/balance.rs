@@ -9,9 +9,7 @@
 //! Time and randomness are arguments, so thousands of nodes can be simulated.
 
 use std::cmp::Ordering;
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Time in which an old measurement loses 63 % of its weight.
 const DECAY: Duration = Duration::from_secs(10);
@@ -135,6 +133,7 @@ pub fn pick_by_share<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
     use std::collections::BinaryHeap;
 
     #[test]
@@ -251,7 +250,7 @@ mod tests {
 
     #[test]
     fn peak_ewma_follows_a_peak_at_once_and_decays() {
-        let start = Instant::now();
+        let start = clock::now();
         let mut ewma = PeakEwma::new(start);
         ewma.observe(Duration::from_millis(500), start);
         assert!(ewma.value(start) > 0.49);
@@ -267,7 +266,7 @@ mod tests {
     fn pick_by_simulated_nodes_gives_a_slow_server_fewer_requests() {
         let service = [0.005, 0.005, 0.025];
         let mut rng = fastrand::Rng::with_seed(42);
-        let start = Instant::now();
+        let start = clock::now();
         let mut nodes: Vec<[(usize, PeakEwma); 3]> =
             vec![std::array::from_fn(|_| (0, PeakEwma::new(start))); 1000];
         // (negative end, node, server, start); times in µs. The greatest element of the heap ends first.

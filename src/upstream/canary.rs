@@ -16,10 +16,9 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use tokio::time::Instant;
 
 use super::kubernetes_version::MinorVersion;
 use crate::config::Percent;
@@ -260,6 +259,7 @@ impl Canary {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
 
     fn endpoint(label: &str, minor: u16, all: u64, errors: u64) -> CanaryEndpoint {
         CanaryEndpoint {
@@ -316,7 +316,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn share_is_withdrawn_when_the_newest_version_fails_and_returns_after_10_minutes() {
         let canary = Canary::default();
-        let start = Instant::now();
+        let start = clock::now();
         let step = |at: u64, all: u64, errors: u64| {
             let endpoints = [endpoint("a", 37, all, errors), endpoint("b", 36, all * 9, 0)];
             canary.step(&endpoints, start + Duration::from_secs(at))
@@ -345,7 +345,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn errors_older_than_a_minute_do_not_withdraw_the_share() {
         let canary = Canary::default();
-        let start = Instant::now();
+        let start = clock::now();
         let mut errors = 0;
         for step in 0..100_u32 {
             // One error in 20 s: three in the window.
@@ -358,7 +358,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn another_version_ends_a_withdrawal_and_an_endpoint_out_of_service_does_not() {
         let canary = Canary::default();
-        let now = Instant::now();
+        let now = clock::now();
         canary.step(&[endpoint("a", 37, 0, 0), endpoint("b", 36, 0, 0)], now);
         let failing = [endpoint("a", 37, 10, 10), endpoint("b", 36, 90, 0)];
         assert!(matches!(canary.step(&failing, now), Some(CanaryChange::Withdrawn(_))));
@@ -376,7 +376,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn answers_before_an_endpoint_was_upgraded_do_not_count_for_its_new_version() {
         let canary = Canary::default();
-        let now = Instant::now();
+        let now = clock::now();
         // 1.36 has failed before the upgrade of `b`.
         canary.step(&[endpoint("a", 37, 0, 0), endpoint("b", 36, 100, 100)], now);
         let upgraded =

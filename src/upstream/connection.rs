@@ -21,12 +21,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Waker;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use h2::client::SendRequest;
 use tokio::sync::Notify;
-use tokio::time::Instant;
 
 pub use self::error_text::describe_h2_error;
 use self::lifecycle::ConnectionLifecycle;

@@ -18,13 +18,14 @@ use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
 use rustls::{AlertDescription, ClientConfig};
 use tokio::net::TcpStream;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use super::credentials::ClientTls;
 use super::endpoint::{ConnectFailure, ConnectFailureKind, ConnectTimeout, Endpoint};
 use super::receive_windows::ReceiveWindows;
+use crate::net::clock;
 use crate::net::frame_limiter::{FrameLimiter, PeerFrames};
 use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
@@ -256,7 +257,7 @@ async fn first_pong(
         .map_err(io::Error::other)?;
     let mut ping = h2.ping_pong().ok_or_else(|| io::Error::other("no PING handle"))?;
     ping.send_ping(Ping::opaque()).map_err(io::Error::other)?;
-    let pinged_at = Instant::now();
+    let pinged_at = clock::now();
     poll_fn(|cx| {
         match Pin::new(&mut h2).poll(cx) {
             Poll::Ready(Ok(())) => {
@@ -271,7 +272,7 @@ async fn first_pong(
         ping.poll_pong(cx).map_ok(|_| ()).map_err(io::Error::other)
     })
     .await?;
-    let rtt = pinged_at.elapsed();
+    let rtt = clock::elapsed(pinged_at);
     Ok(DialedConnection { send, h2, ping, max_streams, windows, uncork, frames, observer, rtt })
 }
 

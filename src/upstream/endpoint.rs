@@ -25,11 +25,10 @@ mod version;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use rustls::pki_types::ServerName;
 use tokio::sync::Notify;
-use tokio::time::Instant;
 
 use self::connect::ConnectBackoff;
 pub use self::connect::{ConnectFailure, ConnectFailureKind, ConnectTimeout, backoff};
@@ -45,6 +44,7 @@ use super::kubernetes_version::{MinorVersion, ServerVersion};
 use super::readyz::ReadyzCheck;
 use super::stats::{Ejection, EndpointStatus};
 use crate::config::EndpointAddress;
+use crate::net::clock;
 use crate::observe::events::{Change, EventKind};
 use crate::observe::utc::{Utc, wall_clock};
 use crate::observe::{EndpointMetrics, Loss, OpenStreams, StateGauge};
@@ -115,7 +115,7 @@ impl Endpoint {
             label: address.to_string().into(),
             server_name,
             metrics,
-            ping_grid: Instant::now(),
+            ping_grid: clock::now(),
             guarded: Mutex::new(Guarded {
                 health: EndpointHealth::default(),
                 backoff: ConnectBackoff::new(fastrand::f64()),
@@ -126,7 +126,7 @@ impl Endpoint {
                 gauge,
             }),
             state: AtomicU8::new(EndpointState::Connecting as u8),
-            slow_start: SlowStart::new(Instant::now()),
+            slow_start: SlowStart::new(clock::now()),
             statistics: EndpointStatistics::default(),
             version: EndpointVersion::default(),
             probe: ProbeSignals::default(),
@@ -279,7 +279,7 @@ impl Endpoint {
             reason: guarded.health.state().1.to_owned(),
             since: Utc(guarded.since).seconds(),
             last_ejection: guarded.last_ejection.clone(),
-            downtime_seconds: guarded.downtime.total(Instant::now()).as_secs_f64(),
+            downtime_seconds: guarded.downtime.total(clock::now()).as_secs_f64(),
             ejections: guarded.downtime.ejections,
             last_check: guarded.last_check.clone(),
             connections,
@@ -313,7 +313,7 @@ impl Endpoint {
         let Transition { from, to, reason, died, slow_start, is_fault } = &transition;
         guarded.since = wall_clock();
         let ejected = matches!(to, EndpointState::Ejected | EndpointState::NoH2);
-        guarded.downtime.record(ejected, Instant::now());
+        guarded.downtime.record(ejected, clock::now());
         if ejected {
             let at = Utc(guarded.since).seconds();
             guarded.last_ejection = Some(Ejection { at, reason: reason.clone() });
@@ -323,7 +323,7 @@ impl Endpoint {
             self.statistics.deaths.fetch_add(1, Ordering::Relaxed);
         }
         match to {
-            EndpointState::Ready => self.slow_start.ready(*slow_start, Instant::now()),
+            EndpointState::Ready => self.slow_start.ready(*slow_start, clock::now()),
             _ => self.slow_start.not_ready(),
         }
         self.state.store(*to as u8, Ordering::Relaxed);

@@ -21,9 +21,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::connection::{Connection, ConnectionState};
 use super::endpoint::{Endpoint, EndpointReadiness, EndpointState};
@@ -182,11 +180,12 @@ impl ActiveEvacuations {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
     use EndpointState::{Connecting, Degraded, Ejected, Leaving, NoH2, Ready, Suspect};
 
     #[test]
     fn decide_evacuates_by_the_table() {
-        let start = Instant::now();
+        let start = clock::now();
         let at = |second: u64| start + Duration::from_secs(second);
         let readiness = |state, failing_since: Option<u64>, last_ready_probe: Option<u64>| {
             let probe_failing_since = failing_since.map(at);
@@ -268,7 +267,7 @@ mod tests {
 
     #[test]
     fn decide_without_a_target_evacuates_nothing() {
-        let probe_failing_since = Some(Instant::now());
+        let probe_failing_since = Some(clock::now());
         let alone =
             EndpointReadiness { state: Degraded, probe_failing_since, last_ready_probe: None };
         assert_eq!(decide(&[alone]).count(), 0);

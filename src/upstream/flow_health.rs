@@ -48,9 +48,7 @@ mod check;
 mod correlated_loss;
 mod thresholds;
 
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 pub use self::check::FlowHealthCheck;
 pub use self::correlated_loss::CorrelatedLoss;

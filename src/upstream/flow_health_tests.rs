@@ -1,6 +1,7 @@
 //! The health of a flow under scripted TCP statistics.
 
 use super::*;
+use crate::net::clock;
 
 const SECOND: Duration = Duration::from_secs(1);
 const MS: Duration = Duration::from_millis(1);
@@ -13,7 +14,7 @@ fn death_of(
     wrote_at: Option<Duration>,
     kernel: impl Fn(Duration, u32) -> TcpInfo,
 ) -> Option<(Duration, FlowDeath)> {
-    let start = Instant::now();
+    let start = clock::now();
     let mut health = FlowHealth::new(start);
     let (mut at, mut requested, mut write) = (Duration::ZERO, 0, wrote_at);
     let (mut last_segment, mut segments_in) = (Duration::ZERO, 0);
@@ -237,7 +238,7 @@ fn closed_window_with_answered_probes_is_alive() {
 
 #[test]
 fn closed_window_tolerates_three_lost_probes_and_counts_refuted_suspicions() {
-    let start = Instant::now();
+    let start = clock::now();
     // One probe is sent each second, and every `n`th is answered.
     let answered = |n: u128, at: Duration| {
         let silent = Duration::from_millis((at.as_millis() % (n * 1000 + 1)) as u64);
@@ -289,7 +290,7 @@ fn flow_whose_unsent_bytes_netfilter_drops_is_dead() {
 
 #[test]
 fn late_check_gives_no_verdict() {
-    let start = Instant::now();
+    let start = clock::now();
     let mut health = FlowHealth::new(start);
     let lost = TcpInfo { probes: 30, ..idle_for(30 * SECOND) };
     assert!(matches!(
@@ -327,7 +328,7 @@ fn flow_whose_checks_are_always_late_is_still_found_dead() {
         (&sends, FlowDeath::Unacknowledged),
     ];
     for (case, (kernel, death)) in kernels.into_iter().enumerate() {
-        let start = Instant::now();
+        let start = clock::now();
         let mut health = FlowHealth::new(start);
         let mut at = Duration::ZERO;
         loop {
@@ -343,7 +344,7 @@ fn flow_whose_checks_are_always_late_is_still_found_dead() {
 
 #[test]
 fn late_check_withholds_verdicts_once_for_each_silence() {
-    let start = Instant::now();
+    let start = clock::now();
     let mut health = FlowHealth::new(start);
     let mut at = Duration::ZERO;
     for _ in 0..3 {
@@ -392,7 +393,7 @@ fn tunnel_is_dead_after_its_limit_of_silence() {
 
 #[test]
 fn late_answer_refutes_a_suspicion_once() {
-    let start = Instant::now();
+    let start = clock::now();
     let mut health = FlowHealth::new(start);
     let mut is_refuted_after = |silent: Duration, at: Duration| {
         let segments_in = at.saturating_sub(silent).as_millis() as u32;
@@ -407,7 +408,7 @@ fn late_answer_refutes_a_suspicion_once() {
 
 #[test]
 fn active_flow_is_checked_at_most_every_100_ms() {
-    let start = Instant::now();
+    let start = clock::now();
     let mut health = FlowHealth::new(start);
     let FlowDecision::CheckAgain { after, .. } =
         health.check(&idle_for(Duration::ZERO), &SERVER, start)
@@ -463,7 +464,7 @@ fn retransmitted_data_is_no_evidence_of_life() {
 
 #[test]
 fn correlated_loss_needs_three_stalled_flows_and_a_quarter_of_all() {
-    let now = Instant::now();
+    let now = clock::now();
     let is_path_broken = |stalled: usize, flows: usize| {
         let mut loss = CorrelatedLoss::default();
         (0..stalled).for_each(|_| loss.record_change(false, true));
@@ -497,7 +498,7 @@ fn idle_flows_on_a_lossy_path_stay_alive() {
     let mut deaths = |thresholds: &FlowThresholds, until_lossy: bool| {
         let (mut deaths, mut refuted) = (0, 0);
         for _ in 0..100 {
-            let start = Instant::now();
+            let start = clock::now();
             let mut health = FlowHealth::new(start);
             let mut peer = LossyPeer { rng: rng.fork(), ..LossyPeer::default() };
             let mut at = Duration::ZERO;

@@ -37,9 +37,7 @@ mod silence;
 mod state;
 mod thresholds;
 
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 pub use self::rtt::Rtt;
 use self::silence::{Silence, window_answers_probes};

@@ -1,10 +1,9 @@
 //! The health of a connection under scripted time: its decisions and their times.
 
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::*;
+use crate::net::clock;
 
 const RTT: Duration = Duration::from_millis(1);
 
@@ -53,7 +52,7 @@ impl Simulation {
     }
 
     fn with_first_rtt(first_rtt: Duration) -> Self {
-        let start = Instant::now();
+        let start = clock::now();
         let limits = Thresholds {
             ping_interval: ms(1000),
             suspect_after: None,
@@ -681,7 +680,7 @@ fn drain_takes_precedence_over_a_pong() {
 
 #[test]
 fn pings_of_connections_with_one_grid_are_due_at_the_same_times() {
-    let grid = Instant::now();
+    let grid = clock::now();
     // Milliseconds since the grid's begin: when a PONG arrives, and when the next PING is due.
     for (pong, due) in
         [(0, 1000), (1, 1000), (120, 1000), (499, 1000), (500, 1500), (730, 1500), (90_001, 91_000)]
@@ -698,7 +697,7 @@ fn pings_of_connections_with_one_grid_are_due_at_the_same_times() {
 
 #[test]
 fn next_ping_is_due_after_half_of_the_interval_at_the_earliest() {
-    let grid = Instant::now();
+    let grid = clock::now();
     for interval in [1, 2, 3, 7, 1000, 3333] {
         let limits = Thresholds {
             ping_interval: ms(interval),

@@ -15,7 +15,7 @@ use hyper::ext::on_informational;
 use hyper_util::rt::TokioIo;
 use tokio::sync::Notify;
 use tokio::task::{JoinHandle, JoinSet, spawn_local};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::sleep_until;
 
 use super::credentials::CredentialClass;
 use super::dial::{UpstreamStream, dial_http1};
@@ -24,6 +24,7 @@ use super::flow_health::FlowHealthCheck;
 use super::pool::{UNAVAILABLE_AFTER, Unavailable};
 use super::shared::Upstream;
 use super::version_preference::PreferredVersions;
+use crate::net::clock;
 use crate::net::sockets::tracked_stream::StreamObserver;
 use crate::net::sockets::tunnel_stream::TunnelStream;
 use crate::net::tls::certificate::Subject;
@@ -73,7 +74,7 @@ pub async fn open(
     drop(config);
     // Without a usable endpoint the client receives its error as soon as for any other request.
     let limit = if upstream.is_usable() { base } else { base.min(UNAVAILABLE_AFTER) };
-    let deadline = Instant::now() + limit;
+    let deadline = clock::now() + limit;
     let mut candidates: Vec<_> = upstream
         .endpoints()
         .iter()
@@ -104,14 +105,14 @@ pub async fn open(
             break;
         }
         let more = candidates.len() > 0;
-        let next = if more { deadline.min(Instant::now() + NEXT_AFTER) } else { deadline };
+        let next = if more { deadline.min(clock::now() + NEXT_AFTER) } else { deadline };
         tokio::select! {
             Some(done) = attempts.join_next() => match done {
                 Ok(Ok(connection)) => return Ok(connection),
                 Ok(Err(reason)) => reasons.push(reason),
                 Err(error) => reasons.push(error.to_string()),
             },
-            () = sleep_until(next) => if Instant::now() >= deadline {
+            () = sleep_until(next.into()) => if clock::now() >= deadline {
                 reasons.push(format!("no connection within {limit:?}"));
                 break;
             },
@@ -132,7 +133,7 @@ fn record_failure(endpoint: &Endpoint, failure: ConnectFailure) -> String {
     if matches!(endpoint.state(), EndpointState::Ejected | EndpointState::NoH2) {
         endpoint.count_connect_failure(&failure);
     } else {
-        endpoint.connect_failed(failure, Instant::now());
+        endpoint.connect_failed(failure, clock::now());
     }
     reason
 }
@@ -179,7 +180,7 @@ impl Http1Connection {
             tunnel_dead_after: self.tunnel_dead_after,
         };
         let driver = Http1Driver { task: spawn_local(drive(connection, flow.clone())), flow };
-        let sent = Instant::now();
+        let sent = clock::now();
         let response = tokio::select! {
             biased;
             response = sender.send_request(request) => response,

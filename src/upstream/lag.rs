@@ -17,9 +17,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Interval of the observations.
 pub const TICK: Duration = Duration::from_millis(250);
@@ -248,6 +246,7 @@ pub fn current_of_too_large(body: &[u8]) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
 
     fn view(version: u64, raised_at: Instant, reference: (u64, Instant)) -> ResourceView {
         let (reference, at) = reference;
@@ -271,7 +270,7 @@ mod tests {
             (9, 45, true, None),
             (1, 0, true, None),
         ] {
-            let start = Instant::now();
+            let start = clock::now();
             let mut pace = DeliveryPace::default();
             let mut own = (1, start);
             let found = (1..100).find(|&tick: &u32| {
@@ -288,7 +287,7 @@ mod tests {
 
     #[test]
     fn expectations_name_a_version_that_was_not_reached_in_time() {
-        let start = Instant::now();
+        let start = clock::now();
         let at = |ms| start + Duration::from_millis(ms);
         let mut expectations = Expectations::default();
         let mut observe = |own, reference, ms| {
@@ -312,7 +311,7 @@ mod tests {
 
     #[test]
     fn lag_reason_tells_an_old_cache_from_another_etcd() {
-        let start = Instant::now();
+        let start = clock::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let expected =
             Expected { resource: "pods".into(), version: 99, shown_by: "b".into(), at: start };

@@ -12,9 +12,7 @@
 //! | one became usable less than [`RESTART_TIME`] after the outage began | ends: no apiserver starts that fast, so only connections were lost |
 //! | one has been usable for [`UNREADY_LIMIT`] | ends: waiting longer could do more harm than 403 responses |
 
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 /// An endpoint that is usable again within this time was not restarted: kube-apiserver takes 3 s or more
 /// to start.
@@ -73,6 +71,7 @@ impl Outage {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
     use Reachability::{Ready, Unreachable, Unready};
 
     #[test]
@@ -95,7 +94,7 @@ mod tests {
                 (16_999, Unready, true),
             ],
         ] {
-            let start = Instant::now();
+            let start = clock::now();
             let mut outage = Outage::default();
             let mut was_active = false;
             for &(ms, reachability, active) in steps {

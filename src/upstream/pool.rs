@@ -22,10 +22,10 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::sleep_until;
 
 pub(super) use self::acquire::UNAVAILABLE_AFTER;
 pub use self::class::ClassPool;
@@ -41,6 +41,7 @@ use super::health::ConnectionState;
 use super::outage::{Outage, READY_FOR, Reachability};
 use super::shared::Upstream;
 use super::version_preference::keep_both_sides;
+use crate::net::clock;
 
 /// Number of endpoints to which a class other than a configured identity keeps connections. After the loss
 /// of two, one is left.
@@ -128,7 +129,7 @@ impl Pool {
     pub fn class(&self, class: CredentialClass) -> Rc<ClassPool> {
         let mut classes = self.classes.borrow_mut();
         Rc::clone(
-            classes.entry(class).or_insert_with(|| Rc::new(ClassPool::new(class, Instant::now()))),
+            classes.entry(class).or_insert_with(|| Rc::new(ClassPool::new(class, clock::now()))),
         )
     }
 
@@ -157,12 +158,12 @@ impl Pool {
     pub async fn run(this: Rc<Self>) {
         loop {
             let changed = Rc::clone(&this.changed);
-            let tick = Instant::now() + TICK.mul_f64(0.75 + fastrand::f64() / 2.0);
+            let tick = clock::now() + TICK.mul_f64(0.75 + fastrand::f64() / 2.0);
             let wake_at = this.wake_at.take().map_or(tick, |wake_at| wake_at.min(tick));
             tokio::select! {
                 () = changed.notified() => {}
                 () = this.upstream.endpoints_changed() => {}
-                () = sleep_until(wake_at) => {}
+                () = sleep_until(wake_at.into()) => {}
             }
             this.maintain();
             this.serve_waiters();
@@ -189,7 +190,7 @@ impl Pool {
         }
         #[cfg(test)]
         self.maintenance_runs.set(self.maintenance_runs.get() + 1);
-        let now = Instant::now();
+        let now = clock::now();
         let endpoints = self.upstream.endpoints();
         let none_usable = !endpoints.iter().any(|endpoint| endpoint.is_usable());
         self.update_outage(&endpoints, none_usable, now);
@@ -365,7 +366,7 @@ impl Pool {
     fn dial(&self, class: &Rc<ClassPool>, endpoint: &Arc<Endpoint>, tls: &Arc<ClientTls>) {
         let Some(pool) = self.this.upgrade() else { return };
         let (class, endpoint, tls) = (Rc::clone(class), Arc::clone(endpoint), Arc::clone(tls));
-        class.connect_started(&endpoint.label, Instant::now());
+        class.connect_started(&endpoint.label, clock::now());
         tokio::task::spawn_local(async move {
             let config = pool.upstream.config();
             let limit = endpoint.connect_timeout(config.health.connect_timeout);
@@ -390,7 +391,7 @@ impl Pool {
                     }
                     class.connections.borrow_mut().push(connection);
                 }
-                Err(failure) => endpoint.connect_failed(failure, Instant::now()),
+                Err(failure) => endpoint.connect_failed(failure, clock::now()),
             }
             pool.changed.notify_one();
         });

@@ -23,9 +23,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::connection::Connection;
 use super::endpoint::Endpoint;

@@ -11,9 +11,10 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use tokio::time::Instant;
+use std::time::Instant;
 
 use super::endpoint::{Endpoint, EndpointState};
+use crate::net::clock;
 
 /// Maximum number of resources of an upstream. A cluster with many custom resources has some hundred.
 const MAX_RESOURCES: usize = 1024;
@@ -80,7 +81,7 @@ impl ResourceVersions {
         let name: Arc<str> = name.into();
         let record = Arc::new(ResourceRecord {
             name: Arc::clone(&name),
-            epoch: Instant::now(),
+            epoch: clock::now(),
             endpoints: Mutex::default(),
         });
         records.insert(name, Arc::clone(&record));
@@ -241,7 +242,7 @@ mod tests {
         let (a, b) = (endpoint("10.0.0.1"), endpoint("10.0.0.2"));
         let shown = record.shown_by(&a);
         assert!(!record.has_reached(&a, 1) && !record.has_reached(&b, 1));
-        let start = Instant::now();
+        let start = clock::now();
         assert!(record.raise(&shown, 10, start + Duration::from_secs(1)));
         assert!(!record.raise(&shown, 9, start + Duration::from_secs(2)), "it only grows");
         assert!(record.raise(&record.shown_by(&a), 11, start + Duration::from_secs(3)));
@@ -291,7 +292,7 @@ mod tests {
             (0..2 * MAX_ENDPOINTS).map(|n| endpoint(&format!("10.0.0.{n}"))).collect();
         for endpoint in &endpoints {
             let shown = record.shown_by(endpoint);
-            record.raise(&shown, 1, Instant::now());
+            record.raise(&shown, 1, clock::now());
         }
         assert_eq!(record.endpoints_with_versions().len(), MAX_ENDPOINTS);
         drop(endpoints);

@@ -3,14 +3,14 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use tokio::time::Instant;
 
 use super::credentials::CredentialClass;
 use super::health::ConnectionState;
 use super::readyz::ReadyzCheck;
+use crate::net::clock;
 use crate::observe::history::RttQuantiles;
 
 /// Statistics of a connection, written by its worker and read by `/status`.
@@ -96,7 +96,7 @@ impl ConnectionStats {
             class,
             state: ConnectionState::ALL[usize::from(self.state.load(Ordering::Relaxed))].as_str(),
             local: self.local.map(|address| address.to_string()),
-            age_s: self.opened.elapsed().as_secs(),
+            age_s: clock::elapsed(self.opened).as_secs(),
             rtt_ms: self.rtt_micros.load(Ordering::Relaxed) as f64 / 1000.0,
             stream_window_bytes: self.stream_window.load(Ordering::Relaxed),
             streams: self.streams.load(Ordering::Relaxed),

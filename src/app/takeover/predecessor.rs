@@ -9,12 +9,13 @@ use std::time::Duration;
 use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
 
 use super::protocol::{
     self, Answer, LEFT, OWN, REPLY_TIMEOUT, REQUEST, REQUEST_IF_DRAINING, SERVING, read_line,
 };
 use crate::app::start_error::{OtherProcess, StartError};
+use crate::net::clock;
 use crate::net::process::descriptor_passing;
 use crate::net::process::inherited_sockets::InheritedSockets;
 use crate::observe::log::PidInLines;
@@ -87,7 +88,7 @@ pub fn request(path: &Path, request: Request) -> Result<Found, StartError> {
         if let Some((process, error, since)) = &asked
             && *process == pid
         {
-            if Instant::now() >= *since + ENDING {
+            if clock::now() >= *since + ENDING {
                 return Err(failed(error, OtherProcess::Unknown));
             }
             pause(ENDING_POLL);
@@ -98,7 +99,7 @@ pub fn request(path: &Path, request: Request) -> Result<Found, StartError> {
             Err(AskError::NoAnswer(error)) if is_timeout(&error) => return Ok(Found::Silent(pid)),
             Err(AskError::NoAnswer(error)) if is_close(&error) => {
                 let error = io::Error::other("the other process closed the connection");
-                asked = Some((pid, error, Instant::now()));
+                asked = Some((pid, error, clock::now()));
             }
             Err(AskError::NoAnswer(error)) => return Err(failed(&error, OtherProcess::Unknown)),
             Err(AskError::Answered(error)) => return Err(failed(&error, OtherProcess::Serves)),

@@ -8,15 +8,16 @@ use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::spawn_local;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{sleep, sleep_until};
 
 use crate::app::listener::BoundListener;
 use crate::app::sockets::SocketId;
+use crate::net::clock;
 use crate::proxy::drain::{self, DrainTrigger, DrainWatcher};
 use crate::proxy::https_server::HttpsServer;
 use crate::proxy::passthrough::forwarder::TcpForwarder;
@@ -42,12 +43,12 @@ pub struct DrainDeadline {
 impl DrainDeadline {
     /// The deadline of a drain that starts now. It is over early if `force` becomes true.
     pub fn new(timeout: Duration, force: watch::Receiver<bool>) -> Self {
-        Self { start: Instant::now(), timeout, force }
+        Self { start: clock::now(), timeout, force }
     }
 
     /// Time since the start of the drain.
     pub fn elapsed(&self) -> Duration {
-        self.start.elapsed()
+        clock::elapsed(self.start)
     }
 
     pub fn timeout(&self) -> Duration {
@@ -56,7 +57,7 @@ impl DrainDeadline {
 
     /// Whether the deadline has passed.
     pub fn is_over(&self) -> bool {
-        self.is_forced() || Instant::now() >= self.start + self.timeout
+        self.is_forced() || clock::now() >= self.start + self.timeout
     }
 
     /// Whether the signal to close all connections was sent.
@@ -73,7 +74,7 @@ impl DrainDeadline {
             }
         };
         tokio::select! {
-            () = sleep_until(self.start + self.timeout) => {}
+            () = sleep_until((self.start + self.timeout).into()) => {}
             () = forced => {}
         }
     }
@@ -253,8 +254,8 @@ impl WorkerListener {
         }
         self.drain.force();
         self.watches.0.force();
-        let end = Instant::now() + CLOSE_TIMEOUT;
-        while self.server.connections() > 0 && Instant::now() < end {
+        let end = clock::now() + CLOSE_TIMEOUT;
+        while self.server.connections() > 0 && clock::now() < end {
             sleep(DRAIN_POLL).await;
         }
     }

@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
+use tokio::time::{MissedTickBehavior, interval, sleep_until};
 
 use super::debounce::Debouncer;
 use super::merge::{self, MergedEndpoints};
@@ -18,6 +18,7 @@ use super::state_writer::StateWriter;
 use super::{dns, file, slices, state_file};
 use crate::config::{self, EndpointAddress};
 use crate::control::endpoint_set::{EndpointSetWriter, EndpointSpec};
+use crate::net::clock;
 use crate::observe::utc::wall_clock;
 use crate::observe::{Liveness, LivenessMonitor};
 use crate::upstream::Upstream;
@@ -58,7 +59,7 @@ pub async fn run(upstream: Arc<Upstream>, shared: Arc<SharedContext>) {
         writer,
         debouncer: Debouncer::default(),
         rotation: fastrand::u64(..),
-        rotated_at: Instant::now(),
+        rotated_at: clock::now(),
         excess: 0,
         retained: 0,
         state_writer: StateWriter::default(),
@@ -194,11 +195,11 @@ impl DiscoveryController {
             tokio::select! {
                 () = self.states.changed() => {}
                 () = upstream.reconfigured() => self.configure(),
-                () = sleep_until(step_at.unwrap_or_else(Instant::now)), if step_at.is_some() => {}
+                () = sleep_until((step_at.unwrap_or_else(clock::now)).into()), if step_at.is_some() => {}
                 _ = ticks.tick() => {}
             }
             self.liveness.record_iteration();
-            step_at = self.step(Instant::now());
+            step_at = self.step(clock::now());
             while let Some(ended) = self.tasks.try_join_next() {
                 self.restart_ended(ended.err());
             }

@@ -11,9 +11,7 @@
 //! endpoint that flaps stays. Every other change is applied within 1.5 s.
 
 use std::collections::{HashMap, HashSet};
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::config::EndpointAddress;
 use crate::control::endpoint_set::EndpointSpec;
@@ -104,6 +102,7 @@ impl Debouncer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
 
     fn spec(host: &str) -> EndpointSpec {
         let address = EndpointAddress { host: host.into(), port: 1 };
@@ -129,7 +128,7 @@ mod tests {
                 debouncer: Debouncer::default(),
                 current: specs(current),
                 usable: usable.to_vec(),
-                start: Instant::now(),
+                start: clock::now(),
                 applied: 0,
             }
         }
@@ -242,7 +241,7 @@ mod tests {
     #[test]
     fn step_endpoint_becomes_fallback_is_applied_after_window() {
         let mut debouncer = Debouncer::default();
-        let now = Instant::now();
+        let now = clock::now();
         let current = [spec("a")];
         let usable = HashSet::from([spec("a").address]);
         let wanted = [spec("x"), EndpointSpec { fallback: true, ..spec("a") }];

@@ -16,17 +16,18 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 pub use self::lookup::ResolverFiles;
 use self::lookup::{LookupResult, TTL_MAX, TTL_MIN, look_up};
 use super::source_states::{Candidate, DiscoveredEndpoints, SourceAnswer, SourceStates};
 use crate::config::EndpointAddress;
 use crate::control::file_watch::{FileWatch, poll_ticks};
+use crate::net::clock;
 use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Number of TTLs for which a usable address is kept that responses omit.
@@ -118,7 +119,7 @@ impl DnsSource {
             let pause = {
                 let mut states = self.name_states.borrow_mut();
                 let state = states.entry(host.clone()).or_default();
-                apply_result(state, result, &mut failures, &usable, Instant::now())
+                apply_result(state, result, &mut failures, &usable, clock::now())
             };
             self.publish();
             tokio::select! {

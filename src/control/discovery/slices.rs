@@ -21,7 +21,7 @@ use kube::client::Body as KubeBody;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Client, Error as KubeError};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
 use tower::ServiceExt as _;
 
 use super::kubeconfig::{self, DiscoveryUser};
@@ -29,6 +29,7 @@ use super::objects::{ObjectStore, SERVICE, SERVICE_LABEL, WatchStartVersion, Wat
 use super::source_states::SourceStates;
 use super::transport::{Transport, TransportTask};
 use crate::control::file_watch::{FileWatch, poll_ticks};
+use crate::net::clock;
 use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Bounds of the pause after a failure.
@@ -175,7 +176,7 @@ async fn watch(
     let (label_selector, field_selector) = selectors(resource);
     let config = watcher::Config { label_selector, field_selector, ..watcher::Config::default() };
     let mut events = std::pin::pin!(watcher(api(client, resource), config));
-    let mut last_failure = Instant::now();
+    let mut last_failure = clock::now();
     // Whether the watcher lists, as at its start and after 410 Gone.
     let mut listing = true;
     loop {
@@ -195,7 +196,7 @@ async fn watch(
                 return states.fail(EndpointSource::Slices, &list_timed_out());
             }
         };
-        let stable = last_failure.elapsed() > STABLE_AFTER;
+        let stable = clock::elapsed(last_failure) > STABLE_AFTER;
         match event {
             Ok(event) => {
                 listing = matches!(event, Event::Init | Event::InitApply(_));
@@ -208,7 +209,7 @@ async fn watch(
             }
             Err(error) => {
                 *failures = if stable { 1 } else { failures.saturating_add(1) };
-                last_failure = Instant::now();
+                last_failure = clock::now();
                 states.fail(EndpointSource::Slices, &describe_watch(&error));
                 if needs_list(&error) || failures.is_multiple_of(RELIST_AFTER) {
                     return;

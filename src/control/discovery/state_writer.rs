@@ -5,11 +5,10 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use futures_util::FutureExt as _;
 use tokio::task::JoinHandle;
-use tokio::time::Instant;
 
 use super::source_states::SavedEndpoints;
 use super::state_file;

@@ -6,13 +6,14 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use tokio::task::{LocalSet, spawn_local};
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use super::controller::TICK;
 use super::source_states::{Candidate, SavedEndpoints};
 use super::{SharedContext, dns, run, state_file};
 use crate::config::{Discovery, EndpointAddress, Upstream, validate_text};
 use crate::control::endpoint_set;
+use crate::net::clock;
 use crate::observe::utc::wall_clock;
 use crate::observe::{LivenessMonitor, Metrics};
 use crate::upstream;
@@ -44,15 +45,15 @@ async fn run_1000_updates_during_an_endless_drain_applies_each_within_1500_ms() 
     }
     let applied = async || {
         let wanted = upstream.config().endpoints.clone();
-        let updated = Instant::now();
+        let updated = clock::now();
         loop {
             let set = Arc::clone(&upstream.endpoints());
             let has =
                 |address: &EndpointAddress| set.iter().any(|endpoint| endpoint.address == *address);
             if set.len() == wanted.len() && wanted.iter().all(has) {
-                return updated.elapsed();
+                return clock::elapsed(updated);
             }
-            assert!(updated.elapsed() <= LIMIT, "{wanted:?} is not applied");
+            assert!(clock::elapsed(updated) <= LIMIT, "{wanted:?} is not applied");
             sleep(Duration::from_millis(20)).await;
         }
     };
@@ -142,7 +143,7 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
 }
 
 fn new_connection() -> Arc<ConnectionStats> {
-    ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now())
+    ConnectionStats::new(CredentialClass::Anonymous, None, None, clock::now())
 }
 
 fn shared(state_dir: Option<PathBuf>) -> Arc<SharedContext> {

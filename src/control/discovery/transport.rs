@@ -12,7 +12,7 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use h2::RecvStream;
@@ -20,11 +20,12 @@ use http::{HeaderValue, Request, Response, header};
 use http_body::{Body, Frame};
 use kube::client::Body as KubeBody;
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{sleep_until, timeout};
 use tower::service_fn;
 use tower::util::BoxService;
 
 use super::kubeconfig::DiscoveryToken;
+use crate::net::clock;
 use crate::upstream::Upstream;
 use crate::upstream::connection::Permit;
 use crate::upstream::credentials::CredentialClass;
@@ -115,7 +116,7 @@ impl TransportTask {
         respond: oneshot::Sender<ResponseResult>,
     ) {
         let watch = request.uri().query().is_some_and(|query| query.contains("watch="));
-        sleep_until(self.rate.next_slot(Instant::now())).await;
+        sleep_until((self.rate.next_slot(clock::now())).into()).await;
         match self.send(request, watch).await {
             Err(error) => drop(respond.send(Err(error))),
             Ok((mut permit, response)) => {
@@ -165,7 +166,7 @@ impl TransportTask {
         let timed_out = |_| format!("no answer within {} s", HEAD_TIMEOUT.as_secs());
         let response =
             timeout(HEAD_TIMEOUT, response).await.map_err(timed_out)?.map_err(connection_lost)?;
-        permit.head_arrived(Instant::now());
+        permit.head_arrived(clock::now());
         Ok((permit, response))
     }
 
@@ -266,7 +267,7 @@ mod tests {
 
     #[test]
     fn next_slot_after_a_burst_allows_one_request_per_second() {
-        let (rate, start) = (RateLimit::default(), Instant::now());
+        let (rate, start) = (RateLimit::default(), clock::now());
         let at = |slot: Instant| slot.saturating_duration_since(start).as_secs();
         let slots: Vec<_> = (0..10).map(|_| at(rate.next_slot(start))).collect();
         assert_eq!(slots, [0, 0, 0, 0, 0, 0, 1, 2, 3, 4]);

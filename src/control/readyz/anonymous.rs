@@ -16,15 +16,16 @@
 //! late on a live connection.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{sleep, sleep_until};
 
 use super::connection::{ProbeConnection, connect, until_unusable};
 use super::reachability::ReachabilityCheck;
 use super::request::{ReadyzResult, request_probes_of_others, send_probe};
 use super::schedule::{ResultStreak, anonymous_pause};
 use super::version::VersionReader;
+use crate::net::clock;
 use crate::observe::utc::wall_clock;
 use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
@@ -77,16 +78,16 @@ impl AnonymousProber {
             tokio::select! {
                 () = until_unusable(&current) => return current,
                 () = sleep(CREDENTIAL_CHECK) => {}
-                () = sleep_until(self.next_probe) => {}
+                () = sleep_until(self.next_probe.into()) => {}
             }
             if upstream.has_probe_credential() {
                 return current;
             }
             // A suspect connection is not replaced before it is live again or dead.
-            if Instant::now() >= self.next_probe && current.state() == ConnectionState::Live {
+            if clock::now() >= self.next_probe && current.state() == ConnectionState::Live {
                 let config = Arc::clone(&upstream.config());
                 self.next_probe =
-                    Instant::now() + anonymous_pause(&config.health.readyz, fastrand::f64());
+                    clock::now() + anonymous_pause(&config.health.readyz, fastrand::f64());
                 let Some(new) = connect(upstream, endpoint, reachability).await else { continue };
                 reachability.set_connection(&new);
                 let previous = std::mem::replace(&mut current, new);
@@ -107,7 +108,7 @@ impl AnonymousProber {
     ) {
         let config = Arc::clone(&upstream.config());
         let config = &config.health.readyz;
-        let sent_at = Instant::now();
+        let sent_at = clock::now();
         // The apiserver sends GOAWAY after the first of the two, and answers both.
         let mut version = VersionReader::default();
         let (result, ()) = tokio::join!(

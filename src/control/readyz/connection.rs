@@ -4,9 +4,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use super::reachability::{PROBE_STREAMS, ReachabilityCheck};
+use crate::net::clock;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::CredentialClass;
@@ -62,7 +63,7 @@ pub async fn connect(
     reachability: &ReachabilityCheck,
 ) -> Option<ProbeConnection> {
     let tls = upstream.credentials.tls(CredentialClass::Probe)?;
-    if !endpoint.claim_connect_attempt(!upstream.is_usable(), Instant::now()) {
+    if !endpoint.claim_connect_attempt(!upstream.is_usable(), clock::now()) {
         sleep(RECONNECT_CHECK).await;
         return None;
     }
@@ -87,7 +88,7 @@ pub async fn connect(
             None
         }
         Err(failure) => {
-            endpoint.connect_failed(failure, Instant::now());
+            endpoint.connect_failed(failure, clock::now());
             None
         }
     }

@@ -5,14 +5,15 @@ use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::FutureExt as _;
 use futures_util::future::LocalBoxFuture;
 use http::StatusCode;
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::request::fetch;
+use crate::net::clock;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeTrigger};
@@ -70,7 +71,7 @@ impl LagCheck {
                 }
                 _ = ticks.tick() => {}
             }
-            let (views, now) = (views(upstream, endpoint), Instant::now());
+            let (views, now) = (views(upstream, endpoint), clock::now());
             if pace.observe(&views, now) {
                 endpoint.probe.request(ProbeTrigger::PassiveEvidence);
             }
@@ -130,7 +131,7 @@ impl Inquiry {
         upstream: &Upstream,
         endpoint: &Arc<Endpoint>,
     ) {
-        let now = Instant::now();
+        let now = clock::now();
         let resource = Arc::clone(&expected.resource);
         let changed = match (answer, &mut self.lag) {
             (Answer::Behind(current), None) => {
@@ -282,7 +283,7 @@ mod tests {
 
     #[test]
     fn questions_about_one_resource_do_not_delay_those_about_another() {
-        let start = Instant::now();
+        let start = clock::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let view = |resource: &str| ResourceView {
             resource: resource.into(),

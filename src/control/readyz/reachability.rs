@@ -16,11 +16,12 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{sleep, sleep_until};
 
+use crate::net::clock;
 use crate::net::sockets::connector::Connector;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
@@ -136,7 +137,7 @@ impl ReachabilityCheck {
         let Some(tls) = upstream.credentials.tls(CredentialClass::Probe) else { return };
         let connector = upstream.connector();
         let mut handshake = std::pin::pin!(handshake(&connector, endpoint, &tls));
-        let mut detector = SilenceDetector::new(Instant::now());
+        let mut detector = SilenceDetector::new(clock::now());
         let mut reported = false;
         loop {
             tokio::select! {
@@ -149,9 +150,9 @@ impl ReachabilityCheck {
                     return;
                 }
                 () = self.changed.notified() => {}
-                () = sleep_until(detector.check_at) => {}
+                () = sleep_until(detector.check_at.into()) => {}
             }
-            let now = Instant::now();
+            let now = clock::now();
             if suspect.state() == ConnectionState::Live {
                 return endpoint.observe(Observation::Responsive);
             }
@@ -233,7 +234,7 @@ mod tests {
     /// is suspended for `paused` after that, and then makes each check `late` after it is due. Returns the
     /// time from the suspicion to the verdict.
     fn time_to_verdict(paused: Duration, late: Duration) -> Option<Duration> {
-        let suspected = Instant::now() + Duration::from_secs(1);
+        let suspected = clock::now() + Duration::from_secs(1);
         let last_received = suspected - Duration::from_secs(1);
         let mut detector = SilenceDetector::new(suspected);
         let mut now = suspected + paused;

@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::{HeaderValue, Request, StatusCode, header};
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use crate::config::Readyz;
+use crate::net::clock;
 use crate::observe::utc::{Utc, wall_clock};
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
@@ -42,7 +43,7 @@ pub async fn send_probe(
     token: Option<HeaderValue>,
     with_livez: bool,
 ) -> ReadyzResult {
-    let (at, started) = (Utc(wall_clock()).seconds(), Instant::now());
+    let (at, started) = (Utc(wall_clock()).seconds(), clock::now());
     let (code, result) = if with_livez && config.path != LIVEZ {
         let (ready, live) = tokio::join!(
             ask(connection, &config.path, config.timeout, token.clone()),
@@ -62,7 +63,7 @@ pub async fn send_probe(
         ReadyzResult::NotReady(why) => Some(why.clone()),
         ReadyzResult::ConnectionLost => Some("connection lost".to_owned()),
     };
-    let duration_ms = started.elapsed().as_micros() as f64 / 1000.0;
+    let duration_ms = clock::elapsed(started).as_micros() as f64 / 1000.0;
     connection.endpoint.record_check(ReadyzCheck { at, duration_ms, code, error });
     result
 }
@@ -70,7 +71,7 @@ pub async fn send_probe(
 /// Records that a probe of `endpoint` failed or is overdue. If the probe before it was successful, also
 /// requests a probe of every other endpoint, because watches may soon have to move to one of them.
 pub fn request_probes_of_others(upstream: &Upstream, endpoint: &Arc<Endpoint>) {
-    if !endpoint.note_probe_failing(Instant::now()) {
+    if !endpoint.note_probe_failing(clock::now()) {
         return;
     }
     for other in upstream.endpoints().iter().filter(|other| !Arc::ptr_eq(other, endpoint)) {
@@ -123,10 +124,10 @@ pub async fn fetch(
     if let Some(token) = token {
         headers.insert(header::AUTHORIZATION, token);
     }
-    let mut permit = connection.reserve(false, Instant::now());
+    let mut permit = connection.reserve(false, clock::now());
     let (response, _) = permit.open(request, true)?;
     let response = response.await?;
-    permit.head_arrived(Instant::now());
+    permit.head_arrived(clock::now());
     let status = response.status();
     let mut recv = response.into_body();
     let mut body = BytesMut::new();

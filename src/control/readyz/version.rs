@@ -4,13 +4,14 @@
 //! first `/readyz` on a connection, before its result counts: an apiserver that has been upgraded is not ready before
 //! its new version is known. By default every user may read it, also an anonymous one (`system:public-info-viewer`).
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::{HeaderValue, StatusCode};
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use super::connection::ProbeConnection;
 use super::request::fetch;
+use crate::net::clock;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::kubernetes_version::ServerVersion;
 
@@ -41,7 +42,7 @@ impl VersionReader {
         token: Option<HeaderValue>,
         limit: Duration,
     ) {
-        let now = Instant::now();
+        let now = clock::now();
         if self.next.is_some_and(|next| now < next) {
             return;
         }

@@ -25,9 +25,10 @@
 //!
 //! Acknowledgements are not counted; jackstay sends no more than it wants acknowledged.
 
-use tokio::time::Instant;
+use std::time::Instant;
 
 use super::super::http2_frames::{ACK, END_STREAM, FrameHeader, frame_type};
+use crate::net::clock;
 
 /// Frames that have a common budget. Also the value of a metric's label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -143,7 +144,7 @@ impl Budgets {
             F::Other,
         ];
         let left = all.map(|frame| (frame.rate(max_streams).0, 0));
-        Self { peer, max_streams, created: Instant::now(), left }
+        Self { peer, max_streams, created: clock::now(), left }
     }
 
     /// Takes one frame of the budget. False if it is used up. Only then the clock is read.
@@ -151,7 +152,7 @@ impl Budgets {
         let (left, added) = &mut self.left[frame as usize];
         if *left == 0 {
             let (burst, per_second) = frame.rate(self.max_streams);
-            let now = self.created.elapsed().as_millis() as u64;
+            let now = clock::elapsed(self.created).as_millis() as u64;
             let gained = now.saturating_sub(*added) * u64::from(per_second) / 1_000;
             if gained == 0 {
                 return false;

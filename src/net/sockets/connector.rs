@@ -11,12 +11,12 @@ use std::io;
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::net::TcpStream;
-use tokio::time::Instant;
 
 use super::tcp_options;
+use crate::net::clock;
 
 /// How long a connection is remembered. An intercepted connection arrives at the listener at once. If one is
 /// missed, the next connection of the loop is detected.
@@ -106,7 +106,7 @@ fn lock(recent: &Mutex<VecDeque<OwnConnection>>) -> MutexGuard<'_, VecDeque<OwnC
 }
 
 fn remember(recent: &mut VecDeque<OwnConnection>, from: SocketAddr, to: SocketAddr) {
-    let opened = Instant::now();
+    let opened = clock::now();
     let is_expired = |own: &OwnConnection| opened.duration_since(own.opened) > REMEMBERED;
     while recent.front().is_some_and(is_expired) || recent.len() >= MAX_REMEMBERED {
         recent.pop_front();

@@ -26,13 +26,14 @@ use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
 use tokio::task::spawn_blocking;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use self::lane::{Lane, LanePermit};
 use super::ca_bundle::CaBundle;
 use super::certificate;
 use super::pem_files::LoadedCa;
 use super::tls_error;
+use crate::net::clock;
 
 /// Maximum of certificates in a chain: a leaf and five CAs. Usual chains have one to three.
 pub const MAX_CERTIFICATES: usize = 6;
@@ -266,10 +267,10 @@ impl VerificationSlot {
     pub async fn verify(&mut self, chain: &Arc<ClientChain>, ca: &Arc<ClientCa>) -> ChainVerdict {
         #[allow(clippy::disallowed_methods)] // `net` cannot import the wall clock of `observe`
         let now = seconds(SystemTime::now());
-        let started = Instant::now();
+        let started = clock::now();
         let (job_chain, job_ca) = (Arc::clone(chain), Arc::clone(ca));
         let done = spawn_blocking(move || job_chain.verify(&job_ca, now)).await;
-        self.duration = started.elapsed();
+        self.duration = clock::elapsed(started);
         let verdict = done.unwrap_or_else(|error| ChainVerdict {
             generation: ca.generation,
             from: now,

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::registry::MAX_CLOSING;
 use super::*;
+use crate::net::clock;
 
 const A: Source = Source::User(1);
 const B: Source = Source::User(2);
@@ -20,7 +21,7 @@ impl Rig {
     fn new(slots: usize, has_identities: bool) -> Self {
         let limit = SlotLimit { slots, has_identities, handed_over: 0 };
         let slots = Rc::<ConnectionSlots>::default();
-        Self { slots, limit, start: Instant::now(), open: Vec::new() }
+        Self { slots, limit, start: clock::now(), open: Vec::new() }
     }
 
     /// Opens a connection at this millisecond. Returns the source of the evicted connection.

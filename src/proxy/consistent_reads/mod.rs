@@ -53,7 +53,6 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use http::{HeaderMap, Request, StatusCode, response};
-use tokio::time::Instant;
 
 use self::body_version::{BodyVersion, ReadProgress};
 use self::client::LastClient;
@@ -63,6 +62,7 @@ use super::request_info::{RequestInfo, is_built_in_group};
 use super::watch::body::WatchVersions;
 use super::watch::request::with_query;
 use crate::config::ConsistentReads;
+use crate::net::clock;
 use crate::net::tls::certificate::Subject;
 use crate::upstream::Upstream;
 use crate::upstream::client_key::ClientKey;
@@ -202,7 +202,7 @@ impl RequestVersions {
     pub fn not_reached(&self, body: &[u8], endpoint: &Arc<Endpoint>) -> Option<u64> {
         let current = current_of_too_large(body)?;
         if let Some(floor) = &self.floor {
-            floor.record.set(&floor.record.shown_by(endpoint), current, Instant::now());
+            floor.record.set(&floor.record.shown_by(endpoint), current, clock::now());
         }
         Some(current)
     }
@@ -226,7 +226,7 @@ impl RequestVersions {
             return None;
         }
         let shown = floor.record.shown_by(endpoint);
-        floor.record.set(&shown, version, Instant::now());
+        floor.record.set(&shown, version, clock::now());
         if self.expected_at.borrow().as_ref().is_some_and(|at| Arc::ptr_eq(at, endpoint)) {
             floor.record.lists_come_from_etcd(&shown);
         }
@@ -378,7 +378,7 @@ impl VersionLearner {
         let record = &self.floor.record;
         let shown = record.shown_by(endpoint);
         if !self.most_recent {
-            record.raise(&shown, version, Instant::now());
+            record.raise(&shown, version, clock::now());
         } else if self.is_list {
             record.raise_list(&shown, version);
         }

@@ -6,8 +6,8 @@ use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
 use h2::client::ResponseFuture;
 use http::{Request, StatusCode, response};
-use tokio::time::Instant;
 
+use crate::net::clock;
 use crate::proxy::body_prefix::{body_prefix, waits_for_prefix};
 use crate::proxy::consistent_reads::RequestVersions;
 use crate::proxy::overload_rejection::{is_overload, may_be_overload};
@@ -101,7 +101,7 @@ impl Attempt {
             Ok(response) => response.into_parts(),
             Err(error) => return Err(failed(retry::stage_of(&error), &describe_h2_error(&error))),
         };
-        let arrived = Instant::now();
+        let arrived = clock::now();
         if !waits_for_prefix(kind) {
             permit.head_arrived(arrived);
         }

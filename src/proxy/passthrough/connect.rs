@@ -18,8 +18,9 @@ use std::time::Duration;
 
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::sleep_until;
 
+use crate::net::clock;
 use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
 use crate::upstream::Upstream;
@@ -46,7 +47,7 @@ pub type Connected = (TcpStream, Arc<Endpoint>);
 /// # Errors
 /// The failures of the last attempts.
 pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
-    let start = Instant::now();
+    let start = clock::now();
     let candidates: Vec<Candidate> = upstream
         .endpoints()
         .iter()
@@ -64,7 +65,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
     let mut attempts = JoinSet::new();
     let mut reasons = Vec::new();
     loop {
-        let now = Instant::now();
+        let now = clock::now();
         let any_ready = upstream.endpoints().iter().any(|e| e.state() == EndpointState::Ready);
         if now >= next
             && let Some(endpoint) = candidates.next()
@@ -91,7 +92,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
                 }
                 Err(error) => reasons.push(error.to_string()),
             },
-            () = sleep_until(wake_at.min(limit)) => {}
+            () = sleep_until((wake_at.min(limit)).into()) => {}
         }
     }
     if reasons.is_empty() {

@@ -4,9 +4,7 @@ use std::os::fd::RawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::routing::ListenerRouting;
 use crate::net::sockets::{tcp_info, tcp_options};

@@ -21,11 +21,11 @@ use std::os::fd::RawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Context;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use slab::Slab;
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use super::super::accept::WARNING_INTERVAL;
 use super::flow_entry::{
@@ -33,6 +33,7 @@ use super::flow_entry::{
     SHUTDOWN, end_after,
 };
 use super::routing::ListenerRouting;
+use crate::net::clock;
 use crate::observe::RateLimitedWarnings;
 use crate::observe::events::Severity;
 use crate::upstream::Upstream;
@@ -92,12 +93,12 @@ impl FlowTable {
     /// Creates an empty table. The caller spawns [`Self::run`].
     pub fn new() -> Rc<Self> {
         Rc::new(Self {
-            start: Instant::now(),
+            start: clock::now(),
             slots: RefCell::default(),
             occupied: Notify::new(),
             warnings: RateLimitedWarnings::new(WARNING_INTERVAL),
-            rebalancing: RefCell::new(RebalanceSchedule::new(Instant::now())),
-            refuted: Cell::new(RefutedSuspicions { count: 0, since: Instant::now() }),
+            rebalancing: RefCell::new(RebalanceSchedule::new(clock::now())),
+            refuted: Cell::new(RefutedSuspicions { count: 0, since: clock::now() }),
         })
     }
 
@@ -108,7 +109,7 @@ impl FlowTable {
                 self.occupied.notified().await;
             }
             sleep(SCAN_INTERVAL).await;
-            let now = Instant::now();
+            let now = clock::now();
             self.check_endpoints(now);
             self.rebalance(now);
             self.check_flows(now);
@@ -124,7 +125,7 @@ impl FlowTable {
         endpoint: &Arc<Endpoint>,
         sockets: (RawFd, RawFd),
     ) -> FlowHandle {
-        let now = Instant::now();
+        let now = clock::now();
         let mut slots = self.slots.borrow_mut();
         match slots.endpoints.iter_mut().find(|entry| entry.is_of(endpoint)) {
             Some(entry) => entry.flows += 1,
@@ -354,7 +355,7 @@ impl FlowHandle {
     /// Records written bytes.
     pub fn record(&self, progress: Progress) {
         let Slots { checks, flows, .. } = &mut *self.table.slots.borrow_mut();
-        if let Some(check) = flows[self.key].record(progress, Instant::now()) {
+        if let Some(check) = flows[self.key].record(progress, clock::now()) {
             let next = &mut checks[self.key];
             *next = self.table.millis(check).min(*next);
         }

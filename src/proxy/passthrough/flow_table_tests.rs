@@ -10,6 +10,7 @@ use tokio::time::{advance, timeout};
 use super::super::routing::Routing;
 use super::*;
 use crate::config::{self, EndpointAddress};
+use crate::net::clock;
 use crate::observe::Metrics;
 use crate::upstream::credentials::Credentials;
 
@@ -79,7 +80,7 @@ async fn table_that_is_months_old_ends_idle_and_unanswered_flows() {
             let setup = Setup::new();
             let run = spawn_local(Rc::clone(&setup.table).run());
             advance(age).await;
-            let inserted = Instant::now();
+            let inserted = clock::now();
             let (unanswered, idle) = (setup.insert(), setup.insert());
             idle.record(Progress { to_client: 1, ..Progress::default() });
             for (flow, reason, limit) in [
@@ -87,7 +88,7 @@ async fn table_that_is_months_old_ends_idle_and_unanswered_flows() {
                 (idle, "idle_timeout", IDLE_TIMEOUT),
             ] {
                 assert_eq!(end_of(&flow).await, reason, "{age:?}");
-                let after = inserted.elapsed();
+                let after = clock::elapsed(inserted);
                 let latest = limit + flow_health::MAX_CHECK_INTERVAL + 2 * SCAN_INTERVAL;
                 assert!((limit..latest).contains(&after), "{reason} after {after:?}");
             }

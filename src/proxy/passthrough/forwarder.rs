@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
-use tokio::time::Instant;
 
 use super::super::accept;
 use super::super::connection_slots::{ConnectionSlot, ConnectionSlots, SlotLimit};
@@ -21,6 +20,7 @@ use super::flow_memory::FlowMemory;
 use super::flow_table::FlowTable;
 use super::pump::{FlowError, Pump};
 use super::routing::{ListenerRouting, RouteError, Routing};
+use crate::net::clock;
 use crate::net::sockets::source::SourceLookup;
 use crate::net::sockets::tcp_options;
 use crate::observe::{ListenerMetrics, PassthroughMetrics, RateLimitedWarnings};
@@ -84,7 +84,7 @@ impl TcpForwarder {
         let Some(source) = self.sources.source(&client, from, prefix) else { return };
         // No client of L4 proves an identity to this process, so there is no reserve.
         let slots = SlotLimit { slots: limit, has_identities: false, handed_over: 0 };
-        let admitted = self.slots.admit(source, slots, Instant::now());
+        let admitted = self.slots.admit(source, slots, clock::now());
         let about = (self.routing.name(), &*self.metrics, &self.warnings);
         let Some(slot) = accept::report_admission(admitted, (source, limit), about) else {
             tcp_options::close_with_reset(client);

@@ -21,13 +21,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::RecvStream;
 use http_body::Frame;
-use tokio::time::Instant;
 
 use self::attempt::{AttemptError, Hold, MoveAttempt, ResumeAttempt};
 use self::pieces::next_piece;
 use self::stream::{LeaveReason, StreamEvent, UpstreamStream};
 use super::relay::Relay;
 use super::session::{AttemptResult, Candidates, Effect, Ending, Input, NotResumable};
+use crate::net::clock;
 use crate::observe::{MemoryClass, Outcome, Side};
 use crate::proxy::client_certificate::ProofExpiry;
 use crate::proxy::upstream_client::{UpstreamResponse as Response, release_window};
@@ -182,7 +182,7 @@ impl WatchBody {
     }
 
     fn server_ended(&mut self) {
-        let rest = self.relay.server_ended(Instant::now());
+        let rest = self.relay.server_ended(clock::now());
         if !rest.is_empty() {
             self.out.push_back(rest);
         }
@@ -194,7 +194,7 @@ impl WatchBody {
     }
 
     fn stream_lost(&mut self, cause: &str) {
-        let now = Instant::now();
+        let now = clock::now();
         let quiet = match &self.source {
             // A watch that has not delivered all initial events is never quiet.
             Source::Stream(stream) => {
@@ -219,13 +219,13 @@ impl WatchBody {
         }
         self.detach();
         self.context.exclude_last_endpoint();
-        let candidates = self.context.candidates(Instant::now());
+        let candidates = self.context.candidates(clock::now());
         let cause = "the endpoint's history does not reach back to the cursor";
         self.step(Input::Rejected { error_event, candidates }, cause);
     }
 
     fn attempt_ended(&mut self, result: Result<Response, AttemptError>) {
-        let now = Instant::now();
+        let now = clock::now();
         let (result, cause) = match result {
             Ok(response) => {
                 let result = self.context.attempt_result(&response.head);
@@ -286,7 +286,7 @@ impl WatchBody {
     }
 
     fn step(&mut self, input: Input<'_>, cause: &str) {
-        let effect = self.relay.session_mut().step(input, Instant::now());
+        let effect = self.relay.session_mut().step(input, clock::now());
         self.execute(effect, cause);
     }
 
@@ -331,7 +331,7 @@ impl WatchBody {
             return self.stop(NotResumable::GaveUp, cause);
         }
         tracing::debug!(reason = cause, "watch requested again");
-        let head = self.context.head(session, Instant::now());
+        let head = self.context.head(session, clock::now());
         let timeout = session.attempt_timeout();
         self.source = Source::Requesting(attempt::resume(&self.context, head, delay, timeout));
     }

@@ -12,7 +12,7 @@ use super::session::{Effect, Input, Session};
 use crate::observe::{ByteAccount, MemoryClass};
 use bytes::Bytes;
 use std::ops::Range;
-use tokio::time::Instant;
+use std::time::Instant;
 
 /// The codec and the session of one watch.
 #[derive(Debug)]

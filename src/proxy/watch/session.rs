@@ -115,8 +115,7 @@ use self::state::{Ordered, State};
 use super::codec::event::{Event, EventType};
 use super::request::WatchRequest;
 use bytes::Bytes;
-use std::time::Duration;
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 pub use self::input::{
     AttemptResult, Candidates, Effect, Ending, Exclusion, Input, MoveReason, NotResumable,

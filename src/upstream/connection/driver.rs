@@ -12,7 +12,7 @@ use bytes::Bytes;
 use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
 use tokio::sync::Notify;
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::{Sleep, sleep_until};
 
 use super::error_text::{describe_end, describe_h2_error, describe_write_error};
 use super::lifecycle::{ConnectionLifecycle, DrainUrgency};
@@ -23,6 +23,7 @@ use super::stream_slots::StreamSlots;
 use super::window_updates::WindowUpdates;
 use super::{Cause, Connection};
 use crate::config;
+use crate::net::clock;
 use crate::net::frame_limiter::PeerFrames;
 use crate::net::sockets::cork::Uncork;
 use crate::net::sockets::tracked_stream::StreamObserver;
@@ -46,7 +47,7 @@ impl Connection {
         config: &config::Upstream,
         pool: Rc<Notify>,
     ) -> Rc<Self> {
-        let now = Instant::now();
+        let now = clock::now();
         let DialedConnection {
             send,
             h2,
@@ -164,7 +165,7 @@ impl End {
 
 impl Driver {
     async fn run(mut self) {
-        let mut timer = pin!(sleep_until(Instant::now()));
+        let mut timer = pin!(sleep_until((clock::now()).into()));
         let End { reason, orderly } = poll_fn(|cx| self.poll(cx, timer.as_mut())).await;
         let connection = Rc::clone(&self.connection);
         let cause = if orderly { Cause::OrderlyEnd } else { Cause::Other };
@@ -256,11 +257,11 @@ impl Driver {
         if connection.slots.set_peer_limit(connection.send.current_max_send_streams()) {
             connection.pool.notify_one();
         }
-        let now = Instant::now();
+        let now = clock::now();
         connection.waits.last_received.set(now);
         let check_at = self.health.received(now);
-        if check_at < timer.deadline() {
-            timer.reset(check_at);
+        if check_at < timer.deadline().into_std() {
+            timer.reset(check_at.into());
         }
         self.windows.received(bytes_read, &self.connection.receiving, now);
     }
@@ -315,7 +316,7 @@ impl Driver {
     }
 
     fn handle_pong(&mut self) {
-        let (rtt, change) = self.health.pong(Instant::now());
+        let (rtt, change) = self.health.pong(clock::now());
         self.connection.set_findings(self.health.findings());
         if let Some(rtt) = rtt {
             self.windows.round_trip(rtt);
@@ -342,8 +343,8 @@ impl Driver {
             // Counted from the last received byte, as in `health`. Otherwise the timer would fire at once
             // for a request that has waited for long.
             let check_at = since.max(self.connection.waits.last_received.get()) + health::HEAD_WAIT;
-            if check_at < timer.deadline() {
-                timer.reset(check_at);
+            if check_at < timer.deadline().into_std() {
+                timer.reset(check_at.into());
             }
         }
     }
@@ -351,9 +352,9 @@ impl Driver {
     /// Moves the timer to the next check of the windows, if it is set to a later time.
     fn arm_timer_for_windows(&self, timer: Pin<&mut Sleep>) {
         if let Some(at) = self.windows.check_at()
-            && at < timer.deadline()
+            && at < timer.deadline().into_std()
         {
-            timer.reset(at);
+            timer.reset(at.into());
         }
     }
 
@@ -363,7 +364,7 @@ impl Driver {
     /// the turn of the connection is over. In the second case the timer does not fire either. In the third,
     /// the bytes that were read are evidence of life, and an unread PONG follows with the next poll.
     fn check_health(&mut self, timer: Pin<&mut Sleep>) -> Option<End> {
-        let now = Instant::now();
+        let now = clock::now();
         if self.connection.state() == ConnectionState::Draining {
             self.health.drain();
         }
@@ -379,7 +380,7 @@ impl Driver {
         if decision.ping && self.ping.send_ping(Ping::opaque()).is_err() {
             return Some(End::abrupt("connection failed while sending a PING"));
         }
-        timer.reset(decision.wake_at);
+        timer.reset(decision.wake_at.into());
         self.connection.set_findings(self.health.findings());
         let urgency = &self.connection.lifecycle.drain_urgency;
         let immediate = Some(DrainUrgency::Immediate);

@@ -2,8 +2,9 @@
 
 use std::cell::{Cell, RefCell};
 
-use tokio::time::Instant;
+use std::time::Instant;
 
+use crate::net::clock;
 use crate::observe::{OpenStreams, StateGauge};
 use crate::upstream::health::{ConnectionState, Responsiveness};
 
@@ -122,8 +123,8 @@ impl ConnectionLifecycle {
         }
         match state {
             ConnectionState::Live => self.suspect_since.set(None),
-            ConnectionState::Suspect => self.suspect_since.set(Some(Instant::now())),
-            ConnectionState::Draining => self.draining_since.set(Some(Instant::now())),
+            ConnectionState::Suspect => self.suspect_since.set(Some(clock::now())),
+            ConnectionState::Draining => self.draining_since.set(Some(clock::now())),
             ConnectionState::Unresponsive | ConnectionState::Dead => {}
         }
         if state == ConnectionState::Dead {

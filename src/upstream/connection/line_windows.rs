@@ -22,10 +22,9 @@
 //! stream is reset, and the window of the connection is larger by as much, so that they do not stall other streams.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tokio::time::Instant;
-
+use crate::net::clock;
 use crate::observe::MemoryClass;
 use crate::observe::memory_budget::{Level, MemoryKind, SourceMemory};
 use crate::upstream::credentials::CredentialClass;
@@ -167,7 +166,7 @@ impl LineWindows {
 
     /// Whether a check is due without further bytes.
     pub(super) fn is_due(&self) -> bool {
-        self.check_at.is_some_and(|at| Instant::now() >= at)
+        self.check_at.is_some_and(|at| clock::now() >= at)
     }
 
     /// Records a round trip. Queues on the line make it longer, so a longer one counts little.

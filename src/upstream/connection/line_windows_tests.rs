@@ -1,4 +1,5 @@
 use super::*;
+use crate::net::clock;
 use crate::observe::MemoryBudget;
 
 const KIB: usize = 1 << 10;
@@ -27,7 +28,7 @@ impl Line {
 
     fn within(budget: Arc<MemoryBudget>, class: MemoryClass, rtt: Duration) -> Self {
         let initial = ReceiveWindows::new(100, class == MemoryClass::Identity);
-        let now = Instant::now();
+        let now = clock::now();
         let account = (budget.upstream_windows(class), class);
         let windows = LineWindows::new(initial, account, rtt, now);
         let announced = Windows { stream: initial.stream, connection: initial.connection };

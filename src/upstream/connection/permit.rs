@@ -8,9 +8,10 @@ use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::{RecvStream, SendStream, StreamId};
 use http::Request;
-use tokio::time::Instant;
+use std::time::Instant;
 
 use super::Connection;
+use crate::net::clock;
 use crate::upstream::health::ConnectionState;
 
 impl Connection {
@@ -165,10 +166,10 @@ impl Drop for Permit {
         let open_before = connection.stats.streams.fetch_sub(1, Ordering::Relaxed);
         let state = connection.state();
         if self.stream != StreamState::Closed && state != ConnectionState::Dead {
-            connection.slots.hold_cancelled(Instant::now());
+            connection.slots.hold_cancelled(clock::now());
         }
         if open_before == 1 {
-            connection.slots.idle_since.set(Instant::now());
+            connection.slots.idle_since.set(clock::now());
             if matches!(state, ConnectionState::Draining | ConnectionState::Unresponsive) {
                 connection.wake_driver();
             }

@@ -5,9 +5,7 @@
 //! interval. Only the last few rounds need a count, so the search need not visit each waiting request.
 
 use std::cell::Cell;
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::upstream::balance::PeakEwma;
 
@@ -127,10 +125,11 @@ impl ResponseWaits {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
 
     #[test]
     fn has_slow_heads_reports_a_request_once_after_a_whole_round() {
-        let start = Instant::now();
+        let start = clock::now();
         let interval = Duration::from_millis(200);
         let waits = ResponseWaits::new(start);
         let answered = waits.enter_round();

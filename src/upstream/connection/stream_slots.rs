@@ -2,9 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 /// A cancelled stream keeps its slot for this long, because the apiserver's handler may still run. Go
 /// queues new streams behind it, and closes the connection with `ENHANCE_YOUR_CALM` when the queue is
@@ -95,6 +93,7 @@ impl StreamSlots {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
 
     #[test]
     fn mostly_proven_slots_are_half_of_those_that_do_not_wait_and_an_eighth_of_all() {
@@ -109,7 +108,7 @@ mod tests {
             (0, 100, false),
             (13, 120, true),
         ] {
-            let slots = StreamSlots::new(200, 100, Instant::now());
+            let slots = StreamSlots::new(200, 100, clock::now());
             (0..=proven).for_each(|_| slots.count_proven(true));
             slots.count_proven(false);
             assert_eq!(slots.are_mostly_proven(waiting), expected, "{proven} {waiting}");

@@ -3,15 +3,15 @@
 //! h2 sends one change of `SETTINGS_INITIAL_WINDOW_SIZE` at a time, and the next one when the apiserver has acknowledged
 //! it.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use h2::client::Connection as H2Connection;
-use tokio::time::Instant;
 
 use super::Connection;
 use super::line_windows::{LineWindows, Windows};
 use super::receiving::ReceivingStreams;
+use crate::net::clock;
 use crate::net::frame_limiter::PeerFrames;
 use crate::upstream::dial::Http2Stream;
 
@@ -74,7 +74,7 @@ impl WindowUpdates {
     ) -> bool {
         if std::mem::take(&mut self.due) || self.line.is_due() {
             let held = connection.receiving.held(self.line.initial().stream);
-            self.wanted = self.line.adjust(held, Instant::now());
+            self.wanted = self.line.adjust(held, clock::now());
         }
         let (wanted, before) = (self.wanted, self.announced);
         if wanted.connection != before.connection {

@@ -8,9 +8,7 @@
 //! after each timeout.
 
 use std::fmt;
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 /// A failed connect.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -177,6 +175,7 @@ impl ConnectBackoff {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
 
     #[test]
     fn connect_timeout_display_after_timeouts_names_the_configured_value() {
@@ -184,7 +183,7 @@ mod tests {
         let mut backoff = ConnectBackoff::new(0.5);
         assert_eq!(backoff.timeout(configured).to_string(), "within 3s");
         for _ in 0..2 {
-            backoff.failed(ConnectFailureKind::Timeout, 0.5, Instant::now());
+            backoff.failed(ConnectFailureKind::Timeout, 0.5, clock::now());
         }
         let text = backoff.timeout(configured).to_string();
         assert_eq!(text, "within 10s (connect_timeout 3s, raised on retry)");

@@ -3,14 +3,15 @@
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tokio::time::{Instant, timeout_at};
+use tokio::time::timeout_at;
 
 use super::Endpoint;
 use super::connect::{ConnectFailure, ConnectTimeout};
 use super::health::Observation;
 use super::state::EndpointState;
+use crate::net::clock;
 use crate::upstream::health::{Responsiveness, WRITE_PATIENCE};
 use crate::upstream::stats::ConnectionStats;
 
@@ -66,7 +67,7 @@ impl Endpoint {
 
     /// Records that a connection counted by [`Self::connection_opened`] drains or is closed.
     pub fn connection_closed(&self, responsiveness: Responsiveness, reason: &str) {
-        let at = Instant::now();
+        let at = clock::now();
         self.observe(Observation::ConnectionClosed { responsiveness, reason, at });
     }
 
@@ -105,7 +106,7 @@ impl Endpoint {
             let loss = self.guarded().health.connections.unanswered_loss.clone();
             match loss.filter(|(at, _)| *at >= sent) {
                 Some((at, reason)) => {
-                    if timeout_at(at + WRITE_PATIENCE, changed).await.is_err() {
+                    if timeout_at((at + WRITE_PATIENCE).into(), changed).await.is_err() {
                         return reason;
                     }
                 }

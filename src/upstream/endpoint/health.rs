@@ -18,7 +18,7 @@
 //!
 //! This module reads no clock and draws no random numbers.
 
-use tokio::time::Instant;
+use std::time::Instant;
 
 use super::connect::{ConnectFailure, ConnectFailureKind};
 use super::state::EndpointState;
@@ -394,6 +394,7 @@ impl LiveConnections {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
     use EndpointState::{Connecting, Degraded, Ejected, Leaving, NoH2, Ready, Suspect};
     use Observation::{
         CaughtUp, Connected, ConnectionClosed, ConnectionOpened, GoawayReceived, ReadyzFailing,
@@ -419,7 +420,7 @@ mod tests {
 
     #[test]
     fn step_through_observations_gives_the_states_of_the_table() {
-        let at = Instant::now();
+        let at = clock::now();
         let failed = |kind| Observation::ConnectFailed(ConnectFailure::new(kind, "reason"));
         let refused = || failed(ConnectFailureKind::Failed);
         let lagging = || Observation::Lagging { reason: "behind", at };

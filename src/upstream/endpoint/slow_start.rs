@@ -3,9 +3,7 @@
 //! The values are atomic, because they are read for every candidate of a pick.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::upstream::balance;
 

@@ -7,6 +7,7 @@ use tokio::time::timeout;
 use super::*;
 use Responsiveness::{Responds, Silent, Unanswered};
 
+use crate::net::clock;
 use crate::observe::Metrics;
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::health::Responsiveness;
@@ -14,7 +15,7 @@ use crate::upstream::stats::ConnectionStats;
 
 #[test]
 fn downtime_sums_ejected_periods_including_the_current_one() {
-    let (mut downtime, start) = (Downtime::default(), Instant::now());
+    let (mut downtime, start) = (Downtime::default(), clock::now());
     let at = |seconds| start + Duration::from_secs(seconds);
     for (second, ejected, total, ejections) in [
         (0, false, 0, 0),
@@ -42,7 +43,7 @@ fn endpoint_state_all_is_in_the_order_of_the_discriminants() {
 #[test]
 fn slow_start_share_is_below_one_only_after_a_recovery() {
     let endpoint = endpoint();
-    let later = Instant::now() + Duration::from_secs(15);
+    let later = clock::now() + Duration::from_secs(15);
     let has_full_share = || endpoint.slow_start_share(later) >= 1.0;
     assert!(has_full_share() && endpoint.ready_for(later).is_none());
     endpoint.observe(Observation::Connected);
@@ -58,10 +59,10 @@ fn slow_start_share_is_below_one_only_after_a_recovery() {
         "{}",
         endpoint.slow_start_share(later)
     );
-    assert!(endpoint.slow_start_share(Instant::now() + Duration::from_secs(31)) >= 1.0);
+    assert!(endpoint.slow_start_share(clock::now() + Duration::from_secs(31)) >= 1.0);
     assert!(has_full_share(), "the slow start is over");
 
-    endpoint.connect_failed(ConnectFailure::new(ConnectFailureKind::Failed, "no"), Instant::now());
+    endpoint.connect_failed(ConnectFailure::new(ConnectFailureKind::Failed, "no"), clock::now());
     endpoint.observe(Observation::Connected);
     assert_eq!(endpoint.state(), EndpointState::Connecting);
     endpoint.observe(Observation::ReadyzOk);
@@ -72,12 +73,12 @@ fn slow_start_share_is_below_one_only_after_a_recovery() {
 fn endpoint_with_one_live_connection_is_not_ejected_by_a_failed_connect() {
     let endpoint = endpoint();
     let opened = || {
-        let stats = ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
+        let stats = ConnectionStats::new(CredentialClass::Anonymous, None, None, clock::now());
         endpoint.connection_opened(&stats);
     };
     let failed = || {
         endpoint
-            .connect_failed(ConnectFailure::new(ConnectFailureKind::Failed, "no"), Instant::now());
+            .connect_failed(ConnectFailure::new(ConnectFailureKind::Failed, "no"), clock::now());
     };
     opened();
     endpoint.observe(Observation::ReadyzOk);
@@ -112,7 +113,7 @@ fn suspect_endpoint_is_usable_until_a_connection_is_silent() {
     let endpoint = endpoint();
     let silent = || Observation::ResponsivenessChanged { from: Unanswered, to: Silent };
     for _ in 0..2 {
-        let stats = ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
+        let stats = ConnectionStats::new(CredentialClass::Anonymous, None, None, clock::now());
         endpoint.connection_opened(&stats);
     }
     endpoint.observe(Observation::ReadyzOk);
@@ -133,7 +134,7 @@ fn endpoint_is_suspect_while_every_ping_is_unanswered() {
     use EndpointState::{Connecting, Ready, Suspect};
     let endpoint = endpoint();
     let opened = || {
-        let stats = ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
+        let stats = ConnectionStats::new(CredentialClass::Anonymous, None, None, clock::now());
         endpoint.connection_opened(&stats);
     };
     let state = || (endpoint.state(), endpoint.reason());
@@ -152,7 +153,7 @@ fn endpoint_is_suspect_while_every_ping_is_unanswered() {
     assert_eq!(endpoint.state(), Suspect);
     endpoint.observe(answered());
     assert_eq!(endpoint.state(), Ready);
-    let later = Instant::now() + Duration::from_secs(1);
+    let later = clock::now() + Duration::from_secs(1);
     assert!(endpoint.slow_start_share(later) >= 1.0, "no load moved away, so no slow start");
     // Both connections are closed.
     endpoint.observe(unanswered());
@@ -180,7 +181,7 @@ fn endpoint() -> Arc<Endpoint> {
 /// longest time without an attempt.
 fn simulate_outage(timeout: Option<Duration>, handshakes: bool) -> (usize, usize, Duration) {
     let endpoint = endpoint();
-    let zero = Instant::now();
+    let zero = clock::now();
     let mut in_progress: Vec<(Instant, Option<HandshakeGuard<'_>>)> = Vec::new();
     let (mut attempts, mut most, mut longest) = (0, 0, Duration::ZERO);
     let mut idle_since = zero;
@@ -241,7 +242,7 @@ fn claim_connect_attempt_in_an_outage_limits_attempts_and_pauses() {
 #[test]
 fn connect_failed_is_a_death_only_if_the_endpoint_does_not_answer() {
     let endpoint = endpoint();
-    let now = Instant::now();
+    let now = clock::now();
     let fails = |kind, reason: &str| {
         endpoint.connect_failed(ConnectFailure::new(kind, reason), now);
         (endpoint.state(), endpoint.reason(), endpoint.deaths())
@@ -262,7 +263,7 @@ fn connect_failed_is_a_death_only_if_the_endpoint_does_not_answer() {
 #[test]
 fn claim_connect_attempt_with_a_handshake_in_progress_is_refused_only_if_none_is_usable() {
     let endpoint = endpoint();
-    let now = Instant::now();
+    let now = clock::now();
     let later = now + Duration::from_secs(6);
     let handshake = endpoint.track_handshake();
     assert!(endpoint.claim_connect_attempt(true, now), "nothing has failed");
@@ -278,7 +279,7 @@ async fn no_response_expected_returns_2_s_after_the_last_unanswered_connection_i
     const MS: Duration = Duration::from_millis(1);
     let endpoint = endpoint();
     let open = || {
-        let stats = ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
+        let stats = ConnectionStats::new(CredentialClass::Anonymous, None, None, clock::now());
         endpoint.connection_opened(&stats);
     };
     let lose = |reason| {
@@ -286,11 +287,11 @@ async fn no_response_expected_returns_2_s_after_the_last_unanswered_connection_i
         endpoint.connection_closed(Unanswered, reason);
     };
     let no_response_expected = async |sent: Instant| {
-        let start = Instant::now();
+        let start = clock::now();
         let reason = timeout(60_000 * MS, endpoint.no_response_expected(sent)).await.ok()?;
-        Some((reason, start.elapsed()))
+        Some((reason, clock::elapsed(start)))
     };
-    let sent = Instant::now();
+    let sent = clock::now();
     open();
     endpoint.connection_closed(Responds, "GOAWAY");
     assert_eq!(no_response_expected(sent).await, None, "its PINGs were answered");
@@ -302,7 +303,7 @@ async fn no_response_expected_returns_2_s_after_the_last_unanswered_connection_i
     let (reason, elapsed) = no_response_expected(sent).await.unwrap();
     assert_eq!(reason, "stopped");
     assert!((2_000 * MS..=2_001 * MS).contains(&elapsed), "{elapsed:?}");
-    assert_eq!(no_response_expected(Instant::now()).await, None, "sent after the loss");
+    assert_eq!(no_response_expected(clock::now()).await, None, "sent after the loss");
     open();
     assert_eq!(no_response_expected(sent).await, None, "a connection is open");
 }

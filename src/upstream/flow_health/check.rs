@@ -4,12 +4,13 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use super::{
     FlowDecision, FlowHealth, FlowThresholds, IDLE_CHECK_INTERVAL, LOSSY_AFTER, LOSSY_SERVER,
     SERVER,
 };
+use crate::net::clock;
 use crate::net::sockets::tracked_stream::StreamObserver;
 
 /// Detects that the TCP flow of an upgrade is dead.
@@ -25,7 +26,7 @@ pub struct FlowHealthCheck {
 impl FlowHealthCheck {
     /// Waits until the flow is dead; returns the reason.
     pub async fn wait_until_dead(&self) -> &'static str {
-        let mut health = FlowHealth::new(Instant::now());
+        let mut health = FlowHealth::new(clock::now());
         let mut refuted = 0;
         loop {
             refuted += u32::from(health.take_refuted_suspicion());
@@ -37,7 +38,7 @@ impl FlowHealthCheck {
             let pause = match self.observer.tcp_info() {
                 // Without TCP_INFO (before Linux 4.6) there is no evidence and no verdict.
                 Err(_) => IDLE_CHECK_INTERVAL,
-                Ok(info) => match health.check(&info, &thresholds, Instant::now()) {
+                Ok(info) => match health.check(&info, &thresholds, clock::now()) {
                     FlowDecision::Dead(death) => return death.as_str(),
                     FlowDecision::CheckAgain { after, probe } => {
                         if probe {

@@ -1,8 +1,6 @@
 //! Detects that the path of an endpoint is broken.
 
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Detects from the number of stalled flows that the path of an endpoint is broken. At 5 % packet loss each
 /// way, independent loss stalls one flow in a hundred at any time.

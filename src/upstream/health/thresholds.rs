@@ -1,8 +1,6 @@
 //! The thresholds of connection health: fixed ones and configured ones.
 
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::config;
 

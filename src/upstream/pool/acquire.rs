@@ -2,14 +2,15 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use super::Pool;
 use super::class::ClassPool;
 use super::requirements::{StreamRequirements, Unavailable};
 use super::waiters::Decision;
+use crate::net::clock;
 use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
 
@@ -32,7 +33,7 @@ impl Pool {
         class: &Rc<ClassPool>,
         required: StreamRequirements<'_>,
     ) -> Result<Permit, Unavailable> {
-        let now = Instant::now();
+        let now = clock::now();
         class.mark_used(now);
         if required.held && self.is_total_outage() {
             return Err(Unavailable::Unreachable(self.reasons(class)));
@@ -55,7 +56,7 @@ impl Pool {
         class: &Rc<ClassPool>,
         required: StreamRequirements<'_>,
     ) -> Option<Permit> {
-        class.reserve_stream(required, &self.upstream, Instant::now(), false)
+        class.reserve_stream(required, &self.upstream, clock::now(), false)
     }
 
     /// Waits until the pool's task grants a stream or an error.
@@ -89,7 +90,7 @@ impl Pool {
     pub(super) fn serve_waiters(&self) {
         let classes: Vec<_> = self.classes.borrow().values().cloned().collect();
         for class in classes.iter().filter(|class| class.waiters.len() > 0) {
-            self.serve_waiters_of(class, Instant::now());
+            self.serve_waiters_of(class, clock::now());
         }
     }
 

@@ -5,9 +5,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::class_limits::{self, UNPROVEN_WITH_DRAINING, longest_dial_pause, max_connections};
 use super::counts::{ConnectionCounts, CountGuard};

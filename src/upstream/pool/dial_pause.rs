@@ -2,9 +2,7 @@
 //! a connection with each request, because the apiserver sends a GOAWAY after a request that it cannot
 //! authenticate.
 
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The pause after the second of two connects.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -43,10 +41,11 @@ impl DialPause {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
 
     #[test]
     fn pauses_double_up_to_the_longest_and_end_after_a_quiet_time() {
-        let start = Instant::now();
+        let start = clock::now();
         let longest = Duration::from_secs(1);
         let mut pause = DialPause::default();
         let mut now = start;

@@ -1,9 +1,7 @@
 //! Which connections of a class are drained although nothing is wrong with them.
 
 use std::rc::Rc;
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::upstream::connection::{Connection, DrainReason};
 

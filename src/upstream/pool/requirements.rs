@@ -3,7 +3,7 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use tokio::time::Instant;
+use std::time::Instant;
 
 use crate::net::tls::certificate::Subject;
 use crate::upstream::connection::Connection;

@@ -8,6 +8,7 @@ use tokio::task::{LocalSet, spawn_local};
 
 use super::{Pool, StreamRequirements, Unavailable, WarmClasses};
 use crate::config::{self, EndpointAddress};
+use crate::net::clock;
 use crate::observe::Metrics;
 use crate::upstream::credentials::{CredentialClass, Credentials};
 use crate::upstream::endpoint::Endpoint;
@@ -68,7 +69,7 @@ async fn requests_above_the_limit_of_waiting_ones_fail_at_once() {
             let (pool, _listener) = silent_pool().await;
             let class = pool.class(CredentialClass::Token);
             let required = StreamRequirements::for_client(None);
-            let now = tokio::time::Instant::now();
+            let now = clock::now();
             let waiting: Vec<_> =
                 (0..1000).map(|_| class.waiters.register(required, now)).collect();
             let refused =

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::Arc;
 
+use std::time::Instant;
 use tokio::sync::oneshot;
-use tokio::time::Instant;
 
 use super::requirements::{PreviousFailure, StreamRequirements, Unavailable};
 use crate::net::tls::certificate::Subject;
@@ -198,6 +198,7 @@ impl Drop for Registration<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
 
     fn required(watch: bool) -> StreamRequirements<'static> {
         StreamRequirements { watch, ..StreamRequirements::for_client(None) }
@@ -205,7 +206,7 @@ mod tests {
 
     #[test]
     fn requests_are_served_in_order_and_passed_over_if_they_cannot_be() {
-        let (waiters, now) = (Waiters::default(), Instant::now());
+        let (waiters, now) = (Waiters::default(), clock::now());
         let mut watch = waiters.register(required(true), now);
         assert!(!waiters.block_newcomers(), "a watch may wait while other requests need not");
         let mut first = waiters.register(required(false), now);
@@ -234,7 +235,7 @@ mod tests {
 
     #[test]
     fn each_request_is_considered_once_in_a_round() {
-        let (waiters, now) = (Waiters::default(), Instant::now());
+        let (waiters, now) = (Waiters::default(), clock::now());
         let registered: Vec<_> =
             (0..1000).map(|_| waiters.register(required(false), now)).collect();
         let mut considered = 0;

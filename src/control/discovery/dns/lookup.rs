@@ -15,8 +15,9 @@ use hickory_resolver::proto::op::Query;
 use hickory_resolver::proto::rr::{Name, RecordType};
 use hickory_resolver::system_conf::parse_resolv_conf;
 use hickory_resolver::{Hosts, TokioResolver};
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
+use crate::net::clock;
 use crate::net::files;
 
 /// Bounds of the time between two lookups of a name: a TTL of 0 must not cause a flood of queries,
@@ -95,7 +96,7 @@ pub(super) async fn look_up(host: &str, system: &ResolverFiles) -> LookupResult 
     let mut ttl = TTL_MAX;
     let mut family = |response: Result<Lookup, NetError>| match response {
         Ok(lookup) => {
-            let left = Instant::from_std(lookup.valid_until()).duration_since(Instant::now());
+            let left = lookup.valid_until().saturating_duration_since(clock::now());
             ttl = ttl.min(left);
             Ok(lookup.answers().iter().filter_map(|record| record.data.ip_addr()).collect())
         }

@@ -14,6 +14,7 @@ use tokio::task::LocalSet;
 use super::lookup::{LOOKUP_TIMEOUT, LookupResult};
 use super::*;
 use crate::control::discovery::own_addresses::OwnAddresses;
+use crate::net::clock;
 use crate::observe::Metrics;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::Credentials;
@@ -216,7 +217,7 @@ fn apply_result_failed_lookup_keeps_addresses_and_backs_off() {
         }
     };
     let mut known = NameState::default();
-    let (mut failures, now) = (0, Instant::now());
+    let (mut failures, now) = (0, clock::now());
     // Applies a result and returns the seconds until the next lookup.
     let mut next = |known: &mut NameState, found| {
         apply_result(known, found, &mut failures, &|_| false, now).as_secs()
@@ -251,7 +252,7 @@ async fn apply_result_omitted_usable_address_stays_for_three_ttls() {
     let (mut known, mut failures) = (NameState::default(), 0);
     let mut respond = |known: &mut NameState, v4: &[IpAddr], usable: &dyn Fn(IpAddr) -> bool| {
         let found = LookupResult { v4: Ok(v4.to_vec()), v6: Ok(vec![]), ttl: TTL, complete: false };
-        assert_eq!(apply_result(known, found, &mut failures, usable, Instant::now()), TTL);
+        assert_eq!(apply_result(known, found, &mut failures, usable, clock::now()), TTL);
         let mut set: Vec<_> = known.addresses().collect();
         set.sort_unstable();
         set
@@ -282,7 +283,7 @@ async fn apply_result_omitted_address_known_before_stays_for_three_ttls() {
         let ttl = Duration::from_secs(60);
         let found =
             LookupResult { v4: Ok(ips(&["10.0.0.1"])), v6: Ok(vec![]), ttl, complete: false };
-        apply_result(&mut known, found, &mut failures, &|_| true, Instant::now());
+        apply_result(&mut known, found, &mut failures, &|_| true, clock::now());
         assert_eq!(known.v4.len(), expected);
         tokio::time::advance(ttl).await;
     }
@@ -291,7 +292,7 @@ async fn apply_result_omitted_address_known_before_stays_for_three_ttls() {
 /// A hosts file has all addresses of a name, so an address that it omits is removed at once.
 #[test]
 fn apply_result_address_omitted_by_hosts_file_is_removed_at_once() {
-    let now = Instant::now();
+    let now = clock::now();
     let mut known = NameState::default();
     for (v4, complete) in [(["10.0.0.1"], false), (["10.0.0.2"], true)] {
         let ttl = Duration::from_secs(60);
@@ -439,8 +440,12 @@ async fn follow_queries_again_when_the_ttl_expires() {
 async fn look_up_silent_name_server_fails_within_timeout() {
     let server = TestServer::new();
     server.silent.store(true, Ordering::Relaxed);
-    let start = Instant::now();
+    let start = clock::now();
     let found = look_up("api.example.com", &server.files).await;
     assert!(found.v4.is_err() && found.v6.is_err());
-    assert!(start.elapsed() <= LOOKUP_TIMEOUT + Duration::from_secs(1), "{:?}", start.elapsed());
+    assert!(
+        clock::elapsed(start) <= LOOKUP_TIMEOUT + Duration::from_secs(1),
+        "{:?}",
+        clock::elapsed(start)
+    );
 }

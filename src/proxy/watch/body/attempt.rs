@@ -7,13 +7,14 @@
 //! notifies them.
 
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::future::{LocalBoxFuture, OptionFuture};
 use http::Request;
-use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+use tokio::time::{sleep, sleep_until, timeout_at};
 
 use super::context::ResumeContext;
+use crate::net::clock;
 use crate::proxy::status_error::StatusError;
 use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response, until_troubled};
 use crate::proxy::watch::session::{Input, NotResumable};
@@ -54,7 +55,7 @@ pub(super) fn resume(
     let proof = context.proof.clone();
     let last_connection = context.last_connection().cloned();
     let last_refused = context.last_refused();
-    let mut excluded = context.excluded_at(Instant::now() + delay);
+    let mut excluded = context.excluded_at(clock::now() + delay);
     let (versions, wanted) = (context.versions(), context.wanted_version());
     let mut drain = context.drain.clone();
     let no_stream = |reason, outage| AttemptError { reason, connection: None, outage };
@@ -75,9 +76,9 @@ pub(super) fn resume(
                 versions: versions.preferred(),
                 ..StreamRequirements::for_client(proof.subject())
             };
-            let deadline = Instant::now() + limit;
+            let deadline = clock::now() + limit;
             let permit = upstream.pool.acquire(&class, requirements);
-            match timeout_at(deadline, permit).await {
+            match timeout_at(deadline.into(), permit).await {
                 Ok(Ok(permit)) => send(&upstream, permit, head, deadline).await,
                 Ok(Err(unavailable)) => {
                     let outage = matches!(unavailable, Unavailable::Unreachable(_));
@@ -107,7 +108,7 @@ pub(super) fn hold(
             held = outage_ended(&upstream, &class), if until_reachable => {
                 (Input::OutageEnded { held }, "an apiserver can be reached")
             }
-            Some(()) = OptionFuture::from(deadline.map(sleep_until)) => {
+            Some(()) = OptionFuture::from(deadline.map(|at| sleep_until(at.into()))) => {
                 let cause = "the deadline passed while no apiserver could be reached";
                 (Input::Stop(NotResumable::Expired), cause)
             }
@@ -121,14 +122,14 @@ pub(super) fn hold(
 /// In a total outage that is its end. Otherwise the class has no connection although an apiserver can be
 /// reached, and the wait takes about [`NO_CONNECTION_PAUSE`].
 pub async fn outage_ended(client: &UpstreamClient, class: &Rc<ClassPool>) -> Duration {
-    let began = Instant::now();
+    let began = clock::now();
     let _held = client.watches.hold();
     if client.pool.is_total_outage() {
         client.pool.outage_ended(class).await;
     } else {
         sleep(NO_CONNECTION_PAUSE.mul_f64(0.5 + fastrand::f64())).await;
     }
-    began.elapsed()
+    clock::elapsed(began)
 }
 
 /// Sends the request and waits for the response head until `deadline`, or until the connection is
@@ -152,11 +153,11 @@ pub(super) async fn send(
         () = until_troubled(&connection, upstream) => {
             return Err(failed("connection suspected before the response head".to_owned()));
         }
-        () = sleep_until(deadline) => {
+        () = sleep_until(deadline.into()) => {
             return Err(failed("no response head within the time limit".to_owned()));
         }
     };
-    permit.head_arrived(Instant::now());
+    permit.head_arrived(clock::now());
     let (head, recv) = response.into_parts();
     Ok(Response { head, recv, prefix: None, permit, upload: None })
 }

@@ -2,10 +2,9 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Uri, header, response};
-use tokio::time::Instant;
 
 use super::versions::WatchVersions;
 use crate::proxy::client_certificate::IdentityProof;

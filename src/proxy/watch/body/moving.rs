@@ -12,12 +12,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::Request;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use super::attempt::{MoveAttempt, send};
 use super::context::ResumeContext;
 use super::stream::{LeaveReason, UpstreamStream};
 use super::{Source, WatchBody};
+use crate::net::clock;
 use crate::observe::utc::wall_clock;
 use crate::proxy::upstream_client::UpstreamResponse as Response;
 use crate::proxy::watch::relay::Relay;
@@ -63,7 +64,7 @@ impl WatchBody {
         }
         if permit.is_none()
             || !self.context.proof.is_current(wall_clock())
-            || !session.can_move(MoveReason::Drain, Instant::now())
+            || !session.can_move(MoveReason::Drain, clock::now())
             || self.context.is_group_unordered()
         {
             return stream.search_stream_later(&self.context);
@@ -73,7 +74,7 @@ impl WatchBody {
 
     /// Requests the new stream. A missing permit counts as a failed attempt.
     fn start_move(&mut self, permit: Option<Permit>, reason: MoveReason) {
-        let now = Instant::now();
+        let now = clock::now();
         self.relay.session_mut().step(Input::MoveStarted(reason), now);
         let Some(permit) = permit else {
             self.relay.session_mut().step(Input::MoveEnded { moved: false }, now);
@@ -94,7 +95,7 @@ impl WatchBody {
         let (mut old, _) = *moving;
         match check_response(result, &self.relay, &self.context) {
             Ok(mut response) => {
-                self.relay.move_ended(Instant::now());
+                self.relay.move_ended(clock::now());
                 self.context.record_confirmation();
                 let first = response.prefix.take();
                 // Dropping the old stream resets it.
@@ -107,7 +108,7 @@ impl WatchBody {
                 self.context.upstream.metrics.watch_resumed("not_moved");
                 tracing::debug!(reason = cause, "watch not moved");
                 let stays = Input::MoveEnded { moved: false };
-                self.relay.session_mut().step(stays, Instant::now());
+                self.relay.session_mut().step(stays, clock::now());
                 if old.permit.connection().should_drain() {
                     old.search_stream_later(&self.context);
                 }
@@ -124,7 +125,7 @@ fn take_move_offer(
     stream: &UpstreamStream,
     context: &ResumeContext,
 ) -> Option<(MoveReason, Option<Permit>)> {
-    let now = Instant::now();
+    let now = clock::now();
     let connection = stream.permit.connection();
     let reason = match connection.moves.eligibility()? {
         MoveEligibility::Silent if !stream.pace.has_fallen_silent(now) => return None,
@@ -169,7 +170,7 @@ fn request_move(
     let limit =
         if reason == MoveReason::Rebalance { HEAD_TIMEOUT } else { HEAD_TIMEOUT_UNRESPONSIVE };
     Box::pin(async move {
-        let sent = send(&upstream, permit, head, Instant::now() + limit).await;
+        let sent = send(&upstream, permit, head, clock::now() + limit).await;
         let mut response = sent.map_err(|error| error.reason)?;
         match timeout(FIRST_FRAME_TIMEOUT, response.recv.data()).await {
             Err(_) => Ok(response),

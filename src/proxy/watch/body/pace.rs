@@ -3,9 +3,7 @@
 //! Most watches have no events most of the time, so silence alone is no sign of a fault. It is one if the
 //! chunks of the watch arrived in quick succession before, and the silence lasts several times their interval.
 
-use std::time::Duration;
-
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 /// A watch is delivering if the interval between its last two chunks is at most this.
 const MAX_INTERVAL: Duration = Duration::from_secs(2);
@@ -57,6 +55,7 @@ impl DeliveryPace {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
 
     #[test]
     fn pace_without_recent_chunks_is_quiet() {
@@ -69,7 +68,7 @@ mod tests {
             (&[100, 1_100], 10_000, true),
             (&[100, 5_000], 5_100, true),
         ] {
-            let zero = Instant::now();
+            let zero = clock::now();
             let mut pace = DeliveryPace::new(zero);
             for &ms in chunks {
                 pace.delivered(zero + Duration::from_millis(ms));
@@ -94,7 +93,7 @@ mod tests {
             (&[3_000, 6_000], 60_000, false),
             (&[100, 200, 60_000], 120_000, false),
         ] {
-            let zero = Instant::now();
+            let zero = clock::now();
             let mut pace = DeliveryPace::new(zero);
             for &ms in chunks {
                 pace.delivered(zero + Duration::from_millis(ms));

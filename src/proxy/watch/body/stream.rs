@@ -6,12 +6,12 @@
 
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::future::LocalBoxFuture;
 use h2::RecvStream;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
 
 use super::context::ResumeContext;
 use super::pace::DeliveryPace;

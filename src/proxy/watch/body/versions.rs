@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tokio::time::Instant;
+use std::time::Instant;
 
 use crate::proxy::watch::relay::ChunkVersions;
 use crate::upstream::endpoint::Endpoint;

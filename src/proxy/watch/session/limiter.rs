@@ -4,8 +4,7 @@
 //! loses its stream too often ends instead of resuming, and its client starts a new watch. So a faulty
 //! upstream cannot make the proxy resume forever.
 
-use std::time::Duration;
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::input::MoveReason;
 

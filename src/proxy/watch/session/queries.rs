@@ -1,9 +1,8 @@
 //! What the body asks a session between two steps.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use tokio::time::Instant;
 
 use super::Session;
 use super::input::{Ending, MoveReason, NotResumable};

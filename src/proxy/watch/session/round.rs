@@ -6,8 +6,7 @@
 //! every recent resume, up to 2 s.
 
 use bytes::Bytes;
-use std::time::Duration;
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 /// No attempt starts later than this after the start of the round; the watch then ends.
 const ROUND_LIMIT: Duration = Duration::from_secs(30);
@@ -103,6 +102,7 @@ impl ResumeRound {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::clock;
 
     #[test]
     fn max_outage_jitter_grows_with_the_outage_within_its_bounds() {
@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn start_attempt_doubles_the_jitter_until_the_round_is_over() {
-        let start = Instant::now();
+        let start = clock::now();
         let mut round = ResumeRound::begin(start, 0, false);
         assert_eq!(round.start_attempt(start), Some(Duration::from_millis(50)));
         assert_eq!(round.start_attempt(start), Some(Duration::from_millis(100)));

@@ -9,8 +9,7 @@ use super::super::session::Session;
 use crate::observe::ByteAccount;
 use crate::proxy::request_info::first_value;
 use bytes::Bytes;
-use std::time::Duration;
-use tokio::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The request of a watch that can be resumed, at this version; at no version if it is not a number.
 pub(crate) fn request(version: &str) -> WatchRequest {

@@ -6,11 +6,11 @@ use super::super::codec::frame::{FRAME_CAP, FrameSplitter, Piece};
 use super::super::relay::Relay;
 use super::super::session::{AttemptResult, Candidates, Effect, Ending, Input};
 use super::events::{check_split_and_parse, cursor, encode, json_event, request, split};
+use crate::net::clock;
 use crate::observe::ByteAccount;
 use bytes::Bytes;
 use proptest::prelude::*;
 use std::time::Duration;
-use tokio::time::Instant;
 
 /// The effect of a loss on a watch that was delivering events.
 const REQUEST: Effect =
@@ -94,7 +94,7 @@ proptest! {
             let from = if repeat && cursor > 100 { from.saturating_sub(1) } else { from };
             events[from..].iter().flat_map(|(_, bytes, _)| bytes.clone()).collect()
         };
-        let start = Instant::now();
+        let start = clock::now();
         let mut relay = Relay::new(encoding, request("100"), start, ByteAccount::unmetered(usize::MAX));
         let mut client = Vec::new();
         let mut from = 100;
@@ -166,7 +166,7 @@ fn splitter_returns_pretty_and_unseparated_objects_whole() {
 
 #[test]
 fn relay_forwards_a_burst_as_one_slice_of_its_chunk() {
-    let start = Instant::now();
+    let start = clock::now();
     let mut relay = Relay::new(Json, request("1"), start, ByteAccount::unmetered(usize::MAX));
     let events: Vec<_> = (2..50).map(|v| json_event("MODIFIED", v, "x")).collect();
     let chunk = Bytes::from(events.concat());
@@ -183,7 +183,7 @@ fn relay_forwards_a_burst_as_one_slice_of_its_chunk() {
 #[test]
 fn relay_passes_a_frame_above_the_cap_in_pieces() {
     for encoding in [Json, Protobuf] {
-        let start = Instant::now();
+        let start = clock::now();
         let frame = encode(encoding, "ADDED", 6, &"x".repeat(FRAME_CAP + 100_000));
         for whole in [false, true] {
             let account = ByteAccount::unmetered(usize::MAX);
@@ -315,7 +315,7 @@ fn splitter_without_budget_still_finds_the_ends_of_frames() {
 fn splitter_takes_linear_time_for_hostile_input() {
     const SIZE: usize = 1 << 20;
     let measure = |stream: &[u8], step: usize| {
-        let begun = Instant::now();
+        let begun = clock::now();
         let mut splitter = FrameSplitter::new(Json, ByteAccount::unmetered(usize::MAX));
         for chunk in stream.chunks(step) {
             let mut at = 0;
@@ -329,7 +329,7 @@ fn splitter_takes_linear_time_for_hostile_input() {
                 };
             }
         }
-        begun.elapsed()
+        clock::elapsed(begun)
     };
     let mut blank = vec![b' '; SIZE];
     blank[0] = b'{';

@@ -8,9 +8,10 @@ use super::super::session::{
     Session,
 };
 use super::events::{cursor, request};
+use crate::net::clock;
 use bytes::Bytes;
-use std::time::Duration;
-use tokio::time::{Instant, sleep};
+use std::time::{Duration, Instant};
+use tokio::time::sleep;
 
 /// Another attempt. [`step`] removes the jitter, which the tests of rounds check.
 const REQUEST: Effect = Effect::Request { max_jitter: Duration::ZERO, pause: Duration::ZERO };
@@ -54,7 +55,7 @@ fn after(request: &WatchRequest, frames: Vec<Frame>, start: Instant) -> Session 
 }
 
 fn frame(session: &mut Session, frame: Frame) -> Effect {
-    session.step(Input::Frame(frame), Instant::now())
+    session.step(Input::Frame(frame), clock::now())
 }
 
 fn step(session: &mut Session, input: Input<'_>, now: Instant) -> Effect {
@@ -105,7 +106,7 @@ fn session_after_frames_resumes_or_ends_as_documented() {
     let aggregated = |version| WatchRequest { resumable_group: false, ..request(version) };
     let clean = |reason| Effect::End(Ending::Clean, reason);
     let reset = |reason| Effect::End(Ending::Reset, reason);
-    let start = Instant::now();
+    let start = clock::now();
     // Name, request, frames; expected: whether the initial events are complete, the effect of a loss, and the
     // version at which the watch continues.
     #[rustfmt::skip]
@@ -164,7 +165,7 @@ fn session_after_frames_resumes_or_ends_as_documented() {
 #[allow(clippy::type_complexity)] // a table
 fn contradiction_of_the_server_ends_the_resumes_of_its_group() {
     use EventType::{Added, Bookmark, Modified};
-    let start = Instant::now();
+    let start = clock::now();
     let custom = |version| WatchRequest { built_in_group: false, ..request(version) };
     let jump = "1152921504606846976";
     // Name, requested version, frames; `None` is the loss of the stream and a resume. Expected: the reason for
@@ -225,7 +226,7 @@ fn contradiction_of_the_server_ends_the_resumes_of_its_group() {
 
 #[test]
 fn bookmark_reaches_only_clients_that_asked_for_it() {
-    let start = Instant::now();
+    let start = clock::now();
     for (bookmarks, effect) in [(true, Effect::Forward), (false, Effect::Swallow)] {
         let mut session = Session::new(WatchRequest { bookmarks, ..request("5") }, start);
         assert_eq!(frame(&mut session, event(EventType::Bookmark, "6")), effect);
@@ -255,7 +256,7 @@ fn frame_on_a_resumed_stream_must_continue_the_history() {
         ("version jumps", vec![(event(Added, "1152921504606846976"), clean(NotResumable::VersionJumped))]),
         ("bookmarks of a store that is behind", vec![(event(Bookmark, "3"), Effect::Discard), (event(Bookmark, "4"), DIVERGED)]),
     ];
-    let start = Instant::now();
+    let start = clock::now();
     for (name, frames) in table {
         let mut session = after(&request("5"), vec![event(Added, "10")], start);
         resume(&mut session, start);
@@ -267,7 +268,7 @@ fn frame_on_a_resumed_stream_must_continue_the_history() {
 
 #[test]
 fn oversized_frame_prevents_resuming_until_the_next_frame() {
-    let start = Instant::now();
+    let start = clock::now();
     let ordered = || after(&request("5"), vec![event(EventType::Added, "10")], start);
     let piece = |session: &mut Session, begins, ends| {
         session.step(Input::OversizedPiece { begins, ends }, start)
@@ -291,7 +292,7 @@ fn oversized_frame_prevents_resuming_until_the_next_frame() {
 
 #[test]
 fn resuming_is_limited_by_time_left_and_by_rate() {
-    let start = Instant::now();
+    let start = clock::now();
     let at = |ms| start + Duration::from_millis(ms);
     let late = Effect::End(Ending::Clean, NotResumable::Late);
     let too_often = Effect::End(Ending::Clean, NotResumable::TooOften);
@@ -312,7 +313,7 @@ fn resuming_is_limited_by_time_left_and_by_rate() {
 
 #[test]
 fn move_needs_a_cursor_and_continues_there() {
-    let start = Instant::now();
+    let start = clock::now();
     let at = |ms| start + Duration::from_millis(ms);
     let can_move = |session: &Session, ms| session.can_move(MoveReason::Rebalance, at(ms));
     let initial = after(&WatchRequest { version: None, ..request("5") }, vec![], start);
@@ -345,7 +346,7 @@ fn move_needs_a_cursor_and_continues_there() {
 
 #[test]
 fn evacuation_is_limited_to_half_of_the_resumes_of_a_minute() {
-    let start = Instant::now();
+    let start = clock::now();
     let at = |seconds| start + Duration::from_secs(seconds);
     let mut session = after(&request("5"), vec![], start);
     for n in 0..u64::from(MAX_RESUMES) / 2 {
@@ -362,7 +363,7 @@ fn evacuation_is_limited_to_half_of_the_resumes_of_a_minute() {
 #[test]
 fn missing_bookmarks_are_reported_once() {
     let bookmark = |version| event(EventType::Bookmark, version);
-    let mut session = after(&request("5"), vec![event(EventType::Added, "6")], Instant::now());
+    let mut session = after(&request("5"), vec![event(EventType::Added, "6")], clock::now());
     assert!((0..9).all(|_| !session.has_gone_stale()), "no bookmark yet");
     frame(&mut session, bookmark("7"));
     let checks =
@@ -379,7 +380,7 @@ fn missing_bookmarks_are_reported_once() {
 #[test]
 fn error_410_is_withheld_while_other_endpoints_are_asked() {
     use EventType::{Added, Modified};
-    let start = Instant::now();
+    let start = clock::now();
     let aggregated = || WatchRequest { resumable_group: false, ..request("5") };
     let (withheld, forwarded) = (Effect::Withhold, Effect::Forward);
     // Name, request, frames before the error, its code; expected: the effect, and the version of the next
@@ -446,7 +447,7 @@ fn error_410_is_withheld_while_other_endpoints_are_asked() {
 
 #[test]
 fn attempt_result_leads_to_another_attempt_or_to_the_end() {
-    let start = Instant::now();
+    let start = clock::now();
     let later = start + Duration::from_secs(30);
     let unreachable = AttemptResult::NoHead { outage: false };
     let ejected = Candidates { usable: false, ..ALL_LEFT };
@@ -486,7 +487,7 @@ async fn run(
     mut effect: Effect,
     mut results: impl Iterator<Item = AttemptResult>,
 ) -> (Effect, Duration, u32) {
-    let start = Instant::now();
+    let start = clock::now();
     let mut attempts = 0;
     loop {
         effect = match effect {
@@ -495,27 +496,27 @@ async fn run(
                 attempts += 1;
                 let result = results.next().expect("a result");
                 let input = Input::AttemptEnded { result, candidates: ALL_LEFT };
-                session.step(input, Instant::now())
+                session.step(input, clock::now())
             }
             Effect::Hold => {
                 let held = Duration::from_secs(60);
                 sleep(held).await;
-                session.step(Input::OutageEnded { held }, Instant::now())
+                session.step(Input::OutageEnded { held }, clock::now())
             }
             Effect::HoldUntilDeadline => {
-                tokio::time::sleep_until(session.deadline().expect("a deadline")).await;
-                session.step(Input::Stop(NotResumable::Expired), Instant::now())
+                tokio::time::sleep_until((session.deadline().expect("a deadline")).into()).await;
+                session.step(Input::Stop(NotResumable::Expired), clock::now())
             }
-            other => return (other, start.elapsed(), attempts),
+            other => return (other, clock::elapsed(start), attempts),
         };
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn round_of_attempts_ends_after_30_seconds() {
-    let mut session = Session::new(request("5"), Instant::now());
+    let mut session = Session::new(request("5"), clock::now());
     let lost = Input::StreamLost { quiet: true };
-    let effect = session.step(lost, Instant::now());
+    let effect = session.step(lost, clock::now());
     let up_to_1_s = Effect::Request { max_jitter: Duration::from_secs(1), pause: Duration::ZERO };
     assert_eq!(effect, up_to_1_s, "a quiet watch");
     let busy = AttemptResult::Head {
@@ -531,9 +532,9 @@ async fn round_of_attempts_ends_after_30_seconds() {
 
 #[tokio::test(start_paused = true)]
 async fn outage_holds_the_watch_and_then_begins_a_new_round() {
-    let mut session = Session::new(request("5"), Instant::now());
+    let mut session = Session::new(request("5"), clock::now());
     let lost = Input::StreamLost { quiet: false };
-    let effect = session.step(lost, Instant::now());
+    let effect = session.step(lost, clock::now());
     let answers = [AttemptResult::NoHead { outage: true }, head(503), head(200)];
     let (end, took, attempts) = run(&mut session, effect, answers.into_iter()).await;
     assert_eq!((end, attempts), (Effect::Accept, 3));
@@ -543,14 +544,14 @@ async fn outage_holds_the_watch_and_then_begins_a_new_round() {
 
 #[tokio::test(start_paused = true)]
 async fn outage_holds_the_watch_until_its_deadline() {
-    let start = Instant::now();
+    let start = clock::now();
     let asked = WatchRequest { timeout: Some(Duration::from_secs(61)), ..request("5") };
     let mut session = Session::new(asked, start);
-    let effect = lose(&mut session, Instant::now());
+    let effect = lose(&mut session, clock::now());
     let answers = std::iter::once(AttemptResult::NoHead { outage: true });
     let (end, ..) = run(&mut session, effect, answers).await;
     assert_eq!(end, Effect::End(Ending::Clean, NotResumable::Expired));
-    assert_eq!(start.elapsed(), Duration::from_secs(61));
+    assert_eq!(clock::elapsed(start), Duration::from_secs(61));
 }
 
 #[test]

@@ -14,7 +14,7 @@ use std::{
     thread,
 };
 
-use jackstay::net::sockets::splice::SplicePipe;
+use jackstay_sys::sockets::splice::SplicePipe;
 
 /// The same size as in `proxy::passthrough::pump`.
 const BUFFER: usize = 64 * 1024;

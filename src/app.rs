@@ -42,6 +42,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
+use jackstay_sys::process::service_manager::ServiceManager;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
 
@@ -54,7 +55,6 @@ use self::status::ProcessStatus;
 use self::takeover::Predecessor;
 use self::workers::WorkerThreads;
 use crate::control::discovery::SharedContext;
-use crate::net::process::service_manager::ServiceManager;
 use crate::observe::Metrics;
 
 pub use self::start_error::StartError;

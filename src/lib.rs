@@ -5,17 +5,19 @@
 //!
 //! * [`proxy`] is the data plane: [`proxy::client_connection`] and [`proxy::forward`] for requests,
 //!   [`proxy::watch`] for watches, [`proxy::passthrough`] for L4 flows.
-//! * [`upstream`] contains endpoints, connections and pools, and determines their health.
+//! * [`upstream`] contains endpoints, connections and pools, and reports their health to the decisions.
 //! * [`control`] discovers the endpoints, probes `/readyz` and reloads certificates.
 //! * [`app`] is the life of the process: start, reload, takeover and drain.
 //! * [`admin`] is the admin endpoint; [`observe`] contains metrics, logs and events.
-//! * [`config`] and [`kubeconfig`] read files; [`net`] wraps the operating system.
-//! * [`cli`] contains the commands, [`doctor`] the diagnosis, `demo` a small apiserver for demonstrations, tests
-//!   and benchmarks.
+//! * [`config`] and [`kubeconfig`] read files; [`net`] is TLS and HTTP/2 below the requests.
+//! * The decisions are in `jackstay_core`, the operating system in `jackstay_sys`.
+//! * [`cli`] contains the commands, [`doctor`] the diagnosis, `demo` a demonstration with the small apiservers of
+//!   `jackstay_apiserver`.
 //!
-//! Imports have one direction, which `tests/house` checks:
+//! Imports have one direction, which `tests/architecture` checks:
 //! `app → {admin, proxy, control} → upstream → {net, observe} → config`.
 
+#![forbid(unsafe_code)]
 #![warn(clippy::disallowed_methods)]
 
 pub mod admin;

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use jackstay::net::process::allocator::Allocator;
+use jackstay_sys::process::allocator::Allocator;
 
 #[global_allocator]
 static ALLOCATOR: Allocator = Allocator;

@@ -6,11 +6,11 @@ mod support;
 
 use bytes::Bytes;
 use http::{Method, StatusCode};
-use jackstay::demo::apiserver::ScriptedResponse;
-use jackstay::demo::apiserver::identity::User;
-use jackstay::demo::client::{Client, Watch, next_data};
-use jackstay::demo::faulty_relay::{Direction, FaultyRelay};
-use jackstay::demo::pki::{Pki, Subject, Validity};
+use jackstay_apiserver::ScriptedResponse;
+use jackstay_apiserver::client::{Client, Watch, next_data};
+use jackstay_apiserver::faulty_relay::{Direction, FaultyRelay};
+use jackstay_apiserver::identity::User;
+use jackstay_apiserver::pki::{Pki, Subject, Validity};
 use serde_json::{Value, json};
 use std::pin::pin;
 use std::sync::atomic::Ordering::Relaxed;

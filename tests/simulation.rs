@@ -4,12 +4,12 @@
 //! The simulation calls the pure functions of pool and watch: pick, slow start, rebalance, evacuation, backoff, and the
 //! jitter of resumed watches. The simulated network has no delay and no loss.
 
-use jackstay::proxy::watch::ResumeRound;
-use jackstay::upstream::balance::{cost, pick, pick_by_share, slow_start};
 use jackstay::upstream::endpoint::{EndpointReadiness, EndpointState, backoff};
 use jackstay::upstream::evacuation::{START_JITTER, decide as decide_evacuation, due_moves};
 use jackstay::upstream::rebalance::{EndpointLoad, RebalanceMove, decide};
 use jackstay::upstream::watch_moves::MoveEligibility;
+use jackstay_core::balance::{cost, pick, pick_by_share, slow_start};
+use jackstay_core::watch::ResumeRound;
 use std::time::Duration;
 
 const NODES: usize = 5_000;

@@ -7,7 +7,7 @@ use jackstay::config::{EndpointAddress, parse_duration, parse_size, validate_tex
 use jackstay::control::discovery::{file, state_file};
 use jackstay::kubeconfig::rewrite::{ClientTrust, LocalEndpoint, point_at, revert};
 use jackstay::kubeconfig::{KubeconfigFile, ResolvedContext, ServerUrl, kubeconfig_yaml};
-use jackstay::net::files::authorization;
+use jackstay_sys::files::authorization;
 
 /// A configuration: it is valid, or there is an error.
 pub(super) fn config(bytes: &[u8]) {

@@ -10,11 +10,11 @@ use ::http::{HeaderMap, HeaderName, HeaderValue, Request, Version};
 use jackstay::net::frame_limiter::FrameLimiter;
 use jackstay::net::http2_frames::{FrameHeader, FrameScanner};
 
-use jackstay::proxy::hygiene::{
+use jackstay_core::request::hygiene::{
     ForwardedFor, check_request, check_size, downstream_headers, is_hop_by_hop, upstream_headers,
     upstream_trailers,
 };
-use jackstay::proxy::request_info::{RequestInfo, is_upgrade};
+use jackstay_core::request::info::{RequestInfo, is_upgrade};
 use tokio::io::{AsyncRead, ReadBuf};
 
 /// A request head, as lines: method and target, then headers. A head that is accepted carries no hop-by-hop header

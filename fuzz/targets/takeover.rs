@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::LazyLock;
 
 use jackstay::app::takeover::{Found, Offer, Request, TakeoverRequest, ask, hand_over};
-use jackstay::net::process::descriptor_passing;
+use jackstay_sys::process::descriptor_passing;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc::unbounded_channel;
 

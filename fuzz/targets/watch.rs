@@ -2,9 +2,9 @@
 
 use bytes::Bytes;
 use jackstay::control::discovery::objects::{ObjectStore, WatchStartVersion, WatchedResource};
-use jackstay::observe::ByteAccount;
-use jackstay::proxy::watch::codec::frame::{FrameSplitter, Piece};
-use jackstay::proxy::watch::codec::{Encoding, parse};
+use jackstay_core::admission::ByteAccount;
+use jackstay_core::watch::codec::frame::{FrameSplitter, Piece};
+use jackstay_core::watch::codec::{Encoding, parse};
 use kube::runtime::watcher::Event;
 
 const CAP: usize = 64;

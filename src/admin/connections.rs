@@ -16,14 +16,14 @@ use std::time::{Duration, Instant};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use jackstay_sys::clock;
+use jackstay_sys::sockets::source::Source;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::{AbortHandle, JoinSet, yield_now};
 use tokio::time::sleep_until;
 
 use super::routes;
 use super::status_provider::StatusProvider;
-use crate::net::clock;
-use crate::net::sockets::source::Source;
 use crate::observe::RepeatFilter;
 
 /// Maximum of open connections of a socket.

@@ -6,14 +6,14 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_sys::clock;
+use jackstay_sys::sockets::listening;
+use jackstay_sys::sockets::source::{Source, SourceLookup};
 use tokio::net::{TcpListener, TcpStream, UnixListener};
 
 use super::connections::Connections;
 use super::status_provider::StatusProvider;
 use crate::config::SOURCE_PREFIX_V6;
-use crate::net::clock;
-use crate::net::sockets::listening;
-use crate::net::sockets::source::{Source, SourceLookup};
 use crate::observe::RepeatFilter;
 
 /// Pause after a failed accept, so that the loop does not spin while the process is out of descriptors.

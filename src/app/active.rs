@@ -11,17 +11,19 @@ use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use jackstay_core::admission as memory_budget;
+use jackstay_sys::process::inherited_sockets::InheritedSockets;
+use jackstay_sys::process::{memory_limit, resource_limits};
+use jackstay_sys::sockets::connector::Connector;
+
 use super::admin_socket::{AdminBind, AdminSocket};
 use super::listener::{BoundListener, ListenerMode};
 use super::sockets::{BoundSocket, NewSockets, SocketBinder};
 use super::start_error::StartError;
 use crate::config::{self, CertPaths, Config, MemoryLimit};
 use crate::control::endpoint_set;
-use crate::net::process::inherited_sockets::InheritedSockets;
-use crate::net::process::{memory_limit, resource_limits};
-use crate::net::sockets::connector::Connector;
 use crate::net::tls::serving::{self, ServingTls};
-use crate::observe::{Metrics, memory_budget};
+use crate::observe::Metrics;
 use crate::proxy::identity_lane::LaneConnections;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::{self, Credentials, IdentitySlot};

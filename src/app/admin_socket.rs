@@ -7,11 +7,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use jackstay_sys::process::inherited_sockets::InheritedSockets;
+use jackstay_sys::sockets::listening;
+use jackstay_sys::sockets::listening::ListenOptions;
+
 use super::sockets::divert_new_connections;
 use super::start_error::StartError;
 use crate::config;
-use crate::net::process::inherited_sockets::InheritedSockets;
-use crate::net::sockets::listening::{self, ListenOptions};
 
 /// Whether the process starts while another one has the address of the admin endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -13,6 +13,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use jackstay_sys::clock;
+use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use tokio::runtime::Handle;
 
 use super::App;
@@ -23,8 +25,6 @@ use super::takeover::{self, Found, Predecessor, Request};
 use crate::config::Config;
 use crate::control::discovery::SharedContext;
 use crate::control::discovery::dns::ResolverFiles;
-use crate::net::clock;
-use crate::net::process::inherited_sockets::InheritedSockets;
 use crate::observe::log::PidInLines;
 use crate::observe::{LivenessMonitor, Metrics};
 

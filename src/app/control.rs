@@ -18,6 +18,9 @@ mod tasks;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_sys::process::code_pages;
+use jackstay_sys::process::inherited_sockets::InheritedSockets;
+use jackstay_sys::process::service_manager::ServiceManager;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
 use tokio::task::{LocalSet, spawn_local};
@@ -36,9 +39,6 @@ use crate::admin::StatusProvider as _;
 use crate::config::LoadedConfig;
 use crate::control::discovery::SharedContext;
 use crate::control::watchdog;
-use crate::net::process::code_pages;
-use crate::net::process::inherited_sockets::InheritedSockets;
-use crate::net::process::service_manager::ServiceManager;
 use crate::observe::Metrics;
 use crate::observe::events::{Change, EventKind};
 

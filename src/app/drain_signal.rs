@@ -42,7 +42,7 @@ impl DrainSignal {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::clock;
+    use jackstay_sys::clock;
 
     #[tokio::test(start_paused = true)]
     async fn connections_end_waits_for_the_sockets_for_at_most_a_second() {

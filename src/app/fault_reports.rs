@@ -14,12 +14,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use jackstay_sys::clock;
 use tokio::task::spawn_local;
 use tokio::time::{MissedTickBehavior, interval};
 
 use super::active::ActiveConfig;
 use super::listener::{BoundListener, ListenerMode};
-use crate::net::clock;
 use crate::observe::counted;
 use crate::observe::events::{Change, EventKind};
 use crate::observe::own_errors::OwnError;

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use jackstay_sys::utc::Utc;
 use serde::Serialize;
 use tokio::sync::oneshot;
 
@@ -10,7 +11,6 @@ use crate::config::{Config, Listener, LoadedConfig, Log, Sandbox, Upstream};
 use crate::control::file_watch::{FileVersion, file_version};
 use crate::observe::events::{Change, EventKind, Events};
 use crate::observe::log::LogControl;
-use crate::observe::utc::Utc;
 
 /// Where the configuration comes from, so that it can be read again.
 pub struct ConfigSource {

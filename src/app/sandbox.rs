@@ -6,14 +6,16 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use jackstay_sys::process::sandbox;
+use jackstay_sys::process::sandbox::file_rules::{FileAccess, FileRules};
+use jackstay_sys::process::sandbox::landlock::Domain;
+use jackstay_sys::process::sandbox::seccomp::Violation;
+use jackstay_sys::process::sandbox::{landlock, seccomp};
 use serde::Serialize;
 
 use crate::config::{Config, EndpointAddress, Sandbox, Seccomp, Switch};
 use crate::control::discovery::dns::ResolverFiles;
 use crate::control::discovery::kubeconfig;
-use crate::net::process::sandbox::file_rules::{FileAccess, FileRules};
-use crate::net::process::sandbox::landlock::{self, Domain};
-use crate::net::process::sandbox::{self, seccomp};
 
 /// Files of the system that are read while the process runs, besides those of the configuration: metrics of the
 /// process, its limits, the name of the host, random numbers, and the program for backtraces.
@@ -79,12 +81,15 @@ impl ProcessSandbox {
                 }
             }
         };
-        let seccomp = match (wanted.seccomp, seccomp::install(wanted.seccomp)) {
-            (_, Err(reason)) => format!("unavailable: {reason}"),
-            (Seccomp::On, Ok(())) => "on".to_owned(),
-            (Seccomp::Log, Ok(())) => "log".to_owned(),
-            (Seccomp::Kill, Ok(())) => "kill".to_owned(),
-            (Seccomp::Off, Ok(())) => "off".to_owned(),
+        let (name, violation) = match wanted.seccomp {
+            Seccomp::On => ("on", Some(Violation::Fails)),
+            Seccomp::Log => ("log", Some(Violation::Logged)),
+            Seccomp::Kill => ("kill", Some(Violation::Kills)),
+            Seccomp::Off => ("off", None),
+        };
+        let seccomp = match violation.map(seccomp::install) {
+            Some(Err(reason)) => format!("unavailable: {reason}"),
+            Some(Ok(())) | None => name.to_owned(),
         };
         let paths = |access| {
             let rules = rules.iter().flat_map(FileRules::list).filter(|rule| rule.access == access);

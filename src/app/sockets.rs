@@ -12,12 +12,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use jackstay_sys::process::inherited_sockets::InheritedSockets;
+use jackstay_sys::sockets::listening;
+use jackstay_sys::sockets::listening::ListenOptions;
 use socket2::SockRef;
 
 use super::start_error::StartError;
 use crate::config;
-use crate::net::process::inherited_sockets::InheritedSockets;
-use crate::net::sockets::listening::{self, ListenOptions};
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 

@@ -45,6 +45,8 @@ use std::os::unix::net::UnixStream as BlockingStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use jackstay_sys::process::descriptor_passing;
+use jackstay_sys::sockets::listening;
 use tokio::io::{AsyncWriteExt, Interest};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{mpsc, oneshot};
@@ -53,8 +55,6 @@ use tokio::time::{sleep, timeout};
 use self::protocol::{
     Answer, LEFT, OWN, REPLY_TIMEOUT, REQUEST, REQUEST_IF_DRAINING, SERVING, is_trusted, read_line,
 };
-use crate::net::process::descriptor_passing;
-use crate::net::sockets::listening;
 use crate::observe::log::PidInLines;
 
 pub use self::predecessor::{

@@ -33,7 +33,7 @@ pub fn start(
     drain: &DrainSignal,
     force: &watch::Receiver<bool>,
 ) -> io::Result<WorkerThreads> {
-    let bodies = request_body::budget(metrics);
+    let bodies = request_body::budget();
     let mut started = WorkerThreads {
         commands: CommandSender { identity_lane: None, workers: Vec::new() },
         threads: Vec::new(),

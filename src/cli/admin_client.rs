@@ -229,7 +229,7 @@ fn invalid_data(text: String) -> io::Error {
 mod tests {
     use super::*;
     use crate::admin::SOCKET_MODE;
-    use crate::net::sockets::listening;
+    use jackstay_sys::sockets::listening;
     use std::io::{Read, Write};
     use std::net::TcpListener;
 

@@ -14,6 +14,14 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use jackstay_apiserver as apiserver;
+use jackstay_apiserver::client::Credentials;
+use jackstay_apiserver::cluster::Cluster;
+use jackstay_apiserver::faulty_relay::FaultyRelay;
+use jackstay_apiserver::pki::{Issued, Pki, Subject};
+use jackstay_apiserver::{Options, pki, seed};
+use jackstay_sys::files;
+use jackstay_sys::files::PRIVATE;
 use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -21,18 +29,11 @@ use super::admin_client::fetch_status;
 use super::options::{OutputArgs, OutputFormat, has_colour, has_cursor};
 use crate::app::{App, Running};
 use crate::config::{self, Overrides};
-use crate::demo::apiserver::cluster::Cluster;
-use crate::demo::apiserver::{self, Options};
-use crate::demo::client::Credentials;
-use crate::demo::faulty_relay::FaultyRelay;
-use crate::demo::pki::{self, Issued, Pki, Subject};
 use crate::demo::scenario::clients::{self, Clients};
 use crate::demo::scenario::display::{ProgressDisplay, Stage, Step, Style, format_duration};
 use crate::demo::scenario::ledger::{self, Counts};
 use crate::demo::scenario::schedule::{self, FAULTS, RelayedServer, Results, Schedule};
 use crate::demo::scenario::status_monitor::StatusMonitor;
-use crate::demo::seed;
-use crate::net::files::{self, PRIVATE};
 use crate::observe::counted;
 use crate::observe::log;
 

@@ -9,6 +9,10 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use clap::Args;
+use jackstay_sys::process::inherited_sockets;
+use jackstay_sys::process::inherited_sockets::InheritedSockets;
+use jackstay_sys::process::sandbox::file_rules;
+use jackstay_sys::process::service_manager::ServiceManager;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::timeout;
 
@@ -19,9 +23,6 @@ use crate::app::reload::ConfigSource;
 use crate::app::sandbox::ProcessSandbox;
 use crate::app::{App, Running, StartError};
 use crate::config::{self, Config, ConfigDraft, LoadedConfig, Overrides};
-use crate::net::process::inherited_sockets::{self, InheritedSockets};
-use crate::net::process::sandbox::file_rules;
-use crate::net::process::service_manager::ServiceManager;
 use crate::observe::{build, log};
 
 const HELP: &str = "\

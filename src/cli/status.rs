@@ -16,6 +16,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use jackstay_sys::utc::Utc;
 use serde_json::Value;
 
 use self::table::Style;
@@ -25,7 +26,6 @@ use super::admin_client::{
 };
 use super::options::{OutputArgs, OutputFormat, has_cursor, parse_flag_duration};
 use crate::config::format_duration;
-use crate::observe::utc::Utc;
 
 /// How long `--wait` waits by default.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);

@@ -29,10 +29,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
 use clap::Args;
+use jackstay_sys::process::code_pages;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::Config;
-use crate::net::process::code_pages;
 use crate::observe::log::PidInLines;
 
 /// The hidden command of the launcher.

@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
+use jackstay_sys::clock;
 use tokio::time::sleep;
 
 use crate::config::Percent;
-use crate::net::clock;
 use crate::observe::events::{Change, EventKind};
 use crate::upstream::Upstream;
 use crate::upstream::canary::{Answers, CanaryChange, CanaryEndpoint, INTERVAL};

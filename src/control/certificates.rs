@@ -11,14 +11,15 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use jackstay_sys::clock;
+use jackstay_sys::utc::{Utc, wall_clock};
+
 use self::expiry_watch::{ExpiryWatch, ValidityChange, WatchedCertificate};
 use super::file_watch::{FileWatch, poll_ticks};
-use crate::net::clock;
 use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::certificate::{VERSION_1, VERSION_1_EFFECT, Validity};
 use crate::net::tls::serving::{ServingRefresh, ServingTls};
 use crate::observe::events::{Change, EventKind, Events};
-use crate::observe::utc::{Utc, wall_clock};
 use crate::observe::{CertificateExpiry, ListenerMetrics, Metrics};
 use crate::upstream::Upstream;
 use crate::upstream::credentials::CredentialChange;

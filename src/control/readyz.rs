@@ -18,6 +18,7 @@ mod version;
 use std::pin::pin;
 use std::sync::Arc;
 
+use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until};
 
 use self::anonymous::AnonymousProber;
@@ -28,7 +29,6 @@ use self::request::{ReadyzResult, request_probes_of_others, send_probe};
 use self::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ResultStreak};
 use self::version::VersionReader;
 use crate::config::Readyz;
-use crate::net::clock;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
 use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeTrigger};

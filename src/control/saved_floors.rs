@@ -9,14 +9,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_sys::{clock, files};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::task::spawn_blocking;
 use tokio::time::{sleep, sleep_until};
 
 use super::discovery::SharedContext;
-use crate::net::clock;
-use crate::net::files;
 use crate::upstream::Upstream;
 use crate::upstream::client_key::{ClientHasher, ClientKey};
 use crate::upstream::version_floors::{FloorVersions, MAX_FLOORS, NamedFloor};

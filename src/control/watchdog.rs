@@ -5,9 +5,8 @@
 
 use std::sync::Arc;
 
+use jackstay_sys::process::service_manager::ServiceManager;
 use tokio::time::{MissedTickBehavior, interval};
-
-use crate::net::process::service_manager::ServiceManager;
 
 /// Sends notifications while `alive` returns `Ok`, until the future is dropped. Returns at once if the
 /// service manager has set no watchdog interval.

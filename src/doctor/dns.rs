@@ -16,11 +16,10 @@ use hickory_resolver::proto::op::Query;
 use hickory_resolver::proto::rr::{Name, RecordType};
 use hickory_resolver::system_conf::parse_resolv_conf;
 use hickory_resolver::{Hosts, TokioResolver};
+use jackstay_sys::{clock, files};
 use tokio::time::timeout;
 
 use super::observations::{Dns, Ms, NameServer, Resolution, percentile};
-use crate::net::clock;
-use crate::net::files;
 
 /// Limit of one query with all search domains. The default of resolv.conf(5), 5 s, is too long for a
 /// client that waits for the response to its request.

@@ -5,6 +5,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::join_all;
 use futures_util::stream::{FuturesUnordered, StreamExt};
+use jackstay_core::kubernetes_version::ServerVersion;
+use jackstay_sys::clock;
+use jackstay_sys::utc::{Utc, wall_clock};
 use rustls::pki_types::CertificateDer;
 use tokio::sync::Mutex;
 use tokio::task::LocalSet;
@@ -19,11 +22,8 @@ use super::observations::{
 };
 use super::probe::{self, FreshResult, STEP_LIMIT, StepTimer};
 use super::target::{ExaminationPlan, PlannedListener, Target};
-use crate::net::clock;
 use crate::net::tls::certificate::{CertInfo, Validity, cert_info};
 use crate::net::tls::local_ca::subject_alt_names;
-use crate::observe::utc::{Utc, wall_clock};
-use crate::upstream::kubernetes_version::ServerVersion;
 
 /// Interval between fresh connections to one endpoint: 20 in 10 s. That is enough for a median, and far
 /// fewer than a kubelet opens after a restart.

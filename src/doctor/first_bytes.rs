@@ -5,10 +5,10 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
+use jackstay_sys::delegate_async_write;
 use tokio::io::{AsyncRead, ReadBuf};
 
 use super::observations::FailureKind;
-use crate::net::sockets::delegate_async_write;
 
 /// Number of recorded bytes: enough for a status line or a banner.
 const RECORDED: usize = 64;

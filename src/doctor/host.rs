@@ -6,11 +6,12 @@ use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 
+use jackstay_sys::sockets::listening;
+use jackstay_sys::sockets::listening::ListenOptions;
 use rustix::process::{Resource, getrlimit};
 
 use super::observations::{Host, ListenAddress, ListenState};
 use super::target::PlannedListener;
-use crate::net::sockets::listening::{self, ListenOptions};
 
 /// Checks the addresses where jackstay is to listen and the limits that it needs.
 ///

@@ -5,11 +5,11 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use h2::Ping;
+use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until, timeout_at};
 
 use super::observations::{IdleConnection, LongLived, Ms, percentile};
 use super::probe::{PeerConfig, ProbeConnection, StepTimer, open};
-use crate::net::clock;
 
 /// Smallest interval between two PINGs. With a round trip of 50 ms there are more than 100 PINGs in 10 s.
 const PING_PAUSE: Duration = Duration::from_millis(50);

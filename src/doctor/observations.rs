@@ -5,9 +5,8 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
+use jackstay_core::kubernetes_version::ServerVersion;
 use serde::{Serialize, Serializer};
-
-use crate::upstream::kubernetes_version::ServerVersion;
 
 /// A duration in milliseconds with a resolution of 1 µs.
 #[derive(Debug, Clone, Copy, PartialEq, PartialOrd, Serialize)]

@@ -12,6 +12,11 @@ use bytes::Bytes;
 use h2::client::SendRequest;
 use h2::{Ping, PingPong};
 use http::{HeaderValue, Request, StatusCode, header};
+use jackstay_sys::clock;
+use jackstay_sys::sockets::connector::Connector;
+use jackstay_sys::sockets::tracked_stream;
+use jackstay_sys::sockets::tracked_stream::StreamObserver;
+use jackstay_sys::utc::wall_clock;
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -23,11 +28,7 @@ use super::first_bytes::FirstBytes;
 use super::observations::{ConnectAttempt, Failure, FailureKind, Ms, Step};
 use super::verify;
 use crate::config::describe_io_error;
-use crate::net::clock;
-use crate::net::sockets::connector::Connector;
-use crate::net::sockets::tracked_stream::{self, StreamObserver};
 use crate::net::tls::tls_error;
-use crate::observe::utc::wall_clock;
 use crate::upstream::readyz::failed_checks;
 
 /// Limit of each step. A connect with two lost SYNs takes 3 s (RFC 6298 section 2) and still succeeds.

@@ -9,6 +9,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use jackstay_sys::clock;
 use tokio::sync::Mutex;
 use tokio::task::LocalSet;
 use tokio::time::timeout;
@@ -21,7 +22,6 @@ use super::target::{Target, Trust};
 use super::version;
 use crate::kubeconfig::CertificateNames;
 use crate::kubeconfig::ServerUrl;
-use crate::net::clock;
 use crate::net::tls::local_ca::subject_alt_names;
 
 /// Limit for each apiserver, from the resolution of its name to the response. A lost SYN delays the connect

@@ -1,10 +1,10 @@
 //! Recognizes an apiserver by its response to `/version`.
 
 use http::StatusCode;
+use jackstay_core::kubernetes_version::ServerVersion;
 use serde_json::Value;
 
 use super::probe::{PeerConfig, ProbeConnection, get};
-use crate::upstream::kubernetes_version::ServerVersion;
 
 /// Requests `/version` over an open connection; `prefix` is the path of the cluster's URL. Every user may read
 /// it by default (`system:public-info-viewer`). Returns the version if the response names one.

@@ -12,6 +12,7 @@ mod serving;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
+use jackstay_sys::files::{PRIVATE, PUBLIC};
 use rustls::server::WebPkiClientVerifier;
 
 use self::config_file::{
@@ -23,7 +24,6 @@ use super::context::ResolvedContext;
 use super::credential::{Credential, PemSource};
 use super::file::to_yaml;
 use crate::config::CertPaths;
-use crate::net::files::{PRIVATE, PUBLIC};
 use crate::net::tls::pem_files::valid_certificates;
 use crate::net::tls::tls_error;
 

@@ -243,7 +243,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for FrameLimiter<T> {
 
 #[cfg(test)]
 mod tests {
-    use crate::net::clock;
+    use jackstay_sys::clock;
 
     use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
     use tokio::time::sleep;

@@ -6,11 +6,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_core::admission::MemoryBudget;
 use metrics::{Counter, Gauge, Histogram};
 
 use super::events::Events;
 use super::history::History;
-use super::memory_budget::MemoryBudget;
 use super::names::{self, CONNECTION_STATES, ENDPOINT_STATES};
 use super::registry::Registry;
 

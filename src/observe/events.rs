@@ -14,16 +14,17 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::time::{Duration, Instant, SystemTime};
 
+use jackstay_core::endpoint_state::Availability;
+use jackstay_sys::clock;
+use jackstay_sys::utc::{Utc, wall_clock};
 use serde::Serialize;
 
 pub use super::change::{Change, EventKind};
 use super::change::{level_of, write, write_fault};
-use super::fault_lines::{Availability, FaultLines, Loss};
+use super::fault_lines::{FaultLines, Loss};
 use super::lock;
 use super::open_streams::OpenStreams;
 use super::repeat_filter::{RepeatFilter, Suppressed};
-use super::utc::{Utc, wall_clock};
-use crate::net::clock;
 
 /// Maximum number of remembered events: about 100 KiB, at a few hundred bytes each.
 pub const MAX_EVENTS: usize = 256;

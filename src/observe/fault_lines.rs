@@ -17,6 +17,8 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::{Duration, Instant};
 
+use jackstay_core::endpoint_state::Availability;
+
 use super::open_streams::OpenStreams;
 
 /// How long losses of connections are collected before their line.
@@ -32,17 +34,6 @@ const KILL_TIME: Duration = Duration::from_millis(100);
 const MAX_NAMED: usize = 8;
 /// Maximum number of endpoints that are counted one by one.
 const MAX_ENDPOINTS: usize = 64;
-
-/// What a state of an endpoint means for a loss of its connections.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Availability {
-    /// It serves, so only connections were lost.
-    Serving,
-    /// Not known yet: its connections do not respond, or none is open.
-    Uncertain,
-    /// Out of service. Its own line reports the fault.
-    Down,
-}
 
 /// What connections of an endpoint lost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -334,7 +325,7 @@ fn line(upstream: &str, state: Option<String>, entries: &[Entry], reported: bool
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::clock;
+    use jackstay_sys::clock;
 
     const OF_WATCH: OpenStreams = OpenStreams { requests: 1, watches: 20, flows: 0 };
     const LOSS: Loss = Loss { connections: 1, open: OF_WATCH };

@@ -8,8 +8,9 @@ use std::collections::HashMap;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use jackstay_sys::sockets::source::Source;
+
 use super::lock;
-use crate::net::sockets::source::Source;
 
 /// Length of a window, from its first line.
 const WINDOW: Duration = Duration::from_secs(5);
@@ -78,7 +79,7 @@ impl Window {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::clock;
+    use jackstay_sys::clock;
 
     #[test]
     fn admit_logs_the_first_lines_of_a_window_and_counts_the_others_once() {

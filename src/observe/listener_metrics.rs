@@ -6,12 +6,12 @@
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use jackstay_core::admission::MemoryBudget;
 use metrics::{Counter, Histogram};
 
 use super::count_gauge::CountGauge;
 use super::line_quota::LineQuota;
 use super::log::ACCESS_TARGET;
-use super::memory_budget::MemoryBudget;
 use super::names::{self, VERBS};
 use super::own_errors::OwnErrors;
 use super::registry::Registry;

@@ -17,8 +17,9 @@ use std::sync::{Arc, Mutex, Weak, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use jackstay_sys::clock;
+
 use super::lock;
-use crate::net::clock;
 
 /// A loop that has not completed an iteration for this long is stalled.
 pub const STALLED_AFTER: Duration = Duration::from_secs(5);

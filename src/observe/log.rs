@@ -18,6 +18,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
+use jackstay_sys::utc::Utc;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::fmt::format::Writer;
@@ -26,7 +27,6 @@ use tracing_subscriber::fmt::{self, MakeWriter};
 use tracing_subscriber::layer::{Layer, Layered, SubscriberExt};
 use tracing_subscriber::{Registry, reload};
 
-use super::utc::Utc;
 use super::{counted, lock};
 use crate::config::{Level, Log, LogFormat};
 

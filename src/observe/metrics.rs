@@ -8,6 +8,10 @@ use std::hash::Hash;
 use std::sync::{Arc, Mutex};
 use std::time::{Instant, SystemTime};
 
+use jackstay_core::admission as memory_budget;
+use jackstay_core::admission::{MemoryBudget, MemoryKind, Shed};
+use jackstay_sys::clock;
+use jackstay_sys::utc::wall_clock;
 use metrics::{Counter, Gauge};
 use metrics_exporter_prometheus::PrometheusHandle;
 
@@ -17,13 +21,10 @@ use super::events::Events;
 use super::history::{STEP, STEPS};
 use super::listener_metrics::ListenerMetrics;
 use super::lock;
-use super::memory_budget::{self, MemoryBudget, MemoryKind, Shed};
 use super::names;
 use super::passthrough_metrics::PassthroughMetrics;
 use super::registry::Registry;
 use super::scrape_metrics::{self, CertificateExpiries, CertificateExpiry};
-use super::utc::wall_clock;
-use crate::net::clock;
 
 /// Maximum number of listeners, of passthrough listeners and of endpoints with their own series. Further
 /// ones share the series `other`. The recorder cannot remove a series, and neither listeners that a reload
@@ -97,6 +98,12 @@ impl Metrics {
         for kind in MemoryKind::ALL {
             let gauge = self.registry.gauge(&names::MEMORY_BUDGET, &[kind.as_str()]);
             gauge.set(self.memory.used_for(kind) as f64);
+        }
+        for (held, kind) in [
+            (&names::HELD_BODY_BYTES, MemoryKind::HeldBodies),
+            (&names::HELD_FRAME_BYTES, MemoryKind::WatchFrames),
+        ] {
+            self.registry.gauge(held, &[]).set(self.memory.used_for(kind) as f64);
         }
         self.registry.gauge(&names::MEMORY_LIMIT, &[]).set(self.memory.limit() as f64);
         for shed in Shed::ALL {
@@ -222,21 +229,10 @@ impl Metrics {
         self.registry.counter(&names::STREAMS_EXHAUSTED, &[upstream])
     }
 
-    /// Gauge of watches held while no apiserver is reachable. Workers share it, as
-    /// [`Self::held_body_bytes`].
+    /// Gauge of watches held while no apiserver is reachable. Workers share it: increment and
+    /// decrement it, never set it.
     pub fn held_watches(&self) -> Gauge {
         self.registry.gauge(&names::HELD_WATCHES, &[])
-    }
-
-    /// Gauge of request body bytes held for a retry. Workers share it: increment and decrement it, never
-    /// set it.
-    pub fn held_body_bytes(&self) -> Gauge {
-        self.registry.gauge(&names::HELD_BODY_BYTES, &[])
-    }
-
-    /// Gauge of watch frame bytes held. Workers share it, as [`Self::held_body_bytes`].
-    pub fn held_frame_bytes(&self) -> Gauge {
-        self.registry.gauge(&names::HELD_FRAME_BYTES, &[])
     }
 
     /// Records when a source of endpoints last answered, in seconds since 1970; 0 means never.
@@ -353,8 +349,6 @@ mod tests {
         metrics.stream_waits("control-plane").increment(1);
         metrics.streams_exhausted("control-plane").increment(1);
         metrics.held_watches().increment(1);
-        metrics.held_body_bytes().increment(1);
-        metrics.held_frame_bytes().increment(1);
         metrics.discovered("control-plane", "dns", 1.0);
         metrics.discovery_failed("control-plane", "dns");
         metrics.discovery_refused("control-plane", "dns", "empty", 1);

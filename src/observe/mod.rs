@@ -7,13 +7,10 @@
 //!   jackstay generated itself.
 //! * [`log`] writes lines without blocking the caller. [`rate_limited_warnings`], [`line_quota`] and
 //!   [`repeat_filter`] limit how often a line is repeated, and [`redact`] removes secrets.
-//! * [`memory_budget`] is the account of all memory that clients make the process hold, and [`byte_budget`]
-//!   limits the bytes of one kind.
 //! * [`events`] logs and remembers state changes, [`fault_lines`] bundles the warnings about one fault, [`history`] keeps ten minutes of figures per endpoint.
 //! * [`liveness`] detects event loops that have stalled.
 
 pub mod build;
-pub mod byte_budget;
 mod change;
 pub mod count_gauge;
 pub mod counted;
@@ -25,8 +22,6 @@ pub mod line_quota;
 pub mod listener_metrics;
 pub mod liveness;
 pub mod log;
-pub mod memory_budget;
-mod memory_labels;
 pub mod metrics;
 pub mod names;
 pub mod open_streams;
@@ -38,18 +33,15 @@ pub mod redact;
 mod registry;
 pub mod repeat_filter;
 pub mod scrape_metrics;
-pub mod utc;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-pub use byte_budget::{ByteAccount, ByteBudget};
 pub use counted::counted;
 pub use endpoint_metrics::{EndpointMetrics, StateGauge};
 pub use events::{Change, Events};
-pub use fault_lines::{Availability, Loss};
+pub use fault_lines::Loss;
 pub use listener_metrics::ListenerMetrics;
 pub use liveness::{Liveness, LivenessMonitor};
-pub use memory_budget::{MemoryBudget, MemoryClass, MemoryKind};
 pub use metrics::Metrics;
 pub use open_streams::OpenStreams;
 pub use outcome::{Outcome, Side, UserClass};

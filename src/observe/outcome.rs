@@ -10,16 +10,16 @@
 use std::borrow::Cow;
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Instant;
 
 use http::uri::PathAndQuery;
 use http::{HeaderValue, Method, header, request};
-use std::time::Instant;
+use jackstay_sys::clock;
+use jackstay_sys::sockets::source::Source;
 
 use super::listener_metrics::{CLIENT_GONE, ListenerMetrics};
 use super::redact::{redact_path, shorten};
 use crate::config::AccessLog;
-use crate::net::clock;
-use crate::net::sockets::source::Source;
 
 /// Maximum length of a user agent in a log line, in bytes.
 const MAX_USER_AGENT: usize = 256;

@@ -7,13 +7,13 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
+use jackstay_sys::utc::{Utc, wall_clock};
 use metrics::Counter;
 use serde::Serialize;
 
 use super::lock;
 use super::names::{self, OWN_ERROR_REASONS};
 use super::registry::Registry;
-use super::utc::{Utc, wall_clock};
 
 /// The error responses that jackstay generated on one listener.
 #[derive(Debug)]

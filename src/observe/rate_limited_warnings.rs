@@ -9,11 +9,11 @@ use std::fmt::Display;
 use std::rc::Rc;
 use std::time::Duration;
 
+use jackstay_sys::clock;
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 
 use super::repeat_filter::RepeatFilter;
-use crate::net::clock;
 
 /// The warnings of one worker about one subject.
 #[derive(Debug, Clone)]

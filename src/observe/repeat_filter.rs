@@ -97,7 +97,7 @@ impl RepeatFilter {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::clock;
+    use jackstay_sys::clock;
 
     const WINDOW: Duration = Duration::from_secs(5);
 

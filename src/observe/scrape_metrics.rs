@@ -107,7 +107,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::observe::utc::wall_clock;
+    use jackstay_sys::utc::wall_clock;
 
     #[test]
     fn render_process_reports_every_metric_of_this_process() {

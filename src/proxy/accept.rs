@@ -4,14 +4,15 @@ use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use jackstay_sys::process::resource_limits;
+use jackstay_sys::process::resource_limits::SpareDescriptor;
+use jackstay_sys::sockets::source::Source;
+use jackstay_sys::sockets::{listening, tcp_options};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::sleep;
 
 use super::connection_slots::{Admitted, ConnectionSlot, SlotRefusal};
 use super::drain::DrainWatcher;
-use crate::net::process::resource_limits::{self, SpareDescriptor};
-use crate::net::sockets::source::Source;
-use crate::net::sockets::{listening, tcp_options};
 use crate::observe::{ListenerMetrics, RateLimitedWarnings};
 
 /// Pause after `accept` failed and no waiting connection could be reset.

@@ -14,8 +14,7 @@ use base64::Engine as _;
 use base64::alphabet::URL_SAFE;
 use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
 use http::{HeaderMap, header};
-
-use super::hygiene::list_items;
+use jackstay_core::request::hygiene::list_items;
 
 /// The beginning of a subprotocol that contains a token.
 const SUBPROTOCOL: &str = "base64url.bearer.authorization.k8s.io.";

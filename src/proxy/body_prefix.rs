@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
+use jackstay_core::request::info::RequestKind;
+use jackstay_sys::clock;
 use tokio::time::{timeout, timeout_at};
 
-use super::request_info::RequestKind;
-use crate::net::clock;
 use crate::upstream::connection::{Connection, ConnectionState};
 
 /// Size at which a prefix is forwarded, in bytes: enough for discovery, an object or a short list. It fits

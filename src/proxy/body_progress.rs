@@ -23,14 +23,13 @@ use std::time::{Duration, Instant};
 
 use bytes::{Buf, Bytes};
 use http_body::{Body, Frame, SizeHint};
+use jackstay_core::admission::{Level, MemoryClass, Shed};
+use jackstay_sys::clock;
 use tokio::time::{Sleep, sleep_until};
 
 use super::client_memory::StreamMemory;
 use super::connection_slots::OpenRequest;
 use super::response_reserve::{MAX_PIECE, ResponseReserve};
-use crate::net::clock;
-use crate::observe::MemoryClass;
-use crate::observe::memory_budget::{Level, Shed};
 
 /// How often the rate of a client that does not take everything at once is checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
@@ -301,7 +300,7 @@ impl Future for StallBoundStream {
             let pressure = (connection.must_read(), is_short);
             match reader.check((piece, taken), *limit, pressure, clock::now()) {
                 Verdict::CheckAt(at) if at != timer.deadline().into_std() => {
-                    timer.as_mut().reset(at.into())
+                    timer.as_mut().reset(at.into());
                 }
                 Verdict::CheckAt(_) => {}
                 Verdict::Stalled => return Poll::Ready(()),

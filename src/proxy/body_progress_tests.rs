@@ -4,12 +4,12 @@ use std::future::poll_fn;
 use std::sync::Arc;
 
 use http_body_util::Empty;
+use jackstay_core::admission::{MemoryBudget, MemoryKind};
+use jackstay_sys::clock;
+use jackstay_sys::sockets::source::Source;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-use crate::net::clock;
-use crate::net::sockets::source::Source;
-use crate::observe::{MemoryBudget, MemoryKind};
 use crate::proxy::client_memory::ClientMemory;
 use crate::proxy::connection_slots::ConnectionSlots;
 

@@ -31,17 +31,17 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use jackstay_sys::sockets::source::Source;
+use jackstay_sys::utc::{Utc, wall_clock};
 use rustls::pki_types::CertificateDer;
 use tokio::sync::Notify;
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 
-use crate::net::sockets::source::Source;
 use crate::net::tls::certificate::{self, CertInfo, Subject};
 use crate::net::tls::client_chain::{self, ChainVerdict, ClientChain};
 use crate::net::tls::serving::ServingTls;
 use crate::observe::ListenerMetrics;
-use crate::observe::utc::{Utc, wall_clock};
 use crate::upstream::credentials::CredentialClass;
 
 /// How often the validity is checked at least, because the system clock may be changed.

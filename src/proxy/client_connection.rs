@@ -18,6 +18,13 @@ use http::request::Parts;
 use http::uri::{Authority, Scheme};
 use http::{HeaderValue, Request, Response, StatusCode, Uri, header};
 use hyper::body::Incoming;
+use jackstay_core::admission::MemoryClass;
+use jackstay_core::request::hygiene;
+use jackstay_core::request::hygiene::ForwardedFor;
+use jackstay_core::request::info::{RequestInfo, RequestKind};
+use jackstay_core::request::status_error::StatusError;
+use jackstay_core::watch::request::{WatchRequest, upstream_headers, upstream_query, with_query};
+use jackstay_sys::utc::wall_clock;
 
 use super::client_certificate::{ClientCertificate, IdentityProof};
 use super::client_memory::ClientMemory;
@@ -28,20 +35,14 @@ use super::credential_selector::{SelectedCredential, TokenProof};
 use super::fair_queue::Ended;
 use super::forward::ForwardedRequest;
 use super::heartbeat::is_heartbeat;
-use super::hygiene::{self, ForwardedFor};
 use super::listener_service::{CurrentService, ListenerService};
 use super::proven_tokens::LastToken;
 use super::request_body::RequestBody;
-use super::request_info::{RequestInfo, RequestKind};
 use super::response_body::{FullBody, ResponseBody};
-use super::status_error::StatusError;
 use super::status_response;
 use super::unproven_requests::{ConnectionRecord, UnprovenRequest};
 use super::upgrade::Upgrade;
-use super::watch;
-use super::watch::request::{WatchRequest, with_query};
-use crate::observe::utc::wall_clock;
-use crate::observe::{MemoryClass, Outcome, UserClass};
+use crate::observe::{Outcome, UserClass};
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::version_preference::preferred_versions;
 
@@ -352,7 +353,8 @@ fn watch_request(
 ) -> Option<WatchRequest> {
     let (verb, path, query) = (info.verb.as_str(), info.path(), info.query());
     let unordered = &service.upstream.pool.upstream().unordered_groups;
-    WatchRequest::new(verb, path, query, &parts.headers, &service.never_resume_groups, unordered)
+    let is_unordered = |group: &str| unordered.contains(group);
+    WatchRequest::new(verb, path, query, &parts.headers, &service.never_resume_groups, is_unordered)
 }
 
 /// The head that is sent upstream. HTTP/2 needs a scheme and an authority, and a watch is changed so that
@@ -374,9 +376,9 @@ fn upstream_head(parts: Parts, watch: Option<&WatchRequest>) -> Result<Request<(
         StatusError::bad_request(format_args!("the request target is invalid: {error}"))
     })?;
     if let Some(watch) = watch {
-        watch::request::upstream_headers(&mut headers);
+        upstream_headers(&mut headers);
         let query = uri.query().unwrap_or_default();
-        if let Cow::Owned(query) = watch::request::upstream_query(query, watch) {
+        if let Cow::Owned(query) = upstream_query(query, watch) {
             uri = with_query(&uri, &query);
         }
     }

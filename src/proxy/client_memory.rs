@@ -1,4 +1,4 @@
-//! What one client connection holds of the [memory budget](crate::observe::memory_budget).
+//! What one client connection holds of the [memory budget](jackstay_core::admission).
 //!
 //! | charged | bytes |
 //! |---|---|
@@ -7,7 +7,7 @@
 //! | request body | its receive window, up to the window of the connection |
 //! | response | its [`ResponseReserve`] from the begin of the request, and the waiting bytes beyond it |
 //! | kernel memory of the socket | see [`super::socket_memory`] |
-//! | held body, watch frames | see [`crate::observe::ByteBudget`] |
+//! | held body, watch frames | see [`jackstay_core::admission::ByteBudget`] |
 //!
 //! The costs are estimates, above what a connection and a stream hold. Headers are charged once they are decoded; what
 //! was read before that is limited by [`crate::net::frame_limiter`], which reads at most 32 KiB before the connection
@@ -22,13 +22,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use http::Request;
+use jackstay_core::admission::{
+    ByteAccount, ByteBudget, Level, MemoryCharge, MemoryClass, MemoryKind, Shed, SourceMemory,
+};
 
 use super::request_windows::Windows;
 use super::response_reserve::ResponseReserve;
 use super::socket_memory::SocketMemory;
 use super::tunnel_memory::TunnelMemory;
-use crate::observe::memory_budget::{Level, MemoryCharge, Shed, SourceMemory};
-use crate::observe::{ByteAccount, ByteBudget, MemoryClass, MemoryKind};
 
 /// Bytes of a connection: TLS, HTTP/2, their buffers, and the first [`FREE`] bytes of each kind. An idle one has 20 KiB
 /// (measured with a thousand).
@@ -402,8 +403,8 @@ fn head_size<B>(request: &Request<B>) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::observe::MemoryBudget;
     use crate::proxy::response_reserve::MAX_PIECE;
+    use jackstay_core::admission::MemoryBudget;
 
     const MIB: usize = 1 << 20;
 

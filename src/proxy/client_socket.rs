@@ -19,6 +19,11 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use jackstay_core::admission::{Level, SourceMemory};
+use jackstay_sys::clock;
+use jackstay_sys::delegate_async_write;
+use jackstay_sys::sockets::tcp_options::MAX_UNSENT;
+use jackstay_sys::sockets::{tcp_info, tcp_options};
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncReadExt, ReadBuf};
 use tokio::net::TcpStream;
@@ -27,10 +32,6 @@ use tokio::time::{sleep, timeout};
 
 use super::accounted_stream::AccountedStream;
 use super::socket_memory::{Peer, SocketMemory};
-use crate::net::clock;
-use crate::net::sockets::tcp_options::MAX_UNSENT;
-use crate::net::sockets::{delegate_async_write, tcp_info, tcp_options};
-use crate::observe::memory_budget::{Level, SourceMemory};
 
 /// How long to wait for the client to close.
 const LIMIT: Duration = Duration::from_secs(1);
@@ -170,7 +171,7 @@ mod tests {
     use tokio::net::TcpListener;
     use tokio::task::LocalSet;
 
-    use crate::observe::MemoryBudget;
+    use jackstay_core::admission::MemoryBudget;
 
     #[tokio::test]
     async fn drop_with_unread_bytes_delivers_the_last_data() {

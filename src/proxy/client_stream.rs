@@ -10,6 +10,8 @@ use std::time::Duration;
 
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
+use jackstay_sys::sockets::read_ahead::ReadAhead;
+use jackstay_sys::sockets::tunnel_stream::TunnelStream;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::{Sleep, sleep};
 use tokio_rustls::TlsAcceptor;
@@ -17,8 +19,6 @@ use tokio_rustls::server::TlsStream;
 
 use super::client_socket::ClientSocket;
 use super::head_timeout::HeadStream;
-use crate::net::sockets::read_ahead::ReadAhead;
-use crate::net::sockets::tunnel_stream::TunnelStream;
 use crate::net::tls::serving::ServingTls;
 
 /// The response to a request without TLS, which is that of kube-apiserver (Go's `net/http`, `conn.serve`).
@@ -163,7 +163,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for StallTimeout<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::clock;
+    use jackstay_sys::clock;
     use tokio::io::AsyncReadExt;
 
     #[tokio::test(start_paused = true)]

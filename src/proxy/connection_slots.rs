@@ -29,10 +29,11 @@ use std::task::{Context, Poll};
 
 use std::time::Instant;
 
+use jackstay_sys::clock;
+use jackstay_sys::sockets::source::Source;
+
 pub use self::registry::ClientRank;
 use self::registry::{Entry, Phase, Registry};
-use crate::net::clock;
-use crate::net::sockets::source::Source;
 
 /// The reserve is this part of the slots.
 const RESERVE_DIVISOR: usize = 8;

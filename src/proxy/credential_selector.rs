@@ -19,14 +19,14 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use http::{HeaderMap, StatusCode};
+use jackstay_core::request::status_error::StatusError;
+use jackstay_sys::sockets::source::Source;
+use jackstay_sys::utc::wall_clock;
 
 use super::bearer_token::BearerToken;
 use super::client_certificate::ClientCertificate;
 use super::proven_tokens::{LastToken, ProvenTokens, TokenKey};
-use super::status_error::StatusError;
-use crate::net::sockets::source::Source;
 use crate::net::tls::certificate::CertInfo;
-use crate::observe::utc::wall_clock;
 use crate::upstream::credentials::{CredentialClass, IdentitySlot};
 
 /// Selects the credentials for the requests of one listener.

@@ -12,7 +12,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::net::clock;
+use jackstay_sys::clock;
 use tokio::sync::watch;
 use tokio::time::sleep_until;
 

@@ -21,7 +21,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
-use crate::net::sockets::source::Source;
+use jackstay_sys::sockets::source::Source;
 
 /// A source with this number of rejected requests within [`WINDOW`] is slowed.
 const MAX_REJECTIONS: usize = 20;
@@ -309,7 +309,7 @@ impl SourceState {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::clock;
+    use jackstay_sys::clock;
 
     const LIMITS: QueueLimits =
         QueueLimits { in_progress: 8, source_in_progress: 4, source_waiting: 16 };

@@ -17,6 +17,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::{Request, Response};
+use jackstay_core::admission::ByteAccount;
+use jackstay_core::request::info::{RequestInfo, RequestKind};
+use jackstay_core::request::retry::{ATTEMPTS, RetryDecision, Stage};
+use jackstay_core::request::status_error::StatusError;
+use jackstay_core::request::{hygiene, overload_rejection, retry};
+use jackstay_core::watch::codec::Encoding;
+use jackstay_core::watch::relay::Relay;
+use jackstay_core::watch::request::WatchRequest;
+use jackstay_core::watch::session::max_outage_jitter;
+use jackstay_sys::clock;
 use tokio::task::spawn_local;
 use tokio::time::{sleep, sleep_until};
 
@@ -25,22 +35,12 @@ use super::client_certificate::IdentityProof;
 use super::consistent_reads::RequestVersions;
 use super::drain::DrainWatcher;
 use super::heartbeat;
-use super::hygiene;
-use super::overload_rejection;
 use super::request_body::{RequestBody, UploadTask};
-use super::request_info::{RequestInfo, RequestKind};
 use super::response_body::{ForwardResult, FullBody, ResponseBody, StreamedBody};
-use super::retry::{self, ATTEMPTS, RetryDecision, Stage};
-use super::status_error::StatusError;
 use super::unproven_requests::UnprovenRequest;
 use super::upstream_client::{UpstreamClient, UpstreamResponse, release_window};
 use super::watch::body::{ResumeContext, WatchBody, outage_ended};
-use super::watch::codec::Encoding;
-use super::watch::relay::Relay;
-use super::watch::request::WatchRequest;
-use super::watch::session::max_outage_jitter;
-use crate::net::clock;
-use crate::observe::{ByteAccount, Outcome};
+use crate::observe::Outcome;
 use crate::upstream::connection::{ConnectionState, Permit};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
@@ -263,7 +263,7 @@ impl ForwardedRequest {
             Unavailable::Unreachable(reasons) if self.is_watch() => {
                 StatusError::no_upstream_for_watch(reasons)
             }
-            _ => StatusError::unavailable(unavailable),
+            _ => StatusError::from(unavailable),
         }
     }
 

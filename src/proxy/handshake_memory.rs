@@ -6,9 +6,9 @@
 
 use std::sync::Arc;
 
+use jackstay_core::admission::{MemoryCharge, MemoryClass, MemoryKind, Shed, SourceMemory};
+
 use crate::net::tls::client_chain;
-use crate::observe::memory_budget::{MemoryCharge, Shed, SourceMemory};
-use crate::observe::{MemoryClass, MemoryKind};
 
 /// Bytes of a handshake in progress: a client's chain as received and as parsed, and the buffers of TLS.
 pub const HANDSHAKE_COST: usize = 2 * client_chain::MAX_BYTES + (32 << 10);
@@ -36,8 +36,8 @@ pub fn charge(source: &Arc<SourceMemory>) -> Option<MemoryCharge> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::observe::MemoryBudget;
     use crate::proxy::client_memory::ClientMemory;
+    use jackstay_core::admission::MemoryBudget;
 
     #[test]
     fn workers_share_the_handshakes_in_progress() {

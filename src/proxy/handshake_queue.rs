@@ -23,13 +23,13 @@ use std::collections::{HashMap, VecDeque};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+use jackstay_sys::clock;
+use jackstay_sys::sockets::source::Source;
 use tokio::sync::Notify;
 use tokio::task::{spawn_local, yield_now};
 use tokio::time::timeout_at;
 
 use super::handshake_memory;
-use crate::net::clock;
-use crate::net::sockets::source::Source;
 
 /// Handshakes of one source in a second. At 1.1 ms each they take 22 % of a core.
 const RATE: u32 = 200;
@@ -224,8 +224,9 @@ impl<T: Clone> Turns<T> {
                 continue;
             }
             let rested_at = entry.rested_at.map_or(now, |at| at.max(now));
-            if rested_at - now > INTERVAL * (BURST - 1) {
-                let next_at = rested_at - INTERVAL * (BURST - 1);
+            let wait = (rested_at - now).saturating_sub(INTERVAL * (BURST - 1));
+            if !wait.is_zero() {
+                let next_at = now + wait;
                 earliest = Some(earliest.map_or(next_at, |at| at.min(next_at)));
                 self.order.push_back(source);
                 continue;

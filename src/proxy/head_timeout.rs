@@ -17,10 +17,9 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use hyper::rt::{Sleep, Timer};
+use jackstay_sys::delegate_async_write;
 use tokio::io::{AsyncRead, ReadBuf};
 use tokio::time::{self, Instant};
-
-use crate::net::sockets::delegate_async_write;
 
 /// How long a connection may be idle between two requests: the `IdleTimeout` of kube-apiserver
 /// (`staging/src/k8s.io/apiserver/pkg/server/secure_serving.go`). A client that keeps connections as long as the

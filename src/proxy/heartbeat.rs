@@ -9,11 +9,11 @@
 use std::rc::Rc;
 use std::time::Duration;
 
+use jackstay_core::request::info::{RequestInfo, RequestKind, Verb};
+use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until};
 
-use super::request_info::{RequestInfo, RequestKind, Verb};
 use crate::config::HeartbeatResource;
-use crate::net::clock;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{EndpointState, ProbeTrigger};
 

@@ -15,6 +15,10 @@ use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use jackstay_core::admission::{Level, MemoryClass, Shed};
+use jackstay_sys::clock;
+use jackstay_sys::sockets::cork::{Collect, Uncork, cork};
+use jackstay_sys::sockets::source::Source;
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 
@@ -27,12 +31,8 @@ use super::connection_slots::{ConnectionSlot, OpenRequest};
 use super::drain::DrainWatcher;
 use super::head_timeout::limit_heads;
 use super::listener_service::ListenerService;
-use crate::net::clock;
 use crate::net::frame_limiter::FrameLimiter;
-use crate::net::sockets::cork::{Collect, Uncork, cork};
-use crate::net::sockets::source::Source;
-use crate::observe::memory_budget::{Level, Shed};
-use crate::observe::{MemoryClass, RateLimitedWarnings};
+use crate::observe::RateLimitedWarnings;
 
 /// Largest frame accepted: RFC 9113's default.
 const MAX_FRAME_SIZE: u32 = 16 * 1024;

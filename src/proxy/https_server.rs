@@ -7,6 +7,11 @@ use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use jackstay_core::admission::MemoryClass;
+use jackstay_core::request::hygiene::ForwardedFor;
+use jackstay_sys::clock;
+use jackstay_sys::sockets::source::{Source, SourceLookup};
+use jackstay_sys::sockets::tcp_options::MAX_UNSENT;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
@@ -20,19 +25,15 @@ use super::consistent_reads::client::LastClient;
 use super::drain::DrainWatcher;
 use super::handshake_queue::HandshakeQueue;
 use super::http_connection::HttpConnection;
-use super::hygiene::ForwardedFor;
 use super::identity_lane::{HandedOver, IdentityLane, LaneClient, LaneConnections};
 use super::listener_service::{CurrentService, ListenerService};
 use super::proven_tokens::LastToken;
 use super::request_windows::Windows;
 use super::task_queues::TaskQueues;
 use super::tls_handshake::TlsHandshake;
-use crate::net::clock;
-use crate::net::sockets::source::{Source, SourceLookup};
-use crate::net::sockets::tcp_options::MAX_UNSENT;
 use crate::net::tls::certificate::VERSION_1;
 use crate::net::tls::serving::ServingTls;
-use crate::observe::{MemoryClass, RateLimitedWarnings};
+use crate::observe::RateLimitedWarnings;
 
 /// Serves the connections of one L7 listener on one worker.
 pub struct HttpsServer {

@@ -13,10 +13,10 @@ use std::net::{self, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use jackstay_sys::sockets::source::Source;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::client_stream::ClientStream;
-use crate::net::sockets::source::Source;
 use crate::net::tls::client_chain::ChainVerdict;
 
 /// A connection on its way from a worker to the identity lane.

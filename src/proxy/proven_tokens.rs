@@ -7,7 +7,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
 
-use crate::net::sockets::source::Source;
+use jackstay_sys::sockets::source::Source;
 
 /// Maximum number of accepted tokens that are remembered. A node has some hundred pods.
 const MAX_PROVEN_TOKENS: usize = 4096;

@@ -17,12 +17,11 @@ use h2::{Reason, SendStream};
 use http::{HeaderMap, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
+use jackstay_core::admission::{ByteAccount, ByteBudget, MemoryKind};
+use jackstay_core::request::hygiene::upstream_trailers;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
-
-use super::hygiene::upstream_trailers;
-use crate::observe::{ByteAccount, ByteBudget, MemoryKind, Metrics};
 
 /// Maximum bytes held of one body.
 const MAX_HELD: usize = 3 << 20;
@@ -39,8 +38,8 @@ const MAX_DISCARD_TIME: Duration = Duration::from_secs(1);
 const PIECE_COST: usize = 64;
 
 /// The budget that the bodies of all workers share.
-pub fn budget(metrics: &Metrics) -> Arc<ByteBudget> {
-    ByteBudget::new(MemoryKind::HeldBodies, MAX_HELD_TOTAL, metrics.held_body_bytes())
+pub fn budget() -> Arc<ByteBudget> {
+    ByteBudget::new(MemoryKind::HeldBodies, MAX_HELD_TOTAL)
 }
 
 /// The task that sends a request's body. Dropping it ends the task.
@@ -311,7 +310,8 @@ async fn send_piece(stream: &mut SendStream<Bytes>, mut data: Bytes) -> Result<(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::observe::MemoryClass;
+    use crate::observe::Metrics;
+    use jackstay_core::admission::MemoryClass;
 
     static PIECE: Bytes = Bytes::from_static(&[0; 64 * 1024]);
 
@@ -326,7 +326,7 @@ mod tests {
     #[test]
     fn held_body_stops_at_its_own_and_the_shared_limit() {
         let metrics = Metrics::new();
-        let budget = budget(&metrics);
+        let budget = budget();
         let gauge = || {
             let text = metrics.render();
             let line = text.lines().find(|line| line.starts_with("jackstay_held_body_bytes "));

@@ -6,7 +6,7 @@
 
 use std::net::IpAddr;
 
-use crate::observe::MemoryClass;
+use jackstay_core::admission::MemoryClass;
 
 /// The receive windows of request bodies on one connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! What a response may hold although its client takes nothing.
 
-use crate::upstream::receive_windows;
+use jackstay_core::receive_windows;
 
 /// Largest piece that a body should return, in bytes. A client that reads one such piece within the default
 /// limit of five minutes, 220 bytes a second, keeps its stream while memory is not short.

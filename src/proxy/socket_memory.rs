@@ -1,4 +1,4 @@
-//! Charges the kernel memory of clients' sockets to the [memory budget](crate::observe::memory_budget).
+//! Charges the kernel memory of clients' sockets to the [memory budget](jackstay_core::admission).
 //!
 //! The kernel holds what a peer has sent and this process has not read, and what this process has written and the peer
 //! has not acknowledged. [`tcp_options`] bounds the part that was not sent. The rest must be able to grow, because a
@@ -28,15 +28,13 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use jackstay_core::admission::{Level, MemoryClass, MemoryKind, Shed, SourceMemory};
+use jackstay_sys::clock;
+use jackstay_sys::sockets::tcp_options::MIN_UNSENT;
+use jackstay_sys::sockets::{queue_memory, tcp_options};
 use slab::Slab;
 use tokio::sync::Notify;
 use tokio::time::sleep;
-
-use crate::net::clock;
-use crate::net::sockets::tcp_options::MIN_UNSENT;
-use crate::net::sockets::{queue_memory, tcp_options};
-use crate::observe::memory_budget::{Level, Shed, SourceMemory};
-use crate::observe::{MemoryClass, MemoryKind};
 
 /// Interval of the measurements.
 const INTERVAL: Duration = Duration::from_millis(50);

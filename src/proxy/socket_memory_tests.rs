@@ -4,11 +4,12 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Wake;
 
+use jackstay_core::admission::MemoryBudget;
+use jackstay_sys::clock;
+use jackstay_sys::sockets::listening::listen;
+use jackstay_sys::sockets::tcp_options::MAX_UNSENT;
+
 use super::*;
-use crate::net::clock;
-use crate::net::sockets::listening::listen;
-use crate::net::sockets::tcp_options::MAX_UNSENT;
-use crate::observe::MemoryBudget;
 
 const MIB: usize = 1 << 20;
 

@@ -8,8 +8,7 @@ mod tests;
 
 use bytes::Bytes;
 use http::{HeaderValue, Response, header};
-
-use super::status_error::StatusError;
+use jackstay_core::request::status_error::StatusError;
 
 const PROTOBUF: &str = "application/vnd.kubernetes.protobuf";
 const FAILURE: &str = "Failure";

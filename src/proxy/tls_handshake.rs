@@ -5,6 +5,9 @@ use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use jackstay_core::admission::MemoryCharge;
+use jackstay_sys::clock;
+use jackstay_sys::sockets::read_ahead::ReadAhead;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
@@ -14,12 +17,9 @@ use super::connection_slots::ConnectionSlot;
 use super::handshake_queue::{HandshakeQueue, HandshakeTurn};
 use super::listener_service::ListenerService;
 use super::{accept, handshake_memory};
-use crate::net::clock;
-use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::tls::serving::{self, ServingTls};
 use crate::net::tls::tls_error::describe_handshake_error;
 use crate::observe::RateLimitedWarnings;
-use crate::observe::memory_budget::MemoryCharge;
 
 /// What a listener needs for a handshake.
 pub struct TlsHandshake<'a> {

@@ -1,14 +1,14 @@
-//! What one tunnel holds of the [memory budget](crate::observe::memory_budget).
+//! What one tunnel holds of the [memory budget](jackstay_core::admission).
 
 use std::cell::Cell;
 use std::os::fd::RawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use jackstay_core::admission::{MemoryCharge, MemoryClass, MemoryKind, SourceMemory};
+use jackstay_sys::sockets::tcp_options::MAX_UNSENT_OF_FLOW;
+
 use super::socket_memory::{Peer, SocketMemory};
-use crate::net::sockets::tcp_options::MAX_UNSENT_OF_FLOW;
-use crate::observe::memory_budget::{MemoryCharge, SourceMemory};
-use crate::observe::{MemoryClass, MemoryKind};
 
 /// Bytes of a tunnel: TLS and its buffers on both sides, and the buffers of both directions.
 const TUNNEL_COST: usize = 96 << 10;

@@ -10,17 +10,17 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use jackstay_core::admission::{MemoryBudget, Shed};
+use jackstay_core::request::status_error::StatusError;
+use jackstay_sys::clock;
+use jackstay_sys::sockets::source::Source;
 use tokio::sync::oneshot;
 use tokio::task::spawn_local;
 use tokio::time::{sleep_until, timeout};
 
 use super::fair_queue::{Arrival, Ended, FairQueue, QueueLimits, Started};
 use super::proven_tokens::TokenKey;
-use super::status_error::StatusError;
-use crate::net::clock;
-use crate::net::sockets::source::Source;
-use crate::observe::memory_budget::Shed;
-use crate::observe::{MemoryBudget, RateLimitedWarnings};
+use crate::observe::RateLimitedWarnings;
 
 /// Limits of requests, which share a few HTTP/2 connections.
 pub const REQUEST_LIMITS: QueueLimits =

@@ -13,7 +13,7 @@
 //!   ([`super::client_certificate`]).
 //! * There is no idle timeout: a client that reads nothing may be a person who pages through
 //!   `kubectl exec … | less`. A tunnel whose path is dead for `tunnel_dead_after` is closed
-//!   ([`crate::upstream::flow_health`]).
+//!   ([`jackstay_core::flow_health`]).
 //!
 //! `Sec-WebSocket-Protocol` may contain a bearer token, so this module logs no headers.
 
@@ -26,15 +26,15 @@ use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
+use jackstay_core::request::hygiene;
+use jackstay_core::request::retry::Refusal;
+use jackstay_core::request::status_error::StatusError;
 use tokio::io::{AsyncWriteExt, copy_bidirectional_with_sizes};
 use tokio::task::spawn_local;
 
 use super::client_certificate::IdentityProof;
 use super::client_stream;
-use super::hygiene;
 use super::response_body::{ForwardResult, Http1Body, ResponseBody};
-use super::retry::Refusal;
-use super::status_error::StatusError;
 use super::tunnel_memory::TunnelMemory;
 use super::tunnels::{OpenTunnel, Tunnels};
 use super::upstream_client::UpstreamClient;
@@ -122,7 +122,7 @@ async fn send(
     let versions = preferred_versions(upstream, request.headers().get(USER_AGENT));
     let connection = http1::open(upstream, class, proof.subject(), versions, open_to)
         .await
-        .map_err(|unavailable| StatusError::unavailable(&unavailable))?;
+        .map_err(|unavailable| StatusError::from(&unavailable))?;
     let endpoint = Arc::clone(&connection.endpoint);
     outcome.sent_to(&endpoint.label, false);
     let (response, driver) = connection.send(request).await.map_err(|reason| {

@@ -18,11 +18,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use jackstay_core::kubernetes_version::MinorVersion;
+use jackstay_sys::utc::{Utc, wall_clock};
 use serde::Serialize;
 
-use super::kubernetes_version::MinorVersion;
 use crate::config::Percent;
-use crate::observe::utc::{Utc, wall_clock};
 
 /// Time between two steps.
 pub const INTERVAL: Duration = Duration::from_secs(5);
@@ -259,7 +259,7 @@ impl Canary {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::clock;
+    use jackstay_sys::clock;
 
     fn endpoint(label: &str, minor: u16, all: u64, errors: u64) -> CanaryEndpoint {
         CanaryEndpoint {

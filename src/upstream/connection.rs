@@ -25,6 +25,9 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use h2::client::SendRequest;
+use jackstay_core::balance;
+pub use jackstay_core::connection_health::ConnectionState;
+use jackstay_core::connection_health::{Responsiveness, StateChangeReason};
 use tokio::sync::Notify;
 
 pub use self::error_text::describe_h2_error;
@@ -34,11 +37,8 @@ pub use self::permit::Permit;
 use self::receiving::ReceivingStreams;
 use self::response_waits::ResponseWaits;
 use self::stream_slots::StreamSlots;
-use super::balance;
 use super::credentials::CredentialClass;
 use super::endpoint::Endpoint;
-pub use super::health::ConnectionState;
-use super::health::{Responsiveness, StateChangeReason};
 use super::stats::ConnectionStats;
 use super::watch_moves::{MoveEligibility, WatchMoves};
 use crate::net::tls::certificate::{CertInfo, Subject};

@@ -19,6 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use arc_swap::{ArcSwap, ArcSwapOption};
+use jackstay_sys::utc::wall_clock;
 
 pub use self::change::CredentialChange;
 use self::client_tls::plain_tls;
@@ -30,7 +31,6 @@ use crate::config::{CertPaths, Upstream};
 use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::{self, LoadedCa, LoadedCert};
-use crate::observe::utc::wall_clock;
 
 /// The credential class of a request and of a connection. Requests of one class share connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -16,6 +16,15 @@ use bytes::Bytes;
 use futures_util::future::select_ok;
 use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
+use jackstay_core::receive_windows::ReceiveWindows;
+use jackstay_sys::clock;
+use jackstay_sys::process::resource_limits;
+use jackstay_sys::sockets::connector::Connector;
+use jackstay_sys::sockets::cork::{Cork, Uncork, cork};
+use jackstay_sys::sockets::read_ahead::ReadAhead;
+use jackstay_sys::sockets::tracked_stream;
+use jackstay_sys::sockets::tracked_stream::{StreamObserver, TrackedStream};
+use jackstay_sys::utc::wall_clock;
 use rustls::{AlertDescription, ClientConfig};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -24,17 +33,9 @@ use tokio_rustls::client::TlsStream;
 
 use super::credentials::ClientTls;
 use super::endpoint::{ConnectFailure, ConnectFailureKind, ConnectTimeout, Endpoint};
-use super::receive_windows::ReceiveWindows;
-use crate::net::clock;
 use crate::net::frame_limiter::{FrameLimiter, PeerFrames};
-use crate::net::process::resource_limits;
-use crate::net::sockets::connector::Connector;
-use crate::net::sockets::cork::{Cork, Uncork, cork};
-use crate::net::sockets::read_ahead::ReadAhead;
-use crate::net::sockets::tracked_stream::{self, StreamObserver, TrackedStream};
 use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::tls_error::{describe_alert_in, describe_server_handshake_error, tls_error};
-use crate::observe::utc::wall_clock;
 
 /// Time without success after which a second attempt starts in parallel to the first.
 const RACE_AFTER: Duration = Duration::from_millis(250);

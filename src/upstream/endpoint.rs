@@ -13,12 +13,9 @@
 //! Workers and the prober report observations. The state machine in [`health`] derives the state from
 //! them. [`Endpoint`] publishes each transition in metrics, in the log and as an event.
 
-mod connect;
 mod connections;
-mod health;
 mod probe_signals;
 mod slow_start;
-mod state;
 mod statistics;
 mod version;
 
@@ -27,26 +24,26 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
+use jackstay_core::connect::ConnectBackoff;
+pub use jackstay_core::connect::{ConnectFailure, ConnectFailureKind, ConnectTimeout, backoff};
+use jackstay_core::endpoint_health::{EndpointHealth, Transition};
+pub use jackstay_core::endpoint_health::{EndpointReadiness, Observation};
+pub use jackstay_core::endpoint_state::EndpointState;
+use jackstay_core::kubernetes_version::{MinorVersion, ServerVersion};
+use jackstay_sys::clock;
+use jackstay_sys::utc::{Utc, wall_clock};
 use rustls::pki_types::ServerName;
 use tokio::sync::Notify;
 
-use self::connect::ConnectBackoff;
-pub use self::connect::{ConnectFailure, ConnectFailureKind, ConnectTimeout, backoff};
 pub use self::connections::{FlowGuard, HandshakeGuard};
-use self::health::{EndpointHealth, Transition};
-pub use self::health::{EndpointReadiness, Observation};
 pub use self::probe_signals::{ProbeSignals, ProbeTrigger};
 use self::slow_start::SlowStart;
-pub use self::state::EndpointState;
 use self::statistics::EndpointStatistics;
 use self::version::EndpointVersion;
-use super::kubernetes_version::{MinorVersion, ServerVersion};
 use super::readyz::ReadyzCheck;
 use super::stats::{Ejection, EndpointStatus};
 use crate::config::EndpointAddress;
-use crate::net::clock;
 use crate::observe::events::{Change, EventKind};
-use crate::observe::utc::{Utc, wall_clock};
 use crate::observe::{EndpointMetrics, Loss, OpenStreams, StateGauge};
 
 /// An endpoint, shared by the workers, the prober and the admin server.

@@ -8,11 +8,11 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use jackstay_sys::utc::{Utc, wall_clock};
 use serde_json::{Value, json};
 
 use crate::observe::Metrics;
 use crate::observe::events::{Change, EventKind};
-use crate::observe::utc::{Utc, wall_clock};
 
 /// Where endpoints come from. If two sources report an address with different names to verify, the name of
 /// the first source in this order is used.

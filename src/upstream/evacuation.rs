@@ -180,8 +180,8 @@ impl ActiveEvacuations {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::clock;
     use EndpointState::{Connecting, Degraded, Ejected, Leaving, NoH2, Ready, Suspect};
+    use jackstay_sys::clock;
 
     #[test]
     fn decide_evacuates_by_the_table() {

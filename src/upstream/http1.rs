@@ -13,6 +13,9 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper::ext::on_informational;
 use hyper_util::rt::TokioIo;
+use jackstay_sys::clock;
+use jackstay_sys::sockets::tracked_stream::StreamObserver;
+use jackstay_sys::sockets::tunnel_stream::TunnelStream;
 use tokio::sync::Notify;
 use tokio::task::{JoinHandle, JoinSet, spawn_local};
 use tokio::time::sleep_until;
@@ -20,14 +23,11 @@ use tokio::time::sleep_until;
 use super::credentials::CredentialClass;
 use super::dial::{UpstreamStream, dial_http1};
 use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
-use super::flow_health::FlowHealthCheck;
 use super::pool::{UNAVAILABLE_AFTER, Unavailable};
 use super::shared::Upstream;
 use super::version_preference::PreferredVersions;
-use crate::net::clock;
-use crate::net::sockets::tracked_stream::StreamObserver;
-use crate::net::sockets::tunnel_stream::TunnelStream;
 use crate::net::tls::certificate::Subject;
+use crate::upstream::flow_check::FlowHealthCheck;
 
 /// Time after which the next endpoint is tried in parallel to one that has not answered. It is twice the
 /// time after which a dial starts its own second attempt.

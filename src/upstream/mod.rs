@@ -3,20 +3,16 @@
 //!
 //! * All workers share one [`Upstream`]: its [`endpoint`]s, its [`credentials`] and the results of its
 //!   [`endpoint_sources`].
-//! * Each worker has its own [`pool`]. [`dial`] opens a [`connection`], and [`balance`] picks one for a
-//!   request. [`health`] derives the state of a connection, and [`flow_health`] that of a flow on which
-//!   jackstay cannot send a PING.
+//! * Each worker has its own [`pool`]. [`dial`] opens a [`connection`]. `jackstay_core` picks one for a request, and
+//!   decides which connection is dead. [`flow_check`] asks it about an upgrade.
 //! * [`evacuation`] moves watches away from an apiserver whose `/readyz` fails, and [`rebalance`] moves
 //!   watches to one that has recovered. Both offer moves by [`watch_moves`].
 //! * [`resource_versions`] records how far the watch cache of each endpoint has come.
-//!   [`lag`] finds an endpoint whose cache is behind.
 //!   [`version_floors`] records which versions each client has seen.
-//! * While the apiservers differ in their [`kubernetes_version`], [`version_preference`] ranks them for each
+//! * While the apiservers differ in their version, [`version_preference`] ranks them for each
 //!   request, and the [`canary`] limits what the newest one gets.
-//! * During a total [`outage`], watches are held.
 //! * Each upgrade has an HTTP/1.1 connection of its own ([`http1`]).
 
-pub mod balance;
 pub(crate) mod canary;
 pub mod client_key;
 pub(crate) mod connection;
@@ -25,16 +21,11 @@ pub(crate) mod dial;
 pub mod endpoint;
 pub(crate) mod endpoint_sources;
 pub mod evacuation;
-pub(crate) mod flow_health;
-pub(crate) mod health;
+pub(crate) mod flow_check;
 pub(crate) mod http1;
-pub mod kubernetes_version;
-pub mod lag;
-pub(crate) mod outage;
 pub mod pool;
 pub(crate) mod readyz;
 pub mod rebalance;
-pub(crate) mod receive_windows;
 pub mod resource_versions;
 mod shared;
 pub(crate) mod stats;

@@ -24,6 +24,9 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use jackstay_core::connection_health::ConnectionState;
+use jackstay_core::outage::{Outage, READY_FOR, Reachability};
+use jackstay_sys::clock;
 use tokio::sync::Notify;
 use tokio::time::sleep_until;
 
@@ -37,11 +40,8 @@ use super::credentials::{ClientTls, CredentialClass};
 use super::dial::dial_h2;
 use super::endpoint::{Endpoint, EndpointState};
 use super::evacuation::{Evacuation, evacuations};
-use super::health::ConnectionState;
-use super::outage::{Outage, READY_FOR, Reachability};
 use super::shared::Upstream;
 use super::version_preference::keep_both_sides;
-use crate::net::clock;
 
 /// Number of endpoints to which a class other than a configured identity keeps connections. After the loss
 /// of two, one is left.

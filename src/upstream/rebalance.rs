@@ -25,9 +25,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use jackstay_core::connection_health::ConnectionState;
+
 use super::connection::Connection;
 use super::endpoint::Endpoint;
-use super::health::ConnectionState;
 use super::version_preference::may_rebalance;
 use super::watch_moves::MoveEligibility;
 use crate::config::{self, Percent};

@@ -13,8 +13,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use std::time::Instant;
 
+use jackstay_sys::clock;
+
 use super::endpoint::{Endpoint, EndpointState};
-use crate::net::clock;
 
 /// Maximum number of resources of an upstream. A cluster with many custom resources has some hundred.
 const MAX_RESOURCES: usize = 1024;

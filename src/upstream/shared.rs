@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use arc_swap::{ArcSwap, Guard};
+use jackstay_sys::sockets::connector::Connector;
 use tokio::sync::Notify;
 
 use super::canary::Canary;
@@ -17,7 +18,6 @@ use super::resource_versions::ResourceVersions;
 use super::unordered_groups::UnorderedGroups;
 use super::version_floors::VersionFloors;
 use crate::config;
-use crate::net::sockets::connector::Connector;
 use crate::observe::Metrics;
 
 /// The state of one upstream that all workers share.

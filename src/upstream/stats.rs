@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use jackstay_core::connection_health::ConnectionState;
+use jackstay_sys::clock;
 use serde::Serialize;
 
 use super::credentials::CredentialClass;
-use super::health::ConnectionState;
 use super::readyz::ReadyzCheck;
-use crate::net::clock;
 use crate::observe::history::RttQuantiles;
 
 /// Statistics of a connection, written by its worker and read by `/status`.

@@ -7,9 +7,8 @@
 use std::collections::BTreeMap;
 
 use arc_swap::ArcSwap;
+use jackstay_sys::utc::Utc;
 use serde::Serialize;
-
-use crate::observe::utc::Utc;
 
 /// Maximum number of groups. In a group beyond it, each watch finds the contradiction for itself.
 const MAX_GROUPS: usize = 256;

@@ -18,9 +18,9 @@
 use std::sync::Arc;
 
 use http::HeaderValue;
+use jackstay_core::kubernetes_version::{MinorVersion, of_user_agent};
 
 use super::endpoint::{Endpoint, EndpointState};
-use super::kubernetes_version::{MinorVersion, of_user_agent};
 use super::shared::Upstream;
 use crate::config::{Percent, VersionPreference};
 

@@ -7,7 +7,8 @@ use crate::support::{
 };
 use crate::traffic::{endpoint_addresses, has_source_event, source_report, wait_for_set};
 use jackstay::config::{Config, EndpointAddress};
-use jackstay::demo::apiserver::{self, Options};
+use jackstay_apiserver as apiserver;
+use jackstay_apiserver::Options;
 use serde_json::{Value, json};
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io::ErrorKind;

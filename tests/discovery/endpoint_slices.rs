@@ -4,10 +4,9 @@
 use crate::support::{Proxy, TestCluster, pause, to_strings, until};
 use crate::traffic::{Traffic, endpoint_addresses, has_source_event, source_report, wait_for_set};
 use jackstay::config::Config;
-use jackstay::demo::apiserver::identity::User;
-use jackstay::demo::apiserver::kinds::ObjectRef;
-use jackstay::demo::apiserver::kinds::{ENDPOINT_SLICES, ENDPOINTS};
-use jackstay::demo::apiserver::{RequestHook, ScriptedResponse};
+use jackstay_apiserver::identity::User;
+use jackstay_apiserver::kinds::{ENDPOINT_SLICES, ENDPOINTS, ObjectRef};
+use jackstay_apiserver::{RequestHook, ScriptedResponse};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -216,7 +215,7 @@ async fn watch_of_slices_continues_after_the_loss_of_its_endpoint() {
 async fn rotated_token_is_used() {
     let (cluster, proxy) = start(2, 1).await;
     let requests_of = |user: &'static str| {
-        let is_of_user = move |r: &jackstay::demo::apiserver::audit::Record| r.user == user;
+        let is_of_user = move |r: &jackstay_apiserver::audit::Record| r.user == user;
         cluster.state.audit().select(is_of_user).len()
     };
     // The slices list only the static endpoint, so the set does not show when the watch has started.

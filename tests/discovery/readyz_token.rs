@@ -1,7 +1,8 @@
 //! The token for `/readyz` probes is read from a file that other programs replace.
 
+use jackstay_apiserver::identity::User;
+
 use crate::support::{TestCluster, until};
-use jackstay::demo::apiserver::identity::User;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn readyz_token_is_kept_while_its_file_is_invalid_and_replaced_afterwards() {

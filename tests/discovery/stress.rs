@@ -34,7 +34,7 @@ async fn updates_are_applied_during_an_endless_drain() {
     setup.change(|config| config.upstreams[0].endpoints.truncate(1)).await;
     wait_for_set(&setup.proxy, &[endpoints[0].to_string()]).await;
     // A watch without a version is never resumed in its initial phase.
-    let kind = &jackstay::demo::apiserver::kinds::CONFIG_MAPS;
+    let kind = &jackstay_apiserver::kinds::CONFIG_MAPS;
     let create = |name: &str| {
         let map = crate::support::config_map(name, "1");
         setup.cluster.state.create(kind, "default", map, false).unwrap();

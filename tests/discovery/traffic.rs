@@ -75,7 +75,7 @@ impl Traffic {
             requests += count;
         }
         assert!(requests > 0);
-        let kind = &jackstay::demo::apiserver::kinds::CONFIG_MAPS;
+        let kind = &jackstay_apiserver::kinds::CONFIG_MAPS;
         let map = config_map("last", "1");
         cluster.state.create(kind, "default", map, false).unwrap();
         let events = soon("the watch delivers the last event", self.watch).await.unwrap();

@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use jackstay::demo::apiserver::cluster::Cluster;
-use jackstay::demo::apiserver::identity::User;
-use jackstay::demo::client::{Client, Credentials, Reply};
+use jackstay_apiserver::client::{Client, Credentials, Reply};
+use jackstay_apiserver::cluster::Cluster;
+use jackstay_apiserver::identity::User;
 use rustls::ClientConfig;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;

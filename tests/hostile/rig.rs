@@ -9,9 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use jackstay::demo::apiserver::identity::User;
-use jackstay::demo::apiserver::kinds::CONFIG_MAPS;
-use jackstay::demo::client::Client;
+use jackstay_apiserver::client::Client;
+use jackstay_apiserver::identity::User;
+use jackstay_apiserver::kinds::CONFIG_MAPS;
 
 use crate::attacks::Attack;
 use crate::cgroup::MemoryCgroup;

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use jackstay::net::sockets::queue_memory;
+use jackstay_sys::sockets::queue_memory;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 /// What the kernel holds for the sockets of a process, in bytes.

@@ -4,8 +4,9 @@ use crate::support::figures::check_figure;
 use crate::support::{
     CONFIGMAPS, Proxy, TestCluster, passthrough_config, soon, until, without_suspicion,
 };
-use jackstay::demo::apiserver::ApiServerHandle;
 use std::time::{Duration, Instant};
+
+use jackstay_apiserver::ApiServerHandle;
 
 /// The server with the most flows, and their number.
 async fn busiest<'a>(cluster: &'a TestCluster, proxy: &Proxy) -> (&'a ApiServerHandle, u64) {

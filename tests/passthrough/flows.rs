@@ -8,9 +8,9 @@ use crate::support::{
     until,
 };
 use jackstay::config::Route;
-use jackstay::net::sockets::tcp_options;
 use jackstay::net::tls::pem_files;
 use jackstay::upstream::credentials::client_tls;
+use jackstay_sys::sockets::tcp_options;
 use serde_json::Value;
 use std::io::ErrorKind;
 use std::net::SocketAddr;

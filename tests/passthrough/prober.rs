@@ -5,7 +5,7 @@ use crate::peer::{
 };
 use crate::support::{Certs, pause, replace_file, soon};
 use jackstay::config::CertPaths;
-use jackstay::demo::pki::{Pki, Subject};
+use jackstay_apiserver::pki::{Pki, Subject};
 use rustls::RootCertStore;
 use rustls::server::WebPkiClientVerifier;
 use std::io::ErrorKind;

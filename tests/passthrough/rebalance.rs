@@ -14,12 +14,13 @@ use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::Credentials;
 use jackstay::upstream::endpoint::Observation;
 use jackstay::upstream::rebalance::RebalanceSchedule;
+use jackstay_sys::clock;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 /// The first endpoint of the upstreams of this crate.
 pub const FIRST: &str = "10.0.0.1";
@@ -59,24 +60,25 @@ async fn flows_move_gradually_until_endpoints_are_balanced() {
     let upstream = upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]);
     let endpoints = upstream.endpoints();
     let mut flows = [1000_usize, 0, 0];
-    let mut schedule = RebalanceSchedule::new(Instant::now());
-    let start = Instant::now();
+    let mut schedule = RebalanceSchedule::new(clock::now());
+    let start = clock::now();
     let mut last_move = start;
-    while start.elapsed() < Duration::from_secs(2000) {
+    while clock::elapsed(start) < Duration::from_secs(2000) {
         pause(Duration::from_millis(50)).await;
-        let now = Instant::now();
+        let now = clock::now();
         let Some(elapsed) = schedule.begin_round(now) else { continue };
         let index = |endpoint: &_| endpoints.iter().position(|e| Arc::ptr_eq(e, endpoint));
         let count = |endpoint: &_| index(endpoint).map_or(0, |i: usize| flows[i]);
         let to_move = surplus(&mut schedule, &upstream, count, elapsed, now);
         // The first two endpoints are balanced after 600 s. Then the third one becomes ready.
-        if start.elapsed() > Duration::from_secs(600) && endpoints[2].ready_for(now).is_none() {
+        if clock::elapsed(start) > Duration::from_secs(600) && endpoints[2].ready_for(now).is_none()
+        {
             assert!(flows[0].abs_diff(flows[1]) <= 2 && flows[2] == 0, "{flows:?}");
             endpoints[2].observe(Observation::Connected);
             endpoints[2].observe(Observation::ReadyzOk);
         }
         let Some((from, count)) = to_move else { continue };
-        assert!(start.elapsed() >= Duration::from_secs(5), "a flow moved to a new endpoint");
+        assert!(clock::elapsed(start) >= Duration::from_secs(5), "a flow moved to a new endpoint");
         let from = index(&from).unwrap();
         let fewest = (0..3)
             .filter(|i| endpoints[*i].ready_for(now).is_some())

@@ -3,7 +3,7 @@
 
 use crate::peer::{Mode, ProbedServer, wait_flows};
 use crate::support::{PATIENCE, Proxy, pause, soon, until};
-use jackstay::net::sockets::{tcp_info, tcp_options};
+use jackstay_sys::sockets::{tcp_info, tcp_options};
 use std::io::{self, ErrorKind};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::support::child::KillOnDrop;
 use crate::support::{CONFIGMAPS, TestCluster, passthrough_config, refusing_address, soon, wait};
-use jackstay::demo::client::Client;
+use jackstay_apiserver::client::Client;
 use serde_json::Value;
 
 /// Timeout of waits, long enough for a slow machine.

@@ -14,11 +14,6 @@ use std::time::{Duration, Instant};
 
 use crate::support::child::KillOnDrop;
 use jackstay::config::CertPaths;
-use jackstay::demo::apiserver::cluster::Cluster;
-use jackstay::demo::apiserver::kinds::ENDPOINT_SLICES;
-use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
-use jackstay::demo::faulty_relay::FaultyRelay;
-use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
 use jackstay::doctor::dns::Resolver;
 use jackstay::doctor::examine;
 use jackstay::doctor::findings::{Cause, Finding, Level, diagnose};
@@ -27,6 +22,12 @@ use jackstay::doctor::report;
 use jackstay::doctor::survey::{SurveyRequest, survey};
 use jackstay::doctor::target::{CredentialFiles, ExaminationPlan, PlannedListener, Target, Trust};
 use jackstay::kubeconfig::ServerUrl;
+use jackstay_apiserver as apiserver;
+use jackstay_apiserver::cluster::Cluster;
+use jackstay_apiserver::faulty_relay::FaultyRelay;
+use jackstay_apiserver::kinds::ENDPOINT_SLICES;
+use jackstay_apiserver::pki::{Issued, Pki, Subject, Validity};
+use jackstay_apiserver::{ApiServerHandle, Options};
 use serde_json::json;
 use socket2::{Domain, Socket, Type};
 

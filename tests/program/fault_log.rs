@@ -7,8 +7,8 @@ use crate::support::{
 };
 use http::Method;
 use jackstay::config::{Config, EndpointAddress};
-use jackstay::demo::client::{Client, Watch};
-use jackstay::demo::faulty_relay::FaultyRelay;
+use jackstay_apiserver::client::{Client, Watch};
+use jackstay_apiserver::faulty_relay::FaultyRelay;
 use std::net::SocketAddr;
 use std::process::Command;
 use std::time::Duration;

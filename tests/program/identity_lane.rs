@@ -6,10 +6,11 @@ use std::net::SocketAddr;
 use std::process::Command;
 use std::time::Duration;
 
+use jackstay_apiserver::client::{Client, Credentials};
+use jackstay_apiserver::identity::User;
+
 use crate::support::child::{Process, first_address};
 use crate::support::{CONFIGMAPS, TestCluster, until, write_config};
-use jackstay::demo::apiserver::identity::User;
-use jackstay::demo::client::{Client, Credentials};
 
 /// Requests of each client.
 const REQUESTS: usize = 200;

@@ -20,14 +20,15 @@ use serde_json::{Value, json};
 use jackstay::app::{App, Running};
 use jackstay::cli::check::check_files;
 use jackstay::config::{CertPaths, Overrides, load};
-use jackstay::demo::apiserver::cluster::Cluster;
-use jackstay::demo::apiserver::{self, ApiServerHandle, Options, RequestHook, ScriptedResponse};
-use jackstay::demo::client::{Client, Credentials};
-use jackstay::demo::pki::{Issued, Pki, Subject, Validity as PkiValidity, kubeconfig};
 use jackstay::net::tls::certificate::Validity;
 use jackstay::net::tls::local_ca::LocalCa;
 use jackstay::net::tls::no_server_verification::NoServerVerification;
 use jackstay::net::tls::pem_files::{load_cert, valid_certificates};
+use jackstay_apiserver as apiserver;
+use jackstay_apiserver::client::{Client, Credentials};
+use jackstay_apiserver::cluster::Cluster;
+use jackstay_apiserver::pki::{Issued, Pki, Subject, Validity as PkiValidity, kubeconfig};
+use jackstay_apiserver::{ApiServerHandle, Options, RequestHook, ScriptedResponse};
 
 const SERVER: &str = "https://10.0.0.1:6443";
 

@@ -11,7 +11,7 @@ use crate::support::{
     CONFIGMAPS, TestCluster, replace_symlink, soon, terminate_mode, until, write_config,
 };
 use jackstay::config::{CertPaths, Config, Seccomp, Switch};
-use jackstay::demo::client::Client;
+use jackstay_apiserver::client::Client;
 use serde_json::Value;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_jackstay");
@@ -300,7 +300,7 @@ async fn certificates_rotate_inside_the_sandbox() {
     std::fs::rename(volume.join("..data_tmp"), volume.join("..data")).unwrap();
     std::fs::remove_dir_all(volume.join("..1")).unwrap();
 
-    let subject = jackstay::demo::pki::Subject::admin();
+    let subject = jackstay_apiserver::pki::Subject::admin();
     let next = certs.pki.client(&subject).unwrap().write_to(certs.path(), "next-client").unwrap();
     let pem = [next.0, next.1].map(|file| std::fs::read(file).unwrap());
     std::fs::write(root.join("pki/client-2.pem"), pem.concat()).unwrap();

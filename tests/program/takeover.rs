@@ -13,7 +13,7 @@ use crate::support::{
     soon, terminate_mode, until,
 };
 use jackstay::config::Config;
-use jackstay::demo::client::Client;
+use jackstay_apiserver::client::Client;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};

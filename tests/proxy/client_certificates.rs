@@ -12,15 +12,15 @@ use std::time::{Duration, Instant, SystemTime};
 
 use http::Method;
 use jackstay::config::CertPaths;
-use jackstay::demo::apiserver::ApiServerHandle;
-use jackstay::demo::client::{Client, Credentials};
-use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
-use jackstay::net::sockets::source::Source;
 use jackstay::net::tls::client_chain::{self, ClientChain};
 use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
 use jackstay::observe::Metrics;
 use jackstay::proxy::client_certificate::{ClientCertificate, IdentityProof};
 use jackstay::upstream::credentials::CredentialClass;
+use jackstay_apiserver::ApiServerHandle;
+use jackstay_apiserver::client::{Client, Credentials};
+use jackstay_apiserver::pki::{Issued, Pki, Subject, Validity};
+use jackstay_sys::sockets::source::Source;
 use rcgen::{
     BasicConstraints, CertificateParams, CustomExtension, DistinguishedName, DnType, IsCa, Issuer,
     KeyPair,
@@ -439,7 +439,7 @@ async fn timed(
     }
 }
 
-fn expect_200(reply: io::Result<jackstay::demo::client::Reply>) -> Result<(), String> {
+fn expect_200(reply: io::Result<jackstay_apiserver::client::Reply>) -> Result<(), String> {
     match reply {
         Ok(reply) if reply.status == 200 => Ok(()),
         Ok(reply) => Err(format!("{}: {:?}", reply.status, reply.body)),

@@ -2,8 +2,8 @@
 
 use crate::support::wire::{self, Wire};
 use crate::support::{CONFIGMAPS, Proxy, TestCluster, soon, until};
-use jackstay::demo::apiserver::identity::User;
-use jackstay::demo::client::Client;
+use jackstay_apiserver::client::Client;
+use jackstay_apiserver::identity::User;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;

@@ -17,9 +17,9 @@ use http::request::Parts;
 use http::{Method, StatusCode};
 use jackstay::config::{Config, ConsistentReads};
 use jackstay::control::saved_floors;
-use jackstay::demo::apiserver::ScriptedResponse;
-use jackstay::demo::apiserver::kinds::{CONFIG_MAPS, ObjectRef};
-use jackstay::demo::client::Client;
+use jackstay_apiserver::ScriptedResponse;
+use jackstay_apiserver::client::Client;
+use jackstay_apiserver::kinds::{CONFIG_MAPS, ObjectRef};
 use serde_json::{Value, json};
 
 /// The object of which servers have an old version.

@@ -7,8 +7,8 @@ use crate::support::{
     CONFIGMAPS, Proxy, TestCluster, join_all, pause, soon, until, without_suspicion,
 };
 use jackstay::config::Config;
-use jackstay::demo::apiserver::ScriptedResponse;
-use jackstay::demo::client::Client;
+use jackstay_apiserver::ScriptedResponse;
+use jackstay_apiserver::client::Client;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};

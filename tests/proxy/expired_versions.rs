@@ -5,7 +5,7 @@
 use crate::scripted_peer::{Action, FIRST, Reply, SECOND, setup};
 use crate::support::{CONFIGMAPS, read_body, soon};
 use http::Method;
-use jackstay::demo::client::Client;
+use jackstay_apiserver::client::Client;
 
 const GONE: &str = r#"{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"too old resource version: 5 (9)","reason":"Expired","code":410}"#;
 const FAILED: &str = r#"{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"etcd","reason":"InternalError","code":500}"#;

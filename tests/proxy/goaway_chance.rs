@@ -6,7 +6,7 @@ use crate::support::{
     CONFIGMAPS, TestCluster, config_map, join_all, soon, until, without_suspicion,
 };
 use http::Method;
-use jackstay::demo::client::Client;
+use jackstay_apiserver::client::Client;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 

@@ -3,7 +3,7 @@
 
 use crate::support::{CONFIGMAPS, TestCluster, config_map, soon, until};
 use http::{Method, StatusCode};
-use jackstay::demo::client::{Client, Reply};
+use jackstay_apiserver::client::{Client, Reply};
 use std::time::{Duration, Instant};
 
 const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/default/leases/leader";

@@ -10,7 +10,7 @@ use crate::support::http2::{
 use crate::support::stopwatch::Stopwatch;
 use crate::support::{CONFIGMAPS, PATIENCE, join_all, read_body, soon, until, without_suspicion};
 use http::Method;
-use jackstay::demo::client::{Client, next_data};
+use jackstay_apiserver::client::{Client, next_data};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 

@@ -8,10 +8,10 @@ use crate::support::{
 };
 use http::Method;
 use jackstay::config::CertPaths;
-use jackstay::demo::apiserver::audit::Record;
-use jackstay::demo::apiserver::identity::User;
-use jackstay::demo::client::{Client, Credentials};
-use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
+use jackstay_apiserver::audit::Record;
+use jackstay_apiserver::client::{Client, Credentials};
+use jackstay_apiserver::identity::User;
+use jackstay_apiserver::pki::{Issued, Pki, Subject, Validity};
 use proptest::prelude::*;
 use proptest::test_runner::{Config as Cases, TestRunner};
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 //! WebSocket. `KUBECTL` names the program (default: `kubectl`), which must be version 1.31 or newer.
 
 use crate::support::TestCluster;
-use jackstay::demo::pki;
+use jackstay_apiserver::pki;
 use serde_json::json;
 use std::process::Command;
 

@@ -13,7 +13,7 @@ use crate::support::{
 };
 use http::Method;
 use jackstay::config::Config;
-use jackstay::demo::client::Client;
+use jackstay_apiserver::client::Client;
 use std::io;
 use std::pin::Pin;
 use std::time::{Duration, Instant};

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use http::Method;
 use jackstay::config::{Config, MemoryLimit};
-use jackstay::demo::apiserver::identity::User;
-use jackstay::demo::client::{Client, next_data};
+use jackstay_apiserver::client::{Client, next_data};
+use jackstay_apiserver::identity::User;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;

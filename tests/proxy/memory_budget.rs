@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use http::Method;
 use jackstay::config::MemoryLimit;
-use jackstay::demo::apiserver::identity::User;
+use jackstay_apiserver::identity::User;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use http::{Method, Response, StatusCode};
 use hyper::body::Incoming;
 use jackstay::config::MemoryLimit;
-use jackstay::demo::apiserver::identity::User;
-use jackstay::demo::client::Client;
+use jackstay_apiserver::client::Client;
+use jackstay_apiserver::identity::User;
 use tokio::io::AsyncWriteExt;
 
 use crate::scripted_peer::{Action, Peers};

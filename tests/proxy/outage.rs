@@ -7,8 +7,8 @@ use crate::support::{
     CONFIGMAPS, Certs, TestCluster, config_map, join_all, pause, refusing_address, soon, until,
 };
 use http::Method;
-use jackstay::demo::client::Client;
-use jackstay::demo::faulty_relay::FaultyRelay;
+use jackstay_apiserver::client::Client;
+use jackstay_apiserver::faulty_relay::FaultyRelay;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -74,7 +74,7 @@ async fn requests_succeed_within_a_second_after_one_endpoint_returns() {
     let proxy = cluster.start().await;
     let client = proxy.client().await;
     let token_client = proxy.client_with(&cluster.certs.anonymous().token("alice")).await;
-    cluster.state.add_token("alice", jackstay::demo::apiserver::identity::User::new("alice", &[]));
+    cluster.state.add_token("alice", jackstay_apiserver::identity::User::new("alice", &[]));
     assert_eq!(token_client.get(CONFIGMAPS).await.unwrap().status, 200);
     cluster.kill_all();
     expect_503(&client, "every apiserver is killed").await;

@@ -4,8 +4,8 @@
 use crate::scripted_peer::{Action, Reply, setup};
 use crate::support::{CONFIGMAPS, TestCluster, soon, without_suspicion};
 use http::Method;
-use jackstay::demo::apiserver::{RequestHook, ScriptedResponse};
-use jackstay::demo::client::Reply as ClientReply;
+use jackstay_apiserver::client::Reply as ClientReply;
+use jackstay_apiserver::{RequestHook, ScriptedResponse};
 use std::sync::Arc;
 use std::time::Duration;
 

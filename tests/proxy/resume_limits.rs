@@ -12,8 +12,8 @@ use crate::support::{
 use http::Method;
 use hyper::body::Incoming;
 use jackstay::config::{CertPaths, Config};
-use jackstay::demo::client::{Client, next_data};
-use jackstay::demo::pki::Subject;
+use jackstay_apiserver::client::{Client, next_data};
+use jackstay_apiserver::pki::Subject;
 use std::time::{Duration, Instant};
 
 /// On a busy machine a PONG may take long, and jackstay must not suspect its connection.

@@ -9,7 +9,7 @@ use crate::support::http2::{
 use crate::support::{CONFIGMAPS, h2_error, read_body, soon};
 
 use http::Method;
-use jackstay::demo::client::{Client, next_data};
+use jackstay_apiserver::client::{Client, next_data};
 use serde_json::Value;
 use std::io;
 use std::time::Duration;

@@ -6,8 +6,6 @@
 //! and the peers do not decode HPACK.
 
 use bytes::BytesMut;
-use jackstay::demo::apiserver::identity::Certificate;
-use jackstay::net::tls::serving::DeferredClientVerification;
 use rustls::server::WebPkiClientVerifier;
 use std::collections::{HashSet, VecDeque};
 use std::io;
@@ -26,7 +24,9 @@ use crate::support::http2::{
 };
 use crate::support::{Certs, Proxy, without_suspicion};
 use jackstay::config::Config;
-use jackstay::demo::client::Client;
+use jackstay_apiserver::client::Client;
+use jackstay_apiserver::identity::Certificate;
+use jackstay_apiserver::requested_certificate::RequestedCertificate;
 
 /// Watch events without their line feed. `BOOKMARK` has the same resource version as `FIRST`.
 pub const FIRST: &str = r#"{"type":"ADDED","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"a","resourceVersion":"6"}}}"#;
@@ -225,7 +225,7 @@ impl Peers {
         let mut tls = rustls::ServerConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
             .unwrap()
-            .with_client_cert_verifier(Arc::new(DeferredClientVerification(verifier.clone())))
+            .with_client_cert_verifier(Arc::new(RequestedCertificate(verifier.clone())))
             .with_single_cert(vec![server.cert_der()], server.key_der())
             .unwrap();
         tls.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];

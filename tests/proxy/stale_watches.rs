@@ -5,21 +5,22 @@ use crate::scripted_peer::{Action, BOOKMARK, FIRST, Peers, Reply, lines};
 use crate::support::{CONFIGMAPS, soon, terminate_mode, without_suspicion};
 use http::{HeaderMap, Request};
 use jackstay::config::AccessLog;
-use jackstay::observe::{ByteAccount, Metrics, Outcome};
+use jackstay::observe::{Metrics, Outcome};
 use jackstay::proxy::client_certificate::IdentityProof;
 use jackstay::proxy::drain;
 use jackstay::proxy::forward::ForwardedRequest;
 use jackstay::proxy::request_body;
-use jackstay::proxy::request_info::RequestInfo;
 use jackstay::proxy::upstream_client::UpstreamClient;
-use jackstay::proxy::watch::request::WatchRequest;
 use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::{CredentialClass, Credentials};
 use jackstay::upstream::endpoint::Endpoint;
 use jackstay::upstream::pool::{Pool, StreamRequirements, WarmClasses};
 use jackstay::upstream::rebalance::Rebalancer;
-use jackstay::upstream::unordered_groups::UnorderedGroups;
 use jackstay::upstream::version_preference::PreferredVersions;
+use jackstay_core::admission::ByteAccount;
+use jackstay_core::request::info::RequestInfo;
+use jackstay_core::watch::request::WatchRequest;
+use jackstay_sys::clock;
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::net::Ipv4Addr;
@@ -29,7 +30,6 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 use tokio::task::LocalSet;
-use tokio::time::Instant;
 
 /// Each tick of the rebalancer makes the watches check, once a minute, whether a bookmark has arrived since the
 /// last check. The third check without a bookmark increments the metric of the endpoint; later ones do not.
@@ -58,22 +58,15 @@ async fn count_stale_watches() {
     let upstream = Rc::new(UpstreamClient::new(
         Rc::clone(&pool),
         Arc::clone(&metrics),
-        request_body::budget(&metrics),
+        request_body::budget(),
     ));
 
     let uri = format!("https://kubernetes.default.svc{CONFIGMAPS}?watch=1&resourceVersion=5");
     let (parts, ()) = Request::get(uri).body(()).unwrap().into_parts();
     let headers = HeaderMap::new();
     let info = RequestInfo::new(&parts);
-    let watch = WatchRequest::new(
-        "watch",
-        info.path(),
-        info.query(),
-        &headers,
-        &[],
-        &UnorderedGroups::default(),
-    )
-    .unwrap();
+    let watch =
+        WatchRequest::new("watch", info.path(), info.query(), &headers, &[], |_| false).unwrap();
     let listener_metrics = metrics.listener("apiserver");
     let outcome =
         Outcome::begin(&listener_metrics, AccessLog::Off, Ipv4Addr::LOCALHOST.into(), &parts);
@@ -110,7 +103,7 @@ async fn count_stale_watches() {
         event.starts_with(br#"{"type":"ADDED""#) && !event.windows(8).any(|w| w == b"BOOKMARK")
     );
 
-    let mut now = Instant::now();
+    let mut now = clock::now();
     let mut rebalancer = Rebalancer::new(now);
     let mut counted = Vec::new();
     for _minute in 0..8 {

@@ -6,7 +6,7 @@ use crate::support::stopwatch::Stopwatch;
 use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map, join_all, pause, soon, until};
 use http::StatusCode;
-use jackstay::demo::client::Client;
+use jackstay_apiserver::client::Client;
 use std::time::Duration;
 
 /// When requests are sent, after the apiservers stopped.

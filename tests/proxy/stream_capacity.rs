@@ -5,7 +5,7 @@ use crate::support::{
     without_suspicion,
 };
 use http::Method;
-use jackstay::demo::apiserver::identity::User;
+use jackstay_apiserver::identity::User;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 use tokio::time::timeout;

@@ -2,7 +2,7 @@
 
 use crate::support::{CONFIGMAPS, TestCluster, terminate_mode, until};
 use jackstay::config::Config;
-use jackstay::demo::apiserver::identity::User;
+use jackstay_apiserver::identity::User;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, SystemTime};
 

@@ -9,8 +9,8 @@ use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map, pause, soon, un
 use http::Method;
 use hyper::body::Incoming;
 use jackstay::config::Config;
-use jackstay::demo::client::{Client, Reply, next_data};
-use jackstay::demo::faulty_relay::FaultyRelay;
+use jackstay_apiserver::client::{Client, Reply, next_data};
+use jackstay_apiserver::faulty_relay::FaultyRelay;
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;

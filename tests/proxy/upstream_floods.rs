@@ -13,7 +13,7 @@ use crate::support::http2::{
 };
 use crate::support::{CONFIGMAPS, PATIENCE, soon, until, wait};
 use http::Method;
-use jackstay::demo::client::Client;
+use jackstay_apiserver::client::Client;
 use std::net::SocketAddr;
 use std::process::Command;
 use std::sync::atomic::Ordering::Relaxed;

@@ -3,11 +3,12 @@
 
 use crate::scripted_peer::{Action, Peers};
 use crate::support::{CONFIGMAPS, TestCluster, pause, terminate_mode, until, without_suspicion};
-use jackstay::demo::faulty_relay::FaultyRelay;
-use jackstay::upstream::balance::slow_start;
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
+
+use jackstay_apiserver::faulty_relay::FaultyRelay;
+use jackstay_core::balance::slow_start;
 
 /// A window in which a prober with an interval of a second would send more than one probe.
 const WINDOW: Duration = Duration::from_millis(2_500);

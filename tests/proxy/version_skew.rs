@@ -4,7 +4,7 @@ use crate::support::wait::{pause, until_within};
 use crate::support::{CONFIGMAPS, Proxy, TestCluster, until, without_suspicion};
 use http::Method;
 use jackstay::config::{Config, Percent, VersionPreference};
-use jackstay::demo::apiserver::{RequestHook, ScriptedResponse};
+use jackstay_apiserver::{RequestHook, ScriptedResponse};
 use std::sync::Arc;
 use std::time::Duration;
 

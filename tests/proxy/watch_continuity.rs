@@ -8,9 +8,10 @@ use crate::support::{
     wait, without_suspicion,
 };
 use http::Method;
-use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
-use jackstay::demo::client::Client;
-use jackstay::demo::faulty_relay::{Direction, FaultyRelay};
+use jackstay_apiserver as apiserver;
+use jackstay_apiserver::client::Client;
+use jackstay_apiserver::faulty_relay::{Direction, FaultyRelay};
+use jackstay_apiserver::{ApiServerHandle, Options};
 use std::time::{Duration, Instant};
 
 /// The promised limit for the time without events on a watch whose server is killed or whose flow is reset.

@@ -3,7 +3,7 @@
 use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{Proxy, TestCluster, pause, until};
 use jackstay::config::Config;
-use jackstay::demo::apiserver::{RequestHook, ScriptedResponse};
+use jackstay_apiserver::{RequestHook, ScriptedResponse};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

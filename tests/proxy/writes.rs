@@ -7,8 +7,8 @@ use crate::support::http2::{
 };
 use crate::support::{CONFIGMAPS, TestCluster, config_map, h2_error, long_form, soon, until, wait};
 use http::Method;
-use jackstay::demo::client::Client;
-use jackstay::demo::faulty_relay::Direction;
+use jackstay_apiserver::client::Client;
+use jackstay_apiserver::faulty_relay::Direction;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::Mutex;

@@ -6,7 +6,7 @@ use crate::support::{
 };
 use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{AccessLog, CertPaths, Config, Level, Percent, VersionPreference};
-use jackstay::demo::pki::{Pki, Subject};
+use jackstay_apiserver::pki::{Pki, Subject};
 use std::time::Duration;
 
 /// The effect of a change on the upstream connections of the identity that carries the traffic.

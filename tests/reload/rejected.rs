@@ -4,7 +4,7 @@ use crate::setup::{Setup, Traffic};
 use crate::support::{TestCluster, pause, terminate_mode, until, write_config};
 use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{CertPaths, Config};
-use jackstay::demo::pki::Pki;
+use jackstay_apiserver::pki::Pki;
 use serde_json::Value;
 use std::net::{SocketAddr, TcpListener};
 use std::process::Command;

@@ -10,8 +10,8 @@ use crate::support::{
 use jackstay::app::App;
 use jackstay::app::reload::{ConfigSource, ReloadOutcome};
 use jackstay::config::{self, Config, Overrides};
-use jackstay::demo::apiserver::kinds::{CONFIG_MAPS, ObjectRef};
-use jackstay::demo::client::Client;
+use jackstay_apiserver::client::Client;
+use jackstay_apiserver::kinds::{CONFIG_MAPS, ObjectRef};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};

@@ -11,9 +11,9 @@ mod support;
 use crate::setup::{CheckedWatch, Setup, Traffic};
 use crate::support::{PATIENCE, TestCluster, config_map, pause, terminate_mode, wait};
 use jackstay::config::{AccessLog, CertPaths, Config};
-use jackstay::demo::apiserver::kinds::{CONFIG_MAPS, ObjectRef};
-use jackstay::demo::client::Client;
-use jackstay::demo::pki::Pki;
+use jackstay_apiserver::client::Client;
+use jackstay_apiserver::kinds::{CONFIG_MAPS, ObjectRef};
+use jackstay_apiserver::pki::Pki;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::fmt;
 use std::sync::atomic::{AtomicIsize, Ordering::Relaxed};
@@ -146,7 +146,8 @@ fn resources() -> Resources {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_hundred_reloads_under_load_leak_nothing() {
     let mut setup = Setup::new(3).await;
-    let node = setup.cluster.certs.pki.client(&jackstay::demo::pki::Subject::node("n1")).unwrap();
+    let node =
+        setup.cluster.certs.pki.client(&jackstay_apiserver::pki::Subject::node("n1")).unwrap();
     node.write_to(setup.cluster.certs.path(), "node").unwrap();
     let both =
         format!("{}{}", setup.cluster.certs.pki.ca_pem(), Pki::new("next").unwrap().ca_pem());

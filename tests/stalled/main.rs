@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use http::Method;
 
-use jackstay::demo::apiserver::kinds::{CONFIG_MAPS, ObjectRef};
+use jackstay_apiserver::kinds::{CONFIG_MAPS, ObjectRef};
 use serde_json::Value;
 use support::{CONFIGMAPS, TestCluster, config_map, soon};
 

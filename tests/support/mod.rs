@@ -25,12 +25,13 @@ use jackstay::config::{
     Readyz, RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown, Switch,
     Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy, VersionPreference,
 };
-use jackstay::demo::apiserver::cluster::Cluster;
-use jackstay::demo::apiserver::kinds::CONFIG_MAPS;
-use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
-use jackstay::demo::client::{Client, Credentials, next_data};
-use jackstay::demo::faulty_relay::FaultyRelay;
-use jackstay::demo::pki::{Issued, Pki, Subject};
+use jackstay_apiserver as apiserver;
+use jackstay_apiserver::client::{Client, Credentials, next_data};
+use jackstay_apiserver::cluster::Cluster;
+use jackstay_apiserver::faulty_relay::FaultyRelay;
+use jackstay_apiserver::kinds::CONFIG_MAPS;
+use jackstay_apiserver::pki::{Issued, Pki, Subject};
+use jackstay_apiserver::{ApiServerHandle, Options};
 use serde_json::{Value, json};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};

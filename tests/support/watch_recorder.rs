@@ -2,7 +2,7 @@
 
 use super::{soon, until};
 use http::Method;
-use jackstay::demo::client::{Client, next_data};
+use jackstay_apiserver::client::{Client, next_data};
 use serde_json::Value;
 use std::sync::{Arc, Mutex};
 use tokio::task::JoinHandle;

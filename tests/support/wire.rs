@@ -1,7 +1,7 @@
 //! TLS connections to jackstay on which a test writes raw bytes.
 
 use super::{Certs, Proxy};
-use jackstay::demo::pki::Issued;
+use jackstay_apiserver::pki::Issued;
 use rustix::process::{Uid, geteuid};
 use rustix::thread::set_thread_res_uid;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};

@@ -9,8 +9,8 @@ mod support;
 
 use std::time::{Duration, Instant, SystemTime};
 
-use jackstay::demo::pki::{Subject, Validity};
-use jackstay::observe::MemoryKind;
+use jackstay_apiserver::pki::{Subject, Validity};
+use jackstay_core::admission::MemoryKind;
 use setup::{Connection, Peer, Proxy, Setup, respond, run};
 use support::netns::nft;
 use support::{Certs, pause, refusing_address};

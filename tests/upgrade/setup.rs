@@ -7,9 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jackstay::config::AccessLog;
-use jackstay::demo::faulty_relay::FaultyRelay;
-use jackstay::demo::pki::Issued;
-use jackstay::net::sockets::listening;
 use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
 use jackstay::observe::Metrics;
 use jackstay::proxy::credential_selector::CredentialSelector;
@@ -25,6 +22,9 @@ use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::Credentials;
 use jackstay::upstream::endpoint::Endpoint;
 use jackstay::upstream::pool::{Pool, WarmClasses};
+use jackstay_apiserver::faulty_relay::FaultyRelay;
+use jackstay_apiserver::pki::Issued;
+use jackstay_sys::sockets::listening;
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
@@ -201,7 +201,7 @@ impl Proxy {
             upstream: Rc::new(UpstreamClient::new(
                 pool,
                 Arc::clone(&metrics),
-                request_body::budget(&metrics),
+                request_body::budget(),
             )),
             credentials: CredentialSelector {
                 slots,

@@ -3,8 +3,8 @@
 use super::*;
 use crate::admin::connections::{MAX_CONNECTIONS, REQUEST_GRACE};
 use crate::admin::status_provider::{Readiness, ReadinessCheck};
-use crate::net::clock;
-use crate::net::sockets::listening;
+use jackstay_sys::clock;
+use jackstay_sys::sockets::listening;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
 

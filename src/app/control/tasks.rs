@@ -7,6 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_sys::sockets::listening;
 use tokio::net::UnixListener;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{oneshot, watch};
@@ -23,7 +24,6 @@ use crate::control::canary;
 use crate::control::certificates;
 use crate::control::discovery::{self, SharedContext};
 use crate::control::{endpoint_set, saved_floors};
-use crate::net::sockets::listening;
 use crate::net::tls::serving::ServingTls;
 use crate::upstream::Upstream;
 

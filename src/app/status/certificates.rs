@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use jackstay_sys::utc::Utc;
 use serde::Serialize;
 
 use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::certificate::{CertInfo, Validity};
 use crate::net::tls::serving::ServingTls;
-use crate::observe::utc::Utc;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::{IdentitySlot, IdentityState};
 

@@ -6,6 +6,9 @@ use std::os::unix::net::UnixStream as BlockingStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use jackstay_sys::clock;
+use jackstay_sys::process::descriptor_passing;
+use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
@@ -15,9 +18,6 @@ use super::protocol::{
     self, Answer, LEFT, OWN, REPLY_TIMEOUT, REQUEST, REQUEST_IF_DRAINING, SERVING, read_line,
 };
 use crate::app::start_error::{OtherProcess, StartError};
-use crate::net::clock;
-use crate::net::process::descriptor_passing;
-use crate::net::process::inherited_sockets::InheritedSockets;
 use crate::observe::log::PidInLines;
 
 /// Maximum time for the running process to answer. It includes a reload in progress, and another takeover that

@@ -3,7 +3,7 @@
 use super::predecessor::connect;
 use super::*;
 use crate::app::start_error::StartError;
-use crate::net::process::inherited_sockets::InheritedSockets;
+use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener};

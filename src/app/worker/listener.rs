@@ -10,6 +10,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use jackstay_sys::clock;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::spawn_local;
@@ -17,7 +18,6 @@ use tokio::time::{sleep, sleep_until};
 
 use crate::app::listener::BoundListener;
 use crate::app::sockets::SocketId;
-use crate::net::clock;
 use crate::proxy::drain::{self, DrainTrigger, DrainWatcher};
 use crate::proxy::https_server::HttpsServer;
 use crate::proxy::passthrough::forwarder::TcpForwarder;

@@ -9,17 +9,18 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::time::SystemTime;
 
+use jackstay_sys::files;
+use jackstay_sys::utc::Utc;
+
 use crate::config::{
     CertPaths, Config, ConfigDraft, ConfigError, KeyLines, Terminate, describe_io_error,
 };
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
-use crate::net::files;
 use crate::net::tls::certificate::{CertInfo, Subject, VERSION_1, VERSION_1_EFFECT};
 use crate::net::tls::file_error::{TlsFileError, TlsFileProblem};
 use crate::net::tls::local_ca::LocalCa;
 use crate::net::tls::pem_files::{LoadedCert, load_ca, load_cert, load_serving_cert};
 use crate::observe::counted;
-use crate::observe::utc::Utc;
 
 /// Note about an upstream without a CA bundle.
 const UNVERIFIED: &str = "not given: health is probed without verifying the servers and without \

@@ -3,12 +3,12 @@
 use std::fs;
 use std::time::{Duration, SystemTime};
 
+use jackstay_sys::files::PRIVATE;
 use rcgen::{CertificateParams, DnType, KeyPair};
 
 use super::files::is_renewal_overdue;
 use super::*;
 use crate::config::load;
-use crate::net::files::PRIVATE;
 use crate::net::tls::certificate::CertInfo;
 use crate::net::tls::local_ca::LocalCa;
 use crate::net::tls::pem_files::load_ca;
@@ -33,7 +33,7 @@ impl Dir {
         let key = KeyPair::generate().unwrap();
         self.write(&format!("{name}.crt"), &params.self_signed(&key).unwrap().pem());
         let path = self.0.path().join(format!("{name}.key"));
-        crate::net::files::replace(&path, key.serialize_pem().as_bytes(), PRIVATE).unwrap();
+        jackstay_sys::files::replace(&path, key.serialize_pem().as_bytes(), PRIVATE).unwrap();
     }
 
     fn write(&self, name: &str, text: &str) {

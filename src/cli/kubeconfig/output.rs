@@ -4,6 +4,8 @@
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use jackstay_sys::files;
+use jackstay_sys::files::{PRIVATE, StagedFile};
 use serde_json::Value;
 
 use super::args::KubeconfigArgs;
@@ -12,7 +14,6 @@ use crate::cli::check;
 use crate::config::{self, ConfigErrors, describe_io_error};
 use crate::kubeconfig::setup::OutputFile;
 use crate::kubeconfig::{KubeconfigFiles, ResolvedContext};
-use crate::net::files::{self, PRIVATE, StagedFile};
 
 /// Why the command fails.
 pub(super) enum Failure {

@@ -4,6 +4,8 @@
 use std::path::Path;
 use std::time::SystemTime;
 
+use jackstay_sys::utc::Utc;
+
 use super::args::KubeconfigArgs;
 use super::output::{Failure, directory_beside, kubeconfig_file, stage};
 use super::report::{KubeconfigReport, ReportedCluster};
@@ -11,7 +13,6 @@ use crate::config::{self, Overrides};
 use crate::kubeconfig::rewrite::KeyChange;
 use crate::kubeconfig::setup::renewal::{self, Renewal};
 use crate::kubeconfig::{KubeconfigFiles, kubeconfig_yaml};
-use crate::observe::utc::Utc;
 
 /// Renews the certificate if it is due. The kubeconfigs get the new CA before the new certificate is served.
 pub(super) fn renew(

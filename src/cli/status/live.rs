@@ -5,13 +5,13 @@
 use std::io::{self, Write};
 use std::time::Duration;
 
+use jackstay_sys::utc::Utc;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::table::{self, Style};
 use super::view;
 use crate::cli::admin_client::{STATUS_TIMEOUT, TcpAddress, explain_no_status, get_status};
 use crate::config::format_duration;
-use crate::observe::utc::Utc;
 
 /// Columns and rows of a terminal whose size is unknown.
 const DEFAULT_SIZE: (usize, usize) = (80, 24);

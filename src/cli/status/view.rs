@@ -9,11 +9,11 @@ mod watches;
 
 use std::time::{Duration, SystemTime};
 
+use jackstay_sys::utc::Utc;
 use serde_json::Value;
 
 use super::table::{Cell, Style, Table, Tone, cut};
 use crate::observe::counted;
-use crate::observe::utc::Utc;
 
 /// Terminal width from which reasons are columns. A narrower terminal shows them as notes below rows.
 const WIDE: usize = 150;

@@ -7,6 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
+use jackstay_sys::clock;
+use jackstay_sys::utc::wall_clock;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::{MissedTickBehavior, interval, sleep_until};
 
@@ -18,8 +20,6 @@ use super::state_writer::StateWriter;
 use super::{dns, file, slices, state_file};
 use crate::config::{self, EndpointAddress};
 use crate::control::endpoint_set::{EndpointSetWriter, EndpointSpec};
-use crate::net::clock;
-use crate::observe::utc::wall_clock;
 use crate::observe::{Liveness, LivenessMonitor};
 use crate::upstream::Upstream;
 use crate::upstream::endpoint_sources::EndpointSource;

@@ -102,7 +102,7 @@ impl Debouncer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::clock;
+    use jackstay_sys::clock;
 
     fn spec(host: &str) -> EndpointSpec {
         let address = EndpointAddress { host: host.into(), port: 1 };

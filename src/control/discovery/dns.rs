@@ -18,6 +18,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+use jackstay_sys::clock;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
@@ -27,7 +28,6 @@ use self::lookup::{LookupResult, TTL_MAX, TTL_MIN, look_up};
 use super::source_states::{Candidate, DiscoveredEndpoints, SourceAnswer, SourceStates};
 use crate::config::EndpointAddress;
 use crate::control::file_watch::{FileWatch, poll_ticks};
-use crate::net::clock;
 use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Number of TTLs for which a usable address is kept that responses omit.

@@ -6,10 +6,11 @@
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
+use jackstay_sys::files;
+
 use super::source_states::{Candidate, DiscoveredEndpoints, SourceStates};
 use crate::config::EndpointAddress;
 use crate::control::file_watch::{FileWatch, poll_ticks};
-use crate::net::files;
 use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Largest file that is read, in bytes.

@@ -8,11 +8,11 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use http::HeaderValue;
+use jackstay_sys::files;
 use kube::config::{AuthInfo, Cluster, Kubeconfig};
 use zeroize::Zeroizing;
 
 use crate::kubeconfig::{KubeconfigFile, MAX_KUBECONFIG, PemSource, TokenSource, UserCredentials};
-use crate::net::files;
 use crate::net::tls::pem_files::{self, LoadedCert};
 
 /// The credential for discovery.

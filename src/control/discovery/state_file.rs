@@ -10,12 +10,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use jackstay_sys::files;
+use jackstay_sys::utc::Utc;
 use serde_json::{Value, json};
 
 use super::source_states::{Candidate, SavedEndpoints};
 use crate::config::EndpointAddress;
-use crate::net::files;
-use crate::observe::utc::Utc;
 use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Version of the format. A file with another version is ignored.
@@ -134,7 +134,7 @@ pub fn write(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::observe::utc::wall_clock;
+    use jackstay_sys::utc::wall_clock;
 
     fn endpoints() -> SavedEndpoints {
         let candidate = |host: &str, name: Option<&str>| Candidate {

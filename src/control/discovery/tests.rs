@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use jackstay_sys::clock;
+use jackstay_sys::utc::wall_clock;
 use tokio::task::{LocalSet, spawn_local};
 use tokio::time::sleep;
 
@@ -13,8 +15,6 @@ use super::source_states::{Candidate, SavedEndpoints};
 use super::{SharedContext, dns, run, state_file};
 use crate::config::{Discovery, EndpointAddress, Upstream, validate_text};
 use crate::control::endpoint_set;
-use crate::net::clock;
-use crate::observe::utc::wall_clock;
 use crate::observe::{LivenessMonitor, Metrics};
 use crate::upstream;
 use crate::upstream::credentials::{CredentialClass, Credentials};

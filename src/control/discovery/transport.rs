@@ -18,6 +18,7 @@ use bytes::Bytes;
 use h2::RecvStream;
 use http::{HeaderValue, Request, Response, header};
 use http_body::{Body, Frame};
+use jackstay_sys::clock;
 use kube::client::Body as KubeBody;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{sleep_until, timeout};
@@ -25,7 +26,6 @@ use tower::service_fn;
 use tower::util::BoxService;
 
 use super::kubeconfig::DiscoveryToken;
-use crate::net::clock;
 use crate::upstream::Upstream;
 use crate::upstream::connection::Permit;
 use crate::upstream::credentials::CredentialClass;

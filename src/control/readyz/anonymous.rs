@@ -18,6 +18,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use jackstay_sys::clock;
+use jackstay_sys::utc::wall_clock;
 use tokio::time::{sleep, sleep_until};
 
 use super::connection::{ProbeConnection, connect, until_unusable};
@@ -25,8 +27,6 @@ use super::reachability::ReachabilityCheck;
 use super::request::{ReadyzResult, request_probes_of_others, send_probe};
 use super::schedule::{ResultStreak, anonymous_pause};
 use super::version::VersionReader;
-use crate::net::clock;
-use crate::observe::utc::wall_clock;
 use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
 use crate::upstream::credentials::IdentityState;

@@ -4,10 +4,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_sys::clock;
 use tokio::time::sleep;
 
 use super::reachability::{PROBE_STREAMS, ReachabilityCheck};
-use crate::net::clock;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::CredentialClass;

@@ -1,5 +1,5 @@
 //! Compares the watch cache of one endpoint with those of the others, and asks about its version on suspicion
-//! ([`crate::upstream::lag`]).
+//! ([`jackstay_core::lag`]).
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -10,17 +10,17 @@ use std::time::{Duration, Instant};
 use futures_util::FutureExt as _;
 use futures_util::future::LocalBoxFuture;
 use http::StatusCode;
-use tokio::time::{MissedTickBehavior, interval, timeout};
-
-use super::request::fetch;
-use crate::net::clock;
-use crate::upstream::Upstream;
-use crate::upstream::connection::{Connection, ConnectionState};
-use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeTrigger};
-use crate::upstream::lag::{
+use jackstay_core::lag::{
     DeliveryPace, Expectations, Expected, Lag, Reference, ResourceView, TICK, current_of_too_large,
     question,
 };
+use jackstay_sys::clock;
+use tokio::time::{MissedTickBehavior, interval, timeout};
+
+use super::request::fetch;
+use crate::upstream::Upstream;
+use crate::upstream::connection::{Connection, ConnectionState};
+use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeTrigger};
 use crate::upstream::resource_versions::{ResourceRecord, group_of};
 
 /// Limit of a question. kube-apiserver waits 3 s for its cache (`blockTimeout` in `watch_cache.go`).
@@ -258,7 +258,7 @@ mod tests {
         upstream.set_endpoints(vec![Arc::clone(&watched), other]);
         let record = upstream.resource_versions.record("pods").unwrap();
         let watch = record.shown_by(&watched);
-        record.raise(&watch, 5, Instant::now());
+        record.raise(&watch, 5, clock::now());
         assert_eq!(views(&upstream, &watched).len(), 1);
         drop(watch);
         assert_eq!(views(&upstream, &watched).len(), 0);

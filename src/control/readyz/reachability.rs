@@ -18,11 +18,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use jackstay_sys::clock;
+use jackstay_sys::sockets::connector::Connector;
 use tokio::sync::Notify;
 use tokio::time::{sleep, sleep_until};
 
-use crate::net::clock;
-use crate::net::sockets::connector::Connector;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::{ClientTls, CredentialClass};
@@ -234,8 +234,8 @@ mod tests {
     /// is suspended for `paused` after that, and then makes each check `late` after it is due. Returns the
     /// time from the suspicion to the verdict.
     fn time_to_verdict(paused: Duration, late: Duration) -> Option<Duration> {
-        let suspected = clock::now() + Duration::from_secs(1);
-        let last_received = suspected - Duration::from_secs(1);
+        let last_received = clock::now();
+        let suspected = last_received + Duration::from_secs(1);
         let mut detector = SilenceDetector::new(suspected);
         let mut now = suspected + paused;
         while now < suspected + Duration::from_secs(60) {

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::{HeaderValue, Request, StatusCode, header};
+use jackstay_sys::clock;
+use jackstay_sys::utc::{Utc, wall_clock};
 use tokio::time::timeout;
 
 use crate::config::Readyz;
-use crate::net::clock;
-use crate::observe::utc::{Utc, wall_clock};
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, ProbeTrigger};

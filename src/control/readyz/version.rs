@@ -7,13 +7,13 @@
 use std::time::{Duration, Instant};
 
 use http::{HeaderValue, StatusCode};
+use jackstay_core::kubernetes_version::ServerVersion;
+use jackstay_sys::clock;
 use tokio::time::timeout;
 
 use super::connection::ProbeConnection;
 use super::request::fetch;
-use crate::net::clock;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::kubernetes_version::ServerVersion;
 
 /// Pause before the version is read again on the same connection.
 const INTERVAL: Duration = Duration::from_secs(600);

@@ -6,14 +6,13 @@
 //! written into the store directly, not through the proxy. The time from the write of an event until a
 //! watch receives it is the silence of that watch.
 
-use crate::demo::apiserver::cluster::Cluster;
-use crate::demo::apiserver::kinds::{CONFIG_MAPS, ObjectRef, PODS};
-use crate::demo::apiserver::timestamps;
-use crate::demo::client::{Client, Credentials};
 use crate::demo::lock;
 use crate::demo::scenario::ledger::{Counts, Ledger, Topic, WATCHES_PER_TOPIC};
-use crate::demo::seed;
 use http::Method;
+use jackstay_apiserver::client::{Client, Credentials};
+use jackstay_apiserver::cluster::Cluster;
+use jackstay_apiserver::kinds::{CONFIG_MAPS, ObjectRef, PODS};
+use jackstay_apiserver::{seed, timestamps};
 use serde_json::Value;
 use std::io;
 use std::net::SocketAddr;

@@ -3,8 +3,6 @@
 //! Each step injects one fault, waits, removes the fault, and waits until the proxy uses all apiservers
 //! again. A fault of a single apiserver is injected into the one with the most load.
 
-use crate::demo::apiserver::ApiServerHandle;
-use crate::demo::faulty_relay::FaultyRelay;
 use crate::demo::scenario::display::{ProgressDisplay, Row, Stage, Step, format_duration};
 use crate::demo::scenario::ledger::{Counts, Ledger};
 use crate::demo::scenario::status_monitor::StatusMonitor;
@@ -12,6 +10,9 @@ use crate::observe::counted;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
+
+use jackstay_apiserver::ApiServerHandle;
+use jackstay_apiserver::faulty_relay::FaultyRelay;
 
 /// Longest promised duration of a read while one apiserver or its connections fail.
 pub const READ_PROMISE: Duration = Duration::from_millis(600);

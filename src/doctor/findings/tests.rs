@@ -1,12 +1,13 @@
 //! Tests each rule with the observations of its cause and with those of healthy endpoints.
 
+use jackstay_core::kubernetes_version::ServerVersion;
+
 use super::{Cause, Finding, Level, diagnose, has_problems};
 use crate::doctor::observations::{
     ClientCertificate, ConnectAttempt, Dns, EndpointObservation, EndpointSource, Failure,
     FailureKind, IdleConnection, ListenAddress, ListenState, LongLived, Ms, NameServer,
     Observations, Resolution, ServerCertificate, Step,
 };
-use crate::upstream::kubernetes_version::ServerVersion;
 
 /// The steps up to `last`, each with a duration of 1 ms.
 fn up_to(last: Step) -> Vec<(Step, Ms)> {

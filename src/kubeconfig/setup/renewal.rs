@@ -79,7 +79,7 @@ fn first_certificate(pem: &[u8]) -> &[u8] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::observe::utc::wall_clock;
+    use jackstay_sys::utc::wall_clock;
     use std::time::Duration;
 
     #[test]

@@ -4,12 +4,13 @@
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use jackstay_sys::files;
+use jackstay_sys::files::{PRIVATE, PUBLIC};
 use rustls::pki_types::CertificateDer;
 
 use super::config_file::ListenerTlsSection;
 use super::plan::{OutputFile, SetupPlan, SetupRequest};
 use crate::config::CertPaths;
-use crate::net::files::{self, PRIVATE, PUBLIC};
 use crate::net::tls::certificate::CertInfo;
 use crate::net::tls::local_ca::{self, NewServingCert};
 use crate::net::tls::pem_files::{self, valid_certificates};
@@ -148,7 +149,7 @@ pub(super) fn plan(
 mod tests {
     use super::super::plan::SetupMode;
     use super::*;
-    use crate::observe::utc::wall_clock;
+    use jackstay_sys::utc::wall_clock;
     use std::time::Duration;
 
     fn request(directory: &Path) -> SetupRequest {

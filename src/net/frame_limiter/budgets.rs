@@ -27,8 +27,9 @@
 
 use std::time::Instant;
 
+use jackstay_sys::clock;
+
 use super::super::http2_frames::{ACK, END_STREAM, FrameHeader, frame_type};
-use crate::net::clock;
 
 /// Frames that have a common budget. Also the value of a metric's label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -21,6 +21,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use jackstay_sys::clock;
+use jackstay_sys::utc::wall_clock;
 use rustls::crypto::aws_lc_rs;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
@@ -33,7 +35,6 @@ use super::ca_bundle::CaBundle;
 use super::certificate;
 use super::pem_files::LoadedCa;
 use super::tls_error;
-use crate::net::clock;
 
 /// Maximum of certificates in a chain: a leaf and five CAs. Usual chains have one to three.
 pub const MAX_CERTIFICATES: usize = 6;
@@ -265,8 +266,7 @@ pub struct VerificationSlot {
 impl VerificationSlot {
     /// Verifies a chain on a blocking thread and caches it if it is valid.
     pub async fn verify(&mut self, chain: &Arc<ClientChain>, ca: &Arc<ClientCa>) -> ChainVerdict {
-        #[allow(clippy::disallowed_methods)] // `net` cannot import the wall clock of `observe`
-        let now = seconds(SystemTime::now());
+        let now = seconds(wall_clock());
         let started = clock::now();
         let (job_chain, job_ca) = (Arc::clone(chain), Arc::clone(ca));
         let done = spawn_blocking(move || job_chain.verify(&job_ca, now)).await;

@@ -13,6 +13,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use jackstay_sys::files;
 use rcgen::{
     BasicConstraints, CertificateParams, CidrSubnet, DistinguishedName, DnType,
     ExtendedKeyUsagePurpose, GeneralSubtree, IsCa, Issuer, KeyPair, KeyUsagePurpose,
@@ -26,7 +27,6 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 use super::certificate::{self, CertInfo};
 use super::pem_files::{self, LoadedCert};
 use crate::config::CertPaths;
-use crate::net::files;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 /// Lifetime of the CA and of a serving certificate: one year, as kubeadm's serving certificates.

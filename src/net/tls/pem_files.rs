@@ -10,6 +10,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
+use jackstay_sys::files;
 use rustls::RootCertStore;
 use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::pki_types::pem::PemObject;
@@ -18,7 +19,6 @@ use rustls::sign::CertifiedKey;
 use zeroize::Zeroizing;
 
 use crate::config::CertPaths;
-use crate::net::files;
 
 use super::ca_bundle::CaBundle;
 use super::certificate::{self, CertInfo, cert_info};

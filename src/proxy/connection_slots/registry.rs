@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use crate::net::sockets::source::Source;
+use jackstay_sys::sockets::source::Source;
 
 /// Age from which a connection without a request may be closed for another one. A handshake over loopback and
 /// the check of a known certificate take a few milliseconds.

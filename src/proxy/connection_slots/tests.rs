@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
+use jackstay_sys::clock;
+
 use super::registry::MAX_CLOSING;
 use super::*;
-use crate::net::clock;
 
 const A: Source = Source::User(1);
 const B: Source = Source::User(2);

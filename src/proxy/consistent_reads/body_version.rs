@@ -5,9 +5,8 @@ use std::io::Read as _;
 
 use bytes::BytesMut;
 use http::{HeaderMap, header, response};
-
-use crate::proxy::watch::codec::head::{json_head, json_tail, protobuf_head};
-use crate::proxy::watch::codec::version::HeadVersion;
+use jackstay_core::watch::codec::head::{json_head, json_tail, protobuf_head};
+use jackstay_core::watch::codec::version::HeadVersion;
 
 /// Bytes of a body that are copied at most, if its first piece does not contain the version.
 const MAX_HEAD: usize = 64 * 1024;

@@ -1,8 +1,9 @@
 //! Which version a request asks for, and its query with a floor.
 
-use crate::proxy::request_info::{RequestInfo, RequestKind, Verb, first_value, parse_bool};
-use crate::proxy::watch::codec::version::as_u64;
-use crate::proxy::watch::request::rewrite;
+use jackstay_core::request::info::{RequestInfo, RequestKind, Verb, first_value, parse_bool};
+use jackstay_core::watch::codec::version::as_u64;
+use jackstay_core::watch::request::rewrite;
+
 use crate::upstream::version_floors::FloorVersions;
 
 /// What a request asks for or shows.

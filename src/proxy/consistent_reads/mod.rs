@@ -53,22 +53,22 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use http::{HeaderMap, Request, StatusCode, response};
+use jackstay_core::kubernetes_version::MinorVersion;
+use jackstay_core::lag::current_of_too_large;
+use jackstay_core::request::info::{RequestInfo, is_built_in_group};
+use jackstay_core::watch::request::with_query;
+use jackstay_sys::clock;
 
 use self::body_version::{BodyVersion, ReadProgress};
 use self::client::LastClient;
 use self::form::ReadForm;
 use super::credential_selector::SelectedCredential;
-use super::request_info::{RequestInfo, is_built_in_group};
 use super::watch::body::WatchVersions;
-use super::watch::request::with_query;
 use crate::config::ConsistentReads;
-use crate::net::clock;
 use crate::net::tls::certificate::Subject;
 use crate::upstream::Upstream;
 use crate::upstream::client_key::ClientKey;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::kubernetes_version::MinorVersion;
-use crate::upstream::lag::current_of_too_large;
 use crate::upstream::resource_versions::{ResourceRecord, group_of};
 use crate::upstream::version_floors::{Floor, FloorVersions};
 

@@ -6,17 +6,18 @@ use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
 use h2::client::ResponseFuture;
 use http::{Request, StatusCode, response};
-
-use crate::net::clock;
-use crate::proxy::body_prefix::{body_prefix, waits_for_prefix};
-use crate::proxy::consistent_reads::RequestVersions;
-use crate::proxy::overload_rejection::{is_overload, may_be_overload};
-use crate::proxy::request_body::{RequestBody, UploadTask};
-use crate::proxy::request_info::RequestKind;
-use crate::proxy::retry::{self, Stage};
-use crate::proxy::shutdown_rejection::{
+use jackstay_core::request::info::RequestKind;
+use jackstay_core::request::overload_rejection::{is_overload, may_be_overload};
+use jackstay_core::request::retry;
+use jackstay_core::request::retry::Stage;
+use jackstay_core::request::shutdown_rejection::{
     REJECTION_MAX_BODY, is_rejection, is_short, may_be_rejection,
 };
+use jackstay_sys::clock;
+
+use crate::proxy::body_prefix::{body_prefix, waits_for_prefix};
+use crate::proxy::consistent_reads::RequestVersions;
+use crate::proxy::request_body::{RequestBody, UploadTask};
 use crate::proxy::upstream_client::UpstreamResponse;
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
 use crate::upstream::pool::PreviousFailure;
@@ -99,7 +100,7 @@ impl Attempt {
         let failed = |stage, reason: &str| FailedAttempt::new(stage, reason, &connection);
         let (head, mut recv) = match response.await {
             Ok(response) => response.into_parts(),
-            Err(error) => return Err(failed(retry::stage_of(&error), &describe_h2_error(&error))),
+            Err(error) => return Err(failed(stage_of(&error), &describe_h2_error(&error))),
         };
         let arrived = clock::now();
         if !waits_for_prefix(kind) {
@@ -176,4 +177,26 @@ async fn read_short(recv: &mut RecvStream) -> Result<Bytes, String> {
         }
     }
     Ok(body.freeze())
+}
+
+/// The stage of an attempt whose stream ended with `error` before its response head. Since version
+/// 0.4.20 h2 reports a GOAWAY only on streams above its last stream id.
+fn stage_of(error: &h2::Error) -> Stage {
+    let refused = error.reason() == Some(h2::Reason::REFUSED_STREAM);
+    if error.is_remote() && (error.is_go_away() || refused) {
+        Stage::Unprocessed
+    } else {
+        Stage::NoHead
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stage_of_local_reset_is_no_head() {
+        assert_eq!(stage_of(&h2::Reason::REFUSED_STREAM.into()), Stage::NoHead);
+        assert_eq!(stage_of(&h2::Reason::INTERNAL_ERROR.into()), Stage::NoHead);
+    }
 }

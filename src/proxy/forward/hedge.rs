@@ -3,18 +3,19 @@
 //! The response that arrives first is used, and the other attempt is cancelled. Only requests that may
 //! reach a handler twice are hedged ([`retry::may_hedge`]), and only while the [budget] lasts.
 //!
-//! [budget]: crate::proxy::retry_budget
+//! [budget]: jackstay_core::request::retry_budget
 
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_core::request::retry;
+use jackstay_core::request::retry::Stage;
 use tokio::time::sleep;
 
 use super::ForwardedRequest;
 use super::attempt::{Attempt, FailedAttempt};
-use crate::proxy::retry::{self, Stage};
 use crate::proxy::upstream_client::{
     UpstreamResponse, has_better_endpoint, until_next_hedge, until_troubled,
 };

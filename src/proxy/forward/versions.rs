@@ -4,11 +4,11 @@
 use std::sync::Arc;
 
 use http::{Request, response};
+use jackstay_core::request::retry::ATTEMPTS;
 
 use super::ForwardedRequest;
 use super::attempt::FailedAttempt;
 use crate::proxy::consistent_reads::{NotReached, VersionLearner};
-use crate::proxy::retry::ATTEMPTS;
 use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::resource_versions::ResourceRecord;

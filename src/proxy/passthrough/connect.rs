@@ -16,15 +16,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_core::balance;
+use jackstay_sys::clock;
+use jackstay_sys::process::resource_limits;
+use jackstay_sys::sockets::connector::Connector;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::sleep_until;
 
-use crate::net::clock;
-use crate::net::process::resource_limits;
-use crate::net::sockets::connector::Connector;
 use crate::upstream::Upstream;
-use crate::upstream::balance;
 use crate::upstream::endpoint::{Endpoint, EndpointState, ProbeTrigger};
 
 /// Pause before the next candidate is tried as well.

@@ -6,15 +6,17 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use jackstay_core::flow_health;
+use jackstay_core::flow_health::{
+    FlowDeath, FlowDecision, FlowHealth, FlowThresholds, MAX_CHECK_INTERVAL,
+};
+use jackstay_sys::sockets::{tcp_info, tcp_options};
+
 use super::routing::ListenerRouting;
-use crate::net::sockets::{tcp_info, tcp_options};
 use crate::observe::OpenStreams;
 use crate::observe::events::{Change, EventKind, Severity};
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::flow_health::{
-    self, FlowDeath, FlowDecision, FlowHealth, FlowThresholds, MAX_CHECK_INTERVAL,
-};
 
 /// Why a flow is ended, as a metric label and in words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

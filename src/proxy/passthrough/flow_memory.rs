@@ -1,4 +1,4 @@
-//! What one flow holds of the [memory budget](crate::observe::memory_budget).
+//! What one flow holds of the [memory budget](jackstay_core::admission).
 //!
 //! A flow whose receiver accepts no bytes holds what was last read from the sender, in a buffer or in a pipe of the
 //! kernel, which belongs to the cgroup's memory too. When memory is short for the flow's source, the flow reads
@@ -8,10 +8,10 @@ use std::cell::Cell;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
+use jackstay_core::admission::{Level, MemoryClass, MemoryKind, Shed, SourceMemory};
+use jackstay_sys::sockets::tcp_options::MAX_UNSENT_OF_FLOW;
+
 use super::super::socket_memory::{Peer, SocketMemory};
-use crate::net::sockets::tcp_options::MAX_UNSENT_OF_FLOW;
-use crate::observe::memory_budget::{Level, Shed, SourceMemory};
-use crate::observe::{MemoryClass, MemoryKind};
 
 /// Bytes of a flow that holds nothing: its task, its entry in the flow table, and the kernel's memory for both sockets.
 /// With the default limit, one source may have 15,000 flows.
@@ -69,7 +69,7 @@ impl Drop for FlowMemory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::observe::MemoryBudget;
+    use jackstay_core::admission::MemoryBudget;
 
     #[test]
     fn flows_are_charged_until_they_end_and_refused_when_the_share_is_used_up() {

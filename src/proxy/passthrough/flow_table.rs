@@ -23,6 +23,9 @@ use std::sync::Arc;
 use std::task::Context;
 use std::time::{Duration, Instant};
 
+use jackstay_core::flow_health;
+use jackstay_core::flow_health::{CorrelatedLoss, FlowThresholds};
+use jackstay_sys::clock;
 use slab::Slab;
 use tokio::sync::Notify;
 use tokio::time::sleep;
@@ -33,12 +36,10 @@ use super::flow_entry::{
     SHUTDOWN, end_after,
 };
 use super::routing::ListenerRouting;
-use crate::net::clock;
 use crate::observe::RateLimitedWarnings;
 use crate::observe::events::Severity;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
-use crate::upstream::flow_health::{self, CorrelatedLoss, FlowThresholds};
 use crate::upstream::rebalance::{EndpointLoad, RebalanceSchedule};
 
 /// Interval of the scans of the array.

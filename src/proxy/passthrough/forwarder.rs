@@ -7,6 +7,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_sys::clock;
+use jackstay_sys::sockets::source::SourceLookup;
+use jackstay_sys::sockets::tcp_options;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
 
@@ -20,9 +23,6 @@ use super::flow_memory::FlowMemory;
 use super::flow_table::FlowTable;
 use super::pump::{FlowError, Pump};
 use super::routing::{ListenerRouting, RouteError, Routing};
-use crate::net::clock;
-use crate::net::sockets::source::SourceLookup;
-use crate::net::sockets::tcp_options;
 use crate::observe::{ListenerMetrics, PassthroughMetrics, RateLimitedWarnings};
 use crate::upstream::Upstream;
 

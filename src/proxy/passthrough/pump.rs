@@ -4,7 +4,7 @@
 //! An idle flow holds no buffer. Bytes are read into a buffer of the thread and written at once. Bytes that
 //! the receiver does not accept are stored, and the pump reads no more until they are written. A direction
 //! that repeatedly fills the buffer is a bulk transfer: its bytes move from socket to socket inside the
-//! kernel ([`crate::net::sockets::splice`]) until the flow pauses.
+//! kernel ([`jackstay_sys::sockets::splice`]) until the flow pauses.
 //!
 //! Bytes that the endpoint has sent before it resets the flow are still delivered to the client, because this
 //! host's kernel has acknowledged them. So the pump reads an endpoint that accepts no more bytes to its end
@@ -18,6 +18,8 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Buf;
+use jackstay_sys::sockets::splice::SplicePipe;
+use jackstay_sys::sockets::{tcp_info, tcp_options};
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::sleep;
@@ -27,8 +29,6 @@ use super::super::socket_memory::{Peer, SocketMemory};
 use super::flow_entry::{EVICTED, EndReason, MEMORY, Progress};
 use super::flow_memory::FlowMemory;
 use super::flow_table::FlowHandle;
-use crate::net::sockets::splice::SplicePipe;
-use crate::net::sockets::{tcp_info, tcp_options};
 use crate::observe::PassthroughMetrics;
 use crate::observe::passthrough_metrics::Direction;
 

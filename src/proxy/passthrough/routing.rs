@@ -12,13 +12,14 @@ use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use jackstay_sys::sockets::interception;
+use jackstay_sys::sockets::interception::Interception;
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::client_hello::{self, ClientHello};
 use crate::config::{Destination, Limits, Passthrough, Route};
-use crate::net::sockets::interception::{self, Interception};
 use crate::upstream::Upstream;
 
 /// The name of a listener, and its routing, which a reload replaces.

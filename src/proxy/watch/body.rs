@@ -21,14 +21,17 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::RecvStream;
 use http_body::Frame;
+use jackstay_core::admission::MemoryClass;
+use jackstay_core::watch::relay::Relay;
+use jackstay_core::watch::session::{
+    AttemptResult, Candidates, Effect, Ending, Input, NotResumable,
+};
+use jackstay_sys::clock;
 
 use self::attempt::{AttemptError, Hold, MoveAttempt, ResumeAttempt};
 use self::pieces::next_piece;
 use self::stream::{LeaveReason, StreamEvent, UpstreamStream};
-use super::relay::Relay;
-use super::session::{AttemptResult, Candidates, Effect, Ending, Input, NotResumable};
-use crate::net::clock;
-use crate::observe::{MemoryClass, Outcome, Side};
+use crate::observe::{Outcome, Side};
 use crate::proxy::client_certificate::ProofExpiry;
 use crate::proxy::upstream_client::{UpstreamResponse as Response, release_window};
 use crate::upstream::connection::Permit;

@@ -3,10 +3,11 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
+use jackstay_core::admission::{ByteBudget, MemoryKind};
+use jackstay_core::request::retry_budget::RetryBudget;
 use metrics::Gauge;
 
-use crate::observe::{ByteBudget, MemoryKind, Metrics};
-use crate::proxy::retry_budget::RetryBudget;
+use crate::observe::Metrics;
 
 /// Maximum bytes of frames that one worker buffers for one upstream. The buffer of a frame counts until the
 /// frame is sent or dropped.
@@ -29,11 +30,7 @@ impl WatchLimits {
             too_old_retries: RetryBudget::too_old(),
             held: Cell::new(0),
             held_gauge: metrics.held_watches(),
-            partial_frames: ByteBudget::new(
-                MemoryKind::WatchFrames,
-                MAX_PARTIAL_FRAME_BYTES,
-                metrics.held_frame_bytes(),
-            ),
+            partial_frames: ByteBudget::new(MemoryKind::WatchFrames, MAX_PARTIAL_FRAME_BYTES),
         }
     }
 

@@ -1,27 +1,7 @@
-//! Resumes watches that lose their apiserver.
+//! Executes what `jackstay_core::watch` decides about a watch that loses its apiserver.
 //!
-//! The client receives one response that consists of whole frames and contains each event once. After
-//! the initial events, events arrive in the order of their resource versions. If jackstay can no longer
-//! guarantee that, it ends or resets the response, and the client watches or lists again ([`session`]
-//! documents each case).
-//!
-//! | module | purpose | depends on |
-//! |---|---|---|
-//! | [`codec`] | splits and parses the wire format | – |
-//! | [`request`] | decides which watches can be parsed and resumed, and rewrites their requests | codec |
-//! | [`session`] | state machine of one watch, without I/O; the time is an argument | codec, request |
-//! | [`relay`] | passes received chunks through codec and session | codec, request, session |
-//! | [`body`] | response body of one watch: executes what the session decides | request, session, relay |
-//! | [`limits`] | limits that all watches of one worker to one upstream share | – |
+//! * [`body`] is the response body of one watch, which the client polls.
+//! * [`limits`] are the limits that all watches of one worker to one upstream share.
 
 pub(super) mod body;
-pub mod codec;
 pub(super) mod limits;
-pub(super) mod relay;
-pub mod request;
-pub(super) mod session;
-
-pub use self::session::ResumeRound;
-
-#[cfg(test)]
-mod tests;

@@ -11,6 +11,14 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
+use jackstay_core::connection_health as health;
+use jackstay_core::connection_health::{
+    ConnectionFindings, ConnectionHealth, ConnectionState, Evidence, Responsiveness,
+    StateChangeReason, Thresholds,
+};
+use jackstay_sys::clock;
+use jackstay_sys::sockets::cork::Uncork;
+use jackstay_sys::sockets::tracked_stream::StreamObserver;
 use tokio::sync::Notify;
 use tokio::time::{Sleep, sleep_until};
 
@@ -23,17 +31,10 @@ use super::stream_slots::StreamSlots;
 use super::window_updates::WindowUpdates;
 use super::{Cause, Connection};
 use crate::config;
-use crate::net::clock;
 use crate::net::frame_limiter::PeerFrames;
-use crate::net::sockets::cork::Uncork;
-use crate::net::sockets::tracked_stream::StreamObserver;
 use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::{DialedConnection, Http2Stream, UpstreamStream};
 use crate::upstream::endpoint::{Endpoint, Observation};
-use crate::upstream::health::{
-    self, ConnectionFindings, ConnectionHealth, ConnectionState, Evidence, Responsiveness,
-    StateChangeReason, Thresholds,
-};
 use crate::upstream::stats::ConnectionStats;
 use crate::upstream::watch_moves::WatchMoves;
 
@@ -90,7 +91,7 @@ impl Connection {
             pool,
         });
         let line = LineWindows::new(windows, account_of(endpoint, class), rtt, now);
-        let limits = Thresholds::of(&config.health);
+        let limits = thresholds(&config.health);
         let driver = Driver {
             connection: Rc::clone(&connection),
             h2,
@@ -128,6 +129,16 @@ impl Connection {
         if self.lifecycle.fails_unsafe_requests.replace(fails) != fails || became_silent {
             self.changed.notify_waiters();
         }
+    }
+}
+
+/// The thresholds of a configuration.
+fn thresholds(config: &config::Health) -> Thresholds {
+    Thresholds {
+        ping_interval: config.ping_interval,
+        suspect_after: config.suspect_after,
+        dead_after: config.dead_after,
+        tunnel_dead_after: config.tunnel_dead_after,
     }
 }
 

@@ -4,9 +4,10 @@ use std::cell::{Cell, RefCell};
 
 use std::time::Instant;
 
-use crate::net::clock;
+use jackstay_core::connection_health::{ConnectionState, Responsiveness};
+use jackstay_sys::clock;
+
 use crate::observe::{OpenStreams, StateGauge};
-use crate::upstream::health::{ConnectionState, Responsiveness};
 
 /// Why jackstay drains or closes a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -12,7 +12,7 @@
 //! * **Follow.** While clients leave half a window unread, it is halved, so that it becomes what they read. A window of more than four times the largest round trip is reduced to twice that.
 //! * **Shrink.** After a second without such bytes the windows are the initial ones again.
 //!
-//! What streams may hold beyond their initial window is lent by the [memory budget](crate::observe::memory_budget):
+//! What streams may hold beyond their initial window is lent by the [memory budget](jackstay_core::admission):
 //! only what is free (below [`Level::Half`]; for identities, for which others give way, below [`Level::High`]), and it is
 //! given back when memory gets short. The setting concerns all streams of the connection
 //! (`SETTINGS_INITIAL_WINDOW_SIZE`), so the loan is the window of the connection. It ends when the apiserver has
@@ -24,12 +24,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::net::clock;
-use crate::observe::MemoryClass;
-use crate::observe::memory_budget::{Level, MemoryKind, SourceMemory};
+use jackstay_core::admission::{Level, MemoryClass, MemoryKind, SourceMemory};
+use jackstay_core::receive_windows::ReceiveWindows;
+use jackstay_sys::clock;
+
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::receive_windows::ReceiveWindows;
 
 /// Rate for which windows grow, in bytes a second: 3.2 Gbit/s. On a short line the processors are the limit, and larger
 /// windows would only hold more for clients that stall.

@@ -1,6 +1,7 @@
+use jackstay_core::admission::MemoryBudget;
+use jackstay_sys::clock;
+
 use super::*;
-use crate::net::clock;
-use crate::observe::MemoryBudget;
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;

@@ -3,16 +3,16 @@
 
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::{RecvStream, SendStream, StreamId};
 use http::Request;
-use std::time::Instant;
+use jackstay_core::connection_health::ConnectionState;
+use jackstay_sys::clock;
 
 use super::Connection;
-use crate::net::clock;
-use crate::upstream::health::ConnectionState;
 
 impl Connection {
     /// Reserves a slot for one stream. The caller has checked [`Self::free_streams`].
@@ -99,7 +99,7 @@ impl Permit {
 
     /// Pins an open stream, or removes the pin. A stream is pinned while the rest of its response cannot be
     /// requested from another connection. It then keeps an unresponsive connection open for a while
-    /// ([`crate::upstream::health`]).
+    /// ([`jackstay_core::connection_health`]).
     pub fn set_pinned(&mut self, pinned: bool) {
         let (from, to) = if pinned {
             (StreamState::Open, StreamState::Pinned)

@@ -7,7 +7,7 @@
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-use crate::upstream::balance::PeakEwma;
+use jackstay_core::balance::PeakEwma;
 
 /// A request that has waited this long without a byte arriving on the connection makes new requests
 /// prefer another one.
@@ -125,7 +125,7 @@ impl ResponseWaits {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::clock;
+    use jackstay_sys::clock;
 
     #[test]
     fn has_slow_heads_reports_a_request_once_after_a_whole_round() {

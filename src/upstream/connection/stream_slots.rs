@@ -93,7 +93,7 @@ impl StreamSlots {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::clock;
+    use jackstay_sys::clock;
 
     #[test]
     fn mostly_proven_slots_are_half_of_those_that_do_not_wait_and_an_eighth_of_all() {

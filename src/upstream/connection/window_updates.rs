@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use h2::client::Connection as H2Connection;
+use jackstay_sys::clock;
 
 use super::Connection;
 use super::line_windows::{LineWindows, Windows};
 use super::receiving::ReceivingStreams;
-use crate::net::clock;
 use crate::net::frame_limiter::PeerFrames;
 use crate::upstream::dial::Http2Stream;
 

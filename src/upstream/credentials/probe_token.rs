@@ -7,8 +7,7 @@ use std::sync::{Mutex, PoisonError};
 
 use arc_swap::ArcSwapOption;
 use http::HeaderValue;
-
-use crate::net::files;
+use jackstay_sys::files;
 
 /// A token file and its last valid token.
 #[derive(Debug)]

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use jackstay_core::connect::{ConnectFailure, ConnectTimeout};
+use jackstay_core::connection_health::{Responsiveness, WRITE_PATIENCE};
+use jackstay_core::endpoint_health::Observation;
+use jackstay_core::endpoint_state::EndpointState;
+use jackstay_sys::clock;
 use tokio::time::timeout_at;
 
 use super::Endpoint;
-use super::connect::{ConnectFailure, ConnectTimeout};
-use super::health::Observation;
-use super::state::EndpointState;
-use crate::net::clock;
-use crate::upstream::health::{Responsiveness, WRITE_PATIENCE};
 use crate::upstream::stats::ConnectionStats;
 
 impl Endpoint {

@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::upstream::balance;
+use jackstay_core::balance;
 
 #[derive(Debug)]
 pub(super) struct SlowStart {

@@ -6,11 +6,11 @@ use tokio::time::timeout;
 
 use super::*;
 use Responsiveness::{Responds, Silent, Unanswered};
+use jackstay_core::connection_health::Responsiveness;
+use jackstay_sys::clock;
 
-use crate::net::clock;
 use crate::observe::Metrics;
 use crate::upstream::credentials::CredentialClass;
-use crate::upstream::health::Responsiveness;
 use crate::upstream::stats::ConnectionStats;
 
 #[test]

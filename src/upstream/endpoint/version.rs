@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::upstream::kubernetes_version::{MinorVersion, ServerVersion};
+use jackstay_core::kubernetes_version::{MinorVersion, ServerVersion};
 
 /// The version of an endpoint; unknown at first.
 #[derive(Debug, Default)]

@@ -4,13 +4,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use jackstay_sys::clock;
 use tokio::time::timeout;
 
 use super::Pool;
 use super::class::ClassPool;
 use super::requirements::{StreamRequirements, Unavailable};
 use super::waiters::Decision;
-use crate::net::clock;
 use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
 

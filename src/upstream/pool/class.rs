@@ -7,6 +7,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use jackstay_core::balance;
+use jackstay_core::connection_health::ConnectionState;
+
 use super::class_limits::{self, UNPROVEN_WITH_DRAINING, longest_dial_pause, max_connections};
 use super::counts::{ConnectionCounts, CountGuard};
 use super::dial_pause::DialPause;
@@ -14,12 +17,10 @@ use super::drain::{is_idle_after_burst, make_room};
 use super::requirements::{PreviousFailure, StreamRequirements};
 use super::waiters::Waiters;
 use crate::config;
-use crate::upstream::balance;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::{Endpoint, EndpointState, ProbeTrigger};
 use crate::upstream::evacuation::ActiveEvacuations;
-use crate::upstream::health::ConnectionState;
 use crate::upstream::rebalance::Rebalancer;
 use crate::upstream::shared::Upstream;
 use crate::upstream::version_preference::PreferredVersions;

@@ -41,7 +41,7 @@ impl DialPause {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::clock;
+    use jackstay_sys::clock;
 
     #[test]
     fn pauses_double_up_to_the_longest_and_end_after_a_quiet_time() {

@@ -15,10 +15,11 @@
 
 use std::rc::Rc;
 
+use jackstay_core::connection_health::ConnectionState;
+
 use super::class::ClassPool;
 use crate::config;
 use crate::upstream::credentials::CredentialClass;
-use crate::upstream::health::ConnectionState;
 
 /// Hands connections of a class of unproven tokens over to the class of `proven` ones, up to its limit.
 pub(super) fn hand_over_proven(

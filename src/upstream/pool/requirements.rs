@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use std::time::Instant;
 
+use jackstay_core::request::status_error::StatusError;
+
 use crate::net::tls::certificate::Subject;
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::Endpoint;
@@ -91,4 +93,19 @@ pub enum Unavailable {
     Exhausted,
     /// The credential of the class is not loaded.
     NoCredential,
+}
+
+impl From<&Unavailable> for StatusError {
+    fn from(unavailable: &Unavailable) -> Self {
+        match unavailable {
+            Unavailable::Unreachable(reasons) => Self::no_upstream(reasons),
+            Unavailable::Exhausted => Self::too_many_requests(
+                "every stream to the apiservers is taken: see connections.max and \
+                 connections.max_streams",
+            ),
+            Unavailable::NoCredential => Self::unauthorized(
+                "the credential for this identity is not loaded yet, or its certificate has expired",
+            ),
+        }
+    }
 }

@@ -198,7 +198,7 @@ impl Drop for Registration<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::clock;
+    use jackstay_sys::clock;
 
     fn required(watch: bool) -> StreamRequirements<'static> {
         StreamRequirements { watch, ..StreamRequirements::for_client(None) }

@@ -3,9 +3,9 @@
 use super::setup::Setup;
 use crate::support::{CONFIGMAPS, PATIENCE, replace_file, terminate_mode, until};
 use jackstay::config::CertPaths;
-use jackstay::demo::apiserver::identity::User;
-use jackstay::demo::client::{Client, Credentials};
-use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
+use jackstay_apiserver::client::{Client, Credentials};
+use jackstay_apiserver::identity::User;
+use jackstay_apiserver::pki::{Issued, Pki, Subject, Validity};
 use std::time::SystemTime;
 
 /// The expired identity of a node, as a kubelet leaves it that was off for long.

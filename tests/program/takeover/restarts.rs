@@ -7,7 +7,7 @@ use crate::support::child::Process;
 use crate::support::wait::{PATIENCE, pause, until_within};
 use crate::support::{CONFIGMAPS, long_form, passthrough_config};
 use jackstay::config::Config;
-use jackstay::demo::client::{Client, Credentials, Watch};
+use jackstay_apiserver::client::{Client, Credentials, Watch};
 use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;

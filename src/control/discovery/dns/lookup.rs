@@ -15,10 +15,8 @@ use hickory_resolver::proto::op::Query;
 use hickory_resolver::proto::rr::{Name, RecordType};
 use hickory_resolver::system_conf::parse_resolv_conf;
 use hickory_resolver::{Hosts, TokioResolver};
+use jackstay_sys::{clock, files};
 use tokio::time::timeout;
-
-use crate::net::clock;
-use crate::net::files;
 
 /// Bounds of the time between two lookups of a name: a TTL of 0 must not cause a flood of queries,
 /// and a TTL of a day must not hide a change for a day.

@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex};
 use hickory_resolver::proto::op::{Message, ResponseCode};
 use hickory_resolver::proto::rr::rdata::{A, AAAA};
 use hickory_resolver::proto::rr::{RData, Record, RecordType};
+use jackstay_sys::clock;
 use tokio::task::LocalSet;
 
 use super::lookup::{LOOKUP_TIMEOUT, LookupResult};
 use super::*;
 use crate::control::discovery::own_addresses::OwnAddresses;
-use crate::net::clock;
 use crate::observe::Metrics;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::Credentials;

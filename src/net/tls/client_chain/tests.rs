@@ -1,18 +1,16 @@
 //! Tests of client chains: limits, lanes, the cache, and the interval in which a verdict applies.
 
-#![allow(clippy::disallowed_methods)] // `net` cannot import the wall clock of `observe`
-
 use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc;
 use std::thread::{self, ThreadId};
 
+use jackstay_sys::clock;
 use rcgen::{CertificateParams, KeyPair};
 use rustls::client::danger::HandshakeSignatureValid;
 use rustls::server::danger::ClientCertVerified;
 use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, Error, SignatureScheme};
 
 use super::*;
-use crate::net::clock;
 
 /// Accepts every chain except those of three certificates.
 #[derive(Debug, Default)]
@@ -138,15 +136,15 @@ async fn verify_runs_on_a_blocking_thread_and_caches_valid_chains_only() {
     for chain in [&valid, &invalid] {
         let verdict = lane.acquire_slot(1).await.unwrap().verify(chain, &ca).await;
         assert_eq!(verdict.result.is_ok(), Arc::ptr_eq(chain, &valid));
-        assert!(verdict.applies(&ca, SystemTime::now()));
+        assert!(verdict.applies(&ca, wall_clock()));
     }
     let threads = verifier.threads.lock().unwrap().clone();
     assert_eq!(threads.len(), 2);
     assert!(!threads.contains(&thread::current().id()), "the calling thread is a worker's");
-    assert!(ca.cached_verdict(&valid, SystemTime::now()).is_some());
-    assert!(ca.cached_verdict(&invalid, SystemTime::now()).is_none());
+    assert!(ca.cached_verdict(&valid, wall_clock()).is_some());
+    assert!(ca.cached_verdict(&invalid, wall_clock()).is_none());
     let other_ca = ClientCa::new(verifier);
-    assert!(other_ca.cached_verdict(&valid, SystemTime::now()).is_none());
+    assert!(other_ca.cached_verdict(&valid, wall_clock()).is_none());
 }
 
 #[tokio::test]
@@ -170,7 +168,7 @@ async fn verify_of_a_long_chain_delays_neither_short_nor_cached_chains() {
         tokio::task::yield_now().await;
     }
     assert!(short_lane.acquire_slot(1).await.unwrap().verify(&short, &ca).await.result.is_ok());
-    assert!(ca.cached_verdict(&cached, SystemTime::now()).is_some());
+    assert!(ca.cached_verdict(&cached, wall_clock()).is_some());
     assert!(!verification.is_finished());
     release_verifier.send(()).unwrap();
     assert!(verification.await.unwrap());

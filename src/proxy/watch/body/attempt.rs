@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::{LocalBoxFuture, OptionFuture};
 use http::Request;
+use jackstay_core::request::status_error::StatusError;
+use jackstay_core::watch::session::{Input, NotResumable};
+use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until, timeout_at};
 
 use super::context::ResumeContext;
-use crate::net::clock;
-use crate::proxy::status_error::StatusError;
 use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response, until_troubled};
-use crate::proxy::watch::session::{Input, NotResumable};
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
 use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
 
@@ -82,7 +82,7 @@ pub(super) fn resume(
                 Ok(Ok(permit)) => send(&upstream, permit, head, deadline).await,
                 Ok(Err(unavailable)) => {
                     let outage = matches!(unavailable, Unavailable::Unreachable(_));
-                    let reason = StatusError::unavailable(&unavailable).message;
+                    let reason = StatusError::from(&unavailable).message;
                     Err(no_stream(reason, outage))
                 }
                 Err(_) => Err(no_stream("no stream within the time limit".to_owned(), false)),

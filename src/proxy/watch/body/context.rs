@@ -5,17 +5,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Uri, header, response};
+use jackstay_core::kubernetes_version::MinorVersion;
+use jackstay_core::request::info::is_built_in_group;
+use jackstay_core::watch::request::{group, with_query};
+use jackstay_core::watch::session::{AttemptResult, Candidates, Exclusion, NotResumable, Session};
 
 use super::versions::WatchVersions;
 use crate::proxy::client_certificate::IdentityProof;
 use crate::proxy::drain::DrainWatcher;
-use crate::proxy::request_info::is_built_in_group;
 use crate::proxy::upstream_client::UpstreamClient;
-use crate::proxy::watch::request::{group, with_query};
-use crate::proxy::watch::session::{AttemptResult, Candidates, Exclusion, NotResumable, Session};
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
-use crate::upstream::kubernetes_version::MinorVersion;
 use crate::upstream::pool::ClassPool;
 use crate::upstream::resource_versions::ResourceRecord;
 use crate::upstream::version_preference::{

@@ -12,17 +12,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::Request;
+use jackstay_core::watch::relay::Relay;
+use jackstay_core::watch::session::{Input, MoveReason, Session};
+use jackstay_sys::clock;
+use jackstay_sys::utc::wall_clock;
 use tokio::time::timeout;
 
 use super::attempt::{MoveAttempt, send};
 use super::context::ResumeContext;
 use super::stream::{LeaveReason, UpstreamStream};
 use super::{Source, WatchBody};
-use crate::net::clock;
-use crate::observe::utc::wall_clock;
 use crate::proxy::upstream_client::UpstreamResponse as Response;
-use crate::proxy::watch::relay::Relay;
-use crate::proxy::watch::session::{Input, MoveReason, Session};
 use crate::upstream::connection::{Permit, describe_h2_error};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::StreamRequirements;

@@ -55,7 +55,7 @@ impl DeliveryPace {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::clock;
+    use jackstay_sys::clock;
 
     #[test]
     fn pace_without_recent_chunks_is_quiet() {

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use std::time::Instant;
 
-use crate::proxy::watch::relay::ChunkVersions;
+use jackstay_core::watch::relay::ChunkVersions;
+
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::resource_versions::{ResourceRecord, ShownVersion};
 use crate::upstream::version_floors::Floor;

@@ -1,0 +1,451 @@
+//! The store that all servers of a demo control plane share: objects, and a bounded history from which
+//! each server can serve each watch.
+//!
+//! As in etcd, one counter numbers all changes. A new change evicts the oldest one when the history is
+//! full. A watch from a version before an evicted or compacted change gets 410.
+
+use crate::audit::Audit;
+use crate::identity::User;
+use crate::kinds::{self, Kind, ObjectRef};
+use crate::lock;
+use crate::resource;
+use crate::selector::Selector;
+use crate::status_error::StatusError;
+use bytes::Bytes;
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ops::Bound;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::sync::watch;
+
+/// Default limit of the history, in changes.
+const HISTORY_LIMIT: usize = 10_000;
+
+/// The store of a control plane; clones share it.
+#[derive(Clone)]
+pub struct Cluster {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    /// For each resource type, the version of its last change.
+    last_changes: HashMap<&'static str, watch::Sender<u64>>,
+    audit: Audit,
+}
+
+struct State {
+    version: u64,
+    /// The newest version that is no longer in the history.
+    compacted: u64,
+    objects: BTreeMap<Key, Arc<Object>>,
+    history: VecDeque<Arc<Event>>,
+    /// For each resource type, its newest change that is no longer in the history.
+    evicted: HashMap<&'static str, u64>,
+    history_limit: usize,
+    bookmark_interval: Duration,
+    tokens: HashMap<String, User>,
+}
+
+/// Plural name of the resource type (unique here), namespace, name.
+type Key = (&'static str, String, String);
+
+fn key(object: ObjectRef<'_>) -> Key {
+    (object.kind.plural, object.namespace.to_owned(), object.name.to_owned())
+}
+
+/// One version of an object, serialized once for all readers.
+#[derive(Debug)]
+pub struct Object {
+    /// The object.
+    pub value: Value,
+    /// `value`, serialized.
+    pub json: Bytes,
+    /// `metadata.resourceVersion`.
+    pub version: u64,
+}
+
+/// A change of one object.
+#[derive(Debug)]
+pub struct Event {
+    /// The version of the change.
+    pub version: u64,
+    /// The resource type.
+    pub kind: &'static Kind,
+    /// The object before the change; `None` if the change created it.
+    pub before: Option<Arc<Object>>,
+    /// The object after the change; a deleted object carries the version of the deletion.
+    pub after: Arc<Object>,
+    /// Whether the change deleted the object.
+    pub deleted: bool,
+}
+
+impl Default for Cluster {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Cluster {
+    /// A cluster with only the namespaces that kube-apiserver creates.
+    pub fn new() -> Self {
+        let state = State {
+            version: 0,
+            compacted: 0,
+            objects: BTreeMap::new(),
+            history: VecDeque::new(),
+            evicted: HashMap::new(),
+            history_limit: HISTORY_LIMIT,
+            bookmark_interval: Duration::from_secs(60),
+            tokens: HashMap::new(),
+        };
+        let last_changes = kinds::KINDS.iter().map(|k| (k.plural, watch::Sender::new(0))).collect();
+        let shared = Shared { state: Mutex::new(state), last_changes, audit: Audit::default() };
+        let cluster = Self { shared: Arc::new(shared) };
+        for name in ["default", "kube-system", "kube-public", "kube-node-lease"] {
+            let namespace = json!({ "metadata": { "name": name } });
+            cluster
+                .create(&kinds::NAMESPACES, "", namespace, false)
+                .expect("a new cluster has no such namespace");
+        }
+        cluster
+    }
+
+    /// The requests that all servers received.
+    pub fn audit(&self) -> &Audit {
+        &self.shared.audit
+    }
+
+    /// The version of the last change.
+    pub fn version(&self) -> u64 {
+        lock(&self.shared.state).version
+    }
+
+    /// Accepts a bearer token for a user.
+    pub fn add_token(&self, token: &str, user: User) {
+        lock(&self.shared.state).tokens.insert(token.to_owned(), user);
+    }
+
+    /// The user of a bearer token.
+    pub(super) fn user_of(&self, token: &str) -> Option<User> {
+        lock(&self.shared.state).tokens.get(token).cloned()
+    }
+
+    /// Sets the interval of bookmarks for watches that allow them.
+    pub fn set_bookmark_interval(&self, interval: Duration) {
+        lock(&self.shared.state).bookmark_interval = interval;
+    }
+
+    pub(super) fn bookmark_interval(&self) -> Duration {
+        lock(&self.shared.state).bookmark_interval
+    }
+
+    /// Sets the limit of the history, in changes.
+    pub fn set_history_limit(&self, limit: usize) {
+        let mut state = lock(&self.shared.state);
+        state.history_limit = limit;
+        state.trim();
+    }
+
+    /// Drops the history as etcd's compaction does, and returns the version of the store.
+    pub fn compact(&self) -> u64 {
+        let mut state = lock(&self.shared.state);
+        while state.evict_oldest() {}
+        state.compacted = state.version;
+        state.version
+    }
+
+    /// Reads an object.
+    ///
+    /// # Errors
+    /// 404 if it does not exist.
+    pub fn get(&self, object_ref: ObjectRef<'_>) -> Result<Arc<Object>, StatusError> {
+        lock(&self.shared.state).get(object_ref)
+    }
+
+    /// The objects of a resource type (in a namespace, or in all if it is empty), and the version of the
+    /// store.
+    pub fn list(
+        &self,
+        kind: &'static Kind,
+        namespace: &str,
+        selector: &Selector,
+    ) -> (Vec<Arc<Object>>, u64) {
+        let state = lock(&self.shared.state);
+        let objects = state
+            .objects_in(kind, namespace)
+            .filter(|o| selector.matches(&o.value))
+            .cloned()
+            .collect();
+        (objects, state.version)
+    }
+
+    /// Creates an object.
+    ///
+    /// # Errors
+    /// 400 or 422 for an invalid object, 404 for a missing namespace, 409 for a name in use.
+    pub fn create(
+        &self,
+        kind: &'static Kind,
+        namespace: &str,
+        mut value: Value,
+        dry_run: bool,
+    ) -> Result<Arc<Object>, StatusError> {
+        let name = resource::prepare_for_create(kind, namespace, &mut value)?;
+        let object_ref = ObjectRef { kind, namespace, name: &name };
+        let mut state = lock(&self.shared.state);
+        if state.objects.contains_key(&key(object_ref)) {
+            return Err(StatusError::already_exists(kind, &name));
+        }
+        if kind.namespaced {
+            state.get(ObjectRef { kind: &kinds::NAMESPACES, namespace: "", name: namespace })?;
+        }
+        if dry_run {
+            return Ok(Arc::new(Object::new(value, 0)));
+        }
+        Ok(self.commit(&mut state, object_ref, value, false))
+    }
+
+    /// Changes an object atomically: `change` receives the current version and returns the next.
+    ///
+    /// # Errors
+    /// 404 if it does not exist, 409 if a precondition fails, or the error of `change`.
+    pub fn modify(
+        &self,
+        object_ref: ObjectRef<'_>,
+        dry_run: bool,
+        change: impl FnOnce(&Value) -> Result<Value, StatusError>,
+    ) -> Result<Arc<Object>, StatusError> {
+        let mut state = lock(&self.shared.state);
+        let current = state.get(object_ref)?;
+        let mut next = change(&current.value)?;
+        resource::prepare_for_update(object_ref, &current.value, &mut next)?;
+        if next == current.value {
+            return Ok(current);
+        }
+        if dry_run {
+            return Ok(Arc::new(Object::new(next, current.version)));
+        }
+        Ok(self.commit(&mut state, object_ref, next, false))
+    }
+
+    /// Deletes an object if it meets the preconditions (`uid`, `resourceVersion`).
+    ///
+    /// # Errors
+    /// 404 if it does not exist, 409 if a precondition fails.
+    pub fn delete(
+        &self,
+        object_ref: ObjectRef<'_>,
+        preconditions: &Value,
+        dry_run: bool,
+    ) -> Result<Arc<Object>, StatusError> {
+        let mut state = lock(&self.shared.state);
+        let current = state.get(object_ref)?;
+        for field in ["uid", "resourceVersion"] {
+            let (expected, actual) = (&preconditions[field], &current.value["metadata"][field]);
+            if !expected.is_null() && expected != actual {
+                let why = format!(
+                    "Precondition failed: {field} in precondition: {expected}, {field} in object \
+                     meta: {actual}"
+                );
+                return Err(StatusError::conflict(object_ref.kind, object_ref.name, &why));
+            }
+        }
+        if dry_run {
+            return Ok(current);
+        }
+        let deleted = self.commit(&mut state, object_ref, current.value.clone(), true);
+        if *object_ref.kind == kinds::NAMESPACES {
+            self.delete_all_in(&mut state, object_ref.name);
+        }
+        Ok(deleted)
+    }
+
+    /// Notifies of each change of a resource type.
+    pub(super) fn changes_of(&self, kind: &Kind) -> watch::Receiver<u64> {
+        self.shared.last_changes[kind.plural].subscribe()
+    }
+
+    /// The changes of a resource type after `cursor` (in a namespace, or in all if it is empty), and the
+    /// version of the store.
+    ///
+    /// # Errors
+    /// 410 if the history of this resource type after `cursor` is incomplete.
+    pub(super) fn changes_since(
+        &self,
+        kind: &'static Kind,
+        namespace: &str,
+        cursor: u64,
+    ) -> Result<(Vec<Arc<Event>>, u64), StatusError> {
+        let state = lock(&self.shared.state);
+        let evicted = state.evicted.get(kind.plural).copied().unwrap_or(0);
+        if cursor < evicted {
+            return Err(StatusError::expired(cursor, evicted));
+        }
+        let first = state.history.partition_point(|e| e.version <= cursor);
+        let matches = |e: &&Arc<Event>| {
+            std::ptr::eq(e.kind, kind)
+                && (namespace.is_empty() || e.after.value["metadata"]["namespace"] == namespace)
+        };
+        Ok((state.history.range(first..).filter(matches).cloned().collect(), state.version))
+    }
+
+    /// Checks that a new watch or a continued list can start at `version`.
+    ///
+    /// # Errors
+    /// 410 if the history of any resource type after `version` is incomplete.
+    pub(super) fn check_not_compacted(&self, version: u64) -> Result<(), StatusError> {
+        let state = lock(&self.shared.state);
+        if version < state.compacted {
+            return Err(StatusError::expired(version, state.compacted));
+        }
+        Ok(())
+    }
+
+    /// Deletes all objects in a namespace.
+    fn delete_all_in(&self, state: &mut State, namespace: &str) {
+        for kind in kinds::KINDS.into_iter().filter(|k| k.namespaced) {
+            let objects: Vec<_> = state.objects_in(kind, namespace).cloned().collect();
+            for object in objects {
+                let name = object.value["metadata"]["name"].as_str().unwrap_or_default();
+                let object_ref = ObjectRef { kind, namespace, name };
+                self.commit(state, object_ref, object.value.clone(), true);
+            }
+        }
+    }
+
+    /// Applies a change: increments the version, appends to the history and notifies watches.
+    fn commit(
+        &self,
+        state: &mut State,
+        object_ref: ObjectRef<'_>,
+        mut value: Value,
+        deleted: bool,
+    ) -> Arc<Object> {
+        state.version += 1;
+        let version = state.version;
+        value["metadata"]["resourceVersion"] = version.to_string().into();
+        let after = Arc::new(Object::new(value, version));
+        let before = if deleted {
+            state.objects.remove(&key(object_ref))
+        } else {
+            state.objects.insert(key(object_ref), after.clone())
+        };
+        let event = Event { version, kind: object_ref.kind, before, after: after.clone(), deleted };
+        state.history.push_back(Arc::new(event));
+        state.trim();
+        self.shared.last_changes[object_ref.kind.plural].send_replace(version);
+        after
+    }
+}
+
+impl State {
+    fn get(&self, object_ref: ObjectRef<'_>) -> Result<Arc<Object>, StatusError> {
+        let missing = || StatusError::not_found(object_ref.kind, object_ref.name);
+        self.objects.get(&key(object_ref)).cloned().ok_or_else(missing)
+    }
+
+    fn trim(&mut self) {
+        while self.history.len() > self.history_limit && self.evict_oldest() {}
+    }
+
+    /// Drops the oldest change; false if there is none.
+    fn evict_oldest(&mut self) -> bool {
+        let Some(event) = self.history.pop_front() else { return false };
+        self.compacted = event.version;
+        self.evicted.insert(event.kind.plural, event.version);
+        true
+    }
+
+    /// The objects of a resource type in a namespace, or in all if it is empty.
+    fn objects_in(&self, kind: &Kind, namespace: &str) -> impl Iterator<Item = &Arc<Object>> {
+        let first: Key = (kind.plural, namespace.to_owned(), String::new());
+        let (plural, namespace) = (kind.plural, namespace.to_owned());
+        self.objects
+            .range((Bound::Included(first), Bound::Unbounded))
+            .take_while(move |((key_plural, key_namespace, _), _)| {
+                *key_plural == plural && (namespace.is_empty() || *key_namespace == namespace)
+            })
+            .map(|(_, object)| object)
+    }
+}
+
+impl Object {
+    pub(super) fn new(value: Value, version: u64) -> Self {
+        let json = Bytes::from(value.to_string());
+        Self { value, json, version }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kinds::{CONFIG_MAPS, NAMESPACES};
+
+    fn map(name: &str) -> Value {
+        json!({ "metadata": { "name": name } })
+    }
+
+    #[test]
+    fn write_with_stale_version_or_other_uid_conflicts() {
+        let cluster = Cluster::new();
+        let object_ref = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "a" };
+        let first = cluster.create(&CONFIG_MAPS, "default", map("a"), false).unwrap();
+        let duplicate = cluster.create(&CONFIG_MAPS, "default", map("a"), false).unwrap_err();
+        assert_eq!((duplicate.code, duplicate.reason), (409, "AlreadyExists"));
+        let no_namespace = cluster.create(&CONFIG_MAPS, "missing", map("a"), false).unwrap_err();
+        assert_eq!(no_namespace.code, 404);
+
+        let write = |version: u64| {
+            cluster.modify(object_ref, false, |now| {
+                let mut next = now.clone();
+                next["data"]["k"] = version.to_string().into();
+                next["metadata"]["resourceVersion"] = version.to_string().into();
+                Ok(next)
+            })
+        };
+        let second = write(first.version).unwrap();
+        assert!(second.version > first.version);
+        assert_eq!(write(first.version).unwrap_err().reason, "Conflict");
+        let unchanged = cluster.modify(object_ref, false, |now| Ok(now.clone())).unwrap();
+        assert_eq!(unchanged.version, second.version, "a write without a change creates no event");
+
+        let uid = json!({ "uid": "other" });
+        assert_eq!(cluster.delete(object_ref, &uid, false).unwrap_err().code, 409);
+        let deleted = cluster.delete(object_ref, &Value::Null, false).unwrap();
+        assert!(deleted.version > second.version);
+        assert_eq!(cluster.get(object_ref).unwrap_err().code, 404);
+    }
+
+    #[test]
+    fn history_evicts_oldest_changes_and_expires_older_versions() {
+        let cluster = Cluster::new();
+        let changes_since = |version| cluster.changes_since(&CONFIG_MAPS, "", version);
+        let start = cluster.version();
+        for name in ["a", "b", "c"] {
+            cluster.create(&CONFIG_MAPS, "default", map(name), false).unwrap();
+        }
+        let (events, version) = changes_since(start).unwrap();
+        assert_eq!((events.len(), version), (3, start + 3));
+        cluster.set_history_limit(2);
+        assert_eq!(changes_since(start).unwrap_err().code, 410);
+        assert_eq!(cluster.check_not_compacted(start).unwrap_err().code, 410);
+        assert_eq!(changes_since(start + 1).unwrap().0.len(), 2);
+        let compacted = cluster.compact();
+        assert!(changes_since(compacted - 1).is_err());
+        assert!(changes_since(compacted).is_ok());
+    }
+
+    #[test]
+    fn delete_of_a_namespace_deletes_its_objects() {
+        let cluster = Cluster::new();
+        cluster.create(&NAMESPACES, "", map("ns"), false).unwrap();
+        cluster.create(&CONFIG_MAPS, "ns", map("a"), false).unwrap();
+        cluster.create(&CONFIG_MAPS, "default", map("b"), false).unwrap();
+        let object_ref = ObjectRef { kind: &NAMESPACES, namespace: "", name: "ns" };
+        cluster.delete(object_ref, &Value::Null, false).unwrap();
+        let (remaining, _) = cluster.list(&CONFIG_MAPS, "", &Selector::default());
+        assert_eq!(remaining.len(), 1);
+    }
+}

@@ -1,0 +1,298 @@
+//! Handles a request: records it in the audit, applies the injected faults, authenticates the user,
+//! authorizes the request and responds. Requests for resources are in `verbs`.
+
+mod verbs;
+
+use crate::audit::Record;
+use crate::body::ResponseBody;
+use crate::discovery;
+use crate::identity::{self, User};
+use crate::lock;
+use crate::route::{Query, Target};
+use crate::state::{ConnectionInfo, Counted, ScriptedResponse, ServerState};
+use crate::status_error::StatusError;
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use http::request::Parts;
+use http::{HeaderName, HeaderValue, Method, Request, Response, Version};
+use hyper::body::Incoming;
+use serde_json::json;
+use std::convert::Infallible;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::SystemTime;
+
+pub(super) const JSON: &str = "application/json";
+
+/// Encoding of a response.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Format {
+    Json,
+    /// A `Table` object in JSON, which kubectl prints.
+    Table,
+    Protobuf,
+}
+
+/// Responds to one request.
+pub(super) async fn handle(
+    server: Arc<ServerState>,
+    connection: Arc<ConnectionInfo>,
+    request: Request<Incoming>,
+) -> Result<Response<ResponseBody>, Infallible> {
+    let (parts, body) = request.into_parts();
+    let context = RequestContext::new(server, connection, parts);
+    let audit_number = context.record();
+    let in_flight = Counted::new(&context.server, |counters| &counters.in_flight);
+    context.apply_delays().await;
+    let is_probe = context.is_probe();
+    let scripted = if is_probe { None } else { context.server.scripted(&context.parts) };
+    let mut response = match scripted {
+        Some(scripted) => scripted_response(scripted).await,
+        None => context.serve(audit_number, body).await.unwrap_or_else(|error| {
+            respond(error.code, JSON, ResponseBody::full(error.status().to_string()))
+        }),
+    };
+    if !is_probe && context.server.loses_response() {
+        // The request remains in flight until the client gives up.
+        std::future::pending::<()>().await;
+    }
+    drop(in_flight);
+    if !is_probe && fastrand::f64() < context.server.faults.borrow().goaway_chance {
+        context.connection.goaway.notify_one();
+    }
+    if let Some(number) = audit_number {
+        let status = response.status().as_u16();
+        context.server.cluster.audit().amend(number, |r| r.status = Some(status));
+    }
+    context.add_common_headers(&mut response);
+    Ok(response)
+}
+
+/// A request with its server and its connection.
+pub(super) struct RequestContext {
+    pub server: Arc<ServerState>,
+    connection: Arc<ConnectionInfo>,
+    pub parts: Parts,
+    pub query: Query,
+    target: Option<Target>,
+}
+
+impl RequestContext {
+    fn new(server: Arc<ServerState>, connection: Arc<ConnectionInfo>, parts: Parts) -> Self {
+        let query = Query::parse(parts.uri.query().unwrap_or_default());
+        let target = Target::parse(parts.uri.path());
+        Self { server, connection, parts, query, target }
+    }
+
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.parts.headers.get(name).and_then(|v| v.to_str().ok())
+    }
+
+    fn is_health(&self) -> bool {
+        matches!(self.parts.uri.path(), "/healthz" | "/livez" | "/readyz")
+    }
+
+    /// Whether it is a health check, or a prober reads the version with one.
+    fn is_probe(&self) -> bool {
+        let is_prober = self.header("user-agent") == Some("jackstay-readyz");
+        self.is_health() || is_prober && self.parts.uri.path() == "/version"
+    }
+
+    fn verb(&self) -> &'static str {
+        match &self.target {
+            Some(target) => target.verb(&self.parts.method, &self.query),
+            None => match self.parts.method {
+                Method::GET | Method::HEAD => "get",
+                Method::POST => "post",
+                _ => "other",
+            },
+        }
+    }
+
+    /// Adds the request to the audit; returns its number there.
+    fn record(&self) -> Option<u64> {
+        let audit = self.server.cluster.audit();
+        self.server.counters.requests.fetch_add(1, Relaxed);
+        if !audit.enabled() {
+            return None;
+        }
+        let forwarded = self.parts.headers.get_all("x-forwarded-for").iter();
+        let forwarded: Vec<_> =
+            forwarded.map(|value| String::from_utf8_lossy(value.as_bytes())).collect();
+        Some(audit.push(Record {
+            time: SystemTime::now(),
+            server: self.server.name.clone(),
+            connection: self.connection.id,
+            version: self.parts.version,
+            verb: self.verb(),
+            path: self.parts.uri.path_and_query().map_or_else(String::new, ToString::to_string),
+            user: String::new(),
+            groups: Vec::new(),
+            certificate_serial: self.connection.certificate.serial(),
+            audit_id: self.header("audit-id").map(str::to_owned),
+            header_names: self.parts.headers.iter().map(|(n, _)| n.to_string()).collect(),
+            forwarded_for: (!forwarded.is_empty()).then(|| forwarded.join(", ")),
+            status: None,
+        }))
+    }
+
+    /// Waits as long as the faults `hang` and `delay` demand.
+    async fn apply_delays(&self) {
+        let mut faults = self.server.faults.subscribe();
+        // The sender is dropped only with the server.
+        let _ = faults.wait_for(|faults| !faults.hang).await;
+        let delay = faults.borrow().delay;
+        if !delay.is_zero() {
+            tokio::time::sleep(delay).await;
+        }
+    }
+
+    async fn serve(
+        &self,
+        audit_number: Option<u64>,
+        body: Incoming,
+    ) -> Result<Response<ResponseBody>, StatusError> {
+        let user = self.authenticate()?;
+        let user = identity::impersonate(user, &self.parts.headers)
+            .map_err(|message| StatusError::new(403, "Forbidden", message))?;
+        if let Some(number) = audit_number {
+            self.server.cluster.audit().amend(number, |r| {
+                r.user.clone_from(&user.name);
+                r.groups.clone_from(&user.groups);
+            });
+        }
+        let path = self.parts.uri.path();
+        if self.is_health() {
+            return Ok(self.health());
+        }
+        if path == "/version" {
+            let version = lock(&self.server.version).clone();
+            return self.negotiate(200, &discovery::version(&version));
+        }
+        self.authorize(&user)?;
+        if let Some(document) = discovery::document(path) {
+            return self.negotiate(200, &document);
+        }
+        match path {
+            "/bytes" => {
+                let size = self.query.get("size").parse().unwrap_or(0);
+                return Ok(respond(200, "application/octet-stream", ResponseBody::Filler(size)));
+            }
+            "/echo" => {
+                let echo = ResponseBody::Echo(Box::new(body));
+                return Ok(respond(200, "application/octet-stream", echo));
+            }
+            "/apis/authentication.k8s.io/v1/selfsubjectreviews" => {
+                let mut review = self.json_body(body).await?;
+                review["status"]["userInfo"] = user.user_info();
+                return self.negotiate(201, &review);
+            }
+            "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews" => {
+                let mut review = self.json_body(body).await?;
+                review["status"] = json!({ "allowed": true, "reason": "the demo allows it" });
+                return self.negotiate(201, &review);
+            }
+            _ => {}
+        }
+        match &self.target {
+            Some(target) => self.resource(target, body).await,
+            None => Err(StatusError::no_such_path()),
+        }
+    }
+
+    /// The user of the request, or a 401. An unauthenticated request on HTTP/2 also triggers GOAWAY
+    /// (`UnauthenticatedHTTP2DOSMitigation`).
+    fn authenticate(&self) -> Result<User, StatusError> {
+        let user_of = |token: &str| self.server.cluster.user_of(token);
+        let certificate = &self.connection.certificate;
+        let user = identity::authenticate(certificate, &self.parts.headers, user_of);
+        if user.as_ref().is_none_or(User::is_anonymous) && self.parts.version == Version::HTTP_2 {
+            self.connection.goaway.notify_one();
+        }
+        user.ok_or_else(|| StatusError::new(401, "Unauthorized", "Unauthorized"))
+    }
+
+    /// Permits every authenticated user.
+    fn authorize(&self, user: &User) -> Result<(), StatusError> {
+        if !user.is_anonymous() {
+            return Ok(());
+        }
+        let message = match &self.target {
+            Some(target) => format!(
+                "{} is forbidden: User \"{}\" cannot {} resource \"{}\" in API group \"{}\"",
+                target.kind.qualified(),
+                user.name,
+                self.verb(),
+                target.kind.plural,
+                target.kind.group
+            ),
+            None => format!(
+                "forbidden: User \"{}\" cannot {} path \"{}\"",
+                user.name,
+                self.verb(),
+                self.parts.uri.path()
+            ),
+        };
+        Err(StatusError::new(403, "Forbidden", message))
+    }
+
+    fn health(&self) -> Response<ResponseBody> {
+        let path = self.parts.uri.path();
+        if path == "/livez" && self.server.faults.borrow().dead {
+            let text = "[+]ping ok\n[-]etcd failed: reason withheld\nlivez check failed\n";
+            return respond(500, "text/plain; charset=utf-8", ResponseBody::full(text));
+        }
+        if path == "/readyz" && self.server.faults.borrow().unready {
+            let text = "[+]ping ok\n[-]etcd failed: reason withheld\nreadyz check failed\n";
+            return respond(500, "text/plain; charset=utf-8", ResponseBody::full(text));
+        }
+        respond(200, "text/plain; charset=utf-8", ResponseBody::full("ok"))
+    }
+
+    /// Adds the headers that every kube-apiserver response has, and removes the body of a HEAD response.
+    fn add_common_headers(&self, response: &mut Response<ResponseBody>) {
+        let none = HeaderValue::from_static("none");
+        let audit_id = self.parts.headers.get("audit-id").cloned().unwrap_or(none);
+        let headers = response.headers_mut();
+        headers.insert("audit-id", audit_id);
+        headers.insert("cache-control", HeaderValue::from_static("no-cache, private"));
+        if self.parts.method == Method::HEAD
+            && let ResponseBody::Full(Some(bytes)) = response.body()
+        {
+            let size = bytes.len();
+            response.headers_mut().insert(CONTENT_LENGTH, size.into());
+            *response.body_mut() = ResponseBody::Full(None);
+        }
+    }
+}
+
+pub(super) fn respond(
+    code: u16,
+    content_type: &'static str,
+    body: ResponseBody,
+) -> Response<ResponseBody> {
+    let mut response = Response::new(body);
+    *response.status_mut() =
+        http::StatusCode::from_u16(code).unwrap_or(http::StatusCode::INTERNAL_SERVER_ERROR);
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    response
+}
+
+async fn scripted_response(scripted: ScriptedResponse) -> Response<ResponseBody> {
+    let body = if scripted.cut {
+        let (sender, receiver) = tokio::sync::mpsc::channel(2);
+        // The channel has capacity for both messages.
+        let _ = sender.send(Ok(scripted.body)).await;
+        let _ = sender.send(Err(io::ErrorKind::ConnectionAborted.into())).await;
+        ResponseBody::Stream(receiver)
+    } else {
+        ResponseBody::full(scripted.body)
+    };
+    let mut response = respond(scripted.status, JSON, body);
+    for (name, value) in &scripted.headers {
+        if let (Ok(name), Ok(value)) = (name.parse::<HeaderName>(), HeaderValue::from_str(value)) {
+            response.headers_mut().insert(name, value);
+        }
+    }
+    response
+}

@@ -1,0 +1,297 @@
+//! Handles requests for resources by verb, and encodes responses as JSON or as a table.
+
+use super::{Format, JSON, RequestContext, respond};
+use crate::body::{self, ResponseBody};
+use crate::cluster::Object;
+use crate::kinds::{self, Kind, ObjectRef};
+use crate::route::Target;
+use crate::selector::Selector;
+use crate::status_error::StatusError;
+use crate::{patch, protobuf, resource, table, tunnel, watch};
+use bytes::BytesMut;
+use http::Response;
+use http::header::{ACCEPT, CONTENT_TYPE};
+use hyper::body::Incoming;
+use serde_json::{Value, json};
+
+impl RequestContext {
+    pub(super) async fn resource(
+        &self,
+        target: &Target,
+        body: Incoming,
+    ) -> Result<Response<ResponseBody>, StatusError> {
+        let object =
+            ObjectRef { kind: target.kind, namespace: &target.namespace, name: &target.name };
+        let cluster = &self.server.cluster;
+        let dry_run = self.query.all("dryRun").any(|v| v == "All");
+        match target.subresource.as_str() {
+            "" => {}
+            "status" if target.kind.has_status => {}
+            name if *target.kind == kinds::PODS => {
+                cluster.get(object)?;
+                return self.pod_subresource(object, name, body).await;
+            }
+            "finalize" => {}
+            _ => return Err(StatusError::no_such_path()),
+        }
+        match self.verb() {
+            "watch" => self.watch(target),
+            "get" => {
+                if let Some(version) = self.server.faults.borrow().cache_version {
+                    self.check_reached(version)?;
+                }
+                self.object_response(200, object, &*cluster.get(object)?)
+            }
+            "list" => self.list(target),
+            "create" if target.name.is_empty() => {
+                let value = self.json_body(body).await?;
+                let namespace = namespace_of(target, &value);
+                let stored = cluster.create(target.kind, &namespace, value, dry_run)?;
+                self.object_response(201, object, &stored)
+            }
+            "update" => {
+                let value = self.json_body(body).await?;
+                let (kind, subresource) = (target.kind, &target.subresource);
+                let stored = cluster.modify(object, dry_run, |now| {
+                    Ok(resource::merge_subresource(kind, subresource, now, value))
+                })?;
+                self.object_response(200, object, &stored)
+            }
+            "patch" => self.patch(target, object, body, dry_run).await,
+            "delete" => {
+                let options = self.json_body(body).await?;
+                let deleted = cluster.delete(object, &options["preconditions"], dry_run)?;
+                let uid = &deleted.value["metadata"]["uid"];
+                let details = json!({ "name": object.name, "kind": object.kind.plural, "group": object.kind.group, "uid": uid });
+                self.negotiate(200, &success(&details))
+            }
+            "deletecollection" => {
+                let (objects, _) =
+                    cluster.list(target.kind, &target.namespace, &self.selector(target)?);
+                for listed in &objects {
+                    let meta = &listed.value["metadata"];
+                    let name = meta["name"].as_str().unwrap_or_default();
+                    let namespace = meta["namespace"].as_str().unwrap_or_default();
+                    let object = ObjectRef { kind: target.kind, namespace, name };
+                    // It fails if another request has deleted the object meanwhile.
+                    let _ = cluster.delete(object, &Value::Null, dry_run);
+                }
+                self.negotiate(200, &success(&json!({ "kind": target.kind.plural })))
+            }
+            _ => Err(StatusError::method_not_allowed()),
+        }
+    }
+
+    /// Applies a patch. Server-side apply creates an object that does not exist.
+    async fn patch(
+        &self,
+        target: &Target,
+        object: ObjectRef<'_>,
+        body: Incoming,
+        dry_run: bool,
+    ) -> Result<Response<ResponseBody>, StatusError> {
+        let content_type = self.header(CONTENT_TYPE.as_str()).unwrap_or_default().to_owned();
+        let changes = self.json_body(body).await?;
+        let cluster = &self.server.cluster;
+        let apply = content_type.starts_with("application/apply-patch");
+        let patched = cluster.modify(object, dry_run, |now| {
+            let next = patch::apply(now, &content_type, &changes)?;
+            Ok(resource::merge_subresource(target.kind, &target.subresource, now, next))
+        });
+        match patched {
+            Err(error) if apply && error.code == 404 && target.subresource.is_empty() => {
+                let stored = cluster.create(target.kind, &target.namespace, changes, dry_run)?;
+                self.object_response(201, object, &stored)
+            }
+            patched => self.object_response(200, object, &*patched?),
+        }
+    }
+
+    async fn pod_subresource(
+        &self,
+        object: ObjectRef<'_>,
+        name: &str,
+        body: Incoming,
+    ) -> Result<Response<ResponseBody>, StatusError> {
+        match name {
+            "log" => Ok(tunnel::log(self, object)),
+            "exec" | "attach" | "portforward" => tunnel::upgrade(self, object, name, body),
+            "eviction" => {
+                self.json_body(body).await?;
+                self.server.cluster.delete(object, &Value::Null, false)?;
+                self.negotiate(201, &success(&Value::Null))
+            }
+            "binding" => {
+                let binding = self.json_body(body).await?;
+                self.server.cluster.modify(object, false, |now| {
+                    let mut next = now.clone();
+                    next["spec"]["nodeName"] = binding["target"]["name"].clone();
+                    Ok(next)
+                })?;
+                self.negotiate(201, &success(&Value::Null))
+            }
+            _ => Err(StatusError::no_such_path()),
+        }
+    }
+
+    fn watch(&self, target: &Target) -> Result<Response<ResponseBody>, StatusError> {
+        let format = self.format(&[Format::Json, Format::Table, Format::Protobuf])?;
+        let selector = self.selector(target)?;
+        watch::start(&self.server, target, &self.query, selector, format)
+    }
+
+    fn selector(&self, target: &Target) -> Result<Selector, StatusError> {
+        let selector =
+            Selector::parse(self.query.get("labelSelector"), self.query.get("fieldSelector"))?;
+        Ok(if target.name.is_empty() { selector } else { selector.named(&target.name) })
+    }
+
+    /// Refuses a request for a version that the cache, which is at `version`, has not reached.
+    fn check_reached(&self, version: u64) -> Result<(), StatusError> {
+        let minimum: u64 = self.query.get("resourceVersion").parse().unwrap_or(0);
+        if minimum <= version {
+            return Ok(());
+        }
+        let message = format!("Too large resource version: {minimum}, current: {version}");
+        Err(StatusError::new(504, "Timeout", message))
+    }
+
+    fn list(&self, target: &Target) -> Result<Response<ResponseBody>, StatusError> {
+        let cluster = &self.server.cluster;
+        let (mut objects, mut version) =
+            cluster.list(target.kind, &target.namespace, &self.selector(target)?);
+        self.check_reached(version)?;
+        let token = self.query.get("continue");
+        if !token.is_empty() {
+            let token = token.split_once(':').and_then(|(v, key)| Some((v.parse().ok()?, key)));
+            let Some((list_version, last)) = token else {
+                return Err(StatusError::bad_request("continue key is not valid"));
+            };
+            cluster.check_not_compacted(list_version)?;
+            version = list_version;
+            objects.retain(|object| object_key(object).as_str() > last);
+        }
+        let limit = self.query.get("limit").parse().unwrap_or(0);
+        let mut meta = json!({ "resourceVersion": version.to_string() });
+        if limit > 0 && objects.len() > limit {
+            meta["remainingItemCount"] = (objects.len() - limit).into();
+            objects.truncate(limit);
+            let last = objects.last().map(|o| object_key(o)).unwrap_or_default();
+            meta["continue"] = format!("{version}:{last}").into();
+        }
+        if self.format(&[Format::Json, Format::Table])? == Format::Table {
+            let objects: Vec<_> = objects.iter().map(AsRef::as_ref).collect();
+            return Ok(self.table(200, target.kind, &objects, &meta));
+        }
+        let head = format!(
+            "{{\"kind\":\"{}List\",\"apiVersion\":\"{}\",\"metadata\":{meta},\"items\":[",
+            target.kind.kind,
+            target.kind.api_version()
+        );
+        let size: usize = objects.iter().map(|o| o.json.len() + 1).sum();
+        let mut list = BytesMut::with_capacity(head.len() + size + 2);
+        list.extend_from_slice(head.as_bytes());
+        for (at, object) in objects.iter().enumerate() {
+            if at > 0 {
+                list.extend_from_slice(b",");
+            }
+            list.extend_from_slice(&object.json);
+        }
+        list.extend_from_slice(b"]}");
+        Ok(respond(200, JSON, ResponseBody::full(list.freeze())))
+    }
+
+    /// A response with one object, as JSON or as a table with one row.
+    fn object_response(
+        &self,
+        code: u16,
+        object: ObjectRef<'_>,
+        stored: &Object,
+    ) -> Result<Response<ResponseBody>, StatusError> {
+        if self.format(&[Format::Json, Format::Table])? == Format::Table {
+            let meta = json!({ "resourceVersion": stored.version.to_string() });
+            return Ok(self.table(code, object.kind, &[stored], &meta));
+        }
+        Ok(respond(code, JSON, ResponseBody::full(stored.json.clone())))
+    }
+
+    fn table(
+        &self,
+        code: u16,
+        kind: &Kind,
+        objects: &[&Object],
+        meta: &Value,
+    ) -> Response<ResponseBody> {
+        let include_object = self.query.get("includeObject");
+        let table = table::table(kind, objects, &table::definitions(kind), include_object, meta);
+        respond(code, JSON, ResponseBody::full(table.to_string()))
+    }
+
+    /// A response with this JSON, or 406 if the client does not accept JSON.
+    pub(super) fn negotiate(
+        &self,
+        code: u16,
+        value: &Value,
+    ) -> Result<Response<ResponseBody>, StatusError> {
+        self.format(&[Format::Json])?;
+        Ok(respond(code, JSON, ResponseBody::full(value.to_string())))
+    }
+
+    /// The first supported format in the `Accept` header, or 406.
+    fn format(&self, supported: &[Format]) -> Result<Format, StatusError> {
+        let values = self.parts.headers.get_all(ACCEPT).iter().filter_map(|v| v.to_str().ok());
+        let mut items = values.flat_map(|v| v.split(',')).map(str::trim).peekable();
+        if items.peek().is_none() {
+            return Ok(Format::Json);
+        }
+        let formats = items.filter_map(|item| match item.split(';').next()? {
+            "application/json" if item.contains("as=Table") => Some(Format::Table),
+            "application/json" if item.contains("as=") => None,
+            "application/json" | "application/*" | "*/*" => Some(Format::Json),
+            "application/vnd.kubernetes.protobuf" => Some(Format::Protobuf),
+            _ => None,
+        });
+        formats.into_iter().find(|format| supported.contains(format)).ok_or_else(|| {
+            let message = "only the following media types are accepted: application/json";
+            StatusError::new(406, "NotAcceptable", message)
+        })
+    }
+
+    /// The body of the request as JSON, also from protobuf. An empty body becomes an empty object.
+    pub(super) async fn json_body(&self, body: Incoming) -> Result<Value, StatusError> {
+        let bytes = body::read(body).await?;
+        if bytes.is_empty() {
+            return Ok(json!({}));
+        }
+        if self.header(CONTENT_TYPE.as_str()).is_some_and(|t| t.contains("protobuf")) {
+            return protobuf::decode(&bytes).ok_or_else(|| {
+                let message = "the demo does not decode this kind from protobuf; send JSON";
+                StatusError::new(415, "UnsupportedMediaType", message)
+            });
+        }
+        serde_json::from_slice(&bytes)
+            .map_err(|error| StatusError::bad_request(format!("cannot parse the body: {error}")))
+    }
+}
+
+/// The namespace of a created object: from the path, or from the object if it is posted to the collection of
+/// all namespaces.
+fn namespace_of(target: &Target, value: &Value) -> String {
+    let in_object = value["metadata"]["namespace"].as_str().unwrap_or_default();
+    let namespace = if target.namespace.is_empty() { in_object } else { &target.namespace };
+    if target.kind.namespaced { namespace.to_owned() } else { String::new() }
+}
+
+/// `NAMESPACE/NAME`, by which a list is ordered.
+fn object_key(object: &Object) -> String {
+    let meta = &object.value["metadata"];
+    let part = |field: &str| meta[field].as_str().unwrap_or_default();
+    format!("{}/{}", part("namespace"), part("name"))
+}
+
+fn success(details: &Value) -> Value {
+    json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success",
+        "details": details,
+    })
+}

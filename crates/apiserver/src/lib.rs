@@ -1,0 +1,54 @@
+//! A small Kubernetes control plane in one process, for the demo, the tests and the benches.
+//!
+//! * [`cluster`] is the shared store, in place of etcd and the watch cache. Several servers over one
+//!   [`Cluster`](cluster::Cluster) respond alike, as apiservers over one etcd do.
+//! * [`start`] runs one apiserver on a thread of its own; its handle injects faults: a test can kill, freeze, slow
+//!   down or fail each server.
+//! * A request passes `connection`, `handler` (audit, scripted faults, authentication, authorization)
+//!   and `handler::verbs`; `watch` and `tunnel` serve long-running requests.
+//! * [`faulty_relay`] relays TCP. It can drop the packets of established flows while new flows work.
+//! * [`client`] is a plain client: one connection, requests, watches.
+//! * [`pki`] issues certificates; [`seed`] fills the store.
+//!
+//! The server keeps nothing on disk, authorizes every authenticated user and runs no controllers.
+
+#![forbid(unsafe_code)]
+
+pub mod client;
+pub mod faulty_relay;
+pub mod pki;
+pub mod seed;
+
+pub mod audit;
+pub mod cluster;
+pub mod identity;
+pub mod kinds;
+pub mod requested_certificate;
+pub mod selector;
+pub mod status_error;
+
+mod body;
+mod connection;
+mod discovery;
+mod handler;
+mod patch;
+mod protobuf;
+mod resource;
+mod route;
+mod server;
+mod state;
+mod table;
+pub mod timestamps;
+mod tunnel;
+mod watch;
+
+use body::ResponseBody;
+pub use server::{ApiServerHandle, Options, start};
+pub use state::{Counters, Faults, RequestHook, ScriptedResponse};
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks a mutex, also after a panic of another thread, which that thread has printed.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

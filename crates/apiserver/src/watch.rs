@@ -1,0 +1,266 @@
+//! Serves watches: reads changes from the history of the cluster and writes them as events into the
+//! response.
+
+use crate::body::ResponseBody;
+use crate::cluster::{Event, Object};
+use crate::handler::{Format, JSON, respond};
+use crate::kinds::Kind;
+use crate::route::{Query, Target};
+use crate::selector::Selector;
+use crate::state::{Counted, ServerState};
+use crate::status_error::StatusError;
+use crate::{protobuf, table};
+use bytes::Bytes;
+use http::Response;
+use serde_json::{Value, json};
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, MissedTickBehavior};
+
+/// Number of events that are buffered for a slow client.
+const EVENT_BUFFER: usize = 64;
+
+struct Watch {
+    server: Arc<ServerState>,
+    kind: &'static Kind,
+    namespace: String,
+    selector: Selector,
+    format: Format,
+    /// `includeObject` of the query, for tables.
+    include_object: String,
+    bookmarks: bool,
+    /// All changes up to this version were sent.
+    cursor: u64,
+    columns_sent: bool,
+    sender: mpsc::Sender<io::Result<Bytes>>,
+}
+
+/// The client closed the stream.
+struct Disconnected;
+
+/// Starts a watch and returns the response that carries it.
+pub(super) fn start(
+    server: &Arc<ServerState>,
+    target: &Target,
+    query: &Query,
+    selector: Selector,
+    format: Format,
+) -> Result<Response<ResponseBody>, StatusError> {
+    let version: u64 = match query.get("resourceVersion") {
+        "" => 0,
+        text => text.parse().map_err(|_| {
+            StatusError::invalid(format!("resourceVersion: Invalid value: \"{text}\""))
+        })?,
+    };
+    let initial_events = query.flag("sendInitialEvents");
+    if initial_events && query.get("resourceVersionMatch") != "NotOlderThan" {
+        return Err(StatusError::invalid(
+            "resourceVersionMatch: Forbidden: sendInitialEvents requires setting \
+             resourceVersionMatch to NotOlderThan",
+        ));
+    }
+    // A number above u32 would overflow the deadline.
+    let timeout = match query.get("timeoutSeconds").parse::<u32>() {
+        Ok(seconds) if seconds > 0 => Duration::from_secs(seconds.into()),
+        // kube-apiserver chooses 30 to 60 minutes.
+        _ => Duration::from_secs(fastrand::u64(1800..3600)),
+    };
+    let (sender, receiver) = mpsc::channel(EVENT_BUFFER);
+    let mut watch = Watch {
+        server: server.clone(),
+        kind: target.kind,
+        namespace: target.namespace.clone(),
+        selector,
+        format,
+        include_object: query.get("includeObject").to_owned(),
+        bookmarks: query.flag("allowWatchBookmarks"),
+        cursor: version,
+        columns_sent: false,
+        sender,
+    };
+    let only_changes = query.get("sendInitialEvents") == "false";
+    let start_at = if initial_events || (version == 0 && !only_changes) {
+        StartAt::CurrentState { announce_end: initial_events }
+    } else if version == 0 {
+        StartAt::Now
+    } else {
+        StartAt::Version
+    };
+    let deadline = Instant::now() + timeout;
+    tokio::spawn(async move {
+        // A client that disconnects is not an error.
+        let _ = watch.deliver_until(start_at, deadline).await;
+    });
+    let content_type = match format {
+        Format::Protobuf => protobuf::WATCH,
+        Format::Json | Format::Table => JSON,
+    };
+    Ok(respond(200, content_type, ResponseBody::Stream(receiver)))
+}
+
+enum StartAt {
+    /// All current objects as ADDED events, then changes.
+    CurrentState { announce_end: bool },
+    /// Only changes from now on.
+    Now,
+    /// Changes since the version that the client names.
+    Version,
+}
+
+impl Watch {
+    async fn deliver_until(
+        &mut self,
+        start_at: StartAt,
+        deadline: Instant,
+    ) -> Result<(), Disconnected> {
+        // Subscribed before the first read, so that no change is missed.
+        let mut changes = self.server.cluster.changes_of(self.kind);
+        changes.mark_changed();
+        let mut faults = self.server.faults.subscribe();
+        let mut end = self.server.end_watches.subscribe();
+        // A test that sees this watch in the counters can end it by `end_watches`, subscribed above.
+        let _counted = Counted::new(&self.server, |counters| &counters.watches);
+        match start_at {
+            StartAt::CurrentState { announce_end } => self.send_current_state(announce_end).await?,
+            StartAt::Now => self.cursor = self.server.cluster.version(),
+            StartAt::Version => {
+                let compacted_here = self.server.compacted.load(Relaxed);
+                if self.cursor < compacted_here {
+                    return self
+                        .send_error(&StatusError::expired(self.cursor, compacted_here))
+                        .await;
+                }
+                if let Err(expired) = self.server.cluster.check_not_compacted(self.cursor) {
+                    return self.send_error(&expired).await;
+                }
+            }
+        }
+        let interval = self.server.cluster.bookmark_interval();
+        let mut bookmark = tokio::time::interval_at(Instant::now() + interval, interval);
+        bookmark.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let sender = self.sender.clone();
+        loop {
+            tokio::select! {
+                () = sender.closed() => return Err(Disconnected),
+                () = tokio::time::sleep_until(deadline) => return Ok(()),
+                _ = end.changed() => return Ok(()),
+                _ = changes.changed() => {}
+                _ = faults.changed() => {}
+                _ = bookmark.tick(), if self.bookmarks => {
+                    if !faults.borrow().hold_watches {
+                        self.send_changes().await?;
+                        self.send_bookmark(None).await?;
+                    }
+                }
+            }
+            if !faults.borrow().hold_watches {
+                self.send_changes().await?;
+            }
+        }
+    }
+
+    /// Sends all objects as ADDED events; with `announce_end` also the `initial-events-end` bookmark.
+    async fn send_current_state(&mut self, announce_end: bool) -> Result<(), Disconnected> {
+        let (objects, version) =
+            self.server.cluster.list(self.kind, &self.namespace, &self.selector);
+        for object in objects {
+            self.send("ADDED", &object).await?;
+        }
+        self.cursor = self.cursor.max(version);
+        if announce_end && self.bookmarks {
+            self.send_bookmark(Some(json!({ "k8s.io/initial-events-end": "true" }))).await?;
+        }
+        Ok(())
+    }
+
+    /// Sends the changes since `cursor`.
+    async fn send_changes(&mut self) -> Result<(), Disconnected> {
+        let changes = self.server.cluster.changes_since(self.kind, &self.namespace, self.cursor);
+        let (events, version) = match changes {
+            Ok(changes) => changes,
+            Err(expired) => {
+                self.send_error(&expired).await?;
+                return Err(Disconnected);
+            }
+        };
+        for event in events {
+            let matched = event.before.as_ref().is_some_and(|o| self.selector.matches(&o.value));
+            let matches = !event.deleted && self.selector.matches(&event.after.value);
+            match (matched, matches) {
+                (false, true) => self.send("ADDED", &event.after).await?,
+                (true, true) => self.send("MODIFIED", &event.after).await?,
+                (true, false) => self.send("DELETED", &deleted_object(&event)).await?,
+                (false, false) => {}
+            }
+        }
+        self.cursor = self.cursor.max(version);
+        Ok(())
+    }
+
+    async fn send_bookmark(&mut self, annotations: Option<Value>) -> Result<(), Disconnected> {
+        let mut object = json!({
+            "kind": self.kind.kind,
+            "apiVersion": self.kind.api_version(),
+            "metadata": { "resourceVersion": self.cursor.to_string(), "creationTimestamp": null },
+        });
+        if let Some(annotations) = annotations {
+            object["metadata"]["annotations"] = annotations;
+        }
+        self.send("BOOKMARK", &Object::new(object, self.cursor)).await
+    }
+
+    /// Sends an ERROR event.
+    async fn send_error(&mut self, error: &StatusError) -> Result<(), Disconnected> {
+        let status = error.status();
+        let frame = match self.format {
+            Format::Protobuf => protobuf::frame("ERROR", &status),
+            Format::Json | Format::Table => json_frame("ERROR", status.to_string().as_bytes()),
+        };
+        self.send_frame(frame).await
+    }
+
+    async fn send(&mut self, event: &str, object: &Object) -> Result<(), Disconnected> {
+        let frame = match self.format {
+            Format::Json => json_frame(event, &object.json),
+            Format::Protobuf => protobuf::frame(event, &object.value),
+            Format::Table => {
+                // Only the first event carries column definitions.
+                let columns =
+                    if self.columns_sent { Value::Null } else { table::definitions(self.kind) };
+                self.columns_sent = true;
+                let meta = json!({ "resourceVersion": object.version.to_string() });
+                let table =
+                    table::table(self.kind, &[object], &columns, &self.include_object, &meta);
+                json_frame(event, table.to_string().as_bytes())
+            }
+        };
+        self.send_frame(frame).await
+    }
+
+    async fn send_frame(&mut self, frame: Vec<u8>) -> Result<(), Disconnected> {
+        self.sender.send(Ok(frame.into())).await.map_err(|_| Disconnected)
+    }
+}
+
+fn json_frame(event: &str, object: &[u8]) -> Vec<u8> {
+    let mut frame = format!("{{\"type\":\"{event}\",\"object\":").into_bytes();
+    frame.extend_from_slice(object);
+    frame.extend_from_slice(b"}\n");
+    frame
+}
+
+/// The object of a DELETED event: the deleted object, or the last version that the selector matched with
+/// the `resourceVersion` of the change.
+fn deleted_object(event: &Event) -> Arc<Object> {
+    match &event.before {
+        Some(before) if !event.deleted => {
+            let mut value = before.value.clone();
+            value["metadata"]["resourceVersion"] = event.version.to_string().into();
+            Arc::new(Object::new(value, event.version))
+        }
+        _ => event.after.clone(),
+    }
+}

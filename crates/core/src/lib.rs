@@ -1,0 +1,31 @@
+//! The decisions of jackstay.
+//!
+//! Nothing here does I/O, reads a clock or starts a thread: what happened, the time and a random number
+//! generator come in as arguments, and what to do goes out. The shell executes it.
+//!
+//! * [`request`]: what a request asks for, whether its head is acceptable, and whether it may be sent again.
+//! * [`watch`]: how a watch continues on another apiserver without losing or repeating an event.
+//! * [`connection_health`] and [`endpoint_health`] for L7, [`flow_health`] for L4: what is dead, from the
+//!   evidence of PINGs and of the kernel ([`tcp_info`]).
+//! * [`balance`], [`connect`], [`outage`]: which connection or endpoint is picked, and when one is tried again.
+//! * [`lag`] and [`kubernetes_version`]: how apiservers of one cluster differ.
+//! * [`receive_windows`]: how much a stream may send ahead.
+//! * [`admission`]: what clients may take.
+
+#![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
+
+pub mod admission;
+pub mod balance;
+pub mod connect;
+pub mod connection_health;
+pub mod endpoint_health;
+pub mod endpoint_state;
+pub mod flow_health;
+pub mod kubernetes_version;
+pub mod lag;
+pub mod outage;
+pub mod receive_windows;
+pub mod request;
+pub mod tcp_info;
+pub mod watch;

@@ -1,0 +1,10 @@
+//! One request: what it asks for, whether its head is acceptable, and whether it may be sent again.
+
+pub mod hygiene;
+pub mod info;
+pub mod overload_rejection;
+mod query;
+pub mod retry;
+pub mod retry_budget;
+pub mod shutdown_rejection;
+pub mod status_error;

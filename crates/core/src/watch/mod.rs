@@ -1,0 +1,23 @@
+//! Resumes watches that lose their apiserver.
+//!
+//! The client receives one response that consists of whole frames and contains each event once. After
+//! the initial events, events arrive in the order of their resource versions. If jackstay can no longer
+//! guarantee that, it ends or resets the response, and the client watches or lists again ([`session`]
+//! documents each case).
+//!
+//! | module | purpose | depends on |
+//! |---|---|---|
+//! | [`codec`] | splits and parses the wire format | – |
+//! | [`request`] | decides which watches can be parsed and resumed, and rewrites their requests | codec |
+//! | [`session`] | state machine of one watch, without I/O; the time is an argument | codec, request |
+//! | [`relay`] | passes received chunks through codec and session | codec, request, session |
+
+pub mod codec;
+pub mod relay;
+pub mod request;
+pub mod session;
+
+pub use self::session::ResumeRound;
+
+#[cfg(test)]
+mod tests;

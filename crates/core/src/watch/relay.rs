@@ -1,0 +1,205 @@
+//! Turns the bytes of one watch's upstream streams into the bytes of its client's stream: the codec splits
+//! and parses frames, the session decides on each.
+//!
+//! Adjacent frames of a chunk that are forwarded leave as one slice of that chunk, so a burst of events
+//! becomes one piece of output.
+
+use super::codec::event::{Event, EventType};
+use super::codec::frame::{FrameSplitter, Piece};
+use super::codec::{Encoding, parse, version};
+use super::request::WatchRequest;
+use super::session::{Effect, Input, Session};
+use crate::admission::{ByteAccount, MemoryClass};
+use bytes::Bytes;
+use std::ops::Range;
+use std::time::Instant;
+
+/// The codec and the session of one watch.
+#[derive(Debug)]
+pub struct Relay {
+    encoding: Encoding,
+    splitter: FrameSplitter,
+    session: Session,
+}
+
+/// The result of [`Relay::push`].
+#[derive(Debug, PartialEq, Eq)]
+pub struct PushResult {
+    /// Bytes of the chunk that are not sent to the client now. The caller releases their flow-control
+    /// window at once; otherwise a frame larger than the window would never arrive.
+    pub absorbed: usize,
+    /// [`Effect::None`]: continue with the next chunk. Any other effect: reset the stream.
+    pub effect: Effect,
+    /// The ERROR event, if the effect is [`Effect::Withhold`].
+    pub error_event: Option<Bytes>,
+    /// The versions that the chunk has shown.
+    pub versions: ChunkVersions,
+}
+
+/// The highest versions in one chunk; 0 without any.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ChunkVersions {
+    /// Of the objects of events that the client receives.
+    pub objects: u64,
+    /// Of the bookmarks that the client receives.
+    pub bookmarks: u64,
+    /// Of all events and bookmarks.
+    pub shown: u64,
+}
+
+impl ChunkVersions {
+    fn record(&mut self, event: Option<Event<'_>>, effect: Effect) {
+        let version = event.and_then(|event| version::as_u64(event.version?)).unwrap_or(0);
+        let is_bookmark = event.is_some_and(|event| event.event_type == EventType::Bookmark);
+        match effect {
+            Effect::Forward if is_bookmark => self.bookmarks = self.bookmarks.max(version),
+            Effect::Forward => self.objects = self.objects.max(version),
+            Effect::Swallow => {}
+            _ => return,
+        }
+        self.shown = self.shown.max(version);
+    }
+}
+
+impl Relay {
+    /// Creates the relay of a watch that was requested at `requested_at` and accepted with status 200.
+    /// `account` bounds the bytes that it buffers.
+    pub fn new(
+        encoding: Encoding,
+        request: WatchRequest,
+        requested_at: Instant,
+        account: ByteAccount,
+    ) -> Self {
+        Self {
+            encoding,
+            splitter: FrameSplitter::new(encoding, account),
+            session: Session::new(request, requested_at),
+        }
+    }
+
+    /// The client has proven this, by which the buffered bytes are limited.
+    pub fn raise_class(&mut self, class: MemoryClass) {
+        self.splitter.raise_class(class);
+    }
+
+    /// The state machine of the watch.
+    pub fn session(&self) -> &Session {
+        &self.session
+    }
+
+    /// The state machine of the watch, for inputs other than bytes.
+    pub fn session_mut(&mut self) -> &mut Session {
+        &mut self.session
+    }
+
+    /// Passes the frames of a chunk through the session, and the bytes for the client to `out`, in order.
+    pub fn push(&mut self, chunk: &Bytes, now: Instant, mut out: impl FnMut(Bytes)) -> PushResult {
+        // The bytes of the chunk that will leave as one slice.
+        let mut run = 0..0;
+        let mut at = 0;
+        let mut absorbed = 0;
+        let mut versions = ChunkVersions::default();
+        while at < chunk.len() {
+            // The next `len` bytes of the chunk, the bytes of the same frame from earlier chunks, and the
+            // session's decision on them.
+            let (len, buffered, effect) = match self.splitter.split(&chunk[at..]) {
+                Piece::Whole(len) => {
+                    let event = parse(self.encoding, &chunk[at..at + len]);
+                    let effect = self.session.step(Input::Frame(event), now);
+                    versions.record(event, effect);
+                    (len, Bytes::new(), effect)
+                }
+                Piece::Completed(len, frame) => {
+                    let event = parse(self.encoding, &frame);
+                    let effect = self.session.step(Input::Frame(event), now);
+                    versions.record(event, effect);
+                    if effect == Effect::Forward {
+                        flush(chunk, &mut run, &mut out);
+                        out(frame);
+                        at += len;
+                        run = at..at;
+                        continue;
+                    }
+                    (len, frame, effect)
+                }
+                Piece::Oversized { buffered, len, begins, ends } => {
+                    let piece = Input::OversizedPiece { begins, ends };
+                    (len, buffered, self.session.step(piece, now))
+                }
+                Piece::Whitespace(len) => (len, Bytes::new(), Effect::Forward),
+                Piece::Buffered => {
+                    absorbed += chunk.len() - at;
+                    break;
+                }
+            };
+            match effect {
+                Effect::Forward => {
+                    if !buffered.is_empty() {
+                        flush(chunk, &mut run, &mut out);
+                        out(buffered);
+                    }
+                    if run.is_empty() {
+                        run = at..at;
+                    }
+                    run.end = at + len;
+                }
+                Effect::Swallow | Effect::Discard => {
+                    flush(chunk, &mut run, &mut out);
+                    absorbed += len;
+                }
+                effect => {
+                    flush(chunk, &mut run, &mut out);
+                    let error_event = (effect == Effect::Withhold).then(|| {
+                        if buffered.is_empty() { chunk.slice(at..at + len) } else { buffered }
+                    });
+                    self.splitter.reset();
+                    return PushResult {
+                        absorbed: absorbed + chunk.len() - at,
+                        effect,
+                        error_event,
+                        versions,
+                    };
+                }
+            }
+            at += len;
+        }
+        flush(chunk, &mut run, &mut out);
+        PushResult { absorbed, effect: Effect::None, error_event: None, versions }
+    }
+
+    /// Called when the server has ended the stream. Returns the buffered part of an incomplete frame, which
+    /// the client receives too.
+    pub fn server_ended(&mut self, now: Instant) -> Bytes {
+        self.session.step(Input::ServerEnded, now);
+        self.splitter.reset()
+    }
+
+    /// Called when the stream was lost. Drops the buffered part of an incomplete frame.
+    pub fn stream_lost(&mut self, quiet: bool, now: Instant) -> Effect {
+        self.splitter.reset();
+        self.session.step(Input::StreamLost { quiet }, now)
+    }
+
+    /// Called when a new stream has replaced one that works. Drops the buffered part of an incomplete frame:
+    /// the new stream sends that frame again.
+    pub fn move_ended(&mut self, now: Instant) {
+        self.splitter.reset();
+        self.session.step(Input::MoveEnded { moved: true }, now);
+    }
+
+    /// Whether the first chunk of a stream begins with an ERROR event, with which its server refuses the
+    /// watch.
+    pub fn begins_with_error(&self, first: &[u8]) -> bool {
+        let mut splitter = FrameSplitter::new(self.encoding, self.splitter.account().clone());
+        let Piece::Whole(len) = splitter.split(first) else { return false };
+        parse(self.encoding, &first[..len])
+            .is_some_and(|event| event.event_type == EventType::Error)
+    }
+}
+
+/// Passes the bytes of `run` to `out` as one slice, and empties `run`.
+fn flush(chunk: &Bytes, run: &mut Range<usize>, out: &mut impl FnMut(Bytes)) {
+    if run.start < run.end {
+        out(chunk.slice(std::mem::take(run)));
+    }
+}

@@ -1,0 +1,251 @@
+//! Decides which watches the proxy can follow, and rewrites their requests for the upstream.
+//!
+//! The proxy *follows* a watch if it parses the frames of the response. It follows requests with the verb
+//! `watch` and without Upgrade whose client accepts JSON or protobuf; other media types in `Accept` are
+//! removed from the upstream request. A watch that has delivered events is resumed in every API group, except
+//! those that the configuration names in `never_resume_groups` and those in which a watch has shown versions
+//! that are not ordered.
+//!
+//! Parameters are read as the apiserver reads them ([`crate::request::info`]). Parameters that are
+//! not changed keep their bytes and their order.
+
+use super::codec::version::ResourceVersion;
+use crate::request::info::{first_value, is_built_in_group, parse_bool, unescape_query};
+use http::{HeaderMap, HeaderValue, Uri, header, uri};
+use std::borrow::Cow;
+use std::time::Duration;
+
+/// The request of a watch that can be followed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(clippy::struct_excessive_bools)] // parameters, each independent of the others
+pub struct WatchRequest {
+    /// `resourceVersion`; `None` if it is missing, zero or not a number.
+    pub version: Option<ResourceVersion>,
+    /// `sendInitialEvents`: the existing objects come first, then a bookmark that marks their end.
+    pub send_initial_events: bool,
+    /// `sendInitialEvents=false` without a version: the watch starts at the most recent version. The same
+    /// request, sent again, would start at a later version.
+    pub starts_at_most_recent: bool,
+    /// `allowWatchBookmarks`: the client receives bookmarks.
+    pub bookmarks: bool,
+    /// `timeoutSeconds`; `None` if the server chooses the duration.
+    pub timeout: Option<Duration>,
+    /// Watches of the API group are resumed after their first event.
+    pub resumable_group: bool,
+    /// kube-apiserver serves the API group itself. Any other group may belong to an aggregated apiserver.
+    pub built_in_group: bool,
+    /// The upstream request asks for bookmarks: because the client does, or because they keep the cursor
+    /// recent.
+    ///
+    /// Bookmarks that only the proxy asks for are swallowed. It does not ask for them in groups that cannot
+    /// be resumed, nor for tables: the first event of a table contains the column definitions, and a
+    /// swallowed bookmark would remove them. The first request of a watch without a version does not ask for
+    /// them either: with bookmarks it would be a `WatchList`, which an apiserver refuses if its etcd does not
+    /// report progress on request (3.5.13 and later do; `cacher.go`, `getBookmarkAfterResourceVersionLockedFunc`).
+    pub upstream_bookmarks: bool,
+}
+
+impl WatchRequest {
+    /// Parses a request; `None` if the proxy cannot follow it.
+    ///
+    /// `verb` is the Kubernetes verb; `query` is the part of the URI after `?`.
+    pub fn new(
+        verb: &str,
+        path: &str,
+        query: &str,
+        headers: &HeaderMap,
+        never_resume_groups: &[String],
+        is_unordered: impl Fn(&str) -> bool,
+    ) -> Option<Self> {
+        if verb != "watch" || headers.contains_key(header::UPGRADE) {
+            return None;
+        }
+        let table = accepts_table(headers)?;
+        let group = group(path)?;
+        let built_in_group = is_built_in_group(group);
+        let resumable_group = !never_resume_groups.iter().any(|never| never == group)
+            && (built_in_group || !is_unordered(group));
+        let mut request = Self {
+            version: first_value(query, "resourceVersion")
+                .and_then(|version| ResourceVersion::parse(version.as_bytes())),
+            send_initial_events: parse_bool(first_value(query, "sendInitialEvents").as_deref()),
+            starts_at_most_recent: false,
+            bookmarks: parse_bool(first_value(query, "allowWatchBookmarks").as_deref()),
+            timeout: first_value(query, "timeoutSeconds")
+                .and_then(|seconds| seconds.parse().ok())
+                .filter(|&seconds| seconds > 0)
+                .map(Duration::from_secs),
+            resumable_group,
+            built_in_group,
+            upstream_bookmarks: false,
+        };
+        request.starts_at_most_recent = request.version.is_none()
+            && !request.send_initial_events
+            && first_value(query, "sendInitialEvents").is_some();
+        request.upstream_bookmarks = request.bookmarks || resumable_group && !table;
+        Some(request)
+    }
+}
+
+/// Media types that the codec reads, and media ranges for which the apiserver selects one of them.
+const READABLE: [&str; 4] =
+    ["application/json", "application/vnd.kubernetes.protobuf", "*/*", "application/*"];
+
+/// One media range of an `Accept` header.
+struct MediaRange<'a> {
+    text: &'a str,
+    /// The codec reads this type, and its weight is not zero.
+    readable: bool,
+    /// The client accepts the objects as a Table.
+    table: bool,
+}
+
+impl<'a> MediaRange<'a> {
+    fn new(text: &'a str) -> Self {
+        let mut parts = text.split(';').map(str::trim);
+        let essence = parts.next().unwrap_or_default();
+        let mut table = false;
+        let mut refused = false;
+        for parameter in parts {
+            table |= parameter.eq_ignore_ascii_case("as=Table");
+            // q=0 is "not acceptable" (RFC 9110, section 12.4.2).
+            refused |= parameter
+                .split_once('=')
+                .filter(|(name, _)| name.trim().eq_ignore_ascii_case("q"))
+                .is_some_and(|(_, value)| value.trim().parse().is_ok_and(|q: f32| q <= 0.0));
+        }
+        let known = READABLE.iter().any(|known| essence.eq_ignore_ascii_case(known));
+        Self { text, readable: known && !refused, table }
+    }
+
+    fn all(value: &'a str) -> impl Iterator<Item = Self> {
+        value.split(',').map(str::trim).filter(|text| !text.is_empty()).map(Self::new)
+    }
+}
+
+/// Whether the client accepts tables; `None` if it accepts no type that the codec reads.
+///
+/// The response may still have a Content-Type that the codec cannot read
+/// ([`super::codec::Encoding::of_response`]), and a bookmark that only the proxy asked for could then not
+/// be swallowed. So the upstream request offers only types that the codec reads ([`upstream_headers`]).
+fn accepts_table(headers: &HeaderMap) -> Option<bool> {
+    let (mut any, mut readable, mut table) = (false, false, false);
+    for value in headers.get_all(header::ACCEPT) {
+        for range in MediaRange::all(value.to_str().ok()?) {
+            any = true;
+            readable |= range.readable;
+            table |= range.readable && range.table;
+        }
+    }
+    (readable || !any).then_some(table)
+}
+
+/// The API group of a resource's path; empty for the core group.
+pub fn group(path: &str) -> Option<&str> {
+    let mut parts = path.strip_prefix('/')?.split('/');
+    match parts.next()? {
+        "api" => Some(""),
+        "apis" => parts.next().filter(|group| !group.is_empty()),
+        _ => None,
+    }
+}
+
+/// The query of the first request upstream.
+pub fn upstream_query<'a>(query: &'a str, request: &WatchRequest) -> Cow<'a, str> {
+    if request.bookmarks || !request.upstream_bookmarks || request.version.is_none() {
+        return Cow::Borrowed(query);
+    }
+    Cow::Owned(rewrite(query, &[("allowWatchBookmarks", Some("true"))]))
+}
+
+/// The query of a request that continues a watch at the cursor, or, without a cursor, starts it again.
+/// `query` is the query of the first upstream request, `remaining` the unexpired part of the client's
+/// `timeoutSeconds`.
+pub fn resume_query(
+    query: &str,
+    request: &WatchRequest,
+    cursor: Option<&ResourceVersion>,
+    remaining: Option<Duration>,
+) -> String {
+    let seconds = remaining.map(|remaining| remaining.as_secs().max(1).to_string());
+    let mut changes = Vec::with_capacity(5);
+    if let Some(cursor) = cursor {
+        if request.upstream_bookmarks {
+            changes.push(("allowWatchBookmarks", Some("true")));
+        }
+        changes.push(("resourceVersion", Some(cursor.as_str())));
+        changes.push(("sendInitialEvents", None));
+        changes.push(("resourceVersionMatch", None));
+    }
+    // Without timeoutSeconds the server chooses a duration: 1 to 2 times --min-request-timeout.
+    if let Some(seconds) = &seconds {
+        changes.push(("timeoutSeconds", Some(seconds)));
+    }
+    rewrite(query, &changes)
+}
+
+/// Changes the headers of the upstream request so that the response is uncompressed and has a media type
+/// that the codec reads.
+pub fn upstream_headers(headers: &mut HeaderMap) {
+    headers.remove(header::ACCEPT_ENCODING);
+    let values = || headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    if values().flat_map(MediaRange::all).all(|range| range.readable) {
+        return;
+    }
+    let readable: Vec<_> = values()
+        .flat_map(MediaRange::all)
+        .filter(|range| range.readable)
+        .map(|range| range.text)
+        .collect();
+    // Parts of a valid header value, joined by commas, are a valid value.
+    if let Ok(value) = HeaderValue::try_from(readable.join(", ")) {
+        headers.insert(header::ACCEPT, value);
+    }
+}
+
+/// The same target with another query.
+pub fn with_query(target: &Uri, query: &str) -> Uri {
+    let mut parts = target.clone().into_parts();
+    // A watch keeps it. `format!` would reserve half as much again.
+    let path_and_query = if query.is_empty() {
+        target.path().to_owned()
+    } else {
+        [target.path(), "?", query].concat()
+    };
+    // The new query consists of a valid one and of valid values. If it is invalid all the same, the old
+    // query is kept.
+    if let Ok(path_and_query) = uri::PathAndQuery::try_from(path_and_query) {
+        parts.path_and_query = Some(path_and_query);
+    }
+    Uri::from_parts(parts).unwrap_or_else(|_| target.clone())
+}
+
+/// Sets each parameter of `changes` once, or removes it if it has no value. The other parameters keep their
+/// bytes and their order.
+pub fn rewrite(query: &str, changes: &[(&str, Option<&str>)]) -> String {
+    let mut new = String::with_capacity(query.len() + 64);
+    let mut push = |parts: &[&str]| {
+        if !new.is_empty() {
+            new.push('&');
+        }
+        new.extend(parts.iter().copied());
+    };
+    let mut pending: Vec<_> = changes.iter().collect();
+    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+        let key = unescape_query(pair.split_once('=').map_or(pair, |(key, _)| key));
+        let is_named = |(name, _): &(&str, _)| key.as_deref() == Some(*name);
+        if !changes.iter().any(is_named) {
+            push(&[pair]);
+        } else if let Some(at) = pending.iter().position(|change| is_named(change))
+            && let (name, Some(value)) = pending.remove(at)
+        {
+            push(&[name, "=", value]);
+        }
+    }
+    for (name, value) in pending {
+        if let Some(value) = value {
+            push(&[name, "=", value]);
+        }
+    }
+    new
+}

@@ -1,0 +1,107 @@
+//! What the body asks a session between two steps.
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+
+use super::Session;
+use super::input::{Ending, MoveReason, NotResumable};
+use super::limiter::{MIN_REMAINING, MIN_REMAINING_TO_REBALANCE};
+use super::state::State;
+use crate::watch::request::resume_query;
+
+impl Session {
+    /// The query of the request that continues the watch, or starts it again. `query` is the query of the
+    /// first upstream request.
+    pub fn resume_query(&self, query: &str, now: Instant) -> String {
+        resume_query(query, &self.request, self.state.cursor(), self.remaining(now))
+    }
+
+    /// Whether the watch may be moved now, for this reason. A watch of a group that an aggregated apiserver may
+    /// serve is not moved for balance: another stream may lead to another replica.
+    pub fn can_move(&self, reason: MoveReason, now: Instant) -> bool {
+        if reason == MoveReason::Rebalance && !self.request.built_in_group {
+            return false;
+        }
+        let min_remaining = match reason {
+            MoveReason::Rebalance => MIN_REMAINING_TO_REBALANCE,
+            MoveReason::Evacuate | MoveReason::Drain => MIN_REMAINING,
+        };
+        self.is_resumable()
+            && self.remaining(now).is_none_or(|remaining| remaining >= min_remaining)
+            && self.limiter.may_move(reason, now)
+    }
+
+    /// Whether the watch would continue at its cursor if it lost its stream now.
+    pub fn is_resumable(&self) -> bool {
+        matches!(self.state.resume_cursor(&self.request), Ok(Some(_)))
+    }
+
+    /// Whether the watch would continue or end cleanly if it lost its stream now.
+    pub fn can_lose_stream(&self) -> bool {
+        self.state.resume_cursor(&self.request).is_ok() || self.ending() == Ending::Clean
+    }
+
+    /// Whether the initial events are complete.
+    pub fn is_ordered(&self) -> bool {
+        self.state.is_ordered()
+    }
+
+    /// Whether an event has shown that the current stream continues the watch.
+    pub fn is_confirmed(&self) -> bool {
+        self.state.is_confirmed()
+    }
+
+    /// Why the received frames prevent a resume, permanently or until the next frame.
+    pub fn not_resumable(&self) -> Option<NotResumable> {
+        self.state.not_resumable(&self.request)
+    }
+
+    /// How the client's stream would end if jackstay ended it now.
+    pub fn ending(&self) -> Ending {
+        let is_clean = self.state.may_end_cleanly(&self.request) && !self.mid_frame;
+        if is_clean { Ending::Clean } else { Ending::Reset }
+    }
+
+    /// Whether the session withholds an ERROR event while other endpoints are asked.
+    pub fn withholds_error(&self) -> bool {
+        matches!(&self.state, State::Resuming { round, .. } if round.withholds_error())
+    }
+
+    /// The withheld ERROR event, after [`Ending::Withheld`].
+    pub fn take_error_event(&mut self) -> Option<Bytes> {
+        match &mut self.state {
+            State::Ended { error_event } => error_event.take(),
+            _ => None,
+        }
+    }
+
+    /// How long the next attempt may take.
+    pub fn attempt_timeout(&self) -> Duration {
+        match &self.state {
+            State::Resuming { round, .. } => round.attempt_timeout(),
+            _ => Duration::ZERO,
+        }
+    }
+
+    /// When the client's `timeoutSeconds` expires; `None` if the client has set none.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
+    /// Called once a minute. Returns true, once, if the bookmarks have stopped: the apiserver's watch cache may
+    /// be stale. The proxy counts this in a metric.
+    pub fn has_gone_stale(&mut self) -> bool {
+        self.bookmarks.has_gone_stale()
+    }
+
+    /// Time until the timeout that the client asked for.
+    pub fn remaining(&self, now: Instant) -> Option<Duration> {
+        self.deadline.map(|deadline| deadline.saturating_duration_since(now))
+    }
+
+    /// Whether so little time is left that another attempt is not worth it.
+    pub fn is_late(&self, now: Instant) -> bool {
+        self.remaining(now).is_some_and(|remaining| remaining < MIN_REMAINING)
+    }
+}

@@ -1,0 +1,312 @@
+//! The states of a watch. A state decides what happens to a frame, whether the watch can be resumed, and how
+//! it ends.
+
+use super::input::{Effect, Ending, NotResumable};
+use super::round::ResumeRound;
+use crate::watch::codec::event::{Event, EventType};
+use crate::watch::codec::version::ResourceVersion;
+use crate::watch::request::WatchRequest;
+use bytes::Bytes;
+
+/// Status code of "too old resource version": the apiserver's history does not reach back to the version.
+const TOO_OLD: u16 = 410;
+
+/// The states of the tables in [`super`].
+#[derive(Debug)]
+pub enum State {
+    /// Initial events arrive, in no order.
+    Initial(Delivered),
+    /// Events arrive in the order of their versions.
+    Ordered(Ordered),
+    /// The body opens another stream while the current one works.
+    Moving(Ordered),
+    /// There is no stream; endpoints are asked to continue the watch at the cursor, or, without a cursor,
+    /// to serve its original request.
+    Resuming { cursor: Option<ResourceVersion>, round: Box<ResumeRound> },
+    /// Every frame is forwarded, and the watch is not resumed. `ordered`: the initial events are complete.
+    Passthrough { reason: NotResumable, ordered: bool },
+    /// The stream of the client ends, after the withheld ERROR event if there is one.
+    Ended { error_event: Option<Bytes> },
+}
+
+/// Which part of the initial events the client has received.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Delivered {
+    Nothing,
+    Frames,
+    /// At least part of a frame above the cap.
+    OversizedFrame,
+}
+
+/// A watch whose events arrive in the order of their versions.
+#[derive(Debug)]
+pub struct Ordered {
+    pub cursor: ResourceVersion,
+    /// The stream was requested at the cursor, not with the original request.
+    resumed: bool,
+    /// One event at or below the cursor has been discarded on this stream.
+    discarded: bool,
+    /// The round in which the stream was opened; `None` once the stream is confirmed. Boxed, because most watches
+    /// have none.
+    pub unconfirmed: Option<Box<ResumeRound>>,
+    /// [`NotResumable::Oversized`] until the next frame, or [`NotResumable::UnknownEvent`] permanently.
+    not_resumable: Option<NotResumable>,
+}
+
+impl State {
+    /// The state after the response head of the original request. `round`: the request was repeated in this
+    /// round.
+    pub fn first(request: &WatchRequest, round: Option<Box<ResumeRound>>) -> Self {
+        match &request.version {
+            Some(version) if !request.send_initial_events => {
+                Self::Ordered(Ordered::new(version.clone(), false, round))
+            }
+            _ => Self::Initial(Delivered::Nothing),
+        }
+    }
+
+    /// Replaces the state by `next` of the state.
+    pub fn update(&mut self, next: impl FnOnce(Self) -> Self) {
+        *self = next(std::mem::replace(self, Self::Ended { error_event: None }));
+    }
+
+    /// Decides on one frame; `None` is an unreadable frame. `shown`: an event or a bookmark has shown the cursor.
+    pub fn on_frame(
+        &mut self,
+        frame: Option<Event<'_>>,
+        shown: bool,
+        request: &WatchRequest,
+    ) -> Effect {
+        let decided = match self {
+            Self::Ordered(watch) => watch.on_frame(frame, shown),
+            Self::Initial(_) | Self::Passthrough { .. } => self.on_unordered_frame(frame, request),
+            Self::Moving(_) | Self::Resuming { .. } | Self::Ended { .. } => return Effect::None,
+        };
+        let effect = decided.unwrap_or_else(|reason| {
+            self.pass_through(reason);
+            Effect::Forward
+        });
+        if effect != Effect::Forward {
+            return effect;
+        }
+        let is_bookmark = frame.is_some_and(|event| event.event_type == EventType::Bookmark);
+        if is_bookmark && !request.bookmarks {
+            return Effect::Swallow;
+        }
+        if let Self::Initial(delivered @ Delivered::Nothing) = self {
+            *delivered = Delivered::Frames;
+        }
+        if !request.resumable_group {
+            self.pass_through(NotResumable::Group);
+        }
+        Effect::Forward
+    }
+
+    fn on_unordered_frame(
+        &mut self,
+        frame: Option<Event<'_>>,
+        request: &WatchRequest,
+    ) -> Result<Effect, NotResumable> {
+        let event = frame.ok_or(NotResumable::Unreadable)?;
+        let ends_initial = match event.event_type {
+            EventType::Error => return Err(NotResumable::ServerError),
+            EventType::Unknown => return Err(NotResumable::UnknownEvent),
+            _ if request.send_initial_events => event.initial_events_end,
+            event_type => event_type != EventType::Added,
+        };
+        if ends_initial {
+            match (&mut *self, event.version.and_then(ResourceVersion::parse)) {
+                (Self::Passthrough { ordered, .. }, _) => *ordered = true,
+                (_, Some(version)) => *self = Self::Ordered(Ordered::new(version, false, None)),
+                (_, None) => {
+                    let reason = NotResumable::VersionNotNumeric;
+                    *self = Self::Passthrough { reason, ordered: true };
+                }
+            }
+        }
+        Ok(Effect::Forward)
+    }
+
+    pub fn on_oversized_piece(&mut self, begins: bool, request: &WatchRequest) -> Effect {
+        match self {
+            // The client may have received this frame on an earlier stream.
+            Self::Ordered(watch) if begins && watch.resumed && watch.unconfirmed.is_some() => {
+                return Effect::End(Ending::Clean, NotResumable::Oversized);
+            }
+            Self::Ordered(watch) => {
+                watch.not_resumable.get_or_insert(NotResumable::Oversized);
+            }
+            Self::Initial(delivered) => *delivered = Delivered::OversizedFrame,
+            _ => {}
+        }
+        if !request.resumable_group {
+            self.pass_through(NotResumable::Group);
+        }
+        Effect::Forward
+    }
+
+    /// Ends resuming after another watch of the API group has shown versions that are not ordered.
+    pub fn on_group_unordered(&mut self) {
+        if matches!(self, Self::Ordered(_)) {
+            self.pass_through(NotResumable::Group);
+        }
+    }
+
+    /// Enters Passthrough. The first reason is kept; only an unreadable frame replaces it.
+    fn pass_through(&mut self, reason: NotResumable) {
+        match self {
+            Self::Passthrough { reason: first, .. } => {
+                if reason == NotResumable::Unreadable {
+                    *first = reason;
+                }
+            }
+            _ => *self = Self::Passthrough { reason, ordered: self.is_ordered() },
+        }
+    }
+
+    /// Where the watch would continue if it lost its stream now: at the cursor, or, for `None`, with its
+    /// original request.
+    pub fn resume_cursor(
+        &self,
+        request: &WatchRequest,
+    ) -> Result<Option<&ResourceVersion>, NotResumable> {
+        match self {
+            Self::Ordered(watch) | Self::Moving(watch) => match watch.not_resumable {
+                Some(reason) => Err(reason),
+                // No frame has been forwarded yet: the first one enters Passthrough.
+                None if !request.resumable_group => Ok(None),
+                None => Ok(Some(&watch.cursor)),
+            },
+            Self::Initial(Delivered::Nothing) if !request.starts_at_most_recent => Ok(None),
+            Self::Initial(delivered) => Err(match (self.not_resumable(request), delivered) {
+                (Some(reason), _) => reason,
+                (None, Delivered::Nothing) => NotResumable::NoVersion,
+                (None, _) => NotResumable::Initial,
+            }),
+            Self::Passthrough { reason, .. } => Err(*reason),
+            Self::Resuming { .. } | Self::Ended { .. } => Err(NotResumable::GaveUp),
+        }
+    }
+
+    /// The cursor at which the watch continues; `None` for the original request.
+    pub fn cursor(&self) -> Option<&ResourceVersion> {
+        match self {
+            Self::Ordered(watch) | Self::Moving(watch) => Some(&watch.cursor),
+            Self::Resuming { cursor, .. } => cursor.as_ref(),
+            _ => None,
+        }
+    }
+
+    pub fn not_resumable(&self, request: &WatchRequest) -> Option<NotResumable> {
+        if !request.resumable_group {
+            return Some(NotResumable::Group);
+        }
+        match self {
+            Self::Initial(Delivered::OversizedFrame) => Some(NotResumable::Oversized),
+            Self::Ordered(watch) | Self::Moving(watch) => watch.not_resumable,
+            Self::Passthrough { reason, .. } => Some(*reason),
+            _ => None,
+        }
+    }
+
+    pub fn is_ordered(&self) -> bool {
+        match self {
+            Self::Ordered(_) | Self::Moving(_) => true,
+            Self::Passthrough { ordered, .. } => *ordered,
+            _ => false,
+        }
+    }
+
+    pub fn is_confirmed(&self) -> bool {
+        match self {
+            Self::Initial(delivered) => *delivered != Delivered::Nothing,
+            Self::Ordered(watch) => watch.unconfirmed.is_none(),
+            Self::Passthrough { .. } => true,
+            Self::Moving(_) | Self::Resuming { .. } | Self::Ended { .. } => false,
+        }
+    }
+
+    /// Whether a clean end is correct: no event is missing, or the client notices that some are.
+    pub fn may_end_cleanly(&self, request: &WatchRequest) -> bool {
+        // Such a client waits for the bookmark that ends the initial events.
+        let client_notices = request.send_initial_events && request.bookmarks;
+        match self {
+            Self::Ordered(_)
+            | Self::Moving(_)
+            | Self::Resuming { cursor: Some(_), .. }
+            | Self::Ended { .. } => true,
+            Self::Initial(delivered) => {
+                client_notices || request.starts_at_most_recent && *delivered == Delivered::Nothing
+            }
+            Self::Resuming { cursor: None, .. } => {
+                Self::first(request, None).is_ordered() || client_notices
+            }
+            Self::Passthrough { reason: NotResumable::Unreadable, .. } => false,
+            Self::Passthrough { ordered, .. } => *ordered || client_notices,
+        }
+    }
+}
+
+impl Ordered {
+    pub fn new(
+        cursor: ResourceVersion,
+        resumed: bool,
+        unconfirmed: Option<Box<ResumeRound>>,
+    ) -> Self {
+        Self { cursor, resumed, discarded: false, unconfirmed, not_resumable: None }
+    }
+
+    /// Decides on one frame. `Err`: the frame is forwarded, and the watch enters Passthrough. `shown`: an event or
+    /// a bookmark has shown the cursor.
+    fn on_frame(&mut self, frame: Option<Event<'_>>, shown: bool) -> Result<Effect, NotResumable> {
+        let clean = |reason| Ok(Effect::End(Ending::Clean, reason));
+        let Some(event) = frame else {
+            let reason = NotResumable::Unreadable;
+            return if self.resumed { clean(reason) } else { Err(reason) };
+        };
+        if event.event_type == EventType::Error {
+            return self.on_error(event.status_code == Some(TOO_OLD));
+        }
+        let below_requested = NotResumable::BelowRequested;
+        let version = event.version.and_then(ResourceVersion::parse);
+        let is_bookmark = event.event_type == EventType::Bookmark;
+        let is_next = version.as_ref().is_some_and(|version| {
+            *version > self.cursor || is_bookmark && *version == self.cursor
+        });
+        if self.resumed && !is_next {
+            if version.is_some() && !std::mem::replace(&mut self.discarded, true) {
+                return Ok(Effect::Discard);
+            }
+            let is_proven = shown || version.is_none();
+            return clean(if is_proven { NotResumable::Diverged } else { below_requested });
+        }
+        let version = version.ok_or(NotResumable::VersionNotNumeric)?;
+        if !is_next {
+            return Err(if shown { NotResumable::VersionNotGrowing } else { below_requested });
+        }
+        if shown && self.cursor.is_jump_to(&version) {
+            let reason = NotResumable::VersionJumped;
+            return if self.resumed { clean(reason) } else { Err(reason) };
+        }
+        self.unconfirmed = None;
+        self.cursor = version;
+        if event.event_type == EventType::Unknown {
+            self.not_resumable = Some(NotResumable::UnknownEvent);
+        } else if self.not_resumable == Some(NotResumable::Oversized) {
+            self.not_resumable = None;
+        }
+        Ok(Effect::Forward)
+    }
+
+    fn on_error(&self, too_old: bool) -> Result<Effect, NotResumable> {
+        if let Some(round) = &self.unconfirmed
+            && (self.resumed || too_old && round.withholds_error())
+        {
+            return Ok(Effect::NextEndpoint);
+        }
+        if too_old && self.not_resumable.is_none() {
+            return Ok(Effect::Withhold);
+        }
+        Err(NotResumable::ServerError)
+    }
+}

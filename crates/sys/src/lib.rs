@@ -1,0 +1,19 @@
+//! What jackstay needs of the operating system. The only crate with `unsafe`; a comment at each block says why it is
+//! sound.
+//!
+//! * [`sockets`]: listening and connecting, TCP options and `TCP_INFO`, stream adapters.
+//! * [`process`]: inherited descriptors, the service manager, resource limits, memory, the sandbox.
+//! * [`files`]: bounded reads, atomic replacement, bearer tokens.
+//! * [`clock`]: the time, which tests can pause; [`utc`]: dates.
+
+#![cfg_attr(not(test), warn(clippy::disallowed_methods))]
+
+pub mod clock;
+pub mod files;
+pub mod process;
+pub mod sockets;
+pub mod utc;
+
+#[cfg(test)]
+#[path = "../../../tests/support/wait.rs"]
+mod wait;

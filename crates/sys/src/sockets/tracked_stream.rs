@@ -1,0 +1,182 @@
+//! A TCP stream that counts received bytes and whose `TCP_INFO` stays readable while TLS and HTTP own the
+//! stream.
+//!
+//! A peer that always has more to send does not delay the others on the thread: reading yields to them after
+//! [`TURN_BYTES`].
+//!
+//! The two halves share one descriptor by a reference count within a thread. A duplicate descriptor would cost
+//! one more descriptor for each connection.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, ready};
+
+use jackstay_core::tcp_info::TcpInfo;
+use tokio::io::{AsyncRead, ReadBuf};
+use tokio::net::TcpStream;
+
+use super::{tcp_info, tcp_options};
+
+/// Bytes that a connection reads before other tasks run.
+const TURN_BYTES: usize = 128 * 1024;
+
+/// The half that TLS reads and writes.
+#[derive(Debug)]
+pub struct TrackedStream {
+    inner: Rc<Inner>,
+    /// Bytes read since the socket was last empty or the turn ended.
+    turn: usize,
+}
+
+/// The half that reads the connection's state. The socket stays open until both halves are dropped.
+#[derive(Debug, Clone)]
+pub struct StreamObserver(Rc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    stream: RefCell<TcpStream>,
+    bytes_read: Cell<u64>,
+}
+
+/// Splits a stream into the half for I/O and the half for its state.
+pub fn track(stream: TcpStream) -> (TrackedStream, StreamObserver) {
+    let inner = Rc::new(Inner { stream: RefCell::new(stream), bytes_read: Cell::new(0) });
+    (TrackedStream { inner: Rc::clone(&inner), turn: 0 }, StreamObserver(inner))
+}
+
+impl StreamObserver {
+    /// Bytes received so far.
+    pub fn bytes_read(&self) -> u64 {
+        self.0.bytes_read.get()
+    }
+
+    /// Reads `TCP_INFO`.
+    ///
+    /// # Errors
+    /// See [`tcp_info::read`].
+    pub fn tcp_info(&self) -> io::Result<TcpInfo> {
+        tcp_info::read(&*self.0.stream.borrow())
+    }
+
+    /// See [`tcp_options::send_keepalive_probe`].
+    ///
+    /// # Errors
+    /// What the kernel returns.
+    pub fn send_keepalive_probe(&self) -> io::Result<()> {
+        tcp_options::send_keepalive_probe(&*self.0.stream.borrow())
+    }
+
+    /// See [`tcp_options::disable_keepalives`].
+    ///
+    /// # Errors
+    /// What the kernel returns.
+    pub fn disable_keepalives(&self) -> io::Result<()> {
+        tcp_options::disable_keepalives(&self.0.stream.borrow())
+    }
+
+    /// The local address of the connection.
+    ///
+    /// # Errors
+    /// What the kernel returns.
+    pub fn local_addr(&self) -> io::Result<std::net::SocketAddr> {
+        self.0.stream.borrow().local_addr()
+    }
+}
+
+impl AsRawFd for StreamObserver {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.stream.borrow().as_raw_fd()
+    }
+}
+
+impl AsyncRead for TrackedStream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if self.turn >= TURN_BYTES {
+            self.turn = 0;
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        let before = buf.filled().len();
+        // Unlike `try_read`, `poll_read` treats the socket as empty after a short read, which saves a
+        // system call.
+        let result = Pin::new(&mut *self.inner.stream.borrow_mut()).poll_read(cx, buf);
+        if result.is_pending() {
+            self.turn = 0;
+        }
+        ready!(result)?;
+        let n = buf.filled().len() - before;
+        self.turn += n;
+        self.inner.bytes_read.set(self.inner.bytes_read.get() + n as u64);
+        Poll::Ready(Ok(()))
+    }
+}
+
+delegate_async_write!(TrackedStream, |this| &mut *this.inner.stream.borrow_mut());
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    #[tokio::test]
+    async fn reading_yields_after_a_turn() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (mut peer, _) = listener.accept().await.unwrap();
+        let (mut io, observer) = track(client);
+        let sending = tokio::spawn(async move { peer.write_all(&vec![1; 1 << 20]).await });
+        // Bytes that were read without a pause.
+        let (mut turn, mut longest) = (0, 0);
+        let mut piece = vec![0; 16 << 10];
+        std::future::poll_fn(|cx| {
+            loop {
+                let mut buf = ReadBuf::new(&mut piece);
+                match Pin::new(&mut io).poll_read(cx, &mut buf) {
+                    Poll::Ready(result) => result.unwrap(),
+                    Poll::Pending => {
+                        turn = 0;
+                        return Poll::Pending;
+                    }
+                }
+                turn += buf.filled().len();
+                longest = longest.max(turn);
+                if observer.bytes_read() == 1 << 20 {
+                    return Poll::Ready(());
+                }
+            }
+        })
+        .await;
+        sending.await.unwrap().unwrap();
+        assert!((1..TURN_BYTES + (16 << 10)).contains(&longest), "{longest}");
+    }
+
+    #[tokio::test]
+    async fn track_counts_received_bytes_and_closes_after_both_halves() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (mut peer, _) = listener.accept().await.unwrap();
+        let (mut io, observer) = track(client);
+
+        peer.write_all(b"hello").await.unwrap();
+        let mut buf = [0; 5];
+        io.read_exact(&mut buf).await.unwrap();
+        assert_eq!(observer.bytes_read(), 5);
+
+        io.write_all(&[1; 1 << 10]).await.unwrap();
+        let mut got = vec![0; 1 << 10];
+        peer.read_exact(&mut got).await.unwrap();
+        assert!(observer.tcp_info().unwrap().bytes_acked >= 1);
+
+        drop(io);
+        drop(observer);
+        assert_eq!(peer.read(&mut buf).await.unwrap(), 0);
+    }
+}

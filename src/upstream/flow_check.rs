@@ -1,0 +1,53 @@
+//! Checks the flow of one upgrade until it is dead. The flows of mode `passthrough` are checked by a table.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::time::Duration;
+
+use jackstay_core::flow_health::{
+    FlowDecision, FlowHealth, FlowThresholds, IDLE_CHECK_INTERVAL, LOSSY_AFTER, LOSSY_SERVER,
+    SERVER,
+};
+use jackstay_sys::clock;
+use jackstay_sys::sockets::tracked_stream::StreamObserver;
+use tokio::time::sleep;
+
+/// Detects that the TCP flow of an upgrade is dead.
+#[derive(Debug, Clone)]
+pub struct FlowHealthCheck {
+    pub(in crate::upstream) observer: StreamObserver,
+    /// Whether the request was answered. From then on the flow is a tunnel, to which `tunnel_dead_after`
+    /// applies; before, it has the thresholds of any flow to an apiserver.
+    pub(in crate::upstream) answered: Rc<Cell<bool>>,
+    pub(in crate::upstream) tunnel_dead_after: Duration,
+}
+
+impl FlowHealthCheck {
+    /// Waits until the flow is dead; returns the reason.
+    pub async fn wait_until_dead(&self) -> &'static str {
+        let mut health = FlowHealth::new(clock::now());
+        let mut refuted = 0;
+        loop {
+            refuted += u32::from(health.take_refuted_suspicion());
+            let thresholds = match self.answered.get() {
+                true => FlowThresholds::tunnel(self.tunnel_dead_after),
+                false if refuted >= LOSSY_AFTER => LOSSY_SERVER,
+                false => SERVER,
+            };
+            let pause = match self.observer.tcp_info() {
+                // Without TCP_INFO (before Linux 4.6) there is no evidence and no verdict.
+                Err(_) => IDLE_CHECK_INTERVAL,
+                Ok(info) => match health.check(&info, &thresholds, clock::now()) {
+                    FlowDecision::Dead(death) => return death.as_str(),
+                    FlowDecision::CheckAgain { after, probe } => {
+                        if probe {
+                            let _ = self.observer.send_keepalive_probe();
+                        }
+                        after
+                    }
+                },
+            };
+            sleep(pause).await;
+        }
+    }
+}

@@ -35,8 +35,3 @@ pub mod net;
 pub mod observe;
 pub mod proxy;
 pub mod upstream;
-
-#[cfg(test)]
-#[allow(clippy::disallowed_methods)] // tests with real sockets use the real clock
-#[path = "../tests/support/wait.rs"]
-pub(crate) mod wait;

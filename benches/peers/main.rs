@@ -47,13 +47,14 @@ use std::{
 };
 
 use clap::Parser;
+use jackstay_testkit::peers::find_program;
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
     phases::{Bench, Plan},
     pki::Pki,
-    process::{Process, find_program, ticks_per_second},
+    process::{Process, ticks_per_second},
     proxies::{Environment, Layer, Proxy, Target},
     report::{Metric, Samples},
 };

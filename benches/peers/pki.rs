@@ -2,17 +2,14 @@
 //! a kubelet's subject.
 
 use std::{
-    fs,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose,
-};
+use jackstay_apiserver::pki::Subject;
 use rustls::{
-    ClientConfig, RootCertStore, ServerConfig,
+    ClientConfig, ConfigBuilder, RootCertStore, ServerConfig,
+    client::WantsClientCert,
     crypto::{CryptoProvider, aws_lc_rs},
     pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
     server::WebPkiClientVerifier,
@@ -27,10 +24,9 @@ pub const SERVER_NAME: &str = "kubernetes.default.svc";
 pub struct Pki {
     /// The CA's certificate.
     pub ca: PathBuf,
-    /// Server certificate and key in two files, and in one for `HAProxy`.
+    /// The server certificate and its key.
     pub server_cert: PathBuf,
     pub server_key: PathBuf,
-    pub server_both: PathBuf,
     /// The client certificate and its key.
     pub client_cert: PathBuf,
     pub client_key: PathBuf,
@@ -43,7 +39,6 @@ impl Pki {
             ca: dir.join("ca.crt"),
             server_cert: dir.join("server.crt"),
             server_key: dir.join("server.key"),
-            server_both: dir.join("server.pem"),
             client_cert: dir.join("client.crt"),
             client_key: dir.join("client.key"),
         }
@@ -51,34 +46,11 @@ impl Pki {
 
     /// Creates the certificates and writes the files.
     pub fn create(dir: &Path) -> Result<Self> {
-        let paths = Self::in_dir(dir);
-
-        let mut ca = CertificateParams::default();
-        ca.distinguished_name.push(DnType::CommonName, "bench CA");
-        ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        ca.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
-        let ca_key = KeyPair::generate()?;
-        fs::write(&paths.ca, ca.self_signed(&ca_key)?.pem())?;
-        let issuer = Issuer::new(ca, ca_key);
-
-        let names = ["127.0.0.1", "localhost", SERVER_NAME].map(String::from).to_vec();
-        let mut server = CertificateParams::new(names)?;
-        server.distinguished_name.push(DnType::CommonName, "kube-apiserver");
-        server.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-        let key = KeyPair::generate()?;
-        let cert = server.signed_by(&key, &issuer)?.pem();
-        fs::write(&paths.server_both, cert.clone() + &key.serialize_pem())?;
-        fs::write(&paths.server_cert, cert)?;
-        fs::write(&paths.server_key, key.serialize_pem())?;
-
-        let mut client = CertificateParams::default();
-        client.distinguished_name.push(DnType::CommonName, "system:node:bench");
-        client.distinguished_name.push(DnType::OrganizationName, "system:nodes");
-        client.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
-        let key = KeyPair::generate()?;
-        fs::write(&paths.client_cert, client.signed_by(&key, &issuer)?.pem())?;
-        fs::write(&paths.client_key, key.serialize_pem())?;
-        Ok(paths)
+        let issuer = jackstay_apiserver::pki::Pki::new("bench")?;
+        issuer.write_ca(dir)?;
+        issuer.server()?.write_to(dir, "server")?;
+        issuer.client(&Subject::node("bench"))?.write_to(dir, "client")?;
+        Ok(Self::in_dir(dir))
     }
 
     fn roots(&self) -> Result<RootCertStore> {
@@ -89,25 +61,20 @@ impl Pki {
 
     /// TLS configuration of [`crate::client`], with the kubelet's certificate.
     pub fn client_config(&self) -> Result<Arc<ClientConfig>> {
-        let mut config = ClientConfig::builder_with_provider(single_cipher_suite())
-            .with_protocol_versions(&[&rustls::version::TLS13])?
-            .with_root_certificates(self.roots()?)
-            .with_client_auth_cert(
-                vec![CertificateDer::from_pem_file(&self.client_cert)?],
-                PrivateKeyDer::from_pem_file(&self.client_key)?,
-            )?;
-        config.alpn_protocols = vec![b"h2".to_vec()];
-        Ok(Arc::new(config))
+        let certificate = CertificateDer::from_pem_file(&self.client_cert)?;
+        let key = PrivateKeyDer::from_pem_file(&self.client_key)?;
+        Ok(with_alpn(self.client()?.with_client_auth_cert(vec![certificate], key)?))
     }
 
     /// The same without a certificate.
     pub fn client_config_without_certificate(&self) -> Result<Arc<ClientConfig>> {
-        let mut config = ClientConfig::builder_with_provider(single_cipher_suite())
+        Ok(with_alpn(self.client()?.with_no_client_auth()))
+    }
+
+    fn client(&self) -> Result<ConfigBuilder<ClientConfig, WantsClientCert>> {
+        Ok(ClientConfig::builder_with_provider(single_cipher_suite())
             .with_protocol_versions(&[&rustls::version::TLS13])?
-            .with_root_certificates(self.roots()?)
-            .with_no_client_auth();
-        config.alpn_protocols = vec![b"h2".to_vec()];
-        Ok(Arc::new(config))
+            .with_root_certificates(self.roots()?))
     }
 
     /// TLS configuration of the origin: as in an apiserver, the client certificate is optional.
@@ -128,6 +95,11 @@ impl Pki {
         config.alpn_protocols = vec![b"h2".to_vec()];
         Ok(Arc::new(config))
     }
+}
+
+fn with_alpn(mut config: ClientConfig) -> Arc<ClientConfig> {
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    Arc::new(config)
 }
 
 /// Origin and clients offer only AES-128-GCM, which Go chooses on machines with AES instructions. Otherwise the proxies

@@ -114,14 +114,3 @@ pub fn ticks_per_second() -> Result<f64> {
     let out = Command::new("getconf").arg("CLK_TCK").output()?;
     Ok(String::from_utf8_lossy(&out.stdout).trim().parse()?)
 }
-
-/// The path of a program, if it exists. A bare name is searched in `PATH` and in `/usr/sbin`, where Debian installs
-/// daemons and which the `PATH` of users often lacks.
-pub fn find_program(name: &Path) -> Option<PathBuf> {
-    if name.components().count() > 1 {
-        return name.is_file().then(|| name.to_owned());
-    }
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let mut dirs = std::env::split_paths(&path).chain([PathBuf::from("/usr/sbin")]);
-    dirs.find_map(|dir| Some(dir.join(name)).filter(|file| file.is_file()))
-}

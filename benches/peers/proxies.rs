@@ -6,24 +6,20 @@ mod l7;
 
 use std::{
     fs,
-    net::{SocketAddr, TcpListener},
+    net::SocketAddr,
     path::{Path, PathBuf},
     process::Command,
     sync::Arc,
     time::Duration,
 };
 
+use jackstay_testkit::child::free_address;
+use jackstay_testkit::peers::{Peer, find_program};
 use rustls::ClientConfig;
 use tokio::time::Instant;
 
 use crate::{
-    Result,
-    client::Client,
-    instructions::callgrind_file,
-    origin,
-    pki::Pki,
-    process::{Process, find_program},
-    raw,
+    Result, client::Client, instructions::callgrind_file, origin, pki::Pki, process::Process, raw,
 };
 
 /// Timeout for the first response of a new proxy.
@@ -79,7 +75,17 @@ impl Target {
 
     /// Whether jackstay is compared with this proxy.
     fn is_peer(self) -> bool {
-        matches!(self, Self::Haproxy | Self::Nginx | Self::Envoy | Self::TlsRelay)
+        self.peer().is_some() || self == Self::TlsRelay
+    }
+
+    /// Another project's proxy.
+    fn peer(self) -> Option<Peer> {
+        match self {
+            Self::Haproxy => Some(Peer::HaProxy),
+            Self::Nginx => Some(Peer::Nginx),
+            Self::Envoy => Some(Peer::Envoy),
+            _ => None,
+        }
     }
 
     /// Turns a failure of another proxy into `None`: the proxy is skipped for the rest of the phase. A failure of
@@ -111,33 +117,23 @@ impl Target {
 
     /// The program, or the reason why the proxy is skipped.
     pub fn program(self) -> std::result::Result<PathBuf, &'static str> {
-        let found = |variable: &str, default: PathBuf| {
-            let file = std::env::var_os(variable).map_or(default, PathBuf::from);
-            find_program(&file)
+        let found = |variable: &str, default: &str| {
+            let file = std::env::var_os(variable).unwrap_or_else(|| default.into());
+            find_program(Path::new(&file))
         };
+        if let Some(peer) = self.peer() {
+            return peer.program().ok_or("not installed: run benches/setup");
+        }
         match self {
-            Self::Direct => Err("not a program"),
-            Self::Haproxy => found("HAPROXY_BIN", "haproxy".into())
-                .ok_or("not installed: run benches/setup or set HAPROXY_BIN"),
-            Self::Nginx => found("NGINX_BIN", "nginx".into())
-                .ok_or("not installed: run benches/setup or set NGINX_BIN"),
-            Self::Envoy => found("ENVOY_BIN", cache_dir().join("envoy"))
-                .ok_or("not installed: run benches/setup or set ENVOY_BIN"),
-            Self::Before => found("JACKSTAY_BENCH_BEFORE", PathBuf::new())
-                .ok_or("JACKSTAY_BENCH_BEFORE is not a file"),
-            Self::Jackstay | Self::Counted => {
-                found("JACKSTAY_BIN", env!("CARGO_BIN_EXE_jackstay").into())
-                    .ok_or("JACKSTAY_BIN is not a file")
+            Self::Direct | Self::Haproxy | Self::Nginx | Self::Envoy => Err("not a program"),
+            Self::Before => {
+                found("JACKSTAY_BENCH_BEFORE", "").ok_or("JACKSTAY_BENCH_BEFORE is not a file")
             }
+            Self::Jackstay | Self::Counted => found("JACKSTAY_BIN", env!("CARGO_BIN_EXE_jackstay"))
+                .ok_or("JACKSTAY_BIN is not a file"),
             Self::TlsRelay => std::env::current_exe().map_err(|_| "this program has no path"),
         }
     }
-}
-
-/// Directory in which `benches/setup` installs Envoy.
-fn cache_dir() -> PathBuf {
-    let home = || PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache");
-    std::env::var_os("XDG_CACHE_HOME").map_or_else(home, PathBuf::from).join("jackstay/bench")
 }
 
 /// A running proxy.
@@ -175,7 +171,7 @@ impl Environment<'_> {
         layer: Layer,
         pause: Duration,
     ) -> Result<Proxy> {
-        let address = free_address()?;
+        let address = free_address();
         let file = |name: &str| self.dir.join(format!("{}.{layer:?}.{name}", target.name()));
         // A new copy of the program is entirely in the page cache. If the kernel has evicted a part of a file, it maps
         // fewer pages around each page fault, which changes the resident memory of the same binary by up to 1.4 MiB.
@@ -188,46 +184,48 @@ impl Environment<'_> {
                 return Err("no such proxy".into());
             }
             (Target::TlsRelay, Layer::L7) => (file("conf"), String::new()), // it has arguments only
-            (Target::Haproxy, Layer::L7) => (file("cfg"), self.haproxy_l7(address)),
-            (Target::Envoy, Layer::L7) => (file("yaml"), self.envoy_l7(address)),
+            (Target::Haproxy, Layer::L7) => (file("cfg"), self.peer_l7(Peer::HaProxy, address)),
+            (Target::Envoy, Layer::L7) => (file("yaml"), self.peer_l7(Peer::Envoy, address)),
             (Target::Before | Target::Jackstay, Layer::L7) => {
-                (file("yaml"), self.jackstay_l7(address, free_address()?))
+                (file("yaml"), self.jackstay_l7(address, free_address()))
             }
             (Target::Counted, Layer::L7) => {
-                let config = self.jackstay_l7(address, free_address()?) + NO_SANDBOX;
+                let config = self.jackstay_l7(address, free_address()) + NO_SANDBOX;
                 (file("yaml"), config)
             }
             (Target::Haproxy, Layer::L4) => (file("cfg"), self.haproxy_l4(address)),
             (Target::Nginx, Layer::L4) => (file("conf"), self.nginx_l4(address)),
             (Target::Envoy, Layer::L4) => (file("yaml"), self.envoy_l4(address)),
             (Target::Before | Target::Jackstay, Layer::L4) => {
-                (file("yaml"), self.jackstay_l4(address, free_address()?))
+                (file("yaml"), self.jackstay_l4(address, free_address()))
             }
         };
         fs::write(&config, text)?;
 
-        let mut command = match target {
+        let command = match target {
             Target::Counted => {
                 let out = callgrind_file(self.dir, "%p");
                 let mut command = Command::new("valgrind");
                 command.arg("--tool=callgrind");
                 command.arg(format!("--callgrind-out-file={}", out.display())).arg(program);
+                command.args(["run", "--config"]).arg(&config);
                 command
             }
-            _ => Command::new(program),
-        };
-        match target {
-            // A single process in the foreground, whose pid is measured and killed.
-            Target::Haproxy => command.arg("-db").arg("-f").arg(&config),
-            Target::Nginx => command.arg("-c").arg(&config),
-            Target::Envoy => command
-                .args(["--concurrency", "1", "--disable-hot-restart", "-l", "warn", "-c"])
-                .arg(&config),
-            Target::TlsRelay => command
-                .arg("tls-relay")
-                .arg(self.dir)
-                .args([address.to_string(), self.origin.to_string()]),
-            _ => command.args(["run", "--config"]).arg(&config),
+            Target::TlsRelay => {
+                let mut command = Command::new(program);
+                let addresses = [address.to_string(), self.origin.to_string()];
+                command.arg("tls-relay").arg(self.dir).args(addresses);
+                command
+            }
+            _ => {
+                let jackstay = || {
+                    let mut command = Command::new(&program);
+                    command.args(["run", "--config"]).arg(&config);
+                    command
+                };
+                // A single process in the foreground, whose pid is measured and killed.
+                target.peer().map_or_else(jackstay, |peer| peer.command(&program, &config))
+            }
         };
         let start = Instant::now();
         let mut process = Process::start(command, &file("log"))?;
@@ -260,9 +258,4 @@ impl Environment<'_> {
         Client::connect(address, self.tls).await?.get(origin::OBJECT).await?;
         Ok(())
     }
-}
-
-/// A free port. If another process takes it first, the proxy fails to start with an error.
-fn free_address() -> Result<SocketAddr> {
-    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?)
 }

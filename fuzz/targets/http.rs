@@ -8,8 +8,7 @@ use std::time::Duration;
 
 use ::http::{HeaderMap, HeaderName, HeaderValue, Request, Version};
 use jackstay::net::frame_limiter::FrameLimiter;
-use jackstay::net::http2_frames::{FrameHeader, FrameScanner};
-
+use jackstay_core::http2_frames::{FrameHeader, FrameScanner};
 use jackstay_core::request::hygiene::{
     ForwardedFor, check_request, check_size, downstream_headers, is_hop_by_hop, upstream_headers,
     upstream_trailers,

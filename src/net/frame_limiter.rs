@@ -26,7 +26,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use self::budgets::{Budgets, Peer};
 use self::header_block::HeaderBlock;
-use super::http2_frames::{
+use jackstay_core::http2_frames::{
     ACK, CLIENT_PREFACE_LENGTH, FrameHeader, FrameScanner, enhance_your_calm, frame_type,
 };
 
@@ -248,8 +248,8 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
     use tokio::time::sleep;
 
-    use super::super::http2_frames::{END_HEADERS, END_STREAM};
     use super::*;
+    use jackstay_core::http2_frames::{END_HEADERS, END_STREAM};
 
     /// The limiter behind a client that has sent its preface, and the client.
     async fn connected() -> (FrameLimiter<DuplexStream>, PeerFrames, DuplexStream) {

@@ -183,15 +183,13 @@ fn calls_sleep(text: &str) -> bool {
 }
 
 /// A fixed wait is too short on a slow machine and too long on a fast one, so tests wait for conditions
-/// (`tests/support/wait.rs`) or run on a paused clock.
+/// (`jackstay_testkit::wait`) or run on a paused clock.
 #[test]
 fn tests_do_not_wait_for_a_fixed_time() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
     let mut wrong: Vec<_> = files(&root)
         .into_iter()
-        .filter(|path| {
-            !path.starts_with(root.join("support")) && !path.ends_with("architecture/main.rs")
-        })
+        .filter(|path| !path.ends_with("architecture/main.rs"))
         .filter(|path| calls_sleep(&fs::read_to_string(path).unwrap()))
         .collect();
     for (_, path, text) in sources() {
@@ -202,7 +200,7 @@ fn tests_do_not_wait_for_a_fixed_time() {
             wrong.push(path);
         }
     }
-    assert_eq!(wrong, [""; 0].map(PathBuf::from), "use tests/support/wait.rs");
+    assert_eq!(wrong, [""; 0].map(PathBuf::from), "use jackstay_testkit::wait");
 }
 
 /// Only tests with real sockets or threads may run in real time. All other tests pause the clock.

@@ -10,12 +10,11 @@
 
 use crate::support::child::{KillOnDrop, free_address};
 use crate::support::figures::check_figure;
-use crate::support::{CONFIGMAPS, Certs, PATIENCE, pause, until, wait};
+use crate::support::{CONFIGMAPS, Certs, PATIENCE, pages, pause, until, wait};
 use jackstay::config::{Config, EndpointAddress};
 use jackstay_apiserver as apiserver;
 use jackstay_apiserver::cluster::Cluster;
 use jackstay_apiserver::{ApiServerHandle, Options};
-use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpStream, UdpSocket};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -209,12 +208,7 @@ fn start_without_dns_ipv6_and_disk_listens_immediately() {
         });
         times.push(start.elapsed());
 
-        let mut stream = TcpStream::connect(admin).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-        write!(stream, "GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            .unwrap();
-        let mut ready = String::new();
-        stream.read_to_string(&mut ready).unwrap();
+        let ready = pages::get_blocking(admin, "/readyz").unwrap();
         assert!(ready.starts_with("HTTP/1.1 503"), "{ready}");
         let sources = ["file", "dns", "slices"].map(|name| format!("source control-plane/{name}"));
         for failed in sources.iter().map(String::as_str).chain(["upstream control-plane"]) {

@@ -13,12 +13,11 @@ use jackstay_apiserver::cluster::Cluster;
 use jackstay_apiserver::identity::User;
 use rustls::ClientConfig;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
 use crate::raw::connect_h2;
 use crate::support::http2::{PING, frame, parse};
-use crate::support::{CONFIGMAPS, config_map, pause};
+use crate::support::{CONFIGMAPS, config_map, pages, pause};
 
 /// A request that takes longer has failed.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -246,16 +245,7 @@ fn ok(reply: io::Result<Reply>) -> Result<(), String> {
 
 /// Asks `/livez` over HTTP/1.1.
 async fn probe(admin: SocketAddr) -> Result<(), String> {
-    let attempt = async {
-        let mut stream = TcpStream::connect(admin).await?;
-        stream
-            .write_all(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            .await?;
-        let mut page = String::new();
-        stream.read_to_string(&mut page).await?;
-        io::Result::Ok(page)
-    };
-    let page = attempt.await.map_err(|error| error.to_string())?;
+    let page = pages::get(admin, "/livez").await.map_err(|error| error.to_string())?;
     if page.starts_with("HTTP/1.1 200 ") { Ok(()) } else { Err(page) }
 }
 

@@ -5,13 +5,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use rustls::ClientConfig;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::pki_types::ServerName;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use crate::support::http2::{PREFACE, headers, settings};
+use crate::support::tls::{self, ChainAndKey, Trust};
 
 pub type Tls = TlsStream<TcpStream>;
 
@@ -24,23 +25,8 @@ pub fn get(stream: u32, path: &str, more: &[(&str, &str)]) -> Vec<u8> {
 }
 
 /// TLS settings of an attacker, which accepts any server.
-pub fn tls_config(
-    alpn: &str,
-    chain: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
-) -> Arc<ClientConfig> {
-    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let builder = ClientConfig::builder_with_provider(Arc::clone(&provider))
-        .with_safe_default_protocol_versions()
-        .unwrap()
-        .dangerous()
-        .with_custom_certificate_verifier(Arc::new(AnyServer(provider)));
-    let mut config = match chain {
-        Some((chain, key)) => builder.with_client_auth_cert(chain, key).unwrap(),
-        None => builder.with_no_client_auth(),
-    };
-    config.alpn_protocols = vec![alpn.as_bytes().to_vec()];
-    config.resumption = rustls::client::Resumption::disabled();
-    Arc::new(config)
+pub fn tls_config(alpn: &str, chain: Option<ChainAndKey>) -> Arc<ClientConfig> {
+    tls::client(Trust::Any, chain, alpn)
 }
 
 pub async fn connect_tls(server: SocketAddr, config: &Arc<ClientConfig>) -> io::Result<Tls> {
@@ -65,42 +51,4 @@ pub async fn connect_h2(
 pub async fn drain(mut stream: impl tokio::io::AsyncRead + Unpin) {
     let mut buffer = vec![0; 65_536];
     while matches!(stream.read(&mut buffer).await, Ok(1..)) {}
-}
-
-#[derive(Debug)]
-struct AnyServer(Arc<rustls::crypto::CryptoProvider>);
-
-impl rustls::client::danger::ServerCertVerifier for AnyServer {
-    fn verify_server_cert(
-        &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: rustls::pki_types::UnixTime,
-    ) -> Result<rustls::client::danger::ServerCertVerified, rustls::Error> {
-        Ok(rustls::client::danger::ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &rustls::DigitallySignedStruct,
-    ) -> Result<rustls::client::danger::HandshakeSignatureValid, rustls::Error> {
-        Ok(rustls::client::danger::HandshakeSignatureValid::assertion())
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &rustls::DigitallySignedStruct,
-    ) -> Result<rustls::client::danger::HandshakeSignatureValid, rustls::Error> {
-        Ok(rustls::client::danger::HandshakeSignatureValid::assertion())
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<rustls::SignatureScheme> {
-        self.0.signature_verification_algorithms.supported_schemes()
-    }
 }

@@ -16,7 +16,7 @@ use jackstay_apiserver::kinds::CONFIG_MAPS;
 use crate::attacks::Attack;
 use crate::cgroup::MemoryCgroup;
 use crate::identity_client::{IdentityClient, Report, Settings};
-use crate::peers::Peer;
+use crate::peers;
 use crate::raw::tls_config;
 use crate::socket_memory::socket_memory;
 use crate::support::child::{KillOnDrop, Process, free_address};
@@ -111,8 +111,9 @@ impl Rig {
         }
         cluster.create_config_map("lease");
         let server = free_address();
-        let (proxy, passthrough, admin) = if let Some(peer) = Peer::from_env() {
-            let command = peer.command(cluster.certs.path(), server, &cluster.addresses());
+        let (proxy, passthrough, admin) = if let Some(peer) = peers::from_env() {
+            let (dir, servers) = (cluster.certs.path(), cluster.addresses());
+            let command = peers::command(peer, dir, server, &servers);
             (command, server, None)
         } else {
             let (passthrough, admin) = (free_address(), free_address());

@@ -2,7 +2,9 @@
 
 use crate::peer::{ProbedServer, exchange, setup, setup_with, wait_flows};
 use crate::support::child::{Process, first_address};
-use crate::support::{Certs, PATIENCE, passthrough_mode, pause, soon, until, without_suspicion};
+use crate::support::{
+    Certs, PATIENCE, pages, passthrough_mode, pause, soon, until, without_suspicion,
+};
 use jackstay::config::{MemoryLimit, Route};
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -176,13 +178,7 @@ async fn connection_without_a_descriptor_is_reset_and_other_flows_continue() {
     let (mut proxy, _dir) = start_with_descriptors(server.address, 110);
     let admin = first_address(&proxy.wait_output("the admin endpoint listens").await);
     let listener = first_address(&proxy.wait_output("listening").await);
-    let page = async |path: &str| {
-        let mut stream = TcpStream::connect(admin).await.unwrap();
-        stream.write_all(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes()).await.unwrap();
-        let mut page = String::new();
-        soon("a page", stream.read_to_string(&mut page)).await.unwrap();
-        page
-    };
+    let page = async |path: &str| pages::get(admin, path).await.unwrap();
     until("jackstay is ready", async || page("/readyz").await.contains("check passed")).await;
     assert!(proxy.output().contains("too few open files are allowed"), "{}", proxy.output());
     let mut flows = Vec::new();

@@ -3,7 +3,8 @@
 use crate::support::child::{PROCESS_TIMEOUT, Process, first_address};
 use crate::support::wait::until_within;
 use crate::support::{
-    CONFIGMAPS, PATIENCE, TestCluster, passthrough_config, pause, start_relays, until, write_config,
+    CONFIGMAPS, PATIENCE, TestCluster, pages, passthrough_config, pause, start_relays, until,
+    write_config,
 };
 use http::Method;
 use jackstay::config::{Config, EndpointAddress};
@@ -12,8 +13,6 @@ use jackstay_apiserver::faulty_relay::FaultyRelay;
 use std::net::SocketAddr;
 use std::process::Command;
 use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 
 /// Number of open watches.
 const WATCHES: usize = 12;
@@ -94,20 +93,11 @@ async fn start(change: impl FnOnce(&mut Config)) -> (Process, TestCluster, Socke
     let admin = first_address(&process.wait_output("the admin endpoint listens").await);
     let address = first_address(&process.wait_output("\"apiserver\"").await);
     let all_ready = async || {
-        let status = status(admin).await;
+        let status = pages::get(admin, "/status").await.unwrap();
         status.matches(r#""state": "ready""#).count() == 3
     };
     until("all endpoints are ready", all_ready).await;
     (process, cluster, address)
-}
-
-/// The body of `/status`, with its head.
-async fn status(admin: SocketAddr) -> String {
-    let mut stream = TcpStream::connect(admin).await.unwrap();
-    stream.write_all(b"GET /status HTTP/1.0\r\n\r\n").await.unwrap();
-    let mut page = String::new();
-    stream.read_to_string(&mut page).await.unwrap();
-    page
 }
 
 /// The warnings and errors in the log after byte `start`.

@@ -1,5 +1,6 @@
 //! `jackstay kubeconfig`: the files that it reads and writes, and its output.
 
+use crate::support::tls::{self, Trust};
 use crate::support::wait;
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -22,7 +23,6 @@ use jackstay::cli::check::check_files;
 use jackstay::config::{CertPaths, Overrides, load};
 use jackstay::net::tls::certificate::Validity;
 use jackstay::net::tls::local_ca::LocalCa;
-use jackstay::net::tls::no_server_verification::NoServerVerification;
 use jackstay::net::tls::pem_files::{load_cert, valid_certificates};
 use jackstay_apiserver as apiserver;
 use jackstay_apiserver::client::{Client, Credentials};
@@ -1186,16 +1186,9 @@ fn kubeconfig_renewed_certificate_is_served_to_the_written_kubeconfig() {
 
 /// The certificate that a TLS server presents.
 fn served_certificate(server: SocketAddr) -> CertificateDer<'static> {
-    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let verifier = Arc::new(NoServerVerification::new(&provider));
-    let config = rustls::ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .unwrap()
-        .dangerous()
-        .with_custom_certificate_verifier(verifier)
-        .with_no_client_auth();
+    let config = tls::client(Trust::Any, None, "h2");
     let name = "localhost".try_into().unwrap();
-    let mut tls = rustls::ClientConnection::new(Arc::new(config), name).unwrap();
+    let mut tls = rustls::ClientConnection::new(config, name).unwrap();
     let mut stream = TcpStream::connect(server).unwrap();
     while tls.is_handshaking() {
         tls.complete_io(&mut stream).unwrap();

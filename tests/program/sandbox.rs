@@ -8,7 +8,7 @@ use std::process::Command;
 
 use crate::support::child::{Process, first_address};
 use crate::support::{
-    CONFIGMAPS, TestCluster, replace_symlink, soon, terminate_mode, until, write_config,
+    CONFIGMAPS, TestCluster, pages, replace_symlink, terminate_mode, until, write_config,
 };
 use jackstay::config::{CertPaths, Config, Seccomp, Switch};
 use jackstay_apiserver::client::Client;
@@ -184,19 +184,10 @@ async fn process_of_another_user_is_dumpable_only_if_configured() {
         assert_eq!(std::fs::metadata(environ).unwrap().uid(), owner, "not_dumpable {switch}");
         // Its own files in /proc stay readable.
         let admin = first_address(&process.wait_output("the admin endpoint listens").await);
-        let metrics = metrics(admin).await;
+        let metrics = pages::get(admin, "/metrics").await.unwrap();
         assert!(metrics.contains("\nprocess_open_fds "), "{metrics}");
         assert!(metrics.contains("\nprocess_resident_memory_bytes "), "{metrics}");
     }
-}
-
-async fn metrics(admin: SocketAddr) -> String {
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    let mut stream = tokio::net::TcpStream::connect(admin).await.unwrap();
-    stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").await.unwrap();
-    let mut page = String::new();
-    soon("the metrics", stream.read_to_string(&mut page)).await.unwrap();
-    page
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -9,15 +9,13 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
 use crate::support::child::KillOnDrop;
-use crate::support::{CONFIGMAPS, PATIENCE, TestCluster, until};
+use crate::support::{CONFIGMAPS, PATIENCE, TestCluster, pages, until};
 use base64::Engine as _;
 use base64::engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD};
 use http::Method;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::identity::User;
 use serde_json::json;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 
 const BEARER: &str = "hunter2-bearer-AbCdEf0123456789";
 const WRONG_BEARER: &str = "hunter2-wrong-AbCdEf0123456789";
@@ -98,16 +96,6 @@ impl Running {
         self.child.wait().expect("it ends");
         std::mem::take(&mut self.output)
     }
-}
-
-/// The response of the admin endpoint, with its head.
-async fn page(admin: SocketAddr, path: &str) -> String {
-    let mut stream = TcpStream::connect(admin).await.expect("it listens");
-    let request = format!("GET {path} HTTP/1.0\r\n\r\n");
-    stream.write_all(request.as_bytes()).await.expect("it reads");
-    let mut response = String::new();
-    stream.read_to_string(&mut response).await.expect("it responds");
-    response
 }
 
 /// The encodings in which a secret might appear.
@@ -235,7 +223,7 @@ async fn assert_no_secret_leaks(format: &str) {
     let mut running = Running::start(&path);
     let admin = running.address("the admin endpoint listens");
     let listener = running.address("\"apiserver\"");
-    let contains = async |path, text: &str| page(admin, path).await.contains(text);
+    let contains = async |path, text: &str| pages::get(admin, path).await.unwrap().contains(text);
     until("it is ready", async || contains("/readyz", "readyz check passed").await).await;
     until("discovery is refused", async || contains("/events", "401").await).await;
     send_secrets(&world, listener).await;
@@ -243,7 +231,7 @@ async fn assert_no_secret_leaks(format: &str) {
     let mut output = String::new();
     for path in ["/", "/status", "/config", "/metrics", "/events", "/history", "/readyz", "/livez"]
     {
-        let text = page(admin, path).await;
+        let text = pages::get(admin, path).await.unwrap();
         assert!(text.len() > 100 || path == "/livez", "{path}: {text}");
         output.push_str(&text);
     }

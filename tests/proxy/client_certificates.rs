@@ -31,7 +31,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::task::{JoinHandle, JoinSet, LocalSet};
 use tokio_rustls::TlsConnector;
 
-use crate::support::wire::{self, ChainAndKey, Wire};
+use crate::support::tls::ChainAndKey;
+use crate::support::wire::{self, Wire};
 use crate::support::{
     CONFIGMAPS, Certs, PATIENCE, Proxy, TestCluster, config_map, long_form, pause, read_body,
     replace_symlink, soon, terminate_mode, until, without_suspicion,

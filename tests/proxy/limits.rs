@@ -6,7 +6,7 @@ use crate::support::http2::{
     CANCEL, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, INITIAL_WINDOW_SIZE, PING,
     REFUSED_STREAM, RST_STREAM, SETTINGS, WINDOW_UPDATE, field_block, frame, settings,
 };
-use crate::support::wire::{self, Wire};
+use crate::support::wire::Wire;
 use crate::support::{
     CONFIGMAPS, Certs, PATIENCE, Proxy, TestCluster, config_map, join_all, pause, soon,
     terminate_mode, until,
@@ -77,7 +77,7 @@ async fn streams_above_the_limit_get_refused_stream() {
     let cluster = TestCluster::new(1);
     let proxy =
         cluster.start_with(|config| terminate_mode(config).limits.requests.max_streams = 5).await;
-    let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
+    let mut stream = proxy.wire(&cluster.certs, "h2").await;
     let mut bytes = [PREFACE, &settings(&[])].concat();
     for n in 0..8 {
         bytes.extend(request(2 * n + 1, "GET", &format!("{CONFIGMAPS}?watch=1"), true, &[]));
@@ -103,7 +103,7 @@ async fn request_whose_body_contradicts_content_length_is_reset() {
     let proxy = cluster.start().await;
     let object = config_map("too-long", "1").to_string();
     for declared in [object.len() - 5, object.len() + 5] {
-        let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
+        let mut stream = proxy.wire(&cluster.certs, "h2").await;
         let length = declared.to_string();
         let headers = [("content-type", "application/json"), ("content-length", length.as_str())];
         let bytes = [
@@ -148,7 +148,7 @@ async fn malformed_request_ends_only_its_own_connection() {
     for garbage in
         [&b"longer than a connection preface, but not a preface at all\r\n\r\n"[..], PREFACE]
     {
-        let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
+        let mut stream = proxy.wire(&cluster.certs, "h2").await;
         let bytes = [garbage, &frame(DATA, 0, 0, b"x"), &frame(SETTINGS, 0, 1, b"x")].concat();
         let _ = stream.write_all(&bytes).await;
         let end = read_until(&mut stream, |_, _, _| false);
@@ -164,7 +164,7 @@ async fn malformed_request_ends_only_its_own_connection() {
         "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         "\0\r\n\r\n",
     ] {
-        let mut stream = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
+        let mut stream = proxy.wire(&cluster.certs, "http/1.1").await;
         stream.write_all(garbage.as_bytes()).await.unwrap();
         let mut response = vec![0; 4096];
         let size = soon(garbage, stream.read(&mut response)).await.unwrap_or(0);
@@ -343,7 +343,7 @@ async fn connection_without_a_request_is_closed_at_the_header_timeout() {
         ("half a header block", "h2", [PREFACE, &settings(&[]), &half_head].concat()),
     ];
     let incomplete = incomplete.map(async |(sent, alpn, bytes)| {
-        let mut stream = wire::connect(&proxy, &cluster.certs, alpn).await;
+        let mut stream = proxy.wire(&cluster.certs, alpn).await;
         stream.write_all(&bytes).await.unwrap();
         let mut rest = Vec::new();
         let _ = soon(sent, stream.read_to_end(&mut rest)).await;
@@ -368,7 +368,7 @@ async fn idle_http1_connection_outlasts_the_header_timeout_until_a_head_begins()
     let proxy = cluster
         .start_with(|config| terminate_mode(config).limits.requests.header_timeout = limit)
         .await;
-    let mut stream = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
+    let mut stream = proxy.wire(&cluster.certs, "http/1.1").await;
     for idle in [limit * 2, Duration::ZERO] {
         stream.write_all(b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n").await.unwrap();
         let mut response = Vec::new();
@@ -405,7 +405,7 @@ async fn connection_without_a_request_stays_open_while_the_client_sends_pings() 
 /// Sends PINGs for `time`, and then a request. If jackstay closes the connection before, the error is the
 /// longest time between two PONGs.
 async fn request_after_pings(proxy: &Proxy, certs: &Certs, time: Duration) -> Result<(), Duration> {
-    let mut stream = wire::connect(proxy, certs, "h2").await;
+    let mut stream = proxy.wire(certs, "h2").await;
     let start = Instant::now();
     stream.write_all(&[PREFACE, &settings(&[])].concat()).await.unwrap();
     let (mut last, mut longest) = (start, Duration::ZERO);
@@ -459,7 +459,7 @@ fn short_stall_timeout(config: &mut Config) {
 async fn client_that_reads_nothing_is_disconnected_at_the_stall_timeout() {
     let cluster = TestCluster::new(1);
     let proxy = cluster.start_with(short_stall_timeout).await;
-    let mut stream = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
+    let mut stream = proxy.wire(&cluster.certs, "http/1.1").await;
     // The response is larger than all buffers on the path together.
     let request = b"GET /bytes?size=100000000 HTTP/1.1\r\nHost: a\r\n\r\n";
     stream.write_all(request).await.unwrap();
@@ -475,7 +475,7 @@ async fn client_that_reads_nothing_is_disconnected_at_the_stall_timeout() {
 async fn stream_without_a_window_is_reset_at_the_stall_timeout_and_others_continue() {
     let cluster = TestCluster::new(1);
     let proxy = cluster.start_with(short_stall_timeout).await;
-    let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
+    let mut stream = proxy.wire(&cluster.certs, "h2").await;
     let path = cluster.watch_path();
     let window = |id: u32| frame(WINDOW_UPDATE, 0, id, &(1u32 << 20).to_be_bytes());
     let bytes = [
@@ -523,7 +523,7 @@ async fn endless_stream_errors_end_the_connection() {
     let cluster = TestCluster::new(1);
     let proxy = cluster.start().await;
     let other_client = proxy.client().await;
-    let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
+    let mut stream = proxy.wire(&cluster.certs, "h2").await;
     let mut bytes = [PREFACE, &settings(&[])].concat();
     for n in 0..1_200 {
         bytes.extend(request(2 * n + 1, "GET", CONFIGMAPS, true, &[("connection", "close")]));

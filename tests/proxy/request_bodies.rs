@@ -3,7 +3,7 @@
 
 use crate::scripted_peer::{Action, Peers, Reply, Request as SeenRequest};
 use crate::support::http2::{CANCEL, DATA, END_STREAM, frame};
-use crate::support::wire::{self, Wire};
+use crate::support::wire::Wire;
 use crate::support::{
     CONFIGMAPS, Certs, TestCluster, config_map, read_body, refusing_address, soon, until,
     without_suspicion,
@@ -91,7 +91,7 @@ async fn http1_body_of_undeclared_length_arrives_complete() {
             .unwrap();
         // Each request has its own connection, because a server that responds before the end of the body closes
         // the connection.
-        let stream = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
+        let stream = proxy.wire(&cluster.certs, "http/1.1").await;
         let connected = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
         let (mut sender, connection) = connected.unwrap();
         tokio::spawn(connection);
@@ -126,7 +126,7 @@ async fn http1_chunked_body_is_accepted_with_every_method() {
         (Method::POST, CONFIGMAPS, chunks(&traced, 9, "") + trailers, 201),
         (Method::DELETE, &item, chunks("{}", 2, "") + LAST, 200),
     ] {
-        let mut wire = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
+        let mut wire = proxy.wire(&cluster.certs, "http/1.1").await;
         wire.write_all(chunked_request(&method, path, &body).as_bytes()).await.unwrap();
         let response = response(&mut wire).await;
         assert!(
@@ -149,7 +149,7 @@ async fn http1_chunked_body_that_is_truncated_is_reset_upstream() {
         for (method, abort) in [(Method::POST, true), (Method::POST, false), (Method::GET, true)] {
             let name = format!("{method} {body:?}, without close_notify: {abort}");
             peers.set_actions([Action::after_body(Action::Answer(Reply::ok("{}")))]);
-            let mut wire = wire::connect(&proxy, &peers.certs, "http/1.1").await;
+            let mut wire = proxy.wire(&peers.certs, "http/1.1").await;
             wire.write_all(chunked_request(&method, CONFIGMAPS, body).as_bytes()).await.unwrap();
             until(&name, async || peers.requests().len() == 1).await;
             if abort {
@@ -176,7 +176,7 @@ async fn http1_chunked_body_that_a_drain_interrupts_is_not_completed() {
     let drain = Duration::from_millis(50);
     let proxy = peers.start_proxy(|config| config.shutdown.drain_timeout = drain).await;
     peers.set_actions([Action::Hang]);
-    let mut wire = wire::connect(&proxy, &peers.certs, "http/1.1").await;
+    let mut wire = proxy.wire(&peers.certs, "http/1.1").await;
     let request = chunked_request(&Method::POST, CONFIGMAPS, "5\r\nhello\r\n");
     wire.write_all(request.as_bytes()).await.unwrap();
     until("the request is sent", async || peers.requests().len() == 1).await;
@@ -210,7 +210,7 @@ async fn http1_expect_gets_100_before_the_apiserver_has_the_body() {
     let cluster = TestCluster::new(1);
     let proxy = cluster.start().await;
     let object = config_map("expected", "1").to_string();
-    let mut wire = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
+    let mut wire = proxy.wire(&cluster.certs, "http/1.1").await;
     wire.write_all(expecting_head(CONFIGMAPS, object.len()).as_bytes()).await.unwrap();
     assert_eq!(head(&mut wire).await, "HTTP/1.1 100 Continue\r\n\r\n");
     wire.write_all(object.as_bytes()).await.unwrap();
@@ -223,7 +223,7 @@ async fn http1_expect_gets_100_before_the_apiserver_has_the_body() {
 async fn http1_expect_gets_the_error_when_no_upstream_stream_opens() {
     let certs = Certs::new();
     let proxy = certs.start(certs.config(&[refusing_address()]));
-    let mut wire = wire::connect(&proxy, &certs, "http/1.1").await;
+    let mut wire = proxy.wire(&certs, "http/1.1").await;
     wire.write_all(expecting_head(CONFIGMAPS, 1000).as_bytes()).await.unwrap();
     let head = head(&mut wire).await;
     assert!(head.starts_with("HTTP/1.1 503 "), "{head}");
@@ -275,7 +275,7 @@ async fn http1_connection_survives_a_response_before_a_short_body() {
                 rest
             });
             peers.set_actions([rejection, Action::Answer(Reply::ok("{}"))]);
-            let mut wire = wire::connect(&proxy, &peers.certs, "http/1.1").await;
+            let mut wire = proxy.wire(&peers.certs, "http/1.1").await;
             let write = format!("POST {CONFIGMAPS} HTTP/1.1\r\nHost: a\r\n{header}\r\n\r\n");
             wire.write_all(write.as_bytes()).await.unwrap();
             let rejected = head(&mut wire).await;
@@ -305,7 +305,7 @@ async fn http1_connection_closes_if_the_rest_of_a_short_body_does_not_come() {
     let peers = Peers::start(1);
     let proxy = peers.start_proxy(without_suspicion).await;
     peers.set_actions([Action::Answer(Reply::status("403", "Forbidden"))]);
-    let mut wire = wire::connect(&proxy, &peers.certs, "http/1.1").await;
+    let mut wire = proxy.wire(&peers.certs, "http/1.1").await;
     let write = format!("POST {CONFIGMAPS} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n1234");
     let start = Instant::now();
     wire.write_all(write.as_bytes()).await.unwrap();

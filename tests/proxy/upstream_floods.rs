@@ -11,15 +11,13 @@ use crate::support::http2::{
     CANCEL, CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, INITIAL_WINDOW_SIZE, NO_ERROR,
     PING, WINDOW_UPDATE, field_block, frame, goaway, reset, settings,
 };
-use crate::support::{CONFIGMAPS, PATIENCE, soon, until, wait};
+use crate::support::{CONFIGMAPS, PATIENCE, pages, soon, until, wait};
 use http::Method;
 use jackstay_apiserver::client::Client;
 use std::net::SocketAddr;
 use std::process::Command;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 
 /// How often each flood is repeated.
 const ROUNDS: usize = 2;
@@ -181,13 +179,7 @@ listeners:
     }
 
     async fn page(&self, path: &str) -> std::io::Result<String> {
-        let mut stream = TcpStream::connect(self.admin).await?;
-        let request =
-            format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).await?;
-        let mut page = String::new();
-        stream.read_to_string(&mut page).await?;
-        Ok(page)
+        pages::get(self.admin, path).await
     }
 
     /// The number of connections that were closed because of too many of these frames.

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::support::Certs;
 use crate::support::child::{Process, free_address};
-use crate::support::wait;
+use crate::support::{pages, wait};
 
 /// Long enough for a proxy to start on a slow machine.
 pub const START: Duration = Duration::from_secs(30);
@@ -45,7 +45,7 @@ impl Jackstay {
         let mut process = Process::spawn(command);
         wait::until_ok_blocking(START, "jackstay is ready", || {
             assert!(process.is_running(), "{}", process.output());
-            let page = get(admin, "/readyz").unwrap_or_default();
+            let page = pages::get_blocking(admin, "/readyz").unwrap_or_default();
             let ready = page.starts_with("HTTP/1.1 200");
             ready.then_some(()).ok_or_else(|| format!("{page}\n{}", process.output()))
         });
@@ -111,15 +111,4 @@ listeners:
         key_file: {dir}/admin.key
 "#
     )
-}
-
-/// A page over HTTP/1.1.
-fn get(address: SocketAddr, path: &str) -> Option<String> {
-    use std::io::{Read, Write};
-    let mut stream = std::net::TcpStream::connect(address).ok()?;
-    stream.set_read_timeout(Some(Duration::from_secs(1))).ok()?;
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").ok()?;
-    let mut page = String::new();
-    stream.read_to_string(&mut page).ok()?;
-    Some(page)
 }

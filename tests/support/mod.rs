@@ -2,19 +2,14 @@
 
 #![allow(dead_code)] // each test crate uses a part
 
-pub mod child;
-pub mod figures;
-pub mod http2;
-pub mod netns;
-pub mod stopwatch;
-pub mod wait;
-pub mod watch_recorder;
-pub mod wire;
-
 #[allow(unused_imports)] // each test crate uses a part
 pub use futures_util::future::join_all;
 #[allow(unused_imports)] // each test crate uses a part
-pub use wait::{PATIENCE, pause, soon, until};
+pub use jackstay_testkit::wait::{PATIENCE, pause, soon, until};
+#[allow(unused_imports)] // each test crate uses a part
+pub use jackstay_testkit::{
+    child, figures, http2, netns, pages, peers, stopwatch, tls, wait, watch_recorder, wire,
+};
 
 use http::Method;
 use hyper::body::Incoming;
@@ -38,9 +33,8 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 use watch_recorder::WatchRecorder;
+use wire::Wire;
 
 /// The collection of config maps in the namespace `default`.
 pub const CONFIGMAPS: &str = "/api/v1/namespaces/default/configmaps";
@@ -57,6 +51,12 @@ pub struct Certs {
     serving: CertPaths,
     identity: CertPaths,
     probing: CertPaths,
+}
+
+impl AsRef<Pki> for Certs {
+    fn as_ref(&self) -> &Pki {
+        &self.pki
+    }
 }
 
 impl Certs {
@@ -255,15 +255,14 @@ impl Proxy {
         Client::connect(self.addr, credentials).await.unwrap()
     }
 
+    /// A TLS connection with the certificate of the configured identity, offering only the ALPN protocol `alpn`.
+    pub async fn wire(&self, certs: &Certs, alpn: &str) -> Wire {
+        wire::connect_with(self.addr, certs, Some(&certs.admin), alpn).await
+    }
+
     /// The response of the admin endpoint for a path: head and body.
     pub async fn page(&self, path: &str) -> String {
-        let mut stream = TcpStream::connect(self.admin).await.unwrap();
-        let request =
-            format!("GET {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", self.admin);
-        stream.write_all(request.as_bytes()).await.unwrap();
-        let mut page = String::new();
-        stream.read_to_string(&mut page).await.unwrap();
-        page
+        pages::get(self.admin, path).await.unwrap()
     }
 
     /// The JSON body of the admin endpoint's response for a path.

@@ -8,6 +8,7 @@ use rustls::client::danger::HandshakeSignatureValid;
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{DigitallySignedStruct, DistinguishedName, Error, SignatureScheme};
+use x509_parser::x509::X509Version;
 
 /// Accepts every client certificate whose key the client proves to have. The inner verifier verifies that
 /// proof and provides the CA names of the certificate request.
@@ -38,7 +39,8 @@ impl ClientCertVerifier for RequestedCertificate {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.0.verify_tls12_signature(message, certificate, signature)
+        let verified = self.0.verify_tls12_signature(message, certificate, signature);
+        verified.or_else(|error| accept_version_1(certificate).ok_or(error))
     }
 
     fn verify_tls13_signature(
@@ -47,10 +49,18 @@ impl ClientCertVerifier for RequestedCertificate {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.0.verify_tls13_signature(message, certificate, signature)
+        let verified = self.0.verify_tls13_signature(message, certificate, signature);
+        verified.or_else(|error| accept_version_1(certificate).ok_or(error))
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.0.supported_verify_schemes()
     }
+}
+
+/// Accepts the proof of the key if the certificate is of X.509 version 1, which webpki does not read. Such a certificate
+/// is never an identity: its requests get a 401.
+fn accept_version_1(certificate: &CertificateDer<'_>) -> Option<HandshakeSignatureValid> {
+    let (_, parsed) = x509_parser::parse_x509_certificate(certificate).ok()?;
+    (parsed.version() == X509Version::V1).then(HandshakeSignatureValid::assertion)
 }

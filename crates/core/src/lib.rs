@@ -9,7 +9,7 @@
 //!   evidence of PINGs and of the kernel ([`tcp_info`]).
 //! * [`balance`], [`connect`], [`outage`]: which connection or endpoint is picked, and when one is tried again.
 //! * [`lag`] and [`kubernetes_version`]: how apiservers of one cluster differ.
-//! * [`receive_windows`]: how much a stream may send ahead.
+//! * [`receive_windows`]: how much a stream may send ahead; [`http2_frames`]: frame headers in a byte stream.
 //! * [`admission`]: what clients may take.
 
 #![forbid(unsafe_code)]
@@ -22,6 +22,7 @@ pub mod connection_health;
 pub mod endpoint_health;
 pub mod endpoint_state;
 pub mod flow_health;
+pub mod http2_frames;
 pub mod kubernetes_version;
 pub mod lag;
 pub mod outage;

@@ -13,7 +13,3 @@ pub mod files;
 pub mod process;
 pub mod sockets;
 pub mod utc;
-
-#[cfg(test)]
-#[path = "../../../tests/support/wait.rs"]
-mod wait;

@@ -20,7 +20,7 @@ use crate::upstream;
 use crate::upstream::credentials::{CredentialClass, Credentials};
 use crate::upstream::endpoint_sources::EndpointSource;
 use crate::upstream::stats::ConnectionStats;
-use crate::wait::until;
+use jackstay_testkit::wait::until;
 
 /// 100 connections and 100 passthrough flows that never end keep a removed endpoint draining.
 #[tokio::test(start_paused = true)]

@@ -29,7 +29,7 @@ use std::time::Instant;
 
 use jackstay_sys::clock;
 
-use super::super::http2_frames::{ACK, END_STREAM, FrameHeader, frame_type};
+use jackstay_core::http2_frames::{ACK, END_STREAM, FrameHeader, frame_type};
 
 /// Frames that have a common budget. Also the value of a metric's label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::time::{Sleep, sleep};
 
-use super::super::http2_frames::{END_HEADERS, FrameHeader, frame_type};
+use jackstay_core::http2_frames::{END_HEADERS, FrameHeader, frame_type};
 
 /// The header block that arrives.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! jackstay as a process, and the processes that replace it.
 
 use crate::support::child::{PROCESS_TIMEOUT, Process, first_address};
-use crate::support::{TestCluster, until, write_config};
+use crate::support::{TestCluster, pages, until, write_config};
 use jackstay::config::Config;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -10,8 +10,6 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 
 /// The drain timeout. Watches end within its first quarter, and L4 flows are reset by its end.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -152,12 +150,7 @@ impl Setup {
 
     /// [`Self::page`]; fails while no process has the admin endpoint.
     pub async fn try_page(&self, path: &str) -> std::io::Result<String> {
-        let mut stream = TcpStream::connect(self.admin).await?;
-        let request = format!("GET {path} HTTP/1.0\r\n\r\n");
-        stream.write_all(request.as_bytes()).await?;
-        let mut page = String::new();
-        stream.read_to_string(&mut page).await?;
-        Ok(page)
+        pages::get(self.admin, path).await
     }
 
     pub async fn wait_ready(&self) {

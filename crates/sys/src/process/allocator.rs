@@ -106,7 +106,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::wait::until_ok_blocking;
+    use jackstay_testkit::wait::until_ok_blocking;
 
     #[test]
     #[allow(unsafe_code)]

@@ -19,7 +19,7 @@ use crate::observe::Metrics;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::Credentials;
 use crate::upstream::endpoint::Observation;
-use crate::wait::until;
+use jackstay_testkit::wait::until;
 
 /// The addresses of each name, and their TTL in seconds.
 type Zone = HashMap<String, (Vec<IpAddr>, u32)>;

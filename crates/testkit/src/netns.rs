@@ -1,7 +1,5 @@
 //! Network faults by nftables. The test must run in its own network namespace (`unshare --net`).
 
-#![allow(dead_code)] // each test crate uses a part
-
 use std::process::Command;
 
 /// Runs `nft` with this command.

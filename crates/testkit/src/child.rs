@@ -1,8 +1,6 @@
 //! Child processes of a test.
 
-#![allow(dead_code)] // each test crate uses a part
-
-use super::wait;
+use crate::wait;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::ops::{Deref, DerefMut};

@@ -1,55 +1,34 @@
 //! TLS connections to jackstay on which a test writes raw bytes.
 
-use super::{Certs, Proxy};
-use jackstay_apiserver::pki::Issued;
+use jackstay_apiserver::pki::{Issued, Pki};
 use rustix::process::{Uid, geteuid};
 use rustix::thread::set_thread_res_uid;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::pki_types::ServerName;
 use std::io;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
+use crate::tls::{self, ChainAndKey, Trust};
+
 /// The client's end of a connection.
 pub type Wire = TlsStream<TcpStream>;
-
-/// A certificate chain and the key of its first certificate.
-pub type ChainAndKey = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
-
-/// Connects with the certificate of the configured identity, offering only the ALPN protocol `alpn`.
-pub async fn connect(proxy: &Proxy, certs: &Certs, alpn: &str) -> Wire {
-    connect_with(proxy.addr, certs, Some(&certs.admin), alpn).await
-}
 
 /// Connects to a listener, with this client certificate if there is one.
 pub async fn connect_with(
     address: SocketAddr,
-    certs: &Certs,
+    ca: &impl AsRef<Pki>,
     certificate: Option<&Issued>,
     alpn: &str,
 ) -> Wire {
     let chain = certificate.map(|issued| (vec![issued.cert_der()], issued.key_der()));
-    handshake(&connector(certs, chain, alpn), address).await.unwrap()
+    handshake(&connector(ca, chain, alpn), address).await.unwrap()
 }
 
-/// A TLS client that presents this chain, offers only the ALPN protocol `alpn`, and never resumes a session.
-pub fn connector(certs: &Certs, chain: Option<ChainAndKey>, alpn: &str) -> TlsConnector {
-    let mut roots = rustls::RootCertStore::empty();
-    roots.add(certs.pki.ca_der()).unwrap();
-    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let builder = rustls::ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .unwrap()
-        .with_root_certificates(roots);
-    let mut config = match chain {
-        Some((chain, key)) => builder.with_client_auth_cert(chain, key).unwrap(),
-        None => builder.with_no_client_auth(),
-    };
-    config.alpn_protocols = vec![alpn.as_bytes().to_vec()];
-    config.resumption = rustls::client::Resumption::disabled();
-    TlsConnector::from(Arc::new(config))
+/// A TLS client that presents this chain and offers only the ALPN protocol `alpn`.
+pub fn connector(ca: &impl AsRef<Pki>, chain: Option<ChainAndKey>, alpn: &str) -> TlsConnector {
+    tls::client(Trust::Ca(ca.as_ref().ca_der()), chain, alpn).into()
 }
 
 /// Connects with this TLS client.

@@ -1,10 +1,8 @@
 //! HTTP/2 frames as bytes (RFC 9113), valid or not. Field blocks are literals without indexing and without Huffman
 //! coding (RFC 7541, section 6.2.2), so that no peer needs a table to encode them.
 
-#![allow(dead_code, unused_imports)] // each test crate uses a part
-
-pub use jackstay::net::http2_frames::frame_type::*;
-pub use jackstay::net::http2_frames::{ACK, END_HEADERS, END_STREAM};
+pub use jackstay_core::http2_frames::frame_type::*;
+pub use jackstay_core::http2_frames::{ACK, END_HEADERS, END_STREAM};
 
 pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 

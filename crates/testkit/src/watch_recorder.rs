@@ -1,6 +1,6 @@
 //! Records the events of a watch, for comparison with the events that the apiserver has sent.
 
-use super::{soon, until};
+use crate::wait::{soon, until};
 use http::Method;
 use jackstay_apiserver::client::{Client, next_data};
 use serde_json::Value;

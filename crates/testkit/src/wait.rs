@@ -4,8 +4,6 @@
 //! something has happened afterwards. [`pause`] is for time that is part of the test: the rate of a client, the
 //! length of a fault, or a window in which nothing may happen. `tests/architecture` rejects `sleep` in other test code.
 
-#![allow(dead_code)] // each test crate uses a part
-
 use std::time::{Duration, Instant};
 
 /// The usual limit of a wait, long enough for a slow machine.

@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use jackstay::config::{
-    AccessLog, ConfigError, ConfigErrors, EndpointAddress, Level, LoadedConfig, Log, LogFormat,
-    Overrides, Percent, VersionPreference, draft, draft_from_flags, load,
+    AccessLog, ConfigError, ConfigErrors, Level, LoadedConfig, Log, LogFormat, Overrides, Percent,
+    VersionPreference, draft, draft_from_flags, load,
 };
+use jackstay_core::discovery::address::EndpointAddress;
 use proptest::prelude::*;
 
 /// A configuration file `f` in its own directory.

@@ -3,10 +3,11 @@
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use jackstay::config::{EndpointAddress, parse_duration, parse_size, validate_text};
+use jackstay::config::{parse_duration, parse_size, validate_text};
 use jackstay::control::discovery::{file, state_file};
 use jackstay::kubeconfig::rewrite::{ClientTrust, LocalEndpoint, point_at, revert};
 use jackstay::kubeconfig::{KubeconfigFile, ResolvedContext, ServerUrl, kubeconfig_yaml};
+use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_sys::files::authorization;
 
 /// A configuration: it is valid, or there is an error.

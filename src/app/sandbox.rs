@@ -6,6 +6,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_sys::process::sandbox;
 use jackstay_sys::process::sandbox::file_rules::{FileAccess, FileRules};
 use jackstay_sys::process::sandbox::landlock::Domain;
@@ -13,7 +14,7 @@ use jackstay_sys::process::sandbox::seccomp::Violation;
 use jackstay_sys::process::sandbox::{landlock, seccomp};
 use serde::Serialize;
 
-use crate::config::{Config, EndpointAddress, Sandbox, Seccomp, Switch};
+use crate::config::{Config, Sandbox, Seccomp, Switch};
 use crate::control::discovery::dns::ResolverFiles;
 use crate::control::discovery::kubeconfig;
 

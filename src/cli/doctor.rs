@@ -6,10 +6,12 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use jackstay_core::discovery::address::EndpointAddress;
 
 use super::admin_client::{DEFAULT_ADMIN, fetch_status};
 use super::options::{DEFAULT_CONFIG, EXIT_USAGE, OutputArgs, OutputFormat, parse_flag_duration};
-use crate::config::{self, CertPaths, EndpointAddress, Overrides};
+use crate::config;
+use crate::config::{CertPaths, Overrides};
 use crate::doctor::dns::Resolver;
 use crate::doctor::observations::EndpointSource;
 use crate::doctor::target::{

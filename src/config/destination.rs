@@ -4,8 +4,7 @@
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
-use super::address::split_host_port;
-use super::errors::quote;
+use jackstay_core::discovery::address::{quote, split_host_port};
 
 /// A set of original destinations of redirected connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

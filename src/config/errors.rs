@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use jackstay_core::discovery::address::quote;
 use serde::Serialize;
 
 /// One mistake in a configuration.
@@ -83,22 +84,13 @@ pub fn describe_io_error(error: &std::io::Error) -> String {
     text.split(" (os error").next().unwrap_or_default().to_owned()
 }
 
-/// Longest text of the file that a message quotes, in characters.
-const MAX_QUOTE: usize = 80;
-
-/// Quotes text of the file for a message: escaped, on one line, at most [`MAX_QUOTE`] characters.
-pub(super) fn quote(text: &str) -> String {
-    if text.chars().count() <= MAX_QUOTE {
-        return format!("{text:?}");
-    }
-    let start: String = text.chars().take(MAX_QUOTE).collect();
-    format!("{start:?}…")
-}
+/// Longest key that is written without quotes, in bytes.
+const MAX_KEY: usize = 80;
 
 /// A key as part of a path, quoted if it is not a plain word.
 pub(super) fn quote_key(key: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
-    if !key.is_empty() && key.len() <= MAX_QUOTE && key.chars().all(plain) {
+    if !key.is_empty() && key.len() <= MAX_KEY && key.chars().all(plain) {
         key.to_owned()
     } else {
         quote(key)

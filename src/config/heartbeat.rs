@@ -2,8 +2,7 @@
 
 use std::fmt;
 
-use super::address::is_dns_name;
-use super::errors::quote;
+use jackstay_core::discovery::address::{is_dns_name, quote};
 
 /// A resource whose updates and patches are heartbeats, written as `resource.group/subresource`. The core group and
 /// the absence of a subresource are left out, as in `configmaps`.

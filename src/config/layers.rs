@@ -8,8 +8,9 @@ use std::fmt::Write as _;
 
 use clap::Args;
 use config::{Map, Source, Value, ValueKind};
+use jackstay_core::discovery::address::quote;
 
-use super::errors::{ConfigError, join, nearest, quote};
+use super::errors::{ConfigError, join, nearest};
 use super::node::describe;
 use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Report};
 use super::yaml::{self, YamlMistake};

@@ -22,7 +22,7 @@ mod serialize;
 mod units;
 mod yaml;
 
-pub use address::{EndpointAddress, collide};
+pub use address::collide;
 pub use destination::Destination;
 pub use errors::{ConfigError, ConfigErrors, KeyLines, describe_io_error};
 pub use heartbeat::HeartbeatResource;

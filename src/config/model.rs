@@ -10,9 +10,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::ValueEnum;
+use jackstay_core::discovery::address::EndpointAddress;
 use serde::Serialize;
 
-use super::address::EndpointAddress;
 use super::listener::{CertPaths, Listener};
 use super::logging::Log;
 use super::sandbox::Sandbox;

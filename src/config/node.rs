@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use config::{Map, Value, ValueKind};
+use jackstay_core::discovery::address::quote;
 
-use super::errors::{ConfigError, join, quote, quote_key};
+use super::errors::{ConfigError, join, quote_key};
 use super::listener::CertPaths;
 use super::model::MemoryLimit;
 use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Located, Report};

@@ -3,7 +3,9 @@
 use std::cell::RefCell;
 use std::fmt::{Display, Write as _};
 
-use super::errors::{ConfigError, KeyLines, join, nearest, quote};
+use jackstay_core::discovery::address::quote;
+
+use super::errors::{ConfigError, KeyLines, join, nearest};
 
 /// Origin of values from environment variables, and the `file` of errors about them.
 pub(super) const ENVIRONMENT: &str = "environment";

@@ -2,8 +2,9 @@
 
 use std::net::SocketAddr;
 
-use super::address::{EndpointAddress, addresses_of, collide, reaches};
-use super::errors::quote;
+use jackstay_core::discovery::address::{EndpointAddress, quote};
+
+use super::address::{addresses_of, collide, reaches};
 use super::report::{Located, Report};
 
 /// The valid values that the rules compare, with their key paths.

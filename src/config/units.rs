@@ -4,7 +4,7 @@
 use std::fmt::{self, Write as _};
 use std::time::Duration;
 
-use super::errors::quote;
+use jackstay_core::discovery::address::quote;
 
 /// A share of 0 % to 100 %.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

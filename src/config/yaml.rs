@@ -8,13 +8,14 @@ use std::cell::RefCell;
 use std::fmt;
 
 use config::{Map, Value, ValueKind};
+use jackstay_core::discovery::address::quote;
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::budget::BudgetBreach;
 use serde_saphyr::{
     DuplicateKeyPolicy, Error, MergeKeyPolicy, NonFiniteFloatPolicy, Options, Spanned,
 };
 
-use super::errors::{KeyLines, join, quote};
+use super::errors::{KeyLines, join};
 
 /// The schema has 6 levels; the bound protects the stack.
 const MAX_DEPTH: usize = 32;

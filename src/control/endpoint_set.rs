@@ -6,24 +6,14 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::discovery::source::EndpointSpec;
 use rustls::pki_types::ServerName;
 
-use crate::config::{self, EndpointAddress};
+use crate::config;
 use crate::control::readyz;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::Endpoint;
-
-/// The specification of one endpoint. Two specifications with the same address and server name are the
-/// same endpoint.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct EndpointSpec {
-    /// Host and port.
-    pub address: EndpointAddress,
-    /// Name that is sent as SNI and verified in the certificate; `None` means the host of the address.
-    pub server_name: Option<String>,
-    /// Used only while no preferred endpoint is usable; see [`Endpoint::is_fallback`].
-    pub fallback: bool,
-}
 
 /// The changes that [`replace_endpoints`] has made.
 #[derive(Debug, Default)]

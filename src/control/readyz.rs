@@ -12,12 +12,12 @@ mod connection;
 mod lag;
 mod reachability;
 mod request;
-mod schedule;
 mod version;
 
 use std::pin::pin;
 use std::sync::Arc;
 
+use jackstay_core::probe::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ResultStreak};
 use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until};
 
@@ -26,7 +26,6 @@ use self::connection::{ProbeConnection, connect, is_current, until_unusable};
 use self::lag::LagCheck;
 use self::reachability::ReachabilityCheck;
 use self::request::{ReadyzResult, request_probes_of_others, send_probe};
-use self::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ResultStreak};
 use self::version::VersionReader;
 use crate::config::Readyz;
 use crate::upstream::Upstream;
@@ -124,8 +123,8 @@ async fn probe_repeatedly(
                 ProbeResult::Failing
             }
         };
-        schedule.record(probe_result, on_evidence, config);
-        next_probe = sent_at + schedule.pause(config, fastrand::f64());
+        schedule.record(probe_result, on_evidence, config.interval);
+        next_probe = sent_at + schedule.pause(config.interval, fastrand::f64());
         if result == ReadyzResult::ConnectionLost {
             continue;
         }
@@ -133,7 +132,7 @@ async fn probe_repeatedly(
             tokio::select! {
                 () = sleep_until(next_probe.into()) => break,
                 trigger = endpoint.probe.requested() => {
-                    let early = sent_at + schedule.early_pause(trigger, config);
+                    let early = sent_at + schedule.early_pause(trigger, config.interval);
                     if early < next_probe {
                         (next_probe, early_trigger) = (early, Some(trigger));
                     }

@@ -1,7 +1,7 @@
 //! Limits the frames that a peer sends and that cost more than they carry.
 //!
 //! HTTP/2 lets a peer send control frames, empty frames, resets and interim responses at no cost to itself
-//! (CVE-2019-9512 and others, CVE-2023-44487). Each kind has a [budget](budgets). A peer that uses up one gets GOAWAY
+//! (CVE-2019-9512 and others, CVE-2023-44487). Each kind has a [budget](jackstay_core::frame_budgets). A peer that uses up one gets GOAWAY
 //! with `ENHANCE_YOUR_CALM`, and its connection is closed.
 //!
 //! A header block, HEADERS with all its CONTINUATION frames, must arrive within `limits.header_timeout`, however
@@ -12,7 +12,6 @@
 //! h2 reads as long as the socket has bytes. So that a peer that always has more does not delay the others,
 //! the connection yields to them after a turn: [`CLIENT_TURN`], or [`SERVER_TURN`] if the peer is an apiserver.
 
-pub mod budgets;
 mod header_block;
 
 use std::cell::Cell;
@@ -22,15 +21,16 @@ use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-
-use self::budgets::{Budgets, Peer};
-use self::header_block::HeaderBlock;
+use jackstay_core::frame_budgets::{Budgets, Peer};
 use jackstay_core::http2_frames::{
     ACK, CLIENT_PREFACE_LENGTH, FrameHeader, FrameScanner, enhance_your_calm, frame_type,
 };
+use jackstay_sys::clock;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-pub use self::budgets::LimitedFrame;
+use self::header_block::HeaderBlock;
+
+pub use jackstay_core::frame_budgets::LimitedFrame;
 
 /// What the connection of a client reads before other tasks run. It is short, because a new connection waits for the
 /// turns of up to 61 connections (`proxy::task_queues`): 2 MiB of request heads.
@@ -115,7 +115,7 @@ impl<T> FrameLimiter<T> {
             io,
             received: FrameScanner::new(received),
             sent: FrameScanner::new(sent),
-            budgets: Budgets::new(peer, max_streams),
+            budgets: Budgets::new(peer, max_streams, clock::now()),
             last_stream: 0,
             block: HeaderBlock::new(header_timeout),
             turn: Turn::default(),
@@ -142,7 +142,7 @@ impl<T> FrameLimiter<T> {
             }
             block.received(header);
             seen.received(header);
-            budgets.received(header, is_opened)
+            budgets.received(header, is_opened, clock::now)
         })
     }
 
@@ -243,7 +243,6 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for FrameLimiter<T> {
 
 #[cfg(test)]
 mod tests {
-    use jackstay_sys::clock;
 
     use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
     use tokio::time::sleep;

@@ -26,23 +26,24 @@ use std::time::{Duration, Instant, SystemTime};
 
 use jackstay_core::connect::ConnectBackoff;
 pub use jackstay_core::connect::{ConnectFailure, ConnectFailureKind, ConnectTimeout, backoff};
+use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::endpoint_health::{EndpointHealth, Transition};
 pub use jackstay_core::endpoint_health::{EndpointReadiness, Observation};
 pub use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::kubernetes_version::{MinorVersion, ServerVersion};
+pub use jackstay_core::probe::schedule::ProbeTrigger;
 use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};
 use rustls::pki_types::ServerName;
 use tokio::sync::Notify;
 
 pub use self::connections::{FlowGuard, HandshakeGuard};
-pub use self::probe_signals::{ProbeSignals, ProbeTrigger};
+pub use self::probe_signals::ProbeSignals;
 use self::slow_start::SlowStart;
 use self::statistics::EndpointStatistics;
 use self::version::EndpointVersion;
 use super::readyz::ReadyzCheck;
 use super::stats::{Ejection, EndpointStatus};
-use crate::config::EndpointAddress;
 use crate::observe::events::{Change, EventKind};
 use crate::observe::{EndpointMetrics, Loss, OpenStreams, StateGauge};
 

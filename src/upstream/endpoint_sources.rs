@@ -13,47 +13,7 @@ use serde_json::{Value, json};
 
 use crate::observe::Metrics;
 use crate::observe::events::{Change, EventKind};
-
-/// Where endpoints come from. If two sources report an address with different names to verify, the name of
-/// the first source in this order is used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum EndpointSource {
-    /// IP addresses in the configuration.
-    Static,
-    /// The `endpoints_file`.
-    File,
-    /// DNS names in the configuration.
-    Dns,
-    /// The `EndpointSlices` of `default/kubernetes`.
-    Slices,
-    /// The state file that jackstay wrote.
-    State,
-}
-
-impl EndpointSource {
-    pub const ALL: [Self; 5] = [Self::Static, Self::File, Self::Dns, Self::Slices, Self::State];
-
-    /// Name in logs, metrics, `/status` and the state file.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Static => "static",
-            Self::File => "file",
-            Self::Dns => "dns",
-            Self::Slices => "slices",
-            Self::State => "state",
-        }
-    }
-
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|source| source.as_str() == name)
-    }
-
-    /// Whether the source discovers endpoints. While such a source has endpoints, the configured ones are
-    /// only a fallback.
-    pub fn discovers(self) -> bool {
-        matches!(self, Self::File | Self::Slices)
-    }
-}
+use jackstay_core::discovery::source::EndpointSource;
 
 /// The report on one source.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -274,8 +274,8 @@ fn described(error: &hyper::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::EndpointAddress;
     use crate::observe::Metrics;
+    use jackstay_core::discovery::address::EndpointAddress;
 
     fn candidate(name: &str, state: EndpointState, load: usize) -> Candidate {
         let metrics = Metrics::new().endpoint("u", name);

@@ -228,8 +228,8 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::config::EndpointAddress;
     use crate::observe::Metrics;
+    use jackstay_core::discovery::address::EndpointAddress;
 
     fn endpoint(host: &str) -> Arc<Endpoint> {
         let address = EndpointAddress { host: host.to_owned(), port: 6443 };

@@ -6,9 +6,10 @@ use crate::support::{
     CONFIGMAPS, Proxy, TestCluster, refusing_address, soon, to_strings, until, write_lines,
 };
 use crate::traffic::{endpoint_addresses, has_source_event, source_report, wait_for_set};
-use jackstay::config::{Config, EndpointAddress};
+use jackstay::config::Config;
 use jackstay_apiserver as apiserver;
 use jackstay_apiserver::Options;
+use jackstay_core::discovery::address::EndpointAddress;
 use serde_json::{Value, json};
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io::ErrorKind;

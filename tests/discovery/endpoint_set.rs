@@ -1,12 +1,13 @@
 //! Tests of `replace_endpoints`: unchanged endpoints keep their object, new ones join, removed ones drain.
 
 use crate::support::{Certs, TestCluster, until};
-use jackstay::config::EndpointAddress;
-use jackstay::control::endpoint_set::{EndpointSpec, replace_endpoints, static_endpoints};
+use jackstay::control::endpoint_set::{replace_endpoints, static_endpoints};
 use jackstay::observe::Metrics;
 use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::Credentials;
 use jackstay::upstream::endpoint::EndpointState;
+use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::discovery::source::EndpointSpec;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

@@ -18,7 +18,8 @@ use crate::support::{
 };
 use crate::traffic::{endpoint_addresses, wait_for_set};
 use jackstay::app::reload::ReloadOutcome;
-use jackstay::config::{AccessLog, Config, EndpointAddress};
+use jackstay::config::{AccessLog, Config};
+use jackstay_core::discovery::address::EndpointAddress;
 use std::time::{Duration, Instant};
 
 /// Promised time from an update of the configuration to the new set: the debounce window of 1 s, and

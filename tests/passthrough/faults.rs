@@ -11,7 +11,8 @@ use crate::peer::{Peer, setup_with, wait_flows};
 use crate::support::figures::check_figure;
 use crate::support::netns::nft;
 use crate::support::stopwatch::Stopwatch;
-use crate::support::{Certs, Proxy, long_form, passthrough_config, pause, until};
+use crate::support::wait::until_within;
+use crate::support::{Certs, PATIENCE, Proxy, long_form, passthrough_config, pause, soon, until};
 use std::cell::Cell;
 use std::future::pending;
 use std::io::ErrorKind;
@@ -89,13 +90,12 @@ impl Setup {
     /// caller writes more data meanwhile; `start` is the number of bytes before.
     async fn wait_blocked(&self, direction: &str, start: u64) {
         let mut before = start;
-        loop {
+        until_within(PATIENCE * 6, "no more bytes are forwarded", async || {
             pause(Duration::from_secs(1)).await;
             let forwarded = self.forwarded(direction).await;
-            if forwarded == std::mem::replace(&mut before, forwarded) && forwarded > start {
-                return;
-            }
-        }
+            forwarded == std::mem::replace(&mut before, forwarded) && forwarded > start
+        })
+        .await;
     }
 }
 
@@ -273,7 +273,8 @@ async fn dropped_upload_is_reset() {
         let read = timeout(Duration::from_secs(20), client_reads.read_u8()).await.unwrap();
         let duration = start.elapsed();
         // A socket reports its error once, to the reader or to the writer.
-        let kinds = [read.unwrap_err().kind(), upload.await.unwrap()];
+        let upload = soon("the upload ends", upload).await.unwrap();
+        let kinds = [read.unwrap_err().kind(), upload];
         assert!(kinds.contains(&ErrorKind::ConnectionReset), "{kinds:?}");
         check_figure(&format!("an upload dropped in {hook} is reset"), duration, RESET);
         drop(rules);

@@ -6,14 +6,15 @@ use crate::support::{
     CONFIGMAPS, Certs, TestCluster, passthrough_config, passthrough_mode, pause, refusing_address,
     to_strings, until, write_lines,
 };
-use jackstay::config::EndpointAddress;
-use jackstay::control::endpoint_set::{EndpointSpec, replace_endpoints};
+use jackstay::control::endpoint_set::replace_endpoints;
 use jackstay::observe::Metrics;
 use jackstay::proxy::passthrough::flow_table::surplus;
 use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::Credentials;
 use jackstay::upstream::endpoint::Observation;
 use jackstay::upstream::rebalance::RebalanceSchedule;
+use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::discovery::source::EndpointSpec;
 use jackstay_sys::clock;
 use std::io::ErrorKind;
 use std::net::SocketAddr;

@@ -1,5 +1,6 @@
 //! Idle connections and connections of unproven clients leave slots for identities.
 
+use crate::support::http2::{GOAWAY, HEADERS, NO_ERROR, PREFACE, headers, read_until, settings};
 use crate::support::wire::{self, Wire};
 use crate::support::{CONFIGMAPS, Proxy, TestCluster, soon, until};
 use jackstay_apiserver::client::Client;
@@ -119,6 +120,19 @@ async fn idle_connection_after_a_request_is_closed_for_a_new_one_oldest_first() 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn idle_http2_connection_gets_a_goaway_without_error_before_it_is_closed() {
     let (cluster, proxy) = setup().await;
+    let connector = wire::connector(&cluster.certs, None, "h2");
+    let mut oldest = wire::handshake(&connector, proxy.addr).await.unwrap();
+    let fields = [
+        (":method", "GET"),
+        (":scheme", "https"),
+        (":authority", "a"),
+        (":path", CONFIGMAPS),
+        ("authorization", "Bearer alice"),
+    ];
+    let request = [PREFACE, &settings(&[]), &headers(1, true, &fields)].concat();
+    oldest.write_all(&request).await.unwrap();
+    let response = read_until(&mut oldest, |kind, id, _| kind == HEADERS && id == 1);
+    soon("a response", response).await.expect("a response");
     let token = cluster.certs.anonymous().token("alice");
     let mut idle = Vec::new();
     for _ in 0..SHARE {
@@ -126,13 +140,12 @@ async fn idle_http2_connection_gets_a_goaway_without_error_before_it_is_closed()
         assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
         idle.push(client);
     }
-    let client = proxy.client_with(&token).await;
-    assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
-    until("the oldest is closed", async || idle[0].is_closed()).await;
-    let error = idle[0].get(CONFIGMAPS).await.unwrap_err();
-    let reason = crate::support::h2_error(&error).map(h2::Error::reason);
-    assert!(reason.is_none_or(|reason| reason == Some(h2::Reason::NO_ERROR)), "{error}");
-    for (n, client) in idle.iter().enumerate().skip(1) {
+    let goaway = read_until(&mut oldest, |kind, _, _| kind == GOAWAY);
+    let goaway = soon("the oldest gets a GOAWAY", goaway).await.expect("a GOAWAY before the end");
+    assert_eq!(goaway[4..8], NO_ERROR.to_be_bytes(), "{goaway:?}");
+    let end = read_until(&mut oldest, |_, _, _| false);
+    assert_eq!(soon("the oldest is closed", end).await, None);
+    for (n, client) in idle.iter().enumerate() {
         assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200, "connection {n}");
     }
 }

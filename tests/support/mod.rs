@@ -15,10 +15,10 @@ use http::Method;
 use hyper::body::Incoming;
 use jackstay::app::{App, Running};
 use jackstay::config::{
-    AccessLog, Admin, CertPaths, Config, Connections, ConsistentReads, Discovery, EndpointAddress,
-    Health, Level, Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough, Percent,
-    Readyz, RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown, Switch,
-    Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy, VersionPreference,
+    AccessLog, Admin, CertPaths, Config, Connections, ConsistentReads, Discovery, Health, Level,
+    Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough, Percent, Readyz,
+    RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown, Switch, Terminate,
+    TerminateLimits, Upstream, UpstreamTls, UsedBy, VersionPreference,
 };
 use jackstay_apiserver as apiserver;
 use jackstay_apiserver::client::{Client, Credentials, next_data};
@@ -27,6 +27,7 @@ use jackstay_apiserver::faulty_relay::FaultyRelay;
 use jackstay_apiserver::kinds::CONFIG_MAPS;
 use jackstay_apiserver::pki::{Issued, Pki, Subject};
 use jackstay_apiserver::{ApiServerHandle, Options};
+use jackstay_core::discovery::address::EndpointAddress;
 use serde_json::{Value, json};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};

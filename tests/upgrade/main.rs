@@ -277,7 +277,7 @@ fn switch_to_another_protocol_gets_502() {
         let (mut server, _) = setup.request(&mut client, &exec("")).await;
         let response = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\n\r\n";
         assert_status(&respond(&mut server, &mut client, response).await, "502");
-        server.read_to_end().await;
+        assert_eq!(server.read_to_end().await.0, "");
     });
 }
 
@@ -363,11 +363,11 @@ fn upstream_connection_ends_when_the_client_disconnects() {
         let mut client = setup.client().await;
         let (mut server, _) = setup.request(&mut client, &exec("")).await;
         drop(client);
-        server.read_to_end().await;
+        assert_eq!(server.read_to_end().await.0, "");
         // In the tunnel.
         let (client, mut server) = open_tunnel(&setup).await;
         drop(client);
-        server.read_to_end().await;
+        assert_eq!(server.read_to_end().await.0, "");
         setup.proxy.tunnels.all_closed().await;
     });
 }
@@ -469,10 +469,14 @@ fn tunnel_ends_when_packets_are_dropped() {
             if client_sends {
                 client.send("x").await;
             }
-            client.read_to_end().await;
+            let (data, is_clean) = client.read_to_end().await;
             let took = start.elapsed();
             nft("delete table inet t");
             println!("{hook} {port_match}, client sends {client_sends}: {took:?}");
+            assert!(
+                data.is_empty() && !is_clean,
+                "{hook} {port_match}: a clean end after {data:?}"
+            );
             assert!(took < Duration::from_secs(8), "{hook} {port_match}: {took:?}");
         });
     }

@@ -7,9 +7,11 @@
 //! * [`watch`]: how a watch continues on another apiserver without losing or repeating an event.
 //! * [`connection_health`] and [`endpoint_health`] for L7, [`flow_health`] for L4: what is dead, from the
 //!   evidence of PINGs and of the kernel ([`tcp_info`]).
+//! * [`discovery`]: which endpoints there are; [`probe`]: when `/readyz` is asked, and what a result means.
 //! * [`balance`], [`connect`], [`outage`]: which connection or endpoint is picked, and when one is tried again.
 //! * [`lag`] and [`kubernetes_version`]: how apiservers of one cluster differ.
-//! * [`receive_windows`]: how much a stream may send ahead; [`http2_frames`]: frame headers in a byte stream.
+//! * [`receive_windows`]: how much a stream may send ahead; [`http2_frames`]: frame headers in a byte stream;
+//!   [`frame_budgets`]: how many of each type a peer may send.
 //! * [`admission`]: what clients may take.
 
 #![forbid(unsafe_code)]
@@ -19,13 +21,16 @@ pub mod admission;
 pub mod balance;
 pub mod connect;
 pub mod connection_health;
+pub mod discovery;
 pub mod endpoint_health;
 pub mod endpoint_state;
 pub mod flow_health;
+pub mod frame_budgets;
 pub mod http2_frames;
 pub mod kubernetes_version;
 pub mod lag;
 pub mod outage;
+pub mod probe;
 pub mod receive_windows;
 pub mod request;
 pub mod tcp_info;

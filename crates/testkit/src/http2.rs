@@ -3,6 +3,7 @@
 
 pub use jackstay_core::http2_frames::frame_type::*;
 pub use jackstay_core::http2_frames::{ACK, END_HEADERS, END_STREAM};
+use tokio::io::{AsyncRead, AsyncReadExt};
 
 pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
@@ -110,5 +111,24 @@ pub fn headers<N: AsRef<[u8]>, V: AsRef<[u8]>>(
             return frames;
         }
         (rest, kind) = (after, CONTINUATION);
+    }
+}
+
+/// Reads frames until `wanted` returns true for the type, the stream id and the payload of one, and returns that payload.
+/// Returns `None` if the connection ends before.
+pub async fn read_until(
+    stream: &mut (impl AsyncRead + Unpin),
+    mut wanted: impl FnMut(u8, u32, &[u8]) -> bool,
+) -> Option<Vec<u8>> {
+    loop {
+        let mut head = [0; HEADER_SIZE];
+        stream.read_exact(&mut head).await.ok()?;
+        let length = usize::from(head[0]) << 16 | usize::from(head[1]) << 8 | usize::from(head[2]);
+        let mut payload = vec![0; length];
+        stream.read_exact(&mut payload).await.ok()?;
+        let id = u32::from_be_bytes(head[5..].try_into().unwrap());
+        if wanted(head[3], id, &payload) {
+            return Some(payload);
+        }
     }
 }

@@ -6,9 +6,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::config::address::{is_dns_name, parse_bind};
+use jackstay_core::discovery::address::{is_dns_name, quote};
+
+use crate::config::address::parse_bind;
 use crate::config::destination::Destination;
-use crate::config::errors::quote;
 use crate::config::heartbeat::HeartbeatResource;
 use crate::config::listener::{
     CertPaths, DestinationRoute, Limits, Listener, Mode, Passthrough, RequestLimits, Route,

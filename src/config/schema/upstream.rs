@@ -1,7 +1,7 @@
 //! The schema of an upstream.
 
-use crate::config::address::EndpointAddress;
-use crate::config::errors::quote;
+use jackstay_core::discovery::address::{EndpointAddress, quote};
+
 use crate::config::model::{
     Connections, ConsistentReads, Discovery, Health, Readyz, Upstream, UpstreamTls, UsedBy,
     VersionPreference,

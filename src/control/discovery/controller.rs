@@ -1,28 +1,33 @@
 //! Runs discovery for one upstream: starts its sources, merges their answers and applies the result.
 
 use std::collections::{BTreeMap, HashSet};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
+use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::discovery::debounce::Debouncer;
+use jackstay_core::discovery::merge;
+use jackstay_core::discovery::merge::MergedEndpoints;
+use jackstay_core::discovery::own_addresses::OwnAddresses;
+use jackstay_core::discovery::source::{
+    Candidate, DiscoveredEndpoints, EndpointSource, EndpointSpec,
+};
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::{MissedTickBehavior, interval, sleep_until};
 
-use super::debounce::Debouncer;
-use super::merge::{self, MergedEndpoints};
-use super::own_addresses::OwnAddresses;
-use super::source_states::{Candidate, DiscoveredEndpoints, SourceStates};
+use super::source_states::SourceStates;
 use super::state_writer::StateWriter;
 use super::{dns, file, slices, state_file};
-use crate::config::{self, EndpointAddress};
-use crate::control::endpoint_set::{EndpointSetWriter, EndpointSpec};
+use crate::config;
+use crate::control::endpoint_set::EndpointSetWriter;
 use crate::observe::{Liveness, LivenessMonitor};
 use crate::upstream::Upstream;
-use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Maximum time between two steps of the controller.
 pub(super) const TICK: Duration = Duration::from_secs(1);
@@ -46,7 +51,7 @@ pub struct SharedContext {
 pub async fn run(upstream: Arc<Upstream>, shared: Arc<SharedContext>) {
     let own_addresses = {
         let shared = Arc::clone(&shared);
-        Box::new(move || OwnAddresses::of_listeners(&shared.bound.load()))
+        Box::new(move || own_addresses(&shared.bound.load()))
     };
     let writer = EndpointSetWriter::new(Arc::clone(&upstream));
     let mut controller = DiscoveryController {
@@ -299,4 +304,14 @@ impl DiscoveryController {
         let upstream = Arc::clone(self.upstream());
         self.state_writer.step(&upstream, dir, any_usable.then_some((endpoints, saved_at)), now);
     }
+}
+
+/// The addresses of listeners that are bound to `bound`. Reads the addresses of this host's interfaces only if a
+/// listener is bound to the unspecified address.
+fn own_addresses(bound: &[SocketAddr]) -> OwnAddresses {
+    let unspecified = bound.iter().any(|address| address.ip().is_unspecified());
+    let interfaces =
+        if unspecified { if_addrs::get_if_addrs().unwrap_or_default() } else { Vec::new() };
+    let host = interfaces.iter().map(if_addrs::Interface::ip).collect();
+    OwnAddresses::new(bound.to_vec(), host)
 }

@@ -18,6 +18,10 @@ use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::discovery::source::{
+    Candidate, DiscoveredEndpoints, EndpointSource, SourceAnswer,
+};
 use jackstay_sys::clock;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
@@ -25,10 +29,8 @@ use tokio::time::sleep;
 
 pub use self::lookup::ResolverFiles;
 use self::lookup::{LookupResult, TTL_MAX, TTL_MIN, look_up};
-use super::source_states::{Candidate, DiscoveredEndpoints, SourceAnswer, SourceStates};
-use crate::config::EndpointAddress;
+use super::source_states::SourceStates;
 use crate::control::file_watch::{FileWatch, poll_ticks};
-use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Number of TTLs for which a usable address is kept that responses omit.
 const OMITTED_TTLS: u32 = 3;

@@ -6,12 +6,12 @@
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
+use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::discovery::source::{Candidate, DiscoveredEndpoints, EndpointSource};
 use jackstay_sys::files;
 
-use super::source_states::{Candidate, DiscoveredEndpoints, SourceStates};
-use crate::config::EndpointAddress;
+use super::source_states::SourceStates;
 use crate::control::file_watch::{FileWatch, poll_ticks};
-use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Largest file that is read, in bytes.
 const MAX_FILE: u64 = 1 << 20;

@@ -23,13 +23,10 @@
 //! applies an empty set.
 
 mod controller;
-mod debounce;
 pub mod dns;
 pub mod file;
 pub mod kubeconfig;
-mod merge;
 pub mod objects;
-mod own_addresses;
 mod slices;
 mod source_states;
 pub mod state_file;

@@ -19,13 +19,12 @@ use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::discovery::merge::DISCOVERED_SERVER_NAME;
+use jackstay_core::discovery::source::{Candidate, DiscoveredEndpoints};
 use kube::api::DynamicObject;
 use kube::runtime::watcher::Event;
 use serde_json::Value;
-
-use super::merge::DISCOVERED_SERVER_NAME;
-use super::source_states::{Candidate, DiscoveredEndpoints};
-use crate::config::EndpointAddress;
 
 /// Maximum number of stored objects. The Service `kubernetes` normally has one.
 const MAX_OBJECTS: usize = 256;

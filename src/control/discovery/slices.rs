@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use http::Request;
+use jackstay_core::discovery::source::EndpointSource;
 use jackstay_sys::clock;
 use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind, ListParams};
 use kube::client::Body as KubeBody;
@@ -30,7 +31,6 @@ use super::objects::{ObjectStore, SERVICE, SERVICE_LABEL, WatchStartVersion, Wat
 use super::source_states::SourceStates;
 use super::transport::{Transport, TransportTask};
 use crate::control::file_watch::{FileWatch, poll_ticks};
-use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Bounds of the pause after a failure.
 const RETRY_MIN: Duration = Duration::from_millis(250);

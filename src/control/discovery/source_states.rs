@@ -10,63 +10,16 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use jackstay_core::discovery::own_addresses::OwnAddresses;
+use jackstay_core::discovery::source::{
+    Candidate, DiscoveredEndpoints, EndpointSource, SavedEndpoints, SourceAnswer,
+};
 use tokio::sync::Notify;
 
-use super::own_addresses::OwnAddresses;
-use crate::config::EndpointAddress;
 use crate::upstream::Upstream;
-use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Number of rejected entries that a log line names.
 const MAX_NAMED: usize = 5;
-/// Number of rejected entries whose reasons are stored; further ones are only counted.
-const MAX_REASONS: usize = 20;
-
-/// An address that a source offers as an endpoint.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Candidate {
-    /// Host and port.
-    pub address: EndpointAddress,
-    /// Name that is verified in the serving certificate, unless the configuration sets
-    /// `tls.server_name`. `None` means the host of the address.
-    pub server_name: Option<String>,
-}
-
-/// The result of one reading of a source.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct DiscoveredEndpoints {
-    /// Ready endpoints, in the order of the source.
-    pub candidates: Vec<Candidate>,
-    /// Number of endpoints that the source reports as not ready.
-    pub not_ready: usize,
-    /// The reasons for the first [`MAX_REASONS`] rejected entries.
-    pub rejected: Vec<String>,
-    /// Number of all rejected entries.
-    pub rejected_count: usize,
-}
-
-impl DiscoveredEndpoints {
-    /// Records `count` entries that are no valid endpoints.
-    pub fn reject(&mut self, reason: String, count: usize) {
-        self.rejected_count += count;
-        if self.rejected.len() < MAX_REASONS {
-            self.rejected.push(reason);
-        }
-    }
-}
-
-/// The last usable answer of a source.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct SourceAnswer {
-    /// The endpoints that the source offers.
-    pub candidates: Vec<Candidate>,
-    /// Every part of the source has answered, so its saved endpoints no longer count. The answer of DNS
-    /// with two names is incomplete until both are resolved.
-    pub complete: bool,
-}
-
-/// Endpoints from the state file, each with the source that offered it in an earlier run.
-pub type SavedEndpoints = Vec<(EndpointSource, Candidate)>;
 
 /// The states of one upstream's sources. Used on the control thread.
 pub struct SourceStates {

@@ -10,13 +10,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::discovery::source::{Candidate, EndpointSource, SavedEndpoints};
 use jackstay_sys::files;
 use jackstay_sys::utc::Utc;
 use serde_json::{Value, json};
-
-use super::source_states::{Candidate, SavedEndpoints};
-use crate::config::EndpointAddress;
-use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Version of the format. A file with another version is ignored.
 const VERSION: u64 = 1;

@@ -8,12 +8,11 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use futures_util::FutureExt as _;
+use jackstay_core::discovery::source::{EndpointSource, SavedEndpoints};
 use tokio::task::JoinHandle;
 
-use super::source_states::SavedEndpoints;
 use super::state_file;
 use crate::upstream::Upstream;
-use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Time after which an unchanged file is written again.
 const REFRESH_AFTER: Duration = Duration::from_secs(3600);

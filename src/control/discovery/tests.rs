@@ -11,15 +11,15 @@ use tokio::task::{LocalSet, spawn_local};
 use tokio::time::sleep;
 
 use super::controller::TICK;
-use super::source_states::{Candidate, SavedEndpoints};
 use super::{SharedContext, dns, run, state_file};
-use crate::config::{Discovery, EndpointAddress, Upstream, validate_text};
+use crate::config::{Discovery, Upstream, validate_text};
 use crate::control::endpoint_set;
 use crate::observe::{LivenessMonitor, Metrics};
 use crate::upstream;
 use crate::upstream::credentials::{CredentialClass, Credentials};
-use crate::upstream::endpoint_sources::EndpointSource;
 use crate::upstream::stats::ConnectionStats;
+use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::discovery::source::{Candidate, EndpointSource, SavedEndpoints};
 use jackstay_testkit::wait::until;
 
 /// 100 connections and 100 passthrough flows that never end keep a removed endpoint draining.

@@ -18,6 +18,7 @@ use bytes::Bytes;
 use h2::RecvStream;
 use http::{HeaderValue, Request, Response, header};
 use http_body::{Body, Frame};
+use jackstay_core::discovery::source::EndpointSource;
 use jackstay_sys::clock;
 use kube::client::Body as KubeBody;
 use tokio::sync::{mpsc, oneshot};
@@ -29,7 +30,6 @@ use super::kubeconfig::DiscoveryToken;
 use crate::upstream::Upstream;
 use crate::upstream::connection::Permit;
 use crate::upstream::credentials::CredentialClass;
-use crate::upstream::endpoint_sources::EndpointSource;
 use crate::upstream::pool::{Pool, StreamRequirements, Unavailable};
 
 /// Limit for a response head; a list of a few objects takes milliseconds.

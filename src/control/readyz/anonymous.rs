@@ -18,6 +18,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use jackstay_core::probe::schedule::{ResultStreak, anonymous_pause};
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 use tokio::time::{sleep, sleep_until};
@@ -25,7 +26,6 @@ use tokio::time::{sleep, sleep_until};
 use super::connection::{ProbeConnection, connect, until_unusable};
 use super::reachability::ReachabilityCheck;
 use super::request::{ReadyzResult, request_probes_of_others, send_probe};
-use super::schedule::{ResultStreak, anonymous_pause};
 use super::version::VersionReader;
 use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
@@ -87,7 +87,7 @@ impl AnonymousProber {
             if clock::now() >= self.next_probe && current.state() == ConnectionState::Live {
                 let config = Arc::clone(&upstream.config());
                 self.next_probe =
-                    clock::now() + anonymous_pause(&config.health.readyz, fastrand::f64());
+                    clock::now() + anonymous_pause(config.health.readyz.interval, fastrand::f64());
                 let Some(new) = connect(upstream, endpoint, reachability).await else { continue };
                 reachability.set_connection(&new);
                 let previous = std::mem::replace(&mut current, new);

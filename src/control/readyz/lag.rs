@@ -238,9 +238,9 @@ fn answer(status: StatusCode, body: &[u8]) -> Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::EndpointAddress;
     use crate::observe::Metrics;
     use crate::upstream::credentials::Credentials;
+    use jackstay_core::discovery::address::EndpointAddress;
 
     /// An endpoint without a watch of a resource shows no new versions of it, which is no lag.
     #[test]

@@ -4,9 +4,8 @@ use std::pin::Pin;
 use std::task::Context;
 use std::time::Duration;
 
-use tokio::time::{Sleep, sleep};
-
 use jackstay_core::http2_frames::{END_HEADERS, FrameHeader, frame_type};
+use tokio::time::{Sleep, sleep};
 
 /// The header block that arrives.
 #[derive(Debug)]

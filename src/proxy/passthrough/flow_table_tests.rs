@@ -4,13 +4,14 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::task::Poll;
 
+use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_sys::clock;
 use tokio::task::{LocalSet, spawn_local};
 use tokio::time::{advance, timeout};
 
 use super::super::routing::Routing;
 use super::*;
-use crate::config::{self, EndpointAddress};
+use crate::config;
 use crate::observe::Metrics;
 use crate::upstream::credentials::Credentials;
 

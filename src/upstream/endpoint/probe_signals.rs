@@ -3,19 +3,11 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use jackstay_core::probe::schedule::ProbeTrigger;
 use tokio::sync::Notify;
 
 /// Number of responses of 500 or above in a row after which `/readyz` is asked at once.
 const ERROR_STREAK: u64 = 5;
-
-/// Why `/readyz` is asked before its time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ProbeTrigger {
-    /// Passive evidence: requests met a streak of errors or slow response heads here.
-    PassiveEvidence,
-    /// The probe of another endpoint fails. Its watches may move here only after a new probe was ok.
-    Confirmation,
-}
 
 /// Requests for a probe, and whether the latest one failed.
 #[derive(Debug, Default)]

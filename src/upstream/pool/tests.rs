@@ -3,12 +3,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_sys::clock;
 use tokio::net::TcpListener;
 use tokio::task::{LocalSet, spawn_local};
 
 use super::{Pool, StreamRequirements, Unavailable, WarmClasses};
-use crate::config::{self, EndpointAddress};
+use crate::config;
 use crate::observe::Metrics;
 use crate::upstream::credentials::{CredentialClass, Credentials};
 use crate::upstream::endpoint::Endpoint;

@@ -14,11 +14,11 @@ use tokio::task::LocalSet;
 
 use super::lookup::{LOOKUP_TIMEOUT, LookupResult};
 use super::*;
-use crate::control::discovery::own_addresses::OwnAddresses;
 use crate::observe::Metrics;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::Credentials;
 use crate::upstream::endpoint::Observation;
+use jackstay_core::discovery::own_addresses::OwnAddresses;
 use jackstay_testkit::wait::until;
 
 /// The addresses of each name, and their TTL in seconds.
@@ -314,7 +314,7 @@ async fn follow_omitted_address_stays_while_its_endpoint_is_usable() {
         wait_for(&states, &["10.0.0.1:6443", "10.0.0.2:6443", "10.0.0.3:6443"]).await;
         let specs: Vec<_> = states.read(|answers, _| {
             let entries = answers[&EndpointSource::Dns].candidates.iter();
-            let spec = |entry: &Candidate| crate::control::endpoint_set::EndpointSpec {
+            let spec = |entry: &Candidate| jackstay_core::discovery::source::EndpointSpec {
                 address: entry.address.clone(),
                 server_name: entry.server_name.clone(),
                 fallback: false,

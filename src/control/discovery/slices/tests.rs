@@ -7,12 +7,12 @@ use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use http::Response;
+use jackstay_core::discovery::own_addresses::OwnAddresses;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::LocalSet;
 
-use super::super::own_addresses::OwnAddresses;
 use super::super::transport::{TransportBody, TransportError};
 use super::*;
 use crate::config;

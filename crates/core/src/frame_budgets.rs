@@ -1,7 +1,7 @@
-//! The frames that a peer may send on a connection: a burst, a rate, and what the peer earns by use that causes such
+//! The frames that a peer may send on a connection: a burst, a rate, and a credit for use that causes such
 //! frames.
 //!
-//! | frames of a client | burst | per second | earned |
+//! | frames of a client | burst | per second | credit |
 //! |---|---|---|---|
 //! | PING | 1,000 | 50 | |
 //! | SETTINGS | 100 | 1 | |
@@ -15,7 +15,7 @@
 //!
 //! A server has the same budgets with these differences:
 //!
-//! | frames of a server | burst | per second | earned |
+//! | frames of a server | burst | per second | credit |
 //! |---|---|---|---|
 //! | HEADERS with bytes, of which each interim response (1xx) is one | 100 and 4 for each stream of the stream limit | 10 | 4 for each request |
 //! | `RST_STREAM` | as a client | 50 | 1 for each request |
@@ -27,9 +27,7 @@
 
 use std::time::Instant;
 
-use jackstay_sys::clock;
-
-use jackstay_core::http2_frames::{ACK, END_STREAM, FrameHeader, frame_type};
+use crate::http2_frames::{ACK, END_STREAM, FrameHeader, frame_type};
 
 /// Frames that have a common budget. Also the value of a metric's label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -97,8 +95,8 @@ impl LimitedFrame {
         }
     }
 
-    /// Burst, which is also the limit of what is earned, and frames a second.
-    pub(super) fn rate(self, max_streams: u32) -> (u32, u32) {
+    /// Burst, which is also the limit of the credit, and frames a second.
+    pub fn rate(self, max_streams: u32) -> (u32, u32) {
         match self {
             Self::Ping => (1_000, 50),
             Self::Settings | Self::EmptyHeaders => (100, 1),
@@ -114,15 +112,18 @@ impl LimitedFrame {
 
 /// The peer whose frames are limited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Peer {
+pub enum Peer {
+    /// It sends requests.
     Client,
+    /// It sends responses.
     Server,
 }
 
 /// The budgets of one connection.
 #[derive(Debug)]
-pub(super) struct Budgets {
-    pub(super) peer: Peer,
+pub struct Budgets {
+    /// The peer whose frames these are.
+    pub peer: Peer,
     max_streams: u32,
     created: Instant,
     /// By [`LimitedFrame`]: frames left, and when they were last added, in milliseconds since `created`.
@@ -130,7 +131,8 @@ pub(super) struct Budgets {
 }
 
 impl Budgets {
-    pub(super) fn new(peer: Peer, max_streams: u32) -> Self {
+    /// Full budgets of a connection that is created at `now` and has this limit of streams.
+    pub fn new(peer: Peer, max_streams: u32, now: Instant) -> Self {
         use LimitedFrame as F;
         let all = [
             F::Ping,
@@ -145,15 +147,15 @@ impl Budgets {
             F::Other,
         ];
         let left = all.map(|frame| (frame.rate(max_streams).0, 0));
-        Self { peer, max_streams, created: clock::now(), left }
+        Self { peer, max_streams, created: now, left }
     }
 
     /// Takes one frame of the budget. False if it is used up. Only then the clock is read.
-    fn take(&mut self, frame: LimitedFrame) -> bool {
+    fn take(&mut self, frame: LimitedFrame, now: impl FnOnce() -> Instant) -> bool {
         let (left, added) = &mut self.left[frame as usize];
         if *left == 0 {
             let (burst, per_second) = frame.rate(self.max_streams);
-            let now = clock::elapsed(self.created).as_millis() as u64;
+            let now = now().saturating_duration_since(self.created).as_millis() as u64;
             let gained = now.saturating_sub(*added) * u64::from(per_second) / 1_000;
             if gained == 0 {
                 return false;
@@ -166,37 +168,43 @@ impl Budgets {
     }
 
     /// Adds frames to a budget, at most its burst.
-    fn earn(&mut self, frame: LimitedFrame, count: u32) {
+    fn credit(&mut self, frame: LimitedFrame, count: u32) {
         let burst = frame.rate(self.max_streams).0;
         let left = &mut self.left[frame as usize].0;
         *left = left.saturating_add(count).min(burst);
     }
 
-    /// `is_opened` says whether the stream was opened before.
-    pub(super) fn received(
+    /// Counts a received frame. `is_opened` says whether the stream was opened before. `now` is called only if a budget
+    /// is used up.
+    ///
+    /// # Errors
+    /// The budget of the frame is used up.
+    pub fn received(
         &mut self,
         header: FrameHeader,
         is_opened: bool,
+        now: impl Fn() -> Instant,
     ) -> Result<(), LimitedFrame> {
         if header.frame_type == frame_type::HEADERS {
             let is_client = self.peer == Peer::Client;
-            if is_client && is_opened && !self.take(LimitedFrame::Trailers) {
+            if is_client && is_opened && !self.take(LimitedFrame::Trailers, &now) {
                 return Err(LimitedFrame::Trailers);
             }
-            self.earn(LimitedFrame::Priority, 2);
+            self.credit(LimitedFrame::Priority, 2);
         }
         match LimitedFrame::of(header, self.peer) {
-            Some(frame) if !self.take(frame) => Err(frame),
+            Some(frame) if !self.take(frame, &now) => Err(frame),
             _ => Ok(()),
         }
     }
 
-    pub(super) fn sent(&mut self, header: FrameHeader) {
+    /// Counts a sent frame, for which the peer may send others.
+    pub fn sent(&mut self, header: FrameHeader) {
         match header.frame_type {
-            frame_type::DATA => self.earn(LimitedFrame::WindowUpdate, 4 + header.length / 1024),
+            frame_type::DATA => self.credit(LimitedFrame::WindowUpdate, 4 + header.length / 1024),
             frame_type::HEADERS => {
-                self.earn(LimitedFrame::Reset, 1);
-                self.earn(LimitedFrame::Headers, 4);
+                self.credit(LimitedFrame::Reset, 1);
+                self.credit(LimitedFrame::Headers, 4);
             }
             _ => {}
         }

@@ -3,7 +3,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use crate::config::EndpointAddress;
+use super::address::EndpointAddress;
 
 /// The addresses of this process's listeners.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -14,14 +14,10 @@ pub struct OwnAddresses {
 }
 
 impl OwnAddresses {
-    /// The addresses of listeners that are bound to `bound`. Reads the addresses of this host's
-    /// interfaces only if a listener is bound to the unspecified address.
-    pub fn of_listeners(bound: &[SocketAddr]) -> Self {
-        let unspecified = bound.iter().any(|address| address.ip().is_unspecified());
-        let interfaces =
-            if unspecified { if_addrs::get_if_addrs().unwrap_or_default() } else { Vec::new() };
-        let host = interfaces.iter().map(if_addrs::Interface::ip).collect();
-        Self { bound: bound.to_vec(), host }
+    /// The addresses of listeners that are bound to `bound`. `host`: the addresses of this host's interfaces, which count
+    /// for listeners that are bound to the unspecified address.
+    pub fn new(bound: Vec<SocketAddr>, host: Vec<IpAddr>) -> Self {
+        Self { bound, host }
     }
 
     /// Whether a connection to `address` would arrive at a listener of this process.

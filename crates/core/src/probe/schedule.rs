@@ -3,12 +3,9 @@
 
 use std::time::Duration;
 
-use crate::config::Readyz;
-use crate::upstream::endpoint::ProbeTrigger;
-
 /// Pause after the first failed probe. It doubles with each further failure up to the configured
 /// interval: thousands of nodes that probe once a second would burden an apiserver in trouble.
-pub(super) const FAILING_INTERVAL: Duration = Duration::from_secs(1);
+pub const FAILING_INTERVAL: Duration = Duration::from_secs(1);
 /// Shortest pause between anonymous probes. After an anonymous request the apiserver sends GOAWAY
 /// (`UnauthenticatedHTTP2DOSMitigation`), so each probe costs a connection.
 const ANONYMOUS_INTERVAL: Duration = Duration::from_secs(30);
@@ -17,6 +14,15 @@ const ANONYMOUS_INTERVAL: Duration = Duration::from_secs(30);
 const EVIDENCE_PAUSE: Duration = Duration::from_millis(500);
 /// Shortest pause before a probe that decides whether watches may move to the endpoint.
 const CONFIRMATION_PAUSE: Duration = Duration::from_millis(200);
+
+/// Why `/readyz` is asked before its time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ProbeTrigger {
+    /// Passive evidence: requests met a streak of errors or slow response heads here.
+    PassiveEvidence,
+    /// The probe of another endpoint fails. Its watches may move here only after a new probe was ok.
+    Confirmation,
+}
 
 /// Counts equal probe results in a row.
 #[derive(Debug, Default)]
@@ -64,7 +70,7 @@ impl ProbeSchedule {
     /// Records a result. `on_evidence` says whether passive evidence requested the probe. The evidence pause
     /// is [`EVIDENCE_PAUSE`] again after a result that differs from the known state, and after a success of
     /// any other probe.
-    pub fn record(&mut self, result: ProbeResult, on_evidence: bool, config: &Readyz) {
+    pub fn record(&mut self, result: ProbeResult, on_evidence: bool, interval: Duration) {
         let failing = result == ProbeResult::Failing;
         let changed = failing != (self.failures > 0);
         self.failures = match result {
@@ -73,7 +79,7 @@ impl ProbeSchedule {
             ProbeResult::Failing => self.failures.saturating_add(1),
         };
         if on_evidence && !changed {
-            self.evidence_pause = (self.evidence_pause * 2).min(config.interval);
+            self.evidence_pause = (self.evidence_pause * 2).min(interval);
         } else if changed || !failing {
             self.evidence_pause = EVIDENCE_PAUSE;
         }
@@ -90,45 +96,35 @@ impl ProbeSchedule {
     }
 
     /// Pause before the next regular probe. `jitter` is in 0..1.
-    pub fn pause(&self, config: &Readyz, jitter: f64) -> Duration {
+    pub fn pause(&self, interval: Duration, jitter: f64) -> Duration {
         let base = match self.failures {
-            0 => config.interval,
+            0 => interval,
             failures => FAILING_INTERVAL.saturating_mul(1 << (failures - 1).min(16)),
         };
-        base.min(config.interval).mul_f64(0.8 + 0.4 * jitter)
+        base.min(interval).mul_f64(0.8 + 0.4 * jitter)
     }
 
     /// Shortest pause between the last probe and one that `trigger` requests.
-    pub fn early_pause(&self, trigger: ProbeTrigger, config: &Readyz) -> Duration {
+    pub fn early_pause(&self, trigger: ProbeTrigger, interval: Duration) -> Duration {
         let pause = match trigger {
             ProbeTrigger::PassiveEvidence => self.evidence_pause,
             ProbeTrigger::Confirmation => CONFIRMATION_PAUSE,
         };
         let shortest = if self.failures > 0 { FAILING_INTERVAL } else { Duration::ZERO };
-        pause.max(shortest).min(config.interval)
+        pause.max(shortest).min(interval)
     }
 }
 
 /// Pause before the next anonymous probe, at least 30 s. `jitter` is in 0..1.
-pub fn anonymous_pause(config: &Readyz, jitter: f64) -> Duration {
-    config.interval.max(ANONYMOUS_INTERVAL).mul_f64(1.0 + 0.4 * jitter)
+pub fn anonymous_pause(interval: Duration, jitter: f64) -> Duration {
+    interval.max(ANONYMOUS_INTERVAL).mul_f64(1.0 + 0.4 * jitter)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn config(interval: Duration) -> Readyz {
-        Readyz {
-            path: "/readyz".into(),
-            interval,
-            timeout: Duration::from_secs(1),
-            rise: 2,
-            fall: 2,
-            cert: None,
-            token_file: None,
-        }
-    }
+    const INTERVAL: Duration = Duration::from_secs(10);
 
     #[test]
     fn streak_first_result_decides_and_later_ones_need_rise_or_fall() {
@@ -146,12 +142,11 @@ mod tests {
 
     #[test]
     fn pause_failing_endpoint_doubles_up_to_the_interval() {
-        let config = config(Duration::from_secs(10));
         let mut schedule = ProbeSchedule::default();
-        let seconds = |schedule: &ProbeSchedule, jitter| schedule.pause(&config, jitter).as_secs();
+        let seconds = |schedule: &ProbeSchedule, jitter| schedule.pause(INTERVAL, jitter).as_secs();
         assert_eq!((seconds(&schedule, 0.0), seconds(&schedule, 1.0)), (8, 12));
         let mut next = |result| {
-            schedule.record(result, false, &config);
+            schedule.record(result, false, INTERVAL);
             seconds(&schedule, 0.5)
         };
         for expected in [1, 2, 4, 8, 10, 10, 10] {
@@ -166,24 +161,23 @@ mod tests {
         }
         schedule.reset();
         assert_eq!(seconds(&schedule, 0.5), 10);
-        let quick = Readyz { interval: Duration::from_millis(200), ..config.clone() };
-        schedule.record(ProbeResult::Failing, false, &quick);
-        assert_eq!(schedule.pause(&quick, 0.5), Duration::from_millis(200));
+        let quick = Duration::from_millis(200);
+        schedule.record(ProbeResult::Failing, false, quick);
+        assert_eq!(schedule.pause(quick, 0.5), Duration::from_millis(200));
     }
 
     /// The load of 5,000 nodes on an apiserver that is not ready.
     #[test]
     fn pause_failing_endpoint_averages_less_than_one_probe_in_8_s_from_each_node() {
         let (nodes, outage) = (5_000, Duration::from_secs(600));
-        let config = config(Duration::from_secs(10));
         let mut rng = fastrand::Rng::with_seed(7);
         let mut probes = 0_u64;
         for _ in 0..nodes {
             let (mut schedule, mut at) = (ProbeSchedule::default(), Duration::ZERO);
             while at < outage {
                 probes += 1;
-                schedule.record(ProbeResult::Failing, false, &config);
-                at += schedule.pause(&config, rng.f64());
+                schedule.record(ProbeResult::Failing, false, INTERVAL);
+                at += schedule.pause(INTERVAL, rng.f64());
             }
         }
         let rate = probes / outage.as_secs();
@@ -193,30 +187,29 @@ mod tests {
 
     #[test]
     fn early_pause_evidence_confirms_known_state_doubles() {
-        let config = config(Duration::from_secs(10));
         let mut schedule = ProbeSchedule::default();
         let ms = |schedule: &ProbeSchedule| {
-            schedule.early_pause(ProbeTrigger::PassiveEvidence, &config).as_millis()
+            schedule.early_pause(ProbeTrigger::PassiveEvidence, INTERVAL).as_millis()
         };
         assert_eq!(
-            (ms(&schedule), schedule.early_pause(ProbeTrigger::Confirmation, &config).as_millis()),
+            (ms(&schedule), schedule.early_pause(ProbeTrigger::Confirmation, INTERVAL).as_millis()),
             (500, 200)
         );
         for expected in [1_000, 2_000, 4_000, 8_000, 10_000, 10_000] {
-            schedule.record(ProbeResult::Ready, true, &config);
+            schedule.record(ProbeResult::Ready, true, INTERVAL);
             assert_eq!(ms(&schedule), expected);
         }
-        schedule.record(ProbeResult::Ready, false, &config);
+        schedule.record(ProbeResult::Ready, false, INTERVAL);
         assert_eq!(ms(&schedule), 500);
         // A failing endpoint gets at most one probe a second. Regular probes that fail do not change the pause.
-        schedule.record(ProbeResult::Failing, true, &config);
+        schedule.record(ProbeResult::Failing, true, INTERVAL);
         assert_eq!(ms(&schedule), 1_000);
         for expected in [1_000, 2_000, 4_000, 8_000, 10_000] {
-            schedule.record(ProbeResult::Failing, true, &config);
-            schedule.record(ProbeResult::Failing, false, &config);
+            schedule.record(ProbeResult::Failing, true, INTERVAL);
+            schedule.record(ProbeResult::Failing, false, INTERVAL);
             assert_eq!(ms(&schedule), expected);
         }
-        schedule.record(ProbeResult::Recovering, false, &config);
+        schedule.record(ProbeResult::Recovering, false, INTERVAL);
         assert_eq!(
             ms(&schedule),
             1_000,
@@ -227,10 +220,10 @@ mod tests {
     #[test]
     fn anonymous_pause_any_interval_is_at_least_30_s() {
         for interval in [1, 10, 60] {
-            let config = config(Duration::from_secs(interval));
+            let interval = Duration::from_secs(interval);
             for jitter in [0.0, 0.5, 0.999] {
-                let pause = anonymous_pause(&config, jitter).as_secs_f64();
-                assert!(pause >= 30.0 && pause >= interval as f64, "{pause}");
+                let pause = anonymous_pause(interval, jitter).as_secs_f64();
+                assert!(pause >= 30.0 && pause >= interval.as_secs_f64(), "{pause}");
             }
         }
     }

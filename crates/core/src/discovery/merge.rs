@@ -14,11 +14,9 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use super::address::EndpointAddress;
 use super::own_addresses::OwnAddresses;
-use super::source_states::{Candidate, SavedEndpoints, SourceAnswer};
-use crate::config::EndpointAddress;
-use crate::control::endpoint_set::EndpointSpec;
-use crate::upstream::endpoint_sources::EndpointSource;
+use super::source::{Candidate, EndpointSource, EndpointSpec, SavedEndpoints, SourceAnswer};
 
 /// Largest endpoint set. Each endpoint costs connections here and at the apiserver. No control
 /// plane has 64 apiservers, so a longer list is a mistake or an attack.
@@ -207,7 +205,7 @@ mod tests {
             EndpointSource::Static,
             answer(&["127.0.0.1:6443", "10.0.0.1:6443"]),
         )]);
-        let own = OwnAddresses::of_listeners(&["127.0.0.1:6443".parse().unwrap()]);
+        let own = OwnAddresses::new(vec!["127.0.0.1:6443".parse().unwrap()], Vec::new());
         let merged = merge(&answers, &vec![], &own, None, &HashSet::new(), 0);
         assert_eq!(merged.endpoints.len(), 1);
     }
@@ -257,7 +255,7 @@ mod tests {
                     }
                 }
             }
-            let own = OwnAddresses::of_listeners(&["10.0.0.3:6443".parse().unwrap()]);
+            let own = OwnAddresses::new(vec!["10.0.0.3:6443".parse().unwrap()], Vec::new());
             let merged = merge(&answers, &saved, &own, None, &HashSet::new(), 0);
             let addresses: HashSet<_> = merged.endpoints.iter().map(|s| &s.address).collect();
             prop_assert_eq!(addresses.len(), merged.endpoints.len());

@@ -13,8 +13,8 @@
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use crate::config::EndpointAddress;
-use crate::control::endpoint_set::EndpointSpec;
+use super::address::EndpointAddress;
+use super::source::EndpointSpec;
 
 /// Changes within this time are applied together.
 pub const WINDOW: Duration = Duration::from_secs(1);
@@ -102,7 +102,6 @@ impl Debouncer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use jackstay_sys::clock;
 
     fn spec(host: &str) -> EndpointSpec {
         let address = EndpointAddress { host: host.into(), port: 1 };
@@ -128,7 +127,7 @@ mod tests {
                 debouncer: Debouncer::default(),
                 current: specs(current),
                 usable: usable.to_vec(),
-                start: clock::now(),
+                start: Instant::now(),
                 applied: 0,
             }
         }
@@ -241,7 +240,7 @@ mod tests {
     #[test]
     fn step_endpoint_becomes_fallback_is_applied_after_window() {
         let mut debouncer = Debouncer::default();
-        let now = clock::now();
+        let now = Instant::now();
         let current = [spec("a")];
         let usable = HashSet::from([spec("a").address]);
         let wanted = [spec("x"), EndpointSpec { fallback: true, ..spec("a") }];

@@ -1,0 +1,115 @@
+//! Addresses of apiservers: host and port.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+/// Longest text of a message that is quoted, in characters.
+const MAX_QUOTE: usize = 80;
+/// The name of both loopback addresses (RFC 6761 section 6.3).
+const LOCALHOST: &str = "localhost";
+
+/// Address of an apiserver.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct EndpointAddress {
+    /// IP address without brackets, `localhost`, or a DNS name in lower case.
+    pub host: String,
+    /// TCP port.
+    pub port: u16,
+}
+
+impl fmt::Display for EndpointAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.host.contains(':') {
+            write!(f, "[{}]:{}", self.host, self.port)
+        } else {
+            write!(f, "{}:{}", self.host, self.port)
+        }
+    }
+}
+
+impl EndpointAddress {
+    /// Reads the address of an apiserver: an IP address, `localhost` or a DNS name, and a port.
+    ///
+    /// # Errors
+    /// `text` is not such an address. The error names the mistake.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let (host, port) = split_host_port(text, "10.0.0.11:6443 or \"[fd00::13]:6443\"")?;
+        if port == 0 {
+            return Err(format!("{} has port 0, which accepts no connections", quote(text)));
+        }
+        let host = match parse_ip(host) {
+            Some(ip) if ip.is_unspecified() || ip.is_multicast() || ip == Ipv4Addr::BROADCAST => {
+                return Err(format!("{} cannot be the address of an apiserver", quote(text)));
+            }
+            Some(ip) => ip.to_string(),
+            None if is_localhost(host) => LOCALHOST.to_owned(),
+            None if is_dns_name(host) => host.trim_end_matches('.').to_ascii_lowercase(),
+            None => {
+                return Err(format!("{} is neither an IP address nor a DNS name", quote(host)));
+            }
+        };
+        Ok(Self { host, port })
+    }
+
+    /// Whether the host needs a DNS lookup: it is neither an IP address nor `localhost`.
+    pub fn is_name(&self) -> bool {
+        self.host != LOCALHOST && self.host.parse::<IpAddr>().is_err()
+    }
+}
+
+fn is_localhost(host: &str) -> bool {
+    host.strip_suffix('.').unwrap_or(host).eq_ignore_ascii_case(LOCALHOST)
+}
+
+/// Whether `name` is a DNS name: labels of letters, digits, dashes and underscores.
+pub fn is_dns_name(name: &str) -> bool {
+    let name = name.strip_suffix('.').unwrap_or(name);
+    let label = |label: &str| {
+        let dash = |c: char| c == '-';
+        (1..=63).contains(&label.len())
+            && label.chars().all(|c| c.is_ascii_alphanumeric() || dash(c) || c == '_')
+            && !label.starts_with(dash)
+            && !label.ends_with(dash)
+    };
+    let all_digits = name.chars().all(|c| c.is_ascii_digit() || c == '.');
+    name.len() <= 253 && name.split('.').all(label) && !all_digits
+}
+
+/// Splits a text into the host, without the brackets of IPv6, and the port.
+pub fn split_host_port<'a>(text: &'a str, example: &str) -> Result<(&'a str, u16), String> {
+    let fail = |why: &str| Err(format!("{} {why}: write it as {example}", quote(text)));
+    if text.contains("//") {
+        return fail("is a URL, not an address and a port");
+    }
+    if text.parse::<Ipv6Addr>().is_ok() {
+        return fail("is an IPv6 address without brackets and port");
+    }
+    let Some((host, port)) = text.rsplit_once(':').filter(|(_, port)| !port.contains(']')) else {
+        return fail("has no port");
+    };
+    let digits = !port.is_empty() && port.bytes().all(|b| b.is_ascii_digit());
+    let Some(port) = port.parse::<u16>().ok().filter(|_| digits) else {
+        return fail("has no valid port (0 to 65535)");
+    };
+    match host.strip_prefix('[').map(|host| host.strip_suffix(']')) {
+        Some(Some(host)) if host.parse::<Ipv6Addr>().is_ok() => Ok((host, port)),
+        Some(_) => fail("has no IPv6 address in its brackets"),
+        None if host.is_empty() => fail("has no address"),
+        None if host.contains(':') => fail("is an IPv6 address without brackets"),
+        None => Ok((host, port)),
+    }
+}
+
+/// Parses an IP address. An IPv4-mapped IPv6 address (RFC 4291 section 2.5.5.2) becomes the IPv4 address.
+pub fn parse_ip(host: &str) -> Option<IpAddr> {
+    host.parse::<IpAddr>().ok().map(|ip| ip.to_canonical())
+}
+
+/// Quotes foreign text for a message: escaped, on one line, at most 80 characters.
+pub fn quote(text: &str) -> String {
+    if text.chars().count() <= MAX_QUOTE {
+        return format!("{text:?}");
+    }
+    let start: String = text.chars().take(MAX_QUOTE).collect();
+    format!("{start:?}…")
+}

@@ -1,0 +1,5 @@
+//! When `/readyz` is probed next and what a result means ([`schedule`]), and when an apiserver without a PONG counts as
+//! stopped ([`silence`]).
+
+pub mod schedule;
+pub mod silence;

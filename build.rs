@@ -14,7 +14,7 @@ const SHOWN: usize = 12;
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-env-changed=JACKSTAY_COMMIT");
-    // A debug build after each commit would build everything again, only to tell what nobody asks.
+    // A debug build after each commit would build everything again, for a version that is not asked for.
     if std::env::var("PROFILE").is_ok_and(|profile| profile == "debug") {
         println!("cargo::rustc-env=JACKSTAY_COMMIT=debug build");
         return;

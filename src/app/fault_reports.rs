@@ -20,9 +20,9 @@ use tokio::time::{MissedTickBehavior, interval};
 
 use super::active::ActiveConfig;
 use super::listener::{BoundListener, ListenerMode};
-use crate::observe::counted;
 use crate::observe::events::{Change, EventKind};
 use crate::observe::own_errors::OwnError;
+use crate::observe::quantity;
 use crate::upstream::{Upstream, Usability};
 
 /// Interval of the checks.
@@ -167,7 +167,7 @@ impl ErrorReport {
             self.last = Some(now);
             let text = |error: &OwnError| {
                 let what = error.code.map_or("reset".to_owned(), |code| code.to_string());
-                format!("{} {what} {}", counted(new(error), "time"), error.reason)
+                format!("{} {what} {}", quantity(new(error), "time"), error.reason)
             };
             server_errors().filter(|error| new(error) > 0).map(text).collect()
         };
@@ -275,7 +275,7 @@ fn failures<'a>(listeners: impl Iterator<Item = &'a BoundListener>) -> Failures 
 
 fn write_began(upstream: &Upstream, (l7, l4): (bool, bool)) {
     let name = &*upstream.name;
-    let held = format!("{} held", counted(upstream.waiting_watches(), "watch"));
+    let held = format!("{} held", quantity(upstream.waiting_watches(), "watch"));
     let effect = match (l7, l4) {
         (true, true) => format!("requests get 503, {held}, connections are reset"),
         (false, true) => "connections are reset".to_owned(),
@@ -300,11 +300,11 @@ fn write_ended(
     let lasted = format!("{} s", lasted.as_secs_f64().round().max(1.0));
     let mut effects = Vec::new();
     if l7 || !l4 {
-        let rejected = counted(failures.rejected, "request");
-        effects.push(format!("{rejected} got 503, {} held", counted(held, "watch")));
+        let rejected = quantity(failures.rejected, "request");
+        effects.push(format!("{rejected} got 503, {} held", quantity(held, "watch")));
     }
     if l4 || failures.resets > 0 {
-        effects.push(format!("{} reset", counted(failures.resets, "connection")));
+        effects.push(format!("{} reset", quantity(failures.resets, "connection")));
     }
     let effect = effects.join(", ");
     upstream.metrics.events().set_outage(name, false);

@@ -29,7 +29,7 @@ use crate::control::discovery::SharedContext;
 use crate::observe::events::Event;
 use crate::observe::history::{Columns, STEP};
 use crate::observe::own_errors::OwnError;
-use crate::observe::{Liveness, Metrics, build, counted};
+use crate::observe::{Liveness, Metrics, build, quantity};
 use crate::upstream::Upstream;
 use crate::upstream::canary::CanaryStatus;
 use crate::upstream::endpoint_sources::{SourceReport, age};
@@ -41,7 +41,7 @@ const EVENTS_IN_STATUS: usize = 8;
 
 /// The status of the process, for the admin endpoint.
 pub struct ProcessStatus {
-    active: ArcSwap<Shown>,
+    active: ArcSwap<ActiveParts>,
     metrics: Arc<Metrics>,
     workers: Vec<Liveness>,
     started: SystemTime,
@@ -52,13 +52,13 @@ pub struct ProcessStatus {
 }
 
 /// The parts of the active configuration that the admin endpoint shows. It does not keep sockets open.
-struct Shown {
+struct ActiveParts {
     config: Arc<Config>,
     upstreams: Vec<Arc<Upstream>>,
     listeners: Vec<Arc<BoundListener>>,
 }
 
-impl Shown {
+impl ActiveParts {
     fn new(active: &ActiveConfig) -> Self {
         Self {
             config: Arc::clone(&active.config),
@@ -168,7 +168,7 @@ impl ProcessStatus {
         file: Option<PathBuf>,
     ) -> Self {
         Self {
-            active: ArcSwap::from_pointee(Shown::new(active)),
+            active: ArcSwap::from_pointee(ActiveParts::new(active)),
             metrics: Arc::clone(metrics),
             workers,
             started: wall_clock(),
@@ -186,7 +186,7 @@ impl ProcessStatus {
 
     /// Shows this configuration from now on.
     pub fn show(&self, active: &ActiveConfig) {
-        self.active.store(Arc::new(Shown::new(active)));
+        self.active.store(Arc::new(ActiveParts::new(active)));
     }
 
     pub fn last_reload(&self) -> Option<ReloadResult> {
@@ -248,7 +248,7 @@ fn source_check(report: &SourceReport) -> (bool, String) {
     let mut detail = match report.last_success {
         Some(at) => {
             let age = age(at, wall_clock());
-            format!("{}, {age} s ago", counted(report.endpoints, "endpoint"))
+            format!("{}, {age} s ago", quantity(report.endpoints, "endpoint"))
         }
         None => "no answer yet".to_owned(),
     };

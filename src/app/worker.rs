@@ -24,7 +24,7 @@ use tokio::sync::watch;
 use tokio::task::{JoinSet, spawn_local};
 use tokio::time::sleep;
 
-pub use self::command::{Command, DesiredState, Done};
+pub use self::command::{Command, Completion, DesiredState};
 use self::listener::{DRAIN_POLL, DrainDeadline, Server, WorkerListener};
 pub use self::role::Role;
 use super::drain_signal::DrainSignal;
@@ -208,7 +208,7 @@ impl Worker {
     }
 
     /// Closes all sockets after their accept queues are empty, and drops `done` then.
-    fn close_sockets(&mut self, done: Done) {
+    fn close_sockets(&mut self, done: Completion) {
         let sockets = self.listeners.iter_mut().flat_map(WorkerListener::close_sockets);
         let sockets: Vec<_> = sockets.collect();
         spawn_local(async move {

@@ -11,7 +11,7 @@ use tokio::sync::watch;
 use super::active::ActiveConfig;
 use super::drain_signal::DrainSignal;
 use super::sockets::NewSockets;
-use super::worker::{Command, DesiredState, Done, Role, WorkerSetup};
+use super::worker::{Command, Completion, DesiredState, Role, WorkerSetup};
 use crate::observe::{Liveness, Metrics};
 use crate::proxy::identity_lane::IdentityLane;
 use crate::proxy::request_body;
@@ -125,7 +125,10 @@ impl CommandSender {
         self.send(&mut Command::CloseSockets)
     }
 
-    fn send(&self, command: &mut dyn FnMut(Done) -> Command) -> impl Future<Output = ()> + use<> {
+    fn send(
+        &self,
+        command: &mut dyn FnMut(Completion) -> Command,
+    ) -> impl Future<Output = ()> + use<> {
         let (done, mut all_done) = unbounded_channel();
         for worker in self.identity_lane.iter().chain(&self.workers) {
             let _ = worker.send(command(done.clone()));

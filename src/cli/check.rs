@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use super::options::{ConfigArgs, EXIT_USAGE, OutputArgs, OutputFormat, missing_default_hint};
 use crate::config::{self, ConfigError, Overrides};
-use crate::observe::counted;
+use crate::observe::quantity;
 
 pub use files::{FileReport, check_draft, check_files};
 
@@ -68,7 +68,7 @@ pub(super) fn run(args: &CheckArgs) -> ExitCode {
         }
         if !result.ok {
             let (errors, warnings) = (result.errors.len(), result.warnings.len());
-            let (errors, warnings) = (counted(errors, "error"), counted(warnings, "warning"));
+            let (errors, warnings) = (quantity(errors, "error"), quantity(warnings, "warning"));
             eprintln!("{}: {errors}, {warnings}", result.file);
         }
         if let Some(hint) = missing_default_hint(&args.config.config) {
@@ -112,15 +112,15 @@ fn text(result: &CheckResult) -> String {
     if let Some(counts) = result.counts.as_ref().filter(|_| result.ok) {
         let warnings = match result.warnings.len() {
             0 => String::new(),
-            warnings => format!(", {}", counted(warnings, "warning")),
+            warnings => format!(", {}", quantity(warnings, "warning")),
         };
         let _ = writeln!(
             out,
             "{}: ok{warnings} ({}, {}, {})",
             result.file,
-            counted(counts.listeners, "listener"),
-            counted(counts.upstreams, "upstream"),
-            counted(counts.endpoints, "endpoint")
+            quantity(counts.listeners, "listener"),
+            quantity(counts.upstreams, "upstream"),
+            quantity(counts.endpoints, "endpoint")
         );
     }
     out

@@ -30,12 +30,12 @@ use super::options::{OutputArgs, OutputFormat, has_colour, has_cursor};
 use crate::app::{App, Running};
 use crate::config::{self, Overrides};
 use crate::demo::scenario::clients::{self, Clients};
-use crate::demo::scenario::display::{ProgressDisplay, Stage, Step, Style, format_duration};
+use crate::demo::scenario::display::{ProgressDisplay, Step, StepProgress, Style, format_duration};
 use crate::demo::scenario::ledger::{self, Counts};
 use crate::demo::scenario::schedule::{self, FAULTS, RelayedServer, Results, Schedule};
 use crate::demo::scenario::status_monitor::StatusMonitor;
-use crate::observe::counted;
 use crate::observe::log;
+use crate::observe::quantity;
 
 /// Names of the apiservers.
 const NAMES: [&str; 3] = ["a", "b", "c"];
@@ -170,9 +170,9 @@ fn demo_in(home: &Path, args: &DemoArgs, interrupted: &Arc<AtomicBool>) -> io::R
     if ready && (lost > 0 || failed_reads > 0 || broken > 0) {
         results.broken.push(format!(
             "at the end: {} never arrived, {}, {}",
-            counted(lost, "event"),
-            counted(failed_reads, "failed read"),
-            counted(broken, "broken watch")
+            quantity(lost, "event"),
+            quantity(failed_reads, "failed read"),
+            quantity(broken, "broken watch")
         ));
     }
     drop(monitor);
@@ -219,9 +219,9 @@ fn summary(results: &Results, steps: &[Step]) -> Value {
             "fault": step.title,
             // Null if an interruption prevented the scenario.
             "ok": match step.stage {
-                Stage::Passed => Some(true),
-                Stage::Failed => Some(false),
-                Stage::Waiting | Stage::Running => None,
+                StepProgress::Passed => Some(true),
+                StepProgress::Failed => Some(false),
+                StepProgress::Waiting | StepProgress::Running => None,
             },
             "detected": step.detected,
             "reads": counts.reads,

@@ -19,7 +19,7 @@ use crate::doctor::target::{
 };
 use crate::doctor::{examine, findings, report};
 use crate::kubeconfig::{KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl};
-use crate::observe::counted;
+use crate::observe::quantity;
 
 const HELP: &str = "\
 Without --config and --endpoint the cluster of the kubeconfig is examined.
@@ -98,7 +98,7 @@ pub(super) fn run(args: &DoctorArgs) -> ExitCode {
         let (seconds, more) = (args.duration.as_secs(), examine::OVERTIME.as_secs());
         eprintln!(
             "examining {} for {seconds} s, and up to {more} s more if one does not answer …",
-            counted(plan.targets.len(), "endpoint")
+            quantity(plan.targets.len(), "endpoint")
         );
     }
     let notes = std::mem::take(&mut plan.notes);

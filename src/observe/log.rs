@@ -27,7 +27,7 @@ use tracing_subscriber::fmt::{self, MakeWriter};
 use tracing_subscriber::layer::{Layer, Layered, SubscriberExt};
 use tracing_subscriber::{Registry, reload};
 
-use super::{counted, lock};
+use super::{lock, quantity};
 use crate::config::{Level, Log, LogFormat};
 
 pub use self::pid::PidInLines;
@@ -198,7 +198,7 @@ fn write_lines(lines: &Receiver<Box<[u8]>>, mut sink: impl Write, shared: &Share
             let _ = writeln!(
                 sink,
                 "log: {} lost: the reader of stderr was too slow",
-                counted(dropped, "line")
+                quantity(dropped, "line")
             );
         }
         let mut pending = lock(&shared.pending);

@@ -214,7 +214,7 @@ impl Metrics {
 
     /// Counts a watch that lost its stream or was answered with 410: `resumed`, `moved`, `withheld`,
     /// `too_old`, `over_budget`, `gave_up`, `held` during a total outage, and others. Also counts a watch
-    /// that an event made impossible to resume: `barred`, `oversized`.
+    /// that an event made impossible to resume: `not_resumable`, `oversized`.
     pub fn watch_resumed(&self, outcome: &'static str) {
         self.registry.count(&names::WATCH_RESUMES, &[outcome], 1);
     }

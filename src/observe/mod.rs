@@ -13,7 +13,6 @@
 pub mod build;
 mod change;
 pub mod count_gauge;
-pub mod counted;
 pub mod endpoint_metrics;
 pub mod events;
 pub mod fault_lines;
@@ -28,6 +27,7 @@ pub mod open_streams;
 pub mod outcome;
 pub mod own_errors;
 pub mod passthrough_metrics;
+mod quantity;
 pub mod rate_limited_warnings;
 pub mod redact;
 mod registry;
@@ -36,7 +36,6 @@ pub mod scrape_metrics;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-pub use counted::counted;
 pub use endpoint_metrics::{EndpointMetrics, StateGauge};
 pub use events::{Change, Events};
 pub use fault_lines::Loss;
@@ -46,6 +45,7 @@ pub use metrics::Metrics;
 pub use open_streams::OpenStreams;
 pub use outcome::{Outcome, Side, UserClass};
 pub use passthrough_metrics::PassthroughMetrics;
+pub use quantity::quantity;
 pub use rate_limited_warnings::RateLimitedWarnings;
 pub use redact::redact_path;
 pub use repeat_filter::RepeatFilter;

@@ -5,7 +5,7 @@ use std::ops::AddAssign;
 
 use serde::Serialize;
 
-use super::counted;
+use super::quantity;
 
 /// The streams that are open on connections, and flows (L4).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -47,7 +47,7 @@ impl AddAssign for OpenStreams {
 /// `3 requests, 20 watches`; with flows also `5 flows`, and only `5 flows` without streams.
 impl fmt::Display for OpenStreams {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let flows = counted(self.flows, "flow");
+        let flows = quantity(self.flows, "flow");
         if self.requests + self.watches == 0 && self.flows > 0 {
             return f.write_str(&flows);
         }
@@ -55,7 +55,7 @@ impl fmt::Display for OpenStreams {
             1 => "1 watch".to_owned(),
             watches => format!("{watches} watches"),
         };
-        write!(f, "{}, {watches}", counted(self.requests, "request"))?;
+        write!(f, "{}, {watches}", quantity(self.requests, "request"))?;
         if self.flows > 0 { write!(f, ", {flows}") } else { Ok(()) }
     }
 }

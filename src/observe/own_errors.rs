@@ -94,7 +94,7 @@ mod tests {
         assert!(listener.own_errors.list().is_empty());
         for (code, reason) in [
             (Some(503), "no_upstream"),
-            (Some(502), "unknown_fate"),
+            (Some(502), "unknown_outcome"),
             (Some(503), "no_upstream"),
             (None, "unreachable"),
             (Some(500), "a reason that is not in the table"),
@@ -109,7 +109,7 @@ mod tests {
             [
                 (None, "unreachable", 1),
                 (Some(500), "other", 1),
-                (Some(502), "unknown_fate", 1),
+                (Some(502), "unknown_outcome", 1),
                 (Some(503), "no_upstream", 2),
             ]
         );

@@ -54,8 +54,8 @@ pub struct BodyProgress {
     /// Bytes that are sent.
     taken: Cell<u64>,
     /// Bytes of pieces that are not sent.
-    untaken: Cell<usize>,
-    /// The stream's task, if it waits until less is untaken.
+    unread: Cell<usize>,
+    /// The stream's task, if it waits until less is unread.
     body: RefCell<Option<Waker>>,
     memory: StreamMemory,
 }
@@ -68,7 +68,7 @@ impl BodyProgress {
             pieces: Cell::new(0),
             waiting: Cell::new(false),
             taken: Cell::new(0),
-            untaken: Cell::new(0),
+            unread: Cell::new(0),
             body: RefCell::default(),
             memory,
         })
@@ -76,7 +76,7 @@ impl BodyProgress {
 
     fn returned(&self, bytes: usize) {
         self.pieces.set(self.pieces.get() + 1);
-        self.untaken.set(self.untaken.get() + bytes);
+        self.unread.set(self.unread.get() + bytes);
         self.memory.add_waiting(bytes);
     }
 
@@ -86,9 +86,9 @@ impl BodyProgress {
     }
 
     fn dropped(&self, bytes: usize) {
-        self.untaken.set(self.untaken.get() - bytes);
+        self.unread.set(self.unread.get() - bytes);
         self.memory.remove_waiting(bytes);
-        if self.untaken.get() < MAX_PIECE
+        if self.unread.get() < MAX_PIECE
             && let Some(waker) = self.body.take()
         {
             waker.wake();
@@ -98,8 +98,8 @@ impl BodyProgress {
     /// Whether the client must take bytes before the body returns more. When memory is short for another client than
     /// an identity's, it gets one piece after the other.
     fn is_full(&self) -> bool {
-        let (untaken, connection) = (self.untaken.get(), self.memory.connection());
-        if untaken == 0 {
+        let (unread, connection) = (self.unread.get(), self.memory.connection());
+        if unread == 0 {
             return false;
         }
         let limit = match (connection.class(), connection.level()) {
@@ -108,7 +108,7 @@ impl BodyProgress {
             (_, Level::Free | Level::Half) => MAX_PIECE,
             (_, Level::High | Level::Critical) => 1,
         };
-        untaken >= limit
+        unread >= limit
     }
 }
 

@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use tokio::time::sleep_until;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum DrainStage {
     Open,
     Draining { since: Instant, spread: Duration },
     Forced,
@@ -25,25 +25,25 @@ enum Stage {
 
 /// Creates a drain that has not started.
 pub fn channel() -> (DrainTrigger, DrainWatcher) {
-    let (sender, receiver) = watch::channel(Stage::Open);
+    let (sender, receiver) = watch::channel(DrainStage::Open);
     (DrainTrigger(sender), DrainWatcher(receiver))
 }
 
 /// Starts and forces a drain. When it is dropped, every wait of a [`DrainWatcher`] ends.
 #[derive(Debug)]
-pub struct DrainTrigger(watch::Sender<Stage>);
+pub struct DrainTrigger(watch::Sender<DrainStage>);
 
 /// Waits for the stages of a drain.
 #[derive(Debug, Clone)]
-pub struct DrainWatcher(watch::Receiver<Stage>);
+pub struct DrainWatcher(watch::Receiver<DrainStage>);
 
 impl DrainTrigger {
     /// Starts the drain, in which watches end within `spread`. A second call has no effect.
     pub fn start(&self, spread: Duration) {
         self.0.send_if_modified(|stage| {
-            let is_first = *stage == Stage::Open;
+            let is_first = *stage == DrainStage::Open;
             if is_first {
-                *stage = Stage::Draining { since: clock::now(), spread };
+                *stage = DrainStage::Draining { since: clock::now(), spread };
             }
             is_first
         });
@@ -51,7 +51,7 @@ impl DrainTrigger {
 
     /// Forces the drain: open connections are closed at once.
     pub fn force(&self) {
-        self.0.send_replace(Stage::Forced);
+        self.0.send_replace(DrainStage::Forced);
     }
 
     /// Waits until all watchers are dropped, as an accept loop does when it has closed its socket.
@@ -64,29 +64,29 @@ impl DrainWatcher {
     /// Waits until the drain starts or the trigger is dropped.
     pub async fn started(&mut self) {
         // `wait_for` returns an error when the trigger is dropped.
-        let _ = self.0.wait_for(|stage| *stage != Stage::Open).await;
+        let _ = self.0.wait_for(|stage| *stage != DrainStage::Open).await;
     }
 
     /// Whether the drain is forced. Dropping the trigger does not force it.
     pub fn is_forced(&self) -> bool {
-        *self.0.borrow() == Stage::Forced
+        *self.0.borrow() == DrainStage::Forced
     }
 
     /// Waits until the drain is forced or the trigger is dropped.
     pub async fn forced(&mut self) {
-        let _ = self.0.wait_for(|stage| *stage == Stage::Forced).await;
+        let _ = self.0.wait_for(|stage| *stage == DrainStage::Forced).await;
     }
 
     /// Waits until one watch should end: at a random moment within the spread of the drain. Returns at once
     /// if the drain is forced or the trigger is dropped.
     pub async fn staggered_end(&mut self) {
         // The future of `wait_for` would be 24 bytes larger, and each watch waits here.
-        while *self.0.borrow_and_update() == Stage::Open {
+        while *self.0.borrow_and_update() == DrainStage::Open {
             if self.0.changed().await.is_err() {
                 return;
             }
         }
-        let Stage::Draining { since, spread } = *self.0.borrow() else { return };
+        let DrainStage::Draining { since, spread } = *self.0.borrow() else { return };
         let end = since + spread.mul_f64(fastrand::f64());
         // Boxed for the same reason: a drain begins once in the life of a listener.
         Box::pin(async {

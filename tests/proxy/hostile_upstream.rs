@@ -413,8 +413,8 @@ async fn watch_that_cannot_be_resumed_is_counted_once() {
         assert_eq!(got, text.as_bytes());
         watches.push(body);
     }
-    let barred = proxy.resumes("barred").await;
-    assert_eq!(barred as usize, texts.len() - 1, "all watches except the last one");
+    let not_resumable = proxy.resumes("not_resumable").await;
+    assert_eq!(not_resumable as usize, texts.len() - 1, "all watches except the last one");
 }
 
 /// A frame on a closed stream is answered with `RST_STREAM`, however many of them a connection carries.

@@ -13,18 +13,18 @@ use crate::app::sockets::SocketId;
 use crate::config::AccessLog;
 
 /// A worker drops it after it has executed a command. No value is ever sent.
-pub type Done = UnboundedSender<Infallible>;
+pub type Completion = UnboundedSender<Infallible>;
 
 /// A command to a worker.
 #[derive(Debug)]
 pub enum Command {
     /// Serve this configuration from now on.
-    Apply(DesiredState, Done),
+    Apply(DesiredState, Completion),
     /// Stop accepting at once, and leave the connections in the accept queues to another process that has the
     /// same sockets. Open connections continue.
-    ReleaseSockets(Done),
+    ReleaseSockets(Completion),
     /// Stop accepting, accept the connections in the accept queues, and close the sockets. Open connections continue.
-    CloseSockets(Done),
+    CloseSockets(Completion),
 }
 
 /// The configuration that a worker shall serve.

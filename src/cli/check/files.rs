@@ -20,7 +20,7 @@ use crate::net::tls::certificate::{CertInfo, Subject, VERSION_1, VERSION_1_EFFEC
 use crate::net::tls::file_error::{TlsFileError, TlsFileProblem};
 use crate::net::tls::local_ca::LocalCa;
 use crate::net::tls::pem_files::{LoadedCert, load_ca, load_cert, load_serving_cert};
-use crate::observe::counted;
+use crate::observe::quantity;
 
 /// Note about an upstream without a CA bundle.
 const UNVERIFIED: &str = "not given: health is probed without verifying the servers and without \
@@ -294,7 +294,7 @@ impl FileChecker {
         for error in &errors {
             let counts = format!(
                 "{valid} of {} in the bundle valid",
-                counted(certificates.len(), "certificate")
+                quantity(certificates.len(), "certificate")
             );
             self.warning(at, format!("{error} ({counts})"));
         }

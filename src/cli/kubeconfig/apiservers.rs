@@ -11,7 +11,7 @@ use crate::doctor::survey::{self, NotApiserver, Survey, SurveyRequest};
 use crate::doctor::target::{ExecPlugins, Trust};
 use crate::kubeconfig::verified_names::{NameInputs, VerifiedNames, select};
 use crate::kubeconfig::{Credential, PemSource, ResolvedContext, ServerUrl};
-use crate::observe::counted;
+use crate::observe::quantity;
 
 /// The known apiservers of the cluster.
 #[derive(Debug)]
@@ -241,7 +241,7 @@ fn redundancy_note(
         Ok([]) if only && left_out > 0 => Some(format!(
             "only one endpoint is used, {own}: nothing takes over when it fails; the cluster names {} \
              more, which {} left out",
-            counted(left_out, "apiserver"),
+            quantity(left_out, "apiserver"),
             if left_out == 1 { "was" } else { "were" }
         )),
         Ok([]) if only => Some(format!(
@@ -267,7 +267,7 @@ fn redundancy_note(
             Some(format!(
                 "{prefix}the cluster names {} more: to use {} run it again with --discover --force, \
                  or with {} --force{suffix}",
-                counted(members.len(), "apiserver"),
+                quantity(members.len(), "apiserver"),
                 if members.len() == 1 { "it" } else { "them" },
                 options.join(" ")
             ))

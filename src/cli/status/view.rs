@@ -13,7 +13,7 @@ use jackstay_sys::utc::Utc;
 use serde_json::Value;
 
 use super::table::{Cell, Style, Table, Tone, cut};
-use crate::observe::counted;
+use crate::observe::quantity;
 
 /// Terminal width from which reasons are columns. A narrower terminal shows them as notes below rows.
 const WIDE: usize = 150;
@@ -68,8 +68,12 @@ impl View {
             ),
             format!("up {}", self.ago(&status["started_at"])),
             self.style.paint(&format!("{ready} of {} endpoints ready", endpoints.len()), tone),
-            format!("{} ({})", counted(sum("streams"), "stream"), counted(sum("watches"), "watch")),
-            format!("{}, {} of them 5xx", counted(sum("answers"), "answer"), sum("errors")),
+            format!(
+                "{} ({})",
+                quantity(sum("streams"), "stream"),
+                quantity(sum("watches"), "watch")
+            ),
+            format!("{}, {} of them 5xx", quantity(sum("answers"), "answer"), sum("errors")),
         ];
         let own: Vec<&Value> =
             list_at(status, "listeners").iter().flat_map(|l| list_at(l, "own_errors")).collect();
@@ -77,7 +81,7 @@ impl View {
         if count > 0 {
             let recent = own.iter().any(|error| self.own_error_tone(error) == Tone::Bad);
             let tone = if recent { Tone::Bad } else { Tone::Dim };
-            let text = format!("{} answered by jackstay itself", counted(count, "error"));
+            let text = format!("{} answered by jackstay itself", quantity(count, "error"));
             parts.push(self.style.paint(&text, tone));
         }
         if status["draining"] == true {
@@ -141,13 +145,13 @@ impl View {
             return;
         };
         let lane = match (threads["identity_lane"].as_bool(), number("identity_lane_connections")) {
-            (Some(true), Some(on_lane)) => counted(on_lane, "connection"),
+            (Some(true), Some(on_lane)) => quantity(on_lane, "connection"),
             _ => "off".to_owned(),
         };
         let text = format!(
             "{}: {}; identity lane: {lane}",
-            counted(workers, "worker"),
-            counted(connections, "connection")
+            quantity(workers, "worker"),
+            quantity(connections, "connection")
         );
         out.push_str(&self.style.paint(&text, Tone::Dim));
         out.push('\n');
@@ -186,7 +190,7 @@ impl View {
                 let times = error["count"].as_u64().unwrap_or_default();
                 let ago = self.ago(&error["last"]);
                 let text =
-                    format!("own error {answer}: {}, last {ago} ago", counted(times, "time"));
+                    format!("own error {answer}: {}, last {ago} ago", quantity(times, "time"));
                 notes.push(Cell::text(text).tone(self.own_error_tone(error)));
             }
             let mut row = vec![

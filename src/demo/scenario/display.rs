@@ -54,21 +54,21 @@ pub struct Step {
     /// The state that jackstay reported first, and after how long.
     pub detected: String,
     /// Progress.
-    pub stage: Stage,
+    pub stage: StepProgress,
     /// The counts of the clients.
     pub counts: Counts,
 }
 
 impl Step {
     /// A step without observations.
-    pub(super) fn new(title: String, stage: Stage) -> Self {
+    pub(super) fn new(title: String, stage: StepProgress) -> Self {
         Self { title, detected: String::new(), stage, counts: Counts::default() }
     }
 }
 
 /// Progress of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stage {
+pub enum StepProgress {
     /// Not started.
     Waiting,
     /// Running.
@@ -218,13 +218,13 @@ fn step_table(steps: &[Step]) -> Vec<String> {
     ];
     for step in steps {
         let mark = match step.stage {
-            Stage::Waiting => {
+            StepProgress::Waiting => {
                 lines.push(format!("   {}", step.title));
                 continue;
             }
-            Stage::Running => "->",
-            Stage::Passed => "ok",
-            Stage::Failed => "!!",
+            StepProgress::Running => "->",
+            StepProgress::Passed => "ok",
+            StepProgress::Failed => "!!",
         };
         let counts = &step.counts;
         lines.push(format_row(
@@ -303,7 +303,7 @@ mod tests {
         let step = Step {
             title: "dropped flows of b".into(),
             detected: "suspect, 310 ms".into(),
-            stage: Stage::Passed,
+            stage: StepProgress::Passed,
             counts,
         };
         let row = Row {

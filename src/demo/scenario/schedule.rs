@@ -3,10 +3,10 @@
 //! Each step injects one fault, waits, removes the fault, and waits until the proxy uses all apiservers
 //! again. A fault of a single apiserver is injected into the one with the most load.
 
-use crate::demo::scenario::display::{ProgressDisplay, Row, Stage, Step, format_duration};
+use crate::demo::scenario::display::{ProgressDisplay, Row, Step, StepProgress, format_duration};
 use crate::demo::scenario::ledger::{Counts, Ledger};
 use crate::demo::scenario::status_monitor::StatusMonitor;
-use crate::observe::counted;
+use crate::observe::quantity;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -105,7 +105,7 @@ impl Fault {
                 broken.push(violation);
             }
         };
-        must(counts.failed_reads == 0, counted(counts.failed_reads, "failed read"));
+        must(counts.failed_reads == 0, quantity(counts.failed_reads, "failed read"));
         must(
             counts.slowest_read <= READ_PROMISE * TOLERANCE + counts.stalled,
             format!("a read took {}", format_duration(counts.slowest_read)),
@@ -117,15 +117,15 @@ impl Fault {
         };
         must(
             writes == 0,
-            format!("{} failed or hung after the settling time", counted(writes, "heartbeat")),
+            format!("{} failed or hung after the settling time", quantity(writes, "heartbeat")),
         );
-        must(counts.broken == 0, counted(counts.broken, "broken watch"));
+        must(counts.broken == 0, quantity(counts.broken, "broken watch"));
         // The proxy forwards the end of a watch that the apiserver has ended.
-        must(counts.ended == 0 || self == Self::Rolling, counted(counts.ended, "ended watch"));
-        must(counts.lost == 0, counted(counts.lost, "lost event"));
+        must(counts.ended == 0 || self == Self::Rolling, quantity(counts.ended, "ended watch"));
+        must(counts.lost == 0, quantity(counts.lost, "lost event"));
         must(
             counts.duplicated == 0,
-            format!("{} received twice", counted(counts.duplicated, "event")),
+            format!("{} received twice", quantity(counts.duplicated, "event")),
         );
         must(
             counts.silence <= self.promised_silence() * TOLERANCE + counts.stalled,
@@ -198,7 +198,7 @@ impl Schedule<'_> {
     /// An apiserver could not be restarted.
     pub fn run(&self, faults: &[Fault], results: &mut Results) -> io::Result<()> {
         // The name of the apiserver is known only when its step starts.
-        let waiting = |fault: &Fault| Step::new(fault.title("one"), Stage::Waiting);
+        let waiting = |fault: &Fault| Step::new(fault.title("one"), StepProgress::Waiting);
         self.display.set_steps(faults.iter().map(waiting).collect());
         for (index, fault) in faults.iter().enumerate() {
             if self.interrupted.load(Relaxed) {
@@ -213,7 +213,7 @@ impl Schedule<'_> {
         let target = self.busiest();
         let server = &self.servers[target];
         let name = server.server.name();
-        let mut step = Step::new(fault.title(name), Stage::Running);
+        let mut step = Step::new(fault.title(name), StepProgress::Running);
         self.ledger.start_period();
         let step_start = Instant::now();
         let (seconds, minimum) = fault.duration_seconds();
@@ -313,7 +313,7 @@ impl Schedule<'_> {
             self.display.log(&format!("BROKEN: {promise}"));
             results.broken.push(format!("{}: {promise}", fault.title(name)));
         }
-        step.stage = if broken.is_empty() { Stage::Passed } else { Stage::Failed };
+        step.stage = if broken.is_empty() { StepProgress::Passed } else { StepProgress::Failed };
         self.display.log(&format!(
             "{}: reads <= {}, events <= {}, {} of {} heartbeats lost",
             if broken.is_empty() { "passed" } else { "failed" },
@@ -334,7 +334,7 @@ impl Schedule<'_> {
             servers.iter().map(|server| server.relay.drop_all_packets()).sum();
         self.display.log(&match dropped {
             Ok(flows) => {
-                let flows = counted(flows, "established flow");
+                let flows = quantity(flows, "established flow");
                 format!("every packet of {flows} of {name} is dropped; new flows work")
             }
             // For clients this is the same; jackstay takes it for a stopped process.

@@ -2,7 +2,7 @@
 
 use crate::demo::lock;
 use crate::demo::scenario::display::{ProgressDisplay, Row};
-use crate::observe::counted;
+use crate::observe::quantity;
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -153,7 +153,7 @@ impl EndpointSnapshot {
             }
         }
         for (state, count) in changed_connections {
-            let line = format!("  jackstay: {} to {name} {state}", counted(count, "connection"));
+            let line = format!("  jackstay: {} to {name} {state}", quantity(count, "connection"));
             changes.push((state.to_owned(), line));
         }
         let state = text(&endpoint["state"]);

@@ -2,7 +2,7 @@
 
 use super::finding::{Cause, Finding, note, problem};
 use crate::doctor::observations::{Failure, FailureKind, Observations, ServerCertificate, Step};
-use crate::observe::counted;
+use crate::observe::quantity;
 
 /// Certificates that expire within 14 days are reported.
 const SOON_S: i64 = 14 * 86_400;
@@ -123,8 +123,8 @@ pub(super) fn client(observations: &Observations, found: &mut Vec<Finding>) {
 fn format_span(seconds: i64) -> String {
     match seconds / 3600 {
         ..1 => "less than an hour".to_owned(),
-        hours @ 1..48 => counted(hours, "hour"),
-        hours => counted(hours / 24, "day"),
+        hours @ 1..48 => quantity(hours, "hour"),
+        hours => quantity(hours / 24, "day"),
     }
 }
 

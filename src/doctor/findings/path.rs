@@ -8,7 +8,7 @@ use crate::doctor::observations::{
     ConnectAttempt, EndpointObservation, EndpointSource, Failure, FailureKind, LongLived,
     Observations, Resolution, Step, percentile,
 };
-use crate::observe::counted;
+use crate::observe::quantity;
 
 /// A connection that is silent for this many milliseconds while fresh ones work was forgotten by a
 /// device on the path.
@@ -240,7 +240,7 @@ pub(super) fn forgotten_flows(
             format!(
                 "a connection answered {} and then was silent for {:.1} s, while {fresh} fresh \
                  connections succeeded{direct}",
-                counted(pongs, "PING"),
+                quantity(pongs, "PING"),
                 silent.0 / 1000.0
             ),
             "A load balancer, firewall or NAT on the path forgets established flows. jackstay hides \
@@ -295,7 +295,7 @@ pub(super) fn readiness(endpoint: &EndpointObservation) -> Option<Finding> {
     let finding = problem(
         Cause::NotReadyEndpoint,
         format!("{} {what}", endpoint.address),
-        format!("{} of {}: {}", failed.len(), counted(connected, "time"), shown.text),
+        format!("{} of {}: {}", failed.len(), quantity(connected, "time"), shown.text),
         advice,
     );
     Some(finding.about(&endpoint.address))

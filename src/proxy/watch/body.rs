@@ -345,7 +345,7 @@ impl WatchBody {
             // The watch ends with this ERROR event, so there is nothing to resume.
             NotResumable::ServerError => return,
             NotResumable::Oversized => "oversized",
-            _ => "barred",
+            _ => "not_resumable",
         });
         self.context.record_contradiction(reason);
         let Source::Stream(stream) = &self.source else { return };

@@ -251,7 +251,7 @@ mod tests {
         const NOT_HELD: Error = ("unprocessed", true);
         const UNPROCESSED: Error = ("bad_gateway", true);
         const SAFE: Error = ("bad_gateway", false);
-        const UNKNOWN: Error = ("unknown_fate", false);
+        const UNKNOWN: Error = ("unknown_outcome", false);
         const HEARTBEAT: Error = ("heartbeat_ended", false);
         // Expected with a held body and a live connection; without a held body; with a dead connection.
         for (kind, stage, alive, not_held, dead) in [

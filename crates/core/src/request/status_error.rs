@@ -60,13 +60,13 @@ impl StatusError {
     /// 502: the outcome of a write is unknown, because its connection was lost after the write was sent and
     /// before the response. The reason is `InternalError`, which Kubernetes documents as "the outcome of
     /// the call is unknown": `ServiceUnavailable` and `ServerTimeout` both tell the client to send the
-    /// request again. The metric label of this error is `unknown_fate`.
+    /// request again. The metric label of this error is `unknown_outcome`.
     pub fn unknown_outcome(detail: impl Display) -> Self {
         let message = format_args!(
             "the connection to the apiserver was lost before it answered, and the request may or \
              may not have been carried out: {detail}"
         );
-        Self::new(StatusCode::BAD_GATEWAY, "InternalError", "unknown_fate", message)
+        Self::new(StatusCode::BAD_GATEWAY, "InternalError", "unknown_outcome", message)
     }
 
     /// 504: jackstay ended a heartbeat because its apiserver is not healthy. The outcome is

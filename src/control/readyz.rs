@@ -17,7 +17,7 @@ mod version;
 use std::pin::pin;
 use std::sync::Arc;
 
-use jackstay_core::probe::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ResultStreak};
+use jackstay_core::probe::prober::{Prober, Response, Rules};
 use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until};
 
@@ -30,7 +30,7 @@ use self::version::VersionReader;
 use crate::config::Readyz;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
-use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeTrigger};
+use crate::upstream::endpoint::{Endpoint, EndpointState, Observation};
 
 /// Probes `endpoint` until it is removed from the set.
 pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
@@ -44,26 +44,18 @@ pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
     }
 }
 
-/// Connects and probes in a loop. A lost connection brings the next probe forward to
-/// [`FAILING_INTERVAL`] after the last one, and not further: otherwise thousands of nodes would probe a
-/// restarted apiserver at once.
+/// Connects and probes in a loop, as [`Prober`] decides.
 async fn probe_repeatedly(
     upstream: &Arc<Upstream>,
     endpoint: &Arc<Endpoint>,
     reachability: &ReachabilityCheck,
     lag: &LagCheck,
 ) {
-    let mut streak = ResultStreak::default();
+    let mut prober = Prober::new(clock::now());
     let mut anonymous = AnonymousProber::new(clock::now());
-    let mut connection: Option<ProbeConnection> = None;
-    let mut next_probe = clock::now();
-    // The trigger that brought the next probe forward, if one did.
-    let mut early_trigger = None;
-    let mut schedule = ProbeSchedule::default();
     let mut version = VersionReader::default();
+    let mut connection: Option<ProbeConnection> = None;
     while endpoint.state() != EndpointState::Leaving {
-        let config = Arc::clone(&upstream.config());
-        let config = &config.health.readyz;
         let replacement = || reachability.take_replacement().map(ProbeConnection);
         let reusable = connection.take().or_else(replacement).filter(|c| is_current(upstream, c));
         let current = if let Some(current) = reusable {
@@ -72,9 +64,9 @@ async fn probe_repeatedly(
             // The prober of a usable endpoint connects when the next probe is due. That of any other
             // endpoint connects at once, because its connection can make the endpoint usable.
             if endpoint.is_usable() {
-                sleep_until(next_probe.into()).await;
+                sleep_until(prober.next_at().into()).await;
             }
-            streak = ResultStreak::default();
+            prober.connected();
             anonymous.reset();
             version.reset();
             let Some(new) = connect(upstream, endpoint, reachability).await else { continue };
@@ -83,74 +75,86 @@ async fn probe_repeatedly(
         reachability.set_connection(&current);
         if !upstream.has_probe_credential() {
             connection = Some(anonymous.run(upstream, endpoint, reachability, current).await);
-            next_probe = clock::now();
+            prober.probe_now(clock::now());
             continue;
         }
         lag.set_connection(&current);
         tokio::select! {
-            () = sleep_until(next_probe.into()) => {}
+            () = sleep_until(prober.next_at().into()) => {}
             () = until_unusable(&current) => continue,
         }
-        let sent_at = clock::now();
-        let token = upstream.credentials.probe_token().and_then(|token| token.header());
-        let trigger = early_trigger.take();
-        let with_livez = trigger.is_some() || schedule.is_failing();
-        let (result, ()) = tokio::join!(
-            probe_once(upstream, endpoint, &current, config, with_livez),
-            version.read_if_due(endpoint, &current, token, config.timeout / 2),
-        );
-        let on_evidence = trigger == Some(ProbeTrigger::PassiveEvidence);
-        let probe_result = match &result {
-            ReadyzResult::ConnectionLost => {
-                current.close(DrainReason::ProbeFailed);
-                ProbeResult::Failing
-            }
-            ReadyzResult::Ready => {
-                endpoint.note_probe_ok(sent_at);
-                if streak.record(true, config.rise, config.fall) {
-                    endpoint.observe(Observation::ReadyzOk);
-                }
-                match endpoint.state() {
-                    EndpointState::Ready => ProbeResult::Ready,
-                    _ => ProbeResult::Recovering,
-                }
-            }
-            ReadyzResult::NotReady(why) => {
-                request_probes_of_others(upstream, endpoint);
-                if streak.record(false, config.rise, config.fall) {
-                    endpoint.observe(Observation::ReadyzFailing(why));
-                }
-                ProbeResult::Failing
-            }
-        };
-        schedule.record(probe_result, on_evidence, config.interval);
-        next_probe = sent_at + schedule.pause(config.interval, fastrand::f64());
-        if result == ReadyzResult::ConnectionLost {
-            continue;
+        let config = Arc::clone(&upstream.config());
+        let config = &config.health.readyz;
+        if probe_now(upstream, endpoint, &current, config, (&mut prober, &mut version)).await {
+            wait_for_next(endpoint, &current, config, &mut prober).await;
+            connection = Some(current);
         }
-        loop {
-            tokio::select! {
-                () = sleep_until(next_probe.into()) => break,
-                trigger = endpoint.probe.requested() => {
-                    let early = sent_at + schedule.early_pause(trigger, config.interval);
-                    if early < next_probe {
-                        (next_probe, early_trigger) = (early, Some(trigger));
-                    }
-                }
-                () = until_unusable(&current) => {
-                    if current.state() == ConnectionState::Dead {
-                        // The connection was lost rather than drained after a GOAWAY. The apiserver
-                        // may have been restarted, so it is probed soon.
-                        schedule.reset();
-                        let soon = sent_at + FAILING_INTERVAL.min(config.interval);
-                        next_probe = next_probe.min(soon);
-                    }
-                    break;
-                }
-            }
-        }
-        connection = Some(current);
     }
+}
+
+/// Sends a probe and applies its result. Returns whether the connection was kept.
+async fn probe_now(
+    upstream: &Upstream,
+    endpoint: &Arc<Endpoint>,
+    connection: &ProbeConnection,
+    config: &Readyz,
+    (prober, version): (&mut Prober, &mut VersionReader),
+) -> bool {
+    let sent_at = clock::now();
+    let token = upstream.credentials.probe_token().and_then(|token| token.header());
+    let with_livez = prober.sent(sent_at);
+    let (result, ()) = tokio::join!(
+        probe_once(upstream, endpoint, connection, config, with_livez),
+        version.read_if_due(endpoint, connection, token, config.timeout / 2),
+    );
+    let response = match &result {
+        ReadyzResult::Ready => {
+            endpoint.note_probe_ok(sent_at);
+            Response::Ready
+        }
+        ReadyzResult::NotReady(_) => {
+            request_probes_of_others(upstream, endpoint);
+            Response::NotReady
+        }
+        ReadyzResult::ConnectionLost => {
+            connection.close(DrainReason::ProbeFailed);
+            Response::ConnectionLost
+        }
+    };
+    if prober.received(response, rules(config)) {
+        endpoint.observe(match &result {
+            ReadyzResult::NotReady(why) => Observation::ReadyzFailing(why),
+            ReadyzResult::Ready | ReadyzResult::ConnectionLost => Observation::ReadyzOk,
+        });
+    }
+    let is_ready = endpoint.state() == EndpointState::Ready;
+    prober.plan(response, is_ready, rules(config), fastrand::f64());
+    response != Response::ConnectionLost
+}
+
+/// Waits until the next probe is due or the connection takes no more streams.
+async fn wait_for_next(
+    endpoint: &Endpoint,
+    connection: &ProbeConnection,
+    config: &Readyz,
+    prober: &mut Prober,
+) {
+    loop {
+        tokio::select! {
+            () = sleep_until(prober.next_at().into()) => return,
+            trigger = endpoint.probe.requested() => prober.requested(trigger, rules(config)),
+            () = until_unusable(connection) => {
+                if connection.state() == ConnectionState::Dead {
+                    prober.connection_lost(rules(config));
+                }
+                return;
+            }
+        }
+    }
+}
+
+fn rules(config: &Readyz) -> Rules {
+    Rules { interval: config.interval, rise: config.rise, fall: config.fall }
 }
 
 /// Sends one probe. After half of its timeout it counts as overdue.

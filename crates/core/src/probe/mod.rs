@@ -1,5 +1,6 @@
-//! When `/readyz` is probed next and what a result means ([`schedule`]), and when an apiserver without a PONG counts as
+//! When `/readyz` is probed next and what a result means ([`prober`], [`schedule`]), and when an apiserver without a PONG counts as
 //! stopped ([`silence`]).
 
+pub mod prober;
 pub mod schedule;
 pub mod silence;

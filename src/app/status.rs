@@ -158,6 +158,55 @@ struct EndpointHistory {
 }
 
 impl ProcessStatus {
+    /// Adds the checks that do not decide about readiness. Without an identity the process serves bearer tokens and
+    /// other identities. Clients decide about its serving certificate. It probes with the last valid token or none, and
+    /// uses the last endpoints and the last configuration.
+    fn check_optional(&self, checks: &mut Vec<ReadinessCheck>) {
+        let shown = self.active.load();
+        let mut check = |name: String, ok: bool, detail: String| {
+            checks.push(ReadinessCheck { name, ok, required: false, detail });
+        };
+        let now = wall_clock();
+        for listener in &shown.listeners {
+            let ListenerMode::Terminate { tls, identities, .. } = &listener.mode else { continue };
+            if let Some(error) = CertificateStatus::serving(tls, now).error {
+                let file = tls.cert_file();
+                check(format!("serving certificate {}", file.display()), false, error);
+            }
+            if let Some(CaStatus { file, error: Some(error), .. }) = CaStatus::of_clients(tls, now)
+            {
+                check(format!("client CA bundle {}", file.display()), false, error);
+            }
+            for slot in identities {
+                if let Some(error) = slot.error(now) {
+                    check(format!("identity {}", slot.paths.cert_file.display()), false, error);
+                }
+            }
+        }
+        for upstream in &shown.upstreams {
+            if let Some(CaStatus { file, error: Some(error), .. }) =
+                CaStatus::of_apiservers(upstream, now)
+            {
+                check(format!("apiserver CA bundle {}", file.display()), false, error);
+            }
+            let token = upstream.credentials.probe_token();
+            if let Some(error) = token.as_ref().and_then(|token| token.error()) {
+                check(format!("token for /readyz of {}", upstream.name), false, error);
+            }
+            for (source, report) in upstream.sources.reports().iter() {
+                let (ok, detail) = source_check(report);
+                check(format!("source {}/{}", upstream.name, source.as_str()), ok, detail);
+            }
+        }
+        for name in self.context.liveness.stalled() {
+            check(name, false, "control loop stalled; its state may be stale".into());
+        }
+        if let Some(failed) = self.reloads().last_reload.as_ref().filter(|last| !last.is_ok()) {
+            let detail = format!("the old configuration stays: {}", failed.errors().join("; "));
+            check("configuration".into(), false, detail);
+        }
+    }
+
     /// The status of a process that serves `active`, which was read from `file`.
     pub fn new(
         active: &ActiveConfig,
@@ -292,51 +341,7 @@ impl admin::StatusProvider for ProcessStatus {
             ready &= usable > 0;
             check(format!("upstream {}", upstream.name), usable > 0, detail);
         }
-        // The process stays ready if one of the following checks fails. Without an identity it serves bearer
-        // tokens and other identities. Clients decide about its serving certificate. It probes with the last valid
-        // token or none, and uses the last endpoints and the last configuration.
-        let mut check = |name: String, ok: bool, detail: String| {
-            checks.push(ReadinessCheck { name, ok, required: false, detail });
-        };
-        let now = wall_clock();
-        for listener in &shown.listeners {
-            let ListenerMode::Terminate { tls, identities, .. } = &listener.mode else { continue };
-            if let Some(error) = CertificateStatus::serving(tls, now).error {
-                let file = tls.cert_file();
-                check(format!("serving certificate {}", file.display()), false, error);
-            }
-            if let Some(CaStatus { file, error: Some(error), .. }) = CaStatus::of_clients(tls, now)
-            {
-                check(format!("client CA bundle {}", file.display()), false, error);
-            }
-            for slot in identities {
-                if let Some(error) = slot.error(now) {
-                    check(format!("identity {}", slot.paths.cert_file.display()), false, error);
-                }
-            }
-        }
-        for upstream in &shown.upstreams {
-            if let Some(CaStatus { file, error: Some(error), .. }) =
-                CaStatus::of_apiservers(upstream, now)
-            {
-                check(format!("apiserver CA bundle {}", file.display()), false, error);
-            }
-            let token = upstream.credentials.probe_token();
-            if let Some(error) = token.as_ref().and_then(|token| token.error()) {
-                check(format!("token for /readyz of {}", upstream.name), false, error);
-            }
-            for (source, report) in upstream.sources.reports().iter() {
-                let (ok, detail) = source_check(report);
-                check(format!("source {}/{}", upstream.name, source.as_str()), ok, detail);
-            }
-        }
-        for name in self.context.liveness.stalled() {
-            check(name, false, "control loop stalled; its state may be stale".into());
-        }
-        if let Some(failed) = self.reloads().last_reload.as_ref().filter(|last| !last.is_ok()) {
-            let detail = format!("the old configuration stays: {}", failed.errors().join("; "));
-            check("configuration".into(), false, detail);
-        }
+        self.check_optional(&mut checks);
         let draining = *self.draining.borrow();
         if draining {
             let (name, detail) = ("shutdown".into(), "draining".into());

@@ -113,10 +113,7 @@ fn demo_in(home: &Path, args: &DemoArgs, interrupted: &Arc<AtomicBool>) -> io::R
         .map(|name| relayed_server(&cluster, &pki, name))
         .collect::<io::Result<Vec<_>>>()?;
     let proxy = Proxy::start(home, &pki, &user, &servers, args.log.as_deref())?;
-    let kubeconfig = home.join("kubeconfig");
-    let server = format!("https://{}", proxy.listener);
-    let text = pki::kubeconfig(&server, &pki.ca_pem(), Some(&user), None);
-    files::replace(&kubeconfig, text.as_bytes(), PRIVATE)?;
+    let kubeconfig = write_kubeconfig(home, &proxy, &pki, &user)?;
     display.header(&[
         format!(
             "jackstay proxies {} apiservers for {} readers, {} writers and {} watches.",
@@ -146,15 +143,7 @@ fn demo_in(home: &Path, args: &DemoArgs, interrupted: &Arc<AtomicBool>) -> io::R
         interrupted,
         scale: args.seconds.map_or(1.0, |s| s as f64 / schedule::USUAL_DURATION.as_secs_f64()),
     };
-    let started_at = Instant::now();
-    let mut ready = schedule.all_ready();
-    while !ready && !interrupted.load(Relaxed) {
-        if started_at.elapsed() > START_TIMEOUT {
-            return Err(io::Error::other("the apiservers did not become ready"));
-        }
-        std::thread::sleep(Duration::from_millis(20));
-        ready = schedule.all_ready();
-    }
+    let ready = wait_ready(&schedule, interrupted)?;
     // Failures before the apiservers were ready do not count.
     clients.ledger.start_period();
 
@@ -184,6 +173,29 @@ fn demo_in(home: &Path, args: &DemoArgs, interrupted: &Arc<AtomicBool>) -> io::R
         format => format.print(&summary(&results, &display.steps()), String::new),
     }
     Ok(results.broken.is_empty())
+}
+
+/// Waits until all apiservers are ready. Returns whether they are, after an interruption maybe not.
+fn wait_ready(schedule: &Schedule<'_>, interrupted: &AtomicBool) -> io::Result<bool> {
+    let started_at = Instant::now();
+    let mut ready = schedule.all_ready();
+    while !ready && !interrupted.load(Relaxed) {
+        if started_at.elapsed() > START_TIMEOUT {
+            return Err(io::Error::other("the apiservers did not become ready"));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+        ready = schedule.all_ready();
+    }
+    Ok(ready)
+}
+
+/// Writes a kubeconfig for the proxy, and returns its path.
+fn write_kubeconfig(home: &Path, proxy: &Proxy, pki: &Pki, user: &Issued) -> io::Result<PathBuf> {
+    let kubeconfig = home.join("kubeconfig");
+    let server = format!("https://{}", proxy.listener);
+    let text = pki::kubeconfig(&server, &pki.ca_pem(), Some(user), None);
+    files::replace(&kubeconfig, text.as_bytes(), PRIVATE)?;
+    Ok(kubeconfig)
 }
 
 fn verdict(results: &Results) -> Vec<String> {

@@ -126,11 +126,7 @@ enum EndReason {
 pub(super) fn run(args: RunArgs) -> ExitCode {
     // Before any other descriptor is opened, which could be mistaken for an inherited one.
     let descriptors = inherited_sockets::from_service_manager();
-    let ready = args.ready_fd.map(|number| {
-        inherited_sockets::take_descriptor(number, &descriptors)
-            .map_err(|error| format!("--ready-fd {number}: {error}"))
-    });
-    let ready = match ready.transpose() {
+    let ready = match ready_descriptor(&args, &descriptors) {
         Ok(ready) => ready,
         Err(error) => {
             eprintln!("{error}");
@@ -176,11 +172,7 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
         read: Box::new(move || input.load(Some(&checked)).map(|(loaded, _)| loaded)),
         log: log.control(),
     });
-    let manager = ServiceManager::from_environment().unwrap_or_else(|error| {
-        tracing::warn!(%error, "service manager unreachable at NOTIFY_SOCKET; it is not notified");
-        ServiceManager::default()
-    });
-    let manager = Arc::new(manager.with_ready_descriptor(ready));
+    let manager = Arc::new(service_manager().with_ready_descriptor(ready));
     let app_manager = Arc::clone(&manager);
     let start = move || {
         let inherited = inherit(descriptors);
@@ -206,6 +198,23 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     result.unwrap_or_else(|error| {
         tracing::error!(%error, "cannot serve: stopped");
         ExitCode::FAILURE
+    })
+}
+
+/// The descriptor of `--ready-fd`, if there is one.
+fn ready_descriptor(args: &RunArgs, descriptors: &[OwnedFd]) -> Result<Option<OwnedFd>, String> {
+    let take = |number| {
+        inherited_sockets::take_descriptor(number, descriptors)
+            .map_err(|error| format!("--ready-fd {number}: {error}"))
+    };
+    args.ready_fd.map(take).transpose()
+}
+
+/// The service manager that is notified, if there is one.
+fn service_manager() -> ServiceManager {
+    ServiceManager::from_environment().unwrap_or_else(|error| {
+        tracing::warn!(%error, "service manager unreachable at NOTIFY_SOCKET; it is not notified");
+        ServiceManager::default()
     })
 }
 

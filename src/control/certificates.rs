@@ -283,6 +283,19 @@ impl<'a> CertificateEvents<'a> {
     }
 }
 
+/// The serving certificate of a listener and the certificates of its client CA.
+fn watched_serving(tls: &ServingTls, name: &str, client_ca: &str) -> Vec<WatchedCertificate> {
+    let mut certificates = vec![WatchedCertificate {
+        name: name.to_owned(),
+        info: tls.certificate().info.clone(),
+        effect: "it is still served: clients decide",
+    }];
+    if let Some(bundle) = tls.client_ca().as_ref().and_then(|ca| ca.bundle()) {
+        certificates.extend(watched_bundle(client_ca, bundle));
+    }
+    certificates
+}
+
 /// Reloads the serving certificate and the client CA of one listener, and renews the certificate,
 /// until the future is dropped.
 pub async fn watch_serving(
@@ -305,17 +318,7 @@ pub async fn watch_serving(
     }
     let expiry = metrics.certificate_expiry("serving", listener.name());
     let mut validity = ExpiryWatch::default();
-    let watched = || {
-        let mut certificates = vec![WatchedCertificate {
-            name: name.clone(),
-            info: tls.certificate().info.clone(),
-            effect: "it is still served: clients decide",
-        }];
-        if let Some(bundle) = tls.client_ca().as_ref().and_then(|ca| ca.bundle()) {
-            certificates.extend(watched_bundle(&client_ca, bundle));
-        }
-        certificates
-    };
+    let watched = || watched_serving(&tls, &name, &client_ca);
     let mut ticks = poll_ticks();
     loop {
         ticks.tick().await;

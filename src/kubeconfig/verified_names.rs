@@ -161,6 +161,14 @@ fn select_from_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
         name.clone_into(&mut selected.client);
         return selected;
     }
+    select_without_shared_name(inputs, &mut selected);
+    selected
+}
+
+/// No name is in all certificates that clients verify. The note says what to do.
+fn select_without_shared_name(inputs: &NameInputs<'_>, selected: &mut VerifiedNames) {
+    let certificates = inputs.certificates;
+    let is_shared = |name: &str| certificates.iter().all(|certificate| certificate.contains(name));
     inputs.given.unwrap_or(inputs.host).clone_into(&mut selected.client);
     let listed: Vec<String> = certificates
         .iter()
@@ -185,7 +193,6 @@ fn select_from_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
             selected.client
         ),
     });
-    selected
 }
 
 /// The names in a certificate that a client can verify. A wildcard is a pattern.

@@ -61,6 +61,15 @@ pub(super) fn log(context: &RequestContext, object: ObjectRef<'_>) -> Response<R
     respond(200, "text/plain", ResponseBody::Stream(receiver))
 }
 
+/// The subprotocols over SPDY, the preferred one first.
+const SPDY_PROTOCOLS: [&str; 5] = [
+    "v5.channel.k8s.io",
+    "v4.channel.k8s.io",
+    "v3.channel.k8s.io",
+    "v2.channel.k8s.io",
+    "portforward.k8s.io",
+];
+
 /// Switches to WebSocket or SPDY.
 ///
 /// # Errors
@@ -106,15 +115,8 @@ pub(super) fn upgrade(
             }
         }
         "spdy/3.1" => {
-            let known = [
-                "v5.channel.k8s.io",
-                "v4.channel.k8s.io",
-                "v3.channel.k8s.io",
-                "v2.channel.k8s.io",
-                "portforward.k8s.io",
-            ];
             response.headers_mut().insert(UPGRADE, HeaderValue::from_static("SPDY/3.1"));
-            if let Some(version) = choose(&STREAM_PROTOCOL, &known) {
+            if let Some(version) = choose(&STREAM_PROTOCOL, &SPDY_PROTOCOLS) {
                 response.headers_mut().insert(STREAM_PROTOCOL, HeaderValue::from_static(version));
             }
             Session::Echo

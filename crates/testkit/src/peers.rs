@@ -204,11 +204,36 @@ http {{
     )
 }
 
+/// The prefixes of types of Envoy.
+const TLS: &str = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3";
+const HTTP: &str = "type.googleapis.com/envoy.extensions.filters";
+
 /// Envoy's configuration as JSON, which is YAML.
 fn envoy(setup: &Terminate<'_>) -> Value {
-    const TLS: &str = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3";
-    const HTTP: &str = "type.googleapis.com/envoy.extensions.filters";
-    let Terminate { listen, serving, client_ca, servers, upstream } = setup;
+    let Terminate { servers, upstream, .. } = setup;
+    let listener = envoy_listener(setup);
+    let endpoints: Vec<_> = servers
+        .iter()
+        .map(|server| json!({ "endpoint": { "address": envoy_address(*server) } }))
+        .collect();
+    let mut cluster = json!({
+        "name": "servers",
+        "connect_timeout": "3s",
+        // The default of 1,024 concurrent requests is too low for 10,000 watches.
+        "circuit_breakers": { "thresholds": [{
+            "max_connections": 20_000, "max_requests": 20_000, "max_pending_requests": 20_000,
+        }] },
+        "load_assignment": {
+            "cluster_name": "servers",
+            "endpoints": [{ "lb_endpoints": endpoints }],
+        },
+    });
+    envoy_upstream(&mut cluster, upstream);
+    json!({ "static_resources": { "listeners": [listener], "clusters": [cluster] } })
+}
+
+fn envoy_listener(setup: &Terminate<'_>) -> Value {
+    let Terminate { listen, serving, client_ca, upstream, .. } = setup;
     let mut tls = json!({
         "tls_params": { "tls_maximum_protocol_version": "TLSv1_3" },
         "alpn_protocols": ["h2", "http/1.1"],
@@ -235,7 +260,7 @@ fn envoy(setup: &Terminate<'_>) -> Value {
             "typed_config": { "@type": format!("{HTTP}.http.router.v3.Router") },
         }],
     });
-    let listener = json!({
+    json!({
         "name": "clients",
         "address": envoy_address(*listen),
         "filter_chains": [{
@@ -248,23 +273,22 @@ fn envoy(setup: &Terminate<'_>) -> Value {
             },
             "filters": [{ "name": "http", "typed_config": manager }],
         }],
-    });
-    let endpoints: Vec<_> = servers
-        .iter()
-        .map(|server| json!({ "endpoint": { "address": envoy_address(*server) } }))
-        .collect();
-    let mut cluster = json!({
-        "name": "servers",
-        "connect_timeout": "3s",
-        // The default of 1,024 concurrent requests is too low for 10,000 watches.
-        "circuit_breakers": { "thresholds": [{
-            "max_connections": 20_000, "max_requests": 20_000, "max_pending_requests": 20_000,
-        }] },
-        "load_assignment": {
-            "cluster_name": "servers",
-            "endpoints": [{ "lb_endpoints": endpoints }],
-        },
-    });
+    })
+}
+
+fn envoy_certificate(pem: &Pem<'_>) -> Value {
+    json!({
+        "certificate_chain": { "filename": pem.cert() },
+        "private_key": { "filename": pem.key() },
+    })
+}
+
+fn envoy_address(address: SocketAddr) -> Value {
+    json!({ "socket_address": { "address": address.ip(), "port_value": address.port() } })
+}
+
+/// Adds HTTP/2 over TLS and health checks to a cluster.
+fn envoy_upstream(cluster: &mut Value, upstream: &Upstream<'_>) {
     if let Upstream::Http2Tls { ca, server_name, certificate } = upstream {
         let mut validation = json!({ "trusted_ca": { "filename": ca } });
         let mut tls = json!({
@@ -297,16 +321,4 @@ fn envoy(setup: &Terminate<'_>) -> Value {
             "explicit_http_config": { "http2_protocol_options": { "max_concurrent_streams": 100 } },
         } });
     }
-    json!({ "static_resources": { "listeners": [listener], "clusters": [cluster] } })
-}
-
-fn envoy_certificate(pem: &Pem<'_>) -> Value {
-    json!({
-        "certificate_chain": { "filename": pem.cert() },
-        "private_key": { "filename": pem.key() },
-    })
-}
-
-fn envoy_address(address: SocketAddr) -> Value {
-    json!({ "socket_address": { "address": address.ip(), "port_value": address.port() } })
 }

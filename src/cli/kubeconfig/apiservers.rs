@@ -56,6 +56,34 @@ pub(super) fn find(
         // The members are used or left out already, so the redundancy note must not offer them.
         survey.members = Ok(Vec::new());
     }
+    let warnings = note_unusable(&mut survey, &own, &upstreams, &mut notes);
+    let mut names = select(&NameInputs {
+        host: &context.server.host,
+        given: args.tls_server_name.as_deref().or(context.tls_server_name.as_deref()),
+        endpoints: 1 + upstreams.len(),
+        certificates: &survey.certificates,
+    });
+    if let Some(name) = &args.tls_server_name {
+        names.client.clone_from(name);
+    }
+    if config.is_some() {
+        // The address of a stopped apiserver is right.
+        let wrong = survey.not_apiservers.iter().filter(|a| !a.reason.timed_out);
+        let wrong: Vec<&str> = wrong.map(|a| &*a.address).collect();
+        let members = survey.members.as_deref();
+        notes.extend(redundancy_note(&own, &upstreams, &wrong, left_out, members));
+    }
+    Ok(Apiservers { upstreams, names, warnings, notes })
+}
+
+/// Notes and warnings about the apiservers that do not answer or have no certificate that is verified. Removes the
+/// certificates of apiservers that are no endpoints.
+fn note_unusable(
+    survey: &mut Survey,
+    own: &str,
+    upstreams: &[String],
+    notes: &mut Vec<String>,
+) -> Vec<String> {
     let is_endpoint = |address: &String| *address == own || upstreams.contains(address);
     let mut warnings = Vec::new();
     for NotApiserver { address, reason } in &survey.not_apiservers {
@@ -91,23 +119,7 @@ pub(super) fn find(
             left_out_note(address, why)
         });
     }
-    let mut names = select(&NameInputs {
-        host: &context.server.host,
-        given: args.tls_server_name.as_deref().or(context.tls_server_name.as_deref()),
-        endpoints: 1 + upstreams.len(),
-        certificates: &survey.certificates,
-    });
-    if let Some(name) = &args.tls_server_name {
-        names.client.clone_from(name);
-    }
-    if config.is_some() {
-        // The address of a stopped apiserver is right.
-        let wrong = survey.not_apiservers.iter().filter(|a| !a.reason.timed_out);
-        let wrong: Vec<&str> = wrong.map(|a| &*a.address).collect();
-        let members = survey.members.as_deref();
-        notes.extend(redundancy_note(&own, &upstreams, &wrong, left_out, members));
-    }
-    Ok(Apiservers { upstreams, names, warnings, notes })
+    warnings
 }
 
 fn left_out_note(address: &str, why: &str) -> String {
@@ -145,6 +157,16 @@ fn known_upstreams(
     given
 }
 
+/// A survey without an observation, and why.
+fn without_survey(why: &str) -> Survey {
+    Survey {
+        certificates: Vec::new(),
+        without_certificate: Vec::new(),
+        not_apiservers: Vec::new(),
+        members: Err(why.to_owned()),
+    }
+}
+
 /// Connects to the apiservers and reads their certificates, and with `lists_members` the `EndpointSlices` of
 /// the cluster. A note says why no certificate could be verified.
 fn survey_apiservers(
@@ -154,12 +176,6 @@ fn survey_apiservers(
     lists_members: bool,
     notes: &mut Vec<String>,
 ) -> Survey {
-    let without_survey = |why: &str| Survey {
-        certificates: Vec::new(),
-        without_certificate: Vec::new(),
-        not_apiservers: Vec::new(),
-        members: Err(why.to_owned()),
-    };
     if args.offline {
         return without_survey("--offline");
     }

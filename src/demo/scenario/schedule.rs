@@ -240,7 +240,59 @@ impl Schedule<'_> {
                 std::thread::sleep(UPDATE_INTERVAL);
             }
         };
-        let never = || false;
+        let mut recovered = self.inject(fault, server, duration, &mut wait)?;
+        let was_unavailable = !self.all_ready();
+        let fault_end = Instant::now();
+        recovered &= wait(RECOVERY_TIMEOUT, &|| self.all_ready());
+        if was_unavailable && recovered {
+            let delay = format_duration(fault_end.elapsed());
+            self.display.log(&format!("all apiservers are in use again, {delay} later"));
+        }
+        // Effects of the recovery on clients count for this step.
+        wait(Duration::from_secs(1), &|| false);
+        let counts = self.ledger.start_period();
+        step.stage = self.report(fault, name, (&counts, recovered), results);
+        results.add(&counts);
+        step.counts = counts;
+        self.display.set_step(index, &step);
+        Ok(())
+    }
+
+    /// Writes the result of a step to the log and adds its broken promises to `results`.
+    fn report(
+        &self,
+        fault: Fault,
+        name: &str,
+        (counts, recovered): (&Counts, bool),
+        results: &mut Results,
+    ) -> StepProgress {
+        let interrupted = self.interrupted.load(Relaxed);
+        let broken = fault.broken_promises(counts, recovered || interrupted);
+        for promise in &broken {
+            self.display.log(&format!("BROKEN: {promise}"));
+            results.broken.push(format!("{}: {promise}", fault.title(name)));
+        }
+        self.display.log(&format!(
+            "{}: reads <= {}, events <= {}, {} of {} heartbeats lost",
+            if broken.is_empty() { "passed" } else { "failed" },
+            format_duration(counts.slowest_read),
+            format_duration(counts.silence),
+            counts.failed_writes,
+            counts.writes,
+        ));
+        if broken.is_empty() { StepProgress::Passed } else { StepProgress::Failed }
+    }
+
+    /// Injects a fault for `duration`, and ends it. `wait` waits for a time or a condition. Returns whether the
+    /// apiservers have recovered between the faults of the step.
+    fn inject(
+        &self,
+        fault: Fault,
+        server: &RelayedServer,
+        duration: Duration,
+        wait: &mut dyn FnMut(Duration, &dyn Fn() -> bool) -> bool,
+    ) -> io::Result<bool> {
+        let (name, never) = (server.server.name(), || false);
         let mut recovered = true;
         match fault {
             Fault::None => {
@@ -297,35 +349,7 @@ impl Schedule<'_> {
                 }
             }
         }
-        let was_unavailable = !self.all_ready();
-        let fault_end = Instant::now();
-        recovered &= wait(RECOVERY_TIMEOUT, &|| self.all_ready());
-        if was_unavailable && recovered {
-            let delay = format_duration(fault_end.elapsed());
-            self.display.log(&format!("all apiservers are in use again, {delay} later"));
-        }
-        // Effects of the recovery on clients count for this step.
-        wait(Duration::from_secs(1), &never);
-        let counts = self.ledger.start_period();
-        let interrupted = self.interrupted.load(Relaxed);
-        let broken = fault.broken_promises(&counts, recovered || interrupted);
-        for promise in &broken {
-            self.display.log(&format!("BROKEN: {promise}"));
-            results.broken.push(format!("{}: {promise}", fault.title(name)));
-        }
-        step.stage = if broken.is_empty() { StepProgress::Passed } else { StepProgress::Failed };
-        self.display.log(&format!(
-            "{}: reads <= {}, events <= {}, {} of {} heartbeats lost",
-            if broken.is_empty() { "passed" } else { "failed" },
-            format_duration(counts.slowest_read),
-            format_duration(counts.silence),
-            counts.failed_writes,
-            counts.writes,
-        ));
-        results.add(&counts);
-        step.counts = counts;
-        self.display.set_step(index, &step);
-        Ok(())
+        Ok(recovered)
     }
 
     /// Drops the packets of the flows to `servers`, which `name` names in the log.

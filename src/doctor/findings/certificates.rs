@@ -1,7 +1,9 @@
 //! Rules for causes in the server certificates and the client certificates.
 
 use super::finding::{Cause, Finding, note, problem};
-use crate::doctor::observations::{Failure, FailureKind, Observations, ServerCertificate, Step};
+use crate::doctor::observations::{
+    EndpointObservation, Failure, FailureKind, Observations, ServerCertificate, Step,
+};
 use crate::observe::quantity;
 
 /// Certificates that expire within 14 days are reported.
@@ -15,65 +17,7 @@ pub(super) fn server(observations: &Observations, found: &mut Vec<Finding>) {
         let concerns_certificate =
             |failure: &&Failure| !matches!(failure.kind, FailureKind::Timeout | FailureKind::Reset);
         if let Some(failure) = endpoint.failures(Step::Tls).find(concerns_certificate) {
-            let field = |text: fn(&ServerCertificate) -> &str| shown.map_or("?", text);
-            let certificate = format!("The certificate of {address}");
-            let (cause, what, advice) = match failure.kind {
-                FailureKind::Expired => (
-                    Cause::CertificateExpired,
-                    format!("{certificate} expired on {}.", field(|c| &c.not_after)),
-                    "Renew it (`kubeadm certs renew apiserver`) and restart the apiserver.".into(),
-                ),
-                FailureKind::NotYetValid => (
-                    Cause::CertificateNotYetValid,
-                    format!("{certificate} is valid only from {}.", field(|c| &c.not_before)),
-                    "Check the clock of this machine.".into(),
-                ),
-                FailureKind::UnknownIssuer => (
-                    Cause::WrongCa,
-                    format!("{certificate} is signed by another CA."),
-                    format!(
-                        "It is signed by {}: check that the CA file and the endpoint belong to the \
-                         same cluster.",
-                        field(|c| &c.issuer)
-                    ),
-                ),
-                FailureKind::WrongName => (
-                    Cause::SanMissing,
-                    format!("{certificate} does not contain the name {:?}.", endpoint.server_name),
-                    "Set server_name to a name that it contains, or add the name to the certificate."
-                        .into(),
-                ),
-                FailureKind::PlainHttp => (
-                    Cause::Tls,
-                    format!("{address} speaks plain HTTP, not TLS."),
-                    "Name a port on which the apiserver, or the load balancer in front of it, speaks \
-                     TLS; kubeadm uses 6443."
-                        .into(),
-                ),
-                FailureKind::NotTls => (
-                    Cause::Tls,
-                    format!("{address} does not speak TLS: it is another service."),
-                    "Check the address and the port; kubeadm uses 6443.".into(),
-                ),
-                _ => (
-                    Cause::Tls,
-                    format!("TLS with {address} fails."),
-                    "Check that it is an apiserver and that no proxy in between terminates TLS."
-                        .into(),
-                ),
-            };
-            let because = match shown {
-                Some(shown) if failure.kind == FailureKind::WrongName => {
-                    format!(
-                        "the certificate of {} is for {}",
-                        shown.subject,
-                        shown.names.join(", ")
-                    )
-                }
-                Some(shown) => format!("{} (certificate of {})", failure.text, shown.subject),
-                None => failure.text.clone(),
-            };
-            found.push(problem(cause, what, because, advice).about(address));
+            found.push(server_failure(endpoint, failure).about(address));
         } else if let Some(certificate) = shown.filter(|c| c.expires_in_s < SOON_S) {
             let span = format_span(certificate.expires_in_s);
             let finding = note(
@@ -84,6 +28,71 @@ pub(super) fn server(observations: &Observations, found: &mut Vec<Finding>) {
             );
             found.push(finding.about(address));
         }
+    }
+}
+
+/// The cause of a handshake that failed because of the certificate of the endpoint.
+fn server_failure(endpoint: &EndpointObservation, failure: &Failure) -> Finding {
+    let shown = endpoint.certificate.as_ref();
+    let because = match shown {
+        Some(shown) if failure.kind == FailureKind::WrongName => {
+            format!("the certificate of {} is for {}", shown.subject, shown.names.join(", "))
+        }
+        Some(shown) => format!("{} (certificate of {})", failure.text, shown.subject),
+        None => failure.text.clone(),
+    };
+    let (cause, what, advice) = server_cause(endpoint, failure.kind);
+    problem(cause, what, because, advice)
+}
+
+/// The cause, what is wrong and what to do.
+fn server_cause(endpoint: &EndpointObservation, kind: FailureKind) -> (Cause, String, String) {
+    let (address, shown) = (&endpoint.address, endpoint.certificate.as_ref());
+    let field = |text: fn(&ServerCertificate) -> &str| shown.map_or("?", text);
+    let certificate = format!("The certificate of {address}");
+    match kind {
+        FailureKind::Expired => (
+            Cause::CertificateExpired,
+            format!("{certificate} expired on {}.", field(|c| &c.not_after)),
+            "Renew it (`kubeadm certs renew apiserver`) and restart the apiserver.".into(),
+        ),
+        FailureKind::NotYetValid => (
+            Cause::CertificateNotYetValid,
+            format!("{certificate} is valid only from {}.", field(|c| &c.not_before)),
+            "Check the clock of this machine.".into(),
+        ),
+        FailureKind::UnknownIssuer => (
+            Cause::WrongCa,
+            format!("{certificate} is signed by another CA."),
+            format!(
+                "It is signed by {}: check that the CA file and the endpoint belong to the \
+                 same cluster.",
+                field(|c| &c.issuer)
+            ),
+        ),
+        FailureKind::WrongName => (
+            Cause::SanMissing,
+            format!("{certificate} does not contain the name {:?}.", endpoint.server_name),
+            "Set server_name to a name that it contains, or add the name to the certificate."
+                .into(),
+        ),
+        FailureKind::PlainHttp => (
+            Cause::Tls,
+            format!("{address} speaks plain HTTP, not TLS."),
+            "Name a port on which the apiserver, or the load balancer in front of it, speaks \
+             TLS; kubeadm uses 6443."
+                .into(),
+        ),
+        FailureKind::NotTls => (
+            Cause::Tls,
+            format!("{address} does not speak TLS: it is another service."),
+            "Check the address and the port; kubeadm uses 6443.".into(),
+        ),
+        _ => (
+            Cause::Tls,
+            format!("TLS with {address} fails."),
+            "Check that it is an apiserver and that no proxy in between terminates TLS.".into(),
+        ),
     }
 }
 

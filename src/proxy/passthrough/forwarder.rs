@@ -123,23 +123,15 @@ impl OpenConnection {
     async fn run(self, mut client: TcpStream, from: SocketAddr) {
         let forwarder = &*self.forwarder;
         // The futures of routing and connecting are boxed, so that an idle flow does not keep their memory.
-        let (upstream, prefix) = match Box::pin(self.unless_evicted(self.route(&mut client, from)))
-            .await
-        {
-            None => return,
-            Some(Ok(routed)) => routed,
-            Some(Err(error)) => {
-                let label = error.label();
-                self.end.set(label);
-                if error.is_misconfiguration() {
-                    let line = format!("listener {}: refused ({label})", forwarder.routing.name());
-                    forwarder.warnings.warn(&line, format_args!("client {from}: {error}"));
+        let (upstream, prefix) =
+            match Box::pin(self.unless_evicted(self.route(&mut client, from))).await {
+                None => return,
+                Some(Ok(routed)) => routed,
+                Some(Err(error)) => {
+                    self.not_routed(&error, from);
+                    return tcp_options::close_with_reset(client);
                 }
-                tracing::debug!(listener = forwarder.routing.name(), client = %from, reason = %error, "connection not routed");
-                tcp_options::close_with_reset(client);
-                return;
-            }
-        };
+            };
         let (stream, endpoint) = match Box::pin(self.unless_evicted(connect::connect(&upstream)))
             .await
         {
@@ -170,11 +162,8 @@ impl OpenConnection {
                     forwarder.metrics.refused(reason.label);
                 }
                 if reason == MEMORY {
-                    let line = format!(
-                        "listener {}: flow ended: {}",
-                        forwarder.routing.name(),
-                        reason.description
-                    );
+                    let (name, why) = (forwarder.routing.name(), reason.description);
+                    let line = format!("listener {name}: flow ended: {why}");
                     forwarder.warnings.warn(&line, format_args!("client {from} is reset"));
                 }
             }
@@ -194,6 +183,17 @@ impl OpenConnection {
         }
         drop(handle);
         pump.reset();
+    }
+
+    /// Records that no upstream was found for the connection.
+    fn not_routed(&self, error: &RouteError, from: SocketAddr) {
+        let (forwarder, label) = (&*self.forwarder, error.label());
+        self.end.set(label);
+        if error.is_misconfiguration() {
+            let line = format!("listener {}: refused ({label})", forwarder.routing.name());
+            forwarder.warnings.warn(&line, format_args!("client {from}: {error}"));
+        }
+        tracing::debug!(listener = forwarder.routing.name(), client = %from, reason = %error, "connection not routed");
     }
 }
 

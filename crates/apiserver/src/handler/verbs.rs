@@ -66,20 +66,26 @@ impl RequestContext {
                 self.negotiate(200, &success(&details))
             }
             "deletecollection" => {
-                let (objects, _) =
-                    cluster.list(target.kind, &target.namespace, &self.selector(target)?);
-                for listed in &objects {
-                    let meta = &listed.value["metadata"];
-                    let name = meta["name"].as_str().unwrap_or_default();
-                    let namespace = meta["namespace"].as_str().unwrap_or_default();
-                    let object = ObjectRef { kind: target.kind, namespace, name };
-                    // It fails if another request has deleted the object meanwhile.
-                    let _ = cluster.delete(object, &Value::Null, dry_run);
-                }
+                self.delete_collection(target, dry_run)?;
                 self.negotiate(200, &success(&json!({ "kind": target.kind.plural })))
             }
             _ => Err(StatusError::method_not_allowed()),
         }
+    }
+
+    /// Deletes the objects that the selector matches.
+    fn delete_collection(&self, target: &Target, dry_run: bool) -> Result<(), StatusError> {
+        let cluster = &self.server.cluster;
+        let (objects, _) = cluster.list(target.kind, &target.namespace, &self.selector(target)?);
+        for listed in &objects {
+            let meta = &listed.value["metadata"];
+            let name = meta["name"].as_str().unwrap_or_default();
+            let namespace = meta["namespace"].as_str().unwrap_or_default();
+            let object = ObjectRef { kind: target.kind, namespace, name };
+            // It fails if another request has deleted the object meanwhile.
+            let _ = cluster.delete(object, &Value::Null, dry_run);
+        }
+        Ok(())
     }
 
     /// Applies a patch. Server-side apply creates an object that does not exist.

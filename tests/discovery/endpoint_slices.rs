@@ -173,9 +173,10 @@ async fn endpoint_that_flaps_every_200_ms_fails_no_request() {
     }
     traffic.continues().await;
     let after = proxy.metric("jackstay_discovery_changes_total").await;
-    // One change for each second, and those at the beginning and at the end.
+    // None, because no removal lasts for the second of the debouncer. A slow test may need longer for its changes, but
+    // there is at most one change a second.
     let changes = after - before;
-    assert!((1.0..=6.0).contains(&changes), "{changes} changes of the set in 4 s of flapping");
+    assert!(changes <= 4.0, "{changes} changes of the set in 4 s of flapping");
     wait_for_set(&proxy, &to_strings(&cluster.addresses())).await;
     traffic.end(&cluster).await;
 }

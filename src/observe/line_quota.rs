@@ -4,10 +4,11 @@
 //!
 //! Unlike [`super::RepeatFilter`], the quota does not compare lines, since the client chooses their content.
 
-use std::collections::HashMap;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use jackstay_core::admission::Holders;
+use jackstay_core::admission::turns::{Cap, KeyCap};
 use jackstay_sys::sockets::source::Source;
 
 use super::lock;
@@ -18,41 +19,38 @@ const WINDOW: Duration = Duration::from_secs(5);
 /// The quota of one kind of line, shared by all workers.
 #[derive(Debug)]
 pub struct LineQuota {
-    /// Lines per window.
-    lines: usize,
+    /// Limits the lines of a window.
+    cap: Cap,
     window: Mutex<Window>,
 }
 
 #[derive(Debug, Default)]
 struct Window {
     since: Option<Instant>,
-    logged: usize,
-    /// The number of logged lines by source. A flood of suppressed lines only looks its source up.
-    by_source: HashMap<Source, usize>,
+    /// The logged lines by source. A flood of suppressed lines only looks its source up.
+    logged: Holders<Source>,
     suppressed: u64,
 }
 
 impl LineQuota {
     /// Admits this many lines per window.
     pub fn new(lines: usize) -> Self {
-        Self { lines, window: Mutex::default() }
+        let cap = Cap { total: lines, key: KeyCap::AtMost(lines / 2), floor: 0 };
+        Self { cap, window: Mutex::default() }
     }
 
     /// Returns `None` if a line must be suppressed now, and counts it. Otherwise returns the number of
     /// suppressed lines that the caller reports with the line.
     pub fn admit(&self, source: Source, now: Instant) -> Option<u64> {
         let mut window = lock(&self.window);
+        let mut suppressed = 0;
         if window.is_over(now) {
-            let suppressed = window.suppressed;
-            let by_source = HashMap::from([(source, 1)]);
-            *window = Window { since: Some(now), logged: 1, by_source, suppressed: 0 };
-            return Some(suppressed);
+            suppressed = window.suppressed;
+            *window = Window { since: Some(now), ..Window::default() };
         }
-        let of_source = window.by_source.get(&source).copied().unwrap_or(0);
-        if window.logged < self.lines && of_source < self.lines / 2 {
-            window.logged += 1;
-            window.by_source.insert(source, of_source + 1);
-            return Some(0);
+        if self.cap.admits(window.logged.total(), window.logged.count(source)) {
+            window.logged.add(source);
+            return Some(suppressed);
         }
         window.suppressed += 1;
         None

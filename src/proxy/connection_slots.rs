@@ -107,7 +107,7 @@ impl ConnectionSlots {
         let used = registry.shared + registry.reserved + registry.proven + handed_over;
         let unused = slots.saturating_sub(used);
         let free = (slots - reserve).saturating_sub(registry.shared).min(unused);
-        let count = registry.sources.get(&source).map_or(0, |entries| entries.count);
+        let count = registry.sources.count(source);
         let mut evicted = None;
         let has_reserve = unused > 0 && registry.reserved < reserve;
         let own_grace = if has_reserve { registry::OWN_GRACE } else { registry::GRACE };

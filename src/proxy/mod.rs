@@ -15,7 +15,6 @@ mod connection_slots;
 mod consistent_reads;
 pub mod credential_selector;
 pub mod drain;
-mod fair_queue;
 pub mod forward;
 mod handshake_memory;
 pub mod handshake_queue;

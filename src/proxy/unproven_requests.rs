@@ -1,15 +1,16 @@
-//! Holds back the requests of clients that have proven nothing, in the order of [`super::fair_queue`]: requests with
+//! Holds back the requests of clients that have proven nothing, in the order of [`jackstay_core::admission::fair_queue`]: requests with
 //! tokens that no response has proven yet, and upgrades with such a token or none. A request keeps its place among
 //! those in progress until its response head arrives, or for a second after it was sent
 //! ([`UnprovenRequest::sent`]). An upgrade keeps it until its response head arrives, because it has a connection of
 //! its own.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use jackstay_core::admission::fair_queue::{Ended, FairQueue, QueueLimits, is_apart};
+use jackstay_core::admission::turns::{Next, Waits};
 use jackstay_core::admission::{MemoryBudget, Shed};
 use jackstay_core::request::status_error::StatusError;
 use jackstay_sys::clock;
@@ -18,7 +19,6 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_local;
 use tokio::time::{sleep_until, timeout};
 
-use super::fair_queue::{Arrival, Ended, FairQueue, QueueLimits, Started};
 use super::proven_tokens::TokenKey;
 use crate::observe::RateLimitedWarnings;
 
@@ -36,9 +36,7 @@ const WARNING_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The requests of one worker to one upstream.
 pub struct UnprovenRequests {
-    queue: RefCell<FairQueue>,
-    waiting: RefCell<HashMap<u64, Waiting>>,
-    next_id: Cell<u64>,
+    queue: RefCell<FairQueue<Source, Waiting>>,
     /// When the timer that starts requests of slowed sources is due.
     timer: Cell<Option<Instant>>,
     warnings: RateLimitedWarnings,
@@ -49,7 +47,6 @@ pub struct UnprovenRequests {
 }
 
 struct Waiting {
-    source: Source,
     token: Option<TokenKey>,
     open: OpenRequest,
     start: oneshot::Sender<Start>,
@@ -103,8 +100,6 @@ impl UnprovenRequests {
     pub fn new(limits: QueueLimits, subject: &'static str, memory: &Arc<MemoryBudget>) -> Rc<Self> {
         Rc::new_cyclic(|this| Self {
             queue: RefCell::new(FairQueue::new(limits)),
-            waiting: RefCell::default(),
-            next_id: Cell::new(0),
             timer: Cell::new(None),
             warnings: RateLimitedWarnings::new(WARNING_INTERVAL),
             memory: Arc::clone(memory),
@@ -123,19 +118,14 @@ impl UnprovenRequests {
         record: &Rc<ConnectionRecord>,
         token: Option<TokenKey>,
     ) -> Result<Option<Rc<UnprovenRequest>>, StatusError> {
-        let id = self.next_id.replace(self.next_id.get() + 1);
         let favored = !record.rejected.get() && record.open.get() < MAX_FAVORED;
-        let arrival = self.queue.borrow_mut().arrive(source, id, favored, clock::now());
-        match arrival {
-            Arrival::Waits => {}
-            // Its sender is dropped, which refuses it.
-            Arrival::Displaces(other) => drop(self.waiting.borrow_mut().remove(&other)),
-            Arrival::Refused => return Err(self.refused()),
-        }
         let (start, started) = oneshot::channel();
-        let open = OpenRequest::new(record);
-        self.waiting.borrow_mut().insert(id, Waiting { source, token, open, start });
-        let _place = Place { requests: self, id };
+        let waiting = Waiting { token, open: OpenRequest::new(record), start };
+        let arrival = self.queue.borrow_mut().arrive(source, favored, waiting, clock::now());
+        let Ok(Waits { id, displaced }) = arrival else { return Err(self.refused()) };
+        // Its sender is dropped, which refuses it.
+        drop(displaced);
+        let _place = Place { requests: self, source, id };
         self.start_due();
         match timeout(MAX_WAIT, started).await {
             Ok(Ok(Start::InProgress(request))) => Ok(Some(request)),
@@ -146,9 +136,8 @@ impl UnprovenRequests {
 
     /// A token has been proven: the waiting requests with the same token wait no longer.
     pub fn proven(&self, token: TokenKey) {
-        let mut waiting = self.waiting.borrow_mut();
-        for (id, waiting) in waiting.extract_if(|_, waiting| waiting.token == Some(token)) {
-            self.queue.borrow_mut().cancel(waiting.source, id);
+        let waiting = self.queue.borrow_mut().cancel_if(|waiting| waiting.token == Some(token));
+        for waiting in waiting {
             let _ = waiting.start.send(Start::Proven);
         }
     }
@@ -163,23 +152,29 @@ impl UnprovenRequests {
 
     /// Starts the requests that may start, and sets the timer for the next one.
     fn start_due(&self) {
+        let Some(requests) = self.this.upgrade() else { return };
         let now = clock::now();
-        loop {
-            let started = self.queue.borrow_mut().start_next(now);
-            let Some(Started { id, source, apart }) = started else { break };
-            let waiting = self.waiting.borrow_mut().remove(&id);
-            let (Some(Waiting { open, start, .. }), Some(requests)) =
-                (waiting, self.this.upgrade())
-            else {
-                self.queue.borrow_mut().end(source, id, Ended::Unclear, now);
-                continue;
+        let at = loop {
+            let next = self.queue.borrow_mut().next(now);
+            let started = match next {
+                Next::Start(started) => started,
+                Next::Wait(Some(at)) => break at,
+                Next::Wait(None) | Next::Evict(_) | Next::Empty => return,
             };
-            let (is_sent, ended) = (Cell::new(false), Cell::new(Ended::Unclear));
-            let request = UnprovenRequest { requests, source, id, open, is_sent, ended, apart };
+            let apart = is_apart(&started);
+            let Waiting { open, start, .. } = started.item;
+            let request = UnprovenRequest {
+                requests: Rc::clone(&requests),
+                source: started.key,
+                id: started.id,
+                open,
+                is_sent: Cell::new(false),
+                ended: Cell::new(Ended::Unclear),
+                apart,
+            };
             // If the request was cancelled, this drops it, which ends it.
             let _ = start.send(Start::InProgress(Rc::new(request)));
-        }
-        let Some(at) = self.queue.borrow().wake_at(now) else { return };
+        };
         if self.timer.get().is_some_and(|timer| timer > now && timer <= at) {
             return;
         }
@@ -197,14 +192,14 @@ impl UnprovenRequests {
 /// The place of a waiting request, which it leaves when this is dropped.
 struct Place<'a> {
     requests: &'a UnprovenRequests,
+    source: Source,
     id: u64,
 }
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
-        if let Some(waiting) = self.requests.waiting.borrow_mut().remove(&self.id) {
-            self.requests.queue.borrow_mut().cancel(waiting.source, self.id);
-        }
+        let cancelled = self.requests.queue.borrow_mut().cancel(self.source, self.id);
+        drop(cancelled);
     }
 }
 
@@ -214,8 +209,11 @@ impl UnprovenRequest {
         if self.is_sent.replace(true) {
             return;
         }
-        self.requests.queue.borrow_mut().sent(self.id, clock::now());
-        if !self.requests.waiting.borrow().is_empty() {
+        let mut queue = self.requests.queue.borrow_mut();
+        queue.sent(self.source, self.id, clock::now());
+        let is_waited_for = queue.waiting() > 0;
+        drop(queue);
+        if is_waited_for {
             // A waiting request may start when the response is late.
             self.requests.start_due();
         }

@@ -3,11 +3,12 @@
 //! The queue of idle connections is corrected when a victim is searched, so a request changes two cells.
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use jackstay_core::admission::Holders;
 use jackstay_sys::sockets::source::Source;
 
 /// Age from which a connection without a request may be closed for another one. A handshake over loopback and
@@ -74,21 +75,14 @@ impl Entry {
     }
 }
 
-/// The unproven connections of one source.
-#[derive(Debug, Default)]
-pub(super) struct SourceEntries {
-    pub(super) count: usize,
-    /// One queue for each rank.
-    queues: [BTreeMap<Key, Rc<Entry>>; RANKS],
-    /// The size under which [`Registry::by_size`] has this source.
-    indexed: Option<usize>,
-}
+/// The queues of the unproven connections of one source, one for each rank. One of them is not empty.
+type Queues = [BTreeMap<Key, Rc<Entry>>; RANKS];
 
 #[derive(Debug, Default)]
 pub(super) struct Registry {
-    pub(super) sources: HashMap<Source, SourceEntries>,
-    /// The sources with a queue, by the number of their connections.
-    by_size: BTreeSet<(usize, Source)>,
+    /// How many unproven connections each source has. It gives one while it has a queue.
+    pub(super) sources: Holders<Source>,
+    queues: HashMap<Source, Queues>,
     /// Unproven connections outside the reserve.
     pub(super) shared: usize,
     /// Unproven connections in the reserve.
@@ -115,7 +109,7 @@ impl Registry {
             waker: RefCell::default(),
         });
         *self.used(in_reserve) += 1;
-        self.sources.entry(source).or_default().count += 1;
+        self.sources.add(source);
         self.queue(&entry);
         entry
     }
@@ -126,9 +120,15 @@ impl Registry {
 
     /// Puts a connection into the queue of its source.
     pub(super) fn queue(&mut self, entry: &Rc<Entry>) {
-        let Some(entries) = self.sources.get_mut(&entry.source) else { return };
-        entries.insert(Rc::clone(entry));
-        self.index(entry.source);
+        insert(self.queues.entry(entry.source).or_default(), Rc::clone(entry));
+        self.sources.set_gives(entry.source, true);
+    }
+
+    fn take_out(&mut self, entry: &Entry) {
+        if let Some(queues) = self.queues.get_mut(&entry.source) {
+            take_out(queues, entry);
+            self.forget_empty(entry.source);
+        }
     }
 
     /// Begins or ends the handshake of a connection. Such a change is queued at once, so that the queue of handshakes
@@ -137,9 +137,7 @@ impl Registry {
         if entry.phase.get() != Phase::Unproven {
             return;
         }
-        if let Some(entries) = self.sources.get_mut(&entry.source) {
-            entries.take_out(entry);
-        }
+        self.take_out(entry);
         entry.rank.set(rank);
         entry.idle_since.set(now);
         self.queue(entry);
@@ -148,29 +146,16 @@ impl Registry {
     /// No longer counts an unproven connection.
     pub(super) fn remove(&mut self, entry: &Entry) {
         *self.used(entry.in_reserve) -= 1;
-        let Some(entries) = self.sources.get_mut(&entry.source) else { return };
-        entries.count -= 1;
-        entries.take_out(entry);
-        self.index(entry.source);
-        if self.sources.get(&entry.source).is_some_and(|entries| entries.count == 0) {
-            self.sources.remove(&entry.source);
-        }
+        self.take_out(entry);
+        self.sources.remove(entry.source);
     }
 
-    /// Updates [`Self::by_size`].
-    fn index(&mut self, source: Source) {
-        let Some(entries) = self.sources.get_mut(&source) else { return };
-        let is_queued = entries.queues.iter().any(|queue| !queue.is_empty());
-        let size = is_queued.then_some(entries.count);
-        let previous = std::mem::replace(&mut entries.indexed, size);
-        if previous == size {
-            return;
-        }
-        if let Some(previous) = previous {
-            self.by_size.remove(&(previous, source));
-        }
-        if let Some(size) = size {
-            self.by_size.insert((size, source));
+    /// Forgets the queues of a source if they are empty.
+    fn forget_empty(&mut self, source: Source) {
+        let is_empty = |queues: &Queues| queues.iter().all(BTreeMap::is_empty);
+        if self.queues.get(&source).is_some_and(is_empty) {
+            self.queues.remove(&source);
+            self.sources.set_gives(source, false);
         }
     }
 
@@ -198,14 +183,14 @@ impl Registry {
         ranks: &[ClientRank],
         now: Instant,
     ) -> Option<Rc<Entry>> {
-        let mut largest = self.by_size.last().copied();
+        let mut largest = None;
         for _ in 0..MAX_SEARCHED {
-            let (_, source) = largest.filter(|(size, _)| *size > count)?;
+            largest = self.sources.largest(largest).filter(|(size, _)| *size > count);
+            let (_, source) = largest?;
             let victim = self.evict_of(source, ranks, GRACE, now);
             if victim.is_some() {
                 return victim;
             }
-            largest = largest.and_then(|last| self.by_size.range(..last).next_back().copied());
         }
         None
     }
@@ -217,7 +202,7 @@ impl Registry {
         grace: Duration,
         now: Instant,
     ) -> Option<Rc<Entry>> {
-        let victim = self.sources.get_mut(&source)?.next_victim(ranks, grace, now);
+        let victim = next_victim(self.queues.get_mut(&source)?, ranks, grace, now);
         match &victim {
             Some(entry) => {
                 entry.phase.set(Phase::Evicted);
@@ -228,52 +213,50 @@ impl Registry {
                 }
             }
             // The search may have emptied the queue.
-            None => self.index(source),
+            None => self.forget_empty(source),
         }
         victim
     }
 }
 
-impl SourceEntries {
-    fn insert(&mut self, entry: Rc<Entry>) {
-        let key = entry.key();
-        entry.queued.set(Some(key));
-        self.queues[key.0 as usize].insert(key, entry);
-    }
+fn insert(queues: &mut Queues, entry: Rc<Entry>) {
+    let key = entry.key();
+    entry.queued.set(Some(key));
+    queues[key.0 as usize].insert(key, entry);
+}
 
-    fn take_out(&mut self, entry: &Entry) {
-        if let Some(key) = entry.queued.take() {
-            self.queues[key.0 as usize].remove(&key);
-        }
+fn take_out(queues: &mut Queues, entry: &Entry) {
+    if let Some(key) = entry.queued.take() {
+        queues[key.0 as usize].remove(&key);
     }
+}
 
-    /// The connection of these ranks that is closed first; one without a request only if it is older than `grace`.
-    /// Corrects outdated positions: each was caused by a request since the last search.
-    fn next_victim(
-        &mut self,
-        ranks: &[ClientRank],
-        grace: Duration,
-        now: Instant,
-    ) -> Option<Rc<Entry>> {
-        // A correction moves a connection to a higher rank, or to a lower one that is searched later.
-        for _ in 0..2 {
-            for rank in ranks {
-                let has_grace = matches!(rank, ClientRank::New | ClientRank::Handshake);
-                while let Some((key, entry)) = self.queues[*rank as usize].first_key_value() {
-                    let (key, entry) = (*key, Rc::clone(entry));
-                    if entry.requests.get() > 0 {
-                        self.take_out(&entry);
-                    } else if entry.key() != key {
-                        self.take_out(&entry);
-                        self.insert(entry);
-                    } else if has_grace && now < key.1 + grace {
-                        break; // all others without a request are younger
-                    } else {
-                        return Some(entry);
-                    }
+/// The connection of these ranks that is closed first; one without a request only if it is older than `grace`.
+/// Corrects outdated positions: each was caused by a request since the last search.
+fn next_victim(
+    queues: &mut Queues,
+    ranks: &[ClientRank],
+    grace: Duration,
+    now: Instant,
+) -> Option<Rc<Entry>> {
+    // A correction moves a connection to a higher rank, or to a lower one that is searched later.
+    for _ in 0..2 {
+        for rank in ranks {
+            let has_grace = matches!(rank, ClientRank::New | ClientRank::Handshake);
+            while let Some((key, entry)) = queues[*rank as usize].first_key_value() {
+                let (key, entry) = (*key, Rc::clone(entry));
+                if entry.requests.get() > 0 {
+                    take_out(queues, &entry);
+                } else if entry.key() != key {
+                    take_out(queues, &entry);
+                    insert(queues, entry);
+                } else if has_grace && now < key.1 + grace {
+                    break; // all others without a request are younger
+                } else {
+                    return Some(entry);
                 }
             }
         }
-        None
     }
+    None
 }

@@ -1,10 +1,15 @@
-//! What clients may take: the account of all memory that they make the process hold.
+//! What clients may take: the account of all memory that they make the process hold, and the turns in which they are
+//! served.
 
 mod byte_budget;
+pub mod fair_queue;
+mod holders;
 mod memory_budget;
 mod memory_labels;
+pub mod turns;
 
 pub use self::byte_budget::{ByteAccount, ByteBudget};
+pub use self::holders::Holders;
 pub use self::memory_budget::{
     DEFAULT_LIMIT, Level, MemoryBudget, MemoryCharge, MemoryClass, MemoryStatus, SourceMemory,
 };

@@ -1,123 +1,96 @@
 //! Verifies one chain at a time. The sources of the waiting chains take turns, and no source has more than half of
 //! the free places in the queue, so the chains of one source do not displace those of another.
 
-use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use jackstay_core::admission::turns::{Cap, KeyCap, Next, Pacing, Rules, Turns};
+use jackstay_sys::clock;
 use tokio::sync::oneshot;
 
 /// A queue of chains of which one is verified at a time, for the whole process.
 #[derive(Debug)]
 pub(super) struct Lane {
-    state: Mutex<LaneState>,
-    /// Number of chains that may wait.
-    max_waiting: usize,
+    turns: Mutex<Turns<u128, oneshot::Sender<LanePermit>>>,
     /// The lane pauses for this multiple of the preceding verification.
     pub(super) pause_factor: u32,
 }
 
-#[derive(Debug)]
-struct LaneState {
-    running: bool,
-    waiting: usize,
-    /// The waiting chains; no source has none.
-    sources: BTreeMap<u128, VecDeque<oneshot::Sender<LanePermit>>>,
-    /// The sources with waiting chains, in the order of their turns.
-    order: VecDeque<u128>,
-}
-
 /// The permission to verify one chain. The drop admits the next chain of the lane.
 #[derive(Debug)]
-pub(super) struct LanePermit(&'static Lane);
+pub(super) struct LanePermit(Place);
+
+/// A chain that waits or is verified.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    lane: &'static Lane,
+    source: u128,
+    id: u64,
+}
+
+/// The chain no longer waits when this is dropped.
+struct Waiting(Place);
 
 impl Lane {
+    /// A lane in which this number of chains may wait.
     pub(super) const fn new(max_waiting: usize, pause_factor: u32) -> Self {
-        let state = LaneState {
-            running: false,
-            waiting: 0,
-            sources: BTreeMap::new(),
-            order: VecDeque::new(),
+        let rules = Rules {
+            waiting: Cap { total: max_waiting, key: KeyCap::FewerThanFree, floor: 0 },
+            in_progress: Cap { total: 1, key: KeyCap::AtMost(1), floor: 0 },
+            pacing: Pacing::Never,
+            evict_after: None,
+            max_keys: usize::MAX,
         };
-        Self { state: Mutex::new(state), max_waiting, pause_factor }
+        Self { turns: Mutex::new(Turns::new(rules)), pause_factor }
     }
 
     /// Waits for the lane; `None` if the source has its share of the queue.
     pub(super) async fn acquire(&'static self, source: u128) -> Option<LanePermit> {
-        let turn = {
-            let mut state = self.state();
-            if !std::mem::replace(&mut state.running, true) {
-                return Some(LanePermit(self));
-            }
-            let count = state.sources.get(&source).map_or(0, VecDeque::len);
-            if count >= self.max_waiting - state.waiting {
-                return None;
-            }
-            state.wait(source)
-        };
+        let (sender, turn) = oneshot::channel();
+        let id = self.turns().wait(source, 0, sender, clock::now()).ok()?.id;
+        let _waiting = Waiting(Place { lane: self, source, id });
+        self.start_next();
         turn.await.ok()
     }
 
-    fn state(&self) -> MutexGuard<'_, LaneState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Gives the permit to the next chain, unless another one has it.
+    fn start_next(&'static self) {
+        let next = self.turns().next(clock::now());
+        if let Next::Start(started) = next {
+            let place = Place { lane: self, source: started.key, id: started.id };
+            // If the chain no longer waits, the drop of the permit admits the next one.
+            drop(started.item.send(LanePermit(place)));
+        }
+    }
+
+    fn turns(&self) -> MutexGuard<'_, Turns<u128, oneshot::Sender<LanePermit>>> {
+        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Number of chains that wait.
     #[cfg(test)]
     pub(super) fn waiting(&self) -> usize {
-        self.state().waiting
+        self.turns().waiting()
     }
 
     /// Whether a chain is being verified.
     #[cfg(test)]
     pub(super) fn is_running(&self) -> bool {
-        self.state().running
+        self.turns().in_progress() > 0
     }
 }
 
-impl LaneState {
-    fn wait(&mut self, source: u128) -> oneshot::Receiver<LanePermit> {
-        let (sender, turn) = oneshot::channel();
-        let queue = self.sources.entry(source).or_default();
-        if queue.is_empty() {
-            self.order.push_back(source);
-        }
-        queue.push_back(sender);
-        self.waiting += 1;
-        turn
-    }
-
-    /// The next chain that still waits.
-    fn next(&mut self) -> Option<oneshot::Sender<LanePermit>> {
-        while let Some(source) = self.order.pop_front() {
-            let Some(queue) = self.sources.get_mut(&source) else { continue };
-            let next = queue.pop_front();
-            if queue.is_empty() {
-                self.sources.remove(&source);
-            } else {
-                self.order.push_back(source);
-            }
-            let Some(next) = next else { continue };
-            self.waiting -= 1;
-            if !next.is_closed() {
-                return Some(next);
-            }
-        }
-        None
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        let Place { lane, source, id } = self.0;
+        lane.turns().cancel(source, id);
     }
 }
 
 impl Drop for LanePermit {
     fn drop(&mut self) {
-        let next = {
-            let mut state = self.0.state();
-            let next = state.next();
-            state.running = next.is_some();
-            next
-        };
-        if let Some(next) = next {
-            // If the chain no longer waits, the drop of the permit admits the next one.
-            drop(next.send(Self(self.0)));
-        }
+        let Place { lane, source, id } = self.0;
+        lane.turns().end(source, id);
+        lane.start_next();
     }
 }
 
@@ -182,7 +155,7 @@ mod tests {
         let [b1, b2] = of_b;
         let mut of_a = of_a.into_iter();
         let (a1, a3, a4) = (of_a.next().unwrap(), of_a.next().unwrap(), of_a.next().unwrap());
-        for turn in [a1, b1, b2, a3, a4] {
+        for turn in [a1, b1, a3, b2, a4] {
             drop(permit);
             permit = turn.await.unwrap().unwrap();
         }

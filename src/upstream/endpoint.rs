@@ -116,7 +116,7 @@ impl Endpoint {
             ping_grid: clock::now(),
             guarded: Mutex::new(Guarded {
                 health: EndpointHealth::default(),
-                backoff: ConnectBackoff::new(fastrand::f64()),
+                backoff: ConnectBackoff::default(),
                 since: wall_clock(),
                 last_ejection: None,
                 downtime: Downtime::default(),

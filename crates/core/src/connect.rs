@@ -10,6 +10,8 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
+use crate::backoff::Backoff;
+
 /// A failed connect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectFailure {
@@ -91,6 +93,8 @@ impl fmt::Display for ConnectTimeout {
 
 /// Upper limit of the doubled connect timeout, unless `connect_timeout` is longer.
 const CONNECT_TIMEOUT_MAX: Duration = Duration::from_secs(10);
+/// The connect timeout doubles no more often than this.
+const MAX_DOUBLINGS: u32 = 4;
 /// Pause after the first failed connect, before jitter.
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
 /// Longest pause while another endpoint is usable, before jitter.
@@ -102,12 +106,11 @@ const BACKOFF_MAX_NONE_USABLE: Duration = Duration::from_millis(800);
 /// half of its length.
 pub fn backoff(failures: u32, none_usable: bool, jitter: f64) -> Duration {
     let cap = if none_usable { BACKOFF_MAX_NONE_USABLE } else { BACKOFF_MAX };
-    let doubled = BACKOFF_MIN.saturating_mul(1 << failures.saturating_sub(1).min(10));
-    doubled.min(cap).mul_f64(0.5 + jitter / 2.0)
+    Backoff::new(BACKOFF_MIN, cap).with_factors(0.5, 1.0).after(failures).pause_at(jitter)
 }
 
 /// Counts failed connects in a row, and decides when the next attempt may start.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct ConnectBackoff {
     failures: u32,
     timeouts: u32,
@@ -119,11 +122,6 @@ pub struct ConnectBackoff {
 }
 
 impl ConnectBackoff {
-    /// No connect has failed yet.
-    pub fn new(jitter: f64) -> Self {
-        Self { failures: 0, timeouts: 0, last_attempt: None, last_failure: None, jitter }
-    }
-
     /// Claims the next attempt; returns whether it may start. After a failure it may not start before the
     /// pause is over. If also `none_usable`, it may not start while `handshakes` are in progress.
     pub fn claim(&mut self, none_usable: bool, handshakes: usize, now: Instant) -> bool {
@@ -141,14 +139,14 @@ impl ConnectBackoff {
         true
     }
 
-    /// Records a failed connect. `jitter`, in 0..1, is a new random number.
-    pub fn failed(&mut self, kind: ConnectFailureKind, jitter: f64, now: Instant) {
+    /// Records a failed connect.
+    pub fn failed(&mut self, kind: ConnectFailureKind, rng: &mut fastrand::Rng, now: Instant) {
         self.failures = self.failures.saturating_add(1);
         if kind == ConnectFailureKind::Timeout {
             self.timeouts = self.timeouts.saturating_add(1);
         }
         (self.last_attempt, self.last_failure) = (Some(now), Some(now));
-        self.jitter = jitter;
+        self.jitter = rng.f64();
     }
 
     /// Records a connect that succeeded: the next one may start at once, with the configured limit.
@@ -158,9 +156,8 @@ impl ConnectBackoff {
 
     /// The limit of the next connect: `configured`, doubled for each timeout since the last success.
     pub fn timeout(&self, configured: Duration) -> ConnectTimeout {
-        let doublings = self.timeouts.min(4);
-        let limit = configured.saturating_mul(1 << doublings);
-        let limit = limit.min(CONNECT_TIMEOUT_MAX.max(configured));
+        let limits = Backoff::new(configured, CONNECT_TIMEOUT_MAX.max(configured));
+        let limit = limits.after(1 + self.timeouts.min(MAX_DOUBLINGS)).pause();
         ConnectTimeout { limit, configured: Some(configured) }
     }
 
@@ -182,10 +179,11 @@ mod tests {
     #[test]
     fn connect_timeout_display_after_timeouts_names_the_configured_value() {
         let configured = Duration::from_secs(3);
-        let mut backoff = ConnectBackoff::new(0.5);
+        let mut backoff = ConnectBackoff::default();
         assert_eq!(backoff.timeout(configured).to_string(), "within 3s");
+        let mut rng = fastrand::Rng::with_seed(7);
         for _ in 0..2 {
-            backoff.failed(ConnectFailureKind::Timeout, 0.5, Instant::now());
+            backoff.failed(ConnectFailureKind::Timeout, &mut rng, Instant::now());
         }
         let text = backoff.timeout(configured).to_string();
         assert_eq!(text, "within 10s (connect_timeout 3s, raised on retry)");

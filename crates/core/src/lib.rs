@@ -9,6 +9,7 @@
 //!   evidence of PINGs and of the kernel ([`tcp_info`]).
 //! * [`discovery`]: which endpoints there are; [`probe`]: when `/readyz` is asked, and what a result means.
 //! * [`balance`], [`connect`], [`outage`]: which connection or endpoint is picked, and when one is tried again.
+//! * [`backoff`]: the pauses after failures in a row.
 //! * [`lag`] and [`kubernetes_version`]: how apiservers of one cluster differ.
 //! * [`receive_windows`]: how much a stream may send ahead; [`http2_frames`]: frame headers in a byte stream;
 //!   [`frame_budgets`]: how many of each type a peer may send.
@@ -18,6 +19,7 @@
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 pub mod admission;
+pub mod backoff;
 pub mod balance;
 pub mod connect;
 pub mod connection_health;

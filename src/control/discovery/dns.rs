@@ -18,6 +18,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+use jackstay_core::backoff::Backoff;
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::source::{
     Candidate, DiscoveredEndpoints, EndpointSource, SourceAnswer,
@@ -37,6 +38,7 @@ const OMITTED_TTLS: u32 = 3;
 /// Bounds of the pause after a failure.
 const RETRY_MIN: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(30);
+const RETRIES: Backoff = Backoff::new(RETRY_MIN, RETRY_MAX);
 
 /// The known addresses of a name, and the error of its last lookup.
 #[derive(Debug, Clone, Default)]
@@ -111,7 +113,7 @@ fn known_addresses(hosts: &[String], states: &SourceStates) -> BTreeMap<String, 
 
 impl DnsSource {
     async fn follow_name(self: Rc<Self>, host: String) {
-        let mut failures = 0;
+        let mut backoff = RETRIES;
         loop {
             // Registered before the lookup, so that a change of the files during it causes another one.
             let mut files_changed = std::pin::pin!(self.files_changed.notified());
@@ -121,7 +123,7 @@ impl DnsSource {
             let pause = {
                 let mut states = self.name_states.borrow_mut();
                 let state = states.entry(host.clone()).or_default();
-                apply_result(state, result, &mut failures, &usable, clock::now())
+                apply_result(state, result, &mut backoff, &usable, clock::now())
             };
             self.publish();
             tokio::select! {
@@ -180,7 +182,7 @@ impl DnsSource {
 fn apply_result(
     state: &mut NameState,
     result: LookupResult,
-    failures: &mut u32,
+    backoff: &mut Backoff,
     usable: &dyn Fn(IpAddr) -> bool,
     now: Instant,
 ) -> Duration {
@@ -201,11 +203,10 @@ fn apply_result(
         }
     }
     if state.error.is_none() {
-        *failures = 0;
+        backoff.reset();
         return ttl;
     }
-    *failures = failures.saturating_add(1);
-    RETRY_MIN.saturating_mul(1 << failures.saturating_sub(1).min(8)).min(RETRY_MAX)
+    backoff.failed()
 }
 
 /// Replaces the addresses of a family by `found`. An omitted address for which `may_stay` is true is kept

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use http::Request;
+use jackstay_core::backoff::Backoff;
 use jackstay_core::discovery::source::EndpointSource;
 use jackstay_sys::clock;
 use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind, ListParams};
@@ -35,6 +36,8 @@ use crate::control::file_watch::{FileWatch, poll_ticks};
 /// Bounds of the pause after a failure.
 const RETRY_MIN: Duration = Duration::from_millis(250);
 const RETRY_MAX: Duration = Duration::from_secs(15);
+/// Thousands of nodes that have lost the same apiserver must not send their requests to the next one at the same moment.
+const RETRIES: Backoff = Backoff::new(RETRY_MIN, RETRY_MAX).with_factors(0.5, 1.0);
 /// Limit for a list with its whole body. The limit of the transport, 30 s, covers only the response
 /// head, and an apiserver may stop after it.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
@@ -94,29 +97,22 @@ async fn watch_forever(transport: Transport, states: Rc<SourceStates>) {
         request
     });
     let client = Client::new(transport, "default");
-    let mut failures: u32 = 0;
+    let mut backoff = RETRIES;
     loop {
         let choice = timeout(LIST_TIMEOUT, choose_resource(&client)).await;
         match choice.unwrap_or_else(|_| Err(list_timed_out())) {
             Ok(resource) => {
                 tracing::info!(upstream = &*states.upstream().name, %resource, "watching endpoints");
                 let store = ObjectStore::new(resource, watch_start.clone());
-                watch(&client, resource, store, &states, &mut failures).await;
+                watch(&client, resource, store, &states, &mut backoff).await;
             }
             Err(error) => {
-                failures = failures.saturating_add(1);
+                backoff.failed();
                 states.fail(EndpointSource::Slices, &error);
             }
         }
-        sleep(backoff(failures, fastrand::f64())).await;
+        sleep(backoff.random_pause(&mut fastrand::Rng::new())).await;
     }
-}
-
-/// Pause after the `failures`-th failure in a row. `jitter` is in 0..1: thousands of nodes that have lost
-/// the same apiserver must not send their requests to the next one at the same moment.
-fn backoff(failures: u32, jitter: f64) -> Duration {
-    let doubled = RETRY_MIN.saturating_mul(1 << failures.saturating_sub(1).min(10));
-    doubled.min(RETRY_MAX).mul_f64(0.5 + jitter / 2.0)
 }
 
 fn list_timed_out() -> String {
@@ -165,13 +161,13 @@ fn api(client: &Client, resource: WatchedResource) -> Api<DynamicObject> {
 }
 
 /// Lists and watches `resource`, until it must be chosen and listed again. Counts failures in a row in
-/// `failures`.
+/// `backoff`.
 async fn watch(
     client: &Client,
     resource: WatchedResource,
     mut store: ObjectStore,
     states: &SourceStates,
-    failures: &mut u32,
+    backoff: &mut Backoff,
 ) {
     let (label_selector, field_selector) = selectors(resource);
     let config = watcher::Config { label_selector, field_selector, ..watcher::Config::default() };
@@ -192,7 +188,7 @@ async fn watch(
             Ok(Some(event)) => event,
             Ok(None) => return,
             Err(_) => {
-                *failures = failures.saturating_add(1);
+                backoff.failed();
                 return states.fail(EndpointSource::Slices, &list_timed_out());
             }
         };
@@ -201,20 +197,23 @@ async fn watch(
             Ok(event) => {
                 listing = matches!(event, Event::Init | Event::InitApply(_));
                 if stable || matches!(event, Event::Apply(_) | Event::Delete(_)) {
-                    *failures = 0;
+                    backoff.reset();
                 }
                 if store.apply(event) {
                     states.update(EndpointSource::Slices, store.endpoints(), true);
                 }
             }
             Err(error) => {
-                *failures = if stable { 1 } else { failures.saturating_add(1) };
+                if stable {
+                    backoff.reset();
+                }
+                backoff.failed();
                 last_failure = clock::now();
                 states.fail(EndpointSource::Slices, &describe_watch(&error));
-                if needs_list(&error) || failures.is_multiple_of(RELIST_AFTER) {
+                if needs_list(&error) || backoff.failures().is_multiple_of(RELIST_AFTER) {
                     return;
                 }
-                sleep(backoff(*failures, fastrand::f64())).await;
+                sleep(backoff.random_pause(&mut fastrand::Rng::new())).await;
             }
         }
     }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use futures_util::FutureExt as _;
 use futures_util::future::LocalBoxFuture;
 use http::StatusCode;
+use jackstay_core::backoff::Backoff;
 use jackstay_core::lag::{
     DeliveryPace, Expectations, Expected, Lag, Reference, ResourceView, TICK, current_of_too_large,
     question,
@@ -100,8 +101,8 @@ struct Inquiry {
     /// Resources about which the credential of the prober may not ask.
     refused: HashSet<Arc<str>>,
     lag: Option<Lag>,
-    /// The pause after the last question about each resource, and when it ends.
-    pauses: HashMap<Arc<str>, (Duration, Instant)>,
+    /// The pauses after questions about each resource, and when the last one ends.
+    pauses: HashMap<Arc<str>, (Backoff, Instant)>,
 }
 
 impl Inquiry {
@@ -168,9 +169,12 @@ impl Inquiry {
             (Answer::Unknown, _) => false,
         };
         let longest = if self.lag.is_some() { MAX_LAGGING_PAUSE } else { MAX_PAUSE };
-        let before = self.pauses.get(&resource).map_or(MIN_PAUSE / 2, |(pause, _)| *pause);
-        let pause = if changed { MIN_PAUSE } else { (before * 2).min(longest) };
-        self.pauses.insert(resource, (pause, now + pause));
+        let unasked = (Backoff::new(MIN_PAUSE, MAX_PAUSE), now);
+        let (backoff, end) = self.pauses.entry(resource).or_insert(unasked);
+        if changed {
+            backoff.reset();
+        }
+        *end = now + backoff.failed().min(longest);
     }
 }
 
@@ -293,7 +297,8 @@ mod tests {
         };
         let mut inquiry = Inquiry::default();
         // Selectors hide events of pods, so that the pause has become long.
-        inquiry.pauses.insert("pods".into(), (MAX_PAUSE, at(60)));
+        let backoff = Backoff::new(MIN_PAUSE, MAX_PAUSE).after(7);
+        inquiry.pauses.insert("pods".into(), (backoff, at(60)));
         let mut due = |resources: &[&str], seconds| {
             let views: Vec<_> = resources.iter().map(|name| view(name)).collect();
             inquiry.due(&views, at(seconds)).map(|expected| expected.resource.to_string())

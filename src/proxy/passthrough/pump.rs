@@ -18,6 +18,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Buf;
+use jackstay_core::backoff::Backoff;
 use jackstay_sys::sockets::splice::SplicePipe;
 use jackstay_sys::sockets::{tcp_info, tcp_options};
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
@@ -183,7 +184,7 @@ impl Pump {
     /// Waits until the client's kernel has acknowledged all bytes, because a reset would discard the others.
     /// The wait also ends when the client has closed its connection or the flow table ends the flow.
     pub async fn wait_delivered(&self, handle: &FlowHandle) {
-        let mut pause = FIRST_DELIVERY_CHECK;
+        let mut pauses = Backoff::new(FIRST_DELIVERY_CHECK, MAX_DELIVERY_CHECK);
         let is_pending = || {
             let client = tcp_info::read(&self.client);
             client.is_ok_and(|info| info.has_pending() && !info.closed)
@@ -191,7 +192,7 @@ impl Pump {
         while is_pending() {
             tokio::select! {
                 () = poll_fn(|cx| handle.poll_end(cx).map_or(Poll::Pending, |_| Poll::Ready(()))) => break,
-                () = sleep(pause) => pause = (pause * 2).min(MAX_DELIVERY_CHECK),
+                () = sleep(pauses.failed()) => {}
             }
         }
     }

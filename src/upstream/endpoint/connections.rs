@@ -42,7 +42,7 @@ impl Endpoint {
     pub fn connect_failed(&self, failure: ConnectFailure, now: Instant) {
         self.count_connect_failure(&failure);
         let mut guarded = self.guarded();
-        guarded.backoff.failed(failure.kind, fastrand::f64(), now);
+        guarded.backoff.failed(failure.kind, &mut fastrand::Rng::new(), now);
         self.step(guarded, Observation::ConnectFailed(failure));
     }
 

@@ -4,31 +4,41 @@
 
 use std::time::{Duration, Instant};
 
+use jackstay_core::backoff::Backoff;
+
 /// The pause after the second of two connects.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// Connects further apart than this are independent of each other.
 const RECENT: Duration = Duration::from_secs(5);
 
 /// The recent connects to one endpoint.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct DialPause {
     last: Option<Instant>,
-    /// Number of connects in a row, each soon after the one before.
-    in_a_row: u32,
+    /// Counts the connects in a row that came soon after the one before.
+    in_a_row: Backoff,
+}
+
+impl Default for DialPause {
+    fn default() -> Self {
+        Self { last: None, in_a_row: Backoff::new(FIRST_PAUSE, Duration::MAX) }
+    }
 }
 
 impl DialPause {
     /// When the next connect may start.
     pub(super) fn next_at(&self, longest: Duration) -> Option<Instant> {
-        let last = self.last?;
-        let doubled = 1_u32.checked_shl(self.in_a_row.checked_sub(2)?).unwrap_or(u32::MAX);
-        Some(last + FIRST_PAUSE.saturating_mul(doubled).min(longest))
+        let last = self.last.filter(|_| self.in_a_row.failures() > 0)?;
+        Some(last + self.in_a_row.pause().min(longest))
     }
 
     /// Records a connect.
     pub(super) fn dialled(&mut self, now: Instant) {
-        let is_recent = self.last.is_some_and(|last| now < last + RECENT);
-        self.in_a_row = if is_recent { self.in_a_row.saturating_add(1) } else { 1 };
+        if self.is_over(now) {
+            self.in_a_row.reset();
+        } else {
+            self.in_a_row.failed();
+        }
         self.last = Some(now);
     }
 

@@ -100,7 +100,7 @@ impl Prober {
             Response::Ready => ProbeResult::Recovering,
             Response::NotReady | Response::ConnectionLost => ProbeResult::Failing,
         };
-        self.schedule.record(result, self.on_evidence, rules.interval);
+        self.schedule.record(result, self.on_evidence);
         self.next_at = self.sent_at + self.schedule.pause(rules.interval, jitter);
     }
 

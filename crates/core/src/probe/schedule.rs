@@ -3,6 +3,8 @@
 
 use std::time::Duration;
 
+use crate::backoff::Backoff;
+
 /// Pause after the first failed probe. It doubles with each further failure up to the configured
 /// interval: thousands of nodes that probe once a second would burden an apiserver in trouble.
 pub const FAILING_INTERVAL: Duration = Duration::from_secs(1);
@@ -56,13 +58,17 @@ pub enum ProbeResult {
 #[derive(Debug)]
 pub struct ProbeSchedule {
     /// Failed probes in a row; 1 while the endpoint recovers.
-    failures: u32,
-    evidence_pause: Duration,
+    failing: Backoff,
+    /// Counts the probes on evidence that confirmed the known state.
+    evidence: Backoff,
 }
 
 impl Default for ProbeSchedule {
     fn default() -> Self {
-        Self { failures: 0, evidence_pause: EVIDENCE_PAUSE }
+        Self {
+            failing: Backoff::new(FAILING_INTERVAL, Duration::MAX),
+            evidence: Backoff::new(EVIDENCE_PAUSE, Duration::MAX).after(1),
+        }
     }
 }
 
@@ -70,24 +76,24 @@ impl ProbeSchedule {
     /// Records a result. `on_evidence` says whether passive evidence requested the probe. The evidence pause
     /// is [`EVIDENCE_PAUSE`] again after a result that differs from the known state, and after a success of
     /// any other probe.
-    pub fn record(&mut self, result: ProbeResult, on_evidence: bool, interval: Duration) {
+    pub fn record(&mut self, result: ProbeResult, on_evidence: bool) {
         let failing = result == ProbeResult::Failing;
-        let changed = failing != (self.failures > 0);
-        self.failures = match result {
-            ProbeResult::Ready => 0,
-            ProbeResult::Recovering => 1,
-            ProbeResult::Failing => self.failures.saturating_add(1),
+        let changed = failing != self.is_failing();
+        self.failing = match result {
+            ProbeResult::Ready => self.failing.after(0),
+            ProbeResult::Recovering => self.failing.after(1),
+            ProbeResult::Failing => self.failing.after(self.failing.failures().saturating_add(1)),
         };
         if on_evidence && !changed {
-            self.evidence_pause = (self.evidence_pause * 2).min(interval);
+            self.evidence.failed();
         } else if changed || !failing {
-            self.evidence_pause = EVIDENCE_PAUSE;
+            self.evidence = self.evidence.after(1);
         }
     }
 
     /// Whether the latest probe failed, or more successes are needed before the endpoint counts as ready.
     pub fn is_failing(&self) -> bool {
-        self.failures > 0
+        self.failing.failures() > 0
     }
 
     /// Forgets all results: the apiserver may have been restarted.
@@ -97,20 +103,17 @@ impl ProbeSchedule {
 
     /// Pause before the next regular probe. `jitter` is in 0..1.
     pub fn pause(&self, interval: Duration, jitter: f64) -> Duration {
-        let base = match self.failures {
-            0 => interval,
-            failures => FAILING_INTERVAL.saturating_mul(1 << (failures - 1).min(16)),
-        };
+        let base = if self.is_failing() { self.failing.pause() } else { interval };
         base.min(interval).mul_f64(0.8 + 0.4 * jitter)
     }
 
     /// Shortest pause between the last probe and one that `trigger` requests.
     pub fn early_pause(&self, trigger: ProbeTrigger, interval: Duration) -> Duration {
         let pause = match trigger {
-            ProbeTrigger::PassiveEvidence => self.evidence_pause,
+            ProbeTrigger::PassiveEvidence => self.evidence.pause(),
             ProbeTrigger::Confirmation => CONFIRMATION_PAUSE,
         };
-        let shortest = if self.failures > 0 { FAILING_INTERVAL } else { Duration::ZERO };
+        let shortest = if self.is_failing() { FAILING_INTERVAL } else { Duration::ZERO };
         pause.max(shortest).min(interval)
     }
 }
@@ -146,7 +149,7 @@ mod tests {
         let seconds = |schedule: &ProbeSchedule, jitter| schedule.pause(INTERVAL, jitter).as_secs();
         assert_eq!((seconds(&schedule, 0.0), seconds(&schedule, 1.0)), (8, 12));
         let mut next = |result| {
-            schedule.record(result, false, INTERVAL);
+            schedule.record(result, false);
             seconds(&schedule, 0.5)
         };
         for expected in [1, 2, 4, 8, 10, 10, 10] {
@@ -162,7 +165,7 @@ mod tests {
         schedule.reset();
         assert_eq!(seconds(&schedule, 0.5), 10);
         let quick = Duration::from_millis(200);
-        schedule.record(ProbeResult::Failing, false, quick);
+        schedule.record(ProbeResult::Failing, false);
         assert_eq!(schedule.pause(quick, 0.5), Duration::from_millis(200));
     }
 
@@ -176,7 +179,7 @@ mod tests {
             let (mut schedule, mut at) = (ProbeSchedule::default(), Duration::ZERO);
             while at < outage {
                 probes += 1;
-                schedule.record(ProbeResult::Failing, false, INTERVAL);
+                schedule.record(ProbeResult::Failing, false);
                 at += schedule.pause(INTERVAL, rng.f64());
             }
         }
@@ -196,20 +199,20 @@ mod tests {
             (500, 200)
         );
         for expected in [1_000, 2_000, 4_000, 8_000, 10_000, 10_000] {
-            schedule.record(ProbeResult::Ready, true, INTERVAL);
+            schedule.record(ProbeResult::Ready, true);
             assert_eq!(ms(&schedule), expected);
         }
-        schedule.record(ProbeResult::Ready, false, INTERVAL);
+        schedule.record(ProbeResult::Ready, false);
         assert_eq!(ms(&schedule), 500);
         // A failing endpoint gets at most one probe a second. Regular probes that fail do not change the pause.
-        schedule.record(ProbeResult::Failing, true, INTERVAL);
+        schedule.record(ProbeResult::Failing, true);
         assert_eq!(ms(&schedule), 1_000);
         for expected in [1_000, 2_000, 4_000, 8_000, 10_000] {
-            schedule.record(ProbeResult::Failing, true, INTERVAL);
-            schedule.record(ProbeResult::Failing, false, INTERVAL);
+            schedule.record(ProbeResult::Failing, true);
+            schedule.record(ProbeResult::Failing, false);
             assert_eq!(ms(&schedule), expected);
         }
-        schedule.record(ProbeResult::Recovering, false, INTERVAL);
+        schedule.record(ProbeResult::Recovering, false);
         assert_eq!(
             ms(&schedule),
             1_000,

@@ -217,10 +217,10 @@ fn apply_result_failed_lookup_keeps_addresses_and_backs_off() {
         }
     };
     let mut known = NameState::default();
-    let (mut failures, now) = (0, clock::now());
+    let (mut backoff, now) = (RETRIES, clock::now());
     // Applies a result and returns the seconds until the next lookup.
     let mut next = |known: &mut NameState, found| {
-        apply_result(known, found, &mut failures, &|_| false, now).as_secs()
+        apply_result(known, found, &mut backoff, &|_| false, now).as_secs()
     };
     assert_eq!(next(&mut known, found(Ok(&["10.0.0.1"]), Ok(&["fd00::1"]))), 60);
     // A family whose query failed keeps its addresses, and the next lookup follows after 1 s.
@@ -249,10 +249,10 @@ fn apply_result_failed_lookup_keeps_addresses_and_backs_off() {
 async fn apply_result_omitted_usable_address_stays_for_three_ttls() {
     const TTL: Duration = Duration::from_secs(60);
     let all = ips(&["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]);
-    let (mut known, mut failures) = (NameState::default(), 0);
+    let (mut known, mut backoff) = (NameState::default(), RETRIES);
     let mut respond = |known: &mut NameState, v4: &[IpAddr], usable: &dyn Fn(IpAddr) -> bool| {
         let found = LookupResult { v4: Ok(v4.to_vec()), v6: Ok(vec![]), ttl: TTL, complete: false };
-        assert_eq!(apply_result(known, found, &mut failures, usable, clock::now()), TTL);
+        assert_eq!(apply_result(known, found, &mut backoff, usable, clock::now()), TTL);
         let mut set: Vec<_> = known.addresses().collect();
         set.sort_unstable();
         set
@@ -278,12 +278,12 @@ async fn apply_result_omitted_usable_address_stays_for_three_ttls() {
 async fn apply_result_omitted_address_known_before_stays_for_three_ttls() {
     let before = NameAddress { ip: ips(&["10.0.0.2"])[0], keep_until: None };
     let mut known = NameState { v4: vec![before], ..NameState::default() };
-    let mut failures = 0;
+    let mut backoff = RETRIES;
     for expected in [2, 2, 2, 1] {
         let ttl = Duration::from_secs(60);
         let found =
             LookupResult { v4: Ok(ips(&["10.0.0.1"])), v6: Ok(vec![]), ttl, complete: false };
-        apply_result(&mut known, found, &mut failures, &|_| true, clock::now());
+        apply_result(&mut known, found, &mut backoff, &|_| true, clock::now());
         assert_eq!(known.v4.len(), expected);
         tokio::time::advance(ttl).await;
     }
@@ -297,7 +297,7 @@ fn apply_result_address_omitted_by_hosts_file_is_removed_at_once() {
     for (v4, complete) in [(["10.0.0.1"], false), (["10.0.0.2"], true)] {
         let ttl = Duration::from_secs(60);
         let found = LookupResult { v4: Ok(ips(&v4)), v6: Ok(vec![]), ttl, complete };
-        apply_result(&mut known, found, &mut 0, &|_| true, now);
+        apply_result(&mut known, found, &mut { RETRIES }, &|_| true, now);
         assert_eq!(known.addresses().collect::<Vec<_>>(), ips(&v4));
     }
 }

@@ -22,10 +22,10 @@ use crate::upstream::credentials::Credentials;
 
 #[test]
 fn backoff_after_failures_doubles_up_to_the_limit() {
-    assert_eq!(backoff(1, 1.0), RETRY_MIN);
-    assert_eq!(backoff(2, 1.0), RETRY_MIN * 2);
-    assert_eq!(backoff(100, 1.0), RETRY_MAX);
-    assert_eq!(backoff(100, 0.0), RETRY_MAX / 2);
+    assert_eq!(RETRIES.after(1).pause_at(1.0), RETRY_MIN);
+    assert_eq!(RETRIES.after(2).pause_at(1.0), RETRY_MIN * 2);
+    assert_eq!(RETRIES.after(100).pause_at(1.0), RETRY_MAX);
+    assert_eq!(RETRIES.after(100).pause_at(0.0), RETRY_MAX / 2);
 }
 
 /// Applies to both lists: the first one, by which the resource is chosen, and the second one, which the

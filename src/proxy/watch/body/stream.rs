@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::future::LocalBoxFuture;
 use h2::RecvStream;
+use jackstay_core::backoff::Backoff;
 use tokio::time::{sleep, timeout};
 
 use super::context::ResumeContext;
@@ -31,6 +32,7 @@ const SEARCH_TIMEOUT: Duration = Duration::from_secs(2);
 const SEARCH_PAUSE: Duration = Duration::from_secs(2);
 /// Upper bound of the pause, without the random part.
 const MAX_SEARCH_PAUSE: Duration = Duration::from_secs(60);
+const SEARCHES: Backoff = Backoff::new(SEARCH_PAUSE, MAX_SEARCH_PAUSE).with_factors(1.0, 1.5);
 
 /// An upstream stream that the body reads from.
 pub(super) struct UpstreamStream {
@@ -46,7 +48,7 @@ pub(super) struct UpstreamStream {
     /// A reason to leave for which the watch cannot leave yet.
     pub(super) deferred: Option<LeaveReason>,
     /// Number of failed searches for a stream on another connection.
-    failed_searches: u32,
+    failed_searches: Backoff,
     /// The next event of the connection, of the listener or of the search.
     next_event: LocalBoxFuture<'static, StreamEvent>,
 }
@@ -91,7 +93,7 @@ impl UpstreamStream {
             polls: 0,
             permit,
             deferred: None,
-            failed_searches: 0,
+            failed_searches: SEARCHES,
         }
     }
 
@@ -153,13 +155,10 @@ impl UpstreamStream {
         self.deferred = None;
         let connection = Rc::clone(self.permit.connection());
         let immediate = connection.drain_urgency() == Some(DrainUrgency::Immediate);
-        let pause = match self.failed_searches.checked_sub(1) {
-            None if immediate => JITTER_IMMEDIATE.mul_f64(fastrand::f64()),
-            None => JITTER_GRACEFUL.mul_f64(fastrand::f64()),
-            Some(before) => SEARCH_PAUSE
-                .saturating_mul(1 << before.min(10))
-                .min(MAX_SEARCH_PAUSE)
-                .mul_f64(1.0 + fastrand::f64() / 2.0),
+        let pause = match self.failed_searches.failures() {
+            0 if immediate => JITTER_IMMEDIATE.mul_f64(fastrand::f64()),
+            0 => JITTER_GRACEFUL.mul_f64(fastrand::f64()),
+            _ => self.failed_searches.random_pause(&mut fastrand::Rng::new()),
         };
         let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
         let (proof, wanted) = (context.proof.clone(), context.wanted_version());
@@ -195,7 +194,7 @@ impl UpstreamStream {
 
     /// Searches again after a pause, because the search or the attempt to move has failed.
     pub(super) fn search_stream_later(&mut self, context: &ResumeContext) {
-        self.failed_searches = self.failed_searches.saturating_add(1);
+        self.failed_searches.failed();
         self.search_stream(context);
     }
 }

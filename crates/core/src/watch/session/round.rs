@@ -8,6 +8,8 @@
 use bytes::Bytes;
 use std::time::{Duration, Instant};
 
+use crate::backoff::Backoff;
+
 /// No attempt starts later than this after the start of the round; the watch then ends.
 const ROUND_LIMIT: Duration = Duration::from_secs(30);
 /// [`ROUND_LIMIT`] of a round that withholds an ERROR event, for which the client waits.
@@ -42,12 +44,17 @@ fn first_jitter(quiet: bool) -> Duration {
     if quiet { FIRST_JITTER_QUIET } else { FIRST_JITTER }
 }
 
+/// The maximum jitter of the attempts after this number of recent resumes.
+fn attempts(quiet: bool, recent_resumes: u32) -> Backoff {
+    Backoff::new(first_jitter(quiet), MAX_JITTER).after(recent_resumes)
+}
+
 /// The attempts to resume a watch that follow one loss of its stream.
 #[derive(Debug)]
 pub struct ResumeRound {
     end: Instant,
     /// Number of attempts and of recent resumes; each doubles the maximum jitter.
-    attempts: u32,
+    attempts: Backoff,
     /// The watch was not delivering events shortly before the loss.
     quiet: bool,
     /// The ERROR event that the client receives if no endpoint continues the watch.
@@ -57,24 +64,20 @@ pub struct ResumeRound {
 impl ResumeRound {
     /// Begins a round after the loss of a stream.
     pub fn begin(now: Instant, recent_resumes: u32, quiet: bool) -> Self {
-        Self { end: now + ROUND_LIMIT, attempts: recent_resumes, quiet, withheld_error: None }
+        let attempts = attempts(quiet, recent_resumes);
+        Self { end: now + ROUND_LIMIT, attempts, quiet, withheld_error: None }
     }
 
     /// Begins a round that withholds this ERROR event while other endpoints are asked.
     pub fn begin_withholding(now: Instant, recent_resumes: u32, error_event: Bytes) -> Self {
         let end = now + WITHHOLDING_ROUND_LIMIT;
         let withheld_error = Some(error_event);
-        Self { end, attempts: recent_resumes, quiet: false, withheld_error }
+        Self { end, attempts: attempts(false, recent_resumes), quiet: false, withheld_error }
     }
 
     /// Counts the next attempt and returns its maximum jitter; `None` if the round is over.
     pub fn start_attempt(&mut self, now: Instant) -> Option<Duration> {
-        if now >= self.end {
-            return None;
-        }
-        let doubled = first_jitter(self.quiet).saturating_mul(1 << self.attempts.min(10));
-        self.attempts += 1;
-        Some(doubled.min(MAX_JITTER))
+        (now < self.end).then(|| self.attempts.failed())
     }
 
     /// Whether the watch was not delivering events shortly before the loss.

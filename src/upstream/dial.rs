@@ -7,13 +7,12 @@
 use std::future::poll_fn;
 use std::io;
 use std::net::SocketAddr;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::future::select_ok;
 use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
 use jackstay_core::receive_windows::ReceiveWindows;
@@ -31,6 +30,7 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
+use super::connect_race;
 use super::credentials::ClientTls;
 use super::endpoint::{ConnectFailure, ConnectFailureKind, ConnectTimeout, Endpoint};
 use crate::net::frame_limiter::{FrameLimiter, PeerFrames};
@@ -152,20 +152,27 @@ where
     let addresses = endpoint.socket_addresses();
     let first = addresses[0];
     let second = *addresses.last().unwrap_or(&first);
-    let both = async {
-        let mut one = pin!(attempt(first));
-        match timeout(RACE_AFTER, &mut one).await {
-            Ok(Err(_)) if first != second => return attempt(second).await,
-            Ok(result) => return result,
-            Err(_) => {}
+    let mut begun = 0;
+    let next = |failures: &[ConnectFailure]| {
+        begun += 1;
+        let may_retry = first != second || failures.is_empty();
+        match begun {
+            1 => Some(attempt(first)),
+            2 => may_retry.then(|| attempt(second)),
+            _ => None,
         }
-        let two = pin!(attempt(second));
-        select_ok([one, two]).await.map(|(done, _)| done)
     };
-    timeout(limit.limit(), both).await.unwrap_or_else(|_| {
-        let reason = format!("no connection to {} {limit}", endpoint.label);
-        Err(ConnectFailure::new(ConnectFailureKind::Timeout, reason))
-    })
+    let mut failures = Vec::new();
+    let both = connect_race::race(next, || RACE_AFTER, &mut failures);
+    let ended = timeout(limit.limit(), both).await.ok();
+    match (ended, failures.pop()) {
+        (Some(Some(connected)), _) => Ok(connected),
+        (Some(None), Some(last)) => Err(last),
+        (Some(None), None) | (None, _) => {
+            let reason = format!("no connection to {} {limit}", endpoint.label);
+            Err(ConnectFailure::new(ConnectFailureKind::Timeout, reason))
+        }
+    }
 }
 
 async fn connect(connector: &Connector, address: SocketAddr) -> Result<TcpStream, ConnectFailure> {

@@ -17,9 +17,10 @@ use jackstay_sys::clock;
 use jackstay_sys::sockets::tracked_stream::StreamObserver;
 use jackstay_sys::sockets::tunnel_stream::TunnelStream;
 use tokio::sync::Notify;
-use tokio::task::{JoinHandle, JoinSet, spawn_local};
-use tokio::time::sleep_until;
+use tokio::task::{JoinHandle, spawn_local};
+use tokio::time::timeout;
 
+use super::connect_race;
 use super::credentials::CredentialClass;
 use super::dial::{UpstreamStream, dial_http1};
 use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
@@ -36,8 +37,6 @@ const NEXT_AFTER: Duration = Duration::from_millis(500);
 const MAX_INTERIM_RESPONSES: usize = 100;
 /// Longest response head, as on HTTP/2 connections. hyper's default is 400 KiB.
 const MAX_HEAD: usize = 64 * 1024;
-/// Limit of failures that an error names.
-const MAX_REASONS: usize = 5;
 
 /// The stream of a connection after a response 101.
 pub type Tunnelled = TunnelStream<UpstreamStream>;
@@ -74,7 +73,6 @@ pub async fn open(
     drop(config);
     // Without a usable endpoint the client receives its error as soon as for any other request.
     let limit = if upstream.is_usable() { base } else { base.min(UNAVAILABLE_AFTER) };
-    let deadline = clock::now() + limit;
     let mut candidates: Vec<_> = upstream
         .endpoints()
         .iter()
@@ -86,44 +84,27 @@ pub async fn open(
         .collect();
     order(&mut candidates, &mut fastrand::Rng::new());
     let mut candidates = candidates.into_iter();
-    let mut attempts = JoinSet::new();
-    let mut reasons = Vec::new();
-    loop {
-        if let Some(Candidate { endpoint, .. }) = candidates.next() {
-            let (tls, connector) = (Arc::clone(&tls), upstream.connector());
-            attempts.spawn_local(async move {
-                let limit = endpoint.connect_timeout(base);
-                match dial_http1(&connector, &endpoint, &tls, limit).await {
-                    Ok((stream, observer)) => {
-                        endpoint.metrics.dialled("ok");
-                        Ok(Http1Connection { endpoint, stream, observer, tunnel_dead_after })
-                    }
-                    Err(failure) => Err(record_failure(&endpoint, failure)),
+    let next = |_: &[String]| {
+        let Candidate { endpoint, .. } = candidates.next()?;
+        let (tls, connector) = (Arc::clone(&tls), upstream.connector());
+        Some(async move {
+            let limit = endpoint.connect_timeout(base);
+            match dial_http1(&connector, &endpoint, &tls, limit).await {
+                Ok((stream, observer)) => {
+                    endpoint.metrics.dialled("ok");
+                    Ok(Http1Connection { endpoint, stream, observer, tunnel_dead_after })
                 }
-            });
-        } else if attempts.is_empty() {
-            break;
-        }
-        let more = candidates.len() > 0;
-        let next = if more { deadline.min(clock::now() + NEXT_AFTER) } else { deadline };
-        tokio::select! {
-            Some(done) = attempts.join_next() => match done {
-                Ok(Ok(connection)) => return Ok(connection),
-                Ok(Err(reason)) => reasons.push(reason),
-                Err(error) => reasons.push(error.to_string()),
-            },
-            () = sleep_until(next.into()) => if clock::now() >= deadline {
-                reasons.push(format!("no connection within {limit:?}"));
-                break;
-            },
-        }
+                Err(failure) => Err(record_failure(&endpoint, failure)),
+            }
+        })
+    };
+    let mut failures = Vec::new();
+    match timeout(limit, connect_race::race(next, || NEXT_AFTER, &mut failures)).await {
+        Ok(Some(connection)) => return Ok(connection),
+        Ok(None) => {}
+        Err(_) => failures.push(format!("no connection within {limit:?}")),
     }
-    if reasons.is_empty() {
-        reasons.push("there is no endpoint".to_owned());
-    }
-    // The last reason may be about all endpoints.
-    let named = &reasons[reasons.len().saturating_sub(MAX_REASONS)..];
-    Err(Unavailable::Unreachable(named.join("; ")))
+    Err(Unavailable::Unreachable(connect_race::joined(&failures)))
 }
 
 /// Records a failed connect and returns its reason. It does not change the state of an ejected endpoint:

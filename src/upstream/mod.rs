@@ -3,7 +3,7 @@
 //!
 //! * All workers share one [`Upstream`]: its [`endpoint`]s, its [`credentials`] and the results of its
 //!   [`endpoint_sources`].
-//! * Each worker has its own [`pool`]. [`dial`] opens a [`connection`]. `jackstay_core` picks one for a request, and
+//! * Each worker has its own [`pool`]. [`dial`] opens a [`connection`], by a [`connect_race`]. `jackstay_core` picks one for a request, and
 //!   decides which connection is dead. [`flow_check`] asks it about an upgrade.
 //! * [`evacuation`] moves watches away from an apiserver whose `/readyz` fails, and [`rebalance`] moves
 //!   watches to one that has recovered. Both offer moves by [`watch_moves`].
@@ -15,6 +15,7 @@
 
 pub(crate) mod canary;
 pub mod client_key;
+pub(crate) mod connect_race;
 pub(crate) mod connection;
 pub mod credentials;
 pub(crate) mod dial;

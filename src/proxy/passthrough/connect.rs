@@ -21,10 +21,10 @@ use jackstay_sys::clock;
 use jackstay_sys::process::resource_limits;
 use jackstay_sys::sockets::connector::Connector;
 use tokio::net::TcpStream;
-use tokio::task::JoinSet;
 use tokio::time::sleep_until;
 
 use crate::upstream::Upstream;
+use crate::upstream::connect_race;
 use crate::upstream::endpoint::{Endpoint, EndpointState, ProbeTrigger};
 
 /// Pause before the next candidate is tried as well.
@@ -34,10 +34,8 @@ const GIVE_UP_AFTER: Duration = Duration::from_millis(900);
 /// While no endpoint is ready, every candidate is tried within this time; the last one has the rest of
 /// [`GIVE_UP_AFTER`] to answer.
 const TRY_ALL_WITHIN: Duration = Duration::from_millis(800);
-/// Interval of the checks of endpoint states once every candidate was tried.
+/// Interval of the checks whether an endpoint is ready.
 const STATE_CHECK: Duration = Duration::from_millis(50);
-/// Maximum number of failures in an error message.
-const MAX_REASONS: usize = 5;
 
 /// A connection and its endpoint.
 pub type Connected = (TcpStream, Arc<Endpoint>);
@@ -60,47 +58,32 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
         .collect();
     let mut candidates = order(candidates, &mut fastrand::Rng::new()).into_iter();
     let pause_without_ready = RACE_AFTER.min(TRY_ALL_WITHIN / candidates.len().max(1) as u32);
+    let any_ready = || upstream.endpoints().iter().any(|e| e.state() == EndpointState::Ready);
+    let pause = || if any_ready() { RACE_AFTER } else { pause_without_ready };
+    let next = |_: &[String]| Some(attempt(upstream.connector(), candidates.next()?));
     let give_up_with_ready = start + upstream.config().health.connect_timeout.max(GIVE_UP_AFTER);
-    let mut next = start;
-    let mut attempts = JoinSet::new();
-    let mut reasons = Vec::new();
-    loop {
-        let now = clock::now();
-        let any_ready = upstream.endpoints().iter().any(|e| e.state() == EndpointState::Ready);
-        if now >= next
-            && let Some(endpoint) = candidates.next()
-        {
-            attempts.spawn_local(attempt(upstream.connector(), endpoint));
-            next = now + if any_ready { RACE_AFTER } else { pause_without_ready };
-            continue;
+    let too_late = async {
+        loop {
+            let limit = if any_ready() { give_up_with_ready } else { start + GIVE_UP_AFTER };
+            if clock::now() >= limit {
+                return;
+            }
+            sleep_until(limit.min(clock::now() + STATE_CHECK).into()).await;
         }
-        if attempts.is_empty() && candidates.len() == 0 {
-            break;
+    };
+    let mut failures = Vec::new();
+    tokio::select! {
+        biased;
+        connected = connect_race::race(next, pause, &mut failures) => {
+            if let Some(connected) = connected {
+                return Ok(connected);
+            }
         }
-        let limit = if any_ready { give_up_with_ready } else { start + GIVE_UP_AFTER };
-        if now >= limit {
-            reasons.push(format!("no connection within {} ms", (now - start).as_millis()));
-            break;
-        }
-        let wake_at = if candidates.len() > 0 { next } else { now + STATE_CHECK };
-        tokio::select! {
-            Some(done) = attempts.join_next() => match done {
-                Ok(Ok(connected)) => return Ok(connected),
-                Ok(Err(reason)) => {
-                    reasons.push(reason);
-                    next = now;
-                }
-                Err(error) => reasons.push(error.to_string()),
-            },
-            () = sleep_until((wake_at.min(limit)).into()) => {}
+        () = too_late => {
+            failures.push(format!("no connection within {} ms", clock::elapsed(start).as_millis()));
         }
     }
-    if reasons.is_empty() {
-        reasons.push("there is no endpoint".to_owned());
-    }
-    // Keeps the last reasons, because the very last one may concern all attempts.
-    reasons.drain(..reasons.len().saturating_sub(MAX_REASONS));
-    Err(reasons.join("; "))
+    Err(connect_race::joined(&failures))
 }
 
 async fn attempt(connector: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<Connected, String> {

@@ -311,8 +311,7 @@ impl WatchBody {
             }
             Effect::HoldUntilDeadline => self.hold(false),
             Effect::End(ending, reason) => self.end(ending, reason, cause),
-            // The relay executes the effects of frames. `attempt_ended` reads from the new stream before the
-            // session returns `Accept`.
+            // The relay executes the effects of frames.
             _ => {}
         }
     }

@@ -27,7 +27,7 @@
 //! | any other state | `StreamLost` | Ended | `End` |
 //! | Ordered | `Rejected` with the withheld ERROR event | Resuming, withholding the event | `Request` |
 //! | Ordered, unconfirmed | `Rejected` without an event | Resuming; the endpoint is excluded from the round | `Request` |
-//! | Resuming | `AttemptEnded`: 200 with the client's Content-Type | Ordered, unconfirmed; for the original request the state in which it begins | `Accept` |
+//! | Resuming | `AttemptEnded`: 200 with the client's Content-Type | Ordered, unconfirmed; for the original request the state in which it begins | |
 //! | Resuming | `AttemptEnded`: 410 | Resuming; the endpoint is excluded from the round: its history is too short | `Request` |
 //! | Resuming | `AttemptEnded`: 429, 5xx | Resuming; the endpoint is asked again after its Retry-After | `Request` |
 //! | Resuming | `AttemptEnded`: no head within 10 s (withholding: 3 s), or the connection failed | Resuming | `Request` |
@@ -256,7 +256,7 @@ impl Session {
                 State::Resuming { cursor: None, round } => State::first(&self.request, Some(round)),
                 other => other,
             });
-            return Effect::Accept;
+            return Effect::None;
         }
         let State::Resuming { round, .. } = &self.state else {
             return self.end(NotResumable::GaveUp);

@@ -57,8 +57,6 @@ pub enum Effect {
     /// Ask an endpoint to continue the watch ([`super::Session::resume_query`]): after a random part of
     /// `max_jitter`, at the earliest after `pause`.
     Request { max_jitter: Duration, pause: Duration },
-    /// Read from the new stream.
-    Accept,
     /// Hold the watch until an apiserver can be reached.
     Hold,
     /// Hold the watch until its deadline: too little time is left to resume it.

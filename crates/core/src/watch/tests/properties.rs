@@ -111,7 +111,7 @@ proptest! {
             let result =
                 AttemptResult::Head { status: 200, same_content_type: true, retry_after: None };
             let accepted = Input::AttemptEnded { result, candidates: Candidates::default() };
-            prop_assert_eq!(session.step(accepted, start), Effect::Accept);
+            prop_assert_eq!(session.step(accepted, start), Effect::None);
             repeat_next = *repeat;
         }
         let rest = Bytes::from(serve(from, repeat_next));

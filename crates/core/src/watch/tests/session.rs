@@ -83,7 +83,7 @@ fn head(status: u16) -> AttemptResult {
 /// The stream is lost, and another one continues the watch.
 fn resume(session: &mut Session, now: Instant) {
     assert_eq!(lose(session, now), REQUEST);
-    assert_eq!(attempt(session, head(200), NONE_LEFT, now), Effect::Accept);
+    assert_eq!(attempt(session, head(200), NONE_LEFT, now), Effect::None);
 }
 
 /// The body reports that it has reset the stream after an ERROR event, withheld or not.
@@ -409,7 +409,7 @@ fn error_410_is_withheld_while_other_endpoints_are_asked() {
         assert!(session.withholds_error(), "{name}");
         assert_eq!(cursor(&session, start).as_deref(), continues_at, "{name}");
         // The history of the next endpoint is too short as well, and no endpoint is left.
-        assert_eq!(attempt(&mut session, head(200), ALL_LEFT, start), Effect::Accept, "{name}");
+        assert_eq!(attempt(&mut session, head(200), ALL_LEFT, start), Effect::None, "{name}");
         assert_eq!(frame(&mut session, error(410)), Effect::NextEndpoint, "{name}");
         assert_eq!(reject(&mut session, false, NONE_LEFT, start), TOO_OLD, "{name}: none left");
         assert_eq!(session.take_error_event().as_deref(), Some(&b"410"[..]), "{name}");
@@ -451,7 +451,7 @@ fn attempt_result_leads_to_another_attempt_or_to_the_end() {
     let ejected = Candidates { usable: false, ..ALL_LEFT };
     let busy = Candidates { retry_after: Duration::from_secs(31), ..ALL_LEFT };
     for (result, candidates, now, effect) in [
-        (head(200), NONE_LEFT, later, Effect::Accept),
+        (head(200), NONE_LEFT, later, Effect::None),
         (head(503), ALL_LEFT, start, REQUEST),
         (head(503), ejected, start, REQUEST),
         (head(503), ALL_LEFT, later, GAVE_UP),
@@ -534,7 +534,7 @@ fn outage_holds_the_watch_and_then_begins_a_new_round() {
     let effect = session.step(Input::StreamLost { quiet: false }, start);
     let answers = [AttemptResult::NoHead { outage: true }, head(503), head(200)];
     let (end, took, attempts) = run(&mut session, effect, answers.into_iter(), start);
-    assert_eq!((end, attempts), (Effect::Accept, 3));
+    assert_eq!((end, attempts), (Effect::None, 3));
     // 60 s of outage, half of 5 s of jitter, and the jitter of the other two attempts.
     assert!((62_500..62_600).contains(&took.as_millis()), "{took:?}");
 }

@@ -29,7 +29,7 @@ use jackstay_sys::utc::wall_clock;
 
 use super::client_certificate::{ClientCertificate, IdentityProof};
 use super::client_memory::ClientMemory;
-use super::connection_slots::{ClientRank, ConnectionSlot};
+use super::connection_slots::ConnectionSlot;
 use super::consistent_reads::RequestVersions;
 use super::consistent_reads::client::LastClient;
 use super::credential_selector::{SelectedCredential, TokenProof};
@@ -186,8 +186,7 @@ impl ClientConnection {
         if proof != TokenProof::Missing {
             // The response may last for minutes.
             response.body_mut().token_proven();
-            self.memory.raise_class(memory_class(CredentialClass::Token));
-            self.rank(CredentialClass::Token);
+            self.set_class(MemoryClass::Token);
         }
         let Some(request) = unproven else { return };
         let is_anonymous = credential.class == CredentialClass::Anonymous;
@@ -246,8 +245,7 @@ impl ClientConnection {
         )?;
         let class = credential.class;
         outcome.user = user_class(class);
-        self.memory.raise_class(memory_class(class));
-        self.rank(class);
+        self.set_class(memory_class(class));
         let proof = IdentityProof::new(class, certificate);
 
         hygiene::upstream_headers(&mut parts.headers, &self.forwarded_for, info.upgrade);
@@ -298,13 +296,10 @@ impl ClientConnection {
 }
 
 impl ClientConnection {
-    /// Ranks the connection by the credential of its request.
-    fn rank(&self, class: CredentialClass) {
-        match class {
-            CredentialClass::Identity(_) => self.slot.set_proven(),
-            CredentialClass::Token => self.slot.set_rank(ClientRank::AcceptedToken),
-            _ => self.slot.set_rank(ClientRank::Unproven),
-        }
+    /// Records what the client has proven with its last request.
+    fn set_class(&self, class: MemoryClass) {
+        self.memory.raise_class(class);
+        self.slot.set_class(class);
     }
 }
 

@@ -29,11 +29,11 @@ use std::task::{Context, Poll};
 
 use std::time::Instant;
 
+use jackstay_core::admission::MemoryClass;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::Source;
 
-pub use self::registry::ClientRank;
-use self::registry::{Entry, Phase, Registry};
+use self::registry::{ClientRank, Entry, Phase, Registry};
 
 /// The reserve is this part of the slots.
 const RESERVE_DIVISOR: usize = 8;
@@ -159,8 +159,12 @@ impl ConnectionSlot {
         registry.proven += 1;
     }
 
-    /// Sets the rank by the last request.
-    pub fn set_rank(&self, rank: ClientRank) {
+    /// Sets what the client has proven with its last request.
+    pub fn set_class(&self, class: MemoryClass) {
+        if class == MemoryClass::Identity {
+            return self.set_proven();
+        }
+        let rank = ClientRank::Served(class);
         if self.entry.rank.get() == ClientRank::Handshake {
             self.slots.registry.borrow_mut().change_handshake(&self.entry, rank, clock::now());
         }
@@ -192,7 +196,7 @@ impl ConnectionSlot {
         let entry = &self.entry;
         entry.requests.set(entry.requests.get() + 1);
         if matches!(entry.rank.get(), ClientRank::New | ClientRank::Handshake) {
-            self.set_rank(ClientRank::Unproven);
+            self.set_class(MemoryClass::Unproven);
         }
         OpenRequest(Rc::clone(self))
     }

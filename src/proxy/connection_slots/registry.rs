@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use jackstay_core::admission::Holders;
+use jackstay_core::admission::{Holders, MemoryClass};
 use jackstay_sys::sockets::source::Source;
 
 /// Age from which a connection without a request may be closed for another one. A handshake over loopback and
@@ -27,18 +27,31 @@ const MAX_SEARCHED: usize = 8;
 pub enum ClientRank {
     /// No request yet, and no handshake in progress.
     New,
-    /// The last request had no credential that the apiserver has accepted.
-    Unproven,
-    /// The apiserver has accepted the token of the last request.
-    AcceptedToken,
+    /// What the client had proven with the last request; no identity, with which a connection is not ranked.
+    Served(MemoryClass),
     /// The client has sent the first bytes of its handshake, and may prove an identity. The handshake waits for its
     /// turn or is in progress, or the certificate is being verified.
     Handshake,
 }
 
 /// The ranks of idle connections.
-const IDLE: &[ClientRank] = &[ClientRank::New, ClientRank::Unproven, ClientRank::AcceptedToken];
-const RANKS: usize = ClientRank::Handshake as usize + 1;
+const IDLE: &[ClientRank] = &[
+    ClientRank::New,
+    ClientRank::Served(MemoryClass::Unproven),
+    ClientRank::Served(MemoryClass::Token),
+];
+const RANKS: usize = ClientRank::Handshake.index() + 1;
+
+impl ClientRank {
+    /// The queue of connections with this rank.
+    const fn index(self) -> usize {
+        match self {
+            Self::New => 0,
+            Self::Served(class) => 1 + class as usize,
+            Self::Handshake => 2 + MemoryClass::Identity as usize,
+        }
+    }
+}
 
 /// Position in the queue of a source: rank, time since which the connection is idle, number of the connection.
 pub(super) type Key = (ClientRank, Instant, u64);
@@ -222,12 +235,12 @@ impl Registry {
 fn insert(queues: &mut Queues, entry: Rc<Entry>) {
     let key = entry.key();
     entry.queued.set(Some(key));
-    queues[key.0 as usize].insert(key, entry);
+    queues[key.0.index()].insert(key, entry);
 }
 
 fn take_out(queues: &mut Queues, entry: &Entry) {
     if let Some(key) = entry.queued.take() {
-        queues[key.0 as usize].remove(&key);
+        queues[key.0.index()].remove(&key);
     }
 }
 
@@ -243,7 +256,7 @@ fn next_victim(
     for _ in 0..2 {
         for rank in ranks {
             let has_grace = matches!(rank, ClientRank::New | ClientRank::Handshake);
-            while let Some((key, entry)) = queues[*rank as usize].first_key_value() {
+            while let Some((key, entry)) = queues[rank.index()].first_key_value() {
                 let (key, entry) = (*key, Rc::clone(entry));
                 if entry.requests.get() > 0 {
                     take_out(queues, &entry);

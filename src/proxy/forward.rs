@@ -225,7 +225,7 @@ impl ForwardedRequest {
         unavailable: Result<Permit, Unavailable>,
         requested_at: Instant,
     ) -> Result<Permit, Unavailable> {
-        if !self.upstream.watches.may_hold_new() {
+        if !self.upstream.pool.may_hold_new_watch() {
             return unavailable;
         }
         let timeout = self.watch.as_ref().and_then(|watch| watch.timeout);

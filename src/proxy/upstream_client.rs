@@ -73,7 +73,7 @@ impl UpstreamClient {
             pool,
             rejected_budget: RetryBudget::rejected(),
             rejecting: RefCell::default(),
-            watches: WatchLimits::new(&metrics),
+            watches: WatchLimits::new(),
             body_budget,
             floor_warnings: RateLimitedWarnings::new(WARNING_INTERVAL),
             unproven_requests: UnprovenRequests::new(

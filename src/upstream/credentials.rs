@@ -19,6 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use arc_swap::{ArcSwap, ArcSwapOption};
+pub use jackstay_core::credential_class::CredentialClass;
 use jackstay_sys::utc::wall_clock;
 
 pub use self::change::CredentialChange;
@@ -31,44 +32,6 @@ use crate::config::{CertPaths, Upstream};
 use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::{self, LoadedCa, LoadedCert};
-
-/// The credential class of a request and of a connection. Requests of one class share connections.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum CredentialClass {
-    /// The certificate of one configured subject, by the number of its credential
-    /// ([`IdentitySlot::usable_number`]).
-    Identity(usize),
-    /// Bearer tokens that have had an authenticated response; no certificate.
-    Token,
-    /// Bearer tokens that have had no authenticated response yet. They have connections of their own,
-    /// because the apiserver sends GOAWAY on a connection that carries an invalid token. A connection with many
-    /// streams of tokens that are proven meanwhile joins those of [`Self::Token`].
-    UnprovenToken,
-    /// Bearer tokens without an authenticated response, from clients whose tokens the apiserver keeps rejecting.
-    /// They have connections of their own, so that the GOAWAYs that they cause end no connection of other clients.
-    SlowedToken,
-    /// No credential.
-    Anonymous,
-    /// jackstay's own `/readyz` requests.
-    Probe,
-    /// jackstay's own watch of `EndpointSlices`, with a credential of its own.
-    Discovery,
-}
-
-impl CredentialClass {
-    /// Name in logs and `/status`.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Identity(_) => "identity",
-            Self::Token => "token",
-            Self::UnprovenToken => "unproven-token",
-            Self::SlowedToken => "slowed-token",
-            Self::Anonymous => "anonymous",
-            Self::Probe => "probe",
-            Self::Discovery => "discovery",
-        }
-    }
-}
 
 /// All credentials for one upstream. Readers never wait; [`Self::refresh`], [`Self::install`] and
 /// [`Self::retire`] are called on one thread.

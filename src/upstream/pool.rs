@@ -1,71 +1,41 @@
 //! The connections of one worker to one upstream. The pool reserves a stream for each request, and keeps
 //! enough connections open that the next request need not wait.
 //!
-//! Requests call [`Pool::acquire`]. [`Pool::maintain`] opens and drains the connections of each
-//! [`class`]. One task ([`Pool::run`]) runs it on every change and every [`TICK`], and then grants free streams to
-//! the requests that wait, in order ([`waiters`]).
+//! Requests call [`Pool::acquire`]. One task ([`Pool::run`]) maintains the connections on every change and at least
+//! every 200 ms, and then grants free streams to the requests that wait. [`jackstay_core::pool`] decides; this module
+//! describes connections and endpoints to it ([`table`]), and opens, drains and closes connections.
 
 mod acquire;
 mod class;
-mod class_limits;
-mod counts;
-mod dial_pause;
-mod drain;
-mod hand_over;
 mod requirements;
+mod table;
 #[cfg(test)]
 mod tests;
-mod waiters;
+mod waiter;
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use jackstay_core::connection_health::ConnectionState;
-use jackstay_core::outage::{Outage, READY_FOR, Reachability};
+use jackstay_core::pool::limits::is_unproven;
+use jackstay_core::pool::{DrainCause, Effect, EndpointRow, PoolState, Purpose, Surroundings};
+pub use jackstay_core::pool::{UNAVAILABLE_AFTER, WarmClasses};
 use jackstay_sys::clock;
 use tokio::sync::Notify;
 use tokio::time::sleep_until;
 
-pub(super) use self::acquire::UNAVAILABLE_AFTER;
 pub use self::class::ClassPool;
-use self::drain::{IDLE_CLASS, is_idle, is_idle_after_burst};
-use self::hand_over::{hand_over_proven, is_unproven};
 pub use self::requirements::{PreviousFailure, StreamRequirements, Unavailable};
+use self::table::{connection_limits, endpoint_key, endpoint_rows};
 use super::connection::{Connection, DrainReason};
 use super::credentials::{ClientTls, CredentialClass};
 use super::dial::dial_h2;
-use super::endpoint::{Endpoint, EndpointState};
+use super::endpoint::{Endpoint, ProbeTrigger};
 use super::evacuation::{Evacuation, evacuations};
-use super::shared::Upstream;
-use super::version_preference::keep_both_sides;
-
-/// Number of endpoints to which a class other than a configured identity keeps connections. After the loss
-/// of two, one is left.
-const FANOUT: usize = 3;
-/// Mean interval of maintenance when nothing changes.
-const TICK: Duration = Duration::from_millis(200);
-
-/// The classes whose connections a pool keeps while no request uses them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WarmClasses {
-    /// Those of all configured identities.
-    Identities,
-    /// None: another worker serves the clients with a configured identity.
-    None,
-}
-
-/// The requests that a pool serves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Purpose {
-    /// Those of clients.
-    Clients(WarmClasses),
-    /// jackstay's own requests.
-    Internal,
-}
+use super::shared::{HeldWatch, Upstream};
 
 /// The pool of one worker for one upstream. It stays on the thread of the worker.
 pub struct Pool {
@@ -73,20 +43,14 @@ pub struct Pool {
     classes: RefCell<BTreeMap<CredentialClass, Rc<ClassPool>>>,
     /// Notifies the pool's task of changes of connections, of free streams and of waiting requests.
     changed: Rc<Notify>,
-    /// When the pool's task has to run at the latest, for the first deadline of a waiting request or the end of a
-    /// pause between connects.
-    wake_at: Cell<Option<Instant>>,
-    outage: Cell<Outage>,
+    /// Decides what concerns all classes.
+    state: Cell<PoolState>,
     /// Notified when a total outage ends.
     outage_over: Notify,
     this: Weak<Self>,
     /// Makes the order of endpoints differ between pools, of other workers as of other nodes.
     seed: u64,
-    purpose: Purpose,
-    /// Set by [`Self::retire`]: connections are opened only for requests that wait.
-    retired: Cell<bool>,
-    /// Set by [`Self::close`]: no more connections are opened.
-    closed: Cell<bool>,
+    rng: RefCell<fastrand::Rng>,
     #[cfg(test)]
     maintenance_runs: Cell<usize>,
 }
@@ -107,14 +71,11 @@ impl Pool {
             upstream,
             classes: RefCell::default(),
             changed: Rc::new(Notify::new()),
-            wake_at: Cell::new(None),
-            outage: Cell::default(),
+            state: Cell::new(PoolState::new(purpose)),
             outage_over: Notify::new(),
             this: this.clone(),
             seed: fastrand::u64(..),
-            purpose,
-            retired: Cell::new(false),
-            closed: Cell::new(false),
+            rng: RefCell::default(),
             #[cfg(test)]
             maintenance_runs: Cell::new(0),
         })
@@ -133,16 +94,38 @@ impl Pool {
         )
     }
 
-    /// Whether a total outage is in progress. Reads one cell.
-    pub fn is_total_outage(&self) -> bool {
-        self.outage.get().is_active()
+    /// Changes the state.
+    fn update<T>(&self, change: impl FnOnce(&mut PoolState) -> T) -> T {
+        let mut state = self.state.get();
+        let result = change(&mut state);
+        self.state.set(state);
+        result
     }
 
-    /// Waits until no total outage is in progress, and counts as a held watch of `class` until then. While no
-    /// endpoint is usable, each endpoint gets one connect attempt at a time, however many requests wait
-    /// ([`Endpoint::claim_connect_attempt`]).
-    pub async fn outage_ended(&self, class: &ClassPool) {
-        let _held = (class.count_held_watch(), self.upstream.count_held_watch());
+    /// Whether a total outage is in progress. Reads one cell.
+    pub fn is_total_outage(&self) -> bool {
+        self.state.get().is_total_outage()
+    }
+
+    /// Counts a held watch of `class` until the guard is dropped.
+    pub fn hold_watch<'a>(&'a self, class: &'a ClassPool) -> HeldInClass<'a> {
+        class.machine.borrow_mut().hold_watch();
+        HeldInClass { class, _of_upstream: self.upstream.count_held_watch() }
+    }
+
+    /// Whether a watch whose client has no response yet may be held. The limit does not apply to a running
+    /// watch that loses its stream.
+    pub fn may_hold_new_watch(&self) -> bool {
+        PoolState::may_hold(self.held_watches())
+    }
+
+    fn held_watches(&self) -> usize {
+        self.classes.borrow().values().map(|class| class.machine.borrow().held_watches()).sum()
+    }
+
+    /// Waits until no total outage is in progress. While no endpoint is usable, each endpoint gets one connect
+    /// attempt at a time, however many requests wait ([`Endpoint::claim_connect_attempt`]).
+    pub async fn outage_ended(&self) {
         loop {
             let mut outage_over = std::pin::pin!(self.outage_over.notified());
             // Registered before the check, so that the end of the outage is not missed.
@@ -154,75 +137,66 @@ impl Pool {
         }
     }
 
-    /// Maintains the pool and serves the waiting requests until the future is dropped.
-    pub async fn run(this: Rc<Self>) {
-        loop {
-            let changed = Rc::clone(&this.changed);
-            let tick = clock::now() + TICK.mul_f64(0.75 + fastrand::f64() / 2.0);
-            let wake_at = this.wake_at.take().map_or(tick, |wake_at| wake_at.min(tick));
-            tokio::select! {
-                () = changed.notified() => {}
-                () = this.upstream.endpoints_changed() => {}
-                () = sleep_until(wake_at.into()) => {}
+    /// Maintains the pool and serves the waiting requests until the future is dropped. Then no request waits any
+    /// more: those that do get an error.
+    pub fn run(this: Rc<Self>) -> impl Future<Output = ()> {
+        let stop = StopOnDrop(this);
+        async move {
+            let pool = &stop.0;
+            loop {
+                let changed = Rc::clone(&pool.changed);
+                let now = clock::now();
+                let next = pool.update(|state| state.next_run(now, &mut pool.rng.borrow_mut()));
+                tokio::select! {
+                    () = changed.notified() => {}
+                    () = pool.upstream.endpoints_changed() => {}
+                    () = sleep_until(next.into()) => {}
+                }
+                pool.run_once();
             }
-            this.maintain();
-            this.serve_waiters();
         }
     }
 
-    /// Makes the pool's task run at this time, or earlier.
-    fn wake_at(&self, at: Instant) {
-        self.wake_at.set(Some(self.wake_at.get().map_or(at, |wake_at| wake_at.min(at))));
-    }
-
-    /// Closes every connection and opens no more. Open streams fail.
-    pub fn close(&self) {
-        self.closed.set(true);
-        self.for_each_connection(|connection| connection.close(DrainReason::ConfigurationRemoved));
-        // The task may have been stopped.
-        self.serve_waiters();
-    }
-
-    /// Drains old connections, removes dead ones and starts connects, without waiting for them.
-    pub fn maintain(&self) {
-        if self.closed.get() {
-            return;
-        }
+    /// Maintains the connections and serves the waiting requests.
+    fn run_once(&self) {
         #[cfg(test)]
         self.maintenance_runs.set(self.maintenance_runs.get() + 1);
         let now = clock::now();
         let endpoints = self.upstream.endpoints();
-        let none_usable = !endpoints.iter().any(|endpoint| endpoint.is_usable());
-        self.update_outage(&endpoints, none_usable, now);
-        if self.purpose == Purpose::Clients(WarmClasses::Identities) {
+        let rows = endpoint_rows(&self.upstream, &endpoints, self.seed, now);
+        if !self.state.get().is_closed() {
+            self.maintain(&endpoints, &rows, now);
+        }
+        self.serve_waiters(&rows);
+    }
+
+    /// Closes every connection and opens no more. Open streams fail, and so do waiting requests.
+    pub fn close(&self) {
+        let refusal = self.update(PoolState::close);
+        self.for_each_connection(|connection| connection.close(DrainReason::ConfigurationRemoved));
+        self.refuse_waiters(refusal);
+    }
+
+    /// Drains old connections, removes dead ones and starts connects, without waiting for them.
+    fn maintain(&self, endpoints: &[Arc<Endpoint>], rows: &[EndpointRow], now: Instant) {
+        self.update_outage(rows, now);
+        if self.state.get().keeps_identities() {
             for class in self.upstream.credentials.loaded() {
                 self.class(class);
             }
         }
-        let evacuations = evacuations(&endpoints);
+        let evacuations = evacuations(endpoints);
         let classes: Vec<_> = self.classes.borrow().values().cloned().collect();
         for class in classes {
-            self.maintain_class(&class, &endpoints, &evacuations, none_usable, now);
+            self.maintain_class(&class, (endpoints, rows), &evacuations, now);
         }
     }
 
     /// Updates the total outage. When it ends, held watches are notified.
-    fn update_outage(&self, endpoints: &[Arc<Endpoint>], none_usable: bool, now: Instant) {
-        let is_ready = |endpoint: &Arc<Endpoint>| {
-            endpoint.ready_for(now).is_some_and(|ready_for| ready_for >= READY_FOR)
-        };
-        let reachability = if none_usable {
-            Reachability::Unreachable
-        } else if endpoints.iter().any(is_ready) {
-            Reachability::Ready
-        } else {
-            Reachability::Unready
-        };
-        let mut outage = self.outage.get();
-        let ended = outage.observe(reachability, now);
-        self.outage.set(outage);
+    fn update_outage(&self, rows: &[EndpointRow], now: Instant) {
+        let ended = self.update(|state| state.observe_endpoints(rows, now));
         let Some(reason) = ended else { return };
-        let held: usize = self.classes.borrow().values().map(|class| class.held_watches()).sum();
+        let held = self.held_watches();
         if held > 0 {
             // The upstream reports the length of the outage when an endpoint is usable, which is earlier.
             tracing::info!(upstream = &*self.upstream.name, held, reason, "held watches resume");
@@ -233,94 +207,96 @@ impl Pool {
     fn maintain_class(
         &self,
         class: &Rc<ClassPool>,
-        endpoints: &[Arc<Endpoint>],
+        (endpoints, endpoint_rows): (&[Arc<Endpoint>], &[EndpointRow]),
         evacuations: &[Evacuation],
-        none_usable: bool,
         now: Instant,
     ) {
         class.connections.borrow_mut().retain(|c| c.state() != ConnectionState::Dead);
-        if is_unproven(class.credential_class()) {
-            let proven = self.class(CredentialClass::Token);
-            hand_over_proven(class, &proven, &self.upstream.config().connections);
+        self.hand_over(class, now);
+        let name = class.credential_class();
+        let tls = self.upstream.credentials.tls(name);
+        if tls.is_some() {
+            let (connections, config) = (class.connections.borrow(), self.upstream.config());
+            class.rebalancer.borrow_mut().tick(&connections, &config, now);
+            class.evacuations.borrow_mut().tick(&connections, evacuations, now);
         }
-        let Some(tls) = self.upstream.credentials.tls(class.credential_class()) else {
-            self.retire_class(class);
-            return;
-        };
-        class.rebalancer.borrow_mut().tick(
-            &class.connections.borrow(),
-            &self.upstream.config(),
+        let state = self.state.get();
+        let around = Surroundings {
+            endpoints: endpoint_rows,
+            limits: connection_limits(&self.upstream),
+            generation: tls.as_ref().map(|tls| tls.generation),
+            is_warm: state.is_warm(name),
+            fanout: state.fanout(name),
+            is_retired: state.is_retired(),
             now,
-        );
-        class.evacuations.borrow_mut().tick(&class.connections.borrow(), evacuations, now);
-        class.probe_slow_endpoints(now);
-        let configured = self.is_warm(class.credential_class());
-        let drain_old = class.may_drain_old(tls.generation, now);
-        for connection in class.connections.borrow().iter() {
-            if drain_old && connection.generation != tls.generation {
-                connection.drain(DrainReason::CertificateRotated);
-            } else if drain_old && connection.endpoint.state() == EndpointState::Leaving {
-                connection.drain(DrainReason::EndpointRemoved);
-            } else if connection.endpoint.state() == EndpointState::Degraded {
-                connection.endpoint_degraded();
-            } else if connection.endpoint.probe.is_failing() {
-                connection.endpoint_suspected();
-            } else if !configured
-                && (is_idle(connection, now)
-                    || is_idle_after_burst(connection, now)
-                        && class.has_current(&connection.endpoint, tls.generation, now))
-            {
-                connection.drain(DrainReason::Idle);
-            }
+        };
+        let none_usable = PoolState::none_usable(endpoint_rows);
+        let is_slow_head_round = class.machine.borrow_mut().begin_slow_head_round(now);
+        let mut rows = class.rows(is_slow_head_round, now);
+        let claim = |endpoint: usize| endpoints[endpoint].claim_connect_attempt(none_usable, now);
+        let effects = class.machine.borrow_mut().plan(&mut rows, &around, claim);
+        for effect in effects {
+            self.execute(class, effect, endpoints, tls.as_ref());
         }
-        let in_use = class.used_within(IDLE_CLASS, now);
-        if !configured && !in_use || self.retired.get() && class.waiters.len() == 0 {
+    }
+
+    /// Hands the connections that mostly carry streams of proven tokens to the class of these tokens.
+    fn hand_over(&self, class: &Rc<ClassPool>, now: Instant) {
+        if !is_unproven(class.credential_class()) {
             return;
         }
-        let targets = self.target_endpoints(endpoints, configured);
-        for endpoint in &targets {
-            let limits = &self.upstream.config().connections;
-            let to_open = class.connections_to_open(
-                endpoint,
-                tls.generation,
-                limits,
-                (targets.len(), configured),
-                now,
-            );
-            for _ in 0..to_open {
-                if let Some(at) = class.dial_paused_until(endpoint, now) {
-                    self.wake_at(at);
-                    break;
-                }
-                if !endpoint.claim_connect_attempt(none_usable, now) {
-                    break;
-                }
-                self.dial(class, endpoint, &tls);
+        let proven = self.class(CredentialClass::Token);
+        let effects = class.machine.borrow_mut().hand_over(
+            &class.rows(false, now),
+            &proven.machine.borrow(),
+            &proven.rows(false, now),
+            connection_limits(&self.upstream),
+        );
+        // From the last one on, so that the indices of the others stay valid.
+        for effect in effects.into_iter().rev() {
+            let Effect::HandOver(index) = effect else { continue };
+            let connection = class.connections.borrow_mut().remove(index);
+            connection.serve_proven_tokens();
+            proven.connections.borrow_mut().push(connection);
+        }
+    }
+
+    /// Executes an effect of [`jackstay_core::pool::Class::plan`].
+    fn execute(
+        &self,
+        class: &Rc<ClassPool>,
+        effect: Effect,
+        endpoints: &[Arc<Endpoint>],
+        tls: Option<&Arc<ClientTls>>,
+    ) {
+        let connection = |index: usize| Rc::clone(&class.connections.borrow()[index]);
+        match effect {
+            Effect::Probe(index) => {
+                connection(index).endpoint.probe.request(ProbeTrigger::PassiveEvidence);
             }
-        }
-    }
-
-    /// Whether connections of the class are kept while no request uses them.
-    fn is_warm(&self, class: CredentialClass) -> bool {
-        self.purpose == Purpose::Clients(WarmClasses::Identities)
-            && matches!(class, CredentialClass::Identity(_))
-    }
-
-    /// Drains the connections of a class whose identity was removed from the configuration, and then removes
-    /// the class.
-    fn retire_class(&self, class: &Rc<ClassPool>) {
-        for connection in class.connections.borrow().iter() {
-            connection.drain(DrainReason::IdentityUnusable);
-        }
-        // The map and the caller hold two references. Requests and connects in progress hold others.
-        if class.connections.borrow().is_empty() && Rc::strong_count(class) <= 2 {
-            self.classes.borrow_mut().remove(&class.credential_class());
+            Effect::Drain(index, cause) => connection(index).drain(drain_reason(cause)),
+            Effect::Close(index) => connection(index).close(DrainReason::ConnectionLimit),
+            Effect::NotifyDegraded(index) => connection(index).endpoint_degraded(),
+            Effect::NotifySuspected(index) => connection(index).endpoint_suspected(),
+            Effect::Dial(endpoint) => {
+                if let Some(tls) = tls {
+                    self.dial(class, &endpoints[endpoint], tls);
+                }
+            }
+            Effect::WakeAt(at) => self.update(|state| state.wake_at(at)),
+            Effect::Retire => {
+                // The map and the caller hold two references. Requests and connects in progress hold others.
+                if Rc::strong_count(class) <= 2 {
+                    self.classes.borrow_mut().remove(&class.credential_class());
+                }
+            }
+            Effect::HandOver(_) => {}
         }
     }
 
     /// Drains every connection, because the upstream was removed from the configuration.
     pub fn retire(&self) {
-        self.retired.set(true);
+        self.update(PoolState::retire);
         self.for_each_connection(|connection| connection.drain(DrainReason::ConfigurationRemoved));
     }
 
@@ -337,36 +313,10 @@ impl Pool {
         }
     }
 
-    /// The endpoints to which a class keeps connections: all for a configured identity, one for an internal
-    /// pool, and otherwise the best [`FANOUT`]. The order within a state differs between pools.
-    fn target_endpoints<'a>(
-        &self,
-        endpoints: &'a [Arc<Endpoint>],
-        configured: bool,
-    ) -> Vec<&'a Arc<Endpoint>> {
-        let mut targets: Vec<_> =
-            endpoints.iter().filter(|e| e.state() != EndpointState::Leaving).collect();
-        let fanout = if self.purpose == Purpose::Internal { 1 } else { FANOUT };
-        if !configured && targets.len() > fanout {
-            targets.sort_by_key(|e| (e.state(), e.is_fallback(), self.rank(&e.label)));
-            keep_both_sides(&self.upstream, &mut targets, fanout);
-            targets.truncate(fanout);
-        }
-        targets
-    }
-
-    /// A number by which this pool orders the endpoints of one state.
-    fn rank(&self, label: &str) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        (self.seed, label).hash(&mut hasher);
-        hasher.finish()
-    }
-
     /// Starts a connect to an endpoint. The new connection joins the class.
     fn dial(&self, class: &Rc<ClassPool>, endpoint: &Arc<Endpoint>, tls: &Arc<ClientTls>) {
         let Some(pool) = self.this.upgrade() else { return };
         let (class, endpoint, tls) = (Rc::clone(class), Arc::clone(endpoint), Arc::clone(tls));
-        class.connect_started(&endpoint.label, clock::now());
         tokio::task::spawn_local(async move {
             let config = pool.upstream.config();
             let limit = endpoint.connect_timeout(config.health.connect_timeout);
@@ -374,7 +324,7 @@ impl Pool {
             drop(config);
             let connector = pool.upstream.connector();
             let result = dial_h2(&connector, &endpoint, &tls, limit, max_streams).await;
-            class.connect_ended(&endpoint.label);
+            class.machine.borrow_mut().connect_ended(endpoint_key(&endpoint));
             match result {
                 Ok(established) => {
                     endpoint.metrics.dialled("ok");
@@ -386,7 +336,7 @@ impl Pool {
                         &pool.upstream.config(),
                         Rc::clone(&pool.changed),
                     );
-                    if pool.closed.get() {
+                    if pool.state.get().is_closed() {
                         connection.close(DrainReason::ConfigurationRemoved);
                     }
                     class.connections.borrow_mut().push(connection);
@@ -395,5 +345,37 @@ impl Pool {
             }
             pool.changed.notify_one();
         });
+    }
+}
+
+/// Refuses the waiting requests when the task of the pool ends.
+struct StopOnDrop(Rc<Pool>);
+
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        let refusal = self.0.update(PoolState::stop);
+        self.0.refuse_waiters(refusal);
+    }
+}
+
+/// Counts a held watch of a class until it is dropped.
+pub struct HeldInClass<'a> {
+    class: &'a ClassPool,
+    _of_upstream: HeldWatch<'a>,
+}
+
+impl Drop for HeldInClass<'_> {
+    fn drop(&mut self) {
+        self.class.machine.borrow_mut().release_watch();
+    }
+}
+
+fn drain_reason(cause: DrainCause) -> DrainReason {
+    match cause {
+        DrainCause::Idle => DrainReason::Idle,
+        DrainCause::IdentityUnusable => DrainReason::IdentityUnusable,
+        DrainCause::CertificateRotated => DrainReason::CertificateRotated,
+        DrainCause::EndpointRemoved => DrainReason::EndpointRemoved,
+        DrainCause::ConnectionLimit => DrainReason::ConnectionLimit,
     }
 }

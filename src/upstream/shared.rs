@@ -60,11 +60,12 @@ pub enum Usability {
 
 /// Counts a held watch of an upstream until it is dropped.
 #[derive(Debug)]
-pub struct HeldWatch<'a>(&'a AtomicUsize);
+pub struct HeldWatch<'a>(&'a Upstream);
 
 impl Drop for HeldWatch<'_> {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        self.0.held_watches.fetch_sub(1, Ordering::Relaxed);
+        self.0.metrics.held_watches().decrement(1);
     }
 }
 
@@ -166,10 +167,11 @@ impl Upstream {
         if tried { Usability::Unusable } else { Usability::Untried }
     }
 
-    /// Counts a watch that is held while no endpoint is usable.
-    pub fn count_held_watch(&self) -> HeldWatch<'_> {
+    /// Counts a held watch, also in the metric. [`super::pool::Pool::hold_watch`] is the only caller.
+    pub(super) fn count_held_watch(&self) -> HeldWatch<'_> {
         self.held_watches.fetch_add(1, Ordering::Relaxed);
-        HeldWatch(&self.held_watches)
+        self.metrics.held_watches().increment(1);
+        HeldWatch(self)
     }
 
     /// Number of watches that wait while no endpoint is usable: those without a stream, which all workers hold, and

@@ -19,6 +19,7 @@ use std::sync::Arc;
 
 use http::HeaderValue;
 use jackstay_core::kubernetes_version::{MinorVersion, of_user_agent};
+use jackstay_core::pool::VersionSide;
 
 use super::endpoint::{Endpoint, EndpointState};
 use super::shared::Upstream;
@@ -151,25 +152,18 @@ pub fn older_endpoints(
     endpoints.iter().filter(is_older).cloned().collect()
 }
 
-/// Moves an endpoint of the newest version and one of an older version to the first `count`, so that a class that keeps
-/// connections to these only can follow the preferences.
-pub fn keep_both_sides(upstream: &Upstream, endpoints: &mut [&Arc<Endpoint>], count: usize) {
+/// Returns on which side of the preference an endpoint is, so that a class that keeps connections to a few can follow
+/// it. There is no side without a preference, and for an endpoint that is not ready or of unknown version.
+pub fn sides_to_keep(upstream: &Upstream) -> impl Fn(&Endpoint) -> Option<VersionSide> {
     let config = upstream.config();
-    if config.version_preference == VersionPreference::None && config.canary == Percent::ZERO {
-        return;
-    }
-    let Some((_, newest)) = ready_versions(&upstream.endpoints()) else { return };
-    for (is_newest, slot) in [(true, 1), (false, 2)] {
-        let is_of_side = |endpoint: &&Arc<Endpoint>| {
-            endpoint.state() == EndpointState::Ready
-                && endpoint.minor_version().is_some_and(|version| (version == newest) == is_newest)
-        };
-        if let Some(first) = endpoints.iter().position(is_of_side)
-            && first >= count
-            && let Some(last) = count.checked_sub(slot)
-        {
-            endpoints.swap(first, last);
-        }
+    let has_preference =
+        config.version_preference != VersionPreference::None || config.canary != Percent::ZERO;
+    let range = has_preference.then(|| ready_versions(&upstream.endpoints())).flatten();
+    move |endpoint| {
+        let (_, newest) = range?;
+        let version = (endpoint.state() == EndpointState::Ready).then(|| endpoint.minor_version());
+        let is_newest = version.flatten()? == newest;
+        Some(if is_newest { VersionSide::Newest } else { VersionSide::Older })
     }
 }
 

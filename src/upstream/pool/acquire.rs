@@ -2,26 +2,31 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use jackstay_core::pool::limits::max_connections;
+use jackstay_core::pool::{Arrival, EndpointRow, Refusal, Requirements, Round, Situation};
 use jackstay_sys::clock;
-use tokio::time::timeout;
+use tokio::sync::oneshot;
 
 use super::Pool;
 use super::class::ClassPool;
-use super::requirements::{StreamRequirements, Unavailable};
-use super::waiters::Decision;
+use super::requirements::{OwnedPreferences, StreamRequirements, Unavailable};
+use super::waiter::{Granted, Waiter};
 use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
 
-/// How long a request waits for a usable connection while no connection is live, counted from the loss of
-/// its previous connection if it had one. So the client receives its response within 1.5 s.
-pub(in crate::upstream) const UNAVAILABLE_AFTER: Duration = Duration::from_millis(1_200);
-/// How long a request waits for a free stream while all live connections are full.
-const EXHAUSTED_AFTER: Duration = Duration::from_secs(1);
+/// The place of a request in the queue, which it leaves when this is dropped.
+struct Registration<'a> {
+    class: &'a ClassPool,
+    id: u64,
+}
 
-/// Time after which a waiting request assumes that the pool's task does not run.
-const WITHOUT_TASK: Duration = Duration::from_secs(2);
+impl Drop for Registration<'_> {
+    fn drop(&mut self) {
+        self.class.machine.borrow_mut().leave(self.id);
+    }
+}
 
 impl Pool {
     /// Reserves a stream on the best connection, or waits for a free one.
@@ -34,20 +39,24 @@ impl Pool {
         required: StreamRequirements<'_>,
     ) -> Result<Permit, Unavailable> {
         let now = clock::now();
-        class.mark_used(now);
-        if required.held && self.is_total_outage() {
-            return Err(Unavailable::Unreachable(self.reasons(class)));
+        let arrival =
+            class.machine.borrow_mut().request(required.held, self.is_total_outage(), now);
+        if let Arrival::Refuse(refusal) = arrival {
+            return Err(self.unavailable(class, refusal));
         }
-        if !class.waiters.block_newcomers()
-            && let Some(permit) = class.reserve_stream(required, &self.upstream, now, false)
+        let plain = required.plain();
+        if arrival == Arrival::Select
+            && let Some((permit, is_nearly_full)) =
+                class.reserve_stream(required, &plain, &self.upstream, now)
         {
-            if class.is_nearly_full(&permit, now) {
+            if is_nearly_full {
                 self.changed.notify_one();
             }
-            return Ok(permit);
+            return class.verified(permit, required.client_subject);
         }
         // Boxed, so that the future of a request that does not wait is small.
-        Box::pin(self.wait(class, required, now)).await
+        let permit = Box::pin(self.wait(class, required, plain, now)).await?;
+        class.verified(permit, required.client_subject)
     }
 
     /// Reserves a stream on a live connection if one has a free stream now.
@@ -56,7 +65,9 @@ impl Pool {
         class: &Rc<ClassPool>,
         required: StreamRequirements<'_>,
     ) -> Option<Permit> {
-        class.reserve_stream(required, &self.upstream, clock::now(), false)
+        let (now, plain) = (clock::now(), required.plain());
+        let (permit, _) = class.reserve_stream(required, &plain, &self.upstream, now)?;
+        class.verified(permit, required.client_subject).ok()
     }
 
     /// Waits until the pool's task grants a stream or an error.
@@ -65,93 +76,107 @@ impl Pool {
         &self,
         class: &Rc<ClassPool>,
         required: StreamRequirements<'_>,
+        plain: Requirements,
         start: Instant,
-    ) -> Result<Permit, Unavailable> {
-        if self.upstream.credentials.tls(class.credential_class()).is_none() {
-            return Err(Unavailable::NoCredential);
-        }
-        if class.has_too_many_waiters() {
-            return Err(self.unavailable(class, class.has_live()));
-        }
+    ) -> Granted {
+        let has_credential = self.upstream.credentials.tls(class.credential_class()).is_some();
+        let (result, granted) = oneshot::channel();
+        let preferences = OwnedPreferences::of(&required);
+        let waiter = Waiter { watch: required.watch, preferences, result };
+        let registered = self.state.get().may_wait(has_credential).and_then(|()| {
+            class.with_table(start, |table, _| {
+                class.machine.borrow_mut().begin_wait(table, plain, waiter, start)
+            })
+        });
+        let id = registered.map_err(|refusal| self.unavailable(class, refusal))?;
+        let _registration = Registration { class, id };
         self.upstream.metrics.stream_waits(&self.upstream.name).increment(1);
-        let (_registration, mut granted) = class.waiters.register(required, start);
         self.changed.notify_one();
-        loop {
-            match timeout(WITHOUT_TASK, &mut granted).await {
-                Ok(Ok(granted)) => return granted,
-                Ok(Err(_)) => return Err(self.unavailable(class, false)),
-                // The pool's task has been stopped.
-                Err(_) => self.serve_waiters(),
-            }
-        }
+        // The pool answers every request before it drops it.
+        granted.await.unwrap_or_else(|_| Err(self.unavailable(class, Refusal::Stopped)))
     }
 
     /// Grants free streams to the waiting requests, in order, and ends the wait of those that must not wait longer.
-    pub(super) fn serve_waiters(&self) {
+    pub(super) fn serve_waiters(&self, endpoints: &[EndpointRow]) {
         let classes: Vec<_> = self.classes.borrow().values().cloned().collect();
-        for class in classes.iter().filter(|class| class.waiters.len() > 0) {
-            self.serve_waiters_of(class, clock::now());
+        for class in classes.iter().filter(|class| class.machine.borrow().waiting() > 0) {
+            self.serve_waiters_of(class, endpoints, clock::now());
         }
     }
 
-    fn serve_waiters_of(&self, class: &ClassPool, now: Instant) {
-        let connected = class.has_live();
-        let all_failed_at = if connected { None } else { self.all_failed_at(class) };
-        let (is_outage, is_closed) = (self.is_total_outage(), self.closed.get());
-        let mut has_free = class.has_free_stream(now);
-        class.waiters.serve(|waiter| {
-            let required = waiter.required();
-            if required.held && is_outage {
-                return Decision::Answer(Err(Unavailable::Unreachable(self.reasons(class))));
-            }
-            if has_free
-                && let Some(permit) = class.reserve_stream(required, &self.upstream, now, false)
-            {
-                has_free = class.has_free_stream(now);
-                return Decision::Answer(Ok(permit));
-            }
-            if is_closed {
-                let reason = "the upstream was removed from the configuration".to_owned();
-                return Decision::Answer(Err(Unavailable::Unreachable(reason)));
-            }
-            let deadline = if connected {
-                waiter.start + EXHAUSTED_AFTER
-            } else {
-                waiter.without_since + UNAVAILABLE_AFTER
-            };
-            if all_failed_at.is_some_and(|at| at > waiter.without_since) || now >= deadline {
-                // The suspicion may be wrong, so a suspect connection is better than an error.
-                if !required.live_only
-                    && let Some(permit) = class.reserve_stream(required, &self.upstream, now, true)
-                {
-                    return Decision::Answer(Ok(permit));
+    fn serve_waiters_of(&self, class: &ClassPool, endpoints: &[EndpointRow], now: Instant) {
+        let max = self.upstream.config().connections.max;
+        let situation = Situation {
+            endpoints,
+            is_outage: self.is_total_outage(),
+            max_connections: max_connections(class.credential_class(), max),
+            now,
+        };
+        let mut round = Round::default();
+        loop {
+            // An error means that the request was cancelled; the stream becomes free again.
+            let _ = match self.next_answer(class, &mut round, &situation) {
+                None => break,
+                Some((waiter, Ok(permit))) => waiter.result.send(Ok(permit)),
+                Some((waiter, Err(refusal))) => {
+                    waiter.result.send(Err(self.unavailable(class, refusal)))
                 }
-                return Decision::Answer(Err(self.unavailable(class, connected)));
+            };
+        }
+        if let Some(at) = round.wake_at() {
+            self.update(|state| state.wake_at(at));
+        }
+    }
+
+    /// The next answer of a round, with the stream reserved.
+    fn next_answer(
+        &self,
+        class: &ClassPool,
+        round: &mut Round,
+        situation: &Situation<'_>,
+    ) -> Option<(Waiter, Result<Permit, Refusal>)> {
+        class.with_table(situation.now, |table, connections| {
+            let (waiter, answer) = class.machine.borrow_mut().next_answer(
+                round,
+                table,
+                situation,
+                |waiter, index| waiter.preferences.preference(&connections[index].endpoint),
+                |index| connections[index].cost(situation.now),
+                &mut self.rng.borrow_mut(),
+            )?;
+            let permit =
+                answer.map(|index| connections[index].reserve(waiter.watch, situation.now));
+            Some((waiter, permit))
+        })
+    }
+
+    /// Refuses every request that waits.
+    pub(super) fn refuse_waiters(&self, refusal: Refusal) {
+        let classes: Vec<_> = self.classes.borrow().values().cloned().collect();
+        for class in classes {
+            loop {
+                let Some(waiter) = class.machine.borrow_mut().refuse_next() else { break };
+                let _ = waiter.result.send(Err(self.unavailable(&class, refusal)));
             }
-            self.wake_at(deadline);
-            // Those behind it have later deadlines, and nothing else can change for them.
-            if connected && !has_free { Decision::Stop } else { Decision::Wait }
-        });
+        }
     }
 
-    /// The error of a request that waits no longer.
-    fn unavailable(&self, class: &ClassPool, connected: bool) -> Unavailable {
-        if connected {
-            self.upstream.metrics.streams_exhausted(&self.upstream.name).increment(1);
-            return Unavailable::Exhausted;
+    /// The error of a request that gets no stream.
+    fn unavailable(&self, class: &ClassPool, refusal: Refusal) -> Unavailable {
+        match refusal {
+            Refusal::Unreachable => Unavailable::Unreachable(self.reasons(class)),
+            Refusal::Exhausted => {
+                self.upstream.metrics.streams_exhausted(&self.upstream.name).increment(1);
+                Unavailable::Exhausted
+            }
+            Refusal::NoCredential => Unavailable::NoCredential,
+            Refusal::Closed => Unavailable::Unreachable(
+                "the upstream was removed from the configuration".to_owned(),
+            ),
+            Refusal::Stopped => {
+                Unavailable::Unreachable("the task of the connection pool has ended".to_owned())
+            }
         }
-        Unavailable::Unreachable(self.reasons(class))
-    }
-
-    /// Since when a connect to every endpoint has failed; `None` while the class has a connect in progress, and
-    /// without endpoints, because discovery may find one at any moment.
-    fn all_failed_at(&self, class: &ClassPool) -> Option<Instant> {
-        if class.is_connecting() {
-            return None;
-        }
-        let endpoints = self.upstream.endpoints();
-        let failures: Option<Vec<_>> = endpoints.iter().map(|e| e.last_failure()).collect();
-        failures?.into_iter().min()
     }
 
     /// Text that has the state and reason of each endpoint.
@@ -161,8 +186,9 @@ impl Pool {
             let errors = self.upstream.sources.current_errors();
             return format!("no endpoint is known yet; {errors}");
         }
+        let now = clock::now();
         let reason = |endpoint: &Arc<Endpoint>| {
-            if class.only_suspect_to(endpoint) {
+            if class.only_suspect_to(endpoint, now) {
                 return format!("{} does not answer: PING unanswered", endpoint.label);
             }
             format!("{} is {} ({})", endpoint.label, endpoint.state().as_str(), endpoint.reason())

@@ -5,8 +5,10 @@ use std::sync::Arc;
 
 use std::time::Instant;
 
+use jackstay_core::pool::{self, Preference, Requirements};
 use jackstay_core::request::status_error::StatusError;
 
+use super::table::{connection_key, endpoint_key};
 use crate::net::tls::certificate::Subject;
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::Endpoint;
@@ -54,6 +56,64 @@ impl<'a> StreamRequirements<'a> {
             versions: PreferredVersions::default(),
         }
     }
+
+    /// How the request ranks an endpoint.
+    pub(super) fn preference(&self, endpoint: &Arc<Endpoint>) -> Preference {
+        preference(self.versions, self.resource_version, endpoint)
+    }
+
+    /// The requirements without the preferences ([`Self::preference`]). The keys in it name connections and
+    /// endpoints for as long as `self` borrows them. Allocates only if endpoints are excluded.
+    pub(super) fn plain(&self) -> Requirements {
+        let previous_failure = self.previous_failure.map(|failure| match failure {
+            PreviousFailure::Silence(at) => pool::PreviousFailure::Silence(connection_key(at)),
+            PreviousFailure::Refusal(at) => {
+                pool::PreviousFailure::Refusal(connection_key(at), endpoint_key(&at.endpoint))
+            }
+        });
+        Requirements {
+            watch: self.watch,
+            held: self.held,
+            live_only: self.live_only,
+            previous_failure,
+            excluded: self.excluded_endpoints.iter().map(endpoint_key).collect(),
+            without_connection_since: self.without_connection_since,
+        }
+    }
+}
+
+/// What [`Requirements`] leave out: by what a request prefers some endpoints to others of the same state.
+#[derive(Debug, Clone)]
+pub(super) struct OwnedPreferences {
+    versions: PreferredVersions,
+    resource_version: Option<(Arc<ResourceRecord>, u64)>,
+}
+
+impl OwnedPreferences {
+    pub(super) fn of(required: &StreamRequirements<'_>) -> Self {
+        let resource_version = required.resource_version;
+        Self {
+            versions: required.versions,
+            resource_version: resource_version
+                .map(|(record, version)| (Arc::clone(record), version)),
+        }
+    }
+
+    /// How the request ranks an endpoint.
+    pub(super) fn preference(&self, endpoint: &Arc<Endpoint>) -> Preference {
+        let resource_version = self.resource_version.as_ref();
+        preference(self.versions, resource_version.map(|(record, at)| (record, *at)), endpoint)
+    }
+}
+
+fn preference(
+    versions: PreferredVersions,
+    resource_version: Option<(&Arc<ResourceRecord>, u64)>,
+    endpoint: &Arc<Endpoint>,
+) -> Preference {
+    let is_behind =
+        resource_version.is_some_and(|(record, version)| !record.has_reached(endpoint, version));
+    Preference { version: versions.rank_of(endpoint), is_behind }
 }
 
 /// The connection on which a request failed.
@@ -77,7 +137,7 @@ impl PreviousFailure<'_> {
         matches!(self, Self::Silence(connection) if connection.is_silent())
     }
 
-    pub(super) fn connection(&self) -> &Rc<Connection> {
+    fn connection(&self) -> &Rc<Connection> {
         match self {
             Self::Silence(connection) | Self::Refusal(connection) => connection,
         }

@@ -1,14 +1,13 @@
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
 
 use jackstay_core::discovery::address::EndpointAddress;
-use jackstay_sys::clock;
 use tokio::net::TcpListener;
-use tokio::task::{LocalSet, spawn_local};
+use tokio::task::{JoinHandle, LocalSet, spawn_local, yield_now};
+use tokio::time::timeout;
 
-use super::{Pool, StreamRequirements, Unavailable, WarmClasses};
+use super::{ClassPool, Pool, StreamRequirements, UNAVAILABLE_AFTER, Unavailable, WarmClasses};
 use crate::config;
 use crate::observe::Metrics;
 use crate::upstream::credentials::{CredentialClass, Credentials};
@@ -48,7 +47,7 @@ async fn maintenance_runs_for(waiters: usize) -> usize {
         let error = waiting.await.unwrap();
         assert!(matches!(error, Some(Unavailable::Unreachable(_))), "{error:?}");
     }
-    assert_eq!(class.waiters.len(), 0);
+    assert_eq!(class.machine.borrow().waiting(), 0);
     run.abort();
     pool.maintenance_runs.get()
 }
@@ -63,21 +62,107 @@ async fn waiting_requests_do_not_maintain_the_pool_each() {
         .await;
 }
 
+/// A request that waits for a stream, registered in the queue of the class.
+async fn waiting_request(
+    pool: &Rc<Pool>,
+    class: &Rc<ClassPool>,
+) -> JoinHandle<Option<Unavailable>> {
+    let (pool, of) = (Rc::clone(pool), Rc::clone(class));
+    let request =
+        spawn_local(
+            async move { pool.acquire(&of, StreamRequirements::for_client(None)).await.err() },
+        );
+    while class.machine.borrow().waiting() == 0 {
+        yield_now().await;
+    }
+    request
+}
+
+/// The reason for which a request was refused before its deadline.
+async fn refused_at_once(request: impl Future<Output = Option<Unavailable>>) -> String {
+    let refused = timeout(UNAVAILABLE_AFTER / 2, request).await;
+    match refused.expect("an answer before the deadline") {
+        Some(Unavailable::Unreachable(reason)) => reason,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn end_of_the_task_answers_the_waiting_requests_and_those_that_follow() {
+    LocalSet::new()
+        .run_until(async {
+            let (pool, _listener) = silent_pool().await;
+            let class = pool.class(CredentialClass::Token);
+            let run = spawn_local(Pool::run(Rc::clone(&pool)));
+            let request = waiting_request(&pool, &class).await;
+            run.abort();
+            let reason = refused_at_once(async { request.await.unwrap() }).await;
+            assert_eq!(reason, "the task of the connection pool has ended");
+            let required = StreamRequirements::for_client(None);
+            let next = async { pool.acquire(&class, required).await.err() };
+            assert_eq!(refused_at_once(next).await, "the task of the connection pool has ended");
+        })
+        .await;
+}
+
+#[tokio::test]
+async fn close_answers_the_waiting_requests_also_without_a_task() {
+    LocalSet::new()
+        .run_until(async {
+            let (pool, _listener) = silent_pool().await;
+            let class = pool.class(CredentialClass::Token);
+            let request = waiting_request(&pool, &class).await;
+            pool.close();
+            let reason = refused_at_once(async { request.await.unwrap() }).await;
+            assert_eq!(reason, "the upstream was removed from the configuration");
+        })
+        .await;
+}
+
+#[tokio::test]
+async fn held_watches_are_counted_once_for_class_upstream_and_metric() {
+    LocalSet::new()
+        .run_until(async {
+            let (pool, _listener) = silent_pool().await;
+            let class = pool.class(CredentialClass::Token);
+            let held = [pool.hold_watch(&class), pool.hold_watch(&class)];
+            let counts =
+                || (class.machine.borrow().held_watches(), pool.upstream.waiting_watches());
+            let metric = || {
+                let text = pool.upstream.metrics.render();
+                text.lines().find_map(|l| l.strip_prefix("jackstay_held_watches ")?.parse().ok())
+            };
+            assert_eq!((counts(), metric()), ((2, 2), Some(2.0)));
+            drop(held);
+            assert_eq!((counts(), metric()), ((0, 0), Some(0.0)));
+        })
+        .await;
+}
+
 #[tokio::test]
 async fn requests_above_the_limit_of_waiting_ones_fail_at_once() {
     LocalSet::new()
         .run_until(async {
             let (pool, _listener) = silent_pool().await;
             let class = pool.class(CredentialClass::Token);
+            let requests: Vec<_> = (0..1000)
+                .map(|_| {
+                    let (pool, class) = (Rc::clone(&pool), Rc::clone(&class));
+                    spawn_local(async move {
+                        let required = StreamRequirements::for_client(None);
+                        pool.acquire(&class, required).await.err()
+                    })
+                })
+                .collect();
+            while class.machine.borrow().waiting() < 1000 {
+                yield_now().await;
+            }
             let required = StreamRequirements::for_client(None);
-            let now = clock::now();
-            let waiting: Vec<_> =
-                (0..1000).map(|_| class.waiters.register(required, now)).collect();
-            let refused =
-                tokio::time::timeout(Duration::from_millis(500), pool.acquire(&class, required));
-            assert!(matches!(refused.await, Ok(Err(Unavailable::Unreachable(_)))));
-            drop(waiting);
-            assert!(!class.has_too_many_waiters());
+            refused_at_once(async { pool.acquire(&class, required).await.err() }).await;
+            requests.iter().for_each(JoinHandle::abort);
+            while class.machine.borrow().waiting() > 0 {
+                yield_now().await;
+            }
         })
         .await;
 }

@@ -123,9 +123,9 @@ pub(super) fn hold(
 /// reached, and the wait takes about [`NO_CONNECTION_PAUSE`].
 pub async fn outage_ended(client: &UpstreamClient, class: &Rc<ClassPool>) -> Duration {
     let began = clock::now();
-    let _held = client.watches.hold();
+    let _held = client.pool.hold_watch(class);
     if client.pool.is_total_outage() {
-        client.pool.outage_ended(class).await;
+        client.pool.outage_ended().await;
     } else {
         sleep(NO_CONNECTION_PAUSE.mul_f64(0.5 + fastrand::f64())).await;
     }

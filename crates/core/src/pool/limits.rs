@@ -1,15 +1,14 @@
-//! The limits of the connections of each credential class.
+//! The limits of the connections and of the waiting requests of each credential class.
 
 use std::time::Duration;
 
-use crate::config;
-use crate::upstream::credentials::CredentialClass;
+use crate::credential_class::CredentialClass;
 
 /// Limit of connections of one worker to one endpoint in a class other than identities and proven tokens,
 /// so that clients with random tokens cannot open many.
 const UNPROVEN_CONNECTIONS: usize = 2;
 /// The same limit with the connections that drain.
-pub(super) const UNPROVEN_WITH_DRAINING: usize = 4;
+pub const UNPROVEN_WITH_DRAINING: usize = 4;
 /// The longest pause between the connects of a class whose connections keep ending. A client whose first token is
 /// valid may have to wait for it, and so may an anonymous health check.
 const UNPROVEN_DIAL_PAUSE: Duration = Duration::from_millis(200);
@@ -19,15 +18,26 @@ const SLOWED_DIAL_PAUSE: Duration = Duration::from_secs(1);
 const MAX_WAITERS: usize = 1000;
 const MAX_IDENTITY_WAITERS: usize = 4000;
 
-/// Limit of connections to one endpoint.
-pub(super) fn max_connections(class: CredentialClass, limits: &config::Connections) -> usize {
+/// The configured limits of the connections of one worker in one class (`connections` in the configuration).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConnectionLimits {
+    /// Connections that a warm class keeps to each endpoint.
+    pub min: usize,
+    /// Maximum of connections to one endpoint.
+    pub max: usize,
+    /// Maximum of streams of one connection; the peer may lower it.
+    pub max_streams: usize,
+}
+
+/// Limit of connections to one endpoint, if the configuration allows `configured`.
+pub fn max_connections(class: CredentialClass, configured: usize) -> usize {
     match class {
-        CredentialClass::Identity(_) | CredentialClass::Token => limits.max,
+        CredentialClass::Identity(_) | CredentialClass::Token => configured,
         CredentialClass::UnprovenToken
         | CredentialClass::SlowedToken
         | CredentialClass::Anonymous
         | CredentialClass::Probe
-        | CredentialClass::Discovery => UNPROVEN_CONNECTIONS.min(limits.max),
+        | CredentialClass::Discovery => UNPROVEN_CONNECTIONS.min(configured),
     }
 }
 
@@ -44,9 +54,14 @@ pub(super) fn longest_dial_pause(class: CredentialClass) -> Option<Duration> {
 }
 
 /// Limit of requests that wait for a stream.
-pub(super) fn max_waiters(class: CredentialClass) -> usize {
+pub fn max_waiters(class: CredentialClass) -> usize {
     match class {
         CredentialClass::Identity(_) => MAX_IDENTITY_WAITERS,
         _ => MAX_WAITERS,
     }
+}
+
+/// Whether connections of the class join those of proven tokens when they mostly carry such ([`super::hand_over`]).
+pub fn is_unproven(class: CredentialClass) -> bool {
+    matches!(class, CredentialClass::UnprovenToken | CredentialClass::SlowedToken)
 }

@@ -1,0 +1,650 @@
+//! The decisions of one class of a pool.
+
+use std::time::{Duration, Instant};
+
+use super::dials::{ConnectionCounts, Dials};
+use super::endpoints::{EndpointRow, all_failed_at, targets};
+use super::limits::{
+    ConnectionLimits, UNPROVEN_WITH_DRAINING, is_unproven, longest_dial_pause, max_connections,
+    max_waiters,
+};
+use super::select::{
+    Candidate, EndpointKey, Preference, Requirements, Scope, has_free_stream, has_live, select,
+};
+use super::waiters::{Waiter, Waiters};
+use crate::connection_health::ConnectionState;
+use crate::credential_class::CredentialClass;
+use crate::endpoint_state::EndpointState;
+
+/// How long a request waits for a usable connection while no connection is live, counted from the loss of
+/// its previous connection if it had one. So the client receives its response within 1.5 s.
+pub const UNAVAILABLE_AFTER: Duration = Duration::from_millis(1_200);
+/// How long a request waits for a free stream while all live connections are full.
+pub const EXHAUSTED_AFTER: Duration = Duration::from_secs(1);
+/// A class other than a configured identity keeps its connections for this long after its last use.
+pub const IDLE_CLASS: Duration = Duration::from_secs(300);
+/// Interval of the search for slow response heads. A request that has waited for a whole interval is a sign
+/// of a failing endpoint if responses usually take less than a quarter of it, and after five in any case.
+pub const SLOW_HEAD_INTERVAL: Duration = Duration::from_millis(200);
+/// Such a class replaces a connection that is idle for this long after it carried [`BURST`] streams at once. h2
+/// keeps the memory for the largest number of streams until a connection closes.
+const IDLE_AFTER_BURST: Duration = Duration::from_secs(10);
+const BURST: usize = 64;
+/// Time for which connections with an old certificate or to a removed endpoint stay in use without a live
+/// replacement.
+const OLD_CONNECTION_GRACE: Duration = Duration::from_secs(5);
+/// Time after which a connection that drains may be closed for a new one, if the limit requires it.
+const DRAINING_TIME: Duration = Duration::from_secs(10);
+
+/// A connection of a class, as far as maintenance distinguishes it.
+#[derive(Debug, Clone, Copy)]
+pub struct ConnectionRow {
+    /// What requests see of it.
+    pub candidate: Candidate,
+    /// The generation of its credential.
+    pub generation: u64,
+    /// Whether the latest `/readyz` of its endpoint failed or is overdue.
+    pub probe_is_failing: bool,
+    /// Whether a request has waited for too long for its response head ([`Class::begin_slow_head_round`]).
+    pub has_slow_heads: bool,
+    /// Whether most of its streams are those of proven tokens.
+    pub is_mostly_proven: bool,
+    /// When the last open stream ended; `None` while a stream is open.
+    pub idle_since: Option<Instant>,
+    /// The largest number of streams that were open at once.
+    pub peak_streams: usize,
+    /// When it began to drain, if it has.
+    pub draining_since: Option<Instant>,
+}
+
+impl ConnectionRow {
+    fn idle_for(&self, limit: Duration, now: Instant) -> bool {
+        self.idle_since.is_some_and(|since| now >= since + limit)
+    }
+
+    /// Whether the connection carried many streams and has had none since. It is replaced, and stays in use until its
+    /// replacement is live.
+    fn is_idle_after_burst(&self, now: Instant) -> bool {
+        self.peak_streams >= BURST && self.idle_for(IDLE_AFTER_BURST, now)
+    }
+
+    fn is_live(&self) -> bool {
+        self.candidate.state == ConnectionState::Live
+    }
+}
+
+/// What surrounds a class when it plans.
+#[derive(Debug, Clone, Copy)]
+pub struct Surroundings<'a> {
+    /// The endpoints of the set.
+    pub endpoints: &'a [EndpointRow],
+    /// The configured limits.
+    pub limits: ConnectionLimits,
+    /// The generation of the credential of the class; `None` if it is not loaded.
+    pub generation: Option<u64>,
+    /// Whether connections are kept while no request uses them.
+    pub is_warm: bool,
+    /// Number of endpoints to which connections are kept; `None` for all.
+    pub fanout: Option<usize>,
+    /// Whether connections are opened only for requests that wait.
+    pub is_retired: bool,
+    /// The time.
+    pub now: Instant,
+}
+
+/// Why a connection drains.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DrainCause {
+    /// No stream has used it for a while.
+    Idle,
+    /// The certificate of its identity has expired, or the identity was removed from the configuration.
+    IdentityUnusable,
+    /// Its credential was replaced.
+    CertificateRotated,
+    /// Its endpoint was removed from the set.
+    EndpointRemoved,
+    /// The class has too many connections to the endpoint.
+    ConnectionLimit,
+}
+
+/// What the caller does, in this order. Connections and endpoints are indices into the tables.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Effect {
+    /// The connection serves the class of proven tokens from now on.
+    HandOver(usize),
+    /// Requests a probe of the endpoint of the connection.
+    Probe(usize),
+    /// The connection takes no new streams. It may drain already, for a reason for which its streams stay.
+    Drain(usize, DrainCause),
+    /// The connection is closed because of the limit, and open streams fail.
+    Close(usize),
+    /// Notifies the requests on the connection that its endpoint is degraded.
+    NotifyDegraded(usize),
+    /// Notifies the requests on the connection that the probe of its endpoint fails.
+    NotifySuspected(usize),
+    /// Starts a connect to the endpoint. [`Class::connect_ended`] follows.
+    Dial(usize),
+    /// Plans again at this time.
+    WakeAt(Instant),
+    /// The class has no connections and no credential; it is removed unless requests use it.
+    Retire,
+}
+
+/// What happens to a request that asks for a stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arrival {
+    /// It gets an error.
+    Refuse(Refusal),
+    /// It gets the connection that [`select`] finds, and waits if there is none.
+    Select,
+    /// It waits behind others.
+    Wait,
+}
+
+/// Why a request gets no stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refusal {
+    /// No endpoint can be reached.
+    Unreachable,
+    /// Connections are live, but have no free stream.
+    Exhausted,
+    /// The credential of the class is not loaded.
+    NoCredential,
+    /// The upstream was removed from the configuration.
+    Closed,
+    /// The task of the pool has ended.
+    Stopped,
+}
+
+/// What decides about the requests that wait, besides the connections.
+#[derive(Debug, Clone, Copy)]
+pub struct Situation<'a> {
+    /// The endpoints of the set.
+    pub endpoints: &'a [EndpointRow],
+    /// Whether a total outage is in progress.
+    pub is_outage: bool,
+    /// Number of connections to an endpoint that may be opened ([`max_connections`]).
+    pub max_connections: usize,
+    /// The time.
+    pub now: Instant,
+}
+
+/// A round of answers to the requests that wait. Each is considered once.
+#[derive(Debug, Default)]
+pub struct Round {
+    /// The last request that got an answer.
+    after: Option<u64>,
+    /// The first deadline of those that wait on.
+    wake_at: Option<Instant>,
+    is_over: bool,
+}
+
+impl Round {
+    /// When the next round is due at the latest; `None` if no request waits.
+    pub fn wake_at(&self) -> Option<Instant> {
+        self.wake_at
+    }
+}
+
+/// What happens to a request that waits.
+enum Decision {
+    Answer(Result<usize, Refusal>),
+    /// It waits until its deadline, and the next one is considered.
+    Wait(Instant),
+    /// It waits until its deadline, and so do all behind it.
+    Stop(Instant),
+}
+
+/// A class of a pool. `W` is what the caller keeps for each request that waits.
+#[derive(Debug)]
+pub struct Class<W> {
+    class: CredentialClass,
+    waiters: Waiters<W>,
+    dials: Dials,
+    /// Number of watches that are held until a total outage ends.
+    held_watches: usize,
+    /// When a request last asked for a stream.
+    last_used: Instant,
+    /// Since when there has been no live connection with the current credential to an endpoint of the set.
+    without_current_since: Option<Instant>,
+    slow_heads_checked: Instant,
+}
+
+impl<W> Class<W> {
+    /// A class without connections.
+    pub fn new(class: CredentialClass, now: Instant) -> Self {
+        Self {
+            class,
+            waiters: Waiters::new(),
+            dials: Dials::default(),
+            held_watches: 0,
+            last_used: now,
+            without_current_since: None,
+            slow_heads_checked: now,
+        }
+    }
+
+    /// The credential class.
+    pub fn credential_class(&self) -> CredentialClass {
+        self.class
+    }
+
+    /// Number of requests that wait.
+    pub fn waiting(&self) -> usize {
+        self.waiters.len()
+    }
+
+    /// Number of held watches. They are no waiters, so no connections are opened for them. When the outage ends, they
+    /// ask for streams, spread over time.
+    pub fn held_watches(&self) -> usize {
+        self.held_watches
+    }
+
+    /// Counts a held watch until [`Self::release_watch`].
+    pub fn hold_watch(&mut self) {
+        self.held_watches += 1;
+    }
+
+    /// Ends the hold of a watch.
+    pub fn release_watch(&mut self) {
+        self.held_watches = self.held_watches.saturating_sub(1);
+    }
+
+    /// A request asks for a stream. `held` is that of its [`Requirements`].
+    pub fn request(&mut self, held: bool, is_outage: bool, now: Instant) -> Arrival {
+        self.last_used = now;
+        if held && is_outage {
+            Arrival::Refuse(Refusal::Unreachable)
+        } else if self.waiters.block_newcomers() {
+            Arrival::Wait
+        } else {
+            Arrival::Select
+        }
+    }
+
+    /// A request begins to wait at the end of the queue. Returns its number, for [`Self::leave`].
+    ///
+    /// # Errors
+    /// Too many wait.
+    pub fn begin_wait(
+        &mut self,
+        table: &[Candidate],
+        required: Requirements,
+        handle: W,
+        now: Instant,
+    ) -> Result<u64, Refusal> {
+        if self.waiters.len() >= max_waiters(self.class) {
+            return Err(unavailable(has_live(table)));
+        }
+        Ok(self.waiters.add(required, now, handle))
+    }
+
+    /// A request waits no longer. Does nothing if it has had an answer.
+    pub fn leave(&mut self, id: u64) {
+        self.waiters.remove(id);
+    }
+
+    /// The next request of the round that waits no longer, and the connection that it gets or why it gets none, by
+    /// the table of [`super`]. The caller takes the stream and updates `table` before the next call.
+    pub fn next_answer(
+        &mut self,
+        round: &mut Round,
+        table: &[Candidate],
+        situation: &Situation<'_>,
+        preference: impl Fn(&W, usize) -> Preference,
+        cost: impl Fn(usize) -> f64,
+        rng: &mut fastrand::Rng,
+    ) -> Option<(W, Result<usize, Refusal>)> {
+        if round.is_over {
+            return None;
+        }
+        let (is_connected, has_free) = (has_live(table), has_free_stream(table));
+        let all_failed_at = if is_connected || self.dials.any() {
+            None
+        } else {
+            all_failed_at(situation.endpoints)
+        };
+        let mut decide = |waiter: &Waiter<W>| {
+            let now = situation.now;
+            let required = &waiter.required;
+            let mut find = |allow_suspect| {
+                let scope = Scope { allow_suspect, max_connections: situation.max_connections };
+                let preference = |index| preference(&waiter.handle, index);
+                select(table, required, scope, preference, &cost, rng)
+            };
+            if required.held && situation.is_outage {
+                return Decision::Answer(Err(Refusal::Unreachable));
+            }
+            if has_free && let Some(index) = find(false) {
+                return Decision::Answer(Ok(index));
+            }
+            let deadline = if is_connected {
+                waiter.start + EXHAUSTED_AFTER
+            } else {
+                waiter.without_since() + UNAVAILABLE_AFTER
+            };
+            if all_failed_at.is_some_and(|at| at > waiter.without_since()) || now >= deadline {
+                // The suspicion may be wrong, so a suspect connection is better than an error.
+                let suspect = if required.live_only { None } else { find(true) };
+                return Decision::Answer(suspect.ok_or(unavailable(is_connected)));
+            }
+            // Those behind it have later deadlines, and nothing else can change for them.
+            if is_connected && !has_free {
+                Decision::Stop(deadline)
+            } else {
+                Decision::Wait(deadline)
+            }
+        };
+        let mut answered = None;
+        for (id, waiter) in self.waiters.behind(round.after) {
+            match decide(waiter) {
+                Decision::Answer(answer) => {
+                    answered = Some((id, answer));
+                    break;
+                }
+                Decision::Wait(deadline) => round.wait_until(deadline),
+                Decision::Stop(deadline) => {
+                    round.wait_until(deadline);
+                    break;
+                }
+            }
+        }
+        let Some((id, answer)) = answered else {
+            round.is_over = true;
+            return None;
+        };
+        round.after = Some(id);
+        Some((self.waiters.remove(id)?.handle, answer))
+    }
+
+    /// Takes the first request that waits out of the queue, because the pool has ended.
+    pub fn refuse_next(&mut self) -> Option<W> {
+        Some(self.waiters.remove_first()?.handle)
+    }
+
+    /// Ends a connect that [`Effect::Dial`] started.
+    pub fn connect_ended(&mut self, endpoint: EndpointKey) {
+        self.dials.ended(endpoint);
+    }
+
+    /// Whether a search for slow response heads is due. Records that it is made.
+    pub fn begin_slow_head_round(&mut self, now: Instant) -> bool {
+        let is_due = now >= self.slow_heads_checked + SLOW_HEAD_INTERVAL;
+        if is_due {
+            self.slow_heads_checked = now;
+        }
+        is_due
+    }
+
+    /// Hands the connections that mostly carry streams of proven tokens to the class of these tokens.
+    ///
+    /// The first request of a client with a token is sent on a connection of a class that has few of them, because an
+    /// invalid token makes the apiserver end the connection. If the request is a watch, it keeps its stream for
+    /// minutes after its response head has proven the token. With many new clients, as after a restart, such watches
+    /// would use up the streams of the class for all that follow.
+    ///
+    /// A live connection joins the `proven` class, up to its limit, when most of its streams are those of proven
+    /// tokens. No stream is moved, and the class that it leaves may open another one. This lets no client with invalid
+    /// tokens open connections: each takes several tokens that the apiserver has accepted, and the class of proven
+    /// tokens keeps its own limit. A request with an invalid token that is open on the connection at that moment may
+    /// still end it with a GOAWAY, on which the other streams continue.
+    pub fn hand_over(
+        &mut self,
+        connections: &[ConnectionRow],
+        proven: &Self,
+        proven_connections: &[ConnectionRow],
+        limits: ConnectionLimits,
+    ) -> Vec<Effect> {
+        let mut handed_over = Vec::new();
+        if !is_unproven(self.class) {
+            return handed_over;
+        }
+        let limit = max_connections(proven.class, limits.max);
+        let mut joined: Vec<EndpointKey> = Vec::new();
+        for (index, row) in connections.iter().enumerate() {
+            if !row.is_mostly_proven || !row.is_live() {
+                continue;
+            }
+            let endpoint = row.candidate.endpoint;
+            let in_service = proven_connections.iter().filter(|other| {
+                other.candidate.endpoint == endpoint && other.candidate.state.is_in_service()
+            });
+            let joining = joined.iter().filter(|other| **other == endpoint).count();
+            if in_service.count() + proven.dials.count(endpoint) + joining < limit {
+                joined.push(endpoint);
+                // The connections stay in use.
+                self.dials.forget(endpoint);
+                handed_over.push(Effect::HandOver(index));
+            }
+        }
+        handed_over
+    }
+
+    /// Plans what happens to the connections, by the table of [`super`]. The rows of connections that drain change,
+    /// so that their replacements are planned, too. `claim` asks whether a connect to the endpoint with an index may
+    /// start now, which depends on the failures that all workers have seen.
+    ///
+    /// Old connections (with an older generation of the credential, or to a removed endpoint) drain when a replacement
+    /// is live, so that no request waits for one, or after 5 s. A class is in use if a request waits, a watch is held,
+    /// or a request asked for a stream within [`IDLE_CLASS`].
+    pub fn plan(
+        &mut self,
+        connections: &mut [ConnectionRow],
+        around: &Surroundings<'_>,
+        claim: impl FnMut(usize) -> bool,
+    ) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        let Some(generation) = around.generation else {
+            let all = 0..connections.len();
+            effects.extend(all.map(|index| Effect::Drain(index, DrainCause::IdentityUnusable)));
+            if connections.is_empty() {
+                effects.push(Effect::Retire);
+            }
+            return effects;
+        };
+        for (index, row) in connections.iter().enumerate() {
+            if row.has_slow_heads {
+                effects.push(Effect::Probe(index));
+            }
+        }
+        self.plan_drains(connections, generation, around, &mut effects);
+        if self.is_wanted(around) {
+            self.plan_dials(connections, generation, around, claim, &mut effects);
+        }
+        effects
+    }
+
+    fn plan_drains(
+        &mut self,
+        connections: &mut [ConnectionRow],
+        generation: u64,
+        around: &Surroundings<'_>,
+        effects: &mut Vec<Effect>,
+    ) {
+        let now = around.now;
+        let drains_old = self.drains_old(connections, generation, now);
+        for index in 0..connections.len() {
+            let row = connections[index];
+            let endpoint = row.candidate.endpoint_state;
+            let cause = if drains_old && row.generation != generation {
+                DrainCause::CertificateRotated
+            } else if drains_old && endpoint == EndpointState::Leaving {
+                DrainCause::EndpointRemoved
+            } else if endpoint == EndpointState::Degraded {
+                effects.push(Effect::NotifyDegraded(index));
+                continue;
+            } else if row.probe_is_failing {
+                effects.push(Effect::NotifySuspected(index));
+                continue;
+            } else if !around.is_warm
+                && (row.idle_for(IDLE_CLASS, now)
+                    || row.is_idle_after_burst(now)
+                        && has_replacement(connections, row.candidate.endpoint, generation, now))
+            {
+                DrainCause::Idle
+            } else {
+                continue;
+            };
+            drain(connections, index, cause, now, effects);
+        }
+    }
+
+    /// Whether old connections drain now.
+    fn drains_old(&mut self, connections: &[ConnectionRow], generation: u64, now: Instant) -> bool {
+        let is_current = |row: &ConnectionRow| {
+            row.generation == generation
+                && row.is_live()
+                && row.candidate.endpoint_state != EndpointState::Leaving
+        };
+        if connections.iter().any(is_current) {
+            self.without_current_since = None;
+            return true;
+        }
+        now >= *self.without_current_since.get_or_insert(now) + OLD_CONNECTION_GRACE
+    }
+
+    /// Whether connections are opened.
+    fn is_wanted(&self, around: &Surroundings<'_>) -> bool {
+        let waits = self.waiters.len() > 0;
+        let is_in_use = waits || self.held_watches > 0 || around.now < self.last_used + IDLE_CLASS;
+        (around.is_warm || is_in_use) && (!around.is_retired || waits)
+    }
+
+    fn plan_dials(
+        &mut self,
+        connections: &mut [ConnectionRow],
+        generation: u64,
+        around: &Surroundings<'_>,
+        mut claim: impl FnMut(usize) -> bool,
+        effects: &mut Vec<Effect>,
+    ) {
+        let now = around.now;
+        self.dials.retain(|key| around.endpoints.iter().any(|endpoint| endpoint.key == key));
+        let longest_pause = longest_dial_pause(self.class);
+        let targets = targets(around.endpoints, around.fanout);
+        for &target in &targets {
+            let endpoint = around.endpoints[target].key;
+            let counts = self.counts(connections, endpoint, generation, around);
+            let counts = ConnectionCounts {
+                // The endpoints share the requests that wait.
+                waiters: self.waiters.len().div_ceil(targets.len()),
+                ..counts
+            };
+            let min = if around.is_warm { around.limits.min } else { 1 };
+            let mut to_open = counts.to_open(min, max_connections(self.class, around.limits.max));
+            if longest_pause.is_some() {
+                let is_to = |row: &&ConnectionRow| row.candidate.endpoint == endpoint;
+                let open = connections.iter().filter(is_to).count();
+                let room = UNPROVEN_WITH_DRAINING.saturating_sub(open + counts.dialing);
+                if to_open > 0 && room == 0 {
+                    make_room(connections, endpoint, now, effects);
+                }
+                to_open = to_open.min(room);
+            }
+            for _ in 0..to_open {
+                if let Some(at) = self.dials.paused_until(endpoint, longest_pause, now) {
+                    effects.push(Effect::WakeAt(at));
+                    break;
+                }
+                if !claim(target) {
+                    break;
+                }
+                self.dials.started(endpoint, longest_pause.is_some(), now);
+                effects.push(Effect::Dial(target));
+            }
+        }
+    }
+
+    /// Counts the connections to an endpoint. One that is to be replaced does not count, so that its replacement is
+    /// opened.
+    fn counts(
+        &self,
+        connections: &[ConnectionRow],
+        endpoint: EndpointKey,
+        generation: u64,
+        around: &Surroundings<'_>,
+    ) -> ConnectionCounts {
+        let current = || {
+            connections
+                .iter()
+                .filter(|row| row.generation == generation && row.candidate.endpoint == endpoint)
+                .filter(|row| around.is_warm || !row.is_idle_after_burst(around.now))
+                .map(|row| &row.candidate)
+        };
+        let of = |state| current().filter(move |candidate| candidate.state == state);
+        let stream_limit = current().map(|candidate| candidate.stream_limit).max();
+        ConnectionCounts {
+            live: of(ConnectionState::Live).count(),
+            suspect: of(ConnectionState::Suspect).count(),
+            dialing: self.dials.count(endpoint),
+            free_streams: of(ConnectionState::Live).map(|candidate| candidate.free_streams).sum(),
+            stream_limit: stream_limit.unwrap_or(around.limits.max_streams).max(1),
+            waiters: 0,
+        }
+    }
+}
+
+impl Round {
+    fn wait_until(&mut self, deadline: Instant) {
+        self.wake_at = Some(self.wake_at.map_or(deadline, |wake_at| wake_at.min(deadline)));
+    }
+}
+
+/// The error of a request that waits no longer.
+fn unavailable(is_connected: bool) -> Refusal {
+    if is_connected { Refusal::Exhausted } else { Refusal::Unreachable }
+}
+
+/// Whether a live connection to the endpoint has this `generation` of the credential and is not idle after a burst.
+fn has_replacement(
+    connections: &[ConnectionRow],
+    endpoint: EndpointKey,
+    generation: u64,
+    now: Instant,
+) -> bool {
+    connections.iter().any(|row| {
+        row.candidate.endpoint == endpoint
+            && row.generation == generation
+            && row.is_live()
+            && !row.is_idle_after_burst(now)
+    })
+}
+
+/// Drains a connection. One in service takes no part any more in the decisions that follow.
+fn drain(
+    connections: &mut [ConnectionRow],
+    index: usize,
+    cause: DrainCause,
+    now: Instant,
+    effects: &mut Vec<Effect>,
+) {
+    effects.push(Effect::Drain(index, cause));
+    let row = &mut connections[index];
+    if row.candidate.state.is_in_service() {
+        row.candidate.state = ConnectionState::Draining;
+        row.draining_since = Some(now);
+    }
+}
+
+/// Moves the watches off the connections to the endpoint that drain, and closes the one that has been draining for
+/// longest if it has had [`DRAINING_TIME`]. Otherwise clients with responses that do not end could use up the limit for
+/// all.
+fn make_room(
+    connections: &[ConnectionRow],
+    endpoint: EndpointKey,
+    now: Instant,
+    effects: &mut Vec<Effect>,
+) {
+    let draining = || {
+        let to_endpoint = connections.iter().enumerate();
+        to_endpoint
+            .filter(move |(_, row)| row.candidate.endpoint == endpoint)
+            .filter_map(|(index, row)| Some((row.draining_since?, index)))
+    };
+    effects.extend(draining().map(|(_, index)| Effect::Drain(index, DrainCause::ConnectionLimit)));
+    if let Some((since, oldest)) = draining().min()
+        && now >= since + DRAINING_TIME
+    {
+        effects.push(Effect::Close(oldest));
+    }
+}

@@ -1,0 +1,70 @@
+//! The connections of one worker to the endpoints of one upstream: which stream a request gets, and which
+//! connections are opened, drained and closed.
+//!
+//! A pool has a [`Class`] of connections for each [`CredentialClass`](crate::credential_class::CredentialClass), whose
+//! requests share connections. The caller owns the connections. It describes them in tables of plain rows, asks what
+//! to do, and does it:
+//!
+//! | question | answered by | result |
+//! |---|---|---|
+//! | a request asks for a stream | [`Class::request`] | refuse it, [`select`] a connection, or wait |
+//! | none of the connections can take it | [`Class::begin_wait`] | refuse it, or its place in the queue |
+//! | something changed, or it is time | [`Class::hand_over`], [`Class::plan`] | [`Effect`]s on connections and endpoints |
+//! | then, for each request that waits | [`Class::next_answer`] | a connection, a [`Refusal`], or a time to ask again |
+//! | nothing will happen any more | [`PoolState::stop`], [`Class::refuse_next`] | every request that waits is refused |
+//!
+//! # Requests that wait
+//!
+//! They are considered in the order in which they came. The first row that applies decides:
+//!
+//! | condition | decision |
+//! |---|---|
+//! | a watch that its caller holds, in a total outage | refused |
+//! | [`select`] finds a live connection | granted |
+//! | a connect to every endpoint has failed since the request has no connection, or its deadline is over; a suspect connection is found, and the request does not exclude those | granted |
+//! | the same, but none is found | refused: exhausted with a live connection, otherwise unreachable |
+//! | a live connection exists, but none has a free stream | it waits until its deadline, and so do all behind it |
+//! | otherwise | it waits until its deadline |
+//!
+//! The deadline is [`EXHAUSTED_AFTER`] after the start of the wait while a connection is live, otherwise
+//! [`UNAVAILABLE_AFTER`] after the request had none.
+//!
+//! # Connections
+//!
+//! The first row that applies decides. A class is *warm* if its connections are kept while no request uses them.
+//!
+//! | condition | effect |
+//! |---|---|
+//! | the credential of the class is not loaded | drain |
+//! | an older credential, while [replacements](Class::plan) are live or have been missing for 5 s | drain |
+//! | its endpoint was removed from the set, under the same condition | drain |
+//! | its endpoint is degraded, or its probe fails | its requests are notified, which may start second attempts |
+//! | no stream for [`IDLE_CLASS`], not warm | drain |
+//! | no stream for 10 s after 64 at once, not warm, another one is live | drain |
+//!
+//! Connections are opened to the [`targets`] of a class that is warm or [in use](Class::plan): as many as are missing
+//! from the minimum, before the last streams are taken, and for the requests that wait; up to the limits of the class,
+//! after the pauses of a class of clients that have proven nothing, and as far as `claim` permits.
+
+mod class;
+mod dials;
+mod endpoints;
+pub mod limits;
+#[cfg(test)]
+mod properties;
+mod select;
+mod state;
+#[cfg(test)]
+mod tests;
+mod waiters;
+
+pub use self::class::{
+    Arrival, Class, ConnectionRow, DrainCause, EXHAUSTED_AFTER, Effect, IDLE_CLASS, Refusal, Round,
+    SLOW_HEAD_INTERVAL, Situation, Surroundings, UNAVAILABLE_AFTER,
+};
+pub use self::endpoints::{EndpointRow, FANOUT, VersionSide, targets};
+pub use self::select::{
+    Candidate, ConnectionKey, EndpointKey, Preference, PreviousFailure, RECENT_RECEIVE_WINDOW,
+    Requirements, Scope, WATCH_SHARE, has_live, is_nearly_full, only_suspect_to, select,
+};
+pub use self::state::{PoolState, Purpose, WarmClasses};

@@ -32,6 +32,7 @@ pub use jackstay_core::endpoint_health::{EndpointReadiness, Observation};
 pub use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::kubernetes_version::{MinorVersion, ServerVersion};
 pub use jackstay_core::probe::schedule::ProbeTrigger;
+use jackstay_core::pool::EndpointKey;
 use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};
 use rustls::pki_types::ServerName;
@@ -145,6 +146,11 @@ impl Endpoint {
                 SocketAddr::new(Ipv6Addr::LOCALHOST.into(), port),
             ],
         }
+    }
+
+    /// Names the endpoint in the tables of core: no other one has its address while a reference to it exists.
+    pub fn key(self: &Arc<Self>) -> EndpointKey {
+        EndpointKey(Arc::as_ptr(self).addr())
     }
 
     /// The state. One atomic load, because it is read for every candidate of a pick.

@@ -1,60 +1,16 @@
-//! Moves watches away from an apiserver whose `/readyz` fails while their streams still work.
-//!
-//! An apiserver that has lost its etcd answers PINGs and keeps its watches open, but delivers no events.
-//! Closing these watches would make the outage worse. The client of a watch that can be resumed does not
-//! notice a move, and a watch that no other endpoint accepts stays where it is. So a low threshold does no
-//! harm:
-//!
-//! | latest `/readyz` of the endpoint | watches that move |
-//! |---|---|
-//! | ok | none |
-//! | failed, or outstanding for half of its timeout | those that delivered events and have fallen silent |
-//! | failed `fall` times in a row: the endpoint is degraded | all that can be resumed |
-//!
-//! A target must be ready, and a `/readyz` request that was sent to it after the first failure must have
-//! been ok. The prober asks the other endpoints at once. If all apiservers lose etcd together, no endpoint
-//! qualifies and nothing moves.
-//!
-//! All moves are offered within [`WINDOW`], after a random delay of up to [`START_JITTER`]. The pool spreads
-//! the watches over the targets. When the apiserver has recovered, [`super::rebalance`] moves watches back
-//! slowly.
+//! Moves watches away from an apiserver whose `/readyz` fails while their streams still work, as
+//! [`jackstay_core::placement::evacuation`] decides.
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
+
+use jackstay_core::placement::evacuation::{self, DueEvacuation, EvacuationEffect};
+pub use jackstay_core::placement::evacuation::{START_JITTER, WINDOW, decide, due_moves};
 
 use super::connection::{Connection, ConnectionState};
-use super::endpoint::{Endpoint, EndpointReadiness, EndpointState};
+use super::endpoint::{Endpoint, EndpointState};
 use super::watch_moves::MoveEligibility;
-
-/// Upper limit of the random delay before an evacuation, because other nodes see the same failure at the
-/// same time.
-pub const START_JITTER: Duration = Duration::from_millis(200);
-/// Time within which every watch that should move is offered a move.
-pub const WINDOW: Duration = Duration::from_millis(400);
-/// Shortest pause between two offers.
-const OFFER_PAUSE: Duration = Duration::from_millis(100);
-
-/// Whether an endpoint may take the watches of one whose probe has failed since `failing_since`.
-fn may_take_over(target: &EndpointReadiness, failing_since: Instant) -> bool {
-    target.state == EndpointState::Ready
-        && target.probe_failing_since.is_none()
-        && target.last_ready_probe.is_some_and(|asked_at| asked_at > failing_since)
-}
-
-/// Which watches should leave an endpoint.
-fn leaving_watches(source: &EndpointReadiness) -> Option<MoveEligibility> {
-    source.probe_failing_since?;
-    match source.state {
-        EndpointState::Degraded => Some(MoveEligibility::All),
-        // A stopped process is suspect long before its connections count as stopped.
-        EndpointState::Ready | EndpointState::Connecting | EndpointState::Suspect => {
-            Some(MoveEligibility::Silent)
-        }
-        // The connections are lost.
-        EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Leaving => None,
-    }
-}
 
 /// An endpoint to evacuate, the watches that leave it, and the endpoints that may take them.
 #[derive(Debug)]
@@ -82,206 +38,59 @@ pub fn evacuations(endpoints: &[Arc<Endpoint>]) -> Vec<Evacuation> {
         .collect()
 }
 
-/// Decides by the table of this module. Returns for each endpoint to evacuate its index, the watches that
-/// leave, and the indices of the targets.
-pub fn decide(
-    endpoints: &[EndpointReadiness],
-) -> impl Iterator<Item = (usize, MoveEligibility, Vec<usize>)> + '_ {
-    endpoints.iter().enumerate().filter_map(|(index, source)| {
-        let (eligible, failing_since) = (leaving_watches(source)?, source.probe_failing_since?);
-        let targets: Vec<_> = (0..endpoints.len())
-            .filter(|&other| other != index && may_take_over(&endpoints[other], failing_since))
-            .collect();
-        (!targets.is_empty()).then_some((index, eligible, targets))
-    })
-}
-
-/// Number of moves to offer to this number of watches, `elapsed` after the last offer.
-pub fn due_moves(watches: usize, elapsed: Duration) -> usize {
-    let share = (elapsed.as_secs_f64() / WINDOW.as_secs_f64()).min(1.0);
-    (watches as f64 * share).ceil() as usize
-}
-
 /// The evacuations in progress of one class of a pool.
 #[derive(Debug, Default)]
 pub struct ActiveEvacuations {
-    active: Vec<ActiveEvacuation>,
+    decisions: evacuation::ActiveEvacuations,
     rng: fastrand::Rng,
-}
-
-#[derive(Debug)]
-struct ActiveEvacuation {
-    source: Arc<Endpoint>,
-    eligible: MoveEligibility,
-    last_offer: Instant,
 }
 
 impl ActiveEvacuations {
     /// Starts, continues and ends evacuations, so that the active ones are those that are `due`. The pool
     /// calls it in each maintenance.
     pub fn tick(&mut self, connections: &[Rc<Connection>], due: &[Evacuation], now: Instant) {
-        let continues = |active: &ActiveEvacuation| {
-            due.iter().any(|evacuation| {
-                Arc::ptr_eq(&evacuation.endpoint, &active.source)
-                    && evacuation.eligible == active.eligible
-            })
-        };
-        for ended in self.active.extract_if(.., |active| !continues(active)) {
-            for connection in connections.iter().filter(|c| c.is_to(&ended.source)) {
-                connection.moves.withdraw();
-            }
-        }
-        for evacuation in due {
-            self.advance(connections, evacuation, now);
-        }
-    }
-
-    /// Starts an evacuation, or offers its next moves.
-    fn advance(&mut self, connections: &[Rc<Connection>], evacuation: &Evacuation, now: Instant) {
-        let Evacuation { endpoint, eligible, targets } = evacuation;
-        let with_watches = || {
-            connections.iter().filter(|connection| {
-                connection.is_to(endpoint)
-                    && connection.state() != ConnectionState::Dead
-                    && connection.watches() > 0
-            })
-        };
-        let active = self.active.iter_mut().find(|active| Arc::ptr_eq(&active.source, endpoint));
-        let Some(active) = active else {
-            self.active.push(ActiveEvacuation {
-                source: Arc::clone(endpoint),
-                eligible: *eligible,
-                last_offer: now + START_JITTER.mul_f64(self.rng.f64()),
-            });
-            let watches: usize = with_watches().map(|c| c.watches()).sum();
-            if watches > 0 {
-                tracing::info!(
-                    upstream = &*endpoint.upstream,
-                    endpoint = &*endpoint.label,
-                    watches,
-                    eligible = if *eligible == MoveEligibility::All { "all" } else { "silent" },
-                    targets = targets.len(),
-                    "endpoint evacuated: its /readyz fails or is overdue, or its watch cache lags"
-                );
-            }
-            return;
-        };
-        let elapsed = now.saturating_duration_since(active.last_offer);
-        if elapsed < OFFER_PAUSE {
+        if due.is_empty() && self.decisions.is_empty() {
             return;
         }
-        active.last_offer = now;
-        for connection in with_watches() {
-            connection.offer_moves(*eligible, targets, due_moves(connection.watches(), elapsed));
+        let row = |connection: &Rc<Connection>| {
+            let is_dead = connection.state() == ConnectionState::Dead;
+            (connection.endpoint.key(), if is_dead { 0 } else { connection.watches() })
+        };
+        let rows: Vec<_> = connections.iter().map(row).collect();
+        let keys = due.iter().map(|evacuation| DueEvacuation {
+            endpoint: evacuation.endpoint.key(),
+            eligible: evacuation.eligible,
+        });
+        let keys: Vec<_> = keys.collect();
+        for effect in self.decisions.tick(&rows, &keys, now, &mut self.rng) {
+            match effect {
+                EvacuationEffect::Withdraw(endpoint) => {
+                    for connection in connections.iter().filter(|c| c.endpoint.key() == endpoint) {
+                        connection.moves.withdraw();
+                    }
+                }
+                EvacuationEffect::Begun { evacuation, watches } => due[evacuation].log(watches),
+                EvacuationEffect::Offer { connection, evacuation, count } => {
+                    let Evacuation { eligible, targets, .. } = &due[evacuation];
+                    connections[connection].offer_moves(*eligible, targets, count);
+                }
+            }
         }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use EndpointState::{Connecting, Degraded, Ejected, Leaving, NoH2, Ready, Suspect};
-    use jackstay_sys::clock;
-
-    #[test]
-    fn decide_evacuates_by_the_table() {
-        let start = clock::now();
-        let at = |second: u64| start + Duration::from_secs(second);
-        let readiness = |state, failing_since: Option<u64>, last_ready_probe: Option<u64>| {
-            let probe_failing_since = failing_since.map(at);
-            EndpointReadiness {
-                state,
-                probe_failing_since,
-                last_ready_probe: last_ready_probe.map(at),
-            }
-        };
-        // The probe of the source has failed since 20 s.
-        let confirmed = readiness(Ready, None, Some(21));
-        let unconfirmed = readiness(Ready, None, Some(20));
-        for (source, others, expected) in [
-            // The probe of the source is ok.
-            (readiness(Ready, None, Some(5)), [confirmed, confirmed], None),
-            // One probe failed or is overdue: silent watches move.
-            (
-                readiness(Ready, Some(20), Some(10)),
-                [confirmed, confirmed],
-                Some((MoveEligibility::Silent, vec![1, 2])),
-            ),
-            (
-                readiness(Connecting, Some(20), None),
-                [confirmed, confirmed],
-                Some((MoveEligibility::Silent, vec![1, 2])),
-            ),
-            // The source is degraded: all watches move.
-            (
-                readiness(Degraded, Some(20), Some(10)),
-                [confirmed, confirmed],
-                Some((MoveEligibility::All, vec![1, 2])),
-            ),
-            (
-                readiness(Degraded, Some(20), None),
-                [unconfirmed, confirmed],
-                Some((MoveEligibility::All, vec![2])),
-            ),
-            // No other endpoint has had an ok probe since the failure.
-            (readiness(Degraded, Some(20), Some(10)), [unconfirmed, unconfirmed], None),
-            (
-                readiness(Ready, Some(20), Some(10)),
-                [unconfirmed, readiness(Ready, None, None)],
-                None,
-            ),
-            // The probes of all endpoints fail, one of them later.
-            (
-                readiness(Degraded, Some(20), Some(10)),
-                [readiness(Ready, Some(21), Some(20)), readiness(Degraded, Some(20), Some(19))],
-                None,
-            ),
-            // The others are not ready.
-            (
-                readiness(Degraded, Some(20), None),
-                [readiness(Degraded, Some(5), Some(21)), readiness(Connecting, None, Some(21))],
-                None,
-            ),
-            (
-                readiness(Degraded, Some(20), None),
-                [readiness(Ejected, None, Some(21)), readiness(Leaving, None, Some(21))],
-                None,
-            ),
-            // A stopped process.
-            (
-                readiness(Suspect, Some(20), None),
-                [confirmed, confirmed],
-                Some((MoveEligibility::Silent, vec![1, 2])),
-            ),
-            // The health of the connections decides.
-            (readiness(Ejected, Some(20), None), [confirmed, confirmed], None),
-            (readiness(NoH2, Some(20), None), [confirmed, confirmed], None),
-            (readiness(Leaving, Some(20), None), [confirmed, confirmed], None),
-        ] {
-            let all = [source, others[0], others[1]];
-            let decision = decide(&all).find(|(index, ..)| *index == 0);
-            let decision = decision.map(|(_, eligible, targets)| (eligible, targets));
-            assert_eq!(decision, expected, "{all:?}");
+impl Evacuation {
+    fn log(&self, watches: usize) {
+        if watches == 0 {
+            return;
         }
-    }
-
-    #[test]
-    fn decide_without_a_target_evacuates_nothing() {
-        let probe_failing_since = Some(clock::now());
-        let alone =
-            EndpointReadiness { state: Degraded, probe_failing_since, last_ready_probe: None };
-        assert_eq!(decide(&[alone]).count(), 0);
-        assert_eq!(decide(&[]).count(), 0);
-    }
-
-    #[test]
-    fn due_moves_sum_to_all_watches_over_the_window() {
-        for watches in [0, 1, 3, 100, 6_400] {
-            let step = WINDOW / 4;
-            let offered: usize = (0..4).map(|_| due_moves(watches, step)).sum();
-            assert!((watches..=watches + 4).contains(&offered), "{offered} of {watches}");
-            assert_eq!(due_moves(watches, WINDOW * 9), watches);
-            assert_eq!(due_moves(watches, Duration::ZERO), 0);
-        }
+        tracing::info!(
+            upstream = &*self.endpoint.upstream,
+            endpoint = &*self.endpoint.label,
+            watches,
+            eligible = if self.eligible == MoveEligibility::All { "all" } else { "silent" },
+            targets = self.targets.len(),
+            "endpoint evacuated: its /readyz fails or is overdue, or its watch cache lags"
+        );
     }
 }

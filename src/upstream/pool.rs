@@ -29,7 +29,7 @@ use tokio::time::sleep_until;
 
 pub use self::class::ClassPool;
 pub use self::requirements::{PreviousFailure, StreamRequirements, Unavailable};
-use self::table::{connection_limits, endpoint_key, endpoint_rows};
+use self::table::{connection_limits, endpoint_rows};
 use super::connection::{Connection, DrainReason};
 use super::credentials::{ClientTls, CredentialClass};
 use super::dial::dial_h2;
@@ -324,7 +324,7 @@ impl Pool {
             drop(config);
             let connector = pool.upstream.connector();
             let result = dial_h2(&connector, &endpoint, &tls, limit, max_streams).await;
-            class.machine.borrow_mut().connect_ended(endpoint_key(&endpoint));
+            class.machine.borrow_mut().connect_ended(endpoint.key());
             match result {
                 Ok(established) => {
                     endpoint.metrics.dialled("ok");

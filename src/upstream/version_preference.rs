@@ -167,19 +167,6 @@ pub fn sides_to_keep(upstream: &Upstream) -> impl Fn(&Endpoint) -> Option<Versio
     }
 }
 
-/// Whether watches may move from an endpoint to another to balance load: never to an older version, and while there is a
-/// canary share not to a newer one.
-pub fn may_rebalance(
-    from: Option<MinorVersion>,
-    to: Option<MinorVersion>,
-    has_canary: bool,
-) -> bool {
-    match (from, to) {
-        (Some(from), Some(to)) => from == to || (from < to && !has_canary),
-        _ => true,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -238,25 +225,5 @@ mod tests {
         assert_eq!(client(VersionPreference::Newest), Some(version(37)));
         assert_eq!(client(VersionPreference::None), None);
         assert_eq!(client_version(VersionPreference::Newest, None), None);
-    }
-
-    #[test]
-    fn watches_are_not_rebalanced_to_older_versions_nor_past_a_canary() {
-        let known = |minor| Some(version(minor));
-        for (from, to, has_canary, expected) in [
-            (known(36), known(36), true, true),
-            (known(36), known(37), false, true),
-            (known(36), known(37), true, false),
-            (known(37), known(36), false, false),
-            (known(37), known(36), true, false),
-            (None, known(36), true, true),
-            (known(37), None, true, true),
-        ] {
-            assert_eq!(
-                may_rebalance(from, to, has_canary),
-                expected,
-                "{from:?} {to:?} {has_canary}"
-            );
-        }
     }
 }

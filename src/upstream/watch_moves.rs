@@ -7,18 +7,9 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use super::endpoint::Endpoint;
+pub use jackstay_core::placement::MoveEligibility;
 
-/// Which watches may take an offered move.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MoveEligibility {
-    /// Watches that have not moved for a while, because the move is not urgent.
-    Settled,
-    /// Watches that delivered events and have fallen silent.
-    Silent,
-    /// All watches.
-    All,
-}
+use super::endpoint::Endpoint;
 
 #[derive(Debug)]
 struct Offer {

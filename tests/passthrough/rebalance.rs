@@ -61,7 +61,7 @@ async fn flows_move_gradually_until_endpoints_are_balanced() {
     let upstream = upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]);
     let endpoints = upstream.endpoints();
     let mut flows = [1000_usize, 0, 0];
-    let mut schedule = RebalanceSchedule::new(clock::now());
+    let mut schedule = RebalanceSchedule::new(clock::now(), fastrand::Rng::new());
     let start = clock::now();
     let mut last_move = start;
     while clock::elapsed(start) < Duration::from_secs(2000) {

@@ -8,6 +8,8 @@
 //! * [`connection_health`] and [`endpoint_health`] for L7, [`flow_health`] for L4: what is dead, from the
 //!   evidence of PINGs and of the kernel ([`tcp_info`]).
 //! * [`discovery`]: which endpoints there are; [`probe`]: when `/readyz` is asked, and what a result means.
+//! * [`pool`]: which stream a request gets, and which connections of a [`credential_class`] are opened and drained.
+//! * [`placement`]: which watches move to another apiserver.
 //! * [`balance`], [`connect`], [`outage`]: which connection or endpoint is picked, and when one is tried again.
 //! * [`backoff`]: the pauses after failures in a row.
 //! * [`lag`] and [`kubernetes_version`]: how apiservers of one cluster differ.
@@ -34,6 +36,7 @@ pub mod kubernetes_version;
 pub mod lag;
 pub mod outage;
 pub mod probe;
+pub mod placement;
 pub mod pool;
 pub mod receive_windows;
 pub mod request;

@@ -40,7 +40,7 @@ use crate::observe::RateLimitedWarnings;
 use crate::observe::events::Severity;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
-use crate::upstream::rebalance::{EndpointLoad, RebalanceSchedule};
+use crate::upstream::rebalance::{RebalanceSchedule, load_of};
 
 /// Interval of the scans of the array.
 const SCAN_INTERVAL: Duration = Duration::from_millis(50);
@@ -98,7 +98,7 @@ impl FlowTable {
             slots: RefCell::default(),
             occupied: Notify::new(),
             warnings: RateLimitedWarnings::new(WARNING_INTERVAL),
-            rebalancing: RefCell::new(RebalanceSchedule::new(clock::now())),
+            rebalancing: RefCell::new(RebalanceSchedule::new(clock::now(), fastrand::Rng::new())),
             refuted: Cell::new(RefutedSuspicions { count: 0, since: clock::now() }),
         })
     }
@@ -315,7 +315,7 @@ pub fn surplus(
     let endpoints = upstream.endpoints();
     let (settled, loads): (Vec<_>, Vec<_>) = endpoints
         .iter()
-        .filter_map(|endpoint| Some((endpoint, EndpointLoad::of(endpoint, count(endpoint), now)?)))
+        .filter_map(|endpoint| Some((endpoint, load_of(endpoint, count(endpoint), now)?)))
         .unzip();
     if settled.len() < 2 {
         return None;

@@ -12,7 +12,7 @@ use jackstay_core::pool::{
 };
 
 use super::requirements::{StreamRequirements, Unavailable};
-use super::table::{candidate, endpoint_key, row};
+use super::table::{candidate, row};
 use super::waiter::Waiter;
 use crate::net::tls::certificate::Subject;
 use crate::upstream::connection::{Connection, Permit};
@@ -61,7 +61,7 @@ impl ClassPool {
 
     /// Whether connections to this endpoint are suspect and none is live.
     pub(super) fn only_suspect_to(&self, endpoint: &Arc<Endpoint>, now: Instant) -> bool {
-        self.with_table(now, |table, _| only_suspect_to(table, endpoint_key(endpoint)))
+        self.with_table(now, |table, _| only_suspect_to(table, endpoint.key()))
     }
 
     /// Calls `decide` with the present table of connections.

@@ -8,7 +8,7 @@ use std::time::Instant;
 use jackstay_core::pool::{self, Preference, Requirements};
 use jackstay_core::request::status_error::StatusError;
 
-use super::table::{connection_key, endpoint_key};
+use super::table::connection_key;
 use crate::net::tls::certificate::Subject;
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::Endpoint;
@@ -68,7 +68,7 @@ impl<'a> StreamRequirements<'a> {
         let previous_failure = self.previous_failure.map(|failure| match failure {
             PreviousFailure::Silence(at) => pool::PreviousFailure::Silence(connection_key(at)),
             PreviousFailure::Refusal(at) => {
-                pool::PreviousFailure::Refusal(connection_key(at), endpoint_key(&at.endpoint))
+                pool::PreviousFailure::Refusal(connection_key(at), at.endpoint.key())
             }
         });
         Requirements {
@@ -76,7 +76,7 @@ impl<'a> StreamRequirements<'a> {
             held: self.held,
             live_only: self.live_only,
             previous_failure,
-            excluded: self.excluded_endpoints.iter().map(endpoint_key).collect(),
+            excluded: self.excluded_endpoints.iter().map(Endpoint::key).collect(),
             without_connection_since: self.without_connection_since,
         }
     }

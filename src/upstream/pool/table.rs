@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use jackstay_core::pool::limits::ConnectionLimits;
 use jackstay_core::pool::{
-    Candidate, ConnectionKey, ConnectionRow, EndpointKey, EndpointRow, SLOW_HEAD_INTERVAL,
+    Candidate, ConnectionKey, ConnectionRow, EndpointRow, SLOW_HEAD_INTERVAL,
 };
 
 use crate::upstream::connection::Connection;
@@ -15,12 +15,7 @@ use crate::upstream::endpoint::Endpoint;
 use crate::upstream::shared::Upstream;
 use crate::upstream::version_preference::sides_to_keep;
 
-/// Names an endpoint: no other one has its address while a reference to it exists.
-pub(super) fn endpoint_key(endpoint: &Arc<Endpoint>) -> EndpointKey {
-    EndpointKey(Arc::as_ptr(endpoint).addr())
-}
-
-/// Names a connection in the same way.
+/// Names a connection: no other one has its address while a reference to it exists.
 pub(super) fn connection_key(connection: &Rc<Connection>) -> ConnectionKey {
     ConnectionKey(Rc::as_ptr(connection).addr())
 }
@@ -37,7 +32,7 @@ pub(super) fn candidate(connection: &Rc<Connection>, now: Instant) -> Candidate 
     let endpoint = &connection.endpoint;
     Candidate {
         connection: connection_key(connection),
-        endpoint: endpoint_key(endpoint),
+        endpoint: endpoint.key(),
         state: connection.state(),
         is_silent: connection.is_silent(),
         endpoint_state: endpoint.state(),
@@ -79,7 +74,7 @@ pub(super) fn endpoint_rows(
 ) -> Vec<EndpointRow> {
     let side_of = sides_to_keep(upstream);
     let row = |endpoint: &Arc<Endpoint>| EndpointRow {
-        key: endpoint_key(endpoint),
+        key: endpoint.key(),
         state: endpoint.state(),
         is_fallback: endpoint.is_fallback(),
         rank: rank(seed, &endpoint.label),

@@ -198,7 +198,7 @@ enum Decision {
 /// A class of a pool. `W` is what the caller keeps for each request that waits.
 #[derive(Debug)]
 pub struct Class<W> {
-    class: CredentialClass,
+    credential: CredentialClass,
     waiters: Waiters<W>,
     dials: Dials,
     /// Number of watches that are held until a total outage ends.
@@ -214,7 +214,7 @@ impl<W> Class<W> {
     /// A class without connections.
     pub fn new(class: CredentialClass, now: Instant) -> Self {
         Self {
-            class,
+            credential: class,
             waiters: Waiters::new(),
             dials: Dials::default(),
             held_watches: 0,
@@ -226,7 +226,7 @@ impl<W> Class<W> {
 
     /// The credential class.
     pub fn credential_class(&self) -> CredentialClass {
-        self.class
+        self.credential
     }
 
     /// Number of requests that wait.
@@ -273,7 +273,7 @@ impl<W> Class<W> {
         handle: W,
         now: Instant,
     ) -> Result<u64, Refusal> {
-        if self.waiters.len() >= max_waiters(self.class) {
+        if self.waiters.len() >= max_waiters(self.credential) {
             return Err(unavailable(has_live(table)));
         }
         Ok(self.waiters.add(required, now, handle))
@@ -396,10 +396,10 @@ impl<W> Class<W> {
         limits: ConnectionLimits,
     ) -> Vec<Effect> {
         let mut handed_over = Vec::new();
-        if !is_unproven(self.class) {
+        if !is_unproven(self.credential) {
             return handed_over;
         }
-        let limit = max_connections(proven.class, limits.max);
+        let limit = max_connections(proven.credential, limits.max);
         let mut joined: Vec<EndpointKey> = Vec::new();
         for (index, row) in connections.iter().enumerate() {
             if !row.is_mostly_proven || !row.is_live() {
@@ -520,7 +520,7 @@ impl<W> Class<W> {
     ) {
         let now = around.now;
         self.dials.retain(|key| around.endpoints.iter().any(|endpoint| endpoint.key == key));
-        let longest_pause = longest_dial_pause(self.class);
+        let longest_pause = longest_dial_pause(self.credential);
         let targets = targets(around.endpoints, around.fanout);
         for &target in &targets {
             let endpoint = around.endpoints[target].key;
@@ -531,7 +531,8 @@ impl<W> Class<W> {
                 ..counts
             };
             let min = if around.is_warm { around.limits.min } else { 1 };
-            let mut to_open = counts.to_open(min, max_connections(self.class, around.limits.max));
+            let mut to_open =
+                counts.to_open(min, max_connections(self.credential, around.limits.max));
             if longest_pause.is_some() {
                 let is_to = |row: &&ConnectionRow| row.candidate.endpoint == endpoint;
                 let open = connections.iter().filter(is_to).count();

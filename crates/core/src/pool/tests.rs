@@ -72,6 +72,10 @@ fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
+fn before(at: Instant, time: Duration) -> Instant {
+    at.checked_sub(time).expect("a time after the clock began")
+}
+
 const SCOPE: Scope = Scope { allow_suspect: false, max_connections: 8 };
 
 /// The connections that take a request in 64 attempts, in order.
@@ -166,7 +170,7 @@ fn select_leaves_a_tenth_of_the_streams_to_requests_other_than_watches() {
         ([0, 0], 1, 1, true),
         ([1, 0], 1, 1, false),
     ] {
-        let of = |watches| Candidate { watches, stream_limit, ..candidate(watches, 10, now) };
+        let of = |watches| Candidate { stream_limit, watches, ..candidate(watches, 10, now) };
         let table = [of(watches[0]), of(watches[1])];
         let scope = Scope { max_connections, ..SCOPE };
         let watch = Requirements { watch: true, ..Requirements::default() };
@@ -229,6 +233,8 @@ struct Wait {
     is_outage: bool,
     failed_ago: Option<Duration>,
     is_dialing: bool,
+    /// How long before the wait the request lost its connection.
+    lost_before: Option<Duration>,
 }
 
 /// The answer to the request, or the time until the next round.
@@ -236,14 +242,20 @@ fn answer(wait: &Wait) -> Result<Result<usize, Refusal>, Option<Duration>> {
     let start = Instant::now();
     let now = start + wait.waited;
     let mut class = Class::new(CredentialClass::Token, start);
-    let endpoints =
-        [EndpointRow { last_failure: wait.failed_ago.map(|ago| now - ago), ..endpoint_row(10) }];
+    let endpoints = [EndpointRow {
+        last_failure: wait.failed_ago.map(|ago| before(now, ago)),
+        ..endpoint_row(10)
+    }];
     if wait.is_dialing {
         let surroundings = Surroundings { limits: LIMITS, ..around(&endpoints, start) };
         let effects = class.plan(&mut [], &surroundings, |_| true);
         assert_eq!(effects, [Effect::Dial(0)]);
     }
-    class.begin_wait(&wait.table, wait.required.clone(), "handle", start).unwrap();
+    let required = Requirements {
+        without_connection_since: wait.lost_before.map(|ago| before(start, ago)),
+        ..wait.required.clone()
+    };
+    class.begin_wait(&wait.table, required, "handle", start).unwrap();
     let situation =
         Situation { endpoints: &endpoints, is_outage: wait.is_outage, max_connections: 8, now };
     let (mut round, mut rng) = (Round::default(), fastrand::Rng::with_seed(1));
@@ -271,7 +283,6 @@ fn request_that_waits_is_answered_by_the_table() {
     let none = || Requirements::default();
     let live_only = || Requirements { live_only: true, ..none() };
     let held = || Requirements { held: true, ..none() };
-    let lost = |ago| Requirements { without_connection_since: Some(now - ms(ago)), ..none() };
     let base = |table, required, waited| Wait {
         table,
         required,
@@ -279,9 +290,11 @@ fn request_that_waits_is_answered_by_the_table() {
         is_outage: false,
         failed_ago: None,
         is_dialing: false,
+        lost_before: None,
     };
     let outage = |wait| Wait { is_outage: true, ..wait };
     let failed = |wait, ago| Wait { failed_ago: Some(ms(ago)), ..wait };
+    let lost = |wait, ago| Wait { lost_before: Some(ms(ago)), ..wait };
     let dialing = |wait| Wait { is_dialing: true, ..wait };
     let wait_for = |left| Err(Some(ms(left)));
     let unreachable = Ok(Err(Refusal::Unreachable));
@@ -311,15 +324,17 @@ fn request_that_waits_is_answered_by_the_table() {
         (failed(base(vec![], none(), 500), 501), wait_for(700)),
         (dialing(failed(base(vec![], none(), 500), 499)), wait_for(700)),
         (failed(base(suspect(), none(), 500), 499), Ok(Ok(0))),
+        // The loss of a connection before the wait counts, unless another one is live.
+        (lost(base(vec![], none(), 0), 1_000), wait_for(200)),
+        (lost(base(vec![], none(), 200), 1_000), unreachable),
+        (lost(failed(base(vec![], none(), 0), 1), 2), unreachable),
+        (lost(base(full(), none(), 0), 1_000), wait_for(1_000)),
     ]
     .into_iter()
     .enumerate()
     {
         assert_eq!(answer(&wait), expected, "row {number}");
     }
-    // The loss of a connection before the wait counts, up to the scheduling between the two clocks of this test.
-    let left = answer(&base(vec![], lost(1_000), 0)).unwrap_err().unwrap();
-    assert!(left > ms(150) && left <= ms(200), "{left:?}");
 }
 
 #[test]
@@ -414,7 +429,8 @@ fn plan_drains_and_notifies_by_the_table() {
         ..row
     };
     let old = |row| ConnectionRow { generation: 0, ..row };
-    let idle = |seconds_, row| ConnectionRow { idle_since: Some(now - seconds(seconds_)), ..row };
+    let idle =
+        |seconds_, row| ConnectionRow { idle_since: Some(before(now, seconds(seconds_))), ..row };
     let burst = |row| ConnectionRow { peak_streams: 64, ..row };
     let failing = |row| ConnectionRow { probe_is_failing: true, ..row };
     let drain = |cause| Some(Effect::Drain(0, cause));
@@ -537,7 +553,7 @@ fn plan_makes_room_for_a_connection_above_the_limit_with_draining_ones() {
     let endpoints = [endpoint_row(10)];
     let draining = |ago: u64| ConnectionRow {
         candidate: Candidate { state: Draining, ..candidate(ago as usize, 10, now) },
-        draining_since: Some(now - seconds(ago)),
+        draining_since: Some(before(now, seconds(ago))),
         idle_since: None,
         ..connection_row(candidate(0, 10, now), now)
     };

@@ -298,46 +298,19 @@ impl<W> Class<W> {
         if round.is_over {
             return None;
         }
-        let (is_connected, has_free) = (has_live(table), has_free_stream(table));
-        let all_failed_at = if is_connected || self.dials.any() {
-            None
-        } else {
-            all_failed_at(situation.endpoints)
-        };
-        let mut decide = |waiter: &Waiter<W>| {
-            let now = situation.now;
-            let required = &waiter.required;
-            let mut find = |allow_suspect| {
-                let scope = Scope { allow_suspect, max_connections: situation.max_connections };
-                let preference = |index| preference(&waiter.handle, index);
-                select(table, required, scope, preference, &cost, rng)
-            };
-            if required.held && situation.is_outage {
-                return Decision::Answer(Err(Refusal::Unreachable));
-            }
-            if has_free && let Some(index) = find(false) {
-                return Decision::Answer(Ok(index));
-            }
-            let deadline = if is_connected {
-                waiter.start + EXHAUSTED_AFTER
-            } else {
-                waiter.without_since() + UNAVAILABLE_AFTER
-            };
-            if all_failed_at.is_some_and(|at| at > waiter.without_since()) || now >= deadline {
-                // The suspicion may be wrong, so a suspect connection is better than an error.
-                let suspect = if required.live_only { None } else { find(true) };
-                return Decision::Answer(suspect.ok_or(unavailable(is_connected)));
-            }
-            // Those behind it have later deadlines, and nothing else can change for them.
-            if is_connected && !has_free {
-                Decision::Stop(deadline)
-            } else {
-                Decision::Wait(deadline)
-            }
+        let streams = Streams {
+            is_connected: has_live(table),
+            has_free: has_free_stream(table),
+            all_failed_at: if self.dials.any() { None } else { all_failed_at(situation.endpoints) },
         };
         let mut answered = None;
         for (id, waiter) in self.waiters.behind(round.after) {
-            match decide(waiter) {
+            let mut find = |allow_suspect| {
+                let scope = Scope { allow_suspect, max_connections: situation.max_connections };
+                let preference = |index| preference(&waiter.handle, index);
+                select(table, &waiter.required, scope, preference, &cost, rng)
+            };
+            match decide(waiter, streams, situation, &mut find) {
                 Decision::Answer(answer) => {
                     answered = Some((id, answer));
                     break;
@@ -583,6 +556,48 @@ impl<W> Class<W> {
             waiters: 0,
         }
     }
+}
+
+/// The streams of a class, as far as they decide about every request that waits.
+#[derive(Debug, Clone, Copy)]
+struct Streams {
+    /// Whether a connection is live.
+    is_connected: bool,
+    /// Whether a live connection has a free stream.
+    has_free: bool,
+    /// Since when a connect to every endpoint has failed; `None` while one is in progress.
+    all_failed_at: Option<Instant>,
+}
+
+/// Decides about a request that waits, by the table of [`super`]. `find` finds a connection for it, with `true` also
+/// among suspect ones.
+fn decide<W>(
+    waiter: &Waiter<W>,
+    streams: Streams,
+    situation: &Situation<'_>,
+    find: &mut dyn FnMut(bool) -> Option<usize>,
+) -> Decision {
+    let Streams { is_connected, has_free, all_failed_at } = streams;
+    if waiter.required.held && situation.is_outage {
+        return Decision::Answer(Err(Refusal::Unreachable));
+    }
+    if has_free && let Some(index) = find(false) {
+        return Decision::Answer(Ok(index));
+    }
+    let without_since = waiter.without_since();
+    let deadline = if is_connected {
+        waiter.start + EXHAUSTED_AFTER
+    } else {
+        without_since + UNAVAILABLE_AFTER
+    };
+    let have_all_failed = !is_connected && all_failed_at.is_some_and(|at| at > without_since);
+    if have_all_failed || situation.now >= deadline {
+        // The suspicion may be wrong, so a suspect connection is better than an error.
+        let suspect = if waiter.required.live_only { None } else { find(true) };
+        return Decision::Answer(suspect.ok_or(unavailable(is_connected)));
+    }
+    // Those behind it have later deadlines, and nothing else can change for them.
+    if is_connected && !has_free { Decision::Stop(deadline) } else { Decision::Wait(deadline) }
 }
 
 impl Round {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use jackstay_core::placement::evacuation::{self, DueEvacuation, EvacuationEffect};
-pub use jackstay_core::placement::evacuation::{START_JITTER, WINDOW, decide, due_moves};
+pub use jackstay_core::placement::evacuation::{START_JITTER, decide, due_moves};
 
 use super::connection::{Connection, ConnectionState};
 use super::endpoint::{Endpoint, EndpointState};

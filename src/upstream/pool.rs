@@ -20,9 +20,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use jackstay_core::connection_health::ConnectionState;
+pub(super) use jackstay_core::pool::UNAVAILABLE_AFTER;
+pub use jackstay_core::pool::WarmClasses;
 use jackstay_core::pool::limits::is_unproven;
 use jackstay_core::pool::{DrainCause, Effect, EndpointRow, PoolState, Purpose, Surroundings};
-pub use jackstay_core::pool::{UNAVAILABLE_AFTER, WarmClasses};
 use jackstay_sys::clock;
 use tokio::sync::Notify;
 use tokio::time::sleep_until;
@@ -246,15 +247,14 @@ impl Pool {
             return;
         }
         let proven = self.class(CredentialClass::Token);
-        let effects = class.machine.borrow_mut().hand_over(
+        let handed_over = class.machine.borrow_mut().hand_over(
             &class.rows(false, now),
             &proven.machine.borrow(),
             &proven.rows(false, now),
             connection_limits(&self.upstream),
         );
         // From the last one on, so that the indices of the others stay valid.
-        for effect in effects.into_iter().rev() {
-            let Effect::HandOver(index) = effect else { continue };
+        for index in handed_over.into_iter().rev() {
             let connection = class.connections.borrow_mut().remove(index);
             connection.serve_proven_tokens();
             proven.connections.borrow_mut().push(connection);
@@ -290,7 +290,6 @@ impl Pool {
                     self.classes.borrow_mut().remove(&class.credential_class());
                 }
             }
-            Effect::HandOver(_) => {}
         }
     }
 

@@ -110,8 +110,6 @@ pub enum DrainCause {
 /// What the caller does, in this order. Connections and endpoints are indices into the tables.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Effect {
-    /// The connection serves the class of proven tokens from now on.
-    HandOver(usize),
     /// Requests a probe of the endpoint of the connection.
     Probe(usize),
     /// The connection takes no new streams. It may drain already, for a reason for which its streams stay.
@@ -349,7 +347,8 @@ impl<W> Class<W> {
         is_due
     }
 
-    /// Hands the connections that mostly carry streams of proven tokens to the class of these tokens.
+    /// Hands the connections that mostly carry streams of proven tokens to the class of these tokens. Returns their
+    /// indices in ascending order.
     ///
     /// The first request of a client with a token is sent on a connection of a class that has few of them, because an
     /// invalid token makes the apiserver end the connection. If the request is a watch, it keeps its stream for
@@ -367,7 +366,7 @@ impl<W> Class<W> {
         proven: &Self,
         proven_connections: &[ConnectionRow],
         limits: ConnectionLimits,
-    ) -> Vec<Effect> {
+    ) -> Vec<usize> {
         let mut handed_over = Vec::new();
         if !is_unproven(self.credential) {
             return handed_over;
@@ -387,7 +386,7 @@ impl<W> Class<W> {
                 joined.push(endpoint);
                 // The connections stay in use.
                 self.dials.forget(endpoint);
-                handed_over.push(Effect::HandOver(index));
+                handed_over.push(index);
             }
         }
         handed_over

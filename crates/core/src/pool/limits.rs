@@ -61,7 +61,7 @@ pub fn max_waiters(class: CredentialClass) -> usize {
     }
 }
 
-/// Whether connections of the class join those of proven tokens when they mostly carry such ([`super::hand_over`]).
+/// Whether connections of the class join those of proven tokens when they mostly carry such ([`super::Class::hand_over`]).
 pub fn is_unproven(class: CredentialClass) -> bool {
     matches!(class, CredentialClass::UnprovenToken | CredentialClass::SlowedToken)
 }

@@ -7,9 +7,10 @@
 //!
 //! | question | answered by | result |
 //! |---|---|---|
-//! | a request asks for a stream | [`Class::request`] | refuse it, [`select`] a connection, or wait |
+//! | a request asks for a stream | [`Class::request`] | refuse it, [`select()`] a connection, or wait |
 //! | none of the connections can take it | [`Class::begin_wait`] | refuse it, or its place in the queue |
-//! | something changed, or it is time | [`Class::hand_over`], [`Class::plan`] | [`Effect`]s on connections and endpoints |
+//! | something changed, or it is time | [`Class::hand_over`] | the connections that join the class of proven tokens |
+//! | then | [`Class::plan`] | [`Effect`]s on connections and endpoints |
 //! | then, for each request that waits | [`Class::next_answer`] | a connection, a [`Refusal`], or a time to ask again |
 //! | nothing will happen any more | [`PoolState::stop`], [`Class::refuse_next`] | every request that waits is refused |
 //!
@@ -20,7 +21,7 @@
 //! | condition | decision |
 //! |---|---|
 //! | a watch that its caller holds, in a total outage | refused |
-//! | [`select`] finds a live connection | granted |
+//! | [`select()`] finds a live connection | granted |
 //! | a connect to every endpoint has failed since the request has no connection, or its deadline is over; a suspect connection is found, and the request does not exclude those | granted |
 //! | the same, but none is found | refused: exhausted with a live connection, otherwise unreachable |
 //! | a live connection exists, but none has a free stream | it waits until its deadline, and so do all behind it |

@@ -1,5 +1,5 @@
-//! One HTTP/2 connection to an endpoint: which requests may use it, which streams it carries, and the
-//! effects of its state, which [`super::health`] derives.
+//! One HTTP/2 connection to an endpoint: the shell of [`ConnectionMachine`], which owns its state and makes its
+//! decisions.
 //!
 //! Only the [`driver`] task reads and writes the socket. A request takes a slot with
 //! [`Connection::reserve`] before it opens a stream. The slots are counted because h2 queues a stream
@@ -7,43 +7,38 @@
 
 mod driver;
 mod error_text;
-mod lifecycle;
 mod line_windows;
 mod permit;
 mod receiving;
-mod response_waits;
-mod stream_slots;
 mod window_updates;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
+use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use h2::client::SendRequest;
-use jackstay_core::balance;
-pub use jackstay_core::connection_health::ConnectionState;
-use jackstay_core::connection_health::{Responsiveness, StateChangeReason};
+use jackstay_core::connection::{
+    ConnectionMachine, Effects, Responsiveness, Significance, Transition,
+};
+pub use jackstay_core::connection::{ConnectionState, DrainReason, DrainUrgency};
+use jackstay_sys::clock;
 use tokio::sync::Notify;
 
 pub use self::error_text::describe_h2_error;
-use self::lifecycle::ConnectionLifecycle;
-pub use self::lifecycle::{DrainReason, DrainUrgency};
 pub use self::permit::Permit;
 use self::receiving::ReceivingStreams;
-use self::response_waits::ResponseWaits;
-use self::stream_slots::StreamSlots;
 use super::credentials::CredentialClass;
-use super::endpoint::Endpoint;
+use super::endpoint::{Endpoint, Observation};
 use super::stats::ConnectionStats;
 use super::watch_moves::{MoveEligibility, WatchMoves};
 use crate::net::tls::certificate::{CertInfo, Subject};
-use crate::observe::OpenStreams;
 use crate::observe::events::{Change, EventKind, Severity};
+use crate::observe::{OpenStreams, StateGauge};
 
 /// Whether a connection whose certificate has the subject `shown` may carry a request whose client has
 /// proven the subject `proven`. jackstay's own requests (probe, discovery) have no client.
@@ -63,13 +58,17 @@ pub struct Connection {
     pub endpoint: Arc<Endpoint>,
     /// The generation of its credential. Connections of older generations drain.
     pub generation: u64,
+    class: Cell<CredentialClass>,
+    machine: RefCell<ConnectionMachine>,
+    /// What `/status` shows of it; never read here.
     stats: Arc<ConnectionStats>,
+    /// The gauge of its state; `None` once it is dead.
+    gauge: RefCell<Option<StateGauge>>,
+    /// The local address.
+    local: Option<SocketAddr>,
     /// The client certificate that it shows, if any.
     certificate: Option<Arc<CertInfo>>,
     send: SendRequest<Bytes>,
-    lifecycle: ConnectionLifecycle,
-    slots: StreamSlots,
-    waits: ResponseWaits,
     receiving: ReceivingStreams,
     /// The moves that are offered to its watches.
     pub moves: WatchMoves,
@@ -79,20 +78,6 @@ pub struct Connection {
     changed: Notify,
     /// Notifies the pool's task of changes of state and of free streams.
     pool: Rc<Notify>,
-}
-
-/// Why a connection changes its state, as far as the log distinguishes it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Cause {
-    /// The end without open streams as HTTP/2 provides for. Logged at debug level only: an apiserver closes a
-    /// connection that is idle for 90 s, and the pool opens another one.
-    OrderlyEnd,
-    /// A GOAWAY with `NO_ERROR`: the apiserver closes an idle connection, spreads its clients
-    /// (`--goaway-chance`) or shuts down, which the endpoint reports.
-    ServerShutdown,
-    /// All its streams have failed.
-    Failure,
-    Other,
 }
 
 impl fmt::Debug for Connection {
@@ -107,12 +92,12 @@ impl fmt::Debug for Connection {
 
 impl Connection {
     pub fn state(&self) -> ConnectionState {
-        self.lifecycle.state.get()
+        self.machine.borrow().state()
     }
 
     /// The credential class whose requests it serves.
     pub fn class(&self) -> CredentialClass {
-        self.stats.class()
+        self.class.get()
     }
 
     pub fn is_to(&self, endpoint: &Arc<Endpoint>) -> bool {
@@ -121,24 +106,24 @@ impl Connection {
 
     /// Whether the connection was opened at or before `at`.
     pub fn was_open(&self, at: Instant) -> bool {
-        self.stats.was_open(at)
+        self.machine.borrow().opened_at() <= at
     }
 
     /// When the connection last became suspect; also set after it has left that state to drain or die.
     /// `None` while it is live, and if it has never been suspect.
     pub fn suspect_since(&self) -> Option<Instant> {
-        self.lifecycle.suspect_since.get()
+        self.machine.borrow().suspect_since()
     }
 
-    /// When the connection began to drain, if it has.
+    /// When the connection began to drain. `None` once it is dead.
     pub fn draining_since(&self) -> Option<Instant> {
-        self.lifecycle.draining_since.get()
+        self.machine.borrow().draining_since()
     }
 
     /// Whether a request sent on this connection now would probably get no response, because its path or the
     /// process of the apiserver has shown no evidence of life for a second.
     pub fn is_silent(&self) -> bool {
-        self.lifecycle.responsiveness.get() == Responsiveness::Silent
+        self.machine.borrow().responsiveness() == Responsiveness::Silent
     }
 
     /// Whether its path is lost and it stays open only for streams that cannot continue on another
@@ -154,16 +139,13 @@ impl Connection {
         }
     }
 
-    /// Waits until no response head can be expected, and returns the reason: the path is lost, or the
-    /// process has been stopped for too long. The second reason applies only to requests that must not
-    /// be sent twice; a `safe` request gets a second attempt on another connection instead.
+    /// Waits until no response head can be expected, and returns the reason
+    /// ([`ConnectionMachine::no_response_reason`]).
     pub async fn no_response_expected(&self, safe: bool) -> &'static str {
         loop {
-            if self.is_unresponsive() {
-                return self.lifecycle.unresponsive_reason.get();
-            }
-            if !safe && self.lifecycle.fails_unsafe_requests.get() {
-                return StateChangeReason::ProcessStopped.as_str();
+            let reason = self.machine.borrow().no_response_reason(safe);
+            if let Some(reason) = reason {
+                return reason.as_str();
             }
             self.changed.notified().await;
         }
@@ -183,7 +165,7 @@ impl Connection {
 
     /// How urgently streams that can move should leave the connection; `None` if they may stay.
     pub fn drain_urgency(&self) -> Option<DrainUrgency> {
-        self.lifecycle.drain_urgency.get()
+        self.machine.borrow().drain_urgency()
     }
 
     /// Waits until [`Self::should_drain`], or until [`WatchMoves::notification_count`] differs from
@@ -197,10 +179,7 @@ impl Connection {
     /// Its endpoint is degraded: notifies the requests on the connection, which may start a second
     /// attempt. If the connection is draining, its watches move at once.
     pub fn endpoint_degraded(&self) {
-        if self.state() == ConnectionState::Draining {
-            self.lifecycle.drain_urgency.set(Some(DrainUrgency::Immediate));
-        }
-        self.changed.notify_waiters();
+        self.input(ConnectionMachine::endpoint_degraded);
     }
 
     /// The latest `/readyz` of its endpoint failed or is overdue: notifies the requests on the connection, which may
@@ -216,27 +195,27 @@ impl Connection {
 
     /// Number of streams that can be opened now.
     pub fn free_streams(&self, now: Instant) -> usize {
-        self.slots.free(self.streams(), now)
+        self.machine.borrow().free_streams(now)
     }
 
     pub fn stream_limit(&self) -> usize {
-        self.slots.limit.get()
+        self.machine.borrow().stream_limit()
     }
 
     /// Number of open streams.
     pub fn streams(&self) -> usize {
-        self.stats.streams.load(Ordering::Relaxed)
+        self.machine.borrow().streams()
     }
 
     /// Number of open streams that are watches.
     pub fn watches(&self) -> usize {
-        self.stats.watches.load(Ordering::Relaxed)
+        self.machine.borrow().watches()
     }
 
     /// Whether most of its streams, without those that wait for a response, have had one that proves the token of
     /// the client ([`Permit::token_proven`]).
     pub fn is_mostly_proven(&self) -> bool {
-        self.slots.are_mostly_proven(self.waits.waiting())
+        self.machine.borrow().is_mostly_proven()
     }
 
     /// The connection, which was opened for unproven tokens, serves the requests with proven ones from now on.
@@ -249,72 +228,55 @@ impl Connection {
             streams = self.streams(),
             "connection handed over"
         );
+        self.class.set(CredentialClass::Token);
         self.stats.hand_over();
     }
 
     /// When the last open stream ended; `None` while a stream is open.
     pub fn idle_since(&self) -> Option<Instant> {
-        (self.streams() == 0).then(|| self.slots.idle_since.get())
+        self.machine.borrow().idle_since()
     }
 
     /// The largest number of streams that were open at once.
     pub fn peak_streams(&self) -> usize {
-        self.slots.peak.get()
+        self.machine.borrow().peak_streams()
     }
 
-    /// Load for [`balance::pick_by_share`]: lower is better.
+    /// Load for [`jackstay_core::balance::pick_by_share`]: lower is better.
     pub fn cost(&self, now: Instant) -> f64 {
-        balance::cost(self.streams(), self.waits.latency(now))
+        self.machine.borrow().cost(now)
     }
 
     pub fn last_received(&self) -> Instant {
-        self.waits.last_received.get()
+        self.machine.borrow().last_received()
     }
 
     /// Whether new requests should prefer another connection: a request has waited here for 50 ms without
     /// a byte arriving, or the latest `/readyz` of the endpoint failed or is overdue.
     pub fn has_warning_signs(&self, now: Instant) -> bool {
-        self.endpoint.probe.is_failing() || self.waits.has_warning(now)
+        self.endpoint.probe.is_failing() || self.machine.borrow().has_waiting_request(now)
     }
 
     /// Whether a request has waited for its response head for a whole number of `interval`s that is four times as long
     /// as a response usually takes, or for five. Each request counts once. To be called once in each `interval`.
     pub fn has_slow_response_heads(&self, interval: Duration, now: Instant) -> bool {
-        self.waits.has_slow_heads(interval, now)
+        self.machine.borrow_mut().has_slow_response_heads(interval, now)
     }
 
     /// Stops taking new streams. The connection closes when the open ones have ended.
     pub fn drain(&self, reason: DrainReason) {
-        let urgency = reason.urgency();
-        match self.state() {
-            state @ (ConnectionState::Live | ConnectionState::Suspect) => {
-                if state == ConnectionState::Live && reason == DrainReason::Idle {
-                    // Nothing has failed.
-                    self.expect_end();
-                }
-                self.lifecycle.drain_urgency.set(urgency);
-                self.enter(ConnectionState::Draining, reason.as_str());
-                self.wake_driver();
-            }
-            // It drains for a reason for which streams may stay, such as a GOAWAY.
-            ConnectionState::Draining if urgency.is_some() && !self.should_drain() => {
-                self.lifecycle.drain_urgency.set(urgency);
-                self.changed.notify_waiters();
-            }
-            ConnectionState::Draining | ConnectionState::Unresponsive | ConnectionState::Dead => {}
-        }
+        self.input(|machine| machine.drain(reason, clock::now()));
     }
 
     /// Marks the end of the connection as expected: it is not published as an event, and a GOAWAY does
     /// not mean that the apiserver shuts down.
     pub fn expect_end(&self) {
-        self.lifecycle.end_expected.set(true);
+        self.machine.borrow_mut().expect_end();
     }
 
     /// Closes the connection. Open streams fail.
     pub fn close(&self, reason: DrainReason) {
-        self.lifecycle.close_requested.set(Some(reason));
-        self.wake_driver();
+        self.input(|machine| machine.close(reason));
     }
 
     /// Offers `count` moves to one of `targets`, in place of an earlier offer.
@@ -334,24 +296,61 @@ impl Connection {
         self.changed.notify_waiters();
     }
 
-    fn enter(&self, state: ConnectionState, reason: &str) {
-        self.change(state, reason, Cause::Other);
+    /// Gives the machine an input that is no error of h2, and executes its effects.
+    fn input(&self, input: impl FnOnce(&mut ConnectionMachine) -> Effects) {
+        self.execute(self.step(input), "");
     }
 
-    fn change(&self, state: ConnectionState, reason: &str, cause: Cause) {
-        let Some(before) = self.lifecycle.enter(state) else { return };
-        self.stats.set_state(state);
-        if !state.is_in_service() && self.lifecycle.counted.replace(false) {
-            self.endpoint.connection_closed(self.lifecycle.responsiveness.get(), reason);
+    /// Gives the machine an input, and publishes its figures for `/status`.
+    fn step<T>(&self, input: impl FnOnce(&mut ConnectionMachine) -> T) -> T {
+        let mut machine = self.machine.borrow_mut();
+        let result = input(&mut machine);
+        self.stats.publish(&machine);
+        result
+    }
+
+    /// Executes effects but those on the socket. `error` is the text of the error of h2 that was the input.
+    fn execute(&self, effects: Effects, error: &str) {
+        if effects.shutdown_announced {
+            self.endpoint.observe(Observation::GoawayReceived);
         }
-        self.publish(before, state, reason, cause);
-        self.changed.notify_waiters();
-        self.pool.notify_one();
+        if let Some(change) = effects.responsiveness {
+            let (from, to) = (change.from, change.to);
+            self.endpoint.observe(Observation::ResponsivenessChanged { from, to });
+        }
+        if let Some(rtt) = effects.round_trip {
+            self.endpoint.metrics.rtt(rtt);
+            self.stats.set_rtt(self.machine.borrow().rtt());
+        }
+        if let Some(transition) = effects.transition {
+            self.publish(transition, transition.reason.text(error));
+        }
+        if effects.notify_requests {
+            self.changed.notify_waiters();
+        }
+        if effects.notify_pool {
+            self.pool.notify_one();
+        }
+        if effects.wake_driver
+            && let Some(waker) = self.driver.borrow().as_ref()
+        {
+            waker.wake_by_ref();
+        }
     }
 
-    /// Logs a change of state and records it as an event.
-    fn publish(&self, from: ConnectionState, to: ConnectionState, reason: &str, cause: Cause) {
-        if self.lifecycle.end_expected.get() {
+    /// Shows a change of state in metrics, to the endpoint, in the log and as an event.
+    fn publish(&self, transition: Transition, reason: &str) {
+        let Transition { from, to, significance, .. } = transition;
+        if to == ConnectionState::Dead {
+            self.gauge.take();
+        } else if let Some(gauge) = self.gauge.borrow_mut().as_mut() {
+            gauge.set(to.as_str());
+        }
+        if transition.leaves_service() {
+            let responsiveness = self.machine.borrow().responsiveness();
+            self.endpoint.connection_closed(responsiveness, reason);
+        }
+        if significance == Significance::Expected {
             tracing::debug!(
                 upstream = &*self.endpoint.upstream,
                 endpoint = &*self.endpoint.label,
@@ -364,36 +363,46 @@ impl Connection {
         }
         let of_clients = usize::from(self.class() != CredentialClass::Probe);
         let open = OpenStreams::of_connection(of_clients * self.streams(), self.watches());
-        let local = self.stats.local.map_or_else(String::new, |local| format!(" from {local}"));
+        let local = self.local.map_or_else(String::new, |local| format!(" from {local}"));
+        let orderly = significance == Significance::OrderlyEnd;
         let change = Change {
             kind: EventKind::Connection,
             upstream: Some(&self.endpoint.upstream),
             name: &self.endpoint.label,
             detail: &format!("class {}{local}", self.class().as_str()),
             from: from.as_str(),
-            to: if cause == Cause::OrderlyEnd { "closed" } else { to.as_str() },
+            to: if orderly { "closed" } else { to.as_str() },
             reason,
-            effect: &lifecycle::effect(to, open),
+            effect: &effect(to, open),
             bad: false, // Depends on its severity.
         };
         let events = self.endpoint.metrics.events();
-        match cause {
-            Cause::OrderlyEnd => events.routine(&change),
-            Cause::ServerShutdown => events.connection_changed(&change, open, Severity::Routine),
-            Cause::Failure | Cause::Other => {
-                // If jackstay closes the connection, nothing has failed.
-                let failed = cause == Cause::Failure
-                    || self.lifecycle.close_requested.get().is_none()
-                        && matches!(to, ConnectionState::Unresponsive | ConnectionState::Dead);
-                let severity = if failed { Severity::Fault } else { Severity::Notable };
-                events.connection_changed(&change, open, severity);
-            }
-        }
+        let severity = match significance {
+            Significance::Expected | Significance::OrderlyEnd => return events.routine(&change),
+            Significance::ServerShutdown => Severity::Routine,
+            Significance::Notable => Severity::Notable,
+            Significance::Fault => Severity::Fault,
+        };
+        events.connection_changed(&change, open, severity);
     }
+}
 
-    fn wake_driver(&self) {
-        if let Some(waker) = self.driver.borrow().as_ref() {
-            waker.wake_by_ref();
+/// What a new state means for the streams on the connection, for the log.
+fn effect(state: ConnectionState, open: OpenStreams) -> String {
+    let none_open = open.is_empty();
+    let open = if none_open { "no open streams".to_owned() } else { format!("open: {open}") };
+    match state {
+        ConnectionState::Live => "takes new streams again".to_owned(),
+        ConnectionState::Suspect => {
+            format!("no new streams; a replacement is opened if no other is left; {open}")
+        }
+        ConnectionState::Draining => format!("no new streams; {open}"),
+        ConnectionState::Unresponsive => {
+            format!("no new streams; streams that can move are moved; {open}")
+        }
+        ConnectionState::Dead if none_open => format!("closed; {open}"),
+        ConnectionState::Dead => {
+            format!("closed; watches are resumed, safe requests retried elsewhere; {open}")
         }
     }
 }

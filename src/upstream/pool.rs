@@ -19,7 +19,7 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::Instant;
 
-use jackstay_core::connection_health::ConnectionState;
+use jackstay_core::connection::ConnectionState;
 pub(super) use jackstay_core::pool::UNAVAILABLE_AFTER;
 pub use jackstay_core::pool::WarmClasses;
 use jackstay_core::pool::limits::is_unproven;

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use jackstay_core::connection_health::ConnectionState;
+use jackstay_core::connection::ConnectionState;
 use jackstay_core::placement::rebalance::{self, MoveOffer, WatchRow};
 pub use jackstay_core::placement::rebalance::{
     EndpointLoad, RebalanceMove, RebalanceSchedule, decide,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use jackstay_core::connection_health::ConnectionState;
+use jackstay_core::connection::{ConnectionMachine, ConnectionState};
 use jackstay_sys::clock;
 use serde::Serialize;
 
@@ -13,7 +13,8 @@ use super::credentials::CredentialClass;
 use super::readyz::ReadyzCheck;
 use crate::observe::history::RttQuantiles;
 
-/// Statistics of a connection, written by its worker and read by `/status`.
+/// What `/status` shows of a connection. Its worker writes it and never reads it: the state belongs to
+/// [`ConnectionMachine`].
 #[derive(Debug)]
 pub struct ConnectionStats {
     /// The class for which it was opened.
@@ -27,8 +28,8 @@ pub struct ConnectionStats {
     opened: Instant,
     /// The discriminant of a [`ConnectionState`].
     state: AtomicU8,
-    pub streams: AtomicUsize,
-    pub watches: AtomicUsize,
+    streams: AtomicUsize,
+    watches: AtomicUsize,
     rtt_micros: AtomicU64,
     stream_window: AtomicU32,
 }
@@ -55,28 +56,24 @@ impl ConnectionStats {
         })
     }
 
-    /// The class whose requests the connection serves.
-    pub fn class(&self) -> CredentialClass {
-        if self.handed_over.load(Ordering::Relaxed) {
-            CredentialClass::Token
-        } else {
-            self.opened_for
-        }
-    }
-
     /// The connection serves the requests with proven tokens from now on.
     pub fn hand_over(&self) {
         self.handed_over.store(true, Ordering::Relaxed);
     }
 
-    pub fn was_open(&self, at: Instant) -> bool {
-        self.opened <= at
+    /// Copies the present figures.
+    pub fn publish(&self, machine: &ConnectionMachine) {
+        self.state.store(machine.state() as u8, Ordering::Relaxed);
+        self.streams.store(machine.streams(), Ordering::Relaxed);
+        self.watches.store(machine.watches(), Ordering::Relaxed);
     }
 
-    pub fn set_state(&self, state: ConnectionState) {
-        self.state.store(state as u8, Ordering::Relaxed);
+    /// Number of watches.
+    pub fn watches(&self) -> usize {
+        self.watches.load(Ordering::Relaxed)
     }
 
+    /// Sets the smoothed round-trip time.
     pub fn set_rtt(&self, rtt: Duration) {
         self.rtt_micros.store(rtt.as_micros() as u64, Ordering::Relaxed);
     }
@@ -87,9 +84,11 @@ impl ConnectionStats {
     }
 
     pub fn status(&self) -> ConnectionStatus {
-        let class = self.class();
-        let class = match class {
-            CredentialClass::Identity(number) => format!("{}-{number}", class.as_str()),
+        let class = match self.opened_for {
+            _ if self.handed_over.load(Ordering::Relaxed) => {
+                CredentialClass::Token.as_str().to_owned()
+            }
+            class @ CredentialClass::Identity(number) => format!("{}-{number}", class.as_str()),
             class => class.as_str().to_owned(),
         };
         ConnectionStatus {
@@ -100,7 +99,7 @@ impl ConnectionStats {
             rtt_ms: self.rtt_micros.load(Ordering::Relaxed) as f64 / 1000.0,
             stream_window_bytes: self.stream_window.load(Ordering::Relaxed),
             streams: self.streams.load(Ordering::Relaxed),
-            watches: self.watches.load(Ordering::Relaxed),
+            watches: self.watches(),
             serial: self.serial.clone(),
         }
     }

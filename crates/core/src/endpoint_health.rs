@@ -21,7 +21,7 @@
 use std::time::Instant;
 
 use crate::connect::{ConnectFailure, ConnectFailureKind};
-use crate::connection_health::Responsiveness;
+use crate::connection::Responsiveness;
 use crate::endpoint_state::EndpointState;
 
 /// An observation of a worker or the prober.

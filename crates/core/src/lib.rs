@@ -5,7 +5,7 @@
 //!
 //! * [`request`]: what a request asks for, whether its head is acceptable, and whether it may be sent again.
 //! * [`watch`]: how a watch continues on another apiserver without losing or repeating an event.
-//! * [`connection_health`] and [`endpoint_health`] for L7, [`flow_health`] for L4: what is dead, from the
+//! * [`connection`] and [`endpoint_health`] for L7, [`flow_health`] for L4: what is dead, from the
 //!   evidence of PINGs and of the kernel ([`tcp_info`]).
 //! * [`discovery`]: which endpoints there are; [`probe`]: when `/readyz` is asked, and what a result means.
 //! * [`pool`]: which stream a request gets, and which connections of a [`credential_class`] are opened and drained.
@@ -24,9 +24,9 @@ pub mod admission;
 pub mod backoff;
 pub mod balance;
 pub mod connect;
-pub mod connection_health;
 pub mod credential_class;
 pub mod discovery;
+pub mod connection;
 pub mod endpoint_health;
 pub mod endpoint_state;
 pub mod flow_health;

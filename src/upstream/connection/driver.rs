@@ -1,8 +1,9 @@
-//! The task that owns the socket of a connection: it polls h2, sends PINGs, and executes the decisions of
-//! [`health`].
+//! The task that owns the socket of a connection: it polls h2, reports what has happened to the
+//! [`ConnectionMachine`], and executes its effects on the socket.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
+use std::io;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -11,10 +12,8 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
-use jackstay_core::connection_health as health;
-use jackstay_core::connection_health::{
-    ConnectionFindings, ConnectionHealth, ConnectionState, Evidence, Responsiveness,
-    StateChangeReason, Thresholds,
+use jackstay_core::connection::{
+    ConnectionMachine, ConnectionState, Established, H2End, Refusal, Thresholds,
 };
 use jackstay_sys::clock;
 use jackstay_sys::sockets::cork::Uncork;
@@ -22,19 +21,16 @@ use jackstay_sys::sockets::tracked_stream::StreamObserver;
 use tokio::sync::Notify;
 use tokio::time::{Sleep, sleep_until};
 
+use super::Connection;
 use super::error_text::{describe_end, describe_h2_error, describe_write_error};
-use super::lifecycle::{ConnectionLifecycle, DrainUrgency};
 use super::line_windows::{LineWindows, account_of};
 use super::receiving::ReceivingStreams;
-use super::response_waits::ResponseWaits;
-use super::stream_slots::StreamSlots;
 use super::window_updates::WindowUpdates;
-use super::{Cause, Connection};
 use crate::config;
 use crate::net::frame_limiter::PeerFrames;
 use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::{DialedConnection, Http2Stream, UpstreamStream};
-use crate::upstream::endpoint::{Endpoint, Observation};
+use crate::upstream::endpoint::Endpoint;
 use crate::upstream::stats::ConnectionStats;
 use crate::upstream::watch_moves::WatchMoves;
 
@@ -75,15 +71,29 @@ impl Connection {
             rtt_us = rtt.as_micros() as u64,
             "connection is live"
         );
+        let machine = ConnectionMachine::new(
+            Established {
+                thresholds: thresholds(&config.health),
+                first_rtt: rtt,
+                ping_grid: endpoint.ping_grid,
+                max_streams,
+                peer_streams: send.current_max_send_streams(),
+                is_probe: class == CredentialClass::Probe,
+            },
+            now,
+        );
+        let mut gauge = endpoint.metrics.connection_gauge();
+        gauge.set(machine.state().as_str());
         let connection = Rc::new(Self {
             endpoint: Arc::clone(endpoint),
             generation: tls.generation,
-            certificate: tls.certificate.clone(),
+            class: Cell::new(class),
+            machine: RefCell::new(machine),
+            local: stats.local,
             stats,
-            lifecycle: ConnectionLifecycle::new(endpoint.metrics.connection_gauge()),
-            slots: StreamSlots::new(max_streams, send.current_max_send_streams(), now),
+            gauge: RefCell::new(Some(gauge)),
+            certificate: tls.certificate.clone(),
             send,
-            waits: ResponseWaits::new(now),
             receiving: ReceivingStreams::default(),
             moves: WatchMoves::default(),
             driver: RefCell::new(None),
@@ -91,7 +101,6 @@ impl Connection {
             pool,
         });
         let line = LineWindows::new(windows, account_of(endpoint, class), rtt, now);
-        let limits = thresholds(&config.health);
         let driver = Driver {
             connection: Rc::clone(&connection),
             h2,
@@ -101,34 +110,10 @@ impl Connection {
             frames,
             uncork,
             observer,
-            health: ConnectionHealth::new(limits, rtt, endpoint.ping_grid, now),
             bytes_read: 0,
         };
         tokio::task::spawn_local(driver.run());
         connection
-    }
-
-    /// Enters a state that [`health`] has derived.
-    fn enter_derived(&self, state: ConnectionState, reason: StateChangeReason) {
-        if state == ConnectionState::Unresponsive {
-            self.lifecycle.unresponsive_reason.set(reason.as_str());
-        }
-        self.enter(state, reason.as_str());
-    }
-
-    /// Applies the findings of [`health`] to the requests that wait on the connection and to its
-    /// endpoint.
-    fn set_findings(&self, findings: ConnectionFindings) {
-        let to = findings.responsiveness;
-        let from = self.lifecycle.responsiveness.replace(to);
-        if from != to && self.lifecycle.counted.get() {
-            self.endpoint.observe(Observation::ResponsivenessChanged { from, to });
-        }
-        let became_silent = from != to && to == Responsiveness::Silent;
-        let fails = findings.fails_unsafe_requests;
-        if self.lifecycle.fails_unsafe_requests.replace(fails) != fails || became_silent {
-            self.changed.notify_waiters();
-        }
     }
 }
 
@@ -151,95 +136,54 @@ struct Driver {
     frames: PeerFrames,
     uncork: Uncork<UpstreamStream>,
     observer: StreamObserver,
-    health: ConnectionHealth,
     windows: WindowUpdates,
     /// Bytes read up to the last poll.
     bytes_read: u64,
 }
 
-/// The end of a connection.
-struct End {
-    reason: String,
-    /// The connection was closed as HTTP/2 provides for, without open streams.
-    orderly: bool,
-}
-
-impl End {
-    fn abrupt(reason: impl Into<String>) -> Self {
-        Self { reason: reason.into(), orderly: false }
-    }
-
-    fn closed(orderly: bool) -> Self {
-        Self { reason: "closed by the apiserver".to_owned(), orderly }
-    }
-}
-
 impl Driver {
     async fn run(mut self) {
         let mut timer = pin!(sleep_until((clock::now()).into()));
-        let End { reason, orderly } = poll_fn(|cx| self.poll(cx, timer.as_mut())).await;
+        poll_fn(|cx| self.poll(cx, timer.as_mut())).await;
         let connection = Rc::clone(&self.connection);
-        let cause = if orderly { Cause::OrderlyEnd } else { Cause::Other };
-        connection.change(ConnectionState::Dead, &reason, cause);
         // Open streams fail, and the socket closes.
         drop(self);
         connection.pool.notify_waiters();
     }
 
-    /// Does what can be done now. Ready when the connection has ended.
-    fn poll(&mut self, cx: &mut Context<'_>, mut timer: Pin<&mut Sleep>) -> Poll<End> {
+    /// Does what can be done now. Ready when the connection is dead.
+    fn poll(&mut self, cx: &mut Context<'_>, mut timer: Pin<&mut Sleep>) -> Poll<()> {
         self.store_waker(cx);
         loop {
             let result = Pin::new(&mut self.h2).poll(cx);
             let sent = self.uncork.poll(cx);
-            if let Poll::Ready(result) = result {
-                self.detect_goaway_at_end(cx);
-                return Poll::Ready(match (result, self.frames.violation()) {
-                    (Ok(()), _) => End::closed(self.connection.streams() == 0),
-                    (Err(_), Some(frame)) => {
-                        let frame = frame.as_str();
-                        self.connection.endpoint.metrics.closed_for_frames(frame);
-                        End::abrupt(format!("the apiserver sent too many {frame} frames"))
-                    }
-                    (Err(_), None) if self.has_closed_after_goaway(cx) => End::closed(true),
-                    (Err(error), None) => End::abrupt(describe_end(&error)),
-                });
+            if self.report_end(result, sent, cx) {
+                return Poll::Ready(());
             }
-            if let Poll::Ready(Err(error)) = sent {
-                return Poll::Ready(if self.has_closed_after_goaway(cx) {
-                    End::closed(true)
-                } else {
-                    End::abrupt(describe_write_error(&error))
-                });
-            }
-            if let Some(reason) = self.connection.lifecycle.close_requested.get() {
-                return Poll::Ready(End::abrupt(reason.as_str()));
-            }
-            self.record_received_bytes(timer.as_mut());
+            self.report_received_bytes();
             let adjusted = self.windows.update(&mut self.h2, &self.connection);
-            self.detect_goaway(cx);
-            if self.connection.streams() == 0 {
-                match self.connection.state() {
-                    ConnectionState::Draining => {
-                        return Poll::Ready(End { reason: "drained".to_owned(), orderly: true });
-                    }
-                    ConnectionState::Unresponsive => {
-                        let reason = self.connection.lifecycle.unresponsive_reason.get();
-                        return Poll::Ready(End::abrupt(reason));
-                    }
-                    ConnectionState::Live | ConnectionState::Suspect | ConnectionState::Dead => {}
-                }
+            self.report_refusal(cx);
+            let (end_due, ping_outstanding, check_at) = {
+                let machine = self.connection.machine.borrow();
+                (machine.is_end_due(), machine.ping_outstanding(), machine.wake_at())
+            };
+            if end_due {
+                self.connection.input(ConnectionMachine::end_if_due);
+                return Poll::Ready(());
             }
-            let pong = self.health.ping_outstanding()
-                && matches!(self.ping.poll_pong(cx), Poll::Ready(Ok(_)));
+            let pong = ping_outstanding && matches!(self.ping.poll_pong(cx), Poll::Ready(Ok(_)));
             if pong {
-                self.handle_pong();
+                self.report_pong();
             }
-            self.arm_timer_for_waiting_request(timer.as_mut());
-            self.arm_timer_for_windows(timer.as_mut());
+            // Under load the timer is set ten times a second, not once for each request, because it is only moved
+            // to an earlier time.
+            let wake_at = self.windows.check_at().map_or(check_at, |at| at.min(check_at));
+            if wake_at < timer.deadline().into_std() {
+                timer.as_mut().reset(wake_at.into());
+            }
             let check_due = timer.as_mut().poll(cx).is_ready();
-            if check_due && let Some(end) = self.check_health(timer.as_mut()) {
-                return Poll::Ready(end);
+            if check_due && self.check(timer.as_mut()) == ConnectionState::Dead {
+                return Poll::Ready(());
             }
             if !pong && !check_due && !adjusted {
                 return Poll::Pending;
@@ -247,7 +191,7 @@ impl Driver {
         }
     }
 
-    /// Stores the waker for [`Connection::wake_driver`].
+    /// Stores the waker for inputs from other tasks.
     fn store_waker(&self, cx: &Context<'_>) {
         let mut slot = self.connection.driver.borrow_mut();
         match slot.as_mut() {
@@ -256,153 +200,103 @@ impl Driver {
         }
     }
 
-    /// Records what the last poll has read.
-    fn record_received_bytes(&mut self, timer: Pin<&mut Sleep>) {
+    /// Reports the end if h2 or the socket has ended. Returns whether it has.
+    fn report_end(
+        &mut self,
+        h2: Poll<Result<(), h2::Error>>,
+        sent: Poll<io::Result<()>>,
+        cx: &mut Context<'_>,
+    ) -> bool {
+        let (end, text) = match (h2, self.frames.violation(), sent) {
+            (Poll::Ready(Ok(())), ..) => (H2End::Closed, String::new()),
+            (Poll::Ready(Err(_)), Some(frame), _) => {
+                let frame = frame.as_str();
+                self.connection.endpoint.metrics.closed_for_frames(frame);
+                (H2End::FrameLimit, format!("the apiserver sent too many {frame} frames"))
+            }
+            (Poll::Ready(Err(error)), None, _) => (H2End::Failed, describe_end(&error)),
+            (Poll::Pending, _, Poll::Ready(Err(error))) => {
+                (H2End::Failed, describe_write_error(&error))
+            }
+            (Poll::Pending, ..) => return false,
+        };
+        let refusal = self.refusal(cx).map(|error| classify(&error));
+        let effects = self.connection.step(|machine| machine.ended(end, refusal));
+        self.connection.execute(effects, &text);
+        true
+    }
+
+    /// Reports what the last poll has read.
+    fn report_received_bytes(&mut self) {
         let bytes_read = self.observer.bytes_read();
         if bytes_read == self.bytes_read {
             return;
         }
         self.bytes_read = bytes_read;
-        let connection = &self.connection;
-        // They may contain SETTINGS.
-        if connection.slots.set_peer_limit(connection.send.current_max_send_streams()) {
-            connection.pool.notify_one();
-        }
         let now = clock::now();
-        connection.waits.last_received.set(now);
-        let check_at = self.health.received(now);
-        if check_at < timer.deadline().into_std() {
-            timer.reset(check_at.into());
-        }
+        // They may contain SETTINGS.
+        let peer_streams = self.connection.send.current_max_send_streams();
+        self.connection.input(|machine| machine.received(peer_streams, now));
         self.windows.received(bytes_read, &self.connection.receiving, now);
     }
 
-    fn detect_goaway(&mut self, cx: &mut Context<'_>) {
+    /// Reports that h2 opens no more streams.
+    fn report_refusal(&mut self, cx: &mut Context<'_>) {
         if self.connection.state().is_in_service()
-            && let Poll::Ready(Err(error)) = self.goaway.poll_ready(cx)
+            && let Some(error) = self.refusal(cx)
         {
-            self.health.drain();
-            if self.goaway_means_shutdown() {
-                self.connection.endpoint.observe(Observation::GoawayReceived);
-            }
-            let graceful = error.is_go_away()
-                && error.is_remote()
-                && error.reason() == Some(h2::Reason::NO_ERROR);
-            // After another error than a GOAWAY no stream continues. h2 ends them before the connection.
-            let cause = match error.is_go_away() {
-                _ if graceful => Cause::ServerShutdown,
-                true => Cause::Other,
-                false => Cause::Failure,
-            };
-            let reason = describe_h2_error(&error);
-            self.connection.change(ConnectionState::Draining, &reason, cause);
+            let refusal = classify(&error);
+            let effects = self.connection.step(|machine| machine.refused(refusal, clock::now()));
+            self.connection.execute(effects, &describe_h2_error(&error));
         }
     }
 
-    /// h2 ends a connection without streams in the same poll in which the GOAWAY arrives. The
-    /// prober's connection has no streams between two probes.
-    fn detect_goaway_at_end(&mut self, cx: &mut Context<'_>) {
-        if self.goaway_means_shutdown()
-            && self.connection.state().is_in_service()
-            && let Poll::Ready(Err(error)) = self.goaway.poll_ready(cx)
-            && error.is_go_away()
-            && error.is_remote()
-        {
-            self.connection.endpoint.observe(Observation::GoawayReceived);
+    /// Why h2 opens no more streams.
+    fn refusal(&mut self, cx: &mut Context<'_>) -> Option<h2::Error> {
+        match self.goaway.poll_ready(cx) {
+            Poll::Ready(Err(error)) => Some(error),
+            Poll::Ready(Ok(())) | Poll::Pending => None,
         }
     }
 
-    /// Whether the apiserver has ended a connection without streams by GOAWAY with `NO_ERROR`. What is written then, a
-    /// PING or the GOAWAY of h2, may meet a closed socket.
-    fn has_closed_after_goaway(&mut self, cx: &mut Context<'_>) -> bool {
-        self.connection.streams() == 0
-            && matches!(self.goaway.poll_ready(cx), Poll::Ready(Err(error))
-                if error.is_go_away() && error.is_remote() && error.reason() == Some(h2::Reason::NO_ERROR))
-    }
-
-    /// Whether a GOAWAY on this connection means that the apiserver shuts down.
-    fn goaway_means_shutdown(&self) -> bool {
-        self.connection.class() == CredentialClass::Probe
-            && !self.connection.lifecycle.end_expected.get()
-    }
-
-    fn handle_pong(&mut self) {
-        let (rtt, change) = self.health.pong(clock::now());
-        self.connection.set_findings(self.health.findings());
-        if let Some(rtt) = rtt {
+    fn report_pong(&mut self) {
+        let effects = self.connection.step(|machine| machine.pong(clock::now()));
+        if let Some(rtt) = effects.round_trip {
             self.windows.round_trip(rtt);
-            self.connection.endpoint.metrics.rtt(rtt);
-            self.connection.stats.set_rtt(self.health.rtt());
         }
-        // A drain that has begun since the PING (GOAWAY, certificate rotated) takes precedence.
-        if let Some((state, reason)) = change
-            && matches!(
-                self.connection.state(),
-                ConnectionState::Suspect | ConnectionState::Unresponsive
-            )
-        {
-            self.connection.enter_derived(state, reason);
-        }
+        self.connection.execute(effects, "");
     }
 
-    /// Moves the timer to the PING that a waiting request needs, if it is set to a later time. Under
-    /// load the timer thus fires ten times a second, not once for each request.
-    fn arm_timer_for_waiting_request(&self, timer: Pin<&mut Sleep>) {
-        if !self.health.ping_outstanding()
-            && let Some(since) = self.connection.waits.waiting_since.get()
-        {
-            // Counted from the last received byte, as in `health`. Otherwise the timer would fire at once
-            // for a request that has waited for long.
-            let check_at = since.max(self.connection.waits.last_received.get()) + health::HEAD_WAIT;
-            if check_at < timer.deadline().into_std() {
-                timer.reset(check_at.into());
-            }
-        }
-    }
-
-    /// Moves the timer to the next check of the windows, if it is set to a later time.
-    fn arm_timer_for_windows(&self, timer: Pin<&mut Sleep>) {
-        if let Some(at) = self.windows.check_at()
-            && at < timer.deadline().into_std()
-        {
-            timer.reset(at.into());
-        }
-    }
-
-    /// Checks the health and carries out the decision; returns the end of the connection if it is dead.
+    /// Checks the health and sets the timer. Returns the state.
     ///
     /// The caller has just polled h2, which reads the socket until it is empty, tokio's budget is spent or
     /// the turn of the connection is over. In the second case the timer does not fire either. In the third,
     /// the bytes that were read are evidence of life, and an unread PONG follows with the next poll.
-    fn check_health(&mut self, timer: Pin<&mut Sleep>) -> Option<End> {
-        let now = clock::now();
-        if self.connection.state() == ConnectionState::Draining {
-            self.health.drain();
-        }
-        let evidence = Evidence {
-            tcp: self.observer.tcp_info().ok(),
-            waiting_since: self.connection.waits.waiting_since.get(),
-            pinned: self.connection.slots.has_pinned(),
-        };
-        let decision = self.health.check(evidence, now);
-        if decision.probe {
+    fn check(&mut self, timer: Pin<&mut Sleep>) -> ConnectionState {
+        let tcp = self.observer.tcp_info().ok();
+        let connection = &self.connection;
+        let effects = connection.step(|machine| machine.check(tcp.as_ref(), clock::now()));
+        if effects.probe_kernel {
             let _ = self.observer.send_keepalive_probe();
         }
-        if decision.ping && self.ping.send_ping(Ping::opaque()).is_err() {
-            return Some(End::abrupt("connection failed while sending a PING"));
+        let ping_failed = effects.send_ping && self.ping.send_ping(Ping::opaque()).is_err();
+        connection.execute(effects, "");
+        if ping_failed {
+            let effects = connection.step(|machine| machine.ended(H2End::Failed, None));
+            connection.execute(effects, "connection failed while sending a PING");
         }
-        timer.reset(decision.wake_at.into());
-        self.connection.set_findings(self.health.findings());
-        let urgency = &self.connection.lifecycle.drain_urgency;
-        let immediate = Some(DrainUrgency::Immediate);
-        if decision.move_streams && urgency.replace(immediate) != immediate {
-            self.connection.changed.notify_waiters();
-        }
-        let (state, reason) = decision.change?;
-        if state == ConnectionState::Dead {
-            return Some(End::abrupt(reason.as_str()));
-        }
-        self.connection.enter_derived(state, reason);
-        None
+        let machine = connection.machine.borrow();
+        timer.reset(machine.wake_at().into());
+        machine.state()
+    }
+}
+
+/// Classifies the error with which h2 refuses new streams.
+fn classify(error: &h2::Error) -> Refusal {
+    match error.is_go_away() {
+        true if !error.is_remote() => Refusal::OwnGoaway,
+        true if error.reason() == Some(h2::Reason::NO_ERROR) => Refusal::GracefulGoaway,
+        true => Refusal::Goaway,
+        false => Refusal::Failure,
     }
 }

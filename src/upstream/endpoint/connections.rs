@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use jackstay_core::connect::{ConnectFailure, ConnectTimeout};
-use jackstay_core::connection_health::{Responsiveness, WRITE_PATIENCE};
+use jackstay_core::connection::{Responsiveness, WRITE_PATIENCE};
 use jackstay_core::endpoint_health::Observation;
 use jackstay_core::endpoint_state::EndpointState;
 use jackstay_sys::clock;

@@ -1,6 +1,6 @@
 //! What is open to an endpoint: connections, flows and handshakes.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::upstream::stats::{ConnectionStats, ConnectionStatus};
@@ -34,7 +34,7 @@ impl EndpointStatistics {
     pub(super) fn watches(&self) -> usize {
         let list = self.list();
         let open = list.iter().filter_map(Weak::upgrade);
-        open.map(|stats| stats.watches.load(Ordering::Relaxed)).sum()
+        open.map(|stats| stats.watches()).sum()
     }
 
     fn list(&self) -> MutexGuard<'_, Vec<Weak<ConnectionStats>>> {

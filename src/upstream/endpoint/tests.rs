@@ -6,7 +6,7 @@ use tokio::time::timeout;
 
 use super::*;
 use Responsiveness::{Responds, Silent, Unanswered};
-use jackstay_core::connection_health::Responsiveness;
+use jackstay_core::connection::Responsiveness;
 use jackstay_sys::clock;
 
 use crate::observe::Metrics;

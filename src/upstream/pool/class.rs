@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use jackstay_core::connection_health::ConnectionState;
+use jackstay_core::connection::ConnectionState;
 use jackstay_core::pool::limits::max_connections;
 use jackstay_core::pool::{
     Candidate, Class, ConnectionRow, Requirements, Scope, is_nearly_full, only_suspect_to, select,

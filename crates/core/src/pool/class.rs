@@ -12,7 +12,7 @@ use super::select::{
     Candidate, EndpointKey, Preference, Requirements, Scope, has_free_stream, has_live, select,
 };
 use super::waiters::{Waiter, Waiters};
-use crate::connection_health::ConnectionState;
+use crate::connection::ConnectionState;
 use crate::credential_class::CredentialClass;
 use crate::endpoint_state::EndpointState;
 

@@ -10,7 +10,7 @@ use super::dials::MAX_PARALLEL_DIALS;
 use super::limits::{UNPROVEN_WITH_DRAINING, is_unproven, max_connections};
 use super::tests::{LIMITS, candidate, connection_row, endpoint_row};
 use super::*;
-use crate::connection_health::ConnectionState;
+use crate::connection::ConnectionState;
 use crate::credential_class::CredentialClass;
 use crate::endpoint_state::EndpointState;
 

@@ -22,7 +22,7 @@
 use std::time::{Duration, Instant};
 
 use crate::balance;
-use crate::connection_health::ConnectionState;
+use crate::connection::ConnectionState;
 use crate::endpoint_state::EndpointState;
 
 /// After a connection did not respond, a retry uses only connections whose last byte arrived at most this

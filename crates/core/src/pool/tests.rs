@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::limits::{ConnectionLimits, UNPROVEN_WITH_DRAINING, max_waiters};
 use super::*;
-use crate::connection_health::ConnectionState::{self, Draining, Live, Suspect, Unresponsive};
+use crate::connection::ConnectionState::{self, Draining, Live, Suspect, Unresponsive};
 use crate::credential_class::CredentialClass;
 use crate::endpoint_state::EndpointState::{self, Connecting, Degraded, Leaving, Ready};
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::state::StateChangeReason;
+use crate::connection::state::StateChangeReason;
 use crate::tcp_info::TcpInfo;
 
 /// Number of unanswered probes of a closed window in a row that show that the path is lost. At 5 % packet
@@ -10,6 +10,7 @@ use crate::tcp_info::TcpInfo;
 const LOST_WINDOW_PROBES: u8 = 3;
 
 /// For how long which evidence of life has been missing.
+#[derive(Debug, Clone, Copy)]
 pub struct Silence {
     /// Time since the PING was sent.
     pub ping_age: Duration,

@@ -4,10 +4,9 @@
 //! round in which it is sent. If it still waits when the next round ends, it has waited for a whole
 //! interval. Only the last few rounds need a count, so the search need not visit each waiting request.
 
-use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-use jackstay_core::balance::PeakEwma;
+use crate::balance::PeakEwma;
 
 /// A request that has waited this long without a byte arriving on the connection makes new requests
 /// prefer another one.
@@ -22,102 +21,99 @@ const COUNTED_ROUNDS: usize = MAX_ROUNDS as usize + 2;
 /// Requests that wait for their response head, and the latency of the heads that arrived.
 #[derive(Debug)]
 pub(super) struct ResponseWaits {
-    latency: Cell<PeakEwma>,
+    latency: PeakEwma,
     /// Number of requests that wait for a response head.
-    waiting: Cell<usize>,
+    waiting: usize,
     /// Since when at least one request waits.
-    pub(super) waiting_since: Cell<Option<Instant>>,
-    /// When bytes last arrived.
-    pub(super) last_received: Cell<Instant>,
+    waiting_since: Option<Instant>,
     /// Number of the current round.
-    round: Cell<u32>,
+    round: u32,
     /// Number of waiting requests other than watches, by their round modulo [`COUNTED_ROUNDS`].
-    by_round: [Cell<u32>; COUNTED_ROUNDS],
+    by_round: [u32; COUNTED_ROUNDS],
 }
 
 impl ResponseWaits {
     pub(super) fn new(now: Instant) -> Self {
         Self {
-            latency: Cell::new(PeakEwma::new(now)),
-            waiting: Cell::new(0),
-            waiting_since: Cell::new(None),
-            last_received: Cell::new(now),
+            latency: PeakEwma::new(now),
+            waiting: 0,
+            waiting_since: None,
             // Earlier rounds are looked for, too.
-            round: Cell::new(COUNTED_ROUNDS as u32),
-            by_round: Default::default(),
+            round: COUNTED_ROUNDS as u32,
+            by_round: [0; COUNTED_ROUNDS],
         }
     }
 
     /// Number of requests that wait for a response head.
     pub(super) fn waiting(&self) -> usize {
-        self.waiting.get()
+        self.waiting
+    }
+
+    /// Since when at least one request waits.
+    pub(super) fn waiting_since(&self) -> Option<Instant> {
+        self.waiting_since
     }
 
     /// Records that a request was sent.
-    pub(super) fn request_sent(&self, at: Instant) {
-        let waiting = self.waiting.get();
-        if waiting == 0 {
-            self.waiting_since.set(Some(at));
+    pub(super) fn request_sent(&mut self, at: Instant) {
+        if self.waiting == 0 {
+            self.waiting_since = Some(at);
         }
-        self.waiting.set(waiting + 1);
+        self.waiting += 1;
     }
 
     /// Records that the head of a request arrived, or that the request was cancelled.
-    pub(super) fn wait_ended(&self) {
-        let waiting = self.waiting.get().saturating_sub(1);
-        self.waiting.set(waiting);
-        if waiting == 0 {
-            self.waiting_since.set(None);
+    pub(super) fn wait_ended(&mut self) {
+        self.waiting = self.waiting.saturating_sub(1);
+        if self.waiting == 0 {
+            self.waiting_since = None;
         }
     }
 
     /// Records the latency of a response head.
-    pub(super) fn observe_latency(&self, latency: Duration, now: Instant) {
-        let mut average = self.latency.get();
-        average.observe(latency, now);
-        self.latency.set(average);
+    pub(super) fn observe_latency(&mut self, latency: Duration, now: Instant) {
+        self.latency.observe(latency, now);
     }
 
     /// Smoothed latency in seconds.
     pub(super) fn latency(&self, now: Instant) -> f64 {
-        self.latency.get().value(now)
+        self.latency.value(now)
     }
 
     /// Whether a request has waited for [`WARNING_AFTER`] without a byte arriving.
-    pub(super) fn has_warning(&self, now: Instant) -> bool {
-        let since = self.waiting_since.get();
-        since.is_some_and(|since| now >= since.max(self.last_received.get()) + WARNING_AFTER)
+    pub(super) fn has_warning(&self, last_received: Instant, now: Instant) -> bool {
+        let since = self.waiting_since;
+        since.is_some_and(|since| now >= since.max(last_received) + WARNING_AFTER)
     }
 
-    fn count_of(&self, round: u32) -> &Cell<u32> {
-        &self.by_round[round as usize % COUNTED_ROUNDS]
+    fn count_of(&mut self, round: u32) -> &mut u32 {
+        &mut self.by_round[round as usize % COUNTED_ROUNDS]
     }
 
     /// Counts a request in the current round. Returns the number of the round.
-    pub(super) fn enter_round(&self) -> u32 {
-        let round = self.round.get();
-        let count = self.count_of(round);
-        count.set(count.get() + 1);
-        round
+    pub(super) fn enter_round(&mut self) -> u32 {
+        *self.count_of(self.round) += 1;
+        self.round
     }
 
     /// Removes a request from the round in which it was sent, if that round is still counted.
-    pub(super) fn leave_round(&self, round: u32) {
-        if (self.round.get().wrapping_sub(round) as usize) < COUNTED_ROUNDS {
+    pub(super) fn leave_round(&mut self, round: u32) {
+        if (self.round.wrapping_sub(round) as usize) < COUNTED_ROUNDS {
             let count = self.count_of(round);
-            count.set(count.get().saturating_sub(1));
+            *count = count.saturating_sub(1);
         }
     }
 
     /// Begins a round, an `interval` after the previous one. Returns whether a request has waited for a whole number
     /// of rounds that is four times as long as a response usually takes, or for [`MAX_ROUNDS`]. Each request counts
     /// once.
-    pub(super) fn has_slow_heads(&self, interval: Duration, now: Instant) -> bool {
-        let round = self.round.get().wrapping_add(1);
-        self.round.set(round);
+    pub(super) fn has_slow_heads(&mut self, interval: Duration, now: Instant) -> bool {
+        self.round = self.round.wrapping_add(1);
+        let round = self.round;
         let usual = self.latency(now) * 4.0 / interval.as_secs_f64();
         let least = (usual.ceil() as u32).clamp(1, MAX_ROUNDS);
-        let waited = |rounds: u32| self.count_of(round.wrapping_sub(rounds + 1)).take();
+        let mut waited =
+            |rounds: u32| std::mem::take(self.count_of(round.wrapping_sub(rounds + 1)));
         (least..=MAX_ROUNDS).fold(0, |slow, rounds| slow + waited(rounds)) > 0
     }
 }
@@ -125,13 +121,12 @@ impl ResponseWaits {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use jackstay_sys::clock;
 
     #[test]
     fn has_slow_heads_reports_a_request_once_after_a_whole_round() {
-        let start = clock::now();
+        let start = Instant::now();
         let interval = Duration::from_millis(200);
-        let waits = ResponseWaits::new(start);
+        let mut waits = ResponseWaits::new(start);
         let answered = waits.enter_round();
         waits.leave_round(answered);
         waits.enter_round();

@@ -1,5 +1,106 @@
 //! The states of an upstream connection and the reasons of a state change.
 
+use std::time::Instant;
+
+use super::drain::DrainUrgency;
+
+/// The state of a connection, with what belongs to it.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum State {
+    Live,
+    Suspect {
+        since: Instant,
+    },
+    Draining {
+        since: Instant,
+        /// How urgently streams that can move leave.
+        urgency: Option<DrainUrgency>,
+        suspect_since: Option<Instant>,
+    },
+    Unresponsive {
+        reason: StateChangeReason,
+        draining_since: Option<Instant>,
+        suspect_since: Option<Instant>,
+    },
+    Dead {
+        urgency: Option<DrainUrgency>,
+        suspect_since: Option<Instant>,
+    },
+}
+
+impl State {
+    /// The state without what belongs to it.
+    pub(super) fn discriminant(&self) -> ConnectionState {
+        match self {
+            Self::Live => ConnectionState::Live,
+            Self::Suspect { .. } => ConnectionState::Suspect,
+            Self::Draining { .. } => ConnectionState::Draining,
+            Self::Unresponsive { .. } => ConnectionState::Unresponsive,
+            Self::Dead { .. } => ConnectionState::Dead,
+        }
+    }
+
+    /// The beginning of a drain.
+    pub(super) fn draining(&self, urgency: Option<DrainUrgency>, now: Instant) -> Self {
+        Self::Draining { since: now, urgency, suspect_since: self.suspect_since() }
+    }
+
+    /// The end.
+    pub(super) fn dead(&self) -> Self {
+        Self::Dead { urgency: self.urgency(), suspect_since: self.suspect_since() }
+    }
+
+    /// The state `to` that the evidence demands.
+    pub(super) fn by_evidence(
+        &self,
+        to: ConnectionState,
+        reason: StateChangeReason,
+        now: Instant,
+    ) -> Self {
+        match to {
+            ConnectionState::Live => Self::Live,
+            ConnectionState::Suspect => Self::Suspect { since: now },
+            // Streams that were about to leave still are.
+            ConnectionState::Draining => self.draining(self.urgency(), now),
+            ConnectionState::Unresponsive => Self::Unresponsive {
+                reason,
+                draining_since: self.draining_since(),
+                suspect_since: self.suspect_since(),
+            },
+            ConnectionState::Dead => self.dead(),
+        }
+    }
+
+    /// When the connection last became suspect, unless it has been live since.
+    pub(super) fn suspect_since(&self) -> Option<Instant> {
+        match *self {
+            Self::Live => None,
+            Self::Suspect { since } => Some(since),
+            Self::Draining { suspect_since, .. }
+            | Self::Unresponsive { suspect_since, .. }
+            | Self::Dead { suspect_since, .. } => suspect_since,
+        }
+    }
+
+    /// When the connection began to drain. `None` once it is dead.
+    pub(super) fn draining_since(&self) -> Option<Instant> {
+        match *self {
+            Self::Draining { since, .. } => Some(since),
+            Self::Unresponsive { draining_since, .. } => draining_since,
+            Self::Live | Self::Suspect { .. } | Self::Dead { .. } => None,
+        }
+    }
+
+    /// How urgently streams that can move leave; `None` if they may stay.
+    pub(super) fn urgency(&self) -> Option<DrainUrgency> {
+        match *self {
+            Self::Live | Self::Suspect { .. } => None,
+            Self::Draining { urgency, .. } | Self::Dead { urgency, .. } => urgency,
+            Self::Unresponsive { .. } => Some(DrainUrgency::Immediate),
+        }
+    }
+}
+
 /// State of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ConnectionState {

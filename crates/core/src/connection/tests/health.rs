@@ -6,18 +6,12 @@ use super::*;
 
 const RTT: Duration = Duration::from_millis(1);
 
-fn ms(ms: u64) -> Duration {
-    Duration::from_millis(ms)
-}
-
 /// A simulated connection and its peer, with a clock that advances from check to check.
 #[allow(clippy::struct_excessive_bools)] // independent faults
 struct Simulation {
-    health: ConnectionHealth,
+    connection: ConnectionMachine,
     start: Instant,
     now: Instant,
-    /// When the next check is due.
-    next: Instant,
     /// The peer's process answers PINGs.
     answers: bool,
     /// Packets from the peer arrive.
@@ -28,11 +22,11 @@ struct Simulation {
     window_closed: bool,
     /// An upload is in progress, and its bytes are acknowledged.
     uploads: bool,
-    pinned: bool,
+    /// A stream whose response has begun.
+    stream: Stream,
     last_segment: Instant,
     acked: u64,
     pending: bool,
-    waiting_since: Option<Instant>,
     /// How late timers fire.
     lag: Duration,
     /// The changes of state, with milliseconds since the start.
@@ -47,21 +41,19 @@ struct Simulation {
 
 impl Simulation {
     fn new() -> Self {
-        Self::with_first_rtt(RTT)
+        Self::with(RTT, ms(20_000))
     }
 
-    fn with_first_rtt(first_rtt: Duration) -> Self {
+    fn with(first_rtt: Duration, tunnel_dead_after: Duration) -> Self {
         let start = Instant::now();
-        let limits = Thresholds {
-            ping_interval: ms(1000),
-            suspect_after: None,
-            dead_after: ms(2000),
-            tunnel_dead_after: ms(20_000),
-        };
-        let health = ConnectionHealth::new(limits, first_rtt, start, start);
+        let thresholds = Thresholds { tunnel_dead_after, ..established(start).thresholds };
+        let established = Established { thresholds, first_rtt, ..established(start) };
+        let mut connection = ConnectionMachine::new(established, start);
+        let mut stream = connection.reserve(false, start);
+        connection.opened(&mut stream);
+        connection.head_arrived(&mut stream, start);
         Self {
-            next: health.wake_at,
-            health,
+            connection,
             start,
             now: start,
             answers: true,
@@ -69,11 +61,10 @@ impl Simulation {
             outbound: true,
             window_closed: false,
             uploads: false,
-            pinned: false,
+            stream,
             last_segment: start,
             acked: 0,
             pending: false,
-            waiting_since: None,
             lag: Duration::ZERO,
             changes: Vec::new(),
             silent: Vec::new(),
@@ -88,7 +79,48 @@ impl Simulation {
         self.now.duration_since(self.start).as_millis() as u64
     }
 
-    fn evidence(&mut self) -> Evidence {
+    fn state(&self) -> ConnectionState {
+        self.connection.state()
+    }
+
+    fn set_pinned(&mut self, pinned: bool) {
+        self.connection.set_pinned(&mut self.stream, pinned);
+    }
+
+    /// A request is sent, and waits for its response head.
+    fn send_request(&mut self) {
+        let mut stream = self.connection.reserve(false, self.now);
+        self.connection.opened(&mut stream);
+    }
+
+    fn drain(&mut self) {
+        let effects = self.connection.drain(DrainReason::EndpointRemoved, self.now);
+        assert!(effects.transition.is_some());
+    }
+
+    /// Bytes from the peer arrive.
+    fn receive(&mut self) {
+        self.last_segment = self.now;
+        let effects = self.connection.received(100, self.now);
+        assert_eq!(effects, Effects::default());
+    }
+
+    /// The PONG arrives. Returns the new state.
+    fn pong(&mut self) -> Option<ConnectionState> {
+        let effects = self.connection.pong(self.now);
+        self.record(effects);
+        effects.transition.map(|transition| transition.to)
+    }
+
+    fn record(&mut self, effects: Effects) {
+        let Some(Transition { to, reason: ChangeReason::Health(reason), .. }) = effects.transition
+        else {
+            return assert_eq!(effects.transition, None);
+        };
+        self.changes.push((self.at(), to, reason));
+    }
+
+    fn tcp(&mut self) -> TcpInfo {
         let reachable = self.inbound && self.outbound;
         // A reachable kernel answers keepalives and window probes within a second.
         if reachable {
@@ -98,50 +130,41 @@ impl Simulation {
         }
         let silent = self.now.duration_since(self.last_segment);
         let window = if self.window_closed { 0 } else { 64_000 };
-        Evidence {
-            tcp: Some(TcpInfo {
-                last_ack_recv: silent,
-                last_data_recv: silent,
-                bytes_acked: self.acked,
-                unacked: u32::from(self.pending && !self.window_closed),
-                notsent_bytes: if self.pending && self.window_closed { 5000 } else { 0 },
-                send_window: Some(window),
-                send_mss: 1400,
-                // One probe is sent each second.
-                probes: if reachable { 0 } else { silent.as_secs() as u8 },
-                ..TcpInfo::default()
-            }),
-            waiting_since: self.waiting_since,
-            pinned: self.pinned,
+        TcpInfo {
+            last_ack_recv: silent,
+            last_data_recv: silent,
+            bytes_acked: self.acked,
+            unacked: u32::from(self.pending && !self.window_closed),
+            notsent_bytes: if self.pending && self.window_closed { 5000 } else { 0 },
+            send_window: Some(window),
+            send_mss: 1400,
+            // One probe is sent each second.
+            probes: if reachable { 0 } else { silent.as_secs() as u8 },
+            ..TcpInfo::default()
         }
     }
 
     /// Runs for `duration`. A PONG arrives if both directions and the process work.
     fn run(&mut self, duration: Duration) {
         let end = self.now + duration;
-        if let Some(since) = self.waiting_since {
-            self.next = self.next.min(since + HEAD_WAIT);
-        }
-        while self.next + self.lag < end {
-            self.now = self.next + self.lag;
-            let evidence = self.evidence();
-            let decision = self.health.check(evidence, self.now);
-            if let Some((state, reason)) = decision.change {
-                self.changes.push((self.at(), state, reason));
-            }
+        while self.connection.wake_at() + self.lag < end {
+            self.now = self.now.max(self.connection.wake_at() + self.lag);
+            let tcp = self.tcp();
+            let effects = self.connection.check(Some(&tcp), self.now);
+            self.record(effects);
             let at = self.at();
-            let findings = self.health.findings();
+            let responsiveness = self.connection.responsiveness();
+            let fails = self.connection.no_response_reason(false).is_some();
             for (changes, value) in [
-                (&mut self.silent, findings.responsiveness == Responsiveness::Silent),
-                (&mut self.ping_unanswered, findings.responsiveness != Responsiveness::Responds),
-                (&mut self.fails_unsafe_requests, findings.fails_unsafe_requests),
+                (&mut self.silent, responsiveness == Responsiveness::Silent),
+                (&mut self.ping_unanswered, responsiveness != Responsiveness::Responds),
+                (&mut self.fails_unsafe_requests, fails),
             ] {
                 if value != changes.last().is_some_and(|(_, previous)| *previous) {
                     changes.push((at, value));
                 }
             }
-            self.next = decision.wake_at;
-            if decision.ping {
+            if effects.send_ping {
                 self.pings.push(self.at());
                 self.pending = true;
                 if self.outbound && self.inbound && !self.window_closed {
@@ -150,19 +173,15 @@ impl Simulation {
                     self.last_segment = self.now;
                     if self.answers {
                         self.now += RTT;
-                        let (_, change) = self.health.pong(self.now);
-                        if let Some((state, reason)) = change {
-                            self.changes.push((self.at(), state, reason));
-                        }
-                        self.next = self.now;
+                        self.pong();
                     }
                 }
             }
-            if self.health.state == ConnectionState::Dead {
+            if self.state() == ConnectionState::Dead {
                 return;
             }
         }
-        self.now = end;
+        self.now = self.now.max(end);
     }
 
     /// The states that were entered, and the reasons.
@@ -208,9 +227,8 @@ fn lost_outbound_packets_are_detected_while_the_peer_sends() {
     // Events arrive, so only outbound evidence is missing.
     for _ in 0..300 {
         sim.run(ms(20));
-        sim.last_segment = sim.now;
-        sim.next = sim.next.min(sim.health.received(sim.now));
-        if sim.health.state == ConnectionState::Dead {
+        sim.receive();
+        if sim.state() == ConnectionState::Dead {
             break;
         }
     }
@@ -266,8 +284,7 @@ fn path_is_responsive_after_a_pong_and_at_a_late_check() {
     sim.run(ms(1900));
     assert_eq!(sim.silent.len(), 1, "{:?}", sim.silent);
     (sim.inbound, sim.outbound) = (true, true);
-    sim.health.pong(sim.now);
-    sim.next = sim.now;
+    sim.pong();
     sim.run(ms(5000));
     assert_eq!(sim.silent.len(), 2, "{:?}", sim.silent);
     // A late check has no finding.
@@ -285,10 +302,12 @@ fn pong_makes_a_suspect_connection_live() {
     sim.run(ms(1500));
     sim.answers = false;
     sim.run(ms(900));
-    assert_eq!(sim.health.state, ConnectionState::Suspect);
-    let (rtt, change) = sim.health.pong(sim.now);
-    assert!(rtt.unwrap() > ms(100));
-    assert_eq!(change, Some((ConnectionState::Live, StateChangeReason::Pong)));
+    assert_eq!(sim.state(), ConnectionState::Suspect);
+    let effects = sim.connection.pong(sim.now);
+    assert!(effects.round_trip.unwrap() > ms(100));
+    sim.record(effects);
+    let live = (ConnectionState::Live, StateChangeReason::Pong);
+    assert_eq!(sim.states().last(), Some(&live));
 }
 
 #[test]
@@ -300,9 +319,8 @@ fn late_pongs_do_not_delay_the_next_suspicion() {
         sim.answers = false;
         run_until_ping(&mut sim);
         sim.run(ms(duration));
-        sim.health.pong(sim.now);
+        sim.pong();
         sim.answers = true;
-        sim.next = sim.now;
     }
     sim.run(ms(1500));
     sim.changes.clear();
@@ -319,7 +337,7 @@ fn late_pongs_do_not_delay_the_next_suspicion() {
 #[test]
 fn ping_follows_a_doubtful_pong_at_once() {
     // A packet was lost while the connection was opened.
-    let mut sim = Simulation::with_first_rtt(ms(700));
+    let mut sim = Simulation::with(ms(700), ms(20_000));
     let first = run_until_ping(&mut sim);
     assert_eq!(first, 0);
     sim.run(ms(10));
@@ -334,9 +352,8 @@ fn ping_follows_a_doubtful_pong_at_once() {
     sim.answers = false;
     run_until_ping(&mut sim);
     sim.run(ms(900));
-    sim.health.pong(sim.now);
+    sim.pong();
     sim.answers = true;
-    sim.next = sim.now;
     let at = sim.at();
     assert_eq!(run_until_ping(&mut sim), at);
 }
@@ -345,8 +362,7 @@ fn ping_follows_a_doubtful_pong_at_once() {
 fn waiting_request_triggers_a_ping_after_100_ms() {
     let mut sim = Simulation::new();
     sim.run(ms(300));
-    let since = sim.now;
-    sim.waiting_since = Some(since);
+    sim.send_request();
     (sim.inbound, sim.outbound) = (false, false);
     sim.run(ms(400));
     assert_eq!(sim.pings, [400]);
@@ -357,7 +373,7 @@ fn waiting_request_triggers_a_ping_after_100_ms() {
 #[test]
 fn connection_with_a_slow_handler_and_answered_pings_stays_live() {
     let mut sim = Simulation::new();
-    sim.waiting_since = Some(sim.now);
+    sim.send_request();
     sim.run(ms(15_000));
     assert_eq!(sim.changes, []);
 }
@@ -366,8 +382,8 @@ fn connection_with_a_slow_handler_and_answered_pings_stays_live() {
 fn silence_after_received_bytes_triggers_a_ping_after_400_ms() {
     let mut sim = Simulation::new();
     sim.run(ms(100));
-    sim.next = sim.health.received(sim.now);
-    assert_eq!(sim.next, sim.now + PING_AFTER_SILENCE);
+    sim.receive();
+    assert_eq!(sim.connection.wake_at(), sim.now + ms(400));
     sim.run(ms(600));
     assert_eq!(sim.pings.first(), Some(&500));
 }
@@ -383,7 +399,7 @@ fn late_check_withholds_verdicts() {
     assert_eq!(sim.changes, [], "the first late check withholds its verdict");
     sim.lag = Duration::ZERO;
     sim.run(ms(3000));
-    assert_eq!(sim.health.state, ConnectionState::Dead, "later checks have verdicts");
+    assert_eq!(sim.state(), ConnectionState::Dead, "later checks have verdicts");
 }
 
 /// Runs until a PING is sent. Returns its time.
@@ -425,9 +441,9 @@ fn closed_window_with_answered_probes_is_suspect_then_draining_then_dead_after_2
 fn closed_window_is_live_again_when_the_process_continues() {
     let (mut sim, _) = closed_window();
     sim.run(ms(3000));
-    assert_eq!(sim.health.state, ConnectionState::Suspect);
+    assert_eq!(sim.state(), ConnectionState::Suspect);
     (sim.answers, sim.window_closed) = (true, false);
-    assert_eq!(sim.health.pong(sim.now).1, Some((ConnectionState::Live, StateChangeReason::Pong)));
+    assert_eq!(sim.pong(), Some(ConnectionState::Live));
 }
 
 /// The bytes that waited for the window are sent when it opens, and are not acknowledged.
@@ -439,7 +455,7 @@ fn opened_window_gives_the_peer_time_to_acknowledge() {
     let opened = sim.at();
     sim.last_segment = sim.now; // The window update.
     sim.run(ms(10_000));
-    assert_eq!(sim.health.state, ConnectionState::Dead);
+    assert_eq!(sim.state(), ConnectionState::Dead);
     let (at, _, reason) = *sim.changes.last().unwrap();
     assert_eq!(reason, StateChangeReason::NothingAcknowledged);
     assert!((1900..=2110).contains(&(at - opened)), "{}", at - opened);
@@ -449,10 +465,9 @@ fn opened_window_gives_the_peer_time_to_acknowledge() {
 #[test]
 fn window_that_stays_closed_is_dead_after_20_s_although_frames_arrive() {
     let (mut sim, ping) = closed_window();
-    while sim.health.state != ConnectionState::Dead {
+    while sim.state() != ConnectionState::Dead {
         sim.run(ms(20));
-        sim.last_segment = sim.now;
-        sim.next = sim.next.min(sim.health.received(sim.now));
+        sim.receive();
     }
     assert_eq!(
         sim.states(),
@@ -501,7 +516,7 @@ fn stopped_process_fails_unsafe_requests_7_s_after_the_ping() {
         let mut sim = Simulation::new();
         sim.run(ms(1500));
         if goaway {
-            sim.health.drain();
+            sim.drain();
         }
         sim.answers = false;
         let ping = run_until_ping(&mut sim);
@@ -510,9 +525,9 @@ fn stopped_process_fails_unsafe_requests_7_s_after_the_ping() {
             panic!("{:?}", sim.fails_unsafe_requests)
         };
         assert!((7000..=7110).contains(&(at - ping)), "{} after the PING", at - ping);
-        assert_eq!(sim.health.state, ConnectionState::Draining);
-        sim.health.pong(sim.now);
-        assert!(!sim.health.findings().fails_unsafe_requests, "the process continues");
+        assert_eq!(sim.state(), ConnectionState::Draining);
+        sim.pong();
+        assert_eq!(sim.connection.no_response_reason(false), None, "the process continues");
     }
 }
 
@@ -522,7 +537,7 @@ fn lost_path_with_pinned_streams_is_unresponsive_and_dead_after_20_s() {
     for outbound in [false, true] {
         let mut sim = Simulation::new();
         sim.run(ms(1500));
-        sim.pinned = true;
+        sim.set_pinned(true);
         (sim.inbound, sim.outbound) = (false, outbound);
         let ping = run_until_ping(&mut sim);
         sim.run(ms(30_000));
@@ -547,27 +562,24 @@ fn unresponsive_connection_drains_on_a_pong_and_is_dead_without_pinned_streams()
     let unresponsive = || {
         let mut sim = Simulation::new();
         sim.run(ms(1500));
-        sim.pinned = true;
+        sim.set_pinned(true);
         (sim.inbound, sim.outbound) = (false, false);
         run_until_ping(&mut sim);
         sim.run(ms(10_000));
-        assert_eq!(sim.health.state, ConnectionState::Unresponsive);
+        assert_eq!(sim.state(), ConnectionState::Unresponsive);
         sim
     };
     let mut sim = unresponsive();
     (sim.inbound, sim.outbound) = (true, true);
-    assert_eq!(
-        sim.health.pong(sim.now).1,
-        Some((ConnectionState::Draining, StateChangeReason::Pong))
-    );
-    assert_eq!(sim.health.findings(), ConnectionFindings::default());
-    sim.next = sim.now;
+    assert_eq!(sim.pong(), Some(ConnectionState::Draining));
+    assert_eq!(sim.connection.responsiveness(), Responsiveness::Responds);
+    assert_eq!(sim.connection.no_response_reason(false), None);
     sim.run(ms(60_000));
-    assert_eq!(sim.health.state, ConnectionState::Draining, "open streams continue");
+    assert_eq!(sim.state(), ConnectionState::Draining, "open streams continue");
 
     let mut sim = unresponsive();
     let from = sim.at();
-    sim.pinned = false;
+    sim.set_pinned(false);
     sim.run(ms(10_000));
     let (at, state, reason) = *sim.changes.last().unwrap();
     assert_eq!((state, reason), (ConnectionState::Dead, StateChangeReason::NothingArrives));
@@ -577,9 +589,9 @@ fn unresponsive_connection_drains_on_a_pong_and_is_dead_without_pinned_streams()
 #[test]
 fn draining_connection_with_pinned_streams_is_unresponsive_when_its_path_is_lost() {
     let mut sim = Simulation::new();
-    sim.health.drain();
+    sim.drain();
     sim.run(ms(1500));
-    sim.pinned = true;
+    sim.set_pinned(true);
     (sim.inbound, sim.outbound) = (false, false);
     run_until_ping(&mut sim);
     sim.run(ms(3000));
@@ -589,10 +601,10 @@ fn draining_connection_with_pinned_streams_is_unresponsive_when_its_path_is_lost
 #[test]
 fn stopped_process_with_pinned_streams_is_dead_after_20_s_or_the_longer_limit() {
     for (limit, dead) in [(5_000, 20_000), (40_000, 40_000)] {
-        let mut sim = Simulation::new();
-        sim.health.limits.tunnel_dead_after = ms(limit);
+        let mut sim = Simulation::with(RTT, ms(limit));
         sim.run(ms(1500));
-        (sim.pinned, sim.answers) = (true, false);
+        sim.set_pinned(true);
+        sim.answers = false;
         let ping = run_until_ping(&mut sim);
         sim.run(ms(60_000));
         let (at, state, reason) = *sim.changes.last().unwrap();
@@ -610,8 +622,8 @@ fn ping_outstanding_for_500_ms_is_unanswered() {
     sim.run(ms(4000));
     let [(at, true)] = sim.ping_unanswered[..] else { panic!("{:?}", sim.ping_unanswered) };
     assert!((500..=610).contains(&(at - ping)), "{}", at - ping);
-    sim.health.pong(sim.now);
-    assert_eq!(sim.health.findings().responsiveness, Responsiveness::Responds);
+    sim.pong();
+    assert_eq!(sim.connection.responsiveness(), Responsiveness::Responds);
 }
 
 #[test]
@@ -623,11 +635,10 @@ fn connection_whose_checks_are_always_late_is_still_found_dead() {
         sim.run(ms(1500));
         (sim.inbound, sim.outbound) = (false, false);
         let ping = run_until_ping(&mut sim);
-        while sim.at() < ping + 10_000 && sim.health.state != ConnectionState::Dead {
+        while sim.at() < ping + 10_000 && sim.state() != ConnectionState::Dead {
             sim.run(ms(20));
             if sends {
-                sim.last_segment = sim.now;
-                sim.next = sim.next.min(sim.health.received(sim.now));
+                sim.receive();
             }
         }
         let states: Vec<_> = sim.states().into_iter().map(|(state, _)| state).collect();
@@ -646,34 +657,29 @@ fn late_check_withholds_verdicts_once_for_each_ping() {
         run_until_ping(&mut sim);
         // The machine is paused. The kernel counts the time, and no packet has arrived.
         sim.now += ms(10_000);
-        let evidence = Evidence {
-            tcp: Some(TcpInfo {
-                last_ack_recv: ms(10_000),
-                last_data_recv: ms(10_000),
-                unacked: 1,
-                ..TcpInfo::default()
-            }),
-            waiting_since: None,
-            pinned: false,
+        let tcp = TcpInfo {
+            last_ack_recv: ms(10_000),
+            last_data_recv: ms(10_000),
+            unacked: 1,
+            ..TcpInfo::default()
         };
-        let decision = sim.health.check(evidence, sim.now);
-        assert_eq!(decision.change, None);
-        assert_ne!(sim.health.findings().responsiveness, Responsiveness::Silent);
+        let effects = sim.connection.check(Some(&tcp), sim.now);
+        assert_eq!(effects.transition, None);
+        assert_ne!(sim.connection.responsiveness(), Responsiveness::Silent);
         // Packets that waited in the network arrive.
-        sim.health.pong(sim.now + ms(200));
-        assert_eq!(sim.health.state, ConnectionState::Live);
-        sim.answers = true;
         sim.now += ms(200);
-        sim.next = sim.now;
+        sim.pong();
+        assert_eq!(sim.state(), ConnectionState::Live);
+        sim.answers = true;
     }
 }
 
 #[test]
 fn drain_takes_precedence_over_a_pong() {
     let mut sim = Simulation::new();
-    sim.health.drain();
+    sim.drain();
     sim.run(ms(5000));
-    assert_eq!(sim.health.state, ConnectionState::Draining);
+    assert_eq!(sim.state(), ConnectionState::Draining);
     assert_eq!(sim.changes, []);
 }
 

@@ -1,0 +1,298 @@
+//! The evidence of a connection's life over time, and the verdict on it.
+//!
+//! A wrong suspicion costs little, but a wrong verdict closes a working connection. So suspicion and death
+//! have thresholds of their own. A third threshold applies to streams that no other connection can
+//! continue: those that are pinned.
+//!
+//! The path is lost when a PING is outstanding for `dead_after` without evidence of life in one of the two
+//! directions. Inbound evidence is any byte or any segment (`tcpi_last_ack_recv`). Outbound evidence is an
+//! acknowledgement of sent bytes (`tcpi_bytes_acked`). A peer whose window is closed acknowledges no bytes.
+//! Then the answers to the kernel's window probes are the evidence for both directions, and the path is
+//! lost when three probes in a row are unanswered (`tcpi_probes`). When the window opens, the time without
+//! an acknowledgement starts again, because bytes that could not be sent could not be acknowledged. A peer
+//! whose window stays closed for 20 s is dead.
+//!
+//! A check that runs late withholds all verdicts for 300 ms, once for each PING, so that a process without
+//! CPU time or a paused machine does not declare its peers dead. Later verdicts count even if the checks
+//! are late: the driver reads the socket until it is empty before each check, and the kernel counts
+//! silence whether or not the process is scheduled.
+
+pub(super) mod rtt;
+pub(super) mod silence;
+pub(super) mod thresholds;
+
+use std::time::{Duration, Instant};
+
+use self::rtt::Rtt;
+use self::silence::{Silence, window_answers_probes};
+use self::thresholds::{
+    CHECK_INTERVAL, HEAD_WAIT, LATE_CHECK, PING_AFTER_SILENCE, PROBE_AFTER, SILENT_AFTER,
+    SILENT_DEATH, STOPPED_AFTER, Thresholds, VERDICT_PAUSE, WRITE_PATIENCE,
+};
+use super::state::{ConnectionState, Responsiveness, StateChangeReason};
+use crate::tcp_info::TcpInfo;
+
+/// What a check finds.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Check {
+    /// No PING is due.
+    NotDue,
+    /// A PING is due. It counts as sent.
+    PingDue,
+    /// A PING is outstanding. Without a `verdict`, verdicts are withheld.
+    Outstanding { silence: Silence, verdict: bool },
+}
+
+/// What is known of the life of a connection. The state follows from it, and is not stored here.
+#[derive(Debug)]
+pub(super) struct Health {
+    limits: Thresholds,
+    grid: Instant,
+    rtt: Rtt,
+    /// When the outstanding PING was sent.
+    ping_sent: Option<Instant>,
+    next_ping: Instant,
+    /// When bytes last arrived.
+    last_received: Instant,
+    /// Bytes have arrived since the last PING or check, or since its PONG arrived.
+    delivering: bool,
+    /// The last known `tcpi_bytes_acked`, and when it last grew or no byte was pending.
+    acked: u64,
+    acked_at: Instant,
+    /// When the peer's window was last closed with no probe unanswered.
+    window_answered_at: Instant,
+    /// When `acked` last grew while more bytes were pending: an upload makes progress.
+    progress_at: Instant,
+    /// When the next check is due, without what has happened since the last one.
+    check_at: Instant,
+    /// Verdicts are withheld until then, because a check was late.
+    withhold_until: Instant,
+    /// Whether a check was late since the outstanding PING was sent.
+    was_late: bool,
+}
+
+impl Health {
+    /// The health of a live connection. `first_rtt` is the round-trip time of its first PING. `grid` is the
+    /// time from which the times of its PINGs are counted ([`Thresholds::next_ping`]).
+    pub(super) fn new(
+        limits: Thresholds,
+        first_rtt: Duration,
+        grid: Instant,
+        now: Instant,
+    ) -> Self {
+        let mut rtt = Rtt::default();
+        let is_doubtful = rtt.sample(first_rtt);
+        let next_ping = if is_doubtful { now } else { limits.next_ping(grid, now) };
+        Self {
+            limits,
+            grid,
+            rtt,
+            ping_sent: None,
+            next_ping,
+            last_received: now,
+            delivering: false,
+            acked: 0,
+            acked_at: now,
+            window_answered_at: now,
+            progress_at: now,
+            check_at: next_ping,
+            withhold_until: now,
+            was_late: false,
+        }
+    }
+
+    /// Whether a PING is outstanding; h2 allows one at a time.
+    pub(super) fn ping_outstanding(&self) -> bool {
+        self.ping_sent.is_some()
+    }
+
+    pub(super) fn last_received(&self) -> Instant {
+        self.last_received
+    }
+
+    /// The smoothed round-trip time.
+    pub(super) fn rtt(&self) -> Duration {
+        self.rtt.smoothed().unwrap_or_default()
+    }
+
+    /// Records that bytes arrived.
+    pub(super) fn received(&mut self, now: Instant) {
+        self.last_received = now;
+        self.delivering = true;
+    }
+
+    /// Records that the PONG of the outstanding PING arrived. Returns the round-trip time.
+    pub(super) fn pong(&mut self, now: Instant) -> Option<Duration> {
+        let rtt = self.ping_sent.take().map(|sent| now.saturating_duration_since(sent));
+        let is_doubtful = rtt.is_some_and(|rtt| self.rtt.sample(rtt));
+        self.last_received = now;
+        self.delivering = false;
+        self.next_ping = if is_doubtful { now } else { self.limits.next_ping(self.grid, now) };
+        self.check_at = self.next_ping;
+        rtt
+    }
+
+    /// When the next check is due, while a request has waited for its response head since `waiting_since`.
+    pub(super) fn wake_at(&self, waiting_since: Option<Instant>) -> Instant {
+        if self.ping_sent.is_none() {
+            return self.check_at.min(self.ping_due(waiting_since));
+        }
+        let after_bytes = self.delivering.then(|| self.last_received + PING_AFTER_SILENCE);
+        after_bytes.map_or(self.check_at, |at| at.min(self.check_at))
+    }
+
+    /// When the next PING is due.
+    fn ping_due(&self, waiting_since: Option<Instant>) -> Instant {
+        let mut due = self.next_ping;
+        if self.delivering {
+            due = due.min(self.last_received + PING_AFTER_SILENCE);
+        }
+        if let Some(since) = waiting_since {
+            // Counted from the last received byte: otherwise a request that has waited for long would need a
+            // PING after each PONG.
+            due = due.min(since.max(self.last_received) + HEAD_WAIT);
+        }
+        due
+    }
+
+    /// Measures the evidence, or begins a PING if one is due.
+    pub(super) fn check(
+        &mut self,
+        tcp: Option<&TcpInfo>,
+        waiting_since: Option<Instant>,
+        now: Instant,
+    ) -> Check {
+        let Some(sent) = self.ping_sent else {
+            let due = self.ping_due(waiting_since);
+            if now < due {
+                self.check_at = due;
+                return Check::NotDue;
+            }
+            self.ping_sent = Some(now);
+            self.delivering = false;
+            self.was_late = false;
+            self.acked_at = now;
+            if let Some(tcp) = tcp {
+                self.acked = tcp.bytes_acked;
+            }
+            self.check_at = now + self.suspect_after();
+            return Check::PingDue;
+        };
+        let late = now.saturating_duration_since(self.check_at) >= LATE_CHECK;
+        if late && !std::mem::replace(&mut self.was_late, true) {
+            self.withhold_until = now + VERDICT_PAUSE;
+        }
+        self.delivering = false;
+        let suspect_at = sent + self.suspect_after();
+        self.check_at = if now < suspect_at { suspect_at } else { now + CHECK_INTERVAL };
+        Check::Outstanding {
+            silence: self.measure(sent, tcp, now),
+            verdict: now >= self.withhold_until,
+        }
+    }
+
+    fn suspect_after(&self) -> Duration {
+        // A connection must be suspect before it is dead.
+        let adaptive = || self.rtt.suspect_after().min(self.limits.dead_after / 2);
+        self.limits.suspect_after.unwrap_or_else(adaptive)
+    }
+
+    /// Measures for how long which evidence of life has been missing.
+    fn measure(&mut self, sent: Instant, tcp: Option<&TcpInfo>, now: Instant) -> Silence {
+        let since = |then| now.saturating_duration_since(then);
+        let mut inbound = since(self.last_received);
+        let (mut pending, mut window_answers) = (false, false);
+        if let Some(tcp) = tcp {
+            inbound = inbound.min(tcp.silent());
+            pending = tcp.has_pending();
+            let grew = tcp.bytes_acked > self.acked;
+            if grew || !pending {
+                self.acked = tcp.bytes_acked;
+                self.acked_at = now;
+            }
+            if grew && pending {
+                self.progress_at = now;
+            }
+            window_answers = pending && window_answers_probes(tcp, self.limits.dead_after);
+            if window_answers && tcp.probes == 0 {
+                self.window_answered_at = now;
+            }
+        }
+        let ping_age = since(sent);
+        let without_frame = ping_age.min(since(self.last_received));
+        Silence {
+            ping_age,
+            inbound,
+            outbound: since(self.acked_at.max(self.window_answered_at)),
+            unacknowledged: since(self.acked_at),
+            without_frame,
+            without_progress: without_frame.min(since(self.progress_at)),
+            pending,
+            window_answers,
+        }
+    }
+
+    /// The state that a connection in `state` must enter, and the reason.
+    pub(super) fn verdict(
+        &self,
+        state: ConnectionState,
+        silence: &Silence,
+        pinned: bool,
+    ) -> Option<(ConnectionState, StateChangeReason)> {
+        if state == ConnectionState::Dead {
+            return None;
+        }
+        let Thresholds { dead_after, tunnel_dead_after, .. } = self.limits;
+        if let Some(reason) = silence.lost_for(dead_after) {
+            if !pinned || silence.lost_for(tunnel_dead_after).is_some() {
+                return Some((ConnectionState::Dead, reason));
+            }
+            if state != ConnectionState::Unresponsive {
+                return Some((ConnectionState::Unresponsive, reason));
+            }
+        }
+        let silent_death = if pinned { SILENT_DEATH.max(tunnel_dead_after) } else { SILENT_DEATH };
+        if silence.without_progress >= silent_death {
+            return Some((ConnectionState::Dead, StateChangeReason::NoFrames));
+        }
+        if silence.window_answers && silence.ping_age.min(silence.unacknowledged) >= silent_death {
+            return Some((ConnectionState::Dead, StateChangeReason::WindowClosed));
+        }
+        if state.is_in_service() && silence.without_progress >= STOPPED_AFTER {
+            return Some((ConnectionState::Draining, StateChangeReason::ProcessStopped));
+        }
+        if state == ConnectionState::Live && self.is_late(silence) {
+            return Some((ConnectionState::Suspect, StateChangeReason::PingLate));
+        }
+        None
+    }
+
+    /// Whether the PING is late.
+    pub(super) fn is_late(&self, silence: &Silence) -> bool {
+        silence.unanswered_for(self.suspect_after())
+    }
+
+    /// Whether the PINGs are answered.
+    pub(super) fn responsiveness(&self, silence: &Silence) -> Responsiveness {
+        let quiet = silence.ping_age.min(silence.inbound.max(silence.outbound));
+        let silent_after = SILENT_AFTER.min(self.limits.dead_after / 2);
+        let path_silent = !silence.window_answers && quiet >= silent_after;
+        if path_silent || silence.without_progress >= silent_after {
+            Responsiveness::Silent
+        } else if silence.unanswered_for(PROBE_AFTER) {
+            Responsiveness::Unanswered
+        } else {
+            Responsiveness::Responds
+        }
+    }
+}
+
+/// Whether the process has been stopped for so long that requests fail which must not be sent twice.
+pub(super) fn process_is_stopped(silence: &Silence) -> bool {
+    silence.without_progress >= STOPPED_AFTER + WRITE_PATIENCE
+}
+
+/// Whether the peer's kernel should be probed, because nothing else is to be acknowledged.
+pub(super) fn needs_probe(silence: &Silence) -> bool {
+    !silence.pending && silence.ping_age >= PROBE_AFTER
+}

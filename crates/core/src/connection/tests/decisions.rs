@@ -1,0 +1,413 @@
+//! The table of decisions: what each input does in each state.
+
+use super::*;
+use ConnectionState::{Dead, Draining, Live, Suspect, Unresponsive};
+use DrainUrgency::{Immediate, Relaxed};
+use Significance::{Expected, Fault, Notable, OrderlyEnd, ServerShutdown};
+
+/// A connection in a state, with one stream, and the time.
+struct Setup {
+    connection: ConnectionMachine,
+    stream: Stream,
+    now: Instant,
+}
+
+/// Statistics of a kernel that has received nothing for `silent`.
+fn silent(silent: Duration) -> TcpInfo {
+    TcpInfo { last_ack_recv: silent, last_data_recv: silent, ..TcpInfo::default() }
+}
+
+impl Setup {
+    fn live_with(established: Established) -> Self {
+        let now = established.ping_grid;
+        let mut connection = ConnectionMachine::new(established, now);
+        let mut stream = connection.reserve(true, now);
+        connection.opened(&mut stream);
+        connection.set_pinned(&mut stream, true);
+        Self { connection, stream, now }
+    }
+
+    fn live() -> Self {
+        Self::live_with(established(Instant::now()))
+    }
+
+    /// Runs checks every 50 ms for `time` after the next PING, while the kernel answers or not.
+    fn without_pong(&mut self, time: Duration, kernel_answers: bool) -> Vec<Transition> {
+        self.now = self.now.max(self.connection.wake_at());
+        let ping = self.now;
+        let mut transitions = Vec::new();
+        while self.now <= ping + time {
+            let silence = if kernel_answers { Duration::ZERO } else { self.now - ping };
+            let effects = self.connection.check(Some(&silent(silence)), self.now);
+            transitions.extend(effects.transition);
+            self.now += ms(50);
+        }
+        transitions
+    }
+
+    fn state(&self) -> ConnectionState {
+        self.connection.state()
+    }
+
+    /// A connection in `state` with one pinned stream.
+    fn in_state(state: ConnectionState) -> Self {
+        let mut setup = Self::live();
+        match state {
+            Live => {}
+            Suspect => drop(setup.without_pong(ms(200), false)),
+            Draining => {
+                let _ = setup.connection.refused(Refusal::GracefulGoaway, setup.now);
+            }
+            Unresponsive => drop(setup.without_pong(ms(2100), false)),
+            Dead => {
+                let _ = setup.connection.ended(H2End::Failed, None);
+            }
+        }
+        assert_eq!(setup.state(), state);
+        setup
+    }
+}
+
+/// The effects of an input on a connection.
+type Input = fn(&mut Setup) -> Effects;
+
+/// The transition to a state.
+fn to(
+    state: ConnectionState,
+    reason: ChangeReason,
+    significance: Significance,
+) -> Option<(ConnectionState, ChangeReason, Significance)> {
+    Some((state, reason, significance))
+}
+
+/// Checks a row of the table: what the input does in each state, in the order of [`ConnectionState::ALL`].
+fn check_row(
+    name: &str,
+    input: Input,
+    expected: [Option<(ConnectionState, ChangeReason, Significance)>; 5],
+) {
+    for (state, expected) in ConnectionState::ALL.into_iter().zip(expected) {
+        let mut setup = Setup::in_state(state);
+        let effects = input(&mut setup);
+        let expected = expected.map(|(to, reason, significance)| Transition {
+            from: state,
+            to,
+            reason,
+            significance,
+        });
+        assert_eq!(effects.transition, expected, "{name} in {state:?}");
+        assert_eq!(setup.state(), expected.map_or(state, |t| t.to), "{name} in {state:?}");
+        let changed = expected.is_some();
+        assert!(!changed || effects.notify_requests && effects.notify_pool, "{name} in {state:?}");
+    }
+}
+
+#[test]
+fn pong_ends_a_suspicion_and_lets_an_unresponsive_connection_drain() {
+    let reason = ChangeReason::Health(StateChangeReason::Pong);
+    check_row(
+        "PONG",
+        |setup| setup.connection.pong(setup.now),
+        [None, to(Live, reason, Notable), None, to(Draining, reason, Notable), None],
+    );
+    let mut setup = Setup::in_state(Unresponsive);
+    let _ = setup.connection.pong(setup.now);
+    assert_eq!(setup.connection.drain_urgency(), Some(Immediate));
+    assert_eq!(setup.connection.draining_since(), Some(setup.now));
+    assert!(setup.connection.suspect_since().is_some());
+    assert!(!setup.connection.ping_outstanding());
+}
+
+#[test]
+fn check_without_a_pong_enters_the_state_that_the_evidence_demands() {
+    type Row = (u64, bool, bool, [Option<(ConnectionState, StateChangeReason)>; 5]);
+    use StateChangeReason::{NoFrames, NothingArrives, PingLate, ProcessStopped};
+    // Milliseconds after the PING, whether the kernel answers, whether the stream is pinned, and the last transition
+    // of a connection that was live, suspect, draining, unresponsive or dead.
+    let late = Some((Suspect, PingLate));
+    let stopped = Some((Draining, ProcessStopped));
+    let (lost, dead) = (Some((Unresponsive, NothingArrives)), Some((Dead, NothingArrives)));
+    let no_frames = Some((Dead, NoFrames));
+    let table: &[Row] = &[
+        (50, false, true, [None; 5]),
+        (150, false, true, [late, None, None, None, None]),
+        (150, true, true, [late, None, None, None, None]),
+        (5_050, true, true, [stopped, stopped, None, None, None]),
+        (2_050, false, true, [lost, lost, lost, None, None]),
+        (2_050, false, false, [dead, dead, dead, dead, None]),
+        (20_050, false, true, [dead, dead, dead, dead, None]),
+        (20_050, true, true, [no_frames, no_frames, no_frames, no_frames, None]),
+    ];
+    for (time, kernel_answers, pinned, expected) in table {
+        for (state, expected) in ConnectionState::ALL.into_iter().zip(*expected) {
+            let mut setup = Setup::in_state(state);
+            // The next PING is sent in the same state.
+            match state {
+                Suspect | Unresponsive => continue_outstanding(&mut setup),
+                Live | Draining | Dead => {}
+            }
+            setup.connection.set_pinned(&mut setup.stream, *pinned);
+            let last = setup.without_pong(ms(*time), *kernel_answers).pop();
+            let expected = expected.map(|(to, reason)| (to, ChangeReason::Health(reason)));
+            let last = last.map(|transition| (transition.to, transition.reason));
+            assert_eq!(last, expected, "{time} ms, {kernel_answers} {pinned} in {state:?}");
+        }
+    }
+}
+
+/// A suspect or unresponsive connection has an outstanding PING, so the time of [`Setup::without_pong`] counts from
+/// that one: bytes arrive, as if it had just been sent.
+fn continue_outstanding(setup: &mut Setup) {
+    assert!(setup.connection.ping_outstanding());
+    setup.now = setup.now.max(setup.connection.wake_at());
+    let _ = setup.connection.received(100, setup.now);
+}
+
+#[test]
+fn refusal_drains_a_connection_in_service() {
+    for (refusal, significance) in [
+        (Refusal::GracefulGoaway, ServerShutdown),
+        (Refusal::Goaway, Notable),
+        (Refusal::OwnGoaway, Notable),
+        (Refusal::Failure, Fault),
+    ] {
+        let input: Input = match refusal {
+            Refusal::GracefulGoaway => |s| s.connection.refused(Refusal::GracefulGoaway, s.now),
+            Refusal::Goaway => |s| s.connection.refused(Refusal::Goaway, s.now),
+            Refusal::OwnGoaway => |s| s.connection.refused(Refusal::OwnGoaway, s.now),
+            Refusal::Failure => |s| s.connection.refused(Refusal::Failure, s.now),
+        };
+        let drains = to(Draining, ChangeReason::Error, significance);
+        check_row("refusal", input, [drains, drains, None, None, None]);
+        let mut setup = Setup::live();
+        let _ = setup.connection.refused(refusal, setup.now);
+        assert_eq!(setup.connection.drain_urgency(), None, "streams may finish");
+    }
+}
+
+#[test]
+fn goaway_announces_a_shutdown_on_the_connection_of_the_prober_unless_its_end_is_expected() {
+    for (is_probe, end_expected, expected) in
+        [(false, false, false), (true, false, true), (true, true, false)]
+    {
+        let new = || {
+            let probe = Established { is_probe, ..established(Instant::now()) };
+            let mut setup = Setup::live_with(probe);
+            if end_expected {
+                setup.connection.expect_end();
+            }
+            setup
+        };
+        let mut setup = new();
+        let refused = setup.connection.refused(Refusal::GracefulGoaway, setup.now);
+        assert_eq!(refused.shutdown_announced, expected, "{is_probe} {end_expected}");
+        let ended = setup.connection.ended(H2End::Closed, Some(Refusal::GracefulGoaway));
+        assert!(!ended.shutdown_announced, "announced once");
+        for (end, refusal, announces) in [
+            (H2End::Closed, Some(Refusal::GracefulGoaway), expected),
+            (H2End::Failed, Some(Refusal::Goaway), expected),
+            (H2End::Failed, Some(Refusal::OwnGoaway), false),
+            (H2End::Failed, Some(Refusal::Failure), false),
+            (H2End::Closed, None, false),
+        ] {
+            let ended = new().connection.ended(end, refusal);
+            assert_eq!(ended.shutdown_announced, announces, "{end:?} {refusal:?}");
+        }
+    }
+}
+
+#[test]
+fn drain_of_a_connection_in_service_stops_new_streams() {
+    let drains = to(Draining, ChangeReason::Drain(DrainReason::EndpointRemoved), Notable);
+    check_row(
+        "drain",
+        |setup| setup.connection.drain(DrainReason::EndpointRemoved, setup.now),
+        [drains, drains, None, None, None],
+    );
+    // An idle connection ends as expected, unless it is suspect.
+    let idle = ChangeReason::Drain(DrainReason::Idle);
+    check_row(
+        "idle",
+        |setup| setup.connection.drain(DrainReason::Idle, setup.now),
+        [to(Draining, idle, Expected), to(Draining, idle, Notable), None, None, None],
+    );
+    for reason in DrainReason::ALL {
+        let mut setup = Setup::live();
+        let effects = setup.connection.drain(reason, setup.now);
+        assert!(effects.wake_driver, "{reason:?}");
+        assert_eq!(setup.connection.drain_urgency(), reason.urgency(), "{reason:?}");
+        assert_eq!(setup.connection.draining_since(), Some(setup.now));
+    }
+}
+
+#[test]
+fn drain_of_a_draining_connection_makes_streams_leave_that_might_stay() {
+    // The urgency before, and after another reason or the degradation of the endpoint.
+    for (first, second, expected, notifies) in [
+        (DrainReason::Superseded, DrainReason::ConnectionLimit, Some(Relaxed), true),
+        (DrainReason::Superseded, DrainReason::ProbeFailed, None, false),
+        (DrainReason::EndpointRemoved, DrainReason::ConnectionLimit, Some(Relaxed), false),
+    ] {
+        let mut setup = Setup::live();
+        let _ = setup.connection.drain(first, setup.now);
+        let effects = setup.connection.drain(second, setup.now + ms(1));
+        assert_eq!(effects, Effects { notify_requests: notifies, ..Effects::default() });
+        assert_eq!(setup.connection.drain_urgency(), expected, "{first:?} {second:?}");
+        assert_eq!(setup.connection.draining_since(), Some(setup.now), "unchanged");
+    }
+}
+
+#[test]
+fn degraded_endpoint_makes_the_streams_of_a_draining_connection_leave_at_once() {
+    for (state, expected) in
+        ConnectionState::ALL.into_iter().zip([None, None, Some(Immediate), Some(Immediate), None])
+    {
+        let mut setup = Setup::in_state(state);
+        let effects = setup.connection.endpoint_degraded();
+        assert_eq!(effects, Effects { notify_requests: true, ..Effects::default() });
+        assert_eq!((setup.state(), setup.connection.drain_urgency()), (state, expected));
+    }
+}
+
+#[test]
+fn late_ping_on_a_draining_connection_makes_streams_leave_at_once() {
+    let mut setup = Setup::in_state(Draining);
+    assert_eq!(setup.without_pong(ms(200), false), []);
+    assert_eq!(setup.connection.drain_urgency(), Some(Immediate));
+    let mut stopped = Setup::live();
+    drop(stopped.without_pong(ms(5_100), true));
+    assert_eq!((stopped.state(), stopped.connection.drain_urgency()), (Draining, Some(Immediate)));
+}
+
+#[test]
+fn closed_connection_ends_in_every_state_and_nothing_has_failed() {
+    let reason = ChangeReason::Drain(DrainReason::ProbeFailed);
+    let dead = to(Dead, reason, Notable);
+    let close: Input = |setup| {
+        let effects = setup.connection.close(DrainReason::ProbeFailed);
+        assert_eq!(effects, Effects { wake_driver: true, ..Effects::default() });
+        setup.connection.end_if_due()
+    };
+    check_row("close", close, [dead, dead, dead, dead, None]);
+}
+
+#[test]
+fn connection_that_takes_no_new_streams_ends_with_its_last_one() {
+    check_row("no end is due", |setup| setup.connection.end_if_due(), [None; 5]);
+    let release: Input = |setup| {
+        let released = setup.connection.release(&mut setup.stream, setup.now);
+        let state = setup.connection.state();
+        assert_eq!(released.wake_driver, matches!(state, Draining | Unresponsive), "{state:?}");
+        assert_eq!(setup.connection.is_end_due(), released.wake_driver);
+        setup.connection.end_if_due()
+    };
+    let lost = ChangeReason::Health(StateChangeReason::NothingArrives);
+    let (drained, unresponsive) =
+        (to(Dead, ChangeReason::Drained, OrderlyEnd), to(Dead, lost, Fault));
+    check_row("release", release, [None, None, drained, unresponsive, None]);
+    let mut idle = Setup::live();
+    let _ = idle.connection.drain(DrainReason::Idle, idle.now);
+    let effects = release(&mut idle);
+    assert_eq!(effects.transition.map(|t| t.significance), Some(Expected));
+}
+
+#[test]
+fn end_of_h2_is_orderly_without_streams_after_a_graceful_goaway_or_without_an_error() {
+    use ChangeReason::{ClosedByApiserver, Error};
+    let goaway = Some(Refusal::GracefulGoaway);
+    for (end, refusal, with_stream, without) in [
+        (H2End::Closed, None, (ClosedByApiserver, Fault), (ClosedByApiserver, OrderlyEnd)),
+        (H2End::Closed, goaway, (ClosedByApiserver, Fault), (ClosedByApiserver, OrderlyEnd)),
+        (H2End::Failed, None, (Error, Fault), (Error, Fault)),
+        (H2End::Failed, goaway, (Error, Fault), (ClosedByApiserver, OrderlyEnd)),
+        (H2End::Failed, Some(Refusal::Goaway), (Error, Fault), (Error, Fault)),
+        (H2End::FrameLimit, goaway, (Error, Fault), (Error, Fault)),
+    ] {
+        for state in ConnectionState::ALL {
+            let mut setup = Setup::in_state(state);
+            let effects = setup.connection.ended(end, refusal);
+            let change = effects.transition.map(|t| (t.to, t.reason, t.significance));
+            let (reason, significance) = with_stream;
+            let expected = (state != Dead).then_some((Dead, reason, significance));
+            assert_eq!(change, expected, "{end:?} {refusal:?} in {state:?}");
+        }
+        let mut setup = Setup::live();
+        let _ = setup.connection.release(&mut setup.stream, setup.now);
+        let transition = setup.connection.ended(end, refusal).transition.unwrap();
+        assert_eq!((transition.reason, transition.significance), without, "{end:?} {refusal:?}");
+    }
+    let mut expected = Setup::live();
+    expected.connection.expect_end();
+    let effects = expected.connection.ended(H2End::Failed, None);
+    assert_eq!(effects.transition.map(|t| t.significance), Some(Expected));
+}
+
+#[test]
+fn finding_is_reported_to_the_endpoint_once_and_only_in_service() {
+    let mut setup = Setup::live();
+    setup.now = setup.now.max(setup.connection.wake_at());
+    let ping = setup.now;
+    let mut reported = Vec::new();
+    while setup.now <= ping + ms(1_500) {
+        let effects = setup.connection.check(Some(&silent(setup.now - ping)), setup.now);
+        reported.extend(effects.responsiveness.map(|change| (change.from, change.to)));
+        setup.now += ms(50);
+    }
+    use Responsiveness::{Responds, Silent, Unanswered};
+    assert_eq!(reported, [(Responds, Unanswered), (Unanswered, Silent)]);
+    let change = setup.connection.pong(setup.now).responsiveness;
+    assert_eq!(change, Some(ResponsivenessChange { from: Silent, to: Responds }));
+    let mut draining = Setup::in_state(Draining);
+    drop(draining.without_pong(ms(1_500), false));
+    assert_eq!(draining.connection.responsiveness(), Silent);
+    assert_eq!(draining.connection.pong(draining.now).responsiveness, None);
+}
+
+#[test]
+fn slot_of_a_cancelled_stream_stays_taken_for_500_ms() {
+    let now = Instant::now();
+    let limited = Established { peer_streams: 2, ..established(now) };
+    let mut connection = ConnectionMachine::new(limited, now);
+    let mut streams = [connection.reserve(false, now), connection.reserve(true, now)];
+    assert_eq!((connection.free_streams(now), connection.watches()), (0, 1));
+    streams.iter_mut().for_each(|stream| connection.opened(stream));
+    connection.finished(&mut streams[0]);
+    assert!(connection.release(&mut streams[0], now).notify_pool, "it was full");
+    assert_eq!(connection.free_streams(now), 1);
+    assert!(!connection.release(&mut streams[1], now).notify_pool);
+    assert_eq!((connection.streams(), connection.watches()), (0, 0));
+    assert_eq!(connection.free_streams(now + ms(499)), 1);
+    assert_eq!(connection.free_streams(now + ms(500)), 2);
+    assert_eq!((connection.peak_streams(), connection.idle_since()), (2, Some(now)));
+    let grown = connection.received(50, now);
+    assert!(grown.notify_pool && connection.stream_limit() == 50);
+    assert!(!connection.received(20, now).notify_pool);
+}
+
+#[test]
+fn request_without_a_byte_for_50_ms_is_a_warning() {
+    let now = Instant::now();
+    let mut connection = ConnectionMachine::new(established(now), now);
+    let mut stream = connection.reserve(false, now);
+    connection.opened(&mut stream);
+    assert!(!connection.has_waiting_request(now + ms(49)));
+    assert!(connection.has_waiting_request(now + ms(50)));
+    let _ = connection.received(100, now + ms(30));
+    assert!(!connection.has_waiting_request(now + ms(79)));
+    connection.head_arrived(&mut stream, now + ms(60));
+    assert!(!connection.has_waiting_request(now + ms(200)));
+    assert!(connection.cost(now + ms(60)) > 0.05, "the latency is a sample");
+}
+
+#[test]
+fn pool_is_notified_when_most_streams_have_proven_a_token() {
+    let now = Instant::now();
+    let limited = Established { peer_streams: 4, ..established(now) };
+    let mut connection = ConnectionMachine::new(limited, now);
+    let mut streams = [connection.reserve(true, now), connection.reserve(true, now)];
+    assert!(!connection.token_proven(&mut streams[0]).notify_pool);
+    assert!(!connection.token_proven(&mut streams[0]).notify_pool, "counted once");
+    assert!(connection.token_proven(&mut streams[1]).notify_pool);
+    let _ = connection.release(&mut streams[1], now);
+    assert!(!connection.is_mostly_proven());
+}

@@ -3,6 +3,7 @@
 use super::*;
 use ConnectionState::{Dead, Draining, Live, Suspect, Unresponsive};
 use DrainUrgency::{Immediate, Relaxed};
+use Responsiveness::{Responds, Silent, Unanswered};
 use Significance::{Expected, Fault, Notable, OrderlyEnd, ServerShutdown};
 
 /// A connection in a state, with one stream, and the time.
@@ -68,10 +69,8 @@ impl Setup {
     }
 }
 
-/// The effects of an input on a connection.
-type Input = fn(&mut Setup) -> Effects;
-
 /// The transition to a state.
+#[allow(clippy::unnecessary_wraps)] // an entry of a row
 fn to(
     state: ConnectionState,
     reason: ChangeReason,
@@ -83,7 +82,7 @@ fn to(
 /// Checks a row of the table: what the input does in each state, in the order of [`ConnectionState::ALL`].
 fn check_row(
     name: &str,
-    input: Input,
+    input: impl Fn(&mut Setup) -> Effects,
     expected: [Option<(ConnectionState, ChangeReason, Significance)>; 5],
 ) {
     for (state, expected) in ConnectionState::ALL.into_iter().zip(expected) {
@@ -120,8 +119,8 @@ fn pong_ends_a_suspicion_and_lets_an_unresponsive_connection_drain() {
 
 #[test]
 fn check_without_a_pong_enters_the_state_that_the_evidence_demands() {
-    type Row = (u64, bool, bool, [Option<(ConnectionState, StateChangeReason)>; 5]);
     use StateChangeReason::{NoFrames, NothingArrives, PingLate, ProcessStopped};
+    type Row = (u64, bool, bool, [Option<(ConnectionState, StateChangeReason)>; 5]);
     // Milliseconds after the PING, whether the kernel answers, whether the stream is pinned, and the last transition
     // of a connection that was live, suspect, draining, unresponsive or dead.
     let late = Some((Suspect, PingLate));
@@ -171,12 +170,7 @@ fn refusal_drains_a_connection_in_service() {
         (Refusal::OwnGoaway, Notable),
         (Refusal::Failure, Fault),
     ] {
-        let input: Input = match refusal {
-            Refusal::GracefulGoaway => |s| s.connection.refused(Refusal::GracefulGoaway, s.now),
-            Refusal::Goaway => |s| s.connection.refused(Refusal::Goaway, s.now),
-            Refusal::OwnGoaway => |s| s.connection.refused(Refusal::OwnGoaway, s.now),
-            Refusal::Failure => |s| s.connection.refused(Refusal::Failure, s.now),
-        };
+        let input = |setup: &mut Setup| setup.connection.refused(refusal, setup.now);
         let drains = to(Draining, ChangeReason::Error, significance);
         check_row("refusal", input, [drains, drains, None, None, None]);
         let mut setup = Setup::live();
@@ -283,7 +277,7 @@ fn late_ping_on_a_draining_connection_makes_streams_leave_at_once() {
 fn closed_connection_ends_in_every_state_and_nothing_has_failed() {
     let reason = ChangeReason::Drain(DrainReason::ProbeFailed);
     let dead = to(Dead, reason, Notable);
-    let close: Input = |setup| {
+    let close = |setup: &mut Setup| {
         let effects = setup.connection.close(DrainReason::ProbeFailed);
         assert_eq!(effects, Effects { wake_driver: true, ..Effects::default() });
         setup.connection.end_if_due()
@@ -294,7 +288,7 @@ fn closed_connection_ends_in_every_state_and_nothing_has_failed() {
 #[test]
 fn connection_that_takes_no_new_streams_ends_with_its_last_one() {
     check_row("no end is due", |setup| setup.connection.end_if_due(), [None; 5]);
-    let release: Input = |setup| {
+    let release = |setup: &mut Setup| {
         let released = setup.connection.release(&mut setup.stream, setup.now);
         let state = setup.connection.state();
         assert_eq!(released.wake_driver, matches!(state, Draining | Unresponsive), "{state:?}");
@@ -353,7 +347,6 @@ fn finding_is_reported_to_the_endpoint_once_and_only_in_service() {
         reported.extend(effects.responsiveness.map(|change| (change.from, change.to)));
         setup.now += ms(50);
     }
-    use Responsiveness::{Responds, Silent, Unanswered};
     assert_eq!(reported, [(Responds, Unanswered), (Unanswered, Silent)]);
     let change = setup.connection.pong(setup.now).responsiveness;
     assert_eq!(change, Some(ResponsivenessChange { from: Silent, to: Responds }));
@@ -370,7 +363,9 @@ fn slot_of_a_cancelled_stream_stays_taken_for_500_ms() {
     let mut connection = ConnectionMachine::new(limited, now);
     let mut streams = [connection.reserve(false, now), connection.reserve(true, now)];
     assert_eq!((connection.free_streams(now), connection.watches()), (0, 1));
-    streams.iter_mut().for_each(|stream| connection.opened(stream));
+    for stream in &mut streams {
+        connection.opened(stream);
+    }
     connection.finished(&mut streams[0]);
     assert!(connection.release(&mut streams[0], now).notify_pool, "it was full");
     assert_eq!(connection.free_streams(now), 1);

@@ -4,10 +4,12 @@
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::io;
+use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::Bytes;
 use h2::client::{Connection as H2Connection, SendRequest};
@@ -62,15 +64,7 @@ impl Connection {
         stats.set_stream_window(windows.stream);
         endpoint.connection_opened(&stats);
         endpoint.metrics.rtt(rtt);
-        // An apiserver closes idle connections, so each endpoint gets a new one every 90 s.
-        tracing::debug!(
-            upstream = &*endpoint.upstream,
-            endpoint = &*endpoint.label,
-            class = class.as_str(),
-            local = stats.local.map(tracing::field::display),
-            rtt_us = rtt.as_micros() as u64,
-            "connection is live"
-        );
+        log_live(endpoint, class, stats.local, rtt);
         let machine = ConnectionMachine::new(
             Established {
                 thresholds: thresholds(&config.health),
@@ -115,6 +109,18 @@ impl Connection {
         tokio::task::spawn_local(driver.run());
         connection
     }
+}
+
+fn log_live(endpoint: &Endpoint, class: CredentialClass, local: Option<SocketAddr>, rtt: Duration) {
+    // An apiserver closes idle connections, so each endpoint gets a new one every 90 s.
+    tracing::debug!(
+        upstream = &*endpoint.upstream,
+        endpoint = &*endpoint.label,
+        class = class.as_str(),
+        local = local.map(tracing::field::display),
+        rtt_us = rtt.as_micros() as u64,
+        "connection is live"
+    );
 }
 
 /// The thresholds of a configuration.

@@ -108,10 +108,10 @@ pub struct ResponsivenessChange {
 #[must_use]
 #[allow(clippy::struct_excessive_bools)] // independent effects
 pub struct Effects {
-    /// Send a PING. It counts as sent.
-    pub send_ping: bool,
     /// Request a keepalive probe from the kernel.
     pub probe_kernel: bool,
+    /// Send a PING. It counts as sent.
+    pub send_ping: bool,
     /// Tell the endpoint that its apiserver has announced its shutdown by a GOAWAY.
     pub shutdown_announced: bool,
     /// Tell the endpoint that the PINGs of a connection in service are answered differently than before.

@@ -8,7 +8,6 @@
 //! The [`Outcome`] of a request records it exactly once, even if the request is cancelled.
 
 use std::borrow::Cow;
-use std::cell::Cell;
 use std::convert::Infallible;
 use std::net::IpAddr;
 use std::pin::Pin;
@@ -289,7 +288,6 @@ impl ClientConnection {
             unproven: None,
             resource_versions,
             versions,
-            hedges_sent: Cell::new(0),
         };
         Ok((PreparedRequest::Forward(Box::new(request)), credential))
     }

@@ -6,24 +6,11 @@
 //! (`nodeLeaseRenewIntervalFraction` and `NodeStatusUpdateFrequency`). So the write is ended while there is time for
 //! a second one to another apiserver. jackstay does not send it again, because it may have been carried out.
 
-use std::rc::Rc;
-use std::time::Duration;
-
 use jackstay_core::request::info::{RequestInfo, RequestKind, Verb};
-use jackstay_sys::clock;
-use tokio::time::{sleep, sleep_until};
 
 use crate::config::HeartbeatResource;
 use crate::upstream::connection::{Connection, ConnectionState};
-use crate::upstream::endpoint::{EndpointState, ProbeTrigger};
-
-/// How long a heartbeat waits at least for its response. Two attempts and a pause of 2 s between them (`RetryPeriod` of
-/// leader election) fit into 10 s. A healthy apiserver answers in milliseconds, and a webhook for leases may not
-/// take long either.
-pub const MIN_WAIT: Duration = Duration::from_secs(4);
-
-/// Interval of the checks of the endpoint after [`MIN_WAIT`].
-const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+use crate::upstream::endpoint::EndpointState;
 
 /// Whether the request is a heartbeat: an update or a patch of a lease, of the status of a node, or of one of the
 /// `configured` resources.
@@ -37,25 +24,8 @@ pub fn is_heartbeat(info: &RequestInfo, configured: &[HeartbeatResource]) -> boo
                 .any(|one| info.is_about(&one.group, &one.resource, &one.subresource)))
 }
 
-/// Waits until a heartbeat that is sent now on `connection` should end without a response, and returns the reason:
-/// [`MIN_WAIT`] has passed, and the connection or its endpoint is not healthy.
-pub async fn until_hopeless(connection: &Rc<Connection>) -> String {
-    let sent = clock::now();
-    for seconds in 1..MIN_WAIT.as_secs() {
-        sleep_until((sent + Duration::from_secs(seconds)).into()).await;
-        connection.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
-    }
-    sleep_until((sent + MIN_WAIT).into()).await;
-    loop {
-        if let Some(reason) = ill_health(connection) {
-            return format!("no response for {} s, and {reason},", MIN_WAIT.as_secs());
-        }
-        sleep(CHECK_INTERVAL).await;
-    }
-}
-
 /// Why no response can be expected soon; `None` if connection and endpoint look healthy.
-fn ill_health(connection: &Connection) -> Option<String> {
+pub fn ill_health(connection: &Connection) -> Option<String> {
     let endpoint = &connection.endpoint;
     let responds = matches!(connection.state(), ConnectionState::Live | ConnectionState::Draining);
     if !responds || connection.is_silent() {

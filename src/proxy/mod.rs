@@ -3,6 +3,7 @@
 
 mod accept;
 mod accounted_stream;
+mod attempt;
 mod bearer_token;
 mod body_prefix;
 mod body_progress;

@@ -28,10 +28,6 @@ use crate::upstream::connection::{Connection, ConnectionState, Permit};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::pool::{Pool, WarmClasses};
 
-/// Pause after a hedge that found no connection or failed. A request reaches an apiserver within this time
-/// after it returns.
-const HEDGE_INTERVAL: Duration = Duration::from_secs(1);
-
 /// See [`UpstreamClient::floor_warnings`].
 const WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
@@ -166,17 +162,12 @@ pub(super) struct UpstreamResponse {
 /// Waits until a request should not rely on this connection alone: the connection is suspect or should
 /// drain ([`Connection::should_drain`]), or there is a better endpoint ([`has_better_endpoint`]).
 pub async fn until_troubled(connection: &Rc<Connection>, client: &UpstreamClient) {
-    loop {
-        connection.changed().await;
-        if is_troubled(connection, client) {
-            return;
-        }
-    }
+    connection.changed().await;
+    while_not_troubled(connection, client).await;
 }
 
-/// Waits for [`HEDGE_INTERVAL`], and then until the connection is in trouble as [`until_troubled`] says.
-pub async fn until_next_hedge(connection: &Rc<Connection>, client: &UpstreamClient) {
-    sleep(HEDGE_INTERVAL).await;
+/// As [`until_troubled`], for a connection that may be in trouble already.
+pub async fn while_not_troubled(connection: &Rc<Connection>, client: &UpstreamClient) {
     while !is_troubled(connection, client) {
         connection.changed().await;
     }

@@ -55,6 +55,7 @@ use std::sync::Arc;
 use http::{HeaderMap, Request, StatusCode, response};
 use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::lag::current_of_too_large;
+use jackstay_core::request::attempts::{AfterNotReached, MissedVersion};
 use jackstay_core::request::info::{RequestInfo, is_built_in_group};
 use jackstay_core::watch::request::with_query;
 use jackstay_sys::clock;
@@ -97,19 +98,6 @@ pub struct RequestVersions {
     compared: Cell<Option<u64>>,
 }
 
-/// How a request continues after an endpoint had not reached its version.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NotReached {
-    /// It is sent with the floor, to any endpoint: the one that was asked got it unchanged.
-    AskAgain,
-    /// It is sent to another endpoint.
-    AskOther,
-    /// It is sent as the client sent it, to any endpoint.
-    SendOriginal,
-    /// The client gets the response.
-    Respond,
-}
-
 impl RequestVersions {
     /// The versions of a request with this credential, subject and headers, whose connection has had this client before;
     /// `None` if they mean nothing: it is no request for a resource, nothing identifies its client, or the configuration
@@ -144,7 +132,7 @@ impl RequestVersions {
     }
 
     /// Whether the client accepts any version, and has a floor: what endpoints answer about the floor is not for it.
-    pub fn has_floor(&self) -> bool {
+    fn has_floor(&self) -> bool {
         self.given_up.get() || self.enforced().is_some()
     }
 
@@ -199,12 +187,16 @@ impl RequestVersions {
     }
 
     /// The version that `endpoint` has reached, according to the body of its 504; `None` if it is another 504.
-    pub fn not_reached(&self, body: &[u8], endpoint: &Arc<Endpoint>) -> Option<u64> {
+    pub fn not_reached(&self, body: &[u8], endpoint: &Arc<Endpoint>) -> Option<MissedVersion> {
         let current = current_of_too_large(body)?;
         if let Some(floor) = &self.floor {
             floor.record.set(&floor.record.shown_by(endpoint), current, clock::now());
         }
-        Some(current)
+        Some(self.missed(current))
+    }
+
+    fn missed(&self, reached: u64) -> MissedVersion {
+        MissedVersion { reached, is_floor: self.has_floor() }
     }
 
     /// The version of a list that is older than the floor; `None` for any other response.
@@ -213,7 +205,7 @@ impl RequestVersions {
         head: &response::Parts,
         prefix: Option<&[u8]>,
         endpoint: &Arc<Endpoint>,
-    ) -> Option<u64> {
+    ) -> Option<MissedVersion> {
         let (floor, versions) = self.enforced()?;
         if head.status != StatusCode::OK || !self.form.is_list() {
             return None;
@@ -230,25 +222,29 @@ impl RequestVersions {
         if self.expected_at.borrow().as_ref().is_some_and(|at| Arc::ptr_eq(at, endpoint)) {
             floor.record.lists_come_from_etcd(&shown);
         }
-        Some(version)
+        Some(self.missed(version))
     }
 
     /// Decides how the request continues after an endpoint that has reached only `version`. `other_ready`: there is a
     /// ready endpoint that was not asked, and another attempt is left after the next.
-    pub fn after_not_reached(&self, version: u64, other_ready: bool) -> NotReached {
+    pub fn after_not_reached(&self, version: u64, other_ready: bool) -> AfterNotReached {
         self.highest_reached.set(self.highest_reached.get().max(version));
         let asked = self.asked_elsewhere.replace(true);
         if self.expected_at.take().is_some() {
-            return NotReached::AskAgain;
+            return AfterNotReached::AskAgain;
         }
         if self.enforced().is_none() {
-            return if asked || !other_ready { NotReached::Respond } else { NotReached::AskOther };
+            return if asked || !other_ready {
+                AfterNotReached::Respond
+            } else {
+                AfterNotReached::AskOther
+            };
         }
         if other_ready {
-            return NotReached::AskOther;
+            return AfterNotReached::AskOther;
         }
         self.given_up.set(true);
-        NotReached::SendOriginal
+        AfterNotReached::SendOriginal
     }
 
     /// Lowers the floors of all clients to what the endpoints have reached. In a group that an aggregated apiserver may

@@ -4,11 +4,10 @@
 use std::sync::Arc;
 
 use http::{Request, response};
-use jackstay_core::request::retry::ATTEMPTS;
+use jackstay_core::request::attempts::AfterNotReached;
 
 use super::ForwardedRequest;
-use super::attempt::FailedAttempt;
-use crate::proxy::consistent_reads::{NotReached, VersionLearner};
+use crate::proxy::consistent_reads::VersionLearner;
 use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::resource_versions::ResourceRecord;
@@ -17,11 +16,6 @@ impl ForwardedRequest {
     /// The version that the endpoint should have reached.
     pub(super) fn wanted_version(&self) -> Option<(&Arc<ResourceRecord>, u64)> {
         self.resource_versions.as_ref()?.wanted()
-    }
-
-    /// Whether jackstay has changed the request, or would, so that its client knows nothing of the version.
-    pub(super) fn has_floor(&self) -> bool {
-        self.resource_versions.as_ref().is_some_and(|versions| versions.has_floor())
     }
 
     /// The head for an endpoint.
@@ -36,25 +30,24 @@ impl ForwardedRequest {
         with_floor.unwrap_or_else(|| self.head.clone())
     }
 
-    /// Whether the request is sent again after an endpoint that has not reached its version, besides the endpoints
-    /// `without_version`. If none has, it is sent without the floor.
+    /// How the request continues after an endpoint that has only this version, besides the endpoints `without_version`.
+    /// If none has the wanted one, it is sent without the floor.
     #[cold]
-    pub(super) fn may_ask_for_version(
+    pub(super) fn after_not_reached(
         &self,
-        failure: &FailedAttempt,
-        without_version: &mut Vec<Arc<Endpoint>>,
-        attempt: u32,
-    ) -> bool {
-        let Some(versions) = &self.resource_versions else { return false };
+        reached: u64,
+        without_version: &[Arc<Endpoint>],
+        may_ask_other: bool,
+    ) -> AfterNotReached {
+        let Some(versions) = &self.resource_versions else { return AfterNotReached::Respond };
         let other_ready =
-            attempt + 1 < ATTEMPTS && self.upstream.has_ready_endpoint_besides(without_version);
+            may_ask_other && self.upstream.has_ready_endpoint_besides(without_version);
         let metrics = &self.upstream.metrics;
-        match versions.after_not_reached(failure.reached, other_ready) {
-            NotReached::AskAgain => drop(without_version.pop()),
-            NotReached::AskOther => metrics.version_floor("redirected"),
-            NotReached::SendOriginal => {
+        let after = versions.after_not_reached(reached, other_ready);
+        match after {
+            AfterNotReached::AskOther => metrics.version_floor("redirected"),
+            AfterNotReached::SendOriginal => {
                 metrics.version_floor("fallen_back");
-                without_version.clear();
                 let upstream = self.upstream.pool.upstream();
                 if let Some((resource, floor, reached)) = versions.lower_floors(upstream) {
                     metrics.version_floor("reset");
@@ -68,9 +61,9 @@ impl ForwardedRequest {
                     );
                 }
             }
-            NotReached::Respond => return false,
+            AfterNotReached::AskAgain | AfterNotReached::Respond => {}
         }
-        true
+        after
     }
 
     /// Learns from the body of a response with this head; `None` if it shows nothing.

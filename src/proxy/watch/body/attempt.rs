@@ -17,6 +17,7 @@ use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until, timeout_at};
 
 use super::context::ResumeContext;
+use crate::proxy::attempt::Attempt;
 use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response, until_troubled};
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
 use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
@@ -136,7 +137,7 @@ pub async fn outage_ended(client: &UpstreamClient, class: &Rc<ClassPool>) -> Dur
 /// suspected.
 pub(super) async fn send(
     upstream: &UpstreamClient,
-    mut permit: Permit,
+    permit: Permit,
     head: Request<()>,
     deadline: Instant,
 ) -> Result<Response, AttemptError> {
@@ -146,10 +147,10 @@ pub(super) async fn send(
         connection: Some(Rc::clone(&connection)),
         outage: false,
     };
-    let (response, _) =
-        permit.open(head, true).map_err(|error| failed(describe_h2_error(&error)))?;
-    let response = tokio::select! {
-        response = response => response.map_err(|error| failed(describe_h2_error(&error)))?,
+    let mut attempt =
+        Attempt::open(permit, head, None).map_err(|error| failed(describe_h2_error(&error)))?;
+    let head = tokio::select! {
+        head = attempt.head() => head.map_err(|error| failed(describe_h2_error(&error)))?,
         () = until_troubled(&connection, upstream) => {
             return Err(failed("connection suspected before the response head".to_owned()));
         }
@@ -157,7 +158,5 @@ pub(super) async fn send(
             return Err(failed("no response head within the time limit".to_owned()));
         }
     };
-    permit.head_arrived(clock::now());
-    let (head, recv) = response.into_parts();
-    Ok(Response { head, recv, prefix: None, permit, upload: None })
+    Ok(attempt.watch_response(head))
 }

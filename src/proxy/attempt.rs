@@ -1,11 +1,14 @@
-//! One attempt at a request: one stream on one connection.
+//! One attempt at a request: one stream on one connection. Requests ([`super::forward`]) and watches that continue on
+//! another stream ([`super::watch::body`]) make the same attempts.
 
 use std::rc::Rc;
+use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
 use h2::client::ResponseFuture;
 use http::{Request, StatusCode, response};
+use jackstay_core::request::attempts::{self, Failure, MissedVersion};
 use jackstay_core::request::info::RequestKind;
 use jackstay_core::request::overload_rejection::{is_overload, may_be_overload};
 use jackstay_core::request::retry;
@@ -15,12 +18,12 @@ use jackstay_core::request::shutdown_rejection::{
 };
 use jackstay_sys::clock;
 
-use crate::proxy::body_prefix::{body_prefix, waits_for_prefix};
-use crate::proxy::consistent_reads::RequestVersions;
-use crate::proxy::request_body::{RequestBody, UploadTask};
-use crate::proxy::upstream_client::UpstreamResponse;
+use super::body_prefix::{body_prefix, waits_for_prefix};
+use super::consistent_reads::RequestVersions;
+use super::request_body::{RequestBody, UploadTask};
+use super::upstream_client::UpstreamResponse;
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
-use crate::upstream::pool::PreviousFailure;
+use crate::upstream::endpoint::Endpoint;
 
 /// An attempt whose stream is open.
 pub(super) struct Attempt {
@@ -29,63 +32,56 @@ pub(super) struct Attempt {
     upload: Option<UploadTask>,
 }
 
+/// The state machine of the attempts at a request.
+pub(super) type Attempts = attempts::Attempts<Arc<Endpoint>, Rc<Connection>>;
+/// What has happened to one of them.
+pub(super) type Input = attempts::Input<Arc<Endpoint>, Rc<Connection>>;
+
 /// A failed attempt.
-pub(super) struct FailedAttempt {
-    /// The stage that the attempt had reached.
-    pub(super) stage: Stage,
-    /// The cause, for logs and errors.
-    pub(super) reason: String,
-    pub(super) connection: Rc<Connection>,
-    /// The rejection by the apiserver, if it sent one. The client gets it if no other endpoint accepts
-    /// the request.
-    pub(super) response: Option<Box<HeldResponse>>,
-    /// In the stage *not reached*, the version that the endpoint has reached.
-    pub(super) reached: u64,
-}
+pub(super) type FailedAttempt = Failure<Arc<Endpoint>, Rc<Connection>>;
 
-/// A short response that is held back: head and complete body.
-pub(super) type HeldResponse = (response::Parts, Bytes);
-
-impl FailedAttempt {
-    /// A failure of the stream or its connection, without a response.
-    pub(super) fn new(stage: Stage, reason: &str, connection: &Rc<Connection>) -> Self {
-        let reason = format!("{reason} on the connection to {}", connection.endpoint.label);
-        Self { stage, reason, connection: Rc::clone(connection), response: None, reached: 0 }
-    }
-
-    /// The failure as the pool considers it when it chooses the connection of the next attempt.
-    pub(super) fn previous_failure(&self) -> PreviousFailure<'_> {
-        match self.stage {
-            Stage::Unprocessed | Stage::TooOld | Stage::NotReached | Stage::Rejected => {
-                PreviousFailure::Refusal(&self.connection)
-            }
-            Stage::NotSent | Stage::NoHead | Stage::Unanswered | Stage::HeadHeld => {
-                PreviousFailure::Silence(&self.connection)
-            }
-        }
+/// The failure of a stream or its connection, without a response.
+pub(super) fn failed(stage: Stage, reason: &str, connection: &Rc<Connection>) -> FailedAttempt {
+    Failure {
+        stage,
+        reason: format!("{reason} on the connection to {}", connection.endpoint.label),
+        connection: Rc::clone(connection),
+        endpoint: Arc::clone(&connection.endpoint),
+        response: None,
+        version: MissedVersion::default(),
     }
 }
 
 impl Attempt {
     /// Opens the stream and starts to send the body.
-    pub(super) fn start(
+    ///
+    /// # Errors
+    /// The stream was not opened, so nothing was sent.
+    pub(super) fn open(
         mut permit: Permit,
         head: Request<()>,
         body: Option<&Rc<RequestBody>>,
-    ) -> Result<Self, FailedAttempt> {
-        match permit.open(head, body.is_none()) {
-            Ok((response, stream)) => {
-                let upload = body.map(|body| body.send(stream));
-                Ok(Self { permit, response, upload })
-            }
-            Err(error) => Err(FailedAttempt {
-                stage: Stage::NotSent,
-                reason: error.to_string(),
-                connection: Rc::clone(permit.connection()),
-                response: None,
-                reached: 0,
-            }),
-        }
+    ) -> Result<Self, h2::Error> {
+        let (response, stream) = permit.open(head, body.is_none())?;
+        let upload = body.map(|body| body.send(stream));
+        Ok(Self { permit, response, upload })
+    }
+
+    /// Waits for the response head.
+    ///
+    /// # Errors
+    /// The stream was reset, or its connection was lost.
+    pub(super) async fn head(&mut self) -> Result<(response::Parts, RecvStream), h2::Error> {
+        (&mut self.response).await.map(http::Response::into_parts)
+    }
+
+    /// The response to the request of a watch whose head has just arrived.
+    pub(super) fn watch_response(
+        mut self,
+        (head, recv): (response::Parts, RecvStream),
+    ) -> UpstreamResponse {
+        self.permit.head_arrived(clock::now());
+        UpstreamResponse { head, recv, prefix: None, permit: self.permit, upload: self.upload }
     }
 
     /// Waits for the response head, and for the beginning of the body if the request may be sent again.
@@ -97,7 +93,7 @@ impl Attempt {
     ) -> Result<UpstreamResponse, FailedAttempt> {
         let Self { mut permit, response, upload } = self;
         let connection = Rc::clone(permit.connection());
-        let failed = |stage, reason: &str| FailedAttempt::new(stage, reason, &connection);
+        let failed = |stage, reason: &str| failed(stage, reason, &connection);
         let (head, mut recv) = match response.await {
             Ok(response) => response.into_parts(),
             Err(error) => return Err(failed(stage_of(&error), &describe_h2_error(&error))),
@@ -124,12 +120,12 @@ impl Attempt {
             let body = Box::pin(read_short(&mut recv))
                 .await
                 .map_err(|reason| failed(Stage::HeadHeld, &reason))?;
-            let reached = versions
+            let missed = versions
                 .filter(|_| may_be_not_reached)
                 .and_then(|versions| versions.not_reached(&body, &connection.endpoint));
             let rejection = if may_be_too_old && body.len() <= REJECTION_MAX_BODY {
                 Some((Stage::TooOld, "the apiserver's watch cache starts after this version"))
-            } else if reached.is_some() {
+            } else if missed.is_some() {
                 Some((
                     Stage::NotReached,
                     "the apiserver's watch cache has not reached this version",
@@ -144,8 +140,8 @@ impl Attempt {
             if let Some((stage, reason)) = rejection {
                 permit.finished();
                 let response = Some(Box::new((head, body)));
-                let reached = reached.unwrap_or(0);
-                return Err(FailedAttempt { response, reached, ..failed(stage, reason) });
+                let version = missed.unwrap_or_default();
+                return Err(FailedAttempt { response, version, ..failed(stage, reason) });
             }
             permit.head_arrived(arrived);
             return Ok(UpstreamResponse { head, recv, prefix: Some(body), permit, upload });
@@ -155,15 +151,14 @@ impl Attempt {
             .map_err(|error| failed(Stage::HeadHeld, &describe_h2_error(&error)))?;
         permit.head_arrived(arrived);
         if let Some(versions) = versions
-            && let Some(reached) = versions.stale(&head, prefix.as_deref(), &connection.endpoint)
+            && let Some(version) = versions.stale(&head, prefix.as_deref(), &connection.endpoint)
         {
             let reason = "the list is older than one that the client has seen";
-            return Err(FailedAttempt { reached, ..failed(Stage::NotReached, reason) });
+            return Err(FailedAttempt { version, ..failed(Stage::NotReached, reason) });
         }
         Ok(UpstreamResponse { head, recv, prefix, permit, upload })
     }
 }
-
 /// Reads a body that is short according to its head. Stops after the frame with which it exceeds
 /// [`REJECTION_MAX_BODY`] bytes.
 async fn read_short(recv: &mut RecvStream) -> Result<Bytes, String> {

@@ -1,0 +1,261 @@
+//! The inputs and effects of [`super::Attempts::step`].
+
+#![allow(missing_docs)] // the text of a variant explains its fields
+
+use std::borrow::Cow;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http::response;
+
+use crate::request::retry::{Refusal, Stage};
+use crate::request::status_error::StatusError;
+
+/// A short response that is held back: its head and its whole body.
+pub type HeldResponse = (response::Parts, Bytes);
+
+/// What has happened. An `attempt` is the number of one of the parallel attempts of a round, from 0.
+#[derive(Debug)]
+pub enum Input<E, C> {
+    /// The pool has reserved a stream ([`Effect::Acquire`], [`Effect::Retry`], [`Effect::Hedge`]).
+    Granted { attempt: usize },
+    /// The pool has no stream for the first attempt of a round. `may_hold`: a new watch may be held.
+    NoStream { reason: NoStream, may_hold: bool },
+    /// The pool has no stream for a hedge.
+    NoHedgeStream { attempt: usize },
+    /// The response has arrived as far as it is held back.
+    Responded { attempt: usize },
+    /// The attempt has failed, and its stream is closed. `is_given_up`: its connection is silent, and no other
+    /// connection of its class is live.
+    Failed { attempt: usize, failure: Failure<E, C>, is_given_up: bool },
+    /// The facts about the failure of the round ([`Effect::ReportFacts`]).
+    FailureFacts { connection: ConnectionFacts, body: BodyState },
+    /// The request should not rely on the connection of this attempt alone ([`Awaited::Trouble`]). `has_whole_body`: its
+    /// body has arrived and is held, so that parallel attempts can send it.
+    Troubled { attempt: usize, has_whole_body: bool },
+    /// The pause after a failed hedge is over, and the connection is in trouble ([`Awaited::Loss`]).
+    HedgeDue { attempt: usize },
+    /// The answer to [`Effect::TakeHedgeToken`]. `has_better_endpoint`: the endpoint of the attempt is degraded or fails
+    /// its probe, and another one is ready.
+    HedgeToken { attempt: usize, taken: bool, has_better_endpoint: bool },
+    /// The connection of a safe request is silent. `has_live`: another connection of its class is live.
+    Silent { attempt: usize, has_live: bool },
+    /// [`super::Attempts::heartbeat_due`] has come. `ill_health`: why the connection or its endpoint is not healthy.
+    HeartbeatDue { ill_health: Option<String> },
+    /// The new watch was held for this time, and an attempt may succeed again.
+    OutageEnded { held: Duration },
+    /// [`Effect::Pause`] is over.
+    PauseEnded,
+    /// The deadline of [`Effect::Hold`] has passed, or the listener drains.
+    HoldEnded,
+    /// The endpoints that reject requests for overload, the one of the failed attempt included
+    /// ([`Effect::RecordRejection`]).
+    Rejecting(Vec<E>),
+    /// The answer to [`Effect::AskForOther`].
+    OtherEndpoint { may_be_asked: bool },
+    /// The answer to [`Effect::AskForVersion`].
+    AfterNotReached(AfterNotReached),
+}
+
+/// What the shell does after a step. Each effect leads to one input.
+#[derive(Debug)]
+pub enum Effect {
+    /// Wait for the next input of the attempts that run ([`super::Attempts::awaited`]).
+    Wait,
+    /// Take a stream for the first attempt of a round, as [`super::Attempts::requirements`] says.
+    Acquire,
+    /// As [`Self::Acquire`], after the failed attempt [`super::Attempts::failure`], which is counted and logged.
+    Retry,
+    /// Send the request on the granted stream.
+    Send { attempt: usize },
+    /// Take a token from the budget of hedges for a hedge of this attempt. `probe`: its endpoint is probed, too. All
+    /// attempts after this one have ended.
+    TakeHedgeToken { attempt: usize, probe: bool },
+    /// Take a stream for this attempt, a hedge, on another live connection than that of the attempt before. `exclude`: on
+    /// another endpoint, too.
+    Hedge { attempt: usize, exclude: bool },
+    /// End this attempt, which then fails with this stage and reason.
+    GiveUp { attempt: usize, stage: Stage, reason: Cow<'static, str> },
+    /// Probe the endpoint of this attempt, and wait.
+    Probe { attempt: usize },
+    /// Hold the new watch until an apiserver can be reached, at most until this time or the drain of the listener.
+    Hold { until: Instant },
+    /// Wait for this time, with the same limits, and until the client's identity is confirmed.
+    Pause { delay: Duration },
+    /// Report the facts about [`super::Attempts::failure`].
+    ReportFacts,
+    /// Record that the endpoint of the failed attempt rejects requests for this time.
+    RecordRejection { pause: Duration },
+    /// Find out whether a ready endpoint is left that is not excluded; if so, take a token from this budget.
+    AskForOther { budget: OtherBudget },
+    /// Find out how the request continues after an endpoint that has not reached its version. `may_ask_other`: enough
+    /// attempts are left to ask another one.
+    AskForVersion { may_ask_other: bool },
+    /// Forward the response of this attempt. All others are cancelled.
+    Respond { attempt: usize },
+    /// Answer the client without a response of an attempt.
+    Refuse(Box<Refused>),
+}
+
+/// The budget that limits requests to another endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OtherBudget {
+    /// After a 410.
+    TooOld,
+    /// After a rejection for overload.
+    Rejected,
+}
+
+/// What the client gets instead of a response of an attempt.
+#[derive(Debug)]
+pub enum Refused {
+    /// The rejection by an apiserver that was held back.
+    Rejection(Box<HeldResponse>),
+    /// An error, and why the request was not sent again, if that is a rule of [`crate::request::retry`].
+    Error(StatusError, Option<Refusal>),
+}
+
+/// Why the pool has no stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NoStream {
+    /// No endpoint can be reached. The text has the reason for each endpoint.
+    Unreachable(String),
+    /// Any other reason.
+    Other(StatusError),
+}
+
+/// A failed attempt.
+#[derive(Debug)]
+pub struct Failure<E, C> {
+    /// The stage that the attempt had reached.
+    pub stage: Stage,
+    /// The cause, for logs and errors.
+    pub reason: String,
+    pub connection: C,
+    /// The endpoint of the connection.
+    pub endpoint: E,
+    /// The rejection by the apiserver, if it sent one.
+    pub response: Option<Box<HeldResponse>>,
+    /// In the stage *not reached*: what the endpoint has reached.
+    pub version: MissedVersion,
+}
+
+/// A version that an endpoint has not reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MissedVersion {
+    /// The version that the endpoint has reached.
+    pub reached: u64,
+    /// jackstay has set the version, so the rejection means nothing to the client.
+    pub is_floor: bool,
+}
+
+/// How a failed attempt affects the choice of the next connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FailureCause {
+    /// The connection did not respond or was lost.
+    Silence,
+    /// The endpoint refused the request.
+    Refusal,
+}
+
+impl<E, C> Failure<E, C> {
+    /// How the pool considers the failure when it chooses the next connection.
+    pub fn cause(&self) -> FailureCause {
+        match self.stage {
+            Stage::Unprocessed | Stage::TooOld | Stage::NotReached | Stage::Rejected => {
+                FailureCause::Refusal
+            }
+            Stage::NotSent | Stage::NoHead | Stage::Unanswered | Stage::HeadHeld => {
+                FailureCause::Silence
+            }
+        }
+    }
+}
+
+/// The connection of a failed attempt at the time of the decision.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ConnectionFacts {
+    /// It shows no evidence of life.
+    pub is_silent: bool,
+    pub is_dead: bool,
+    /// When it last became suspect.
+    pub suspect_since: Option<Instant>,
+}
+
+/// How much of the request's body jackstay holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BodyState {
+    /// All that was read, so that it can be sent again from its beginning.
+    Held,
+    /// Not all that was read.
+    NotHeld,
+    /// The body is malformed, or the client left before its end.
+    Aborted,
+}
+
+/// How a request continues after an endpoint had not reached its version.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AfterNotReached {
+    /// It is sent with the floor, to any endpoint: the one that was asked got it unchanged.
+    AskAgain,
+    /// It is sent to another endpoint.
+    AskOther,
+    /// It is sent as the client sent it, to any endpoint.
+    SendOriginal,
+    /// The client gets the response.
+    Respond,
+}
+
+/// What the pool considers when it chooses the connection of the first attempt of a round.
+#[derive(Debug)]
+pub struct Requirements<'a, E, C> {
+    /// The connection of the attempt before, and why that failed.
+    pub previous_failure: Option<(FailureCause, &'a C)>,
+    /// Endpoints that must not be used.
+    pub excluded: &'a [E],
+    /// Suspect connections are excluded: the request has waited on a silent one.
+    pub live_only: bool,
+    /// When the request lost its previous connection.
+    pub without_connection_since: Option<Instant>,
+}
+
+/// What an attempt waits for, besides its response if it is sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Awaited {
+    /// A stream.
+    Stream,
+    /// Trouble of its connection ([`Input::Troubled`]).
+    Trouble,
+    /// The loss of its connection ([`Input::Failed`]). `silence_from`: from this time on also its silence
+    /// ([`Input::Silent`]); `None` for a request that must not be sent twice. `hedge_from`: from this time on also trouble
+    /// ([`Input::HedgeDue`]).
+    Loss { silence_from: Option<Instant>, hedge_from: Option<Instant> },
+}
+
+/// How a request that was hedged ended, or why a hedge was not sent: a label of `jackstay_hedges_total`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HedgeOutcome {
+    /// The hedged attempt got its response first.
+    Original,
+    /// The hedge did.
+    Hedge,
+    /// Both failed.
+    Failed,
+    /// The budget of hedges is used up.
+    OverBudget,
+    /// There was no stream for the hedge. Its token goes back to the budget.
+    Nobody,
+}
+
+impl HedgeOutcome {
+    /// The label.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Original => "original",
+            Self::Hedge => "hedge",
+            Self::Failed => "failed",
+            Self::OverBudget => "over_budget",
+            Self::Nobody => "nobody",
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! The parallel attempts of a round: the first one, whose connection is in trouble, and its hedges. Each hedge belongs to
+//! the attempt before it, which may be a hedge itself: a switch that loses its flow table breaks all connections.
+
+use std::time::{Duration, Instant};
+
+use super::input::{Awaited, Effect, Failure, HedgeOutcome};
+
+/// Maximum number of parallel attempts, the first included.
+pub const MAX_PARALLEL: usize = 4;
+/// Pause after a hedge that found no connection or failed. A request reaches an apiserver within this time after it
+/// returns.
+pub const HEDGE_INTERVAL: Duration = Duration::from_secs(1);
+/// How often a request on a silent connection checks whether another connection of its class is still live.
+pub const LIVE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The hedges of a request.
+#[derive(Debug, Default)]
+pub(super) struct Hedges {
+    /// Number of hedges that got a stream.
+    pub(super) sent: u32,
+    /// What has not been counted yet.
+    pub(super) outcomes: Vec<HedgeOutcome>,
+}
+
+impl Hedges {
+    /// An attempt has ended that was hedged `since` this number of hedges, if it was. Nothing is reported if none of its
+    /// hedges got a stream.
+    fn ended(&mut self, since: Option<u32>, outcome: HedgeOutcome) {
+        if since.is_some_and(|since| self.sent > since) {
+            self.outcomes.push(outcome);
+        }
+    }
+}
+
+/// See the module documentation. The last attempt is the only one that may have no hedge.
+#[derive(Debug)]
+pub(super) struct Parallel<E, C>(Vec<Attempt<E, C>>);
+
+#[derive(Debug)]
+enum Attempt<E, C> {
+    /// A hedge without a stream.
+    Acquiring,
+    /// Its connection is not in trouble.
+    Sent,
+    Troubled {
+        hedging: Hedging,
+        /// When the silence of its connection is considered; `None` for a request that must not be sent twice.
+        silence_from: Option<Instant>,
+    },
+    /// It has failed, and its hedge runs. `since`: as in [`Hedging`].
+    Failed { failure: Failure<E, C>, since: u32 },
+}
+
+/// Whether an attempt is hedged. `since`: the number of hedges that the request had sent before those of this attempt.
+#[derive(Debug, Clone, Copy)]
+enum Hedging {
+    /// It must not be hedged, or the budget is used up.
+    Off,
+    /// A hedge asks for a token, waits for a stream, or runs.
+    Running { since: u32 },
+    /// The last hedge has ended. The next one follows trouble at or after this time.
+    Paused { since: u32, until: Instant },
+}
+
+impl<E, C> Attempt<E, C> {
+    /// The number of hedges that the request had sent before those of this attempt, if it is hedged.
+    fn hedged_since(&self) -> Option<u32> {
+        match *self {
+            Self::Troubled {
+                hedging: Hedging::Running { since } | Hedging::Paused { since, .. },
+                ..
+            }
+            | Self::Failed { since, .. } => Some(since),
+            _ => None,
+        }
+    }
+}
+
+impl<E, C> Parallel<E, C> {
+    /// The first attempt of a round, on a connection without trouble.
+    pub(super) fn new() -> Self {
+        Self(vec![Attempt::Sent])
+    }
+
+    /// What an attempt waits for; `None` if it has ended.
+    pub(super) fn awaited(&self, attempt: usize) -> Option<Awaited> {
+        match *self.0.get(attempt)? {
+            Attempt::Sent => Some(Awaited::Trouble),
+            Attempt::Troubled { hedging, silence_from } => {
+                let hedge_from = match hedging {
+                    Hedging::Paused { until, .. } => Some(until),
+                    Hedging::Off | Hedging::Running { .. } => None,
+                };
+                Some(Awaited::Loss { silence_from, hedge_from })
+            }
+            Attempt::Acquiring => Some(Awaited::Stream),
+            Attempt::Failed { .. } => None,
+        }
+    }
+
+    /// The connection of an attempt is in trouble.
+    pub(super) fn troubled(
+        &mut self,
+        attempt: usize,
+        is_safe: bool,
+        has_whole_body: bool,
+        hedges: &Hedges,
+        now: Instant,
+    ) -> Effect {
+        let may_hedge = is_safe && has_whole_body && attempt + 1 < MAX_PARALLEL;
+        let Some(troubled) = self.0.get_mut(attempt) else { return Effect::Wait };
+        let hedging =
+            if may_hedge { Hedging::Running { since: hedges.sent } } else { Hedging::Off };
+        *troubled = Attempt::Troubled { hedging, silence_from: is_safe.then_some(now) };
+        if may_hedge { Effect::TakeHedgeToken { attempt, probe: true } } else { Effect::Wait }
+    }
+
+    /// The pause after a failed hedge is over.
+    pub(super) fn hedge_due(&mut self, attempt: usize) -> Effect {
+        if let Some(Attempt::Troubled { hedging, .. }) = self.0.get_mut(attempt)
+            && let Hedging::Paused { since, .. } = *hedging
+        {
+            *hedging = Hedging::Running { since };
+            return Effect::TakeHedgeToken { attempt, probe: false };
+        }
+        Effect::Wait
+    }
+
+    /// The budget has a token for a hedge of an attempt, or it is used up.
+    pub(super) fn hedge_token(
+        &mut self,
+        attempt: usize,
+        taken: bool,
+        has_better_endpoint: bool,
+        hedges: &mut Hedges,
+    ) -> Effect {
+        if taken {
+            self.0.push(Attempt::Acquiring);
+            // All connections to a degraded endpoint are in trouble.
+            return Effect::Hedge { attempt: attempt + 1, exclude: has_better_endpoint };
+        }
+        hedges.outcomes.push(HedgeOutcome::OverBudget);
+        if let Some(Attempt::Troubled { hedging, .. }) = self.0.get_mut(attempt) {
+            *hedging = Hedging::Off;
+        }
+        Effect::Wait
+    }
+
+    /// A hedge has a stream.
+    pub(super) fn granted(&mut self, attempt: usize, hedges: &mut Hedges) -> Effect {
+        let Some(hedge) = self.0.get_mut(attempt) else { return Effect::Wait };
+        *hedge = Attempt::Sent;
+        hedges.sent += 1;
+        Effect::Send { attempt }
+    }
+
+    /// The connection of an attempt at a safe request is silent.
+    pub(super) fn silent(&mut self, attempt: usize, now: Instant) {
+        if let Some(Attempt::Troubled { silence_from, .. }) = self.0.get_mut(attempt) {
+            *silence_from = Some(now + LIVE_CHECK_INTERVAL);
+        }
+    }
+
+    /// An attempt has its response.
+    pub(super) fn responded(&self, attempt: usize, hedges: &mut Hedges) {
+        for (index, other) in self.0.iter().enumerate().take(attempt + 1) {
+            let outcome =
+                if index < attempt { HedgeOutcome::Hedge } else { HedgeOutcome::Original };
+            hedges.ended(other.hedged_since(), outcome);
+        }
+    }
+
+    /// An attempt has failed. Its hedge goes on, unless the attempt is given up.
+    ///
+    /// # Errors
+    /// All attempts have failed. The failure is that of the first one.
+    pub(super) fn failed(
+        &mut self,
+        attempt: usize,
+        failure: Failure<E, C>,
+        is_given_up: bool,
+        hedges: &mut Hedges,
+        now: Instant,
+    ) -> Result<Effect, Failure<E, C>> {
+        let Some(failed) = self.0.get_mut(attempt) else { return Ok(Effect::Wait) };
+        let since = failed.hedged_since();
+        if let Some(since) = since
+            && attempt + 1 < self.0.len()
+            && !is_given_up
+        {
+            self.0[attempt] = Attempt::Failed { failure, since };
+            return Ok(Effect::Wait);
+        }
+        hedges.ended(since, HedgeOutcome::Failed);
+        self.0.truncate(attempt);
+        if self.0.is_empty() { Err(failure) } else { self.hedge_ended(hedges, now) }
+    }
+
+    /// The pool has no stream for a hedge.
+    ///
+    /// # Errors
+    /// As [`Self::failed`].
+    pub(super) fn no_stream(
+        &mut self,
+        attempt: usize,
+        hedges: &mut Hedges,
+        now: Instant,
+    ) -> Result<Effect, Failure<E, C>> {
+        hedges.outcomes.push(HedgeOutcome::Nobody);
+        self.0.truncate(attempt);
+        self.hedge_ended(hedges, now)
+    }
+
+    /// The hedge of the last attempt has ended without a response.
+    fn hedge_ended(&mut self, hedges: &mut Hedges, now: Instant) -> Result<Effect, Failure<E, C>> {
+        while let Some(last) = self.0.pop() {
+            let since = last.hedged_since();
+            match last {
+                Attempt::Failed { failure, .. } => {
+                    hedges.ended(since, HedgeOutcome::Failed);
+                    if self.0.is_empty() {
+                        return Err(failure);
+                    }
+                }
+                Attempt::Troubled { silence_from, .. } => {
+                    // The attempt may wait 20 s for a stopped apiserver, and another endpoint may return before that.
+                    let until = now + HEDGE_INTERVAL;
+                    let since = since.unwrap_or(hedges.sent);
+                    let hedging = Hedging::Paused { since, until };
+                    self.0.push(Attempt::Troubled { hedging, silence_from });
+                    break;
+                }
+                other => {
+                    self.0.push(other);
+                    break;
+                }
+            }
+        }
+        Ok(Effect::Wait)
+    }
+}

@@ -1,0 +1,258 @@
+//! Property tests with random sequences of inputs.
+
+use fastrand::Rng;
+use proptest::prelude::*;
+
+use super::*;
+
+/// Number of random inputs, after which everything that runs fails.
+const MAX_RANDOM: usize = 400;
+
+/// An attempt as the shell sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Slot {
+    Ended,
+    Acquiring,
+    Sent,
+}
+
+/// A shell that executes effects, with an input chosen at random for each.
+struct Shell {
+    attempts: Attempts<Key, Key>,
+    kind: RequestKind,
+    now: Instant,
+    rng: Rng,
+    /// Number of inputs that may still be chosen freely.
+    free: usize,
+    slots: [Slot; MAX_PARALLEL],
+    /// Tokens of the hedge budget.
+    tokens: u32,
+    taken: u32,
+    returned: u32,
+    hedges: u32,
+    /// Hedges that were cancelled while they waited for a stream.
+    cancelled: u32,
+    /// Attempts at the request that may have reached a handler.
+    reached: u32,
+    firsts: u32,
+}
+
+impl Shell {
+    fn new(kind: RequestKind, is_heartbeat: bool, seed: u64) -> Self {
+        let now = Instant::now();
+        Self {
+            attempts: Attempts::new(kind, is_heartbeat, now, None),
+            kind,
+            now,
+            rng: Rng::with_seed(seed),
+            free: MAX_RANDOM,
+            slots: [Slot::Ended; MAX_PARALLEL],
+            tokens: 40,
+            taken: 0,
+            returned: 0,
+            hedges: 0,
+            cancelled: 0,
+            reached: 0,
+            firsts: 0,
+        }
+    }
+
+    fn chance(&mut self, one_in: u32) -> bool {
+        self.free > 0 && self.rng.u32(..one_in) == 0
+    }
+
+    fn stage(&mut self) -> Stage {
+        use Stage::{HeadHeld, NoHead, NotReached, NotSent, Rejected, TooOld, Unprocessed};
+        let stages = [NotSent, Unprocessed, TooOld, NotReached, Rejected, NoHead, HeadHeld];
+        stages[self.rng.usize(..stages.len())]
+    }
+
+    fn fail(&mut self, attempt: usize, stage: Stage) -> TestInput {
+        assert_eq!(std::mem::replace(&mut self.slots[attempt], Slot::Ended), Slot::Sent);
+        if !matches!(stage, Stage::NotSent | Stage::Unprocessed) {
+            self.reached += 1;
+        }
+        let code = if self.rng.bool() { 503 } else { 0 };
+        let failure = failure(stage, code);
+        Input::Failed { attempt, failure, is_given_up: self.rng.bool() }
+    }
+
+    /// An input for the first attempt of a round.
+    fn acquire(&mut self) -> TestInput {
+        assert_eq!(self.slots, [Slot::Ended; MAX_PARALLEL]);
+        if self.chance(8) {
+            return if self.rng.bool() { exhausted() } else { unreachable(self.rng.bool()) };
+        }
+        self.slots[0] = Slot::Acquiring;
+        granted(0)
+    }
+
+    /// An event of an attempt that runs.
+    fn event(&mut self) -> TestInput {
+        self.now += Duration::from_millis(self.rng.u64(..2_000));
+        if self.attempts.heartbeat_due().is_some() && self.chance(2) {
+            let ill_health = self.rng.bool().then(|| "ill".to_owned());
+            return Input::HeartbeatDue { ill_health };
+        }
+        let running: Vec<_> =
+            (0..MAX_PARALLEL).filter(|attempt| self.slots[*attempt] != Slot::Ended).collect();
+        assert!(!running.is_empty(), "nothing runs: {:?}", self.attempts);
+        let attempt = running[self.rng.usize(..running.len())];
+        let awaited = self.attempts.awaited(attempt).unwrap();
+        let is_free = self.free > 0;
+        match (awaited, self.rng.u32(..4)) {
+            (Awaited::Stream, 0 | 1) if is_free => granted(attempt),
+            (Awaited::Stream, _) => {
+                self.slots[attempt] = Slot::Ended;
+                Input::NoHedgeStream { attempt }
+            }
+            (_, 0) if self.chance(4) => responded(attempt),
+            (Awaited::Trouble, 1 | 2) if is_free => {
+                Input::Troubled { attempt, has_whole_body: self.rng.u32(..4) > 0 }
+            }
+            (Awaited::Loss { silence_from: Some(_), .. }, 1) if is_free => {
+                Input::Silent { attempt, has_live: self.rng.bool() }
+            }
+            (Awaited::Loss { hedge_from: Some(from), .. }, 2) if is_free => {
+                self.now = self.now.max(from);
+                Input::HedgeDue { attempt }
+            }
+            _ => {
+                let stage = self.stage();
+                self.fail(attempt, stage)
+            }
+        }
+    }
+
+    /// Executes effects until the request is answered. Returns the number of steps.
+    fn run(&mut self) -> usize {
+        let mut input = self.acquire();
+        for steps in 1..10 * MAX_RANDOM {
+            self.free = self.free.saturating_sub(1);
+            let mut rng = self.rng.fork();
+            let effect = self.attempts.step(input, self.now, &mut rng);
+            self.count();
+            if let Effect::Respond { attempt } = effect {
+                assert_eq!(self.slots[attempt], Slot::Sent);
+                self.follow();
+                return steps;
+            }
+            self.follow();
+            input = match effect {
+                Effect::Refuse(_) => return steps,
+                Effect::Respond { .. } => unreachable!(),
+                effect => self.execute(&effect),
+            };
+        }
+        panic!("the request does not end: {:?}", self.attempts);
+    }
+
+    fn execute(&mut self, effect: &Effect) -> TestInput {
+        match *effect {
+            Effect::Acquire | Effect::Retry => self.acquire(),
+            Effect::Send { attempt } => {
+                self.send(attempt);
+                self.event()
+            }
+            Effect::TakeHedgeToken { attempt, .. } => {
+                assert_eq!(self.slots[attempt], Slot::Sent);
+                let taken = self.tokens > 0;
+                if taken {
+                    self.tokens -= 1;
+                    self.taken += 1;
+                }
+                Input::HedgeToken { attempt, taken, has_better_endpoint: self.rng.bool() }
+            }
+            Effect::Hedge { attempt, .. } => {
+                assert_eq!(self.slots[attempt], Slot::Ended);
+                assert_eq!(self.slots[attempt - 1], Slot::Sent);
+                self.slots[attempt] = Slot::Acquiring;
+                self.event()
+            }
+            Effect::GiveUp { attempt, stage, .. } => self.fail(attempt, stage),
+            Effect::Hold { .. } if self.chance(2) => {
+                Input::OutageEnded { held: Duration::from_secs(self.rng.u64(..100)) }
+            }
+            Effect::Pause { .. } if self.chance(2) => Input::PauseEnded,
+            Effect::Hold { .. } | Effect::Pause { .. } => Input::HoldEnded,
+            Effect::ReportFacts => {
+                let bodies = [BodyState::Held, BodyState::NotHeld, BodyState::Aborted];
+                let body = bodies[if self.rng.u32(..8) > 0 { 0 } else { self.rng.usize(..3) }];
+                facts(body)
+            }
+            Effect::RecordRejection { .. } => Input::Rejecting(vec![1]),
+            Effect::AskForOther { .. } => other(self.rng.u32(..4) > 0),
+            Effect::AskForVersion { .. } => {
+                use AfterNotReached::{AskAgain, AskOther, Respond, SendOriginal};
+                let answers = [AskAgain, AskOther, SendOriginal, Respond];
+                Input::AfterNotReached(answers[self.rng.usize(..4)])
+            }
+            Effect::Wait | Effect::Probe { .. } => self.event(),
+            Effect::Respond { .. } | Effect::Refuse(_) => unreachable!(),
+        }
+    }
+
+    fn send(&mut self, attempt: usize) {
+        assert_eq!(self.slots[attempt], Slot::Acquiring);
+        self.slots[attempt] = Slot::Sent;
+        if attempt > 0 {
+            self.hedges += 1;
+        } else {
+            self.firsts += 1;
+        }
+        let sent = self.slots.iter().filter(|slot| **slot == Slot::Sent).count();
+        if !retry::may_hedge(self.kind) {
+            assert_eq!(sent, 1, "not in parallel");
+            assert_eq!(self.reached, 0, "an earlier attempt may have reached a handler");
+        }
+    }
+
+    /// Counts the outcomes of hedges.
+    fn count(&mut self) {
+        for outcome in self.attempts.hedge_outcomes() {
+            if outcome == HedgeOutcome::Nobody {
+                self.returned += 1;
+                self.tokens += 1;
+            }
+        }
+    }
+
+    /// Cancels the attempts that have ended. Each other one runs.
+    fn follow(&mut self) {
+        for attempt in 0..MAX_PARALLEL {
+            match self.attempts.awaited(attempt) {
+                None => {
+                    let before = std::mem::replace(&mut self.slots[attempt], Slot::Ended);
+                    self.cancelled += u32::from(before == Slot::Acquiring);
+                }
+                // Its stream is granted, and the effect is `Send`; or the effect is `Hedge`.
+                Some(Awaited::Stream) => assert_ne!(self.slots[attempt], Slot::Sent),
+                Some(_) => assert_ne!(self.slots[attempt], Slot::Ended),
+            }
+        }
+    }
+}
+
+fn kinds() -> impl Strategy<Value = RequestKind> {
+    use RequestKind::{Log, NonMutating, Read, Tunnel, Watch, Write};
+    prop::sample::select(&[Read, Watch, Log, NonMutating, Write, Tunnel][..])
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(4_000))]
+
+    /// The shell asserts that a request which may not reach a handler twice does not.
+    #[test]
+    fn each_sequence_ends_with_one_answer(kind in kinds(), seed in any::<u64>()) {
+        let mut shell = Shell::new(kind, kind == RequestKind::Write, seed);
+        let steps = shell.run();
+        prop_assert!(shell.firsts <= ATTEMPTS);
+        prop_assert!(steps <= 3 * MAX_RANDOM, "{steps}");
+        prop_assert_eq!(shell.hedges, shell.attempts.hedges_sent());
+        prop_assert!(shell.attempts.awaited(0).is_none());
+        prop_assert_eq!(shell.slots, [Slot::Ended; MAX_PARALLEL]);
+        // A hedge that is cancelled while it waits for its stream costs a token.
+        prop_assert_eq!(shell.taken, shell.returned + shell.hedges + shell.cancelled);
+        prop_assert!(shell.attempts.hedge_outcomes().next().is_none());
+    }
+}

@@ -1,0 +1,329 @@
+//! Executes the effects of the state machine ([`jackstay_core::request::attempts`]) for a request that does not get its
+//! response from its first attempt, on a connection without trouble.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+use futures_util::future::LocalBoxFuture;
+use jackstay_core::request::attempts::{
+    ConnectionFacts, Effect, FailureCause, HedgeOutcome, NoStream, OtherBudget, Refused,
+    Requirements,
+};
+use jackstay_core::request::retry::Stage;
+use jackstay_core::request::status_error::StatusError;
+use jackstay_sys::clock;
+use tokio::time::{sleep, sleep_until};
+
+use super::slots::{Event, Response, Slots};
+use super::{ForwardedRequest, Progress};
+use crate::proxy::attempt::{FailedAttempt, Input, failed};
+use crate::proxy::heartbeat::ill_health;
+use crate::proxy::upstream_client::{UpstreamResponse, has_better_endpoint};
+use crate::proxy::watch::body::outage_ended;
+use crate::upstream::connection::{Connection, ConnectionState, Permit};
+use crate::upstream::endpoint::ProbeTrigger;
+use crate::upstream::pool::Unavailable;
+
+/// See the module documentation.
+struct Execution<'a> {
+    request: &'a ForwardedRequest,
+    progress: &'a mut Progress,
+    /// The attempts that run.
+    slots: Slots<'a>,
+    /// The response that has arrived.
+    response: Option<UpstreamResponse>,
+    /// Ends the hold of a new watch, while it is held.
+    hold_end: Option<LocalBoxFuture<'a, ()>>,
+}
+
+/// The future of an execution, which ends when the client can be answered.
+type Executing<'a> = LocalBoxFuture<'a, Result<UpstreamResponse, Box<Refused>>>;
+
+impl ForwardedRequest {
+    /// Continues with a stream for the first attempt, or without one.
+    pub(super) fn execute_acquired<'a>(
+        &'a self,
+        progress: &'a mut Progress,
+        acquired: Result<Permit, Unavailable>,
+    ) -> Executing<'a> {
+        let mut execution = Execution::new(self, progress);
+        let input = execution.acquired(acquired);
+        Box::pin(execution.run(input))
+    }
+
+    /// Continues after `input`, with the first attempt if that runs.
+    pub(super) fn execute<'a>(
+        &'a self,
+        progress: &'a mut Progress,
+        first: Option<(Rc<Connection>, Response<'a>)>,
+        input: Input,
+    ) -> Executing<'a> {
+        let mut execution = Execution::new(self, progress);
+        if let Some((connection, response)) = first {
+            execution.slots.send(0, connection, response);
+        }
+        Box::pin(execution.run(input))
+    }
+}
+
+impl<'a> Execution<'a> {
+    fn new(request: &'a ForwardedRequest, progress: &'a mut Progress) -> Self {
+        let slots = Slots::default();
+        Self { request, progress, slots, response: None, hold_end: None }
+    }
+
+    /// Executes effects, from that of `input` on, until the client can be answered.
+    async fn run(mut self, mut input: Input) -> Result<UpstreamResponse, Box<Refused>> {
+        let mut rng = Rng::new();
+        loop {
+            let effect = self.progress.attempts.step(input, clock::now(), &mut rng);
+            self.count_hedges();
+            self.slots.follow(&self.progress.attempts, &self.request.upstream);
+            let next = match effect {
+                Effect::Acquire => Some(self.acquire().await),
+                Effect::Retry => {
+                    self.record_retry();
+                    Some(self.acquire().await)
+                }
+                Effect::Send { attempt } => self.send(attempt),
+                Effect::TakeHedgeToken { attempt, probe } => self.take_hedge_token(attempt, probe),
+                Effect::Hedge { attempt, exclude } => self.acquire_hedge(attempt, exclude),
+                Effect::GiveUp { attempt, stage, reason } => self.give_up(attempt, stage, &reason),
+                Effect::Probe { attempt } => self.probe(attempt),
+                Effect::Hold { until } => Some(self.hold(until).await),
+                Effect::Pause { delay } => Some(self.pause(delay).await),
+                Effect::ReportFacts => self.failure_facts(),
+                Effect::RecordRejection { pause } => self.record_rejection(pause),
+                Effect::AskForOther { budget } => Some(self.other_endpoint(budget)),
+                Effect::AskForVersion { may_ask_other } => self.after_not_reached(may_ask_other),
+                Effect::Refuse(refused) => return Err(refused),
+                Effect::Respond { .. } | Effect::Wait => None,
+            };
+            if let Some(response) = self.response.take() {
+                return Ok(response);
+            }
+            input = match next {
+                Some(input) => input,
+                None => self.next_input().await,
+            };
+        }
+    }
+
+    /// Counts what has happened to hedges.
+    fn count_hedges(&mut self) {
+        let upstream = &self.request.upstream;
+        for outcome in self.progress.attempts.hedge_outcomes() {
+            if outcome == HedgeOutcome::Nobody {
+                upstream.hedge_budget.release();
+            }
+            upstream.metrics.hedged(outcome.as_str());
+        }
+    }
+
+    /// Waits for the next event of the attempts that run, or of a heartbeat.
+    async fn next_input(&mut self) -> Input {
+        let due = self.progress.attempts.heartbeat_due();
+        let (attempt, event) = tokio::select! {
+            biased;
+            event = self.slots.next() => event,
+            () = until(due) => return self.heartbeat_due(),
+        };
+        match event {
+            Event::Granted => Input::Granted { attempt },
+            Event::NoStream => Input::NoHedgeStream { attempt },
+            Event::Responded(response) => {
+                self.response = Some(*response);
+                Input::Responded { attempt }
+            }
+            Event::Failed(failure) => self.request.failed(attempt, failure),
+            Event::Troubled => self.request.troubled(attempt),
+            Event::Silent => Input::Silent { attempt, has_live: self.request.class.has_live() },
+            Event::HedgeDue => Input::HedgeDue { attempt },
+        }
+    }
+
+    fn heartbeat_due(&self) -> Input {
+        let ill_health = self.slots.connection(0).and_then(|connection| ill_health(connection));
+        Input::HeartbeatDue { ill_health }
+    }
+
+    /// Takes a stream for the first attempt of a round.
+    async fn acquire(&mut self) -> Input {
+        let acquire = self.request.acquire(&self.progress.attempts);
+        match unless(&mut self.hold_end, acquire).await {
+            Some(acquired) => self.acquired(acquired),
+            None => Input::HoldEnded,
+        }
+    }
+
+    fn acquired(&mut self, acquired: Result<Permit, Unavailable>) -> Input {
+        let reason = match acquired {
+            Ok(permit) => {
+                if self.hold_end.take().is_some() {
+                    self.progress.requested_at = clock::now();
+                }
+                self.progress.sent_to(permit.connection());
+                self.slots.grant(0, permit);
+                return Input::Granted { attempt: 0 };
+            }
+            Err(Unavailable::Unreachable(reasons)) => NoStream::Unreachable(reasons),
+            Err(unavailable) => NoStream::Other(StatusError::from(&unavailable)),
+        };
+        Input::NoStream { reason, may_hold: self.request.upstream.watches.may_hold_new() }
+    }
+
+    /// Sends the request on a granted stream.
+    fn send(&mut self, attempt: usize) -> Option<Input> {
+        let request = self.request;
+        let permit = self.slots.take_permit(attempt)?;
+        let connection = Rc::clone(permit.connection());
+        let opened = match request.open(permit) {
+            Ok(opened) => opened,
+            Err(failure) => return Some(request.failed(attempt, failure)),
+        };
+        let response = opened.response(request.info.kind, request.resource_versions.as_deref());
+        let attempts = &self.progress.attempts;
+        self.slots.send(attempt, connection, Box::pin(response));
+        self.slots.follow(attempts, &request.upstream);
+        None
+    }
+
+    fn probe(&self, attempt: usize) -> Option<Input> {
+        self.slots.connection(attempt)?.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
+        None
+    }
+
+    fn take_hedge_token(&self, attempt: usize, probe: bool) -> Option<Input> {
+        let upstream = &self.request.upstream;
+        if probe {
+            self.probe(attempt);
+        }
+        let connection = self.slots.connection(attempt)?;
+        let taken = upstream.hedge_budget.take();
+        let has_better_endpoint = has_better_endpoint(connection, upstream);
+        Some(Input::HedgeToken { attempt, taken, has_better_endpoint })
+    }
+
+    /// Takes a stream for a hedge, on another connection than that of the attempt before.
+    fn acquire_hedge(&mut self, attempt: usize, exclude: bool) -> Option<Input> {
+        let request = self.request;
+        let hedged = Rc::clone(self.slots.connection(attempt.checked_sub(1)?)?);
+        let acquire = async move {
+            let excluded = exclude.then(|| Arc::clone(&hedged.endpoint));
+            let required = request.stream_requirements(&Requirements {
+                previous_failure: Some((FailureCause::Silence, &hedged)),
+                excluded: excluded.as_slice(),
+                live_only: true,
+                without_connection_since: hedged.suspect_since(),
+            });
+            request.upstream.pool.acquire(&request.class, required).await
+        };
+        self.slots.acquire(attempt, Box::pin(acquire));
+        None
+    }
+
+    /// Ends an attempt, which resets its stream.
+    fn give_up(&mut self, attempt: usize, stage: Stage, reason: &str) -> Option<Input> {
+        let connection = self.slots.end(attempt)?;
+        Some(self.request.failed(attempt, failed(stage, reason, &connection)))
+    }
+
+    /// Holds a new watch while no apiserver is reachable.
+    async fn hold(&mut self, until: Instant) -> Input {
+        let request = self.request;
+        let hold_end = || -> LocalBoxFuture<'a, ()> {
+            Box::pin(async move {
+                let drained = async {
+                    match request.drain.clone() {
+                        Some(mut drain) => drain.staggered_end().await,
+                        None => std::future::pending().await,
+                    }
+                };
+                tokio::select! {
+                    () = sleep_until(until.into()) => {}
+                    () = drained => {}
+                }
+            })
+        };
+        self.hold_end.get_or_insert_with(hold_end);
+        let ended = outage_ended(&request.upstream, &request.class);
+        let held = unless(&mut self.hold_end, ended).await;
+        held.map_or(Input::HoldEnded, |held| Input::OutageEnded { held })
+    }
+
+    async fn pause(&mut self, delay: Duration) -> Input {
+        let paused = async {
+            sleep(delay).await;
+            // If the client certificate has expired meanwhile, the watch is held until the deadline,
+            // and the client's next request gets a 401.
+            self.request.proof.confirmed().await;
+        };
+        let paused = unless(&mut self.hold_end, paused).await;
+        paused.map_or(Input::HoldEnded, |()| Input::PauseEnded)
+    }
+
+    fn failure(&self) -> Option<&FailedAttempt> {
+        self.progress.attempts.failure()
+    }
+
+    fn failure_facts(&self) -> Option<Input> {
+        let failed = &self.failure()?.connection;
+        let connection = ConnectionFacts {
+            is_silent: failed.is_silent(),
+            is_dead: failed.state() == ConnectionState::Dead,
+            suspect_since: failed.suspect_since(),
+        };
+        Some(Input::FailureFacts { connection, body: self.request.body_state() })
+    }
+
+    fn record_retry(&self) {
+        let Some(failure) = self.failure() else { return };
+        self.request.upstream.metrics.retried(failure.stage.retry_reason());
+        let verb = self.request.info.verb.as_str();
+        tracing::debug!(reason = failure.reason, verb, "request is sent again");
+    }
+
+    fn record_rejection(&self, pause: Duration) -> Option<Input> {
+        let endpoint = &self.failure()?.endpoint;
+        Some(Input::Rejecting(self.request.upstream.record_rejection(endpoint, pause)))
+    }
+
+    fn other_endpoint(&self, budget: OtherBudget) -> Input {
+        let upstream = &self.request.upstream;
+        let may_be_asked = upstream.has_ready_endpoint_besides(self.progress.attempts.excluded())
+            && match budget {
+                OtherBudget::TooOld => upstream.watches.may_retry_too_old(&upstream.metrics),
+                OtherBudget::Rejected => upstream.rejected_budget.take(),
+            };
+        Input::OtherEndpoint { may_be_asked }
+    }
+
+    fn after_not_reached(&self, may_ask_other: bool) -> Option<Input> {
+        let reached = self.failure()?.version.reached;
+        let without_version = self.progress.attempts.excluded();
+        let after = self.request.after_not_reached(reached, without_version, may_ask_other);
+        Some(Input::AfterNotReached(after))
+    }
+}
+
+/// Waits for a future, but not longer than a hold lasts. Returns `None` if that has ended.
+async fn unless<T>(
+    hold_end: &mut Option<LocalBoxFuture<'_, ()>>,
+    future: impl Future<Output = T>,
+) -> Option<T> {
+    let Some(hold_end) = hold_end else { return Some(future.await) };
+    tokio::select! {
+        value = future => Some(value),
+        () = hold_end => None,
+    }
+}
+
+/// Waits until this time; without one, forever.
+async fn until(at: Option<Instant>) {
+    match at {
+        Some(at) => sleep_until(at.into()).await,
+        None => std::future::pending().await,
+    }
+}

@@ -16,7 +16,7 @@ use jackstay_core::request::status_error::StatusError;
 use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until};
 
-use super::slots::{Event, Response, Slots};
+use super::slots::{Event, Response, Slots, later};
 use super::{ForwardedRequest, Progress};
 use crate::proxy::attempt::{FailedAttempt, Input, failed};
 use crate::proxy::heartbeat::ill_health;
@@ -128,7 +128,7 @@ impl<'a> Execution<'a> {
         let (attempt, event) = tokio::select! {
             biased;
             event = self.slots.next() => event,
-            () = until(due) => return self.heartbeat_due(),
+            () = later(due) => return self.heartbeat_due(),
         };
         match event {
             Event::Granted => Input::Granted { attempt },
@@ -317,13 +317,5 @@ async fn unless<T>(
     tokio::select! {
         value = future => Some(value),
         () = hold_end => None,
-    }
-}
-
-/// Waits until this time; without one, forever.
-async fn until(at: Option<Instant>) {
-    match at {
-        Some(at) => sleep_until(at.into()).await,
-        None => std::future::pending().await,
     }
 }

@@ -195,7 +195,7 @@ async fn event(
 }
 
 /// Waits until this time; without one, forever.
-async fn later(at: Option<Instant>) {
+pub(super) async fn later(at: Option<Instant>) {
     match at {
         Some(at) if at <= clock::now() => {}
         Some(at) => sleep_until(at.into()).await,

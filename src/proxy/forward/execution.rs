@@ -171,7 +171,7 @@ impl<'a> Execution<'a> {
             Err(Unavailable::Unreachable(reasons)) => NoStream::Unreachable(reasons),
             Err(unavailable) => NoStream::Other(StatusError::from(&unavailable)),
         };
-        Input::NoStream { reason, may_hold: self.request.upstream.watches.may_hold_new() }
+        Input::NoStream { reason, may_hold: self.request.upstream.pool.may_hold_new_watch() }
     }
 
     /// Sends the request on a granted stream.

@@ -48,7 +48,7 @@ pub(super) struct UpstreamStream {
     /// A reason to leave for which the watch cannot leave yet.
     pub(super) deferred: Option<LeaveReason>,
     /// Number of failed searches for a stream on another connection.
-    failed_searches: Backoff,
+    failed_searches: u32,
     /// The next event of the connection, of the listener or of the search.
     next_event: LocalBoxFuture<'static, StreamEvent>,
 }
@@ -93,7 +93,7 @@ impl UpstreamStream {
             polls: 0,
             permit,
             deferred: None,
-            failed_searches: SEARCHES,
+            failed_searches: 0,
         }
     }
 
@@ -155,10 +155,10 @@ impl UpstreamStream {
         self.deferred = None;
         let connection = Rc::clone(self.permit.connection());
         let immediate = connection.drain_urgency() == Some(DrainUrgency::Immediate);
-        let pause = match self.failed_searches.failures() {
+        let pause = match self.failed_searches {
             0 if immediate => JITTER_IMMEDIATE.mul_f64(fastrand::f64()),
             0 => JITTER_GRACEFUL.mul_f64(fastrand::f64()),
-            _ => self.failed_searches.random_pause(&mut fastrand::Rng::new()),
+            failures => SEARCHES.after(failures).random_pause(&mut fastrand::Rng::new()),
         };
         let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
         let (proof, wanted) = (context.proof.clone(), context.wanted_version());
@@ -194,7 +194,7 @@ impl UpstreamStream {
 
     /// Searches again after a pause, because the search or the attempt to move has failed.
     pub(super) fn search_stream_later(&mut self, context: &ResumeContext) {
-        self.failed_searches.failed();
+        self.failed_searches = self.failed_searches.saturating_add(1);
         self.search_stream(context);
     }
 }

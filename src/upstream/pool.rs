@@ -23,7 +23,7 @@ use jackstay_core::connection::ConnectionState;
 pub(super) use jackstay_core::pool::UNAVAILABLE_AFTER;
 pub use jackstay_core::pool::WarmClasses;
 use jackstay_core::pool::limits::is_unproven;
-use jackstay_core::pool::{DrainCause, Effect, EndpointRow, PoolState, Purpose, Surroundings};
+use jackstay_core::pool::{Effect, EndpointRow, PoolState, Purpose, Surroundings};
 use jackstay_sys::clock;
 use tokio::sync::Notify;
 use tokio::time::sleep_until;
@@ -274,7 +274,7 @@ impl Pool {
             Effect::Probe(index) => {
                 connection(index).endpoint.probe.request(ProbeTrigger::PassiveEvidence);
             }
-            Effect::Drain(index, cause) => connection(index).drain(drain_reason(cause)),
+            Effect::Drain(index, cause) => connection(index).drain(cause),
             Effect::Close(index) => connection(index).close(DrainReason::ConnectionLimit),
             Effect::NotifyDegraded(index) => connection(index).endpoint_degraded(),
             Effect::NotifySuspected(index) => connection(index).endpoint_suspected(),
@@ -366,15 +366,5 @@ pub struct HeldInClass<'a> {
 impl Drop for HeldInClass<'_> {
     fn drop(&mut self) {
         self.class.machine.borrow_mut().release_watch();
-    }
-}
-
-fn drain_reason(cause: DrainCause) -> DrainReason {
-    match cause {
-        DrainCause::Idle => DrainReason::Idle,
-        DrainCause::IdentityUnusable => DrainReason::IdentityUnusable,
-        DrainCause::CertificateRotated => DrainReason::CertificateRotated,
-        DrainCause::EndpointRemoved => DrainReason::EndpointRemoved,
-        DrainCause::ConnectionLimit => DrainReason::ConnectionLimit,
     }
 }

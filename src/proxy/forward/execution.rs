@@ -115,7 +115,7 @@ impl<'a> Execution<'a> {
     fn count_hedges(&mut self) {
         let upstream = &self.request.upstream;
         for outcome in self.progress.attempts.hedge_outcomes() {
-            if outcome == HedgeOutcome::Nobody {
+            if outcome == HedgeOutcome::NoConnection {
                 upstream.hedge_budget.release();
             }
             upstream.metrics.hedged(outcome.as_str());

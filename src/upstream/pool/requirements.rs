@@ -126,24 +126,6 @@ pub enum PreviousFailure<'a> {
     Refusal(&'a Rc<Connection>),
 }
 
-impl PreviousFailure<'_> {
-    /// When the failed connection last became suspect.
-    pub fn suspect_since(&self) -> Option<Instant> {
-        self.connection().suspect_since()
-    }
-
-    /// Whether the failed connection is silent ([`Connection::is_silent`]).
-    pub fn was_silent(&self) -> bool {
-        matches!(self, Self::Silence(connection) if connection.is_silent())
-    }
-
-    fn connection(&self) -> &Rc<Connection> {
-        match self {
-            Self::Silence(connection) | Self::Refusal(connection) => connection,
-        }
-    }
-}
-
 /// Why a request got no stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Unavailable {

@@ -12,7 +12,7 @@ use super::select::{
     Candidate, EndpointKey, Preference, Requirements, Scope, has_free_stream, has_live, select,
 };
 use super::waiters::{Waiter, Waiters};
-use crate::connection::ConnectionState;
+use crate::connection::{ConnectionState, DrainReason};
 use crate::credential_class::CredentialClass;
 use crate::endpoint_state::EndpointState;
 
@@ -92,28 +92,13 @@ pub struct Surroundings<'a> {
     pub now: Instant,
 }
 
-/// Why a connection drains.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DrainCause {
-    /// No stream has used it for a while.
-    Idle,
-    /// The certificate of its identity has expired, or the identity was removed from the configuration.
-    IdentityUnusable,
-    /// Its credential was replaced.
-    CertificateRotated,
-    /// Its endpoint was removed from the set.
-    EndpointRemoved,
-    /// The class has too many connections to the endpoint.
-    ConnectionLimit,
-}
-
 /// What the caller does, in this order. Connections and endpoints are indices into the tables.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Effect {
     /// Requests a probe of the endpoint of the connection.
     Probe(usize),
     /// The connection takes no new streams. It may drain already, for a reason for which its streams stay.
-    Drain(usize, DrainCause),
+    Drain(usize, DrainReason),
     /// The connection is closed because of the limit, and open streams fail.
     Close(usize),
     /// Notifies the requests on the connection that its endpoint is degraded.
@@ -408,7 +393,7 @@ impl<W> Class<W> {
         let mut effects = Vec::new();
         let Some(generation) = around.generation else {
             let all = 0..connections.len();
-            effects.extend(all.map(|index| Effect::Drain(index, DrainCause::IdentityUnusable)));
+            effects.extend(all.map(|index| Effect::Drain(index, DrainReason::IdentityUnusable)));
             if connections.is_empty() {
                 effects.push(Effect::Retire);
             }
@@ -439,9 +424,9 @@ impl<W> Class<W> {
             let row = connections[index];
             let endpoint = row.candidate.endpoint_state;
             let cause = if drains_old && row.generation != generation {
-                DrainCause::CertificateRotated
+                DrainReason::CertificateRotated
             } else if drains_old && endpoint == EndpointState::Leaving {
-                DrainCause::EndpointRemoved
+                DrainReason::EndpointRemoved
             } else if endpoint == EndpointState::Degraded {
                 effects.push(Effect::NotifyDegraded(index));
                 continue;
@@ -453,7 +438,7 @@ impl<W> Class<W> {
                     || row.is_idle_after_burst(now)
                         && has_replacement(connections, row.candidate.endpoint, generation, now))
             {
-                DrainCause::Idle
+                DrainReason::Idle
             } else {
                 continue;
             };
@@ -629,7 +614,7 @@ fn has_replacement(
 fn drain(
     connections: &mut [ConnectionRow],
     index: usize,
-    cause: DrainCause,
+    cause: DrainReason,
     now: Instant,
     effects: &mut Vec<Effect>,
 ) {
@@ -656,7 +641,7 @@ fn make_room(
             .filter(move |(_, row)| row.candidate.endpoint == endpoint)
             .filter_map(|(index, row)| Some((row.draining_since?, index)))
     };
-    effects.extend(draining().map(|(_, index)| Effect::Drain(index, DrainCause::ConnectionLimit)));
+    effects.extend(draining().map(|(_, index)| Effect::Drain(index, DrainReason::ConnectionLimit)));
     if let Some((since, oldest)) = draining().min()
         && now >= since + DRAINING_TIME
     {

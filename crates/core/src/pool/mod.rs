@@ -60,7 +60,7 @@ mod tests;
 mod waiters;
 
 pub use self::class::{
-    Arrival, Class, ConnectionRow, DrainCause, EXHAUSTED_AFTER, Effect, IDLE_CLASS, Refusal, Round,
+    Arrival, Class, ConnectionRow, EXHAUSTED_AFTER, Effect, IDLE_CLASS, Refusal, Round,
     SLOW_HEAD_INTERVAL, Situation, Surroundings, UNAVAILABLE_AFTER,
 };
 pub use self::endpoints::{EndpointRow, FANOUT, VersionSide, targets};

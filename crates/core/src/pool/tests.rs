@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use super::limits::{ConnectionLimits, UNPROVEN_WITH_DRAINING, max_waiters};
 use super::*;
 use crate::connection::ConnectionState::{self, Draining, Live, Suspect, Unresponsive};
+use crate::connection::DrainReason;
 use crate::credential_class::CredentialClass;
 use crate::endpoint_state::EndpointState::{self, Connecting, Degraded, Leaving, Ready};
 
@@ -437,21 +438,21 @@ fn plan_drains_and_notifies_by_the_table() {
     // The first connection, whether a second one is live and current, whether the class is warm.
     for (row, has_other, is_warm, expected) in [
         (base(), false, false, None),
-        (old(base()), true, false, drain(DrainCause::CertificateRotated)),
+        (old(base()), true, false, drain(DrainReason::CertificateRotated)),
         (old(base()), false, false, None),
-        (to(Leaving, base()), true, false, drain(DrainCause::EndpointRemoved)),
+        (to(Leaving, base()), true, false, drain(DrainReason::EndpointRemoved)),
         (to(Leaving, base()), false, false, None),
         (to(Degraded, base()), true, false, Some(Effect::NotifyDegraded(0))),
         (failing(to(Degraded, base())), true, false, Some(Effect::NotifyDegraded(0))),
         (failing(base()), true, false, Some(Effect::NotifySuspected(0))),
-        (old(failing(base())), true, false, drain(DrainCause::CertificateRotated)),
+        (old(failing(base())), true, false, drain(DrainReason::CertificateRotated)),
         (idle(299, base()), true, false, None),
-        (idle(300, base()), true, false, drain(DrainCause::Idle)),
-        (idle(300, base()), false, false, drain(DrainCause::Idle)),
+        (idle(300, base()), true, false, drain(DrainReason::Idle)),
+        (idle(300, base()), false, false, drain(DrainReason::Idle)),
         (idle(300, base()), true, true, None),
         (idle(10, base()), true, false, None),
         (idle(9, burst(base())), true, false, None),
-        (idle(10, burst(base())), true, false, drain(DrainCause::Idle)),
+        (idle(10, burst(base())), true, false, drain(DrainReason::Idle)),
         (idle(10, burst(base())), false, false, None),
         (idle(10, burst(base())), true, true, None),
     ] {
@@ -487,7 +488,7 @@ fn plan_without_a_credential_drains_all_and_then_retires_the_class() {
     let surroundings = Surroundings { generation: None, is_warm: true, ..around(&endpoints, now) };
     let mut rows = [connection_row(candidate(0, 10, now), now)];
     let effects = class.plan(&mut rows, &surroundings, |_| true);
-    assert_eq!(effects, [Effect::Drain(0, DrainCause::IdentityUnusable)]);
+    assert_eq!(effects, [Effect::Drain(0, DrainReason::IdentityUnusable)]);
     assert_eq!(class.plan(&mut [], &surroundings, |_| true), [Effect::Retire]);
 }
 
@@ -557,7 +558,7 @@ fn plan_makes_room_for_a_connection_above_the_limit_with_draining_ones() {
         idle_since: None,
         ..connection_row(candidate(0, 10, now), now)
     };
-    let limit = |index| Effect::Drain(index, DrainCause::ConnectionLimit);
+    let limit = |index| Effect::Drain(index, DrainReason::ConnectionLimit);
     for (ages, expected) in [
         (&[1, 2, 3][..], vec![Effect::Dial(0)]),
         (&[1, 2, 3, 9], vec![limit(0), limit(1), limit(2), limit(3)]),

@@ -168,7 +168,7 @@ impl<E: Clone, C> Attempts<E, C> {
         self.hedges.sent
     }
 
-    /// What has happened to hedges since the last call, to be counted. Each [`HedgeOutcome::Nobody`] returns a token to
+    /// What has happened to hedges since the last call, to be counted. Each [`HedgeOutcome::NoConnection`] returns a token to
     /// the budget.
     pub fn hedge_outcomes(&mut self) -> impl Iterator<Item = HedgeOutcome> {
         self.hedges.outcomes.drain(..)

@@ -244,7 +244,7 @@ pub enum HedgeOutcome {
     /// The budget of hedges is used up.
     OverBudget,
     /// There was no stream for the hedge. Its token goes back to the budget.
-    Nobody,
+    NoConnection,
 }
 
 impl HedgeOutcome {
@@ -255,7 +255,7 @@ impl HedgeOutcome {
             Self::Hedge => "hedge",
             Self::Failed => "failed",
             Self::OverBudget => "over_budget",
-            Self::Nobody => "nobody",
+            Self::NoConnection => "no_connection",
         }
     }
 }

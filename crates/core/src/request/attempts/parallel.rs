@@ -206,7 +206,7 @@ impl<E, C> Parallel<E, C> {
         hedges: &mut Hedges,
         now: Instant,
     ) -> Result<Effect, Failure<E, C>> {
-        hedges.outcomes.push(HedgeOutcome::Nobody);
+        hedges.outcomes.push(HedgeOutcome::NoConnection);
         self.0.truncate(attempt);
         self.hedge_ended(hedges, now)
     }

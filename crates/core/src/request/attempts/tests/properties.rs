@@ -210,7 +210,7 @@ impl Shell {
     /// Counts the outcomes of hedges.
     fn count(&mut self) {
         for outcome in self.attempts.hedge_outcomes() {
-            if outcome == HedgeOutcome::Nobody {
+            if outcome == HedgeOutcome::NoConnection {
                 self.returned += 1;
                 self.tokens += 1;
             }

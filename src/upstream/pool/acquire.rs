@@ -4,6 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
+use futures_util::future::{Either, LocalBoxFuture, Ready, ready};
 use jackstay_core::pool::limits::max_connections;
 use jackstay_core::pool::{Arrival, EndpointRow, Refusal, Requirements, Round, Situation};
 use jackstay_sys::clock;
@@ -15,6 +16,9 @@ use super::requirements::{OwnedPreferences, StreamRequirements, Unavailable};
 use super::waiter::{Granted, Waiter};
 use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
+
+/// The future of [`Pool::acquire`].
+pub type Acquire<'a> = Either<Ready<Granted>, LocalBoxFuture<'a, Granted>>;
 
 /// The place of a request in the queue, which it leaves when this is dropped.
 struct Registration<'a> {
@@ -29,20 +33,21 @@ impl Drop for Registration<'_> {
 }
 
 impl Pool {
-    /// Reserves a stream on the best connection, or waits for a free one.
+    /// Reserves a stream on the best connection, or waits for a free one. A request that need not wait gets its stream
+    /// in this call, and its future stays small.
     ///
     /// # Errors
     /// Every endpoint has failed, the time limit is over, or too many requests wait.
-    pub async fn acquire(
-        &self,
-        class: &Rc<ClassPool>,
-        required: StreamRequirements<'_>,
-    ) -> Result<Permit, Unavailable> {
+    pub fn acquire<'a>(
+        &'a self,
+        class: &'a Rc<ClassPool>,
+        required: StreamRequirements<'a>,
+    ) -> Acquire<'a> {
         let now = clock::now();
         let arrival =
             class.machine.borrow_mut().request(required.held, self.is_total_outage(), now);
         if let Arrival::Refuse(refusal) = arrival {
-            return Err(self.unavailable(class, refusal));
+            return Either::Left(ready(Err(self.unavailable(class, refusal))));
         }
         let plain = required.plain();
         if arrival == Arrival::Select
@@ -52,11 +57,12 @@ impl Pool {
             if is_nearly_full {
                 self.changed.notify_one();
             }
-            return class.verified(permit, required.client_subject);
+            return Either::Left(ready(class.verified(permit, required.client_subject)));
         }
-        // Boxed, so that the future of a request that does not wait is small.
-        let permit = Box::pin(self.wait(class, required, plain, now)).await?;
-        class.verified(permit, required.client_subject)
+        Either::Right(Box::pin(async move {
+            let permit = self.wait(class, required, plain, now).await?;
+            class.verified(permit, required.client_subject)
+        }))
     }
 
     /// Reserves a stream on a live connection if one has a free stream now.

@@ -6,7 +6,7 @@ use super::requirements::{OwnedPreferences, Unavailable};
 use crate::upstream::connection::Permit;
 
 /// The outcome of a wait.
-pub(super) type Granted = Result<Permit, Unavailable>;
+pub type Granted = Result<Permit, Unavailable>;
 
 /// A request that waits for a stream.
 pub(super) struct Waiter {

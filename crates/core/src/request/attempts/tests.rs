@@ -169,7 +169,7 @@ fn step_failed_round_follows_the_retry_table() {
     let check = |kind, inputs, expected: &str| check(kind, inputs, &format!("{failed}{expected}"));
     check(Read, with(Stage::NoHead, 0, vec![held()]), "Retry");
     check(Write, with(Stage::NotSent, 0, vec![held()]), "Retry");
-    check(Write, with(Stage::NoHead, 0, vec![held()]), "Error unknown_fate unsafe");
+    check(Write, with(Stage::NoHead, 0, vec![held()]), "Error unknown_outcome unsafe");
     check(Write, with(Stage::Unprocessed, 503, vec![facts(BodyState::NotHeld)]), "Rejection 503");
     let not_held = "Error unprocessed not_held";
     check(Write, with(Stage::Unprocessed, 0, vec![facts(BodyState::NotHeld)]), not_held);
@@ -346,11 +346,11 @@ fn step_hedge_without_a_stream_is_repeated_after_a_pause() {
     let check = |then, expected: &str| check(Read, with(then), &format!("{begin}, {expected}"));
     let due = || Input::HedgeDue { attempt: 0 };
     let again = vec![no_stream(), due(), token(0, true)];
-    check(again, "Wait, Token 0, Hedge 1 false | nobody");
-    check(vec![no_stream(), responded(0)], "Wait, Respond 0 | nobody");
-    check(vec![no_stream(), due(), token(0, false)], "Wait, Token 0, Wait | nobody over_budget");
+    check(again, "Wait, Token 0, Hedge 1 false | no_connection");
+    check(vec![no_stream(), responded(0)], "Wait, Respond 0 | no_connection");
+    check(vec![no_stream(), due(), token(0, false)], "Wait, Token 0, Wait | no_connection over_budget");
     let lost = failed(0, Stage::NoHead, 0);
-    check(vec![lost, no_stream()], "Wait, ReportFacts | nobody");
+    check(vec![lost, no_stream()], "Wait, ReportFacts | no_connection");
 
     let (now, mut rng) = (Instant::now(), Rng::with_seed(1));
     let (mut attempts, _) = run(Read, first());

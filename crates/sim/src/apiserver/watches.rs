@@ -1,0 +1,124 @@
+//! The watches of an apiserver, and its watch cache.
+
+use std::time::Instant;
+
+use jackstay_core::request::info::{first_value, parse_bool};
+
+use super::server::Apiserver;
+use super::store::{Resource, Store, expired_line, line};
+use crate::http2::{Data, Frame, Head, Request, StreamId};
+use crate::net::{ConnectionId, Network, Side};
+use crate::scheduler::Scheduler;
+
+/// A running watch.
+#[derive(Debug)]
+pub struct Watcher {
+    connection: ConnectionId,
+    stream: StreamId,
+    resource: Resource,
+    /// The client has everything until this revision.
+    cursor: u64,
+    bookmarks: bool,
+    ends_at: Option<Instant>,
+}
+
+impl Apiserver {
+    /// Starts a watch.
+    pub(super) fn start_watch(
+        &mut self,
+        (s, net): (&mut Scheduler, &mut Network),
+        store: &Store,
+        (connection, stream): (ConnectionId, StreamId),
+        (resource, request): (Resource, &Request),
+    ) {
+        let query = request.info.query();
+        let number = |key| first_value(query, key).and_then(|value| value.parse::<u64>().ok());
+        let version = number("resourceVersion").unwrap_or(0);
+        let mut send = |frame| net.send(s, connection, Side::Server, frame);
+        send(Frame::Head(stream, Head::status(200)));
+        if version > 0 && version < self.oldest {
+            send(Frame::Data(stream, Data::Frames(expired_line())));
+            send(Frame::End(stream));
+            return self.finish_stream(connection, stream);
+        }
+        if version == 0 {
+            for (key, version) in store.objects(resource).filter(|object| object.1 <= self.applied)
+            {
+                send(Frame::Data(stream, Data::Frames(line("ADDED", key, version))));
+            }
+        }
+        let cursor = if version == 0 { self.applied } else { version };
+        let ends_at =
+            number("timeoutSeconds").map(|seconds| s.now + std::time::Duration::from_secs(seconds));
+        let mut watcher = Watcher {
+            connection,
+            stream,
+            resource,
+            cursor,
+            bookmarks: parse_bool(first_value(query, "allowWatchBookmarks").as_deref()),
+            ends_at,
+        };
+        watcher.catch_up((s, net), store, self.applied);
+        self.watchers.push(watcher);
+    }
+
+    /// The watch cache has reached a revision.
+    pub fn replicate(
+        &mut self,
+        (s, net): (&mut Scheduler, &mut Network),
+        store: &Store,
+        revision: u64,
+    ) {
+        let revision = revision.min(store.revision());
+        if revision <= self.applied {
+            return;
+        }
+        self.applied = revision;
+        self.oldest = self.oldest.max(revision.saturating_sub(self.conditions.history));
+        for watcher in &mut self.watchers {
+            watcher.catch_up((s, net), store, revision);
+        }
+    }
+
+    /// Sends bookmarks, and ends watches whose time is over.
+    pub(super) fn tend_watches(&mut self, (s, net): (&mut Scheduler, &mut Network)) {
+        let applied = self.applied;
+        let mut ended = Vec::new();
+        self.watchers.retain_mut(|watcher| {
+            if watcher.ends_at.is_some_and(|at| at <= s.now) {
+                net.send(s, watcher.connection, Side::Server, Frame::End(watcher.stream));
+                ended.push((watcher.connection, watcher.stream));
+                return false;
+            }
+            if watcher.bookmarks && watcher.cursor <= applied {
+                watcher.cursor = applied;
+                let data = Data::Frames(line("BOOKMARK", 0, applied));
+                net.send(s, watcher.connection, Side::Server, Frame::Data(watcher.stream, data));
+            }
+            true
+        });
+        for (connection, stream) in ended {
+            self.finish_stream(connection, stream);
+        }
+    }
+
+    pub(super) fn forget_watches(&mut self, connection: ConnectionId, stream: Option<StreamId>) {
+        self.watchers.retain(|watcher| {
+            watcher.connection != connection
+                || stream.is_some_and(|stream| watcher.stream != stream)
+        });
+    }
+}
+
+impl Watcher {
+    fn catch_up(&mut self, (s, net): (&mut Scheduler, &mut Network), store: &Store, until: u64) {
+        while let Some(revision) = store.next_revision(self.resource, self.cursor)
+            && revision <= until
+        {
+            self.cursor = revision;
+            let Some(change) = store.change(revision) else { break };
+            let data = Data::Frames(change.line.clone());
+            net.send(s, self.connection, Side::Server, Frame::Data(self.stream, data));
+        }
+    }
+}

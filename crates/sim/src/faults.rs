@@ -1,0 +1,143 @@
+//! Faults of a scenario, and random schedules of them.
+
+use std::time::Duration;
+
+use crate::net::ProcessState;
+use crate::scheduler::Event;
+use crate::trace::Entry;
+use crate::world::World;
+
+/// What goes wrong with an apiserver, its host or the path to it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum FaultKind {
+    /// All packets to and from the host are dropped.
+    Blackhole,
+    /// All packets to the host are dropped; those from it arrive.
+    BlackholeOneWay,
+    /// A load balancer forgets the established flows: their packets are dropped, or only those in one direction, or they
+    /// are reset. New connections work. It does not end.
+    ForgetFlows {
+        /// The packets from clients are dropped, and those from the server.
+        dropped: [bool; 2],
+    },
+    /// Packets are lost with this probability, in both directions.
+    Loss(f64),
+    /// Packets take longer.
+    Latency(Duration),
+    /// SIGSTOP, and SIGCONT at the end.
+    Stop,
+    /// SIGKILL, and a restart at the end.
+    Kill,
+    /// SIGTERM, and a restart at the end.
+    ShutDown,
+    /// Requests hang and `/readyz` fails, as without etcd.
+    Hang,
+    /// `/readyz` fails.
+    Unready,
+    /// Requests take this time.
+    Slow(Duration),
+    /// Requests are rejected with 429.
+    Overload,
+    /// The watch cache lags by this time.
+    Lag(Duration),
+    /// A GOAWAY follows a request with this probability.
+    Goaway(f64),
+}
+
+/// A fault of one apiserver.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Fault {
+    /// What goes wrong.
+    pub kind: FaultKind,
+    /// The apiserver.
+    pub server: usize,
+    /// When it begins.
+    pub at: Duration,
+    /// When it ends; `None` for never.
+    pub until: Option<Duration>,
+}
+
+impl World {
+    /// Adds the events of the faults.
+    pub(crate) fn schedule_faults(&mut self) {
+        for (number, fault) in self.faults.iter().enumerate() {
+            for (at, is_end) in [(Some(fault.at), 0), (fault.until, 1)] {
+                if let Some(at) = at {
+                    let at = self.s.time_at(at);
+                    self.s.at(at, Event::Fault(2 * number + is_end));
+                }
+            }
+        }
+    }
+
+    pub(crate) fn begin_or_end_fault(&mut self, number: usize) {
+        self.s.record(Entry::Fault { number: number as u32 });
+        let fault = self.faults[number / 2];
+        let begins = number.is_multiple_of(2);
+        let (server, host) = (fault.server, fault.server as u8);
+        let default = crate::apiserver::Conditions::default();
+        match fault.kind {
+            FaultKind::Blackhole => self.net.change_links(host, |link| link.blocked = begins),
+            FaultKind::BlackholeOneWay => {
+                self.net.change_links_to(host, |link| link.blocked = begins);
+            }
+            FaultKind::ForgetFlows { dropped } if begins => self.net.forget_flows(host, dropped),
+            FaultKind::ForgetFlows { .. } => {}
+            FaultKind::Loss(loss) => {
+                self.net.change_links(host, |link| link.loss = if begins { loss } else { 0.0 });
+            }
+            FaultKind::Latency(latency) => self.net.change_links(host, |link| {
+                link.latency =
+                    if begins { latency } else { crate::net::Link::local_network().latency };
+            }),
+            FaultKind::Stop if begins => self.set_server(server, ProcessState::Stopped),
+            FaultKind::Kill if begins => self.set_server(server, ProcessState::Dead),
+            FaultKind::ShutDown if begins => {
+                self.servers[server].shut_down(&mut self.s, &mut self.net);
+            }
+            FaultKind::ShutDown => {
+                self.set_server(server, ProcessState::Dead);
+                self.set_server(server, ProcessState::Running);
+            }
+            FaultKind::Stop | FaultKind::Kill => self.set_server(server, ProcessState::Running),
+            FaultKind::Hang => self.servers[server].conditions.hangs = begins,
+            FaultKind::Unready => self.servers[server].conditions.unready = begins,
+            FaultKind::Slow(time) => {
+                self.servers[server].conditions.service =
+                    if begins { time } else { default.service };
+            }
+            FaultKind::Overload => self.servers[server].conditions.overloaded = begins,
+            FaultKind::Lag(lag) => {
+                self.servers[server].conditions.lag = if begins { lag } else { default.lag };
+            }
+            FaultKind::Goaway(chance) => {
+                self.servers[server].conditions.goaway_chance = if begins { chance } else { 0.0 };
+            }
+        }
+    }
+}
+
+/// A random fault of one of the servers, which begins and ends in a window of time.
+pub fn random_fault(
+    rng: &mut fastrand::Rng,
+    servers: usize,
+    window: (Duration, Duration),
+) -> Fault {
+    let kind = match rng.u8(0..14) {
+        0 | 1 => FaultKind::Blackhole,
+        2 => FaultKind::BlackholeOneWay,
+        3 => FaultKind::ForgetFlows { dropped: [true, true] },
+        4 => FaultKind::ForgetFlows { dropped: [rng.bool(), false] },
+        5 => FaultKind::Loss(0.01 + rng.f64() * 0.09),
+        6 => FaultKind::Latency(Duration::from_millis(rng.u64(1..60))),
+        7 | 8 => FaultKind::Stop,
+        9 | 10 => FaultKind::Kill,
+        11 => FaultKind::ShutDown,
+        12 => FaultKind::Hang,
+        _ => FaultKind::Goaway(rng.f64() * 0.05),
+    };
+    let length = window.1.saturating_sub(window.0);
+    let at = window.0 + length.mul_f64(rng.f64() * 0.5);
+    let until = at + length.mul_f64(0.1 + rng.f64() * 0.4);
+    Fault { kind, server: rng.usize(0..servers), at, until: Some(until) }
+}

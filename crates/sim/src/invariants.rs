@@ -1,0 +1,167 @@
+//! What a run has shown, and the promises that it is compared with.
+
+use std::fmt;
+use std::time::Duration;
+
+/// What a run has shown.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Findings {
+    /// Reads that ended.
+    pub reads: u64,
+    /// Reads that failed.
+    pub failed_reads: u64,
+    /// The longest time that a read took.
+    pub slowest_read: Duration,
+    /// Writes that ended.
+    pub writes: u64,
+    /// Writes that failed.
+    pub failed_writes: u64,
+    /// The longest time that a write took.
+    pub slowest_write: Duration,
+    /// Events that informers received.
+    pub events: u64,
+    /// The longest time from a change to an informer.
+    pub longest_silence: Duration,
+    /// Lists after the first one.
+    pub relists: u64,
+    /// Watches whose stream or connection was lost.
+    pub watches_broken: u64,
+    /// Watches that ended cleanly.
+    pub watches_ended: u64,
+    /// The longest time between two renewals of a lease.
+    pub longest_lease: Duration,
+    /// Renewals that failed.
+    pub failed_leases: u64,
+    /// Clients that were stopped.
+    pub clients_stopped: u64,
+    /// Rules that hold in every scenario and were broken.
+    pub violations: Vec<String>,
+}
+
+impl Findings {
+    pub(crate) fn violation(&mut self, text: String) {
+        self.violations.push(text);
+    }
+
+    pub(crate) fn read(&mut self, ok: bool, took: Duration) {
+        self.reads += 1;
+        self.failed_reads += u64::from(!ok);
+        self.slowest_read = self.slowest_read.max(took);
+    }
+
+    pub(crate) fn read_open(&mut self, since: Duration) {
+        self.slowest_read = self.slowest_read.max(since);
+    }
+
+    pub(crate) fn write(&mut self, ok: bool, took: Duration) {
+        self.writes += 1;
+        self.failed_writes += u64::from(!ok);
+        self.slowest_write = self.slowest_write.max(took);
+    }
+
+    pub(crate) fn event(&mut self, after: Duration) {
+        self.events += 1;
+        self.longest_silence = self.longest_silence.max(after);
+    }
+
+    pub(crate) fn event_open(&mut self, since: Duration) {
+        self.longest_silence = self.longest_silence.max(since);
+    }
+
+    pub(crate) fn lease_renewed(&mut self, after: Duration) {
+        self.longest_lease = self.longest_lease.max(after);
+    }
+
+    pub(crate) fn lease_open(&mut self, since: Duration) {
+        self.longest_lease = self.longest_lease.max(since);
+    }
+
+    pub(crate) fn lease_failed(&mut self) {
+        self.failed_leases += 1;
+    }
+}
+
+/// The promises that a scenario makes. The default promises nothing beyond the rules that hold always: each event once
+/// and in order, each write at most once, nothing left over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Promises {
+    /// Upper bound of [`Findings::failed_reads`].
+    pub failed_reads: u64,
+    /// Upper bound of [`Findings::slowest_read`].
+    pub slowest_read: Duration,
+    /// Upper bound of [`Findings::failed_writes`].
+    pub failed_writes: u64,
+    /// Upper bound of [`Findings::slowest_write`].
+    pub slowest_write: Duration,
+    /// Upper bound of [`Findings::longest_silence`].
+    pub silence: Duration,
+    /// Upper bound of [`Findings::relists`].
+    pub relists: u64,
+    /// Upper bound of [`Findings::watches_broken`].
+    pub watches_broken: u64,
+    /// Upper bound of [`Findings::longest_lease`].
+    pub lease: Duration,
+}
+
+impl Default for Promises {
+    fn default() -> Self {
+        Self {
+            failed_reads: u64::MAX,
+            slowest_read: Duration::MAX,
+            failed_writes: u64::MAX,
+            slowest_write: Duration::MAX,
+            silence: Duration::MAX,
+            relists: u64::MAX,
+            watches_broken: u64::MAX,
+            lease: Duration::MAX,
+        }
+    }
+}
+
+impl Promises {
+    /// The promises that the findings break.
+    pub fn broken_by(&self, found: &Findings) -> Vec<String> {
+        let mut broken = found.violations.clone();
+        let mut number = |name: &str, found: u64, limit: u64| {
+            if found > limit {
+                broken.push(format!("{found} {name}, at most {limit} promised"));
+            }
+        };
+        number("failed reads", found.failed_reads, self.failed_reads);
+        number("failed writes", found.failed_writes, self.failed_writes);
+        number("lists after the first", found.relists, self.relists);
+        number("broken watches", found.watches_broken, self.watches_broken);
+        let mut time = |name: &str, found: Duration, limit: Duration| {
+            if found > limit {
+                broken.push(format!("{name} {found:.3?}, at most {limit:?} promised"));
+            }
+        };
+        time("slowest read", found.slowest_read, self.slowest_read);
+        time("slowest write", found.slowest_write, self.slowest_write);
+        time("silence of a watch", found.longest_silence, self.silence);
+        time("time between renewals of a lease", found.longest_lease, self.lease);
+        broken
+    }
+}
+
+impl fmt::Display for Findings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "reads {} ({} failed, slowest {:.3?}), writes {} ({} failed, slowest {:.3?}), events {} (silence {:.3?}), \
+             relists {}, broken watches {}, leases {:.1?} apart ({} failed)",
+            self.reads,
+            self.failed_reads,
+            self.slowest_read,
+            self.writes,
+            self.failed_writes,
+            self.slowest_write,
+            self.events,
+            self.longest_silence,
+            self.relists,
+            self.watches_broken,
+            self.longest_lease,
+            self.failed_leases
+        )
+    }
+}

@@ -1,0 +1,28 @@
+//! Simulates clients, jackstay, the network and apiservers on virtual time, from a seed.
+//!
+//! A run is a function of its scenario and its seed: one thread, no real clock, no I/O. Ten seconds of a node take a few
+//! milliseconds, so thousands of seeds can be tried.
+//!
+//! * [`queue`], [`scheduler`], [`trace`]: virtual time, and the log of a run.
+//! * [`net`]: hosts, links, and TCP with the facts of `TCP_INFO`.
+//! * [`http2`]: what processes send to each other.
+//! * [`apiserver`]: servers over one store.
+//! * [`client`]: Go's HTTP/2 and the clients above it.
+//! * [`node`]: jackstay, around the decisions of `jackstay-core`.
+//! * [`faults`], [`scenario`], [`scenarios`], [`invariants`]: what goes wrong, and what must hold.
+
+#![forbid(unsafe_code)]
+
+pub mod apiserver;
+pub mod client;
+pub mod faults;
+pub mod http2;
+pub mod invariants;
+pub mod net;
+pub mod node;
+pub mod queue;
+pub mod scenario;
+pub mod scenarios;
+pub mod scheduler;
+pub mod trace;
+pub mod world;

@@ -1,0 +1,125 @@
+//! Runs seeds of the scenarios and prints seeds a second.
+
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use jackstay_sim::scenario::Scenario;
+use jackstay_sim::scenarios::{ALL, by_name};
+
+const USAGE: &str =
+    "usage: jackstay-sim [--seeds N] [--first N] [--scenario NAME] [--seed N [--trace]] [--list]";
+
+struct Arguments {
+    seeds: u64,
+    first: u64,
+    scenario: Option<&'static Scenario>,
+    seed: Option<u64>,
+    trace: bool,
+    list: bool,
+}
+
+fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
+    let mut parsed =
+        Arguments { seeds: 100, first: 0, scenario: None, seed: None, trace: false, list: false };
+    while let Some(arg) = args.next() {
+        let mut value = || args.next().ok_or(format!("{arg} needs a value"));
+        let number = |text: String| text.parse().map_err(|_| format!("{text} is no number"));
+        match arg.as_str() {
+            "--seeds" => parsed.seeds = number(value()?)?,
+            "--first" => parsed.first = number(value()?)?,
+            "--seed" => parsed.seed = Some(number(value()?)?),
+            "--scenario" => {
+                let name = value()?;
+                parsed.scenario =
+                    Some(by_name(&name).ok_or(format!("there is no scenario {name}; see --list"))?);
+            }
+            "--trace" => parsed.trace = true,
+            "--list" => parsed.list = true,
+            _ => return Err(format!("{arg} is unknown; {USAGE}")),
+        }
+    }
+    Ok(parsed)
+}
+
+fn main() -> ExitCode {
+    let arguments = match parse(std::env::args().skip(1)) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::from(2);
+        }
+    };
+    let scenarios: Vec<_> = match arguments.scenario {
+        Some(scenario) => vec![scenario],
+        None => ALL.iter().collect(),
+    };
+    if arguments.list {
+        for scenario in scenarios {
+            println!("{:<20} {}", scenario.name, scenario.about);
+        }
+        return ExitCode::SUCCESS;
+    }
+    let mut failures = 0;
+    for scenario in scenarios {
+        failures += match arguments.seed {
+            Some(seed) => run_one(scenario, seed, arguments.trace),
+            None => run_many(scenario, arguments.first, arguments.seeds),
+        };
+    }
+    if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn run_one(scenario: &Scenario, seed: u64, trace: bool) -> u64 {
+    let run = (scenario.sim)(seed).run(scenario.time);
+    if trace {
+        print!("{}", run.trace);
+    }
+    println!("{}, seed {seed}: {}", scenario.name, run.findings);
+    println!("{} events, trace {:016x}", run.events, run.trace.hash());
+    let broken = scenario.promises.broken_by(&run.findings);
+    for text in &broken {
+        println!("broken: {text}");
+    }
+    u64::from(!broken.is_empty())
+}
+
+/// Runs seeds on all processors; one run is one thread.
+fn run_many(scenario: &'static Scenario, first: u64, seeds: u64) -> u64 {
+    #[allow(clippy::disallowed_methods)] // the real time that the runs take
+    let began = Instant::now();
+    let (next, failures, events) = (AtomicU64::new(first), AtomicU64::new(0), AtomicU64::new(0));
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= first + seeds {
+                        return;
+                    }
+                    match scenario.check(seed) {
+                        Ok(run) => {
+                            events.fetch_add(run.events, Ordering::Relaxed);
+                        }
+                        Err(report) => {
+                            if failures.fetch_add(1, Ordering::Relaxed) < 5 {
+                                println!("{report}");
+                            }
+                        }
+                    }
+                }
+            });
+        }
+    });
+    #[allow(clippy::disallowed_methods)]
+    let seconds = began.elapsed().as_secs_f64();
+    let failed = failures.into_inner();
+    println!(
+        "{:<20} {seeds} seeds, {failed} failed, {:.0} seeds a second, {:.0} events a seed",
+        scenario.name,
+        seeds as f64 / seconds,
+        events.into_inner() as f64 / (seeds - failed).max(1) as f64
+    );
+    failed
+}

@@ -1,0 +1,264 @@
+//! The scenarios that have names. Their promises are those of the table in the README at the top.
+
+use std::time::Duration;
+
+use crate::faults::FaultKind;
+use crate::invariants::Promises;
+use crate::scenario::{Role, Scenario, Sim};
+
+const MS: Duration = Duration::from_millis(1);
+const SECOND: Duration = Duration::from_secs(1);
+
+/// Clients as in the table of the README, in smaller numbers.
+fn clients(seed: u64) -> Sim {
+    Sim::seed(seed)
+        .clients(Role::Informers, 4)
+        .clients(Role::Readers, 3)
+        .clients(Role::Writers, 2)
+        .clients(Role::Kubelets, 1)
+        .clients(Role::Leaders, 1)
+}
+
+/// A time at which a fault begins, different for each seed.
+fn start(seed: u64) -> Duration {
+    3 * SECOND + MS * (seed.wrapping_mul(7_919) % 2_000) as u32
+}
+
+/// The longest silence of a watch after its path is lost. A PING is due at most 1 s after the last PONG, and at most
+/// 400 ms after other bytes; the connection is dead 2 s after the PING, and an attempt to resume has 50 ms of jitter.
+/// The table of the README has 2.5 s, which holds unless the PONG was the last byte that arrived.
+const SILENCE: Duration = Duration::from_millis(3_100);
+
+const READS: Promises = Promises {
+    failed_reads: 0,
+    slowest_read: Duration::from_millis(600),
+    failed_writes: 4,
+    slowest_write: Duration::from_secs(8),
+    silence: SILENCE,
+    relists: 0,
+    watches_broken: 0,
+    lease: Duration::from_secs(20),
+};
+
+/// Every scenario.
+pub const ALL: &[Scenario] = &[
+    Scenario {
+        name: "blackhole",
+        about: "all packets of one of three apiservers are dropped",
+        sim: |seed| clients(seed).blackhole((seed % 3) as usize).at(start(seed)),
+        time: Duration::from_secs(10),
+        promises: READS,
+    },
+    Scenario {
+        name: "blackhole-one-way",
+        about: "the packets to one of three apiservers are dropped",
+        sim: |seed| {
+            clients(seed).fault((seed % 3) as usize, FaultKind::BlackholeOneWay).at(start(seed))
+        },
+        time: Duration::from_secs(10),
+        promises: READS,
+    },
+    Scenario {
+        name: "forgotten-flows",
+        about: "the packets of every established flow are dropped, and new flows work",
+        sim: |seed| {
+            let mut sim = clients(seed);
+            let dropped = [[true, true], [true, false], [false, true]][(seed / 3 % 3) as usize];
+            for server in 0..3 {
+                sim = sim.fault(server, FaultKind::ForgetFlows { dropped }).at(start(seed));
+            }
+            sim
+        },
+        time: Duration::from_secs(10),
+        promises: Promises { failed_writes: 16, ..READS },
+    },
+    Scenario {
+        name: "kill",
+        about: "SIGKILL of one of three apiservers, and a restart",
+        sim: |seed| {
+            let at = start(seed);
+            clients(seed).fault((seed % 3) as usize, FaultKind::Kill).at(at).until(at + 3 * SECOND)
+        },
+        time: Duration::from_secs(10),
+        promises: Promises { slowest_read: Duration::from_millis(300), silence: SECOND, ..READS },
+    },
+    Scenario {
+        name: "stop",
+        about: "SIGSTOP of one of three apiservers",
+        sim: |seed| clients(seed).fault((seed % 3) as usize, FaultKind::Stop).at(start(seed)),
+        time: Duration::from_secs(16),
+        // 5 s from the PING, which is due at most 1 s after the stop, and 200 ms of jitter.
+        promises: Promises { silence: Duration::from_millis(6_300), ..READS },
+    },
+    Scenario {
+        name: "refused",
+        about: "a load balancer forgets every established flow and resets it when a packet passes",
+        sim: |seed| {
+            let forget = FaultKind::ForgetFlows { dropped: [false; 2] };
+            let sim =
+                clients(seed).fault(0, forget).at(start(seed)).fault(1, forget).at(start(seed));
+            sim.fault(2, forget).at(start(seed))
+        },
+        time: Duration::from_secs(10),
+        promises: Promises { silence: SECOND, failed_writes: 8, ..READS },
+    },
+    Scenario {
+        name: "hang",
+        about: "the requests of one of three apiservers hang, and its /readyz fails",
+        sim: |seed| clients(seed).fault((seed % 3) as usize, FaultKind::Hang).at(start(seed)),
+        time: Duration::from_secs(12),
+        promises: Promises {
+            slowest_read: Duration::from_millis(3_500),
+            failed_writes: 16,
+            slowest_write: Duration::from_secs(30),
+            ..READS
+        },
+    },
+    Scenario {
+        name: "loss",
+        about: "5 % of the packets to and from every apiserver are lost",
+        sim: |seed| {
+            let loss = FaultKind::Loss(0.05);
+            clients(seed)
+                .fault(0, loss)
+                .at(SECOND)
+                .fault(1, loss)
+                .at(SECOND)
+                .fault(2, loss)
+                .at(SECOND)
+        },
+        time: Duration::from_secs(15),
+        promises: Promises {
+            // A response whose head has arrived is not hedged, and the rest of a list waits for its server's
+            // retransmissions, whose pauses double: above 1 s for one read in 50,000.
+            slowest_read: Duration::from_secs(2),
+            failed_writes: 1,
+            slowest_write: Duration::from_secs(3),
+            ..READS
+        },
+    },
+    Scenario {
+        name: "rolling-restart",
+        about: "each apiserver shuts down and starts again, one after the other",
+        sim: |seed| {
+            let mut sim = clients(seed);
+            for (server, at) in (0..).zip([2, 7, 12]) {
+                let at = start(seed) + at * SECOND;
+                sim = sim.fault(server, FaultKind::ShutDown).at(at).until(at + 3 * SECOND);
+            }
+            sim
+        },
+        time: Duration::from_secs(22),
+        promises: Promises {
+            slowest_read: SECOND,
+            silence: Duration::from_secs(3), // A quiet watch whose last bookmark is older than the start of every apiserver gets 410.
+            relists: 4,
+            ..READS
+        },
+    },
+    Scenario {
+        name: "outage",
+        about: "every apiserver is stopped for 10 s",
+        sim: |seed| {
+            let (mut sim, at) = (clients(seed), start(seed));
+            for server in 0..3 {
+                sim = sim.fault(server, FaultKind::Stop).at(at).until(at + 10 * SECOND);
+            }
+            sim
+        },
+        time: Duration::from_secs(25),
+        promises: Promises {
+            failed_reads: u64::MAX,
+            slowest_read: Duration::from_millis(1_500),
+            failed_writes: u64::MAX,
+            silence: Duration::from_secs(16),
+            ..READS
+        },
+    },
+    Scenario {
+        name: "outage-killed",
+        about: "every apiserver is killed and starts again after 10 s",
+        sim: |seed| {
+            let (mut sim, at) = (clients(seed), start(seed));
+            for server in 0..3 {
+                sim = sim.fault(server, FaultKind::Kill).at(at).until(at + 10 * SECOND);
+            }
+            sim
+        },
+        time: Duration::from_secs(30),
+        promises: Promises {
+            failed_reads: u64::MAX,
+            slowest_read: Duration::from_millis(1_500),
+            failed_writes: u64::MAX,
+            silence: Duration::from_secs(20),
+            // The watch caches have no history, so a cursor that no apiserver has any more is answered with 410.
+            relists: 8,
+            lease: Duration::from_secs(25),
+            ..READS
+        },
+    },
+    Scenario {
+        name: "goaway",
+        about: "each apiserver ends connections by GOAWAY at random",
+        sim: |seed| {
+            let goaway = FaultKind::Goaway(0.02);
+            clients(seed).fault(0, goaway).fault(1, goaway).fault(2, goaway)
+        },
+        time: Duration::from_secs(10),
+        promises: Promises {
+            slowest_read: Duration::from_millis(100),
+            failed_writes: 0,
+            slowest_write: Duration::from_millis(100),
+            silence: Duration::from_millis(100),
+            ..READS
+        },
+    },
+    Scenario {
+        name: "hostile",
+        about: "a client opens many requests at once and cancels a half, and the apiservers allow 20 streams",
+        sim: |seed| clients(seed).clients(Role::Hostile, 1).max_streams(20),
+        time: Duration::from_secs(6),
+        promises: Promises { failed_reads: u64::MAX, failed_writes: u64::MAX, ..READS },
+    },
+    Scenario {
+        name: "overload",
+        about: "one of three apiservers answers every request with 429",
+        sim: |seed| clients(seed).fault((seed % 3) as usize, FaultKind::Overload).at(start(seed)),
+        time: Duration::from_secs(8),
+        promises: Promises { failed_reads: u64::MAX, failed_writes: u64::MAX, ..READS },
+    },
+    Scenario {
+        name: "lag",
+        about: "the watch cache of one of three apiservers lags by two seconds, and its watches with it",
+        sim: |seed| {
+            clients(seed).fault((seed % 3) as usize, FaultKind::Lag(2 * SECOND)).at(start(seed))
+        },
+        time: Duration::from_secs(10),
+        promises: Promises { silence: Duration::from_millis(3_100), ..READS },
+    },
+    Scenario {
+        name: "random",
+        about: "one to four random faults, which may overlap; only what must hold always is promised",
+        sim: |seed| {
+            let latency = MS.mul_f64(0.1) * (1 + seed % 30) as u32;
+            let count = 1 + (seed % 4) as usize;
+            clients(seed).latency(latency, latency / 2).random_faults(count, (SECOND, 15 * SECOND))
+        },
+        time: Duration::from_secs(20),
+        promises: Promises {
+            failed_reads: u64::MAX,
+            slowest_read: Duration::from_secs(16),
+            failed_writes: u64::MAX,
+            slowest_write: Duration::MAX,
+            silence: Duration::from_secs(25),
+            relists: 40,
+            watches_broken: 0,
+            lease: Duration::from_secs(40),
+        },
+    },
+];
+
+/// The scenario of this name.
+pub fn by_name(name: &str) -> Option<&'static Scenario> {
+    ALL.iter().find(|scenario| scenario.name == name)
+}

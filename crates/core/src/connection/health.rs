@@ -61,7 +61,8 @@ pub(super) struct Health {
     acked_at: Instant,
     /// When the peer's window was last closed with no probe unanswered.
     window_answered_at: Instant,
-    /// When `acked` last grew while more bytes were pending: an upload makes progress.
+    /// When `acked` last grew by a whole segment while more bytes were pending: an upload makes progress. Small requests
+    /// do not count, which the kernel of a stopped process acknowledges too.
     progress_at: Instant,
     /// When the next check is due, without what has happened since the last one.
     check_at: Instant,
@@ -205,12 +206,12 @@ impl Health {
         if let Some(tcp) = tcp {
             inbound = inbound.min(tcp.silent());
             pending = tcp.has_pending();
-            let grew = tcp.bytes_acked > self.acked;
-            if grew || !pending {
+            let newly_acked = tcp.bytes_acked.saturating_sub(self.acked);
+            if newly_acked > 0 || !pending {
                 self.acked = tcp.bytes_acked;
                 self.acked_at = now;
             }
-            if grew && pending {
+            if pending && newly_acked >= u64::from(tcp.send_mss.max(1)) {
                 self.progress_at = now;
             }
             window_answers = pending && window_answers_probes(tcp, self.limits.dead_after);

@@ -9,7 +9,7 @@ use jackstay_core::connection::{ConnectionMachine, DrainReason};
 use jackstay_core::credential_class::CredentialClass;
 use jackstay_core::pool::limits::ConnectionLimits;
 use jackstay_core::pool::{
-    self, Arrival, Candidate, Class, ConnectionKey, ConnectionRow, DrainCause, Effect, EndpointKey,
+    self, Arrival, Candidate, Class, ConnectionKey, ConnectionRow, Effect, EndpointKey,
     EndpointRow, PoolState, Preference, PreviousFailure, Refusal, Requirements, Round,
     SLOW_HEAD_INTERVAL, Scope, Situation, Surroundings, WarmClasses, is_nearly_full, select,
 };
@@ -69,16 +69,6 @@ pub(super) struct Waiting {
 pub(super) fn new(now: Instant) -> (PoolState, Class<Waiting>) {
     let clients = pool::Purpose::Clients(WarmClasses::Identities);
     (PoolState::new(clients), Class::new(CLASS, now))
-}
-
-fn drain_reason(cause: DrainCause) -> DrainReason {
-    match cause {
-        DrainCause::Idle => DrainReason::Idle,
-        DrainCause::IdentityUnusable => DrainReason::IdentityUnusable,
-        DrainCause::CertificateRotated => DrainReason::CertificateRotated,
-        DrainCause::EndpointRemoved => DrainReason::EndpointRemoved,
-        DrainCause::ConnectionLimit => DrainReason::ConnectionLimit,
-    }
 }
 
 impl Node {
@@ -264,7 +254,7 @@ impl Node {
                 self.request_probe(io, endpoint, ProbeTrigger::PassiveEvidence);
             }
             Effect::Drain(index, cause) => {
-                self.input(io, ids[index], |machine| machine.drain(drain_reason(cause), now));
+                self.input(io, ids[index], |machine| machine.drain(cause, now));
             }
             Effect::Close(index) => {
                 self.input(io, ids[index], |machine| machine.close(DrainReason::ConnectionLimit));

@@ -20,6 +20,8 @@ struct Simulation {
     outbound: bool,
     /// The peer's window is closed, and written bytes wait.
     window_closed: bool,
+    /// Bytes of small requests are sent all the time, and acknowledged.
+    sends_small_requests: bool,
     /// An upload is in progress, and its bytes are acknowledged.
     uploads: bool,
     /// A stream whose response has begun.
@@ -60,6 +62,7 @@ impl Simulation {
             inbound: true,
             outbound: true,
             window_closed: false,
+            sends_small_requests: false,
             uploads: false,
             stream,
             last_segment: start,
@@ -125,8 +128,9 @@ impl Simulation {
         // A reachable kernel answers keepalives and window probes within a second.
         if reachable {
             self.last_segment = self.last_segment.max(self.now.checked_sub(ms(900)).unwrap());
-            self.pending = self.window_closed || self.uploads;
-            self.acked += u64::from(self.uploads);
+            self.pending = self.window_closed || self.uploads || self.sends_small_requests;
+            self.acked += if self.uploads { 1400 } else { 0 };
+            self.acked += if self.sends_small_requests { 600 } else { 0 };
         }
         let silent = self.now.duration_since(self.last_segment);
         let window = if self.window_closed { 0 } else { 64_000 };
@@ -508,6 +512,21 @@ fn upload_that_makes_progress_is_not_a_stopped_process() {
     let (at, state, reason) = sim.changes[1];
     assert_eq!((state, reason), (ConnectionState::Draining, StateChangeReason::ProcessStopped));
     assert!((4900..=5210).contains(&(at - from)), "{}", at - from);
+}
+
+/// The kernel acknowledges them, as long as its buffer has room.
+#[test]
+fn stopped_process_that_gets_small_requests_drains_after_5_s() {
+    let mut sim = Simulation::new();
+    sim.run(ms(1500));
+    (sim.answers, sim.sends_small_requests) = (false, true);
+    let ping = run_until_ping(&mut sim);
+    sim.run(ms(10_000));
+    let (at, state, reason) = sim.changes[1];
+    assert_eq!((state, reason), (ConnectionState::Draining, StateChangeReason::ProcessStopped));
+    assert!((5000..=5110).contains(&(at - ping)), "{} after the PING", at - ping);
+    let [(at, true)] = sim.silent[..] else { panic!("{:?}", sim.silent) };
+    assert!(at - ping <= 1110, "silent {} after the PING", at - ping);
 }
 
 #[test]

@@ -348,7 +348,10 @@ fn step_hedge_without_a_stream_is_repeated_after_a_pause() {
     let again = vec![no_stream(), due(), token(0, true)];
     check(again, "Wait, Token 0, Hedge 1 false | no_connection");
     check(vec![no_stream(), responded(0)], "Wait, Respond 0 | no_connection");
-    check(vec![no_stream(), due(), token(0, false)], "Wait, Token 0, Wait | no_connection over_budget");
+    check(
+        vec![no_stream(), due(), token(0, false)],
+        "Wait, Token 0, Wait | no_connection over_budget",
+    );
     let lost = failed(0, Stage::NoHead, 0);
     check(vec![lost, no_stream()], "Wait, ReportFacts | no_connection");
 

@@ -120,7 +120,7 @@ impl Node {
             let Some(request) = self.requests.get_mut(&id) else { return };
             let effect = request.attempts.step(input, io.s.now, &mut io.s.rng);
             for outcome in request.attempts.hedge_outcomes() {
-                if outcome == HedgeOutcome::Nobody {
+                if outcome == HedgeOutcome::NoConnection {
                     self.hedge_budget.release();
                 }
             }

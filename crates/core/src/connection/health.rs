@@ -54,8 +54,10 @@ pub(super) struct Health {
     next_ping: Instant,
     /// When bytes last arrived.
     last_received: Instant,
-    /// Bytes have arrived since the last PING or check, or since its PONG arrived.
-    delivering: bool,
+    /// Why the next PING may be due early.
+    recent: Recent,
+    /// The same once the outstanding PING is answered.
+    after_pong: Recent,
     /// The last known `tcpi_bytes_acked`, and when it last grew or no byte was pending.
     acked: u64,
     acked_at: Instant,
@@ -70,6 +72,17 @@ pub(super) struct Health {
     withhold_until: Instant,
     /// Whether a check was late since the outstanding PING was sent.
     was_late: bool,
+}
+
+/// What has arrived since the last PING or check. Without the PONG after bytes, the path of a busy watch could be lost for a
+/// whole `ping_interval` before a PING notices it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Recent {
+    #[default]
+    Nothing,
+    Bytes,
+    /// The PONG of a PING before which bytes had arrived.
+    Pong,
 }
 
 impl Health {
@@ -91,7 +104,8 @@ impl Health {
             ping_sent: None,
             next_ping,
             last_received: now,
-            delivering: false,
+            recent: Recent::Nothing,
+            after_pong: Recent::Nothing,
             acked: 0,
             acked_at: now,
             window_answered_at: now,
@@ -119,7 +133,7 @@ impl Health {
     /// Records that bytes arrived.
     pub(super) fn received(&mut self, now: Instant) {
         self.last_received = now;
-        self.delivering = true;
+        self.recent = Recent::Bytes;
     }
 
     /// Records that the PONG of the outstanding PING arrived. Returns the round-trip time.
@@ -127,7 +141,8 @@ impl Health {
         let rtt = self.ping_sent.take().map(|sent| now.saturating_duration_since(sent));
         let is_doubtful = rtt.is_some_and(|rtt| self.rtt.sample(rtt));
         self.last_received = now;
-        self.delivering = false;
+        self.note_bytes();
+        self.recent = std::mem::take(&mut self.after_pong);
         self.next_ping = if is_doubtful { now } else { self.limits.next_ping(self.grid, now) };
         self.check_at = self.next_ping;
         rtt
@@ -138,14 +153,22 @@ impl Health {
         if self.ping_sent.is_none() {
             return self.check_at.min(self.ping_due(waiting_since));
         }
-        let after_bytes = self.delivering.then(|| self.last_received + PING_AFTER_SILENCE);
+        let bytes = self.recent == Recent::Bytes;
+        let after_bytes = bytes.then(|| self.last_received + PING_AFTER_SILENCE);
         after_bytes.map_or(self.check_at, |at| at.min(self.check_at))
+    }
+
+    /// Bytes that have arrived bring the PING after the next PONG forward, too.
+    fn note_bytes(&mut self) {
+        if std::mem::take(&mut self.recent) == Recent::Bytes {
+            self.after_pong = Recent::Pong;
+        }
     }
 
     /// When the next PING is due.
     fn ping_due(&self, waiting_since: Option<Instant>) -> Instant {
         let mut due = self.next_ping;
-        if self.delivering {
+        if self.recent != Recent::Nothing {
             due = due.min(self.last_received + PING_AFTER_SILENCE);
         }
         if let Some(since) = waiting_since {
@@ -170,7 +193,7 @@ impl Health {
                 return Check::NotDue;
             }
             self.ping_sent = Some(now);
-            self.delivering = false;
+            self.note_bytes();
             self.was_late = false;
             self.acked_at = now;
             if let Some(tcp) = tcp {
@@ -183,7 +206,7 @@ impl Health {
         if late && !std::mem::replace(&mut self.was_late, true) {
             self.withhold_until = now + VERDICT_PAUSE;
         }
-        self.delivering = false;
+        self.note_bytes();
         let suspect_at = sent + self.suspect_after();
         self.check_at = if now < suspect_at { suspect_at } else { now + CHECK_INTERVAL };
         Check::Outstanding {

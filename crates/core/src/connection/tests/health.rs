@@ -514,6 +514,19 @@ fn upload_that_makes_progress_is_not_a_stopped_process() {
     assert!((4900..=5210).contains(&(at - from)), "{}", at - from);
 }
 
+/// Otherwise the path of a busy watch could be lost for a whole second before a PING notices it.
+#[test]
+fn ping_after_bytes_is_followed_by_one_after_its_pong() {
+    let mut sim = Simulation::new();
+    sim.run(ms(1500));
+    sim.receive();
+    let from = sim.at();
+    let pings: Vec<_> = (0..3).map(|_| run_until_ping(&mut sim) - from).collect();
+    assert!((400..=520).contains(&pings[0]), "{pings:?}");
+    assert!((400..=520).contains(&(pings[1] - pings[0])), "{pings:?}");
+    assert!(pings[2] - pings[1] >= 500, "then the interval again: {pings:?}");
+}
+
 /// The kernel acknowledges them, as long as its buffer has room.
 #[test]
 fn stopped_process_that_gets_small_requests_drains_after_5_s() {

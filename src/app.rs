@@ -121,6 +121,10 @@ impl App {
     ///
     /// # Errors
     /// A thread cannot be created.
+    #[expect(
+        clippy::too_many_lines,
+        reason = "takes the application apart and starts each part once"
+    )]
     pub fn start_under(self, manager: Arc<ServiceManager>) -> Result<Running, StartError> {
         let Self {
             active,

@@ -18,6 +18,7 @@
 //! `app → {admin, proxy, control} → upstream → {net, observe} → config`.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::too_many_lines))]
 #![warn(clippy::disallowed_methods)]
 
 pub mod admin;

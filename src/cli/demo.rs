@@ -114,18 +114,7 @@ fn demo_in(home: &Path, args: &DemoArgs, interrupted: &Arc<AtomicBool>) -> io::R
         .collect::<io::Result<Vec<_>>>()?;
     let proxy = Proxy::start(home, &pki, &user, &servers, args.log.as_deref())?;
     let kubeconfig = write_kubeconfig(home, &proxy, &pki, &user)?;
-    display.header(&[
-        format!(
-            "jackstay proxies {} apiservers for {} readers, {} writers and {} watches.",
-            servers.len(),
-            clients::READERS,
-            clients::WRITERS,
-            2 * ledger::WATCHES_PER_TOPIC
-        ),
-        "Default settings, but /readyz is probed every second. Try it while it runs:".to_owned(),
-        format!("  kubectl --kubeconfig {} get pods -w", kubeconfig.display()),
-        format!("  http://{}/", proxy.admin),
-    ]);
+    show_header(&display, &proxy, &kubeconfig);
 
     let credentials = Credentials::anonymous(&pki.ca_pem()).certificate(&user);
     let settling_time = schedule::READ_PROMISE * schedule::TOLERANCE;
@@ -155,14 +144,9 @@ fn demo_in(home: &Path, args: &DemoArgs, interrupted: &Arc<AtomicBool>) -> io::R
             break;
         }
     }
-    let Counts { lost, failed_reads, broken, .. } = clients.finish();
-    if ready && (lost > 0 || failed_reads > 0 || broken > 0) {
-        results.broken.push(format!(
-            "at the end: {} never arrived, {}, {}",
-            quantity(lost, "event"),
-            quantity(failed_reads, "failed read"),
-            quantity(broken, "broken watch")
-        ));
+    let counts = clients.finish();
+    if ready {
+        results.broken.extend(broken_at_the_end(&counts));
     }
     drop(monitor);
     if !proxy.running.stop() {
@@ -173,6 +157,35 @@ fn demo_in(home: &Path, args: &DemoArgs, interrupted: &Arc<AtomicBool>) -> io::R
         format => format.print(&summary(&results, &display.steps()), String::new),
     }
     Ok(results.broken.is_empty())
+}
+
+/// Says what runs and how to reach it.
+fn show_header(display: &ProgressDisplay, proxy: &Proxy, kubeconfig: &Path) {
+    display.header(&[
+        format!(
+            "jackstay proxies {} apiservers for {} readers, {} writers and {} watches.",
+            NAMES.len(),
+            clients::READERS,
+            clients::WRITERS,
+            2 * ledger::WATCHES_PER_TOPIC
+        ),
+        "Default settings, but /readyz is probed every second. Try it while it runs:".to_owned(),
+        format!("  kubectl --kubeconfig {} get pods -w", kubeconfig.display()),
+        format!("  http://{}/", proxy.admin),
+    ]);
+}
+
+/// The promises that were broken in the whole run.
+fn broken_at_the_end(counts: &Counts) -> Option<String> {
+    let Counts { lost, failed_reads, broken, .. } = counts;
+    (*lost > 0 || *failed_reads > 0 || *broken > 0).then(|| {
+        format!(
+            "at the end: {} never arrived, {}, {}",
+            quantity(*lost, "event"),
+            quantity(*failed_reads, "failed read"),
+            quantity(*broken, "broken watch")
+        )
+    })
 }
 
 /// Waits until all apiservers are ready. Returns whether they are, after an interruption maybe not.

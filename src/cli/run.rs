@@ -126,12 +126,9 @@ enum EndReason {
 pub(super) fn run(args: RunArgs) -> ExitCode {
     // Before any other descriptor is opened, which could be mistaken for an inherited one.
     let descriptors = inherited_sockets::from_service_manager();
-    let ready = match ready_descriptor(&args, &descriptors) {
-        Ok(ready) => ready,
-        Err(error) => {
-            eprintln!("{error}");
-            return ExitCode::from(EXIT_USAGE);
-        }
+    let ready = ready_descriptor(&args, &descriptors);
+    let Ok(ready) = ready.inspect_err(|error| eprintln!("{error}")) else {
+        return ExitCode::from(EXIT_USAGE);
     };
     let take_over = args.take_over;
     let input = ConfigInput::new(args);
@@ -188,9 +185,18 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
         };
         app.with_sandbox(sandbox).start_under(app_manager)
     };
+    serve_to_end(start, &manager, upgrade)
+}
+
+/// Starts the application and serves until the process ends.
+fn serve_to_end(
+    start: impl FnOnce() -> Result<Running, StartError> + Send + 'static,
+    manager: &Arc<ServiceManager>,
+    upgrade: Upgrade,
+) -> ExitCode {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let result = runtime.and_then(|runtime| {
-        let result = runtime.block_on(serve(start, &manager, upgrade));
+        let result = runtime.block_on(serve(start, manager, upgrade));
         // A start that hangs does not delay the exit.
         runtime.shutdown_background();
         result

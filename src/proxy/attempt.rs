@@ -106,9 +106,8 @@ impl Attempt {
         let may_be_too_old = retry::may_ask_other_endpoints(kind)
             && head.status == StatusCode::GONE
             && is_short(&head.headers);
-        let may_be_not_reached = versions
-            .is_some_and(|versions| versions.may_be_not_reached(head.status))
-            && is_short(&head.headers);
+        let may_be_not_reached =
+            versions.is_some_and(|v| v.may_be_not_reached(head.status)) && is_short(&head.headers);
         let may_be_overload =
             retry::may_ask_after_rejection(kind) && may_be_overload(head.status, &head.headers);
         if may_be_too_old
@@ -117,9 +116,8 @@ impl Attempt {
             || may_be_rejection(head.status, &head.headers)
         {
             // Boxed, so that the futures of other responses do not grow by its size.
-            let body = Box::pin(read_short(&mut recv))
-                .await
-                .map_err(|reason| failed(Stage::HeadHeld, &reason))?;
+            let body = Box::pin(read_short(&mut recv)).await;
+            let body = body.map_err(|reason| failed(Stage::HeadHeld, &reason))?;
             let missed = versions
                 .filter(|_| may_be_not_reached)
                 .and_then(|versions| versions.not_reached(&body, &connection.endpoint));
@@ -130,12 +128,8 @@ impl Attempt {
                     Stage::NotReached,
                     "the apiserver's watch cache has not reached this version",
                 ))
-            } else if is_rejection(head.status, &head.headers, &body) {
-                Some((Stage::Unprocessed, "the apiserver is shutting down"))
-            } else if may_be_overload && is_overload(head.status, &head.headers, &body) {
-                Some((Stage::Rejected, "the apiserver rejects requests"))
             } else {
-                None
+                rejection(&head, &body, may_be_overload)
             };
             if let Some((stage, reason)) = rejection {
                 permit.finished();
@@ -146,9 +140,8 @@ impl Attempt {
             permit.head_arrived(arrived);
             return Ok(UpstreamResponse { head, recv, prefix: Some(body), permit, upload });
         }
-        let prefix = body_prefix(kind, &mut recv, &connection)
-            .await
-            .map_err(|error| failed(Stage::HeadHeld, &describe_h2_error(&error)))?;
+        let prefix = body_prefix(kind, &mut recv, &connection).await;
+        let prefix = prefix.map_err(|e| failed(Stage::HeadHeld, &describe_h2_error(&e)))?;
         permit.head_arrived(arrived);
         if let Some(versions) = versions
             && let Some(version) = versions.stale(&head, prefix.as_deref(), &connection.endpoint)
@@ -159,6 +152,22 @@ impl Attempt {
         Ok(UpstreamResponse { head, recv, prefix, permit, upload })
     }
 }
+
+/// Why the apiserver has not processed a request with this response, if it says so.
+fn rejection(
+    head: &response::Parts,
+    body: &Bytes,
+    may_be_overload: bool,
+) -> Option<(Stage, &'static str)> {
+    if is_rejection(head.status, &head.headers, body) {
+        Some((Stage::Unprocessed, "the apiserver is shutting down"))
+    } else if may_be_overload && is_overload(head.status, &head.headers, body) {
+        Some((Stage::Rejected, "the apiserver rejects requests"))
+    } else {
+        None
+    }
+}
+
 /// Reads a body that is short according to its head. Stops after the frame with which it exceeds
 /// [`REJECTION_MAX_BODY`] bytes.
 async fn read_short(recv: &mut RecvStream) -> Result<Bytes, String> {

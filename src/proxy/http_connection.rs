@@ -84,6 +84,20 @@ impl HttpConnection<'_> {
         }
     }
 
+    /// Records that a client has exceeded a limit of frames.
+    fn warn_of_frames(&self, frame: &'static str, source: Source) {
+        self.service.metrics.closed_for_frames(frame);
+        let about = format!(
+            "listener {} closed a connection with ENHANCE_YOUR_CALM, because its client exceeded a limit of frames",
+            self.listener
+        );
+        self.warnings.warn(&about, format_args!("{frame}, from {source}"));
+    }
+
+    #[expect(
+        clippy::too_many_lines,
+        reason = "the settings of a connection and what ends it, in one place"
+    )]
     async fn serve_http2(
         self,
         stream: ClientStream,
@@ -155,12 +169,7 @@ impl HttpConnection<'_> {
         let result = served.await;
         warn_of_shed();
         if let Some(frame) = frames.violation() {
-            self.service.metrics.closed_for_frames(frame.as_str());
-            let about = format!(
-                "listener {} closed a connection with ENHANCE_YOUR_CALM, because its client exceeded a limit of frames",
-                self.listener
-            );
-            self.warnings.warn(&about, format_args!("{}, from {source}", frame.as_str()));
+            self.warn_of_frames(frame.as_str(), source);
         }
         result
     }

@@ -13,6 +13,7 @@
 //! The server keeps nothing on disk, authorizes every authenticated user and runs no controllers.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::too_many_lines))]
 
 pub mod client;
 pub mod faulty_relay;

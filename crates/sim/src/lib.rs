@@ -12,6 +12,7 @@
 //! * [`faults`], [`scenario`], [`scenarios`], [`invariants`]: what goes wrong, and what must hold.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::too_many_lines))]
 
 pub mod apiserver;
 pub mod client;

@@ -113,6 +113,7 @@ pub enum Entry {
 }
 
 impl fmt::Display for Entry {
+    #[allow(clippy::too_many_lines, reason = "a table of texts")]
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::Fault { number } => write!(f, "fault {number}"),

@@ -6,6 +6,7 @@
 //! * [`pages`]: pages of the admin endpoint; [`watch_recorder`]: the events of a watch.
 
 #![forbid(unsafe_code)]
+#![cfg_attr(not(test), warn(clippy::too_many_lines))]
 #![allow(missing_docs)] // names of test helpers say what they do
 
 pub mod child;

@@ -167,6 +167,17 @@ fn without_survey(why: &str) -> Survey {
     }
 }
 
+/// Notes once that no certificate is verified.
+fn note_without_names(notes: &mut Vec<String>, why: &str) {
+    let note = format!(
+        "no name is taken from the certificates of the apiservers: {why}; --ca-file names the \
+         cluster's CA, --tls-server-name the name"
+    );
+    if !notes.contains(&note) {
+        notes.push(note);
+    }
+}
+
 /// Connects to the apiservers and reads their certificates, and with `lists_members` the `EndpointSlices` of
 /// the cluster. A note says why no certificate could be verified.
 fn survey_apiservers(
@@ -187,15 +198,7 @@ fn survey_apiservers(
     if let Some(file) = &args.ca_file {
         (context.ca, context.insecure) = (Some(PemSource::File(file.clone())), false);
     }
-    let mut without_names = |why: &str| {
-        let note = format!(
-            "no name is taken from the certificates of the apiservers: {why}; --ca-file names the \
-             cluster's CA, --tls-server-name the name"
-        );
-        if !notes.contains(&note) {
-            notes.push(note);
-        }
-    };
+    let mut without_names = |why: &str| note_without_names(notes, why);
     // Reading certificates needs no credential, so the plugin runs only to list the members.
     let plugins = if args.discover && lists_members { ExecPlugins::Run } else { ExecPlugins::Skip };
     // The validation of the configuration reports upstreams that are not addresses.

@@ -82,6 +82,7 @@ pub fn describe(error: &Error) -> String {
 
 /// Describes why a certificate, or its chain, is refused.
 #[allow(deprecated)] // the variants without context are still sent by some verifiers
+#[allow(clippy::too_many_lines, reason = "a table of texts")]
 pub fn describe_certificate_error(error: &CertificateError) -> String {
     let text = match error {
         CertificateError::BadEncoding => "the certificate is damaged: not valid DER",

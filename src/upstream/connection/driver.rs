@@ -38,6 +38,7 @@ use crate::upstream::watch_moves::WatchMoves;
 
 impl Connection {
     /// Takes an established connection into use and spawns its driver on the current `LocalSet`.
+    #[allow(clippy::too_many_lines, reason = "puts the parts of a connection together")]
     pub fn start(
         established: DialedConnection,
         endpoint: &Arc<Endpoint>,

@@ -93,6 +93,10 @@ impl Relay {
     }
 
     /// Passes the frames of a chunk through the session, and the bytes for the client to `out`, in order.
+    #[expect(
+        clippy::too_many_lines,
+        reason = "one loop over the frames of a chunk, on the path of each event"
+    )]
     pub fn push(&mut self, chunk: &Bytes, now: Instant, mut out: impl FnMut(Bytes)) -> PushResult {
         // The bytes of the chunk that will leave as one slice.
         let mut run = 0..0;

@@ -1,4 +1,4 @@
-//! A scenario: who takes part, what goes wrong, and what is promised.
+//! A scenario: its clients and apiservers, the faults, and the promises.
 //!
 //! ```
 //! use std::time::Duration;
@@ -26,7 +26,7 @@ pub enum Role {
     Readers,
     /// Each writes five times a second.
     Writers,
-    /// Informers of config maps, which the writers change, and of pods, which nobody changes, by turns.
+    /// Informers, by turns of config maps, which the writers change, and of pods, which stay as they are.
     Informers,
     /// kubelets: a lease each.
     Kubelets,

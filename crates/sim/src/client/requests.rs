@@ -53,33 +53,14 @@ impl Model for Reader {
     }
 
     fn replied(&mut self, port: &mut Port<'_>, request: RequestId, reply: Reply) {
-        let Some((sent, status)) = self.pending.get_mut(&request) else { return };
-        match reply {
-            Reply::Head(head) => *status = head.status,
-            Reply::Data(_) => {}
-            Reply::End => {
-                let (took, status) = (port.s.now - *sent, *status);
-                self.pending.remove(&request);
-                port.s.record(Entry::Reply { client: port.client, request, status });
-                port.findings.read(status == 200, took);
-            }
-            Reply::Failed(failure) => {
-                let took = port.s.now - *sent;
-                self.pending.remove(&request);
-                port.s.record(Entry::Failed {
-                    client: port.client,
-                    request,
-                    reason: failure.as_str(),
-                });
-                port.findings.read(false, took);
-            }
+        if let Some((status, took)) = ended(&mut self.pending, port, request, &reply) {
+            port.findings.read(status == Some(200), took);
         }
     }
 
     fn timed_out(&mut self, port: &mut Port<'_>, request: RequestId) {
-        if let Some((sent, _)) = self.pending.remove(&request) {
-            port.s.record(Entry::Failed { client: port.client, request, reason: "timeout" });
-            port.findings.read(false, port.s.now - sent);
+        if let Some(took) = timed_out(&mut self.pending, port, request) {
+            port.findings.read(false, took);
         }
     }
 
@@ -88,6 +69,40 @@ impl Model for Reader {
             port.findings.read_open(port.s.now - sent);
         }
     }
+}
+
+/// Follows the reply to a pending request. Returns the status of one that has ended, `None` if it failed, and how long it
+/// took.
+fn ended(
+    pending: &mut Pending,
+    port: &mut Port<'_>,
+    request: RequestId,
+    reply: &Reply,
+) -> Option<(Option<u16>, Duration)> {
+    let (sent, status) = pending.get_mut(&request)?;
+    let took = port.s.now - *sent;
+    let (client, status) = match reply {
+        Reply::Head(head) => {
+            *status = head.status;
+            return None;
+        }
+        Reply::Data(_) => return None,
+        Reply::End => (port.client, Ok(*status)),
+        Reply::Failed(failure) => (port.client, Err(failure.as_str())),
+    };
+    pending.remove(&request);
+    port.s.record(match status {
+        Ok(status) => Entry::Reply { client, request, status },
+        Err(reason) => Entry::Failed { client, request, reason },
+    });
+    Some((status.ok(), took))
+}
+
+/// Ends a pending request that took too long. Returns how long it took.
+fn timed_out(pending: &mut Pending, port: &mut Port<'_>, request: RequestId) -> Option<Duration> {
+    let (sent, _) = pending.remove(&request)?;
+    port.s.record(Entry::Failed { client: port.client, request, reason: "timeout" });
+    Some(port.s.now - sent)
 }
 
 /// Writes an object at an interval, whatever version it has. It never repeats a write.
@@ -129,34 +144,15 @@ impl Model for Writer {
     }
 
     fn replied(&mut self, port: &mut Port<'_>, request: RequestId, reply: Reply) {
-        let Some((sent, status)) = self.pending.get_mut(&request) else { return };
-        match reply {
-            Reply::Head(head) => *status = head.status,
-            Reply::Data(_) => {}
-            Reply::End => {
-                let (took, status) = (port.s.now - *sent, *status);
-                self.pending.remove(&request);
-                port.s.record(Entry::Reply { client: port.client, request, status });
-                // Its own object may be missing or present, because an earlier write has failed.
-                port.findings.write(matches!(status, 200 | 201 | 404 | 409), took);
-            }
-            Reply::Failed(failure) => {
-                let took = port.s.now - *sent;
-                self.pending.remove(&request);
-                port.s.record(Entry::Failed {
-                    client: port.client,
-                    request,
-                    reason: failure.as_str(),
-                });
-                port.findings.write(false, took);
-            }
+        if let Some((status, took)) = ended(&mut self.pending, port, request, &reply) {
+            // Its own object may be missing or present, because an earlier write has failed.
+            port.findings.write(matches!(status, Some(200 | 201 | 404 | 409)), took);
         }
     }
 
     fn timed_out(&mut self, port: &mut Port<'_>, request: RequestId) {
-        if let Some((sent, _)) = self.pending.remove(&request) {
-            port.s.record(Entry::Failed { client: port.client, request, reason: "timeout" });
-            port.findings.write(false, port.s.now - sent);
+        if let Some(took) = timed_out(&mut self.pending, port, request) {
+            port.findings.write(false, took);
         }
     }
 }

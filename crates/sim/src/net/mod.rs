@@ -55,7 +55,7 @@ pub enum NetEvent {
     Reset { id: ConnectionId, to: Side },
 }
 
-/// What a process is told.
+/// An event on a connection, and the process that receives it.
 #[derive(Debug)]
 pub struct Delivery {
     /// The process.

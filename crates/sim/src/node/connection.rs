@@ -123,7 +123,7 @@ impl Node {
         }
     }
 
-    /// Ends a connect whose result nobody needs.
+    /// Cancels a connect.
     pub(super) fn abandon_dial(&mut self, io: &mut Io<'_>, id: ConnectionId) {
         if self.dials.remove(&id).is_some() {
             io.net.abort(io.s, id, Side::Client);

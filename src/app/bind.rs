@@ -31,7 +31,9 @@ use crate::observe::{LivenessMonitor, Metrics};
 /// Time for a process that has got a termination signal to close its sockets or to end. Until then an address in use
 /// is tried again.
 const CLOSING: Duration = Duration::from_millis(500);
-/// How often such an address is tried.
+/// Time for a process that accepts connections to open its takeover socket, as long as it waits for that itself.
+const OPENING: Duration = Duration::from_secs(2);
+/// How often an address in use is tried.
 const CLOSING_POLL: Duration = Duration::from_millis(20);
 
 impl App {
@@ -50,26 +52,7 @@ impl App {
     /// The first file that cannot be loaded or address that cannot be bound.
     pub fn bind_with(config: Config, inherited: InheritedSockets) -> Result<Self, StartError> {
         let path = config.state_dir.as_deref().map(takeover::socket_path);
-        let attempt = Attempt { config, inherited };
-        let start = clock::now();
-        loop {
-            let error = match attempt.bind(AdminBind::Required) {
-                Err(error) if error.is_address_in_use() => error,
-                result => return result,
-            };
-            let Some(path) = &path else { return Err(error) };
-            match takeover::request(path, Request::IfDraining) {
-                Ok(Found::Predecessor(predecessor, sockets)) => {
-                    return attempt.bind_beside(predecessor, sockets);
-                }
-                // A process may handle a termination signal later, or have ended in the meantime.
-                Ok(Found::Nothing | Found::Serving(_)) if clock::elapsed(start) < CLOSING => {}
-                Ok(Found::Silent(pid)) => return attempt.bind_beside_silent(path, pid),
-                Ok(Found::Serving(pid)) => return Err(error.beside_serving(pid)),
-                Ok(Found::Nothing) | Err(_) => return Err(error),
-            }
-            takeover::pause(CLOSING_POLL);
-        }
+        Attempt { config, inherited }.bind_alone(path.as_deref(), Request::IfDraining)
     }
 
     /// Like [`App::bind_with`], also with the sockets of the running process that has the same `state_dir`.
@@ -82,27 +65,13 @@ impl App {
             tracing::warn!("state_dir is \"\": there is no socket to take over through");
             return Self::bind_with(config, inherited);
         };
-        let mut attempt = Attempt { config, inherited };
+        let attempt = Attempt { config, inherited };
         match takeover::request(&path, Request::TakeOver)? {
-            Found::Predecessor(predecessor, sockets) if predecessor.is_draining() => {
-                attempt.bind_beside(predecessor, sockets)
-            }
-            Found::Predecessor(predecessor, sockets) => {
-                let pid = predecessor.pid();
-                tracing::info!(
-                    from = pid,
-                    sockets = sockets.len(),
-                    "taking over from a running process"
-                );
-                let manager_sockets = !attempt.inherited.is_empty();
-                attempt.inherited.append(sockets);
-                let app = attempt.bind(AdminBind::Required)?;
-                Ok(Self { predecessor: Some(predecessor), manager_sockets, replaces: true, ..app })
-            }
+            Found::Predecessor(predecessor, sockets) => attempt.bind_after(predecessor, sockets),
             Found::Silent(pid) => attempt.bind_beside_silent(&path, pid),
             Found::Nothing | Found::Serving(_) => {
                 tracing::info!(path = %path.display(), "no process to take over from");
-                Self::bind_with(attempt.config, attempt.inherited)
+                attempt.bind_alone(Some(&path), Request::TakeOver)
             }
         }
     }
@@ -115,6 +84,51 @@ struct Attempt {
 }
 
 impl Attempt {
+    /// Starts without another process, unless an address is in use: then sends `request` to the process that has it.
+    fn bind_alone(self, path: Option<&Path>, request: Request) -> Result<App, StartError> {
+        let limit = match request {
+            Request::TakeOver => OPENING,
+            Request::IfDraining => CLOSING,
+        };
+        let start = clock::now();
+        loop {
+            let error = match self.bind(AdminBind::Required) {
+                Err(error) if error.is_address_in_use() => error,
+                result => return result,
+            };
+            let Some(path) = path else { return Err(error) };
+            match takeover::request(path, request) {
+                Ok(Found::Predecessor(predecessor, sockets)) => {
+                    return self.bind_after(predecessor, sockets);
+                }
+                // The process has not handled its termination signal yet, has ended in the meantime, or has not
+                // opened its takeover socket yet.
+                Ok(Found::Nothing | Found::Serving(_)) if clock::elapsed(start) < limit => {}
+                Ok(Found::Silent(pid)) => return self.bind_beside_silent(path, pid),
+                Ok(Found::Serving(pid)) => return Err(error.beside_serving(pid)),
+                Ok(Found::Nothing) | Err(_) => return Err(error),
+            }
+            takeover::pause(CLOSING_POLL);
+        }
+    }
+
+    /// Starts with the sockets of a process that serves or drains.
+    fn bind_after(
+        mut self,
+        predecessor: Predecessor,
+        sockets: InheritedSockets,
+    ) -> Result<App, StartError> {
+        if predecessor.is_draining() {
+            return self.bind_beside(predecessor, sockets);
+        }
+        let from = predecessor.pid();
+        tracing::info!(from, sockets = sockets.len(), "taking over from a running process");
+        let manager_sockets = !self.inherited.is_empty();
+        self.inherited.append(sockets);
+        let app = self.bind(AdminBind::Required)?;
+        Ok(App { predecessor: Some(predecessor), manager_sockets, replaces: true, ..app })
+    }
+
     /// Starts beside a process that drains, with the socket of its admin endpoint.
     fn bind_beside(
         mut self,

@@ -4,7 +4,7 @@ use super::load::ReconnectingClient;
 use super::setup::Setup;
 use super::silent_predecessor;
 use crate::support::child::Process;
-use crate::support::wait::{PATIENCE, pause, until_within};
+use crate::support::wait::{PATIENCE, pause, until, until_within};
 use crate::support::{CONFIGMAPS, long_form, passthrough_config};
 use jackstay::config::Config;
 use jackstay_apiserver::client::{Client, Credentials, Watch};
@@ -37,6 +37,14 @@ async fn setup_with_watch(mode: &str) -> (Setup, Client, Watch) {
     let client = Client::connect(setup.address, &setup.cluster.certs.credentials()).await.unwrap();
     let watch = client.watch(&format!("{CONFIGMAPS}?watch=1")).await.unwrap();
     (setup, client, watch)
+}
+
+/// Waits until the process has executed its termination signal, which it logs before.
+async fn until_drains(setup: &Setup) {
+    until("the process drains", async || {
+        setup.try_page("/status").await.is_ok_and(|page| page.contains("\"draining\": true"))
+    })
+    .await;
 }
 
 /// Waits until a process that does not drain has the admin endpoint.
@@ -75,7 +83,7 @@ async fn start_beside_a_process_that_drains_serves_and_has_the_admin_endpoint() 
             let what = format!("{mode} {flags:?}");
             let (mut setup, client, mut watch) = setup_with_watch(mode).await;
             setup.process.signal("TERM");
-            setup.process.wait_output("draining").await;
+            until_drains(&setup).await;
             let start = Instant::now();
             let mut new = setup.start(flags);
             expect_admin(&setup, &mut new, &what).await;
@@ -103,6 +111,23 @@ async fn start_beside_a_process_that_drains_serves_and_has_the_admin_endpoint() 
             assert!(old.wait_exit().await.success(), "{what}:\n{}", old.output());
         }
     }
+}
+
+/// A process accepts connections before its takeover socket is open.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn takeover_succeeds_when_the_socket_of_a_serving_process_opens_late() {
+    let mut setup = Setup::new(1, 2).await;
+    let socket = setup.state_dir().join("take-over.sock");
+    let unopened = setup.state_dir().join("unopened.sock");
+    std::fs::rename(&socket, &unopened).unwrap();
+    let mut new = setup.start(&["--take-over"]);
+    new.wait_output("no process to take over from").await;
+    std::fs::rename(&unopened, &socket).unwrap();
+    new.wait_output("taken over: this process accepts connections").await;
+    expect_admin(&setup, &mut new, "late socket").await;
+    request(&setup).await.unwrap();
+    let mut old = setup.replace(new);
+    assert!(old.wait_exit().await.success(), "{}", old.output());
 }
 
 /// The test is the new process. Its message arrives when the old process drains already.

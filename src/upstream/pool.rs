@@ -11,7 +11,6 @@ mod requirements;
 mod table;
 #[cfg(test)]
 mod tests;
-mod waiter;
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;

@@ -38,7 +38,8 @@ struct Scan {
     children: BTreeSet<String>,
 }
 
-fn is_test_only(attributes: &[Attribute]) -> bool {
+/// Whether an item is compiled for tests only.
+pub fn is_test_only(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("cfg")
             && attribute.meta.require_list().is_ok_and(|list| {

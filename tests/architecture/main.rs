@@ -2,6 +2,7 @@
 //! files, links of the architecture page, length of files, a module comment in each file, no fixed waits in tests, no
 //! duplicate keys in JSON literals.
 
+mod calls;
 mod imports;
 
 use std::fs;
@@ -151,26 +152,43 @@ fn file_imports_have_no_circle() {
     }
 }
 
+/// The links of a page, as paths from the root of the repository. `folder` has the page.
+fn links(page: &str, folder: &str) -> Vec<String> {
+    let links = page.match_indices("](").map(|(at, _)| page[at + 2..].split(')').next().unwrap());
+    links
+        .map(|link| link.strip_prefix("../").map_or(format!("{folder}/{link}"), str::to_owned))
+        .collect()
+}
+
+/// A reader follows a path through the files of its section. Each of them is called by one that is listed before it, so
+/// that none is left out between them.
 #[test]
-fn architecture_page_links_exist_and_walks_are_short() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let page = fs::read_to_string(root.join("README.md")).unwrap();
-    for (at, _) in page.match_indices("](") {
-        let link = page[at + 2..].split(')').next().unwrap();
-        assert!(root.join(link).is_file(), "src/README.md links to {link}");
+fn architecture_page_links_exist_and_paths_are_short_and_connected() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let page = fs::read_to_string(root.join("src/README.md")).unwrap();
+    for link in links(&page, "src") {
+        assert!(root.join(&link).is_file(), "src/README.md links to {link}");
     }
+    let sources = sources();
+    let files = sources
+        .iter()
+        .filter(|(_, path, _)| !is_test(path))
+        .map(|(_, path, text)| (path.strip_prefix(root).unwrap().to_str().unwrap(), text.as_str()));
+    let calls = calls::Calls::read(files);
     for (heading, limit) in [
-        ("## The path of a request\n", 9),
-        ("## The path of a resumed watch\n", 8),
+        ("## The path of a request\n", 12),
+        ("## The path of a resumed watch\n", 11),
         ("## The path of a flow (L4)\n", 6),
-        ("## The path of an endpoint update\n", 9),
+        ("## The path of an endpoint update\n", 8),
     ] {
         let section = page.split(heading).nth(1).unwrap_or_else(|| panic!("no {heading}"));
-        let section = section.split("\n## ").next().unwrap();
-        let numbered =
-            |line: &&str| line.split_once(". ").is_some_and(|(n, _)| n.parse::<u8>().is_ok());
-        let hops = section.lines().filter(numbered).count();
-        assert!((1..=limit).contains(&hops), "{heading} has {hops} hops");
+        let section = section.split("\n## ").next().unwrap().split("\n\nBeside ").next().unwrap();
+        let path = links(section, "src");
+        assert!((2..=limit).contains(&path.len()), "{heading} has {} files", path.len());
+        for (at, file) in path.iter().enumerate().skip(1) {
+            let is_called = path[..at].iter().any(|before| calls.between(before, file));
+            assert!(is_called, "{heading}: no file before {file} calls it");
+        }
     }
 }
 

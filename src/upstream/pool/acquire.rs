@@ -6,14 +6,15 @@ use std::time::Instant;
 
 use futures_util::future::{Either, LocalBoxFuture, Ready, ready};
 use jackstay_core::pool::limits::max_connections;
-use jackstay_core::pool::{Arrival, EndpointRow, Refusal, Requirements, Round, Situation};
+use jackstay_core::pool::{
+    Arrival, EndpointRow, Refusal, Requirements, Round, Scope, Situation, is_nearly_full, select,
+};
 use jackstay_sys::clock;
 use tokio::sync::oneshot;
 
 use super::Pool;
 use super::class::ClassPool;
-use super::requirements::{OwnedPreferences, StreamRequirements, Unavailable};
-use super::waiter::{Granted, Waiter};
+use super::requirements::{Granted, OwnedPreferences, StreamRequirements, Unavailable, Waiter};
 use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
 
@@ -52,7 +53,7 @@ impl Pool {
         let plain = required.plain();
         if arrival == Arrival::Select
             && let Some((permit, is_nearly_full)) =
-                class.reserve_stream(required, &plain, &self.upstream, now)
+                self.reserve_stream(class, required, &plain, now)
         {
             if is_nearly_full {
                 self.changed.notify_one();
@@ -72,8 +73,33 @@ impl Pool {
         required: StreamRequirements<'_>,
     ) -> Option<Permit> {
         let (now, plain) = (clock::now(), required.plain());
-        let (permit, _) = class.reserve_stream(required, &plain, &self.upstream, now)?;
+        let (permit, _) = self.reserve_stream(class, required, &plain, now)?;
         class.verified(permit, required.client_subject).ok()
+    }
+
+    /// Reserves a stream on the best live connection. Returns whether another connection should be opened, too.
+    fn reserve_stream(
+        &self,
+        class: &ClassPool,
+        required: StreamRequirements<'_>,
+        plain: &Requirements,
+        now: Instant,
+    ) -> Option<(Permit, bool)> {
+        class.with_table(now, |table, connections| {
+            let max_connections =
+                if plain.watch { class.max_connections(&self.upstream) } else { usize::MAX };
+            let index = select(
+                table,
+                plain,
+                Scope { allow_suspect: false, max_connections },
+                |index| required.preference(&connections[index].endpoint),
+                |index| connections[index].cost(now),
+                &mut self.rng.borrow_mut(),
+            )?;
+            table[index].free_streams -= 1;
+            let permit = connections[index].reserve(plain.watch, now);
+            Some((permit, is_nearly_full(table, index)))
+        })
     }
 
     /// Waits until the pool's task grants a stream or an error.

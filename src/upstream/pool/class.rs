@@ -7,13 +7,10 @@ use std::time::Instant;
 
 use jackstay_core::connection::ConnectionState;
 use jackstay_core::pool::limits::max_connections;
-use jackstay_core::pool::{
-    Candidate, Class, ConnectionRow, Requirements, Scope, is_nearly_full, only_suspect_to, select,
-};
+use jackstay_core::pool::{Candidate, Class, ConnectionRow, only_suspect_to};
 
-use super::requirements::{StreamRequirements, Unavailable};
+use super::requirements::{Unavailable, Waiter};
 use super::table::{candidate, row};
-use super::waiter::Waiter;
 use crate::net::tls::certificate::Subject;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::credentials::CredentialClass;
@@ -30,7 +27,6 @@ pub struct ClassPool {
     pub(super) connections: RefCell<Vec<Rc<Connection>>>,
     /// The connections as the latest request saw them. Kept for its memory only.
     table: RefCell<Vec<Candidate>>,
-    rng: RefCell<fastrand::Rng>,
     pub(super) rebalancer: RefCell<Rebalancer>,
     pub(super) evacuations: RefCell<ActiveEvacuations>,
 }
@@ -43,7 +39,6 @@ impl ClassPool {
             machine: RefCell::new(Class::new(class, now)),
             connections: RefCell::default(),
             table: RefCell::default(),
-            rng: RefCell::default(),
             rebalancer: RefCell::new(Rebalancer::new(now)),
             evacuations: RefCell::default(),
         }
@@ -83,33 +78,8 @@ impl ClassPool {
         connections.iter().map(|connection| row(connection, is_slow_head_round, now)).collect()
     }
 
-    /// Reserves a stream on the best live connection. Returns whether another connection should be opened, too.
-    pub(super) fn reserve_stream(
-        &self,
-        required: StreamRequirements<'_>,
-        plain: &Requirements,
-        upstream: &Upstream,
-        now: Instant,
-    ) -> Option<(Permit, bool)> {
-        self.with_table(now, |table, connections| {
-            let max_connections =
-                if plain.watch { self.max_connections(upstream) } else { usize::MAX };
-            let index = select(
-                table,
-                plain,
-                Scope { allow_suspect: false, max_connections },
-                |index| required.preference(&connections[index].endpoint),
-                |index| connections[index].cost(now),
-                &mut self.rng.borrow_mut(),
-            )?;
-            table[index].free_streams -= 1;
-            let permit = connections[index].reserve(plain.watch, now);
-            Some((permit, is_nearly_full(table, index)))
-        })
-    }
-
     /// Number of connections to an endpoint that may be opened.
-    fn max_connections(&self, upstream: &Upstream) -> usize {
+    pub(super) fn max_connections(&self, upstream: &Upstream) -> usize {
         max_connections(self.class, upstream.config().connections.max)
     }
 

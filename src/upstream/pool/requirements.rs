@@ -2,15 +2,15 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-
 use std::time::Instant;
 
 use jackstay_core::pool::{self, Preference, Requirements};
 use jackstay_core::request::status_error::StatusError;
+use tokio::sync::oneshot;
 
 use super::table::connection_key;
 use crate::net::tls::certificate::Subject;
-use crate::upstream::connection::Connection;
+use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::resource_versions::ResourceRecord;
 use crate::upstream::version_preference::PreferredVersions;
@@ -150,4 +150,14 @@ impl From<&Unavailable> for StatusError {
             ),
         }
     }
+}
+
+/// The result of a request for a stream.
+pub type Granted = Result<Permit, Unavailable>;
+
+/// A request that waits for a stream.
+pub(super) struct Waiter {
+    pub(super) watch: bool,
+    pub(super) preferences: OwnedPreferences,
+    pub(super) result: oneshot::Sender<Granted>,
 }

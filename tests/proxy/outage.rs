@@ -10,8 +10,6 @@ use http::Method;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::faulty_relay::FaultyRelay;
 use std::net::Ipv4Addr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpListener;
@@ -175,50 +173,6 @@ async fn degraded_endpoint_loses_its_watches_and_gets_no_requests() {
     }
     cluster.servers.iter().for_each(|server| server.set_faults(|faults| faults.unready = false));
     proxy.wait_connected(3).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn reads_continue_while_a_server_is_stopped() {
-    let cluster = TestCluster::new(3);
-    let proxy = cluster.start().await;
-    let stop = Arc::new(AtomicBool::new(false));
-    let done = Arc::new(AtomicUsize::new(0));
-    let mut readers = Vec::new();
-    for _ in 0..4 {
-        let client = proxy.client().await;
-        let (stop, done) = (stop.clone(), done.clone());
-        readers.push(tokio::spawn(async move {
-            let mut slowest = Duration::ZERO;
-            while !stop.load(Relaxed) {
-                let start = Stopwatch::start();
-                let reply = client.get(CONFIGMAPS).await.unwrap();
-                assert_eq!(reply.status, 200, "{:?}", reply.body);
-                slowest = slowest.max(start.elapsed());
-                done.fetch_add(1, Relaxed);
-                // Reads without a pause would use all of a small machine.
-                pause(Duration::from_millis(5)).await;
-            }
-            slowest
-        }));
-    }
-    let wait_reads = async |count: usize| {
-        let from = done.load(Relaxed);
-        until("reads continue", async || done.load(Relaxed) > from + count).await;
-    };
-    wait_reads(50).await;
-    for server in &cluster.servers {
-        server.stop();
-        wait_reads(200).await;
-        server.cont();
-        proxy.wait_connected(3).await;
-        wait_reads(50).await;
-    }
-    stop.store(true, Relaxed);
-    let mut slowest = Duration::ZERO;
-    for reader in readers {
-        slowest = slowest.max(reader.await.unwrap());
-    }
-    check_figure("slowest read while a server is stopped", slowest, Duration::from_millis(600));
 }
 
 /// Existing and new flows fall silent, as behind a cut cable. A write that was sent fails when its connection is

@@ -10,12 +10,8 @@ use crate::support::{
 use http::Method;
 use jackstay_apiserver as apiserver;
 use jackstay_apiserver::client::Client;
-use jackstay_apiserver::faulty_relay::{Direction, FaultyRelay};
 use jackstay_apiserver::{ApiServerHandle, Options};
 use std::time::{Duration, Instant};
-
-/// The promised limit for the time without events on a watch whose server is killed or whose flow is reset.
-const WATCH_SILENCE: Duration = Duration::from_millis(2_500);
 
 /// The kinds of watches: name, path, query, `Accept`.
 const KINDS: [(&str, &str, &str, &str); 8] = [
@@ -125,14 +121,14 @@ async fn wait_reference(pairs: &[Pair], last: &str) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watches_lose_no_event_under_many_faults() {
     let mut setup = Setup::new().await;
-    let faults = if long_form() { 240 } else { 60 };
+    let faults = if long_form() { 240 } else { 15 };
     let mut slowest = (Duration::ZERO, "");
-    // A watch is resumed at most twelve times a minute. The test starts new watches after six faults, because a
+    // A watch is resumed at most twelve times a minute. The test starts new watches after five faults, because a
     // busy machine causes additional losses.
-    for first in (0..faults).step_by(6) {
+    for first in (0..faults).step_by(5) {
         setup.write(8).await;
         let pairs = setup.start_pairs(setup.cluster.state.version()).await;
-        for fault in first..first + 6 {
+        for fault in first..first + 5 {
             setup.write(5).await;
             let server = &setup.cluster.servers[fault % 3];
             let name = match fault % 5 {
@@ -182,75 +178,6 @@ async fn watches_lose_no_event_under_many_faults() {
         slowest.1
     );
     assert!(resumed >= faults as f64, "{resumed} resumes");
-}
-
-/// Measures the time from a fault to the next event on a watch. The fault gets the index of the server that
-/// serves the watch. The test fails above twice the promise.
-async fn measure_silence(
-    name: &str,
-    promised: Duration,
-    fault: impl FnOnce(&TestCluster, &[FaultyRelay], usize),
-) {
-    let cluster = TestCluster::new(3);
-    let (relays, proxy) = cluster.start_behind_relays(|_| {}).await;
-    let version = cluster.state.version();
-    let client = proxy.client().await;
-    let watch = WatchRecorder::start(&client, &cluster.watch_path()).await;
-    until("the watch delivers", async || {
-        cluster.create_config_map(&format!("before-{}", cluster.state.version()));
-        watch.events().len() > 5
-    })
-    .await;
-    let server = (0..3).find(|&at| cluster.watches(at) > 0).unwrap();
-    let start = Instant::now();
-    fault(&cluster, &relays, server);
-    cluster.create_config_map("after");
-    let seen = wait::within(2 * promised, async || {
-        assert_eq!(watch.end(), None, "{name}: the watch ended");
-        watch.has_seen("after")
-    });
-    let seen = seen.await;
-    println!("{name}: silent for {:?} (promised {promised:?})", start.elapsed());
-    assert!(seen, "{name}: silent for more than twice the promise");
-    cluster.servers[server].cont();
-    relays[server].clear_faults();
-    // Now delayed events of the old stream arrive, which must not reach the client.
-    cluster.create_config_map("last");
-    let expected: Vec<_> = (version + 1..=cluster.state.version()).collect();
-    watch.expect_versions(&expected).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_resumes_soon_after_its_apiserver_is_killed() {
-    measure_silence("a killed apiserver", WATCH_SILENCE, |cluster, _, at| {
-        cluster.servers[at].kill();
-    })
-    .await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_resumes_soon_after_its_flow_is_reset() {
-    measure_silence("a reset flow", WATCH_SILENCE, |_, relays, at| {
-        relays[at].reset_all();
-    })
-    .await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_resumes_soon_after_its_apiserver_is_stopped() {
-    measure_silence("a stopped apiserver", Duration::from_secs(6), |cluster, _, at| {
-        cluster.servers[at].stop();
-    })
-    .await;
-}
-
-/// The kernel of the relay still acknowledges data, so the flow looks like one to a stopped process.
-#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_resumes_soon_after_its_flow_falls_silent() {
-    measure_silence("a flow that falls silent", Duration::from_secs(6), |_, relays, at| {
-        relays[at].silence_all(Direction::Both);
-    })
-    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

@@ -23,7 +23,7 @@ const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn writes_are_carried_out_at_most_once_under_faults() {
-    let writes = if long_form() { 10_000 } else { 2_000 };
+    let writes = if long_form() { 10_000 } else { 400 };
     let cluster = TestCluster::new(3);
     let (relays, proxy) = cluster.start_behind_relays(|_| {}).await;
     cluster.state.audit().clear();

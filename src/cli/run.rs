@@ -126,10 +126,11 @@ enum EndReason {
 pub(super) fn run(args: RunArgs) -> ExitCode {
     // Before any other descriptor is opened, which could be mistaken for an inherited one.
     let descriptors = inherited_sockets::from_service_manager();
-    let ready = ready_descriptor(&args, &descriptors);
-    let Ok(ready) = ready.inspect_err(|error| eprintln!("{error}")) else {
-        return ExitCode::from(EXIT_USAGE);
-    };
+    let ready = args.ready_fd.map(|number| {
+        let taken = inherited_sockets::take_descriptor(number, &descriptors);
+        taken.inspect_err(|error| eprintln!("--ready-fd {number}: {error}"))
+    });
+    let Ok(ready) = ready.transpose() else { return ExitCode::from(EXIT_USAGE) };
     let take_over = args.take_over;
     let input = ConfigInput::new(args);
     let (LoadedConfig { config, warnings }, passed_checks) = match input.load(None) {
@@ -205,15 +206,6 @@ fn serve_to_end(
         tracing::error!(%error, "cannot serve: stopped");
         ExitCode::FAILURE
     })
-}
-
-/// The descriptor of `--ready-fd`, if there is one.
-fn ready_descriptor(args: &RunArgs, descriptors: &[OwnedFd]) -> Result<Option<OwnedFd>, String> {
-    let take = |number| {
-        inherited_sockets::take_descriptor(number, descriptors)
-            .map_err(|error| format!("--ready-fd {number}: {error}"))
-    };
-    args.ready_fd.map(take).transpose()
 }
 
 /// The service manager that is notified, if there is one.

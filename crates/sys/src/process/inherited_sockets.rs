@@ -6,6 +6,8 @@
 
 use std::collections::BTreeSet;
 use std::env;
+use std::error::Error;
+use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -18,6 +20,60 @@ const FIRST_PASSED_FD: RawFd = 3;
 /// Maximum of `LISTEN_FDS`; systemd's own limit is in the hundreds.
 const MAX_LISTEN_FDS: RawFd = 1024;
 
+/// Why a descriptor is not used as an inherited socket.
+#[derive(Debug)]
+pub enum InheritError {
+    /// It is not a listening TCP socket.
+    NotListening,
+    /// The kernel refuses an operation on it.
+    Io(io::Error),
+}
+
+impl fmt::Display for InheritError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotListening => f.write_str("not a listening TCP socket"),
+            Self::Io(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Error for InheritError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::NotListening => None,
+            Self::Io(error) => Some(error),
+        }
+    }
+}
+
+/// Why the descriptor that the command line names is not used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DescriptorError {
+    /// It is a standard stream.
+    StandardStream,
+    /// The service manager has passed it as a socket.
+    ServiceManager,
+    /// It is not open.
+    NotOpen,
+}
+
+impl fmt::Display for DescriptorError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::StandardStream => {
+                write!(f, "descriptors below {FIRST_PASSED_FD} are the standard streams")
+            }
+            Self::ServiceManager => {
+                f.write_str("it is a socket of the service manager (LISTEN_FDS)")
+            }
+            Self::NotOpen => f.write_str("no such descriptor is open"),
+        }
+    }
+}
+
+impl Error for DescriptorError {}
+
 /// Inherited sockets that no listener has taken yet.
 #[derive(Debug, Default)]
 pub struct InheritedSockets {
@@ -29,19 +85,19 @@ impl InheritedSockets {
     ///
     /// # Errors
     /// The descriptor is not a listening TCP socket. It is closed.
-    pub fn add(&mut self, descriptor: OwnedFd) -> Result<(), String> {
+    pub fn add(&mut self, descriptor: OwnedFd) -> Result<(), InheritError> {
         let socket = SockRef::from(&descriptor);
         let is_tcp = socket.domain().is_ok_and(|d| [Domain::IPV4, Domain::IPV6].contains(&d))
             && socket.r#type().is_ok_and(|kind| kind == Type::STREAM);
         if !is_tcp || !socket.is_listener().unwrap_or(false) {
-            return Err("not a listening TCP socket".into());
+            return Err(InheritError::NotListening);
         }
         // The service manager passes blocking sockets.
         let added = socket.set_nonblocking(true).and_then(|()| {
             let listener = TcpListener::from(descriptor);
             Ok((listener.local_addr()?, listener))
         });
-        self.sockets.push(added.map_err(|error| error.to_string())?);
+        self.sockets.push(added.map_err(InheritError::Io)?);
         Ok(())
     }
 
@@ -124,14 +180,14 @@ pub fn from_service_manager() -> Vec<OwnedFd> {
 ///
 /// # Errors
 /// No such descriptor is open, or it is one of `passed` or of the standard streams.
-pub fn take_descriptor(number: RawFd, passed: &[OwnedFd]) -> Result<OwnedFd, String> {
+pub fn take_descriptor(number: RawFd, passed: &[OwnedFd]) -> Result<OwnedFd, DescriptorError> {
     if number < FIRST_PASSED_FD {
-        return Err(format!("descriptors below {FIRST_PASSED_FD} are the standard streams"));
+        return Err(DescriptorError::StandardStream);
     }
     if passed.iter().any(|other| other.as_raw_fd() == number) {
-        return Err("it is a socket of the service manager (LISTEN_FDS)".into());
+        return Err(DescriptorError::ServiceManager);
     }
-    own_descriptor(number).ok_or_else(|| "no such descriptor is open".into())
+    own_descriptor(number).ok_or(DescriptorError::NotOpen)
 }
 
 /// How many descriptors the environment passes to the process with PID `own_pid`.
@@ -183,9 +239,11 @@ mod tests {
         let (_, pipe) = std::io::pipe().unwrap();
         let pipe = OwnedFd::from(pipe);
         let number = pipe.as_raw_fd();
-        take_descriptor(2, &[]).unwrap_err();
-        take_descriptor(number, std::slice::from_ref(&pipe)).unwrap_err();
-        take_descriptor(RawFd::MAX, &[]).unwrap_err();
+        let error = |number, passed| take_descriptor(number, passed).unwrap_err();
+        assert_eq!(error(2, &[]), DescriptorError::StandardStream);
+        let passed = std::slice::from_ref(&pipe);
+        assert_eq!(error(number, passed), DescriptorError::ServiceManager);
+        assert_eq!(error(RawFd::MAX, &[]), DescriptorError::NotOpen);
         let taken = take_descriptor(std::os::fd::IntoRawFd::into_raw_fd(pipe), &[]).unwrap();
         assert_eq!(taken.as_raw_fd(), number);
     }

@@ -3,6 +3,9 @@
 //! A rule allows access to a file, or to everything below a directory. It belongs to the inode that the path had at
 //! the start, so a file that is replaced by a rename is accessible only if its directory is.
 
+use std::error::Error;
+use std::fmt;
+
 use ::landlock::{
     ABI, Access, AccessFs, BitFlags, LandlockStatus, PathBeneath, PathFd, Ruleset,
     RulesetAttr as _, RulesetCreatedAttr as _, RulesetStatus, Scope,
@@ -13,6 +16,40 @@ use super::file_rules::{FileAccess, FileRule};
 /// The version of the kernel interface whose file operations are restricted. Those that the kernel does not know
 /// stay unrestricted.
 const HANDLED: ABI = ABI::V5;
+
+/// Why file access is not restricted.
+#[derive(Debug)]
+pub enum LandlockError {
+    /// The kernel refuses the rules.
+    Ruleset(::landlock::RulesetError),
+    /// The kernel has no Landlock.
+    NotImplemented,
+    /// Landlock is not enabled in the kernel.
+    NotEnabled,
+}
+
+impl fmt::Display for LandlockError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ruleset(error) => error.fmt(f),
+            Self::NotImplemented => {
+                f.write_str("the kernel has no Landlock (Linux 5.13 and later have)")
+            }
+            Self::NotEnabled => {
+                f.write_str("Landlock is not enabled in the kernel (lsm= on its command line)")
+            }
+        }
+    }
+}
+
+impl Error for LandlockError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Ruleset(error) => Some(error),
+            Self::NotImplemented | Self::NotEnabled => None,
+        }
+    }
+}
 
 /// The allow-list in use.
 #[derive(Debug)]
@@ -28,13 +65,12 @@ pub struct Domain {
 ///
 /// # Errors
 /// The kernel does not support it. Nothing is restricted then.
-pub fn restrict(rules: &[FileRule]) -> Result<Domain, String> {
-    let describe = |error: ::landlock::RulesetError| error.to_string();
+pub fn restrict(rules: &[FileRule]) -> Result<Domain, LandlockError> {
     let mut ruleset = Ruleset::default()
         .handle_access(AccessFs::from_all(HANDLED))
         .and_then(|ruleset| ruleset.scope(Scope::Signal))
         .and_then(Ruleset::create)
-        .map_err(describe)?;
+        .map_err(LandlockError::Ruleset)?;
     let mut pinned = Vec::new();
     for rule in rules {
         let Ok(file) = PathFd::new(&rule.path) else { continue };
@@ -42,21 +78,20 @@ pub fn restrict(rules: &[FileRule]) -> Result<Domain, String> {
         if !rule.path.is_dir() {
             access &= AccessFs::from_file(HANDLED);
         }
-        ruleset = ruleset.add_rule(PathBeneath::new(&file, access)).map_err(describe)?;
+        ruleset =
+            ruleset.add_rule(PathBeneath::new(&file, access)).map_err(LandlockError::Ruleset)?;
         if rule.path.starts_with("/proc") {
             pinned.push(file);
         }
     }
-    let status = ruleset.restrict_self().map_err(describe)?;
+    let status = ruleset.restrict_self().map_err(LandlockError::Ruleset)?;
     match (status.ruleset, status.landlock) {
         (RulesetStatus::FullyEnforced, _) => Ok(Domain { is_complete: true, _pinned: pinned }),
         (RulesetStatus::PartiallyEnforced, _) => Ok(Domain { is_complete: false, _pinned: pinned }),
         (RulesetStatus::NotEnforced, LandlockStatus::NotImplemented) => {
-            Err("the kernel has no Landlock (Linux 5.13 and later have)".into())
+            Err(LandlockError::NotImplemented)
         }
-        (RulesetStatus::NotEnforced, _) => {
-            Err("Landlock is not enabled in the kernel (lsm= on its command line)".into())
-        }
+        (RulesetStatus::NotEnforced, _) => Err(LandlockError::NotEnabled),
     }
 }
 

@@ -8,6 +8,9 @@
 //! length of the list costs nothing on the path of a request.
 
 use std::collections::BTreeMap;
+use std::error::Error;
+use std::fmt;
+use std::io;
 
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
@@ -34,20 +37,49 @@ pub enum Violation {
     Kills,
 }
 
+/// Why the filter is not installed.
+#[derive(Debug)]
+pub enum SeccompError {
+    /// The filter cannot be compiled for this architecture, or not applied to all threads.
+    Program(seccompiler::Error),
+    /// The kernel refuses it.
+    Kernel(io::Error),
+}
+
+impl fmt::Display for SeccompError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Program(error) => error.fmt(f),
+            Self::Kernel(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Error for SeccompError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(match self {
+            Self::Program(error) => error,
+            Self::Kernel(error) => error,
+        })
+    }
+}
+
 /// Installs the filter in all threads. It also sets `no_new_privs`.
 ///
 /// # Errors
 /// The architecture or the kernel does not support filters. Nothing is restricted then.
-pub fn install(violation: Violation) -> Result<(), String> {
+pub fn install(violation: Violation) -> Result<(), SeccompError> {
     let action = match violation {
         Violation::Fails => SeccompAction::Errno(libc::ENOSYS as u32),
         Violation::Logged => SeccompAction::Log,
         Violation::Kills => SeccompAction::KillProcess,
     };
-    let program = program(action).map_err(|error| error.to_string())?;
+    let program = program(action).map_err(SeccompError::Program)?;
     seccompiler::apply_filter_all_threads(&program).map_err(|error| match error {
-        seccompiler::Error::Prctl(error) | seccompiler::Error::Seccomp(error) => error.to_string(),
-        other => other.to_string(),
+        seccompiler::Error::Prctl(error) | seccompiler::Error::Seccomp(error) => {
+            SeccompError::Kernel(error)
+        }
+        other => SeccompError::Program(other),
     })
 }
 

@@ -257,7 +257,8 @@ impl Credentials {
             }
         }
         let token = setup.token.as_ref().map(|token| token.refresh());
-        changes.extend(token.and_then(Result::err).map(CredentialChange::TokenFailed));
+        let error = token.and_then(Result::err).map(|error| error.to_string());
+        changes.extend(error.map(CredentialChange::TokenFailed));
         changes
     }
 

@@ -3,6 +3,8 @@
 //! Control tasks re-read files periodically, so only regular files of limited size are read. A pipe would
 //! block the task until a process writes to it, and a device such as `/dev/zero` never ends.
 
+use std::error::Error;
+use std::fmt;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
@@ -121,32 +123,94 @@ fn directory_of(path: &Path) -> &Path {
     }
 }
 
+/// Why a text is not a bearer token. Nothing of the text is in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TokenError {
+    /// It is empty, or only white space.
+    Empty,
+    /// It is longer than the limit.
+    TooLong,
+    /// It has a character that a header value cannot contain (RFC 9110 section 5.5).
+    Character,
+}
+
+impl fmt::Display for TokenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Empty => f.write_str("it is empty"),
+            Self::TooLong => write!(f, "a token of more than {MAX_TOKEN} bytes"),
+            Self::Character => {
+                f.write_str("it holds a line break or another character that no header may hold")
+            }
+        }
+    }
+}
+
+impl Error for TokenError {}
+
+/// Why there is no bearer token in a file.
+#[derive(Debug)]
+pub struct TokenFileError {
+    /// The path of the file.
+    pub path: PathBuf,
+    /// What is wrong with it.
+    pub problem: TokenFileProblem,
+}
+
+/// What is wrong with a token file.
+#[derive(Debug)]
+pub enum TokenFileProblem {
+    /// It cannot be read.
+    Io(io::Error),
+    /// Its content is not a token.
+    Token(TokenError),
+}
+
+impl fmt::Display for TokenFileError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let path = self.path.display();
+        match &self.problem {
+            TokenFileProblem::Io(error) => write!(f, "{path}: {error}"),
+            TokenFileProblem::Token(error) => write!(f, "{path}: {error}"),
+        }
+    }
+}
+
+impl Error for TokenFileError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match &self.problem {
+            TokenFileProblem::Io(error) => Some(error),
+            TokenFileProblem::Token(error) => Some(error),
+        }
+    }
+}
+
 /// The value of the `authorization` header for the bearer token in a file. Tokens rotate, so callers read the
 /// file periodically.
 ///
 /// # Errors
-/// The file cannot be read, or its content is not a token. The message names the path but no content.
-pub fn authorization_from_file(path: &Path) -> Result<HeaderValue, String> {
-    let text = read_text(path, MAX_TOKEN).map_err(|error| error.to_string());
-    text.and_then(|text| authorization(&text)).map_err(|why| format!("{}: {why}", path.display()))
+/// The file cannot be read, or its content is not a token.
+pub fn authorization_from_file(path: &Path) -> Result<HeaderValue, TokenFileError> {
+    let text = read_text(path, MAX_TOKEN).map_err(TokenFileProblem::Io);
+    text.and_then(|text| authorization(&text).map_err(TokenFileProblem::Token))
+        .map_err(|problem| TokenFileError { path: path.to_owned(), problem })
 }
 
 /// The value of the `authorization` header for a bearer token. White space around the token is removed, as
 /// by client-go. A header value cannot contain control characters (RFC 9110 section 5.5).
 ///
 /// # Errors
-/// The text is not a token. The message contains nothing of it.
-pub fn authorization(text: &str) -> Result<HeaderValue, String> {
+/// The text is not a token.
+pub fn authorization(text: &str) -> Result<HeaderValue, TokenError> {
     let token = text.trim();
     if token.is_empty() {
-        return Err("it is empty".into());
+        return Err(TokenError::Empty);
     }
     if token.len() as u64 > MAX_TOKEN {
-        return Err(format!("a token of more than {MAX_TOKEN} bytes"));
+        return Err(TokenError::TooLong);
     }
-    let mut value = HeaderValue::from_str(&format!("Bearer {token}")).map_err(|_| {
-        "it holds a line break or another character that no header may hold".to_owned()
-    })?;
+    let mut value =
+        HeaderValue::from_str(&format!("Bearer {token}")).map_err(|_| TokenError::Character)?;
     value.set_sensitive(true);
     Ok(value)
 }
@@ -234,6 +298,7 @@ mod tests {
                     assert!(shown.ends_with(expected.as_bytes()), "{text:?}");
                 }
                 (Err(error), Err(expected)) => {
+                    let error = error.to_string();
                     assert!(error.contains(expected), "{text:?}: {error}");
                     assert!(!error.contains("abc"), "{error}");
                 }

@@ -7,13 +7,14 @@ use std::sync::{Mutex, PoisonError};
 
 use arc_swap::ArcSwapOption;
 use http::HeaderValue;
-use jackstay_sys::files;
+use jackstay_sys::files::{self, TokenFileError};
 
 /// A token file and its last valid token.
 #[derive(Debug)]
 pub struct ProbeToken {
     file: PathBuf,
     valid: ArcSwapOption<HeaderValue>,
+    /// The text of the last error.
     error: Mutex<Option<String>>,
 }
 
@@ -45,20 +46,15 @@ impl ProbeToken {
     ///
     /// # Errors
     /// The file cannot be used, and the error differs from that of the previous read.
-    pub fn refresh(&self) -> Result<(), String> {
-        let error = match files::authorization_from_file(&self.file) {
-            Ok(token) => {
-                self.valid.store(Some(token.into()));
-                None
-            }
-            Err(error) => Some(error),
-        };
+    pub fn refresh(&self) -> Result<(), TokenFileError> {
+        let read = files::authorization_from_file(&self.file).map(|token| {
+            self.valid.store(Some(token.into()));
+        });
+        let text = read.as_ref().err().map(ToString::to_string);
         let mut known = self.error.lock().unwrap_or_else(PoisonError::into_inner);
-        let previous = std::mem::replace(&mut *known, error.clone());
-        match error {
-            Some(error) if previous.as_ref() != Some(&error) => Err(error),
-            _ => Ok(()),
-        }
+        let is_new = *known != text;
+        *known = text;
+        if is_new { read } else { Ok(()) }
     }
 }
 
@@ -72,17 +68,17 @@ mod tests {
         let file = dir.path().join("token");
         let token = ProbeToken::load(&file);
         assert_eq!((token.header(), token.error()), (None, None), "reported by the first refresh");
-        assert!(token.refresh().unwrap_err().contains("No such file"));
+        assert!(token.refresh().unwrap_err().to_string().contains("No such file"));
         assert!(token.refresh().is_ok() && token.error().is_some());
         let shown = || token.header().unwrap().to_str().unwrap().to_owned();
         std::fs::write(&file, "one\n").unwrap();
-        assert_eq!((token.refresh(), token.error()), (Ok(()), None));
+        assert_eq!((token.refresh().is_ok(), token.error()), (true, None));
         assert_eq!(shown(), "Bearer one");
         std::fs::write(&file, "").unwrap();
-        assert!(token.refresh().unwrap_err().ends_with("token: it is empty"));
+        assert!(token.refresh().unwrap_err().to_string().ends_with("token: it is empty"));
         assert_eq!(shown(), "Bearer one");
         std::fs::write(&file, "two").unwrap();
-        assert_eq!((token.refresh(), shown()), (Ok(()), "Bearer two".to_owned()));
+        assert_eq!((token.refresh().is_ok(), shown()), (true, "Bearer two".to_owned()));
         assert!(!format!("{token:?}").contains("two"));
     }
 }

@@ -19,6 +19,8 @@ mod slow_start;
 mod statistics;
 mod version;
 
+use std::error::Error;
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -30,7 +32,7 @@ use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::endpoint_health::{EndpointHealth, Transition};
 pub use jackstay_core::endpoint_health::{EndpointReadiness, Observation};
 pub use jackstay_core::endpoint_state::EndpointState;
-use jackstay_core::kubernetes_version::{MinorVersion, ServerVersion};
+use jackstay_core::kubernetes_version::{MinorVersion, ServerVersion, VersionError};
 use jackstay_core::pool::EndpointKey;
 pub use jackstay_core::probe::schedule::ProbeTrigger;
 use jackstay_sys::clock;
@@ -47,6 +49,18 @@ use super::readyz::ReadyzCheck;
 use super::stats::{Ejection, EndpointStatus};
 use crate::observe::events::{Change, EventKind};
 use crate::observe::{EndpointMetrics, Loss, OpenStreams, StateGauge};
+
+/// The name to verify is neither a DNS name nor an IP address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InvalidServerName(pub String);
+
+impl fmt::Display for InvalidServerName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}` cannot be verified in a certificate", self.0)
+    }
+}
+
+impl Error for InvalidServerName {}
 
 /// An endpoint, shared by the workers, the prober and the admin server.
 #[derive(Debug)]
@@ -102,10 +116,10 @@ impl Endpoint {
         address: &EndpointAddress,
         server_name: Option<&str>,
         metrics: Arc<EndpointMetrics>,
-    ) -> Result<Arc<Self>, String> {
+    ) -> Result<Arc<Self>, InvalidServerName> {
         let name = server_name.unwrap_or(&address.host);
         let server_name = ServerName::try_from(name.to_owned())
-            .map_err(|_| format!("`{name}` cannot be verified in a certificate"))?;
+            .map_err(|_| InvalidServerName(name.to_owned()))?;
         let mut gauge = metrics.state_gauge();
         gauge.set(EndpointState::Connecting.as_str());
         Ok(Arc::new(Self {
@@ -208,7 +222,7 @@ impl Endpoint {
     }
 
     /// Records what `/version` has answered, or why that is no version.
-    pub fn record_version(&self, read: Result<ServerVersion, String>) {
+    pub fn record_version(&self, read: Result<ServerVersion, VersionError>) {
         if self.version.record(read, (&self.upstream, &self.label)) {
             self.metrics.kubernetes_minor(self.minor_version().map_or(0, MinorVersion::minor));
         }

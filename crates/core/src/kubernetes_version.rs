@@ -1,5 +1,6 @@
 //! Versions of Kubernetes: what an apiserver reports at `/version`, and what a client says in its User-Agent.
 
+use std::error::Error;
 use std::fmt;
 
 use serde_json::Value;
@@ -67,6 +68,41 @@ impl fmt::Display for MinorVersion {
     }
 }
 
+/// Why a response of `/version` names no version.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VersionError {
+    /// It is longer than the limit.
+    TooLong,
+    /// It is not JSON.
+    NotJson,
+    /// It has no `gitVersion`.
+    NoGitVersion,
+    /// Its `gitVersion` is empty, too long, or has characters that are not visible ASCII.
+    GitVersion,
+    /// Neither `major` and `minor` nor the beginning of `gitVersion` are numbers.
+    Numbers,
+    /// Its status is not 200 but this one.
+    Status(u16),
+}
+
+impl fmt::Display for VersionError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TooLong => write!(f, "/version is longer than {MAX_RESPONSE} bytes"),
+            Self::NotJson => f.write_str("/version is not JSON"),
+            Self::NoGitVersion => f.write_str("/version has no gitVersion"),
+            Self::GitVersion => write!(
+                f,
+                "gitVersion of /version is not a text of 1 to {MAX_GIT_VERSION} visible characters"
+            ),
+            Self::Numbers => f.write_str("major and minor of /version are not numbers"),
+            Self::Status(status) => write!(f, "/version answers {status}"),
+        }
+    }
+}
+
+impl Error for VersionError {}
+
 /// The version that an apiserver reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServerVersion {
@@ -83,26 +119,23 @@ impl ServerVersion {
     /// without version information, and are then taken from `gitVersion`.
     ///
     /// # Errors
-    /// Why the response names no version.
-    pub fn parse(body: &[u8]) -> Result<Self, String> {
+    /// The response names no version.
+    pub fn parse(body: &[u8]) -> Result<Self, VersionError> {
         if body.len() > MAX_RESPONSE {
-            return Err(format!("/version is longer than {MAX_RESPONSE} bytes"));
+            return Err(VersionError::TooLong);
         }
-        let info: Value =
-            serde_json::from_slice(body).map_err(|_| "/version is not JSON".to_owned())?;
-        let git_version = info["gitVersion"].as_str().ok_or("/version has no gitVersion")?;
+        let info: Value = serde_json::from_slice(body).map_err(|_| VersionError::NotJson)?;
+        let git_version = info["gitVersion"].as_str().ok_or(VersionError::NoGitVersion)?;
         let is_printable = git_version.bytes().all(|byte| byte.is_ascii_graphic());
         if git_version.is_empty() || git_version.len() > MAX_GIT_VERSION || !is_printable {
-            return Err(format!(
-                "gitVersion of /version is not a text of 1 to {MAX_GIT_VERSION} visible characters"
-            ));
+            return Err(VersionError::GitVersion);
         }
         let part = |key: &str| number(info[key].as_str()?.trim_end_matches('+'));
         let minor = part("major")
             .zip(part("minor"))
             .and_then(|(major, minor)| MinorVersion::new(major, minor))
             .or_else(|| MinorVersion::parse_prefix(git_version))
-            .ok_or_else(|| "major and minor of /version are not numbers".to_owned())?;
+            .ok_or(VersionError::Numbers)?;
         Ok(Self { minor, git_version: git_version.into() })
     }
 }
@@ -162,14 +195,16 @@ mod tests {
                         (minor, git_version)
                     );
                 }
-                (Err(error), Err(expected)) => assert!(error.contains(expected), "{body}: {error}"),
+                (Err(error), Err(expected)) => {
+                    assert!(error.to_string().contains(expected), "{body}: {error}");
+                }
                 (parsed, _) => panic!("{body}: {parsed:?}"),
             }
         }
         let long = format!(r#"{{"gitVersion":"v1.36.0","x":"{}"}}"#, "x".repeat(MAX_RESPONSE));
-        assert!(ServerVersion::parse(long.as_bytes()).unwrap_err().contains("longer than"));
+        assert_eq!(ServerVersion::parse(long.as_bytes()), Err(VersionError::TooLong));
         let long = format!(r#"{{"gitVersion":"v1.36.{}"}}"#, "0".repeat(MAX_GIT_VERSION));
-        assert!(ServerVersion::parse(long.as_bytes()).unwrap_err().contains("visible characters"));
+        assert_eq!(ServerVersion::parse(long.as_bytes()), Err(VersionError::GitVersion));
     }
 
     #[test]

@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use http::{HeaderValue, StatusCode};
-use jackstay_core::kubernetes_version::ServerVersion;
+use jackstay_core::kubernetes_version::{ServerVersion, VersionError};
 use jackstay_sys::clock;
 use tokio::time::timeout;
 
@@ -59,12 +59,12 @@ impl VersionReader {
 }
 
 /// The version in a response, or why there is none; `None` for an error that may pass.
-fn interpret(status: StatusCode, body: &[u8]) -> Option<Result<ServerVersion, String>> {
+fn interpret(status: StatusCode, body: &[u8]) -> Option<Result<ServerVersion, VersionError>> {
     match status {
         StatusCode::OK => Some(ServerVersion::parse(body)),
         StatusCode::TOO_MANY_REQUESTS => None,
         status if status.is_server_error() => None,
-        status => Some(Err(format!("/version answers {}", status.as_u16()))),
+        status => Some(Err(VersionError::Status(status.as_u16()))),
     }
 }
 
@@ -80,9 +80,9 @@ mod tests {
         };
         let body = r#"{"major":"1","minor":"36","gitVersion":"v1.36.2"}"#;
         assert_eq!(interpret(200, body), Some(Ok("1.36".to_owned())));
-        assert_eq!(interpret(200, "<html>"), Some(Err("/version is not JSON".to_owned())));
-        assert_eq!(interpret(403, body), Some(Err("/version answers 403".to_owned())));
-        assert_eq!(interpret(404, ""), Some(Err("/version answers 404".to_owned())));
+        assert_eq!(interpret(200, "<html>"), Some(Err(VersionError::NotJson)));
+        assert_eq!(interpret(403, body), Some(Err(VersionError::Status(403))));
+        assert_eq!(interpret(404, ""), Some(Err(VersionError::Status(404))));
         for code in [429, 500, 503] {
             assert_eq!(interpret(code, body), None, "{code}");
         }

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use jackstay_core::kubernetes_version::{MinorVersion, ServerVersion};
+use jackstay_core::kubernetes_version::{MinorVersion, ServerVersion, VersionError};
 
 /// The version of an endpoint; unknown at first.
 #[derive(Debug, Default)]
@@ -11,11 +11,11 @@ pub(super) struct EndpointVersion {
     /// A copy of the minor version, for readers that must not wait for the lock: the number of a [`MinorVersion`].
     minor: AtomicU32,
     /// The version, or why the response of `/version` names none.
-    known: Mutex<Option<Result<ServerVersion, String>>>,
+    known: Mutex<Option<Result<ServerVersion, VersionError>>>,
 }
 
 impl EndpointVersion {
-    fn known(&self) -> MutexGuard<'_, Option<Result<ServerVersion, String>>> {
+    fn known(&self) -> MutexGuard<'_, Option<Result<ServerVersion, VersionError>>> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -24,7 +24,7 @@ impl EndpointVersion {
         match &*self.known() {
             None => (None, None),
             Some(Ok(version)) => (Some(version.git_version.to_string()), None),
-            Some(Err(reason)) => (None, Some(reason.clone())),
+            Some(Err(reason)) => (None, Some(reason.to_string())),
         }
     }
 
@@ -41,7 +41,7 @@ impl EndpointVersion {
     /// Records what `/version` has answered, or why that is no version. Logs a change. Returns whether it is one.
     pub(super) fn record(
         &self,
-        read: Result<ServerVersion, String>,
+        read: Result<ServerVersion, VersionError>,
         (upstream, endpoint): (&str, &str),
     ) -> bool {
         let mut known = self.known();
@@ -61,7 +61,8 @@ impl EndpointVersion {
                 let version = &*version.git_version;
                 tracing::debug!(upstream, endpoint, version, "endpoint version read");
             }
-            (Err(reason), _) => {
+            (Err(error), _) => {
+                let reason = error.to_string();
                 tracing::info!(upstream, endpoint, reason, "endpoint version unknown");
             }
         }

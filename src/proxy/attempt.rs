@@ -117,7 +117,7 @@ impl Attempt {
         {
             // Boxed, so that the futures of other responses do not grow by its size.
             let body = Box::pin(read_short(&mut recv)).await;
-            let body = body.map_err(|reason| failed(Stage::HeadHeld, &reason))?;
+            let body = body.map_err(|error| failed(Stage::HeadHeld, &describe_h2_error(&error)))?;
             let missed = versions
                 .filter(|_| may_be_not_reached)
                 .and_then(|versions| versions.not_reached(&body, &connection.endpoint));
@@ -170,10 +170,10 @@ fn rejection(
 
 /// Reads a body that is short according to its head. Stops after the frame with which it exceeds
 /// [`REJECTION_MAX_BODY`] bytes.
-async fn read_short(recv: &mut RecvStream) -> Result<Bytes, String> {
+async fn read_short(recv: &mut RecvStream) -> Result<Bytes, h2::Error> {
     let mut body = BytesMut::new();
     while let Some(data) = recv.data().await {
-        let data = data.map_err(|error| describe_h2_error(&error))?;
+        let data = data?;
         let _ = recv.flow_control().release_capacity(data.len());
         body.extend_from_slice(&data);
         if body.len() > REJECTION_MAX_BODY {

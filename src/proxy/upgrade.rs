@@ -125,11 +125,11 @@ async fn send(
         .map_err(|unavailable| StatusError::from(&unavailable))?;
     let endpoint = Arc::clone(&connection.endpoint);
     outcome.sent_to(&endpoint.label, false);
-    let (response, driver) = connection.send(request).await.map_err(|reason| {
+    let (response, driver) = connection.send(request).await.map_err(|error| {
         // `retry::decide` refuses to repeat a tunnel in every stage but `NotSent`.
         client.metrics.retry_refused(Refusal::Unsafe.as_str());
         StatusError::unknown_outcome(format_args!(
-            "{reason} on the connection to {}",
+            "{error} on the connection to {}",
             endpoint.label
         ))
     })?;
@@ -204,7 +204,7 @@ async fn copy_bytes(
             client_stream::into_tunnel_stream(upgraded)
                 .map_err(|reason| (Side::Jackstay, reason.to_owned()))
         },
-        async { driver.reclaim().await.map_err(|reason| (Side::Upstream, reason)) },
+        async { driver.reclaim().await.map_err(|error| (Side::Upstream, error.to_string())) },
     )?;
     let result = tokio::select! {
         // After a failed write to the upstream, `upstream` still returns the bytes that have arrived from

@@ -1,6 +1,7 @@
 //! Connects to the first of several candidates that answers. The next one is tried when one fails, and as well when
 //! none has answered for a while.
 
+use std::fmt::Display;
 use std::future::{Future, pending};
 use std::time::Duration;
 
@@ -42,11 +43,12 @@ where
 }
 
 /// The last failures in one text, because the very last one may concern all attempts.
-pub fn joined(failures: &[String]) -> String {
+pub fn joined<E: Display>(failures: &[E]) -> String {
     if failures.is_empty() {
         return "there is no endpoint".to_owned();
     }
-    failures[failures.len().saturating_sub(MAX_REASONS)..].join("; ")
+    let last = &failures[failures.len().saturating_sub(MAX_REASONS)..];
+    last.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]
@@ -120,7 +122,7 @@ mod tests {
 
     #[test]
     fn joined_names_the_last_failures() {
-        assert_eq!(joined(&[]), "there is no endpoint");
+        assert_eq!(joined::<&str>(&[]), "there is no endpoint");
         let failures: Vec<_> = (1..=7).map(|n| n.to_string()).collect();
         assert_eq!(joined(&failures), "3; 4; 5; 6; 7");
     }

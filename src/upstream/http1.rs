@@ -1,7 +1,8 @@
 //! Dedicated HTTP/1.1 connections for upgrades. Each is opened for one request; after the response it
 //! becomes a tunnel or is closed.
 
-use std::error::Error as _;
+use std::error::Error;
+use std::fmt;
 use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use jackstay_sys::clock;
 use jackstay_sys::sockets::tracked_stream::StreamObserver;
 use jackstay_sys::sockets::tunnel_stream::TunnelStream;
 use tokio::sync::Notify;
-use tokio::task::{JoinHandle, spawn_local};
+use tokio::task::{JoinError, JoinHandle, spawn_local};
 use tokio::time::timeout;
 
 use super::connect_race;
@@ -40,6 +41,49 @@ const MAX_HEAD: usize = 64 * 1024;
 
 /// The stream of a connection after a response 101.
 pub type Tunnelled = TunnelStream<UpstreamStream>;
+
+/// Why a connection has failed.
+#[derive(Debug)]
+pub enum Http1Error {
+    /// HTTP failed on it.
+    Hyper(hyper::Error),
+    /// Its flow is dead, for this reason.
+    FlowDead(&'static str),
+    /// Another connection to the endpoint was lost, so that no response can be expected.
+    NoResponseExpected(String),
+    /// The request got more than [`MAX_INTERIM_RESPONSES`] interim responses.
+    InterimResponses,
+    /// Its task has panicked or was cancelled.
+    Task(JoinError),
+}
+
+impl fmt::Display for Http1Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            // hyper does not print the cause.
+            Self::Hyper(error) => match error.source() {
+                Some(cause) => write!(f, "{error}: {cause}"),
+                None => error.fmt(f),
+            },
+            Self::FlowDead(reason) => f.write_str(reason),
+            Self::NoResponseExpected(reason) => f.write_str(reason),
+            Self::InterimResponses => {
+                write!(f, "more than {MAX_INTERIM_RESPONSES} interim responses")
+            }
+            Self::Task(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Error for Http1Error {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Hyper(error) => Some(error),
+            Self::Task(error) => Some(error),
+            Self::FlowDead(_) | Self::NoResponseExpected(_) | Self::InterimResponses => None,
+        }
+    }
+}
 
 /// An open connection on which no request was sent yet.
 pub struct Http1Connection {
@@ -144,16 +188,16 @@ impl Http1Connection {
     /// can be expected from the endpoint.
     ///
     /// # Errors
-    /// The reason why no response arrived. The request may have been processed.
+    /// No response arrived. The request may have been processed.
     pub async fn send(
         self,
         mut request: Request<Incoming>,
-    ) -> Result<(Response<Incoming>, Http1Driver), String> {
+    ) -> Result<(Response<Incoming>, Http1Driver), Http1Error> {
         let (mut sender, connection) = http1::Builder::new()
             .max_buf_size(MAX_HEAD)
             .handshake(TokioIo::new(self.stream))
             .await
-            .map_err(|error| described(&error))?;
+            .map_err(Http1Error::Hyper)?;
         let too_many_interim = limit_interim_responses(&mut request);
         let flow = FlowHealthCheck {
             observer: self.observer,
@@ -165,10 +209,12 @@ impl Http1Connection {
         let response = tokio::select! {
             biased;
             response = sender.send_request(request) => response,
-            reason = self.endpoint.no_response_expected(sent) => return Err(reason),
+            reason = self.endpoint.no_response_expected(sent) => {
+                return Err(Http1Error::NoResponseExpected(reason));
+            }
             () = too_many_interim.notified() => {
                 self.endpoint.metrics.closed_for_frames("interim_responses");
-                return Err(format!("more than {MAX_INTERIM_RESPONSES} interim responses"));
+                return Err(Http1Error::InterimResponses);
             }
         };
         match response {
@@ -176,7 +222,7 @@ impl Http1Connection {
                 driver.flow.answered.set(true);
                 Ok((response, driver))
             }
-            Err(error) => Err(driver.reason().await.unwrap_or_else(|| described(&error))),
+            Err(error) => Err(driver.error().await.unwrap_or(Http1Error::Hyper(error))),
         }
     }
 }
@@ -198,21 +244,21 @@ fn limit_interim_responses<B>(request: &mut Request<B>) -> Arc<Notify> {
 async fn drive(
     connection: http1::Connection<TokioIo<UpstreamStream>, Incoming>,
     flow: FlowHealthCheck,
-) -> Result<Tunnelled, String> {
+) -> Result<Tunnelled, Http1Error> {
     tokio::select! {
         parts = connection.without_shutdown() => {
-            let parts = parts.map_err(|error| described(&error))?;
+            let parts = parts.map_err(Http1Error::Hyper)?;
             let stream = TunnelStream::new(parts.read_buf, parts.io.into_inner());
             Ok(stream.discard_writes_after_close())
         }
-        reason = flow.wait_until_dead() => Err(reason.to_owned()),
+        reason = flow.wait_until_dead() => Err(Http1Error::FlowDead(reason)),
     }
 }
 
 /// The task that runs the HTTP side of a connection. Dropping this closes the connection.
 #[derive(Debug)]
 pub struct Http1Driver {
-    task: JoinHandle<Result<Tunnelled, String>>,
+    task: JoinHandle<Result<Tunnelled, Http1Error>>,
     flow: FlowHealthCheck,
 }
 
@@ -223,14 +269,16 @@ impl Http1Driver {
     }
 
     /// Returns the stream after a response 101, and the health check of its flow.
-    pub async fn reclaim(mut self) -> Result<(Tunnelled, FlowHealthCheck), String> {
-        let stream = (&mut self.task).await.map_err(|error| error.to_string())??;
+    ///
+    /// # Errors
+    /// The connection has failed.
+    pub async fn reclaim(mut self) -> Result<(Tunnelled, FlowHealthCheck), Http1Error> {
+        let stream = (&mut self.task).await.map_err(Http1Error::Task)??;
         Ok((stream, self.flow.clone()))
     }
 
-    /// The reason why the task has ended, if it has ended. It is more precise than the error of hyper's
-    /// sender.
-    async fn reason(mut self) -> Option<String> {
+    /// The error with which the task has ended, if it has ended. It is more precise than that of hyper's sender.
+    async fn error(mut self) -> Option<Http1Error> {
         if !self.task.is_finished() {
             return None;
         }
@@ -241,14 +289,6 @@ impl Http1Driver {
 impl Drop for Http1Driver {
     fn drop(&mut self) {
         self.task.abort();
-    }
-}
-
-/// The text of hyper's error and of its cause, which hyper does not print.
-fn described(error: &hyper::Error) -> String {
-    match error.source() {
-        Some(cause) => format!("{error}: {cause}"),
-        None => error.to_string(),
     }
 }
 

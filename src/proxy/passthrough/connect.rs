@@ -13,6 +13,10 @@
 //! Linux repeats a lost SYN after 1.02 s. So an endpoint that is the only one in the best state is tried
 //! a second time before the others.
 
+use std::error::Error;
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -40,11 +44,44 @@ const STATE_CHECK: Duration = Duration::from_millis(50);
 /// A connection and its endpoint.
 pub type Connected = (TcpStream, Arc<Endpoint>);
 
+/// Why there is no connection to an upstream: the failures of all attempts, of which the last ones are shown.
+#[derive(Debug)]
+pub struct Unreachable(Vec<ConnectFailure>);
+
+impl fmt::Display for Unreachable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&connect_race::joined(&self.0))
+    }
+}
+
+impl Error for Unreachable {}
+
+/// Why one attempt failed, or all of them ended.
+#[derive(Debug)]
+enum ConnectFailure {
+    /// The endpoint has no address.
+    NoAddress,
+    /// The last address of the endpoint cannot be connected to.
+    Tcp(SocketAddr, io::Error),
+    /// The time is over: no attempt succeeded within this.
+    TooLate(Duration),
+}
+
+impl fmt::Display for ConnectFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoAddress => Ok(()),
+            Self::Tcp(address, error) => write!(f, "TCP to {address} failed: {error}"),
+            Self::TooLate(waited) => write!(f, "no connection within {} ms", waited.as_millis()),
+        }
+    }
+}
+
 /// Connects to an endpoint of an upstream.
 ///
 /// # Errors
-/// The failures of the last attempts.
-pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
+/// Every attempt failed, or the time is over.
+pub async fn connect(upstream: &Upstream) -> Result<Connected, Unreachable> {
     let start = clock::now();
     let candidates: Vec<Candidate> = upstream
         .endpoints()
@@ -60,7 +97,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
     let pause_without_ready = RACE_AFTER.min(TRY_ALL_WITHIN / candidates.len().max(1) as u32);
     let any_ready = || upstream.endpoints().iter().any(|e| e.state() == EndpointState::Ready);
     let pause = || if any_ready() { RACE_AFTER } else { pause_without_ready };
-    let next = |_: &[String]| Some(attempt(upstream.connector(), candidates.next()?));
+    let next = |_: &[ConnectFailure]| Some(attempt(upstream.connector(), candidates.next()?));
     let give_up_with_ready = start + upstream.config().health.connect_timeout.max(GIVE_UP_AFTER);
     let too_late = async {
         loop {
@@ -80,14 +117,17 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
             }
         }
         () = too_late => {
-            failures.push(format!("no connection within {} ms", clock::elapsed(start).as_millis()));
+            failures.push(ConnectFailure::TooLate(clock::elapsed(start)));
         }
     }
-    Err(connect_race::joined(&failures))
+    Err(Unreachable(failures))
 }
 
-async fn attempt(connector: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<Connected, String> {
-    let mut reason = String::new();
+async fn attempt(
+    connector: Arc<Connector>,
+    endpoint: Arc<Endpoint>,
+) -> Result<Connected, ConnectFailure> {
+    let mut failure = ConnectFailure::NoAddress;
     let mut is_local = false;
     for address in endpoint.socket_addresses() {
         match connector.connect(address).await {
@@ -97,7 +137,7 @@ async fn attempt(connector: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<C
             }
             Err(error) => {
                 is_local |= resource_limits::is_local_shortage(&error, address);
-                reason = format!("TCP to {address} failed: {error}");
+                failure = ConnectFailure::Tcp(address, error);
             }
         }
     }
@@ -106,7 +146,7 @@ async fn attempt(connector: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<C
         // The prober decides whether the endpoint is down.
         endpoint.probe.request(ProbeTrigger::PassiveEvidence);
     }
-    Err(reason)
+    Err(failure)
 }
 
 /// An endpoint to connect to.

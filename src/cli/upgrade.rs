@@ -53,20 +53,23 @@ const OWN_VARIABLES: [&str; 4] = ["WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "L
 
 /// The launcher, or why there is none.
 #[derive(Debug)]
-pub(super) struct Upgrade(Result<UnixStream, String>);
+pub(super) struct Upgrade(io::Result<UnixStream>);
 
 impl Upgrade {
     /// Starts the launcher. Must be called before the process enters the sandbox.
     pub(super) fn prepare(config: &Config) -> Self {
-        Self(start_launcher(config).map_err(|error| error.to_string()))
+        Self(start_launcher(config))
     }
 
     /// Has the new process started, and returns at once. Its outcome is logged; this process serves until it
     /// is replaced.
     pub(super) fn begin(&self) {
-        let begun = self.0.as_ref().map_err(Clone::clone).and_then(|launcher| {
-            request(launcher).map_err(|error| format!("the launcher has ended: {error}"))
-        });
+        let begun = match &self.0 {
+            Ok(launcher) => {
+                request(launcher).map_err(|error| format!("the launcher has ended: {error}"))
+            }
+            Err(error) => Err(error.to_string()),
+        };
         if let Err(error) = begun {
             tracing::error!(error, "SIGUSR2: cannot start a takeover process; still serving");
         }

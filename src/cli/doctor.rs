@@ -9,7 +9,9 @@ use clap::Args;
 use jackstay_core::discovery::address::EndpointAddress;
 
 use super::admin_client::{DEFAULT_ADMIN, fetch_status};
-use super::options::{DEFAULT_CONFIG, EXIT_USAGE, OutputArgs, OutputFormat, parse_flag_duration};
+use super::options::{
+    DEFAULT_CONFIG, DurationFlagError, EXIT_USAGE, OutputArgs, OutputFormat, parse_flag_duration,
+};
 use crate::config;
 use crate::config::{CertPaths, Overrides};
 use crate::doctor::dns::Resolver;
@@ -75,12 +77,12 @@ pub(super) struct DoctorArgs {
     output: OutputArgs,
 }
 
-fn parse_time(text: &str) -> Result<Duration, String> {
-    let duration = parse_flag_duration(text)?;
+fn parse_time(text: &str) -> Result<Duration, DurationFlagError> {
+    let duration = parse_flag_duration(text).map_err(DurationFlagError::Unit)?;
     if (Duration::from_secs(1)..=Duration::from_secs(3600)).contains(&duration) {
         Ok(duration)
     } else {
-        Err("from 1s to 1h".to_owned())
+        Err(DurationFlagError::OutsideLimits("from 1s to 1h"))
     }
 }
 
@@ -165,7 +167,8 @@ fn parse_endpoint(text: &str) -> Result<ServerUrl, String> {
     if text.contains("://") {
         return ServerUrl::parse(text);
     }
-    let EndpointAddress { host, port } = EndpointAddress::parse(text)?;
+    let EndpointAddress { host, port } =
+        EndpointAddress::parse(text).map_err(|error| error.to_string())?;
     Ok(ServerUrl { host, port, path: String::new() })
 }
 

@@ -1,7 +1,9 @@
 //! Options that several commands share (`--config`, `-o`), exit codes, and the capabilities of the
 //! terminal.
 
+use std::error::Error;
 use std::ffi::OsStr;
+use std::fmt;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,7 +11,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use crate::config::parse_duration;
+use crate::config::{UnitError, parse_duration};
 
 /// Exit code for bad usage, a bad configuration or an input that cannot be used. 0 is success and 1 a
 /// failure at run time.
@@ -36,10 +38,30 @@ pub(super) fn missing_default_hint(file: &Path) -> Option<&'static str> {
 ///
 /// # Errors
 /// `text` is neither.
-pub(super) fn parse_flag_duration(text: &str) -> Result<Duration, String> {
+pub(super) fn parse_flag_duration(text: &str) -> Result<Duration, UnitError> {
     let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     if is_number { parse_duration(&format!("{text}s")) } else { parse_duration(text) }
 }
+
+/// Why the value of a flag is not an accepted duration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum DurationFlagError {
+    /// It is not a duration.
+    Unit(UnitError),
+    /// It is not within the limits of the flag, which this text names.
+    OutsideLimits(&'static str),
+}
+
+impl fmt::Display for DurationFlagError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unit(error) => error.fmt(f),
+            Self::OutsideLimits(limits) => f.write_str(limits),
+        }
+    }
+}
+
+impl Error for DurationFlagError {}
 
 /// The `-o` option of commands that print a result.
 #[derive(Debug, Clone, Copy, Args)]

@@ -24,7 +24,9 @@ use super::admin_client::{
     DEFAULT_ADMIN, STATUS_TIMEOUT, TcpAddress, block_on, explain_no_status, fetch_status,
     get_status,
 };
-use super::options::{OutputArgs, OutputFormat, has_cursor, parse_flag_duration};
+use super::options::{
+    DurationFlagError, OutputArgs, OutputFormat, has_cursor, parse_flag_duration,
+};
 use crate::config::format_duration;
 
 /// How long `--wait` waits by default.
@@ -66,9 +68,12 @@ pub struct StatusArgs {
     output: OutputArgs,
 }
 
-fn parse_interval(text: &str) -> Result<Duration, String> {
-    let interval = parse_flag_duration(text)?;
-    if interval < MIN_INTERVAL { Err("at least 100ms".to_owned()) } else { Ok(interval) }
+fn parse_interval(text: &str) -> Result<Duration, DurationFlagError> {
+    let interval = parse_flag_duration(text).map_err(DurationFlagError::Unit)?;
+    if interval < MIN_INTERVAL {
+        return Err(DurationFlagError::OutsideLimits("at least 100ms"));
+    }
+    Ok(interval)
 }
 
 /// Runs the command.

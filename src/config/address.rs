@@ -1,19 +1,55 @@
 //! Addresses of listeners, and addresses that collide.
 
+use std::error::Error;
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use jackstay_core::discovery::address::{EndpointAddress, parse_ip, quote, split_host_port};
+use jackstay_core::discovery::address::{
+    EndpointAddress, HostPortError, parse_ip, quote, split_host_port,
+};
+
+/// Why a text is not an address to listen on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum BindError {
+    /// It is not a host and a port.
+    HostPort(HostPortError),
+    /// Its host is `localhost`, which means two addresses.
+    Localhost { text: String, port: u16 },
+    /// Its host is not an IP address.
+    NotIp { host: String },
+}
+
+impl fmt::Display for BindError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::HostPort(error) => error.fmt(f),
+            Self::Localhost { text, port } => write!(
+                f,
+                "{} is a name; write its addresses: 127.0.0.1:{port} and \"[::1]:{port}\"",
+                quote(text)
+            ),
+            Self::NotIp { host } => write!(f, "{} is not an IP address to listen on", quote(host)),
+        }
+    }
+}
+
+impl Error for BindError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::HostPort(error) => Some(error),
+            Self::Localhost { .. } | Self::NotIp { .. } => None,
+        }
+    }
+}
 
 /// Reads an address to listen on: an IP address and a port; port 0 takes any free port.
-pub(super) fn parse_bind(text: &str) -> Result<SocketAddr, String> {
-    let (host, port) = split_host_port(text, "127.0.0.1:7443 or \"[::1]:7443\"")?;
+pub(super) fn parse_bind(text: &str) -> Result<SocketAddr, BindError> {
+    let (host, port) =
+        split_host_port(text, "127.0.0.1:7443 or \"[::1]:7443\"").map_err(BindError::HostPort)?;
     match parse_ip(host) {
         Some(ip) => Ok(SocketAddr::new(ip, port)),
-        None if host == "localhost" => Err(format!(
-            "{} is a name; write its addresses: 127.0.0.1:{port} and \"[::1]:{port}\"",
-            quote(text)
-        )),
-        None => Err(format!("{} is not an IP address to listen on", quote(host))),
+        None if host == "localhost" => Err(BindError::Localhost { text: text.to_owned(), port }),
+        None => Err(BindError::NotIp { host: host.to_owned() }),
     }
 }
 
@@ -65,6 +101,6 @@ mod tests {
             assert_eq!(name.to_ascii(), endpoint.host, "{host}");
         }
         let error = EndpointAddress::parse("bücher.example:6443").unwrap_err();
-        assert_eq!(error, "\"bücher.example\" is neither an IP address nor a DNS name");
+        assert_eq!(error.to_string(), "\"bücher.example\" is neither an IP address nor a DNS name");
     }
 }

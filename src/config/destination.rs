@@ -1,10 +1,11 @@
 //! Matches the original destination of a redirected connection by its address or network, and
 //! optionally its port.
 
+use std::error::Error;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
-use jackstay_core::discovery::address::{quote, split_host_port};
+use jackstay_core::discovery::address::{HostPortError, quote, split_host_port};
 
 /// A set of original destinations of redirected connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,6 +16,60 @@ pub struct Destination {
     prefix: u8,
     /// `None` matches any port.
     port: Option<u16>,
+}
+
+/// Why a text is not a [`Destination`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DestinationError {
+    /// It is neither an IP address nor a network, and not an address and a port.
+    HostPort(HostPortError),
+    /// The text after the slash is not a number of 8 bits.
+    InvalidPrefix(String),
+    /// The prefix has more bits than the address.
+    PrefixTooLong(String),
+    /// The address has bits beyond the prefix.
+    BitsBeyondPrefix {
+        /// The text.
+        text: String,
+        /// The network that contains the address.
+        network: IpAddr,
+        /// The length of its prefix in bits.
+        prefix: u8,
+    },
+    /// The host is not an IP address.
+    NoIp(String),
+    /// The port is 0.
+    PortZero(String),
+}
+
+impl fmt::Display for DestinationError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (text, mistake) = match self {
+            Self::HostPort(error) => return error.fmt(f),
+            Self::BitsBeyondPrefix { text, network, prefix } => {
+                return write!(
+                    f,
+                    "{} has bits beyond its prefix: {network}/{prefix}?",
+                    quote(text)
+                );
+            }
+            Self::InvalidPrefix(text) => (text, "has no valid prefix length"),
+            Self::PrefixTooLong(text) => (text, "has a prefix that is too long"),
+            Self::NoIp(text) => (text, "has no IP address"),
+            Self::PortZero(text) => (text, "has port 0, which accepts no connections"),
+        };
+        let text = quote(text);
+        write!(f, "{text} {mistake}: write it as 10.0.0.5:6443, \"[fd00::5]:6443\" or 10.0.0.0/24")
+    }
+}
+
+impl Error for DestinationError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::HostPort(error) => Some(error),
+            _ => None,
+        }
+    }
 }
 
 impl Destination {
@@ -28,34 +83,31 @@ impl Destination {
     /// `fd00::/64`.
     ///
     /// # Errors
-    /// The mistake, and a correct example.
-    pub fn parse(text: &str) -> Result<Self, String> {
-        let fail = |reason: &str| {
-            Err(format!(
-                "{} {reason}: write it as 10.0.0.5:6443, \"[fd00::5]:6443\" or 10.0.0.0/24",
-                quote(text)
-            ))
-        };
+    /// The text is not such a set.
+    pub fn parse(text: &str) -> Result<Self, DestinationError> {
+        let fail = |mistake: fn(String) -> DestinationError| Err(mistake(text.to_owned()));
         let (ip, prefix, port) = if let Some((ip, prefix)) = text.split_once('/') {
             let digits = !prefix.is_empty() && prefix.bytes().all(|b| b.is_ascii_digit());
             let Some(prefix) = prefix.parse::<u8>().ok().filter(|_| digits) else {
-                return fail("has no valid prefix length");
+                return fail(DestinationError::InvalidPrefix);
             };
             (ip, Some(prefix), None)
         } else if text.parse::<IpAddr>().is_ok() {
             (text, None, None)
         } else {
-            let (ip, port) = split_host_port(text, "10.0.0.5:6443 or \"[fd00::5]:6443\"")?;
+            let (ip, port) = split_host_port(text, "10.0.0.5:6443 or \"[fd00::5]:6443\"")
+                .map_err(DestinationError::HostPort)?;
             (ip, None, Some(port))
         };
-        let Ok(ip) = ip.parse::<IpAddr>() else { return fail("has no IP address") };
+        let Ok(ip) = ip.parse::<IpAddr>() else { return fail(DestinationError::NoIp) };
         let prefix = prefix.unwrap_or(address_bits(ip));
         match masked(ip, prefix) {
-            None => fail("has a prefix that is too long"),
+            None => fail(DestinationError::PrefixTooLong),
             Some(network) if network != ip => {
-                Err(format!("{} has bits beyond its prefix: {network}/{prefix}?", quote(text)))
+                let text = text.to_owned();
+                Err(DestinationError::BitsBeyondPrefix { text, network, prefix })
             }
-            Some(_) if port == Some(0) => fail("has port 0, which accepts no connections"),
+            Some(_) if port == Some(0) => fail(DestinationError::PortZero),
             Some(network) => Ok(Self { network, prefix, port }),
         }
     }
@@ -126,7 +178,7 @@ mod tests {
             ("", "no port"),
             ("fd00::/129", "a prefix that is too long"),
         ] {
-            let error = Destination::parse(text).unwrap_err();
+            let error = Destination::parse(text).unwrap_err().to_string();
             assert!(error.contains(expected), "{text}: {error}");
         }
     }

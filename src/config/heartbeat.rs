@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use jackstay_core::discovery::address::{is_dns_name, quote};
+use jackstay_core::discovery::address::is_dns_name;
+
+use super::value_error::ValueError;
 
 /// A resource whose updates and patches are heartbeats, written as `resource.group/subresource`. The core group and
 /// the absence of a subresource are left out, as in `configmaps`.
@@ -20,8 +22,8 @@ impl HeartbeatResource {
     /// Reads a resource.
     ///
     /// # Errors
-    /// The text is no resource; the message says so.
-    pub fn parse(text: &str) -> Result<Self, String> {
+    /// The text is not a resource.
+    pub fn parse(text: &str) -> Result<Self, ValueError> {
         let (object, subresource) = match text.split_once('/') {
             Some((object, subresource)) => (object, Some(subresource)),
             None => (text, None),
@@ -34,10 +36,8 @@ impl HeartbeatResource {
             |name: &str| is_dns_name(name) && !name.chars().any(|c| c.is_ascii_uppercase());
         let is_label = |name: &str| is_lower(name) && !name.contains('.');
         if !is_label(resource) || !group.is_none_or(is_lower) || !subresource.is_none_or(is_label) {
-            return Err(format!(
-                "{} is not a resource such as configmaps or machines.example.com/status",
-                quote(text)
-            ));
+            let expected = "a resource such as configmaps or machines.example.com/status";
+            return Err(ValueError::not(text, expected));
         }
         Ok(Self {
             group: group.unwrap_or_default().to_owned(),
@@ -81,7 +81,7 @@ mod tests {
         }
         for text in ["", "/status", "Nodes", "nodes/", "nodes/a/b", "a.", ".b", "*", "nodes status"]
         {
-            let error = HeartbeatResource::parse(text).unwrap_err();
+            let error = HeartbeatResource::parse(text).unwrap_err().to_string();
             assert!(error.contains("machines.example.com/status"), "{error}");
         }
     }

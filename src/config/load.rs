@@ -3,7 +3,8 @@
 //! A load merges the layers (`layers`), walks the merged tree (`schema`) and checks the rules that
 //! concern more than one value (`rules`).
 
-use std::io::Read;
+use std::fmt;
+use std::io::{self, Read};
 use std::path::Path;
 
 use serde_json::json;
@@ -147,8 +148,8 @@ fn read_file(
 ) -> Option<Config> {
     let file = match read_text(path) {
         Ok(text) => file_layer(&text, report),
-        Err(message) => {
-            report.error("", message);
+        Err(error) => {
+            report.error("", error.to_string());
             None
         }
     };
@@ -170,18 +171,35 @@ fn validate_layers(
     Some(config)
 }
 
-fn read_text(path: &Path) -> Result<String, String> {
-    let mut bytes = Vec::new();
-    let file = std::fs::File::open(path);
-    if let Err(error) = file.and_then(|file| file.take(MAX_FILE + 1).read_to_end(&mut bytes)) {
-        return Err(format!("cannot read the configuration: {}", describe_io_error(&error)));
+/// Why the file has no text that can be a configuration.
+enum FileError {
+    Io(io::Error),
+    TooLarge,
+    NotText,
+}
+
+impl fmt::Display for FileError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Io(error) => {
+                write!(f, "cannot read the configuration: {}", describe_io_error(error))
+            }
+            Self::TooLarge => f.write_str("larger than 1 MiB: this is not a configuration file"),
+            Self::NotText => f.write_str("not a text file in UTF-8"),
+        }
     }
+}
+
+fn read_text(path: &Path) -> Result<String, FileError> {
+    let mut bytes = Vec::new();
+    let file = std::fs::File::open(path).map_err(FileError::Io)?;
+    file.take(MAX_FILE + 1).read_to_end(&mut bytes).map_err(FileError::Io)?;
     if bytes.len() as u64 > MAX_FILE {
-        return Err("larger than 1 MiB: this is not a configuration file".to_owned());
+        return Err(FileError::TooLarge);
     }
     match String::from_utf8(bytes) {
         Ok(text) if !text.contains('\0') => Ok(text),
-        _ => Err("not a text file in UTF-8".to_owned()),
+        _ => Err(FileError::NotText),
     }
 }
 

@@ -20,10 +20,11 @@ mod sandbox;
 mod schema;
 mod serialize;
 mod units;
+mod value_error;
 mod yaml;
 
 pub use address::collide;
-pub use destination::Destination;
+pub use destination::{Destination, DestinationError};
 pub use errors::{ConfigError, ConfigErrors, KeyLines, describe_io_error};
 pub use heartbeat::HeartbeatResource;
 pub use layers::Overrides;
@@ -34,5 +35,9 @@ pub use load::{
 pub use logging::{AccessLog, Level, Log, LogFormat};
 pub use model::*;
 pub use sandbox::{Sandbox, Seccomp, Switch};
-pub use units::{Percent, format_duration, format_size, parse_duration, parse_size};
+pub use units::{
+    OutOfRange, Percent, Quantity, UnitError, format_duration, format_size, parse_duration,
+    parse_size,
+};
+pub use value_error::ValueError;
 pub use yaml::describe_yaml_error;

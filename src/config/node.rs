@@ -3,6 +3,7 @@
 //! Each reader reports an invalid value and continues with a placeholder, so one pass finds all
 //! mistakes. A report with errors does not become a valid configuration, so no placeholder is used.
 
+use std::fmt::Display;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,8 +17,10 @@ use super::listener::CertPaths;
 use super::model::MemoryLimit;
 use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Located, Report};
 use super::units::{
-    Percent, format_duration, format_size, parse_duration, parse_percent, parse_size,
+    OutOfRange, Percent, UnitError, format_duration, format_size, parse_duration, parse_percent,
+    parse_size,
 };
+use super::value_error::ValueError;
 
 /// A key of the tree, with its value if it has one.
 #[derive(Debug, Clone)]
@@ -85,8 +88,8 @@ impl<'a> Node<'a> {
     }
 
     /// The value of a result, or `None` after reporting its error.
-    fn valid<T>(&self, result: Result<T, String>) -> Option<T> {
-        result.map_err(|message| self.error(message)).ok()
+    fn valid<T, E: Display>(&self, result: Result<T, E>) -> Option<T> {
+        result.map_err(|error| self.error(error.to_string())).ok()
     }
 
     /// The text, if the value is a text. Reports no error.
@@ -98,10 +101,10 @@ impl<'a> Node<'a> {
     }
 
     /// A text that `parse` reads; `None` if it is missing, or invalid and reported.
-    pub(super) fn parse<T>(
+    pub(super) fn parse<T, E: Display>(
         &self,
         wanted: &str,
-        parse: impl FnOnce(&str) -> Result<T, String>,
+        parse: impl FnOnce(&str) -> Result<T, E>,
     ) -> Option<T> {
         match self.kind()? {
             ValueKind::String(text) => self.valid(parse(text)),
@@ -110,10 +113,10 @@ impl<'a> Node<'a> {
     }
 
     /// Like [`Node::parse`], and reports a missing value.
-    pub(super) fn require<T>(
+    pub(super) fn require<T, E: Display>(
         &self,
         wanted: &str,
-        parse: impl FnOnce(&str) -> Result<T, String>,
+        parse: impl FnOnce(&str) -> Result<T, E>,
     ) -> Option<T> {
         if !self.is_given() && !self.is_orphan {
             self.error(format!("is required: {}", wanted.trim_start_matches("text: ")));
@@ -130,7 +133,7 @@ impl<'a> Node<'a> {
     /// The path of a file that must be set.
     pub(super) fn required_file(&self) -> Option<PathBuf> {
         self.require("text: the path of a file", |text| match text {
-            "" => Err("is required: the path of a file".to_owned()),
+            "" => Err(ValueError::NoFile),
             text => path_of(text),
         })
     }
@@ -140,7 +143,7 @@ impl<'a> Node<'a> {
         let names = T::value_variants().iter().filter_map(T::to_possible_value);
         let all = names.map(|name| name.get_name().to_owned()).collect::<Vec<_>>().join(", ");
         let value = self.parse(&format!("text: one of {all}"), |text| {
-            T::from_str(text, false).map_err(|_| format!("{} is not one of {all}", quote(text)))
+            T::from_str(text, false).map_err(|_| ValueError::not(text, format!("one of {all}")))
         });
         value.unwrap_or(default)
     }
@@ -157,7 +160,7 @@ impl<'a> Node<'a> {
             Some(ValueKind::I64(number)) => Some(*number),
             // Values of variables and flags are always text.
             Some(ValueKind::String(text)) if self.origin() != Some(&self.report.file) => {
-                self.valid(text.parse().map_err(|_| format!("{} is not {wanted}", quote(text))))
+                self.valid(text.parse().map_err(|_| ValueError::not(text, wanted.to_owned())))
             }
             Some(other) => self.mismatch(wanted, other),
         };
@@ -170,7 +173,8 @@ impl<'a> Node<'a> {
     /// A duration within `range`.
     pub(super) fn duration(&self, default: Duration, range: RangeInclusive<Duration>) -> Duration {
         let read = |text: &str| {
-            within(range, parse_duration(text)?, text, |limit| format_duration(*limit))
+            let duration = parse_duration(text)?;
+            Ok::<_, UnitError>(within(range, duration, text, |limit| format_duration(*limit))?)
         };
         self.quantity("a duration such as 250ms, 2s or 1h", read).unwrap_or(default)
     }
@@ -178,7 +182,10 @@ impl<'a> Node<'a> {
     /// A size in bytes within `range`.
     pub(super) fn size(&self, default: u32, range: RangeInclusive<u32>) -> u32 {
         let range = u64::from(*range.start())..=u64::from(*range.end());
-        let read = |text: &str| within(range, parse_size(text)?, text, |limit| format_size(*limit));
+        let read = |text: &str| {
+            let size = parse_size(text)?;
+            Ok::<_, UnitError>(within(range, size, text, |limit| format_size(*limit))?)
+        };
         self.quantity("a size such as 64KiB", read).map_or(default, |size| size as u32)
     }
 
@@ -189,7 +196,7 @@ impl<'a> Node<'a> {
                 return Ok(MemoryLimit::Auto);
             }
             let size = within(range, parse_size(text)?, text, |limit| format_size(*limit))?;
-            Ok(MemoryLimit::Bytes(size))
+            Ok::<_, UnitError>(MemoryLimit::Bytes(size))
         };
         self.quantity("a size such as 128MiB, or auto", read).unwrap_or(MemoryLimit::Auto)
     }
@@ -200,7 +207,11 @@ impl<'a> Node<'a> {
     }
 
     /// A text with a unit. `read` also gets a number without a unit, for which it returns an error.
-    fn quantity<T>(&self, wanted: &str, read: impl FnOnce(&str) -> Result<T, String>) -> Option<T> {
+    fn quantity<T>(
+        &self,
+        wanted: &str,
+        read: impl FnOnce(&str) -> Result<T, UnitError>,
+    ) -> Option<T> {
         match self.kind()? {
             ValueKind::I64(number) => self.valid(read(&number.to_string())),
             _ => self.parse(wanted, read),
@@ -319,10 +330,8 @@ impl<'a> Fields<'a> {
             if (1..=63).contains(&text.len()) && text.chars().all(allowed) && !dash_at_end {
                 return Ok(text.to_owned());
             }
-            Err(format!(
-                "{} is not a name: up to 63 of a-z, 0-9 and -, not starting or ending with -",
-                quote(text)
-            ))
+            let expected = "a name: up to 63 of a-z, 0-9 and -, not starting or ending with -";
+            Err(ValueError::not(text, expected))
         });
         names.extend(name.clone().map(|name| (node.path, name)));
         name.unwrap_or_default()
@@ -347,17 +356,17 @@ fn within<T: PartialOrd>(
     value: T,
     text: &str,
     format: impl Fn(&T) -> String,
-) -> Result<T, String> {
+) -> Result<T, OutOfRange> {
     if range.contains(&value) {
         return Ok(value);
     }
     let (low, high) = (format(range.start()), format(range.end()));
-    Err(format!("{text} is out of range: {low} to {high}"))
+    Err(OutOfRange { text: text.to_owned(), low, high })
 }
 
-fn path_of(text: &str) -> Result<PathBuf, String> {
+fn path_of(text: &str) -> Result<PathBuf, ValueError> {
     if text.contains('\0') {
-        return Err(format!("{} cannot be a path", quote(text)));
+        return Err(ValueError::NulInPath(text.to_owned()));
     }
     Ok(PathBuf::from(text))
 }

@@ -1,6 +1,7 @@
 //! Durations and sizes with units: `250ms`, `1m30s`, `64KiB`. A number without a unit is refused,
 //! because its author may have meant another unit.
 
+use std::error::Error;
 use std::fmt::{self, Write as _};
 use std::time::Duration;
 
@@ -36,6 +37,103 @@ pub(super) const SECOND: Duration = Duration::from_secs(1);
 pub(super) const MINUTE: Duration = Duration::from_secs(60);
 pub(super) const HOUR: Duration = Duration::from_secs(3600);
 
+/// What a text with a unit measures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quantity {
+    /// A time span.
+    Duration,
+    /// A number of bytes.
+    Size,
+    /// A [`Percent`].
+    Share,
+}
+
+impl Quantity {
+    /// Its name in messages.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Duration => "duration",
+            Self::Size => "size",
+            Self::Share => "share",
+        }
+    }
+
+    /// Correct texts, for messages.
+    fn examples(self) -> &'static str {
+        match self {
+            Self::Duration => "250ms, 2s, 1m30s or 1h",
+            Self::Size => "512B, 64KiB or 1MiB",
+            Self::Share => "10%",
+        }
+    }
+}
+
+/// Why a text is not a quantity with a unit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum UnitError {
+    /// It does not consist of numbers and units of the quantity, the largest unit first.
+    Malformed(Quantity, String),
+    /// Its last number has no unit.
+    NoUnit(Quantity, String),
+    /// It exceeds 64 bits.
+    TooLarge(Quantity, String),
+    /// It is not within the limits.
+    OutOfRange(OutOfRange),
+}
+
+/// A value that is not within its limits.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OutOfRange {
+    /// The value as written.
+    pub text: String,
+    /// The lower limit, in the form that the text has.
+    pub low: String,
+    /// The upper limit.
+    pub high: String,
+}
+
+impl fmt::Display for OutOfRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} is out of range: {} to {}", self.text, self.low, self.high)
+    }
+}
+
+impl Error for OutOfRange {}
+
+impl fmt::Display for UnitError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Malformed(quantity, text) => {
+                let (name, examples) = (quantity.as_str(), quantity.examples());
+                write!(f, "{} is not a {name}: write it as {examples}", quote(text))
+            }
+            Self::NoUnit(quantity, text) => {
+                let (name, examples) = (quantity.as_str(), quantity.examples());
+                write!(f, "the {name} {} has no unit: write it as {examples}", quote(text))
+            }
+            Self::TooLarge(quantity, text) => {
+                write!(f, "the {} {} is too large", quantity.as_str(), quote(text))
+            }
+            Self::OutOfRange(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Error for UnitError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::OutOfRange(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+impl From<OutOfRange> for UnitError {
+    fn from(error: OutOfRange) -> Self {
+        Self::OutOfRange(error)
+    }
+}
+
 /// Units of time in nanoseconds, largest first.
 const TIME: [(&str, u64); 5] = [
     ("h", 3_600_000_000_000),
@@ -49,29 +147,34 @@ const TIME: [(&str, u64); 5] = [
 const SIZE: [(&str, u64); 4] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)];
 
 /// Reads `250ms`, `2s`, `1h` or `1m30s`.
-pub fn parse_duration(text: &str) -> Result<Duration, String> {
-    parse(text, &TIME, "duration", "250ms, 2s, 1m30s or 1h").map(Duration::from_nanos)
+///
+/// # Errors
+/// The text is not a duration, or exceeds 64 bits of nanoseconds.
+pub fn parse_duration(text: &str) -> Result<Duration, UnitError> {
+    parse(text, &TIME, Quantity::Duration).map(Duration::from_nanos)
 }
 
 /// Reads `64KiB`, `1MiB` or `512B`.
-pub fn parse_size(text: &str) -> Result<u64, String> {
-    parse(text, &SIZE, "size", "512B, 64KiB or 1MiB")
+///
+/// # Errors
+/// The text is not a size, or exceeds 64 bits of bytes.
+pub fn parse_size(text: &str) -> Result<u64, UnitError> {
+    parse(text, &SIZE, Quantity::Size)
 }
 
 /// Reads a whole number of percent, such as `10%`.
-pub(super) fn parse_percent(text: &str) -> Result<Percent, String> {
+pub(super) fn parse_percent(text: &str) -> Result<Percent, UnitError> {
     let digits = text.strip_suffix('%');
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     match digits {
-        Some(digits) if is_number(digits) => digits
-            .parse()
-            .ok()
-            .and_then(Percent::new)
-            .ok_or_else(|| format!("{text} is out of range: 0% to 100%")),
-        None if is_number(text) => {
-            Err(format!("the share {} has no unit: write it as 10%", quote(text)))
+        Some(digits) if is_number(digits) => {
+            digits.parse().ok().and_then(Percent::new).ok_or_else(|| {
+                let (low, high) = ("0%".to_owned(), "100%".to_owned());
+                OutOfRange { text: text.to_owned(), low, high }.into()
+            })
         }
-        _ => Err(format!("{} is not a share: write it as 10%", quote(text))),
+        None if is_number(text) => Err(UnitError::NoUnit(Quantity::Share, text.to_owned())),
+        _ => Err(UnitError::Malformed(Quantity::Share, text.to_owned())),
     }
 }
 
@@ -95,11 +198,10 @@ pub fn format_size(bytes: u64) -> String {
     format!("{}{name}", bytes / factor)
 }
 
-/// Reads numbers with units: the largest unit first, each unit at most once. Errors contain the
-/// name of the `quantity` and `examples`.
-fn parse(text: &str, units: &[(&str, u64)], quantity: &str, examples: &str) -> Result<u64, String> {
-    let malformed = || format!("{} is not a {quantity}: write it as {examples}", quote(text));
-    let too_large = || format!("the {quantity} {} is too large", quote(text));
+/// Reads numbers with units: the largest unit first, each unit at most once.
+fn parse(text: &str, units: &[(&str, u64)], quantity: Quantity) -> Result<u64, UnitError> {
+    let malformed = || UnitError::Malformed(quantity, text.to_owned());
+    let too_large = || UnitError::TooLarge(quantity, text.to_owned());
     if text.is_empty() {
         return Err(malformed());
     }
@@ -113,8 +215,7 @@ fn parse(text: &str, units: &[(&str, u64)], quantity: &str, examples: &str) -> R
             return Err(malformed());
         }
         if unit.is_empty() && after.is_empty() {
-            let text = quote(text);
-            return Err(format!("the {quantity} {text} has no unit: write it as {examples}"));
+            return Err(UnitError::NoUnit(quantity, text.to_owned()));
         }
         let index = allowed.iter().position(|(name, _)| *name == unit).ok_or_else(malformed)?;
         let number: u64 = digits.parse().map_err(|_| too_large())?;
@@ -165,7 +266,7 @@ mod tests {
             ("99999999999999999999s", "the duration \"99999999999999999999s\" is too large".into()),
             ("9999999999h", "the duration \"9999999999h\" is too large".into()),
         ] {
-            assert_eq!(parse_duration(text), Err(error), "{text}");
+            assert_eq!(parse_duration(text).unwrap_err().to_string(), error, "{text}");
         }
     }
 
@@ -187,7 +288,7 @@ mod tests {
             ("0.5%", "\"0.5%\" is not a share: write it as 10%"),
             ("10 %", "\"10 %\" is not a share: write it as 10%"),
         ] {
-            assert_eq!(parse_percent(text), Err(error.to_owned()), "{text}");
+            assert_eq!(parse_percent(text).unwrap_err().to_string(), error, "{text}");
         }
     }
 
@@ -198,8 +299,12 @@ mod tests {
             assert_eq!(parse_size(text), Ok(bytes), "{text}");
         }
         let hint = "write it as 512B, 64KiB or 1MiB";
-        assert_eq!(parse_size("64"), Err(format!("the size \"64\" has no unit: {hint}")));
-        assert_eq!(parse_size("64KB"), Err(format!("\"64KB\" is not a size: {hint}")));
+        for (text, error) in [
+            ("64", format!("the size \"64\" has no unit: {hint}")),
+            ("64KB", format!("\"64KB\" is not a size: {hint}")),
+        ] {
+            assert_eq!(parse_size(text).unwrap_err().to_string(), error);
+        }
         for (bytes, text) in [(0, "0B"), (1, "1B"), (1025, "1025B"), (65_536, "64KiB")] {
             assert_eq!(format_size(bytes), text);
         }

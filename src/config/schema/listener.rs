@@ -3,6 +3,7 @@
 //! A key of the other mode is an error with a reason: a client CA on a listener that sees no
 //! certificate would suggest a protection that does not exist.
 
+use std::convert::Infallible;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -19,6 +20,7 @@ use crate::config::node::{Fields, Node};
 use crate::config::report::Located;
 use crate::config::rules::References;
 use crate::config::units::{HOUR, MINUTE, MS, SECOND};
+use crate::config::value_error::ValueError;
 
 /// The error for a TLS key in mode `passthrough`.
 const NO_TLS: &str =
@@ -52,7 +54,7 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Listener {
     let mode = mode_node.parse("text: terminate or passthrough", |text| match text {
         "terminate" => Ok(true),
         "passthrough" => Ok(false),
-        _ => Err(format!("{} is not one of terminate, passthrough", quote(text))),
+        _ => Err(ValueError::not(text, "one of terminate, passthrough")),
     });
     // `None`: the mode is invalid, so it is unknown which other keys are allowed.
     let terminate = if mode_node.is_given() { mode } else { Some(true) };
@@ -93,7 +95,8 @@ fn upstream(
 ) -> String {
     let node = fields.get("upstream");
     let wanted = "text: the name of an upstream";
-    let Some(name) = node.require(wanted, |text| Ok(text.to_owned())) else { return String::new() };
+    let read = |text: &str| Ok::<_, Infallible>(text.to_owned());
+    let Some(name) = node.require(wanted, read) else { return String::new() };
     references.upstreams.push((node.path, name.clone()));
     if terminate != Some(false) {
         references.terminated.push(name.clone());
@@ -231,20 +234,13 @@ fn routes(node: &Node<'_>, references: &mut References) -> Vec<Route> {
 }
 
 /// A server name (RFC 6066 section 3: a DNS name). The prefix `*.` stands for one label.
-fn route_name(text: &str) -> Result<String, String> {
+fn route_name(text: &str) -> Result<String, ValueError> {
     let name = text.strip_prefix("*.").unwrap_or(text);
     if text.parse::<std::net::IpAddr>().is_ok() {
-        return Err(format!(
-            "{} is an IP address: no client sends one as server name (RFC 6066); \
-             connections without one use the listener's upstream",
-            quote(text)
-        ));
+        return Err(ValueError::RouteOfIp(text.to_owned()));
     }
     if !is_dns_name(name) {
-        return Err(format!(
-            "{} is not a name such as a.example.com or *.example.com",
-            quote(text)
-        ));
+        return Err(ValueError::not(text, "a name such as a.example.com or *.example.com"));
     }
     Ok(text.to_ascii_lowercase())
 }
@@ -295,10 +291,10 @@ fn api_groups(node: &Node<'_>) -> Vec<String> {
     for item in node.items() {
         let group = item.require("text: an API group such as example.com", |text| {
             if !is_dns_name(text) || text.chars().any(|c| c.is_ascii_uppercase()) {
-                return Err(format!("{} is not an API group such as example.com", quote(text)));
+                return Err(ValueError::not(text, "an API group such as example.com"));
             }
             if groups.iter().any(|known| known == text) {
-                return Err(format!("{} appears twice", quote(text)));
+                return Err(ValueError::Duplicate(text.to_owned()));
             }
             Ok(text.to_owned())
         });
@@ -313,7 +309,7 @@ fn heartbeats(node: &Node<'_>) -> Vec<HeartbeatResource> {
         let heartbeat = item.require("text: a resource such as configmaps", |text| {
             let heartbeat = HeartbeatResource::parse(text)?;
             if heartbeats.contains(&heartbeat) {
-                return Err(format!("{} appears twice", quote(text)));
+                return Err(ValueError::Duplicate(text.to_owned()));
             }
             Ok(heartbeat)
         });

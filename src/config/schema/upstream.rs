@@ -1,6 +1,6 @@
 //! The schema of an upstream.
 
-use jackstay_core::discovery::address::{EndpointAddress, quote};
+use jackstay_core::discovery::address::EndpointAddress;
 
 use crate::config::model::{
     Connections, ConsistentReads, Discovery, Health, Readyz, Upstream, UpstreamTls, UsedBy,
@@ -10,6 +10,7 @@ use crate::config::node::{Fields, Node};
 use crate::config::report::Located;
 use crate::config::rules::{References, UpstreamWithoutCa};
 use crate::config::units::{HOUR, MINUTE, MS, Percent, SECOND};
+use crate::config::value_error::ValueError;
 
 pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
     let mut fields = node.fields();
@@ -121,7 +122,7 @@ fn readyz(mut fields: Fields<'_>) -> Readyz {
         if text.starts_with('/') && visible {
             Ok(text.to_owned())
         } else {
-            Err(format!("{} is not a path such as /readyz", quote(text)))
+            Err(ValueError::not(text, "a path such as /readyz"))
         }
     });
     let interval = fields.get("interval").duration(10 * SECOND, SECOND..=HOUR);
@@ -143,12 +144,12 @@ fn readyz(mut fields: Fields<'_>) -> Readyz {
     Readyz { path, interval, timeout, rise, fall, cert, token_file }
 }
 
-fn server_name(text: &str) -> Result<Option<String>, String> {
+fn server_name(text: &str) -> Result<Option<String>, ValueError> {
     if text.is_empty() {
         return Ok(None);
     }
     match rustls::pki_types::ServerName::try_from(text) {
         Ok(_) => Ok(Some(text.to_owned())),
-        Err(_) => Err(format!("{} is neither a DNS name nor an IP address", quote(text))),
+        Err(_) => Err(ValueError::InvalidServerName(text.to_owned())),
     }
 }

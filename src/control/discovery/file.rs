@@ -3,10 +3,13 @@
 //! The file is checked every second, like certificates ([`crate::control::file_watch`]). A DNS name is
 //! rejected: names belong in `endpoints`, where they are resolved.
 
+use std::error::Error;
+use std::fmt;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::discovery::address::{AddressError, EndpointAddress};
 use jackstay_core::discovery::source::{Candidate, DiscoveredEndpoints, EndpointSource};
 use jackstay_sys::files;
 
@@ -27,7 +30,7 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
             watch.set_settled(text.is_ok());
             match text {
                 Ok(text) => states.update(EndpointSource::File, parse(&text), true),
-                Err(error) => states.fail(EndpointSource::File, &error),
+                Err(error) => states.fail(EndpointSource::File, &error.to_string()),
             }
         } else {
             states.upstream().sources.confirmed(EndpointSource::File);
@@ -38,10 +41,31 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
 /// Reads the text of the file.
 ///
 /// # Errors
-/// The file cannot be read or is larger than 1 MiB; the message names its path.
-pub fn read(path: &Path) -> Result<String, String> {
+/// The file cannot be read or is larger than 1 MiB.
+pub fn read(path: &Path) -> Result<String, EndpointsFileError> {
     let text = files::read_text(path, MAX_FILE);
-    text.map_err(|error| format!("{}: {error}", path.display()))
+    text.map_err(|error| EndpointsFileError { path: path.to_owned(), error })
+}
+
+/// Why the file of endpoints cannot be read.
+#[derive(Debug)]
+pub struct EndpointsFileError {
+    /// Its path.
+    pub path: PathBuf,
+    /// What the file system returns, or that the file is too large or not text.
+    pub error: io::Error,
+}
+
+impl fmt::Display for EndpointsFileError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.path.display(), self.error)
+    }
+}
+
+impl Error for EndpointsFileError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(&self.error)
+    }
 }
 
 /// Parses the text of the file. The reason for a rejected line names its number.
@@ -60,11 +84,29 @@ pub fn parse(text: &str) -> DiscoveredEndpoints {
     found
 }
 
-fn parse_line(line: &str) -> Result<EndpointAddress, String> {
-    let address = EndpointAddress::parse(line)?;
+/// Why a line of the file is not an endpoint.
+enum LineError {
+    /// It is not the address of an apiserver.
+    Address(AddressError),
+    /// Its host is a DNS name.
+    Name(String),
+}
+
+impl fmt::Display for LineError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Address(error) => error.fmt(f),
+            Self::Name(host) => {
+                write!(f, "{host:?} is a name: write it in endpoints, not in this file")
+            }
+        }
+    }
+}
+
+fn parse_line(line: &str) -> Result<EndpointAddress, LineError> {
+    let address = EndpointAddress::parse(line).map_err(LineError::Address)?;
     if address.is_name() {
-        let host = &address.host;
-        return Err(format!("{host:?} is a name: write it in endpoints, not in this file"));
+        return Err(LineError::Name(address.host));
     }
     Ok(address)
 }
@@ -91,11 +133,11 @@ mod tests {
     #[test]
     fn read_missing_large_or_binary_file_fails() {
         let dir = tempfile::tempdir().unwrap();
-        assert!(read(&dir.path().join("none")).unwrap_err().contains("none"));
+        assert!(read(&dir.path().join("none")).unwrap_err().to_string().contains("none"));
         assert!(read(dir.path()).is_err());
         let path = dir.path().join("big");
         std::fs::write(&path, vec![b'#'; MAX_FILE as usize + 1]).unwrap();
-        assert!(read(&path).unwrap_err().contains("larger than"));
+        assert_eq!(read(&path).unwrap_err().error.kind(), io::ErrorKind::FileTooLarge);
         std::fs::write(&path, b"\xff").unwrap();
         assert!(read(&path).is_err());
     }

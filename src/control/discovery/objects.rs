@@ -265,7 +265,7 @@ fn add_candidate(found: &mut DiscoveredEndpoints, ip: &Value, port: u16) {
     let server_name = Some(DISCOVERED_SERVER_NAME.to_owned());
     match EndpointAddress::parse(&SocketAddr::new(parsed, port).to_string()) {
         Ok(address) => found.candidates.push(Candidate { address, server_name }),
-        Err(why) => found.reject(why, 1),
+        Err(why) => found.reject(why.to_string(), 1),
     }
 }
 

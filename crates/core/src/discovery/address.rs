@@ -1,5 +1,6 @@
 //! Addresses of apiservers: host and port.
 
+use std::error::Error;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -7,6 +8,113 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 const MAX_QUOTE: usize = 80;
 /// The name of both loopback addresses (RFC 6761 section 6.3).
 const LOCALHOST: &str = "localhost";
+
+/// Why a text is not a host and a port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostPortError {
+    /// The text.
+    pub text: String,
+    /// The mistake in it.
+    pub mistake: HostPortMistake,
+    /// Correct texts, for the message.
+    pub example: &'static str,
+}
+
+/// What is wrong with a text that should be a host and a port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HostPortMistake {
+    /// It contains `//`.
+    Url,
+    /// It is an IPv6 address.
+    Ipv6WithoutPort,
+    /// Its host is an IPv6 address without brackets.
+    Ipv6WithoutBrackets,
+    /// It has brackets around something else than an IPv6 address.
+    NoIpv6InBrackets,
+    /// It has no port.
+    NoPort,
+    /// Its port is not a number of 16 bits.
+    InvalidPort,
+    /// Nothing precedes its port.
+    NoHost,
+}
+
+impl HostPortMistake {
+    /// The mistake as the predicate of a sentence about the text.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Url => "is a URL, not an address and a port",
+            Self::Ipv6WithoutPort => "is an IPv6 address without brackets and port",
+            Self::Ipv6WithoutBrackets => "is an IPv6 address without brackets",
+            Self::NoIpv6InBrackets => "has no IPv6 address in its brackets",
+            Self::NoPort => "has no port",
+            Self::InvalidPort => "has no valid port (0 to 65535)",
+            Self::NoHost => "has no address",
+        }
+    }
+}
+
+impl fmt::Display for HostPortError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}: write it as {}", quote(&self.text), self.mistake.as_str(), self.example)
+    }
+}
+
+impl Error for HostPortError {}
+
+/// Why a text is not the address of an apiserver.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum AddressError {
+    /// It is not a host and a port.
+    HostPort(HostPortError),
+    /// Its port is 0.
+    PortZero {
+        /// The text.
+        text: String,
+    },
+    /// Its IP address is unspecified, a multicast address or the broadcast address.
+    NotUnicast {
+        /// The text.
+        text: String,
+    },
+    /// Its host is neither an IP address nor a DNS name.
+    InvalidHost {
+        /// The host.
+        host: String,
+    },
+}
+
+impl fmt::Display for AddressError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::HostPort(error) => error.fmt(f),
+            Self::PortZero { text } => {
+                write!(f, "{} has port 0, which accepts no connections", quote(text))
+            }
+            Self::NotUnicast { text } => {
+                write!(f, "{} cannot be the address of an apiserver", quote(text))
+            }
+            Self::InvalidHost { host } => {
+                write!(f, "{} is neither an IP address nor a DNS name", quote(host))
+            }
+        }
+    }
+}
+
+impl Error for AddressError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::HostPort(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+impl From<HostPortError> for AddressError {
+    fn from(error: HostPortError) -> Self {
+        Self::HostPort(error)
+    }
+}
 
 /// Address of an apiserver.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -31,22 +139,20 @@ impl EndpointAddress {
     /// Reads the address of an apiserver: an IP address, `localhost` or a DNS name, and a port.
     ///
     /// # Errors
-    /// `text` is not such an address. The error names the mistake.
-    pub fn parse(text: &str) -> Result<Self, String> {
+    /// `text` is not such an address.
+    pub fn parse(text: &str) -> Result<Self, AddressError> {
         let (host, port) = split_host_port(text, "10.0.0.11:6443 or \"[fd00::13]:6443\"")?;
         if port == 0 {
-            return Err(format!("{} has port 0, which accepts no connections", quote(text)));
+            return Err(AddressError::PortZero { text: text.to_owned() });
         }
         let host = match parse_ip(host) {
             Some(ip) if ip.is_unspecified() || ip.is_multicast() || ip == Ipv4Addr::BROADCAST => {
-                return Err(format!("{} cannot be the address of an apiserver", quote(text)));
+                return Err(AddressError::NotUnicast { text: text.to_owned() });
             }
             Some(ip) => ip.to_string(),
             None if is_localhost(host) => LOCALHOST.to_owned(),
             None if is_dns_name(host) => host.trim_end_matches('.').to_ascii_lowercase(),
-            None => {
-                return Err(format!("{} is neither an IP address nor a DNS name", quote(host)));
-            }
+            None => return Err(AddressError::InvalidHost { host: host.to_owned() }),
         };
         Ok(Self { host, port })
     }
@@ -75,27 +181,33 @@ pub fn is_dns_name(name: &str) -> bool {
     name.len() <= 253 && name.split('.').all(label) && !all_digits
 }
 
-/// Splits a text into the host, without the brackets of IPv6, and the port.
-pub fn split_host_port<'a>(text: &'a str, example: &str) -> Result<(&'a str, u16), String> {
-    let fail = |why: &str| Err(format!("{} {why}: write it as {example}", quote(text)));
+/// Splits a text into the host, without the brackets of IPv6, and the port. The error contains `example`.
+///
+/// # Errors
+/// `text` is not a host and a port.
+pub fn split_host_port<'a>(
+    text: &'a str,
+    example: &'static str,
+) -> Result<(&'a str, u16), HostPortError> {
+    let fail = |mistake| Err(HostPortError { text: text.to_owned(), mistake, example });
     if text.contains("//") {
-        return fail("is a URL, not an address and a port");
+        return fail(HostPortMistake::Url);
     }
     if text.parse::<Ipv6Addr>().is_ok() {
-        return fail("is an IPv6 address without brackets and port");
+        return fail(HostPortMistake::Ipv6WithoutPort);
     }
     let Some((host, port)) = text.rsplit_once(':').filter(|(_, port)| !port.contains(']')) else {
-        return fail("has no port");
+        return fail(HostPortMistake::NoPort);
     };
     let digits = !port.is_empty() && port.bytes().all(|b| b.is_ascii_digit());
     let Some(port) = port.parse::<u16>().ok().filter(|_| digits) else {
-        return fail("has no valid port (0 to 65535)");
+        return fail(HostPortMistake::InvalidPort);
     };
     match host.strip_prefix('[').map(|host| host.strip_suffix(']')) {
         Some(Some(host)) if host.parse::<Ipv6Addr>().is_ok() => Ok((host, port)),
-        Some(_) => fail("has no IPv6 address in its brackets"),
-        None if host.is_empty() => fail("has no address"),
-        None if host.contains(':') => fail("is an IPv6 address without brackets"),
+        Some(_) => fail(HostPortMistake::NoIpv6InBrackets),
+        None if host.is_empty() => fail(HostPortMistake::NoHost),
+        None if host.contains(':') => fail(HostPortMistake::Ipv6WithoutBrackets),
         None => Ok((host, port)),
     }
 }

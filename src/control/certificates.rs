@@ -380,6 +380,7 @@ impl Renewal {
                 events.changed(name, ("due", &to), (reason, "renewed"), false);
             }
             Err(error) => {
+                let error = error.to_string();
                 if self.last_error.as_ref() != Some(&error) {
                     let effect = "the old certificate stays in use until it expires";
                     let states = ("due", "cannot be renewed");

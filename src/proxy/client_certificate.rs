@@ -25,6 +25,8 @@
 
 use std::cell::{Cell, RefCell};
 use std::convert::Infallible;
+use std::error::Error;
+use std::fmt;
 use std::future::pending;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
@@ -38,8 +40,8 @@ use tokio::sync::Notify;
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 
-use crate::net::tls::certificate::{self, CertInfo, Subject};
-use crate::net::tls::client_chain::{self, ChainVerdict, ClientChain};
+use crate::net::tls::certificate::{self, CertInfo, Subject, X509Error};
+use crate::net::tls::client_chain::{self, ChainError, ChainVerdict, ClientChain};
 use crate::net::tls::serving::ServingTls;
 use crate::observe::ListenerMetrics;
 use crate::upstream::credentials::CredentialClass;
@@ -49,11 +51,48 @@ const CLOCK_INTERVAL: Duration = Duration::from_secs(60);
 /// Pause after a verification that was refused because the queue was full.
 const BUSY_PAUSE: Duration = Duration::from_millis(250);
 
+/// Why the certificate of a client is not valid.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Invalidity {
+    /// It cannot be parsed.
+    Unreadable(X509Error),
+    /// It expired at this time.
+    Expired(SystemTime),
+    /// It is valid only from this time.
+    NotYetValid(SystemTime),
+    /// The listener has no client CA any more.
+    NoClientCa,
+    /// Its chain is not valid under the client CA.
+    Chain(ChainError),
+}
+
+impl fmt::Display for Invalidity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unreadable(error) => error.fmt(f),
+            Self::Expired(time) => write!(f, "it expired on {}", Utc(*time).seconds()),
+            Self::NotYetValid(time) => write!(f, "it is not valid before {}", Utc(*time).seconds()),
+            Self::NoClientCa => f.write_str("client certificates are no longer accepted"),
+            Self::Chain(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Error for Invalidity {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Unreadable(error) => Some(error),
+            Self::Chain(error) => Some(error),
+            Self::Expired(_) | Self::NotYetValid(_) | Self::NoClientCa => None,
+        }
+    }
+}
+
 /// The certificate that a client sent in its TLS handshake.
 pub struct ClientCertificate {
     chain: Arc<ClientChain>,
     source: Source,
-    info: Result<CertInfo, String>,
+    info: Result<CertInfo, X509Error>,
     tls: Arc<ServingTls>,
     metrics: Arc<ListenerMetrics>,
     verdict: RefCell<Option<ChainVerdict>>,
@@ -105,20 +144,20 @@ impl ClientCertificate {
 
     /// The content of the certificate if it is valid at `now` under the current client CA, or the reason
     /// why it is not. `None` if the chain has not been verified yet ([`Self::verified`]).
-    pub fn validity(&self, now: SystemTime) -> Option<Result<&CertInfo, String>> {
+    pub fn validity(&self, now: SystemTime) -> Option<Result<&CertInfo, Invalidity>> {
         let info = match &self.info {
             Ok(info) => info,
-            Err(reason) => return Some(Err(reason.clone())),
+            Err(error) => return Some(Err(Invalidity::Unreadable(error.clone()))),
         };
         if now > info.not_after {
-            return Some(Err(format!("it expired on {}", Utc(info.not_after).seconds())));
+            return Some(Err(Invalidity::Expired(info.not_after)));
         }
         if now < info.not_before {
-            return Some(Err(format!("it is not valid before {}", Utc(info.not_before).seconds())));
+            return Some(Err(Invalidity::NotYetValid(info.not_before)));
         }
         let ca = self.tls.client_ca();
         let Some(ca) = ca.as_ref() else {
-            return Some(Err("client certificates are no longer accepted".to_owned()));
+            return Some(Err(Invalidity::NoClientCa));
         };
         let mut verdict = self.verdict.borrow_mut();
         if !verdict.as_ref().is_some_and(|verdict| verdict.applies(ca, now)) {
@@ -126,7 +165,7 @@ impl ClientCertificate {
             self.metrics.client_verified("known");
         }
         let verdict = verdict.as_ref()?;
-        Some(verdict.result.as_ref().map(|()| info).map_err(Clone::clone))
+        Some(verdict.result.clone().map(|()| info).map_err(Invalidity::Chain))
     }
 
     /// Waits until [`Self::validity`] has a result. Returns false if the verification queue is full.

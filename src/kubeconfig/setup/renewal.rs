@@ -45,9 +45,10 @@ pub fn plan(serving: &Path, now: SystemTime, force: bool) -> Result<Renewal, Str
     if existing.is_current(now) && !force {
         return Ok(Renewal::NotDue(local_ca::renewal_time(&existing.info)));
     }
-    let old_ca = cert_info(&existing.ca[0])?;
+    let old_ca = cert_info(&existing.ca[0]).map_err(|error| error.to_string())?;
     let name = old_ca.subject.common_name().unwrap_or("jackstay");
-    let created = local_ca::create_serving_cert(name, &existing.names, now)?;
+    let created = local_ca::create_serving_cert(name, &existing.names, now)
+        .map_err(|error| error.to_string())?;
     let mut ca_pem = created.ca.clone().into_bytes();
     if now < old_ca.not_after {
         ca_pem.extend_from_slice(first_certificate(&existing.ca_pem));

@@ -123,7 +123,8 @@ pub(super) fn plan(
         existing.ca_pem
     } else {
         let ca_name = format!("jackstay on {}", request.node_name);
-        let created = local_ca::create_serving_cert(&ca_name, &names, request.now)?;
+        let created = local_ca::create_serving_cert(&ca_name, &names, request.now)
+            .map_err(|error| error.to_string())?;
         let ca_pem = created.ca.clone().into_bytes();
         plan.files.extend(files.outputs(&created, &ca_pem));
         ca_pem

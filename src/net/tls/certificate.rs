@@ -1,5 +1,6 @@
 //! The subject, the validity and the serial of an X.509 certificate.
 
+use std::error::Error;
 use std::fmt::{self, Write as _};
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -25,6 +26,37 @@ const OID_KUBERNETES_UID: &str = "1.3.6.1.4.1.57683.2";
 /// from Kubernetes UIDs: subjects that differ only in it are different users for jackstay.
 const OID_RFC4519_UID: &str = "0.9.2342.19200300.100.1.1";
 
+/// Why a DER certificate cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum X509Error {
+    /// It is not an X.509 certificate.
+    NotX509,
+    /// Bytes follow the certificate.
+    TrailingBytes,
+    /// A name in its subject has a string type that programs decode differently (T61, BMP).
+    NameType(Tag),
+    /// A name in its subject is not valid text of its string type.
+    NameText,
+    /// Its subject alternative names cannot be parsed.
+    AltNames,
+}
+
+impl fmt::Display for X509Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NotX509 => "not an X.509 certificate",
+            Self::TrailingBytes => "bytes after the end of the certificate",
+            Self::NameType(tag) => {
+                return write!(f, "a name in its subject has the unsupported type {tag}");
+            }
+            Self::NameText => "a name in its subject is not valid text",
+            Self::AltNames => "its subject alternative names cannot be read",
+        })
+    }
+}
+
+impl Error for X509Error {}
+
 /// The subject of a certificate as kube-apiserver reads it. Equal subjects are the same user with the same
 /// groups and the same UID.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
@@ -38,7 +70,7 @@ pub struct Subject {
 impl Subject {
     /// Reads the subject of a DER certificate. A name in a string type that programs decode differently (T61,
     /// BMP) is an error, since its equality with another name would be ambiguous.
-    pub fn from_der(der: &CertificateDer<'_>) -> Result<Self, String> {
+    pub fn from_der(der: &CertificateDer<'_>) -> Result<Self, X509Error> {
         Self::of(&parse(der)?)
     }
 
@@ -53,7 +85,7 @@ impl Subject {
         &self.organizations
     }
 
-    fn of(certificate: &X509Certificate<'_>) -> Result<Self, String> {
+    fn of(certificate: &X509Certificate<'_>) -> Result<Self, X509Error> {
         let mut subject = Self::default();
         for attribute in certificate.subject().iter_attributes() {
             let list = match attribute.attr_type().to_id_string().as_str() {
@@ -179,14 +211,14 @@ impl CertInfo {
 }
 
 /// The first and the last second at which a DER certificate is valid.
-pub fn validity(der: &CertificateDer<'_>) -> Result<(SystemTime, SystemTime), String> {
+pub fn validity(der: &CertificateDer<'_>) -> Result<(SystemTime, SystemTime), X509Error> {
     let certificate = parse(der)?;
     let validity = certificate.validity();
     Ok((system_time(validity.not_before), system_time(validity.not_after)))
 }
 
 /// Reads a DER certificate.
-pub fn cert_info(der: &CertificateDer<'_>) -> Result<CertInfo, String> {
+pub fn cert_info(der: &CertificateDer<'_>) -> Result<CertInfo, X509Error> {
     let certificate = parse(der)?;
     let validity = certificate.validity();
     let mut serial = String::new();
@@ -238,23 +270,23 @@ fn system_time(time: ASN1Time) -> SystemTime {
     UNIX_EPOCH.checked_add(Duration::from_secs(seconds)).unwrap_or(UNIX_EPOCH)
 }
 
-fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> {
+fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, X509Error> {
     match X509Certificate::from_der(der) {
         Ok(([], certificate)) => Ok(certificate),
-        Ok(_) => Err("bytes after the end of the certificate".to_owned()),
-        Err(_) => Err("not an X.509 certificate".to_owned()),
+        Ok(_) => Err(X509Error::TrailingBytes),
+        Err(_) => Err(X509Error::NotX509),
     }
 }
 
 /// A name as text. Only string types that all X.509 libraries decode in the same way are accepted.
-fn text(value: &Any<'_>) -> Result<String, String> {
+fn text(value: &Any<'_>) -> Result<String, X509Error> {
     let ascii_only = match value.tag() {
         Tag::Utf8String => false,
         Tag::PrintableString | Tag::Ia5String | Tag::NumericString => true,
-        other => return Err(format!("a name in its subject has the unsupported type {other}")),
+        other => return Err(X509Error::NameType(other)),
     };
     match std::str::from_utf8(value.data) {
         Ok(text) if !ascii_only || text.is_ascii() => Ok(text.to_owned()),
-        _ => Err("a name in its subject is not valid text".to_owned()),
+        _ => Err(X509Error::NameText),
     }
 }

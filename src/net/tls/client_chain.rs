@@ -17,6 +17,8 @@
 mod lane;
 
 use std::collections::{HashMap, VecDeque};
+use std::error::Error;
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -32,7 +34,7 @@ use tokio::time::sleep;
 
 use self::lane::{Lane, LanePermit};
 use super::ca_bundle::CaBundle;
-use super::certificate;
+use super::certificate::{self, X509Error};
 use super::pem_files::LoadedCa;
 use super::tls_error;
 
@@ -116,15 +118,63 @@ impl ClientCa {
 
     /// Verifies that a chain, leaf first, is signed by this CA, is valid at `now` and allows client
     /// authentication.
-    fn verify(&self, chain: &[CertificateDer<'_>], now: UnixTime) -> Result<(), String> {
-        let (leaf, intermediates) = chain.split_first().ok_or("no certificate")?;
+    fn verify(&self, chain: &[CertificateDer<'_>], now: UnixTime) -> Result<(), ChainError> {
+        let (leaf, intermediates) = chain.split_first().ok_or(ChainError::Empty)?;
         let verified = self.verifier.verify_client_cert(leaf, intermediates, now);
         let time = UNIX_EPOCH + Duration::from_secs(now.as_secs());
         verified.map(drop).map_err(|error| {
             let cause = self.bundle.as_ref().and_then(|bundle| bundle.cause_of(&error, time));
-            let cause = cause.map_or(String::new(), |cause| format!(": {cause}"));
-            tls_error::describe(&error) + &cause
+            ChainError::Refused { error, cause }
         })
+    }
+}
+
+/// Why a client chain is not valid.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ChainError {
+    /// It has no certificate.
+    Empty,
+    /// One of its certificates cannot be parsed.
+    Unparsable {
+        /// The position in the chain; the leaf is 1.
+        position: usize,
+        /// Why.
+        error: X509Error,
+    },
+    /// The verifier refuses it.
+    Refused {
+        /// The error of the verifier.
+        error: rustls::Error,
+        /// What is wrong with the CA bundle, if that explains the error.
+        cause: Option<String>,
+    },
+    /// The verification did not end.
+    Interrupted(String),
+}
+
+impl fmt::Display for ChainError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Empty => f.write_str("no certificate"),
+            Self::Unparsable { position, error } => {
+                write!(f, "certificate {position} of its chain: {error}")
+            }
+            Self::Refused { error, cause: None } => f.write_str(&tls_error::describe(error)),
+            Self::Refused { error, cause: Some(cause) } => {
+                write!(f, "{}: {cause}", tls_error::describe(error))
+            }
+            Self::Interrupted(why) => write!(f, "its verification failed: {why}"),
+        }
+    }
+}
+
+impl Error for ChainError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Unparsable { error, .. } => Some(error),
+            Self::Refused { error, .. } => Some(error),
+            Self::Empty | Self::Interrupted(_) => None,
+        }
     }
 }
 
@@ -136,7 +186,7 @@ pub struct ClientChain {
     /// Seconds since 1970 at which the validity of a certificate begins, or has ended.
     changes: Vec<u64>,
     /// The certificate that cannot be parsed, with the reason.
-    parse_error: Option<String>,
+    parse_error: Option<ChainError>,
 }
 
 impl ClientChain {
@@ -147,8 +197,8 @@ impl ClientChain {
             match certificate::validity(certificate) {
                 // The validity includes both seconds (RFC 5280 section 4.1.2.5).
                 Ok((first, last)) => changes.extend([seconds(first), seconds(last) + 1]),
-                Err(why) => {
-                    parse_error = Some(format!("certificate {} of its chain: {why}", index + 1));
+                Err(error) => {
+                    parse_error = Some(ChainError::Unparsable { position: index + 1, error });
                 }
             }
         }
@@ -176,7 +226,7 @@ impl ClientChain {
         let (from, until) = self.stable_interval(now);
         let at = UnixTime::since_unix_epoch(Duration::from_secs(now));
         let result = match &self.parse_error {
-            Some(why) => Err(why.clone()),
+            Some(error) => Err(error.clone()),
             None => ca.verify(&self.certificates, at),
         };
         ChainVerdict { generation: ca.generation, from, until, result }
@@ -184,13 +234,13 @@ impl ClientChain {
 }
 
 /// Whether a chain is valid under one CA, for an interval of time.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ChainVerdict {
     generation: u64,
     from: u64,
     until: u64,
     /// The error says why the chain is not valid.
-    pub result: Result<(), String>,
+    pub result: Result<(), ChainError>,
 }
 
 impl ChainVerdict {
@@ -275,7 +325,7 @@ impl VerificationSlot {
             generation: ca.generation,
             from: now,
             until: now + 1,
-            result: Err(format!("its verification failed: {error}")),
+            result: Err(ChainError::Interrupted(error.to_string())),
         });
         if verdict.result.is_ok() {
             ca.cache().insert(chain, &verdict);

@@ -9,8 +9,11 @@
 //! with `tls.issuer` still does that: [`renew_if_due`].
 
 use std::collections::HashSet;
+use std::error::Error;
+use std::fmt;
+use std::io;
 use std::net::{IpAddr, Ipv6Addr};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use jackstay_sys::files;
@@ -20,17 +23,93 @@ use rcgen::{
     NameConstraints, SanType, SerialNumber,
 };
 use rustls::pki_types::CertificateDer;
-use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::pem::{self, PemObject};
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-use super::certificate::{self, CertInfo};
+use super::certificate::{self, CertInfo, Subject, X509Error};
+use super::file_error::TlsFileError;
 use super::pem_files::{self, LoadedCert};
 use crate::config::CertPaths;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 /// Lifetime of the CA and of a serving certificate: one year, as kubeadm's serving certificates.
 const LIFETIME: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// Why the local CA cannot be used, or a certificate cannot be issued or renewed.
+#[derive(Debug)]
+pub enum LocalCaError {
+    /// A certificate or key file cannot be used.
+    File(TlsFileError),
+    /// The certificate in this file is not that of a CA.
+    NotCa(PathBuf),
+    /// The key in this file cannot sign.
+    Key(PathBuf, rcgen::Error),
+    /// The certificate of the CA in this file cannot issue others.
+    Issuer(PathBuf, rcgen::Error),
+    /// The CA of this subject has expired.
+    Expired(Subject),
+    /// The text cannot be a DNS name in a certificate.
+    Name(String),
+    /// A key cannot be generated, or a certificate cannot be signed.
+    Generate(rcgen::Error),
+    /// The names in the certificate of this file cannot be read.
+    AltNames(PathBuf, X509Error),
+    /// The key of the certificate in this file is in another file, so that both cannot be replaced in one step.
+    SeparateKey(PathBuf),
+    /// A generated certificate is not valid PEM.
+    Pem(pem::Error),
+    /// A certificate cannot be read.
+    Certificate(X509Error),
+    /// The file cannot be replaced.
+    Replace(PathBuf, io::Error),
+}
+
+impl fmt::Display for LocalCaError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File(error) => error.fmt(f),
+            Self::NotCa(file) => write!(f, "{}: is not the certificate of a CA", file.display()),
+            Self::Key(file, error) => {
+                write!(f, "{}: cannot sign with this key: {error}", file.display())
+            }
+            Self::Issuer(file, error) => write!(f, "{}: {error}", file.display()),
+            Self::Expired(subject) => write!(f, "the local CA ({subject}) has expired"),
+            Self::Name(name) => write!(f, "{name:?} cannot stand in a certificate"),
+            Self::Generate(error) => error.fmt(f),
+            Self::AltNames(file, error) => write!(f, "{}: {error}", file.display()),
+            Self::SeparateKey(file) => {
+                write!(f, "{}: cannot be renewed: its key is in another file", file.display())
+            }
+            Self::Pem(error) => error.fmt(f),
+            Self::Certificate(error) => error.fmt(f),
+            Self::Replace(file, error) => {
+                write!(f, "cannot replace {}: {error}", file.display())
+            }
+        }
+    }
+}
+
+impl Error for LocalCaError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(match self {
+            Self::File(error) => error,
+            Self::Key(_, error) | Self::Issuer(_, error) | Self::Generate(error) => error,
+            Self::AltNames(_, error) | Self::Certificate(error) => error,
+            Self::Pem(error) => error,
+            Self::Replace(_, error) => error,
+            Self::NotCa(_) | Self::Expired(_) | Self::Name(_) | Self::SeparateKey(_) => {
+                return None;
+            }
+        })
+    }
+}
+
+impl From<TlsFileError> for LocalCaError {
+    fn from(error: TlsFileError) -> Self {
+        Self::File(error)
+    }
+}
 
 /// A new certificate and its key.
 pub struct IssuedCertificate {
@@ -64,7 +143,7 @@ pub fn create_serving_cert(
     ca_name: &str,
     names: &[String],
     now: SystemTime,
-) -> Result<NewServingCert, String> {
+) -> Result<NewServingCert, LocalCaError> {
     let (ca, created) = LocalCa::create(ca_name, names, now)?;
     let issued = ca.issue(names, now)?;
     Ok(NewServingCert { ca: created.certificate, pair: issued.pair() })
@@ -81,8 +160,8 @@ impl LocalCa {
     ///
     /// # Errors
     /// The file that cannot be used, with the reason.
-    pub fn load(paths: &CertPaths) -> Result<Self, String> {
-        let loaded = pem_files::load_cert(paths).map_err(|e| e.to_string())?;
+    pub fn load(paths: &CertPaths) -> Result<Self, LocalCaError> {
+        let loaded = pem_files::load_cert(paths)?;
         Self::new(&loaded, &paths.cert_file, &paths.key_file)
     }
 
@@ -95,32 +174,31 @@ impl LocalCa {
         name: &str,
         names: &[String],
         now: SystemTime,
-    ) -> Result<(Self, IssuedCertificate), String> {
+    ) -> Result<(Self, IssuedCertificate), LocalCaError> {
         let mut params = params(name, now - DAY, now + LIFETIME);
         params.name_constraints = Some(constraints(names));
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        let key = KeyPair::generate().map_err(|e| e.to_string())?;
-        let certificate = params.self_signed(&key).map_err(|e| e.to_string())?;
+        let key = KeyPair::generate().map_err(LocalCaError::Generate)?;
+        let certificate = params.self_signed(&key).map_err(LocalCaError::Generate)?;
         let issued = IssuedCertificate { certificate: certificate.pem(), key: key.serialize_pem() };
         let new = Path::new("the new local CA");
         let loaded = pem_files::cert_from_pem(
             (new, issued.certificate.as_bytes()),
             (new, issued.key.as_bytes()),
         );
-        Ok((Self::new(&loaded.map_err(|e| e.to_string())?, new, new)?, issued))
+        Ok((Self::new(&loaded?, new, new)?, issued))
     }
 
-    fn new(loaded: &LoadedCert, cert_file: &Path, key_file: &Path) -> Result<Self, String> {
-        let error = |path: &Path, why: &str| format!("{}: {why}", path.display());
+    fn new(loaded: &LoadedCert, cert_file: &Path, key_file: &Path) -> Result<Self, LocalCaError> {
         let der = loaded.chain[0].clone();
         if !X509Certificate::from_der(&der).is_ok_and(|(_, certificate)| certificate.is_ca()) {
-            return Err(error(cert_file, "is not the certificate of a CA"));
+            return Err(LocalCaError::NotCa(cert_file.to_owned()));
         }
         let key = KeyPair::try_from(loaded.key())
-            .map_err(|e| error(key_file, &format!("cannot sign with this key: {e}")))?;
-        let issuer =
-            Issuer::from_ca_cert_der(&der, key).map_err(|e| error(cert_file, &e.to_string()))?;
+            .map_err(|error| LocalCaError::Key(key_file.to_owned(), error))?;
+        let issuer = Issuer::from_ca_cert_der(&der, key)
+            .map_err(|error| LocalCaError::Issuer(cert_file.to_owned(), error))?;
         Ok(Self { issuer, info: loaded.info.clone() })
     }
 
@@ -133,10 +211,14 @@ impl LocalCa {
     ///
     /// # Errors
     /// The CA has expired, or a name is not valid in a certificate.
-    pub fn issue(&self, names: &[String], now: SystemTime) -> Result<IssuedCertificate, String> {
+    pub fn issue(
+        &self,
+        names: &[String],
+        now: SystemTime,
+    ) -> Result<IssuedCertificate, LocalCaError> {
         let not_after = (now + LIFETIME).min(self.info.not_after);
         if not_after <= now {
-            return Err(format!("the local CA ({}) has expired", self.info.subject));
+            return Err(LocalCaError::Expired(self.info.subject.clone()));
         }
         let first = names.first().map_or("jackstay", String::as_str);
         let mut params = params(first, now - DAY, not_after);
@@ -147,14 +229,12 @@ impl LocalCa {
             params.subject_alt_names.push(match name.parse::<IpAddr>() {
                 Ok(address) => SanType::IpAddress(address),
                 Err(_) => SanType::DnsName(
-                    name.as_str()
-                        .try_into()
-                        .map_err(|_| format!("{name:?} cannot stand in a certificate"))?,
+                    name.as_str().try_into().map_err(|_| LocalCaError::Name(name.clone()))?,
                 ),
             });
         }
-        let key = KeyPair::generate().map_err(|e| e.to_string())?;
-        let certificate = params.signed_by(&key, &self.issuer).map_err(|e| e.to_string())?;
+        let key = KeyPair::generate().map_err(LocalCaError::Generate)?;
+        let certificate = params.signed_by(&key, &self.issuer).map_err(LocalCaError::Generate)?;
         Ok(IssuedCertificate { certificate: certificate.pem(), key: key.serialize_pem() })
     }
 }
@@ -202,12 +282,9 @@ fn params(name: &str, not_before: SystemTime, not_after: SystemTime) -> Certific
 ///
 /// # Errors
 /// The certificate or its subject alternative names cannot be parsed.
-pub fn subject_alt_names(der: &CertificateDer<'_>) -> Result<Vec<String>, String> {
-    let (_, certificate) =
-        X509Certificate::from_der(der).map_err(|_| "not an X.509 certificate".to_owned())?;
-    let names = certificate
-        .subject_alternative_name()
-        .map_err(|_| "its subject alternative names cannot be read".to_owned())?;
+pub fn subject_alt_names(der: &CertificateDer<'_>) -> Result<Vec<String>, X509Error> {
+    let (_, certificate) = X509Certificate::from_der(der).map_err(|_| X509Error::NotX509)?;
+    let names = certificate.subject_alternative_name().map_err(|_| X509Error::AltNames)?;
     let names = names.map(|extension| extension.value.general_names.as_slice());
     let name = |name: &GeneralName<'_>| match name {
         GeneralName::DNSName(name) => Some(name.escape_default().to_string()),
@@ -263,26 +340,27 @@ pub fn renew_if_due(
     serving: &CertPaths,
     issuer: &CertPaths,
     now: SystemTime,
-) -> Result<Option<CertInfo>, String> {
-    let loaded = pem_files::load_cert(serving).map_err(|e| e.to_string())?;
+) -> Result<Option<CertInfo>, LocalCaError> {
+    let loaded = pem_files::load_cert(serving)?;
     if now < renewal_time(&loaded.info) {
         return Ok(None);
     }
-    let file = serving.cert_file.display();
-    if serving.cert_file != serving.key_file {
-        return Err(format!("{file}: cannot be renewed: its key is in another file"));
+    let file = &serving.cert_file;
+    if *file != serving.key_file {
+        return Err(LocalCaError::SeparateKey(file.clone()));
     }
-    let names = subject_alt_names(&loaded.chain[0]).map_err(|e| format!("{file}: {e}"))?;
+    let names = subject_alt_names(&loaded.chain[0])
+        .map_err(|error| LocalCaError::AltNames(file.clone(), error))?;
     let ca = LocalCa::load(issuer)?;
     if loaded.info.not_after >= ca.info().not_after {
         return Ok(None);
     }
     let issued = ca.issue(&names, now)?;
     let der =
-        CertificateDer::from_pem_slice(issued.certificate.as_bytes()).map_err(|e| e.to_string())?;
-    let info = certificate::cert_info(&der)?;
-    files::replace(&serving.cert_file, issued.pair().as_bytes(), files::PRIVATE)
-        .map_err(|e| format!("cannot replace {file}: {e}"))?;
+        CertificateDer::from_pem_slice(issued.certificate.as_bytes()).map_err(LocalCaError::Pem)?;
+    let info = certificate::cert_info(&der).map_err(LocalCaError::Certificate)?;
+    files::replace(file, issued.pair().as_bytes(), files::PRIVATE)
+        .map_err(|error| LocalCaError::Replace(file.clone(), error))?;
     Ok(Some(info))
 }
 
@@ -328,7 +406,7 @@ mod tests {
         let ca = ca(dir.path(), start);
         let pair = serving(dir.path(), &ca, start);
         let first = pem_files::load_cert(&pair).unwrap();
-        assert_eq!(renew_if_due(&pair, &ca, start + 240 * DAY), Ok(None));
+        assert_eq!(renew_if_due(&pair, &ca, start + 240 * DAY).unwrap(), None);
         let later = start + 250 * DAY;
         let info = renew_if_due(&pair, &ca, later).unwrap().unwrap();
         assert_eq!(info.not_after, later + LIFETIME);
@@ -343,7 +421,7 @@ mod tests {
         );
         let mode = std::fs::metadata(&pair.cert_file).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
-        assert_eq!(renew_if_due(&pair, &ca, later), Ok(None));
+        assert_eq!(renew_if_due(&pair, &ca, later).unwrap(), None);
     }
 
     #[test]
@@ -354,7 +432,7 @@ mod tests {
         let end = LocalCa::load(&ca).unwrap().info().not_after;
         let pair = serving(dir.path(), &ca, end - 10 * DAY);
         assert_eq!(pem_files::load_cert(&pair).unwrap().info.not_after, end);
-        assert_eq!(renew_if_due(&pair, &ca, end - DAY), Ok(None));
+        assert_eq!(renew_if_due(&pair, &ca, end - DAY).unwrap(), None);
         assert!(LocalCa::load(&ca).unwrap().issue(&[], end + DAY).is_err());
     }
 
@@ -392,7 +470,12 @@ mod tests {
     }
 
     /// Verifies that `leaf` is valid for `name` with `ca` as the only root, as clients with rustls do.
-    fn verify_with_webpki(ca: &str, leaf: &str, name: &str, now: SystemTime) -> Result<(), String> {
+    fn verify_with_webpki(
+        ca: &str,
+        leaf: &str,
+        name: &str,
+        now: SystemTime,
+    ) -> Result<(), rustls::Error> {
         let mut roots = rustls::RootCertStore::empty();
         roots.add(der(ca)).unwrap();
         let provider = rustls::crypto::aws_lc_rs::default_provider();
@@ -400,7 +483,7 @@ mod tests {
         let name = rustls::pki_types::ServerName::try_from(name.to_owned()).unwrap();
         let now = UnixTime::since_unix_epoch(now.duration_since(UNIX_EPOCH).unwrap());
         let result = verifier.build().unwrap().verify_server_cert(&der(leaf), &[], &name, &[], now);
-        result.map(drop).map_err(|error| error.to_string())
+        result.map(drop)
     }
 
     #[test]
@@ -442,12 +525,14 @@ mod tests {
         let later = start + 300 * DAY;
         let before = std::fs::read(&pair.cert_file).unwrap();
         let error = renew_if_due(&pair, &pair, later).unwrap_err();
-        assert!(error.ends_with("serving.pem: is not the certificate of a CA"), "{error}");
+        assert!(matches!(&error, LocalCaError::NotCa(file) if *file == pair.cert_file), "{error}");
         let missing_key = CertPaths { key_file: dir.path().join("none"), ..ca.clone() };
-        assert!(renew_if_due(&pair, &missing_key, later).unwrap_err().contains("none"));
+        let error = renew_if_due(&pair, &missing_key, later).unwrap_err();
+        assert!(matches!(&error, LocalCaError::File(error) if error.is_missing()), "{error}");
         let two_files = CertPaths { key_file: write(dir.path(), "k", ""), ..pair.clone() };
         std::fs::copy(&pair.key_file, &two_files.key_file).unwrap();
-        assert!(renew_if_due(&two_files, &ca, later).unwrap_err().contains("in another file"));
+        let error = renew_if_due(&two_files, &ca, later).unwrap_err();
+        assert!(matches!(error, LocalCaError::SeparateKey(_)), "{error}");
         assert_eq!(std::fs::read(&pair.cert_file).unwrap(), before);
     }
 }

@@ -27,7 +27,7 @@ use tokio::sync::watch;
 use super::certificate::CertInfo;
 use super::client_chain::{self, ClientCa};
 use super::file_error::TlsFileError;
-use super::local_ca;
+use super::local_ca::{self, LocalCaError};
 use super::pem_files::{self, LoadedCa, LoadedCert};
 use super::version_1;
 use crate::config::Terminate;
@@ -151,8 +151,8 @@ impl ServingTls {
     /// the disk only then. [`Self::refresh`] puts the renewed certificate into use.
     ///
     /// # Errors
-    /// Why the certificate could not be renewed; the text names the file.
-    pub fn renew_if_due(&self, now: SystemTime) -> Result<Option<CertInfo>, String> {
+    /// Why the certificate could not be renewed.
+    pub fn renew_if_due(&self, now: SystemTime) -> Result<Option<CertInfo>, LocalCaError> {
         let files = self.files.load();
         match &files.tls.issuer {
             Some(issuer) if now >= local_ca::renewal_time(&self.certificate.load().info) => {

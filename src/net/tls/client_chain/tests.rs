@@ -123,8 +123,8 @@ fn verdict_applies_until_the_validity_of_any_certificate_of_the_chain_changes() 
         assert!(!applies(&ca, from - 1) && !applies(&other_ca, at), "at {at}");
     }
     let malformed = ClientChain::new(vec![certificate(0, 9), CertificateDer::from(vec![1])]);
-    let why = malformed.unwrap().verify(&ca, 5).result.unwrap_err();
-    assert_eq!(why, "certificate 2 of its chain: not an X.509 certificate");
+    let error = malformed.unwrap().verify(&ca, 5).result.unwrap_err();
+    assert_eq!(error.to_string(), "certificate 2 of its chain: not an X.509 certificate");
 }
 
 #[tokio::test]

@@ -4,6 +4,8 @@
 //! drain. It contains keyed hashes of clients, and their key, but no name and no token. A file that is corrupt or of another
 //! upstream is reported and ignored.
 
+use std::error::Error;
+use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -36,6 +38,43 @@ pub struct SavedFloors {
     pub secret: [u8; 32],
     /// The floors.
     pub floors: Vec<NamedFloor>,
+}
+
+/// Why a file of floors is ignored.
+#[derive(Debug)]
+pub enum FloorsError {
+    /// It cannot be read.
+    Io(io::Error),
+    /// It does not have the form of such a file.
+    Malformed(serde_json::Error),
+    /// Its format has another version.
+    OtherVersion(u64),
+    /// It is the file of the upstream of this name.
+    OtherUpstream(String),
+    /// The key in it is not 64 hexadecimal digits.
+    Key,
+}
+
+impl fmt::Display for FloorsError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Io(error) => error.fmt(f),
+            Self::Malformed(error) => write!(f, "not a file of floors: {error}"),
+            Self::OtherVersion(version) => write!(f, "format version {version} is not supported"),
+            Self::OtherUpstream(name) => write!(f, "the floors of another upstream, {name:?}"),
+            Self::Key => f.write_str("the key is not 64 hexadecimal digits"),
+        }
+    }
+}
+
+impl Error for FloorsError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Io(error) => Some(error),
+            Self::Malformed(error) => Some(error),
+            Self::OtherVersion(_) | Self::OtherUpstream(_) | Self::Key => None,
+        }
+    }
 }
 
 /// The form of the file.
@@ -74,23 +113,22 @@ pub fn to_text(upstream: &str, saved: &SavedFloors) -> String {
 ///
 /// # Errors
 /// Why the file is ignored.
-pub fn parse(text: &str, upstream: &str) -> Result<SavedFloors, String> {
-    let file: File =
-        serde_json::from_str(text).map_err(|error| format!("not a file of floors: {error}"))?;
+pub fn parse(text: &str, upstream: &str) -> Result<SavedFloors, FloorsError> {
+    let file: File = serde_json::from_str(text).map_err(FloorsError::Malformed)?;
     if file.version != VERSION {
-        return Err(format!("format version {} is not supported", file.version));
+        return Err(FloorsError::OtherVersion(file.version));
     }
     if file.upstream != upstream {
-        return Err(format!("the floors of another upstream, {:?}", file.upstream));
+        return Err(FloorsError::OtherUpstream(file.upstream));
     }
     let number = |digits: &str| u64::from_str_radix(digits, 16).ok();
     let mut secret = [0; 32];
     if file.key.len() != 64 {
-        return Err("the key is not 64 hexadecimal digits".to_owned());
+        return Err(FloorsError::Key);
     }
     for (at, chunk) in secret.chunks_exact_mut(8).enumerate() {
         let digits = file.key.get(16 * at..16 * (at + 1)).and_then(number);
-        let word = digits.ok_or("the key is not 64 hexadecimal digits")?;
+        let word = digits.ok_or(FloorsError::Key)?;
         chunk.copy_from_slice(&word.to_be_bytes());
     }
     let floor = |(client, resource, objects, lists, bookmarks): (String, String, _, _, _)| {
@@ -143,18 +181,19 @@ async fn restore(upstream: &Upstream, context: &SharedContext) {
     let read = move || match files::read_text(&file, MAX_FILE) {
         Ok(text) => parse(&text, &name).map(Some),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error.to_string()),
+        Err(error) => Err(FloorsError::Io(error)),
     };
-    match spawn_blocking(read).await.unwrap_or_else(|error| Err(error.to_string())) {
+    let read = spawn_blocking(read).await;
+    match read.unwrap_or_else(|error| Err(FloorsError::Io(io::Error::other(error)))) {
         Ok(Some(saved)) => {
             if upstream.version_floors.set_hasher(ClientHasher::new(saved.secret)) {
                 upstream.version_floors.restore(&saved.floors, &upstream.resource_versions);
             }
         }
         Ok(None) => {}
-        Err(reason) => tracing::warn!(
+        Err(error) => tracing::warn!(
             path = %path.display(),
-            reason,
+            reason = error.to_string(),
             "saved version floors ignored: after this restart, a read may be older than one before it"
         ),
     }
@@ -206,7 +245,7 @@ mod tests {
 
     #[test]
     fn parse_written_text_returns_the_floors() {
-        assert_eq!(parse(&to_text("u", &saved()), "u"), Ok(saved()));
+        assert_eq!(parse(&to_text("u", &saved()), "u").unwrap(), saved());
     }
 
     #[test]
@@ -220,12 +259,12 @@ mod tests {
             ("[]".to_owned(), "not a file of floors: "),
             (text[..60].to_owned(), "not a file of floors: "),
         ] {
-            let error = parse(&text, "v").unwrap_err();
+            let error = parse(&text, "v").unwrap_err().to_string();
             assert!(error.starts_with(expected), "{error}");
         }
         for key in ["", "x", &"g".repeat(64), &"é".repeat(32)] {
             let text = format!(r#"{{"version":1,"upstream":"u","key":"{key}","floors":[]}}"#);
-            assert_eq!(parse(&text, "u").unwrap_err(), "the key is not 64 hexadecimal digits");
+            assert!(matches!(parse(&text, "u"), Err(FloorsError::Key)), "{key}");
         }
         let floors = r#"["", "pods", 1, 2, 3], ["é", "pods", 1, 2, 3]"#;
         let text = format!(

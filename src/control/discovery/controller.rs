@@ -1,6 +1,7 @@
 //! Runs discovery for one upstream: starts its sources, merges their answers and applies the result.
 
 use std::collections::{BTreeMap, HashSet};
+use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -22,6 +23,7 @@ use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::{MissedTickBehavior, interval, sleep_until};
 
 use super::source_states::SourceStates;
+use super::state_file::StateFileError;
 use super::state_writer::StateWriter;
 use super::{dns, file, slices, state_file};
 use crate::config;
@@ -119,7 +121,9 @@ impl DiscoveryController {
             let path = state_file::path(&dir, &name);
             let read = move || state_file::read(&dir, &name, wall_clock());
             let read = tokio::task::spawn_blocking(read).await;
-            let mut saved = match read.unwrap_or_else(|error| Err(error.to_string())) {
+            let mut saved = match read
+                .unwrap_or_else(|error| Err(StateFileError::Io(io::Error::other(error))))
+            {
                 Ok(Some(saved)) => saved,
                 Ok(None) => return,
                 Err(error) => {

@@ -29,7 +29,7 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 pub use self::lookup::ResolverFiles;
-use self::lookup::{LookupResult, TTL_MAX, TTL_MIN, look_up};
+use self::lookup::{LookupError, LookupResult, TTL_MAX, TTL_MIN, look_up};
 use super::source_states::SourceStates;
 use crate::control::file_watch::{FileWatch, poll_ticks};
 
@@ -45,7 +45,7 @@ const RETRIES: Backoff = Backoff::new(RETRY_MIN, RETRY_MAX);
 struct NameState {
     v4: Vec<NameAddress>,
     v6: Vec<NameAddress>,
-    error: Option<String>,
+    error: Option<LookupError>,
 }
 
 impl NameState {
@@ -187,11 +187,11 @@ fn apply_result(
     now: Instant,
 ) -> Duration {
     let ttl = result.ttl.clamp(TTL_MIN, TTL_MAX);
-    let count = |family: &Result<Vec<IpAddr>, String>| family.as_ref().map_or(0, Vec::len);
+    let count = |family: &Result<Vec<IpAddr>, LookupError>| family.as_ref().map_or(0, Vec::len);
     let has_addresses = count(&result.v4) + count(&result.v6) > 0;
     state.error = match (&result.v4, &result.v6) {
         (Err(why), _) | (_, Err(why)) => Some(why.clone()),
-        _ => (!has_addresses).then(|| "it has no address".to_owned()),
+        _ => (!has_addresses).then_some(LookupError::NoAddress),
     };
     if has_addresses {
         let keep_until = now + ttl * OMITTED_TTLS;

@@ -9,6 +9,7 @@
 //! After a failure the watch resumes. After 410 Gone, and after every third failure in a row, the watcher
 //! lists again, so that a wrong resourceVersion cannot hide the current endpoints for long.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -76,7 +77,7 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
                 }
                 Err(error) => {
                     files.set_settled(false);
-                    states.fail(EndpointSource::Slices, &error);
+                    states.fail(EndpointSource::Slices, &error.to_string());
                 }
             }
         }
@@ -100,7 +101,7 @@ async fn watch_forever(transport: Transport, states: Rc<SourceStates>) {
     let mut backoff = RETRIES;
     loop {
         let choice = timeout(LIST_TIMEOUT, choose_resource(&client)).await;
-        match choice.unwrap_or_else(|_| Err(list_timed_out())) {
+        match choice.unwrap_or(Err(ListError::TimedOut)) {
             Ok(resource) => {
                 tracing::info!(upstream = &*states.upstream().name, %resource, "watching endpoints");
                 let store = ObjectStore::new(resource, watch_start.clone());
@@ -108,19 +109,46 @@ async fn watch_forever(transport: Transport, states: Rc<SourceStates>) {
             }
             Err(error) => {
                 backoff.failed();
-                states.fail(EndpointSource::Slices, &error);
+                states.fail(EndpointSource::Slices, &error.to_string());
             }
         }
         sleep(backoff.random_pause(&mut fastrand::Rng::new())).await;
     }
 }
 
-fn list_timed_out() -> String {
-    format!("a list was not complete within {} s", LIST_TIMEOUT.as_secs())
+/// Why the endpoints cannot be listed.
+#[derive(Debug)]
+enum ListError {
+    /// A list was not complete in time.
+    TimedOut,
+    /// The user may list none of the resources, or the server has none. The reasons are those of the server.
+    NoResource(Vec<(WatchedResource, String)>),
+    /// The request failed.
+    Request(KubeError),
+}
+
+impl fmt::Display for ListError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TimedOut => {
+                write!(f, "a list was not complete within {} s", LIST_TIMEOUT.as_secs())
+            }
+            Self::NoResource(reasons) => {
+                let reasons = reasons.iter().map(|(resource, why)| format!("{resource}: {why}"));
+                let reasons = reasons.collect::<Vec<_>>().join("; ");
+                write!(
+                    f,
+                    "no resource with endpoints can be listed; apply the manifests in deploy/rbac: \
+                     {reasons}"
+                )
+            }
+            Self::Request(error) => f.write_str(&describe(error)),
+        }
+    }
 }
 
 /// Returns the first resource that the server has and that the user may list.
-async fn choose_resource(client: &Client) -> Result<WatchedResource, String> {
+async fn choose_resource(client: &Client) -> Result<WatchedResource, ListError> {
     let mut reasons = Vec::new();
     for resource in WatchedResource::ALL {
         let (label_selector, field_selector) = selectors(resource);
@@ -128,15 +156,12 @@ async fn choose_resource(client: &Client) -> Result<WatchedResource, String> {
         match api(client, resource).list(&params.limit(1)).await {
             Ok(_) => return Ok(resource),
             Err(KubeError::Api(status)) if matches!(status.code, 403 | 404) => {
-                reasons.push(format!("{resource}: {}", status.message));
+                reasons.push((resource, status.message));
             }
-            Err(error) => return Err(describe(&error)),
+            Err(error) => return Err(ListError::Request(error)),
         }
     }
-    Err(format!(
-        "no resource with endpoints can be listed; apply the manifests in deploy/rbac: {}",
-        reasons.join("; ")
-    ))
+    Err(ListError::NoResource(reasons))
 }
 
 /// The label selector and the field selector of the objects of [`SERVICE`].
@@ -189,7 +214,7 @@ async fn watch(
             Ok(None) => return,
             Err(_) => {
                 backoff.failed();
-                return states.fail(EndpointSource::Slices, &list_timed_out());
+                return states.fail(EndpointSource::Slices, &ListError::TimedOut.to_string());
             }
         };
         let stable = clock::elapsed(last_failure) > STABLE_AFTER;

@@ -5,6 +5,8 @@
 //! written only while one of its endpoints is usable. A file that is corrupt, of another upstream or
 //! empty is reported and ignored.
 
+use std::error::Error;
+use std::fmt;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -32,6 +34,72 @@ pub struct SavedState {
     pub age: Duration,
 }
 
+/// Why a state file is not used.
+#[derive(Debug)]
+pub enum StateFileError {
+    /// It cannot be read.
+    Io(io::Error),
+    /// It is too large, or not text.
+    NotText(io::Error),
+    /// Its content is ignored.
+    Content(ContentError),
+}
+
+/// Why the content of a state file is ignored.
+#[derive(Debug)]
+pub enum ContentError {
+    /// It is not JSON.
+    NotJson(serde_json::Error),
+    /// It has no version.
+    NoVersion,
+    /// Its format has another version.
+    OtherVersion(u64),
+    /// It is the file of another upstream; the JSON value of its name.
+    OtherUpstream(Value),
+    /// It has no usable endpoint.
+    Empty,
+}
+
+impl fmt::Display for StateFileError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Io(error) => error.fmt(f),
+            Self::NotText(error) => write!(f, "not a state file: {error}; the file is ignored"),
+            Self::Content(error) => write!(f, "{error}; the file is ignored"),
+        }
+    }
+}
+
+impl Error for StateFileError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(match self {
+            Self::Io(error) | Self::NotText(error) => error,
+            Self::Content(error) => error,
+        })
+    }
+}
+
+impl fmt::Display for ContentError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotJson(error) => write!(f, "not a state file: {error}"),
+            Self::NoVersion => f.write_str("not a state file: no version"),
+            Self::OtherVersion(version) => write!(f, "format version {version} is not supported"),
+            Self::OtherUpstream(name) => write!(f, "the endpoints of another upstream, {name}"),
+            Self::Empty => f.write_str("no usable endpoint in it"),
+        }
+    }
+}
+
+impl Error for ContentError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::NotJson(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
 /// The path of the state file of `upstream`. The name of an upstream is a valid file name.
 pub fn path(dir: &Path, upstream: &str) -> PathBuf {
     dir.join(format!("{upstream}.json"))
@@ -41,17 +109,19 @@ pub fn path(dir: &Path, upstream: &str) -> PathBuf {
 ///
 /// # Errors
 /// The file cannot be read, or is ignored.
-pub fn read(dir: &Path, upstream: &str, now: SystemTime) -> Result<Option<SavedState>, String> {
+pub fn read(
+    dir: &Path,
+    upstream: &str,
+    now: SystemTime,
+) -> Result<Option<SavedState>, StateFileError> {
     match files::read_text(&path(dir, upstream), MAX_FILE) {
-        Ok(text) => parse(&text, upstream, now)
-            .map(Some)
-            .map_err(|why| format!("{why}; the file is ignored")),
+        Ok(text) => parse(&text, upstream, now).map(Some).map_err(StateFileError::Content),
         Err(error) => match error.kind() {
             io::ErrorKind::NotFound => Ok(None),
             io::ErrorKind::FileTooLarge | io::ErrorKind::InvalidData => {
-                Err(format!("not a state file: {error}; the file is ignored"))
+                Err(StateFileError::NotText(error))
             }
-            _ => Err(error.to_string()),
+            _ => Err(StateFileError::Io(error)),
         },
     }
 }
@@ -60,16 +130,15 @@ pub fn read(dir: &Path, upstream: &str, now: SystemTime) -> Result<Option<SavedS
 ///
 /// # Errors
 /// Why the file is ignored.
-pub fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, String> {
-    let value: Value =
-        serde_json::from_str(text).map_err(|error| format!("not a state file: {error}"))?;
+pub fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, ContentError> {
+    let mut value: Value = serde_json::from_str(text).map_err(ContentError::NotJson)?;
     match value["version"].as_u64() {
         Some(VERSION) => {}
-        Some(other) => return Err(format!("format version {other} is not supported")),
-        None => return Err("not a state file: no version".into()),
+        Some(other) => return Err(ContentError::OtherVersion(other)),
+        None => return Err(ContentError::NoVersion),
     }
     if value["upstream"] != upstream {
-        return Err(format!("the endpoints of another upstream, {}", value["upstream"]));
+        return Err(ContentError::OtherUpstream(value["upstream"].take()));
     }
     let saved_at = value["saved_at_seconds"].as_u64().unwrap_or(0);
     let now = now.duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -78,7 +147,7 @@ pub fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, 
     let endpoints: SavedEndpoints =
         list.iter().take(MAX_ENDPOINTS).filter_map(parse_endpoint).collect();
     if endpoints.is_empty() {
-        return Err("no usable endpoint in it".into());
+        return Err(ContentError::Empty);
     }
     Ok(SavedState { endpoints, age })
 }
@@ -150,7 +219,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().join("deep/er");
         let then = wall_clock();
-        assert_eq!(read(&dir, "u", then), Ok(None));
+        assert_eq!(read(&dir, "u", then).unwrap(), None);
         write(&dir, "u", &endpoints(), then).unwrap();
         write(&dir, "u", &endpoints(), then).unwrap();
         let saved = read(&dir, "u", then + Duration::from_secs(90)).unwrap().unwrap();
@@ -185,7 +254,7 @@ mod tests {
             ),
         ] {
             fs::write(path(dir.path(), "u"), text).unwrap();
-            let error = read(dir.path(), "u", now).unwrap_err();
+            let error = read(dir.path(), "u", now).unwrap_err().to_string();
             assert!(error.starts_with(expected), "{error}");
         }
     }

@@ -3,14 +3,18 @@
 //! Names below `localhost` are never sent to a name server (RFC 6761 section 6.3). Without configured
 //! name servers a lookup fails; there is no fallback to public ones.
 
+use std::error::Error;
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use hickory_resolver::config::{ResolveHosts, ResolverConfig};
 use hickory_resolver::lookup::Lookup;
 use hickory_resolver::net::NetError;
 use hickory_resolver::net::runtime::TokioRuntimeProvider;
+use hickory_resolver::proto::ProtoError;
 use hickory_resolver::proto::op::Query;
 use hickory_resolver::proto::rr::{Name, RecordType};
 use hickory_resolver::system_conf::parse_resolv_conf;
@@ -49,11 +53,47 @@ impl Default for ResolverFiles {
     }
 }
 
+/// Why a lookup, or the query of one family, failed.
+#[derive(Debug, Clone)]
+pub(super) enum LookupError {
+    /// The configuration of the resolver, in this file, cannot be used.
+    ResolverFile(PathBuf, Arc<dyn Error + Send + Sync>),
+    /// The text is not a name that can be looked up.
+    InvalidName(ProtoError),
+    /// The lookup was not complete within [`LOOKUP_TIMEOUT`].
+    TimedOut,
+    /// There is no such name.
+    NoSuchName,
+    /// The name has no address.
+    NoAddress,
+    /// The query failed.
+    Query(NetError),
+}
+
+impl fmt::Display for LookupError {
+    /// The resolver's own text for name servers that do not answer is `no connections available`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ResolverFile(file, error) => write!(f, "{}: {error}", file.display()),
+            Self::InvalidName(error) => error.fmt(f),
+            Self::TimedOut => {
+                write!(f, "no name server answers within {} s", LOOKUP_TIMEOUT.as_secs())
+            }
+            Self::NoSuchName => f.write_str("there is no such name"),
+            Self::NoAddress => f.write_str("it has no address"),
+            Self::Query(NetError::NoConnections) => f.write_str("no name server answers"),
+            Self::Query(NetError::Timeout) => f.write_str("no name server answers in time"),
+            Self::Query(NetError::Io(error)) => write!(f, "no name server answers: {error}"),
+            Self::Query(other) => other.fmt(f),
+        }
+    }
+}
+
 /// The result of a lookup: for each family its addresses, or why its query failed.
 #[derive(Debug)]
 pub(super) struct LookupResult {
-    pub(super) v4: Result<Vec<IpAddr>, String>,
-    pub(super) v6: Result<Vec<IpAddr>, String>,
+    pub(super) v4: Result<Vec<IpAddr>, LookupError>,
+    pub(super) v6: Result<Vec<IpAddr>, LookupError>,
     pub(super) ttl: Duration,
     /// The result has all addresses of the name, and not a subset of them.
     pub(super) complete: bool,
@@ -68,7 +108,7 @@ pub(super) async fn look_up(host: &str, system: &ResolverFiles) -> LookupResult 
     if let Some((v4, v6)) = in_hosts_file(host, system) {
         return LookupResult { v4: Ok(v4), v6: Ok(v6), ttl: TTL_MAX, complete: true };
     }
-    let failed = |why: String| LookupResult {
+    let failed = |why: LookupError| LookupResult {
         v4: Err(why.clone()),
         v6: Err(why),
         ttl: TTL_MIN,
@@ -80,7 +120,7 @@ pub(super) async fn look_up(host: &str, system: &ResolverFiles) -> LookupResult 
     };
     let name = match Name::from_ascii(host) {
         Ok(name) => name,
-        Err(error) => return failed(error.to_string()),
+        Err(error) => return failed(LookupError::InvalidName(error)),
     };
     let lookups = async {
         tokio::join!(
@@ -89,7 +129,7 @@ pub(super) async fn look_up(host: &str, system: &ResolverFiles) -> LookupResult 
         )
     };
     let Ok((v4, v6)) = timeout(LOOKUP_TIMEOUT, lookups).await else {
-        return failed(format!("no name server answers within {} s", LOOKUP_TIMEOUT.as_secs()));
+        return failed(LookupError::TimedOut);
     };
     let mut ttl = TTL_MAX;
     let mut family = |response: Result<Lookup, NetError>| match response {
@@ -98,23 +138,12 @@ pub(super) async fn look_up(host: &str, system: &ResolverFiles) -> LookupResult 
             ttl = ttl.min(left);
             Ok(lookup.answers().iter().filter_map(|record| record.data.ip_addr()).collect())
         }
-        Err(error) if error.is_nx_domain() => Err("there is no such name".to_owned()),
+        Err(error) if error.is_nx_domain() => Err(LookupError::NoSuchName),
         Err(error) if error.is_no_records_found() => Ok(Vec::new()),
-        Err(error) => Err(describe(&error)),
+        Err(error) => Err(LookupError::Query(error)),
     };
     let (v4, v6) = (family(v4), family(v6));
     LookupResult { v4, v6, ttl, complete: false }
-}
-
-/// Describes an error of the resolver for operators. The resolver's own text for name servers that do not
-/// answer is `no connections available`.
-fn describe(error: &NetError) -> String {
-    match error {
-        NetError::NoConnections => "no name server answers".to_owned(),
-        NetError::Timeout => "no name server answers in time".to_owned(),
-        NetError::Io(error) => format!("no name server answers: {error}"),
-        other => other.to_string(),
-    }
 }
 
 /// The addresses of `host` in `/etc/hosts`; `None` if it has none, or the file does not exist.
@@ -135,12 +164,12 @@ fn in_hosts_file(host: &str, system: &ResolverFiles) -> Option<(Vec<IpAddr>, Vec
 
 /// Makes a resolver for the name servers that are configured now. Lookups are rare, so each makes its own
 /// resolver, and neither a configuration nor a cache can be stale.
-fn resolver(system: &ResolverFiles) -> Result<TokioResolver, String> {
-    let file = system.resolv_conf.display();
+fn resolver(system: &ResolverFiles) -> Result<TokioResolver, LookupError> {
+    let unusable = |error| LookupError::ResolverFile(system.resolv_conf.clone(), error);
     let text = files::read(&system.resolv_conf, MAX_FILE);
-    let text = text.map_err(|error| format!("{file}: {error}"))?;
+    let text = text.map_err(|error| unusable(Arc::new(error)))?;
     let (config, mut options) =
-        parse_resolv_conf(text).map_err(|error| format!("{file}: {error}"))?;
+        parse_resolv_conf(text).map_err(|error| unusable(Arc::new(error)))?;
     let (domain, search, mut servers) = config.into_parts();
     for connection in servers.iter_mut().flat_map(|server| &mut server.connections) {
         connection.port = system.port;
@@ -154,7 +183,7 @@ fn resolver(system: &ResolverFiles) -> Result<TokioResolver, String> {
     TokioResolver::builder_with_config(config, TokioRuntimeProvider::default())
         .with_options(options)
         .build()
-        .map_err(|error| format!("{file}: {error}"))
+        .map_err(|error| unusable(Arc::new(error)))
 }
 
 #[cfg(test)]
@@ -162,14 +191,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn describe_unreachable_name_server_names_the_name_server() {
+    fn lookup_error_of_an_unreachable_name_server_names_the_name_server() {
         let refused = std::io::Error::from(std::io::ErrorKind::ConnectionRefused);
         for (error, expected) in [
             (NetError::NoConnections, "no name server answers"),
             (NetError::Timeout, "no name server answers in time"),
             (refused.into(), "no name server answers: connection refused"),
         ] {
-            assert_eq!(describe(&error), expected);
+            assert_eq!(LookupError::Query(error).to_string(), expected);
         }
     }
 }

@@ -1,12 +1,14 @@
 //! `jackstay doctor`: diagnoses the path to the apiservers.
 
+use std::fmt;
+use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::discovery::address::{AddressError, EndpointAddress};
 
 use super::admin_client::{DEFAULT_ADMIN, fetch_status};
 use super::options::{
@@ -17,10 +19,14 @@ use crate::config::{CertPaths, Overrides};
 use crate::doctor::dns::Resolver;
 use crate::doctor::observations::EndpointSource;
 use crate::doctor::target::{
-    self, CredentialFiles, ExaminationPlan, ExecPlugins, PlannedListener, Target, Trust,
+    self, CredentialFiles, ExaminationPlan, ExecPlugins, PlannedListener, Target, TargetError,
+    Trust,
 };
 use crate::doctor::{examine, findings, report};
-use crate::kubeconfig::{KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl};
+use crate::kubeconfig::{
+    ContextError, KubeconfigError, KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl,
+    ServerUrlError,
+};
 use crate::observe::quantity;
 
 const HELP: &str = "\
@@ -117,8 +123,37 @@ pub(super) fn run(args: &DoctorArgs) -> ExitCode {
     if findings::has_problems(&findings) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
+/// Why nothing can be examined.
+enum DoctorError {
+    Config(PathBuf, io::Error),
+    Kubeconfig(KubeconfigError),
+    Context(ContextError),
+    Target(TargetError),
+    EndpointUrl(ServerUrlError),
+    EndpointAddress(AddressError),
+}
+
+impl fmt::Display for DoctorError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Config(file, error) => write!(f, "cannot read {}: {error}", file.display()),
+            Self::Kubeconfig(error) => error.fmt(f),
+            Self::Context(error) => error.fmt(f),
+            Self::Target(error) => error.fmt(f),
+            Self::EndpointUrl(error) => write!(f, "--endpoint: {error}"),
+            Self::EndpointAddress(error) => write!(f, "--endpoint: {error}"),
+        }
+    }
+}
+
+impl From<TargetError> for DoctorError {
+    fn from(error: TargetError) -> Self {
+        Self::Target(error)
+    }
+}
+
 /// Decides what to examine.
-fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, String> {
+fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, DoctorError> {
     if let Some(file) = &args.config {
         return plan_of_config(file);
     }
@@ -146,7 +181,7 @@ fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, String> {
         );
     }
     for endpoint in &args.endpoints {
-        let server = parse_endpoint(endpoint).map_err(|error| format!("--endpoint: {error}"))?;
+        let server = parse_endpoint(endpoint)?;
         let name = args.server_name.as_deref();
         plan.targets.push(Target::new(&server, EndpointSource::Given, name, &trust)?);
     }
@@ -163,18 +198,20 @@ fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, String> {
 }
 
 /// Reads the address of an endpoint as a configuration does, or a URL as a kubeconfig does.
-fn parse_endpoint(text: &str) -> Result<ServerUrl, String> {
+fn parse_endpoint(text: &str) -> Result<ServerUrl, DoctorError> {
     if text.contains("://") {
-        return ServerUrl::parse(text);
+        return ServerUrl::parse(text).map_err(DoctorError::EndpointUrl);
     }
     let EndpointAddress { host, port } =
-        EndpointAddress::parse(text).map_err(|error| error.to_string())?;
+        EndpointAddress::parse(text).map_err(DoctorError::EndpointAddress)?;
     Ok(ServerUrl { host, port, path: String::new() })
 }
 
-fn kubeconfig_context(args: &DoctorArgs) -> Result<ResolvedContext, String> {
-    let files = KubeconfigFiles::load(&KubeconfigPaths::from_env(args.kubeconfig.clone()))?;
-    ResolvedContext::resolve(&files.merged(None)?, args.context.as_deref())
+fn kubeconfig_context(args: &DoctorArgs) -> Result<ResolvedContext, DoctorError> {
+    let files = KubeconfigFiles::load(&KubeconfigPaths::from_env(args.kubeconfig.clone()))
+        .map_err(DoctorError::Kubeconfig)?;
+    let merged = files.merged(None).map_err(DoctorError::Kubeconfig)?;
+    ResolvedContext::resolve(&merged, args.context.as_deref()).map_err(DoctorError::Context)
 }
 
 /// The addresses on which the jackstay with this admin endpoint listens; empty if none answers.
@@ -188,9 +225,9 @@ fn running_addresses(admin: SocketAddr) -> Vec<SocketAddr> {
 
 /// Plans the examination of a configuration. A file that cannot be read is bad usage; an invalid
 /// configuration is a finding.
-fn plan_of_config(file: &Path) -> Result<ExaminationPlan, String> {
+fn plan_of_config(file: &Path) -> Result<ExaminationPlan, DoctorError> {
     if let Err(error) = std::fs::metadata(file) {
-        return Err(format!("cannot read {}: {error}", file.display()));
+        return Err(DoctorError::Config(file.to_owned(), error));
     }
     let invalid = |configuration_errors| ExaminationPlan {
         configuration_errors,
@@ -201,7 +238,7 @@ fn plan_of_config(file: &Path) -> Result<ExaminationPlan, String> {
             Ok(plan) => {
                 ExaminationPlan { running: running_addresses(loaded.config.admin.bind), ..plan }
             }
-            Err(error) => invalid(vec![error]),
+            Err(error) => invalid(vec![error.to_string()]),
         },
         Err(errors) => invalid(errors.0.iter().map(ToString::to_string).collect()),
     })

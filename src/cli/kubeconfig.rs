@@ -11,6 +11,7 @@ mod output;
 mod renew;
 mod report;
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::SystemTime;
@@ -58,8 +59,8 @@ fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), F
     let destinations = Destinations::new(args, &files, &context)?;
     let address = local_address(args, &context)?;
     if args.discover && destinations.config.is_none() {
-        let text = "--discover finds apiservers for a configuration: add --mode";
-        return Err(Failure::Input(text.to_owned()));
+        let why = "--discover finds apiservers for a configuration: add --mode";
+        return Err(Failure::input(why));
     }
     let apiservers = apiservers::find(args, &context, destinations.config.as_deref())?;
     let plan = match &destinations.config {
@@ -154,18 +155,20 @@ fn revert_files(
 }
 
 /// The address of the local endpoint, which must differ from the apiserver of the context.
-fn local_address(args: &KubeconfigArgs, context: &ResolvedContext) -> Result<ServerUrl, String> {
-    let address = ServerUrl::parse(&args.server).map_err(|error| format!("--{error}"))?;
+fn local_address(args: &KubeconfigArgs, context: &ResolvedContext) -> Result<ServerUrl, Failure> {
+    let address =
+        ServerUrl::parse(&args.server).map_err(|error| Failure::Input(format!("--{error}")))?;
     if !address.path.is_empty() || !args.server.contains(&format!(":{}", address.port)) {
-        return Err(format!("--server {}: write it as 127.0.0.1:7443", args.server));
+        let why = format!("--server {}: write it as 127.0.0.1:7443", args.server);
+        return Err(Failure::Input(why));
     }
     let apiserver = ServerUrl { path: String::new(), ..context.server.clone() };
     if args.local_ca.is_none() && address == apiserver {
-        return Err(format!(
+        return Err(Failure::Input(format!(
             "cluster {:?} is at {} already, and the kubeconfig does not record the apiserver: requests \
              would loop; --server names the local endpoint",
             context.cluster, context.server
-        ));
+        )));
     }
     Ok(address)
 }
@@ -175,11 +178,8 @@ fn setup_request(
     address: &ServerUrl,
     config: &Path,
     apiservers: &Apiservers,
-) -> Result<SetupRequest, String> {
-    let absolute = |file: &Option<PathBuf>| {
-        let absolute = file.as_deref().map(std::path::absolute).transpose();
-        absolute.map_err(|error| error.to_string())
-    };
+) -> io::Result<SetupRequest> {
+    let absolute = |file: &Option<PathBuf>| file.as_deref().map(std::path::absolute).transpose();
     let host_name = || {
         let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         name.trim().to_lowercase()
@@ -206,13 +206,13 @@ fn trust(
     address: &ServerUrl,
     plan: Option<&SetupPlan>,
     name: &str,
-) -> Result<ClientTrust, String> {
+) -> Result<ClientTrust, Failure> {
     if let Some(ca) = plan.and_then(|plan| plan.local_ca.clone()) {
         return Ok(ClientTrust::Local(ca));
     }
     if let Some(file) = &args.local_ca {
         let ca = std::fs::read(file)
-            .map_err(|error| format!("cannot read {}: {error}", file.display()))?;
+            .map_err(|error| Failure::Input(format!("cannot read {}: {error}", file.display())))?;
         return Ok(ClientTrust::Local(ca));
     }
     let needs_name = !context.insecure && name != address.host;
@@ -226,7 +226,7 @@ fn rewrite_kubeconfig(
     context: &ResolvedContext,
     destinations: &Destinations,
     endpoint: &LocalEndpoint,
-) -> Result<(OutputFile, Vec<KeyChange>), String> {
+) -> Result<(OutputFile, Vec<KeyChange>), Failure> {
     let file = files.file_of_cluster(&context.cluster).filter(|_| args.in_place);
     let mut config = match file {
         // Like kubectl, write an entry to the file that contains it.
@@ -237,7 +237,7 @@ fn rewrite_kubeconfig(
         config.current_context = Some(context.context.clone());
     }
     let cluster = find_cluster_mut(&mut config, &context.cluster)
-        .ok_or_else(|| format!("no cluster {:?}", context.cluster))?;
+        .ok_or_else(|| Failure::Input(format!("no cluster {:?}", context.cluster)))?;
     let changes = point_at(cluster, &context.server, endpoint);
     Ok((kubeconfig_file(destinations.kubeconfig.clone(), kubeconfig_yaml(&config)?), changes))
 }

@@ -1,6 +1,8 @@
 //! Requests the addresses of a cluster's apiservers: from the `EndpointSlices` of the Service
 //! `default/kubernetes`, which the apiservers maintain, or from its `Endpoints` if there are no slices.
 
+use std::error::Error;
+use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
 use http::StatusCode;
@@ -21,6 +23,49 @@ const OBJECTS: [(&str, Reader); 2] = [
     ("/api/v1/namespaces/default/endpoints/kubernetes", of_endpoints),
 ];
 
+/// Why the addresses of a cluster's apiservers are not known.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MembersError {
+    /// There is no connection to the apiserver; the text is that of the failure.
+    NoConnection(String),
+    /// The apiserver did not respond in time.
+    NoResponse,
+    /// There is no credential for the request.
+    NoCredential,
+    /// The request failed; the text is that of the HTTP/2 error.
+    Request(String),
+    /// The response contains no address.
+    Empty,
+    /// The apiserver does not accept the credential.
+    Unauthorized,
+    /// The user may not list the objects.
+    Forbidden,
+    /// The apiserver responds with another status.
+    Status(u16),
+    /// They were not requested, for this reason.
+    NotRequested(String),
+}
+
+impl fmt::Display for MembersError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoConnection(why) | Self::Request(why) | Self::NotRequested(why) => {
+                f.write_str(why)
+            }
+            Self::NoResponse => f.write_str("the apiserver did not respond"),
+            Self::NoCredential => f.write_str("there is no credential for the request"),
+            Self::Empty => f.write_str("the response contains no address"),
+            Self::Unauthorized => f.write_str("the apiserver does not accept the credential (401)"),
+            Self::Forbidden => f.write_str(
+                "the user may not list the EndpointSlices of the namespace default (403)",
+            ),
+            Self::Status(status) => write!(f, "the apiserver responds with {status}"),
+        }
+    }
+}
+
+impl Error for MembersError {}
+
 /// Requests the addresses over an open connection; `prefix` is the path of the cluster's URL.
 ///
 /// # Errors
@@ -29,21 +74,20 @@ pub(super) async fn request(
     opened: &mut ProbeConnection,
     peer: &PeerConfig,
     prefix: &str,
-) -> Result<Vec<SocketAddr>, String> {
-    let mut reason = String::new();
+) -> Result<Vec<SocketAddr>, MembersError> {
+    let mut reason = MembersError::Empty;
     for (path, read) in OBJECTS {
         let response = get(&mut opened.send, &format!("{prefix}{path}"), peer).await;
-        let (status, body, _) = response.map_err(|error| error.to_string())?;
+        let (status, body, _) =
+            response.map_err(|error| MembersError::Request(error.to_string()))?;
         reason = match status {
             status if status.is_success() => match serde_json::from_str(&body).map(|v| read(&v)) {
                 Ok(found) if !found.is_empty() => return Ok(found),
-                _ => "the response contains no address".to_owned(),
+                _ => MembersError::Empty,
             },
-            StatusCode::UNAUTHORIZED => "the apiserver does not accept the credential (401)".into(),
-            StatusCode::FORBIDDEN => {
-                "the user may not list the EndpointSlices of the namespace default (403)".into()
-            }
-            other => format!("the apiserver responds with {}", other.as_u16()),
+            StatusCode::UNAUTHORIZED => MembersError::Unauthorized,
+            StatusCode::FORBIDDEN => MembersError::Forbidden,
+            other => MembersError::Status(other.as_u16()),
         };
     }
     Err(reason)

@@ -5,6 +5,9 @@
 //! kubectl verifies it. The others, and servers whose certificate is not accepted, get a request for `/version`
 //! without a credential.
 
+use std::error::Error;
+use std::fmt;
+use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -15,13 +18,14 @@ use tokio::task::LocalSet;
 use tokio::time::timeout;
 
 use super::dns::Resolver;
-use super::members;
+use super::members::{self, MembersError};
 use super::observations::{EndpointSource, Failure, FailureKind, Resolution, Step};
 use super::probe::{ProbeConnection, StepTimer, open};
-use super::target::{Target, Trust};
+use super::target::{Target, TargetError, Trust};
 use super::version;
 use crate::kubeconfig::CertificateNames;
 use crate::kubeconfig::ServerUrl;
+use crate::net::tls::certificate::X509Error;
 use crate::net::tls::local_ca::subject_alt_names;
 
 /// Limit for each apiserver, from the resolution of its name to the response. A lost SYN delays the connect
@@ -48,11 +52,65 @@ pub struct Survey {
     /// The names in the certificates: of `own` first, then of the others in the order of the request.
     pub certificates: Vec<CertificateNames>,
     /// The addresses of the apiservers whose certificate could not be read, and why.
-    pub without_certificate: Vec<(String, String)>,
+    pub without_certificate: Vec<(String, NoNames)>,
     /// The addresses at which no apiserver responds.
     pub not_apiservers: Vec<NotApiserver>,
     /// The apiservers that the cluster names and that are not in the request, or why they are not known.
-    pub members: Result<Vec<SocketAddr>, String>,
+    pub members: Result<Vec<SocketAddr>, MembersError>,
+}
+
+/// Why no survey is possible.
+#[derive(Debug)]
+pub enum SurveyError {
+    /// An apiserver cannot be examined.
+    Target(TargetError),
+    /// The tokio runtime cannot be created.
+    Runtime(io::Error),
+}
+
+impl fmt::Display for SurveyError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Target(error) => error.fmt(f),
+            Self::Runtime(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Error for SurveyError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(match self {
+            Self::Target(error) => error,
+            Self::Runtime(error) => error,
+        })
+    }
+}
+
+impl From<TargetError> for SurveyError {
+    fn from(error: TargetError) -> Self {
+        Self::Target(error)
+    }
+}
+
+/// Why the names in the certificate of a server are not known.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NoNames {
+    /// There is no connection, for this reason.
+    NoConnection(String),
+    /// The server sent no certificate.
+    NoCertificate,
+    /// The certificate cannot be read.
+    Unreadable(X509Error),
+}
+
+impl fmt::Display for NoNames {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoConnection(why) => f.write_str(why),
+            Self::NoCertificate => f.write_str("it sent no certificate"),
+            Self::Unreadable(error) => error.fmt(f),
+        }
+    }
 }
 
 /// An address at which no apiserver responds.
@@ -95,16 +153,16 @@ struct EndpointSurvey {
     /// Its host and port.
     address: String,
     addresses: Vec<SocketAddr>,
-    names: Result<CertificateNames, String>,
+    names: Result<CertificateNames, NoNames>,
     /// Whether it responds as an apiserver.
     responds: Result<(), NoResponse>,
-    members: Result<Vec<SocketAddr>, String>,
+    members: Result<Vec<SocketAddr>, MembersError>,
 }
 
 impl EndpointSurvey {
     /// Sets the reason why there is no connection.
     fn fail(&mut self, reason: NoResponse) {
-        self.names = Err(reason.why.clone());
+        self.names = Err(NoNames::NoConnection(reason.why.clone()));
         self.responds = Err(reason);
     }
 }
@@ -115,7 +173,7 @@ impl EndpointSurvey {
 ///
 /// # Errors
 /// A host is not a DNS name or IP address, or the tokio runtime cannot be created.
-pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey, String> {
+pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey, SurveyError> {
     let anonymous = request.trust.without_credential();
     let trust = if request.query_members { request.trust } else { &anonymous };
     let name = Some(request.verified_name);
@@ -125,7 +183,7 @@ pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey,
         .map(|server| Target::new(server, EndpointSource::Given, None, &anonymous))
         .collect::<Result<_, _>>()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|error| error.to_string())?;
+    let runtime = runtime.map_err(SurveyError::Runtime)?;
     let resolver = Mutex::new(resolver);
     let (own, others) = LocalSet::new().block_on(&runtime, async {
         let others = others.iter().map(|target| survey_endpoint(target, None, &resolver));
@@ -162,9 +220,9 @@ async fn survey_endpoint(
     let mut result = EndpointSurvey {
         address: target.address.clone(),
         addresses: Vec::new(),
-        names: Err(String::new()),
+        names: Err(NoNames::NoCertificate),
         responds: Ok(()),
-        members: Err("the apiserver did not respond".to_owned()),
+        members: Err(MembersError::NoResponse),
     };
     result.fail(NoResponse::timed_out(format!("no response within {} s", LIMIT.as_secs())));
     let _ = timeout(LIMIT, async {
@@ -184,7 +242,7 @@ async fn survey_endpoint(
         result.responds = match &mut opened {
             Ok(opened) => {
                 let response = version::request(opened, &target.peer, prefix).await.map(drop);
-                response.map_err(NoResponse::wrong)
+                response.map_err(|error| NoResponse::wrong(error.to_string()))
             }
             Err(failure) if failure.kind.is_of_certificate() => {
                 request_unverified(target, *address, prefix).await
@@ -195,8 +253,8 @@ async fn survey_endpoint(
             (Ok(mut opened), Some(path)) if target.peer.authenticated => {
                 members::request(&mut opened, &target.peer, path).await
             }
-            (Ok(_), _) => Err("there is no credential for the request".to_owned()),
-            (Err(failure), _) => Err(failure.text),
+            (Ok(_), _) => Err(MembersError::NoCredential),
+            (Err(failure), _) => Err(MembersError::NoConnection(failure.text)),
         };
     })
     .await;
@@ -210,10 +268,11 @@ async fn request_unverified(
     address: SocketAddr,
     prefix: &str,
 ) -> Result<(), NoResponse> {
-    let target = target.unverified().map_err(NoResponse::wrong)?;
+    let target = target.unverified().map_err(|error| NoResponse::wrong(error.to_string()))?;
     let opened = open(&mut StepTimer::start(clock::now()), address, &target.peer).await;
     let mut opened = opened.map_err(|failure| NoResponse::from(&failure))?;
-    version::request(&mut opened, &target.peer, prefix).await.map(drop).map_err(NoResponse::wrong)
+    let response = version::request(&mut opened, &target.peer, prefix).await.map(drop);
+    response.map_err(|error| NoResponse::wrong(error.to_string()))
 }
 
 /// The names in the certificate, if its chain was verified. A failure because of a wrong name comes after
@@ -221,15 +280,15 @@ async fn request_unverified(
 fn certificate_names(
     target: &Target,
     opened: &Result<ProbeConnection, Failure>,
-) -> Result<CertificateNames, String> {
+) -> Result<CertificateNames, NoNames> {
     let is_verified = match opened {
         Ok(_) => true,
         Err(failure) if failure.step > Step::Tls => true,
         Err(Failure { step: Step::Tls, kind: FailureKind::WrongName, .. }) => false,
-        Err(failure) => return Err(failure.text.clone()),
+        Err(failure) => return Err(NoNames::NoConnection(failure.text.clone())),
     };
-    let der = target.verifier.last_certificate().ok_or("it sent no certificate")?;
+    let der = target.verifier.last_certificate().ok_or(NoNames::NoCertificate)?;
     let (address, host) = (target.address.clone(), target.host.clone());
-    let names = subject_alt_names(&der).map_err(|error| error.to_string())?;
+    let names = subject_alt_names(&der).map_err(NoNames::Unreadable)?;
     Ok(CertificateNames { address, host, names, is_verified })
 }

@@ -1,7 +1,9 @@
 //! The plan of an examination: the endpoints of a configuration, of a kubeconfig or of the command line,
 //! each with the CA that verifies it and the credential to present.
 
+use std::error::Error;
 use std::fmt;
+use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,14 +11,17 @@ use std::sync::Arc;
 use http::HeaderValue;
 use rustls::RootCertStore;
 use rustls::pki_types::ServerName;
+use rustls::server::VerifierBuilderError;
 
 use super::observations::EndpointSource;
 use super::probe::PeerConfig;
 use super::verify::RecordingVerifier;
 use crate::config::{CertPaths, Config, Upstream};
-use crate::kubeconfig::system_cas;
-use crate::kubeconfig::{Credential, PemSource, ResolvedContext, ServerUrl};
+use crate::kubeconfig::{
+    Credential, KubeconfigError, PemSource, ResolvedContext, ServerUrl, system_cas,
+};
 use crate::net::tls::certificate::CertInfo;
+use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::{LoadedCert, ca_from_pem, cert_from_pem, load_ca, load_cert};
 
 /// An endpoint to examine.
@@ -42,6 +47,65 @@ impl fmt::Debug for Target {
             .field("address", &self.address)
             .field("server_name", &self.server_name)
             .finish_non_exhaustive()
+    }
+}
+
+/// Why an endpoint cannot be examined.
+#[derive(Debug)]
+pub enum TargetError {
+    /// A certificate, key or CA cannot be used.
+    File(TlsFileError),
+    /// A PEM file of a kubeconfig cannot be read.
+    Pem(KubeconfigError),
+    /// The token file cannot be read.
+    TokenFile(PathBuf, io::Error),
+    /// The text in the file, or in the kubeconfig, cannot be a bearer token.
+    Token(Option<PathBuf>),
+    /// The name to verify is neither a DNS name nor an IP address.
+    Name(String),
+    /// No certificate can be verified with the CA.
+    Verifier(VerifierBuilderError),
+    /// TLS cannot be configured.
+    Tls(rustls::Error),
+}
+
+impl fmt::Display for TargetError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File(error) => error.fmt(f),
+            Self::Pem(error) => error.fmt(f),
+            Self::TokenFile(file, error) => write!(f, "cannot read {}: {error}", file.display()),
+            Self::Token(None) => f.write_str("not a bearer token"),
+            Self::Token(Some(file)) => write!(f, "{}: not a bearer token", file.display()),
+            Self::Name(name) => write!(f, "{name:?} cannot be verified in a certificate"),
+            Self::Verifier(error) => error.fmt(f),
+            Self::Tls(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Error for TargetError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::File(error) => Some(error),
+            Self::Pem(error) => Some(error),
+            Self::TokenFile(_, error) => Some(error),
+            Self::Verifier(error) => Some(error),
+            Self::Tls(error) => Some(error),
+            Self::Token(_) | Self::Name(_) => None,
+        }
+    }
+}
+
+impl From<TlsFileError> for TargetError {
+    fn from(error: TlsFileError) -> Self {
+        Self::File(error)
+    }
+}
+
+impl From<KubeconfigError> for TargetError {
+    fn from(error: KubeconfigError) -> Self {
+        Self::Pem(error)
     }
 }
 
@@ -105,10 +169,10 @@ impl Trust {
     /// Loads the CA and the credential from files.
     ///
     /// # Errors
-    /// The path of a file that cannot be used, and the reason.
-    pub fn of_files(files: &CredentialFiles) -> Result<Self, String> {
-        let roots = files.ca.as_deref().map(load_ca).transpose().map_err(text)?;
-        let certificate = files.certificate.as_ref().map(load_cert).transpose().map_err(text)?;
+    /// A file cannot be used.
+    pub fn of_files(files: &CredentialFiles) -> Result<Self, TargetError> {
+        let roots = files.ca.as_deref().map(load_ca).transpose()?;
+        let certificate = files.certificate.as_ref().map(load_cert).transpose()?;
         Ok(Self {
             roots: roots.map(|ca| ca.roots),
             certificate: certificate.map(Arc::new),
@@ -125,20 +189,19 @@ impl Trust {
         context: &ResolvedContext,
         plugins: ExecPlugins,
         notes: &mut Vec<String>,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, TargetError> {
         let mut trust = Self::default();
         match &context.ca {
             Some(ca) => {
                 let origin = origin(ca, format!("cluster {:?} of the kubeconfig", context.cluster));
-                let pem = ca.read().map_err(text)?;
-                trust.roots = Some(ca_from_pem(&origin, &pem).map_err(text)?.roots);
+                trust.roots = Some(ca_from_pem(&origin, &ca.read()?)?.roots);
             }
             None if context.insecure => notes.push(
                 "insecure-skip-tls-verify is set: nothing is verified, no credential is sent"
                     .to_owned(),
             ),
             None => match system_cas() {
-                Some(file) => trust.roots = Some(load_ca(&file).map_err(text)?.roots),
+                Some(file) => trust.roots = Some(load_ca(&file)?.roots),
                 None => notes.push(
                     "the cluster names no CA and this system has none: nothing is verified, no \
                      credential is sent"
@@ -150,25 +213,26 @@ impl Trust {
             Credential::Certificate(certificate, key) => {
                 let read = |pem: &PemSource| {
                     let user = format!("user {:?} of the kubeconfig", context.user);
-                    Ok::<_, String>((origin(pem, user), pem.read().map_err(text)?))
+                    Ok::<_, TargetError>((origin(pem, user), pem.read()?))
                 };
                 let (certificate, key) = (read(certificate)?, read(key)?);
                 let loaded = cert_from_pem((&certificate.0, &certificate.1), (&key.0, &key.1));
-                trust.certificate = Some(Arc::new(loaded.map_err(text)?));
+                trust.certificate = Some(Arc::new(loaded?));
             }
-            Credential::Token(token) => trust.token = Some(token_header(token)?),
+            Credential::Token(token) => trust.token = Some(token_header(token, None)?),
             Credential::TokenFile(file) => trust.token = Some(token_of_file(file)?),
             Credential::Anonymous => {}
             Credential::Exec(_) if plugins == ExecPlugins::Skip => {}
             // Without a CA no credential may be sent, so the plugin is not run.
             Credential::Exec(plugin) if trust.roots.is_some() => match plugin.run() {
                 Ok(yielded) => {
-                    trust.token = yielded.token.as_deref().map(token_header).transpose()?;
+                    let token = yielded.token.as_deref();
+                    trust.token = token.map(|token| token_header(token, None)).transpose()?;
                     if let Some((cert_pem, key_pem)) = yielded.certificate {
                         let origin = PathBuf::from(format!("credential of {:?}", plugin.command));
                         let (certificate, key) = (cert_pem.as_bytes(), key_pem.as_bytes());
                         let loaded = cert_from_pem((&origin, certificate), (&origin, key));
-                        trust.certificate = Some(Arc::new(loaded.map_err(text)?));
+                        trust.certificate = Some(Arc::new(loaded?));
                     }
                 }
                 Err(error) => {
@@ -195,7 +259,7 @@ impl Trust {
     }
 
     /// The CA of an upstream and the credential that jackstay presents to it.
-    fn of_upstream(config: &Config, upstream: &Upstream) -> Result<Self, String> {
+    fn of_upstream(config: &Config, upstream: &Upstream) -> Result<Self, TargetError> {
         let readyz = &upstream.health.readyz;
         let identities = config
             .listeners
@@ -219,19 +283,16 @@ fn origin(pem: &PemSource, entry: String) -> PathBuf {
     }
 }
 
-fn text(error: impl fmt::Display) -> String {
-    error.to_string()
-}
-
-fn token_of_file(file: &Path) -> Result<HeaderValue, String> {
+fn token_of_file(file: &Path) -> Result<HeaderValue, TargetError> {
     let text = std::fs::read_to_string(file)
-        .map_err(|error| format!("cannot read {}: {error}", file.display()))?;
-    token_header(text.trim()).map_err(|error| format!("{}: {error}", file.display()))
+        .map_err(|error| TargetError::TokenFile(file.to_owned(), error))?;
+    token_header(text.trim(), Some(file))
 }
 
-fn token_header(token: &str) -> Result<HeaderValue, String> {
+/// The value of the header with a token, which is from `file` if that is given.
+fn token_header(token: &str, file: Option<&Path>) -> Result<HeaderValue, TargetError> {
     let mut value = HeaderValue::from_str(&format!("Bearer {token}"))
-        .map_err(|_| "not a bearer token".to_owned())?;
+        .map_err(|_| TargetError::Token(file.map(ToOwned::to_owned)))?;
     value.set_sensitive(true);
     Ok(value)
 }
@@ -246,18 +307,19 @@ impl Target {
         source: EndpointSource,
         server_name: Option<&str>,
         trust: &Trust,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, TargetError> {
         let name = server_name.unwrap_or(&server.host);
         let parsed = ServerName::try_from(name.to_owned())
-            .map_err(|_| format!("{name:?} cannot be verified in a certificate"))?;
-        let verifier = RecordingVerifier::new(trust.roots.clone())?;
+            .map_err(|_| TargetError::Name(name.to_owned()))?;
+        let verifier =
+            RecordingVerifier::new(trust.roots.clone()).map_err(TargetError::Verifier)?;
         // An unverified server gets no credential.
         let token = trust.token.clone().filter(|_| verifier.verifies());
         // An apiserver prefers the certificate where both are present.
         let certificate = trust.certificate.as_deref().filter(|_| verifier.verifies());
         let peer = PeerConfig {
             server_name: parsed,
-            tls: verifier.client(certificate)?,
+            tls: verifier.client(certificate).map_err(TargetError::Tls)?,
             authenticated: token.is_some() || certificate.is_some(),
             token,
         };
@@ -280,14 +342,14 @@ impl Target {
     }
 
     /// The same endpoint without verification and without a credential.
-    pub(super) fn unverified(&self) -> Result<Self, String> {
+    pub(super) fn unverified(&self) -> Result<Self, TargetError> {
         let server = ServerUrl { host: self.host.clone(), port: self.port, path: String::new() };
         Self::new(&server, self.source, Some(&self.server_name), &Trust::default())
     }
 
     /// Another apiserver of the same cluster, which the cluster names. It is verified by the name of the
     /// Service, which every apiserver's certificate contains.
-    pub(super) fn sibling(&self, address: SocketAddr) -> Result<Self, String> {
+    pub(super) fn sibling(&self, address: SocketAddr) -> Result<Self, TargetError> {
         let server =
             ServerUrl { host: address.ip().to_string(), port: address.port(), path: String::new() };
         Self::new(&server, EndpointSource::Cluster, Some("kubernetes.default.svc"), &self.trust)
@@ -298,7 +360,7 @@ impl Target {
 ///
 /// # Errors
 /// A certificate, key or CA cannot be used.
-pub fn of_config(config: &Config) -> Result<ExaminationPlan, String> {
+pub fn of_config(config: &Config) -> Result<ExaminationPlan, TargetError> {
     let mut plan = ExaminationPlan::default();
     for upstream in &config.upstreams {
         let trust = Trust::of_upstream(config, upstream)?;

@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{VerifierBuilderError, WebPkiServerVerifier};
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{
@@ -27,14 +27,14 @@ pub(super) struct RecordingVerifier {
 
 impl RecordingVerifier {
     /// A verifier with these roots. Without roots it accepts every certificate.
-    pub(super) fn new(roots: Option<Arc<RootCertStore>>) -> Result<Arc<Self>, String> {
+    pub(super) fn new(
+        roots: Option<Arc<RootCertStore>>,
+    ) -> Result<Arc<Self>, VerifierBuilderError> {
         let provider = Arc::new(aws_lc_rs::default_provider());
         let verifies = roots.is_some();
         let inner: Arc<dyn ServerCertVerifier> = match roots {
             Some(roots) => {
-                WebPkiServerVerifier::builder_with_provider(roots, Arc::clone(&provider))
-                    .build()
-                    .map_err(|error| error.to_string())?
+                WebPkiServerVerifier::builder_with_provider(roots, Arc::clone(&provider)).build()?
             }
             None => Arc::new(NoServerVerification::new(&provider)),
         };
@@ -56,10 +56,9 @@ impl RecordingVerifier {
     pub(super) fn client(
         self: &Arc<Self>,
         certificate: Option<&LoadedCert>,
-    ) -> Result<Arc<ClientConfig>, String> {
+    ) -> Result<Arc<ClientConfig>, Error> {
         let builder = ClientConfig::builder_with_provider(Arc::clone(&self.provider))
-            .with_safe_default_protocol_versions()
-            .map_err(|error| error.to_string())?
+            .with_safe_default_protocol_versions()?
             .dangerous()
             .with_custom_certificate_verifier(Arc::clone(self) as Arc<dyn ServerCertVerifier>);
         let mut config = match certificate {

@@ -1,10 +1,45 @@
 //! Recognizes an apiserver by its response to `/version`.
 
+use std::error::Error;
+use std::fmt;
+
 use http::StatusCode;
 use jackstay_core::kubernetes_version::ServerVersion;
 use serde_json::Value;
 
 use super::probe::{PeerConfig, ProbeConnection, get};
+
+/// Why a server does not respond as an apiserver does.
+#[derive(Debug)]
+pub(super) enum NotApiserver {
+    /// The request failed.
+    Request(h2::Error),
+    /// The response is that of an etcd.
+    Etcd,
+    /// The response is neither a version of Kubernetes nor a `Status`. This is its status.
+    Response(StatusCode),
+}
+
+impl fmt::Display for NotApiserver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Request(error) => write!(f, "/version: {error}"),
+            Self::Etcd => f.write_str("it is an etcd"),
+            Self::Response(status) => {
+                write!(f, "/version responds with {} and not as Kubernetes does", status.as_u16())
+            }
+        }
+    }
+}
+
+impl Error for NotApiserver {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Request(error) => Some(error),
+            Self::Etcd | Self::Response(_) => None,
+        }
+    }
+}
 
 /// Requests `/version` over an open connection; `prefix` is the path of the cluster's URL. Every user may read
 /// it by default (`system:public-info-viewer`). Returns the version if the response names one.
@@ -15,25 +50,25 @@ pub(super) async fn request(
     opened: &mut ProbeConnection,
     peer: &PeerConfig,
     prefix: &str,
-) -> Result<Option<ServerVersion>, String> {
+) -> Result<Option<ServerVersion>, NotApiserver> {
     let response = get(&mut opened.send, &format!("{prefix}/version"), peer).await;
-    let (status, body, _) = response.map_err(|error| format!("/version: {error}"))?;
+    let (status, body, _) = response.map_err(NotApiserver::Request)?;
     check(status, &body)?;
     Ok(ServerVersion::parse(body.as_bytes()).ok().filter(|_| status.is_success()))
 }
 
 /// Accepts the version of Kubernetes, and a `Status` of any code: an apiserver may refuse the user or be
 /// overloaded.
-fn check(status: StatusCode, body: &str) -> Result<(), String> {
+fn check(status: StatusCode, body: &str) -> Result<(), NotApiserver> {
     let value: Value = serde_json::from_str(body).unwrap_or_default();
     let is_status = value["kind"] == "Status" && value["apiVersion"] == "v1";
     if is_status || (status.is_success() && value["gitVersion"].is_string()) {
         return Ok(());
     }
     Err(if value["etcdserver"].is_string() {
-        "it is an etcd".to_owned()
+        NotApiserver::Etcd
     } else {
-        format!("/version responds with {} and not as Kubernetes does", status.as_u16())
+        NotApiserver::Response(status)
     })
 }
 
@@ -61,7 +96,8 @@ mod tests {
             (500, "{\"gitVersion\":\"v1.36.0\"}", Err(other(500))),
             (200, "{\"etcdserver\":\"3.6.1\"}", Err("it is an etcd".to_owned())),
         ] {
-            assert_eq!(check(StatusCode::from_u16(code).unwrap(), body), expected, "{code} {body}");
+            let checked = check(StatusCode::from_u16(code).unwrap(), body);
+            assert_eq!(checked.map_err(|error| error.to_string()), expected, "{code} {body}");
         }
     }
 }

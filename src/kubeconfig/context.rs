@@ -1,11 +1,108 @@
 //! The cluster and the user of one context.
 
+use std::error::Error;
+use std::fmt;
+
 use kube::config::{AuthInfo, Cluster, Kubeconfig};
 
-use super::credential::{Credential, PemSource, UserCredentials};
+use super::credential::{Credential, CredentialError, PemSource, UserCredentials};
 use super::file::{context_names, find_cluster};
 use super::original::{copy_rewritten_fields, recorded_original};
-use super::server_url::{ServerUrl, without_user};
+use super::server_url::{ServerUrl, ServerUrlError, without_user};
+
+/// Why a context cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ContextError {
+    /// No context is chosen and there is no current one; these exist.
+    NoCurrent(Vec<String>),
+    /// There is no context of that name; these exist.
+    Unknown(String, Vec<String>),
+    /// The context names no cluster.
+    NoCluster(String),
+    /// The context names a cluster that does not exist.
+    UnknownCluster {
+        /// The context.
+        context: String,
+        /// The cluster.
+        cluster: String,
+    },
+    /// The cluster cannot be used.
+    Cluster(String, ClusterError),
+    /// The context names a user that does not exist.
+    UnknownUser {
+        /// The context.
+        context: String,
+        /// The user.
+        user: String,
+    },
+    /// The credential of the user cannot be used.
+    User(String, CredentialError),
+}
+
+/// Why a cluster cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ClusterError {
+    /// It names no server.
+    NoServer,
+    /// Its server cannot be used.
+    Server(ServerUrlError),
+    /// Its CA is not base64.
+    Ca(CredentialError),
+}
+
+impl fmt::Display for ContextError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let known = |names: &[String]| match names {
+            [] => "there are no contexts".to_owned(),
+            names => format!("contexts: {}", names.join(", ")),
+        };
+        match self {
+            Self::NoCurrent(names) => {
+                write!(f, "no current-context: choose one with --context ({})", known(names))
+            }
+            Self::Unknown(context, names) => write!(f, "no context {context:?} ({})", known(names)),
+            Self::NoCluster(context) => write!(f, "context {context:?} names no cluster"),
+            Self::UnknownCluster { context, cluster } => {
+                write!(f, "context {context:?}: no cluster {cluster:?}")
+            }
+            Self::Cluster(cluster, error) => write!(f, "cluster {cluster:?}: {error}"),
+            Self::UnknownUser { context, user } => {
+                write!(f, "context {context:?}: no user {user:?}")
+            }
+            Self::User(user, error) => write!(f, "user {user:?}: {error}"),
+        }
+    }
+}
+
+impl Error for ContextError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Cluster(_, error) => Some(error),
+            Self::User(_, error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for ClusterError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoServer => f.write_str("has no server"),
+            Self::Server(error) => error.fmt(f),
+            Self::Ca(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Error for ClusterError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::NoServer => None,
+            Self::Server(error) => Some(error),
+            Self::Ca(error) => Some(error),
+        }
+    }
+}
 
 /// A context with its cluster and its user.
 #[derive(Debug, Clone)]
@@ -35,39 +132,38 @@ impl ResolvedContext {
     ///
     /// # Errors
     /// An entry is missing or invalid.
-    pub fn resolve(config: &Kubeconfig, context: Option<&str>) -> Result<Self, String> {
-        let contexts = match context_names(config).as_slice() {
-            [] => "there are no contexts".to_owned(),
-            names => format!("contexts: {}", names.join(", ")),
-        };
+    pub fn resolve(config: &Kubeconfig, context: Option<&str>) -> Result<Self, ContextError> {
+        let contexts = || context_names(config).into_iter().map(ToOwned::to_owned).collect();
         let context = context
             .or(non_empty(config.current_context.as_ref()))
-            .ok_or_else(|| format!("no current-context: choose one with --context ({contexts})"))?;
+            .ok_or_else(|| ContextError::NoCurrent(contexts()))?;
         let named = config.contexts.iter().find(|named| named.name == context);
         let entry = named
             .and_then(|named| named.context.as_ref())
-            .ok_or_else(|| format!("no context {context:?} ({contexts})"))?;
+            .ok_or_else(|| ContextError::Unknown(context.to_owned(), contexts()))?;
         let name = non_empty(Some(&entry.cluster))
-            .ok_or_else(|| format!("context {context:?} names no cluster"))?;
-        let in_cluster = |error: String| format!("cluster {name:?}: {error}");
-        let mut cluster = find_cluster(config, name)
-            .ok_or_else(|| format!("context {context:?}: no cluster {name:?}"))?
-            .clone();
+            .ok_or_else(|| ContextError::NoCluster(context.to_owned()))?;
+        let in_cluster = |error| ContextError::Cluster(name.to_owned(), error);
+        let unknown_cluster = || ContextError::UnknownCluster {
+            context: context.to_owned(),
+            cluster: name.to_owned(),
+        };
+        let mut cluster = find_cluster(config, name).ok_or_else(unknown_cluster)?.clone();
         if let Some(original) = recorded_original(&cluster) {
             copy_rewritten_fields(&mut cluster, original);
         }
         let server =
-            non_empty(cluster.server.as_ref()).ok_or_else(|| in_cluster("has no server".into()))?;
+            non_empty(cluster.server.as_ref()).ok_or_else(|| in_cluster(ClusterError::NoServer))?;
         let user = entry.user.as_deref().unwrap_or_default();
         let credential = UserCredentials::new(find_user(config, context, user)?, &cluster)
-            .map_err(|error| format!("user {user:?}: {error}"))?
+            .map_err(|error| ContextError::User(user.to_owned(), error))?
             .preferred();
         Ok(Self {
             context: context.to_owned(),
             cluster: name.to_owned(),
             user: user.to_owned(),
-            server: ServerUrl::parse(server).map_err(in_cluster)?,
-            ca: certificate_authority(&cluster).map_err(in_cluster)?,
+            server: ServerUrl::parse(server).map_err(ClusterError::Server).map_err(in_cluster)?,
+            ca: certificate_authority(&cluster).map_err(ClusterError::Ca).map_err(in_cluster)?,
             tls_server_name: non_empty(cluster.tls_server_name.as_ref()).map(ToOwned::to_owned),
             insecure: cluster.insecure_skip_tls_verify == Some(true),
             proxy_url: non_empty(cluster.proxy_url.as_ref()).map(ToOwned::to_owned),
@@ -96,7 +192,7 @@ fn non_empty(text: Option<&String>) -> Option<&str> {
     text.map(String::as_str).filter(|text| !text.is_empty())
 }
 
-fn certificate_authority(cluster: &Cluster) -> Result<Option<PemSource>, String> {
+fn certificate_authority(cluster: &Cluster) -> Result<Option<PemSource>, CredentialError> {
     PemSource::new(
         "certificate-authority",
         cluster.certificate_authority_data.as_deref(),
@@ -109,13 +205,16 @@ fn find_user<'a>(
     config: &'a Kubeconfig,
     context: &str,
     name: &str,
-) -> Result<&'a AuthInfo, String> {
+) -> Result<&'a AuthInfo, ContextError> {
     static ANONYMOUS: std::sync::LazyLock<AuthInfo> = std::sync::LazyLock::new(AuthInfo::default);
     if name.is_empty() {
         return Ok(&ANONYMOUS);
     }
     let named = config.auth_infos.iter().find(|named| named.name == name);
-    let named = named.ok_or_else(|| format!("context {context:?}: no user {name:?}"))?;
+    let named = named.ok_or_else(|| {
+        let (context, user) = (context.to_owned(), name.to_owned());
+        ContextError::UnknownUser { context, user }
+    })?;
     Ok(named.auth_info.as_ref().unwrap_or(&ANONYMOUS))
 }
 
@@ -132,13 +231,14 @@ mod tests {
         let parse = |text: &str| serde_saphyr::from_str::<Kubeconfig>(text).unwrap();
         let resolve = ResolvedContext::resolve;
         let config = parse(text);
-        assert_eq!(
-            resolve(&config, None).unwrap_err(),
-            "no current-context: choose one with --context (contexts: a, b)"
-        );
-        assert_eq!(resolve(&config, Some("x")).unwrap_err(), "no context \"x\" (contexts: a, b)");
-        assert_eq!(resolve(&config, Some("b")).unwrap_err(), "context \"b\" names no cluster");
-        assert_eq!(resolve(&config, Some("a")).unwrap_err(), "context \"a\": no user \"u\"");
+        for (context, expected) in [
+            (None, "no current-context: choose one with --context (contexts: a, b)"),
+            (Some("x"), "no context \"x\" (contexts: a, b)"),
+            (Some("b"), "context \"b\" names no cluster"),
+            (Some("a"), "context \"a\": no user \"u\""),
+        ] {
+            assert_eq!(resolve(&config, context).unwrap_err().to_string(), expected);
+        }
         let config = parse(&format!("{text}users: [{{name: u, user: {{token: s3cret}}}}]\n"));
         let resolved = resolve(&config, Some("a")).unwrap();
         assert!(resolved.insecure && resolved.ca.is_none());

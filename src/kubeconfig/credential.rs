@@ -1,5 +1,6 @@
 //! The credential of a user: a client certificate, a bearer token, or a plugin that returns one.
 
+use std::error::Error;
 use std::fmt;
 use std::path::PathBuf;
 
@@ -9,8 +10,34 @@ use kube::config::{AuthInfo, Cluster};
 use secrecy::{ExposeSecret, SecretString};
 use zeroize::Zeroizing;
 
+use super::error::KubeconfigError;
 use super::exec::ExecPlugin;
-use super::file::unreadable;
+
+/// Why the credential of a user, or the CA of a cluster, cannot be read from a kubeconfig.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CredentialError {
+    /// The value of `KEY-data` is not base64; this is `KEY`.
+    NotBase64(&'static str),
+    /// There is a client certificate without its key.
+    NoKey,
+    /// There is a client key without its certificate.
+    NoCertificate,
+    /// The exec plugin has no command.
+    NoCommand,
+}
+
+impl fmt::Display for CredentialError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NotBase64(key) => return write!(f, "{key}-data is not base64"),
+            Self::NoKey => "has a client-certificate without a client-key",
+            Self::NoCertificate => "has a client-key without a client-certificate",
+            Self::NoCommand => "exec names no command",
+        })
+    }
+}
+
+impl Error for CredentialError {}
 
 /// PEM data, or the file that holds it.
 #[derive(Clone, PartialEq, Eq)]
@@ -35,17 +62,17 @@ impl PemSource {
     /// The value of `KEY-data`, or else that of `KEY`, which is a path. Data overrides the file, as in
     /// client-go.
     pub(super) fn new(
-        key: &str,
+        key: &'static str,
         data: Option<&str>,
         file: Option<&str>,
-    ) -> Result<Option<Self>, String> {
+    ) -> Result<Option<Self>, CredentialError> {
         if let Some(data) = data.filter(|data| !data.is_empty()) {
             let mut joined = Zeroizing::new(String::with_capacity(data.len()));
             joined.extend(data.split_ascii_whitespace());
             return STANDARD
                 .decode(joined.as_bytes())
                 .map(|bytes| Some(Self::Inline(Zeroizing::new(bytes))))
-                .map_err(|_| format!("{key}-data is not base64"));
+                .map_err(|_| CredentialError::NotBase64(key));
         }
         let file = file.filter(|file| !file.is_empty());
         Ok(file.map(|file| Self::File(PathBuf::from(file))))
@@ -55,10 +82,12 @@ impl PemSource {
     ///
     /// # Errors
     /// The file cannot be read.
-    pub fn read(&self) -> Result<Vec<u8>, String> {
+    pub fn read(&self) -> Result<Vec<u8>, KubeconfigError> {
         match self {
             Self::Inline(bytes) => Ok(bytes.to_vec()),
-            Self::File(path) => std::fs::read(path).map_err(|error| unreadable(path, &error)),
+            Self::File(path) => {
+                std::fs::read(path).map_err(|error| KubeconfigError::unreadable(path, error))
+            }
         }
     }
 }
@@ -89,7 +118,7 @@ impl UserCredentials {
     ///
     /// # Errors
     /// A certificate without its key, data that is not base64, or a plugin without a command.
-    pub fn new(user: &AuthInfo, cluster: &Cluster) -> Result<Self, String> {
+    pub fn new(user: &AuthInfo, cluster: &Cluster) -> Result<Self, CredentialError> {
         let certificate = PemSource::new(
             "client-certificate",
             user.client_certificate_data.as_deref(),
@@ -99,8 +128,8 @@ impl UserCredentials {
         let key = PemSource::new("client-key", key_data, user.client_key.as_deref())?;
         let certificate = match (certificate, key) {
             (Some(certificate), Some(key)) => Some((certificate, key)),
-            (Some(_), None) => return Err("has a client-certificate without a client-key".into()),
-            (None, Some(_)) => return Err("has a client-key without a client-certificate".into()),
+            (Some(_), None) => return Err(CredentialError::NoKey),
+            (None, Some(_)) => return Err(CredentialError::NoCertificate),
             (None, None) => None,
         };
         // The file overrides the token in the kubeconfig, as in client-go: the file may change.
@@ -119,7 +148,9 @@ impl UserCredentials {
         // A plugin that is not used may be incomplete.
         let uses_plugin = certificate.is_none() && token.is_none();
         let exec = user.exec.as_ref().filter(|_| uses_plugin);
-        let exec = exec.map(|exec| ExecPlugin::new(exec, cluster)).transpose()?;
+        let exec = exec
+            .map(|exec| ExecPlugin::new(exec, cluster).ok_or(CredentialError::NoCommand))
+            .transpose()?;
         Ok(Self { certificate, token, exec, other })
     }
 
@@ -179,7 +210,7 @@ impl Credential {
 mod tests {
     use super::*;
 
-    fn credential(user: &str) -> Result<Credential, String> {
+    fn credential(user: &str) -> Result<Credential, CredentialError> {
         let user: AuthInfo = serde_saphyr::from_str(user).unwrap();
         UserCredentials::new(&user, &Cluster::default()).map(UserCredentials::preferred)
     }
@@ -209,7 +240,7 @@ mod tests {
             ("{client-certificate-data: 'aG=sbG8=', client-key: b}", "is not base64"),
             ("{exec: {args: [a]}}", "exec names no command"),
         ] {
-            let error = credential(user).unwrap_err();
+            let error = credential(user).unwrap_err().to_string();
             assert!(error.contains(expected) && !error.contains("s3cret"), "{user}: {error}");
         }
     }

@@ -2,9 +2,10 @@
 //! plugins of client-go). jackstay's commands run a plugin when they need the user's credential; the
 //! proxy runs none.
 
+use std::error::Error;
 use std::fmt;
-use std::io::IsTerminal;
-use std::process::{Command, Stdio};
+use std::io::{self, IsTerminal};
+use std::process::{Command, ExitStatus, Stdio};
 
 use kube::config::{Cluster, ExecAuthCluster, ExecConfig, ExecInteractiveMode};
 use serde_json::{Value, json};
@@ -32,6 +33,62 @@ impl fmt::Debug for ExecPlugin {
     }
 }
 
+/// Why an exec plugin yields no credential.
+#[derive(Debug)]
+pub struct ExecError {
+    /// The command of the plugin.
+    pub command: String,
+    /// What went wrong.
+    pub problem: ExecProblem,
+}
+
+/// What went wrong with an exec plugin.
+#[derive(Debug)]
+pub enum ExecProblem {
+    /// It needs a terminal on standard input.
+    NoTerminal,
+    /// It needs the cluster's CA, which cannot be read.
+    UnreadableCa,
+    /// It cannot be started.
+    Start(io::Error),
+    /// It ended with a failure.
+    Failed(ExitStatus),
+    /// Its answer exceeds 1 MiB.
+    TooLong,
+    /// Its answer is not an `ExecCredential`.
+    NotExecCredential,
+    /// Its answer has neither a token nor a certificate.
+    Empty,
+}
+
+impl fmt::Display for ExecError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the exec plugin {:?} ", self.command)?;
+        match &self.problem {
+            ExecProblem::NoTerminal => {
+                f.write_str("needs a terminal on standard input (interactiveMode: Always)")
+            }
+            ExecProblem::UnreadableCa => {
+                f.write_str("needs the cluster's CA, which cannot be read")
+            }
+            ExecProblem::Start(error) => write!(f, "cannot be run: {error}"),
+            ExecProblem::Failed(status) => write!(f, "failed: {status}"),
+            ExecProblem::TooLong => f.write_str("answered more than 1 MiB"),
+            ExecProblem::NotExecCredential => f.write_str("did not answer with an ExecCredential"),
+            ExecProblem::Empty => f.write_str("returned neither a token nor a certificate"),
+        }
+    }
+}
+
+impl Error for ExecError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match &self.problem {
+            ExecProblem::Start(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
 /// The answer of a plugin: a token, a certificate, or both.
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct ExecCredential {
@@ -42,18 +99,15 @@ pub struct ExecCredential {
 }
 
 impl ExecPlugin {
-    /// Reads the `exec` of a user; `cluster` is the cluster of the context.
-    ///
-    /// # Errors
-    /// `exec` names no command.
-    pub(super) fn new(exec: &ExecConfig, cluster: &Cluster) -> Result<Self, String> {
+    /// Reads the `exec` of a user; `cluster` is the cluster of the context. `None` if it names no command.
+    pub(super) fn new(exec: &ExecConfig, cluster: &Cluster) -> Option<Self> {
         let command = exec.command.clone().filter(|command| !command.is_empty());
         let variable = |entry: &std::collections::HashMap<String, String>| {
             Some((entry.get("name")?.clone(), entry.get("value").cloned().unwrap_or_default()))
         };
         let api_version = exec.api_version.as_deref().unwrap_or("client.authentication.k8s.io/v1");
-        Ok(Self {
-            command: command.ok_or("exec names no command")?,
+        Some(Self {
+            command: command?,
             args: exec.args.clone().unwrap_or_default(),
             env: exec.env.iter().flatten().filter_map(variable).collect(),
             api_version: api_version.to_owned(),
@@ -69,17 +123,20 @@ impl ExecPlugin {
     ///
     /// # Errors
     /// The plugin cannot run, fails, or returns no credential.
-    pub fn run(&self) -> Result<ExecCredential, String> {
-        let fail = |why: String| format!("the exec plugin {:?} {why}", self.command);
+    pub fn run(&self) -> Result<ExecCredential, ExecError> {
+        self.credential().map_err(|problem| ExecError { command: self.command.clone(), problem })
+    }
+
+    fn credential(&self) -> Result<ExecCredential, ExecProblem> {
         let interactive = is_interactive(&self.interactive_mode, std::io::stdin().is_terminal())
-            .map_err(|why| fail(why.to_owned()))?;
+            .ok_or(ExecProblem::NoTerminal)?;
         let mut info = json!({
             "apiVersion": self.api_version, "kind": "ExecCredential",
             "spec": { "interactive": interactive },
         });
         if let Some(cluster) = &self.cluster {
-            let cluster = ExecAuthCluster::try_from(&**cluster)
-                .map_err(|_| fail("needs the cluster's CA, which cannot be read".to_owned()))?;
+            let cluster =
+                ExecAuthCluster::try_from(&**cluster).map_err(|_| ExecProblem::UnreadableCa)?;
             info["spec"]["cluster"] = json!(cluster);
         }
         let output = Command::new(&self.command)
@@ -89,37 +146,34 @@ impl ExecPlugin {
             .stdin(if interactive { Stdio::inherit() } else { Stdio::null() })
             .stderr(Stdio::inherit())
             .output()
-            .map_err(|error| fail(format!("cannot be run: {error}")))?;
+            .map_err(ExecProblem::Start)?;
         if !output.status.success() {
-            return Err(fail(format!("failed: {}", output.status)));
+            return Err(ExecProblem::Failed(output.status));
         }
         if output.stdout.len() > MAX_ANSWER {
-            return Err(fail("answered more than 1 MiB".to_owned()));
+            return Err(ExecProblem::TooLong);
         }
         // The answer is a secret, so no error quotes it.
-        let answer: Value = serde_json::from_slice(&output.stdout)
-            .map_err(|_| fail("did not answer with an ExecCredential".to_owned()))?;
+        let answer: Value =
+            serde_json::from_slice(&output.stdout).map_err(|_| ExecProblem::NotExecCredential)?;
         let text = |key: &str| answer["status"][key].as_str().map(ToOwned::to_owned);
         let certificate = text("clientCertificateData").zip(text("clientKeyData"));
         let credential =
             ExecCredential { token: text("token").filter(|token| !token.is_empty()), certificate };
         if credential == ExecCredential::default() {
-            return Err(fail("returned neither a token nor a certificate".to_owned()));
+            return Err(ExecProblem::Empty);
         }
         Ok(credential)
     }
 }
 
 /// Whether the plugin gets the stdin of this process, which may be a `terminal` (client-go,
-/// `plugin/pkg/client/auth/exec`).
-fn is_interactive(mode: &ExecInteractiveMode, terminal: bool) -> Result<bool, &'static str> {
+/// `plugin/pkg/client/auth/exec`). `None` if the plugin needs a terminal and there is none.
+fn is_interactive(mode: &ExecInteractiveMode, terminal: bool) -> Option<bool> {
     match mode {
-        ExecInteractiveMode::Never => Ok(false),
-        ExecInteractiveMode::IfAvailable => Ok(terminal),
-        ExecInteractiveMode::Always if terminal => Ok(true),
-        ExecInteractiveMode::Always => {
-            Err("needs a terminal on standard input (interactiveMode: Always)")
-        }
+        ExecInteractiveMode::Never => Some(false),
+        ExecInteractiveMode::IfAvailable => Some(terminal),
+        ExecInteractiveMode::Always => terminal.then_some(true),
     }
 }
 
@@ -179,11 +233,11 @@ mod tests {
 
     #[test]
     fn is_interactive_follows_mode_and_terminal() {
-        assert_eq!(is_interactive(&ExecInteractiveMode::Never, true), Ok(false));
-        assert_eq!(is_interactive(&ExecInteractiveMode::IfAvailable, true), Ok(true));
-        assert_eq!(is_interactive(&ExecInteractiveMode::IfAvailable, false), Ok(false));
-        assert_eq!(is_interactive(&ExecInteractiveMode::Always, true), Ok(true));
-        assert!(is_interactive(&ExecInteractiveMode::Always, false).is_err());
+        assert_eq!(is_interactive(&ExecInteractiveMode::Never, true), Some(false));
+        assert_eq!(is_interactive(&ExecInteractiveMode::IfAvailable, true), Some(true));
+        assert_eq!(is_interactive(&ExecInteractiveMode::IfAvailable, false), Some(false));
+        assert_eq!(is_interactive(&ExecInteractiveMode::Always, true), Some(true));
+        assert_eq!(is_interactive(&ExecInteractiveMode::Always, false), None);
     }
 
     #[test]
@@ -193,11 +247,12 @@ mod tests {
             ("echo hush", "did not answer with an ExecCredential"),
             ("echo '{\"status\": {\"token\": \"\"}}'", "neither a token nor a certificate"),
         ] {
-            let error = plugin(script).run().err().unwrap();
+            let error = plugin(script).run().err().unwrap().to_string();
             assert!(error.contains(expected) && !error.contains("hush"), "{error}");
         }
         let missing = ExecPlugin { command: "/none/such".into(), ..plugin("") };
-        assert!(missing.run().err().unwrap().contains("cannot be run"));
+        let error = missing.run().err().unwrap();
+        assert!(matches!(error.problem, ExecProblem::Start(_)), "{error}");
         assert!(!format!("{:?}", plugin("--token hush")).contains("hush"));
     }
 }

@@ -13,8 +13,9 @@ use serde_json::Value;
 use serde_path_to_error::{Deserializer, Track};
 use serde_saphyr::{Error as YamlError, Options};
 
+use super::error::{ContentError, KubeconfigError, Unwritable};
 use super::original::{record_original, recorded_configuration, recorded_original};
-use crate::config::{describe_io_error, describe_yaml_error};
+use crate::config::describe_yaml_error;
 
 /// Maximum size of a kubeconfig in bytes: room for the certificates of a few thousand clusters.
 pub const MAX_KUBECONFIG: u64 = 16 << 20;
@@ -40,24 +41,24 @@ impl fmt::Debug for KubeconfigFile {
 
 impl KubeconfigFile {
     /// Reads a file, which may be a pipe. `None` if it does not exist.
-    pub(super) fn read(path: &Path) -> Result<Option<Self>, String> {
-        let fail = |why: &str| Err(format!("{}: {why}", path.display()));
+    pub(super) fn read(path: &Path) -> Result<Option<Self>, KubeconfigError> {
+        let fail = |error| Err(KubeconfigError::invalid(path, error));
         match std::fs::metadata(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(unreadable(path, &error)),
-            Ok(metadata) if metadata.is_dir() => return fail("is a directory, not a kubeconfig"),
+            Err(error) => return Err(KubeconfigError::unreadable(path, error)),
+            Ok(metadata) if metadata.is_dir() => return fail(ContentError::Directory),
             Ok(_) => {}
         }
         let mut bytes = Vec::new();
         std::fs::File::open(path)
             .and_then(|file| file.take(MAX_KUBECONFIG + 1).read_to_end(&mut bytes))
-            .map_err(|error| unreadable(path, &error))?;
+            .map_err(|error| KubeconfigError::unreadable(path, error))?;
         if bytes.len() as u64 > MAX_KUBECONFIG {
-            return fail("larger than 16 MiB: not a kubeconfig");
+            return fail(ContentError::TooLarge);
         }
         match String::from_utf8(bytes) {
             Ok(text) if !text.contains('\0') => Self::parse(path, &text).map(Some),
-            _ => fail("not a text file in UTF-8"),
+            _ => fail(ContentError::NotText),
         }
     }
 
@@ -65,13 +66,14 @@ impl KubeconfigFile {
     ///
     /// # Errors
     /// The first mistake, with its line and key path and without a value of the file.
-    pub fn parse(path: &Path, text: &str) -> Result<Self, String> {
+    pub fn parse(path: &Path, text: &str) -> Result<Self, KubeconfigError> {
         let parsed = parse_yaml(text)
             .or_else(|error| with_unnamed_clusters(text).ok_or(error))
             .and_then(|config| check(&config).map(|()| config));
-        let config = parsed.map_err(|error| format!("{}: {error}", path.display()))?;
+        let config = parsed.map_err(|error| KubeconfigError::invalid(path, error))?;
         let has_comments = text.lines().any(|line| line.trim_start().starts_with('#'));
-        let path = std::path::absolute(path).map_err(|error| unreadable(path, &error))?;
+        let path =
+            std::path::absolute(path).map_err(|error| KubeconfigError::unreadable(path, error))?;
         Ok(Self { path, config, has_comments })
     }
 
@@ -124,7 +126,7 @@ fn make_absolute(path: &mut Option<String>, directory: &Path) {
     }
 }
 
-fn parse_yaml(text: &str) -> Result<Kubeconfig, String> {
+fn parse_yaml(text: &str) -> Result<Kubeconfig, ContentError> {
     let mut track = Track::new();
     let parsed = serde_saphyr::with_deserializer_from_str_with_options(text, options(), |yaml| {
         Kubeconfig::deserialize(Deserializer::new(yaml, &mut track))
@@ -134,11 +136,10 @@ fn parse_yaml(text: &str) -> Result<Kubeconfig, String> {
         // The path of an unknown key ends with a question mark.
         let path = path.trim_end_matches('?').trim_end_matches('.');
         if path.is_empty() && matches!(error, YamlError::Unexpected { .. }) {
-            return "not a kubeconfig: it must be a map of keys (clusters: …, users: …)".to_owned();
+            return ContentError::NotMap;
         }
-        let (line, message) = describe_yaml_error(text, &error);
-        let separator = if path.is_empty() { "" } else { ": " };
-        format!("line {line}: {path}{separator}{message}")
+        let (line, mistake) = describe_yaml_error(text, &error);
+        ContentError::Value { line, key: path.to_owned(), mistake }
     })
 }
 
@@ -168,10 +169,10 @@ fn options() -> Options {
 }
 
 /// Checks what [`Kubeconfig`] does not: the kind, and that names are unique.
-fn check(config: &Kubeconfig) -> Result<(), String> {
+fn check(config: &Kubeconfig) -> Result<(), ContentError> {
     match config.kind.as_deref() {
         None | Some("" | "Config") => {}
-        Some(other) => return Err(format!("not a kubeconfig: its kind is {other:?}")),
+        Some(other) => return Err(ContentError::OtherKind(other.to_owned())),
     }
     let clusters = config.clusters.iter().map(|named| named.name.as_str());
     unique_names("clusters", &clusters.collect::<Vec<_>>())?;
@@ -180,10 +181,10 @@ fn check(config: &Kubeconfig) -> Result<(), String> {
     unique_names("contexts", &context_names(config))
 }
 
-fn unique_names(list: &str, names: &[&str]) -> Result<(), String> {
+fn unique_names(list: &'static str, names: &[&str]) -> Result<(), ContentError> {
     let repeated = (0..names.len()).find(|index| names[..*index].contains(&names[*index]));
     repeated.map_or(Ok(()), |index| {
-        Err(format!("{list}[{index}]: the name {:?} appears twice", names[index]))
+        Err(ContentError::DuplicateName { list, index, name: names[index].to_owned() })
     })
 }
 
@@ -206,20 +207,14 @@ pub fn find_cluster_mut<'a>(config: &'a mut Kubeconfig, name: &str) -> Option<&'
 ///
 /// # Errors
 /// A value cannot be written as YAML.
-pub fn kubeconfig_yaml(config: &Kubeconfig) -> Result<String, String> {
+pub fn kubeconfig_yaml(config: &Kubeconfig) -> Result<String, Unwritable> {
     // `serde_json::Value` sorts keys; the maps in `Kubeconfig` do not.
-    let tree = serde_json::to_value(config).map_err(|_| "the kubeconfig cannot be written")?;
+    let tree = serde_json::to_value(config).map_err(|_| Unwritable::Kubeconfig)?;
     to_yaml(&tree)
 }
 
 /// Formats a value as YAML that has the same meaning in YAML 1.1 and 1.2.
-pub(super) fn to_yaml(value: &impl Serialize) -> Result<String, String> {
+pub(super) fn to_yaml(value: &impl Serialize) -> Result<String, Unwritable> {
     let options = serde_saphyr::ser_options! { prefer_block_scalars: false };
-    serde_saphyr::to_string_with_options(value, options)
-        .map_err(|_| "a value cannot be written as YAML".to_owned())
-}
-
-/// The error for a file that cannot be read.
-pub(super) fn unreadable(path: &Path, error: &std::io::Error) -> String {
-    format!("cannot read {}: {}", path.display(), describe_io_error(error))
+    serde_saphyr::to_string_with_options(value, options).map_err(|_| Unwritable::Value)
 }

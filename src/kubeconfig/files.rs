@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 use kube::config::Kubeconfig;
 
+use super::error::{ContentError, KubeconfigError};
 use super::file::{KubeconfigFile, find_cluster};
 
 /// The places that name kubeconfig files: the command line, `$KUBECONFIG` and the home directory.
@@ -45,7 +46,7 @@ impl KubeconfigFiles {
     ///
     /// # Errors
     /// A required file does not exist, or a file cannot be read or parsed.
-    pub fn load(paths: &KubeconfigPaths) -> Result<Self, String> {
+    pub fn load(paths: &KubeconfigPaths) -> Result<Self, KubeconfigError> {
         let listed: Vec<PathBuf> = match (&paths.command_line, &paths.kubeconfig_variable) {
             (None, Some(variable)) => {
                 variable.split(':').filter(|part| !part.is_empty()).map(PathBuf::from).collect()
@@ -55,10 +56,8 @@ impl KubeconfigFiles {
         if listed.is_empty() {
             let default = paths.home.as_ref().map(|home| home.join(".kube/config"));
             let path = paths.command_line.clone().or(default);
-            let path =
-                path.ok_or("no kubeconfig: name one with --in, or set $KUBECONFIG or $HOME")?;
-            let file = KubeconfigFile::read(&path)?
-                .ok_or_else(|| format!("cannot read {}: no such file", path.display()))?;
+            let path = path.ok_or(KubeconfigError::NoneNamed)?;
+            let file = KubeconfigFile::read(&path)?.ok_or(KubeconfigError::Missing(path))?;
             return Ok(Self(vec![file]));
         }
         let mut files: Vec<KubeconfigFile> = Vec::new();
@@ -70,8 +69,7 @@ impl KubeconfigFiles {
             }
         }
         if files.is_empty() {
-            let listed: Vec<_> = listed.iter().map(|path| path.display().to_string()).collect();
-            return Err(format!("$KUBECONFIG: none of {} exists", listed.join(", ")));
+            return Err(KubeconfigError::NoneExists(listed));
         }
         Ok(Self(files))
     }
@@ -96,7 +94,7 @@ impl KubeconfigFiles {
     ///
     /// # Errors
     /// The files have different `apiVersion`s.
-    pub fn merged(&self, directory: Option<&Path>) -> Result<Kubeconfig, String> {
+    pub fn merged(&self, directory: Option<&Path>) -> Result<Kubeconfig, KubeconfigError> {
         let mut merged = Kubeconfig::default();
         for file in &self.0 {
             let mut config = if directory.is_some() && directory == file.path().parent() {
@@ -108,10 +106,9 @@ impl KubeconfigFiles {
             for value in [&mut config.current_context, &mut config.kind, &mut config.api_version] {
                 value.take_if(|text| text.is_empty());
             }
-            merged = merged.merge(config).map_err(|_| {
-                let path = file.path().display();
-                format!("{path}: its apiVersion differs from the other files'")
-            })?;
+            merged = merged
+                .merge(config)
+                .map_err(|_| KubeconfigError::invalid(file.path(), ContentError::OtherVersion))?;
         }
         Ok(merged)
     }
@@ -132,7 +129,7 @@ mod tests {
         command_line: Option<PathBuf>,
         variable: Option<&str>,
         home: &Path,
-    ) -> Result<KubeconfigFiles, String> {
+    ) -> Result<KubeconfigFiles, KubeconfigError> {
         let kubeconfig_variable = variable.map(ToOwned::to_owned);
         let home = Some(home.to_owned());
         KubeconfigFiles::load(&KubeconfigPaths { command_line, kubeconfig_variable, home })
@@ -142,7 +139,7 @@ mod tests {
     fn load_prefers_the_command_line_then_the_variable_then_the_home_directory() {
         let dir = tempfile::tempdir().unwrap();
         let home = dir.path();
-        let error = load(None, None, home).unwrap_err();
+        let error = load(None, None, home).unwrap_err().to_string();
         assert!(error.ends_with(".kube/config: no such file"), "{error}");
         let default = write(home, ".kube/config", "current-context: default\n");
         let other = write(home, "other", "current-context: other\n");
@@ -155,7 +152,7 @@ mod tests {
         assert_eq!(current_context(None, Some(&list)).as_deref(), Some("other"));
         assert_eq!(current_context(Some(default), Some(&list)).as_deref(), Some("default"));
         let error = load(None, Some("/none/a:/none/b"), home).unwrap_err();
-        assert_eq!(error, "$KUBECONFIG: none of /none/a, /none/b exists");
+        assert_eq!(error.to_string(), "$KUBECONFIG: none of /none/a, /none/b exists");
         assert!(load(Some("/none".into()), None, home).is_err());
     }
 
@@ -212,11 +209,8 @@ mod tests {
             load(None, Some(&list), dir.path()).unwrap().merged(None)
         };
         assert_eq!(merged(["a", "b"]).unwrap().api_version.as_deref(), Some("v1"));
-        assert!(
-            merged(["b", "c"])
-                .unwrap_err()
-                .ends_with("its apiVersion differs from the other files'")
-        );
+        let error = merged(["b", "c"]).unwrap_err();
+        assert!(matches!(error, KubeconfigError::Invalid(_, ContentError::OtherVersion)));
     }
 
     #[test]
@@ -251,13 +245,14 @@ mod tests {
             ("a: \u{0}", "not a text file"),
         ] {
             let path = write(dir.path(), "c", text);
-            let error = load(Some(path.clone()), None, dir.path()).unwrap_err();
+            let error = load(Some(path.clone()), None, dir.path()).unwrap_err().to_string();
             assert!(error.starts_with(&path.display().to_string()), "{error}");
             assert!(error.contains(expected), "{text:.60}: {error}");
             assert!(!error.contains("s3cret"), "{error}");
         }
         assert!(load(Some(dir.path().to_owned()), None, dir.path()).is_err());
         let large = write(dir.path(), "large", &"#".repeat((16 << 20) + 1));
-        assert!(load(Some(large), None, dir.path()).unwrap_err().contains("16 MiB"));
+        let error = load(Some(large), None, dir.path()).unwrap_err();
+        assert!(matches!(error, KubeconfigError::Invalid(_, ContentError::TooLarge)));
     }
 }

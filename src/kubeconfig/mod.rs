@@ -7,10 +7,11 @@
 //! * [`verified_names`] selects the name to verify in the apiservers' certificates.
 //! * [`setup`] plans the configuration and the certificates of a jackstay for the cluster.
 //!
-//! Every error is a text that names the file or the entry and holds no secret.
+//! Every error names the file or the entry and holds no secret.
 
 mod context;
 mod credential;
+mod error;
 mod exec;
 mod file;
 mod files;
@@ -20,12 +21,13 @@ mod server_url;
 pub mod setup;
 pub mod verified_names;
 
-pub use context::ResolvedContext;
-pub use credential::{Credential, PemSource, TokenSource, UserCredentials};
-pub use exec::{ExecCredential, ExecPlugin};
+pub use context::{ClusterError, ContextError, ResolvedContext};
+pub use credential::{Credential, CredentialError, PemSource, TokenSource, UserCredentials};
+pub use error::{ContentError, KubeconfigError, Unwritable};
+pub use exec::{ExecCredential, ExecError, ExecPlugin, ExecProblem};
 pub use file::{KubeconfigFile, MAX_KUBECONFIG, find_cluster, find_cluster_mut, kubeconfig_yaml};
 pub use files::{KubeconfigFiles, KubeconfigPaths};
 pub use original::{recorded_configuration, recorded_original};
-pub use server_url::ServerUrl;
+pub use server_url::{ServerUrl, ServerUrlError, ServerUrlMistake};
 pub use setup::system_cas;
 pub use verified_names::CertificateNames;

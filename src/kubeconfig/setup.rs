@@ -5,6 +5,7 @@
 //! the same content, so it changes no file either.
 
 mod config_file;
+mod error;
 mod plan;
 pub mod renewal;
 mod serving;
@@ -19,13 +20,13 @@ use self::config_file::{
     ConfigFile, HealthSection, ListenerSection, ProbeCredential, UpstreamSection,
     UpstreamTlsSection,
 };
+pub use self::error::{ClientCertificateError, SetupError};
 pub use self::plan::{OutputFile, SetupMode, SetupPlan, SetupRequest};
 use super::context::ResolvedContext;
 use super::credential::{Credential, PemSource};
 use super::file::to_yaml;
 use crate::config::CertPaths;
 use crate::net::tls::pem_files::valid_certificates;
-use crate::net::tls::tls_error;
 
 /// The file with the cluster's CA, in the directory of the configuration as the other files.
 const CLUSTER_CA: &str = "cluster-ca.crt";
@@ -64,8 +65,8 @@ pub fn files_with(config: &Path) -> Vec<PathBuf> {
 /// Plans the files.
 ///
 /// # Errors
-/// The context cannot be served in the requested mode; the message says what to do.
-pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPlan, String> {
+/// The context cannot be served in the requested mode.
+pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPlan, SetupError> {
     let directory = request.config.parent().unwrap_or(Path::new("/"));
     let mut plan = SetupPlan { files: Vec::new(), local_ca: None, notes: Vec::new() };
     let bind = listening_addresses(&request.host, request.port)?;
@@ -109,7 +110,7 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
     let text = format!(
         "# Written by `jackstay kubeconfig` for the context {:?}.\n{}",
         context.context,
-        to_yaml(&config)?
+        to_yaml(&config).map_err(SetupError::Unwritable)?
     );
     plan.files.push(OutputFile {
         path: request.config.clone(),
@@ -122,16 +123,14 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
 
 /// The addresses on which jackstay listens for clients that connect to `host`: an IP address or
 /// `localhost`.
-fn listening_addresses(host: &str, port: u16) -> Result<Vec<SocketAddr>, String> {
+fn listening_addresses(host: &str, port: u16) -> Result<Vec<SocketAddr>, SetupError> {
     match host.parse::<IpAddr>() {
         Ok(ip) => Ok(vec![SocketAddr::new(ip, port)]),
         Err(_) if host == "localhost" => {
             let both = [IpAddr::from(Ipv4Addr::LOCALHOST), Ipv6Addr::LOCALHOST.into()];
             Ok(both.map(|ip| SocketAddr::new(ip, port)).to_vec())
         }
-        Err(_) => Err(format!(
-            "--server {host}:{port}: a configuration needs an IP address to listen on, or localhost"
-        )),
+        Err(_) => Err(SetupError::Host { host: host.to_owned(), port }),
     }
 }
 
@@ -142,7 +141,7 @@ fn cluster_ca(
     request: &SetupRequest,
     directory: &Path,
     plan: &mut SetupPlan,
-) -> Result<Option<PathBuf>, String> {
+) -> Result<Option<PathBuf>, SetupError> {
     if let Some(file) = &request.ca_file {
         return Ok(Some(file.clone()));
     }
@@ -152,11 +151,7 @@ fn cluster_ca(
     }
     if context.insecure {
         if request.mode == SetupMode::Terminate {
-            return Err(format!(
-                "cluster {:?} does not verify its server (insecure-skip-tls-verify), and jackstay \
-                 always does: name the cluster's CA with --ca-file",
-                context.cluster
-            ));
+            return Err(SetupError::Insecure(context.cluster.clone()));
         }
         plan.notes.push(
             "the cluster names no CA: health checks of jackstay do not verify the apiservers and send \
@@ -165,12 +160,7 @@ fn cluster_ca(
         );
         return Ok(None);
     }
-    system_cas().map(Some).ok_or_else(|| {
-        format!(
-            "cluster {:?} names no CA and this system has none: name one with --ca-file",
-            context.cluster
-        )
-    })
+    system_cas().map(Some).ok_or_else(|| SetupError::NoCa(context.cluster.clone()))
 }
 
 /// The credential for `/readyz` probes, if the kubeconfig names files that hold it. In mode `terminate` the
@@ -228,7 +218,7 @@ fn client_identities(
     directory: &Path,
     ca_file: Option<&Path>,
     plan: &mut SetupPlan,
-) -> Result<(Option<PathBuf>, Vec<CertPaths>), String> {
+) -> Result<(Option<PathBuf>, Vec<CertPaths>), SetupError> {
     let (certificate, key) = match &context.credential {
         Credential::Certificate(certificate, key) => (certificate, key),
         Credential::Exec(plugin) => {
@@ -260,13 +250,15 @@ fn verify_with_cluster_ca(
     context: &ResolvedContext,
     certificate: &PemSource,
     ca_file: Option<&Path>,
-) -> Result<PathBuf, String> {
-    let ca = match (&context.ca, ca_file) {
-        (Some(ca), _) => ca.read()?,
-        (None, Some(file)) => PemSource::File(file.to_owned()).read()?,
-        (None, None) => Vec::new(),
+) -> Result<PathBuf, SetupError> {
+    // In mode `terminate` there is a file, or no plan (`cluster_ca`).
+    let ca_file = ca_file.ok_or_else(|| SetupError::NoCa(context.cluster.clone()))?;
+    let ca = match &context.ca {
+        Some(ca) => ca.read(),
+        None => PemSource::File(ca_file.to_owned()).read(),
     };
-    let chain = valid_certificates(&certificate.read()?);
+    let ca = ca.map_err(SetupError::Pem)?;
+    let chain = valid_certificates(&certificate.read().map_err(SetupError::Pem)?);
     let mut roots = rustls::RootCertStore::empty();
     roots.add_parsable_certificates(valid_certificates(&ca));
     let verifier = WebPkiClientVerifier::builder_with_provider(
@@ -278,19 +270,11 @@ fn verify_with_cluster_ca(
         (Ok(verifier), Some((leaf, rest))) => {
             let now = rustls::pki_types::UnixTime::now();
             let verified = verifier.verify_client_cert(leaf, rest, now);
-            verified.map(drop).map_err(|error| tls_error::describe(&error))
+            verified.map(|_| ca_file.to_owned()).map_err(ClientCertificateError::Refused)
         }
-        (Err(error), _) => Err(error.to_string()),
-        (_, None) => Err("it holds no certificate".to_owned()),
+        (Err(error), _) => Err(ClientCertificateError::Ca(error)),
+        (_, None) => Err(ClientCertificateError::None),
     };
-    match (verified, ca_file) {
-        (Ok(()), Some(file)) => Ok(file.to_owned()),
-        (verified, _) => Err(format!(
-            "user {:?}: the client certificate cannot be verified with the cluster's CA: {}; if the \
-             cluster signs clients with a CA of its own, name it with --client-ca-file, or use \
-             --mode passthrough",
-            context.user,
-            verified.err().unwrap_or_default()
-        )),
-    }
+    let user = || context.user.clone();
+    verified.map_err(|error| SetupError::ClientCertificate { user: user(), error })
 }

@@ -5,9 +5,11 @@ use std::net::SocketAddr;
 use std::path::Path;
 
 use super::args::KubeconfigArgs;
+use super::output::Failure;
 use crate::config::{self, Overrides};
 use crate::doctor::dns::Resolver;
-use crate::doctor::survey::{self, NotApiserver, Survey, SurveyRequest};
+use crate::doctor::members::MembersError;
+use crate::doctor::survey::{self, NotApiserver, Survey, SurveyError, SurveyRequest};
 use crate::doctor::target::{ExecPlugins, Trust};
 use crate::kubeconfig::verified_names::{NameInputs, VerifiedNames, select};
 use crate::kubeconfig::{Credential, PemSource, ResolvedContext, ServerUrl};
@@ -31,15 +33,15 @@ pub(super) fn find(
     args: &KubeconfigArgs,
     context: &ResolvedContext,
     config: Option<&Path>,
-) -> Result<Apiservers, String> {
+) -> Result<Apiservers, Failure> {
     let own = context.server.address();
     let (mut notes, mut left_out) = (Vec::new(), 0);
     let mut upstreams = known_upstreams(args, &own, config, &mut notes);
     let mut survey = survey_apiservers(args, context, &upstreams, config.is_some(), &mut notes);
     if args.discover {
-        let members = survey
-            .members
-            .map_err(|why| format!("--discover: the cluster's apiservers are not known: {why}"))?;
+        let members = survey.members.map_err(|why| {
+            Failure::Input(format!("--discover: the cluster's apiservers are not known: {why}"))
+        })?;
         let all: Vec<String> =
             upstreams.iter().cloned().chain(members.iter().map(SocketAddr::to_string)).collect();
         survey = survey_apiservers(args, context, &all, false, &mut notes);
@@ -103,6 +105,7 @@ fn note_unusable(
     }
     survey.certificates.retain(|certificate| is_endpoint(&certificate.address));
     for (address, why) in &survey.without_certificate {
+        let why = &why.to_string();
         // A failed connection is reported once. A certificate that is not accepted is a reason of its own.
         let is_reported = |reported: &NotApiserver| {
             reported.address == *address && (reported.reason.why == *why || !is_endpoint(address))
@@ -163,7 +166,7 @@ fn without_survey(why: &str) -> Survey {
         certificates: Vec::new(),
         without_certificate: Vec::new(),
         not_apiservers: Vec::new(),
-        members: Err(why.to_owned()),
+        members: Err(MembersError::NotRequested(why.to_owned())),
     }
 }
 
@@ -205,16 +208,18 @@ fn survey_apiservers(
     let others: Vec<ServerUrl> =
         upstreams.iter().filter_map(|u| ServerUrl::parse(u).ok()).collect();
     let mut trust_notes = Vec::new();
-    let survey = Trust::of_context(&context, plugins, &mut trust_notes).and_then(|trust| {
-        let request = SurveyRequest {
-            own: &context.server,
-            verified_name: context.verified_name(),
-            others: &others,
-            trust: &trust,
-            query_members: lists_members,
-        };
-        Ok((survey::survey(&request, Resolver::of_system())?, trust.verifies()))
-    });
+    let survey = Trust::of_context(&context, plugins, &mut trust_notes)
+        .map_err(SurveyError::Target)
+        .and_then(|trust| {
+            let request = SurveyRequest {
+                own: &context.server,
+                verified_name: context.verified_name(),
+                others: &others,
+                trust: &trust,
+                query_members: lists_members,
+            };
+            Ok((survey::survey(&request, Resolver::of_system())?, trust.verifies()))
+        });
     let mut survey = match survey {
         Ok((survey, true)) => survey,
         Ok((survey, false)) => {
@@ -225,9 +230,10 @@ fn survey_apiservers(
                  bundle"
             };
             without_names(why);
-            return Survey { members: Err(why.to_owned()), ..survey };
+            return Survey { members: Err(MembersError::NotRequested(why.to_owned())), ..survey };
         }
-        Err(why) => {
+        Err(error) => {
+            let why = error.to_string();
             without_names(&why);
             return without_survey(&why);
         }
@@ -235,11 +241,12 @@ fn survey_apiservers(
     match &context.credential {
         Credential::Exec(plugin) if !args.discover => {
             let command = &plugin.command;
-            survey.members = Err(format!("the exec plugin {command:?} is run by --discover only"));
+            let why = format!("the exec plugin {command:?} is run by --discover only");
+            survey.members = Err(MembersError::NotRequested(why));
         }
         // The notes say why the plugin returned nothing.
         Credential::Exec(_) if !trust_notes.is_empty() => {
-            survey.members = Err(trust_notes.join("; "));
+            survey.members = Err(MembersError::NotRequested(trust_notes.join("; ")));
         }
         _ => {}
     }
@@ -253,7 +260,7 @@ fn redundancy_note(
     upstreams: &[String],
     wrong: &[&str],
     left_out: usize,
-    members: Result<&[SocketAddr], &String>,
+    members: Result<&[SocketAddr], &MembersError>,
 ) -> Option<String> {
     let only = upstreams.is_empty();
     match members {
@@ -347,7 +354,7 @@ mod tests {
         let left_out = note(&[], 3, Ok(&[])).unwrap();
         assert!(left_out.contains("names 3 apiservers more, which were left out"), "{left_out}");
         assert!(!left_out.contains("names no other"), "{left_out}");
-        let refused = "403".to_owned();
+        let refused = MembersError::NotRequested("403".to_owned());
         let unknown = note(&[], 0, Err(&refused)).unwrap();
         assert!(unknown.contains("are not known: 403"), "{unknown}");
         assert_eq!(note(&known, 0, Ok(&[])), None);

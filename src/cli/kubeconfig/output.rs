@@ -1,6 +1,7 @@
 //! The files that `jackstay kubeconfig` writes: their paths, the protection of existing files, and the check
 //! of the configuration before the first file changes.
 
+use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -23,9 +24,17 @@ pub(super) enum Failure {
     Write(String),
 }
 
-impl From<String> for Failure {
-    fn from(error: String) -> Self {
-        Self::Input(error)
+impl Failure {
+    /// The input cannot be used, for this reason.
+    pub(super) fn input(why: impl Into<String>) -> Self {
+        Self::Input(why.into())
+    }
+}
+
+/// An error that a command does not handle is one of its input.
+impl<E: Error> From<E> for Failure {
+    fn from(error: E) -> Self {
+        Self::Input(error.to_string())
     }
 }
 
@@ -44,9 +53,10 @@ impl Destinations {
         args: &KubeconfigArgs,
         files: &KubeconfigFiles,
         context: &ResolvedContext,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, Failure> {
         let absolute = |path: &Path| {
-            std::path::absolute(path).map_err(|error| format!("{}: {error}", path.display()))
+            let failed = |error| Failure::Input(format!("{}: {error}", path.display()));
+            std::path::absolute(path).map_err(failed)
         };
         let kubeconfig = if args.in_place {
             let file = files.file_of_cluster(&context.cluster).unwrap_or(files.first());
@@ -80,9 +90,10 @@ pub(super) fn refuse_to_overwrite(
     files: &[&OutputFile],
     args: &KubeconfigArgs,
     destinations: &Destinations,
-) -> Result<(), String> {
+) -> Result<(), Failure> {
     if let Some(obstacle) = files.iter().find_map(|file| obstacle(&file.path)) {
-        return Err(format!("nothing written: {obstacle}; --out and --config-out set other paths"));
+        let hint = "--out and --config-out set other paths";
+        return Err(Failure::Input(format!("nothing written: {obstacle}; {hint}")));
     }
     let differs = |file: &&&OutputFile| {
         let is_input = args.in_place && file.path == destinations.kubeconfig;
@@ -97,9 +108,9 @@ pub(super) fn refuse_to_overwrite(
         all => format!("{} exist", all.join(", ")),
     };
     let hint = if args.out.is_none() { ", --out writes another kubeconfig" } else { "" };
-    Err(format!(
+    Err(Failure::Input(format!(
         "nothing written: {subject} with other content; --force replaces existing files{hint}"
-    ))
+    )))
 }
 
 /// Why no file can be written at `path`, even with `--force`.
@@ -155,14 +166,16 @@ impl StagedOutput<'_> {
     }
 
     /// Checks that jackstay starts with the staged configuration and the files that it names.
-    pub(super) fn check_configuration(&self, config: &OutputFile) -> Result<(), String> {
+    pub(super) fn check_configuration(&self, config: &OutputFile) -> Result<(), Failure> {
         let fail = |errors: &ConfigErrors| {
-            format!("nothing written: jackstay cannot run with this configuration:\n{errors}")
+            Failure::Input(format!(
+                "nothing written: jackstay cannot run with this configuration:\n{errors}"
+            ))
         };
         let text = String::from_utf8_lossy(&config.bytes);
         config::validate_text(&config.path, &text).map_err(|errors| fail(&errors))?;
         // The same configuration with the temporary paths.
-        let mut tree: Value = serde_saphyr::from_str(&text).map_err(|error| error.to_string())?;
+        let mut tree: Value = serde_saphyr::from_str(&text)?;
         let staged = self.files.iter().filter_map(|(file, staged)| {
             let path = staged.as_ref()?.temporary_path();
             Some((file.path.display().to_string(), path.display().to_string()))

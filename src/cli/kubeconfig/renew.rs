@@ -1,7 +1,7 @@
 //! `jackstay kubeconfig --renew`: replaces the serving certificate of a local listener and its CA, and the CA in
 //! the kubeconfigs. The running jackstay reloads the certificate and needs no key of a CA.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use jackstay_sys::utc::Utc;
@@ -72,22 +72,22 @@ pub(super) fn renew(
 }
 
 /// The file with the serving certificate of a configuration that `jackstay kubeconfig` has written.
-fn serving_file(config_file: &Path) -> Result<std::path::PathBuf, String> {
+fn serving_file(config_file: &Path) -> Result<PathBuf, Failure> {
     let loaded = config::load(config_file, [], &Overrides::default())
-        .map_err(|errors| format!("nothing written:\n{errors}"))?;
+        .map_err(|errors| Failure::Input(format!("nothing written:\n{errors}")))?;
     let mut terminating =
         loaded.config.listeners.iter().filter_map(|listener| listener.terminate());
     let file = config_file.display();
     let tls = terminating
         .next()
         .map(|terminate| &terminate.tls)
-        .ok_or_else(|| format!("{file}: no listener has a serving certificate"))?;
+        .ok_or_else(|| Failure::Input(format!("{file}: no listener has a serving certificate")))?;
     if tls.issuer.is_some() {
-        return Err(format!(
+        return Err(Failure::Input(format!(
             "{file}: the running jackstay renews the certificate with tls.issuer; remove that key, or \
              write the configuration again with `jackstay kubeconfig --mode terminate --force`, which \
              keeps the key of the CA away from it"
-        ));
+        )));
     }
     Ok(tls.paths.cert_file.clone())
 }

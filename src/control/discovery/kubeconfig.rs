@@ -12,6 +12,9 @@ use jackstay_sys::files;
 use kube::config::{AuthInfo, Cluster, Kubeconfig};
 use zeroize::Zeroizing;
 
+use super::kubeconfig_error::{
+    DiscoveryError, DiscoveryTokenError, UnsupportedCredential, UserError,
+};
 use crate::kubeconfig::{KubeconfigFile, MAX_KUBECONFIG, PemSource, TokenSource, UserCredentials};
 use crate::net::tls::pem_files::{self, LoadedCert};
 
@@ -53,13 +56,13 @@ impl DiscoveryToken {
     ///
     /// # Errors
     /// The file cannot be read or holds no token.
-    pub fn header(&self) -> Result<Option<HeaderValue>, String> {
+    pub fn header(&self) -> Result<Option<HeaderValue>, DiscoveryTokenError> {
         match self {
             Self::None => Ok(None),
             Self::Fixed(value) => Ok(Some(value.clone())),
-            Self::File(path) => files::authorization_from_file(path)
-                .map(Some)
-                .map_err(|why| format!("token file {why}")),
+            Self::File(path) => {
+                files::authorization_from_file(path).map(Some).map_err(DiscoveryTokenError)
+            }
         }
     }
 }
@@ -67,20 +70,20 @@ impl DiscoveryToken {
 /// Reads the kubeconfig and the files that its user names.
 ///
 /// # Errors
-/// The user cannot be read or is not supported. The message names the kubeconfig and holds no secret.
-pub fn load(path: &Path) -> Result<DiscoveryUser, String> {
-    let at_path = |why: String| format!("{}: {why}", path.display());
+/// The user cannot be read or is not supported.
+pub fn load(path: &Path) -> Result<DiscoveryUser, DiscoveryError> {
     let text = files::read_text(path, MAX_KUBECONFIG).map(Zeroizing::new);
-    let text = text.map_err(|error| at_path(error.to_string()))?;
-    let file = KubeconfigFile::parse(path, &text)?;
-    load_user(path, &file.with_absolute_paths()).map_err(at_path)
+    let text = text.map_err(|error| DiscoveryError::Read(path.to_owned(), error))?;
+    let file = KubeconfigFile::parse(path, &text).map_err(DiscoveryError::Kubeconfig)?;
+    load_user(path, &file.with_absolute_paths())
+        .map_err(|error| DiscoveryError::User(path.to_owned(), error))
 }
 
-fn load_user(path: &Path, config: &Kubeconfig) -> Result<DiscoveryUser, String> {
+fn load_user(path: &Path, config: &Kubeconfig) -> Result<DiscoveryUser, UserError> {
     let (name, user) = current_user(config)?;
     refuse_unsupported(name, user)?;
     let credentials = UserCredentials::new(user, &Cluster::default())
-        .map_err(|why| format!("the user {name:?} {why}"))?;
+        .map_err(|error| UserError::Credential(name.to_owned(), error))?;
     let mut files = vec![path.to_owned()];
     let certificate = match &credentials.certificate {
         Some((certificate, key)) => {
@@ -88,7 +91,7 @@ fn load_user(path: &Path, config: &Kubeconfig) -> Result<DiscoveryUser, String> 
                 read_pem("client-certificate", certificate, path, &mut files)?;
             let (key_file, key_pem) = read_pem("client-key", key, path, &mut files)?;
             let loaded = pem_files::cert_from_pem((&cert_file, &cert_pem), (&key_file, &key_pem));
-            Some(loaded.map_err(|error| error.to_string())?)
+            Some(loaded.map_err(UserError::Certificate)?)
         }
         None => None,
     };
@@ -97,65 +100,61 @@ fn load_user(path: &Path, config: &Kubeconfig) -> Result<DiscoveryUser, String> 
             files.push(file.clone());
             DiscoveryToken::File(file)
         }
-        Some(TokenSource::Inline(token)) => DiscoveryToken::Fixed(
-            files::authorization(&token).map_err(|why| format!("token: {why}"))?,
-        ),
-        None if certificate.is_none() => {
-            return Err(format!(
-                "the user {name:?} has no credential: it needs a client certificate, a token or a \
-                 tokenFile"
-            ));
+        Some(TokenSource::Inline(token)) => {
+            DiscoveryToken::Fixed(files::authorization(&token).map_err(UserError::Token)?)
         }
+        None if certificate.is_none() => return Err(UserError::NoCredential(name.to_owned())),
         None => DiscoveryToken::None,
     };
     Ok(DiscoveryUser { certificate, token, files })
 }
 
 /// The user of the current context, with its name.
-fn current_user(config: &Kubeconfig) -> Result<(&str, &AuthInfo), String> {
+fn current_user(config: &Kubeconfig) -> Result<(&str, &AuthInfo), UserError> {
     let current = config.current_context.as_deref().unwrap_or_default();
     if current.is_empty() {
-        return Err("there is no current-context".into());
+        return Err(UserError::NoCurrentContext);
     }
     let context = config.contexts.iter().find(|context| context.name == current);
     let user = context
         .and_then(|context| context.context.as_ref()?.user.as_deref())
-        .ok_or_else(|| format!("the current context {current:?} names no user"))?;
+        .ok_or_else(|| UserError::NoUser(current.to_owned()))?;
     let named = config.auth_infos.iter().find(|named| named.name == user);
     let info = named
         .and_then(|named| named.auth_info.as_ref())
-        .ok_or_else(|| format!("there is no user {user:?}"))?;
+        .ok_or_else(|| UserError::Unknown(user.to_owned()))?;
     Ok((user, info))
 }
 
 /// Refuses a user whose credential discovery does not support.
-fn refuse_unsupported(name: &str, user: &AuthInfo) -> Result<(), String> {
+fn refuse_unsupported(name: &str, user: &AuthInfo) -> Result<(), UserError> {
     let unsupported = [
-        (user.exec.is_some(), "an exec plugin, which discovery does not run"),
-        (user.auth_provider.is_some(), "an auth provider, which Kubernetes no longer supports"),
-        (user.username.is_some(), "a user name and password, which Kubernetes no longer accepts"),
-        (user.impersonate.is_some(), "impersonation: give discovery a user of its own"),
+        (user.exec.is_some(), UnsupportedCredential::Exec),
+        (user.auth_provider.is_some(), UnsupportedCredential::AuthProvider),
+        (user.username.is_some(), UnsupportedCredential::Password),
+        (user.impersonate.is_some(), UnsupportedCredential::Impersonation),
     ];
     match unsupported.iter().find(|(is_set, _)| *is_set) {
-        Some((_, credential)) => Err(format!(
-            "the user {name:?} has {credential}; use a client certificate, a token or a tokenFile"
-        )),
+        Some((_, credential)) => Err(UserError::Unsupported(name.to_owned(), *credential)),
         None => Ok(()),
     }
 }
 
 /// Reads the PEM data of `key`. Returns it with the file that holds it, and adds that file to `files`.
 fn read_pem(
-    key: &str,
+    key: &'static str,
     pem: &PemSource,
     kubeconfig: &Path,
     files: &mut Vec<PathBuf>,
-) -> Result<(PathBuf, Zeroizing<Vec<u8>>), String> {
+) -> Result<(PathBuf, Zeroizing<Vec<u8>>), UserError> {
     match pem {
         PemSource::Inline(bytes) => Ok((kubeconfig.to_owned(), bytes.clone())),
         PemSource::File(path) => {
-            let bytes = files::read(path, MAX_KUBECONFIG)
-                .map_err(|error| format!("{key}: {}: {error}", path.display()))?;
+            let bytes = files::read(path, MAX_KUBECONFIG).map_err(|error| UserError::Pem {
+                key,
+                path: path.clone(),
+                error,
+            })?;
             files.push(path.clone());
             Ok((path.clone(), Zeroizing::new(bytes)))
         }
@@ -210,7 +209,7 @@ mod tests {
         let header = user.token.header().unwrap().unwrap();
         assert!(header.is_sensitive() && header == "Bearer two");
         std::fs::write(&file, "\n").unwrap();
-        assert!(user.token.header().unwrap_err().ends_with("it is empty"));
+        assert!(user.token.header().unwrap_err().to_string().ends_with("it is empty"));
         std::fs::remove_file(&file).unwrap();
         assert!(user.token.header().is_err());
         let user = load(&write(dir.path(), "{token: fixed}")).unwrap();
@@ -234,7 +233,7 @@ mod tests {
             ("{token: s3cret", "not valid YAML"),
             ("[s3cret]", "users[0].user: expected a map of keys"),
         ] {
-            let error = load(&write(dir.path(), user)).unwrap_err();
+            let error = load(&write(dir.path(), user)).unwrap_err().to_string();
             assert!(error.contains(expected), "{user}: {error}");
             assert!(!error.contains("s3cret"), "{error}");
         }
@@ -243,6 +242,7 @@ mod tests {
             std::fs::write(&path, text).unwrap();
             assert!(load(&path).is_err(), "{text}");
         }
-        assert!(load(&dir.path().join("missing")).unwrap_err().contains("missing"));
+        let error = load(&dir.path().join("missing")).unwrap_err();
+        assert!(matches!(error, DiscoveryError::Read(..)), "{error}");
     }
 }

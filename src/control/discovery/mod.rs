@@ -26,6 +26,7 @@ mod controller;
 pub mod dns;
 pub mod file;
 pub mod kubeconfig;
+pub mod kubeconfig_error;
 pub mod objects;
 mod slices;
 mod source_states;

@@ -8,6 +8,7 @@ use base64::engine::general_purpose::STANDARD;
 use kube::config::Cluster;
 use rustls::pki_types::CertificateDer;
 
+use super::error::SetupError;
 use super::plan::OutputFile;
 use super::serving::ServingFiles;
 use crate::net::tls::certificate::cert_info;
@@ -38,17 +39,17 @@ pub enum Renewal {
 /// Plans the renewal of the serving certificate in `serving` and of its CA if it is due, or if `force` is set.
 ///
 /// # Errors
-/// The file that cannot be used, with the reason.
-pub fn plan(serving: &Path, now: SystemTime, force: bool) -> Result<Renewal, String> {
+/// A file cannot be used, or a certificate cannot be issued.
+pub fn plan(serving: &Path, now: SystemTime, force: bool) -> Result<Renewal, SetupError> {
     let files = ServingFiles::of_serving(serving);
     let existing = files.read()?;
     if existing.is_current(now) && !force {
         return Ok(Renewal::NotDue(local_ca::renewal_time(&existing.info)));
     }
-    let old_ca = cert_info(&existing.ca[0]).map_err(|error| error.to_string())?;
+    let old_ca = cert_info(&existing.ca[0]).map_err(SetupError::LocalCaCertificate)?;
     let name = old_ca.subject.common_name().unwrap_or("jackstay");
-    let created = local_ca::create_serving_cert(name, &existing.names, now)
-        .map_err(|error| error.to_string())?;
+    let created =
+        local_ca::create_serving_cert(name, &existing.names, now).map_err(SetupError::Issue)?;
     let mut ca_pem = created.ca.clone().into_bytes();
     if now < old_ca.not_after {
         ca_pem.extend_from_slice(first_certificate(&existing.ca_pem));

@@ -9,6 +9,7 @@ use jackstay_sys::files::{PRIVATE, PUBLIC};
 use rustls::pki_types::CertificateDer;
 
 use super::config_file::ListenerTlsSection;
+use super::error::SetupError;
 use super::plan::{OutputFile, SetupPlan, SetupRequest};
 use crate::config::CertPaths;
 use crate::net::tls::certificate::CertInfo;
@@ -57,17 +58,16 @@ impl ServingFiles {
     /// Reads both files.
     ///
     /// # Errors
-    /// The file that cannot be used, with the reason.
-    pub(super) fn read(&self) -> Result<ExistingServingCert, String> {
+    /// A file cannot be used.
+    pub(super) fn read(&self) -> Result<ExistingServingCert, SetupError> {
         let paths = CertPaths { cert_file: self.serving.clone(), key_file: self.serving.clone() };
-        let loaded = pem_files::load_cert(&paths).map_err(|error| error.to_string())?;
-        let of_ca = |why: &str| format!("{}: {why}", self.ca.display());
-        let ca_pem =
-            files::read(&self.ca, MAX_CA_FILE).map_err(|error| of_ca(&error.to_string()))?;
+        let loaded = pem_files::load_cert(&paths).map_err(SetupError::Serving)?;
+        let ca_pem = files::read(&self.ca, MAX_CA_FILE)
+            .map_err(|error| SetupError::LocalCaFile(self.ca.clone(), error))?;
         let ca = valid_certificates(&ca_pem);
-        let first = ca.first().ok_or_else(|| of_ca("holds no certificate"))?;
+        let first = ca.first().ok_or_else(|| SetupError::NoLocalCa(self.ca.clone()))?;
         let names = local_ca::subject_alt_names(&loaded.chain[0])
-            .map_err(|error| format!("{}: {error}", self.serving.display()))?;
+            .map_err(|error| SetupError::ServingNames(self.serving.clone(), error))?;
         let is_of_ca = local_ca::is_constrained_issuer(first, &loaded.chain[0]);
         Ok(ExistingServingCert { ca, ca_pem, names, info: loaded.info.clone(), is_of_ca })
     }
@@ -108,7 +108,7 @@ pub(super) fn plan(
     request: &SetupRequest,
     directory: &Path,
     plan: &mut SetupPlan,
-) -> Result<ListenerTlsSection, String> {
+) -> Result<ListenerTlsSection, SetupError> {
     let mut names: Vec<String> = ["127.0.0.1", "::1", "localhost"].map(ToOwned::to_owned).to_vec();
     for name in [&request.host, &request.node_name] {
         if !name.is_empty() && !names.contains(name) {
@@ -124,7 +124,7 @@ pub(super) fn plan(
     } else {
         let ca_name = format!("jackstay on {}", request.node_name);
         let created = local_ca::create_serving_cert(&ca_name, &names, request.now)
-            .map_err(|error| error.to_string())?;
+            .map_err(SetupError::Issue)?;
         let ca_pem = created.ca.clone().into_bytes();
         plan.files.extend(files.outputs(&created, &ca_pem));
         ca_pem

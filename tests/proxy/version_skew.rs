@@ -161,10 +161,10 @@ async fn canary_gets_its_share_of_requests_until_its_errors_diverge() {
     let client = proxy.client().await;
     until("the canary is active", async || canary(&proxy).await["state"] == "active").await;
     let spread_of = async |requests| cluster.spread(&client, "curl/8.5.0", requests).await;
-    assert_eq!(spread_of(2_000).await[2], 200);
+    assert_eq!(spread_of(400).await[2], 40);
     // A client that is itself new does not count in the share.
     assert_eq!(cluster.spread(&client, KUBELET_OF_NEW, 50).await, [0, 0, 50]);
-    assert_eq!(spread_of(1_000).await[2], 100);
+    assert_eq!(spread_of(200).await[2], 20);
 
     let fail: RequestHook = Arc::new(|request| {
         let fails = request.uri.path() == CONFIGMAPS;
@@ -180,7 +180,7 @@ async fn canary_gets_its_share_of_requests_until_its_errors_diverge() {
     };
     until_within(Duration::from_secs(60), "the share is withdrawn", withdrawn).await;
     cluster.servers[2].set_faults(|faults| faults.on_request = None);
-    assert_eq!(spread_of(500).await[2], 0);
+    assert_eq!(spread_of(100).await[2], 0);
     assert!(canary(&proxy).await["reason"].as_str().unwrap().contains("answers of 1.37 were 5xx"));
     proxy.wait_metrics("jackstay_canary_withdrawn{upstream=\"control-plane\"} 1\n").await;
     let events = proxy.events().await;

@@ -1,7 +1,8 @@
 //! HTTP/2 as messages: what two processes exchange on a TCP connection.
 //!
-//! TLS is one exchange of messages, [`Frame::Hello`] and [`Frame::Settings`]. Header compression, flow control and
-//! priorities are not modelled; the TCP connection bounds the bytes in flight.
+//! TLS is one exchange of messages, [`Frame::Hello`] and [`Frame::Settings`]. The windows of streams bound the bodies of
+//! lists. Those of connections are not modelled, because they exceed the windows of all streams that may be open. Header
+//! compression and priorities are not modelled.
 
 use std::rc::Rc;
 
@@ -16,7 +17,10 @@ pub type StreamId = u32;
 #[derive(Debug, Clone)]
 pub enum Frame {
     /// The client's part of the handshake.
-    Hello,
+    Hello {
+        /// `SETTINGS_INITIAL_WINDOW_SIZE`, in bytes.
+        window: u32,
+    },
     /// The server's part of the handshake: the largest number of streams.
     Settings {
         /// `SETTINGS_MAX_CONCURRENT_STREAMS`.
@@ -39,6 +43,8 @@ pub enum Frame {
         /// The last stream that is processed.
         last: StreamId,
     },
+    /// `WINDOW_UPDATE` of a stream: the client has read so many bytes.
+    WindowUpdate(StreamId, u32),
     /// PING.
     Ping(u32),
     /// The answer to a PING.
@@ -49,13 +55,17 @@ impl Frame {
     /// The bytes on the wire, with TLS.
     pub fn bytes(&self) -> u32 {
         match self {
-            Self::Hello => 500,
+            Self::Hello { .. } => 500,
             Self::Settings { .. } => 3_000,
             Self::Request(_, request) => 200 + request.body_bytes(),
             Self::Head(..) => 120,
             Self::Response(_, _, data) => 130 + data.as_ref().map_or(0, Data::len),
             Self::Data(_, data) => 38 + data.len(),
-            Self::End(_) | Self::Reset(..) | Self::Ping(_) | Self::Pong(_) => 40,
+            Self::End(_)
+            | Self::Reset(..)
+            | Self::WindowUpdate(..)
+            | Self::Ping(_)
+            | Self::Pong(_) => 40,
             Self::Goaway { .. } => 50,
         }
     }
@@ -117,12 +127,14 @@ pub struct Head {
     pub retry_after: Option<u64>,
     /// The resourceVersion of the object or list; 0 without one.
     pub version: u64,
+    /// The key at which the next page of a list begins; 0 without one.
+    pub next: u32,
 }
 
 impl Head {
     /// A head with this status.
     pub fn status(status: u16) -> Self {
-        Self { status, retry_after: None, version: 0 }
+        Self { status, retry_after: None, version: 0, next: 0 }
     }
 }
 
@@ -133,15 +145,13 @@ pub enum Data {
     Opaque(u32),
     /// The bytes of a watch.
     Frames(Bytes),
-    /// The items of a list: key and resourceVersion, with the bytes that they take.
-    Items(Rc<Vec<(u32, u64)>>, u32),
 }
 
 impl Data {
     /// The number of bytes.
     pub fn len(&self) -> u32 {
         match self {
-            Self::Opaque(bytes) | Self::Items(_, bytes) => *bytes,
+            Self::Opaque(bytes) => *bytes,
             Self::Frames(bytes) => bytes.len() as u32,
         }
     }
@@ -149,5 +159,25 @@ impl Data {
     /// Whether there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+}
+
+/// The receive window of a stream, as the receiver has it: which bytes were read and not announced to the sender.
+#[derive(Debug, Clone, Copy)]
+pub struct ReceiveWindow {
+    size: u32,
+    unannounced: u32,
+}
+
+impl ReceiveWindow {
+    /// A window of this size in bytes.
+    pub fn new(size: u32) -> Self {
+        Self { size, unannounced: 0 }
+    }
+
+    /// Bytes were read. Returns what a `WINDOW_UPDATE` announces, which is sent for half of the window at a time.
+    pub fn read(&mut self, bytes: u32) -> Option<u32> {
+        self.unannounced += bytes;
+        (self.unannounced >= self.size / 2).then(|| std::mem::take(&mut self.unannounced))
     }
 }

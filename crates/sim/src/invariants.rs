@@ -12,6 +12,12 @@ pub struct Findings {
     pub failed_reads: u64,
     /// The longest time that a read took.
     pub slowest_read: Duration,
+    /// Lists of a large collection that ended.
+    pub lists: u64,
+    /// Lists of a large collection that failed.
+    pub failed_lists: u64,
+    /// The longest time that a list of a large collection took.
+    pub slowest_list: Duration,
     /// Writes that ended.
     pub writes: u64,
     /// Writes that failed.
@@ -53,6 +59,16 @@ impl Findings {
         self.slowest_read = self.slowest_read.max(since);
     }
 
+    pub(crate) fn list(&mut self, ok: bool, took: Duration) {
+        self.lists += 1;
+        self.failed_lists += u64::from(!ok);
+        self.list_open(took);
+    }
+
+    pub(crate) fn list_open(&mut self, since: Duration) {
+        self.slowest_list = self.slowest_list.max(since);
+    }
+
     pub(crate) fn write(&mut self, ok: bool, took: Duration) {
         self.writes += 1;
         self.failed_writes += u64::from(!ok);
@@ -89,6 +105,10 @@ pub struct Promises {
     pub failed_reads: u64,
     /// Upper bound of [`Findings::slowest_read`].
     pub slowest_read: Duration,
+    /// Upper bound of [`Findings::failed_lists`].
+    pub failed_lists: u64,
+    /// Upper bound of [`Findings::slowest_list`].
+    pub slowest_list: Duration,
     /// Upper bound of [`Findings::failed_writes`].
     pub failed_writes: u64,
     /// Upper bound of [`Findings::slowest_write`].
@@ -108,6 +128,8 @@ impl Default for Promises {
         Self {
             failed_reads: u64::MAX,
             slowest_read: Duration::MAX,
+            failed_lists: u64::MAX,
+            slowest_list: Duration::MAX,
             failed_writes: u64::MAX,
             slowest_write: Duration::MAX,
             silence: Duration::MAX,
@@ -128,6 +150,7 @@ impl Promises {
             }
         };
         number("failed reads", found.failed_reads, self.failed_reads);
+        number("failed lists", found.failed_lists, self.failed_lists);
         number("failed writes", found.failed_writes, self.failed_writes);
         number("lists after the first", found.relists, self.relists);
         number("broken watches", found.watches_broken, self.watches_broken);
@@ -137,6 +160,7 @@ impl Promises {
             }
         };
         time("slowest read", found.slowest_read, self.slowest_read);
+        time("slowest list", found.slowest_list, self.slowest_list);
         time("slowest write", found.slowest_write, self.slowest_write);
         time("silence of a watch", found.longest_silence, self.silence);
         time("time between renewals of a lease", found.longest_lease, self.lease);
@@ -148,11 +172,14 @@ impl fmt::Display for Findings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "reads {} ({} failed, slowest {:.3?}), writes {} ({} failed, slowest {:.3?}), events {} (silence {:.3?}), \
+            "reads {} ({} failed, slowest {:.3?}), lists {} ({} failed, slowest {:.3?}), writes {} ({} failed, slowest {:.3?}), events {} (silence {:.3?}), \
              relists {}, broken watches {}, leases {:.1?} apart ({} failed)",
             self.reads,
             self.failed_reads,
             self.slowest_read,
+            self.lists,
+            self.failed_lists,
+            self.slowest_list,
             self.writes,
             self.failed_writes,
             self.slowest_write,

@@ -9,10 +9,12 @@
 //! assert_eq!(run.findings.failed_reads, 0);
 //! ```
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::apiserver::{Apiserver, Resource};
-use crate::client::{Burst, Client, Informer, LeaseHolder, Model, Reader, Writer};
+use crate::client::{
+    BulkMode, BulkReader, Burst, Client, Informer, LeaseHolder, Model, Reader, Writer,
+};
 use crate::faults::{Fault, FaultKind, random_fault};
 use crate::invariants::{Findings, Promises};
 use crate::node::{Node, Settings};
@@ -32,6 +34,8 @@ pub enum Role {
     Kubelets,
     /// Leaders: a lease each.
     Leaders,
+    /// Clients that list 6 MB again and again, by turns in pages, whole, and whole and slowly.
+    Bulk,
     /// Hostile clients: 200 requests at once, twice a second, of which half are cancelled.
     Hostile,
 }
@@ -57,6 +61,7 @@ pub struct Sim {
     settings: Settings,
     max_streams: usize,
     link: Option<(Duration, Duration)>,
+    rate: u64,
 }
 
 /// The result of a run.
@@ -85,6 +90,7 @@ impl Sim {
             settings: Settings::default(),
             max_streams: 100,
             link: None,
+            rate: 0,
         }
     }
 
@@ -127,6 +133,13 @@ impl Sim {
     #[must_use]
     pub fn latency(mut self, latency: Duration, jitter: Duration) -> Self {
         self.link = Some((latency, jitter));
+        self
+    }
+
+    /// Bytes a second between two hosts, in one direction; without a limit by default.
+    #[must_use]
+    pub fn rate(mut self, rate: u64) -> Self {
+        self.rate = rate;
         self
     }
 
@@ -194,6 +207,12 @@ impl Sim {
                 });
             }
         }
+        for host in 0..hosts {
+            world.net.change_links(host as u8, |link| link.rate = self.rate);
+        }
+        if self.clients.iter().any(|client| client.0 == Role::Bulk) {
+            world.secrets = world::SECRETS;
+        }
         let mut servers = Vec::new();
         for at in 0..self.endpoints {
             let process = world.add_process(at, world::Role::Server(at));
@@ -218,8 +237,12 @@ impl Sim {
             for role in roles {
                 let number = world.clients.len();
                 let process = world.add_process(host, world::Role::Client(number));
-                let client =
-                    Client::new(number as u16, process, targets.clone(), model(role, number));
+                let client = Client::new(
+                    number as u16,
+                    process,
+                    targets.clone(),
+                    model(role, number, world.s.now),
+                );
                 world.clients.push(client);
             }
         }
@@ -228,7 +251,7 @@ impl Sim {
     }
 }
 
-fn model(role: Role, number: usize) -> Box<dyn Model> {
+fn model(role: Role, number: usize, now: Instant) -> Box<dyn Model> {
     let key = number as u32;
     match role {
         Role::Readers => Box::new(Reader::new(Duration::from_millis(100))),
@@ -237,6 +260,10 @@ fn model(role: Role, number: usize) -> Box<dyn Model> {
         Role::Informers => Box::new(Informer::new(Resource::ConfigMaps)),
         Role::Kubelets => Box::new(LeaseHolder::kubelet(key)),
         Role::Leaders => Box::new(LeaseHolder::leader(key)),
+        Role::Bulk => {
+            let modes = [BulkMode::Pages, BulkMode::Whole, BulkMode::Slow];
+            Box::new(BulkReader::new(modes[number % modes.len()], now))
+        }
         Role::Hostile => Box::new(Burst::new(Duration::from_millis(500), 200)),
     }
 }

@@ -31,6 +31,8 @@ const SILENCE: Duration = Duration::from_millis(2_500);
 const READS: Promises = Promises {
     failed_reads: 0,
     slowest_read: Duration::from_millis(600),
+    failed_lists: 0,
+    slowest_list: Duration::MAX,
     failed_writes: 4,
     slowest_write: Duration::from_secs(8),
     silence: SILENCE,
@@ -215,6 +217,23 @@ pub const ALL: &[Scenario] = &[
         },
     },
     Scenario {
+        name: "bulk",
+        about: "clients list 6 MB in pages, whole and slowly, over lines of 1 Gbit/s; no fault",
+        sim: |seed| clients(seed).clients(Role::Bulk, 3).latency(MS, MS / 5).rate(125_000_000),
+        time: Duration::from_secs(12),
+        // A list has at most the window of its stream in front of others, 2 ms of such a line.
+        promises: Promises {
+            slowest_read: Duration::from_millis(30),
+            slowest_list: Duration::from_secs(4),
+            failed_writes: 0,
+            slowest_write: Duration::from_millis(30),
+            silence: Duration::from_millis(30),
+            // kubelet renews it every 10 s plus up to 4 %.
+            lease: Duration::from_millis(10_450),
+            ..READS
+        },
+    },
+    Scenario {
         name: "hostile",
         about: "a client opens many requests at once and cancels a half, and the apiservers allow 20 streams",
         sim: |seed| clients(seed).clients(Role::Hostile, 1).max_streams(20),
@@ -249,6 +268,8 @@ pub const ALL: &[Scenario] = &[
         promises: Promises {
             failed_reads: u64::MAX,
             slowest_read: Duration::from_secs(16),
+            failed_lists: u64::MAX,
+            slowest_list: Duration::MAX,
             failed_writes: u64::MAX,
             slowest_write: Duration::MAX,
             silence: Duration::from_secs(25),

@@ -21,6 +21,10 @@ pub const PODS: u32 = 20;
 /// Config maps in the store that every client may write.
 pub const CONFIG_MAPS: u32 = 20;
 
+/// Secrets in the store, if there are bulk readers. Their size exceeds the window of a slow reader when it was opened
+/// again by a little, so that a node holds the end of the list.
+pub const SECRETS: u32 = 4_300;
+
 /// Events of one moment, above which a process wakes itself without end.
 const MAX_EVENTS_AT_ONCE: u32 = 50_000;
 
@@ -52,6 +56,8 @@ pub struct World {
     pub clients: Vec<Client>,
     /// What the run has shown.
     pub findings: Findings,
+    /// Secrets in the store.
+    pub(crate) secrets: u32,
     pub(crate) roles: Vec<Role>,
     pub(crate) faults: Vec<Fault>,
     /// Timers that wait for stopped processes.
@@ -69,6 +75,7 @@ impl World {
             nodes: Vec::new(),
             clients: Vec::new(),
             findings: Findings::default(),
+            secrets: 0,
             roles: Vec::new(),
             faults: Vec::new(),
             waiting: Vec::new(),
@@ -83,7 +90,11 @@ impl World {
 
     /// Creates the first objects and starts all processes.
     pub(crate) fn start(&mut self) {
-        for (resource, count) in [(Resource::Pods, PODS), (Resource::ConfigMaps, CONFIG_MAPS)] {
+        for (resource, count) in [
+            (Resource::Pods, PODS),
+            (Resource::ConfigMaps, CONFIG_MAPS),
+            (Resource::Secrets, self.secrets),
+        ] {
             for key in 0..count {
                 let write = Write { token: self.s.rng.u64(1..), replaces: None };
                 self.store.create(resource, key, write, self.s.now);

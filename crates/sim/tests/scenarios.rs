@@ -13,9 +13,14 @@ const SEEDS: u64 = 12;
 
 #[track_caller]
 fn check(names: &[&str]) {
+    check_seeds(names, SEEDS);
+}
+
+#[track_caller]
+fn check_seeds(names: &[&str], seeds: u64) {
     for name in names {
         let scenario = by_name(name).unwrap_or_else(|| panic!("no scenario {name}"));
-        for seed in 0..SEEDS {
+        for seed in 0..seeds {
             if let Err(report) = scenario.check(seed) {
                 let run = (scenario.sim)(seed).run(scenario.time);
                 panic!("{}\n{report}", run.trace);
@@ -37,6 +42,11 @@ fn dead_and_stopped_processes_fail_no_read_and_break_no_watch() {
 #[test]
 fn loss_lag_goaway_and_overload_keep_their_promises() {
     check(&["loss", "lag", "goaway", "overload", "hostile"]);
+}
+
+#[test]
+fn large_lists_delay_no_other_client() {
+    check_seeds(&["bulk"], 3); // many events
 }
 
 #[test]

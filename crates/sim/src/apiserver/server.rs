@@ -7,6 +7,7 @@ use std::time::Duration;
 use http::Method;
 use jackstay_core::request::info::first_value;
 
+use super::lists::ListBody;
 use super::store::{ChangeKind, Resource, Store, WriteResult};
 use super::watches::Watcher;
 use crate::http2::{Data, Frame, Head, Request, ResetCode, StreamId, Write};
@@ -22,10 +23,8 @@ const VERSION_CHECK: Duration = Duration::from_millis(50);
 const BOOKMARKS: Duration = Duration::from_secs(5);
 /// How long a server that shuts down serves the streams that are open.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
-/// Size of an object in a list.
-const OBJECT_BYTES: u32 = 1_500;
-/// Size of a DATA frame (`http2`, `maxFrameSize`).
-const CHUNK: u32 = 16_384;
+/// Size of an object, also in a list.
+pub(crate) const OBJECT_BYTES: u32 = 1_500;
 
 /// What a scenario injects into a server.
 #[derive(Debug, Clone, Copy)]
@@ -76,10 +75,22 @@ pub enum ServerTimer {
 
 /// A stream whose request is handled.
 #[derive(Debug)]
-struct Stream {
+pub(super) struct Stream {
     request: Rc<Request>,
     /// How long it has waited for the watch cache.
     waited: Duration,
+    /// The rest of a list.
+    pub(super) list: Option<ListBody>,
+}
+
+/// A connection.
+#[derive(Debug)]
+pub(super) struct Peer {
+    /// The window with which a stream begins.
+    pub(super) window: u32,
+    pub(super) streams: BTreeMap<StreamId, Stream>,
+    /// The last stream, if a GOAWAY was sent. Later ones are ignored.
+    goaway: Option<StreamId>,
 }
 
 /// An apiserver.
@@ -90,9 +101,7 @@ pub struct Apiserver {
     pub process: ProcessId,
     /// What is injected.
     pub conditions: Conditions,
-    connections: BTreeMap<ConnectionId, BTreeMap<StreamId, Stream>>,
-    /// The last stream of connections with a GOAWAY. Later ones are ignored.
-    goaways: BTreeMap<ConnectionId, StreamId>,
+    pub(super) connections: BTreeMap<ConnectionId, Peer>,
     pub(super) watchers: Vec<Watcher>,
     /// The revision of the watch cache.
     pub(super) applied: u64,
@@ -109,7 +118,6 @@ impl Apiserver {
             process,
             conditions: Conditions::default(),
             connections: BTreeMap::new(),
-            goaways: BTreeMap::new(),
             watchers: Vec::new(),
             applied: 0,
             oldest: 0,
@@ -120,7 +128,6 @@ impl Apiserver {
     /// The process starts: its watch cache has no history.
     pub fn start(&mut self, s: &mut Scheduler, store: &Store) {
         self.connections.clear();
-        self.goaways.clear();
         self.watchers.clear();
         self.applied = store.revision();
         self.oldest = self.applied;
@@ -134,8 +141,8 @@ impl Apiserver {
     pub fn shut_down(&mut self, s: &mut Scheduler, net: &mut Network) {
         self.shutting_down = true;
         s.record(Entry::Server { server: self.index as u8, what: "shuts down" });
-        for (&connection, streams) in &self.connections {
-            let last = streams.keys().next_back().copied().unwrap_or(0);
+        for (&connection, peer) in &self.connections {
+            let last = peer.streams.keys().next_back().copied().unwrap_or(0);
             net.send(s, connection, Side::Server, Frame::Goaway { last });
         }
         s.timer(s.now + SHUTDOWN_GRACE, self.process, Timer::Server(ServerTimer::ShutDown));
@@ -144,7 +151,7 @@ impl Apiserver {
     /// Number of streams on connections that their clients have not closed.
     pub fn leftovers(&self, net: &Network) -> usize {
         let open = self.connections.iter().filter(|(id, _)| net.is_open(**id));
-        open.map(|(_, streams)| streams.len()).sum()
+        open.map(|(_, peer)| peer.streams.len()).sum()
     }
 
     /// Takes in what has arrived.
@@ -160,21 +167,24 @@ impl Apiserver {
             Arrival::Connected => return,
             Arrival::Ended | Arrival::Lost => {
                 self.connections.remove(&id);
-                self.goaways.remove(&id);
                 self.forget_watches(id, None);
                 return net.close(s, id, Side::Server);
             }
         };
         match frame {
-            Frame::Hello if self.shutting_down => net.abort(s, id, Side::Server),
-            Frame::Hello => {
-                self.connections.insert(id, BTreeMap::new());
+            Frame::Hello { .. } if self.shutting_down => net.abort(s, id, Side::Server),
+            Frame::Hello { window } => {
+                let peer = Peer { window, streams: BTreeMap::new(), goaway: None };
+                self.connections.insert(id, peer);
                 let max_streams = self.conditions.max_streams;
                 net.send(s, id, Side::Server, Frame::Settings { max_streams });
             }
             Frame::Ping(number) => net.send(s, id, Side::Server, Frame::Pong(number)),
             Frame::Request(stream, request) => self.requested(s, net, (id, stream), request),
             Frame::Reset(stream, _) => self.finish_stream(id, stream),
+            Frame::WindowUpdate(stream, bytes) => {
+                self.continue_list((s, net), (id, stream), bytes);
+            }
             _ => {}
         }
     }
@@ -186,19 +196,19 @@ impl Apiserver {
         (id, stream): (ConnectionId, StreamId),
         request: Rc<Request>,
     ) {
-        let Some(streams) = self.connections.get_mut(&id) else { return };
-        if self.goaways.get(&id).is_some_and(|&last| stream > last) {
+        let Some(peer) = self.connections.get_mut(&id) else { return };
+        if peer.goaway.is_some_and(|last| stream > last) {
             return;
         }
-        if streams.len() >= self.conditions.max_streams || self.shutting_down {
+        if peer.streams.len() >= self.conditions.max_streams || self.shutting_down {
             return net.send(s, id, Side::Server, Frame::Reset(stream, ResetCode::Refused));
         }
-        streams.insert(stream, Stream { request, waited: Duration::ZERO });
+        peer.streams.insert(stream, Stream { request, waited: Duration::ZERO, list: None });
         let service = self.conditions.service;
         let at = s.now + service + s.random_part(service);
         s.timer(at, self.process, Timer::Server(ServerTimer::Handle(id, stream)));
         if self.conditions.goaway_chance > 0.0 && s.rng.f64() < self.conditions.goaway_chance {
-            self.goaways.insert(id, stream);
+            peer.goaway = Some(stream);
             net.send(s, id, Side::Server, Frame::Goaway { last: stream });
         }
     }
@@ -236,11 +246,10 @@ impl Apiserver {
         store: &mut Store,
         (id, stream): (ConnectionId, StreamId),
     ) {
-        let Some(open) = self.connections.get_mut(&id).and_then(|streams| streams.get_mut(&stream))
+        let Some(request) = self.stream_mut((id, stream)).map(|open| Rc::clone(&open.request))
         else {
             return;
         };
-        let request = Rc::clone(&open.request);
         let path = request.info.path();
         if path == "/readyz" || path == "/livez" {
             let failed = self.conditions.unready || self.conditions.hangs;
@@ -266,7 +275,10 @@ impl Apiserver {
             .and_then(|version| version.parse::<u64>().ok())
             .unwrap_or(0);
         let is_watch = first_value(request.info.query(), "watch").is_some();
-        if wanted > self.applied && !is_watch {
+        if wanted > self.applied
+            && !is_watch
+            && let Some(open) = self.stream_mut((id, stream))
+        {
             if open.waited >= VERSION_WAIT {
                 let head = Head { retry_after: Some(1), ..Head::status(504) };
                 return self.respond(s, net, (id, stream), head, None);
@@ -285,7 +297,9 @@ impl Apiserver {
                 let head = Head { version: version.unwrap_or(0), ..Head::status(status) };
                 self.respond(s, net, (id, stream), head, Some(Data::Opaque(OBJECT_BYTES)));
             }
-            (Method::GET, _, None) => self.list(s, net, store, (id, stream), resource),
+            (Method::GET, _, None) => {
+                self.list((s, net), store, (id, stream), (resource, &request));
+            }
             (method, Some(write), key) => {
                 let head = write_object(s, store, &method, (resource, key.unwrap_or(0)), write);
                 self.respond(s, net, (id, stream), head, Some(Data::Opaque(OBJECT_BYTES)));
@@ -294,28 +308,11 @@ impl Apiserver {
         }
     }
 
-    fn list(
+    pub(super) fn stream_mut(
         &mut self,
-        s: &mut Scheduler,
-        net: &mut Network,
-        store: &Store,
         (id, stream): (ConnectionId, StreamId),
-        resource: Resource,
-    ) {
-        // The objects of the store at the revision of the cache: objects that were written since are left out, and the
-        // watch from there on delivers them.
-        let items: Vec<_> =
-            store.objects(resource).filter(|object| object.1 <= self.applied).collect();
-        let mut bytes = OBJECT_BYTES * items.len().max(1) as u32;
-        let head = Head { version: self.applied, ..Head::status(200) };
-        net.send(s, id, Side::Server, Frame::Head(stream, head));
-        while bytes > CHUNK {
-            bytes -= CHUNK;
-            net.send(s, id, Side::Server, Frame::Data(stream, Data::Opaque(CHUNK)));
-        }
-        net.send(s, id, Side::Server, Frame::Data(stream, Data::Items(Rc::new(items), bytes)));
-        net.send(s, id, Side::Server, Frame::End(stream));
-        self.finish_stream(id, stream);
+    ) -> Option<&mut Stream> {
+        self.connections.get_mut(&id)?.streams.get_mut(&stream)
     }
 
     fn respond(
@@ -332,8 +329,8 @@ impl Apiserver {
     }
 
     pub(super) fn finish_stream(&mut self, id: ConnectionId, stream: StreamId) {
-        if let Some(streams) = self.connections.get_mut(&id) {
-            streams.remove(&stream);
+        if let Some(peer) = self.connections.get_mut(&id) {
+            peer.streams.remove(&stream);
         }
         self.forget_watches(id, Some(stream));
     }

@@ -17,17 +17,20 @@ pub enum Resource {
     ConfigMaps,
     /// Leases.
     Leases,
+    /// Secrets: the large collection of scenarios with bulk readers.
+    Secrets,
 }
 
 impl Resource {
     /// Every resource.
-    pub const ALL: [Self; 3] = [Self::Pods, Self::ConfigMaps, Self::Leases];
+    pub const ALL: [Self; 4] = [Self::Pods, Self::ConfigMaps, Self::Leases, Self::Secrets];
 
     /// The path of the collection.
     pub fn path(self) -> &'static str {
         match self {
             Self::Pods => "/api/v1/namespaces/default/pods",
             Self::ConfigMaps => "/api/v1/namespaces/default/configmaps",
+            Self::Secrets => "/api/v1/namespaces/default/secrets",
             Self::Leases => "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases",
         }
     }
@@ -88,7 +91,7 @@ const FIRST: u64 = 1_000;
 pub struct Store {
     objects: BTreeMap<(Resource, u32), u64>,
     history: Vec<Change>,
-    revisions: [Vec<u64>; 3],
+    revisions: [Vec<u64>; Resource::ALL.len()],
     /// How often each write was carried out.
     pub writes: HashMap<u64, u32>,
 }

@@ -1,5 +1,6 @@
 //! Clients: Go's HTTP/2 below, and a model of what the client wants above.
 
+mod bulk;
 mod informer;
 mod lease;
 mod requests;
@@ -8,6 +9,7 @@ mod transport;
 use std::rc::Rc;
 use std::time::Duration;
 
+pub use self::bulk::{BulkMode, BulkReader};
 pub use self::informer::Informer;
 pub use self::lease::LeaseHolder;
 pub use self::requests::{Burst, Reader, Writer};

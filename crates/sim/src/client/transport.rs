@@ -7,13 +7,15 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::ClientTimer;
-use crate::http2::{Data, Frame, Head, Request, ResetCode, StreamId};
+use crate::http2::{Data, Frame, Head, ReceiveWindow, Request, ResetCode, StreamId};
 use crate::net::{Arrival, ConnectionId, Network, ProcessId, ProcessState, Side};
 use crate::scheduler::{Scheduler, Timer};
 
 const DIAL_TIMEOUT: Duration = Duration::from_secs(30);
 const IDLE_BEFORE_PING: Duration = Duration::from_secs(30);
 const PING_TIMEOUT: Duration = Duration::from_secs(15);
+/// Window of a stream in bytes (`transportDefaultStreamFlow`).
+const STREAM_WINDOW: u32 = 4 << 20;
 
 /// A request of a client. Numbers are not used again.
 pub type RequestId = u64;
@@ -54,13 +56,19 @@ impl Failure {
 }
 
 #[derive(Debug)]
+struct Stream {
+    request: RequestId,
+    window: ReceiveWindow,
+}
+
+#[derive(Debug)]
 struct Connection {
     id: ConnectionId,
     ready: bool,
     draining: bool,
     max_streams: usize,
     next_stream: StreamId,
-    streams: BTreeMap<StreamId, RequestId>,
+    streams: BTreeMap<StreamId, Stream>,
     last_frame: Instant,
     ping_sent: Option<Instant>,
 }
@@ -74,6 +82,8 @@ pub struct Transport {
     connections: Vec<Connection>,
     waiting: VecDeque<(RequestId, Rc<Request>)>,
     next_request: RequestId,
+    /// Bodies are read when they arrive; otherwise the model reads them with [`Self::read`].
+    pub reads_at_once: bool,
 }
 
 impl Transport {
@@ -85,6 +95,7 @@ impl Transport {
             connections: Vec::new(),
             waiting: VecDeque::new(),
             next_request: 1,
+            reads_at_once: true,
         }
     }
 
@@ -106,7 +117,7 @@ impl Transport {
     pub fn cancel(&mut self, s: &mut Scheduler, net: &mut Network, request: RequestId) {
         self.waiting.retain(|waiting| waiting.0 != request);
         for connection in &mut self.connections {
-            let stream = connection.streams.iter().find(|(_, id)| **id == request);
+            let stream = connection.streams.iter().find(|(_, open)| open.request == request);
             if let Some((&stream, _)) = stream {
                 connection.streams.remove(&stream);
                 net.send(s, connection.id, Side::Client, Frame::Reset(stream, ResetCode::Cancel));
@@ -115,14 +126,25 @@ impl Transport {
         self.flush(s, net);
     }
 
+    /// The client reads so many bytes of the body of a request.
+    pub fn read(&mut self, s: &mut Scheduler, net: &mut Network, request: RequestId, bytes: u32) {
+        for connection in &mut self.connections {
+            let stream = connection.streams.iter_mut().find(|(_, open)| open.request == request);
+            if let Some((&stream, open)) = stream
+                && let Some(bytes) = open.window.read(bytes)
+            {
+                net.send(s, connection.id, Side::Client, Frame::WindowUpdate(stream, bytes));
+            }
+        }
+    }
+
     /// Closes every connection. Its requests fail.
     pub fn close_all(&mut self, s: &mut Scheduler, net: &mut Network) -> Vec<(RequestId, Reply)> {
         let mut replies = Vec::new();
         for connection in std::mem::take(&mut self.connections) {
             net.abort(s, connection.id, Side::Client);
-            replies.extend(
-                connection.streams.into_values().map(|id| (id, Reply::Failed(Failure::Connection))),
-            );
+            let lost = connection.streams.into_values();
+            replies.extend(lost.map(|open| (open.request, Reply::Failed(Failure::Connection))));
         }
         replies.extend(self.waiting.drain(..).map(|(id, _)| (id, Reply::Failed(Failure::Connect))));
         replies
@@ -144,7 +166,8 @@ impl Transport {
             };
             let stream = connection.next_stream;
             connection.next_stream += 2;
-            connection.streams.insert(stream, id);
+            let window = ReceiveWindow::new(STREAM_WINDOW);
+            connection.streams.insert(stream, Stream { request: id, window });
             net.send(s, connection.id, Side::Client, Frame::Request(stream, request));
         }
         // A connection that drains ends with its last stream.
@@ -193,7 +216,7 @@ impl Transport {
         let frame = match what {
             Arrival::Frame(frame) => frame,
             Arrival::Connected => {
-                net.send(s, id, Side::Client, Frame::Hello);
+                net.send(s, id, Side::Client, Frame::Hello { window: STREAM_WINDOW });
                 return replies;
             }
             Arrival::Ended | Arrival::Lost => return self.lost(s, net, at),
@@ -207,26 +230,37 @@ impl Transport {
             Frame::Pong(_) => connection.ping_sent = None,
             Frame::Goaway { .. } => connection.draining = true,
             Frame::Head(stream, head) => {
-                replies.extend(connection.streams.get(&stream).map(|&id| (id, Reply::Head(head))));
+                let open = connection.streams.get(&stream);
+                replies.extend(open.map(|open| (open.request, Reply::Head(head))));
             }
             Frame::Data(stream, data) => {
-                replies.extend(connection.streams.get(&stream).map(|&id| (id, Reply::Data(data))));
+                let open = connection.streams.get_mut(&stream);
+                if let Some(open) = open {
+                    let reads = self.reads_at_once;
+                    if let Some(bytes) = open.window.read(if reads { data.len() } else { 0 }) {
+                        net.send(s, id, Side::Client, Frame::WindowUpdate(stream, bytes));
+                    }
+                    replies.push((open.request, Reply::Data(data)));
+                }
             }
             Frame::End(stream) => {
-                replies.extend(connection.streams.remove(&stream).map(|id| (id, Reply::End)));
+                let open = connection.streams.remove(&stream);
+                replies.extend(open.map(|open| (open.request, Reply::End)));
             }
             Frame::Reset(stream, _) => {
                 let reply = Reply::Failed(Failure::Reset);
-                replies.extend(connection.streams.remove(&stream).map(|id| (id, reply)));
+                let open = connection.streams.remove(&stream);
+                replies.extend(open.map(|open| (open.request, reply)));
             }
             Frame::Response(stream, head, data) => {
-                if let Some(id) = connection.streams.remove(&stream) {
+                if let Some(Stream { request: id, .. }) = connection.streams.remove(&stream) {
                     replies.push((id, Reply::Head(head)));
                     replies.extend(data.map(|data| (id, Reply::Data(data))));
                     replies.push((id, Reply::End));
                 }
             }
-            Frame::Hello | Frame::Request(..) | Frame::Ping(_) => {}
+            Frame::Hello { .. } | Frame::Request(..) | Frame::WindowUpdate(..) | Frame::Ping(_) => {
+            }
         }
         self.flush(s, net);
         replies
@@ -236,7 +270,8 @@ impl Transport {
         let connection = self.connections.remove(at);
         net.abort(s, connection.id, Side::Client);
         let lost = connection.streams.into_values();
-        let mut replies: Vec<_> = lost.map(|id| (id, Reply::Failed(Failure::Connection))).collect();
+        let mut replies: Vec<_> =
+            lost.map(|open| (open.request, Reply::Failed(Failure::Connection))).collect();
         if !connection.ready {
             let waiting = self.waiting.drain(..);
             replies.extend(waiting.map(|(id, _)| (id, Reply::Failed(Failure::Connect))));

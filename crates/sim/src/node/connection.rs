@@ -133,7 +133,10 @@ impl Node {
     pub(super) fn dial_arrived(&mut self, io: &mut Io<'_>, id: ConnectionId, what: &Arrival) {
         let Some(dial) = self.dials.get_mut(&id) else { return };
         match what {
-            Arrival::Connected => io.net.send(io.s, id, Side::Client, Frame::Hello),
+            Arrival::Connected => {
+                let window = self.settings.windows().stream;
+                io.net.send(io.s, id, Side::Client, Frame::Hello { window });
+            }
             Arrival::Ended | Arrival::Lost => {
                 self.dial_failed(io, id, ConnectFailureKind::Failed);
             }
@@ -246,7 +249,11 @@ impl Node {
                     self.stream_lost(io, request, (id, stream), loss);
                 }
             }
-            Frame::Hello | Frame::Settings { .. } | Frame::Request(..) | Frame::Ping(_) => {}
+            Frame::Hello { .. }
+            | Frame::Settings { .. }
+            | Frame::Request(..)
+            | Frame::WindowUpdate(..)
+            | Frame::Ping(_) => {}
         }
     }
 

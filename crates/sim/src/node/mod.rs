@@ -5,7 +5,7 @@
 //! |---|---|---|
 //! | `connection` | an upstream connection | `ConnectionMachine` |
 //! | `pool` | which connection takes a request, the requests that wait, which connects start | `Class`, `PoolState`, `select` |
-//! | `request` | the attempts, hedges and retries of a request | `Attempts` |
+//! | `request` | the attempts, hedges and retries of a request, and the body of its response | `Attempts` |
 //! | `endpoint` | the state of an endpoint, its probes, the backoff of connects | `EndpointHealth`, `Prober`, `ConnectBackoff` |
 //! | `reachability` | the examination of a suspect apiserver | `SilenceDetector` |
 //! | `watch` | a watch that continues on another connection | `watch::relay`, `watch::session` |
@@ -29,14 +29,15 @@ use std::time::{Duration, Instant};
 
 use jackstay_core::connection::Thresholds;
 use jackstay_core::pool::{Class, PoolState};
+use jackstay_core::receive_windows::ReceiveWindows;
 use jackstay_core::request::attempts::ConnectionFacts;
 use jackstay_core::request::retry_budget::RetryBudget;
 
 use self::connection::{Dial, Upstream};
+use self::downstream::Downstream;
 use self::endpoint::Endpoint;
 use self::pool::{Purpose, Waiting};
 use self::request::{NodeRequest, RequestId};
-use crate::http2::StreamId;
 use crate::net::{Arrival, ConnectionId, Network, ProcessId};
 use crate::scheduler::{Scheduler, Timer};
 
@@ -102,6 +103,13 @@ impl Default for Settings {
     }
 }
 
+impl Settings {
+    /// The receive windows of connections upstream, which have the certificate of an identity.
+    fn windows(&self) -> ReceiveWindows {
+        ReceiveWindows::new(self.max_streams, true)
+    }
+}
+
 /// Time and network, for a step of a node.
 #[derive(Debug)]
 pub struct Io<'a> {
@@ -124,7 +132,7 @@ pub struct Node {
     upstreams: BTreeMap<ConnectionId, Upstream>,
     /// The endpoints of connections that have ended, and what is known of these.
     ended: BTreeMap<ConnectionId, (usize, ConnectionFacts)>,
-    clients: BTreeMap<ConnectionId, BTreeMap<StreamId, RequestId>>,
+    clients: BTreeMap<ConnectionId, Downstream>,
     requests: BTreeMap<RequestId, NodeRequest>,
     next_request: RequestId,
     pool: PoolState,

@@ -2,6 +2,7 @@
 //! and retries; `attempts` executes the effects.
 
 mod attempts;
+mod body;
 
 use std::rc::Rc;
 use std::time::Instant;
@@ -16,6 +17,7 @@ use jackstay_core::request::info::{RequestKind, Verb};
 use jackstay_core::request::retry::{self, Stage};
 use jackstay_core::watch::request::{WatchRequest, upstream_query, with_query};
 
+use self::body::Body;
 use super::watch::Watch;
 use super::{Io, Node};
 use crate::http2::{Data, Frame, Head, Request, ResetCode, StreamId};
@@ -73,7 +75,7 @@ pub(super) enum State {
     /// No response yet.
     Pending,
     /// The body is forwarded.
-    Streaming(Stream),
+    Streaming(Body),
     /// A watch.
     Watching(Box<Watch>),
 }
@@ -245,8 +247,9 @@ impl Node {
         let Some(request) = self.requests.get_mut(&id) else { return };
         let Some(attempt) = request.attempt_on(on) else { return };
         let Slot::Sent { head, .. } = std::mem::take(&mut request.slots[attempt]) else { return };
-        request.state = State::Streaming(on);
         let (client, head) = (request.client, head.unwrap_or(Head::status(200)));
+        let window = self.clients.get(&client.0).map_or(0, |client| client.window);
+        request.state = State::Streaming(Body::new(on, window, self.settings.windows().stream));
         let status = head.status;
         io.s.record(Entry::Answered { node: self.index, request: id, status });
         io.net.send(io.s, client.0, Side::Server, Frame::Head(client.1, head));
@@ -267,7 +270,7 @@ impl Node {
             State::Pending => self.accept(io, id, stream),
             State::Streaming(_) => {}
         }
-        self.send_to_client(io, id, data);
+        self.forward_body(io, id, data);
     }
 
     /// The end of a body.
@@ -278,7 +281,7 @@ impl Node {
             State::Pending => self.accept(io, id, stream),
             State::Streaming(_) => {}
         }
-        self.end_request(io, id, true);
+        self.body_ended(io, id);
     }
 
     /// A stream was lost before its end.
@@ -377,8 +380,8 @@ impl Node {
         let frame =
             if cleanly { Frame::End(stream) } else { Frame::Reset(stream, ResetCode::Internal) };
         io.net.send(io.s, connection, Side::Server, frame);
-        if let Some(streams) = self.clients.get_mut(&connection) {
-            streams.remove(&stream);
+        if let Some(client) = self.clients.get_mut(&connection) {
+            client.streams.remove(&stream);
         }
         self.cancel_request(io, id);
     }
@@ -393,7 +396,7 @@ impl Node {
             }
         }
         match request.state {
-            State::Streaming(stream) => self.cancel_stream(io, stream),
+            State::Streaming(body) => self.cancel_stream(io, body.stream()),
             State::Watching(watch) => {
                 for stream in watch.streams() {
                     self.cancel_stream(io, stream);

@@ -1,5 +1,7 @@
 //! Runs seeds of the scenarios and prints seeds a second.
 
+mod forever;
+
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -7,12 +9,13 @@ use std::time::Instant;
 use jackstay_sim::scenario::Scenario;
 use jackstay_sim::scenarios::{ALL, by_name};
 
-const USAGE: &str =
-    "usage: jackstay-sim [--seeds N] [--first N] [--scenario NAME] [--seed N [--trace]] [--list]";
+const USAGE: &str = "usage: jackstay-sim [--seeds N | --forever] [--first N] [--scenario NAME] [--seed N [--trace]] [--list]";
 
 struct Arguments {
     seeds: u64,
-    first: u64,
+    /// Until a signal arrives.
+    forever: bool,
+    first: Option<u64>,
     scenario: Option<&'static Scenario>,
     seed: Option<u64>,
     trace: bool,
@@ -20,14 +23,22 @@ struct Arguments {
 }
 
 fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
-    let mut parsed =
-        Arguments { seeds: 100, first: 0, scenario: None, seed: None, trace: false, list: false };
+    let mut parsed = Arguments {
+        seeds: 100,
+        forever: false,
+        first: None,
+        scenario: None,
+        seed: None,
+        trace: false,
+        list: false,
+    };
     while let Some(arg) = args.next() {
         let mut value = || args.next().ok_or(format!("{arg} needs a value"));
         let number = |text: String| text.parse().map_err(|_| format!("{text} is no number"));
         match arg.as_str() {
             "--seeds" => parsed.seeds = number(value()?)?,
-            "--first" => parsed.first = number(value()?)?,
+            "--forever" => parsed.forever = true,
+            "--first" => parsed.first = Some(number(value()?)?),
             "--seed" => parsed.seed = Some(number(value()?)?),
             "--scenario" => {
                 let name = value()?;
@@ -60,11 +71,23 @@ fn main() -> ExitCode {
         }
         return ExitCode::SUCCESS;
     }
+    if arguments.forever {
+        // Without a first seed, each invocation tries others.
+        let first = arguments.first.unwrap_or_else(|| fastrand::u64(..1 << 40));
+        return match forever::run(&scenarios, first) {
+            Ok(0) => ExitCode::SUCCESS,
+            Ok(_) => ExitCode::FAILURE,
+            Err(error) => {
+                eprintln!("signals cannot be received: {error}");
+                ExitCode::FAILURE
+            }
+        };
+    }
     let mut failures = 0;
     for scenario in scenarios {
         failures += match arguments.seed {
             Some(seed) => run_one(scenario, seed, arguments.trace),
-            None => run_many(scenario, arguments.first, arguments.seeds),
+            None => run_many(scenario, arguments.first.unwrap_or(0), arguments.seeds),
         };
     }
     if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }

@@ -295,13 +295,20 @@ impl Scenario {
             return Ok(run);
         }
         Err(format!(
-            "{}: seed {seed} broke {} promises:\n  {}\n  {}\nrepeat it: cargo run --release -p jackstay-sim -- \
-             --scenario {} --seed {seed} --trace\n",
+            "{}: seed {seed} broke {} promises:\n  {}\n  {}\n{}\n",
             self.name,
             broken.len(),
             broken.join("\n  "),
             run.findings,
-            self.name
+            self.repeat_command(seed)
         ))
+    }
+
+    /// The command that repeats the run of a seed with its log.
+    pub fn repeat_command(&self, seed: u64) -> String {
+        format!(
+            "repeat it: cargo run --release -p jackstay-sim -- --scenario {} --seed {seed} --trace",
+            self.name
+        )
     }
 }

@@ -7,7 +7,7 @@ use http::Method;
 use jackstay_core::balance;
 use jackstay_core::connect::{ConnectBackoff, ConnectFailure, ConnectFailureKind};
 use jackstay_core::connection::{ConnectionState, DrainReason};
-use jackstay_core::endpoint_health::{EndpointHealth, Observation};
+use jackstay_core::endpoint_health::{EndpointHealth, EndpointReadiness, Observation};
 use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::probe::prober::{Prober, Response, Rules};
 use jackstay_core::probe::schedule::ProbeTrigger;
@@ -46,6 +46,8 @@ struct Probing {
 pub(super) struct Endpoint {
     /// The process of its apiserver.
     pub(super) server: ProcessId,
+    /// Its name, by which the rebalancer orders endpoints.
+    pub(super) label: String,
     health: EndpointHealth,
     pub(super) backoff: ConnectBackoff,
     pub(super) ping_grid: Instant,
@@ -71,6 +73,7 @@ impl Endpoint {
         };
         Self {
             server,
+            label: format!("apiserver {server}"),
             health: EndpointHealth::default(),
             backoff: ConnectBackoff::default(),
             ping_grid: s.now + s.random_part(Duration::from_secs(1)),
@@ -104,6 +107,10 @@ impl Endpoint {
 
     pub(super) fn ready_for(&self, now: Instant) -> Option<Duration> {
         self.ready_since.map(|since| now.saturating_duration_since(since))
+    }
+
+    pub(super) fn readiness(&self) -> EndpointReadiness {
+        self.health.readiness()
     }
 
     /// Whether this is the prober's present connection.

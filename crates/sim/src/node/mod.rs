@@ -8,6 +8,7 @@
 //! | `request` | the attempts, hedges and retries of a request, and the body of its response | `Attempts` |
 //! | `endpoint` | the state of an endpoint, its probes, the backoff of connects | `EndpointHealth`, `Prober`, `ConnectBackoff` |
 //! | `reachability` | the examination of a suspect apiserver | `SilenceDetector` |
+//! | `placement` | which connections offer moves to their watches | `Rebalancer`, `ActiveEvacuations` |
 //! | `watch` | a watch that continues on another connection | `watch::relay`, `watch::session` |
 //! | `downstream` | the connections of clients | |
 //!
@@ -19,6 +20,7 @@
 mod connection;
 mod downstream;
 mod endpoint;
+mod placement;
 mod pool;
 mod reachability;
 mod request;
@@ -36,6 +38,7 @@ use jackstay_core::request::retry_budget::RetryBudget;
 use self::connection::{Dial, Upstream};
 use self::downstream::Downstream;
 use self::endpoint::Endpoint;
+use self::placement::Placement;
 use self::pool::{Purpose, Waiting};
 use self::request::{NodeRequest, RequestId};
 use crate::net::{Arrival, ConnectionId, Network, ProcessId};
@@ -135,6 +138,7 @@ pub struct Node {
     clients: BTreeMap<ConnectionId, Downstream>,
     requests: BTreeMap<RequestId, NodeRequest>,
     next_request: RequestId,
+    placement: Placement,
     pool: PoolState,
     class: Class<Waiting>,
     /// The numbers of the waits of requests.
@@ -175,6 +179,7 @@ impl Node {
             clients: BTreeMap::new(),
             requests: BTreeMap::new(),
             next_request: 1,
+            placement: Placement::new(s.now, s.rng.fork()),
             pool,
             class,
             waits: Vec::new(),

@@ -106,7 +106,11 @@ impl Node {
     }
 
     /// The best live connection that may take the request.
-    fn select_now(&mut self, io: &mut Io<'_>, required: &Requirements) -> Option<ConnectionId> {
+    pub(super) fn select_now(
+        &mut self,
+        io: &mut Io<'_>,
+        required: &Requirements,
+    ) -> Option<ConnectionId> {
         let now = io.s.now;
         let (ids, mut table) = self.table(now);
         let index = select(
@@ -195,6 +199,7 @@ impl Node {
         if self.pool.observe_endpoints(&endpoints, now).is_some() {
             self.outage_ended(io);
         }
+        self.place_watches(io);
         self.plan(io, &endpoints);
         self.serve_waiters(io, &endpoints);
         self.pool_due = self.pool.next_run(now, &mut io.s.rng);

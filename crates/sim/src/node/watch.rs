@@ -1,6 +1,8 @@
 //! A watch: its stream, and how it continues on another connection. `watch::relay` and `watch::session` of the core
 //! decide on each chunk and on each loss.
 
+mod moves;
+
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -439,7 +441,7 @@ impl Node {
         purpose: Purpose,
         connection: ConnectionId,
     ) {
-        let (now, query) = (io.s.now, self.first_query(id));
+        let now = io.s.now;
         let Some(watch) = self.watch_mut(id) else { return };
         let phase = match (purpose, watch.phase) {
             (Purpose::Move, Phase::Searching(reason)) => {
@@ -454,8 +456,21 @@ impl Node {
             _ => return,
         };
         let session = watch.relay.session();
-        let query = session.resume_query(&query, now);
         let limit = if phase == Phase::Moving { MAX_SILENCE } else { session.attempt_timeout() };
+        self.request_stream(io, id, (connection, phase), limit);
+    }
+
+    /// Requests the rest of a watch on another connection.
+    fn request_stream(
+        &mut self,
+        io: &mut Io<'_>,
+        id: RequestId,
+        (connection, phase): (ConnectionId, Phase),
+        limit: Duration,
+    ) {
+        let (now, query) = (io.s.now, self.first_query(id));
+        let Some(watch) = self.watch_mut(id) else { return };
+        let query = watch.relay.session().resume_query(&query, now);
         let Some(request) = self.request_with_query(id, &query) else { return };
         let stream = self.open_stream(io, connection, id, &request);
         if let Some(watch) = self.watch_mut(id) {
@@ -503,16 +518,10 @@ impl Node {
         if upstream.machine.state() == ConnectionState::Unresponsive && can_lose {
             return self.watch_stream_lost(io, id, stream, "the connection does not respond");
         }
-        let endpoint = &self.endpoints[upstream.endpoint];
-        let reason = if upstream.machine.drain_urgency() == Some(DrainUrgency::Immediate) {
-            MoveReason::Drain
-        } else if endpoint.state == EndpointState::Degraded
-            && self.has_better_endpoint(upstream.endpoint)
-        {
-            MoveReason::Evacuate
-        } else {
-            return;
-        };
+        if upstream.machine.drain_urgency() != Some(DrainUrgency::Immediate) {
+            return self.take_offered_move(io, id);
+        }
+        let reason = MoveReason::Drain;
         let Some(watch) = self.watch_mut(id) else { return };
         if phase == Phase::Streaming && watch.relay.session().can_move(reason, now) {
             let pause = match searches {

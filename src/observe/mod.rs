@@ -43,7 +43,7 @@ pub use listener_metrics::ListenerMetrics;
 pub use liveness::{Liveness, LivenessMonitor};
 pub use metrics::Metrics;
 pub use open_streams::OpenStreams;
-pub use outcome::{Outcome, Side, UserClass};
+pub use outcome::{Outcome, Side};
 pub use passthrough_metrics::PassthroughMetrics;
 pub use quantity::quantity;
 pub use rate_limited_warnings::RateLimitedWarnings;

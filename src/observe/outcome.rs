@@ -14,6 +14,7 @@ use std::time::Instant;
 
 use http::uri::PathAndQuery;
 use http::{HeaderValue, Method, header, request};
+use jackstay_core::credential_class::{ClientRank, CredentialClass};
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::Source;
 
@@ -50,31 +51,6 @@ impl Side {
     }
 }
 
-/// The kind of credential of a request. It does not name the user.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum UserClass {
-    /// Not determined yet, or refused.
-    #[default]
-    Unknown,
-    /// A verified client certificate that equals a configured identity.
-    Identity,
-    /// A bearer token, forwarded.
-    Token,
-    /// No credential.
-    Anonymous,
-}
-
-impl UserClass {
-    const fn as_str(self) -> &'static str {
-        match self {
-            Self::Unknown => "unknown",
-            Self::Identity => "identity",
-            Self::Token => "token",
-            Self::Anonymous => "anonymous",
-        }
-    }
-}
-
 /// The parts of a request head that the access log shows.
 #[derive(Debug)]
 struct Head {
@@ -101,8 +77,8 @@ pub struct Outcome {
     long_running: bool,
     is_watch: bool,
     is_tunnel: bool,
-    /// The kind of credential.
-    pub user: UserClass,
+    /// The class of its credential; `None` until it is selected, and if none is.
+    pub class: Option<CredentialClass>,
     endpoint: Option<Arc<str>>,
     attempts: u16,
     reused: bool,
@@ -144,7 +120,7 @@ impl Outcome {
             long_running: false,
             is_watch: false,
             is_tunnel: false,
-            user: UserClass::Unknown,
+            class: None,
             endpoint: None,
             attempts: 0,
             reused: false,
@@ -248,10 +224,14 @@ impl Outcome {
             }
     }
 
+    fn is_of_identity(&self) -> bool {
+        self.class.is_some_and(|class| class.rank() == ClientRank::Identity)
+    }
+
     /// Whether a line about the end of the watch may be logged: the number of such lines that were suppressed before
     /// it, or `None`. A client can end its watches as often as it likes.
     pub fn admit_watch_line(&self) -> Option<u64> {
-        if self.user == UserClass::Identity {
+        if self.is_of_identity() {
             return Some(0);
         }
         self.listener.watch_lines.admit(self.source, clock::now())
@@ -284,7 +264,7 @@ impl Outcome {
             reused = self.reused,
             hedged = self.hedged.then_some(true),
             resumes = (self.resumes > 0).then_some(self.resumes),
-            user = self.user.as_str(),
+            user = self.class.map_or("unknown", CredentialClass::user),
             user_agent = user_agent.as_deref(),
             cut_by = cut_by.map(Side::as_str),
             reason = reason.as_deref(),
@@ -311,7 +291,7 @@ impl Drop for Outcome {
             listener.cut(side.as_str());
         }
         // A client can cause errors as fast as it can write, so their lines are limited.
-        let is_identity = self.user == UserClass::Identity;
+        let is_identity = self.is_of_identity();
         let quota = match self.access {
             AccessLog::Off => return,
             AccessLog::Errors if !self.is_error(code, cut_by) => return,

@@ -23,7 +23,8 @@ use std::time::{Duration, Instant};
 
 use bytes::{Buf, Bytes};
 use http_body::{Body, Frame, SizeHint};
-use jackstay_core::admission::{Level, MemoryClass, Shed};
+use jackstay_core::admission::{Level, Shed};
+use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::clock;
 use tokio::time::{Sleep, sleep_until};
 
@@ -102,8 +103,8 @@ impl BodyProgress {
         if unread == 0 {
             return false;
         }
-        let limit = match (connection.class(), connection.level()) {
-            (MemoryClass::Identity, _) => MAX_UNTAKEN,
+        let limit = match (connection.rank(), connection.level()) {
+            (ClientRank::Identity, _) => MAX_UNTAKEN,
             (_, Level::Free) if self.taken.get() >= MUCH => MAX_UNTAKEN,
             (_, Level::Free | Level::Half) => MAX_PIECE,
             (_, Level::High | Level::Critical) => 1,

@@ -17,11 +17,11 @@ const LIMIT: Duration = Duration::from_secs(300);
 const DAY: Duration = Duration::from_secs(86_400);
 
 fn progress_within(budget: &Arc<MemoryBudget>) -> Rc<BodyProgress> {
-    progress_of(budget, MemoryClass::Unproven)
+    progress_of(budget, ClientRank::Unproven)
 }
 
-fn progress_of(budget: &Arc<MemoryBudget>, class: MemoryClass) -> Rc<BodyProgress> {
-    let client = ClientMemory::of_local_client(budget.source(1), class).unwrap();
+fn progress_of(budget: &Arc<MemoryBudget>, rank: ClientRank) -> Rc<BodyProgress> {
+    let client = ClientMemory::of_local_client(budget.source(1), rank).unwrap();
     let request = http::Request::new(Empty::<Bytes>::new());
     let (slots, now) = (Rc::<ConnectionSlots>::default(), clock::now());
     let slot = Rc::new(slots.admit_proven(Source::User(1), now));
@@ -180,9 +180,9 @@ fn pieces_are_charged_until_they_are_taken_or_dropped() {
 
 #[test]
 fn client_without_an_identity_gets_one_piece_after_the_other_when_memory_is_short() {
-    for (class, pieces_at_once) in [(MemoryClass::Unproven, 1), (MemoryClass::Identity, 3)] {
+    for (rank, pieces_at_once) in [(ClientRank::Unproven, 1), (ClientRank::Identity, 3)] {
         let budget = MemoryBudget::new(16 << 20);
-        let progress = progress_of(&budget, class);
+        let progress = progress_of(&budget, rank);
         let (pieces, body) = mpsc::unbounded_channel();
         let mut body =
             TrackedBody::new(Pieces(body), Rc::clone(&progress), ResponseReserve::default());
@@ -198,17 +198,17 @@ fn client_without_an_identity_gets_one_piece_after_the_other_when_memory_is_shor
             pieces.send(Bytes::from_static(b"x")).unwrap();
         }
         let taken: Vec<_> = std::iter::from_fn(&mut take).collect();
-        assert_eq!(taken.len(), pieces_at_once, "{class:?}");
+        assert_eq!(taken.len(), pieces_at_once, "{rank:?}");
         drop(taken);
-        assert_eq!(take().is_some(), pieces_at_once == 1, "{class:?}");
+        assert_eq!(take().is_some(), pieces_at_once == 1, "{rank:?}");
     }
 }
 
 #[test]
 fn waiting_bytes_are_bounded_by_what_the_client_is_and_has_taken() {
-    use MemoryClass::{Identity, Token, Unproven};
+    use ClientRank::{Identity, Token, Unproven};
     // Bytes taken before, charged of 16 MiB, and pieces of 64 KiB that then wait.
-    for (class, taken, charged, expected) in [
+    for (rank, taken, charged, expected) in [
         (Identity, 0, 0, 2),
         (Identity, 0, 14 << 20, 2),
         (Token, 0, 0, 1),
@@ -218,7 +218,7 @@ fn waiting_bytes_are_bounded_by_what_the_client_is_and_has_taken() {
         (Unproven, MUCH, 5 << 20, 1),
     ] {
         let budget = MemoryBudget::new(16 << 20);
-        let progress = progress_of(&budget, class);
+        let progress = progress_of(&budget, rank);
         progress.taken.set(taken);
         let (pieces, body) = mpsc::unbounded_channel();
         let mut body =
@@ -234,6 +234,6 @@ fn waiting_bytes_are_bounded_by_what_the_client_is_and_has_taken() {
                 Poll::Pending => None,
             })
             .collect();
-        assert_eq!(waiting.len(), expected, "{class:?} {taken} {charged}");
+        assert_eq!(waiting.len(), expected, "{rank:?} {taken} {charged}");
     }
 }

@@ -17,8 +17,8 @@ use http::request::Parts;
 use http::uri::{Authority, Scheme};
 use http::{HeaderValue, Request, Response, StatusCode, Uri, header};
 use hyper::body::Incoming;
-use jackstay_core::admission::MemoryClass;
 use jackstay_core::admission::fair_queue::Ended;
+use jackstay_core::credential_class::ClientRank;
 use jackstay_core::request::hygiene;
 use jackstay_core::request::hygiene::ForwardedFor;
 use jackstay_core::request::info::{RequestInfo, RequestKind};
@@ -41,7 +41,7 @@ use super::response_body::{FullBody, ResponseBody};
 use super::status_response;
 use super::unproven_requests::{ConnectionRecord, UnprovenRequest};
 use super::upgrade::Upgrade;
-use crate::observe::{Outcome, UserClass};
+use crate::observe::Outcome;
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::version_preference::preferred_versions;
 
@@ -185,7 +185,7 @@ impl ClientConnection {
         if proof != TokenProof::Missing {
             // The response may last for minutes.
             response.body_mut().token_proven();
-            self.set_class(MemoryClass::Token);
+            self.set_rank(ClientRank::Token);
         }
         let Some(request) = unproven else { return };
         let is_anonymous = credential.class == CredentialClass::Anonymous;
@@ -243,8 +243,8 @@ impl ClientConnection {
             info.upgrade,
         )?;
         let class = credential.class;
-        outcome.user = user_class(class);
-        self.set_class(memory_class(class));
+        outcome.class = Some(class);
+        self.set_rank(class.rank());
         let proof = IdentityProof::new(class, certificate);
 
         hygiene::upstream_headers(&mut parts.headers, &self.forwarded_for, info.upgrade);
@@ -295,9 +295,9 @@ impl ClientConnection {
 
 impl ClientConnection {
     /// Records what the client has proven with its last request.
-    fn set_class(&self, class: MemoryClass) {
-        self.memory.raise_class(class);
-        self.slot.set_class(class);
+    fn set_rank(&self, rank: ClientRank) {
+        self.memory.raise_rank(rank);
+        self.slot.set_rank(rank);
     }
 }
 
@@ -315,26 +315,6 @@ fn is_unproven(prepared: &Prepared) -> bool {
             credential.class == CredentialClass::Anonymous
         }
         _ => false,
-    }
-}
-
-fn memory_class(class: CredentialClass) -> MemoryClass {
-    match class {
-        CredentialClass::Identity(_) => MemoryClass::Identity,
-        CredentialClass::Token => MemoryClass::Token,
-        _ => MemoryClass::Unproven,
-    }
-}
-
-fn user_class(class: CredentialClass) -> UserClass {
-    match class {
-        CredentialClass::Identity(_) => UserClass::Identity,
-        CredentialClass::Token | CredentialClass::UnprovenToken | CredentialClass::SlowedToken => {
-            UserClass::Token
-        }
-        CredentialClass::Anonymous | CredentialClass::Probe | CredentialClass::Discovery => {
-            UserClass::Anonymous
-        }
     }
 }
 

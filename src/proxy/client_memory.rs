@@ -23,8 +23,9 @@ use std::sync::Arc;
 
 use http::Request;
 use jackstay_core::admission::{
-    ByteAccount, ByteBudget, Level, MemoryCharge, MemoryClass, MemoryKind, Shed, SourceMemory,
+    ByteAccount, ByteBudget, Level, MemoryCharge, MemoryKind, Shed, SourceMemory,
 };
+use jackstay_core::credential_class::ClientRank;
 
 use super::request_windows::Windows;
 use super::response_reserve::ResponseReserve;
@@ -100,7 +101,7 @@ impl Allotment {
 #[derive(Debug)]
 pub struct ClientMemory {
     source: Arc<SourceMemory>,
-    class: Rc<Cell<MemoryClass>>,
+    rank: Rc<Cell<ClientRank>>,
     streams: Allotment,
     windows: Allotment,
     responses: Allotment,
@@ -119,19 +120,19 @@ impl ClientMemory {
     /// Charges a connection of this source with these windows and `extra` bytes of buffers; `None` if it does not fit.
     pub fn new(
         source: Arc<SourceMemory>,
-        class: MemoryClass,
+        rank: ClientRank,
         announced: Windows,
         extra: usize,
     ) -> Option<Rc<Self>> {
         let bytes = CONNECTION_COST + extra;
-        let connection = source.try_charge(MemoryKind::Connections, bytes, class);
+        let connection = source.try_charge(MemoryKind::Connections, bytes, rank);
         let Some(connection) = connection else {
             source.budget().count_shed(Shed::ConnectionRefused);
             return None;
         };
         Some(Rc::new(Self {
             source,
-            class: Rc::new(Cell::new(class)),
+            rank: Rc::new(Cell::new(rank)),
             streams: Allotment::new(MemoryKind::Streams),
             windows: Allotment::new(MemoryKind::RequestWindows),
             responses: Allotment::new(MemoryKind::Responses),
@@ -146,8 +147,8 @@ impl ClientMemory {
 
     /// The memory of a client on this node without buffers.
     #[cfg(test)]
-    pub fn of_local_client(source: Arc<SourceMemory>, class: MemoryClass) -> Option<Rc<Self>> {
-        Self::new(source, class, Windows::of(class, std::net::Ipv4Addr::LOCALHOST.into()), 0)
+    pub fn of_local_client(source: Arc<SourceMemory>, rank: ClientRank) -> Option<Rc<Self>> {
+        Self::new(source, rank, Windows::of(rank, std::net::Ipv4Addr::LOCALHOST.into()), 0)
     }
 
     /// The windows to announce.
@@ -156,24 +157,24 @@ impl ClientMemory {
     }
 
     /// What the client has proven up to now.
-    pub fn class(&self) -> MemoryClass {
-        self.class.get()
+    pub fn rank(&self) -> ClientRank {
+        self.rank.get()
     }
 
     /// What the client has proven, for the sockets that are charged to it.
-    pub fn shared_class(&self) -> Rc<Cell<MemoryClass>> {
-        Rc::clone(&self.class)
+    pub fn shared_rank(&self) -> Rc<Cell<ClientRank>> {
+        Rc::clone(&self.rank)
     }
 
     /// Follows what the client has proven in the memory of its socket, and learns there that the connection is shed.
     pub fn attach_to(&self, socket: &SocketMemory) {
-        socket.follow_class(self.shared_class());
+        socket.follow_rank(self.shared_rank());
         socket.report_shed(Rc::clone(&self.last_shed));
     }
 
     /// The client has proven this.
-    pub fn raise_class(&self, class: MemoryClass) {
-        self.class.set(self.class.get().max(class));
+    pub fn raise_rank(&self, rank: ClientRank) {
+        self.rank.set(self.rank.get().max(rank));
     }
 
     /// Number of requests whose responses are not complete.
@@ -183,7 +184,7 @@ impl ClientMemory {
 
     /// How short memory is for this client.
     pub fn level(&self) -> Level {
-        self.source.level(self.class())
+        self.source.level(self.rank())
     }
 
     /// Whether so much waits for the client that it must read.
@@ -209,9 +210,9 @@ impl ClientMemory {
         request: &Request<B>,
     ) -> Option<StreamMemory> {
         let mut stream = self.begin_refused();
-        let reserve = match self.class() {
-            MemoryClass::Identity => ResponseReserve::default(),
-            MemoryClass::Token | MemoryClass::Unproven => ResponseReserve::STREAM,
+        let reserve = match self.rank() {
+            ClientRank::Identity => ResponseReserve::default(),
+            ClientRank::Token | ClientRank::Unproven => ResponseReserve::STREAM,
         };
         let fits = stream.try_add_head(STREAM_COST + head_size(request))
             && (request.body().is_end_stream()
@@ -237,7 +238,7 @@ impl ClientMemory {
 
     /// Charges a tunnel to this client, which outlives the connection; `None` if it does not fit.
     pub fn charge_tunnel(&self) -> Option<TunnelMemory> {
-        let tunnel = TunnelMemory::new(&self.source, self.shared_class());
+        let tunnel = TunnelMemory::new(&self.source, self.shared_rank());
         if tunnel.is_none() {
             self.count_shed(Shed::StreamRefused);
         }
@@ -246,12 +247,12 @@ impl ClientMemory {
 
     /// The account of this client in a budget for one kind of bytes.
     pub fn account(&self, budget: &Arc<ByteBudget>) -> ByteAccount {
-        budget.account(&self.source, self.class())
+        budget.account(&self.source, self.rank())
     }
 
     fn try_add(&self, allotment: &Allotment, bytes: usize) -> bool {
-        let class = self.class();
-        allotment.add(bytes, |kind, bytes| self.source.try_add(kind, bytes, class))
+        let rank = self.rank();
+        allotment.add(bytes, |kind, bytes| self.source.try_add(kind, bytes, rank))
     }
 
     /// Charges one more request body, which may fill `bytes`.
@@ -343,7 +344,7 @@ impl StreamMemory {
 
     /// Charges what the response may hold, now that its head has arrived. An identity has no reserve for a piece.
     pub fn set_reserve(&self, mut reserve: ResponseReserve) {
-        if self.connection.class() == MemoryClass::Identity {
+        if self.connection.rank() == ClientRank::Identity {
             reserve.piece = 0;
         }
         let before = self.charged();
@@ -416,14 +417,14 @@ mod tests {
         Request::post("https://api/x").body("x".repeat(MIB)).unwrap()
     }
 
-    fn connection(budget: &Arc<MemoryBudget>, class: MemoryClass) -> Rc<ClientMemory> {
-        ClientMemory::of_local_client(budget.source(1), class).unwrap()
+    fn connection(budget: &Arc<MemoryBudget>, rank: ClientRank) -> Rc<ClientMemory> {
+        ClientMemory::of_local_client(budget.source(1), rank).unwrap()
     }
 
     #[test]
     fn requests_one_after_the_other_take_nothing_from_the_budget() {
         let budget = MemoryBudget::new(MIB);
-        let connection = connection(&budget, MemoryClass::Unproven);
+        let connection = connection(&budget, ClientRank::Unproven);
         let idle = budget.used();
         assert_eq!(idle, CONNECTION_COST);
         // One that would not fit: others have used up the budget.
@@ -436,9 +437,9 @@ mod tests {
     #[test]
     fn requests_are_refused_when_the_share_is_used_up() {
         let budget = MemoryBudget::new(4 * MIB);
-        let unproven = connection(&budget, MemoryClass::Unproven);
+        let unproven = connection(&budget, ClientRank::Unproven);
         let identity =
-            ClientMemory::of_local_client(budget.source(2), MemoryClass::Identity).unwrap();
+            ClientMemory::of_local_client(budget.source(2), ClientRank::Identity).unwrap();
         let mut streams = Vec::new();
         while let Some(stream) = unproven.begin(&head()) {
             streams.push(stream);
@@ -459,7 +460,7 @@ mod tests {
     #[test]
     fn windows_of_bodies_are_charged_up_to_that_of_the_connection() {
         let budget = MemoryBudget::new(100 * MIB);
-        let connection = connection(&budget, MemoryClass::Unproven);
+        let connection = connection(&budget, ClientRank::Unproven);
         let streams: Vec<_> = (0..16).map(|_| connection.begin(&upload()).unwrap()).collect();
         let windows = budget.used_for(MemoryKind::RequestWindows);
         assert!(((256 << 10) - STEP..=256 << 10).contains(&windows), "{windows}");
@@ -470,10 +471,9 @@ mod tests {
     #[test]
     fn body_of_a_remote_client_is_charged_up_to_its_length() {
         let budget = MemoryBudget::new(100 * MIB);
-        let remote = Windows::of(MemoryClass::Token, [192, 0, 2, 1].into());
+        let remote = Windows::of(ClientRank::Token, [192, 0, 2, 1].into());
         assert_eq!(remote.stream, 256 << 10, "as large as that of kube-apiserver");
-        let connection =
-            ClientMemory::new(budget.source(1), MemoryClass::Token, remote, 0).unwrap();
+        let connection = ClientMemory::new(budget.source(1), ClientRank::Token, remote, 0).unwrap();
         let post = |length: usize| {
             connection.begin(&Request::post("https://api/x").body("x".repeat(length)).unwrap())
         };
@@ -489,7 +489,7 @@ mod tests {
     #[test]
     fn responses_are_charged_until_they_are_taken() {
         let budget = MemoryBudget::new(100 * MIB);
-        let connection = connection(&budget, MemoryClass::Unproven);
+        let connection = connection(&budget, ClientRank::Unproven);
         let stream = connection.begin(&head()).unwrap();
         stream.set_reserve(ResponseReserve::STREAM);
         stream.add_waiting(300 << 10);
@@ -506,14 +506,14 @@ mod tests {
 
     #[test]
     fn responses_of_many_sources_leave_room_for_an_identity() {
-        for class in [MemoryClass::Unproven, MemoryClass::Token] {
+        for rank in [ClientRank::Unproven, ClientRank::Token] {
             let limit = 64 * MIB;
             let budget = MemoryBudget::new(limit);
             let mut clients = Vec::new();
             for uid in 1..=5 {
                 let mut streams = Vec::new();
                 'connections: while let Some(client) =
-                    ClientMemory::of_local_client(budget.source(uid), class)
+                    ClientMemory::of_local_client(budget.source(uid), rank)
                 {
                     for _ in 0..UNPROVEN_STREAMS {
                         let Some(stream) = client.begin(&head()) else { break 'connections };
@@ -527,10 +527,10 @@ mod tests {
                 stream.set_reserve(ResponseReserve::STREAM);
                 stream.add_waiting(MAX_PIECE);
             }
-            let (used, share) = (budget.used(), if class == MemoryClass::Token { 6 } else { 5 });
-            assert!(used <= limit / 8 * share, "{class:?}: {used}");
+            let (used, share) = (budget.used(), if rank == ClientRank::Token { 6 } else { 5 });
+            assert!(used <= limit / 8 * share, "{rank:?}: {used}");
             let identity =
-                ClientMemory::of_local_client(budget.source(1), MemoryClass::Identity).unwrap();
+                ClientMemory::of_local_client(budget.source(1), ClientRank::Identity).unwrap();
             let request = identity.begin(&upload()).expect("an identity's request fits");
             for stream in clients.iter().flatten() {
                 stream.remove_waiting(MAX_PIECE);
@@ -544,7 +544,7 @@ mod tests {
     fn a_piece_within_the_reserve_is_not_charged_again() {
         let budget = MemoryBudget::new(100 * MIB);
         let responses = || budget.used_for(MemoryKind::Responses);
-        let client = connection(&budget, MemoryClass::Token);
+        let client = connection(&budget, ClientRank::Token);
         let stream = client.begin(&head()).unwrap();
         let charged = responses();
         stream.add_waiting(MAX_PIECE);
@@ -555,7 +555,7 @@ mod tests {
         stream.set_reserve(ResponseReserve { window: 0, piece: 16 << 10 });
         stream.remove_waiting(MAX_PIECE);
         assert!(responses() <= MAX_PIECE + STEP, "{}", responses());
-        let identity = connection(&budget, MemoryClass::Identity);
+        let identity = connection(&budget, ClientRank::Identity);
         let other = identity.begin(&head()).unwrap();
         let charged = responses();
         other.set_reserve(ResponseReserve { window: FREE, piece: MAX_PIECE });
@@ -573,10 +573,10 @@ mod tests {
     #[test]
     fn connections_are_refused_when_the_share_is_used_up() {
         let budget = MemoryBudget::new(4 * MIB);
-        let new = |class| ClientMemory::of_local_client(budget.source(1), class);
-        let connections: Vec<_> = std::iter::from_fn(|| new(MemoryClass::Unproven)).collect();
+        let new = |rank| ClientMemory::of_local_client(budget.source(1), rank);
+        let connections: Vec<_> = std::iter::from_fn(|| new(ClientRank::Unproven)).collect();
         assert_eq!(connections.len(), 20, "1,280 KiB");
-        assert!(new(MemoryClass::Identity).is_some());
+        assert!(new(ClientRank::Identity).is_some());
         drop(connections);
         assert_eq!(budget.used(), 0);
     }

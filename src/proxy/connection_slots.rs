@@ -29,11 +29,11 @@ use std::task::{Context, Poll};
 
 use std::time::Instant;
 
-use jackstay_core::admission::MemoryClass;
+use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::Source;
 
-use self::registry::{ClientRank, Entry, Phase, Registry};
+use self::registry::{Entry, EvictionRank, Phase, Registry};
 
 /// The reserve is this part of the slots.
 const RESERVE_DIVISOR: usize = 8;
@@ -160,12 +160,12 @@ impl ConnectionSlot {
     }
 
     /// Sets what the client has proven with its last request.
-    pub fn set_class(&self, class: MemoryClass) {
-        if class == MemoryClass::Identity {
+    pub fn set_rank(&self, rank: ClientRank) {
+        if rank == ClientRank::Identity {
             return self.set_proven();
         }
-        let rank = ClientRank::Served(class);
-        if self.entry.rank.get() == ClientRank::Handshake {
+        let rank = EvictionRank::Served(rank);
+        if self.entry.rank.get() == EvictionRank::Handshake {
             self.slots.registry.borrow_mut().change_handshake(&self.entry, rank, clock::now());
         }
         self.entry.rank.set(rank);
@@ -174,15 +174,15 @@ impl ConnectionSlot {
     /// The client has sent the first bytes of its handshake.
     pub fn handshake_begun(&self, now: Instant) {
         let mut registry = self.slots.registry.borrow_mut();
-        registry.change_handshake(&self.entry, ClientRank::Handshake, now);
+        registry.change_handshake(&self.entry, EvictionRank::Handshake, now);
     }
 
     /// The handshake is complete and the certificate verified, if the client has sent one. Changes nothing after a
     /// request.
     pub fn handshake_complete(&self, now: Instant) {
-        if matches!(self.entry.rank.get(), ClientRank::New | ClientRank::Handshake) {
+        if matches!(self.entry.rank.get(), EvictionRank::New | EvictionRank::Handshake) {
             let mut registry = self.slots.registry.borrow_mut();
-            registry.change_handshake(&self.entry, ClientRank::New, now);
+            registry.change_handshake(&self.entry, EvictionRank::New, now);
         }
     }
 
@@ -195,8 +195,8 @@ impl ConnectionSlot {
     pub fn begin_request(self: &Rc<Self>) -> OpenRequest {
         let entry = &self.entry;
         entry.requests.set(entry.requests.get() + 1);
-        if matches!(entry.rank.get(), ClientRank::New | ClientRank::Handshake) {
-            self.set_class(MemoryClass::Unproven);
+        if matches!(entry.rank.get(), EvictionRank::New | EvictionRank::Handshake) {
+            self.set_rank(ClientRank::Unproven);
         }
         OpenRequest(Rc::clone(self))
     }

@@ -104,7 +104,7 @@ impl CredentialSelector {
     }
 
     /// The number of the identity with the subject of this certificate, if one can be used at `now`.
-    fn identity_number(&self, client: &CertInfo, now: SystemTime) -> Option<usize> {
+    fn identity_number(&self, client: &CertInfo, now: SystemTime) -> Option<u32> {
         self.slots.iter().find_map(|slot| slot.usable_number(&client.subject, now))
     }
 
@@ -168,12 +168,10 @@ impl CredentialSelector {
         let Some(token) = sent.token else { return TokenProof::Missing };
         if status == StatusCode::UNAUTHORIZED {
             self.tokens.remove(token);
-        } else if matches!(
-            sent.class,
-            CredentialClass::UnprovenToken | CredentialClass::SlowedToken
-        ) && (status.is_success()
-            || status == StatusCode::FORBIDDEN
-            || status == StatusCode::SWITCHING_PROTOCOLS)
+        } else if sent.class.is_unproven_token()
+            && (status.is_success()
+                || status == StatusCode::FORBIDDEN
+                || status == StatusCode::SWITCHING_PROTOCOLS)
         {
             // The apiserver sends a 403 after authentication; a 400 or 404 may precede it.
             let is_new = self.tokens.insert(token, source);

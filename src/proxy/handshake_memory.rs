@@ -1,12 +1,13 @@
 //! The memory of TLS handshakes in progress.
 //!
-//! It is charged to no class of clients, because a client proves its identity only in the handshake. So that
+//! It is charged to no rank of clients, because a client proves its identity only in the handshake. So that
 //! handshakes leave room for the connections of identities, a worker starts no more than its share of
 //! [`MAX_IN_PROGRESS`], and they may use half of what identities may hold beyond the limit.
 
 use std::sync::Arc;
 
-use jackstay_core::admission::{MemoryCharge, MemoryClass, MemoryKind, Shed, SourceMemory};
+use jackstay_core::admission::{MemoryCharge, MemoryKind, Shed, SourceMemory};
+use jackstay_core::credential_class::ClientRank;
 
 use crate::net::tls::client_chain;
 
@@ -24,9 +25,9 @@ pub fn max_in_progress(workers: usize) -> usize {
 
 /// Charges a handshake to its source; `None` if it does not fit.
 pub fn charge(source: &Arc<SourceMemory>) -> Option<MemoryCharge> {
-    let charge = source.try_charge(MemoryKind::Handshakes, HANDSHAKE_COST, MemoryClass::Identity);
+    let charge = source.try_charge(MemoryKind::Handshakes, HANDSHAKE_COST, ClientRank::Identity);
     let budget = source.budget();
-    let charge = charge.filter(|_| source.left(MemoryClass::Identity) >= budget.limit() / 16);
+    let charge = charge.filter(|_| source.left(ClientRank::Identity) >= budget.limit() / 16);
     if charge.is_none() {
         budget.count_shed(Shed::ConnectionRefused);
     }
@@ -55,7 +56,7 @@ mod tests {
         assert!(handshakes.len() > 80, "{}", handshakes.len());
         assert!(budget.used() <= limit + limit / 16, "{}", budget.used());
         assert_eq!(budget.shed(Shed::ConnectionRefused), 1);
-        assert!(ClientMemory::of_local_client(budget.source(1), MemoryClass::Identity).is_some());
+        assert!(ClientMemory::of_local_client(budget.source(1), ClientRank::Identity).is_some());
         drop((clients, handshakes));
         assert_eq!(budget.used(), 0);
     }

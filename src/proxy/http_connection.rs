@@ -15,7 +15,8 @@ use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use jackstay_core::admission::{Level, MemoryClass, Shed};
+use jackstay_core::admission::{Level, Shed};
+use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::cork::{Collect, Uncork, cork};
 use jackstay_sys::sockets::source::Source;
@@ -108,8 +109,8 @@ impl HttpConnection<'_> {
         let (memory, certificate) = (Rc::clone(&client.memory), client.certificate.clone());
         let warn_of_shed = || self.warn_of_shed(&memory, source);
         let windows = memory.windows();
-        let max_streams = match memory.class() {
-            MemoryClass::Identity => limits.max_streams,
+        let max_streams = match memory.rank() {
+            ClientRank::Identity => limits.max_streams,
             _ => limits.max_streams.min(UNPROVEN_STREAMS),
         };
         let streams = Rc::new(Streams::new(limits.stall_timeout));
@@ -248,7 +249,7 @@ impl HttpConnection<'_> {
 /// requests, so that the identity lane serves only proven identities, and the client can show a new certificate. Never
 /// returns for another client.
 async fn identity_lost(client: &ClientMemory, certificate: Option<Rc<ClientCertificate>>) {
-    match certificate.filter(|_| client.class() == MemoryClass::Identity) {
+    match certificate.filter(|_| client.rank() == ClientRank::Identity) {
         Some(certificate) => {
             let reason = Box::pin(certificate.expired()).await;
             tracing::debug!(%reason, "connection ends");
@@ -279,8 +280,8 @@ async fn shed_when_short(client: &ClientMemory, warn: impl Fn()) -> Result<(), B
     loop {
         sleep(MEMORY_CHECK_INTERVAL.mul_f64(0.5 + fastrand::f64())).await;
         warn();
-        match (client.class(), client.level(), client.open_streams()) {
-            (MemoryClass::Identity, ..) | (_, Level::Free, _) => {}
+        match (client.rank(), client.level(), client.open_streams()) {
+            (ClientRank::Identity, ..) | (_, Level::Free, _) => {}
             (.., 0) => {
                 client.count_shed(Shed::IdleConnection);
                 return Ok(());

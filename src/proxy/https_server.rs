@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use jackstay_core::admission::MemoryClass;
+use jackstay_core::credential_class::ClientRank;
 use jackstay_core::request::hygiene::ForwardedFor;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::{Source, SourceLookup};
@@ -302,15 +302,15 @@ impl HttpsServer {
         let is_identity = certificate
             .as_ref()
             .is_some_and(|certificate| service.credentials.is_identity(certificate));
-        let class = if is_identity { MemoryClass::Identity } else { MemoryClass::Unproven };
+        let rank = if is_identity { ClientRank::Identity } else { ClientRank::Unproven };
         // hyper buffers a whole head on HTTP/1.1.
         let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
         let head = if is_http2 { 0 } else { service.request_limits.max_header_bytes as usize };
         let chain = stream.get_ref().1.peer_certificates().unwrap_or_default();
         let chain: usize = chain.iter().map(|certificate| certificate.len()).sum();
         let account = service.metrics.memory.source(slot.source().key());
-        let windows = Windows::of(class, from.ip());
-        let Some(memory) = ClientMemory::new(account, class, windows, head + 2 * chain) else {
+        let windows = Windows::of(rank, from.ip());
+        let Some(memory) = ClientMemory::new(account, rank, windows, head + 2 * chain) else {
             return accept::report_no_memory(&self.listener, slot.source(), &self.warnings);
         };
         let socket = stream.get_ref().0.get_ref().get_ref();

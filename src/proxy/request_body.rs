@@ -311,7 +311,7 @@ async fn send_piece(stream: &mut SendStream<Bytes>, mut data: Bytes) -> Result<(
 mod tests {
     use super::*;
     use crate::observe::Metrics;
-    use jackstay_core::admission::MemoryClass;
+    use jackstay_core::credential_class::ClientRank;
 
     static PIECE: Bytes = Bytes::from_static(&[0; 64 * 1024]);
 
@@ -333,7 +333,7 @@ mod tests {
             line.expect("the gauge").rsplit_once(' ').expect("a value").1.to_owned()
         };
         let memory = metrics.memory().source(1);
-        let held_body = || HeldBody::new(budget.account(&memory, MemoryClass::Identity));
+        let held_body = || HeldBody::new(budget.account(&memory, ClientRank::Identity));
         let single = held_body();
         assert_eq!(fill(&single), 47, "3 MiB, including the cost of each piece");
         single.clear();

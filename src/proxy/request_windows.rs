@@ -6,7 +6,7 @@
 
 use std::net::IpAddr;
 
-use jackstay_core::admission::MemoryClass;
+use jackstay_core::credential_class::ClientRank;
 
 /// The receive windows of request bodies on one connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,14 +27,14 @@ impl Windows {
     /// upstream.
     const IDENTITY: Self = Self { stream: 256 << 10, connection: 4 << 20 };
 
-    /// Those of a client of this class with this address.
-    pub fn of(class: MemoryClass, address: IpAddr) -> Self {
-        match class {
-            MemoryClass::Identity => Self::IDENTITY,
-            MemoryClass::Token | MemoryClass::Unproven if address.to_canonical().is_loopback() => {
+    /// Those of a client of this rank with this address.
+    pub fn of(rank: ClientRank, address: IpAddr) -> Self {
+        match rank {
+            ClientRank::Identity => Self::IDENTITY,
+            ClientRank::Token | ClientRank::Unproven if address.to_canonical().is_loopback() => {
                 Self::UNPROVEN
             }
-            MemoryClass::Token | MemoryClass::Unproven => Self::UNPROVEN_REMOTE,
+            ClientRank::Token | ClientRank::Unproven => Self::UNPROVEN_REMOTE,
         }
     }
 

@@ -28,7 +28,8 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use jackstay_core::admission::{Level, MemoryClass, MemoryKind, Shed, SourceMemory};
+use jackstay_core::admission::{Level, MemoryKind, Shed, SourceMemory};
+use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::tcp_options::MIN_UNSENT;
 use jackstay_sys::sockets::{queue_memory, tcp_options};
@@ -96,7 +97,7 @@ struct Entry {
     sockets: [Option<Socket>; 2],
     source: Arc<SourceMemory>,
     /// What the client has proven; nothing without it.
-    class: Option<Rc<Cell<MemoryClass>>>,
+    rank: Option<Rc<Cell<ClientRank>>>,
     /// What was last shed of the client, for its log.
     last_shed: Option<Rc<Cell<Option<Shed>>>>,
     /// The usual bound of unsent bytes.
@@ -126,7 +127,7 @@ impl SocketMemory {
         let entry = Entry {
             sockets: [Some(Socket::new(client)), None],
             source,
-            class: None,
+            rank: None,
             last_shed: None,
             max_unsent,
             charged: 0,
@@ -143,9 +144,9 @@ impl SocketMemory {
         self.update(|entry| entry.sockets[Peer::Endpoint as usize] = Some(Socket::new(endpoint)));
     }
 
-    /// From now on, `class` holds what the client has proven.
-    pub fn follow_class(&self, class: Rc<Cell<MemoryClass>>) {
-        self.update(|entry| entry.class = Some(class));
+    /// From now on, `rank` holds what the client has proven.
+    pub fn follow_rank(&self, rank: Rc<Cell<ClientRank>>) {
+        self.update(|entry| entry.rank = Some(rank));
     }
 
     /// From now on, `last_shed` is set when the connection is shed.
@@ -271,7 +272,7 @@ impl Entry {
     }
 
     fn level(&self) -> Level {
-        self.source.level(self.class.as_ref().map_or(MemoryClass::Unproven, |class| class.get()))
+        self.source.level(self.rank.as_ref().map_or(ClientRank::Unproven, |rank| rank.get()))
     }
 
     fn measure(&mut self) {

@@ -126,12 +126,12 @@ fn connection_that_is_blocked_for_two_seconds_is_shed_only_while_memory_is_short
     assert!(!memory.is_shed(), "memory is not short");
     let last_shed = Rc::<Cell<Option<Shed>>>::default();
     memory.report_shed(Rc::clone(&last_shed));
-    let class = Rc::new(Cell::new(MemoryClass::Identity));
-    memory.follow_class(Rc::clone(&class));
+    let rank = Rc::new(Cell::new(ClientRank::Identity));
+    memory.follow_rank(Rc::clone(&rank));
     let _other = budget.source(1).charge(MemoryKind::Flows, 250 << 10);
     assert_eq!(measure(start + MAX_BLOCKED * 2), (0, false));
     assert!(!memory.is_shed(), "memory is not short for an identity");
-    class.set(MemoryClass::Unproven);
+    rank.set(ClientRank::Unproven);
     measure(start + MAX_BLOCKED / 2);
     assert!(!memory.is_shed(), "it has not been blocked for long");
     assert_eq!(measure(start + MAX_BLOCKED * 2).0, 1);

@@ -5,7 +5,8 @@ use std::os::fd::RawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use jackstay_core::admission::{MemoryCharge, MemoryClass, MemoryKind, SourceMemory};
+use jackstay_core::admission::{MemoryCharge, MemoryKind, SourceMemory};
+use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::sockets::tcp_options::MAX_UNSENT_OF_FLOW;
 
 use super::socket_memory::{Peer, SocketMemory};
@@ -17,22 +18,22 @@ const TUNNEL_COST: usize = 96 << 10;
 #[derive(Debug)]
 pub struct TunnelMemory {
     upstream: Option<SocketMemory>,
-    class: Rc<Cell<MemoryClass>>,
+    rank: Rc<Cell<ClientRank>>,
     charge: MemoryCharge,
 }
 
 impl TunnelMemory {
-    /// Charges a tunnel of a client that has proven `class`; `None` if it does not fit.
-    pub fn new(source: &Arc<SourceMemory>, class: Rc<Cell<MemoryClass>>) -> Option<Self> {
-        let charge = source.try_charge(MemoryKind::Tunnels, TUNNEL_COST, class.get())?;
-        Some(Self { upstream: None, class, charge })
+    /// Charges a tunnel of a client that has proven `rank`; `None` if it does not fit.
+    pub fn new(source: &Arc<SourceMemory>, rank: Rc<Cell<ClientRank>>) -> Option<Self> {
+        let charge = source.try_charge(MemoryKind::Tunnels, TUNNEL_COST, rank.get())?;
+        Some(Self { upstream: None, rank, charge })
     }
 
     /// Charges the upstream's socket too. It is always taken for unread, because its reads are not recorded.
     pub fn set_upstream(&mut self, socket: RawFd) {
         let memory =
             SocketMemory::new(socket, Arc::clone(self.charge.source()), MAX_UNSENT_OF_FLOW);
-        memory.follow_class(Rc::clone(&self.class));
+        memory.follow_rank(Rc::clone(&self.rank));
         memory.record_read(Peer::Client, true);
         self.upstream = Some(memory);
     }

@@ -16,7 +16,7 @@ mod slot;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use arc_swap::{ArcSwap, ArcSwapOption};
 pub use jackstay_core::credential_class::CredentialClass;
@@ -46,7 +46,7 @@ pub struct Credentials {
     /// The configuration for [`CredentialClass::Discovery`], once it is set.
     discovery: ArcSwapOption<DiscoveryTls>,
     /// The next number of a credential.
-    next_number: AtomicUsize,
+    next_number: AtomicU32,
 }
 
 /// The configured files.
@@ -98,7 +98,7 @@ impl Credentials {
             ca_error: ArcSwapOption::empty(),
             discovery: ArcSwapOption::empty(),
             setup: ArcSwap::default(),
-            next_number: AtomicUsize::new(0),
+            next_number: AtomicU32::new(0),
         };
         credentials.install(prepared);
         Ok(credentials)

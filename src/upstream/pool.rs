@@ -21,7 +21,6 @@ use std::time::Instant;
 use jackstay_core::connection::ConnectionState;
 pub(super) use jackstay_core::pool::UNAVAILABLE_AFTER;
 pub use jackstay_core::pool::WarmClasses;
-use jackstay_core::pool::limits::is_unproven;
 use jackstay_core::pool::{Effect, EndpointRow, PoolState, Purpose, Surroundings};
 use jackstay_sys::clock;
 use tokio::sync::Notify;
@@ -242,7 +241,7 @@ impl Pool {
 
     /// Hands the connections that mostly carry streams of proven tokens to the class of these tokens.
     fn hand_over(&self, class: &Rc<ClassPool>, now: Instant) {
-        if !is_unproven(class.credential_class()) {
+        if !class.credential_class().is_unproven_token() {
             return;
         }
         let proven = self.class(CredentialClass::Token);

@@ -155,7 +155,7 @@ fn access_line_has_every_field_and_no_secret() {
     captured.during(LogFormat::Json, || {
         let mut outcome = begin(&metrics, AccessLog::All);
         outcome.classified("list", false);
-        outcome.user = UserClass::Token;
+        outcome.class = Some(CredentialClass::Token);
         outcome.sent_to(other.label(), false);
         outcome.sent_to(other.label(), false);
         outcome.hedged = true;
@@ -261,45 +261,45 @@ async fn access_log_limits_lines_for_clients_that_leave_and_counts_suppressed_on
 #[tokio::test(start_paused = true)]
 async fn log_of_all_requests_and_of_ended_watches_is_limited_by_source_except_for_identities() {
     let metrics = Metrics::new();
-    for (source, user, requests, watches) in [
-        (Source::User(1), UserClass::Token, 1_000, 20),
-        (Source::User(2), UserClass::Anonymous, 1_000, 20),
-        (Source::Address([127, 0, 0, 1].into()), UserClass::Unknown, 0, 0),
-        (Source::User(1), UserClass::Identity, 1_200, 1_200),
+    for (source, class, requests, watches) in [
+        (Source::User(1), Some(CredentialClass::Token), 1_000, 20),
+        (Source::User(2), Some(CredentialClass::Anonymous), 1_000, 20),
+        (Source::Address([127, 0, 0, 1].into()), None, 0, 0),
+        (Source::User(1), Some(CredentialClass::Identity(0)), 1_200, 1_200),
     ] {
         let captured = Captured::default();
         let mut admitted = 0;
         captured.during(LogFormat::Text, || {
             for _ in 0..1_200 {
                 let mut outcome = begin(&metrics, AccessLog::All);
-                (outcome.source, outcome.user, outcome.code) = (source, user, Some(200));
+                (outcome.source, outcome.class, outcome.code) = (source, class, Some(200));
                 admitted += usize::from(outcome.admit_watch_line().is_some());
                 outcome.complete();
             }
         });
-        assert_eq!((captured.lines().len(), admitted), (requests, watches), "{source} {user:?}");
+        assert_eq!((captured.lines().len(), admitted), (requests, watches), "{source} {class:?}");
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn access_log_limits_error_lines_by_source_except_those_of_identities() {
     let metrics = Metrics::new();
-    for (source, user, expected) in [
-        (Source::User(1), UserClass::Token, 100),
-        (Source::User(2), UserClass::Anonymous, 100),
-        (Source::Address([127, 0, 0, 1].into()), UserClass::Unknown, 0),
-        (Source::User(1), UserClass::Identity, 300),
+    for (source, class, expected) in [
+        (Source::User(1), Some(CredentialClass::Token), 100),
+        (Source::User(2), Some(CredentialClass::Anonymous), 100),
+        (Source::Address([127, 0, 0, 1].into()), None, 0),
+        (Source::User(1), Some(CredentialClass::Identity(0)), 300),
     ] {
         let captured = Captured::default();
         captured.during(LogFormat::Text, || {
             for _ in 0..300 {
                 let mut outcome = begin(&metrics, AccessLog::Errors);
-                (outcome.source, outcome.user) = (source, user);
+                (outcome.source, outcome.class) = (source, class);
                 outcome.own_error(503, "no_upstream", "no endpoint");
                 outcome.complete();
             }
         });
-        assert_eq!(captured.lines().len(), expected, "{source} {user:?}");
+        assert_eq!(captured.lines().len(), expected, "{source} {class:?}");
     }
 }
 

@@ -8,7 +8,8 @@ use std::rc::Rc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use jackstay_core::admission::{Holders, MemoryClass};
+use jackstay_core::admission::Holders;
+use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::sockets::source::Source;
 
 /// Age from which a connection without a request may be closed for another one. A handshake over loopback and
@@ -22,46 +23,46 @@ pub(super) const MAX_CLOSING: usize = 256;
 /// Maximum number of sources that are searched for an idle connection.
 const MAX_SEARCHED: usize = 8;
 
-/// How far a client has got. Connections of a lower rank are closed first.
+/// How far the client of an unproven connection has got. Connections of a lower rank are closed first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum ClientRank {
+pub enum EvictionRank {
     /// No request yet, and no handshake in progress.
     New,
     /// What the client had proven with the last request; no identity, with which a connection is not ranked.
-    Served(MemoryClass),
+    Served(ClientRank),
     /// The client has sent the first bytes of its handshake, and may prove an identity. The handshake waits for its
     /// turn or is in progress, or the certificate is being verified.
     Handshake,
 }
 
 /// The ranks of idle connections.
-const IDLE: &[ClientRank] = &[
-    ClientRank::New,
-    ClientRank::Served(MemoryClass::Unproven),
-    ClientRank::Served(MemoryClass::Token),
+const IDLE: &[EvictionRank] = &[
+    EvictionRank::New,
+    EvictionRank::Served(ClientRank::Unproven),
+    EvictionRank::Served(ClientRank::Token),
 ];
-const RANKS: usize = ClientRank::Handshake.index() + 1;
+const RANKS: usize = EvictionRank::Handshake.index() + 1;
 
-impl ClientRank {
+impl EvictionRank {
     /// The queue of connections with this rank.
     const fn index(self) -> usize {
         match self {
             Self::New => 0,
-            Self::Served(class) => 1 + class as usize,
-            Self::Handshake => 2 + MemoryClass::Identity as usize,
+            Self::Served(rank) => 1 + rank as usize,
+            Self::Handshake => 2 + ClientRank::Identity as usize,
         }
     }
 }
 
 /// Position in the queue of a source: rank, time since which the connection is idle, number of the connection.
-pub(super) type Key = (ClientRank, Instant, u64);
+pub(super) type Key = (EvictionRank, Instant, u64);
 
 /// An unproven connection.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) source: Source,
     number: u64,
-    pub(super) rank: Cell<ClientRank>,
+    pub(super) rank: Cell<EvictionRank>,
     /// When the last request ended, the handshake began or ended, or the connection was opened.
     pub(super) idle_since: Cell<Instant>,
     /// Requests in progress.
@@ -113,7 +114,7 @@ impl Registry {
         let entry = Rc::new(Entry {
             source,
             number: self.next_number,
-            rank: Cell::new(ClientRank::New),
+            rank: Cell::new(EvictionRank::New),
             idle_since: Cell::new(now),
             requests: Cell::new(0),
             queued: Cell::new(None),
@@ -146,7 +147,7 @@ impl Registry {
 
     /// Begins or ends the handshake of a connection. Such a change is queued at once, so that the queue of handshakes
     /// has no outdated position.
-    pub(super) fn change_handshake(&mut self, entry: &Rc<Entry>, rank: ClientRank, now: Instant) {
+    pub(super) fn change_handshake(&mut self, entry: &Rc<Entry>, rank: EvictionRank, now: Instant) {
         if entry.phase.get() != Phase::Unproven {
             return;
         }
@@ -186,14 +187,14 @@ impl Registry {
         }
         self.evict_of_larger(count, IDLE, now)
             .or_else(|| self.evict_of(newcomer, IDLE, own_grace, now))
-            .or_else(|| self.evict_of_larger(count, &[ClientRank::Handshake], now))
+            .or_else(|| self.evict_of_larger(count, &[EvictionRank::Handshake], now))
     }
 
     /// Evicts a connection of the largest source that has more than `count`.
     fn evict_of_larger(
         &mut self,
         count: usize,
-        ranks: &[ClientRank],
+        ranks: &[EvictionRank],
         now: Instant,
     ) -> Option<Rc<Entry>> {
         let mut largest = None;
@@ -211,7 +212,7 @@ impl Registry {
     fn evict_of(
         &mut self,
         source: Source,
-        ranks: &[ClientRank],
+        ranks: &[EvictionRank],
         grace: Duration,
         now: Instant,
     ) -> Option<Rc<Entry>> {
@@ -248,14 +249,14 @@ fn take_out(queues: &mut Queues, entry: &Entry) {
 /// Corrects outdated positions: each was caused by a request since the last search.
 fn next_victim(
     queues: &mut Queues,
-    ranks: &[ClientRank],
+    ranks: &[EvictionRank],
     grace: Duration,
     now: Instant,
 ) -> Option<Rc<Entry>> {
     // A correction moves a connection to a higher rank, or to a lower one that is searched later.
     for _ in 0..2 {
         for rank in ranks {
-            let has_grace = matches!(rank, ClientRank::New | ClientRank::Handshake);
+            let has_grace = matches!(rank, EvictionRank::New | EvictionRank::Handshake);
             while let Some((key, entry)) = queues[rank.index()].first_key_value() {
                 let (key, entry) = (*key, Rc::clone(entry));
                 if entry.requests.get() > 0 {

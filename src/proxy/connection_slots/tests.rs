@@ -96,7 +96,7 @@ fn admit_beyond_the_share_evicts_the_longest_idle_connection_of_the_lowest_rank(
         assert_eq!(rig.open(A, at), Ok(None));
     }
     // 0 has an accepted token, 1 had a request, 2 has one, 3 had none.
-    rig.open[0].set_class(MemoryClass::Token);
+    rig.open[0].set_rank(ClientRank::Token);
     drop(rig.open[1].begin_request());
     let request = rig.open[2].begin_request();
     let later = 10_000_000;
@@ -212,7 +212,7 @@ fn connection_in_its_handshake_is_evicted_for_a_smaller_source_only_after_all_id
         assert_eq!(rig.open(A, at), Ok(None));
     }
     rig.open[0].handshake_begun(start);
-    rig.open[1].set_class(MemoryClass::Token);
+    rig.open[1].set_rank(ClientRank::Token);
     drop(rig.open[2].begin_request());
     for expected in [vec![3], vec![2, 3], vec![1, 2, 3]] {
         assert_eq!(rig.open(A, later), Ok(Some(A)));

@@ -8,7 +8,8 @@ use std::cell::Cell;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-use jackstay_core::admission::{Level, MemoryClass, MemoryKind, Shed, SourceMemory};
+use jackstay_core::admission::{Level, MemoryKind, Shed, SourceMemory};
+use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::sockets::tcp_options::MAX_UNSENT_OF_FLOW;
 
 use super::super::socket_memory::{Peer, SocketMemory};
@@ -17,7 +18,7 @@ use super::super::socket_memory::{Peer, SocketMemory};
 /// With the default limit, one source may have 15,000 flows.
 const FLOW_COST: usize = 4 << 10;
 /// No client of L4 proves an identity to this process.
-const CLASS: MemoryClass = MemoryClass::Unproven;
+const RANK: ClientRank = ClientRank::Unproven;
 
 /// The memory of one flow, charged until this is dropped.
 #[derive(Debug)]
@@ -29,7 +30,7 @@ pub struct FlowMemory {
 impl FlowMemory {
     /// Charges a flow of this source, whose client has the socket `client`; `None` if it does not fit.
     pub fn new(source: Arc<SourceMemory>, client: RawFd) -> Option<Self> {
-        if !source.try_add(MemoryKind::Flows, FLOW_COST, CLASS) {
+        if !source.try_add(MemoryKind::Flows, FLOW_COST, RANK) {
             source.budget().count_shed(Shed::ConnectionRefused);
             return None;
         }

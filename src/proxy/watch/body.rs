@@ -21,7 +21,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::RecvStream;
 use http_body::Frame;
-use jackstay_core::admission::MemoryClass;
+use jackstay_core::credential_class::ClientRank;
 use jackstay_core::watch::relay::Relay;
 use jackstay_core::watch::session::{
     AttemptResult, Candidates, Effect, Ending, Input, NotResumable,
@@ -96,7 +96,7 @@ impl WatchBody {
             stream.permit.token_proven();
         }
         self.context.class = self.context.upstream.pool.class(CredentialClass::Token);
-        self.relay.raise_class(MemoryClass::Token);
+        self.relay.raise_rank(ClientRank::Token);
     }
 
     /// Returns the next piece for the client.

@@ -24,7 +24,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use jackstay_core::admission::{Level, MemoryClass, MemoryKind, SourceMemory};
+use jackstay_core::admission::{Level, MemoryKind, SourceMemory};
+use jackstay_core::credential_class::ClientRank;
 use jackstay_core::receive_windows::ReceiveWindows;
 use jackstay_sys::clock;
 
@@ -55,17 +56,9 @@ const HELD_STEP: usize = 64 << 10;
 pub(super) fn account_of(
     endpoint: &Endpoint,
     class: CredentialClass,
-) -> (Arc<SourceMemory>, MemoryClass) {
-    let class = match class {
-        CredentialClass::Identity(_) | CredentialClass::Probe | CredentialClass::Discovery => {
-            MemoryClass::Identity
-        }
-        CredentialClass::Token => MemoryClass::Token,
-        CredentialClass::UnprovenToken
-        | CredentialClass::SlowedToken
-        | CredentialClass::Anonymous => MemoryClass::Unproven,
-    };
-    (endpoint.metrics.memory().upstream_windows(class), class)
+) -> (Arc<SourceMemory>, ClientRank) {
+    let rank = class.rank();
+    (endpoint.metrics.memory().upstream_windows(rank), rank)
 }
 
 /// The windows to announce.
@@ -127,10 +120,10 @@ pub(super) struct LineWindows {
 
 impl LineWindows {
     /// The windows of a connection that begins with `initial`. What streams may hold beyond is charged to `account`
-    /// for clients of this class.
+    /// for clients of this rank.
     pub(super) fn new(
         initial: ReceiveWindows,
-        (account, class): (Arc<SourceMemory>, MemoryClass),
+        (account, rank): (Arc<SourceMemory>, ClientRank),
         rtt: Duration,
         now: Instant,
     ) -> Self {
@@ -139,7 +132,7 @@ impl LineWindows {
             stream: initial.stream,
             announced: initial.stream,
             acknowledged: initial.stream,
-            loan: Loan { account, class, bytes: 0 },
+            loan: Loan { account, rank, bytes: 0 },
             rtt,
             sample: Sample { since: now, before: 0 },
             received: 0,
@@ -289,10 +282,10 @@ impl LineWindows {
     /// Bytes that streams with this window may hold beyond their initial windows. As many as there are may be opened
     /// before the apiserver knows a smaller window, so only the window of the connection bounds them.
     fn potential(&self, stream: u32) -> usize {
-        match self.loan.class {
+        match self.loan.rank {
             // Its client harms itself if it stalls. Its initial windows are not charged, either.
-            MemoryClass::Identity => stream as usize,
-            MemoryClass::Token | MemoryClass::Unproven => {
+            ClientRank::Identity => stream as usize,
+            ClientRank::Token | ClientRank::Unproven => {
                 self.initial.connection as usize + stream as usize
             }
         }
@@ -306,7 +299,7 @@ const MAX_WINDOW: usize = (1 << 31) - 1;
 #[derive(Debug)]
 struct Loan {
     account: Arc<SourceMemory>,
-    class: MemoryClass,
+    rank: ClientRank,
     bytes: usize,
 }
 
@@ -315,11 +308,11 @@ impl Loan {
     fn resize(&mut self, bytes: usize) -> bool {
         let before = self.bytes;
         self.force(bytes);
-        let short = match self.class {
-            MemoryClass::Identity => Level::High,
-            MemoryClass::Token | MemoryClass::Unproven => Level::Half,
+        let short = match self.rank {
+            ClientRank::Identity => Level::High,
+            ClientRank::Token | ClientRank::Unproven => Level::Half,
         };
-        let fits = self.account.budget().level(self.class) < short;
+        let fits = self.account.budget().level(self.rank) < short;
         if !fits {
             self.force(before);
         }

@@ -23,14 +23,14 @@ struct Line {
 }
 
 impl Line {
-    fn new(class: MemoryClass, rtt: Duration) -> Self {
-        Self::within(MemoryBudget::new(LIMIT), class, rtt)
+    fn new(rank: ClientRank, rtt: Duration) -> Self {
+        Self::within(MemoryBudget::new(LIMIT), rank, rtt)
     }
 
-    fn within(budget: Arc<MemoryBudget>, class: MemoryClass, rtt: Duration) -> Self {
-        let initial = ReceiveWindows::new(100, class == MemoryClass::Identity);
+    fn within(budget: Arc<MemoryBudget>, rank: ClientRank, rtt: Duration) -> Self {
+        let initial = ReceiveWindows::new(100, rank == ClientRank::Identity);
         let now = clock::now();
-        let account = (budget.upstream_windows(class), class);
+        let account = (budget.upstream_windows(rank), rank);
         let windows = LineWindows::new(initial, account, rtt, now);
         let announced = Windows { stream: initial.stream, connection: initial.connection };
         Self {
@@ -107,22 +107,22 @@ impl Line {
 
 #[test]
 fn list_takes_few_round_trips_and_its_windows_are_given_back() {
-    for (class, rtt, trips) in [
-        (MemoryClass::Token, 2, 18),
-        (MemoryClass::Token, 20, 5),
-        (MemoryClass::Token, 80, 5),
-        (MemoryClass::Unproven, 80, 5),
-        (MemoryClass::Identity, 20, 5),
-        (MemoryClass::Identity, 80, 5),
+    for (rank, rtt, trips) in [
+        (ClientRank::Token, 2, 18),
+        (ClientRank::Token, 20, 5),
+        (ClientRank::Token, 80, 5),
+        (ClientRank::Unproven, 80, 5),
+        (ClientRank::Identity, 20, 5),
+        (ClientRank::Identity, 80, 5),
     ] {
         let rtt = Duration::from_millis(rtt);
-        let mut line = Line::new(class, rtt);
+        let mut line = Line::new(rank, rtt);
         let initial = line.announced;
         let time = line.body(20_000_000, 1e12);
-        assert!(time <= rtt * trips, "{class:?}: {time:?} at {rtt:?}");
+        assert!(time <= rtt * trips, "{rank:?}: {time:?} at {rtt:?}");
         assert!(line.lent() > 0);
         line.pass(KEEP + 8 * rtt + 2 * CHECK_INTERVAL);
-        assert_eq!((line.announced, line.lent()), (initial, 0), "{class:?} at {rtt:?}");
+        assert_eq!((line.announced, line.lent()), (initial, 0), "{rank:?} at {rtt:?}");
         assert_eq!(line.windows.check_at(), None, "an idle connection has no timer");
     }
 }
@@ -131,7 +131,7 @@ fn list_takes_few_round_trips_and_its_windows_are_given_back() {
 fn window_follows_what_the_line_carries() {
     let rtt = Duration::from_millis(80);
     for (rate, expected) in [(5e6, 1 << 20), (20e6, 4 << 20), (1e9, 16 << 20)] {
-        let mut line = Line::new(MemoryClass::Identity, rtt);
+        let mut line = Line::new(ClientRank::Identity, rtt);
         line.body((rate * 5.0) as usize, rate);
         let window = line.announced.stream;
         assert!((expected..=2 * expected).contains(&window), "{rate}: {window}");
@@ -140,7 +140,7 @@ fn window_follows_what_the_line_carries() {
 
 #[test]
 fn small_responses_and_slow_lines_change_nothing() {
-    let mut line = Line::new(MemoryClass::Token, Duration::from_millis(20));
+    let mut line = Line::new(ClientRank::Token, Duration::from_millis(20));
     let initial = line.announced;
     for _ in 0..1000 {
         line.receive(30 * KIB);
@@ -151,20 +151,20 @@ fn small_responses_and_slow_lines_change_nothing() {
 
 #[test]
 fn windows_stay_small_on_a_short_line() {
-    for class in [MemoryClass::Token, MemoryClass::Identity] {
-        let mut line = Line::new(class, Duration::from_micros(100));
+    for rank in [ClientRank::Token, ClientRank::Identity] {
+        let mut line = Line::new(rank, Duration::from_micros(100));
         for _ in 0..10_000 {
             line.receive(1 << 20);
             line.pass(Duration::from_millis(1));
         }
-        assert_eq!(line.announced.stream, MIN_GROWN, "{class:?}");
+        assert_eq!(line.announced.stream, MIN_GROWN, "{rank:?}");
     }
 }
 
 #[test]
 fn clients_that_do_not_read_cause_no_growth() {
-    for class in [MemoryClass::Token, MemoryClass::Identity] {
-        let mut line = Line::new(class, Duration::from_millis(20));
+    for rank in [ClientRank::Token, ClientRank::Identity] {
+        let mut line = Line::new(rank, Duration::from_millis(20));
         let initial = line.announced;
         // Each stream fills its window.
         for stream in 1..=50 {
@@ -175,18 +175,18 @@ fn clients_that_do_not_read_cause_no_growth() {
             }
             line.pass(Duration::from_millis(5));
         }
-        assert_eq!(line.announced, initial, "{class:?}");
+        assert_eq!(line.announced, initial, "{rank:?}");
     }
 }
 
 #[test]
 fn late_pongs_give_no_larger_windows_than_a_long_line() {
-    let mut line = Line::new(MemoryClass::Token, Duration::from_secs(3));
+    let mut line = Line::new(ClientRank::Token, Duration::from_secs(3));
     let initial = line.announced;
     line.body(100 << 20, 1e12);
     assert!(line.announced.stream <= MAX_GROWN);
     assert!(line.lent() <= initial.connection as usize + MAX_GROWN as usize);
-    let mut short = Line::new(MemoryClass::Token, Duration::from_millis(1));
+    let mut short = Line::new(ClientRank::Token, Duration::from_millis(1));
     for _ in 0..3 {
         short.windows.round_trip(Duration::from_secs(3));
     }
@@ -195,23 +195,23 @@ fn late_pongs_give_no_larger_windows_than_a_long_line() {
 
 #[test]
 fn windows_never_exceed_what_is_lent() {
-    for class in [MemoryClass::Unproven, MemoryClass::Token] {
+    for rank in [ClientRank::Unproven, ClientRank::Token] {
         let budget = MemoryBudget::new(LIMIT);
         let rtt = Duration::from_millis(80);
         let mut lines: Vec<_> =
-            (0..50).map(|_| Line::within(Arc::clone(&budget), class, rtt)).collect();
+            (0..50).map(|_| Line::within(Arc::clone(&budget), rank, rtt)).collect();
         let initial = lines[0].announced;
         for line in &mut lines {
             line.body(30 << 20, 1e12);
             // All streams together can hold the window of the connection.
             if line.announced.stream > initial.stream {
                 let lent = line.windows.loan.bytes;
-                assert!(lent >= line.announced.connection as usize, "{class:?}: {lent}");
+                assert!(lent >= line.announced.connection as usize, "{rank:?}: {lent}");
             }
         }
         let grown = lines.iter().filter(|line| line.announced.stream > initial.stream).count();
-        assert!((1..50).contains(&grown), "{class:?}: {grown} connections borrow");
-        assert!(budget.used() < LIMIT / 8 * 3, "{class:?}: {}", budget.used());
+        assert!((1..50).contains(&grown), "{rank:?}: {grown} connections borrow");
+        assert!(budget.used() < LIMIT / 8 * 3, "{rank:?}: {}", budget.used());
         drop(lines);
         assert_eq!(budget.used(), 0);
     }
@@ -219,23 +219,23 @@ fn windows_never_exceed_what_is_lent() {
 
 #[test]
 fn windows_are_given_back_when_memory_gets_short() {
-    for (class, used) in [(MemoryClass::Unproven, LIMIT / 3), (MemoryClass::Token, LIMIT / 8 * 3)] {
-        let mut line = Line::new(class, Duration::from_millis(80));
+    for (rank, used) in [(ClientRank::Unproven, LIMIT / 3), (ClientRank::Token, LIMIT / 8 * 3)] {
+        let mut line = Line::new(rank, Duration::from_millis(80));
         let initial = line.announced;
         line.body(10 << 20, 1e12);
         assert!(line.announced.stream > initial.stream);
         let other = line.budget.source(1).charge(MemoryKind::Streams, used);
         line.pass(2 * line.rtt);
-        assert_eq!(line.announced, initial, "{class:?}");
+        assert_eq!(line.announced, initial, "{rank:?}");
         line.pass(2 * line.rtt);
-        assert_eq!(line.lent(), 0, "{class:?}");
+        assert_eq!(line.lent(), 0, "{rank:?}");
         // Nor does it grow now.
         line.pass(REFUSED_PAUSE);
         line.body(10 << 20, 1e12);
-        assert_eq!(line.announced, initial, "{class:?}");
+        assert_eq!(line.announced, initial, "{rank:?}");
         // Identities borrow still.
         let budget = Arc::clone(&line.budget);
-        let mut identity = Line::within(budget, MemoryClass::Identity, Duration::from_millis(80));
+        let mut identity = Line::within(budget, ClientRank::Identity, Duration::from_millis(80));
         identity.body(10 << 20, 1e12);
         assert!(identity.announced.stream >= 1 << 20);
         drop(other);
@@ -244,7 +244,7 @@ fn windows_are_given_back_when_memory_gets_short() {
 
 #[test]
 fn held_bytes_are_charged_and_do_not_stall_other_streams() {
-    let mut line = Line::new(MemoryClass::Token, Duration::from_millis(20));
+    let mut line = Line::new(ClientRank::Token, Duration::from_millis(20));
     let initial = line.announced;
     line.body(10 << 20, 1e12);
     // The client stops reading.
@@ -261,7 +261,7 @@ fn held_bytes_are_charged_and_do_not_stall_other_streams() {
 
 #[test]
 fn loan_ends_when_the_smaller_window_is_acknowledged() {
-    let mut line = Line::new(MemoryClass::Token, Duration::from_millis(20));
+    let mut line = Line::new(ClientRank::Token, Duration::from_millis(20));
     let initial = line.announced;
     line.body(10 << 20, 1e12);
     let grown = line.announced.stream as usize;
@@ -276,7 +276,7 @@ fn loan_ends_when_the_smaller_window_is_acknowledged() {
 
 #[test]
 fn windows_do_not_grow_until_the_last_change_is_acknowledged() {
-    let mut line = Line::new(MemoryClass::Identity, Duration::from_millis(20));
+    let mut line = Line::new(ClientRank::Identity, Duration::from_millis(20));
     line.body(1 << 20, 1e12);
     let first = line.announced.stream;
     line.acknowledges = false;

@@ -58,7 +58,7 @@ struct SlotError {
 #[derive(Debug)]
 pub(super) struct Identity {
     /// The number of the credential, never reused for another subject.
-    pub(super) number: usize,
+    pub(super) number: u32,
     pub(super) certificate: Arc<LoadedCert>,
     pub(super) tls: Arc<ClientTls>,
 }
@@ -100,14 +100,14 @@ impl IdentitySlot {
     }
 
     /// The number of the credential, if its subject is `subject` and it can be used at `now`.
-    pub fn usable_number(&self, subject: &Subject, now: SystemTime) -> Option<usize> {
+    pub fn usable_number(&self, subject: &Subject, now: SystemTime) -> Option<u32> {
         let current = self.current.load();
         let identity = current.as_ref().filter(|identity| identity.is_usable(now))?;
         (identity.certificate.info.subject == *subject).then_some(identity.number)
     }
 
     /// The number of the credential, expired or not, if its subject is `subject`.
-    pub(super) fn number_of(&self, subject: &Subject) -> Option<usize> {
+    pub(super) fn number_of(&self, subject: &Subject) -> Option<u32> {
         let current = self.current.load();
         let identity = current.as_ref()?;
         (identity.certificate.info.subject == *subject).then_some(identity.number)

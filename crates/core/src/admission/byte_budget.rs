@@ -10,8 +10,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use super::memory_budget::{MemoryClass, SourceMemory};
+use super::memory_budget::SourceMemory;
 use super::memory_labels::MemoryKind;
+use crate::credential_class::ClientRank;
 
 /// Counts the bytes that are held of one kind.
 ///
@@ -27,7 +28,7 @@ pub struct ByteBudget {
 #[derive(Debug, Clone)]
 pub struct ByteAccount {
     budget: Arc<ByteBudget>,
-    client: Option<(Arc<SourceMemory>, MemoryClass)>,
+    client: Option<(Arc<SourceMemory>, ClientRank)>,
 }
 
 impl ByteBudget {
@@ -36,13 +37,9 @@ impl ByteBudget {
         Arc::new(Self { kind, limit, held: AtomicUsize::new(0) })
     }
 
-    /// The account of a client of this class, whose bytes are also charged to its source.
-    pub fn account(
-        self: &Arc<Self>,
-        source: &Arc<SourceMemory>,
-        class: MemoryClass,
-    ) -> ByteAccount {
-        ByteAccount { budget: Arc::clone(self), client: Some((Arc::clone(source), class)) }
+    /// The account of a client of this rank, whose bytes are also charged to its source.
+    pub fn account(self: &Arc<Self>, source: &Arc<SourceMemory>, rank: ClientRank) -> ByteAccount {
+        ByteAccount { budget: Arc::clone(self), client: Some((Arc::clone(source), rank)) }
     }
 
     /// How many bytes are held.
@@ -64,9 +61,9 @@ impl ByteAccount {
     }
 
     /// The client has proven this.
-    pub fn raise_class(&mut self, class: MemoryClass) {
+    pub fn raise_rank(&mut self, rank: ClientRank) {
         if let Some((_, known)) = &mut self.client {
-            *known = class.max(*known);
+            *known = rank.max(*known);
         }
     }
 
@@ -74,10 +71,10 @@ impl ByteAccount {
     pub fn left(&self) -> usize {
         let (limit, memory) = match &self.client {
             None => (self.budget.limit, usize::MAX),
-            Some((source, MemoryClass::Identity)) => {
-                (self.budget.limit, source.left(MemoryClass::Identity))
+            Some((source, ClientRank::Identity)) => {
+                (self.budget.limit, source.left(ClientRank::Identity))
             }
-            Some((source, class)) => (self.budget.limit / 2, source.left(*class)),
+            Some((source, rank)) => (self.budget.limit / 2, source.left(*rank)),
         };
         limit.saturating_sub(self.budget.held()).min(memory)
     }
@@ -105,7 +102,7 @@ impl ByteAccount {
 mod tests {
     use super::*;
     use crate::admission::MemoryBudget;
-    use MemoryClass::{Identity, Token, Unproven};
+    use ClientRank::{Identity, Token, Unproven};
 
     const MIB: usize = 1 << 20;
 
@@ -127,7 +124,7 @@ mod tests {
         let memory = MemoryBudget::new(100 * MIB);
         let budget = ByteBudget::new(MemoryKind::HeldBodies, 8 * MIB);
         let [identity, token, unproven] = [Identity, Token, Unproven]
-            .map(|class| budget.account(&memory.source(class as u128), class));
+            .map(|rank| budget.account(&memory.source(rank as u128), rank));
         assert!(unproven.take(4 * MIB));
         assert_eq!((token.left(), unproven.left(), identity.left()), (0, 0, 4 * MIB));
         assert!(!token.take(1));
@@ -135,14 +132,14 @@ mod tests {
     }
 
     #[test]
-    fn raise_class_extends_what_is_left_and_never_lowers_it() {
+    fn raise_rank_extends_what_is_left_and_never_lowers_it() {
         let memory = MemoryBudget::new(8 * MIB);
         let budget = ByteBudget::new(MemoryKind::WatchFrames, 100 * MIB);
         let mut account = budget.account(&memory.source(1), Unproven);
-        account.raise_class(Token);
+        account.raise_rank(Token);
         // Half of 3/4 of 8 MiB.
         assert_eq!(account.left(), 3 * MIB);
-        account.raise_class(Unproven);
+        account.raise_rank(Unproven);
         assert_eq!(account.left(), 3 * MIB);
     }
 

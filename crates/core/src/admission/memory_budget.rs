@@ -6,18 +6,18 @@
 //! reads before it is charged. What the kernel holds for the sockets of clients is measured and charged, too, since it
 //! counts for a cgroup of version 2.
 //!
-//! A class of clients may use a part of the limit, so that each class has a reserve that lower ones cannot
+//! A [rank](ClientRank) of clients may use a part of the limit, so that each rank has a reserve that lower ones cannot
 //! take: unproven clients 5/8, clients with an accepted token 3/4, proven identities all and 1/8 beyond, TLS
 //! handshakes, which prove an identity, all and 1/16 beyond. Below identities, a source may hold at most as much as it leaves free for others, which is half of what is free
 //! without it.
 //!
-//! A request of a lower class is admitted with what its response may hold although the client takes nothing, so what
+//! A request of a lower rank is admitted with what its response may hold although the client takes nothing, so what
 //! is admitted does not grow while memory is short.
 //!
-//! What does not fit is refused. Before that, what is held is shed. The level is the used part of the class's
+//! What does not fit is refused. Before that, what is held is shed. The level is the used part of the rank's
 //! share, or of the share of its source if that is larger:
 //!
-//! | level | shed, by class: unproven first, then tokens | reason in `jackstay_shed_total` |
+//! | level | shed, by rank: unproven first, then tokens | reason in `jackstay_shed_total` |
 //! |---|---|---|
 //! | 1/2 | connections without a request, closed with GOAWAY | `idle_connection` |
 //! | 3/4 | streams whose client has not taken a piece of the response for two seconds, and connections and flows whose socket accepts no bytes for two seconds, reset | `stalled_reader` |
@@ -40,23 +40,13 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use serde::Serialize;
 
 use super::memory_labels::{MemoryKind, Shed};
+use crate::credential_class::ClientRank;
 
 /// The limit until it is configured, and without a limit of the cgroup.
 pub const DEFAULT_LIMIT: usize = 192 << 20;
 
-/// What a client has proven. Later classes are shed later.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum MemoryClass {
-    /// Nothing, or not yet.
-    Unproven,
-    /// A token that the apiserver has accepted.
-    Token,
-    /// A configured identity.
-    Identity,
-}
-
-impl MemoryClass {
-    /// The part of the limit up to which the class may fill the budget.
+impl ClientRank {
+    /// The part of the limit up to which clients of the rank may fill the budget.
     fn share(self, limit: usize) -> usize {
         match self {
             Self::Unproven => limit / 8 * 5,
@@ -66,7 +56,7 @@ impl MemoryClass {
     }
 }
 
-/// How short memory is for a class and a source.
+/// How short memory is for a rank and a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
     /// Less than half of the share is used.
@@ -89,26 +79,25 @@ struct Usage {
 }
 
 impl Usage {
-    /// Whether a class may hold this much, where `used` already includes what is to be admitted.
-    fn fits(self, class: MemoryClass) -> bool {
-        let share = class.share(self.limit);
-        self.used <= share
-            && (class == MemoryClass::Identity || self.by_source <= share - self.used)
+    /// Whether a rank may hold this much, where `used` already includes what is to be admitted.
+    fn fits(self, rank: ClientRank) -> bool {
+        let share = rank.share(self.limit);
+        self.used <= share && (rank == ClientRank::Identity || self.by_source <= share - self.used)
     }
 
     /// How much more fits.
-    fn left(self, class: MemoryClass) -> usize {
-        let free = class.share(self.limit).saturating_sub(self.used);
-        if class == MemoryClass::Identity {
+    fn left(self, rank: ClientRank) -> usize {
+        let free = rank.share(self.limit).saturating_sub(self.used);
+        if rank == ClientRank::Identity {
             return free;
         }
         // Each byte is one more of the source, and one less of what it leaves free.
         free.saturating_sub(self.by_source) / 2
     }
 
-    fn level(self, class: MemoryClass) -> Level {
-        let share = class.share(self.limit).max(1);
-        if class == MemoryClass::Identity {
+    fn level(self, rank: ClientRank) -> Level {
+        let share = rank.share(self.limit).max(1);
+        if rank == ClientRank::Identity {
             return if self.used >= self.limit / 8 * 7 { Level::High } else { Level::Free };
         }
         // A source may hold half of what the others leave.
@@ -197,15 +186,15 @@ impl MemoryBudget {
         source
     }
 
-    /// The account of what upstream connections for this class may hold beyond the shares of their requests.
-    pub fn upstream_windows(self: &Arc<Self>, class: MemoryClass) -> Arc<SourceMemory> {
+    /// The account of what upstream connections for this rank may hold beyond the shares of their requests.
+    pub fn upstream_windows(self: &Arc<Self>, rank: ClientRank) -> Arc<SourceMemory> {
         // No client has such an address.
-        self.source(u128::MAX - class as u128)
+        self.source(u128::MAX - rank as u128)
     }
 
-    /// How short memory is for a class, whatever its sources hold.
-    pub fn level(&self, class: MemoryClass) -> Level {
-        Usage { limit: self.limit(), used: self.used(), by_source: 0 }.level(class)
+    /// How short memory is for a rank, whatever its sources hold.
+    pub fn level(&self, rank: ClientRank) -> Level {
+        Usage { limit: self.limit(), used: self.used(), by_source: 0 }.level(rank)
     }
 
     /// The state of the account.
@@ -256,14 +245,14 @@ impl SourceMemory {
         self.used.load(Relaxed)
     }
 
-    /// Charges memory if the class may have it.
+    /// Charges memory if the rank may have it.
     pub fn try_charge(
         self: &Arc<Self>,
         kind: MemoryKind,
         bytes: usize,
-        class: MemoryClass,
+        rank: ClientRank,
     ) -> Option<MemoryCharge> {
-        self.try_add(kind, bytes, class).then(|| MemoryCharge {
+        self.try_add(kind, bytes, rank).then(|| MemoryCharge {
             source: Arc::clone(self),
             kind,
             bytes,
@@ -277,13 +266,13 @@ impl SourceMemory {
     }
 
     /// How short memory is for this source.
-    pub fn level(&self, class: MemoryClass) -> Level {
-        self.usage().level(class)
+    pub fn level(&self, rank: ClientRank) -> Level {
+        self.usage().level(rank)
     }
 
-    /// How many more bytes the class may have for this source.
-    pub fn left(&self, class: MemoryClass) -> usize {
-        self.usage().left(class)
+    /// How many more bytes the rank may have for this source.
+    pub fn left(&self, rank: ClientRank) -> usize {
+        self.usage().left(rank)
     }
 
     fn usage(&self) -> Usage {
@@ -291,11 +280,11 @@ impl SourceMemory {
         Usage { limit, used, by_source: self.used() }
     }
 
-    /// Adds memory without a guard, if the class may have it.
-    pub fn try_add(&self, kind: MemoryKind, bytes: usize, class: MemoryClass) -> bool {
+    /// Adds memory without a guard, if the rank may have it.
+    pub fn try_add(&self, kind: MemoryKind, bytes: usize, rank: ClientRank) -> bool {
         let used = self.budget.add(kind, bytes);
         let by_source = self.used.fetch_add(bytes, Relaxed) + bytes;
-        let fits = Usage { limit: self.budget.limit(), used, by_source }.fits(class);
+        let fits = Usage { limit: self.budget.limit(), used, by_source }.fits(rank);
         if !fits {
             self.subtract(kind, bytes);
         }

@@ -11,6 +11,6 @@ pub mod turns;
 pub use self::byte_budget::{ByteAccount, ByteBudget};
 pub use self::holders::Holders;
 pub use self::memory_budget::{
-    DEFAULT_LIMIT, Level, MemoryBudget, MemoryCharge, MemoryClass, MemoryStatus, SourceMemory,
+    DEFAULT_LIMIT, Level, MemoryBudget, MemoryCharge, MemoryStatus, SourceMemory,
 };
 pub use self::memory_labels::{MemoryKind, Shed};

@@ -5,8 +5,7 @@ use std::time::{Duration, Instant};
 use super::dials::{ConnectionCounts, Dials};
 use super::endpoints::{EndpointRow, all_failed_at, targets};
 use super::limits::{
-    ConnectionLimits, UNPROVEN_WITH_DRAINING, is_unproven, longest_dial_pause, max_connections,
-    max_waiters,
+    ConnectionLimits, UNPROVEN_WITH_DRAINING, longest_dial_pause, max_connections, max_waiters,
 };
 use super::select::{
     Candidate, EndpointKey, Preference, Requirements, Scope, has_free_stream, has_live, select,
@@ -353,7 +352,7 @@ impl<W> Class<W> {
         limits: ConnectionLimits,
     ) -> Vec<usize> {
         let mut handed_over = Vec::new();
-        if !is_unproven(self.credential) {
+        if !self.credential.is_unproven_token() {
             return handed_over;
         }
         let limit = max_connections(proven.credential, limits.max);

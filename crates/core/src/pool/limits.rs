@@ -60,8 +60,3 @@ pub fn max_waiters(class: CredentialClass) -> usize {
         _ => MAX_WAITERS,
     }
 }
-
-/// Whether connections of the class join those of proven tokens when they mostly carry such ([`super::Class::hand_over`]).
-pub fn is_unproven(class: CredentialClass) -> bool {
-    matches!(class, CredentialClass::UnprovenToken | CredentialClass::SlowedToken)
-}

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::dials::MAX_PARALLEL_DIALS;
-use super::limits::{UNPROVEN_WITH_DRAINING, is_unproven, max_connections};
+use super::limits::{UNPROVEN_WITH_DRAINING, max_connections};
 use super::tests::{LIMITS, candidate, connection_row, endpoint_row};
 use super::*;
 use crate::connection::ConnectionState;
@@ -224,7 +224,7 @@ impl Shell {
             });
         assert!(connects <= MAX_PARALLEL_DIALS, "{connects} connects");
         assert!(in_service.count() + connects <= self.max_connections(), "too many connections");
-        if is_unproven(self.class.credential_class()) {
+        if self.class.credential_class().is_unproven_token() {
             let all = self.connections.iter().filter(to).count() + connects;
             assert!(all <= UNPROVEN_WITH_DRAINING, "{all} connections with draining ones");
         }

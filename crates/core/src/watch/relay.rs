@@ -9,7 +9,8 @@ use super::codec::frame::{FrameSplitter, Piece};
 use super::codec::{Encoding, parse, version};
 use super::request::WatchRequest;
 use super::session::{Effect, Input, Session};
-use crate::admission::{ByteAccount, MemoryClass};
+use crate::admission::ByteAccount;
+use crate::credential_class::ClientRank;
 use bytes::Bytes;
 use std::ops::Range;
 use std::time::Instant;
@@ -78,8 +79,8 @@ impl Relay {
     }
 
     /// The client has proven this, by which the buffered bytes are limited.
-    pub fn raise_class(&mut self, class: MemoryClass) {
-        self.splitter.raise_class(class);
+    pub fn raise_rank(&mut self, rank: ClientRank) {
+        self.splitter.raise_rank(rank);
     }
 
     /// The state machine of the watch.

@@ -1,5 +1,5 @@
 use super::*;
-use MemoryClass::{Identity, Token, Unproven};
+use ClientRank::{Identity, Token, Unproven};
 
 const MIB: usize = 1 << 20;
 const LIMIT: usize = 160 * MIB;
@@ -10,7 +10,7 @@ fn usage(used: usize, by_source: usize) -> Usage {
 
 #[test]
 fn fits_leaves_reserves_and_half_of_what_is_free() {
-    for (used, by_source, class, fits) in [
+    for (used, by_source, rank, fits) in [
         // Unproven clients share 100 MiB, tokens 120 MiB.
         (50, 50, Unproven, true),
         (51, 51, Unproven, false),
@@ -25,20 +25,20 @@ fn fits_leaves_reserves_and_half_of_what_is_free() {
         (101, 0, Unproven, false),
         (101, 1, Token, true),
     ] {
-        assert_eq!(usage(used, by_source).fits(class), fits, "{used} {by_source} {class:?}");
+        assert_eq!(usage(used, by_source).fits(rank), fits, "{used} {by_source} {rank:?}");
         // One more byte than is left does not fit.
         let usage = usage(used, by_source);
-        let left = usage.left(class);
+        let left = usage.left(rank);
         let with =
             |bytes| Usage { used: usage.used + bytes, by_source: usage.by_source + bytes, ..usage };
-        assert!(!fits || with(left).fits(class), "{left} more");
-        assert!(!with(left + 1).fits(class), "{left} + 1 more");
+        assert!(!fits || with(left).fits(rank), "{left} more");
+        assert!(!with(left + 1).fits(rank), "{left} + 1 more");
     }
 }
 
 #[test]
 fn level_follows_the_class_and_the_source() {
-    for (used, by_source, class, level) in [
+    for (used, by_source, rank, level) in [
         (24, 24, Unproven, Level::Free),
         (25, 25, Unproven, Level::Half),
         (38, 38, Unproven, Level::High),
@@ -53,7 +53,7 @@ fn level_follows_the_class_and_the_source() {
         (140, 0, Identity, Level::High),
         (500, 500, Unproven, Level::Critical),
     ] {
-        assert_eq!(usage(used, by_source).level(class), level, "{used} {by_source} {class:?}");
+        assert_eq!(usage(used, by_source).level(rank), level, "{used} {by_source} {rank:?}");
     }
     let nothing = Usage { limit: 0, used: 0, by_source: 0 };
     assert_eq!(nothing.level(Unproven), Level::Free);

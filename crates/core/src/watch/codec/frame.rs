@@ -18,7 +18,8 @@
 //! frame is not resumed.
 
 use super::Encoding;
-use crate::admission::{ByteAccount, MemoryClass};
+use crate::admission::ByteAccount;
+use crate::credential_class::ClientRank;
 use bytes::Bytes;
 
 /// The largest frame that is buffered to be forwarded whole. etcd refuses requests above 1.5 MiB by default,
@@ -136,8 +137,8 @@ impl FrameSplitter {
     }
 
     /// The client has proven this, by which the account is limited.
-    pub fn raise_class(&mut self, class: MemoryClass) {
-        self.partial.account.raise_class(class);
+    pub fn raise_rank(&mut self, rank: ClientRank) {
+        self.partial.account.raise_rank(rank);
     }
 
     /// Number of buffered bytes of the current frame.

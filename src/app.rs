@@ -42,6 +42,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
+use jackstay_core::admission::MemoryBudget;
 use jackstay_sys::process::service_manager::ServiceManager;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
@@ -63,6 +64,7 @@ pub use self::start_error::StartError;
 pub struct App {
     active: ActiveConfig,
     metrics: Arc<Metrics>,
+    memory: Arc<MemoryBudget>,
     context: Arc<SharedContext>,
     follower: Option<ConfigFollower>,
     predecessor: Option<Predecessor>,
@@ -103,9 +105,9 @@ impl App {
         self.active.admin.address()
     }
 
-    /// The metrics of the process, with the account of its memory.
-    pub fn metrics(&self) -> Arc<Metrics> {
-        Arc::clone(&self.metrics)
+    /// The account of the memory that clients make the process hold.
+    pub fn memory(&self) -> Arc<MemoryBudget> {
+        Arc::clone(&self.memory)
     }
 
     /// Starts all threads, without a service manager.
@@ -129,6 +131,7 @@ impl App {
         let Self {
             active,
             metrics,
+            memory,
             context,
             follower,
             predecessor,
@@ -164,12 +167,19 @@ impl App {
         log_addresses(&active);
 
         let file = follower.as_ref().map(|follower| follower.file().to_owned());
-        let status =
-            ProcessStatus::new(&active, &metrics, liveness, draining.clone(), &context, file)
-                .with_sandbox(sandbox);
+        let status = ProcessStatus::new(
+            &active,
+            (&metrics, &memory),
+            liveness,
+            draining.clone(),
+            &context,
+            file,
+        )
+        .with_sandbox(sandbox);
         let control = ControlThread {
             active,
             metrics,
+            memory,
             manager,
             status: Arc::new(status),
             context,

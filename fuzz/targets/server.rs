@@ -15,8 +15,8 @@ use bytes::Bytes;
 use http::{HeaderMap, Response};
 use jackstay::app::{App, Running};
 use jackstay::config::validate_text;
-use jackstay::observe::Metrics;
 use jackstay_apiserver::pki::Pki;
+use jackstay_core::admission::MemoryBudget;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 use socket2::{Domain, Socket, Type};
@@ -50,7 +50,7 @@ type Record = Arc<Mutex<HashMap<Ipv4Addr, Vec<Received>>>>;
 pub(super) struct Server {
     address: SocketAddr,
     tls: Arc<ClientConfig>,
-    metrics: Arc<Metrics>,
+    memory: Arc<MemoryBudget>,
     record: Record,
     /// The number of the next connection, which determines its source address.
     next: u16,
@@ -75,10 +75,10 @@ impl Server {
         config.listeners[0].bind = vec![(Ipv4Addr::LOCALHOST, 0).into()];
         config.admin.bind = (Ipv4Addr::LOCALHOST, 0).into();
         let app = App::bind(config).unwrap();
-        let (address, metrics) = (app.listener_addresses("apiserver")[0], app.metrics());
+        let (address, memory) = (app.listener_addresses("apiserver")[0], app.memory());
         let (running, tls) = (app.start().unwrap(), client_config(&pki, alpn));
         let mut server =
-            Self { address, tls, metrics, record, next: 0, _running: running, _files: files };
+            Self { address, tls, memory, record, next: 0, _running: running, _files: files };
         let end = Instant::now() + START_LIMIT;
         let is_answered = |received: &[u8]| received.windows(answer.len()).any(|it| it == answer);
         while !is_answered(&server.exchange(request, Duration::from_millis(200)).1) {
@@ -103,8 +103,8 @@ impl Server {
         self.record.lock().unwrap().insert(client, Vec::new());
         let answer = self.converse(client, bytes, quiet).expect("a connection");
         let end = Instant::now() + END_LIMIT;
-        while self.metrics.memory().used() > 0 {
-            let status = self.metrics.memory().status();
+        while self.memory.used() > 0 {
+            let status = self.memory.status();
             assert!(Instant::now() < end, "memory is charged without a client: {status:?}");
             thread::park_timeout(POLL_INTERVAL);
         }

@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use jackstay_core::admission as memory_budget;
+use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use jackstay_sys::process::{memory_limit, resource_limits};
 use jackstay_sys::sockets::connector::Connector;
@@ -159,7 +159,7 @@ impl PreparedConfig {
         config: Config,
         current: Option<&ActiveConfig>,
         (inherited, admin): (&mut InheritedSockets, AdminBind),
-        metrics: &Arc<Metrics>,
+        (metrics, memory): (&Arc<Metrics>, &Arc<MemoryBudget>),
     ) -> Result<Self, StartError> {
         let current_admin = current.map(|current| &current.admin);
         let admin = AdminSocket::bind(config.admin.bind, current_admin, inherited, admin)?;
@@ -179,7 +179,7 @@ impl PreparedConfig {
             },
         };
         for upstream in &config.upstreams {
-            prepared.add_upstream(upstream, current, metrics)?;
+            prepared.add_upstream(upstream, current, (metrics, memory))?;
         }
         let mut modes = Vec::new();
         for listener in &config.listeners {
@@ -232,7 +232,7 @@ impl PreparedConfig {
         &mut self,
         config: &config::Upstream,
         current: Option<&ActiveConfig>,
-        metrics: &Arc<Metrics>,
+        (metrics, memory): (&Arc<Metrics>, &Arc<MemoryBudget>),
     ) -> Result<(), StartError> {
         let identities = identities_of(config, &self.next.config);
         let mut current = current.iter().flat_map(|current| &current.upstreams);
@@ -245,7 +245,7 @@ impl PreparedConfig {
         } else {
             let credentials = Credentials::load(config, &identities)?;
             let slots = credentials.slots();
-            let new = Upstream::new(config.clone(), credentials, metrics);
+            let new = Upstream::new(config.clone(), credentials, metrics, memory);
             new.set_connector(Arc::clone(&self.next.connector));
             let endpoints = endpoint_set::static_endpoints(config);
             let mut replaced = endpoint_set::replace_endpoints(&new, &endpoints);
@@ -343,14 +343,14 @@ fn identities_of(upstream: &config::Upstream, config: &Config) -> Vec<CertPaths>
     all
 }
 
-/// Limits the memory that clients make the process hold.
-pub fn set_memory_limit(config: &Config, metrics: &Metrics) {
+/// The limit in bytes of the memory that clients make the process hold.
+pub fn client_memory_limit(config: &Config) -> usize {
     let bytes = match config.memory_limit {
         MemoryLimit::Bytes(bytes) => bytes,
         MemoryLimit::Auto => memory_limit::cgroup_limit()
-            .map_or(memory_budget::DEFAULT_LIMIT as u64, |limit| limit / 100 * CGROUP_PERCENT),
+            .map_or(DEFAULT_LIMIT as u64, |limit| limit / 100 * CGROUP_PERCENT),
     };
-    metrics.memory().set_limit(usize::try_from(bytes).unwrap_or(usize::MAX));
+    usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
 /// Raises the limit on open files as far as the system allows, and warns if it is too low for the

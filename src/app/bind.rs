@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use jackstay_core::admission::MemoryBudget;
 use jackstay_sys::clock;
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use tokio::runtime::Handle;
@@ -173,9 +174,10 @@ impl Attempt {
         let (config, mut inherited) = (&self.config, self.inherited.try_clone()?);
         active::raise_descriptor_limit(config);
         let metrics = Metrics::new();
-        active::set_memory_limit(config, &metrics);
+        let memory = MemoryBudget::new(active::client_memory_limit(config));
         let sockets = (&mut inherited, admin);
-        let active = PreparedConfig::new(config.clone(), None, sockets, &metrics)?.activate();
+        let shared = (&metrics, &memory);
+        let active = PreparedConfig::new(config.clone(), None, sockets, shared)?.activate();
         if !inherited.is_empty() {
             let addresses = inherited.addresses();
             tracing::warn!(?addresses, "sockets that no listener uses are closed");
@@ -190,6 +192,7 @@ impl Attempt {
         Ok(App {
             active,
             metrics,
+            memory,
             context,
             follower,
             predecessor,

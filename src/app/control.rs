@@ -18,6 +18,7 @@ mod tasks;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_core::admission::MemoryBudget;
 use jackstay_sys::process::code_pages;
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use jackstay_sys::process::service_manager::ServiceManager;
@@ -28,7 +29,7 @@ use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use tracing::dispatcher::{Dispatch, with_default};
 
 use self::tasks::Tasks;
-use super::active::{ActiveConfig, PreparedConfig, raise_descriptor_limit, set_memory_limit};
+use super::active::{ActiveConfig, PreparedConfig, client_memory_limit, raise_descriptor_limit};
 use super::admin_socket::AdminBind;
 use super::reload::{ConfigFollower, RETRY, ReloadOutcome, ReloadRequest, ReloadResult, changes};
 use super::sockets::NewSockets;
@@ -66,6 +67,8 @@ const WARM_UP_POLL: Duration = Duration::from_millis(10);
 pub struct ControlThread {
     pub active: ActiveConfig,
     pub metrics: Arc<Metrics>,
+    /// The account of the memory that clients make the process hold.
+    pub memory: Arc<MemoryBudget>,
     /// Receives readiness, reloads, and watchdog messages while no worker is stalled.
     pub manager: Arc<ServiceManager>,
     pub status: Arc<ProcessStatus>,
@@ -322,7 +325,7 @@ impl ControlThread {
         config.sandbox = self.active.config.sandbox;
         let mut inherited = InheritedSockets::default();
         let sockets = (&mut inherited, AdminBind::Required);
-        PreparedConfig::new(config, Some(&self.active), sockets, &self.metrics)
+        PreparedConfig::new(config, Some(&self.active), sockets, (&self.metrics, &self.memory))
             .map_err(|error| vec![error.to_string()])
     }
 
@@ -336,7 +339,7 @@ impl ControlThread {
         let previous = std::mem::replace(&mut self.active, prepared.activate());
         let changed = changes(&previous.config, &self.active.config);
         raise_descriptor_limit(&self.active.config);
-        set_memory_limit(&self.active.config, &self.metrics);
+        self.memory.set_limit(client_memory_limit(&self.active.config));
         let log = &self.active.config.log;
         if previous.config.log != *log
             && let Some(follower) = &self.follower

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use arc_swap::ArcSwap;
-use jackstay_core::admission::MemoryStatus;
+use jackstay_core::admission::{MemoryBudget, MemoryStatus};
 use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};
 use serde::Serialize;
@@ -43,6 +43,7 @@ const EVENTS_IN_STATUS: usize = 8;
 pub struct ProcessStatus {
     active: ArcSwap<ActiveParts>,
     metrics: Arc<Metrics>,
+    memory: Arc<MemoryBudget>,
     workers: Vec<Liveness>,
     started: SystemTime,
     draining: watch::Receiver<bool>,
@@ -210,7 +211,7 @@ impl ProcessStatus {
     /// The status of a process that serves `active`, which was read from `file`.
     pub fn new(
         active: &ActiveConfig,
-        metrics: &Arc<Metrics>,
+        (metrics, memory): (&Arc<Metrics>, &Arc<MemoryBudget>),
         workers: Vec<Liveness>,
         draining: watch::Receiver<bool>,
         context: &Arc<SharedContext>,
@@ -219,6 +220,7 @@ impl ProcessStatus {
         Self {
             active: ArcSwap::from_pointee(ActiveParts::new(active)),
             metrics: Arc::clone(metrics),
+            memory: Arc::clone(memory),
             workers,
             started: wall_clock(),
             draining,
@@ -361,7 +363,7 @@ impl admin::StatusProvider for ProcessStatus {
             draining: *self.draining.borrow(),
             sandbox: self.sandbox.as_ref().map(|sandbox| sandbox.status()),
             config: &self.reloads(),
-            memory: self.metrics.memory().status(),
+            memory: self.memory.status(),
             threads: ThreadsStatus::new(&shown.config, &shown.listeners),
             listeners: shown.listeners.iter().map(|l| self.listener_status(l)).collect(),
             upstreams: shown.upstreams.iter().map(UpstreamStatus::from).collect(),
@@ -390,6 +392,7 @@ impl admin::StatusProvider for ProcessStatus {
     }
 
     fn metrics(&self) -> String {
+        self.metrics.show_memory(&self.memory);
         self.metrics.render()
     }
 }

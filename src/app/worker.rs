@@ -241,7 +241,8 @@ impl Worker {
                 let metrics = (Arc::clone(&bound.metrics), self.setup.metrics.passthrough(&name));
                 let flows = Rc::clone(&self.flows);
                 let routing = self.routing(bound, config, routes, destinations);
-                Server::Tcp(Rc::new(TcpForwarder::new(name, routing, metrics, flows)))
+                let memory = Arc::clone(&bound.upstream.memory);
+                Server::Tcp(Rc::new(TcpForwarder::new(name, routing, metrics, memory, flows)))
             }
         };
         WorkerListener::new(Arc::clone(bound), server, trigger, watches)
@@ -305,6 +306,7 @@ impl Worker {
                 tokens,
             },
             metrics: Arc::clone(&bound.metrics),
+            memory: Arc::clone(&bound.upstream.memory),
             access_log: access,
             never_resume_groups: config.never_resume_groups.clone(),
             heartbeats: config.heartbeats.clone(),

@@ -394,6 +394,7 @@ impl Renewal {
 
 #[cfg(test)]
 mod tests {
+    use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
     use rcgen::{CertificateParams, KeyPair};
 
     use super::*;
@@ -424,7 +425,8 @@ mod tests {
         config.tls.ca_file = Some(ca.cert_file);
         let metrics = Metrics::new();
         let credentials = Credentials::load(&config, std::slice::from_ref(&first)).unwrap();
-        let upstream = Upstream::new(config.clone(), credentials, &metrics);
+        let upstream =
+            Upstream::new(config.clone(), credentials, &metrics, &MemoryBudget::new(DEFAULT_LIMIT));
         let mut expiries = CredentialExpiries::default();
         // The years in which the certificates of the metrics expire, by kind.
         let mut exported = || {
@@ -488,7 +490,12 @@ mod tests {
         config.health.readyz.token_file = Some(token.clone());
         let metrics = Metrics::new();
         let credentials = Credentials::load(&config, std::slice::from_ref(&identity)).unwrap();
-        let upstream = Arc::new(Upstream::new(config, credentials, &metrics));
+        let upstream = Arc::new(Upstream::new(
+            config,
+            credentials,
+            &metrics,
+            &MemoryBudget::new(DEFAULT_LIMIT),
+        ));
         let watch = watch_credentials(Arc::clone(&upstream));
         let checks = async {
             for (file, name) in [

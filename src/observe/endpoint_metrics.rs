@@ -6,7 +6,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use jackstay_core::admission::MemoryBudget;
 use metrics::{Counter, Gauge, Histogram};
 
 use super::events::Events;
@@ -26,7 +25,6 @@ pub struct EndpointMetrics {
     answers: [Counter; 2],
     history: History,
     events: Arc<Events>,
-    memory: Arc<MemoryBudget>,
     flows: Gauge,
     kubernetes_minor: Gauge,
 }
@@ -34,7 +32,7 @@ pub struct EndpointMetrics {
 impl EndpointMetrics {
     pub(super) fn register(
         registry: &Arc<Registry>,
-        (events, memory): (&Arc<Events>, &Arc<MemoryBudget>),
+        events: &Arc<Events>,
         upstream: &str,
         endpoint: &str,
     ) -> Self {
@@ -50,7 +48,6 @@ impl EndpointMetrics {
                 .map(|outcome| registry.counter(&names::ANSWERS, &[upstream, endpoint, outcome])),
             history: History::default(),
             events: Arc::clone(events),
-            memory: Arc::clone(memory),
             flows: registry.gauge(&names::PASSTHROUGH_FLOWS, &[upstream, endpoint]),
             kubernetes_minor: registry.gauge(&names::KUBERNETES_MINOR, &[upstream, endpoint]),
         }
@@ -106,11 +103,6 @@ impl EndpointMetrics {
     /// The state changes of the process, for those of the endpoint, its connections and its flows.
     pub fn events(&self) -> &Events {
         &self.events
-    }
-
-    /// The memory of the process, for what its connections may hold.
-    pub fn memory(&self) -> &Arc<MemoryBudget> {
-        &self.memory
     }
 
     /// Counts a change of the window of the streams of a connection.

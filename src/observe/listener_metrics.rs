@@ -6,7 +6,6 @@
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use jackstay_core::admission::MemoryBudget;
 use metrics::{Counter, Histogram};
 
 use super::count_gauge::CountGauge;
@@ -45,8 +44,6 @@ pub struct ListenerMetrics {
     registry: Arc<Registry>,
     requests: Box<[[OnceLock<Counter>; CODES.len()]; VERBS.len()]>,
     durations: [OnceLock<Histogram>; VERBS.len()],
-    /// The account of all memory that clients make the process hold.
-    pub memory: Arc<MemoryBudget>,
     /// Requests in flight, watches and tunnels included.
     pub in_flight: CountGauge,
     /// Open watches.
@@ -68,16 +65,11 @@ pub struct ListenerMetrics {
 }
 
 impl ListenerMetrics {
-    pub(super) fn register(
-        registry: &Arc<Registry>,
-        memory: &Arc<MemoryBudget>,
-        name: &str,
-    ) -> Self {
+    pub(super) fn register(registry: &Arc<Registry>, name: &str) -> Self {
         let gauge = |spec| CountGauge::new(registry.gauge(spec, &[name]));
         Self {
             name: name.to_owned(),
             registry: Arc::clone(registry),
-            memory: Arc::clone(memory),
             requests: Box::new([const { [const { OnceLock::new() }; CODES.len()] }; VERBS.len()]),
             durations: [const { OnceLock::new() }; VERBS.len()],
             in_flight: gauge(&names::REQUESTS_IN_FLIGHT),

@@ -8,7 +8,6 @@ use std::hash::Hash;
 use std::sync::{Arc, Mutex};
 use std::time::{Instant, SystemTime};
 
-use jackstay_core::admission as memory_budget;
 use jackstay_core::admission::{MemoryBudget, MemoryKind, Shed};
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
@@ -43,7 +42,6 @@ pub struct Metrics {
     endpoints: Mutex<HashMap<(String, String), Arc<EndpointMetrics>>>,
     certificates: CertificateExpiries,
     events: Arc<Events>,
-    memory: Arc<MemoryBudget>,
     started: SystemTime,
     /// When the last step of the endpoints' histories ended.
     last_step: Mutex<Instant>,
@@ -67,7 +65,6 @@ impl Metrics {
             endpoints: Mutex::default(),
             certificates: CertificateExpiries::default(),
             events: Arc::default(),
-            memory: MemoryBudget::new(memory_budget::DEFAULT_LIMIT),
             started: wall_clock(),
             last_step: Mutex::new(clock::now()),
         });
@@ -87,34 +84,29 @@ impl Metrics {
         for endpoint in lock(&self.endpoints).values() {
             endpoint.publish();
         }
-        self.publish_memory();
         let mut text = self.handle.render();
         text.push_str(&self.certificates.render());
         text.push_str(&scrape_metrics::render_process(self.started));
         sort_families(&text)
     }
 
-    fn publish_memory(&self) {
+    /// Shows what `memory` holds, and what was shed, in later scrapes.
+    pub fn show_memory(&self, memory: &MemoryBudget) {
         for kind in MemoryKind::ALL {
             let gauge = self.registry.gauge(&names::MEMORY_BUDGET, &[kind.as_str()]);
-            gauge.set(self.memory.used_for(kind) as f64);
+            gauge.set(memory.used_for(kind) as f64);
         }
         for (held, kind) in [
             (&names::HELD_BODY_BYTES, MemoryKind::HeldBodies),
             (&names::HELD_FRAME_BYTES, MemoryKind::WatchFrames),
         ] {
-            self.registry.gauge(held, &[]).set(self.memory.used_for(kind) as f64);
+            self.registry.gauge(held, &[]).set(memory.used_for(kind) as f64);
         }
-        self.registry.gauge(&names::MEMORY_LIMIT, &[]).set(self.memory.limit() as f64);
+        self.registry.gauge(&names::MEMORY_LIMIT, &[]).set(memory.limit() as f64);
         for shed in Shed::ALL {
             let counter = self.registry.counter(&names::SHED, &[shed.as_str()]);
-            counter.absolute(self.memory.shed(shed));
+            counter.absolute(memory.shed(shed));
         }
-    }
-
-    /// The account of the memory that clients make the process hold.
-    pub fn memory(&self) -> &Arc<MemoryBudget> {
-        &self.memory
     }
 
     /// The recent state changes.
@@ -153,7 +145,7 @@ impl Metrics {
     /// The metrics of a listener; the same for every caller with the same name.
     pub fn listener(&self, name: &str) -> Arc<ListenerMetrics> {
         get_or_register(&self.listeners, name.to_owned(), OTHER.to_owned(), |name| {
-            ListenerMetrics::register(&self.registry, &self.memory, name)
+            ListenerMetrics::register(&self.registry, name)
         })
     }
 
@@ -168,12 +160,7 @@ impl Metrics {
     pub fn endpoint(&self, upstream: &str, endpoint: &str) -> Arc<EndpointMetrics> {
         let key = |endpoint: &str| (upstream.to_owned(), endpoint.to_owned());
         get_or_register(&self.endpoints, key(endpoint), key(OTHER), |(upstream, endpoint)| {
-            EndpointMetrics::register(
-                &self.registry,
-                (&self.events, &self.memory),
-                upstream,
-                endpoint,
-            )
+            EndpointMetrics::register(&self.registry, &self.events, upstream, endpoint)
         })
     }
 
@@ -355,6 +342,7 @@ mod tests {
         metrics.discovery_changed("control-plane", "joined", 1);
         endpoint.kubernetes_minor(36);
         metrics.canary_withdrawn("control-plane", true);
+        metrics.show_memory(&MemoryBudget::new(1 << 20));
 
         let text = metrics.render();
         let rendered: BTreeSet<(String, String)> = text

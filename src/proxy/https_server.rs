@@ -308,7 +308,7 @@ impl HttpsServer {
         let head = if is_http2 { 0 } else { service.request_limits.max_header_bytes as usize };
         let chain = stream.get_ref().1.peer_certificates().unwrap_or_default();
         let chain: usize = chain.iter().map(|certificate| certificate.len()).sum();
-        let account = service.metrics.memory.source(slot.source().key());
+        let account = service.memory.source(slot.source().key());
         let windows = Windows::of(rank, from.ip());
         let Some(memory) = ClientMemory::new(account, rank, windows, head + 2 * chain) else {
             return accept::report_no_memory(&self.listener, slot.source(), &self.warnings);

@@ -310,7 +310,7 @@ async fn send_piece(stream: &mut SendStream<Bytes>, mut data: Bytes) -> Result<(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::observe::Metrics;
+    use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
     use jackstay_core::credential_class::ClientRank;
 
     static PIECE: Bytes = Bytes::from_static(&[0; 64 * 1024]);
@@ -325,19 +325,14 @@ mod tests {
 
     #[test]
     fn held_body_stops_at_its_own_and_the_shared_limit() {
-        let metrics = Metrics::new();
-        let budget = budget();
-        let gauge = || {
-            let text = metrics.render();
-            let line = text.lines().find(|line| line.starts_with("jackstay_held_body_bytes "));
-            line.expect("the gauge").rsplit_once(' ').expect("a value").1.to_owned()
-        };
-        let memory = metrics.memory().source(1);
+        let (account, budget) = (MemoryBudget::new(DEFAULT_LIMIT), budget());
+        let charged = || account.used_for(MemoryKind::HeldBodies);
+        let memory = account.source(1);
         let held_body = || HeldBody::new(budget.account(&memory, ClientRank::Identity));
         let single = held_body();
         assert_eq!(fill(&single), 47, "3 MiB, including the cost of each piece");
         single.clear();
-        assert_eq!(gauge(), "0");
+        assert_eq!(charged(), 0);
         // Bodies just below their own limit nearly use up the shared budget.
         let bodies: Vec<_> = (0..11)
             .map(|_| {
@@ -349,10 +344,10 @@ mod tests {
             .collect();
         let last = held_body();
         assert_eq!(fill(&last), 5, "the remainder of 32 MiB");
-        assert_eq!(gauge(), budget.held().to_string());
+        assert_eq!(charged(), budget.held());
         drop(last);
         drop(bodies);
-        assert_eq!((gauge().as_str(), budget.held()), ("0", 0));
+        assert_eq!((charged(), budget.held()), (0, 0));
         assert_eq!(fill(&single), 0, "a body that has exceeded its limit is never held again");
         assert_eq!(fill(&held_body()), 47);
     }

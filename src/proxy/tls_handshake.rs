@@ -79,7 +79,7 @@ impl TlsHandshake<'_> {
         slot: &ConnectionSlot,
     ) -> io::Result<(ClientStream, HandshakeInProgress)> {
         let source = slot.source();
-        let memory = self.service.metrics.memory.source(source.key());
+        let memory = self.service.memory.source(source.key());
         let socket = ClientSocket::new(stream, Arc::clone(&memory));
         // A connection that sends nothing takes no turn. Its bytes stay in the socket, because thousands of
         // connections may wait.

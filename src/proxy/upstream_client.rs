@@ -64,7 +64,11 @@ pub struct UpstreamClient {
 impl UpstreamClient {
     /// A client that uses `pool`. The caller runs [`Pool::run`].
     pub fn new(pool: Rc<Pool>, metrics: Arc<Metrics>, body_budget: Arc<ByteBudget>) -> Self {
+        let memory = &pool.upstream().memory;
+        let unproven = |limits, subject| UnprovenRequests::new(limits, subject, memory);
         Self {
+            unproven_requests: unproven(REQUEST_LIMITS, "requests with unproven tokens"),
+            unproven_upgrades: unproven(UPGRADE_LIMITS, "upgrades without a proven token"),
             hedge_budget: RetryBudget::hedges(pool.upstream().config().connections.max_streams),
             pool,
             rejected_budget: RetryBudget::rejected(),
@@ -72,16 +76,6 @@ impl UpstreamClient {
             watches: WatchLimits::new(),
             body_budget,
             floor_warnings: RateLimitedWarnings::new(WARNING_INTERVAL),
-            unproven_requests: UnprovenRequests::new(
-                REQUEST_LIMITS,
-                "requests with unproven tokens",
-                metrics.memory(),
-            ),
-            unproven_upgrades: UnprovenRequests::new(
-                UPGRADE_LIMITS,
-                "upgrades without a proven token",
-                metrics.memory(),
-            ),
             maintenance: None,
             metrics,
         }

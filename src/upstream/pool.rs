@@ -331,6 +331,7 @@ impl Pool {
                         class.credential_class(),
                         &tls,
                         &pool.upstream.config(),
+                        &pool.upstream.memory,
                         Rc::clone(&pool.changed),
                     );
                     if pool.state.get().is_closed() {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use arc_swap::{ArcSwap, Guard};
+use jackstay_core::admission::MemoryBudget;
 use jackstay_sys::sockets::connector::Connector;
 use tokio::sync::Notify;
 
@@ -39,6 +40,8 @@ pub struct Upstream {
     pub canary: Canary,
     /// The metrics of the process.
     pub metrics: Arc<Metrics>,
+    /// The account of the process, for what connections to apiservers hold.
+    pub memory: Arc<MemoryBudget>,
     /// The API groups whose watches are not resumed because their versions are not ordered.
     pub unordered_groups: UnorderedGroups,
     connector: ArcSwap<Connector>,
@@ -71,7 +74,12 @@ impl Drop for HeldWatch<'_> {
 
 impl Upstream {
     /// An upstream without endpoints and with the default [`Connector`].
-    pub fn new(config: config::Upstream, credentials: Credentials, metrics: &Arc<Metrics>) -> Self {
+    pub fn new(
+        config: config::Upstream,
+        credentials: Credentials,
+        metrics: &Arc<Metrics>,
+        memory: &Arc<MemoryBudget>,
+    ) -> Self {
         let name: Arc<str> = config.name.as_str().into();
         Self {
             sources: Sources::new(&name, metrics),
@@ -83,6 +91,7 @@ impl Upstream {
             config: ArcSwap::from_pointee(config),
             canary: Canary::default(),
             metrics: Arc::clone(metrics),
+            memory: Arc::clone(memory),
             unordered_groups: UnorderedGroups::default(),
             connector: ArcSwap::default(),
             reconfigured: Notify::new(),

@@ -6,6 +6,7 @@ use jackstay::observe::Metrics;
 use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::Credentials;
 use jackstay::upstream::endpoint::EndpointState;
+use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::source::EndpointSpec;
 use std::sync::Arc;
@@ -23,7 +24,7 @@ fn upstream(certs: &Certs) -> Upstream {
     let mut config = certs.config(&[]);
     let config = config.upstreams.remove(0);
     let credentials = Credentials::load(&config, &[]).unwrap();
-    Upstream::new(config, credentials, &Metrics::new())
+    Upstream::new(config, credentials, &Metrics::new(), &MemoryBudget::new(DEFAULT_LIMIT))
 }
 
 fn labels(upstream: &Upstream) -> Vec<String> {
@@ -87,7 +88,12 @@ async fn prober_ends_when_its_endpoint_is_removed() {
     config.upstreams[0].health.readyz.interval = Duration::from_secs(3600);
     let config = config.upstreams.remove(0);
     let credentials = Credentials::load(&config, config.health.readyz.cert.as_slice()).unwrap();
-    let upstream = Arc::new(Upstream::new(config.clone(), credentials, &Metrics::new()));
+    let upstream = Arc::new(Upstream::new(
+        config.clone(),
+        credentials,
+        &Metrics::new(),
+        &MemoryBudget::new(DEFAULT_LIMIT),
+    ));
     let change = replace_endpoints(&upstream, &static_endpoints(&config));
     let endpoint = Arc::clone(&change.joined[0]);
     let local = tokio::task::LocalSet::new();

@@ -10,6 +10,7 @@ use jackstay::proxy::passthrough::flow_entry::Progress;
 use jackstay::proxy::passthrough::flow_table::{FlowHandle, FlowTable};
 use jackstay::proxy::passthrough::forwarder::TcpForwarder;
 use jackstay::proxy::passthrough::routing::Routing;
+use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use std::io::ErrorKind;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -36,7 +37,8 @@ fn forwarder(
     let (routes, limits) = (Vec::new(), config.limits.clone());
     let routing = Routing { upstream, routes, transparent: None, config, limits };
     let metrics = (metrics.listener("quiet"), metrics.passthrough("quiet"));
-    Rc::new(TcpForwarder::new("quiet".into(), routing, metrics, Rc::clone(table)))
+    let memory = MemoryBudget::new(DEFAULT_LIMIT);
+    Rc::new(TcpForwarder::new("quiet".into(), routing, metrics, memory, Rc::clone(table)))
 }
 
 /// Removes the flows that have been ended, asserts that `reason` is the reason, and returns their number.

@@ -13,6 +13,7 @@ use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::Credentials;
 use jackstay::upstream::endpoint::Observation;
 use jackstay::upstream::rebalance::RebalanceSchedule;
+use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::source::EndpointSpec;
 use jackstay_sys::clock;
@@ -43,7 +44,8 @@ pub fn set_endpoints(upstream: &Upstream, hosts: &[&str]) {
 pub fn upstream(certs: &Certs, hosts: &[&str]) -> Upstream {
     let config = certs.config(&[]).upstreams.remove(0);
     let credentials = Credentials::load(&config, &[]).unwrap();
-    let upstream = Upstream::new(config, credentials, &Metrics::new());
+    let upstream =
+        Upstream::new(config, credentials, &Metrics::new(), &MemoryBudget::new(DEFAULT_LIMIT));
     set_endpoints(&upstream, hosts);
     for endpoint in upstream.endpoints().iter().take(hosts.len() - 1) {
         endpoint.observe(Observation::Connected);

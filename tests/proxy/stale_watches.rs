@@ -17,7 +17,7 @@ use jackstay::upstream::endpoint::Endpoint;
 use jackstay::upstream::pool::{Pool, StreamRequirements, WarmClasses};
 use jackstay::upstream::rebalance::Rebalancer;
 use jackstay::upstream::version_preference::PreferredVersions;
-use jackstay_core::admission::ByteAccount;
+use jackstay_core::admission::{ByteAccount, DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::request::info::RequestInfo;
 use jackstay_core::watch::request::WatchRequest;
 use jackstay_sys::clock;
@@ -47,7 +47,8 @@ async fn count_stale_watches() {
     config.rebalance = false;
     let metrics = Metrics::new();
     let credentials = Credentials::load(&config, &identities).unwrap();
-    let shared = Upstream::new(config.clone(), credentials, &metrics);
+    let shared =
+        Upstream::new(config.clone(), credentials, &metrics, &MemoryBudget::new(DEFAULT_LIMIT));
     let address = &config.endpoints[0];
     let endpoint_metrics = metrics.endpoint(&shared.name, &address.to_string());
     let endpoint = Endpoint::new(&shared.name, address, None, endpoint_metrics).unwrap();

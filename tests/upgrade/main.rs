@@ -137,7 +137,7 @@ fn spdy_upgrade_forwards_headers_and_data_both_ways() {
 fn tunnel_is_charged_to_the_memory_budget_until_it_ends() {
     run(async {
         let setup = Setup::new().await;
-        let charged = || setup.proxy.metrics.memory().used_for(MemoryKind::Tunnels);
+        let charged = || setup.proxy.memory.used_for(MemoryKind::Tunnels);
         let mut tunnels = vec![open_tunnel(&setup).await];
         let of_one = charged();
         assert!(of_one >= 64 << 10, "{of_one}");

@@ -24,6 +24,7 @@ use jackstay::upstream::endpoint::Endpoint;
 use jackstay::upstream::pool::{Pool, WarmClasses};
 use jackstay_apiserver::faulty_relay::FaultyRelay;
 use jackstay_apiserver::pki::Issued;
+use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_sys::sockets::listening;
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
@@ -167,6 +168,7 @@ impl Peer {
 pub struct Proxy {
     pub tunnels: Tunnels,
     pub metrics: Arc<Metrics>,
+    pub memory: Arc<MemoryBudget>,
     address: SocketAddr,
     _drain: drain::DrainTrigger,
 }
@@ -186,8 +188,9 @@ impl Proxy {
         let (listener, upstream) = (&config.listeners[0], &config.upstreams[0]);
         let terminate = listener.terminate().unwrap();
         let metrics = Metrics::new();
+        let memory = MemoryBudget::new(DEFAULT_LIMIT);
         let credentials = Credentials::load(upstream, &terminate.identities).unwrap();
-        let shared = Upstream::new(upstream.clone(), credentials, &metrics);
+        let shared = Upstream::new(upstream.clone(), credentials, &metrics, &memory);
         let endpoints = upstream.endpoints.iter().map(|address| {
             let metrics = metrics.endpoint(&shared.name, &address.to_string());
             Endpoint::new(&shared.name, address, None, metrics).unwrap()
@@ -209,6 +212,7 @@ impl Proxy {
                 tokens: Rc::default(),
             },
             metrics: metrics.listener(&listener.name),
+            memory: Arc::clone(&memory),
             access_log: AccessLog::Off,
             never_resume_groups: Vec::new(),
             heartbeats: Vec::new(),
@@ -232,7 +236,7 @@ impl Proxy {
         let socket = listening::listen((Ipv4Addr::LOCALHOST, 0).into(), false).unwrap();
         let address = socket.local_addr().unwrap();
         Rc::new(server).accept(TcpListener::from_std(socket).unwrap(), drain);
-        Self { tunnels, metrics, address, _drain: trigger }
+        Self { tunnels, metrics, memory, address, _drain: trigger }
     }
 
     /// A client connection, with this certificate if there is one.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 use tokio::task::{LocalSet, spawn_local};
@@ -30,7 +31,12 @@ async fn run_1000_updates_during_an_endless_drain_applies_each_within_1500_ms() 
     let (removed, kept) = (address("127.2.1.1".into()), address("127.2.1.2".into()));
     let mut config = Upstream { endpoints: vec![removed.clone(), kept.clone()], ..config() };
     let credentials = Credentials::load(&config, &[]).unwrap();
-    let upstream = Arc::new(upstream::Upstream::new(config.clone(), credentials, &Metrics::new()));
+    let upstream = Arc::new(upstream::Upstream::new(
+        config.clone(),
+        credentials,
+        &Metrics::new(),
+        &MemoryBudget::new(DEFAULT_LIMIT),
+    ));
     endpoint_set::replace_endpoints(&upstream, &endpoint_set::static_endpoints(&config));
     let shared = shared(None);
     // Both endpoints have connections and flows that never end.
@@ -100,7 +106,12 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
         ..config()
     };
     let credentials = Credentials::load(&config, &[]).unwrap();
-    let upstream = Arc::new(upstream::Upstream::new(config.clone(), credentials, &Metrics::new()));
+    let upstream = Arc::new(upstream::Upstream::new(
+        config.clone(),
+        credentials,
+        &Metrics::new(),
+        &MemoryBudget::new(DEFAULT_LIMIT),
+    ));
     let shared = shared(Some(dir.path().to_owned()));
     // Waits until the set has the addresses with these last bytes.
     let set_becomes = async |last_bytes: &[u8]| {

@@ -244,6 +244,7 @@ mod tests {
     use super::*;
     use crate::observe::Metrics;
     use crate::upstream::credentials::Credentials;
+    use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
     use jackstay_core::discovery::address::EndpointAddress;
 
     /// An endpoint without a watch of a resource shows no new versions of it, which is no lag.
@@ -252,7 +253,12 @@ mod tests {
         let config = crate::control::discovery::tests::config();
         let metrics = Metrics::new();
         let credentials = Credentials::load(&config, &[]).unwrap();
-        let upstream = Arc::new(Upstream::new(config, credentials, &metrics));
+        let upstream = Arc::new(Upstream::new(
+            config,
+            credentials,
+            &metrics,
+            &MemoryBudget::new(DEFAULT_LIMIT),
+        ));
         let endpoint = |port| {
             let address = EndpointAddress { host: "10.0.0.1".to_owned(), port };
             let metrics = metrics.endpoint("u", &address.to_string());

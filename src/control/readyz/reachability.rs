@@ -61,6 +61,7 @@ impl ReachabilityCheck {
             CredentialClass::Probe,
             tls,
             &upstream.config(),
+            &upstream.memory,
             Rc::clone(&self.changed),
         )
     }

@@ -4,6 +4,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::task::Poll;
 
+use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_sys::clock;
 use tokio::task::{LocalSet, spawn_local};
@@ -39,7 +40,12 @@ impl Setup {
         let upstream = config.upstreams.into_iter().next().unwrap();
         let metrics = Metrics::new();
         let credentials = Credentials::load(&upstream, &[]).unwrap();
-        let upstream = Arc::new(Upstream::new(upstream, credentials, &metrics));
+        let upstream = Arc::new(Upstream::new(
+            upstream,
+            credentials,
+            &metrics,
+            &MemoryBudget::new(DEFAULT_LIMIT),
+        ));
         let address = EndpointAddress { host: "10.0.0.1".to_owned(), port: 6443 };
         let routing = Routing {
             upstream: Arc::clone(&upstream),

@@ -7,6 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_core::admission::MemoryBudget;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::SourceLookup;
 use jackstay_sys::sockets::tcp_options;
@@ -31,6 +32,7 @@ pub struct TcpForwarder {
     routing: Rc<ListenerRouting>,
     metrics: Arc<ListenerMetrics>,
     flow_metrics: Arc<PassthroughMetrics>,
+    memory: Arc<MemoryBudget>,
     flows: Rc<FlowTable>,
     slots: Rc<ConnectionSlots>,
     sources: SourceLookup,
@@ -38,17 +40,20 @@ pub struct TcpForwarder {
 }
 
 impl TcpForwarder {
-    /// Creates the forwarder of the listener `name`. `flows` holds the flows of all listeners of the worker.
+    /// Creates the forwarder of the listener `name`. What flows hold is charged to `memory`. `flows`
+    /// holds the flows of all listeners of the worker.
     pub fn new(
         name: String,
         routing: Routing,
         (metrics, flow_metrics): (Arc<ListenerMetrics>, Arc<PassthroughMetrics>),
+        memory: Arc<MemoryBudget>,
         flows: Rc<FlowTable>,
     ) -> Self {
         Self {
             routing: Rc::new(ListenerRouting::new(name, routing)),
             metrics,
             flow_metrics,
+            memory,
             flows,
             slots: Rc::default(),
             sources: SourceLookup::default(),
@@ -90,8 +95,7 @@ impl TcpForwarder {
             tcp_options::close_with_reset(client);
             return;
         };
-        let Some(memory) =
-            FlowMemory::new(self.metrics.memory.source(source.key()), client.as_raw_fd())
+        let Some(memory) = FlowMemory::new(self.memory.source(source.key()), client.as_raw_fd())
         else {
             accept::report_no_memory(self.routing.name(), source, &self.warnings);
             tcp_options::close_with_reset(client);

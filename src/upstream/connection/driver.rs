@@ -14,6 +14,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
+use jackstay_core::admission::MemoryBudget;
 use jackstay_core::connection::{
     ConnectionMachine, ConnectionState, Established, H2End, Refusal, Thresholds,
 };
@@ -45,6 +46,7 @@ impl Connection {
         class: CredentialClass,
         tls: &ClientTls,
         config: &config::Upstream,
+        memory: &Arc<MemoryBudget>,
         pool: Rc<Notify>,
     ) -> Rc<Self> {
         let now = clock::now();
@@ -95,7 +97,7 @@ impl Connection {
             changed: Notify::new(),
             pool,
         });
-        let line = LineWindows::new(windows, account_of(endpoint, class), rtt, now);
+        let line = LineWindows::new(windows, account_of(memory, class), rtt, now);
         let driver = Driver {
             connection: Rc::clone(&connection),
             h2,

@@ -24,13 +24,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use jackstay_core::admission::{Level, MemoryKind, SourceMemory};
+use jackstay_core::admission::{Level, MemoryBudget, MemoryKind, SourceMemory};
 use jackstay_core::credential_class::ClientRank;
 use jackstay_core::receive_windows::ReceiveWindows;
 use jackstay_sys::clock;
 
 use crate::upstream::credentials::CredentialClass;
-use crate::upstream::endpoint::Endpoint;
 
 /// Rate for which windows grow, in bytes a second: 3.2 Gbit/s. On a short line the processors are the limit, and larger
 /// windows would only hold more for clients that stall.
@@ -52,13 +51,13 @@ const REFUSED_PAUSE: Duration = Duration::from_secs(1);
 /// The window of the connection follows held bytes in steps of this size.
 const HELD_STEP: usize = 64 << 10;
 
-/// The account of what the connection may hold for its clients, and what these have proven.
+/// The account of what a connection of this class may hold for its clients, and what these have proven.
 pub(super) fn account_of(
-    endpoint: &Endpoint,
+    memory: &Arc<MemoryBudget>,
     class: CredentialClass,
 ) -> (Arc<SourceMemory>, ClientRank) {
     let rank = class.rank();
-    (endpoint.metrics.memory().upstream_windows(rank), rank)
+    (memory.upstream_windows(rank), rank)
 }
 
 /// The windows to announce.

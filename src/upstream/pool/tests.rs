@@ -2,6 +2,7 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::discovery::address::EndpointAddress;
 use tokio::net::TcpListener;
 use tokio::task::{JoinHandle, LocalSet, spawn_local, yield_now};
@@ -24,7 +25,7 @@ async fn silent_pool() -> (Rc<Pool>, TcpListener) {
     let config = loaded.config.upstreams.into_iter().next().unwrap();
     let metrics = Metrics::new();
     let credentials = Credentials::load(&config, &[]).unwrap();
-    let upstream = Upstream::new(config, credentials, &metrics);
+    let upstream = Upstream::new(config, credentials, &metrics, &MemoryBudget::new(DEFAULT_LIMIT));
     let address = EndpointAddress { host: "127.0.0.1".to_owned(), port };
     let endpoint = Endpoint::new(&"u".into(), &address, None, metrics.endpoint("u", "e")).unwrap();
     upstream.set_endpoints(vec![endpoint]);

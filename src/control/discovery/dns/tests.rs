@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use hickory_resolver::proto::op::{Message, ResponseCode};
 use hickory_resolver::proto::rr::rdata::{A, AAAA};
 use hickory_resolver::proto::rr::{RData, Record, RecordType};
+use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_sys::clock;
 use tokio::task::LocalSet;
 
@@ -107,7 +108,12 @@ fn ips(texts: &[&str]) -> Vec<IpAddr> {
 fn new_source_states() -> (Arc<Upstream>, Rc<SourceStates>) {
     let config = crate::control::discovery::tests::config();
     let credentials = Credentials::load(&config, &[]).unwrap();
-    let upstream = Arc::new(Upstream::new(config, credentials, &Metrics::new()));
+    let upstream = Arc::new(Upstream::new(
+        config,
+        credentials,
+        &Metrics::new(),
+        &MemoryBudget::new(DEFAULT_LIMIT),
+    ));
     let states = SourceStates::new(Arc::clone(&upstream), Box::new(OwnAddresses::default));
     (upstream, states)
 }

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use http::Response;
+use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::discovery::own_addresses::OwnAddresses;
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -344,7 +345,7 @@ fn upstream() -> Arc<Upstream> {
         ..crate::control::discovery::tests::config()
     };
     let credentials = Credentials::load(&config, &[]).unwrap();
-    Arc::new(Upstream::new(config, credentials, &Metrics::new()))
+    Arc::new(Upstream::new(config, credentials, &Metrics::new(), &MemoryBudget::new(DEFAULT_LIMIT)))
 }
 
 proptest! {

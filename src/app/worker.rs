@@ -31,18 +31,19 @@ use super::drain_signal::DrainSignal;
 use super::listener::{BoundListener, Destinations, ListenerMode};
 use crate::config::{self, AccessLog};
 use crate::observe::{Liveness, Metrics};
+use crate::proxy::admission::handshake_queue::HandshakeQueue;
+use crate::proxy::admission::listener_admission::ListenerAdmission;
+use crate::proxy::admission::proven_tokens::ProvenTokens;
+use crate::proxy::admission::socket_memory;
 use crate::proxy::client_socket::lingering_connections;
 use crate::proxy::credential_selector::CredentialSelector;
 use crate::proxy::drain::{self, DrainWatcher};
-use crate::proxy::handshake_queue::HandshakeQueue;
 use crate::proxy::https_server::{HttpsServer, Lane};
 use crate::proxy::identity_lane::HandedOver;
 use crate::proxy::listener_service::ListenerService;
 use crate::proxy::passthrough::flow_table::FlowTable;
 use crate::proxy::passthrough::forwarder::TcpForwarder;
 use crate::proxy::passthrough::routing::{Routing, Transparent};
-use crate::proxy::proven_tokens::ProvenTokens;
-use crate::proxy::socket_memory;
 use crate::proxy::task_queues::TaskQueues;
 use crate::proxy::tunnels::Tunnels;
 use crate::proxy::upstream_client::UpstreamClient;
@@ -222,13 +223,18 @@ impl Worker {
     fn start(&mut self, bound: &Arc<BoundListener>, access: AccessLog) -> WorkerListener {
         let watches = drain::channel();
         let (trigger, connections) = drain::channel();
-        let name = bound.name().to_owned();
+        let (metrics, memory) = (&bound.metrics, &bound.upstream.memory);
+        let admission = ListenerAdmission::new(
+            bound.name().to_owned(),
+            Arc::clone(metrics),
+            Arc::clone(memory),
+        );
         let server = match &bound.mode {
             ListenerMode::Terminate { config, tls, identities } => {
                 let mode = (config, &identities[..]);
                 let service = self.service(bound, mode, access, watches.1.clone(), None);
                 Server::Https(Rc::new(HttpsServer::new(
-                    name,
+                    admission,
                     service,
                     Arc::clone(tls),
                     Rc::clone(&self.handshakes),
@@ -238,11 +244,10 @@ impl Worker {
                 )))
             }
             ListenerMode::Passthrough { config, routes, destinations } => {
-                let metrics = (Arc::clone(&bound.metrics), self.setup.metrics.passthrough(&name));
+                let metrics = self.setup.metrics.passthrough(bound.name());
                 let flows = Rc::clone(&self.flows);
                 let routing = self.routing(bound, config, routes, destinations);
-                let memory = Arc::clone(&bound.upstream.memory);
-                Server::Tcp(Rc::new(TcpForwarder::new(name, routing, metrics, memory, flows)))
+                Server::Tcp(Rc::new(TcpForwarder::new(admission, routing, metrics, flows)))
             }
         };
         WorkerListener::new(Arc::clone(bound), server, trigger, watches)
@@ -306,7 +311,6 @@ impl Worker {
                 tokens,
             },
             metrics: Arc::clone(&bound.metrics),
-            memory: Arc::clone(&bound.upstream.memory),
             access_log: access,
             never_resume_groups: config.never_resume_groups.clone(),
             heartbeats: config.heartbeats.clone(),

@@ -6,20 +6,15 @@ use std::time::Duration;
 
 use jackstay_sys::process::resource_limits;
 use jackstay_sys::process::resource_limits::SpareDescriptor;
-use jackstay_sys::sockets::source::Source;
 use jackstay_sys::sockets::{listening, tcp_options};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::sleep;
 
-use super::connection_slots::{Admitted, ConnectionSlot, SlotRefusal};
+use super::admission::listener_admission::ListenerAdmission;
 use super::drain::DrainWatcher;
-use crate::observe::{ListenerMetrics, RateLimitedWarnings};
 
 /// Pause after `accept` failed and no waiting connection could be reset.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
-
-/// Repeated warnings about refused connections are logged at most once in this time, with their number.
-pub const WARNING_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Accepts on one socket and passes each connection to `admit`, until `drain` starts. Then it admits the
 /// connections that are already in the socket's queue, because closing the socket would reset them. A
@@ -32,18 +27,17 @@ pub async fn until_drain(
     socket: TcpListener,
     max_unsent: u32,
     mut drain: DrainWatcher,
-    (listener, metrics, warnings): (&str, &ListenerMetrics, &RateLimitedWarnings),
+    admission: &ListenerAdmission,
     admit: impl Fn(TcpStream, SocketAddr),
 ) {
     // The socket may have had another mode, or be that of another version of this program.
     if let Err(error) = tcp_options::configure_accepted_by(&socket, max_unsent) {
-        warnings.warn(&format!("listener {listener}: accepted sockets lack options"), error);
+        admission.warn("accepted sockets lack options", error);
     }
     let mut spare = SpareDescriptor::open();
     let refused = |error: io::Error| {
-        metrics.refused("descriptors");
-        let line = format!("listener {listener}: connection refused because it cannot be accepted");
-        warnings.warn(&line, error);
+        admission.metrics.refused("descriptors");
+        admission.warn("connection refused because it cannot be accepted", error);
     };
     loop {
         let accepted = tokio::select! {
@@ -63,8 +57,7 @@ pub async fn until_drain(
                 // No connection is waiting.
                 Err(reset) if reset.kind() == io::ErrorKind::WouldBlock => sleep(RETRY_PAUSE).await,
                 Err(_) => {
-                    let line = format!("listener {listener}: connections cannot be accepted");
-                    warnings.warn(&line, error);
+                    admission.warn("connections cannot be accepted", error);
                     sleep(RETRY_PAUSE).await;
                 }
             },
@@ -76,44 +69,6 @@ pub async fn until_drain(
     for (stream, from) in listening::close_and_accept_queued(socket) {
         admit(stream, from);
     }
-}
-
-/// Counts and logs that a new connection of `source` got none of `limit` slots, or one of another connection.
-/// Returns its slot.
-pub fn report_admission(
-    admitted: Result<Admitted, SlotRefusal>,
-    (source, limit): (Source, usize),
-    (listener, metrics, warnings): (&str, &ListenerMetrics, &RateLimitedWarnings),
-) -> Option<ConnectionSlot> {
-    let (reason, label, slot, evicted) = match admitted {
-        Ok(Admitted { slot, evicted: None }) => return Some(slot),
-        Ok(Admitted { slot, evicted: Some(evicted) }) => {
-            ("idle connection closed for a new one: few of", None, Some(slot), Some(evicted))
-        }
-        Err(SlotRefusal::Full) => {
-            ("connection refused: in use are all of", Some("cap"), None, None)
-        }
-        Err(SlotRefusal::Share) => {
-            ("connection refused: its source uses its share of", Some("source"), None, None)
-        }
-    };
-    if let Some(label) = label {
-        metrics.refused(label);
-    }
-    let line = format!("listener {listener}: {reason} {limit} slots (limits.max_connections)");
-    match evicted {
-        Some(evicted) => warnings.warn(&line, format_args!("{evicted}, for {source}")),
-        None => warnings.warn(&line, source),
-    }
-    slot
-}
-
-/// Warns that a connection of `source` is refused because memory is short.
-pub fn report_no_memory(listener: &str, source: Source, warnings: &RateLimitedWarnings) {
-    let line = format!(
-        "listener {listener}: connection refused for lack of memory (memory_limit, jackstay_memory_budget_bytes)"
-    );
-    warnings.warn(&line, source);
 }
 
 /// Whether an error of `accept` concerns one connection only (accept(2)).
@@ -130,6 +85,8 @@ fn concerns_one_connection(error: &io::Error) -> bool {
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
+
+    use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 
     use super::super::drain::{self, DrainTrigger};
     use super::*;
@@ -151,11 +108,10 @@ mod tests {
 
     async fn accept(socket: std::net::TcpListener, drain: DrainWatcher, admit: impl Fn(TcpStream)) {
         let socket = TcpListener::from_std(socket).unwrap();
-        let metrics = Metrics::new().listener("l");
-        let warnings = RateLimitedWarnings::new(WARNING_INTERVAL);
+        let (metrics, memory) = (Metrics::new().listener("l"), MemoryBudget::new(DEFAULT_LIMIT));
+        let admission = ListenerAdmission::new("l".to_owned(), metrics, memory);
         let admit = |stream, _| admit(stream);
-        until_drain(socket, tcp_options::MAX_UNSENT, drain, ("l", &metrics, &warnings), admit)
-            .await;
+        until_drain(socket, tcp_options::MAX_UNSENT, drain, &admission, admit).await;
     }
 
     /// Such a socket comes from the service manager, or from another version of this program.

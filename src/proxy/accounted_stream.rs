@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-use super::socket_memory::{Peer, SocketMemory};
+use super::admission::socket_memory::{Peer, SocketMemory};
 
 /// A socket of a client. Writes fail once its connection must be reset for lack of memory.
 #[derive(Debug)]

@@ -28,9 +28,9 @@ use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::clock;
 use tokio::time::{Sleep, sleep_until};
 
-use super::client_memory::StreamMemory;
-use super::connection_slots::OpenRequest;
-use super::response_reserve::{MAX_PIECE, ResponseReserve};
+use super::admission::client_memory::StreamMemory;
+use super::admission::connection_slots::OpenRequest;
+use super::admission::response_reserve::{MAX_PIECE, ResponseReserve};
 
 /// How often the rate of a client that does not take everything at once is checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);

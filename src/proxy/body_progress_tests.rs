@@ -10,8 +10,8 @@ use jackstay_sys::sockets::source::Source;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-use crate::proxy::client_memory::ClientMemory;
-use crate::proxy::connection_slots::ConnectionSlots;
+use crate::proxy::admission::client_memory::ClientMemory;
+use crate::proxy::admission::connection_slots::ConnectionSlots;
 
 const LIMIT: Duration = Duration::from_secs(300);
 const DAY: Duration = Duration::from_secs(86_400);

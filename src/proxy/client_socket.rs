@@ -31,7 +31,7 @@ use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
 
 use super::accounted_stream::AccountedStream;
-use super::socket_memory::{Peer, SocketMemory};
+use super::admission::socket_memory::{Peer, SocketMemory};
 
 /// How long to wait for the client to close.
 const LIMIT: Duration = Duration::from_secs(1);

@@ -23,9 +23,9 @@ use jackstay_core::request::status_error::StatusError;
 use jackstay_sys::sockets::source::Source;
 use jackstay_sys::utc::wall_clock;
 
+use super::admission::proven_tokens::{LastToken, ProvenTokens, TokenKey};
 use super::bearer_token::BearerToken;
 use super::client_certificate::ClientCertificate;
-use super::proven_tokens::{LastToken, ProvenTokens, TokenKey};
 use crate::net::tls::certificate::CertInfo;
 use crate::upstream::credentials::{CredentialClass, IdentitySlot};
 

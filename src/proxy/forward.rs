@@ -33,13 +33,13 @@ use jackstay_sys::clock;
 use tokio::task::spawn_local;
 
 use self::slots::{FirstResponse, Response as PendingResponse};
+use super::admission::unproven_requests::UnprovenRequest;
 use super::attempt::{Attempt, Attempts, FailedAttempt, Input, failed};
 use super::client_certificate::IdentityProof;
 use super::consistent_reads::RequestVersions;
 use super::drain::DrainWatcher;
 use super::request_body::{RequestBody, UploadTask};
 use super::response_body::{ForwardResult, FullBody, ResponseBody, StreamedBody};
-use super::unproven_requests::UnprovenRequest;
 use super::upstream_client::{UpstreamClient, UpstreamResponse, release_window, until_troubled};
 use super::watch::body::{ResumeContext, WatchBody};
 use crate::observe::Outcome;

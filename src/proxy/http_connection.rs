@@ -23,17 +23,17 @@ use jackstay_sys::sockets::source::Source;
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 
+use super::admission::client_memory::{ClientMemory, StreamMemory, UNPROVEN_STREAMS};
+use super::admission::connection_slots::{ConnectionSlot, OpenRequest};
+use super::admission::listener_admission::ListenerAdmission;
 use super::body_progress::{BodyProgress, StallBoundStream, TrackedBody};
 use super::client_certificate::ClientCertificate;
 use super::client_connection::ClientConnection;
-use super::client_memory::{ClientMemory, StreamMemory, UNPROVEN_STREAMS};
 use super::client_stream::ClientStream;
-use super::connection_slots::{ConnectionSlot, OpenRequest};
 use super::drain::DrainWatcher;
 use super::head_timeout::limit_heads;
 use super::listener_service::ListenerService;
 use crate::net::frame_limiter::FrameLimiter;
-use crate::observe::RateLimitedWarnings;
 
 /// Largest frame accepted: RFC 9113's default.
 const MAX_FRAME_SIZE: u32 = 16 * 1024;
@@ -57,12 +57,10 @@ const MAX_EVICTION_TIME: Duration = Duration::from_secs(5);
 
 /// A client connection and what it needs besides the stream.
 pub struct HttpConnection<'a> {
-    /// The name of the listener.
-    pub listener: &'a str,
+    /// The admission of the listener.
+    pub admission: &'a ListenerAdmission,
     /// The service of the listener when it accepted the connection. Its limits apply until the connection ends.
     pub service: &'a ListenerService,
-    /// Warnings about clients that break a limit.
-    pub warnings: &'a RateLimitedWarnings,
     /// Ends the connection.
     pub drain: DrainWatcher,
 }
@@ -90,9 +88,9 @@ impl HttpConnection<'_> {
         self.service.metrics.closed_for_frames(frame);
         let about = format!(
             "listener {} closed a connection with ENHANCE_YOUR_CALM, because its client exceeded a limit of frames",
-            self.listener
+            self.admission.listener()
         );
-        self.warnings.warn(&about, format_args!("{frame}, from {source}"));
+        self.admission.warnings.warn(&about, format_args!("{frame}, from {source}"));
     }
 
     #[expect(
@@ -238,9 +236,9 @@ impl HttpConnection<'_> {
         if let Some(shed) = client.take_last_shed() {
             let about = format!(
                 "listener {} is short of memory for a client (memory_limit)",
-                self.listener
+                self.admission.listener()
             );
-            self.warnings.warn(&about, format_args!("{}, from {source}", shed.as_str()));
+            self.admission.warnings.warn(&about, format_args!("{}, from {source}", shed.as_str()));
         }
     }
 }

@@ -10,41 +10,38 @@ use std::sync::Arc;
 use jackstay_core::credential_class::ClientRank;
 use jackstay_core::request::hygiene::ForwardedFor;
 use jackstay_sys::clock;
-use jackstay_sys::sockets::source::{Source, SourceLookup};
+use jackstay_sys::sockets::source::Source;
 use jackstay_sys::sockets::tcp_options::MAX_UNSENT;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
 use super::accept;
+use super::admission::client_memory::ClientMemory;
+use super::admission::connection_slots::{ConnectionSlot, SlotLimit};
+use super::admission::handshake_queue::HandshakeQueue;
+use super::admission::listener_admission::ListenerAdmission;
+use super::admission::proven_tokens::LastToken;
+use super::admission::request_windows::Windows;
 use super::client_certificate::ClientCertificate;
 use super::client_connection::ClientConnection;
-use super::client_memory::ClientMemory;
 use super::client_stream::ClientStream;
-use super::connection_slots::{ConnectionSlot, ConnectionSlots, SlotLimit};
 use super::consistent_reads::client::LastClient;
 use super::drain::DrainWatcher;
-use super::handshake_queue::HandshakeQueue;
 use super::http_connection::HttpConnection;
 use super::identity_lane::{HandedOver, IdentityLane, LaneClient, LaneConnections};
 use super::listener_service::{CurrentService, ListenerService};
-use super::proven_tokens::LastToken;
-use super::request_windows::Windows;
 use super::task_queues::TaskQueues;
 use super::tls_handshake::TlsHandshake;
 use crate::net::tls::certificate::VERSION_1;
 use crate::net::tls::serving::ServingTls;
-use crate::observe::RateLimitedWarnings;
 
 /// Serves the connections of one L7 listener on one worker.
 pub struct HttpsServer {
-    listener: String,
+    admission: ListenerAdmission,
     service: CurrentService,
     tls: Arc<ServingTls>,
-    slots: Rc<ConnectionSlots>,
     handshakes: Rc<HandshakeQueue>,
-    warnings: RateLimitedWarnings,
     drain: DrainWatcher,
-    sources: SourceLookup,
     lane: Lane,
     tasks: TaskQueues,
 }
@@ -67,10 +64,10 @@ pub enum Lane {
 }
 
 impl HttpsServer {
-    /// The server of the listener with that name. `drain` ends its connections. All listeners of the worker share
+    /// The server of a listener. `drain` ends its connections. All listeners of the worker share
     /// `handshakes`.
     pub fn new(
-        listener: String,
+        admission: ListenerAdmission,
         service: Rc<ListenerService>,
         tls: Arc<ServingTls>,
         handshakes: Rc<HandshakeQueue>,
@@ -79,14 +76,11 @@ impl HttpsServer {
         tasks: TaskQueues,
     ) -> Self {
         Self {
-            listener,
+            admission,
             service: CurrentService::new(service),
             tls,
-            slots: Rc::default(),
             handshakes,
-            warnings: RateLimitedWarnings::new(accept::WARNING_INTERVAL),
             drain,
-            sources: SourceLookup::default(),
             lane,
             tasks,
         }
@@ -104,24 +98,20 @@ impl HttpsServer {
 
     /// The number of open connections, tunnels included.
     pub fn connections(&self) -> usize {
-        self.slots.open()
+        self.admission.open()
     }
 
     /// Starts to accept on one socket, until `drain` starts.
     pub fn accept(self: Rc<Self>, socket: TcpListener, drain: DrainWatcher) {
         let tasks = self.tasks.clone();
         tasks.spawn_handshake(async move {
-            let metrics = Arc::clone(&self.service.now().metrics);
-            let reports = (self.listener.as_str(), &*metrics, &self.warnings);
             let admit = |stream, from| self.admit(stream, from);
-            accept::until_drain(socket, MAX_UNSENT, drain, reports, admit).await;
+            accept::until_drain(socket, MAX_UNSENT, drain, &self.admission, admit).await;
         });
     }
 
     fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
         let service = self.service.now();
-        let prefix = service.limits.source_prefix_v6;
-        let Some(source) = self.sources.source(&stream, from, prefix) else { return };
         let handed_over = match &self.lane {
             Lane::Others { handed_over, workers, .. } => handed_over.get().div_ceil(*workers),
             Lane::All | Lane::Identities => 0,
@@ -131,11 +121,8 @@ impl HttpsServer {
             has_identities: !service.credentials.slots.is_empty(),
             handed_over,
         };
-        let admitted = self.slots.admit(source, limit, clock::now());
-        let about = (self.listener.as_str(), &*service.metrics, &self.warnings);
-        let Some(slot) = accept::report_admission(admitted, (source, limit.slots), about) else {
-            return;
-        };
+        let prefix = service.limits.source_prefix_v6;
+        let Some(slot) = self.admission.admit((&stream, from), prefix, limit) else { return };
         let (this, guard) = (Rc::clone(self), service.metrics.count_connection());
         self.tasks.spawn_handshake(self.unless_forced(async move {
             let established = this.accepted(stream, from, &slot, &service).await;
@@ -158,7 +145,7 @@ impl HttpsServer {
                 Err(error) => return this.warn_of_move(&error),
             };
             let LaneClient { from, source, verdict, counted: _counted, .. } = client;
-            let slot = this.slots.admit_proven(source, clock::now());
+            let slot = this.admission.admit_proven(source);
             let certificate = this.certificate(&stream, source, &service);
             let certificate = certificate.map(|certificate| certificate.with_verdict(verdict));
             this.serve(stream, certificate, from, slot, &service).await;
@@ -167,8 +154,8 @@ impl HttpsServer {
     }
 
     fn warn_of_move(&self, error: &io::Error) {
-        let line = format!("listener {}: connection closed, not served", self.listener);
-        self.warnings.warn(&line, format_args!("its socket cannot change its thread: {error}"));
+        let line = "connection closed, not served";
+        self.admission.warn(line, format_args!("its socket cannot change its thread: {error}"));
     }
 
     /// A part of a connection, which the drain ends when it is forced.
@@ -220,11 +207,10 @@ impl HttpsServer {
         service: &ListenerService,
     ) -> Option<(ClientStream, Option<Rc<ClientCertificate>>)> {
         let handshake = TlsHandshake {
-            listener: &self.listener,
+            admission: &self.admission,
             service,
             tls: &self.tls,
             queue: &self.handshakes,
-            warnings: &self.warnings,
         };
         let (stream, handshake) = handshake.make(stream, from, slot).await?;
         let Some(certificate) = self.certificate(&stream, slot.source(), service) else {
@@ -268,7 +254,7 @@ impl HttpsServer {
         let Lane::Others { identity_lane, handed_over, .. } = &self.lane else {
             return Ok(Some(stream));
         };
-        let (listener, source) = (self.listener.clone(), slot.source());
+        let (listener, source) = (self.admission.listener().to_owned(), slot.source());
         let (verdict, counted) = (certificate.verdict(), handed_over.count());
         identity_lane.hand_over(stream, LaneClient { listener, from, source, verdict, counted })
     }
@@ -284,8 +270,8 @@ impl HttpsServer {
         let chain = session.peer_certificates();
         let certificate = ClientCertificate::new(source, chain, &self.tls, &service.metrics)?;
         if let Some(info) = certificate.info().filter(|info| info.is_version_1) {
-            let line = format!("listener {}: client certificate refused", self.listener);
-            self.warnings.warn(&line, format_args!("{}, from {source}: {VERSION_1}", info.subject));
+            let why = format_args!("{}, from {source}: {VERSION_1}", info.subject);
+            self.admission.warn("client certificate refused", why);
         }
         Some(certificate)
     }
@@ -308,10 +294,10 @@ impl HttpsServer {
         let head = if is_http2 { 0 } else { service.request_limits.max_header_bytes as usize };
         let chain = stream.get_ref().1.peer_certificates().unwrap_or_default();
         let chain: usize = chain.iter().map(|certificate| certificate.len()).sum();
-        let account = service.memory.source(slot.source().key());
+        let account = self.admission.memory(slot.source());
         let windows = Windows::of(rank, from.ip());
         let Some(memory) = ClientMemory::new(account, rank, windows, head + 2 * chain) else {
-            return accept::report_no_memory(&self.listener, slot.source(), &self.warnings);
+            return self.admission.report_no_memory(slot.source());
         };
         let socket = stream.get_ref().0.get_ref().get_ref();
         memory.attach_to(socket.memory());
@@ -327,12 +313,8 @@ impl HttpsServer {
             client: LastClient::default(),
             unproven: Rc::default(),
         });
-        let connection = HttpConnection {
-            listener: &self.listener,
-            service,
-            warnings: &self.warnings,
-            drain: self.drain.clone(),
-        };
+        let connection =
+            HttpConnection { admission: &self.admission, service, drain: self.drain.clone() };
         // Pinned here, because moving the large future would store it twice.
         let mut served = std::pin::pin!(connection.serve(stream, client, &slot));
         let result = match &certificate {
@@ -343,7 +325,7 @@ impl HttpsServer {
             },
         };
         if let Err(error) = result {
-            tracing::debug!(listener = self.listener, client = %from, %error, "connection ended");
+            tracing::debug!(listener = self.admission.listener(), client = %from, %error, "connection ended");
         }
     }
 

@@ -4,8 +4,6 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use jackstay_core::admission::MemoryBudget;
-
 use super::credential_selector::CredentialSelector;
 use super::drain::DrainWatcher;
 use super::tunnels::Tunnels;
@@ -22,8 +20,6 @@ pub struct ListenerService {
     pub credentials: CredentialSelector,
     /// Counts connections and requests.
     pub metrics: Arc<ListenerMetrics>,
-    /// The account of the memory that clients make the process hold.
-    pub memory: Arc<MemoryBudget>,
     /// Selects the requests that are logged.
     pub access_log: AccessLog,
     /// API groups whose watches are not resumed.

@@ -17,11 +17,11 @@ use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
 use jackstay_core::request::status_error::StatusError;
 
+use super::admission::response_reserve::ResponseReserve;
+use super::admission::tunnel_memory::TunnelMemory;
 use super::client_certificate::ProofExpiry;
 use super::consistent_reads::VersionLearner;
 use super::request_body::UploadTask;
-use super::response_reserve::ResponseReserve;
-use super::tunnel_memory::TunnelMemory;
 use super::upstream_client::{poll_turn, release_window};
 use super::watch::body::WatchBody;
 use crate::observe::{Outcome, Side};

@@ -4,7 +4,7 @@
 //! ready, and a handshake consists of several steps. Therefore a worker runs handshakes first: between two looks at its
 //! sockets it runs the handshakes that are ready, and then at most 61 other tasks (`MAX_TASKS_PER_TICK` of tokio's
 //! `LocalSet`). So a new connection waits for one such batch each time that it waits for its client, however many other
-//! tasks are ready. [`super::handshake_queue`] limits what handshakes take: it starts one in each batch.
+//! tasks are ready. [`super::admission::handshake_queue`] limits what handshakes take: it starts one in each batch.
 
 use std::future::pending;
 use std::rc::{Rc, Weak};

@@ -11,28 +11,26 @@ use jackstay_sys::sockets::read_ahead::ReadAhead;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
+use super::admission::connection_slots::ConnectionSlot;
+use super::admission::handshake_memory;
+use super::admission::handshake_queue::{HandshakeQueue, HandshakeTurn};
+use super::admission::listener_admission::ListenerAdmission;
 use super::client_socket::ClientSocket;
 use super::client_stream::{ClientStream, StallTimeout, accept_tls};
-use super::connection_slots::ConnectionSlot;
-use super::handshake_queue::{HandshakeQueue, HandshakeTurn};
 use super::listener_service::ListenerService;
-use super::{accept, handshake_memory};
 use crate::net::tls::serving::{self, ServingTls};
 use crate::net::tls::tls_error::describe_handshake_error;
-use crate::observe::RateLimitedWarnings;
 
 /// What a listener needs for a handshake.
 pub struct TlsHandshake<'a> {
-    /// The name of the listener.
-    pub listener: &'a str,
+    /// The admission of the listener.
+    pub admission: &'a ListenerAdmission,
     /// The service of the listener when it accepted the connection.
     pub service: &'a ListenerService,
     /// Its certificate.
     pub tls: &'a ServingTls,
     /// The turns of all handshakes of the worker.
     pub queue: &'a Rc<HandshakeQueue>,
-    /// Warnings about clients that break a limit.
-    pub warnings: &'a RateLimitedWarnings,
 }
 
 /// A handshake that counts as in progress, and its memory. It includes the verification of the certificate: until
@@ -51,7 +49,8 @@ impl TlsHandshake<'_> {
         from: SocketAddr,
         slot: &ConnectionSlot,
     ) -> Option<(ClientStream, HandshakeInProgress)> {
-        let Self { listener, service, warnings, .. } = self;
+        let Self { admission, service, .. } = self;
+        let listener = admission.listener();
         let limit = service.limits.handshake_timeout;
         match timeout(limit, self.in_turn(stream, slot)).await {
             Ok(Ok(established)) => Some(established),
@@ -59,7 +58,7 @@ impl TlsHandshake<'_> {
                 service.metrics.refused("handshake");
                 if let Some(reason) = serving::chain_limit_error(&error) {
                     let line = format!("listener {listener} refused a TLS handshake");
-                    warnings.warn(&line, format_args!("{reason}, from {from}"));
+                    admission.warnings.warn(&line, format_args!("{reason}, from {from}"));
                 }
                 let error = describe_handshake_error(&error);
                 tracing::debug!(listener, client = %from, error, "TLS handshake failed");
@@ -79,7 +78,7 @@ impl TlsHandshake<'_> {
         slot: &ConnectionSlot,
     ) -> io::Result<(ClientStream, HandshakeInProgress)> {
         let source = slot.source();
-        let memory = self.service.memory.source(source.key());
+        let memory = self.admission.memory(source);
         let socket = ClientSocket::new(stream, Arc::clone(&memory));
         // A connection that sends nothing takes no turn. Its bytes stay in the socket, because thousands of
         // connections may wait.
@@ -89,7 +88,7 @@ impl TlsHandshake<'_> {
         slot.handshake_begun(clock::now());
         let turn = self.queue.turn(source).await;
         let Some(charge) = handshake_memory::charge(&memory) else {
-            accept::report_no_memory(self.listener, source, self.warnings);
+            self.admission.report_no_memory(source);
             return Err(io::ErrorKind::OutOfMemory.into());
         };
         let limit = self.service.request_limits.stall_timeout;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 
-use super::connection_slots::OpenRequest;
+use super::admission::connection_slots::OpenRequest;
 
 /// The open tunnels.
 #[derive(Debug, Clone, Default)]

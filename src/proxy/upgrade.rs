@@ -32,10 +32,10 @@ use jackstay_core::request::status_error::StatusError;
 use tokio::io::{AsyncWriteExt, copy_bidirectional_with_sizes};
 use tokio::task::spawn_local;
 
+use super::admission::tunnel_memory::TunnelMemory;
 use super::client_certificate::IdentityProof;
 use super::client_stream;
 use super::response_body::{ForwardResult, Http1Body, ResponseBody};
-use super::tunnel_memory::TunnelMemory;
 use super::tunnels::{OpenTunnel, Tunnels};
 use super::upstream_client::UpstreamClient;
 use crate::observe::{Outcome, Side};

@@ -19,8 +19,8 @@ use jackstay_sys::clock;
 use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::sleep;
 
+use super::admission::unproven_requests::{REQUEST_LIMITS, UPGRADE_LIMITS, UnprovenRequests};
 use super::request_body::UploadTask;
-use super::unproven_requests::{REQUEST_LIMITS, UPGRADE_LIMITS, UnprovenRequests};
 use super::watch::limits::WatchLimits;
 use crate::observe::{Metrics, RateLimitedWarnings};
 use crate::upstream::Upstream;

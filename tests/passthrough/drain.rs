@@ -6,6 +6,7 @@ use crate::rebalance::{FIRST, set_endpoints, upstream};
 use crate::support::{Certs, passthrough_config, passthrough_mode, pause};
 use jackstay::config::{Config, Mode};
 use jackstay::observe::Metrics;
+use jackstay::proxy::admission::listener_admission::ListenerAdmission;
 use jackstay::proxy::passthrough::flow_entry::Progress;
 use jackstay::proxy::passthrough::flow_table::{FlowHandle, FlowTable};
 use jackstay::proxy::passthrough::forwarder::TcpForwarder;
@@ -36,9 +37,9 @@ fn forwarder(
     let Mode::Passthrough(config) = listener.mode else { unreachable!() };
     let (routes, limits) = (Vec::new(), config.limits.clone());
     let routing = Routing { upstream, routes, transparent: None, config, limits };
-    let metrics = (metrics.listener("quiet"), metrics.passthrough("quiet"));
     let memory = MemoryBudget::new(DEFAULT_LIMIT);
-    Rc::new(TcpForwarder::new("quiet".into(), routing, metrics, memory, Rc::clone(table)))
+    let admission = ListenerAdmission::new("quiet".into(), metrics.listener("quiet"), memory);
+    Rc::new(TcpForwarder::new(admission, routing, metrics.passthrough("quiet"), Rc::clone(table)))
 }
 
 /// Removes the flows that have been ended, asserts that `reason` is the reason, and returns their number.

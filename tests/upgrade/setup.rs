@@ -9,9 +9,10 @@ use std::time::Duration;
 use jackstay::config::AccessLog;
 use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
 use jackstay::observe::Metrics;
+use jackstay::proxy::admission::handshake_queue::HandshakeQueue;
+use jackstay::proxy::admission::listener_admission::ListenerAdmission;
 use jackstay::proxy::credential_selector::CredentialSelector;
 use jackstay::proxy::drain;
-use jackstay::proxy::handshake_queue::HandshakeQueue;
 use jackstay::proxy::https_server::{HttpsServer, Lane};
 use jackstay::proxy::listener_service::ListenerService;
 use jackstay::proxy::request_body;
@@ -212,7 +213,6 @@ impl Proxy {
                 tokens: Rc::default(),
             },
             metrics: metrics.listener(&listener.name),
-            memory: Arc::clone(&memory),
             access_log: AccessLog::Off,
             never_resume_groups: Vec::new(),
             heartbeats: Vec::new(),
@@ -222,11 +222,15 @@ impl Proxy {
             drain: drain.clone(),
         };
         let tls = Arc::new(ServingTls::new(LoadedServingTls::load(terminate).unwrap()));
-        let (name, service) = (listener.name.clone(), Rc::new(service));
+        let admission = ListenerAdmission::new(
+            listener.name.clone(),
+            Arc::clone(&service.metrics),
+            Arc::clone(&memory),
+        );
         let tasks = TASKS.with_borrow(|tasks| tasks.clone().expect("`run` runs the test"));
         let server = HttpsServer::new(
-            name,
-            service,
+            admission,
+            Rc::new(service),
             tls,
             HandshakeQueue::new(1),
             drain.clone(),

@@ -30,7 +30,7 @@ use slab::Slab;
 use tokio::sync::Notify;
 use tokio::time::sleep;
 
-use super::super::accept::WARNING_INTERVAL;
+use super::super::admission::listener_admission::WARNING_INTERVAL;
 use super::flow_entry::{
     CLIENT_RESET, ENDPOINT_DEAD, ENDPOINT_LEFT, EndReason, FlowEntry, Progress, REBALANCE,
     SHUTDOWN, end_after,

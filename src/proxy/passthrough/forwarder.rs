@@ -7,57 +7,45 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use jackstay_core::admission::MemoryBudget;
-use jackstay_sys::clock;
-use jackstay_sys::sockets::source::SourceLookup;
 use jackstay_sys::sockets::tcp_options;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
 
 use super::super::accept;
-use super::super::connection_slots::{ConnectionSlot, ConnectionSlots, SlotLimit};
+use super::super::admission::connection_slots::{ConnectionSlot, SlotLimit};
+use super::super::admission::flow_memory::FlowMemory;
+use super::super::admission::listener_admission::ListenerAdmission;
+use super::super::admission::socket_memory::Peer;
 use super::super::drain::DrainWatcher;
-use super::super::socket_memory::Peer;
 use super::connect;
 use super::flow_entry::{EVICTED, MEMORY};
-use super::flow_memory::FlowMemory;
 use super::flow_table::FlowTable;
 use super::pump::{FlowError, Pump};
 use super::routing::{ListenerRouting, RouteError, Routing};
-use crate::observe::{ListenerMetrics, PassthroughMetrics, RateLimitedWarnings};
+use crate::observe::PassthroughMetrics;
 use crate::upstream::Upstream;
 
 /// Forwards the connections of one L4 listener on one worker.
 pub struct TcpForwarder {
     routing: Rc<ListenerRouting>,
-    metrics: Arc<ListenerMetrics>,
+    admission: ListenerAdmission,
     flow_metrics: Arc<PassthroughMetrics>,
-    memory: Arc<MemoryBudget>,
     flows: Rc<FlowTable>,
-    slots: Rc<ConnectionSlots>,
-    sources: SourceLookup,
-    warnings: RateLimitedWarnings,
 }
 
 impl TcpForwarder {
-    /// Creates the forwarder of the listener `name`. What flows hold is charged to `memory`. `flows`
-    /// holds the flows of all listeners of the worker.
+    /// Creates the forwarder of a listener. `flows` holds the flows of all listeners of the worker.
     pub fn new(
-        name: String,
+        admission: ListenerAdmission,
         routing: Routing,
-        (metrics, flow_metrics): (Arc<ListenerMetrics>, Arc<PassthroughMetrics>),
-        memory: Arc<MemoryBudget>,
+        flow_metrics: Arc<PassthroughMetrics>,
         flows: Rc<FlowTable>,
     ) -> Self {
         Self {
-            routing: Rc::new(ListenerRouting::new(name, routing)),
-            metrics,
+            routing: Rc::new(ListenerRouting::new(admission.listener().to_owned(), routing)),
+            admission,
             flow_metrics,
-            memory,
             flows,
-            slots: Rc::default(),
-            sources: SourceLookup::default(),
-            warnings: RateLimitedWarnings::new(accept::WARNING_INTERVAL),
         }
     }
 
@@ -68,7 +56,7 @@ impl TcpForwarder {
 
     /// The number of open connections.
     pub fn connections(&self) -> usize {
-        self.slots.open()
+        self.admission.open()
     }
 
     /// Ends the flows that are due when a drain with this timeout has lasted for `elapsed`.
@@ -78,26 +66,24 @@ impl TcpForwarder {
 
     /// Accepts connections on one socket until `drain` starts.
     pub async fn accept(self: Rc<Self>, socket: TcpListener, drain: DrainWatcher) {
-        let about = (self.routing.name(), &*self.metrics, &self.warnings);
         let admit = |stream, from| self.admit(stream, from);
-        accept::until_drain(socket, tcp_options::MAX_UNSENT_OF_FLOW, drain, about, admit).await;
+        let unsent = tcp_options::MAX_UNSENT_OF_FLOW;
+        accept::until_drain(socket, unsent, drain, &self.admission, admit).await;
     }
 
     fn admit(self: &Rc<Self>, client: TcpStream, from: SocketAddr) {
         let routing = self.routing.current();
-        let (limit, prefix) = (routing.limits.max_connections, routing.limits.source_prefix_v6);
-        let Some(source) = self.sources.source(&client, from, prefix) else { return };
+        let (slots, prefix) = (routing.limits.max_connections, routing.limits.source_prefix_v6);
         // No client of L4 proves an identity to this process, so there is no reserve.
-        let slots = SlotLimit { slots: limit, has_identities: false, handed_over: 0 };
-        let admitted = self.slots.admit(source, slots, clock::now());
-        let about = (self.routing.name(), &*self.metrics, &self.warnings);
-        let Some(slot) = accept::report_admission(admitted, (source, limit), about) else {
+        let limit = SlotLimit { slots, has_identities: false, handed_over: 0 };
+        let Some(slot) = self.admission.admit((&client, from), prefix, limit) else {
             tcp_options::close_with_reset(client);
             return;
         };
-        let Some(memory) = FlowMemory::new(self.memory.source(source.key()), client.as_raw_fd())
+        let source = slot.source();
+        let Some(memory) = FlowMemory::new(self.admission.memory(source), client.as_raw_fd())
         else {
-            accept::report_no_memory(self.routing.name(), source, &self.warnings);
+            self.admission.report_no_memory(source);
             tcp_options::close_with_reset(client);
             return;
         };
@@ -117,7 +103,7 @@ struct OpenConnection {
 
 impl OpenConnection {
     fn new(forwarder: &Rc<TcpForwarder>, slot: ConnectionSlot, memory: FlowMemory) -> Self {
-        forwarder.metrics.connections.increment(1);
+        forwarder.admission.metrics.connections.increment(1);
         forwarder.flow_metrics.opened();
         Self { forwarder: Rc::clone(forwarder), slot, memory, end: Cell::new("shutdown") }
     }
@@ -163,12 +149,11 @@ impl OpenConnection {
             Err(FlowError::Ended(reason)) => {
                 self.end.set(reason.label);
                 if reason == EVICTED {
-                    forwarder.metrics.refused(reason.label);
+                    forwarder.admission.metrics.refused(reason.label);
                 }
                 if reason == MEMORY {
-                    let (name, why) = (forwarder.routing.name(), reason.description);
-                    let line = format!("listener {name}: flow ended: {why}");
-                    forwarder.warnings.warn(&line, format_args!("client {from} is reset"));
+                    let line = format!("flow ended: {}", reason.description);
+                    forwarder.admission.warn(&line, format_args!("client {from} is reset"));
                 }
             }
             Err(FlowError::Failed(peer, error)) => {
@@ -194,8 +179,8 @@ impl OpenConnection {
         let (forwarder, label) = (&*self.forwarder, error.label());
         self.end.set(label);
         if error.is_misconfiguration() {
-            let line = format!("listener {}: refused ({label})", forwarder.routing.name());
-            forwarder.warnings.warn(&line, format_args!("client {from}: {error}"));
+            let line = format!("refused ({label})");
+            forwarder.admission.warn(&line, format_args!("client {from}: {error}"));
         }
         tracing::debug!(listener = forwarder.routing.name(), client = %from, reason = %error, "connection not routed");
     }
@@ -221,7 +206,7 @@ impl OpenConnection {
         tokio::select! {
             result = future => Some(result),
             () = self.slot.evicted() => {
-                self.forwarder.metrics.refused("evicted");
+                self.forwarder.admission.metrics.refused("evicted");
                 self.end.set(EVICTED.label);
                 None
             }
@@ -232,11 +217,11 @@ impl OpenConnection {
 impl Drop for OpenConnection {
     fn drop(&mut self) {
         let forwarder = &self.forwarder;
-        forwarder.metrics.connections.decrement(1);
+        forwarder.admission.metrics.connections.decrement(1);
         let end = self.end.get();
         forwarder.flow_metrics.closed(end);
         if end == "unreachable" {
-            forwarder.metrics.own_errors.count(None, end);
+            forwarder.admission.metrics.own_errors.count(None, end);
         }
     }
 }

@@ -7,7 +7,7 @@
 //! 2. [`routing`] chooses the upstream: by original destination, by server name ([`client_hello`]), or
 //!    the upstream of the listener.
 //! 3. [`connect`] connects to the best endpoint, and tries others as well if that one does not answer.
-//! 4. [`pump`] copies the bytes in both directions. [`flow_memory`] charges what it holds.
+//! 4. [`pump`] copies the bytes in both directions. [`super::admission::flow_memory`] charges what it holds.
 //! 5. [`flow_table`] checks all flows of a worker in one task, and ends flows that are dead, must leave their
 //!    endpoint or exceed a timeout ([`flow_entry`] has the reasons).
 //! 6. [`forwarder`] counts the flow once, with the reason for its end, or with `done`.
@@ -19,7 +19,6 @@
 pub mod client_hello;
 mod connect;
 pub mod flow_entry;
-mod flow_memory;
 pub mod flow_table;
 pub mod forwarder;
 mod pump;

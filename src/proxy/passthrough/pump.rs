@@ -25,10 +25,10 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::sleep;
 
-use super::super::connection_slots::ConnectionSlot;
-use super::super::socket_memory::{Peer, SocketMemory};
+use super::super::admission::connection_slots::ConnectionSlot;
+use super::super::admission::flow_memory::FlowMemory;
+use super::super::admission::socket_memory::{Peer, SocketMemory};
 use super::flow_entry::{EVICTED, EndReason, MEMORY, Progress};
-use super::flow_memory::FlowMemory;
 use super::flow_table::FlowHandle;
 use crate::observe::PassthroughMetrics;
 use crate::observe::passthrough_metrics::Direction;

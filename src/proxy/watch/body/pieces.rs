@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use bytes::Bytes;
 
-use crate::proxy::response_reserve::MAX_WATCH_PIECE;
+use crate::proxy::admission::response_reserve::MAX_WATCH_PIECE;
 
 /// Takes the next piece for the client. A slice longer than [`MAX_WATCH_PIECE`] leaves in several pieces.
 ///

@@ -404,7 +404,7 @@ fn head_size<B>(request: &Request<B>) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::proxy::response_reserve::MAX_PIECE;
+    use crate::proxy::admission::response_reserve::MAX_PIECE;
     use jackstay_core::admission::MemoryBudget;
 
     const MIB: usize = 1 << 20;

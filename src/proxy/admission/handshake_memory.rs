@@ -37,7 +37,7 @@ pub fn charge(source: &Arc<SourceMemory>) -> Option<MemoryCharge> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::proxy::client_memory::ClientMemory;
+    use crate::proxy::admission::client_memory::ClientMemory;
     use jackstay_core::admission::MemoryBudget;
 
     #[test]

@@ -12,7 +12,7 @@ use jackstay_core::admission::{Level, MemoryKind, Shed, SourceMemory};
 use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::sockets::tcp_options::MAX_UNSENT_OF_FLOW;
 
-use super::super::socket_memory::{Peer, SocketMemory};
+use super::socket_memory::{Peer, SocketMemory};
 
 /// Bytes of a flow that holds nothing: its task, its entry in the flow table, and the kernel's memory for both sockets.
 /// With the default limit, one source may have 15,000 flows.

@@ -5,7 +5,7 @@
 //! A connection asks for its turn when the client has sent its first bytes:
 //!
 //! * A turn is one handshake up to the answer to the `ClientHello`. One handshake has its turn at a time, and
-//!   between two turns the event loop runs a batch of other tasks ([`super::task_queues`]).
+//!   between two turns the event loop runs a batch of other tasks ([`super::super::task_queues`]).
 //! * The sources take turns. So a handshake waits for at most one other of each source, however many another
 //!   source starts.
 //! * A handshake is in progress until the client's certificate is verified.
@@ -172,7 +172,7 @@ impl Drop for HandshakeTurn {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::proxy::handshake_memory::MAX_IN_PROGRESS;
+    use crate::proxy::admission::handshake_memory::MAX_IN_PROGRESS;
 
     const A: Source = Source::User(1);
     const B: Source = Source::User(2);

@@ -43,7 +43,7 @@ const INTERVAL: Duration = Duration::from_millis(50);
 /// connection and of a flow.
 const MIN_WRITTEN: usize = 4 << 10;
 /// How long a connection may be blocked while memory is short, as a stream
-/// ([`super::body_progress`]).
+/// ([`super::super::body_progress`]).
 const MAX_BLOCKED: Duration = Duration::from_secs(2);
 /// Bytes that a receive queue may hold while memory is short.
 const MAX_RECEIVED: usize = 64 << 10;

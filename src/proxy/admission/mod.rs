@@ -1,0 +1,37 @@
+//! Who may connect, shake hands, ask and hold memory.
+//!
+//! A *source* is the user of a client on this node, else its address ([`jackstay_sys::sockets::source`]). What a client
+//! has proven is its [rank](jackstay_core::credential_class::ClientRank). The decisions are in
+//! [`jackstay_core::admission`]; this module executes them for one worker.
+//!
+//! | resource | limit and its configuration key | share of a source | what waits, and what gives way |
+//! |---|---|---|---|
+//! | slots ([`connection_slots`]) | connections of a listener (`limits.max_connections`) | fewer than are free, so at most half; an eighth is left to identities | nothing waits; idle connections without an identity are closed for new ones |
+//! | TLS handshakes ([`handshake_queue`], [`handshake_memory`]) | 128 in progress in the process; 10 s (`limits.handshake_timeout`) | fewer in progress than are free, but always one; 200 a second after a burst of 400 | handshakes wait in turns by source; one in progress for a second is ended for another one of its source |
+//! | certificate chains ([`crate::net::tls::client_chain`]) | 1,024 short ones and 16 long ones wait; 6 certificates, 32 KiB | half of the free places | chains wait in turns by source |
+//! | first request ([`super::http_connection`]) | 10 s (`limits.header_timeout`) | | |
+//! | requests with unproven tokens ([`unproven_requests`]) | 128 in progress on a worker, each for 5 s in the queue | 32 in progress, 256 waiting | requests wait in turns by source; a source with rejected tokens is slowed |
+//! | upgrades without a proven token ([`unproven_requests`]) | 32 in progress on a worker | 8 in progress, 64 waiting | as requests |
+//! | proven tokens ([`proven_tokens`]) | 4,096 on a listener of a worker | the oldest of the source with the most is forgotten | |
+//! | streams of a connection ([`super::http_connection`]) | 1,000 (`limits.max_streams`); 250 without an identity | | |
+//! | request heads ([`jackstay_core::request::hygiene`]) | 64 KiB (`limits.max_header_bytes`) | | |
+//! | memory ([`client_memory`], [`flow_memory`], [`tunnel_memory`], [`socket_memory`]) | one account (`memory_limit`), of which a rank has a part ([`jackstay_core::admission::MemoryBudget`]) | as much as it leaves free | idle connections, stalled readers and long-running requests, lower ranks first |
+//! | responses that are not read ([`super::body_progress`]) | 5 min (`limits.stall_timeout`) | | |
+//! | frames ([`crate::net::frame_limiter`]) | budgets by kind | | |
+//!
+//! [`listener_admission::ListenerAdmission`] admits the connections of a listener. Slots are counted for each listener on each
+//! worker, handshakes for each worker, turns of requests for each worker and upstream; the account of memory is one for
+//! the process, an `Arc` that the application creates.
+
+pub(super) mod client_memory;
+pub(super) mod connection_slots;
+pub(super) mod flow_memory;
+pub(super) mod handshake_memory;
+pub mod handshake_queue;
+pub mod listener_admission;
+pub mod proven_tokens;
+pub(super) mod request_windows;
+pub(super) mod response_reserve;
+pub mod socket_memory;
+pub(super) mod tunnel_memory;
+pub(super) mod unproven_requests;

@@ -6,6 +6,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use jackstay_core::admission::{Counted, Refusal};
 use metrics::{Counter, Histogram};
 
 use super::count_gauge::CountGauge;
@@ -148,9 +149,11 @@ impl ListenerMetrics {
         CountedConnection(Arc::clone(self))
     }
 
-    /// Counts a client connection that was closed before its first request: `cap`, `handshake`, ….
-    pub fn refused(&self, reason: &'static str) {
-        self.registry.count(&names::DOWNSTREAM_REFUSED, &[&self.name, reason], 1);
+    /// Counts a client connection that was refused, or closed for another one, unless another metric counts it.
+    pub fn refused(&self, refusal: Refusal) {
+        if let Counted::Connection(reason) = refusal.counted() {
+            self.registry.count(&names::DOWNSTREAM_REFUSED, &[&self.name, reason], 1);
+        }
     }
 
     /// Counts a re-read of certificate, key or CA files: `ok` or `failed`.

@@ -295,6 +295,8 @@ fn sort_families(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::assert_line;
+    use jackstay_core::admission::Refusal;
+
     use super::*;
     use std::collections::BTreeSet;
 
@@ -305,7 +307,7 @@ mod tests {
         listener.finished("get", 200, Some(std::time::Duration::from_millis(3)));
         listener.cut("client");
         listener.own_errors.count(Some(503), "no_upstream");
-        listener.refused("cap");
+        listener.refused(Refusal::SlotsFull);
         listener.closed_for_frames("ping");
         listener.client_verified("ok");
         listener.certificate_reloaded("ok");

@@ -4,6 +4,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use jackstay_core::admission::Refusal;
 use jackstay_sys::process::resource_limits;
 use jackstay_sys::process::resource_limits::SpareDescriptor;
 use jackstay_sys::sockets::{listening, tcp_options};
@@ -36,8 +37,8 @@ pub async fn until_drain(
     }
     let mut spare = SpareDescriptor::open();
     let refused = |error: io::Error| {
-        admission.metrics.refused("descriptors");
-        admission.warn("connection refused because it cannot be accepted", error);
+        admission.count(Refusal::Descriptors);
+        admission.warn(Refusal::Descriptors.reason(), error);
     };
     loop {
         let accepted = tokio::select! {

@@ -4,6 +4,7 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use jackstay_core::admission::Refusal;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
@@ -46,7 +47,7 @@ impl AccountedStream {
         bytes: impl FnOnce(&R) -> usize,
     ) -> Poll<io::Result<R>> {
         if self.memory.is_shed() {
-            let reason = "the client takes no bytes, and memory is short (memory_limit)";
+            let reason = Refusal::StalledReader.reason();
             return Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, reason)));
         }
         let written = match &result {

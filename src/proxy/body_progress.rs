@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use bytes::{Buf, Bytes};
 use http_body::{Body, Frame, SizeHint};
-use jackstay_core::admission::{Level, Shed};
+use jackstay_core::admission::{Level, Refusal};
 use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::clock;
 use tokio::time::{Sleep, sleep_until};
@@ -306,7 +306,7 @@ impl Future for StallBoundStream {
                 Verdict::CheckAt(_) => {}
                 Verdict::Stalled => return Poll::Ready(()),
                 Verdict::Shed => {
-                    connection.count_shed(Shed::StalledReader);
+                    connection.count(Refusal::StalledReader);
                     return Poll::Ready(());
                 }
             }

@@ -4,7 +4,7 @@ use std::future::poll_fn;
 use std::sync::Arc;
 
 use http_body_util::Empty;
-use jackstay_core::admission::{MemoryBudget, MemoryKind};
+use jackstay_core::admission::{MemoryBudget, MemoryKind, Shed};
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::Source;
 use tokio::sync::mpsc;

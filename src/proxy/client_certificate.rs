@@ -33,6 +33,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use jackstay_core::admission::Refusal;
 use jackstay_sys::sockets::source::Source;
 use jackstay_sys::utc::{Utc, wall_clock};
 use rustls::pki_types::CertificateDer;
@@ -211,7 +212,7 @@ impl ClientCertificate {
                 this.metrics.client_verified(outcome);
                 *this.verdict.borrow_mut() = Some(verdict);
             } else if slot.is_none() {
-                this.metrics.client_verified("busy");
+                this.metrics.client_verified(Refusal::CertificateQueue.counted().label());
                 this.busy.set(true);
             }
             this.verifying.set(false);

@@ -17,6 +17,7 @@ use http::request::Parts;
 use http::uri::{Authority, Scheme};
 use http::{HeaderValue, Request, Response, StatusCode, Uri, header};
 use hyper::body::Incoming;
+use jackstay_core::admission::Refusal;
 use jackstay_core::admission::fair_queue::Ended;
 use jackstay_core::credential_class::ClientRank;
 use jackstay_core::request::hygiene;
@@ -130,7 +131,7 @@ impl ClientConnection {
         outcome.source = self.slot.source();
         let info = RequestInfo::new(&parts);
         outcome.classified(info.verb.as_str(), info.long_running());
-        let error = short_of_memory();
+        let error = StatusError::from(Refusal::RequestMemory);
         error_response(error.closing_connection(), outcome, parts.headers.get(header::ACCEPT))
     }
 
@@ -249,7 +250,7 @@ impl ClientConnection {
 
         hygiene::upstream_headers(&mut parts.headers, &self.forwarded_for, info.upgrade);
         if info.upgrade {
-            let memory = self.memory.charge_tunnel().ok_or_else(short_of_memory)?;
+            let memory = self.memory.charge_tunnel()?;
             let upgrade = Upgrade {
                 memory,
                 upstream: Rc::clone(&service.upstream),
@@ -299,12 +300,6 @@ impl ClientConnection {
         self.memory.raise_rank(rank);
         self.slot.set_rank(rank);
     }
-}
-
-fn short_of_memory() -> StatusError {
-    StatusError::too_many_requests(
-        "memory for clients is short: see memory_limit and jackstay_memory_budget_bytes",
-    )
 }
 
 /// Whether the request waits for its turn among those that prove nothing.

@@ -19,6 +19,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use http::{HeaderMap, StatusCode};
+use jackstay_core::admission::Refusal;
 use jackstay_core::request::status_error::StatusError;
 use jackstay_sys::sockets::source::Source;
 use jackstay_sys::utc::wall_clock;
@@ -88,9 +89,7 @@ impl CredentialSelector {
                 "the client certificate {}cannot be verified: {reason}",
                 certificate.info().map_or(String::new(), |info| format!("of {} ", info.subject)),
             ))),
-            None => Err(StatusError::too_many_requests(
-                "the client certificate chain is not verified yet: too many others wait for that",
-            )),
+            None => Err(Refusal::CertificateQueue.into()),
         }
     }
 

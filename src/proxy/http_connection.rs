@@ -15,7 +15,7 @@ use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use jackstay_core::admission::{Level, Shed};
+use jackstay_core::admission::{Level, Refusal};
 use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::cork::{Collect, Uncork, cork};
@@ -87,8 +87,9 @@ impl HttpConnection<'_> {
     fn warn_of_frames(&self, frame: &'static str, source: Source) {
         self.service.metrics.closed_for_frames(frame);
         let about = format!(
-            "listener {} closed a connection with ENHANCE_YOUR_CALM, because its client exceeded a limit of frames",
-            self.admission.listener()
+            "listener {} closed a connection with ENHANCE_YOUR_CALM, because {}",
+            self.admission.listener(),
+            Refusal::Frames.reason()
         );
         self.admission.warnings.warn(&about, format_args!("{frame}, from {source}"));
     }
@@ -152,7 +153,7 @@ impl HttpConnection<'_> {
                 () = drain.started() => {}
                 () = slot.evicted() => {}
                 () = streams.idle_without_stream(limits.header_timeout, || uncork.received_since_last_call()) => {
-                    self.service.metrics.refused("timeout");
+                    self.admission.count(Refusal::NoRequest);
                 }
                 shed = shed_when_short(&memory, warn_of_shed) => shed?,
                 () = identity_lost(&memory, certificate) => {}
@@ -161,8 +162,8 @@ impl HttpConnection<'_> {
             connection.as_mut().graceful_shutdown();
             tokio::select! {
                 result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => result,
-                () = streams.no_stream_within(limits.header_timeout) => Err("no request received".into()),
-                () = evicted_and_idle(slot, self.service) => Err("closed for another connection".into()),
+                () = streams.no_stream_within(limits.header_timeout) => Err(Refusal::NoRequest.reason().into()),
+                () = evicted_and_idle(slot, self.admission) => Err("closed for another connection".into()),
             }
         };
         let result = served.await;
@@ -223,7 +224,7 @@ impl HttpConnection<'_> {
             connection.as_mut().graceful_shutdown();
             tokio::select! {
                 result = connection.as_mut() => result.map_err(Into::into),
-                () = evicted_and_idle(slot, self.service) => Err("closed for another connection".into()),
+                () = evicted_and_idle(slot, self.admission) => Err("closed for another connection".into()),
             }
         };
         let result = served.await;
@@ -233,12 +234,14 @@ impl HttpConnection<'_> {
 
     /// Warns if something of this client was shed since the last call.
     fn warn_of_shed(&self, client: &ClientMemory, source: Source) {
-        if let Some(shed) = client.take_last_shed() {
+        if let Some(refusal) = client.take_last_shed() {
             let about = format!(
                 "listener {} is short of memory for a client (memory_limit)",
                 self.admission.listener()
             );
-            self.admission.warnings.warn(&about, format_args!("{}, from {source}", shed.as_str()));
+            self.admission
+                .warnings
+                .warn(&about, format_args!("{}, from {source}", refusal.counted().label()));
         }
     }
 }
@@ -257,9 +260,9 @@ async fn identity_lost(client: &ClientMemory, certificate: Option<Rc<ClientCerti
 }
 
 /// Counts an evicted connection, and returns when it has had time to close. Never returns for another connection.
-async fn evicted_and_idle(slot: &ConnectionSlot, service: &ListenerService) {
+async fn evicted_and_idle(slot: &ConnectionSlot, admission: &ListenerAdmission) {
     slot.evicted().await;
-    service.metrics.refused("evicted");
+    admission.count(Refusal::Evicted);
     let end = clock::now() + MAX_EVICTION_TIME;
     loop {
         sleep(EVICTION_PAUSE).await;
@@ -281,12 +284,12 @@ async fn shed_when_short(client: &ClientMemory, warn: impl Fn()) -> Result<(), B
         match (client.rank(), client.level(), client.open_streams()) {
             (ClientRank::Identity, ..) | (_, Level::Free, _) => {}
             (.., 0) => {
-                client.count_shed(Shed::IdleConnection);
+                client.count(Refusal::IdleConnection);
                 return Ok(());
             }
             (_, Level::Critical, _) => {
-                client.count_shed(Shed::LongRunning);
-                return Err("closed for lack of memory".into());
+                client.count(Refusal::LongRunning);
+                return Err(Refusal::LongRunning.reason().into());
             }
             (..) => {}
         }

@@ -7,6 +7,7 @@ use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use jackstay_core::admission::Refusal;
 use jackstay_core::credential_class::ClientRank;
 use jackstay_core::request::hygiene::ForwardedFor;
 use jackstay_sys::clock;
@@ -186,12 +187,12 @@ impl HttpsServer {
         let established = tokio::select! {
             established = self.establish(stream, from, slot, service) => established?,
             () = slot.evicted() => {
-                service.metrics.refused("evicted");
+                self.admission.count(Refusal::Evicted);
                 return None;
             }
         };
         if slot.must_prove_identity() {
-            service.metrics.refused("source");
+            self.admission.count(Refusal::NotProven);
             return None;
         }
         Some(established)
@@ -222,7 +223,7 @@ impl HttpsServer {
             tokio::select! {
                 _ = verified => {}
                 () = handshake.turn.stalled() => {
-                    service.metrics.refused("handshake");
+                    self.admission.count(Refusal::Handshake);
                     return None;
                 }
             }

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use jackstay_core::admission::MemoryCharge;
+use jackstay_core::admission::{MemoryCharge, Refusal};
 use jackstay_sys::clock;
 use jackstay_sys::sockets::read_ahead::ReadAhead;
 use tokio::net::TcpStream;
@@ -55,18 +55,18 @@ impl TlsHandshake<'_> {
         match timeout(limit, self.in_turn(stream, slot)).await {
             Ok(Ok(established)) => Some(established),
             Ok(Err(error)) => {
-                service.metrics.refused("handshake");
+                admission.count(Refusal::Handshake);
                 if let Some(reason) = serving::chain_limit_error(&error) {
                     let line = format!("listener {listener} refused a TLS handshake");
                     admission.warnings.warn(&line, format_args!("{reason}, from {from}"));
                 }
                 let error = describe_handshake_error(&error);
-                tracing::debug!(listener, client = %from, error, "TLS handshake failed");
+                tracing::debug!(listener, client = %from, error, "{}", Refusal::Handshake.reason());
                 None
             }
             Err(_) => {
-                service.metrics.refused("timeout");
-                tracing::debug!(listener, client = %from, "TLS handshake timed out");
+                admission.count(Refusal::HandshakeTimeout);
+                tracing::debug!(listener, client = %from, "{}", Refusal::HandshakeTimeout.reason());
                 None
             }
         }

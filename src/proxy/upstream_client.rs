@@ -19,7 +19,7 @@ use jackstay_sys::clock;
 use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::sleep;
 
-use super::admission::unproven_requests::{REQUEST_LIMITS, UPGRADE_LIMITS, UnprovenRequests};
+use super::admission::unproven_requests::{REQUESTS, UPGRADES, UnprovenRequests};
 use super::request_body::UploadTask;
 use super::watch::limits::WatchLimits;
 use crate::observe::{Metrics, RateLimitedWarnings};
@@ -65,10 +65,9 @@ impl UpstreamClient {
     /// A client that uses `pool`. The caller runs [`Pool::run`].
     pub fn new(pool: Rc<Pool>, metrics: Arc<Metrics>, body_budget: Arc<ByteBudget>) -> Self {
         let memory = &pool.upstream().memory;
-        let unproven = |limits, subject| UnprovenRequests::new(limits, subject, memory);
         Self {
-            unproven_requests: unproven(REQUEST_LIMITS, "requests with unproven tokens"),
-            unproven_upgrades: unproven(UPGRADE_LIMITS, "upgrades without a proven token"),
+            unproven_requests: UnprovenRequests::new(REQUESTS, memory),
+            unproven_upgrades: UnprovenRequests::new(UPGRADES, memory),
             hedge_budget: RetryBudget::hedges(pool.upstream().config().connections.max_streams),
             pool,
             rejected_budget: RetryBudget::rejected(),

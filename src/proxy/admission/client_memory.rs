@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use http::Request;
 use jackstay_core::admission::{
-    ByteAccount, ByteBudget, Level, MemoryCharge, MemoryKind, Shed, SourceMemory,
+    ByteAccount, ByteBudget, Level, MemoryCharge, MemoryKind, Refusal, SourceMemory,
 };
 use jackstay_core::credential_class::ClientRank;
 
@@ -112,7 +112,7 @@ pub struct ClientMemory {
     bodies: Cell<usize>,
     /// Bytes of responses that wait for the client.
     waiting: Cell<usize>,
-    last_shed: Rc<Cell<Option<Shed>>>,
+    last_shed: Rc<Cell<Option<Refusal>>>,
     _connection: MemoryCharge,
 }
 
@@ -127,7 +127,7 @@ impl ClientMemory {
         let bytes = CONNECTION_COST + extra;
         let connection = source.try_charge(MemoryKind::Connections, bytes, rank);
         let Some(connection) = connection else {
-            source.budget().count_shed(Shed::ConnectionRefused);
+            source.budget().count(Refusal::ConnectionMemory);
             return None;
         };
         Some(Rc::new(Self {
@@ -192,14 +192,14 @@ impl ClientMemory {
         self.waiting.get() > MAX_WAITING
     }
 
-    /// Counts what was shed of this client.
-    pub fn count_shed(&self, shed: Shed) {
-        self.last_shed.set(Some(shed));
-        self.source.budget().count_shed(shed);
+    /// Counts a refusal of this client because memory is short.
+    pub fn count(&self, refusal: Refusal) {
+        self.last_shed.set(Some(refusal));
+        self.source.budget().count(refusal);
     }
 
-    /// What was last shed of this client, if it was since the last call.
-    pub fn take_last_shed(&self) -> Option<Shed> {
+    /// The last refusal because memory was short, if there was one since the last call.
+    pub fn take_last_shed(&self) -> Option<Refusal> {
         self.last_shed.take()
     }
 
@@ -219,7 +219,7 @@ impl ClientMemory {
                 || stream.try_add_body(self.announced.of_body(request.body().size_hint().upper())))
             && stream.try_add_reserve(reserve);
         if !fits {
-            self.count_shed(Shed::StreamRefused);
+            self.count(Refusal::RequestMemory);
         }
         fits.then_some(stream)
     }
@@ -236,13 +236,15 @@ impl ClientMemory {
         }
     }
 
-    /// Charges a tunnel to this client, which outlives the connection; `None` if it does not fit.
-    pub fn charge_tunnel(&self) -> Option<TunnelMemory> {
-        let tunnel = TunnelMemory::new(&self.source, self.shared_rank());
-        if tunnel.is_none() {
-            self.count_shed(Shed::StreamRefused);
-        }
-        tunnel
+    /// Charges a tunnel to this client, which outlives the connection.
+    ///
+    /// # Errors
+    /// It does not fit.
+    pub fn charge_tunnel(&self) -> Result<TunnelMemory, Refusal> {
+        TunnelMemory::new(&self.source, self.shared_rank()).ok_or_else(|| {
+            self.count(Refusal::RequestMemory);
+            Refusal::RequestMemory
+        })
     }
 
     /// The account of this client in a budget for one kind of bytes.
@@ -405,7 +407,7 @@ fn head_size<B>(request: &Request<B>) -> usize {
 mod tests {
     use super::*;
     use crate::proxy::admission::response_reserve::MAX_PIECE;
-    use jackstay_core::admission::MemoryBudget;
+    use jackstay_core::admission::{MemoryBudget, Shed};
 
     const MIB: usize = 1 << 20;
 

@@ -29,6 +29,7 @@ use std::task::{Context, Poll};
 
 use std::time::Instant;
 
+use jackstay_core::admission::Refusal;
 use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::Source;
@@ -39,15 +40,6 @@ use self::registry::{Entry, EvictionRank, Phase, Registry};
 const RESERVE_DIVISOR: usize = 8;
 /// Minimum size of the reserve, unless that is more than half of the slots.
 const MIN_RESERVE: usize = 16;
-
-/// Why a connection gets no slot.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SlotRefusal {
-    /// All slots are in use, and none by an idle connection.
-    Full,
-    /// The source has its share, none of its connections is idle, and the reserve is in use.
-    Share,
-}
 
 /// A connection that got a slot.
 #[derive(Debug)]
@@ -99,7 +91,7 @@ impl ConnectionSlots {
         source: Source,
         limit: SlotLimit,
         now: Instant,
-    ) -> Result<Admitted, SlotRefusal> {
+    ) -> Result<Admitted, Refusal> {
         let SlotLimit { slots, has_identities, handed_over } = limit;
         let reserve = if has_identities { (slots / RESERVE_DIVISOR).max(MIN_RESERVE) } else { 0 };
         let reserve = reserve.min(slots / 2);
@@ -119,9 +111,9 @@ impl ConnectionSlots {
         } else if has_reserve {
             true
         } else if unused == 0 {
-            return Err(SlotRefusal::Full);
+            return Err(Refusal::SlotsFull);
         } else {
-            return Err(SlotRefusal::Share);
+            return Err(Refusal::SourceShare);
         };
         let entry = registry.add(source, in_reserve, now);
         drop(registry);

@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-use jackstay_core::admission::{Level, MemoryKind, Shed, SourceMemory};
+use jackstay_core::admission::{Level, MemoryKind, Refusal, SourceMemory};
 use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::sockets::tcp_options::MAX_UNSENT_OF_FLOW;
 
@@ -31,7 +31,7 @@ impl FlowMemory {
     /// Charges a flow of this source, whose client has the socket `client`; `None` if it does not fit.
     pub fn new(source: Arc<SourceMemory>, client: RawFd) -> Option<Self> {
         if !source.try_add(MemoryKind::Flows, FLOW_COST, RANK) {
-            source.budget().count_shed(Shed::ConnectionRefused);
+            source.budget().count(Refusal::ConnectionMemory);
             return None;
         }
         let sockets = SocketMemory::new(client, source, MAX_UNSENT_OF_FLOW);
@@ -70,7 +70,7 @@ impl Drop for FlowMemory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use jackstay_core::admission::MemoryBudget;
+    use jackstay_core::admission::{MemoryBudget, Shed};
 
     #[test]
     fn flows_are_charged_until_they_end_and_refused_when_the_share_is_used_up() {

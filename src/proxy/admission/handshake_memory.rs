@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use jackstay_core::admission::{MemoryCharge, MemoryKind, Shed, SourceMemory};
+use jackstay_core::admission::{MemoryCharge, MemoryKind, Refusal, SourceMemory};
 use jackstay_core::credential_class::ClientRank;
 
 use crate::net::tls::client_chain;
@@ -29,7 +29,7 @@ pub fn charge(source: &Arc<SourceMemory>) -> Option<MemoryCharge> {
     let budget = source.budget();
     let charge = charge.filter(|_| source.left(ClientRank::Identity) >= budget.limit() / 16);
     if charge.is_none() {
-        budget.count_shed(Shed::ConnectionRefused);
+        budget.count(Refusal::ConnectionMemory);
     }
     charge
 }
@@ -38,7 +38,7 @@ pub fn charge(source: &Arc<SourceMemory>) -> Option<MemoryCharge> {
 mod tests {
     use super::*;
     use crate::proxy::admission::client_memory::ClientMemory;
-    use jackstay_core::admission::MemoryBudget;
+    use jackstay_core::admission::{MemoryBudget, Shed};
 
     #[test]
     fn workers_share_the_handshakes_in_progress() {

@@ -6,12 +6,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use jackstay_core::admission::{MemoryBudget, SourceMemory};
+use jackstay_core::admission::{MemoryBudget, Refusal, SourceMemory};
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::{Source, SourceLookup};
 use tokio::net::TcpStream;
 
-use super::connection_slots::{Admitted, ConnectionSlot, ConnectionSlots, SlotLimit, SlotRefusal};
+use super::connection_slots::{Admitted, ConnectionSlot, ConnectionSlots, SlotLimit};
 use crate::observe::{ListenerMetrics, RateLimitedWarnings};
 
 /// Repeated warnings about refused connections are logged at most once in this time, with their number.
@@ -57,6 +57,12 @@ impl ListenerAdmission {
         self.slots.open()
     }
 
+    /// Counts a refusal in the metric of the table.
+    pub fn count(&self, refusal: Refusal) {
+        self.metrics.refused(refusal);
+        self.memory.count(refusal);
+    }
+
     /// Gives a slot to a new connection from `from`, whose source has the first `prefix` bits of an IPv6 address. `None`
     /// if it must be closed. A refusal is counted and logged.
     pub fn admit(
@@ -78,25 +84,19 @@ impl ListenerAdmission {
     /// Counts and logs that a new connection of `source` got none of `limit` slots, or that of another connection.
     fn report(
         &self,
-        admitted: Result<Admitted, SlotRefusal>,
+        admitted: Result<Admitted, Refusal>,
         (source, limit): (Source, usize),
     ) -> Option<ConnectionSlot> {
-        let (reason, label, slot, evicted) = match admitted {
+        let (refusal, slot, evicted) = match admitted {
             Ok(Admitted { slot, evicted: None }) => return Some(slot),
-            Ok(Admitted { slot, evicted: Some(evicted) }) => {
-                ("idle connection closed for a new one: few of", None, Some(slot), Some(evicted))
-            }
-            Err(SlotRefusal::Full) => {
-                ("connection refused: in use are all of", Some("cap"), None, None)
-            }
-            Err(SlotRefusal::Share) => {
-                ("connection refused: its source uses its share of", Some("source"), None, None)
+            // It is counted when it has ended.
+            Ok(Admitted { slot, evicted }) => (Refusal::Evicted, Some(slot), evicted),
+            Err(refusal) => {
+                self.count(refusal);
+                (refusal, None, None)
             }
         };
-        if let Some(label) = label {
-            self.metrics.refused(label);
-        }
-        let line = format!("{reason} {limit} slots (limits.max_connections)");
+        let line = format!("{} {limit} slots (limits.max_connections)", refusal.reason());
         match evicted {
             Some(evicted) => self.warn(&line, format_args!("{evicted}, for {source}")),
             None => self.warn(&line, source),
@@ -111,8 +111,6 @@ impl ListenerAdmission {
 
     /// Warns that a connection of `source` is refused because memory is short.
     pub fn report_no_memory(&self, source: Source) {
-        let line =
-            "connection refused for lack of memory (memory_limit, jackstay_memory_budget_bytes)";
-        self.warn(line, source);
+        self.warn(Refusal::ConnectionMemory.reason(), source);
     }
 }

@@ -19,9 +19,36 @@
 //! | responses that are not read ([`super::body_progress`]) | 5 min (`limits.stall_timeout`) | | |
 //! | frames ([`crate::net::frame_limiter`]) | budgets by kind | | |
 //!
-//! [`listener_admission::ListenerAdmission`] admits the connections of a listener. Slots are counted for each listener on each
-//! worker, handshakes for each worker, turns of requests for each worker and upstream; the account of memory is one for
-//! the process, an `Arc` that the application creates.
+//! A client that is refused, or gives way, gets the answer of this table, which is that of
+//! [`jackstay_core::admission::Refusal`]. [`listener_admission::ListenerAdmission::count`] counts it.
+//!
+//! | refusal | configuration keys | reason | metric, label | answer |
+//! |---|---|---|---|---|
+//! | `SlotsFull` | `limits.max_connections` | `connection refused: in use are all of` | `jackstay_downstream_refused_total`, `cap` | `Close` |
+//! | `SourceShare` | `limits.max_connections`, `limits.source_prefix_v6` | `connection refused: its source uses its share of` | `jackstay_downstream_refused_total`, `source` | `Close` |
+//! | `NotProven` | `limits.max_connections` | `connection closed: it proved no identity` | `jackstay_downstream_refused_total`, `source` | `Close` |
+//! | `Evicted` | `limits.max_connections` | `idle connection closed for a new one: few of` | `jackstay_downstream_refused_total`, `evicted` | `GoAway` |
+//! | `Descriptors` | fixed | `connection refused because it cannot be accepted` | `jackstay_downstream_refused_total`, `descriptors` | `Reset` |
+//! | `Handshake` | fixed | `TLS handshake failed` | `jackstay_downstream_refused_total`, `handshake` | `Close` |
+//! | `HandshakeTimeout` | `limits.handshake_timeout` | `TLS handshake timed out` | `jackstay_downstream_refused_total`, `timeout` | `Close` |
+//! | `NoRequest` | `limits.header_timeout` | `no request received` | `jackstay_downstream_refused_total`, `timeout` | `GoAway` |
+//! | `Frames` | fixed | `its client exceeded a limit of frames` | `jackstay_downstream_frame_limit_total`, `frame` | `EnhanceYourCalm` |
+//! | `ConnectionMemory` | `memory_limit` | `connection refused for lack of memory (memory_limit, jackstay_memory_budget_bytes)` | `jackstay_shed_total`, `connection_refused` | `Close` |
+//! | `RequestMemory` | `memory_limit` | `memory for clients is short: see memory_limit and jackstay_memory_budget_bytes` | `jackstay_shed_total`, `stream_refused` | `RefusedStream` |
+//! | `IdleConnection` | `memory_limit` | `idle, and memory is short` | `jackstay_shed_total`, `idle_connection` | `GoAway` |
+//! | `StalledReader` | `memory_limit` | `the client takes no bytes, and memory is short (memory_limit)` | `jackstay_shed_total`, `stalled_reader` | `ResetStream` |
+//! | `LongRunning` | `memory_limit` | `closed for lack of memory` | `jackstay_shed_total`, `long_running` | `Close` |
+//! | `UnprovenRequests` | fixed | `too many requests with unproven tokens of this client's user or address wait` | `jackstay_shed_total`, `queue_full` | `Status(429)` |
+//! | `UnprovenUpgrades` | fixed | `too many upgrades without a proven token of this client's user or address wait` | `jackstay_shed_total`, `queue_full` | `Status(429)` |
+//! | `CertificateQueue` | fixed | `the client certificate chain is not verified yet: too many others wait for that` | `jackstay_client_verifications_total`, `busy` | `Status(429)` |
+//! | `HeadSize` | `limits.max_header_bytes` | `the request's headers are larger than` | `jackstay_own_errors_total`, `header_too_large` | `Status(431)` |
+//! | `Streams` | `limits.max_streams` | `too many streams` | none | `RefusedStream` |
+//! | `StalledStream` | `limits.stall_timeout` | `the client takes no bytes` | `jackstay_responses_cut_total`, `client` | `ResetStream` |
+//! | `UpstreamStreams` | `connections.max`, `connections.max_streams` | `every stream to the apiservers is taken: see connections.max and connections.max_streams` | `jackstay_own_errors_total`, `limit` | `Status(429)` |
+//!
+//! [`listener_admission::ListenerAdmission`] admits the connections of a listener. Slots are counted for each listener on
+//! each worker, handshakes for each worker, turns of requests for each worker and upstream. The account of memory is one
+//! for the process, which the application creates.
 
 pub(super) mod client_memory;
 pub(super) mod connection_slots;
@@ -35,3 +62,6 @@ pub(super) mod response_reserve;
 pub mod socket_memory;
 pub(super) mod tunnel_memory;
 pub(super) mod unproven_requests;
+
+#[cfg(test)]
+mod tests;

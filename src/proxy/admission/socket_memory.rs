@@ -28,7 +28,7 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use jackstay_core::admission::{Level, MemoryKind, Shed, SourceMemory};
+use jackstay_core::admission::{Level, MemoryKind, Refusal, SourceMemory};
 use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::tcp_options::MIN_UNSENT;
@@ -99,7 +99,7 @@ struct Entry {
     /// What the client has proven; nothing without it.
     rank: Option<Rc<Cell<ClientRank>>>,
     /// What was last shed of the client, for its log.
-    last_shed: Option<Rc<Cell<Option<Shed>>>>,
+    last_shed: Option<Rc<Cell<Option<Refusal>>>>,
     /// The usual bound of unsent bytes.
     max_unsent: u32,
     charged: usize,
@@ -150,7 +150,7 @@ impl SocketMemory {
     }
 
     /// From now on, `last_shed` is set when the connection is shed.
-    pub fn report_shed(&self, last_shed: Rc<Cell<Option<Shed>>>) {
+    pub fn report_shed(&self, last_shed: Rc<Cell<Option<Refusal>>>) {
         self.update(|entry| entry.last_shed = Some(last_shed));
     }
 
@@ -310,9 +310,9 @@ impl Entry {
             return None;
         }
         self.is_shed = true;
-        self.source.budget().count_shed(Shed::StalledReader);
+        self.source.budget().count(Refusal::StalledReader);
         if let Some(last_shed) = &self.last_shed {
-            last_shed.set(Some(Shed::StalledReader));
+            last_shed.set(Some(Refusal::StalledReader));
         }
         self.charge(0);
         self.task.take()

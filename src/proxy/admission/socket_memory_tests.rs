@@ -4,7 +4,7 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Wake;
 
-use jackstay_core::admission::MemoryBudget;
+use jackstay_core::admission::{MemoryBudget, Shed};
 use jackstay_sys::clock;
 use jackstay_sys::sockets::listening::listen;
 use jackstay_sys::sockets::tcp_options::MAX_UNSENT;
@@ -124,7 +124,7 @@ fn connection_that_is_blocked_for_two_seconds_is_shed_only_while_memory_is_short
     let start = clock::now();
     assert_eq!(measure(start + MAX_BLOCKED * 2), (0, false));
     assert!(!memory.is_shed(), "memory is not short");
-    let last_shed = Rc::<Cell<Option<Shed>>>::default();
+    let last_shed = Rc::<Cell<Option<Refusal>>>::default();
     memory.report_shed(Rc::clone(&last_shed));
     let rank = Rc::new(Cell::new(ClientRank::Identity));
     memory.follow_rank(Rc::clone(&rank));
@@ -136,7 +136,7 @@ fn connection_that_is_blocked_for_two_seconds_is_shed_only_while_memory_is_short
     assert!(!memory.is_shed(), "it has not been blocked for long");
     assert_eq!(measure(start + MAX_BLOCKED * 2).0, 1);
     assert!(memory.is_shed());
-    assert_eq!(last_shed.take(), Some(Shed::StalledReader));
+    assert_eq!(last_shed.take(), Some(Refusal::StalledReader));
     assert_eq!(task.0.load(Ordering::Relaxed), 1);
     measure(start + MAX_BLOCKED * 2);
     assert_eq!(budget.shed(Shed::StalledReader), 1, "it is counted once");

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use jackstay_core::admission::fair_queue::{Ended, FairQueue, QueueLimits, is_apart};
 use jackstay_core::admission::turns::{Next, Waits};
-use jackstay_core::admission::{MemoryBudget, Shed};
+use jackstay_core::admission::{MemoryBudget, Refusal};
 use jackstay_core::request::status_error::StatusError;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::Source;
@@ -22,17 +22,33 @@ use tokio::time::{sleep_until, timeout};
 use super::proven_tokens::TokenKey;
 use crate::observe::RateLimitedWarnings;
 
-/// Limits of requests, which share a few HTTP/2 connections.
-pub const REQUEST_LIMITS: QueueLimits =
-    QueueLimits { in_progress: 128, source_in_progress: 32, source_waiting: 256 };
-/// Limits of upgrades. Each opens a connection.
-pub const UPGRADE_LIMITS: QueueLimits =
-    QueueLimits { in_progress: 32, source_in_progress: 8, source_waiting: 64 };
+/// Requests with tokens that no response has proven yet. They share a few HTTP/2 connections.
+pub const REQUESTS: Unproven = Unproven {
+    limits: QueueLimits { in_progress: 128, source_in_progress: 32, source_waiting: 256 },
+    subject: "requests with unproven tokens",
+    refusal: Refusal::UnprovenRequests,
+};
+/// Upgrades with such a token or none. Each opens a connection.
+pub const UPGRADES: Unproven = Unproven {
+    limits: QueueLimits { in_progress: 32, source_in_progress: 8, source_waiting: 64 },
+    subject: "upgrades without a proven token",
+    refusal: Refusal::UnprovenUpgrades,
+};
 /// A request waits no longer than this.
 const MAX_WAIT: Duration = Duration::from_secs(5);
 /// Number of favored requests of one client connection at a time.
 const MAX_FAVORED: usize = 8;
 const WARNING_INTERVAL: Duration = Duration::from_secs(5);
+
+/// What is held back.
+#[derive(Debug, Clone, Copy)]
+pub struct Unproven {
+    limits: QueueLimits,
+    /// Its name in logs.
+    subject: &'static str,
+    /// Why one is refused.
+    refusal: Refusal,
+}
 
 /// The requests of one worker to one upstream.
 pub struct UnprovenRequests {
@@ -41,8 +57,7 @@ pub struct UnprovenRequests {
     timer: Cell<Option<Instant>>,
     warnings: RateLimitedWarnings,
     memory: Arc<MemoryBudget>,
-    /// What is held back, for logs and errors.
-    subject: &'static str,
+    kind: Unproven,
     this: Weak<Self>,
 }
 
@@ -96,14 +111,14 @@ pub struct UnprovenRequest {
 }
 
 impl UnprovenRequests {
-    /// An empty queue of `subject`.
-    pub fn new(limits: QueueLimits, subject: &'static str, memory: &Arc<MemoryBudget>) -> Rc<Self> {
+    /// An empty queue. Refusals are counted in `memory`.
+    pub fn new(kind: Unproven, memory: &Arc<MemoryBudget>) -> Rc<Self> {
         Rc::new_cyclic(|this| Self {
-            queue: RefCell::new(FairQueue::new(limits)),
+            queue: RefCell::new(FairQueue::new(kind.limits)),
             timer: Cell::new(None),
             warnings: RateLimitedWarnings::new(WARNING_INTERVAL),
             memory: Arc::clone(memory),
-            subject,
+            kind,
             this: this.clone(),
         })
     }
@@ -143,11 +158,8 @@ impl UnprovenRequests {
     }
 
     fn refused(&self) -> StatusError {
-        self.memory.count_shed(Shed::QueueFull);
-        StatusError::too_many_requests(format_args!(
-            "too many {} of this client's user or address wait",
-            self.subject
-        ))
+        self.memory.count(self.kind.refusal);
+        self.kind.refusal.into()
     }
 
     /// Starts the requests that may start, and sets the timer for the next one.
@@ -235,7 +247,8 @@ impl Drop for UnprovenRequest {
         let requests = &self.requests;
         let now = clock::now();
         if requests.queue.borrow_mut().end(self.source, self.id, self.ended.get(), now) {
-            let line = format!("{} slowed because the apiserver rejects them", requests.subject);
+            let line =
+                format!("{} slowed because the apiserver rejects them", requests.kind.subject);
             requests.warnings.warn(&line, format_args!("source {}", self.source));
         }
         requests.start_due();
@@ -265,7 +278,7 @@ mod tests {
     async fn request_of_a_fifth_source_starts_when_the_responses_to_four_others_are_late() {
         let test = async {
             let memory = MemoryBudget::new(1 << 20);
-            let requests = UnprovenRequests::new(REQUEST_LIMITS, "requests", &memory);
+            let requests = UnprovenRequests::new(REQUESTS, &memory);
             let begin = clock::now();
             let mut others = Vec::new();
             for uid in 1..=4 {

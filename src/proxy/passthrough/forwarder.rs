@@ -7,6 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_core::admission::Refusal;
 use jackstay_sys::sockets::tcp_options;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
@@ -149,7 +150,7 @@ impl OpenConnection {
             Err(FlowError::Ended(reason)) => {
                 self.end.set(reason.label);
                 if reason == EVICTED {
-                    forwarder.admission.metrics.refused(reason.label);
+                    forwarder.admission.count(Refusal::Evicted);
                 }
                 if reason == MEMORY {
                     let line = format!("flow ended: {}", reason.description);
@@ -206,7 +207,7 @@ impl OpenConnection {
         tokio::select! {
             result = future => Some(result),
             () = self.slot.evicted() => {
-                self.forwarder.admission.metrics.refused("evicted");
+                self.forwarder.admission.count(Refusal::Evicted);
                 self.end.set(EVICTED.label);
                 None
             }

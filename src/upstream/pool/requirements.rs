@@ -4,6 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
+use jackstay_core::admission::Refusal;
 use jackstay_core::pool::{self, Preference, Requirements};
 use jackstay_core::request::status_error::StatusError;
 use tokio::sync::oneshot;
@@ -141,10 +142,7 @@ impl From<&Unavailable> for StatusError {
     fn from(unavailable: &Unavailable) -> Self {
         match unavailable {
             Unavailable::Unreachable(reasons) => Self::no_upstream(reasons),
-            Unavailable::Exhausted => Self::too_many_requests(
-                "every stream to the apiservers is taken: see connections.max and \
-                 connections.max_streams",
-            ),
+            Unavailable::Exhausted => Refusal::UpstreamStreams.into(),
             Unavailable::NoCredential => Self::unauthorized(
                 "the credential for this identity is not loaded yet, or its certificate has expired",
             ),

@@ -40,6 +40,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use serde::Serialize;
 
 use super::memory_labels::{MemoryKind, Shed};
+use super::refusal::{Counted, Refusal};
 use crate::credential_class::ClientRank;
 
 /// The limit until it is configured, and without a limit of the cgroup.
@@ -164,9 +165,11 @@ impl MemoryBudget {
         self.by_kind[kind as usize].load(Relaxed)
     }
 
-    /// Counts something that was shed.
-    pub fn count_shed(&self, shed: Shed) {
-        self.shed[shed as usize].fetch_add(1, Relaxed);
+    /// Counts a refusal, unless another metric counts it.
+    pub fn count(&self, refusal: Refusal) {
+        if let Counted::Shed(shed) = refusal.counted() {
+            self.shed[shed as usize].fetch_add(1, Relaxed);
+        }
     }
 
     /// How often this was shed.

@@ -61,7 +61,9 @@ impl MemoryKind {
     }
 }
 
-/// What was given up because memory or a queue ran short. Also the value of a metric's label.
+/// What was given up because memory or a queue ran short: the value of a metric's label, under which [`Refusal`]s count.
+///
+/// [`Refusal`]: super::Refusal
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shed {
     /// A connection without a request was closed.

@@ -31,6 +31,7 @@ use http::uri::Authority;
 use http::{Method, Version};
 
 use super::status_error::StatusError;
+use crate::admission::Refusal;
 
 /// The digits of the largest `Content-Length`, which 64 bits can hold: h2 refuses longer ones, also with leading
 /// zeros.
@@ -88,7 +89,7 @@ pub fn check_size(parts: &Parts, max: usize) -> Result<(), StatusError> {
     // Each field has 4 more bytes: `: ` and the end of the line.
     let fields = parts.headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 4);
     if line + fields.sum::<usize>() > max {
-        let message = format_args!("the request's headers are larger than {max} bytes");
+        let message = format_args!("{} {max} bytes", Refusal::HeadSize.reason());
         return Err(StatusError::header_too_large(message));
     }
     Ok(())

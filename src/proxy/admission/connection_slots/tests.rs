@@ -26,7 +26,7 @@ impl Rig {
     }
 
     /// Opens a connection at this millisecond. Returns the source of the evicted connection.
-    fn open(&mut self, source: Source, at: u64) -> Result<Option<Source>, SlotRefusal> {
+    fn open(&mut self, source: Source, at: u64) -> Result<Option<Source>, Refusal> {
         let now = self.start + Duration::from_millis(at);
         let admitted = self.slots.admit(source, self.limit, now)?;
         self.open.push(Rc::new(admitted.slot));
@@ -107,7 +107,7 @@ fn admit_beyond_the_share_evicts_the_longest_idle_connection_of_the_lowest_rank(
     assert_eq!(rig.open(A, later), Ok(Some(A)));
     assert_eq!(rig.evicted(), [0, 1, 3]);
     // The new connections are too young, and one has a request.
-    assert_eq!(rig.open(A, later), Err(SlotRefusal::Share));
+    assert_eq!(rig.open(A, later), Err(Refusal::SourceShare));
     drop(request);
     assert_eq!(rig.open(A, later), Ok(Some(A)));
     assert_eq!(rig.evicted(), [0, 1, 2, 3]);
@@ -134,12 +134,12 @@ fn admit_evicts_connections_of_the_largest_source() {
 #[test]
 fn connection_without_a_request_is_evicted_after_its_grace_only() {
     let mut rig = Rig::new(2, false);
-    for (at, expected) in [(0, Ok(None)), (99, Err(SlotRefusal::Share)), (100, Ok(Some(A)))] {
+    for (at, expected) in [(0, Ok(None)), (99, Err(Refusal::SourceShare)), (100, Ok(Some(A)))] {
         assert_eq!(rig.open(A, at), expected, "at {at} ms");
     }
     // The end of the handshake starts another grace.
     rig.open[1].handshake_complete(rig.start + Duration::from_millis(190));
-    assert_eq!(rig.open(A, 250), Err(SlotRefusal::Share));
+    assert_eq!(rig.open(A, 250), Err(Refusal::SourceShare));
     assert_eq!(rig.open(A, 290), Ok(Some(A)));
 }
 
@@ -198,7 +198,7 @@ fn connection_without_a_request_is_evicted_by_its_source_early_only_if_the_reser
     }
     assert_eq!(rig.open(A, 6_100), Ok(Some(A)));
     assert_eq!(rig.evicted(), [0, 1]);
-    assert_eq!(rig.open(A, 6_100), Err(SlotRefusal::Share));
+    assert_eq!(rig.open(A, 6_100), Err(Refusal::SourceShare));
     assert_eq!(rig.open(A, 6_102), Ok(Some(A)));
     assert_eq!(rig.evicted(), [0, 1, 2]);
 }
@@ -218,7 +218,7 @@ fn connection_in_its_handshake_is_evicted_for_a_smaller_source_only_after_all_id
         assert_eq!(rig.open(A, later), Ok(Some(A)));
         assert_eq!(rig.evicted(), expected);
     }
-    assert_eq!(rig.open(A, later), Err(SlotRefusal::Share), "its own source");
+    assert_eq!(rig.open(A, later), Err(Refusal::SourceShare), "its own source");
     // The idle connections of the smaller source are closed before it.
     for _ in 0..2 {
         assert_eq!(rig.open(B, later - 100), Ok(None));
@@ -236,12 +236,12 @@ fn connection_in_its_handshake_is_evicted_for_a_smaller_source_only_after_all_id
     }
     let request = rig.open[0].begin_request();
     rig.open[1].handshake_complete(rig.start + Duration::from_millis(50));
-    assert_eq!(rig.open(A, 149), Err(SlotRefusal::Share));
+    assert_eq!(rig.open(A, 149), Err(Refusal::SourceShare));
     assert_eq!(rig.open(A, 150), Ok(Some(A)));
     assert_eq!(rig.evicted(), [1]);
     // The end of a handshake after the first request changes nothing.
     rig.open[0].handshake_complete(rig.start);
-    assert_eq!(rig.open(A, 200), Err(SlotRefusal::Share));
+    assert_eq!(rig.open(A, 200), Err(Refusal::SourceShare));
     drop(request);
     assert_eq!(rig.open(A, 200), Ok(Some(A)));
     assert_eq!(rig.evicted(), [0, 1]);
@@ -262,7 +262,7 @@ fn reserve_is_left_to_connections_that_prove_an_identity() {
             requests.push(slot.begin_request());
         }
     }
-    assert_eq!(rig.open(A, 0), Err(SlotRefusal::Share));
+    assert_eq!(rig.open(A, 0), Err(Refusal::SourceShare));
     // A connection of the reserve that proves an identity stays, and its slot of the reserve is free again.
     rig.open[39].set_proven();
     assert!(!rig.open[39].must_prove_identity());
@@ -284,12 +284,12 @@ fn proven_connections_are_not_evicted_and_may_use_all_slots() {
         assert_eq!(rig.open(A, n), Ok(None), "{n}");
         rig.open[n as usize].set_proven();
     }
-    assert_eq!(rig.open(A, 1_000_000), Err(SlotRefusal::Full));
-    assert_eq!(rig.open(B, 1_000_000), Err(SlotRefusal::Full));
+    assert_eq!(rig.open(A, 1_000_000), Err(Refusal::SlotsFull));
+    assert_eq!(rig.open(B, 1_000_000), Err(Refusal::SlotsFull));
     rig.open.pop();
     assert_eq!(rig.slots.open(), 39);
     rig.limit.handed_over = 1;
-    assert_eq!(rig.open(A, 1_000_000), Err(SlotRefusal::Full));
+    assert_eq!(rig.open(A, 1_000_000), Err(Refusal::SlotsFull));
     rig.limit.handed_over = 0;
     assert_eq!(rig.open(A, 1_000_000), Ok(None));
     rig.open.clear();
@@ -320,7 +320,7 @@ fn admit_refuses_while_too_many_evicted_connections_are_open() {
     for n in 1..=MAX_CLOSING as u64 {
         assert_eq!(rig.open(A, n * 1_000), Ok(Some(A)), "{n}");
     }
-    assert_eq!(rig.open(A, 10_000_000), Err(SlotRefusal::Share));
+    assert_eq!(rig.open(A, 10_000_000), Err(Refusal::SourceShare));
     assert_eq!(rig.slots.open(), MAX_CLOSING + 2);
     rig.open.remove(0);
     assert_eq!(rig.open(A, 10_000_000), Ok(Some(A)));

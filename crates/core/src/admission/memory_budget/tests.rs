@@ -92,8 +92,9 @@ fn a_smaller_limit_applies_to_later_charges() {
 fn status_shows_what_is_held_and_shed() {
     let budget = MemoryBudget::new(LIMIT);
     let _held = budget.source(1).charge(MemoryKind::WatchFrames, 7);
-    budget.count_shed(Shed::StalledReader);
-    budget.count_shed(Shed::StalledReader);
+    budget.count(Refusal::StalledReader);
+    budget.count(Refusal::StalledReader);
+    budget.count(Refusal::SlotsFull);
     let status = serde_json::to_value(budget.status()).unwrap();
     let expected = serde_json::json!({
         "limit_bytes": LIMIT,

@@ -11,7 +11,7 @@ use super::probe::{PeerConfig, ProbeConnection, get};
 
 /// Why a server does not respond as an apiserver does.
 #[derive(Debug)]
-pub(super) enum NotApiserver {
+pub(super) enum VersionResponseError {
     /// The request failed.
     Request(h2::Error),
     /// The response is that of an etcd.
@@ -20,7 +20,7 @@ pub(super) enum NotApiserver {
     Response(StatusCode),
 }
 
-impl fmt::Display for NotApiserver {
+impl fmt::Display for VersionResponseError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Request(error) => write!(f, "/version: {error}"),
@@ -32,7 +32,7 @@ impl fmt::Display for NotApiserver {
     }
 }
 
-impl Error for NotApiserver {
+impl Error for VersionResponseError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             Self::Request(error) => Some(error),
@@ -50,25 +50,25 @@ pub(super) async fn request(
     opened: &mut ProbeConnection,
     peer: &PeerConfig,
     prefix: &str,
-) -> Result<Option<ServerVersion>, NotApiserver> {
+) -> Result<Option<ServerVersion>, VersionResponseError> {
     let response = get(&mut opened.send, &format!("{prefix}/version"), peer).await;
-    let (status, body, _) = response.map_err(NotApiserver::Request)?;
+    let (status, body, _) = response.map_err(VersionResponseError::Request)?;
     check(status, &body)?;
     Ok(ServerVersion::parse(body.as_bytes()).ok().filter(|_| status.is_success()))
 }
 
 /// Accepts the version of Kubernetes, and a `Status` of any code: an apiserver may refuse the user or be
 /// overloaded.
-fn check(status: StatusCode, body: &str) -> Result<(), NotApiserver> {
+fn check(status: StatusCode, body: &str) -> Result<(), VersionResponseError> {
     let value: Value = serde_json::from_str(body).unwrap_or_default();
     let is_status = value["kind"] == "Status" && value["apiVersion"] == "v1";
     if is_status || (status.is_success() && value["gitVersion"].is_string()) {
         return Ok(());
     }
     Err(if value["etcdserver"].is_string() {
-        NotApiserver::Etcd
+        VersionResponseError::Etcd
     } else {
-        NotApiserver::Response(status)
+        VersionResponseError::Response(status)
     })
 }
 

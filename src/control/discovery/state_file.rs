@@ -42,12 +42,12 @@ pub enum StateFileError {
     /// It is too large, or not text.
     NotText(io::Error),
     /// Its content is ignored.
-    Content(ContentError),
+    Content(StateContentError),
 }
 
 /// Why the content of a state file is ignored.
 #[derive(Debug)]
-pub enum ContentError {
+pub enum StateContentError {
     /// It is not JSON.
     NotJson(serde_json::Error),
     /// It has no version.
@@ -79,7 +79,7 @@ impl Error for StateFileError {
     }
 }
 
-impl fmt::Display for ContentError {
+impl fmt::Display for StateContentError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotJson(error) => write!(f, "not a state file: {error}"),
@@ -91,7 +91,7 @@ impl fmt::Display for ContentError {
     }
 }
 
-impl Error for ContentError {
+impl Error for StateContentError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             Self::NotJson(error) => Some(error),
@@ -130,15 +130,15 @@ pub fn read(
 ///
 /// # Errors
 /// Why the file is ignored.
-pub fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, ContentError> {
-    let mut value: Value = serde_json::from_str(text).map_err(ContentError::NotJson)?;
+pub fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, StateContentError> {
+    let mut value: Value = serde_json::from_str(text).map_err(StateContentError::NotJson)?;
     match value["version"].as_u64() {
         Some(VERSION) => {}
-        Some(other) => return Err(ContentError::OtherVersion(other)),
-        None => return Err(ContentError::NoVersion),
+        Some(other) => return Err(StateContentError::OtherVersion(other)),
+        None => return Err(StateContentError::NoVersion),
     }
     if value["upstream"] != upstream {
-        return Err(ContentError::OtherUpstream(value["upstream"].take()));
+        return Err(StateContentError::OtherUpstream(value["upstream"].take()));
     }
     let saved_at = value["saved_at_seconds"].as_u64().unwrap_or(0);
     let now = now.duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -147,7 +147,7 @@ pub fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, 
     let endpoints: SavedEndpoints =
         list.iter().take(MAX_ENDPOINTS).filter_map(parse_endpoint).collect();
     if endpoints.is_empty() {
-        return Err(ContentError::Empty);
+        return Err(StateContentError::Empty);
     }
     Ok(SavedState { endpoints, age })
 }

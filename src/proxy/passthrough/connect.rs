@@ -46,7 +46,7 @@ pub type Connected = (TcpStream, Arc<Endpoint>);
 
 /// Why there is no connection to an upstream: the failures of all attempts, of which the last ones are shown.
 #[derive(Debug)]
-pub struct Unreachable(Vec<ConnectFailure>);
+pub struct Unreachable(Vec<AttemptFailure>);
 
 impl fmt::Display for Unreachable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -58,7 +58,7 @@ impl Error for Unreachable {}
 
 /// Why one attempt failed, or all of them ended.
 #[derive(Debug)]
-enum ConnectFailure {
+enum AttemptFailure {
     /// The endpoint has no address.
     NoAddress,
     /// The last address of the endpoint cannot be connected to.
@@ -67,7 +67,7 @@ enum ConnectFailure {
     TooLate(Duration),
 }
 
-impl fmt::Display for ConnectFailure {
+impl fmt::Display for AttemptFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NoAddress => Ok(()),
@@ -97,7 +97,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, Unreachable> {
     let pause_without_ready = RACE_AFTER.min(TRY_ALL_WITHIN / candidates.len().max(1) as u32);
     let any_ready = || upstream.endpoints().iter().any(|e| e.state() == EndpointState::Ready);
     let pause = || if any_ready() { RACE_AFTER } else { pause_without_ready };
-    let next = |_: &[ConnectFailure]| Some(attempt(upstream.connector(), candidates.next()?));
+    let next = |_: &[AttemptFailure]| Some(attempt(upstream.connector(), candidates.next()?));
     let give_up_with_ready = start + upstream.config().health.connect_timeout.max(GIVE_UP_AFTER);
     let too_late = async {
         loop {
@@ -117,7 +117,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, Unreachable> {
             }
         }
         () = too_late => {
-            failures.push(ConnectFailure::TooLate(clock::elapsed(start)));
+            failures.push(AttemptFailure::TooLate(clock::elapsed(start)));
         }
     }
     Err(Unreachable(failures))
@@ -126,8 +126,8 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, Unreachable> {
 async fn attempt(
     connector: Arc<Connector>,
     endpoint: Arc<Endpoint>,
-) -> Result<Connected, ConnectFailure> {
-    let mut failure = ConnectFailure::NoAddress;
+) -> Result<Connected, AttemptFailure> {
+    let mut failure = AttemptFailure::NoAddress;
     let mut is_local = false;
     for address in endpoint.socket_addresses() {
         match connector.connect(address).await {
@@ -137,7 +137,7 @@ async fn attempt(
             }
             Err(error) => {
                 is_local |= resource_limits::is_local_shortage(&error, address);
-                failure = ConnectFailure::Tcp(address, error);
+                failure = AttemptFailure::Tcp(address, error);
             }
         }
     }

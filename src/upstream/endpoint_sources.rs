@@ -37,6 +37,31 @@ impl SourceReport {
     }
 }
 
+/// Why entries of a source are refused; a label of the metric that counts them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum RejectReason {
+    /// They are not addresses of apiservers.
+    Invalid,
+    /// They are addresses of this process, so that requests would loop.
+    OwnAddress,
+    /// The answer as a whole has no usable endpoint.
+    Empty,
+    /// They exceed the maximum number of endpoints.
+    TooMany,
+}
+
+impl RejectReason {
+    /// The label.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Invalid => "invalid",
+            Self::OwnAddress => "own_address",
+            Self::Empty => "empty",
+            Self::TooMany => "too_many",
+        }
+    }
+}
+
 /// The reports on all sources of one upstream.
 #[derive(Debug)]
 pub struct Sources {
@@ -119,15 +144,16 @@ impl Sources {
         });
     }
 
-    /// Records that `count` entries of a source were refused. `reason` is one of a fixed list. `entries`
-    /// names them; it is `None` if they were logged before.
+    /// Records that `count` entries of a source were refused. `entries` names them; it is `None` if they were logged
+    /// before.
     pub fn refused(
         &self,
         source: EndpointSource,
-        reason: &'static str,
+        reason: RejectReason,
         count: usize,
         entries: Option<&str>,
     ) {
+        let reason = reason.as_str();
         self.metrics.discovery_refused(&self.upstream, source.as_str(), reason, count);
         let Some(entries) = entries else { return };
         let change = self.change(source, ("offered", "refused"), entries);

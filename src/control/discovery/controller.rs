@@ -30,6 +30,7 @@ use crate::config;
 use crate::control::endpoint_set::EndpointSetWriter;
 use crate::observe::{Liveness, LivenessMonitor};
 use crate::upstream::Upstream;
+use crate::upstream::endpoint_sources::RejectReason;
 
 /// Maximum time between two steps of the controller.
 pub(super) const TICK: Duration = Duration::from_secs(1);
@@ -284,7 +285,7 @@ impl DiscoveryController {
             largest.map(|(source, _)| *source)
         });
         if let Some(source) = largest_source {
-            self.upstream().sources.refused(source, "too_many", excess, Some(&message));
+            self.upstream().sources.refused(source, RejectReason::TooMany, excess, Some(&message));
         }
     }
 

@@ -17,6 +17,7 @@ use jackstay_core::discovery::source::{
 use tokio::sync::Notify;
 
 use crate::upstream::Upstream;
+use crate::upstream::endpoint_sources::RejectReason;
 
 /// Number of rejected entries that a log line names.
 const MAX_NAMED: usize = 5;
@@ -29,7 +30,7 @@ pub struct SourceStates {
     /// When an earlier run last confirmed the endpoints in `saved`.
     saved_at: Cell<Option<SystemTime>>,
     /// The last log message about rejected entries, by source and reason.
-    logged: RefCell<BTreeMap<(EndpointSource, &'static str), String>>,
+    logged: RefCell<BTreeMap<(EndpointSource, RejectReason), String>>,
     own_addresses: Box<dyn Fn() -> OwnAddresses>,
     changed: Notify,
 }
@@ -72,7 +73,8 @@ impl SourceStates {
         error: Option<&str>,
     ) {
         let (not_ready, rejected) = (found.not_ready, found.rejected_count);
-        self.report_rejected(source, "invalid", rejected, &summary(&found.rejected, rejected));
+        let invalid = summary(&found.rejected, rejected);
+        self.report_rejected(source, RejectReason::Invalid, rejected, &invalid);
         let offered = found.candidates.len();
         let own_addresses = self.own_addresses();
         let (own, candidates): (Vec<_>, Vec<_>) =
@@ -82,14 +84,15 @@ impl SourceStates {
             "{}: jackstay's own address, requests would loop",
             summary(&addresses, own.len())
         );
-        self.report_rejected(source, "own_address", own.len(), &loops);
+        self.report_rejected(source, RejectReason::OwnAddress, own.len(), &loops);
         if candidates.is_empty() {
             let why = why_empty(offered, not_ready, rejected);
-            self.report_rejected(source, "empty", 1, &format!("an empty answer: {why}"));
+            let message = format!("an empty answer: {why}");
+            self.report_rejected(source, RejectReason::Empty, 1, &message);
             let error = format!("an empty answer changes nothing: {why}");
             return self.upstream.sources.unusable(source, &error);
         }
-        self.report_rejected(source, "empty", 0, "");
+        self.report_rejected(source, RejectReason::Empty, 0, "");
         self.upstream.sources.succeeded(source, candidates.len(), error);
         let answer = SourceAnswer { candidates, complete };
         if self.answers.borrow().get(&source) != Some(&answer) {
@@ -103,7 +106,7 @@ impl SourceStates {
     fn report_rejected(
         &self,
         source: EndpointSource,
-        reason: &'static str,
+        reason: RejectReason,
         count: usize,
         message: &str,
     ) {

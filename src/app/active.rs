@@ -22,6 +22,7 @@ use super::sockets::{BoundSocket, NewSockets, SocketBinder};
 use super::start_error::StartError;
 use crate::config::{self, CertPaths, Config, MemoryLimit};
 use crate::control::endpoint_set;
+use crate::net::loaded_files::LoadedFiles;
 use crate::net::tls::serving::{self, ServingTls};
 use crate::observe::Metrics;
 use crate::proxy::identity_lane::LaneConnections;
@@ -149,14 +150,14 @@ pub struct PreparedConfig {
 }
 
 impl PreparedConfig {
-    /// Loads every file, and binds every address that the `current` configuration does not have. Matching
-    /// `inherited` sockets are used before new ones are bound. `admin` says whether the admin endpoint may wait for
-    /// its address.
+    /// Loads every file that is not in `files` yet, and binds every address that the `current` configuration does not
+    /// have. Matching `inherited` sockets are used before new ones are bound. `admin` says whether the admin endpoint
+    /// may wait for its address.
     ///
     /// # Errors
     /// The first file that cannot be loaded or address that cannot be bound. Nothing has changed then.
     pub fn new(
-        config: Config,
+        (config, files): (Config, &mut LoadedFiles),
         current: Option<&ActiveConfig>,
         (inherited, admin): (&mut InheritedSockets, AdminBind),
         (metrics, memory): (&Arc<Metrics>, &Arc<MemoryBudget>),
@@ -179,11 +180,11 @@ impl PreparedConfig {
             },
         };
         for upstream in &config.upstreams {
-            prepared.add_upstream(upstream, current, (metrics, memory))?;
+            prepared.add_upstream(upstream, files, current, (metrics, memory))?;
         }
         let mut modes = Vec::new();
         for listener in &config.listeners {
-            modes.push(prepared.load_mode(listener, current)?);
+            modes.push(prepared.load_mode(listener, files, current)?);
         }
         let sockets = current.map(ActiveConfig::sockets_by_listener).unwrap_or_default();
         let binder = SocketBinder::new(sockets, inherited, config.workers);
@@ -231,6 +232,7 @@ impl PreparedConfig {
     fn add_upstream(
         &mut self,
         config: &config::Upstream,
+        files: &mut LoadedFiles,
         current: Option<&ActiveConfig>,
         (metrics, memory): (&Arc<Metrics>, &Arc<MemoryBudget>),
     ) -> Result<(), StartError> {
@@ -238,12 +240,12 @@ impl PreparedConfig {
         let mut current = current.iter().flat_map(|current| &current.upstreams);
         let current = current.find(|current| *current.name == *config.name);
         let (upstream, slots) = if let Some(current) = current {
-            let prepared = current.credentials.prepare(config, &identities)?;
+            let prepared = current.credentials.prepare(config, &identities, files)?;
             let slots = prepared.slots().to_vec();
             self.upstreams.push((Arc::clone(current), config.clone(), prepared));
             (Arc::clone(current), slots)
         } else {
-            let credentials = Credentials::load(config, &identities)?;
+            let credentials = Credentials::load(config, &identities, files)?;
             let slots = credentials.slots();
             let new = Upstream::new(config.clone(), credentials, metrics, memory);
             new.set_connector(Arc::clone(&self.next.connector));
@@ -263,11 +265,12 @@ impl PreparedConfig {
     fn load_mode(
         &mut self,
         config: &config::Listener,
+        files: &mut LoadedFiles,
         current: Option<&ActiveConfig>,
     ) -> Result<ListenerMode, StartError> {
         match &config.mode {
             config::Mode::Terminate(terminate) => {
-                let loaded = serving::LoadedServingTls::load(terminate)?;
+                let loaded = serving::LoadedServingTls::load(terminate, files)?;
                 let mut current = current.iter().flat_map(|current| &current.listeners);
                 let current = current.find(|current| current.name() == config.name);
                 let tls = match current.and_then(|current| current.mode.tls()) {

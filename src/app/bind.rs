@@ -26,6 +26,7 @@ use super::takeover::{self, Found, Predecessor, Request};
 use crate::config::Config;
 use crate::control::discovery::SharedContext;
 use crate::control::discovery::dns::ResolverFiles;
+use crate::net::loaded_files::LoadedFiles;
 use crate::observe::log::PidInLines;
 use crate::observe::{LivenessMonitor, Metrics};
 
@@ -43,17 +44,20 @@ impl App {
     /// # Errors
     /// The first file that cannot be loaded or address that cannot be bound.
     pub fn bind(config: Config) -> Result<Self, StartError> {
-        Self::bind_with(config, InheritedSockets::default())
+        Self::bind_with((config, LoadedFiles::default()), InheritedSockets::default())
     }
 
-    /// Loads every file, uses the matching inherited sockets, and binds all other addresses. If a process with the
-    /// same `state_dir` drains, starts beside it.
+    /// Loads every file that is not loaded yet, uses the matching inherited sockets, and binds all other addresses.
+    /// If a process with the same `state_dir` drains, starts beside it.
     ///
     /// # Errors
     /// The first file that cannot be loaded or address that cannot be bound.
-    pub fn bind_with(config: Config, inherited: InheritedSockets) -> Result<Self, StartError> {
+    pub fn bind_with(
+        (config, files): (Config, LoadedFiles),
+        inherited: InheritedSockets,
+    ) -> Result<Self, StartError> {
         let path = config.state_dir.as_deref().map(takeover::socket_path);
-        Attempt { config, inherited }.bind_alone(path.as_deref(), Request::IfDraining)
+        Attempt { config, files, inherited }.bind_alone(path.as_deref(), Request::IfDraining)
     }
 
     /// Like [`App::bind_with`], also with the sockets of the running process that has the same `state_dir`.
@@ -61,12 +65,15 @@ impl App {
     ///
     /// # Errors
     /// Those of [`App::bind_with`], or the running process does not hand over its sockets.
-    pub fn take_over(config: Config, inherited: InheritedSockets) -> Result<Self, StartError> {
+    pub fn take_over(
+        (config, files): (Config, LoadedFiles),
+        inherited: InheritedSockets,
+    ) -> Result<Self, StartError> {
         let Some(path) = config.state_dir.as_deref().map(takeover::socket_path) else {
             tracing::warn!("state_dir is \"\": there is no socket to take over through");
-            return Self::bind_with(config, inherited);
+            return Self::bind_with((config, files), inherited);
         };
-        let attempt = Attempt { config, inherited };
+        let mut attempt = Attempt { config, files, inherited };
         match takeover::request(&path, Request::TakeOver)? {
             Found::Predecessor(predecessor, sockets) => attempt.bind_after(predecessor, sockets),
             Found::Silent(pid) => attempt.bind_beside_silent(&path, pid),
@@ -81,12 +88,13 @@ impl App {
 /// A start that may be tried again.
 struct Attempt {
     config: Config,
+    files: LoadedFiles,
     inherited: InheritedSockets,
 }
 
 impl Attempt {
     /// Starts without another process, unless an address is in use: then sends `request` to the process that has it.
-    fn bind_alone(self, path: Option<&Path>, request: Request) -> Result<App, StartError> {
+    fn bind_alone(mut self, path: Option<&Path>, request: Request) -> Result<App, StartError> {
         let limit = match request {
             Request::TakeOver => OPENING,
             Request::IfDraining => CLOSING,
@@ -154,7 +162,7 @@ impl Attempt {
     }
 
     /// Starts beside a process that does not answer, if that has closed the sockets of its listeners.
-    fn bind_beside_silent(&self, path: &Path, pid: Option<i32>) -> Result<App, StartError> {
+    fn bind_beside_silent(&mut self, path: &Path, pid: Option<i32>) -> Result<App, StartError> {
         let overlap = PidInLines::start();
         let app = self.bind(AdminBind::WhenFree).map_err(|error| {
             if error.is_address_in_use() { StartError::silent(path, pid, &error) } else { error }
@@ -170,14 +178,15 @@ impl Attempt {
     }
 
     /// Uses duplicates of the inherited sockets.
-    fn bind(&self, admin: AdminBind) -> Result<App, StartError> {
+    fn bind(&mut self, admin: AdminBind) -> Result<App, StartError> {
         let (config, mut inherited) = (&self.config, self.inherited.try_clone()?);
         active::raise_descriptor_limit(config);
         let metrics = Metrics::new();
         let memory = MemoryBudget::new(active::client_memory_limit(config));
         let sockets = (&mut inherited, admin);
         let shared = (&metrics, &memory);
-        let active = PreparedConfig::new(config.clone(), None, sockets, shared)?.activate();
+        let active = PreparedConfig::new((config.clone(), &mut self.files), None, sockets, shared)?
+            .activate();
         if !inherited.is_empty() {
             let addresses = inherited.addresses();
             tracing::warn!(?addresses, "sockets that no listener uses are closed");

@@ -31,13 +31,14 @@ use tracing::dispatcher::{Dispatch, with_default};
 use self::tasks::Tasks;
 use super::active::{ActiveConfig, PreparedConfig, client_memory_limit, raise_descriptor_limit};
 use super::admin_socket::AdminBind;
-use super::reload::{ConfigFollower, RETRY, ReloadOutcome, ReloadRequest, ReloadResult, changes};
+use super::reload::{
+    CheckedConfig, ConfigFollower, RETRY, ReloadOutcome, ReloadRequest, ReloadResult, changes,
+};
 use super::sockets::NewSockets;
 use super::status::ProcessStatus;
 use super::takeover::{Offer, Predecessor, TakeoverRequest};
 use super::workers::CommandSender;
 use crate::admin::StatusProvider as _;
-use crate::config::LoadedConfig;
 use crate::control::discovery::SharedContext;
 use crate::control::watchdog;
 use crate::observe::Metrics;
@@ -317,7 +318,7 @@ impl ControlThread {
         let Some(follower) = &mut self.follower else {
             return Err(vec!["there is no configuration file to read again".to_owned()]);
         };
-        let LoadedConfig { mut config, warnings: found } = follower.read()?;
+        let CheckedConfig { mut config, warnings: found, mut files } = follower.read()?;
         warnings.extend(found);
         // These settings are fixed until the next start.
         config.workers = self.workers.count();
@@ -325,8 +326,13 @@ impl ControlThread {
         config.sandbox = self.active.config.sandbox;
         let mut inherited = InheritedSockets::default();
         let sockets = (&mut inherited, AdminBind::Required);
-        PreparedConfig::new(config, Some(&self.active), sockets, (&self.metrics, &self.memory))
-            .map_err(|error| vec![error.to_string()])
+        PreparedConfig::new(
+            (config, &mut files),
+            Some(&self.active),
+            sockets,
+            (&self.metrics, &self.memory),
+        )
+        .map_err(|error| vec![error.to_string()])
     }
 
     async fn apply(&mut self, prepared: PreparedConfig, tasks: &mut Tasks) -> ReloadOutcome {

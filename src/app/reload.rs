@@ -9,6 +9,7 @@ use tokio::sync::oneshot;
 
 use crate::config::{Config, Listener, LoadedConfig, Log, Sandbox, Upstream};
 use crate::control::file_watch::{FileVersion, file_version};
+use crate::net::loaded_files::LoadedFiles;
 use crate::observe::events::{Change, EventKind, Events};
 use crate::observe::log::LogControl;
 
@@ -18,9 +19,27 @@ pub struct ConfigSource {
     pub file: PathBuf,
     /// Reads the file, applies all overrides and checks every file that it names. The errors are complete,
     /// with one line for each.
-    pub read: Box<dyn Fn() -> Result<LoadedConfig, Vec<String>> + Send>,
+    pub read: Box<dyn Fn() -> Result<CheckedConfig, Vec<String>> + Send>,
     /// The control of the log, whose settings a reload changes too.
     pub log: Option<LogControl>,
+}
+
+/// A valid configuration, with the files that were loaded to check it.
+#[derive(Debug)]
+pub struct CheckedConfig {
+    /// The configuration.
+    pub config: Config,
+    /// What is valid but probably a mistake, one line each.
+    pub warnings: Vec<String>,
+    /// Its files, as far as they are loaded.
+    pub files: LoadedFiles,
+}
+
+impl From<LoadedConfig> for CheckedConfig {
+    /// A configuration whose files are not loaded yet.
+    fn from(LoadedConfig { config, warnings }: LoadedConfig) -> Self {
+        Self { config, warnings, files: LoadedFiles::default() }
+    }
 }
 
 impl fmt::Debug for ConfigSource {
@@ -199,7 +218,7 @@ impl ConfigFollower {
     ///
     /// # Errors
     /// All errors in it.
-    pub fn read(&mut self) -> Result<LoadedConfig, Vec<String>> {
+    pub fn read(&mut self) -> Result<CheckedConfig, Vec<String>> {
         self.read = file_version(&self.source.file);
         if std::fs::metadata(&self.source.file).is_ok_and(|metadata| !metadata.is_file()) {
             // A start may read a pipe, but reading it again would block the control thread.

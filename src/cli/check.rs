@@ -14,6 +14,7 @@ use serde::Serialize;
 
 use super::options::{ConfigArgs, EXIT_USAGE, OutputArgs, OutputFormat, missing_default_hint};
 use crate::config::{self, ConfigError, Overrides};
+use crate::net::loaded_files::LoadedFiles;
 use crate::observe::quantity;
 
 pub use files::{FileReport, check_draft, check_files};
@@ -84,7 +85,7 @@ fn check(
     overrides: &Overrides,
 ) -> CheckResult {
     let draft = config::draft(file, env, overrides);
-    let report = check_draft(file, &draft, SystemTime::now());
+    let report = check_draft(file, &draft, SystemTime::now(), &mut LoadedFiles::default());
     let errors = [report.errors, report.sources].concat();
     CheckResult {
         file: file.display().to_string(),

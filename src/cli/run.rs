@@ -19,10 +19,11 @@ use tokio::time::timeout;
 use super::check;
 use super::options::{ConfigArgs, EXIT_USAGE, missing_default_hint};
 use super::upgrade::Upgrade;
-use crate::app::reload::ConfigSource;
+use crate::app::reload::{CheckedConfig, ConfigSource};
 use crate::app::sandbox::ProcessSandbox;
 use crate::app::{App, Running, StartError};
-use crate::config::{self, Config, ConfigDraft, LoadedConfig, Overrides};
+use crate::config::{self, Config, ConfigDraft, Overrides};
+use crate::net::loaded_files::LoadedFiles;
 use crate::observe::{build, log};
 
 const HELP: &str = "\
@@ -93,7 +94,7 @@ impl ConfigInput {
     fn load(
         &self,
         sandbox: Option<&ProcessSandbox>,
-    ) -> Result<(LoadedConfig, Vec<String>), Vec<String>> {
+    ) -> Result<(CheckedConfig, Vec<String>), Vec<String>> {
         if let Some(denial) = sandbox.and_then(|_| file_rules::describe_denial(&self.name)) {
             return Err(vec![denial]);
         }
@@ -101,7 +102,8 @@ impl ConfigInput {
         if let (Some(sandbox), Some(config)) = (sandbox, &draft.config) {
             sandbox.check(config)?;
         }
-        let report = check::check_draft(&self.name, &draft, SystemTime::now());
+        let mut files = LoadedFiles::default();
+        let report = check::check_draft(&self.name, &draft, SystemTime::now(), &mut files);
         let (config, mut warnings) = match draft.config {
             Some(config) if report.errors.is_empty() => (config, draft.warnings),
             _ => return Err(report.errors.iter().map(ToString::to_string).collect()),
@@ -110,7 +112,7 @@ impl ConfigInput {
         warnings.extend(report.sources.iter().map(ToString::to_string));
         warnings.extend(report.warnings);
         warnings.extend(report.notes);
-        Ok((LoadedConfig { config, warnings }, report.passed_checks))
+        Ok((CheckedConfig { config, warnings, files }, report.passed_checks))
     }
 }
 
@@ -133,7 +135,7 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     let Ok(ready) = ready.transpose() else { return ExitCode::from(EXIT_USAGE) };
     let take_over = args.take_over;
     let input = ConfigInput::new(args);
-    let (LoadedConfig { config, warnings }, passed_checks) = match input.load(None) {
+    let (CheckedConfig { config, warnings, files }, passed_checks) = match input.load(None) {
         Ok(loaded) => loaded,
         Err(errors) => {
             eprintln!("{}", errors.join("\n"));
@@ -175,9 +177,9 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     let start = move || {
         let inherited = inherit(descriptors);
         let app = if take_over {
-            App::take_over(config, inherited)?
+            App::take_over((config, files), inherited)?
         } else {
-            App::bind_with(config, inherited)?
+            App::bind_with((config, files), inherited)?
         };
         drop(overlap);
         let app = match source {

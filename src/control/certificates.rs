@@ -306,7 +306,7 @@ pub async fn watch_serving(
     let events = CertificateEvents::new(metrics.events(), None);
     let name = format!("serving certificate of listener {}", listener.name());
     let client_ca = format!("client CA bundle of listener {}", listener.name());
-    let mut files = FileWatch::new(tls.paths());
+    let mut files = FileWatch::unread(tls.paths());
     let mut last_error = None;
     let mut renewal = Renewal::default();
     if tls.has_issuer() {
@@ -399,6 +399,7 @@ mod tests {
 
     use super::*;
     use crate::config::CertPaths;
+    use crate::net::loaded_files::LoadedFiles;
     use crate::upstream::credentials::Credentials;
 
     /// Writes a self-signed certificate that expires at the start of `year`, and its key.
@@ -424,7 +425,9 @@ mod tests {
         let mut config = crate::control::discovery::tests::config();
         config.tls.ca_file = Some(ca.cert_file);
         let metrics = Metrics::new();
-        let credentials = Credentials::load(&config, std::slice::from_ref(&first)).unwrap();
+        let credentials =
+            Credentials::load(&config, std::slice::from_ref(&first), &mut LoadedFiles::default())
+                .unwrap();
         let upstream =
             Upstream::new(config.clone(), credentials, &metrics, &MemoryBudget::new(DEFAULT_LIMIT));
         let mut expiries = CredentialExpiries::default();
@@ -453,7 +456,10 @@ mod tests {
         assert_eq!(exported(), expected(2103));
         // A reloaded configuration names another identity.
         let identities = [second];
-        let prepared = upstream.credentials.prepare(&config, &identities).unwrap();
+        let prepared = upstream
+            .credentials
+            .prepare(&config, &identities, &mut LoadedFiles::default())
+            .unwrap();
         upstream.credentials.install(prepared);
         upstream.credentials.retire(&identities);
         assert_eq!(exported(), expected(2102));
@@ -489,7 +495,12 @@ mod tests {
         config.tls.ca_file = Some(ca.cert_file.clone());
         config.health.readyz.token_file = Some(token.clone());
         let metrics = Metrics::new();
-        let credentials = Credentials::load(&config, std::slice::from_ref(&identity)).unwrap();
+        let credentials = Credentials::load(
+            &config,
+            std::slice::from_ref(&identity),
+            &mut LoadedFiles::default(),
+        )
+        .unwrap();
         let upstream = Arc::new(Upstream::new(
             config,
             credentials,

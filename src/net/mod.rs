@@ -2,6 +2,8 @@
 //!
 //! * [`tls`]: certificates and keys from PEM files, the TLS configuration of listeners, verification.
 //! * [`frame_limiter`]: limits of the number of frames of each type.
+//! * [`loaded_files`]: the certificates, CA bundles and tokens of one configuration, each read once.
 
 pub mod frame_limiter;
+pub mod loaded_files;
 pub mod tls;

@@ -29,6 +29,7 @@ use self::probe_token::ProbeToken;
 use self::slot::Identity;
 pub use self::slot::{IdentitySlot, IdentityState};
 use crate::config::{CertPaths, Upstream};
+use crate::net::loaded_files::LoadedFiles;
 use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::{self, LoadedCa, LoadedCert};
@@ -73,7 +74,7 @@ pub struct PreparedCredentials {
     setup: Setup,
     ca: Option<LoadedCa>,
     /// The certificate of each slot; `None` if its files do not exist yet.
-    loaded: Vec<Option<LoadedCert>>,
+    loaded: Vec<Option<Arc<LoadedCert>>>,
 }
 
 impl PreparedCredentials {
@@ -89,8 +90,12 @@ impl Credentials {
     ///
     /// # Errors
     /// The CA bundle cannot be used, or the files of an identity exist but cannot be used.
-    pub fn load(upstream: &Upstream, identities: &[CertPaths]) -> Result<Self, TlsFileError> {
-        let prepared = prepare(upstream, identities, &[])?;
+    pub fn load(
+        upstream: &Upstream,
+        identities: &[CertPaths],
+        files: &mut LoadedFiles,
+    ) -> Result<Self, TlsFileError> {
+        let prepared = prepare(upstream, identities, &[], files)?;
         let ca = prepared.ca.clone();
         let credentials = Self {
             without_certificate: ArcSwap::from_pointee(plain_tls(ca.as_ref())),
@@ -113,8 +118,9 @@ impl Credentials {
         &self,
         upstream: &Upstream,
         identities: &[CertPaths],
+        files: &mut LoadedFiles,
     ) -> Result<PreparedCredentials, TlsFileError> {
-        prepare(upstream, identities, &self.setup.load().slots)
+        prepare(upstream, identities, &self.setup.load().slots, files)
     }
 
     /// Puts prepared credentials into use. Slots that are no longer configured stay until
@@ -240,7 +246,7 @@ impl Credentials {
                 Ok(certificate) => {
                     let previous = slot.certificate().map(|info| info.subject);
                     let other = previous.filter(|subject| *subject != certificate.info.subject);
-                    if self.set_certificate(slot, certificate) {
+                    if self.set_certificate(slot, Arc::new(certificate)) {
                         let slot = Arc::clone(slot);
                         changes.push(match other {
                             Some(other) => CredentialChange::Replaced(slot, other),
@@ -280,12 +286,12 @@ impl Credentials {
     }
 
     /// Puts a certificate into use. Returns whether it differs from the previous one.
-    fn set_certificate(&self, slot: &IdentitySlot, certificate: LoadedCert) -> bool {
+    fn set_certificate(&self, slot: &IdentitySlot, certificate: Arc<LoadedCert>) -> bool {
         slot.clear_error();
         let known = slot.current.load().as_ref().map(|i| i.certificate.fingerprint);
         let changed = known != Some(certificate.fingerprint);
         if changed {
-            self.put(slot, Arc::new(certificate));
+            self.put(slot, certificate);
         }
         changed
     }
@@ -308,12 +314,13 @@ fn prepare(
     upstream: &Upstream,
     identities: &[CertPaths],
     known: &[Arc<IdentitySlot>],
+    files: &mut LoadedFiles,
 ) -> Result<PreparedCredentials, TlsFileError> {
-    let ca = upstream.tls.ca_file.as_deref().map(pem_files::load_ca).transpose()?;
+    let ca = upstream.tls.ca_file.as_deref().map(|file| files.ca(file)).transpose()?;
     let mut slots = Vec::new();
     let mut loaded = Vec::new();
     for paths in identities {
-        let (certificate, missing) = match pem_files::load_cert(paths) {
+        let (certificate, missing) = match files.certificate(paths) {
             Ok(certificate) => (Some(certificate), None),
             Err(error) if error.is_missing() => (None, Some(error)),
             Err(error) => return Err(error),
@@ -329,15 +336,12 @@ fn prepare(
         loaded.push(certificate);
     }
     let readyz = &upstream.health.readyz;
+    let token = |file: &PathBuf| ProbeToken::new(file, files.token(file).ok().cloned());
+    let token = readyz.token_file.as_ref().map(token).map(Arc::new);
     let probe = slots.iter().find(|slot| readyz.cert.as_ref() == Some(&slot.paths)).cloned();
     Ok(PreparedCredentials {
         ca,
-        setup: Setup {
-            ca_file: upstream.tls.ca_file.clone(),
-            probe,
-            token: readyz.token_file.as_deref().map(|file| Arc::new(ProbeToken::load(file))),
-            slots,
-        },
+        setup: Setup { ca_file: upstream.tls.ca_file.clone(), probe, token, slots },
         loaded,
     })
 }

@@ -2,6 +2,7 @@
 
 use crate::support::{Certs, TestCluster, until};
 use jackstay::control::endpoint_set::{replace_endpoints, static_endpoints};
+use jackstay::net::loaded_files::LoadedFiles;
 use jackstay::observe::Metrics;
 use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::Credentials;
@@ -23,7 +24,7 @@ fn spec(host: &str) -> EndpointSpec {
 fn upstream(certs: &Certs) -> Upstream {
     let mut config = certs.config(&[]);
     let config = config.upstreams.remove(0);
-    let credentials = Credentials::load(&config, &[]).unwrap();
+    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
     Upstream::new(config, credentials, &Metrics::new(), &MemoryBudget::new(DEFAULT_LIMIT))
 }
 
@@ -87,7 +88,12 @@ async fn prober_ends_when_its_endpoint_is_removed() {
     // The prober must end although its next probe is due in an hour.
     config.upstreams[0].health.readyz.interval = Duration::from_secs(3600);
     let config = config.upstreams.remove(0);
-    let credentials = Credentials::load(&config, config.health.readyz.cert.as_slice()).unwrap();
+    let credentials = Credentials::load(
+        &config,
+        config.health.readyz.cert.as_slice(),
+        &mut LoadedFiles::default(),
+    )
+    .unwrap();
     let upstream = Arc::new(Upstream::new(
         config.clone(),
         credentials,

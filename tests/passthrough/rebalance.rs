@@ -7,6 +7,7 @@ use crate::support::{
     to_strings, until, write_lines,
 };
 use jackstay::control::endpoint_set::replace_endpoints;
+use jackstay::net::loaded_files::LoadedFiles;
 use jackstay::observe::Metrics;
 use jackstay::proxy::passthrough::flow_table::surplus;
 use jackstay::upstream::Upstream;
@@ -43,7 +44,7 @@ pub fn set_endpoints(upstream: &Upstream, hosts: &[&str]) {
 /// An upstream whose endpoints, except the last one, are ready.
 pub fn upstream(certs: &Certs, hosts: &[&str]) -> Upstream {
     let config = certs.config(&[]).upstreams.remove(0);
-    let credentials = Credentials::load(&config, &[]).unwrap();
+    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
     let upstream =
         Upstream::new(config, credentials, &Metrics::new(), &MemoryBudget::new(DEFAULT_LIMIT));
     set_endpoints(&upstream, hosts);

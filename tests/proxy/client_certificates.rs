@@ -12,6 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use http::Method;
 use jackstay::config::CertPaths;
+use jackstay::net::loaded_files::LoadedFiles;
 use jackstay::net::tls::client_chain::{self, ClientChain};
 use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
 use jackstay::observe::Metrics;
@@ -200,8 +201,9 @@ async fn assert_401_on_another_connection(
 async fn resume_fails_when_the_client_certificate_has_expired() {
     let certs = Certs::new();
     let mut config = certs.config(&[]);
-    let tls =
-        Arc::new(ServingTls::new(LoadedServingTls::load(terminate_mode(&mut config)).unwrap()));
+    let tls = Arc::new(ServingTls::new(
+        LoadedServingTls::load(terminate_mode(&mut config), &mut LoadedFiles::default()).unwrap(),
+    ));
     let not_after = SystemTime::now() + PATIENCE / 2;
     let validity = Validity { not_after, ..Validity::usual() };
     let issued = certs.pki.client_valid(&Subject::admin(), validity).unwrap();

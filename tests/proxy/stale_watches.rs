@@ -5,6 +5,7 @@ use crate::scripted_peer::{Action, BOOKMARK, FIRST, Peers, Reply, lines};
 use crate::support::{CONFIGMAPS, soon, terminate_mode, without_suspicion};
 use http::{HeaderMap, Request};
 use jackstay::config::AccessLog;
+use jackstay::net::loaded_files::LoadedFiles;
 use jackstay::observe::{Metrics, Outcome};
 use jackstay::proxy::client_certificate::IdentityProof;
 use jackstay::proxy::drain;
@@ -46,7 +47,7 @@ async fn count_stale_watches() {
     let mut config = config.upstreams.remove(0);
     config.rebalance = false;
     let metrics = Metrics::new();
-    let credentials = Credentials::load(&config, &identities).unwrap();
+    let credentials = Credentials::load(&config, &identities, &mut LoadedFiles::default()).unwrap();
     let shared =
         Upstream::new(config.clone(), credentials, &metrics, &MemoryBudget::new(DEFAULT_LIMIT));
     let address = &config.endpoints[0];

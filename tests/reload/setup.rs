@@ -8,8 +8,8 @@ use crate::support::{
     CONFIGMAPS, Certs, PATIENCE, Proxy, TestCluster, config_map, soon, until, write_config,
 };
 use jackstay::app::App;
-use jackstay::app::reload::{ConfigSource, ReloadOutcome};
-use jackstay::config::{self, Config, Overrides};
+use jackstay::app::reload::{CheckedConfig, ConfigSource, ReloadOutcome};
+use jackstay::config::{self, Config, ConfigErrors, Overrides};
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::kinds::{CONFIG_MAPS, ObjectRef};
 use std::net::SocketAddr;
@@ -111,7 +111,8 @@ fn follow(file: &Path, certs: &Certs) -> Proxy {
     let path = file.to_owned();
     let read = move || {
         let loaded = config::load(&path, [], &Overrides::default());
-        loaded.map_err(|e| e.0.iter().map(ToString::to_string).collect::<Vec<_>>())
+        let errors = |e: ConfigErrors| e.0.iter().map(ToString::to_string).collect::<Vec<_>>();
+        loaded.map(CheckedConfig::from).map_err(errors)
     };
     let config = read().unwrap().config;
     let source = ConfigSource { file: file.to_owned(), read: Box::new(read), log: None };

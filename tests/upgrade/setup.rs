@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jackstay::config::AccessLog;
+use jackstay::net::loaded_files::LoadedFiles;
 use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
 use jackstay::observe::Metrics;
 use jackstay::proxy::admission::handshake_queue::HandshakeQueue;
@@ -190,7 +191,9 @@ impl Proxy {
         let terminate = listener.terminate().unwrap();
         let metrics = Metrics::new();
         let memory = MemoryBudget::new(DEFAULT_LIMIT);
-        let credentials = Credentials::load(upstream, &terminate.identities).unwrap();
+        let credentials =
+            Credentials::load(upstream, &terminate.identities, &mut LoadedFiles::default())
+                .unwrap();
         let shared = Upstream::new(upstream.clone(), credentials, &metrics, &memory);
         let endpoints = upstream.endpoints.iter().map(|address| {
             let metrics = metrics.endpoint(&shared.name, &address.to_string());
@@ -221,7 +224,9 @@ impl Proxy {
             tunnels: tunnels.clone(),
             drain: drain.clone(),
         };
-        let tls = Arc::new(ServingTls::new(LoadedServingTls::load(terminate).unwrap()));
+        let tls = Arc::new(ServingTls::new(
+            LoadedServingTls::load(terminate, &mut LoadedFiles::default()).unwrap(),
+        ));
         let admission = ListenerAdmission::new(
             listener.name.clone(),
             Arc::clone(&service.metrics),

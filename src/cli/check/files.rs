@@ -7,19 +7,20 @@
 use std::fmt::Display;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::SystemTime;
 
-use jackstay_sys::files;
 use jackstay_sys::utc::Utc;
 
 use crate::config::{
     CertPaths, Config, ConfigDraft, ConfigError, KeyLines, Terminate, describe_io_error,
 };
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
+use crate::net::loaded_files::LoadedFiles;
 use crate::net::tls::certificate::{CertInfo, Subject, VERSION_1, VERSION_1_EFFECT};
 use crate::net::tls::file_error::{TlsFileError, TlsFileProblem};
 use crate::net::tls::local_ca::LocalCa;
-use crate::net::tls::pem_files::{LoadedCert, load_ca, load_cert, load_serving_cert};
+use crate::net::tls::pem_files::LoadedCert;
 use crate::observe::quantity;
 
 /// Note about an upstream without a CA bundle.
@@ -42,10 +43,16 @@ pub struct FileReport {
     pub passed_checks: Vec<String>,
 }
 
-/// Reports the errors of a draft, followed by those of the files that it names.
-pub fn check_draft(file: &Path, draft: &ConfigDraft, now: SystemTime) -> FileReport {
+/// Reports the errors of a draft, followed by those of the files that it names. What `run` loads of them, too, is
+/// afterwards in `loaded`.
+pub fn check_draft(
+    file: &Path,
+    draft: &ConfigDraft,
+    now: SystemTime,
+    loaded: &mut LoadedFiles,
+) -> FileReport {
     let mut report = match &draft.config {
-        Some(config) => check_files_at(file, config, draft.lines.clone(), now),
+        Some(config) => check_files_at(file, config, draft.lines.clone(), now, loaded),
         None => FileReport::default(),
     };
     report.errors.splice(..0, draft.errors.iter().cloned());
@@ -57,13 +64,19 @@ pub fn check_draft(file: &Path, draft: &ConfigDraft, now: SystemTime) -> FileRep
 ///
 /// The files of an identity may be missing: kubelet writes them after it has joined the cluster.
 pub fn check_files(file: &Path, config: &Config, now: SystemTime) -> FileReport {
-    check_files_at(file, config, KeyLines::default(), now)
+    check_files_at(file, config, KeyLines::default(), now, &mut LoadedFiles::default())
 }
 
 /// [`check_files`] for a file with keys on these `lines`.
-fn check_files_at(file: &Path, config: &Config, lines: KeyLines, now: SystemTime) -> FileReport {
+fn check_files_at(
+    file: &Path,
+    config: &Config,
+    lines: KeyLines,
+    now: SystemTime,
+    loaded: &mut LoadedFiles,
+) -> FileReport {
     let file = file.display().to_string();
-    let mut checker = FileChecker { file, lines, now, report: FileReport::default() };
+    let mut checker = FileChecker { file, lines, now, loaded, report: FileReport::default() };
     if let Some(path) = &config.state_dir {
         checker.state_dir(path);
     }
@@ -104,14 +117,15 @@ fn is_incomplete(paths: &CertPaths) -> bool {
     [&paths.cert_file, &paths.key_file].iter().any(|file| file.as_os_str().is_empty())
 }
 
-struct FileChecker {
+struct FileChecker<'a> {
     file: String,
     lines: KeyLines,
     now: SystemTime,
+    loaded: &'a mut LoadedFiles,
     report: FileReport,
 }
 
-impl FileChecker {
+impl FileChecker<'_> {
     fn error(&mut self, path: &str, message: impl Display) {
         let error = self.config_error(path, message);
         self.report.errors.push(error);
@@ -178,7 +192,7 @@ impl FileChecker {
     fn serving_cert(&mut self, at: &str, terminate: &Terminate) {
         let paths = &terminate.tls.paths;
         let Some(issuer) = &terminate.tls.issuer else {
-            if let Some(loaded) = self.load(at, paths, load_serving_cert) {
+            if let Some(loaded) = self.load(at, paths, LoadedFiles::serving_certificate) {
                 self.validity(&format!("{at}.cert_file"), &paths.cert_file, &loaded.info);
             }
             return;
@@ -194,7 +208,7 @@ impl FileChecker {
                 self.note(&format!("{at}.issuer.key_file"), message);
             }
         }
-        if let Some(loaded) = self.load(at, paths, load_serving_cert) {
+        if let Some(loaded) = self.load(at, paths, LoadedFiles::serving_certificate) {
             let at = format!("{at}.cert_file");
             match loaded.info.check_time(&paths.cert_file, self.now) {
                 Ok(()) => self.validity(&at, &paths.cert_file, &loaded.info),
@@ -222,14 +236,14 @@ impl FileChecker {
         &mut self,
         at: &str,
         paths: &CertPaths,
-        load: fn(&CertPaths) -> Result<LoadedCert, TlsFileError>,
-    ) -> Option<LoadedCert> {
+        load: fn(&mut LoadedFiles, &CertPaths) -> Result<Arc<LoadedCert>, TlsFileError>,
+    ) -> Option<Arc<LoadedCert>> {
         if is_incomplete(paths) {
             self.missing(at, paths, None);
             return None;
         }
         self.key_mode(&format!("{at}.key_file"), &paths.key_file);
-        match load(paths) {
+        match load(self.loaded, paths) {
             Ok(loaded) => Some(loaded),
             Err(error) => {
                 self.cert_error(at, paths, &error);
@@ -241,7 +255,7 @@ impl FileChecker {
 
     /// Checks a client certificate, which needs a common name: an apiserver takes it as the user name.
     fn client_cert(&mut self, at: &str, paths: &CertPaths) -> Option<CertInfo> {
-        let info = self.load(at, paths, load_cert)?.info;
+        let info = self.load(at, paths, LoadedFiles::certificate)?.info.clone();
         self.validity(&format!("{at}.cert_file"), &paths.cert_file, &info);
         if info.subject.common_name().is_none() {
             let message = "the certificate has no common name, which an apiserver takes as the \
@@ -259,7 +273,7 @@ impl FileChecker {
             if is_incomplete(paths) {
                 continue;
             }
-            if let Err(error) = load_cert(paths)
+            if let Err(error) = self.loaded.certificate(paths)
                 && error.is_missing()
             {
                 let file = error.path.display();
@@ -284,7 +298,7 @@ impl FileChecker {
     /// Checks a CA bundle. During a rotation a bundle contains the old CA and its successor, so each certificate
     /// that is not valid is a warning.
     fn ca(&mut self, at: &str, path: &Path) {
-        let certificates = match load_ca(path) {
+        let certificates = match self.loaded.ca(path) {
             Ok(loaded) => loaded.bundle.certificates.clone(),
             Err(error) => return self.error(at, error),
         };
@@ -361,8 +375,11 @@ impl FileChecker {
     }
 
     fn token(&mut self, at: &str, path: &Path) {
-        match files::authorization_from_file(path) {
-            Err(why) => self.error(at, why),
+        match self.loaded.token(path) {
+            Err(error) => {
+                let error = error.to_string();
+                self.error(at, error);
+            }
             // An apiserver takes "Bearer a b" for the token "a".
             Ok(value) if value.as_bytes().splitn(3, |byte| *byte == b' ').nth(2).is_some() => {
                 let message =

@@ -9,6 +9,7 @@ use rcgen::{CertificateParams, DnType, KeyPair};
 use super::files::is_renewal_overdue;
 use super::*;
 use crate::config::load;
+use crate::net::loaded_files::LoadedFiles;
 use crate::net::tls::certificate::CertInfo;
 use crate::net::tls::local_ca::LocalCa;
 use crate::net::tls::pem_files::load_ca;
@@ -326,7 +327,7 @@ fn check_files_warns_of_a_readable_key_and_of_a_state_directory_that_is_a_file()
     let warnings = || {
         let file = dir.0.path().join("c.yaml");
         let draft = crate::config::draft(&file, [], &Overrides::default());
-        let found = check_draft(&file, &draft, now());
+        let found = check_draft(&file, &draft, now(), &mut LoadedFiles::default());
         assert_eq!(found.errors, []);
         let clean = |text: String| text.replace(&format!("{here}/"), "");
         found.warnings.into_iter().map(clean).collect::<Vec<_>>()

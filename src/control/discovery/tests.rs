@@ -15,6 +15,7 @@ use super::controller::TICK;
 use super::{SharedContext, dns, run, state_file};
 use crate::config::{Discovery, Upstream, validate_text};
 use crate::control::endpoint_set;
+use crate::net::loaded_files::LoadedFiles;
 use crate::observe::{LivenessMonitor, Metrics};
 use crate::upstream;
 use crate::upstream::credentials::{CredentialClass, Credentials};
@@ -30,7 +31,7 @@ async fn run_1000_updates_during_an_endless_drain_applies_each_within_1500_ms() 
     let address = |host: String| EndpointAddress { host, port: 9 };
     let (removed, kept) = (address("127.2.1.1".into()), address("127.2.1.2".into()));
     let mut config = Upstream { endpoints: vec![removed.clone(), kept.clone()], ..config() };
-    let credentials = Credentials::load(&config, &[]).unwrap();
+    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
     let upstream = Arc::new(upstream::Upstream::new(
         config.clone(),
         credentials,
@@ -105,7 +106,7 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
         discovery: Discovery { kubeconfig: Some(dir.path().join("none")) },
         ..config()
     };
-    let credentials = Credentials::load(&config, &[]).unwrap();
+    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
     let upstream = Arc::new(upstream::Upstream::new(
         config.clone(),
         credentials,

@@ -242,6 +242,7 @@ fn answer(status: StatusCode, body: &[u8]) -> Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::loaded_files::LoadedFiles;
     use crate::observe::Metrics;
     use crate::upstream::credentials::Credentials;
     use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
@@ -252,7 +253,7 @@ mod tests {
     fn views_leave_out_resources_without_a_watch() {
         let config = crate::control::discovery::tests::config();
         let metrics = Metrics::new();
-        let credentials = Credentials::load(&config, &[]).unwrap();
+        let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
         let upstream = Arc::new(Upstream::new(
             config,
             credentials,

@@ -71,10 +71,16 @@ pub fn load_cert(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
 /// Reads the certificate of a server. X.509 version 1 is an error: it has no names that a client can verify.
 pub fn load_serving_cert(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
     let loaded = load_cert(paths)?;
-    if loaded.info.is_version_1 {
-        return Err(TlsFileError::invalid(&paths.cert_file, certificate::VERSION_1));
-    }
+    check_serving_cert(&loaded, &paths.cert_file)?;
     Ok(loaded)
+}
+
+/// Refuses the certificate of a server in `cert_file` if it is X.509 version 1.
+pub fn check_serving_cert(loaded: &LoadedCert, cert_file: &Path) -> Result<(), TlsFileError> {
+    if loaded.info.is_version_1 {
+        return Err(TlsFileError::invalid(cert_file, certificate::VERSION_1));
+    }
+    Ok(())
 }
 
 /// Parses a certificate chain and its key; errors name the paths.

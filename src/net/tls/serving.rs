@@ -31,6 +31,7 @@ use super::local_ca::{self, LocalCaError};
 use super::pem_files::{self, LoadedCa, LoadedCert};
 use super::version_1;
 use crate::config::Terminate;
+use crate::net::loaded_files::LoadedFiles;
 
 /// TLS of one listener. Readers never block. [`Self::refresh`] and [`Self::install`] must not run at the same
 /// time.
@@ -79,12 +80,12 @@ impl LoadedServingTls {
     ///
     /// # Errors
     /// The first file that cannot be used, with the reason.
-    pub fn load(config: &Terminate) -> Result<Self, TlsFileError> {
-        let files = config.clone();
+    pub fn load(config: &Terminate, loaded: &mut LoadedFiles) -> Result<Self, TlsFileError> {
+        let ca_file = config.client_ca_file.as_deref();
         Ok(Self {
-            certificate: Arc::new(pem_files::load_serving_cert(&files.tls.paths)?),
-            ca: files.client_ca_file.as_deref().map(pem_files::load_ca).transpose()?,
-            files,
+            certificate: loaded.serving_certificate(&config.tls.paths)?,
+            ca: ca_file.map(|file| loaded.ca(file)).transpose()?,
+            files: config.clone(),
         })
     }
 }
@@ -340,29 +341,32 @@ mod tests {
         write_pair(&pair);
         write_pair(&ca);
         let tls = ServingTls::new(
-            LoadedServingTls::load(&Terminate {
-                tls: ServingCert {
-                    paths: CertPaths { cert_file: pair.clone(), key_file: pair.clone() },
-                    issuer: None,
-                },
-                client_ca_file: Some(ca.clone()),
-                identities: Vec::new(),
-                never_resume_groups: Vec::new(),
-                heartbeats: Vec::new(),
-                limits: TerminateLimits {
-                    connections: Limits {
-                        max_connections: 1,
-                        source_prefix_v6: 64,
-                        handshake_timeout: Duration::ZERO,
+            LoadedServingTls::load(
+                &Terminate {
+                    tls: ServingCert {
+                        paths: CertPaths { cert_file: pair.clone(), key_file: pair.clone() },
+                        issuer: None,
                     },
-                    requests: RequestLimits {
-                        max_streams: 1,
-                        max_header_bytes: 1,
-                        header_timeout: Duration::ZERO,
-                        stall_timeout: Duration::ZERO,
+                    client_ca_file: Some(ca.clone()),
+                    identities: Vec::new(),
+                    never_resume_groups: Vec::new(),
+                    heartbeats: Vec::new(),
+                    limits: TerminateLimits {
+                        connections: Limits {
+                            max_connections: 1,
+                            source_prefix_v6: 64,
+                            handshake_timeout: Duration::ZERO,
+                        },
+                        requests: RequestLimits {
+                            max_streams: 1,
+                            max_header_bytes: 1,
+                            header_timeout: Duration::ZERO,
+                            stall_timeout: Duration::ZERO,
+                        },
                     },
                 },
-            })
+                &mut LoadedFiles::default(),
+            )
             .unwrap(),
         );
         let mut ca_changes = tls.client_ca_changes();

@@ -13,6 +13,7 @@ use tokio::time::{advance, timeout};
 use super::super::routing::Routing;
 use super::*;
 use crate::config;
+use crate::net::loaded_files::LoadedFiles;
 use crate::observe::Metrics;
 use crate::upstream::credentials::Credentials;
 
@@ -39,7 +40,7 @@ impl Setup {
         let passthrough = config.listeners[0].passthrough().unwrap().clone();
         let upstream = config.upstreams.into_iter().next().unwrap();
         let metrics = Metrics::new();
-        let credentials = Credentials::load(&upstream, &[]).unwrap();
+        let credentials = Credentials::load(&upstream, &[], &mut LoadedFiles::default()).unwrap();
         let upstream = Arc::new(Upstream::new(
             upstream,
             credentials,

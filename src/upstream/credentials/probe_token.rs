@@ -19,11 +19,12 @@ pub struct ProbeToken {
 }
 
 impl ProbeToken {
-    /// Reads the file. An error is not reported here, but by the first [`Self::refresh`].
-    pub fn load(file: &Path) -> Self {
+    /// The token of `file`. `valid` is the header for its present content, if that is a token; the first
+    /// [`Self::refresh`] reports why it is none.
+    pub fn new(file: &Path, valid: Option<HeaderValue>) -> Self {
         Self {
             file: file.to_owned(),
-            valid: ArcSwapOption::from_pointee(files::authorization_from_file(file).ok()),
+            valid: ArcSwapOption::from_pointee(valid),
             error: Mutex::default(),
         }
     }
@@ -66,7 +67,7 @@ mod tests {
     fn refresh_keeps_the_last_valid_token_and_reports_an_error_once() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("token");
-        let token = ProbeToken::load(&file);
+        let token = ProbeToken::new(&file, None);
         assert_eq!((token.header(), token.error()), (None, None), "reported by the first refresh");
         assert!(token.refresh().unwrap_err().to_string().contains("No such file"));
         assert!(token.refresh().is_ok() && token.error().is_some());

@@ -10,6 +10,7 @@ use tokio::time::timeout;
 
 use super::{ClassPool, Pool, StreamRequirements, UNAVAILABLE_AFTER, Unavailable, WarmClasses};
 use crate::config;
+use crate::net::loaded_files::LoadedFiles;
 use crate::observe::Metrics;
 use crate::upstream::credentials::{CredentialClass, Credentials};
 use crate::upstream::endpoint::Endpoint;
@@ -24,7 +25,7 @@ async fn silent_pool() -> (Rc<Pool>, TcpListener) {
     let loaded = config::validate_text(Path::new("test.yaml"), text).unwrap();
     let config = loaded.config.upstreams.into_iter().next().unwrap();
     let metrics = Metrics::new();
-    let credentials = Credentials::load(&config, &[]).unwrap();
+    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
     let upstream = Upstream::new(config, credentials, &metrics, &MemoryBudget::new(DEFAULT_LIMIT));
     let address = EndpointAddress { host: "127.0.0.1".to_owned(), port };
     let endpoint = Endpoint::new(&"u".into(), &address, None, metrics.endpoint("u", "e")).unwrap();

@@ -15,6 +15,7 @@ use tokio::task::LocalSet;
 
 use super::lookup::{LOOKUP_TIMEOUT, LookupResult};
 use super::*;
+use crate::net::loaded_files::LoadedFiles;
 use crate::observe::Metrics;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::Credentials;
@@ -107,7 +108,7 @@ fn ips(texts: &[&str]) -> Vec<IpAddr> {
 /// An upstream without endpoints, and the states of its sources.
 fn new_source_states() -> (Arc<Upstream>, Rc<SourceStates>) {
     let config = crate::control::discovery::tests::config();
-    let credentials = Credentials::load(&config, &[]).unwrap();
+    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
     let upstream = Arc::new(Upstream::new(
         config,
         credentials,

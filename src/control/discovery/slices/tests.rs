@@ -17,6 +17,7 @@ use tokio::task::LocalSet;
 use super::super::transport::{TransportBody, TransportError};
 use super::*;
 use crate::config;
+use crate::net::loaded_files::LoadedFiles;
 use crate::observe::Metrics;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::Credentials;
@@ -344,7 +345,7 @@ fn upstream() -> Arc<Upstream> {
         endpoints_file: None,
         ..crate::control::discovery::tests::config()
     };
-    let credentials = Credentials::load(&config, &[]).unwrap();
+    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
     Arc::new(Upstream::new(config, credentials, &Metrics::new(), &MemoryBudget::new(DEFAULT_LIMIT)))
 }
 

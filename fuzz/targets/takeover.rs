@@ -69,10 +69,10 @@ fn new_process_sends(bytes: &[u8], runtime: &Runtime) {
         let (mut duplicated, mut released) = (false, false);
         while let Some(request) = received.recv().await {
             match request {
-                TakeoverRequest::DuplicateSockets { if_draining: true, reply } => {
+                TakeoverRequest::DuplicateSockets { request: Request::IfDraining, reply } => {
                     drop(reply.send(Ok(Offer::Nothing)));
                 }
-                TakeoverRequest::DuplicateSockets { if_draining: false, reply } => {
+                TakeoverRequest::DuplicateSockets { request: Request::TakeOver, reply } => {
                     duplicated = true;
                     let copy = LISTENER.as_fd().try_clone_to_owned();
                     drop(reply.send(copy.map(|copy| Offer::Sockets(vec![copy]))));

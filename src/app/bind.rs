@@ -1,19 +1,12 @@
 //! The start of a process up to its bound sockets: alone, in place of a running process, or beside one that drains.
-//!
-//! | process with the same `state_dir` | `run` | `run --take-over` |
-//! |---|---|---|
-//! | none | binds | binds |
-//! | serves | fails: an address is in use | takes over its sockets |
-//! | drains | binds the addresses of the listeners, and takes over the socket of the admin endpoint | the same |
-//! | does not answer, and has closed the sockets of its listeners: stopped or another version, in its drain | binds the addresses of the listeners; the admin endpoint waits for its address | the same |
-//! | does not answer, and has the sockets: stopped | fails | fails |
+//! [`jackstay_core::takeover::start`] decides which.
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use jackstay_core::admission::MemoryBudget;
+use jackstay_core::takeover::start::{Bound, Effect, Failure, Found, Input, Place, Start};
 use jackstay_sys::clock;
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use tokio::runtime::Handle;
@@ -22,21 +15,13 @@ use super::App;
 use super::active::{self, PreparedConfig};
 use super::admin_socket::AdminBind;
 use super::start_error::StartError;
-use super::takeover::{self, Found, Predecessor, Request};
+use super::takeover::{self, Predecessor, Request};
 use crate::config::Config;
 use crate::control::discovery::SharedContext;
 use crate::control::discovery::dns::ResolverFiles;
 use crate::net::loaded_files::LoadedFiles;
 use crate::observe::log::PidInLines;
 use crate::observe::{LivenessMonitor, Metrics};
-
-/// Time for a process that has got a termination signal to close its sockets or to end. Until then an address in use
-/// is tried again.
-const CLOSING: Duration = Duration::from_millis(500);
-/// Time for a process that accepts connections to open its takeover socket, as long as it waits for that itself.
-const OPENING: Duration = Duration::from_secs(2);
-/// How often an address in use is tried.
-const CLOSING_POLL: Duration = Duration::from_millis(20);
 
 impl App {
     /// Loads every file and binds every address.
@@ -53,11 +38,10 @@ impl App {
     /// # Errors
     /// The first file that cannot be loaded or address that cannot be bound.
     pub fn bind_with(
-        (config, files): (Config, LoadedFiles),
+        loaded: (Config, LoadedFiles),
         inherited: InheritedSockets,
     ) -> Result<Self, StartError> {
-        let path = config.state_dir.as_deref().map(takeover::socket_path);
-        Attempt { config, files, inherited }.bind_alone(path.as_deref(), Request::IfDraining)
+        Attempt::new(loaded, inherited).run(Request::IfDraining)
     }
 
     /// Like [`App::bind_with`], also with the sockets of the running process that has the same `state_dir`.
@@ -66,22 +50,13 @@ impl App {
     /// # Errors
     /// Those of [`App::bind_with`], or the running process does not hand over its sockets.
     pub fn take_over(
-        (config, files): (Config, LoadedFiles),
+        loaded: (Config, LoadedFiles),
         inherited: InheritedSockets,
     ) -> Result<Self, StartError> {
-        let Some(path) = config.state_dir.as_deref().map(takeover::socket_path) else {
+        if loaded.0.state_dir.is_none() {
             tracing::warn!("state_dir is \"\": there is no socket to take over through");
-            return Self::bind_with((config, files), inherited);
-        };
-        let mut attempt = Attempt { config, files, inherited };
-        match takeover::request(&path, Request::TakeOver)? {
-            Found::Predecessor(predecessor, sockets) => attempt.bind_after(predecessor, sockets),
-            Found::Silent(pid) => attempt.bind_beside_silent(&path, pid),
-            Found::Nothing | Found::Serving(_) => {
-                tracing::info!(path = %path.display(), "no process to take over from");
-                attempt.bind_alone(Some(&path), Request::TakeOver)
-            }
         }
+        Attempt::new(loaded, inherited).run(Request::TakeOver)
     }
 }
 
@@ -90,95 +65,157 @@ struct Attempt {
     config: Config,
     files: LoadedFiles,
     inherited: InheritedSockets,
+    /// The takeover socket.
+    path: Option<PathBuf>,
+    /// The process that this one replaces.
+    predecessor: Option<Predecessor>,
+    /// A service manager has passed sockets.
+    manager_sockets: bool,
+    /// A process that does not answer, if it is in the same PID namespace.
+    silent: Option<i32>,
+    /// Shows the process id in log lines beside a process that does not answer.
+    overlap: Option<PidInLines>,
+    /// The process that serves, if it is in the same PID namespace.
+    serving: Option<i32>,
 }
 
 impl Attempt {
-    /// Starts without another process, unless an address is in use: then sends `request` to the process that has it.
-    fn bind_alone(mut self, path: Option<&Path>, request: Request) -> Result<App, StartError> {
-        let limit = match request {
-            Request::TakeOver => OPENING,
-            Request::IfDraining => CLOSING,
-        };
-        let start = clock::now();
+    fn new((config, files): (Config, LoadedFiles), inherited: InheritedSockets) -> Self {
+        Self {
+            path: config.state_dir.as_deref().map(takeover::socket_path),
+            config,
+            files,
+            inherited,
+            predecessor: None,
+            manager_sockets: false,
+            silent: None,
+            overlap: None,
+            serving: None,
+        }
+    }
+
+    fn run(mut self, request: Request) -> Result<App, StartError> {
+        let (mut start, mut effect) = Start::new(request, self.path.is_some(), clock::now());
+        let (mut bound, mut asked) = (None, None);
         loop {
-            let error = match self.bind(AdminBind::Required) {
-                Err(error) if error.is_address_in_use() => error,
-                result => return result,
+            let input = match effect {
+                Effect::Bind { admin_may_wait } => {
+                    let result = self.bind(admin_may_wait);
+                    let input = Input::Bound(kind_of(&result));
+                    bound = Some(result);
+                    input
+                }
+                Effect::Ask(request) => match self.ask(request) {
+                    Ok(found) => Input::Found(found),
+                    Err(error) => {
+                        asked = Some(error);
+                        Input::Found(Found::Failed)
+                    }
+                },
+                Effect::BeginAlone => {
+                    if let Some(path) = &self.path {
+                        tracing::info!(path = %path.display(), "no process to take over from");
+                    }
+                    Input::Continue
+                }
+                Effect::Pause(time) => {
+                    takeover::pause(time);
+                    Input::Continue
+                }
+                Effect::Start(place) => return self.start(place, bound),
+                Effect::Fail(failure) => return self.fail(failure, bound, asked),
             };
-            let Some(path) = path else { return Err(error) };
-            match takeover::request(path, request) {
-                Ok(Found::Predecessor(predecessor, sockets)) => {
-                    return self.bind_after(predecessor, sockets);
-                }
-                // The process has not handled its termination signal yet, has ended in the meantime, or has not
-                // opened its takeover socket yet.
-                Ok(Found::Nothing | Found::Serving(_)) if clock::elapsed(start) < limit => {}
-                Ok(Found::Silent(pid)) => return self.bind_beside_silent(path, pid),
-                Ok(Found::Serving(pid)) => return Err(error.beside_serving(pid)),
-                Ok(Found::Nothing) | Err(_) => return Err(error),
+            effect = start.step(input, clock::now());
+        }
+    }
+
+    /// Asks the process that serves the takeover socket, and keeps what it sends.
+    fn ask(&mut self, request: Request) -> Result<Found, StartError> {
+        let Some(path) = &self.path else { return Ok(Found::Nothing) };
+        Ok(match takeover::request(path, request)? {
+            takeover::Found::Nothing => Found::Nothing,
+            takeover::Found::Serving(pid) => {
+                self.serving = pid;
+                Found::Serving
             }
-            takeover::pause(CLOSING_POLL);
-        }
-    }
-
-    /// Starts with the sockets of a process that serves or drains.
-    fn bind_after(
-        mut self,
-        predecessor: Predecessor,
-        sockets: InheritedSockets,
-    ) -> Result<App, StartError> {
-        if predecessor.is_draining() {
-            return self.bind_beside(predecessor, sockets);
-        }
-        let from = predecessor.pid();
-        tracing::info!(from, sockets = sockets.len(), "taking over from a running process");
-        let manager_sockets = !self.inherited.is_empty();
-        self.inherited.append(sockets);
-        let app = self.bind(AdminBind::Required)?;
-        Ok(App { predecessor: Some(predecessor), manager_sockets, replaces: true, ..app })
-    }
-
-    /// Starts beside a process that drains, with the socket of its admin endpoint.
-    fn bind_beside(
-        mut self,
-        predecessor: Predecessor,
-        sockets: InheritedSockets,
-    ) -> Result<App, StartError> {
-        let (from, admin_sockets) = (predecessor.pid(), sockets.len());
-        tracing::info!(from, admin_sockets, "starting beside a process that drains");
-        self.inherited.append(sockets);
-        let start = clock::now();
-        loop {
-            match self.bind(AdminBind::WhenFree) {
-                Err(error) if error.is_address_in_use() && clock::elapsed(start) < CLOSING => {
-                    takeover::pause(CLOSING_POLL);
-                }
-                result => {
-                    let predecessor = Some(predecessor);
-                    return Ok(App { predecessor, replaces: true, ..result? });
+            takeover::Found::Silent(pid) => {
+                self.silent = pid;
+                self.overlap = Some(PidInLines::start());
+                Found::Silent
+            }
+            takeover::Found::Predecessor(predecessor, sockets) => {
+                let (from, count) = (predecessor.pid(), sockets.len());
+                self.manager_sockets = !self.inherited.is_empty();
+                self.inherited.append(sockets);
+                let is_draining = predecessor.is_draining();
+                self.predecessor = Some(predecessor);
+                if is_draining {
+                    tracing::info!(
+                        from,
+                        admin_sockets = count,
+                        "starting beside a process that drains"
+                    );
+                    Found::Draining
+                } else {
+                    tracing::info!(from, sockets = count, "taking over from a running process");
+                    Found::HandsOver
                 }
             }
+        })
+    }
+
+    /// The process with its bound sockets.
+    fn start(
+        mut self,
+        place: Place,
+        bound: Option<Result<App, StartError>>,
+    ) -> Result<App, StartError> {
+        let Some(bound) = bound else { return self.bind(false) };
+        let app = bound?;
+        let Self { predecessor, silent, overlap, .. } = self;
+        match place {
+            Place::Alone => Ok(app),
+            Place::Beside => Ok(App { predecessor, replaces: true, ..app }),
+            Place::InPlace => {
+                let manager_sockets = self.manager_sockets;
+                Ok(App { predecessor, manager_sockets, replaces: true, ..app })
+            }
+            Place::BesideSilent => {
+                tracing::warn!(
+                    from = silent,
+                    "the running process does not answer, but the addresses of the listeners are free: starting \
+                     beside it"
+                );
+                if let (Some(overlap), Ok(runtime)) = (overlap, Handle::try_current()) {
+                    drop(runtime.spawn(takeover::show_pid_beside(silent, overlap)));
+                }
+                Ok(App { replaces: true, ..app })
+            }
         }
     }
 
-    /// Starts beside a process that does not answer, if that has closed the sockets of its listeners.
-    fn bind_beside_silent(&mut self, path: &Path, pid: Option<i32>) -> Result<App, StartError> {
-        let overlap = PidInLines::start();
-        let app = self.bind(AdminBind::WhenFree).map_err(|error| {
-            if error.is_address_in_use() { StartError::silent(path, pid, &error) } else { error }
-        })?;
-        tracing::warn!(
-            from = pid,
-            "the running process does not answer, but the addresses of the listeners are free: starting beside it"
-        );
-        if let Ok(runtime) = Handle::try_current() {
-            drop(runtime.spawn(takeover::show_pid_beside(pid, overlap)));
+    /// The error of the start.
+    fn fail(
+        mut self,
+        failure: Failure,
+        bound: Option<Result<App, StartError>>,
+        asked: Option<StartError>,
+    ) -> Result<App, StartError> {
+        match (failure, bound, asked) {
+            (Failure::Ask, _, Some(error)) => Err(error),
+            (Failure::Serving, Some(Err(error)), _) => Err(error.beside_serving(self.serving)),
+            (Failure::Silent, Some(Err(error)), _) => {
+                let path = self.path.unwrap_or_default();
+                Err(StartError::silent(&path, self.silent, &error))
+            }
+            (_, Some(result), _) => result,
+            (_, None, _) => self.bind(false),
         }
-        Ok(App { replaces: true, ..app })
     }
 
     /// Uses duplicates of the inherited sockets.
-    fn bind(&mut self, admin: AdminBind) -> Result<App, StartError> {
+    fn bind(&mut self, admin_may_wait: bool) -> Result<App, StartError> {
+        let admin = if admin_may_wait { AdminBind::WhenFree } else { AdminBind::Required };
         let (config, mut inherited) = (&self.config, self.inherited.try_clone()?);
         active::raise_descriptor_limit(config);
         let metrics = Metrics::new();
@@ -209,5 +246,13 @@ impl Attempt {
             replaces: false,
             sandbox,
         })
+    }
+}
+
+fn kind_of(result: &Result<App, StartError>) -> Bound {
+    match result {
+        Ok(_) => Bound::Yes,
+        Err(error) if error.is_address_in_use() => Bound::InUse,
+        Err(_) => Bound::Failed,
     }
 }

@@ -15,10 +15,12 @@
 mod drain;
 mod tasks;
 
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use jackstay_core::admission::MemoryBudget;
+use jackstay_core::takeover::hand_over::{self, Offered};
 use jackstay_sys::process::code_pages;
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use jackstay_sys::process::service_manager::ServiceManager;
@@ -36,7 +38,7 @@ use super::reload::{
 };
 use super::sockets::NewSockets;
 use super::status::ProcessStatus;
-use super::takeover::{Offer, Predecessor, TakeoverRequest};
+use super::takeover::{Offer, Predecessor, Request, TakeoverRequest};
 use super::workers::CommandSender;
 use crate::admin::StatusProvider as _;
 use crate::control::discovery::SharedContext;
@@ -166,14 +168,9 @@ impl ControlThread {
                     ReloadRequest { trigger, reply: None }
                 }
                 Some(request) = takeovers.recv() => match request {
-                    TakeoverRequest::DuplicateSockets { if_draining, reply } => {
-                        let offer = if if_draining {
-                            Ok(Offer::Nothing)
-                        } else {
-                            self.active.duplicate_sockets().map(Offer::Sockets)
-                        };
+                    TakeoverRequest::DuplicateSockets { request, reply } => {
                         // The receiver may be dropped.
-                        let _ = reply.send(offer);
+                        let _ = reply.send(self.offer(false, request));
                         continue;
                     }
                     TakeoverRequest::ReleaseSockets { pid, done } => {
@@ -253,6 +250,18 @@ impl ControlThread {
         };
         let effect = "started beside it: this process accepts connections";
         self.report_takeover(from, own_pid(), &reason, effect);
+    }
+
+    /// What a new process gets that sends this request.
+    fn offer(&self, drains: bool, request: Request) -> io::Result<Offer> {
+        match hand_over::offer(drains, request) {
+            Offered::Sockets => self.active.duplicate_sockets().map(Offer::Sockets),
+            Offered::AdminSocket => {
+                let admin = self.active.admin.duplicate();
+                admin.into_iter().collect::<Result<_, _>>().map(Offer::Draining)
+            }
+            Offered::Nothing => Ok(Offer::Nothing),
+        }
     }
 
     /// Stops accepting, since the process `pid` serves the sockets.

@@ -45,6 +45,8 @@ use std::os::unix::net::UnixStream as BlockingStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use jackstay_core::takeover::hand_over::{Effect, End, HandOver, Input};
+use jackstay_core::takeover::messages::{Answer, LEFT, OWN, REQUEST};
 use jackstay_sys::process::descriptor_passing;
 use jackstay_sys::sockets::listening;
 use tokio::io::{AsyncWriteExt, Interest};
@@ -52,14 +54,11 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{sleep, timeout};
 
-use self::protocol::{
-    Answer, LEFT, OWN, REPLY_TIMEOUT, REQUEST, REQUEST_IF_DRAINING, SERVING, is_trusted, read_line,
-};
+use self::protocol::{REPLY_TIMEOUT, is_trusted, read_line};
 use crate::observe::log::PidInLines;
 
-pub use self::predecessor::{
-    AskError, Found, Predecessor, Request, ask, pause, request, show_pid_beside,
-};
+pub use self::predecessor::{AskError, Found, Predecessor, ask, pause, request, show_pid_beside};
+pub use jackstay_core::takeover::messages::Request;
 
 /// Maximum time from the connect of a new process to its request, which it sends at once. Other new processes
 /// wait meanwhile.
@@ -78,10 +77,10 @@ pub fn socket_path(state_dir: &Path) -> PathBuf {
 /// A request of the [`TakeoverServer`] to the control thread.
 #[derive(Debug)]
 pub enum TakeoverRequest {
-    /// Duplicate the listening sockets, or say that this process serves if only those of a drain are wanted.
+    /// Duplicate what this process offers ([`hand_over::offer`](jackstay_core::takeover::hand_over::offer)).
     DuplicateSockets {
-        /// Only if this process drains.
-        if_draining: bool,
+        /// What the new process asks for.
+        request: Request,
         /// Receives them.
         reply: oneshot::Sender<io::Result<Offer>>,
     },
@@ -156,9 +155,9 @@ impl TakeoverServer {
     }
 }
 
-/// Serves one new process. Returns whether it has taken over. It has not if this process serves and the new one wants
-/// only the sockets of a drain, or if the new one has gone before it got sockets, as one does that only looks whether
-/// another process serves.
+/// Serves one new process, as [`HandOver`] decides. Returns whether it has taken over. It has not if this process
+/// serves and the new one wants only the sockets of a drain, or if the new one has gone before it got sockets, as one
+/// does that only looks whether another process serves.
 ///
 /// # Errors
 /// The process is not trusted, does not follow the protocol, or ends after it has got sockets and before it serves.
@@ -170,73 +169,138 @@ pub async fn hand_over(
     if !is_trusted(peer.uid()) {
         return Err(io::Error::other(format!("user {} is not trusted", peer.uid())));
     }
-    let answer = match send_sockets(stream, requests).await {
-        Ok(answer) => answer,
-        Err(error) if is_gone(&error) => {
-            tracing::debug!(%error, from = peer.pid(), "a new process has gone before it got sockets");
-            return Ok(false);
-        }
-        Err(error) => return Err(error),
-    };
-    let to = peer.pid();
-    match answer {
-        Answer::Serving => return Ok(false),
-        // The sockets of the listeners are closed.
-        Answer::Draining(count) => tracing::info!(
-            to,
-            admin_sockets = count,
-            "only the socket of the admin endpoint sent to a new process"
-        ),
-        Answer::Sockets(count) => {
-            tracing::info!(to, sockets = count, "all listening sockets sent to a new process");
+    let mut exchange = Exchange { stream, requests, pid: peer.pid(), sockets: Vec::new() };
+    let (mut machine, mut effect) = HandOver::new();
+    loop {
+        let done = exchange.execute(effect).await;
+        effect = machine.step(match &done {
+            Ok(Done::Line(line)) => Input::Line(line),
+            Ok(Done::Offered(answer)) => Input::Offered(*answer),
+            Ok(Done::Released { own }) => Input::Released { own: *own },
+            Ok(Done::Sent) => Input::Done,
+            Err(error) if is_gone(error) => Input::Gone,
+            Err(_) => Input::Failed,
+        });
+        if let Effect::End(end) = effect {
+            return exchange.end(end, done);
         }
     }
-    let message =
-        within(SERVE_TIMEOUT, "the new process does not serve", read_line(stream)).await?;
-    if message != SERVING {
-        return Err(io::Error::other(format!("unexpected message: {message}")));
-    }
-    let (done, released) = oneshot::channel();
-    let release = TakeoverRequest::ReleaseSockets { pid: peer.pid(), done };
-    requests.send(release).map_err(|_| shutting_down())?;
-    let left = if released.await.unwrap_or(false) {
-        format!("{LEFT}\n{OWN}\n")
-    } else {
-        format!("{LEFT}\n")
-    };
-    // The takeover has succeeded even if the new process does not read this message.
-    let _ = timeout(REPLY_TIMEOUT, stream.write_all(left.as_bytes())).await;
-    Ok(true)
 }
 
-/// Answers the request of a new process, and sends it the sockets of the answer.
-async fn send_sockets(
-    stream: &mut UnixStream,
-    requests: &mpsc::UnboundedSender<TakeoverRequest>,
-) -> io::Result<Answer> {
-    let request =
-        within(REQUEST_TIMEOUT, "the new process sent no request", read_line(stream)).await?;
-    let if_draining = request == REQUEST_IF_DRAINING;
-    if request != REQUEST && !if_draining {
-        let answer = format!("this process understands `{REQUEST}`\n");
-        let write = stream.write_all(answer.as_bytes());
-        within(REPLY_TIMEOUT, "the new process does not read", write).await?;
-        return Err(io::Error::other("the new process uses another protocol version"));
+/// The connection to a new process.
+struct Exchange<'a> {
+    stream: &'a mut UnixStream,
+    requests: &'a mpsc::UnboundedSender<TakeoverRequest>,
+    /// The new process.
+    pid: Option<i32>,
+    /// What it gets.
+    sockets: Vec<OwnedFd>,
+}
+
+/// The result of an effect.
+enum Done {
+    Line(String),
+    Offered(Answer),
+    Released { own: bool },
+    Sent,
+}
+
+impl Exchange<'_> {
+    async fn execute(&mut self, effect: Effect) -> io::Result<Done> {
+        match effect {
+            Effect::ReadRequest => {
+                let read = read_line(self.stream);
+                within(REQUEST_TIMEOUT, "the new process sent no request", read)
+                    .await
+                    .map(Done::Line)
+            }
+            Effect::Offer(request) => self.offer(request).await.map(Done::Offered),
+            Effect::Explain => {
+                let answer = format!("this process understands `{REQUEST}`\n");
+                let write = self.stream.write_all(answer.as_bytes());
+                within(REPLY_TIMEOUT, "the new process does not read", write).await?;
+                Ok(Done::Sent)
+            }
+            Effect::Send(answer) => {
+                let send = self.send(answer);
+                within(REPLY_TIMEOUT, "the new process does not receive the sockets", send).await?;
+                Ok(Done::Sent)
+            }
+            Effect::Await(answer) => {
+                self.log_sent(answer);
+                let read = read_line(self.stream);
+                within(SERVE_TIMEOUT, "the new process does not serve", read).await.map(Done::Line)
+            }
+            Effect::Release => {
+                let (done, released) = oneshot::channel();
+                let release = TakeoverRequest::ReleaseSockets { pid: self.pid, done };
+                self.requests.send(release).map_err(|_| shutting_down())?;
+                Ok(Done::Released { own: released.await.unwrap_or(false) })
+            }
+            Effect::Leave { own } => {
+                let left = if own { format!("{LEFT}\n{OWN}\n") } else { format!("{LEFT}\n") };
+                let write = self.stream.write_all(left.as_bytes());
+                within(REPLY_TIMEOUT, "the new process does not read", write).await?;
+                Ok(Done::Sent)
+            }
+            Effect::End(_) => Ok(Done::Sent),
+        }
     }
-    let (reply, offer) = oneshot::channel();
-    let duplicate = TakeoverRequest::DuplicateSockets { if_draining, reply };
-    requests.send(duplicate).map_err(|_| shutting_down())?;
-    let (answer, sockets) = offer.await.map_err(|_| shutting_down())??.into_parts();
-    let send = async {
-        stream.write_all(format!("{answer}\n").as_bytes()).await?;
-        for socket in &sockets {
-            let send = || descriptor_passing::send(stream.as_fd(), socket.as_fd());
-            stream.async_io(Interest::WRITABLE, send).await?;
+
+    async fn offer(&mut self, request: Request) -> io::Result<Answer> {
+        let (reply, offer) = oneshot::channel();
+        let duplicate = TakeoverRequest::DuplicateSockets { request, reply };
+        self.requests.send(duplicate).map_err(|_| shutting_down())?;
+        let (answer, sockets) = offer.await.map_err(|_| shutting_down())??.into_parts();
+        self.sockets = sockets;
+        Ok(answer)
+    }
+
+    async fn send(&mut self, answer: Answer) -> io::Result<()> {
+        self.stream.write_all(format!("{answer}\n").as_bytes()).await?;
+        for socket in &self.sockets {
+            let send = || descriptor_passing::send(self.stream.as_fd(), socket.as_fd());
+            self.stream.async_io(Interest::WRITABLE, send).await?;
         }
         Ok(())
-    };
-    within(REPLY_TIMEOUT, "the new process does not receive the sockets", send).await?;
-    Ok(answer)
+    }
+
+    fn log_sent(&self, answer: Answer) {
+        let to = self.pid;
+        match answer {
+            Answer::Serving => {}
+            // The sockets of the listeners are closed.
+            Answer::Draining(count) => tracing::info!(
+                to,
+                admin_sockets = count,
+                "only the socket of the admin endpoint sent to a new process"
+            ),
+            Answer::Sockets(count) => {
+                tracing::info!(to, sockets = count, "all listening sockets sent to a new process");
+            }
+        }
+    }
+
+    /// The result of the exchange. `last`: that of its last effect.
+    fn end(&self, end: End, last: io::Result<Done>) -> io::Result<bool> {
+        match (end, last) {
+            (End::TakenOver, _) => Ok(true),
+            (End::Continues, _) => Ok(false),
+            (End::Gone, Err(error)) => {
+                let from = self.pid;
+                tracing::debug!(%error, from, "a new process has gone before it got sockets");
+                Ok(false)
+            }
+            (End::OtherVersion, _) => {
+                Err(io::Error::other("the new process uses another protocol version"))
+            }
+            (End::Unexpected, Ok(Done::Line(line))) => {
+                Err(io::Error::other(format!("unexpected message: {line}")))
+            }
+            (_, Err(error)) => Err(error),
+            (_, Ok(_)) => Err(io::Error::other("the takeover has not ended")),
+        }
+    }
 }
 
 fn shutting_down() -> io::Error {

@@ -16,6 +16,7 @@
 //! * [`receive_windows`]: how much a stream may send ahead; [`http2_frames`]: frame headers in a byte stream;
 //!   [`frame_budgets`]: how many of each type a peer may send.
 //! * [`admission`]: what clients may take.
+//! * [`takeover`]: how a new process takes the place of a running one.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::disallowed_methods, clippy::too_many_lines))]
@@ -40,5 +41,6 @@ pub mod pool;
 pub mod probe;
 pub mod receive_windows;
 pub mod request;
+pub mod takeover;
 pub mod tcp_info;
 pub mod watch;

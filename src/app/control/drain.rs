@@ -9,7 +9,7 @@ use tokio::time::sleep;
 
 use super::tasks::Tasks;
 use super::{ControlThread, own_pid, wait_for_workers};
-use crate::app::takeover::{Offer, TakeoverRequest};
+use crate::app::takeover::TakeoverRequest;
 
 /// Time for TCP handshakes to complete that have started on a socket that a drain closes: some round trips within a
 /// data center. Meanwhile new connections are refused, and a new process cannot bind the address.
@@ -37,11 +37,9 @@ impl ControlThread {
         self.sockets_closed.send_replace(true);
         while let Some(request) = takeovers.recv().await {
             match request {
-                TakeoverRequest::DuplicateSockets { reply, .. } => {
-                    let admin = self.active.admin.duplicate();
+                TakeoverRequest::DuplicateSockets { request, reply } => {
                     // The receiver may be dropped.
-                    let _ = reply
-                        .send(admin.into_iter().collect::<Result<_, _>>().map(Offer::Draining));
+                    let _ = reply.send(self.offer(true, request));
                 }
                 TakeoverRequest::ReleaseSockets { pid, done } => {
                     self.notify_main_process(pid);

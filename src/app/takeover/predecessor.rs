@@ -6,6 +6,8 @@ use std::os::unix::net::UnixStream as BlockingStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use jackstay_core::takeover::inquiry::{Effect, Input, Inquiry};
+use jackstay_core::takeover::messages::{Answer, LEFT, OWN, Request, SERVING};
 use jackstay_sys::clock;
 use jackstay_sys::process::descriptor_passing;
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
@@ -14,20 +16,13 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
 use tokio::time::{sleep, timeout};
 
-use super::protocol::{
-    self, Answer, LEFT, OWN, REPLY_TIMEOUT, REQUEST, REQUEST_IF_DRAINING, SERVING, read_line,
-};
+use super::protocol::{self, REPLY_TIMEOUT, read_line};
 use crate::app::start_error::{OtherProcess, StartError};
 use crate::observe::log::PidInLines;
 
 /// Maximum time for the running process to answer. It includes a reload in progress, and another takeover that
 /// waits for apiservers (3 s).
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time for a process that has closed a connection to close its takeover socket too, if it ends.
-const ENDING: Duration = Duration::from_millis(300);
-/// How often a takeover socket is checked whose process may be about to end.
-const ENDING_POLL: Duration = Duration::from_millis(100);
-
 /// How often a new process checks whether the old one has ended.
 const END_POLL: Duration = Duration::from_millis(500);
 /// Maximum time for which log lines have the field `pid` after a takeover: longer than the default of the drain
@@ -43,15 +38,6 @@ pub struct Predecessor {
     overlap: PidInLines,
 }
 
-/// What a new process asks for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Request {
-    /// All listening sockets, or those that a drain has left.
-    TakeOver,
-    /// The sockets that a drain has left.
-    IfDraining,
-}
-
 /// What serves a takeover socket.
 #[derive(Debug)]
 pub enum Found {
@@ -65,50 +51,77 @@ pub enum Found {
     Silent(Option<i32>),
 }
 
-/// Asks the process that serves `path`.
+/// Asks the process that serves `path`, as [`Inquiry`] decides.
 ///
 /// # Errors
 /// The process refuses, or its answer is not that of the protocol.
 pub fn request(path: &Path, request: Request) -> Result<Found, StartError> {
-    let failed = |error: &io::Error, state| StartError::takeover(path, &error.to_string(), state);
-    let mut asked = None;
+    let (mut inquiry, mut effect) = (Inquiry::default(), Effect::Connect);
+    let (mut stream, mut found, mut error) = (None, Found::Nothing, None);
     loop {
-        let stream = match connect(path) {
-            Ok(stream) => stream,
-            Err(error) => match error.kind() {
-                // No file, or the file of a process that has ended.
-                ErrorKind::NotFound | ErrorKind::ConnectionRefused => return Ok(Found::Nothing),
-                // The accept queue is full.
-                ErrorKind::WouldBlock => return Ok(Found::Silent(None)),
-                _ => return Err(failed(&error, OtherProcess::Unknown)),
+        let input = match effect {
+            Effect::Connect => match connect(path) {
+                Ok(connected) => {
+                    let pid = peer_pid(&connected);
+                    stream = Some(connected);
+                    Input::Connected(pid)
+                }
+                Err(failed) => connect_failed(path, &failed, &mut error),
             },
+            Effect::Ask => match stream.take().map(|stream| ask(stream, request)) {
+                Some(Ok(answer)) => {
+                    found = answer;
+                    Input::Answered
+                }
+                Some(Err(failed)) => ask_failed(path, failed, &mut error),
+                None => Input::Continue,
+            },
+            Effect::Pause(time) => {
+                pause(time);
+                Input::Continue
+            }
+            Effect::Nothing => return Ok(Found::Nothing),
+            Effect::Silent => return Ok(Found::Silent(inquiry.process())),
+            Effect::Answer => return Ok(found),
+            Effect::Fail | Effect::FailClosed => {
+                let closed = || {
+                    let reason = "the other process closed the connection";
+                    StartError::takeover(path, reason, OtherProcess::Unknown)
+                };
+                return Err(error.unwrap_or_else(closed));
+            }
         };
-        let pid = peer_pid(&stream);
-        // The same process has closed a connection, and may be about to end. Another one has replaced it.
-        if let Some((process, error, since)) = &asked
-            && *process == pid
-        {
-            if clock::now() >= *since + ENDING {
-                return Err(failed(error, OtherProcess::Unknown));
-            }
-            pause(ENDING_POLL);
-            continue;
-        }
-        match ask(stream, request) {
-            Ok(found) => return Ok(found),
-            Err(AskError::NoAnswer(error)) if is_timeout(&error) => return Ok(Found::Silent(pid)),
-            Err(AskError::NoAnswer(error)) if is_close(&error) => {
-                let error = io::Error::other("the other process closed the connection");
-                asked = Some((pid, error, clock::now()));
-            }
-            Err(AskError::NoAnswer(error)) => return Err(failed(&error, OtherProcess::Unknown)),
-            Err(AskError::Answered(error)) => return Err(failed(&error, OtherProcess::Serves)),
-            Err(AskError::Interrupted(error)) => {
-                let reason = format!("its sockets did not arrive: {error}");
-                return Err(StartError::takeover(path, &reason, OtherProcess::Unknown));
-            }
+        effect = inquiry.step(input, clock::now());
+    }
+}
+
+/// Why connecting has failed. `error` is set if the start fails for it.
+fn connect_failed(path: &Path, failed: &io::Error, error: &mut Option<StartError>) -> Input {
+    match failed.kind() {
+        // No file, or the file of a process that has ended.
+        ErrorKind::NotFound | ErrorKind::ConnectionRefused => Input::NoListener,
+        ErrorKind::WouldBlock => Input::QueueFull,
+        _ => {
+            let unknown = OtherProcess::Unknown;
+            *error = Some(StartError::takeover(path, &failed.to_string(), unknown));
+            Input::ConnectFailed
         }
     }
+}
+
+/// Why asking has failed. `error` is set if the start fails for it.
+fn ask_failed(path: &Path, failed: AskError, error: &mut Option<StartError>) -> Input {
+    let (reason, state) = match failed {
+        AskError::NoAnswer(failed) if is_timeout(&failed) => return Input::Late,
+        AskError::NoAnswer(failed) if is_close(&failed) => return Input::Closed,
+        AskError::NoAnswer(failed) => (failed.to_string(), OtherProcess::Unknown),
+        AskError::Answered(failed) => (failed.to_string(), OtherProcess::Serves),
+        AskError::Interrupted(failed) => {
+            (format!("its sockets did not arrive: {failed}"), OtherProcess::Unknown)
+        }
+    };
+    *error = Some(StartError::takeover(path, &reason, state));
+    Input::AskFailed
 }
 
 /// Waits during a start, which runs on a thread without an event loop.
@@ -151,16 +164,12 @@ pub enum AskError {
 pub fn ask(mut stream: BlockingStream, request: Request) -> Result<Found, AskError> {
     let pid = peer_pid(&stream);
     let line = exchange(&mut stream, request).map_err(AskError::NoAnswer)?;
-    let answer = match (Answer::parse(&line), request) {
-        (Some(Answer::Serving), Request::IfDraining) => return Ok(Found::Serving(pid)),
-        (Some(answer @ Answer::Sockets(_)), Request::TakeOver)
-        | (Some(answer @ Answer::Draining(_)), _) => answer,
-        // A version that does not know the request.
-        (None, Request::IfDraining) if line.contains(REQUEST) => return Ok(Found::Serving(pid)),
-        _ => {
-            return Err(AskError::Answered(io::Error::other(format!("unexpected answer: {line}"))));
-        }
+    let Some(answer) = Answer::to_request(&line, request) else {
+        return Err(AskError::Answered(io::Error::other(format!("unexpected answer: {line}"))));
     };
+    if answer == Answer::Serving {
+        return Ok(Found::Serving(pid));
+    }
     let sockets = receive(&stream, answer.sockets()).map_err(AskError::Interrupted)?;
     let draining = matches!(answer, Answer::Draining(_));
     Ok(Found::Predecessor(
@@ -176,11 +185,7 @@ fn exchange(stream: &mut BlockingStream, request: Request) -> io::Result<String>
     }
     stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
     stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
-    let request = match request {
-        Request::TakeOver => REQUEST,
-        Request::IfDraining => REQUEST_IF_DRAINING,
-    };
-    stream.write_all(format!("{request}\n").as_bytes())?;
+    stream.write_all(format!("{}\n", request.as_str()).as_bytes())?;
     protocol::read_line_blocking(stream)
 }
 

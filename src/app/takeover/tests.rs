@@ -3,6 +3,7 @@
 use super::predecessor::connect;
 use super::*;
 use crate::app::start_error::StartError;
+use jackstay_core::takeover::hand_over::{Offered, offer};
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io::{Read as _, Write as _};
@@ -43,12 +44,12 @@ impl OldProcess {
         let released = tokio::spawn(async move {
             while let Some(request) = requests.recv().await {
                 match request {
-                    TakeoverRequest::DuplicateSockets { if_draining, reply } => {
+                    TakeoverRequest::DuplicateSockets { request, reply } => {
                         let copies = vec![socket.as_fd().try_clone_to_owned().unwrap()];
-                        drop(reply.send(Ok(match (draining, if_draining) {
-                            (true, _) => Offer::Draining(copies),
-                            (false, true) => Offer::Nothing,
-                            (false, false) => Offer::Sockets(copies),
+                        drop(reply.send(Ok(match offer(draining, request) {
+                            Offered::AdminSocket => Offer::Draining(copies),
+                            Offered::Nothing => Offer::Nothing,
+                            Offered::Sockets => Offer::Sockets(copies),
                         })));
                     }
                     TakeoverRequest::ReleaseSockets { pid, done } => {
@@ -175,10 +176,12 @@ async fn takeover_with_disconnecting_new_process_leaves_the_old_one_serving() {
 async fn hand_over_warns_only_of_a_new_process_that_goes_after_it_got_sockets() {
     let (sender, mut requests) = unbounded_channel();
     let control = tokio::spawn(async move {
-        while let Some(TakeoverRequest::DuplicateSockets { if_draining, reply }) =
-            requests.recv().await
+        while let Some(TakeoverRequest::DuplicateSockets { request, reply }) = requests.recv().await
         {
-            let offer = if if_draining { Offer::Nothing } else { Offer::Sockets(Vec::new()) };
+            let offer = match request {
+                Request::IfDraining => Offer::Nothing,
+                Request::TakeOver => Offer::Sockets(Vec::new()),
+            };
             drop(reply.send(Ok(offer)));
         }
     });

@@ -1,16 +1,9 @@
-//! The two steps of a drain: all workers close their listening sockets, and then connections end.
-//!
-//! A client whose connection ends dials anew at once. While a worker still closed a socket, that connection could be
-//! in the accept queue of this socket, and the close would reset it.
+//! When the connections of a worker end in a drain: after all workers have closed their listening sockets
+//! ([`jackstay_core::drain`]).
 
-use std::time::Duration;
-
+use jackstay_core::drain::MAX_SOCKETS_CLOSE;
 use tokio::sync::watch;
 use tokio::time::sleep;
-
-/// Maximum time for which a worker waits until the control thread and the other workers have closed the sockets. One
-/// of them may be stalled.
-const MAX_CLOSE: Duration = Duration::from_secs(1);
 
 /// Tells a worker when its connections shall end.
 #[derive(Debug, Clone)]
@@ -25,12 +18,12 @@ impl DrainSignal {
         Self { requested, sockets_closed }
     }
 
-    /// Waits until connections shall end: the sockets are closed, or [`MAX_CLOSE`] has passed since the request. A
+    /// Waits until connections shall end: the sockets are closed, or [`MAX_SOCKETS_CLOSE`] has passed since the request. A
     /// dropped sender means that the process ends.
     pub async fn connections_end(mut self) {
         let overdue = async {
             let _ = self.requested.wait_for(|requested| *requested).await;
-            sleep(MAX_CLOSE).await;
+            sleep(MAX_SOCKETS_CLOSE).await;
         };
         tokio::select! {
             _ = self.sockets_closed.wait_for(|closed| *closed) => {}
@@ -43,6 +36,7 @@ impl DrainSignal {
 mod tests {
     use super::*;
     use jackstay_sys::clock;
+    use std::time::Duration;
 
     #[tokio::test(start_paused = true)]
     async fn connections_end_waits_for_the_sockets_for_at_most_a_second() {
@@ -72,6 +66,6 @@ mod tests {
         drop(close);
         let start = clock::now();
         DrainSignal::new(requested, sockets_closed).connections_end().await;
-        assert!(clock::elapsed(start) < MAX_CLOSE);
+        assert!(clock::elapsed(start) < MAX_SOCKETS_CLOSE);
     }
 }

@@ -1,27 +1,18 @@
 //! The drain of a listener, of one of its sockets, or of its watches on one upstream. One
 //! [`DrainTrigger`] starts the drain, and any number of [`DrainWatcher`]s wait for it.
 //!
-//! | stage | connections | watches |
+//! | stage ([`DrainStage`]) | connections | watches |
 //! |---|---|---|
 //! | open | are accepted and served | continue |
 //! | draining | are accepted only from the socket's queue; open ones are closed after their last request, over HTTP/2 with a GOAWAY | end cleanly at a random moment within the spread; a watch that its client could not resume without a new list continues |
 //! | forced | are closed at once, with their requests | are closed with their connection |
-//!
-//! Without the spread, the clients of thousands of nodes, or of a thousand watches on one node, would
-//! reconnect at the same time.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use jackstay_core::drain::DrainStage;
 use jackstay_sys::clock;
 use tokio::sync::watch;
 use tokio::time::sleep_until;
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum DrainStage {
-    Open,
-    Draining { since: Instant, spread: Duration },
-    Forced,
-}
 
 /// Creates a drain that has not started.
 pub fn channel() -> (DrainTrigger, DrainWatcher) {
@@ -40,13 +31,7 @@ pub struct DrainWatcher(watch::Receiver<DrainStage>);
 impl DrainTrigger {
     /// Starts the drain, in which watches end within `spread`. A second call has no effect.
     pub fn start(&self, spread: Duration) {
-        self.0.send_if_modified(|stage| {
-            let is_first = *stage == DrainStage::Open;
-            if is_first {
-                *stage = DrainStage::Draining { since: clock::now(), spread };
-            }
-            is_first
-        });
+        self.0.send_if_modified(|stage| stage.start(spread, clock::now()));
     }
 
     /// Forces the drain: open connections are closed at once.
@@ -86,8 +71,7 @@ impl DrainWatcher {
                 return;
             }
         }
-        let DrainStage::Draining { since, spread } = *self.0.borrow() else { return };
-        let end = since + spread.mul_f64(fastrand::f64());
+        let Some(end) = self.0.borrow().watch_end(fastrand::f64()) else { return };
         // Boxed for the same reason: a drain begins once in the life of a listener.
         Box::pin(async {
             tokio::select! {

@@ -16,6 +16,7 @@
 //! * [`receive_windows`]: how much a stream may send ahead; [`http2_frames`]: frame headers in a byte stream;
 //!   [`frame_budgets`]: how many of each type a peer may send.
 //! * [`admission`]: what clients may take.
+//! * [`drain`]: when listeners, their connections and their watches end.
 //! * [`takeover`]: how a new process takes the place of a running one.
 
 #![forbid(unsafe_code)]
@@ -28,6 +29,7 @@ pub mod connect;
 pub mod connection;
 pub mod credential_class;
 pub mod discovery;
+pub mod drain;
 pub mod endpoint_health;
 pub mod endpoint_state;
 pub mod flow_health;

@@ -10,6 +10,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use jackstay_core::drain::{CloseCause, DrainStep, ListenerDrain, watch_spread};
 use jackstay_sys::clock;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -25,12 +26,6 @@ use crate::proxy::upstream_client::UpstreamClient;
 
 /// How often a drain checks for open connections.
 pub const DRAIN_POLL: Duration = Duration::from_millis(10);
-/// How long connections may take to close after the deadline.
-const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
-
-/// Maximum time over which the ends of watches are spread. Clients reconnect within a second, so without a
-/// spread a node with a thousand watches would reconnect all of them at once.
-const MAX_SPREAD: Duration = Duration::from_secs(5);
 
 /// The deadline of a drain: its timeout, or the signal to close all connections at once.
 #[derive(Debug, Clone)]
@@ -81,7 +76,7 @@ impl DrainDeadline {
 
     /// The time over which the ends of watches are spread.
     pub fn spread(&self) -> Duration {
-        MAX_SPREAD.min(self.timeout / 4)
+        watch_spread(self.timeout)
     }
 }
 
@@ -223,27 +218,34 @@ impl WorkerListener {
         })
     }
 
-    /// Drains the listener, as the module says.
+    /// Drains the listener, as [`ListenerDrain`] decides.
     pub async fn drain(mut self, deadline: DrainDeadline) {
         let spread = deadline.spread();
         self.listen(&[], &mut HashMap::new());
         self.drain.start(spread);
         self.watches.0.start(spread);
-        while self.server.connections() > 0 && !deadline.is_over() {
-            if let Server::Tcp(forwarder) = &self.server {
-                forwarder.end_due_flows(deadline.elapsed(), deadline.timeout());
+        let mut drain = ListenerDrain::new(deadline.start, deadline.timeout);
+        loop {
+            match drain.step(self.server.connections(), deadline.is_forced(), clock::now()) {
+                DrainStep::End => return,
+                DrainStep::Close(cause) => self.close(cause, &deadline),
+                DrainStep::EndDue => {
+                    if let Server::Tcp(forwarder) = &self.server {
+                        forwarder.end_due_flows(deadline.elapsed(), deadline.timeout());
+                    }
+                    sleep(DRAIN_POLL).await;
+                }
+                DrainStep::AwaitClose => sleep(DRAIN_POLL).await,
             }
-            sleep(DRAIN_POLL).await;
         }
-        let connections = self.server.connections();
-        if connections == 0 {
-            return;
-        }
+    }
+
+    /// Closes all open connections.
+    fn close(&self, cause: CloseCause, deadline: &DrainDeadline) {
         tracing::warn!(
             listener = self.bound.name(),
-            connections,
-            reason =
-                if deadline.is_forced() { "second termination signal" } else { "drain timeout" },
+            connections = self.server.connections(),
+            reason = cause.as_str(),
             "drain ended; closing open connections"
         );
         match &self.server {
@@ -254,9 +256,5 @@ impl WorkerListener {
         }
         self.drain.force();
         self.watches.0.force();
-        let end = clock::now() + CLOSE_TIMEOUT;
-        while self.server.connections() > 0 && clock::now() < end {
-            sleep(DRAIN_POLL).await;
-        }
     }
 }

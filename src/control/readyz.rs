@@ -61,11 +61,7 @@ async fn probe_repeatedly(
         let current = if let Some(current) = reusable {
             current
         } else {
-            // The prober of a usable endpoint connects when the next probe is due. That of any other
-            // endpoint connects at once, because its connection can make the endpoint usable.
-            if endpoint.is_usable() {
-                sleep_until(prober.next_at().into()).await;
-            }
+            sleep_until(prober.connect_at(endpoint.is_usable(), clock::now()).into()).await;
             prober.connected();
             anonymous.reset();
             version.reset();

@@ -4,6 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use jackstay_core::probe::prober::RECONNECT_CHECK;
 use jackstay_sys::clock;
 use tokio::time::sleep;
 
@@ -16,8 +17,6 @@ use crate::upstream::endpoint::{ConnectFailureKind, Endpoint, Observation};
 
 /// Interval of TLS handshakes with a server that does not speak HTTP/2; their connections are closed.
 const HANDSHAKE_INTERVAL: Duration = Duration::from_secs(1);
-/// Interval at which a disconnected prober checks whether it may connect.
-const RECONNECT_CHECK: Duration = Duration::from_millis(50);
 
 /// A connection of the prober. It is in no pool, so it drains when this value is dropped.
 pub struct ProbeConnection(pub Rc<Connection>);

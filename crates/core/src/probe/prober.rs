@@ -16,6 +16,9 @@ use std::time::{Duration, Instant};
 
 use super::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ProbeTrigger, ResultStreak};
 
+/// How long a prober waits that may not connect yet, before it asks again.
+pub const RECONNECT_CHECK: Duration = Duration::from_millis(50);
+
 /// The configured rules of probes.
 #[derive(Debug, Clone, Copy)]
 pub struct Rules {
@@ -68,6 +71,12 @@ impl Prober {
     /// When the next probe is due.
     pub fn next_at(&self) -> Instant {
         self.next_at
+    }
+
+    /// When the prober connects that has no connection. That of a usable endpoint connects when the next probe is due,
+    /// that of any other endpoint at once, because its connection can make the endpoint usable.
+    pub fn connect_at(&self, is_usable: bool, now: Instant) -> Instant {
+        if is_usable { self.next_at.max(now) } else { now }
     }
 
     /// Probes follow on a new connection: its first result decides alone.
@@ -155,6 +164,18 @@ mod tests {
         }
         prober.connected();
         assert_eq!(probe(&mut prober, Response::NotReady, true), (true, 1_000), "first result");
+    }
+
+    #[test]
+    fn prober_of_a_usable_endpoint_connects_for_the_next_probe() {
+        let start = Instant::now();
+        let mut prober = Prober::new(start);
+        probe(&mut prober, Response::Ready, true);
+        let due = start + Duration::from_secs(10);
+        assert_eq!(prober.connect_at(true, start), due);
+        assert_eq!(prober.connect_at(false, start), start);
+        let late = due + Duration::from_secs(1);
+        assert_eq!(prober.connect_at(true, late), late);
     }
 
     #[test]

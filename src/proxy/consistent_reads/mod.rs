@@ -55,7 +55,7 @@ use std::sync::Arc;
 use http::{HeaderMap, Request, StatusCode, response};
 use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::lag::current_of_too_large;
-use jackstay_core::request::attempts::{AfterNotReached, MissedVersion};
+use jackstay_core::request::attempts::{AfterNotReached, MissedVersion, NotReached, VersionOrigin};
 use jackstay_core::request::info::{RequestInfo, is_built_in_group};
 use jackstay_core::watch::request::with_query;
 use jackstay_sys::clock;
@@ -229,22 +229,16 @@ impl RequestVersions {
     /// ready endpoint that was not asked, and another attempt is left after the next.
     pub fn after_not_reached(&self, version: u64, other_ready: bool) -> AfterNotReached {
         self.highest_reached.set(self.highest_reached.get().max(version));
-        let asked = self.asked_elsewhere.replace(true);
-        if self.expected_at.take().is_some() {
-            return AfterNotReached::AskAgain;
-        }
-        if self.enforced().is_none() {
-            return if asked || !other_ready {
-                AfterNotReached::Respond
-            } else {
-                AfterNotReached::AskOther
-            };
-        }
-        if other_ready {
-            return AfterNotReached::AskOther;
-        }
-        self.given_up.set(true);
-        AfterNotReached::SendOriginal
+        let origin = match (self.expected_at.take(), self.enforced()) {
+            (Some(_), _) => VersionOrigin::Expected,
+            (None, Some(_)) => VersionOrigin::Floor,
+            (None, None) => VersionOrigin::Client,
+        };
+        let missed =
+            NotReached { origin, asked_elsewhere: self.asked_elsewhere.replace(true), other_ready };
+        let next = missed.next();
+        self.given_up.set(self.given_up.get() || next == AfterNotReached::SendOriginal);
+        next
     }
 
     /// Lowers the floors of all clients to what the endpoints have reached. In a group that an aggregated apiserver may

@@ -75,7 +75,8 @@ use crate::watch::session::max_outage_jitter;
 
 pub use self::input::{
     AfterNotReached, Awaited, BodyState, ConnectionFacts, Effect, Failure, FailureCause,
-    HedgeOutcome, HeldResponse, Input, MissedVersion, NoStream, OtherBudget, Refused, Requirements,
+    HedgeOutcome, HeldResponse, Input, MissedVersion, NoStream, NotReached, OtherBudget, Refused,
+    Requirements, VersionOrigin,
 };
 pub use self::parallel::{HEDGE_INTERVAL, LIVE_CHECK_INTERVAL, MAX_PARALLEL};
 

@@ -2,12 +2,12 @@
 //! another stream ([`super::watch::body`]) make the same attempts.
 
 use std::rc::Rc;
-use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
 use h2::client::ResponseFuture;
-use http::{Request, StatusCode, response};
+use http::{Request, response};
+use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::attempts::{self, Failure, MissedVersion};
 use jackstay_core::request::info::RequestKind;
 use jackstay_core::request::overload_rejection::{is_overload, may_be_overload};
@@ -23,7 +23,6 @@ use super::consistent_reads::RequestVersions;
 use super::request_body::{RequestBody, UploadTask};
 use super::upstream_client::UpstreamResponse;
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
-use crate::upstream::endpoint::Endpoint;
 
 /// An attempt whose stream is open.
 pub(super) struct Attempt {
@@ -33,12 +32,12 @@ pub(super) struct Attempt {
 }
 
 /// The state machine of the attempts at a request.
-pub(super) type Attempts = attempts::Attempts<Arc<Endpoint>, Rc<Connection>>;
+pub(super) type Attempts = attempts::Attempts<EndpointKey, Rc<Connection>>;
 /// What has happened to one of them.
-pub(super) type Input = attempts::Input<Arc<Endpoint>, Rc<Connection>>;
+pub(super) type Input = attempts::Input<EndpointKey, Rc<Connection>>;
 
 /// A failed attempt.
-pub(super) type FailedAttempt = Failure<Arc<Endpoint>, Rc<Connection>>;
+pub(super) type FailedAttempt = Failure<EndpointKey, Rc<Connection>>;
 
 /// The failure of a stream or its connection, without a response.
 pub(super) fn failed(stage: Stage, reason: &str, connection: &Rc<Connection>) -> FailedAttempt {
@@ -46,7 +45,7 @@ pub(super) fn failed(stage: Stage, reason: &str, connection: &Rc<Connection>) ->
         stage,
         reason: format!("{reason} on the connection to {}", connection.endpoint.label),
         connection: Rc::clone(connection),
-        endpoint: Arc::clone(&connection.endpoint),
+        endpoint: connection.endpoint.key(),
         response: None,
         version: MissedVersion::default(),
     }
@@ -103,13 +102,13 @@ impl Attempt {
             permit.head_arrived(arrived);
         }
         connection.endpoint.response_received(head.status.as_u16());
-        let may_be_too_old = retry::may_ask_other_endpoints(kind)
-            && head.status == StatusCode::GONE
-            && is_short(&head.headers);
-        let may_be_not_reached =
-            versions.is_some_and(|v| v.may_be_not_reached(head.status)) && is_short(&head.headers);
+        let stage = retry::stage_of_rejection(kind, head.status.as_u16());
+        let may_be = |wanted| stage == Some(wanted) && is_short(&head.headers);
+        let may_be_too_old = may_be(Stage::TooOld);
+        let may_be_not_reached = may_be(Stage::NotReached)
+            && versions.is_some_and(|versions| versions.may_be_not_reached(head.status));
         let may_be_overload =
-            retry::may_ask_after_rejection(kind) && may_be_overload(head.status, &head.headers);
+            may_be(Stage::Rejected) && may_be_overload(head.status, &head.headers);
         if may_be_too_old
             || may_be_not_reached
             || may_be_overload

@@ -16,12 +16,12 @@ mod versions;
 
 use std::pin::pin;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::time::Instant;
 
 use fastrand::Rng;
 use http::{Request, Response};
 use jackstay_core::admission::ByteAccount;
+use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::attempts::{BodyState, Effect, FailureCause, Refused, Requirements};
 use jackstay_core::request::info::{RequestInfo, RequestKind};
 use jackstay_core::request::retry::Stage;
@@ -44,7 +44,6 @@ use super::upstream_client::{UpstreamClient, UpstreamResponse, release_window, u
 use super::watch::body::{ResumeContext, WatchBody};
 use crate::observe::Outcome;
 use crate::upstream::connection::{Connection, Permit};
-use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
 use crate::upstream::version_preference::PreferredVersions;
 
@@ -194,7 +193,7 @@ impl ForwardedRequest {
     /// The requirements by which the pool chooses a connection for the next attempt.
     fn stream_requirements<'a>(
         &'a self,
-        required: &Requirements<'a, Arc<Endpoint>, Rc<Connection>>,
+        required: &Requirements<'a, EndpointKey, Rc<Connection>>,
     ) -> StreamRequirements<'a> {
         StreamRequirements {
             watch: self.info.long_running(),

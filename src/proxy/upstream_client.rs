@@ -14,6 +14,8 @@ use bytes::Bytes;
 use h2::RecvStream;
 use http::response;
 use jackstay_core::admission::ByteBudget;
+use jackstay_core::endpoint_condition::{self, EndpointCondition, has_ready_besides};
+use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::retry_budget::RetryBudget;
 use jackstay_sys::clock;
 use tokio::task::{AbortHandle, spawn_local};
@@ -24,8 +26,7 @@ use super::request_body::UploadTask;
 use super::watch::limits::WatchLimits;
 use crate::observe::{Metrics, RateLimitedWarnings};
 use crate::upstream::Upstream;
-use crate::upstream::connection::{Connection, ConnectionState, Permit};
-use crate::upstream::endpoint::{Endpoint, EndpointState};
+use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::pool::{Pool, WarmClasses};
 
 /// See [`UpstreamClient::floor_warnings`].
@@ -44,7 +45,7 @@ pub struct UpstreamClient {
     pub rejected_budget: RetryBudget,
     /// The endpoints that have rejected a request for overload, each with the time until which it is not asked instead
     /// of another one.
-    rejecting: RefCell<Vec<(Arc<Endpoint>, Instant)>>,
+    rejecting: RefCell<Vec<(EndpointKey, Instant)>>,
     /// The limits that all watches of this client share.
     pub watches: WatchLimits,
     /// Counts retries, hedges and resumed watches.
@@ -120,24 +121,24 @@ impl UpstreamClient {
     }
 
     /// Records that this endpoint rejects requests for overload for a time, and returns all endpoints that do.
-    pub fn record_rejection(
-        &self,
-        endpoint: &Arc<Endpoint>,
-        pause: Duration,
-    ) -> Vec<Arc<Endpoint>> {
+    pub fn record_rejection(&self, endpoint: EndpointKey, pause: Duration) -> Vec<EndpointKey> {
         let now = clock::now();
         let mut rejecting = self.rejecting.borrow_mut();
-        rejecting.retain(|(other, until)| *until > now && !Arc::ptr_eq(other, endpoint));
-        rejecting.push((Arc::clone(endpoint), now + pause));
-        rejecting.iter().map(|(endpoint, _)| Arc::clone(endpoint)).collect()
+        rejecting.retain(|(other, until)| *until > now && *other != endpoint);
+        rejecting.push((endpoint, now + pause));
+        rejecting.iter().map(|(endpoint, _)| *endpoint).collect()
     }
 
     /// Whether an endpoint that is not in `excluded` is ready.
-    pub fn has_ready_endpoint_besides(&self, excluded: &[Arc<Endpoint>]) -> bool {
-        self.pool.upstream().endpoints().iter().any(|endpoint| {
-            endpoint.state() == EndpointState::Ready
-                && !excluded.iter().any(|other| Arc::ptr_eq(other, endpoint))
-        })
+    pub fn has_ready_endpoint_besides(&self, excluded: &[EndpointKey]) -> bool {
+        let endpoints = self.pool.upstream().endpoints();
+        has_ready_besides(endpoints.iter().map(|endpoint| endpoint.condition()), excluded)
+    }
+
+    /// The endpoints in decisions of core.
+    pub(super) fn endpoint_conditions(&self) -> Vec<EndpointCondition> {
+        let endpoints = self.pool.upstream().endpoints();
+        endpoints.iter().map(|endpoint| endpoint.condition()).collect()
     }
 }
 
@@ -152,8 +153,7 @@ pub(super) struct UpstreamResponse {
     pub(super) upload: Option<UploadTask>,
 }
 
-/// Waits until a request should not rely on this connection alone: the connection is suspect or should
-/// drain ([`Connection::should_drain`]), or there is a better endpoint ([`has_better_endpoint`]).
+/// Waits until a request should not rely on this connection alone ([`endpoint_condition::is_troubled`]).
 pub async fn until_troubled(connection: &Rc<Connection>, client: &UpstreamClient) {
     connection.changed().await;
     while_not_troubled(connection, client).await;
@@ -167,21 +167,15 @@ pub async fn while_not_troubled(connection: &Rc<Connection>, client: &UpstreamCl
 }
 
 fn is_troubled(connection: &Connection, client: &UpstreamClient) -> bool {
-    connection.state() == ConnectionState::Suspect
-        || connection.should_drain()
-        || has_better_endpoint(connection, client)
+    let has_better = || has_better_endpoint(connection, client);
+    endpoint_condition::is_troubled(connection.state(), connection.drain_urgency(), has_better)
 }
 
-/// Whether the endpoint is degraded or its latest `/readyz` failed or is overdue, while another one is ready. If all
-/// endpoints fail, sending requests to another one does not help.
+/// Whether an endpoint is better than that of the connection ([`endpoint_condition::has_better`]).
 pub fn has_better_endpoint(connection: &Connection, client: &UpstreamClient) -> bool {
-    let endpoint = &connection.endpoint;
-    (endpoint.probe.is_failing() || endpoint.state() == EndpointState::Degraded)
-        && client.pool.upstream().endpoints().iter().any(|other| {
-            !connection.is_to(other)
-                && other.state() == EndpointState::Ready
-                && !other.probe.is_failing()
-        })
+    let endpoints = client.pool.upstream().endpoints();
+    let conditions = endpoints.iter().map(|endpoint| endpoint.condition());
+    endpoint_condition::has_better(connection.endpoint.condition(), conditions)
 }
 
 /// Polls of one response between two turns of other tasks.

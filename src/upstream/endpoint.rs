@@ -22,13 +22,14 @@ mod version;
 use std::error::Error;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use jackstay_core::connect::ConnectBackoff;
 pub use jackstay_core::connect::{ConnectFailure, ConnectFailureKind, ConnectTimeout, backoff};
 use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::endpoint_condition::EndpointCondition;
 use jackstay_core::endpoint_health::{EndpointHealth, Transition};
 pub use jackstay_core::endpoint_health::{EndpointReadiness, Observation};
 pub use jackstay_core::endpoint_state::EndpointState;
@@ -62,9 +63,13 @@ impl fmt::Display for InvalidServerName {
 
 impl Error for InvalidServerName {}
 
+/// The key of the next endpoint.
+static NEXT_KEY: AtomicUsize = AtomicUsize::new(0);
+
 /// An endpoint, shared by the workers, the prober and the admin server.
 #[derive(Debug)]
 pub struct Endpoint {
+    key: EndpointKey,
     /// The name of the upstream.
     pub upstream: Arc<str>,
     /// Host and port.
@@ -123,6 +128,7 @@ impl Endpoint {
         let mut gauge = metrics.state_gauge();
         gauge.set(EndpointState::Connecting.as_str());
         Ok(Arc::new(Self {
+            key: EndpointKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed)),
             upstream: Arc::clone(upstream),
             address: address.clone(),
             label: address.to_string().into(),
@@ -162,9 +168,15 @@ impl Endpoint {
         }
     }
 
-    /// Names the endpoint in the tables of core: no other one has its address while a reference to it exists.
-    pub fn key(self: &Arc<Self>) -> EndpointKey {
-        EndpointKey(Arc::as_ptr(self).addr())
+    /// Names the endpoint in the tables of core. No other one ever has this key.
+    pub fn key(&self) -> EndpointKey {
+        self.key
+    }
+
+    /// The endpoint in a decision of core.
+    pub fn condition(&self) -> EndpointCondition {
+        let (state, probe_fails) = (self.state(), self.probe.is_failing());
+        EndpointCondition { key: self.key, state, probe_fails }
     }
 
     /// The state. One atomic load, because it is read for every candidate of a pick.

@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use http::HeaderValue;
 use jackstay_core::kubernetes_version::{MinorVersion, of_user_agent};
-use jackstay_core::pool::VersionSide;
+use jackstay_core::pool::{EndpointKey, VersionSide};
 
 use super::endpoint::{Endpoint, EndpointState};
 use super::shared::Upstream;
@@ -133,8 +133,8 @@ fn client_version(
 pub fn older_endpoints(
     upstream: &Upstream,
     served_by: Option<MinorVersion>,
-    excluded: &[Arc<Endpoint>],
-) -> Vec<Arc<Endpoint>> {
+    excluded: &[EndpointKey],
+) -> Vec<EndpointKey> {
     let Some(served_by) = served_by else { return Vec::new() };
     let endpoints = upstream.endpoints();
     let is_older = |endpoint: &&Arc<Endpoint>| {
@@ -143,13 +143,13 @@ pub fn older_endpoints(
     let is_new_enough = |endpoint: &Arc<Endpoint>| {
         endpoint.state() == EndpointState::Ready
             && endpoint.minor_version().is_some_and(|version| version >= served_by)
-            && !excluded.iter().any(|excluded| Arc::ptr_eq(excluded, endpoint))
+            && !excluded.contains(&endpoint.key())
     };
     if !endpoints.iter().any(|endpoint| is_older(&endpoint)) || !endpoints.iter().any(is_new_enough)
     {
         return Vec::new();
     }
-    endpoints.iter().filter(is_older).cloned().collect()
+    endpoints.iter().filter(is_older).map(|endpoint| endpoint.key()).collect()
 }
 
 /// Returns on which side of the preference an endpoint is, so that a class that keeps connections to a few can follow

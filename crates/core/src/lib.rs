@@ -11,6 +11,7 @@
 //! * [`pool`]: which stream a request gets, and which connections of a [`credential_class`] are opened and drained.
 //! * [`placement`]: which watches move to another apiserver.
 //! * [`balance`], [`connect`], [`outage`]: which connection or endpoint is picked, and when one is tried again.
+//! * [`endpoint_condition`]: whether another endpoint is better than that of a request.
 //! * [`backoff`]: the pauses after failures in a row.
 //! * [`lag`] and [`kubernetes_version`]: how apiservers of one cluster differ.
 //! * [`receive_windows`]: how much a stream may send ahead; [`http2_frames`]: frame headers in a byte stream;
@@ -30,6 +31,7 @@ pub mod connection;
 pub mod credential_class;
 pub mod discovery;
 pub mod drain;
+pub mod endpoint_condition;
 pub mod endpoint_health;
 pub mod endpoint_state;
 pub mod flow_health;

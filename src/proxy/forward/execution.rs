@@ -2,7 +2,6 @@
 //! response from its first attempt, on a connection without trouble.
 
 use std::rc::Rc;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
@@ -211,7 +210,7 @@ impl<'a> Execution<'a> {
         let request = self.request;
         let hedged = Rc::clone(self.slots.connection(attempt.checked_sub(1)?)?);
         let acquire = async move {
-            let excluded = exclude.then(|| Arc::clone(&hedged.endpoint));
+            let excluded = exclude.then(|| hedged.endpoint.key());
             let required = request.stream_requirements(&Requirements {
                 previous_failure: Some((FailureCause::Silence, &hedged)),
                 excluded: excluded.as_slice(),
@@ -286,7 +285,7 @@ impl<'a> Execution<'a> {
     }
 
     fn record_rejection(&self, pause: Duration) -> Option<Input> {
-        let endpoint = &self.failure()?.endpoint;
+        let endpoint = self.failure()?.endpoint;
         Some(Input::Rejecting(self.request.upstream.record_rejection(endpoint, pause)))
     }
 

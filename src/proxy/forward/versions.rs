@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use http::{Request, response};
+use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::attempts::AfterNotReached;
 
 use super::ForwardedRequest;
@@ -36,7 +37,7 @@ impl ForwardedRequest {
     pub(super) fn after_not_reached(
         &self,
         reached: u64,
-        without_version: &[Arc<Endpoint>],
+        without_version: &[EndpointKey],
         may_ask_other: bool,
     ) -> AfterNotReached {
         let Some(versions) = &self.resource_versions else { return AfterNotReached::Respond };

@@ -3,18 +3,17 @@
 //!
 //! The body reports inputs to [`super::session`] and executes the effects that it returns. [`stream`] reads
 //! an upstream stream and waits for a reason to leave it, [`attempt`] opens the next stream or waits for the
-//! end of an outage, [`moving`] opens a stream while the current one works, and [`context`] holds the request
-//! and the endpoints that must not be asked.
+//! end of an outage, [`moving`] opens a stream while the current one works, and [`context`] holds the request.
 
 mod attempt;
 mod context;
 mod moving;
-mod pace;
 mod pieces;
 mod stream;
 mod versions;
 
 use std::collections::VecDeque;
+use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -23,14 +22,12 @@ use h2::RecvStream;
 use http_body::Frame;
 use jackstay_core::credential_class::ClientRank;
 use jackstay_core::watch::relay::Relay;
-use jackstay_core::watch::session::{
-    AttemptResult, Candidates, Effect, Ending, Input, NotResumable,
-};
+use jackstay_core::watch::session::{AttemptResult, Effect, Ending, Input, Leave, NotResumable};
 use jackstay_sys::clock;
 
 use self::attempt::{AttemptError, Hold, MoveAttempt, ResumeAttempt};
 use self::pieces::next_piece;
-use self::stream::{LeaveReason, StreamEvent, UpstreamStream};
+use self::stream::{StreamEvent, UpstreamStream};
 use crate::observe::{Outcome, Side};
 use crate::proxy::client_certificate::ProofExpiry;
 use crate::proxy::upstream_client::{UpstreamResponse as Response, release_window};
@@ -168,12 +165,7 @@ impl WatchBody {
             self.warn_not_resumable(reason);
         }
         match pushed.effect {
-            Effect::None => {
-                if self.relay.session().is_confirmed() {
-                    self.context.record_confirmation();
-                }
-                self.leave_if_possible();
-            }
+            Effect::None => self.leave_if_possible(),
             Effect::NextEndpoint | Effect::Withhold => self.rejected(pushed.error_event),
             effect => {
                 self.detach();
@@ -206,7 +198,6 @@ impl WatchBody {
             _ => false,
         };
         self.detach();
-        self.context.begin_round();
         if self.context.is_group_unordered() {
             self.relay.session_mut().step(Input::GroupUnordered, now);
         }
@@ -217,59 +208,50 @@ impl WatchBody {
     /// Resets the stream of an endpoint that has sent an ERROR event, and asks other endpoints, whose history
     /// may reach further back.
     fn rejected(&mut self, error_event: Option<Bytes>) {
+        let Source::Stream(stream) = &self.source else { return };
+        let endpoint = stream.permit.connection().endpoint.key();
         if error_event.is_some() {
             self.context.upstream.metrics.watch_resumed("withheld");
         }
         self.detach();
-        self.context.exclude_last_endpoint();
-        let candidates = self.context.candidates(clock::now());
+        let endpoints = &self.context.upstream.endpoint_conditions();
         let cause = "the endpoint's history does not reach back to the cursor";
-        self.step(Input::Rejected { error_event, candidates }, cause);
+        self.step(Input::Rejected { error_event, endpoint, endpoints }, cause);
     }
 
     fn attempt_ended(&mut self, result: Result<Response, AttemptError>) {
-        let now = clock::now();
-        let (result, cause) = match result {
+        let (result, connection, cause) = match result {
             Ok(response) => {
                 let result = self.context.attempt_result(&response.head);
                 if result.is_accepted() {
-                    self.context.record_resume();
+                    self.context.forget_last_connection();
                     self.switch_to(response, "resumed");
-                    let candidates = Candidates::default();
-                    return self.step(Input::AttemptEnded { result, candidates }, "");
+                    return self.step(Input::Accepted, "");
                 }
-                // While an ERROR event is withheld, no endpoint is asked twice.
-                let once = self.relay.session().withholds_error();
-                self.context.record_refusal(response.permit.connection(), result, once, now);
-                (result, format!("the endpoint answered {}", response.head.status))
+                let cause = format!("the endpoint answered {}", response.head.status);
+                (result, Some(Rc::clone(response.permit.connection())), cause)
             }
             Err(AttemptError { reason, connection, outage }) => {
-                if let Some(connection) = &connection {
-                    self.context.set_last_connection(connection);
-                }
-                (AttemptResult::NoHead { outage }, reason)
+                (AttemptResult::NoHead { outage }, connection, reason)
             }
         };
-        self.context.allow_older();
-        let candidates = self.context.candidates(now);
-        self.step(Input::AttemptEnded { result, candidates }, &cause);
+        let endpoint = connection.as_ref().map(|connection| connection.endpoint.key());
+        if let Some(connection) = &connection {
+            self.context.set_last_connection(connection);
+        }
+        let endpoints = &self.context.upstream.endpoint_conditions();
+        self.step(Input::AttemptFailed { result, endpoint, endpoints }, &cause);
     }
 
     /// Leaves the stream for the deferred reason, if the client would not notice now.
     fn leave_if_possible(&mut self) {
         let Source::Stream(stream) = &mut self.source else { return };
         let session = self.relay.session();
-        match stream.deferred {
-            Some(LeaveReason::Drain) if session.is_resumable() => {
-                stream.search_stream(&self.context);
-            }
-            Some(LeaveReason::Unresponsive) if session.can_lose_stream() => {
-                self.stream_lost("the connection does not respond");
-            }
-            Some(LeaveReason::Shutdown) if session.ending() == Ending::Clean => {
-                self.stop(NotResumable::Shutdown, "shutdown");
-            }
-            _ => {}
+        match stream.deferred.map(|reason| session.leave(reason)) {
+            Some(Leave::Search) => stream.search_stream(&self.context, session),
+            Some(Leave::Lose) => self.stream_lost("the connection does not respond"),
+            Some(Leave::End) => self.stop(NotResumable::Shutdown, "shutdown"),
+            Some(Leave::Stay) | None => {}
         }
     }
 
@@ -306,7 +288,7 @@ impl WatchBody {
             }
             Effect::Hold => {
                 self.context.upstream.metrics.watch_resumed("held");
-                self.context.begin_outage();
+                self.context.forget_last_connection();
                 self.hold(true);
             }
             Effect::HoldUntilDeadline => self.hold(false),
@@ -334,8 +316,7 @@ impl WatchBody {
         }
         tracing::debug!(reason = cause, "watch requested again");
         let head = self.context.head(session, clock::now());
-        let timeout = session.attempt_timeout();
-        self.source = Source::Requesting(attempt::resume(&self.context, head, delay, timeout));
+        self.source = Source::Requesting(attempt::resume(&self.context, session, head, delay));
     }
 
     /// Counts, and logs once, that the watch can no longer be resumed.

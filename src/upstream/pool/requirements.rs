@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use jackstay_core::admission::Refusal;
-use jackstay_core::pool::{self, Preference, Requirements};
+use jackstay_core::pool::{self, EndpointKey, Preference, Requirements};
 use jackstay_core::request::status_error::StatusError;
 use tokio::sync::oneshot;
 
@@ -24,7 +24,7 @@ pub struct StreamRequirements<'a> {
     /// The connection on which the request failed before, if it did.
     pub previous_failure: Option<PreviousFailure<'a>>,
     /// Endpoints that must not be used.
-    pub excluded_endpoints: &'a [Arc<Endpoint>],
+    pub excluded_endpoints: &'a [EndpointKey],
     /// When the request lost its previous connection, if it had one.
     pub without_connection_since: Option<Instant>,
     /// Whether the caller holds the watch during a total outage. Then the pool returns an error at once.
@@ -63,8 +63,8 @@ impl<'a> StreamRequirements<'a> {
         preference(self.versions, self.resource_version, endpoint)
     }
 
-    /// The requirements without the preferences ([`Self::preference`]). The keys in it name connections and
-    /// endpoints for as long as `self` borrows them. Allocates only if endpoints are excluded.
+    /// The requirements without the preferences ([`Self::preference`]). The keys of connections
+    /// in it name them for as long as `self` borrows them. Allocates only if endpoints are excluded.
     pub(super) fn plain(&self) -> Requirements {
         let previous_failure = self.previous_failure.map(|failure| match failure {
             PreviousFailure::Silence(at) => pool::PreviousFailure::Silence(connection_key(at)),
@@ -77,7 +77,7 @@ impl<'a> StreamRequirements<'a> {
             held: self.held,
             live_only: self.live_only,
             previous_failure,
-            excluded: self.excluded_endpoints.iter().map(Endpoint::key).collect(),
+            excluded: self.excluded_endpoints.to_vec(),
             without_connection_since: self.without_connection_since,
         }
     }

@@ -161,6 +161,19 @@ pub const fn may_ask_after_rejection(kind: RequestKind) -> bool {
     may_repeat(kind, Stage::Rejected)
 }
 
+/// The stage of an attempt whose response has this status, if it rejects the request in a way that another endpoint may
+/// not: 410 (too old), 504 (not reached), 429 and 503 (rejected). Headers and body decide whether it does
+/// ([`overload_rejection`](super::overload_rejection)). `None` if the client gets the response.
+pub const fn stage_of_rejection(kind: RequestKind, status: u16) -> Option<Stage> {
+    let stage = match status {
+        410 => Stage::TooOld,
+        504 => Stage::NotReached,
+        429 | 503 => Stage::Rejected,
+        _ => return None,
+    };
+    if may_repeat(kind, stage) { Some(stage) } else { None }
+}
+
 /// The column *forwarded*: whether a response that ends early is resumed after the client has received a
 /// part of it. Otherwise the client's stream is reset, because a truncated response must not look complete.
 pub const fn is_resumed(kind: RequestKind) -> bool {

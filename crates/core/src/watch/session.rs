@@ -27,12 +27,12 @@
 //! | any other state | `StreamLost` | Ended | `End` |
 //! | Ordered | `Rejected` with the withheld ERROR event | Resuming, withholding the event | `Request` |
 //! | Ordered, unconfirmed | `Rejected` without an event | Resuming; the endpoint is excluded from the round | `Request` |
-//! | Resuming | `AttemptEnded`: 200 with the client's Content-Type | Ordered, unconfirmed; for the original request the state in which it begins | |
-//! | Resuming | `AttemptEnded`: 410 | Resuming; the endpoint is excluded from the round: its history is too short | `Request` |
-//! | Resuming | `AttemptEnded`: 429, 5xx | Resuming; the endpoint is asked again after its Retry-After | `Request` |
-//! | Resuming | `AttemptEnded`: no head within 10 s (withholding: 3 s), or the connection failed | Resuming | `Request` |
-//! | Resuming, not withholding | `AttemptEnded`: no endpoint can be reached | Resuming | `Hold` |
-//! | Resuming | `AttemptEnded`: any other response, no endpoint left, every Retry-After above 30 s, or the round has lasted 30 s (withholding: 3 s) | Ended | `End` |
+//! | Resuming | `Accepted`: 200 with the client's Content-Type | Ordered, unconfirmed; for the original request the state in which it begins | |
+//! | Resuming | `AttemptFailed`: 410 | Resuming; the endpoint is excluded from the round: its history is too short | `Request` |
+//! | Resuming | `AttemptFailed`: 429, 5xx | Resuming; the endpoint is asked again after its Retry-After | `Request` |
+//! | Resuming | `AttemptFailed`: no head within 10 s (withholding: 3 s), or the connection failed | Resuming | `Request` |
+//! | Resuming, not withholding | `AttemptFailed`: no endpoint can be reached | Resuming | `Hold` |
+//! | Resuming | `AttemptFailed`: any other response, no endpoint left, every Retry-After above 30 s, or the round has lasted 30 s (withholding: 3 s) | Ended | `End` |
 //! | Resuming | `OutageEnded` | Resuming, in a new round | `Request`; `HoldUntilDeadline` if less than 2 s are left |
 //! | Ordered | `MoveStarted` | Moving | |
 //! | Moving | `MoveEnded`, moved | Ordered, unconfirmed | |
@@ -103,26 +103,32 @@
 //! | Initial, otherwise | reset: a clean end would make incomplete initial events look complete |
 
 mod bookmarks;
+mod exclusions;
 mod input;
+mod leave;
 mod limiter;
 mod queries;
 mod round;
 mod state;
 
 use self::bookmarks::BookmarkMonitor;
+use self::exclusions::Exclusions;
 use self::limiter::ResumeLimiter;
 use self::state::{Ordered, State};
 use super::codec::event::{Event, EventType};
 use super::request::WatchRequest;
+use crate::endpoint_condition::EndpointCondition;
+use crate::pool::EndpointKey;
 use bytes::Bytes;
 use std::time::{Duration, Instant};
 
-pub use self::input::{
-    AttemptResult, Candidates, Effect, Ending, Exclusion, Input, MoveReason, NotResumable,
+pub use self::input::{AttemptResult, Effect, Ending, Exclusion, Input, MoveReason, NotResumable};
+pub use self::leave::{
+    AfterSearch, FIRST_FRAME_TIMEOUT, Leave, LeaveReason, SEARCH_TIMEOUT, Searches, offered_move,
 };
 #[cfg(test)]
 pub use self::limiter::MAX_RESUMES;
-pub use self::round::{ResumeRound, max_outage_jitter};
+pub use self::round::{ResumeRound, max_outage_jitter, no_connection_pause};
 
 /// One watch.
 #[derive(Debug)]
@@ -136,6 +142,8 @@ pub struct Session {
     cursor_shown: bool,
     limiter: ResumeLimiter,
     bookmarks: BookmarkMonitor,
+    /// Boxed, because a watch that has not lost a stream has none.
+    exclusions: Option<Box<Exclusions>>,
 }
 
 impl Session {
@@ -149,6 +157,7 @@ impl Session {
             cursor_shown: false,
             limiter: ResumeLimiter::default(),
             bookmarks: BookmarkMonitor::default(),
+            exclusions: None,
         }
     }
 
@@ -170,16 +179,18 @@ impl Session {
             }
             Input::StreamLost { quiet } => {
                 self.bookmarks.restart();
+                self.forget_round(now);
                 match self.begin_round(now, |recent| ResumeRound::begin(now, recent, quiet)) {
                     Ok(()) => self.next_attempt(now, Duration::ZERO),
                     Err(reason) => self.end(reason),
                 }
             }
-            Input::Rejected { error_event, candidates } => {
-                self.on_rejected(error_event, candidates, now)
+            Input::Rejected { error_event, endpoint, endpoints } => {
+                self.on_rejected(error_event, endpoint, endpoints, now)
             }
-            Input::AttemptEnded { result, candidates } => {
-                self.on_attempt_ended(result, candidates, now)
+            Input::Accepted => self.on_accepted(),
+            Input::AttemptFailed { result, endpoint, endpoints } => {
+                self.on_attempt_failed(result, endpoint, endpoints, now)
             }
             Input::OutageEnded { held } => self.on_outage_ended(held, now),
             Input::MoveStarted(reason) => self.on_move_started(reason, now),
@@ -191,7 +202,15 @@ impl Session {
         {
             self.state = State::Ended { error_event: None };
         }
+        if self.exclusions.is_some() && self.state.is_confirmed() {
+            self.forget_round(now);
+        }
         effect
+    }
+
+    /// Any endpoint may be asked again, unless a Retry-After runs.
+    fn forget_round(&mut self, now: Instant) {
+        self.exclusions.take_if(|exclusions| !exclusions.forget_round(now));
     }
 
     fn on_frame(&mut self, frame: Option<Event<'_>>) -> Effect {
@@ -224,7 +243,8 @@ impl Session {
     fn on_rejected(
         &mut self,
         error_event: Option<Bytes>,
-        candidates: Candidates,
+        endpoint: EndpointKey,
+        endpoints: &[EndpointCondition],
         now: Instant,
     ) -> Effect {
         if let Some(error_event) = error_event {
@@ -239,32 +259,39 @@ impl Session {
             let cursor = self.request.resumable_group.then(|| watch.cursor.clone());
             self.state = State::Resuming { cursor, round };
         }
-        self.on_attempt_ended(AttemptResult::ErrorEvent, candidates, now)
+        self.on_attempt_failed(AttemptResult::ErrorEvent, Some(endpoint), endpoints, now)
     }
 
-    fn on_attempt_ended(
+    fn on_accepted(&mut self) -> Effect {
+        self.state.update(|state| match state {
+            State::Resuming { cursor: Some(cursor), round } => {
+                State::Ordered(Ordered::new(cursor, true, Some(round)))
+            }
+            State::Resuming { cursor: None, round } => State::first(&self.request, Some(round)),
+            other => other,
+        });
+        Effect::None
+    }
+
+    fn on_attempt_failed(
         &mut self,
         result: AttemptResult,
-        candidates: Candidates,
+        endpoint: Option<EndpointKey>,
+        endpoints: &[EndpointCondition],
         now: Instant,
     ) -> Effect {
-        if result.is_accepted() {
-            self.state.update(|state| match state {
-                State::Resuming { cursor: Some(cursor), round } => {
-                    State::Ordered(Ordered::new(cursor, true, Some(round)))
-                }
-                State::Resuming { cursor: None, round } => State::first(&self.request, Some(round)),
-                other => other,
-            });
-            return Effect::None;
-        }
         let State::Resuming { round, .. } = &self.state else {
             return self.end(NotResumable::GaveUp);
         };
-        if result == (AttemptResult::NoHead { outage: true }) && !round.withholds_error() {
+        let withholds_error = round.withholds_error();
+        if result == (AttemptResult::NoHead { outage: true }) && !withholds_error {
+            self.forget_round(now);
             return Effect::Hold;
         }
-        let endpoints_left = if round.withholds_error() {
+        let exclusions = self.exclusions.get_or_insert_default();
+        exclusions.record(result, endpoint, withholds_error, now);
+        let candidates = exclusions.candidates(endpoints, now);
+        let endpoints_left = if withholds_error {
             candidates.ready
         } else if matches!(result, AttemptResult::Head { status: 410, .. }) {
             // Waiting does not make the endpoint's history longer, so another endpoint must be usable now.
@@ -311,6 +338,7 @@ impl Session {
     fn on_move_ended(&mut self, moved: bool, now: Instant) -> Effect {
         if moved {
             self.bookmarks.restart();
+            self.forget_round(now);
         }
         self.state.update(|state| match state {
             State::Moving(watch) if moved => {

@@ -7,9 +7,11 @@ use http::Method;
 use jackstay_core::balance;
 use jackstay_core::connect::{ConnectBackoff, ConnectFailure, ConnectFailureKind};
 use jackstay_core::connection::{ConnectionState, DrainReason};
+use jackstay_core::endpoint_condition::{self, EndpointCondition};
 use jackstay_core::endpoint_health::{EndpointHealth, EndpointReadiness, Observation};
 use jackstay_core::endpoint_state::EndpointState;
-use jackstay_core::probe::prober::{Prober, Response, Rules};
+use jackstay_core::pool::EndpointKey;
+use jackstay_core::probe::prober::{Prober, RECONNECT_CHECK, Response, Rules};
 use jackstay_core::probe::schedule::ProbeTrigger;
 
 use super::connection::DialFor;
@@ -23,8 +25,6 @@ use crate::trace::Entry;
 /// `health.readyz` of the configuration.
 const RULES: Rules = Rules { interval: Duration::from_secs(10), rise: 2, fall: 2 };
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Pause between two attempts to connect the prober.
-const RECONNECT_CHECK: Duration = Duration::from_millis(50);
 
 /// The prober's connection and its probe.
 #[derive(Debug)]
@@ -192,7 +192,7 @@ impl Node {
     fn connect_prober(&mut self, io: &mut Io<'_>, at: usize) {
         let now = io.s.now;
         let endpoint = &self.endpoints[at];
-        let due = if endpoint.is_usable() { endpoint.probing.prober.next_at() } else { now };
+        let due = endpoint.probing.prober.connect_at(endpoint.is_usable(), now);
         let due = due.max(endpoint.probing.connect_at);
         if now < due {
             return self.start_timer(io.s, due, NodeTimer::Probe(at));
@@ -356,14 +356,21 @@ impl Node {
         self.dials.values().filter(|dial| dial.endpoint == at).count()
     }
 
-    /// Whether the endpoint of a connection fails its probe or is degraded while another one is ready
-    /// (`has_better_endpoint` of the program).
-    pub(super) fn has_better_endpoint(&self, at: usize) -> bool {
+    /// The endpoints in decisions of the core.
+    pub(super) fn endpoint_conditions(&self) -> Vec<EndpointCondition> {
+        (0..self.endpoints.len()).map(|at| self.endpoint_condition(at)).collect()
+    }
+
+    fn endpoint_condition(&self, at: usize) -> EndpointCondition {
         let endpoint = &self.endpoints[at];
-        (endpoint.probe_failing || endpoint.state == EndpointState::Degraded)
-            && self.endpoints.iter().enumerate().any(|(other, endpoint)| {
-                other != at && endpoint.state == EndpointState::Ready && !endpoint.probe_failing
-            })
+        let (state, probe_fails) = (endpoint.state, endpoint.probe_failing);
+        EndpointCondition { key: EndpointKey(at), state, probe_fails }
+    }
+
+    /// Whether another endpoint is better.
+    pub(super) fn has_better_endpoint(&self, at: usize) -> bool {
+        let all = (0..self.endpoints.len()).map(|other| self.endpoint_condition(other));
+        endpoint_condition::has_better(self.endpoint_condition(at), all)
     }
 
     /// Why no response can be expected soon from a connection; see `proxy::heartbeat` of the program.

@@ -8,8 +8,8 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use http::{HeaderMap, Response, header};
-use jackstay_core::connection::ConnectionState;
-use jackstay_core::endpoint_state::EndpointState;
+use jackstay_core::endpoint_condition::{self, has_ready_besides};
+use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::attempts::{
     Attempts, Awaited, Failure, HeldResponse, Input, MAX_PARALLEL, MissedVersion, Refused,
 };
@@ -194,12 +194,12 @@ impl Node {
         self.acquire_first(io, id);
     }
 
-    /// Whether a connection is in trouble, as `is_troubled` of the program says.
+    /// Whether a request should not rely on this connection alone.
     pub(super) fn is_troubled(&self, connection: ConnectionId) -> bool {
         self.upstreams.get(&connection).is_none_or(|upstream| {
-            upstream.machine.state() == ConnectionState::Suspect
-                || upstream.machine.drain_urgency().is_some()
-                || self.has_better_endpoint(upstream.endpoint)
+            let machine = &upstream.machine;
+            let has_better = || self.has_better_endpoint(upstream.endpoint);
+            endpoint_condition::is_troubled(machine.state(), machine.drain_urgency(), has_better)
         })
     }
 
@@ -216,15 +216,7 @@ impl Node {
             return self.watch_head(io, id, on, arrived);
         }
         let (kind, Some(attempt)) = (request.kind, request.attempt_on(on)) else { return };
-        let stage = match arrived.status {
-            410 if retry::may_ask_other_endpoints(kind) => Some(Stage::TooOld),
-            504 if matches!(kind, RequestKind::Read | RequestKind::Watch) => {
-                Some(Stage::NotReached)
-            }
-            429 if retry::may_ask_after_rejection(kind) => Some(Stage::Rejected),
-            _ => None,
-        };
-        if let Some(stage) = stage {
+        if let Some(stage) = retry::stage_of_rejection(kind, arrived.status) {
             request.slots[attempt] = Slot::Ended;
             self.cancel_stream(io, on);
             let response = held_response(arrived);
@@ -340,10 +332,8 @@ impl Node {
 
     /// Whether a ready endpoint is left besides the excluded ones.
     pub(super) fn has_ready_besides(&self, excluded: &[usize]) -> bool {
-        let ready = |(at, endpoint): (usize, &super::Endpoint)| {
-            endpoint.state == EndpointState::Ready && !excluded.contains(&at)
-        };
-        self.endpoints.iter().enumerate().any(ready)
+        let excluded: Vec<_> = excluded.iter().copied().map(EndpointKey).collect();
+        has_ready_besides(self.endpoint_conditions(), &excluded)
     }
 
     fn refuse(&mut self, io: &mut Io<'_>, id: RequestId, refused: &Refused) {

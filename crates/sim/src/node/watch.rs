@@ -7,14 +7,15 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use jackstay_core::admission::ByteAccount;
-use jackstay_core::connection::{ConnectionState, DrainUrgency};
-use jackstay_core::endpoint_state::EndpointState;
+use jackstay_core::connection::DrainUrgency;
 use jackstay_core::pool::{EndpointKey, PreviousFailure, Refusal, Requirements};
 use jackstay_core::watch::codec::Encoding;
+use jackstay_core::watch::pace::DeliveryPace;
 use jackstay_core::watch::relay::Relay;
 use jackstay_core::watch::request::WatchRequest;
 use jackstay_core::watch::session::{
-    AttemptResult, Candidates, Effect, Ending, Exclusion, Input, MoveReason, NotResumable,
+    AfterSearch, AttemptResult, Effect, Ending, Input, Leave, LeaveReason, MoveReason,
+    NotResumable, Searches, no_connection_pause,
 };
 
 use super::pool::{Previous, Purpose};
@@ -26,16 +27,8 @@ use crate::trace::Entry;
 
 /// Bytes that a watch may buffer.
 const BUFFER: usize = 4 * 1024 * 1024;
-/// Pause of a held watch if an apiserver can be reached; ±50 %.
-pub(super) const NO_CONNECTION_PAUSE: Duration = Duration::from_secs(1);
-/// Jitter of the first search for another connection.
-const MOVE_JITTER: Duration = Duration::from_millis(200);
-/// Pause after a failed search; it doubles.
-const SEARCH_PAUSE: Duration = Duration::from_secs(2);
-/// A watch delivers if its last two chunks were at most this far apart …
-const MAX_INTERVAL: Duration = Duration::from_secs(2);
-/// … and the last one is at most this old.
-const MAX_SILENCE: Duration = Duration::from_secs(8);
+/// How often a held watch looks whether the outage is over.
+const OUTAGE_CHECK: Duration = Duration::from_secs(1);
 
 type Stream = (ConnectionId, StreamId);
 
@@ -70,11 +63,8 @@ pub(super) struct Watch {
     /// Counts changes of the phase, so that old timers have no effect.
     number: u32,
     last: Option<Previous>,
-    excluded: Vec<usize>,
-    paused: Vec<(usize, Instant)>,
-    failed_searches: u32,
-    last_chunk: Instant,
-    interval: Option<Duration>,
+    searches: Searches,
+    pace: DeliveryPace,
 }
 
 impl Watch {
@@ -92,11 +82,8 @@ impl Watch {
             next: None,
             number: 0,
             last: None,
-            excluded: Vec::new(),
-            paused: Vec::new(),
-            failed_searches: 0,
-            last_chunk: now,
-            interval: None,
+            searches: Searches::default(),
+            pace: DeliveryPace::new(now),
         }
     }
 
@@ -115,21 +102,7 @@ impl Watch {
     }
 
     fn is_quiet(&self, now: Instant) -> bool {
-        let delivers = self.interval.is_some_and(|interval| interval <= MAX_INTERVAL)
-            && now.saturating_duration_since(self.last_chunk) <= MAX_SILENCE;
-        self.relay.session().is_ordered() && !delivers
-    }
-
-    fn exclude(&mut self, previous: Previous, result: AttemptResult, now: Instant) {
-        self.last = Some(previous);
-        let once = self.relay.session().withholds_error();
-        match result.exclusion() {
-            Some(Exclusion::For(pause)) if !once => {
-                self.paused.retain(|paused| paused.0 != previous.endpoint);
-                self.paused.push((previous.endpoint, now + pause));
-            }
-            _ => self.excluded.push(previous.endpoint),
-        }
+        self.relay.session().is_ordered() && self.pace.is_quiet(now)
     }
 }
 
@@ -148,26 +121,22 @@ impl Node {
         if watch.stream != Some(stream) {
             return;
         }
-        watch.interval = Some(now.saturating_duration_since(watch.last_chunk));
-        watch.last_chunk = now;
+        watch.pace.delivered(now);
         let mut out = Vec::new();
         let pushed = watch.relay.push(&chunk, now, |bytes| out.push(bytes));
-        if pushed.effect == Effect::None && watch.relay.session().is_confirmed() {
-            watch.excluded.clear();
-        }
         for bytes in out {
             self.send_to_client(io, id, Data::Frames(bytes));
         }
         match pushed.effect {
-            Effect::None => {}
+            // A watch that could not leave its connection may be able to now.
+            Effect::None => self.look_at_watch(io, id, true),
             Effect::NextEndpoint | Effect::Withhold => {
                 self.leave_streams(io, id);
                 let Some(watch) = self.watch_mut(id) else { return };
-                let previous = Previous { connection: stream.0, endpoint, refused: true };
-                watch.last = Some(previous);
-                watch.excluded.push(endpoint);
-                let (error_event, candidates) = (pushed.error_event, self.candidates(id, now));
-                self.watch_step(io, id, Input::Rejected { error_event, candidates });
+                watch.last = Some(Previous { connection: stream.0, endpoint, refused: true });
+                let (error_event, endpoint) = (pushed.error_event, EndpointKey(endpoint));
+                let endpoints = &self.endpoint_conditions();
+                self.watch_step(io, id, Input::Rejected { error_event, endpoint, endpoints });
             }
             effect => {
                 self.leave_streams(io, id);
@@ -212,7 +181,6 @@ impl Node {
         io.s.record(Entry::WatchLost { node, request: id, reason });
         let quiet = watch.is_quiet(now);
         watch.last = Some(previous);
-        watch.excluded.clear();
         let effect = watch.relay.stream_lost(quiet, now);
         self.leave_streams(io, id);
         self.execute(io, id, effect);
@@ -241,22 +209,19 @@ impl Node {
             if watch.phase == Phase::Moving {
                 return self.move_failed(io, id);
             }
-            watch.exclude(previous, result, now);
-            let candidates = self.candidates(id, now);
-            return self.watch_step(io, id, Input::AttemptEnded { result, candidates });
+            watch.last = Some(previous);
+            return self.attempt_failed(io, id, result, Some(endpoint));
         }
         io.s.record(Entry::WatchResumed { node, request: id, connection: stream.0 });
         let left = watch.stream.replace(stream);
         let is_move = watch.phase == Phase::Moving;
         watch.enter(Phase::Streaming);
-        watch.failed_searches = 0;
-        (watch.last_chunk, watch.interval) = (now, None);
+        (watch.searches, watch.pace) = (Searches::default(), DeliveryPace::new(now));
         if is_move {
             watch.relay.move_ended(now);
         } else {
             watch.last = None;
-            let candidates = Candidates::default();
-            self.watch_step(io, id, Input::AttemptEnded { result, candidates });
+            self.watch_step(io, id, Input::Accepted);
         }
         // The connection may have begun to drain meanwhile.
         self.notified.push(stream.0);
@@ -273,18 +238,25 @@ impl Node {
         previous: Option<Previous>,
         outage: bool,
     ) {
-        let now = io.s.now;
         let Some(watch) = self.watch_mut(id) else { return };
         if watch.phase == Phase::Moving {
             return self.move_failed(io, id);
         }
         watch.last = previous.or(watch.last);
-        let candidates = self.candidates(id, now);
-        self.watch_step(
-            io,
-            id,
-            Input::AttemptEnded { result: AttemptResult::NoHead { outage }, candidates },
-        );
+        let endpoint = previous.map(|previous| previous.endpoint);
+        self.attempt_failed(io, id, AttemptResult::NoHead { outage }, endpoint);
+    }
+
+    fn attempt_failed(
+        &mut self,
+        io: &mut Io<'_>,
+        id: RequestId,
+        result: AttemptResult,
+        endpoint: Option<usize>,
+    ) {
+        let endpoint = endpoint.map(EndpointKey);
+        let endpoints = &self.endpoint_conditions();
+        self.watch_step(io, id, Input::AttemptFailed { result, endpoint, endpoints });
     }
 
     fn move_failed(&mut self, io: &mut Io<'_>, id: RequestId) {
@@ -294,7 +266,7 @@ impl Node {
             watch.relay.session_mut().step(Input::MoveEnded { moved: false }, now);
         }
         watch.enter(Phase::Streaming);
-        watch.failed_searches += 1;
+        watch.searches.failed();
         let connections: Vec<_> = watch.streams().map(|stream| stream.0).collect();
         self.notified.extend(connections);
     }
@@ -320,9 +292,8 @@ impl Node {
             }
             Effect::Hold | Effect::HoldUntilDeadline => {
                 io.s.record(Entry::WatchHeld { node, request: id });
-                let pause = NO_CONNECTION_PAUSE.mul_f64(0.5 + io.s.rng.f64());
+                let pause = no_connection_pause(&mut io.s.rng);
                 let Some(watch) = self.watch_mut(id) else { return };
-                watch.excluded.clear();
                 watch.last = None;
                 self.enter_with_timer(io, id, Phase::Held(now), now + pause);
             }
@@ -366,15 +337,14 @@ impl Node {
         match watch.phase {
             Phase::Pausing => {
                 watch.enter(Phase::Acquiring);
-                let paused =
-                    watch.paused.iter().filter(|paused| paused.1 > now).map(|paused| paused.0);
-                let excluded = watch.excluded.iter().copied().chain(paused);
-                let excluded = excluded.map(EndpointKey).collect();
+                let session = watch.relay.session();
+                let refused = session.last_refused();
+                let last = watch.last.map(|last| Previous { refused, ..last });
                 let required = Requirements {
                     watch: true,
                     held: true,
-                    previous_failure: watch.last.map(PreviousFailure::from),
-                    excluded,
+                    previous_failure: last.map(PreviousFailure::from),
+                    excluded: session.excluded_at(now),
                     ..Requirements::default()
                 };
                 self.acquire(io, id, Purpose::Resume, required);
@@ -412,7 +382,7 @@ impl Node {
                 if deadline.is_some_and(|deadline| now >= deadline) {
                     self.watch_step(io, id, Input::Stop(NotResumable::Expired));
                 } else if is_outage {
-                    self.enter_with_timer(io, id, Phase::Held(since), now + NO_CONNECTION_PAUSE);
+                    self.enter_with_timer(io, id, Phase::Held(since), now + OUTAGE_CHECK);
                 } else {
                     self.watch_step(io, id, Input::OutageEnded { held: now - since });
                 }
@@ -443,20 +413,25 @@ impl Node {
     ) {
         let now = io.s.now;
         let Some(watch) = self.watch_mut(id) else { return };
-        let phase = match (purpose, watch.phase) {
+        let (phase, limit) = match (purpose, watch.phase) {
             (Purpose::Move, Phase::Searching(reason)) => {
-                let is_same = watch.stream.is_some_and(|stream| stream.0 == connection);
-                if is_same || !watch.relay.session().can_move(reason, now) {
-                    return self.move_failed(io, id);
+                let found = watch.stream.is_none_or(|stream| stream.0 != connection);
+                match watch.relay.session().after_search(found, reason, now) {
+                    AfterSearch::Move => {}
+                    AfterSearch::SearchAgain => return self.move_failed(io, id),
+                    AfterSearch::Stay => {
+                        watch.enter(Phase::Streaming);
+                        return;
+                    }
                 }
                 watch.relay.session_mut().step(Input::MoveStarted(reason), now);
-                Phase::Moving
+                (Phase::Moving, reason.head_timeout())
             }
-            (Purpose::Resume, Phase::Acquiring) => Phase::Requesting,
+            (Purpose::Resume, Phase::Acquiring) => {
+                (Phase::Requesting, watch.relay.session().attempt_timeout())
+            }
             _ => return,
         };
-        let session = watch.relay.session();
-        let limit = if phase == Phase::Moving { MAX_SILENCE } else { session.attempt_timeout() };
         self.request_stream(io, id, (connection, phase), limit);
     }
 
@@ -495,10 +470,14 @@ impl Node {
 
     /// Looks whether a watch has to leave its stream or to give an attempt up.
     pub(super) fn check_watch(&mut self, io: &mut Io<'_>, id: RequestId) {
+        self.look_at_watch(io, id, false);
+    }
+
+    /// Offers are taken only when the connection notifies, not `after_chunk`.
+    fn look_at_watch(&mut self, io: &mut Io<'_>, id: RequestId, after_chunk: bool) {
         let now = io.s.now;
         let Some(watch) = self.watch_mut(id) else { return };
         let (stream, next, phase) = (watch.stream, watch.next, watch.phase);
-        let (can_lose, searches) = (watch.can_lose_stream(), watch.failed_searches);
         if let Some(next) = next
             && phase == Phase::Requesting
             && self.is_troubled(next.0)
@@ -515,42 +494,25 @@ impl Node {
         else {
             return;
         };
-        if upstream.machine.state() == ConnectionState::Unresponsive && can_lose {
-            return self.watch_stream_lost(io, id, stream, "the connection does not respond");
-        }
-        if upstream.machine.drain_urgency() != Some(DrainUrgency::Immediate) {
-            return self.take_offered_move(io, id);
-        }
-        let reason = MoveReason::Drain;
+        let urgency = upstream.machine.drain_urgency();
+        let leave = LeaveReason::of_connection(upstream.machine.state(), urgency);
         let Some(watch) = self.watch_mut(id) else { return };
-        if phase == Phase::Streaming && watch.relay.session().can_move(reason, now) {
-            let pause = match searches {
-                0 => io.s.random_part(MOVE_JITTER),
-                failed => SEARCH_PAUSE.saturating_mul(1 << (failed - 1).min(5)),
-            };
-            self.enter_with_timer(io, id, Phase::PausingToMove(reason), now + pause);
+        let (session, searches) = (watch.relay.session(), watch.searches);
+        match leave.map(|reason| session.leave(reason)) {
+            Some(Leave::Search) => {}
+            Some(Leave::Lose) => {
+                let reason = "the connection does not respond";
+                return self.watch_stream_lost(io, id, stream, reason);
+            }
+            Some(Leave::End | Leave::Stay) => return,
+            None if after_chunk => return,
+            None => return self.take_offered_move(io, id),
         }
-    }
-
-    /// Which endpoints may be asked in this round.
-    fn candidates(&mut self, id: RequestId, now: Instant) -> Candidates {
-        let Some(watch) = self.watch_mut(id) else { return Candidates::default() };
-        let (excluded, paused) = (watch.excluded.clone(), watch.paused.clone());
-        let last = watch.last.map(|last| last.endpoint);
-        let is_usable = |at: usize| {
-            use EndpointState::{Ejected, Leaving, NoH2};
-            !matches!(self.endpoints[at].state, Ejected | NoH2 | Leaving) && !excluded.contains(&at)
-        };
-        let usable = || (0..self.endpoints.len()).filter(|&at| is_usable(at));
-        let pause = |at: usize| {
-            let paused = paused.iter().find(|paused| paused.0 == at);
-            paused.map_or(Duration::ZERO, |paused| paused.1.saturating_duration_since(now))
-        };
-        Candidates {
-            any: (0..self.endpoints.len()).any(|at| !excluded.contains(&at)),
-            usable: usable().any(|at| Some(at) != last),
-            ready: self.has_ready_besides(&excluded),
-            retry_after: usable().map(pause).min().unwrap_or_default(),
+        if phase == Phase::Streaming {
+            let immediate = urgency == Some(DrainUrgency::Immediate);
+            let pause = searches.pause(immediate, &mut io.s.rng);
+            let reason = MoveReason::Drain;
+            self.enter_with_timer(io, id, Phase::PausingToMove(reason), now + pause);
         }
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use futures_util::future::{LocalBoxFuture, OptionFuture};
 use http::Request;
 use jackstay_core::request::status_error::StatusError;
-use jackstay_core::watch::session::{Input, NotResumable};
+use jackstay_core::watch::session::{Input, NotResumable, Session, no_connection_pause};
 use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until, timeout_at};
 
@@ -21,9 +21,6 @@ use crate::proxy::attempt::Attempt;
 use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response, until_troubled};
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
 use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
-
-/// Pause of a held watch if an apiserver can be reached but its class has no connection; ±50 %.
-const NO_CONNECTION_PAUSE: Duration = Duration::from_secs(1);
 
 /// An attempt to resume a watch; `None` if the listener drains.
 pub(super) type ResumeAttempt = LocalBoxFuture<'static, Option<Result<Response, AttemptError>>>;
@@ -45,19 +42,19 @@ pub(super) struct AttemptError {
 }
 
 /// After `delay`, takes a stream from the pool and sends the request on it. The attempt fails if there is no
-/// response head `limit` later.
+/// response head within the limit of the session.
 pub(super) fn resume(
     context: &ResumeContext,
+    session: &Session,
     head: Request<()>,
     delay: Duration,
-    limit: Duration,
 ) -> ResumeAttempt {
     let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
     let proof = context.proof.clone();
     let last_connection = context.last_connection().cloned();
-    let last_refused = context.last_refused();
-    let mut excluded = context.excluded_at(clock::now() + delay);
-    let (versions, wanted) = (context.versions(), context.wanted_version());
+    let (last_refused, limit) = (session.last_refused(), session.attempt_timeout());
+    let mut excluded = session.excluded_at(clock::now() + delay);
+    let (versions, wanted) = (context.versions(session), context.wanted_version());
     let mut drain = context.drain.clone();
     let no_stream = |reason, outage| AttemptError { reason, connection: None, outage };
     Box::pin(async move {
@@ -121,14 +118,14 @@ pub(super) fn hold(
 /// Waits until a held watch should ask for a stream again, and returns the duration of the wait.
 ///
 /// In a total outage that is its end. Otherwise the class has no connection although an apiserver can be
-/// reached, and the wait takes about [`NO_CONNECTION_PAUSE`].
+/// reached, and the wait is a pause ([`no_connection_pause`]).
 pub async fn outage_ended(client: &UpstreamClient, class: &Rc<ClassPool>) -> Duration {
     let began = clock::now();
     let _held = client.pool.hold_watch(class);
     if client.pool.is_total_outage() {
         client.pool.outage_ended().await;
     } else {
-        sleep(NO_CONNECTION_PAUSE.mul_f64(0.5 + fastrand::f64())).await;
+        sleep(no_connection_pause(&mut fastrand::Rng::new())).await;
     }
     clock::elapsed(began)
 }

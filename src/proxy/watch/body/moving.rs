@@ -4,39 +4,28 @@
 //! degraded ([`crate::upstream::evacuation`]), or because its connection drains. The body requests the new
 //! stream at the cursor before it resets the old one. Meanwhile it does not read the old stream: the new one
 //! delivers the same events. So events are delayed until the response head and the first frame of the new
-//! stream arrive, at most by [`HEAD_TIMEOUT`] or [`HEAD_TIMEOUT_UNRESPONSIVE`], plus [`FIRST_FRAME_TIMEOUT`].
+//! stream arrive, at most by [`MoveReason::head_timeout`], plus [`FIRST_FRAME_TIMEOUT`].
 //! If the new endpoint does not accept the watch, the body continues to read the old stream.
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
 
 use http::Request;
 use jackstay_core::watch::relay::Relay;
-use jackstay_core::watch::session::{Input, MoveReason, Session};
+use jackstay_core::watch::session::{
+    AfterSearch, FIRST_FRAME_TIMEOUT, Input, LeaveReason, MoveReason, Session, offered_move,
+};
 use jackstay_sys::clock;
-use jackstay_sys::utc::wall_clock;
 use tokio::time::timeout;
 
 use super::attempt::{MoveAttempt, send};
 use super::context::ResumeContext;
-use super::stream::{LeaveReason, UpstreamStream};
+use super::stream::UpstreamStream;
 use super::{Source, WatchBody};
 use crate::proxy::upstream_client::UpstreamResponse as Response;
 use crate::upstream::connection::{Permit, describe_h2_error};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::StreamRequirements;
-use crate::upstream::watch_moves::MoveEligibility;
-
-/// Maximum wait for the response head of the new stream if the watch is moved to balance load: the old stream
-/// works and may have events.
-const HEAD_TIMEOUT: Duration = Duration::from_millis(250);
-/// Maximum wait for the response head if the old endpoint is degraded or the old connection drains: the old
-/// stream is likely to be silent.
-const HEAD_TIMEOUT_UNRESPONSIVE: Duration = Duration::from_secs(1);
-/// Maximum wait for the first frame of the new stream. An apiserver whose history does not reach back to the
-/// cursor answers 200 and sends an ERROR event at once.
-const FIRST_FRAME_TIMEOUT: Duration = Duration::from_millis(50);
 
 impl WatchBody {
     /// Called when the connection has notified its watches, because its self-check is due or because some
@@ -59,17 +48,12 @@ impl WatchBody {
     pub(super) fn search_ended(&mut self, permit: Option<Permit>) {
         let Source::Stream(stream) = &mut self.source else { return };
         let session = self.relay.session();
-        if !session.is_resumable() {
-            return stream.defer(LeaveReason::Drain, &self.context.drain);
+        let found = permit.is_some() && self.context.permits_moves();
+        match session.after_search(found, MoveReason::Drain, clock::now()) {
+            AfterSearch::Move => self.start_move(permit, MoveReason::Drain),
+            AfterSearch::SearchAgain => stream.search_stream_later(&self.context, session),
+            AfterSearch::Stay => stream.defer(LeaveReason::Drain, &self.context.drain),
         }
-        if permit.is_none()
-            || !self.context.proof.is_current(wall_clock())
-            || !session.can_move(MoveReason::Drain, clock::now())
-            || self.context.is_group_unordered()
-        {
-            return stream.search_stream_later(&self.context);
-        }
-        self.start_move(permit, MoveReason::Drain);
     }
 
     /// Requests the new stream. A missing permit counts as a failed attempt.
@@ -96,7 +80,6 @@ impl WatchBody {
         match check_response(result, &self.relay, &self.context) {
             Ok(mut response) => {
                 self.relay.move_ended(clock::now());
-                self.context.record_confirmation();
                 let first = response.prefix.take();
                 // Dropping the old stream resets it.
                 self.switch_to(response, "moved");
@@ -110,7 +93,7 @@ impl WatchBody {
                 let stays = Input::MoveEnded { moved: false };
                 self.relay.session_mut().step(stays, clock::now());
                 if old.permit.connection().should_drain() {
-                    old.search_stream_later(&self.context);
+                    old.search_stream_later(&self.context, self.relay.session());
                 }
                 self.source = Source::Stream(old);
             }
@@ -127,28 +110,19 @@ fn take_move_offer(
 ) -> Option<(MoveReason, Option<Permit>)> {
     let now = clock::now();
     let connection = stream.permit.connection();
-    let reason = match connection.moves.eligibility()? {
-        MoveEligibility::Silent if !stream.pace.has_fallen_silent(now) => return None,
-        MoveEligibility::Settled => MoveReason::Rebalance,
-        MoveEligibility::Silent | MoveEligibility::All => MoveReason::Evacuate,
-    };
-    if !session.can_move(reason, now)
-        || !context.proof.is_current(wall_clock())
-        || context.is_group_unordered()
-    {
+    let reason = offered_move(connection.moves.eligibility()?, &stream.pace, now)?;
+    if !session.can_move(reason, now) || !context.permits_moves() {
         return None;
     }
-    let versions = context.versions();
+    let versions = context.versions(session);
     let mut excluded = Vec::new();
     versions.exclude_older(&mut excluded);
-    let is_in = |endpoints: &[Arc<Endpoint>], endpoint: &Arc<Endpoint>| {
-        endpoints.iter().any(|other| Arc::ptr_eq(other, endpoint))
-    };
-    let targets = connection.moves.take_unless(|target| is_in(&excluded, target))?;
+    let targets = connection.moves.take_unless(|target| excluded.contains(&target.key()))?;
     let pool = &context.upstream.pool;
     let endpoints = pool.upstream().endpoints();
-    let others = endpoints.iter().filter(|other| !is_in(&targets, other)).cloned();
-    excluded.extend(others);
+    let is_target = |other: &Arc<Endpoint>| targets.iter().any(|one| Arc::ptr_eq(one, other));
+    let others = endpoints.iter().filter(|other| !is_target(other));
+    excluded.extend(others.map(|other| other.key()));
     let requirements = StreamRequirements {
         watch: true,
         excluded_endpoints: &excluded,
@@ -167,8 +141,7 @@ fn request_move(
     reason: MoveReason,
 ) -> MoveAttempt {
     let upstream = Rc::clone(&context.upstream);
-    let limit =
-        if reason == MoveReason::Rebalance { HEAD_TIMEOUT } else { HEAD_TIMEOUT_UNRESPONSIVE };
+    let limit = reason.head_timeout();
     Box::pin(async move {
         let sent = send(&upstream, permit, head, clock::now() + limit).await;
         let mut response = sent.map_err(|error| error.reason)?;

@@ -6,33 +6,20 @@
 
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytes::Bytes;
 use futures_util::future::LocalBoxFuture;
 use h2::RecvStream;
-use jackstay_core::backoff::Backoff;
+use jackstay_core::watch::pace::DeliveryPace;
+use jackstay_core::watch::session::{LeaveReason, SEARCH_TIMEOUT, Searches, Session};
 use tokio::time::{sleep, timeout};
 
 use super::context::ResumeContext;
-use super::pace::DeliveryPace;
 use crate::proxy::drain::DrainWatcher;
 use crate::proxy::upstream_client::{poll_turn, release_window};
 use crate::upstream::connection::{Connection, DrainUrgency, Permit, describe_h2_error};
 use crate::upstream::pool::{PreviousFailure, StreamRequirements};
-
-/// Maximum jitter of the first search for a stream on another connection, if the connection must be left at
-/// once. All watches of the connection search at the same moment.
-const JITTER_IMMEDIATE: Duration = Duration::from_millis(200);
-/// Maximum jitter of the first search if the stream works, so that waiting costs nothing.
-const JITTER_GRACEFUL: Duration = Duration::from_secs(1);
-/// Time limit of one search.
-const SEARCH_TIMEOUT: Duration = Duration::from_secs(2);
-/// Pause after the first failed search. It doubles with each failure; up to half of it is added at random.
-const SEARCH_PAUSE: Duration = Duration::from_secs(2);
-/// Upper bound of the pause, without the random part.
-const MAX_SEARCH_PAUSE: Duration = Duration::from_secs(60);
-const SEARCHES: Backoff = Backoff::new(SEARCH_PAUSE, MAX_SEARCH_PAUSE).with_factors(1.0, 1.5);
 
 /// An upstream stream that the body reads from.
 pub(super) struct UpstreamStream {
@@ -47,8 +34,7 @@ pub(super) struct UpstreamStream {
     self_checks: u32,
     /// A reason to leave for which the watch cannot leave yet.
     pub(super) deferred: Option<LeaveReason>,
-    /// Number of failed searches for a stream on another connection.
-    failed_searches: u32,
+    searches: Searches,
     /// The next event of the connection, of the listener or of the search.
     next_event: LocalBoxFuture<'static, StreamEvent>,
 }
@@ -69,17 +55,6 @@ pub(super) enum StreamEvent {
     Notified,
 }
 
-/// Why a watch should leave a stream that has not failed, as soon as the client would not notice.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum LeaveReason {
-    /// The connection drains.
-    Drain,
-    /// The connection does not respond; it is kept only for watches that cannot leave it.
-    Unresponsive,
-    /// The listener drains.
-    Shutdown,
-}
-
 impl UpstreamStream {
     pub(super) fn new(mut recv: RecvStream, mut permit: Permit, drain: &DrainWatcher) -> Self {
         permit.receives(&mut recv);
@@ -93,7 +68,7 @@ impl UpstreamStream {
             polls: 0,
             permit,
             deferred: None,
-            failed_searches: 0,
+            searches: Searches::default(),
         }
     }
 
@@ -151,18 +126,14 @@ impl UpstreamStream {
     }
 
     /// Searches a stream on another connection while this one works. Failed searches delay the next one.
-    pub(super) fn search_stream(&mut self, context: &ResumeContext) {
+    pub(super) fn search_stream(&mut self, context: &ResumeContext, session: &Session) {
         self.deferred = None;
         let connection = Rc::clone(self.permit.connection());
         let immediate = connection.drain_urgency() == Some(DrainUrgency::Immediate);
-        let pause = match self.failed_searches {
-            0 if immediate => JITTER_IMMEDIATE.mul_f64(fastrand::f64()),
-            0 => JITTER_GRACEFUL.mul_f64(fastrand::f64()),
-            failures => SEARCHES.after(failures).random_pause(&mut fastrand::Rng::new()),
-        };
+        let pause = self.searches.pause(immediate, &mut fastrand::Rng::new());
         let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
         let (proof, wanted) = (context.proof.clone(), context.wanted_version());
-        let versions = context.versions();
+        let versions = context.versions(session);
         let mut drain = context.drain.clone();
         self.next_event = Box::pin(async move {
             let search = async {
@@ -193,9 +164,9 @@ impl UpstreamStream {
     }
 
     /// Searches again after a pause, because the search or the attempt to move has failed.
-    pub(super) fn search_stream_later(&mut self, context: &ResumeContext) {
-        self.failed_searches = self.failed_searches.saturating_add(1);
-        self.search_stream(context);
+    pub(super) fn search_stream_later(&mut self, context: &ResumeContext, session: &Session) {
+        self.searches.failed();
+        self.search_stream(context, session);
     }
 }
 
@@ -212,13 +183,9 @@ fn connection_event(
     async move {
         tokio::select! {
             () = connection.drain_or_notification(notifications) => {
-                if connection.is_unresponsive() {
-                    StreamEvent::Leave(LeaveReason::Unresponsive)
-                } else if connection.should_drain() {
-                    StreamEvent::Leave(LeaveReason::Drain)
-                } else {
-                    StreamEvent::Notified
-                }
+                let (state, urgency) = (connection.state(), connection.drain_urgency());
+                let reason = LeaveReason::of_connection(state, urgency);
+                reason.map_or(StreamEvent::Notified, StreamEvent::Leave)
             }
             () = drain.staggered_end() => StreamEvent::Leave(LeaveReason::Shutdown),
         }

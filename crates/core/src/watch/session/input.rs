@@ -5,6 +5,8 @@
 use bytes::Bytes;
 use std::time::Duration;
 
+use crate::endpoint_condition::EndpointCondition;
+use crate::pool::EndpointKey;
 use crate::watch::codec::event::Event;
 
 /// What the body reports: a frame, the end of a stream or of an attempt, or a reason to end the watch.
@@ -22,11 +24,22 @@ pub enum Input<'a> {
     /// The stream was lost before the server ended the response. `quiet`: the watch was not delivering
     /// events shortly before.
     StreamLost { quiet: bool },
-    /// The body has reset the stream: after [`Effect::Withhold`], then `error_event` is the withheld event,
-    /// or after [`Effect::NextEndpoint`].
-    Rejected { error_event: Option<Bytes>, candidates: Candidates },
-    /// An attempt to resume has ended.
-    AttemptEnded { result: AttemptResult, candidates: Candidates },
+    /// The body has reset the stream from `endpoint`: after [`Effect::Withhold`], then `error_event` is the withheld
+    /// event, or after [`Effect::NextEndpoint`]. `endpoints`: all of the upstream.
+    Rejected {
+        error_event: Option<Bytes>,
+        endpoint: EndpointKey,
+        endpoints: &'a [EndpointCondition],
+    },
+    /// An attempt to resume was accepted.
+    Accepted,
+    /// An attempt to resume was not accepted. `endpoint`: that of the stream, if one was opened; `endpoints`: all of
+    /// the upstream.
+    AttemptFailed {
+        result: AttemptResult,
+        endpoint: Option<EndpointKey>,
+        endpoints: &'a [EndpointCondition],
+    },
     /// The watch was held for this time ([`Effect::Hold`]), and an attempt may succeed again.
     OutageEnded { held: Duration },
     /// The body opens another stream while the current one works; [`super::Session::can_move`] was true.
@@ -186,19 +199,6 @@ pub enum MoveReason {
     Evacuate,
     /// The connection drains.
     Drain,
-}
-
-/// Which endpoints are not excluded from this round.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Candidates {
-    /// At least one, in any state.
-    pub any: bool,
-    /// At least one in a state that allows requests, besides the endpoint that was asked last.
-    pub usable: bool,
-    /// At least one is ready.
-    pub ready: bool,
-    /// Time until the first one in a state that allows requests may be asked (Retry-After).
-    pub retry_after: Duration,
 }
 
 /// The result of one attempt to resume.

@@ -8,6 +8,7 @@ use super::Session;
 use super::input::{Ending, MoveReason, NotResumable};
 use super::limiter::{MIN_REMAINING, MIN_REMAINING_TO_REBALANCE};
 use super::state::State;
+use crate::pool::EndpointKey;
 use crate::watch::request::resume_query;
 
 impl Session {
@@ -82,6 +83,22 @@ impl Session {
             State::Resuming { round, .. } => round.attempt_timeout(),
             _ => Duration::ZERO,
         }
+    }
+
+    /// The endpoints that must not be asked at this time.
+    pub fn excluded_at(&self, at: Instant) -> Vec<EndpointKey> {
+        self.exclusions.as_ref().map_or_else(Vec::new, |exclusions| exclusions.excluded_at(at))
+    }
+
+    /// Whether the endpoint of the last stream or attempt has refused the watch, so that another endpoint is preferred
+    /// to another connection to it.
+    pub fn last_refused(&self) -> bool {
+        self.exclusions.as_ref().is_some_and(|exclusions| exclusions.last_refused)
+    }
+
+    /// Whether the watch may go to an apiserver of an older version, because an attempt of this round has failed.
+    pub fn may_ask_older(&self) -> bool {
+        self.exclusions.as_ref().is_some_and(|exclusions| exclusions.older_allowed)
     }
 
     /// When the client's `timeoutSeconds` expires; `None` if the client has set none.

@@ -30,6 +30,8 @@ const FIRST_JITTER_QUIET: Duration = Duration::from_secs(1);
 const MAX_JITTER: Duration = Duration::from_secs(2);
 /// Upper bound of the maximum jitter of the first attempt after a total outage.
 const MAX_OUTAGE_JITTER: Duration = Duration::from_secs(5);
+/// See [`no_connection_pause`].
+const NO_CONNECTION_PAUSE: Duration = Duration::from_secs(1);
 /// After a total outage the maximum jitter is the length of the outage divided by this number: the longer
 /// the outage, the more nodes hold watches.
 const OUTAGE_JITTER_DIVISOR: u32 = 8;
@@ -38,6 +40,11 @@ const OUTAGE_JITTER_DIVISOR: u32 = 8;
 /// attempt, at most [`MAX_OUTAGE_JITTER`].
 pub fn max_outage_jitter(held: Duration, quiet: bool) -> Duration {
     (held / OUTAGE_JITTER_DIVISOR).clamp(first_jitter(quiet), MAX_OUTAGE_JITTER)
+}
+
+/// The pause of a held watch if an apiserver can be reached, but its class has no connection: one second, ±50 %.
+pub fn no_connection_pause(rng: &mut fastrand::Rng) -> Duration {
+    NO_CONNECTION_PAUSE.mul_f64(0.5 + rng.f64())
 }
 
 fn first_jitter(quiet: bool) -> Duration {

@@ -4,10 +4,12 @@ use super::super::codec::event::{Event, EventType};
 use super::super::codec::version::ResourceVersion;
 use super::super::request::WatchRequest;
 use super::super::session::{
-    AttemptResult, Candidates, Effect, Ending, Input, MAX_RESUMES, MoveReason, NotResumable,
-    Session,
+    AttemptResult, Effect, Ending, Input, MAX_RESUMES, MoveReason, NotResumable, Session,
 };
 use super::events::{cursor, request};
+use crate::endpoint_condition::EndpointCondition;
+use crate::endpoint_state::EndpointState::{self, Ejected, Ready};
+use crate::pool::EndpointKey;
 use bytes::Bytes;
 use std::time::{Duration, Instant};
 
@@ -16,10 +18,14 @@ const REQUEST: Effect = Effect::Request { max_jitter: Duration::ZERO, pause: Dur
 const DIVERGED: Effect = Effect::End(Ending::Clean, NotResumable::Diverged);
 const TOO_OLD: Effect = Effect::End(Ending::Withheld, NotResumable::TooOld);
 const GAVE_UP: Effect = Effect::End(Ending::Clean, NotResumable::GaveUp);
-const ALL_LEFT: Candidates =
-    Candidates { any: true, usable: true, ready: true, retry_after: Duration::ZERO };
-const NONE_LEFT: Candidates =
-    Candidates { any: false, usable: false, ready: false, retry_after: Duration::ZERO };
+/// Attempts and rejections are those of endpoint 1.
+const ASKED: EndpointKey = EndpointKey(1);
+const ALL_LEFT: &[EndpointCondition] = &[is_in(1, Ready), is_in(2, Ready)];
+const NONE_LEFT: &[EndpointCondition] = &[];
+
+const fn is_in(key: usize, state: EndpointState) -> EndpointCondition {
+    EndpointCondition { key: EndpointKey(key), state, probe_fails: false }
+}
 
 type Frame = Option<Event<'static>>;
 
@@ -70,10 +76,13 @@ fn lose(session: &mut Session, now: Instant) -> Effect {
 fn attempt(
     session: &mut Session,
     result: AttemptResult,
-    candidates: Candidates,
+    endpoints: &[EndpointCondition],
     now: Instant,
 ) -> Effect {
-    step(session, Input::AttemptEnded { result, candidates }, now)
+    if result.is_accepted() {
+        return step(session, Input::Accepted, now);
+    }
+    step(session, Input::AttemptFailed { result, endpoint: Some(ASKED), endpoints }, now)
 }
 
 fn head(status: u16) -> AttemptResult {
@@ -87,9 +96,14 @@ fn resume(session: &mut Session, now: Instant) {
 }
 
 /// The body reports that it has reset the stream after an ERROR event, withheld or not.
-fn reject(session: &mut Session, withheld: bool, candidates: Candidates, now: Instant) -> Effect {
+fn reject(
+    session: &mut Session,
+    withheld: bool,
+    endpoints: &[EndpointCondition],
+    now: Instant,
+) -> Effect {
     let error_event = withheld.then(|| Bytes::from_static(b"410"));
-    step(session, Input::Rejected { error_event, candidates }, now)
+    step(session, Input::Rejected { error_event, endpoint: ASKED, endpoints }, now)
 }
 
 #[test]
@@ -448,27 +462,33 @@ fn attempt_result_leads_to_another_attempt_or_to_the_end() {
     let start = Instant::now();
     let later = start + Duration::from_secs(30);
     let unreachable = AttemptResult::NoHead { outage: false };
-    let ejected = Candidates { usable: false, ..ALL_LEFT };
-    let busy = Candidates { retry_after: Duration::from_secs(31), ..ALL_LEFT };
-    for (result, candidates, now, effect) in [
+    let busy = AttemptResult::Head {
+        status: 503,
+        same_content_type: true,
+        retry_after: Some(Duration::from_secs(31)),
+    };
+    let ejected = &[is_in(1, Ready), is_in(2, Ejected)];
+    let alone = &[is_in(1, Ready)];
+    for (result, endpoints, now, effect) in [
         (head(200), NONE_LEFT, later, Effect::None),
         (head(503), ALL_LEFT, start, REQUEST),
         (head(503), ejected, start, REQUEST),
         (head(503), ALL_LEFT, later, GAVE_UP),
-        (head(503), busy, start, GAVE_UP),
+        (busy, alone, start, GAVE_UP),
+        (busy, ALL_LEFT, start, REQUEST),
         (head(410), ALL_LEFT, start, REQUEST),
         (head(410), ejected, start, GAVE_UP),
-        (head(410), NONE_LEFT, start, GAVE_UP),
+        (head(410), alone, start, GAVE_UP),
         (AttemptResult::ErrorEvent, ALL_LEFT, start, REQUEST),
-        (AttemptResult::ErrorEvent, NONE_LEFT, start, GAVE_UP),
+        (AttemptResult::ErrorEvent, alone, start, GAVE_UP),
         (unreachable, ALL_LEFT, start, REQUEST),
         (AttemptResult::NoHead { outage: true }, NONE_LEFT, start, Effect::Hold),
         (head(403), ALL_LEFT, start, GAVE_UP),
     ] {
         let mut session = after(&request("5"), vec![event(EventType::Added, "6")], start);
         assert_eq!(lose(&mut session, start), REQUEST);
-        let next = attempt(&mut session, result, candidates, now);
-        assert_eq!(next, effect, "{result:?} {candidates:?}");
+        let next = attempt(&mut session, result, endpoints, now);
+        assert_eq!(next, effect, "{result:?} {endpoints:?}");
     }
 
     // A watch whose initial events are incomplete cannot end cleanly.
@@ -493,7 +513,13 @@ fn run(
                 now += pause.max(max_jitter / 2);
                 attempts += 1;
                 let result = results.next().expect("a result");
-                session.step(Input::AttemptEnded { result, candidates: ALL_LEFT }, now)
+                if result.is_accepted() {
+                    session.step(Input::Accepted, now)
+                } else {
+                    let endpoint = Some(ASKED);
+                    session
+                        .step(Input::AttemptFailed { result, endpoint, endpoints: ALL_LEFT }, now)
+                }
             }
             Effect::Hold => {
                 let held = Duration::from_secs(60);
@@ -549,6 +575,46 @@ fn outage_holds_the_watch_until_its_deadline() {
     let (end, took, _) = run(&mut session, effect, answers, start);
     assert_eq!(end, Effect::End(Ending::Clean, NotResumable::Expired));
     assert_eq!(took, Duration::from_secs(61));
+}
+
+/// What follows an accepted attempt.
+type Next<'a> = &'a dyn Fn(&mut Session) -> Effect;
+
+/// A round ends with the loss of the next stream, an event that confirms the new one, a move, or an outage.
+#[test]
+fn exclusions_of_a_round_end_with_it() {
+    let start = Instant::now();
+    let refused = || {
+        let mut session = after(&request("5"), vec![event(EventType::Added, "6")], start);
+        lose(&mut session, start);
+        assert_eq!(attempt(&mut session, head(410), ALL_LEFT, start), REQUEST);
+        assert_eq!(session.excluded_at(start), [ASKED]);
+        assert!(session.last_refused() && session.may_ask_older());
+        session
+    };
+    let moved = |s: &mut Session, moved| {
+        s.step(Input::MoveStarted(MoveReason::Drain), start);
+        s.step(Input::MoveEnded { moved }, start)
+    };
+    let ends: [(&str, Next<'_>, bool); 6] = [
+        ("accepted", &|_| Effect::None, false),
+        ("a repeated event", &|s| frame(s, event(EventType::Added, "6")), false),
+        ("the next event", &|s| frame(s, event(EventType::Added, "7")), true),
+        ("lost again", &|s| lose(s, start), true),
+        ("moved", &|s| moved(s, true), true),
+        ("not moved", &|s| moved(s, false), false),
+    ];
+    for (name, end, is_over) in ends {
+        let mut session = refused();
+        assert_eq!(attempt(&mut session, head(200), ALL_LEFT, start), Effect::None);
+        end(&mut session);
+        assert_eq!(session.excluded_at(start).is_empty(), is_over, "{name}");
+        assert_eq!(session.last_refused(), !is_over, "{name}");
+    }
+    let mut session = refused();
+    let outage = AttemptResult::NoHead { outage: true };
+    assert_eq!(attempt(&mut session, outage, ALL_LEFT, start), Effect::Hold);
+    assert!(session.excluded_at(start).is_empty() && !session.last_refused());
 }
 
 #[test]

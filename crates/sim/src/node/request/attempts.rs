@@ -6,17 +6,17 @@ use std::time::Instant;
 use jackstay_core::pool::{EndpointKey, PreviousFailure, Refusal, Requirements};
 use jackstay_core::probe::schedule::ProbeTrigger;
 use jackstay_core::request::attempts::{
-    AfterNotReached, Awaited, BodyState, Effect, FailureCause, HedgeOutcome, Input, MAX_PARALLEL,
-    NoStream, OtherBudget,
+    Awaited, BodyState, Effect, FailureCause, HedgeOutcome, Input, MAX_PARALLEL, NoStream,
+    NotReached, OtherBudget, VersionOrigin,
 };
 use jackstay_core::request::info::RequestKind;
 use jackstay_core::request::retry::Stage;
 use jackstay_core::request::status_error::StatusError;
+use jackstay_core::watch::session::no_connection_pause;
 
 use super::{AttemptInput, Hold, HoldStep, RequestId, Slot, State};
 use crate::net::ConnectionId;
 use crate::node::pool::{Previous, Purpose};
-use crate::node::watch::NO_CONNECTION_PAUSE;
 use crate::node::{Io, Node, NodeTimer};
 use crate::trace::Entry;
 
@@ -197,13 +197,13 @@ impl Node {
             }
             Effect::AskForOther { budget } => return self.ask_for_other(id, budget),
             Effect::AskForVersion { may_ask_other } => {
-                let is_ready = self.has_ready_besides(self.requests.get(&id)?.attempts.excluded());
-                let asks = may_ask_other && is_ready && self.too_old_budget.take();
-                return Some(Input::AfterNotReached(if asks {
-                    AfterNotReached::AskOther
-                } else {
-                    AfterNotReached::Respond
-                }));
+                let excluded = self.requests.get(&id)?.attempts.excluded();
+                let missed = NotReached {
+                    origin: VersionOrigin::Client,
+                    asked_elsewhere: excluded.len() > 1,
+                    other_ready: may_ask_other && self.has_ready_besides(excluded),
+                };
+                return Some(Input::AfterNotReached(missed.next()));
             }
             Effect::Refuse(refused) => self.refuse(io, id, &refused),
             Effect::Respond { .. } | Effect::Wait => {}
@@ -237,7 +237,7 @@ impl Node {
         let next = if self.pool.is_total_outage() {
             HoldStep::Outage
         } else {
-            HoldStep::NoConnection(io.s.now + NO_CONNECTION_PAUSE.mul_f64(0.5 + io.s.rng.f64()))
+            HoldStep::NoConnection(io.s.now + no_connection_pause(&mut io.s.rng))
         };
         if let Some(request) = self.requests.get_mut(&id) {
             request.hold = Some(Hold { until, began: io.s.now, next });

@@ -17,7 +17,7 @@ const MIN_SILENT_INTERVALS: u32 = 3;
 
 /// The arrival times of the last two chunks.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct DeliveryPace {
+pub struct DeliveryPace {
     last: Instant,
     /// The time between the last two chunks.
     interval: Option<Duration>,
@@ -25,26 +25,26 @@ pub(super) struct DeliveryPace {
 
 impl DeliveryPace {
     /// The pace of a stream that begins at `now`.
-    pub(super) fn new(now: Instant) -> Self {
+    pub fn new(now: Instant) -> Self {
         Self { last: now, interval: None }
     }
 
     /// A chunk has arrived.
-    pub(super) fn delivered(&mut self, now: Instant) {
+    pub fn delivered(&mut self, now: Instant) {
         self.interval = Some(now.saturating_duration_since(self.last));
         self.last = now;
     }
 
     /// Whether one more second of silence would hardly matter to the client: the watch was not delivering, or
     /// has been silent for longer than the detection of a lost connection takes.
-    pub(super) fn is_quiet(&self, now: Instant) -> bool {
+    pub fn is_quiet(&self, now: Instant) -> bool {
         let delivers = self.interval.is_some_and(|interval| interval <= MAX_INTERVAL)
             && now.saturating_duration_since(self.last) <= MAX_SILENCE;
         !delivers
     }
 
     /// Whether the watch was delivering and has fallen silent.
-    pub(super) fn has_fallen_silent(&self, now: Instant) -> bool {
+    pub fn has_fallen_silent(&self, now: Instant) -> bool {
         self.interval.is_some_and(|interval| {
             let silence = now.saturating_duration_since(self.last);
             interval <= MAX_INTERVAL && silence >= MIN_SILENCE.max(interval * MIN_SILENT_INTERVALS)
@@ -55,7 +55,6 @@ impl DeliveryPace {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use jackstay_sys::clock;
 
     #[test]
     fn pace_without_recent_chunks_is_quiet() {
@@ -68,7 +67,7 @@ mod tests {
             (&[100, 1_100], 10_000, true),
             (&[100, 5_000], 5_100, true),
         ] {
-            let zero = clock::now();
+            let zero = Instant::now();
             let mut pace = DeliveryPace::new(zero);
             for &ms in chunks {
                 pace.delivered(zero + Duration::from_millis(ms));
@@ -93,7 +92,7 @@ mod tests {
             (&[3_000, 6_000], 60_000, false),
             (&[100, 200, 60_000], 120_000, false),
         ] {
-            let zero = clock::now();
+            let zero = Instant::now();
             let mut pace = DeliveryPace::new(zero);
             for &ms in chunks {
                 pace.delivered(zero + Duration::from_millis(ms));

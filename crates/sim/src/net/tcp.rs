@@ -146,9 +146,13 @@ impl End {
         }
     }
 
-    /// Whether the next segment may be sent now.
+    /// Whether the next segment may be sent now. After a retransmission timeout the congestion window is one segment
+    /// (RFC 5681, section 3.1), which is the one in flight.
     pub(super) fn may_send(&self) -> bool {
         let Some(segment) = self.unsent.front() else { return false };
+        if self.retransmits > 0 && !self.in_flight.is_empty() {
+            return false;
+        }
         let bytes = self.bytes_in_flight + segment.bytes;
         self.in_flight.is_empty() && self.window >= segment.bytes.min(MSS)
             || bytes <= MAX_IN_FLIGHT.min(self.window)

@@ -19,8 +19,10 @@ use crate::trace::Entry;
 const VERSION_WAIT: Duration = Duration::from_secs(3);
 /// Pause between two looks at the watch cache.
 const VERSION_CHECK: Duration = Duration::from_millis(50);
-/// Time between two bookmarks of a watch. kube-apiserver sends one a minute.
-const BOOKMARKS: Duration = Duration::from_secs(5);
+/// Time from the begin of a watch to its first bookmark, and between two. kube-apiserver sends one a minute.
+pub(super) const BOOKMARKS: Duration = Duration::from_secs(5);
+/// Time between two looks at the bookmarks that are due (apiserver, `cacher/cacher.go`, `dispatchEvents`).
+const BOOKMARK_CHECK: Duration = Duration::from_secs(1);
 /// How long a server that shuts down serves the streams that are open.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
 /// Size of an object, also in a list.
@@ -67,7 +69,7 @@ impl Default for Conditions {
 pub enum ServerTimer {
     /// The handler of a request has its result.
     Handle(ConnectionId, StreamId),
-    /// Bookmarks are due.
+    /// Bookmarks may be due.
     Bookmarks,
     /// A server that shuts down closes its connections.
     ShutDown,
@@ -133,11 +135,11 @@ impl Apiserver {
         self.oldest = self.applied;
         self.shutting_down = false;
         s.record(Entry::Server { server: self.index as u8, what: "starts" });
-        let first = s.random_part(BOOKMARKS);
+        let first = s.random_part(BOOKMARK_CHECK);
         s.timer(s.now + first, self.process, Timer::Server(ServerTimer::Bookmarks));
     }
 
-    /// SIGTERM: GOAWAY on every connection; streams that are open may end.
+    /// SIGTERM: GOAWAY on every connection; watches end, and other streams that are open may end.
     pub fn shut_down(&mut self, s: &mut Scheduler, net: &mut Network) {
         self.shutting_down = true;
         s.record(Entry::Server { server: self.index as u8, what: "shuts down" });
@@ -145,6 +147,7 @@ impl Apiserver {
             let last = peer.streams.keys().next_back().copied().unwrap_or(0);
             net.send(s, connection, Side::Server, Frame::Goaway { last });
         }
+        self.end_watches((s, net));
         s.timer(s.now + SHUTDOWN_GRACE, self.process, Timer::Server(ServerTimer::ShutDown));
     }
 
@@ -225,7 +228,7 @@ impl Apiserver {
             ServerTimer::Handle(id, stream) => self.handle(s, net, store, (id, stream)),
             ServerTimer::Bookmarks => {
                 self.tend_watches((s, net));
-                s.timer(s.now + BOOKMARKS, self.process, Timer::Server(timer));
+                s.timer(s.now + BOOKMARK_CHECK, self.process, Timer::Server(timer));
             }
             ServerTimer::ShutDown => {
                 if std::mem::take(&mut self.shutting_down) {

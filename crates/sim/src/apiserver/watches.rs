@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use jackstay_core::request::info::{first_value, parse_bool};
 
-use super::server::Apiserver;
+use super::server::{Apiserver, BOOKMARKS};
 use super::store::{Resource, Store, expired_line, line};
 use crate::http2::{Data, Frame, Head, Request, StreamId};
 use crate::net::{ConnectionId, Network, Side};
@@ -18,7 +18,8 @@ pub struct Watcher {
     resource: Resource,
     /// The client has everything until this revision.
     cursor: u64,
-    bookmarks: bool,
+    /// When the next bookmark is due, if the client wants any.
+    bookmark_at: Option<Instant>,
     ends_at: Option<Instant>,
 }
 
@@ -55,7 +56,8 @@ impl Apiserver {
             stream,
             resource,
             cursor,
-            bookmarks: parse_bool(first_value(query, "allowWatchBookmarks").as_deref()),
+            bookmark_at: parse_bool(first_value(query, "allowWatchBookmarks").as_deref())
+                .then(|| s.now + BOOKMARKS),
             ends_at,
         };
         watcher.catch_up((s, net), store, self.applied);
@@ -80,7 +82,7 @@ impl Apiserver {
         }
     }
 
-    /// Sends bookmarks, and ends watches whose time is over.
+    /// Sends the bookmarks that are due, and ends watches whose time is over.
     pub(super) fn tend_watches(&mut self, (s, net): (&mut Scheduler, &mut Network)) {
         let applied = self.applied;
         let mut ended = Vec::new();
@@ -90,8 +92,9 @@ impl Apiserver {
                 ended.push((watcher.connection, watcher.stream));
                 return false;
             }
-            if watcher.bookmarks && watcher.cursor <= applied {
+            if watcher.bookmark_at.is_some_and(|at| at <= s.now) && watcher.cursor <= applied {
                 watcher.cursor = applied;
+                watcher.bookmark_at = Some(s.now + BOOKMARKS);
                 let data = Data::Frames(line("BOOKMARK", 0, applied));
                 net.send(s, watcher.connection, Side::Server, Frame::Data(watcher.stream, data));
             }
@@ -99,6 +102,14 @@ impl Apiserver {
         });
         for (connection, stream) in ended {
             self.finish_stream(connection, stream);
+        }
+    }
+
+    /// Ends every watch cleanly.
+    pub(super) fn end_watches(&mut self, (s, net): (&mut Scheduler, &mut Network)) {
+        for watcher in std::mem::take(&mut self.watchers) {
+            net.send(s, watcher.connection, Side::Server, Frame::End(watcher.stream));
+            self.finish_stream(watcher.connection, watcher.stream);
         }
     }
 

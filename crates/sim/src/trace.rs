@@ -71,6 +71,7 @@ pub enum Entry {
         node: u16,
         request: u32,
         connection: u32,
+        moved: bool,
     },
     WatchHeld {
         node: u16,
@@ -158,8 +159,9 @@ impl fmt::Display for Entry {
             Self::WatchLost { node, request, reason } => {
                 write!(f, "node {node}: watch {request} lost its stream: {reason}")
             }
-            Self::WatchResumed { node, request, connection } => {
-                write!(f, "node {node}: watch {request} continues on connection {connection}")
+            Self::WatchResumed { node, request, connection, moved } => {
+                let how = if moved { "moves to" } else { "continues on" };
+                write!(f, "node {node}: watch {request} {how} connection {connection}")
             }
             Self::WatchHeld { node, request } => write!(f, "node {node}: watch {request} is held"),
             Self::WatchEnded { node, request, reason } => {

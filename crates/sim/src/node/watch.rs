@@ -212,9 +212,10 @@ impl Node {
             watch.last = Some(previous);
             return self.attempt_failed(io, id, result, Some(endpoint));
         }
-        io.s.record(Entry::WatchResumed { node, request: id, connection: stream.0 });
-        let left = watch.stream.replace(stream);
         let is_move = watch.phase == Phase::Moving;
+        let connection = stream.0;
+        io.s.record(Entry::WatchResumed { node, request: id, connection, moved: is_move });
+        let left = watch.stream.replace(stream);
         watch.enter(Phase::Streaming);
         (watch.searches, watch.pace) = (Searches::default(), DeliveryPace::new(now));
         if is_move {

@@ -184,6 +184,16 @@ impl Sim {
         self
     }
 
+    /// The faults.
+    pub fn faults(&self) -> &[Fault] {
+        &self.faults
+    }
+
+    /// What each client of a node does, in the order of their numbers.
+    pub fn roles(&self) -> impl Iterator<Item = Role> {
+        self.clients.iter().flat_map(|&(role, count)| std::iter::repeat_n(role, count))
+    }
+
     /// Runs for this time, then ends the clients and looks for what is left over.
     #[must_use]
     pub fn run(self, time: Duration) -> Run {
@@ -232,9 +242,7 @@ impl Sim {
                 }
                 Access::Balancer => servers.clone(),
             };
-            let roles =
-                self.clients.iter().flat_map(|&(role, count)| std::iter::repeat_n(role, count));
-            for role in roles {
+            for role in self.roles() {
                 let number = world.clients.len();
                 let process = world.add_process(host, world::Role::Client(number));
                 let client = Client::new(

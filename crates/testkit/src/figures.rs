@@ -6,10 +6,14 @@ use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
+/// Whether figures are compared with the promise itself.
+pub fn is_strict() -> bool {
+    std::env::var("JACKSTAY_STRICT").is_ok_and(|value| value == "1")
+}
+
 /// The longest duration with which a test succeeds.
 pub fn bound(promise: Duration) -> Duration {
-    let strict = std::env::var("JACKSTAY_STRICT").is_ok_and(|value| value == "1");
-    promise * if strict { 1 } else { 4 }
+    promise * if is_strict() { 1 } else { 4 }
 }
 
 /// Records a measured duration, and panics if it exceeds its bound.

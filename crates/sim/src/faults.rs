@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::net::ProcessState;
+use crate::node::Io;
 use crate::scheduler::Event;
 use crate::trace::Entry;
 use crate::world::World;
@@ -42,6 +43,12 @@ pub enum FaultKind {
     Lag(Duration),
     /// A GOAWAY follows a request with this probability.
     Goaway(f64),
+    /// `/readyz` and watches are answered with 403, as by an apiserver that has just started.
+    Forbid,
+    /// The apiserver is removed from the set of endpoints. It does not end.
+    Remove,
+    /// The tasks of the nodes' pools end; the apiserver does not matter. It does not end.
+    StopPools,
 }
 
 /// A fault of one apiserver.
@@ -112,6 +119,16 @@ impl World {
             }
             FaultKind::Goaway(chance) => {
                 self.servers[server].conditions.goaway_chance = if begins { chance } else { 0.0 };
+            }
+            FaultKind::Forbid => self.servers[server].conditions.forbids = begins,
+            FaultKind::Remove | FaultKind::StopPools => {
+                for node in &mut self.nodes {
+                    let mut io = Io { s: &mut self.s, net: &mut self.net };
+                    match fault.kind {
+                        FaultKind::Remove => node.remove_endpoint(&mut io, server),
+                        _ => node.stop_pool(&mut io),
+                    }
+                }
             }
         }
     }

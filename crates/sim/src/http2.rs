@@ -129,12 +129,14 @@ pub struct Head {
     pub version: u64,
     /// The key at which the next page of a list begins; 0 without one.
     pub next: u32,
+    /// The bytes of a list (Content-Length); 0 for another body.
+    pub length: u32,
 }
 
 impl Head {
     /// A head with this status.
     pub fn status(status: u16) -> Self {
-        Self { status, retry_after: None, version: 0, next: 0 }
+        Self { status, retry_after: None, version: 0, next: 0, length: 0 }
     }
 }
 

@@ -2,20 +2,24 @@
 
 mod forever;
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use jackstay_sim::scenario::Scenario;
 use jackstay_sim::scenarios::{ALL, by_name};
 
-const USAGE: &str = "usage: jackstay-sim [--seeds N | --forever] [--first N] [--scenario NAME] [--seed N [--trace]] [--list]";
+const USAGE: &str = "usage: jackstay-sim [--seeds N | --forever] [--first N] [--until-failure] [--scenario NAME] \
+                     [--seed N [--trace]] [--list]";
 
 struct Arguments {
     seeds: u64,
     /// Until a signal arrives.
     forever: bool,
     first: Option<u64>,
+    until_failure: bool,
     scenario: Option<&'static Scenario>,
     seed: Option<u64>,
     trace: bool,
@@ -27,6 +31,7 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
         seeds: 100,
         forever: false,
         first: None,
+        until_failure: false,
         scenario: None,
         seed: None,
         trace: false,
@@ -39,6 +44,7 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
             "--seeds" => parsed.seeds = number(value()?)?,
             "--forever" => parsed.forever = true,
             "--first" => parsed.first = Some(number(value()?)?),
+            "--until-failure" => parsed.until_failure = true,
             "--seed" => parsed.seed = Some(number(value()?)?),
             "--scenario" => {
                 let name = value()?;
@@ -87,8 +93,11 @@ fn main() -> ExitCode {
     for scenario in scenarios {
         failures += match arguments.seed {
             Some(seed) => run_one(scenario, seed, arguments.trace),
-            None => run_many(scenario, arguments.first.unwrap_or(0), arguments.seeds),
+            None => run_many(scenario, &arguments),
         };
+        if arguments.until_failure && failures > 0 {
+            break;
+        }
     }
     if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
@@ -107,29 +116,28 @@ fn run_one(scenario: &Scenario, seed: u64, trace: bool) -> u64 {
     u64::from(!broken.is_empty())
 }
 
-/// Runs seeds on all processors; one run is one thread.
-fn run_many(scenario: &'static Scenario, first: u64, seeds: u64) -> u64 {
+/// Runs seeds on all processors; one run is one thread. The first seeds that fail are printed.
+fn run_many(scenario: &'static Scenario, arguments: &Arguments) -> u64 {
     #[allow(clippy::disallowed_methods)] // the real time that the runs take
     let began = Instant::now();
-    let (next, failures, events) = (AtomicU64::new(first), AtomicU64::new(0), AtomicU64::new(0));
+    let &Arguments { seeds, first, until_failure, .. } = arguments;
+    let first = first.unwrap_or(0);
+    let (next, events) = (AtomicU64::new(first), AtomicU64::new(0));
+    let failures = Mutex::new(BTreeMap::new());
+    let failed = || failures.lock().unwrap_or_else(PoisonError::into_inner);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
-                loop {
+                // Smaller seeds than one that has failed are run to the end, so that the first one is found.
+                while !until_failure || failed().is_empty() {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
                     if seed >= first + seeds {
                         return;
                     }
                     match scenario.check(seed) {
-                        Ok(run) => {
-                            events.fetch_add(run.events, Ordering::Relaxed);
-                        }
-                        Err(report) => {
-                            if failures.fetch_add(1, Ordering::Relaxed) < 5 {
-                                println!("{report}");
-                            }
-                        }
+                        Ok(run) => drop(events.fetch_add(run.events, Ordering::Relaxed)),
+                        Err(report) => drop(failed().insert(seed, report)),
                     }
                 }
             });
@@ -137,12 +145,17 @@ fn run_many(scenario: &'static Scenario, first: u64, seeds: u64) -> u64 {
     });
     #[allow(clippy::disallowed_methods)]
     let seconds = began.elapsed().as_secs_f64();
-    let failed = failures.into_inner();
+    let failures = failures.into_inner().unwrap_or_else(PoisonError::into_inner);
+    for report in failures.values().take(if until_failure { 1 } else { 5 }) {
+        println!("{report}");
+    }
+    let failed = failures.len() as u64;
+    let runs = next.into_inner().min(first + seeds) - first;
     println!(
-        "{:<20} {seeds} seeds, {failed} failed, {:.0} seeds a second, {:.0} events a seed",
+        "{:<20} {runs} seeds, {failed} failed, {:.0} seeds a second, {:.0} events a seed",
         scenario.name,
-        seeds as f64 / seconds,
-        events.into_inner() as f64 / (seeds - failed).max(1) as f64
+        runs as f64 / seconds,
+        events.into_inner() as f64 / (runs - failed).max(1) as f64
     );
     failed
 }

@@ -129,6 +129,13 @@ impl Sim {
         self
     }
 
+    /// `connections.max` of the nodes.
+    #[must_use]
+    pub fn max_connections(mut self, count: usize) -> Self {
+        self.settings.max_connections = count;
+        self
+    }
+
     /// Latency and jitter between hosts, in one direction.
     #[must_use]
     pub fn latency(mut self, latency: Duration, jitter: Duration) -> Self {

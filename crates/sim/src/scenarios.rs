@@ -278,6 +278,145 @@ pub const ALL: &[Scenario] = &[
             lease: Duration::from_secs(40),
         },
     },
+    Scenario {
+        name: "one-stream",
+        about: "requests share one stream, and only its release lets the next one go on",
+        sim: |seed| {
+            Sim::seed(seed)
+                .endpoints(1)
+                .max_streams(1)
+                .max_connections(1)
+                .clients(Role::Readers, 8)
+                .clients(Role::Writers, 4)
+        },
+        time: Duration::from_secs(4),
+        promises: Promises {
+            slowest_read: Duration::from_millis(60),
+            failed_writes: 0,
+            slowest_write: Duration::from_millis(60),
+            ..READS
+        },
+    },
+    Scenario {
+        name: "removed",
+        about: "connections to a slow apiserver drain after GOAWAY, and then it is removed from the set",
+        sim: |seed| {
+            let at = start(seed);
+            Sim::seed(seed)
+                .clients(Role::Readers, 10)
+                .fault(0, FaultKind::Slow(400 * MS))
+                .at(at)
+                .until(at + SECOND)
+                .fault(0, FaultKind::Goaway(1.0))
+                .at(at)
+                .until(at + SECOND)
+                .fault(0, FaultKind::Remove)
+                .at(at + 150 * MS)
+        },
+        time: Duration::from_secs(6),
+        promises: Promises { slowest_read: Duration::from_millis(250), ..READS },
+    },
+    Scenario {
+        name: "drained-blackhole",
+        about: "all watches are on connections that drain after GOAWAY, and then the packets of one apiserver are dropped",
+        sim: |seed| {
+            let (server, at) = ((seed % 3) as usize, start(seed));
+            let sim = clients(seed).blackhole(server).at(at);
+            (0..3).fold(sim, |sim, server| sim.fault(server, FaultKind::Goaway(1.0)).until(at))
+        },
+        time: Duration::from_secs(8),
+        // The PING is due 400 ms after the last byte and late 100 ms later; the move has 200 ms of jitter.
+        promises: Promises { silence: Duration::from_millis(900), failed_writes: 6, ..READS },
+    },
+    Scenario {
+        name: "too-old",
+        about: "an apiserver that has just started has no history, and another one is killed",
+        sim: |seed| {
+            let (server, at) = ((seed % 3) as usize, start(seed));
+            clients(seed)
+                .fault(server, FaultKind::Kill)
+                .at(at)
+                .until(at + SECOND)
+                .fault((server + 1) % 3, FaultKind::Kill)
+                .at(at + 1_300 * MS)
+        },
+        time: Duration::from_secs(8),
+        promises: Promises { failed_writes: 8, silence: Duration::from_secs(2), ..READS },
+    },
+    Scenario {
+        name: "started",
+        about: "every apiserver is killed, and after its start refuses watches for a second",
+        sim: |seed| {
+            let at = start(seed);
+            let sim = Sim::seed(seed).clients(Role::Informers, 4).clients(Role::Readers, 2);
+            (0..3).fold(sim, |sim, server| {
+                let up = at + 8 * SECOND;
+                let sim = sim.fault(server, FaultKind::Kill).at(at).until(up);
+                sim.fault(server, FaultKind::Forbid).at(up).until(up + 1_100 * MS)
+            })
+        },
+        time: Duration::from_secs(25),
+        promises: Promises {
+            failed_reads: u64::MAX,
+            slowest_read: Duration::from_millis(1_500),
+            ..READS
+        },
+    },
+    Scenario {
+        name: "many-hedges",
+        about: "two of three slow apiservers are lost with more requests than may be hedged at once",
+        sim: |seed| {
+            let at = start(seed);
+            let sim = Sim::seed(seed).clients(Role::Readers, 60);
+            let slow = |sim: Sim, server| {
+                sim.fault(server, FaultKind::Slow(300 * MS)).at(at).until(at + 2 * SECOND)
+            };
+            let sim = (0..3).fold(sim, slow);
+            sim.blackhole(0).at(at + SECOND).blackhole(1).at(at + SECOND)
+        },
+        time: Duration::from_secs(9),
+        promises: Promises { slowest_read: Duration::from_secs(4), ..READS },
+    },
+    Scenario {
+        name: "broken-bodies",
+        about: "an apiserver whose packets are lost is killed while it sends responses",
+        sim: |seed| {
+            let (server, at) = ((seed % 3) as usize, start(seed));
+            Sim::seed(seed)
+                .clients(Role::Readers, 12)
+                .clients(Role::Writers, 2)
+                .fault(server, FaultKind::Loss(0.3))
+                .at(at)
+                .until(at + SECOND)
+                .fault(server, FaultKind::Kill)
+                .at(at + SECOND)
+        },
+        time: Duration::from_secs(7),
+        // A response whose body has begun is not asked for again.
+        promises: Promises { failed_reads: 12, slowest_read: Duration::from_secs(3), ..READS },
+    },
+    Scenario {
+        name: "pool-ends",
+        about: "the task of the pool ends while requests wait for a stream",
+        sim: |seed| {
+            Sim::seed(seed)
+                .endpoints(1)
+                .max_streams(1)
+                .max_connections(1)
+                .clients(Role::Readers, 6)
+                .fault(0, FaultKind::Slow(200 * MS))
+                .at(SECOND)
+                .until(8 * SECOND)
+                .fault(0, FaultKind::StopPools)
+                .at(start(seed))
+        },
+        time: Duration::from_secs(9),
+        promises: Promises {
+            failed_reads: u64::MAX,
+            slowest_read: Duration::from_millis(1_500),
+            ..READS
+        },
+    },
 ];
 
 /// The scenario of this name.

@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
+use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::pool::UNAVAILABLE_AFTER;
 
 use crate::apiserver::{Apiserver, Resource, Store};
 use crate::client::{Client, Surroundings};
-use crate::faults::Fault;
+use crate::faults::{Fault, FaultKind};
 use crate::http2::Write;
 use crate::invariants::Findings;
 use crate::net::{Network, ProcessId, ProcessState};
@@ -229,7 +230,7 @@ impl World {
         }
         self.advance(Duration::from_secs(60));
         for node in &self.nodes {
-            for text in node.leftovers(self.s.now) {
+            for text in node.leftovers(self.s.now).into_iter().chain(node.broken_rules()) {
                 self.findings.violation(text);
             }
             if node.longest_wait > LONGEST_WAIT {
@@ -237,6 +238,7 @@ impl World {
                 self.findings.violation(text);
             }
         }
+        self.check_nodes();
         let left = |world: &Self| world.servers.iter().any(|one| one.leftovers(&world.net) > 0);
         if left(self) {
             // It may be a probe.
@@ -252,6 +254,27 @@ impl World {
         twice.sort();
         for (token, count) in twice {
             self.findings.violations.push(format!("write {token:x} was carried out {count} times"));
+        }
+    }
+
+    /// Every endpoint without a fault that lasts is ready again a minute after the end of the scenario.
+    fn check_nodes(&mut self) {
+        for (number, node) in self.nodes.iter().enumerate() {
+            for (server, state) in node.endpoint_states().enumerate() {
+                let lasts = |fault: &Fault| {
+                    let ends = fault.until.is_some()
+                        || matches!(
+                            fault.kind,
+                            FaultKind::ForgetFlows { .. } | FaultKind::Goaway(_)
+                        );
+                    fault.server == server && !ends
+                };
+                if state != EndpointState::Ready && !self.faults.iter().any(lasts) {
+                    let state = state.as_str();
+                    let text = format!("node {number}: endpoint {server} is {state} at the end");
+                    self.findings.violation(text);
+                }
+            }
         }
     }
 }

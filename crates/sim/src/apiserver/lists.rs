@@ -2,7 +2,7 @@
 
 use jackstay_core::request::info::first_value;
 
-use super::server::{Apiserver, OBJECT_BYTES};
+use super::server::{Apiserver, list_bytes};
 use super::store::{Resource, Store};
 use crate::http2::{Data, Frame, Head, Request, StreamId};
 use crate::net::{ConnectionId, Network, Side};
@@ -36,11 +36,12 @@ impl Apiserver {
         let mut objects = store.objects(resource).filter(is_listed);
         let count = objects.by_ref().take(limit.map_or(usize::MAX, |limit| limit as usize)).count();
         let next = objects.next().map_or(0, |object| object.0);
-        let head = Head { version: self.applied, next, ..Head::status(200) };
+        let length = list_bytes(count);
+        let head = Head { version: self.applied, next, length, ..Head::status(200) };
         net.send(s, id, Side::Server, Frame::Head(stream, head));
         let Some(window) = self.connections.get(&id).map(|peer| peer.window) else { return };
         if let Some(open) = self.stream_mut((id, stream)) {
-            open.list = Some(ListBody { left: OBJECT_BYTES * count.max(1) as u32, window });
+            open.list = Some(ListBody { left: length, window });
         }
         self.continue_list((s, net), (id, stream), 0);
     }

@@ -9,5 +9,5 @@ mod store;
 mod watches;
 
 pub use self::server::{Apiserver, Conditions, ServerTimer};
-pub(crate) use self::server::{OBJECT_BYTES, replicate_later};
+pub(crate) use self::server::{list_bytes, replicate_later};
 pub use self::store::{Resource, Store};

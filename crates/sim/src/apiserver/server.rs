@@ -26,10 +26,11 @@ const BOOKMARK_CHECK: Duration = Duration::from_secs(1);
 /// How long a server that shuts down serves the streams that are open.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
 /// Size of an object, also in a list.
-pub(crate) const OBJECT_BYTES: u32 = 1_500;
+const OBJECT_BYTES: u32 = 1_500;
 
 /// What a scenario injects into a server.
 #[derive(Debug, Clone, Copy)]
+#[allow(clippy::struct_excessive_bools)] // independent faults
 pub struct Conditions {
     /// The shortest time that a request takes. Up to as much is added at random.
     pub service: Duration,
@@ -41,6 +42,8 @@ pub struct Conditions {
     pub hangs: bool,
     /// `/readyz` fails.
     pub unready: bool,
+    /// `/readyz` and watches are answered with 403.
+    pub forbids: bool,
     /// Requests are rejected with 429.
     pub overloaded: bool,
     /// Probability that a request is followed by GOAWAY (`--goaway-chance`).
@@ -57,6 +60,7 @@ impl Default for Conditions {
             history: 10_000,
             hangs: false,
             unready: false,
+            forbids: false,
             overloaded: false,
             goaway_chance: 0.0,
             max_streams: 100,
@@ -255,7 +259,8 @@ impl Apiserver {
         };
         let path = request.info.path();
         if path == "/readyz" || path == "/livez" {
-            let failed = self.conditions.unready || self.conditions.hangs;
+            let Conditions { unready, hangs, forbids, .. } = self.conditions;
+            let failed = unready || hangs || forbids;
             return self.respond(
                 s,
                 net,
@@ -278,6 +283,9 @@ impl Apiserver {
             .and_then(|version| version.parse::<u64>().ok())
             .unwrap_or(0);
         let is_watch = first_value(request.info.query(), "watch").is_some();
+        if is_watch && self.conditions.forbids {
+            return self.respond(s, net, (id, stream), Head::status(403), None);
+        }
         if wanted > self.applied
             && !is_watch
             && let Some(open) = self.stream_mut((id, stream))
@@ -337,6 +345,11 @@ impl Apiserver {
         }
         self.forget_watches(id, Some(stream));
     }
+}
+
+/// The bytes of a list.
+pub(crate) fn list_bytes(items: usize) -> u32 {
+    OBJECT_BYTES * items.max(1) as u32
 }
 
 /// Carries a write out.

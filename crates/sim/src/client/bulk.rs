@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use http::Method;
 
 use super::{Model, Port, Reply, RequestId};
-use crate::apiserver::{OBJECT_BYTES, Resource};
+use crate::apiserver::{Resource, list_bytes};
 use crate::http2::Request;
 use crate::trace::Entry;
 
@@ -65,7 +65,7 @@ impl BulkReader {
     fn page_ended(&mut self, port: &mut Port<'_>) {
         match self.head {
             (200, 0) => {
-                let complete = OBJECT_BYTES * port.store.objects(Resource::Secrets).count() as u32;
+                let complete = list_bytes(port.store.objects(Resource::Secrets).count());
                 if self.bytes != complete {
                     let (client, bytes) = (port.client, self.bytes);
                     let text = format!("client {client}: a list of {complete} bytes had {bytes}");

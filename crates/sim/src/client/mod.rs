@@ -6,6 +6,7 @@ mod lease;
 mod requests;
 mod transport;
 
+use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -105,6 +106,8 @@ pub struct Client {
     transport: Transport,
     model: Box<dyn Model>,
     failed: Vec<(RequestId, Reply)>,
+    /// The responses that have begun: the bytes of their bodies so far, and of the whole body if it is a list.
+    begun: BTreeMap<RequestId, (u32, u32)>,
     stopped: bool,
 }
 
@@ -130,7 +133,15 @@ impl Client {
         model: Box<dyn Model>,
     ) -> Self {
         let transport = Transport::new(process, servers);
-        Self { index, process, transport, model, failed: Vec::new(), stopped: false }
+        Self {
+            index,
+            process,
+            transport,
+            model,
+            failed: Vec::new(),
+            begun: BTreeMap::new(),
+            stopped: false,
+        }
     }
 
     /// Starts the client.
@@ -185,11 +196,40 @@ impl Client {
         if replies.is_empty() {
             return;
         }
+        for (id, reply) in &replies {
+            if let Some(fault) = self.follow(*id, reply) {
+                let text = format!("client {}: request {id}: {fault}", self.index);
+                around.findings.violation(text);
+            }
+        }
         self.with_model(around, |model, port| {
             for (id, reply) in replies {
                 model.replied(port, id, reply);
             }
         });
+    }
+
+    /// Follows a response: one head, then its body, and of a list all of it once. Returns what is wrong.
+    fn follow(&mut self, id: RequestId, reply: &Reply) -> Option<&'static str> {
+        match reply {
+            Reply::Head(head) => self.begun.insert(id, (0, head.length)).map(|_| "a second head"),
+            Reply::Data(data) => {
+                let Some((bytes, _)) = self.begun.get_mut(&id) else {
+                    return Some("a body without a head");
+                };
+                *bytes += data.len();
+                None
+            }
+            Reply::End => {
+                let (bytes, length) = self.begun.remove(&id)?;
+                let is_whole = length == 0 || bytes == length;
+                (!is_whole).then_some("a list with parts of another response")
+            }
+            Reply::Failed(_) => {
+                self.begun.remove(&id);
+                None
+            }
+        }
     }
 
     #[allow(clippy::needless_pass_by_value)] // its parts are moved to the port

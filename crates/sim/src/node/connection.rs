@@ -116,6 +116,7 @@ impl Node {
             return self.handshake_failed(io, dial.endpoint, kind);
         }
         self.connect_failed(io, dial.endpoint, kind);
+        self.checks.connect_failed(dial.endpoint, io.s.now);
         self.changed = true;
         match dial.dialed_for {
             DialFor::Requests => self.class.connect_ended(EndpointKey(dial.endpoint)),
@@ -177,6 +178,7 @@ impl Node {
         self.upstreams.insert(id, upstream);
         self.record_state(io, id, ConnectionState::Live, "established");
         self.endpoints[endpoint].backoff.succeeded();
+        self.checks.connect_succeeded(endpoint);
         self.observe(io, endpoint, Observation::ConnectionOpened);
         self.changed = true;
         self.arm_check(io, id);

@@ -11,12 +11,14 @@
 //! | `placement` | which connections offer moves to their watches | `Rebalancer`, `ActiveEvacuations` |
 //! | `watch` | a watch that continues on another connection | `watch::relay`, `watch::session` |
 //! | `downstream` | the connections of clients | |
+//! | `checks` | what must hold in every run | |
 //!
 //! Requests look at their connection when it notifies them, and the pool runs when it is notified or when it is time, as
 //! in the program. So a machine that forgets a notification breaks a promise.
 //!
 //! What is not modelled is listed in the README of this crate.
 
+mod checks;
 mod connection;
 mod downstream;
 mod endpoint;
@@ -30,11 +32,14 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use jackstay_core::connection::Thresholds;
+use jackstay_core::endpoint_health::Observation;
+use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::pool::{Class, PoolState};
 use jackstay_core::receive_windows::ReceiveWindows;
 use jackstay_core::request::attempts::ConnectionFacts;
 use jackstay_core::request::retry_budget::RetryBudget;
 
+use self::checks::Checks;
 use self::connection::{Dial, Upstream};
 use self::downstream::Downstream;
 use self::endpoint::Endpoint;
@@ -155,6 +160,7 @@ pub struct Node {
     notified: Vec<ConnectionId>,
     /// The longest time that a request has waited for a stream.
     pub longest_wait: Duration,
+    checks: Checks,
 }
 
 impl Node {
@@ -191,6 +197,7 @@ impl Node {
             changed: false,
             notified: Vec::new(),
             longest_wait: Duration::ZERO,
+            checks: Checks::default(),
         }
     }
 
@@ -247,6 +254,22 @@ impl Node {
 
     fn start_timer(&self, s: &mut Scheduler, at: Instant, timer: NodeTimer) {
         s.timer(at, self.process, Timer::Node(timer));
+    }
+
+    /// The endpoint was removed from the set.
+    pub(crate) fn remove_endpoint(&mut self, io: &mut Io<'_>, endpoint: usize) {
+        self.observe(io, endpoint, Observation::Removed);
+        self.settle(io);
+    }
+
+    /// The states of the endpoints.
+    pub(crate) fn endpoint_states(&self) -> impl Iterator<Item = EndpointState> {
+        self.endpoints.iter().map(|endpoint| endpoint.state)
+    }
+
+    /// The rules that were broken; see `checks`.
+    pub(crate) fn broken_rules(&self) -> impl Iterator<Item = String> {
+        self.checks.all_broken().iter().map(|text| format!("node {}: {text}", self.index))
     }
 
     /// What is left over when no client is connected: an error for each kind.

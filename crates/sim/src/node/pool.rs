@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use jackstay_core::connection::{ConnectionMachine, DrainReason};
+use jackstay_core::connection::{ConnectionMachine, ConnectionState, DrainReason};
 use jackstay_core::credential_class::CredentialClass;
 use jackstay_core::pool::limits::ConnectionLimits;
 use jackstay_core::pool::{
@@ -81,6 +81,9 @@ impl Node {
         required: Requirements,
     ) {
         let now = io.s.now;
+        if purpose == Purpose::Resume {
+            self.checks.watch_resumes(now);
+        }
         match self.class.request(required.held, self.pool.is_total_outage(), now) {
             Arrival::Refuse(refusal) => return self.unavailable(io, request, purpose, refusal),
             Arrival::Select => {
@@ -91,6 +94,7 @@ impl Node {
             Arrival::Wait => {}
         }
         let (_, table) = self.table(now);
+        let is_unrestricted = !required.watch && required.excluded.is_empty();
         let waiting = Waiting { request, purpose, start: now };
         let begun = self
             .pool
@@ -99,6 +103,7 @@ impl Node {
         match begun {
             Ok(wait) => {
                 self.waits.push((request, purpose, wait));
+                self.checks.wait_begun(wait, is_unrestricted);
                 self.changed = true;
             }
             Err(refusal) => self.unavailable(io, request, purpose, refusal),
@@ -195,6 +200,9 @@ impl Node {
     /// Maintains the connections and serves the requests that wait, as the task of the program's pool.
     pub(super) fn run_pool(&mut self, io: &mut Io<'_>) {
         let now = io.s.now;
+        if self.pool.may_wait(true).is_err() {
+            return; // The task has ended.
+        }
         let endpoints = self.endpoint_rows(now);
         if self.pool.observe_endpoints(&endpoints, now).is_some() {
             self.outage_ended(io);
@@ -204,6 +212,17 @@ impl Node {
         self.serve_waiters(io, &endpoints);
         self.pool_due = self.pool.next_run(now, &mut io.s.rng);
         self.arm_pool(io);
+    }
+
+    /// The task of the pool ends, as when its upstream is removed from the configuration: every request that waits is
+    /// refused.
+    pub(crate) fn stop_pool(&mut self, io: &mut Io<'_>) {
+        let refusal = self.pool.stop();
+        while let Some(Waiting { request, purpose, .. }) = self.class.refuse_next() {
+            self.take_wait(request, purpose);
+            self.unavailable(io, request, purpose, refusal);
+        }
+        self.settle(io);
     }
 
     /// The timer of the pool has ended; the run may have been put off since.
@@ -244,8 +263,12 @@ impl Node {
         let (ids, mut rows) = self.connection_rows(now);
         let handshakes: Vec<_> = (0..endpoints.len()).map(|at| self.dials_to(at)).collect();
         let (class, all) = (&mut self.class, &mut self.endpoints);
-        let effects = class
-            .plan(&mut rows, &around, |at| all[at].backoff.claim(none_usable, handshakes[at], now));
+        let checks = &mut self.checks;
+        let effects = class.plan(&mut rows, &around, |at| {
+            let may_start = all[at].backoff.claim(none_usable, handshakes[at], now);
+            checks.connect_claimed(at, may_start);
+            may_start
+        });
         for effect in effects {
             self.execute_plan(io, &ids, effect);
         }
@@ -303,8 +326,13 @@ impl Node {
                 &mut io.s.rng,
             );
             let Some((Waiting { request, purpose, start }, answer)) = answer else { break };
-            self.waits.retain(|wait| (wait.0, wait.1) != (request, purpose));
+            let wait = self.take_wait(request, purpose);
             self.longest_wait = self.longest_wait.max(now - start);
+            if let (Some(wait), Ok(index)) = (wait, answer)
+                && table[index].state == ConnectionState::Live
+            {
+                self.checks.granted(wait);
+            }
             match answer {
                 Ok(index) => self.granted(io, request, purpose, ids[index]),
                 Err(refusal) => self.unavailable(io, request, purpose, refusal),
@@ -315,13 +343,22 @@ impl Node {
         }
     }
 
+    /// Forgets a wait that has had its answer. Returns its number.
+    fn take_wait(&mut self, request: RequestId, purpose: Purpose) -> Option<u64> {
+        let at = self.waits.iter().position(|wait| (wait.0, wait.1) == (request, purpose))?;
+        let wait = self.waits.remove(at).2;
+        self.checks.wait_ended(wait);
+        Some(wait)
+    }
+
     /// Ends the waits of a request.
     pub(super) fn forget_waits(&mut self, request: RequestId, of: impl Fn(Purpose) -> bool) {
-        let class = &mut self.class;
+        let (class, checks) = (&mut self.class, &mut self.checks);
         self.waits.retain(|&(waiting, purpose, wait)| {
             let ends = waiting == request && of(purpose);
             if ends {
                 class.leave(wait);
+                checks.wait_ended(wait);
             }
             !ends
         });

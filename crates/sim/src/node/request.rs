@@ -95,6 +95,9 @@ pub(super) struct NodeRequest {
     hold: Option<Hold>,
     /// For when a timer was started.
     timer_at: Option<Instant>,
+    /// Hedges that were sent, and the endpoint that the next one must avoid.
+    hedges: u32,
+    avoided: Option<usize>,
     pub(super) state: State,
 }
 
@@ -159,6 +162,7 @@ impl Node {
         client: (ConnectionId, StreamId),
         sent: Rc<Request>,
     ) {
+        self.checks.requested();
         self.hedge_budget.earn();
         self.too_old_budget.earn();
         self.rejected_budget.earn();
@@ -188,6 +192,8 @@ impl Node {
             slots: [Slot::Ended; MAX_PARALLEL],
             hold: None,
             timer_at: None,
+            hedges: 0,
+            avoided: None,
             state: State::Pending,
         };
         self.requests.insert(id, request);
@@ -380,6 +386,7 @@ impl Node {
     pub(super) fn cancel_request(&mut self, io: &mut Io<'_>, id: RequestId) {
         self.forget_waits(id, |_| true);
         let Some(request) = self.requests.remove(&id) else { return };
+        self.checks.hedges_counted(request.hedges, request.attempts.hedges_sent());
         for slot in request.slots {
             if let Slot::Sent { stream, .. } = slot {
                 self.cancel_stream(io, stream);

@@ -167,6 +167,7 @@ impl Node {
                 }
                 let taken = self.hedge_budget.take();
                 let has_better_endpoint = self.has_better_endpoint(endpoint);
+                self.requests.get_mut(&id)?.avoided = has_better_endpoint.then_some(endpoint);
                 return Some(Input::HedgeToken { attempt, taken, has_better_endpoint });
             }
             Effect::Hedge { attempt, exclude } => self.acquire_hedge(io, id, attempt, exclude),
@@ -218,8 +219,12 @@ impl Node {
         let stream = (connection, self.open_stream(io, connection, id, &sent));
         let (node, hedge) = (self.index, attempt > 0);
         io.s.record(Entry::Attempt { node, request: id, connection, number, hedge });
-        if let Some(request) = self.requests.get_mut(&id) {
-            request.slots[attempt] = Slot::Sent { stream, head: None };
+        let endpoint = self.endpoint_of(connection);
+        let Some(request) = self.requests.get_mut(&id) else { return };
+        request.slots[attempt] = Slot::Sent { stream, head: None };
+        if hedge {
+            request.hedges += 1;
+            self.checks.hedged(self.settings.max_streams, request.avoided == Some(endpoint));
         }
     }
 

@@ -268,6 +268,12 @@ fn late_ping_on_a_draining_connection_makes_streams_leave_at_once() {
     let mut setup = Setup::in_state(Draining);
     assert_eq!(setup.without_pong(ms(200), false), []);
     assert_eq!(setup.connection.drain_urgency(), Some(Immediate));
+    let mut notified = Setup::in_state(Draining);
+    notified.now = notified.now.max(notified.connection.wake_at());
+    let ping = notified.now;
+    let notifies = [0, 50, 100, 150, 200, 250]
+        .map(|at| notified.connection.check(Some(&silent(ms(at))), ping + ms(at)).notify_requests);
+    assert_eq!(notifies, [false, false, true, false, false, false], "once, when the PING is late");
     let mut stopped = Setup::live();
     drop(stopped.without_pong(ms(5_100), true));
     assert_eq!((stopped.state(), stopped.connection.drain_urgency()), (Draining, Some(Immediate)));
@@ -405,4 +411,68 @@ fn pool_is_notified_when_most_streams_have_proven_a_token() {
     assert!(connection.token_proven(&mut streams[1]).notify_pool);
     let _ = connection.release(&mut streams[1], now);
     assert!(!connection.is_mostly_proven());
+}
+
+#[test]
+fn kernel_is_asked_for_a_probe_unless_the_connection_is_unresponsive_or_dead() {
+    let expected = [true, true, true, false, false];
+    for (state, expected) in ConnectionState::ALL.into_iter().zip(expected) {
+        let mut setup = Setup::in_state(state);
+        setup.now = setup.now.max(setup.connection.wake_at());
+        let ping = setup.now;
+        let mut probes = Vec::new();
+        while setup.now < ping + ms(700) {
+            let effects = setup.connection.check(Some(&silent(ms(0))), setup.now);
+            probes.push(effects.probe_kernel);
+            setup.now += ms(50);
+        }
+        assert_eq!(probes.contains(&true), expected, "{state:?}");
+        // The PING of a suspect connection is older.
+        assert!(state == Suspect || !probes[..9].contains(&true), "{state:?}: not before 500 ms");
+    }
+}
+
+#[test]
+fn pong_reports_the_round_trip_time_of_its_ping() {
+    let mut setup = Setup::live();
+    assert_eq!(setup.connection.pong(setup.now).round_trip, None, "without a PING");
+    setup.now = setup.now.max(setup.connection.wake_at());
+    assert!(setup.connection.check(None, setup.now).send_ping);
+    assert_eq!(setup.connection.pong(setup.now + ms(7)).round_trip, Some(ms(7)));
+}
+
+#[test]
+fn head_of_a_watch_is_neither_slow_nor_a_sample_of_the_latency() {
+    let now = Instant::now();
+    for (watch, expected) in [(true, false), (false, true)] {
+        let mut connection = ConnectionMachine::new(established(now), now);
+        let mut stream = connection.reserve(watch, now);
+        connection.opened(&mut stream);
+        let slow = [1, 2, 3].map(|_| connection.has_slow_response_heads(ms(200), now));
+        assert_eq!(slow.contains(&true), expected, "watch: {watch}");
+        connection.head_arrived(&mut stream, now + ms(900));
+        assert_eq!(connection.cost(now + ms(900)) > 0.05, expected, "watch: {watch}");
+    }
+}
+
+#[test]
+fn request_with_a_response_head_is_not_slow() {
+    let now = Instant::now();
+    let mut connection = ConnectionMachine::new(established(now), now);
+    let mut answered = connection.reserve(false, now);
+    connection.opened(&mut answered);
+    connection.head_arrived(&mut answered, now + ms(1));
+    for _ in 0..8 {
+        assert!(!connection.has_slow_response_heads(ms(200), now));
+    }
+}
+
+#[test]
+fn no_response_is_expected_on_an_unresponsive_connection() {
+    for state in ConnectionState::ALL {
+        let connection = Setup::in_state(state).connection;
+        let lost = (state == Unresponsive).then_some(StateChangeReason::NothingArrives);
+        let reasons = [true, false].map(|safe| connection.no_response_reason(safe));
+        assert_eq!(reasons, [lost, lost], "{state:?}");
+    }
 }

@@ -93,9 +93,14 @@ impl Checks {
         self.unrestricted.remove(&wait);
     }
 
-    /// A request that has waited gets a stream of a live connection. It must not overtake one that could use it.
-    pub(super) fn granted(&mut self, wait: u64) {
-        if let Some(first) = self.unrestricted.first().copied().filter(|&first| first < wait) {
+    /// A request that waits has its answer; `wait` is `None` if it waits no longer. With a stream of a live connection it
+    /// must not overtake one that could use it.
+    pub(super) fn answered(&mut self, wait: Option<u64>, is_live: bool) {
+        let Some(wait) = wait else {
+            return self.broken("the pool has answered a request that does not wait".to_owned());
+        };
+        let first = self.unrestricted.first().copied().filter(|&first| is_live && first < wait);
+        if let Some(first) = first {
             self.broken(format!("wait {wait} got a stream before wait {first}"));
         }
     }

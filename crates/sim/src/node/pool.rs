@@ -328,11 +328,8 @@ impl Node {
             let Some((Waiting { request, purpose, start }, answer)) = answer else { break };
             let wait = self.take_wait(request, purpose);
             self.longest_wait = self.longest_wait.max(now - start);
-            if let (Some(wait), Ok(index)) = (wait, answer)
-                && table[index].state == ConnectionState::Live
-            {
-                self.checks.granted(wait);
-            }
+            let is_live = answer.is_ok_and(|index| table[index].state == ConnectionState::Live);
+            self.checks.answered(wait, is_live);
             match answer {
                 Ok(index) => self.granted(io, request, purpose, ids[index]),
                 Err(refusal) => self.unavailable(io, request, purpose, refusal),

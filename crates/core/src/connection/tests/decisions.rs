@@ -476,3 +476,24 @@ fn no_response_is_expected_on_an_unresponsive_connection() {
         assert_eq!(reasons, [lost, lost], "{state:?}");
     }
 }
+
+#[test]
+fn requests_are_notified_when_a_finding_concerns_them() {
+    let notified = |until: u64| {
+        let mut setup = Setup::in_state(Draining);
+        setup.now = setup.now.max(setup.connection.wake_at());
+        let ping = setup.now;
+        let mut times = Vec::new();
+        for at in (0..until).step_by(50) {
+            setup.now = ping + ms(at);
+            // The kernel answers.
+            if setup.connection.check(Some(&silent(ms(0))), setup.now).notify_requests {
+                times.push(at);
+            }
+        }
+        (times, setup.connection.pong(setup.now).notify_requests)
+    };
+    // The PING is late, the connection is silent, and requests that must not be sent twice fail, until a PONG arrives.
+    assert_eq!(notified(2_000), (vec![100, 1_000], false));
+    assert_eq!(notified(7_500), (vec![100, 1_000, 7_000], true));
+}

@@ -130,8 +130,11 @@ fn step_new_watch_is_held_until_the_outage_or_the_hold_ends() {
     let too_many = "Hold, Pause, Acquire, Error limit -";
     check(Watch, after_hold(vec![exhausted()]), too_many);
     check(Watch, vec![unreachable(true), Input::HoldEnded], "Hold, Error no_upstream -");
-    let (attempts, _) = run(Watch, hold());
-    assert!(attempts.requirements().previous_failure.is_none());
+    // A failure before the hold does not matter after it.
+    let failure = [granted(0), failed(0, Stage::NoHead, 0), held()];
+    let (attempts, _) = run(Watch, failure.into_iter().chain(hold()).collect());
+    let required = attempts.requirements();
+    assert!(required.previous_failure.is_none() && required.excluded.is_empty());
 
     // A rejection is forwarded instead of a hold.
     let mut inputs = vec![granted(0), failed(0, Stage::TooOld, 410), held(), other(true)];
@@ -202,6 +205,17 @@ fn step_failed_round_follows_the_retry_table() {
         assert_eq!(text, format!("{failed}Version true, {expected}"), "{after:?}");
         assert_eq!(attempts.excluded().len(), excluded, "{after:?}");
     }
+}
+
+#[test]
+fn other_endpoint_is_asked_for_a_version_while_a_round_is_left_for_the_original_request() {
+    let round = || {
+        let other = Input::AfterNotReached(AfterNotReached::AskOther);
+        [granted(0), failed(0, Stage::NotReached, 504), held(), other]
+    };
+    let text = run(Read, (1..ATTEMPTS).flat_map(|_| round()).collect()).1;
+    let asks: Vec<_> = text.split(", ").filter(|effect| effect.starts_with("Version")).collect();
+    assert_eq!(asks, ["Version true", "Version true", "Version true", "Version false"]);
 }
 
 #[test]

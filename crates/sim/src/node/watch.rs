@@ -65,6 +65,8 @@ pub(super) struct Watch {
     last: Option<Previous>,
     searches: Searches,
     pace: DeliveryPace,
+    /// What has arrived on the stream since the request to move was sent: the program does not read it meanwhile.
+    unread: Vec<Data>,
 }
 
 impl Watch {
@@ -84,6 +86,7 @@ impl Watch {
             last: None,
             searches: Searches::default(),
             pace: DeliveryPace::new(now),
+            unread: Vec::new(),
         }
     }
 
@@ -117,10 +120,13 @@ impl Node {
     ) {
         let (now, endpoint) = (io.s.now, self.endpoint_of(stream.0));
         let Some(watch) = self.watch_mut(id) else { return };
-        let Data::Frames(chunk) = data else { return };
         if watch.stream != Some(stream) {
             return;
         }
+        if watch.phase == Phase::Moving {
+            return watch.unread.push(data);
+        }
+        let Data::Frames(chunk) = data else { return };
         watch.pace.delivered(now);
         let mut out = Vec::new();
         let pushed = watch.relay.push(&chunk, now, |bytes| out.push(bytes));
@@ -218,6 +224,7 @@ impl Node {
         let left = watch.stream.replace(stream);
         watch.enter(Phase::Streaming);
         (watch.searches, watch.pace) = (Searches::default(), DeliveryPace::new(now));
+        watch.unread.clear();
         if is_move {
             watch.relay.move_ended(now);
         } else {
@@ -269,7 +276,12 @@ impl Node {
         watch.enter(Phase::Streaming);
         watch.searches.failed();
         let connections: Vec<_> = watch.streams().map(|stream| stream.0).collect();
+        let (stream, unread) = (watch.stream, std::mem::take(&mut watch.unread));
         self.notified.extend(connections);
+        let Some(stream) = stream else { return };
+        for data in unread {
+            self.watch_data(io, id, stream, data);
+        }
     }
 
     fn watch_step(&mut self, io: &mut Io<'_>, id: RequestId, input: Input<'_>) {
@@ -325,6 +337,7 @@ impl Node {
         let Some(watch) = self.watch_mut(id) else { return };
         let streams: Vec<_> = watch.streams().collect();
         (watch.stream, watch.next) = (None, None);
+        watch.unread.clear();
         for stream in streams {
             self.cancel_stream(io, stream);
         }

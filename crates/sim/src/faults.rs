@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::net::ProcessState;
+use crate::net::{HostId, ProcessState};
 use crate::node::Io;
 use crate::scheduler::Event;
 use crate::trace::Entry;
@@ -81,10 +81,15 @@ impl World {
         self.s.record(Entry::Fault { number: number as u32 });
         let fault = self.faults[number / 2];
         let begins = number.is_multiple_of(2);
-        let (server, host) = (fault.server, fault.server as u8);
+        let (server, host) = (fault.server, fault.server as HostId);
         let default = crate::apiserver::Conditions::default();
         match fault.kind {
-            FaultKind::Blackhole => self.net.change_links(host, |link| link.blocked = begins),
+            FaultKind::Blackhole => {
+                self.net.change_links(host, |link| link.blocked = begins);
+                if !begins {
+                    self.net.reset_lost(&mut self.s, host);
+                }
+            }
             FaultKind::BlackholeOneWay => {
                 self.net.change_links_to(host, |link| link.blocked = begins);
             }

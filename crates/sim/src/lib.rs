@@ -17,13 +17,16 @@
 pub mod apiserver;
 pub mod client;
 pub mod faults;
+pub mod fleet;
 pub mod http2;
 pub mod invariants;
 pub mod net;
 pub mod node;
+pub mod plots;
 pub mod queue;
 pub mod scenario;
 pub mod scenarios;
 pub mod scheduler;
+pub mod storms;
 pub mod trace;
 pub mod world;

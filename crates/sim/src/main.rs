@@ -1,8 +1,10 @@
 //! Runs seeds of the scenarios and prints seeds a second.
 
 mod forever;
+mod storm_runs;
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -12,8 +14,10 @@ use jackstay_sim::scenario::Scenario;
 use jackstay_sim::scenarios::{ALL, by_name};
 
 const USAGE: &str = "usage: jackstay-sim [--seeds N | --forever] [--first N] [--until-failure] [--scenario NAME] \
-                     [--seed N [--trace]] [--list]";
+                     [--seed N [--trace]] [--list], or \
+                     jackstay-sim --storms [--nodes N] [--plots DIRECTORY]";
 
+#[allow(clippy::struct_excessive_bools)] // independent flags
 struct Arguments {
     seeds: u64,
     /// Until a signal arrives.
@@ -24,6 +28,9 @@ struct Arguments {
     seed: Option<u64>,
     trace: bool,
     list: bool,
+    storms: bool,
+    nodes: Option<usize>,
+    plots: Option<PathBuf>,
 }
 
 fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
@@ -36,6 +43,9 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
         seed: None,
         trace: false,
         list: false,
+        storms: false,
+        nodes: None,
+        plots: None,
     };
     while let Some(arg) = args.next() {
         let mut value = || args.next().ok_or(format!("{arg} needs a value"));
@@ -53,6 +63,9 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Arguments, String> {
             }
             "--trace" => parsed.trace = true,
             "--list" => parsed.list = true,
+            "--storms" => parsed.storms = true,
+            "--nodes" => parsed.nodes = Some(number(value()?)? as usize),
+            "--plots" => parsed.plots = Some(value()?.into()),
             _ => return Err(format!("{arg} is unknown; {USAGE}")),
         }
     }
@@ -76,6 +89,10 @@ fn main() -> ExitCode {
             println!("{:<20} {}", scenario.name, scenario.about);
         }
         return ExitCode::SUCCESS;
+    }
+    if arguments.storms {
+        let seed = arguments.seed.unwrap_or(1);
+        return storm_runs::run(seed, arguments.nodes, arguments.plots.as_deref());
     }
     if arguments.forever {
         // Without a first seed, each invocation tries others.

@@ -16,6 +16,7 @@ use crate::client::{
     BulkMode, BulkReader, Burst, Client, Informer, LeaseHolder, Model, Reader, Writer,
 };
 use crate::faults::{Fault, FaultKind, random_fault};
+use crate::fleet::{FleetRun, Load};
 use crate::invariants::{Findings, Promises};
 use crate::node::{Node, Settings};
 use crate::trace::Trace;
@@ -62,6 +63,7 @@ pub struct Sim {
     max_streams: usize,
     link: Option<(Duration, Duration)>,
     rate: u64,
+    is_fleet: bool,
 }
 
 /// The result of a run.
@@ -91,6 +93,7 @@ impl Sim {
             max_streams: 100,
             link: None,
             rate: 0,
+            is_fleet: false,
         }
     }
 
@@ -140,6 +143,21 @@ impl Sim {
     #[must_use]
     pub fn latency(mut self, latency: Duration, jitter: Duration) -> Self {
         self.link = Some((latency, jitter));
+        self
+    }
+
+    /// The time between two PINGs (`health.ping_interval`).
+    #[must_use]
+    pub fn ping_interval(mut self, interval: Duration) -> Self {
+        self.settings.health.ping_interval = interval;
+        self
+    }
+
+    /// The nodes are many: the network is coarse, there is no log, and bookmarks and histories of the watch caches are
+    /// those of kube-apiserver.
+    #[must_use]
+    pub fn fleet(mut self) -> Self {
+        self.is_fleet = true;
         self
     }
 
@@ -214,19 +232,37 @@ impl Sim {
         Run { seed, findings: world.findings, trace: world.s.trace, events }
     }
 
+    /// Runs for this many seconds and reports what the apiservers bear in each. `finishes`: it then ends the clients and
+    /// looks for what is left over.
+    #[must_use]
+    pub fn run_fleet(self, seconds: usize, finishes: bool) -> FleetRun {
+        let mut world = self.build();
+        world.schedule_faults();
+        world.start();
+        let mut load = Load::default();
+        for _ in 0..seconds {
+            world.advance(Duration::from_secs(1));
+            load.sample(&world);
+        }
+        if finishes {
+            world.finish();
+        }
+        FleetRun { load, events: world.s.events(), findings: world.findings }
+    }
+
     fn build(self) -> World {
         let hosts = self.endpoints + self.nodes;
-        let mut world = World::new(self.seed, hosts);
-        if let Some((latency, jitter)) = self.link {
-            for host in 0..hosts {
-                world.net.change_links(host as u8, |link| {
-                    (link.latency, link.jitter) = (latency, jitter);
-                });
+        let mut world = World::new(self.seed, hosts, self.endpoints);
+        if self.is_fleet {
+            world.net.be_coarse();
+            world.s.trace.turn_off();
+        }
+        world.net.change_all_links(|link| {
+            link.rate = self.rate;
+            if let Some((latency, jitter)) = self.link {
+                (link.latency, link.jitter) = (latency, jitter);
             }
-        }
-        for host in 0..hosts {
-            world.net.change_links(host as u8, |link| link.rate = self.rate);
-        }
+        });
         if self.clients.iter().any(|client| client.0 == Role::Bulk) {
             world.secrets = world::SECRETS;
         }
@@ -235,6 +271,10 @@ impl Sim {
             let process = world.add_process(at, world::Role::Server(at));
             let mut server = Apiserver::new(at, process);
             server.conditions.max_streams = self.max_streams;
+            if self.is_fleet {
+                server.conditions.bookmarks = Duration::from_secs(60);
+                server.conditions.history = u64::MAX;
+            }
             world.servers.push(server);
             servers.push(process);
         }

@@ -18,7 +18,7 @@ pub enum Entry {
     Connect {
         connection: u32,
         from: u16,
-        to: u8,
+        to: u16,
     },
     ConnectEnded {
         connection: u32,
@@ -190,12 +190,20 @@ impl fmt::Display for Entry {
 #[derive(Debug, Default)]
 pub struct Trace {
     entries: Vec<(Duration, Entry)>,
+    is_off: bool,
 }
 
 impl Trace {
+    /// Adds no entry from now on: the log of a fleet is too long.
+    pub fn turn_off(&mut self) {
+        self.is_off = true;
+    }
+
     /// Adds an entry.
     pub fn record(&mut self, at: Duration, entry: Entry) {
-        self.entries.push((at, entry));
+        if !self.is_off {
+            self.entries.push((at, entry));
+        }
     }
 
     /// The entries, oldest first.

@@ -10,7 +10,7 @@ use crate::client::{Client, Surroundings};
 use crate::faults::{Fault, FaultKind};
 use crate::http2::Write;
 use crate::invariants::Findings;
-use crate::net::{Network, ProcessId, ProcessState};
+use crate::net::{HostId, Network, ProcessId, ProcessState};
 use crate::node::{Io, Node};
 use crate::scheduler::{Event, Scheduler, Timer};
 
@@ -67,10 +67,10 @@ pub struct World {
 
 impl World {
     /// A world without processes.
-    pub(crate) fn new(seed: u64, hosts: usize) -> Self {
+    pub(crate) fn new(seed: u64, hosts: usize, servers: usize) -> Self {
         Self {
             s: Scheduler::new(seed),
-            net: Network::new(hosts),
+            net: Network::new(hosts, servers),
             store: Store::default(),
             servers: Vec::new(),
             nodes: Vec::new(),
@@ -86,7 +86,7 @@ impl World {
     /// Adds a process to a host.
     pub(crate) fn add_process(&mut self, host: usize, role: Role) -> ProcessId {
         self.roles.push(role);
-        self.net.add_process(host as u8)
+        self.net.add_process(host as HostId)
     }
 
     /// Creates the first objects and starts all processes.

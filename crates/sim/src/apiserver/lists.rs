@@ -29,6 +29,7 @@ impl Apiserver {
         (id, stream): (ConnectionId, StreamId),
         (resource, request): (Resource, &Request),
     ) {
+        self.lists += 1;
         let query = request.info.query();
         let number = |key| first_value(query, key).and_then(|value| value.parse::<u32>().ok());
         let (first, limit) = (number("continue").unwrap_or(0), number("limit"));

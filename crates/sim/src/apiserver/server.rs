@@ -19,8 +19,6 @@ use crate::trace::Entry;
 const VERSION_WAIT: Duration = Duration::from_secs(3);
 /// Pause between two looks at the watch cache.
 const VERSION_CHECK: Duration = Duration::from_millis(50);
-/// Time from the begin of a watch to its first bookmark, and between two. kube-apiserver sends one a minute.
-pub(super) const BOOKMARKS: Duration = Duration::from_secs(5);
 /// Time between two looks at the bookmarks that are due (apiserver, `cacher/cacher.go`, `dispatchEvents`).
 const BOOKMARK_CHECK: Duration = Duration::from_secs(1);
 /// How long a server that shuts down serves the streams that are open.
@@ -38,6 +36,8 @@ pub struct Conditions {
     pub lag: Duration,
     /// Revisions that the watch cache keeps.
     pub history: u64,
+    /// Time from the begin of a watch to its first bookmark, and between two. kube-apiserver sends one a minute.
+    pub bookmarks: Duration,
     /// Requests get no response, as without etcd.
     pub hangs: bool,
     /// `/readyz` fails.
@@ -58,6 +58,7 @@ impl Default for Conditions {
             service: Duration::from_micros(600),
             lag: Duration::from_millis(1),
             history: 10_000,
+            bookmarks: Duration::from_secs(5),
             hangs: false,
             unready: false,
             forbids: false,
@@ -108,9 +109,11 @@ pub struct Apiserver {
     /// What is injected.
     pub conditions: Conditions,
     pub(super) connections: BTreeMap<ConnectionId, Peer>,
-    pub(super) watchers: Vec<Watcher>,
+    pub(super) watchers: BTreeMap<(ConnectionId, StreamId), Watcher>,
     /// The revision of the watch cache.
     pub(super) applied: u64,
+    /// Lists that were answered.
+    pub lists: u64,
     /// The oldest version from which the watch cache can continue a watch.
     pub(super) oldest: u64,
     shutting_down: bool,
@@ -124,8 +127,9 @@ impl Apiserver {
             process,
             conditions: Conditions::default(),
             connections: BTreeMap::new(),
-            watchers: Vec::new(),
+            watchers: BTreeMap::new(),
             applied: 0,
+            lists: 0,
             oldest: 0,
             shutting_down: false,
         }

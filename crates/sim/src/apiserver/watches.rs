@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use jackstay_core::request::info::{first_value, parse_bool};
 
-use super::server::{Apiserver, BOOKMARKS};
+use super::server::Apiserver;
 use super::store::{Resource, Store, expired_line, line};
 use crate::http2::{Data, Frame, Head, Request, StreamId};
 use crate::net::{ConnectionId, Network, Side};
@@ -13,8 +13,6 @@ use crate::scheduler::Scheduler;
 /// A running watch.
 #[derive(Debug)]
 pub struct Watcher {
-    connection: ConnectionId,
-    stream: StreamId,
     resource: Resource,
     /// The client has everything until this revision.
     cursor: u64,
@@ -52,16 +50,14 @@ impl Apiserver {
         let ends_at =
             number("timeoutSeconds").map(|seconds| s.now + std::time::Duration::from_secs(seconds));
         let mut watcher = Watcher {
-            connection,
-            stream,
             resource,
             cursor,
             bookmark_at: parse_bool(first_value(query, "allowWatchBookmarks").as_deref())
-                .then(|| s.now + BOOKMARKS),
+                .then(|| s.now + self.conditions.bookmarks),
             ends_at,
         };
-        watcher.catch_up((s, net), store, self.applied);
-        self.watchers.push(watcher);
+        watcher.catch_up((s, net), store, (connection, stream), self.applied);
+        self.watchers.insert((connection, stream), watcher);
     }
 
     /// The watch cache has reached a revision.
@@ -75,28 +71,33 @@ impl Apiserver {
         if revision <= self.applied {
             return;
         }
+        let has_changed = Resource::ALL.map(|resource| {
+            store.next_revision(resource, self.applied).is_some_and(|next| next <= revision)
+        });
         self.applied = revision;
         self.oldest = self.oldest.max(revision.saturating_sub(self.conditions.history));
-        for watcher in &mut self.watchers {
-            watcher.catch_up((s, net), store, revision);
+        for (&on, watcher) in &mut self.watchers {
+            if has_changed[watcher.resource as usize] {
+                watcher.catch_up((s, net), store, on, revision);
+            }
         }
     }
 
     /// Sends the bookmarks that are due, and ends watches whose time is over.
     pub(super) fn tend_watches(&mut self, (s, net): (&mut Scheduler, &mut Network)) {
-        let applied = self.applied;
+        let (applied, bookmarks) = (self.applied, self.conditions.bookmarks);
         let mut ended = Vec::new();
-        self.watchers.retain_mut(|watcher| {
+        self.watchers.retain(|&(connection, stream), watcher| {
             if watcher.ends_at.is_some_and(|at| at <= s.now) {
-                net.send(s, watcher.connection, Side::Server, Frame::End(watcher.stream));
-                ended.push((watcher.connection, watcher.stream));
+                net.send(s, connection, Side::Server, Frame::End(stream));
+                ended.push((connection, stream));
                 return false;
             }
             if watcher.bookmark_at.is_some_and(|at| at <= s.now) && watcher.cursor <= applied {
                 watcher.cursor = applied;
-                watcher.bookmark_at = Some(s.now + BOOKMARKS);
+                watcher.bookmark_at = Some(s.now + bookmarks);
                 let data = Data::Frames(line("BOOKMARK", 0, applied));
-                net.send(s, watcher.connection, Side::Server, Frame::Data(watcher.stream, data));
+                net.send(s, connection, Side::Server, Frame::Data(stream, data));
             }
             true
         });
@@ -107,29 +108,40 @@ impl Apiserver {
 
     /// Ends every watch cleanly.
     pub(super) fn end_watches(&mut self, (s, net): (&mut Scheduler, &mut Network)) {
-        for watcher in std::mem::take(&mut self.watchers) {
-            net.send(s, watcher.connection, Side::Server, Frame::End(watcher.stream));
-            self.finish_stream(watcher.connection, watcher.stream);
+        for ((connection, stream), _) in std::mem::take(&mut self.watchers) {
+            net.send(s, connection, Side::Server, Frame::End(stream));
+            self.finish_stream(connection, stream);
         }
     }
 
     pub(super) fn forget_watches(&mut self, connection: ConnectionId, stream: Option<StreamId>) {
-        self.watchers.retain(|watcher| {
-            watcher.connection != connection
-                || stream.is_some_and(|stream| watcher.stream != stream)
-        });
+        if let Some(stream) = stream {
+            self.watchers.remove(&(connection, stream));
+            return;
+        }
+        let all = (connection, 0)..=(connection, StreamId::MAX);
+        let ended: Vec<_> = self.watchers.range(all).map(|(&on, _)| on).collect();
+        for on in ended {
+            self.watchers.remove(&on);
+        }
     }
 }
 
 impl Watcher {
-    fn catch_up(&mut self, (s, net): (&mut Scheduler, &mut Network), store: &Store, until: u64) {
+    fn catch_up(
+        &mut self,
+        (s, net): (&mut Scheduler, &mut Network),
+        store: &Store,
+        (connection, stream): (ConnectionId, StreamId),
+        until: u64,
+    ) {
         while let Some(revision) = store.next_revision(self.resource, self.cursor)
             && revision <= until
         {
             self.cursor = revision;
             let Some(change) = store.change(revision) else { break };
             let data = Data::Frames(change.line.clone());
-            net.send(s, self.connection, Side::Server, Frame::Data(self.stream, data));
+            net.send(s, connection, Side::Server, Frame::Data(stream, data));
         }
     }
 }

@@ -3,6 +3,8 @@
 //! Kernels and processes are distinct: the kernel of a stopped process accepts connections and acknowledges bytes until
 //! its receive buffer is full, and the process answers nothing.
 
+mod coarse;
+mod connections;
 mod link;
 mod tcp;
 
@@ -11,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use jackstay_core::tcp_info::TcpInfo;
 
+use self::connections::Connections;
 pub use self::link::Link;
 pub use self::tcp::Side;
 use self::tcp::{Connection, Content, End, Segment};
@@ -19,7 +22,7 @@ use crate::scheduler::{Event, Scheduler};
 use crate::trace::Entry;
 
 /// A host.
-pub type HostId = u8;
+pub type HostId = u16;
 /// A process on a host.
 pub type ProcessId = u16;
 /// A connection. Numbers are not used again.
@@ -53,6 +56,23 @@ pub enum NetEvent {
     Timeout { id: ConnectionId, side: Side },
     Probe { id: ConnectionId, from: Side },
     Reset { id: ConnectionId, to: Side },
+    Message { id: ConnectionId, from: Side },
+}
+
+impl NetEvent {
+    fn connection(self) -> ConnectionId {
+        match self {
+            Self::Syn { id }
+            | Self::SynTimeout { id, .. }
+            | Self::SynAnswer { id }
+            | Self::Segment { id, .. }
+            | Self::Ack { id, .. }
+            | Self::Timeout { id, .. }
+            | Self::Probe { id, .. }
+            | Self::Reset { id, .. }
+            | Self::Message { id, .. } => id,
+        }
+    }
 }
 
 /// An event on a connection, and the process that receives it.
@@ -83,9 +103,17 @@ pub enum Arrival {
 #[derive(Debug, Default)]
 pub struct Network {
     hosts: usize,
-    links: Vec<Link>,
+    /// Links to each server: from each host.
+    to_servers: Vec<Link>,
+    /// Links from each server: to each host.
+    from_servers: Vec<Link>,
+    loopback: Vec<Link>,
     processes: Vec<(HostId, ProcessState)>,
-    connections: Vec<Connection>,
+    connections: Connections,
+    /// Connections are not made of segments; see [`coarse`].
+    coarse: bool,
+    /// SYNs that have arrived at each server.
+    pub connects: Vec<u64>,
     /// What the world has to pass to processes, oldest first.
     pub deliveries: VecDeque<Delivery>,
     /// Packets that were sent.
@@ -93,12 +121,23 @@ pub struct Network {
 }
 
 impl Network {
-    /// A network of this number of hosts.
-    pub fn new(hosts: usize) -> Self {
-        let link = |at: usize| {
-            if at / hosts == at % hosts { Link::loopback() } else { Link::local_network() }
-        };
-        Self { hosts, links: (0..hosts * hosts).map(link).collect(), ..Self::default() }
+    /// A network of this number of hosts, of which the first ones are servers. Clients on a host reach their own host and
+    /// the servers.
+    pub fn new(hosts: usize, servers: usize) -> Self {
+        let links = vec![Link::local_network(); hosts * servers];
+        Self {
+            hosts,
+            to_servers: links.clone(),
+            from_servers: links,
+            loopback: vec![Link::loopback(); hosts],
+            connects: vec![0; servers],
+            ..Self::default()
+        }
+    }
+
+    /// Connections are not made of segments from now on.
+    pub(crate) fn be_coarse(&mut self) {
+        self.coarse = true;
     }
 
     /// Adds a process to a host.
@@ -107,22 +146,34 @@ impl Network {
         (self.processes.len() - 1) as ProcessId
     }
 
-    /// The link from one host to another.
-    pub fn link(&mut self, from: HostId, to: HostId) -> &mut Link {
-        &mut self.links[usize::from(from) * self.hosts + usize::from(to)]
-    }
-
-    /// Changes all links to and from a host.
-    pub fn change_links(&mut self, host: HostId, change: impl Fn(&mut Link)) {
-        for other in (0..self.hosts as u8).filter(|&other| other != host) {
-            change(self.link(host, other));
-            change(self.link(other, host));
+    /// The link from one host to another, of which one is a server.
+    fn link(&mut self, from: HostId, to: HostId) -> &mut Link {
+        let (from, to, servers) = (usize::from(from), usize::from(to), self.connects.len());
+        if from == to {
+            &mut self.loopback[from]
+        } else if to < servers {
+            &mut self.to_servers[to * self.hosts + from]
+        } else {
+            &mut self.from_servers[from * self.hosts + to]
         }
     }
 
-    /// Changes the links to a host, and leaves those from it as they are.
+    /// Changes all links between hosts.
+    pub fn change_all_links(&mut self, change: impl Fn(&mut Link)) {
+        self.to_servers.iter_mut().chain(&mut self.from_servers).for_each(change);
+    }
+
+    /// Changes all links to and from a server's host.
+    pub fn change_links(&mut self, host: HostId, change: impl Fn(&mut Link)) {
+        self.change_links_to(host, &change);
+        for other in (0..self.hosts as HostId).filter(|&other| other != host) {
+            change(self.link(host, other));
+        }
+    }
+
+    /// Changes the links to a server's host, and leaves those from it as they are.
     pub fn change_links_to(&mut self, host: HostId, change: impl Fn(&mut Link)) {
-        for other in (0..self.hosts as u8).filter(|&other| other != host) {
+        for other in (0..self.hosts as HostId).filter(|&other| other != host) {
             change(self.link(other, host));
         }
     }
@@ -142,8 +193,7 @@ impl Network {
     ) -> ConnectionId {
         let (client, server) = (self.host_of(from), self.host_of(to));
         let rtt = self.link(client, server).latency + self.link(server, client).latency;
-        let id = self.connections.len() as ConnectionId;
-        self.connections.push(Connection {
+        let id = self.connections.push(Connection {
             ends: [
                 End::new(client, from, thin, rtt, s.now),
                 End::new(server, to, false, rtt, s.now),
@@ -160,6 +210,9 @@ impl Network {
 
     /// Sends a message.
     pub fn send(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side, frame: Frame) {
+        if self.coarse {
+            return self.send_message(s, id, side, frame.bytes(), Content::Message(frame));
+        }
         let segment =
             Segment { bytes: frame.bytes(), content: Content::Message(frame), repeated: false };
         self.queue_segment(s, id, side, segment);
@@ -167,9 +220,12 @@ impl Network {
 
     /// Closes a connection after what was sent.
     pub fn close(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
+        if self.coarse {
+            return self.close_coarsely(s, id, side);
+        }
         let segment = Segment { bytes: 1, content: Content::Fin, repeated: false };
         self.queue_segment(s, id, side, segment);
-        let end = self.connections[id as usize].end(side);
+        let end = self.connections[id].end(side);
         end.closed = true;
         end.unread.clear();
         end.unread_bytes = 0;
@@ -177,17 +233,24 @@ impl Network {
 
     /// Resets a connection.
     pub fn abort(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
-        let connection = &mut self.connections[id as usize];
+        if !self.connections.contains(id) {
+            return;
+        }
+        let connection = &mut self.connections[id];
         let end = connection.end(side);
         if !std::mem::replace(&mut end.closed, true) && connection.established {
             self.packet(s, id, side, 40, NetEvent::Reset { id, to: side.other() });
         }
-        self.connections[id as usize].end(side).clear();
+        self.connections[id].end(side).clear();
+        self.forget_if_closed(id);
     }
 
     /// Sends a keepalive probe, which the peer's kernel answers.
     pub fn probe(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
-        let end = self.connections[id as usize].end(side);
+        if self.coarse {
+            return self.probe_coarsely(s, id, side);
+        }
+        let end = self.connections[id].end(side);
         end.probes = end.probes.saturating_add(1);
         end.segments_out += 1;
         self.packet(s, id, side, 40, NetEvent::Probe { id, from: side });
@@ -195,13 +258,16 @@ impl Network {
 
     /// The kernel's figures.
     pub fn tcp_info(&self, id: ConnectionId, side: Side, now: Instant) -> TcpInfo {
-        self.connections[id as usize].ends[side as usize].info(now)
+        if self.coarse {
+            return self.coarse_info(id, side, now);
+        }
+        self.connections[id].ends[side as usize].info(now)
     }
 
     /// A device on the path forgets the established connections to a host: it drops their packets, or resets them when
     /// one passes. New connections work.
     pub fn forget_flows(&mut self, host: HostId, dropped: [bool; 2]) {
-        for connection in &mut self.connections {
+        for connection in self.connections.iter_mut() {
             if connection.established && connection.ends[1].host == host && !connection.local {
                 connection.forgotten = dropped == [false; 2];
                 connection.dropped = dropped;
@@ -212,13 +278,13 @@ impl Network {
     /// Stops a process, lets it continue, kills or restarts it. Its kernel closes the connections of a killed one.
     pub fn set_process(&mut self, s: &mut Scheduler, process: ProcessId, state: ProcessState) {
         self.processes[usize::from(process)].1 = state;
-        for id in 0..self.connections.len() as ConnectionId {
+        for id in self.connections.ids() {
             for side in [Side::Client, Side::Server] {
-                let end = &self.connections[id as usize].ends[side as usize];
-                if end.process != process
-                    || end.closed
-                    || !self.connections[id as usize].established
-                {
+                if !self.connections.contains(id) {
+                    break;
+                }
+                let end = &self.connections[id].ends[side as usize];
+                if end.process != process || end.closed || !self.connections[id].established {
                     continue;
                 }
                 match state {
@@ -232,15 +298,18 @@ impl Network {
 
     /// Whether neither end has closed a connection.
     pub fn is_open(&self, id: ConnectionId) -> bool {
-        self.connections[id as usize].ends.iter().all(|end| !end.closed)
+        self.connections.contains(id) && self.connections[id].ends.iter().all(|end| !end.closed)
     }
 
     /// Takes in an event.
     pub fn handle(&mut self, s: &mut Scheduler, event: NetEvent) {
+        if !self.connections.contains(event.connection()) {
+            return;
+        }
         match event {
             NetEvent::Syn { id } => self.syn_arrives(s, id),
             NetEvent::SynTimeout { id, retries } => {
-                let connection = &mut self.connections[id as usize];
+                let connection = &mut self.connections[id];
                 if connection.established || connection.ends[0].closed {
                     return;
                 }
@@ -250,7 +319,7 @@ impl Network {
                 self.send_syn(s, id, retries);
             }
             NetEvent::SynAnswer { id } => {
-                let connection = &mut self.connections[id as usize];
+                let connection = &mut self.connections[id];
                 let end = &mut connection.ends[0];
                 end.last_segment = s.now;
                 if !std::mem::replace(&mut connection.established, true) && !end.closed {
@@ -265,7 +334,7 @@ impl Network {
             }
             NetEvent::Timeout { id, side } => self.timeout(s, id, side),
             NetEvent::Probe { id, from } => {
-                let end = self.connections[id as usize].end(from.other());
+                let end = self.connections[id].end(from.other());
                 end.segments_in += 1;
                 end.last_segment = s.now;
                 if end.closed {
@@ -275,6 +344,7 @@ impl Network {
                 }
             }
             NetEvent::Reset { id, to } => self.reset_arrives(s, id, to),
+            NetEvent::Message { id, from } => self.message_arrives(s, id, from),
         }
     }
 
@@ -289,11 +359,14 @@ impl Network {
     }
 
     fn syn_arrives(&mut self, s: &mut Scheduler, id: ConnectionId) {
-        let end = &mut self.connections[id as usize].ends[1];
-        let process = end.process;
+        let end = &mut self.connections[id].ends[1];
+        let (host, process) = (end.host, end.process);
         end.last_segment = s.now;
+        if let Some(count) = self.connects.get_mut(usize::from(host)) {
+            *count += 1;
+        }
         if self.process(process) == ProcessState::Dead {
-            self.connections[id as usize].ends[1].closed = true;
+            self.connections[id].ends[1].closed = true;
             return self.packet(s, id, Side::Server, 40, NetEvent::Reset { id, to: Side::Client });
         }
         self.packet(s, id, Side::Server, 60, NetEvent::SynAnswer { id });
@@ -309,9 +382,9 @@ impl Network {
         event: NetEvent,
     ) {
         self.packets += 1;
-        let connection = &mut self.connections[id as usize];
+        let connection = &mut self.connections[id];
         let (sender, receiver) = connection.both(from);
-        let at = usize::from(sender.host) * self.hosts + usize::from(receiver.host);
+        let (sends, receives) = (sender.host, receiver.host);
         if connection.dropped[from as usize] {
             return;
         }
@@ -319,15 +392,15 @@ impl Network {
             // The device answers in place of the peer.
             return s.at(s.now, Event::Net(NetEvent::Reset { id, to: from }));
         }
-        let Some(at) = self.links[at].arrival(bytes, s.now, &mut s.rng) else { return };
-        let end = connection.end(from);
+        let Some(at) = self.link(sends, receives).arrival(bytes, s.now, &mut s.rng) else { return };
+        let end = self.connections[id].end(from);
         end.last_arrival = at.max(end.last_arrival);
         let at = end.last_arrival;
         s.at(at, Event::Net(event));
     }
 
     fn queue_segment(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side, segment: Segment) {
-        let end = self.connections[id as usize].end(side);
+        let end = self.connections[id].end(side);
         if end.closed {
             return;
         }
@@ -338,7 +411,7 @@ impl Network {
     /// Sends what the window allows.
     fn send_queued(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
         loop {
-            let end = self.connections[id as usize].end(side);
+            let end = self.connections[id].end(side);
             if !end.may_send() {
                 break;
             }
@@ -352,7 +425,7 @@ impl Network {
     }
 
     fn transmit(&mut self, s: &mut Scheduler, id: ConnectionId, from: Side, number: u64) {
-        let end = self.connections[id as usize].end(from);
+        let end = self.connections[id].end(from);
         end.segments_out += 1;
         let bytes = end.in_flight[(number - end.first) as usize].bytes;
         self.packet(s, id, from, bytes, NetEvent::Segment { id, from, number });
@@ -360,7 +433,7 @@ impl Network {
 
     /// Starts the retransmission timer if something waits for an acknowledgement or for the window.
     fn arm_timer(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
-        let connection = &mut self.connections[id as usize];
+        let connection = &mut self.connections[id];
         if connection.local {
             return;
         }
@@ -376,7 +449,7 @@ impl Network {
     }
 
     fn timeout(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
-        let end = self.connections[id as usize].end(side);
+        let end = self.connections[id].end(side);
         end.timer_queued = false;
         let Some(at) = end.timer_at else { return };
         if at > s.now {
@@ -398,7 +471,7 @@ impl Network {
     }
 
     fn segment_arrives(&mut self, s: &mut Scheduler, id: ConnectionId, from: Side, number: u64) {
-        let connection = &mut self.connections[id as usize];
+        let connection = &mut self.connections[id];
         let local = connection.local;
         let (sender, receiver) = connection.both(from);
         receiver.segments_in += 1;
@@ -441,7 +514,7 @@ impl Network {
     }
 
     fn send_ack(&mut self, s: &mut Scheduler, id: ConnectionId, from: Side) {
-        let end = self.connections[id as usize].end(from);
+        let end = self.connections[id].end(from);
         let (next, gap, window) = (end.next, !end.early.is_empty(), end.receive_window());
         let to = from.other();
         self.packet(s, id, from, 40, NetEvent::Ack { id, to, next, gap, window });
@@ -454,7 +527,7 @@ impl Network {
         to: Side,
         (next, gap, window): (u64, bool, u32),
     ) {
-        let end = self.connections[id as usize].end(to);
+        let end = self.connections[id].end(to);
         end.segments_in += 1;
         end.last_segment = s.now;
         end.probes = 0;
@@ -477,7 +550,7 @@ impl Network {
     }
 
     fn reset_arrives(&mut self, s: &mut Scheduler, id: ConnectionId, to: Side) {
-        let connection = &mut self.connections[id as usize];
+        let connection = &mut self.connections[id];
         let end = connection.end(to);
         end.last_segment = s.now;
         if end.closed {
@@ -490,7 +563,7 @@ impl Network {
 
     /// Passes what has arrived to the process, if it runs.
     fn deliver(&mut self, s: &mut Scheduler, id: ConnectionId, side: Side) {
-        let end = self.connections[id as usize].end(side);
+        let end = self.connections[id].end(side);
         let process = end.process;
         if end.closed || self.processes[usize::from(process)].1 != ProcessState::Running {
             return;
@@ -517,5 +590,6 @@ impl Network {
         if was_closed {
             self.send_ack(s, id, side);
         }
+        self.forget_if_closed(id);
     }
 }

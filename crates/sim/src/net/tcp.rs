@@ -83,6 +83,8 @@ pub(super) struct End {
     pub(super) window: u32,
     pub(super) retransmits: u8,
     pub(super) probes: u8,
+    /// When a coarse network lost a packet from this end.
+    pub(super) lost_since: Option<Instant>,
     pub(super) timer_at: Option<Instant>,
     pub(super) timer_queued: bool,
     base_rto: Duration,
@@ -127,6 +129,7 @@ impl End {
             window: RECEIVE_BUFFER,
             retransmits: 0,
             probes: 0,
+            lost_since: None,
             timer_at: None,
             timer_queued: false,
             base_rto: rto,

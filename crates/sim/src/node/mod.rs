@@ -272,6 +272,15 @@ impl Node {
         self.checks.all_broken().iter().map(|text| format!("node {}: {text}", self.index))
     }
 
+    /// Adds the watches of this node to those of each endpoint.
+    pub(crate) fn count_watches(&self, of_endpoints: &mut [u64]) {
+        for request in self.requests.values() {
+            if let Some(connection) = request.watch_connection() {
+                of_endpoints[self.endpoint_of(connection)] += 1;
+            }
+        }
+    }
+
     /// What is left over when no client is connected: an error for each kind.
     pub fn leftovers(&self, now: Instant) -> Vec<String> {
         let mut left = Vec::new();

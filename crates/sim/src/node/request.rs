@@ -111,6 +111,14 @@ impl NodeRequest {
         }
     }
 
+    /// The connection of a watch that has a stream.
+    pub(super) fn watch_connection(&self) -> Option<ConnectionId> {
+        match &self.state {
+            State::Watching(watch) => watch.streams().next().map(|stream| stream.0),
+            _ => None,
+        }
+    }
+
     /// Whether one of its streams is on one of these connections.
     fn is_on(&self, connections: &[ConnectionId]) -> bool {
         match &self.state {

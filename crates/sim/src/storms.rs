@@ -1,0 +1,209 @@
+//! Storms: fleets whose nodes decide independently, and what they do together to three apiservers. Bounds are those of a
+//! node, so that they hold for a fleet of any size.
+
+use std::time::Duration;
+
+use crate::faults::FaultKind;
+use crate::fleet::{FleetRun, Load};
+use crate::scenario::{Role, Sim};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// Nodes of a fleet whose runs take half a minute of one processor, and that of the plots.
+pub const NODES: usize = 300;
+/// Watches of a node: those of one kubelet.
+pub const WATCHES: usize = 8;
+/// When the first fault begins, in seconds: the fleet has started before.
+pub const START: usize = 20;
+
+/// A storm.
+#[derive(Debug, Clone, Copy)]
+pub struct Storm {
+    /// The name.
+    pub name: &'static str,
+    /// What happens.
+    pub about: &'static str,
+    /// The time of the run.
+    pub seconds: usize,
+    /// When the last fault ends, in seconds; [`START`] if it does not end.
+    pub ends: usize,
+    faults: fn(Sim) -> Sim,
+    /// `health.ping_interval`: 1 s by default. It is longer where no PING finds the fault.
+    ping_interval: Duration,
+    /// What is asserted.
+    pub bounds: Bounds,
+}
+
+/// Upper bounds.
+#[derive(Debug, Clone, Copy)]
+pub struct Bounds {
+    /// Connects in a second at one apiserver, for each node.
+    pub connects: f64,
+    /// Lists in a second at one apiserver, for each node.
+    pub lists: f64,
+    /// The share of the watches that one apiserver has at the end, in 0..=1.
+    pub share: f64,
+    /// Seconds from the end of the faults until the watches of all apiservers are within 10 % of their mean; `None` if an
+    /// apiserver is missing at the end.
+    pub even_after: Option<usize>,
+    /// Seconds from the fault until the apiserver has no watch; `None` if it keeps or regains some.
+    pub left_after: Option<usize>,
+    /// Time between two renewals of a node's lease.
+    pub lease: Duration,
+}
+
+/// What a storm has shown.
+#[derive(Debug)]
+pub struct StormRun {
+    /// The run.
+    pub run: FleetRun,
+    /// The bounds that are exceeded.
+    pub broken: Vec<String>,
+    /// The figures that have bounds.
+    pub summary: String,
+}
+
+/// Every storm.
+pub const ALL: &[Storm] = &[
+    Storm {
+        name: "crash",
+        about: "SIGKILL of one of three apiservers",
+        seconds: 60,
+        ends: START,
+        faults: |sim| sim.fault(0, FaultKind::Kill).at(SECOND * START as u32),
+        ping_interval: Duration::from_secs(10),
+        bounds: Bounds {
+            connects: 6.0,
+            lists: 0.0,
+            share: 0.55,
+            even_after: None,
+            left_after: Some(1),
+            lease: Duration::from_secs(13),
+        },
+    },
+    Storm {
+        name: "partition",
+        about: "all packets of one of three apiservers are dropped",
+        seconds: 50,
+        ends: START,
+        faults: |sim| sim.blackhole(0).at(SECOND * START as u32),
+        ping_interval: SECOND,
+        bounds: Bounds {
+            connects: 1.0,
+            lists: 0.0,
+            share: 0.55,
+            even_after: None,
+            left_after: Some(5),
+            lease: Duration::from_secs(15),
+        },
+    },
+    Storm {
+        name: "etcd-lost",
+        about: "requests to one of three apiservers hang and its /readyz fails, as without etcd",
+        seconds: 60,
+        ends: START,
+        faults: |sim| sim.fault(0, FaultKind::Hang).at(SECOND * START as u32),
+        ping_interval: Duration::from_secs(10),
+        bounds: Bounds {
+            connects: 1.0,
+            lists: 0.0,
+            share: 0.55,
+            even_after: None,
+            left_after: Some(25),
+            lease: Duration::from_secs(22),
+        },
+    },
+    Storm {
+        name: "rolling-restart",
+        about: "each of three apiservers shuts down and starts again 5 s later, one after the other",
+        seconds: 360,
+        ends: START + 65,
+        faults: |mut sim| {
+            for (server, at) in (0..3).zip([0, 30, 60]) {
+                let at = SECOND * (START as u32 + at);
+                sim = sim.fault(server, FaultKind::ShutDown).at(at).until(at + 5 * SECOND);
+            }
+            sim
+        },
+        ping_interval: Duration::from_secs(10),
+        bounds: Bounds {
+            connects: 6.0,
+            // A watch whose last bookmark is older than the start of every apiserver gets 410; a node has about three on one.
+            lists: 3.0,
+            share: 0.37,
+            even_after: Some(240),
+            left_after: None,
+            lease: Duration::from_secs(13),
+        },
+    },
+    Storm {
+        name: "return",
+        about: "one of three apiservers returns after all its packets were dropped for ten minutes",
+        seconds: START + 600 + 240,
+        ends: START + 600,
+        faults: |sim| {
+            let at = SECOND * START as u32;
+            sim.blackhole(0).at(at).until(at + 600 * SECOND)
+        },
+        ping_interval: Duration::from_secs(10),
+        bounds: Bounds {
+            connects: 2.0,
+            lists: 0.0,
+            share: 0.37,
+            even_after: Some(180),
+            left_after: None,
+            lease: Duration::from_secs(25),
+        },
+    },
+];
+
+impl Storm {
+    /// Runs a seed with this number of nodes and compares it with the bounds. `finishes`: what is left over after the
+    /// end of all clients counts, too.
+    pub fn run(&self, seed: u64, nodes: usize, finishes: bool) -> StormRun {
+        let sim = Sim::seed(seed).nodes(nodes).fleet().ping_interval(self.ping_interval);
+        let sim = sim.clients(Role::Informers, WATCHES).clients(Role::Kubelets, 1);
+        let run = (self.faults)(sim).run_fleet(self.seconds, finishes);
+        let load = &run.load;
+        let connects = load.peak(START, |second| &second.connects) as f64 / nodes as f64;
+        let lists = load.peak(START, |second| &second.lists) as f64 / nodes as f64;
+        let share = load.largest_share(self.seconds - 1);
+        let even_after = load.even_from().map(|second| second.saturating_sub(self.ends));
+        let left_after = left_from(load).map(|second| second.saturating_sub(START));
+        let lease = run.findings.longest_lease;
+        let bounds = &self.bounds;
+        let mut broken = run.findings.violations.clone();
+        let mut check = |holds: bool, text: String| {
+            if !holds {
+                broken.push(text);
+            }
+        };
+        check(
+            connects <= bounds.connects,
+            format!("{connects:.2} connects a second for each node"),
+        );
+        check(lists <= bounds.lists, format!("{lists:.2} lists a second for each node"));
+        check(share <= bounds.share, format!("a share of {share:.2} of the watches"));
+        for (name, found, bound) in
+            [("even", even_after, bounds.even_after), ("left", left_after, bounds.left_after)]
+        {
+            let holds = bound.is_none_or(|bound| found.is_some_and(|found| found <= bound));
+            check(holds, format!("{name} after {found:?} s"));
+        }
+        check(lease <= bounds.lease, format!("a lease renewed after {lease:.1?}"));
+        let summary = format!(
+            "{} nodes; for each node at most {connects:.2} connects and {lists:.2} lists a second at one apiserver; \
+             largest share {share:.3}; even {} after the faults, left {} after the first; leases {lease:.1?} apart",
+            nodes,
+            even_after.map_or("never".to_owned(), |after| format!("{after} s")),
+            left_after.map_or("never".to_owned(), |after| format!("{after} s")),
+        );
+        StormRun { run, broken, summary }
+    }
+}
+
+/// The second from whose end on the first apiserver has no watch.
+fn left_from(load: &Load) -> Option<usize> {
+    let has_some = load.seconds.iter().rposition(|second| second.watches[0] > 0);
+    has_some.map_or(Some(0), |last| Some(last + 1)).filter(|&from| from < load.seconds.len())
+}

@@ -145,7 +145,7 @@ impl ConnectionMachine {
         Effects { notify_pool: self.slots.set_peer_limit(peer_streams), ..Effects::default() }
     }
 
-    /// The PONG of the outstanding PING has arrived.
+    /// The PONG of the outstanding PING has arrived. Its bytes must have been reported ([`Self::received`]).
     pub fn pong(&mut self, now: Instant) -> Effects {
         let mut effects = Effects { round_trip: self.health.pong(now), ..Effects::default() };
         self.set_findings(Responsiveness::Responds, false, &mut effects);

@@ -130,9 +130,13 @@ impl Health {
         self.rtt.smoothed().unwrap_or_default()
     }
 
-    /// Records that bytes arrived.
+    /// Records that bytes arrived. Those of a PONG are recorded before [`Self::pong`] is called.
     pub(super) fn received(&mut self, now: Instant) {
         self.last_received = now;
+        if self.ping_sent.is_some() {
+            // These may be the bytes of the PONG, those before them were not.
+            self.note_bytes();
+        }
         self.recent = Recent::Bytes;
     }
 
@@ -141,7 +145,7 @@ impl Health {
         let rtt = self.ping_sent.take().map(|sent| now.saturating_duration_since(sent));
         let is_doubtful = rtt.is_some_and(|rtt| self.rtt.sample(rtt));
         self.last_received = now;
-        self.note_bytes();
+        // The bytes that were recorded last are those of the PONG.
         self.recent = std::mem::take(&mut self.after_pong);
         self.next_ping = if is_doubtful { now } else { self.limits.next_ping(self.grid, now) };
         self.check_at = self.next_ping;

@@ -126,7 +126,7 @@ pub async fn start(
             Role::Leaders => {
                 tasks.spawn(renew(client, number, Duration::from_secs(2), false, ledger));
             }
-            Role::Hostile => panic!("no scenario has this client"),
+            Role::Bulk | Role::Hostile => panic!("no scenario has this client"),
         }
     }
 }

@@ -118,7 +118,7 @@ impl Open {
             Role::Kubelets | Role::Leaders => {
                 matches!(status, Some(200 | 201)).then_some(Entry::Renewed { client })
             }
-            Role::Informers | Role::Hostile => None,
+            Role::Informers | Role::Bulk | Role::Hostile => None,
         }
     }
 }

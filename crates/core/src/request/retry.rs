@@ -257,6 +257,23 @@ mod tests {
     }
 
     #[test]
+    fn stage_of_rejection_is_none_for_a_kind_that_is_not_repeated() {
+        for (kind, may_repeat_in_stage, _) in TABLE {
+            for (status, stage) in
+                [(410, TooOld), (504, NotReached), (429, Rejected), (503, Rejected)]
+            {
+                let mut stages = STAGES.into_iter().zip(may_repeat_in_stage);
+                let may_repeat = stages.any(|(other, may_repeat)| other == stage && may_repeat);
+                let expected = may_repeat.then_some(stage);
+                assert_eq!(stage_of_rejection(kind, status), expected, "{kind:?} {status}");
+            }
+            for status in [200, 404, 409, 500, 502] {
+                assert_eq!(stage_of_rejection(kind, status), None, "{kind:?} {status}");
+            }
+        }
+    }
+
+    #[test]
     fn client_error_every_kind_and_stage_follows_its_table() {
         /// The metric label of an error, and whether it says that the request was not processed.
         type Error = (&'static str, bool);

@@ -263,15 +263,7 @@ impl Apiserver {
         };
         let path = request.info.path();
         if path == "/readyz" || path == "/livez" {
-            let Conditions { unready, hangs, forbids, .. } = self.conditions;
-            let failed = unready || hangs || forbids;
-            return self.respond(
-                s,
-                net,
-                (id, stream),
-                Head::status(if failed { 500 } else { 200 }),
-                None,
-            );
+            return self.respond(s, net, (id, stream), self.readiness(), None);
         }
         if self.conditions.hangs {
             return;
@@ -321,6 +313,12 @@ impl Apiserver {
             }
             _ => self.respond(s, net, (id, stream), Head::status(405), None),
         }
+    }
+
+    /// The answer of `/readyz` and `/livez`.
+    fn readiness(&self) -> Head {
+        let Conditions { unready, hangs, forbids, .. } = self.conditions;
+        Head::status(if unready || hangs || forbids { 500 } else { 200 })
     }
 
     pub(super) fn stream_mut(

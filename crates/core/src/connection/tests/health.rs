@@ -111,7 +111,7 @@ impl Simulation {
     /// The PONG arrives. Returns the new state.
     fn pong(&mut self) -> Option<ConnectionState> {
         // Its bytes are reported first, as for any frame.
-        drop(self.connection.received(100, self.now));
+        self.receive();
         let effects = self.connection.pong(self.now);
         self.record(effects);
         effects.transition.map(|transition| transition.to)

@@ -38,7 +38,7 @@ use crate::proxy::admission::socket_memory;
 use crate::proxy::client_socket::lingering_connections;
 use crate::proxy::credential_selector::CredentialSelector;
 use crate::proxy::drain::{self, DrainWatcher};
-use crate::proxy::https_server::{HttpsServer, Lane};
+use crate::proxy::https_server::{HttpsServer, ServedClients};
 use crate::proxy::identity_lane::HandedOver;
 use crate::proxy::listener_service::ListenerService;
 use crate::proxy::passthrough::flow_table::FlowTable;
@@ -343,15 +343,15 @@ impl Worker {
     }
 
     /// The connections of a listener that this worker serves.
-    fn lane(&self, bound: &BoundListener) -> Lane {
+    fn lane(&self, bound: &BoundListener) -> ServedClients {
         match &self.setup.role {
-            Role::Accept(None) => Lane::All,
-            Role::Accept(Some(lane)) => Lane::Others {
+            Role::Accept(None) => ServedClients::All,
+            Role::Accept(Some(lane)) => ServedClients::Others {
                 identity_lane: lane.clone(),
                 handed_over: bound.lane_connections.clone(),
                 workers: self.setup.workers,
             },
-            Role::IdentityLane(_) => Lane::Identities,
+            Role::IdentityLane(_) => ServedClients::Identities,
         }
     }
 

@@ -133,11 +133,6 @@ impl EndpointMetrics {
         self.kubernetes_minor.set(f64::from(minor));
     }
 
-    /// Counts a watch whose bookmarks have stopped.
-    pub fn watch_stale(&self) {
-        self.registry.count(&names::STALE_WATCHES, &[&self.upstream, &self.endpoint], 1);
-    }
-
     fn count(&self, spec: &names::MetricSpec, value: &'static str) {
         self.registry.count(spec, &[&self.upstream, &self.endpoint, value], 1);
     }

@@ -321,7 +321,6 @@ mod tests {
         endpoint.closed_for_frames("headers");
         endpoint.window_changed(true);
         endpoint.answered(200);
-        endpoint.watch_stale();
         endpoint.rtt(std::time::Duration::from_micros(300));
         endpoint.flow_opened();
         let passthrough = metrics.passthrough("apiserver");

@@ -34,7 +34,7 @@ pub enum BearerToken<'a> {
     One(Cow<'a, [u8]>),
     /// There are several tokens, or one that is invalid. The apiserver tries one after the other, so a response
     /// does not show which of them it accepts.
-    Unclear,
+    Ambiguous,
 }
 
 impl<'a> BearerToken<'a> {
@@ -55,10 +55,10 @@ impl<'a> BearerToken<'a> {
             (Some(token), None, None) => Some(Self::One(Cow::Borrowed(token))),
             (None, Some(encoded), None) => match BASE64URL.decode(encoded) {
                 Ok(token) => (!token.is_empty()).then_some(Self::One(Cow::Owned(token))),
-                Err(_) => Some(Self::Unclear),
+                Err(_) => Some(Self::Ambiguous),
             },
             (None, None, _) => None,
-            _ => Some(Self::Unclear),
+            _ => Some(Self::Ambiguous),
         }
     }
 }
@@ -183,7 +183,7 @@ mod tests {
             let found = BearerToken::find(&map, upgrade);
             let found = found.as_ref().map(|token| match token {
                 BearerToken::One(token) => Some(std::str::from_utf8(token).unwrap()),
-                BearerToken::Unclear => None,
+                BearerToken::Ambiguous => None,
             });
             assert_eq!(found, expected, "{upgrade} {headers:?}");
         }

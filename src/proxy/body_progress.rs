@@ -225,13 +225,13 @@ impl Reader {
         (taken - taken_then) * 1_000 < MIN_RATE * millis
     }
 
-    /// Judges a client that has taken so much, while this piece waits for it. `must_read` says whether much waits
+    /// Judges a client that has taken so much, while this piece waits for it. `has_much_unread` says whether much waits
     /// on its connection, `is_short` whether memory is short for it.
     fn check(
         &mut self,
         (piece, taken): (u64, u64),
         limit: Duration,
-        (must_read, is_short): (bool, impl Fn() -> bool),
+        (has_much_unread, is_short): (bool, impl Fn() -> bool),
         now: Instant,
     ) -> Verdict {
         if piece != self.piece {
@@ -247,7 +247,7 @@ impl Reader {
             }
             self.checked = (now, taken);
             if now >= self.period.0 + limit {
-                if must_read && Self::is_slow(self.period, taken, now) {
+                if has_much_unread && Self::is_slow(self.period, taken, now) {
                     return Verdict::Stalled;
                 }
                 self.period = (now, taken);
@@ -298,7 +298,7 @@ impl Future for StallBoundStream {
         let connection = progress.memory.connection();
         loop {
             let is_short = || connection.level() >= Level::High;
-            let pressure = (connection.must_read(), is_short);
+            let pressure = (connection.has_much_unread(), is_short);
             match reader.check((piece, taken), *limit, pressure, clock::now()) {
                 Verdict::CheckAt(at) if at != timer.deadline().into_std() => {
                     timer.as_mut().reset(at.into());

@@ -117,7 +117,7 @@ async fn stream_of_a_reader_that_does_not_read_is_shed_when_memory_is_short() {
 }
 
 /// The judgement of a client that takes `rate` bytes a second, for `seconds`.
-fn judge(rate: u64, seconds: u64, must_read: bool, is_short: bool) -> Option<(u64, Verdict)> {
+fn judge(rate: u64, seconds: u64, has_much_unread: bool, is_short: bool) -> Option<(u64, Verdict)> {
     let start = clock::now();
     let mut reader = Reader::new(1, 0, start);
     let piece = 64 << 10;
@@ -125,7 +125,7 @@ fn judge(rate: u64, seconds: u64, must_read: bool, is_short: bool) -> Option<(u6
         let taken = rate * second;
         let now = start + Duration::from_secs(second);
         let at = (1 + taken / piece, taken);
-        match reader.check(at, LIMIT, (must_read, || is_short), now) {
+        match reader.check(at, LIMIT, (has_much_unread, || is_short), now) {
             Verdict::CheckAt(_) => {}
             verdict => return Some((second, verdict)),
         }
@@ -135,7 +135,7 @@ fn judge(rate: u64, seconds: u64, must_read: bool, is_short: bool) -> Option<(u6
 
 #[test]
 fn readers_are_judged_by_what_they_take() {
-    for (rate, must_read, is_short, expected) in [
+    for (rate, has_much_unread, is_short, expected) in [
         (0, false, false, Some((300, Verdict::Stalled))),
         (1_000, false, false, None),
         // However it dribbles.
@@ -145,8 +145,8 @@ fn readers_are_judged_by_what_they_take() {
         (4_000, false, true, Some((2, Verdict::Shed))),
         (5_000, true, true, None),
     ] {
-        let verdict = judge(rate, 2_000, must_read, is_short);
-        assert_eq!(verdict, expected, "{rate} {must_read} {is_short}");
+        let verdict = judge(rate, 2_000, has_much_unread, is_short);
+        assert_eq!(verdict, expected, "{rate} {has_much_unread} {is_short}");
     }
 }
 

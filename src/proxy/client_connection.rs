@@ -158,7 +158,7 @@ impl ClientConnection {
         if is_proven {
             credential.class = CredentialClass::Token;
         } else if credential.class == CredentialClass::UnprovenToken
-            && unproven.as_ref().is_some_and(|unproven| unproven.apart)
+            && unproven.as_ref().is_some_and(|unproven| unproven.is_often_rejected)
         {
             credential.class = CredentialClass::SlowedToken;
         }
@@ -199,7 +199,7 @@ impl ClientConnection {
                 Ended::Accepted
             }
             _ if is_rejected => Ended::Rejected,
-            _ => Ended::Unclear,
+            _ => Ended::Unknown,
         });
     }
 

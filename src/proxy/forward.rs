@@ -103,7 +103,7 @@ impl ForwardedRequest {
     /// # Errors
     /// See [`ForwardResult`].
     pub async fn forward(self: Box<Self>, outcome: Box<Outcome>) -> ForwardResult {
-        self.upstream.earn();
+        self.upstream.deposit();
         let requested_at = outcome.started;
         let timeout = self.watch.as_ref().and_then(|watch| watch.timeout);
         let attempts = Attempts::new(self.info.kind, self.is_heartbeat, requested_at, timeout);
@@ -196,8 +196,8 @@ impl ForwardedRequest {
         required: &Requirements<'a, EndpointKey, Rc<Connection>>,
     ) -> StreamRequirements<'a> {
         StreamRequirements {
-            watch: self.info.long_running(),
-            held: self.info.kind == RequestKind::Watch,
+            long_running: self.info.long_running(),
+            may_be_held: self.info.kind == RequestKind::Watch,
             previous_failure: required.previous_failure.map(|(cause, connection)| match cause {
                 FailureCause::Silence => PreviousFailure::Silence(connection),
                 FailureCause::Refusal => PreviousFailure::Refusal(connection),

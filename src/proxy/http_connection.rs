@@ -186,7 +186,7 @@ impl HttpConnection<'_> {
         let respond = service_fn(move |request| {
             let (memory, response) = match client.memory.begin(&request) {
                 Some(memory) => (memory, Ok(Rc::clone(&client).serve(request))),
-                None => (client.memory.begin_refused(), Err(client.refuse_for_memory(request))),
+                None => (client.memory.begin_uncharged(), Err(client.refuse_for_memory(request))),
             };
             let progress = BodyProgress::new(memory, client.slot.begin_request());
             async move {

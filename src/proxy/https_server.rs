@@ -43,12 +43,12 @@ pub struct HttpsServer {
     tls: Arc<ServingTls>,
     handshakes: Rc<HandshakeQueue>,
     drain: DrainWatcher,
-    lane: Lane,
+    served: ServedClients,
     tasks: TaskQueues,
 }
 
 /// The connections of a listener that a thread serves.
-pub enum Lane {
+pub enum ServedClients {
     /// All.
     All,
     /// Those of clients without a configured identity. The others are handed over to the identity lane.
@@ -73,7 +73,7 @@ impl HttpsServer {
         tls: Arc<ServingTls>,
         handshakes: Rc<HandshakeQueue>,
         drain: DrainWatcher,
-        lane: Lane,
+        served: ServedClients,
         tasks: TaskQueues,
     ) -> Self {
         Self {
@@ -82,7 +82,7 @@ impl HttpsServer {
             tls,
             handshakes,
             drain,
-            lane,
+            served,
             tasks,
         }
     }
@@ -113,9 +113,11 @@ impl HttpsServer {
 
     fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
         let service = self.service.now();
-        let handed_over = match &self.lane {
-            Lane::Others { handed_over, workers, .. } => handed_over.get().div_ceil(*workers),
-            Lane::All | Lane::Identities => 0,
+        let handed_over = match &self.served {
+            ServedClients::Others { handed_over, workers, .. } => {
+                handed_over.get().div_ceil(*workers)
+            }
+            ServedClients::All | ServedClients::Identities => 0,
         };
         let limit = SlotLimit {
             slots: service.limits.max_connections,
@@ -218,7 +220,7 @@ impl HttpsServer {
             slot.handshake_complete(clock::now());
             return Some((stream, None));
         };
-        if slot.must_prove_identity() || matches!(self.lane, Lane::Others { .. }) {
+        if slot.must_prove_identity() || matches!(self.served, ServedClients::Others { .. }) {
             let verified = timeout(service.limits.handshake_timeout, certificate.until_verified());
             tokio::select! {
                 _ = verified => {}
@@ -252,7 +254,7 @@ impl HttpsServer {
         from: SocketAddr,
         slot: &ConnectionSlot,
     ) -> io::Result<Option<ClientStream>> {
-        let Lane::Others { identity_lane, handed_over, .. } = &self.lane else {
+        let ServedClients::Others { identity_lane, handed_over, .. } = &self.served else {
             return Ok(Some(stream));
         };
         let (listener, source) = (self.admission.listener().to_owned(), slot.source());

@@ -114,10 +114,10 @@ impl UpstreamClient {
     }
 
     /// Adds the share of one client request to the budgets.
-    pub fn earn(&self) {
-        self.hedge_budget.earn();
-        self.rejected_budget.earn();
-        self.watches.earn();
+    pub fn deposit(&self) {
+        self.hedge_budget.deposit();
+        self.rejected_budget.deposit();
+        self.watches.deposit();
     }
 
     /// Records that this endpoint rejects requests for overload for a time, and returns all endpoints that do.

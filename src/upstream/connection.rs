@@ -290,12 +290,6 @@ impl Connection {
         self.changed.notify_waiters();
     }
 
-    /// Requests a self-check of every watch.
-    pub(super) fn request_self_check(&self) {
-        self.moves.request_self_check();
-        self.changed.notify_waiters();
-    }
-
     /// Gives the machine an input that is no error of h2, and executes its effects.
     fn input(&self, input: impl FnOnce(&mut ConnectionMachine) -> Effects) {
         self.execute(self.step(input), "");

@@ -1,5 +1,5 @@
 //! Moves watches, a few at a time, to the apiservers that have too few of them, as
-//! [`jackstay_core::placement::rebalance`] decides. It also requests the self-checks of watches.
+//! [`jackstay_core::placement::rebalance`] decides.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -36,19 +36,14 @@ impl Rebalancer {
         Self { decisions, offered: None }
     }
 
-    /// Offers moves if a round is due, and requests self-checks once a minute. Cheap between rounds.
+    /// Offers moves if a round is due. Cheap between rounds.
     pub fn tick(
         &mut self,
         connections: &[Rc<Connection>],
         config: &config::Upstream,
         now: Instant,
     ) {
-        let Some(round) = self.decisions.begin_round(now) else { return };
-        if round.checks_watches {
-            for connection in connections {
-                connection.request_self_check();
-            }
-        }
+        let Some(elapsed) = self.decisions.begin_round(now) else { return };
         if let Some(offered) = self.offered.take() {
             self.decisions.offer_ended(offered.moves.withdraw());
         }
@@ -58,7 +53,7 @@ impl Rebalancer {
             .collect();
         let rows: Vec<_> = live.iter().map(|connection| row(connection, now)).collect();
         let has_canary = config.canary != Percent::ZERO;
-        if let Some(offer) = self.decisions.plan(round, &rows, has_canary, now) {
+        if let Some(offer) = self.decisions.plan(elapsed, &rows, has_canary, now) {
             self.offer(live[offer.connection], &live[offer.target].endpoint, &offer);
         }
     }

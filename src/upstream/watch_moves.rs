@@ -1,4 +1,4 @@
-//! The moves that are offered to the watches of a connection, and requests for a self-check of them.
+//! The moves that are offered to the watches of a connection.
 //!
 //! No watch is forced to move. [`super::rebalance`] and [`super::evacuation`] offer a number of moves and
 //! notify the watches. A watch takes one of the moves if it is eligible and can be resumed.
@@ -24,18 +24,12 @@ struct Offer {
 pub struct WatchMoves {
     offer: RefCell<Option<Offer>>,
     notifications: Cell<u32>,
-    self_checks: Cell<u32>,
 }
 
 impl WatchMoves {
-    /// Number of offers of moves and requests for self-checks so far; wraps around.
+    /// Number of offers of moves so far; wraps around.
     pub fn notification_count(&self) -> u32 {
         self.notifications.get()
-    }
-
-    /// Number of requests for self-checks so far, one a minute; wraps around.
-    pub fn self_check_count(&self) -> u32 {
-        self.self_checks.get()
     }
 
     /// Which watches may take a move; `None` if no move is left.
@@ -67,20 +61,11 @@ impl WatchMoves {
     ) {
         let targets = Rc::clone(targets);
         *self.offer.borrow_mut() = (count > 0).then_some(Offer { eligible, targets, count });
-        self.count_notification();
+        self.notifications.set(self.notifications.get().wrapping_add(1));
     }
 
     /// Withdraws the offer. Returns whether a move was left.
     pub(super) fn withdraw(&self) -> bool {
         self.offer.borrow_mut().take().is_some()
-    }
-
-    pub(super) fn request_self_check(&self) {
-        self.self_checks.set(self.self_checks.get().wrapping_add(1));
-        self.count_notification();
-    }
-
-    fn count_notification(&self) {
-        self.notifications.set(self.notifications.get().wrapping_add(1));
     }
 }

@@ -29,7 +29,6 @@ mod request_bodies;
 mod resume_limits;
 mod retry;
 mod scripted_peer;
-mod stale_watches;
 mod stopped_servers;
 mod stream_capacity;
 mod token_users;

@@ -14,7 +14,7 @@ use jackstay::proxy::admission::handshake_queue::HandshakeQueue;
 use jackstay::proxy::admission::listener_admission::ListenerAdmission;
 use jackstay::proxy::credential_selector::CredentialSelector;
 use jackstay::proxy::drain;
-use jackstay::proxy::https_server::{HttpsServer, Lane};
+use jackstay::proxy::https_server::{HttpsServer, ServedClients};
 use jackstay::proxy::listener_service::ListenerService;
 use jackstay::proxy::request_body;
 use jackstay::proxy::task_queues::TaskQueues;
@@ -239,7 +239,7 @@ impl Proxy {
             tls,
             HandshakeQueue::new(1),
             drain.clone(),
-            Lane::All,
+            ServedClients::All,
             tasks,
         );
         let socket = listening::listen((Ipv4Addr::LOCALHOST, 0).into(), false).unwrap();

@@ -277,9 +277,9 @@ impl ConnectionMachine {
 /// Inputs from streams.
 impl ConnectionMachine {
     /// Reserves a slot for one stream. The caller has checked [`Self::free_streams`].
-    pub fn reserve(&mut self, watch: bool, now: Instant) -> Stream {
-        self.slots.take(watch);
-        Stream::new(watch, now)
+    pub fn reserve(&mut self, long_running: bool, now: Instant) -> Stream {
+        self.slots.take(long_running);
+        Stream::new(long_running, now)
     }
 
     /// The request head was sent.
@@ -287,7 +287,7 @@ impl ConnectionMachine {
         stream.phase = StreamPhase::Open;
         stream.awaits_head = true;
         self.waits.request_sent(stream.reserved_at);
-        if !stream.watch {
+        if !stream.long_running {
             stream.round = self.waits.enter_round();
         }
     }
@@ -295,7 +295,7 @@ impl ConnectionMachine {
     /// The response head has arrived. Its latency is a sample, except for a watch, whose head may wait for the first
     /// event.
     pub fn head_arrived(&mut self, stream: &mut Stream, now: Instant) {
-        if self.end_wait(stream) && !stream.watch {
+        if self.end_wait(stream) && !stream.long_running {
             let latency = now.saturating_duration_since(stream.reserved_at);
             self.waits.observe_latency(latency, now);
         }
@@ -345,7 +345,7 @@ impl ConnectionMachine {
             stream.phase == StreamPhase::Open && !matches!(self.state, State::Dead { .. });
         stream.phase = StreamPhase::Released;
         // If the connection was full, requests may wait for this slot.
-        effects.notify_pool = self.slots.give_back(stream.watch, cancelled, now);
+        effects.notify_pool = self.slots.give_back(stream.long_running, cancelled, now);
         effects.wake_driver = self.slots.open() == 0
             && matches!(self.state, State::Draining { .. } | State::Unresponsive { .. });
         effects
@@ -357,7 +357,7 @@ impl ConnectionMachine {
             return false;
         }
         self.waits.wait_ended();
-        if !stream.watch {
+        if !stream.long_running {
             self.waits.leave_round(stream.round);
         }
         true

@@ -143,7 +143,10 @@ impl TransportTask {
         let class = self.pool.class(CredentialClass::Discovery);
         let permit = self
             .pool
-            .acquire(&class, StreamRequirements { watch, ..StreamRequirements::for_client(None) })
+            .acquire(
+                &class,
+                StreamRequirements { long_running: watch, ..StreamRequirements::for_client(None) },
+            )
             .await;
         let mut permit = permit.map_err(|unavailable| match unavailable {
             Unavailable::Unreachable(why) => format!("no apiserver: {why}"),

@@ -5,16 +5,16 @@
 //! 0.3 s for 12 certificates). Therefore:
 //!
 //! * The handshake refuses a chain of more than [`MAX_CERTIFICATES`] certificates or [`MAX_BYTES`] bytes.
-//! * Chains are verified on blocking threads, one at a time in each of two [`Lane`]s with bounded queues. A
+//! * Chains are verified on blocking threads, one at a time in each of two [`VerificationQueue`]s with bounded queues. A
 //!   chain of up to two certificates needs no search and never waits for a longer one. After each longer
-//!   chain, its lane pauses for [`LONG_PAUSE_FACTOR`] times the duration of the verification, so it uses at
+//!   chain, its queue pauses for [`LONG_PAUSE_FACTOR`] times the duration of the verification, so it uses at
 //!   most a fifth of a core.
-//! * The sources of the chains take turns in a lane, and no source gets more than half of the free places of
+//! * The sources of the chains take turns in a queue, and no source gets more than half of the free places of
 //!   its queue.
 //! * A [`ChainVerdict`], valid or not, applies until the validity of a certificate of the chain begins or
 //!   ends, or the CA changes. The CA caches valid chains, so a client that reconnects does not queue.
 
-mod lane;
+mod verification_queue;
 
 use std::collections::{HashMap, VecDeque};
 use std::error::Error;
@@ -32,7 +32,7 @@ use rustls::server::danger::ClientCertVerifier;
 use tokio::task::spawn_blocking;
 use tokio::time::sleep;
 
-use self::lane::{Lane, LanePermit};
+use self::verification_queue::{VerificationPermit, VerificationQueue};
 use super::ca_bundle::CaBundle;
 use super::certificate::{self, X509Error};
 use super::pem_files::LoadedCa;
@@ -49,7 +49,7 @@ const MAX_SHORT: usize = 2;
 const SHORT_QUEUE: usize = 1_024;
 /// Length of the queue of longer chains, which take up to 50 ms each, and the pause.
 const LONG_QUEUE: usize = 16;
-/// Pause of the lane of longer chains, as a multiple of the preceding verification.
+/// Pause of the queue of longer chains, as a multiple of the preceding verification.
 const LONG_PAUSE_FACTOR: u32 = 4;
 /// Maximum of cached chains of a CA, and of their bytes.
 const MAX_CACHED: usize = 1_024;
@@ -285,30 +285,30 @@ impl ChainCache {
     }
 }
 
-static SHORT_LANE: Lane = Lane::new(SHORT_QUEUE, 0);
-static LONG_LANE: Lane = Lane::new(LONG_QUEUE, LONG_PAUSE_FACTOR);
+static SHORT_CHAINS: VerificationQueue = VerificationQueue::new(SHORT_QUEUE, 0);
+static LONG_CHAINS: VerificationQueue = VerificationQueue::new(LONG_QUEUE, LONG_PAUSE_FACTOR);
 
-impl Lane {
+impl VerificationQueue {
     fn of(chain: &ClientChain) -> &'static Self {
-        if chain.certificates.len() <= MAX_SHORT { &SHORT_LANE } else { &LONG_LANE }
+        if chain.certificates.len() <= MAX_SHORT { &SHORT_CHAINS } else { &LONG_CHAINS }
     }
 
     async fn acquire_slot(&'static self, source: u128) -> Option<VerificationSlot> {
         let permit = self.acquire(source).await?;
-        Some(VerificationSlot { lane: self, _permit: permit, duration: Duration::ZERO })
+        Some(VerificationSlot { queue: self, _permit: permit, duration: Duration::ZERO })
     }
 }
 
 /// Waits until a chain of `source` may be verified; `None` if the source has its share of the queue.
 pub async fn acquire_slot(chain: &ClientChain, source: u128) -> Option<VerificationSlot> {
-    Lane::of(chain).acquire_slot(source).await
+    VerificationQueue::of(chain).acquire_slot(source).await
 }
 
-/// The permission to verify one chain. The drop admits the next chain of the lane.
+/// The permission to verify one chain. The drop admits the next chain of the queue.
 #[derive(Debug)]
 pub struct VerificationSlot {
-    lane: &'static Lane,
-    _permit: LanePermit,
+    queue: &'static VerificationQueue,
+    _permit: VerificationPermit,
     /// Duration of the verification.
     duration: Duration,
 }
@@ -333,9 +333,9 @@ impl VerificationSlot {
         verdict
     }
 
-    /// Delays the next chain of the lane, then drops the slot.
+    /// Delays the next chain of the queue, then drops the slot.
     pub async fn pause(self) {
-        sleep(self.duration * self.lane.pause_factor).await;
+        sleep(self.duration * self.queue.pause_factor).await;
     }
 }
 

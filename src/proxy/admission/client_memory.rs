@@ -187,8 +187,8 @@ impl ClientMemory {
         self.source.level(self.rank())
     }
 
-    /// Whether so much waits for the client that it must read.
-    pub fn must_read(&self) -> bool {
+    /// Whether so much waits for the client that it must read at a rate.
+    pub fn has_much_unread(&self) -> bool {
         self.waiting.get() > MAX_WAITING
     }
 
@@ -209,7 +209,7 @@ impl ClientMemory {
         self: &Rc<Self>,
         request: &Request<B>,
     ) -> Option<StreamMemory> {
-        let mut stream = self.begin_refused();
+        let mut stream = self.begin_uncharged();
         let reserve = match self.rank() {
             ClientRank::Identity => ResponseReserve::default(),
             ClientRank::Token | ClientRank::Unproven => ResponseReserve::STREAM,
@@ -225,7 +225,7 @@ impl ClientMemory {
     }
 
     /// The memory of a request that was refused, whose response is small.
-    pub fn begin_refused(self: &Rc<Self>) -> StreamMemory {
+    pub fn begin_uncharged(self: &Rc<Self>) -> StreamMemory {
         self.open_streams.set(self.open_streams.get() + 1);
         StreamMemory {
             connection: Rc::clone(self),
@@ -495,10 +495,10 @@ mod tests {
         let stream = connection.begin(&head()).unwrap();
         stream.set_reserve(ResponseReserve::STREAM);
         stream.add_waiting(300 << 10);
-        assert!(connection.must_read());
+        assert!(connection.has_much_unread());
         assert!(budget.used_for(MemoryKind::Responses) >= 350 << 10);
         stream.remove_waiting(299 << 10);
-        assert!(!connection.must_read());
+        assert!(!connection.has_much_unread());
         stream.set_reserve(ResponseReserve::default());
         assert!(budget.used_for(MemoryKind::Responses) <= STEP);
         stream.remove_waiting(1 << 10);

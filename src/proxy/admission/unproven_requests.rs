@@ -9,7 +9,7 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use jackstay_core::admission::fair_queue::{Ended, FairQueue, QueueLimits, is_apart};
+use jackstay_core::admission::fair_queue::{Ended, FairQueue, QueueLimits, is_often_rejected};
 use jackstay_core::admission::turns::{Next, Waits};
 use jackstay_core::admission::{MemoryBudget, Refusal};
 use jackstay_core::request::status_error::StatusError;
@@ -107,7 +107,7 @@ pub struct UnprovenRequest {
     is_sent: Cell<bool>,
     ended: Cell<Ended>,
     /// Whether it belongs on the connections for clients whose tokens keep being rejected.
-    pub apart: bool,
+    pub is_often_rejected: bool,
 }
 
 impl UnprovenRequests {
@@ -173,7 +173,7 @@ impl UnprovenRequests {
                 Next::Wait(Some(at)) => break at,
                 Next::Wait(None) | Next::Evict(_) | Next::Empty => return,
             };
-            let apart = is_apart(&started);
+            let is_often_rejected = is_often_rejected(&started);
             let Waiting { open, start, .. } = started.item;
             let request = UnprovenRequest {
                 requests: Rc::clone(&requests),
@@ -181,8 +181,8 @@ impl UnprovenRequests {
                 id: started.id,
                 open,
                 is_sent: Cell::new(false),
-                ended: Cell::new(Ended::Unclear),
-                apart,
+                ended: Cell::new(Ended::Unknown),
+                is_often_rejected,
             };
             // If the request was cancelled, this drops it, which ends it.
             let _ = start.send(Start::InProgress(Rc::new(request)));
@@ -237,7 +237,7 @@ impl UnprovenRequest {
         match ended {
             Ended::Rejected => self.open.0.rejected.set(true),
             Ended::Accepted => self.open.0.rejected.set(false),
-            Ended::Unclear => {}
+            Ended::Unknown => {}
         }
     }
 }

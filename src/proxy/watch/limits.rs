@@ -26,8 +26,8 @@ impl WatchLimits {
     }
 
     /// Adds the share of one client request, of any verb, to the budget of retries after a 410.
-    pub fn earn(&self) {
-        self.too_old_retries.earn();
+    pub fn deposit(&self) {
+        self.too_old_retries.deposit();
     }
 
     /// Takes one retry after a 410 from the budget. If the budget is empty, counts `over_budget` and returns

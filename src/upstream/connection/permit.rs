@@ -15,8 +15,8 @@ use super::Connection;
 
 impl Connection {
     /// Reserves a slot for one stream. The caller has checked [`Self::free_streams`].
-    pub fn reserve(self: &Rc<Self>, watch: bool, now: Instant) -> Permit {
-        let stream = self.step(|machine| machine.reserve(watch, now));
+    pub fn reserve(self: &Rc<Self>, long_running: bool, now: Instant) -> Permit {
+        let stream = self.step(|machine| machine.reserve(long_running, now));
         Permit { connection: Rc::clone(self), stream, received: None }
     }
 }

@@ -46,7 +46,7 @@ impl Pool {
     ) -> Acquire<'a> {
         let now = clock::now();
         let arrival =
-            class.machine.borrow_mut().request(required.held, self.is_total_outage(), now);
+            class.machine.borrow_mut().request(required.may_be_held, self.is_total_outage(), now);
         if let Arrival::Refuse(refusal) = arrival {
             return Either::Left(ready(Err(self.unavailable(class, refusal))));
         }
@@ -87,7 +87,7 @@ impl Pool {
     ) -> Option<(Permit, bool)> {
         class.with_table(now, |table, connections| {
             let max_connections =
-                if plain.watch { class.max_connections(&self.upstream) } else { usize::MAX };
+                if plain.long_running { class.max_connections(&self.upstream) } else { usize::MAX };
             let index = select(
                 table,
                 plain,
@@ -97,7 +97,7 @@ impl Pool {
                 &mut self.rng.borrow_mut(),
             )?;
             table[index].free_streams -= 1;
-            let permit = connections[index].reserve(plain.watch, now);
+            let permit = connections[index].reserve(plain.long_running, now);
             Some((permit, is_nearly_full(table, index)))
         })
     }
@@ -114,7 +114,7 @@ impl Pool {
         let has_credential = self.upstream.credentials.tls(class.credential_class()).is_some();
         let (result, granted) = oneshot::channel();
         let preferences = OwnedPreferences::of(&required);
-        let waiter = Waiter { watch: required.watch, preferences, result };
+        let waiter = Waiter { long_running: required.long_running, preferences, result };
         let registered = self.state.get().may_wait(has_credential).and_then(|()| {
             class.with_table(start, |table, _| {
                 class.machine.borrow_mut().begin_wait(table, plain, waiter, start)
@@ -177,7 +177,7 @@ impl Pool {
                 &mut self.rng.borrow_mut(),
             )?;
             let permit =
-                answer.map(|index| connections[index].reserve(waiter.watch, situation.now));
+                answer.map(|index| connections[index].reserve(waiter.long_running, situation.now));
             Some((waiter, permit))
         })
     }

@@ -20,7 +20,7 @@ use crate::upstream::version_preference::PreferredVersions;
 #[derive(Debug, Clone, Copy)]
 pub struct StreamRequirements<'a> {
     /// Whether the request is a watch, which keeps its stream for minutes.
-    pub watch: bool,
+    pub long_running: bool,
     /// The connection on which the request failed before, if it did.
     pub previous_failure: Option<PreviousFailure<'a>>,
     /// Endpoints that must not be used.
@@ -28,7 +28,7 @@ pub struct StreamRequirements<'a> {
     /// When the request lost its previous connection, if it had one.
     pub without_connection_since: Option<Instant>,
     /// Whether the caller holds the watch during a total outage. Then the pool returns an error at once.
-    pub held: bool,
+    pub may_be_held: bool,
     /// Whether suspect connections are excluded, because the request already waits on one.
     pub live_only: bool,
     /// The resource version that the watch cache of the endpoint should have reached. Endpoints that are known to have
@@ -46,8 +46,8 @@ impl<'a> StreamRequirements<'a> {
     /// so that every caller must state the subject.
     pub fn for_client(client_subject: Option<&'a Subject>) -> Self {
         Self {
-            watch: false,
-            held: false,
+            long_running: false,
+            may_be_held: false,
             previous_failure: None,
             excluded_endpoints: &[],
             without_connection_since: None,
@@ -73,8 +73,8 @@ impl<'a> StreamRequirements<'a> {
             }
         });
         Requirements {
-            watch: self.watch,
-            held: self.held,
+            long_running: self.long_running,
+            may_be_held: self.may_be_held,
             live_only: self.live_only,
             previous_failure,
             excluded: self.excluded_endpoints.to_vec(),
@@ -155,7 +155,7 @@ pub type Granted = Result<Permit, Unavailable>;
 
 /// A request that waits for a stream.
 pub(super) struct Waiter {
-    pub(super) watch: bool,
+    pub(super) long_running: bool,
     pub(super) preferences: OwnedPreferences,
     pub(super) result: oneshot::Sender<Granted>,
 }

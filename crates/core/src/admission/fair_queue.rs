@@ -69,11 +69,11 @@ pub enum Ended {
     /// The apiserver rejected the token, or had none to check.
     Rejected,
     /// The response does not show which, or there is none.
-    Unclear,
+    Unknown,
 }
 
 /// Whether a request belongs on the connections for clients whose tokens keep being rejected.
-pub fn is_apart<K, T>(started: &Started<K, T>) -> bool {
+pub fn is_often_rejected<K, T>(started: &Started<K, T>) -> bool {
     started.is_paced && started.lane == OTHERS
 }
 
@@ -163,7 +163,7 @@ impl<K: Ord + Copy, T> FairQueue<K, T> {
         self.turns.end(source, id);
         self.sent.retain(|(.., sent)| *sent != id);
         match ended {
-            Ended::Unclear => false,
+            Ended::Unknown => false,
             Ended::Accepted => {
                 self.turns.forgive(source);
                 false

@@ -69,10 +69,11 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// When a key may start another one that has its whole burst again at `rested_at`.
-    fn start_at(self, rested_at: Option<Instant>, now: Instant) -> Instant {
-        let until_rested = rested_at.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
-        now + until_rested.saturating_sub(self.interval * (self.burst - 1))
+    /// When a key may start another one that has its whole burst again at `full_burst_at`.
+    fn start_at(self, full_burst_at: Option<Instant>, now: Instant) -> Instant {
+        let until_full_burst =
+            full_burst_at.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
+        now + until_full_burst.saturating_sub(self.interval * (self.burst - 1))
     }
 }
 
@@ -130,7 +131,7 @@ struct KeyState<T, const LANES: usize> {
     /// What is in progress, oldest first.
     in_progress: VecDeque<InProgress>,
     /// When each lane has its whole burst again.
-    rested_at: [Option<Instant>; LANES],
+    full_burst_at: [Option<Instant>; LANES],
     /// The latest faults, at most as many as pace the key.
     faults: VecDeque<Instant>,
 }
@@ -370,7 +371,7 @@ impl<T, const LANES: usize> KeyState<T, LANES> {
         Self {
             waiting: std::array::from_fn(|_| VecDeque::new()),
             in_progress: VecDeque::new(),
-            rested_at: [None; LANES],
+            full_burst_at: [None; LANES],
             faults: VecDeque::new(),
         }
     }
@@ -390,7 +391,7 @@ impl<T, const LANES: usize> KeyState<T, LANES> {
             Pacing::Never | Pacing::Always(_) => Duration::ZERO,
         };
         self.is_idle()
-            && self.rested_at.iter().flatten().all(|at| now >= *at)
+            && self.full_burst_at.iter().flatten().all(|at| now >= *at)
             && self.faults.back().is_none_or(|last| now >= *last + window)
     }
 
@@ -426,14 +427,14 @@ impl<T, const LANES: usize> KeyState<T, LANES> {
             if let Pacing::Always(paces) | Pacing::AfterFaults { paces, .. } = pacing
                 && is_paced
             {
-                let (pace, rested_at) = (paces[lane], self.rested_at[lane]);
-                let at = pace.start_at(rested_at, now);
+                let (pace, full_burst_at) = (paces[lane], self.full_burst_at[lane]);
+                let at = pace.start_at(full_burst_at, now);
                 if at > now {
                     earliest = Some(earliest.map_or(at, |earliest| earliest.min(at)));
                     continue;
                 }
-                self.rested_at[lane] =
-                    Some(rested_at.map_or(now, |at| at.max(now)) + pace.interval);
+                self.full_burst_at[lane] =
+                    Some(full_burst_at.map_or(now, |at| at.max(now)) + pace.interval);
             }
             if let Some((id, item)) = self.waiting[lane].pop_front() {
                 self.in_progress.push_back(InProgress { id, since: now, is_counted: true });

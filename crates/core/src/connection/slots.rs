@@ -87,18 +87,18 @@ impl StreamSlots {
     }
 
     /// Takes a slot.
-    pub(super) fn take(&mut self, watch: bool) {
+    pub(super) fn take(&mut self, long_running: bool) {
         self.open += 1;
-        self.watches += usize::from(watch);
+        self.watches += usize::from(long_running);
         self.peak = self.peak.max(self.open);
     }
 
     /// Gives a slot back. That of a `cancelled` stream becomes free after [`CANCELLED_SLOT_HOLD`]. Returns whether
     /// all slots were taken by open streams.
-    pub(super) fn give_back(&mut self, watch: bool, cancelled: bool, now: Instant) -> bool {
+    pub(super) fn give_back(&mut self, long_running: bool, cancelled: bool, now: Instant) -> bool {
         let was_full = self.open >= self.limit;
         self.open = self.open.saturating_sub(1);
-        self.watches = self.watches.saturating_sub(usize::from(watch));
+        self.watches = self.watches.saturating_sub(usize::from(long_running));
         if self.open == 0 {
             self.idle_since = now;
         }

@@ -6,7 +6,7 @@ use std::time::Instant;
 /// the same connection by [`super::ConnectionMachine::release`].
 #[derive(Debug)]
 pub struct Stream {
-    pub(super) watch: bool,
+    pub(super) long_running: bool,
     /// When the slot was reserved. The stream is opened right afterwards.
     pub(super) reserved_at: Instant,
     /// The request was sent, and its response head has not arrived.
@@ -33,9 +33,9 @@ pub(super) enum StreamPhase {
 }
 
 impl Stream {
-    pub(super) fn new(watch: bool, now: Instant) -> Self {
+    pub(super) fn new(long_running: bool, now: Instant) -> Self {
         Self {
-            watch,
+            long_running,
             reserved_at: now,
             awaits_head: false,
             proven: false,

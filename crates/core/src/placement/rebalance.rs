@@ -17,9 +17,6 @@
 //! | An endpoint with one watch keeps it. | A move would only change which endpoint has none. |
 //! | No watch moves to an apiserver of an older version, and none to a newer one while there is a `canary`. | An old apiserver does not know the fields of a new one, and the canary limits what the newest one gets. |
 //! | When 15 minutes have passed since the last endpoint became ready, watches move only from an endpoint that has more than 110 % of the mean plus one. | Clients come and go, and there would be a move for each of them. |
-//!
-//! Once a minute the rebalancer also requests a self-check of every watch. The self-check finds missing
-//! bookmarks without a timer for each watch .
 
 use std::time::{Duration, Instant};
 
@@ -38,8 +35,6 @@ const EVEN_OUT: Duration = Duration::from_secs(15 * 60);
 const TOLERANCE: f64 = 1.1;
 /// Longest pause, in rounds, while no watch takes an offered move.
 const MAX_PAUSE_ROUNDS: u32 = 64;
-/// Pause between two self-checks of all watches, ±10 %.
-const SELF_CHECK_PAUSE: Duration = Duration::from_secs(60);
 /// Shortest pause between two log lines about moves.
 const LOG_PAUSE: Duration = Duration::from_secs(60);
 
@@ -75,24 +70,24 @@ pub struct RebalanceMove {
 }
 
 /// The number of watches that each endpoint should have. The rounding favours no endpoint on average over
-/// all nodes (systematic sampling). `lot` is a random number in 0..1 that is constant on a node.
-fn fair_watches(loads: &[EndpointLoad], lot: f64) -> impl Iterator<Item = f64> {
+/// all nodes (systematic sampling). `random_start` is a random number in 0..1 that is constant on a node.
+fn fair_watches(loads: &[EndpointLoad], random_start: f64) -> impl Iterator<Item = f64> {
     let total: usize = loads.iter().map(|load| load.watches).sum();
     let shares: f64 = loads.iter().map(|load| load.share).sum();
     let mut share_sum = 0.0;
-    let mut assigned = lot.floor();
+    let mut assigned = random_start.floor();
     loads.iter().map(move |load| {
         share_sum += load.share;
-        let upper = (total as f64 * share_sum / shares + lot + 1e-9).floor();
+        let upper = (total as f64 * share_sum / shares + random_start + 1e-9).floor();
         upper - std::mem::replace(&mut assigned, upper)
     })
 }
 
-/// Decides by the table of this module which moves are due. `lot` is a random number in 0..1 that is
+/// Decides by the table of this module which moves are due. `random_start` is a random number in 0..1 that is
 /// constant on a node, and `elapsed` is the time since the last round.
 pub fn decide(
     loads: &[EndpointLoad],
-    lot: f64,
+    random_start: f64,
     elapsed: Duration,
     rng: &mut fastrand::Rng,
 ) -> Option<RebalanceMove> {
@@ -102,7 +97,7 @@ pub fn decide(
     let mut total_surplus = 0.0;
     let mut from = (0, 0.0);
     let mut to = (0, 0.0);
-    for (index, (load, fair)) in loads.iter().zip(fair_watches(loads, lot)).enumerate() {
+    for (index, (load, fair)) in loads.iter().zip(fair_watches(loads, random_start)).enumerate() {
         let surplus = load.watches as f64 - fair;
         // An endpoint in slow start keeps its surplus, because its share grows.
         let gives = load.watches > 1 && load.share >= 1.0 && load.watches as f64 > tolerated;
@@ -125,7 +120,7 @@ pub fn decide(
 /// The times of the rounds and the random numbers of a node.
 #[derive(Debug)]
 pub struct RebalanceSchedule {
-    lot: f64,
+    random_start: f64,
     rng: fastrand::Rng,
     last: Instant,
     next: Instant,
@@ -134,7 +129,7 @@ pub struct RebalanceSchedule {
 impl RebalanceSchedule {
     /// A schedule that begins at `now`.
     pub fn new(now: Instant, mut rng: fastrand::Rng) -> Self {
-        Self { lot: rng.f64(), rng, last: now, next: now + ROUND }
+        Self { random_start: rng.f64(), rng, last: now, next: now + ROUND }
     }
 
     /// If a round is due, returns the time since the previous one, at most two rounds, and schedules the next
@@ -156,7 +151,7 @@ impl RebalanceSchedule {
 
     /// [`decide`] with the random numbers of the node.
     pub fn decide(&mut self, loads: &[EndpointLoad], elapsed: Duration) -> Option<RebalanceMove> {
-        decide(loads, self.lot, elapsed, &mut self.rng)
+        decide(loads, self.random_start, elapsed, &mut self.rng)
     }
 }
 
@@ -175,15 +170,6 @@ pub struct WatchRow<'a> {
     pub ready_for: Option<Duration>,
     /// The version of its endpoint, if it is known.
     pub version: Option<MinorVersion>,
-}
-
-/// A round that begins.
-#[derive(Debug, Clone, Copy)]
-pub struct RebalanceRound {
-    /// Time since the previous round.
-    pub elapsed: Duration,
-    /// Whether every watch should check itself.
-    pub checks_watches: bool,
 }
 
 /// Moves to offer. Connections are indices into the rows.
@@ -207,7 +193,6 @@ pub struct MoveOffer {
 #[derive(Debug)]
 pub struct Rebalancer {
     schedule: RebalanceSchedule,
-    self_check_at: Instant,
     pause_rounds: u32,
     logged_at: Option<Instant>,
 }
@@ -215,21 +200,13 @@ pub struct Rebalancer {
 impl Rebalancer {
     /// A rebalancer that begins at `now`.
     pub fn new(now: Instant, rng: fastrand::Rng) -> Self {
-        let mut schedule = RebalanceSchedule::new(now, rng);
-        let self_check_at = now + SELF_CHECK_PAUSE.mul_f64(schedule.rng.f64());
-        Self { schedule, self_check_at, pause_rounds: 1, logged_at: None }
+        Self { schedule: RebalanceSchedule::new(now, rng), pause_rounds: 1, logged_at: None }
     }
 
-    /// Begins a round if one is due. [`Self::offer_ended`] follows if moves were offered in the last one, and then
-    /// [`Self::plan`].
-    pub fn begin_round(&mut self, now: Instant) -> Option<RebalanceRound> {
-        let elapsed = self.schedule.begin_round(now)?;
-        let checks_watches = now >= self.self_check_at;
-        if checks_watches {
-            let pause = SELF_CHECK_PAUSE.mul_f64(0.9 + self.schedule.rng.f64() / 5.0);
-            self.self_check_at = now + pause;
-        }
-        Some(RebalanceRound { elapsed, checks_watches })
+    /// Begins a round if one is due, and returns the time since the previous one. [`Self::offer_ended`] follows if moves
+    /// were offered in the last one, and then [`Self::plan`].
+    pub fn begin_round(&mut self, now: Instant) -> Option<Duration> {
+        self.schedule.begin_round(now)
     }
 
     /// The offer of the last round is withdrawn. If moves were left, no watch there can move, and the pause between
@@ -239,11 +216,11 @@ impl Rebalancer {
             if moves_left { (self.pause_rounds * 2).min(MAX_PAUSE_ROUNDS) } else { 1 };
     }
 
-    /// Decides which moves to offer in the round, and schedules the next one. `rows` are the live connections, or none
+    /// Decides which moves to offer in a round that begins after `elapsed`, and schedules the next one. `rows` are the live connections, or none
     /// if watches are not rebalanced.
     pub fn plan(
         &mut self,
-        round: RebalanceRound,
+        elapsed: Duration,
         rows: &[WatchRow<'_>],
         has_canary: bool,
         now: Instant,
@@ -262,10 +239,10 @@ impl Rebalancer {
         if endpoints.len() < 2 {
             return None;
         }
-        // The order must not depend on the connections, because `lot` selects endpoints by it.
+        // The order must not depend on the connections, because `random_start` selects endpoints by it.
         endpoints.sort_by_key(|(first, _)| rows[*first].label);
         let loads: Vec<_> = endpoints.iter().map(|(_, load)| *load).collect();
-        let RebalanceMove { from, to, count } = self.schedule.decide(&loads, round.elapsed)?;
+        let RebalanceMove { from, to, count } = self.schedule.decide(&loads, elapsed)?;
         let (source, target) = (&rows[endpoints[from].0], endpoints[to].0);
         if !may_rebalance(source.version, rows[target].version, has_canary) {
             return None;
@@ -376,9 +353,10 @@ mod tests {
         let mut rng = fastrand::Rng::with_seed(1);
         for watches in [&[1, 0][..], &[0, 1, 0], &[1, 1, 0]] {
             let loads = loads(watches, Duration::from_secs(60));
-            for lot in 0..100 {
-                let moves = (0..100)
-                    .find_map(|_| decide(&loads, f64::from(lot) / 100.0, ROUND * 2, &mut rng));
+            for random_start in 0..100 {
+                let moves = (0..100).find_map(|_| {
+                    decide(&loads, f64::from(random_start) / 100.0, ROUND * 2, &mut rng)
+                });
                 assert_eq!(moves, None, "{watches:?}");
             }
         }
@@ -482,18 +460,5 @@ mod tests {
         }
         pause_after(false);
         assert!(pause_after(false) <= ROUND.mul_f64(1.5) + Duration::from_millis(10));
-    }
-
-    #[test]
-    fn self_checks_are_requested_once_a_minute() {
-        let start = Instant::now();
-        let mut rebalancer = Rebalancer::new(start, fastrand::Rng::with_seed(5));
-        let mut checks = 0;
-        for second in 1..=3_600 {
-            let now = start + Duration::from_secs(second);
-            let round = rebalancer.begin_round(now);
-            checks += usize::from(round.is_some_and(|round| round.checks_watches));
-        }
-        assert!((54..=66).contains(&checks), "{checks} in an hour");
     }
 }

@@ -233,9 +233,9 @@ impl<W> Class<W> {
     }
 
     /// A request asks for a stream. `held` is that of its [`Requirements`].
-    pub fn request(&mut self, held: bool, is_outage: bool, now: Instant) -> Arrival {
+    pub fn request(&mut self, may_be_held: bool, is_outage: bool, now: Instant) -> Arrival {
         self.last_used = now;
-        if held && is_outage {
+        if may_be_held && is_outage {
             Arrival::Refuse(Refusal::Unreachable)
         } else if self.waiters.block_newcomers() {
             Arrival::Wait
@@ -561,7 +561,7 @@ fn decide<W>(
     find: &mut dyn FnMut(bool) -> Option<usize>,
 ) -> Decision {
     let Streams { is_connected, has_free, all_failed_at } = streams;
-    if waiter.required.held && situation.is_outage {
+    if waiter.required.may_be_held && situation.is_outage {
         return Decision::Answer(Err(Refusal::Unreachable));
     }
     if has_free && let Some(index) = find(false) {

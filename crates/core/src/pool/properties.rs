@@ -19,7 +19,7 @@ const STREAMS: usize = 10;
 
 #[derive(Debug, Clone)]
 enum Event {
-    Request { watch: bool, held: bool, live_only: bool, excluded: Option<usize> },
+    Request { long_running: bool, may_be_held: bool, live_only: bool, excluded: Option<usize> },
     Cancel(usize),
     StreamEnds(usize),
     Connection(usize, ConnectionState, bool),
@@ -32,12 +32,21 @@ enum Event {
 
 fn event() -> impl Strategy<Value = Event> {
     let request = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), 0..ENDPOINTS);
-    let request = request.prop_map(|(watch, held, live_only, excludes, endpoint)| {
+    let request = request.prop_map(|(long_running, may_be_held, live_only, excludes, endpoint)| {
         let excluded = excludes.then_some(endpoint);
-        Event::Request { watch, held: held && watch, live_only, excluded }
+        Event::Request {
+            long_running,
+            may_be_held: may_be_held && long_running,
+            live_only,
+            excluded,
+        }
     });
-    let simple =
-        Just(Event::Request { watch: false, held: false, live_only: false, excluded: None });
+    let simple = Just(Event::Request {
+        long_running: false,
+        may_be_held: false,
+        live_only: false,
+        excluded: None,
+    });
     let connection =
         (any::<usize>(), prop::sample::select(&ConnectionState::ALL[..]), any::<bool>());
     let endpoint = (0..ENDPOINTS, prop::sample::select(&EndpointState::ALL[..]));
@@ -65,7 +74,8 @@ struct Waiting {
 
 impl Waiting {
     fn is_like(&self, other: &Self) -> bool {
-        let kind = |w: &Self| (w.required.watch, w.required.held, w.required.live_only);
+        let kind =
+            |w: &Self| (w.required.long_running, w.required.may_be_held, w.required.live_only);
         kind(self) == kind(other) && self.required.excluded == other.required.excluded
     }
 }
@@ -126,21 +136,21 @@ impl Shell {
             ConnectionState::Suspect => assert!(!required.live_only && !candidate.is_silent),
             state => panic!("a stream on a connection in state {state:?}"),
         }
-        if required.watch {
+        if required.long_running {
             let to_endpoint = table.iter().filter(|other| other.endpoint == candidate.endpoint);
             let watches = to_endpoint.map(|other| other.watches).sum::<usize>() + 1;
             let streams = max_connections(self.class.credential_class(), LIMITS.max) * STREAMS;
             assert!(watches as f64 <= (streams as f64 * WATCH_SHARE).ceil(), "{watches} watches");
         }
         candidate.free_streams -= 1;
-        candidate.watches += usize::from(required.watch);
+        candidate.watches += usize::from(required.long_running);
         row.idle_since = None;
-        self.granted_streams.push((candidate.connection, required.watch));
+        self.granted_streams.push((candidate.connection, required.long_running));
     }
 
     fn request(&mut self, required: Requirements) {
         let table = self.table();
-        let arrival = self.class.request(required.held, self.is_outage, self.now);
+        let arrival = self.class.request(required.may_be_held, self.is_outage, self.now);
         if let Arrival::Refuse(_) = arrival {
             return;
         }
@@ -277,13 +287,15 @@ impl Shell {
     fn apply(&mut self, event: &Event) {
         let count = self.connections.len().max(1);
         match event {
-            Event::Request { watch, held, live_only, excluded } => self.request(Requirements {
-                watch: *watch,
-                held: *held,
-                live_only: *live_only,
-                excluded: excluded.iter().map(|&endpoint| EndpointKey(endpoint)).collect(),
-                ..Requirements::default()
-            }),
+            Event::Request { long_running, may_be_held, live_only, excluded } => {
+                self.request(Requirements {
+                    long_running: *long_running,
+                    may_be_held: *may_be_held,
+                    live_only: *live_only,
+                    excluded: excluded.iter().map(|&endpoint| EndpointKey(endpoint)).collect(),
+                    ..Requirements::default()
+                })
+            }
             Event::Cancel(which) => {
                 let number = self.waiting.keys().copied().nth(which % self.waiting.len().max(1));
                 if let Some(waiting) = number.and_then(|number| self.waiting.remove(&number)) {

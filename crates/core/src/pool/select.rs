@@ -73,9 +73,9 @@ pub struct Candidate {
 #[derive(Debug, Clone, Default)]
 pub struct Requirements {
     /// Whether the request is a watch, which keeps its stream for minutes.
-    pub watch: bool,
+    pub long_running: bool,
     /// Whether the caller holds the watch during a total outage. Then it gets an error at once.
-    pub held: bool,
+    pub may_be_held: bool,
     /// Whether suspect connections are excluded, because the request already waits on one.
     pub live_only: bool,
     /// How the request failed before, if it did.
@@ -89,7 +89,7 @@ pub struct Requirements {
 impl Requirements {
     /// Whether a request with these requirements can use any stream that another request can use.
     pub(super) fn is_unrestricted(&self) -> bool {
-        !self.watch && self.excluded.is_empty()
+        !self.long_running && self.excluded.is_empty()
     }
 }
 
@@ -167,7 +167,8 @@ fn may_take(
     is_alive
         && candidate.free_streams > 0
         && !required.excluded.contains(&candidate.endpoint)
-        && (!required.watch || leaves_streams_for_requests(candidate, table, scope.max_connections))
+        && (!required.long_running
+            || leaves_streams_for_requests(candidate, table, scope.max_connections))
 }
 
 /// Whether a watch may take a stream of the candidate's endpoint.
@@ -190,7 +191,9 @@ fn rank(
 ) -> (EndpointState, bool, bool, u8, bool, bool, bool) {
     let (failed_on, refused_by, ignores_version) = match required.previous_failure {
         None => (None, None, false),
-        Some(PreviousFailure::Silence(connection)) => (Some(connection), None, !required.watch),
+        Some(PreviousFailure::Silence(connection)) => {
+            (Some(connection), None, !required.long_running)
+        }
         Some(PreviousFailure::Refusal(connection, by)) => (Some(connection), Some(by), false),
     };
     (

@@ -174,7 +174,7 @@ fn select_leaves_a_tenth_of_the_streams_to_requests_other_than_watches() {
         let of = |watches| Candidate { stream_limit, watches, ..candidate(watches, 10, now) };
         let table = [of(watches[0]), of(watches[1])];
         let scope = Scope { max_connections, ..SCOPE };
-        let watch = Requirements { watch: true, ..Requirements::default() };
+        let watch = Requirements { long_running: true, ..Requirements::default() };
         let fits = !taken(&table, &watch, scope, &[]).is_empty();
         assert_eq!(fits, expected, "{watches:?} {max_connections} {stream_limit}");
         assert_eq!(taken(&table, &Requirements::default(), scope, &[]), [0, 1]);
@@ -190,8 +190,8 @@ fn select_after_silence_takes_connections_that_received_bytes_recently() {
     };
     let table = [received(0, 0), received(1, 950), received(2, 1_000), received(3, 899)];
     let silence = Some(PreviousFailure::Silence(ConnectionKey(2)));
-    let required = |watch, previous_failure| Requirements {
-        watch,
+    let required = |long_running, previous_failure| Requirements {
+        long_running,
         previous_failure,
         ..Requirements::default()
     };
@@ -283,7 +283,7 @@ fn request_that_waits_is_answered_by_the_table() {
     let full_and_suspect = || vec![full()[0], suspect()[0]];
     let none = || Requirements::default();
     let live_only = || Requirements { live_only: true, ..none() };
-    let held = || Requirements { held: true, ..none() };
+    let held = || Requirements { may_be_held: true, ..none() };
     let base = |table, required, waited| Wait {
         table,
         required,
@@ -342,7 +342,7 @@ fn request_that_waits_is_answered_by_the_table() {
 fn requests_are_served_in_order_and_passed_over_if_they_cannot_be() {
     let now = Instant::now();
     let mut class = Class::new(CredentialClass::Token, now);
-    let watch = || Requirements { watch: true, ..Requirements::default() };
+    let watch = || Requirements { long_running: true, ..Requirements::default() };
     let mut begin = |required, handle| class.begin_wait(&[], required, handle, now).unwrap();
     begin(watch(), "watch");
     let first = begin(Requirements::default(), "first");
@@ -382,9 +382,9 @@ fn requests_are_served_in_order_and_passed_over_if_they_cannot_be() {
 fn each_request_is_considered_once_in_a_round() {
     let now = Instant::now();
     let mut class = Class::new(CredentialClass::Token, now);
-    for watch in [true, false] {
-        let required = Requirements { watch, ..Requirements::default() };
-        class.begin_wait(&[], required, watch, now).unwrap();
+    for long_running in [true, false] {
+        let required = Requirements { long_running, ..Requirements::default() };
+        class.begin_wait(&[], required, long_running, now).unwrap();
     }
     let situation = Situation { endpoints: &[], is_outage: false, max_connections: 1, now };
     let (mut round, mut rng) = (Round::default(), fastrand::Rng::with_seed(1));

@@ -47,7 +47,7 @@ impl RetryBudget {
     }
 
     /// Adds the share of one client request.
-    pub fn earn(&self) {
+    pub fn deposit(&self) {
         self.add(TOKENS_PER_REQUEST);
     }
 
@@ -86,10 +86,10 @@ mod tests {
             let take_up_to = |tokens: u32| (0..tokens).filter(|_| budget.take()).count();
             assert_eq!(take_up_to(2_000), burst);
             assert!(!budget.take());
-            (0..1_000).for_each(|_| budget.earn());
+            (0..1_000).for_each(|_| budget.deposit());
             let tenth = take_up_to(1_000);
             assert!((99..=101).contains(&tenth), "{tenth}");
-            (0..100_000).for_each(|_| budget.earn());
+            (0..100_000).for_each(|_| budget.deposit());
             assert_eq!(take_up_to(2_000), burst, "earned tokens do not exceed the burst");
             budget.release();
             assert_eq!(take_up_to(2_000), 1);

@@ -102,7 +102,6 @@
 //! | Initial from the most recent version, nothing forwarded | clean: no event is missing, and a repeated request would start at a later version |
 //! | Initial, otherwise | reset: a clean end would make incomplete initial events look complete |
 
-mod bookmarks;
 mod exclusions;
 mod input;
 mod leave;
@@ -111,7 +110,6 @@ mod queries;
 mod round;
 mod state;
 
-use self::bookmarks::BookmarkMonitor;
 use self::exclusions::Exclusions;
 use self::limiter::ResumeLimiter;
 use self::state::{Ordered, State};
@@ -141,7 +139,6 @@ pub struct Session {
     /// An event or a bookmark has shown the cursor; otherwise it is the version that the client requested.
     cursor_shown: bool,
     limiter: ResumeLimiter,
-    bookmarks: BookmarkMonitor,
     /// Boxed, because a watch that has not lost a stream has none.
     exclusions: Option<Box<Exclusions>>,
 }
@@ -156,7 +153,6 @@ impl Session {
             mid_frame: false,
             cursor_shown: false,
             limiter: ResumeLimiter::default(),
-            bookmarks: BookmarkMonitor::default(),
             exclusions: None,
         }
     }
@@ -178,7 +174,6 @@ impl Session {
                 Effect::None
             }
             Input::StreamLost { quiet } => {
-                self.bookmarks.restart();
                 self.forget_round(now);
                 match self.begin_round(now, |recent| ResumeRound::begin(now, recent, quiet)) {
                     Ok(()) => self.next_attempt(now, Duration::ZERO),
@@ -218,9 +213,7 @@ impl Session {
         let effect = self.state.on_frame(frame, self.cursor_shown, &self.request);
         if matches!(effect, Effect::Forward | Effect::Swallow) {
             self.cursor_shown |= matches!(self.state, State::Ordered(_));
-            if is_bookmark {
-                self.bookmarks.record_bookmark();
-            }
+            if is_bookmark {}
         }
         effect
     }
@@ -337,7 +330,6 @@ impl Session {
 
     fn on_move_ended(&mut self, moved: bool, now: Instant) -> Effect {
         if moved {
-            self.bookmarks.restart();
             self.forget_round(now);
         }
         self.state.update(|state| match state {

@@ -70,7 +70,7 @@ impl Node {
     }
 
     fn rebalance(&mut self, now: Instant) {
-        let Some(round) = self.placement.rebalancer.begin_round(now) else { return };
+        let Some(elapsed) = self.placement.rebalancer.begin_round(now) else { return };
         if let Some(offered) = self.placement.offered.take() {
             let left = self.placement.offers.remove(&offered).is_some();
             self.placement.rebalancer.offer_ended(left);
@@ -90,7 +90,9 @@ impl Node {
                 (id, row)
             })
             .unzip();
-        let Some(offer) = self.placement.rebalancer.plan(round, &rows, false, now) else { return };
+        let Some(offer) = self.placement.rebalancer.plan(elapsed, &rows, false, now) else {
+            return;
+        };
         let (connection, target) = (ids[offer.connection], rows[offer.target].endpoint.0);
         self.placement.offered = Some(connection);
         self.offer_moves(connection, MoveEligibility::Settled, vec![target], offer.count);

@@ -84,7 +84,7 @@ impl Node {
         if purpose == Purpose::Resume {
             self.checks.watch_resumes(now);
         }
-        match self.class.request(required.held, self.pool.is_total_outage(), now) {
+        match self.class.request(required.may_be_held, self.pool.is_total_outage(), now) {
             Arrival::Refuse(refusal) => return self.unavailable(io, request, purpose, refusal),
             Arrival::Select => {
                 if let Some(connection) = self.select_now(io, &required) {
@@ -94,7 +94,7 @@ impl Node {
             Arrival::Wait => {}
         }
         let (_, table) = self.table(now);
-        let is_unrestricted = !required.watch && required.excluded.is_empty();
+        let is_unrestricted = !required.long_running && required.excluded.is_empty();
         let waiting = Waiting { request, purpose, start: now };
         let begun = self
             .pool

@@ -171,9 +171,9 @@ impl Node {
         sent: Rc<Request>,
     ) {
         self.checks.requested();
-        self.hedge_budget.earn();
-        self.too_old_budget.earn();
-        self.rejected_budget.earn();
+        self.hedge_budget.deposit();
+        self.too_old_budget.deposit();
+        self.rejected_budget.deposit();
         let id = self.next_request;
         self.next_request += 1;
         let info = &sent.info;

@@ -355,8 +355,8 @@ impl Node {
                 let refused = session.last_refused();
                 let last = watch.last.map(|last| Previous { refused, ..last });
                 let required = Requirements {
-                    watch: true,
-                    held: true,
+                    long_running: true,
+                    may_be_held: true,
                     previous_failure: last.map(PreviousFailure::from),
                     excluded: session.excluded_at(now),
                     ..Requirements::default()
@@ -375,8 +375,8 @@ impl Node {
                 let evacuates = reason == MoveReason::Evacuate;
                 let excluded = endpoint.filter(|_| evacuates).map(EndpointKey);
                 let required = Requirements {
-                    watch: true,
-                    held: true,
+                    long_running: true,
+                    may_be_held: true,
                     previous_failure: previous.map(PreviousFailure::from),
                     excluded: excluded.into_iter().collect(),
                     live_only: true,

@@ -1,4 +1,4 @@
-//! Tests of client chains: limits, lanes, the cache, and the interval in which a verdict applies.
+//! Tests of client chains: limits, queues, the cache, and the interval in which a verdict applies.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc;
@@ -75,8 +75,8 @@ fn chain(certificates: usize, bytes: usize) -> Arc<ClientChain> {
     Arc::new(ClientChain { certificates, changes: Vec::new(), parse_error: None })
 }
 
-fn lane(queue: usize) -> &'static Lane {
-    Box::leak(Box::new(Lane::new(queue, 0)))
+fn queue(places: usize) -> &'static VerificationQueue {
+    Box::leak(Box::new(VerificationQueue::new(places, 0)))
 }
 
 #[test]
@@ -132,9 +132,9 @@ async fn verify_runs_on_a_blocking_thread_and_caches_valid_chains_only() {
     let verifier = Arc::new(Verifier::default());
     let ca = Arc::new(ClientCa::new(Arc::clone(&verifier) as _));
     let (valid, invalid) = (chain(1, 10), chain(3, 10));
-    let lane = lane(1);
+    let queue = queue(1);
     for chain in [&valid, &invalid] {
-        let verdict = lane.acquire_slot(1).await.unwrap().verify(chain, &ca).await;
+        let verdict = queue.acquire_slot(1).await.unwrap().verify(chain, &ca).await;
         assert_eq!(verdict.result.is_ok(), Arc::ptr_eq(chain, &valid));
         assert!(verdict.applies(&ca, wall_clock()));
     }
@@ -154,20 +154,20 @@ async fn verify_of_a_long_chain_delays_neither_short_nor_cached_chains() {
     let blocked_ca = Arc::new(ClientCa::new(Arc::new(blocked)));
     let ca = Arc::new(ClientCa::new(Arc::new(Verifier::default())));
     let (long, short, cached) = (chain(6, 10), chain(2, 10), chain(3, 11));
-    assert!(!std::ptr::eq(Lane::of(&long), Lane::of(&short)));
-    assert!(std::ptr::eq(Lane::of(&long), Lane::of(&cached)));
+    assert!(!std::ptr::eq(VerificationQueue::of(&long), VerificationQueue::of(&short)));
+    assert!(std::ptr::eq(VerificationQueue::of(&long), VerificationQueue::of(&cached)));
     let valid =
         ChainVerdict { generation: ca.generation, from: 0, until: u64::MAX, result: Ok(()) };
     ca.cache().insert(&cached, &valid);
-    // The tests share the static lanes, so this one has its own.
-    let (long_lane, short_lane) = (lane(1), lane(1));
+    // The tests share the static queues, so this one has its own.
+    let (long_queue, short_queue) = (queue(1), queue(1));
     let verification = tokio::spawn(async move {
-        long_lane.acquire_slot(1).await.unwrap().verify(&long, &blocked_ca).await.result.is_ok()
+        long_queue.acquire_slot(1).await.unwrap().verify(&long, &blocked_ca).await.result.is_ok()
     });
-    while !long_lane.is_running() {
+    while !long_queue.is_running() {
         tokio::task::yield_now().await;
     }
-    assert!(short_lane.acquire_slot(1).await.unwrap().verify(&short, &ca).await.result.is_ok());
+    assert!(short_queue.acquire_slot(1).await.unwrap().verify(&short, &ca).await.result.is_ok());
     assert!(ca.cached_verdict(&cached, wall_clock()).is_some());
     assert!(!verification.is_finished());
     release_verifier.send(()).unwrap();
@@ -175,9 +175,9 @@ async fn verify_of_a_long_chain_delays_neither_short_nor_cached_chains() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pause_of_the_long_lane_takes_four_times_the_verification() {
-    for (lane, pause) in [(&LONG_LANE, 120), (&SHORT_LANE, 0)] {
-        let slot = lane.acquire_slot(1).await.unwrap();
+async fn pause_of_the_long_queue_takes_four_times_the_verification() {
+    for (queue, pause) in [(&LONG_CHAINS, 120), (&SHORT_CHAINS, 0)] {
+        let slot = queue.acquire_slot(1).await.unwrap();
         let slot = VerificationSlot { duration: Duration::from_millis(30), ..slot };
         let start = clock::now();
         slot.pause().await;

@@ -66,8 +66,8 @@ pub(super) fn resume(
                 if last_refused { PreviousFailure::Refusal } else { PreviousFailure::Silence };
             versions.exclude_older(&mut excluded);
             let requirements = StreamRequirements {
-                watch: true,
-                held: true,
+                long_running: true,
+                may_be_held: true,
                 previous_failure: last_connection.as_ref().map(failure),
                 excluded_endpoints: &excluded,
                 resource_version: wanted.as_ref().map(|(record, version)| (record, *version)),

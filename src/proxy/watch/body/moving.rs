@@ -28,15 +28,10 @@ use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::StreamRequirements;
 
 impl WatchBody {
-    /// Called when the connection has notified its watches, because its self-check is due or because some
-    /// of them should move.
+    /// Called when the connection has notified its watches, because some of them should move.
     pub(super) fn notified(&mut self) {
         let Source::Stream(stream) = &mut self.source else { return };
         stream.await_event(&self.context.drain);
-        let connection = Rc::clone(stream.permit.connection());
-        if stream.is_check_due() && self.relay.session_mut().has_gone_stale() {
-            connection.endpoint.metrics.watch_stale();
-        }
         let session = self.relay.session();
         if let Some((reason, permit)) = take_move_offer(session, stream, &self.context) {
             self.start_move(permit, reason);
@@ -124,7 +119,7 @@ fn take_move_offer(
     let others = endpoints.iter().filter(|other| !is_target(other));
     excluded.extend(others.map(|other| other.key()));
     let requirements = StreamRequirements {
-        watch: true,
+        long_running: true,
         excluded_endpoints: &excluded,
         versions: versions.preferred(),
         ..StreamRequirements::for_client(context.proof.subject())

@@ -30,8 +30,6 @@ pub(super) struct UpstreamStream {
     polls: u16,
     pub(super) pace: DeliveryPace,
     pub(super) permit: Permit,
-    /// The connection's number of self-checks at the last self-check of the watch.
-    self_checks: u32,
     /// A reason to leave for which the watch cannot leave yet.
     pub(super) deferred: Option<LeaveReason>,
     searches: Searches,
@@ -61,7 +59,6 @@ impl UpstreamStream {
         let connection = permit.connection();
         Self {
             pace: DeliveryPace::new(connection.last_received()),
-            self_checks: connection.moves.self_check_count(),
             next_event: next_event(&permit, drain),
             recv,
             unreleased: 0,
@@ -93,12 +90,6 @@ impl UpstreamStream {
     /// time, without a system call.
     pub(super) fn received_at(&self) -> Instant {
         self.permit.connection().last_received()
-    }
-
-    /// Whether a self-check of the connection, once a minute, has become due since the last call.
-    pub(super) fn is_check_due(&mut self) -> bool {
-        let checks = self.permit.connection().moves.self_check_count();
-        std::mem::replace(&mut self.self_checks, checks) != checks
     }
 
     /// Waits for the next notification or reason to leave.
@@ -143,8 +134,8 @@ impl UpstreamStream {
                 let mut excluded = Vec::new();
                 versions.exclude_older(&mut excluded);
                 let requirements = StreamRequirements {
-                    watch: true,
-                    held: true,
+                    long_running: true,
+                    may_be_held: true,
                     live_only: true,
                     excluded_endpoints: &excluded,
                     resource_version: wanted.as_ref().map(|(record, version)| (record, *version)),

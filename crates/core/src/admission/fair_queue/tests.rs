@@ -36,7 +36,7 @@ impl Rig {
     /// The request that starts, and whether on separate connections.
     fn start_next(&mut self, now: Instant) -> Option<(u64, bool)> {
         match self.queue.next(now) {
-            Next::Start(started) => Some((started.item, is_apart(&started))),
+            Next::Start(started) => Some((started.item, is_often_rejected(&started))),
             _ => None,
         }
     }
@@ -91,12 +91,12 @@ fn sources_take_turns_within_their_limits() {
     }
     assert_eq!(started(&mut queue, now), [0, 100, 1, 101, 2, 102, 3]);
     assert_eq!(queue.arrive(A, 17, true, now), Ok(None));
-    queue.end(A, 0, Ended::Unclear, now);
+    queue.end(A, 0, Ended::Unknown, now);
     assert_eq!(started(&mut queue, now), [17], "it is favored");
     for id in [4, 5] {
         queue.cancel(A, id);
     }
-    queue.end(A, 1, Ended::Unclear, now);
+    queue.end(A, 1, Ended::Unknown, now);
     assert_eq!(started(&mut queue, now), [6]);
 }
 
@@ -133,7 +133,7 @@ fn a_source_with_many_rejections_is_slowed_until_they_are_old() {
     assert_eq!(queue.wake_at(start), Some(start + SLOWED_INTERVAL));
     assert_eq!(started(&mut queue, start + SLOWED_INTERVAL), [2]);
     assert_eq!(started(&mut queue, start + WINDOW), [3], "limit of requests in progress");
-    queue.end(A, 1, Ended::Unclear, start + WINDOW);
+    queue.end(A, 1, Ended::Unknown, start + WINDOW);
     let last = queue.start_next(start + WINDOW).unwrap();
     assert_eq!(last, (4, false));
 }
@@ -170,21 +170,21 @@ fn a_late_response_holds_back_only_requests_of_its_source() {
     assert_eq!(queue.wake_at(start), None, "none is sent");
     queue.sent(A, 0, start);
     queue.sent(B, 5, later);
-    queue.end(B, 5, Ended::Unclear, later);
+    queue.end(B, 5, Ended::Unknown, later);
     assert_eq!(started(&mut queue, later), [20]);
     queue.sent(C, 20, later);
     assert_eq!(queue.wake_at(later), Some(start + UNANSWERED_AFTER));
     let now = start + UNANSWERED_AFTER;
     assert_eq!(started(&mut queue, now), [21], "A still has four");
     assert_eq!(queue.wake_at(now), Some(later + UNANSWERED_AFTER), "A waits");
-    queue.end(A, 0, Ended::Unclear, now);
+    queue.end(A, 0, Ended::Unknown, now);
     assert_eq!(queue.in_progress(), 8, "it is not released twice");
     assert_eq!(started(&mut queue, now), [0; 0], "8 are in progress");
     for (source, id) in [(A, 1), (A, 2), (A, 3), (B, 4), (B, 6), (B, 7), (C, 20), (C, 21)] {
-        queue.end(source, id, Ended::Unclear, now);
+        queue.end(source, id, Ended::Unknown, now);
     }
     assert_eq!(started(&mut queue, now), [10]);
-    queue.end(A, 10, Ended::Unclear, now);
+    queue.end(A, 10, Ended::Unknown, now);
     assert_eq!(queue.in_progress(), 0);
     assert_eq!((queue.queue.sent.len(), queue.queue.waiting()), (0, 0));
     assert_eq!(queue.queue.next(now), Next::Empty);

@@ -106,12 +106,6 @@ impl Session {
         self.deadline
     }
 
-    /// Called once a minute. Returns true, once, if the bookmarks have stopped: the apiserver's watch cache may
-    /// be stale. The proxy counts this in a metric.
-    pub fn has_gone_stale(&mut self) -> bool {
-        self.bookmarks.has_gone_stale()
-    }
-
     /// Time until the timeout that the client asked for.
     pub fn remaining(&self, now: Instant) -> Option<Duration> {
         self.deadline.map(|deadline| deadline.saturating_duration_since(now))

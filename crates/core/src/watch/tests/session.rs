@@ -372,21 +372,6 @@ fn evacuation_is_limited_to_half_of_the_resumes_of_a_minute() {
     assert!(session.can_move(MoveReason::Evacuate, at(60)));
 }
 
-#[test]
-fn missing_bookmarks_are_reported_once() {
-    let bookmark = |version| event(EventType::Bookmark, version);
-    let mut session = after(&request("5"), vec![event(EventType::Added, "6")], Instant::now());
-    assert!((0..9).all(|_| !session.has_gone_stale()), "no bookmark yet");
-    frame(&mut session, bookmark("7"));
-    let checks =
-        |session: &mut Session| (0..6).map(|_| session.has_gone_stale()).collect::<Vec<_>>();
-    assert_eq!(checks(&mut session), [false, false, false, true, false, false]);
-    frame(&mut session, event(EventType::Modified, "8"));
-    assert!(!session.has_gone_stale(), "an event is no bookmark");
-    frame(&mut session, bookmark("9"));
-    assert_eq!(checks(&mut session), [false, false, false, true, false, false]);
-}
-
 /// The session withholds a 410 if another endpoint can continue the watch. In all other cases, and for every
 /// other code, the client receives the error.
 #[test]

@@ -35,8 +35,8 @@ impl Node {
             refused: cause == FailureCause::Refusal,
         });
         let required = Requirements {
-            watch: request.request.info.long_running(),
-            held: request.kind == RequestKind::Watch,
+            long_running: request.request.info.long_running(),
+            may_be_held: request.kind == RequestKind::Watch,
             live_only: required.live_only,
             previous_failure: previous.map(PreviousFailure::from),
             excluded: required.excluded.iter().map(|&at| EndpointKey(at)).collect(),
@@ -52,13 +52,13 @@ impl Node {
             return;
         };
         request.slots[attempt] = Slot::Acquiring;
-        let (watch, held) =
+        let (long_running, may_be_held) =
             (request.request.info.long_running(), request.kind == RequestKind::Watch);
         let endpoint = self.endpoint_of(hedged);
         let previous = Previous { connection: hedged, endpoint, refused: false };
         let required = Requirements {
-            watch,
-            held,
+            long_running,
+            may_be_held,
             live_only: true,
             previous_failure: Some(previous.into()),
             excluded: exclude.then_some(EndpointKey(endpoint)).into_iter().collect(),

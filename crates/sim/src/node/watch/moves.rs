@@ -38,7 +38,7 @@ impl Node {
         };
         let others = (0..self.endpoints.len()).filter(|at| !targets.contains(at));
         let excluded = others.map(EndpointKey).collect();
-        let required = Requirements { watch: true, excluded, ..Requirements::default() };
+        let required = Requirements { long_running: true, excluded, ..Requirements::default() };
         let found = self.select_now(io, &required);
         self.watch_step(io, id, Input::MoveStarted(reason));
         let Some(connection) = found else {

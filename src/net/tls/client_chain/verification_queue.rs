@@ -9,20 +9,20 @@ use tokio::sync::oneshot;
 
 /// A queue of chains of which one is verified at a time, for the whole process.
 #[derive(Debug)]
-pub(super) struct Lane {
-    turns: Mutex<Turns<u128, oneshot::Sender<LanePermit>>>,
-    /// The lane pauses for this multiple of the preceding verification.
+pub(super) struct VerificationQueue {
+    turns: Mutex<Turns<u128, oneshot::Sender<VerificationPermit>>>,
+    /// The queue pauses for this multiple of the preceding verification.
     pub(super) pause_factor: u32,
 }
 
-/// The permission to verify one chain. The drop admits the next chain of the lane.
+/// The permission to verify one chain. The drop admits the next chain of the queue.
 #[derive(Debug)]
-pub(super) struct LanePermit(Place);
+pub(super) struct VerificationPermit(Place);
 
 /// A chain that waits or is verified.
 #[derive(Debug, Clone, Copy)]
 struct Place {
-    lane: &'static Lane,
+    queue: &'static VerificationQueue,
     source: u128,
     id: u64,
 }
@@ -30,8 +30,8 @@ struct Place {
 /// The chain no longer waits when this is dropped.
 struct Waiting(Place);
 
-impl Lane {
-    /// A lane in which this number of chains may wait.
+impl VerificationQueue {
+    /// A queue in which this number of chains may wait.
     pub(super) const fn new(max_waiting: usize, pause_factor: u32) -> Self {
         let rules = Rules {
             waiting: Cap { total: max_waiting, key: KeyCap::FewerThanFree, floor: 0 },
@@ -43,11 +43,11 @@ impl Lane {
         Self { turns: Mutex::new(Turns::new(rules)), pause_factor }
     }
 
-    /// Waits for the lane; `None` if the source has its share of the queue.
-    pub(super) async fn acquire(&'static self, source: u128) -> Option<LanePermit> {
+    /// Waits for the queue; `None` if the source has its share of the queue.
+    pub(super) async fn acquire(&'static self, source: u128) -> Option<VerificationPermit> {
         let (sender, turn) = oneshot::channel();
         let id = self.turns().wait(source, 0, sender, clock::now()).ok()?.id;
-        let _waiting = Waiting(Place { lane: self, source, id });
+        let _waiting = Waiting(Place { queue: self, source, id });
         self.start_next();
         turn.await.ok()
     }
@@ -56,13 +56,13 @@ impl Lane {
     fn start_next(&'static self) {
         let next = self.turns().next(clock::now());
         if let Next::Start(started) = next {
-            let place = Place { lane: self, source: started.key, id: started.id };
+            let place = Place { queue: self, source: started.key, id: started.id };
             // If the chain no longer waits, the drop of the permit admits the next one.
-            drop(started.item.send(LanePermit(place)));
+            drop(started.item.send(VerificationPermit(place)));
         }
     }
 
-    fn turns(&self) -> MutexGuard<'_, Turns<u128, oneshot::Sender<LanePermit>>> {
+    fn turns(&self) -> MutexGuard<'_, Turns<u128, oneshot::Sender<VerificationPermit>>> {
         self.turns.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -81,16 +81,16 @@ impl Lane {
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        let Place { lane, source, id } = self.0;
-        lane.turns().cancel(source, id);
+        let Place { queue, source, id } = self.0;
+        queue.turns().cancel(source, id);
     }
 }
 
-impl Drop for LanePermit {
+impl Drop for VerificationPermit {
     fn drop(&mut self) {
-        let Place { lane, source, id } = self.0;
-        lane.turns().end(source, id);
-        lane.start_next();
+        let Place { queue, source, id } = self.0;
+        queue.turns().end(source, id);
+        queue.start_next();
     }
 }
 
@@ -101,18 +101,18 @@ mod tests {
     const A: u128 = 1;
     const B: u128 = 2;
 
-    fn lane(max_waiting: usize) -> &'static Lane {
-        Box::leak(Box::new(Lane::new(max_waiting, 0)))
+    fn queue(max_waiting: usize) -> &'static VerificationQueue {
+        Box::leak(Box::new(VerificationQueue::new(max_waiting, 0)))
     }
 
     /// Starts to wait, and fails if the permit is granted or refused at once.
     async fn wait(
-        lane: &'static Lane,
+        queue: &'static VerificationQueue,
         source: u128,
-    ) -> tokio::task::JoinHandle<Option<LanePermit>> {
-        let before = lane.waiting();
-        let waiting = tokio::spawn(lane.acquire(source));
-        while lane.waiting() == before {
+    ) -> tokio::task::JoinHandle<Option<VerificationPermit>> {
+        let before = queue.waiting();
+        let waiting = tokio::spawn(queue.acquire(source));
+        while queue.waiting() == before {
             assert!(!waiting.is_finished(), "it does not wait");
             tokio::task::yield_now().await;
         }
@@ -121,14 +121,14 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn acquire_gives_a_source_half_of_the_free_places() {
-        let lane = lane(16);
-        let running = lane.acquire(A).await.unwrap();
+        let queue = queue(16);
+        let running = queue.acquire(A).await.unwrap();
         let mut waiting = Vec::new();
         for (source, share) in [(A, 8), (B, 4), (3, 2)] {
             for _ in 0..share {
-                waiting.push(wait(lane, source).await);
+                waiting.push(wait(queue, source).await);
             }
-            assert!(lane.acquire(source).await.is_none(), "source {source}");
+            assert!(queue.acquire(source).await.is_none(), "source {source}");
         }
         drop(running);
         let mut ended = tokio::task::JoinSet::new();
@@ -136,19 +136,19 @@ mod tests {
             ended.spawn(async move { waiting.await.unwrap().is_some() });
         }
         assert_eq!(ended.join_all().await, [true; 14]);
-        assert!(!lane.is_running());
-        assert_eq!(lane.waiting(), 0);
+        assert!(!queue.is_running());
+        assert_eq!(queue.waiting(), 0);
     }
 
     #[tokio::test(start_paused = true)]
     async fn sources_take_turns_and_cancelled_chains_are_skipped() {
-        let lane = lane(16);
-        let mut permit = lane.acquire(A).await.unwrap();
+        let queue = queue(16);
+        let mut permit = queue.acquire(A).await.unwrap();
         let mut of_a = Vec::new();
         for _ in 0..4 {
-            of_a.push(wait(lane, A).await);
+            of_a.push(wait(queue, A).await);
         }
-        let of_b = [wait(lane, B).await, wait(lane, B).await];
+        let of_b = [wait(queue, B).await, wait(queue, B).await];
         let cancelled = of_a.remove(1);
         cancelled.abort();
         assert!(cancelled.await.is_err());
@@ -160,6 +160,6 @@ mod tests {
             permit = turn.await.unwrap().unwrap();
         }
         drop(permit);
-        assert!(!lane.is_running());
+        assert!(!queue.is_running());
     }
 }

@@ -294,7 +294,7 @@ impl Shell {
                     live_only: *live_only,
                     excluded: excluded.iter().map(|&endpoint| EndpointKey(endpoint)).collect(),
                     ..Requirements::default()
-                })
+                });
             }
             Event::Cancel(which) => {
                 let number = self.waiting.keys().copied().nth(which % self.waiting.len().max(1));

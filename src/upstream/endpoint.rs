@@ -27,7 +27,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use jackstay_core::connect::ConnectBackoff;
-pub use jackstay_core::connect::{ConnectFailure, ConnectFailureKind, ConnectTimeout, backoff};
+pub use jackstay_core::connect::{ConnectFailure, ConnectFailureKind, ConnectTimeout};
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::endpoint_condition::EndpointCondition;
 use jackstay_core::endpoint_health::{EndpointHealth, Transition};

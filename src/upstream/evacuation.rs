@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use jackstay_core::placement::evacuation::{self, DueEvacuation, EvacuationEffect};
-pub use jackstay_core::placement::evacuation::{START_JITTER, decide, due_moves};
 
 use super::connection::{Connection, ConnectionState};
 use super::endpoint::{Endpoint, EndpointState};
@@ -29,7 +28,7 @@ pub fn evacuations(endpoints: &[Arc<Endpoint>]) -> Vec<Evacuation> {
         return Vec::new();
     }
     let readiness: Vec<_> = endpoints.iter().map(|endpoint| endpoint.readiness()).collect();
-    decide(&readiness)
+    evacuation::decide(&readiness)
         .map(|(source, eligible, targets)| Evacuation {
             endpoint: Arc::clone(&endpoints[source]),
             eligible,

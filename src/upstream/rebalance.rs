@@ -7,9 +7,7 @@ use std::time::Instant;
 
 use jackstay_core::connection::ConnectionState;
 use jackstay_core::placement::rebalance::{self, MoveOffer, WatchRow};
-pub use jackstay_core::placement::rebalance::{
-    EndpointLoad, RebalanceMove, RebalanceSchedule, decide,
-};
+pub use jackstay_core::placement::rebalance::{EndpointLoad, RebalanceSchedule};
 
 use super::connection::Connection;
 use super::endpoint::Endpoint;

@@ -154,7 +154,8 @@ fn file_imports_have_no_circle() {
 
 /// The links of a page, as paths from the root of the repository. `folder` has the page.
 fn links(page: &str, folder: &str) -> Vec<String> {
-    let links = page.match_indices("](").map(|(at, _)| page[at + 2..].split(')').next().unwrap());
+    let links =
+        page.match_indices("](").map(|(at, _)| page[at + 2..].split([')', '#']).next().unwrap());
     links
         .map(|link| link.strip_prefix("../").map_or(format!("{folder}/{link}"), str::to_owned))
         .collect()

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use jackstay_core::admission::MemoryBudget;
-use jackstay_core::takeover::start::{Bound, Effect, Failure, Found, Input, Place, Start};
+use jackstay_core::takeover::start::{Bound, Effect, Failure, Found, Input, Start, StartMode};
 use jackstay_sys::clock;
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use tokio::runtime::Handle;
@@ -122,7 +122,7 @@ impl Attempt {
                     takeover::pause(time);
                     Input::Continue
                 }
-                Effect::Start(place) => return self.start(place, bound),
+                Effect::Start(mode) => return self.start(mode, bound),
                 Effect::Fail(failure) => return self.fail(failure, bound, asked),
             };
             effect = start.step(input, clock::now());
@@ -167,20 +167,20 @@ impl Attempt {
     /// The process with its bound sockets.
     fn start(
         mut self,
-        place: Place,
+        mode: StartMode,
         bound: Option<Result<App, StartError>>,
     ) -> Result<App, StartError> {
         let Some(bound) = bound else { return self.bind(false) };
         let app = bound?;
         let Self { predecessor, silent, overlap, .. } = self;
-        match place {
-            Place::Alone => Ok(app),
-            Place::Beside => Ok(App { predecessor, replaces: true, ..app }),
-            Place::InPlace => {
+        match mode {
+            StartMode::Alone => Ok(app),
+            StartMode::Beside => Ok(App { predecessor, replaces: true, ..app }),
+            StartMode::InPlace => {
                 let manager_sockets = self.manager_sockets;
                 Ok(App { predecessor, manager_sockets, replaces: true, ..app })
             }
-            Place::BesideSilent => {
+            StartMode::BesideSilent => {
                 tracing::warn!(
                     from = silent,
                     "the running process does not answer, but the addresses of the listeners are free: starting \

@@ -94,14 +94,14 @@ pub enum Effect {
     /// Wait.
     Pause(Duration),
     /// Start with the bound sockets.
-    Start(Place),
+    Start(StartMode),
     /// Fail.
     Fail(Failure),
 }
 
 /// How a process starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum StartMode {
     /// No other process is concerned.
     Alone,
     /// With the sockets of a process that serves.
@@ -128,7 +128,7 @@ pub enum Failure {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Asking,
-    Bind(Place),
+    Bind(StartMode),
 }
 
 /// The machine. See the table of the module.
@@ -145,7 +145,7 @@ impl Start {
     /// A start of `run` (`IfDraining`) or of `run --take-over` (`TakeOver`). `can_ask`: there is a takeover socket.
     pub fn new(request: Request, can_ask: bool, now: Instant) -> (Self, Effect) {
         let asks = can_ask && request == Request::TakeOver;
-        let state = if asks { State::Asking } else { State::Bind(Place::Alone) };
+        let state = if asks { State::Asking } else { State::Bind(StartMode::Alone) };
         let effect =
             if asks { Effect::Ask(request) } else { Effect::Bind { admin_may_wait: false } };
         (Self { state, request, can_ask, since: now }, effect)
@@ -161,23 +161,23 @@ impl Start {
     }
 
     fn bind(&self) -> Effect {
-        use Place::{Beside, BesideSilent};
+        use StartMode::{Beside, BesideSilent};
         let admin_may_wait = matches!(self.state, State::Bind(Beside | BesideSilent));
         Effect::Bind { admin_may_wait }
     }
 
-    fn enter(&mut self, place: Place, now: Instant) {
-        (self.state, self.since) = (State::Bind(place), now);
+    fn enter(&mut self, mode: StartMode, now: Instant) {
+        (self.state, self.since) = (State::Bind(mode), now);
     }
 
     fn on_found(&mut self, found: Found, now: Instant) -> Effect {
-        let place = match (found, self.state) {
-            (Found::HandsOver, _) => Place::InPlace,
-            (Found::Draining, _) => Place::Beside,
-            (Found::Silent, _) => Place::BesideSilent,
+        let mode = match (found, self.state) {
+            (Found::HandsOver, _) => StartMode::InPlace,
+            (Found::Draining, _) => StartMode::Beside,
+            (Found::Silent, _) => StartMode::BesideSilent,
             (Found::Failed, State::Asking) => return Effect::Fail(Failure::Ask),
             (Found::Nothing | Found::Serving, State::Asking) => {
-                self.enter(Place::Alone, now);
+                self.enter(StartMode::Alone, now);
                 return Effect::BeginAlone;
             }
             // The process has not handled its termination signal yet, has ended in the meantime, or has not opened its
@@ -188,22 +188,22 @@ impl Start {
             (Found::Serving, _) => return Effect::Fail(Failure::Serving),
             (Found::Nothing | Found::Failed, _) => return Effect::Fail(Failure::Bind),
         };
-        self.enter(place, now);
+        self.enter(mode, now);
         self.bind()
     }
 
     fn on_bound(&self, bound: Bound, now: Instant) -> Effect {
-        let place = match self.state {
-            State::Bind(place) => place,
-            State::Asking => Place::Alone,
+        let mode = match self.state {
+            State::Bind(mode) => mode,
+            State::Asking => StartMode::Alone,
         };
-        match (bound, place) {
-            (Bound::Yes, _) => Effect::Start(place),
-            (Bound::InUse, Place::Alone) if self.can_ask => Effect::Ask(self.request),
-            (Bound::InUse, Place::Beside) if self.is_within(CLOSING, now) => {
+        match (bound, mode) {
+            (Bound::Yes, _) => Effect::Start(mode),
+            (Bound::InUse, StartMode::Alone) if self.can_ask => Effect::Ask(self.request),
+            (Bound::InUse, StartMode::Beside) if self.is_within(CLOSING, now) => {
                 Effect::Pause(CLOSING_POLL)
             }
-            (Bound::InUse, Place::BesideSilent) => Effect::Fail(Failure::Silent),
+            (Bound::InUse, StartMode::BesideSilent) => Effect::Fail(Failure::Silent),
             (Bound::InUse | Bound::Failed, _) => Effect::Fail(Failure::Bind),
         }
     }
@@ -281,15 +281,15 @@ mod tests {
         let at_once = Some(0);
         // What another process answers, when its addresses are free; expected of `run` and of `run --take-over`.
         let table: [(Answers, Option<u64>, Effect, Effect); 11] = [
-            (none, at_once, Start(Place::Alone), Start(Place::Alone)),
-            (none, Some(400), Start(Place::Alone), Start(Place::Alone)),
-            (none, Some(1900), Fail(Failure::Bind), Start(Place::Alone)),
+            (none, at_once, Start(StartMode::Alone), Start(StartMode::Alone)),
+            (none, Some(400), Start(StartMode::Alone), Start(StartMode::Alone)),
+            (none, Some(1900), Fail(Failure::Bind), Start(StartMode::Alone)),
             (none, None, Fail(Failure::Bind), Fail(Failure::Bind)),
-            (serves, None, Fail(Failure::Serving), Start(Place::InPlace)),
-            (serves, Some(400), Start(Place::Alone), Start(Place::InPlace)),
-            (drains, Some(400), Start(Place::Beside), Start(Place::Beside)),
+            (serves, None, Fail(Failure::Serving), Start(StartMode::InPlace)),
+            (serves, Some(400), Start(StartMode::Alone), Start(StartMode::InPlace)),
+            (drains, Some(400), Start(StartMode::Beside), Start(StartMode::Beside)),
             (drains, None, Fail(Failure::Bind), Fail(Failure::Bind)),
-            (silent, at_once, Start(Place::Alone), Start(Place::BesideSilent)),
+            (silent, at_once, Start(StartMode::Alone), Start(StartMode::BesideSilent)),
             (silent, None, Fail(Failure::Silent), Fail(Failure::Silent)),
             (failed, None, Fail(Failure::Bind), Fail(Failure::Ask)),
         ];

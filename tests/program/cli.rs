@@ -326,7 +326,7 @@ fn status_every_endpoint_down_fails_after_printing_the_table() {
     let shown = running.status(&[]);
     assert!(shown.contains("  ·  1 error answered by jackstay itself"), "{shown}");
     assert!(shown.contains("own error reset, unreachable: 1 time, last "), "{shown}");
-    for args in [&[][..], &["--output", "json"], &["--wait", "--timeout", "200ms"]] {
+    for args in [&[][..], &["--output", "json"], &["--wait", "--timeout", "3s"]] {
         let out = running.status_output(args);
         let error = text(&out.stderr);
         assert_eq!(out.status.code(), Some(1), "{args:?} {error}");

@@ -2,8 +2,8 @@
 
 use jackstay_sim::storms::{ALL, Storm};
 
-/// Nodes of a small fleet.
-const NODES: usize = 30;
+/// Nodes of a small fleet. With fewer, chance makes the apiservers uneven: each node has two or three watches on one.
+const NODES: usize = 120;
 
 fn storm(name: &str) -> &'static Storm {
     ALL.iter().find(|storm| storm.name == name).unwrap()

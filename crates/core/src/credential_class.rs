@@ -22,7 +22,7 @@ pub enum CredentialClass {
     Discovery,
 }
 
-/// What a client has proven. Clients of a higher rank may hold more memory, and give way later.
+/// What a client has proven. Clients of a higher rank may hold more memory, and jackstay closes their connections later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ClientRank {
     /// Nothing, or not yet.

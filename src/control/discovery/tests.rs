@@ -31,13 +31,7 @@ async fn run_1000_updates_during_an_endless_drain_applies_each_within_1500_ms() 
     let address = |host: String| EndpointAddress { host, port: 9 };
     let (removed, kept) = (address("127.2.1.1".into()), address("127.2.1.2".into()));
     let mut config = Upstream { endpoints: vec![removed.clone(), kept.clone()], ..config() };
-    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
-    let upstream = Arc::new(upstream::Upstream::new(
-        config.clone(),
-        credentials,
-        &Metrics::new(),
-        &MemoryBudget::new(DEFAULT_LIMIT),
-    ));
+    let upstream = new_upstream(config.clone());
     endpoint_set::replace_endpoints(&upstream, &endpoint_set::static_endpoints(&config));
     let shared = shared(None);
     // Both endpoints have connections and flows that never end.
@@ -106,13 +100,7 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
         discovery: Discovery { kubeconfig: Some(dir.path().join("none")) },
         ..config()
     };
-    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
-    let upstream = Arc::new(upstream::Upstream::new(
-        config.clone(),
-        credentials,
-        &Metrics::new(),
-        &MemoryBudget::new(DEFAULT_LIMIT),
-    ));
+    let upstream = new_upstream(config.clone());
     let shared = shared(Some(dir.path().to_owned()));
     // Waits until the set has the addresses with these last bytes.
     let set_becomes = async |last_bytes: &[u8]| {
@@ -172,4 +160,11 @@ pub(in crate::control) fn config() -> Upstream {
     let text = "upstreams: [{name: u, endpoints: ['10.0.0.1:6443']}]\n\
                 listeners: [{name: l, bind: ['127.0.0.1:0'], mode: passthrough, upstream: u}]\n";
     validate_text(Path::new("test.yaml"), text).unwrap().config.upstreams.remove(0)
+}
+
+/// An upstream with this configuration, without endpoints.
+pub(in crate::control) fn new_upstream(config: Upstream) -> Arc<upstream::Upstream> {
+    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
+    let memory = MemoryBudget::new(DEFAULT_LIMIT);
+    Arc::new(upstream::Upstream::new(config, credentials, &Metrics::new(), &memory))
 }

@@ -4,7 +4,7 @@
 //! has proven is its [rank](jackstay_core::credential_class::ClientRank). The decisions are in
 //! [`jackstay_core::admission`]; this module executes them for one worker.
 //!
-//! | resource | limit and its configuration key | share of a source | what waits, and what gives way |
+//! | resource | limit and its configuration key | share of a source | what waits, and what jackstay closes |
 //! |---|---|---|---|
 //! | slots ([`connection_slots`]) | connections of a listener (`limits.max_connections`) | fewer than are free, so at most half; an eighth is left to identities | nothing waits; idle connections without an identity are closed for new ones |
 //! | TLS handshakes ([`handshake_queue`], [`handshake_memory`]) | 128 in progress in the process; 10 s (`limits.handshake_timeout`) | fewer in progress than are free, but always one; 200 a second after a burst of 400 | handshakes wait in turns by source; one in progress for a second is ended for another one of its source |
@@ -19,7 +19,7 @@
 //! | responses that are not read ([`super::body_progress`]) | 5 min (`limits.stall_timeout`) | | |
 //! | frames ([`crate::net::frame_limiter`]) | budgets by kind | | |
 //!
-//! A client that is refused, or gives way, gets the answer of this table, which is that of
+//! A client that jackstay refuses, or whose connection it closes, gets the answer of this table, which is that of
 //! [`jackstay_core::admission::Refusal`]. [`listener_admission::ListenerAdmission::count`] counts it.
 //!
 //! | refusal | configuration keys | reason | metric, label | answer |

@@ -1,9 +1,10 @@
-//! Why a client is refused or gives way: the limit, the reason, the metric that counts it, and what the client gets.
+//! Why jackstay refuses a client or closes what that client holds: the limit, the reason, the metric that counts it, and
+//! what the client gets.
 
 use super::memory_labels::Shed;
 use crate::request::status_error::StatusError;
 
-/// Why a connection, a handshake or a request is refused, or gives way to others.
+/// Why jackstay refuses a connection, a handshake or a request, or ends it for others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
     /// All slots are in use, and none by an idle connection.
@@ -28,11 +29,11 @@ pub enum Refusal {
     ConnectionMemory,
     /// No memory for a new request or tunnel.
     RequestMemory,
-    /// A connection without a request gives way because memory is short.
+    /// jackstay closes a connection without a request, because memory is short.
     IdleConnection,
-    /// A stream or connection whose client does not read gives way because memory is short.
+    /// jackstay ends a stream or connection whose client does not read, because memory is short.
     StalledReader,
-    /// A connection with long-running requests gives way because memory is short.
+    /// jackstay closes a connection with long-running requests, because memory is short.
     LongRunning,
     /// Too many requests of the source wait that have proven nothing.
     UnprovenRequests,

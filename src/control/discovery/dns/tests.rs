@@ -9,16 +9,13 @@ use std::sync::{Arc, Mutex};
 use hickory_resolver::proto::op::{Message, ResponseCode};
 use hickory_resolver::proto::rr::rdata::{A, AAAA};
 use hickory_resolver::proto::rr::{RData, Record, RecordType};
-use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_sys::clock;
 use tokio::task::LocalSet;
 
 use super::lookup::{LOOKUP_TIMEOUT, LookupResult};
 use super::*;
-use crate::net::loaded_files::LoadedFiles;
-use crate::observe::Metrics;
+use crate::control::discovery::tests::{config, new_upstream};
 use crate::upstream::Upstream;
-use crate::upstream::credentials::Credentials;
 use crate::upstream::endpoint::Observation;
 use jackstay_core::discovery::own_addresses::OwnAddresses;
 use jackstay_testkit::wait::until;
@@ -107,14 +104,7 @@ fn ips(texts: &[&str]) -> Vec<IpAddr> {
 
 /// An upstream without endpoints, and the states of its sources.
 fn new_source_states() -> (Arc<Upstream>, Rc<SourceStates>) {
-    let config = crate::control::discovery::tests::config();
-    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
-    let upstream = Arc::new(Upstream::new(
-        config,
-        credentials,
-        &Metrics::new(),
-        &MemoryBudget::new(DEFAULT_LIMIT),
-    ));
+    let upstream = new_upstream(config());
     let states = SourceStates::new(Arc::clone(&upstream), Box::new(OwnAddresses::default));
     (upstream, states)
 }

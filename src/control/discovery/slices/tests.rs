@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use http::Response;
-use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::discovery::own_addresses::OwnAddresses;
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -17,10 +16,7 @@ use tokio::task::LocalSet;
 use super::super::transport::{TransportBody, TransportError};
 use super::*;
 use crate::config;
-use crate::net::loaded_files::LoadedFiles;
-use crate::observe::Metrics;
 use crate::upstream::Upstream;
-use crate::upstream::credentials::Credentials;
 
 #[test]
 fn backoff_after_failures_doubles_up_to_the_limit() {
@@ -345,8 +341,7 @@ fn upstream() -> Arc<Upstream> {
         endpoints_file: None,
         ..crate::control::discovery::tests::config()
     };
-    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
-    Arc::new(Upstream::new(config, credentials, &Metrics::new(), &MemoryBudget::new(DEFAULT_LIMIT)))
+    crate::control::discovery::tests::new_upstream(config)
 }
 
 proptest! {

@@ -4,7 +4,7 @@
 use crate::support::figures::check_figure;
 use crate::support::stopwatch::Stopwatch;
 use crate::support::watch_recorder::WatchRecorder;
-use crate::support::{CONFIGMAPS, Proxy, TestCluster, config_map, join_all, pause, soon, until};
+use crate::support::{CONFIGMAPS, TestCluster, config_map, join_all, pause, soon, until};
 use http::StatusCode;
 use jackstay_apiserver::client::Client;
 use std::time::Duration;
@@ -61,8 +61,10 @@ async fn expect_errors(client: &Client, fault: &str) {
     }
 }
 
-/// Stops every server, sends requests and watches, and resumes the servers.
-async fn stop_all(cluster: &TestCluster, proxy: &Proxy, fault: &str) {
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn requests_fail_within_the_promise_when_the_only_server_is_stopped() {
+    let (cluster, fault) = (TestCluster::new(1), "the only server stopped");
+    let proxy = cluster.start().await;
     let client = proxy.client().await;
     let running = WatchRecorder::start(&client, &cluster.watch_path()).await;
     assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
@@ -108,18 +110,4 @@ async fn stop_all(cluster: &TestCluster, proxy: &Proxy, fault: &str) {
         until("each watch has the event", async || watch.has_seen("event")).await;
         assert_eq!((watch.end(), watch.events().len()), (None, 1));
     }
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn requests_fail_within_the_promise_when_the_only_server_is_stopped() {
-    let cluster = TestCluster::new(1);
-    let proxy = cluster.start().await;
-    Box::pin(stop_all(&cluster, &proxy, "the only server stopped")).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn requests_fail_within_the_promise_when_the_backends_of_a_load_balancer_hang() {
-    let cluster = TestCluster::new(1);
-    let (_balancer, proxy) = cluster.start_behind_relays(|_| {}).await;
-    Box::pin(stop_all(&cluster, &proxy, "load balancer with stopped backends")).await;
 }

@@ -264,9 +264,10 @@ class Faults(LoadCase, unittest.TestCase):
         self.check_story(what, since, jackstay, quiet=quiet)
         self.check_report(what, load, report, **limits)
 
+    @long_form("test_many_faults covers both hooks")
     def test_established_flows_dropped(self):
         """New connections work; the existing ones never receive a packet again."""
-        for hook in ("input", "output") if LONG else ("input",):  # test_many_faults covers output.
+        for hook in ("input", "output"):
             self.run_fault(f"flows dropped in {hook}", lambda: self.rig.faults.drop_flows(self.jackstay.pid, hooks=(hook,)), slowest_read=0.6)
 
     @long_form("test_many_faults covers both directions")
@@ -284,9 +285,10 @@ class Faults(LoadCase, unittest.TestCase):
     def test_apiserver_stopped(self):
         self.run_fault("SIGSTOP of one", lambda: self.busiest_apiserver().pause(), seconds=12, counted=False, slowest_read=0.6, busy=6, quiet=6)
 
+    @long_form("test_many_faults has the same loss, and the simulator's scenario `loss` its ejections")
     def test_packet_loss(self):
         """5 % packet loss in both directions ejects no endpoint and fails no request."""
-        seconds = 600 if LONG else 25
+        seconds = 600
         before = self.jackstay.total("jackstay_ejections_total")
         self.run_fault("5 % loss", lambda: self.rig.faults.drop_randomly(5), seconds=seconds, writes_may_fail=False, quiet=True, slowest_read=1)
         self.assertEqual(self.jackstay.total("jackstay_ejections_total"), before)
@@ -473,6 +475,7 @@ class Faults(LoadCase, unittest.TestCase):
         reported = int(re.search(r"meanwhile (\d+) requests? got 503", ended[0])[1])
         self.assertEqual(reported, self.own_503() - before)
 
+    @long_form("test_zzz_all_apiservers_killed has an outage, and the simulator's scenario `outage` this one")
     def test_zzy_all_apiservers_stopped(self):
         """All apiservers are stopped for 10 s: their kernels answer. Nodes may notice this."""
         self.watch.stop()

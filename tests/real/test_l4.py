@@ -169,6 +169,7 @@ class Faults(x, unittest.TestCase):
     def test_apiserver_stopped(self):
         self.run_fault("SIGSTOP of one", lambda: self.rig.apiservers[self.by_load()[-1]].pause())
 
+    @long_form("test_apiserver_unreachable drops the same packets")
     def test_power_loss(self):
         self.run_fault("power loss of one", self.remote.power_off)
 
@@ -229,9 +230,10 @@ class Faults(x, unittest.TestCase):
         self.assertEqual([f for f in report["flows"] if f["outages"]], [])
         within(self, "L4, SYN black hole: slowest new connection with its request", slowest, "ms", 1000)
 
+    @long_form("tests/passthrough/faults.rs has lost packets")
     def test_packet_loss(self):
         """5 % packet loss in both directions ejects no endpoint and resets no flow."""
-        before, seconds = self.ejections(), 600 if LONG else 25
+        before, seconds = self.ejections(), 600
         load = self.flows(seconds)
         load.until(1)
         self.rig.faults.drop_randomly(5)

@@ -9,7 +9,7 @@ import threading
 import time
 import unittest
 
-from figures import record, within
+from figures import LONG, record, within
 from rig import ADDRESSES, log, wait_for
 from test_jackstay import JackstayCase
 
@@ -225,7 +225,7 @@ class Lag(JackstayCase, unittest.TestCase):
             return all(len(w.delays) > 20 for w in watchers)
         wait_for("events on every watch", watching, 30)
         log_size, cuts = self.log_size(), []
-        for name in ADDRESSES:
+        for name in ADDRESSES if LONG else "ab":  # The apiservers differ only in their other clients.
             writer.server = "a" if name == "c" else "c"
             time.sleep(1)
             begun, reasons, first = time.monotonic(), set(), None

@@ -9,7 +9,7 @@ import time
 import unittest
 from pathlib import Path
 
-from cases import RigCase, StoppedOnExit
+from cases import RigCase, StoppedOnExit, long_form
 from figures import LONG, STRICT, within
 from rig import ADDRESSES, PORT, TOKEN, Jackstay, wait_for
 
@@ -35,6 +35,7 @@ class LongLine(RigCase, unittest.TestCase):
     def test_large_list_at_20_ms(self):
         self.check_large_list(20)
 
+    @long_form("test_large_list_at_20_ms")
     def test_large_list_at_80_ms(self):
         self.check_large_list(80)
 

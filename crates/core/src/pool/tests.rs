@@ -421,6 +421,39 @@ fn begin_wait_is_limited_and_refused_as_the_connections_are() {
 }
 
 #[test]
+fn request_is_refused_in_an_outage_only_if_it_can_be_held_and_else_keeps_its_turn() {
+    let now = Instant::now();
+    let mut class = Class::new(CredentialClass::Token, now);
+    let outage = Arrival::Refuse(Refusal::Unreachable);
+    for (may_be_held, is_outage, alone, behind_another) in [
+        (false, false, Arrival::Select, Arrival::Wait),
+        (true, false, Arrival::Select, Arrival::Wait),
+        (false, true, Arrival::Select, Arrival::Wait),
+        (true, true, outage, outage),
+    ] {
+        assert_eq!(class.request(may_be_held, is_outage, now), alone);
+        let other = class.begin_wait(&[], Requirements::default(), (), now).unwrap();
+        assert_eq!(class.request(may_be_held, is_outage, now), behind_another);
+        class.leave(other);
+    }
+}
+
+#[test]
+fn begin_slow_head_round_is_due_once_in_each_interval() {
+    let start = Instant::now();
+    let mut class = Class::<()>::new(CredentialClass::Token, start);
+    let mut due = |time| class.begin_slow_head_round(start + time);
+    let short = SLOW_HEAD_INTERVAL / 2;
+    assert!(!due(short), "the class has just begun");
+    assert!(due(SLOW_HEAD_INTERVAL));
+    assert!(!due(SLOW_HEAD_INTERVAL + short), "the last round was less than an interval ago");
+    // A late round moves the next one.
+    assert!(due(3 * SLOW_HEAD_INTERVAL));
+    assert!(!due(4 * SLOW_HEAD_INTERVAL - short));
+    assert!(due(4 * SLOW_HEAD_INTERVAL));
+}
+
+#[test]
 fn plan_drains_and_notifies_by_the_table() {
     let start = Instant::now();
     let now = start + seconds(600);

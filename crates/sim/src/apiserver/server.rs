@@ -110,6 +110,8 @@ pub struct Apiserver {
     pub conditions: Conditions,
     pub(super) connections: BTreeMap<ConnectionId, Peer>,
     pub(super) watchers: BTreeMap<(ConnectionId, StreamId), Watcher>,
+    /// Whether there was a watch of each resource.
+    pub(super) is_watched: [bool; Resource::ALL.len()],
     /// The revision of the watch cache.
     pub(super) applied: u64,
     /// Lists that were answered.
@@ -128,6 +130,7 @@ impl Apiserver {
             conditions: Conditions::default(),
             connections: BTreeMap::new(),
             watchers: BTreeMap::new(),
+            is_watched: [false; Resource::ALL.len()],
             applied: 0,
             lists: 0,
             oldest: 0,

@@ -57,6 +57,7 @@ impl Apiserver {
             ends_at,
         };
         watcher.catch_up((s, net), store, (connection, stream), self.applied);
+        self.is_watched[resource as usize] = true;
         self.watchers.insert((connection, stream), watcher);
     }
 
@@ -76,6 +77,10 @@ impl Apiserver {
         });
         self.applied = revision;
         self.oldest = self.oldest.max(revision.saturating_sub(self.conditions.history));
+        // Most writes of a fleet renew leases, which no client watches.
+        if !has_changed.iter().zip(self.is_watched).any(|(&changed, watched)| changed && watched) {
+            return;
+        }
         for (&on, watcher) in &mut self.watchers {
             if has_changed[watcher.resource as usize] {
                 watcher.catch_up((s, net), store, on, revision);

@@ -1,9 +1,8 @@
 //! Servers behind a passthrough listener, and helpers for their flows.
 
-use crate::support::{Certs, Proxy, passthrough_config, soon, until};
+use crate::support::{Certs, Proxy, passthrough_config, soon, tls, until};
 use http::Response;
 use jackstay::config::Config;
-use rustls::ServerConfig;
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
 use std::io;
@@ -151,13 +150,7 @@ impl ProbedServer {
         alpn: &[&str],
         clients: Arc<dyn ClientCertVerifier>,
     ) -> Self {
-        let issued = certs.pki.server().unwrap();
-        let mut tls = ServerConfig::builder()
-            .with_client_cert_verifier(clients)
-            .with_single_cert(vec![issued.cert_der()], issued.key_der())
-            .unwrap();
-        tls.alpn_protocols = alpn.iter().map(|name| name.as_bytes().to_vec()).collect();
-        let tls = TlsAcceptor::from(Arc::new(tls));
+        let tls = TlsAcceptor::from(tls::server(&certs.pki.server().unwrap(), clients, alpn));
         let listener = TcpListener::bind(address).await.unwrap();
         let address = listener.local_addr().unwrap();
         let (sender, flows) = mpsc::unbounded_channel();

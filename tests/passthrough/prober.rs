@@ -3,11 +3,9 @@
 use crate::peer::{
     Mode, ProbedServer, exchange, send_to_client, send_to_server, start_passthrough,
 };
-use crate::support::{Certs, pause, replace_file, soon};
+use crate::support::{Certs, pause, replace_file, soon, tls};
 use jackstay::config::CertPaths;
 use jackstay_apiserver::pki::{Pki, Subject};
-use rustls::RootCertStore;
-use rustls::server::WebPkiClientVerifier;
 use std::io::ErrorKind;
 use std::time::Duration;
 use tokio::io::AsyncReadExt;
@@ -81,9 +79,7 @@ async fn unverifiable_server_is_ejected_and_keeps_its_flows() {
 #[tokio::test]
 async fn server_that_rejects_the_probe_certificate_is_ejected_and_keeps_its_flows() {
     let certs = Certs::new();
-    let mut roots = RootCertStore::empty();
-    roots.add(certs.pki.ca_der()).unwrap();
-    let clients = WebPkiClientVerifier::builder(roots.into()).build().unwrap();
+    let clients = tls::clients_of(certs.pki.ca_der(), false);
     let at = ([127, 0, 0, 1], 0).into();
     let mut server = ProbedServer::start_with(at, &certs, &["h2"], clients).await;
     let file = certs.path().join("rotated.pem");

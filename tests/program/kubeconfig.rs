@@ -23,7 +23,7 @@ use jackstay::cli::check::check_files;
 use jackstay::config::{CertPaths, Overrides, load};
 use jackstay::net::tls::certificate::Validity;
 use jackstay::net::tls::local_ca::LocalCa;
-use jackstay::net::tls::pem_files::{load_cert, valid_certificates};
+use jackstay::net::tls::pem_files::load_cert;
 use jackstay_apiserver as apiserver;
 use jackstay_apiserver::client::{Client, Credentials};
 use jackstay_apiserver::cluster::Cluster;
@@ -711,23 +711,10 @@ fn kubeconfig_endpoints_of_the_cluster_are_suggested_and_used_with_discover() {
 /// Accepts TLS and HTTP/2, and answers every request as etcd does: 200 and its version, or 404.
 /// With `client_ca` it requires client certificates of that CA.
 fn serve_etcd(issued: &Issued, client_ca: Option<&Pki>) -> SocketAddr {
-    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let builder = rustls::ServerConfig::builder_with_provider(Arc::clone(&provider))
-        .with_safe_default_protocol_versions()
-        .unwrap();
-    let builder = match client_ca {
-        None => builder.with_no_client_auth(),
-        Some(pki) => {
-            let mut roots = rustls::RootCertStore::empty();
-            roots.add_parsable_certificates(valid_certificates(pki.ca_pem().as_bytes()));
-            let verifier =
-                WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
-            builder.with_client_cert_verifier(verifier.unwrap())
-        }
-    };
-    let mut config = builder.with_single_cert(vec![issued.cert_der()], issued.key_der()).unwrap();
-    config.alpn_protocols = vec![b"h2".to_vec()];
-    let acceptor = tokio_rustls::TlsAcceptor::from(Arc::new(config));
+    let clients = client_ca.map_or_else(WebPkiClientVerifier::no_client_auth, |pki| {
+        tls::clients_of(pki.ca_der(), false)
+    });
+    let config = tls::server(issued, clients, &["h2"]);
     let listener = TcpListener::bind("127.0.0.22:0").unwrap();
     listener.set_nonblocking(true).unwrap();
     let address = listener.local_addr().unwrap();
@@ -735,22 +722,19 @@ fn serve_etcd(issued: &Issued, client_ca: Option<&Pki>) -> SocketAddr {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let listener = tokio::net::TcpListener::from_std(listener).unwrap();
-            while let Ok((stream, _)) = listener.accept().await {
-                let acceptor = acceptor.clone();
-                tokio::spawn(async move {
-                    let stream = acceptor.accept(stream).await.ok()?;
-                    let mut connection = h2::server::handshake(stream).await.ok()?;
-                    while let Some(Ok((request, mut respond))) = connection.accept().await {
-                        let is_version = request.uri().path() == "/version";
-                        let status = if is_version { 200 } else { 404 };
-                        let response = http::Response::builder().status(status).body(()).ok()?;
-                        let mut body = respond.send_response(response, false).ok()?;
-                        let text = "{\"etcdserver\":\"3.6.1\",\"etcdcluster\":\"3.6.0\"}";
-                        body.send_data(text.into(), true).ok()?;
-                    }
-                    Some(())
-                });
-            }
+            let serve = |stream| async move {
+                let mut connection = h2::server::handshake(stream).await.ok()?;
+                while let Some(Ok((request, mut respond))) = connection.accept().await {
+                    let is_version = request.uri().path() == "/version";
+                    let status = if is_version { 200 } else { 404 };
+                    let response = http::Response::builder().status(status).body(()).ok()?;
+                    let mut body = respond.send_response(response, false).ok()?;
+                    let text = "{\"etcdserver\":\"3.6.1\",\"etcdcluster\":\"3.6.0\"}";
+                    body.send_data(text.into(), true).ok()?;
+                }
+                Some(())
+            };
+            tls::accept_each(listener, config, serve).await;
         });
     });
     address

@@ -6,7 +6,6 @@
 //! and the peers do not decode HPACK.
 
 use bytes::BytesMut;
-use rustls::server::WebPkiClientVerifier;
 use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -15,14 +14,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
 use crate::support::http2::{
     ACK, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, NO_ERROR, PING, RST_STREAM, SETTINGS,
     WINDOW_UPDATE, field_block, frame, goaway, settings,
 };
-use crate::support::{Certs, Proxy, without_suspicion};
+use crate::support::{Certs, Proxy, tls, without_suspicion};
 use jackstay::config::Config;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::identity::Certificate;
@@ -215,21 +213,9 @@ pub struct Peers {
 impl Peers {
     pub fn start(count: usize) -> Self {
         let certs = Certs::new();
-        let mut roots = rustls::RootCertStore::empty();
-        roots.add(certs.pki.ca_der()).unwrap();
-        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let verifier = WebPkiClientVerifier::builder_with_provider(roots.into(), provider.clone())
-            .build()
-            .unwrap();
-        let server = certs.pki.server().unwrap();
-        let mut tls = rustls::ServerConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_client_cert_verifier(Arc::new(RequestedCertificate(verifier.clone())))
-            .with_single_cert(vec![server.cert_der()], server.key_der())
-            .unwrap();
-        tls.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-        let tls = TlsAcceptor::from(Arc::new(tls));
+        let verifier = tls::clients_of(certs.pki.ca_der(), false);
+        let clients = Arc::new(RequestedCertificate(verifier.clone()));
+        let config = tls::server(&certs.pki.server().unwrap(), clients, &["h2", "http/1.1"]);
         let sockets: Vec<_> = (0..count)
             .map(|_| {
                 let socket = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
@@ -246,35 +232,27 @@ impl Peers {
                 tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async move {
                 for (peer, socket) in sockets.into_iter().enumerate() {
-                    let (tls, script, verifier) = (tls.clone(), shared.clone(), verifier.clone());
+                    let (script, verifier) = (shared.clone(), verifier.clone());
                     let socket = TcpListener::from_std(socket).unwrap();
-                    tokio::spawn(async move {
-                        while let Ok((stream, _)) = socket.accept().await {
-                            let (tls, script) = (tls.clone(), script.clone());
-                            let verifier = verifier.clone();
-                            tokio::spawn(async move {
-                                let _ = stream.set_nodelay(true);
-                                let Ok(stream) = tls.accept(stream).await else { return };
-                                if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
-                                    let _ = serve_http1(stream, &script).await;
-                                    return;
-                                }
-                                let chain = stream.get_ref().1.peer_certificates();
-                                let probe = matches!(
-                                    Certificate::verify(chain, &*verifier),
-                                    Certificate::User { user, .. } if user.name == "probe"
-                                );
-                                let id = script.next_connection.fetch_add(1, Relaxed);
-                                let mut connection =
-                                    Connection::new(stream, script, peer, id, probe);
-                                // Many tests cause an error of the connection, so it is ignored.
-                                let _ = connection.serve().await;
-                                if !probe {
-                                    connection.script.ended.fetch_add(1, Relaxed);
-                                }
-                            });
+                    let serve = move |stream: TlsStream<TcpStream>| async move {
+                        if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
+                            let _ = serve_http1(stream, &script).await;
+                            return;
                         }
-                    });
+                        let chain = stream.get_ref().1.peer_certificates();
+                        let probe = matches!(
+                            Certificate::verify(chain, &*verifier),
+                            Certificate::User { user, .. } if user.name == "probe"
+                        );
+                        let id = script.next_connection.fetch_add(1, Relaxed);
+                        let mut connection = Connection::new(stream, script, peer, id, probe);
+                        // Many tests cause an error of the connection, so it is ignored.
+                        let _ = connection.serve().await;
+                        if !probe {
+                            connection.script.ended.fetch_add(1, Relaxed);
+                        }
+                    };
+                    tokio::spawn(tls::accept_each(socket, config.clone(), serve));
                 }
                 let _ = stopped.await;
             });

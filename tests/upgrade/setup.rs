@@ -28,14 +28,12 @@ use jackstay_apiserver::faulty_relay::FaultyRelay;
 use jackstay_apiserver::pki::Issued;
 use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_sys::sockets::listening;
-use rustls::server::WebPkiClientVerifier;
-use rustls::{RootCertStore, ServerConfig};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::{TlsAcceptor, TlsStream};
 
-use crate::support::{Certs, wire};
+use crate::support::{Certs, tls, wire};
 
 /// Time limit of a test, reached only in a failure.
 const TIME_LIMIT: Duration = Duration::from_secs(20);
@@ -124,23 +122,9 @@ pub struct Peer {
 impl Peer {
     pub async fn start(certs: &Certs) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-        let mut roots = RootCertStore::empty();
-        roots.add(certs.pki.ca_der()).unwrap();
-        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let verifier =
-            WebPkiClientVerifier::builder_with_provider(roots.into(), Arc::clone(&provider))
-                .allow_unauthenticated()
-                .build()
-                .unwrap();
-        let certificate = certs.pki.server().unwrap();
-        let mut config = ServerConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_client_cert_verifier(verifier)
-            .with_single_cert(vec![certificate.cert_der()], certificate.key_der())
-            .unwrap();
-        config.alpn_protocols = vec![b"http/1.1".to_vec()];
-        Self { listener, acceptor: TlsAcceptor::from(Arc::new(config)) }
+        let clients = tls::clients_of(certs.pki.ca_der(), true);
+        let config = tls::server(&certs.pki.server().unwrap(), clients, &["http/1.1"]);
+        Self { listener, acceptor: config.into() }
     }
 
     pub fn address(&self) -> SocketAddr {

@@ -6,10 +6,11 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
+use jackstay_testkit::recorder::{Recorded, Recorder, shorten};
+
 use crate::client::CorpusClient;
 use crate::corpus::{self, Entry};
 use crate::peers::{NAMES, Peer};
-use crate::recorder::{Recorded, Recorder, shorten};
 use crate::rig::{Jackstay, LoggedRequest, START};
 use crate::support::{Certs, wait};
 use crate::{Observation, QUIET, client_address, send_all};
@@ -92,7 +93,7 @@ async fn run(client: &CorpusClient, recorder: &Recorder, entries: &[Entry]) -> V
     .await;
     let all = entries.iter().enumerate();
     let observed = send_all(client, &recorder.record, all, QUIET).await;
-    (0..entries.len()).for_each(|number| recorder.record.forget(client_address(number)));
+    recorder.record.clear();
     observed
 }
 
@@ -100,7 +101,7 @@ async fn run(client: &CorpusClient, recorder: &Recorder, entries: &[Entry]) -> V
 #[ignore = "needs HAProxy, nginx and Envoy (benches/setup) and Go (golang-go)"]
 async fn each_peer_behind_jackstay_sees_only_requests_that_jackstay_forwarded() {
     let certs = Certs::new();
-    let recorder = Recorder::start(&certs).await;
+    let recorder = Recorder::start(&certs.pki).await;
     let entries = corpus::load();
 
     let jackstay = Jackstay::start(&certs, recorder.tls, "jackstay");

@@ -14,7 +14,6 @@ mod comparison;
 mod corpus;
 mod peers;
 mod properties;
-mod recorder;
 mod rig;
 
 use std::collections::BTreeMap;
@@ -23,10 +22,10 @@ use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use futures_util::{StreamExt as _, stream};
+use jackstay_testkit::recorder::{Record, Recorded, Recorder};
 
 use client::CorpusClient;
 use corpus::Entry;
-use recorder::{Record, Recorded, Recorder};
 use rig::Jackstay;
 use support::Certs;
 
@@ -91,7 +90,7 @@ fn expected() -> BTreeMap<String, String> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn upstream_sees_exactly_the_requests_that_jackstay_forwarded() {
     let certs = Certs::new();
-    let recorder = Recorder::start(&certs).await;
+    let recorder = Recorder::start(&certs.pki).await;
     let mut jackstay = Jackstay::start(&certs, recorder.tls, "jackstay");
     let client = CorpusClient::new(jackstay.address, &certs);
     let entries = corpus::load();
@@ -128,9 +127,7 @@ async fn upstream_sees_exactly_the_requests_that_jackstay_forwarded() {
     };
     let different: Vec<_> =
         (0..entries.len()).filter(|&at| differs(&entries[at], &observed[at])).collect();
-    for &at in &different {
-        record.forget(client_address(at));
-    }
+    record.clear();
     let again = different.iter().map(|&at| (at, &entries[at]));
     let again = send_all(&client, record, again, LONG_QUIET).await;
     for (&at, observation) in different.iter().zip(again) {

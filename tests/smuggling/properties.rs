@@ -2,8 +2,9 @@
 
 use std::net::Ipv4Addr;
 
+use jackstay_testkit::recorder::Recorded;
+
 use crate::Observation;
-use crate::recorder::Recorded;
 use crate::rig::LoggedRequest;
 
 /// Header fields of one hop, and those that only a front proxy may set.

@@ -2,7 +2,8 @@
 //!
 //! * [`wait`]: waiting for a condition; [`stopwatch`] and [`figures`]: measured durations and their bounds.
 //! * [`child`]: processes; [`netns`]: faults of the network; [`peers`]: other proxies.
-//! * [`http2`] and [`wire`]: frames and bytes, valid or not, on TLS connections; [`tls`]: how clients connect.
+//! * [`http2`] and [`wire`]: frames and bytes, valid or not, on TLS connections; [`tls`]: clients and servers.
+//! * [`recorder`]: an upstream that records the requests it receives.
 //! * [`pages`]: pages of the admin endpoint; [`watch_recorder`]: the events of a watch.
 
 #![forbid(unsafe_code)]
@@ -15,6 +16,7 @@ pub mod http2;
 pub mod netns;
 pub mod pages;
 pub mod peers;
+pub mod recorder;
 pub mod stopwatch;
 pub mod tls;
 pub mod wait;

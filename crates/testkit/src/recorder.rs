@@ -1,8 +1,8 @@
-//! The upstream: an HTTP server that records every request as it reads it. HTTP/2 over TLS for jackstay, and HTTP/1.1
+//! An upstream that records every request as it reads it: a server of HTTP/2 over TLS for jackstay, and of HTTP/1.1
 //! over TLS (upgrades) and without TLS (other proxies).
 //!
-//! Requests are assigned to entries of the corpus by the client's address in `X-Forwarded-For`, because each entry has
-//! a client address of its own.
+//! Requests are assigned to clients of the test by the address in `X-Forwarded-For`. A test gives each client an address
+//! of its own in 127.1.0.0/16.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -12,11 +12,13 @@ use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use http::{HeaderMap, Response};
+use jackstay_apiserver::pki::Pki;
+use rustls::server::WebPkiClientVerifier;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-use tokio::net::TcpListener;
-use tokio_rustls::TlsAcceptor;
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::server::TlsStream;
 
-use crate::support::Certs;
+use crate::tls;
 
 /// A request at the recorder.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -38,7 +40,7 @@ pub struct Recorded {
 }
 
 impl Recorded {
-    /// The entry's client, which is the last address of `X-Forwarded-For` in 127.1.0.0/16.
+    /// The client, which is the last address of `X-Forwarded-For` in 127.1.0.0/16.
     fn client(&self) -> Option<Ipv4Addr> {
         let list = self.forwarded_for.iter().flat_map(|value| value.split(','));
         let mut addresses = list.rev().filter_map(|item| item.trim().parse::<Ipv4Addr>().ok());
@@ -86,7 +88,7 @@ pub fn shorten(text: &str) -> String {
     }
 }
 
-/// The requests of each client, in their order. `None` stands for requests of no entry.
+/// The requests of each client, in their order. `None` stands for requests of no client.
 #[derive(Default)]
 pub struct Record(Mutex<HashMap<Option<Ipv4Addr>, Vec<SharedRecorded>>>);
 
@@ -107,12 +109,13 @@ impl Record {
         requests.iter().map(|request| request.lock().unwrap().clone()).collect()
     }
 
-    pub fn forget(&self, client: Ipv4Addr) {
-        self.0.lock().unwrap().remove(&Some(client));
+    /// Forgets all requests.
+    pub fn clear(&self) {
+        self.0.lock().unwrap().clear();
     }
 }
 
-/// A running recorder. Its tasks run on the runtime of the test.
+/// A running recorder. Its tasks run on the runtime that has started it.
 pub struct Recorder {
     pub tls: SocketAddr,
     pub plain: SocketAddr,
@@ -120,37 +123,23 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    pub async fn start(certs: &Certs) -> Self {
+    pub async fn start(pki: &Pki) -> Self {
         let record = Arc::<Record>::default();
-        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let server = certs.pki.server().unwrap();
-        let mut config = rustls::ServerConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_no_client_auth()
-            .with_single_cert(vec![server.cert_der()], server.key_der())
-            .unwrap();
-        config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-        let acceptor = TlsAcceptor::from(Arc::new(config));
-        let tls = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let clients = WebPkiClientVerifier::no_client_auth();
+        let config = tls::server(&pki.server().unwrap(), clients, &["h2", "http/1.1"]);
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let plain = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-        let addresses = (tls.local_addr().unwrap(), plain.local_addr().unwrap());
+        let addresses = (listener.local_addr().unwrap(), plain.local_addr().unwrap());
         let shared = Arc::clone(&record);
-        tokio::spawn(async move {
-            while let Ok((stream, _)) = tls.accept().await {
-                let (acceptor, record) = (acceptor.clone(), Arc::clone(&shared));
-                tokio::spawn(async move {
-                    let Ok(stream) = acceptor.accept(stream).await else { return };
-                    let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
-                    // The peer may close its connection at any time.
-                    if is_http2 {
-                        let _ = serve_http2(stream, &record).await;
-                    } else {
-                        let _ = serve_http1(stream, &record).await;
-                    }
-                });
+        let serve = move |stream: TlsStream<TcpStream>| async move {
+            // The peer may close its connection at any time.
+            if stream.get_ref().1.alpn_protocol() == Some(b"h2") {
+                let _ = serve_http2(stream, &shared).await;
+            } else {
+                let _ = serve_http1(stream, &shared).await;
             }
-        });
+        };
+        tokio::spawn(tls::accept_each(listener, config, serve));
         let shared = Arc::clone(&record);
         tokio::spawn(async move {
             while let Ok((stream, _)) = plain.accept().await {
@@ -164,7 +153,7 @@ impl Recorder {
     }
 }
 
-/// The body of a response. The client of the corpus recognises the one to the sentinel.
+/// The body of a response. The clients of `tests/smuggling` recognise the one to the sentinel.
 fn answer(request: &Recorded) -> &'static str {
     if request.target.ends_with("/sentinel") { "reached the sentinel\n" } else { "recorded\n" }
 }
@@ -267,29 +256,8 @@ async fn serve_http1(
             break;
         }
         if chunked {
-            loop {
-                let Some(line) = reader.until(b"\r\n").await? else { return Ok(()) };
-                let line = String::from_utf8_lossy(&line);
-                let digits = line.trim_end().split(';').next().unwrap_or_default();
-                let Ok(size) = usize::from_str_radix(digits, 16) else {
-                    entry.lock().unwrap().anomaly = Some("malformed chunk".to_owned());
-                    return Ok(());
-                };
-                if size == 0 {
-                    break;
-                }
-                let Some(data) = reader.exactly(size + 2).await? else { return Ok(()) };
-                entry.lock().unwrap().body.extend(&data[..size]);
-            }
-            loop {
-                let Some(line) = reader.until(b"\r\n").await? else { return Ok(()) };
-                if line == b"\r\n" {
-                    break;
-                }
-                let line = String::from_utf8_lossy(&line).trim_end().to_ascii_lowercase();
-                let (name, value) = line.split_once(':').unwrap_or((&line, ""));
-                let trailer = (name.to_owned(), value.trim().to_owned());
-                entry.lock().unwrap().trailers.push(trailer);
+            if !read_chunks(&mut reader, &entry).await? {
+                return Ok(());
             }
         } else {
             let Some(data) = reader.exactly(length.unwrap_or(0)).await? else { return Ok(()) };
@@ -312,6 +280,37 @@ async fn serve_http1(
     }
     let _ = stream.shutdown().await;
     Ok(())
+}
+
+/// Reads a body in chunks, and its trailers. Returns whether it ends as HTTP provides for.
+async fn read_chunks(
+    reader: &mut Reader<'_, impl AsyncRead + Unpin>,
+    entry: &SharedRecorded,
+) -> io::Result<bool> {
+    loop {
+        let Some(line) = reader.until(b"\r\n").await? else { return Ok(false) };
+        let line = String::from_utf8_lossy(&line);
+        let digits = line.trim_end().split(';').next().unwrap_or_default();
+        let Ok(size) = usize::from_str_radix(digits, 16) else {
+            entry.lock().unwrap().anomaly = Some("malformed chunk".to_owned());
+            return Ok(false);
+        };
+        if size == 0 {
+            break;
+        }
+        let Some(data) = reader.exactly(size + 2).await? else { return Ok(false) };
+        entry.lock().unwrap().body.extend(&data[..size]);
+    }
+    loop {
+        let Some(line) = reader.until(b"\r\n").await? else { return Ok(false) };
+        if line == b"\r\n" {
+            return Ok(true);
+        }
+        let line = String::from_utf8_lossy(&line).trim_end().to_ascii_lowercase();
+        let (name, value) = line.split_once(':').unwrap_or((&line, ""));
+        let trailer = (name.to_owned(), value.trim().to_owned());
+        entry.lock().unwrap().trailers.push(trailer);
+    }
 }
 
 fn parse_head(head: &[u8]) -> Recorded {

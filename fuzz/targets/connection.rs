@@ -3,14 +3,16 @@
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
-use super::server::{Received, Server};
+use jackstay_testkit::recorder::Recorded;
+
+use super::server::Server;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// SETTINGS, and `GET https://api/` with `END_STREAM` on stream 1: indexed fields and one literal (RFC 7541).
 const HTTP2_REQUEST: &[u8] =
     b"\0\0\0\x04\0\0\0\0\0\0\0\x08\x01\x05\0\0\0\x01\x82\x87\x84\x01\x03api";
 const HTTP1_REQUEST: &[u8] = b"GET / HTTP/1.1\r\nHost: api\r\n\r\n";
-const ANSWER: &[u8] = b"answered";
+const ANSWER: &[u8] = b"recorded";
 
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
@@ -26,13 +28,13 @@ fn send(
     server: &Mutex<Option<Server>>,
     start: impl FnOnce() -> Server,
     bytes: &[u8],
-) -> Vec<Received> {
+) -> Vec<Recorded> {
     // An earlier input may have failed.
     let mut server = server.lock().unwrap_or_else(PoisonError::into_inner);
     server.get_or_insert_with(start).send(bytes)
 }
 
-/// An HTTP/1.1 connection: the apiserver receives at most the requests that RFC 9112 finds in the bytes, in their
+/// An HTTP/1.1 connection: the recorder receives at most the requests that RFC 9112 finds in the bytes, in their
 /// order and with their bodies. No body hides a request.
 pub(super) fn http1_connection(bytes: &[u8]) {
     static SERVER: Mutex<Option<Server>> = Mutex::new(None);
@@ -46,13 +48,13 @@ pub(super) fn http1_connection(bytes: &[u8]) {
         let is_same = |sent: &&Http1Request| {
             sent.method == request.method.as_bytes()
                 && (!sent.target.starts_with(b"/") || sent.target.starts_with(path))
-                && (!request.is_complete || sent.body.as_ref().is_none_or(|it| *it == request.body))
+                && (!request.complete || sent.body.as_ref().is_none_or(|it| *it == request.body))
         };
         assert!(rest.any(|sent| is_same(&sent)), "{request:?} of {received:?} is none of {sent:?}");
     }
 }
 
-/// Records of an HTTP/2 connection ([`http2_frames`]): the apiserver receives at most one request for each stream that
+/// Records of an HTTP/2 connection ([`http2_frames`]): the recorder receives at most one request for each stream that
 /// the client has opened, and at most as many bytes as the client has sent.
 pub(super) fn http2_connection(bytes: &[u8]) {
     static SERVER: Mutex<Option<Server>> = Mutex::new(None);

@@ -394,13 +394,11 @@ impl Renewal {
 
 #[cfg(test)]
 mod tests {
-    use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
     use rcgen::{CertificateParams, KeyPair};
 
     use super::*;
     use crate::config::CertPaths;
     use crate::net::loaded_files::LoadedFiles;
-    use crate::upstream::credentials::Credentials;
 
     /// Writes a self-signed certificate that expires at the start of `year`, and its key.
     fn write_certificate(paths: &CertPaths, year: i32) {
@@ -425,11 +423,7 @@ mod tests {
         let mut config = crate::control::discovery::tests::config();
         config.tls.ca_file = Some(ca.cert_file);
         let metrics = Metrics::new();
-        let credentials =
-            Credentials::load(&config, std::slice::from_ref(&first), &mut LoadedFiles::default())
-                .unwrap();
-        let upstream =
-            Upstream::new(config.clone(), credentials, &metrics, &MemoryBudget::new(DEFAULT_LIMIT));
+        let upstream = Upstream::load(config.clone(), std::slice::from_ref(&first), &metrics);
         let mut expiries = CredentialExpiries::default();
         // The years in which the certificates of the metrics expire, by kind.
         let mut exported = || {
@@ -495,18 +489,7 @@ mod tests {
         config.tls.ca_file = Some(ca.cert_file.clone());
         config.health.readyz.token_file = Some(token.clone());
         let metrics = Metrics::new();
-        let credentials = Credentials::load(
-            &config,
-            std::slice::from_ref(&identity),
-            &mut LoadedFiles::default(),
-        )
-        .unwrap();
-        let upstream = Arc::new(Upstream::new(
-            config,
-            credentials,
-            &metrics,
-            &MemoryBudget::new(DEFAULT_LIMIT),
-        ));
+        let upstream = Upstream::load(config, std::slice::from_ref(&identity), &metrics);
         let watch = watch_credentials(Arc::clone(&upstream));
         let checks = async {
             for (file, name) in [

@@ -100,6 +100,19 @@ impl Upstream {
         }
     }
 
+    /// An upstream of a test, without endpoints.
+    #[cfg(test)]
+    pub(crate) fn load(
+        config: config::Upstream,
+        identities: &[config::CertPaths],
+        metrics: &Arc<Metrics>,
+    ) -> Arc<Self> {
+        let files = &mut crate::net::loaded_files::LoadedFiles::default();
+        let credentials = Credentials::load(&config, identities, files).unwrap();
+        let memory = MemoryBudget::new(jackstay_core::admission::DEFAULT_LIMIT);
+        Arc::new(Self::new(config, credentials, metrics, &memory))
+    }
+
     /// Replaces the set of endpoints and notifies pools. The control plane is the only caller. It also
     /// calls [`Endpoint::remove`] for each endpoint that leaves the set.
     pub fn set_endpoints(&self, endpoints: Vec<Arc<Endpoint>>) {

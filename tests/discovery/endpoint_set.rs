@@ -1,13 +1,9 @@
 //! Tests of `replace_endpoints`: unchanged endpoints keep their object, new ones join, removed ones drain.
 
-use crate::support::{Certs, TestCluster, until};
+use crate::support::{Certs, TestCluster, new_upstream, until};
 use jackstay::control::endpoint_set::{replace_endpoints, static_endpoints};
-use jackstay::net::loaded_files::LoadedFiles;
-use jackstay::observe::Metrics;
 use jackstay::upstream::Upstream;
-use jackstay::upstream::credentials::Credentials;
 use jackstay::upstream::endpoint::EndpointState;
-use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::source::EndpointSpec;
 use std::sync::Arc;
@@ -21,11 +17,8 @@ fn spec(host: &str) -> EndpointSpec {
     }
 }
 
-fn upstream(certs: &Certs) -> Upstream {
-    let mut config = certs.config(&[]);
-    let config = config.upstreams.remove(0);
-    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
-    Upstream::new(config, credentials, &Metrics::new(), &MemoryBudget::new(DEFAULT_LIMIT))
+fn upstream(certs: &Certs) -> Arc<Upstream> {
+    new_upstream(certs.config(&[]).upstreams.remove(0), &[])
 }
 
 fn labels(upstream: &Upstream) -> Vec<String> {
@@ -88,18 +81,7 @@ async fn prober_ends_when_its_endpoint_is_removed() {
     // The prober must end although its next probe is due in an hour.
     config.upstreams[0].health.readyz.interval = Duration::from_secs(3600);
     let config = config.upstreams.remove(0);
-    let credentials = Credentials::load(
-        &config,
-        config.health.readyz.cert.as_slice(),
-        &mut LoadedFiles::default(),
-    )
-    .unwrap();
-    let upstream = Arc::new(Upstream::new(
-        config.clone(),
-        credentials,
-        &Metrics::new(),
-        &MemoryBudget::new(DEFAULT_LIMIT),
-    ));
+    let upstream = new_upstream(config.clone(), config.health.readyz.cert.as_slice());
     let change = replace_endpoints(&upstream, &static_endpoints(&config));
     let endpoint = Arc::clone(&change.joined[0]);
     let local = tokio::task::LocalSet::new();

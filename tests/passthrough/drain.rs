@@ -31,7 +31,7 @@ fn forwarder(
     table: &Rc<FlowTable>,
     metrics: &Arc<Metrics>,
 ) -> Rc<TcpForwarder> {
-    let upstream = Arc::new(upstream(&Certs::new(), &[FIRST]));
+    let upstream = upstream(&Certs::new(), &[FIRST]);
     passthrough_mode(&mut config).leave_timeout = TIMEOUT;
     let listener = config.listeners.remove(0);
     let Mode::Passthrough(config) = listener.mode else { unreachable!() };
@@ -62,7 +62,7 @@ async fn remaining_flows_are_ended_gradually_in_the_last_fifth() {
             spawn_local(Rc::clone(&table).run());
             let forwarder = forwarder(passthrough_config(certs.config(&[])), &table, &metrics);
             for reason in ["shutdown", "endpoint_left"] {
-                let upstream = Arc::new(upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]));
+                let upstream = upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]);
                 let endpoint = Arc::clone(&upstream.endpoints()[1]);
                 let insert = |_| {
                     let flow = table.insert(forwarder.routing(), &upstream, &endpoint, (-1, -1));

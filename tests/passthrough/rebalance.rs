@@ -3,18 +3,14 @@
 
 use crate::peer::{ProbedServer, start_passthrough};
 use crate::support::{
-    CONFIGMAPS, Certs, TestCluster, passthrough_config, passthrough_mode, pause, refusing_address,
-    to_strings, until, write_lines,
+    CONFIGMAPS, Certs, TestCluster, new_upstream, passthrough_config, passthrough_mode, pause,
+    refusing_address, to_strings, until, write_lines,
 };
 use jackstay::control::endpoint_set::replace_endpoints;
-use jackstay::net::loaded_files::LoadedFiles;
-use jackstay::observe::Metrics;
 use jackstay::proxy::passthrough::flow_table::surplus;
 use jackstay::upstream::Upstream;
-use jackstay::upstream::credentials::Credentials;
 use jackstay::upstream::endpoint::Observation;
 use jackstay::upstream::rebalance::RebalanceSchedule;
-use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::source::EndpointSpec;
 use jackstay_sys::clock;
@@ -42,11 +38,8 @@ pub fn set_endpoints(upstream: &Upstream, hosts: &[&str]) {
 }
 
 /// An upstream whose endpoints, except the last one, are ready.
-pub fn upstream(certs: &Certs, hosts: &[&str]) -> Upstream {
-    let config = certs.config(&[]).upstreams.remove(0);
-    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
-    let upstream =
-        Upstream::new(config, credentials, &Metrics::new(), &MemoryBudget::new(DEFAULT_LIMIT));
+pub fn upstream(certs: &Certs, hosts: &[&str]) -> Arc<Upstream> {
+    let upstream = new_upstream(certs.config(&[]).upstreams.remove(0), &[]);
     set_endpoints(&upstream, hosts);
     for endpoint in upstream.endpoints().iter().take(hosts.len() - 1) {
         endpoint.observe(Observation::Connected);

@@ -20,6 +20,9 @@ use jackstay::config::{
     RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown, Switch, Terminate,
     TerminateLimits, Upstream, UpstreamTls, UsedBy, VersionPreference,
 };
+use jackstay::net::loaded_files::LoadedFiles;
+use jackstay::observe::Metrics;
+use jackstay::upstream;
 use jackstay_apiserver as apiserver;
 use jackstay_apiserver::client::{Client, Credentials, next_data};
 use jackstay_apiserver::cluster::Cluster;
@@ -27,11 +30,13 @@ use jackstay_apiserver::faulty_relay::FaultyRelay;
 use jackstay_apiserver::kinds::CONFIG_MAPS;
 use jackstay_apiserver::pki::{Issued, Pki, Subject};
 use jackstay_apiserver::{ApiServerHandle, Options};
+use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::discovery::address::EndpointAddress;
 use serde_json::{Value, json};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use watch_recorder::WatchRecorder;
@@ -190,6 +195,14 @@ pub fn terminate_mode(config: &mut Config) -> &mut Terminate {
         Mode::Terminate(terminate) => terminate,
         Mode::Passthrough(_) => panic!("the first listener is a passthrough listener"),
     }
+}
+
+/// The state of an upstream without endpoints, as the workers share it.
+pub fn new_upstream(config: Upstream, identities: &[CertPaths]) -> Arc<upstream::Upstream> {
+    let files = &mut LoadedFiles::default();
+    let credentials = upstream::credentials::Credentials::load(&config, identities, files).unwrap();
+    let memory = MemoryBudget::new(DEFAULT_LIMIT);
+    Arc::new(upstream::Upstream::new(config, credentials, &Metrics::new(), &memory))
 }
 
 /// The settings of the first listener, which is a passthrough listener.

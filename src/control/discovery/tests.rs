@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 use tokio::task::{LocalSet, spawn_local};
@@ -15,10 +14,9 @@ use super::controller::TICK;
 use super::{SharedContext, dns, run, state_file};
 use crate::config::{Discovery, Upstream, validate_text};
 use crate::control::endpoint_set;
-use crate::net::loaded_files::LoadedFiles;
 use crate::observe::{LivenessMonitor, Metrics};
 use crate::upstream;
-use crate::upstream::credentials::{CredentialClass, Credentials};
+use crate::upstream::credentials::CredentialClass;
 use crate::upstream::stats::ConnectionStats;
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::source::{Candidate, EndpointSource, SavedEndpoints};
@@ -31,7 +29,7 @@ async fn run_1000_updates_during_an_endless_drain_applies_each_within_1500_ms() 
     let address = |host: String| EndpointAddress { host, port: 9 };
     let (removed, kept) = (address("127.2.1.1".into()), address("127.2.1.2".into()));
     let mut config = Upstream { endpoints: vec![removed.clone(), kept.clone()], ..config() };
-    let upstream = new_upstream(config.clone());
+    let upstream = upstream::Upstream::load(config.clone(), &[], &Metrics::new());
     endpoint_set::replace_endpoints(&upstream, &endpoint_set::static_endpoints(&config));
     let shared = shared(None);
     // Both endpoints have connections and flows that never end.
@@ -100,7 +98,7 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
         discovery: Discovery { kubeconfig: Some(dir.path().join("none")) },
         ..config()
     };
-    let upstream = new_upstream(config.clone());
+    let upstream = upstream::Upstream::load(config.clone(), &[], &Metrics::new());
     let shared = shared(Some(dir.path().to_owned()));
     // Waits until the set has the addresses with these last bytes.
     let set_becomes = async |last_bytes: &[u8]| {
@@ -160,11 +158,4 @@ pub(in crate::control) fn config() -> Upstream {
     let text = "upstreams: [{name: u, endpoints: ['10.0.0.1:6443']}]\n\
                 listeners: [{name: l, bind: ['127.0.0.1:0'], mode: passthrough, upstream: u}]\n";
     validate_text(Path::new("test.yaml"), text).unwrap().config.upstreams.remove(0)
-}
-
-/// An upstream with this configuration, without endpoints.
-pub(in crate::control) fn new_upstream(config: Upstream) -> Arc<upstream::Upstream> {
-    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
-    let memory = MemoryBudget::new(DEFAULT_LIMIT);
-    Arc::new(upstream::Upstream::new(config, credentials, &Metrics::new(), &memory))
 }

@@ -242,10 +242,7 @@ fn answer(status: StatusCode, body: &[u8]) -> Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::loaded_files::LoadedFiles;
     use crate::observe::Metrics;
-    use crate::upstream::credentials::Credentials;
-    use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
     use jackstay_core::discovery::address::EndpointAddress;
 
     /// An endpoint without a watch of a resource shows no new versions of it, which is no lag.
@@ -253,13 +250,7 @@ mod tests {
     fn views_leave_out_resources_without_a_watch() {
         let config = crate::control::discovery::tests::config();
         let metrics = Metrics::new();
-        let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
-        let upstream = Arc::new(Upstream::new(
-            config,
-            credentials,
-            &metrics,
-            &MemoryBudget::new(DEFAULT_LIMIT),
-        ));
+        let upstream = Upstream::load(config, &[], &metrics);
         let endpoint = |port| {
             let address = EndpointAddress { host: "10.0.0.1".to_owned(), port };
             let metrics = metrics.endpoint("u", &address.to_string());

@@ -4,7 +4,6 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::task::Poll;
 
-use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_sys::clock;
 use tokio::task::{LocalSet, spawn_local};
@@ -13,9 +12,7 @@ use tokio::time::{advance, timeout};
 use super::super::routing::Routing;
 use super::*;
 use crate::config;
-use crate::net::loaded_files::LoadedFiles;
 use crate::observe::Metrics;
-use crate::upstream::credentials::Credentials;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -40,13 +37,7 @@ impl Setup {
         let passthrough = config.listeners[0].passthrough().unwrap().clone();
         let upstream = config.upstreams.into_iter().next().unwrap();
         let metrics = Metrics::new();
-        let credentials = Credentials::load(&upstream, &[], &mut LoadedFiles::default()).unwrap();
-        let upstream = Arc::new(Upstream::new(
-            upstream,
-            credentials,
-            &metrics,
-            &MemoryBudget::new(DEFAULT_LIMIT),
-        ));
+        let upstream = Upstream::load(upstream, &[], &metrics);
         let address = EndpointAddress { host: "10.0.0.1".to_owned(), port: 6443 };
         let routing = Routing {
             upstream: Arc::clone(&upstream),

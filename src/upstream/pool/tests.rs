@@ -1,8 +1,6 @@
 use std::path::Path;
 use std::rc::Rc;
-use std::sync::Arc;
 
-use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_core::discovery::address::EndpointAddress;
 use tokio::net::TcpListener;
 use tokio::task::{JoinHandle, LocalSet, spawn_local, yield_now};
@@ -10,9 +8,8 @@ use tokio::time::timeout;
 
 use super::{ClassPool, Pool, StreamRequirements, UNAVAILABLE_AFTER, Unavailable, WarmClasses};
 use crate::config;
-use crate::net::loaded_files::LoadedFiles;
 use crate::observe::Metrics;
-use crate::upstream::credentials::{CredentialClass, Credentials};
+use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::shared::Upstream;
 
@@ -25,12 +22,11 @@ async fn silent_pool() -> (Rc<Pool>, TcpListener) {
     let loaded = config::validate_text(Path::new("test.yaml"), text).unwrap();
     let config = loaded.config.upstreams.into_iter().next().unwrap();
     let metrics = Metrics::new();
-    let credentials = Credentials::load(&config, &[], &mut LoadedFiles::default()).unwrap();
-    let upstream = Upstream::new(config, credentials, &metrics, &MemoryBudget::new(DEFAULT_LIMIT));
+    let upstream = Upstream::load(config, &[], &metrics);
     let address = EndpointAddress { host: "127.0.0.1".to_owned(), port };
     let endpoint = Endpoint::new(&"u".into(), &address, None, metrics.endpoint("u", "e")).unwrap();
     upstream.set_endpoints(vec![endpoint]);
-    (Pool::new(Arc::new(upstream), WarmClasses::Identities), listener)
+    (Pool::new(upstream, WarmClasses::Identities), listener)
 }
 
 async fn maintenance_runs_for(waiters: usize) -> usize {

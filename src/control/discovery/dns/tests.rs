@@ -14,7 +14,8 @@ use tokio::task::LocalSet;
 
 use super::lookup::{LOOKUP_TIMEOUT, LookupResult};
 use super::*;
-use crate::control::discovery::tests::{config, new_upstream};
+use crate::control::discovery::tests::config;
+use crate::observe::Metrics;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::Observation;
 use jackstay_core::discovery::own_addresses::OwnAddresses;
@@ -104,7 +105,7 @@ fn ips(texts: &[&str]) -> Vec<IpAddr> {
 
 /// An upstream without endpoints, and the states of its sources.
 fn new_source_states() -> (Arc<Upstream>, Rc<SourceStates>) {
-    let upstream = new_upstream(config());
+    let upstream = Upstream::load(config(), &[], &Metrics::new());
     let states = SourceStates::new(Arc::clone(&upstream), Box::new(OwnAddresses::default));
     (upstream, states)
 }

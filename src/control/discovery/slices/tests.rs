@@ -16,6 +16,7 @@ use tokio::task::LocalSet;
 use super::super::transport::{TransportBody, TransportError};
 use super::*;
 use crate::config;
+use crate::observe::Metrics;
 use crate::upstream::Upstream;
 
 #[test]
@@ -341,7 +342,7 @@ fn upstream() -> Arc<Upstream> {
         endpoints_file: None,
         ..crate::control::discovery::tests::config()
     };
-    crate::control::discovery::tests::new_upstream(config)
+    Upstream::load(config, &[], &Metrics::new())
 }
 
 proptest! {

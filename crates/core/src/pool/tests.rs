@@ -449,7 +449,7 @@ fn begin_slow_head_round_is_due_once_in_each_interval() {
     assert!(!due(SLOW_HEAD_INTERVAL + short), "the last round was less than an interval ago");
     // A late round moves the next one.
     assert!(due(3 * SLOW_HEAD_INTERVAL));
-    assert!(!due(4 * SLOW_HEAD_INTERVAL - short));
+    assert!(!due(3 * SLOW_HEAD_INTERVAL + short));
     assert!(due(4 * SLOW_HEAD_INTERVAL));
 }
 

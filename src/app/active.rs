@@ -241,12 +241,12 @@ impl PreparedConfig {
         let current = current.find(|current| *current.name == *config.name);
         let (upstream, slots) = if let Some(current) = current {
             let prepared = current.credentials.prepare(config, &identities, files)?;
-            let slots = prepared.slots().to_vec();
+            let slots = prepared.identities().to_vec();
             self.upstreams.push((Arc::clone(current), config.clone(), prepared));
             (Arc::clone(current), slots)
         } else {
             let credentials = Credentials::load(config, &identities, files)?;
-            let slots = credentials.slots();
+            let slots = credentials.identities();
             let new = Upstream::new(config.clone(), credentials, metrics, memory);
             new.set_connector(Arc::clone(&self.next.connector));
             let endpoints = endpoint_set::static_endpoints(config);
@@ -332,13 +332,12 @@ fn connector(
     })
 }
 
-/// The identities of all listeners of an upstream, and that of its probes, each once.
+/// The identities of all listeners of an upstream, each once.
 fn identities_of(upstream: &config::Upstream, config: &Config) -> Vec<CertPaths> {
     let mut all: Vec<CertPaths> = Vec::new();
     let listeners = config.listeners.iter().filter(|l| l.upstream == upstream.name);
     let terminating = listeners.filter_map(|l| l.terminate());
-    let configured = terminating.flat_map(|t| &t.identities).chain(&upstream.health.readyz.cert);
-    for paths in configured {
+    for paths in terminating.flat_map(|terminate| &terminate.identities) {
         if !all.contains(paths) {
             all.push(paths.clone());
         }

@@ -54,11 +54,23 @@ pub struct Credentials {
 #[derive(Debug, Clone, Default)]
 struct Setup {
     ca_file: Option<PathBuf>,
-    slots: Vec<Arc<IdentitySlot>>,
-    /// The slot of the certificate for probes, if one is configured.
+    /// The slots of the identities of clients, then those that are not retired yet.
+    identities: Vec<Arc<IdentitySlot>>,
+    /// The slot of the certificate for probes, if one is configured. It may be that of an identity.
     probe: Option<Arc<IdentitySlot>>,
     /// The token for probes. A probe with a token shows no certificate.
     token: Option<Arc<ProbeToken>>,
+}
+
+impl Setup {
+    /// Every slot once.
+    fn slots(&self) -> Vec<Arc<IdentitySlot>> {
+        let mut slots = self.identities.clone();
+        let is_new =
+            |probe: &&Arc<IdentitySlot>| !slots.iter().any(|slot| Arc::ptr_eq(slot, probe));
+        slots.extend(self.probe.iter().find(is_new).cloned());
+        slots
+    }
 }
 
 /// The TLS configuration for discovery, with the fingerprints of its CA bundle and its certificate.
@@ -73,20 +85,20 @@ struct DiscoveryTls {
 pub struct PreparedCredentials {
     setup: Setup,
     ca: Option<LoadedCa>,
-    /// The certificate of each slot; `None` if its files do not exist yet.
+    /// The certificate of each of [`Setup::slots`]; `None` if its files do not exist yet.
     loaded: Vec<Option<Arc<LoadedCert>>>,
 }
 
 impl PreparedCredentials {
-    /// The slots, in the order of the identities for which they were prepared.
-    pub fn slots(&self) -> &[Arc<IdentitySlot>] {
-        &self.setup.slots
+    /// The slots of the identities for which they were prepared, in their order.
+    pub fn identities(&self) -> &[Arc<IdentitySlot>] {
+        &self.setup.identities
     }
 }
 
 impl Credentials {
-    /// Loads the CA bundle and the files of `identities` that exist. `identities` include the certificate
-    /// for probes if one is configured.
+    /// Loads the CA bundle, the files of `identities` that exist, which are those of clients, and the certificate for
+    /// probes if one is configured.
     ///
     /// # Errors
     /// The CA bundle cannot be used, or the files of an identity exist but cannot be used.
@@ -120,17 +132,17 @@ impl Credentials {
         identities: &[CertPaths],
         files: &mut LoadedFiles,
     ) -> Result<PreparedCredentials, TlsFileError> {
-        prepare(upstream, identities, &self.setup.load().slots, files)
+        prepare(upstream, identities, &self.slots(), files)
     }
 
-    /// Puts prepared credentials into use. Slots that are no longer configured stay until
+    /// Puts prepared credentials into use. Slots of identities that are no longer configured stay until
     /// [`Self::retire`], for requests that still arrive under the old configuration.
     pub fn install(&self, prepared: PreparedCredentials) {
         let PreparedCredentials { mut setup, ca, loaded } = prepared;
-        let slots = setup.slots.clone();
-        let mut retired = self.slots();
-        retired.retain(|old| !slots.iter().any(|slot| Arc::ptr_eq(slot, old)));
-        setup.slots.extend(retired);
+        let slots = setup.slots();
+        let mut retired = self.setup.load().identities.clone();
+        retired.retain(|old| !setup.identities.iter().any(|slot| Arc::ptr_eq(slot, old)));
+        setup.identities.extend(retired);
         self.setup.store(Arc::new(setup));
         self.set_ca(ca);
         for (slot, certificate) in slots.iter().zip(loaded) {
@@ -140,11 +152,10 @@ impl Credentials {
         }
     }
 
-    /// Removes every slot except those of the identities in `keep`. Connections with a removed
-    /// certificate drain.
+    /// Removes every slot of an identity except those in `keep`. Connections with a removed certificate drain.
     pub fn retire(&self, keep: &[CertPaths]) {
         let mut setup = Setup::clone(&self.setup.load());
-        setup.slots.retain(|slot| keep.contains(&slot.paths));
+        setup.identities.retain(|slot| keep.contains(&slot.paths));
         self.setup.store(Arc::new(setup));
     }
 
@@ -158,22 +169,29 @@ impl Credentials {
         self.ca_error.load().is_some()
     }
 
-    /// The slots: first those that are configured, in their order, then those that are not retired yet.
+    /// The slots: first those of the configured identities, in their order, then those that are not retired yet, and
+    /// that of a certificate which only probes show.
     pub fn slots(&self) -> Vec<Arc<IdentitySlot>> {
-        self.setup.load().slots.clone()
+        self.setup.load().slots()
     }
 
-    /// The classes of the identities whose certificate is loaded and has not expired.
+    /// The slots of the identities of clients, as in [`Self::slots`].
+    pub fn identities(&self) -> Vec<Arc<IdentitySlot>> {
+        self.setup.load().identities.clone()
+    }
+
+    /// The classes of the identities of clients whose certificate is loaded and has not expired.
     pub fn loaded(&self) -> Vec<CredentialClass> {
         let (setup, now) = (self.setup.load(), wall_clock());
-        let loaded = setup.slots.iter().filter_map(|slot| slot.usable(now));
+        let loaded = setup.identities.iter().filter_map(|slot| slot.usable(now));
         loaded.map(|identity| CredentialClass::Identity(identity.number)).collect()
     }
 
     /// The paths of all files.
     pub fn paths(&self) -> Vec<PathBuf> {
         let setup = self.setup.load();
-        let pairs = setup.slots.iter().flat_map(|s| [&s.paths.cert_file, &s.paths.key_file]);
+        let slots = setup.slots();
+        let pairs = slots.iter().flat_map(|s| [&s.paths.cert_file, &s.paths.key_file]);
         let token = setup.token.as_deref().map(ProbeToken::file);
         let all = setup.ca_file.iter().chain(pairs).map(PathBuf::as_path).chain(token);
         all.map(Path::to_owned).collect()
@@ -190,7 +208,7 @@ impl Credentials {
         let (setup, now) = (self.setup.load(), wall_clock());
         let shown = match class {
             CredentialClass::Identity(number) => {
-                let mut loaded = setup.slots.iter().filter_map(|slot| slot.usable(now));
+                let mut loaded = setup.identities.iter().filter_map(|slot| slot.usable(now));
                 let identity = loaded.find(|identity| identity.number == number)?;
                 return Some(Arc::clone(&identity.tls));
             }
@@ -205,7 +223,7 @@ impl Credentials {
             CredentialClass::Probe => match &setup.probe {
                 Some(slot) => slot.usable(now),
                 // By default the first loaded identity.
-                None => setup.slots.iter().find_map(|slot| slot.usable(now)),
+                None => setup.identities.iter().find_map(|slot| slot.usable(now)),
             },
         };
         Some(shown.map_or_else(
@@ -241,7 +259,7 @@ impl Credentials {
                 changes.extend(is_new.then_some(CredentialChange::CaFailed(error)));
             }
         }
-        for slot in &setup.slots {
+        for slot in &setup.slots() {
             match load_better(slot) {
                 Ok(certificate) => {
                     let previous = slot.certificate().map(|info| info.subject);
@@ -277,7 +295,7 @@ impl Credentials {
         }
         self.without_certificate.store(Arc::new(plain_tls(ca.as_ref())));
         self.ca.store(ca.map(Arc::new));
-        for slot in &self.setup.load().slots {
+        for slot in &self.slots() {
             if let Some(identity) = slot.current.load_full() {
                 self.put(slot, Arc::clone(&identity.certificate));
             }
@@ -317,9 +335,11 @@ fn prepare(
     files: &mut LoadedFiles,
 ) -> Result<PreparedCredentials, TlsFileError> {
     let ca = upstream.tls.ca_file.as_deref().map(|file| files.ca(file)).transpose()?;
+    let readyz = &upstream.health.readyz;
     let mut slots = Vec::new();
     let mut loaded = Vec::new();
-    for paths in identities {
+    let only_for_probes = readyz.cert.iter().filter(|paths| !identities.contains(paths));
+    for paths in identities.iter().chain(only_for_probes) {
         let (certificate, missing) = match files.certificate(paths) {
             Ok(certificate) => (Some(certificate), None),
             Err(error) if error.is_missing() => (None, Some(error)),
@@ -335,13 +355,14 @@ fn prepare(
         }));
         loaded.push(certificate);
     }
-    let readyz = &upstream.health.readyz;
     let token = |file: &PathBuf| ProbeToken::new(file, files.token(file).ok().cloned());
     let token = readyz.token_file.as_ref().map(token).map(Arc::new);
     let probe = slots.iter().find(|slot| readyz.cert.as_ref() == Some(&slot.paths)).cloned();
+    slots.truncate(identities.len());
+    let ca_file = upstream.tls.ca_file.clone();
     Ok(PreparedCredentials {
         ca,
-        setup: Setup { ca_file: upstream.tls.ca_file.clone(), probe, token, slots },
+        setup: Setup { ca_file, identities: slots, probe, token },
         loaded,
     })
 }
@@ -356,4 +377,58 @@ fn load_better(slot: &IdentitySlot) -> Result<LoadedCert, TlsFileError> {
         certificate.info.check_time(&slot.paths.cert_file, now)?;
     }
     Ok(certificate)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use rcgen::{CertificateParams, KeyPair};
+
+    use super::*;
+    use crate::config;
+
+    /// Writes a self-signed certificate and its key.
+    fn write_certificate(folder: &Path, name: &str) -> CertPaths {
+        let file = |extension| folder.join(format!("{name}.{extension}"));
+        let paths = CertPaths { cert_file: file("crt"), key_file: file("key") };
+        let key = KeyPair::generate().unwrap();
+        let certificate = CertificateParams::new(vec![name.into()]).unwrap().self_signed(&key);
+        std::fs::write(&paths.cert_file, certificate.unwrap().pem()).unwrap();
+        std::fs::write(&paths.key_file, key.serialize_pem()).unwrap();
+        paths
+    }
+
+    #[test]
+    fn certificate_that_only_probes_show_is_no_identity_of_clients() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name| write_certificate(folder.path(), name);
+        let (ca, identity, probe) = (write("ca"), write("identity"), write("probe"));
+        let text = "upstreams: [{name: u, endpoints: ['10.0.0.1:6443']}]\n\
+                    listeners: [{name: l, bind: ['127.0.0.1:0'], mode: passthrough, upstream: u}]\n";
+        let loaded = config::validate_text(Path::new("test.yaml"), text).unwrap();
+        let mut config = loaded.config.upstreams.into_iter().next().unwrap();
+        config.tls.ca_file = Some(ca.cert_file);
+        config.health.readyz.cert = Some(probe.clone());
+        let mut files = LoadedFiles::default();
+        let only_identity = std::slice::from_ref(&identity);
+        let credentials = Credentials::load(&config, only_identity, &mut files).unwrap();
+        let loaded = || credentials.loaded().len();
+        let shown = || credentials.tls(CredentialClass::Probe).unwrap();
+        assert_eq!((loaded(), credentials.slots().len(), credentials.paths().len()), (1, 2, 5));
+        assert_ne!(shown().generation, credentials.without_certificate.load().generation);
+        let of_probe = shown();
+        // A reloaded configuration has both as identities.
+        let both = [identity.clone(), probe];
+        credentials.install(credentials.prepare(&config, &both, &mut files).unwrap());
+        credentials.retire(&both);
+        assert_eq!((loaded(), credentials.slots().len()), (2, 2));
+        assert_eq!(shown().generation, of_probe.generation);
+        // Another one has the certificate for probes alone again.
+        credentials.install(credentials.prepare(&config, only_identity, &mut files).unwrap());
+        assert_eq!(loaded(), 2, "for requests that still arrive");
+        credentials.retire(only_identity);
+        assert_eq!((loaded(), credentials.slots().len()), (1, 2));
+        assert_eq!(shown().generation, of_probe.generation);
+    }
 }

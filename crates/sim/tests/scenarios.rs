@@ -5,6 +5,7 @@ use std::time::Duration;
 use jackstay_sim::faults::FaultKind;
 use jackstay_sim::scenario::{Role, Sim};
 use jackstay_sim::scenarios::{ALL, by_name};
+use jackstay_sim::trace::Entry;
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -127,6 +128,19 @@ fn kubelet_behind_jackstay_renews_its_lease_when_flows_are_forgotten() {
         let found = sim.run(40 * SECOND).findings;
         assert!(found.longest_lease < 13 * SECOND, "seed {seed}: {found}");
     }
+}
+
+/// In the other runs, the endpoint has no watches or becomes degraded shortly before the end.
+#[test]
+fn watches_leave_an_endpoint_whose_readyz_fails_in_most_runs() {
+    let scenario = by_name("hang").unwrap();
+    let has_moves = |&seed: &u64| {
+        let run = (scenario.sim)(seed).run(scenario.time);
+        let entries = run.trace.entries();
+        entries.iter().any(|(_, entry)| matches!(entry, Entry::WatchResumed { moved: true, .. }))
+    };
+    let runs = (0..SEEDS).filter(has_moves).count() as u64;
+    assert!(runs > SEEDS / 2, "{runs} of {SEEDS}");
 }
 
 /// Several nodes of one control plane.

@@ -24,7 +24,11 @@ use crate::trace::Entry;
 
 /// `health.readyz` of the configuration.
 const RULES: Rules = Rules { interval: Duration::from_secs(10), rise: 2, fall: 2 };
-const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Time until the task of a prober runs that was notified. A probe that confirms another one's failure must be sent after
+/// that failure.
+const WAKE_UP: Duration = Duration::from_micros(10);
 
 /// The prober's connection and its probe.
 #[derive(Debug)]
@@ -158,7 +162,7 @@ impl Node {
     }
 
     fn arm_probe(&self, io: &mut Io<'_>, at: usize) {
-        let due = self.endpoints[at].probing.prober.next_at().max(io.s.now);
+        let due = self.endpoints[at].probing.prober.next_at().max(io.s.now + WAKE_UP);
         self.start_timer(io.s, due, NodeTimer::Probe(at));
     }
 

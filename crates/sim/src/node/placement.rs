@@ -1,5 +1,5 @@
 //! On which apiservers the watches of a node are: `Rebalancer` and `ActiveEvacuations` of the core decide which moves the
-//! connections offer to their watches. The self-checks of watches, which the rebalancer also requests, are left out.
+//! connections offer to their watches.
 
 use std::collections::BTreeMap;
 use std::time::Instant;

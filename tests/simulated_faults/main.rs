@@ -31,8 +31,10 @@ fn check(name: &str) {
     let scenario = scenarios::by_name(name).expect("the scenario exists");
     let seed = std::env::var("JACKSTAY_SEED")
         .map_or_else(|_| fastrand::u64(..10_000), |seed| seed.parse().unwrap());
-    let simulated = simulated::runs(scenario, SEEDS);
+    // The real side runs before others, and waits most of the time.
+    let simulated = std::thread::spawn(|| simulated::runs(scenario, SEEDS));
     let real = rig::run(scenario, seed);
+    let simulated = simulated.join().unwrap();
     let (table, differences) = comparison::compare(name, &simulated, &real);
     println!(
         "seed {seed}, longest pause of the machine {:.3?}\n\n\

@@ -204,8 +204,6 @@ impl Rig {
         upstream.as_object_mut().unwrap().remove("connections");
         config["admin"]["bind"] = json!(ADMIN);
         config["listeners"][0]["bind"] = json!([LISTENER]);
-        // The simulation has no balance of watches yet.
-        config["upstreams"][0]["rebalance"] = json!(false);
         config["log"] = json!({ "level": "debug", "format": "json", "access": "all" });
         // Endpoints are examined only if connections are passed through to them.
         let passthrough = json!({

@@ -66,7 +66,7 @@ pub(super) struct Endpoint {
 }
 
 impl Endpoint {
-    pub(super) fn new(server: ProcessId, s: &mut Scheduler) -> Self {
+    pub(super) fn new(server: ProcessId, ping_grid: Instant, s: &Scheduler) -> Self {
         let probing = Probing {
             prober: Prober::new(s.now),
             connection: None,
@@ -80,7 +80,7 @@ impl Endpoint {
             label: format!("apiserver {server}"),
             health: EndpointHealth::default(),
             backoff: ConnectBackoff::default(),
-            ping_grid: s.now + s.random_part(Duration::from_secs(1)),
+            ping_grid,
             state: EndpointState::Connecting,
             probe_failing: false,
             ready_since: None,

@@ -172,7 +172,9 @@ impl Node {
         settings: Settings,
         s: &mut Scheduler,
     ) -> Self {
-        let endpoints = servers.iter().map(|&server| Endpoint::new(server, s)).collect();
+        // The program creates the endpoints of a set at the same time, and nodes start at different times.
+        let grid = s.now + s.random_part(Duration::from_secs(1));
+        let endpoints = servers.iter().map(|&server| Endpoint::new(server, grid, s)).collect();
         let (pool, class) = pool::new(s.now);
         Self {
             index,

@@ -149,7 +149,7 @@ fn clients(timeline: &Timeline, fault: &Fault, figures: &mut Figures) {
         found.map(|(at, _)| Figure::At(at.saturating_sub(fault.begins)))
     };
     add("first watch resumed", times(Entry::WatchResumed).next());
-    add("last watch resumed", times(Entry::WatchResumed).last());
+    add("last watch resumed", times(Entry::WatchResumed).next_back());
     // Later, watches move only for their balance. How uneven they are does not follow from the fault, but from the latency
     // of each process.
     let is_away = |figure: &Figure| match (figure, ended) {

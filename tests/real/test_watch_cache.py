@@ -57,7 +57,9 @@ class OneResource(JackstayCase, unittest.TestCase):
                 reason = endpoint["reason"]
             time.sleep(0.1)
         degraded = self.jackstay.metrics()[f'jackstay_endpoint_state{{upstream="control-plane",endpoint="{address}",state="degraded"}}']
-        left = endpoints(self.jackstay)[address]["watches"]
+        # Of the watches above, which use the first identity. After a restart of all apiservers, a kubelet may have a watch
+        # for which the history of no other apiserver is long enough.
+        left = sum(c["watches"] for c in endpoints(self.jackstay)[address]["connections"] if c["class"] == "identity-0")
         self.assertGreater(rig.faults.dropped(), 0, "the fault dropped no packet")
         rig.faults.clear()
         cleared = time.monotonic()

@@ -33,7 +33,7 @@ const BURST: usize = 64;
 /// replacement.
 const OLD_CONNECTION_GRACE: Duration = Duration::from_secs(5);
 /// Time after which a connection that drains may be closed for a new one, if the limit requires it.
-const DRAINING_TIME: Duration = Duration::from_secs(10);
+pub(super) const DRAINING_TIME: Duration = Duration::from_secs(10);
 
 /// A connection of a class, as far as maintenance distinguishes it.
 #[derive(Debug, Clone, Copy)]

@@ -59,7 +59,7 @@ pub struct Plan {
 impl Plan {
     /// The plan of `--quick`.
     pub const QUICK: Self = Self {
-        rounds: 3,
+        rounds: 2,
         load: Duration::from_secs(1),
         latency: Duration::from_millis(600),
         bulk_bodies: 1,
@@ -68,7 +68,7 @@ impl Plan {
         growth_watches: Duration::from_millis(500),
         growth_repeats: 1,
         starts: 3,
-        flow_bytes: 1_000_000_000,
+        flow_bytes: 400_000_000,
         idle: Duration::from_secs(3),
         bursts: 1,
     };

@@ -154,7 +154,7 @@ impl Rig {
         save(scenario, &process, &timeline);
         Real {
             figures: figures(&timeline, &fault),
-            hits_all_endpoints: fault.endpoints.len() == self.servers.len(),
+            hits_all_endpoints: fault.hits_all(),
             longest_pause: ledger.longest_pause(),
         }
     }

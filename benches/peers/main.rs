@@ -64,6 +64,8 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>
 
 /// A run that takes longer is aborted, because it hangs.
 const LIMIT: Duration = Duration::from_secs(30 * 60);
+/// Number of idle flows in the short form.
+const QUICK_FLOWS: usize = 3_000;
 
 /// Compares jackstay with other proxies in front of one origin.
 #[derive(Parser)]
@@ -181,9 +183,6 @@ fn main() -> ExitCode {
         }
     }
 }
-
-/// Number of idle flows in the short form.
-const QUICK_FLOWS: usize = 3_000;
 
 /// Runs the bench with a time limit and signal handlers, so that every exit drops, and thereby kills, all children.
 fn supervise(args: &Args) -> Result<bool> {

@@ -475,7 +475,7 @@ class Faults(LoadCase, unittest.TestCase):
         reported = int(re.search(r"meanwhile (\d+) requests? got 503", ended[0])[1])
         self.assertEqual(reported, self.own_503() - before)
 
-    @long_form("test_zzz_all_apiservers_killed has an outage, and the simulator's scenario `outage` this one")
+    @long_form("test_outage has an outage, and the simulator's scenario `outage` this one")
     def test_zzy_all_apiservers_stopped(self):
         """All apiservers are stopped for 10 s: their kernels answer. Nodes may notice this."""
         self.watch.stop()
@@ -498,6 +498,7 @@ class Faults(LoadCase, unittest.TestCase):
         self.assertEqual((watches["broken"], watches["lost"], watches["duplicated"], watches["backwards"], watches["relists"]), (0, 0, 0, 0, 0),
                          [f for f in report["failures"] if f["op"] == "broken"])
 
+    @long_form("test_outage has an outage, and the simulator's scenario `outage-killed` this one")
     def test_zzz_all_apiservers_killed(self):
         """All apiservers are down for 10 s. The last test, because nodes may notice this."""
         self.watch.stop()

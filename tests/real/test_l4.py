@@ -180,6 +180,7 @@ class Faults(x, unittest.TestCase):
             self.remote.start()
         self.run_fault("power loss and return of one", restart)
 
+    @long_form("tests/passthrough/endpoint_health.rs has such an endpoint")
     def test_failed_readyz_keeps_flows_and_takes_no_new_ones(self):
         """The endpoint keeps its flows and receives no new ones."""
         load = self.flows(14, "idle-watch=16")

@@ -258,8 +258,8 @@ async fn run(args: &Args) -> Result<bool> {
         let mut targets: Vec<_> =
             targets.iter().copied().filter(|target| target.works_at(layer)).collect();
         match layer {
-            Layer::L7 => l7(&environment, &bench, args, &mut targets, &mut samples).await?,
-            Layer::L4 => l4(&environment, &bench, &mut targets, &mut samples).await?,
+            Layer::L7 => l7(&environment, &bench, args, &targets, &mut samples).await?,
+            Layer::L4 => l4(&environment, &bench, args, &mut targets, &mut samples).await?,
         }
         println!("\n{}", samples.table(layer));
         if layer == Layer::L7 {
@@ -276,27 +276,25 @@ async fn run(args: &Args) -> Result<bool> {
     Ok(within_bounds && (!args.check || limits_met))
 }
 
-/// All phases at L7. Proxies that do not start are removed from `targets`.
+/// All phases at L7.
 async fn l7(
     environment: &Environment<'_>,
     bench: &Bench<'_>,
     args: &Args,
-    targets: &mut Vec<Target>,
+    targets: &[Target],
     samples: &mut Samples,
 ) -> Result<()> {
     let selected = |phase| args.phase.contains(&phase);
     let log = |phase| eprintln!("L7: {phase}");
     if selected(Phase::Idle) {
         log("idle, and idle watches");
-        let proxies = start_all(environment, targets, Layer::L7, true).await?;
+        let mut targets = with_limit(args, targets);
+        let proxies = start_all(environment, &mut targets, Layer::L7, true).await?;
         bench.idle(&proxies, samples).await?;
     }
     if selected(Phase::Bursts) {
         log("bursts of watches");
-        // Only jackstay has a limit. The short form omits the others.
-        let mut targets = targets.clone();
-        targets.retain(|target| !args.quick || *target == Target::Jackstay);
-        bursts(environment, &targets, bench.plan.bursts, samples).await?;
+        bursts(environment, &with_limit(args, targets), bench.plan.bursts, samples).await?;
     }
     if selected(Phase::Start) {
         log("start");
@@ -304,10 +302,7 @@ async fn l7(
     }
     if selected(Phase::ManyWatches) {
         log("many watches");
-        // Only jackstay has a limit. The short form omits the others.
-        let mut targets = targets.clone();
-        targets.retain(|target| !args.quick || *target == Target::Jackstay);
-        footprint::many_watches(environment, &targets, samples).await?;
+        footprint::many_watches(environment, &with_limit(args, targets), samples).await?;
     }
     // New processes are started, so that memory allocated for the watches does not affect these figures.
     if selected(Phase::Rounds) {
@@ -323,23 +318,30 @@ async fn l7(
     }
     if selected(Phase::Growth) {
         log("growth");
-        let mut targets = targets.clone();
-        targets.retain(|target| !args.quick || *target == Target::Jackstay);
+        let mut targets = with_limit(args, targets);
         let proxies = start_all(environment, &mut targets, Layer::L7, true).await?;
         bench.growth(&proxies, samples).await?;
     }
     Ok(())
 }
 
+/// The proxies of a measurement in which only jackstay has a limit. The short form omits the others.
+fn with_limit(args: &Args, targets: &[Target]) -> Vec<Target> {
+    let is_measured = |target: &Target| !args.quick || *target == Target::Jackstay;
+    targets.iter().copied().filter(is_measured).collect()
+}
+
 /// All phases at L4.
 async fn l4(
     environment: &Environment<'_>,
     bench: &Bench<'_>,
+    args: &Args,
     targets: &mut Vec<Target>,
     samples: &mut Samples,
 ) -> Result<()> {
     eprintln!("L4: idle, and idle flows");
-    let proxies = start_all(environment, targets, Layer::L4, true).await?;
+    let mut measured = with_limit(args, targets);
+    let proxies = start_all(environment, &mut measured, Layer::L4, true).await?;
     bench.idle_flows(&proxies, samples).await?;
     drop(proxies);
     // New processes are started, so that memory allocated for the flows does not affect these figures.

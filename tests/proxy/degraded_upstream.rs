@@ -8,6 +8,7 @@ use crate::support::{
 };
 use jackstay::config::Config;
 use jackstay_apiserver::ScriptedResponse;
+use jackstay_apiserver::client::Client;
 use std::time::{Duration, Instant};
 
 /// The promised limit for the time without events on a watch whose apiserver loses etcd.
@@ -17,6 +18,7 @@ const WATCHES: u64 = 12;
 struct Setup {
     cluster: TestCluster,
     proxy: Proxy,
+    client: Client,
     watches: Vec<WatchRecorder>,
     /// The resource version from which the watches start.
     version: u64,
@@ -39,7 +41,7 @@ impl Setup {
         let client = proxy.client().await;
         let version = cluster.state.version();
         let watches = cluster.start_watches(&client, WATCHES).await;
-        Self { cluster, proxy, watches, version, writes: 0 }
+        Self { cluster, proxy, client, watches, version, writes: 0 }
     }
 
     fn write(&mut self) {
@@ -92,6 +94,12 @@ impl Setup {
     async fn state(&self, at: usize) -> String {
         let endpoint = self.proxy.endpoint(self.cluster.servers[at].addr).await;
         endpoint["state"].as_str().unwrap().to_owned()
+    }
+
+    /// A server without etcd sends no responses and no events, but answers PINGs.
+    fn lose_etcd(&self, at: usize, lost: bool) {
+        self.cluster.servers[at].set_faults(|faults| faults.hang = lost);
+        self.cluster.servers[at].set_faults(|faults| faults.hold_watches = lost);
     }
 }
 
@@ -173,6 +181,31 @@ async fn endpoint_without_events_whose_cache_has_reached_their_version_stays_rea
     assert_eq!(setup.state(quiet).await, "ready");
     assert_eq!(setup.moved().await, 0);
     setup.cluster.servers[quiet].set_faults(|faults| faults.hold_watches = false);
+    setup.expect_all_events().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watches_stay_when_every_apiserver_has_lost_etcd() {
+    let mut setup = Setup::new().await;
+    setup.write_and_measure_silence(20).await;
+    let before: Vec<_> = (0..3).map(|at| setup.cluster.watches(at)).collect();
+    (0..3).for_each(|at| setup.lose_etcd(at, true));
+    for at in 0..3 {
+        until("the endpoint is degraded", async || setup.state(at).await == "degraded").await;
+    }
+    // A move would take less time than two more probes of each server.
+    let audit = setup.cluster.state.audit();
+    for server in &setup.cluster.servers {
+        let probes = || audit.select(|r| r.server == server.name() && r.path == "/readyz").len();
+        let before = probes();
+        until("the server is probed twice more", async || probes() >= before + 2).await;
+    }
+    assert_eq!(setup.moved().await, 0);
+    assert_eq!((0..3).map(|at| setup.cluster.watches(at)).collect::<Vec<_>>(), before);
+    (0..3).for_each(|at| setup.lose_etcd(at, false));
+    setup.proxy.wait_connected(3).await;
+    setup.write_and_measure_silence(5).await;
+    assert_eq!(setup.client.get(CONFIGMAPS).await.unwrap().status, 200);
     setup.expect_all_events().await;
 }
 

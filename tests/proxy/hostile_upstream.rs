@@ -8,7 +8,7 @@ use crate::support::http2::{
     MAX_CONCURRENT_STREAMS, NO_ERROR, PING, field_block, frame, goaway, reset, settings,
 };
 use crate::support::stopwatch::Stopwatch;
-use crate::support::{CONFIGMAPS, join_all, read_body, soon, until, without_suspicion};
+use crate::support::{CONFIGMAPS, PATIENCE, join_all, read_body, soon, until, without_suspicion};
 use http::Method;
 use jackstay_apiserver::client::{Client, next_data};
 use std::sync::atomic::Ordering::Relaxed;
@@ -247,6 +247,25 @@ async fn read_is_hedged_when_pings_are_unanswered() {
         !seen.iter().any(|request| silent_connections.contains(&request.connection)),
         "{seen:?}"
     );
+}
+
+/// A read that the budget does not allow to be hedged is retried when its connection has ended.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn hedges_are_limited_by_a_budget() {
+    const READS: usize = 400;
+    let (peers, proxy, client) = setup_with(2, |_| {}).await;
+    // Each connection falls silent with its first read.
+    peers.set_actions(std::iter::repeat_n(Action::Unresponsive, READS));
+    let all = (0..READS).map(|_| client.get(CONFIGMAPS));
+    let replies = tokio::time::timeout(3 * PATIENCE, join_all(all)).await.unwrap();
+    let failed = replies.iter().filter(|reply| reply.as_ref().is_err()).count();
+    assert_eq!(failed, 0, "reads without a response");
+    let (over_budget, won) = (proxy.hedges("over_budget").await, proxy.hedges("hedge").await);
+    let made = won + proxy.hedges("original").await + proxy.hedges("failed").await;
+    println!("{READS} reads: {made} hedges, {won} of them won, {over_budget} over the budget");
+    assert!(over_budget >= 1.0, "{over_budget}");
+    // The budget is a burst of about the streams of one connection, and a tenth of the reads.
+    assert!((1.0..=READS as f64 / 2.0).contains(&made), "{made}");
 }
 
 /// The server takes long to respond, and its connection answers PINGs.

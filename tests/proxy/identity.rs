@@ -197,7 +197,7 @@ fn random_headers_do_not_change_the_identity() {
     let header = (prop::sample::select(names), prop::sample::select(values));
     let headers_and_http2 = (prop::collection::vec(header, 0..8), any::<bool>());
     let node_serial = serial(&node);
-    let cases = if long_form() { 2_000 } else { 50 };
+    let cases = if long_form() { 2_000 } else { 150 };
     let mut runner =
         TestRunner::new(Cases { cases, failure_persistence: None, ..Cases::default() });
     let next_case = AtomicUsize::new(0);

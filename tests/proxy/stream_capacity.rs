@@ -1,9 +1,11 @@
 //! The use of upstream streams: by many watches, by cancelled watches, and when no stream is free.
 
 use crate::support::{
-    CONFIGMAPS, PATIENCE, Proxy, TestCluster, config_map, join_all, soon, until, without_suspicion,
+    CONFIGMAPS, PATIENCE, Proxy, TestCluster, config_map, join_all, soon, until, wait,
+    without_suspicion,
 };
 use http::Method;
+use jackstay_apiserver::identity::User;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
@@ -57,6 +59,41 @@ async fn many_watches_use_few_connections_without_waiting() {
     for watch in &mut watches {
         soon("an event", watch.next()).await.unwrap().unwrap();
     }
+}
+
+/// h2 keeps the memory of a connection's busiest time until the connection closes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn idle_connection_that_carried_many_streams_is_replaced() {
+    let cluster = TestCluster::new(1);
+    cluster.state.add_token("alice", User::new("alice", &[]));
+    let proxy = cluster.start_with(without_suspicion).await;
+    let client = proxy.client_with(&cluster.certs.anonymous()).await;
+    let bearer = [("authorization", "Bearer alice")];
+    let get = async || client.send(Method::GET, CONFIGMAPS, &bearer, "").await.unwrap().status();
+    let only_connection = async |class| {
+        let connections = proxy.connections(class).await;
+        (connections.len() == 1).then(|| connections[0].clone())
+    };
+    // The first request is sent on a connection of clients whose token is not proven.
+    for _ in 0..2 {
+        assert_eq!(get().await, 200);
+    }
+    let few_streams = only_connection("unproven-token").await;
+    let before = only_connection("token").await;
+    assert!(few_streams.is_some() && before.is_some(), "{few_streams:?} {before:?}");
+    let path = cluster.watch_path();
+    let watches = (0..70).map(|_| client.send(Method::GET, &path, &bearer, ""));
+    let watches = soon("70 watches", join_all(watches)).await;
+    assert!(watches.iter().all(|watch| watch.as_ref().unwrap().status() == 200));
+    assert_eq!(only_connection("token").await, before);
+    drop(watches);
+    wait::until_within(2 * PATIENCE, "the idle connection is replaced", async || {
+        only_connection("token").await.is_some_and(|now| Some(now) != before)
+    })
+    .await;
+    assert_eq!(only_connection("unproven-token").await, few_streams);
+    assert_eq!(get().await, 200);
+    assert_eq!(proxy.lost_connections().await, [""; 0]);
 }
 
 /// Asserts that the connections in `connections` are still live, and replaces the list by all live connections.

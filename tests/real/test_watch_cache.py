@@ -25,6 +25,12 @@ def states(jackstay):
     return [endpoint["state"] for endpoint in endpoints(jackstay).values()]
 
 
+def own_watches(jackstay, address):
+    """The watches of the first identity at an endpoint, which are those of this test. After a restart of all apiservers, a
+    kubelet may have a watch for which the history of no other apiserver is long enough."""
+    return sum(c["watches"] for c in endpoints(jackstay)[address]["connections"] if c["class"] == "identity-0")
+
+
 class OneResource(JackstayCase, unittest.TestCase):
     def test_watch_cache_of_one_resource_lags(self):
         rig = self.rig
@@ -39,7 +45,7 @@ class OneResource(JackstayCase, unittest.TestCase):
                 self.assertIsNone(worker.failure, worker)
             return all(len(watcher.delays) > 20 for watcher in watchers)
         wait_for("events on every watch", watching, 30)
-        watches = {name: endpoints(self.jackstay)[f"{ADDRESSES[name]}:{PORT}"]["watches"] for name in "ab"}  # the writer uses c
+        watches = {name: own_watches(self.jackstay, f"{ADDRESSES[name]}:{PORT}") for name in "ab"}  # the writer uses c
         name = max(watches, key=watches.get)
         address = f"{ADDRESSES[name]}:{PORT}"
         self.assertGreater(watches[name], 0)
@@ -57,9 +63,7 @@ class OneResource(JackstayCase, unittest.TestCase):
                 reason = endpoint["reason"]
             time.sleep(0.1)
         degraded = self.jackstay.metrics()[f'jackstay_endpoint_state{{upstream="control-plane",endpoint="{address}",state="degraded"}}']
-        # Of the watches above, which use the first identity. After a restart of all apiservers, a kubelet may have a watch
-        # for which the history of no other apiserver is long enough.
-        left = sum(c["watches"] for c in endpoints(self.jackstay)[address]["connections"] if c["class"] == "identity-0")
+        left = own_watches(self.jackstay, address)
         self.assertGreater(rig.faults.dropped(), 0, "the fault dropped no packet")
         rig.faults.clear()
         cleared = time.monotonic()

@@ -103,6 +103,7 @@ impl Record {
         request
     }
 
+    /// The requests of a client so far.
     pub fn of(&self, client: Option<Ipv4Addr>) -> Vec<Recorded> {
         let record = self.0.lock().unwrap();
         let requests = record.get(&client).map_or(&[][..], Vec::as_slice);
@@ -117,12 +118,16 @@ impl Record {
 
 /// A running recorder. Its tasks run on the runtime that has started it.
 pub struct Recorder {
+    /// The address of HTTP/2 and HTTP/1.1 over TLS.
     pub tls: SocketAddr,
+    /// The address of HTTP/1.1 without TLS.
     pub plain: SocketAddr,
+    /// What it has received.
     pub record: Arc<Record>,
 }
 
 impl Recorder {
+    /// Starts a recorder with a server certificate of this CA, on free ports of 127.0.0.1.
     pub async fn start(pki: &Pki) -> Self {
         let record = Arc::<Record>::default();
         let clients = WebPkiClientVerifier::no_client_auth();

@@ -2,8 +2,10 @@
 elsewhere, and no leader election loses its lease, with the default configuration."""
 
 import base64
+import contextlib
 import http.client
 import json
+import socket
 import ssl
 import threading
 import time
@@ -133,13 +135,24 @@ class Watcher(Worker):
             if at:
                 written = float(base64.b64decode(at) if self.resource == "secrets" else at)
                 self.delays.append((written, time.monotonic() - written))
-        self.ends.append(time.monotonic())
+        if not self.stopping.is_set():
+            self.ends.append(time.monotonic())
         self.client.close()
 
     def finish(self):
+        """Ends the watch. A response keeps its socket open after a close, so that its thread would read until the next event."""
         self.stopping.set()
-        if self.client.connection and self.client.connection.sock:
-            self.client.connection.sock.close()
+
+        def ended():
+            connection = self.client.connection
+            if connection and connection.sock:
+                with contextlib.suppress(OSError):
+                    # Not the shutdown of SSLSocket, which takes the TLS state from the thread that reads.
+                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
+            self.join(0.1)
+            return not self.is_alive()
+        wait_for("the watch to end", ended, 30)
+        self.client.close()
 
 
 class Leader(Worker):

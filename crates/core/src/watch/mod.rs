@@ -8,12 +8,14 @@
 //! | module | purpose | depends on |
 //! |---|---|---|
 //! | [`codec`] | splits and parses the wire format | – |
+//! | [`gzip`] | decodes compressed responses, piece by piece | – |
 //! | [`pace`] | whether a watch is quiet or has fallen silent | – |
 //! | [`request`] | decides which watches can be parsed and resumed, and rewrites their requests | codec |
 //! | [`session`] | state machine of one watch, without I/O; the time is an argument | codec, request |
 //! | [`relay`] | passes received chunks through codec and session | codec, request, session |
 
 pub mod codec;
+pub mod gzip;
 pub mod pace;
 pub mod relay;
 pub mod request;

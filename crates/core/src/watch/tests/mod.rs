@@ -2,6 +2,7 @@
 //! histories.
 
 pub mod events;
+mod gzip;
 mod properties;
 mod requests;
 mod session;

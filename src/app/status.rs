@@ -32,6 +32,7 @@ use crate::observe::own_errors::OwnError;
 use crate::observe::{Liveness, Metrics, build, quantity};
 use crate::upstream::Upstream;
 use crate::upstream::canary::CanaryStatus;
+use crate::upstream::compression::GzipFailure;
 use crate::upstream::endpoint_sources::{SourceReport, age};
 use crate::upstream::stats::EndpointStatus;
 use crate::upstream::unordered_groups::UnorderedGroup;
@@ -140,6 +141,8 @@ struct UpstreamStatus<'a> {
     canary: Option<CanaryStatus>,
     endpoints: Vec<EndpointStatus>,
     sources: Vec<Value>,
+    /// Why watches do not ask for gzip; null if they do, or if the configuration decides.
+    gzip_failure: Option<GzipFailure>,
     /// The API groups whose watches are not resumed because their versions are not ordered.
     unordered_groups: Vec<UnorderedGroup>,
 }
@@ -289,6 +292,7 @@ impl<'a> From<&'a Arc<Upstream>> for UpstreamStatus<'a> {
             canary: upstream.canary.status(upstream.config().canary, clock::now()),
             endpoints: upstream.endpoints().iter().map(|endpoint| endpoint.status()).collect(),
             sources: upstream.sources.status(wall_clock()),
+            gzip_failure: upstream.compression.failure(clock::now()),
             unordered_groups: upstream.unordered_groups.list(),
         }
     }

@@ -116,6 +116,8 @@ pub struct Upstream {
     pub used_by: UsedBy,
     /// Limits of the connection pool.
     pub connections: Connections,
+    /// Whether watches ask the apiservers for gzip.
+    pub compression: Compression,
     /// Whether reads of a client may go back in time.
     pub consistent_reads: ConsistentReads,
     /// Whether watches move gradually to an apiserver that has become ready again.
@@ -128,6 +130,17 @@ pub struct Upstream {
     pub canary: Percent,
     /// When a connection or an endpoint counts as failed.
     pub health: Health,
+}
+
+/// Whether watches ask the apiservers for gzip.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum Compression {
+    /// If the client accepts it, and if a watch begins with all objects and its client says nothing about it.
+    #[default]
+    Auto,
+    /// Never.
+    Off,
 }
 
 /// What keeps the reads of a client from going back in time when they are answered by different apiservers.

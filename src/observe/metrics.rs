@@ -33,6 +33,14 @@ const MAX_NAMES: usize = 256;
 /// The label value that names beyond [`MAX_NAMES`] share.
 const OTHER: &str = "other";
 
+/// The bytes of compressed watches.
+pub struct GzipBytes {
+    /// As an apiserver has sent them.
+    pub received: Counter,
+    /// Without compression.
+    pub inflated: Counter,
+}
+
 /// All metrics of one process.
 pub struct Metrics {
     registry: Arc<Registry>,
@@ -204,6 +212,17 @@ impl Metrics {
     /// that an event made impossible to resume: `not_resumable`, `oversized`.
     pub fn watch_resumed(&self, outcome: &'static str) {
         self.registry.count(&names::WATCH_RESUMES, &[outcome], 1);
+    }
+
+    /// Counters of the bytes of compressed watches.
+    pub fn watch_gzip_bytes(&self, upstream: &str) -> GzipBytes {
+        let counter = |form| self.registry.counter(&names::WATCH_GZIP_BYTES, &[upstream, form]);
+        GzipBytes { received: counter("received"), inflated: counter("inflated") }
+    }
+
+    /// Counts a compressed stream that could not be decoded: `invalid`, `ratio` or `memory`.
+    pub fn watch_gzip_failed(&self, upstream: &str, reason: &'static str) {
+        self.registry.count(&names::WATCH_GZIP_ERRORS, &[upstream, reason], 1);
     }
 
     /// Counter of requests that waited for an upstream stream.

@@ -41,7 +41,7 @@ pub use events::{Change, Events};
 pub use fault_lines::Loss;
 pub use listener_metrics::ListenerMetrics;
 pub use liveness::{Liveness, LivenessMonitor};
-pub use metrics::Metrics;
+pub use metrics::{GzipBytes, Metrics};
 pub use open_streams::OpenStreams;
 pub use outcome::{Outcome, Side};
 pub use passthrough_metrics::PassthroughMetrics;

@@ -24,7 +24,10 @@ use jackstay_core::request::hygiene;
 use jackstay_core::request::hygiene::ForwardedFor;
 use jackstay_core::request::info::{RequestInfo, RequestKind};
 use jackstay_core::request::status_error::StatusError;
-use jackstay_core::watch::request::{WatchRequest, upstream_headers, upstream_query, with_query};
+use jackstay_core::watch::request::{
+    GzipPreference, WatchRequest, accept_gzip, upstream_headers, upstream_query, with_query,
+};
+use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 
 use super::admission::client_memory::ClientMemory;
@@ -43,6 +46,7 @@ use super::response_body::{FullBody, ResponseBody};
 use super::status_response;
 use super::upgrade::Upgrade;
 use crate::observe::Outcome;
+use crate::upstream::Upstream;
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::version_preference::preferred_versions;
 
@@ -54,6 +58,8 @@ pub struct ClientConnection {
     pub certificate: Option<Rc<ClientCertificate>>,
     /// The client's address, for the access log.
     pub address: IpAddr,
+    /// Whether the client is on the same host, where compression saves nothing.
+    pub is_local: bool,
     /// The slot of the connection, which also has its source.
     pub slot: Rc<ConnectionSlot>,
     /// The client's address, for `X-Forwarded-For`.
@@ -275,7 +281,9 @@ impl ClientConnection {
             upstream: Rc::clone(&service.upstream),
             class: service.upstream.pool.class(class),
             proof,
-            head: upstream_head(parts, watch.as_ref())?,
+            gzip_for_client: !self.is_local
+                && watch.as_ref().is_some_and(|watch| watch.gzip == GzipPreference::Accepted),
+            head: upstream_head(parts, watch.as_ref(), upstream)?,
             body: has_body.then(|| {
                 RequestBody::new(body, version, self.memory.account(&service.upstream.body_budget))
             }),
@@ -327,7 +335,11 @@ fn watch_request(
 
 /// The head that is sent upstream. HTTP/2 needs a scheme and an authority, and a watch is changed so that
 /// its frames can be followed.
-fn upstream_head(parts: Parts, watch: Option<&WatchRequest>) -> Result<Request<()>, StatusError> {
+fn upstream_head(
+    parts: Parts,
+    watch: Option<&WatchRequest>,
+    upstream: &Upstream,
+) -> Result<Request<()>, StatusError> {
     let Parts { method, uri, mut headers, .. } = parts;
     let host = headers.remove(header::HOST);
     let mut target = uri.into_parts();
@@ -345,6 +357,11 @@ fn upstream_head(parts: Parts, watch: Option<&WatchRequest>) -> Result<Request<(
     })?;
     if let Some(watch) = watch {
         upstream_headers(&mut headers);
+        if watch.asks_for_gzip()
+            && upstream.compression.is_requested(upstream.config().compression, clock::now())
+        {
+            accept_gzip(&mut headers);
+        }
         let query = uri.query().unwrap_or_default();
         if let Cow::Owned(query) = upstream_query(query, watch) {
             uri = with_query(&uri, &query);

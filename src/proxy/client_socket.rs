@@ -11,7 +11,7 @@
 //! not short, and is reset then. A connection that ends while the client accepts no bytes is reset at once.
 
 use std::io;
-use std::net::{self, Shutdown};
+use std::net::{self, Shutdown, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -67,6 +67,14 @@ impl ClientSocket {
     /// The memory of the socket.
     pub fn memory(&self) -> &SocketMemory {
         self.stream.as_ref().expect(ATTACHED).memory()
+    }
+
+    /// The address on which the client was accepted.
+    ///
+    /// # Errors
+    /// Those of `getsockname(2)`.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.stream.as_ref().expect(ATTACHED).get_ref().local_addr()
     }
 
     /// Waits until the client has sent something, and leaves it in the socket. False at the end of the stream.

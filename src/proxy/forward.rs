@@ -19,7 +19,7 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use fastrand::Rng;
-use http::{Request, Response};
+use http::{Request, Response, header};
 use jackstay_core::admission::ByteAccount;
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::attempts::{BodyState, Effect, FailureCause, Refused, Requirements};
@@ -27,6 +27,7 @@ use jackstay_core::request::info::{RequestInfo, RequestKind};
 use jackstay_core::request::retry::Stage;
 use jackstay_core::request::{hygiene, retry};
 use jackstay_core::watch::codec::Encoding;
+use jackstay_core::watch::gzip::ContentCoding;
 use jackstay_core::watch::relay::Relay;
 use jackstay_core::watch::request::WatchRequest;
 use jackstay_sys::clock;
@@ -73,6 +74,8 @@ pub struct ForwardedRequest {
     pub unproven: Option<Rc<UnprovenRequest>>,
     /// The resource versions that the request asks for and shows; `None` if they mean nothing for its client.
     pub resource_versions: Option<Box<RequestVersions>>,
+    /// The client of a watch receives gzip if the apiserver compresses it.
+    pub gzip_for_client: bool,
     /// The versions of apiservers that it prefers.
     pub versions: PreferredVersions,
 }
@@ -272,12 +275,18 @@ impl ForwardedRequest {
             drain,
             info,
             resource_versions,
+            gzip_for_client,
             ..
         } = *self;
         let body = if retry::is_resumed(info.kind)
             && let Some(((watch, frames), drain)) = watch.zip(frames).zip(drain)
             && let Some(encoding) = Encoding::of_response(&head)
+            && let Some(coding) = ContentCoding::of(&head.headers)
         {
+            let with_gzip = gzip_for_client && coding == ContentCoding::Gzip;
+            if !with_gzip {
+                head.headers.remove(header::CONTENT_ENCODING);
+            }
             let relay = Relay::new(encoding, watch, requested_at, frames);
             let endpoint = &permit.connection().endpoint;
             let with_floor =
@@ -287,7 +296,8 @@ impl ForwardedRequest {
                 .and_then(|versions| versions.of_watch(&info, upstream.pool.upstream(), endpoint));
             let context =
                 ResumeContext::new((upstream, class), proof, drain, request, &head, versions);
-            let body = WatchBody::new(context, relay, recv, permit, outcome);
+            let recv = (recv, coding);
+            let body = WatchBody::new(context, relay, recv, permit, outcome, with_gzip);
             ResponseBody::Watch(Box::new(body))
         } else {
             let expiry = proof.expiry().filter(|_| info.kind == RequestKind::Watch);

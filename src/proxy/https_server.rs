@@ -304,12 +304,14 @@ impl HttpsServer {
         };
         let socket = stream.get_ref().0.get_ref().get_ref();
         memory.attach_to(socket.memory());
+        let own_address = socket.local_addr().ok().map(|address| address.ip());
         let slot = Rc::new(slot);
         let client = Rc::new(ClientConnection {
             memory,
             service: self.service.clone(),
             certificate: certificate.clone(),
             address: from.ip().to_canonical(),
+            is_local: from.ip().to_canonical().is_loopback() || own_address == Some(from.ip()),
             slot: Rc::clone(&slot),
             forwarded_for: ForwardedFor::new(from.ip()),
             token: LastToken::default(),

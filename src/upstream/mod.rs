@@ -11,10 +11,12 @@
 //!   [`version_floors`] records which versions each client has seen.
 //! * While the apiservers differ in their version, [`version_preference`] ranks them for each
 //!   request, and the [`canary`] limits what the newest one gets.
+//! * [`compression`] decides whether watches ask for gzip.
 //! * Each upgrade has an HTTP/1.1 connection of its own ([`http1`]).
 
 pub(crate) mod canary;
 pub mod client_key;
+pub mod compression;
 pub(crate) mod connect_race;
 pub(crate) mod connection;
 pub mod credentials;

@@ -12,6 +12,7 @@ use jackstay_sys::sockets::connector::Connector;
 use tokio::sync::Notify;
 
 use super::canary::Canary;
+use super::compression::Compression;
 use super::credentials::{CredentialClass, Credentials};
 use super::endpoint::{Endpoint, EndpointState};
 use super::endpoint_sources::Sources;
@@ -44,6 +45,8 @@ pub struct Upstream {
     pub memory: Arc<MemoryBudget>,
     /// The API groups whose watches are not resumed because their versions are not ordered.
     pub unordered_groups: UnorderedGroups,
+    /// Whether watches ask for gzip.
+    pub compression: Compression,
     connector: ArcSwap<Connector>,
     reconfigured: Notify,
     endpoints_changed: Notify,
@@ -93,6 +96,7 @@ impl Upstream {
             metrics: Arc::clone(metrics),
             memory: Arc::clone(memory),
             unordered_groups: UnorderedGroups::default(),
+            compression: Compression::default(),
             connector: ArcSwap::default(),
             reconfigured: Notify::new(),
             endpoints_changed: Notify::new(),

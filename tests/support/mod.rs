@@ -15,10 +15,10 @@ use http::Method;
 use hyper::body::Incoming;
 use jackstay::app::{App, Running};
 use jackstay::config::{
-    AccessLog, Admin, CertPaths, Config, Connections, ConsistentReads, Discovery, Health, Level,
-    Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough, Percent, Readyz,
-    RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown, Switch, Terminate,
-    TerminateLimits, Upstream, UpstreamTls, UsedBy, VersionPreference,
+    AccessLog, Admin, CertPaths, Compression, Config, Connections, ConsistentReads, Discovery,
+    Health, Level, Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough, Percent,
+    Readyz, RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown, Switch,
+    Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy, VersionPreference,
 };
 use jackstay::net::loaded_files::LoadedFiles;
 use jackstay::observe::Metrics;
@@ -113,6 +113,7 @@ impl Certs {
                 landlock: Switch::On,
             },
             upstreams: vec![Upstream {
+                compression: Compression::Auto,
                 consistent_reads: ConsistentReads::Floor,
                 name: "control-plane".into(),
                 endpoints: endpoints

@@ -3,8 +3,8 @@
 use jackstay_core::discovery::address::EndpointAddress;
 
 use crate::config::model::{
-    Connections, ConsistentReads, Discovery, Health, Readyz, Upstream, UpstreamTls, UsedBy,
-    VersionPreference,
+    Compression, Connections, ConsistentReads, Discovery, Health, Readyz, Upstream, UpstreamTls,
+    UsedBy, VersionPreference,
 };
 use crate::config::node::{Fields, Node};
 use crate::config::report::Located;
@@ -38,6 +38,7 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
     limits.finish();
     let connections = Connections { min: min as usize, max: max as usize, max_streams };
 
+    let compression = fields.get("compression").one_of(Compression::Auto);
     let consistent_reads = fields.get("consistent_reads").one_of(ConsistentReads::Floor);
     let rebalance = fields.get("rebalance").flag(true);
     let version_preference = fields.get("version_preference").one_of(VersionPreference::None);
@@ -59,6 +60,7 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
         tls: UpstreamTls { ca_file, server_name: server_name.flatten() },
         used_by: UsedBy::default(),
         connections,
+        compression,
         consistent_reads,
         rebalance,
         version_preference,

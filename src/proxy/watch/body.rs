@@ -21,16 +21,17 @@ use bytes::Bytes;
 use h2::RecvStream;
 use http_body::Frame;
 use jackstay_core::credential_class::ClientRank;
+use jackstay_core::watch::gzip::{ContentCoding, GzipError};
 use jackstay_core::watch::relay::Relay;
 use jackstay_core::watch::session::{AttemptResult, Effect, Ending, Input, Leave, NotResumable};
 use jackstay_sys::clock;
 
 use self::attempt::{AttemptError, Hold, MoveAttempt, ResumeAttempt};
-use self::pieces::next_piece;
+use self::pieces::next_output;
 use self::stream::{StreamEvent, UpstreamStream};
 use crate::observe::{Outcome, Side};
 use crate::proxy::client_certificate::ProofExpiry;
-use crate::proxy::upstream_client::{UpstreamResponse as Response, release_window};
+use crate::proxy::upstream_client::UpstreamResponse as Response;
 use crate::upstream::connection::Permit;
 use crate::upstream::credentials::CredentialClass;
 
@@ -49,6 +50,8 @@ pub struct WatchBody {
     /// certificate.
     proof_expiry: Option<ProofExpiry>,
     outcome: Box<Outcome>,
+    /// The client receives gzip members.
+    with_gzip: bool,
     /// Whether the log contains the line that the watch cannot be resumed.
     warned: bool,
 }
@@ -66,19 +69,23 @@ enum Source {
 }
 
 impl WatchBody {
-    /// Creates the body of a response whose head has arrived.
+    /// Creates the body of a response whose head has arrived, and whose data have this coding. The client receives gzip
+    /// members `with_gzip`.
     pub fn new(
         mut context: ResumeContext,
         relay: Relay,
-        recv: RecvStream,
+        (recv, coding): (RecvStream, ContentCoding),
         permit: Permit,
         outcome: Box<Outcome>,
+        with_gzip: bool,
     ) -> Self {
         context.served_by(&permit.connection().endpoint);
+        let stream = UpstreamStream::new((recv, coding), permit, &context.drain, relay.account());
         Self {
             relay,
             out: VecDeque::new(),
-            source: Source::Stream(UpstreamStream::new(recv, permit, &context.drain)),
+            source: Source::Stream(stream),
+            with_gzip,
             proof_expiry: context.proof.expiry(),
             context,
             outcome,
@@ -102,7 +109,7 @@ impl WatchBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, String>>> {
         loop {
-            if let Some(data) = next_piece(&mut self.out) {
+            if let Some(data) = next_output(&mut self.out, self.with_gzip) {
                 self.outcome.bytes += data.len() as u64;
                 return Poll::Ready(Some(Ok(Frame::data(data))));
             }
@@ -115,17 +122,20 @@ impl WatchBody {
                 }
             }
             match &mut self.source {
-                Source::Stream(stream) => match ready!(stream.poll(cx)) {
-                    StreamEvent::Data(data) => self.receive(&data),
-                    StreamEvent::End => self.server_ended(),
-                    StreamEvent::Lost(cause) => self.stream_lost(&cause),
-                    StreamEvent::Leave(reason) => {
-                        stream.defer(reason, &self.context.drain);
-                        self.leave_if_possible();
+                Source::Stream(stream) => {
+                    match ready!(stream.poll(cx, &self.context.upstream.watches.gzip_bytes)) {
+                        StreamEvent::Data(data) => self.receive(&data),
+                        StreamEvent::End => self.server_ended(),
+                        StreamEvent::Lost(cause) => self.stream_lost(&cause),
+                        StreamEvent::Undecodable(error) => self.undecodable(error),
+                        StreamEvent::Leave(reason) => {
+                            stream.defer(reason, &self.context.drain);
+                            self.leave_if_possible();
+                        }
+                        StreamEvent::SearchEnded(permit) => self.search_ended(permit),
+                        StreamEvent::Notified => self.notified(),
                     }
-                    StreamEvent::SearchEnded(permit) => self.search_ended(permit),
-                    StreamEvent::Notified => self.notified(),
-                },
+                }
                 Source::Requesting(attempt) => match ready!(attempt.as_mut().poll(cx)) {
                     Some(result) => self.attempt_ended(result),
                     None => self.stop(NotResumable::Shutdown, "shutdown"),
@@ -156,9 +166,7 @@ impl WatchBody {
         let session = self.relay.session();
         // The pool must not close the connection of a watch that cannot lose its stream.
         stream.permit.set_pinned(!session.can_lose_stream());
-        let mut absorbed = pushed.absorbed;
-        release_window(&mut stream.recv, &mut absorbed);
-        stream.unreleased += data.len() - pushed.absorbed;
+        stream.forwarded(data.len() - pushed.absorbed, pushed.absorbed);
         if let Some(reason) = session.not_resumable()
             && before != Some(reason)
         {
@@ -203,6 +211,15 @@ impl WatchBody {
         }
         let effect = self.relay.stream_lost(quiet, now);
         self.execute(effect, cause);
+    }
+
+    /// Leaves a compressed stream that cannot be decoded.
+    fn undecodable(&mut self, error: GzipError) {
+        if let Source::Stream(stream) = &self.source {
+            let connection = Rc::clone(stream.permit.connection());
+            self.context.gzip_failed(&connection.endpoint, error);
+        }
+        self.stream_lost(error.as_str());
     }
 
     /// Resets the stream of an endpoint that has sent an ERROR event, and asks other endpoints, whose history
@@ -266,8 +283,16 @@ impl WatchBody {
         }
         self.context.upstream.metrics.watch_resumed(result);
         tracing::debug!(endpoint = &*connection.endpoint.label, "watch {result}");
-        let stream = UpstreamStream::new(response.recv, response.permit, &self.context.drain);
+        // A response whose coding is unknown is not accepted.
+        let coding = ContentCoding::of(&response.head.headers).unwrap_or(ContentCoding::Identity);
+        let (drain, account) = (&self.context.drain, self.relay.account());
+        let recv = (response.recv, coding);
+        let mut stream = UpstreamStream::new(recv, response.permit, drain, account);
+        let first = response.prefix.and_then(|first| stream.decode(first));
         self.source = Source::Stream(stream);
+        if let Some(first) = first {
+            self.receive(&first);
+        }
     }
 
     fn step(&mut self, input: Input<'_>, cause: &str) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use jackstay_core::admission::{ByteBudget, MemoryKind};
 use jackstay_core::request::retry_budget::RetryBudget;
 
-use crate::observe::Metrics;
+use crate::observe::{GzipBytes, Metrics};
 
 /// Maximum bytes of frames that one worker buffers for one upstream. The buffer of a frame counts until the
 /// frame is sent or dropped.
@@ -15,13 +15,17 @@ pub struct WatchLimits {
     /// Bounds the requests that are sent to other endpoints after a 410.
     too_old_retries: RetryBudget,
     partial_frames: Arc<ByteBudget>,
+    /// The bytes of compressed watches.
+    pub gzip_bytes: GzipBytes,
 }
 
 impl WatchLimits {
-    pub fn new() -> Self {
+    /// The limits of watches of the upstream with this name.
+    pub fn new(upstream: &str, metrics: &Metrics) -> Self {
         Self {
             too_old_retries: RetryBudget::too_old(),
             partial_frames: ByteBudget::new(MemoryKind::WatchFrames, MAX_PARTIAL_FRAME_BYTES),
+            gzip_bytes: metrics.watch_gzip_bytes(upstream),
         }
     }
 

@@ -83,6 +83,11 @@ impl Relay {
         self.splitter.raise_rank(rank);
     }
 
+    /// The account of the bytes that the relay buffers.
+    pub fn account(&self) -> &ByteAccount {
+        self.splitter.account()
+    }
+
     /// The state machine of the watch.
     pub fn session(&self) -> &Session {
         &self.session

@@ -2,7 +2,7 @@
 //!
 //! The proxy *follows* a watch if it parses the frames of the response. It follows requests with the verb
 //! `watch` and without Upgrade whose client accepts JSON or protobuf; other media types in `Accept` are
-//! removed from the upstream request. A watch that has delivered events is resumed in every API group, except
+//! removed from the upstream request, and gzip is asked for as [`WatchRequest::asks_for_gzip`] says. A watch that has delivered events is resumed in every API group, except
 //! those that the configuration names in `never_resume_groups` and those in which a watch has shown versions
 //! that are not ordered.
 //!
@@ -43,6 +43,50 @@ pub struct WatchRequest {
     /// them either: with bookmarks it would be a `WatchList`, which an apiserver refuses if its etcd does not
     /// report progress on request (3.5.13 and later do; `cacher.go`, `getBookmarkAfterResourceVersionLockedFunc`).
     pub upstream_bookmarks: bool,
+    /// What the client says about gzip.
+    pub gzip: GzipPreference,
+}
+
+/// What a client says about gzip in `Accept-Encoding` (RFC 9110, section 12.5.3).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GzipPreference {
+    /// It accepts gzip.
+    Accepted,
+    /// Nothing: the header is missing.
+    Unspecified,
+    /// It does not accept gzip.
+    Refused,
+}
+
+impl GzipPreference {
+    fn of(headers: &HeaderMap) -> Self {
+        let mut values = headers.get_all(header::ACCEPT_ENCODING).iter().peekable();
+        if values.peek().is_none() {
+            return Self::Unspecified;
+        }
+        let codings = values.filter_map(|value| value.to_str().ok()).flat_map(|v| v.split(','));
+        // A coding by its name has precedence over `*`.
+        let (mut named, mut any) = (None, None);
+        for coding in codings {
+            let mut parts = coding.split(';').map(str::trim);
+            let name = parts.next().unwrap_or_default();
+            let is_accepted = !parts.any(is_refused);
+            if name.eq_ignore_ascii_case("gzip") || name.eq_ignore_ascii_case("x-gzip") {
+                named = named.max(Some(is_accepted));
+            } else if name == "*" {
+                any = any.max(Some(is_accepted));
+            }
+        }
+        if named.or(any) == Some(true) { Self::Accepted } else { Self::Refused }
+    }
+}
+
+/// Whether a parameter of a media range or coding is the weight "not acceptable" (RFC 9110, section 12.4.2).
+fn is_refused(parameter: &str) -> bool {
+    parameter
+        .split_once('=')
+        .filter(|(name, _)| name.trim().eq_ignore_ascii_case("q"))
+        .is_some_and(|(_, value)| value.trim().parse().is_ok_and(|q: f32| q <= 0.0))
 }
 
 impl WatchRequest {
@@ -78,12 +122,23 @@ impl WatchRequest {
             resumable_group,
             built_in_group,
             upstream_bookmarks: false,
+            gzip: GzipPreference::of(headers),
         };
         request.starts_at_most_recent = request.version.is_none()
             && !request.send_initial_events
             && first_value(query, "sendInitialEvents").is_some();
         request.upstream_bookmarks = request.bookmarks || resumable_group && !table;
         Some(request)
+    }
+
+    /// Whether the upstream request asks for gzip, which the proxy decodes. If the client says nothing, the proxy asks for
+    /// it where kube-apiserver compresses: a watch that begins with all objects (since 1.37).
+    pub fn asks_for_gzip(&self) -> bool {
+        match self.gzip {
+            GzipPreference::Accepted => true,
+            GzipPreference::Unspecified => self.send_initial_events,
+            GzipPreference::Refused => false,
+        }
     }
 }
 
@@ -108,11 +163,7 @@ impl<'a> MediaRange<'a> {
         let mut refused = false;
         for parameter in parts {
             table |= parameter.eq_ignore_ascii_case("as=Table");
-            // q=0 is "not acceptable" (RFC 9110, section 12.4.2).
-            refused |= parameter
-                .split_once('=')
-                .filter(|(name, _)| name.trim().eq_ignore_ascii_case("q"))
-                .is_some_and(|(_, value)| value.trim().parse().is_ok_and(|q: f32| q <= 0.0));
+            refused |= is_refused(parameter);
         }
         let known = READABLE.iter().any(|known| essence.eq_ignore_ascii_case(known));
         Self { text, readable: known && !refused, table }
@@ -201,6 +252,11 @@ pub fn upstream_headers(headers: &mut HeaderMap) {
     if let Ok(value) = HeaderValue::try_from(readable.join(", ")) {
         headers.insert(header::ACCEPT, value);
     }
+}
+
+/// Changes the headers of the upstream request so that the response may be compressed.
+pub fn accept_gzip(headers: &mut HeaderMap) {
+    headers.insert(header::ACCEPT_ENCODING, HeaderValue::from_static("gzip"));
 }
 
 /// The same target with another query.

@@ -1,4 +1,4 @@
-//! The API groups of an upstream whose watches are not resumed.
+//! What is restricted for the watches of an upstream: API groups that are not resumed, and compression.
 
 use serde_json::Value;
 
@@ -15,5 +15,18 @@ impl View {
             out.push_str(&self.style.paint(&clean(&text), Tone::Warn));
             out.push('\n');
         }
+    }
+
+    /// A line while watches do not ask for gzip.
+    pub(super) fn gzip_failure(&self, upstream: &Value, out: &mut String) {
+        let failure = &upstream["gzip_failure"];
+        if failure.is_null() {
+            return;
+        }
+        let (endpoint, reason) = (text_at(failure, "endpoint"), text_at(failure, "reason"));
+        let ago = self.ago(&failure["since"]);
+        let text = format!("watches without gzip: {reason}, from {endpoint} {ago} ago");
+        out.push_str(&self.style.paint(&clean(&text), Tone::Warn));
+        out.push('\n');
     }
 }

@@ -8,14 +8,17 @@ use http::{HeaderMap, HeaderName, HeaderValue, Request, Uri, header, response};
 use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::info::is_built_in_group;
+use jackstay_core::watch::gzip::{ContentCoding, GzipError};
 use jackstay_core::watch::request::{group, with_query};
 use jackstay_core::watch::session::{AttemptResult, NotResumable, Session};
+use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 
 use super::versions::WatchVersions;
 use crate::proxy::client_certificate::IdentityProof;
 use crate::proxy::drain::DrainWatcher;
 use crate::proxy::upstream_client::UpstreamClient;
+use crate::upstream::compression;
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::ClassPool;
@@ -37,6 +40,8 @@ pub struct ResumeContext {
     pub(super) resource_versions: Option<Box<WatchVersions>>,
     /// The connection of the last stream or attempt.
     last_connection: Option<Rc<Connection>>,
+    /// The watch does not ask for gzip any more.
+    without_gzip: bool,
     /// The newest version of Kubernetes that has served the watch, if one is known.
     served_by: Option<MinorVersion>,
 }
@@ -109,6 +114,7 @@ impl ResumeContext {
             content_type: content_type(&response.headers).into(),
             resource_versions,
             last_connection: None,
+            without_gzip: false,
             served_by: None,
         }
     }
@@ -133,7 +139,32 @@ impl ResumeContext {
     /// The head of the request that continues the watch, or starts it again.
     pub(super) fn head(&self, session: &Session, now: Instant) -> Request<()> {
         let query = session.resume_query(self.head.uri.query().unwrap_or_default(), now);
-        self.head.with_query(&query)
+        let mut head = self.head.with_query(&query);
+        let upstream = self.upstream.pool.upstream();
+        let configured = upstream.config().compression;
+        if self.without_gzip || !upstream.compression.is_requested(configured, now) {
+            head.headers_mut().remove(header::ACCEPT_ENCODING);
+        }
+        head
+    }
+
+    /// Called when a compressed stream of this endpoint could not be decoded. The watch asks without gzip from now on,
+    /// and for some time the others of the upstream do, too, unless only memory was short.
+    pub(super) fn gzip_failed(&mut self, endpoint: &Endpoint, error: GzipError) {
+        self.without_gzip = true;
+        let upstream = self.upstream.pool.upstream();
+        self.upstream.metrics.watch_gzip_failed(&upstream.name, error.label());
+        if error != GzipError::Memory
+            && upstream.compression.failed(&endpoint.label, error, clock::now())
+        {
+            tracing::warn!(
+                upstream = &*upstream.name,
+                endpoint = &*endpoint.label,
+                reason = error.as_str(),
+                pause_s = compression::PAUSE.as_secs(),
+                "compressed watch could not be decoded; watches are requested without gzip"
+            );
+        }
     }
 
     /// The version that an endpoint should have reached to continue the watch without a pause.
@@ -147,7 +178,8 @@ impl ResumeContext {
         let content_type = content_type(&head.headers).trim();
         AttemptResult::Head {
             status: head.status.as_u16(),
-            same_content_type: head.headers.contains_key(header::CONTENT_TYPE)
+            same_content_type: ContentCoding::of(&head.headers).is_some()
+                && head.headers.contains_key(header::CONTENT_TYPE)
                 && content_type.eq_ignore_ascii_case(self.content_type.trim()),
             retry_after: retry_after(&head.headers),
         }

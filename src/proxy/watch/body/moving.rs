@@ -10,7 +10,9 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use http::Request;
+use jackstay_core::watch::gzip::{ContentCoding, GzipDecoder, GzipError};
 use jackstay_core::watch::relay::Relay;
 use jackstay_core::watch::session::{
     AfterSearch, FIRST_FRAME_TIMEOUT, Input, LeaveReason, MoveReason, Session, offered_move,
@@ -73,14 +75,10 @@ impl WatchBody {
         let Source::Moving(moving) = std::mem::replace(&mut self.source, ended) else { return };
         let (mut old, _) = *moving;
         match check_response(result, &self.relay, &self.context) {
-            Ok(mut response) => {
+            Ok(response) => {
                 self.relay.move_ended(clock::now());
-                let first = response.prefix.take();
                 // Dropping the old stream resets it.
                 self.switch_to(response, "moved");
-                if let Some(first) = first {
-                    self.receive(&first);
-                }
             }
             Err(cause) => {
                 self.context.upstream.metrics.watch_resumed("not_moved");
@@ -152,6 +150,17 @@ fn request_move(
     })
 }
 
+/// The beginning of the events of a response, as far as it has arrived.
+fn first_piece(response: &Response, relay: &Relay) -> Result<Option<Bytes>, GzipError> {
+    let Some(first) = &response.prefix else { return Ok(None) };
+    if ContentCoding::of(&response.head.headers) != Some(ContentCoding::Gzip) {
+        return Ok(Some(first.clone()));
+    }
+    let mut gzip = GzipDecoder::new(relay.account().clone());
+    gzip.push(first.clone());
+    gzip.next_piece()
+}
+
 /// Returns the response if the new endpoint accepts the watch, and otherwise the reason for the log.
 fn check_response(
     result: Result<Response, String>,
@@ -162,10 +171,9 @@ fn check_response(
     if !context.attempt_result(&response.head).is_accepted() {
         return Err(format!("the endpoint answered {}", response.head.status));
     }
-    match &response.prefix {
-        Some(first) if relay.begins_with_error(first) => {
-            Err("the endpoint's history does not reach back to the cursor".to_owned())
-        }
-        _ => Ok(response),
+    let first = first_piece(&response, relay).map_err(|error| error.as_str().to_owned())?;
+    if first.is_some_and(|first| relay.begins_with_error(&first)) {
+        return Err("the endpoint's history does not reach back to the cursor".to_owned());
     }
+    Ok(response)
 }

@@ -27,9 +27,9 @@ pub enum Encoding {
 }
 
 impl Encoding {
-    /// The encoding of a response; `None` if the codec cannot read it.
+    /// The encoding of a response, whose content coding is decoded before; `None` if the codec cannot read it.
     pub fn of_response(head: &response::Parts) -> Option<Self> {
-        if head.status != StatusCode::OK || head.headers.contains_key(header::CONTENT_ENCODING) {
+        if head.status != StatusCode::OK {
             return None;
         }
         Self::from_content_type(head.headers.get(header::CONTENT_TYPE)?.to_str().ok()?)

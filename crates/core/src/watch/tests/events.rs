@@ -4,7 +4,7 @@ use super::super::codec::Encoding;
 use super::super::codec::frame::{FrameSplitter, Piece};
 use super::super::codec::parse;
 use super::super::codec::version::ResourceVersion;
-use super::super::request::WatchRequest;
+use super::super::request::{GzipPreference, WatchRequest};
 use super::super::session::Session;
 use crate::admission::ByteAccount;
 use crate::request::info::first_value;
@@ -22,6 +22,7 @@ pub fn request(version: &str) -> WatchRequest {
         resumable_group: true,
         built_in_group: true,
         upstream_bookmarks: true,
+        gzip: GzipPreference::Unspecified,
     }
 }
 

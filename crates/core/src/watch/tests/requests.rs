@@ -1,7 +1,9 @@
 //! Which watches are followed, and how their requests are rewritten.
 
 use super::super::codec::version::ResourceVersion;
-use super::super::request::{WatchRequest, resume_query, upstream_headers, upstream_query};
+use super::super::request::{
+    GzipPreference, WatchRequest, resume_query, upstream_headers, upstream_query,
+};
 use http::HeaderMap;
 use std::time::Duration;
 
@@ -120,6 +122,33 @@ fn upstream_headers_do_not_accept_compression() {
     let mut map = headers(&[("accept-encoding", "gzip"), ("accept", "application/json")]);
     upstream_headers(&mut map);
     assert_eq!(map, headers(&[("accept", "application/json")]));
+}
+
+#[test]
+fn gzip_is_asked_for_where_the_client_accepts_it_or_lists() {
+    const LIST: &str = "watch=1&sendInitialEvents=true&resourceVersionMatch=NotOlderThan";
+    for (values, preference, asks_for_changes, asks_for_list) in [
+        (&[][..], GzipPreference::Unspecified, false, true),
+        (&["gzip"], GzipPreference::Accepted, true, true),
+        (&["deflate, GZIP;q=0.5"], GzipPreference::Accepted, true, true),
+        (&["zstd", "x-gzip"], GzipPreference::Accepted, true, true),
+        (&["*"], GzipPreference::Accepted, true, true),
+        (&["*;q=0, gzip"], GzipPreference::Accepted, true, true),
+        (&["gzip; q=0"], GzipPreference::Refused, false, false),
+        (&["*, gzip;q=0.000"], GzipPreference::Refused, false, false),
+        (&["identity"], GzipPreference::Refused, false, false),
+        (&[""], GzipPreference::Refused, false, false),
+        (&["br"], GzipPreference::Refused, false, false),
+    ] {
+        let values: Vec<_> = values.iter().map(|value| ("accept-encoding", *value)).collect();
+        let request = |query| {
+            let headers = headers(&values);
+            WatchRequest::new("watch", "/api/v1/pods", query, &headers, &[], |_| false).unwrap()
+        };
+        assert_eq!(request("watch=1").gzip, preference, "{values:?}");
+        assert_eq!(request("watch=1").asks_for_gzip(), asks_for_changes, "{values:?}");
+        assert_eq!(request(LIST).asks_for_gzip(), asks_for_list, "{values:?}");
+    }
 }
 
 #[test]

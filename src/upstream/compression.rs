@@ -1,0 +1,87 @@
+//! Whether watches of one upstream ask for gzip.
+//!
+//! A stream that cannot be decoded is left, and its watch asks again. For [`PAUSE`] no watch of the upstream asks for
+//! gzip then, so that a server with broken compression costs one stream of each pause and not every list.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use arc_swap::ArcSwapOption;
+use jackstay_core::watch::gzip::GzipError;
+use jackstay_sys::utc::Utc;
+use serde::Serialize;
+
+use crate::config;
+
+/// How long no watch asks for gzip after a stream that could not be decoded.
+pub const PAUSE: Duration = Duration::from_secs(600);
+
+/// The state of one upstream, which all workers share.
+#[derive(Debug, Default)]
+pub struct Compression {
+    last_failure: ArcSwapOption<Failure>,
+}
+
+#[derive(Debug)]
+struct Failure {
+    at: Instant,
+    status: GzipFailure,
+}
+
+/// A stream that could not be decoded, for `/status`.
+#[derive(Debug, Clone, Serialize)]
+pub struct GzipFailure {
+    endpoint: Box<str>,
+    reason: &'static str,
+    /// When it was found, RFC 3339.
+    since: String,
+}
+
+impl Compression {
+    /// Whether watches ask for gzip.
+    pub fn is_requested(&self, configured: config::Compression, now: Instant) -> bool {
+        configured == config::Compression::Auto && self.failure(now).is_none()
+    }
+
+    /// A stream of `endpoint` could not be decoded. Returns whether that ends the requests for gzip.
+    pub fn failed(&self, endpoint: &str, error: GzipError, now: Instant) -> bool {
+        let is_first = self.failure(now).is_none();
+        let status = GzipFailure {
+            endpoint: endpoint.into(),
+            reason: error.as_str(),
+            since: Utc::now().seconds(),
+        };
+        self.last_failure.store(Some(Arc::new(Failure { at: now, status })));
+        is_first
+    }
+
+    /// Why watches do not ask for gzip; `None` if they do, or if the configuration decides.
+    pub fn failure(&self, now: Instant) -> Option<GzipFailure> {
+        let failure = self.last_failure.load();
+        let failure = failure.as_ref()?;
+        (now.saturating_duration_since(failure.at) < PAUSE).then(|| failure.status.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Compression::{Auto, Off};
+
+    #[test]
+    fn failure_pauses_the_requests_for_gzip() {
+        let compression = Compression::default();
+        let begin = Instant::now();
+        assert!(compression.is_requested(Auto, begin));
+        assert!(!compression.is_requested(Off, begin));
+        let endpoint = "10.0.0.1:6443";
+        assert!(compression.failed(endpoint, GzipError::Ratio, begin));
+        let error = GzipError::Invalid("bytes that are no gzip member");
+        let later = begin + Duration::from_secs(60);
+        assert!(!compression.failed(endpoint, error, later), "the second one");
+        assert_eq!(compression.failure(later).unwrap().reason, "bytes that are no gzip member");
+        assert!(!compression.is_requested(Auto, later + PAUSE / 2));
+        assert!(compression.is_requested(Auto, later + PAUSE));
+        assert!(compression.failure(later + PAUSE).is_none());
+    }
+}

@@ -353,6 +353,10 @@ mod tests {
         metrics.hedged("original");
         metrics.version_floor("applied");
         metrics.watch_resumed("resumed");
+        let gzip_bytes = metrics.watch_gzip_bytes("control-plane");
+        gzip_bytes.received.increment(1);
+        gzip_bytes.inflated.increment(10);
+        metrics.watch_gzip_failed("control-plane", "invalid");
         metrics.stream_waits("control-plane").increment(1);
         metrics.streams_exhausted("control-plane").increment(1);
         metrics.held_watches().increment(1);

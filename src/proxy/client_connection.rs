@@ -274,15 +274,13 @@ impl ClientConnection {
         let client = (&self.client, credential, subject, &parts.headers);
         let resource_versions = RequestVersions::new(&info, client, upstream);
         let version = parts.version;
-        let user_agent = parts.headers.get(header::USER_AGENT);
-        let versions = preferred_versions(upstream, user_agent);
+        let versions = preferred_versions(upstream, parts.headers.get(header::USER_AGENT));
         let has_body = !http_body::Body::is_end_stream(&body);
         let request = ForwardedRequest {
             upstream: Rc::clone(&service.upstream),
             class: service.upstream.pool.class(class),
             proof,
-            gzip_for_client: !self.is_local
-                && watch.as_ref().is_some_and(|watch| watch.gzip == GzipPreference::Accepted),
+            gzip_for_client: self.wants_gzip(watch.as_ref()),
             head: upstream_head(parts, watch.as_ref(), upstream)?,
             body: has_body.then(|| {
                 RequestBody::new(body, version, self.memory.account(&service.upstream.body_budget))
@@ -303,6 +301,11 @@ impl ClientConnection {
 }
 
 impl ClientConnection {
+    /// Whether the client of a watch receives gzip if its apiserver compresses.
+    fn wants_gzip(&self, watch: Option<&WatchRequest>) -> bool {
+        !self.is_local && watch.is_some_and(|watch| watch.gzip == GzipPreference::Accepted)
+    }
+
     /// Records what the client has proven with its last request.
     fn set_rank(&self, rank: ClientRank) {
         self.memory.raise_rank(rank);

@@ -19,7 +19,7 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use fastrand::Rng;
-use http::{Request, Response, header};
+use http::{HeaderMap, Request, Response, header};
 use jackstay_core::admission::ByteAccount;
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::attempts::{BodyState, Effect, FailureCause, Refused, Requirements};
@@ -283,10 +283,7 @@ impl ForwardedRequest {
             && let Some(encoding) = Encoding::of_response(&head)
             && let Some(coding) = ContentCoding::of(&head.headers)
         {
-            let with_gzip = gzip_for_client && coding == ContentCoding::Gzip;
-            if !with_gzip {
-                head.headers.remove(header::CONTENT_ENCODING);
-            }
+            let with_gzip = keep_gzip(&mut head.headers, coding, gzip_for_client);
             let relay = Relay::new(encoding, watch, requested_at, frames);
             let endpoint = &permit.connection().endpoint;
             let with_floor =
@@ -306,4 +303,13 @@ impl ForwardedRequest {
         };
         body.with_head(head)
     }
+}
+
+/// Whether the client of a watch receives gzip. Otherwise the header says that the body is not compressed.
+fn keep_gzip(headers: &mut HeaderMap, coding: ContentCoding, wanted: bool) -> bool {
+    let with_gzip = wanted && coding == ContentCoding::Gzip;
+    if !with_gzip {
+        headers.remove(header::CONTENT_ENCODING);
+    }
+    with_gzip
 }

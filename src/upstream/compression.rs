@@ -71,7 +71,7 @@ mod tests {
     #[test]
     fn failure_pauses_the_requests_for_gzip() {
         let compression = Compression::default();
-        let begin = Instant::now();
+        let begin = jackstay_sys::clock::now();
         assert!(compression.is_requested(Auto, begin));
         assert!(!compression.is_requested(Off, begin));
         let endpoint = "10.0.0.1:6443";

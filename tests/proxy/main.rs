@@ -8,6 +8,7 @@ mod support;
 
 mod client_certificates;
 mod clients;
+mod compressed_watches;
 mod connection_slots;
 mod consistent_reads;
 mod degraded_upstream;

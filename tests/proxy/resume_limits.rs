@@ -1,7 +1,9 @@
 //! Upstreams that fail while a watch is resumed. Resumes are limited; when a limit is reached, the watch ends in
 //! a way that lets the client continue.
 
-use crate::scripted_peer::{Action, BOOKMARK, FIRST, Peers, Reply, SECOND, lines, setup_with};
+use crate::scripted_peer::{
+    Action, BOOKMARK, FIRST, Peers, Reply, SECOND, lines, member, setup_with,
+};
 use crate::support::http2::{
     END_HEADERS, HEADERS, INTERNAL_ERROR, NO_ERROR, field_block, frame, goaway, reset,
 };
@@ -181,6 +183,17 @@ async fn watch_without_a_version_resumes_after_a_bookmark_but_not_before() {
 /// attempt succeeds.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watch_of_a_removed_endpoint_moves_only_when_an_attempt_succeeds() {
+    moves_only_when_an_attempt_succeeds(|events| Reply::ok(&lines(events))).await;
+}
+
+/// A refusal is read from a compressed stream, too.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn compressed_watch_moves_only_when_an_attempt_succeeds() {
+    let reply = |events: &[&str]| Reply::gzip(member(lines(events).as_bytes()));
+    moves_only_when_an_attempt_succeeds(reply).await;
+}
+
+async fn moves_only_when_an_attempt_succeeds(reply: impl Fn(&[&str]) -> Reply) {
     const TOO_OLD: &str =
         r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","code":410}}"#;
     let peers = Peers::start(2);
@@ -195,10 +208,10 @@ async fn watch_of_a_removed_endpoint_moves_only_when_an_attempt_succeeds() {
         .await;
     let client = proxy.client().await;
     peers.set_actions([
-        Action::partial(Reply::ok(&lines(&[FIRST])), |_| Vec::new()),
+        Action::partial(reply(&[FIRST]), |_| Vec::new()),
         Action::Answer(Reply::status("503", "{}")),
-        Action::Answer(Reply::ok(&lines(&[TOO_OLD]))),
-        Action::Answer(Reply::ok(&lines(&[SECOND]))),
+        Action::Answer(reply(&[TOO_OLD])),
+        Action::Answer(reply(&[SECOND])),
     ]);
     let mut body = watch(&client).await;
     let first = soon("an event", next_data(&mut body)).await.unwrap().unwrap();

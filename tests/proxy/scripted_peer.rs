@@ -6,8 +6,10 @@
 //! and the peers do not decode HPACK.
 
 use bytes::BytesMut;
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use std::collections::{HashSet, VecDeque};
-use std::io;
+use std::io::{self, Write as _};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -36,6 +38,13 @@ pub fn lines(events: &[&str]) -> String {
     events.iter().flat_map(|event| [*event, "\n"]).collect()
 }
 
+/// Data as one gzip member.
+pub fn member(data: &[u8]) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+    encoder.write_all(data).unwrap();
+    encoder.finish().unwrap()
+}
+
 /// A response of a peer.
 #[derive(Debug, Clone)]
 pub struct Reply {
@@ -48,6 +57,12 @@ impl Reply {
     pub fn ok(body: &str) -> Self {
         let headers = vec![("content-type", "application/json")];
         Self { status: "200", headers, body: body.as_bytes().to_vec() }
+    }
+
+    /// A compressed watch.
+    pub fn gzip(body: Vec<u8>) -> Self {
+        let reply = Self::ok("").header("content-encoding", "gzip");
+        Self { body, ..reply.header("vary", "Accept-Encoding") }
     }
 
     pub fn status(status: &'static str, body: &str) -> Self {

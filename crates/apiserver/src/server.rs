@@ -33,6 +33,8 @@ pub struct Options {
     pub bind: SocketAddr,
     /// Whether HTTP/2 is offered by ALPN.
     pub http2: bool,
+    /// Whether watches that begin with all objects are compressed for clients that accept gzip.
+    pub compresses_watch_lists: bool,
     /// The serving certificate; by default one is issued for loopback.
     pub certificate: Option<Issued>,
 }
@@ -45,6 +47,7 @@ impl Options {
             version: "v1.33.0-demo".to_owned(),
             bind: (Ipv4Addr::LOCALHOST, 0).into(),
             http2: true,
+            compresses_watch_lists: true,
             certificate: None,
         }
     }
@@ -103,6 +106,7 @@ pub fn start(cluster: &Cluster, pki: &Pki, options: Options) -> io::Result<ApiSe
     let listener = listen(addr)?;
     let server = ServerState {
         name: options.name,
+        compresses_watch_lists: options.compresses_watch_lists,
         version: Mutex::new(options.version),
         cluster: cluster.clone(),
         tls: TlsAcceptor::from(Arc::new(tls)),

@@ -131,6 +131,8 @@ pub(super) struct ConnectionInfo {
 /// State of one server.
 pub(super) struct ServerState {
     pub name: String,
+    /// See [`crate::server::Options::compresses_watch_lists`].
+    pub compresses_watch_lists: bool,
     /// What it reports at `/version`.
     pub version: Mutex<String>,
     pub cluster: Cluster,

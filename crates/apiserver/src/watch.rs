@@ -11,9 +11,12 @@ use crate::state::{Counted, ServerState};
 use crate::status_error::StatusError;
 use crate::{protobuf, table};
 use bytes::Bytes;
-use http::Response;
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use http::header::{CONTENT_ENCODING, VARY};
+use http::{HeaderValue, Response};
 use serde_json::{Value, json};
-use std::io;
+use std::io::{self, Write as _};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -22,6 +25,8 @@ use tokio::time::{Instant, MissedTickBehavior};
 
 /// Number of events that are buffered for a slow client.
 const EVENT_BUFFER: usize = 64;
+/// Largest batch of events that becomes one gzip member, in bytes.
+const MAX_BATCH: usize = 32 << 10;
 
 struct Watch {
     server: Arc<ServerState>,
@@ -35,6 +40,8 @@ struct Watch {
     /// All changes up to this version were sent.
     cursor: u64,
     columns_sent: bool,
+    /// Events that wait for the others of their gzip member; `None` without compression.
+    batch: Option<Vec<u8>>,
     sender: mpsc::Sender<io::Result<Bytes>>,
 }
 
@@ -48,6 +55,7 @@ pub(super) fn start(
     query: &Query,
     selector: Selector,
     format: Format,
+    accepts_gzip: bool,
 ) -> Result<Response<ResponseBody>, StatusError> {
     let version: u64 = match query.get("resourceVersion") {
         "" => 0,
@@ -68,6 +76,8 @@ pub(super) fn start(
         // kube-apiserver chooses 30 to 60 minutes.
         _ => Duration::from_secs(fastrand::u64(1800..3600)),
     };
+    // As kube-apiserver 1.37 (`WatchListCompression`).
+    let compressed = accepts_gzip && initial_events && server.compresses_watch_lists;
     let (sender, receiver) = mpsc::channel(EVENT_BUFFER);
     let mut watch = Watch {
         server: server.clone(),
@@ -79,6 +89,7 @@ pub(super) fn start(
         bookmarks: query.flag("allowWatchBookmarks"),
         cursor: version,
         columns_sent: false,
+        batch: compressed.then(Vec::new),
         sender,
     };
     let only_changes = query.get("sendInitialEvents") == "false";
@@ -98,7 +109,12 @@ pub(super) fn start(
         Format::Protobuf => protobuf::WATCH,
         Format::Json | Format::Table => JSON,
     };
-    Ok(respond(200, content_type, ResponseBody::Stream(receiver)))
+    let mut response = respond(200, content_type, ResponseBody::Stream(receiver));
+    if compressed {
+        response.headers_mut().insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
+        response.headers_mut().insert(VARY, HeaderValue::from_static("Accept-Encoding"));
+    }
+    Ok(response)
 }
 
 enum StartAt {
@@ -138,6 +154,7 @@ impl Watch {
                 }
             }
         }
+        self.flush().await?;
         let interval = self.server.cluster.bookmark_interval();
         let mut bookmark = tokio::time::interval_at(Instant::now() + interval, interval);
         bookmark.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -159,6 +176,7 @@ impl Watch {
             if !faults.borrow().hold_watches {
                 self.send_changes().await?;
             }
+            self.flush().await?;
         }
     }
 
@@ -219,7 +237,8 @@ impl Watch {
             Format::Protobuf => protobuf::frame("ERROR", &status),
             Format::Json | Format::Table => json_frame("ERROR", status.to_string().as_bytes()),
         };
-        self.send_frame(frame).await
+        self.send_frame(frame).await?;
+        self.flush().await
     }
 
     async fn send(&mut self, event: &str, object: &Object) -> Result<(), Disconnected> {
@@ -241,7 +260,23 @@ impl Watch {
     }
 
     async fn send_frame(&mut self, frame: Vec<u8>) -> Result<(), Disconnected> {
+        if let Some(batch) = &mut self.batch {
+            batch.extend(frame);
+            return if batch.len() > MAX_BATCH { self.flush().await } else { Ok(()) };
+        }
         self.sender.send(Ok(frame.into())).await.map_err(|_| Disconnected)
+    }
+}
+
+impl Watch {
+    /// Sends the events that wait as one gzip member: kube-apiserver closes it when no further event waits.
+    async fn flush(&mut self) -> Result<(), Disconnected> {
+        let Some(batch) = self.batch.as_mut().filter(|batch| !batch.is_empty()) else {
+            return Ok(());
+        };
+        let mut member = GzEncoder::new(Vec::new(), Compression::fast());
+        let member = member.write_all(&std::mem::take(batch)).and_then(|()| member.finish());
+        self.sender.send(member.map(Bytes::from)).await.map_err(|_| Disconnected)
     }
 }
 

@@ -143,7 +143,9 @@ impl RequestContext {
     fn watch(&self, target: &Target) -> Result<Response<ResponseBody>, StatusError> {
         let format = self.format(&[Format::Json, Format::Table, Format::Protobuf])?;
         let selector = self.selector(target)?;
-        watch::start(&self.server, target, &self.query, selector, format)
+        let accepts_gzip =
+            self.header("accept-encoding").is_some_and(|codings| codings.contains("gzip"));
+        watch::start(&self.server, target, &self.query, selector, format, accepts_gzip)
     }
 
     fn selector(&self, target: &Target) -> Result<Selector, StatusError> {

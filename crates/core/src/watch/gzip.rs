@@ -96,6 +96,8 @@ pub struct GzipDecoder {
     is_charged: bool,
     account: ByteAccount,
     ratio: Ratio,
+    /// What was found after the last piece.
+    error: Option<GzipError>,
 }
 
 /// The part of a member to which the next byte belongs.
@@ -116,6 +118,7 @@ impl GzipDecoder {
             is_charged: false,
             account,
             ratio: Ratio::default(),
+            error: None,
         }
     }
 
@@ -133,12 +136,18 @@ impl GzipDecoder {
     /// Inflates up to [`PIECE`] bytes; `None` if the next bytes of the body are needed.
     ///
     /// # Errors
-    /// See [`GzipError`]. The decoder cannot be used afterwards.
+    /// See [`GzipError`]. What precedes the error is returned before.
     pub fn next_piece(&mut self) -> Result<Option<Bytes>, GzipError> {
         thread_local!(static BUFFER: RefCell<Box<[u8]>> = RefCell::new(vec![0; PIECE].into()));
         BUFFER.with_borrow_mut(|buffer| {
-            let len = self.fill(buffer)?;
-            Ok((len > 0).then(|| Bytes::copy_from_slice(&buffer[..len])))
+            let mut len = 0;
+            if self.error.is_none() {
+                self.error = self.fill(buffer, &mut len).err();
+            }
+            match self.error {
+                Some(error) if len == 0 => Err(error),
+                _ => Ok((len > 0).then(|| Bytes::copy_from_slice(&buffer[..len]))),
+            }
         })
     }
 
@@ -147,9 +156,8 @@ impl GzipDecoder {
         matches!(&self.part, Part::Header(header) if header.len == 0)
     }
 
-    /// Inflates into `buffer` until it is full or the input is used up, and returns the number of bytes.
-    fn fill(&mut self, buffer: &mut [u8]) -> Result<usize, GzipError> {
-        let mut filled = 0;
+    /// Inflates into `buffer` until it is full or the input is used up. `filled` is the number of bytes.
+    fn fill(&mut self, buffer: &mut [u8], filled: &mut usize) -> Result<(), GzipError> {
         let needs_input = loop {
             match &mut self.part {
                 Part::Header(header) => {
@@ -161,13 +169,13 @@ impl GzipDecoder {
                         self.inflater = Some(Inflater::take());
                     }
                 }
-                Part::Data if filled == buffer.len() => break false,
+                Part::Data if *filled == buffer.len() => break false,
                 Part::Data => {
                     let Some(inflater) = &mut self.inflater else { break true };
-                    let step = inflater.step(&self.input, &mut buffer[filled..])?;
+                    let step = inflater.step(&self.input, &mut buffer[*filled..])?;
                     self.ratio.add(step.consumed, step.produced)?;
                     self.input.advance(step.consumed);
-                    filled += step.produced;
+                    *filled += step.produced;
                     if step.is_end {
                         self.part = Part::Trailer { bytes: [0; TRAILER], len: 0 };
                     } else if step.consumed == 0 && step.produced == 0 {
@@ -188,10 +196,10 @@ impl GzipDecoder {
             }
         };
         // What was inflated is returned first.
-        if needs_input && filled == 0 && self.inflater.is_some() {
+        if needs_input && *filled == 0 && self.inflater.is_some() {
             self.charge()?;
         }
-        Ok(filled)
+        Ok(())
     }
 
     fn end_member(&mut self, trailer: [u8; TRAILER]) -> Result<(), GzipError> {

@@ -49,7 +49,7 @@ macro_rules! targets {
 }
 
 targets! {
-    certificate config endpoint_objects endpoints_file frames hello http1_connection http2_connection kubeconfig
+    certificate config endpoint_objects endpoints_file frames gzip hello http1_connection http2_connection kubeconfig
     request state_file takeover watch
 }
 

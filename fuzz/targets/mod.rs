@@ -14,12 +14,13 @@ mod watch;
 pub type Target = fn(&[u8]);
 
 /// The targets. Each name is that of a folder in `tests/corpus`.
-pub const TARGETS: [(&str, Target); 13] = [
+pub const TARGETS: [(&str, Target); 14] = [
     ("certificate", tls::certificate),
     ("config", files::config),
     ("endpoint_objects", watch::endpoint_objects),
     ("endpoints_file", files::endpoints_file),
     ("frames", http::frames),
+    ("gzip", watch::gzip),
     ("hello", tls::hello),
     ("http1_connection", connection::http1_connection),
     ("http2_connection", connection::http2_connection),

@@ -1,10 +1,13 @@
 //! Bytes of an apiserver: frames of a watch, and the objects from which the endpoints are read.
 
+use std::io::Read as _;
+
 use bytes::Bytes;
 use jackstay::control::discovery::objects::{ObjectStore, WatchStartVersion, WatchedResource};
 use jackstay_core::admission::ByteAccount;
 use jackstay_core::watch::codec::frame::{FrameSplitter, Piece};
 use jackstay_core::watch::codec::{Encoding, parse};
+use jackstay_core::watch::gzip::{GzipDecoder, GzipError, PIECE, STATE};
 use kube::runtime::watcher::Event;
 
 const CAP: usize = 64;
@@ -43,6 +46,46 @@ pub(super) fn watch(bytes: &[u8]) {
             assert_eq!(out, bytes);
         }
     }
+}
+
+/// The body of a compressed watch: what a gzip library accepts has the same data, however it is split.
+pub(super) fn gzip(bytes: &[u8]) {
+    let whole = inflate(bytes, bytes.len().max(1));
+    for step in [1, 7] {
+        let split = inflate(bytes, step);
+        assert_eq!(split.1, whole.1, "the end");
+        // Of corrupt data, more or less is inflated before the corruption is found.
+        let common = if whole.1.is_ok() { usize::MAX } else { split.0.len().min(whole.0.len()) };
+        assert!(split.0.iter().take(common).eq(whole.0.iter().take(common)), "the data");
+    }
+    let mut expected = Vec::new();
+    let is_valid = bytes.is_empty()
+        || flate2::read::MultiGzDecoder::new(bytes).read_to_end(&mut expected).is_ok();
+    if is_valid && whole.1 != Err(GzipError::Ratio) {
+        assert_eq!(whole, (expected, Ok(true)));
+    }
+    assert!(is_valid || whole.1 != Ok(true));
+}
+
+/// Decodes chunks of `step` bytes. Returns the data, and whether the body may end after them.
+fn inflate(bytes: &[u8], step: usize) -> (Vec<u8>, Result<bool, GzipError>) {
+    let mut decoder = GzipDecoder::new(ByteAccount::unmetered(STATE));
+    let mut out = Vec::new();
+    for chunk in bytes.chunks(step) {
+        decoder.push(Bytes::copy_from_slice(chunk));
+        loop {
+            match decoder.next_piece() {
+                Ok(Some(piece)) => {
+                    assert!(!piece.is_empty() && piece.len() <= PIECE);
+                    out.extend_from_slice(&piece);
+                }
+                Ok(None) => break,
+                Err(error) => return (out, Err(error)),
+            }
+        }
+    }
+    let ends = decoder.is_between_members();
+    (out, Ok(ends))
 }
 
 /// Lines of an event (`A`dded, `D`eleted, `I`nit, `L`isted, `S`ynced) and an object: no address is listed twice.

@@ -1,15 +1,16 @@
 //! Watches whose response is compressed, as kube-apiserver 1.37 sends them, and as no server should.
 
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 
 use flate2::Compression;
+use flate2::read::MultiGzDecoder;
 use flate2::write::GzEncoder;
 use http::{Method, header};
 use hyper::body::Incoming;
 use jackstay::config;
 use jackstay_apiserver::client::Client;
 
-use crate::scripted_peer::{Action, FIRST, Reply, SECOND, lines, member, setup};
+use crate::scripted_peer::{Action, FIRST, Peers, Reply, SECOND, lines, member, setup};
 use crate::support::http2::{DATA, END_STREAM, INTERNAL_ERROR, frame, reset};
 use crate::support::{
     CONFIGMAPS, TestCluster, config_map, read_body, soon, until, without_suspicion,
@@ -229,5 +230,53 @@ async fn compression_is_asked_for_as_configured() {
             if is_compressed { body.len() } else { 0 },
             "{compression:?} {codings:?}"
         );
+    }
+}
+
+/// A client on another host gets gzip members that begin and end with its events, also after the watch has continued on
+/// a stream that is not compressed. Run it with
+/// `unshare -n sh -c 'ip link set lo up && cargo test --test proxy compressed_watches -- --ignored'`.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+#[ignore = "needs root and a network namespace of its own"]
+async fn remote_client_receives_gzip_if_the_apiserver_compresses() {
+    // Connections to the first address have the second one as their source.
+    for command in [
+        "addr add 192.0.2.1/32 dev lo",
+        "addr add 192.0.2.2/32 dev lo",
+        "route replace local 192.0.2.1 dev lo table local src 192.0.2.2",
+    ] {
+        let status = std::process::Command::new("ip").args(command.split(' ')).status().unwrap();
+        assert!(status.success(), "ip {command}");
+    }
+    let peers = Peers::start(2);
+    let proxy = peers
+        .start_proxy(|config| {
+            without_suspicion(config);
+            config.listeners[0].bind = vec!["192.0.2.1:0".parse().unwrap()];
+        })
+        .await;
+    let client = proxy.client_with(&proxy.credentials.clone().expecting("127.0.0.1")).await;
+    let path = format!("{CONFIGMAPS}?watch=1&{LIST}");
+    let events = [FIRST, INITIAL_EVENTS_END];
+    for (codings, first, has_gzip) in [
+        (&[("accept-encoding", "gzip")][..], Reply::gzip(member(lines(&events).as_bytes())), true),
+        (&[("accept-encoding", "gzip")], Reply::ok(&lines(&events)), false),
+        (&[], Reply::gzip(member(lines(&events).as_bytes())), false),
+    ] {
+        let lose = Action::partial(first, |id| reset(id, INTERNAL_ERROR));
+        peers.set_actions([lose, Action::Answer(Reply::ok(&lines(&[SECOND])))]);
+        let response = client.send(Method::GET, &path, codings, "").await.unwrap();
+        let coding = response.headers().get(header::CONTENT_ENCODING).cloned();
+        assert_eq!(coding.is_some_and(|coding| coding == "gzip"), has_gzip);
+        let (body, end) = soon("the end of the watch", read_body(response.into_body())).await;
+        end.unwrap();
+        let body = if has_gzip {
+            let mut data = Vec::new();
+            MultiGzDecoder::new(&body[..]).read_to_end(&mut data).unwrap();
+            data
+        } else {
+            body
+        };
+        assert_eq!(String::from_utf8(body).unwrap(), lines(&[FIRST, INITIAL_EVENTS_END, SECOND]));
     }
 }

@@ -9,11 +9,12 @@ use http::{Method, header};
 use hyper::body::Incoming;
 use jackstay::config;
 use jackstay_apiserver::client::Client;
+use serde_json::Value;
 
 use crate::scripted_peer::{Action, FIRST, Peers, Reply, SECOND, lines, member, setup};
 use crate::support::http2::{DATA, END_STREAM, INTERNAL_ERROR, frame, reset};
 use crate::support::{
-    CONFIGMAPS, TestCluster, config_map, read_body, soon, until, without_suspicion,
+    CONFIGMAPS, TestCluster, config_map, long_form, read_body, soon, until, without_suspicion,
 };
 
 const LIST: &str =
@@ -231,6 +232,43 @@ async fn compression_is_asked_for_as_configured() {
             "{compression:?} {codings:?}"
         );
     }
+}
+
+/// A pod as a Deployment creates it, with status and managed fields, of which some hundred bytes differ from those of
+/// other pods.
+fn pod(n: u32) -> Value {
+    let hash = format!("{:08x}", n.wrapping_mul(2_654_435_761));
+    let text = include_str!("pod.json")
+        .replace("$HASH", &hash)
+        .replace("$UID", &format!("{hash}-3f2a-4c1d-9b7e-{n:04x}{hash}"))
+        .replace("$IP", &format!("10.{}.{}.{}", n % 3, n % 256, n / 256))
+        .replace("$TIME", &format!("2026-11-26T{:02}:{:02}:{:02}Z", n % 24, n % 60, n % 59));
+    serde_json::from_str(&text).unwrap()
+}
+
+/// The bytes that a list by a watch takes on the line of the apiserver.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn list_of_pods_takes_an_eighth_of_its_bytes_on_the_line() {
+    let pods = if long_form() { 5_000 } else { 200 };
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start_with(without_suspicion).await;
+    let client = proxy.client().await;
+    for n in 0..pods {
+        let reply = client.post("/api/v1/namespaces/default/pods", &pod(n)).await.unwrap();
+        assert_eq!(reply.status, 201, "{:?}", reply.body);
+    }
+    let path = format!("/api/v1/pods?watch=1&{LIST}&timeoutSeconds=1");
+    let response = client.send(Method::GET, &path, &[], "").await.unwrap();
+    let (body, end) = read_body(response.into_body()).await;
+    end.unwrap();
+    let bytes = async |form: &str| {
+        let labels = format!("{{upstream=\"control-plane\",form=\"{form}\"}}");
+        proxy.metric(&format!("jackstay_watch_gzip_bytes_total{labels}")).await as usize
+    };
+    let (received, inflated) = (bytes("received").await, bytes("inflated").await);
+    println!("{pods} pods: {inflated} bytes of events, {received} on the line");
+    assert_eq!(inflated, body.len());
+    assert!(received * 8 < inflated, "{received} of {inflated}");
 }
 
 /// A client on another host gets gzip members that begin and end with its events, also after the watch has continued on

@@ -16,7 +16,7 @@ const BUDGET: usize = 48;
 
 /// A watch: the splitter buffers no more than its cap and returns every byte in order.
 pub(super) fn watch(bytes: &[u8]) {
-    for encoding in [Encoding::Json, Encoding::Protobuf] {
+    for encoding in Encoding::ALL {
         let _ = parse(encoding, bytes);
         for step in [1, 7, bytes.len().max(1)] {
             let account = ByteAccount::unmetered(BUDGET);

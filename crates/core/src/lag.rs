@@ -228,7 +228,7 @@ pub fn question(resource: &str, version: u64) -> Option<String> {
 }
 
 /// The version that a watch cache has reached, according to the `Status` of a 504 `Too large resource version: 12,
-/// current: 7` in JSON or protobuf (apiserver, `storage/errors.go`, `NewTooLargeResourceVersionError`); `None` for any
+/// current: 7` in JSON, protobuf or CBOR (apiserver, `storage/errors.go`, `NewTooLargeResourceVersionError`); `None` for any
 /// other response.
 pub fn current_of_too_large(body: &[u8]) -> Option<u64> {
     const TEXT: &[u8] = b"Too large resource version: ";

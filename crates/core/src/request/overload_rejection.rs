@@ -20,7 +20,7 @@ use super::shutdown_rejection::{REJECTION_MAX_BODY, is_short};
 /// The longest time for which an endpoint counts as rejecting after a rejection.
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 
-/// Texts of the three responses. The second and third are in a `Status`, encoded as JSON or protobuf.
+/// Texts of the three responses. The second and third are in a `Status`, encoded as JSON, protobuf or CBOR.
 const TOO_MANY: &[u8] = b"Too many requests, please try again later.";
 const INITIALIZING: &[u8] = b"storage is (re)initializing";
 const PEER_UNKNOWN: &[u8] = b"Error getting ip and port info of the remote server while proxying";

@@ -1,14 +1,16 @@
 //! Decides which watches the proxy can follow, and rewrites their requests for the upstream.
 //!
 //! The proxy *follows* a watch if it parses the frames of the response. It follows requests with the verb
-//! `watch` and without Upgrade whose client accepts JSON or protobuf; other media types in `Accept` are
-//! removed from the upstream request, and gzip is asked for as [`WatchRequest::asks_for_gzip`] says. A watch that has delivered events is resumed in every API group, except
+//! `watch` and without Upgrade whose client accepts JSON, protobuf or CBOR; other media types in `Accept` are
+//! removed from the upstream request, and gzip is asked for as [`WatchRequest::asks_for_gzip`] says. A watch that
+//! has delivered events is resumed in every API group, except
 //! those that the configuration names in `never_resume_groups` and those in which a watch has shown versions
 //! that are not ordered.
 //!
 //! Parameters are read as the apiserver reads them ([`crate::request::info`]). Parameters that are
 //! not changed keep their bytes and their order.
 
+use super::codec::Encoding;
 use super::codec::version::ResourceVersion;
 use crate::request::info::{first_value, is_built_in_group, parse_bool, unescape_query};
 use http::{HeaderMap, HeaderValue, Uri, header, uri};
@@ -142,13 +144,13 @@ impl WatchRequest {
     }
 }
 
-/// Media types that the codec reads, and media ranges for which the apiserver selects one of them.
-const READABLE: [&str; 4] =
-    ["application/json", "application/vnd.kubernetes.protobuf", "*/*", "application/*"];
+/// Media ranges for which the apiserver selects a type that the codec reads.
+const WILDCARDS: [&str; 2] = ["*/*", "application/*"];
 
 /// One media range of an `Accept` header.
 struct MediaRange<'a> {
     text: &'a str,
+    essence: &'a str,
     /// The codec reads this type, and its weight is not zero.
     readable: bool,
     /// The client accepts the objects as a Table.
@@ -165,8 +167,14 @@ impl<'a> MediaRange<'a> {
             table |= parameter.eq_ignore_ascii_case("as=Table");
             refused |= is_refused(parameter);
         }
-        let known = READABLE.iter().any(|known| essence.eq_ignore_ascii_case(known));
-        Self { text, readable: known && !refused, table }
+        let mut range = Self { text, essence, readable: false, table };
+        let known = Encoding::ALL.iter().any(|encoding| range.is_one_of(encoding.accepted_types()));
+        range.readable = !refused && (known || range.is_one_of(&WILDCARDS));
+        range
+    }
+
+    fn is_one_of(&self, types: &[&str]) -> bool {
+        types.iter().any(|name| self.essence.eq_ignore_ascii_case(name))
     }
 
     fn all(value: &'a str) -> impl Iterator<Item = Self> {
@@ -239,17 +247,29 @@ pub fn resume_query(
 /// that the codec reads.
 pub fn upstream_headers(headers: &mut HeaderMap) {
     headers.remove(header::ACCEPT_ENCODING);
-    let values = || headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
-    if values().flat_map(MediaRange::all).all(|range| range.readable) {
+    keep_media_ranges(headers, |range| range.readable);
+}
+
+/// Changes the headers of a request that was answered in this encoding, so that another apiserver answers in the same
+/// one, or with 406. It may serve other encodings, as during a change of the feature gates for CBOR.
+pub fn accept_only(headers: &mut HeaderMap, encoding: Encoding) {
+    let types = encoding.accepted_types();
+    let mut values = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    let is_named = values.any(|value| MediaRange::all(value).any(|range| range.is_one_of(types)));
+    let types = if is_named { types } else { &WILDCARDS };
+    keep_media_ranges(headers, |range| range.readable && range.is_one_of(types));
+}
+
+/// Removes the other media ranges from `Accept`, unless none would be left.
+fn keep_media_ranges(headers: &mut HeaderMap, keep: impl Fn(&MediaRange<'_>) -> bool) {
+    let values = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    let (kept, removed): (Vec<_>, Vec<_>) = values.flat_map(MediaRange::all).partition(keep);
+    if kept.is_empty() || removed.is_empty() {
         return;
     }
-    let readable: Vec<_> = values()
-        .flat_map(MediaRange::all)
-        .filter(|range| range.readable)
-        .map(|range| range.text)
-        .collect();
+    let kept: Vec<_> = kept.iter().map(|range| range.text).collect();
     // Parts of a valid header value, joined by commas, are a valid value.
-    if let Ok(value) = HeaderValue::try_from(readable.join(", ")) {
+    if let Ok(value) = HeaderValue::try_from(kept.join(", ")) {
         headers.insert(header::ACCEPT, value);
     }
 }

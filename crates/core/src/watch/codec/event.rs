@@ -12,6 +12,9 @@
 //! `WatchEvent{1: type, 2: RawExtension{1: raw}}`, where raw is `k8s\0` and `Unknown{1: TypeMeta,
 //! 2: raw, 3: contentEncoding, 4: contentType}`. Field 1 of every object is `ObjectMeta` with
 //! 6: resourceVersion and 12: annotations. Field 6 of a `Status` is the code.
+//!
+//! CBOR: the same fields as JSON, in any order and under any tags. If one of these keys occurs twice, the frame is
+//! unreadable. A version in more than one chunk counts as no version.
 
 /// The annotation of the bookmark after the initial events (KEP-3157).
 pub const INITIAL_EVENTS_END: &[u8] = b"k8s.io/initial-events-end";

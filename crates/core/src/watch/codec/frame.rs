@@ -9,6 +9,9 @@
 //!   between them.
 //! * Protobuf: a frame is a big-endian length of four bytes and that many bytes (apimachinery's
 //!   `LengthDelimitedFramer`).
+//! * CBOR: a frame is one data item of a sequence (RFC 8742; apimachinery, `serializer/cbor/framer.go`). After bytes that
+//!   are no CBOR the ends of frames are unknown, so the rest of each chunk is a frame, which [`super::parse`] cannot
+//!   read.
 //!
 //! A frame within one chunk is not copied. The beginning of a frame at the end of a chunk is buffered until
 //! the frame is whole, up to [`FRAME_CAP`] bytes and within a budget that all watches share. A larger frame
@@ -18,6 +21,7 @@
 //! frame is not resumed.
 
 use super::Encoding;
+use super::item_end::{ItemEnd, Malformed};
 use crate::admission::ByteAccount;
 use crate::credential_class::ClientRank;
 use bytes::Bytes;
@@ -42,7 +46,7 @@ pub struct FrameSplitter {
 }
 
 /// How the splitter finds the end of the current frame.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug)]
 enum Boundary {
     /// JSON: at the next newline.
     Newline,
@@ -50,6 +54,10 @@ enum Boundary {
     Braces(Braces),
     /// Protobuf: after this many more bytes; `None` while the size prefix is incomplete.
     Length(Option<usize>),
+    /// CBOR: where the data item ends. Boxed, because most watches are not CBOR.
+    Item(Box<ItemEnd>),
+    /// CBOR: nowhere after malformed bytes.
+    Unknown,
 }
 
 /// The meaning of the first bytes of a chunk.
@@ -106,19 +114,22 @@ impl FrameSplitter {
             Boundary::Length(_) => self.length_end(chunk),
             Boundary::Newline => self.line_end(chunk, cap),
             Boundary::Braces(_) => self.braces_end(chunk),
+            Boundary::Item(_) => self.item_end(chunk),
+            Boundary::Unknown => Some(chunk.len()),
         };
         let len = end.unwrap_or(chunk.len());
-        let missing = if let Boundary::Length(Some(missing)) = self.boundary { missing } else { 0 };
+        let missing = self.boundary.missing();
         let is_whole = end.is_some() && self.partial.bytes.is_empty();
         let cap = if is_whole { self.cap } else { cap };
-        if self.oversized || self.buffered() + len + missing > cap {
-            return self.pass_through(&chunk[..len], end.is_some());
+        if self.oversized || (self.buffered() + len).saturating_add(missing) > cap {
+            let ends = end.is_some() && !matches!(self.boundary, Boundary::Unknown);
+            return self.pass_through(&chunk[..len], ends);
         }
         let Some(len) = end else {
             self.partial.append(chunk, cap);
             return Piece::Buffered;
         };
-        self.boundary = self.boundary_after(&chunk[..len]);
+        self.begin_frame_after(&chunk[..len]);
         if is_whole {
             return Piece::Whole(len);
         }
@@ -167,20 +178,19 @@ impl FrameSplitter {
     fn pass_through(&mut self, part: &[u8], ends: bool) -> Piece {
         let begins = !std::mem::replace(&mut self.oversized, !ends);
         if ends {
-            self.boundary = self.boundary_after(part);
+            self.begin_frame_after(part);
         }
         Piece::Oversized { buffered: self.take_buffered(), len: part.len(), begins, ends }
     }
 
-    /// How the end of the frame after `frame` is found. After an object without a newline the splitter
-    /// continues to count brackets: if it searched for a newline first, it would read the rest of the chunk
-    /// once for each object.
-    fn boundary_after(&self, frame: &[u8]) -> Boundary {
-        match (self.boundary, frame.last()) {
-            (Boundary::Braces(_), Some(&last)) if last != b'\n' => {
-                Boundary::Braces(Braces::default())
-            }
-            _ => Boundary::start(self.encoding),
+    /// Prepares for the frame after `frame`. After an object without a newline the splitter continues to count brackets:
+    /// if it searched for a newline first, it would read the rest of the chunk once for each object.
+    fn begin_frame_after(&mut self, frame: &[u8]) {
+        match &mut self.boundary {
+            Boundary::Braces(braces) if frame.last() != Some(&b'\n') => *braces = Braces::default(),
+            // After the end of an item it finds that of the next one.
+            Boundary::Item(_) | Boundary::Unknown => {}
+            _ => self.boundary = Boundary::start(self.encoding),
         }
     }
 
@@ -232,6 +242,14 @@ impl FrameSplitter {
         let newline = chunk.get(end + blanks) == Some(&b'\n');
         Some(if newline { end + blanks + 1 } else { end })
     }
+
+    fn item_end(&mut self, chunk: &[u8]) -> Option<usize> {
+        let Boundary::Item(item) = &mut self.boundary else { return None };
+        item.find_end(chunk).unwrap_or_else(|Malformed| {
+            self.boundary = Boundary::Unknown;
+            Some(chunk.len())
+        })
+    }
 }
 
 impl Boundary {
@@ -239,6 +257,16 @@ impl Boundary {
         match encoding {
             Encoding::Json => Self::Newline,
             Encoding::Protobuf => Self::Length(None),
+            Encoding::Cbor => Self::Item(Box::default()),
+        }
+    }
+
+    /// The number of bytes that the frame needs at least after the chunk.
+    fn missing(&self) -> usize {
+        match self {
+            Self::Length(missing) => missing.unwrap_or_default(),
+            Self::Item(item) => usize::try_from(item.string_left()).unwrap_or(usize::MAX),
+            _ => 0,
         }
     }
 }

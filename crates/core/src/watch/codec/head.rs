@@ -1,15 +1,15 @@
 //! Reads the resource version of a response that is no watch: of an object, of a list, or of a table.
 //!
 //! kube-apiserver writes `metadata` before the items of a list and before the `spec` of an object, so the beginning of
-//! the body has the version. Only the JSON of custom resources has its keys in alphabetical order: the metadata of a
-//! list follows its items, and [`json_tail`] reads it from the end of the body.
+//! the body has the version. Only the JSON of custom resources has its keys in alphabetical order, and CBOR in any order:
+//! the metadata of a list may follow its items, and [`json_tail`] and [`cbor_tail`] read it from the end of the body.
 //!
 //! Protobuf: `k8s\0` and `Unknown{1: TypeMeta{2: kind}, 2: raw}`. Field 1 of raw is `ObjectMeta` with 6:
 //! resourceVersion, and in lists and tables `ListMeta` with 2: resourceVersion (apimachinery, `generated.proto` of
 //! meta/v1 and runtime).
 
 use super::version::{HeadVersion, as_u64};
-use super::{json, protobuf};
+use super::{cbor, json, protobuf};
 
 /// The version in the beginning of a JSON body.
 pub fn json_head(bytes: &[u8]) -> HeadVersion {
@@ -19,6 +19,16 @@ pub fn json_head(bytes: &[u8]) -> HeadVersion {
 /// The version in the beginning of a protobuf body.
 pub fn protobuf_head(bytes: &[u8]) -> HeadVersion {
     protobuf::head_version(bytes)
+}
+
+/// The version in the beginning of a CBOR body.
+pub fn cbor_head(bytes: &[u8]) -> HeadVersion {
+    cbor::head_version(bytes)
+}
+
+/// The version in the end of the CBOR of a list whose metadata follows its items.
+pub fn cbor_tail(bytes: &[u8]) -> Option<u64> {
+    cbor::tail_version(bytes)
 }
 
 /// The version in the end of the JSON of a list whose last key is `metadata`.

@@ -10,9 +10,11 @@
 use self::event::Event;
 use http::{StatusCode, header, response};
 
+mod cbor;
 pub mod event;
 pub mod frame;
 pub mod head;
+mod item_end;
 mod json;
 mod protobuf;
 pub mod version;
@@ -24,9 +26,14 @@ pub enum Encoding {
     Json,
     /// A big-endian length of four bytes and a `WatchEvent` message for each event.
     Protobuf,
+    /// One CBOR data item for each event (KEP-4222).
+    Cbor,
 }
 
 impl Encoding {
+    /// Every encoding.
+    pub const ALL: [Self; 3] = [Self::Json, Self::Protobuf, Self::Cbor];
+
     /// The encoding of a response, whose content coding is decoded before; `None` if the codec cannot read it.
     pub fn of_response(head: &response::Parts) -> Option<Self> {
         if head.status != StatusCode::OK {
@@ -37,10 +44,10 @@ impl Encoding {
 
     /// The encoding of a watch response with this Content-Type.
     ///
-    /// kube-apiserver sends `application/json` or
-    /// `application/vnd.kubernetes.protobuf;stream=watch` (apiserver, `endpoints/handlers/watch.go`);
-    /// other servers send `application/json;stream=watch`. CBOR is not supported.
-    fn from_content_type(content_type: &str) -> Option<Self> {
+    /// kube-apiserver sends `application/json`, `application/vnd.kubernetes.protobuf;stream=watch` or
+    /// `application/cbor-seq` (apiserver, `endpoints/handlers/watch.go`); other servers send
+    /// `application/json;stream=watch`.
+    pub fn from_content_type(content_type: &str) -> Option<Self> {
         let mut parts = content_type.split(';').map(str::trim);
         let essence = parts.next()?;
         let stream = parts
@@ -54,7 +61,20 @@ impl Encoding {
         if essence.eq_ignore_ascii_case("application/json") {
             return Some(Self::Json);
         }
+        if essence.eq_ignore_ascii_case("application/cbor-seq") {
+            return Some(Self::Cbor);
+        }
         (is_protobuf && stream.is_some()).then_some(Self::Protobuf)
+    }
+
+    /// The media types in an `Accept` header that request this encoding by name.
+    pub fn accepted_types(self) -> &'static [&'static str] {
+        match self {
+            Self::Json => &["application/json"],
+            Self::Protobuf => &["application/vnd.kubernetes.protobuf"],
+            // kube-apiserver answers the first one with the second one.
+            Self::Cbor => &["application/cbor", "application/cbor-seq"],
+        }
     }
 }
 
@@ -63,12 +83,13 @@ pub fn parse(encoding: Encoding, frame: &[u8]) -> Option<Event<'_>> {
     match encoding {
         Encoding::Json => json::event(frame),
         Encoding::Protobuf => protobuf::event(frame),
+        Encoding::Cbor => cbor::event(frame),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::Encoding::{self, Json, Protobuf};
+    use super::Encoding::{self, Cbor, Json, Protobuf};
 
     #[test]
     fn encoding_follows_the_content_type() {
@@ -80,7 +101,8 @@ mod tests {
             ("application/vnd.kubernetes.protobuf; stream=\"watch\"", Some(Protobuf)),
             ("application/vnd.kubernetes.protobuf", None),
             ("application/json;stream=other", None),
-            ("application/cbor-seq", None),
+            ("application/cbor-seq", Some(Cbor)),
+            ("application/cbor", None),
             ("application/cbor;stream=watch", None),
             ("text/plain", None),
             ("", None),

@@ -93,6 +93,80 @@ pub fn protobuf_status(code: u64) -> Vec<u8> {
     frame("ERROR", "v1", "Status", &status)
 }
 
+/// A value in CBOR as Kubernetes encodes it: strings are byte strings, and lengths are definite.
+pub enum Cbor<'a> {
+    Text(&'a str),
+    Number(u64),
+    Map(&'a [(&'a str, Cbor<'a>)]),
+    /// In the tag of self-described CBOR.
+    Object(&'a [(&'a str, Cbor<'a>)]),
+    /// An item in another form.
+    Encoded(&'a [u8]),
+}
+
+impl Cbor<'_> {
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        self.write(&mut out);
+        out
+    }
+
+    fn write(&self, out: &mut Vec<u8>) {
+        match self {
+            Self::Text(text) => {
+                cbor_head(2, text.len() as u64, out);
+                out.extend_from_slice(text.as_bytes());
+            }
+            Self::Number(number) => cbor_head(0, *number, out),
+            Self::Encoded(item) => out.extend_from_slice(item),
+            Self::Map(members) | Self::Object(members) => {
+                if matches!(self, Self::Object(_)) {
+                    out.extend_from_slice(b"\xd9\xd9\xf7");
+                }
+                cbor_head(5, members.len() as u64, out);
+                for (key, value) in *members {
+                    Self::Text(key).write(out);
+                    value.write(out);
+                }
+            }
+        }
+    }
+}
+
+/// The head of an item in its shortest form.
+fn cbor_head(major: u8, argument: u64, out: &mut Vec<u8>) {
+    let bytes = argument.to_be_bytes();
+    let (info, len) = match argument {
+        0..24 => (argument as u8, 0),
+        24..0x100 => (24, 1),
+        0x100..0x1_0000 => (25, 2),
+        0x1_0000..0x1_0000_0000 => (26, 4),
+        _ => (27, 8),
+    };
+    out.push(major << 5 | info);
+    out.extend_from_slice(&bytes[8 - len..]);
+}
+
+pub fn cbor_event(
+    event_type: &str,
+    version: &str,
+    annotations: &[(&str, Cbor<'_>)],
+    padding: &str,
+) -> Vec<u8> {
+    use Cbor::{Map, Object, Text};
+    let metadata = [
+        ("name", Text("a")),
+        ("annotations", Map(annotations)),
+        ("resourceVersion", Text(version)),
+    ];
+    let object = [
+        ("kind", Text("Pod")),
+        ("spec", Map(&[("x", Text(padding)), ("metadata", Text("y"))])),
+        ("metadata", Map(&metadata)),
+    ];
+    Object(&[("type", Text(event_type)), ("object", Object(&object))]).encode()
+}
+
 /// Encodes a Pod event; `padding` sets its size.
 pub fn encode(encoding: Encoding, event_type: &str, version: u64, padding: &str) -> Vec<u8> {
     match encoding {
@@ -100,6 +174,7 @@ pub fn encode(encoding: Encoding, event_type: &str, version: u64, padding: &str)
         Encoding::Protobuf => {
             protobuf_event(event_type, "v1", "Pod", &version.to_string(), &[("p", padding)])
         }
+        Encoding::Cbor => cbor_event(event_type, &version.to_string(), &[], padding),
     }
 }
 
@@ -139,7 +214,7 @@ pub fn split(splitter: &mut FrameSplitter, chunks: &[Bytes], cap: usize) -> Vec<
 /// Checks that the splitter and the parser do not panic on these bytes, and that the splitter buffers at most
 /// `cap` bytes and returns every byte in order. The fuzz target `watch` checks the same.
 pub fn check_split_and_parse(bytes: &[u8]) {
-    for encoding in [Encoding::Json, Encoding::Protobuf] {
+    for encoding in Encoding::ALL {
         for cap in [1, 16, 4096] {
             for step in [1, 7, bytes.len().max(1)] {
                 let chunks: Vec<_> = bytes.chunks(step).map(Bytes::copy_from_slice).collect();

@@ -1,10 +1,10 @@
 //! Property tests of splitter, parser and relay with random histories, chunks and losses of streams, and
 //! tests of the splitter's limits.
 
-use super::super::codec::Encoding::{self, Json, Protobuf};
+use super::super::codec::Encoding::{self, Cbor, Json};
 use super::super::codec::frame::{FRAME_CAP, FrameSplitter, Piece};
 use super::super::relay::Relay;
-use super::super::session::{Effect, Ending, Input};
+use super::super::session::{Effect, Ending, Input, NotResumable};
 use super::events::{check_split_and_parse, cursor, encode, json_event, request, split};
 use crate::admission::ByteAccount;
 use bytes::Bytes;
@@ -15,8 +15,10 @@ use std::time::{Duration, Instant};
 const REQUEST: Effect =
     Effect::Request { max_jitter: Duration::from_millis(50), pause: Duration::ZERO };
 
+const TYPES: [&str; 6] = ["ADDED", "MODIFIED", "MODIFIED", "DELETED", "BOOKMARK", "NEWS"];
+
 fn encodings() -> impl Strategy<Value = Encoding> {
-    prop_oneof![Just(Json), Just(Protobuf)]
+    prop::sample::select(&Encoding::ALL[..])
 }
 
 fn paddings() -> impl Strategy<Value = Vec<String>> {
@@ -75,6 +77,62 @@ proptest! {
     }
 
     #[test]
+    fn relay_decides_equally_in_each_encoding(
+        history in prop::collection::vec(
+            (prop::sample::select(&TYPES[..]), 0..9_u64, "[ -~]{0,40}"), 1..20),
+        cuts in cuts(),
+        loss in any::<prop::sample::Index>(),
+    ) {
+        let start = Instant::now();
+        let loss = loss.index(history.len());
+        let decisions = Encoding::ALL.map(|encoding| {
+            let mut relay = Relay::new(encoding, request("3"), start, ByteAccount::unmetered(usize::MAX));
+            let frames: Vec<_> =
+                history.iter().map(|(event, version, p)| encode(encoding, event, *version, p)).collect();
+            let mut decisions = Vec::new();
+            for (at, frames) in [&frames[..loss], &frames[loss..]].into_iter().enumerate() {
+                let mut sent = Vec::new();
+                let mut effect = Effect::None;
+                let (mut objects, mut bookmarks, mut shown) = (0, 0, 0);
+                for chunk in chunks(&frames.concat(), &cuts) {
+                    let pushed = relay.push(&chunk, start, |bytes| sent.push(bytes));
+                    objects = pushed.versions.objects.max(objects);
+                    bookmarks = pushed.versions.bookmarks.max(bookmarks);
+                    shown = pushed.versions.shown.max(shown);
+                    effect = pushed.effect;
+                    if effect != Effect::None {
+                        break;
+                    }
+                }
+                let sent = sent.concat();
+                // The frames that were forwarded, by their place in the history.
+                let mut rest = sent.trim_ascii_start();
+                let mut forwarded = Vec::new();
+                for (n, frame) in frames.iter().enumerate() {
+                    if let Some(after) = rest.strip_prefix(frame.trim_ascii_end()) {
+                        forwarded.push(n);
+                        rest = if encoding == Json { after.trim_ascii_start() } else { after };
+                    }
+                }
+                assert!(rest.is_empty(), "{encoding:?}: {rest:?} was forwarded");
+                decisions.push(format!("{forwarded:?} {effect:?} {objects} {bookmarks} {shown}"));
+                if at == 0 {
+                    let lost = relay.stream_lost(false, start);
+                    let at = cursor(relay.session(), start);
+                    decisions.push(format!("{lost:?} {at:?}"));
+                    if !matches!(lost, Effect::Request { .. }) {
+                        break;
+                    }
+                    relay.session_mut().step(Input::Accepted, start);
+                }
+            }
+            decisions
+        });
+        prop_assert_eq!(&decisions[0], &decisions[1]);
+        prop_assert_eq!(&decisions[0], &decisions[2]);
+    }
+
+    #[test]
     fn relay_delivers_every_event_once_and_in_order_despite_losses(
         encoding in encodings(),
         history in prop::collection::vec(("[ -~]{0,40}", any::<bool>()), 1..30),
@@ -117,7 +175,7 @@ proptest! {
         let expected: Vec<u8> =
             events.iter().filter(|(.., b)| !b).flat_map(|(_, bytes, _)| bytes.clone()).collect();
         let without_newlines = |bytes: &[u8]| -> Vec<u8> {
-            if encoding == Protobuf { return bytes.to_vec(); }
+            if encoding != Json { return bytes.to_vec(); }
             bytes.iter().copied().filter(|b| *b != b'\n').collect()
         };
         prop_assert_eq!(without_newlines(&client.concat()), without_newlines(&expected));
@@ -126,7 +184,7 @@ proptest! {
 
 #[test]
 fn splitter_joins_frames_that_are_cut_at_any_byte() {
-    for encoding in [Json, Protobuf] {
+    for encoding in Encoding::ALL {
         let frames: Vec<_> = (1..4).map(|v| encode(encoding, "ADDED", v, "a{}\\\"\n}")).collect();
         let stream = frames.concat();
         for at in 0..=stream.len() {
@@ -178,7 +236,7 @@ fn relay_forwards_a_burst_as_one_slice_of_its_chunk() {
 /// watch can be resumed again.
 #[test]
 fn relay_passes_a_frame_above_the_cap_in_pieces() {
-    for encoding in [Json, Protobuf] {
+    for encoding in Encoding::ALL {
         let start = Instant::now();
         let frame = encode(encoding, "ADDED", 6, &"x".repeat(FRAME_CAP + 100_000));
         for whole in [false, true] {
@@ -217,7 +275,7 @@ fn relay_passes_a_frame_above_the_cap_in_pieces() {
 fn splitters_together_buffer_no_more_than_the_budget() {
     const SPLITTERS: usize = 20;
     const TAIL: usize = 30;
-    for encoding in [Json, Protobuf] {
+    for encoding in Encoding::ALL {
         let account = ByteAccount::unmetered(10_000);
         let frame = encode(encoding, "ADDED", 7, &"x".repeat(3_000));
         let (head, tail) = frame.split_at(frame.len() - TAIL);
@@ -271,7 +329,7 @@ fn splitters_together_buffer_no_more_than_the_budget() {
 
 #[test]
 fn splitter_without_budget_still_finds_the_ends_of_frames() {
-    for encoding in [Json, Protobuf] {
+    for encoding in Encoding::ALL {
         let frames: Vec<_> = (1..4).map(|v| encode(encoding, "ADDED", v, "a{}\\\"\n}")).collect();
         let stream = frames.concat();
         for step in [1, 2, 3, 5, 7, 64] {
@@ -310,9 +368,9 @@ fn splitter_without_budget_still_finds_the_ends_of_frames() {
 #[test]
 fn splitter_takes_linear_time_for_hostile_input() {
     const SIZE: usize = 1 << 20;
-    let measure = |stream: &[u8], step: usize| {
+    let measure = |encoding: Encoding, stream: &[u8], step: usize| {
         let begun = Instant::now();
-        let mut splitter = FrameSplitter::new(Json, ByteAccount::unmetered(usize::MAX));
+        let mut splitter = FrameSplitter::new(encoding, ByteAccount::unmetered(usize::MAX));
         for chunk in stream.chunks(step) {
             let mut at = 0;
             while at < chunk.len() {
@@ -329,12 +387,79 @@ fn splitter_takes_linear_time_for_hostile_input() {
     };
     let mut blank = vec![b' '; SIZE];
     blank[0] = b'{';
-    for (name, stream, step) in [
-        ("blanks, byte by byte", blank, 1),
-        ("objects without newlines", b"{}".repeat(SIZE), 2 * SIZE),
+    let chunks_of_a_string = [vec![0x5f], vec![0x40; SIZE]].concat();
+    for (name, encoding, stream, step) in [
+        ("blanks, byte by byte", Json, blank, 1),
+        ("objects without newlines", Json, b"{}".repeat(SIZE), 2 * SIZE),
+        ("tags, byte by byte", Cbor, vec![0xc6; SIZE], 1),
+        ("empty maps", Cbor, vec![0xa0; SIZE], SIZE),
+        ("chunks of a string, byte by byte", Cbor, chunks_of_a_string, 1),
+        ("malformed, byte by byte", Cbor, vec![0xff; SIZE], 1),
     ] {
-        let took = measure(&stream, step);
+        let took = measure(encoding, &stream, step);
         println!("{name}: {took:?}");
         assert!(took < Duration::from_secs(30), "{name}: {took:?}");
+    }
+}
+
+/// After malformed CBOR the ends of frames are unknown, so the watch must not look as if it could be resumed.
+#[test]
+fn relay_forwards_everything_after_malformed_cbor_and_ends_with_a_reset() {
+    let start = Instant::now();
+    let event = |version| encode(Cbor, "MODIFIED", version, "x");
+    let huge = [&[0x5b, 0x80][..], &[0; 7], &[b'x'; 5000]].concat();
+    for (name, malformed, is_readable) in [
+        ("a break", vec![0xff], false),
+        ("a reserved length", vec![0x9c], false),
+        ("10,000 arrays", vec![0x81; 10_000], false),
+        ("10,000 arrays of indefinite length", vec![0x9f; 10_000], false),
+        ("an array of 2^64 - 1 items", [vec![0x9b], vec![0xff; 8]].concat(), false),
+        ("a string of 2^63 bytes", huge, true),
+    ] {
+        for step in [1, 700, usize::MAX] {
+            let account = ByteAccount::unmetered(usize::MAX);
+            let mut relay = Relay::new(Cbor, request("5"), start, account.clone());
+            let stream = [event(6), malformed.clone(), event(7)].concat();
+            let mut out = Vec::new();
+            for chunk in stream.chunks(step) {
+                let chunk = Bytes::copy_from_slice(chunk);
+                let pushed = relay.push(&chunk, start, |bytes| out.extend_from_slice(&bytes));
+                assert_eq!(pushed.effect, Effect::None);
+                assert!(account.budget().held() <= stream.len());
+            }
+            assert_eq!(out, stream, "{name} {step}");
+            let reason =
+                if is_readable { NotResumable::Oversized } else { NotResumable::Unreadable };
+            let lost = relay.stream_lost(false, start);
+            assert_eq!(lost, Effect::End(Ending::Reset, reason), "{name} {step}");
+        }
+    }
+}
+
+/// The figures of the codec: each event is split off, parsed and forwarded.
+#[test]
+#[ignore = "a measurement: cargo test --release -p jackstay-core -- --ignored --nocapture cost_of_an_event"]
+fn cost_of_an_event_by_encoding() {
+    const EVENTS: u64 = 2_000;
+    const CHUNK: usize = 16 << 10;
+    let start = Instant::now();
+    for size in [300, 3_000] {
+        for encoding in Encoding::ALL {
+            let padding = "x".repeat(size);
+            let frames = (2..EVENTS + 2).map(|n| encode(encoding, "MODIFIED", n, &padding));
+            let stream = Bytes::from(frames.collect::<Vec<_>>().concat());
+            let run = |_| {
+                let begun = Instant::now();
+                let account = ByteAccount::unmetered(usize::MAX);
+                let mut relay = Relay::new(encoding, request("1"), start, account);
+                for at in (0..stream.len()).step_by(CHUNK) {
+                    let chunk = stream.slice(at..stream.len().min(at + CHUNK));
+                    assert_eq!(relay.push(&chunk, start, drop).effect, Effect::None);
+                }
+                begun.elapsed().as_nanos() / u128::from(EVENTS)
+            };
+            let cost = (0..300).map(run).min().unwrap_or_default();
+            println!("{encoding:?}, {size} bytes: {cost} ns an event");
+        }
     }
 }

@@ -1,8 +1,9 @@
 //! Which watches are followed, and how their requests are rewritten.
 
+use super::super::codec::Encoding;
 use super::super::codec::version::ResourceVersion;
 use super::super::request::{
-    GzipPreference, WatchRequest, resume_query, upstream_headers, upstream_query,
+    GzipPreference, WatchRequest, accept_only, resume_query, upstream_headers, upstream_query,
 };
 use http::HeaderMap;
 use std::time::Duration;
@@ -34,8 +35,9 @@ fn request_is_followed_if_the_codec_reads_an_accepted_type() {
         ("watch", "/api/v1/pods", &[("accept", table)], Some((true, false))),
         ("watch", "/api/v1/pods", &[("accept", "*/*")], Some((true, true))),
         ("watch", "/api/v1/pods", &[("accept", cbor)], Some((true, true))),
-        ("watch", "/api/v1/pods", &[("accept", "application/cbor")], None),
-        ("watch", "/api/v1/pods", &[("accept", "application/cbor, application/json;q=0")], None),
+        ("watch", "/api/v1/pods", &[("accept", "application/cbor")], Some((true, true))),
+        ("watch", "/api/v1/pods", &[("accept", "application/cbor;as=Table")], Some((true, false))),
+        ("watch", "/api/v1/pods", &[("accept", "application/yaml, application/cbor;q=0")], None),
         ("watch", "/api/v1/pods", &[("accept", "application/yaml")], None),
         ("watch", "/api/v1/pods", &[("upgrade", "websocket")], None),
         ("list", "/api/v1/pods", &[], None),
@@ -155,12 +157,16 @@ fn gzip_is_asked_for_where_the_client_accepts_it_or_lists() {
 fn upstream_headers_offer_only_types_that_the_codec_reads() {
     for (accept, offered) in [
         ("application/json", "application/json"),
-        ("application/cbor, application/json;q=0.9", "application/json;q=0.9"),
         (
-            "application/json;as=Table;v=v1;g=meta.k8s.io,application/cbor,application/json",
+            "application/cbor, application/json;q=0.9, */*;q=0.1",
+            "application/cbor, application/json;q=0.9, */*;q=0.1",
+        ),
+        (
+            "application/json;as=Table;v=v1;g=meta.k8s.io,application/yaml,application/json",
             "application/json;as=Table;v=v1;g=meta.k8s.io, application/json",
         ),
-        ("application/cbor-seq,*/*", "*/*"),
+        ("application/yaml,*/*", "*/*"),
+        ("application/cbor;q=0,application/json", "application/json"),
         (
             "application/vnd.kubernetes.protobuf,application/json",
             "application/vnd.kubernetes.protobuf,application/json",
@@ -171,8 +177,35 @@ fn upstream_headers_offer_only_types_that_the_codec_reads() {
         assert_eq!(map, headers(&[("accept", offered)]), "{accept}");
     }
     let mut map = HeaderMap::new();
-    map.append("accept", "application/cbor".parse().unwrap());
+    map.append("accept", "application/yaml".parse().unwrap());
     map.append("accept", "application/json".parse().unwrap());
     upstream_headers(&mut map);
     assert_eq!(map, headers(&[("accept", "application/json")]));
+}
+
+#[test]
+fn accept_only_offers_the_established_encoding() {
+    use Encoding::{Cbor, Json, Protobuf};
+    let both = "application/cbor, application/json;q=0.9";
+    let table = "application/cbor;as=Table;v=v1;g=meta.k8s.io, application/json";
+    let named = "application/vnd.kubernetes.protobuf, */*;q=0.5";
+    for (accept, encoding, offered) in [
+        (both, Cbor, "application/cbor"),
+        (both, Json, "application/json;q=0.9"),
+        (table, Cbor, "application/cbor;as=Table;v=v1;g=meta.k8s.io"),
+        (named, Protobuf, "application/vnd.kubernetes.protobuf"),
+        (named, Json, "*/*;q=0.5"),
+        ("application/cbor-seq, */*", Cbor, "application/cbor-seq"),
+        ("Application/CBOR", Cbor, "Application/CBOR"),
+        ("*/*", Json, "*/*"),
+        // The server has ignored the header.
+        ("application/cbor", Json, "application/cbor"),
+    ] {
+        let mut map = headers(&[("accept", accept)]);
+        accept_only(&mut map, encoding);
+        assert_eq!(map, headers(&[("accept", offered)]), "{accept}");
+    }
+    let mut map = HeaderMap::new();
+    accept_only(&mut map, Json);
+    assert!(map.is_empty());
 }

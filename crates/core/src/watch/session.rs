@@ -29,6 +29,7 @@
 //! | Ordered, unconfirmed | `Rejected` without an event | Resuming; the endpoint is excluded from the round | `Request` |
 //! | Resuming | `Accepted`: 200 with the client's Content-Type | Ordered, unconfirmed; for the original request the state in which it begins | |
 //! | Resuming | `AttemptFailed`: 410 | Resuming; the endpoint is excluded from the round: its history is too short | `Request` |
+//! | Resuming | `AttemptFailed`: 406, or 200 with another Content-Type | Resuming; the endpoint is excluded from the round: it does not serve the encoding | `Request` |
 //! | Resuming | `AttemptFailed`: 429, 5xx | Resuming; the endpoint is asked again after its Retry-After | `Request` |
 //! | Resuming | `AttemptFailed`: no head within 10 s (withholding: 3 s), or the connection failed | Resuming | `Request` |
 //! | Resuming, not withholding | `AttemptFailed`: no endpoint can be reached | Resuming | `Hold` |
@@ -284,10 +285,11 @@ impl Session {
         let exclusions = self.exclusions.get_or_insert_default();
         exclusions.record(result, endpoint, withholds_error, now);
         let candidates = exclusions.candidates(endpoints, now);
+        let is_excluded = result.exclusion() == Some(Exclusion::Round);
         let endpoints_left = if withholds_error {
             candidates.ready
-        } else if matches!(result, AttemptResult::Head { status: 410, .. }) {
-            // Waiting does not make the endpoint's history longer, so another endpoint must be usable now.
+        } else if is_excluded && result != AttemptResult::ErrorEvent {
+            // Waiting makes no history longer and adds no encoding, so another endpoint must be usable now.
             candidates.usable
         } else {
             candidates.any

@@ -3,7 +3,7 @@
 //! | event | the endpoint of the stream or attempt | all others |
 //! |---|---|---|
 //! | the stream was lost, an outage begins, an event confirms the stream, or the watch has moved | may be asked | may be asked, unless a Retry-After runs |
-//! | ERROR event, 410 | not in this round | as before |
+//! | ERROR event, 410, 406, 200 with another Content-Type | not in this round | as before |
 //! | 429, 5xx | not before its Retry-After; not in this round if an ERROR event is withheld | as before |
 //! | another response, while an ERROR event is withheld | not in this round | as before |
 //! | no head | may be asked | as before |
@@ -123,6 +123,8 @@ mod tests {
     #[test]
     fn record_excludes_by_the_table() {
         let no_head = AttemptResult::NoHead { outage: false };
+        let other_type =
+            AttemptResult::Head { status: 200, same_content_type: false, retry_after: None };
         let now = Instant::now();
         let (soon, later) = (now + Duration::from_secs(2), now + Duration::from_secs(4000));
         // The result, whether no endpoint is asked twice; expected: whether the endpoint is excluded in two seconds
@@ -130,6 +132,8 @@ mod tests {
         for (result, once, expected) in [
             (AttemptResult::ErrorEvent, false, (true, true, true, false)),
             (head(410, 0), false, (true, true, true, true)),
+            (head(406, 0), false, (true, true, true, true)),
+            (other_type, false, (true, true, true, true)),
             (head(429, 3), false, (true, false, true, true)),
             (head(503, 0), false, (false, false, true, true)),
             (head(503, u64::MAX), false, (true, false, true, true)),

@@ -231,7 +231,9 @@ impl AttemptResult {
     /// endpoint would give the same response.
     pub fn exclusion(self) -> Option<Exclusion> {
         match self {
-            Self::Head { status: 410, .. } | Self::ErrorEvent => Some(Exclusion::Round),
+            Self::Head { status: 406 | 410, .. }
+            | Self::Head { status: 200, same_content_type: false, .. }
+            | Self::ErrorEvent => Some(Exclusion::Round),
             Self::Head { status: 429 | 500..=599, retry_after, .. } => {
                 Some(Exclusion::For(retry_after.unwrap_or_default()))
             }
@@ -259,14 +261,14 @@ mod tests {
         let bare = AttemptResult::Head { status: 504, same_content_type: false, retry_after: None };
         assert!(head(200).is_accepted());
         for (result, exclusion) in [
-            (other_type, None),
+            (other_type, Some(Exclusion::Round)),
             (head(201), None),
             (head(301), None),
             (head(400), None),
             (head(401), None),
             (head(403), None),
             (head(404), None),
-            (head(406), None),
+            (head(406), Some(Exclusion::Round)),
             (head(410), Some(Exclusion::Round)),
             (head(429), Some(Exclusion::For(pause))),
             (head(500), Some(Exclusion::For(pause))),

@@ -452,6 +452,8 @@ fn attempt_result_leads_to_another_attempt_or_to_the_end() {
         same_content_type: true,
         retry_after: Some(Duration::from_secs(31)),
     };
+    let other_type =
+        AttemptResult::Head { status: 200, same_content_type: false, retry_after: None };
     let ejected = &[is_in(1, Ready), is_in(2, Ejected)];
     let alone = &[is_in(1, Ready)];
     for (result, endpoints, now, effect) in [
@@ -464,6 +466,11 @@ fn attempt_result_leads_to_another_attempt_or_to_the_end() {
         (head(410), ALL_LEFT, start, REQUEST),
         (head(410), ejected, start, GAVE_UP),
         (head(410), alone, start, GAVE_UP),
+        (head(406), ALL_LEFT, start, REQUEST),
+        (head(406), ejected, start, GAVE_UP),
+        (other_type, ALL_LEFT, start, REQUEST),
+        (other_type, ejected, start, GAVE_UP),
+        (other_type, alone, start, GAVE_UP),
         (AttemptResult::ErrorEvent, ALL_LEFT, start, REQUEST),
         (AttemptResult::ErrorEvent, alone, start, GAVE_UP),
         (unreachable, ALL_LEFT, start, REQUEST),

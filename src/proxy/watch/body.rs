@@ -245,7 +245,7 @@ impl WatchBody {
                     self.switch_to(response, "resumed");
                     return self.step(Input::Accepted, "");
                 }
-                let cause = format!("the endpoint answered {}", response.head.status);
+                let cause = self.context.describe_refusal(&response.head);
                 (result, Some(Rc::clone(response.permit.connection())), cause)
             }
             Err(AttemptError { reason, connection, outage }) => {

@@ -8,8 +8,9 @@ use http::{HeaderMap, HeaderName, HeaderValue, Request, Uri, header, response};
 use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::info::is_built_in_group;
+use jackstay_core::watch::codec::Encoding;
 use jackstay_core::watch::gzip::{ContentCoding, GzipError};
-use jackstay_core::watch::request::{group, with_query};
+use jackstay_core::watch::request::{accept_only, group, with_query};
 use jackstay_core::watch::session::{AttemptResult, NotResumable, Session};
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
@@ -101,17 +102,21 @@ impl ResumeContext {
         (upstream, class): (Rc<UpstreamClient>, Rc<ClassPool>),
         proof: IdentityProof,
         drain: DrainWatcher,
-        head: Request<()>,
+        mut head: Request<()>,
         response: &response::Parts,
         resource_versions: Option<Box<WatchVersions>>,
     ) -> Self {
+        let content_type = content_type(&response.headers);
+        if let Some(encoding) = Encoding::from_content_type(content_type) {
+            accept_only(head.headers_mut(), encoding);
+        }
         Self {
             upstream,
             class,
             proof,
             drain,
             head: RequestHead::new(head),
-            content_type: content_type(&response.headers).into(),
+            content_type: content_type.into(),
             resource_versions,
             last_connection: None,
             without_gzip: false,
@@ -182,6 +187,15 @@ impl ResumeContext {
                 && head.headers.contains_key(header::CONTENT_TYPE)
                 && content_type.eq_ignore_ascii_case(self.content_type.trim()),
             retry_after: retry_after(&head.headers),
+        }
+    }
+
+    /// Why the head of such a result is not accepted, for logs.
+    pub(super) fn describe_refusal(&self, head: &response::Parts) -> String {
+        let answer = format!("the endpoint answered {}", head.status);
+        match self.attempt_result(head) {
+            AttemptResult::Head { status: 200, .. } => answer + " with another Content-Type",
+            _ => answer,
         }
     }
 

@@ -169,7 +169,7 @@ fn check_response(
 ) -> Result<Response, String> {
     let response = result?;
     if !context.attempt_result(&response.head).is_accepted() {
-        return Err(format!("the endpoint answered {}", response.head.status));
+        return Err(context.describe_refusal(&response.head));
     }
     let first = first_piece(&response, relay).map_err(|error| error.as_str().to_owned())?;
     if first.is_some_and(|first| relay.begins_with_error(&first)) {

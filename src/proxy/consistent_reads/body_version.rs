@@ -5,7 +5,10 @@ use std::io::Read as _;
 
 use bytes::BytesMut;
 use http::{HeaderMap, header, response};
-use jackstay_core::watch::codec::head::{json_head, json_tail, protobuf_head};
+use jackstay_core::watch::codec::Encoding as Format;
+use jackstay_core::watch::codec::head::{
+    cbor_head, cbor_tail, json_head, json_tail, protobuf_head,
+};
 use jackstay_core::watch::codec::version::HeadVersion;
 
 /// Bytes of a body that are copied at most, if its first piece does not contain the version.
@@ -19,7 +22,7 @@ const MAX_INFLATED: usize = 4096;
 /// How a body is encoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Encoding {
-    is_json: bool,
+    format: Format,
     is_gzip: bool,
 }
 
@@ -33,9 +36,13 @@ impl Encoding {
         };
         let content_type = text(header::CONTENT_TYPE)?;
         let essence = content_type.split(|&byte| byte == b';').next()?.trim_ascii();
-        let is_json = essence.eq_ignore_ascii_case(b"application/json");
-        let is_protobuf = essence.eq_ignore_ascii_case(b"application/vnd.kubernetes.protobuf");
-        (is_json || is_protobuf).then_some(Self { is_json, is_gzip })
+        let format = match &*essence.to_ascii_lowercase() {
+            b"application/json" => Format::Json,
+            b"application/vnd.kubernetes.protobuf" => Format::Protobuf,
+            b"application/cbor" => Format::Cbor,
+            _ => return None,
+        };
+        Some(Self { format, is_gzip })
     }
 
     fn head_version(self, bytes: &[u8]) -> HeadVersion {
@@ -47,7 +54,11 @@ impl Encoding {
                 .read_to_end(&mut inflated);
             return Self { is_gzip: false, ..self }.head_version(&inflated);
         }
-        if self.is_json { json_head(bytes) } else { protobuf_head(bytes) }
+        match self.format {
+            Format::Json => json_head(bytes),
+            Format::Protobuf => protobuf_head(bytes),
+            Format::Cbor => cbor_head(bytes),
+        }
     }
 }
 
@@ -57,7 +68,7 @@ pub struct BodyVersion {
     encoding: Encoding,
     /// The beginning, as far as it has arrived; `None` once it is known to have no version.
     head: Option<BytesMut>,
-    /// The latest bytes of a list in JSON, whose metadata may follow its items.
+    /// The latest bytes of a list in JSON or CBOR, whose metadata may follow its items.
     tail: Option<Vec<u8>>,
 }
 
@@ -76,7 +87,8 @@ impl BodyVersion {
     /// Reads a body with this head; `None` if it cannot be read.
     pub fn new(head: &response::Parts, is_list: bool) -> Option<Self> {
         let encoding = Encoding::of(&head.headers)?;
-        let tail = (is_list && encoding.is_json && !encoding.is_gzip).then(Vec::new);
+        let may_follow = encoding.format != Format::Protobuf && !encoding.is_gzip;
+        let tail = (is_list && may_follow).then(Vec::new);
         Some(Self { encoding, head: Some(BytesMut::new()), tail })
     }
 
@@ -119,7 +131,8 @@ impl BodyVersion {
 
     /// The version in the end of the body, which is complete.
     pub fn end(&self) -> Option<u64> {
-        json_tail(self.tail.as_deref()?)
+        let tail = self.tail.as_deref()?;
+        if self.encoding.format == Format::Cbor { cbor_tail(tail) } else { json_tail(tail) }
     }
 }
 
@@ -172,6 +185,25 @@ mod tests {
     }
 
     #[test]
+    fn version_of_cbor_is_read_from_its_head_or_its_end() {
+        let head = head("application/cbor", "");
+        let metadata = b"\x48metadata\xa1\x4fresourceVersion\x4271";
+        let object = [b"\xd9\xd9\xf7\xa2\x44kind\x43Pod", &metadata[..]].concat();
+        for at in 0..object.len() {
+            let mut body = BodyVersion::new(&head, false).unwrap();
+            assert_eq!(read(&mut body, &[&object[..at], &object[at..]]), Version(71), "{at}");
+        }
+        let items = b"\xa1\x48metadata\xa1\x4fresourceVersion\x414".repeat(5_000);
+        let list =
+            [b"\xa3\x45items\x99\x13\x88", &items[..], metadata, b"\x44kind\x47PodList"].concat();
+        for piece in [7, 100, 16_384, 1 << 20] {
+            let mut body = BodyVersion::new(&head, true).unwrap();
+            let pieces: Vec<_> = list.chunks(piece).collect();
+            assert_eq!(read(&mut body, &pieces), Version(71), "{piece}");
+        }
+    }
+
+    #[test]
     fn version_is_read_from_a_compressed_body() {
         let text = format!(
             r#"{{"kind":"PodList","apiVersion":"v1","metadata":{{"resourceVersion":"12"}},"items":[{}]}}"#,
@@ -202,7 +234,7 @@ mod tests {
             assert_eq!(read(&mut body, pieces), NoVersion, "{content_type}");
         }
         for (content_type, encoding) in
-            [("text/plain", ""), ("application/cbor", ""), ("application/json", "br")]
+            [("text/plain", ""), ("application/cbor-seq", ""), ("application/json", "br")]
         {
             assert!(
                 BodyVersion::new(&head(content_type, encoding), true).is_none(),

@@ -220,6 +220,26 @@ async fn protobuf_watch_has_length_prefixed_frames() {
 }
 
 #[tokio::test]
+async fn cbor_watch_is_a_sequence_of_items_unless_its_gate_is_off() {
+    let cluster = TestCluster::new(1);
+    let client = connect(&cluster).await;
+    client.post(CONFIGMAPS, &config_map("a", "1")).await.unwrap();
+    let path = format!("{CONFIGMAPS}?watch=1");
+    let send = async |accept: &str| {
+        client.send(Method::GET, &path, &[("accept", accept)], "").await.unwrap()
+    };
+    let both = "application/cbor, application/json;q=0.9";
+    let response = send(both).await;
+    assert_eq!(response.headers()["content-type"], "application/cbor-seq");
+    let data = next_data(&mut response.into_body()).await.unwrap().unwrap();
+    assert!(data.starts_with(b"\xd9\xd9\xf7\xa2\x44type\x45ADDED\x46object\xd9\xd9\xf7"));
+
+    cluster.servers[0].set_faults(|faults| faults.cbor_disabled = true);
+    assert_eq!(send(both).await.headers()["content-type"], "application/json");
+    assert_eq!(send("application/cbor").await.status(), 406);
+}
+
+#[tokio::test]
 async fn credentials_select_the_user_or_end_with_goaway() {
     let cluster = TestCluster::new(1);
     let server = &cluster.servers[0];

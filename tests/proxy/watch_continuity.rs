@@ -14,14 +14,16 @@ use jackstay_apiserver::{ApiServerHandle, Options};
 use std::time::{Duration, Instant};
 
 /// The kinds of watches: name, path, query, `Accept`.
-const KINDS: [(&str, &str, &str, &str); 8] = [
+const KINDS: [(&str, &str, &str, &str); 10] = [
     ("json", "/api/v1/configmaps", "", "application/json"),
     ("namespaced", CONFIGMAPS, "", "application/json"),
     ("selected", CONFIGMAPS, "&labelSelector=v%20in%20(1,3,5,7)", "application/json"),
     ("bookmarks", CONFIGMAPS, "&allowWatchBookmarks=true", "application/json"),
     ("table", CONFIGMAPS, "", "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"),
     ("protobuf", CONFIGMAPS, "", "application/vnd.kubernetes.protobuf"),
+    ("cbor", CONFIGMAPS, "", "application/cbor"),
     ("cbor beside json", CONFIGMAPS, "", "application/cbor, application/json;q=0.9"),
+    ("cbor table", CONFIGMAPS, "", "application/cbor;as=Table;v=v1;g=meta.k8s.io,application/json"),
     (
         "initial",
         CONFIGMAPS,

@@ -31,6 +31,9 @@ pub(super) enum Format {
     /// A `Table` object in JSON, which kubectl prints.
     Table,
     Protobuf,
+    Cbor,
+    /// A `Table` object in CBOR.
+    CborTable,
 }
 
 /// Responds to one request.

@@ -15,6 +15,7 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::too_many_lines))]
 
+pub mod cbor;
 pub mod client;
 pub mod faulty_relay;
 pub mod pki;

@@ -68,6 +68,8 @@ pub struct Faults {
     pub cache_version: Option<u64>,
     /// `/livez` fails, as that of Kubernetes 1.36 without etcd, whose `/readyz` does not; nothing else changes.
     pub dead: bool,
+    /// The feature gate `CBORServingAndStorage` is off: CBOR is not acceptable.
+    pub cbor_disabled: bool,
     /// `SETTINGS_MAX_CONCURRENT_STREAMS` of new connections, in place of 100.
     pub max_streams: Option<u32>,
     /// Time that every request waits before it is handled, health checks included.

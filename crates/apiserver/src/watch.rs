@@ -9,7 +9,7 @@ use crate::route::{Query, Target};
 use crate::selector::Selector;
 use crate::state::{Counted, ServerState};
 use crate::status_error::StatusError;
-use crate::{protobuf, table};
+use crate::{cbor, protobuf, table};
 use bytes::Bytes;
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -107,6 +107,7 @@ pub(super) fn start(
     });
     let content_type = match format {
         Format::Protobuf => protobuf::WATCH,
+        Format::Cbor | Format::CborTable => cbor::WATCH,
         Format::Json | Format::Table => JSON,
     };
     let mut response = respond(200, content_type, ResponseBody::Stream(receiver));
@@ -232,11 +233,7 @@ impl Watch {
 
     /// Sends an ERROR event.
     async fn send_error(&mut self, error: &StatusError) -> Result<(), Disconnected> {
-        let status = error.status();
-        let frame = match self.format {
-            Format::Protobuf => protobuf::frame("ERROR", &status),
-            Format::Json | Format::Table => json_frame("ERROR", status.to_string().as_bytes()),
-        };
+        let frame = self.frame("ERROR", &error.status());
         self.send_frame(frame).await?;
         self.flush().await
     }
@@ -244,8 +241,8 @@ impl Watch {
     async fn send(&mut self, event: &str, object: &Object) -> Result<(), Disconnected> {
         let frame = match self.format {
             Format::Json => json_frame(event, &object.json),
-            Format::Protobuf => protobuf::frame(event, &object.value),
-            Format::Table => {
+            Format::Protobuf | Format::Cbor => self.frame(event, &object.value),
+            Format::Table | Format::CborTable => {
                 // Only the first event carries column definitions.
                 let columns =
                     if self.columns_sent { Value::Null } else { table::definitions(self.kind) };
@@ -253,10 +250,18 @@ impl Watch {
                 let meta = json!({ "resourceVersion": object.version.to_string() });
                 let table =
                     table::table(self.kind, &[object], &columns, &self.include_object, &meta);
-                json_frame(event, table.to_string().as_bytes())
+                self.frame(event, &table)
             }
         };
         self.send_frame(frame).await
+    }
+
+    fn frame(&self, event: &str, object: &Value) -> Vec<u8> {
+        match self.format {
+            Format::Json | Format::Table => json_frame(event, object.to_string().as_bytes()),
+            Format::Protobuf => protobuf::frame(event, object),
+            Format::Cbor | Format::CborTable => cbor::frame(event, object),
+        }
     }
 
     async fn send_frame(&mut self, frame: Vec<u8>) -> Result<(), Disconnected> {

@@ -2,7 +2,9 @@
 
 use crate::wait::{soon, until};
 use http::Method;
+use jackstay_apiserver::cbor;
 use jackstay_apiserver::client::{Client, next_data};
+use jackstay_core::watch::codec::Encoding;
 use serde_json::Value;
 use std::sync::{Arc, Mutex};
 use tokio::task::JoinHandle;
@@ -40,7 +42,8 @@ impl WatchRecorder {
         let sent = soon(path, client.send(Method::GET, path, &headers, "")).await;
         let response = sent.unwrap_or_else(|e| panic!("{path}: {e}"));
         assert_eq!(response.status(), 200, "{path}");
-        let protobuf = response.headers()["content-type"].to_str().unwrap().contains("protobuf");
+        let content_type = response.headers()["content-type"].to_str().unwrap();
+        let encoding = Encoding::from_content_type(content_type).expect("the type of a watch");
         let mut body = response.into_body();
         let events = Arc::<Mutex<Vec<Event>>>::default();
         let end = Arc::<Mutex<Option<Result<(), String>>>>::default();
@@ -51,7 +54,7 @@ impl WatchRecorder {
                 match next_data(&mut body).await {
                     Ok(Some(data)) => {
                         buffer.extend_from_slice(&data);
-                        while let Some(event) = take_event(&mut buffer, protobuf) {
+                        while let Some(event) = take_event(&mut buffer, encoding) {
                             if event.kind != "BOOKMARK" {
                                 recorded.lock().unwrap().push(event);
                             }
@@ -106,21 +109,20 @@ impl WatchRecorder {
 }
 
 /// Removes the first complete event from the buffer and decodes it.
-fn take_event(buffer: &mut Vec<u8>, protobuf: bool) -> Option<Event> {
-    if protobuf {
-        let length = u32::from_be_bytes(buffer.get(..4)?.try_into().unwrap()) as usize;
-        let frame = buffer.get(4..4 + length)?.to_vec();
-        buffer.drain(..4 + length);
-        let kind = String::from_utf8(field(&frame, 1)?).unwrap();
-        let raw = field(&field(&frame, 2)?, 1)?;
-        let object = field(raw.strip_prefix(b"k8s\0").unwrap(), 2)?;
-        let meta = field(&object, 1)?;
-        let text = |number| String::from_utf8(field(&meta, number).unwrap_or_default()).unwrap();
-        return Some(Event { kind, name: text(1), version: text(6).parse().unwrap_or_default() });
-    }
-    let end = buffer.iter().position(|byte| *byte == b'\n')?;
-    let line: Vec<u8> = buffer.drain(..=end).collect();
-    let event: Value = serde_json::from_slice(&line).unwrap();
+fn take_event(buffer: &mut Vec<u8>, encoding: Encoding) -> Option<Event> {
+    let (event, length) = match encoding {
+        Encoding::Protobuf => return take_protobuf(buffer),
+        Encoding::Json => {
+            let length = buffer.iter().position(|byte| *byte == b'\n')? + 1;
+            (serde_json::from_slice(&buffer[..length]).unwrap(), length)
+        }
+        Encoding::Cbor => {
+            let mut rest = &buffer[..];
+            let event: Value = cbor::take_value(&mut rest)?;
+            (event, buffer.len() - rest.len())
+        }
+    };
+    buffer.drain(..length);
     let mut object = &event["object"];
     if object["kind"] == "Table" {
         object = &object["rows"][0]["object"];
@@ -129,6 +131,18 @@ fn take_event(buffer: &mut Vec<u8>, protobuf: bool) -> Option<Event> {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let version = text(&meta["resourceVersion"]).parse().unwrap_or_default();
     Some(Event { kind: text(&event["type"]), name: text(&meta["name"]), version })
+}
+
+fn take_protobuf(buffer: &mut Vec<u8>) -> Option<Event> {
+    let length = u32::from_be_bytes(buffer.get(..4)?.try_into().unwrap()) as usize;
+    let frame = buffer.get(4..4 + length)?.to_vec();
+    buffer.drain(..4 + length);
+    let kind = String::from_utf8(field(&frame, 1)?).unwrap();
+    let raw = field(&field(&frame, 2)?, 1)?;
+    let object = field(raw.strip_prefix(b"k8s\0").unwrap(), 2)?;
+    let meta = field(&object, 1)?;
+    let text = |number| String::from_utf8(field(&meta, number).unwrap_or_default()).unwrap();
+    Some(Event { kind, name: text(1), version: text(6).parse().unwrap_or_default() })
 }
 
 /// The first length-delimited field with this number in a protobuf message.

@@ -141,7 +141,11 @@ impl RequestContext {
     }
 
     fn watch(&self, target: &Target) -> Result<Response<ResponseBody>, StatusError> {
-        let format = self.format(&[Format::Json, Format::Table, Format::Protobuf])?;
+        let mut formats = vec![Format::Json, Format::Table, Format::Protobuf];
+        if !self.server.faults.borrow().cbor_disabled {
+            formats.extend([Format::Cbor, Format::CborTable]);
+        }
+        let format = self.format(&formats)?;
         let selector = self.selector(target)?;
         let accepts_gzip =
             self.header("accept-encoding").is_some_and(|codings| codings.contains("gzip"));
@@ -257,6 +261,8 @@ impl RequestContext {
             "application/json" if item.contains("as=") => None,
             "application/json" | "application/*" | "*/*" => Some(Format::Json),
             "application/vnd.kubernetes.protobuf" => Some(Format::Protobuf),
+            "application/cbor" if item.contains("as=Table") => Some(Format::CborTable),
+            "application/cbor" => Some(Format::Cbor),
             _ => None,
         });
         formats.into_iter().find(|format| supported.contains(format)).ok_or_else(|| {

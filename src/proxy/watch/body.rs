@@ -274,6 +274,7 @@ impl WatchBody {
 
     /// Reads from a new stream from now on. `result` is the label in the metric of resumes.
     fn switch_to(&mut self, response: Response, result: &'static str) {
+        self.context.forget_move_answers();
         let connection = response.permit.connection();
         self.context.served_by(&connection.endpoint);
         self.outcome.resumes += 1;

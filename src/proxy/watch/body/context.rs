@@ -45,6 +45,12 @@ pub struct ResumeContext {
     without_gzip: bool,
     /// The newest version of Kubernetes that has served the watch, if one is known.
     served_by: Option<MinorVersion>,
+    /// Endpoints to which the watch does not move from its stream, because they do not serve its encoding.
+    #[expect(
+        clippy::box_collection,
+        reason = "every watch has the field, and few have such endpoints"
+    )]
+    without_encoding: Option<Box<Vec<EndpointKey>>>,
 }
 
 /// The versions of apiservers that may continue a watch.
@@ -121,6 +127,7 @@ impl ResumeContext {
             last_connection: None,
             without_gzip: false,
             served_by: None,
+            without_encoding: None,
         }
     }
 
@@ -188,6 +195,23 @@ impl ResumeContext {
                 && content_type.eq_ignore_ascii_case(self.content_type.trim()),
             retry_after: retry_after(&head.headers),
         }
+    }
+
+    /// The endpoints that must not be asked for a stream to which the watch moves.
+    pub(super) fn excluded_from_moves(&self) -> Vec<EndpointKey> {
+        self.without_encoding.as_deref().cloned().unwrap_or_default()
+    }
+
+    /// Called when this endpoint has answered an attempt to move.
+    pub(super) fn record_move_answer(&mut self, head: &response::Parts, endpoint: &Endpoint) {
+        if self.attempt_result(head).lacks_encoding() {
+            self.without_encoding.get_or_insert_default().push(endpoint.key());
+        }
+    }
+
+    /// Called when the watch has another stream.
+    pub(super) fn forget_move_answers(&mut self) {
+        self.without_encoding = None;
     }
 
     /// Why the head of such a result is not accepted, for logs.

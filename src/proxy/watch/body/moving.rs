@@ -74,6 +74,10 @@ impl WatchBody {
         let ended = Source::Ended(None);
         let Source::Moving(moving) = std::mem::replace(&mut self.source, ended) else { return };
         let (mut old, _) = *moving;
+        if let Ok(response) = &result {
+            let endpoint = &response.permit.connection().endpoint;
+            self.context.record_move_answer(&response.head, endpoint);
+        }
         match check_response(result, &self.relay, &self.context) {
             Ok(response) => {
                 self.relay.move_ended(clock::now());
@@ -108,7 +112,7 @@ fn take_move_offer(
         return None;
     }
     let versions = context.versions(session);
-    let mut excluded = Vec::new();
+    let mut excluded = context.excluded_from_moves();
     versions.exclude_older(&mut excluded);
     let targets = connection.moves.take_unless(|target| excluded.contains(&target.key()))?;
     let pool = &context.upstream.pool;

@@ -201,14 +201,13 @@ impl UpstreamStream {
         let pause = self.searches.pause(immediate, &mut fastrand::Rng::new());
         let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
         let (proof, wanted) = (context.proof.clone(), context.wanted_version());
-        let versions = context.versions(session);
+        let (versions, mut excluded) = (context.versions(session), context.excluded_from_moves());
         let mut drain = context.drain.clone();
         self.next_event = Box::pin(async move {
             let search = async {
                 sleep(pause).await;
                 // If the identity is no longer proven, the body ends the watch.
                 proof.confirmed().await;
-                let mut excluded = Vec::new();
                 versions.exclude_older(&mut excluded);
                 let requirements = StreamRequirements {
                     long_running: true,

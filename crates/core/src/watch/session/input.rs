@@ -227,13 +227,21 @@ impl AttemptResult {
         matches!(self, Self::Head { status: 200, same_content_type: true, .. })
     }
 
+    /// Whether the endpoint does not serve the encoding of the watch.
+    pub fn lacks_encoding(self) -> bool {
+        matches!(
+            self,
+            Self::Head { status: 406, .. }
+                | Self::Head { status: 200, same_content_type: false, .. }
+        )
+    }
+
     /// For how long the endpoint is not asked again, as the table in [`super`] defines it; `None` if every
     /// endpoint would give the same response.
     pub fn exclusion(self) -> Option<Exclusion> {
         match self {
-            Self::Head { status: 406 | 410, .. }
-            | Self::Head { status: 200, same_content_type: false, .. }
-            | Self::ErrorEvent => Some(Exclusion::Round),
+            Self::Head { status: 410, .. } | Self::ErrorEvent => Some(Exclusion::Round),
+            _ if self.lacks_encoding() => Some(Exclusion::Round),
             Self::Head { status: 429 | 500..=599, retry_after, .. } => {
                 Some(Exclusion::For(retry_after.unwrap_or_default()))
             }

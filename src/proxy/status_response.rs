@@ -1,6 +1,7 @@
 //! Renders a [`StatusError`] as the `metav1.Status` that Kubernetes clients read.
 //!
-//! The encoding is negotiated as the apiserver negotiates it. The protobuf message `Status` has only six
+//! The encoding is negotiated as the apiserver negotiates it. A client that accepts only CBOR gets JSON, which the
+//! apiserver uses, too, if it cannot write what the client accepts. The protobuf message `Status` has only six
 //! fields, so this module encodes it by hand.
 
 #[cfg(test)]

@@ -39,5 +39,6 @@ mod upstream_load;
 mod upstream_violations;
 mod version_skew;
 mod watch_continuity;
+mod watch_encodings;
 mod watch_rebalance;
 mod writes;

@@ -283,7 +283,7 @@ impl ForwardedRequest {
             && let Some(encoding) = Encoding::of_response(&head)
             && let Some(coding) = ContentCoding::of(&head.headers)
         {
-            let with_gzip = keep_gzip(&mut head.headers, coding, gzip_for_client);
+            let with_gzip = adapt_watch_headers(&mut head.headers, coding, gzip_for_client);
             let relay = Relay::new(encoding, watch, requested_at, frames);
             let endpoint = &permit.connection().endpoint;
             let with_floor =
@@ -305,9 +305,12 @@ impl ForwardedRequest {
     }
 }
 
-/// Whether the client of a watch receives gzip. Otherwise the header says that the body is not compressed.
-fn keep_gzip(headers: &mut HeaderMap, coding: ContentCoding, wanted: bool) -> bool {
+/// Removes what the headers say about the body of the apiserver and is not true of the client's, and returns whether that
+/// is compressed.
+fn adapt_watch_headers(headers: &mut HeaderMap, coding: ContentCoding, wanted: bool) -> bool {
     let with_gzip = wanted && coding == ContentCoding::Gzip;
+    // A watch has none, but another server might send it, and events are left out and added.
+    headers.remove(header::CONTENT_LENGTH);
     if !with_gzip {
         headers.remove(header::CONTENT_ENCODING);
     }

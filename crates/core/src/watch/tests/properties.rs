@@ -407,14 +407,15 @@ fn splitter_takes_linear_time_for_hostile_input() {
 fn relay_forwards_everything_after_malformed_cbor_and_ends_with_a_reset() {
     let start = Instant::now();
     let event = |version| encode(Cbor, "MODIFIED", version, "x");
-    let huge = [&[0x5b, 0x80][..], &[0; 7], &[b'x'; 5000]].concat();
+    let text = |len: u64| [&[0x5b][..], &len.to_be_bytes(), &[b'x'; 5000]].concat();
     for (name, malformed, is_readable) in [
         ("a break", vec![0xff], false),
         ("a reserved length", vec![0x9c], false),
         ("10,000 arrays", vec![0x81; 10_000], false),
         ("10,000 arrays of indefinite length", vec![0x9f; 10_000], false),
         ("an array of 2^64 - 1 items", [vec![0x9b], vec![0xff; 8]].concat(), false),
-        ("a string of 2^63 bytes", huge, true),
+        ("a string of 2^63 bytes", text(1 << 63), true),
+        ("a string of 2^64 - 1 bytes", text(u64::MAX), true),
     ] {
         for step in [1, 700, usize::MAX] {
             let account = ByteAccount::unmetered(usize::MAX);
@@ -434,6 +435,18 @@ fn relay_forwards_everything_after_malformed_cbor_and_ends_with_a_reset() {
             assert_eq!(lost, Effect::End(Ending::Reset, reason), "{name} {step}");
         }
     }
+}
+
+#[test]
+fn relay_does_not_end_cleanly_after_malformed_cbor_in_a_frame_in_pieces() {
+    let start = Instant::now();
+    let mut relay = Relay::new(Cbor, request("5"), start, ByteAccount::unmetered(0));
+    for chunk in [&b"\x9f\x43abc\x43abc"[..], b"\x1c"] {
+        let pushed = relay.push(&Bytes::from_static(chunk), start, drop);
+        assert_eq!((pushed.absorbed, pushed.effect), (0, Effect::None));
+    }
+    let lost = relay.stream_lost(false, start);
+    assert_eq!(lost, Effect::End(Ending::Reset, NotResumable::Oversized));
 }
 
 /// The figures of the codec: each event is split off, parsed and forwarded.

@@ -1,10 +1,11 @@
 //! Loads configurations with mistakes, and compares the exact error messages.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use jackstay::config::{
-    AccessLog, ConfigError, ConfigErrors, Level, LoadedConfig, Log, LogFormat, Overrides, Percent,
-    VersionPreference, draft, draft_from_flags, load,
+    AccessLog, ConfigError, ConfigErrors, FlowSettings, Level, LoadedConfig, Log, LogFormat,
+    Overrides, Percent, VersionPreference, draft, draft_from_flags, load,
 };
 use jackstay_core::discovery::address::EndpointAddress;
 use proptest::prelude::*;
@@ -558,7 +559,7 @@ fn passthrough_listener_needs_only_an_upstream() {
     let loaded = file.load(&[], &Overrides::default()).unwrap();
     assert_eq!(loaded.warnings, [""; 0]);
     let passthrough = loaded.config.listeners[0].passthrough().unwrap();
-    assert_eq!((passthrough.idle_timeout, passthrough.rebalance), (None, false));
+    assert_eq!((passthrough.flows.idle_timeout, passthrough.flows.rebalance), (None, false));
     let upstream = &loaded.config.upstreams[0];
     assert_eq!(upstream.tls.ca_file, None);
     assert!(upstream.used_by.passthrough && !upstream.used_by.terminate);
@@ -642,14 +643,76 @@ fn key_of_the_other_mode_is_refused_with_the_reason() {
             expected.into_iter().map(|line| format!("f: listeners[0].{line}")).collect();
         assert_eq!(errors(passthrough(&format!(", {more}"))), expected, "{more}");
     }
-    let flows = "has no meaning in mode terminate: it forwards requests, not connections";
-    for key in ["routes: []", "idle_timeout: 1h", "leave_timeout: 1h", "rebalance: true"] {
+    let flows = "it forwards requests, not connections";
+    for (key, without) in [
+        ("routes: []", ""),
+        ("destinations: []", ""),
+        ("idle_timeout: 1h", " without passthrough_server_names"),
+        ("leave_timeout: 1h", " without passthrough_server_names"),
+        ("rebalance: true", " without passthrough_server_names"),
+    ] {
         let name = key.split(':').next().unwrap();
         assert_eq!(
-            errors(with("upstream: u", &format!("upstream: u\n  {key}"))),
-            [format!("f: listeners[0].{name}: {flows}")]
+            errors(terminate_with(key)),
+            [format!("f: listeners[0].{name}: has no meaning in mode terminate{without}: {flows}")]
         );
     }
+}
+
+/// [`GOOD`] with additional keys of its listener.
+fn terminate_with(keys: &str) -> String {
+    with("upstream: u", &format!("upstream: u\n  {keys}"))
+}
+
+#[test]
+fn passthrough_server_names_make_flow_settings_valid() {
+    let keys =
+        "passthrough_server_names: [Kubernetes.default.svc, '*.example.com']\n  idle_timeout: 1h";
+    let loaded = File::new(terminate_with(keys)).load(&[], &Overrides::default()).unwrap();
+    let terminate = loaded.config.listeners[0].terminate().unwrap();
+    let passed_through = terminate.passed_through.as_ref().unwrap();
+    assert_eq!(passed_through.server_names, ["kubernetes.default.svc", "*.example.com"]);
+    let flows =
+        FlowSettings { idle_timeout: Some(Duration::from_secs(3600)), ..FlowSettings::default() };
+    assert_eq!(passed_through.flows, flows);
+    let used_by = loaded.config.upstreams[0].used_by;
+    assert!(used_by.terminate && used_by.passthrough);
+
+    let none = File::new(terminate_with("passthrough_server_names: []"));
+    let loaded = none.load(&[], &Overrides::default()).unwrap();
+    assert_eq!(loaded.config.listeners[0].terminate().unwrap().passed_through, None);
+    assert!(!loaded.config.upstreams[0].used_by.passthrough);
+}
+
+#[test]
+fn invalid_passthrough_server_names_are_refused() {
+    let name = "listeners[0].passthrough_server_names";
+    for (names, expected) in [
+        ("[a.b, A.B]", format!("{name}[1]: \"a.b\" is already at {name}[0]")),
+        (
+            "[a!b.c]",
+            format!("{name}[0]: \"a!b.c\" is not a name such as a.example.com or *.example.com"),
+        ),
+        ("['*']", format!("{name}[0]: \"*\" is not a name such as a.example.com or *.example.com")),
+        (
+            "[10.0.0.1]",
+            format!(
+                "{name}[0]: \"10.0.0.1\" is an IP address: no client sends one as server name (RFC 6066); write a \
+                 DNS name in the apiservers' certificates"
+            ),
+        ),
+        ("a.b", format!("{name}: expected a list, found the text \"a.b\"")),
+    ] {
+        let found = errors(terminate_with(&format!("passthrough_server_names: {names}")));
+        assert_eq!(found, [format!("f: {expected}")], "{names}");
+    }
+    assert_eq!(
+        errors(passthrough(", passthrough_server_names: [a.b]")),
+        [format!(
+            "f: {name}: has no meaning in mode passthrough: every connection is passed through, and routes select \
+             its upstream by name"
+        )]
+    );
 }
 
 #[test]

@@ -19,7 +19,7 @@ use tokio::task::spawn_local;
 use tokio::time::{MissedTickBehavior, interval};
 
 use super::active::ActiveConfig;
-use super::listener::{BoundListener, ListenerMode};
+use super::listener::BoundListener;
 use crate::observe::events::{Change, EventKind};
 use crate::observe::own_errors::OwnError;
 use crate::observe::quantity;
@@ -235,10 +235,8 @@ impl FaultReports {
             if report.is_unusable() || event.is_some() {
                 outages.push(Arc::clone(upstream));
             }
-            let passthrough =
-                |l: &BoundListener| matches!(l.mode, ListenerMode::Passthrough { .. });
-            let l7 = of().any(|(listener, _)| !passthrough(listener));
-            let l4 = of().any(|(listener, _)| passthrough(listener));
+            let l7 = of().any(|(listener, _)| listener.config.terminate().is_some());
+            let l4 = of().any(|(listener, _)| listener.config.has_flows());
             match event {
                 Some(OutageEvent::Began) => write_began(upstream, (l7, l4)),
                 Some(OutageEvent::Ended { lasted, failures, held }) => {

@@ -126,6 +126,12 @@ enum ModeStatus<'a> {
         requests_in_flight: i64,
         watches: i64,
         tunnels: i64,
+        /// The server names of connections that are passed through.
+        #[serde(skip_serializing_if = "<[_]>::is_empty")]
+        passthrough_server_names: &'a [String],
+        /// Absent if no connection is passed through by its server name.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        flows: Option<usize>,
     },
     Passthrough {
         flows: usize,
@@ -259,18 +265,22 @@ impl ProcessStatus {
 
     fn listener_status<'a>(&self, listener: &'a BoundListener) -> ListenerStatus<'a> {
         let (metrics, now) = (&listener.metrics, wall_clock());
+        let flows = || self.metrics.passthrough(listener.name()).open();
         let mode_status = match &listener.mode {
-            ListenerMode::Terminate { tls, identities, .. } => ModeStatus::Terminate {
+            ListenerMode::Terminate { tls, identities, config } => ModeStatus::Terminate {
                 certificate: CertificateStatus::serving(tls, now),
                 client_ca: CaStatus::of_clients(tls, now).map(Box::new),
                 identities: identities.iter().map(|slot| IdentityStatus::new(slot, now)).collect(),
                 requests_in_flight: metrics.in_flight.get(),
                 watches: metrics.watches.get(),
                 tunnels: metrics.tunnels.get(),
+                passthrough_server_names: config
+                    .passed_through
+                    .as_ref()
+                    .map_or(&[], |configured| &configured.server_names),
+                flows: listener.config.has_flows().then(flows),
             },
-            ListenerMode::Passthrough { .. } => {
-                ModeStatus::Passthrough { flows: self.metrics.passthrough(listener.name()).open() }
-            }
+            ListenerMode::Passthrough { .. } => ModeStatus::Passthrough { flows: flows() },
         };
         ListenerStatus {
             name: listener.name(),

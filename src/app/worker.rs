@@ -41,6 +41,7 @@ use crate::proxy::drain::{self, DrainWatcher};
 use crate::proxy::https_server::{HttpsServer, ServedClients};
 use crate::proxy::identity_lane::HandedOver;
 use crate::proxy::listener_service::ListenerService;
+use crate::proxy::passthrough::flow::ListenerFlows;
 use crate::proxy::passthrough::flow_table::FlowTable;
 use crate::proxy::passthrough::forwarder::TcpForwarder;
 use crate::proxy::passthrough::routing::{Routing, Transparent};
@@ -224,16 +225,16 @@ impl Worker {
         let watches = drain::channel();
         let (trigger, connections) = drain::channel();
         let (metrics, memory) = (&bound.metrics, &bound.upstream.memory);
-        let admission = ListenerAdmission::new(
+        let admission = Rc::new(ListenerAdmission::new(
             bound.name().to_owned(),
             Arc::clone(metrics),
             Arc::clone(memory),
-        );
+        ));
         let server = match &bound.mode {
             ListenerMode::Terminate { config, tls, identities } => {
                 let mode = (config, &identities[..]);
                 let service = self.service(bound, mode, access, watches.1.clone(), None);
-                Server::Https(Rc::new(HttpsServer::new(
+                let server = Rc::new(HttpsServer::new(
                     admission,
                     service,
                     Arc::clone(tls),
@@ -241,13 +242,13 @@ impl Worker {
                     connections,
                     self.lane(bound),
                     self.tasks.clone(),
-                )))
+                ));
+                self.pass_through(&server, bound, config);
+                Server::Https(server)
             }
             ListenerMode::Passthrough { config, routes, destinations } => {
-                let metrics = self.setup.metrics.passthrough(bound.name());
-                let flows = Rc::clone(&self.flows);
                 let routing = self.routing(bound, config, routes, destinations);
-                Server::Tcp(Rc::new(TcpForwarder::new(admission, routing, metrics, flows)))
+                Server::Tcp(Rc::new(TcpForwarder::new(self.listener_flows(admission, routing))))
             }
         };
         WorkerListener::new(Arc::clone(bound), server, trigger, watches)
@@ -278,11 +279,15 @@ impl Worker {
                 }
                 let (mode, watches) = ((config, &identities[..]), listener.watch_drain());
                 server.replace_service(self.service(bound, mode, access, watches, Some(&current)));
+                self.pass_through(&server, bound, config);
             }
             (
                 Server::Tcp(forwarder),
                 ListenerMode::Passthrough { config, routes, destinations },
-            ) => forwarder.routing().replace(self.routing(bound, config, routes, destinations)),
+            ) => {
+                let routing = self.routing(bound, config, routes, destinations);
+                forwarder.flows().routing.replace(routing);
+            }
             // `is_same_listener` compares the modes.
             (Server::Https(_), ListenerMode::Passthrough { .. })
             | (Server::Tcp(_), ListenerMode::Terminate { .. }) => {}
@@ -303,11 +308,14 @@ impl Worker {
             Some(current) => (Rc::clone(&current.credentials.tokens), current.tunnels.clone()),
             None => (Rc::new(ProvenTokens::default()), Tunnels::default()),
         };
+        let passed_through = config.passed_through.as_ref();
+        let passthrough_names = passed_through.map(|configured| configured.server_names.clone());
         Rc::new(ListenerService {
             upstream: self.client(&bound.upstream),
             credentials: CredentialSelector {
                 slots: identities.to_vec(),
                 listener: bound.name().to_owned(),
+                passthrough_names: passthrough_names.unwrap_or_default(),
                 tokens,
             },
             metrics: Arc::clone(&bound.metrics),
@@ -319,6 +327,42 @@ impl Worker {
             tunnels,
             drain: watches,
         })
+    }
+
+    /// Passes the connections of an L7 listener through that have a configured server name. Open flows continue if
+    /// their name is configured no more.
+    fn pass_through(
+        &self,
+        server: &HttpsServer,
+        bound: &BoundListener,
+        config: &config::Terminate,
+    ) {
+        let passed_through = config.passed_through.as_ref();
+        let names = passed_through.map(|configured| configured.server_names.clone());
+        let routing = Routing {
+            upstream: Arc::clone(&bound.upstream),
+            routes: names.map(|names| (names, Arc::clone(&bound.upstream))).into_iter().collect(),
+            transparent: None,
+            flows: passed_through.map(|configured| configured.flows.clone()).unwrap_or_default(),
+            limits: self.limits(bound),
+        };
+        match server.flows() {
+            Some(flows) => flows.routing.replace(routing),
+            None if passed_through.is_some() => {
+                let admission = Rc::clone(server.admission());
+                server.set_flows(self.listener_flows(admission, routing));
+            }
+            None => {}
+        }
+    }
+
+    fn listener_flows(
+        &self,
+        admission: Rc<ListenerAdmission>,
+        routing: Routing,
+    ) -> Rc<ListenerFlows> {
+        let metrics = self.setup.metrics.passthrough(admission.listener());
+        ListenerFlows::new(admission, routing, metrics, Rc::clone(&self.flows))
     }
 
     /// The routing of an L4 listener.
@@ -333,11 +377,12 @@ impl Worker {
             listening: Arc::clone(&self.listen_addresses),
             destinations: destinations.clone(),
         };
+        let names = config.routes.iter().map(|route| route.server_names.clone());
         Routing {
             upstream: Arc::clone(&bound.upstream),
-            routes: routes.to_vec(),
+            routes: names.zip(routes.iter().cloned()).collect(),
             transparent: bound.config.transparent.then(transparent),
-            config: config.clone(),
+            flows: config.flows.clone(),
             limits: self.limits(bound),
         }
     }

@@ -47,6 +47,11 @@ impl Listener {
         }
     }
 
+    /// Whether connections are passed through: all, or those with some server names.
+    pub fn has_flows(&self) -> bool {
+        self.terminate().is_none_or(|terminate| terminate.passed_through.is_some())
+    }
+
     /// The names of all upstreams of this listener, the default first. A name may appear twice.
     pub fn upstreams(&self) -> impl Iterator<Item = &str> {
         let mode = self.passthrough();
@@ -129,6 +134,9 @@ pub struct Terminate {
     /// Resources besides leases and the status of nodes whose updates and patches are heartbeats.
     #[serde(serialize_with = "as_in_file::display_all")]
     pub heartbeats: Vec<HeartbeatResource>,
+    /// The connections that are passed through; `None` if all are terminated.
+    #[serde(flatten)]
+    pub passed_through: Option<Box<PassedThrough>>,
     /// Limits of connections and requests.
     pub limits: TerminateLimits,
 }
@@ -140,6 +148,16 @@ pub struct Passthrough {
     pub destinations: Vec<DestinationRoute>,
     /// Upstreams by the server name in the `ClientHello`. The first match applies.
     pub routes: Vec<Route>,
+    /// When connections end that are passed through.
+    #[serde(flatten)]
+    pub flows: FlowSettings,
+    /// Limits of connections.
+    pub limits: Limits,
+}
+
+/// When connections end that are passed through.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct FlowSettings {
     /// A connection without traffic for this long is closed; `None` closes none.
     #[serde(serialize_with = "as_in_file::duration_or_zero")]
     pub idle_timeout: Option<Duration>,
@@ -149,8 +167,24 @@ pub struct Passthrough {
     /// Whether long-lived connections are closed gradually, so that an endpoint that has become
     /// ready again gets its share when the clients reconnect.
     pub rebalance: bool,
-    /// Limits of connections.
-    pub limits: Limits,
+}
+
+impl Default for FlowSettings {
+    fn default() -> Self {
+        Self { idle_timeout: None, leave_timeout: Duration::from_secs(3600), rebalance: false }
+    }
+}
+
+/// The connections that a listener in mode `terminate` passes through.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct PassedThrough {
+    /// Connections with one of these server names in their `ClientHello` are passed through. Names in lower case;
+    /// `*.example.com` matches names one label below `example.com`.
+    #[serde(rename = "passthrough_server_names")]
+    pub server_names: Vec<String>,
+    /// When these connections end.
+    #[serde(flatten)]
+    pub flows: FlowSettings,
 }
 
 /// The upstream of some original destinations.
@@ -217,4 +251,34 @@ pub struct RequestLimits {
     /// no window for one HTTP/2 stream, that stream is reset.
     #[serde(serialize_with = "as_in_file::duration")]
     pub stall_timeout: Duration,
+}
+
+/// Whether a configured pattern matches a server name. `*` matches exactly one label. Both are in lower case.
+pub fn server_name_matches(pattern: &str, name: &str) -> bool {
+    match pattern.strip_prefix("*.") {
+        None => pattern == name,
+        Some(parent) => {
+            name.split_once('.').is_some_and(|(label, rest)| !label.is_empty() && rest == parent)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn matches_exact_names_and_one_wildcard_label() {
+        for (pattern, name, expected) in [
+            ("a.example", "a.example", true),
+            ("a.example", "b.example", false),
+            ("a.example", "x.a.example", false),
+            ("*.example", "a.example", true),
+            ("*.example", "a.b.example", false),
+            ("*.example", ".example", false),
+            ("*.example", "example", false),
+        ] {
+            assert_eq!(server_name_matches(pattern, name), expected, "{pattern} {name}");
+        }
+    }
 }

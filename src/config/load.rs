@@ -277,11 +277,16 @@ listeners:
             terminate.heartbeats = vec![
                 crate::config::HeartbeatResource::parse("machines.example.com/status").unwrap(),
             ];
+            terminate.passed_through = Some(Box::new(crate::config::PassedThrough {
+                server_names: vec!["kubernetes.default.svc".into(), "*.example.com".into()],
+                flows: crate::config::FlowSettings { rebalance: true, ..Default::default() },
+            }));
+            other.upstreams[0].used_by.passthrough = true;
         }
         if let Mode::Passthrough(passthrough) = &mut other.listeners[1].mode {
-            passthrough.idle_timeout = Some(std::time::Duration::from_secs(90));
+            passthrough.flows.idle_timeout = Some(std::time::Duration::from_secs(90));
             passthrough.routes.clear();
-            passthrough.rebalance = true;
+            passthrough.flows.rebalance = true;
         }
         let text = other.to_json().to_string();
         assert_eq!(load_text(&text).unwrap().config, other);

@@ -190,7 +190,7 @@ pub struct UpstreamTls {
 pub struct UsedBy {
     /// At least one listener terminates TLS and sends requests.
     pub terminate: bool,
-    /// At least one listener passes connections through; they end when their endpoint fails.
+    /// At least one listener passes connections through, in either mode; they end when their endpoint fails.
     pub passthrough: bool,
 }
 

@@ -24,6 +24,8 @@ pub enum ValueError {
     Duplicate(String),
     /// A server name for which connections are routed is an IP address.
     RouteOfIp(String),
+    /// A server name of connections that are passed through is an IP address.
+    PassedThroughIp(String),
     /// The name in the certificates of apiservers is neither a DNS name nor an IP address.
     InvalidServerName(String),
 }
@@ -46,6 +48,12 @@ impl fmt::Display for ValueError {
                 f,
                 "{} is an IP address: no client sends one as server name (RFC 6066); \
                  connections without one use the listener's upstream",
+                quote(text)
+            ),
+            Self::PassedThroughIp(text) => write!(
+                f,
+                "{} is an IP address: no client sends one as server name (RFC 6066); write a DNS name in the \
+                 apiservers' certificates",
                 quote(text)
             ),
             Self::InvalidServerName(text) => {

@@ -22,7 +22,7 @@ use std::time::Duration;
 use jackstay_core::admission::{Level, SourceMemory};
 use jackstay_sys::clock;
 use jackstay_sys::delegate_async_write;
-use jackstay_sys::sockets::tcp_options::MAX_UNSENT;
+use jackstay_sys::sockets::tcp_options::{MAX_UNSENT, MAX_UNSENT_OF_FLOW};
 use jackstay_sys::sockets::{tcp_info, tcp_options};
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncReadExt, ReadBuf};
@@ -86,6 +86,17 @@ impl ClientSocket {
         let has_bytes = stream.get_ref().peek(&mut [0]).await? > 0;
         stream.memory().record_read(Peer::Client, has_bytes);
         Ok(has_bytes)
+    }
+
+    /// The socket without its memory, with the bound of a flow on its unsent bytes.
+    ///
+    /// # Errors
+    /// What `setsockopt(2)` returns.
+    pub fn into_flow_socket(mut self) -> io::Result<TcpStream> {
+        let (stream, memory) = self.stream.take().expect(ATTACHED).into_parts();
+        memory.end_bounds();
+        tcp_options::bound_unsent(&stream, MAX_UNSENT_OF_FLOW)?;
+        Ok(stream)
     }
 
     /// Takes the socket from the event loop of this thread, so that another thread can [`Self::attach`] it.

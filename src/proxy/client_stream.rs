@@ -92,6 +92,11 @@ impl<T> StallTimeout<T> {
         &mut self.inner
     }
 
+    /// The stream without the limit.
+    pub fn into_inner(self) -> T {
+        self.inner
+    }
+
     /// Removes the limit. A tunnel may carry a terminal whose user reads nothing for hours.
     pub fn disable(&mut self) {
         self.limit = None;

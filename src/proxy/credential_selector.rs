@@ -36,6 +36,8 @@ pub struct CredentialSelector {
     pub slots: Vec<Arc<IdentitySlot>>,
     /// Name of the listener, for error messages.
     pub listener: String,
+    /// The server names of connections that the listener passes through, for error messages.
+    pub passthrough_names: Vec<String>,
     /// Tokens that the apiserver has accepted.
     pub tokens: Rc<ProvenTokens>,
 }
@@ -152,9 +154,25 @@ impl CredentialSelector {
         };
         Err(StatusError::unauthorized(format_args!(
             "the client certificate of {} is valid, but jackstay has no credential for that \
-             subject: add its cert_file and key_file to `identities` of listener `{}`{hint}",
-            client.subject, self.listener
+             subject: add its cert_file and key_file to `identities` of listener `{}`{hint}, or {}",
+            client.subject,
+            self.listener,
+            self.passed_through_instead()
         )))
+    }
+
+    /// How a client with a certificate of its own reaches the apiservers, which see the certificate then.
+    fn passed_through_instead(&self) -> String {
+        if self.passthrough_names.is_empty() {
+            return "set passthrough_server_names of the listener to a name in the apiservers' certificates, and \
+                    tls-server-name of the client's kubeconfig to the same name"
+                .to_owned();
+        }
+        format!(
+            "set tls-server-name of the client's kubeconfig to {}, and its certificate-authority to that of the \
+             apiservers",
+            self.passthrough_names.join(" or ")
+        )
     }
 
     /// Learns from the response to a request of a client at `source` whether the apiserver accepts its token.
@@ -188,7 +206,12 @@ mod tests {
     const SOURCE: Source = Source::User(1);
 
     fn selector() -> CredentialSelector {
-        CredentialSelector { slots: Vec::new(), listener: "l".to_owned(), tokens: Rc::default() }
+        CredentialSelector {
+            slots: Vec::new(),
+            listener: "l".to_owned(),
+            passthrough_names: Vec::new(),
+            tokens: Rc::default(),
+        }
     }
 
     fn select(selector: &CredentialSelector, authorization: &str) -> SelectedCredential {

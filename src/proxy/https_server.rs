@@ -1,6 +1,7 @@
 //! Serves the connections of one L7 listener on one worker: accept and TLS handshake ([`super::tls_handshake`]). Then
 //! [`super::http_connection`] drives the connection, and [`super::client_connection`] serves each request.
 
+use std::cell::RefCell;
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
@@ -12,6 +13,7 @@ use jackstay_core::credential_class::ClientRank;
 use jackstay_core::request::hygiene::ForwardedFor;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::Source;
+use jackstay_sys::sockets::tcp_options;
 use jackstay_sys::sockets::tcp_options::MAX_UNSENT;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
@@ -31,15 +33,19 @@ use super::drain::DrainWatcher;
 use super::http_connection::HttpConnection;
 use super::identity_lane::{HandedOver, IdentityLane, LaneClient, LaneConnections};
 use super::listener_service::{CurrentService, ListenerService};
+use super::passthrough::flow::ListenerFlows;
+use super::passthrough::routing::RoutedTo;
 use super::task_queues::TaskQueues;
-use super::tls_handshake::TlsHandshake;
+use super::tls_handshake::{Established, TlsHandshake};
 use crate::net::tls::certificate::VERSION_1;
 use crate::net::tls::serving::ServingTls;
 
 /// Serves the connections of one L7 listener on one worker.
 pub struct HttpsServer {
-    admission: ListenerAdmission,
+    admission: Rc<ListenerAdmission>,
     service: CurrentService,
+    /// Present once the listener passes connections through.
+    flows: RefCell<Option<Rc<ListenerFlows>>>,
     tls: Arc<ServingTls>,
     handshakes: Rc<HandshakeQueue>,
     drain: DrainWatcher,
@@ -64,11 +70,19 @@ pub enum ServedClients {
     Identities,
 }
 
+/// An accepted connection.
+enum Accepted {
+    /// With TLS, and the certificate that the client has sent.
+    Terminated(ClientStream, Option<Rc<ClientCertificate>>),
+    /// To be passed through.
+    PassedThrough(TcpStream, RoutedTo),
+}
+
 impl HttpsServer {
     /// The server of a listener. `drain` ends its connections. All listeners of the worker share
     /// `handshakes`.
     pub fn new(
-        admission: ListenerAdmission,
+        admission: Rc<ListenerAdmission>,
         service: Rc<ListenerService>,
         tls: Arc<ServingTls>,
         handshakes: Rc<HandshakeQueue>,
@@ -79,6 +93,7 @@ impl HttpsServer {
         Self {
             admission,
             service: CurrentService::new(service),
+            flows: RefCell::default(),
             tls,
             handshakes,
             drain,
@@ -97,7 +112,22 @@ impl HttpsServer {
         self.service.replace(service);
     }
 
-    /// The number of open connections, tunnels included.
+    /// The connections of the listener.
+    pub fn admission(&self) -> &Rc<ListenerAdmission> {
+        &self.admission
+    }
+
+    /// The connections that are passed through, if the listener does so or has done so.
+    pub fn flows(&self) -> Option<Rc<ListenerFlows>> {
+        self.flows.borrow().clone()
+    }
+
+    /// Passes connections through to `flows` whose server name has a route there.
+    pub fn set_flows(&self, flows: Rc<ListenerFlows>) {
+        self.flows.replace(Some(flows));
+    }
+
+    /// The number of open connections, flows and tunnels included.
     pub fn connections(&self) -> usize {
         self.admission.open()
     }
@@ -128,14 +158,35 @@ impl HttpsServer {
         let Some(slot) = self.admission.admit((&stream, from), prefix, limit) else { return };
         let (this, guard) = (Rc::clone(self), service.metrics.count_connection());
         self.tasks.spawn_handshake(self.unless_forced(async move {
-            let established = this.accepted(stream, from, &slot, &service).await;
-            let Some((stream, certificate)) = established else { return };
+            let accepted = this.accepted(stream, from, &slot, &service).await;
+            let (stream, certificate) = match accepted {
+                None => return,
+                Some(Accepted::PassedThrough(client, routed)) => {
+                    return this.pass_through(client, from, slot, routed);
+                }
+                Some(Accepted::Terminated(stream, certificate)) => (stream, certificate),
+            };
             let server = Rc::clone(&this);
             this.tasks.spawn_other(this.unless_forced(async move {
                 server.serve(stream, certificate, from, slot, &service).await;
                 drop(guard);
             }));
         }));
+    }
+
+    /// Runs the flow of a connection, which the drain of flows ends.
+    fn pass_through(
+        &self,
+        client: TcpStream,
+        from: SocketAddr,
+        slot: ConnectionSlot,
+        routed: RoutedTo,
+    ) {
+        slot.handshake_complete(clock::now());
+        let flow = self.flows().and_then(|flows| flows.run(client, from, slot, Some(routed)));
+        if let Some(flow) = flow {
+            self.tasks.spawn_other(flow);
+        }
     }
 
     /// Serves a connection that a worker has handed over.
@@ -177,17 +228,17 @@ impl HttpsServer {
         }
     }
 
-    /// Makes the handshake of an accepted connection. `None` if the connection was handed over or must be closed.
-    /// `service` is that of the listener when it accepted the connection.
+    /// Makes the handshake of an accepted connection that is not passed through. `None` if the connection was handed
+    /// over or must be closed. `service` is that of the listener when it accepted the connection.
     async fn accepted(
         &self,
         stream: TcpStream,
         from: SocketAddr,
         slot: &ConnectionSlot,
         service: &ListenerService,
-    ) -> Option<(ClientStream, Option<Rc<ClientCertificate>>)> {
-        let established = tokio::select! {
-            established = self.establish(stream, from, slot, service) => established?,
+    ) -> Option<Accepted> {
+        let accepted = tokio::select! {
+            accepted = self.establish(stream, from, slot, service) => accepted?,
             () = slot.evicted() => {
                 self.admission.count(Refusal::Evicted);
                 return None;
@@ -195,9 +246,12 @@ impl HttpsServer {
         };
         if slot.must_prove_identity() {
             self.admission.count(Refusal::NotProven);
+            if let Accepted::PassedThrough(client, _) = accepted {
+                tcp_options::close_with_reset(client);
+            }
             return None;
         }
-        Some(established)
+        Some(accepted)
     }
 
     /// Makes the handshake, and waits for the verification of the certificate if that decides who serves the
@@ -208,17 +262,25 @@ impl HttpsServer {
         from: SocketAddr,
         slot: &ConnectionSlot,
         service: &ListenerService,
-    ) -> Option<(ClientStream, Option<Rc<ClientCertificate>>)> {
+    ) -> Option<Accepted> {
+        let flows = self.flows();
+        let routing = flows.map(|flows| flows.routing.current());
         let handshake = TlsHandshake {
             admission: &self.admission,
             service,
             tls: &self.tls,
             queue: &self.handshakes,
+            passed_through: routing.filter(|routing| !routing.routes.is_empty()),
         };
-        let (stream, handshake) = handshake.make(stream, from, slot).await?;
+        let (stream, handshake) = match handshake.make(stream, from, slot).await? {
+            (Established::Terminated(stream), handshake) => (stream, handshake),
+            (Established::PassedThrough(client, routed), _) => {
+                return Some(Accepted::PassedThrough(client, routed));
+            }
+        };
         let Some(certificate) = self.certificate(&stream, slot.source(), service) else {
             slot.handshake_complete(clock::now());
-            return Some((stream, None));
+            return Some(Accepted::Terminated(stream, None));
         };
         if slot.must_prove_identity() || matches!(self.served, ServedClients::Others { .. }) {
             let verified = timeout(service.limits.handshake_timeout, certificate.until_verified());
@@ -233,7 +295,7 @@ impl HttpsServer {
         }
         drop(handshake);
         if !service.credentials.is_identity(&certificate) {
-            return Some((stream, Some(certificate)));
+            return Some(Accepted::Terminated(stream, Some(certificate)));
         }
         let stream = match self.hand_over(stream, &certificate, from, slot) {
             Ok(stream) => stream?,
@@ -243,7 +305,7 @@ impl HttpsServer {
             }
         };
         slot.set_proven();
-        Some((stream, Some(certificate)))
+        Some(Accepted::Terminated(stream, Some(certificate)))
     }
 
     /// Hands the connection of a proven identity over to the identity lane. Without one, the stream is returned.

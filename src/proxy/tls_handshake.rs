@@ -1,4 +1,8 @@
 //! The TLS handshake of a client, in its turn and within its memory.
+//!
+//! If the listener passes connections through by server name, the `ClientHello` is read first, in the same turn and
+//! within the same limits. A connection with another name, or without one, goes on with the handshake, which gets the
+//! bytes that were read.
 
 use std::io;
 use std::net::SocketAddr;
@@ -18,6 +22,7 @@ use super::admission::listener_admission::ListenerAdmission;
 use super::client_socket::ClientSocket;
 use super::client_stream::{ClientStream, StallTimeout, accept_tls};
 use super::listener_service::ListenerService;
+use super::passthrough::routing::{RoutedTo, Routing};
 use crate::net::tls::serving::{self, ServingTls};
 use crate::net::tls::tls_error::describe_handshake_error;
 
@@ -31,6 +36,16 @@ pub struct TlsHandshake<'a> {
     pub tls: &'a ServingTls,
     /// The turns of all handshakes of the worker.
     pub queue: &'a Rc<HandshakeQueue>,
+    /// The server names of connections that are passed through, if there are any.
+    pub passed_through: Option<Rc<Routing>>,
+}
+
+/// How far a connection has got.
+pub enum Established {
+    /// The handshake is made.
+    Terminated(ClientStream),
+    /// The connection is to be passed through, without a handshake.
+    PassedThrough(TcpStream, RoutedTo),
 }
 
 /// A handshake that counts as in progress, and its memory. It includes the verification of the certificate: until
@@ -48,7 +63,7 @@ impl TlsHandshake<'_> {
         stream: TcpStream,
         from: SocketAddr,
         slot: &ConnectionSlot,
-    ) -> Option<(ClientStream, HandshakeInProgress)> {
+    ) -> Option<(Established, HandshakeInProgress)> {
         let Self { admission, service, .. } = self;
         let listener = admission.listener();
         let limit = service.limits.handshake_timeout;
@@ -76,7 +91,7 @@ impl TlsHandshake<'_> {
         self,
         stream: TcpStream,
         slot: &ConnectionSlot,
-    ) -> io::Result<(ClientStream, HandshakeInProgress)> {
+    ) -> io::Result<(Established, HandshakeInProgress)> {
         let source = slot.source();
         let memory = self.admission.memory(source);
         let socket = ClientSocket::new(stream, Arc::clone(&memory));
@@ -92,13 +107,27 @@ impl TlsHandshake<'_> {
             return Err(io::ErrorKind::OutOfMemory.into());
         };
         let limit = self.service.request_limits.stall_timeout;
-        let stream = ReadAhead::new(StallTimeout::new(socket, limit));
-        let stream = tokio::select! {
-            accepted = accept_tls(stream, self.tls) => accepted?,
+        let mut socket = StallTimeout::new(socket, limit);
+        let handshake = async {
+            let mut read = Vec::new();
+            if let Some(routing) = self.passed_through {
+                // Boxed, because few connections wait here.
+                let upstream = Box::pin(routing.by_server_name(&mut socket, &mut read)).await;
+                let upstream = upstream.map_err(|_| io::ErrorKind::UnexpectedEof)?;
+                if let Some(upstream) = upstream {
+                    let client = socket.into_inner().into_flow_socket()?;
+                    return Ok(Established::PassedThrough(client, (Arc::clone(upstream), read)));
+                }
+            }
+            let stream = ReadAhead::with_unread(socket, read);
+            accept_tls(stream, self.tls).await.map(Established::Terminated)
+        };
+        let established = tokio::select! {
+            established = handshake => established?,
             () = turn.stalled() => {
                 return Err(io::Error::other("stalled, ended for another one"));
             }
         };
-        Ok((stream, HandshakeInProgress { turn, _charge: charge }))
+        Ok((established, HandshakeInProgress { turn, _charge: charge }))
     }
 }

@@ -4,14 +4,10 @@
 use crate::peer::ProbedServer;
 use crate::rebalance::{FIRST, set_endpoints, upstream};
 use crate::support::{Certs, passthrough_config, passthrough_mode, pause};
-use jackstay::config::{Config, Mode};
-use jackstay::observe::Metrics;
-use jackstay::proxy::admission::listener_admission::ListenerAdmission;
+use jackstay::config::{Config, FlowSettings, Passthrough};
 use jackstay::proxy::passthrough::flow_entry::Progress;
 use jackstay::proxy::passthrough::flow_table::{FlowHandle, FlowTable};
-use jackstay::proxy::passthrough::forwarder::TcpForwarder;
-use jackstay::proxy::passthrough::routing::Routing;
-use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
+use jackstay::proxy::passthrough::routing::{ListenerRouting, Routing};
 use std::io::ErrorKind;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -25,21 +21,13 @@ const FLOWS: usize = 200;
 /// The drain timeout; its last fifth is 20 s.
 const TIMEOUT: Duration = Duration::from_secs(100);
 
-/// A forwarder whose flows the test inserts into the table.
-fn forwarder(
-    mut config: Config,
-    table: &Rc<FlowTable>,
-    metrics: &Arc<Metrics>,
-) -> Rc<TcpForwarder> {
+/// The routing of a listener whose flows the test inserts into the table.
+fn routing(mut config: Config) -> Rc<ListenerRouting> {
     let upstream = upstream(&Certs::new(), &[FIRST]);
-    passthrough_mode(&mut config).leave_timeout = TIMEOUT;
-    let listener = config.listeners.remove(0);
-    let Mode::Passthrough(config) = listener.mode else { unreachable!() };
-    let (routes, limits) = (Vec::new(), config.limits.clone());
-    let routing = Routing { upstream, routes, transparent: None, config, limits };
-    let memory = MemoryBudget::new(DEFAULT_LIMIT);
-    let admission = ListenerAdmission::new("quiet".into(), metrics.listener("quiet"), memory);
-    Rc::new(TcpForwarder::new(admission, routing, metrics.passthrough("quiet"), Rc::clone(table)))
+    let Passthrough { flows, limits, .. } = passthrough_mode(&mut config).clone();
+    let flows = FlowSettings { leave_timeout: TIMEOUT, ..flows };
+    let routing = Routing { upstream, routes: Vec::new(), transparent: None, flows, limits };
+    Rc::new(ListenerRouting::new("quiet".into(), routing))
 }
 
 /// Removes the flows that have been ended, asserts that `reason` is the reason, and returns their number.
@@ -58,14 +46,14 @@ async fn remaining_flows_are_ended_gradually_in_the_last_fifth() {
         .run_until(async {
             fastrand::seed(7);
             let certs = Certs::new();
-            let (table, metrics) = (FlowTable::new(), Metrics::new());
+            let table = FlowTable::new();
             spawn_local(Rc::clone(&table).run());
-            let forwarder = forwarder(passthrough_config(certs.config(&[])), &table, &metrics);
+            let routing = routing(passthrough_config(certs.config(&[])));
             for reason in ["shutdown", "endpoint_left"] {
                 let upstream = upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]);
                 let endpoint = Arc::clone(&upstream.endpoints()[1]);
                 let insert = |_| {
-                    let flow = table.insert(forwarder.routing(), &upstream, &endpoint, (-1, -1));
+                    let flow = table.insert(&routing, &upstream, &endpoint, (-1, -1));
                     // The server has responded, so the handshake timeout does not apply.
                     flow.record(Progress { to_endpoint: 0, to_client: 1 });
                     flow
@@ -80,7 +68,7 @@ async fn remaining_flows_are_ended_gradually_in_the_last_fifth() {
                 while !open.is_empty() && start.elapsed() < TIMEOUT + Duration::from_secs(1) {
                     pause(Duration::from_millis(250)).await;
                     if reason == "shutdown" {
-                        table.end_due(forwarder.routing(), start.elapsed(), TIMEOUT);
+                        table.end_due(&routing, start.elapsed(), TIMEOUT);
                     }
                     each_second[start.elapsed().as_secs() as usize] +=
                         remove_ended(&mut open, reason);

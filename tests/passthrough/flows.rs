@@ -270,9 +270,10 @@ async fn handshake_timeout_resets_only_flows_without_a_response() {
 
 #[tokio::test]
 async fn idle_timeout_resets_idle_flows() {
-    let (peer, proxy) =
-        setup_with(|config| passthrough_mode(config).idle_timeout = Some(Duration::from_secs(2)))
-            .await;
+    let (peer, proxy) = setup_with(|config| {
+        passthrough_mode(config).flows.idle_timeout = Some(Duration::from_secs(2));
+    })
+    .await;
     let (mut client, mut server) = peer.connect(&proxy).await;
     server.write_all(b"x").await.unwrap();
     soon("a byte", client.read_u8()).await.unwrap();

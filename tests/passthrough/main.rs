@@ -13,4 +13,5 @@ mod flows;
 mod peer;
 mod prober;
 mod rebalance;
+mod server_names;
 mod unread_data;

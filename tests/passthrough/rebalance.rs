@@ -97,7 +97,7 @@ async fn restarted_endpoint_gets_quiet_flows_when_rebalance_is_set() {
     let mut first = ProbedServer::start(&certs, &["h2"]).await;
     let absent = refusing_address();
     let proxy = start_passthrough(&certs, &[first.address, absent], |config| {
-        passthrough_mode(config).rebalance = true;
+        passthrough_mode(config).flows.rebalance = true;
     });
     proxy.wait_ready(1).await;
     let mut quiet = Vec::new();
@@ -151,7 +151,7 @@ async fn flows_to_a_removed_endpoint_end_after_leave_timeout() {
         let mut config = passthrough_config(cluster.config());
         config.upstreams[0].endpoints.clear();
         config.upstreams[0].endpoints_file = Some(file.clone());
-        passthrough_mode(&mut config).leave_timeout = leave_timeout;
+        passthrough_mode(&mut config).flows.leave_timeout = leave_timeout;
         let proxy = cluster.certs.start(config);
         proxy.wait_ready(2).await;
         let mut clients = Vec::new();

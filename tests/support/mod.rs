@@ -15,7 +15,7 @@ use http::Method;
 use hyper::body::Incoming;
 use jackstay::app::{App, Running};
 use jackstay::config::{
-    AccessLog, Admin, CertPaths, Compression, Config, Connections, ConsistentReads, Discovery,
+    AccessLog, Admin, CertPaths, Compression, Config, Connections, ConsistentReads, Discovery, FlowSettings,
     Health, Level, Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough, Percent,
     Readyz, RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown, Switch,
     Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy, VersionPreference,
@@ -157,6 +157,7 @@ impl Certs {
                     identities: vec![self.identity.clone()],
                     never_resume_groups: Vec::new(),
                     heartbeats: Vec::new(),
+                    passed_through: None,
                     limits: TerminateLimits {
                         connections: limits(),
                         requests: RequestLimits {
@@ -219,9 +220,7 @@ pub fn passthrough_config(mut config: Config) -> Config {
     config.listeners[0].mode = Mode::Passthrough(Passthrough {
         destinations: vec![],
         routes: Vec::new(),
-        idle_timeout: None,
-        leave_timeout: Duration::from_secs(3600),
-        rebalance: false,
+        flows: FlowSettings::default(),
         limits: limits(),
     });
     config.upstreams[0].used_by = UsedBy { terminate: false, passthrough: true };

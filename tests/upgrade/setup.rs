@@ -197,6 +197,7 @@ impl Proxy {
             credentials: CredentialSelector {
                 slots,
                 listener: listener.name.clone(),
+                passthrough_names: Vec::new(),
                 tokens: Rc::default(),
             },
             metrics: metrics.listener(&listener.name),
@@ -218,7 +219,7 @@ impl Proxy {
         );
         let tasks = TASKS.with_borrow(|tasks| tasks.clone().expect("`run` runs the test"));
         let server = HttpsServer::new(
-            admission,
+            Rc::new(admission),
             Rc::new(service),
             tls,
             HandshakeQueue::new(1),

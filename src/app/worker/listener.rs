@@ -117,6 +117,18 @@ impl Server {
             Self::Tcp(forwarder) => forwarder.connections(),
         }
     }
+
+    /// Ends the flows that are due when a drain with this timeout has lasted for `elapsed`.
+    fn end_due_flows(&self, elapsed: Duration, timeout: Duration) {
+        match self {
+            Self::Https(server) => {
+                if let Some(flows) = server.flows() {
+                    flows.end_due(elapsed, timeout);
+                }
+            }
+            Self::Tcp(forwarder) => forwarder.flows().end_due(elapsed, timeout),
+        }
+    }
 }
 
 impl WorkerListener {
@@ -230,9 +242,7 @@ impl WorkerListener {
                 DrainStep::End => return,
                 DrainStep::Close(cause) => self.close(cause, &deadline),
                 DrainStep::EndDue => {
-                    if let Server::Tcp(forwarder) = &self.server {
-                        forwarder.end_due_flows(deadline.elapsed(), deadline.timeout());
-                    }
+                    self.server.end_due_flows(deadline.elapsed(), deadline.timeout());
                     sleep(DRAIN_POLL).await;
                 }
                 DrainStep::AwaitClose => sleep(DRAIN_POLL).await,
@@ -248,12 +258,10 @@ impl WorkerListener {
             reason = cause.as_str(),
             "drain ended; closing open connections"
         );
-        match &self.server {
-            Server::Https(server) => server.service().tunnels.close_all(),
-            Server::Tcp(forwarder) => {
-                forwarder.end_due_flows(deadline.timeout(), deadline.timeout());
-            }
+        if let Server::Https(server) = &self.server {
+            server.service().tunnels.close_all();
         }
+        self.server.end_due_flows(deadline.timeout(), deadline.timeout());
         self.drain.force();
         self.watches.0.force();
     }

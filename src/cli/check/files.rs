@@ -14,11 +14,13 @@ use jackstay_sys::utc::Utc;
 
 use crate::config::{
     CertPaths, Config, ConfigDraft, ConfigError, KeyLines, Terminate, describe_io_error,
+    server_name_matches,
 };
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
 use crate::net::loaded_files::LoadedFiles;
 use crate::net::tls::certificate::{CertInfo, Subject, VERSION_1, VERSION_1_EFFECT};
 use crate::net::tls::file_error::{TlsFileError, TlsFileProblem};
+use crate::net::tls::local_ca;
 use crate::net::tls::local_ca::LocalCa;
 use crate::net::tls::pem_files::LoadedCert;
 use crate::observe::quantity;
@@ -103,7 +105,11 @@ fn check_files_at(
     for (i, listener) in config.listeners.iter().enumerate() {
         let at = format!("listeners[{i}]");
         let Some(terminate) = listener.terminate() else { continue };
-        checker.serving_cert(&format!("{at}.tls"), terminate);
+        if let Some(serving) = checker.serving_cert(&format!("{at}.tls"), terminate)
+            && let Some(passed_through) = &terminate.passed_through
+        {
+            checker.passthrough_names(&at, &passed_through.server_names, &serving);
+        }
         if let Some(path) = &terminate.client_ca_file {
             checker.ca(&format!("{at}.client_ca_file"), path);
         }
@@ -189,13 +195,12 @@ impl FileChecker<'_> {
 
     /// Checks a serving certificate. With an issuer it is renewed at the start, so its expiry is a note. Without
     /// one an expired certificate is served, and clients decide.
-    fn serving_cert(&mut self, at: &str, terminate: &Terminate) {
+    fn serving_cert(&mut self, at: &str, terminate: &Terminate) -> Option<Arc<LoadedCert>> {
         let paths = &terminate.tls.paths;
         let Some(issuer) = &terminate.tls.issuer else {
-            if let Some(loaded) = self.load(at, paths, LoadedFiles::serving_certificate) {
-                self.validity(&format!("{at}.cert_file"), &paths.cert_file, &loaded.info);
-            }
-            return;
+            let loaded = self.load(at, paths, LoadedFiles::serving_certificate)?;
+            self.validity(&format!("{at}.cert_file"), &paths.cert_file, &loaded.info);
+            return Some(loaded);
         };
         match LocalCa::load(issuer) {
             Err(error) => self.error(&format!("{at}.issuer"), error),
@@ -208,11 +213,31 @@ impl FileChecker<'_> {
                 self.note(&format!("{at}.issuer.key_file"), message);
             }
         }
-        if let Some(loaded) = self.load(at, paths, LoadedFiles::serving_certificate) {
-            let at = format!("{at}.cert_file");
-            match loaded.info.check_time(&paths.cert_file, self.now) {
-                Ok(()) => self.validity(&at, &paths.cert_file, &loaded.info),
-                Err(error) => self.note(&at, format!("{error}; it is renewed at the start")),
+        let loaded = self.load(at, paths, LoadedFiles::serving_certificate)?;
+        let at = format!("{at}.cert_file");
+        match loaded.info.check_time(&paths.cert_file, self.now) {
+            Ok(()) => self.validity(&at, &paths.cert_file, &loaded.info),
+            Err(error) => self.note(&at, format!("{error}; it is renewed at the start")),
+        }
+        Some(loaded)
+    }
+
+    /// Warns of names of connections that are passed through which are in the serving certificate of the listener, too:
+    /// a client that connects by such a name gets the certificate of an apiserver.
+    fn passthrough_names(&mut self, at: &str, names: &[String], serving: &LoadedCert) {
+        let Some(leaf) = serving.chain.first() else { return };
+        let served = local_ca::subject_alt_names(leaf).unwrap_or_default();
+        let served: Vec<String> = served.iter().map(|name| name.to_ascii_lowercase()).collect();
+        for (i, name) in names.iter().enumerate() {
+            let is_both = |served: &&String| {
+                server_name_matches(name, served) || server_name_matches(served, name)
+            };
+            if let Some(served) = served.iter().find(is_both) {
+                let message = format!(
+                    "{served} is in the serving certificate of this listener: clients that connect by this name \
+                     are passed through, get the certificate of an apiserver, and nothing of mode terminate"
+                );
+                self.warn(&format!("{at}.passthrough_server_names[{i}]"), message);
             }
         }
     }

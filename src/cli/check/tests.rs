@@ -255,6 +255,33 @@ fn check_files_expired_certificate_with_issuer_is_only_noted() {
 }
 
 #[test]
+fn check_files_warns_of_a_passthrough_name_in_the_serving_certificate() {
+    let dir = dir();
+    let mut params =
+        CertificateParams::new(["localhost".to_owned(), "*.svc.example".to_owned()]).unwrap();
+    params.not_after = rcgen::date_time_ymd(2040, 1, 1);
+    let key = KeyPair::generate().unwrap();
+    dir.write("named.crt", &params.self_signed(&key).unwrap().pem());
+    let path = dir.0.path().join("named.key");
+    jackstay_sys::files::replace(&path, key.serialize_pem().as_bytes(), PRIVATE).unwrap();
+    let text = "upstreams: [{name: u, endpoints: ['10.0.0.1:6443'], tls: {ca_file: DIR/ca.crt}}]\n\
+                listeners: [{name: l, bind: ['127.0.0.1:0'], upstream: u, tls: {cert_file: DIR/named.crt, \
+                key_file: DIR/named.key}, passthrough_server_names: [kubernetes, LOCALHOST, a.svc.example, '*.b.c']}]\n";
+    dir.write("c.yaml", &text.replace("DIR", &dir.0.path().display().to_string()));
+    let file = dir.0.path().join("c.yaml");
+    let config = load(&file, [], &Overrides::default()).unwrap().config;
+    let found = check_files(&file, &config, now());
+    assert_eq!(found.errors, []);
+    let name = "listeners[0].passthrough_server_names";
+    let expected =
+        [format!("{name}[1]: localhost is in"), format!("{name}[2]: *.svc.example is in")];
+    assert_eq!(found.warnings.len(), expected.len(), "{:?}", found.warnings);
+    for (warning, part) in found.warnings.iter().zip(expected) {
+        assert!(warning.contains(&part), "{warning}");
+    }
+}
+
+#[test]
 fn check_files_broken_endpoint_source_is_a_source_error() {
     let dir = dir();
     let check = || {

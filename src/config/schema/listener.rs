@@ -13,8 +13,8 @@ use crate::config::address::parse_bind;
 use crate::config::destination::Destination;
 use crate::config::heartbeat::HeartbeatResource;
 use crate::config::listener::{
-    CertPaths, DestinationRoute, Limits, Listener, Mode, Passthrough, RequestLimits, Route,
-    SOURCE_PREFIX_V6, ServingCert, Terminate, TerminateLimits,
+    CertPaths, DestinationRoute, FlowSettings, Limits, Listener, Mode, PassedThrough, Passthrough,
+    RequestLimits, Route, SOURCE_PREFIX_V6, ServingCert, Terminate, TerminateLimits,
 };
 use crate::config::node::{Fields, Node};
 use crate::config::report::Located;
@@ -32,6 +32,11 @@ const NO_RESUME_GROUPS: &str = "was removed: watches of every API group are resu
                                 never_resume_groups";
 /// The error for a key of mode `passthrough` in mode `terminate`.
 const NO_FLOWS: &str = "has no meaning in mode terminate: it forwards requests, not connections";
+/// The error for a setting of flows in mode `terminate`.
+const NO_PASSED_THROUGH: &str = "has no meaning in mode terminate without passthrough_server_names: it forwards \
+                                 requests, not connections";
+/// The error for `passthrough_server_names` in mode `passthrough`.
+const ALL_PASSED_THROUGH: &str = "has no meaning in mode passthrough: every connection is passed through, and routes select its upstream by name";
 
 pub(super) fn read(node: &Node<'_>, references: &mut References) -> Listener {
     let mut fields = node.fields();
@@ -123,13 +128,14 @@ fn terminate(fields: &mut Fields<'_>, mode_is_known: bool) -> Terminate {
     let limits =
         TerminateLimits { connections: limits(&mut nested), requests: request_limits(&mut nested) };
     nested.finish();
-    for key in ["destinations", "routes", "idle_timeout", "leave_timeout", "rebalance"] {
+    for key in ["destinations", "routes"] {
         if mode_is_known {
             fields.refuse(key, NO_FLOWS);
         } else {
             let _ = fields.get(key);
         }
     }
+    let passed_through = passed_through(fields, mode_is_known);
 
     let mut tls = fields.section("tls");
     let (_, paths) = cert_paths(&mut tls, mode_is_known);
@@ -148,7 +154,48 @@ fn terminate(fields: &mut Fields<'_>, mode_is_known: bool) -> Terminate {
     let never_resume_groups = api_groups(&fields.get("never_resume_groups"));
     let tls = ServingCert { paths, issuer };
     let heartbeats = heartbeats(&fields.get("heartbeats"));
-    Terminate { tls, client_ca_file, identities, never_resume_groups, heartbeats, limits }
+    Terminate {
+        tls,
+        client_ca_file,
+        identities,
+        never_resume_groups,
+        heartbeats,
+        passed_through,
+        limits,
+    }
+}
+
+/// The connections that a listener in mode `terminate` passes through. Reports settings of flows without names only if
+/// `mode_is_known`.
+fn passed_through(fields: &mut Fields<'_>, mode_is_known: bool) -> Option<Box<PassedThrough>> {
+    let items = fields.get("passthrough_server_names").items();
+    let server_names = server_names(&items, &mut Vec::new(), ValueError::PassedThroughIp);
+    if !items.is_empty() || !mode_is_known {
+        let flows = flow_settings(fields);
+        return (!server_names.is_empty()).then(|| Box::new(PassedThrough { server_names, flows }));
+    }
+    for key in FLOW_KEYS {
+        fields.refuse(key, NO_PASSED_THROUGH);
+    }
+    None
+}
+
+/// The keys that [`flow_settings`] reads.
+const FLOW_KEYS: [&str; 3] = ["idle_timeout", "leave_timeout", "rebalance"];
+
+fn flow_settings(fields: &mut Fields<'_>) -> FlowSettings {
+    let default = FlowSettings::default();
+    let idle = fields.get("idle_timeout");
+    let idle_timeout = idle.duration(Duration::ZERO, Duration::ZERO..=30 * 24 * HOUR);
+    if !idle_timeout.is_zero() && idle_timeout < SECOND {
+        idle.error("is shorter than 1s; 0s disables it");
+    }
+    let leave = fields.get("leave_timeout");
+    FlowSettings {
+        idle_timeout: Some(idle_timeout).filter(|timeout| !timeout.is_zero()),
+        leave_timeout: leave.duration(default.leave_timeout, Duration::ZERO..=30 * 24 * HOUR),
+        rebalance: fields.get("rebalance").flag(default.rebalance),
+    }
 }
 
 fn passthrough(
@@ -180,20 +227,8 @@ fn passthrough(
         );
     }
     let routes = routes(&fields.get("routes"), references);
-    let idle = fields.get("idle_timeout");
-    let idle_timeout = idle.duration(Duration::ZERO, Duration::ZERO..=30 * 24 * HOUR);
-    if !idle_timeout.is_zero() && idle_timeout < SECOND {
-        idle.error("is shorter than 1s; 0s disables it");
-    }
-    let leave = fields.get("leave_timeout");
-    Passthrough {
-        destinations,
-        routes,
-        idle_timeout: Some(idle_timeout).filter(|timeout| !timeout.is_zero()),
-        leave_timeout: leave.duration(HOUR, Duration::ZERO..=30 * 24 * HOUR),
-        rebalance: fields.get("rebalance").flag(false),
-        limits,
-    }
+    fields.refuse("passthrough_server_names", ALL_PASSED_THROUGH);
+    Passthrough { destinations, routes, flows: flow_settings(fields), limits }
 }
 
 fn destinations(node: &Node<'_>, references: &mut References) -> Vec<DestinationRoute> {
@@ -216,16 +251,8 @@ fn routes(node: &Node<'_>, references: &mut References) -> Vec<Route> {
     let mut routes = Vec::new();
     for item in node.items() {
         let mut fields = item.fields();
-        let mut server_names = Vec::new();
-        for item in fields.required_items("server_names", "at least one name") {
-            let wanted = "text: a name such as a.example.com or *.example.com";
-            let Some(name) = item.require(wanted, route_name) else { continue };
-            if let Some((first, _)) = known.iter().find(|(_, other)| *other == name) {
-                item.error(format!("{} is already at {first}", quote(&name)));
-            }
-            known.push((item.path, name.clone()));
-            server_names.push(name);
-        }
+        let items = fields.required_items("server_names", "at least one name");
+        let server_names = server_names(&items, &mut known, ValueError::RouteOfIp);
         let upstream = upstream(&mut fields, Some(false), references);
         fields.finish();
         routes.push(Route { server_names, upstream });
@@ -233,11 +260,31 @@ fn routes(node: &Node<'_>, references: &mut References) -> Vec<Route> {
     routes
 }
 
+/// The server names in a list. `known` has those of earlier lists, and no name may appear twice. `of_ip` is the error
+/// for an IP address.
+fn server_names(
+    items: &[Node<'_>],
+    known: &mut Vec<Located<String>>,
+    of_ip: fn(String) -> ValueError,
+) -> Vec<String> {
+    let mut names = Vec::new();
+    for item in items {
+        let wanted = "text: a name such as a.example.com or *.example.com";
+        let Some(name) = item.require(wanted, |text| server_name(text, of_ip)) else { continue };
+        if let Some((first, _)) = known.iter().find(|(_, other)| *other == name) {
+            item.error(format!("{} is already at {first}", quote(&name)));
+        }
+        known.push((item.path.clone(), name.clone()));
+        names.push(name);
+    }
+    names
+}
+
 /// A server name (RFC 6066 section 3: a DNS name). The prefix `*.` stands for one label.
-fn route_name(text: &str) -> Result<String, ValueError> {
+fn server_name(text: &str, of_ip: fn(String) -> ValueError) -> Result<String, ValueError> {
     let name = text.strip_prefix("*.").unwrap_or(text);
     if text.parse::<std::net::IpAddr>().is_ok() {
-        return Err(ValueError::RouteOfIp(text.to_owned()));
+        return Err(of_ip(text.to_owned()));
     }
     if !is_dns_name(name) {
         return Err(ValueError::not(text, "a name such as a.example.com or *.example.com"));

@@ -84,7 +84,7 @@ fn used_by(upstream: &str, listeners: &[Listener]) -> UsedBy {
     let mut used_by = UsedBy::default();
     for listener in listeners.iter().filter(|l| l.upstreams().any(|name| name == upstream)) {
         used_by.terminate |= listener.terminate().is_some();
-        used_by.passthrough |= listener.passthrough().is_some();
+        used_by.passthrough |= listener.has_flows();
     }
     used_by
 }

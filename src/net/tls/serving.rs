@@ -351,6 +351,7 @@ mod tests {
                     identities: Vec::new(),
                     never_resume_groups: Vec::new(),
                     heartbeats: Vec::new(),
+                    passed_through: None,
                     limits: TerminateLimits {
                         connections: Limits {
                             max_connections: 1,

@@ -188,6 +188,15 @@ impl SocketMemory {
         });
     }
 
+    /// Ends the bounds for short memory, before another [`SocketMemory`] follows the sockets.
+    pub fn end_bounds(&self) {
+        self.update(|entry| {
+            for socket in entry.sockets.iter_mut().flatten() {
+                socket.set_bounded(false, entry.max_unsent);
+            }
+        });
+    }
+
     /// Whether the connection must be reset, because memory is short and a receiver accepts no bytes.
     pub fn is_shed(&self) -> bool {
         TABLE.with_borrow(|table| table.entries[self.key].is_shed)

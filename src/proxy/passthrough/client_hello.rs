@@ -168,16 +168,6 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Whether a configured pattern matches a server name. `*` matches exactly one label. Both are in lower case.
-pub fn matches(pattern: &str, name: &str) -> bool {
-    match pattern.strip_prefix("*.") {
-        None => pattern == name,
-        Some(parent) => {
-            name.split_once('.').is_some_and(|(label, rest)| !label.is_empty() && rest == parent)
-        }
-    }
-}
-
 #[cfg(test)]
 #[path = "client_hello_tests.rs"]
 mod tests;

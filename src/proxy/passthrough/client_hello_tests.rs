@@ -148,21 +148,6 @@ fn read_rejects_inconsistent_lengths() {
     assert_eq!(read(&malformed), ClientHello::Unreadable);
 }
 
-#[test]
-fn matches_exact_names_and_one_wildcard_label() {
-    for (pattern, name, expected) in [
-        ("a.example", "a.example", true),
-        ("a.example", "b.example", false),
-        ("a.example", "x.a.example", false),
-        ("*.example", "a.example", true),
-        ("*.example", "a.b.example", false),
-        ("*.example", ".example", false),
-        ("*.example", "example", false),
-    ] {
-        assert_eq!(matches(pattern, name), expected, "{pattern} {name}");
-    }
-}
-
 proptest! {
     #[test]
     fn read_never_panics_on_random_bytes(bytes: Vec<u8>) {

@@ -162,7 +162,7 @@ impl FlowEntry {
 
     /// Whether rebalancing may end the flow.
     pub(super) fn is_movable(&self) -> bool {
-        self.is_open() && self.routing.current().config.rebalance
+        self.is_open() && self.routing.current().flows.rebalance
     }
 
     /// Whether the endpoint's side has made no progress for so long that the path may be broken.
@@ -182,7 +182,7 @@ impl FlowEntry {
 
     /// The time after the removal of its endpoint when the flow is ended.
     pub(super) fn leave_after(&self) -> Duration {
-        self.end_after(self.routing.current().config.leave_timeout)
+        self.end_after(self.routing.current().flows.leave_timeout)
     }
 
     /// Whether the endpoint, which has died `deaths` times, has died since the flow started. A flow whose
@@ -204,7 +204,7 @@ impl FlowEntry {
         if !self.answered && now >= self.started + routing.limits.handshake_timeout {
             return Err(HANDSHAKE);
         }
-        let idle_timeout = routing.config.idle_timeout;
+        let idle_timeout = routing.flows.idle_timeout;
         if idle_timeout.is_some_and(|timeout| now >= self.last_progress + timeout) {
             return Err(IDLE);
         }

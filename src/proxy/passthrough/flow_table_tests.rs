@@ -44,7 +44,7 @@ impl Setup {
             routes: Vec::new(),
             transparent: None,
             limits: passthrough.limits.clone(),
-            config: passthrough,
+            flows: passthrough.flows,
         };
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();

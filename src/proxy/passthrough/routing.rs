@@ -14,13 +14,16 @@ use std::sync::Arc;
 
 use jackstay_sys::sockets::interception;
 use jackstay_sys::sockets::interception::Interception;
-use tokio::io::AsyncReadExt;
+use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::client_hello::{self, ClientHello};
-use crate::config::{Destination, Limits, Passthrough, Route};
+use crate::config::{Destination, FlowSettings, Limits, server_name_matches};
 use crate::upstream::Upstream;
+
+/// Bytes for which there is room at first, which is enough for most clients: one with post-quantum keys sends 1.7 KiB.
+const USUAL_CLIENT_HELLO: usize = 2 << 10;
 
 /// The name of a listener, and its routing, which a reload replaces.
 pub struct ListenerRouting {
@@ -54,15 +57,18 @@ impl ListenerRouting {
 pub struct Routing {
     /// The upstream of connections that no route matches.
     pub upstream: Arc<Upstream>,
-    /// The upstreams of the configured routes, in their order.
-    pub routes: Vec<Arc<Upstream>>,
+    /// The upstreams by server name. The first match counts.
+    pub routes: Vec<(Vec<String>, Arc<Upstream>)>,
     /// Present if the listener is transparent.
     pub transparent: Option<Transparent>,
-    /// The configuration of the passthrough mode.
-    pub config: Passthrough,
+    /// When flows end.
+    pub flows: FlowSettings,
     /// Limits on connections.
     pub limits: Limits,
 }
+
+/// The upstream of a connection, and the bytes that were read from its client to choose it.
+pub type RoutedTo = (Arc<Upstream>, Vec<u8>);
 
 /// The routing of a transparent listener by original destination.
 pub struct Transparent {
@@ -135,7 +141,7 @@ impl Routing {
         &self,
         client: &mut TcpStream,
         from: SocketAddr,
-    ) -> Result<(Arc<Upstream>, Vec<u8>), RouteError> {
+    ) -> Result<RoutedTo, RouteError> {
         let mut read = Vec::new();
         if let Some(upstream) = self.by_original_destination(client, from)? {
             return Ok((Arc::clone(upstream), read));
@@ -143,23 +149,34 @@ impl Routing {
         if self.routes.is_empty() {
             return Ok((Arc::clone(&self.upstream), read));
         }
-        let server_name = async {
-            loop {
-                match client.read_buf(&mut read).await {
-                    Ok(n) if n > 0 => {}
-                    _ => return Err(RouteError::ClientClosed),
-                }
-                match client_hello::read(&read) {
-                    ClientHello::Incomplete => {}
-                    ClientHello::ServerName(name) => return Ok(Some(name)),
-                    ClientHello::NoServerName | ClientHello::Unreadable => return Ok(None),
-                }
+        let by_server_name = self.by_server_name(client, &mut read);
+        let upstream = timeout(self.limits.handshake_timeout, by_server_name).await;
+        let upstream = upstream.unwrap_or(Err(RouteError::Timeout))?;
+        Ok((Arc::clone(upstream.unwrap_or(&self.upstream)), read))
+    }
+
+    /// Reads from a client until its server name is known, appends the bytes to `read`, and returns the upstream of the
+    /// name. `None` if no route has it. The caller limits the time.
+    ///
+    /// # Errors
+    /// The client has closed the connection.
+    pub async fn by_server_name(
+        &self,
+        client: &mut (impl AsyncRead + Unpin),
+        read: &mut Vec<u8>,
+    ) -> Result<Option<&Arc<Upstream>>, RouteError> {
+        read.reserve(USUAL_CLIENT_HELLO);
+        loop {
+            match client.read_buf(read).await {
+                Ok(n) if n > 0 => {}
+                _ => return Err(RouteError::ClientClosed),
             }
-        };
-        let server_name = timeout(self.limits.handshake_timeout, server_name).await;
-        let server_name = server_name.unwrap_or(Err(RouteError::Timeout))?;
-        let upstream = server_name.map_or(&self.upstream, |name| self.by_server_name(&name));
-        Ok((Arc::clone(upstream), read))
+            match client_hello::read(read) {
+                ClientHello::Incomplete => {}
+                ClientHello::ServerName(name) => return Ok(self.route_of(&name)),
+                ClientHello::NoServerName | ClientHello::Unreadable => return Ok(None),
+            }
+        }
     }
 
     /// The upstream of the original destination; `None` if none is configured for it. The connector of the
@@ -182,11 +199,9 @@ impl Routing {
         }
     }
 
-    fn by_server_name(&self, name: &str) -> &Arc<Upstream> {
-        let matches =
-            |route: &Route| route.server_names.iter().any(|p| client_hello::matches(p, name));
-        let index = self.config.routes.iter().position(matches);
-        index.and_then(|index| self.routes.get(index)).unwrap_or(&self.upstream)
+    fn route_of(&self, name: &str) -> Option<&Arc<Upstream>> {
+        let matches = |names: &[String]| names.iter().any(|p| server_name_matches(p, name));
+        self.routes.iter().find(|(names, _)| matches(names)).map(|(_, upstream)| upstream)
     }
 }
 

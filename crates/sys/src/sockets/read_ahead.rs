@@ -33,7 +33,12 @@ pub struct ReadAhead<T> {
 impl<T> ReadAhead<T> {
     /// Buffers the reads of `inner`.
     pub fn new(inner: T) -> Self {
-        Self { inner, buffer: Vec::new(), start: 0, end: 0 }
+        Self::with_unread(inner, Vec::new())
+    }
+
+    /// Returns the bytes of `unread` before it reads from `inner`.
+    pub fn with_unread(inner: T, unread: Vec<u8>) -> Self {
+        Self { inner, start: 0, end: unread.len(), buffer: unread }
     }
 
     /// The wrapped stream.
@@ -55,7 +60,11 @@ impl<T> ReadAhead<T> {
         buf.put_slice(&self.buffer[self.start..end]);
         self.start = end;
         if self.start == self.end {
-            SPARE_BUFFER.set(std::mem::take(&mut self.buffer));
+            let buffer = std::mem::take(&mut self.buffer);
+            // That of `with_unread` is smaller.
+            if buffer.len() == BUFFER_SIZE {
+                SPARE_BUFFER.set(buffer);
+            }
         }
     }
 }
@@ -108,6 +117,19 @@ delegate_async_write!(ReadAhead<T>, |this| &mut this.inner);
 mod tests {
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    #[tokio::test(start_paused = true)]
+    async fn unread_bytes_precede_those_of_the_stream() {
+        let (local, mut peer) = tokio::io::duplex(64);
+        peer.write_all(b" world").await.unwrap();
+        drop(peer);
+        let mut reader = ReadAhead::with_unread(local, b"hello".to_vec());
+        assert_eq!(reader.peek().await.unwrap(), b"hello");
+        let mut text = String::new();
+        reader.read_to_string(&mut text).await.unwrap();
+        assert_eq!(text, "hello world");
+        assert_eq!(SPARE_BUFFER.take().len(), BUFFER_SIZE);
+    }
 
     #[tokio::test(start_paused = true)]
     async fn read_small_pieces_returns_every_byte_and_the_end() {

@@ -150,8 +150,13 @@ fn set_option(
 /// Closes a connection with RST instead of FIN (`SO_LINGER` of zero, socket(7)), so that the peer
 /// does not take it for the end of complete data.
 pub fn close_with_reset(stream: TcpStream) {
-    let _ = SockRef::from(&stream).set_linger(Some(Duration::ZERO));
+    reset_when_closed(&stream);
     drop(stream);
+}
+
+/// Makes the close of a connection send RST instead of FIN.
+pub fn reset_when_closed(stream: &TcpStream) {
+    let _ = SockRef::from(stream).set_linger(Some(Duration::ZERO));
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 
 mod apiservers;
 mod args;
+mod listener;
 mod output;
 mod renew;
 mod report;
@@ -18,6 +19,7 @@ use std::time::SystemTime;
 
 use self::apiservers::Apiservers;
 pub(super) use self::args::KubeconfigArgs;
+use self::listener::UserPath;
 use self::output::{
     Destinations, Failure, directory_beside, kubeconfig_file, refuse_to_overwrite, stage,
 };
@@ -62,14 +64,15 @@ fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), F
         let why = "--discover finds apiservers for a configuration: add --mode";
         return Err(Failure::input(why));
     }
-    let apiservers = apiservers::find(args, &context, destinations.config.as_deref())?;
+    let path = listener::user_path(args, &context, &address)?;
+    let apiservers = apiservers::find(args, &context, destinations.config.as_deref(), &path)?;
     let plan = match &destinations.config {
         None => None,
         Some(file) => {
             Some(setup::plan(&context, &setup_request(args, &address, file, &apiservers)?)?)
         }
     };
-    let trust = trust(args, &context, &address, plan.as_ref(), &apiservers.names.client)?;
+    let trust = trust(args, &context, &address, plan.as_ref(), (&apiservers, &path))?;
     let configuration = destinations.config.as_ref().map(|file| file.display().to_string());
     let endpoint = LocalEndpoint { address: address.address(), trust, configuration };
 
@@ -85,7 +88,7 @@ fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), F
     staged.commit(report)?;
 
     report.warnings.clone_from(&apiservers.warnings);
-    report.notes = notes(&context, &apiservers, plan.as_ref(), &endpoint.trust);
+    report.notes = notes(&context, (&apiservers, &path), plan.as_ref(), &endpoint.trust);
     let had_comments =
         files.iter().any(|file| file.path() == kubeconfig.path && file.has_comments());
     if args.in_place && had_comments {
@@ -191,6 +194,7 @@ fn setup_request(
         config: config.to_owned(),
         upstreams: apiservers.upstreams.clone(),
         server_name: apiservers.names.upstream.clone(),
+        shared_name: apiservers.names.shared_name().map(ToOwned::to_owned),
         ca_file: absolute(&args.ca_file)?,
         client_ca_file: absolute(&args.client_ca_file)?,
         node_name: args.node_name.clone().unwrap_or_else(host_name),
@@ -198,15 +202,18 @@ fn setup_request(
     })
 }
 
-/// How clients verify the certificate at the local endpoint. `name` is a name in the apiservers'
-/// certificates.
+/// How clients verify the certificate at the local endpoint.
 fn trust(
     args: &KubeconfigArgs,
     context: &ResolvedContext,
     address: &ServerUrl,
     plan: Option<&SetupPlan>,
-    name: &str,
+    (apiservers, path): (&Apiservers, &UserPath),
 ) -> Result<ClientTrust, Failure> {
+    let name = &apiservers.names.client;
+    if let UserPath::ByServerName { .. } = path {
+        return Ok(ClientTrust::Apiserver(Some(name.clone())));
+    }
     if let Some(ca) = plan.and_then(|plan| plan.local_ca.clone()) {
         return Ok(ClientTrust::Local(ca));
     }
@@ -215,7 +222,7 @@ fn trust(
             .map_err(|error| Failure::Input(format!("cannot read {}: {error}", file.display())))?;
         return Ok(ClientTrust::Local(ca));
     }
-    let needs_name = !context.insecure && name != address.host;
+    let needs_name = !context.insecure && *name != address.host;
     Ok(ClientTrust::Apiserver(needs_name.then(|| name.to_owned())))
 }
 
@@ -245,11 +252,15 @@ fn rewrite_kubeconfig(
 /// The notes about the planned files, the apiservers, the name that clients verify, and a proxy.
 fn notes(
     context: &ResolvedContext,
-    apiservers: &Apiservers,
+    (apiservers, path): (&Apiservers, &UserPath),
     plan: Option<&SetupPlan>,
     trust: &ClientTrust,
 ) -> Vec<String> {
     let mut notes: Vec<String> = plan.iter().flat_map(|plan| plan.notes.clone()).collect();
+    match path {
+        UserPath::AsConfigured { notes: of_path } => notes.extend(of_path.iter().cloned()),
+        UserPath::ByServerName { reason, .. } => notes.push(reason.clone()),
+    }
     notes.extend(apiservers.notes.iter().chain(&apiservers.names.notes).cloned());
     if matches!(trust, ClientTrust::Apiserver(Some(_))) {
         notes.extend(apiservers.names.client_notes.iter().cloned());

@@ -86,11 +86,16 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
         tls: None,
         client_ca_file: None,
         identities: Vec::new(),
+        passthrough_server_names: Vec::new(),
     };
     if request.mode == SetupMode::Terminate {
         listener.tls = Some(serving::plan(request, directory, &mut plan)?);
         (listener.client_ca_file, listener.identities) =
             client_identities(context, request, directory, ca_file.as_deref(), &mut plan)?;
+        if let Credential::Exec(plugin) = &context.credential {
+            listener.passthrough_server_names = request.shared_name.iter().cloned().collect();
+            plan.notes.push(exec_note(&plugin.command, request.shared_name.as_deref()));
+        }
     }
     let probe = probe_credential(request.mode, &context.credential, ca_file.is_some());
     if probe.is_none() && listener.identities.is_empty() && ca_file.is_some() {
@@ -221,15 +226,7 @@ fn client_identities(
 ) -> Result<(Option<PathBuf>, Vec<CertPaths>), SetupError> {
     let (certificate, key) = match &context.credential {
         Credential::Certificate(certificate, key) => (certificate, key),
-        Credential::Exec(plugin) => {
-            plan.notes.push(format!(
-                "the exec plugin {:?} runs in the client as before, and jackstay forwards its \
-                 tokens; if it returns client certificates, use --mode passthrough, because jackstay \
-                 would need them too in this mode (listeners[0].identities)",
-                plugin.command
-            ));
-            return Ok((request.client_ca_file.clone(), Vec::new()));
-        }
+        Credential::Exec(_) => return Ok((request.client_ca_file.clone(), Vec::new())),
         _ => return Ok((None, Vec::new())),
     };
     let client_ca = match &request.client_ca_file {
@@ -240,6 +237,26 @@ fn client_identities(
     let cert_file = plan.file_of(certificate, cert_file, PUBLIC, "the user's client certificate");
     let key_file = plan.file_of(key, directory.join(CLIENT_KEY), PRIVATE, "its key");
     Ok((Some(client_ca), vec![CertPaths { cert_file, key_file }]))
+}
+
+/// What an exec plugin needs in mode `terminate`, if it returns certificates. `name` is the server name by which
+/// connections are passed through.
+fn exec_note(command: &str, name: Option<&str>) -> String {
+    let remedy = match name {
+        Some(name) => format!(
+            "remove certificate-authority-data of jackstay from the kubeconfig's cluster, restore the \
+             apiservers' CA, and set tls-server-name to {name:?} (listeners[0].passthrough_server_names): the \
+             connections of this user are passed through then, and the apiservers see the certificates"
+        ),
+        None => "use --mode passthrough, or set listeners[0].passthrough_server_names to a name in the \
+                 apiservers' certificates and tls-server-name of the kubeconfig to the same name: jackstay \
+                 cannot present certificates that it does not have (listeners[0].identities)"
+            .to_owned(),
+    };
+    format!(
+        "the exec plugin {command:?} runs in the client as before, and jackstay forwards its tokens; if it \
+         returns client certificates, {remedy}"
+    )
 }
 
 /// Returns the file with the cluster's CA.

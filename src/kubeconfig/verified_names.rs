@@ -23,6 +23,8 @@
 
 use std::net::IpAddr;
 
+use crate::config::server_name_matches;
+
 /// Names that kubeadm and most installers put into every apiserver's certificate.
 const COMMON_NAMES: [&str; 2] = ["kubernetes", "kubernetes.default.svc"];
 
@@ -66,6 +68,14 @@ pub struct VerifiedNames {
     pub client_notes: Vec<String>,
 }
 
+impl VerifiedNames {
+    /// The name for clients if it is a DNS name that all certificates have, as far as that is known.
+    pub fn shared_name(&self) -> Option<&str> {
+        let is_address = self.client.parse::<IpAddr>().is_ok();
+        Some(&*self.client).filter(|_| !is_address && self.client_notes.is_empty())
+    }
+}
+
 impl CertificateNames {
     /// Whether the certificate contains a name or an address. A wildcard matches one label (RFC 6125).
     fn contains(&self, wanted: &str) -> bool {
@@ -87,6 +97,29 @@ pub fn select(inputs: &NameInputs<'_>) -> VerifiedNames {
     } else {
         select_from_certificates(inputs)
     }
+}
+
+/// Selects the name of a client whose connection is passed through only with one of the `accepted` names, which may be
+/// patterns. `None` if some certificates were read and no accepted name is in all of them. The accepted names are those
+/// of jackstay's configuration, so no name is taken from a certificate that a pattern does not match.
+pub fn select_passed_through(
+    accepted: &[String],
+    certificates: &[CertificateNames],
+) -> Option<VerifiedNames> {
+    let is_shared = |name: &&str| certificates.iter().all(|certificate| certificate.contains(name));
+    let is_accepted = |name: &&str| accepted.iter().any(|p| server_name_matches(p, name));
+    let exact = accepted.iter().map(String::as_str).filter(|name| !name.contains('*'));
+    let verified = certificates.iter().find(|certificate| certificate.is_verified);
+    let matching = names_to_verify(verified).filter(is_accepted);
+    let mut names = exact.chain(COMMON_NAMES.into_iter().filter(is_accepted)).chain(matching);
+    let client = names.find(is_shared)?.to_owned();
+    let mut client_notes = Vec::new();
+    if certificates.is_empty() {
+        client_notes.push(format!(
+            "tls-server-name is {client:?}, and the certificates were not read: it must be in those of all apiservers"
+        ));
+    }
+    Some(VerifiedNames { client, client_notes, ..VerifiedNames::default() })
 }
 
 fn select_without_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
@@ -324,6 +357,25 @@ mod tests {
             expected(Some("lb.example"), "lb.example", 0)
         );
         assert_eq!(selected("10.0.0.1", Some("api"), 3, &[]), expected(Some("api"), "api", 0));
+    }
+
+    #[test]
+    fn select_passed_through_takes_an_accepted_name_that_all_certificates_have() {
+        let name = |accepted: &[&str], certificates: &[CertificateNames]| {
+            let accepted: Vec<String> = accepted.iter().map(ToString::to_string).collect();
+            select_passed_through(&accepted, certificates).map(|names| names.client)
+        };
+        let two = [kubeadm("10.0.0.1"), kubeadm("10.0.0.2")];
+        let default = "kubernetes.default.svc";
+        assert_eq!(name(&["api", default], &two).as_deref(), Some(default));
+        assert_eq!(name(&["*.default.svc"], &two).as_deref(), Some(default));
+        assert_eq!(name(&["api", "*.example.com"], &two), None);
+        assert_eq!(name(&["api"], &[]).as_deref(), Some("api"), "no certificate was read");
+        // A pattern does not take the name of a server that is not verified.
+        let kubelet = certificate("10.0.0.1", &["node-7.example.com", "10.0.0.7"]);
+        assert_eq!(name(&["*.example.com"], &[kubelet]), None);
+        let verified = certificate("10.0.0.1", &["api.example.com", "10.0.0.1"]);
+        assert_eq!(name(&["*.example.com"], &[verified]).as_deref(), Some("api.example.com"));
     }
 
     #[test]

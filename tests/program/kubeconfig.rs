@@ -1,5 +1,7 @@
 //! `jackstay kubeconfig`: the files that it reads and writes, and its output.
 
+mod passed_through;
+
 use crate::support::tls::{self, Trust};
 use crate::support::wait;
 use std::fs;
@@ -1010,6 +1012,7 @@ struct RunningProxy {
     home: Home,
     _server: ApiServerHandle,
     addr: SocketAddr,
+    admin: SocketAddr,
     proxy: Running,
 }
 
@@ -1035,7 +1038,8 @@ impl RunningProxy {
         config.listeners[0].bind = vec![(Ipv4Addr::LOCALHOST, 0).into()];
         let app = App::bind(config).unwrap();
         let addr = app.listener_addresses("apiserver")[0];
-        Self { home, _server: server, addr, proxy: app.start().unwrap() }
+        let admin = app.admin_address().unwrap();
+        Self { home, _server: server, addr, admin, proxy: app.start().unwrap() }
     }
 
     /// Sends requests with the CA, server name and certificate of the written kubeconfig until one

@@ -5,13 +5,16 @@ use std::net::SocketAddr;
 use std::path::Path;
 
 use super::args::KubeconfigArgs;
+use super::listener::UserPath;
 use super::output::Failure;
 use crate::config::{self, Overrides};
 use crate::doctor::dns::Resolver;
 use crate::doctor::members::MembersError;
 use crate::doctor::survey::{self, NotApiserver, Survey, SurveyError, SurveyRequest};
 use crate::doctor::target::{ExecPlugins, Trust};
-use crate::kubeconfig::verified_names::{NameInputs, VerifiedNames, select};
+use crate::kubeconfig::verified_names::{
+    CertificateNames, NameInputs, VerifiedNames, select, select_passed_through,
+};
 use crate::kubeconfig::{Credential, PemSource, ResolvedContext, ServerUrl};
 use crate::observe::quantity;
 
@@ -28,16 +31,23 @@ pub(super) struct Apiservers {
     pub(super) notes: Vec<String>,
 }
 
-/// Finds the apiservers. `config` is the configuration to write, if there is one.
+/// Finds the apiservers. `config` is the configuration to write, if there is one, and `path` how the user is served.
 pub(super) fn find(
     args: &KubeconfigArgs,
     context: &ResolvedContext,
     config: Option<&Path>,
+    path: &UserPath,
 ) -> Result<Apiservers, Failure> {
     let own = context.server.address();
     let (mut notes, mut left_out) = (Vec::new(), 0);
     let mut upstreams = known_upstreams(args, &own, config, &mut notes);
-    let mut survey = survey_apiservers(args, context, &upstreams, config.is_some(), &mut notes);
+    let is_passed_through = matches!(path, UserPath::ByServerName { .. });
+    let mut survey = if args.local_ca.is_some() && !is_passed_through {
+        // Clients verify the existing listener, so the kubeconfig needs no name of the apiservers.
+        without_survey("not needed with --local-ca")
+    } else {
+        survey_apiservers(args, context, &upstreams, config.is_some(), &mut notes)
+    };
     if args.discover {
         let members = survey.members.map_err(|why| {
             Failure::Input(format!("--discover: the cluster's apiservers are not known: {why}"))
@@ -67,6 +77,9 @@ pub(super) fn find(
     });
     if let Some(name) = &args.tls_server_name {
         names.client.clone_from(name);
+    }
+    if let UserPath::ByServerName { names: accepted, .. } = path {
+        names = passed_through(accepted, &survey.certificates)?;
     }
     if config.is_some() {
         // The address of a stopped apiserver is right.
@@ -132,6 +145,24 @@ fn left_out_note(address: &str, why: &str) -> String {
     )
 }
 
+/// The name by which the user is passed through.
+fn passed_through(
+    accepted: &[String],
+    certificates: &[CertificateNames],
+) -> Result<VerifiedNames, Failure> {
+    select_passed_through(accepted, certificates).ok_or_else(|| {
+        let listed = certificates.iter().map(|certificate| {
+            format!("{} names {}", certificate.address, certificate.names.join(", "))
+        });
+        Failure::Input(format!(
+            "no certificate of the apiservers has a name of passthrough_server_names ({}), which clients that are \
+             passed through verify: {}; add such a name to passthrough_server_names of the listener",
+            accepted.join(", "),
+            listed.collect::<Vec<_>>().join("; ")
+        ))
+    })
+}
+
 /// The apiservers besides `own` that the flags name, else those in the existing configuration.
 fn known_upstreams(
     args: &KubeconfigArgs,
@@ -192,10 +223,6 @@ fn survey_apiservers(
 ) -> Survey {
     if args.offline {
         return without_survey("--offline");
-    }
-    // Clients verify the existing listener, so the kubeconfig needs no name of the apiservers.
-    if args.local_ca.is_some() {
-        return without_survey("not needed with --local-ca");
     }
     let mut context = context.clone();
     if let Some(file) = &args.ca_file {

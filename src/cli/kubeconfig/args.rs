@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use crate::cli::admin_client::{DEFAULT_ADMIN, TcpAddress};
 use crate::cli::options::OutputArgs;
 use crate::kubeconfig::setup::SetupMode;
 
@@ -63,7 +64,11 @@ pub(in crate::cli) struct KubeconfigArgs {
     /// The CA of an existing local listener that terminates TLS.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["mode", "config_out"])]
     pub(super) local_ca: Option<PathBuf>,
-    /// The name in every apiserver's certificate; default a name that they share (passthrough).
+    /// The admin endpoint of that jackstay, which knows the identities of its listeners.
+    #[arg(long, value_name = "ADDR", default_value_t = DEFAULT_ADMIN.into())]
+    pub(super) admin: TcpAddress,
+    /// The name in every apiserver's certificate; default a name that they share (passthrough). With
+    /// `--local-ca`: the one of the listener's `passthrough_server_names` by which the user is passed through.
     #[arg(long, value_name = "NAME")]
     pub(super) tls_server_name: Option<String>,
     /// Name of this machine in the serving certificate; default its host name (terminate).

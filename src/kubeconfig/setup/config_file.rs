@@ -65,6 +65,8 @@ pub(super) struct ListenerSection {
     pub(super) client_ca_file: Option<PathBuf>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) identities: Vec<CertPaths>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) passthrough_server_names: Vec<String>,
 }
 
 #[derive(Serialize)]

@@ -33,6 +33,8 @@ pub struct SetupRequest {
     pub upstreams: Vec<String>,
     /// Name that the certificates of all apiservers must contain; `None` means the host of each one.
     pub server_name: Option<String>,
+    /// A DNS name in the certificates of all apiservers, if one is known.
+    pub shared_name: Option<String>,
     /// The cluster's CA; replaces the one in the kubeconfig.
     pub ca_file: Option<PathBuf>,
     /// The CA that verifies client certificates; `None` means the cluster's CA.

@@ -161,6 +161,7 @@ mod tests {
             config: directory.join("jackstay.yaml"),
             upstreams: Vec::new(),
             server_name: None,
+            shared_name: None,
             ca_file: None,
             client_ca_file: None,
             node_name: "node-1".into(),

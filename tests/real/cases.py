@@ -15,7 +15,7 @@ import uuid
 
 from figures import LONG
 from kubernetes import RELEASE, CURRENT_KUBECTL
-from rig import ADDRESSES, NeverFulfilled, RealNode, TOKEN, TOKEN_USER, log, log_lines, shared, wait_for
+from rig import ADDRESSES, EXTRA_ADDRESSES, NeverFulfilled, RealNode, TOKEN, TOKEN_USER, log, log_lines, shared, wait_for
 
 
 def collect_lines(child, lines):
@@ -76,7 +76,10 @@ each_transport = for_each_kubectl(RELEASE.transports)
 
 def long_form(reason):
     """Skips a test or class outside the long forms; the reason names what covers it in CI."""
-    return unittest.skipUnless(LONG, f"long form: {reason}")
+    def mark(test):
+        test.long_form = reason
+        return unittest.skipUnless(LONG, f"long form: {reason}")(test)
+    return mark
 
 
 class StoryCase:
@@ -93,7 +96,7 @@ class StoryCase:
         addresses in `also`. With `quiet` there may be none, since not every such fault affects jackstay."""
         # The lines of a burst are written within 3 s, and those about an endpoint that is uncertain within 10 s.
         process = (jackstay or self.jackstay).process
-        addresses = [*ADDRESSES.values(), *also]
+        addresses = [*ADDRESSES.values(), *EXTRA_ADDRESSES.values(), *also]
 
         def story():
             return log_lines(process, r" (WARN|ERROR) ", since)

@@ -44,6 +44,7 @@ class Release:
     concurrency_shares: str  # the field of a priority level
     etcd_check: str  # the path that fails when the apiserver has lost etcd
     watch_list: bool  # whether watches with initial events exist (sendInitialEvents)
+    structured_authentication: bool  # whether a file configures authentication
     kubectls: tuple  # variants that differ in their requests
     transports: tuple  # variants that differ in the protocol of exec
 
@@ -68,6 +69,7 @@ def old(version, programs):
         concurrency_shares="assuredConcurrencyShares",
         etcd_check="/readyz",
         watch_list=False,
+        structured_authentication=False,
         kubectls=(CURRENT_KUBECTL, OLD_KUBECTL),
         transports=(CURRENT_KUBECTL, OLD_KUBECTL))
 
@@ -90,6 +92,7 @@ def current(version, programs):
         # Measured with 1.36.2 without etcd: /livez fails at once, /readyz still returns 200 after a minute.
         etcd_check="/livez",
         watch_list=True,
+        structured_authentication=True,
         kubectls=(CURRENT_KUBECTL,),
         transports=(CURRENT_KUBECTL, SPDY_KUBECTL))
 

@@ -9,10 +9,11 @@ import unittest
 from pathlib import Path
 
 import kubernetes
+import matrix
 import rig as rig_module
 
 MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_setup", "test_discovery", "test_outage", "test_line",
-           "test_custom", "test_versions", "test_lag", "test_watch_cache", "test_overload", "test_etcd_requests",
+           "test_custom", "test_versions", "test_lag", "test_watch_cache", "test_overload", "test_etcd_requests", "test_settings",
            "consistency.test_checker", "test_consistency", "test_stale_reads"]
 
 
@@ -66,6 +67,7 @@ def main(arguments):
     if arguments[:1] == ["--shell"]:
         return shell()
     require_complete_parts()
+    matrix.check(tests_of(MODULES))
     suite = unittest.TestSuite(tests_of(arguments or MODULES))
     begun = time.monotonic()
     result = unittest.TextTestRunner(stream=sys.stderr, verbosity=2, resultclass=Result, failfast=False).run(suite)

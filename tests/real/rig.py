@@ -6,6 +6,7 @@ outlives them and no packet leaves them. Only the standard library is used.
 
     apiservers   a, b, c on 10.99.0.11 to 13, port 6443, with one etcd; each reaches etcd by an address of its
                  own, so that a fault can cut off one of them
+    d, e         more apiservers of the same etcd on 10.99.0.24 and 25, with settings that a test chooses
     control      the controller manager and the rig's own requests use c; faults affect a or b
     jackstay     127.0.0.1:7443, admin 127.0.0.1:9643
 """
@@ -34,6 +35,7 @@ REPOSITORY = HERE.parent.parent
 NODE_IP = "10.99.0.1"
 PORT = 6443
 ADDRESSES = {"a": "10.99.0.11", "b": "10.99.0.12", "c": "10.99.0.13"}
+EXTRA_ADDRESSES = {"d": "10.99.0.24", "e": "10.99.0.25"}
 # A load balancer's addresses, which the apiservers' certificates contain.
 LOAD_BALANCER, LOAD_BALANCER6 = "10.99.2.5", "fd00:99::5"
 ETCD_ADDRESSES = {"a": "127.0.0.11", "b": "127.0.0.12", "c": "127.0.0.13"}
@@ -232,9 +234,9 @@ def etcd_of(apiserver):
 
 class Apiserver:
     def __init__(self, rig, name, address=None, etcd=None, release=RELEASE, flags=()):
-        """`address` is required for an apiserver other than a, b and c; `etcd` is the URL of another etcd. `flags` replace
+        """`address` is required for an apiserver other than a to e; `etcd` is the URL of another etcd. `flags` replace
         flags of the rig."""
-        self.rig, self.name, self.address = rig, name, address or ADDRESSES[name]
+        self.rig, self.name, self.address = rig, name, address or {**ADDRESSES, **EXTRA_ADDRESSES}[name]
         self.server = f"https://{self.address}:{PORT}"
         self.audit = rig.dir / f"audit-{name}.log"
         pki, d = rig.pki, rig.dir
@@ -671,6 +673,7 @@ class Rig:
         self.node = None
         self.hollow = []
         self.jackstay = None
+        self.extra = {}  # running apiservers besides a, b and c
         self.node_certs = {}
         self.namespaces = 0
 
@@ -742,6 +745,23 @@ class Rig:
         sh("ip", "route", "add", "unreachable", "0.0.0.0/1")
         sh("ip", "route", "add", "unreachable", "128.0.0.0/1")
 
+    def start_extra(self, **settings):
+        """Starts further apiservers of the same etcd, each with its Settings: `start_extra(d=Settings(...))`."""
+        for name, chosen in settings.items():
+            if EXTRA_ADDRESSES[name] not in sh("ip", "-o", "addr", "show", "dev", "rig0").stdout:
+                sh("ip", "addr", "add", f"{EXTRA_ADDRESSES[name]}/32", "dev", "rig0")
+            # The rig's clients find them by jackstay's configuration, not by the Service `kubernetes`.
+            flags = ["--endpoint-reconciler-type=none", *chosen.flags(self.dir / f"authentication-{name}.json")]
+            self.extra[name] = Apiserver(self, name, flags=flags).start(wait=False)
+        for name in settings:
+            self.extra[name].wait_ready()
+        return self.extra
+
+    def stop_extra(self):
+        for apiserver in self.extra.values():
+            apiserver.process.stop(signal.SIGKILL)
+        self.extra = {}
+
     def run(self, name, argv, **options):
         process = Process(name, argv, self.dir / f"{name}.log", **options).start()
         self.processes.append(process)
@@ -754,16 +774,17 @@ class Rig:
             node.process.stop(signal.SIGKILL)
         if self.node:
             self.node.stop()
+        self.stop_extra()
         for process in reversed(self.processes):
             process.stop(signal.SIGKILL)
 
     # ---- credentials and clients ----
 
     def server(self, name):
-        return self.apiservers[name].server
+        return {**self.apiservers, **self.extra}[name].server
 
     def api(self, server, **credential):
-        return Api(self.server(server) if server in ADDRESSES else server, self.pki.ca, **credential)
+        return Api(server if "/" in server else self.server(server), self.pki.ca, **credential)
 
     def node_cert(self, name):
         if name not in self.node_certs:
@@ -905,8 +926,8 @@ class Rig:
     def audit(self, match, servers=None):
         """Audit events for which match(event) is true, with `server` added."""
         found = []
-        for name in servers or ADDRESSES:
-            with open(self.apiservers[name].audit, errors="replace") as lines:
+        for name in servers or [*ADDRESSES, *self.extra]:
+            with open(self.dir / f"audit-{name}.log", errors="replace") as lines:
                 for line in lines:
                     try:
                         event = json.loads(line)
@@ -937,7 +958,7 @@ class Rig:
     def requests_answered(self, server, agent, seconds=2):
         """Number of requests of a user agent, without watches, that an apiserver completed in the last seconds."""
         since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() - seconds))
-        with open(self.apiservers[server].audit, "rb") as file:
+        with open(self.dir / f"audit-{server}.log", "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 20)))
             lines = file.read().split(b"\n")[1:-1]
         events = (json.loads(line) for line in lines if agent.encode() in line)
@@ -947,7 +968,7 @@ class Rig:
 
     def recover(self):
         self.faults.clear()
-        for apiserver in self.apiservers.values():
+        for apiserver in (*self.apiservers.values(), *self.extra.values()):
             apiserver.ensure_ready()
         # An apiserver has a connection to etcd for each resource, and /readyz uses one of its own. After packet
         # loss, the other connections wait seconds for their next retransmission.
@@ -1013,10 +1034,10 @@ class Load:
         self.file = rig.dir / f"{self.agent}.json"
         argv = [CACHE / "load", f"-server={server}", f"-ca={rig.pki.ca}", f"-namespace={self.namespace}",
                 f"-duration={seconds}s", f"-user-agent={self.agent}", f"-report={self.file}"]
+        self.token_file = rig.dir / f"{self.agent}.token"
         if token:
-            file = rig.dir / f"{self.agent}.token"
-            file.write_text(token)
-            argv.append(f"-token-file={file}")
+            self.rotate_token(token)
+            argv.append(f"-token-file={self.token_file}")
         else:
             crt, key = cert or rig.load_cert
             argv += [f"-cert={crt}", f"-key={key}"]
@@ -1029,6 +1050,12 @@ class Load:
             self.child.kill()
             raise AssertionError(f"the load generator did not become ready: {line!r} {self.child.communicate()[1]}")
         self.begun = time.monotonic()
+
+    def rotate_token(self, token):
+        """Replaces the token by rename; each later request has the new one."""
+        fresh = self.token_file.with_suffix(".new")
+        fresh.write_text(token)
+        os.replace(fresh, self.token_file)
 
     def until(self, seconds):
         """Sleeps until the given number of seconds after the start."""

@@ -18,6 +18,7 @@ from cases import RigCase
 from deployed import DEPLOY, KUBELET_CONF, KUBELET_PEM, SERVER, UPSTREAM, Systemd, NewNode, admin, install_manifest, pids_of, stop_everything, status, write_config
 from figures import LONG, bound, record, within
 from kubernetes import RELEASE
+from matrix import covers
 from rig import DETECTORS, ADDRESSES, IMAGE, LOAD_BALANCER, LOAD_BALANCER6, NODE_IP, PORT, WATCH_ERRORS, Jackstay, client_errors, log, sh, wait_for, yaml
 from rig_l4 import install, remove
 
@@ -437,6 +438,7 @@ class Service(RigCase, unittest.TestCase):
         self.assertEqual((rules, routes, rest), ([], "", True))
 
 
+@covers("kube-proxy: iptables", "kube-controller-manager: leader election, a ServiceAccount for each controller")
 class Controllers(RigCase, unittest.TestCase):
     """kube-controller-manager and kube-proxy, whose caches depend on watches, notice none of the faults."""
 

@@ -138,6 +138,8 @@ class Identity(JackstayCase, unittest.TestCase):
 class LoadCase(JackstayCase):
     """Base of tests with the load generator: what its clients may notice."""
 
+    FAULTY = "ab"  # the apiservers that faults affect; c is the rig's
+
     def load(self, seconds, server=None, **flags):
         flags.setdefault("quiet_every", "2s")
         load = Load(self.rig, server or self.server, seconds, **flags)
@@ -152,6 +154,34 @@ class LoadCase(JackstayCase):
         self.faults_at.append((begun, time.time()))
         if time.time() - begun > 0.5:  # for example until a process has exited
             log(f"    injecting the fault took {time.time() - begun:.1f} s")
+
+    def busiest_apiserver(self):
+        """The one of the apiservers with faults that currently completes more of the load's requests."""
+        shares = {name: self.rig.requests_answered(name, self.running.agent) for name in self.FAULTY}
+        name = max(self.FAULTY, key=lambda n: shares[n])
+        log(f"    the fault affects {name}; requests answered in the last two seconds: {shares}")
+        return {**self.rig.apiservers, **self.rig.extra}[name]
+
+    def run_fault(self, what, fault, seconds=8, counted=True, jackstay=None, meanwhile=None, quiet=False, lasting=False,
+                  flags=None, **limits):
+        """Injects a fault beside load, and checks the report of the load. The fault ends after `seconds`; a `lasting`
+        one ends after the load. `flags` are those of the load generator."""
+        jackstay = jackstay or self.jackstay
+        load = self.load(seconds + 7, jackstay.server, **(flags or {}))
+        load.until(3)
+        since = self.log_size(jackstay)
+        self.inject(fault)
+        load.until(3 + seconds)
+        if counted:
+            self.assertGreater(self.rig.faults.dropped(), 0, "the fault dropped no packet")
+        if meanwhile:
+            meanwhile()
+        if not lasting:
+            self.rig.recover()
+        report = load.finish()
+        self.rig.recover()
+        self.check_story(what, since, jackstay, quiet=quiet)
+        self.check_report(what, load, report, **limits)
 
     def may_have_been_in_flight(self, failure, grace):
         """Whether the request was in flight during a fault, or sent before jackstay can have suspected its connection."""
@@ -236,33 +266,6 @@ class Faults(LoadCase, unittest.TestCase):
         super().tearDown()
         if self.watch.is_alive():
             self.assertEqual(self.watch.not_ready, [])
-
-    def busiest_apiserver(self):
-        """The one of a and b that currently completes more of the load's requests; c is the rig's."""
-        shares = {name: self.rig.requests_answered(name, self.running.agent) for name in ADDRESSES}
-        name = max("ab", key=lambda n: shares[n])
-        log(f"    the fault affects {name}; requests answered in the last two seconds: {shares}")
-        return self.rig.apiservers[name]
-
-    def run_fault(self, what, fault, seconds=8, counted=True, jackstay=None, meanwhile=None, quiet=False, lasting=False, **limits):
-        """Injects a fault beside load, and checks the report of the load. The fault ends after `seconds`; a `lasting`
-        one ends after the load."""
-        jackstay = jackstay or self.jackstay
-        load = self.load(seconds + 7, jackstay.server)
-        load.until(3)
-        since = self.log_size(jackstay)
-        self.inject(fault)
-        load.until(3 + seconds)
-        if counted:
-            self.assertGreater(self.rig.faults.dropped(), 0, "the fault dropped no packet")
-        if meanwhile:
-            meanwhile()
-        if not lasting:
-            self.rig.recover()
-        report = load.finish()
-        self.rig.recover()
-        self.check_story(what, since, jackstay, quiet=quiet)
-        self.check_report(what, load, report, **limits)
 
     @long_form("test_many_faults covers both hooks")
     def test_established_flows_dropped(self):

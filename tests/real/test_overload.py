@@ -6,6 +6,7 @@ import uuid
 from cases import RigCase
 from figures import record
 from kubernetes import RELEASE
+from matrix import covers
 from rig import ADDRESSES, Jackstay, log, wait_for
 from test_lag import NAMESPACE, Client, Worker
 
@@ -37,6 +38,7 @@ class Hog(Worker):
             self.held += 1
 
 
+@covers("API Priority and Fairness: saturated levels")
 class Overload(RigCase, unittest.TestCase):
     @classmethod
     def prepare(cls):

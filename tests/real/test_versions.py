@@ -14,6 +14,7 @@ from pathlib import Path
 from cases import RigCase
 from figures import record
 from kubernetes import RELEASE, built_old_release
+from matrix import covers
 from rig import ADDRESSES, PORT, Apiserver, Jackstay, log, sh, wait_for
 from test_custom import Watcher
 
@@ -41,6 +42,7 @@ def other_client():
 
 @unittest.skipIf(RELEASE and OLD and RELEASE.version == OLD.version, "needs a current Kubernetes besides 1.20: JACKSTAY_REAL_KUBERNETES")
 @unittest.skipUnless(OLD, "Kubernetes 1.20 is not built: `tests/real/setup --old` builds it")
+@covers("apiservers of different releases (1.20 and current)")
 class Versions(RigCase, unittest.TestCase):
     @classmethod
     def prepare(cls):

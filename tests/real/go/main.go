@@ -36,7 +36,7 @@ var (
 	caFile     = flag.String("ca", "", "CA bundle")
 	certFile   = flag.String("cert", "", "client certificate")
 	keyFile    = flag.String("key", "", "its key")
-	tokenFile  = flag.String("token-file", "", "bearer token")
+	tokenFile  = flag.String("token-file", "", "bearer token; read again for each request")
 	namespace  = flag.String("namespace", "load", "namespace to work in; it must exist")
 	duration   = flag.Duration("duration", 30*time.Second, "duration of the load")
 	interval   = flag.Duration("interval", 100*time.Millisecond, "interval between the starts of two requests of a reader or writer")
@@ -87,13 +87,6 @@ func newClient(base string) (*client, error) {
 	h2.ReadIdleTimeout = *readIdle
 	h2.PingTimeout = *pingWait
 	c := &client{base: base, http: &http.Client{Transport: transport}}
-	if *tokenFile != "" {
-		token, err := os.ReadFile(*tokenFile)
-		if err != nil {
-			return nil, err
-		}
-		c.token = strings.TrimSpace(string(token))
-	}
 	return c, nil
 }
 
@@ -134,8 +127,16 @@ func (c *client) request(ctx context.Context, method, path, accept, body, auditI
 	if body != "" {
 		request.Header.Set("Content-Type", "application/json")
 	}
-	if c.token != "" {
-		request.Header.Set("Authorization", "Bearer "+c.token)
+	token := c.token
+	if token == "" && *tokenFile != "" {
+		text, err := os.ReadFile(*tokenFile)
+		if err != nil {
+			return nil, err
+		}
+		token = strings.TrimSpace(string(text))
+	}
+	if token != "" {
+		request.Header.Set("Authorization", "Bearer "+token)
 	}
 	return request, nil
 }

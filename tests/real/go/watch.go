@@ -22,7 +22,7 @@ type watcher struct {
 	reference bool   // bypasses the server under test; its failures are not counted
 	set       string // the set of events that it must receive
 	path      string
-	format    string // json, table or protobuf
+	format    string // json, table, protobuf, cbor, or cbor-or-json
 	bookmarks bool   // asked for
 	cursor    string
 
@@ -58,6 +58,10 @@ func (w *watcher) accept() string {
 		return "application/json;as=Table;v=v1;g=meta.k8s.io"
 	case "protobuf":
 		return "application/vnd.kubernetes.protobuf;stream=watch"
+	case "cbor":
+		return "application/cbor"
+	case "cbor-or-json": // of client-go's dynamic client with ClientsAllowCBOR
+		return "application/json;q=0.9,application/cbor;q=1"
 	}
 	return "application/json"
 }
@@ -118,17 +122,19 @@ func (w *watcher) once(ctx context.Context, l *ledger, opened *func()) error {
 		(*opened)()
 		*opened = nil
 	}
-	return w.follow(response.Body)
+	return w.follow(response.Body, response.Header.Get("Content-Type"))
 }
 
 // follow reads frames to the end of the watch; nil is a clean end.
-func (w *watcher) follow(body io.Reader) error {
+func (w *watcher) follow(body io.Reader, contentType string) error {
 	reader := bufio.NewReaderSize(body, 64<<10)
 	for {
 		var f frame
 		var err error
 		if w.format == "protobuf" {
 			f, err = protobufFrame(reader)
+		} else if strings.HasPrefix(contentType, "application/cbor") {
+			f, err = cborFrame(reader)
 		} else {
 			f, err = jsonFrame(reader, w.format == "table")
 		}

@@ -1,0 +1,51 @@
+"""Base of tests of apiservers with other settings than the rig's: d and e, behind a jackstay of their own."""
+
+import time
+
+from rig import EXTRA_ADDRESSES, PORT, Jackstay, wait_for
+from test_jackstay import LoadCase
+
+
+class ExtraCase(LoadCase):
+    SETTINGS = {}  # of the apiservers d and e
+    FAULTY = "de"
+    LISTENER = 7510
+
+    @classmethod
+    def prepare(cls):
+        cls.addClassCleanup(cls.rig.stop_extra)
+        cls.rig.start_extra(**cls.SETTINGS)
+        cls.jackstay = Jackstay(
+            cls.rig, [cls.rig.admin_cert, cls.rig.load_cert], [f"{EXTRA_ADDRESSES[name]}:{PORT}" for name in cls.SETTINGS],
+            log_name=f"jackstay-{cls.__name__.lower()}", port=cls.LISTENER, admin=cls.LISTENER + 2000).start()
+        cls.addClassCleanup(cls.jackstay.stop)
+        cls.server = cls.jackstay.server
+
+    def setUp(self):
+        super().setUp()
+        wait_for("both endpoints to be ready", lambda: all(e["state"] == "ready" for e in self.endpoints().values()), 30)
+
+    def endpoints(self):
+        """The endpoints of jackstay's status, by the names of their apiservers."""
+        names = {address: name for name, address in EXTRA_ADDRESSES.items()}
+        return {names[e["address"].rpartition(":")[0]]: e for e in self.jackstay.status()["upstreams"][0]["endpoints"]}
+
+    def dials(self):
+        """Connections that jackstay has opened to each apiserver."""
+        samples = self.jackstay.metrics().items()
+        return {name: sum(int(value) for sample, value in samples
+                          if sample.startswith("jackstay_dials_total{") and f'"{EXTRA_ADDRESSES[name]}:' in sample) for name in self.SETTINGS}
+
+    def most_watched(self):
+        """The apiserver with most watches through jackstay."""
+        watches = {name: endpoint["watches"] for name, endpoint in self.endpoints().items()}
+        name = max(watches, key=watches.get)
+        self.assertGreater(watches[name], 0)
+        return self.rig.extra[name]
+
+    def kill_most_watched(self, down=1.0):
+        """SIGKILL of the apiserver with most watches, which starts again."""
+        victim = self.most_watched()
+        victim.kill()
+        time.sleep(down)
+        victim.start()

@@ -18,7 +18,7 @@ use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use kube::api::{
     Api, ApiResource, DeleteParams, DynamicObject, GetParams, GroupVersionKind, ListParams, Patch,
-    PatchParams, PostParams,
+    PatchParams, PostParams, WatchParams,
 };
 use kube::client::Body;
 use kube::runtime::WatchStreamExt;
@@ -245,7 +245,8 @@ async fn follow(api: Api<DynamicObject>, resource: String, out: Arc<Recorder>, u
     end(op, "cancelled");
 }
 
-async fn record() -> Result<(), AnyError> {
+/// A client with the server and token of the environment, and the namespace for `namespaced_with`.
+fn connect() -> Result<(Client, String), AnyError> {
     let mut roots = rustls::RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(var("HISTORY_CA")?)?)?;
     let mut tls =
@@ -262,7 +263,11 @@ async fn record() -> Result<(), AnyError> {
         async move { connection.send(request).await }
     });
     let namespace = var("HISTORY_NAMESPACE")?;
-    let client = Client::new(service, &namespace);
+    Ok((Client::new(service, &namespace), namespace))
+}
+
+async fn record() -> Result<(), AnyError> {
+    let (client, namespace) = connect()?;
     let out = Arc::new(Recorder { file: Mutex::new((File::create(var("HISTORY_FILE")?)?, 0)) });
     fastrand::seed(var("HISTORY_SEED")?.parse()?);
     let until = Instant::now() + Duration::from_secs_f64(var("HISTORY_SECONDS")?.parse()?);
@@ -289,10 +294,58 @@ async fn record() -> Result<(), AnyError> {
     Ok(())
 }
 
+/// The operations of `tests/real/test_clients.py`, once each; their results go to `HISTORY_FILE` as lines of JSON.
+async fn operations() -> Result<(), AnyError> {
+    let (client, namespace) = connect()?;
+    let types = ApiResource::from_gvk(&GroupVersionKind::gvk("", "v1", "ConfigMap"));
+    let api = Api::<DynamicObject>::namespaced_with(client, &namespace, &types);
+    let mut file = File::create(var("HISTORY_FILE")?)?;
+    let mut write = |op: &str, result: Result<Value, KubeError>| {
+        let result = result.unwrap_or_else(|error| json!({"error": format!("{error:?}")}));
+        writeln!(file, "{}", json!({"op": op, "result": result}))
+    };
+    let manifest = |value: &str| {
+        json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "client", "labels": {"set": "client"}},
+            "data": {"key": value, "text": "ä\n".repeat(2000)}})
+    };
+    let labelled = ListParams::default().labels("set=client");
+    let version = api.list(&labelled).await?.metadata.resource_version.unwrap_or_default();
+    let object: DynamicObject = serde_json::from_value(manifest("one"))?;
+    write("create", api.create(&PostParams::default(), &object).await.map(|o| json!(o)))?;
+    write("list", api.list(&labelled).await.map(|list| json!(list)))?;
+    let merge = Patch::Merge(json!({"data": {"key": "two"}}));
+    write("patch", api.patch("client", &PatchParams::default(), &merge).await.map(|o| json!(o)))?;
+    let apply = PatchParams::apply("client").force();
+    let object = Patch::Apply(manifest("three"));
+    write("apply", api.patch("client", &apply, &object).await.map(|o| json!(o)))?;
+    let deleted = api.delete("client", &DeleteParams::default()).await;
+    write(
+        "delete",
+        deleted.map(|deleted| deleted.either(|object| json!(object), |status| json!(status))),
+    )?;
+    let params = WatchParams::default().labels("set=client").timeout(2);
+    let events = match api.watch(&params, &version).await {
+        Ok(events) => events.map(|event| event.map(|event| json!(event))).collect::<Vec<_>>().await,
+        Err(error) => vec![Err(error)],
+    };
+    write("watch", events.into_iter().collect::<Result<Vec<_>, _>>().map(Value::from))?;
+    Ok(())
+}
+
+fn run(work: impl Future<Output = Result<(), AnyError>>) {
+    rustls::crypto::aws_lc_rs::default_provider().install_default().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(work).unwrap();
+}
+
 #[test]
 #[ignore = "tests/real/test_consistency.py starts it"]
 fn history() {
-    rustls::crypto::aws_lc_rs::default_provider().install_default().unwrap();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(record()).unwrap();
+    run(record());
+}
+
+#[test]
+#[ignore = "tests/real/test_clients.py starts it"]
+fn all_operations() {
+    run(operations());
 }

@@ -16,8 +16,8 @@ def table(tests):
     rows = {}
     for test in tests:
         method, case = getattr(test, test._testMethodName), type(test)
-        strict = any(hasattr(part, "long_form") for part in (method, case))
-        for part, name in ((method, test.id()), (case, test.id().rpartition(".")[0])):
+        long_case = hasattr(case, "long_form")
+        for part, name, strict in ((method, test.id(), long_case or hasattr(method, "long_form")), (case, test.id().rpartition(".")[0], long_case)):
             for setting in getattr(part, "covers", ()):
                 rows.setdefault(setting, {})[f"`{name}`" + " (strict)" * strict] = True
     lines = [f"| {setting} | {', '.join(names)} |\n" for setting, names in sorted(rows.items(), key=lambda row: row[0].strip("`-").lower())]

@@ -43,7 +43,7 @@ class Watcher(threading.Thread):
 
     def watch(self):
         connection = self.connection = self.api.connect()
-        query = f"?watch=1&resourceVersion={self.version}&timeoutSeconds=600" + ("&allowWatchBookmarks=true" if self.bookmarks else "")
+        query = ("&" if "?" in self.path else "?") + f"watch=1&resourceVersion={self.version}&timeoutSeconds=600" + ("&allowWatchBookmarks=true" if self.bookmarks else "")
         connection.request("GET", self.path + query, headers={"Accept": "application/json", "User-Agent": self.agent})
         response = connection.getresponse()
         if response.status != 200:

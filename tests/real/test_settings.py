@@ -17,6 +17,7 @@ from settings import HEALTH, Settings
 
 ATTACKERS = 4
 FRESH = 20  # tokens
+PROBE_INTERVAL = 10  # seconds between two of jackstay's requests for /readyz
 
 
 class Refused(threading.Thread):
@@ -67,6 +68,7 @@ class Hardened(ExtraCase, unittest.TestCase):
         bare.start()
         wait_for("both endpoints to be ready", lambda: all(e["state"] == "ready" for e in bare.status()["upstreams"][0]["endpoints"]), 30)
         self.assertEqual(self.rig.api(bare.server, token=ADMIN_TOKENS["admin-1"]).get("/api/v1/nodes?limit=1").code, 200)
+        time.sleep(2 * PROBE_INTERVAL if LONG else 0)
         own = self.rig.audit(lambda e: e.get("userAgent") == "jackstay-readyz" and e["responseStatus"]["code"] in (200, 401), self.SETTINGS)
         self.assertEqual({event["server"] for event in own}, set(self.SETTINGS))
         # Without an identity it asks each apiserver once for its version.
@@ -80,6 +82,7 @@ class Hardened(ExtraCase, unittest.TestCase):
         """The apiserver closes an HTTP/2 connection after a 401 (UnauthenticatedHTTP2DOSMitigation)."""
         before = self.dials()
         load = self.load(14, token=ADMIN_TOKENS["admin-2"])
+        brief = self.load(13, token=ADMIN_TOKENS["admin-5"], watches=10, watch_timeout="3s", readers=1, writers=1)
         fresh = [self.fresh_token() for _ in range(FRESH)]
         load.until(2)
         attackers = [Refused(self.rig, self.server, "wrong" if i % 2 else None) for i in range(ATTACKERS)]
@@ -98,6 +101,8 @@ class Hardened(ExtraCase, unittest.TestCase):
         record("requests with 401 beside 20 watches", codes.count(401), "requests")
         record("connections opened meanwhile", sum(opened.values()), "connections")
         self.check_report("401 in a loop", load, report, writes_may_fail=False, slowest_read=1)
+        self.check_report("401 in a loop, watches of 3 s", brief, brief.finish(), writes_may_fail=False, slowest_read=1)
+        self.assertGreater(brief.report["watches"]["ended_cleanly"], 20)
         within(self, "401 in a loop: slowest request with a new token", slowest, "s", 1)
         self.assertEqual([code for code in codes if code != 401], [])
         self.assertGreater(len(codes), 200)

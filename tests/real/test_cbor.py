@@ -126,7 +126,7 @@ class Cbor(ExtraCase, unittest.TestCase):
         """Both halves of a sharded list make the whole one, and watches of the halves continue through SIGKILL."""
         namespace = self.rig.load_namespace()
         path, api = f"/api/v1/namespaces/{namespace}/configmaps", self.rig.api(self.server, cert=self.rig.admin_cert, timeout=60)
-        for i in range(12):
+        for i in range(24):
             self.rig.control.must("POST", path, {"metadata": {"name": f"item-{i}"}}, keep=True)
         shards = [f"{path}?shardSelector=" + quote(f"shardRange(object.metadata.uid, '{start}', '{end}')") for start, end in HALVES]
 
@@ -146,7 +146,7 @@ class Cbor(ExtraCase, unittest.TestCase):
             self.addCleanup(watcher.stop)
         wait_for("the watches", lambda: all(watcher.responses for watcher in watchers), 30)
         self.victim().kill()
-        for i in range(12):
+        for i in range(24):
             self.rig.control.must("PATCH", f"{path}/item-{i}", {"data": {"turn": "1"}}, content_type="application/merge-patch+json", keep=True)
         for i, watcher in enumerate(watchers):
             expected = names(lists[i // 4])

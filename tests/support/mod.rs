@@ -15,10 +15,10 @@ use http::Method;
 use hyper::body::Incoming;
 use jackstay::app::{App, Running};
 use jackstay::config::{
-    AccessLog, Admin, CertPaths, Compression, Config, Connections, ConsistentReads, Discovery, FlowSettings,
-    Health, Level, Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough, Percent,
-    Readyz, RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown, Switch,
-    Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy, VersionPreference,
+    AccessLog, Admin, CertPaths, Compression, Config, Connections, ConsistentReads, Discovery,
+    FlowSettings, Health, Level, Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough,
+    Percent, Readyz, RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown,
+    Switch, Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy, VersionPreference,
 };
 use jackstay::net::loaded_files::LoadedFiles;
 use jackstay::observe::Metrics;

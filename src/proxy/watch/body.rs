@@ -98,6 +98,7 @@ impl WatchBody {
     pub fn token_proven(&mut self) {
         if let Source::Stream(stream) = &mut self.source {
             stream.permit.token_proven();
+            stream.raise_rank(ClientRank::Token);
         }
         self.context.class = self.context.upstream.pool.class(CredentialClass::Token);
         self.relay.raise_rank(ClientRank::Token);

@@ -90,6 +90,8 @@ impl GzipError {
 pub struct GzipDecoder {
     /// The bytes that are not decoded yet.
     input: Bytes,
+    /// Length of the chunk that is being decoded; 0 if there is none.
+    chunk: usize,
     part: Part,
     inflater: Option<Inflater>,
     /// Whether [`STATE`] is charged.
@@ -113,6 +115,7 @@ impl GzipDecoder {
     pub fn new(account: ByteAccount) -> Self {
         Self {
             input: Bytes::new(),
+            chunk: 0,
             part: Part::Header(MemberHeader::default()),
             inflater: None,
             is_charged: false,
@@ -130,7 +133,18 @@ impl GzipDecoder {
     /// Takes the next bytes of the body, after [`Self::next_piece`] has returned `None`.
     pub fn push(&mut self, chunk: Bytes) {
         debug_assert!(self.input.is_empty(), "the last chunk was not decoded");
+        self.chunk = chunk.len();
         self.input = chunk;
+    }
+
+    /// Whether the last chunk has more pieces.
+    pub fn has_chunk(&self) -> bool {
+        self.chunk > 0
+    }
+
+    /// Called when the last chunk has no more pieces. Returns its length.
+    pub fn take_chunk(&mut self) -> usize {
+        std::mem::take(&mut self.chunk)
     }
 
     /// Inflates up to [`PIECE`] bytes; `None` if the next bytes of the body are needed.

@@ -12,6 +12,7 @@ use bytes::Bytes;
 use futures_util::future::LocalBoxFuture;
 use h2::RecvStream;
 use jackstay_core::admission::ByteAccount;
+use jackstay_core::credential_class::ClientRank;
 use jackstay_core::watch::gzip::{ContentCoding, GzipDecoder, GzipError};
 use jackstay_core::watch::pace::DeliveryPace;
 use jackstay_core::watch::session::{LeaveReason, SEARCH_TIMEOUT, Searches, Session};
@@ -34,8 +35,6 @@ pub(super) struct UpstreamStream {
     pub(super) unreleased: usize,
     /// Decodes a compressed body.
     gzip: Option<Box<GzipDecoder>>,
-    /// Bytes of the chunk that is being decoded.
-    compressed: usize,
     /// See [`poll_turn`].
     polls: u16,
     pub(super) pace: DeliveryPace,
@@ -82,7 +81,6 @@ impl UpstreamStream {
             unreleased: 0,
             gzip: (coding == ContentCoding::Gzip)
                 .then(|| Box::new(GzipDecoder::new(account.clone()))),
-            compressed: 0,
             polls: 0,
             permit,
             deferred: None,
@@ -119,17 +117,23 @@ impl UpstreamStream {
         }
     }
 
+    /// The client has proven this, by which the state of a decoder is limited.
+    pub(super) fn raise_rank(&mut self, rank: ClientRank) {
+        if let Some(gzip) = &mut self.gzip {
+            gzip.raise_rank(rank);
+        }
+    }
+
     /// Returns data that are not compressed. Others are decoded piece by piece.
     pub(super) fn decode(&mut self, data: Bytes) -> Option<Bytes> {
         let Some(gzip) = &mut self.gzip else { return Some(data) };
-        self.compressed = data.len();
         gzip.push(data);
         None
     }
 
     /// The next piece of the compressed chunk, whose window is released after the last one.
     fn next_inflated(&mut self, gzip_bytes: &GzipBytes) -> Option<StreamEvent> {
-        let gzip = self.gzip.as_mut().filter(|_| self.compressed > 0)?;
+        let gzip = self.gzip.as_mut().filter(|gzip| gzip.has_chunk())?;
         self.polls = self.polls.saturating_add(INFLATE_POLLS);
         match gzip.next_piece() {
             Ok(Some(piece)) => {
@@ -137,8 +141,9 @@ impl UpstreamStream {
                 Some(StreamEvent::Data(piece))
             }
             Ok(None) => {
-                gzip_bytes.received.increment(self.compressed as u64);
-                self.unreleased += std::mem::take(&mut self.compressed);
+                let decoded = gzip.take_chunk();
+                gzip_bytes.received.increment(decoded as u64);
+                self.unreleased += decoded;
                 None
             }
             Err(error) => Some(StreamEvent::Undecodable(error)),

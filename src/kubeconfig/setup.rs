@@ -94,7 +94,8 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
             client_identities(context, request, directory, ca_file.as_deref(), &mut plan)?;
         if let Credential::Exec(plugin) = &context.credential {
             listener.passthrough_server_names = request.shared_name.iter().cloned().collect();
-            plan.notes.push(exec_note(&plugin.command, request.shared_name.as_deref()));
+            let name = request.shared_name.as_deref();
+            plan.notes.push(exec_note(&plugin.command, name, directory));
         }
     }
     let probe = probe_credential(request.mode, &context.credential, ca_file.is_some());
@@ -241,16 +242,18 @@ fn client_identities(
 
 /// What an exec plugin needs in mode `terminate`, if it returns certificates. `name` is the server name by which
 /// connections are passed through.
-fn exec_note(command: &str, name: Option<&str>) -> String {
+fn exec_note(command: &str, name: Option<&str>, directory: &Path) -> String {
+    let ca = serving::ServingFiles::in_directory(directory).ca;
     let remedy = match name {
         Some(name) => format!(
-            "remove certificate-authority-data of jackstay from the kubeconfig's cluster, restore the \
-             apiservers' CA, and set tls-server-name to {name:?} (listeners[0].passthrough_server_names): the \
-             connections of this user are passed through then, and the apiservers see the certificates"
+            "run `jackstay kubeconfig --force --local-ca {} --tls-server-name {name}` while jackstay runs: \
+             connections with this name are passed through (listeners[0].passthrough_server_names), and the \
+             apiservers see the certificates",
+            ca.display()
         ),
         None => "use --mode passthrough, or set listeners[0].passthrough_server_names to a name in the \
-                 apiservers' certificates and tls-server-name of the kubeconfig to the same name: jackstay \
-                 cannot present certificates that it does not have (listeners[0].identities)"
+                 apiservers' certificates: jackstay cannot present certificates that it does not have \
+                 (listeners[0].identities)"
             .to_owned(),
     };
     format!(

@@ -132,3 +132,26 @@ fn kubeconfig_local_ca_without_a_running_jackstay_says_what_is_not_known() {
     );
     assert_eq!(cluster(&home.tree(".kube/jackstay.kubeconfig")).get("tls-server-name"), None);
 }
+
+#[test]
+fn kubeconfig_terminate_passes_exec_plugins_through_by_a_shared_name() {
+    let home = Home::new();
+    let text = kubeconfig(SERVER, &home.pki.ca_pem(), None, None);
+    let mut tree: Value = serde_saphyr::from_str(&text).unwrap();
+    tree["users"][0]["user"] =
+        json!({"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": "plugin"}});
+    home.write(".kube/config", &tree.to_string());
+    for (options, names, part) in [
+        (
+            &["--tls-server-name", NAME][..],
+            json!([NAME]),
+            "local-ca.crt --tls-server-name kubernetes.default.svc",
+        ),
+        (&[], Value::Null, "set listeners[0].passthrough_server_names"),
+    ] {
+        let output = home.run_offline(&[&["--mode", "terminate", "--force"], options].concat());
+        let config = home.tree(".kube/jackstay/jackstay.yaml");
+        assert_eq!(config["listeners"][0]["passthrough_server_names"], names, "{output}");
+        assert!(output.contains(part), "no {part:?} in {output}");
+    }
+}

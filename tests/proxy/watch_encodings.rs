@@ -6,7 +6,7 @@ use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{CONFIGMAPS, Proxy, TestCluster, read_body, soon, wait, without_suspicion};
 use http::Method;
 use jackstay_apiserver::client::Client;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The limit of the wait for a move: an endpoint is degraded when several probes have failed.
 const MOVE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -93,16 +93,26 @@ async fn cbor_watch_continues_where_cbor_is_served_after_a_kill_and_on_a_move() 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn cbor_watch_ends_cleanly_when_no_server_serves_cbor_any_more() {
-    let setup = Setup::new().await;
-    let (watch, first) = setup.watch(CBOR_OR_JSON).await;
-    (0..3).for_each(|at| setup.serve_cbor(at, false));
-    setup.cluster.servers[first].reset_connections();
-    assert_eq!(watch.wait_end().await, Ok(()));
-    assert_eq!(setup.not_acceptable(), 3, "JSON was not requested");
-    let expected: Vec<_> = (setup.from + 1..=setup.cluster.state.version()).collect();
-    assert_eq!(watch.versions(), expected);
-    assert!((setup.proxy.resumes("gave_up").await - 1.0).abs() < f64::EPSILON);
+async fn cbor_watch_ends_cleanly_when_no_running_server_serves_cbor() {
+    for is_killed in [false, true] {
+        let setup = Setup::new().await;
+        let (watch, first) = setup.watch(CBOR_OR_JSON).await;
+        let asked = (0..3).filter(|&at| !(is_killed && at == first));
+        asked.clone().for_each(|at| setup.serve_cbor(at, false));
+        let began = Instant::now();
+        if is_killed {
+            setup.cluster.servers[first].kill();
+        } else {
+            setup.cluster.servers[first].reset_connections();
+        }
+        assert_eq!(watch.wait_end().await, Ok(()));
+        // The jitter of a quiet watch is up to a second before the first attempt and up to two before the next ones.
+        assert!(began.elapsed() < Duration::from_secs(7), "{:?}", began.elapsed());
+        assert_eq!(setup.not_acceptable(), asked.count(), "JSON was not requested");
+        let expected: Vec<_> = (setup.from + 1..=setup.cluster.state.version()).collect();
+        assert_eq!(watch.versions(), expected);
+        assert!((setup.proxy.resumes("gave_up").await - 1.0).abs() < f64::EPSILON);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

@@ -29,7 +29,7 @@
 //! | Ordered, unconfirmed | `Rejected` without an event | Resuming; the endpoint is excluded from the round | `Request` |
 //! | Resuming | `Accepted`: 200 with the client's Content-Type | Ordered, unconfirmed; for the original request the state in which it begins | |
 //! | Resuming | `AttemptFailed`: 410 | Resuming; the endpoint is excluded from the round: its history is too short | `Request` |
-//! | Resuming | `AttemptFailed`: 406, or 200 with another Content-Type | Resuming; the endpoint is excluded from the round: it does not serve the encoding | `Request` |
+//! | Resuming | `AttemptFailed`: 406, or 200 with another Content-Type | Resuming; the endpoint is excluded from the round: it does not serve the encoding. Later attempts of the round have 1 s, and the watch ends after one if no endpoint is connected | `Request` |
 //! | Resuming | `AttemptFailed`: 429, 5xx | Resuming; the endpoint is asked again after its Retry-After | `Request` |
 //! | Resuming | `AttemptFailed`: no head within 10 s (withholding: 3 s), or the connection failed | Resuming | `Request` |
 //! | Resuming, not withholding | `AttemptFailed`: no endpoint can be reached | Resuming | `Hold` |
@@ -285,12 +285,16 @@ impl Session {
         let exclusions = self.exclusions.get_or_insert_default();
         exclusions.record(result, endpoint, withholds_error, now);
         let candidates = exclusions.candidates(endpoints, now);
-        let is_excluded = result.exclusion() == Some(Exclusion::Round);
         let endpoints_left = if withholds_error {
             candidates.ready
-        } else if is_excluded && result != AttemptResult::ErrorEvent {
-            // Waiting makes no history longer and adds no encoding, so another endpoint must be usable now.
+        } else if result.lacks_encoding()
+            || matches!(result, AttemptResult::Head { status: 410, .. })
+        {
+            // Waiting adds no encoding and makes no history longer, so another endpoint must be usable now.
             candidates.usable
+        } else if exclusions.encoding_refused {
+            // The client may get another encoding now, instead of a pause until an endpoint returns.
+            candidates.connected
         } else {
             candidates.any
         };

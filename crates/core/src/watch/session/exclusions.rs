@@ -31,15 +31,20 @@ pub struct Exclusions {
     pub last_refused: bool,
     /// An apiserver of an older version may be asked.
     pub older_allowed: bool,
+    /// An endpoint does not serve the encoding of the watch.
+    pub encoding_refused: bool,
 }
 
 /// Which endpoints are not excluded from a round.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[allow(clippy::struct_excessive_bools)] // each of another set of states
 pub struct Candidates {
     /// At least one, in any state.
     pub any: bool,
     /// At least one in a state that allows requests.
     pub usable: bool,
+    /// At least one has a connection that works.
+    pub connected: bool,
     /// At least one is ready.
     pub ready: bool,
     /// Time until the first one in a state that allows requests may be asked (Retry-After).
@@ -52,6 +57,7 @@ impl Exclusions {
         self.round.clear();
         self.paused.retain(|(_, until)| *until > now);
         (self.last_refused, self.older_allowed) = (false, false);
+        self.encoding_refused = false;
         !self.paused.is_empty()
     }
 
@@ -66,6 +72,7 @@ impl Exclusions {
     ) {
         // The watch had a stream, whose version was no reason to fail.
         self.older_allowed |= result != AttemptResult::ErrorEvent;
+        self.encoding_refused |= result.lacks_encoding();
         let Some(endpoint) = endpoint else { return };
         self.last_refused = !matches!(result, AttemptResult::NoHead { .. });
         if !self.last_refused {
@@ -89,7 +96,7 @@ impl Exclusions {
 
     /// Which of these endpoints are not excluded from the round.
     pub fn candidates(&self, endpoints: &[EndpointCondition], now: Instant) -> Candidates {
-        use EndpointState::{Ejected, Leaving, NoH2};
+        use EndpointState::{Degraded, Ejected, Leaving, NoH2, Ready};
         let is_left = |one: &&EndpointCondition| !self.round.contains(&one.key);
         let is_usable = |one: &&EndpointCondition| {
             !matches!(one.state, Ejected | NoH2 | Leaving) && is_left(one)
@@ -102,6 +109,7 @@ impl Exclusions {
         Candidates {
             any: endpoints.iter().any(|one| is_left(&one)),
             usable: usable().next().is_some(),
+            connected: usable().any(|one| matches!(one.state, Ready | Degraded)),
             ready: has_ready_besides(endpoints.iter().copied(), &self.round),
             retry_after: usable().map(pause).min().unwrap_or_default(),
         }
@@ -184,7 +192,7 @@ mod tests {
 
     #[test]
     fn candidates_are_the_endpoints_that_are_left() {
-        use EndpointState::{Degraded, Ejected, Ready};
+        use EndpointState::{Connecting, Degraded, Ejected, Ready};
         let now = Instant::now();
         let table = |a, b| {
             [(A, a), (B, b)].map(|(key, state)| EndpointCondition {
@@ -195,11 +203,13 @@ mod tests {
         };
         let found = |exclusions: &Exclusions, a, b| {
             let left = exclusions.candidates(&table(a, b), now);
+            assert_eq!(left.connected, left.usable && ![a, b].contains(&Connecting), "{a:?} {b:?}");
             (left.any, left.usable, left.ready, left.retry_after.as_secs())
         };
         let mut exclusions = Exclusions::default();
         assert_eq!(found(&exclusions, Degraded, Ejected), (true, true, false, 0));
         assert_eq!(found(&exclusions, Ejected, Ejected), (true, false, false, 0));
+        assert_eq!(found(&exclusions, Connecting, Ejected), (true, true, false, 0));
         exclusions.record(head(410, 0), Some(A), false, now);
         assert_eq!(found(&exclusions, Ready, Ejected), (true, false, false, 0));
         assert_eq!(found(&exclusions, Ready, Ready), (true, true, true, 0));

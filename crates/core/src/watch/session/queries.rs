@@ -7,6 +7,7 @@ use bytes::Bytes;
 use super::Session;
 use super::input::{Ending, MoveReason, NotResumable};
 use super::limiter::{MIN_REMAINING, MIN_REMAINING_TO_REBALANCE};
+use super::round::ATTEMPT_TIMEOUT_AFTER_REFUSED_ENCODING;
 use super::state::State;
 use crate::pool::EndpointKey;
 use crate::watch::request::resume_query;
@@ -79,8 +80,11 @@ impl Session {
 
     /// How long the next attempt may take.
     pub fn attempt_timeout(&self) -> Duration {
-        match &self.state {
-            State::Resuming { round, .. } => round.attempt_timeout(),
+        match (&self.state, &self.exclusions) {
+            (State::Resuming { round, .. }, Some(exclusions)) if exclusions.encoding_refused => {
+                round.attempt_timeout().min(ATTEMPT_TIMEOUT_AFTER_REFUSED_ENCODING)
+            }
+            (State::Resuming { round, .. }, _) => round.attempt_timeout(),
             _ => Duration::ZERO,
         }
     }

@@ -17,6 +17,9 @@ const WITHHOLDING_ROUND_LIMIT: Duration = Duration::from_secs(3);
 /// Time limit of one attempt. An apiserver may answer PINGs and never send a response head, and clients set
 /// no timeout for watches.
 const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
+/// [`ATTEMPT_TIMEOUT`] after an endpoint has refused the encoding of the watch. The watch ends cleanly if the others
+/// cannot be reached, and the client may get another encoding.
+pub const ATTEMPT_TIMEOUT_AFTER_REFUSED_ENCODING: Duration = Duration::from_secs(1);
 /// The longest Retry-After that a round waits for. If every usable endpoint asks for a longer pause, the
 /// watch ends, and the next request of its client shows the overload.
 const MAX_PAUSE: Duration = Duration::from_secs(30);

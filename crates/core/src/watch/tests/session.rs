@@ -8,7 +8,7 @@ use super::super::session::{
 };
 use super::events::{cursor, request};
 use crate::endpoint_condition::EndpointCondition;
-use crate::endpoint_state::EndpointState::{self, Ejected, Ready};
+use crate::endpoint_state::EndpointState::{self, Connecting, Ejected, Ready};
 use crate::pool::EndpointKey;
 use bytes::Bytes;
 use std::time::{Duration, Instant};
@@ -482,6 +482,15 @@ fn attempt_result_leads_to_another_attempt_or_to_the_end() {
         let next = attempt(&mut session, result, endpoints, now);
         assert_eq!(next, effect, "{result:?} {endpoints:?}");
     }
+
+    // If the client may get another encoding, one short attempt waits for an endpoint that connects.
+    let mut session = after(&request("5"), vec![event(EventType::Added, "6")], start);
+    assert_eq!(lose(&mut session, start), REQUEST);
+    assert_eq!(session.attempt_timeout(), Duration::from_secs(10));
+    let connecting = &[is_in(1, Ready), is_in(2, Connecting)];
+    assert_eq!(attempt(&mut session, head(406), connecting, start), REQUEST);
+    assert_eq!(session.attempt_timeout(), Duration::from_secs(1));
+    assert_eq!(attempt(&mut session, unreachable, connecting, start), GAVE_UP);
 
     // A watch whose initial events are incomplete cannot end cleanly.
     let mut session = Session::new(request(""), start);

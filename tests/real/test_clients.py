@@ -137,7 +137,7 @@ def first_lines(child, count=3):
     lines = []
     reader = collect_lines(child, lines)
     with StoppedOnExit(child):
-        wait_for(f"{count} lines", lambda: len(lines) >= count or require_running(child), 20)
+        wait_for(f"{count} lines", lambda: len(lines) >= count or require_running(child), 60)
     reader.join(5)
     return [line for _, line in lines[:count]]
 
@@ -165,9 +165,9 @@ class KubectlClient:
 
             def events():  # a ValueError of an incomplete one makes wait_for ask again
                 return documents("\n".join(line for _, line in lines))
-            wait_for("kubectl to list", lambda: len(events()) == 1 or require_running(child), 20)
+            wait_for("kubectl to list", lambda: len(events()) == 1 or require_running(child), 60)
             results = self.changes(peer)
-            wait_for("all events", lambda: len(events()) == 5 or require_running(child), 20)
+            wait_for("all events", lambda: len(events()) == 5 or require_running(child), 60)
         reader.join(5)
         results["watch"] = {"events": events()}
         return {**results, **self.streams(peer)}
@@ -200,7 +200,7 @@ class KubectlClient:
                 return [line for _, line in lines if peer.word in line]
             child.stdin.write(f"{peer.word}\n")
             child.stdin.flush()
-            wait_for("the container's answer", lambda: answer() or require_running(child), 20)
+            wait_for("the container's answer", lambda: answer() or require_running(child), 60)
         reader.join(5)
         return {"line": answer()}
 
@@ -208,7 +208,7 @@ class KubectlClient:
         with StoppedOnExit(self.start(peer, "port-forward", f"pod/{POD}", ":8099")) as child:
             lines = []
             reader = collect_lines(child, lines)
-            wait_for("a local port", lambda: lines or require_running(child), 20)
+            wait_for("a local port", lambda: lines or require_running(child), 60)
             connection = http.client.HTTPConnection("127.0.0.1", int(re.search(r"127\.0\.0\.1:(\d+)", lines[0][1])[1]), timeout=30)
             connection.request("GET", "/")
             page = connection.getresponse().read().decode()

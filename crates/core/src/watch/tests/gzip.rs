@@ -1,6 +1,7 @@
 //! Tests of the gzip decoder: any members in any chunks, and input that is no gzip.
 
 use std::io::{Read as _, Write as _};
+use std::time::Instant;
 
 use bytes::Bytes;
 use flate2::Compression;
@@ -274,5 +275,45 @@ fn coding_follows_the_header() {
             headers.append(header::CONTENT_ENCODING, HeaderValue::from_static(value));
         }
         assert_eq!(ContentCoding::of(&headers), coding, "{values:?}");
+    }
+}
+
+/// What inflating costs beside the figures of `cost_of_an_event_by_encoding`. A third of each event differs from the others.
+#[test]
+#[ignore = "a measurement: cargo test --release -p jackstay-core -- --ignored --nocapture cost_of_a_compressed"]
+fn cost_of_a_compressed_event() {
+    const EVENTS: u32 = 2_000;
+    for size in [300, 3_000] {
+        let event = |n: u32| {
+            let hex = |seed: u32, len: usize| -> String {
+                let words = (0..).map(|n: u32| (n ^ seed).wrapping_mul(2_654_435_761));
+                words
+                    .flat_map(|word| format!("{word:08x}").into_bytes())
+                    .take(len)
+                    .map(char::from)
+                    .collect()
+            };
+            format!("{}{}\n", hex(0, size * 2 / 3), hex(n << 8, size / 3))
+        };
+        for (kind, batch) in
+            [("a member for each event", 1), ("a member for 32 KiB", (32 << 10) / size as u32)]
+        {
+            let events: Vec<_> = (0..EVENTS).map(event).collect();
+            let members =
+                events.chunks(batch as usize).map(|batch| member(batch.concat().as_bytes()));
+            let body = Bytes::from(members.collect::<Vec<_>>().concat());
+            let run = |_| {
+                let begun = Instant::now();
+                let mut decoder = decoder();
+                for at in (0..body.len()).step_by(16 << 10) {
+                    decoder.push(body.slice(at..body.len().min(at + (16 << 10))));
+                    while decoder.next_piece().unwrap().is_some() {}
+                }
+                begun.elapsed().as_nanos() / u128::from(EVENTS)
+            };
+            let cost = (0..100).map(run).min().unwrap_or_default();
+            let share = body.len() * 100 / events.concat().len();
+            println!("{size} bytes, {kind}: {cost} ns an event, {share} % of the bytes");
+        }
     }
 }

@@ -59,7 +59,7 @@ class PassedThrough(JackstayCase, unittest.TestCase):
                 if not user:
                     # kubectl shows the message of the 401 of its own certificate only at -v=8.
                     answer = self.rig.api(self.server, cert=self.rig.developer_cert).get("/api")
-                    self.assertIn(f"tls-server-name: {NAME}", answer.json["message"])
+                    self.assertIn(f"set tls-server-name of the client's kubeconfig to {NAME}", answer.json["message"])
                 name = f"bob-{uuid.uuid4().hex[:6]}"
                 self.rig.kubectl(self.kubeconfig("bob", user), "get", "--raw", f"/apis?marker={name}")
                 users = {e["user"]["username"] for e in self.rig.audit(lambda e: name in e["requestURI"])}

@@ -112,7 +112,7 @@ table! {
     WATCH_GZIP_BYTES = Counter "jackstay_watch_gzip_bytes_total" ["upstream", "form"] "bytes",
         "Bytes of compressed watches: as an apiserver has sent them (received), and without compression (inflated).";
     WATCH_GZIP_ERRORS = Counter "jackstay_watch_gzip_errors_total" ["upstream", "reason"] "watches",
-        "Streams of compressed watches that were left because they could not be decoded: invalid, ratio (of a decompression bomb), memory. After the first two, no watch of the upstream asks for gzip for ten minutes.";
+        "Streams of compressed watches that were left because they could not be decoded: invalid, ratio (of a decompression bomb), memory. No watch of the upstream asks for gzip for ten minutes then, or for 30 s after a lack of memory.";
     STREAM_WAITS = Counter "jackstay_stream_waits_total" ["upstream"] "requests",
         "Requests that waited for a free upstream stream.";
     STREAMS_EXHAUSTED = Counter "jackstay_streams_exhausted_total" ["upstream"] "requests",

@@ -1,7 +1,8 @@
 //! Whether watches of one upstream ask for gzip.
 //!
-//! A stream that cannot be decoded is left, and its watch asks again. For [`PAUSE`] no watch of the upstream asks for
-//! gzip then, so that a server with broken compression costs one stream of each pause and not every list.
+//! A stream that cannot be decoded is left, and its watch asks again or is listed again by its client. For a pause no
+//! watch of the upstream asks for gzip then, so that a server with broken compression costs one stream of each pause
+//! and not every list, and neither does a shortage of memory.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,7 +15,9 @@ use serde::Serialize;
 use crate::config;
 
 /// How long no watch asks for gzip after a stream that could not be decoded.
-pub const PAUSE: Duration = Duration::from_secs(600);
+const PAUSE: Duration = Duration::from_secs(600);
+/// The same if there was no memory for it.
+const MEMORY_PAUSE: Duration = Duration::from_secs(30);
 
 /// The state of one upstream, which all workers share.
 #[derive(Debug, Default)]
@@ -24,7 +27,7 @@ pub struct Compression {
 
 #[derive(Debug)]
 struct Failure {
-    at: Instant,
+    until: Instant,
     status: GzipFailure,
 }
 
@@ -51,7 +54,8 @@ impl Compression {
             reason: error.as_str(),
             since: Utc::now().seconds(),
         };
-        self.last_failure.store(Some(Arc::new(Failure { at: now, status })));
+        let pause = if error == GzipError::Memory { MEMORY_PAUSE } else { PAUSE };
+        self.last_failure.store(Some(Arc::new(Failure { until: now + pause, status })));
         is_first
     }
 
@@ -59,7 +63,7 @@ impl Compression {
     pub fn failure(&self, now: Instant) -> Option<GzipFailure> {
         let failure = self.last_failure.load();
         let failure = failure.as_ref()?;
-        (now.saturating_duration_since(failure.at) < PAUSE).then(|| failure.status.clone())
+        (now < failure.until).then(|| failure.status.clone())
     }
 }
 
@@ -83,5 +87,8 @@ mod tests {
         assert!(!compression.is_requested(Auto, later + PAUSE / 2));
         assert!(compression.is_requested(Auto, later + PAUSE));
         assert!(compression.failure(later + PAUSE).is_none());
+        assert!(compression.failed(endpoint, GzipError::Memory, begin + 3 * PAUSE));
+        assert!(!compression.is_requested(Auto, begin + 3 * PAUSE + MEMORY_PAUSE / 2));
+        assert!(compression.is_requested(Auto, begin + 3 * PAUSE + MEMORY_PAUSE));
     }
 }

@@ -1,6 +1,7 @@
 //! Watches whose response is compressed, as kube-apiserver 1.37 sends them, and as no server should.
 
 use std::io::{Read as _, Write as _};
+use std::sync::atomic::Ordering::Relaxed;
 
 use flate2::Compression;
 use flate2::read::MultiGzDecoder;
@@ -186,6 +187,37 @@ async fn undecodable_stream_is_left_and_its_watch_continues() {
         );
         drop(other);
     }
+}
+
+/// The stream window of 256 KiB is granted again from its half on, also that of the last frame.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn window_of_an_idle_watch_is_granted_again() {
+    let (peers, _proxy, client) = setup(1).await;
+    let text: String =
+        (0..).map(|n: u32| format!("{:08x}", n.wrapping_mul(2_654_435_761))).take(60_000).collect();
+    let long = format!(
+        r#"{{"type":"ADDED","object":{{"kind":"ConfigMap","metadata":{{"resourceVersion":"6"}},"data":"{text}"}}}}"#
+    );
+    let mut body = member(&event(&long));
+    assert!(body.len() > 9 * FRAME, "{}", body.len());
+    body.truncate(8 * FRAME + FRAME / 2);
+    let frames = move |id| body.chunks(FRAME).flat_map(|part| frame(DATA, 0, id, part)).collect();
+    peers.set_actions([Action::partial(Reply::gzip(Vec::new()), frames)]);
+    let _watch = watch(&client, "resourceVersion=5").await;
+    until("the window is granted", async || peers.granted.load(Relaxed) > 8 * FRAME).await;
+}
+
+/// A list that cannot be decoded ends, because its events have no order yet. Its client lists again, and the apiserver is
+/// not asked for gzip.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn undecodable_list_ends_and_pauses_gzip() {
+    let (peers, proxy, client) = setup(2).await;
+    peers.set_actions([whole([&member(&event(FIRST))[..], b"{}"].concat())]);
+    let (received, _) = rest(watch(&client, LIST).await).await;
+    assert_eq!(received, lines(&[FIRST]));
+    assert_eq!(peers.requests().len(), 1);
+    let failure = &proxy.status().await["upstreams"][0]["gzip_failure"];
+    assert_eq!(failure["reason"], "bytes that are no gzip member");
 }
 
 /// An event without an end is above what jackstay holds of one.

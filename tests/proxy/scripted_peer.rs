@@ -160,6 +160,8 @@ pub struct Script {
     /// has not read yet, as Go does with `--goaway-chance` of kube-apiserver; 0 for never. Only for replies to
     /// requests without an action.
     pub goaway_every: AtomicUsize,
+    /// The bytes of window that jackstay has granted on streams.
+    pub granted: AtomicUsize,
     /// The peers send no `WINDOW_UPDATE` for uploads.
     pub withhold_window: AtomicBool,
     /// What the peers send in response to a request over HTTP/1.1: the first bytes, and then the second ones until
@@ -501,6 +503,10 @@ impl Connection {
             PING => self.pong_received |= flags & ACK != 0,
             GOAWAY if !self.probe => {
                 self.script.goaways.fetch_add(1, Relaxed);
+            }
+            WINDOW_UPDATE if !self.probe && stream != 0 => {
+                let bytes = u32::from_be_bytes(payload[..4].try_into().unwrap()) as usize;
+                self.script.granted.fetch_add(bytes, Relaxed);
             }
             RST_STREAM if !self.probe => {
                 let code = u32::from_be_bytes(payload[..4].try_into().unwrap());

@@ -107,7 +107,8 @@ impl ListenerFacts {
         let Self { name: listener, identities, passthrough_names } = self;
         let is_passed_through =
             |name: &str| passthrough_names.iter().any(|p| server_name_matches(p, name));
-        let given = given.map(str::to_ascii_lowercase).filter(|name| is_passed_through(name));
+        let wanted = given.map(str::to_ascii_lowercase);
+        let given = wanted.clone().filter(|name| is_passed_through(name));
         let user = &context.user;
         let reason = match (&given, &context.credential) {
             (Some(_), _) => {
@@ -117,6 +118,13 @@ impl ListenerFacts {
                 let subject = subject_of(user, certificate)?;
                 if identities.contains(&subject) {
                     return Ok(UserPath::AsConfigured { notes: Vec::new() });
+                }
+                if let Some(name) = wanted {
+                    return Err(Failure::Input(format!(
+                        "--tls-server-name {name}: listener {listener:?} has no identity for {subject}, and the name is \
+                         none of its passthrough_server_names ({})",
+                        passthrough_names.join(", ")
+                    )));
                 }
                 format!("it has no identity for {subject}")
             }
@@ -237,6 +245,8 @@ mod tests {
             }
             other @ UserPath::AsConfigured { .. } => panic!("{other:?}"),
         }
+        let error = path(&[PASSTHROUGH], &alice, Some("kubernetes")).unwrap_err();
+        assert!(error.starts_with("--tls-server-name kubernetes: listener"), "{error}");
         let error = path(&[], &alice, None).unwrap_err();
         assert!(
             error.contains("listener \"l\"") && error.contains("passthrough_server_names"),

@@ -80,7 +80,8 @@ impl WatchBody {
         with_gzip: bool,
     ) -> Self {
         context.served_by(&permit.connection().endpoint);
-        let stream = UpstreamStream::new((recv, coding), permit, &context.drain, relay.account());
+        let account = context.upstream.watches.gzip_state(relay.account());
+        let stream = UpstreamStream::new((recv, coding), permit, &context.drain, account);
         Self {
             relay,
             out: VecDeque::new(),
@@ -287,7 +288,8 @@ impl WatchBody {
         tracing::debug!(endpoint = &*connection.endpoint.label, "watch {result}");
         // A response whose coding is unknown is not accepted.
         let coding = ContentCoding::of(&response.head.headers).unwrap_or(ContentCoding::Identity);
-        let (drain, account) = (&self.context.drain, self.relay.account());
+        let account = self.context.upstream.watches.gzip_state(self.relay.account());
+        let drain = &self.context.drain;
         let recv = (response.recv, coding);
         let mut stream = UpstreamStream::new(recv, response.permit, drain, account);
         let first = response.prefix.and_then(|first| stream.decode(first));

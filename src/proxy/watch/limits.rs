@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use jackstay_core::admission::{ByteBudget, MemoryKind};
+use jackstay_core::admission::{ByteAccount, ByteBudget, MemoryKind};
 use jackstay_core::request::retry_budget::RetryBudget;
 
 use crate::observe::{GzipBytes, Metrics};
@@ -15,6 +15,7 @@ pub struct WatchLimits {
     /// Bounds the requests that are sent to other endpoints after a 410.
     too_old_retries: RetryBudget,
     partial_frames: Arc<ByteBudget>,
+    gzip_states: Arc<ByteBudget>,
     /// The bytes of compressed watches.
     pub gzip_bytes: GzipBytes,
 }
@@ -25,6 +26,8 @@ impl WatchLimits {
         Self {
             too_old_retries: RetryBudget::too_old(),
             partial_frames: ByteBudget::new(MemoryKind::WatchFrames, MAX_PARTIAL_FRAME_BYTES),
+            // A list that has begun should not end, so only the memory of the process limits it.
+            gzip_states: ByteBudget::new(MemoryKind::WatchFrames, usize::MAX),
             gzip_bytes: metrics.watch_gzip_bytes(upstream),
         }
     }
@@ -42,6 +45,11 @@ impl WatchLimits {
             metrics.watch_resumed("over_budget");
         }
         is_allowed
+    }
+
+    /// The account of the decoder of a watch whose frames count in `frames`.
+    pub fn gzip_state(&self, frames: &ByteAccount) -> ByteAccount {
+        frames.with_budget(&self.gzip_states)
     }
 
     /// The byte budget of incomplete frames.

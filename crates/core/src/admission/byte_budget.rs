@@ -60,6 +60,12 @@ impl ByteAccount {
         &self.budget
     }
 
+    /// The account of the same client for another budget.
+    #[must_use]
+    pub fn with_budget(&self, budget: &Arc<ByteBudget>) -> Self {
+        Self { budget: Arc::clone(budget), client: self.client.clone() }
+    }
+
     /// The client has proven this.
     pub fn raise_rank(&mut self, rank: ClientRank) {
         if let Some((_, known)) = &mut self.client {

@@ -6,7 +6,7 @@
 //! within one long member, or send empty ones.
 //!
 //! The decoder inflates a piece when it is asked for one, so a chunk of any ratio takes little memory: one piece, and
-//! [`STATE`] bytes while a member is incomplete, which are charged to the account of the watch's frames.
+//! [`STATE`] bytes while a member is incomplete, which are charged to an account.
 
 use std::cell::RefCell;
 
@@ -172,20 +172,20 @@ impl GzipDecoder {
 
     /// Inflates into `buffer` until it is full or the input is used up. `filled` is the number of bytes.
     fn fill(&mut self, buffer: &mut [u8], filled: &mut usize) -> Result<(), GzipError> {
-        let needs_input = loop {
+        loop {
             match &mut self.part {
                 Part::Header(header) => {
                     if self.input.is_empty() {
-                        break true;
+                        break;
                     }
                     if header.push(self.input.get_u8())? {
                         self.part = Part::Data;
                         self.inflater = Some(Inflater::take());
                     }
                 }
-                Part::Data if *filled == buffer.len() => break false,
+                Part::Data if *filled == buffer.len() => break,
                 Part::Data => {
-                    let Some(inflater) = &mut self.inflater else { break true };
+                    let Some(inflater) = &mut self.inflater else { break };
                     let step = inflater.step(&self.input, &mut buffer[*filled..])?;
                     self.ratio.add(step.consumed, step.produced)?;
                     self.input.advance(step.consumed);
@@ -193,7 +193,7 @@ impl GzipDecoder {
                     if step.is_end {
                         self.part = Part::Trailer { bytes: [0; TRAILER], len: 0 };
                     } else if step.consumed == 0 && step.produced == 0 {
-                        break true;
+                        break;
                     }
                 }
                 Part::Trailer { bytes, len } => {
@@ -201,19 +201,16 @@ impl GzipDecoder {
                     self.input.copy_to_slice(&mut bytes[*len..*len + taken]);
                     *len += taken;
                     if *len < TRAILER {
-                        break true;
+                        break;
                     }
                     let bytes = *bytes;
                     self.part = Part::Header(MemberHeader::default());
                     self.end_member(bytes)?;
                 }
             }
-        };
-        // What was inflated is returned first.
-        if needs_input && *filled == 0 && self.inflater.is_some() {
-            self.charge()?;
         }
-        Ok(())
+        // The client may take the piece and nothing more.
+        if self.inflater.is_some() { self.charge() } else { Ok(()) }
     }
 
     fn end_member(&mut self, trailer: [u8; TRAILER]) -> Result<(), GzipError> {
@@ -227,7 +224,7 @@ impl GzipDecoder {
         Err(GzipError::Invalid("the checksum of a gzip member is wrong"))
     }
 
-    /// Charges the state of a member that waits for its next bytes.
+    /// Charges the state of a member that is incomplete when a piece is returned.
     fn charge(&mut self) -> Result<(), GzipError> {
         if !std::mem::replace(&mut self.is_charged, true) && !self.account.take(STATE) {
             return Err(GzipError::Memory);

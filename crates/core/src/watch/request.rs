@@ -134,11 +134,12 @@ impl WatchRequest {
     }
 
     /// Whether the upstream request asks for gzip, which the proxy decodes. If the client says nothing, the proxy asks for
-    /// it where kube-apiserver compresses: a watch that begins with all objects (since 1.37).
+    /// it where kube-apiserver compresses: a watch that begins with all objects (since 1.37). Other servers may compress
+    /// answers that are no events, which the proxy does not decode.
     pub fn asks_for_gzip(&self) -> bool {
         match self.gzip {
             GzipPreference::Accepted => true,
-            GzipPreference::Unspecified => self.send_initial_events,
+            GzipPreference::Unspecified => self.send_initial_events && self.built_in_group,
             GzipPreference::Refused => false,
         }
     }

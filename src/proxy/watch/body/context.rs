@@ -19,7 +19,6 @@ use super::versions::WatchVersions;
 use crate::proxy::client_certificate::IdentityProof;
 use crate::proxy::drain::DrainWatcher;
 use crate::proxy::upstream_client::UpstreamClient;
-use crate::upstream::compression;
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::ClassPool;
@@ -161,19 +160,16 @@ impl ResumeContext {
     }
 
     /// Called when a compressed stream of this endpoint could not be decoded. The watch asks without gzip from now on,
-    /// and for some time the others of the upstream do, too, unless only memory was short.
+    /// and for some time the others of the upstream do, too.
     pub(super) fn gzip_failed(&mut self, endpoint: &Endpoint, error: GzipError) {
         self.without_gzip = true;
         let upstream = self.upstream.pool.upstream();
         self.upstream.metrics.watch_gzip_failed(&upstream.name, error.label());
-        if error != GzipError::Memory
-            && upstream.compression.failed(&endpoint.label, error, clock::now())
-        {
+        if upstream.compression.failed(&endpoint.label, error, clock::now()) {
             tracing::warn!(
                 upstream = &*upstream.name,
                 endpoint = &*endpoint.label,
                 reason = error.as_str(),
-                pause_s = compression::PAUSE.as_secs(),
                 "compressed watch could not be decoded; watches are requested without gzip"
             );
         }
@@ -218,7 +214,7 @@ impl ResumeContext {
     pub(super) fn describe_refusal(&self, head: &response::Parts) -> String {
         let answer = format!("the endpoint answered {}", head.status);
         match self.attempt_result(head) {
-            AttemptResult::Head { status: 200, .. } => answer + " with another Content-Type",
+            AttemptResult::Head { status: 200, .. } => answer + " in another encoding",
             _ => answer,
         }
     }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::Request;
+use jackstay_core::admission::ByteAccount;
 use jackstay_core::watch::gzip::{ContentCoding, GzipDecoder, GzipError};
 use jackstay_core::watch::relay::Relay;
 use jackstay_core::watch::session::{
@@ -78,7 +79,7 @@ impl WatchBody {
             let endpoint = &response.permit.connection().endpoint;
             self.context.record_move_answer(&response.head, endpoint);
         }
-        match check_response(result, &self.relay, &self.context) {
+        match check_response(result, &self.relay, &mut self.context) {
             Ok(response) => {
                 self.relay.move_ended(clock::now());
                 // Dropping the old stream resets it.
@@ -155,12 +156,12 @@ fn request_move(
 }
 
 /// The beginning of the events of a response, as far as it has arrived.
-fn first_piece(response: &Response, relay: &Relay) -> Result<Option<Bytes>, GzipError> {
+fn first_piece(response: &Response, account: ByteAccount) -> Result<Option<Bytes>, GzipError> {
     let Some(first) = &response.prefix else { return Ok(None) };
     if ContentCoding::of(&response.head.headers) != Some(ContentCoding::Gzip) {
         return Ok(Some(first.clone()));
     }
-    let mut gzip = GzipDecoder::new(relay.account().clone());
+    let mut gzip = GzipDecoder::new(account);
     gzip.push(first.clone());
     gzip.next_piece()
 }
@@ -169,13 +170,17 @@ fn first_piece(response: &Response, relay: &Relay) -> Result<Option<Bytes>, Gzip
 fn check_response(
     result: Result<Response, String>,
     relay: &Relay,
-    context: &ResumeContext,
+    context: &mut ResumeContext,
 ) -> Result<Response, String> {
     let response = result?;
     if !context.attempt_result(&response.head).is_accepted() {
         return Err(context.describe_refusal(&response.head));
     }
-    let first = first_piece(&response, relay).map_err(|error| error.as_str().to_owned())?;
+    let account = context.upstream.watches.gzip_state(relay.account());
+    let first = first_piece(&response, account).map_err(|error| {
+        context.gzip_failed(&response.permit.connection().endpoint, error);
+        error.as_str().to_owned()
+    })?;
     if first.is_some_and(|first| relay.begins_with_error(&first)) {
         return Err("the endpoint's history does not reach back to the cursor".to_owned());
     }

@@ -70,7 +70,7 @@ impl UpstreamStream {
         (mut recv, coding): (RecvStream, ContentCoding),
         mut permit: Permit,
         drain: &DrainWatcher,
-        account: &ByteAccount,
+        account: ByteAccount,
     ) -> Self {
         permit.receives(&mut recv);
         let connection = permit.connection();
@@ -79,8 +79,7 @@ impl UpstreamStream {
             next_event: next_event(&permit, drain),
             recv,
             unreleased: 0,
-            gzip: (coding == ContentCoding::Gzip)
-                .then(|| Box::new(GzipDecoder::new(account.clone()))),
+            gzip: (coding == ContentCoding::Gzip).then(|| Box::new(GzipDecoder::new(account))),
             polls: 0,
             permit,
             deferred: None,
@@ -99,6 +98,8 @@ impl UpstreamStream {
             if let Some(event) = self.next_inflated(gzip_bytes) {
                 return Poll::Ready(event);
             }
+            // Of a chunk that has just been decoded.
+            release_window(&mut self.recv, &mut self.unreleased);
             let Poll::Ready(data) = self.recv.poll_data(cx) else {
                 return self.next_event.as_mut().poll(cx);
             };

@@ -235,6 +235,19 @@ fn large_objects_of_repeated_text_are_accepted() {
     assert_eq!(decode_whole(&body).unwrap().len(), 8 << 20);
 }
 
+/// A client that takes one piece and then stalls holds the state, too.
+#[test]
+fn state_is_charged_between_two_pieces_of_a_chunk() {
+    let budget = ByteBudget::new(MemoryKind::WatchFrames, 3 * STATE);
+    let memory = MemoryBudget::new(100 << 20);
+    let mut decoder = GzipDecoder::new(budget.account(&memory.source(1), ClientRank::Identity));
+    decoder.push(member(&vec![7; 3 * PIECE]).into());
+    decoder.next_piece().unwrap().unwrap();
+    assert_eq!(budget.held(), STATE);
+    while decoder.next_piece().unwrap().is_some() {}
+    assert_eq!(budget.held(), 0);
+}
+
 #[test]
 fn state_is_charged_while_a_member_is_incomplete() {
     let memory = MemoryBudget::new(100 << 20);

@@ -151,6 +151,9 @@ fn gzip_is_asked_for_where_the_client_accepts_it_or_lists() {
         assert_eq!(request("watch=1").asks_for_gzip(), asks_for_changes, "{values:?}");
         assert_eq!(request(LIST).asks_for_gzip(), asks_for_list, "{values:?}");
     }
+    let path = "/apis/example.com/v1/things";
+    let other = WatchRequest::new("watch", path, LIST, &HeaderMap::new(), &[], |_| false).unwrap();
+    assert!(!other.asks_for_gzip(), "an aggregated apiserver may compress a Status");
 }
 
 #[test]

@@ -6,7 +6,7 @@
 
 use memchr::memmem::rfind_iter;
 
-use super::event::{Event, EventType, INITIAL_EVENTS_END};
+use super::event::{Event, EventType, Found, INITIAL_EVENTS_END, once};
 use super::item_end::{ItemEnd, ItemHead};
 use super::version::{HeadVersion, as_u64};
 
@@ -19,19 +19,6 @@ const MAP: u8 = 5;
 const TAG: u8 = 6;
 /// Initial byte that ends an item of indefinite length.
 const BREAK: u8 = 0xff;
-
-/// The fields that have been found, and which keys have occurred.
-#[derive(Default)]
-struct Found<'a> {
-    event_type: Option<EventType>,
-    has_object: bool,
-    has_metadata: bool,
-    version: Option<&'a [u8]>,
-    has_version: bool,
-    /// The offset of the value of `.object.metadata.annotations`.
-    annotations: Option<usize>,
-    code: Option<u16>,
-}
 
 /// Parses one frame; `None` if it is not an event.
 pub fn event(frame: &[u8]) -> Option<Event<'_>> {
@@ -53,17 +40,7 @@ pub fn event(frame: &[u8]) -> Option<Event<'_>> {
     if scan.at != frame.len() {
         return None;
     }
-    let event_type = found.event_type?;
-    let annotations = found.annotations.filter(|_| event_type == EventType::Bookmark);
-    Some(Event {
-        event_type,
-        version: found.version.filter(|_| event_type != EventType::Error),
-        initial_events_end: match annotations {
-            Some(at) => ends_initial_events(Scan { bytes: frame, at })?,
-            None => false,
-        },
-        status_code: found.code.filter(|_| event_type == EventType::Error),
-    })
+    found.into_event(|at| ends_initial_events(Scan { bytes: frame, at }))
 }
 
 /// The `metadata.resourceVersion` of an object, a list or a table, of which `bytes` are the beginning.
@@ -151,11 +128,6 @@ fn ends_initial_events(mut scan: Scan<'_>) -> Option<bool> {
         scan.skip()
     })?;
     Some(ends)
-}
-
-/// Returns `None` if the key has occurred before; the frame is then unreadable.
-fn once(before: bool) -> Option<()> {
-    (!before).then_some(())
 }
 
 /// A byte string or a text string.

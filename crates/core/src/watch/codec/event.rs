@@ -49,6 +49,46 @@ pub struct Event<'a> {
     pub status_code: Option<u16>,
 }
 
+/// The fields that a parser of JSON or CBOR has found, and which keys have occurred.
+#[derive(Default)]
+pub(super) struct Found<'a> {
+    pub(super) event_type: Option<EventType>,
+    pub(super) has_object: bool,
+    pub(super) has_metadata: bool,
+    pub(super) version: Option<&'a [u8]>,
+    pub(super) has_version: bool,
+    /// The offset of the value of `.object.metadata.annotations`.
+    pub(super) annotations: Option<usize>,
+    /// The value of `.object.code`, if it is a code.
+    pub(super) code: Option<u16>,
+}
+
+impl<'a> Found<'a> {
+    /// The event; `None` if the frame is unreadable. `ends_initial_events` reads the annotations of a bookmark at this
+    /// offset.
+    pub(super) fn into_event(
+        self,
+        ends_initial_events: impl FnOnce(usize) -> Option<bool>,
+    ) -> Option<Event<'a>> {
+        let event_type = self.event_type?;
+        let annotations = self.annotations.filter(|_| event_type == EventType::Bookmark);
+        Some(Event {
+            event_type,
+            version: self.version.filter(|_| event_type != EventType::Error),
+            initial_events_end: match annotations {
+                Some(at) => ends_initial_events(at)?,
+                None => false,
+            },
+            status_code: self.code.filter(|_| event_type == EventType::Error),
+        })
+    }
+}
+
+/// Returns `None` if the key has occurred before; the frame is then unreadable.
+pub(super) fn once(before: bool) -> Option<()> {
+    (!before).then_some(())
+}
+
 impl EventType {
     /// The type for whose name `is_name` is true (apimachinery, `watch.EventType`).
     pub fn with_name(is_name: impl Fn(&[u8]) -> bool) -> Self {

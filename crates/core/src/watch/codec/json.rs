@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use memchr::memchr3_iter;
 use memchr::memmem::Finder;
 
-use super::event::{Event, EventType, INITIAL_EVENTS_END};
+use super::event::{Event, EventType, Found, INITIAL_EVENTS_END, once};
 use super::version::HeadVersion;
 
 /// Maximum nesting of a skipped value. Go's decoder accepts 10,000 levels; real objects have a few dozen.
@@ -13,20 +13,6 @@ const MAX_DEPTH: u32 = 512;
 
 /// Length of the beginning of a body that [`early_version`] searches, in bytes.
 const EARLY: usize = 512;
-
-/// The fields that have been found, and which keys have occurred.
-#[derive(Default)]
-struct Found<'a> {
-    event_type: Option<EventType>,
-    has_object: bool,
-    has_metadata: bool,
-    version: Option<&'a [u8]>,
-    has_version: bool,
-    /// The offset of the value of `.object.metadata.annotations`.
-    annotations: Option<usize>,
-    /// The text of `.object.code`.
-    code: Option<&'a [u8]>,
-}
 
 /// Parses one frame; `None` if it is not an event.
 pub fn event(frame: &[u8]) -> Option<Event<'_>> {
@@ -48,17 +34,7 @@ pub fn event(frame: &[u8]) -> Option<Event<'_>> {
     if scan.token().is_some() {
         return None;
     }
-    let event_type = found.event_type?;
-    let annotations = found.annotations.filter(|_| event_type == EventType::Bookmark);
-    Some(Event {
-        event_type,
-        version: found.version.filter(|_| event_type != EventType::Error),
-        initial_events_end: match annotations {
-            Some(at) => ends_initial_events(Scan { bytes: frame, at })?,
-            None => false,
-        },
-        status_code: found.code.filter(|_| event_type == EventType::Error).and_then(number),
-    })
+    found.into_event(|at| ends_initial_events(Scan { bytes: frame, at }))
 }
 
 /// The `metadata.resourceVersion` of an object, a list or a table, of which `bytes` are the beginning.
@@ -133,7 +109,7 @@ fn object<'a>(scan: &mut Scan<'a>, found: &mut Found<'a>) -> Option<()> {
         } else if text_is(key, b"code") {
             let start = scan.start()?;
             scan.skip()?;
-            found.code = Some(&scan.bytes[start..scan.at]);
+            found.code = number(&scan.bytes[start..scan.at]);
             Some(())
         } else {
             scan.skip()
@@ -167,11 +143,6 @@ fn ends_initial_events(mut scan: Scan<'_>) -> Option<bool> {
         scan.skip()
     })?;
     Some(ends)
-}
-
-/// Returns `None` if the key has occurred before; the frame is then unreadable.
-fn once(before: bool) -> Option<()> {
-    (!before).then_some(())
 }
 
 fn number(text: &[u8]) -> Option<u16> {

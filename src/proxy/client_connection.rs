@@ -360,9 +360,7 @@ fn upstream_head(
     })?;
     if let Some(watch) = watch {
         upstream_headers(&mut headers);
-        if watch.asks_for_gzip()
-            && upstream.compression.is_requested(upstream.config().compression, clock::now())
-        {
+        if watch.asks_for_gzip() && upstream.asks_for_gzip(clock::now()) {
             accept_gzip(&mut headers);
         }
         let query = uri.query().unwrap_or_default();

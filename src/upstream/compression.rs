@@ -12,8 +12,6 @@ use jackstay_core::watch::gzip::GzipError;
 use jackstay_sys::utc::Utc;
 use serde::Serialize;
 
-use crate::config;
-
 /// How long no watch asks for gzip after a stream that could not be decoded.
 const PAUSE: Duration = Duration::from_secs(600);
 /// The same if there was no memory for it.
@@ -41,22 +39,31 @@ pub struct GzipFailure {
 }
 
 impl Compression {
-    /// Whether watches ask for gzip.
-    pub fn is_requested(&self, configured: config::Compression, now: Instant) -> bool {
-        configured == config::Compression::Auto && self.failure(now).is_none()
+    /// Whether no watch asks for gzip, because of a failure.
+    pub fn is_paused(&self, now: Instant) -> bool {
+        self.paused_until().is_some_and(|until| now < until)
     }
 
     /// A stream of `endpoint` could not be decoded. Returns whether that ends the requests for gzip.
     pub fn failed(&self, endpoint: &str, error: GzipError, now: Instant) -> bool {
-        let is_first = self.failure(now).is_none();
+        let is_first = !self.is_paused(now);
+        let pause = if error == GzipError::Memory { MEMORY_PAUSE } else { PAUSE };
+        let until = now + pause;
+        // A lack of memory does not end the pause after a broken stream.
+        if self.paused_until().is_some_and(|earlier| earlier > until) {
+            return false;
+        }
         let status = GzipFailure {
             endpoint: endpoint.into(),
             reason: error.as_str(),
             since: Utc::now().seconds(),
         };
-        let pause = if error == GzipError::Memory { MEMORY_PAUSE } else { PAUSE };
-        self.last_failure.store(Some(Arc::new(Failure { until: now + pause, status })));
+        self.last_failure.store(Some(Arc::new(Failure { until, status })));
         is_first
+    }
+
+    fn paused_until(&self) -> Option<Instant> {
+        self.last_failure.load().as_ref().map(|failure| failure.until)
     }
 
     /// Why watches do not ask for gzip; `None` if they do, or if the configuration decides.
@@ -70,25 +77,27 @@ impl Compression {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Compression::{Auto, Off};
 
     #[test]
     fn failure_pauses_the_requests_for_gzip() {
         let compression = Compression::default();
         let begin = jackstay_sys::clock::now();
-        assert!(compression.is_requested(Auto, begin));
-        assert!(!compression.is_requested(Off, begin));
+        assert!(!compression.is_paused(begin));
         let endpoint = "10.0.0.1:6443";
         assert!(compression.failed(endpoint, GzipError::Ratio, begin));
         let error = GzipError::Invalid("bytes that are no gzip member");
         let later = begin + Duration::from_secs(60);
         assert!(!compression.failed(endpoint, error, later), "the second one");
         assert_eq!(compression.failure(later).unwrap().reason, "bytes that are no gzip member");
-        assert!(!compression.is_requested(Auto, later + PAUSE / 2));
-        assert!(compression.is_requested(Auto, later + PAUSE));
+        assert!(compression.is_paused(later + PAUSE / 2));
+        assert!(!compression.is_paused(later + PAUSE));
         assert!(compression.failure(later + PAUSE).is_none());
         assert!(compression.failed(endpoint, GzipError::Memory, begin + 3 * PAUSE));
-        assert!(!compression.is_requested(Auto, begin + 3 * PAUSE + MEMORY_PAUSE / 2));
-        assert!(compression.is_requested(Auto, begin + 3 * PAUSE + MEMORY_PAUSE));
+        assert!(compression.is_paused(begin + 3 * PAUSE + MEMORY_PAUSE / 2));
+        assert!(!compression.is_paused(begin + 3 * PAUSE + MEMORY_PAUSE));
+
+        assert!(compression.failed(endpoint, error, begin + 4 * PAUSE));
+        assert!(!compression.failed(endpoint, GzipError::Memory, begin + 4 * PAUSE));
+        assert!(compression.is_paused(begin + 4 * PAUSE + 2 * MEMORY_PAUSE));
     }
 }

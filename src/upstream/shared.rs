@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
 
 use arc_swap::{ArcSwap, Guard};
 use jackstay_core::admission::MemoryBudget;
@@ -128,6 +129,11 @@ impl Upstream {
     pub fn reconfigure(&self, config: config::Upstream) {
         self.config.store(Arc::new(config));
         self.reconfigured.notify_one();
+    }
+
+    /// Whether watches ask for gzip.
+    pub fn asks_for_gzip(&self, now: Instant) -> bool {
+        self.config().compression == config::Compression::Auto && !self.compression.is_paused(now)
     }
 
     /// A snapshot of the endpoints. Load it once for each decision, because the control plane may replace

@@ -17,7 +17,7 @@ fn start(names: &[&str]) -> RunningProxy {
 }
 
 impl RunningProxy {
-    /// Runs `jackstay kubeconfig` with these options for a user who has this part of a kubeconfig.
+    /// Runs `jackstay kubeconfig` with `options`. The kubeconfig that it reads has `user` as its user.
     fn kubeconfig_for(&self, user: &Value, options: &[&str]) -> Output {
         let mut tree = self.home.tree(".kube/config");
         tree["users"][0]["user"] = user.clone();

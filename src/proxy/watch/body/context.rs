@@ -40,8 +40,6 @@ pub struct ResumeContext {
     pub(super) resource_versions: Option<Box<WatchVersions>>,
     /// The connection of the last stream or attempt.
     last_connection: Option<Rc<Connection>>,
-    /// The watch does not ask for gzip any more.
-    without_gzip: bool,
     /// The newest version of Kubernetes that has served the watch, if one is known.
     served_by: Option<MinorVersion>,
     /// Endpoints to which the watch does not move from its stream, because they do not serve its encoding.
@@ -124,7 +122,6 @@ impl ResumeContext {
             content_type: content_type.into(),
             resource_versions,
             last_connection: None,
-            without_gzip: false,
             served_by: None,
             without_encoding: None,
         }
@@ -151,18 +148,15 @@ impl ResumeContext {
     pub(super) fn head(&self, session: &Session, now: Instant) -> Request<()> {
         let query = session.resume_query(self.head.uri.query().unwrap_or_default(), now);
         let mut head = self.head.with_query(&query);
-        let upstream = self.upstream.pool.upstream();
-        let configured = upstream.config().compression;
-        if self.without_gzip || !upstream.compression.is_requested(configured, now) {
+        if !self.upstream.pool.upstream().asks_for_gzip(now) {
             head.headers_mut().remove(header::ACCEPT_ENCODING);
         }
         head
     }
 
-    /// Called when a compressed stream of this endpoint could not be decoded. The watch asks without gzip from now on,
-    /// and for some time the others of the upstream do, too.
-    pub(super) fn gzip_failed(&mut self, endpoint: &Endpoint, error: GzipError) {
-        self.without_gzip = true;
+    /// Called when a compressed stream of this endpoint could not be decoded. For some time no watch of the upstream asks
+    /// for gzip.
+    pub(super) fn gzip_failed(&self, endpoint: &Endpoint, error: GzipError) {
         let upstream = self.upstream.pool.upstream();
         self.upstream.metrics.watch_gzip_failed(&upstream.name, error.label());
         if upstream.compression.failed(&endpoint.label, error, clock::now()) {

@@ -79,7 +79,7 @@ impl WatchBody {
             let endpoint = &response.permit.connection().endpoint;
             self.context.record_move_answer(&response.head, endpoint);
         }
-        match check_response(result, &self.relay, &mut self.context) {
+        match check_response(result, &self.relay, &self.context) {
             Ok(response) => {
                 self.relay.move_ended(clock::now());
                 // Dropping the old stream resets it.
@@ -170,7 +170,7 @@ fn first_piece(response: &Response, account: ByteAccount) -> Result<Option<Bytes
 fn check_response(
     result: Result<Response, String>,
     relay: &Relay,
-    context: &mut ResumeContext,
+    context: &ResumeContext,
 ) -> Result<Response, String> {
     let response = result?;
     if !context.attempt_result(&response.head).is_accepted() {

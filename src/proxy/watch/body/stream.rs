@@ -93,12 +93,11 @@ impl UpstreamStream {
         gzip_bytes: &GzipBytes,
     ) -> Poll<StreamEvent> {
         loop {
-            release_window(&mut self.recv, &mut self.unreleased);
             ready!(poll_turn(&mut self.polls, cx));
             if let Some(event) = self.next_inflated(gzip_bytes) {
                 return Poll::Ready(event);
             }
-            // Of a chunk that has just been decoded.
+            // After the last piece of a chunk, because its window is that of the compressed bytes.
             release_window(&mut self.recv, &mut self.unreleased);
             let Poll::Ready(data) = self.recv.poll_data(cx) else {
                 return self.next_event.as_mut().poll(cx);

@@ -8,6 +8,7 @@
 //! probes fail ([`anonymous`]).
 
 mod anonymous;
+mod capabilities;
 mod connection;
 mod lag;
 mod reachability;
@@ -22,6 +23,7 @@ use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until};
 
 use self::anonymous::AnonymousProber;
+use self::capabilities::CapabilityReader;
 use self::connection::{ProbeConnection, connect, is_current, until_unusable};
 use self::lag::LagCheck;
 use self::reachability::ReachabilityCheck;
@@ -32,14 +34,23 @@ use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
 use crate::upstream::endpoint::{Endpoint, EndpointState, Observation};
 
+/// What else asks the endpoint on the connection of the prober.
+struct ConnectionUsers<'a> {
+    lag: &'a LagCheck,
+    capabilities: &'a CapabilityReader,
+}
+
 /// Probes `endpoint` until it is removed from the set.
 pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
     let reachability = ReachabilityCheck::default();
     let lag = LagCheck::default();
+    let capabilities = CapabilityReader::default();
+    let users = ConnectionUsers { lag: &lag, capabilities: &capabilities };
     tokio::select! {
         () = endpoint.removed() => {}
         () = lag.run(&upstream, &endpoint) => {}
-        () = probe_repeatedly(&upstream, &endpoint, &reachability, &lag) => {}
+        () = capabilities.run(&upstream, &endpoint) => {}
+        () = probe_repeatedly(&upstream, &endpoint, &reachability, &users) => {}
         () = reachability.run(&upstream, &endpoint) => {}
     }
 }
@@ -49,7 +60,7 @@ async fn probe_repeatedly(
     upstream: &Arc<Upstream>,
     endpoint: &Arc<Endpoint>,
     reachability: &ReachabilityCheck,
-    lag: &LagCheck,
+    users: &ConnectionUsers<'_>,
 ) {
     let mut prober = Prober::new(clock::now());
     let mut anonymous = AnonymousProber::new(clock::now());
@@ -61,6 +72,7 @@ async fn probe_repeatedly(
         let current = if let Some(current) = reusable {
             current
         } else {
+            users.capabilities.connection_lost(endpoint);
             sleep_until(prober.connect_at(endpoint.is_usable(), clock::now()).into()).await;
             prober.connected();
             anonymous.reset();
@@ -74,7 +86,8 @@ async fn probe_repeatedly(
             prober.probe_now(clock::now());
             continue;
         }
-        lag.set_connection(&current);
+        users.lag.set_connection(&current);
+        users.capabilities.set_connection(&current, endpoint);
         tokio::select! {
             () = sleep_until(prober.next_at().into()) => {}
             () = until_unusable(&current) => continue,

@@ -108,7 +108,7 @@ table! {
     VERSION_FLOORS = Counter "jackstay_version_floors_total" ["outcome"] "requests",
         "Reads of any version (resourceVersion=0) whose client has a version floor, by outcome. applied: sent with the floor, because the endpoint is not known to have reached it. redirected: asked of another endpoint, because one had not reached the version. fallen_back: no ready endpoint had reached it, so the original request was sent. reset: the floor was lowered then.";
     WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",
-        "Watches that lost their stream or were answered with 410, by outcome. withheld: the 410 was not forwarded. unordered_group: a contradiction of its versions ended the resumes of an API group. not_resumable, oversized: still open, but an event that they received prevents a resume. unproven: ended because the proof of the client's identity ended.";
+        "Watches that lost their stream or were answered with 410, by outcome. withheld: the 410 was not forwarded. unordered_group: a contradiction of its versions ended the resumes of an API group. not_resumable, oversized: still open, but an event that they received prevents a resume. unproven: ended because the proof of the client's identity ended. parameter: ended because no endpoint was known to honour the same parameters of its query.";
     WATCH_GZIP_BYTES = Counter "jackstay_watch_gzip_bytes_total" ["upstream", "form"] "bytes",
         "Bytes of compressed watches: as an apiserver has sent them (received), and without compression (inflated).";
     WATCH_GZIP_ERRORS = Counter "jackstay_watch_gzip_errors_total" ["upstream", "reason"] "watches",

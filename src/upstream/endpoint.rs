@@ -26,6 +26,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
+use arc_swap::ArcSwap;
 use jackstay_core::connect::ConnectBackoff;
 pub use jackstay_core::connect::{ConnectFailure, ConnectFailureKind, ConnectTimeout};
 use jackstay_core::discovery::address::EndpointAddress;
@@ -46,6 +47,7 @@ pub use self::probe_signals::ProbeSignals;
 use self::slow_start::SlowStart;
 use self::statistics::EndpointStatistics;
 use self::version::EndpointVersion;
+use super::capabilities::ApiserverProcess;
 use super::readyz::ReadyzCheck;
 use super::stats::{Ejection, EndpointStatus};
 use crate::observe::events::{Change, EventKind};
@@ -88,6 +90,7 @@ pub struct Endpoint {
     slow_start: SlowStart,
     statistics: EndpointStatistics,
     version: EndpointVersion,
+    process: ArcSwap<ApiserverProcess>,
     /// Signals from requests to the prober.
     pub probe: ProbeSignals,
     fallback: AtomicBool,
@@ -148,6 +151,7 @@ impl Endpoint {
             slow_start: SlowStart::new(clock::now()),
             statistics: EndpointStatistics::default(),
             version: EndpointVersion::default(),
+            process: ArcSwap::default(),
             probe: ProbeSignals::default(),
             fallback: AtomicBool::new(false),
             connections_changed: Notify::new(),
@@ -240,6 +244,16 @@ impl Endpoint {
         }
     }
 
+    /// The process of the apiserver, and what is known about its abilities.
+    pub fn process(&self) -> Arc<ApiserverProcess> {
+        self.process.load_full()
+    }
+
+    /// Called when the process may have been replaced by another one.
+    pub fn replace_process(&self) {
+        self.process.store(Arc::default());
+    }
+
     /// Records that the endpoint was removed from the set. Its connections drain.
     pub fn remove(&self) {
         self.observe(Observation::Removed);
@@ -295,6 +309,7 @@ impl Endpoint {
         EndpointStatus {
             version,
             version_error,
+            capabilities: self.process.load().status(),
             rtt: self.metrics.history().quantiles(),
             streams: connections.iter().map(|connection| connection.streams).sum(),
             watches: connections.iter().map(|connection| connection.watches).sum(),

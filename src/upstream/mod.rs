@@ -12,9 +12,11 @@
 //! * While the apiservers differ in their version, [`version_preference`] ranks them for each
 //!   request, and the [`canary`] limits what the newest one gets.
 //! * [`compression`] decides whether watches ask for gzip.
+//! * [`capabilities`] holds which parameters of watches an apiserver honours.
 //! * Each upgrade has an HTTP/1.1 connection of its own ([`http1`]).
 
 pub(crate) mod canary;
+pub mod capabilities;
 pub mod client_key;
 pub mod compression;
 pub(crate) mod connect_race;

@@ -13,6 +13,7 @@ use jackstay_sys::sockets::connector::Connector;
 use tokio::sync::Notify;
 
 use super::canary::Canary;
+use super::capabilities::CapabilityDemand;
 use super::compression::Compression;
 use super::credentials::{CredentialClass, Credentials};
 use super::endpoint::{Endpoint, EndpointState};
@@ -48,6 +49,8 @@ pub struct Upstream {
     pub unordered_groups: UnorderedGroups,
     /// Whether watches ask for gzip.
     pub compression: Compression,
+    /// Which abilities of apiservers are read.
+    pub capabilities: CapabilityDemand,
     connector: ArcSwap<Connector>,
     reconfigured: Notify,
     endpoints_changed: Notify,
@@ -98,6 +101,7 @@ impl Upstream {
             memory: Arc::clone(memory),
             unordered_groups: UnorderedGroups::default(),
             compression: Compression::default(),
+            capabilities: CapabilityDemand::default(),
             connector: ArcSwap::default(),
             reconfigured: Notify::new(),
             endpoints_changed: Notify::new(),

@@ -9,6 +9,7 @@ use jackstay_core::connection::{ConnectionMachine, ConnectionState};
 use jackstay_sys::clock;
 use serde::Serialize;
 
+use super::capabilities::CapabilityStatus;
 use super::credentials::CredentialClass;
 use super::readyz::ReadyzCheck;
 use crate::observe::history::RttQuantiles;
@@ -115,6 +116,9 @@ pub struct EndpointStatus {
     pub version: Option<String>,
     /// Why its version is unknown, if `/version` was read.
     pub version_error: Option<String>,
+    /// What is known about its abilities; absent if no client has sent a watch that needs it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub capabilities: Option<CapabilityStatus>,
     /// Whether it is picked only if there is no other endpoint of the same state.
     pub fallback: bool,
     pub state: &'static str,

@@ -40,5 +40,6 @@ mod upstream_violations;
 mod version_skew;
 mod watch_continuity;
 mod watch_encodings;
+mod watch_parameters;
 mod watch_rebalance;
 mod writes;

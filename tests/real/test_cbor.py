@@ -22,6 +22,11 @@ CONFIGMAPS = "/api/v1/namespaces/default/configmaps"
 needs_cbor = unittest.skipUnless(RELEASE and RELEASE.structured_authentication, "Kubernetes 1.20 has no CBOR")
 
 
+def sharded(jackstay):
+    """Whether each apiserver serves shards, as jackstay has found out."""
+    return [(endpoint.get("capabilities") or {}).get("sharded") for endpoint in jackstay.status()["upstreams"][0]["endpoints"]]
+
+
 @needs_cbor
 @covers("`CBORServingAndStorage`")
 class Cbor(ExtraCase, unittest.TestCase):
@@ -42,6 +47,9 @@ class Cbor(ExtraCase, unittest.TestCase):
         """Watches that have continued at another apiserver, after the loss of their stream or before it."""
         metrics = self.jackstay.metrics()
         return sum(metrics.get(f'jackstay_watch_resumes_total{{outcome="{outcome}"}}', 0) for outcome in ("resumed", "moved"))
+
+    def sharded(self):
+        return sharded(self.jackstay)
 
     def victim(self):
         """The apiserver with most watches, which the fault affects."""
@@ -145,6 +153,7 @@ class Cbor(ExtraCase, unittest.TestCase):
         for watcher in watchers:
             self.addCleanup(watcher.stop)
         wait_for("the watches", lambda: all(watcher.responses for watcher in watchers), 30)
+        wait_for("both apiservers to serve shards", lambda: self.sharded() == [True, True], 15)
         self.victim().kill()
         for i in range(24):
             self.rig.control.must("PATCH", f"{path}/item-{i}", {"data": {"turn": "1"}}, content_type="application/merge-patch+json", keep=True)
@@ -159,11 +168,38 @@ class Cbor(ExtraCase, unittest.TestCase):
 
 @needs_cbor
 @long_form("Cbor has apiservers with the same features")
-@covers("apiservers with different features", "`CBORServingAndStorage`")
+@covers("apiservers with different features", "`CBORServingAndStorage`", "`ShardedListAndWatch`")
 class Mixed(ExtraCase, unittest.TestCase):
-    """One of two apiservers serves CBOR, as during its introduction: a watch has one format from its beginning to its end."""
+    """One of two apiservers serves CBOR and shards, as during their introduction: a watch keeps both from its beginning to its end."""
 
-    SETTINGS = {"d": Settings(features=(CBOR,)), "e": Settings()}
+    SETTINGS = {"d": Settings(features=(CBOR, SHARDED)), "e": Settings()}
+
+    def test_shard_is_not_watched_where_shards_are_not_served(self):
+        """All watches of a shard end cleanly when their apiserver is killed, whether it serves shards or not: none may continue at the other one."""
+        api = self.rig.api(self.server, cert=self.rig.admin_cert, timeout=60)
+        shard = f"{CONFIGMAPS}?shardSelector=" + quote("shardRange(object.metadata.uid, '{}', '{}')".format(*HALVES[0]))
+        version = api.must("GET", CONFIGMAPS)["metadata"]["resourceVersion"]
+        for name, sharded in (("d", True), ("e", False)):
+            with self.subTest(name):
+                watchers = [Watcher(api, shard, version) for _ in range(8)]
+                for watcher in watchers:
+                    self.addCleanup(watcher.stop)
+                wait_for("the watches", lambda: all(watcher.responses for watcher in watchers), 30)
+                wait_for("what both serve", lambda: sorted(self.sharded(), key=str) == [False, True], 15)
+                before, on_it = self.ended_by_parameter(), self.endpoints()[name]["watches"]
+                self.rig.extra[name].kill()
+                wait_for("their ends", lambda: self.ended_by_parameter() - before == on_it, 10)
+                log(f"    {name} killed: {on_it} of 8 watches of a shard ended cleanly")
+                self.assertEqual(sum(watcher.broken + watcher.too_old for watcher in watchers), 0)
+                for watcher in watchers:
+                    watcher.stop()
+                self.rig.extra[name].restart(graceful=False, down=0)
+
+    def sharded(self):
+        return sharded(self.jackstay)
+
+    def ended_by_parameter(self):
+        return self.jackstay.metrics().get('jackstay_watch_resumes_total{outcome="parameter"}', 0)
 
     def test_watches_keep_their_format(self):
         """The client takes CBOR or JSON. A watch in CBOR cannot continue at an apiserver without it: it ends cleanly, and

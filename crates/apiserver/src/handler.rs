@@ -144,6 +144,11 @@ impl RequestContext {
         let mut faults = self.server.faults.subscribe();
         // The sender is dropped only with the server.
         let _ = faults.wait_for(|faults| !faults.hang).await;
+        let path = self.parts.uri.path();
+        if faults.borrow().hang_path.is_some_and(|prefix| path.starts_with(prefix)) {
+            // Until the client gives up.
+            std::future::pending::<()>().await;
+        }
         let delay = faults.borrow().delay;
         if !delay.is_zero() {
             tokio::time::sleep(delay).await;
@@ -177,6 +182,7 @@ impl RequestContext {
             return self.negotiate(200, &document);
         }
         match path {
+            "/metrics" => return Ok(self.metrics()),
             "/bytes" => {
                 let size = self.query.get("size").parse().unwrap_or(0);
                 return Ok(respond(200, "application/octet-stream", ResponseBody::Filler(size)));
@@ -250,6 +256,28 @@ impl RequestContext {
             return respond(500, "text/plain; charset=utf-8", ResponseBody::full(text));
         }
         respond(200, "text/plain; charset=utf-8", ResponseBody::full("ok"))
+    }
+
+    /// The metrics of a few requests, and of the build and the feature gates.
+    fn metrics(&self) -> Response<ResponseBody> {
+        let faults = self.server.faults.borrow();
+        let (shards, cbor) = (!faults.sharding_disabled, !faults.cbor_disabled);
+        let text = format!(
+            "# TYPE apiserver_request_total counter\n\
+             apiserver_request_total{{code=\"200\",verb=\"GET\"}} {}\n\
+             # TYPE kubernetes_build_info gauge\n\
+             kubernetes_build_info{{git_version=\"{}\"}} 1\n\
+             # TYPE kubernetes_feature_enabled gauge\n\
+             kubernetes_feature_enabled{{name=\"CBORServingAndStorage\",stage=\"ALPHA\"}} {}\n\
+             kubernetes_feature_enabled{{name=\"ShardedListAndWatch\",stage=\"ALPHA\"}} {}\n\
+             # TYPE process_open_fds gauge\n\
+             process_open_fds 12\n",
+            self.server.counters.requests.load(Relaxed),
+            lock(&self.server.version),
+            u8::from(cbor),
+            u8::from(shards),
+        );
+        respond(200, "text/plain; version=0.0.4; charset=utf-8", ResponseBody::full(text))
     }
 
     /// Adds the headers that every kube-apiserver response has, and removes the body of a HEAD response.

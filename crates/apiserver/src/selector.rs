@@ -2,12 +2,15 @@
 
 use crate::status_error::StatusError;
 use serde_json::Value;
+use std::ops::Range;
 
 /// Label and field selector of a request; the default matches every object.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Selector {
     labels: Vec<Requirement>,
     fields: Vec<Requirement>,
+    /// The range of hashes of the `uid` (KEP-5866); the end is not part of it.
+    shard: Option<Range<u128>>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,7 +27,19 @@ impl Selector {
     /// # Errors
     /// 400 for a requirement that cannot be parsed.
     pub fn parse(labels: &str, fields: &str) -> Result<Self, StatusError> {
-        Ok(Self { labels: requirements(labels)?, fields: requirements(fields)? })
+        Ok(Self { labels: requirements(labels)?, fields: requirements(fields)?, shard: None })
+    }
+
+    /// Adds a `shardSelector`, such as `shardRange(object.metadata.uid, '0x0', '0x8000000000000000')`.
+    ///
+    /// # Errors
+    /// 400 for another selector.
+    pub fn in_shard(mut self, text: &str) -> Result<Self, StatusError> {
+        if !text.is_empty() {
+            let message = || format!("shardSelector: Invalid value: {text:?}");
+            self.shard = Some(shard(text).ok_or_else(|| StatusError::bad_request(message()))?);
+        }
+        Ok(self)
     }
 
     /// Adds the requirement `metadata.name=name`.
@@ -46,8 +61,28 @@ impl Selector {
                 other => other.to_string(),
             })
         };
-        self.labels.iter().all(|r| r.is_met(label)) && self.fields.iter().all(|r| r.is_met(field))
+        let uid = || object["metadata"]["uid"].as_str().unwrap_or_default();
+        self.labels.iter().all(|r| r.is_met(label))
+            && self.fields.iter().all(|r| r.is_met(field))
+            && self.shard.as_ref().is_none_or(|shard| shard.contains(&fnv1a(uid()).into()))
     }
+}
+
+fn shard(text: &str) -> Option<Range<u128>> {
+    let arguments = text.strip_prefix("shardRange(")?.strip_suffix(')')?;
+    let [field, start, end] =
+        arguments.split(',').map(str::trim).collect::<Vec<_>>().try_into().ok()?;
+    let bound = |text: &str| {
+        let hex = text.strip_prefix("'0x")?.strip_suffix('\'')?;
+        u128::from_str_radix(hex, 16).ok()
+    };
+    (field == "object.metadata.uid").then_some(bound(start)?..bound(end)?)
+}
+
+/// The hash FNV-1a of 64 bits.
+fn fnv1a(text: &str) -> u64 {
+    let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
 impl Requirement {
@@ -134,6 +169,20 @@ mod tests {
             assert_eq!(selector.matches(&pod), expected, "{labels} {fields}");
         }
         assert!(Selector::parse("a within (b)", "").is_err());
+        let in_shard = |range: &str| Selector::default().in_shard(range);
+        let uid = json!({ "metadata": { "uid": "a" } }); // its hash is 0xaf63dc4c8601ec8c
+        for (start, end, expected) in [
+            ("0x0000000000000000", "0x8000000000000000", false),
+            ("0x8000000000000000", "0x10000000000000000", true),
+            ("0xaf63dc4c8601ec8c", "0xaf63dc4c8601ec8d", true),
+            ("0x8000000000000000", "0xaf63dc4c8601ec8c", false),
+        ] {
+            let range = format!("shardRange(object.metadata.uid, '{start}','{end}')");
+            assert_eq!(in_shard(&range).unwrap().matches(&uid), expected, "{range}");
+        }
+        assert_eq!(in_shard("").unwrap(), Selector::default());
+        assert!(in_shard("shardRange(object.metadata.name, '0x0', '0x1')").is_err());
+        assert!(in_shard("shardRange(object.metadata.uid, '0x0')").is_err());
         assert!(!Selector::default().named("b").matches(&pod));
     }
 }

@@ -70,6 +70,8 @@ pub struct Faults {
     pub dead: bool,
     /// The feature gate `CBORServingAndStorage` is off: CBOR is not acceptable.
     pub cbor_disabled: bool,
+    /// The feature gate `ShardedListAndWatch` is off: `shardSelector` is ignored.
+    pub sharding_disabled: bool,
     /// `SETTINGS_MAX_CONCURRENT_STREAMS` of new connections, in place of 100.
     pub max_streams: Option<u32>,
     /// Time that every request waits before it is handled, health checks included.
@@ -77,6 +79,8 @@ pub struct Faults {
     /// The probability that the server sends GOAWAY on the connection of a request, as with `--goaway-chance` of
     /// kube-apiserver.
     pub goaway_chance: f64,
+    /// Requests whose path begins with this get no response.
+    pub hang_path: Option<&'static str>,
     /// Runs before each request.
     pub on_request: Option<RequestHook>,
     /// Number of requests that get this response instead of being handled.

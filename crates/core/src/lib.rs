@@ -13,7 +13,7 @@
 //! * [`balance`], [`connect`], [`outage`]: which connection or endpoint is picked, and when one is tried again.
 //! * [`endpoint_condition`]: whether another endpoint is better than that of a request.
 //! * [`backoff`]: the pauses after failures in a row.
-//! * [`lag`] and [`kubernetes_version`]: how apiservers of one cluster differ.
+//! * [`lag`], [`kubernetes_version`] and [`kubernetes_features`]: how apiservers of one cluster differ.
 //! * [`receive_windows`]: how much a stream may send ahead; [`http2_frames`]: frame headers in a byte stream;
 //!   [`frame_budgets`]: how many of each type a peer may send.
 //! * [`admission`]: what clients may take.
@@ -37,6 +37,7 @@ pub mod endpoint_state;
 pub mod flow_health;
 pub mod frame_budgets;
 pub mod http2_frames;
+pub mod kubernetes_features;
 pub mod kubernetes_version;
 pub mod lag;
 pub mod outage;

@@ -37,6 +37,7 @@ pub(super) fn text(status: &Value, style: Style) -> String {
     for upstream in list_at(status, "upstreams") {
         view.endpoints(upstream, &mut out);
         view.unordered_groups(upstream, &mut out);
+        view.unknown_parameters(upstream, &mut out);
         view.gzip_failure(upstream, &mut out);
         view.sources(upstream, &mut out);
     }

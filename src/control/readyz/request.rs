@@ -1,5 +1,6 @@
 //! One `/readyz` request and the meaning of its response.
 
+use std::ops::ControlFlow;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -116,6 +117,27 @@ pub async fn fetch(
     target: &str,
     token: Option<HeaderValue>,
 ) -> Result<(StatusCode, BytesMut), h2::Error> {
+    let mut body = BytesMut::new();
+    let store = |piece: &[u8]| {
+        if body.len() < MAX_BODY {
+            body.extend_from_slice(piece);
+        }
+        ControlFlow::Continue(())
+    };
+    let status = fetch_pieces(connection, target, token, store).await?;
+    Ok((status, body))
+}
+
+/// Gets `target` and passes the body to `read` piece by piece, until it breaks off. Returns the status.
+///
+/// # Errors
+/// The stream or its connection was lost.
+pub async fn fetch_pieces(
+    connection: &Rc<Connection>,
+    target: &str,
+    token: Option<HeaderValue>,
+    mut read: impl FnMut(&[u8]) -> ControlFlow<()>,
+) -> Result<StatusCode, h2::Error> {
     let mut request = Request::new(());
     let target = format!("https://kubernetes.default.svc{target}");
     *request.uri_mut() = target.parse().unwrap_or_default();
@@ -130,16 +152,15 @@ pub async fn fetch(
     permit.head_arrived(clock::now());
     let status = response.status();
     let mut recv = response.into_body();
-    let mut body = BytesMut::new();
     while let Some(data) = recv.data().await {
         let data: Bytes = data?;
         let _ = recv.flow_control().release_capacity(data.len());
-        if body.len() < MAX_BODY {
-            body.extend_from_slice(&data);
+        if read(&data).is_break() {
+            return Ok(status);
         }
     }
     permit.finished();
-    Ok((status, body))
+    Ok(status)
 }
 
 /// The meaning of a response. With 401 and 403 the apiserver works and only refuses to answer this

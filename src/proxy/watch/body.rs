@@ -3,13 +3,15 @@
 //!
 //! The body reports inputs to [`super::session`] and executes the effects that it returns. [`stream`] reads
 //! an upstream stream and waits for a reason to leave it, [`attempt`] opens the next stream or waits for the
-//! end of an outage, [`moving`] opens a stream while the current one works, and [`context`] holds the request.
+//! end of an outage, [`moving`] opens a stream while the current one works, [`suitable`] says which endpoints may continue the watch, and
+//! [`context`] holds the request.
 
 mod attempt;
 mod context;
 mod moving;
 mod pieces;
 mod stream;
+mod suitable;
 mod versions;
 
 use std::collections::VecDeque;
@@ -26,7 +28,7 @@ use jackstay_core::watch::relay::Relay;
 use jackstay_core::watch::session::{AttemptResult, Effect, Ending, Input, Leave, NotResumable};
 use jackstay_sys::clock;
 
-use self::attempt::{AttemptError, Hold, MoveAttempt, ResumeAttempt};
+use self::attempt::{AttemptError, AttemptErrorKind, Hold, MoveAttempt, ResumeAttempt};
 use self::pieces::next_output;
 use self::stream::{StreamEvent, UpstreamStream};
 use crate::observe::{Outcome, Side};
@@ -250,7 +252,11 @@ impl WatchBody {
                 let cause = self.context.describe_refusal(&response.head);
                 (result, Some(Rc::clone(response.permit.connection())), cause)
             }
-            Err(AttemptError { reason, connection, outage }) => {
+            Err(AttemptError { reason, kind: AttemptErrorKind::Parameter, .. }) => {
+                return self.stop(NotResumable::Parameter, &reason);
+            }
+            Err(AttemptError { reason, connection, kind }) => {
+                let outage = kind == AttemptErrorKind::Outage;
                 (AttemptResult::NoHead { outage }, connection, reason)
             }
         };

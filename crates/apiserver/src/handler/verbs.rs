@@ -155,7 +155,14 @@ impl RequestContext {
     fn selector(&self, target: &Target) -> Result<Selector, StatusError> {
         let selector =
             Selector::parse(self.query.get("labelSelector"), self.query.get("fieldSelector"))?;
+        let selector = selector.in_shard(self.shard_selector())?;
         Ok(if target.name.is_empty() { selector } else { selector.named(&target.name) })
+    }
+
+    /// The `shardSelector`, empty if there is none or the feature gate is off.
+    fn shard_selector(&self) -> &str {
+        let is_off = self.server.faults.borrow().sharding_disabled;
+        if is_off { "" } else { self.query.get("shardSelector") }
     }
 
     /// Refuses a request for a version that the cache, which is at `version`, has not reached.
@@ -185,6 +192,9 @@ impl RequestContext {
         }
         let limit = self.query.get("limit").parse().unwrap_or(0);
         let mut meta = json!({ "resourceVersion": version.to_string() });
+        if !self.shard_selector().is_empty() {
+            meta["shardInfo"]["selector"] = self.shard_selector().into();
+        }
         if limit > 0 && objects.len() > limit {
             meta["remainingItemCount"] = (objects.len() - limit).into();
             objects.truncate(limit);

@@ -10,6 +10,7 @@
 //! | [`codec`] | splits and parses the wire format | – |
 //! | [`gzip`] | decodes compressed responses, piece by piece | – |
 //! | [`pace`] | whether a watch is quiet or has fallen silent | – |
+//! | [`parameters`] | which apiservers honour the parameters of a watch, and may continue it | – |
 //! | [`request`] | decides which watches can be parsed and resumed, and rewrites their requests | codec |
 //! | [`session`] | state machine of one watch, without I/O; the time is an argument | codec, request |
 //! | [`relay`] | passes received chunks through codec and session | codec, request, session |
@@ -17,6 +18,7 @@
 pub mod codec;
 pub mod gzip;
 pub mod pace;
+pub mod parameters;
 pub mod relay;
 pub mod request;
 pub mod session;

@@ -114,7 +114,7 @@ mod state;
 use self::exclusions::Exclusions;
 use self::limiter::ResumeLimiter;
 use self::state::{Ordered, State};
-use super::codec::event::{Event, EventType};
+use super::codec::event::Event;
 use super::request::WatchRequest;
 use crate::endpoint_condition::EndpointCondition;
 use crate::pool::EndpointKey;
@@ -210,11 +210,9 @@ impl Session {
     }
 
     fn on_frame(&mut self, frame: Option<Event<'_>>) -> Effect {
-        let is_bookmark = frame.is_some_and(|event| event.event_type == EventType::Bookmark);
         let effect = self.state.on_frame(frame, self.cursor_shown, &self.request);
         if matches!(effect, Effect::Forward | Effect::Swallow) {
             self.cursor_shown |= matches!(self.state, State::Ordered(_));
-            if is_bookmark {}
         }
         effect
     }

@@ -38,6 +38,7 @@ fn status() -> Value {
                 {"address": "10.0.0.2:6443", "state": "ejected", "reason": "refused\u{1b}[2J",
                  "since": "2026-07-26T11:59:48.500Z", "rtt": null, "connections": [],
                  "streams": 0, "watches": 0, "answers": 0, "errors": 0,
+                 "capabilities": {"sharded": null, "features": null, "error": "/metrics: 403 Forbidden"},
                  "last_ejection": {"at": "2026-07-26T11:59:48Z", "reason": "refused"}}],
             "sources": [{"source": "dns", "last_success": "2026-07-26T11:58:45Z",
                 "age_seconds": 75, "endpoints": 2, "error": "no answer", "note": null}],
@@ -57,6 +58,7 @@ fn status() -> Value {
 fn text_wide_has_every_part() {
     let text = text(&status(), Style::default());
     for part in [
+        "watches of shards not resumed at 10.0.0.2:6443: /metrics: 403 Forbidden",
         "jackstay 1.2 (abc)  ·  up 3h12m  ·  1 of 2 endpoints ready  ·  40 streams (29 watches)",
         "\nmemory for clients: 3.1 MiB of 179.2 MiB; shed: 12 stalled_reader, 3 stream_refused\n",
         "\n2 workers: 1 connection; identity lane: 3 connections\n",

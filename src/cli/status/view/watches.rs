@@ -1,4 +1,4 @@
-//! What is restricted for the watches of an upstream: API groups that are not resumed, and compression.
+//! What is restricted for the watches of an upstream: API groups and parameters that are not resumed, and compression.
 
 use serde_json::Value;
 
@@ -12,6 +12,17 @@ impl View {
             let (name, reason) = (text_at(group, "group"), text_at(group, "reason"));
             let ago = self.ago(&group["since"]);
             let text = format!("watches of group {name} not resumed: {reason}, {ago} ago");
+            out.push_str(&self.style.paint(&clean(&text), Tone::Warn));
+            out.push('\n');
+        }
+    }
+
+    /// A line for each endpoint of which it cannot be read which parameters it honours.
+    pub(super) fn unknown_parameters(&self, upstream: &Value, out: &mut String) {
+        for endpoint in list_at(upstream, "endpoints") {
+            let Some(error) = endpoint["capabilities"]["error"].as_str() else { continue };
+            let address = text_at(endpoint, "address");
+            let text = format!("watches of shards not resumed at {address}: {error}");
             out.push_str(&self.style.paint(&clean(&text), Tone::Warn));
             out.push('\n');
         }

@@ -17,6 +17,7 @@ use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until, timeout_at};
 
 use super::context::ResumeContext;
+use super::suitable::NoneSuitable;
 use crate::proxy::attempt::Attempt;
 use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response, until_troubled};
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
@@ -37,8 +38,37 @@ pub(super) struct AttemptError {
     pub(super) reason: String,
     /// The connection that did not answer, if a stream was opened.
     pub(super) connection: Option<Rc<Connection>>,
+    /// What it says about the endpoints.
+    pub(super) kind: AttemptErrorKind,
+}
+
+/// What an attempt without a response head says about the endpoints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum AttemptErrorKind {
+    /// Another attempt may succeed.
+    Transient,
     /// The pool can reach no apiserver.
-    pub(super) outage: bool,
+    Outage,
+    /// None is known to honour the parameters of the watch.
+    Parameter,
+}
+
+impl AttemptErrorKind {
+    fn of(unavailable: &Unavailable) -> Self {
+        match unavailable {
+            Unavailable::Unreachable(_) => Self::Outage,
+            _ => Self::Transient,
+        }
+    }
+}
+
+impl From<NoneSuitable> for AttemptErrorKind {
+    fn from(none: NoneSuitable) -> Self {
+        match none {
+            NoneSuitable::Outage => Self::Outage,
+            NoneSuitable::Parameter => Self::Parameter,
+        }
+    }
 }
 
 /// After `delay`, takes a stream from the pool and sends the request on it. The attempt fails if there is no
@@ -54,9 +84,9 @@ pub(super) fn resume(
     let last_connection = context.last_connection().cloned();
     let (last_refused, limit) = (session.last_refused(), session.attempt_timeout());
     let mut excluded = session.excluded_at(clock::now() + delay);
-    let (versions, wanted) = (context.versions(session), context.wanted_version());
+    let (suitable, wanted) = (context.suitable_endpoints(session), context.wanted_version());
     let mut drain = context.drain.clone();
-    let no_stream = |reason, outage| AttemptError { reason, connection: None, outage };
+    let no_stream = |reason, kind| AttemptError { reason, connection: None, kind };
     Box::pin(async move {
         let attempt = async {
             sleep(delay).await;
@@ -64,26 +94,38 @@ pub(super) fn resume(
             proof.confirmed().await;
             let failure =
                 if last_refused { PreviousFailure::Refusal } else { PreviousFailure::Silence };
-            versions.exclude_older(&mut excluded);
+            if let Err(none) = suitable.wait_for_parameters(&excluded).await {
+                let reason = "no endpoint is known to honour the parameters of the watch";
+                return Err(no_stream(reason.to_owned(), none.into()));
+            }
+            suitable.exclude_others(&mut excluded);
             let requirements = StreamRequirements {
                 long_running: true,
                 may_be_held: true,
                 previous_failure: last_connection.as_ref().map(failure),
                 excluded_endpoints: &excluded,
                 resource_version: wanted.as_ref().map(|(record, version)| (record, *version)),
-                versions: versions.preferred(),
+                versions: suitable.preferred_versions(),
                 ..StreamRequirements::for_client(proof.subject())
             };
             let deadline = clock::now() + limit;
             let permit = upstream.pool.acquire(&class, requirements);
             match timeout_at(deadline.into(), permit).await {
-                Ok(Ok(permit)) => send(&upstream, permit, head, deadline).await,
-                Ok(Err(unavailable)) => {
-                    let outage = matches!(unavailable, Unavailable::Unreachable(_));
-                    let reason = StatusError::from(&unavailable).message;
-                    Err(no_stream(reason, outage))
+                Ok(Ok(permit)) if suitable.honours_parameters(&permit.connection().endpoint) => {
+                    send(&upstream, permit, head, deadline).await
                 }
-                Err(_) => Err(no_stream("no stream within the time limit".to_owned(), false)),
+                Ok(Ok(_)) => {
+                    let reason = "the apiserver of the endpoint has changed".to_owned();
+                    Err(no_stream(reason, AttemptErrorKind::Transient))
+                }
+                Ok(Err(unavailable)) => {
+                    let reason = StatusError::from(&unavailable).message;
+                    Err(no_stream(reason, AttemptErrorKind::of(&unavailable)))
+                }
+                Err(_) => {
+                    let reason = "no stream within the time limit".to_owned();
+                    Err(no_stream(reason, AttemptErrorKind::Transient))
+                }
             }
         };
         tokio::select! {
@@ -142,7 +184,7 @@ pub(super) async fn send(
     let failed = |reason: String| AttemptError {
         reason,
         connection: Some(Rc::clone(&connection)),
-        outage: false,
+        kind: AttemptErrorKind::Transient,
     };
     let mut attempt =
         Attempt::open(permit, head, None).map_err(|error| failed(describe_h2_error(&error)))?;

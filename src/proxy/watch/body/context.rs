@@ -15,6 +15,7 @@ use jackstay_core::watch::session::{AttemptResult, NotResumable, Session};
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 
+use super::suitable::{RequiredParameters, SuitableEndpoints};
 use super::versions::WatchVersions;
 use crate::proxy::client_certificate::IdentityProof;
 use crate::proxy::drain::DrainWatcher;
@@ -23,9 +24,6 @@ use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::ClassPool;
 use crate::upstream::resource_versions::ResourceRecord;
-use crate::upstream::version_preference::{
-    PreferredVersions, older_endpoints, preferred_versions_of_resume,
-};
 
 /// See the module documentation.
 pub struct ResumeContext {
@@ -42,37 +40,17 @@ pub struct ResumeContext {
     last_connection: Option<Rc<Connection>>,
     /// The newest version of Kubernetes that has served the watch, if one is known.
     served_by: Option<MinorVersion>,
+    /// `None` for most watches.
+    restrictions: Option<Box<Restrictions>>,
+}
+
+/// Why some endpoints cannot continue a watch.
+#[derive(Default)]
+struct Restrictions {
+    /// `None` if every apiserver honours the parameters of the query.
+    parameters: Option<Rc<RequiredParameters>>,
     /// Endpoints to which the watch does not move from its stream, because they do not serve its encoding.
-    #[expect(
-        clippy::box_collection,
-        reason = "every watch has the field, and few have such endpoints"
-    )]
-    without_encoding: Option<Box<Vec<EndpointKey>>>,
-}
-
-/// The versions of apiservers that may continue a watch.
-pub(super) struct ResumeVersions {
-    upstream: Rc<UpstreamClient>,
-    user_agent: Option<HeaderValue>,
-    served_by: Option<MinorVersion>,
-    may_ask_older: bool,
-}
-
-impl ResumeVersions {
-    /// The versions to prefer.
-    pub(super) fn preferred(&self) -> PreferredVersions {
-        let upstream = self.upstream.pool.upstream();
-        preferred_versions_of_resume(upstream, self.user_agent.as_ref(), self.served_by)
-    }
-
-    /// Adds the endpoints that must not be asked because of their version to the `excluded` ones.
-    pub(super) fn exclude_older(&self, excluded: &mut Vec<EndpointKey>) {
-        if !self.may_ask_older {
-            let upstream = self.upstream.pool.upstream();
-            let older = older_endpoints(upstream, self.served_by, excluded);
-            excluded.extend(older);
-        }
-    }
+    without_encoding: Vec<EndpointKey>,
 }
 
 /// The head of the request as it was sent upstream, a GET. A list of headers takes 150 to 500 bytes less than a
@@ -109,6 +87,8 @@ impl ResumeContext {
         response: &response::Parts,
         resource_versions: Option<Box<WatchVersions>>,
     ) -> Self {
+        let query = head.uri().query().unwrap_or_default();
+        let parameters = RequiredParameters::of_query(query, upstream.pool.upstream());
         let content_type = content_type(&response.headers);
         if let Some(encoding) = Encoding::from_content_type(content_type) {
             accept_only(head.headers_mut(), encoding);
@@ -123,24 +103,35 @@ impl ResumeContext {
             resource_versions,
             last_connection: None,
             served_by: None,
-            without_encoding: None,
+            restrictions: parameters.map(|parameters| {
+                let parameters = Some(parameters);
+                Box::new(Restrictions { parameters, ..Restrictions::default() })
+            }),
         }
     }
 
     /// Called when this endpoint serves the watch. A later one shall not be older.
     pub(super) fn served_by(&mut self, endpoint: &Endpoint) {
         self.served_by = self.served_by.max(endpoint.minor_version());
+        if let Some(parameters) = self.parameters() {
+            parameters.served_by(endpoint);
+        }
     }
 
-    /// The versions of apiservers that may continue the watch.
-    pub(super) fn versions(&self, session: &Session) -> ResumeVersions {
+    fn parameters(&self) -> Option<&Rc<RequiredParameters>> {
+        self.restrictions.as_ref()?.parameters.as_ref()
+    }
+
+    /// The endpoints that may continue the watch.
+    pub(super) fn suitable_endpoints(&self, session: &Session) -> SuitableEndpoints {
         let mut headers = self.head.headers.iter();
         let user_agent = headers.find(|(name, _)| name == header::USER_AGENT);
-        ResumeVersions {
+        SuitableEndpoints {
             upstream: Rc::clone(&self.upstream),
             user_agent: user_agent.map(|(_, value)| value.clone()),
             served_by: self.served_by,
             may_ask_older: session.may_ask_older(),
+            parameters: self.parameters().cloned(),
         }
     }
 
@@ -189,19 +180,23 @@ impl ResumeContext {
 
     /// The endpoints that must not be asked for a stream to which the watch moves.
     pub(super) fn excluded_from_moves(&self) -> Vec<EndpointKey> {
-        self.without_encoding.as_deref().cloned().unwrap_or_default()
+        let restrictions = self.restrictions.as_deref();
+        restrictions.map_or_else(Vec::new, |restrictions| restrictions.without_encoding.clone())
     }
 
     /// Called when this endpoint has answered an attempt to move.
     pub(super) fn record_move_answer(&mut self, head: &response::Parts, endpoint: &Endpoint) {
         if self.attempt_result(head).lacks_encoding() {
-            self.without_encoding.get_or_insert_default().push(endpoint.key());
+            let restrictions = self.restrictions.get_or_insert_default();
+            restrictions.without_encoding.push(endpoint.key());
         }
     }
 
     /// Called when the watch has another stream.
     pub(super) fn forget_move_answers(&mut self) {
-        self.without_encoding = None;
+        if let Some(restrictions) = &mut self.restrictions {
+            restrictions.without_encoding.clear();
+        }
     }
 
     /// Why the head of such a result is not accepted, for logs.

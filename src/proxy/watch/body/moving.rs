@@ -112,9 +112,9 @@ fn take_move_offer(
     if !session.can_move(reason, now) || !context.permits_moves() {
         return None;
     }
-    let versions = context.versions(session);
+    let suitable = context.suitable_endpoints(session);
     let mut excluded = context.excluded_from_moves();
-    versions.exclude_older(&mut excluded);
+    suitable.exclude_others(&mut excluded);
     let targets = connection.moves.take_unless(|target| excluded.contains(&target.key()))?;
     let pool = &context.upstream.pool;
     let endpoints = pool.upstream().endpoints();
@@ -124,7 +124,7 @@ fn take_move_offer(
     let requirements = StreamRequirements {
         long_running: true,
         excluded_endpoints: &excluded,
-        versions: versions.preferred(),
+        versions: suitable.preferred_versions(),
         ..StreamRequirements::for_client(context.proof.subject())
     };
     Some((reason, pool.try_acquire(&context.class, requirements)))

@@ -206,26 +206,28 @@ impl UpstreamStream {
         let pause = self.searches.pause(immediate, &mut fastrand::Rng::new());
         let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
         let (proof, wanted) = (context.proof.clone(), context.wanted_version());
-        let (versions, mut excluded) = (context.versions(session), context.excluded_from_moves());
+        let suitable = context.suitable_endpoints(session);
+        let mut excluded = context.excluded_from_moves();
         let mut drain = context.drain.clone();
         self.next_event = Box::pin(async move {
             let search = async {
                 sleep(pause).await;
                 // If the identity is no longer proven, the body ends the watch.
                 proof.confirmed().await;
-                versions.exclude_older(&mut excluded);
+                suitable.exclude_others(&mut excluded);
                 let requirements = StreamRequirements {
                     long_running: true,
                     may_be_held: true,
                     live_only: true,
                     excluded_endpoints: &excluded,
                     resource_version: wanted.as_ref().map(|(record, version)| (record, *version)),
-                    versions: versions.preferred(),
+                    versions: suitable.preferred_versions(),
                     previous_failure: immediate.then_some(PreviousFailure::Silence(&connection)),
                     ..StreamRequirements::for_client(proof.subject())
                 };
                 let acquired = upstream.pool.acquire(&class, requirements);
-                timeout(SEARCH_TIMEOUT, acquired).await.ok()?.ok()
+                let permit = timeout(SEARCH_TIMEOUT, acquired).await.ok()?.ok()?;
+                suitable.honours_parameters(&permit.connection().endpoint).then_some(permit)
             };
             tokio::select! {
                 permit = search => StreamEvent::SearchEnded(permit),

@@ -124,6 +124,8 @@ pub enum NotResumable {
     GaveUp,
     /// An endpoint answered 410, and no other endpoint has the history.
     TooOld,
+    /// No endpoint is known to honour the same parameters of the query.
+    Parameter,
     /// The budget for retries after a 410 is used up.
     OverBudget,
     /// The deadline has passed in a total outage.
@@ -154,6 +156,7 @@ impl NotResumable {
             Self::Diverged => "diverged",
             Self::GaveUp => "gave_up",
             Self::TooOld => "too_old",
+            Self::Parameter => "parameter_not_honoured",
             Self::OverBudget => "over_budget",
             Self::Expired => "expired",
             Self::Unproven => "unproven",
@@ -185,6 +188,7 @@ impl NotResumable {
             | Self::ServerError
             | Self::Oversized => Some("not_resumable"),
             Self::OverBudget | Self::Shutdown => None,
+            Self::Parameter => Some("parameter"),
             _ => Some(self.as_str()),
         }
     }

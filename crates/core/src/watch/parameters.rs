@@ -1,0 +1,222 @@
+//! Which apiservers may continue a watch whose query has parameters that not every apiserver honours.
+//!
+//! kube-apiserver ignores a query parameter that it does not know, and one whose feature gate is off. A watch of a shard
+//! (`shardSelector`, KEP-5866) that continues on such a server receives the events of all objects, and nothing shows it.
+//! So it continues only on a server that is known to honour the same parameters as the first one:
+//!
+//! | parameters of the query | compared |
+//! |---|---|
+//! | those that every supported version honours | nothing |
+//! | also `shardSelector` | whether the servers honour it |
+//! | also an unknown one | version, build and feature gates, which must be equal |
+//!
+//! What is compared is a [`Capability`] of a process of an apiserver. While it is being read, the watch waits; if no
+//! endpoint can have an equal one, the watch ends.
+
+use crate::endpoint_condition::EndpointCondition;
+use crate::endpoint_state::EndpointState;
+use crate::pool::EndpointKey;
+use crate::request::info::unescape_query;
+
+/// The parameters of a list or watch that every apiserver honours, or refuses with an error (`ListOptions` in
+/// apimachinery; `pretty`, `includeObject` and `timeout` in the handlers of kube-apiserver).
+const COMMON: [&str; 13] = [
+    "allowWatchBookmarks",
+    "continue",
+    "fieldSelector",
+    "includeObject",
+    "labelSelector",
+    "limit",
+    "pretty",
+    "resourceVersion",
+    "resourceVersionMatch",
+    "sendInitialEvents",
+    "timeout",
+    "timeoutSeconds",
+    "watch",
+];
+/// The parameter of a sharded list or watch (gate `ShardedListAndWatch`, alpha in 1.36).
+const SHARD_SELECTOR: &str = "shardSelector";
+
+/// Who honours the parameters of a watch.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Parameters {
+    /// Every apiserver.
+    #[default]
+    Common,
+    /// An apiserver that serves shards.
+    Sharded,
+    /// At least one is unknown.
+    Unknown,
+}
+
+/// What is known about an ability of one process of an apiserver.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Capability {
+    /// It has not been read yet.
+    #[default]
+    Unread,
+    /// It cannot be read, for example because the credential of the prober does not permit it.
+    Unavailable,
+    /// A number that is equal for equal abilities.
+    Known(u64),
+}
+
+/// An endpoint that may be asked to continue a watch.
+#[derive(Debug, Clone, Copy)]
+pub struct Candidate {
+    /// The endpoint.
+    pub condition: EndpointCondition,
+    /// What is known about its process.
+    pub capability: Capability,
+}
+
+/// Which endpoints may be asked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Choice {
+    /// Any but these.
+    Except(Vec<EndpointKey>),
+    /// It is known when a capability has been read.
+    Wait,
+    /// It is known when a total outage has ended.
+    Hold,
+    /// No endpoint can continue the watch.
+    None,
+}
+
+impl Parameters {
+    /// The parameters of a query. Pairs that kube-apiserver drops, because their name is escaped wrongly, do not count.
+    pub fn of(query: &str) -> Self {
+        let pairs = query.split('&').filter(|pair| !pair.is_empty());
+        let of_pair = |pair: &str| {
+            let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+            match unescape_query(name).as_deref() {
+                None => Self::Common,
+                Some(name) if COMMON.contains(&name) => Self::Common,
+                Some(SHARD_SELECTOR) if value.is_empty() => Self::Common,
+                Some(SHARD_SELECTOR) => Self::Sharded,
+                Some(_) => Self::Unknown,
+            }
+        };
+        pairs.map(of_pair).max().unwrap_or_default()
+    }
+}
+
+/// The endpoints whose capability is not known to be equal to that of the process that served the watch `first`.
+pub fn unequal(first: Capability, candidates: &[Candidate]) -> Vec<EndpointKey> {
+    let is_equal =
+        |one: &Candidate| matches!(first, Capability::Known(_)) && one.capability == first;
+    let unequal = candidates.iter().filter(|one| !is_equal(one));
+    unequal.map(|one| one.condition.key).collect()
+}
+
+/// Which endpoints may continue a watch. `is_current`: the process that served it `first` has not ended, so that an
+/// unread capability will be read. Endpoints in `excluded` are not asked for another reason.
+///
+/// In a total outage nothing is known about the servers that will return.
+pub fn choose(
+    (first, is_current): (Capability, bool),
+    candidates: &[Candidate],
+    excluded: &[EndpointKey],
+    is_outage: bool,
+) -> Choice {
+    use EndpointState::{Ejected, Leaving, NoH2};
+    let is_usable = |one: &&Candidate| {
+        !matches!(one.condition.state, Ejected | NoH2 | Leaving)
+            && !excluded.contains(&one.condition.key)
+    };
+    let has_usable =
+        |capability| candidates.iter().filter(is_usable).any(|one| one.capability == capability);
+    match first {
+        Capability::Known(_) if has_usable(first) => Choice::Except(unequal(first, candidates)),
+        Capability::Known(_) if is_outage => Choice::Hold,
+        Capability::Known(_) if has_usable(Capability::Unread) => Choice::Wait,
+        Capability::Unread if is_current => Choice::Wait,
+        _ => Choice::None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Capability::{Known, Unavailable, Unread};
+    use EndpointState::{Connecting, Degraded, Ejected, Ready};
+
+    #[test]
+    fn parameters_of_a_query() {
+        for (query, expected) in [
+            ("", Parameters::Common),
+            (
+                "watch=1&allowWatchBookmarks=true&&resourceVersion=5&timeoutSeconds=300",
+                Parameters::Common,
+            ),
+            ("watch&pretty&limit=500&label%53elector=a%3Db", Parameters::Common),
+            ("%zz=1&watch=1", Parameters::Common),
+            ("watch=1&shardSelector=", Parameters::Common),
+            (
+                "watch=1&shardSelector=shardRange(object.metadata.uid,'0x0','0x8')",
+                Parameters::Sharded,
+            ),
+            ("shard%53elector=x&watch=1", Parameters::Sharded),
+            ("watch=1&follow", Parameters::Unknown),
+            ("watch=1&ShardSelector=x", Parameters::Unknown),
+            ("other=1&shardSelector=x&watch=1", Parameters::Unknown),
+        ] {
+            assert_eq!(Parameters::of(query), expected, "{query}");
+        }
+    }
+
+    fn candidates(states: &[(EndpointState, Capability)]) -> Vec<Candidate> {
+        let candidate = |(index, &(state, capability)): (usize, &(EndpointState, Capability))| {
+            let key = EndpointKey(index);
+            let condition = EndpointCondition { key, state, probe_fails: false };
+            Candidate { condition, capability }
+        };
+        states.iter().enumerate().map(candidate).collect()
+    }
+
+    fn except(keys: &[usize]) -> Choice {
+        Choice::Except(keys.iter().copied().map(EndpointKey).collect())
+    }
+
+    #[test]
+    fn watch_continues_only_on_equal_servers() {
+        let known = (Known(1), false);
+        for (first, states, expected) in [
+            (known, &[(Ready, Known(1)), (Ready, Known(1))][..], except(&[])),
+            (known, &[(Ready, Known(1)), (Ready, Known(0))], except(&[1])),
+            (known, &[(Ready, Unread), (Connecting, Known(1))], except(&[0])),
+            (known, &[(Ready, Unavailable), (Degraded, Known(1))], except(&[0])),
+            (known, &[(Ejected, Known(1)), (Ready, Known(0))], Choice::None),
+            (known, &[(Ejected, Unread), (Ready, Known(0))], Choice::None),
+            (known, &[(Ready, Unread), (Ready, Known(0))], Choice::Wait),
+            (known, &[(Connecting, Unread)], Choice::Wait),
+            (known, &[(Ready, Unavailable)], Choice::None),
+            (known, &[], Choice::None),
+            ((Unread, true), &[(Ready, Known(1))], Choice::Wait),
+            ((Unread, false), &[(Ready, Known(1))], Choice::None),
+            ((Unread, false), &[(Ready, Unread)], Choice::None),
+            ((Unavailable, true), &[(Ready, Unavailable)], Choice::None),
+        ] {
+            let candidates = candidates(states);
+            assert_eq!(choose(first, &candidates, &[], false), expected, "{first:?} {states:?}");
+        }
+    }
+
+    #[test]
+    fn excluded_endpoints_do_not_count() {
+        let two = candidates(&[(Ready, Known(1)), (Ready, Known(0))]);
+        assert_eq!(choose((Known(1), false), &two, &[EndpointKey(0)], false), Choice::None);
+        let unread = candidates(&[(Ready, Unread), (Ready, Known(0))]);
+        assert_eq!(choose((Known(1), false), &unread, &[EndpointKey(0)], false), Choice::None);
+    }
+
+    #[test]
+    fn watch_is_held_in_an_outage_if_it_can_continue_at_all() {
+        let down = candidates(&[(Ejected, Unread), (Ejected, Known(1)), (Ejected, Known(0))]);
+        assert_eq!(choose((Known(1), false), &down, &[], true), Choice::Hold);
+        assert_eq!(choose((Unavailable, false), &down, &[], true), Choice::None);
+        let one = candidates(&[(Connecting, Known(1)), (Ejected, Unread)]);
+        assert_eq!(choose((Known(1), false), &one, &[], true), except(&[1]));
+    }
+}

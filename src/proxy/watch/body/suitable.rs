@@ -1,0 +1,149 @@
+//! Which endpoints are suitable to continue a watch: by their version, and by the parameters that they honour
+//! ([`jackstay_core::watch::parameters`]).
+
+use std::cell::OnceCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::HeaderValue;
+use jackstay_core::kubernetes_version::MinorVersion;
+use jackstay_core::pool::EndpointKey;
+use jackstay_core::watch::parameters::{
+    Candidate, Capability, Choice, Parameters, choose, unequal,
+};
+use jackstay_sys::clock;
+use tokio::time::timeout;
+
+use crate::proxy::upstream_client::UpstreamClient;
+use crate::upstream::Upstream;
+use crate::upstream::capabilities::ApiserverProcess;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::version_preference::{
+    PreferredVersions, older_endpoints, preferred_versions_of_resume,
+};
+
+/// How long an attempt waits for an ability that is being read. A read takes one round trip.
+const READ_LIMIT: Duration = Duration::from_secs(2);
+/// Pause before the states of the endpoints are looked at again, meanwhile.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Why no endpoint is suitable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NoneSuitable {
+    /// No apiserver can be reached.
+    Outage,
+    /// None is known to honour the parameters of the watch.
+    Parameter,
+}
+
+/// The endpoints that may continue a watch.
+pub(super) struct SuitableEndpoints {
+    pub(super) upstream: Rc<UpstreamClient>,
+    pub(super) user_agent: Option<HeaderValue>,
+    pub(super) served_by: Option<MinorVersion>,
+    pub(super) may_ask_older: bool,
+    pub(super) parameters: Option<Rc<RequiredParameters>>,
+}
+
+/// The parameters of a watch that not every apiserver honours, and the process that served the watch first.
+pub(super) struct RequiredParameters {
+    parameters: Parameters,
+    first: OnceCell<Arc<ApiserverProcess>>,
+}
+
+impl SuitableEndpoints {
+    /// The versions to prefer.
+    pub(super) fn preferred_versions(&self) -> PreferredVersions {
+        preferred_versions_of_resume(self.upstream(), self.user_agent.as_ref(), self.served_by)
+    }
+
+    /// Adds the endpoints that must not be asked to the `excluded` ones.
+    pub(super) fn exclude_others(&self, excluded: &mut Vec<EndpointKey>) {
+        if let Some(parameters) = &self.parameters {
+            excluded.extend(parameters.unequal(self.upstream()));
+        }
+        if !self.may_ask_older {
+            excluded.extend(older_endpoints(self.upstream(), self.served_by, excluded));
+        }
+    }
+
+    /// Whether the process of `endpoint` honours the parameters. It may have been replaced while the watch waited.
+    pub(super) fn honours_parameters(&self, endpoint: &Endpoint) -> bool {
+        let Some(parameters) = &self.parameters else { return true };
+        !parameters.unequal(self.upstream()).contains(&endpoint.key())
+    }
+
+    /// Waits until it is known which endpoints honour the parameters.
+    ///
+    /// # Errors
+    /// No endpoint may do so, other than the `excluded` ones.
+    pub(super) async fn wait_for_parameters(
+        &self,
+        excluded: &[EndpointKey],
+    ) -> Result<(), NoneSuitable> {
+        let Some(parameters) = &self.parameters else { return Ok(()) };
+        let deadline = clock::now() + READ_LIMIT;
+        loop {
+            let recorded = self.upstream().capabilities.recorded();
+            // The pool learns of an outage a moment later.
+            let is_outage = self.upstream.pool.is_total_outage() || !self.upstream().is_usable();
+            match parameters.choose(self.upstream(), excluded, is_outage) {
+                Choice::Except(_) => return Ok(()),
+                Choice::Hold => return Err(NoneSuitable::Outage),
+                Choice::Wait if clock::now() < deadline => {
+                    let _ = timeout(CHECK_INTERVAL, recorded).await;
+                }
+                Choice::Wait | Choice::None => return Err(NoneSuitable::Parameter),
+            }
+        }
+    }
+
+    fn upstream(&self) -> &Upstream {
+        self.upstream.pool.upstream()
+    }
+}
+
+impl RequiredParameters {
+    /// The parameters of a query; `None` if every apiserver honours them. Otherwise the probers read which ones do.
+    pub(super) fn of_query(query: &str, upstream: &Upstream) -> Option<Rc<Self>> {
+        let parameters = Parameters::of(query);
+        if parameters == Parameters::Common {
+            return None;
+        }
+        upstream.capabilities.want(parameters);
+        Some(Rc::new(Self { parameters, first: OnceCell::new() }))
+    }
+
+    /// Called when this endpoint serves the watch. Only the first one counts: the others are equal.
+    pub(super) fn served_by(&self, endpoint: &Endpoint) {
+        self.first.get_or_init(|| endpoint.process());
+    }
+
+    fn unequal(&self, upstream: &Upstream) -> Vec<EndpointKey> {
+        unequal(self.first().0, &self.candidates(upstream))
+    }
+
+    fn choose(&self, upstream: &Upstream, excluded: &[EndpointKey], is_outage: bool) -> Choice {
+        let (first, process) = self.first();
+        let is_process = |endpoint: &Arc<Endpoint>| {
+            process.is_some_and(|process| Arc::ptr_eq(process, &endpoint.process()))
+        };
+        let is_current = upstream.endpoints().iter().any(is_process);
+        choose((first, is_current), &self.candidates(upstream), excluded, is_outage)
+    }
+
+    /// What is known about the process that served the watch first.
+    fn first(&self) -> (Capability, Option<&Arc<ApiserverProcess>>) {
+        let process = self.first.get();
+        (process.map(|process| process.capability(self.parameters)).unwrap_or_default(), process)
+    }
+
+    fn candidates(&self, upstream: &Upstream) -> Vec<Candidate> {
+        let candidate = |endpoint: &Arc<Endpoint>| Candidate {
+            condition: endpoint.condition(),
+            capability: endpoint.process().capability(self.parameters),
+        };
+        upstream.endpoints().iter().map(candidate).collect()
+    }
+}

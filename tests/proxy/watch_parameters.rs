@@ -1,0 +1,285 @@
+//! A watch of a shard continues only on an apiserver that is known to serve shards as the first one does, and one with an
+//! unknown parameter only on an equal apiserver.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use http::Method;
+use jackstay_apiserver::client::Client;
+use jackstay_apiserver::{ApiServerHandle, Faults, ScriptedResponse};
+
+use crate::support::watch_recorder::WatchRecorder;
+use crate::support::{
+    CONFIGMAPS, Proxy, TestCluster, config_map, soon, until, wait, without_suspicion,
+};
+
+/// All objects, so that a test knows the events.
+const ALL: &str =
+    "shardSelector=shardRange(object.metadata.uid,'0x0000000000000000','0x10000000000000000')";
+const UNKNOWN: &str = "inHaste=true";
+
+/// Sets the gate of shards of a server.
+fn shards(enabled: bool) -> impl FnOnce(&mut Faults) {
+    move |faults| faults.sharding_disabled = !enabled
+}
+
+/// Answers requests of the prober with this.
+fn refuse(paths: &'static [&'static str], response: ScriptedResponse) -> impl FnOnce(&mut Faults) {
+    move |faults| {
+        faults.on_request = Some(Arc::new(move |request| {
+            let is_prober = request.headers.get("user-agent")?.as_bytes() == b"jackstay-readyz";
+            let is_named = paths.contains(&request.uri.path());
+            (is_prober && is_named).then(|| response.clone())
+        }));
+    }
+}
+
+fn forbidden() -> ScriptedResponse {
+    ScriptedResponse::status(403, "Forbidden", "forbidden: User \"u\" cannot get path")
+}
+
+/// Servers behind jackstay, and a watch on the first one.
+struct Setup {
+    cluster: TestCluster,
+    proxy: Proxy,
+    client: Client,
+    from: u64,
+    watch: WatchRecorder,
+}
+
+impl Setup {
+    /// The watch begins on server 0, and then the others are started as `change` sets them.
+    async fn new(query: &str, servers: usize, change: impl Fn(&TestCluster)) -> Self {
+        let cluster = TestCluster::new(servers);
+        change(&cluster);
+        cluster.servers[1..].iter().for_each(ApiServerHandle::kill);
+        let mut config = cluster.config();
+        without_suspicion(&mut config);
+        config.upstreams[0].rebalance = false;
+        let proxy = cluster.certs.start(config);
+        proxy.wait_connected(1).await;
+        let client = proxy.client().await;
+        let from = cluster.state.version();
+        let path = format!("{CONFIGMAPS}?watch=1&resourceVersion={from}&{query}");
+        let watch = WatchRecorder::start(&client, &path).await;
+        let setup = Self { cluster, proxy, client, from, watch };
+        setup.write();
+        setup.expect_all_events().await;
+        setup.wait_read(1).await;
+        for server in &setup.cluster.servers[1..] {
+            server.restart().unwrap();
+        }
+        setup.proxy.wait_connected(servers).await;
+        setup.wait_read(servers).await;
+        setup
+    }
+
+    /// Waits until something is known about the abilities of so many endpoints.
+    async fn wait_read(&self, count: usize) {
+        until("the abilities are read", async || {
+            let endpoints = self.proxy.endpoints().await;
+            endpoints.iter().filter(|one| one["capabilities"].is_object()).count() == count
+        })
+        .await;
+    }
+
+    fn write(&self) {
+        self.cluster.create_config_map(&format!("m{}", self.cluster.state.version()));
+    }
+
+    async fn expect_all_events(&self) {
+        let expected: Vec<_> = (self.from + 1..=self.cluster.state.version()).collect();
+        self.watch.expect_versions(&expected).await;
+    }
+
+    /// The names of the servers that were asked for a watch.
+    fn asked(&self) -> BTreeSet<String> {
+        let records = self.cluster.state.audit().records();
+        records.into_iter().filter(|one| one.verb == "watch").map(|one| one.server).collect()
+    }
+
+    fn name(&self, server: usize) -> String {
+        self.cluster.servers[server].name().to_owned()
+    }
+
+    /// The watch continues on this server and no other one is asked, after its own is killed.
+    async fn expect_continues_on(&self, server: usize) {
+        self.cluster.servers[0].kill();
+        self.write();
+        self.expect_all_events().await;
+        assert_eq!(self.cluster.watches(server), 1);
+        assert_eq!(self.asked(), [self.name(0), self.name(server)].into());
+        assert_eq!(self.watch.end(), None);
+    }
+
+    /// The watch ends cleanly and no other server is asked, after its own is killed.
+    async fn expect_end(&self) {
+        let began = Instant::now();
+        self.cluster.servers[0].kill();
+        assert_eq!(self.watch.wait_end().await, Ok(()));
+        // The jitter of a quiet watch is up to a second, and 2 s are waited for an ability.
+        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+        assert_eq!(self.asked(), [self.name(0)].into());
+        for (outcome, count) in [("parameter", 1.0), ("gave_up", 0.0), ("resumed", 0.0)] {
+            let counted = self.proxy.resumes(outcome).await;
+            assert!((counted - count).abs() < f64::EPSILON, "{outcome}: {counted}");
+        }
+        let again = self.client.send(Method::GET, CONFIGMAPS, &[], "");
+        assert_eq!(soon("a read", again).await.unwrap().status(), 200);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn sharded_watch_continues_only_on_a_server_that_serves_shards_as_the_first_one() {
+    for (gates, next) in [
+        ([true, false, true], Some(2)),
+        ([true, true, false], Some(1)),
+        ([true, false, false], None),
+        // It has received the events of all objects until now.
+        ([false, true, false], Some(2)),
+        ([false, true, true], None),
+    ] {
+        let set = |cluster: &TestCluster| {
+            for (server, enabled) in cluster.servers.iter().zip(gates) {
+                server.set_faults(shards(enabled));
+            }
+        };
+        let setup = Setup::new(ALL, 3, set).await;
+        match next {
+            Some(server) => setup.expect_continues_on(server).await,
+            None => setup.expect_end().await,
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn sharded_watch_is_moved_only_to_a_server_that_serves_shards() {
+    let setup = Setup::new(ALL, 3, |cluster| cluster.servers[1].set_faults(shards(false))).await;
+    setup.cluster.servers[0].set_faults(|faults| faults.unready = true);
+    let has_moved = async || {
+        if setup.cluster.watches(2) == 1 { Ok(()) } else { Err(format!("{:?}", setup.asked())) }
+    };
+    wait::until_ok(Duration::from_secs(60), "the watch has moved", has_moved).await;
+    // The only other server that works does not serve shards: the watch stays where it is.
+    setup.cluster.servers[2].set_faults(|faults| faults.unready = true);
+    let address = setup.cluster.addresses()[2];
+    setup.proxy.wait_state(address, "degraded").await;
+    setup.cluster.servers[2].goaway();
+    setup.write();
+    setup.expect_all_events().await;
+    assert_eq!(setup.asked(), [setup.name(0), setup.name(2)].into());
+    assert_eq!(setup.watch.end(), None);
+}
+
+/// The only apiserver is restarted, with the gate or without it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn sharded_watch_is_held_until_it_is_known_what_the_restarted_server_serves() {
+    for (enabled, continues) in [(true, true), (false, false)] {
+        let setup = Setup::new(ALL, 1, |_| {}).await;
+        let server = &setup.cluster.servers[0];
+        server.kill();
+        setup.proxy.wait_metrics("jackstay_held_watches 1").await;
+        server.set_faults(shards(enabled));
+        server.restart().unwrap();
+        if continues {
+            setup.write();
+            setup.expect_all_events().await;
+            assert_eq!(setup.watch.end(), None);
+        } else {
+            assert_eq!(setup.watch.wait_end().await, Ok(()));
+            assert!((setup.proxy.resumes("parameter").await - 1.0).abs() < f64::EPSILON);
+            assert_eq!(setup.cluster.watches(0), 0);
+        }
+    }
+}
+
+/// Without the right to list services, `/metrics` show the gate.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn what_a_server_serves_is_read_from_its_metrics_or_unknown_with_a_reason() {
+    let services = &["/api/v1/services"];
+    let by_metrics = |cluster: &TestCluster| {
+        for (server, enabled) in cluster.servers.iter().zip([true, false, true]) {
+            server.set_faults(refuse(services, forbidden()));
+            server.set_faults(shards(enabled));
+        }
+    };
+    Setup::new(ALL, 3, by_metrics).await.expect_continues_on(2).await;
+
+    let both = &["/api/v1/services", "/metrics"];
+    let no_list = ScriptedResponse::status(200, "", "no list and no metrics");
+    for (response, reason) in [
+        (forbidden(), "list of services: 403 Forbidden; /metrics: 403 Forbidden"),
+        (no_list, "/metrics: its /metrics name no feature gate (kubernetes_feature_enabled)"),
+    ] {
+        let refused = |cluster: &TestCluster| {
+            cluster.servers[1].set_faults(refuse(both, response.clone()));
+        };
+        let setup = Setup::new(ALL, 2, refused).await;
+        let endpoint = setup.proxy.endpoint(setup.cluster.addresses()[1]).await;
+        let shown = endpoint["capabilities"]["error"].as_str().unwrap_or_default();
+        if reason.starts_with("list") {
+            assert_eq!(shown, reason);
+        }
+        assert_eq!(endpoint["state"], "ready");
+        setup.expect_end().await;
+    }
+}
+
+/// A server that hangs does not delay its own probes, and no watch waits for it for long.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn server_that_does_not_answer_about_shards_is_not_asked() {
+    let setup = Setup::new(ALL, 2, |_| {}).await;
+    let (server, address) = (&setup.cluster.servers[1], setup.cluster.addresses()[1]);
+    server.kill();
+    setup.proxy.wait_state(address, "ejected").await;
+    server.set_faults(|faults| faults.hang_path = Some("/api/v1/services"));
+    server.restart().unwrap();
+    setup.proxy.wait_ready(2).await;
+    let before = setup.proxy.endpoint(address).await["last_check"]["at"].clone();
+    until("another probe", async || {
+        setup.proxy.endpoint(address).await["last_check"]["at"] != before
+    })
+    .await;
+    assert_eq!(setup.proxy.endpoint(address).await["state"], "ready");
+    setup.expect_end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_with_an_unknown_parameter_continues_only_on_an_equal_server() {
+    let other_build = |cluster: &TestCluster| cluster.servers[1].set_version("v1.36.1-other");
+    Setup::new(UNKNOWN, 3, other_build).await.expect_continues_on(2).await;
+
+    let other_gates = |cluster: &TestCluster| {
+        cluster.servers[1].set_faults(|faults| faults.cbor_disabled = true);
+    };
+    Setup::new(UNKNOWN, 2, other_gates).await.expect_end().await;
+
+    let no_metrics = |cluster: &TestCluster| {
+        let all = cluster.servers.iter();
+        all.for_each(|server| server.set_faults(refuse(&["/metrics"], forbidden())));
+    };
+    Setup::new(UNKNOWN, 2, no_metrics).await.expect_end().await;
+}
+
+/// Nothing is read for watches whose parameters every apiserver honours.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn nothing_is_read_for_usual_watches() {
+    let cluster = TestCluster::new(2);
+    let proxy = cluster.start_with(without_suspicion).await;
+    let client = proxy.client().await;
+    let watches = cluster.start_watches(&client, 2).await;
+    cluster.create_config_map("a");
+    cluster.kill_all();
+    cluster.servers.iter().for_each(|server| server.restart().unwrap());
+    proxy.wait_ready(2).await;
+    let body = config_map("b", "").to_string();
+    let headers = [("content-type", "application/json")];
+    let sent = client.send(Method::POST, CONFIGMAPS, &headers, body);
+    assert_eq!(soon("a write", sent).await.unwrap().status(), 201);
+    until("the watches continue", async || watches.iter().all(|watch| watch.has_seen("b"))).await;
+    let records = cluster.state.audit().records();
+    let by_prober = ["/metrics", "/api/v1/services"];
+    assert!(records.iter().all(|one| by_prober.iter().all(|path| !one.path.starts_with(path))));
+    assert!(proxy.endpoints().await.iter().all(|one| one["capabilities"].is_null()));
+}

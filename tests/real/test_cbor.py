@@ -165,6 +165,25 @@ class Cbor(ExtraCase, unittest.TestCase):
             self.assertEqual((sorted(name for _, name, _ in watcher.events() if name.startswith("item-")), watcher.ends, watcher.broken, watcher.too_old),
                              (sorted(names(lists[i // 4])), 0, 0, 0))
 
+    def test_watches_with_an_unknown_parameter(self):
+        """They continue through SIGKILL, because both apiservers are of one build with the same gates, as their metrics show."""
+        api = self.rig.api(self.server, cert=self.rig.admin_cert, timeout=60)
+        version = api.must("GET", CONFIGMAPS)["metadata"]["resourceVersion"]
+        watchers = [Watcher(api, f"{CONFIGMAPS}?example.com/hint=1", version) for _ in range(4)]
+        for watcher in watchers:
+            self.addCleanup(watcher.stop)
+
+        def features():
+            return {endpoint["capabilities"]["features"] for endpoint in self.jackstay.status()["upstreams"][0]["endpoints"]}
+        wait_for("equal features", lambda: len(features()) == 1 and None not in features(), 15)
+        wait_for("the watches", lambda: all(watcher.responses for watcher in watchers), 30)
+        self.victim().kill()
+        name = f"hint-{uuid.uuid4().hex[:6]}"
+        self.rig.control.must("POST", CONFIGMAPS, {"metadata": {"name": name}})
+        for watcher in watchers:
+            wait_for("the event", lambda: name in [seen for _, seen, _ in watcher.events()], 20)
+        self.assertEqual([(w.ends, w.broken, w.too_old, len(w.responses)) for w in watchers], [(0, 0, 0, 1)] * 4)
+
 
 @needs_cbor
 @long_form("Cbor has apiservers with the same features")

@@ -272,7 +272,8 @@ impl ClientConnection {
         let subject = proof.subject();
         let upstream = service.upstream.pool.upstream();
         let client = (&self.client, credential, subject, &parts.headers);
-        let resource_versions = RequestVersions::new(&info, client, upstream);
+        let gzip_state = || self.memory.account(service.upstream.watches.gzip_states());
+        let resource_versions = RequestVersions::new(&info, client, upstream, gzip_state);
         let version = parts.version;
         let versions = preferred_versions(upstream, parts.headers.get(header::USER_AGENT));
         let has_body = !http_body::Body::is_end_stream(&body);

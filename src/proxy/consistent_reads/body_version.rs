@@ -1,23 +1,26 @@
 //! Reads the resource version of a response while its body is forwarded. Nothing is delayed for it, and at most
-//! [`MAX_HEAD`] bytes are copied.
+//! [`MAX_HEAD`] bytes are copied. A compressed body is inflated as far as that takes: to its beginning for most bodies,
+//! as a whole for a list of custom resources, whose metadata follows its items.
 
 use std::io::Read as _;
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, header, response};
+use jackstay_core::admission::ByteAccount;
 use jackstay_core::watch::codec::Encoding as Format;
 use jackstay_core::watch::codec::head::{
     cbor_head, cbor_tail, json_head, json_tail, protobuf_head,
 };
 use jackstay_core::watch::codec::version::HeadVersion;
+use jackstay_core::watch::gzip::GzipDecoder;
 
 /// Bytes of a body that are copied at most, if its first piece does not contain the version.
 const MAX_HEAD: usize = 64 * 1024;
 /// Bytes at the end of a list that contain its metadata: a version, a remaining count and a continue token of some
 /// hundred bytes.
 const TAIL: usize = 2048;
-/// Bytes of a compressed body that are inflated at most.
-const MAX_INFLATED: usize = 4096;
+/// Bytes of the prefix of a compressed body that are inflated at most.
+const MAX_INFLATED: u64 = 4096;
 
 /// How a body is encoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,15 +48,8 @@ impl Encoding {
         Some(Self { format, is_gzip })
     }
 
+    /// The version at the beginning of a body that is not compressed.
     fn head_version(self, bytes: &[u8]) -> HeadVersion {
-        if self.is_gzip {
-            let mut inflated = Vec::with_capacity(MAX_INFLATED);
-            // The body may be incomplete or invalid: what was inflated before the error is read.
-            let _ = flate2::read::GzDecoder::new(bytes)
-                .take(MAX_INFLATED as u64)
-                .read_to_end(&mut inflated);
-            return Self { is_gzip: false, ..self }.head_version(&inflated);
-        }
         match self.format {
             Format::Json => json_head(bytes),
             Format::Protobuf => protobuf_head(bytes),
@@ -66,6 +62,8 @@ impl Encoding {
 #[derive(Debug)]
 pub struct BodyVersion {
     encoding: Encoding,
+    /// `None` if the body is not compressed.
+    gzip: Option<GzipDecoder>,
     /// The beginning, as far as it has arrived; `None` once it is known to have no version.
     head: Option<BytesMut>,
     /// The latest bytes of a list in JSON or CBOR, whose metadata may follow its items.
@@ -84,24 +82,51 @@ pub enum ReadProgress {
 }
 
 impl BodyVersion {
-    /// Reads a body with this head; `None` if it cannot be read.
-    pub fn new(head: &response::Parts, is_list: bool) -> Option<Self> {
+    /// Reads a body with this head; `None` if it cannot be read. `account` bounds what the decoder of a compressed body
+    /// holds.
+    pub fn new(head: &response::Parts, is_list: bool, account: &ByteAccount) -> Option<Self> {
         let encoding = Encoding::of(&head.headers)?;
-        let may_follow = encoding.format != Format::Protobuf && !encoding.is_gzip;
-        let tail = (is_list && may_follow).then(Vec::new);
-        Some(Self { encoding, head: Some(BytesMut::new()), tail })
+        let tail = (is_list && encoding.format != Format::Protobuf).then(Vec::new);
+        let gzip = encoding.is_gzip.then(|| GzipDecoder::new(account.clone()));
+        Some(Self { encoding, gzip, head: Some(BytesMut::new()), tail })
     }
 
     /// The version in the first part of a body with this head.
     pub fn of_prefix(head: &response::Parts, prefix: &[u8]) -> Option<u64> {
-        match Encoding::of(&head.headers)?.head_version(prefix) {
+        let encoding = Encoding::of(&head.headers)?;
+        let mut inflated = Vec::new();
+        if encoding.is_gzip {
+            // The body may be incomplete or invalid: what was inflated before the error is read.
+            let mut gzip = flate2::read::GzDecoder::new(prefix).take(MAX_INFLATED);
+            let _ = gzip.read_to_end(&mut inflated);
+        }
+        match encoding.head_version(if encoding.is_gzip { &inflated } else { prefix }) {
             HeadVersion::Version(version) => Some(version),
             HeadVersion::Incomplete | HeadVersion::None => None,
         }
     }
 
     /// Reads the next bytes.
-    pub fn read(&mut self, data: &[u8]) -> ReadProgress {
+    pub fn read(&mut self, data: &Bytes) -> ReadProgress {
+        let Some(mut gzip) = self.gzip.take() else { return self.read_plain(data) };
+        gzip.push(data.clone());
+        loop {
+            match gzip.next_piece() {
+                Ok(Some(piece)) => match self.read_plain(&piece) {
+                    ReadProgress::Unknown => {}
+                    progress => return progress,
+                },
+                Ok(None) => {
+                    gzip.take_chunk();
+                    self.gzip = Some(gzip);
+                    return ReadProgress::Unknown;
+                }
+                Err(_) => return ReadProgress::None,
+            }
+        }
+    }
+
+    fn read_plain(&mut self, data: &[u8]) -> ReadProgress {
         if let Some(head) = &mut self.head {
             let begins = head.is_empty();
             if !begins {
@@ -151,9 +176,19 @@ mod tests {
         response.body(()).unwrap().into_parts().0
     }
 
+    fn new(head: &response::Parts, is_list: bool) -> Option<BodyVersion> {
+        BodyVersion::new(head, is_list, &ByteAccount::unmetered(1 << 20))
+    }
+
+    fn gzip(text: &str) -> Vec<u8> {
+        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gzip.write_all(text.as_bytes()).unwrap();
+        gzip.finish().unwrap()
+    }
+
     fn read(body: &mut BodyVersion, pieces: &[&[u8]]) -> ReadProgress {
         for piece in pieces {
-            let progress = body.read(piece);
+            let progress = body.read(&Bytes::copy_from_slice(piece));
             if progress != Unknown {
                 return progress;
             }
@@ -165,8 +200,7 @@ mod tests {
     fn version_is_read_from_the_head_in_any_pieces() {
         let text = br#"{"kind":"Pod","apiVersion":"v1","metadata":{"name":"a","resourceVersion":"71"},"spec":{}}"#;
         for at in 0..text.len() {
-            let mut body =
-                BodyVersion::new(&head("application/json; charset=utf-8", ""), false).unwrap();
+            let mut body = new(&head("application/json; charset=utf-8", ""), false).unwrap();
             assert_eq!(read(&mut body, &[&text[..at], &text[at..]]), Version(71), "{at}");
         }
     }
@@ -178,9 +212,13 @@ mod tests {
             r#"{{"apiVersion":"e.com/v1","items":[{items}{{}}],"kind":"FooList","metadata":{{"continue":"","resourceVersion":"9"}}}}"#
         );
         for piece in [7, 100, 16_384, 1 << 20] {
-            let mut body = BodyVersion::new(&head("application/json", ""), true).unwrap();
+            let mut body = new(&head("application/json", ""), true).unwrap();
             let pieces: Vec<_> = text.as_bytes().chunks(piece).collect();
             assert_eq!(read(&mut body, &pieces), Version(9), "{piece}");
+            let mut body = new(&head("application/json", "gzip"), true).unwrap();
+            let bytes = gzip(&text);
+            let pieces: Vec<_> = bytes.chunks(piece).collect();
+            assert_eq!(read(&mut body, &pieces), Version(9), "{piece}, compressed");
         }
     }
 
@@ -190,14 +228,14 @@ mod tests {
         let metadata = b"\x48metadata\xa1\x4fresourceVersion\x4271";
         let object = [b"\xd9\xd9\xf7\xa2\x44kind\x43Pod", &metadata[..]].concat();
         for at in 0..object.len() {
-            let mut body = BodyVersion::new(&head, false).unwrap();
+            let mut body = new(&head, false).unwrap();
             assert_eq!(read(&mut body, &[&object[..at], &object[at..]]), Version(71), "{at}");
         }
         let items = b"\xa1\x48metadata\xa1\x4fresourceVersion\x414".repeat(5_000);
         let list =
             [b"\xa3\x45items\x99\x13\x88", &items[..], metadata, b"\x44kind\x47PodList"].concat();
         for piece in [7, 100, 16_384, 1 << 20] {
-            let mut body = BodyVersion::new(&head, true).unwrap();
+            let mut body = new(&head, true).unwrap();
             let pieces: Vec<_> = list.chunks(piece).collect();
             assert_eq!(read(&mut body, &pieces), Version(71), "{piece}");
         }
@@ -209,16 +247,16 @@ mod tests {
             r#"{{"kind":"PodList","apiVersion":"v1","metadata":{{"resourceVersion":"12"}},"items":[{}]}}"#,
             "1,".repeat(100_000)
         );
-        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
-        gzip.write_all(text.as_bytes()).unwrap();
-        let bytes = gzip.finish().unwrap();
+        let bytes = gzip(&text);
         let head = head("application/json", "gzip");
-        let mut body = BodyVersion::new(&head, true).unwrap();
+        let mut body = new(&head, true).unwrap();
         assert_eq!(read(&mut body, &[&bytes]), Version(12));
         assert_eq!(BodyVersion::of_prefix(&head, &bytes), Some(12));
-        let mut broken = BodyVersion::new(&head, true).unwrap();
-        assert_eq!(read(&mut broken, &[b"no gzip"]), Unknown);
-        assert_eq!(read(&mut broken, &[&vec![0; MAX_HEAD]]), NoVersion);
+        let mut broken = new(&head, true).unwrap();
+        assert_eq!(read(&mut broken, &[b"no gzip"]), NoVersion);
+        let without_memory = &ByteAccount::unmetered(1);
+        let mut body = BodyVersion::new(&head, true, without_memory).unwrap();
+        assert_eq!(read(&mut body, &[&bytes[..20], &bytes[20..]]), NoVersion);
     }
 
     #[test]
@@ -230,16 +268,13 @@ mod tests {
             ("application/json", &[br#"{"a":"#, &endless]),
             ("application/vnd.kubernetes.protobuf", &[b"{}"]),
         ] {
-            let mut body = BodyVersion::new(&head(content_type, ""), false).unwrap();
+            let mut body = new(&head(content_type, ""), false).unwrap();
             assert_eq!(read(&mut body, pieces), NoVersion, "{content_type}");
         }
         for (content_type, encoding) in
             [("text/plain", ""), ("application/cbor-seq", ""), ("application/json", "br")]
         {
-            assert!(
-                BodyVersion::new(&head(content_type, encoding), true).is_none(),
-                "{content_type}"
-            );
+            assert!(new(&head(content_type, encoding), true).is_none(), "{content_type}");
         }
     }
 }

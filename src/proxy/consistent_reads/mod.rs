@@ -52,7 +52,9 @@ pub(super) mod form;
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
+use bytes::Bytes;
 use http::{HeaderMap, Request, StatusCode, response};
+use jackstay_core::admission::ByteAccount;
 use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::lag::current_of_too_large;
 use jackstay_core::request::attempts::{AfterNotReached, MissedVersion, NotReached, VersionOrigin};
@@ -96,16 +98,19 @@ pub struct RequestVersions {
     expected_at: RefCell<Option<Arc<Endpoint>>>,
     /// The version of the list that was compared with the floor, and is not older.
     compared: Cell<Option<u64>>,
+    /// What the decoder of a compressed response may hold.
+    gzip_state: ByteAccount,
 }
 
 impl RequestVersions {
     /// The versions of a request with this credential, subject and headers, whose connection has had this client before;
     /// `None` if they mean nothing: it is no request for a resource, nothing identifies its client, or the configuration
-    /// says so.
+    /// says so. `gzip_state` bounds what the decoder of its response holds.
     pub fn new(
         info: &RequestInfo,
         (last, credential, subject, headers): RequestClient<'_>,
         upstream: &Upstream,
+        gzip_state: impl FnOnce() -> ByteAccount,
     ) -> Option<Box<Self>> {
         if upstream.config().consistent_reads == ConsistentReads::Off {
             return None;
@@ -128,6 +133,7 @@ impl RequestVersions {
             most_recent: Cell::new(false),
             expected_at: RefCell::default(),
             compared: Cell::new(None),
+            gzip_state: gzip_state(),
         }))
     }
 
@@ -294,7 +300,7 @@ impl RequestVersions {
         if self.form == ReadForm::OtherList && !is_consistent_from_cache(endpoint) {
             return None;
         }
-        let body = BodyVersion::new(head, self.form.is_list())?;
+        let body = BodyVersion::new(head, self.form.is_list(), &self.gzip_state)?;
         let floor = self.floor_to_raise(info, upstream)?;
         let endpoint = self.form.shows_cache().then(|| Arc::clone(endpoint));
         let (is_list, most_recent) = (self.form.is_list(), self.most_recent.get());
@@ -335,7 +341,7 @@ pub struct VersionLearner {
 
 impl VersionLearner {
     /// Reads the next bytes of the body. Returns whether more are needed.
-    pub fn read(&mut self, data: &[u8]) -> bool {
+    pub fn read(&mut self, data: &Bytes) -> bool {
         match self.body.read(data) {
             ReadProgress::Version(version) => self.raise(version),
             ReadProgress::Unknown => return true,
@@ -345,7 +351,7 @@ impl VersionLearner {
     }
 
     /// Reads a body that has arrived as a whole.
-    pub fn read_whole(&mut self, data: &[u8]) {
+    pub fn read_whole(&mut self, data: &Bytes) {
         if self.read(data) {
             self.end();
         }

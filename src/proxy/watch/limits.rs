@@ -52,6 +52,11 @@ impl WatchLimits {
         frames.with_budget(&self.gzip_states)
     }
 
+    /// The byte budget of the decoders of compressed responses.
+    pub fn gzip_states(&self) -> &Arc<ByteBudget> {
+        &self.gzip_states
+    }
+
     /// The byte budget of incomplete frames.
     pub fn partial_frames(&self) -> &Arc<ByteBudget> {
         &self.partial_frames

@@ -1,4 +1,4 @@
-"""Base of tests of apiservers with other settings than the rig's: d and e, behind a jackstay of their own."""
+"""Base of tests of apiservers with other settings than the rig's: d, e and f, behind a jackstay of their own."""
 
 import time
 
@@ -7,7 +7,7 @@ from test_jackstay import LoadCase
 
 
 class ExtraCase(LoadCase):
-    SETTINGS = {}  # of the apiservers d and e
+    SETTINGS = {}  # of the apiservers d, e and f
     FAULTY = "de"
     LISTENER = 7510
 
@@ -16,14 +16,19 @@ class ExtraCase(LoadCase):
         cls.addClassCleanup(cls.rig.stop_extra)
         cls.rig.start_extra(**cls.SETTINGS)
         cls.jackstay = Jackstay(
-            cls.rig, [cls.rig.admin_cert, cls.rig.load_cert], [f"{EXTRA_ADDRESSES[name]}:{PORT}" for name in cls.SETTINGS],
+            cls.rig, cls.identities(), [f"{EXTRA_ADDRESSES[name]}:{PORT}" for name in cls.SETTINGS],
             log_name=f"jackstay-{cls.__name__.lower()}", port=cls.LISTENER, admin=cls.LISTENER + 2000).start()
         cls.addClassCleanup(cls.jackstay.stop)
         cls.server = cls.jackstay.server
 
+    @classmethod
+    def identities(cls):
+        """The certificates of the clients."""
+        return [cls.rig.admin_cert, cls.rig.load_cert]
+
     def setUp(self):
         super().setUp()
-        wait_for("both endpoints to be ready", lambda: all(e["state"] == "ready" for e in self.endpoints().values()), 30)
+        wait_for("the endpoints to be ready", lambda: all(e["state"] == "ready" for e in self.endpoints().values()), 30)
 
     def endpoints(self):
         """The endpoints of jackstay's status, by the names of their apiservers."""
@@ -35,6 +40,11 @@ class ExtraCase(LoadCase):
         samples = self.jackstay.metrics().items()
         return {name: sum(int(value) for sample, value in samples
                           if sample.startswith("jackstay_dials_total{") and f'"{EXTRA_ADDRESSES[name]}:' in sample) for name in self.SETTINGS}
+
+    def resumed(self):
+        """Watches that have continued at another apiserver, after the loss of their stream or before it."""
+        metrics = self.jackstay.metrics()
+        return sum(metrics.get(f'jackstay_watch_resumes_total{{outcome="{outcome}"}}', 0) for outcome in ("resumed", "moved"))
 
     def most_watched(self):
         """The apiserver with most watches through jackstay."""

@@ -25,3 +25,12 @@ def check_table(name, table):
         README.write_text(README.read_text().replace(f"{begin}{written}{end}", f"{begin}{table}{end}"))
     elif written != table:
         raise AssertionError(f"the table {name} of tests/README.md differs; JACKSTAY_WRITE_README=1 writes it. Expected:\n{table}")
+
+
+def write_rows(name, head, rows):
+    """With JACKSTAY_WRITE_README, replaces or appends the rows, lists of cells, of a table with measured times. Rows are
+    known by their first cell."""
+    if WRITE:
+        lines = {line.split(" | ")[0].lstrip("| "): line + "\n" for line in table_of(name).splitlines()[2:]}
+        lines.update({cells[0]: f"| {' | '.join(cells)} |\n" for cells in rows})
+        check_table(name, head + "".join(lines.values()))

@@ -6,7 +6,7 @@ outlives them and no packet leaves them. Only the standard library is used.
 
     apiservers   a, b, c on 10.99.0.11 to 13, port 6443, with one etcd; each reaches etcd by an address of its
                  own, so that a fault can cut off one of them
-    d, e         more apiservers of the same etcd on 10.99.0.24 and 25, with settings that a test chooses
+    d, e, f      more apiservers of the same etcd on 10.99.0.24 to 26, with settings that a test chooses
     control      the controller manager and the rig's own requests use c; faults affect a or b
     jackstay     127.0.0.1:7443, admin 127.0.0.1:9643
 """
@@ -35,10 +35,10 @@ REPOSITORY = HERE.parent.parent
 NODE_IP = "10.99.0.1"
 PORT = 6443
 ADDRESSES = {"a": "10.99.0.11", "b": "10.99.0.12", "c": "10.99.0.13"}
-EXTRA_ADDRESSES = {"d": "10.99.0.24", "e": "10.99.0.25"}
+EXTRA_ADDRESSES = {"d": "10.99.0.24", "e": "10.99.0.25", "f": "10.99.0.26"}
 # A load balancer's addresses, which the apiservers' certificates contain.
 LOAD_BALANCER, LOAD_BALANCER6 = "10.99.2.5", "fd00:99::5"
-ETCD_ADDRESSES = {"a": "127.0.0.11", "b": "127.0.0.12", "c": "127.0.0.13"}
+ETCD_ADDRESSES = {name: f"127.0.0.{11 + i}" for i, name in enumerate("abcdef")}
 TOKEN = "a-token-of-the-rig"
 TOKEN_USER = ("alice", ["developers", "on-call"])
 # Tokens of users with all permissions, each an identity of its own.
@@ -234,7 +234,7 @@ def etcd_of(apiserver):
 
 class Apiserver:
     def __init__(self, rig, name, address=None, etcd=None, release=RELEASE, flags=()):
-        """`address` is required for an apiserver other than a to e; `etcd` is the URL of another etcd. `flags` replace
+        """`address` is required for an apiserver other than a to f; `etcd` is the URL of another etcd. `flags` replace
         flags of the rig."""
         self.rig, self.name, self.address = rig, name, address or {**ADDRESSES, **EXTRA_ADDRESSES}[name]
         self.server = f"https://{self.address}:{PORT}"

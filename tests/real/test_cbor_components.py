@@ -15,7 +15,7 @@ from figures import LONG, within
 from kubernetes import RELEASE
 from matrix import covers
 from readme import write_rows
-from rig import DETECTORS, IMAGE, NODE_IP, WATCH_ERRORS, NodeMonitor, RealNode, client_errors, log, log_lines, sh, wait_for
+from rig import DETECTORS, IMAGE, WATCH_ERRORS, NodeMonitor, RealNode, client_errors, log, log_lines, sh, wait_for
 from settings import Settings
 from test_cbor import CBOR, needs_cbor
 

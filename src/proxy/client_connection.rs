@@ -35,8 +35,8 @@ use super::admission::connection_slots::ConnectionSlot;
 use super::admission::proven_tokens::LastToken;
 use super::admission::unproven_requests::{ConnectionRecord, UnprovenRequest};
 use super::client_certificate::{ClientCertificate, IdentityProof};
-use super::consistent_reads::RequestVersions;
 use super::consistent_reads::client::LastClient;
+use super::consistent_reads::{RequestClient, RequestVersions};
 use super::credential_selector::{SelectedCredential, TokenProof};
 use super::forward::ForwardedRequest;
 use super::heartbeat::is_heartbeat;
@@ -272,8 +272,7 @@ impl ClientConnection {
         let subject = proof.subject();
         let upstream = service.upstream.pool.upstream();
         let client = (&self.client, credential, subject, &parts.headers);
-        let gzip_state = || self.memory.account(service.upstream.watches.gzip_states());
-        let resource_versions = RequestVersions::new(&info, client, upstream, gzip_state);
+        let resource_versions = self.resource_versions(&info, client, service);
         let version = parts.version;
         let versions = preferred_versions(upstream, parts.headers.get(header::USER_AGENT));
         let has_body = !http_body::Body::is_end_stream(&body);
@@ -302,6 +301,16 @@ impl ClientConnection {
 }
 
 impl ClientConnection {
+    fn resource_versions(
+        &self,
+        info: &RequestInfo,
+        client: RequestClient<'_>,
+        service: &ListenerService,
+    ) -> Option<Box<RequestVersions>> {
+        let gzip_state = || self.memory.account(service.upstream.watches.gzip_states());
+        RequestVersions::new(info, client, service.upstream.pool.upstream(), gzip_state)
+    }
+
     /// Whether the client of a watch receives gzip if its apiserver compresses.
     fn wants_gzip(&self, watch: Option<&WatchRequest>) -> bool {
         !self.is_local && watch.is_some_and(|watch| watch.gzip == GzipPreference::Accepted)

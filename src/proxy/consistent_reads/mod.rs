@@ -76,7 +76,8 @@ use crate::upstream::resource_versions::{ResourceRecord, group_of};
 use crate::upstream::version_floors::{Floor, FloorVersions};
 
 /// What identifies the client of a request.
-type RequestClient<'a> = (&'a LastClient, SelectedCredential, Option<&'a Subject>, &'a HeaderMap);
+pub type RequestClient<'a> =
+    (&'a LastClient, SelectedCredential, Option<&'a Subject>, &'a HeaderMap);
 
 /// What the versions of one request mean for its client.
 pub struct RequestVersions {

@@ -11,6 +11,8 @@
 //!
 //! h2 reads as long as the socket has bytes. So that a peer that always has more does not delay the others,
 //! the connection yields to them after a turn: [`CLIENT_TURN`], or [`SERVER_TURN`] if the peer is an apiserver.
+//! It yields before the end of the stream too, so that h2 first processes what was read before it: after a GOAWAY and
+//! the last response h2 closes the connection itself, and no stream is lost with it.
 
 mod header_block;
 
@@ -46,6 +48,7 @@ pub struct PeerFrames(Rc<Seen>);
 struct Seen {
     violation: Cell<Option<LimitedFrame>>,
     settings_acks: Cell<u64>,
+    has_ended: Cell<bool>,
 }
 
 impl PeerFrames {
@@ -57,6 +60,11 @@ impl PeerFrames {
     /// How many SETTINGS the peer has acknowledged. h2 does not show it.
     pub fn settings_acks(&self) -> u64 {
         self.0.settings_acks.get()
+    }
+
+    /// Whether the end of what the peer sends was read, or reading has failed.
+    pub fn have_ended(&self) -> bool {
+        self.0.has_ended.get()
     }
 
     fn received(&self, header: FrameHeader) {
@@ -80,6 +88,8 @@ pub struct FrameLimiter<T> {
     turn: Turn,
     /// What is read before a yield.
     limit: Turn,
+    /// The last result of the stream, for the next poll.
+    end: Option<io::Result<()>>,
     seen: PeerFrames,
 }
 
@@ -120,6 +130,7 @@ impl<T> FrameLimiter<T> {
             block: HeaderBlock::new(header_timeout),
             turn: Turn::default(),
             limit,
+            end: None,
             seen: seen.clone(),
         };
         (limiter, seen)
@@ -184,6 +195,10 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncRead for FrameLimiter<T> {
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }
+        if let Some(end) = this.end.take() {
+            this.seen.0.has_ended.set(true);
+            return Poll::Ready(end);
+        }
         let before = buf.filled().len();
         let result = Pin::new(&mut this.io).poll_read(cx, buf);
         if result.is_pending() {
@@ -192,7 +207,12 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncRead for FrameLimiter<T> {
                 return Poll::Ready(Err(this.close(LimitedFrame::HeaderBlock, cx)));
             }
         }
-        ready!(result)?;
+        let result = ready!(result);
+        if result.is_err() || buf.filled().len() == before {
+            this.end = Some(result);
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
         match this.count_received(&buf.filled()[before..]) {
             Ok(()) => Poll::Ready(Ok(())),
             Err(frame) => Poll::Ready(Err(this.close(frame, cx))),
@@ -472,5 +492,27 @@ mod tests {
             .await;
             assert_eq!(yields, (sent.len() - 1) / turn, "one after each full turn but the last");
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn end_of_the_stream_is_read_in_a_poll_of_its_own() {
+        let (mut limiter, seen, mut client) = connected().await;
+        client.write_all(&frame(frame_type::DATA, END_STREAM, &[])).await.unwrap();
+        drop(client);
+        let mut polls = Vec::new();
+        std::future::poll_fn(|cx| {
+            let mut buffer = [0; 100];
+            let mut buf = ReadBuf::new(&mut buffer);
+            let result = Pin::new(&mut limiter).poll_read(cx, &mut buf);
+            polls.push((result.is_ready(), buf.filled().len(), seen.have_ended()));
+            match result {
+                Poll::Ready(_) if polls.len() == 1 => cx.waker().wake_by_ref(),
+                Poll::Ready(_) => return Poll::Ready(()),
+                Poll::Pending => {}
+            }
+            Poll::Pending
+        })
+        .await;
+        assert_eq!(polls, [(true, 9, false), (false, 0, false), (true, 0, true)]);
     }
 }

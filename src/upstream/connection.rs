@@ -355,10 +355,13 @@ impl Connection {
             );
             return;
         }
-        let of_clients = usize::from(self.class() != CredentialClass::Probe);
-        let open = OpenStreams::of_connection(of_clients * self.streams(), self.watches());
-        let local = self.local.map_or_else(String::new, |local| format!(" from {local}"));
         let orderly = significance == Significance::OrderlyEnd;
+        let open = if orderly || self.class() == CredentialClass::Probe {
+            OpenStreams::default()
+        } else {
+            OpenStreams::of_connection(self.streams(), self.watches())
+        };
+        let local = self.local.map_or_else(String::new, |local| format!(" from {local}"));
         let change = Change {
             kind: EventKind::Connection,
             upstream: Some(&self.endpoint.upstream),

@@ -33,6 +33,7 @@ mod scripted_peer;
 mod stopped_servers;
 mod stream_capacity;
 mod token_users;
+mod unauthenticated;
 mod unresponsive_connections;
 mod upstream_floods;
 mod upstream_load;

@@ -95,6 +95,8 @@ pub enum Action {
     AnswerWithGoAway(Reply),
     /// Sends the bytes that the function returns for the stream id.
     Raw(MakeBytes),
+    /// The same, and ends the connection, but reads on.
+    RawThenEnd(MakeBytes),
     /// Sends the bytes that the function returns for the stream id, repeatedly until the connection closes.
     Flood(MakeBytes),
     /// Performs another action when the whole request has arrived, unless the client resets the request before.
@@ -116,6 +118,10 @@ pub enum Action {
 impl Action {
     pub fn raw(bytes: impl Fn(u32) -> Vec<u8> + Send + Sync + 'static) -> Self {
         Self::Raw(Arc::new(bytes))
+    }
+
+    pub fn raw_then_end(bytes: impl Fn(u32) -> Vec<u8> + Send + Sync + 'static) -> Self {
+        Self::RawThenEnd(Arc::new(bytes))
     }
 
     pub fn flood(bytes: impl Fn(u32) -> Vec<u8> + Send + Sync + 'static) -> Self {
@@ -425,6 +431,11 @@ impl Connection {
                 self.goaway_sent = true;
             }
             Action::Raw(bytes) => self.write(&bytes(stream)).await?,
+            Action::RawThenEnd(bytes) => {
+                self.write(&bytes(stream)).await?;
+                self.stream.shutdown().await?;
+                self.goaway_sent = true;
+            }
             Action::Flood(bytes) => {
                 let bytes = bytes(stream);
                 self.write(&bytes).await?;

@@ -208,6 +208,9 @@ impl ConnectionMachine {
             by_goaway && self.state().is_in_service() && self.goaway_means_shutdown();
         let unused = self.slots.open() == 0;
         let (reason, orderly) = match end {
+            // The slots that are taken are those of responses that are complete, and of requests that the GOAWAY
+            // excludes, which are sent again.
+            H2End::Finished => (ChangeReason::ClosedByApiserver, true),
             H2End::Closed => (ChangeReason::ClosedByApiserver, unused),
             // What is written after the GOAWAY, a PING or the GOAWAY of h2, may meet a closed socket.
             H2End::Failed if unused && refusal == Some(Refusal::GracefulGoaway) => {

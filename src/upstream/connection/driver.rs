@@ -217,7 +217,8 @@ impl Driver {
         cx: &mut Context<'_>,
     ) -> bool {
         let (end, text) = match (h2, self.frames.violation(), sent) {
-            (Poll::Ready(Ok(())), ..) => (H2End::Closed, String::new()),
+            (Poll::Ready(Ok(())), ..) if self.frames.have_ended() => (H2End::Closed, String::new()),
+            (Poll::Ready(Ok(())), ..) => (H2End::Finished, String::new()),
             (Poll::Ready(Err(_)), Some(frame), _) => {
                 let frame = frame.as_str();
                 self.connection.endpoint.metrics.closed_for_frames(frame);

@@ -22,7 +22,9 @@ pub enum Refusal {
 /// How h2 has ended the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum H2End {
-    /// Without an error.
+    /// After a GOAWAY, because the last stream has ended. Its request may not have read the response yet.
+    Finished,
+    /// Without an error, because the apiserver has closed it.
     Closed,
     /// With an error, or the socket accepts no more bytes.
     Failed,
@@ -63,8 +65,8 @@ impl ChangeReason {
 pub enum Significance {
     /// Its end is expected ([`super::ConnectionMachine::expect_end`]).
     Expected,
-    /// The end without open streams as HTTP/2 provides for. An apiserver closes a connection that is idle for 90 s,
-    /// and the pool opens another one.
+    /// The end without unfinished streams as HTTP/2 provides for. An apiserver closes a connection that is idle for
+    /// 90 s, and the pool opens another one.
     OrderlyEnd,
     /// A GOAWAY with `NO_ERROR`. If the apiserver shuts down, its endpoint reports that.
     ServerShutdown,

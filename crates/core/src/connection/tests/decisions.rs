@@ -312,10 +312,11 @@ fn connection_that_takes_no_new_streams_ends_with_its_last_one() {
 }
 
 #[test]
-fn end_of_h2_is_orderly_without_streams_after_a_graceful_goaway_or_without_an_error() {
+fn end_of_h2_is_orderly_if_it_is_finished_or_closed_without_open_streams() {
     use ChangeReason::{ClosedByApiserver, Error};
     let goaway = Some(Refusal::GracefulGoaway);
     for (end, refusal, with_stream, without) in [
+        (H2End::Finished, goaway, (ClosedByApiserver, OrderlyEnd), (ClosedByApiserver, OrderlyEnd)),
         (H2End::Closed, None, (ClosedByApiserver, Fault), (ClosedByApiserver, OrderlyEnd)),
         (H2End::Closed, goaway, (ClosedByApiserver, Fault), (ClosedByApiserver, OrderlyEnd)),
         (H2End::Failed, None, (Error, Fault), (Error, Fault)),

@@ -36,7 +36,7 @@ fn refusals() -> impl Strategy<Value = Refusal> {
 }
 
 fn ends() -> impl Strategy<Value = H2End> {
-    prop::sample::select(vec![H2End::Closed, H2End::Failed, H2End::FrameLimit])
+    prop::sample::select(vec![H2End::Finished, H2End::Closed, H2End::Failed, H2End::FrameLimit])
 }
 
 fn inputs() -> impl Strategy<Value = Input> {

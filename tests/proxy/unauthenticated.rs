@@ -2,13 +2,17 @@
 //! (`UnauthenticatedHTTP2DOSMitigation`), and the connection ends with its last stream.
 
 use crate::scripted_peer::{Action, Peers};
+use crate::support::figures::check_figure;
 use crate::support::http2::{
     DATA, END_HEADERS, END_STREAM, HEADERS, NO_ERROR, field_block, frame, goaway,
 };
+use crate::support::stopwatch::Stopwatch;
 use crate::support::{CONFIGMAPS, Proxy, join_all, soon, until, without_suspicion};
 use http::Method;
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
+/// As many connections to one endpoint may be opened at once.
 const REQUESTS: usize = 8;
 
 fn head(id: u32) -> Vec<u8> {
@@ -53,6 +57,19 @@ async fn connection_that_ends_after_its_last_response_is_not_lost() {
     }
     let all = peers.accepted.load(Relaxed);
     assert!(all > 2 * REQUESTS, "a connection for each request: {all}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn request_without_a_connection_waits_only_until_one_is_open() {
+    let peers = Peers::start(1);
+    let proxy = peers.start_proxy(without_suspicion).await;
+    let client = proxy.client_with(&peers.certs.anonymous()).await;
+    peers.set_actions(vec![Action::raw(rejected); REQUESTS]);
+    let watch = Stopwatch::start();
+    for _ in 0..REQUESTS {
+        assert_eq!(soon("a response", client.get(CONFIGMAPS)).await.unwrap().status, 403);
+    }
+    check_figure("8 anonymous requests in a row", watch.elapsed(), Duration::from_millis(200));
 }
 
 /// Go ignores requests above the last stream of its GOAWAY. They are sent again.

@@ -70,7 +70,7 @@ pub struct Pace {
 
 impl Pace {
     /// When a key may start another one that has its whole burst again at `full_burst_at`.
-    fn start_at(self, full_burst_at: Option<Instant>, now: Instant) -> Instant {
+    pub(crate) fn start_at(self, full_burst_at: Option<Instant>, now: Instant) -> Instant {
         let until_full_burst =
             full_burst_at.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
         now + until_full_burst.saturating_sub(self.interval * (self.burst - 1))

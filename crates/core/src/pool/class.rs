@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::dials::{ConnectionCounts, Dials};
 use super::endpoints::{EndpointRow, all_failed_at, targets};
 use super::limits::{
-    ConnectionLimits, UNPROVEN_WITH_DRAINING, longest_dial_pause, max_connections, max_waiters,
+    ConnectionLimits, UNPROVEN_WITH_DRAINING, connect_pace, max_connections, max_waiters,
 };
 use super::select::{
     Candidate, EndpointKey, Preference, Requirements, Scope, has_free_stream, has_live, select,
@@ -476,7 +476,7 @@ impl<W> Class<W> {
     ) {
         let now = around.now;
         self.dials.retain(|key| around.endpoints.iter().any(|endpoint| endpoint.key == key));
-        let longest_pause = longest_dial_pause(self.credential);
+        let pace = connect_pace(self.credential);
         let targets = targets(around.endpoints, around.fanout);
         for &target in &targets {
             let endpoint = around.endpoints[target].key;
@@ -489,7 +489,7 @@ impl<W> Class<W> {
             let min = if around.is_warm { around.limits.min } else { 1 };
             let mut to_open =
                 counts.to_open(min, max_connections(self.credential, around.limits.max));
-            if longest_pause.is_some() {
+            if pace.is_some() {
                 let is_to = |row: &&ConnectionRow| row.candidate.endpoint == endpoint;
                 let open = connections.iter().filter(is_to).count();
                 let room = UNPROVEN_WITH_DRAINING.saturating_sub(open + counts.dialing);
@@ -499,14 +499,14 @@ impl<W> Class<W> {
                 to_open = to_open.min(room);
             }
             for _ in 0..to_open {
-                if let Some(at) = self.dials.paused_until(endpoint, longest_pause, now) {
+                if let Some(at) = self.dials.paused_until(endpoint, pace, now) {
                     effects.push(Effect::WakeAt(at));
                     break;
                 }
                 if !claim(target) {
                     break;
                 }
-                self.dials.started(endpoint, longest_pause.is_some(), now);
+                self.dials.started(endpoint, pace, now);
                 effects.push(Effect::Dial(target));
             }
         }

@@ -1,20 +1,15 @@
-//! The connects of a class: how many an endpoint needs, those in progress, and the pauses between them.
+//! The connects of a class: how many an endpoint needs, those in progress, and their pace.
 //!
-//! The pauses spread the connects of a class for clients that have proven nothing. Such a client can make the
-//! apiserver end a connection with each request, because the apiserver sends a GOAWAY after a request that it cannot
-//! authenticate.
+//! The connects of a class for clients that have proven nothing are paced. Such a client can make the apiserver end a
+//! connection with each request, because the apiserver sends a GOAWAY after a request that it cannot authenticate.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::EndpointKey;
-use crate::backoff::Backoff;
+use crate::admission::turns::Pace;
 
 /// Limit of concurrent connects of one class to one endpoint.
 pub const MAX_PARALLEL_DIALS: usize = 4;
-/// The pause after the second of two connects.
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
-/// Connects further apart than this are independent of each other.
-const RECENT: Duration = Duration::from_secs(5);
 
 /// Counts of the connections of one class to one endpoint. Draining connections are not included, so
 /// that they cannot block their replacements.
@@ -67,20 +62,19 @@ impl ConnectionCounts {
 pub(super) struct Dials {
     /// Number of connects in progress. An endpoint without any has no entry.
     in_progress: Vec<(EndpointKey, usize)>,
-    /// The recent connects, of a class whose connects are paced.
-    pauses: Vec<(EndpointKey, DialPause)>,
+    /// When an endpoint with recent connects has its whole burst again, of a class whose connects are paced.
+    full_burst_at: Vec<(EndpointKey, Instant)>,
 }
 
 impl Dials {
-    /// Counts a connect until [`Self::ended`]. It delays the next one if the connects of the class are `paced`.
-    pub(super) fn started(&mut self, endpoint: EndpointKey, paced: bool, now: Instant) {
-        if paced {
-            self.pauses.retain(|(_, pause)| !pause.is_over(now));
-            if !self.pauses.iter().any(|(key, _)| *key == endpoint) {
-                self.pauses.push((endpoint, DialPause::default()));
+    /// Counts a connect until [`Self::ended`]. It may delay the next ones, if the class has a `pace`.
+    pub(super) fn started(&mut self, endpoint: EndpointKey, pace: Option<Pace>, now: Instant) {
+        if let Some(pace) = pace {
+            self.full_burst_at.retain(|(_, at)| now < *at);
+            match self.full_burst_at.iter_mut().find(|(key, _)| *key == endpoint) {
+                Some((_, at)) => *at += pace.interval,
+                None => self.full_burst_at.push((endpoint, now + pace.interval)),
             }
-            let pauses = self.pauses.iter_mut().filter(|(key, _)| *key == endpoint);
-            pauses.for_each(|(_, pause)| pause.dialled(now));
         }
         match self.in_progress.iter_mut().find(|(key, _)| *key == endpoint) {
             Some((_, count)) => *count += 1,
@@ -110,101 +104,65 @@ impl Dials {
     pub(super) fn paused_until(
         &self,
         endpoint: EndpointKey,
-        longest: Option<Duration>,
+        pace: Option<Pace>,
         now: Instant,
     ) -> Option<Instant> {
-        let (_, pause) = self.pauses.iter().find(|(key, _)| *key == endpoint)?;
-        pause.next_at(longest?).filter(|next| now < *next)
+        let (_, at) = self.full_burst_at.iter().find(|(key, _)| *key == endpoint)?;
+        Some(pace?.start_at(Some(*at), now)).filter(|next| now < *next)
     }
 
     /// Forgets the recent connects to an endpoint, because the connections stay in use.
     pub(super) fn forget(&mut self, endpoint: EndpointKey) {
-        self.pauses.retain(|(key, _)| *key != endpoint);
+        self.full_burst_at.retain(|(key, _)| *key != endpoint);
     }
 
     /// Forgets the recent connects to endpoints that are not in the set any more.
     pub(super) fn retain(&mut self, is_in_set: impl Fn(EndpointKey) -> bool) {
-        self.pauses.retain(|(key, _)| is_in_set(*key));
-    }
-}
-
-/// The recent connects to one endpoint.
-#[derive(Debug, Clone, Copy)]
-struct DialPause {
-    last: Option<Instant>,
-    /// Counts the connects in a row that came soon after the one before.
-    in_a_row: Backoff,
-}
-
-impl Default for DialPause {
-    fn default() -> Self {
-        Self { last: None, in_a_row: Backoff::new(FIRST_PAUSE, Duration::MAX) }
-    }
-}
-
-impl DialPause {
-    /// When the next connect may start.
-    fn next_at(&self, longest: Duration) -> Option<Instant> {
-        let last = self.last.filter(|_| self.in_a_row.failures() > 0)?;
-        Some(last + self.in_a_row.pause().min(longest))
-    }
-
-    /// Records a connect.
-    fn dialled(&mut self, now: Instant) {
-        if self.is_over(now) {
-            self.in_a_row.reset();
-        } else {
-            self.in_a_row.failed();
-        }
-        self.last = Some(now);
-    }
-
-    /// Whether the connects have no influence on the next one any more.
-    fn is_over(&self, now: Instant) -> bool {
-        self.last.is_none_or(|last| now >= last + RECENT)
+        self.full_burst_at.retain(|(key, _)| is_in_set(*key));
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
+    const PACE: Option<Pace> = Some(Pace { interval: Duration::from_millis(200), burst: 3 });
+
     #[test]
-    fn pauses_double_up_to_the_longest_and_end_after_a_quiet_time() {
-        let longest = Duration::from_secs(1);
-        let mut pause = DialPause::default();
-        let mut now = Instant::now();
-        let mut pauses = Vec::new();
-        for _ in 0..8 {
-            let next = pause.next_at(longest).unwrap_or(now);
-            pauses.push(next.saturating_duration_since(now).as_millis());
-            now = now.max(next);
-            pause.dialled(now);
-        }
-        // Two connects may follow each other, as when one connection becomes full.
-        assert_eq!(pauses, [0, 0, 50, 100, 200, 400, 800, 1000]);
-        assert!(!pause.is_over(now));
-        now += RECENT;
-        assert!(pause.is_over(now));
-        pause.dialled(now);
-        assert_eq!(pause.next_at(longest), None);
+    fn connects_wait_for_their_interval_after_a_burst_and_a_quiet_time_gives_it_back() {
+        let start = Instant::now();
+        let (endpoint, mut dials, mut now) = (EndpointKey(1), Dials::default(), start);
+        let mut connect = |now: &mut Instant| {
+            *now = dials.paused_until(endpoint, PACE, *now).unwrap_or(*now);
+            dials.started(endpoint, PACE, *now);
+            (*now - start).as_millis()
+        };
+        let at: Vec<_> = (0..6).map(|_| connect(&mut now)).collect();
+        assert_eq!(at, [0, 0, 0, 200, 400, 600]);
+        now += Duration::from_millis(450);
+        let at: Vec<_> = (0..3).map(|_| connect(&mut now)).collect();
+        assert_eq!(at, [1_050, 1_050, 1_200]);
+        now += Duration::from_secs(60);
+        let at: Vec<_> = (0..4).map(|_| connect(&mut now)).collect();
+        assert_eq!(at, [61_200, 61_200, 61_200, 61_400]);
     }
 
     #[test]
     fn dials_of_several_endpoints_are_counted_apart() {
         let (a, b, now) = (EndpointKey(1), EndpointKey(2), Instant::now());
         let mut dials = Dials::default();
-        for endpoint in [a, a, b] {
-            dials.started(endpoint, true, now);
+        for endpoint in [a, a, a, b] {
+            dials.started(endpoint, PACE, now);
         }
-        assert_eq!((dials.count(a), dials.count(b)), (2, 1));
-        let longest = Some(Duration::from_secs(1));
-        assert_eq!(dials.paused_until(a, longest, now), Some(now + FIRST_PAUSE));
-        assert_eq!(dials.paused_until(b, longest, now), None);
+        assert_eq!((dials.count(a), dials.count(b)), (3, 1));
+        assert_eq!(dials.paused_until(a, PACE, now), Some(now + Duration::from_millis(200)));
+        assert_eq!(dials.paused_until(b, PACE, now), None);
         assert_eq!(dials.paused_until(a, None, now), None);
         dials.retain(|endpoint| endpoint == b);
-        assert_eq!(dials.paused_until(a, longest, now), None);
-        for endpoint in [b, a, a] {
+        assert_eq!(dials.paused_until(a, PACE, now), None);
+        for endpoint in [b, a, a, a] {
             assert!(dials.any());
             dials.ended(endpoint);
         }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::admission::turns::Pace;
 use crate::credential_class::CredentialClass;
 
 /// Limit of connections of one worker to one endpoint in a class other than identities and proven tokens,
@@ -9,11 +10,12 @@ use crate::credential_class::CredentialClass;
 const UNPROVEN_CONNECTIONS: usize = 2;
 /// The same limit with the connections that drain.
 pub const UNPROVEN_WITH_DRAINING: usize = 4;
-/// The longest pause between the connects of a class whose connections keep ending. A client whose first token is
-/// valid may have to wait for it, and so may an anonymous health check.
-const UNPROVEN_DIAL_PAUSE: Duration = Duration::from_millis(200);
+/// The connects of a class of clients that have proven nothing to one endpoint. The interval limits what 5,000 nodes
+/// with a client that repeats rejected requests cost an apiserver; a client whose first token is valid may have to
+/// wait for it. The burst serves a few requests in a row, such as health checks and those of `kubeadm join`.
+const UNPROVEN_PACE: Pace = Pace { interval: Duration::from_millis(200), burst: 8 };
 /// The same for the class of clients whose tokens keep being rejected.
-const SLOWED_DIAL_PAUSE: Duration = Duration::from_secs(1);
+const SLOWED_PACE: Pace = Pace { interval: Duration::from_secs(1), burst: 4 };
 /// Limit of requests that wait for a stream, and of those of an identity.
 const MAX_WAITERS: usize = 1000;
 const MAX_IDENTITY_WAITERS: usize = 4000;
@@ -41,11 +43,11 @@ pub fn max_connections(class: CredentialClass, configured: usize) -> usize {
     }
 }
 
-/// The longest pause between connects; `None` if they are not paced.
-pub(super) fn longest_dial_pause(class: CredentialClass) -> Option<Duration> {
+/// The pace of the connects to one endpoint; `None` if they are not paced.
+pub(super) fn connect_pace(class: CredentialClass) -> Option<Pace> {
     match class {
-        CredentialClass::UnprovenToken | CredentialClass::Anonymous => Some(UNPROVEN_DIAL_PAUSE),
-        CredentialClass::SlowedToken => Some(SLOWED_DIAL_PAUSE),
+        CredentialClass::UnprovenToken | CredentialClass::Anonymous => Some(UNPROVEN_PACE),
+        CredentialClass::SlowedToken => Some(SLOWED_PACE),
         CredentialClass::Identity(_)
         | CredentialClass::Token
         | CredentialClass::Probe

@@ -45,7 +45,7 @@
 //!
 //! Connections are opened to the [`targets`] of a class that is warm or [in use](Class::plan): as many as are missing
 //! from the minimum, before the last streams are taken, and for the requests that wait; up to the limits of the class,
-//! after the pauses of a class of clients that have proven nothing, and as far as `claim` permits.
+//! at the pace of a class of clients that have proven nothing, and as far as `claim` permits.
 
 mod class;
 mod dials;

@@ -573,11 +573,21 @@ fn plan_dials_no_more_than_claims_and_pauses_permit() {
         claims <= 2
     });
     assert_eq!(effects, [Effect::Dial(0), Effect::Dial(0)]);
-    let mut unproven = waiting(CredentialClass::UnprovenToken);
     let dial = |class: &mut Class<()>| class.plan(&mut [], &around(&endpoints, now), |_| true);
-    assert_eq!(dial(&mut unproven), [Effect::Dial(0), Effect::Dial(0)]);
-    unproven.connect_ended(EndpointKey(10));
-    assert_eq!(dial(&mut unproven), [Effect::WakeAt(now + Duration::from_millis(50))]);
+    for (class, burst, interval) in [
+        (CredentialClass::UnprovenToken, 8, 200),
+        (CredentialClass::Anonymous, 8, 200),
+        (CredentialClass::SlowedToken, 4, 1_000),
+    ] {
+        let mut unproven = waiting(class);
+        for _ in 0..burst / 2 {
+            assert_eq!(dial(&mut unproven), [Effect::Dial(0), Effect::Dial(0)], "{class:?}");
+            unproven.connect_ended(EndpointKey(10));
+            unproven.connect_ended(EndpointKey(10));
+        }
+        let next = now + Duration::from_millis(interval);
+        assert_eq!(dial(&mut unproven), [Effect::WakeAt(next)], "{class:?}");
+    }
 }
 
 #[test]

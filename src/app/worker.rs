@@ -37,7 +37,7 @@ use crate::proxy::admission::proven_tokens::ProvenTokens;
 use crate::proxy::admission::socket_memory;
 use crate::proxy::client_socket::lingering_connections;
 use crate::proxy::credential_selector::CredentialSelector;
-use crate::proxy::drain::{self, DrainWatcher};
+use crate::proxy::drain::{self, DrainTrigger, DrainWatcher};
 use crate::proxy::https_server::{HttpsServer, ServedClients};
 use crate::proxy::identity_lane::HandedOver;
 use crate::proxy::listener_service::ListenerService;
@@ -117,7 +117,7 @@ impl WorkerSetup {
                 // A listener is started before connections to it are handed over.
                 biased;
                 command = commands.recv() => match command {
-                    Some(Command::Apply(state, _done)) => worker.apply(state),
+                    Some(Command::Apply(state, done)) => worker.apply(state, done),
                     Some(Command::ReleaseSockets(_done)) => worker.release_sockets(),
                     Some(Command::CloseSockets(done)) => worker.close_sockets(done),
                     None => break,
@@ -138,6 +138,16 @@ impl WorkerSetup {
     }
 }
 
+/// Drops `done` when the accept loops with these triggers have closed their sockets.
+fn drop_when_closed(done: Completion, sockets: Vec<DrainTrigger>) {
+    spawn_local(async move {
+        for socket in sockets {
+            socket.unwatched().await;
+        }
+        drop(done);
+    });
+}
+
 struct Worker {
     setup: WorkerSetup,
     tasks: TaskQueues,
@@ -154,7 +164,9 @@ struct Worker {
 }
 
 impl Worker {
-    fn apply(&mut self, state: DesiredState) {
+    /// Serves `state`, and drops `done` when the sockets that it does not have are closed. Before that, their addresses
+    /// cannot be bound again.
+    fn apply(&mut self, state: DesiredState, done: Completion) {
         let DesiredState { listeners, mut new_sockets, access, drain_timeout, listen_addresses } =
             state;
         self.drain_timeout = drain_timeout;
@@ -167,6 +179,7 @@ impl Worker {
         let used: Vec<_> =
             listeners.iter().flat_map(|bound| &bound.sockets).map(|(id, _)| *id).collect();
         let mut previous = std::mem::take(&mut self.listeners);
+        let mut closing = Vec::new();
         for bound in listeners {
             let index = previous.iter().position(|listener| listener.is_same_listener(&bound));
             let mut listener = match index.map(|index| previous.swap_remove(index)) {
@@ -176,12 +189,13 @@ impl Worker {
                 }
                 None => self.start(&bound, access),
             };
-            listener.listen(&bound.sockets, &mut new_sockets);
+            closing.extend(listener.listen(&bound.sockets, &mut new_sockets));
             self.listeners.push(listener);
         }
         for mut listener in previous {
             // A socket that another listener uses now stays open, with its accept queue.
             listener.release_sockets(|id| used.contains(&id));
+            closing.extend(listener.close_sockets());
             self.draining.spawn_local(listener.drain(self.deadline()));
         }
         let listeners = &self.listeners;
@@ -191,6 +205,7 @@ impl Worker {
             let deadline = DrainDeadline::new(drain_timeout, self.setup.force.clone());
             self.draining.spawn_local(client.drain(move || deadline.is_over()));
         }
+        drop_when_closed(done, closing);
     }
 
     /// Serves a connection with the listener of that name. Closes it if the listener was removed.
@@ -212,13 +227,7 @@ impl Worker {
     /// Closes all sockets after their accept queues are empty, and drops `done` then.
     fn close_sockets(&mut self, done: Completion) {
         let sockets = self.listeners.iter_mut().flat_map(WorkerListener::close_sockets);
-        let sockets: Vec<_> = sockets.collect();
-        spawn_local(async move {
-            for socket in sockets {
-                socket.unwatched().await;
-            }
-            drop(done);
-        });
+        drop_when_closed(done, sockets.collect());
     }
 
     fn start(&mut self, bound: &Arc<BoundListener>, access: AccessLog) -> WorkerListener {

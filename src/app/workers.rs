@@ -92,7 +92,7 @@ impl CommandSender {
     }
 
     /// Makes every worker serve `active`. `new_sockets` are the sockets that each worker does not have yet. The
-    /// returned future completes when all workers have applied the configuration.
+    /// returned future completes when all workers have applied the configuration and have closed their other sockets.
     pub fn apply(
         &self,
         active: &ActiveConfig,

@@ -134,6 +134,22 @@ async fn moved_listener_keeps_its_connections() {
     traffic.end().await;
 }
 
+/// If it were still in use, a reload that follows at once could not bind it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn address_that_a_listener_has_left_is_free_when_the_reload_ends() {
+    let mut setup = Setup::new(1).await;
+    let first = setup.proxy.addr;
+    let mut second = first;
+    second.set_ip("127.0.0.2".parse().unwrap());
+    for move_number in 0..50 {
+        let (from, to) = if move_number % 2 == 0 { (first, second) } else { (second, first) };
+        setup.change(|config| config.listeners[0].bind = vec![to]).await;
+        if let Err(error) = std::net::TcpListener::bind(from) {
+            panic!("move {move_number}: {error}");
+        }
+    }
+}
+
 /// During each move, the wildcard address and the other address overlap on one port.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn listener_moved_to_the_wildcard_address_and_back_refuses_no_connection() {

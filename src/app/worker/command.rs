@@ -18,7 +18,7 @@ pub type Completion = UnboundedSender<Infallible>;
 /// A command to a worker.
 #[derive(Debug)]
 pub enum Command {
-    /// Serve this configuration from now on.
+    /// Serve this configuration from now on, and close the sockets that it does not have.
     Apply(DesiredState, Completion),
     /// Stop accepting at once, and leave the connections in the accept queues to another process that has the
     /// same sockets. Open connections continue.

@@ -180,12 +180,12 @@ impl WorkerListener {
     }
 
     /// Accepts on exactly these sockets. Those that the listener does not have yet are removed from
-    /// `new_sockets`.
+    /// `new_sockets`. Returns one trigger for each other address, which is unwatched when its sockets are closed.
     pub fn listen(
         &mut self,
         sockets: &[(SocketId, SocketAddr)],
         new_sockets: &mut HashMap<SocketId, Vec<StdListener>>,
-    ) {
+    ) -> Vec<DrainTrigger> {
         for (id, address) in sockets {
             let Some(new) = new_sockets.remove(id) else { continue };
             let (trigger, watcher) = drain::channel();
@@ -200,13 +200,9 @@ impl WorkerListener {
             }
             self.sockets.insert(*id, trigger);
         }
-        self.sockets.retain(|id, trigger| {
-            let is_used = sockets.iter().any(|(used, _)| used == id);
-            if !is_used {
-                trigger.start(Duration::ZERO);
-            }
-            is_used
-        });
+        let is_removed = |id: &SocketId| !sockets.iter().any(|(used, _)| used == id);
+        let removed = self.sockets.extract_if(|id, _| is_removed(id)).map(|(_, trigger)| trigger);
+        removed.inspect(|trigger| trigger.start(Duration::ZERO)).collect()
     }
 
     /// Stops accepting on some sockets at once. The connections in their queues are left to the other owner of
@@ -221,19 +217,15 @@ impl WorkerListener {
         });
     }
 
-    /// Stops accepting, and accepts what the queues of the sockets hold. Returns one trigger for each address, which is
-    /// unwatched when its sockets are closed.
-    pub fn close_sockets(&mut self) -> impl Iterator<Item = DrainTrigger> {
-        self.sockets.drain().map(|(_, trigger)| {
-            trigger.start(Duration::ZERO);
-            trigger
-        })
+    /// Stops accepting, and accepts what the queues of the sockets hold. Returns what [`Self::listen`] does.
+    pub fn close_sockets(&mut self) -> Vec<DrainTrigger> {
+        self.listen(&[], &mut HashMap::new())
     }
 
     /// Drains the listener, as [`ListenerDrain`] decides.
     pub async fn drain(mut self, deadline: DrainDeadline) {
         let spread = deadline.spread();
-        self.listen(&[], &mut HashMap::new());
+        self.close_sockets();
         self.drain.start(spread);
         self.watches.0.start(spread);
         let mut drain = ListenerDrain::new(deadline.start, deadline.timeout);

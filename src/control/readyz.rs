@@ -73,7 +73,9 @@ async fn probe_repeatedly(
             current
         } else {
             users.capabilities.connection_lost(endpoint);
-            sleep_until(prober.connect_at(endpoint.is_usable(), clock::now()).into()).await;
+            // Watches may wait for what is read on the connection.
+            let is_awaited = !endpoint.is_usable() || upstream.capabilities.wanted().any();
+            sleep_until(prober.connect_at(!is_awaited, clock::now()).into()).await;
             prober.connected();
             anonymous.reset();
             version.reset();

@@ -22,7 +22,7 @@ use super::admission::tunnel_memory::TunnelMemory;
 use super::client_certificate::ProofExpiry;
 use super::consistent_reads::VersionLearner;
 use super::request_body::UploadTask;
-use super::upstream_client::{poll_turn, release_window};
+use super::upstream_client::{end_turn, poll_turn, release_window};
 use super::watch::body::WatchBody;
 use crate::observe::{Outcome, Side};
 use crate::upstream::connection::{Permit, describe_h2_error};
@@ -227,10 +227,13 @@ impl StreamedBody {
     fn data_frame(&mut self, data: Bytes) -> Frame<Bytes> {
         self.unreleased += data.len();
         self.outcome.bytes += data.len() as u64;
-        if let Some(learner) = &mut self.learner
-            && !learner.read(&data)
-        {
-            self.learner = None;
+        if let Some(learner) = &mut self.learner {
+            if learner.inflates() {
+                end_turn(&mut self.polls);
+            }
+            if !learner.read(&data) {
+                self.learner = None;
+            }
         }
         if self.recv.is_end_stream() {
             self.end();

@@ -193,6 +193,11 @@ pub fn poll_turn(polls: &mut u16, cx: &mut Context<'_>) -> Poll<()> {
     Poll::Pending
 }
 
+/// Lets other tasks run before the next poll, because this one has taken long.
+pub fn end_turn(polls: &mut u16) {
+    *polls = TURN_POLLS;
+}
+
 /// Grants the upstream new window for `unreleased` bytes, which the client has read, and resets the number.
 pub fn release_window(recv: &mut RecvStream, unreleased: &mut usize) {
     if *unreleased > 0 {

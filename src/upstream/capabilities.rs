@@ -1,10 +1,10 @@
-//! What is known about the abilities of the apiservers of one upstream, for watches with parameters that not every
+//! What is known about the capabilities of the apiservers of one upstream, for watches with parameters that not every
 //! apiserver honours ([`jackstay_core::watch::parameters`]).
 //!
 //! Nothing is read before a client sends such a watch. The probers then read it, and read it again after each new
 //! connection, because an apiserver has other feature gates only after a restart.
 
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use jackstay_core::watch::parameters::{Capability, Parameters};
@@ -12,27 +12,51 @@ use serde::Serialize;
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 
-/// Which abilities are wanted, and signals between watches and probers.
+/// Which capabilities are read, and signals between watches and probers.
 #[derive(Debug, Default)]
 pub struct CapabilityDemand {
-    wanted: AtomicU8,
+    sharded: AtomicBool,
+    features: AtomicBool,
     raised: Notify,
     recorded: Notify,
+}
+
+/// The capabilities that are read.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct WantedCapabilities {
+    /// Whether an apiserver serves shards.
+    pub sharded: bool,
+    /// Its build and feature gates.
+    pub features: bool,
+}
+
+impl WantedCapabilities {
+    /// Whether any is read.
+    pub fn any(self) -> bool {
+        self.sharded || self.features
+    }
 }
 
 impl CapabilityDemand {
     /// Called for each watch with such parameters.
     pub fn want(&self, parameters: Parameters) {
-        if self.wanted.fetch_max(parameters as u8, Ordering::Relaxed) < parameters as u8 {
+        let wanted = match parameters {
+            Parameters::Common => return,
+            Parameters::Sharded => &self.sharded,
+            Parameters::Unknown => &self.features,
+        };
+        if !wanted.load(Ordering::Relaxed) && !wanted.swap(true, Ordering::Relaxed) {
             self.raised.notify_waiters();
         }
     }
 
-    /// The parameters of all watches so far.
-    pub fn wanted(&self) -> Parameters {
-        let wanted = self.wanted.load(Ordering::Relaxed);
-        let all = [Parameters::Common, Parameters::Sharded, Parameters::Unknown];
-        all.into_iter().find(|one| *one as u8 == wanted).unwrap_or_default()
+    /// What the watches so far want.
+    pub fn wanted(&self) -> WantedCapabilities {
+        let (sharded, features) = (&self.sharded, &self.features);
+        WantedCapabilities {
+            sharded: sharded.load(Ordering::Relaxed),
+            features: features.load(Ordering::Relaxed),
+        }
     }
 
     /// Completes when more is wanted than at this call.
@@ -52,22 +76,22 @@ impl CapabilityDemand {
 }
 
 /// One process of an apiserver, as far as the prober can tell: it has ended when the prober has lost its connection. A
-/// watch keeps that which has served it.
+/// watch keeps the one that has served it.
 #[derive(Debug, Default)]
 pub struct ApiserverProcess(Mutex<Capabilities>);
 
-/// What is known about the abilities of one process.
-#[derive(Debug, Clone, Default)]
+/// What is known about the capabilities of one process, or what was read in one turn.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Capabilities {
     /// Whether it serves shards, 0 or 1.
     pub sharded: Capability,
     /// Its build and feature gates.
     pub features: Capability,
-    /// Why something is unavailable.
+    /// Why something that is wanted is not known.
     pub error: Option<String>,
 }
 
-/// The abilities of an endpoint in `/status`.
+/// The capabilities of an endpoint in `/status`.
 #[derive(Debug, Clone, Serialize)]
 pub struct CapabilityStatus {
     /// Whether it serves shards (KEP-5866); null while unknown.
@@ -75,41 +99,53 @@ pub struct CapabilityStatus {
     /// Equal for endpoints of the same build with the same feature gates; null while unknown, or if no client has sent
     /// a watch with a parameter that jackstay does not know.
     pub features: Option<String>,
-    /// Why something is unknown.
+    /// Why something that is wanted is unknown.
     pub error: Option<String>,
 }
 
 impl ApiserverProcess {
-    /// What is known about the ability to honour these parameters.
+    /// The capability to honour these parameters.
     pub fn capability(&self, parameters: Parameters) -> Capability {
-        let capabilities = self.lock();
+        let known = self.lock();
         match parameters {
             Parameters::Common => Capability::Known(0),
-            Parameters::Sharded => capabilities.sharded,
-            Parameters::Unknown => capabilities.features,
+            Parameters::Sharded => known.sharded,
+            Parameters::Unknown => known.features,
         }
     }
 
-    /// Records what was read. The caller calls [`CapabilityDemand::notify_recorded`].
-    pub fn record(&self, capabilities: Capabilities) {
-        *self.lock() = capabilities;
+    /// What is known.
+    pub fn capabilities(&self) -> Capabilities {
+        self.lock().clone()
     }
 
-    /// The abilities in `/status`; `None` before anything was read.
+    /// Records what was read. What is known stays. The caller calls [`CapabilityDemand::notify_recorded`].
+    pub fn record(&self, read: Capabilities) {
+        let mut known = self.lock();
+        let update = |known: &mut Capability, read| {
+            if !matches!(known, Capability::Known(_)) && read != Capability::Unread {
+                *known = read;
+            }
+        };
+        update(&mut known.sharded, read.sharded);
+        update(&mut known.features, read.features);
+        known.error = read.error;
+    }
+
+    /// The capabilities in `/status`; `None` before anything was read.
     pub fn status(&self) -> Option<CapabilityStatus> {
-        let Capabilities { sharded, features, error } = self.lock().clone();
-        if (sharded, features) == (Capability::Unread, Capability::Unread) {
+        let known = self.capabilities();
+        if known == Capabilities::default() {
             return None;
         }
-        let known = |capability| match capability {
+        let number = |capability| match capability {
             Capability::Known(number) => Some(number),
             Capability::Unread | Capability::Unavailable => None,
         };
-        let features = known(features).map(|fingerprint| format!("{fingerprint:016x}"));
         Some(CapabilityStatus {
-            sharded: known(sharded).map(|number| number == 1),
-            features,
-            error,
+            sharded: number(known.sharded).map(|number| number == 1),
+            features: number(known.features).map(|fingerprint| format!("{fingerprint:016x}")),
+            error: known.error,
         })
     }
 
@@ -121,27 +157,43 @@ impl ApiserverProcess {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use Capability::{Known, Unavailable, Unread};
 
     #[test]
     fn demand_only_grows() {
         let demand = CapabilityDemand::default();
-        assert_eq!(demand.wanted(), Parameters::Common);
+        demand.want(Parameters::Common);
+        assert!(!demand.wanted().any());
         demand.want(Parameters::Unknown);
+        assert_eq!(demand.wanted(), WantedCapabilities { sharded: false, features: true });
         demand.want(Parameters::Sharded);
-        assert_eq!(demand.wanted(), Parameters::Unknown);
+        assert_eq!(demand.wanted(), WantedCapabilities { sharded: true, features: true });
+    }
+
+    #[test]
+    fn what_is_known_about_a_process_stays() {
+        let process = ApiserverProcess::default();
+        for (sharded, features, expected) in [
+            (Unavailable, Unread, (Unavailable, Unread)),
+            (Known(1), Unread, (Known(1), Unread)),
+            (Unavailable, Unavailable, (Known(1), Unavailable)),
+            (Unread, Known(7), (Known(1), Known(7))),
+            (Known(0), Known(8), (Known(1), Known(7))),
+        ] {
+            process.record(Capabilities { sharded, features, error: None });
+            let known = Parameters::Sharded;
+            let known = (process.capability(known), process.capability(Parameters::Unknown));
+            assert_eq!(known, expected);
+        }
+        assert_eq!(process.capability(Parameters::Common), Known(0));
     }
 
     #[test]
     fn status_says_what_is_known_and_why_something_is_not() {
         let process = ApiserverProcess::default();
         assert!(process.status().is_none());
-        assert_eq!(process.capability(Parameters::Common), Capability::Known(0));
-        process.record(Capabilities {
-            sharded: Capability::Known(1),
-            features: Capability::Unavailable,
-            error: Some("403".to_owned()),
-        });
-        assert_eq!(process.capability(Parameters::Unknown), Capability::Unavailable);
+        let error = Some("403".to_owned());
+        process.record(Capabilities { sharded: Known(1), features: Unavailable, error });
         let status = process.status().unwrap();
         assert_eq!((status.sharded, status.features), (Some(true), None));
         assert_eq!(status.error.as_deref(), Some("403"));

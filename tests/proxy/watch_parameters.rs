@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::Method;
+use jackstay::config::Config;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::{ApiServerHandle, Faults, ScriptedResponse};
 
@@ -18,6 +19,8 @@ use crate::support::{
 const ALL: &str =
     "shardSelector=shardRange(object.metadata.uid,'0x0000000000000000','0x10000000000000000')";
 const UNKNOWN: &str = "inHaste=true";
+/// The paths that the prober asks about capabilities.
+const BOTH: [&str; 2] = ["/api/v1/services", "/metrics"];
 
 /// Sets the gate of shards of a server.
 fn shards(enabled: bool) -> impl FnOnce(&mut Faults) {
@@ -51,12 +54,22 @@ struct Setup {
 impl Setup {
     /// The watch begins on server 0, and then the others are started as `change` sets them.
     async fn new(query: &str, servers: usize, change: impl Fn(&TestCluster)) -> Self {
+        Self::with(query, servers, change, |_| {}).await
+    }
+
+    async fn with(
+        query: &str,
+        servers: usize,
+        change: impl Fn(&TestCluster),
+        configure: impl Fn(&mut Config),
+    ) -> Self {
         let cluster = TestCluster::new(servers);
         change(&cluster);
         cluster.servers[1..].iter().for_each(ApiServerHandle::kill);
         let mut config = cluster.config();
         without_suspicion(&mut config);
         config.upstreams[0].rebalance = false;
+        configure(&mut config);
         let proxy = cluster.certs.start(config);
         proxy.wait_connected(1).await;
         let client = proxy.client().await;
@@ -75,9 +88,9 @@ impl Setup {
         setup
     }
 
-    /// Waits until something is known about the abilities of so many endpoints.
+    /// Waits until something was read about so many endpoints.
     async fn wait_read(&self, count: usize) {
-        until("the abilities are read", async || {
+        until("the capabilities are read", async || {
             let endpoints = self.proxy.endpoints().await;
             endpoints.iter().filter(|one| one["capabilities"].is_object()).count() == count
         })
@@ -99,6 +112,11 @@ impl Setup {
         records.into_iter().filter(|one| one.verb == "watch").map(|one| one.server).collect()
     }
 
+    fn watch_requests(&self) -> usize {
+        let records = self.cluster.state.audit().records();
+        records.iter().filter(|one| one.verb == "watch").count()
+    }
+
     fn name(&self, server: usize) -> String {
         self.cluster.servers[server].name().to_owned()
     }
@@ -118,7 +136,7 @@ impl Setup {
         let began = Instant::now();
         self.cluster.servers[0].kill();
         assert_eq!(self.watch.wait_end().await, Ok(()));
-        // The jitter of a quiet watch is up to a second, and 2 s are waited for an ability.
+        // The jitter of a quiet watch is up to a second, and 2 s are waited for a capability.
         assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
         assert_eq!(self.asked(), [self.name(0)].into());
         for (outcome, count) in [("parameter", 1.0), ("gave_up", 0.0), ("resumed", 0.0)] {
@@ -166,6 +184,7 @@ async fn sharded_watch_is_moved_only_to_a_server_that_serves_shards() {
     let address = setup.cluster.addresses()[2];
     setup.proxy.wait_state(address, "degraded").await;
     setup.cluster.servers[2].goaway();
+    until("it has another stream there", async || setup.watch_requests() > 2).await;
     setup.write();
     setup.expect_all_events().await;
     assert_eq!(setup.asked(), [setup.name(0), setup.name(2)].into());
@@ -197,33 +216,96 @@ async fn sharded_watch_is_held_until_it_is_known_what_the_restarted_server_serve
 /// Without the right to list services, `/metrics` show the gate.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn what_a_server_serves_is_read_from_its_metrics_or_unknown_with_a_reason() {
-    let services = &["/api/v1/services"];
     let by_metrics = |cluster: &TestCluster| {
         for (server, enabled) in cluster.servers.iter().zip([true, false, true]) {
-            server.set_faults(refuse(services, forbidden()));
+            server.set_faults(refuse(&BOTH[..1], forbidden()));
             server.set_faults(shards(enabled));
         }
     };
     Setup::new(ALL, 3, by_metrics).await.expect_continues_on(2).await;
 
-    let both = &["/api/v1/services", "/metrics"];
-    let no_list = ScriptedResponse::status(200, "", "no list and no metrics");
+    let nothing = ScriptedResponse::status(200, "", "");
+    let no_gates =
+        "list of services: no list; /metrics: no feature gates (kubernetes_feature_enabled)";
     for (response, reason) in [
         (forbidden(), "list of services: 403 Forbidden; /metrics: 403 Forbidden"),
-        (no_list, "/metrics: its /metrics name no feature gate (kubernetes_feature_enabled)"),
+        (nothing, no_gates),
     ] {
         let refused = |cluster: &TestCluster| {
-            cluster.servers[1].set_faults(refuse(both, response.clone()));
+            cluster.servers[1].set_faults(refuse(&BOTH, response.clone()));
         };
         let setup = Setup::new(ALL, 2, refused).await;
         let endpoint = setup.proxy.endpoint(setup.cluster.addresses()[1]).await;
-        let shown = endpoint["capabilities"]["error"].as_str().unwrap_or_default();
-        if reason.starts_with("list") {
-            assert_eq!(shown, reason);
-        }
+        assert_eq!(endpoint["capabilities"]["error"], reason);
         assert_eq!(endpoint["state"], "ready");
         setup.expect_end().await;
     }
+}
+
+/// An apiserver that starts, or is overloaded, answers later.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn error_that_passes_does_not_end_a_watch() {
+    let setup = Setup::new(ALL, 1, |_| {}).await;
+    let server = &setup.cluster.servers[0];
+    server.kill();
+    setup.proxy.wait_metrics("jackstay_held_watches 1").await;
+    let busy = ScriptedResponse::status(429, "TooManyRequests", "the cache is not initialised");
+    server.set_faults(refuse(&BOTH, busy));
+    server.restart().unwrap();
+    let address = setup.cluster.addresses()[0];
+    until("it was asked", async || {
+        setup.proxy.endpoint(address).await["capabilities"]["error"].is_string()
+    })
+    .await;
+    server.set_faults(|faults| faults.on_request = None);
+    setup.write();
+    setup.expect_all_events().await;
+    assert_eq!(setup.watch.end(), None);
+}
+
+/// A watch with an unknown parameter, about which nothing can be read, changes nothing for the watches of shards.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn sharded_watch_continues_beside_one_with_an_unknown_parameter() {
+    let no_metrics = |cluster: &TestCluster| {
+        let all = cluster.servers.iter();
+        all.for_each(|server| server.set_faults(refuse(&["/metrics"], forbidden())));
+    };
+    let setup = Setup::new(ALL, 2, no_metrics).await;
+    let path = format!("{CONFIGMAPS}?watch=1&resourceVersion={}&{UNKNOWN}", setup.from);
+    let other = WatchRecorder::start(&setup.client, &path).await;
+    until("the metrics were asked for", async || {
+        let errors = setup.proxy.endpoints().await;
+        errors.iter().all(|one| one["capabilities"]["error"] == "/metrics: 403 Forbidden")
+    })
+    .await;
+    setup.expect_continues_on(1).await;
+    drop(other);
+}
+
+/// The only equal server answers 429: the watch waits as long as it asks for, and does not go to the other one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn sharded_watch_waits_for_the_only_equal_server() {
+    let gates = |cluster: &TestCluster| cluster.servers[2].set_faults(shards(false));
+    let setup = Setup::new(ALL, 3, gates).await;
+    let busy = ScriptedResponse::status(429, "TooManyRequests", "later").header("retry-after", "1");
+    setup.cluster.servers[1].set_faults(|faults| faults.fail_next = Some((1, busy)));
+    setup.expect_continues_on(1).await;
+}
+
+/// A GOAWAY on the connection of the prober, as with `--goaway-chance`.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn capabilities_are_read_at_once_on_a_new_connection_of_the_prober() {
+    let setup = Setup::with(
+        ALL,
+        2,
+        |_| {},
+        |config| {
+            config.upstreams[0].health.readyz.interval = Duration::from_secs(30);
+        },
+    )
+    .await;
+    setup.cluster.servers[1].goaway();
+    setup.expect_continues_on(1).await;
 }
 
 /// A server that hangs does not delay its own probes, and no watch waits for it for long.
@@ -233,7 +315,7 @@ async fn server_that_does_not_answer_about_shards_is_not_asked() {
     let (server, address) = (&setup.cluster.servers[1], setup.cluster.addresses()[1]);
     server.kill();
     setup.proxy.wait_state(address, "ejected").await;
-    server.set_faults(|faults| faults.hang_path = Some("/api/v1/services"));
+    server.set_faults(|faults| faults.hang_paths = &BOTH);
     server.restart().unwrap();
     setup.proxy.wait_ready(2).await;
     let before = setup.proxy.endpoint(address).await["last_check"]["at"].clone();

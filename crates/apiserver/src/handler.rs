@@ -144,8 +144,7 @@ impl RequestContext {
         let mut faults = self.server.faults.subscribe();
         // The sender is dropped only with the server.
         let _ = faults.wait_for(|faults| !faults.hang).await;
-        let path = self.parts.uri.path();
-        if faults.borrow().hang_path.is_some_and(|prefix| path.starts_with(prefix)) {
+        if faults.borrow().hang_paths.contains(&self.parts.uri.path()) {
             // Until the client gives up.
             std::future::pending::<()>().await;
         }

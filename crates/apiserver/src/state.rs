@@ -79,8 +79,8 @@ pub struct Faults {
     /// The probability that the server sends GOAWAY on the connection of a request, as with `--goaway-chance` of
     /// kube-apiserver.
     pub goaway_chance: f64,
-    /// Requests whose path begins with this get no response.
-    pub hang_path: Option<&'static str>,
+    /// Requests for these paths get no response.
+    pub hang_paths: &'static [&'static str],
     /// Runs before each request.
     pub on_request: Option<RequestHook>,
     /// Number of requests that get this response instead of being handled.

@@ -35,7 +35,7 @@ pub struct NoFeatures;
 
 impl fmt::Display for NoFeatures {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("its /metrics name no feature gate (kubernetes_feature_enabled)")
+        f.write_str("no feature gates (kubernetes_feature_enabled)")
     }
 }
 
@@ -93,9 +93,9 @@ impl FeatureReader {
     /// The gates, at the end of the response or when [`Self::push`] needs no more.
     ///
     /// # Errors
-    /// The response names no gates or no build, or is too large.
+    /// The response names no gates or no build, ends with the gates, or is too large.
     pub fn finish(self) -> Result<KubernetesFeatures, NoFeatures> {
-        if self.gates == 0 || !self.has_build || self.read > MAX_RESPONSE && !self.is_complete {
+        if !self.has_build || !self.is_complete {
             return Err(NoFeatures);
         }
         Ok(KubernetesFeatures { fingerprint: self.hasher.finish(), sharded: self.sharded })
@@ -156,9 +156,9 @@ mod tests {
         let on = metrics("v1.36.2", 1);
         let without_build = on.replace("kubernetes_build_info{", "build{");
         let without_gates = on.replace("kubernetes_feature_enabled{", "feature{");
-        for text in
-            ["", "\n\n", "<html>", "{}", &without_build, &without_gates, &"x".repeat(100_000)]
-        {
+        let cut = on[..on.find("# TYPE process").unwrap()].to_owned();
+        let long = "x".repeat(100_000);
+        for text in ["", "\n\n", "<html>", "{}", &without_build, &without_gates, &cut, &long] {
             assert_eq!(read(text, 100), Err(NoFeatures), "{}", &text[..text.len().min(40)]);
         }
     }

@@ -3,53 +3,71 @@
 //!
 //! | wanted | read |
 //! |---|---|
-//! | shards | a list of services with `shardSelector` and a name that none has: an apiserver that serves shards echoes the selector in `metadata.shardInfo`. Without the right to list services: `/metrics` |
+//! | shards | a list of no service with `shardSelector`: an apiserver that serves shards repeats the selector in `metadata.shardInfo`. Without the right to list services: `/metrics` |
 //! | equal servers | build and feature gates in `/metrics` |
 //!
-//! The reads run beside the probes and do not delay them.
+//! The reads run beside the probes and do not delay them. They begin when the endpoint is ready: an apiserver that starts
+//! refuses users whose rights it has not read yet.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::ops::ControlFlow;
 use std::rc::{Rc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use http::{HeaderValue, StatusCode};
+use jackstay_core::backoff::Backoff;
 use jackstay_core::kubernetes_features::{FeatureReader, KubernetesFeatures};
-use jackstay_core::watch::parameters::{Capability, Parameters};
-use jackstay_sys::clock;
+use jackstay_core::watch::parameters::Capability;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use tokio::sync::Notify;
-use tokio::time::{sleep_until, timeout};
+use tokio::time::{sleep, timeout};
 
 use super::request::{fetch, fetch_pieces};
 use crate::upstream::Upstream;
-use crate::upstream::capabilities::Capabilities;
+use crate::upstream::capabilities::{ApiserverProcess, Capabilities, WantedCapabilities};
 use crate::upstream::connection::{Connection, ConnectionState};
-use crate::upstream::endpoint::Endpoint;
+use crate::upstream::endpoint::{Endpoint, EndpointState};
 
-/// Limit of each read.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Pause after a read that has failed, or was refused: the rights of the prober may change.
-const RETRY_PAUSE: Duration = Duration::from_secs(10);
-/// The list of no services that shows whether shards are served. It is answered from the watch cache.
-const SHARD: &str = "/api/v1/services?fieldSelector=metadata.name%3Djackstay-none&resourceVersion=0&shardSelector=\
+/// Limit of the list.
+const LIST_TIMEOUT: Duration = Duration::from_secs(5);
+/// Limit of `/metrics`, which may have many megabytes.
+const METRICS_TIMEOUT: Duration = Duration::from_secs(30);
+/// Pause after the first read that has failed. It doubles with each one in a row.
+const FIRST_PAUSE: Duration = Duration::from_millis(200);
+/// Longest pause after an error that may pass.
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+/// Longest pause after a refusal: the rights of the prober may change.
+const LONGEST_REFUSED_PAUSE: Duration = Duration::from_secs(600);
+/// Interval of the checks whether the endpoint is ready.
+const READY_CHECK: Duration = Duration::from_millis(100);
+/// The list. No service can have this name. It is answered from the watch cache.
+const SHARD: &str = "/api/v1/services?fieldSelector=metadata.name%3D_&resourceVersion=0&shardSelector=\
                      shardRange(object.metadata.uid,%270x0000000000000000%27,%270x8000000000000000%27)";
 const METRICS: &str = "/metrics";
 
-/// Reads the abilities of one endpoint.
+/// Reads the capabilities of one endpoint.
 #[derive(Debug, Default)]
 pub struct CapabilityReader {
     /// `None` while the prober has none.
     connection: RefCell<Option<Weak<Connection>>>,
-    connected: Notify,
-    /// When a failed read is repeated.
-    retry_at: Cell<Option<Instant>>,
+    connection_changed: Notify,
 }
 
-/// The beginning of a list.
+/// The answer to one question.
+#[derive(Debug, PartialEq, Eq)]
+enum Answer<T> {
+    Known(T),
+    /// It will not be answered, for this reason.
+    Refused(String),
+    /// It may be answered later.
+    Failed(String),
+}
+
+/// The beginning of the list.
 #[derive(Deserialize)]
 struct List {
+    kind: String,
     metadata: ListMeta,
 }
 
@@ -68,14 +86,15 @@ impl CapabilityReader {
             Some(_) => endpoint.replace_process(),
             None => {}
         }
-        self.retry_at.set(None);
-        self.connected.notify_one();
+        self.connection_changed.notify_one();
     }
 
-    /// Called when the prober has no connection: the process of the apiserver may have ended.
+    /// Called while the prober has no connection: the process of the apiserver may have ended.
     pub fn connection_lost(&self, endpoint: &Endpoint) {
-        self.connection.take();
-        endpoint.replace_process();
+        if self.connection.take().is_some() {
+            endpoint.replace_process();
+            self.connection_changed.notify_one();
+        }
     }
 
     /// Reads what is wanted and not known, until the future is dropped.
@@ -83,120 +102,193 @@ impl CapabilityReader {
         loop {
             let raised = upstream.capabilities.raised();
             let wanted = upstream.capabilities.wanted();
+            let connection = self.connection.borrow().as_ref().and_then(Weak::upgrade);
             tokio::select! {
+                biased;
+                () = self.connection_changed.notified() => {}
                 () = raised => {}
-                () = self.connected.notified() => {}
-                () = self.read_when_due(upstream, endpoint, wanted) => {}
+                () = Self::read_wanted(upstream, endpoint, connection, wanted) => {}
             }
         }
     }
 
-    /// Waits for ever if nothing is to be read.
-    async fn read_when_due(&self, upstream: &Upstream, endpoint: &Endpoint, wanted: Parameters) {
-        let process = endpoint.process();
-        let connection = self.connection.borrow().as_ref().and_then(Weak::upgrade);
-        let live = connection.filter(|one| one.state() == ConnectionState::Live);
-        let is_known = matches!(process.capability(wanted), Capability::Known(_));
-        let (false, Some(connection)) = (is_known, live) else {
-            if !is_known && !upstream.has_probe_credential() {
-                process.record(unavailable("no credential: set readyz.token_file".to_owned()));
+    /// Never completes.
+    async fn read_wanted(
+        upstream: &Upstream,
+        endpoint: &Endpoint,
+        connection: Option<Rc<Connection>>,
+        wanted: WantedCapabilities,
+    ) {
+        match connection {
+            Some(connection) if wanted.any() => {
+                read_repeatedly(upstream, endpoint, &connection, wanted).await;
+            }
+            None if wanted.any() && !upstream.has_probe_credential() => {
+                let error = Some("jackstay has no credential for its probes".to_owned());
+                let (sharded, features) = (Capability::Unavailable, Capability::Unavailable);
+                endpoint.process().record(Capabilities { sharded, features, error });
                 upstream.capabilities.notify_recorded();
             }
-            return std::future::pending().await;
-        };
-        if let Some(at) = self.retry_at.get() {
-            sleep_until(at.into()).await;
+            _ => {}
         }
-        let token = upstream.credentials.probe_token().and_then(|token| token.header());
-        let capabilities = read(&connection, token, wanted).await;
-        let failed = capabilities.error.as_deref();
-        self.retry_at.set(failed.map(|_| clock::now() + RETRY_PAUSE));
-        if let Some(reason) = failed {
-            let (upstream, endpoint) = (&*upstream.name, &*endpoint.label);
-            tracing::debug!(upstream, endpoint, reason, "abilities of endpoint unknown");
-        }
-        process.record(capabilities);
-        upstream.capabilities.notify_recorded();
+        std::future::pending::<()>().await;
     }
 }
 
-async fn read(
+/// Reads on one connection until all is known, and again when the connection may lead to another process. Never
+/// completes.
+async fn read_repeatedly(
+    upstream: &Upstream,
+    endpoint: &Endpoint,
     connection: &Rc<Connection>,
-    token: Option<HeaderValue>,
-    wanted: Parameters,
-) -> Capabilities {
+    wanted: WantedCapabilities,
+) {
+    let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_REFUSED_PAUSE);
+    loop {
+        let process = endpoint.process();
+        if connection.state() != ConnectionState::Live {
+            // While it does not respond, its process may have ended unnoticed.
+            endpoint.replace_process();
+            connection.changed().await;
+            continue;
+        }
+        if endpoint.state() != EndpointState::Ready {
+            sleep(READY_CHECK).await;
+            continue;
+        }
+        if is_known(&process, wanted) {
+            connection.changed().await;
+            continue;
+        }
+        let (read, may_pass) = read(upstream, connection, &process, wanted).await;
+        if let Some(reason) = &read.error {
+            let (upstream, endpoint) = (&*upstream.name, &*endpoint.label);
+            tracing::debug!(upstream, endpoint, reason, "capabilities of endpoint unknown");
+        }
+        process.record(read);
+        upstream.capabilities.notify_recorded();
+        if is_known(&process, wanted) {
+            backoff.reset();
+        } else {
+            backoff.failed();
+            let pause = backoff.random_pause(&mut fastrand::Rng::new());
+            sleep(if may_pass { pause.min(LONGEST_PAUSE) } else { pause }).await;
+        }
+    }
+}
+
+fn is_known(process: &ApiserverProcess, wanted: WantedCapabilities) -> bool {
+    let known = process.capabilities();
+    let is_known = |capability| matches!(capability, Capability::Known(_));
+    (!wanted.sharded || is_known(known.sharded)) && (!wanted.features || is_known(known.features))
+}
+
+/// Reads what is wanted and not known of a process. Returns also whether what has failed may pass.
+async fn read(
+    upstream: &Upstream,
+    connection: &Rc<Connection>,
+    process: &ApiserverProcess,
+    wanted: WantedCapabilities,
+) -> (Capabilities, bool) {
+    let token = || upstream.credentials.probe_token().and_then(|token| token.header());
+    let asks_for_shards =
+        wanted.sharded && !is_known(process, WantedCapabilities { features: false, ..wanted });
+    let shards = if asks_for_shards { Some(shards(connection, token()).await) } else { None };
+    let asks_for_metrics = wanted.features
+        && !is_known(process, WantedCapabilities { sharded: false, ..wanted })
+        || matches!(shards, Some(Answer::Refused(_)));
+    let features = if asks_for_metrics { Some(features(connection, token()).await) } else { None };
+    interpret(shards, features)
+}
+
+/// What the answers to the questions that were asked say. Returns also whether an error may pass.
+fn interpret(
+    shards: Option<Answer<bool>>,
+    features: Option<Answer<KubernetesFeatures>>,
+) -> (Capabilities, bool) {
+    use Answer::{Failed, Known, Refused};
+    let sharded = match (&shards, &features) {
+        (Some(Known(sharded)), _) => Capability::Known((*sharded).into()),
+        (_, Some(Known(features))) => Capability::Known(features.sharded.into()),
+        (Some(Refused(_)), Some(Refused(_))) => Capability::Unavailable,
+        _ => Capability::Unread,
+    };
+    let fingerprint = match &features {
+        Some(Known(features)) => Capability::Known(features.fingerprint),
+        Some(Refused(_)) => Capability::Unavailable,
+        Some(Failed(_)) | None => Capability::Unread,
+    };
+    let may_pass = matches!(shards, Some(Failed(_))) || matches!(features, Some(Failed(_)));
     let mut errors = Vec::new();
-    if wanted == Parameters::Sharded {
-        match within_limit("list of services", serves_shards(connection, token.clone())).await {
-            Ok(sharded) => return of_shards(sharded),
-            Err(error) => errors.push(error),
-        }
+    if !matches!(features, Some(Known(_)))
+        && let Some(Refused(error) | Failed(error)) = shards
+    {
+        errors.push(format!("list of services: {error}"));
     }
-    match within_limit(METRICS, features(connection, token)).await {
-        Ok(KubernetesFeatures { fingerprint, sharded }) => {
-            let features = Capability::Known(fingerprint);
-            Capabilities { features, ..of_shards(sharded) }
-        }
-        Err(error) => {
-            errors.push(error);
-            unavailable(errors.join("; "))
-        }
+    if let Some(Refused(error) | Failed(error)) = features {
+        errors.push(format!("{METRICS}: {error}"));
     }
-}
-
-fn of_shards(sharded: bool) -> Capabilities {
-    Capabilities { sharded: Capability::Known(sharded.into()), ..Capabilities::default() }
-}
-
-fn unavailable(error: String) -> Capabilities {
-    let (sharded, features) = (Capability::Unavailable, Capability::Unavailable);
-    Capabilities { sharded, features, error: Some(error) }
-}
-
-async fn within_limit<T>(
-    what: &str,
-    read: impl Future<Output = Result<T, String>>,
-) -> Result<T, String> {
-    let late = |_| Err(format!("not answered within {} s", ANSWER_TIMEOUT.as_secs()));
-    let read = timeout(ANSWER_TIMEOUT, read).await.unwrap_or_else(late);
-    read.map_err(|error| format!("{what}: {error}"))
+    let error = (!errors.is_empty()).then(|| errors.join("; "));
+    (Capabilities { sharded, features: fingerprint, error }, may_pass)
 }
 
 /// Whether the apiserver serves shards. One that does not know the parameter, or whose gate is off, ignores it.
-async fn serves_shards(
-    connection: &Rc<Connection>,
-    token: Option<HeaderValue>,
-) -> Result<bool, String> {
-    let (status, body) = fetch(connection, SHARD, token).await.map_err(|e| e.to_string())?;
-    interpret_list(status, &body)
+async fn shards(connection: &Rc<Connection>, token: Option<HeaderValue>) -> Answer<bool> {
+    match timeout(LIST_TIMEOUT, fetch(connection, SHARD, token)).await {
+        Ok(Ok((status, body))) => interpret_list(status, &body),
+        Ok(Err(error)) => Answer::Failed(error.to_string()),
+        Err(_) => late(LIST_TIMEOUT),
+    }
 }
 
-fn interpret_list(status: StatusCode, body: &[u8]) -> Result<bool, String> {
-    if status != StatusCode::OK {
-        return Err(status.to_string());
+fn interpret_list(status: StatusCode, body: &[u8]) -> Answer<bool> {
+    if let Some(error) = interpret_status(status) {
+        return error;
     }
-    let list: List = serde_json::from_slice(body).map_err(|_| "no list".to_owned())?;
-    Ok(list.metadata.shard_info.is_some())
+    match serde_json::from_slice(body) {
+        Ok(List { kind, metadata }) if kind == "ServiceList" => {
+            Answer::Known(metadata.shard_info.is_some())
+        }
+        Ok(_) | Err(_) => Answer::Refused("no list".to_owned()),
+    }
 }
 
 async fn features(
     connection: &Rc<Connection>,
     token: Option<HeaderValue>,
-) -> Result<KubernetesFeatures, String> {
+) -> Answer<KubernetesFeatures> {
     let mut reader = FeatureReader::default();
     let read = |piece: &[u8]| {
         if reader.push(piece) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     };
-    let status = fetch_pieces(connection, METRICS, token, read).await.map_err(|e| e.to_string())?;
-    if status != StatusCode::OK {
-        return Err(status.to_string());
+    match timeout(METRICS_TIMEOUT, fetch_pieces(connection, METRICS, token, read)).await {
+        Ok(Ok(status)) => interpret_status(status).unwrap_or_else(|| match reader.finish() {
+            Ok(features) => Answer::Known(features),
+            Err(error) => Answer::Refused(error.to_string()),
+        }),
+        Ok(Err(error)) => Answer::Failed(error.to_string()),
+        Err(_) => late(METRICS_TIMEOUT),
     }
-    reader.finish().map_err(|error| error.to_string())
+}
+
+/// The answer that a status other than 200 is.
+fn interpret_status<T>(status: StatusCode) -> Option<Answer<T>> {
+    match status {
+        StatusCode::OK => None,
+        StatusCode::TOO_MANY_REQUESTS => Some(Answer::Failed(status.to_string())),
+        _ if status.is_server_error() => Some(Answer::Failed(status.to_string())),
+        _ => Some(Answer::Refused(status.to_string())),
+    }
+}
+
+fn late<T>(limit: Duration) -> Answer<T> {
+    Answer::Failed(format!("not answered within {} s", limit.as_secs()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use Answer::{Failed, Known, Refused};
 
     #[test]
     fn list_shows_whether_shards_are_served() {
@@ -204,10 +296,64 @@ mod tests {
             interpret_list(StatusCode::from_u16(code).unwrap(), body.as_bytes())
         };
         let echo = r#"{"kind":"ServiceList","metadata":{"resourceVersion":"7","shardInfo":{"selector":"x"}},"items":[]}"#;
-        assert_eq!(interpret(200, echo), Ok(true));
-        assert_eq!(interpret(200, r#"{"metadata":{"resourceVersion":"7"},"items":[]}"#), Ok(false));
-        assert_eq!(interpret(200, r#"{"metadata":{"shardInfo":null}}"#), Ok(false));
-        assert_eq!(interpret(200, "<html>"), Err("no list".to_owned()));
-        assert_eq!(interpret(403, echo), Err("403 Forbidden".to_owned()));
+        assert_eq!(interpret(200, echo), Known(true));
+        assert_eq!(
+            interpret(
+                200,
+                r#"{"kind":"ServiceList","metadata":{"resourceVersion":"7"},"items":[]}"#
+            ),
+            Known(false)
+        );
+        assert_eq!(
+            interpret(200, r#"{"kind":"ServiceList","metadata":{"shardInfo":null}}"#),
+            Known(false)
+        );
+        for other in ["<html>", r#"{"kind":"Status","metadata":{}}"#] {
+            assert_eq!(interpret(200, other), Refused("no list".to_owned()));
+        }
+        assert_eq!(interpret(403, echo), Refused("403 Forbidden".to_owned()));
+        for code in [429, 500, 503, 504] {
+            assert!(matches!(interpret(code, echo), Failed(_)), "{code}");
+        }
+    }
+
+    #[test]
+    fn metrics_answer_what_the_list_does_not() {
+        let on = || Some(Known(KubernetesFeatures { fingerprint: 7, sharded: true }));
+        let (refused, failed) = (|| Some(Refused("r".to_owned())), || Some(Failed("f".to_owned())));
+        let (unread, unavailable) = (Capability::Unread, Capability::Unavailable);
+        let known = Capability::Known;
+        // The answers; expected: shards, features, error, and whether that may pass.
+        for (shards, features, expected) in [
+            (Some(Known(true)), None, (known(1), unread, None, false)),
+            (Some(Known(false)), on(), (known(0), known(7), None, false)),
+            (None, on(), (known(1), known(7), None, false)),
+            (refused().map(no_answer), on(), (known(1), known(7), None, false)),
+            (Some(Known(true)), refused(), (known(1), unavailable, Some("/metrics: r"), false)),
+            (
+                refused().map(no_answer),
+                refused(),
+                (unavailable, unavailable, Some("list of services: r; /metrics: r"), false),
+            ),
+            (
+                refused().map(no_answer),
+                failed(),
+                (unread, unread, Some("list of services: r; /metrics: f"), true),
+            ),
+            (failed().map(no_answer), None, (unread, unread, Some("list of services: f"), true)),
+        ] {
+            let (sharded, fingerprint, error, may_pass) = expected;
+            let error = error.map(str::to_owned);
+            let expected = (Capabilities { sharded, features: fingerprint, error }, may_pass);
+            assert_eq!(interpret(shards, features), expected);
+        }
+    }
+
+    fn no_answer(answer: Answer<KubernetesFeatures>) -> Answer<bool> {
+        match answer {
+            Refused(error) => Refused(error),
+            Failed(error) => Failed(error),
+            Known(_) => unreachable!("only for answers without a value"),
+        }
     }
 }

@@ -30,8 +30,9 @@ use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::{DialedConnection, dial_h2};
 use crate::upstream::endpoint::{ConnectFailureKind, ConnectTimeout, Endpoint, Observation};
 
-/// Streams that the prober opens at a time on a connection.
-pub const PROBE_STREAMS: usize = 3;
+/// Streams that the prober opens at a time on a connection: `/readyz`, `/livez`, `/version`, and questions about the lag
+/// and the capabilities.
+pub const PROBE_STREAMS: usize = 5;
 /// Limit for one handshake, including the second one that races it.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Pause after a refused handshake.

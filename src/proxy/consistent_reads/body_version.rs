@@ -1,6 +1,6 @@
-//! Reads the resource version of a response while its body is forwarded. Nothing is delayed for it, and at most
-//! [`MAX_HEAD`] bytes are copied. A compressed body is inflated as far as that takes: to its beginning for most bodies,
-//! as a whole for a list of custom resources, whose metadata follows its items.
+//! Reads the resource version of a response while its body is forwarded. At most [`MAX_HEAD`] bytes are copied. A
+//! compressed body is inflated as far as that takes: to its beginning for most bodies, as a whole for a list of custom
+//! resources, whose metadata follows its items. Nothing else is delayed for it.
 
 use std::io::Read as _;
 
@@ -21,6 +21,9 @@ const MAX_HEAD: usize = 64 * 1024;
 const TAIL: usize = 2048;
 /// Bytes of the prefix of a compressed body that are inflated at most.
 const MAX_INFLATED: u64 = 4096;
+
+/// Pieces of 16 KiB to which one chunk may inflate. Those of objects have a tenth of that.
+const MAX_PIECES: usize = 512;
 
 /// How a body is encoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,7 +113,7 @@ impl BodyVersion {
     pub fn read(&mut self, data: &Bytes) -> ReadProgress {
         let Some(mut gzip) = self.gzip.take() else { return self.read_plain(data) };
         gzip.push(data.clone());
-        loop {
+        for _ in 0..MAX_PIECES {
             match gzip.next_piece() {
                 Ok(Some(piece)) => match self.read_plain(&piece) {
                     ReadProgress::Unknown => {}
@@ -124,6 +127,12 @@ impl BodyVersion {
                 Err(_) => return ReadProgress::None,
             }
         }
+        ReadProgress::None
+    }
+
+    /// Whether the next bytes will be inflated.
+    pub fn inflates(&self) -> bool {
+        self.gzip.is_some()
     }
 
     fn read_plain(&mut self, data: &[u8]) -> ReadProgress {

@@ -351,6 +351,11 @@ impl VersionLearner {
         false
     }
 
+    /// Whether reading takes long, because the body is compressed.
+    pub fn inflates(&self) -> bool {
+        self.body.inflates()
+    }
+
     /// Reads a body that has arrived as a whole.
     pub fn read_whole(&mut self, data: &Bytes) {
         if self.read(data) {

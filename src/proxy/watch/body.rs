@@ -3,8 +3,8 @@
 //!
 //! The body reports inputs to [`super::session`] and executes the effects that it returns. [`stream`] reads
 //! an upstream stream and waits for a reason to leave it, [`attempt`] opens the next stream or waits for the
-//! end of an outage, [`moving`] opens a stream while the current one works, [`suitable`] says which endpoints may continue the watch, and
-//! [`context`] holds the request.
+//! end of an outage, [`moving`] opens a stream while the current one works, [`suitable`] says which endpoints may
+//! continue the watch, and [`context`] holds the request.
 
 mod attempt;
 mod context;
@@ -235,7 +235,7 @@ impl WatchBody {
             self.context.upstream.metrics.watch_resumed("withheld");
         }
         self.detach();
-        let endpoints = &self.context.upstream.endpoint_conditions();
+        let endpoints = &self.context.endpoint_conditions();
         let cause = "the endpoint's history does not reach back to the cursor";
         self.step(Input::Rejected { error_event, endpoint, endpoints }, cause);
     }
@@ -243,13 +243,13 @@ impl WatchBody {
     fn attempt_ended(&mut self, result: Result<Response, AttemptError>) {
         let (result, connection, cause) = match result {
             Ok(response) => {
-                let result = self.context.attempt_result(&response.head);
+                let result = self.context.attempt_result(&response);
                 if result.is_accepted() {
                     self.context.forget_last_connection();
                     self.switch_to(response, "resumed");
                     return self.step(Input::Accepted, "");
                 }
-                let cause = self.context.describe_refusal(&response.head);
+                let cause = self.context.describe_refusal(&response);
                 (result, Some(Rc::clone(response.permit.connection())), cause)
             }
             Err(AttemptError { reason, kind: AttemptErrorKind::Parameter, .. }) => {
@@ -264,7 +264,7 @@ impl WatchBody {
         if let Some(connection) = &connection {
             self.context.set_last_connection(connection);
         }
-        let endpoints = &self.context.upstream.endpoint_conditions();
+        let endpoints = &self.context.endpoint_conditions();
         self.step(Input::AttemptFailed { result, endpoint, endpoints }, &cause);
     }
 

@@ -11,7 +11,7 @@
 #[cfg(test)]
 mod tests;
 
-pub use super::query::{first_value, parse_bool, unescape_query};
+pub use super::query::{first_value, pairs, parse_bool, unescape_query};
 
 use std::borrow::Cow;
 

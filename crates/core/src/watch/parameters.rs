@@ -4,19 +4,19 @@
 //! (`shardSelector`, KEP-5866) that continues on such a server receives the events of all objects, and nothing shows it.
 //! So it continues only on a server that is known to honour the same parameters as the first one:
 //!
-//! | parameters of the query | compared |
+//! | parameters of the query | must be equal |
 //! |---|---|
 //! | those that every supported version honours | nothing |
 //! | also `shardSelector` | whether the servers honour it |
-//! | also an unknown one | version, build and feature gates, which must be equal |
+//! | also an unknown one | build and feature gates |
 //!
-//! What is compared is a [`Capability`] of a process of an apiserver. While it is being read, the watch waits; if no
-//! endpoint can have an equal one, the watch ends.
+//! A [`Capability`] of a process of an apiserver is compared. While it is read, the watch waits; if no endpoint can have an
+//! equal one, the watch ends.
 
 use crate::endpoint_condition::EndpointCondition;
 use crate::endpoint_state::EndpointState;
 use crate::pool::EndpointKey;
-use crate::request::info::unescape_query;
+use crate::request::info::{first_value, pairs};
 
 /// The parameters of a list or watch that every apiserver honours, or refuses with an error (`ListOptions` in
 /// apimachinery; `pretty`, `includeObject` and `timeout` in the handlers of kube-apiserver).
@@ -38,7 +38,7 @@ const COMMON: [&str; 13] = [
 /// The parameter of a sharded list or watch (gate `ShardedListAndWatch`, alpha in 1.36).
 const SHARD_SELECTOR: &str = "shardSelector";
 
-/// Who honours the parameters of a watch.
+/// The parameters of a watch, by the apiservers that honour them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Parameters {
     /// Every apiserver.
@@ -50,7 +50,7 @@ pub enum Parameters {
     Unknown,
 }
 
-/// What is known about an ability of one process of an apiserver.
+/// What is known about a capability of one process of an apiserver.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Capability {
     /// It has not been read yet.
@@ -58,7 +58,7 @@ pub enum Capability {
     Unread,
     /// It cannot be read, for example because the credential of the prober does not permit it.
     Unavailable,
-    /// A number that is equal for equal abilities.
+    /// A number that is equal for equal capabilities.
     Known(u64),
 }
 
@@ -71,11 +71,11 @@ pub struct Candidate {
     pub capability: Capability,
 }
 
-/// Which endpoints may be asked.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Whether an endpoint may be asked now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Choice {
-    /// Any but these.
-    Except(Vec<EndpointKey>),
+    /// At least one may, except those of [`unequal`].
+    Ask,
     /// It is known when a capability has been read.
     Wait,
     /// It is known when a total outage has ended.
@@ -85,20 +85,14 @@ pub enum Choice {
 }
 
 impl Parameters {
-    /// The parameters of a query. Pairs that kube-apiserver drops, because their name is escaped wrongly, do not count.
+    /// The parameters of a query.
     pub fn of(query: &str) -> Self {
-        let pairs = query.split('&').filter(|pair| !pair.is_empty());
-        let of_pair = |pair: &str| {
-            let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
-            match unescape_query(name).as_deref() {
-                None => Self::Common,
-                Some(name) if COMMON.contains(&name) => Self::Common,
-                Some(SHARD_SELECTOR) if value.is_empty() => Self::Common,
-                Some(SHARD_SELECTOR) => Self::Sharded,
-                Some(_) => Self::Unknown,
-            }
-        };
-        pairs.map(of_pair).max().unwrap_or_default()
+        let is_known = |name: &str| name == SHARD_SELECTOR || COMMON.contains(&name);
+        if pairs(query).any(|(name, _)| !is_known(&name)) {
+            return Self::Unknown;
+        }
+        let is_sharded = first_value(query, SHARD_SELECTOR).is_some_and(|value| !value.is_empty());
+        if is_sharded { Self::Sharded } else { Self::Common }
     }
 }
 
@@ -110,8 +104,19 @@ pub fn unequal(first: Capability, candidates: &[Candidate]) -> Vec<EndpointKey> 
     unequal.map(|one| one.condition.key).collect()
 }
 
-/// Which endpoints may continue a watch. `is_current`: the process that served it `first` has not ended, so that an
-/// unread capability will be read. Endpoints in `excluded` are not asked for another reason.
+/// The endpoints that cannot continue a watch, whatever is read about the others.
+pub fn different(first: Capability, candidates: &[Candidate]) -> Vec<EndpointKey> {
+    use Capability::{Known, Unavailable};
+    let is_different = |one: &&Candidate| match (first, one.capability) {
+        (Unavailable, _) | (_, Unavailable) => true,
+        (Known(first), Known(other)) => first != other,
+        _ => false,
+    };
+    candidates.iter().filter(is_different).map(|one| one.condition.key).collect()
+}
+
+/// Whether an endpoint may be asked to continue a watch. `is_current`: the process that served it `first` has not ended, so
+/// that an unread capability will be read. Endpoints in `excluded` are not asked for another reason.
 ///
 /// In a total outage nothing is known about the servers that will return.
 pub fn choose(
@@ -128,7 +133,7 @@ pub fn choose(
     let has_usable =
         |capability| candidates.iter().filter(is_usable).any(|one| one.capability == capability);
     match first {
-        Capability::Known(_) if has_usable(first) => Choice::Except(unequal(first, candidates)),
+        Capability::Known(_) if has_usable(first) => Choice::Ask,
         Capability::Known(_) if is_outage => Choice::Hold,
         Capability::Known(_) if has_usable(Capability::Unread) => Choice::Wait,
         Capability::Unread if is_current => Choice::Wait,
@@ -161,6 +166,9 @@ mod tests {
             ("watch=1&follow", Parameters::Unknown),
             ("watch=1&ShardSelector=x", Parameters::Unknown),
             ("other=1&shardSelector=x&watch=1", Parameters::Unknown),
+            // kube-apiserver drops malformed pairs, and takes the first value.
+            ("watch=1&shardSelector=a;b&x=%zz", Parameters::Common),
+            ("shardSelector=&shardSelector=x", Parameters::Common),
         ] {
             assert_eq!(Parameters::of(query), expected, "{query}");
         }
@@ -175,32 +183,43 @@ mod tests {
         states.iter().enumerate().map(candidate).collect()
     }
 
-    fn except(keys: &[usize]) -> Choice {
-        Choice::Except(keys.iter().copied().map(EndpointKey).collect())
+    fn keys(numbers: &[usize]) -> Vec<EndpointKey> {
+        numbers.iter().copied().map(EndpointKey).collect()
     }
 
     #[test]
     fn watch_continues_only_on_equal_servers() {
         let known = (Known(1), false);
-        for (first, states, expected) in [
-            (known, &[(Ready, Known(1)), (Ready, Known(1))][..], except(&[])),
-            (known, &[(Ready, Known(1)), (Ready, Known(0))], except(&[1])),
-            (known, &[(Ready, Unread), (Connecting, Known(1))], except(&[0])),
-            (known, &[(Ready, Unavailable), (Degraded, Known(1))], except(&[0])),
-            (known, &[(Ejected, Known(1)), (Ready, Known(0))], Choice::None),
-            (known, &[(Ejected, Unread), (Ready, Known(0))], Choice::None),
-            (known, &[(Ready, Unread), (Ready, Known(0))], Choice::Wait),
-            (known, &[(Connecting, Unread)], Choice::Wait),
-            (known, &[(Ready, Unavailable)], Choice::None),
-            (known, &[], Choice::None),
-            ((Unread, true), &[(Ready, Known(1))], Choice::Wait),
-            ((Unread, false), &[(Ready, Known(1))], Choice::None),
-            ((Unread, false), &[(Ready, Unread)], Choice::None),
-            ((Unavailable, true), &[(Ready, Unavailable)], Choice::None),
+        for (first, states, expected, left) in [
+            (known, &[(Ready, Known(1)), (Ready, Known(1))][..], Choice::Ask, &[0, 1][..]),
+            (known, &[(Ready, Known(1)), (Ready, Known(0))], Choice::Ask, &[0]),
+            (known, &[(Ready, Unread), (Connecting, Known(1))], Choice::Ask, &[1]),
+            (known, &[(Ready, Unavailable), (Degraded, Known(1))], Choice::Ask, &[1]),
+            (known, &[(Ejected, Known(1)), (Ready, Known(0))], Choice::None, &[0]),
+            (known, &[(Ejected, Unread), (Ready, Known(0))], Choice::None, &[]),
+            (known, &[(Ready, Unread), (Ready, Known(0))], Choice::Wait, &[]),
+            (known, &[(Connecting, Unread)], Choice::Wait, &[]),
+            (known, &[(Ready, Unavailable)], Choice::None, &[]),
+            (known, &[], Choice::None, &[]),
+            ((Unread, true), &[(Ready, Known(1))], Choice::Wait, &[]),
+            ((Unread, false), &[(Ready, Known(1))], Choice::None, &[]),
+            ((Unread, false), &[(Ready, Unread)], Choice::None, &[]),
+            ((Unavailable, true), &[(Ready, Unavailable)], Choice::None, &[]),
         ] {
             let candidates = candidates(states);
             assert_eq!(choose(first, &candidates, &[], false), expected, "{first:?} {states:?}");
+            let mut equal = keys(&(0..states.len()).collect::<Vec<_>>());
+            equal.retain(|key| !unequal(first.0, &candidates).contains(key));
+            assert_eq!(equal, keys(left), "{first:?} {states:?}");
         }
+    }
+
+    #[test]
+    fn unread_capability_may_be_equal() {
+        let states =
+            [(Ready, Known(1)), (Ejected, Unread), (Ready, Known(0)), (Ready, Unavailable)];
+        assert_eq!(different(Known(1), &candidates(&states)), keys(&[2, 3]));
+        assert_eq!(different(Unread, &candidates(&states)), keys(&[3]));
     }
 
     #[test]
@@ -217,6 +236,6 @@ mod tests {
         assert_eq!(choose((Known(1), false), &down, &[], true), Choice::Hold);
         assert_eq!(choose((Unavailable, false), &down, &[], true), Choice::None);
         let one = candidates(&[(Connecting, Known(1)), (Ejected, Unread)]);
-        assert_eq!(choose((Known(1), false), &one, &[], true), except(&[1]));
+        assert_eq!(choose((Known(1), false), &one, &[], true), Choice::Ask);
     }
 }

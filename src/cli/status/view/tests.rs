@@ -58,7 +58,7 @@ fn status() -> Value {
 fn text_wide_has_every_part() {
     let text = text(&status(), Style::default());
     for part in [
-        "watches of shards not resumed at 10.0.0.2:6443: /metrics: 403 Forbidden",
+        "watches of shards or with unknown parameters not resumed at 10.0.0.2:6443: /metrics: 403 Forbidden",
         "jackstay 1.2 (abc)  ·  up 3h12m  ·  1 of 2 endpoints ready  ·  40 streams (29 watches)",
         "\nmemory for clients: 3.1 MiB of 179.2 MiB; shed: 12 stalled_reader, 3 stream_refused\n",
         "\n2 workers: 1 connection; identity lane: 3 connections\n",

@@ -22,7 +22,9 @@ impl View {
         for endpoint in list_at(upstream, "endpoints") {
             let Some(error) = endpoint["capabilities"]["error"].as_str() else { continue };
             let address = text_at(endpoint, "address");
-            let text = format!("watches of shards not resumed at {address}: {error}");
+            let text = format!(
+                "watches of shards or with unknown parameters not resumed at {address}: {error}"
+            );
             out.push_str(&self.style.paint(&clean(&text), Tone::Warn));
             out.push('\n');
         }

@@ -17,7 +17,7 @@ use jackstay_sys::clock;
 use tokio::time::{sleep, sleep_until, timeout_at};
 
 use super::context::ResumeContext;
-use super::suitable::NoneSuitable;
+use super::suitable::{NoneSuitable, PROCESS_CHANGED};
 use crate::proxy::attempt::Attempt;
 use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response, until_troubled};
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
@@ -66,6 +66,7 @@ impl From<NoneSuitable> for AttemptErrorKind {
     fn from(none: NoneSuitable) -> Self {
         match none {
             NoneSuitable::Outage => Self::Outage,
+            NoneSuitable::Excluded => Self::Transient,
             NoneSuitable::Parameter => Self::Parameter,
         }
     }
@@ -115,8 +116,7 @@ pub(super) fn resume(
                     send(&upstream, permit, head, deadline).await
                 }
                 Ok(Ok(_)) => {
-                    let reason = "the apiserver of the endpoint has changed".to_owned();
-                    Err(no_stream(reason, AttemptErrorKind::Transient))
+                    Err(no_stream(PROCESS_CHANGED.to_owned(), AttemptErrorKind::Transient))
                 }
                 Ok(Err(unavailable)) => {
                     let reason = StatusError::from(&unavailable).message;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Uri, header, response};
+use jackstay_core::endpoint_condition::EndpointCondition;
 use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::info::is_built_in_group;
@@ -15,11 +16,11 @@ use jackstay_core::watch::session::{AttemptResult, NotResumable, Session};
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 
-use super::suitable::{RequiredParameters, SuitableEndpoints};
+use super::suitable::{PROCESS_CHANGED, RequiredParameters, SuitableEndpoints};
 use super::versions::WatchVersions;
 use crate::proxy::client_certificate::IdentityProof;
 use crate::proxy::drain::DrainWatcher;
-use crate::proxy::upstream_client::UpstreamClient;
+use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response};
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::ClassPool;
@@ -118,6 +119,16 @@ impl ResumeContext {
         }
     }
 
+    /// The endpoints of the upstream, without those that cannot continue the watch because of its parameters.
+    pub(super) fn endpoint_conditions(&self) -> Vec<EndpointCondition> {
+        let mut conditions = self.upstream.endpoint_conditions();
+        if let Some(parameters) = self.parameters() {
+            let different = parameters.different(self.upstream.pool.upstream());
+            conditions.retain(|one| !different.contains(&one.key));
+        }
+        conditions
+    }
+
     fn parameters(&self) -> Option<&Rc<RequiredParameters>> {
         self.restrictions.as_ref()?.parameters.as_ref()
     }
@@ -166,8 +177,12 @@ impl ResumeContext {
         Some((Arc::clone(record), version))
     }
 
-    /// The result of an attempt with this response head.
-    pub(super) fn attempt_result(&self, head: &response::Parts) -> AttemptResult {
+    /// The result of an attempt with this response.
+    pub(super) fn attempt_result(&self, response: &Response) -> AttemptResult {
+        if !self.honours_parameters(response) {
+            return AttemptResult::NoHead { outage: false };
+        }
+        let head = &response.head;
         let content_type = content_type(&head.headers).trim();
         AttemptResult::Head {
             status: head.status.as_u16(),
@@ -178,17 +193,24 @@ impl ResumeContext {
         }
     }
 
+    /// Whether the process of the endpoint is still known to honour the parameters of the watch.
+    fn honours_parameters(&self, response: &Response) -> bool {
+        let (endpoint, upstream) =
+            (&response.permit.connection().endpoint, self.upstream.pool.upstream());
+        self.parameters().is_none_or(|parameters| parameters.is_equal(endpoint, upstream))
+    }
+
     /// The endpoints that must not be asked for a stream to which the watch moves.
     pub(super) fn excluded_from_moves(&self) -> Vec<EndpointKey> {
         let restrictions = self.restrictions.as_deref();
         restrictions.map_or_else(Vec::new, |restrictions| restrictions.without_encoding.clone())
     }
 
-    /// Called when this endpoint has answered an attempt to move.
-    pub(super) fn record_move_answer(&mut self, head: &response::Parts, endpoint: &Endpoint) {
-        if self.attempt_result(head).lacks_encoding() {
+    /// Called when an attempt to move was answered.
+    pub(super) fn record_move_answer(&mut self, response: &Response) {
+        if self.attempt_result(response).lacks_encoding() {
             let restrictions = self.restrictions.get_or_insert_default();
-            restrictions.without_encoding.push(endpoint.key());
+            restrictions.without_encoding.push(response.permit.connection().endpoint.key());
         }
     }
 
@@ -199,11 +221,12 @@ impl ResumeContext {
         }
     }
 
-    /// Why the head of such a result is not accepted, for logs.
-    pub(super) fn describe_refusal(&self, head: &response::Parts) -> String {
-        let answer = format!("the endpoint answered {}", head.status);
-        match self.attempt_result(head) {
+    /// Why such a response is not accepted, for logs.
+    pub(super) fn describe_refusal(&self, response: &Response) -> String {
+        let answer = format!("the endpoint answered {}", response.head.status);
+        match self.attempt_result(response) {
             AttemptResult::Head { status: 200, .. } => answer + " in another encoding",
+            AttemptResult::NoHead { .. } => PROCESS_CHANGED.to_owned(),
             _ => answer,
         }
     }

@@ -76,8 +76,7 @@ impl WatchBody {
         let Source::Moving(moving) = std::mem::replace(&mut self.source, ended) else { return };
         let (mut old, _) = *moving;
         if let Ok(response) = &result {
-            let endpoint = &response.permit.connection().endpoint;
-            self.context.record_move_answer(&response.head, endpoint);
+            self.context.record_move_answer(response);
         }
         match check_response(result, &self.relay, &self.context) {
             Ok(response) => {
@@ -173,8 +172,8 @@ fn check_response(
     context: &ResumeContext,
 ) -> Result<Response, String> {
     let response = result?;
-    if !context.attempt_result(&response.head).is_accepted() {
-        return Err(context.describe_refusal(&response.head));
+    if !context.attempt_result(&response).is_accepted() {
+        return Err(context.describe_refusal(&response));
     }
     let account = context.upstream.watches.gzip_state(relay.account());
     let first = first_piece(&response, account).map_err(|error| {

@@ -10,7 +10,7 @@ use http::HeaderValue;
 use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::watch::parameters::{
-    Candidate, Capability, Choice, Parameters, choose, unequal,
+    Candidate, Capability, Choice, Parameters, choose, different, unequal,
 };
 use jackstay_sys::clock;
 use tokio::time::timeout;
@@ -23,16 +23,21 @@ use crate::upstream::version_preference::{
     PreferredVersions, older_endpoints, preferred_versions_of_resume,
 };
 
-/// How long an attempt waits for an ability that is being read. A read takes one round trip.
+/// How long an attempt waits for a capability that is read. A read takes one round trip.
 const READ_LIMIT: Duration = Duration::from_secs(2);
 /// Pause before the states of the endpoints are looked at again, meanwhile.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Why a stream or response of a suitable endpoint is not used, for logs.
+pub(super) const PROCESS_CHANGED: &str = "the apiserver of the endpoint may have been replaced";
 
 /// Why no endpoint is suitable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NoneSuitable {
     /// No apiserver can be reached.
     Outage,
+    /// Those that are known to honour the parameters of the watch must not be asked now.
+    Excluded,
     /// None is known to honour the parameters of the watch.
     Parameter,
 }
@@ -71,7 +76,7 @@ impl SuitableEndpoints {
     /// Whether the process of `endpoint` honours the parameters. It may have been replaced while the watch waited.
     pub(super) fn honours_parameters(&self, endpoint: &Endpoint) -> bool {
         let Some(parameters) = &self.parameters else { return true };
-        !parameters.unequal(self.upstream()).contains(&endpoint.key())
+        parameters.is_equal(endpoint, self.upstream())
     }
 
     /// Waits until it is known which endpoints honour the parameters.
@@ -89,12 +94,17 @@ impl SuitableEndpoints {
             // The pool learns of an outage a moment later.
             let is_outage = self.upstream.pool.is_total_outage() || !self.upstream().is_usable();
             match parameters.choose(self.upstream(), excluded, is_outage) {
-                Choice::Except(_) => return Ok(()),
+                Choice::Ask => return Ok(()),
                 Choice::Hold => return Err(NoneSuitable::Outage),
                 Choice::Wait if clock::now() < deadline => {
                     let _ = timeout(CHECK_INTERVAL, recorded).await;
                 }
-                Choice::Wait | Choice::None => return Err(NoneSuitable::Parameter),
+                Choice::Wait | Choice::None => {
+                    let is_excluded =
+                        parameters.choose(self.upstream(), &[], is_outage) == Choice::Ask;
+                    let excluded = is_excluded.then_some(NoneSuitable::Excluded);
+                    return Err(excluded.unwrap_or(NoneSuitable::Parameter));
+                }
             }
         }
     }
@@ -118,6 +128,16 @@ impl RequiredParameters {
     /// Called when this endpoint serves the watch. Only the first one counts: the others are equal.
     pub(super) fn served_by(&self, endpoint: &Endpoint) {
         self.first.get_or_init(|| endpoint.process());
+    }
+
+    /// The endpoints that cannot continue the watch, whatever is read about the others.
+    pub(super) fn different(&self, upstream: &Upstream) -> Vec<EndpointKey> {
+        different(self.first().0, &self.candidates(upstream))
+    }
+
+    /// Whether the process of `endpoint` is known to honour the parameters.
+    pub(super) fn is_equal(&self, endpoint: &Endpoint, upstream: &Upstream) -> bool {
+        !self.unequal(upstream).contains(&endpoint.key())
     }
 
     fn unequal(&self, upstream: &Upstream) -> Vec<EndpointKey> {

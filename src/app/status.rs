@@ -129,7 +129,7 @@ enum ModeStatus<'a> {
         /// The server names of connections that are passed through.
         #[serde(skip_serializing_if = "<[_]>::is_empty")]
         passthrough_server_names: &'a [String],
-        /// Absent if no connection is passed through by its server name.
+        /// Absent if no connection is passed through by its server name, and none is open that was.
         #[serde(skip_serializing_if = "Option::is_none")]
         flows: Option<usize>,
     },
@@ -265,7 +265,7 @@ impl ProcessStatus {
 
     fn listener_status<'a>(&self, listener: &'a BoundListener) -> ListenerStatus<'a> {
         let (metrics, now) = (&listener.metrics, wall_clock());
-        let flows = || self.metrics.passthrough(listener.name()).open();
+        let flows = self.metrics.open_flows(listener.name());
         let mode_status = match &listener.mode {
             ListenerMode::Terminate { tls, identities, config } => ModeStatus::Terminate {
                 certificate: CertificateStatus::serving(tls, now),
@@ -278,9 +278,9 @@ impl ProcessStatus {
                     .passed_through
                     .as_ref()
                     .map_or(&[], |configured| &configured.server_names),
-                flows: listener.config.has_flows().then(flows),
+                flows: Some(flows).filter(|flows| listener.config.has_flows() || *flows > 0),
             },
-            ListenerMode::Passthrough { .. } => ModeStatus::Passthrough { flows: flows() },
+            ListenerMode::Passthrough { .. } => ModeStatus::Passthrough { flows },
         };
         ListenerStatus {
             name: listener.name(),

@@ -338,30 +338,33 @@ impl Worker {
         })
     }
 
-    /// Passes the connections of an L7 listener through that have a configured server name. Open flows continue if
-    /// their name is configured no more.
+    /// Passes the connections of an L7 listener through that have a configured server name. Open flows continue with
+    /// their settings if no name is configured any more.
     fn pass_through(
         &self,
         server: &HttpsServer,
         bound: &BoundListener,
         config: &config::Terminate,
     ) {
-        let passed_through = config.passed_through.as_ref();
-        let names = passed_through.map(|configured| configured.server_names.clone());
+        let (configured, current) = (config.passed_through.as_ref(), server.flows());
+        let names = configured.map(|configured| configured.server_names.clone());
+        let settings = match (configured, &current) {
+            (Some(configured), _) => configured.flows.clone(),
+            (None, Some(current)) => current.routing.current().flows.clone(),
+            (None, None) => return,
+        };
         let routing = Routing {
             upstream: Arc::clone(&bound.upstream),
             routes: names.map(|names| (names, Arc::clone(&bound.upstream))).into_iter().collect(),
             transparent: None,
-            flows: passed_through.map(|configured| configured.flows.clone()).unwrap_or_default(),
+            flows: settings,
             limits: self.limits(bound),
         };
-        match server.flows() {
-            Some(flows) => flows.routing.replace(routing),
-            None if passed_through.is_some() => {
-                let admission = Rc::clone(server.admission());
-                server.set_flows(self.listener_flows(admission, routing));
-            }
-            None => {}
+        if let Some(flows) = current {
+            flows.routing.replace(routing);
+        } else {
+            let admission = Rc::clone(server.admission());
+            server.set_flows(self.listener_flows(admission, routing));
         }
     }
 

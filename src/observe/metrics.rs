@@ -164,6 +164,11 @@ impl Metrics {
         })
     }
 
+    /// The open flows of a listener. Registers no series, unlike [`Self::passthrough`].
+    pub fn open_flows(&self, name: &str) -> usize {
+        lock(&self.passthrough).get(name).map_or(0, |metrics| metrics.open())
+    }
+
     /// The metrics of an endpoint; an endpoint that returns continues its old series.
     pub fn endpoint(&self, upstream: &str, endpoint: &str) -> Arc<EndpointMetrics> {
         let key = |endpoint: &str| (upstream.to_owned(), endpoint.to_owned());

@@ -1,13 +1,12 @@
 //! Clients of listeners and upstreams that reloads remove, move or change.
 
 use crate::setup::{Setup, Traffic};
-use crate::support::{TestCluster, passthrough_config, pause, soon, terminate_mode, until};
+use crate::support::{TestCluster, passthrough_config, pause, soon, until};
 use http::Method;
 use jackstay::app::reload::ReloadOutcome;
-use jackstay::config::{Config, FlowSettings, PassedThrough};
+use jackstay::config::Config;
 use jackstay_apiserver::audit::Record;
 use jackstay_apiserver::client::{Client, next_data};
-use jackstay_apiserver::pki::Subject;
 use jackstay_core::discovery::address::EndpointAddress;
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read as _};
@@ -380,37 +379,4 @@ async fn reload_that_replaces_all_endpoints_keeps_watches_and_requests() {
         watch.expect_complete(&setup).await;
     }
     traffic.end().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn names_that_are_passed_through_come_and_go_and_open_flows_continue() {
-    const NAME: &str = "kubernetes.default.svc";
-    let mut setup = Setup::new(1).await;
-    let certs = &setup.cluster.certs;
-    let alice = certs.pki.client(&Subject::new("alice", &[])).unwrap();
-    let credentials = certs.anonymous().certificate(&alice).expecting(NAME);
-    let address = setup.proxy.addr;
-    let connect = async || Client::connect(address, &credentials).await.unwrap();
-    let status = async |client: &Client| client.get(PATH).await.unwrap().status.as_u16();
-    let terminated = connect().await;
-    assert_eq!(status(&terminated).await, 401);
-
-    let changes = setup
-        .change(|config| {
-            terminate_mode(config).passed_through = Some(Box::new(PassedThrough {
-                server_names: vec![NAME.into()],
-                flows: FlowSettings::default(),
-            }));
-        })
-        .await;
-    assert_eq!(changes, ["listener `apiserver` changed"]);
-    let flow = connect().await;
-    assert_eq!((status(&flow).await, status(&terminated).await), (200, 401));
-
-    setup.change(|config| terminate_mode(config).passed_through = None).await;
-    let later = connect().await;
-    assert_eq!((status(&flow).await, status(&later).await), (200, 401));
-    drop(flow);
-    until("the flow ends", async || setup.proxy.status().await["listeners"][0]["connections"] == 2)
-        .await;
 }

@@ -7,5 +7,6 @@ mod support;
 
 mod changes;
 mod listeners;
+mod passed_through;
 mod rejected;
 mod setup;

@@ -81,7 +81,8 @@ impl ReachabilityCheck {
     pub async fn run(&self, upstream: &Upstream, endpoint: &Arc<Endpoint>) {
         loop {
             let suspect = self.until_suspect().await;
-            if upstream.config().used_by.passthrough {
+            // Flows may outlast the last listener that passes connections through.
+            if upstream.config().used_by.passthrough || endpoint.flows() > 0 {
                 self.examine(&suspect, upstream, endpoint).await;
             }
             self.until_settled(&suspect).await;

@@ -1,0 +1,131 @@
+//! Connections that a listener passes through by their server name, when a reload changes the names.
+
+use crate::setup::Setup;
+use crate::support::figures::check_figure;
+use crate::support::stopwatch::Stopwatch;
+use crate::support::{soon, terminate_mode, until};
+use jackstay::config::{Config, FlowSettings, PassedThrough};
+use jackstay_apiserver::client::{Client, Credentials};
+use jackstay_apiserver::pki::Subject;
+use serde_json::Value;
+use std::time::Duration;
+
+const PATH: &str = "/api/v1/namespaces/default";
+/// A name in the apiservers' certificates.
+const NAME: &str = "kubernetes.default.svc";
+
+fn pass_through(config: &mut Config, flows: FlowSettings) {
+    let server_names = vec![NAME.into()];
+    terminate_mode(config).passed_through = Some(Box::new(PassedThrough { server_names, flows }));
+}
+
+fn remove_names(config: &mut Config) {
+    terminate_mode(config).passed_through = None;
+}
+
+/// A user whose certificate is no identity of the listener, and who sends [`NAME`].
+fn credentials(setup: &Setup) -> Credentials {
+    let certs = &setup.cluster.certs;
+    let alice = certs.pki.client(&Subject::new("alice", &[])).unwrap();
+    certs.anonymous().certificate(&alice).expecting(NAME)
+}
+
+async fn connect(setup: &Setup) -> Client {
+    Client::connect(setup.proxy.addr, &credentials(setup)).await.unwrap()
+}
+
+async fn status(client: &Client) -> u16 {
+    client.get(PATH).await.unwrap().status.as_u16()
+}
+
+/// The number of flows that `/status` shows for the listener.
+async fn flows(setup: &Setup) -> Option<Value> {
+    setup.proxy.status().await["listeners"][0].get("flows").cloned()
+}
+
+/// Waits until the only flow has ended for this reason, and expects that `/status` shows no flows then.
+async fn wait_end(setup: &Setup, flow: &Client, reason: &str) {
+    until("the flow is reset", async || flow.is_closed()).await;
+    let series = r#"jackstay_passthrough_closed_total{listener="apiserver""#;
+    setup.proxy.wait_metrics(&format!(r#"{series},reason="{reason}"}} 1"#)).await;
+    assert_eq!(flows(setup).await, None);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn names_come_and_go_and_open_flows_continue() {
+    let mut setup = Setup::new(1).await;
+    let terminated = connect(&setup).await;
+    assert_eq!(status(&terminated).await, 401);
+
+    let changes = setup.change(|config| pass_through(config, FlowSettings::default())).await;
+    assert_eq!(changes, ["listener `apiserver` changed"]);
+    let flow = connect(&setup).await;
+    assert_eq!((status(&flow).await, status(&terminated).await), (200, 401));
+
+    setup.change(remove_names).await;
+    let later = connect(&setup).await;
+    assert_eq!((status(&flow).await, status(&later).await), (200, 401));
+    assert_eq!(flows(&setup).await, Some(1.into()));
+    drop(flow);
+    until("the flow ends", async || flows(&setup).await.is_none()).await;
+    assert_eq!(setup.proxy.status().await["listeners"][0]["connections"], 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn flow_ends_after_its_idle_timeout_without_names() {
+    let mut setup = Setup::with(1, |config| {
+        let idle_timeout = Some(Duration::from_secs(3));
+        pass_through(config, FlowSettings { idle_timeout, ..FlowSettings::default() });
+    })
+    .await;
+    let flow = connect(&setup).await;
+    assert_eq!(status(&flow).await, 200);
+    setup.change(remove_names).await;
+    assert_eq!(flows(&setup).await, Some(1.into()));
+    wait_end(&setup, &flow, "idle_timeout").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn flow_to_a_removed_endpoint_ends_after_its_leave_timeout_without_names() {
+    let mut setup = Setup::with(2, |config| {
+        let leave_timeout = Duration::from_secs(1);
+        pass_through(config, FlowSettings { leave_timeout, ..FlowSettings::default() });
+    })
+    .await;
+    let flow = connect(&setup).await;
+    assert_eq!(status(&flow).await, 200);
+    setup.change(remove_names).await;
+    let endpoints = setup.proxy.endpoints().await;
+    let with_flow = endpoints.iter().position(|endpoint| endpoint["flows"] == 1).unwrap();
+    setup.change(|config| drop(config.upstreams[0].endpoints.remove(with_flow))).await;
+    wait_end(&setup, &flow, "endpoint_left").await;
+}
+
+/// The kernel of a stopped server acknowledges what it receives, so only an examination finds out.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn flow_of_a_stopped_server_is_reset_without_names() {
+    let mut setup = Setup::with(2, |config| {
+        pass_through(config, FlowSettings::default());
+        // Without an examination the endpoint is dead only after these times.
+        let (health, late) = (&mut config.upstreams[0].health, Duration::from_secs(20));
+        (health.dead_after, health.connect_timeout, health.readyz.timeout) = (late, late, late);
+        health.readyz.interval = 2 * late;
+    })
+    .await;
+    let flow = connect(&setup).await;
+    assert_eq!(status(&flow).await, 200);
+    setup.change(remove_names).await;
+    let endpoints = setup.proxy.endpoints().await;
+    let with_flow = endpoints.iter().find(|endpoint| endpoint["flows"] == 1).unwrap();
+    let mut servers = setup.cluster.servers.iter();
+    let server = servers.find(|server| with_flow["address"] == server.addr.to_string()).unwrap();
+    let stopped = Stopwatch::start();
+    server.stop();
+    soon("the reset", wait_end(&setup, &flow, "endpoint_dead")).await;
+    check_figure(
+        "a flow of a stopped process is reset without names",
+        stopped.elapsed(),
+        Duration::from_secs(3),
+    );
+    server.cont();
+}

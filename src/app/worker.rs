@@ -257,7 +257,8 @@ impl Worker {
             }
             ListenerMode::Passthrough { config, routes, destinations } => {
                 let routing = self.routing(bound, config, routes, destinations);
-                Server::Tcp(Rc::new(TcpForwarder::new(self.listener_flows(admission, routing))))
+                let flows = self.listener_flows(admission, routing, connections);
+                Server::Tcp(Rc::new(TcpForwarder::new(flows)))
             }
         };
         WorkerListener::new(Arc::clone(bound), server, trigger, watches)
@@ -364,7 +365,7 @@ impl Worker {
             flows.routing.replace(routing);
         } else {
             let admission = Rc::clone(server.admission());
-            server.set_flows(self.listener_flows(admission, routing));
+            server.set_flows(self.listener_flows(admission, routing, server.drain().clone()));
         }
     }
 
@@ -372,9 +373,10 @@ impl Worker {
         &self,
         admission: Rc<ListenerAdmission>,
         routing: Routing,
+        drain: DrainWatcher,
     ) -> Rc<ListenerFlows> {
         let metrics = self.setup.metrics.passthrough(admission.listener());
-        ListenerFlows::new(admission, routing, metrics, Rc::clone(&self.flows))
+        ListenerFlows::new(admission, routing, metrics, Rc::clone(&self.flows), drain)
     }
 
     /// The routing of an L4 listener.

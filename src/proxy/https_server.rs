@@ -112,6 +112,11 @@ impl HttpsServer {
         self.service.replace(service);
     }
 
+    /// The drain of its connections.
+    pub fn drain(&self) -> &DrainWatcher {
+        &self.drain
+    }
+
     /// The connections of the listener.
     pub fn admission(&self) -> &Rc<ListenerAdmission> {
         &self.admission

@@ -6,7 +6,7 @@
 mod support;
 
 mod changes;
+mod flows;
 mod listeners;
-mod passed_through;
 mod rejected;
 mod setup;

@@ -2,7 +2,8 @@
 //!
 //! A drain stops accepting, sends GOAWAY to clients, ends watches spread over some time, and waits for other
 //! requests until its [`DrainDeadline`]. Then it closes all open connections. The protocol of an L4 flow is
-//! unknown, so no end can be announced: flows are reset, spread over the time until the deadline.
+//! unknown, so no end can be announced: flows are reset, spread over the time until the deadline. One that has no
+//! endpoint yet is reset at the deadline.
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener as StdListener};

@@ -16,6 +16,7 @@ use super::super::admission::connection_slots::ConnectionSlot;
 use super::super::admission::flow_memory::FlowMemory;
 use super::super::admission::listener_admission::ListenerAdmission;
 use super::super::admission::socket_memory::Peer;
+use super::super::drain::DrainWatcher;
 use super::connect;
 use super::flow_entry::{EVICTED, MEMORY};
 use super::flow_table::FlowTable;
@@ -33,18 +34,21 @@ pub struct ListenerFlows {
     pub routing: Rc<ListenerRouting>,
     metrics: Arc<PassthroughMetrics>,
     table: Rc<FlowTable>,
+    drain: DrainWatcher,
 }
 
 impl ListenerFlows {
-    /// The flows of the listener of `admission`. `table` holds the flows of all listeners of the worker.
+    /// The flows of the listener of `admission`. `table` holds the flows of all listeners of the worker once they are
+    /// connected. Before that, they end when `drain`, the one of the listener, is forced.
     pub fn new(
         admission: Rc<ListenerAdmission>,
         routing: Routing,
         metrics: Arc<PassthroughMetrics>,
         table: Rc<FlowTable>,
+        drain: DrainWatcher,
     ) -> Rc<Self> {
         let routing = Rc::new(ListenerRouting::new(admission.listener().to_owned(), routing));
-        Rc::new(Self { admission, routing, metrics, table })
+        Rc::new(Self { admission, routing, metrics, table, drain })
     }
 
     /// Ends the flows that are due when a drain with this timeout has lasted for `elapsed`.
@@ -113,7 +117,7 @@ impl OpenConnection {
             let Some(Connected { stream, endpoint, upstream, prefix }) =
                 Box::pin(self.connect(&mut client, from, routed)).await
             else {
-                return;
+                return tcp_options::close_with_reset(client);
             };
             let _tracked = endpoint.track_flow();
             let sockets = (client.as_raw_fd(), stream.as_raw_fd());
@@ -179,26 +183,24 @@ impl OpenConnection {
             Ok(*routed)
         } else {
             let routing = flows.routing.current();
-            self.unless_evicted(routing.route(client, from)).await?
+            self.unless_ended(routing.route(client, from)).await?
         };
         let (upstream, prefix) = match routed {
             Ok(routed) => routed,
             Err(error) => {
                 self.not_routed(error, from);
-                tcp_options::reset_when_closed(client);
                 return None;
             }
         };
         if !prefix.is_empty() {
             self.slot.set_in_use();
         }
-        let (stream, endpoint) = match self.unless_evicted(connect::connect(&upstream)).await? {
+        let (stream, endpoint) = match self.unless_ended(connect::connect(&upstream)).await? {
             Ok(connected) => connected,
             Err(reason) => {
                 self.end.set("unreachable");
                 // The own errors of the listener are summarised as a warning.
                 tracing::debug!(listener = flows.routing.name(), client = %from, %reason, "no endpoint reached; the client is reset");
-                tcp_options::reset_when_closed(client);
                 return None;
             }
         };
@@ -207,15 +209,19 @@ impl OpenConnection {
         Some(Connected { stream, endpoint, upstream, prefix })
     }
 
-    /// The result of a future; `None` if the connection is closed for another one meanwhile.
-    async fn unless_evicted<T>(&self, future: impl Future<Output = T>) -> Option<T> {
+    /// The result of a future; `None` if meanwhile the connection is closed for another one, or the drain is forced. A
+    /// flow that connects later would be in the table after the drain has ended all flows there.
+    async fn unless_ended<T>(&self, future: impl Future<Output = T>) -> Option<T> {
+        let mut drain = self.flows.drain.clone();
         tokio::select! {
-            result = future => Some(result),
+            biased;
+            () = drain.forced() => None,
             () = self.slot.evicted() => {
                 self.flows.admission.count(Refusal::Evicted);
                 self.end.set(EVICTED.label);
                 None
             }
+            result = future => Some(result),
         }
     }
 }

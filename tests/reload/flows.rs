@@ -1,14 +1,20 @@
-//! Connections that a listener passes through by their server name, when a reload changes the names.
+//! Flows when a reload changes the server names that a listener passes through, or removes the listener.
 
 use crate::setup::Setup;
 use crate::support::figures::check_figure;
 use crate::support::stopwatch::Stopwatch;
-use crate::support::{soon, terminate_mode, until};
-use jackstay::config::{Config, FlowSettings, PassedThrough};
+use crate::support::{passthrough_config, passthrough_mode, soon, terminate_mode, until, wire};
+use jackstay::config::{Config, FlowSettings, PassedThrough, Route};
 use jackstay_apiserver::client::{Client, Credentials};
 use jackstay_apiserver::pki::Subject;
+use jackstay_core::discovery::address::EndpointAddress;
+use rustls::pki_types::ServerName;
 use serde_json::Value;
+use std::io::ErrorKind;
+use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
+use tokio::io::AsyncReadExt;
+use tokio::net::TcpStream;
 
 const PATH: &str = "/api/v1/namespaces/default";
 /// A name in the apiservers' certificates.
@@ -128,4 +134,99 @@ async fn flow_of_a_stopped_server_is_reset_without_names() {
         Duration::from_secs(3),
     );
     server.cont();
+}
+
+/// An endpoint to which every connection attempt hangs, because the queue of its socket is full.
+struct HangingEndpoint {
+    socket: TcpListener,
+    _in_queue: std::net::TcpStream,
+}
+
+impl HangingEndpoint {
+    fn start() -> Self {
+        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None);
+        let socket = socket.unwrap();
+        socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+        socket.listen(0).unwrap();
+        let socket = TcpListener::from(socket);
+        let in_queue = std::net::TcpStream::connect(socket.local_addr().unwrap()).unwrap();
+        Self { socket, _in_queue: in_queue }
+    }
+
+    fn address(&self) -> EndpointAddress {
+        EndpointAddress { host: "127.0.0.1".into(), port: self.socket.local_addr().unwrap().port() }
+    }
+}
+
+/// Adds the listener `second` with an upstream of its own, to this configuration.
+fn add_second(config: &mut Config, drain_timeout: Duration, change: impl FnOnce(&mut Config)) {
+    let mut second = config.clone();
+    change(&mut second);
+    config.shutdown.drain_timeout = drain_timeout;
+    for upstream in &mut second.upstreams {
+        upstream.name = "second".into();
+    }
+    for listener in &mut second.listeners {
+        (listener.name, listener.upstream) = ("second".into(), "second".into());
+    }
+    config.upstreams.append(&mut second.upstreams);
+    config.listeners.append(&mut second.listeners);
+}
+
+async fn wait_ended_by_drain(setup: &Setup) {
+    let series = r#"jackstay_passthrough_closed_total{listener="second",reason="shutdown"} 1"#;
+    setup.proxy.wait_metrics(series).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn flow_that_is_connecting_ends_with_the_drain_of_its_removed_listener() {
+    for terminates in [true, false] {
+        let endpoint = HangingEndpoint::start();
+        let mut setup = Setup::with(1, |config| {
+            // A flow gives up after 900 ms without an endpoint.
+            add_second(config, Duration::from_millis(200), |config| {
+                if terminates {
+                    pass_through(config, FlowSettings::default());
+                } else {
+                    *config = passthrough_config(config.clone());
+                }
+                config.upstreams[0].endpoints = vec![endpoint.address()];
+            });
+        })
+        .await;
+        let address = setup.listener("second").await.unwrap();
+        let connector = wire::connector(&setup.cluster.certs, None, "h2");
+        let client = tokio::spawn(async move {
+            let stream = TcpStream::connect(address).await?;
+            connector.connect(ServerName::try_from(NAME).unwrap(), stream).await
+        });
+        let open = r#"jackstay_passthrough_connections{listener="second"} 1"#;
+        setup.proxy.wait_metrics(open).await;
+        setup.change(|config| drop(config.listeners.pop())).await;
+        let end = soon("the end of the connection", client).await.unwrap();
+        assert_eq!(end.unwrap_err().kind(), ErrorKind::ConnectionReset, "L7: {terminates}");
+        wait_ended_by_drain(&setup).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn flow_without_a_client_hello_ends_with_the_drain_of_its_removed_listener() {
+    let drain_timeout = Duration::from_millis(200);
+    let mut setup = Setup::with(1, |config| {
+        add_second(config, drain_timeout, |config| {
+            *config = passthrough_config(config.clone());
+            let (server_names, upstream) = (vec![NAME.into()], "second".into());
+            passthrough_mode(config).routes = vec![Route { server_names, upstream }];
+            config.listeners[0].limits_mut().handshake_timeout = Duration::from_secs(60);
+        });
+    })
+    .await;
+    let address = setup.listener("second").await.unwrap();
+    let mut client = TcpStream::connect(address).await.unwrap();
+    let open = r#"jackstay_passthrough_connections{listener="second"} 1"#;
+    setup.proxy.wait_metrics(open).await;
+    setup.change(|config| drop(config.listeners.pop())).await;
+    let end = soon("the end of the connection", client.read_u8()).await;
+    assert_eq!(end.unwrap_err().kind(), ErrorKind::ConnectionReset);
+    wait_ended_by_drain(&setup).await;
 }

@@ -13,8 +13,11 @@
 //! * A connection whose handshake has begun may prove an identity, and is not idle. It is never closed for one of its
 //!   own source, which would wait in the same queue of handshakes, and for one of a smaller source from an age of
 //!   100 ms, if none is idle. The handshake timeout bounds it.
-//! * An eighth of the slots is a reserve. If no connection is idle, a new one gets a slot of the reserve, and
-//!   is closed unless it proves an identity in its handshake.
+//! * A connection that is passed through is in use once the first bytes of its client were read to route it, or were
+//!   sent to an endpoint, and is never closed for others. Whether the client continues is known to the endpoint only.
+//! * An eighth of the slots is a reserve, beside those of proven connections. If no connection is idle, a new one gets a
+//!   slot of the reserve, and is closed unless it proves an identity in its handshake. So no connection of the reserve
+//!   is passed through.
 //!
 //! Only the size of the reserve depends on whether identities are configured. A process that runs as the same
 //! user as the kubelet has the same source: it can fill that source's share with requests in progress, and
@@ -98,7 +101,7 @@ impl ConnectionSlots {
         let mut registry = self.registry.borrow_mut();
         let used = registry.shared + registry.reserved + registry.proven + handed_over;
         let unused = slots.saturating_sub(used);
-        let free = (slots - reserve).saturating_sub(registry.shared).min(unused);
+        let free = unused.saturating_sub(reserve.saturating_sub(registry.reserved));
         let count = registry.sources.count(source);
         let mut evicted = None;
         let has_reserve = unused > 0 && registry.reserved < reserve;

@@ -6,7 +6,7 @@
 //!
 //! | resource | limit and its configuration key | share of a source | what waits, and what jackstay closes |
 //! |---|---|---|---|
-//! | slots ([`connection_slots`]) | connections of a listener (`limits.max_connections`) | fewer than are free, so at most half; an eighth is left to identities | nothing waits; idle connections without an identity are closed for new ones |
+//! | slots ([`connection_slots`]) | connections of a listener (`limits.max_connections`) | fewer than are free, so at most half; an eighth is left to identities, whatever they have already | nothing waits; idle connections without an identity are closed for new ones, flows that have begun are not |
 //! | TLS handshakes ([`handshake_queue`], [`handshake_memory`]) | 128 in progress in the process; 10 s (`limits.handshake_timeout`) | fewer in progress than are free, but always one; 200 a second after a burst of 400 | handshakes wait in turns by source; one in progress for a second is ended for another one of its source |
 //! | certificate chains ([`crate::net::tls::client_chain`]) | 1,024 short ones and 16 long ones wait; 6 certificates, 32 KiB | half of the free places | chains wait in turns by source |
 //! | first request ([`super::http_connection`]) | 10 s (`limits.header_timeout`) | | |
@@ -18,6 +18,12 @@
 //! | memory ([`client_memory`], [`flow_memory`], [`tunnel_memory`], [`socket_memory`]) | one account (`memory_limit`), of which a rank has a part ([`jackstay_core::admission::MemoryBudget`]) | as much as it leaves free | idle connections, stalled readers and long-running requests, lower ranks first |
 //! | responses that are not read ([`super::body_progress`]) | 5 min (`limits.stall_timeout`) | | |
 //! | frames ([`crate::net::frame_limiter`]) | budgets by kind | | |
+//!
+//! A flow ([`super::passthrough`]) is bounded in the same way in both modes. Its slot is taken until it ends, as by a
+//! request in progress, and only its source's share limits how many it takes. It never has a slot of the reserve, so
+//! identities connect however many flows there are, of however many sources. Its memory, including the `ClientHello`
+//! while it connects, is that of an unproven client. In mode `terminate` its `ClientHello` is read in the turn of a
+//! handshake.
 //!
 //! A client that jackstay refuses, or whose connection it closes, gets the answer of this table, which is that of
 //! [`jackstay_core::admission::Refusal`]. [`listener_admission::ListenerAdmission::count`] counts it.

@@ -277,6 +277,35 @@ fn reserve_is_left_to_connections_that_prove_an_identity() {
     assert!(!rig.open[42].must_prove_identity());
 }
 
+/// Users, each with as many connections as are admitted. Their clients use all of them, as flows do.
+#[test]
+fn reserve_is_left_to_identities_however_many_connections_they_have() {
+    for (slots, reserve) in [(64, 16), (400, 50), (4_096, 512)] {
+        for proven in [0, reserve / 2, reserve, 2 * reserve] {
+            let mut rig = Rig::new(slots, true);
+            for n in 0..proven {
+                assert_eq!(rig.open(A, 0), Ok(None), "{n}");
+                rig.open[n].set_proven();
+            }
+            for uid in 100..1_000 {
+                while rig.open(Source::User(uid), 200) == Ok(None) {
+                    if rig.open.last().unwrap().must_prove_identity() {
+                        rig.open.pop();
+                        break;
+                    }
+                    rig.open.last().unwrap().set_in_use();
+                }
+            }
+            assert_eq!(rig.slots.open(), slots - reserve, "{proven} of {slots} are proven");
+            for n in 0..reserve {
+                let opened = rig.open(A, 400);
+                assert_eq!(opened, Ok(None), "{n} beside {proven} of {slots}");
+                rig.open.last().unwrap().set_proven();
+            }
+        }
+    }
+}
+
 #[test]
 fn proven_connections_are_not_evicted_and_may_use_all_slots() {
     let mut rig = Rig::new(40, true);

@@ -17,8 +17,9 @@ use rustix::net::{
 const HEADER: usize = 16;
 const REQUEST: usize = HEADER + 56;
 const RESPONSE: usize = HEADER + 72;
-/// Offset of `idiag_uid` in a response.
+/// Offsets of `idiag_uid` and `idiag_inode` in a response.
 const UID: usize = HEADER + 64;
+const INODE: usize = UID + 4;
 /// The message type of a query and of its response.
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 const NLM_F_REQUEST: u16 = 1;
@@ -76,15 +77,19 @@ fn request(peer: SocketAddr, local: SocketAddr) -> [u8; REQUEST] {
     message
 }
 
-/// The uid in a response.
+/// The uid in a response. A socket that its process has closed has neither a user nor an inode: the kernel reports 0 for
+/// both (`sock_i_uid`, `inet_twsk_diag_fill`), so that it looks like one of root.
 fn uid(response: &[u8]) -> io::Result<u32> {
     let kind = response.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
     if kind != Some(SOCK_DIAG_BY_FAMILY) || response.len() < RESPONSE {
         // NLMSG_ERROR: ENOENT, as no such socket exists.
         return Err(io::ErrorKind::NotFound.into());
     }
-    let [a, b, c, d] = [0, 1, 2, 3].map(|at| response[UID + at]);
-    Ok(u32::from_ne_bytes([a, b, c, d]))
+    let number = |offset| u32::from_ne_bytes([0, 1, 2, 3].map(|at| response[offset + at]));
+    if number(INODE) == 0 {
+        return Err(io::ErrorKind::NotFound.into());
+    }
+    Ok(number(UID))
 }
 
 #[cfg(test)]
@@ -107,7 +112,10 @@ mod tests {
             let local = server.local_addr().unwrap();
             let own = rustix::process::getuid().as_raw();
             assert_eq!(uids.get(peer, local).unwrap(), own, "{bind}");
+            // The kernel keeps the closed socket, as one of root, until the other end is closed.
             drop(client);
+            let error = uids.get(peer, local).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::NotFound, "{bind}");
         }
     }
 

@@ -2,6 +2,7 @@
 
 mod connections;
 mod floods;
+mod hellos;
 mod memory;
 mod tokens;
 mod unread;
@@ -45,6 +46,11 @@ pub enum Attack {
     PacedResets,
     LongMethods,
     Handshakes,
+    HalfHellos,
+    IdleFlows,
+    IdleFlowsOfManyUsers,
+    ShortFlows,
+    UnreadFlowsByName,
 }
 
 impl Attack {
@@ -77,6 +83,11 @@ impl Attack {
         Self::PacedResets,
         Self::LongMethods,
         Self::Handshakes,
+        Self::HalfHellos,
+        Self::IdleFlows,
+        Self::IdleFlowsOfManyUsers,
+        Self::ShortFlows,
+        Self::UnreadFlowsByName,
     ];
 
     /// One of each kind, for the short form.
@@ -91,6 +102,8 @@ impl Attack {
         Self::WindowUpdateFloodManyConnections,
         Self::PacedResets,
         Self::Handshakes,
+        Self::IdleFlowsOfManyUsers,
+        Self::ShortFlows,
     ];
 
     /// Whether the attack uses tokens.
@@ -102,6 +115,11 @@ impl Attack {
                 | Self::RandomTokenUpgrades
                 | Self::TokensWithSuffix
         )
+    }
+
+    /// The number of users that attack, each with a process of its own.
+    pub fn users(self) -> u32 {
+        if self == Self::IdleFlowsOfManyUsers { 12 } else { 1 }
     }
 
     /// Whether its requests are forwarded, so that the apiservers of the test are busy with them.
@@ -121,6 +139,10 @@ impl Attack {
                 | Self::RandomTokensManyConnections
                 | Self::RandomTokenUpgrades
                 | Self::TokensWithSuffix
+                | Self::IdleFlows
+                | Self::IdleFlowsOfManyUsers
+                | Self::ShortFlows
+                | Self::UnreadFlowsByName
         )
     }
 
@@ -155,6 +177,11 @@ impl Attack {
             Self::PacedResets => "paced resets, 1,000 requests each",
             Self::LongMethods => "methods of 30 KB",
             Self::Handshakes => "TLS handshakes without a request",
+            Self::HalfHellos => "4,200 half ClientHellos",
+            Self::IdleFlows => "4,200 idle flows by server name",
+            Self::IdleFlowsOfManyUsers => "12 users, each with 600 idle flows by server name",
+            Self::ShortFlows => "short flows by server name, 50 connections",
+            Self::UnreadFlowsByName => "100 flows by server name that stop reading",
         }
     }
 }
@@ -183,7 +210,10 @@ pub fn run(target: &Target) {
                 Attack::EndlessBodies => memory::endless_bodies(target, 200, 16).await,
                 Attack::UnreadHttp1 => unread::http1(target.server, 100).await,
                 Attack::UnreadHttp2 => unread::http2(target.server, 100).await,
-                Attack::UnreadFlows => unread::flows(target.passthrough, 100).await,
+                Attack::UnreadFlows => {
+                    let name = target.passthrough.ip().into();
+                    unread::flows(target.passthrough, name, 100).await;
+                }
                 Attack::RandomTokens => tokens::random(target, 10).await,
                 Attack::RandomTokensManyConnections => tokens::random(target, 100).await,
                 Attack::RandomTokenUpgrades => tokens::upgrades(target, 10).await,
@@ -204,6 +234,13 @@ pub fn run(target: &Target) {
                 Attack::UnknownFrameFlood => floods::frames(target, 10, &floods::UNKNOWN).await,
                 Attack::PacedResets => floods::paced_resets(target, 1000).await,
                 Attack::LongMethods => floods::long_methods(target, 1000).await,
+                Attack::HalfHellos => hellos::idle(target, 4200, 50).await,
+                Attack::IdleFlows => hellos::idle(target, 4200, 100).await,
+                Attack::IdleFlowsOfManyUsers => hellos::idle(target, 600, 100).await,
+                Attack::ShortFlows => hellos::short(target, 50).await,
+                Attack::UnreadFlowsByName => {
+                    unread::flows(target.server, hellos::name(), 100).await;
+                }
             }
         };
         let _ = tokio::time::timeout(target.duration, attack).await;

@@ -30,9 +30,18 @@ pub fn tls_config(alpn: &str, chain: Option<ChainAndKey>) -> Arc<ClientConfig> {
 }
 
 pub async fn connect_tls(server: SocketAddr, config: &Arc<ClientConfig>) -> io::Result<Tls> {
+    connect_tls_to(server, ServerName::from(server.ip()), config).await
+}
+
+/// Connects, and expects a server of this name.
+pub async fn connect_tls_to(
+    server: SocketAddr,
+    name: ServerName<'static>,
+    config: &Arc<ClientConfig>,
+) -> io::Result<Tls> {
     let stream = TcpStream::connect(server).await?;
     stream.set_nodelay(true)?;
-    TlsConnector::from(Arc::clone(config)).connect(ServerName::from(server.ip()), stream).await
+    TlsConnector::from(Arc::clone(config)).connect(name, stream).await
 }
 
 /// Connects, and sends the preface with these SETTINGS.

@@ -30,7 +30,9 @@ const MEMORY_BUDGET: u64 = MEMORY_LIMIT / 10 * 7;
 const START: Duration = Duration::from_secs(20);
 /// The client runs this long before and after the attack.
 const QUIET: Duration = Duration::from_secs(1);
-/// The user `nobody` of most systems.
+/// The server name of connections that the L7 listener passes through.
+pub const PASSED_THROUGH: &str = "kubernetes.default.svc";
+/// The user `nobody` of most systems. More attackers have the uids below it.
 const ATTACKER_UID: u32 = 65_534;
 /// A token that the apiservers accept, and that the attacker knows.
 pub const VALID_TOKEN: &str = "valid";
@@ -166,7 +168,8 @@ impl Rig {
             admin: self.admin,
             duration,
         };
-        let mut attacker = spawn_attacker(&target);
+        let uids = (0..attack.users()).map(|n| ATTACKER_UID - n);
+        let attackers: Vec<_> = uids.map(|uid| spawn_attacker(&target, uid)).collect();
         let handshakes_before = self.upstream_handshakes();
         let begun = Instant::now();
         let (mut memory, mut with_sockets) = (0, 0);
@@ -177,7 +180,7 @@ impl Rig {
             pause(Duration::from_millis(200)).await;
         }
         let handshakes = self.upstream_handshakes() - handshakes_before;
-        let _ = attacker.kill();
+        drop(attackers);
         pause(QUIET).await;
         let killed = !self.process.is_running();
         let report = client.stop();
@@ -329,15 +332,15 @@ impl Outcome {
     }
 }
 
-fn spawn_attacker(target: &Target) -> KillOnDrop {
+fn spawn_attacker(target: &Target, uid: u32) -> KillOnDrop {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["attacker", "--exact", "--ignored", "--nocapture"]);
-    command.uid(ATTACKER_UID).stdout(Stdio::null());
+    command.uid(uid).stdout(Stdio::null());
     target.set_env(&mut command);
     KillOnDrop(command.spawn().expect("the attacker starts"))
 }
 
-/// The command that runs jackstay with the shipped defaults.
+/// The command that runs jackstay.
 fn jackstay(
     cluster: &TestCluster,
     listeners: (SocketAddr, SocketAddr),
@@ -352,7 +355,7 @@ fn jackstay(
     command
 }
 
-/// The shipped defaults.
+/// The shipped defaults, and a server name that is passed through.
 fn configuration(
     cluster: &TestCluster,
     (server, passthrough): (SocketAddr, SocketAddr),
@@ -379,6 +382,7 @@ listeners:
     identities:
       - cert_file: {admin_cert}
         key_file: {admin_key}
+    passthrough_server_names: [{PASSED_THROUGH}]
   - name: flows
     bind: ["{passthrough}"]
     mode: passthrough

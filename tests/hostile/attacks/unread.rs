@@ -4,10 +4,11 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use rustls::pki_types::ServerName;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::repeat;
-use crate::raw::{Tls, connect_h2, connect_tls, get, tls_config};
+use crate::raw::{Tls, connect_h2, connect_tls, connect_tls_to, get, tls_config};
 use crate::rig::VALID_TOKEN;
 use crate::support::http2::{INITIAL_WINDOW_SIZE, WINDOW_UPDATE, frame};
 
@@ -69,12 +70,12 @@ pub async fn http2(server: SocketAddr, connections: usize) {
     .await;
 }
 
-/// Flows of the L4 listener, which were fast before.
-pub async fn flows(server: SocketAddr, connections: usize) {
+/// Flows to this listener with this server name, which were fast before.
+pub async fn flows(server: SocketAddr, name: ServerName<'static>, connections: usize) {
     let config = tls_config("http/1.1", None);
     repeat(connections, |_| {
-        let config = Arc::clone(&config);
-        async move { pipeline(connect_tls(server, &config).await?, READ).await }
+        let (config, name) = (Arc::clone(&config), name.clone());
+        async move { pipeline(connect_tls_to(server, name, &config).await?, READ).await }
     })
     .await;
 }

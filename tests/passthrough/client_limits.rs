@@ -1,11 +1,15 @@
 //! Limits for the clients of a passthrough listener: a client that exceeds one does not affect other flows.
 
-use crate::peer::{ProbedServer, exchange, setup, setup_with, wait_flows};
+use crate::peer::{
+    LISTENERS, NAME, Peer, ProbedServer, client_hello, exchange, setup_behind, setup_with,
+    wait_flows,
+};
 use crate::support::child::{Process, first_address};
 use crate::support::{
-    Certs, PATIENCE, pages, passthrough_mode, pause, soon, until, without_suspicion,
+    Certs, HangingEndpoint, PATIENCE, Proxy, pages, passthrough_mode, pause, soon, until,
+    without_suspicion,
 };
-use jackstay::config::{MemoryLimit, Route};
+use jackstay::config::{Config, MemoryLimit, Mode, Route};
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::process::Command;
@@ -18,11 +22,17 @@ use tokio::time::timeout;
 /// The data for a client that does not read waits in socket buffers, and the client gets all of it when it reads.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn client_that_does_not_read_blocks_only_its_own_server() {
-    let (peer, proxy) = setup().await;
-    let mut other = peer.connect(&proxy).await;
+    for listener in LISTENERS {
+        let (peer, proxy) = setup_behind(listener, |_| {}).await;
+        check_client_that_does_not_read(&peer, &proxy).await;
+    }
+}
+
+async fn check_client_that_does_not_read(peer: &Peer, proxy: &Proxy) {
+    let mut other = peer.connect(proxy).await;
     let mut slow = Vec::new();
     for _ in 0..4 {
-        let (client, mut server) = peer.connect(&proxy).await;
+        let (client, mut server) = peer.connect(proxy).await;
         let writer = tokio::spawn(async move {
             let (data, mut written) = (vec![7; 64 << 10], 0_usize);
             // The writer counts as blocked when it makes no progress for a second.
@@ -55,17 +65,23 @@ async fn client_that_does_not_read_blocks_only_its_own_server() {
 /// so most of them are reset; the others get all bytes later.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn blocked_flows_hold_little_when_memory_is_short() {
+    for listener in LISTENERS {
+        // 40 flows cost 160 KiB. At 3/4 of its 320 KiB the source is short of memory.
+        let change = |config: &mut Config| {
+            config.memory_limit = MemoryLimit::Bytes(1 << 20);
+            without_suspicion(config);
+        };
+        let (_certs, server, proxy) = ProbedServer::setup_behind(listener, &["h2"], change).await;
+        check_blocked_flows(server, &proxy).await;
+    }
+}
+
+async fn check_blocked_flows(mut server: ProbedServer, proxy: &Proxy) {
     const FLOWS: usize = 40;
     const BYTES: usize = 4 << 20;
-    // 40 flows cost 160 KiB. At 3/4 of its 320 KiB the source is short of memory.
-    let (_certs, mut server, proxy) = ProbedServer::setup_with(&["h2"], |config| {
-        config.memory_limit = MemoryLimit::Bytes(1 << 20);
-        without_suspicion(config);
-    })
-    .await;
     let mut flows = Vec::new();
     for _ in 0..FLOWS {
-        let (client, server_end) = server.flow(&proxy).await;
+        let (client, server_end) = server.flow(proxy).await;
         socket2::SockRef::from(&client).set_recv_buffer_size(32 << 10).unwrap();
         flows.push((client, server_end));
     }
@@ -110,6 +126,29 @@ async fn blocked_flows_hold_little_when_memory_is_short() {
     until("nothing is held", async || held().await == 0).await;
     let sockets = async || proxy.metric("jackstay_memory_budget_bytes{kind=\"sockets\"}").await;
     until("nothing is held by the kernel", async || sockets().await == 0.0).await;
+}
+
+/// A client may send a `ClientHello` of 16 KiB at most.
+#[tokio::test]
+async fn client_hello_is_charged_while_its_flow_connects() {
+    const PADDING: usize = 14 << 10;
+    for listener in LISTENERS {
+        let endpoint = HangingEndpoint::start();
+        let certs = Certs::new();
+        let mut config = listener(certs.config(&[endpoint.address()]));
+        if let Mode::Passthrough(passthrough) = &mut config.listeners[0].mode {
+            let upstream = config.upstreams[0].name.clone();
+            passthrough.routes = vec![Route { server_names: vec![NAME.into()], upstream }];
+        }
+        let proxy = certs.start(config);
+        let held = async || proxy.metric("jackstay_memory_budget_bytes{kind=\"flows\"}").await;
+        let mut client = TcpStream::connect(proxy.addr).await.unwrap();
+        client.write_all(&client_hello(PADDING)).await.unwrap();
+        until("its ClientHello is charged", async || held().await > PADDING as f64).await;
+        let error = soon("the reset", client.read_u8()).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+        until("nothing is held", async || held().await == 0.0).await;
+    }
 }
 
 /// jackstay waits for the rest of an incomplete `ClientHello` until `handshake_timeout`, and forwards garbage at

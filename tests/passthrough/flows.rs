@@ -1,13 +1,13 @@
 //! Flows through a passthrough listener: data in both directions, half-closes, resets, refusals, timeouts, drains
 //! and routes.
 
-use crate::peer::{exchange, setup, setup_with, wait_flows};
+use crate::peer::{LISTENERS, Peer, exchange, setup, setup_behind, setup_with, wait_flows};
 use crate::support::stopwatch::Stopwatch;
 use crate::support::{
-    CONFIGMAPS, Certs, TestCluster, passthrough_config, passthrough_mode, refusing_address, soon,
-    until,
+    CONFIGMAPS, Certs, Proxy, TestCluster, passthrough_config, passthrough_mode, refusing_address,
+    soon, until,
 };
-use jackstay::config::Route;
+use jackstay::config::{Config, Route};
 use jackstay::net::tls::pem_files;
 use jackstay::upstream::credentials::client_tls;
 use jackstay_sys::sockets::tcp_options;
@@ -284,8 +284,15 @@ async fn idle_timeout_resets_idle_flows() {
 
 #[tokio::test]
 async fn drain_waits_for_flows_and_resets_the_rest() {
-    let (peer, proxy) =
-        setup_with(|config| config.shutdown.drain_timeout = Duration::from_secs(4)).await;
+    for listener in LISTENERS {
+        let drain_timeout = Duration::from_secs(4);
+        let change = |config: &mut Config| config.shutdown.drain_timeout = drain_timeout;
+        let (peer, proxy) = setup_behind(listener, change).await;
+        check_drain(&peer, proxy).await;
+    }
+}
+
+async fn check_drain(peer: &Peer, proxy: Proxy) {
     let (mut client, mut server) = peer.connect(&proxy).await;
     let (mut short, mut short_server) = peer.connect(&proxy).await;
     proxy.running.drain();

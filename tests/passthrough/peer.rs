@@ -1,8 +1,8 @@
-//! Servers behind a passthrough listener, and helpers for their flows.
+//! Servers behind a listener with flows, and helpers for their flows.
 
-use crate::support::{Certs, Proxy, passthrough_config, soon, tls, until};
+use crate::support::{Certs, Proxy, passthrough_config, soon, terminate_mode, tls, until};
 use http::Response;
-use jackstay::config::Config;
+use jackstay::config::{Config, FlowSettings, PassedThrough};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
 use std::io;
@@ -13,8 +13,33 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio_rustls::TlsAcceptor;
 
-/// The first byte that a client of the test sends. A connection of the prober begins with a TLS record (22).
-const HELLO: u8 = b'!';
+/// A name in the apiservers' certificates.
+pub const NAME: &str = "kubernetes.default.svc";
+
+/// The first byte that a server of the test sends.
+const ANSWER: u8 = b'!';
+
+/// The listeners with flows: in mode `passthrough`, and in mode `terminate` for connections with [`NAME`].
+pub const LISTENERS: [fn(Config) -> Config; 2] = [passthrough_config, pass_through_by_name];
+
+/// Passes connections of the first listener, which terminates TLS, through that have the server name [`NAME`].
+pub fn pass_through_by_name(mut config: Config) -> Config {
+    let (server_names, flows) = (vec![NAME.into()], FlowSettings::default());
+    terminate_mode(&mut config).passed_through =
+        Some(Box::new(PassedThrough { server_names, flows }));
+    config.upstreams[0].used_by.passthrough = true;
+    config
+}
+
+/// The first bytes of a client of the test: a `ClientHello` with [`NAME`] after `padding` bytes, and little else, so that
+/// it is shorter than those of the prober (RFC 8446 section 4.1.2, RFC 6066 section 3, RFC 7685).
+pub fn client_hello(padding: usize) -> Vec<u8> {
+    let sized = |bytes: &[u8]| [&u16::try_from(bytes.len()).unwrap().to_be_bytes(), bytes].concat();
+    let name = sized(&[&[0], &*sized(NAME.as_bytes())].concat());
+    let extensions = [&[0, 21], &*sized(&vec![0; padding]), &[0, 0], &*sized(&name)].concat();
+    let body = [&[3, 3], &[7; 32][..], &[0, 0, 2, 0x13, 1, 1, 0], &*sized(&extensions)].concat();
+    [&[22, 3, 1], &*sized(&[&[1, 0], &*sized(&body)].concat())].concat()
+}
 
 /// A server without TLS. The test accepts and serves its flows.
 pub struct Peer {
@@ -30,16 +55,14 @@ impl Peer {
         Self { listener, address, certs: Certs::new() }
     }
 
-    /// Starts a passthrough listener in front of this server.
-    pub fn start_proxy(&self, change: impl FnOnce(&mut Config)) -> Proxy {
-        start_passthrough(&self.certs, &[self.address], change)
-    }
-
     /// Accepts the next connection of the test. Connections of the prober are closed.
     pub async fn accept(&self) -> TcpStream {
         loop {
             let (mut stream, _) = soon("a connection", self.listener.accept()).await.unwrap();
-            if soon("its first byte", stream.read_u8()).await.is_ok_and(|byte| byte == HELLO) {
+            let hello = client_hello(0);
+            let mut first = vec![0; hello.len()];
+            let read = soon("its first bytes", stream.read_exact(&mut first)).await;
+            if read.is_ok() && first == hello {
                 return stream;
             }
         }
@@ -49,9 +72,21 @@ impl Peer {
     pub async fn connect(&self, proxy: &Proxy) -> (TcpStream, TcpStream) {
         let client = TcpStream::connect(proxy.addr).await.unwrap();
         client.writable().await.unwrap();
-        client.try_write(&[HELLO]).unwrap();
+        client.try_write(&client_hello(0)).unwrap();
         (client, self.accept().await)
     }
+}
+
+/// [`setup_with`] in front of one of [`LISTENERS`].
+pub async fn setup_behind(
+    listener: fn(Config) -> Config,
+    change: impl FnOnce(&mut Config),
+) -> (Peer, Proxy) {
+    let peer = Peer::start().await;
+    let mut config = listener(peer.certs.config(&[peer.address]));
+    change(&mut config);
+    let proxy = peer.certs.start(config);
+    (peer, proxy)
 }
 
 /// A peer and a passthrough listener in front of it.
@@ -61,9 +96,7 @@ pub async fn setup() -> (Peer, Proxy) {
 
 /// [`setup`] with a change of the configuration.
 pub async fn setup_with(change: impl FnOnce(&mut Config)) -> (Peer, Proxy) {
-    let peer = Peer::start().await;
-    let proxy = peer.start_proxy(change);
-    (peer, proxy)
+    setup_behind(passthrough_config, change).await
 }
 
 /// Starts a passthrough listener in front of these addresses.
@@ -129,9 +162,20 @@ impl ProbedServer {
         alpn: &[&str],
         change: impl FnOnce(&mut Config),
     ) -> (Certs, Self, Proxy) {
+        Self::setup_behind(passthrough_config, alpn, change).await
+    }
+
+    /// [`Self::setup_with`] in front of one of [`LISTENERS`].
+    pub async fn setup_behind(
+        listener: fn(Config) -> Config,
+        alpn: &[&str],
+        change: impl FnOnce(&mut Config),
+    ) -> (Certs, Self, Proxy) {
         let certs = Certs::new();
         let server = Self::start(&certs, alpn).await;
-        let proxy = start_passthrough(&certs, &[server.address], change);
+        let mut config = listener(certs.config(&[server.address]));
+        change(&mut config);
+        let proxy = certs.start(config);
         proxy.wait_ready(1).await;
         (certs, server, proxy)
     }
@@ -182,13 +226,13 @@ impl ProbedServer {
     /// [`Self::flow`] through this listener. The error is that of the client.
     pub async fn try_flow(&mut self, listener: SocketAddr) -> io::Result<(TcpStream, TcpStream)> {
         let mut client = TcpStream::connect(listener).await?;
-        client.write_all(&[HELLO]).await?;
+        client.write_all(&client_hello(0)).await?;
         let mut server = tokio::select! {
             server = self.flows.recv() => server.unwrap(),
             end = client.read_u8() => return Err(end.expect_err("the server has sent nothing")),
         };
-        server.write_all(&[HELLO]).await?;
-        assert_eq!(client.read_u8().await?, HELLO);
+        server.write_all(&[ANSWER]).await?;
+        assert_eq!(client.read_u8().await?, ANSWER);
         Ok((client, server))
     }
 }
@@ -199,12 +243,13 @@ async fn serve(
     flows: mpsc::UnboundedSender<TcpStream>,
     mut mode: watch::Receiver<Mode>,
 ) {
-    let mut first = [0];
+    let hello = client_hello(0);
+    let mut first = vec![0; hello.len()];
     if stream.peek(&mut first).await.is_ok_and(|n| n == 0) {
         return;
     }
-    if first == [HELLO] {
-        let _ = stream.read_u8().await;
+    if first == hello {
+        let _ = stream.read_exact(&mut first).await;
         let _ = flows.send(stream);
         return;
     }

@@ -7,7 +7,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use jackstay::config::{Config, FlowSettings, PassedThrough};
+use jackstay::config::Config;
 use jackstay_apiserver::audit::Record;
 use jackstay_apiserver::client::Credentials;
 use jackstay_apiserver::pki::{Issued, Subject};
@@ -16,24 +16,16 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
-use crate::peer::wait_flows;
+use crate::peer::{NAME, pass_through_by_name, wait_flows};
 use crate::support::figures::check_figure;
 use crate::support::stopwatch::Stopwatch;
 use crate::support::{
-    CONFIGMAPS, Certs, Proxy, TestCluster, pause, soon, terminate_mode, until, wire,
-    without_suspicion,
+    CONFIGMAPS, Certs, Proxy, TestCluster, pause, soon, until, wire, without_suspicion,
 };
-
-/// A name in the apiservers' certificates.
-const NAME: &str = "kubernetes.default.svc";
 
 /// Passes connections through that have the server name [`NAME`].
 fn pass_through(config: &mut Config) {
-    terminate_mode(config).passed_through = Some(Box::new(PassedThrough {
-        server_names: vec![NAME.into()],
-        flows: FlowSettings::default(),
-    }));
-    config.upstreams[0].used_by.passthrough = true;
+    *config = pass_through_by_name(config.clone());
 }
 
 /// A user whose certificate is no identity of the listener.

@@ -3,7 +3,9 @@
 use crate::setup::Setup;
 use crate::support::figures::check_figure;
 use crate::support::stopwatch::Stopwatch;
-use crate::support::{passthrough_config, passthrough_mode, soon, terminate_mode, until, wire};
+use crate::support::{
+    HangingEndpoint, passthrough_config, passthrough_mode, soon, terminate_mode, until, wire,
+};
 use jackstay::config::{Config, FlowSettings, PassedThrough, Route};
 use jackstay_apiserver::client::{Client, Credentials};
 use jackstay_apiserver::pki::Subject;
@@ -11,7 +13,6 @@ use jackstay_core::discovery::address::EndpointAddress;
 use rustls::pki_types::ServerName;
 use serde_json::Value;
 use std::io::ErrorKind;
-use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
@@ -136,28 +137,6 @@ async fn flow_of_a_stopped_server_is_reset_without_names() {
     server.cont();
 }
 
-/// An endpoint to which every connection attempt hangs, because the queue of its socket is full.
-struct HangingEndpoint {
-    socket: TcpListener,
-    _in_queue: std::net::TcpStream,
-}
-
-impl HangingEndpoint {
-    fn start() -> Self {
-        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None);
-        let socket = socket.unwrap();
-        socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
-        socket.listen(0).unwrap();
-        let socket = TcpListener::from(socket);
-        let in_queue = std::net::TcpStream::connect(socket.local_addr().unwrap()).unwrap();
-        Self { socket, _in_queue: in_queue }
-    }
-
-    fn address(&self) -> EndpointAddress {
-        EndpointAddress { host: "127.0.0.1".into(), port: self.socket.local_addr().unwrap().port() }
-    }
-}
-
 /// Adds the listener `second` with an upstream of its own, to this configuration.
 fn add_second(config: &mut Config, drain_timeout: Duration, change: impl FnOnce(&mut Config)) {
     let mut second = config.clone();
@@ -190,7 +169,10 @@ async fn flow_that_is_connecting_ends_with_the_drain_of_its_removed_listener() {
                 } else {
                     *config = passthrough_config(config.clone());
                 }
-                config.upstreams[0].endpoints = vec![endpoint.address()];
+                config.upstreams[0].endpoints = vec![EndpointAddress {
+                    host: "127.0.0.1".into(),
+                    port: endpoint.address().port(),
+                }];
             });
         })
         .await;

@@ -521,6 +521,28 @@ pub fn start_relays(targets: &[SocketAddr]) -> Vec<FaultyRelay> {
     targets.iter().map(|target| FaultyRelay::start(*target).unwrap()).collect()
 }
 
+/// An endpoint to which every connection attempt hangs, because the queue of its socket is full.
+pub struct HangingEndpoint {
+    socket: std::net::TcpListener,
+    _in_queue: std::net::TcpStream,
+}
+
+impl HangingEndpoint {
+    pub fn start() -> Self {
+        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None);
+        let socket = socket.unwrap();
+        socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
+        socket.listen(0).unwrap();
+        let socket = std::net::TcpListener::from(socket);
+        let in_queue = std::net::TcpStream::connect(socket.local_addr().unwrap()).unwrap();
+        Self { socket, _in_queue: in_queue }
+    }
+
+    pub fn address(&self) -> SocketAddr {
+        self.socket.local_addr().unwrap()
+    }
+}
+
 /// An address that refuses connections. A leaked socket stays bound to it with `SO_REUSEADDR`: no other process
 /// is assigned the port, and the test may listen on it later.
 pub fn refusing_address() -> SocketAddr {

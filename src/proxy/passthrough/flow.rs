@@ -194,6 +194,7 @@ impl OpenConnection {
         };
         if !prefix.is_empty() {
             self.slot.set_in_use();
+            self.memory.set_held(prefix.capacity());
         }
         let (stream, endpoint) = match self.unless_ended(connect::connect(&upstream)).await? {
             Ok(connected) => connected,

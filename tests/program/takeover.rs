@@ -12,11 +12,14 @@ use crate::support::{
     CONFIGMAPS, TestCluster, long_form, passthrough_config, refusing_address, replace_symlink,
     soon, terminate_mode, until,
 };
-use jackstay::config::Config;
-use jackstay_apiserver::client::Client;
+use jackstay::config::{Config, FlowSettings, PassedThrough};
+use jackstay_apiserver::client::{Client, Credentials};
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
+
+/// A name in the apiservers' certificates.
+const NAME: &str = "kubernetes.default.svc";
 
 fn is_refused(address: SocketAddr) -> bool {
     TcpStream::connect(address).is_err()
@@ -159,17 +162,33 @@ async fn link_that_leads_out_of_the_sandbox_is_reported_and_applied_by_sigusr2()
     setup.process.follow_successor(pid);
 }
 
-/// L4 flows continue in the old process, while the new process accepts new connections.
+/// Flows continue in the old process, while the new process accepts new connections.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn takeover_resets_flows_of_the_old_process_only_when_its_drain_ends() {
-    let mut setup = Setup::with(1, |config| *config = passthrough_config(config.clone())).await;
+    let setup = Setup::with(1, |config| *config = passthrough_config(config.clone())).await;
     let credentials = setup.cluster.certs.credentials();
-    let old_client = Client::connect(setup.address, &credentials).await.unwrap();
+    check_flows_at_takeover(setup, &credentials).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn takeover_resets_flows_by_server_name_only_when_the_drain_ends() {
+    let setup = Setup::with(1, |config| {
+        let (server_names, flows) = (vec![NAME.into()], FlowSettings::default());
+        terminate_mode(config).passed_through =
+            Some(Box::new(PassedThrough { server_names, flows }));
+    })
+    .await;
+    let credentials = setup.cluster.certs.credentials().expecting(NAME);
+    check_flows_at_takeover(setup, &credentials).await;
+}
+
+async fn check_flows_at_takeover(mut setup: Setup, credentials: &Credentials) {
+    let old_client = Client::connect(setup.address, credentials).await.unwrap();
     let mut watch = old_client.watch(&format!("{CONFIGMAPS}?watch=1")).await.unwrap();
     let new = setup.start(&["--take-over"]);
     let mut old = setup.replace(new);
     old.wait_output("draining: a new process has taken over").await;
-    let new_client = Client::connect(setup.address, &credentials).await.unwrap();
+    let new_client = Client::connect(setup.address, credentials).await.unwrap();
     assert_eq!(new_client.get(CONFIGMAPS).await.unwrap().status, 200);
     assert_eq!(old_client.get(CONFIGMAPS).await.unwrap().status, 200);
     assert!(old.is_running(), "{}", old.output());

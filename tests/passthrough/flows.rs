@@ -14,11 +14,14 @@ use jackstay_sys::sockets::tcp_options;
 use serde_json::Value;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
+
+/// A drain timeout.
+const DRAIN: Duration = Duration::from_secs(4);
 
 /// The error that a client gets which connects and sends nothing. The reset may arrive before the connect returns.
 async fn reset_of(addr: SocketAddr) -> ErrorKind {
@@ -285,8 +288,7 @@ async fn idle_timeout_resets_idle_flows() {
 #[tokio::test]
 async fn drain_waits_for_flows_and_resets_the_rest() {
     for listener in LISTENERS {
-        let drain_timeout = Duration::from_secs(4);
-        let change = |config: &mut Config| config.shutdown.drain_timeout = drain_timeout;
+        let change = |config: &mut Config| config.shutdown.drain_timeout = DRAIN;
         let (peer, proxy) = setup_behind(listener, change).await;
         check_drain(&peer, proxy).await;
     }
@@ -295,6 +297,7 @@ async fn drain_waits_for_flows_and_resets_the_rest() {
 async fn check_drain(peer: &Peer, proxy: Proxy) {
     let (mut client, mut server) = peer.connect(&proxy).await;
     let (mut short, mut short_server) = peer.connect(&proxy).await;
+    let start = Instant::now();
     proxy.running.drain();
     until("no connection is accepted", async || TcpStream::connect(proxy.addr).await.is_err())
         .await;
@@ -309,6 +312,7 @@ async fn check_drain(peer: &Peer, proxy: Proxy) {
     assert_eq!(soon("a byte", server.read_u8()).await.unwrap(), b'x');
     let error = soon("the reset", client.read(&mut [0; 1])).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert!(start.elapsed() >= DRAIN * 4 / 5, "{:?}", start.elapsed());
     let error = soon("the reset", server.read(&mut [0; 1])).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     tokio::task::spawn_blocking(move || assert!(proxy.running.stop())).await.unwrap();

@@ -14,11 +14,12 @@ mod watch;
 pub type Target = fn(&[u8]);
 
 /// The targets. Each name is that of a folder in `tests/corpus`.
-pub const TARGETS: [(&str, Target); 14] = [
+pub const TARGETS: [(&str, Target); 15] = [
     ("certificate", tls::certificate),
     ("config", files::config),
     ("endpoint_objects", watch::endpoint_objects),
     ("endpoints_file", files::endpoints_file),
+    ("features", watch::features),
     ("frames", http::frames),
     ("gzip", watch::gzip),
     ("hello", tls::hello),

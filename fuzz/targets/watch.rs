@@ -5,12 +5,14 @@ use std::io::Read as _;
 use bytes::Bytes;
 use jackstay::control::discovery::objects::{ObjectStore, WatchStartVersion, WatchedResource};
 use jackstay_core::admission::ByteAccount;
+use jackstay_core::kubernetes_features::FeatureReader;
 use jackstay_core::watch::codec::frame::{FrameSplitter, Piece};
 use jackstay_core::watch::codec::head::{
     cbor_head, cbor_tail, json_head, json_tail, protobuf_head,
 };
 use jackstay_core::watch::codec::{Encoding, parse};
 use jackstay_core::watch::gzip::{GzipDecoder, GzipError, PIECE, STATE};
+use jackstay_core::watch::parameters::Parameters;
 use kube::runtime::watcher::Event;
 
 const CAP: usize = 64;
@@ -50,6 +52,23 @@ pub(super) fn watch(bytes: &[u8]) {
             out.extend_from_slice(&splitter.reset());
             assert_eq!(out, bytes);
         }
+    }
+}
+
+/// Metrics that name feature gates, and the parameters of a watch: the same gates are read, however the metrics are split.
+pub(super) fn features(bytes: &[u8]) {
+    let read = |step: usize| {
+        let mut reader = FeatureReader::default();
+        let _ = bytes.chunks(step).any(|piece| reader.push(piece));
+        reader.finish()
+    };
+    let whole = read(bytes.len().max(1));
+    for step in [1, 7] {
+        assert_eq!(read(step), whole);
+    }
+    if let Ok(query) = str::from_utf8(bytes) {
+        let twice = format!("{query}&{query}");
+        assert_eq!(Parameters::of(&twice), Parameters::of(query));
     }
 }
 

@@ -72,10 +72,10 @@ async fn probe_repeatedly(
         let current = if let Some(current) = reusable {
             current
         } else {
-            users.capabilities.connection_lost(endpoint);
+            let question = users.capabilities.connection_lost(upstream, endpoint);
+            let probe = prober.connect_at(endpoint.is_usable(), clock::now());
             // Watches may wait for what is read on the connection.
-            let is_awaited = !endpoint.is_usable() || upstream.capabilities.wanted().any();
-            sleep_until(prober.connect_at(!is_awaited, clock::now()).into()).await;
+            sleep_until(question.map_or(probe, |question| question.min(probe)).into()).await;
             prober.connected();
             anonymous.reset();
             version.reset();

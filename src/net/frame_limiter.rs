@@ -12,7 +12,8 @@
 //! h2 reads as long as the socket has bytes. So that a peer that always has more does not delay the others,
 //! the connection yields to them after a turn: [`CLIENT_TURN`], or [`SERVER_TURN`] if the peer is an apiserver.
 //! It yields before the end of the stream too, so that h2 first processes what was read before it: after a GOAWAY and
-//! the last response h2 closes the connection itself, and no stream is lost with it.
+//! the last response h2 closes the connection itself, and no stream is lost with it. An error, such as a TLS alert, is
+//! reported at once: a write that follows would fail with another one, which says less.
 
 mod header_block;
 
@@ -88,8 +89,8 @@ pub struct FrameLimiter<T> {
     turn: Turn,
     /// What is read before a yield.
     limit: Turn,
-    /// The last result of the stream, for the next poll.
-    end: Option<io::Result<()>>,
+    /// The end of the stream was read, and is reported in the next poll.
+    is_at_end: bool,
     seen: PeerFrames,
 }
 
@@ -130,7 +131,7 @@ impl<T> FrameLimiter<T> {
             block: HeaderBlock::new(header_timeout),
             turn: Turn::default(),
             limit,
-            end: None,
+            is_at_end: false,
             seen: seen.clone(),
         };
         (limiter, seen)
@@ -195,9 +196,9 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncRead for FrameLimiter<T> {
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }
-        if let Some(end) = this.end.take() {
+        if this.is_at_end {
             this.seen.0.has_ended.set(true);
-            return Poll::Ready(end);
+            return Poll::Ready(Ok(()));
         }
         let before = buf.filled().len();
         let result = Pin::new(&mut this.io).poll_read(cx, buf);
@@ -207,9 +208,12 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncRead for FrameLimiter<T> {
                 return Poll::Ready(Err(this.close(LimitedFrame::HeaderBlock, cx)));
             }
         }
-        let result = ready!(result);
-        if result.is_err() || buf.filled().len() == before {
-            this.end = Some(result);
+        if let Err(error) = ready!(result) {
+            this.seen.0.has_ended.set(true);
+            return Poll::Ready(Err(error));
+        }
+        if buf.filled().len() == before {
+            this.is_at_end = true;
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }

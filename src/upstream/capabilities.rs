@@ -78,7 +78,10 @@ impl CapabilityDemand {
 /// One process of an apiserver, as far as the prober can tell: it has ended when the prober has lost its connection. A
 /// watch keeps the one that has served it.
 #[derive(Debug, Default)]
-pub struct ApiserverProcess(Mutex<Capabilities>);
+pub struct ApiserverProcess {
+    known: Mutex<Capabilities>,
+    in_doubt: AtomicBool,
+}
 
 /// What is known about the capabilities of one process, or what was read in one turn.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -104,6 +107,17 @@ pub struct CapabilityStatus {
 }
 
 impl ApiserverProcess {
+    /// Sets whether the connection of the prober does not respond, so that the process may have been replaced.
+    pub fn set_in_doubt(&self, in_doubt: bool) {
+        self.in_doubt.store(in_doubt, Ordering::Relaxed);
+    }
+
+    /// The capability that the endpoint of this process has now.
+    pub fn present_capability(&self, parameters: Parameters) -> Capability {
+        let in_doubt = self.in_doubt.load(Ordering::Relaxed);
+        if in_doubt { Capability::Unread } else { self.capability(parameters) }
+    }
+
     /// The capability to honour these parameters.
     pub fn capability(&self, parameters: Parameters) -> Capability {
         let known = self.lock();
@@ -150,7 +164,7 @@ impl ApiserverProcess {
     }
 
     fn lock(&self) -> MutexGuard<'_, Capabilities> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -186,6 +200,11 @@ mod tests {
             assert_eq!(known, expected);
         }
         assert_eq!(process.capability(Parameters::Common), Known(0));
+        process.set_in_doubt(true);
+        assert_eq!(process.present_capability(Parameters::Sharded), Unread);
+        assert_eq!(process.capability(Parameters::Sharded), Known(1));
+        process.set_in_doubt(false);
+        assert_eq!(process.present_capability(Parameters::Sharded), Known(1));
     }
 
     #[test]

@@ -244,7 +244,7 @@ impl Endpoint {
         }
     }
 
-    /// The process of the apiserver, and what is known about its abilities.
+    /// The process of the apiserver, and what is known about its capabilities.
     pub fn process(&self) -> Arc<ApiserverProcess> {
         self.process.load_full()
     }

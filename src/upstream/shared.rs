@@ -49,7 +49,7 @@ pub struct Upstream {
     pub unordered_groups: UnorderedGroups,
     /// Whether watches ask for gzip.
     pub compression: Compression,
-    /// Which abilities of apiservers are read.
+    /// Which capabilities of apiservers are read.
     pub capabilities: CapabilityDemand,
     connector: ArcSwap<Connector>,
     reconfigured: Notify,

@@ -116,7 +116,7 @@ pub struct EndpointStatus {
     pub version: Option<String>,
     /// Why its version is unknown, if `/version` was read.
     pub version_error: Option<String>,
-    /// What is known about its abilities; absent if no client has sent a watch that needs it.
+    /// What is known about its capabilities; absent if no client has sent a watch that needs it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub capabilities: Option<CapabilityStatus>,
     /// Whether it is picked only if there is no other endpoint of the same state.

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use http::Method;
 use jackstay::config::Config;
+use jackstay_apiserver::audit::Record;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::{ApiServerHandle, Faults, ScriptedResponse};
 
@@ -342,6 +343,46 @@ async fn watch_with_an_unknown_parameter_continues_only_on_an_equal_server() {
         all.for_each(|server| server.set_faults(refuse(&["/metrics"], forbidden())));
     };
     Setup::new(UNKNOWN, 2, no_metrics).await.expect_end().await;
+}
+
+/// An apiserver that refuses the prober and ends each of its connections is not asked more and more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn refused_questions_are_repeated_at_longer_and_longer_pauses() {
+    let setup = Setup::new(ALL, 2, |_| {}).await;
+    let (server, name) = (&setup.cluster.servers[1], setup.name(1));
+    server.set_faults(refuse(&BOTH, forbidden()));
+    server.set_faults(|faults| faults.goaway_chance = 1.0);
+    let questions = || {
+        let records = setup.cluster.state.audit().records();
+        let is_question = |one: &&Record| one.server == name && one.path.starts_with(BOTH[0]);
+        records.iter().filter(is_question).count()
+    };
+    let before = questions();
+    let began = Instant::now();
+    server.goaway();
+    until("it was asked five times", async || questions() >= before + 5).await;
+    // At least half of 0.2, 0.4, 0.8 and 1.6 s.
+    assert!(began.elapsed() >= Duration::from_millis(1_500), "{:?}", began.elapsed());
+    assert_eq!(setup.proxy.endpoint(server.addr).await["state"], "ready");
+}
+
+/// An endpoint whose `/readyz` fails is asked, too, and watches continue there if there is no other.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn sharded_watch_continues_on_an_equal_server_that_is_not_ready() {
+    let setup = Setup::new(ALL, 1, |_| {}).await;
+    let server = &setup.cluster.servers[0];
+    server.kill();
+    setup.proxy.wait_metrics("jackstay_held_watches 1").await;
+    server.set_faults(|faults| faults.unready = true);
+    server.restart().unwrap();
+    setup.proxy.wait_state(server.addr, "degraded").await;
+    setup.write();
+    wait::until_ok(Duration::from_secs(30), "the watch continues", async || {
+        if setup.cluster.watches(0) == 1 { Ok(()) } else { Err(setup.proxy.page("/status").await) }
+    })
+    .await;
+    setup.expect_all_events().await;
+    assert_eq!(setup.watch.end(), None);
 }
 
 /// Nothing is read for watches whose parameters every apiserver honours.

@@ -81,7 +81,7 @@ async fn names_come_and_go_and_open_flows_continue() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn flow_ends_after_its_idle_timeout_without_names() {
     let mut setup = Setup::with(1, |config| {
-        let idle_timeout = Some(Duration::from_secs(3));
+        let idle_timeout = Some(Duration::from_secs(5));
         pass_through(config, FlowSettings { idle_timeout, ..FlowSettings::default() });
     })
     .await;
@@ -163,7 +163,7 @@ async fn flow_that_is_connecting_ends_with_the_drain_of_its_removed_listener() {
         let endpoint = HangingEndpoint::start();
         let mut setup = Setup::with(1, |config| {
             // A flow gives up after 900 ms without an endpoint.
-            add_second(config, Duration::from_millis(200), |config| {
+            add_second(config, Duration::from_millis(10), |config| {
                 if terminates {
                     pass_through(config, FlowSettings::default());
                 } else {

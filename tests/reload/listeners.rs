@@ -137,9 +137,10 @@ async fn moved_listener_keeps_its_connections() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn address_that_a_listener_has_left_is_free_when_the_reload_ends() {
     let mut setup = Setup::new(1).await;
-    let first = setup.proxy.addr;
-    let mut second = first;
-    second.set_ip("127.0.0.2".parse().unwrap());
+    // No other test binds these.
+    let (mut first, mut second) = (setup.proxy.addr, setup.proxy.addr);
+    first.set_ip("127.0.77.1".parse().unwrap());
+    second.set_ip("127.0.77.2".parse().unwrap());
     for move_number in 0..50 {
         let (from, to) = if move_number % 2 == 0 { (first, second) } else { (second, first) };
         setup.change(|config| config.listeners[0].bind = vec![to]).await;

@@ -6,22 +6,23 @@
 //! | shards | a list of no service with `shardSelector`: an apiserver that serves shards repeats the selector in `metadata.shardInfo`. Without the right to list services: `/metrics` |
 //! | equal servers | build and feature gates in `/metrics` |
 //!
-//! The reads run beside the probes and do not delay them. They begin when the endpoint is ready: an apiserver that starts
-//! refuses users whose rights it has not read yet.
+//! The reads run beside the probes and do not delay them. They begin when `/readyz` was answered. The pauses between them do
+//! not depend on the connection: one that cannot be used for long costs no more reads, and no more connections.
 
 use std::cell::RefCell;
 use std::ops::ControlFlow;
 use std::rc::{Rc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::{HeaderValue, StatusCode};
 use jackstay_core::backoff::Backoff;
 use jackstay_core::kubernetes_features::{FeatureReader, KubernetesFeatures};
 use jackstay_core::watch::parameters::Capability;
+use jackstay_sys::clock;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use tokio::sync::Notify;
-use tokio::time::{sleep, timeout};
+use tokio::time::{sleep, sleep_until, timeout};
 
 use super::request::{fetch, fetch_pieces};
 use crate::upstream::Upstream;
@@ -33,7 +34,11 @@ use crate::upstream::endpoint::{Endpoint, EndpointState};
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Limit of `/metrics`, which may have many megabytes.
 const METRICS_TIMEOUT: Duration = Duration::from_secs(30);
-/// Pause after the first read that has failed. It doubles with each one in a row.
+/// Shortest pause between two lists, if the connections of the prober end soon.
+const LIST_PAUSE: Duration = Duration::from_secs(1);
+/// The same for `/metrics`.
+const METRICS_PAUSE: Duration = Duration::from_secs(10);
+/// Pause after the first answer that says nothing. It doubles with each one in a row.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 /// Longest pause after an error that may pass.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
@@ -47,11 +52,23 @@ const SHARD: &str = "/api/v1/services?fieldSelector=metadata.name%3D_&resourceVe
 const METRICS: &str = "/metrics";
 
 /// Reads the capabilities of one endpoint.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct CapabilityReader {
     /// `None` while the prober has none.
     connection: RefCell<Option<Weak<Connection>>>,
     connection_changed: Notify,
+    lists: RefCell<Pace>,
+    metrics: RefCell<Pace>,
+}
+
+/// When a question is asked again, on whatever connection.
+#[derive(Debug)]
+struct Pace {
+    backoff: Backoff,
+    /// At once if `None`.
+    next: Option<Instant>,
+    /// Shortest pause after an answer.
+    shortest: Duration,
 }
 
 /// The answer to one question.
@@ -77,6 +94,43 @@ struct ListMeta {
     shard_info: Option<IgnoredAny>,
 }
 
+impl Pace {
+    fn new(shortest: Duration) -> Self {
+        let backoff = Backoff::new(FIRST_PAUSE, LONGEST_REFUSED_PAUSE).with_factors(0.5, 1.0);
+        Self { backoff, next: None, shortest }
+    }
+
+    fn answered<T>(&mut self, answer: &Answer<T>, now: Instant) {
+        let random = |backoff: &mut Backoff| {
+            backoff.failed();
+            backoff.random_pause(&mut fastrand::Rng::new())
+        };
+        self.next = Some(match answer {
+            Answer::Known(_) => {
+                self.backoff.reset();
+                now + self.shortest
+            }
+            Answer::Refused(_) => now + random(&mut self.backoff),
+            Answer::Failed(_) => now + random(&mut self.backoff).min(LONGEST_PAUSE),
+        });
+    }
+
+    fn next(&self, now: Instant) -> Instant {
+        self.next.map_or(now, |next| next.max(now))
+    }
+}
+
+impl Default for CapabilityReader {
+    fn default() -> Self {
+        Self {
+            connection: RefCell::default(),
+            connection_changed: Notify::new(),
+            lists: RefCell::new(Pace::new(LIST_PAUSE)),
+            metrics: RefCell::new(Pace::new(METRICS_PAUSE)),
+        }
+    }
+}
+
 impl CapabilityReader {
     /// Reads on `connection` from now on. One that replaces a connection may lead to another process.
     pub fn set_connection(&self, connection: &Rc<Connection>, endpoint: &Endpoint) {
@@ -89,12 +143,28 @@ impl CapabilityReader {
         self.connection_changed.notify_one();
     }
 
-    /// Called while the prober has no connection: the process of the apiserver may have ended.
-    pub fn connection_lost(&self, endpoint: &Endpoint) {
+    /// Called while the prober has no connection: the process of the apiserver may have ended. Returns when something is
+    /// asked on the next one; `None` if nothing is wanted.
+    pub fn connection_lost(&self, upstream: &Upstream, endpoint: &Endpoint) -> Option<Instant> {
         if self.connection.take().is_some() {
             endpoint.replace_process();
             self.connection_changed.notify_one();
         }
+        self.next_question(&endpoint.process(), upstream.capabilities.wanted(), clock::now())
+    }
+
+    /// When something that is wanted and not known is asked; `None` if there is nothing.
+    fn next_question(
+        &self,
+        process: &ApiserverProcess,
+        wanted: WantedCapabilities,
+        now: Instant,
+    ) -> Option<Instant> {
+        let known = process.capabilities();
+        let shards = asks(wanted.sharded, known.sharded).then(|| self.lists.borrow().next(now));
+        let features =
+            asks(wanted.features, known.features).then(|| self.metrics.borrow().next(now));
+        shards.into_iter().chain(features).min()
     }
 
     /// Reads what is wanted and not known, until the future is dropped.
@@ -107,13 +177,14 @@ impl CapabilityReader {
                 biased;
                 () = self.connection_changed.notified() => {}
                 () = raised => {}
-                () = Self::read_wanted(upstream, endpoint, connection, wanted) => {}
+                () = self.read_wanted(upstream, endpoint, connection, wanted) => {}
             }
         }
     }
 
     /// Never completes.
     async fn read_wanted(
+        &self,
         upstream: &Upstream,
         endpoint: &Endpoint,
         connection: Option<Rc<Connection>>,
@@ -121,7 +192,7 @@ impl CapabilityReader {
     ) {
         match connection {
             Some(connection) if wanted.any() => {
-                read_repeatedly(upstream, endpoint, &connection, wanted).await;
+                self.read_repeatedly(upstream, endpoint, &connection, wanted).await;
             }
             None if wanted.any() && !upstream.has_probe_credential() => {
                 let error = Some("jackstay has no credential for its probes".to_owned());
@@ -133,79 +204,102 @@ impl CapabilityReader {
         }
         std::future::pending::<()>().await;
     }
+
+    /// Reads on one connection, whose other end is one process. Never completes.
+    async fn read_repeatedly(
+        &self,
+        upstream: &Upstream,
+        endpoint: &Endpoint,
+        connection: &Rc<Connection>,
+        wanted: WantedCapabilities,
+    ) {
+        let process = endpoint.process();
+        loop {
+            let is_live = connection.state() == ConnectionState::Live;
+            process.set_in_doubt(!is_live);
+            if !is_live {
+                connection.changed().await;
+                upstream.capabilities.notify_recorded();
+                continue;
+            }
+            let is_ready = match endpoint.state() {
+                EndpointState::Ready => true,
+                EndpointState::Degraded => false,
+                _ => {
+                    sleep(READY_CHECK).await;
+                    continue;
+                }
+            };
+            match self.next_question(&process, wanted, clock::now()) {
+                None => connection.changed().await,
+                Some(at) if at > clock::now() => tokio::select! {
+                    () = sleep_until(at.into()) => {}
+                    () = connection.changed() => {}
+                },
+                Some(_) => {
+                    let token = upstream.credentials.probe_token().and_then(|token| token.header());
+                    let read = self.read(connection, token, &process, wanted, is_ready).await;
+                    if let Some(reason) = &read.error {
+                        let (upstream, endpoint) = (&*upstream.name, &*endpoint.label);
+                        tracing::debug!(upstream, endpoint, reason, "capabilities unknown");
+                    }
+                    process.record(read);
+                    upstream.capabilities.notify_recorded();
+                }
+            }
+        }
+    }
+
+    /// Asks what is due. An apiserver that is not ready refuses users whose rights it has not read yet.
+    async fn read(
+        &self,
+        connection: &Rc<Connection>,
+        token: Option<HeaderValue>,
+        process: &ApiserverProcess,
+        wanted: WantedCapabilities,
+        is_ready: bool,
+    ) -> Capabilities {
+        let known = process.capabilities();
+        let is_due = |pace: &RefCell<Pace>| {
+            let now = clock::now();
+            pace.borrow().next(now) <= now
+        };
+        let mut shards_answer = None;
+        if asks(wanted.sharded, known.sharded) && is_due(&self.lists) {
+            let answer = shards(connection, token.clone()).await.on_endpoint(is_ready);
+            self.lists.borrow_mut().answered(&answer, clock::now());
+            shards_answer = Some(answer);
+        }
+        let mut features_answer = None;
+        let is_refused = matches!(shards_answer, Some(Answer::Refused(_)));
+        if (is_refused || asks(wanted.features, known.features)) && is_due(&self.metrics) {
+            let answer = features(connection, token).await.on_endpoint(is_ready);
+            self.metrics.borrow_mut().answered(&answer, clock::now());
+            features_answer = Some(answer);
+        }
+        interpret(shards_answer, features_answer)
+    }
 }
 
-/// Reads on one connection until all is known, and again when the connection may lead to another process. Never
-/// completes.
-async fn read_repeatedly(
-    upstream: &Upstream,
-    endpoint: &Endpoint,
-    connection: &Rc<Connection>,
-    wanted: WantedCapabilities,
-) {
-    let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_REFUSED_PAUSE);
-    loop {
-        let process = endpoint.process();
-        if connection.state() != ConnectionState::Live {
-            // While it does not respond, its process may have ended unnoticed.
-            endpoint.replace_process();
-            connection.changed().await;
-            continue;
-        }
-        if endpoint.state() != EndpointState::Ready {
-            sleep(READY_CHECK).await;
-            continue;
-        }
-        if is_known(&process, wanted) {
-            connection.changed().await;
-            continue;
-        }
-        let (read, may_pass) = read(upstream, connection, &process, wanted).await;
-        if let Some(reason) = &read.error {
-            let (upstream, endpoint) = (&*upstream.name, &*endpoint.label);
-            tracing::debug!(upstream, endpoint, reason, "capabilities of endpoint unknown");
-        }
-        process.record(read);
-        upstream.capabilities.notify_recorded();
-        if is_known(&process, wanted) {
-            backoff.reset();
-        } else {
-            backoff.failed();
-            let pause = backoff.random_pause(&mut fastrand::Rng::new());
-            sleep(if may_pass { pause.min(LONGEST_PAUSE) } else { pause }).await;
+impl<T> Answer<T> {
+    /// The answer of an endpoint that is ready, or of one that is not.
+    fn on_endpoint(self, is_ready: bool) -> Self {
+        match self {
+            Self::Refused(error) if !is_ready => Self::Failed(error),
+            other => other,
         }
     }
 }
 
-fn is_known(process: &ApiserverProcess, wanted: WantedCapabilities) -> bool {
-    let known = process.capabilities();
-    let is_known = |capability| matches!(capability, Capability::Known(_));
-    (!wanted.sharded || is_known(known.sharded)) && (!wanted.features || is_known(known.features))
+fn asks(is_wanted: bool, capability: Capability) -> bool {
+    is_wanted && !matches!(capability, Capability::Known(_))
 }
 
-/// Reads what is wanted and not known of a process. Returns also whether what has failed may pass.
-async fn read(
-    upstream: &Upstream,
-    connection: &Rc<Connection>,
-    process: &ApiserverProcess,
-    wanted: WantedCapabilities,
-) -> (Capabilities, bool) {
-    let token = || upstream.credentials.probe_token().and_then(|token| token.header());
-    let asks_for_shards =
-        wanted.sharded && !is_known(process, WantedCapabilities { features: false, ..wanted });
-    let shards = if asks_for_shards { Some(shards(connection, token()).await) } else { None };
-    let asks_for_metrics = wanted.features
-        && !is_known(process, WantedCapabilities { sharded: false, ..wanted })
-        || matches!(shards, Some(Answer::Refused(_)));
-    let features = if asks_for_metrics { Some(features(connection, token()).await) } else { None };
-    interpret(shards, features)
-}
-
-/// What the answers to the questions that were asked say. Returns also whether an error may pass.
+/// What the answers to the questions that were asked say.
 fn interpret(
     shards: Option<Answer<bool>>,
     features: Option<Answer<KubernetesFeatures>>,
-) -> (Capabilities, bool) {
+) -> Capabilities {
     use Answer::{Failed, Known, Refused};
     let sharded = match (&shards, &features) {
         (Some(Known(sharded)), _) => Capability::Known((*sharded).into()),
@@ -218,7 +312,6 @@ fn interpret(
         Some(Refused(_)) => Capability::Unavailable,
         Some(Failed(_)) | None => Capability::Unread,
     };
-    let may_pass = matches!(shards, Some(Failed(_))) || matches!(features, Some(Failed(_)));
     let mut errors = Vec::new();
     if !matches!(features, Some(Known(_)))
         && let Some(Refused(error) | Failed(error)) = shards
@@ -229,7 +322,7 @@ fn interpret(
         errors.push(format!("{METRICS}: {error}"));
     }
     let error = (!errors.is_empty()).then(|| errors.join("; "));
-    (Capabilities { sharded, features: fingerprint, error }, may_pass)
+    Capabilities { sharded, features: fingerprint, error }
 }
 
 /// Whether the apiserver serves shards. One that does not know the parameter, or whose gate is off, ignores it.
@@ -323,28 +416,28 @@ mod tests {
         let (refused, failed) = (|| Some(Refused("r".to_owned())), || Some(Failed("f".to_owned())));
         let (unread, unavailable) = (Capability::Unread, Capability::Unavailable);
         let known = Capability::Known;
-        // The answers; expected: shards, features, error, and whether that may pass.
+        // The answers; expected: shards, features, error.
         for (shards, features, expected) in [
-            (Some(Known(true)), None, (known(1), unread, None, false)),
-            (Some(Known(false)), on(), (known(0), known(7), None, false)),
-            (None, on(), (known(1), known(7), None, false)),
-            (refused().map(no_answer), on(), (known(1), known(7), None, false)),
-            (Some(Known(true)), refused(), (known(1), unavailable, Some("/metrics: r"), false)),
+            (Some(Known(true)), None, (known(1), unread, None)),
+            (Some(Known(false)), on(), (known(0), known(7), None)),
+            (None, on(), (known(1), known(7), None)),
+            (refused().map(no_answer), on(), (known(1), known(7), None)),
+            (Some(Known(true)), refused(), (known(1), unavailable, Some("/metrics: r"))),
             (
                 refused().map(no_answer),
                 refused(),
-                (unavailable, unavailable, Some("list of services: r; /metrics: r"), false),
+                (unavailable, unavailable, Some("list of services: r; /metrics: r")),
             ),
             (
                 refused().map(no_answer),
                 failed(),
-                (unread, unread, Some("list of services: r; /metrics: f"), true),
+                (unread, unread, Some("list of services: r; /metrics: f")),
             ),
-            (failed().map(no_answer), None, (unread, unread, Some("list of services: f"), true)),
+            (failed().map(no_answer), None, (unread, unread, Some("list of services: f"))),
         ] {
-            let (sharded, fingerprint, error, may_pass) = expected;
+            let (sharded, fingerprint, error) = expected;
             let error = error.map(str::to_owned);
-            let expected = (Capabilities { sharded, features: fingerprint, error }, may_pass);
+            let expected = Capabilities { sharded, features: fingerprint, error };
             assert_eq!(interpret(shards, features), expected);
         }
     }

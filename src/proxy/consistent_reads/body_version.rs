@@ -21,7 +21,6 @@ const MAX_HEAD: usize = 64 * 1024;
 const TAIL: usize = 2048;
 /// Bytes of the prefix of a compressed body that are inflated at most.
 const MAX_INFLATED: u64 = 4096;
-
 /// Pieces of 16 KiB to which one chunk may inflate. Those of objects have a tenth of that.
 const MAX_PIECES: usize = 512;
 

@@ -67,8 +67,8 @@ pub struct SourceLookup(OnceCell<Option<PeerUids>>);
 
 impl SourceLookup {
     /// The source of a connection that was accepted from `peer`. A loopback connection whose user cannot be found,
-    /// such as one from another network namespace or one that its client has closed, has its address as source. `prefix_v6` is the length of the prefix
-    /// that the IPv6 addresses of one source have in common.
+    /// such as one from another network namespace or one that its client has closed, has its address as source.
+    /// `prefix_v6` is the length of the prefix that the IPv6 addresses of one source have in common.
     pub fn source(&self, stream: &TcpStream, peer: SocketAddr, prefix_v6: u8) -> Option<Source> {
         let local = stream.local_addr().ok()?;
         // Both ends of a connection to an address of this host are in this network namespace.

@@ -66,7 +66,7 @@ impl From<NoneSuitable> for AttemptErrorKind {
     fn from(none: NoneSuitable) -> Self {
         match none {
             NoneSuitable::Outage => Self::Outage,
-            NoneSuitable::Excluded => Self::Transient,
+            NoneSuitable::NotNow => Self::Transient,
             NoneSuitable::Parameter => Self::Parameter,
         }
     }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::HeaderValue;
+use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::watch::parameters::{
@@ -36,8 +37,8 @@ pub(super) const PROCESS_CHANGED: &str = "the apiserver of the endpoint may have
 pub(super) enum NoneSuitable {
     /// No apiserver can be reached.
     Outage,
-    /// Those that are known to honour the parameters of the watch must not be asked now.
-    Excluded,
+    /// Those that honour the parameters of the watch, or may do so, must not be asked now.
+    NotNow,
     /// None is known to honour the parameters of the watch.
     Parameter,
 }
@@ -99,11 +100,14 @@ impl SuitableEndpoints {
                 Choice::Wait if clock::now() < deadline => {
                     let _ = timeout(CHECK_INTERVAL, recorded).await;
                 }
+                Choice::Wait if parameters.waits_for_readiness(self.upstream()) => {
+                    return Err(NoneSuitable::NotNow);
+                }
                 Choice::Wait | Choice::None => {
                     let is_excluded =
                         parameters.choose(self.upstream(), &[], is_outage) == Choice::Ask;
-                    let excluded = is_excluded.then_some(NoneSuitable::Excluded);
-                    return Err(excluded.unwrap_or(NoneSuitable::Parameter));
+                    let not_now = is_excluded.then_some(NoneSuitable::NotNow);
+                    return Err(not_now.unwrap_or(NoneSuitable::Parameter));
                 }
             }
         }
@@ -140,6 +144,16 @@ impl RequiredParameters {
         !self.unequal(upstream).contains(&endpoint.key())
     }
 
+    /// Whether an endpoint whose capability is not read yet is not ready. The capability is read when it is.
+    fn waits_for_readiness(&self, upstream: &Upstream) -> bool {
+        use EndpointState::{Connecting, Degraded, Suspect};
+        let is_starting = |one: &Candidate| {
+            let state = one.condition.state;
+            one.capability == Capability::Unread && matches!(state, Connecting | Suspect | Degraded)
+        };
+        self.candidates(upstream).iter().any(is_starting)
+    }
+
     fn unequal(&self, upstream: &Upstream) -> Vec<EndpointKey> {
         unequal(self.first().0, &self.candidates(upstream))
     }
@@ -162,7 +176,7 @@ impl RequiredParameters {
     fn candidates(&self, upstream: &Upstream) -> Vec<Candidate> {
         let candidate = |endpoint: &Arc<Endpoint>| Candidate {
             condition: endpoint.condition(),
-            capability: endpoint.process().capability(self.parameters),
+            capability: endpoint.process().present_capability(self.parameters),
         };
         upstream.endpoints().iter().map(candidate).collect()
     }

@@ -143,7 +143,10 @@ impl ApiserverProcess {
         };
         update(&mut known.sharded, read.sharded);
         update(&mut known.features, read.features);
-        known.error = read.error;
+        let all = [known.sharded, known.features];
+        if read.error.is_some() || !all.contains(&Capability::Unavailable) {
+            known.error = read.error;
+        }
     }
 
     /// The capabilities in `/status`; `None` before anything was read.
@@ -205,6 +208,19 @@ mod tests {
         assert_eq!(process.capability(Parameters::Sharded), Known(1));
         process.set_in_doubt(false);
         assert_eq!(process.present_capability(Parameters::Sharded), Known(1));
+    }
+
+    #[test]
+    fn reason_stays_while_something_is_unavailable() {
+        let process = ApiserverProcess::default();
+        let error = Some("/metrics: 403".to_owned());
+        let refused = Capabilities { features: Unavailable, error: error.clone(), sharded: Unread };
+        let list = Capabilities { sharded: Known(1), ..Capabilities::default() };
+        process.record(refused);
+        process.record(list);
+        assert_eq!(process.capabilities().error, error);
+        process.record(Capabilities { features: Known(7), ..Capabilities::default() });
+        assert_eq!(process.capabilities().error, None);
     }
 
     #[test]

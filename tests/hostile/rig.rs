@@ -32,7 +32,7 @@ const START: Duration = Duration::from_secs(20);
 const QUIET: Duration = Duration::from_secs(1);
 /// The server name of connections that the L7 listener passes through.
 pub const PASSED_THROUGH: &str = "kubernetes.default.svc";
-/// The user `nobody` of most systems. More attackers have the uids below it.
+/// The highest uid of an attacker. Further attackers have the uids below it.
 const ATTACKER_UID: u32 = 65_534;
 /// A token that the apiservers accept, and that the attacker knows.
 pub const VALID_TOKEN: &str = "valid";

@@ -122,6 +122,14 @@ impl Setup {
         self.cluster.servers[server].name().to_owned()
     }
 
+    /// Returns the server when its watch is held.
+    async fn kill_only_server(&self) -> &ApiServerHandle {
+        let [server] = &self.cluster.servers[..] else { panic!("more than one server") };
+        server.kill();
+        self.proxy.wait_metrics("jackstay_held_watches 1").await;
+        server
+    }
+
     /// The watch continues on this server and no other one is asked, after its own is killed.
     async fn expect_continues_on(&self, server: usize) {
         self.cluster.servers[0].kill();
@@ -197,9 +205,7 @@ async fn sharded_watch_is_moved_only_to_a_server_that_serves_shards() {
 async fn sharded_watch_is_held_until_it_is_known_what_the_restarted_server_serves() {
     for (enabled, continues) in [(true, true), (false, false)] {
         let setup = Setup::new(ALL, 1, |_| {}).await;
-        let server = &setup.cluster.servers[0];
-        server.kill();
-        setup.proxy.wait_metrics("jackstay_held_watches 1").await;
+        let server = setup.kill_only_server().await;
         server.set_faults(shards(enabled));
         server.restart().unwrap();
         if continues {
@@ -247,9 +253,7 @@ async fn what_a_server_serves_is_read_from_its_metrics_or_unknown_with_a_reason(
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn error_that_passes_does_not_end_a_watch() {
     let setup = Setup::new(ALL, 1, |_| {}).await;
-    let server = &setup.cluster.servers[0];
-    server.kill();
-    setup.proxy.wait_metrics("jackstay_held_watches 1").await;
+    let server = setup.kill_only_server().await;
     let busy = ScriptedResponse::status(429, "TooManyRequests", "the cache is not initialised");
     server.set_faults(refuse(&BOTH, busy));
     server.restart().unwrap();
@@ -370,9 +374,7 @@ async fn refused_questions_are_repeated_at_longer_and_longer_pauses() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn sharded_watch_continues_on_an_equal_server_that_is_not_ready() {
     let setup = Setup::new(ALL, 1, |_| {}).await;
-    let server = &setup.cluster.servers[0];
-    server.kill();
-    setup.proxy.wait_metrics("jackstay_held_watches 1").await;
+    let server = setup.kill_only_server().await;
     server.set_faults(|faults| faults.unready = true);
     server.restart().unwrap();
     setup.proxy.wait_state(server.addr, "degraded").await;

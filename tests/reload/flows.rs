@@ -30,7 +30,7 @@ fn remove_names(config: &mut Config) {
     terminate_mode(config).passed_through = None;
 }
 
-/// A user whose certificate is no identity of the listener, and who sends [`NAME`].
+/// The credentials of a user without an identity at the listener; its TLS server name is [`NAME`].
 fn credentials(setup: &Setup) -> Credentials {
     let certs = &setup.cluster.certs;
     let alice = certs.pki.client(&Subject::new("alice", &[])).unwrap();
@@ -43,6 +43,14 @@ async fn connect(setup: &Setup) -> Client {
 
 async fn status(client: &Client) -> u16 {
     client.get(PATH).await.unwrap().status.as_u16()
+}
+
+/// A flow whose listener passes no name through any more.
+async fn flow_without_names(setup: &mut Setup) -> Client {
+    let flow = connect(setup).await;
+    assert_eq!(status(&flow).await, 200);
+    setup.change(remove_names).await;
+    flow
 }
 
 /// The number of flows that `/status` shows for the listener.
@@ -85,9 +93,7 @@ async fn flow_ends_after_its_idle_timeout_without_names() {
         pass_through(config, FlowSettings { idle_timeout, ..FlowSettings::default() });
     })
     .await;
-    let flow = connect(&setup).await;
-    assert_eq!(status(&flow).await, 200);
-    setup.change(remove_names).await;
+    let flow = flow_without_names(&mut setup).await;
     assert_eq!(flows(&setup).await, Some(1.into()));
     wait_end(&setup, &flow, "idle_timeout").await;
 }
@@ -99,9 +105,7 @@ async fn flow_to_a_removed_endpoint_ends_after_its_leave_timeout_without_names()
         pass_through(config, FlowSettings { leave_timeout, ..FlowSettings::default() });
     })
     .await;
-    let flow = connect(&setup).await;
-    assert_eq!(status(&flow).await, 200);
-    setup.change(remove_names).await;
+    let flow = flow_without_names(&mut setup).await;
     let endpoints = setup.proxy.endpoints().await;
     let with_flow = endpoints.iter().position(|endpoint| endpoint["flows"] == 1).unwrap();
     setup.change(|config| drop(config.upstreams[0].endpoints.remove(with_flow))).await;
@@ -119,9 +123,7 @@ async fn flow_of_a_stopped_server_is_reset_without_names() {
         health.readyz.interval = 2 * late;
     })
     .await;
-    let flow = connect(&setup).await;
-    assert_eq!(status(&flow).await, 200);
-    setup.change(remove_names).await;
+    let flow = flow_without_names(&mut setup).await;
     let endpoints = setup.proxy.endpoints().await;
     let with_flow = endpoints.iter().find(|endpoint| endpoint["flows"] == 1).unwrap();
     let mut servers = setup.cluster.servers.iter();

@@ -39,7 +39,7 @@ const COMMON: [&str; 13] = [
 const SHARD_SELECTOR: &str = "shardSelector";
 
 /// The parameters of a watch, by the apiservers that honour them.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Parameters {
     /// Every apiserver.
     #[default]
@@ -141,6 +141,17 @@ pub fn choose(
     }
 }
 
+/// Whether an endpoint is not ready and its capability not read. It is read when `/readyz` was answered, which may take
+/// longer than a watch waits at a time.
+pub fn has_starting(candidates: &[Candidate]) -> bool {
+    use EndpointState::{Connecting, Degraded, Suspect};
+    let is_starting = |one: &Candidate| {
+        let state = one.condition.state;
+        one.capability == Capability::Unread && matches!(state, Connecting | Suspect | Degraded)
+    };
+    candidates.iter().any(is_starting)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -220,6 +231,23 @@ mod tests {
             [(Ready, Known(1)), (Ejected, Unread), (Ready, Known(0)), (Ready, Unavailable)];
         assert_eq!(different(Known(1), &candidates(&states)), keys(&[2, 3]));
         assert_eq!(different(Unread, &candidates(&states)), keys(&[3]));
+    }
+
+    #[test]
+    fn endpoint_starts_until_it_is_ready_or_ejected_or_its_capability_is_read() {
+        for (state, capability, expected) in [
+            (Connecting, Unread, true),
+            (EndpointState::Suspect, Unread, true),
+            (Degraded, Unread, true),
+            (Ready, Unread, false),
+            (Ejected, Unread, false),
+            (EndpointState::Leaving, Unread, false),
+            (Connecting, Known(0), false),
+            (Degraded, Unavailable, false),
+        ] {
+            let all = candidates(&[(Ready, Known(1)), (state, capability)]);
+            assert_eq!(has_starting(&all), expected, "{state:?} {capability:?}");
+        }
     }
 
     #[test]

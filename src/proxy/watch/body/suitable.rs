@@ -7,11 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::HeaderValue;
-use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::watch::parameters::{
-    Candidate, Capability, Choice, Parameters, choose, different, unequal,
+    Candidate, Capability, Choice, Parameters, choose, different, has_starting, unequal,
 };
 use jackstay_sys::clock;
 use tokio::time::timeout;
@@ -26,7 +25,7 @@ use crate::upstream::version_preference::{
 
 /// How long an attempt waits for a capability that is read. A read takes one round trip.
 const READ_LIMIT: Duration = Duration::from_secs(2);
-/// Pause before the states of the endpoints are looked at again, meanwhile.
+/// Pause before the states of the endpoints are compared again, meanwhile.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Why a stream or response of a suitable endpoint is not used, for logs.
@@ -100,7 +99,7 @@ impl SuitableEndpoints {
                 Choice::Wait if clock::now() < deadline => {
                     let _ = timeout(CHECK_INTERVAL, recorded).await;
                 }
-                Choice::Wait if parameters.waits_for_readiness(self.upstream()) => {
+                Choice::Wait if has_starting(&parameters.candidates(self.upstream())) => {
                     return Err(NoneSuitable::NotNow);
                 }
                 Choice::Wait | Choice::None => {
@@ -142,16 +141,6 @@ impl RequiredParameters {
     /// Whether the process of `endpoint` is known to honour the parameters.
     pub(super) fn is_equal(&self, endpoint: &Endpoint, upstream: &Upstream) -> bool {
         !self.unequal(upstream).contains(&endpoint.key())
-    }
-
-    /// Whether an endpoint whose capability is not read yet is not ready. The capability is read when it is.
-    fn waits_for_readiness(&self, upstream: &Upstream) -> bool {
-        use EndpointState::{Connecting, Degraded, Suspect};
-        let is_starting = |one: &Candidate| {
-            let state = one.condition.state;
-            one.capability == Capability::Unread && matches!(state, Connecting | Suspect | Degraded)
-        };
-        self.candidates(upstream).iter().any(is_starting)
     }
 
     fn unequal(&self, upstream: &Upstream) -> Vec<EndpointKey> {

@@ -11,7 +11,7 @@
 //! * [`admin`] is the admin endpoint; [`observe`] contains metrics, logs and events.
 //! * [`config`] and [`kubeconfig`] read files; [`net`] is TLS and HTTP/2 below the requests.
 //! * The decisions are in `jackstay_core`, the operating system in `jackstay_sys`.
-//! * [`cli`] contains the commands, [`doctor`] the diagnosis, `demo` a demonstration with the small apiservers of
+//! * [`cli`] contains the commands, [`doctor`] the diagnosis, `install` the installation on a node, `demo` a demonstration with the small apiservers of
 //!   `jackstay_apiserver`.
 //!
 //! Imports have one direction, which `tests/architecture` checks:
@@ -31,6 +31,9 @@ pub mod control;
 #[allow(clippy::disallowed_methods)] // its threads use the real clock
 pub mod demo;
 pub mod doctor;
+#[cfg(feature = "doctor")]
+#[allow(clippy::disallowed_methods)] // it waits for services with the real clock
+pub mod install;
 pub mod kubeconfig;
 pub mod net;
 pub mod observe;

@@ -18,11 +18,10 @@ use std::process::ExitCode;
 use std::time::SystemTime;
 
 use self::apiservers::Apiservers;
-pub(super) use self::args::KubeconfigArgs;
+pub(super) use self::args::{KubeconfigArgs, NodeSetup};
 use self::listener::UserPath;
-use self::output::{
-    Destinations, Failure, directory_beside, kubeconfig_file, refuse_to_overwrite, stage,
-};
+pub(super) use self::output::Failure;
+use self::output::{Destinations, directory_beside, kubeconfig_file, refuse_to_overwrite, stage};
 use self::report::{KubeconfigReport, ReportedCluster, ReportedContext};
 use super::options::EXIT_USAGE;
 use crate::kubeconfig::rewrite::{ClientTrust, KeyChange, LocalEndpoint, point_at, revert};
@@ -31,6 +30,10 @@ use crate::kubeconfig::{
     KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl, find_cluster_mut,
     kubeconfig_yaml, recorded_configuration, recorded_original,
 };
+
+/// What a local CA needs, unless a timer renews it.
+const RENEWAL_NOTE: &str = "the local CA and the serving certificate are valid for one year: run `jackstay kubeconfig \
+    --renew` before the metric jackstay_certificate_expiry_timestamp_seconds says that they expire";
 
 /// Runs the command.
 pub(super) fn run(args: &KubeconfigArgs) -> ExitCode {
@@ -57,46 +60,28 @@ fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), F
     if args.renew {
         return renew::renew(args, &files, report);
     }
-    let context = ResolvedContext::resolve(&files.merged(None)?, args.context.as_deref())?;
-    let destinations = Destinations::new(args, &files, &context)?;
-    let address = local_address(args, &context)?;
-    if args.discover && destinations.config.is_none() {
-        let why = "--discover finds apiservers for a configuration: add --mode";
-        return Err(Failure::input(why));
-    }
-    let path = listener::user_path(args, &context, &address)?;
-    let apiservers = apiservers::find(args, &context, destinations.config.as_deref(), &path)?;
-    let plan = match &destinations.config {
-        None => None,
-        Some(file) => {
-            Some(setup::plan(&context, &setup_request(args, &address, file, &apiservers)?)?)
-        }
-    };
-    let trust = trust(args, &context, &address, plan.as_ref(), (&apiservers, &path))?;
-    let configuration = destinations.config.as_ref().map(|file| file.display().to_string());
-    let endpoint = LocalEndpoint { address: address.address(), trust, configuration };
-
-    let (kubeconfig, changes) =
-        rewrite_kubeconfig(args, &files, &context, &destinations, &endpoint)?;
-    let planned = plan.as_ref().map_or(&[][..], |plan| &plan.files);
-    let outputs: Vec<&OutputFile> = planned.iter().chain([&kubeconfig]).collect();
-    refuse_to_overwrite(&outputs, args, &destinations)?;
-    let staged = stage(outputs)?;
-    if let Some(config) = planned.last() {
+    let draft = Draft::new(args, &files)?;
+    refuse_to_overwrite(&draft.outputs(), args, &draft.destinations)?;
+    let staged = stage(draft.outputs())?;
+    if let Some(config) = draft.configuration() {
         staged.check_configuration(config)?;
     }
     staged.commit(report)?;
 
-    report.warnings.clone_from(&apiservers.warnings);
-    report.notes = notes(&context, (&apiservers, &path), plan.as_ref(), &endpoint.trust);
+    report.warnings.clone_from(&draft.warnings);
+    report.notes.clone_from(&draft.notes);
+    if draft.has_local_ca {
+        report.notes.push(RENEWAL_NOTE.to_owned());
+    }
     let had_comments =
-        files.iter().any(|file| file.path() == kubeconfig.path && file.has_comments());
+        files.iter().any(|file| file.path() == draft.kubeconfig.path && file.has_comments());
     if args.in_place && had_comments {
         report
             .notes
             .push("the comments of the kubeconfig are lost, as with `kubectl config`".to_owned());
     }
-    report_commands(&destinations, &context.context, report);
+    report_commands(&draft.destinations, &draft.context.context, report);
+    let Draft { context, changes, .. } = draft;
     report.clusters.push(ReportedCluster { name: context.cluster, changes });
     report.context = Some(ReportedContext {
         credential: context.credential.describe(),
@@ -104,6 +89,87 @@ fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), F
         user: context.user,
     });
     Ok(())
+}
+
+/// The files of the command before any is written.
+pub(super) struct Draft {
+    /// The context that will point at jackstay.
+    pub(super) context: ResolvedContext,
+    /// Apiservers besides that of the context.
+    pub(super) upstreams: Vec<String>,
+    /// The files of jackstay, its configuration last.
+    pub(super) files: Vec<OutputFile>,
+    /// The kubeconfig.
+    pub(super) kubeconfig: OutputFile,
+    /// Endpoints at which no apiserver responds.
+    pub(super) warnings: Vec<String>,
+    /// Messages to the user.
+    pub(super) notes: Vec<String>,
+    has_local_ca: bool,
+    destinations: Destinations,
+    /// The changes of the kubeconfig.
+    pub(super) changes: Vec<KeyChange>,
+}
+
+impl Draft {
+    /// Plans the files.
+    ///
+    /// # Errors
+    /// The input cannot be used.
+    pub(super) fn new(args: &KubeconfigArgs, files: &KubeconfigFiles) -> Result<Self, Failure> {
+        let context = ResolvedContext::resolve(&files.merged(None)?, args.context.as_deref())?;
+        let destinations = Destinations::new(args, files, &context)?;
+        let address = local_address(args, &context)?;
+        if args.discover && destinations.config.is_none() {
+            let why = "--discover finds apiservers for a configuration: add --mode";
+            return Err(Failure::input(why));
+        }
+        let path = listener::user_path(args, &context, &address)?;
+        let apiservers = apiservers::find(args, &context, destinations.config.as_deref(), &path)?;
+        let plan = match &destinations.config {
+            None => None,
+            Some(file) => {
+                Some(setup::plan(&context, &setup_request(args, &address, file, &apiservers)?)?)
+            }
+        };
+        let trust = trust(args, &context, &address, plan.as_ref(), (&apiservers, &path))?;
+        let configuration = destinations.config.as_ref().map(|file| file.display().to_string());
+        let endpoint = LocalEndpoint { address: address.address(), trust, configuration };
+        let (kubeconfig, changes) =
+            rewrite_kubeconfig(args, files, &context, &destinations, &endpoint)?;
+        let notes = notes(&context, (&apiservers, &path), plan.as_ref(), &endpoint.trust);
+        Ok(Self {
+            context,
+            upstreams: apiservers.upstreams,
+            has_local_ca: plan.as_ref().is_some_and(|plan| plan.local_ca.is_some()),
+            files: plan.map(|plan| plan.files).unwrap_or_default(),
+            kubeconfig,
+            warnings: apiservers.warnings,
+            notes,
+            destinations,
+            changes,
+        })
+    }
+
+    /// All files in the order in which they are written: the kubeconfig last, so that it never points at a missing
+    /// configuration.
+    fn outputs(&self) -> Vec<&OutputFile> {
+        self.files.iter().chain([&self.kubeconfig]).collect()
+    }
+
+    /// The configuration of jackstay.
+    fn configuration(&self) -> Option<&OutputFile> {
+        self.files.last()
+    }
+
+    /// Checks that every file can be written and that jackstay starts with the configuration, and writes nothing.
+    ///
+    /// # Errors
+    /// A directory cannot be written, or the configuration is invalid.
+    pub(super) fn check(&self) -> Result<(), Failure> {
+        let staged = stage(self.outputs())?;
+        self.configuration().map_or(Ok(()), |config| staged.check_configuration(config))
+    }
 }
 
 /// Restores every cluster that points at jackstay, or only that of `--context`.
@@ -199,6 +265,7 @@ fn setup_request(
         client_ca_file: absolute(&args.client_ca_file)?,
         node_name: args.node_name.clone().unwrap_or_else(host_name),
         now: SystemTime::now(),
+        state: args.state_dir.clone(),
     })
 }
 

@@ -11,6 +11,8 @@ mod admin_client;
 mod demo;
 #[cfg(feature = "doctor")]
 mod doctor;
+#[cfg(feature = "doctor")]
+mod install;
 mod kubeconfig;
 mod manual;
 mod options;
@@ -76,6 +78,20 @@ enum Command {
     #[cfg(not(feature = "doctor"))]
     #[command(hide = true)]
     Doctor(MissingArgs),
+    /// Put jackstay beside the kubelet of this node; undone if the node does not become Ready.
+    #[cfg(feature = "doctor")]
+    Install(install::InstallArgs),
+    /// Not in this build.
+    #[cfg(not(feature = "doctor"))]
+    #[command(hide = true)]
+    Install(MissingArgs),
+    /// Undo `jackstay install` on this node.
+    #[cfg(feature = "doctor")]
+    Uninstall(install::UninstallArgs),
+    /// Not in this build.
+    #[cfg(not(feature = "doctor"))]
+    #[command(hide = true)]
+    Uninstall(MissingArgs),
     /// Starts the process that takes over from a running one (SIGUSR2), which must not start programs.
     #[command(hide = true)]
     Launcher(upgrade::LauncherArgs),
@@ -130,6 +146,12 @@ pub fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         #[cfg(not(feature = "doctor"))]
         Command::Doctor(_) => missing("doctor", std::io::stderr()),
+        #[cfg(feature = "doctor")]
+        Command::Install(args) => install::run(&args),
+        #[cfg(feature = "doctor")]
+        Command::Uninstall(args) => install::run_uninstall(&args),
+        #[cfg(not(feature = "doctor"))]
+        Command::Install(_) | Command::Uninstall(_) => missing("doctor", std::io::stderr()),
         Command::Launcher(args) => upgrade::launch(&args),
         Command::Status(args) => status::run(&args),
         Command::Probe(args) => probe::run(&args),

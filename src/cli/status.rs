@@ -7,7 +7,7 @@
 //! the query until requests can be served.
 
 mod live;
-mod serving;
+pub(super) mod serving;
 mod table;
 mod view;
 

@@ -20,6 +20,8 @@
 //! names in the certificates of the apiservers, recognizes apiservers by [`version`] and requests the addresses
 //! of all of them.
 //!
+//! `jackstay install` uses [`examine`], and [`node`] to wait until the node is Ready.
+//!
 //! The doctor changes nothing. It sends a credential only to a server whose certificate it has verified.
 
 // Without the feature `doctor` only `survey` is built, which uses a part of the probes.
@@ -35,6 +37,8 @@ pub mod host;
 #[cfg(feature = "doctor")]
 pub mod long_lived;
 pub mod members;
+#[cfg(feature = "doctor")]
+pub mod node;
 pub mod observations;
 pub mod probe;
 #[cfg(feature = "doctor")]

@@ -109,7 +109,7 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
         tls: UpstreamTlsSection { ca_file, server_name: request.server_name.clone() },
     };
     let config = ConfigFile {
-        state_dir: directory.join(STATE),
+        state_dir: request.state.clone().unwrap_or_else(|| directory.join(STATE)),
         upstreams: [upstream],
         listeners: [listener],
     };

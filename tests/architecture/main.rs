@@ -20,9 +20,13 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("app", &["admin", "proxy", "control", "upstream", "net", "observe", "config"]),
     ("kubeconfig", &["net", "config"]),
     ("doctor", &["kubeconfig", "upstream", "net", "observe", "config"]),
+    ("install", &["kubeconfig", "net", "config"]),
     // The demo runs a complete jackstay in front of its apiservers.
     ("demo", &["app", "net", "observe", "config"]),
-    ("cli", &["app", "control", "demo", "doctor", "kubeconfig", "net", "observe", "config"]),
+    (
+        "cli",
+        &["app", "control", "demo", "doctor", "install", "kubeconfig", "net", "observe", "config"],
+    ),
 ];
 
 /// Maximum number of lines of a file without its tests.

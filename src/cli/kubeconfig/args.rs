@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use crate::cli::admin_client::{DEFAULT_ADMIN, TcpAddress};
-use crate::cli::options::OutputArgs;
+use crate::cli::options::{OutputArgs, OutputFormat};
 use crate::kubeconfig::setup::SetupMode;
 
 #[derive(Debug, Args)]
@@ -74,6 +74,55 @@ pub(in crate::cli) struct KubeconfigArgs {
     /// Name of this machine in the serving certificate; default its host name (terminate).
     #[arg(long, value_name = "NAME")]
     pub(super) node_name: Option<String>,
+    /// The directory in which jackstay saves endpoints; default `state` beside the configuration.
+    #[arg(skip)]
+    pub(super) state_dir: Option<PathBuf>,
     #[command(flatten)]
     pub(super) output: OutputArgs,
+}
+
+/// What `jackstay install` decides.
+#[derive(Debug)]
+pub(in crate::cli) struct NodeSetup {
+    /// The kubeconfig of kubelet, which is changed in place.
+    pub(in crate::cli) kubeconfig: PathBuf,
+    /// The address of jackstay for local clients.
+    pub(in crate::cli) listen: String,
+    /// The mode of the listener.
+    pub(in crate::cli) mode: SetupMode,
+    /// Apiservers besides the one in the kubeconfig.
+    pub(in crate::cli) endpoints: Vec<String>,
+    /// The configuration to write.
+    pub(in crate::cli) config: PathBuf,
+    /// The directory in which jackstay saves endpoints.
+    pub(in crate::cli) state: PathBuf,
+}
+
+impl KubeconfigArgs {
+    /// The arguments for the kubeconfig of kubelet.
+    pub(in crate::cli) fn of_node(setup: &NodeSetup) -> Self {
+        Self {
+            server: setup.listen.clone(),
+            input: Some(setup.kubeconfig.clone()),
+            context: None,
+            out: None,
+            in_place: true,
+            force: true,
+            revert: false,
+            renew: false,
+            mode: Some(setup.mode),
+            config_out: Some(setup.config.clone()),
+            upstreams: setup.endpoints.clone(),
+            discover: false,
+            offline: false,
+            ca_file: None,
+            client_ca_file: None,
+            local_ca: None,
+            admin: DEFAULT_ADMIN.into(),
+            tls_server_name: None,
+            node_name: None,
+            state_dir: Some(setup.state.clone()),
+            output: OutputArgs { format: OutputFormat::Text },
+        }
+    }
 }

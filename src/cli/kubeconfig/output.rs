@@ -17,7 +17,8 @@ use crate::kubeconfig::setup::OutputFile;
 use crate::kubeconfig::{KubeconfigFiles, ResolvedContext};
 
 /// Why the command fails.
-pub(super) enum Failure {
+#[derive(Debug)]
+pub(in crate::cli) enum Failure {
     /// The input cannot be used.
     Input(String),
     /// A file cannot be written.
@@ -26,7 +27,7 @@ pub(super) enum Failure {
 
 impl Failure {
     /// The input cannot be used, for this reason.
-    pub(super) fn input(why: impl Into<String>) -> Self {
+    pub(in crate::cli) fn input(why: impl Into<String>) -> Self {
         Self::Input(why.into())
     }
 }

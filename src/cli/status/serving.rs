@@ -36,7 +36,7 @@ pub(super) fn unready_reason(status: &Value) -> Option<String> {
 
 /// Why requests of new clients cannot be served: a reason of [`unready_reason`], or the process is
 /// draining and accepts no connections.
-pub(super) fn unready_reason_for_new_clients(status: &Value) -> Option<String> {
+pub(in crate::cli) fn unready_reason_for_new_clients(status: &Value) -> Option<String> {
     let draining = status["draining"] == true;
     unready_reason(status).or_else(|| draining.then(|| "it is draining".to_owned()))
 }

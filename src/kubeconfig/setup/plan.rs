@@ -1,5 +1,6 @@
 //! The input and the output of a plan.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
@@ -43,6 +44,8 @@ pub struct SetupRequest {
     pub node_name: String,
     /// The current time.
     pub now: SystemTime,
+    /// The directory of saved endpoints; `None` means `state` beside the configuration.
+    pub state: Option<PathBuf>,
 }
 
 /// A planned file.
@@ -56,6 +59,13 @@ pub struct OutputFile {
     pub mode: u32,
     /// Its purpose, for messages.
     pub description: &'static str,
+}
+
+impl fmt::Debug for OutputFile {
+    /// Omits the content, which may be a key.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OutputFile").field("path", &self.path).finish_non_exhaustive()
+    }
 }
 
 /// The files that jackstay needs to serve one kubeconfig context.

@@ -130,11 +130,6 @@ pub(super) fn plan(
         ca_pem
     };
     plan.local_ca = Some(ca_pem);
-    plan.notes.push(
-        "the local CA and the serving certificate are valid for one year: run `jackstay kubeconfig \
-         --renew` before the metric jackstay_certificate_expiry_timestamp_seconds says that they expire"
-            .to_owned(),
-    );
     let key = directory.join("local-ca.key");
     if key.exists() {
         plan.notes.push(format!(
@@ -166,6 +161,7 @@ mod tests {
             client_ca_file: None,
             node_name: "node-1".into(),
             now: wall_clock(),
+            state: None,
         }
     }
 

@@ -1,0 +1,318 @@
+//! Carries out the steps of an installation, prints them, and undoes them after an error.
+
+use std::fmt::Write as _;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
+
+use jackstay_sys::files::PRIVATE;
+
+use super::InstallArgs;
+use super::prepare::Preparation;
+use crate::cli::admin_client::{DEFAULT_ADMIN, explain_no_status, fetch_status};
+use crate::cli::kubeconfig::Failure;
+use crate::cli::status::serving::unready_reason_for_new_clients;
+use crate::install::journal::{Journal, JournalDraft, NewContent, Phase, Store};
+use crate::install::service::{
+    GUARD_UNIT, GUARD_UNIT_FILE, RECOVERY_UNIT, STATE, ServiceForm, guard_unit, recovery_unit,
+};
+use crate::install::steps::{Step, StepInput, steps, written};
+use crate::install::systemd::{ServiceManager, Systemd};
+use crate::install::transaction::write;
+use crate::install::undo::undo;
+use crate::kubeconfig::setup::OutputFile;
+
+/// Interval at which the state of jackstay and of the node is read.
+const POLL: Duration = Duration::from_millis(500);
+/// How long a unit may take until it serves.
+const UNIT_LIMIT: Duration = Duration::from_secs(30);
+/// How long kubelet may take to start the static pod.
+const POD_LIMIT: Duration = Duration::from_secs(60);
+
+/// An installation that was prepared.
+pub(super) struct Installation<'a> {
+    args: &'a InstallArgs,
+    prepared: &'a Preparation,
+    steps: Vec<Step<'a>>,
+}
+
+impl<'a> Installation<'a> {
+    pub(super) fn new(args: &'a InstallArgs, prepared: &'a Preparation) -> Self {
+        let files = prepared.draft.files.iter().chain(&prepared.service.files).collect();
+        let steps = steps(&StepInput {
+            program: prepared.program.as_ref(),
+            recovery: &prepared.recovery,
+            guard: &prepared.guard,
+            files,
+            units: &prepared.service.units,
+            kubeconfig: &prepared.draft.kubeconfig,
+            kubelet_unit: &prepared.kubelet.unit,
+        });
+        Self { args, prepared, steps }
+    }
+
+    /// The notes, and every file and command.
+    pub(super) fn describe(&self) -> String {
+        let mut text = self.notes();
+        for step in &self.steps {
+            let _ = writeln!(text, "{step}");
+            if let Step::Write(file) = step {
+                text.push_str(&shown_content(file));
+            }
+            if let Step::Switch(_) = step {
+                for change in &self.prepared.draft.changes {
+                    let _ = writeln!(text, "    {change}");
+                }
+            }
+        }
+        text
+    }
+
+    fn notes(&self) -> String {
+        let draft = &self.prepared.draft;
+        let warnings = draft.warnings.iter().map(|warning| format!("warning: {warning}\n"));
+        let notes = draft.notes.iter().map(|note| format!("note: {note}\n"));
+        warnings.chain(notes).collect()
+    }
+
+    /// Carries out the steps; after an error all are undone.
+    ///
+    /// # Errors
+    /// What failed, and whether the node is as before.
+    pub(super) fn carry_out(&self, store: &Store) -> Result<(), Failure> {
+        for path in written(&self.steps) {
+            refuse_unwritable(&path)?;
+        }
+        refuse_unwritable(Path::new(crate::install::journal::DIRECTORY))?;
+        print!("{}", self.notes());
+        let mut journal = self.begin(store)?;
+        let mut began = SystemTime::now();
+        for step in &self.steps {
+            if !matches!(step, Step::Enter(_)) {
+                println!("{step}");
+            }
+            if let Step::Switch(_) = step {
+                began = SystemTime::now();
+            }
+            if let Err(why) = self.execute(step, store, &mut journal, began) {
+                return Err(self.undo(&why, store, &journal));
+            }
+        }
+        println!(
+            "node {} is Ready through jackstay; `jackstay uninstall` removes it",
+            journal.node
+        );
+        Ok(())
+    }
+
+    /// Writes the journal.
+    fn begin(&self, store: &Store) -> Result<Journal, Failure> {
+        let prepared = self.prepared;
+        let config = prepared.draft.files.last().map(|file| &file.path);
+        let content = |file: &'a OutputFile| NewContent {
+            path: &file.path,
+            bytes: &file.bytes,
+            keep_if_changed: Some(&file.path) == config,
+        };
+        let files: Vec<NewContent<'_>> = self
+            .steps
+            .iter()
+            .filter_map(|step| match step {
+                Step::Write(file) if file.path != Path::new(GUARD_UNIT_FILE) => Some(content(file)),
+                _ => None,
+            })
+            .collect();
+        let draft = JournalDraft {
+            request: &prepared.request,
+            node: &prepared.node.name,
+            kubelet_unit: &prepared.kubelet.unit,
+            state_directories: &[STATE.into()],
+            units: &prepared.service.units,
+            admin: DEFAULT_ADMIN,
+        };
+        let kubeconfig = content(&prepared.draft.kubeconfig);
+        store.begin(&draft, kubeconfig, &files).map_err(|error| {
+            // What was saved so far is not needed.
+            let _ = store.remove();
+            Failure::Input(format!("nothing changed: {error}"))
+        })
+    }
+
+    fn execute(
+        &self,
+        step: &Step<'_>,
+        store: &Store,
+        journal: &mut Journal,
+        began: SystemTime,
+    ) -> Result<(), String> {
+        let written = |file: &OutputFile, mode| {
+            write(&file.path, &file.bytes, mode).map_err(|error| error.to_string())
+        };
+        match step {
+            Step::Write(file) => written(file, file.mode),
+            Step::Switch(file) => {
+                let mode = journal.kubeconfig.original.as_ref().map_or(file.mode, |old| old.mode);
+                written(file, mode)
+            }
+            // What the removed files did is done.
+            Step::Remove(path) => {
+                let _ = std::fs::remove_file(path);
+                Ok(())
+            }
+            Step::Systemctl(arguments) => {
+                Systemd.systemctl(arguments).map(drop).map_err(|error| error.to_string())
+            }
+            Step::Enter(phase) => {
+                journal.phase = *phase;
+                store.write(journal).map_err(|error| error.to_string())
+            }
+            Step::AwaitJackstay => self.await_jackstay(),
+            Step::AwaitNode => self.await_node(began),
+        }
+    }
+
+    fn await_jackstay(&self) -> Result<(), String> {
+        let (limit, hint) = match self.args.form {
+            ServiceForm::Unit => (UNIT_LIMIT, "`journalctl -u jackstay` has its log".to_owned()),
+            ServiceForm::StaticPod => (
+                POD_LIMIT,
+                format!(
+                    "the image {} must be on this node (`ctr -n k8s.io images import jackstay-image.tar`)",
+                    self.args.image
+                ),
+            ),
+        };
+        let reason = || match fetch_status(DEFAULT_ADMIN) {
+            Ok(status) => unready_reason_for_new_clients(&status),
+            Err(error) => Some(explain_no_status(DEFAULT_ADMIN, &error)),
+        };
+        poll(limit, reason).map_err(|why| format!("jackstay does not serve: {why}; {hint}"))
+    }
+
+    fn await_node(&self, since: SystemTime) -> Result<(), String> {
+        let node = &self.prepared.node;
+        let reason = || match node.state() {
+            Err(why) => Some(why),
+            Ok(state) if state.lease_renewed.is_none_or(|renewed| renewed < since) => {
+                Some("kubelet has not renewed the lease of the node".to_owned())
+            }
+            Ok(state) if !state.ready && self.prepared.was_ready => Some(state.to_string()),
+            Ok(_) => None,
+        };
+        let waited = poll(self.args.timeout, reason);
+        waited.map_err(|why| format!("node {} is not Ready through jackstay: {why}", node.name))
+    }
+
+    /// Undoes the steps after an error, and waits until the node is Ready again.
+    fn undo(&self, why: &str, store: &Store, journal: &Journal) -> Failure {
+        eprintln!("{why}");
+        eprintln!("undoing the installation");
+        let since = SystemTime::now();
+        let undone = match undo(store, journal, &Systemd) {
+            Ok(undone) => undone,
+            Err(error) => {
+                return Failure::Write(format!(
+                    "the installation failed and could not be undone: {error}; run `jackstay uninstall`"
+                ));
+            }
+        };
+        remove_guard();
+        super::report(&undone);
+        let state = if undone.kubelet_restarted {
+            match self.await_node(since) {
+                Ok(()) => "the node is Ready as before".to_owned(),
+                Err(why) => why.replace("through jackstay", "yet"),
+            }
+        } else {
+            "kubelet was not touched".to_owned()
+        };
+        Failure::Write(format!("the installation failed and was undone: {state}"))
+    }
+}
+
+/// Asks for a reason to wait until there is none.
+///
+/// # Errors
+/// The last reason, after `limit`.
+fn poll(limit: Duration, mut reason: impl FnMut() -> Option<String>) -> Result<(), String> {
+    let end = Instant::now() + limit;
+    loop {
+        let Some(why) = reason() else { return Ok(()) };
+        if Instant::now() >= end {
+            return Err(format!("{why} (after {} s)", limit.as_secs()));
+        }
+        thread::sleep(POLL);
+    }
+}
+
+/// The content of a text file for `--dry-run`; keys and programs are not shown.
+fn shown_content(file: &OutputFile) -> String {
+    match std::str::from_utf8(&file.bytes) {
+        Ok(text) if file.mode != PRIVATE => {
+            text.lines().map(|line| format!("    {line}").trim_end().to_owned() + "\n").collect()
+        }
+        _ => format!("    ({} bytes, not shown)\n", file.bytes.len()),
+    }
+}
+
+/// Fails if a file cannot be written: a read-only file system, or a file where a directory must be.
+fn refuse_unwritable(path: &Path) -> Result<(), Failure> {
+    let nearest = path.ancestors().skip(1).find(|parent| parent.exists());
+    let Some(directory) = nearest else { return Ok(()) };
+    let why = if directory.is_dir() {
+        let access = rustix::fs::access(directory, rustix::fs::Access::WRITE_OK);
+        access.err().map(|error| std::io::Error::from(error).to_string())
+    } else {
+        Some("it is not a directory".to_owned())
+    };
+    match why {
+        None => Ok(()),
+        Some(why) => Err(Failure::Input(format!(
+            "nothing changed: {} cannot be written: {}: {why}",
+            path.display(),
+            directory.display()
+        ))),
+    }
+}
+
+/// What `jackstay uninstall` would do.
+pub(super) fn describe_undo(journal: &Journal) -> String {
+    let mut text = String::new();
+    let _ = writeln!(text, "restore {}", journal.kubeconfig.path.display());
+    let _ = writeln!(text, "systemctl restart {}", journal.kubelet_unit);
+    for unit in journal.units.iter().rev() {
+        let _ = writeln!(text, "systemctl disable --now {unit}");
+    }
+    for file in journal.files.iter().rev() {
+        let action = if file.original.is_some() { "restore" } else { "remove" };
+        let _ = writeln!(text, "{action} {}", file.path.display());
+    }
+    for directory in journal.state_directories.iter().chain(journal.directories.iter().rev()) {
+        let _ = writeln!(text, "remove {}", directory.display());
+    }
+    text
+}
+
+/// Has guard and recovery unit continue an `uninstall` that is interrupted.
+///
+/// # Errors
+/// The units cannot be written or started; nothing has changed then.
+pub(super) fn protect_undo(store: &Store, journal: &mut Journal) -> Result<(), Failure> {
+    let program = std::env::current_exe().map_err(|error| {
+        Failure::Input(format!("the path of this program is not known: {error}"))
+    })?;
+    for file in [recovery_unit(&program, &journal.kubelet_unit), guard_unit(&program)] {
+        write(&file.path, &file.bytes, file.mode)?;
+    }
+    for arguments in [&["daemon-reload"][..], &["enable", RECOVERY_UNIT], &["start", GUARD_UNIT]] {
+        Systemd.systemctl(arguments)?;
+    }
+    journal.phase = Phase::Switched;
+    Ok(store.write(journal)?)
+}
+
+/// Removes the file of the guard, which ends by itself.
+pub(super) fn remove_guard() {
+    let _ = std::fs::remove_file(GUARD_UNIT_FILE);
+    let _ = Systemd.systemctl(&["daemon-reload"]);
+}

@@ -1,0 +1,81 @@
+//! The node on which jackstay is installed, and the requests for its state.
+
+use crate::cli::kubeconfig::{Draft, Failure};
+use crate::doctor::node::{NodeState, node_state};
+use crate::doctor::observations::EndpointSource;
+use crate::doctor::target::{ExecPlugins, Target, Trust};
+use crate::kubeconfig::{Credential, ResolvedContext, ServerUrl};
+use crate::net::tls::certificate::Subject;
+use crate::net::tls::pem_files::valid_certificates;
+
+/// The prefix of a node's user name (Node authorizer).
+const USER_PREFIX: &str = "system:node:";
+
+/// The node, and the apiservers that know it.
+pub(super) struct Node {
+    /// The name of its object.
+    pub(super) name: String,
+    servers: Vec<ServerUrl>,
+    verified_name: Option<String>,
+    trust: Trust,
+}
+
+impl Node {
+    /// The node with this name, with the apiservers and the credential of kubelet's kubeconfig.
+    ///
+    /// # Errors
+    /// A certificate or key cannot be used.
+    pub(super) fn new(name: String, draft: &Draft) -> Result<Self, Failure> {
+        let context = &draft.context;
+        let trust = Trust::of_context(context, ExecPlugins::Run, &mut Vec::new())?;
+        let others = draft.upstreams.iter().filter_map(|address| ServerUrl::parse(address).ok());
+        let servers = [context.server.clone()].into_iter().chain(others).collect();
+        let verified_name = context.tls_server_name.clone();
+        Ok(Self { name, servers, verified_name, trust })
+    }
+
+    /// The apiservers, as targets of requests with kubelet's credential.
+    ///
+    /// # Errors
+    /// A name cannot be verified.
+    pub(super) fn targets(&self) -> Result<Vec<Target>, Failure> {
+        let target = |server: &ServerUrl| {
+            let name = self.verified_name.as_deref();
+            Target::new(server, EndpointSource::Given, name, &self.trust)
+        };
+        Ok(self.servers.iter().map(target).collect::<Result<_, _>>()?)
+    }
+
+    /// The addresses of the apiservers, for messages.
+    pub(super) fn addresses(&self) -> String {
+        let addresses: Vec<String> = self.servers.iter().map(ServerUrl::address).collect();
+        addresses.join(", ")
+    }
+
+    /// The state of the node, directly from the apiservers.
+    ///
+    /// # Errors
+    /// No apiserver answers.
+    pub(super) fn state(&self) -> Result<NodeState, String> {
+        let targets = self.targets().map_err(|failure| match failure {
+            Failure::Input(why) | Failure::Write(why) => why,
+        })?;
+        node_state(&targets, &self.name)
+    }
+}
+
+/// The name of the node: that in kubelet's certificate, else `--hostname-override`, else the host name in lower case
+/// (kubelet, `GetNodeName`).
+pub(super) fn node_name(context: &ResolvedContext, hostname_override: Option<&str>) -> String {
+    let of_certificate = || {
+        let Credential::Certificate(certificate, _) = &context.credential else { return None };
+        let chain = valid_certificates(&certificate.read().ok()?);
+        let subject = Subject::from_der(chain.first()?).ok()?;
+        subject.common_name()?.strip_prefix(USER_PREFIX).map(ToOwned::to_owned)
+    };
+    let of_host = || {
+        let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        name.trim().to_lowercase()
+    };
+    of_certificate().or_else(|| hostname_override.map(str::to_lowercase)).unwrap_or_else(of_host)
+}

@@ -1,0 +1,385 @@
+//! The journal of a change to this node: on disk before the first change, and until the change is undone.
+
+use std::error::Error;
+use std::fmt::{self, Write as _};
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use aws_lc_rs::digest;
+use jackstay_sys::files::{self, PRIVATE};
+use rustix::fs::FlockOperation;
+use serde::{Deserialize, Serialize};
+
+/// The directory of the journal and of the old content of changed files.
+pub const DIRECTORY: &str = "/var/lib/jackstay-install";
+/// The lock of the process that changes the node. It ends with the process, however that ends.
+pub const LOCK: &str = "/run/jackstay-install.lock";
+/// The version of the format.
+const VERSION: u32 = 1;
+/// Maximum size of a file whose content is saved, in bytes: more than the binary of jackstay.
+const MAX_FILE: u64 = 256 << 20;
+
+/// How far the change is. A process that finds one of the first two undoes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Phase {
+    /// Files and services are being written; kubelet is untouched.
+    Prepared,
+    /// The kubeconfig of kubelet is being changed, by the installation or on the way back.
+    Switched,
+    /// The node became Ready through jackstay.
+    Installed,
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Prepared => "prepared",
+            Self::Switched => "switched",
+            Self::Installed => "installed",
+        })
+    }
+}
+
+/// The old content of a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Original {
+    /// The file in the directory of the journal that has it.
+    pub backup: String,
+    /// Permissions, as in chmod(2).
+    pub mode: u32,
+    /// The owner.
+    pub uid: u32,
+    /// The group.
+    pub gid: u32,
+}
+
+/// A file that the change writes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileRecord {
+    /// Its absolute path.
+    pub path: PathBuf,
+    /// The SHA-256 of its new content, in hexadecimal.
+    pub digest: String,
+    /// The content before the change; `None` if the file did not exist.
+    pub original: Option<Original>,
+    /// Whether the file is kept on the way back if its content is no longer the new one: the configuration, which an
+    /// operator edits. Certificates are renewed, so they are removed in any case.
+    pub keep_if_changed: bool,
+}
+
+impl FileRecord {
+    /// Whether this is the manifest of a static pod.
+    pub fn is_manifest(&self) -> bool {
+        self.path.file_name().is_some_and(|name| name == "jackstay.yaml") && !self.keep_if_changed
+    }
+}
+
+/// A change of this node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Journal {
+    version: u32,
+    /// How far the change is.
+    pub phase: Phase,
+    /// The arguments of the installation, to compare with those of another one.
+    pub request: String,
+    /// The name of the node.
+    pub node: String,
+    /// The unit of kubelet.
+    pub kubelet_unit: String,
+    /// The kubeconfig of kubelet.
+    pub kubeconfig: FileRecord,
+    /// The other files in the order in which they are written.
+    pub files: Vec<FileRecord>,
+    /// The directories that did not exist, each before those in it. They are removed if they are empty.
+    pub directories: Vec<PathBuf>,
+    /// The directories that did not exist and that jackstay fills: they are removed with their content.
+    pub state_directories: Vec<PathBuf>,
+    /// The units that are enabled and started.
+    pub units: Vec<String>,
+    /// The admin endpoint of jackstay: when nothing listens there, jackstay has ended.
+    pub admin: SocketAddr,
+}
+
+/// A file to write.
+#[derive(Debug, Clone, Copy)]
+pub struct NewContent<'a> {
+    /// Its absolute path.
+    pub path: &'a Path,
+    /// The content.
+    pub bytes: &'a [u8],
+    /// See [`FileRecord::keep_if_changed`].
+    pub keep_if_changed: bool,
+}
+
+/// Why the journal cannot be used.
+#[derive(Debug)]
+pub enum JournalError {
+    /// A file cannot be read or written.
+    Io(PathBuf, io::Error),
+    /// The journal is not one of this version of jackstay.
+    Invalid(PathBuf, String),
+    /// Another process changes the node.
+    Locked,
+}
+
+impl fmt::Display for JournalError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Io(path, error) => write!(f, "{}: {error}", path.display()),
+            Self::Invalid(path, why) => write!(
+                f,
+                "{} is not a journal that this version understands ({why}): use the version of jackstay that wrote it",
+                path.display()
+            ),
+            Self::Locked => f.write_str(
+                "another `jackstay install` or `jackstay uninstall` changes this node: wait until it ends",
+            ),
+        }
+    }
+}
+
+impl Error for JournalError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Io(_, error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+/// The right to change the node; ends when it is dropped.
+#[derive(Debug)]
+pub struct Lock {
+    _file: File,
+}
+
+/// Takes the lock; with `wait` after the process that has it.
+///
+/// # Errors
+/// Another process has it, or the file cannot be opened.
+pub fn lock(path: &Path, wait: bool) -> Result<Lock, JournalError> {
+    let fail = |error| JournalError::Io(path.to_owned(), error);
+    // The descriptor is closed in programs that this process starts (O_CLOEXEC, which std sets).
+    let mut options = OpenOptions::new();
+    let file = options.create(true).truncate(false).write(true).mode(PRIVATE).open(path);
+    let file = file.map_err(fail)?;
+    let operation =
+        if wait { FlockOperation::LockExclusive } else { FlockOperation::NonBlockingLockExclusive };
+    loop {
+        match rustix::fs::flock(&file, operation) {
+            Ok(()) => return Ok(Lock { _file: file }),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(JournalError::Locked),
+            Err(error) => return Err(fail(error.into())),
+        }
+    }
+}
+
+/// The SHA-256 of a content in hexadecimal.
+pub fn digest_of(bytes: &[u8]) -> String {
+    let digest = digest::digest(&digest::SHA256, bytes);
+    digest.as_ref().iter().fold(String::with_capacity(64), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// The content of a file; `None` if there is none.
+///
+/// # Errors
+/// The path cannot be read or is no file.
+pub fn content(path: &Path) -> Result<Option<Vec<u8>>, JournalError> {
+    match files::read(path, MAX_FILE) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(JournalError::Io(path.to_owned(), error)),
+    }
+}
+
+/// The directory with the journal.
+#[derive(Debug, Clone)]
+pub struct Store {
+    directory: PathBuf,
+}
+
+impl Store {
+    /// The journal in this directory.
+    pub fn new(directory: impl Into<PathBuf>) -> Self {
+        Self { directory: directory.into() }
+    }
+
+    fn journal(&self) -> PathBuf {
+        self.directory.join("journal.json")
+    }
+
+    /// Reads the journal; `None` if this node is unchanged.
+    ///
+    /// # Errors
+    /// It cannot be read or is not of this version.
+    pub fn read(&self) -> Result<Option<Journal>, JournalError> {
+        let path = self.journal();
+        let Some(bytes) = content(&path)? else { return Ok(None) };
+        let invalid = |why: String| JournalError::Invalid(path.clone(), why);
+        let journal: Journal =
+            serde_json::from_slice(&bytes).map_err(|error| invalid(error.to_string()))?;
+        if journal.version != VERSION {
+            return Err(invalid(format!("version {}", journal.version)));
+        }
+        Ok(Some(journal))
+    }
+
+    /// Saves the old content of every file and writes the journal, before the first change.
+    ///
+    /// # Errors
+    /// A file cannot be read or saved. Nothing has changed then.
+    pub fn begin(
+        &self,
+        draft: &JournalDraft<'_>,
+        kubeconfig: NewContent<'_>,
+        new_files: &[NewContent<'_>],
+    ) -> Result<Journal, JournalError> {
+        let fail = |error| JournalError::Io(self.directory.clone(), error);
+        let mut builder = fs::DirBuilder::new();
+        builder.recursive(true).mode(0o700).create(&self.directory).map_err(fail)?;
+        let mut directories = Vec::new();
+        for file in new_files {
+            let missing = file.path.ancestors().skip(1).take_while(|parent| !parent.exists());
+            let missing: Vec<PathBuf> = missing.map(Path::to_owned).collect();
+            for directory in missing.into_iter().rev() {
+                if !directories.contains(&directory) {
+                    directories.push(directory);
+                }
+            }
+        }
+        let journal = Journal {
+            version: VERSION,
+            phase: Phase::Prepared,
+            request: draft.request.to_owned(),
+            node: draft.node.to_owned(),
+            kubelet_unit: draft.kubelet_unit.to_owned(),
+            kubeconfig: self.record(0, kubeconfig)?,
+            files: (1..)
+                .zip(new_files)
+                .map(|(index, file)| self.record(index, *file))
+                .collect::<Result<_, _>>()?,
+            directories,
+            state_directories: {
+                let state = draft.state_directories.iter();
+                state.filter(|path| !path.exists()).cloned().collect()
+            },
+            units: draft.units.to_vec(),
+            admin: draft.admin,
+        };
+        self.write(&journal)?;
+        Ok(journal)
+    }
+
+    /// Saves the old content of a file.
+    fn record(&self, index: usize, file: NewContent<'_>) -> Result<FileRecord, JournalError> {
+        let original = match content(file.path)? {
+            None => None,
+            Some(old) => {
+                let fail = |error| JournalError::Io(file.path.to_owned(), error);
+                let metadata = fs::metadata(file.path).map_err(fail)?;
+                let backup = format!("original-{index}");
+                self.save(&backup, &old)?;
+                let (uid, gid) = (metadata.uid(), metadata.gid());
+                Some(Original { backup, mode: metadata.mode() & 0o7777, uid, gid })
+            }
+        };
+        Ok(FileRecord {
+            path: file.path.to_owned(),
+            digest: digest_of(file.bytes),
+            original,
+            keep_if_changed: file.keep_if_changed,
+        })
+    }
+
+    fn save(&self, name: &str, bytes: &[u8]) -> Result<(), JournalError> {
+        let path = self.directory.join(name);
+        files::replace(&path, bytes, PRIVATE).map_err(|error| JournalError::Io(path, error))
+    }
+
+    /// The old content of a file.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn original(&self, original: &Original) -> Result<Vec<u8>, JournalError> {
+        let path = self.directory.join(&original.backup);
+        files::read(&path, MAX_FILE).map_err(|error| JournalError::Io(path, error))
+    }
+
+    /// Replaces the journal on disk.
+    ///
+    /// # Errors
+    /// It cannot be written; the old one stays.
+    pub fn write(&self, journal: &Journal) -> Result<(), JournalError> {
+        let bytes = serde_json::to_vec_pretty(journal)
+            .map_err(|error| JournalError::Invalid(self.journal(), error.to_string()))?;
+        self.save("journal.json", &bytes)
+    }
+
+    /// Removes the journal, then the saved files.
+    ///
+    /// # Errors
+    /// A file cannot be removed.
+    pub fn remove(&self) -> Result<(), JournalError> {
+        let gone = |result: io::Result<()>, path: &Path| match result {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(JournalError::Io(path.to_owned(), error))
+            }
+            _ => Ok(()),
+        };
+        let journal = self.journal();
+        gone(fs::remove_file(&journal), &journal)?;
+        gone(fs::remove_dir_all(&self.directory), &self.directory)
+    }
+}
+
+/// What a change consists of besides its files.
+#[derive(Debug)]
+pub struct JournalDraft<'a> {
+    /// See [`Journal::request`].
+    pub request: &'a str,
+    /// See [`Journal::node`].
+    pub node: &'a str,
+    /// See [`Journal::kubelet_unit`].
+    pub kubelet_unit: &'a str,
+    /// See [`Journal::state_directories`].
+    pub state_directories: &'a [PathBuf],
+    /// See [`Journal::units`].
+    pub units: &'a [String],
+    /// See [`Journal::admin`].
+    pub admin: SocketAddr,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lock_is_held_by_one_process_and_ends_with_its_handle() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("lock");
+        let first = lock(&path, false).unwrap();
+        assert!(matches!(lock(&path, false), Err(JournalError::Locked)));
+        drop(first);
+        lock(&path, true).unwrap();
+    }
+
+    #[test]
+    fn read_rejects_what_is_no_journal_of_this_version() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::new(dir.path());
+        assert!(store.read().unwrap().is_none());
+        for text in ["", "{}", "{\"version\": 2}", "not JSON"] {
+            fs::write(dir.path().join("journal.json"), text).unwrap();
+            let error = store.read().unwrap_err().to_string();
+            assert!(error.contains("is not a journal that this version understands"), "{error}");
+        }
+    }
+}

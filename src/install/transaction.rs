@@ -1,0 +1,102 @@
+//! Writes the files of an installation, and restores what they replaced.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use jackstay_sys::files;
+
+use super::journal::{FileRecord, Journal, JournalError, Store, content, digest_of};
+
+/// What became of a file on the way back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Restored {
+    /// It is as before the installation.
+    AsBefore,
+    /// Its content has changed since the installation, so it is kept.
+    Kept,
+}
+
+/// Writes a file atomically, and the directories above it.
+///
+/// # Errors
+/// What the file system returns.
+pub fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<(), JournalError> {
+    let fail = |error| JournalError::Io(path.to_owned(), error);
+    if let Some(parent) = path.parent() {
+        let mut builder = fs::DirBuilder::new();
+        builder.recursive(true).mode(0o755).create(parent).map_err(fail)?;
+    }
+    files::replace(path, bytes, mode).map_err(fail)
+}
+
+/// Restores one file. Repeating it has no effect.
+///
+/// # Errors
+/// What the file system returns.
+pub fn restore(store: &Store, file: &FileRecord) -> Result<Restored, JournalError> {
+    let Some(now) = content(&file.path)? else {
+        // The new file was not written yet, or is removed already; an old file may have been removed by others.
+        return match &file.original {
+            Some(_) => put_back(store, file),
+            None => Ok(Restored::AsBefore),
+        };
+    };
+    if file.keep_if_changed && digest_of(&now) != file.digest {
+        let is_original = match &file.original {
+            Some(original) => store.original(original)? == now,
+            None => false,
+        };
+        return Ok(if is_original { Restored::AsBefore } else { Restored::Kept });
+    }
+    match &file.original {
+        Some(_) => put_back(store, file),
+        None => remove(&file.path),
+    }
+}
+
+/// Writes the old content of a file with its permissions and owner.
+///
+/// # Errors
+/// What the file system returns.
+pub fn put_back(store: &Store, file: &FileRecord) -> Result<Restored, JournalError> {
+    let Some(original) = &file.original else { return remove(&file.path) };
+    let fail = |error| JournalError::Io(file.path.clone(), error);
+    let bytes = store.original(original)?;
+    write(&file.path, &bytes, original.mode)?;
+    std::os::unix::fs::chown(&file.path, Some(original.uid), Some(original.gid)).map_err(fail)?;
+    // The mode of a new file is reduced by the umask.
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(original.mode);
+    fs::set_permissions(&file.path, mode).map_err(fail)?;
+    Ok(Restored::AsBefore)
+}
+
+fn remove(path: &Path) -> Result<Restored, JournalError> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(JournalError::Io(path.to_owned(), error))
+        }
+        _ => Ok(Restored::AsBefore),
+    }
+}
+
+/// Removes the directories that the installation has created, and those of jackstay's state with their content.
+///
+/// # Errors
+/// What the file system returns; a directory that is not empty stays without an error.
+pub fn remove_directories(journal: &Journal) -> Result<(), JournalError> {
+    let ignored = [io::ErrorKind::NotFound, io::ErrorKind::DirectoryNotEmpty];
+    let state = journal.state_directories.iter().map(|path| (path, fs::remove_dir_all(path)));
+    let created = journal.directories.iter().rev().map(|path| (path, fs::remove_dir(path)));
+    let all: Vec<(&PathBuf, io::Result<()>)> = state.chain(created).collect();
+    for (path, result) in all {
+        match result {
+            Err(error) if !ignored.contains(&error.kind()) => {
+                return Err(JournalError::Io(path.clone(), error));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}

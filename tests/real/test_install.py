@@ -1,0 +1,231 @@
+"""`jackstay install` and `jackstay uninstall` on a real node whose kubelet is a service of systemd.
+
+Promise: the node is Ready within 60 s after an installation, after its removal, and after an installation that was killed
+at any moment; kubelet's kubeconfig works at every moment.
+"""
+
+import json
+import random
+import re
+import signal
+import socket
+import time
+import unittest
+from pathlib import Path
+
+from cases import RigCase
+from deployed import SERVER, pids_of, status, stop_everything
+from figures import LONG, within, record
+from installed import JOURNAL, KUBELET_CONF, MANIFESTS, NAMES, NodeWithSystemd
+from rig import ADDRESSES, PORT, log, sh, wait_for
+
+READY = 60
+
+
+class Install(RigCase, unittest.TestCase):
+    @classmethod
+    def prepare(cls):
+        stop_everything(cls.rig)
+        cls.node = cls.rig.node = NodeWithSystemd(cls.rig).start()
+        wait_for("the node to be Ready", lambda: cls.rig.ready(cls.node.NAME), 120)
+        cls.before = cls.node.files()
+
+    @classmethod
+    def tearDownClass(cls):
+        stop_everything(cls.rig)
+
+    def setUp(self):
+        self.rig.recover()
+
+    def tearDown(self):
+        self.rig.recover()
+        self.node.jackstay("uninstall")
+
+    def assert_as_before(self):
+        now = self.node.files()
+        names = sorted(set(now) ^ set(self.before)) + sorted(n for n in set(now) & set(self.before) if now[n] != self.before[n])
+        self.assertEqual(names, [], "these files differ from those before the installation")
+        self.assertEqual(pids_of(), [])
+
+    def install(self, *more, code=0):
+        begun = time.monotonic()
+        done = self.node.inside(*self.node.install_argv(*more))
+        self.assertEqual(done.returncode, code, f"{done.stdout}{done.stderr}{self.node.logs()}")
+        return done.stdout + done.stderr, time.monotonic() - begun
+
+    def uninstall(self):
+        done = self.node.jackstay("uninstall")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr + self.node.logs())
+        return done.stdout
+
+    def test_1_dry_run_prints_everything_and_changes_nothing(self):
+        output, _ = self.install("--dry-run")
+        for expected in ("write /etc/jackstay/jackstay.yaml", "write /etc/systemd/system/jackstay.service", "systemctl enable --now jackstay.service",
+                         f"write {KUBELET_CONF}", f"server: https://{NAMES['a']}:{PORT} -> {SERVER}", "systemctl restart kubelet.service",
+                         f"{NAMES['b']}:{PORT}", "bytes, not shown"):
+            self.assertIn(expected, output)
+        self.assertNotIn("PRIVATE KEY", output)
+        self.assert_as_before()
+
+    def test_2_node_is_ready_through_jackstay_and_as_before_afterwards(self):
+        output, took = self.install()
+        log(output.strip().splitlines()[-1])
+        self.assertIn("is Ready through jackstay", output)
+        record("install: from the command to Ready", took, "s")
+        self.assertIn(SERVER, KUBELET_CONF.read_text())
+        self.assertEqual(self.rig.faults.flows(self.node.kubelet_pid()), {}, "kubelet has a connection that bypasses jackstay")
+        endpoints = {endpoint["address"] for endpoint in status()["upstreams"][0]["endpoints"]}
+        self.assertEqual(len(endpoints), 3, endpoints)
+        enabled = self.node.ctl("is-enabled", "jackstay.service", "jackstay-renew.timer").stdout.split()
+        self.assertEqual(enabled, ["enabled", "enabled"])
+        again, _ = self.install()
+        self.assertIn("already", again)
+        other, _ = self.install("--mode", "passthrough", code=2)
+        self.assertIn("jackstay uninstall", other)
+        # A reboot: kubelet comes back through jackstay.
+        self.node.power_off()
+        begun = time.monotonic()
+        self.node.boot()
+        self.node.wait_ready(4 * READY)
+        within(self, "installed node: reboot to Ready", time.monotonic() - begun, "s", READY)
+        self.assertEqual(self.rig.faults.flows(self.node.kubelet_pid()), {})
+        begun = time.monotonic()
+        self.uninstall()
+        self.node.wait_ready(4 * READY)
+        within(self, "uninstall: from the command to Ready", time.monotonic() - begun, "s", READY)
+        self.assert_as_before()
+
+    def test_3_node_that_does_not_become_ready_is_reverted(self):
+        """kubelet cannot reach jackstay: within the timeout and a minute the node is as before."""
+        sh("nft", "add table inet installed; add chain inet installed output { type filter hook output priority 0; };"
+           "add rule inet installed output oif lo tcp dport 7443 drop")
+        self.addCleanup(sh, "nft", "delete", "table", "inet", "installed", check=False)
+        begun = time.monotonic()
+        output, _ = self.install("--timeout", "10s", code=1)
+        self.assertIn("was undone", output)
+        self.assertIn("Ready as before", output)
+        within(self, "install that cannot work: from the command to Ready as before", time.monotonic() - begun, "s", READY)
+        self.assert_as_before()
+
+    def test_4_killed_at_random_moments(self):
+        """SIGKILL at random moments while an installation changes the node: of the installing process alone, or of the whole
+        node."""
+        changing = self.duration_of_changes()
+        rng = random.Random(33)
+        for number in range(20 if LONG else 4):
+            delay, reboot = rng.uniform(0, changing), number % 2 == 1
+            logfile = self.rig.dir / f"killed-{number}.log"
+            child = self.node.start_background(logfile, *self.node.install_argv())
+            wait_for("the first change", (JOURNAL / "journal.json").exists, 30, pause=0.005)
+            time.sleep(delay)  # the fault itself: a random moment
+            self.kill(child, b"install", reboot)
+            with self.subTest(number=number, delay=round(delay, 2), reboot=reboot):
+                ready = self.node.wait_ready(4 * READY)
+                within(self, f"killed {delay:.2f} s after the first change{', with the node' if reboot else ''}: Ready", ready, "s", READY)
+                works, why = self.node.has_working_kubeconfig()
+                self.assertTrue(works, why + logfile.read_text())
+                # It is undone or complete, without another command.
+                wait_for("the end of the guard", lambda: not pids_of("jackstay", b"--recover"), 120)
+                complete = JOURNAL.exists()
+                last = logfile.read_text().splitlines()[-1]
+                log(f"killed {delay:.2f} of {changing:.2f} s after the first change ({last!r}): {'installed' if complete else 'undone'}")
+                if complete:
+                    self.assertEqual(json.loads((JOURNAL / "journal.json").read_text())["phase"], "installed")
+                    self.uninstall()
+                    self.node.wait_ready(4 * READY)
+                self.assert_as_before()
+        # An installation completes after all of these.
+        self.install()
+        self.uninstall()
+        self.assert_as_before()
+
+    def duration_of_changes(self):
+        """How long a complete installation changes the node, in seconds."""
+        child = self.node.start_background(self.rig.dir / "complete.log", *self.node.install_argv())
+        wait_for("the first change", (JOURNAL / "journal.json").exists, 30, pause=0.005)
+        begun = time.monotonic()
+        self.assertEqual(child.wait(120), 0)
+        took = time.monotonic() - begun
+        self.uninstall()
+        return took
+
+    def kill(self, child, command, reboot):
+        """Kills the command and not its guard, or everything on the node at once."""
+        if reboot:
+            self.node.power_off()
+            child.wait(10)
+            self.node.boot()
+        else:
+            for pid in pids_of("jackstay", command):
+                if b"--recover" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    sh("kill", "-KILL", str(pid), check=False)
+            child.wait(10)
+
+    def test_5_killed_uninstall_is_continued(self):
+        for reboot in (False, True):
+            with self.subTest(reboot=reboot):
+                self.install()
+                child = self.node.start_background(self.rig.dir / "uninstall.log", self.node.program(), "uninstall")
+                wait_for("the change of the kubeconfig", lambda: SERVER not in KUBELET_CONF.read_text(), 30, pause=0.005)
+                self.kill(child, b"uninstall", reboot)
+                self.node.wait_ready(4 * READY)
+                wait_for("the end of the change", lambda: not JOURNAL.exists() and not pids_of("jackstay", b"--recover"), 120)
+                self.assert_as_before()
+
+    def test_6_bad_input_changes_nothing(self):
+        broken = self.rig.dir / "broken.conf"
+        broken.write_text("apiVersion: v1\nkind: Config\nclusters: 7\n")
+        listener = socket.create_server(("127.0.0.1", 7443))
+        self.addCleanup(listener.close)
+        own = json.loads(KUBELET_CONF.read_text())
+        own["clusters"][0]["cluster"]["server"] = f"https://{ADDRESSES['a']}:{PORT}"
+        on_this_node = self.rig.dir / "own.conf"
+        on_this_node.write_text(json.dumps(own))
+        for name, argv, expected in (
+                ("kubeconfig that cannot be parsed", ["--kubeconfig", broken], "clusters"),
+                ("kubeconfig that does not exist", ["--kubeconfig", "/none"], "/none: no such file"),
+                ("a port in use", [], "127.0.0.1:7443 (--listen)"),
+                ("an apiserver that does not answer", ["--listen", "127.0.0.1:7444", "--endpoint", "apiserver-a.test:1"], "--ignore-findings")):
+            with self.subTest(name):
+                output, _ = self.install(*argv, code=2)
+                self.assertIn(expected, output)
+                self.assert_as_before()
+        with self.subTest("the apiservers are the node itself"):
+            done = self.node.jackstay("install", "--kubeconfig", on_this_node)
+            self.assertEqual(done.returncode, 2, done.stdout)
+            self.assertIn("every known apiserver is on this node", done.stderr)
+            self.assert_as_before()
+        with self.subTest("a file system without write access"):
+            done = self.node.inside("unshare", "--mount", "sh", "-c", 'mount --bind /etc/systemd /etc/systemd && mount -o remount,ro,bind /etc/systemd && exec "$@"',
+                                    "sh", *self.node.install_argv("--listen", "127.0.0.1:7444"))
+            self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
+            self.assertRegex(done.stderr, "nothing changed: /etc/systemd/system/.* cannot be written.*Read-only")
+            self.assert_as_before()
+
+    def test_7_changed_files_survive_uninstall(self):
+        """An edited configuration is kept, and a kubeconfig that others have changed keeps their change."""
+        self.install()
+        config = Path("/etc/jackstay/jackstay.yaml")
+        config.write_text(config.read_text() + "# edited\n")
+        done = self.node.jackstay("kubeconfig", "--renew", "--force", "--in", KUBELET_CONF, "--config-out", config)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        output = self.uninstall()
+        self.assertIn(f"kept {config}", output)
+        config.unlink()
+        config.parent.rmdir()
+        self.node.wait_ready(4 * READY)
+        self.assert_as_before()
+
+    @unittest.skipUnless(LONG, "the unit covers the same steps")
+    def test_8_static_pod(self):
+        from deployed import dist_file
+        image = re.search(r"image: (\S+)", Path(__file__).parents[2].joinpath("deploy/static-pod/jackstay.yaml").read_text())[1]
+        missing, _ = self.install("--as", "static-pod", "--image", "localhost/none:1", code=1)
+        self.assertIn("kubelet was not touched", missing)
+        self.assert_as_before()
+        self.node.ctr("images", "import", dist_file("jackstay-image.tar"), check=True)
+        self.install("--as", "static-pod", "--image", image)
+        self.assertTrue((MANIFESTS / "jackstay.yaml").exists())
+        self.uninstall()
+        self.node.wait_ready(4 * READY)
+        self.assert_as_before()

@@ -171,7 +171,7 @@ pub struct FlowSettings {
 
 impl Default for FlowSettings {
     fn default() -> Self {
-        Self { idle_timeout: None, leave_timeout: Duration::from_secs(3600), rebalance: false }
+        Self { idle_timeout: None, leave_timeout: Duration::from_secs(60), rebalance: false }
     }
 }
 

@@ -63,11 +63,11 @@ pub struct StepInput<'a> {
 /// The steps in their order. Before the first, the journal is written.
 pub fn steps<'a>(input: &StepInput<'a>) -> Vec<Step<'a>> {
     let mut steps: Vec<Step<'a>> = Vec::new();
-    // First what undoes the rest.
+    // First what undoes the rest. Until the guard runs, only these files are new, and the next run removes them.
     steps.extend(input.program.map(Step::Write));
     steps.push(Step::Write(input.recovery));
     steps.push(Step::Write(input.guard));
-    steps.push(Step::Systemctl(vec!["daemon-reload"]));
+    // `enable` reloads the units.
     steps.push(Step::Systemctl(vec!["enable", RECOVERY_UNIT]));
     steps.push(Step::Systemctl(vec!["start", GUARD_UNIT]));
     steps.extend(input.files.iter().map(|file| Step::Write(file)));

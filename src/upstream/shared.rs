@@ -146,6 +146,15 @@ impl Upstream {
         self.endpoints.load()
     }
 
+    /// The endpoint of the current set with the address and the verified name of `other`.
+    pub fn endpoint_like(&self, other: &Endpoint) -> Option<Arc<Endpoint>> {
+        let endpoints = self.endpoints();
+        let is_like = |endpoint: &&Arc<Endpoint>| {
+            endpoint.address == other.address && endpoint.server_name == other.server_name
+        };
+        endpoints.iter().find(is_like).cloned()
+    }
+
     /// Waits until the set of endpoints is replaced.
     pub async fn endpoints_changed(&self) {
         self.endpoints_changed.notified().await;

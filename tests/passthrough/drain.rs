@@ -1,5 +1,5 @@
-//! Flows that are still open in the last fifth of a drain or of `leave_timeout` are ended gradually. If all of
-//! them ended at once, all clients would reconnect at once.
+//! Flows that are still open in the last fifth of a drain, or in the second half of `leave_timeout`, are ended gradually.
+//! If all of them ended at once, all clients would reconnect at once.
 
 use crate::peer::ProbedServer;
 use crate::rebalance::{FIRST, set_endpoints, upstream};
@@ -8,6 +8,7 @@ use jackstay::config::{Config, FlowSettings, Passthrough};
 use jackstay::proxy::passthrough::flow_entry::Progress;
 use jackstay::proxy::passthrough::flow_table::{FlowHandle, FlowTable};
 use jackstay::proxy::passthrough::routing::{ListenerRouting, Routing};
+use jackstay::upstream::endpoint::Observation;
 use std::io::ErrorKind;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use tokio::task::{JoinSet, LocalSet, spawn_local};
 use tokio::time::timeout;
 
 const FLOWS: usize = 200;
-/// The drain timeout; its last fifth is 20 s.
+/// The drain timeout; its last fifth is 20 s, and its second half 50 s.
 const TIMEOUT: Duration = Duration::from_secs(100);
 
 /// The routing of a listener whose flows the test inserts into the table.
@@ -41,7 +42,7 @@ fn remove_ended(flows: &mut Vec<FlowHandle>, reason: &str) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn remaining_flows_are_ended_gradually_in_the_last_fifth() {
+async fn remaining_flows_are_ended_gradually_in_the_last_part() {
     LocalSet::new()
         .run_until(async {
             fastrand::seed(7);
@@ -49,7 +50,7 @@ async fn remaining_flows_are_ended_gradually_in_the_last_fifth() {
             let table = FlowTable::new();
             spawn_local(Rc::clone(&table).run());
             let routing = routing(passthrough_config(certs.config(&[])));
-            for reason in ["shutdown", "endpoint_left"] {
+            for (reason, last_part) in [("shutdown", 20), ("endpoint_left", 50)] {
                 let upstream = upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]);
                 let endpoint = Arc::clone(&upstream.endpoints()[1]);
                 let insert = |_| {
@@ -74,11 +75,55 @@ async fn remaining_flows_are_ended_gradually_in_the_last_fifth() {
                         remove_ended(&mut open, reason);
                 }
                 assert!(open.is_empty(), "{reason}: {} flows remain", open.len());
-                let (early, late) = each_second.split_at(80);
+                let (early, late) = each_second.split_at(100 - last_part);
                 assert!(early.iter().all(|n| *n == 0), "{reason}: {early:?}");
-                // Ten flows on average in each of the last 20 seconds.
-                assert!(late[..20].iter().all(|n| (1..=30).contains(n)), "{reason}: {late:?}");
+                // Four or ten flows on average in each of the seconds of the last part.
+                assert!(late[..last_part].iter().all(|n| *n <= 30), "{reason}: {late:?}");
+                let with_end = late[..last_part].iter().filter(|n| **n > 0).count();
+                assert!(with_end > last_part * 4 / 5, "{reason}: {late:?}");
             }
+        })
+        .await;
+}
+
+/// An endpoint that leaves the set and returns, as while a member rejoins or when an answer of a source lacks it.
+#[tokio::test(start_paused = true)]
+async fn flows_to_an_endpoint_that_returns_continue_and_follow_it() {
+    LocalSet::new()
+        .run_until(async {
+            let certs = Certs::new();
+            let table = FlowTable::new();
+            spawn_local(Rc::clone(&table).run());
+            let routing = routing(passthrough_config(certs.config(&[])));
+            let upstream = upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]);
+            let insert = || {
+                let endpoint = Arc::clone(&upstream.endpoints()[1]);
+                let flow = table.insert(&routing, &upstream, &endpoint, (-1, -1));
+                flow.record(Progress { to_endpoint: 0, to_client: 1 });
+                flow
+            };
+            let mut open: Vec<_> = (0..20).map(|_| insert()).collect();
+            pause(Duration::from_secs(1)).await;
+            let both = [FIRST, "10.0.0.2"];
+            set_endpoints(&upstream, &both[..1]);
+            pause(TIMEOUT / 4).await;
+            set_endpoints(&upstream, &both);
+            // Flows of the old and of the new endpoint are one endpoint's.
+            open.push(insert());
+            pause(TIMEOUT * 2).await;
+            assert_eq!(remove_ended(&mut open, "none may end"), 0);
+            drop(open.pop());
+            // A second removal begins a new time limit.
+            set_endpoints(&upstream, &both[..1]);
+            pause(TIMEOUT / 4).await;
+            assert_eq!(remove_ended(&mut open, "none may end yet"), 0);
+            set_endpoints(&upstream, &both);
+            pause(Duration::from_secs(1)).await;
+            // The death of the returned endpoint is that of the flows' endpoint.
+            upstream.endpoints()[1].observe(Observation::Connected);
+            upstream.endpoints()[1].observe(Observation::Unresponsive("no PONG"));
+            pause(Duration::from_secs(1)).await;
+            assert_eq!(remove_ended(&mut open, "endpoint_dead"), 20);
         })
         .await;
 }

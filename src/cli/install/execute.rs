@@ -304,8 +304,8 @@ pub(super) fn protect_undo(store: &Store, journal: &mut Journal) -> Result<(), F
     for file in [recovery_unit(&program, &journal.kubelet_unit), guard_unit(&program)] {
         write(&file.path, &file.bytes, file.mode)?;
     }
-    for arguments in [&["daemon-reload"][..], &["enable", RECOVERY_UNIT], &["start", GUARD_UNIT]] {
-        Systemd.systemctl(arguments)?;
+    for arguments in [["enable", RECOVERY_UNIT], ["start", GUARD_UNIT]] {
+        Systemd.systemctl(&arguments)?;
     }
     journal.phase = Phase::Switched;
     Ok(store.write(journal)?)

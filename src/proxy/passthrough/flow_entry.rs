@@ -64,14 +64,22 @@ pub(super) const REBALANCE: EndReason =
     EndReason::new("rebalance", "moved off an overloaded endpoint (rebalance)");
 pub(super) const SHUTDOWN: EndReason = EndReason::new("shutdown", "the drain timeout has passed");
 
-/// The last part of a time limit that many flows share. Their ends are spread over it, so that their clients
-/// do not all reconnect at the same moment.
+/// The last part of a drain. The ends of the flows are spread over it, so that their clients do not all reconnect at
+/// the same moment.
 const FINAL_PART: f32 = 0.2;
+/// The last part of `leave_timeout`, in which the flows to a removed endpoint end. It is longer than that of a drain,
+/// because the flows of all nodes to one apiserver end together.
+const LEAVING_PART: f32 = 0.5;
 
-/// The time after which one of many flows with the time limit `limit` is ended: a point in the
-/// [`FINAL_PART`], chosen by `random` in 0..1.
+/// The time after which one of many flows with the time limit `limit` is ended: a point in the last `part`, chosen by
+/// `random` in 0..1.
+fn end_in_part(part: f32, random: f32, limit: Duration) -> Duration {
+    limit.saturating_sub(limit.mul_f32(part * random))
+}
+
+/// The time after which one of many flows is ended in a drain with the timeout `limit`.
 pub(super) fn end_after(random: f32, limit: Duration) -> Duration {
-    limit.saturating_sub(limit.mul_f32(FINAL_PART * random))
+    end_in_part(FINAL_PART, random, limit)
 }
 
 /// Numbers of written bytes.
@@ -182,7 +190,13 @@ impl FlowEntry {
 
     /// The time after the removal of its endpoint when the flow is ended.
     pub(super) fn leave_after(&self) -> Duration {
-        self.end_after(self.routing.current().flows.leave_timeout)
+        end_in_part(LEAVING_PART, self.random, self.routing.current().flows.leave_timeout)
+    }
+
+    /// Makes `endpoint`, which has the address of the removed one, the endpoint of this flow.
+    pub(super) fn adopt(&mut self, endpoint: &Arc<Endpoint>) {
+        self.endpoint = Arc::clone(endpoint);
+        self.endpoint_deaths = endpoint.deaths();
     }
 
     /// Whether the endpoint, which has died `deaths` times, has died since the flow started. A flow whose
@@ -334,5 +348,6 @@ mod tests {
         let limit = Duration::from_secs(100);
         assert_eq!(end_after(0.0, limit), limit);
         assert_eq!(end_after(1.0, limit), Duration::from_secs(80));
+        assert_eq!(end_in_part(LEAVING_PART, 1.0, limit), Duration::from_secs(50));
     }
 }

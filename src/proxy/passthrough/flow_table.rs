@@ -13,7 +13,7 @@
 //! * rebalancing has chosen it.
 //!
 //! The table then wakes the task of the flow, which resets both sides. If a time limit applies to many flows,
-//! their ends are spread over its last fifth, so that their clients do not all reconnect at once.
+//! their ends are spread over its last part, so that their clients do not all reconnect at once.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -111,6 +111,7 @@ impl FlowTable {
             }
             sleep(SCAN_INTERVAL).await;
             let now = clock::now();
+            self.adopt_returned_endpoints();
             self.check_endpoints(now);
             self.rebalance(now);
             self.check_flows(now);
@@ -130,13 +131,7 @@ impl FlowTable {
         let mut slots = self.slots.borrow_mut();
         match slots.endpoints.iter_mut().find(|entry| entry.is_of(endpoint)) {
             Some(entry) => entry.flows += 1,
-            None => slots.endpoints.push(EndpointFlows {
-                endpoint: Arc::clone(endpoint),
-                deaths: endpoint.deaths(),
-                leaving_since: None,
-                flows: 1,
-                correlated_loss: CorrelatedLoss::default(),
-            }),
+            None => slots.endpoints.push(EndpointFlows::new(endpoint, 1)),
         }
         let flow = FlowEntry::new(routing, upstream, endpoint, sockets, now);
         let key = slots.flows.insert(flow);
@@ -163,6 +158,33 @@ impl FlowTable {
         for (key, flow) in flows.iter_mut().filter(|(_, flow)| flow.is_open()) {
             if Rc::ptr_eq(flow.routing(), routing) && elapsed >= flow.end_after(timeout) {
                 self.end(&mut checks[key], flow, SHUTDOWN);
+            }
+        }
+    }
+
+    /// Gives the flows of removed endpoints whose address is in the set again to the endpoint that has it now: an address
+    /// that is missing in one answer of a source, or while a member rejoins, ends no flow.
+    fn adopt_returned_endpoints(&self) {
+        let Slots { flows, endpoints, .. } = &mut *self.slots.borrow_mut();
+        let is_leaving = |entry: &&EndpointFlows| entry.endpoint.state() == EndpointState::Leaving;
+        let leaving: Vec<Arc<Endpoint>> =
+            endpoints.iter().filter(is_leaving).map(|entry| Arc::clone(&entry.endpoint)).collect();
+        for left in leaving {
+            let is_of_left = |flow: &FlowEntry| Arc::ptr_eq(flow.endpoint(), &left);
+            let of_left = flows.iter().find(|(_, flow)| is_of_left(flow));
+            let returned = of_left.and_then(|(_, flow)| flow.upstream().endpoint_like(&left));
+            let Some(returned) = returned else { continue };
+            let count = flows.iter().filter(|(_, flow)| is_of_left(flow)).count();
+            endpoints.retain(|entry| !entry.is_of(&left));
+            let at = endpoints.iter().position(|entry| entry.is_of(&returned));
+            let at = at.unwrap_or_else(|| {
+                endpoints.push(EndpointFlows::new(&returned, 0));
+                endpoints.len() - 1
+            });
+            endpoints[at].flows += count;
+            for (_, flow) in flows.iter_mut().filter(|(_, flow)| is_of_left(flow)) {
+                endpoints[at].correlated_loss.record_change(false, flow.is_stalled());
+                flow.adopt(&returned);
             }
         }
     }
@@ -298,6 +320,17 @@ impl FlowTable {
 }
 
 impl EndpointFlows {
+    /// The entry of an endpoint with this number of flows.
+    fn new(endpoint: &Arc<Endpoint>, flows: usize) -> Self {
+        Self {
+            endpoint: Arc::clone(endpoint),
+            deaths: endpoint.deaths(),
+            leaving_since: None,
+            flows,
+            correlated_loss: CorrelatedLoss::default(),
+        }
+    }
+
     fn is_of(&self, endpoint: &Arc<Endpoint>) -> bool {
         Arc::ptr_eq(&self.endpoint, endpoint)
     }

@@ -120,6 +120,8 @@ pub struct Upstream {
     pub compression: Compression,
     /// Whether reads of a client may go back in time.
     pub consistent_reads: ConsistentReads,
+    /// Which endpoints are preferred; the others are fallbacks.
+    pub prefer: EndpointPreference,
     /// Whether watches move gradually to an apiserver that has become ready again.
     pub rebalance: bool,
     /// Which apiservers a client's requests prefer while the versions of the apiservers differ.
@@ -152,6 +154,17 @@ pub enum ConsistentReads {
     Floor,
     /// Nothing.
     Off,
+}
+
+/// Which endpoints of an upstream are preferred.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum EndpointPreference {
+    /// Those on this host: with loopback or an interface's address. The others are used while none of these is usable.
+    Local,
+    /// None: the load decides.
+    #[default]
+    None,
 }
 
 /// Which apiservers a client's requests prefer while the versions of the apiservers differ.

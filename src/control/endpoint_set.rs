@@ -4,13 +4,15 @@
 //! join and old ones leave in one swap. No function here waits for a connection, a drain or a disk.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::discovery::merge;
 use jackstay_core::discovery::source::EndpointSpec;
 use rustls::pki_types::ServerName;
 
-use crate::config;
+use crate::config::{self, EndpointPreference};
 use crate::control::readyz;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::Endpoint;
@@ -41,7 +43,23 @@ pub fn static_endpoints(config: &config::Upstream) -> Vec<EndpointSpec> {
         server_name: server_name.clone(),
         fallback: false,
     };
-    config.endpoints.iter().filter(|address| !address.is_name()).map(spec).collect()
+    let mut endpoints: Vec<EndpointSpec> =
+        config.endpoints.iter().filter(|address| !address.is_name()).map(spec).collect();
+    apply_preference(config.prefer, &mut endpoints);
+    endpoints
+}
+
+/// Makes fallbacks of the endpoints that are not preferred.
+pub fn apply_preference(prefer: EndpointPreference, endpoints: &mut [EndpointSpec]) {
+    if prefer == EndpointPreference::Local {
+        merge::prefer_local(endpoints, &host_addresses());
+    }
+}
+
+/// The addresses of this host's interfaces; none if they cannot be read.
+pub fn host_addresses() -> Vec<IpAddr> {
+    let interfaces = if_addrs::get_if_addrs().unwrap_or_default();
+    interfaces.iter().map(if_addrs::Interface::ip).collect()
 }
 
 /// Replaces the endpoint set of `upstream`. An empty set is applied; callers that want to keep the

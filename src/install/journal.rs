@@ -323,6 +323,18 @@ impl Store {
         self.save("journal.json", &bytes)
     }
 
+    /// Marks a complete installation as one that is being undone.
+    ///
+    /// # Errors
+    /// The journal cannot be written.
+    pub fn reopen(&self, journal: &mut Journal) -> Result<(), JournalError> {
+        if journal.phase != Phase::Installed {
+            return Ok(());
+        }
+        journal.phase = Phase::Switched;
+        self.write(journal)
+    }
+
     /// Removes the journal, then the saved files.
     ///
     /// # Errors

@@ -75,7 +75,8 @@ impl From<CommandError> for UndoError {
     }
 }
 
-/// Undoes the change in the journal and removes the journal.
+/// Undoes the change in the journal and removes the journal. A complete installation is marked as incomplete first, so that
+/// an interruption is continued.
 ///
 /// # Errors
 /// The first step that failed.
@@ -84,6 +85,9 @@ pub fn undo(
     journal: &Journal,
     manager: &impl ServiceManager,
 ) -> Result<Undone, UndoError> {
+    let mut journal = journal.clone();
+    store.reopen(&mut journal)?;
+    let journal = &journal;
     let mut undone = Undone::default();
     if journal.phase != Phase::Prepared {
         restore_kubeconfig(store, journal, &mut undone)?;
@@ -372,6 +376,19 @@ mod tests {
                 assert!(node.store.read().unwrap().is_none(), "{what}");
             }
         }
+    }
+
+    #[test]
+    fn undo_of_a_complete_installation_that_is_interrupted_is_continued() {
+        let node = TestNode::new();
+        let mut journal = node.install(5);
+        journal.phase = Phase::Installed;
+        node.store.write(&journal).unwrap();
+        undo(&node.store, &journal, &Recorder::new(&node.kubeconfig, Some(1))).unwrap_err();
+        let left = node.store.read().unwrap().unwrap();
+        assert_eq!(left.phase, Phase::Switched);
+        undo(&node.store, &left, &Recorder::new(&node.kubeconfig, None)).unwrap();
+        node.assert_as_before("continued");
     }
 
     #[test]

@@ -216,8 +216,8 @@ impl Endpoint {
         self.slow_start.share(now)
     }
 
-    /// Whether it is a fallback: a configured endpoint that discovery did not report. A fallback is picked
-    /// only if there is no other endpoint of the same state.
+    /// Whether it is a fallback: a configured endpoint that discovery did not report, or one of another host while an
+    /// endpoint on this host is preferred. A fallback is picked only if there is no other endpoint of the same state.
     pub fn is_fallback(&self) -> bool {
         self.fallback.load(Ordering::Relaxed)
     }

@@ -16,7 +16,8 @@ use crate::config::{self, Percent};
 
 /// The load of an endpoint with this many watches or flows; `None` if it does not take part.
 pub fn load_of(endpoint: &Endpoint, watches: usize, now: Instant) -> Option<EndpointLoad> {
-    EndpointLoad::new(watches, endpoint.slow_start_share(now), endpoint.ready_for(now))
+    let (share, ready_for) = (endpoint.slow_start_share(now), endpoint.ready_for(now));
+    EndpointLoad::new(watches, share, ready_for, endpoint.is_fallback())
 }
 
 /// Moves the watches of one class of a pool.
@@ -82,6 +83,7 @@ fn row(connection: &Connection, now: Instant) -> WatchRow<'_> {
         watches: connection.watches(),
         share: endpoint.slow_start_share(now),
         ready_for: endpoint.ready_for(now),
+        is_fallback: endpoint.is_fallback(),
         version: endpoint.minor_version(),
     }
 }

@@ -16,9 +16,10 @@ use hyper::body::Incoming;
 use jackstay::app::{App, Running};
 use jackstay::config::{
     AccessLog, Admin, CertPaths, Compression, Config, Connections, ConsistentReads, Discovery,
-    FlowSettings, Health, Level, Limits, Listener, Log, LogFormat, MemoryLimit, Mode, Passthrough,
-    Percent, Readyz, RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp, ServingCert, Shutdown,
-    Switch, Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy, VersionPreference,
+    EndpointPreference, FlowSettings, Health, Level, Limits, Listener, Log, LogFormat, MemoryLimit,
+    Mode, Passthrough, Percent, Readyz, RequestLimits, SOURCE_PREFIX_V6, Sandbox, Seccomp,
+    ServingCert, Shutdown, Switch, Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy,
+    VersionPreference,
 };
 use jackstay::net::loaded_files::LoadedFiles;
 use jackstay::observe::Metrics;
@@ -113,6 +114,7 @@ impl Certs {
                 landlock: Switch::On,
             },
             upstreams: vec![Upstream {
+                prefer: EndpointPreference::None,
                 compression: Compression::Auto,
                 consistent_reads: ConsistentReads::Floor,
                 name: "control-plane".into(),

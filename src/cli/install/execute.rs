@@ -7,15 +7,14 @@ use std::time::{Duration, Instant, SystemTime};
 
 use jackstay_sys::files::PRIVATE;
 
-use super::InstallArgs;
+use super::args::InstallArgs;
 use super::prepare::Preparation;
+use super::undoing::{remove_guard, report};
 use crate::cli::admin_client::{DEFAULT_ADMIN, explain_no_status, fetch_status};
 use crate::cli::kubeconfig::Failure;
 use crate::cli::status::serving::unready_reason_for_new_clients;
 use crate::install::journal::{Journal, JournalDraft, NewContent, Phase, Store};
-use crate::install::service::{
-    GUARD_UNIT, GUARD_UNIT_FILE, RECOVERY_UNIT, STATE, ServiceForm, guard_unit, recovery_unit,
-};
+use crate::install::service::{GUARD_UNIT_FILE, STATE, ServiceForm};
 use crate::install::steps::{Step, StepInput, steps, written};
 use crate::install::systemd::{ServiceManager, Systemd};
 use crate::install::transaction::write;
@@ -94,8 +93,11 @@ impl<'a> Installation<'a> {
             if let Step::Switch(_) = step {
                 began = SystemTime::now();
             }
-            if let Err(why) = self.execute(step, store, &mut journal, began) {
-                return Err(self.undo(&why, store, &journal));
+            match self.execute(step, store, &mut journal, began) {
+                Ok(()) => {}
+                // The node is Ready through jackstay: what is left over does no harm, and `uninstall` removes it.
+                Err(why) if journal.phase == Phase::Installed => println!("note: {why}"),
+                Err(why) => return Err(self.undo(&why, store, &journal)),
             }
         }
         println!(
@@ -217,7 +219,7 @@ impl<'a> Installation<'a> {
             }
         };
         remove_guard();
-        super::report(&undone);
+        report(&undone);
         let state = if undone.kubelet_restarted {
             match self.await_node(since) {
                 Ok(()) => "the node is Ready as before".to_owned(),
@@ -273,46 +275,4 @@ fn refuse_unwritable(path: &Path) -> Result<(), Failure> {
             directory.display()
         ))),
     }
-}
-
-/// What `jackstay uninstall` would do.
-pub(super) fn describe_undo(journal: &Journal) -> String {
-    let mut text = String::new();
-    let _ = writeln!(text, "restore {}", journal.kubeconfig.path.display());
-    let _ = writeln!(text, "systemctl restart {}", journal.kubelet_unit);
-    for unit in journal.units.iter().rev() {
-        let _ = writeln!(text, "systemctl disable --now {unit}");
-    }
-    for file in journal.files.iter().rev() {
-        let action = if file.original.is_some() { "restore" } else { "remove" };
-        let _ = writeln!(text, "{action} {}", file.path.display());
-    }
-    for directory in journal.state_directories.iter().chain(journal.directories.iter().rev()) {
-        let _ = writeln!(text, "remove {}", directory.display());
-    }
-    text
-}
-
-/// Has guard and recovery unit continue an `uninstall` that is interrupted.
-///
-/// # Errors
-/// The units cannot be written or started; nothing has changed then.
-pub(super) fn protect_undo(store: &Store, journal: &mut Journal) -> Result<(), Failure> {
-    let program = std::env::current_exe().map_err(|error| {
-        Failure::Input(format!("the path of this program is not known: {error}"))
-    })?;
-    for file in [recovery_unit(&program, &journal.kubelet_unit), guard_unit(&program)] {
-        write(&file.path, &file.bytes, file.mode)?;
-    }
-    for arguments in [["enable", RECOVERY_UNIT], ["start", GUARD_UNIT]] {
-        Systemd.systemctl(&arguments)?;
-    }
-    journal.phase = Phase::Switched;
-    Ok(store.write(journal)?)
-}
-
-/// Removes the file of the guard, which ends by itself.
-pub(super) fn remove_guard() {
-    let _ = std::fs::remove_file(GUARD_UNIT_FILE);
-    let _ = Systemd.systemctl(&["daemon-reload"]);
 }

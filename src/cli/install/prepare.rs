@@ -4,8 +4,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use super::args::InstallArgs;
 use super::node::{Node, node_name};
-use super::{InstallArgs, request_text};
 use crate::cli::admin_client::DEFAULT_ADMIN;
 use crate::cli::kubeconfig::{Draft, Failure, KubeconfigArgs, NodeSetup};
 use crate::doctor::dns::Resolver;
@@ -103,7 +103,7 @@ impl Preparation {
             draft,
             service,
             program,
-            request: request_text(args),
+            request: args.request_text(),
         })
     }
 }

@@ -3,8 +3,8 @@
 use jackstay_core::discovery::address::EndpointAddress;
 
 use crate::config::model::{
-    Compression, Connections, ConsistentReads, Discovery, Health, Readyz, Upstream, UpstreamTls,
-    UsedBy, VersionPreference,
+    Compression, Connections, ConsistentReads, Discovery, EndpointPreference, Health, Readyz,
+    Upstream, UpstreamTls, UsedBy, VersionPreference,
 };
 use crate::config::node::{Fields, Node};
 use crate::config::report::Located;
@@ -40,6 +40,7 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
 
     let compression = fields.get("compression").one_of(Compression::Auto);
     let consistent_reads = fields.get("consistent_reads").one_of(ConsistentReads::Floor);
+    let prefer = fields.get("prefer").one_of(EndpointPreference::None);
     let rebalance = fields.get("rebalance").flag(true);
     let version_preference = fields.get("version_preference").one_of(VersionPreference::None);
     let canary = fields.get("canary").percent(Percent::ZERO);
@@ -62,6 +63,7 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
         connections,
         compression,
         consistent_reads,
+        prefer,
         rebalance,
         version_preference,
         canary,

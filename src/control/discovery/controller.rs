@@ -27,7 +27,7 @@ use super::state_file::StateFileError;
 use super::state_writer::StateWriter;
 use super::{dns, file, slices, state_file};
 use crate::config;
-use crate::control::endpoint_set::EndpointSetWriter;
+use crate::control::endpoint_set::{self, EndpointSetWriter};
 use crate::observe::{Liveness, LivenessMonitor};
 use crate::upstream::Upstream;
 use crate::upstream::endpoint_sources::RejectReason;
@@ -267,8 +267,11 @@ impl DiscoveryController {
         }
         let config = self.upstream().config();
         let (own, name) = (self.states.own_addresses(), config.tls.server_name.as_deref());
-        self.states
-            .read(|answers, saved| merge::merge(answers, saved, &own, name, usable, self.rotation))
+        let mut merged = self
+            .states
+            .read(|answers, saved| merge::merge(answers, saved, &own, name, usable, self.rotation));
+        endpoint_set::apply_preference(config.prefer, &mut merged.endpoints);
+        merged
     }
 
     fn log_excess(&mut self, excess: usize) {
@@ -315,8 +318,6 @@ impl DiscoveryController {
 /// listener is bound to the unspecified address.
 fn own_addresses(bound: &[SocketAddr]) -> OwnAddresses {
     let unspecified = bound.iter().any(|address| address.ip().is_unspecified());
-    let interfaces =
-        if unspecified { if_addrs::get_if_addrs().unwrap_or_default() } else { Vec::new() };
-    let host = interfaces.iter().map(if_addrs::Interface::ip).collect();
-    OwnAddresses::new(bound.to_vec(), host)
+    let interfaces = if unspecified { endpoint_set::host_addresses() } else { Vec::new() };
+    OwnAddresses::new(bound.to_vec(), interfaces)
 }

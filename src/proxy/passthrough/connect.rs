@@ -87,7 +87,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, Unreachable> {
         .endpoints()
         .iter()
         .map(|endpoint| Candidate {
-            state: endpoint.state(),
+            rank: (endpoint.state(), endpoint.is_fallback()),
             flows: endpoint.flows(),
             slow_start_share: endpoint.slow_start_share(start),
             endpoint: Arc::clone(endpoint),
@@ -152,24 +152,25 @@ async fn attempt(
 /// An endpoint to connect to.
 #[derive(Debug)]
 struct Candidate<T = Arc<Endpoint>> {
-    state: EndpointState,
+    /// Its state, and whether it is a fallback.
+    rank: (EndpointState, bool),
     flows: usize,
     /// Less than 1 during slow start.
     slow_start_share: f64,
     endpoint: T,
 }
 
-/// The order in which the candidates are tried: by state, and otherwise random. The first of the best state
+/// The order in which the candidates are tried: by state, fallbacks last, and otherwise random. The first of the best rank
 /// is the one with fewer flows of two random ones (power of two choices). If only one candidate has the best
-/// state, it comes twice.
+/// rank, it comes twice.
 fn order<T: Clone>(mut candidates: Vec<Candidate<T>>, rng: &mut fastrand::Rng) -> Vec<T> {
-    candidates.retain(|candidate| candidate.state != EndpointState::Leaving);
+    candidates.retain(|candidate| candidate.rank.0 != EndpointState::Leaving);
     rng.shuffle(&mut candidates);
-    candidates.sort_by_key(|candidate| candidate.state);
-    let Some(best) = candidates.first().map(|candidate| candidate.state) else {
+    candidates.sort_by_key(|candidate| candidate.rank);
+    let Some(best) = candidates.first().map(|candidate| candidate.rank) else {
         return Vec::new();
     };
-    let best_count = candidates.iter().filter(|candidate| candidate.state == best).count();
+    let best_count = candidates.iter().filter(|candidate| candidate.rank == best).count();
     let cost = |index: &usize| balance::cost(candidates[*index].flows, 1.0);
     let share = |index: &usize| candidates[*index].slow_start_share;
     if let Some(first) = balance::pick_by_share(0..best_count, rng, cost, share) {
@@ -191,7 +192,24 @@ mod tests {
         flows: usize,
         name: &'static str,
     ) -> Candidate<&'static str> {
-        Candidate { state, flows, slow_start_share: 1.0, endpoint: name }
+        Candidate { rank: (state, false), flows, slow_start_share: 1.0, endpoint: name }
+    }
+
+    #[test]
+    fn order_tries_fallbacks_after_others_of_the_same_state() {
+        use EndpointState::{Degraded, Ready};
+        let fallback =
+            |state, flows, name| Candidate { rank: (state, true), ..candidate(state, flows, name) };
+        let mut rng = fastrand::Rng::with_seed(1);
+        for _ in 0..200 {
+            let candidates = vec![
+                candidate(Degraded, 0, "degraded"),
+                fallback(Ready, 0, "free fallback"),
+                candidate(Ready, 9, "local"),
+            ];
+            let order = order(candidates, &mut rng);
+            assert_eq!(order, ["local", "local", "free fallback", "degraded"]);
+        }
     }
 
     #[test]
@@ -231,7 +249,7 @@ mod tests {
             for _ in 0..new_flows {
                 let candidates = (0..3)
                     .map(|i| Candidate {
-                        state: EndpointState::Ready,
+                        rank: (EndpointState::Ready, false),
                         flows: flows[i],
                         slow_start_share: if i == 2 { third_share } else { 1.0 },
                         endpoint: i,

@@ -9,10 +9,12 @@
 //! | the state file, and its source has not answered completely | the same as if its source had offered it |
 //!
 //! Two candidates with the same address are one endpoint. It is verified by the server name of the
-//! more trusted source, in the order of [`EndpointSource`]. Addresses of this process are left out.
+//! more trusted source, in the order of [`EndpointSource`]. Addresses of this process are left out. With a preference for
+//! this host ([`prefer_local`]) the table applies only while no endpoint is on this host.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::net::IpAddr;
 
 use super::address::EndpointAddress;
 use super::own_addresses::OwnAddresses;
@@ -90,6 +92,20 @@ pub fn merge(
     MergedEndpoints { endpoints, excess }
 }
 
+/// Makes endpoints of other hosts fallbacks, if there is one on this host. `host`: the addresses of its interfaces.
+pub fn prefer_local(endpoints: &mut [EndpointSpec], host: &[IpAddr]) {
+    let is_local = |spec: &EndpointSpec| match spec.address.host.parse::<IpAddr>() {
+        Ok(ip) => ip.to_canonical().is_loopback() || host.contains(&ip.to_canonical()),
+        Err(_) => spec.address.host == "localhost",
+    };
+    if endpoints.iter().any(is_local) {
+        for spec in endpoints.iter_mut() {
+            spec.fallback = !is_local(spec);
+        }
+        endpoints.sort_by_key(|spec| spec.fallback);
+    }
+}
+
 /// Reduces `endpoints` to [`MAX_ENDPOINTS`]. The flag of each says whether it is a seed.
 fn keep_most_useful(
     endpoints: &mut Vec<(bool, EndpointSpec)>,
@@ -140,6 +156,32 @@ mod tests {
             format!("{}{name}{}", spec.address, if spec.fallback { " fallback" } else { "" })
         };
         merged.endpoints.iter().map(text).collect()
+    }
+
+    #[test]
+    fn prefer_local_makes_other_hosts_fallbacks_while_one_is_local() {
+        let host = ["10.0.0.11".parse().unwrap(), "fd00::11".parse().unwrap()];
+        let preferred = |texts: &[&str]| -> Vec<String> {
+            let spec = |text: &&str| EndpointSpec {
+                address: EndpointAddress::parse(text).unwrap(),
+                server_name: None,
+                fallback: text.starts_with("lb"),
+            };
+            let mut specs: Vec<EndpointSpec> = texts.iter().map(spec).collect();
+            prefer_local(&mut specs, &host);
+            let preferred = specs.iter().filter(|spec| !spec.fallback);
+            preferred.map(|spec| spec.address.host.clone()).collect()
+        };
+        for (texts, expected) in [
+            (&["10.0.0.12:6443", "10.0.0.11:6443", "lb.example:6443"][..], &["10.0.0.11"][..]),
+            (&["10.0.0.12:6443", "[fd00::11]:6443"], &["fd00::11"]),
+            (&["10.0.0.12:6443", "127.0.0.1:6444", "localhost:6445"], &["127.0.0.1", "localhost"]),
+            // None is local: nothing changes.
+            (&["10.0.0.12:6443", "10.0.0.13:6443", "lb.example:6443"], &["10.0.0.12", "10.0.0.13"]),
+            (&[], &[]),
+        ] {
+            assert_eq!(preferred(texts), expected, "{texts:?}");
+        }
     }
 
     #[test]

@@ -14,6 +14,7 @@
 //! | Each second 2 % of the excess moves, rounded at random. | Half of the excess moves in 35 s and all of it in minutes, whether a node has three watches or three thousand. |
 //! | An endpoint in slow start gets only its share. | Its caches are cold. |
 //! | The remainder of a division goes to an endpoint that the node's own random number selects. | If each node has 8 watches on 3 servers, the server with 2 must not be the same on all nodes. |
+//! | Watches leave fallbacks, all of them at that rate, while another endpoint takes part. | They went there only while no other endpoint was usable. |
 //! | An endpoint with one watch keeps it. | A move would only change which endpoint has none. |
 //! | No watch moves to an apiserver of an older version, and none to a newer one while there is a `canary`. | An old apiserver does not know the fields of a new one, and the canary limits what the newest one gets. |
 //! | When 15 minutes have passed since the last endpoint became ready, watches move only from an endpoint that has more than 110 % of the mean plus one. | Clients come and go, and there would be a move for each of them. |
@@ -47,14 +48,21 @@ pub struct EndpointLoad {
     pub share: f64,
     /// How long the endpoint has been ready.
     pub ready_for: Duration,
+    /// Whether it is a fallback: it has watches only while no other endpoint takes part.
+    pub is_fallback: bool,
 }
 
 impl EndpointLoad {
     /// The load of an endpoint with this many watches or flows, which has been ready for so long and is in slow start
     /// or not; `None` if it does not take part.
-    pub fn new(watches: usize, share: f64, ready_for: Option<Duration>) -> Option<Self> {
+    pub fn new(
+        watches: usize,
+        share: f64,
+        ready_for: Option<Duration>,
+        is_fallback: bool,
+    ) -> Option<Self> {
         let ready_for = ready_for.filter(|&since| since >= READY_FOR)?;
-        Some(Self { watches, share, ready_for })
+        Some(Self { watches, share, ready_for, is_fallback })
     }
 }
 
@@ -94,14 +102,22 @@ pub fn decide(
     let latest_ready_for = loads.iter().map(|load| load.ready_for).min()?;
     let mean = loads.iter().map(|load| load.watches as f64).sum::<f64>() / loads.len() as f64;
     let tolerated = if latest_ready_for < EVEN_OUT { 0.0 } else { mean * TOLERANCE + 1.0 };
+    let has_preferred = loads.iter().any(|load| !load.is_fallback);
+    let is_left = |load: &EndpointLoad| has_preferred && load.is_fallback;
+    let wanted = |load: &EndpointLoad| EndpointLoad {
+        share: if is_left(load) { 0.0 } else { load.share },
+        ..*load
+    };
+    let wanted: Vec<EndpointLoad> = loads.iter().map(wanted).collect();
     let mut total_surplus = 0.0;
     let mut from = (0, 0.0);
     let mut to = (0, 0.0);
-    for (index, (load, fair)) in loads.iter().zip(fair_watches(loads, random_start)).enumerate() {
+    let fair = fair_watches(&wanted, random_start);
+    for (index, (load, fair)) in loads.iter().zip(fair).enumerate() {
         let surplus = load.watches as f64 - fair;
         // An endpoint in slow start keeps its surplus, because its share grows.
         let gives = load.watches > 1 && load.share >= 1.0 && load.watches as f64 > tolerated;
-        if gives && surplus > 0.0 {
+        if (gives || is_left(load)) && surplus > 0.0 {
             total_surplus += surplus;
             if surplus > from.1 {
                 from = (index, surplus);
@@ -168,8 +184,17 @@ pub struct WatchRow<'a> {
     pub share: f64,
     /// How long its endpoint has been ready; `None` while it is not.
     pub ready_for: Option<Duration>,
+    /// Whether its endpoint is a fallback.
+    pub is_fallback: bool,
     /// The version of its endpoint, if it is known.
     pub version: Option<MinorVersion>,
+}
+
+impl WatchRow<'_> {
+    /// The load of the connection alone; `None` if its endpoint does not take part.
+    fn load(&self) -> Option<EndpointLoad> {
+        EndpointLoad::new(self.watches, self.share, self.ready_for, self.is_fallback)
+    }
 }
 
 /// Moves to offer. Connections are indices into the rows.
@@ -232,7 +257,7 @@ impl Rebalancer {
             let is_same = |(first, _): &&mut (usize, _)| rows[*first].endpoint == row.endpoint;
             if let Some((_, load)) = endpoints.iter_mut().find(is_same) {
                 load.watches += row.watches;
-            } else if let Some(load) = EndpointLoad::new(row.watches, row.share, row.ready_for) {
+            } else if let Some(load) = row.load() {
                 endpoints.push((index, load));
             }
         }
@@ -288,7 +313,10 @@ mod tests {
     const HOUR: Duration = Duration::from_secs(3600);
 
     fn loads(watches: &[usize], ready_for: Duration) -> Vec<EndpointLoad> {
-        watches.iter().map(|&watches| EndpointLoad { watches, share: 1.0, ready_for }).collect()
+        watches
+            .iter()
+            .map(|&watches| EndpointLoad { watches, share: 1.0, ready_for, is_fallback: false })
+            .collect()
     }
 
     #[test]
@@ -318,6 +346,28 @@ mod tests {
                 assert!((sum / 1000.0 - exact).abs() < 0.02, "{sum} of {exact}");
             }
         }
+    }
+
+    #[test]
+    fn decide_moves_every_watch_from_fallbacks_while_another_endpoint_takes_part() {
+        let mut rng = fastrand::Rng::with_seed(1);
+        let mut loads = loads(&[0, 30, 30], HOUR);
+        loads[1].is_fallback = true;
+        loads[2].is_fallback = true;
+        for _ in 0..1_000 {
+            let Some(moves) = decide(&loads, 0.5, ROUND, &mut rng) else { continue };
+            assert_eq!(moves.to, 0);
+            loads[moves.from].watches -= moves.count;
+            loads[moves.to].watches += moves.count;
+        }
+        let watches = |loads: &[EndpointLoad]| [0, 1, 2].map(|index: usize| loads[index].watches);
+        assert_eq!(watches(&loads), [60, 0, 0]);
+        // Without another endpoint, fallbacks share the load as any endpoints do.
+        let mut alone = vec![loads[1], EndpointLoad { watches: 100, ..loads[2] }];
+        for load in &mut alone {
+            load.ready_for = READY_FOR;
+        }
+        assert_eq!(decide(&alone, 0.5, ROUND, &mut rng).unwrap().to, 0);
     }
 
     #[test]
@@ -404,6 +454,7 @@ mod tests {
             watches,
             share: 1.0,
             ready_for: Some(Duration::from_secs(60)),
+            is_fallback: false,
             version: None,
         }
     }

@@ -85,6 +85,7 @@ impl Node {
                     watches: upstream.machine.watches(),
                     share: endpoint.slow_start_share(now),
                     ready_for: endpoint.ready_for(now),
+                    is_fallback: false,
                     version: None,
                 };
                 (id, row)

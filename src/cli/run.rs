@@ -24,6 +24,7 @@ use crate::app::sandbox::ProcessSandbox;
 use crate::app::{App, Running, StartError};
 use crate::config::{self, Config, ConfigDraft, Overrides};
 use crate::net::loaded_files::LoadedFiles;
+use crate::net::tls::key_log;
 use crate::observe::{build, log};
 
 const HELP: &str = "\
@@ -238,6 +239,11 @@ fn log_start(file: &Path, config: &Config, take_over: bool, sandbox: &str) {
         sandbox,
         "jackstay starts"
     );
+    if key_log::is_active() {
+        tracing::warn!(
+            "TLS secrets are written to SSLKEYLOGFILE: who reads it, reads and forges all sessions"
+        );
+    }
 }
 
 /// The listening sockets among the descriptors of the service manager.

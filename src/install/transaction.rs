@@ -31,11 +31,27 @@ pub fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<(), JournalError> {
     files::replace(path, bytes, mode).map_err(fail)
 }
 
+/// Removes the temporary files of writes to `path` that were interrupted ([`jackstay_sys::files::stage`]).
+pub fn remove_leftovers(path: &Path) {
+    let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else { return };
+    let prefix = format!(".{}.", name.to_string_lossy());
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        let found = entry.file_name();
+        let suffix = found.to_str().and_then(|found| found.strip_prefix(&prefix));
+        let is_random =
+            |suffix: &str| suffix.len() == 6 && suffix.bytes().all(|b| b.is_ascii_alphanumeric());
+        if suffix.is_some_and(is_random) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
 /// Restores one file. Repeating it has no effect.
 ///
 /// # Errors
 /// What the file system returns.
 pub fn restore(store: &Store, file: &FileRecord) -> Result<Restored, JournalError> {
+    remove_leftovers(&file.path);
     let Some(now) = content(&file.path)? else {
         // The new file was not written yet, or is removed already; an old file may have been removed by others.
         return match &file.original {

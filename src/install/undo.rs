@@ -16,7 +16,9 @@ use serde_json::Value;
 use super::journal::{Journal, JournalError, Phase, Store, content, digest_of};
 use super::service::{GUARD_UNIT, RECOVERY_UNIT, RECOVERY_UNIT_FILE};
 use super::systemd::{CommandError, ServiceManager, property};
-use super::transaction::{Restored, put_back, remove_directories, restore, write};
+use super::transaction::{
+    Restored, put_back, remove_directories, remove_leftovers, restore, write,
+};
 use crate::kubeconfig::rewrite::revert;
 use crate::kubeconfig::{KubeconfigFile, kubeconfig_yaml, recorded_original};
 
@@ -181,6 +183,7 @@ fn restore_kubeconfig(
     undone: &mut Undone,
 ) -> Result<(), UndoError> {
     let file = &journal.kubeconfig;
+    remove_leftovers(&file.path);
     let Some(now) = content(&file.path)? else {
         put_back(store, file)?;
         return Ok(());
@@ -329,9 +332,14 @@ mod tests {
             self.store.begin(&draft, kubeconfig, &contents).unwrap()
         }
 
-        /// Carries out the first `steps` of four writes, as a process does that is killed afterwards.
+        /// Carries out the first `steps` of the writes, as a process does that is killed during the next one.
         fn install(&self, steps: usize) -> Journal {
             let mut journal = self.begin();
+            if let Some((path, _)) = self.files().get(steps) {
+                fs::create_dir_all(path.parent().unwrap()).unwrap();
+                let name = path.file_name().unwrap().to_str().unwrap();
+                fs::write(path.with_file_name(format!(".{name}.a1B2c3")), "half").unwrap();
+            }
             for (path, text) in self.files().into_iter().take(steps) {
                 write(&path, text.as_bytes(), 0o644).unwrap();
             }

@@ -26,13 +26,13 @@ use std::time::{Duration, Instant};
 /// Promised time from the start to the first response.
 const FIRST_RESPONSE: Duration = Duration::from_secs(1);
 
-fn run(command: &str) {
+pub fn run(command: &str) {
     let status = Command::new("sh").args(["-c", command]).status().unwrap();
     assert!(status.success(), "{command}");
 }
 
 /// A change of the host, and the command that undoes it on drop.
-struct HostChange(&'static str);
+pub struct HostChange(pub &'static str);
 
 impl Drop for HostChange {
     fn drop(&mut self) {

@@ -19,6 +19,7 @@ use crate::install::service::{
     service,
 };
 use crate::install::systemd::{Systemd, property};
+use crate::install::transaction::remove_leftovers;
 use crate::kubeconfig::setup::OutputFile;
 use crate::kubeconfig::{Credential, KubeconfigFiles, KubeconfigPaths, PemSource, ServerUrl};
 
@@ -82,6 +83,10 @@ impl Preparation {
         let path = program.as_ref().map_or_else(current_program, |file| Ok(file.path.clone()))?;
         let service = plan_service(args, &kubelet, &draft, &path)?;
         refuse_ports(args.listen)?;
+        // An earlier run may have been killed in this check.
+        for file in draft.files.iter().chain([&draft.kubeconfig]) {
+            remove_leftovers(&file.path);
+        }
         draft.check()?;
         let node = Node::new(node_name(&draft.context, kubelet.name.as_deref()), &draft)?;
         let state = node.state().map_err(|why| {

@@ -7,12 +7,14 @@
 //! * [`local_ca`] issues and renews the serving certificate of a local listener.
 //! * [`version_1`] verifies the handshake of a client with an X.509 version 1 certificate; [`tls_error`]
 //!   describes TLS errors in sentences.
+//! * [`key_log`] writes the secrets of sessions, in builds for packet captures.
 //! * [`no_server_verification`] is for probes without a CA to verify the server with.
 
 pub mod ca_bundle;
 pub mod certificate;
 pub mod client_chain;
 pub mod file_error;
+pub mod key_log;
 pub mod local_ca;
 pub mod no_server_verification;
 pub mod pem_files;

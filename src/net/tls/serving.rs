@@ -27,6 +27,7 @@ use tokio::sync::watch;
 use super::certificate::CertInfo;
 use super::client_chain::{self, ClientCa};
 use super::file_error::TlsFileError;
+use super::key_log;
 use super::local_ca::{self, LocalCaError};
 use super::pem_files::{self, LoadedCa, LoadedCert};
 use super::version_1;
@@ -232,6 +233,7 @@ pub(super) fn server_config(certificate: &LoadedCert, ca: Option<&ClientCa>) -> 
     let resolver = rustls::sign::SingleCertAndKey::from(Arc::clone(&certificate.certified));
     let mut config = builder.with_cert_resolver(Arc::new(resolver));
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    config.key_log = key_log::key_log();
     config
 }
 

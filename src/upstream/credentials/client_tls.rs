@@ -8,6 +8,7 @@ use rustls::crypto::aws_lc_rs;
 
 use crate::net::tls::ca_bundle::CaBundle;
 use crate::net::tls::certificate::CertInfo;
+use crate::net::tls::key_log;
 use crate::net::tls::no_server_verification::NoServerVerification;
 use crate::net::tls::pem_files::{LoadedCa, LoadedCert};
 
@@ -63,6 +64,7 @@ fn builder() -> rustls::ConfigBuilder<ClientConfig, rustls::WantsVerifier> {
 
 fn by_protocol(mut config: ClientConfig, certificate: Option<&LoadedCert>) -> ClientTls {
     config.alpn_protocols = vec![b"h2".to_vec()];
+    config.key_log = key_log::key_log();
     let mut http1 = config.clone();
     // Each protocol has its own session tickets, because a resumed session keeps its ALPN protocol.
     http1.resumption = rustls::client::Resumption::in_memory_sessions(16);

@@ -1,6 +1,6 @@
 """The Helm chart on a real apiserver and a real node: accepted, installed, upgraded, refused, removed.
 
-The node's pods have a network of their own (the CNI plug-in `ptp`), so that a pod off the host network is real, too.
+The node's pods have a network of their own (the CNI plug-in `bridge`), so that a pod off the host network is real, too.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cases import RigCase
 from deployed import DEPLOY, dist_file, pids_of, stop_everything
-from rig import ADDRESSES, IMAGE, PORT, REPOSITORY, RealNode, log, sh, wait_for
+from rig import ADDRESSES, IMAGE, NODE_IP, PORT, REPOSITORY, RealNode, log, sh, wait_for
 from test_l4 import KUBE_PROXY, SERVICE
 
 CHART = DEPLOY / "helm/jackstay"
@@ -41,7 +41,7 @@ class PodNode(RealNode):
     def __init__(self, rig, server):
         super().__init__(rig, server)
         (self.dir / "cni-conf/10-loopback.conflist").write_text(json.dumps({"cniVersion": "0.3.1", "name": "pods", "plugins": [{
-            "type": "ptp", "ipam": {"type": "host-local", "subnet": "10.98.0.0/24", "dataDir": str(self.dir / "ipam"),
+            "type": "bridge", "bridge": "cni0", "isGateway": True, "ipam": {"type": "host-local", "subnet": "10.98.0.0/24", "dataDir": str(self.dir / "ipam"),
                                     "routes": [{"dst": "0.0.0.0/0"}]}}]}))
 
     def tools_image(self):
@@ -104,6 +104,7 @@ class Chart(RigCase, unittest.TestCase):
         sh("ip", "route", "replace", "10.96.0.0/24", "dev", "rig0")
         sh("nft", "-f", "-", input=KUBE_PROXY)
         cls.addClassCleanup(sh, "nft", "delete", "table", "ip", "kube_proxy")
+        cls.bridge_hooks("0")
         cls.node = rig.node = PodNode(rig, rig.server("c")).start()
         wait_for("the node to be Ready", lambda: rig.ready(RealNode.NAME), 90)
         rig.control.must("PATCH", f"/api/v1/nodes/{RealNode.NAME}", {"metadata": {"labels": {"node-role.kubernetes.io/control-plane": ""}}},
@@ -161,7 +162,7 @@ class Chart(RigCase, unittest.TestCase):
 
     @staticmethod
     def status(port):
-        return json.loads(sh("curl", "-sS", "--max-time", "5", f"http://127.0.0.1:{port}/status").stdout)
+        return json.loads(sh("curl", "-sS", "--max-time", "5", f"http://{NODE_IP}:{port}/status").stdout)
 
     def test_1_apiserver_accepts_every_object(self):
         """Server-side dry run with strict validation of every set of values."""
@@ -231,6 +232,19 @@ class Chart(RigCase, unittest.TestCase):
         done = sh(*pod, *self.rig.kubectl_argv(config, "--request-timeout=5s", *flags, "get", "nodes"), env=self.rig.kubectl_env(), check=False)
         return RealNode.NAME in done.stdout
 
+    def intercepting(self, variant):
+        """Values with all components; the apiservers other than b are to be discovered."""
+        return self.values(
+            apiservers=[f"{ADDRESSES['b']}:{PORT}"], discovery={"enabled": True}, loadBalancer={"admin": {"address": "hostIP"}},
+            transparent={"enabled": True, "variant": variant, "admin": {"address": "hostIP"},
+                         "image": {"repository": TOOLS.partition(":")[0], "tag": "1", "pullPolicy": "Never"}},
+            metrics={"podMonitor": {"enabled": True}}, prometheusRule={"enabled": True}, dashboards={"enabled": True})
+
+    @staticmethod
+    def bridge_hooks(value):
+        """Sets whether packets on bridges pass nftables before they are received; 1 is usual on nodes."""
+        Path("/proc/sys/net/bridge/bridge-nf-call-iptables").write_text(value)
+
     @staticmethod
     def rules():
         return sh("nft", "list", "table", "inet", "jackstay_service", check=False).stdout
@@ -238,9 +252,7 @@ class Chart(RigCase, unittest.TestCase):
     def test_5_transparent_intercepts_a_pod(self):
         """Connections of a pod to the Service go through jackstay, also with the last apiserver, and past it while it
         does not run. Discovery completes the set of apiservers."""
-        self.helm("upgrade", "jackstay", CHART, values=self.values(
-            apiservers=[f"{ADDRESSES['b']}:{PORT}"], discovery={"enabled": True},
-            transparent={"enabled": True, "image": {"repository": TOOLS.partition(":")[0], "tag": "1", "pullPolicy": "Never"}}))
+        self.helm("upgrade", "jackstay", CHART, values=self.intercepting("service-tproxy"))
         self.rolled_out("load-balancer")
         self.rolled_out("transparent")
         for port in (9644, 9645):
@@ -249,7 +261,7 @@ class Chart(RigCase, unittest.TestCase):
         pod = self.pod_network()
 
         def flows():
-            text = sh("curl", "-sS", "http://127.0.0.1:9645/metrics").stdout
+            text = sh("curl", "-sS", f"http://{NODE_IP}:9645/metrics").stdout
             return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(("jackstay_passthrough_closed_total", "jackstay_passthrough_connections")))
 
         def through_jackstay():
@@ -276,6 +288,13 @@ class Chart(RigCase, unittest.TestCase):
         self.assertFalse(self.rules())
         wait_for("the rules' return", self.rules, 60)
         wait_for("interception", through_jackstay, 30)
+        self.bridge_hooks("1")
+        wait_for("the rules' removal, since TPROXY would fail", lambda: not self.rules(), 5)
+        self.assertTrue(self.kubectl_in(pod, f"https://{SERVICE}:443"), "with service-tproxy on a bridge")
+        self.helm("upgrade", "jackstay", CHART, values=self.intercepting("service-redirect"))
+        self.rolled_out("transparent")
+        self.assertIn("redirect to :7453", self.rules())
+        self.assertTrue(through_jackstay(), "service-redirect")
 
     def test_6_pods_reach_the_listener_and_the_service_pods(self):
         """A pod reaches the load balancer's and a link-local address of its node, and jackstay in a pod off the host network."""

@@ -17,6 +17,18 @@ socket=$(printf ': [0-9A-F]*:%04X [0-9A-F]*:0000 0A ' "$port")
 listens() {
     grep -q "$socket" /proc/net/tcp
 }
+# Packets of a bridge pass the hooks before they are received (br_netfilter), and the kernel then forgets the socket that
+# TPROXY has chosen (skb_orphan in ip_rcv_core): the connections would be refused.
+check_bridges() {
+    [ "$variant" = service-tproxy ] && grep -qs 1 /proc/sys/net/bridge/bridge-nf-call-iptables || return 0
+    for member in /sys/class/net/*/brif/*; do
+        if [ -e "$member" ]; then
+            bridge=${member%/brif/*}
+            echo "service-tproxy breaks connections of pods on a bridge (${bridge##*/}) while net.bridge.bridge-nf-call-iptables is 1: use service-redirect" >&2
+            exit 1
+        fi
+    done
+}
 installed() {
     nft list table inet jackstay_service >/dev/null 2>&1
 }
@@ -28,6 +40,7 @@ trap 'exit 0' TERM INT
 # Rules of an earlier container may have other values.
 "$here/remove.sh" "$variant"
 while :; do
+    check_bridges
     if listens; then
         if ! installed; then
             "$here/install.sh" "$variant" "listener_port=$port" "$@"

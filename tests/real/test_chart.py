@@ -307,16 +307,19 @@ class Chart(RigCase, unittest.TestCase):
         version = sh(*pod, "curl", "-sS", "--max-time", "5", "--cacert", self.rig.pki.ca, "--cert", crt, "--key", key,
                      "--resolve", f"{name}:{LINK_LOCAL}", f"https://{name}/version").stdout
         self.assertEqual(json.loads(version), self.rig.control.get("/version").json)
-        self.helm("install", "inside", CHART, namespace="default", values={
+        # A namespace that admits only confined pods: no host network, no host path, not root.
+        namespace = "confined"
+        self.rig.control.must("POST", "/api/v1/namespaces", {"metadata": {"name": namespace, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}})
+        self.addCleanup(self.rig.control.request, "DELETE", f"/api/v1/namespaces/{namespace}")
+        self.helm("install", "inside", CHART, namespace=namespace, values={
             "image": CHART_IMAGE, "apiservers": [f"{address}:{PORT}" for address in ADDRESSES.values()], "fullnameOverride": "jackstay",
-            "ca": {"configMap": "kube-root-ca.crt"},
-            "loadBalancer": {"hostNetwork": False, "bind": ["0.0.0.0:8443"], "service": {"enabled": True}, "networkPolicy": {"enabled": True},
-                             "priorityClassName": ""}})
-        self.addCleanup(self.helm, "uninstall", "inside", namespace="default")
-        serving = self.rolled_out("load-balancer", "default")
+            "ca": {"configMap": "kube-root-ca.crt"}, "loadBalancer": {
+                "hostNetwork": False, "bind": ["0.0.0.0:8443"], "service": {"enabled": True}, "networkPolicy": {"enabled": True}}})
+        self.addCleanup(self.helm, "uninstall", "inside", namespace=namespace)
+        serving = self.rolled_out("load-balancer", namespace)
         self.assertTrue(serving["status"]["podIP"].startswith("10.98.0."))
         self.assertTrue(self.kubectl_in(pod, f"https://{serving['status']['podIP']}:8443", "--tls-server-name=kubernetes.default.svc"))
-        slices = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices?labelSelector=kubernetes.io%2Fservice-name%3Djackstay-load-balancer"
+        slices = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices?labelSelector=kubernetes.io%2Fservice-name%3Djackstay-load-balancer"
 
         def endpoints():
             return [(e["addresses"], port["port"]) for one in self.rig.control.get(slices).json["items"] for e in one["endpoints"] or [] for port in one["ports"]]

@@ -179,7 +179,9 @@ class Objects(unittest.TestCase):
             ({"loadBalancer": {"admin": {"address": "hostIP"}}}, lambda r: (container(r)["env"][-1], container(r)["readinessProbe"]["exec"]["command"][2]),
              ({"name": "JACKSTAY__ADMIN__BIND", "value": "$(HOST_IP):9644"}, "readyz")),
             ({"loadBalancer": {"hostNetwork": False}}, lambda r: ("hostNetwork" in pod(r), "exec" in container(r)["readinessProbe"]), (False, True)),
-            ({"loadBalancer": {"service": {"enabled": True, "targetPort": 9443}}}, lambda r: container(r)["ports"], [{"name": "apiserver", "containerPort": 9443}]),
+            ({"loadBalancer": {"service": {"enabled": True, "targetPort": 9443}}}, lambda r: container(r)["ports"], [{"name": "apiserver", "containerPort": 9443, "protocol": "TCP"}]),
+            ({"loadBalancer": {"service": {"enabled": True}}}, lambda r: "internalTrafficPolicy" in r["Service", lb]["spec"], False),
+            ({"loadBalancer": {"service": {"enabled": True, "internalTrafficPolicy": "Local"}}}, lambda r: r["Service", lb]["spec"]["internalTrafficPolicy"], "Local"),
             ({"loadBalancer": {"priorityClassName": ""}}, lambda r: pod(r)["priorityClassName"], ""),
             ({"loadBalancer": {"updateStrategy": {"type": "OnDelete", "rollingUpdate": None}}}, lambda r: r[key]["spec"]["updateStrategy"], {"type": "OnDelete"}),
             ({"discovery": {"enabled": True}}, lambda r: (pod(r)["serviceAccountName"], config(r)["upstreams"][0]["discovery"], config(r)["upstreams"][0]["health"]),
@@ -271,7 +273,7 @@ class Monitoring(unittest.TestCase):
                     self.assertLessEqual(selector, template["metadata"]["labels"].items())
                     container, = (c for c in template["spec"]["containers"] + template["spec"].get("initContainers", []) if c["name"] == "jackstay")
                     ports += [port for port in container["ports"] if port["name"] == endpoint["port"]]
-            self.assertEqual(ports, [{"name": "metrics", "containerPort": 9644}, {"name": "metrics", "containerPort": 9645}])
+            self.assertEqual(ports, [{"name": "metrics", "containerPort": 9644, "protocol": "TCP"}, {"name": "metrics", "containerPort": 9645, "protocol": "TCP"}])
 
 
 class Errors(unittest.TestCase):

@@ -138,12 +138,13 @@ env:
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- if or .service (include "jackstay.scraped" .root) }}
+# A server-side apply to Kubernetes 1.20 needs the protocol.
 ports:
   {{- with .service }}
-  - { name: apiserver, containerPort: {{ . }} }
+  - { name: apiserver, containerPort: {{ . }}, protocol: TCP }
   {{- end }}
   {{- if include "jackstay.scraped" .root }}
-  - { name: metrics, containerPort: {{ .values.admin.port }} }
+  - { name: metrics, containerPort: {{ .values.admin.port }}, protocol: TCP }
   {{- end }}
 {{- end }}
 securityContext:

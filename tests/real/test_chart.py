@@ -18,7 +18,7 @@ from pathlib import Path
 from cases import RigCase
 from deployed import DEPLOY, dist_file, pids_of, stop_everything
 from kubernetes import RELEASE
-from rig import ADDRESSES, IMAGE, NODE_IP, PORT, REPOSITORY, RealNode, log, sh, wait_for
+from rig import ADDRESSES, ADMIN_TOKENS, IMAGE, NODE_IP, PORT, REPOSITORY, Jackstay, RealNode, log, sh, wait_for
 from test_l4 import KUBE_PROXY, SERVICE
 
 CHART = DEPLOY / "helm/jackstay"
@@ -230,9 +230,9 @@ class Chart(RigCase, unittest.TestCase):
         pid = wait_for("the pod's process", lambda: max(pids_of("sleep", b"1000000"), default=None), 30)
         return ["nsenter", f"--net=/proc/{pid}/ns/net"]
 
-    def kubectl_in(self, pod, server, *flags):
-        """Whether kubectl in a pod's network gets the nodes from a server."""
-        config = self.rig.kubeconfig("in-pod", server, cert=self.rig.admin_cert)
+    def kubectl_in(self, pod, server, *flags, token=None):
+        """Whether kubectl in a pod's network gets the nodes from a server, with a token or a certificate."""
+        config = self.rig.kubeconfig("in-pod", server, cert=None if token else self.rig.admin_cert, token=token)
         done = sh(*pod, *self.rig.kubectl_argv(config, "--request-timeout=5s", *flags, "get", "nodes"), env=self.rig.kubectl_env(), check=False)
         return RealNode.NAME in done.stdout
 
@@ -312,6 +312,15 @@ class Chart(RigCase, unittest.TestCase):
         version = sh(*pod, "curl", "-sS", "--max-time", "5", "--cacert", self.rig.pki.ca, "--cert", crt, "--key", key,
                      "--resolve", f"{name}:{LINK_LOCAL}", f"https://{name}/version").stdout
         self.assertEqual(json.loads(version), self.rig.control.get("/version").json)
+        # L7 with a certificate of the cluster's CA, for a client with a token.
+        serving = self.rig.pki.issue("jackstay-for-pods", "/CN=jackstay", ["kubernetes.default.svc"])
+
+        def listen(config):
+            config["listeners"][0].update(bind=[f"{LINK_LOCAL}:7445"], tls={"cert_file": serving[0], "key_file": serving[1]})
+        terminating = Jackstay(self.rig, [], adapt=listen, log_name="jackstay-for-pods", admin=9646).start()
+        self.addCleanup(terminating.process.stop, signal.SIGKILL)
+        self.assertTrue(self.kubectl_in(pod, f"https://{LINK_LOCAL}:7445", "--tls-server-name=kubernetes.default.svc", token=ADMIN_TOKENS["admin-0"]))
+        self.assertGreater(terminating.total("jackstay_requests_total"), 0)
         # A namespace that admits only confined pods: no host network, no host path, not root.
         namespace = "confined"
         self.rig.control.must("POST", "/api/v1/namespaces", {"metadata": {"name": namespace, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}})

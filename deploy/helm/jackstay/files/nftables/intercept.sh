@@ -15,7 +15,7 @@ esac
 # State 0A is LISTEN. A connection to the port would be refused and logged by jackstay.
 socket=$(printf ': [0-9A-F]*:%04X [0-9A-F]*:0000 0A ' "$port")
 listens() {
-    grep -q "$socket" /proc/net/tcp
+    grep -qs "$socket" /proc/net/tcp /proc/net/tcp6
 }
 # Packets of a bridge pass the hooks before they are received (br_netfilter), and the kernel then forgets the socket that
 # TPROXY has chosen (skb_orphan in ip_rcv_core): the connections would be refused.

@@ -20,7 +20,11 @@ Examples:
   jackstay install --as static-pod --image localhost/jackstay:0.1.0";
 
 const UNINSTALL_HELP: &str = "\
-Exit codes: 0 removed, or not installed, 1 a step failed, 2 bad usage.";
+Exit codes: 0 removed, or not installed, 1 a step failed, 2 bad usage.
+
+Examples:
+  jackstay uninstall --dry-run
+  jackstay uninstall";
 
 /// Arguments of `jackstay install`.
 #[derive(Debug, Args)]

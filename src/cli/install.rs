@@ -7,7 +7,7 @@ mod args;
 mod execute;
 mod node;
 mod prepare;
-mod undoing;
+mod uninstall;
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 pub(super) use self::args::{InstallArgs, UninstallArgs};
 use self::execute::Installation;
 use self::prepare::Preparation;
-use self::undoing::{report, undo_now};
+use self::uninstall::{report, undo_now};
 use super::kubeconfig::Failure;
 use super::options::EXIT_USAGE;
 use crate::install::journal::{DIRECTORY, Journal, JournalError, LOCK, Lock, Phase, Store, lock};
@@ -80,6 +80,16 @@ fn install(args: &InstallArgs) -> Result<(), Failure> {
 
 /// A repeated installation with the same arguments changes nothing.
 fn already_installed(args: &InstallArgs, journal: &Journal) -> Result<(), Failure> {
+    let kubeconfig = journal.kubeconfig.path.display();
+    let points_at_jackstay = std::fs::read_to_string(&journal.kubeconfig.path)
+        .is_ok_and(|text| text.contains(&format!("https://{}", journal.listen)));
+    if !points_at_jackstay {
+        return Err(Failure::Input(format!(
+            "jackstay is installed on node {}, but {kubeconfig} no longer points at it: run `jackstay uninstall`, then \
+             install again",
+            journal.node
+        )));
+    }
     if journal.request == args.request_text() {
         println!("jackstay is installed on node {} already", journal.node);
         return Ok(());
@@ -101,14 +111,14 @@ fn uninstall(args: &UninstallArgs) -> Result<(), Failure> {
         return Ok(());
     };
     if args.dry_run {
-        print!("{}", undoing::describe_undo(&journal));
+        print!("{}", uninstall::describe_undo(&journal));
         return Ok(());
     }
     if journal.phase == Phase::Installed {
-        undoing::protect_undo(&store, &mut journal)?;
+        uninstall::protect_undo(&store, &mut journal)?;
     }
     let undone = undo_now(&store, &journal)?;
-    undoing::remove_guard();
+    uninstall::remove_guard();
     report(&undone);
     println!("jackstay is removed from node {}", journal.node);
     Ok(())
@@ -121,7 +131,7 @@ fn recover() -> Result<(), Failure> {
     if let Some(journal) = store.read()?.filter(|journal| journal.phase != Phase::Installed) {
         eprintln!("jackstay install was interrupted: undoing it");
         report(&undo_now(&store, &journal)?);
-        undoing::remove_guard();
+        uninstall::remove_guard();
     }
     Ok(())
 }

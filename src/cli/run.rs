@@ -241,7 +241,7 @@ fn log_start(file: &Path, config: &Config, take_over: bool, sandbox: &str) {
     );
     if key_log::is_active() {
         tracing::warn!(
-            "TLS secrets are written to SSLKEYLOGFILE: who reads it, reads and forges all sessions"
+            "TLS secrets are written to the file in SSLKEYLOGFILE: its readers can decrypt all sessions"
         );
     }
 }

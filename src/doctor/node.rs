@@ -69,10 +69,16 @@ async fn request(
         Resolution::NoSuchName => return Err("no such name".to_owned()),
         Resolution::NoAnswer(why) => return Err(why),
     };
-    let ip = ips.first().ok_or("no address")?;
-    let address = SocketAddr::new(*ip, target.port);
-    let opened = open(&mut StepTimer::start(clock::now()), address, &target.peer).await;
-    let mut opened = opened.map_err(|failure| failure.text)?;
+    let mut opened = Err("the name has no address".to_owned());
+    for ip in ips {
+        let address = SocketAddr::new(ip, target.port);
+        let attempt = open(&mut StepTimer::start(clock::now()), address, &target.peer).await;
+        opened = attempt.map_err(|failure| failure.text);
+        if opened.is_ok() {
+            break;
+        }
+    }
+    let mut opened = opened?;
     let mut read = async |path: String| {
         let response = get(&mut opened.send, &path, &target.peer).await;
         let (status, body, _) = response.map_err(|error| error.to_string())?;

@@ -28,7 +28,7 @@ const MAX_FILE: u64 = 256 << 20;
 pub enum Phase {
     /// Files and services are being written; kubelet is untouched.
     Prepared,
-    /// The kubeconfig of kubelet is being changed, by the installation or on the way back.
+    /// The kubeconfig of kubelet is being changed.
     Switched,
     /// The node became Ready through jackstay.
     Installed,
@@ -66,9 +66,18 @@ pub struct FileRecord {
     pub digest: String,
     /// The content before the change; `None` if the file did not exist.
     pub original: Option<Original>,
-    /// Whether the file is kept on the way back if its content is no longer the new one: the configuration, which an
-    /// operator edits. Certificates are renewed, so they are removed in any case.
+    /// Whether the file is kept if its content is no longer the new one: configuration, units and program, which an
+    /// operator edits or replaces. Certificates are renewed, and the static pod must end, so these are removed in any case.
     pub keep_if_changed: bool,
+}
+
+/// A unit that the change enables and starts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UnitRecord {
+    /// Its name.
+    pub name: String,
+    /// Whether it was enabled before, as a package does it.
+    pub was_enabled: bool,
 }
 
 impl FileRecord {
@@ -99,9 +108,13 @@ pub struct Journal {
     /// The directories that did not exist and that jackstay fills: they are removed with their content.
     pub state_directories: Vec<PathBuf>,
     /// The units that are enabled and started.
-    pub units: Vec<String>,
+    pub units: Vec<UnitRecord>,
     /// The admin endpoint of jackstay: when nothing listens there, jackstay has ended.
     pub admin: SocketAddr,
+    /// The address of jackstay in the kubeconfig.
+    pub listen: SocketAddr,
+    /// The path of the program, with which an interruption is continued.
+    pub program: PathBuf,
 }
 
 /// A file to write.
@@ -129,7 +142,7 @@ pub enum JournalError {
 impl fmt::Display for JournalError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Io(path, error) => write!(f, "{}: {error}", path.display()),
+            Self::Io(path, error) => write!(f, "cannot read or write {}: {error}", path.display()),
             Self::Invalid(path, why) => write!(
                 f,
                 "{} is not a journal that this version understands ({why}): use the version of jackstay that wrote it",
@@ -273,6 +286,8 @@ impl Store {
             },
             units: draft.units.to_vec(),
             admin: draft.admin,
+            listen: draft.listen,
+            program: draft.program.to_owned(),
         };
         self.write(&journal)?;
         Ok(journal)
@@ -364,9 +379,13 @@ pub struct JournalDraft<'a> {
     /// See [`Journal::state_directories`].
     pub state_directories: &'a [PathBuf],
     /// See [`Journal::units`].
-    pub units: &'a [String],
+    pub units: &'a [UnitRecord],
     /// See [`Journal::admin`].
     pub admin: SocketAddr,
+    /// See [`Journal::listen`].
+    pub listen: SocketAddr,
+    /// See [`Journal::program`].
+    pub program: &'a Path,
 }
 
 #[cfg(test)]
@@ -384,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn read_rejects_what_is_no_journal_of_this_version() {
+    fn read_of_an_invalid_or_newer_journal_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::new(dir.path());
         assert!(store.read().unwrap().is_none());

@@ -7,8 +7,6 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-/// The kubeconfig of kubelet on nodes that kubeadm or kubespray has made, if the command line names none.
-const DEFAULT_KUBECONFIG: &str = "/etc/kubernetes/kubelet.conf";
 /// Programs that contain kubelet and manage its kubeconfig themselves, with the page that says how to use jackstay
 /// there.
 const EMBEDDED: [(&str, &str); 4] = [
@@ -23,8 +21,6 @@ const MAX_CONFIG: u64 = 1 << 20;
 /// The kubelet of this node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kubelet {
-    /// Its process.
-    pub pid: u32,
     /// The systemd unit that runs it.
     pub unit: String,
     /// `--kubeconfig`.
@@ -46,6 +42,8 @@ pub enum KubeletError {
     Several(Vec<u32>),
     /// It is not a service of systemd.
     NotService(u32),
+    /// It has no kubeconfig.
+    Standalone(u32),
     /// Its configuration cannot be read.
     Config(PathBuf, String),
 }
@@ -62,15 +60,23 @@ impl fmt::Display for KubeletError {
             ),
             Self::Several(pids) => {
                 let pids: Vec<String> = pids.iter().map(ToString::to_string).collect();
-                write!(f, "several kubelets run on this machine (pids {})", pids.join(", "))
+                write!(
+                    f,
+                    "several kubelets run on this machine (pids {}): stop those that are not the node's",
+                    pids.join(", ")
+                )
             }
             Self::NotService(pid) => write!(
                 f,
                 "kubelet (pid {pid}) is not a service of systemd, so it cannot be restarted from here: use \
                  `jackstay kubeconfig --in FILE --in-place --mode terminate` and restart it by hand"
             ),
+            Self::Standalone(pid) => write!(
+                f,
+                "kubelet (pid {pid}) runs without --kubeconfig: it uses no apiserver, so there is nothing to point at jackstay"
+            ),
             Self::Config(file, why) => {
-                write!(f, "cannot read kubelet's configuration {}: {why}", file.display())
+                write!(f, "cannot read kubelet's configuration {}, which names the directory of static pods: {why}", file.display())
             }
         }
     }
@@ -92,31 +98,41 @@ pub fn find(proc: &Path) -> Result<Kubelet, KubeletError> {
         let Ok(bytes) = fs::read(entry.path().join("cmdline")) else { continue };
         let arguments = arguments(&bytes);
         let Some(program) = arguments.first().map(|first| program_name(first)) else { continue };
-        if program == "kubelet" {
+        if program == "kubelet" && is_of_this_machine(&entry.path()) {
             found.push((pid, arguments));
         } else if let Some(known) = EMBEDDED.iter().find(|(name, _)| *name == program) {
             embedded = Some(*known);
         }
     }
     match (found.as_slice(), embedded) {
-        ([(pid, arguments)], _) => of_process(proc, *pid, arguments),
-        ([], Some((program, page))) => Err(KubeletError::Embedded(program, page)),
+        // RKE2 and others start a kubelet of their own.
+        (_, Some((program, page))) => Err(KubeletError::Embedded(program, page)),
+        ([(pid, arguments)], None) => of_process(proc, *pid, arguments),
         ([], None) => Err(KubeletError::NotRunning),
         (several, _) => Err(KubeletError::Several(several.iter().map(|(pid, _)| *pid).collect())),
     }
 }
 
+/// Whether a process is in the process namespace of this one. The kubelet of a node in a container is not.
+fn is_of_this_machine(process: &Path) -> bool {
+    let of = |process: &Path| fs::read_link(process.join("ns/pid")).ok();
+    let own = of(Path::new("/proc/self"));
+    of(process).is_none_or(|namespace| own.is_none_or(|own| own == namespace))
+}
+
 fn of_process(proc: &Path, pid: u32, arguments: &[String]) -> Result<Kubelet, KubeletError> {
-    let cgroups = fs::read_to_string(proc.join(pid.to_string()).join("cgroup")).unwrap_or_default();
+    let process = proc.join(pid.to_string());
+    let cgroups = fs::read_to_string(process.join("cgroup")).unwrap_or_default();
     let unit = unit_of(&cgroups).ok_or(KubeletError::NotService(pid))?;
-    let kubeconfig = flag(arguments, "kubeconfig").unwrap_or(DEFAULT_KUBECONFIG);
+    let kubeconfig = flag(arguments, "kubeconfig").ok_or(KubeletError::Standalone(pid))?;
+    let directory = fs::read_link(process.join("cwd")).unwrap_or_else(|_| PathBuf::from("/"));
     let static_pods = match flag(arguments, "config") {
-        Some(file) => static_pods(Path::new(file))?,
+        Some(file) => static_pods(&directory.join(file))?,
         None => None,
     };
     let static_pods = flag(arguments, "pod-manifest-path").map(PathBuf::from).or(static_pods);
     let name = flag(arguments, "hostname-override").map(ToOwned::to_owned);
-    Ok(Kubelet { pid, unit, kubeconfig: kubeconfig.into(), static_pods, name })
+    Ok(Kubelet { unit, kubeconfig: directory.join(kubeconfig), static_pods, name })
 }
 
 /// The arguments of a process, from `/proc/PID/cmdline`.
@@ -209,7 +225,6 @@ mod tests {
         ]);
         let kubelet = find(dir.path()).unwrap();
         let expected = Kubelet {
-            pid: 7,
             unit: "kubelet.service".to_owned(),
             kubeconfig: "/k".into(),
             static_pods: Some("/m".into()),
@@ -217,10 +232,11 @@ mod tests {
         };
         assert_eq!(kubelet, expected);
 
-        let dir = proc(&[(7, &["kubelet"], "12:cpu:/a\n1:name=systemd:/s/my-kubelet.service/x\n")]);
+        let cgroups = "12:cpu:/a\n1:name=systemd:/s/my-kubelet.service/x\n";
+        let dir = proc(&[(7, &["kubelet", "--kubeconfig=relative"], cgroups)]);
         let kubelet = find(dir.path()).unwrap();
         assert_eq!(kubelet.unit, "my-kubelet.service");
-        assert_eq!(kubelet.kubeconfig, Path::new(DEFAULT_KUBECONFIG));
+        assert_eq!(kubelet.kubeconfig, Path::new("/relative"));
         assert_eq!(kubelet.static_pods, None);
     }
 
@@ -231,11 +247,20 @@ mod tests {
         };
         assert!(error(&[(1, &["init"], "")]).starts_with("no kubelet runs"));
         assert!(error(&[(9, &["/usr/local/bin/k3s", "agent"], "")]).contains("k3s-rke2.md"));
+        let rke2 = "0::/system.slice/rke2-agent.service\n";
+        let child = (10, &["kubelet", "--kubeconfig=/k"][..], rke2);
+        assert!(
+            error(&[(9, &["/usr/local/bin/rke2", "agent"], rke2), child]).contains("part of rke2")
+        );
+        assert!(error(&[(6, &["kubelet"], SERVICE)]).contains("without --kubeconfig"));
         assert!(
             error(&[(2, &["kubelet"], SERVICE), (3, &["kubelet"], SERVICE)]).contains("several")
         );
-        assert!(error(&[(4, &["kubelet"], "0::/user.slice/session-1.scope\n")]).contains("pid 4"));
-        let broken = error(&[(5, &["kubelet", "--config=/none"], SERVICE)]);
+        assert!(
+            error(&[(4, &["kubelet", "--kubeconfig=/k"], "0::/user.slice/session-1.scope\n")])
+                .contains("pid 4")
+        );
+        let broken = error(&[(5, &["kubelet", "--kubeconfig=/k", "--config=/none"], SERVICE)]);
         assert!(broken.starts_with("cannot read kubelet's configuration /none"), "{broken}");
     }
 

@@ -5,14 +5,17 @@ use std::path::{Path, PathBuf};
 use clap::ValueEnum;
 use jackstay_sys::files::PUBLIC;
 
+use super::journal::UnitRecord;
 use crate::kubeconfig::setup::{OutputFile, SetupMode};
 
 /// The directory of units that an administrator writes (systemd.unit(5)).
-const UNITS: &str = "/etc/systemd/system";
+pub const UNITS: &str = "/etc/systemd/system";
 /// The unit of jackstay.
 pub const UNIT: &str = "jackstay.service";
 /// The timer that renews the serving certificate.
 pub const RENEWAL_TIMER: &str = "jackstay-renew.timer";
+/// The unit that the timer starts.
+pub const RENEWAL_UNIT: &str = "jackstay-renew.service";
 /// The unit that undoes an interrupted installation at boot.
 pub const RECOVERY_UNIT: &str = "jackstay-recovery.service";
 /// Its file.
@@ -61,6 +64,8 @@ pub struct ServiceRequest<'a> {
     pub image: &'a str,
     /// Whether these units exist already, from a package: that of jackstay, and that of the renewal.
     pub existing_units: (bool, bool),
+    /// The names of those of its units that are enabled already.
+    pub enabled_units: &'a [String],
 }
 
 /// The files of the service, and the units to enable and start.
@@ -69,7 +74,7 @@ pub struct Service {
     /// In the order in which they are written.
     pub files: Vec<OutputFile>,
     /// In the order in which they are started.
-    pub units: Vec<String>,
+    pub units: Vec<UnitRecord>,
 }
 
 /// Renders the service.
@@ -83,16 +88,24 @@ pub fn service(request: &ServiceRequest<'_>) -> Service {
             description,
         });
     };
+    let record = |name: &str| UnitRecord {
+        name: name.to_owned(),
+        was_enabled: request.enabled_units.iter().any(|enabled| enabled == name),
+    };
     let unit_file = |name: &str| Path::new(UNITS).join(name);
     let (has_unit, has_renewal) = request.existing_units;
     if request.mode == SetupMode::Terminate {
         if !has_renewal {
-            let renew = "jackstay-renew.service";
-            add(unit_file(renew), unit(RENEW_SERVICE, request.program), "renews the certificate");
+            add(
+                unit_file(RENEWAL_UNIT),
+                unit(RENEW_SERVICE, request.program),
+                "renews the certificate",
+            );
             let timer = unit(RENEW_TIMER, request.program);
             add(unit_file(RENEWAL_TIMER), timer, "starts the renewal each day");
         }
-        let path = unit_file("jackstay-renew.service.d").join("kubelet.conf");
+        // The last drop-in in the order of names, so that no other one replaces its settings.
+        let path = unit_file("jackstay-renew.service.d").join("zz-jackstay-install.conf");
         add(path, renewal_drop_in(request), "the kubeconfig to renew, and the restart of kubelet");
     }
     match request.form {
@@ -101,7 +114,7 @@ pub fn service(request: &ServiceRequest<'_>) -> Service {
                 let text = unit(JACKSTAY_SERVICE, request.program);
                 add(unit_file(UNIT), text, "the unit of jackstay");
             }
-            service.units.push(UNIT.to_owned());
+            service.units.push(record(UNIT));
         }
         ServiceForm::StaticPod => {
             let path = request.static_pods.join("jackstay.yaml");
@@ -109,7 +122,7 @@ pub fn service(request: &ServiceRequest<'_>) -> Service {
         }
     }
     if request.mode == SetupMode::Terminate {
-        service.units.push(RENEWAL_TIMER.to_owned());
+        service.units.push(record(RENEWAL_TIMER));
     }
     service
 }
@@ -122,17 +135,25 @@ fn unit(text: &str, program: &Path) -> String {
 }
 
 /// Has the renewal change kubelet's kubeconfig, and restarts kubelet after a renewal: a running kubelet does not trust the
-/// new CA (client-go reads the CA of a kubeconfig once).
+/// new CA (client-go reads the CA of a kubeconfig once). `CAP_DAC_OVERRIDE`: the directory of the kubeconfig may have another
+/// owner, as with kubespray.
 fn renewal_drop_in(request: &ServiceRequest<'_>) -> String {
-    let (kubeconfig, kubelet) = (request.kubeconfig.display(), request.kubelet_unit);
+    let word = |path: &Path| {
+        let text = path.display().to_string().replace('\\', "\\\\").replace('"', "\\\"");
+        format!("\"{}\"", text.replace('%', "%%").replace('$', "$$"))
+    };
+    let (program, kubeconfig) = (word(request.program), word(request.kubeconfig));
+    let kubelet = request.kubelet_unit;
     format!(
         "# Written by `jackstay install`.\n\
          [Service]\n\
-         Environment=KUBECONFIG={kubeconfig}\n\
+         CapabilityBoundingSet=CAP_DAC_OVERRIDE\n\
          RuntimeDirectory=jackstay-renew\n\
          ExecStartPre=/bin/cp /etc/jackstay/local-ca.crt /run/jackstay-renew/before.crt\n\
-         ExecStartPost=/bin/sh -c 'cmp -s /etc/jackstay/local-ca.crt /run/jackstay-renew/before.crt || systemctl \
-         --no-block try-restart {kubelet}'\n"
+         ExecStart=\n\
+         ExecStart={program} kubeconfig --renew --in {kubeconfig} --config-out {CONFIG}\n\
+         ExecStartPost=/bin/sh -c '[ \"$$(cat /etc/jackstay/local-ca.crt)\" = \"$$(cat \
+         /run/jackstay-renew/before.crt)\" ] || systemctl --no-block try-restart {kubelet}'\n"
     )
 }
 
@@ -180,6 +201,7 @@ pub fn guard_unit(program: &Path) -> OutputFile {
         "[Unit]\n\
          Description=Undo of `jackstay install` if its process ends early\n\n\
          [Service]\n\
+         Type=exec\n\
          ExecStart={program} install --recover\n"
     );
     OutputFile {
@@ -204,7 +226,12 @@ mod tests {
             static_pods: Path::new("/etc/kubernetes/manifests"),
             image: "registry.example.com/jackstay:1.2.3",
             existing_units: (false, false),
+            enabled_units: &[],
         }
+    }
+
+    fn units(service: &Service) -> Vec<(&str, bool)> {
+        service.units.iter().map(|unit| (unit.name.as_str(), unit.was_enabled)).collect()
     }
 
     fn names(service: &Service) -> Vec<&str> {
@@ -219,11 +246,11 @@ mod tests {
             [
                 "/etc/systemd/system/jackstay-renew.service",
                 "/etc/systemd/system/jackstay-renew.timer",
-                "/etc/systemd/system/jackstay-renew.service.d/kubelet.conf",
+                "/etc/systemd/system/jackstay-renew.service.d/zz-jackstay-install.conf",
                 "/etc/systemd/system/jackstay.service",
             ]
         );
-        assert_eq!(unit.units, ["jackstay.service", "jackstay-renew.timer"]);
+        assert_eq!(units(&unit), [("jackstay.service", false), ("jackstay-renew.timer", false)]);
         let text = String::from_utf8(unit.files[3].bytes.clone()).unwrap();
         assert!(
             text.contains(
@@ -234,13 +261,18 @@ mod tests {
 
         let mut packaged = request(ServiceForm::Unit, SetupMode::Terminate);
         packaged.existing_units = (true, true);
+        let enabled = ["jackstay.service".to_owned()];
+        packaged.enabled_units = &enabled;
         let packaged = service(&packaged);
-        assert_eq!(names(&packaged), ["/etc/systemd/system/jackstay-renew.service.d/kubelet.conf"]);
-        assert_eq!(packaged.units, unit.units);
+        assert_eq!(
+            names(&packaged),
+            ["/etc/systemd/system/jackstay-renew.service.d/zz-jackstay-install.conf"]
+        );
+        assert_eq!(units(&packaged), [("jackstay.service", true), ("jackstay-renew.timer", false)]);
 
         let l4 = service(&request(ServiceForm::Unit, SetupMode::Passthrough));
         assert_eq!(names(&l4), ["/etc/systemd/system/jackstay.service"]);
-        assert_eq!(l4.units, ["jackstay.service"]);
+        assert_eq!(units(&l4), [("jackstay.service", false)]);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use super::journal::Phase;
+use super::journal::{Phase, UnitRecord};
 use super::service::{GUARD_UNIT, GUARD_UNIT_FILE, RECOVERY_UNIT, RECOVERY_UNIT_FILE};
 use crate::kubeconfig::setup::OutputFile;
 
@@ -53,7 +53,7 @@ pub struct StepInput<'a> {
     /// Configuration, certificates, units or manifest.
     pub files: Vec<&'a OutputFile>,
     /// The units to start.
-    pub units: &'a [String],
+    pub units: &'a [UnitRecord],
     /// The kubeconfig of kubelet.
     pub kubeconfig: &'a OutputFile,
     /// The unit of kubelet.
@@ -63,7 +63,7 @@ pub struct StepInput<'a> {
 /// The steps in their order. Before the first, the journal is written.
 pub fn steps<'a>(input: &StepInput<'a>) -> Vec<Step<'a>> {
     let mut steps: Vec<Step<'a>> = Vec::new();
-    // First what undoes the rest. Until the guard runs, only these files are new, and the next run removes them.
+    // Recovery unit and guard come first. Until the guard runs, only these files are new, and the next run removes them.
     steps.extend(input.program.map(Step::Write));
     steps.push(Step::Write(input.recovery));
     steps.push(Step::Write(input.guard));
@@ -72,7 +72,9 @@ pub fn steps<'a>(input: &StepInput<'a>) -> Vec<Step<'a>> {
     steps.push(Step::Systemctl(vec!["start", GUARD_UNIT]));
     steps.extend(input.files.iter().map(|file| Step::Write(file)));
     steps.push(Step::Systemctl(vec!["daemon-reload"]));
-    steps.extend(input.units.iter().map(|unit| Step::Systemctl(vec!["enable", "--now", unit])));
+    steps.extend(
+        input.units.iter().map(|unit| Step::Systemctl(vec!["enable", "--now", &unit.name])),
+    );
     steps.push(Step::AwaitJackstay);
     steps.push(Step::Enter(Phase::Switched));
     steps.push(Step::Switch(input.kubeconfig));
@@ -115,7 +117,7 @@ mod tests {
             recovery: &recovery,
             guard: &guard,
             files: vec![&config],
-            units: &["jackstay.service".to_owned()],
+            units: &[UnitRecord { name: "jackstay.service".to_owned(), was_enabled: false }],
             kubeconfig: &kubeconfig,
             kubelet_unit: "kubelet.service",
         };

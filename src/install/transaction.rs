@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 
 use jackstay_sys::files;
 
-use super::journal::{FileRecord, Journal, JournalError, Store, content, digest_of};
+use super::journal::{FileRecord, Journal, JournalError, Original, Store, content, digest_of};
 
-/// What became of a file on the way back.
+/// What became of a file when it was restored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Restored {
     /// It is as before the installation.
@@ -31,27 +31,12 @@ pub fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<(), JournalError> {
     files::replace(path, bytes, mode).map_err(fail)
 }
 
-/// Removes the temporary files of writes to `path` that were interrupted ([`jackstay_sys::files::stage`]).
-pub fn remove_leftovers(path: &Path) {
-    let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else { return };
-    let prefix = format!(".{}.", name.to_string_lossy());
-    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
-        let found = entry.file_name();
-        let suffix = found.to_str().and_then(|found| found.strip_prefix(&prefix));
-        let is_random =
-            |suffix: &str| suffix.len() == 6 && suffix.bytes().all(|b| b.is_ascii_alphanumeric());
-        if suffix.is_some_and(is_random) {
-            let _ = fs::remove_file(entry.path());
-        }
-    }
-}
-
 /// Restores one file. Repeating it has no effect.
 ///
 /// # Errors
 /// What the file system returns.
 pub fn restore(store: &Store, file: &FileRecord) -> Result<Restored, JournalError> {
-    remove_leftovers(&file.path);
+    files::remove_incomplete(&file.path);
     let Some(now) = content(&file.path)? else {
         // The new file was not written yet, or is removed already; an old file may have been removed by others.
         return match &file.original {
@@ -78,14 +63,21 @@ pub fn restore(store: &Store, file: &FileRecord) -> Result<Restored, JournalErro
 /// What the file system returns.
 pub fn put_back(store: &Store, file: &FileRecord) -> Result<Restored, JournalError> {
     let Some(original) = &file.original else { return remove(&file.path) };
-    let fail = |error| JournalError::Io(file.path.clone(), error);
-    let bytes = store.original(original)?;
-    write(&file.path, &bytes, original.mode)?;
-    std::os::unix::fs::chown(&file.path, Some(original.uid), Some(original.gid)).map_err(fail)?;
+    write_like(&file.path, &store.original(original)?, original)?;
+    Ok(Restored::AsBefore)
+}
+
+/// Writes a file with the permissions and the owner that it had.
+///
+/// # Errors
+/// What the file system returns.
+pub fn write_like(path: &Path, bytes: &[u8], original: &Original) -> Result<(), JournalError> {
+    let fail = |error| JournalError::Io(path.to_owned(), error);
+    write(path, bytes, original.mode)?;
+    std::os::unix::fs::chown(path, Some(original.uid), Some(original.gid)).map_err(fail)?;
     // The mode of a new file is reduced by the umask.
     let mode = std::os::unix::fs::PermissionsExt::from_mode(original.mode);
-    fs::set_permissions(&file.path, mode).map_err(fail)?;
-    Ok(Restored::AsBefore)
+    fs::set_permissions(path, mode).map_err(fail)
 }
 
 fn remove(path: &Path) -> Result<Restored, JournalError> {

@@ -5,22 +5,20 @@
 
 use std::error::Error;
 use std::fmt;
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use jackstay_sys::clock;
+use jackstay_sys::{clock, files};
 use serde_json::Value;
 
-use super::journal::{Journal, JournalError, Phase, Store, content, digest_of};
-use super::service::{GUARD_UNIT, RECOVERY_UNIT, RECOVERY_UNIT_FILE};
+use super::journal::{FileRecord, Journal, JournalError, Phase, Store, content, digest_of};
+use super::service::{RECOVERY_UNIT, RECOVERY_UNIT_FILE, RENEWAL_TIMER, RENEWAL_UNIT};
 use super::systemd::{CommandError, ServiceManager, property};
-use super::transaction::{
-    Restored, put_back, remove_directories, remove_leftovers, restore, write,
-};
+use super::transaction::{Restored, put_back, remove_directories, restore, write, write_like};
 use crate::kubeconfig::rewrite::revert;
-use crate::kubeconfig::{KubeconfigFile, kubeconfig_yaml, recorded_original};
+use crate::kubeconfig::{KubeconfigFile, ServerUrl, kubeconfig_yaml, recorded_original};
 
 /// Limit for the end of a static pod: `terminationGracePeriodSeconds` of the manifest, and what kubelet needs to notice.
 const END_LIMIT: Duration = Duration::from_secs(45);
@@ -91,6 +89,11 @@ pub fn undo(
     store.reopen(&mut journal)?;
     let journal = &journal;
     let mut undone = Undone::default();
+    // A renewal that runs would write the new kubeconfig again.
+    let renewal = journal.units.iter().any(|unit| unit.name == RENEWAL_TIMER);
+    for unit in [RENEWAL_TIMER, RENEWAL_UNIT].iter().filter(|_| renewal) {
+        run(&["stop", unit], unit, manager)?;
+    }
     if journal.phase != Phase::Prepared {
         restore_kubeconfig(store, journal, &mut undone)?;
         undone.kubelet_restarted = restart_kubelet(journal, manager)?;
@@ -98,22 +101,29 @@ pub fn undo(
     // Units that were written and not loaded yet are known after this.
     manager.systemctl(&["daemon-reload"])?;
     for unit in journal.units.iter().rev() {
-        stop(unit, manager)?;
+        let disabled = ["disable", "--now", unit.name.as_str()];
+        let stopped = ["stop", unit.name.as_str()];
+        run(if unit.was_enabled { &stopped } else { &disabled }, &unit.name, manager)?;
     }
-    let (manifests, rest): (Vec<_>, Vec<_>) =
-        journal.files.iter().rev().partition(|file| file.is_manifest());
-    for file in manifests {
-        restore(store, file)?;
-        await_end(journal, END_LIMIT);
-    }
-    for file in rest {
-        // The recovery unit is the last file to go.
-        if file.path != Path::new(RECOVERY_UNIT_FILE) && restore(store, file)? == Restored::Kept {
+    let is_needed_last = |file: &FileRecord| {
+        file.path == Path::new(RECOVERY_UNIT_FILE) || file.path == journal.program
+    };
+    for file in journal.files.iter().rev().filter(|file| !is_needed_last(file)) {
+        if restore(store, file)? == Restored::Kept {
             undone.kept.push(file.path.clone());
+        }
+        if file.is_manifest() {
+            await_end(journal, END_LIMIT);
         }
     }
     remove_directories(journal)?;
     finish(journal, store, manager)?;
+    // The program is the last file: until then, an interruption can be continued with it.
+    for file in journal.files.iter().filter(|file| file.path == journal.program) {
+        if restore(store, file)? == Restored::Kept {
+            undone.kept.push(file.path.clone());
+        }
+    }
     store.remove()?;
     Ok(undone)
 }
@@ -127,7 +137,7 @@ fn await_end(journal: &Journal, limit: Duration) {
     }
 }
 
-/// Removes the recovery unit, after the installation or on the way back.
+/// Removes the recovery unit.
 ///
 /// # Errors
 /// The unit cannot be disabled or removed.
@@ -136,7 +146,8 @@ pub fn finish(
     store: &Store,
     manager: &impl ServiceManager,
 ) -> Result<(), UndoError> {
-    stop(RECOVERY_UNIT, manager)?;
+    // Not `--now`: it may be this process.
+    run(&["disable", RECOVERY_UNIT], RECOVERY_UNIT, manager)?;
     let recovery = journal.files.iter().find(|file| file.path == Path::new(RECOVERY_UNIT_FILE));
     if let Some(file) = recovery {
         restore(store, file)?;
@@ -145,10 +156,8 @@ pub fn finish(
     Ok(())
 }
 
-/// Disables a unit and stops it. A unit that does not exist is ignored, and so is this process's own.
-fn stop(unit: &str, manager: &impl ServiceManager) -> Result<(), CommandError> {
-    let is_own = [RECOVERY_UNIT, GUARD_UNIT].contains(&unit);
-    let arguments: &[&str] = if is_own { &["disable", unit] } else { &["disable", "--now", unit] };
+/// Runs a command on a unit. A unit that does not exist is ignored.
+fn run(arguments: &[&str], unit: &str, manager: &impl ServiceManager) -> Result<(), CommandError> {
     match manager.systemctl(arguments) {
         Err(error) => match property(manager, unit, "LoadState").as_str() {
             "not-found" | "" => Ok(()),
@@ -175,55 +184,98 @@ fn restart_kubelet(journal: &Journal, manager: &impl ServiceManager) -> Result<b
     }
 }
 
-/// Restores the kubeconfig of kubelet: its old content if only jackstay has changed it, else only the keys that jackstay
-/// has written.
+/// Restores the kubeconfig of kubelet.
+///
+/// | its content now | becomes |
+/// |---|---|
+/// | what the installation wrote, or missing | the old content |
+/// | the same but for the CA, which was renewed, or the layout | the old content |
+/// | other changes, and clusters that record their original | itself, with the original clusters |
+/// | points at jackstay without a record, or cannot be parsed | the old content; it is saved beside the file |
+/// | does not point at jackstay | itself |
 fn restore_kubeconfig(
     store: &Store,
     journal: &Journal,
     undone: &mut Undone,
 ) -> Result<(), UndoError> {
     let file = &journal.kubeconfig;
-    remove_leftovers(&file.path);
+    files::remove_incomplete(&file.path);
     let Some(now) = content(&file.path)? else {
         put_back(store, file)?;
         return Ok(());
     };
     let Some(original) = &file.original else { return Ok(()) };
     let old = store.original(original)?;
-    if digest_of(&now) == file.digest || now == old {
-        put_back(store, file)?;
-        return Ok(());
-    }
-    match without_jackstay(&file.path, &now) {
-        Some(text) if is_same_kubeconfig(&file.path, &text, &old) => {
+    let path = file.path.display();
+    let unchanged = digest_of(&now) == file.digest || now == old;
+    match KubeconfigNow::of(&file.path, &now, journal.listen) {
+        _ if unchanged => {
             put_back(store, file)?;
         }
-        Some(text) => {
-            write(&file.path, text.as_bytes(), original.mode)?;
+        KubeconfigNow::Recorded(text) if is_same_kubeconfig(&file.path, &text, &old) => {
+            put_back(store, file)?;
+        }
+        KubeconfigNow::Recorded(text) => {
+            write_like(&file.path, text.as_bytes(), original)?;
             undone.notes.push(format!(
-                "{} has changed since the installation: only the keys that jackstay wrote were restored",
-                file.path.display()
+                "{path} has changed since the installation: only the keys that jackstay wrote were restored"
             ));
         }
-        None => undone.notes.push(format!(
-            "{} has changed since the installation and does not point at jackstay: it is kept",
-            file.path.display()
+        KubeconfigNow::Elsewhere => undone.notes.push(format!(
+            "{path} has changed since the installation and does not point at jackstay: it is kept"
         )),
+        KubeconfigNow::Unusable => {
+            let saved = file.path.with_extension("jackstay-saved");
+            write(&saved, &now, files::PRIVATE)?;
+            put_back(store, file)?;
+            undone.notes.push(format!(
+                "{path} would not have worked without jackstay: its content is in {}, and the one of before the \
+                 installation is restored",
+                saved.display()
+            ));
+        }
     }
     Ok(())
 }
 
-/// The kubeconfig with its clusters as they were; `None` if none points at jackstay, or it cannot be read.
-fn without_jackstay(path: &Path, bytes: &[u8]) -> Option<String> {
-    let file = KubeconfigFile::parse(path, std::str::from_utf8(bytes).ok()?).ok()?;
-    let mut config = file.config().clone();
-    let clusters = config.clusters.iter_mut().filter_map(|named| named.cluster.as_mut());
-    let mut changed = false;
-    for cluster in clusters.filter(|cluster| recorded_original(cluster).is_some()) {
-        revert(cluster);
-        changed = true;
+/// A kubeconfig that has changed since the installation.
+enum KubeconfigNow {
+    /// Its clusters record their original; this is the text with them.
+    Recorded(String),
+    /// No cluster points at jackstay.
+    Elsewhere,
+    /// It cannot be parsed, or a cluster points at jackstay without a record.
+    Unusable,
+}
+
+impl KubeconfigNow {
+    fn of(path: &Path, bytes: &[u8], listen: SocketAddr) -> Self {
+        let text = std::str::from_utf8(bytes).ok();
+        let Some(file) = text.and_then(|text| KubeconfigFile::parse(path, text).ok()) else {
+            return Self::Unusable;
+        };
+        let mut config = file.config().clone();
+        let mut recorded = false;
+        for cluster in config.clusters.iter_mut().filter_map(|named| named.cluster.as_mut()) {
+            if recorded_original(cluster).is_some() {
+                revert(cluster);
+                recorded = true;
+            }
+        }
+        let mut servers = config.clusters.iter().filter_map(|named| named.cluster.as_ref());
+        let listen = listen.to_string();
+        let is_jackstay = |server: &String| {
+            ServerUrl::parse(server).is_ok_and(|server| server.address() == listen)
+        };
+        if servers.any(|cluster| cluster.server.as_ref().is_some_and(is_jackstay)) {
+            return Self::Unusable;
+        }
+        match (recorded, kubeconfig_yaml(&config)) {
+            (false, _) => Self::Elsewhere,
+            (true, Ok(text)) => Self::Recorded(text),
+            (true, Err(_)) => Self::Unusable,
+        }
     }
-    if changed { kubeconfig_yaml(&config).ok() } else { None }
 }
 
 fn is_same_kubeconfig(path: &Path, text: &str, old: &[u8]) -> bool {
@@ -239,7 +291,7 @@ mod tests {
     use std::cell::{Cell, RefCell};
     use std::fs;
 
-    use super::super::journal::{JournalDraft, NewContent};
+    use super::super::journal::{JournalDraft, NewContent, UnitRecord};
     use super::super::service::UNIT;
     use super::*;
 
@@ -326,8 +378,10 @@ mod tests {
                 node: "n",
                 kubelet_unit: KUBELET,
                 state_directories: &[self.dir.path().join("state")],
-                units: &[UNIT.to_owned()],
+                units: &[UnitRecord { name: UNIT.to_owned(), was_enabled: false }],
                 admin: "127.0.0.1:1".parse().unwrap(),
+                listen: "127.0.0.1:7443".parse().unwrap(),
+                program: Path::new("/none"),
             };
             self.store.begin(&draft, kubeconfig, &contents).unwrap()
         }
@@ -338,7 +392,7 @@ mod tests {
             if let Some((path, _)) = self.files().get(steps) {
                 fs::create_dir_all(path.parent().unwrap()).unwrap();
                 let name = path.file_name().unwrap().to_str().unwrap();
-                fs::write(path.with_file_name(format!(".{name}.a1B2c3")), "half").unwrap();
+                fs::write(path.with_file_name(format!(".{name}.jackstay-a1B2c3")), "half").unwrap();
             }
             for (path, text) in self.files().into_iter().take(steps) {
                 write(&path, text.as_bytes(), 0o644).unwrap();
@@ -424,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn undo_keeps_what_others_have_changed() {
+    fn undo_of_a_changed_kubeconfig_keeps_the_change_or_restores_a_working_one() {
         let with_jackstay = |text: &str| {
             let file = KubeconfigFile::parse(Path::new("/k"), text).unwrap();
             let mut config = file.config().clone();
@@ -445,7 +499,9 @@ mod tests {
             (with_jackstay(OLD), OLD.to_owned(), None),
             (with_jackstay(&with_user), "10.0.0.1:6443".to_owned(), Some("only the keys")),
             (elsewhere.to_owned(), elsewhere.to_owned(), Some("it is kept")),
-            ("not YAML: [".to_owned(), "not YAML: [".to_owned(), Some("it is kept")),
+            // Without jackstay, these would not work.
+            ("not YAML: [".to_owned(), OLD.to_owned(), Some("would not have worked")),
+            (elsewhere.replace("10.0.0.9:6443", "127.0.0.1:7443"), OLD.to_owned(), Some("saved")),
         ] {
             let node = TestNode::new();
             let journal = node.install(5);

@@ -112,6 +112,7 @@ async fn flows_to_an_endpoint_that_returns_continue_and_follow_it() {
             open.push(insert());
             pause(TIMEOUT * 2).await;
             assert_eq!(remove_ended(&mut open, "none may end"), 0);
+            assert_eq!(upstream.endpoints()[1].flows(), 21);
             drop(open.pop());
             // A second removal begins a new time limit.
             set_endpoints(&upstream, &both[..1]);

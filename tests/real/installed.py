@@ -121,7 +121,7 @@ class NodeWithSystemd(RealNode):
         return int(child)
 
     def argv(self, *argv):
-        return ["nsenter", "--target", str(self.init), "--all", "env", f"SYSTEMD_UNIT_PATH=/etc/systemd/system:/run/systemd/system:{self.targets}",
+        return ["nsenter", "--target", str(self.init), "--all", "env", f"SYSTEMD_UNIT_PATH=/etc/systemd/system:/run/systemd/system:/usr/lib/systemd/system:{self.targets}",
                 *map(str, argv)]
 
     def inside(self, *argv, **options):
@@ -175,7 +175,7 @@ class NodeWithSystemd(RealNode):
                 elif path.is_dir():
                     found[str(path)] = ("directory",)
                 else:
-                    found[str(path)] = (oct(path.stat().st_mode), path.read_bytes())
+                    found[str(path)] = (oct(path.stat().st_mode), path.stat().st_uid, path.stat().st_gid, path.read_bytes())
         return found
 
     def has_working_kubeconfig(self):

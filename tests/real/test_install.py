@@ -5,6 +5,7 @@ at any moment; kubelet's kubeconfig works at every moment.
 """
 
 import json
+import os
 import random
 import re
 import signal
@@ -20,6 +21,7 @@ from installed import JOURNAL, KUBELET_CONF, MANIFESTS, NAMES, NodeWithSystemd
 from rig import ADDRESSES, PORT, log, sh, wait_for
 
 READY = 60
+DEB = os.environ.get("JACKSTAY_DEB")
 
 
 class Install(RigCase, unittest.TestCase):
@@ -178,28 +180,32 @@ class Install(RigCase, unittest.TestCase):
                 self.assert_as_before()
 
     def test_6_bad_input_changes_nothing(self):
-        broken = self.rig.dir / "broken.conf"
+        broken, no_server = self.rig.dir / "broken.conf", self.rig.dir / "no-server.conf"
         broken.write_text("apiVersion: v1\nkind: Config\nclusters: 7\n")
+        no_server.write_text(KUBELET_CONF.read_text().replace('"server"', '"no-server"'))
         listener = socket.create_server(("127.0.0.1", 7443))
         self.addCleanup(listener.close)
         own = json.loads(KUBELET_CONF.read_text())
         own["clusters"][0]["cluster"]["server"] = f"https://{ADDRESSES['a']}:{PORT}"
         on_this_node = self.rig.dir / "own.conf"
         on_this_node.write_text(json.dumps(own))
+        for name, file, expected in (
+                ("a kubeconfig that cannot be parsed", broken, "kubelet.conf: line 3: clusters: expected a list"),
+                ("a kubeconfig without a server", no_server, "has no server"),
+                ("the apiservers are the node itself", on_this_node, "every known apiserver is on this node")):
+            with self.subTest(name):
+                done = self.node.inside("unshare", "--mount", "sh", "-c", f'mount --bind "$0" {KUBELET_CONF} && exec "$@"', file,
+                                        self.node.program(), "install")
+                self.assertEqual(done.returncode, 2, done.stdout)
+                self.assertIn(expected, done.stderr)
+                self.assert_as_before()
         for name, argv, expected in (
-                ("kubeconfig that cannot be parsed", ["--kubeconfig", broken], "clusters"),
-                ("kubeconfig that does not exist", ["--kubeconfig", "/none"], "/none: no such file"),
                 ("a port in use", [], "127.0.0.1:7443 (--listen)"),
                 ("an apiserver that does not answer", ["--listen", "127.0.0.1:7444", "--endpoint", "apiserver-a.test:1"], "--ignore-findings")):
             with self.subTest(name):
                 output, _ = self.install(*argv, code=2)
                 self.assertIn(expected, output)
                 self.assert_as_before()
-        with self.subTest("the apiservers are the node itself"):
-            done = self.node.jackstay("install", "--kubeconfig", on_this_node)
-            self.assertEqual(done.returncode, 2, done.stdout)
-            self.assertIn("every known apiserver is on this node", done.stderr)
-            self.assert_as_before()
         with self.subTest("a file system without write access"):
             done = self.node.inside("unshare", "--mount", "sh", "-c", 'mount --bind /etc/systemd /etc/systemd && mount -o remount,ro,bind /etc/systemd && exec "$@"',
                                     "sh", *self.node.install_argv("--listen", "127.0.0.1:7444"))
@@ -221,8 +227,41 @@ class Install(RigCase, unittest.TestCase):
         self.node.wait_ready(4 * READY)
         self.assert_as_before()
 
+    @unittest.skipUnless(DEB, "JACKSTAY_DEB names no package")
+    def test_8_package(self):
+        """The package: installed, used by `jackstay install`, upgraded without a gap, and removed, which reverts the node first."""
+        def dpkg(*argv):
+            done = self.node.inside("env", "DEBIAN_FRONTEND=noninteractive", "dpkg", *argv)
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        dpkg("--install", DEB)
+        self.assertEqual(self.node.ctl("is-enabled", "jackstay.service").stdout.strip(), "enabled")
+        done = self.node.inside("/usr/bin/jackstay", "install", *self.node.endpoints())
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertNotIn("write /etc/systemd/system/jackstay.service", done.stdout)
+        self.assertEqual(self.rig.faults.flows(self.node.kubelet_pid()), {}, "kubelet has a connection that bypasses jackstay")
+        before = pids_of()
+        dpkg("--install", DEB)
+        wait_for("the new version alone", lambda: len(pids_of()) == 1 and pids_of() != before, 40)
+        record("package upgraded under kubelet: Ready", self.node.wait_ready(4 * READY), "s")
+        # Removed while kubelet uses it.
+        begun = time.monotonic()
+        dpkg("--remove", "jackstay")
+        self.assertNotIn(SERVER, KUBELET_CONF.read_text())
+        self.node.wait_ready(4 * READY)
+        within(self, "package removed under kubelet: Ready", time.monotonic() - begun, "s", READY)
+        dpkg("--purge", "jackstay")
+        self.assertFalse(JOURNAL.exists())
+        self.assertEqual(pids_of(), [])
+        # `uninstall` leaves the package's unit enabled, as it was.
+        dpkg("--install", DEB)
+        self.node.inside("/usr/bin/jackstay", "install", *self.node.endpoints(), check=True)
+        self.node.inside("/usr/bin/jackstay", "uninstall", check=True)
+        self.assertEqual(self.node.ctl("is-enabled", "jackstay.service").stdout.strip(), "enabled")
+        self.assertEqual(pids_of(), [])
+        dpkg("--purge", "jackstay")
+
     @unittest.skipUnless(LONG, "the unit covers the same steps")
-    def test_8_static_pod(self):
+    def test_9_static_pod(self):
         from deployed import dist_file
         image = re.search(r"image: (\S+)", Path(__file__).parents[2].joinpath("deploy/static-pod/jackstay.yaml").read_text())[1]
         missing, _ = self.install("--as", "static-pod", "--image", "localhost/none:1", code=1)

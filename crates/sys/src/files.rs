@@ -20,6 +20,9 @@ pub const PRIVATE: u32 = 0o600;
 /// Mode of files that every user may read: certificates, configuration.
 pub const PUBLIC: u32 = 0o644;
 
+/// What follows the name of a file in that of its temporary file ([`stage`]), before six random characters.
+const TEMPORARY: &str = ".jackstay-";
+
 /// Maximum length of a bearer token in bytes. The apiserver accepts up to 1 MiB of headers.
 const MAX_TOKEN: u64 = 64 << 10;
 
@@ -89,7 +92,7 @@ pub fn stage(path: &Path, bytes: &[u8], mode: u32) -> io::Result<StagedFile> {
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let mut temporary = tempfile::Builder::new()
-        .prefix(&format!(".{name}."))
+        .prefix(&format!(".{name}{TEMPORARY}"))
         .permissions(Permissions::from_mode(mode))
         .tempfile_in(directory_of(&path))?;
     temporary.write_all(bytes)?;
@@ -112,6 +115,18 @@ impl StagedFile {
     pub fn commit(self) -> io::Result<()> {
         self.temporary.persist(&self.path).map_err(|failed| failed.error)?;
         File::open(directory_of(&self.path))?.sync_all()
+    }
+}
+
+/// Removes the temporary files of writes to `path` that a process has begun and not completed, because it was killed.
+pub fn remove_incomplete(path: &Path) {
+    let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let prefix = format!(".{name}{TEMPORARY}");
+    for entry in fs::read_dir(directory_of(&path)).into_iter().flatten().flatten() {
+        if entry.file_name().to_str().is_some_and(|found| found.starts_with(&prefix)) {
+            let _ = fs::remove_file(entry.path());
+        }
     }
 }
 

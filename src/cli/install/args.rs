@@ -1,7 +1,6 @@
 //! The flags of `jackstay install` and `jackstay uninstall`.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
@@ -40,9 +39,6 @@ pub(in crate::cli) struct InstallArgs {
     /// Another apiserver of the cluster, besides the one in kubelet's kubeconfig. Repeatable.
     #[arg(long = "endpoint", value_name = "ADDR")]
     pub(super) endpoints: Vec<String>,
-    /// The kubeconfig of kubelet; default that of the running kubelet.
-    #[arg(long, value_name = "FILE")]
-    pub(super) kubeconfig: Option<PathBuf>,
     /// The address of jackstay for local clients.
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:7443")]
     pub(super) listen: SocketAddr,
@@ -101,6 +97,10 @@ impl InstallArgs {
             SetupMode::Passthrough => "passthrough",
         };
         let mut text = format!("--mode {mode} --as {form} --listen {}", self.listen);
+        if self.form == ServiceForm::StaticPod {
+            text.push_str(" --image ");
+            text.push_str(&self.image);
+        }
         for endpoint in endpoints {
             text.push_str(" --endpoint ");
             text.push_str(&endpoint);

@@ -9,15 +9,15 @@ use jackstay_sys::files::PRIVATE;
 
 use super::args::InstallArgs;
 use super::prepare::Preparation;
-use super::undoing::{remove_guard, report};
+use super::uninstall::{remove_guard, report};
 use crate::cli::admin_client::{DEFAULT_ADMIN, explain_no_status, fetch_status};
 use crate::cli::kubeconfig::Failure;
 use crate::cli::status::serving::unready_reason_for_new_clients;
 use crate::install::journal::{Journal, JournalDraft, NewContent, Phase, Store};
-use crate::install::service::{GUARD_UNIT_FILE, STATE, ServiceForm};
+use crate::install::service::{GUARD_UNIT_FILE, STATE, ServiceForm, UNITS};
 use crate::install::steps::{Step, StepInput, steps, written};
 use crate::install::systemd::{ServiceManager, Systemd};
-use crate::install::transaction::write;
+use crate::install::transaction::{write, write_like};
 use crate::install::undo::undo;
 use crate::kubeconfig::setup::OutputFile;
 
@@ -85,17 +85,13 @@ impl<'a> Installation<'a> {
         refuse_unwritable(Path::new(crate::install::journal::DIRECTORY))?;
         print!("{}", self.notes());
         let mut journal = self.begin(store)?;
-        let mut began = SystemTime::now();
         for step in &self.steps {
             if !matches!(step, Step::Enter(_)) {
                 println!("{step}");
             }
-            if let Step::Switch(_) = step {
-                began = SystemTime::now();
-            }
-            match self.execute(step, store, &mut journal, began) {
+            match self.execute(step, store, &mut journal) {
                 Ok(()) => {}
-                // The node is Ready through jackstay: what is left over does no harm, and `uninstall` removes it.
+                // The node is Ready through jackstay; what this step should have removed does no harm.
                 Err(why) if journal.phase == Phase::Installed => println!("note: {why}"),
                 Err(why) => return Err(self.undo(&why, store, &journal)),
             }
@@ -110,11 +106,21 @@ impl<'a> Installation<'a> {
     /// Writes the journal.
     fn begin(&self, store: &Store) -> Result<Journal, Failure> {
         let prepared = self.prepared;
-        let config = prepared.draft.files.last().map(|file| &file.path);
+        let (certificates, config) = match prepared.draft.files.split_last() {
+            Some((config, certificates)) => (certificates, Some(config)),
+            None => (&[][..], None),
+        };
+        let is_kept = |file: &OutputFile| {
+            let is_unit = file.path.starts_with(UNITS);
+            let is_config = config.is_some_and(|config| config.path == file.path);
+            let is_program = file.path == prepared.program_path;
+            let is_certificate = certificates.iter().any(|one| one.path == file.path);
+            !is_certificate && (is_unit || is_config || is_program)
+        };
         let content = |file: &'a OutputFile| NewContent {
             path: &file.path,
             bytes: &file.bytes,
-            keep_if_changed: Some(&file.path) == config,
+            keep_if_changed: is_kept(file),
         };
         let files: Vec<NewContent<'_>> = self
             .steps
@@ -131,6 +137,8 @@ impl<'a> Installation<'a> {
             state_directories: &[STATE.into()],
             units: &prepared.service.units,
             admin: DEFAULT_ADMIN,
+            listen: self.args.listen,
+            program: &prepared.program_path,
         };
         let kubeconfig = content(&prepared.draft.kubeconfig);
         store.begin(&draft, kubeconfig, &files).map_err(|error| {
@@ -140,23 +148,17 @@ impl<'a> Installation<'a> {
         })
     }
 
-    fn execute(
-        &self,
-        step: &Step<'_>,
-        store: &Store,
-        journal: &mut Journal,
-        began: SystemTime,
-    ) -> Result<(), String> {
-        let written = |file: &OutputFile, mode| {
-            write(&file.path, &file.bytes, mode).map_err(|error| error.to_string())
-        };
+    fn execute(&self, step: &Step<'_>, store: &Store, journal: &mut Journal) -> Result<(), String> {
         match step {
-            Step::Write(file) => written(file, file.mode),
-            Step::Switch(file) => {
-                let mode = journal.kubeconfig.original.as_ref().map_or(file.mode, |old| old.mode);
-                written(file, mode)
+            Step::Write(file) => {
+                write(&file.path, &file.bytes, file.mode).map_err(|error| error.to_string())
             }
-            // What the removed files did is done.
+            Step::Switch(file) => match &journal.kubeconfig.original {
+                Some(original) => write_like(&file.path, &file.bytes, original),
+                None => write(&file.path, &file.bytes, file.mode),
+            }
+            .map_err(|error| error.to_string()),
+            // The guard or the recovery unit may have gone already.
             Step::Remove(path) => {
                 let _ = std::fs::remove_file(path);
                 Ok(())
@@ -165,11 +167,15 @@ impl<'a> Installation<'a> {
                 Systemd.systemctl(arguments).map(drop).map_err(|error| error.to_string())
             }
             Step::Enter(phase) => {
-                journal.phase = *phase;
-                store.write(journal).map_err(|error| error.to_string())
+                let mut entered = journal.clone();
+                entered.phase = *phase;
+                store.write(&entered).map_err(|error| error.to_string())?;
+                *journal = entered;
+                Ok(())
             }
             Step::AwaitJackstay => self.await_jackstay(),
-            Step::AwaitNode => self.await_node(began),
+            // kubelet was restarted, so a lease that is renewed from now on is of the new process.
+            Step::AwaitNode => self.await_node(SystemTime::now()),
         }
     }
 

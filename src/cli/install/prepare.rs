@@ -4,6 +4,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use jackstay_sys::files;
+
 use super::args::InstallArgs;
 use super::node::{Node, node_name};
 use crate::cli::admin_client::DEFAULT_ADMIN;
@@ -15,11 +17,10 @@ use crate::doctor::target::{ExaminationPlan, PlannedListener};
 use crate::doctor::{examine, findings, report};
 use crate::install::kubelet::{self, Kubelet};
 use crate::install::service::{
-    CONFIG, PROGRAM, STATE, Service, ServiceForm, ServiceRequest, UNIT, guard_unit, recovery_unit,
-    service,
+    CONFIG, PROGRAM, RENEWAL_TIMER, RENEWAL_UNIT, STATE, Service, ServiceForm, ServiceRequest,
+    UNIT, guard_unit, recovery_unit, service,
 };
 use crate::install::systemd::{Systemd, property};
-use crate::install::transaction::remove_leftovers;
 use crate::kubeconfig::setup::OutputFile;
 use crate::kubeconfig::{Credential, KubeconfigFiles, KubeconfigPaths, PemSource, ServerUrl};
 
@@ -46,6 +47,8 @@ pub(super) struct Preparation {
     pub(super) service: Service,
     /// The binary, if it must be copied.
     pub(super) program: Option<OutputFile>,
+    /// Its path.
+    pub(super) program_path: PathBuf,
     /// The recovery unit.
     pub(super) recovery: OutputFile,
     /// The guard.
@@ -60,10 +63,7 @@ impl Preparation {
     /// # Errors
     /// Why nothing can be installed.
     pub(super) fn new(args: &InstallArgs) -> Result<Self, Failure> {
-        let mut kubelet = kubelet::find(Path::new("/proc"))?;
-        if let Some(file) = &args.kubeconfig {
-            kubelet.kubeconfig.clone_from(file);
-        }
+        let kubelet = kubelet::find(Path::new("/proc"))?;
         refuse_control_plane(args)?;
         let setup = NodeSetup {
             kubeconfig: kubelet.kubeconfig.clone(),
@@ -84,8 +84,8 @@ impl Preparation {
         let service = plan_service(args, &kubelet, &draft, &path)?;
         refuse_ports(args.listen)?;
         // An earlier run may have been killed in this check.
-        for file in draft.files.iter().chain([&draft.kubeconfig]) {
-            remove_leftovers(&file.path);
+        for file in draft.files.iter().chain([&draft.kubeconfig]).filter(|_| !args.dry_run) {
+            files::remove_incomplete(&file.path);
         }
         draft.check()?;
         let node = Node::new(node_name(&draft.context, kubelet.name.as_deref()), &draft)?;
@@ -108,6 +108,7 @@ impl Preparation {
             draft,
             service,
             program,
+            program_path: path,
             request: args.request_text(),
         })
     }
@@ -196,6 +197,13 @@ fn plan_service(
     program: &Path,
 ) -> Result<Service, Failure> {
     let exists = |unit: &str| property(&Systemd, unit, "LoadState") == "loaded";
+    for unit in [UNIT, RENEWAL_UNIT] {
+        if property(&Systemd, unit, "LoadState") == "masked" {
+            return Err(Failure::Input(format!(
+                "{unit} is masked, as a removed package leaves it: `systemctl unmask {unit}` first"
+            )));
+        }
+    }
     let has_unit = exists(UNIT);
     if has_unit {
         let state = property(&Systemd, UNIT, "ActiveState");
@@ -222,6 +230,12 @@ fn plan_service(
     if args.form == ServiceForm::StaticPod {
         refuse_unmounted_files(draft, &static_pods)?;
     }
+    let is_enabled = |unit: &&str| property(&Systemd, unit, "UnitFileState") == "enabled";
+    let enabled_units: Vec<String> = [UNIT, RENEWAL_TIMER]
+        .iter()
+        .filter(|unit| is_enabled(unit))
+        .map(ToString::to_string)
+        .collect();
     Ok(service(&ServiceRequest {
         form: args.form,
         mode: args.mode,
@@ -230,7 +244,8 @@ fn plan_service(
         kubelet_unit: &kubelet.unit,
         static_pods: &static_pods,
         image: &args.image,
-        existing_units: (has_unit, exists("jackstay-renew.service")),
+        existing_units: (has_unit, exists(RENEWAL_UNIT)),
+        enabled_units: &enabled_units,
     }))
 }
 

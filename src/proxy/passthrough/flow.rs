@@ -119,7 +119,6 @@ impl OpenConnection {
             else {
                 return tcp_options::close_with_reset(client);
             };
-            let _tracked = endpoint.track_flow();
             let sockets = (client.as_raw_fd(), stream.as_raw_fd());
             let mut pump = Pump::new(client, stream, prefix);
             // Declared after the pump, so that it is dropped before the sockets are closed.

@@ -16,7 +16,7 @@ use super::routing::ListenerRouting;
 use crate::observe::OpenStreams;
 use crate::observe::events::{Change, EventKind, Severity};
 use crate::upstream::Upstream;
-use crate::upstream::endpoint::Endpoint;
+use crate::upstream::endpoint::{Endpoint, FlowGuard};
 
 /// Why a flow is ended, as a metric label and in words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,6 +96,8 @@ pub(super) struct FlowEntry {
     routing: Rc<ListenerRouting>,
     upstream: Arc<Upstream>,
     endpoint: Arc<Endpoint>,
+    /// Counts the flow at the endpoint.
+    tracked: FlowGuard,
     /// The death count of the endpoint when the flow started, or after the last death that the flow
     /// survived.
     endpoint_deaths: u64,
@@ -129,6 +131,7 @@ impl FlowEntry {
     ) -> Self {
         Self {
             endpoint_deaths: endpoint.deaths(),
+            tracked: endpoint.track_flow(),
             routing: Rc::clone(routing),
             upstream: Arc::clone(upstream),
             endpoint: Arc::clone(endpoint),
@@ -196,6 +199,7 @@ impl FlowEntry {
     /// Makes `endpoint`, which has the address of the removed one, the endpoint of this flow.
     pub(super) fn adopt(&mut self, endpoint: &Arc<Endpoint>) {
         self.endpoint = Arc::clone(endpoint);
+        self.tracked = endpoint.track_flow();
         self.endpoint_deaths = endpoint.deaths();
     }
 

@@ -9,7 +9,7 @@ use crate::install::service::{
 };
 use crate::install::systemd::{ServiceManager, Systemd};
 use crate::install::transaction::write;
-use crate::install::undo::{Undone, undo};
+use crate::install::undo::{UndoError, Undone, finish, undo};
 
 /// Undoes the change in the journal.
 ///
@@ -42,7 +42,8 @@ pub(super) fn describe_undo(journal: &Journal) -> String {
     let _ = writeln!(text, "restore {}", journal.kubeconfig.path.display());
     let _ = writeln!(text, "systemctl restart {}", journal.kubelet_unit);
     for unit in journal.units.iter().rev() {
-        let _ = writeln!(text, "systemctl disable --now {unit}");
+        let command = if unit.was_enabled { "stop" } else { "disable --now" };
+        let _ = writeln!(text, "systemctl {command} {}", unit.name);
     }
     for file in journal.files.iter().rev() {
         let action = if file.original.is_some() { "restore" } else { "remove" };
@@ -57,18 +58,25 @@ pub(super) fn describe_undo(journal: &Journal) -> String {
 /// Has guard and recovery unit continue an `uninstall` that is interrupted.
 ///
 /// # Errors
-/// The units cannot be written or started; nothing has changed then.
+/// The units cannot be written or started. They are removed then; nothing else has changed.
 pub(super) fn protect_undo(store: &Store, journal: &mut Journal) -> Result<(), Failure> {
-    let program = std::env::current_exe().map_err(|error| {
-        Failure::Input(format!("the path of this program is not known: {error}"))
-    })?;
-    for file in [recovery_unit(&program, &journal.kubelet_unit), guard_unit(&program)] {
+    let protected = start_guards(journal).and_then(|()| Ok(store.reopen(journal)?));
+    protected.map_err(|error| {
+        let _ = finish(journal, store, &Systemd);
+        remove_guard();
+        Failure::Write(format!("nothing changed: {error}"))
+    })
+}
+
+fn start_guards(journal: &Journal) -> Result<(), UndoError> {
+    for file in
+        [recovery_unit(&journal.program, &journal.kubelet_unit), guard_unit(&journal.program)]
+    {
         write(&file.path, &file.bytes, file.mode)?;
     }
     for arguments in [["enable", RECOVERY_UNIT], ["start", GUARD_UNIT]] {
         Systemd.systemctl(&arguments)?;
     }
-    store.reopen(journal)?;
     Ok(())
 }
 

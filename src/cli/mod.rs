@@ -21,9 +21,12 @@ mod run;
 mod status;
 mod upgrade;
 
+use std::env;
+use std::ffi::{OsStr, OsString};
+use std::path::Path;
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use self::options::EXIT_USAGE;
 use crate::observe::build;
@@ -114,7 +117,7 @@ enum Command {
 #[command(disable_help_flag = true)]
 struct MissingArgs {
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
-    _arguments: Vec<std::ffi::OsString>,
+    _arguments: Vec<OsString>,
 }
 
 /// Reports on `stderr` that a command is not in this build.
@@ -125,9 +128,34 @@ fn missing(command: &str, mut stderr: impl std::io::Write) -> ExitCode {
     ExitCode::from(EXIT_USAGE)
 }
 
+/// The name of the program as a plug-in of kubectl, which calls it for `kubectl jackstay`.
+const PLUGIN: &str = "kubectl-jackstay";
+
+/// The command line for the program name `program`: as a plug-in of kubectl, usage lines and examples say `kubectl
+/// jackstay`.
+fn command_line(program: Option<&OsStr>) -> clap::Command {
+    let is_plugin =
+        program.is_some_and(|path| Path::new(path).file_name() == Some(OsStr::new(PLUGIN)));
+    if !is_plugin {
+        return Cli::command();
+    }
+    let for_plugin = |command: clap::Command| {
+        let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+        command.after_help(help.replace("  jackstay ", "  kubectl jackstay "))
+    };
+    for_plugin(Cli::command()).bin_name("kubectl jackstay").mut_subcommands(for_plugin)
+}
+
+/// Parses the arguments, of which the first is the program name.
+fn parse(arguments: &[OsString]) -> Result<Cli, clap::Error> {
+    let mut command = command_line(arguments.first().map(OsString::as_os_str));
+    let mut matches = command.try_get_matches_from_mut(arguments)?;
+    Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
+}
+
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli = match parse(&env::args_os().collect::<Vec<_>>()) {
         Ok(cli) => cli,
         Err(error) => {
             let _ = error.print();
@@ -169,6 +197,24 @@ mod tests {
     struct AnyArguments {
         #[command(flatten)]
         _arguments: MissingArgs,
+    }
+
+    #[test]
+    fn plugin_of_kubectl_names_itself_in_usage_lines_and_examples() {
+        let help = |arguments: &[&str]| {
+            let arguments: Vec<_> = arguments.iter().map(OsString::from).collect();
+            parse(&arguments).unwrap_err().to_string()
+        };
+        for arguments in
+            [&["--help"][..], &["status", "--help"], &["kubeconfig", "--help"], &["status", "--no"]]
+        {
+            let plugin = help(&[&["/opt/krew/bin/kubectl-jackstay"], arguments].concat());
+            assert!(plugin.contains("Usage: kubectl jackstay"), "{arguments:?}: {plugin}");
+            assert!(!plugin.contains("\n  jackstay "), "{arguments:?}: {plugin}");
+            let program = help(&[&["/usr/bin/jackstay"], arguments].concat());
+            assert!(program.contains("Usage: jackstay"), "{arguments:?}: {program}");
+            assert!(!program.contains("kubectl jackstay"), "{arguments:?}: {program}");
+        }
     }
 
     #[test]

@@ -123,6 +123,7 @@ fn rule(conditions: Use) -> Result<SeccompRule, seccompiler::BackendError> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::system_calls::{COMMON, LEGACY, SystemCall};
     use super::*;
 
     #[test]
@@ -133,6 +134,46 @@ mod tests {
         numbers.sort_unstable();
         numbers.dedup();
         assert_eq!(numbers.len(), allowed().count());
+    }
+
+    #[test]
+    fn each_older_call_has_its_replacement_on_every_architecture() {
+        let replacements: BTreeMap<_, _> = [
+            ("epoll_wait", "epoll_pwait"),
+            ("poll", "ppoll"),
+            ("open", "openat"),
+            ("stat", "newfstatat"),
+            ("lstat", "newfstatat"),
+            ("access", "faccessat"),
+            ("readlink", "readlinkat"),
+            ("chmod", "fchmodat"),
+            ("mkdir", "mkdirat"),
+            ("unlink", "unlinkat"),
+            ("rmdir", "unlinkat"),
+            ("rename", "renameat"),
+            ("getrlimit", "prlimit64"),
+            ("time", "clock_gettime"),
+        ]
+        .into();
+        let names: Vec<_> = allowed().map(SystemCall::name).collect();
+        for call in LEGACY {
+            let replacement = replacements[call.name()];
+            assert!(COMMON.iter().any(|call| call.name() == replacement), "{}", call.name());
+        }
+        for replacement in replacements.values() {
+            assert!(names.contains(replacement), "{replacement}");
+        }
+        let has_older = cfg!(target_arch = "x86_64");
+        for older in replacements.keys() {
+            assert_eq!(names.contains(older), has_older, "{older}");
+        }
+        // The numbers are those of this architecture (asm/unistd_64.h, asm-generic/unistd.h).
+        let number = |name| allowed().find(|call| call.name() == name).map(|call| call.number);
+        let expected = match std::env::consts::ARCH {
+            "x86_64" => [271, 281, 257, 0],
+            _ => [73, 22, 56, 63],
+        };
+        assert_eq!(["ppoll", "epoll_pwait", "openat", "read"].map(number), expected.map(Some));
     }
 
     #[test]

@@ -1,0 +1,378 @@
+"""Installs, upgrades and removes the packages under the systemd that `boot` started; runs inside its namespaces."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import time
+import unittest
+from pathlib import Path
+
+UNIT = "jackstay.service"
+CONFIG, STATE = Path("/etc/jackstay/jackstay.yaml"), Path("/var/lib/jackstay")
+LISTENER, SERVER = ("127.0.0.1", 7443), ("127.0.0.1", 6443)
+LOG, DROP_IN = Path("/var/log/jackstay.log"), Path("/run/systemd/system/jackstay.service.d")
+CONFIGURATION = f"""
+upstreams: [{{ name: control-plane, endpoints: ["{SERVER[0]}:{SERVER[1]}"] }}]
+listeners: [{{ name: apiserver, mode: passthrough, bind: ["{LISTENER[0]}:{LISTENER[1]}"], upstream: control-plane }}]
+"""
+BROKEN = CONFIGURATION.replace("upstream: control-plane", "upstream: another")
+# Times at which dpkg is killed, besides those that depend on what it does.
+SEED = int(os.environ.get("JACKSTAY_SEED") or time.time())
+
+
+def sh(*command, check=True, **options):
+    done = subprocess.run([str(word) for word in command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, check=False, timeout=60, **options)
+    if check and done.returncode:
+        raise AssertionError(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout}")
+    return done.stdout
+
+
+def wait_for(what, condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            log = LOG.read_text()[-4000:] if LOG.exists() else ""
+            raise AssertionError(f"no {what} within {seconds} s\n{log}")
+        time.sleep(0.02)
+
+
+def show(name):
+    return sh("systemctl", "show", "--property", name, "--value", UNIT).strip()
+
+
+def main_pid():
+    return int(show("MainPID"))
+
+
+def state():
+    """What dpkg knows of the package, such as `installed 1.0.0-1`."""
+    return sh("dpkg-query", "--show", "--showformat=${db:Status-Status} ${Version}", "jackstay", check=False).strip()
+
+
+def install(version):
+    return sh("dpkg", "--install", f"/packages/{version}.deb")
+
+
+def serves():
+    try:
+        with Client() as client:
+            return client.echoes()
+    except OSError:
+        return False
+
+
+class Server:
+    """Takes the place of an apiserver: answers jackstay's probes with 200, and sends back everything else."""
+
+    def __init__(self):
+        files = "/tmp/server.crt", "/tmp/server.key"
+        sh("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=apiserver", "-days", "1",
+           "-addext", f"subjectAltName=IP:{SERVER[0]}", "-out", files[0], "-keyout", files[1])
+        self.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.tls.load_cert_chain(*files)
+        self.tls.set_alpn_protocols(["http/1.1"])
+        self.listener = socket.create_server(SERVER, backlog=100)
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        while True:
+            connection, _ = self.listener.accept()
+            threading.Thread(target=self.serve, args=(connection,), daemon=True).start()
+
+    def serve(self, connection):
+        try:
+            with self.tls.wrap_socket(connection, server_side=True) as stream:
+                while data := stream.recv(4096):
+                    stream.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok" if data.startswith(b"GET ") else data)
+        except OSError:
+            pass
+
+
+class Client:
+    """One connection through jackstay."""
+
+    TLS = ssl.create_default_context()
+    TLS.check_hostname, TLS.verify_mode = False, ssl.CERT_NONE
+
+    def __init__(self):
+        self.socket = self.TLS.wrap_socket(socket.create_connection(LISTENER, 5))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.socket.close()
+
+    def echoes(self):
+        self.socket.sendall(b"ping")
+        return self.socket.recv(4) == b"ping"
+
+
+class Connecting:
+    """Opens connections all the time, and counts those that fail."""
+
+    def __init__(self):
+        self.opened, self.failed, self.running = 0, [], True
+        self.thread = threading.Thread(target=self.run)
+
+    def run(self):
+        while self.running:
+            try:
+                with Client() as client:
+                    assert client.echoes(), "closed without an answer"
+                self.opened += 1
+            except (OSError, AssertionError) as error:
+                self.failed.append(f"{time.strftime('%H:%M:%S', time.gmtime())} {error}")
+            time.sleep(0.005)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.running = False
+        self.thread.join()
+
+
+class Node(unittest.TestCase):
+    """A machine on which jackstay is not installed."""
+
+    @classmethod
+    def setUpClass(cls):
+        # systemd has no journal here.
+        DROP_IN.mkdir(parents=True, exist_ok=True)
+        (DROP_IN / "log.conf").write_text(f"[Service]\nStandardOutput=append:{LOG}\nStandardError=inherit\n")
+        sh("systemctl", "daemon-reload")
+
+    def setUp(self):
+        self.clean()
+
+    def tearDown(self):
+        log = LOG.read_text() if LOG.exists() else ""
+        self.assertNotIn("panicked", log)
+        Path("/packages", f"{self.id()}.log").write_text(log)
+
+    def clean(self):
+        sh("dpkg", "--purge", "jackstay", check=False)
+        sh("rpm", "--erase", "jackstay", check=False)
+        sh("systemctl", "reset-failed", check=False)
+        shutil.rmtree(CONFIG.parent, ignore_errors=True)
+        LOG.unlink(missing_ok=True)
+
+    @staticmethod
+    def configure(text=CONFIGURATION):
+        CONFIG.parent.mkdir(exist_ok=True)
+        fresh = CONFIG.with_suffix(".new")
+        fresh.write_text(text)
+        fresh.replace(CONFIG)
+
+    def start_installed(self):
+        """Installs version 1 with a configuration; returns the PID of its process."""
+        self.configure()
+        install(1)
+        wait_for("served connection", serves)
+        return main_pid()
+
+    def assert_replaced(self, pid):
+        """The process is another one, of the installed file."""
+        wait_for("another process", lambda: main_pid() not in (0, pid))
+        self.assertEqual(os.readlink(f"/proc/{main_pid()}/exe"), "/usr/bin/jackstay", LOG.read_text())
+        wait_for("served connection", serves)
+
+
+class Files(unittest.TestCase):
+    """What the packages contain."""
+
+    def test_both_packages_have_the_same_files(self):
+        deb = {line.split()[5].removeprefix(".") for line in sh("dpkg-deb", "--contents", "/packages/1.deb").splitlines() if not line.startswith("d")}
+        rpm = set(sh("rpm", "--query", "--list", "--package", "/packages/1.rpm").splitlines())
+
+        def paths(names):
+            names = {name.removesuffix(".gz").replace("vendor-completions", "site-functions") for name in names}
+            return {name for name in names if not name.startswith(("/usr/share/doc", "/usr/share/licenses"))}
+        self.assertEqual(paths(deb), paths(rpm))
+        for name in ("/usr/bin/jackstay", "/usr/bin/kubectl-jackstay", "/usr/lib/systemd/system/jackstay.service",
+                     "/usr/share/man/man1/jackstay-doctor.1", "/usr/lib/jackstay/nftables/install.sh"):
+            self.assertIn(name, paths(deb))
+        for name in ("/usr/share/doc/jackstay/copyright", "/usr/share/doc/jackstay/THIRD-PARTY-NOTICES"):
+            self.assertIn(name, deb)
+        self.assertIn("/usr/share/licenses/jackstay/LICENSE", rpm)
+
+    def test_nothing_is_for_usr_local_or_writable_by_others(self):
+        sh("dpkg-deb", "--extract", "/packages/1.deb", "/tmp/extracted")
+        for file in Path("/tmp/extracted").rglob("*"):
+            if file.is_file() and not file.is_symlink():
+                self.assertEqual(file.stat().st_mode & 0o022, 0, file)
+                if "usr/lib" in str(file):
+                    self.assertNotIn("/usr/local", file.read_text(), file)
+        shutil.rmtree("/tmp/extracted")
+
+    def test_archive_has_the_program_licences_and_deployment(self):
+        names = {name.partition("/")[2] for name in sh("tar", "--list", "--file", "/packages/1.tar.gz").splitlines()}
+        for name in ("jackstay", "kubectl-jackstay", "LICENSE", "THIRD-PARTY-NOTICES", "man/jackstay.1", "completions/_jackstay",
+                     "config/jackstay.yaml", "deploy/README.md", "deploy/static-pod/jackstay.yaml", "deploy/systemd/jackstay.service"):
+            self.assertIn(name, names)
+
+
+class Deb(Node):
+    """The Debian package."""
+
+    def test_installs_without_configuration_and_starts_with_one(self):
+        self.assertIn("/etc/jackstay/jackstay.yaml", install(1))
+        self.assertEqual(state(), "installed 1.0.0-1")
+        self.assertEqual((show("ActiveState"), show("UnitFileState"), main_pid()), ("inactive", "enabled", 0))
+        sh("systemctl", "start", UNIT)
+        self.assertEqual((show("ActiveState"), show("ConditionResult")), ("inactive", "no"))
+        verified = sh("systemd-analyze", "verify", "--man=no", *sorted(Path("/usr/lib/systemd/system").glob("jackstay*")), check=False)
+        self.assertEqual(verified, "")
+        self.assertIn("jackstay:", sh("getent", "passwd", "jackstay"))
+        self.assertTrue(CONFIG.parent.is_dir())
+        self.assertIn("Usage: kubectl jackstay", sh("kubectl-jackstay", "--help"))
+        self.configure()
+        sh("systemctl", "start", UNIT)
+        self.assertTrue(serves())
+
+    def test_upgrade_keeps_connections(self):
+        pid = self.start_installed()
+        with Client() as client, Connecting() as connecting:
+            self.assertTrue(client.echoes())
+            install(2)
+            self.assertEqual(state(), "installed 1.1.0-1")
+            self.assertTrue(client.echoes(), "a connection that was open before the upgrade")
+            self.assert_replaced(pid)
+            self.assertTrue(client.echoes())
+        self.assertEqual(connecting.failed[:5], [])
+        print(f"{connecting.opened} connections during the upgrade, none failed")
+
+    def test_upgrade_with_broken_configuration_keeps_the_running_process(self):
+        pid = self.start_installed()
+        self.configure(BROKEN)
+        with Client() as client, Connecting() as connecting:
+            output = install(2)
+            self.assertTrue(client.echoes())
+        self.assertEqual((state(), main_pid(), connecting.failed), ("installed 1.1.0-1", pid, []))
+        self.assertIn("still has the previous version", output)
+        self.assertIn("another", output, "the reason")
+        self.configure()
+        sh("/usr/lib/jackstay/take-over")
+        self.assert_replaced(pid)
+
+    def test_stopped_or_disabled_service(self):
+        self.start_installed()
+        sh("systemctl", "disable", "--now", UNIT)
+        install(2)
+        self.assertEqual((show("UnitFileState"), main_pid()), ("disabled", 0))
+
+    def test_port_in_use(self):
+        self.configure()
+        with socket.create_server(LISTENER):
+            output = install(1)
+            self.assertEqual(state(), "installed 1.0.0-1")
+            self.assertIn("the service does not start", output)
+            self.assertIn("127.0.0.1:7443", LOG.read_text())
+        wait_for("served connection, after the port is free", serves)
+
+    def test_interrupted_upgrades(self):
+        """dpkg and its scripts are killed at different moments; `dpkg --configure -a` or the same command again finishes."""
+        self.start_installed()
+        moments = {
+            "while it unpacks": Path("/usr/bin/jackstay.dpkg-new").exists,
+            "after it has unpacked": lambda: state().startswith(("unpacked 1", "half-configured 1")),
+            "while the new process takes over": lambda: "/usr/lib/jackstay/take-over" in sh("ps", "-eo", "args"),
+        }
+        chosen = random.Random(SEED)
+        for _ in range(3):
+            delay = chosen.uniform(0, 1.5)
+            moments[f"after {delay:.2f} s (seed {SEED})"] = lambda until=[delay]: self.elapsed > until[0]
+        with Connecting() as connecting:
+            for number, (moment, reached) in enumerate(moments.items()):
+                version = 2 - number % 2
+                pid = main_pid()
+                left = self.interrupt(version, reached)
+                sh("dpkg", "--configure", "-a", check=False)
+                if state().split()[0] != "installed":
+                    install(version)
+                print(f"killed {moment}: {left}, then {state()}")
+                install(version)
+                self.assertEqual(state(), f"installed 1.{version - 1}.0-1")
+                self.assert_replaced(pid)
+        self.assertEqual(connecting.failed[:5], [])
+
+    def interrupt(self, version, reached):
+        """Kills dpkg and all of its children when `reached`; returns what dpkg knows then."""
+        dpkg = subprocess.Popen(["dpkg", "--install", f"/packages/{version}.deb"], stdin=subprocess.DEVNULL,
+                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        began = time.monotonic()
+        self.elapsed = 0
+        while dpkg.poll() is None and not reached():
+            self.elapsed = time.monotonic() - began
+        if dpkg.poll() is None:
+            os.killpg(dpkg.pid, signal.SIGKILL)
+        dpkg.wait()
+        return state()
+
+    def test_remove_and_purge(self):
+        pid = self.start_installed()
+        with Client() as client:
+            self.assertTrue(client.echoes())
+            sh("dpkg", "--remove", "jackstay")
+        self.assertFalse(Path(f"/proc/{pid}").exists())
+        self.assertFalse(Path("/usr/bin/jackstay").exists())
+        self.assertFalse(serves())
+        self.assertTrue(CONFIG.exists() and STATE.is_dir())
+        install(2)
+        wait_for("served connection, after another installation", serves)
+        sh("dpkg", "--purge", "jackstay")
+        self.assertFalse(STATE.exists())
+        self.assertTrue(CONFIG.exists(), "a file of the administrator")
+        left = sh("find", "/etc/systemd", "/usr/lib", "/usr/bin", "/var/lib/systemd", "/run/systemd/system", "-name", "*jackstay*")
+        self.assertEqual(left, f"{DROP_IN}\n", "the drop-in of this test")
+
+    def test_dynamic_user_is_the_user_of_the_package(self):
+        folder = Path("/etc/systemd/system/jackstay.service.d")
+        folder.mkdir(parents=True)
+        try:
+            (folder / "user.conf").write_text("[Service]\nDynamicUser=yes\n")
+            pid = self.start_installed()
+            uid = re.search(r"^Uid:\t(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
+            self.assertEqual(sh("id", "--user", "jackstay").strip(), uid)
+            install(2)
+            self.assert_replaced(pid)
+        finally:
+            shutil.rmtree(folder)
+            sh("dpkg", "--purge", "jackstay")
+
+
+class Rpm(Node):
+    """The RPM package, on this Debian: its files, and its scripts under systemd."""
+
+    def test_install_upgrade_and_erase(self):
+        def rpm(*arguments):
+            return sh("rpm", "--force-debian", "--nodeps", *arguments)
+        self.configure()
+        rpm("--install", "/packages/1.rpm")
+        self.assertIn("Usage: kubectl jackstay", sh("kubectl-jackstay", "--help"))
+        sh("systemctl", "enable", "--now", UNIT)
+        pid = main_pid()
+        with Client() as client, Connecting() as connecting:
+            self.assertTrue(client.echoes())
+            rpm("--upgrade", "/packages/2.rpm")
+            self.assert_replaced(pid)
+            self.assertTrue(client.echoes())
+        self.assertEqual(connecting.failed[:5], [])
+        rpm("--erase", "jackstay")
+        self.assertFalse(Path("/usr/bin/jackstay").exists())
+        self.assertFalse(serves())
+
+
+if __name__ == "__main__":
+    os.chdir("/")
+    Server()
+    unittest.main()

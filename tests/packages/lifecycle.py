@@ -146,9 +146,10 @@ class Node(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls):
-        # systemd has no journal here.
+        # systemd has no journal here. A process sends its first WATCHDOG=1 after half of WatchdogSec, and only the main
+        # process may; these tests have the process replaced more often than that.
         DROP_IN.mkdir(parents=True, exist_ok=True)
-        (DROP_IN / "log.conf").write_text(f"[Service]\nStandardOutput=append:{LOG}\nStandardError=inherit\n")
+        (DROP_IN / "test.conf").write_text(f"[Service]\nWatchdogSec=120\nStandardOutput=append:{LOG}\nStandardError=inherit\n")
         sh("systemctl", "daemon-reload")
 
     def setUp(self):
@@ -183,7 +184,7 @@ class Node(unittest.TestCase):
     def assert_replaced(self, pid):
         """The process is another one, of the installed file."""
         wait_for("another process", lambda: main_pid() not in (0, pid))
-        self.assertEqual(os.readlink(f"/proc/{main_pid()}/exe"), "/usr/bin/jackstay", LOG.read_text())
+        self.assertEqual(os.readlink(f"/proc/{main_pid()}/exe"), "/usr/bin/jackstay")
         wait_for("served connection", serves)
 
 

@@ -250,6 +250,7 @@ class Deb(Node):
             self.assert_replaced(pid)
             self.assertTrue(client.echoes())
         self.assertEqual(connecting.failed[:5], [])
+        self.assertGreater(connecting.opened, 0)
         print(f"{connecting.opened} connections during the upgrade, none failed")
 
     def test_upgrade_with_broken_configuration_keeps_the_running_process(self):

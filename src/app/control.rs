@@ -276,7 +276,9 @@ impl ControlThread {
 
     fn notify_main_process(&self, pid: Option<i32>) {
         if let Some(pid) = pid {
-            self.manager.notify(&format!("MAINPID={pid}"));
+            // Only the main process may feed the watchdog. The new one does so in half of the interval; if another takeover
+            // follows before that, no process would.
+            self.manager.notify(&format!("MAINPID={pid}\nWATCHDOG=1"));
         }
     }
 

@@ -43,7 +43,7 @@ class NodeWithSystemd(RealNode):
         with open("/etc/hosts", "a") as hosts:
             for name, address in ADDRESSES.items():
                 hosts.write(f"{address} {NAMES[name]}\n")
-        for directory in ("/etc/systemd/system", "/etc/jackstay", "/var/lib/jackstay"):
+        for directory in ("/etc/systemd/system", "/etc/jackstay", "/var/lib/jackstay", "/etc/kubernetes", "/var/lib/kubelet/pki"):
             shutil.rmtree(directory, ignore_errors=True)
         units = Path("/etc/systemd/system")
         units.mkdir()

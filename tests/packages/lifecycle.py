@@ -216,7 +216,7 @@ class Files(unittest.TestCase):
 
     def test_archive_has_the_program_licences_and_deployment(self):
         names = {name.partition("/")[2] for name in sh("tar", "--list", "--file", "/packages/1.tar.gz").splitlines()}
-        for name in ("jackstay", "kubectl-jackstay", "LICENSE", "THIRD-PARTY-NOTICES", "man/jackstay.1", "completions/_jackstay",
+        for name in ("jackstay", "LICENSE", "THIRD-PARTY-NOTICES", "man/jackstay.1", "completions/_jackstay",
                      "config/jackstay.yaml", "deploy/README.md", "deploy/static-pod/jackstay.yaml", "deploy/systemd/jackstay.service"):
             self.assertIn(name, names)
 

@@ -178,7 +178,10 @@ class Systemd:
 
     def start(self):
         self.process.start()
-        wait_for("systemd", lambda: self.process.require_running() or self.ctl("is-active", "rig.target").stdout.strip() == "active", 30)
+        try:
+            wait_for("systemd", lambda: self.process.require_running() or self.ctl("is-active", "rig.target").stdout.strip() == "active", 60)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.process.tail()}") from error
         return self
 
     @property

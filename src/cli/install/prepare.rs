@@ -212,6 +212,14 @@ fn plan_service(
                 "{UNIT} runs already: point kubelet at it with `jackstay kubeconfig`, or stop it first"
             )));
         }
+        if args.form == ServiceForm::StaticPod
+            && property(&Systemd, UNIT, "UnitFileState") == "enabled"
+        {
+            return Err(Failure::Input(format!(
+                "{UNIT} is enabled and would take the ports of the static pod at the next boot: `systemctl disable {UNIT}` \
+                 first, or --as unit"
+            )));
+        }
         let command = property(&Systemd, UNIT, "ExecStart");
         if args.form == ServiceForm::Unit && !command.contains(CONFIG) {
             return Err(Failure::Input(format!(

@@ -17,7 +17,7 @@ use crate::upstream::endpoint::Endpoint;
 
 /// Pause before the version is read again on the same connection.
 const INTERVAL: Duration = Duration::from_secs(600);
-/// Pause after a request that was not answered, or with an error of the server.
+/// Pause after a request that was not answered, or with an error.
 const RETRY_PAUSE: Duration = Duration::from_secs(10);
 
 /// Reads the version of one endpoint.
@@ -52,8 +52,11 @@ impl VersionReader {
             return;
         };
         if let Some(version) = interpret(status, &body) {
+            // An apiserver refuses every user until it has read the roles after its start (403), so that is asked again soon.
+            if version.is_ok() {
+                self.next = Some(now + INTERVAL);
+            }
             endpoint.record_version(version);
-            self.next = Some(now + INTERVAL);
         }
     }
 }

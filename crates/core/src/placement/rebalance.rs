@@ -140,21 +140,24 @@ pub struct RebalanceSchedule {
     rng: fastrand::Rng,
     last: Instant,
     next: Instant,
+    /// The number of rounds for which the current pause stands.
+    rounds: u32,
 }
 
 impl RebalanceSchedule {
     /// A schedule that begins at `now`.
     pub fn new(now: Instant, mut rng: fastrand::Rng) -> Self {
-        Self { random_start: rng.f64(), rng, last: now, next: now + ROUND }
+        Self { random_start: rng.f64(), rng, last: now, next: now + ROUND, rounds: 1 }
     }
 
-    /// If a round is due, returns the time since the previous one, at most two rounds, and schedules the next
-    /// one.
+    /// If a round is due, returns the time since the previous one, at most twice the mean pause, and schedules the next
+    /// one. A longer pause offers as many moves as the rounds for which it stands: a node with few watches would
+    /// otherwise move one of them in many minutes.
     pub fn begin_round(&mut self, now: Instant) -> Option<Duration> {
         if now < self.next {
             return None;
         }
-        let elapsed = now.saturating_duration_since(self.last).min(ROUND * 2);
+        let elapsed = now.saturating_duration_since(self.last).min(ROUND * 2 * self.rounds);
         self.last = now;
         self.schedule_next(1, now);
         Some(elapsed)
@@ -162,6 +165,7 @@ impl RebalanceSchedule {
 
     /// Schedules the next round after a pause of this number of rounds.
     fn schedule_next(&mut self, rounds: u32, now: Instant) {
+        self.rounds = rounds;
         self.next = now + ROUND.mul_f64(0.5 + self.rng.f64()) * rounds;
     }
 
@@ -481,6 +485,33 @@ mod tests {
         let unready = WatchRow { ready_for: None, ..row(1, "b", 0) };
         assert_eq!(first_offer(&[row(0, "a", 500), unready], 50), None);
         assert_eq!(first_offer(&[], 50), None);
+    }
+
+    /// A restarted apiserver has no history at first, so it refuses watches whose last event is from before.
+    #[test]
+    fn few_watches_that_a_target_refuses_at_first_move_soon_after_it_takes_them() {
+        for seed in 0..50 {
+            let start = Instant::now();
+            let mut rebalancer = Rebalancer::new(start, fastrand::Rng::with_seed(seed));
+            let (mut here, mut elsewhere, mut offered) = (0, 5, None);
+            let mut now = start;
+            while elsewhere > 0 && now < start + HOUR {
+                now += Duration::from_millis(100);
+                let Some(elapsed) = rebalancer.begin_round(now) else { continue };
+                if let Some(count) = offered.take() {
+                    let is_taken = now > start + Duration::from_secs(120);
+                    if is_taken {
+                        (here, elsewhere) = (here + count, elsewhere - count);
+                    }
+                    rebalancer.offer_ended(!is_taken);
+                }
+                let fallback = WatchRow { is_fallback: true, ..row(1, "b", elsewhere) };
+                let rows = [row(0, "a", here), fallback];
+                offered = rebalancer.plan(elapsed, &rows, false, now).map(|offer| offer.count);
+            }
+            let took = now - start;
+            assert!(took < Duration::from_secs(420), "seed {seed}: {took:?}");
+        }
     }
 
     #[test]

@@ -11,8 +11,8 @@
 //! * [`admin`] is the admin endpoint; [`observe`] contains metrics, logs and events.
 //! * [`config`] and [`kubeconfig`] read files; [`net`] is TLS and HTTP/2 below the requests.
 //! * The decisions are in `jackstay_core`, the operating system in `jackstay_sys`.
-//! * [`cli`] contains the commands, [`doctor`] the diagnosis, `install` the installation on a node, `demo` a demonstration with the small apiservers of
-//!   `jackstay_apiserver`.
+//! * [`cli`] contains the commands, [`doctor`] the diagnosis, `install` the installation on a node, `demo` a demonstration
+//!   with the small apiservers of `jackstay_apiserver`.
 //!
 //! Imports have one direction, which `tests/architecture` checks:
 //! `app → {admin, proxy, control} → upstream → {net, observe} → config`.

@@ -11,7 +11,7 @@
 //! * [`journal`] stores on disk, before the first change, every path that will change with its old content, and every
 //!   unit that will be enabled. So the change can be undone by a process that knows nothing else.
 //! * [`steps`] is the order of the changes, as data: `--dry-run` prints it.
-//! * [`transaction`] writes and restores files. [`undo`] is the order of the way back: first kubelet gets a kubeconfig
+//! * [`transaction`] writes and restores files. [`undo`] restores the node: first kubelet gets a kubeconfig
 //!   that works without jackstay, then jackstay stops.
 //!
 //! An interrupted change is undone by the first of these: the guard, which waits until the installing process ends; the

@@ -1,7 +1,7 @@
 //! Undoes an installation, complete or interrupted.
 //!
 //! The order keeps a working kubeconfig at every moment: kubelet gets the old kubeconfig and is restarted while jackstay
-//! still serves. Each step can be repeated, so that an interrupted way back is continued by the next process.
+//! still serves. Each step can be repeated, so that the next process continues what was interrupted.
 
 use std::error::Error;
 use std::fmt;

@@ -14,7 +14,7 @@ import time
 import unittest
 from pathlib import Path
 
-from cases import RigCase
+from cases import RigCase, long_form
 from deployed import SERVER, pids_of, status, stop_everything
 from figures import LONG, within, record
 from installed import JOURNAL, KUBELET_CONF, MANIFESTS, NAMES, NodeWithSystemd
@@ -168,8 +168,9 @@ class Install(RigCase, unittest.TestCase):
                     sh("kill", "-KILL", str(pid), check=False)
             child.wait(10)
 
+    @long_form("the unit tests of install::undo interrupt every step")
     def test_5_killed_uninstall_is_continued(self):
-        for reboot in (False, True) if LONG else (False,):
+        for reboot in (False, True):
             with self.subTest(reboot=reboot):
                 self.install()
                 child = self.node.start_background(self.rig.dir / "uninstall.log", self.node.program(), "uninstall")
@@ -213,6 +214,7 @@ class Install(RigCase, unittest.TestCase):
             self.assertRegex(done.stderr, "nothing changed: /etc/systemd/system/.* cannot be written.*Read-only")
             self.assert_as_before()
 
+    @long_form("the unit tests of install::undo have each kind of change")
     def test_7_changed_files_survive_uninstall(self):
         """An edited configuration is kept, and a kubeconfig that others have changed keeps their change."""
         self.install()
@@ -260,7 +262,7 @@ class Install(RigCase, unittest.TestCase):
         self.assertEqual(pids_of(), [])
         dpkg("--purge", "jackstay")
 
-    @unittest.skipUnless(LONG, "the unit covers the same steps")
+    @long_form("the unit has the same steps")
     def test_9_static_pod(self):
         from deployed import dist_file
         image = re.search(r"image: (\S+)", Path(__file__).parents[2].joinpath("deploy/static-pod/jackstay.yaml").read_text())[1]

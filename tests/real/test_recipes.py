@@ -329,18 +329,6 @@ class ControlPlane(RigCase, unittest.TestCase):
         self.assertEqual([path for path in kept if path.read_bytes() != before[path]], [])
         self.assertEqual([path for path in renewed if path.read_bytes() == before[path]], [])
 
-    @long_form("test_2: requests return at once, watches gradually")
-    def test_4_watches_return_to_the_local_apiserver(self):
-        def elsewhere():
-            endpoints = status()["upstreams"][0]["endpoints"]
-            return sum(endpoint["watches"] for endpoint in endpoints if not endpoint["address"].startswith(ADDRESSES["a"]))
-        self.rig.apiservers["a"].kill()
-        watches = wait_for("the watches on another apiserver", elsewhere, 20)
-        self.rig.apiservers["a"].start()
-        ready = time.time()
-        wait_for(f"{watches} watches to return", lambda: elsewhere() == 0, 400, pause=1)
-        record("control-plane node: local apiserver ready, all watches return", time.time() - ready, "s")
-
 
 class Kubespray(RigCase, unittest.TestCase):
     """The role for Kubespray, in a checkout that has only what the role meets there."""

@@ -252,10 +252,6 @@ fn setup_request(
     apiservers: &Apiservers,
 ) -> io::Result<SetupRequest> {
     let absolute = |file: &Option<PathBuf>| file.as_deref().map(std::path::absolute).transpose();
-    let host_name = || {
-        let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-        name.trim().to_lowercase()
-    };
     Ok(SetupRequest {
         mode: args.mode.unwrap_or(SetupMode::Passthrough),
         host: address.host.clone(),
@@ -270,6 +266,12 @@ fn setup_request(
         now: SystemTime::now(),
         state: args.state_dir.clone(),
     })
+}
+
+/// The host name in lower case, as kubelet names its node.
+pub(super) fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    name.trim().to_lowercase()
 }
 
 /// How clients verify the certificate at the local endpoint.

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use crate::cli::options::{DurationFlagError, parse_flag_duration};
 use crate::install::service::ServiceForm;
@@ -83,19 +83,17 @@ fn parse_limit(text: &str) -> Result<Duration, DurationFlagError> {
     }
 }
 
+/// The name of a value on the command line.
+fn name_of(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
+
 impl InstallArgs {
     /// The arguments that decide the result.
     pub(super) fn request_text(&self) -> String {
         let mut endpoints = self.endpoints.clone();
         endpoints.sort();
-        let form = match self.form {
-            ServiceForm::Unit => "unit",
-            ServiceForm::StaticPod => "static-pod",
-        };
-        let mode = match self.mode {
-            SetupMode::Terminate => "terminate",
-            SetupMode::Passthrough => "passthrough",
-        };
+        let (mode, form) = (name_of(&self.mode), name_of(&self.form));
         let mut text = format!("--mode {mode} --as {form} --listen {}", self.listen);
         if self.form == ServiceForm::StaticPod {
             text.push_str(" --image ");

@@ -1,6 +1,6 @@
 //! The node on which jackstay is installed, and the requests for its state.
 
-use crate::cli::kubeconfig::{Draft, Failure};
+use crate::cli::kubeconfig::{Draft, Failure, host_name};
 use crate::doctor::node::{NodeState, node_state};
 use crate::doctor::observations::EndpointSource;
 use crate::doctor::target::{ExecPlugins, Target, Trust};
@@ -73,9 +73,5 @@ pub(super) fn node_name(context: &ResolvedContext, hostname_override: Option<&st
         let subject = Subject::from_der(chain.first()?).ok()?;
         subject.common_name()?.strip_prefix(USER_PREFIX).map(ToOwned::to_owned)
     };
-    let of_host = || {
-        let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-        name.trim().to_lowercase()
-    };
-    of_certificate().or_else(|| hostname_override.map(str::to_lowercase)).unwrap_or_else(of_host)
+    of_certificate().or_else(|| hostname_override.map(str::to_lowercase)).unwrap_or_else(host_name)
 }

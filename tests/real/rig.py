@@ -404,7 +404,7 @@ table inet jackstay_rig {
 
 # Messages of client-go in 1.20 ("watch of *v1.Pod closed with: …") and in current releases ("watch ended with error",
 # "falling back to regular list").
-WATCH_ERRORS = (r"client connection lost|watch (of .* )?(ended|closed) with|Failed to watch|Unable to watch|unable to decode"
+WATCH_ERRORS = (r"client connection lost|watch (of .* )?(ended|closed) with|\"Watch closed\"|Failed to watch|Unable to watch|unable to decode"
            r"|failed to list|falling back to (?!slow path)")  # "slow path" belongs to lease updates
 WRITE_ERRORS = r"Error updating node status|failed to (update|ensure).*lease"
 

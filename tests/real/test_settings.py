@@ -224,6 +224,31 @@ class Hardened(ExtraCase, unittest.TestCase):
         # jackstay may continue a watch only with the credential that its client sent.
         self.assertGreater(report["watches"]["ended_cleanly"], 0)
 
+    def test_old_version_waits_for_an_apiserver_that_does_not_respond(self):
+        """d has restarted and has no history of the watch. e has it, and its connections are suspect for a moment."""
+        path = f"/api/v1/namespaces/{self.rig.load_namespace()}/services"
+        first, _ = (self.rig.control.must("POST", path, {"metadata": {"name": name}, "spec": {"ports": [{"port": 80}]}})
+                    for name in ("first", "second"))
+        version = first["metadata"]["resourceVersion"]
+        d, e = self.rig.extra["d"], self.rig.extra["e"]
+        d.restart(graceful=False)
+        wait_for("d to be ready", lambda: self.endpoints()["d"]["state"] == "ready", 30)
+        self.assertIn(b"410", self.rig.api("d", cert=self.rig.admin_cert).get(f"{path}?watch=1&resourceVersion={version}&timeoutSeconds=1").body)
+
+        def withheld():
+            return self.jackstay.metrics().get('jackstay_watch_resumes_total{outcome="withheld"}', 0)
+        before, bodies = withheld(), []
+        watch = threading.Thread(target=lambda: bodies.append(
+            self.rig.api(self.server, token=ADMIN_TOKENS["admin-1"]).get(f"{path}?watch=1&resourceVersion={version}&timeoutSeconds=5").body))
+        self.addCleanup(e.resume)
+        e.pause()
+        wait_for("e to be suspect", lambda: self.endpoints()["e"]["state"] != "ready", 10)
+        watch.start()
+        wait_for("the 410 of d", lambda: withheld() > before, 10)
+        e.resume()
+        watch.join(30)
+        self.assertEqual([bool(re.search(rb'"ADDED".*"name":"second"', body)) and b"ERROR" not in body for body in bodies], [True], bodies)
+
     @covers("kube-proxy: nftables", "kube-proxy: iptables")
     def test_proxy_modes_notice_no_fault(self):
         # test_deploy.Controllers has iptables; 1.20 has only that.

@@ -283,12 +283,12 @@ impl Session {
         let exclusions = self.exclusions.get_or_insert_default();
         exclusions.record(result, endpoint, withholds_error, now);
         let candidates = exclusions.candidates(endpoints, now);
-        let endpoints_left = if withholds_error {
-            candidates.ready
-        } else if result.lacks_encoding()
+        let endpoints_left = if withholds_error
+            || result.lacks_encoding()
             || matches!(result, AttemptResult::Head { status: 410, .. })
         {
-            // Waiting adds no encoding and makes no history longer, so another endpoint must be usable now.
+            // Waiting adds no encoding and makes no history longer, so another endpoint must be usable now. One that
+            // connects again is usable: its history is as long as before.
             candidates.usable
         } else if exclusions.encoding_refused {
             // The client may get another encoding now, instead of a pause until an endpoint returns.

@@ -13,7 +13,7 @@
 use std::time::{Duration, Instant};
 
 use super::input::{AttemptResult, Exclusion};
-use crate::endpoint_condition::{EndpointCondition, has_ready_besides};
+use crate::endpoint_condition::EndpointCondition;
 use crate::endpoint_state::EndpointState;
 use crate::pool::EndpointKey;
 
@@ -45,8 +45,6 @@ pub struct Candidates {
     pub usable: bool,
     /// At least one has a connection that works.
     pub connected: bool,
-    /// At least one is ready.
-    pub ready: bool,
     /// Time until the first one in a state that allows requests may be asked (Retry-After).
     pub retry_after: Duration,
 }
@@ -110,7 +108,6 @@ impl Exclusions {
             any: endpoints.iter().any(|one| is_left(&one)),
             usable: usable().next().is_some(),
             connected: usable().any(|one| matches!(one.state, Ready | Degraded)),
-            ready: has_ready_besides(endpoints.iter().copied(), &self.round),
             retry_after: usable().map(pause).min().unwrap_or_default(),
         }
     }
@@ -204,18 +201,18 @@ mod tests {
         let found = |exclusions: &Exclusions, a, b| {
             let left = exclusions.candidates(&table(a, b), now);
             assert_eq!(left.connected, left.usable && ![a, b].contains(&Connecting), "{a:?} {b:?}");
-            (left.any, left.usable, left.ready, left.retry_after.as_secs())
+            (left.any, left.usable, left.retry_after.as_secs())
         };
         let mut exclusions = Exclusions::default();
-        assert_eq!(found(&exclusions, Degraded, Ejected), (true, true, false, 0));
-        assert_eq!(found(&exclusions, Ejected, Ejected), (true, false, false, 0));
-        assert_eq!(found(&exclusions, Connecting, Ejected), (true, true, false, 0));
+        assert_eq!(found(&exclusions, Degraded, Ejected), (true, true, 0));
+        assert_eq!(found(&exclusions, Ejected, Ejected), (true, false, 0));
+        assert_eq!(found(&exclusions, Connecting, Ejected), (true, true, 0));
         exclusions.record(head(410, 0), Some(A), false, now);
-        assert_eq!(found(&exclusions, Ready, Ejected), (true, false, false, 0));
-        assert_eq!(found(&exclusions, Ready, Ready), (true, true, true, 0));
+        assert_eq!(found(&exclusions, Ready, Ejected), (true, false, 0));
+        assert_eq!(found(&exclusions, Ready, Ready), (true, true, 0));
         exclusions.record(head(429, 9), Some(B), false, now);
-        assert_eq!(found(&exclusions, Ready, Ready), (true, true, true, 9));
+        assert_eq!(found(&exclusions, Ready, Ready), (true, true, 9));
         exclusions.record(head(410, 0), Some(B), false, now);
-        assert_eq!(found(&exclusions, Ready, Ready), (false, false, false, 0));
+        assert_eq!(found(&exclusions, Ready, Ready), (false, false, 0));
     }
 }

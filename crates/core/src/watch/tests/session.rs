@@ -8,7 +8,7 @@ use super::super::session::{
 };
 use super::events::{cursor, request};
 use crate::endpoint_condition::EndpointCondition;
-use crate::endpoint_state::EndpointState::{self, Connecting, Ejected, Ready};
+use crate::endpoint_state::EndpointState::{self, Connecting, Degraded, Ejected, Ready, Suspect};
 use crate::pool::EndpointKey;
 use bytes::Bytes;
 use std::time::{Duration, Instant};
@@ -412,6 +412,14 @@ fn error_410_is_withheld_while_other_endpoints_are_asked() {
         assert_eq!(frame(&mut session, error(410)), Effect::NextEndpoint, "{name}");
         assert_eq!(reject(&mut session, false, NONE_LEFT, start), TOO_OLD, "{name}: none left");
         assert_eq!(session.take_error_event().as_deref(), Some(&b"410"[..]), "{name}");
+        // The other endpoint connects again, or is out of service.
+        for (state, next) in
+            [(Connecting, REQUEST), (Suspect, REQUEST), (Degraded, REQUEST), (Ejected, TOO_OLD)]
+        {
+            let mut session = withholding();
+            let others = [is_in(1, Ready), is_in(2, state)];
+            assert_eq!(reject(&mut session, true, &others, start), next, "{name}: {state:?}");
+        }
         // The next endpoint does not answer in time.
         let late = start + Duration::from_secs(3);
         let no_answer = AttemptResult::NoHead { outage: true };

@@ -29,6 +29,15 @@ def unit(description, command, more=""):
             f"StandardOutput=append:/var/log/{description}.log\nStandardError=inherit\n{more}\n[Install]\nWantedBy=multi-user.target\n")
 
 
+def parent_of(pid):
+    """The pid of the process's parent; `None` if the process has ended."""
+    try:
+        # The name, in parentheses, may contain spaces.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
 class NodeWithSystemd(RealNode):
     """containerd and the real kubelet as units; the paths are those of kubeadm."""
 
@@ -189,5 +198,7 @@ class NodeWithSystemd(RealNode):
         return self.process.tail() + "\n".join(tail)
 
     def kubelet_pid(self):
-        pid, = pids_of("kubelet", None)
+        """The pid of kubelet, without its children: each has its name until it executes a program."""
+        found = {pid: parent_of(pid) for pid in pids_of("kubelet", None)}
+        pid, = (pid for pid, parent in found.items() if parent is not None and parent not in found)
         return pid

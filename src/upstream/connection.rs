@@ -332,18 +332,25 @@ impl Connection {
         }
     }
 
-    /// Shows a change of state in metrics, to the endpoint, in the log and as an event.
+    /// Shows a change of state in metrics, in the log, as an event, and to the endpoint.
     fn publish(&self, transition: Transition, reason: &str) {
-        let Transition { from, to, significance, .. } = transition;
+        let to = transition.to;
         if to == ConnectionState::Dead {
             self.gauge.take();
         } else if let Some(gauge) = self.gauge.borrow_mut().as_mut() {
             gauge.set(to.as_str());
         }
+        self.report(transition, reason);
+        // After the report: the endpoint may fail at once, on another thread, and its line reports what was lost.
         if transition.leaves_service() {
             let responsiveness = self.machine.borrow().responsiveness();
             self.endpoint.connection_closed(responsiveness, reason);
         }
+    }
+
+    /// Shows a change of state in the log and as an event.
+    fn report(&self, transition: Transition, reason: &str) {
+        let Transition { from, to, significance, .. } = transition;
         if significance == Significance::Expected {
             tracing::debug!(
                 upstream = &*self.endpoint.upstream,

@@ -2,7 +2,8 @@
 //! of another host is one that nftables translates.
 
 use crate::host_faults::{HostChange, run};
-use crate::support::{CONFIGMAPS, TestCluster, passthrough_config, until};
+use crate::support::wait::until_within;
+use crate::support::{CONFIGMAPS, PATIENCE, TestCluster, passthrough_config, until};
 use jackstay::config::{Config, EndpointPreference};
 use std::net::{Ipv4Addr, SocketAddr};
 
@@ -42,7 +43,8 @@ async fn requests_and_watches_stay_on_the_local_apiserver_while_it_lives_and_ret
     until("the watches are resumed on the other host", async || cluster.watches(1) == 30).await;
     cluster.servers[0].restart().unwrap();
     until("requests return", async || cluster.spread(&client, "kubelet", 4).await == [4, 0]).await;
-    until("watches return", async || cluster.watches(0) > 2).await;
+    // 5 s after it is ready, 0.6 watches a second.
+    until_within(6 * PATIENCE, "watches return", async || cluster.watches(0) > 2).await;
     assert_eq!(cluster.spread(&client, "kubelet", 20).await, [20, 0]);
 }
 

@@ -226,9 +226,8 @@ class Hardened(ExtraCase, unittest.TestCase):
 
     def test_old_version_waits_for_an_apiserver_that_does_not_respond(self):
         """d has restarted and has no history of the watch. e has it, and its connections are suspect for a moment."""
-        path = f"/api/v1/namespaces/{self.rig.load_namespace()}/services"
-        first, _ = (self.rig.control.must("POST", path, {"metadata": {"name": name}, "spec": {"ports": [{"port": 80}]}})
-                    for name in ("first", "second"))
+        path = f"/api/v1/namespaces/{self.rig.load_namespace()}/secrets"
+        first, _ = (self.rig.control.must("POST", path, {"metadata": {"name": name}}) for name in ("first", "second"))
         version = first["metadata"]["resourceVersion"]
         d, e = self.rig.extra["d"], self.rig.extra["e"]
         d.restart(graceful=False)

@@ -17,7 +17,7 @@ use crate::upstream::endpoint::Endpoint;
 
 /// Pause before the version is read again on the same connection.
 const INTERVAL: Duration = Duration::from_secs(600);
-/// Pause after a request that was not answered, or with an error.
+/// Pause after a request that was not answered, or with an error that may pass.
 const RETRY_PAUSE: Duration = Duration::from_secs(10);
 
 /// Reads the version of one endpoint.
@@ -52,12 +52,18 @@ impl VersionReader {
             return;
         };
         if let Some(version) = interpret(status, &body) {
-            // An apiserver refuses every user until it has read the roles after its start (403), so that is asked again soon.
-            if version.is_ok() {
-                self.next = Some(now + INTERVAL);
-            }
+            self.next = Some(now + pause_after(&version));
             endpoint.record_version(version);
         }
+    }
+}
+
+/// An apiserver refuses every user until it has read the roles after its start (403), so that is asked again soon. A 401
+/// is not: kube-apiserver closes the connection after each.
+fn pause_after(version: &Result<ServerVersion, VersionError>) -> Duration {
+    match version {
+        Err(VersionError::Status(403)) => RETRY_PAUSE,
+        _ => INTERVAL,
     }
 }
 
@@ -74,6 +80,20 @@ fn interpret(status: StatusCode, body: &[u8]) -> Option<Result<ServerVersion, Ve
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_a_403_is_asked_again_soon() {
+        for (code, body, expected) in [
+            (200, r#"{"major":"1","minor":"36","gitVersion":"v1.36.2"}"#, INTERVAL),
+            (200, "<html>", INTERVAL),
+            (401, "", INTERVAL),
+            (403, "", RETRY_PAUSE),
+            (404, "", INTERVAL),
+        ] {
+            let version = interpret(StatusCode::from_u16(code).unwrap(), body.as_bytes());
+            assert_eq!(pause_after(&version.unwrap()), expected, "{code} {body}");
+        }
+    }
 
     #[test]
     fn interpret_keeps_the_version_after_an_error_that_may_pass() {

@@ -19,7 +19,7 @@ from pathlib import Path
 from cases import StoppedOnExit, StoryCase, KubectlCases, PodCases, RigCase, require_running, each_transport, collect_lines, long_form
 from figures import LONG, bound, record, within
 from kubernetes import RELEASE
-from rig import (ADDRESSES, TOKEN, TOKEN_USER, WATCH_ERRORS, Jackstay, Load, NodeMonitor, Pki, Process, RealNode, client_errors, log, log_lines, summary,
+from rig import (ADDRESSES, PORT, TOKEN, TOKEN_USER, WATCH_ERRORS, Jackstay, Load, NodeMonitor, Pki, Process, RealNode, client_errors, log, log_lines, summary,
                  swap_symlink, wait_for)
 
 
@@ -301,14 +301,16 @@ class Faults(LoadCase, unittest.TestCase):
         the watches, and clients notice nothing."""
         def quick(config):
             config["upstreams"][0]["health"] = {"readyz": {"path": RELEASE.etcd_check, "interval": "1s", "fall": 2}}
-        jackstay = Jackstay(self.rig, [self.rig.admin_cert, self.rig.load_cert], adapt=quick, log_name="jackstay-readyz", port=7444, admin=9644)
+        # Without c: clients that begin together may all watch at one apiserver, and this one must be a or b.
+        jackstay = Jackstay(self.rig, [self.rig.admin_cert, self.rig.load_cert], [f"{ADDRESSES[name]}:{PORT}" for name in self.FAULTY],
+                            adapt=quick, log_name="jackstay-readyz", port=7444, admin=9644)
         self.addCleanup(jackstay.process.stop, signal.SIGKILL)
         jackstay.start()
         victims = []
 
         def lose_etcd():
             watches = {e["address"].rsplit(":", 1)[0]: e["watches"] for u in jackstay.status()["upstreams"] for e in u["endpoints"]}
-            name = max("ab", key=lambda n: watches[ADDRESSES[n]])
+            name = max(self.FAULTY, key=lambda n: watches[ADDRESSES[n]])
             log(f"    the fault affects {name}; watches: {watches}")
             self.assertGreater(watches[ADDRESSES[name]], 0)
             victims.append(self.rig.apiservers[name])

@@ -100,19 +100,25 @@ impl Pace {
         Self { backoff, next: None, shortest }
     }
 
+    /// The question is asked. One that gets no answer, because its connection ends, counts as failed.
+    fn asked(&mut self, now: Instant) {
+        self.backoff.failed();
+        self.next = Some(now + self.random_pause().min(LONGEST_PAUSE));
+    }
+
     fn answered<T>(&mut self, answer: &Answer<T>, now: Instant) {
-        let random = |backoff: &mut Backoff| {
-            backoff.failed();
-            backoff.random_pause(&mut fastrand::Rng::new())
-        };
         self.next = Some(match answer {
             Answer::Known(_) => {
                 self.backoff.reset();
                 now + self.shortest
             }
-            Answer::Refused(_) => now + random(&mut self.backoff),
-            Answer::Failed(_) => now + random(&mut self.backoff).min(LONGEST_PAUSE),
+            Answer::Refused(_) => now + self.random_pause(),
+            Answer::Failed(_) => now + self.random_pause().min(LONGEST_PAUSE),
         });
+    }
+
+    fn random_pause(&self) -> Duration {
+        self.backoff.random_pause(&mut fastrand::Rng::new())
     }
 
     fn next(&self, now: Instant) -> Instant {
@@ -266,6 +272,7 @@ impl CapabilityReader {
         };
         let mut shards_answer = None;
         if asks(wanted.sharded, known.sharded) && is_due(&self.lists) {
+            self.lists.borrow_mut().asked(clock::now());
             let answer = shards(connection, token.clone()).await.on_endpoint(is_ready);
             self.lists.borrow_mut().answered(&answer, clock::now());
             shards_answer = Some(answer);
@@ -273,6 +280,7 @@ impl CapabilityReader {
         let mut features_answer = None;
         let is_refused = matches!(shards_answer, Some(Answer::Refused(_)));
         if (is_refused || asks(wanted.features, known.features)) && is_due(&self.metrics) {
+            self.metrics.borrow_mut().asked(clock::now());
             let answer = features(connection, token).await.on_endpoint(is_ready);
             self.metrics.borrow_mut().answered(&answer, clock::now());
             features_answer = Some(answer);
@@ -440,6 +448,33 @@ mod tests {
             let expected = Capabilities { sharded, features: fingerprint, error };
             assert_eq!(interpret(shards, features), expected);
         }
+    }
+
+    #[test]
+    fn question_without_an_answer_is_repeated_at_longer_and_longer_pauses() {
+        let now = clock::now();
+        let mut pace = Pace::new(LIST_PAUSE);
+        assert_eq!(pace.next(now), now);
+        let expect = |pace: &Pace, longest: Duration| {
+            let pause = pace.next(now) - now;
+            assert!((longest / 2..=longest).contains(&pause), "{pause:?} {longest:?}");
+        };
+        for factor in [1, 2, 4] {
+            pace.asked(now);
+            expect(&pace, FIRST_PAUSE * factor);
+        }
+        pace.answered(&Refused::<()>("r".to_owned()), now);
+        expect(&pace, FIRST_PAUSE * 4);
+        for _ in 0..10 {
+            pace.asked(now);
+        }
+        assert!(pace.next(now) - now <= LONGEST_PAUSE);
+        pace.answered(&Refused::<()>("r".to_owned()), now);
+        assert!(pace.next(now) - now > LONGEST_PAUSE);
+        pace.answered(&Known(()), now);
+        assert_eq!(pace.next(now), now + LIST_PAUSE);
+        pace.asked(now);
+        expect(&pace, FIRST_PAUSE);
     }
 
     fn no_answer(answer: Answer<KubernetesFeatures>) -> Answer<bool> {

@@ -69,6 +69,8 @@ struct Pace {
     next: Option<Instant>,
     /// Shortest pause after an answer.
     shortest: Duration,
+    /// Whether the last answer was a refusal.
+    is_refused: bool,
 }
 
 /// The answer to one question.
@@ -97,7 +99,7 @@ struct ListMeta {
 impl Pace {
     fn new(shortest: Duration) -> Self {
         let backoff = Backoff::new(FIRST_PAUSE, LONGEST_REFUSED_PAUSE).with_factors(0.5, 1.0);
-        Self { backoff, next: None, shortest }
+        Self { backoff, next: None, shortest, is_refused: false }
     }
 
     /// The question is asked. One that gets no answer, because its connection ends, counts as failed.
@@ -107,6 +109,7 @@ impl Pace {
     }
 
     fn answered<T>(&mut self, answer: &Answer<T>, now: Instant) {
+        self.is_refused = matches!(answer, Answer::Refused(_));
         self.next = Some(match answer {
             Answer::Known(_) => {
                 self.backoff.reset();
@@ -167,10 +170,17 @@ impl CapabilityReader {
         now: Instant,
     ) -> Option<Instant> {
         let known = process.capabilities();
-        let shards = asks(wanted.sharded, known.sharded).then(|| self.lists.borrow().next(now));
+        let shards = asks(wanted.sharded, known.sharded).then(|| self.next_list(now));
         let features =
             asks(wanted.features, known.features).then(|| self.metrics.borrow().next(now));
         shards.into_iter().chain(features).min()
+    }
+
+    /// When the list is read again. While it is refused, `/metrics` answer in its place, so both are asked together.
+    fn next_list(&self, now: Instant) -> Instant {
+        let lists = self.lists.borrow();
+        let next = lists.next(now);
+        if lists.is_refused { next.max(self.metrics.borrow().next(now)) } else { next }
     }
 
     /// Reads what is wanted and not known, until the future is dropped.
@@ -266,12 +276,9 @@ impl CapabilityReader {
         is_ready: bool,
     ) -> Capabilities {
         let known = process.capabilities();
-        let is_due = |pace: &RefCell<Pace>| {
-            let now = clock::now();
-            pace.borrow().next(now) <= now
-        };
+        let now = clock::now();
         let mut shards_answer = None;
-        if asks(wanted.sharded, known.sharded) && is_due(&self.lists) {
+        if asks(wanted.sharded, known.sharded) && self.next_list(now) <= now {
             self.lists.borrow_mut().asked(clock::now());
             let answer = shards(connection, token.clone()).await.on_endpoint(is_ready);
             self.lists.borrow_mut().answered(&answer, clock::now());
@@ -279,7 +286,9 @@ impl CapabilityReader {
         }
         let mut features_answer = None;
         let is_refused = matches!(shards_answer, Some(Answer::Refused(_)));
-        if (is_refused || asks(wanted.features, known.features)) && is_due(&self.metrics) {
+        let now = clock::now();
+        let is_due = self.metrics.borrow().next(now) <= now;
+        if (is_refused || asks(wanted.features, known.features)) && is_due {
             self.metrics.borrow_mut().asked(clock::now());
             let answer = features(connection, token).await.on_endpoint(is_ready);
             self.metrics.borrow_mut().answered(&answer, clock::now());
@@ -475,6 +484,23 @@ mod tests {
         assert_eq!(pace.next(now), now + LIST_PAUSE);
         pace.asked(now);
         expect(&pace, FIRST_PAUSE);
+    }
+
+    #[test]
+    fn refused_list_is_read_together_with_the_metrics() {
+        let now = clock::now();
+        let reader = CapabilityReader::default();
+        let answer_list = |answer: Answer<bool>| {
+            reader.lists.borrow_mut().asked(now);
+            reader.lists.borrow_mut().answered(&answer, now);
+        };
+        reader.metrics.borrow_mut().answered(&Known(()), now);
+        answer_list(Failed("f".to_owned()));
+        assert!(reader.next_list(now) <= now + FIRST_PAUSE);
+        answer_list(Refused("r".to_owned()));
+        assert_eq!(reader.next_list(now), now + METRICS_PAUSE);
+        answer_list(Known(true));
+        assert_eq!(reader.next_list(now), now + LIST_PAUSE);
     }
 
     fn no_answer(answer: Answer<KubernetesFeatures>) -> Answer<bool> {

@@ -128,15 +128,19 @@ class Overload(RigCase, unittest.TestCase):
 
     def test_one_apiserver_rejects(self):
         self.overload("a")
-        sent, retried = self.reads(READS)
-        asked_two, rejected = self.check(sent, "a")
-        log(f"    one apiserver rejects: {asked_two} of {READS} reads asked of another one, {rejected} rejected when the budget was empty")
-        record("reads asked of another apiserver after a 429, of 1,500", asked_two, "reads")
-        self.assertEqual(asked_two, retried)
+        count = asked_two = rejected = 0
+        # An apiserver that was slow for a moment gets few reads for some seconds, and few do not use up the budget.
+        while not rejected and count < 4 * READS:
+            sent, retried = self.reads(READS)
+            asked_two_now, rejected = self.check(sent, "a")
+            self.assertEqual(asked_two_now, retried)
+            count, asked_two = count + READS, asked_two + asked_two_now
+        log(f"    one apiserver rejects: {asked_two} of {count} reads asked of another one, {rejected} rejected when the budget was empty")
+        record(f"reads asked of another apiserver after a 429, of {count:,}", asked_two, "reads")
         self.assertGreater(rejected, 0, "the budget was not used up")
         # The burst, and a tenth of the requests.
         self.assertGreaterEqual(asked_two, BURST)
-        self.assertLessEqual(asked_two, BURST + READS / 10)
+        self.assertLessEqual(asked_two, BURST + count / 10)
         api, before = self.rig.api(self.jackstay.server, cert=self.rig.load_cert), self.retried()
         writes = [self.send(api, "PATCH", READ, {"data": {"turn": str(i)}}) for i in range(WRITES)]
         asked_two, rejected = self.check(writes, "a")

@@ -279,20 +279,16 @@ impl CapabilityReader {
         let now = clock::now();
         let mut shards_answer = None;
         if asks(wanted.sharded, known.sharded) && self.next_list(now) <= now {
-            self.lists.borrow_mut().asked(clock::now());
-            let answer = shards(connection, token.clone()).await.on_endpoint(is_ready);
-            self.lists.borrow_mut().answered(&answer, clock::now());
-            shards_answer = Some(answer);
+            let list = shards(connection, token.clone());
+            shards_answer = Some(ask(&self.lists, is_ready, list).await);
         }
         let mut features_answer = None;
         let is_refused = matches!(shards_answer, Some(Answer::Refused(_)));
         let now = clock::now();
         let is_due = self.metrics.borrow().next(now) <= now;
         if (is_refused || asks(wanted.features, known.features)) && is_due {
-            self.metrics.borrow_mut().asked(clock::now());
-            let answer = features(connection, token).await.on_endpoint(is_ready);
-            self.metrics.borrow_mut().answered(&answer, clock::now());
-            features_answer = Some(answer);
+            let metrics = features(connection, token);
+            features_answer = Some(ask(&self.metrics, is_ready, metrics).await);
         }
         interpret(shards_answer, features_answer)
     }
@@ -306,6 +302,18 @@ impl<T> Answer<T> {
             other => other,
         }
     }
+}
+
+/// Asks a question, and sets when it is asked again.
+async fn ask<T>(
+    pace: &RefCell<Pace>,
+    is_ready: bool,
+    question: impl Future<Output = Answer<T>>,
+) -> Answer<T> {
+    pace.borrow_mut().asked(clock::now());
+    let answer = question.await.on_endpoint(is_ready);
+    pace.borrow_mut().answered(&answer, clock::now());
+    answer
 }
 
 fn asks(is_wanted: bool, capability: Capability) -> bool {

@@ -272,7 +272,7 @@ impl WatchBody {
     fn leave_if_possible(&mut self) {
         let Source::Stream(stream) = &mut self.source else { return };
         let session = self.relay.session();
-        match stream.deferred.map(|reason| session.leave(reason)) {
+        match stream.deferred.map(|reason| session.leave(reason, clock::now())) {
             Some(Leave::Search) => stream.search_stream(&self.context, session),
             Some(Leave::Lose) => self.stream_lost("the connection does not respond"),
             Some(Leave::End) => self.stop(NotResumable::Shutdown, "shutdown"),

@@ -36,6 +36,9 @@ pub struct WatchRequest {
     pub resumable_group: bool,
     /// kube-apiserver serves the API group itself. Any other group may belong to an aggregated apiserver.
     pub built_in_group: bool,
+    /// The objects expire together, so that several DELETED events have one version
+    /// ([`super::session`]).
+    pub objects_expire: bool,
     /// The upstream request asks for bookmarks: because the client does, or because they keep the cursor
     /// recent.
     ///
@@ -123,6 +126,7 @@ impl WatchRequest {
                 .map(Duration::from_secs),
             resumable_group,
             built_in_group,
+            objects_expire: objects_expire(group, path),
             upstream_bookmarks: false,
             gzip: GzipPreference::of(headers),
         };
@@ -208,6 +212,24 @@ pub fn group(path: &str) -> Option<&str> {
         "apis" => parts.next().filter(|group| !group.is_empty()),
         _ => None,
     }
+}
+
+/// Whether kube-apiserver deletes the objects of the resource after some time (`--event-ttl`; only the storage of Events
+/// has a TTL: `registry/core/event/storage`). Both groups serve the same objects.
+fn objects_expire(group: &str, path: &str) -> bool {
+    let parents = match group {
+        "" => 2,
+        "events.k8s.io" => 3,
+        _ => return false,
+    };
+    let mut parts = path.split('/').filter(|part| !part.is_empty()).skip(parents).peekable();
+    // A deprecated prefix.
+    parts.next_if_eq(&"watch");
+    let resource = match parts.next() {
+        Some("namespaces") => parts.nth(1),
+        first => first,
+    };
+    resource == Some("events")
 }
 
 /// The query of the first request upstream.

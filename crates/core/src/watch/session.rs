@@ -3,7 +3,9 @@
 //! [`Effect`] that the response body executes.
 //!
 //! The *cursor* is the resource version of the last event that the client has received, or of a later
-//! bookmark. Initial events arrive in no order, so a watch has no cursor until they are complete.
+//! bookmark. Initial events arrive in no order, so a watch has no cursor until they are complete. Events whose objects
+//! etcd has deleted in one transaction have one version: [`cursor`] has the tables of where a watch continues within them,
+//! and of what is lost.
 //!
 //! # States
 //!
@@ -58,9 +60,12 @@
 //! | Initial: any other event | forward | |
 //! | Ordered: ERROR 410, while the watch can be resumed | withhold and ask other endpoints; next endpoint if a 410 is withheld already | unconfirmed: next endpoint; confirmed: withhold and ask other endpoints |
 //! | Ordered: any other ERROR | forward; Passthrough | unconfirmed: next endpoint; confirmed: forward, Passthrough |
-//! | Ordered: above the cursor, or a bookmark at it | forward; becomes the cursor | forward; becomes the cursor |
+//! | Ordered: above the cursor, or a bookmark at it, before the stream has repeated every event at the cursor that the client has | | end |
+//! | Ordered: otherwise above the cursor, or a bookmark at it | forward; becomes the cursor | forward; becomes the cursor |
+//! | Ordered: DELETED at the cursor | forward, if a frame has shown the cursor | forward, if a frame of this stream has shown the cursor or the stream was requested before it |
+//! | Ordered: at the cursor, on a stream that was requested before it, and the client has the event | | discard |
 //! | Ordered: an unknown event type above the cursor | forward; the watch cannot be resumed any more | the same |
-//! | Ordered: not above the cursor | forward; Passthrough | discard the first such event, end at the second |
+//! | Ordered: otherwise not above the cursor | forward; Passthrough | discard the first such event, end at the second |
 //! | Ordered: the version is not a number | forward; Passthrough | end |
 //! | Ordered: more than 2⁵⁶ above a cursor that a frame has shown | forward; Passthrough | end |
 //! | Ordered: oversized, in pieces | forward; the watch cannot be resumed before the next frame | unconfirmed: end; confirmed: the same |
@@ -98,11 +103,13 @@
 //! | state | ending |
 //! |---|---|
 //! | after an unreadable frame, or within an oversized frame | reset |
-//! | Ordered, or Passthrough after the initial events | clean: a reflector watches again without a list |
+//! | Ordered after a DELETED of an Event, the stream lost | reset: others may have the same version, and a reflector lists |
+//! | Ordered otherwise, or Passthrough after the initial events | clean: a reflector watches again without a list |
 //! | Initial with `sendInitialEvents` and bookmarks for the client | clean: the client notices that the bookmark which ends the initial events is missing, and a reflector requests them again |
 //! | Initial from the most recent version, nothing forwarded | clean: no event is missing, and a repeated request would start at a later version |
 //! | Initial, otherwise | reset: a clean end would make incomplete initial events look complete |
 
+mod cursor;
 mod exclusions;
 mod input;
 mod leave;
@@ -158,10 +165,10 @@ impl Session {
         }
     }
 
-    /// Processes one input. Frames and pieces of frames do not depend on the time.
+    /// Processes one input. What happens to frames and pieces of frames does not depend on the time.
     pub fn step(&mut self, input: Input<'_>, now: Instant) -> Effect {
         let effect = match input {
-            Input::Frame(frame) => self.on_frame(frame),
+            Input::Frame(frame) => self.on_frame(frame, now),
             Input::OversizedPiece { begins, ends } => {
                 self.mid_frame = !ends;
                 self.state.on_oversized_piece(begins, &self.request)
@@ -191,7 +198,7 @@ impl Session {
             Input::OutageEnded { held } => self.on_outage_ended(held, now),
             Input::MoveStarted(reason) => self.on_move_started(reason, now),
             Input::MoveEnded { moved } => self.on_move_ended(moved, now),
-            Input::Stop(reason) => self.stop(reason),
+            Input::Stop(reason) => self.stop(reason, now),
         };
         if let Effect::End(ending, _) = effect
             && ending != Ending::Withheld
@@ -209,8 +216,8 @@ impl Session {
         self.exclusions.take_if(|exclusions| !exclusions.forget_round(now));
     }
 
-    fn on_frame(&mut self, frame: Option<Event<'_>>) -> Effect {
-        let effect = self.state.on_frame(frame, self.cursor_shown, &self.request);
+    fn on_frame(&mut self, frame: Option<Event<'_>>, now: Instant) -> Effect {
+        let effect = self.state.on_frame(frame, self.cursor_shown, &self.request, now);
         if matches!(effect, Effect::Forward | Effect::Swallow) {
             self.cursor_shown |= matches!(self.state, State::Ordered(_));
         }
@@ -257,7 +264,7 @@ impl Session {
     fn on_accepted(&mut self) -> Effect {
         self.state.update(|state| match state {
             State::Resuming { cursor: Some(cursor), round } => {
-                State::Ordered(Ordered::new(cursor, true, Some(round)))
+                State::Ordered(Ordered::resumed(cursor, round))
             }
             State::Resuming { cursor: None, round } => State::first(&self.request, Some(round)),
             other => other,
@@ -297,7 +304,7 @@ impl Session {
             candidates.any
         };
         if result.exclusion().is_none() || !endpoints_left || self.is_late(now) {
-            return self.stop(NotResumable::GaveUp);
+            return self.stop(NotResumable::GaveUp, now);
         }
         self.next_attempt(now, candidates.retry_after)
     }
@@ -310,7 +317,7 @@ impl Session {
         {
             return Effect::Request { max_jitter, pause };
         }
-        self.stop(NotResumable::GaveUp)
+        self.stop(NotResumable::GaveUp, now)
     }
 
     fn on_outage_ended(&mut self, held: Duration, now: Instant) -> Effect {
@@ -339,7 +346,7 @@ impl Session {
         self.state.update(|state| match state {
             State::Moving(watch) if moved => {
                 let round = ResumeRound::begin(now, 0, false);
-                State::Ordered(Ordered::new(watch.cursor, true, Some(Box::new(round))))
+                State::Ordered(Ordered::resumed(watch.cursor, Box::new(round)))
             }
             State::Moving(watch) => State::Ordered(watch),
             other => other,
@@ -347,7 +354,10 @@ impl Session {
         Effect::None
     }
 
-    fn stop(&mut self, reason: NotResumable) -> Effect {
+    fn stop(&mut self, reason: NotResumable, now: Instant) -> Effect {
+        if let State::Ordered(_) = self.state {
+            return Effect::End(self.ending_by_choice(now), reason);
+        }
         let withheld = match &mut self.state {
             State::Resuming { round, .. } => round.take_withheld_error(),
             _ => None,

@@ -512,7 +512,7 @@ impl Node {
         let leave = LeaveReason::of_connection(upstream.machine.state(), urgency);
         let Some(watch) = self.watch_mut(id) else { return };
         let (session, searches) = (watch.relay.session(), watch.searches);
-        match leave.map(|reason| session.leave(reason)) {
+        match leave.map(|reason| session.leave(reason, now)) {
             Some(Leave::Search) => {}
             Some(Leave::Lose) => {
                 let reason = "the connection does not respond";

@@ -64,6 +64,17 @@ impl ResourceVersion {
         }
     }
 
+    /// The version that is lower by one; `None` if that is no position.
+    pub fn before(&self) -> Option<Self> {
+        let mut digits = self.as_bytes().to_vec();
+        let borrows = digits.iter().rev().take_while(|&&digit| digit == b'0').count();
+        let nonzero = digits.len() - borrows;
+        let (last, zeros) = digits.split_at_mut(nonzero);
+        *last.last_mut()? -= 1;
+        zeros.fill(b'9');
+        Self::parse(&digits)
+    }
+
     /// Whether `later` is so far above this version that both cannot belong to one history.
     pub fn is_jump_to(&self, later: &Self) -> bool {
         if later.as_bytes().len() < MAX_STEP_DIGITS {
@@ -181,6 +192,19 @@ mod tests {
         assert_eq!(ResourceVersion::parse(&[b'0'; 99]), None);
         assert!(ResourceVersion::parse(&[b'9'; MAX_DIGITS]).is_some());
         assert_eq!(ResourceVersion::parse(&[b'9'; MAX_DIGITS + 1]), None, "more than the maximum");
+    }
+
+    #[test]
+    fn before_is_lower_by_one() {
+        let before = |text: &str| ResourceVersion::parse(text.as_bytes()).unwrap().before();
+        assert_eq!(before("1"), None);
+        let (nines, long) = ("9".repeat(60), format!("1{}", "0".repeat(60)));
+        for (text, expected) in
+            [("2", "1"), ("10", "9"), ("100", "99"), ("1100", "1099"), ("1234", "1233")]
+        {
+            assert_eq!(before(text).unwrap().as_str(), expected);
+        }
+        assert_eq!(before(&long).unwrap().as_str(), nines);
     }
 
     #[test]

@@ -99,12 +99,12 @@ pub enum AfterSearch {
 }
 
 impl Session {
-    /// What the watch does for this reason.
-    pub fn leave(&self, reason: LeaveReason) -> Leave {
+    /// What the watch does at `now` for this reason.
+    pub fn leave(&self, reason: LeaveReason, now: Instant) -> Leave {
         match reason {
             LeaveReason::Drain if self.is_resumable() => Leave::Search,
             LeaveReason::Unresponsive if self.can_lose_stream() => Leave::Lose,
-            LeaveReason::Shutdown if self.ending() == Ending::Clean => Leave::End,
+            LeaveReason::Shutdown if self.ending_by_choice(now) == Ending::Clean => Leave::End,
             _ => Leave::Stay,
         }
     }
@@ -204,6 +204,7 @@ mod tests {
     fn watch_leaves_only_if_its_client_does_not_notice() {
         use EventType::{Added, Unknown};
         use LeaveReason::{Drain, Shutdown, Unresponsive};
+        let now = Instant::now();
         // A watch in order; one whose next event would be missing; one within the initial events.
         for (name, session, drain, unresponsive, shutdown) in [
             ("ordered", session(request("5"), Some(Added)), Leave::Search, Leave::Lose, Leave::End),
@@ -211,9 +212,9 @@ mod tests {
             ("initial", session(request(""), Some(Added)), Leave::Stay, Leave::Stay, Leave::Stay),
             ("repeatable", session(request(""), None), Leave::Stay, Leave::Lose, Leave::Stay),
         ] {
-            assert_eq!(session.leave(Drain), drain, "{name}");
-            assert_eq!(session.leave(Unresponsive), unresponsive, "{name}");
-            assert_eq!(session.leave(Shutdown), shutdown, "{name}");
+            assert_eq!(session.leave(Drain, now), drain, "{name}");
+            assert_eq!(session.leave(Unresponsive, now), unresponsive, "{name}");
+            assert_eq!(session.leave(Shutdown, now), shutdown, "{name}");
         }
     }
 

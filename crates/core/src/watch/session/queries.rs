@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use super::Session;
+use super::cursor::Cursor;
 use super::input::{Ending, MoveReason, NotResumable};
 use super::limiter::{MIN_REMAINING, MIN_REMAINING_TO_REBALANCE};
 use super::round::ATTEMPT_TIMEOUT_AFTER_REFUSED_ENCODING;
@@ -16,7 +17,8 @@ impl Session {
     /// The query of the request that continues the watch, or starts it again. `query` is the query of the
     /// first upstream request.
     pub fn resume_query(&self, query: &str, now: Instant) -> String {
-        resume_query(query, &self.request, self.state.cursor(), self.remaining(now))
+        let version = self.state.cursor().map(Cursor::resume_version);
+        resume_query(query, &self.request, version.as_ref(), self.remaining(now))
     }
 
     /// Whether the watch may be moved now, for this reason. A watch of a group that an aggregated apiserver may
@@ -59,10 +61,20 @@ impl Session {
         self.state.not_resumable(&self.request)
     }
 
-    /// How the client's stream would end if jackstay ended it now.
+    /// How the client's stream would end if its upstream stream were lost now and not replaced.
     pub fn ending(&self) -> Ending {
         let is_clean = self.state.may_end_cleanly(&self.request) && !self.mid_frame;
         if is_clean { Ending::Clean } else { Ending::Reset }
+    }
+
+    /// How the client's stream would end if jackstay ended it now, although its upstream stream works.
+    pub fn ending_by_choice(&self, now: Instant) -> Ending {
+        match &self.state {
+            State::Ordered(watch) if watch.cursor.is_settled(now) && !self.mid_frame => {
+                Ending::Clean
+            }
+            _ => self.ending(),
+        }
     }
 
     /// Whether the session withholds an ERROR event while other endpoints are asked.

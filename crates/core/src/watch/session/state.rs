@@ -1,12 +1,15 @@
 //! The states of a watch. A state decides what happens to a frame, whether the watch can be resumed, and how
 //! it ends.
 
+use super::cursor::Cursor;
 use super::input::{Effect, Ending, NotResumable};
 use super::round::ResumeRound;
 use crate::watch::codec::event::{Event, EventType};
 use crate::watch::codec::version::ResourceVersion;
 use crate::watch::request::WatchRequest;
 use bytes::Bytes;
+use std::cmp::Ordering;
+use std::time::Instant;
 
 /// Status code of "too old resource version": the apiserver's history does not reach back to the version.
 const TOO_OLD: u16 = 410;
@@ -22,7 +25,7 @@ pub enum State {
     Moving(Ordered),
     /// There is no stream; endpoints are asked to continue the watch at the cursor, or, without a cursor,
     /// to serve its original request.
-    Resuming { cursor: Option<ResourceVersion>, round: Box<ResumeRound> },
+    Resuming { cursor: Option<Cursor>, round: Box<ResumeRound> },
     /// Every frame is forwarded, and the watch is not resumed. `ordered`: the initial events are complete.
     Passthrough { reason: NotResumable, ordered: bool },
     /// The stream of the client ends, after the withheld ERROR event if there is one.
@@ -41,9 +44,13 @@ pub enum Delivered {
 /// A watch whose events arrive in the order of their versions.
 #[derive(Debug)]
 pub struct Ordered {
-    pub cursor: ResourceVersion,
-    /// The stream was requested at the cursor, not with the original request.
+    pub cursor: Cursor,
+    /// The stream was requested at the cursor or before it, not with the original request.
     resumed: bool,
+    /// Number of events at the cursor that the client has received, and that the stream has yet to repeat.
+    to_repeat: u32,
+    /// The stream began before the events at the cursor, so that further ones may follow.
+    from_before: bool,
     /// One event at or below the cursor has been discarded on this stream.
     discarded: bool,
     /// The round in which the stream was opened; `None` once the stream is confirmed. Boxed, because most watches
@@ -59,7 +66,8 @@ impl State {
     pub fn first(request: &WatchRequest, round: Option<Box<ResumeRound>>) -> Self {
         match &request.version {
             Some(version) if !request.send_initial_events => {
-                Self::Ordered(Ordered::new(version.clone(), false, round))
+                let cursor = Cursor::new(version.clone(), request);
+                Self::Ordered(Ordered { unconfirmed: round, ..Ordered::new(cursor) })
             }
             _ => Self::Initial(Delivered::Nothing),
         }
@@ -70,16 +78,20 @@ impl State {
         *self = next(std::mem::replace(self, Self::Ended { error_event: None }));
     }
 
-    /// Decides on one frame; `None` is an unreadable frame. `shown`: an event or a bookmark has shown the cursor.
+    /// Decides on one frame that is received at `now`; `None` is an unreadable frame. `shown`: an event or a bookmark has
+    /// shown the cursor.
     pub fn on_frame(
         &mut self,
         frame: Option<Event<'_>>,
         shown: bool,
         request: &WatchRequest,
+        now: Instant,
     ) -> Effect {
         let decided = match self {
-            Self::Ordered(watch) => watch.on_frame(frame, shown),
-            Self::Initial(_) | Self::Passthrough { .. } => self.on_unordered_frame(frame, request),
+            Self::Ordered(watch) => watch.on_frame(frame, shown, now),
+            Self::Initial(_) | Self::Passthrough { .. } => {
+                self.on_unordered_frame(frame, request, now)
+            }
             Self::Moving(_) | Self::Resuming { .. } | Self::Ended { .. } => return Effect::None,
         };
         let effect = decided.unwrap_or_else(|reason| {
@@ -106,6 +118,7 @@ impl State {
         &mut self,
         frame: Option<Event<'_>>,
         request: &WatchRequest,
+        now: Instant,
     ) -> Result<Effect, NotResumable> {
         let event = frame.ok_or(NotResumable::Unreadable)?;
         let ends_initial = match event.event_type {
@@ -117,7 +130,11 @@ impl State {
         if ends_initial {
             match (&mut *self, event.version.and_then(ResourceVersion::parse)) {
                 (Self::Passthrough { ordered, .. }, _) => *ordered = true,
-                (_, Some(version)) => *self = Self::Ordered(Ordered::new(version, false, None)),
+                (_, Some(version)) => {
+                    let mut cursor = Cursor::new(version.clone(), request);
+                    cursor.advance(version, event.event_type, now);
+                    *self = Self::Ordered(Ordered::new(cursor));
+                }
                 (_, None) => {
                     let reason = NotResumable::VersionNotNumeric;
                     *self = Self::Passthrough { reason, ordered: true };
@@ -131,7 +148,7 @@ impl State {
         match self {
             // The client may have received this frame on an earlier stream.
             Self::Ordered(watch) if begins && watch.resumed && watch.unconfirmed.is_some() => {
-                return Effect::End(Ending::Clean, NotResumable::Oversized);
+                return Effect::End(watch.cursor.ending(), NotResumable::Oversized);
             }
             Self::Ordered(watch) => {
                 watch.not_resumable.get_or_insert(NotResumable::Oversized);
@@ -166,10 +183,7 @@ impl State {
 
     /// Where the watch would continue if it lost its stream now: at the cursor, or, for `None`, with its
     /// original request.
-    pub fn resume_cursor(
-        &self,
-        request: &WatchRequest,
-    ) -> Result<Option<&ResourceVersion>, NotResumable> {
+    pub fn resume_cursor(&self, request: &WatchRequest) -> Result<Option<&Cursor>, NotResumable> {
         match self {
             Self::Ordered(watch) | Self::Moving(watch) => match watch.not_resumable {
                 Some(reason) => Err(reason),
@@ -189,7 +203,7 @@ impl State {
     }
 
     /// The cursor at which the watch continues; `None` for the original request.
-    pub fn cursor(&self) -> Option<&ResourceVersion> {
+    pub fn cursor(&self) -> Option<&Cursor> {
         match self {
             Self::Ordered(watch) | Self::Moving(watch) => Some(&watch.cursor),
             Self::Resuming { cursor, .. } => cursor.as_ref(),
@@ -220,21 +234,21 @@ impl State {
     pub fn is_confirmed(&self) -> bool {
         match self {
             Self::Initial(delivered) => *delivered != Delivered::Nothing,
-            Self::Ordered(watch) => watch.unconfirmed.is_none(),
+            Self::Ordered(watch) => watch.is_confirmed(),
             Self::Passthrough { .. } => true,
             Self::Moving(_) | Self::Resuming { .. } | Self::Ended { .. } => false,
         }
     }
 
-    /// Whether a clean end is correct: no event is missing, or the client notices that some are.
+    /// Whether a clean end is correct after the stream was lost: no event is missing, or the client notices that some are.
     pub fn may_end_cleanly(&self, request: &WatchRequest) -> bool {
         // Such a client waits for the bookmark that ends the initial events.
         let client_notices = request.send_initial_events && request.bookmarks;
         match self {
-            Self::Ordered(_)
-            | Self::Moving(_)
-            | Self::Resuming { cursor: Some(_), .. }
-            | Self::Ended { .. } => true,
+            Self::Ordered(Ordered { cursor, .. })
+            | Self::Moving(Ordered { cursor, .. })
+            | Self::Resuming { cursor: Some(cursor), .. } => cursor.ending() == Ending::Clean,
+            Self::Ended { .. } => true,
             Self::Initial(delivered) => {
                 client_notices || request.starts_at_most_recent && *delivered == Delivered::Nothing
             }
@@ -247,55 +261,128 @@ impl State {
     }
 }
 
+/// Where a frame belongs in the history of the watch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Position {
+    /// It follows the cursor.
+    Next,
+    /// The client has the event, and the stream was asked to repeat it.
+    Repeated,
+    /// A bookmark at the version that was asked for, which the client has passed.
+    Asked,
+    /// It follows events at the cursor that the stream has not repeated.
+    Gap,
+    /// Not above the cursor, or without a number.
+    Behind,
+}
+
 impl Ordered {
-    pub fn new(
-        cursor: ResourceVersion,
-        resumed: bool,
-        unconfirmed: Option<Box<ResumeRound>>,
-    ) -> Self {
-        Self { cursor, resumed, discarded: false, unconfirmed, not_resumable: None }
+    /// A watch at `cursor`, on the stream of the original request.
+    pub fn new(cursor: Cursor) -> Self {
+        Self {
+            cursor,
+            resumed: false,
+            to_repeat: 0,
+            from_before: false,
+            discarded: false,
+            unconfirmed: None,
+            not_resumable: None,
+        }
+    }
+
+    /// A watch that continues on another stream, which was opened in `round`.
+    pub fn resumed(cursor: Cursor, round: Box<ResumeRound>) -> Self {
+        let to_repeat = cursor.repeated();
+        let from_before = to_repeat > 0;
+        let unconfirmed = Some(round);
+        Self { resumed: true, to_repeat, from_before, unconfirmed, ..Self::new(cursor) }
     }
 
     /// Decides on one frame. `Err`: the frame is forwarded, and the watch enters Passthrough. `shown`: an event or
     /// a bookmark has shown the cursor.
-    fn on_frame(&mut self, frame: Option<Event<'_>>, shown: bool) -> Result<Effect, NotResumable> {
-        let clean = |reason| Ok(Effect::End(Ending::Clean, reason));
+    fn on_frame(
+        &mut self,
+        frame: Option<Event<'_>>,
+        shown: bool,
+        now: Instant,
+    ) -> Result<Effect, NotResumable> {
+        let ending = self.cursor.ending();
+        let end = |reason| Ok(Effect::End(ending, reason));
         let Some(event) = frame else {
             let reason = NotResumable::Unreadable;
-            return if self.resumed { clean(reason) } else { Err(reason) };
+            return if self.resumed { end(reason) } else { Err(reason) };
         };
         if event.event_type == EventType::Error {
             return self.on_error(event.status_code == Some(TOO_OLD));
         }
         let below_requested = NotResumable::BelowRequested;
         let version = event.version.and_then(ResourceVersion::parse);
-        let is_bookmark = event.event_type == EventType::Bookmark;
-        let is_next = version.as_ref().is_some_and(|version| {
-            *version > self.cursor || is_bookmark && *version == self.cursor
-        });
-        if self.resumed && !is_next {
-            if version.is_some() && !std::mem::replace(&mut self.discarded, true) {
+        match self.position(event.event_type, version.as_ref(), shown) {
+            Position::Next => {}
+            Position::Repeated => {
+                self.to_repeat -= 1;
                 return Ok(Effect::Discard);
             }
-            let is_proven = shown || version.is_none();
-            return clean(if is_proven { NotResumable::Diverged } else { below_requested });
+            Position::Asked => return Ok(Effect::Discard),
+            Position::Gap => return end(NotResumable::Diverged),
+            Position::Behind if self.resumed => {
+                if version.is_some() && !std::mem::replace(&mut self.discarded, true) {
+                    return Ok(Effect::Discard);
+                }
+                let is_proven = shown || version.is_none();
+                return end(if is_proven { NotResumable::Diverged } else { below_requested });
+            }
+            Position::Behind if version.is_none() => return Err(NotResumable::VersionNotNumeric),
+            Position::Behind => {
+                return Err(if shown { NotResumable::VersionNotGrowing } else { below_requested });
+            }
         }
         let version = version.ok_or(NotResumable::VersionNotNumeric)?;
-        if !is_next {
-            return Err(if shown { NotResumable::VersionNotGrowing } else { below_requested });
-        }
-        if shown && self.cursor.is_jump_to(&version) {
+        if shown && self.cursor.version().is_jump_to(&version) {
             let reason = NotResumable::VersionJumped;
-            return if self.resumed { clean(reason) } else { Err(reason) };
+            return if self.resumed { end(reason) } else { Err(reason) };
         }
-        self.unconfirmed = None;
-        self.cursor = version;
         if event.event_type == EventType::Unknown {
             self.not_resumable = Some(NotResumable::UnknownEvent);
-        } else if self.not_resumable == Some(NotResumable::Oversized) {
+        } else if self.not_resumable == Some(NotResumable::Oversized)
+            && version != *self.cursor.version()
+        {
             self.not_resumable = None;
         }
+        self.unconfirmed = None;
+        self.cursor.advance(version, event.event_type, now);
         Ok(Effect::Forward)
+    }
+
+    fn position(
+        &self,
+        event_type: EventType,
+        version: Option<&ResourceVersion>,
+        shown: bool,
+    ) -> Position {
+        let Some(version) = version else { return Position::Behind };
+        let is_bookmark = event_type == EventType::Bookmark;
+        // A watch receives events after the version that it names, so the stream must have shown the cursor or begun
+        // before it.
+        let may_share = event_type == EventType::Deleted
+            && if self.resumed { self.from_before || self.is_confirmed() } else { shown };
+        match (version.cmp(self.cursor.version()), self.to_repeat) {
+            (Ordering::Greater, 0) => Position::Next,
+            (Ordering::Equal, 0) if is_bookmark || may_share => Position::Next,
+            (Ordering::Equal, 1..) if !is_bookmark => Position::Repeated,
+            (Ordering::Greater | Ordering::Equal, 1..) => Position::Gap,
+            (Ordering::Less, _)
+                if is_bookmark && self.from_before && self.cursor.is_before(version) =>
+            {
+                Position::Asked
+            }
+            _ => Position::Behind,
+        }
+    }
+
+    /// An event or a bookmark has shown that the stream continues the watch.
+    fn is_confirmed(&self) -> bool {
+        self.unconfirmed.is_none()
     }
 
     fn on_error(&self, too_old: bool) -> Result<Effect, NotResumable> {

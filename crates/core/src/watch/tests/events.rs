@@ -21,6 +21,7 @@ pub fn request(version: &str) -> WatchRequest {
         timeout: Some(Duration::from_secs(300)),
         resumable_group: true,
         built_in_group: true,
+        objects_expire: false,
         upstream_bookmarks: true,
         gzip: GzipPreference::Unspecified,
     }

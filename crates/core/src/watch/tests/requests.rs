@@ -52,6 +52,28 @@ fn request_is_followed_if_the_codec_reads_an_accepted_type() {
 }
 
 #[test]
+fn objects_of_events_expire() {
+    for (path, expected) in [
+        ("/api/v1/events", true),
+        ("/api/v1/namespaces/default/events", true),
+        ("/api/v1/namespaces/default/events/a", true),
+        ("/api/v1/watch/namespaces/default/events", true),
+        ("/api/v1/watch/events/", true),
+        ("/apis/events.k8s.io/v1/events", true),
+        ("/apis/events.k8s.io/v1/namespaces/events/events", true),
+        ("/api/v1/namespaces/events", false),
+        ("/api/v1/namespaces/events/pods", false),
+        ("/api/v1/pods", false),
+        ("/apis/example.com/v1/events", false),
+        ("/apis/events.k8s.io/v1", false),
+    ] {
+        let request =
+            WatchRequest::new("watch", path, "", &HeaderMap::new(), &[], |_| false).unwrap();
+        assert_eq!(request.objects_expire, expected, "{path}");
+    }
+}
+
+#[test]
 fn request_parameters_are_read_as_apiserver_reads_them() {
     let version = |query| request(query).version.map(|v| v.as_str().to_owned());
     assert_eq!(version("watch=1&resourceVersion=12&resourceVersion=13").as_deref(), Some("12"));

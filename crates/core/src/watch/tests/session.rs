@@ -124,7 +124,8 @@ fn session_after_frames_resumes_or_ends_as_documented() {
     #[rustfmt::skip]
     let table: Vec<(&str, WatchRequest, Vec<Frame>, bool, Effect, Option<&str>)> = vec![
         ("ordered, nothing yet", request("5"), vec![], true, REQUEST, Some("5")),
-        ("ordered", request("5"), vec![event(Added, "9"), event(Deleted, "10")], true, REQUEST, Some("10")),
+        ("ordered", request("5"), vec![event(Added, "9"), event(Modified, "10")], true, REQUEST, Some("10")),
+        ("an event that may share its version", request("5"), vec![event(Added, "9"), event(Deleted, "10")], true, REQUEST, Some("9")),
         ("quiet with a bookmark", request("5"), vec![event(Bookmark, "9")], true, REQUEST, Some("9")),
         ("bookmark at the cursor", request("5"), vec![event(Added, "9"), event(Bookmark, "9")], true, REQUEST, Some("9")),
         ("event at the cursor", request("5"), vec![event(Added, "9"), event(Modified, "9")], true, clean(Reason::VersionNotGrowing), None),

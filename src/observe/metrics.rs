@@ -202,7 +202,7 @@ impl Metrics {
 
     /// Counts a hedge by its outcome. `original`, `hedge`: this attempt answered first. `failed`: both
     /// attempts failed. `over_budget`: the hedge budget was used up. `no_connection`: the pool had no other
-    /// connection.
+    /// connection. `cancelled`: the request ended before its hedge had a stream.
     pub fn hedged(&self, outcome: &'static str) {
         self.registry.count(&names::HEDGES, &[outcome], 1);
     }

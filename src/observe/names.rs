@@ -104,7 +104,7 @@ table! {
     RETRIES_REFUSED = Counter "jackstay_retries_refused_total" ["reason"] "requests",
         "Failed requests that were not retried: they may have been executed (unsafe), their body was too large to hold (not_held), or the attempts were used up (attempts).";
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
-        "Hedges by outcome. original, hedge: this attempt answered first. failed: both attempts failed. over_budget: the hedge budget was used up, so no hedge was sent. no_connection: the pool had no other connection, so no hedge was sent.";
+        "Hedges by outcome. original, hedge: this attempt answered first. failed: both attempts failed. over_budget: the hedge budget was used up, so no hedge was sent. no_connection: the pool had no other connection, so no hedge was sent. cancelled: the request ended before its hedge had a stream, so no hedge was sent.";
     VERSION_FLOORS = Counter "jackstay_version_floors_total" ["outcome"] "requests",
         "Reads of any version (resourceVersion=0) whose client has a version floor, by outcome. applied: sent with the floor, because the endpoint is not known to have reached it. redirected: asked of another endpoint, because one had not reached the version. fallen_back: no ready endpoint had reached it, so the original request was sent. reset: the floor was lowered then.";
     WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",

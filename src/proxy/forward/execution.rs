@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use futures_util::future::LocalBoxFuture;
 use jackstay_core::request::attempts::{
-    ConnectionFacts, Effect, FailureCause, HedgeOutcome, NoStream, OtherBudget, Refused,
-    Requirements,
+    ConnectionFacts, Effect, FailureCause, NoStream, OtherBudget, Refused, Requirements,
 };
 use jackstay_core::request::retry::Stage;
 use jackstay_core::request::status_error::StatusError;
@@ -114,7 +113,7 @@ impl<'a> Execution<'a> {
     fn count_hedges(&mut self) {
         let upstream = &self.request.upstream;
         for outcome in self.progress.attempts.hedge_outcomes() {
-            if outcome == HedgeOutcome::NoConnection {
+            if outcome.returns_token() {
                 upstream.hedge_budget.release();
             }
             upstream.metrics.hedged(outcome.as_str());
@@ -304,6 +303,14 @@ impl<'a> Execution<'a> {
         let without_version = self.progress.attempts.excluded();
         let after = self.request.after_not_reached(reached, without_version, may_ask_other);
         Some(Input::AfterNotReached(after))
+    }
+}
+
+impl Drop for Execution<'_> {
+    /// The client may abandon the request while a hedge waits for a stream.
+    fn drop(&mut self) {
+        self.progress.attempts.cancel();
+        self.count_hedges();
     }
 }
 

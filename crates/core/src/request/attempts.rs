@@ -41,6 +41,7 @@
 //! | in trouble | `HedgeToken`, taken | a hedge waits for a stream | `Hedge` |
 //! | in trouble | `HedgeToken`, none left | it is not hedged any more | `Wait` |
 //! | hedge without a stream | `Granted` | sent | `Send` |
+//! | hedge without a stream | the request gets its response, the hedged attempt is given up, or the client abandons the request | it is cancelled, and its token goes back to the budget | |
 //! | hedge without a stream | `NoHedgeStream` | the hedged attempt pauses for [`HEDGE_INTERVAL`]; if that has failed, it ends | `Wait`, or as `Failed` |
 //! | in trouble, pausing | `HedgeDue` | in trouble | `TakeHedgeToken` |
 //! | in trouble, safe | `Silent`, another connection is live | the same after [`LIVE_CHECK_INTERVAL`] | `Wait` |
@@ -169,8 +170,16 @@ impl<E: Clone, C> Attempts<E, C> {
         self.hedges.sent
     }
 
-    /// What has happened to hedges since the last call, to be counted. Each [`HedgeOutcome::NoConnection`] returns a token to
-    /// the budget.
+    /// The client has abandoned the request, and its attempts are given up.
+    pub fn cancel(&mut self) {
+        if let State::Parallel(parallel) = &self.state {
+            parallel.cancel_after(0, &mut self.hedges);
+        }
+        self.state = State::Ended;
+    }
+
+    /// What has happened to hedges since the last call, to be counted. Some of it returns a token to the budget
+    /// ([`HedgeOutcome::returns_token`]).
     pub fn hedge_outcomes(&mut self) -> impl Iterator<Item = HedgeOutcome> {
         self.hedges.outcomes.drain(..)
     }

@@ -17,6 +17,7 @@ use jackstay_core::request::info::{RequestKind, Verb};
 use jackstay_core::request::retry::{self, Stage};
 use jackstay_core::watch::request::{WatchRequest, upstream_query, with_query};
 
+use self::attempts::return_tokens;
 use self::body::Body;
 use super::watch::Watch;
 use super::{Io, Node};
@@ -393,7 +394,9 @@ impl Node {
     /// Forgets a request and cancels its streams.
     pub(super) fn cancel_request(&mut self, io: &mut Io<'_>, id: RequestId) {
         self.forget_waits(id, |_| true);
-        let Some(request) = self.requests.remove(&id) else { return };
+        let Some(mut request) = self.requests.remove(&id) else { return };
+        request.attempts.cancel();
+        return_tokens(&mut request.attempts, &self.hedge_budget);
         self.checks.hedges_counted(request.hedges, request.attempts.hedges_sent());
         for slot in request.slots {
             if let Slot::Sent { stream, .. } = slot {

@@ -288,6 +288,9 @@ pub enum HedgeOutcome {
     OverBudget,
     /// There was no stream for the hedge. Its token goes back to the budget.
     NoConnection,
+    /// The hedge waited for a stream when the request got its response, was given up or was abandoned by its client. Its
+    /// token goes back to the budget.
+    Cancelled,
 }
 
 impl HedgeOutcome {
@@ -299,7 +302,13 @@ impl HedgeOutcome {
             Self::Failed => "failed",
             Self::OverBudget => "over_budget",
             Self::NoConnection => "no_connection",
+            Self::Cancelled => "cancelled",
         }
+    }
+
+    /// Whether the hedge was not sent, so that its token goes back to the budget.
+    pub const fn returns_token(self) -> bool {
+        matches!(self, Self::NoConnection | Self::Cancelled)
     }
 }
 

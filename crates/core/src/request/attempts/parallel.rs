@@ -161,8 +161,16 @@ impl<E, C> Parallel<E, C> {
         }
     }
 
+    /// The attempts after this number of them are given up. Only the last one can be without a stream.
+    pub(super) fn cancel_after(&self, attempts: usize, hedges: &mut Hedges) {
+        if self.0.iter().skip(attempts).any(|attempt| matches!(attempt, Attempt::Acquiring)) {
+            hedges.outcomes.push(HedgeOutcome::Cancelled);
+        }
+    }
+
     /// An attempt has its response.
     pub(super) fn responded(&self, attempt: usize, hedges: &mut Hedges) {
+        self.cancel_after(attempt, hedges);
         for (index, other) in self.0.iter().enumerate().take(attempt + 1) {
             let outcome =
                 if index < attempt { HedgeOutcome::Hedge } else { HedgeOutcome::Original };
@@ -192,6 +200,7 @@ impl<E, C> Parallel<E, C> {
             return Ok(Effect::Wait);
         }
         hedges.ended(since, HedgeOutcome::Failed);
+        self.cancel_after(attempt, hedges);
         self.0.truncate(attempt);
         if self.0.is_empty() { Err(failure) } else { self.hedge_ended(hedges, now) }
     }

@@ -378,6 +378,44 @@ fn step_hedge_without_a_stream_is_repeated_after_a_pause() {
 }
 
 #[test]
+fn token_of_a_hedge_that_is_given_up_without_a_stream_returns() {
+    let waiting = |then: Vec<_>| {
+        let hedge = [granted(0), troubled(0), token(0, true)];
+        hedge.into_iter().chain(then).collect()
+    };
+    let begin = "Send 0, Probe and Token 0, Hedge 1 false";
+    let lost = || failed(0, Stage::NoHead, 0);
+    for (then, expected) in [
+        (vec![responded(0)], "Respond 0 | cancelled"),
+        (vec![given_up(0)], "ReportFacts | cancelled"),
+        (vec![lost(), granted(1), responded(1)], "Wait, Send 1, Respond 1 | hedge"),
+        // The hedge of a hedge.
+        (
+            vec![granted(1), troubled(1), token(1, true), responded(0)],
+            "Send 1, Probe and Token 1, Hedge 2 false, Respond 0 | cancelled original",
+        ),
+        (
+            vec![granted(1), troubled(1), token(1, true), given_up(1)],
+            "Send 1, Probe and Token 1, Hedge 2 false, Wait | cancelled",
+        ),
+    ] {
+        check(Read, waiting(then), &format!("{begin}, {expected}"));
+    }
+    // The client abandons the request.
+    for (inputs, outcomes) in [
+        (waiting(vec![]), vec![HedgeOutcome::Cancelled]),
+        (waiting(vec![lost()]), vec![HedgeOutcome::Cancelled]),
+        (waiting(vec![granted(1)]), vec![]),
+        (vec![granted(0), troubled(0)], vec![]),
+    ] {
+        let (mut attempts, _) = run(Read, inputs);
+        attempts.cancel();
+        attempts.cancel();
+        assert_eq!(attempts.hedge_outcomes().collect::<Vec<_>>(), outcomes);
+    }
+}
+
+#[test]
 fn step_at_most_four_attempts_are_parallel() {
     let chain = (0..MAX_PARALLEL)
         .flat_map(|attempt| [granted(attempt), troubled(attempt), token(attempt, true)]);

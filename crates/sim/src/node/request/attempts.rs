@@ -6,11 +6,12 @@ use std::time::Instant;
 use jackstay_core::pool::{EndpointKey, PreviousFailure, Refusal, Requirements};
 use jackstay_core::probe::schedule::ProbeTrigger;
 use jackstay_core::request::attempts::{
-    Awaited, BodyState, Effect, FailureCause, HedgeOutcome, Input, MAX_PARALLEL, NoStream,
-    NotReached, OtherBudget, VersionOrigin,
+    Attempts, Awaited, BodyState, Effect, FailureCause, Input, MAX_PARALLEL, NoStream, NotReached,
+    OtherBudget, VersionOrigin,
 };
 use jackstay_core::request::info::RequestKind;
 use jackstay_core::request::retry::Stage;
+use jackstay_core::request::retry_budget::RetryBudget;
 use jackstay_core::request::status_error::StatusError;
 use jackstay_core::watch::session::no_connection_pause;
 
@@ -19,6 +20,16 @@ use crate::net::ConnectionId;
 use crate::node::pool::{Previous, Purpose};
 use crate::node::{Io, Node, NodeTimer};
 use crate::trace::Entry;
+
+/// Puts the tokens of hedges that were not sent back into the budget.
+pub(super) fn return_tokens(
+    attempts: &mut Attempts<usize, ConnectionId>,
+    hedge_budget: &RetryBudget,
+) {
+    for _ in attempts.hedge_outcomes().filter(|outcome| outcome.returns_token()) {
+        hedge_budget.release();
+    }
+}
 
 impl Node {
     /// Takes a stream for the first attempt of a round.
@@ -119,11 +130,7 @@ impl Node {
         while let Some(input) = next {
             let Some(request) = self.requests.get_mut(&id) else { return };
             let effect = request.attempts.step(input, io.s.now, &mut io.s.rng);
-            for outcome in request.attempts.hedge_outcomes() {
-                if outcome == HedgeOutcome::NoConnection {
-                    self.hedge_budget.release();
-                }
-            }
+            return_tokens(&mut request.attempts, &self.hedge_budget);
             self.end_slots(io, id);
             next = self.execute_attempts(io, id, effect);
         }

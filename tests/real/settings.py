@@ -10,6 +10,7 @@ HEALTH = ("/livez", "/readyz", "/healthz")
 @dataclass(frozen=True)
 class Settings:
     features: tuple = ()  # feature gates that are switched on
+    event_ttl: Optional[int] = None  # seconds after which an Event is deleted
     goaway_chance: float = 0  # the share of requests with a GOAWAY; at most 0.02
     shutdown_delay: Optional[int] = None  # seconds from SIGTERM to the last accepted connection, while /readyz fails
     watch_termination: Optional[int] = None  # seconds for which a shutdown ends watches one after another
@@ -20,6 +21,8 @@ class Settings:
         flags = []
         if self.features:
             flags.append("--feature-gates=" + ",".join(f"{gate}=true" for gate in self.features))
+        if self.event_ttl:
+            flags.append(f"--event-ttl={self.event_ttl}s")
         if self.goaway_chance:
             flags.append(f"--goaway-chance={self.goaway_chance}")
         if self.shutdown_delay is not None:

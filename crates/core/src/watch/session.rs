@@ -146,7 +146,8 @@ pub struct Session {
     mid_frame: bool,
     /// An event or a bookmark has shown the cursor; otherwise it is the version that the client requested.
     cursor_shown: bool,
-    limiter: ResumeLimiter,
+    /// Boxed, because most watches are never resumed.
+    limiter: Option<Box<ResumeLimiter>>,
     /// Boxed, because a watch that has not lost a stream has none.
     exclusions: Option<Box<Exclusions>>,
 }
@@ -160,7 +161,7 @@ impl Session {
             request,
             mid_frame: false,
             cursor_shown: false,
-            limiter: ResumeLimiter::default(),
+            limiter: None,
             exclusions: None,
         }
     }
@@ -234,7 +235,8 @@ impl Session {
         if self.is_late(now) {
             return Err(NotResumable::Late);
         }
-        let recent = self.limiter.count_resume(now).ok_or(NotResumable::TooOften)?;
+        let recent =
+            self.limiter.get_or_insert_default().count_resume(now).ok_or(NotResumable::TooOften)?;
         self.state = State::Resuming { cursor, round: Box::new(begin(recent)) };
         Ok(())
     }
@@ -331,7 +333,7 @@ impl Session {
     }
 
     fn on_move_started(&mut self, reason: MoveReason, now: Instant) -> Effect {
-        self.limiter.count_move(reason, now);
+        self.limiter.get_or_insert_default().count_move(reason, now);
         self.state.update(|state| match state {
             State::Ordered(watch) => State::Moving(watch),
             other => other,

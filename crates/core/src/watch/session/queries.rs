@@ -33,7 +33,7 @@ impl Session {
         };
         self.is_resumable()
             && self.remaining(now).is_none_or(|remaining| remaining >= min_remaining)
-            && self.limiter.may_move(reason, now)
+            && self.limiter.as_ref().is_none_or(|limiter| limiter.may_move(reason, now))
     }
 
     /// Whether the watch would continue at its cursor if it lost its stream now.

@@ -286,9 +286,6 @@ impl ForwardedRequest {
             let with_gzip = adapt_watch_headers(&mut head.headers, coding, gzip_for_client);
             let relay = Relay::new(encoding, watch, requested_at, frames);
             let endpoint = &permit.connection().endpoint;
-            let with_floor =
-                resource_versions.as_ref().and_then(|versions| versions.head(&request, endpoint));
-            let request = with_floor.unwrap_or(request);
             let versions = resource_versions
                 .and_then(|versions| versions.of_watch(&info, upstream.pool.upstream(), endpoint));
             let context =

@@ -427,6 +427,42 @@ async fn watch_list_starts_with_the_floor_or_where_it_is_known_to_be_reached() {
     }
 }
 
+/// The first endpoint is known to have reached the floor, and is lost before it has sent an event.
+#[tokio::test]
+async fn watch_list_that_is_started_again_keeps_its_floor() {
+    let mut setup = Setup::new(ConsistentReads::Floor).await;
+    setup.freeze(&[0, 1]);
+    let written = setup.write().await;
+    let target = format!(
+        "{CONFIGMAPS}?watch=1&sendInitialEvents=true&resourceVersionMatch=NotOlderThan\
+         &allowWatchBookmarks=true&resourceVersion=0"
+    );
+    let first = WatchRecorder::start(&setup.client, &target).await;
+    first.expect_versions(&[written]).await;
+    drop(first);
+    let serving = &setup.cluster.servers[2];
+    until("the first watch has ended", async || setup.cluster.watches(2) == 0).await;
+    serving.set_faults(|faults| faults.hold_watches = true);
+    let watch = WatchRecorder::start(&setup.client, &target).await;
+    until("the watch waits for its events", async || setup.cluster.watches(2) == 1).await;
+    let _ = [0, 1, 2].map(|server| setup.take_reads(server));
+    serving.kill();
+    let mut lagging = Vec::new();
+    until("another endpoint is asked", async || {
+        lagging.extend([0, 1].map(|server| setup.take_reads(server)).concat());
+        !lagging.is_empty()
+    })
+    .await;
+    let with_floor = format!("resourceVersion={written}");
+    assert!(lagging.iter().all(|read| read.contains(&with_floor)), "{lagging:?}");
+    assert_eq!(watch.versions(), [0; 0]);
+    for cache in &setup.caches {
+        cache.version.store(0, Ordering::Relaxed);
+    }
+    watch.expect_versions(&[written]).await;
+    assert_eq!(watch.end(), None);
+}
+
 /// Without the preference, each of at least 80 watches would continue on the endpoint without watches with a probability of 10 %:
 /// it has the fewest streams, but has just started.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

@@ -262,6 +262,28 @@ impl Cluster {
         Ok(deleted)
     }
 
+    /// Deletes objects of a resource type in one transaction, so that their changes have one version, as etcd does when a
+    /// lease expires.
+    ///
+    /// # Errors
+    /// 404 if one does not exist. Those before it are deleted.
+    pub fn expire(
+        &self,
+        kind: &'static Kind,
+        namespace: &str,
+        names: &[&str],
+    ) -> Result<u64, StatusError> {
+        let mut state = lock(&self.shared.state);
+        let before = state.version;
+        for name in names {
+            let object_ref = ObjectRef { kind, namespace, name };
+            let current = state.get(object_ref)?;
+            state.version = before;
+            self.commit(&mut state, object_ref, current.value.clone(), true);
+        }
+        Ok(state.version)
+    }
+
     /// Notifies of each change of a resource type.
     pub(super) fn changes_of(&self, kind: &Kind) -> watch::Receiver<u64> {
         self.shared.last_changes[kind.plural].subscribe()
@@ -385,6 +407,23 @@ mod tests {
 
     fn map(name: &str) -> Value {
         json!({ "metadata": { "name": name } })
+    }
+
+    #[test]
+    fn objects_that_expire_together_have_one_version() {
+        let cluster = Cluster::new();
+        for name in ["a", "b", "c"] {
+            cluster.create(&CONFIG_MAPS, "default", map(name), false).unwrap();
+        }
+        let before = cluster.version();
+        let version = cluster.expire(&CONFIG_MAPS, "default", &["a", "c"]).unwrap();
+        assert_eq!((version, cluster.version()), (before + 1, before + 1));
+        let (events, _) = cluster.changes_since(&CONFIG_MAPS, "", before).unwrap();
+        let deleted: Vec<_> = events.iter().map(|event| (event.version, event.deleted)).collect();
+        assert_eq!(deleted, [(version, true); 2]);
+        assert!(cluster.changes_since(&CONFIG_MAPS, "", version).unwrap().0.is_empty());
+        let missing = cluster.expire(&CONFIG_MAPS, "default", &["a"]).unwrap_err();
+        assert_eq!(missing.code, 404);
     }
 
     #[test]

@@ -267,13 +267,17 @@ impl RequestContext {
              # TYPE kubernetes_build_info gauge\n\
              kubernetes_build_info{{git_version=\"{}\"}} 1\n\
              # TYPE kubernetes_feature_enabled gauge\n\
-             kubernetes_feature_enabled{{name=\"CBORServingAndStorage\",stage=\"ALPHA\"}} {}\n\
+             kubernetes_feature_enabled{{name=\"CBORServingAndStorage\",stage=\"ALPHA\"}} {}\n{}\
              kubernetes_feature_enabled{{name=\"ShardedListAndWatch\",stage=\"ALPHA\"}} {}\n\
              # TYPE process_open_fds gauge\n\
              process_open_fds 12\n",
             self.server.counters.requests.load(Relaxed),
             lock(&self.server.version),
             u8::from(cbor),
+            faults.managed_fields_opt_out.map_or_else(String::new, |on| {
+                let on = u8::from(on);
+                format!("kubernetes_feature_enabled{{name=\"ManagedFieldsOptOut\"}} {on}\n")
+            }),
             u8::from(shards),
         );
         respond(200, "text/plain; version=0.0.4; charset=utf-8", ResponseBody::full(text))

@@ -62,8 +62,13 @@ pub struct Faults {
     /// New requests wait until this is false, health checks included. PINGs are answered and watches
     /// continue.
     pub hang: bool,
-    /// Watches deliver nothing until this is false, as with a lagging watch cache; then they catch up.
+    /// Watches deliver nothing until this is false, as with a lagging watch cache; then they catch up. New ones wait with
+    /// their initial events.
     pub hold_watches: bool,
+    /// The number of changes after which each watch delivers nothing, until this is `None`.
+    pub watched_changes: Option<usize>,
+    /// The feature gate `ManagedFieldsOptOut`, in the metrics only; `None` for a version that has no such gate.
+    pub managed_fields_opt_out: Option<bool>,
     /// The version at which the watch cache stands still: a get that asks for a newer one is answered with 504.
     pub cache_version: Option<u64>,
     /// `/livez` fails, as that of Kubernetes 1.36 without etcd, whose `/readyz` does not; nothing else changes.

@@ -7,7 +7,7 @@ use crate::handler::{Format, JSON, respond};
 use crate::kinds::Kind;
 use crate::route::{Query, Target};
 use crate::selector::Selector;
-use crate::state::{Counted, ServerState};
+use crate::state::{Counted, Faults, ServerState};
 use crate::status_error::StatusError;
 use crate::{cbor, protobuf, table};
 use bytes::Bytes;
@@ -39,6 +39,8 @@ struct Watch {
     bookmarks: bool,
     /// All changes up to this version were sent.
     cursor: u64,
+    /// Number of changes that were sent.
+    sent: usize,
     columns_sent: bool,
     /// Events that wait for the others of their gzip member; `None` without compression.
     batch: Option<Vec<u8>>,
@@ -88,6 +90,7 @@ pub(super) fn start(
         include_object: query.get("includeObject").to_owned(),
         bookmarks: query.flag("allowWatchBookmarks"),
         cursor: version,
+        sent: 0,
         columns_sent: false,
         batch: compressed.then(Vec::new),
         sender,
@@ -141,7 +144,10 @@ impl Watch {
         // A test that sees this watch in the counters can end it by `end_watches`, subscribed above.
         let _counted = Counted::new(&self.server, |counters| &counters.watches);
         match start_at {
-            StartAt::CurrentState { announce_end } => self.send_current_state(announce_end).await?,
+            StartAt::CurrentState { announce_end } => {
+                self.wait_while(|faults, _| faults.hold_watches).await?;
+                self.send_current_state(announce_end).await?;
+            }
             StartAt::Now => self.cursor = self.server.cluster.version(),
             StartAt::Version => {
                 let compacted_here = self.server.compacted.load(Relaxed);
@@ -181,6 +187,21 @@ impl Watch {
         }
     }
 
+    /// Waits while the faults and the number of changes that were sent meet a condition.
+    async fn wait_while(
+        &self,
+        condition: impl Fn(&Faults, usize) -> bool,
+    ) -> Result<(), Disconnected> {
+        let mut faults = self.server.faults.subscribe();
+        while condition(&faults.borrow_and_update(), self.sent) {
+            tokio::select! {
+                () = self.sender.closed() => return Err(Disconnected),
+                _ = faults.changed() => {}
+            }
+        }
+        Ok(())
+    }
+
     /// Sends all objects as ADDED events; with `announce_end` also the `initial-events-end` bookmark.
     async fn send_current_state(&mut self, announce_end: bool) -> Result<(), Disconnected> {
         let (objects, version) =
@@ -206,6 +227,10 @@ impl Watch {
             }
         };
         for event in events {
+            let is_enough =
+                |faults: &Faults, sent| faults.watched_changes.is_some_and(|max| sent >= max);
+            self.wait_while(is_enough).await?;
+            self.sent += 1;
             let matched = event.before.as_ref().is_some_and(|o| self.selector.matches(&o.value));
             let matches = !event.deleted && self.selector.matches(&event.after.value);
             match (matched, matches) {

@@ -1,9 +1,12 @@
 //! Which version a request asks for, and its query with a floor.
 
+use http::Request;
+use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::request::info::{RequestInfo, RequestKind, Verb, first_value, parse_bool};
 use jackstay_core::watch::codec::version::as_u64;
-use jackstay_core::watch::request::rewrite;
+use jackstay_core::watch::request::{rewrite, with_query};
 
+use crate::upstream::endpoint::Endpoint;
 use crate::upstream::version_floors::FloorVersions;
 
 /// What a request asks for or shows.
@@ -130,6 +133,20 @@ impl ReadForm {
         self.needed(floor) > floor.objects
     }
 
+    /// The head with the floor for an endpoint that may not have reached it; `None` if the form takes none.
+    pub fn head(
+        self,
+        head: &Request<()>,
+        floor: FloorVersions,
+        endpoint: &Endpoint,
+    ) -> Option<Request<()>> {
+        let floor = self.reachable(floor, is_consistent_from_cache(endpoint));
+        let query = self.query(head.uri().query().unwrap_or_default(), floor)?;
+        let mut changed = head.clone();
+        *changed.uri_mut() = with_query(head.uri(), &query);
+        Some(changed)
+    }
+
     /// The query with the floor; `None` if the form takes none.
     pub fn query(self, query: &str, floor: FloorVersions) -> Option<String> {
         let version = self.needed(floor);
@@ -156,6 +173,13 @@ impl ReadForm {
     }
 }
 
+/// Whether the endpoint answers most-recent lists from its cache (`ConsistentListFromCache`, on by default since
+/// Kubernetes 1.31). An unknown version counts as an older one.
+pub fn is_consistent_from_cache(endpoint: &Endpoint) -> bool {
+    const SINCE: Option<MinorVersion> = MinorVersion::new(1, 31);
+    endpoint.minor_version() >= SINCE
+}
+
 /// The `resourceVersion` of a request, if it is a number above 0.
 pub fn version(info: &RequestInfo) -> Option<u64> {
     as_u64(first_value(info.query(), "resourceVersion")?.as_bytes())
@@ -165,7 +189,7 @@ pub fn version(info: &RequestInfo) -> Option<u64> {
 mod tests {
     use super::*;
     use ReadForm::*;
-    use http::{Method, Request};
+    use http::Method;
 
     fn form(method: &Method, target: &str) -> Option<ReadForm> {
         let request = Request::builder().method(method).uri(target).body(()).unwrap();

@@ -55,16 +55,14 @@ use std::sync::Arc;
 use bytes::Bytes;
 use http::{HeaderMap, Request, StatusCode, response};
 use jackstay_core::admission::ByteAccount;
-use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::lag::current_of_too_large;
 use jackstay_core::request::attempts::{AfterNotReached, MissedVersion, NotReached, VersionOrigin};
 use jackstay_core::request::info::{RequestInfo, is_built_in_group};
-use jackstay_core::watch::request::with_query;
 use jackstay_sys::clock;
 
 use self::body_version::{BodyVersion, ReadProgress};
 use self::client::LastClient;
-use self::form::ReadForm;
+use self::form::{ReadForm, is_consistent_from_cache};
 use super::credential_selector::SelectedCredential;
 use super::watch::body::WatchVersions;
 use crate::config::ConsistentReads;
@@ -170,13 +168,11 @@ impl RequestVersions {
             self.expected_at.replace(Some(Arc::clone(endpoint)));
             return None;
         }
-        let versions = self.form.reachable(versions, is_consistent_from_cache(endpoint));
-        let query = self.form.query(head.uri().query().unwrap_or_default(), versions)?;
-        if self.form.becomes_most_recent(versions) {
+        let changed = self.form.head(head, versions, endpoint)?;
+        let reachable = self.form.reachable(versions, is_consistent_from_cache(endpoint));
+        if self.form.becomes_most_recent(reachable) {
             self.most_recent.set(true);
         }
-        let mut changed = head.clone();
-        *changed.uri_mut() = with_query(head.uri(), &query);
         Some(changed)
     }
 
@@ -283,7 +279,8 @@ impl RequestVersions {
             ReadForm::WatchFrom => form::version(info).unwrap_or(0),
             _ => 0,
         };
-        Some(Box::new(WatchVersions::new(endpoint, floor, start)))
+        let at_start = self.enforced().map(|(_, versions)| (self.form, versions));
+        Some(Box::new(WatchVersions::new(endpoint, floor, start, at_start)))
     }
 
     /// Learns from the body of a response with this head at `endpoint`; `None` if it shows nothing, or nothing more than
@@ -320,13 +317,6 @@ impl RequestVersions {
         let record = upstream.resource_versions.record(&info.resource_name()?)?;
         Some(upstream.version_floors.get(self.client, &record))
     }
-}
-
-/// Whether the endpoint answers most-recent lists from its cache (`ConsistentListFromCache`, on by default since
-/// Kubernetes 1.31). An unknown version counts as an older one.
-fn is_consistent_from_cache(endpoint: &Endpoint) -> bool {
-    const SINCE: Option<MinorVersion> = MinorVersion::new(1, 31);
-    endpoint.minor_version() >= SINCE
 }
 
 /// Learns the version of one response while its body is forwarded.

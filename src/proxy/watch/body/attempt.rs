@@ -86,6 +86,7 @@ pub(super) fn resume(
     let (last_refused, limit) = (session.last_refused(), session.attempt_timeout());
     let mut excluded = session.excluded_at(clock::now() + delay);
     let (suitable, wanted) = (context.suitable_endpoints(session), context.wanted_version());
+    let start_floor = context.start_floor();
     let mut drain = context.drain.clone();
     let no_stream = |reason, kind| AttemptError { reason, connection: None, kind };
     Box::pin(async move {
@@ -113,7 +114,13 @@ pub(super) fn resume(
             let permit = upstream.pool.acquire(&class, requirements);
             match timeout_at(deadline.into(), permit).await {
                 Ok(Ok(permit)) if suitable.honours_parameters(&permit.connection().endpoint) => {
-                    send(&upstream, permit, head, deadline).await
+                    let floor = start_floor.as_ref();
+                    let endpoint = &permit.connection().endpoint;
+                    let with_floor = floor.and_then(|floor| floor.head(&head, endpoint));
+                    if with_floor.is_some() {
+                        upstream.metrics.version_floor("applied");
+                    }
+                    send(&upstream, permit, with_floor.unwrap_or(head), deadline).await
                 }
                 Ok(Ok(_)) => {
                     Err(no_stream(PROCESS_CHANGED.to_owned(), AttemptErrorKind::Transient))

@@ -17,7 +17,7 @@ use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 
 use super::suitable::{PROCESS_CHANGED, RequiredParameters, SuitableEndpoints};
-use super::versions::WatchVersions;
+use super::versions::{StartFloor, WatchVersions};
 use crate::proxy::client_certificate::IdentityProof;
 use crate::proxy::drain::DrainWatcher;
 use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response};
@@ -176,6 +176,11 @@ impl ResumeContext {
         let (record, version) = self.resource_versions.as_ref()?.wanted()?;
         Some((Arc::clone(record), version))
     }
+    /// The floor of a watch that has shown nothing yet.
+    pub(super) fn start_floor(&self) -> Option<StartFloor> {
+        self.resource_versions.as_ref()?.start_floor()
+    }
+
 
     /// The result of an attempt with this response.
     pub(super) fn attempt_result(&self, response: &Response) -> AttemptResult {

@@ -4,11 +4,13 @@ use std::sync::Arc;
 
 use std::time::Instant;
 
+use http::Request;
 use jackstay_core::watch::relay::ChunkVersions;
 
+use crate::proxy::consistent_reads::form::ReadForm;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::resource_versions::{ResourceRecord, ShownVersion};
-use crate::upstream::version_floors::Floor;
+use crate::upstream::version_floors::{Floor, FloorVersions};
 
 /// The records that a watch raises.
 pub struct WatchVersions {
@@ -18,12 +20,46 @@ pub struct WatchVersions {
     floor: Arc<Floor>,
     /// The highest version that the watch has shown, or the one from which it started; 0 before that.
     latest: u64,
+    /// The form of the request, and the floor when it arrived, until the watch has shown a version: a watch that is
+    /// started again must not begin before it.
+    at_start: Option<Box<(ReadForm, FloorVersions)>>,
+}
+
+/// What a new stream of a watch must not be older than.
+#[derive(Clone)]
+pub struct StartFloor {
+    record: Arc<ResourceRecord>,
+    form: ReadForm,
+    versions: FloorVersions,
+}
+
+impl StartFloor {
+    /// The head for `endpoint` with the floor; `None` if it gets the request unchanged.
+    pub fn head(&self, head: &Request<()>, endpoint: &Arc<Endpoint>) -> Option<Request<()>> {
+        if self.record.has_reached(endpoint, self.form.needed(self.versions)) {
+            return None;
+        }
+        self.form.head(head, self.versions, endpoint)
+    }
 }
 
 impl WatchVersions {
-    /// The records of a watch from the version `start`, or 0, whose first stream is at `endpoint`.
-    pub fn new(endpoint: &Arc<Endpoint>, floor: Arc<Floor>, start: u64) -> Self {
-        Self { shown: floor.record.shown_by(endpoint), floor, latest: start }
+    /// The records of a watch from the version `start`, or 0, whose first stream is at `endpoint`. `at_start`: the form of a
+    /// request that takes any version, and its floor.
+    pub fn new(
+        endpoint: &Arc<Endpoint>,
+        floor: Arc<Floor>,
+        start: u64,
+        at_start: Option<(ReadForm, FloorVersions)>,
+    ) -> Self {
+        let shown = floor.record.shown_by(endpoint);
+        Self { shown, floor, latest: start, at_start: at_start.map(Box::new) }
+    }
+
+    /// The floor of the request, while nothing has been shown to the client.
+    pub fn start_floor(&self) -> Option<StartFloor> {
+        let (form, versions) = **self.at_start.as_ref()?;
+        Some(StartFloor { record: Arc::clone(&self.floor.record), form, versions })
     }
 
     /// Called when the watch continues at `endpoint`.
@@ -33,7 +69,11 @@ impl WatchVersions {
 
     /// The version that an endpoint should have reached to continue the watch without a pause.
     pub fn wanted(&self) -> Option<(&Arc<ResourceRecord>, u64)> {
-        (self.latest > 0).then_some((&self.floor.record, self.latest))
+        let needed = match &self.at_start {
+            Some(at_start) => at_start.0.needed(at_start.1),
+            None => self.latest,
+        };
+        (needed > 0).then_some((&self.floor.record, needed))
     }
 
     /// Records the versions of a chunk that was received at `now`.
@@ -42,6 +82,7 @@ impl WatchVersions {
             return;
         }
         self.latest = self.latest.max(chunk.shown);
+        self.at_start = None;
         self.floor.record.raise(&self.shown, chunk.shown, now);
         self.floor.record.raise_event(&self.shown, chunk.objects);
         self.floor.raise_objects(chunk.objects);

@@ -16,6 +16,7 @@ use tokio::sync::futures::Notified;
 #[derive(Debug, Default)]
 pub struct CapabilityDemand {
     sharded: AtomicBool,
+    managed_fields: AtomicBool,
     features: AtomicBool,
     raised: Notify,
     recorded: Notify,
@@ -26,6 +27,8 @@ pub struct CapabilityDemand {
 pub struct WantedCapabilities {
     /// Whether an apiserver serves shards.
     pub sharded: bool,
+    /// Whether it leaves out `metadata.managedFields`.
+    pub managed_fields: bool,
     /// Its build and feature gates.
     pub features: bool,
 }
@@ -33,7 +36,7 @@ pub struct WantedCapabilities {
 impl WantedCapabilities {
     /// Whether any is read.
     pub fn any(self) -> bool {
-        self.sharded || self.features
+        self.sharded || self.managed_fields || self.features
     }
 }
 
@@ -43,6 +46,7 @@ impl CapabilityDemand {
         let wanted = match parameters {
             Parameters::Common => return,
             Parameters::Sharded => &self.sharded,
+            Parameters::ManagedFields => &self.managed_fields,
             Parameters::Unknown => &self.features,
         };
         if !wanted.load(Ordering::Relaxed) && !wanted.swap(true, Ordering::Relaxed) {
@@ -52,10 +56,10 @@ impl CapabilityDemand {
 
     /// What the watches so far want.
     pub fn wanted(&self) -> WantedCapabilities {
-        let (sharded, features) = (&self.sharded, &self.features);
         WantedCapabilities {
-            sharded: sharded.load(Ordering::Relaxed),
-            features: features.load(Ordering::Relaxed),
+            sharded: self.sharded.load(Ordering::Relaxed),
+            managed_fields: self.managed_fields.load(Ordering::Relaxed),
+            features: self.features.load(Ordering::Relaxed),
         }
     }
 
@@ -88,6 +92,9 @@ pub struct ApiserverProcess {
 pub struct Capabilities {
     /// Whether it serves shards, 0 or 1.
     pub sharded: Capability,
+    /// Whether it leaves out `metadata.managedFields`, 0 or 1; by its metrics perhaps another number
+    /// ([`ManagedFieldsOptOut::number`](jackstay_core::kubernetes_features::ManagedFieldsOptOut::number)).
+    pub managed_fields: Capability,
     /// Its build and feature gates.
     pub features: Capability,
     /// Why something that is wanted is not known.
@@ -99,6 +106,9 @@ pub struct Capabilities {
 pub struct CapabilityStatus {
     /// Whether it serves shards (KEP-5866); null while unknown.
     pub sharded: Option<bool>,
+    /// Whether it leaves out `metadata.managedFields` on request (KEP-5958); null while unknown, or if no client has sent such
+    /// a watch.
+    pub managed_fields_opt_out: Option<bool>,
     /// Equal for endpoints of the same build with the same feature gates; null while unknown, or if no client has sent
     /// a watch with a parameter that jackstay does not know.
     pub features: Option<String>,
@@ -124,6 +134,7 @@ impl ApiserverProcess {
         match parameters {
             Parameters::Common => Capability::Known(0),
             Parameters::Sharded => known.sharded,
+            Parameters::ManagedFields => known.managed_fields,
             Parameters::Unknown => known.features,
         }
     }
@@ -142,8 +153,9 @@ impl ApiserverProcess {
             }
         };
         update(&mut known.sharded, read.sharded);
+        update(&mut known.managed_fields, read.managed_fields);
         update(&mut known.features, read.features);
-        let all = [known.sharded, known.features];
+        let all = [known.sharded, known.managed_fields, known.features];
         if read.error.is_some() || !all.contains(&Capability::Unavailable) {
             known.error = read.error;
         }
@@ -161,6 +173,9 @@ impl ApiserverProcess {
         };
         Some(CapabilityStatus {
             sharded: number(known.sharded).map(|number| number == 1),
+            managed_fields_opt_out: number(known.managed_fields)
+                .filter(|number| *number <= 1)
+                .map(|number| number == 1),
             features: number(known.features).map(|fingerprint| format!("{fingerprint:016x}")),
             error: known.error,
         })
@@ -182,9 +197,13 @@ mod tests {
         demand.want(Parameters::Common);
         assert!(!demand.wanted().any());
         demand.want(Parameters::Unknown);
-        assert_eq!(demand.wanted(), WantedCapabilities { sharded: false, features: true });
+        let unknown = WantedCapabilities { features: true, ..WantedCapabilities::default() };
+        assert_eq!(demand.wanted(), unknown);
+        demand.want(Parameters::ManagedFields);
+        assert_eq!(demand.wanted(), WantedCapabilities { managed_fields: true, ..unknown });
         demand.want(Parameters::Sharded);
-        assert_eq!(demand.wanted(), WantedCapabilities { sharded: true, features: true });
+        let all = WantedCapabilities { sharded: true, managed_fields: true, features: true };
+        assert_eq!(demand.wanted(), all);
     }
 
     #[test]
@@ -197,7 +216,7 @@ mod tests {
             (Unread, Known(7), (Known(1), Known(7))),
             (Known(0), Known(8), (Known(1), Known(7))),
         ] {
-            process.record(Capabilities { sharded, features, error: None });
+            process.record(Capabilities { sharded, features, ..Capabilities::default() });
             let known = Parameters::Sharded;
             let known = (process.capability(known), process.capability(Parameters::Unknown));
             assert_eq!(known, expected);
@@ -214,7 +233,8 @@ mod tests {
     fn reason_stays_while_something_is_unavailable() {
         let process = ApiserverProcess::default();
         let error = Some("/metrics: 403".to_owned());
-        let refused = Capabilities { features: Unavailable, error: error.clone(), sharded: Unread };
+        let refused =
+            Capabilities { features: Unavailable, error: error.clone(), ..Capabilities::default() };
         let list = Capabilities { sharded: Known(1), ..Capabilities::default() };
         process.record(refused);
         process.record(list);
@@ -228,9 +248,11 @@ mod tests {
         let process = ApiserverProcess::default();
         assert!(process.status().is_none());
         let error = Some("403".to_owned());
-        process.record(Capabilities { sharded: Known(1), features: Unavailable, error });
+        let (sharded, managed_fields) = (Known(1), Known(0));
+        process.record(Capabilities { sharded, managed_fields, features: Unavailable, error });
         let status = process.status().unwrap();
         assert_eq!((status.sharded, status.features), (Some(true), None));
+        assert_eq!(status.managed_fields_opt_out, Some(false));
         assert_eq!(status.error.as_deref(), Some("403"));
     }
 }

@@ -1,5 +1,6 @@
-//! A watch of a shard continues only on an apiserver that is known to serve shards as the first one does, and one with an
-//! unknown parameter only on an equal apiserver.
+//! A watch of a shard continues only on an apiserver that is known to serve shards as the first one does, one without
+//! `metadata.managedFields` only on one that is known to leave them out as the first one does, and one with an unknown
+//! parameter only on an equal apiserver.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -39,6 +40,34 @@ fn refuse(paths: &'static [&'static str], response: ScriptedResponse) -> impl Fn
     }
 }
 
+/// Answers the list of the prober about managed fields, and refuses it the metrics.
+fn answer_about_managed_fields(honours: bool) -> impl FnOnce(&mut Faults) {
+    move |faults| {
+        faults.on_request = Some(Arc::new(move |request| {
+            let is_prober = request.headers.get("user-agent")?.as_bytes() == b"jackstay-readyz";
+            if !is_prober || !BOTH.contains(&request.uri.path()) {
+                return None;
+            }
+            if request.uri.path() == "/metrics" {
+                return Some(forbidden());
+            }
+            let drops = request
+                .headers
+                .get("accept")?
+                .as_bytes()
+                .ends_with(b";drop=metadata.managedFields");
+            let fields =
+                if drops && honours { "" } else { r#","managedFields":[{"manager":"a"}]"# };
+            let mut response = ScriptedResponse::status(200, "", "");
+            response.body = format!(
+                r#"{{"kind":"ServiceList","metadata":{{}},"items":[{{"metadata":{{"name":"kubernetes"{fields}}}}}]}}"#
+            )
+            .into();
+            Some(response)
+        }));
+    }
+}
+
 fn forbidden() -> ScriptedResponse {
     ScriptedResponse::status(403, "Forbidden", "forbidden: User \"u\" cannot get path")
 }
@@ -64,6 +93,16 @@ impl Setup {
         change: impl Fn(&TestCluster),
         configure: impl Fn(&mut Config),
     ) -> Self {
+        Self::accepting("application/json", query, servers, change, configure).await
+    }
+
+    async fn accepting(
+        accept: &str,
+        query: &str,
+        servers: usize,
+        change: impl Fn(&TestCluster),
+        configure: impl Fn(&mut Config),
+    ) -> Self {
         let cluster = TestCluster::new(servers);
         change(&cluster);
         cluster.servers[1..].iter().for_each(ApiServerHandle::kill);
@@ -76,7 +115,7 @@ impl Setup {
         let client = proxy.client().await;
         let from = cluster.state.version();
         let path = format!("{CONFIGMAPS}?watch=1&resourceVersion={from}&{query}");
-        let watch = WatchRecorder::start(&client, &path).await;
+        let watch = WatchRecorder::accepting(&client, &path, accept).await;
         let setup = Self { cluster, proxy, client, from, watch };
         setup.write();
         setup.expect_all_events().await;
@@ -351,6 +390,40 @@ async fn watch_with_an_unknown_parameter_continues_only_on_an_equal_server() {
 }
 
 /// An apiserver that refuses the prober and ends each of its connections is not asked more and more.
+/// A server that does not know `drop`, or whose gate is off, sends whole objects, and nothing shows it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_without_managed_fields_continues_only_on_a_server_that_leaves_them_out_as_the_first_one()
+ {
+    const DROP: &str = "application/json;drop=metadata.managedFields";
+    let setup = async |accept: &str, gates: &[Option<bool>]| {
+        let change = |cluster: &TestCluster| {
+            for (server, gate) in cluster.servers.iter().zip(gates) {
+                server.set_faults(|faults| faults.managed_fields_opt_out = *gate);
+            }
+        };
+        Setup::accepting(accept, "", gates.len(), change, |_| {}).await
+    };
+    setup(DROP, &[Some(true), Some(false), Some(true)]).await.expect_continues_on(2).await;
+    setup(DROP, &[Some(true), Some(false)]).await.expect_end().await;
+    setup(DROP, &[None, Some(true)]).await.expect_end().await;
+    setup(DROP, &[None, None]).await.expect_continues_on(1).await;
+    // A list of a Service shows it to a user who may not read the metrics, such as a kubelet.
+    let by_list = async |honours: &[bool]| {
+        let change = |cluster: &TestCluster| {
+            for (server, honours) in cluster.servers.iter().zip(honours) {
+                server.set_faults(answer_about_managed_fields(*honours));
+            }
+        };
+        Setup::accepting(DROP, "", honours.len(), change, |_| {}).await
+    };
+    by_list(&[true, false, true]).await.expect_continues_on(2).await;
+    by_list(&[false, true]).await.expect_end().await;
+    // An unknown parameter needs an equal server.
+    let unknown = "application/json;keep=metadata.name";
+    setup(unknown, &[Some(true), None, Some(true)]).await.expect_continues_on(2).await;
+    setup(unknown, &[None, Some(false)]).await.expect_end().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn refused_questions_are_repeated_at_longer_and_longer_pauses() {
     let setup = Setup::new(ALL, 2, |_| {}).await;

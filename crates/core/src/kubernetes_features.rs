@@ -19,6 +19,10 @@ const FEATURE: &[u8] = b"kubernetes_feature_enabled{";
 const BUILD: &[u8] = b"kubernetes_build_info{";
 /// The gate of sharded lists and watches (KEP-5866).
 const SHARDED: &[u8] = b"name=\"ShardedListAndWatch\"";
+/// The gate of responses without `metadata.managedFields` (KEP-5958).
+const MANAGED_FIELDS: &[u8] = b"name=\"ManagedFieldsOptOut\"";
+/// The minor version in the line of the build.
+const MINOR: &[u8] = b"minor=\"";
 
 /// The gates of one process of an apiserver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,6 +31,32 @@ pub struct KubernetesFeatures {
     pub fingerprint: u64,
     /// It serves shards.
     pub sharded: bool,
+    /// Whether it leaves out `metadata.managedFields` on request.
+    pub managed_fields: ManagedFieldsOptOut,
+}
+
+/// Whether an apiserver leaves out `metadata.managedFields` on request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ManagedFieldsOptOut {
+    /// The gate is off.
+    Off,
+    /// The gate is on.
+    On,
+    /// It has no such gate: it is older than the gate, or so new that the gate was removed. The minor version, 0 if it is
+    /// unknown.
+    NoGate(u32),
+}
+
+impl ManagedFieldsOptOut {
+    /// A number that is equal for servers that treat the parameter equally: 0 if they ignore it, 1 if they honour it, and
+    /// another one if that is unknown.
+    pub fn number(self) -> u64 {
+        match self {
+            Self::Off | Self::NoGate(1..38) => 0,
+            Self::On => 1,
+            Self::NoGate(minor) => 2 + u64::from(minor),
+        }
+    }
 }
 
 /// The metrics name no feature gate.
@@ -51,6 +81,8 @@ pub struct FeatureReader {
     has_build: bool,
     gates: usize,
     sharded: bool,
+    managed_fields: Option<bool>,
+    minor: u32,
     is_complete: bool,
 }
 
@@ -79,9 +111,15 @@ impl FeatureReader {
         if line.starts_with(FEATURE) {
             self.gates += 1;
             let is_on = line.trim_ascii_end().ends_with(b" 1");
-            self.sharded |= is_on && line.windows(SHARDED.len()).any(|part| part == SHARDED);
+            self.sharded |= is_on && after(line, SHARDED).is_some();
+            if after(line, MANAGED_FIELDS).is_some() {
+                self.managed_fields = Some(is_on);
+            }
         } else if line.starts_with(BUILD) {
             self.has_build = true;
+            let digits = after(line, MINOR).unwrap_or_default().iter();
+            let digits = digits.map_while(|byte| char::from(*byte).to_digit(10)).take(6);
+            self.minor = digits.fold(0, |minor, digit| minor * 10 + digit);
         } else {
             self.is_complete = self.gates > 0 && !line.is_empty() && !line.starts_with(b"#");
             return;
@@ -98,8 +136,20 @@ impl FeatureReader {
         if !self.has_build || !self.is_complete {
             return Err(NoFeatures);
         }
-        Ok(KubernetesFeatures { fingerprint: self.hasher.finish(), sharded: self.sharded })
+        let managed_fields = match self.managed_fields {
+            Some(true) => ManagedFieldsOptOut::On,
+            Some(false) => ManagedFieldsOptOut::Off,
+            None => ManagedFieldsOptOut::NoGate(self.minor),
+        };
+        let fingerprint = self.hasher.finish();
+        Ok(KubernetesFeatures { fingerprint, sharded: self.sharded, managed_fields })
     }
+}
+
+/// What follows `text` in a line that has it.
+fn after<'a>(line: &'a [u8], text: &[u8]) -> Option<&'a [u8]> {
+    let at = line.windows(text.len()).position(|part| part == text)?;
+    Some(&line[at + text.len()..])
 }
 
 #[cfg(test)]
@@ -140,6 +190,34 @@ mod tests {
         assert_ne!(read(&metrics("v1.36.3", 1), 1000).unwrap().fingerprint, whole.fingerprint);
         let other_counts = on.replace("} 17", "} 18").replace("total 7", "total 8");
         assert_eq!(read(&other_counts, 1000), Ok(whole));
+    }
+
+    #[test]
+    fn managed_fields_depend_on_the_gate_or_on_the_version() {
+        use ManagedFieldsOptOut::{NoGate, Off, On};
+        let with = |build: &str, gate: &str| {
+            let text = metrics("v1", 0)
+                .replace("git_version=\"v1\"", build)
+                .replace("# TYPE process", &format!("{gate}# TYPE process"));
+            read(&text, 1000).unwrap().managed_fields
+        };
+        let gate = |on: u8| {
+            format!(
+                "kubernetes_feature_enabled{{name=\"ManagedFieldsOptOut\",stage=\"ALPHA\"}} {on}\n"
+            )
+        };
+        let (old, new) = ("major=\"1\",minor=\"37\"", "major=\"1\",minor=\"38+\"");
+        for (build, gate, expected) in [
+            (new, gate(1), On),
+            (new, gate(0), Off),
+            (old, String::new(), NoGate(37)),
+            (new, String::new(), NoGate(38)),
+            ("git_version=\"v1.37.1\"", String::new(), NoGate(0)),
+        ] {
+            assert_eq!(with(build, &gate), expected, "{build} {gate}");
+        }
+        let all = [Off, On, NoGate(37), NoGate(0), NoGate(38), NoGate(41)];
+        assert_eq!(all.map(ManagedFieldsOptOut::number), [0, 1, 0, 2, 40, 43]);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! | wanted | read |
 //! |---|---|
 //! | shards | a list of no service with `shardSelector`: an apiserver that serves shards repeats the selector in `metadata.shardInfo`. Without the right to list services: `/metrics` |
+//! | responses without `metadata.managedFields` | a list of the Service `kubernetes` of kube-apiserver with `drop=metadata.managedFields`, and if the answer has none, one without it. Without the right to list services, or if that Service has none: `/metrics` |
 //! | equal servers | build and feature gates in `/metrics` |
 //!
 //! The reads run beside the probes and do not delay them. They begin when `/readyz` was answered. The pauses between them do
@@ -24,7 +25,7 @@ use serde::de::IgnoredAny;
 use tokio::sync::Notify;
 use tokio::time::{sleep, sleep_until, timeout};
 
-use super::request::{fetch, fetch_pieces};
+use super::request::{fetch, fetch_accepting, fetch_pieces};
 use crate::upstream::Upstream;
 use crate::upstream::capabilities::{ApiserverProcess, Capabilities, WantedCapabilities};
 use crate::upstream::connection::{Connection, ConnectionState};
@@ -50,6 +51,11 @@ const READY_CHECK: Duration = Duration::from_millis(100);
 const SHARD: &str = "/api/v1/services?fieldSelector=metadata.name%3D_&resourceVersion=0&shardSelector=\
                      shardRange(object.metadata.uid,%270x0000000000000000%27,%270x8000000000000000%27)";
 const METRICS: &str = "/metrics";
+/// A list of the Service that every kube-apiserver has, from the watch cache. Kubelets may list services.
+const SERVICE: &str = "/api/v1/services?fieldSelector=metadata.namespace%3Ddefault%2Cmetadata.name%3Dkubernetes&\
+                       resourceVersion=0";
+const WHOLE: &str = "application/json";
+const WITHOUT_MANAGED_FIELDS: &str = "application/json;drop=metadata.managedFields";
 
 /// Reads the capabilities of one endpoint.
 #[derive(Debug)]
@@ -58,6 +64,7 @@ pub struct CapabilityReader {
     connection: RefCell<Option<Weak<Connection>>>,
     connection_changed: Notify,
     lists: RefCell<Pace>,
+    services: RefCell<Pace>,
     metrics: RefCell<Pace>,
 }
 
@@ -94,6 +101,24 @@ struct List {
 struct ListMeta {
     #[serde(rename = "shardInfo")]
     shard_info: Option<IgnoredAny>,
+}
+
+#[derive(Deserialize)]
+struct Services {
+    kind: String,
+    #[serde(default)]
+    items: Vec<Service>,
+}
+
+#[derive(Deserialize)]
+struct Service {
+    metadata: ServiceMeta,
+}
+
+#[derive(Deserialize)]
+struct ServiceMeta {
+    #[serde(rename = "managedFields")]
+    managed_fields: Option<IgnoredAny>,
 }
 
 impl Pace {
@@ -135,6 +160,7 @@ impl Default for CapabilityReader {
             connection: RefCell::default(),
             connection_changed: Notify::new(),
             lists: RefCell::new(Pace::new(LIST_PAUSE)),
+            services: RefCell::new(Pace::new(LIST_PAUSE)),
             metrics: RefCell::new(Pace::new(METRICS_PAUSE)),
         }
     }
@@ -170,17 +196,19 @@ impl CapabilityReader {
         now: Instant,
     ) -> Option<Instant> {
         let known = process.capabilities();
-        let shards = asks(wanted.sharded, known.sharded).then(|| self.next_list(now));
+        let shards = asks(wanted.sharded, known.sharded).then(|| self.next_list(&self.lists, now));
+        let services = asks(wanted.managed_fields, known.managed_fields)
+            .then(|| self.next_list(&self.services, now));
         let features =
             asks(wanted.features, known.features).then(|| self.metrics.borrow().next(now));
-        shards.into_iter().chain(features).min()
+        shards.into_iter().chain(services).chain(features).min()
     }
 
-    /// When the list is read again. While it is refused, `/metrics` answer in its place, so both are asked together.
-    fn next_list(&self, now: Instant) -> Instant {
-        let lists = self.lists.borrow();
-        let next = lists.next(now);
-        if lists.is_refused { next.max(self.metrics.borrow().next(now)) } else { next }
+    /// When a list is read again. While it is refused, `/metrics` answer in its place, so both are asked together.
+    fn next_list(&self, list: &RefCell<Pace>, now: Instant) -> Instant {
+        let list = list.borrow();
+        let next = list.next(now);
+        if list.is_refused { next.max(self.metrics.borrow().next(now)) } else { next }
     }
 
     /// Reads what is wanted and not known, until the future is dropped.
@@ -212,8 +240,9 @@ impl CapabilityReader {
             }
             None if wanted.any() && !upstream.has_probe_credential() => {
                 let error = Some("jackstay has no credential for its probes".to_owned());
-                let (sharded, features) = (Capability::Unavailable, Capability::Unavailable);
-                endpoint.process().record(Capabilities { sharded, features, error });
+                let [sharded, managed_fields, features] = [Capability::Unavailable; 3];
+                let none = Capabilities { sharded, managed_fields, features, error };
+                endpoint.process().record(none);
                 upstream.capabilities.notify_recorded();
             }
             _ => {}
@@ -278,19 +307,28 @@ impl CapabilityReader {
         let known = process.capabilities();
         let now = clock::now();
         let mut shards_answer = None;
-        if asks(wanted.sharded, known.sharded) && self.next_list(now) <= now {
+        if asks(wanted.sharded, known.sharded) && self.next_list(&self.lists, now) <= now {
             let list = shards(connection, token.clone());
             shards_answer = Some(ask(&self.lists, is_ready, list).await);
         }
+        let mut fields_answer = None;
+        if asks(wanted.managed_fields, known.managed_fields)
+            && self.next_list(&self.services, now) <= now
+        {
+            let list = managed_fields(connection, token.clone());
+            fields_answer = Some(ask(&self.services, is_ready, list).await);
+        }
         let mut features_answer = None;
-        let is_refused = matches!(shards_answer, Some(Answer::Refused(_)));
+        let is_refused = [&shards_answer, &fields_answer]
+            .into_iter()
+            .any(|answer| matches!(answer, Some(Answer::Refused(_))));
         let now = clock::now();
         let is_due = self.metrics.borrow().next(now) <= now;
         if (is_refused || asks(wanted.features, known.features)) && is_due {
             let metrics = features(connection, token);
             features_answer = Some(ask(&self.metrics, is_ready, metrics).await);
         }
-        interpret(shards_answer, features_answer)
+        interpret(shards_answer, fields_answer, features_answer)
     }
 }
 
@@ -320,18 +358,33 @@ fn asks(is_wanted: bool, capability: Capability) -> bool {
     is_wanted && !matches!(capability, Capability::Known(_))
 }
 
+/// What a list says, or the metrics in its place.
+fn from_list_or_metrics(
+    list: Option<&Answer<bool>>,
+    metrics: Option<&Answer<KubernetesFeatures>>,
+    number: impl Fn(&KubernetesFeatures) -> u64,
+) -> Capability {
+    use Answer::{Known, Refused};
+    match (list, metrics) {
+        (Some(Known(honoured)), _) => Capability::Known((*honoured).into()),
+        (_, Some(Known(features))) => Capability::Known(number(features)),
+        (Some(Refused(_)), Some(Refused(_))) => Capability::Unavailable,
+        _ => Capability::Unread,
+    }
+}
+
 /// What the answers to the questions that were asked say.
 fn interpret(
     shards: Option<Answer<bool>>,
+    fields: Option<Answer<bool>>,
     features: Option<Answer<KubernetesFeatures>>,
 ) -> Capabilities {
     use Answer::{Failed, Known, Refused};
-    let sharded = match (&shards, &features) {
-        (Some(Known(sharded)), _) => Capability::Known((*sharded).into()),
-        (_, Some(Known(features))) => Capability::Known(features.sharded.into()),
-        (Some(Refused(_)), Some(Refused(_))) => Capability::Unavailable,
-        _ => Capability::Unread,
-    };
+    let metrics = features.as_ref();
+    let sharded =
+        from_list_or_metrics(shards.as_ref(), metrics, |features| features.sharded.into());
+    let managed_fields =
+        from_list_or_metrics(fields.as_ref(), metrics, |features| features.managed_fields.number());
     let fingerprint = match &features {
         Some(Known(features)) => Capability::Known(features.fingerprint),
         Some(Refused(_)) => Capability::Unavailable,
@@ -339,7 +392,8 @@ fn interpret(
     };
     let mut errors = Vec::new();
     if !matches!(features, Some(Known(_)))
-        && let Some(Refused(error) | Failed(error)) = shards
+        && let Some(Refused(error) | Failed(error)) =
+            [shards, fields].into_iter().flatten().find(|list| !matches!(list, Known(_)))
     {
         errors.push(format!("list of services: {error}"));
     }
@@ -347,7 +401,7 @@ fn interpret(
         errors.push(format!("{METRICS}: {error}"));
     }
     let error = (!errors.is_empty()).then(|| errors.join("; "));
-    Capabilities { sharded, features: fingerprint, error }
+    Capabilities { sharded, managed_fields, features: fingerprint, error }
 }
 
 /// Whether the apiserver serves shards. One that does not know the parameter, or whose gate is off, ignores it.
@@ -366,6 +420,40 @@ fn interpret_list(status: StatusCode, body: &[u8]) -> Answer<bool> {
     match serde_json::from_slice(body) {
         Ok(List { kind, metadata }) if kind == "ServiceList" => {
             Answer::Known(metadata.shard_info.is_some())
+        }
+        Ok(_) | Err(_) => Answer::Refused("no list".to_owned()),
+    }
+}
+
+/// Whether the apiserver leaves out `metadata.managedFields` on request. One that does not know the parameter, or whose gate
+/// is off, ignores it.
+async fn managed_fields(connection: &Rc<Connection>, token: Option<HeaderValue>) -> Answer<bool> {
+    let has_fields = async |accept| {
+        let list = fetch_accepting(connection, SERVICE, token.clone(), accept);
+        match timeout(LIST_TIMEOUT, list).await {
+            Ok(Ok((status, body))) => interpret_service(status, &body),
+            Ok(Err(error)) => Answer::Failed(error.to_string()),
+            Err(_) => late(LIST_TIMEOUT),
+        }
+    };
+    match has_fields(WITHOUT_MANAGED_FIELDS).await {
+        Answer::Known(true) => Answer::Known(false),
+        Answer::Known(false) => match has_fields(WHOLE).await {
+            Answer::Known(false) => Answer::Refused("no managed fields".to_owned()),
+            other => other,
+        },
+        other => other,
+    }
+}
+
+/// Whether a service of the list has managed fields.
+fn interpret_service(status: StatusCode, body: &[u8]) -> Answer<bool> {
+    if let Some(error) = interpret_status(status) {
+        return error;
+    }
+    match serde_json::from_slice(body) {
+        Ok(Services { kind, items }) if kind == "ServiceList" => {
+            Answer::Known(items.iter().any(|one| one.metadata.managed_fields.is_some()))
         }
         Ok(_) | Err(_) => Answer::Refused("no list".to_owned()),
     }
@@ -407,6 +495,7 @@ fn late<T>(limit: Duration) -> Answer<T> {
 mod tests {
     use super::*;
     use Answer::{Failed, Known, Refused};
+    use jackstay_core::kubernetes_features::ManagedFieldsOptOut;
 
     #[test]
     fn list_shows_whether_shards_are_served() {
@@ -437,7 +526,9 @@ mod tests {
 
     #[test]
     fn metrics_answer_what_the_list_does_not() {
-        let on = || Some(Known(KubernetesFeatures { fingerprint: 7, sharded: true }));
+        let managed_fields = ManagedFieldsOptOut::NoGate(41);
+        let features = KubernetesFeatures { fingerprint: 7, sharded: true, managed_fields };
+        let on = || Some(Known(features));
         let (refused, failed) = (|| Some(Refused("r".to_owned())), || Some(Failed("f".to_owned())));
         let (unread, unavailable) = (Capability::Unread, Capability::Unavailable);
         let known = Capability::Known;
@@ -462,9 +553,46 @@ mod tests {
         ] {
             let (sharded, fingerprint, error) = expected;
             let error = error.map(str::to_owned);
-            let expected = Capabilities { sharded, features: fingerprint, error };
-            assert_eq!(interpret(shards, features), expected);
+            // The metrics say it, too.
+            let managed_fields = match fingerprint {
+                Capability::Known(_) => known(43),
+                _ => unread,
+            };
+            let expected = Capabilities { sharded, managed_fields, features: fingerprint, error };
+            assert_eq!(interpret(shards, None, features), expected);
         }
+        // The answers about managed fields; expected: the capability, error.
+        for (fields, features, expected) in [
+            (Some(Known(true)), None, (known(1), None)),
+            (Some(Known(false)), on(), (known(0), None)),
+            (refused().map(no_answer), on(), (known(43), None)),
+            (
+                refused().map(no_answer),
+                refused(),
+                (unavailable, Some("list of services: r; /metrics: r")),
+            ),
+            (failed().map(no_answer), None, (unread, Some("list of services: f"))),
+        ] {
+            let read = interpret(None, fields, features);
+            assert_eq!((read.managed_fields, read.error.as_deref()), expected);
+        }
+    }
+
+    #[test]
+    fn list_of_a_service_shows_whether_managed_fields_are_left_out() {
+        let list = |metadata: &str| {
+            let body = format!(
+                r#"{{"kind":"ServiceList","metadata":{{}},"items":[{{"metadata":{metadata}}}]}}"#
+            );
+            interpret_service(StatusCode::OK, body.as_bytes())
+        };
+        assert_eq!(list(r#"{"name":"kubernetes","managedFields":[{"manager":"a"}]}"#), Known(true));
+        assert_eq!(list(r#"{"name":"kubernetes"}"#), Known(false));
+        let none = interpret_service(StatusCode::OK, br#"{"kind":"ServiceList","metadata":{}}"#);
+        assert_eq!(none, Known(false));
+        assert!(matches!(interpret_service(StatusCode::OK, b"{}"), Refused(_)));
+        assert!(matches!(interpret_service(StatusCode::FORBIDDEN, b""), Refused(_)));
+        assert!(matches!(interpret_service(StatusCode::BAD_GATEWAY, b""), Failed(_)));
     }
 
     #[test]
@@ -504,11 +632,11 @@ mod tests {
         };
         reader.metrics.borrow_mut().answered(&Known(()), now);
         answer_list(Failed("f".to_owned()));
-        assert!(reader.next_list(now) <= now + FIRST_PAUSE);
+        assert!(reader.next_list(&reader.lists, now) <= now + FIRST_PAUSE);
         answer_list(Refused("r".to_owned()));
-        assert_eq!(reader.next_list(now), now + METRICS_PAUSE);
+        assert_eq!(reader.next_list(&reader.lists, now), now + METRICS_PAUSE);
         answer_list(Known(true));
-        assert_eq!(reader.next_list(now), now + LIST_PAUSE);
+        assert_eq!(reader.next_list(&reader.lists, now), now + LIST_PAUSE);
     }
 
     fn no_answer(answer: Answer<KubernetesFeatures>) -> Answer<bool> {

@@ -117,6 +117,25 @@ pub async fn fetch(
     target: &str,
     token: Option<HeaderValue>,
 ) -> Result<(StatusCode, BytesMut), h2::Error> {
+    fetch_body(connection, question(target, token)).await
+}
+
+/// [`fetch`] with an `Accept` header.
+pub async fn fetch_accepting(
+    connection: &Rc<Connection>,
+    target: &str,
+    token: Option<HeaderValue>,
+    accept: &'static str,
+) -> Result<(StatusCode, BytesMut), h2::Error> {
+    let mut request = question(target, token);
+    request.headers_mut().insert(header::ACCEPT, HeaderValue::from_static(accept));
+    fetch_body(connection, request).await
+}
+
+async fn fetch_body(
+    connection: &Rc<Connection>,
+    request: Request<()>,
+) -> Result<(StatusCode, BytesMut), h2::Error> {
     let mut body = BytesMut::new();
     let store = |piece: &[u8]| {
         if body.len() < MAX_BODY {
@@ -124,7 +143,7 @@ pub async fn fetch(
         }
         ControlFlow::Continue(())
     };
-    let status = fetch_pieces(connection, target, token, store).await?;
+    let status = send(connection, request, store).await?;
     Ok((status, body))
 }
 
@@ -136,8 +155,13 @@ pub async fn fetch_pieces(
     connection: &Rc<Connection>,
     target: &str,
     token: Option<HeaderValue>,
-    mut read: impl FnMut(&[u8]) -> ControlFlow<()>,
+    read: impl FnMut(&[u8]) -> ControlFlow<()>,
 ) -> Result<StatusCode, h2::Error> {
+    send(connection, question(target, token), read).await
+}
+
+/// The head of a request of the prober.
+fn question(target: &str, token: Option<HeaderValue>) -> Request<()> {
     let mut request = Request::new(());
     let target = format!("https://kubernetes.default.svc{target}");
     *request.uri_mut() = target.parse().unwrap_or_default();
@@ -146,6 +170,14 @@ pub async fn fetch_pieces(
     if let Some(token) = token {
         headers.insert(header::AUTHORIZATION, token);
     }
+    request
+}
+
+async fn send(
+    connection: &Rc<Connection>,
+    request: Request<()>,
+    mut read: impl FnMut(&[u8]) -> ControlFlow<()>,
+) -> Result<StatusCode, h2::Error> {
     let mut permit = connection.reserve(false, clock::now());
     let (response, _) = permit.open(request, true)?;
     let response = response.await?;

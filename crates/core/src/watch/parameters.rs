@@ -1,14 +1,18 @@
-//! Which apiservers may continue a watch whose query has parameters that not every apiserver honours.
+//! Which apiservers may continue a watch whose query or `Accept` has parameters that not every apiserver honours.
 //!
 //! kube-apiserver ignores a query parameter that it does not know, and one whose feature gate is off. A watch of a shard
 //! (`shardSelector`, KEP-5866) that continues on such a server receives the events of all objects, and nothing shows it.
-//! So it continues only on a server that is known to honour the same parameters as the first one:
+//! It treats the parameters of media ranges in the same way (`acceptMediaTypeOptions` in
+//! `endpoints/handlers/negotiation/negotiate.go` collects unrecognized ones and goes on): one that does not know
+//! `drop=metadata.managedFields` (KEP-5958) sends whole objects. So a watch continues only on a server that is known to
+//! honour the same parameters as the first one:
 //!
-//! | parameters of the query | must be equal |
+//! | parameters of the query and of the media ranges | must be equal |
 //! |---|---|
 //! | those that every supported version honours | nothing |
 //! | also `shardSelector` | whether the servers honour it |
-//! | also an unknown one | build and feature gates |
+//! | also `drop=metadata.managedFields` | whether the servers honour it |
+//! | both of these, or an unknown one | build and feature gates |
 //!
 //! A [`Capability`] of a process of an apiserver is compared. While it is read, the watch waits; if no endpoint can have an
 //! equal one, the watch ends.
@@ -38,6 +42,13 @@ const COMMON: [&str; 13] = [
 /// The parameter of a sharded list or watch (gate `ShardedListAndWatch`, alpha in 1.36).
 const SHARD_SELECTOR: &str = "shardSelector";
 
+/// The parameters of media ranges that every supported version honours (`acceptMediaTypeOptions`), and `charset`, which none
+/// does.
+const MEDIA_RANGE: [&str; 10] =
+    ["as", "charset", "export", "g", "pretty", "profile", "q", "stream", "sv", "v"];
+/// The parameter of a media range without fields of the objects (gate `ManagedFieldsOptOut`, alpha in 1.38).
+const DROP: (&str, &str) = ("drop", "metadata.managedFields");
+
 /// The parameters of a watch, by the apiservers that honour them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Parameters {
@@ -46,7 +57,9 @@ pub enum Parameters {
     Common,
     /// An apiserver that serves shards.
     Sharded,
-    /// At least one is unknown.
+    /// An apiserver that leaves out `metadata.managedFields`.
+    ManagedFields,
+    /// At least one is unknown, or there are several of these kinds.
     Unknown,
 }
 
@@ -85,8 +98,34 @@ pub enum Choice {
 }
 
 impl Parameters {
-    /// The parameters of a query.
-    pub fn of(query: &str) -> Self {
+    /// The parameters of a query, and of the media ranges in the values of `Accept`.
+    pub fn of<'a>(query: &str, accept: impl Iterator<Item = &'a str>) -> Self {
+        let ranges = accept.flat_map(|value| value.split(','));
+        let parameters = ranges.flat_map(|range| range.split(';').skip(1));
+        parameters.map(Self::of_media_range).fold(Self::of_query(query), Self::and)
+    }
+
+    fn and(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Common, one) | (one, Self::Common) => one,
+            (one, same) if one == same => one,
+            _ => Self::Unknown,
+        }
+    }
+
+    fn of_media_range(parameter: &str) -> Self {
+        let (name, value) = parameter.split_once('=').unwrap_or((parameter, ""));
+        let (name, value) = (name.trim(), value.trim());
+        if (name, value) == DROP {
+            Self::ManagedFields
+        } else if name.is_empty() || MEDIA_RANGE.contains(&name) {
+            Self::Common
+        } else {
+            Self::Unknown
+        }
+    }
+
+    fn of_query(query: &str) -> Self {
         let is_known = |name: &str| name == SHARD_SELECTOR || COMMON.contains(&name);
         if pairs(query).any(|(name, _)| !is_known(&name)) {
             return Self::Unknown;
@@ -181,7 +220,36 @@ mod tests {
             ("watch=1&shardSelector=a;b&x=%zz", Parameters::Common),
             ("shardSelector=&shardSelector=x", Parameters::Common),
         ] {
-            assert_eq!(Parameters::of(query), expected, "{query}");
+            assert_eq!(Parameters::of(query, [].into_iter()), expected, "{query}");
+        }
+    }
+
+    #[test]
+    fn parameters_of_media_ranges() {
+        let shard = "watch=1&shardSelector=x";
+        let table = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json; q=0.9";
+        let drop = "application/json;drop=metadata.managedFields";
+        for (query, accept, expected) in [
+            ("", &[""][..], Parameters::Common),
+            ("", &["*/*", table], Parameters::Common),
+            ("", &["application/json; charset=utf-8;"], Parameters::Common),
+            ("", &["application/vnd.kubernetes.protobuf;stream=watch"], Parameters::Common),
+            ("", &[drop], Parameters::ManagedFields),
+            (
+                "",
+                &["application/json", "*/*; drop = metadata.managedFields"],
+                Parameters::ManagedFields,
+            ),
+            ("", &[table, drop], Parameters::ManagedFields),
+            (shard, &["application/json"], Parameters::Sharded),
+            (shard, &[drop], Parameters::Unknown),
+            ("follow=1", &[drop], Parameters::Unknown),
+            ("", &["application/json;drop=status"], Parameters::Unknown),
+            ("", &["application/json;Drop=metadata.managedFields"], Parameters::Unknown),
+            ("", &["application/json;keep=metadata"], Parameters::Unknown),
+            ("", &["application/json;terse"], Parameters::Unknown),
+        ] {
+            assert_eq!(Parameters::of(query, accept.iter().copied()), expected, "{accept:?}");
         }
     }
 

@@ -48,7 +48,7 @@ pub struct ResumeContext {
 /// Why some endpoints cannot continue a watch.
 #[derive(Default)]
 struct Restrictions {
-    /// `None` if every apiserver honours the parameters of the query.
+    /// `None` if every apiserver honours the parameters of the request.
     parameters: Option<Rc<RequiredParameters>>,
     /// Endpoints to which the watch does not move from its stream, because they do not serve its encoding.
     without_encoding: Vec<EndpointKey>,
@@ -88,12 +88,11 @@ impl ResumeContext {
         response: &response::Parts,
         resource_versions: Option<Box<WatchVersions>>,
     ) -> Self {
-        let query = head.uri().query().unwrap_or_default();
-        let parameters = RequiredParameters::of_query(query, upstream.pool.upstream());
         let content_type = content_type(&response.headers);
         if let Some(encoding) = Encoding::from_content_type(content_type) {
             accept_only(head.headers_mut(), encoding);
         }
+        let parameters = RequiredParameters::of_request(&head, upstream.pool.upstream());
         Self {
             upstream,
             class,
@@ -176,11 +175,11 @@ impl ResumeContext {
         let (record, version) = self.resource_versions.as_ref()?.wanted()?;
         Some((Arc::clone(record), version))
     }
+
     /// The floor of a watch that has shown nothing yet.
     pub(super) fn start_floor(&self) -> Option<StartFloor> {
         self.resource_versions.as_ref()?.start_floor()
     }
-
 
     /// The result of an attempt with this response.
     pub(super) fn attempt_result(&self, response: &Response) -> AttemptResult {

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::HeaderValue;
+use http::{HeaderValue, Request, header};
 use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::watch::parameters::{
@@ -118,9 +118,11 @@ impl SuitableEndpoints {
 }
 
 impl RequiredParameters {
-    /// The parameters of a query; `None` if every apiserver honours them. Otherwise the probers read which ones do.
-    pub(super) fn of_query(query: &str, upstream: &Upstream) -> Option<Rc<Self>> {
-        let parameters = Parameters::of(query);
+    /// The parameters of a request; `None` if every apiserver honours them. Otherwise the probers read which ones do.
+    pub(super) fn of_request(head: &Request<()>, upstream: &Upstream) -> Option<Rc<Self>> {
+        let accept = head.headers().get_all(header::ACCEPT).iter();
+        let accept = accept.filter_map(|value| value.to_str().ok());
+        let parameters = Parameters::of(head.uri().query().unwrap_or_default(), accept);
         if parameters == Parameters::Common {
             return None;
         }

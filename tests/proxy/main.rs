@@ -30,6 +30,7 @@ mod request_bodies;
 mod resume_limits;
 mod retry;
 mod scripted_peer;
+mod shared_versions;
 mod stopped_servers;
 mod stream_capacity;
 mod token_users;

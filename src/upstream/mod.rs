@@ -12,6 +12,7 @@
 //! * While the apiservers differ in their version, [`version_preference`] ranks them for each
 //!   request, and the [`canary`] limits what the newest one gets.
 //! * [`compression`] decides whether watches ask for gzip.
+//! * [`list_source`] holds whether an apiserver reads most-recent lists from etcd.
 //! * [`capabilities`] holds which parameters of watches an apiserver honours.
 //! * Each upgrade has an HTTP/1.1 connection of its own ([`http1`]).
 
@@ -28,6 +29,7 @@ pub(crate) mod endpoint_sources;
 pub mod evacuation;
 pub(crate) mod flow_check;
 pub(crate) mod http1;
+pub mod list_source;
 pub mod pool;
 pub(crate) mod readyz;
 pub mod rebalance;

@@ -8,7 +8,7 @@
 //! no etcd has, is not recorded.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use std::time::Instant;
@@ -44,8 +44,6 @@ pub struct ShownVersion {
     version: AtomicU64,
     /// The highest version of a most-recent list, which the cache has reached unless the server read it from etcd.
     list: AtomicU64,
-    /// Whether the server has read such a list from etcd.
-    lists_from_etcd: AtomicBool,
     /// The highest version of an event.
     event: AtomicU64,
     /// Milliseconds between the epoch of the record and the last raise.
@@ -92,6 +90,22 @@ impl ResourceVersions {
     /// All records, for comparisons between endpoints.
     pub fn snapshot(&self) -> Vec<Arc<ResourceRecord>> {
         self.records().values().cloned().collect()
+    }
+
+    /// etcd was restored from a backup and is at `revision` now: no endpoint has shown a higher version. Returns the highest
+    /// version of the lost history.
+    pub fn forget_above(&self, revision: u64) -> u64 {
+        let forget = |record: Arc<ResourceRecord>| record.forget_above(revision);
+        self.snapshot().into_iter().map(forget).max().unwrap_or(0)
+    }
+
+    /// The cache of `resource` at `endpoint` is at `version`. If it has shown a higher one, its process was replaced, because
+    /// the caches of a process never go back: what the earlier process has shown says nothing about this one.
+    pub fn forget_if_ahead(&self, endpoint: &Arc<Endpoint>, resource: &str, version: u64) {
+        let Some(record) = self.record(resource) else { return };
+        if record.has_reached(endpoint, version.saturating_add(1)) {
+            self.snapshot().iter().for_each(|record| record.forget(endpoint));
+        }
     }
 
     fn records(&self) -> MutexGuard<'_, HashMap<Arc<str>, Arc<ResourceRecord>>> {
@@ -173,21 +187,22 @@ impl ResourceRecord {
         if shown.version.fetch_max(version, Ordering::Relaxed) >= version {
             return false;
         }
-        let raised_at = now.saturating_duration_since(self.epoch).as_millis() as u64;
-        shown.raised_at.store(raised_at, Ordering::Relaxed);
+        shown.raised_at.store(self.milliseconds(now), Ordering::Relaxed);
         true
+    }
+
+    /// Milliseconds from the epoch of the record.
+    pub(super) fn milliseconds(&self, at: Instant) -> u64 {
+        at.saturating_duration_since(self.epoch).as_millis() as u64
     }
 
     /// Records the version of a most-recent list.
     pub fn raise_list(&self, shown: &ShownVersion, version: u64) {
-        if !shown.lists_from_etcd.load(Ordering::Relaxed) {
-            shown.list.fetch_max(version, Ordering::Relaxed);
-        }
+        shown.list.fetch_max(version, Ordering::Relaxed);
     }
 
-    /// Records that the cache was older than a most-recent list: from now on those say nothing about it.
-    pub fn lists_come_from_etcd(&self, shown: &ShownVersion) {
-        shown.lists_from_etcd.store(true, Ordering::Relaxed);
+    /// Records that the cache was older than a most-recent list.
+    pub fn forget_list(&self, shown: &ShownVersion) {
         shown.list.store(0, Ordering::Relaxed);
     }
 
@@ -198,8 +213,35 @@ impl ResourceRecord {
         }
     }
 
-    /// Records that the cache of an endpoint is at `version`, also if it has shown a higher one: its apiserver was
-    /// restarted with an older etcd.
+    /// The highest version that any endpoint has shown, and the endpoint.
+    pub fn highest(&self) -> Option<(Arc<Endpoint>, u64)> {
+        let all = self.endpoints_with_versions().into_iter();
+        let highest = all.max_by_key(|shown| shown.version)?;
+        Some((highest.endpoint, highest.version))
+    }
+
+    fn forget(&self, endpoint: &Arc<Endpoint>) {
+        self.shows(endpoint, |shown| {
+            for part in [&shown.version, &shown.list, &shown.event] {
+                part.store(0, Ordering::Relaxed);
+            }
+            true
+        });
+    }
+
+    /// See [`ResourceVersions::forget_above`].
+    fn forget_above(&self, revision: u64) -> u64 {
+        let forget = |part: &AtomicU64| part.fetch_min(revision, Ordering::Relaxed);
+        let endpoints = self.endpoints();
+        let highest = endpoints.iter().map(|(_, shown)| {
+            let parts = [&shown.version, &shown.list, &shown.event];
+            parts.map(forget).into_iter().max().unwrap_or(0)
+        });
+        highest.max().unwrap_or(0)
+    }
+
+    /// Records that the cache of an endpoint is at `version`, also if it has shown a higher one: the caches of a process
+    /// never go back, so this is another process, whose caches have begun anew or which has an older etcd.
     pub fn set(&self, shown: &ShownVersion, version: u64, now: Instant) {
         shown.version.fetch_min(version, Ordering::Relaxed);
         shown.list.fetch_min(version, Ordering::Relaxed);
@@ -265,8 +307,7 @@ mod tests {
         record.set(&shown, 5, start);
         assert!(!record.lists_have_reached(&a, 8));
         record.raise_list(&shown, 8);
-        record.lists_come_from_etcd(&shown);
-        record.raise_list(&shown, 9);
+        record.forget_list(&shown);
         assert!(record.lists_have_reached(&a, 5) && !record.lists_have_reached(&a, 8));
     }
 

@@ -21,12 +21,20 @@ use std::hash::BuildHasherDefault;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use std::time::{Duration, Instant};
+
+use jackstay_sys::clock;
+
 use super::client_key::{ClientHasher, ClientKey, KeyHasher};
 use super::resource_versions::{ResourceRecord, ResourceVersions};
 
 /// Maximum number of floors of one upstream. A node has some hundred clients with a few resources each; a floor takes
 /// less than 200 bytes, with its client.
 pub const MAX_FLOORS: usize = 4096;
+
+/// An endpoint whose watch cache lags is found within 4 s ([`jackstay_core::lag`]), so that the caches of ready endpoints have
+/// reached all events of a version that was seen before this time.
+const LAG_LIMIT: Duration = Duration::from_secs(6);
 
 /// The versions of one resource that one client has seen; 0 for a part that it has not seen.
 #[derive(Debug)]
@@ -36,6 +44,8 @@ pub struct Floor {
     objects: AtomicU64,
     lists: AtomicU64,
     bookmarks: AtomicU64,
+    /// When the client has seen a list or a bookmark of a higher version, in milliseconds of the record.
+    raised_at: AtomicU64,
 }
 
 /// The values of a [`Floor`].
@@ -59,8 +69,8 @@ impl FloorVersions {
 impl Floor {
     /// A floor without versions.
     pub fn new(record: Arc<ResourceRecord>) -> Self {
-        let (objects, lists, bookmarks) = Default::default();
-        Self { record, objects, lists, bookmarks }
+        let (objects, lists, bookmarks, raised_at) = Default::default();
+        Self { record, objects, lists, bookmarks, raised_at }
     }
 
     /// The client has seen an object with this version.
@@ -70,12 +80,27 @@ impl Floor {
 
     /// The client has seen a list with this version.
     pub fn raise_lists(&self, version: u64) {
-        self.lists.fetch_max(version, Ordering::Relaxed);
+        self.raise_progress(&self.lists, version);
     }
 
     /// The client has seen a bookmark with this version.
     pub fn raise_bookmarks(&self, version: u64) {
-        self.bookmarks.fetch_max(version, Ordering::Relaxed);
+        self.raise_progress(&self.bookmarks, version);
+    }
+
+    fn raise_progress(&self, part: &AtomicU64, version: u64) {
+        if part.fetch_max(version, Ordering::Relaxed) < version {
+            let now = self.record.milliseconds(clock::now());
+            self.raised_at.store(now, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether the client has seen a list or a bookmark of a higher version a short time ago, so that the watch cache of a
+    /// ready endpoint may be older ([`LAG_LIMIT`]).
+    pub fn is_progress_recent(&self, now: Instant) -> bool {
+        let age =
+            self.record.milliseconds(now).saturating_sub(self.raised_at.load(Ordering::Relaxed));
+        Duration::from_millis(age) < LAG_LIMIT
     }
 
     /// No endpoint has reached the floor: it is lowered to `version`, the highest one that an endpoint has. Returns
@@ -210,6 +235,28 @@ impl VersionFloors {
             known.position(resource).is_ok_and(|at| known.floors[at].floor.lower_to(version))
         };
         clients.floors.values().filter(is_lowered).count()
+    }
+
+    /// etcd was restored from a backup and is at `revision` now: lowers the floors of all resources. Returns the highest
+    /// version before.
+    pub fn forget_above(&self, revision: u64) -> u64 {
+        let clients = self.lock();
+        let floors = clients.floors.values().flat_map(|known| &known.floors);
+        let forget = |used: &UsedFloor| {
+            let highest = used.floor.versions().highest();
+            used.floor.lower_to(revision);
+            highest
+        };
+        floors.map(forget).max().unwrap_or(0)
+    }
+
+    /// The highest version of a floor of this resource; 0 without one.
+    pub fn highest_of(&self, resource: &str) -> u64 {
+        let clients = self.lock();
+        let of = |known: &ClientFloors| {
+            known.position(resource).map_or(0, |at| known.floors[at].floor.versions().highest())
+        };
+        clients.floors.values().map(of).max().unwrap_or(0)
     }
 
     /// All floors, in an order that depends only on their clients and resources.

@@ -1,5 +1,6 @@
 """What reads through jackstay cost etcd: caches answer cached reads also of clients with version floors."""
 
+import time
 import unittest
 import urllib.request
 
@@ -12,6 +13,8 @@ ROUNDS, READS = 25, 4
 # while the disk was slow; their sender is not known. A floor that costs reads would cause one in each round.
 FOREIGN = 4
 OBJECT = "counted"
+# Seconds after which the caches of all ready apiservers have the events of a list.
+SETTLED = 7
 # The form of a read, and whether it names the object.
 FORMS = (("GET", "?resourceVersion=0", True), ("LIST", "?resourceVersion=0", False), ("LIST", "?resourceVersion=0&limit=1", False))
 
@@ -65,6 +68,28 @@ class EtcdRequests(RigCase, unittest.TestCase):
             record(f"reads of etcd for {ROUNDS * READS} x {name}, more than of a direct line", own - direct, "requests")
             yield form, direct, own
 
+    def test_lists_some_seconds_after_a_most_recent_list(self):
+        """A client that has seen a most-recent list reads lists of any version, when every cache has the events of that time.
+        The first list at each apiserver finds out whether caches have the version of a most-recent one, which they have not
+        before etcd 3.5.13; the others cost etcd nothing."""
+        self.rig.control.must("POST", self.path.replace("configmaps", "secrets"), {"metadata": {"name": f"{OBJECT}-later"}})
+        for query, token in zip(("?resourceVersion=0", "?resourceVersion=0&limit=1"), ADMIN_TOKENS.values()):
+            costs = []
+            for server in (self.rig.server("a"), self.jackstay.server):
+                api = self.rig.api(server, token=token)
+                for first in ("", query, query):
+                    api.must("GET", self.path + first, keep=True)
+                time.sleep(SETTLED)
+                before = self.etcd_requests()[0]
+                for _ in range(ROUNDS * READS):
+                    api.must("GET", self.path + query, keep=True)
+                costs.append(self.etcd_requests()[0] - before)
+            direct, own = costs
+            log(f"    {ROUNDS * READS} x LIST {query} {SETTLED} s after a most-recent list: reads of etcd {direct:.0f} directly, {own:.0f} through jackstay")
+            record(f"reads of etcd for {ROUNDS * READS} x LIST {query} {SETTLED} s after a most-recent list, more than of a direct line", own - direct, "requests")
+            self.assertLessEqual(direct, FOREIGN)
+            self.assertLessEqual(own, len(ADDRESSES) + FOREIGN, query)
+
     def test_floors_of_objects_cost_nothing(self):
         """The version of a write is the floor: most endpoints are not known to have reached it, so jackstay sends it."""
         before = self.floors()
@@ -94,8 +119,30 @@ class EtcdRequests(RigCase, unittest.TestCase):
             if form == "LIST" and self.caches_follow_etcd():
                 self.assertLessEqual(own, direct + len(ADDRESSES) + FOREIGN, form)
 
+    def test_events_are_listed_in_pages(self):
+        """Events have no watch cache: without the limit, etcd would read all of them for one response."""
+        namespace, count = self.rig.load_namespace(), 60
+        path = f"/api/v1/namespaces/{namespace}/events"
+        api = self.rig.api(self.jackstay.server, cert=self.rig.admin_cert)
+        for number in range(count):
+            api.must("POST", path, {"metadata": {"name": f"page-{number}"}, "involvedObject": {"namespace": namespace}, "reason": "page"}, keep=True)
+        # The client has a floor of objects now, then of lists.
+        for source in ("writes", "a list"):
+            items, pages, token = 0, 0, ""
+            while True:
+                query = f"?limit=25&continue={token}" if token else "?resourceVersion=0&limit=25"
+                answer = api.must("GET", path + query, keep=True)
+                items, pages, token = items + len(answer["items"]), pages + 1, answer["metadata"].get("continue")
+                self.assertLessEqual(len(answer["items"]), 25, f"a page after {source}")
+                if not token:
+                    break
+            log(f"    {items} events in {pages} pages after {source}")
+            self.assertGreaterEqual(items, count)
+        self.assertGreater(self.floors(), 0)
+
     def caches_follow_etcd(self):
         """Whether a watch cache reaches versions without events: with etcd 3.5.13 and later from Kubernetes 1.31 on."""
         version = int(self.rig.control.must("GET", self.path)["metadata"]["resourceVersion"])
         answer = self.rig.control.get(f"{self.path}?resourceVersion=0")
         return int(answer.json["metadata"]["resourceVersion"]) >= version
+

@@ -5,9 +5,10 @@ use jackstay_core::kubernetes_version::MinorVersion;
 use jackstay_core::request::info::{RequestInfo, RequestKind, Verb, first_value, parse_bool};
 use jackstay_core::watch::codec::version::as_u64;
 use jackstay_core::watch::request::{rewrite, with_query};
+use jackstay_sys::clock;
 
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::version_floors::FloorVersions;
+use crate::upstream::version_floors::{Floor, FloorVersions};
 
 /// What a request asks for or shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -133,22 +134,24 @@ impl ReadForm {
         self.needed(floor) > floor.objects
     }
 
-    /// The head with the floor for an endpoint that may not have reached it; `None` if the form takes none.
+    /// The head with these versions of the floor for an endpoint that may not have reached them; `None` if the form takes none.
     pub fn head(
         self,
         head: &Request<()>,
-        floor: FloorVersions,
+        (floor, versions): (&Floor, FloorVersions),
         endpoint: &Endpoint,
     ) -> Option<Request<()>> {
-        let floor = self.reachable(floor, is_consistent_from_cache(endpoint));
-        let query = self.query(head.uri().query().unwrap_or_default(), floor)?;
+        let versions = self.reachable(versions, needs_lists(floor, endpoint));
+        let keeps_limit = keeps_limit(endpoint, &floor.record.name);
+        let query = self.query(head.uri().query().unwrap_or_default(), versions, keeps_limit)?;
         let mut changed = head.clone();
         *changed.uri_mut() = with_query(head.uri(), &query);
         Some(changed)
     }
 
-    /// The query with the floor; `None` if the form takes none.
-    pub fn query(self, query: &str, floor: FloorVersions) -> Option<String> {
+    /// The query with the floor; `None` if the form takes none. Without `keeps_limit` a list loses its limit, which would make
+    /// the server read it from etcd.
+    fn query(self, query: &str, floor: FloorVersions, keeps_limit: bool) -> Option<String> {
         let version = self.needed(floor);
         if version == 0 {
             return None;
@@ -156,7 +159,7 @@ impl ReadForm {
         let version = version.to_string();
         let version = Some(version.as_str());
         let most_recent = self.becomes_most_recent(floor);
-        let changes: &[(&str, Option<&str>)] = match self {
+        let mut changes: &[(&str, Option<&str>)] = match self {
             Self::AnyList if most_recent => {
                 &[("resourceVersion", None), ("resourceVersionMatch", None), ("limit", None)]
             }
@@ -169,15 +172,38 @@ impl ReadForm {
             Self::AnyGet | Self::AnyWatchList => &[("resourceVersion", version)],
             _ => return None,
         };
+        if keeps_limit && let [rest @ .., ("limit", None)] = changes {
+            changes = rest;
+        }
         Some(rewrite(query, changes))
     }
 }
 
-/// Whether the endpoint answers most-recent lists from its cache (`ConsistentListFromCache`, on by default since
-/// Kubernetes 1.31). An unknown version counts as an older one.
+/// The first version that answers most-recent lists from its cache by default (`ConsistentListFromCache`), and lists not
+/// older than a version also if they have a limit (apiserver, `storage/cacher/cacher.go`, `shouldDelegateList`).
+pub const LISTS_FROM_CACHE: Option<MinorVersion> = MinorVersion::new(1, 31);
+
+/// Whether the endpoint answers most-recent lists from its cache, as far as its version and its answers show. An unknown
+/// version counts as an older one.
 pub fn is_consistent_from_cache(endpoint: &Endpoint) -> bool {
-    const SINCE: Option<MinorVersion> = MinorVersion::new(1, 31);
-    endpoint.minor_version() >= SINCE
+    endpoint.minor_version() >= LISTS_FROM_CACHE
+        && !endpoint.process().lists.come_from_etcd(clock::now())
+}
+
+/// Whether a list at this endpoint must not be older than the lists and bookmarks that the client has seen. A server that
+/// reads most-recent lists from etcd has no other way to reach their versions, so it is asked for them only while a cache
+/// may be older than what the client has seen.
+pub fn needs_lists(floor: &Floor, endpoint: &Endpoint) -> bool {
+    is_consistent_from_cache(endpoint)
+        || endpoint.minor_version() >= LISTS_FROM_CACHE && floor.is_progress_recent(clock::now())
+}
+
+/// Whether a list with a floor keeps its limit at this endpoint. Older servers answer `resourceVersion=0` from the cache
+/// whatever the limit is, and read a list with a limit and a version from etcd. Events have no watch cache (kube-apiserver,
+/// `pkg/registry/core/rest`, `DefaultWatchCacheSizes`): without the limit, etcd would send all of them at once.
+fn keeps_limit(endpoint: &Endpoint, resource: &str) -> bool {
+    matches!(resource, "events" | "events.k8s.io/events")
+        || endpoint.minor_version() >= LISTS_FROM_CACHE
 }
 
 /// The `resourceVersion` of a request, if it is a number above 0.
@@ -294,7 +320,25 @@ mod tests {
             (MostRecentGet, "", objects, None),
             (WatchFrom, "resourceVersion=7", objects, None),
         ] {
-            assert_eq!(form.query(query, floor).as_deref(), expected, "{form:?} {query}");
+            assert_eq!(form.query(query, floor, false).as_deref(), expected, "{form:?} {query}");
+        }
+    }
+
+    #[test]
+    fn query_keeps_the_limit_where_it_does_not_lead_to_etcd() {
+        let objects = FloorVersions { objects: 12, ..FloorVersions::default() };
+        let lists = FloorVersions { lists: 15, ..objects };
+        for (form, query, floor, expected) in [
+            (
+                AnyList,
+                "limit=500&resourceVersion=0",
+                objects,
+                "limit=500&resourceVersion=12&resourceVersionMatch=NotOlderThan",
+            ),
+            (AnyList, "resourceVersion=0&limit=500", lists, "limit=500"),
+            (AnyGet, "resourceVersion=0", objects, "resourceVersion=12"),
+        ] {
+            assert_eq!(form.query(query, floor, true).as_deref(), Some(expected), "{query}");
         }
     }
 }

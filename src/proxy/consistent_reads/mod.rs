@@ -10,7 +10,7 @@
 //!
 //! | request | what jackstay sends | what the client may conclude |
 //! |---|---|---|
-//! | LIST with `resourceVersion=0` | `resourceVersion=<floor>&resourceVersionMatch=NotOlderThan`, without `limit`, which a server ignores beside 0 | the list is not older than anything that the client has seen of the resource |
+//! | LIST with `resourceVersion=0` | `resourceVersion=<floor>&resourceVersionMatch=NotOlderThan`; to a server before 1.31 without `limit`, which it ignores beside 0, except for events | the list is not older than anything that the client has seen of the resource |
 //! | GET with `resourceVersion=0` | `resourceVersion=<floor>` | the object is not older |
 //! | watch with `sendInitialEvents` and `resourceVersion=0` | `resourceVersion=<floor>` | the initial events are not older |
 //! | each of these, with a floor of lists or bookmarks above that of objects | the request without `resourceVersion`: a most-recent read | the same |
@@ -23,15 +23,20 @@
 //! Why these forms: kube-apiserver answers `resourceVersion=0` from its cache, whatever its age, and `NotOlderThan` from
 //! its cache as soon as that is new enough (Kubernetes documentation, *API concepts*, *resource versions*). It waits 3 s
 //! and answers 504 `Too large resource version` then (apiserver, `storage/cacher/watch_cache.go`, `blockTimeout`). A
-//! list with a limit and a version above 0 would be read from etcd instead (`cacher.go`, `shouldDelegateList`).
+//! server before 1.31 would read a list with a limit and a version above 0 from etcd instead (`cacher.go`,
+//! `shouldDelegateList`); later ones answer it from the cache, in pages. Events have no watch cache and are always read in
+//! pages from etcd, so a list of them keeps its limit.
 //!
 //! A cache reaches the version of an object by an event. That of a list or a bookmark may be one that no event of the
 //! resource has; then a cache reaches it only when etcd reports its progress, perhaps never, so nothing waits for it. A
 //! most-recent read needs no such version. From Kubernetes 1.31 and etcd 3.5.13 on, a most-recent list comes from the
 //! cache, which asks etcd for its progress (`ConsistentListFromCache`); that of a GET reads one key of etcd. To an older
 //! server, or one of unknown version, a list goes with the floor of objects, and the version of a list that it read from
-//! etcd is not remembered. A newer one may read a list from etcd as well, with an older etcd or as a fallback. So the
-//! version of a most-recent list counts for the next list only, and not at all once that was older.
+//! etcd is not remembered. A newer one may read a list from etcd as well, with an older etcd, without the feature gate, or
+//! as a fallback. So the version of a most-recent list counts for the next list only. If that was older, the process of the
+//! apiserver reads lists from etcd ([`crate::upstream::list_source`]): the versions of lists and bookmarks then count for a few
+//! seconds only, until the caches of all ready endpoints have the events of that time. Otherwise each list of a client that
+//! has seen a most-recent one would be a most-recent one, which etcd would answer.
 //!
 //! A 504 of that kind, or a list that is older than the floor, is asked of the other ready endpoints. If none has reached
 //! the floor, an etcd was restored from a backup, or the only endpoint that had reached it is gone: the floor is lowered
@@ -62,7 +67,7 @@ use jackstay_sys::clock;
 
 use self::body_version::{BodyVersion, ReadProgress};
 use self::client::LastClient;
-use self::form::{ReadForm, is_consistent_from_cache};
+use self::form::{LISTS_FROM_CACHE, ReadForm, is_consistent_from_cache, needs_lists};
 use super::credential_selector::SelectedCredential;
 use super::watch::body::WatchVersions;
 use crate::config::ConsistentReads;
@@ -168,8 +173,8 @@ impl RequestVersions {
             self.expected_at.replace(Some(Arc::clone(endpoint)));
             return None;
         }
-        let changed = self.form.head(head, versions, endpoint)?;
-        let reachable = self.form.reachable(versions, is_consistent_from_cache(endpoint));
+        let changed = self.form.head(head, (floor, versions), endpoint)?;
+        let reachable = self.form.reachable(versions, needs_lists(floor, endpoint));
         if self.form.becomes_most_recent(reachable) {
             self.most_recent.set(true);
         }
@@ -214,8 +219,7 @@ impl RequestVersions {
             return None;
         }
         let version = BodyVersion::of_prefix(head, prefix?)?;
-        let needed =
-            self.form.needed(self.form.reachable(versions, is_consistent_from_cache(endpoint)));
+        let needed = self.form.needed(self.form.reachable(versions, needs_lists(floor, endpoint)));
         if version >= needed {
             self.compared.set(Some(version));
             return None;
@@ -223,7 +227,8 @@ impl RequestVersions {
         let shown = floor.record.shown_by(endpoint);
         floor.record.set(&shown, version, clock::now());
         if self.expected_at.borrow().as_ref().is_some_and(|at| Arc::ptr_eq(at, endpoint)) {
-            floor.record.lists_come_from_etcd(&shown);
+            floor.record.forget_list(&shown);
+            endpoint.process().lists.found_in_etcd(clock::now());
         }
         Some(self.missed(version))
     }
@@ -295,7 +300,7 @@ impl RequestVersions {
         if !head.status.is_success() || !self.form.shows_version() {
             return None;
         }
-        if self.form == ReadForm::OtherList && !is_consistent_from_cache(endpoint) {
+        if self.form == ReadForm::OtherList && endpoint.minor_version() < LISTS_FROM_CACHE {
             return None;
         }
         let body = BodyVersion::new(head, self.form.is_list(), &self.gzip_state)?;
@@ -371,7 +376,7 @@ impl VersionLearner {
         let shown = record.shown_by(endpoint);
         if !self.most_recent {
             record.raise(&shown, version, clock::now());
-        } else if self.is_list {
+        } else if self.is_list && is_consistent_from_cache(endpoint) {
             record.raise_list(&shown, version);
         }
     }

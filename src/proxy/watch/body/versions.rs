@@ -28,7 +28,7 @@ pub struct WatchVersions {
 /// What a new stream of a watch must not be older than.
 #[derive(Clone)]
 pub struct StartFloor {
-    record: Arc<ResourceRecord>,
+    floor: Arc<Floor>,
     form: ReadForm,
     versions: FloorVersions,
 }
@@ -36,10 +36,10 @@ pub struct StartFloor {
 impl StartFloor {
     /// The head for `endpoint` with the floor; `None` if it gets the request unchanged.
     pub fn head(&self, head: &Request<()>, endpoint: &Arc<Endpoint>) -> Option<Request<()>> {
-        if self.record.has_reached(endpoint, self.form.needed(self.versions)) {
+        if self.floor.record.has_reached(endpoint, self.form.needed(self.versions)) {
             return None;
         }
-        self.form.head(head, self.versions, endpoint)
+        self.form.head(head, (&self.floor, self.versions), endpoint)
     }
 }
 
@@ -59,7 +59,7 @@ impl WatchVersions {
     /// The floor of the request, while nothing has been shown to the client.
     pub fn start_floor(&self) -> Option<StartFloor> {
         let (form, versions) = **self.at_start.as_ref()?;
-        Some(StartFloor { record: Arc::clone(&self.floor.record), form, versions })
+        Some(StartFloor { floor: Arc::clone(&self.floor), form, versions })
     }
 
     /// Called when the watch continues at `endpoint`.

@@ -1,0 +1,69 @@
+//! Whether one process of an apiserver reads most-recent lists from etcd, as its answers have shown.
+//!
+//! Since Kubernetes 1.31 the cache answers them, unless the feature gate `ConsistentListFromCache` is off (until 1.33) or etcd is older than
+//! 3.5.13 (apiserver, `storage/cacher/delegator/interface.go`, `ConsistentReadSupported`). Then the cache has not reached the
+//! version of such a list, and the next list of any version shows that. A fallback to etcd, after the cache was not fresh for
+//! 3 s, shows the same, so the finding holds for a pause only, which doubles with each finding. It ends with the process.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use jackstay_core::backoff::Backoff;
+
+/// How long the first finding holds. Each further one costs a list that etcd answers, for each resource and client.
+const FIRST: Duration = Duration::from_secs(60);
+/// How long a finding holds at most.
+const LONGEST: Duration = Duration::from_secs(3600);
+
+/// Where most-recent lists of one process come from.
+#[derive(Debug)]
+pub struct ListSource(Mutex<Finding>);
+
+#[derive(Debug)]
+struct Finding {
+    backoff: Backoff,
+    end: Option<Instant>,
+}
+
+impl Default for ListSource {
+    fn default() -> Self {
+        Self(Mutex::new(Finding { backoff: Backoff::new(FIRST, LONGEST), end: None }))
+    }
+}
+
+impl ListSource {
+    /// The cache was older than a most-recent list.
+    pub fn found_in_etcd(&self, now: Instant) {
+        let mut finding = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if finding.end.is_none_or(|end| now >= end) {
+            finding.end = Some(now + finding.backoff.failed());
+        }
+    }
+
+    /// Whether such lists count as read from etcd.
+    pub fn come_from_etcd(&self, now: Instant) -> bool {
+        let finding = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        finding.end.is_some_and(|end| now < end)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finding_holds_for_a_pause_that_doubles() {
+        let (source, start) = (ListSource::default(), jackstay_sys::clock::now());
+        let second = Duration::from_secs(1);
+        assert!(!source.come_from_etcd(start));
+        source.found_in_etcd(start);
+        // Requests that were sent at the same time find the same.
+        source.found_in_etcd(start + FIRST / 2);
+        assert!(source.come_from_etcd(start + FIRST.saturating_sub(second)));
+        let again = start + FIRST;
+        assert!(!source.come_from_etcd(again));
+        source.found_in_etcd(again);
+        assert!(source.come_from_etcd(again + (2 * FIRST).saturating_sub(second)));
+        assert!(!source.come_from_etcd(again + 2 * FIRST));
+    }
+}

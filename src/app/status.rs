@@ -34,6 +34,7 @@ use crate::upstream::Upstream;
 use crate::upstream::canary::CanaryStatus;
 use crate::upstream::compression::GzipFailure;
 use crate::upstream::endpoint_sources::{SourceReport, age};
+use crate::upstream::restores::RestoreStatus;
 use crate::upstream::stats::EndpointStatus;
 use crate::upstream::unordered_groups::UnorderedGroup;
 
@@ -149,6 +150,8 @@ struct UpstreamStatus<'a> {
     sources: Vec<Value>,
     /// Why watches do not ask for gzip; null if they do, or if the configuration decides.
     gzip_failure: Option<GzipFailure>,
+    /// The latest restore of its etcd from a backup; null if none was recognised.
+    restore: Option<RestoreStatus>,
     /// The API groups whose watches are not resumed because their versions are not ordered.
     unordered_groups: Vec<UnorderedGroup>,
 }
@@ -303,6 +306,7 @@ impl<'a> From<&'a Arc<Upstream>> for UpstreamStatus<'a> {
             endpoints: upstream.endpoints().iter().map(|endpoint| endpoint.status()).collect(),
             sources: upstream.sources.status(wall_clock()),
             gzip_failure: upstream.compression.failure(clock::now()),
+            restore: upstream.restores.latest(),
             unordered_groups: upstream.unordered_groups.list(),
         }
     }

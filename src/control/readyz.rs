@@ -13,6 +13,7 @@ mod connection;
 mod lag;
 mod reachability;
 mod request;
+mod restore;
 mod version;
 
 use std::pin::pin;
@@ -28,6 +29,7 @@ use self::connection::{ProbeConnection, connect, is_current, until_unusable};
 use self::lag::LagCheck;
 use self::reachability::ReachabilityCheck;
 use self::request::{ReadyzResult, request_probes_of_others, send_probe};
+use self::restore::RestoreCheck;
 use self::version::VersionReader;
 use crate::config::Readyz;
 use crate::upstream::Upstream;
@@ -38,6 +40,7 @@ use crate::upstream::endpoint::{Endpoint, EndpointState, Observation};
 struct ConnectionUsers<'a> {
     lag: &'a LagCheck,
     capabilities: &'a CapabilityReader,
+    restore: &'a RestoreCheck,
 }
 
 /// Probes `endpoint` until it is removed from the set.
@@ -45,11 +48,13 @@ pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
     let reachability = ReachabilityCheck::default();
     let lag = LagCheck::default();
     let capabilities = CapabilityReader::default();
-    let users = ConnectionUsers { lag: &lag, capabilities: &capabilities };
+    let restore = RestoreCheck::default();
+    let users = ConnectionUsers { lag: &lag, capabilities: &capabilities, restore: &restore };
     tokio::select! {
         () = endpoint.removed() => {}
         () = lag.run(&upstream, &endpoint) => {}
         () = capabilities.run(&upstream, &endpoint) => {}
+        () = restore.run(&upstream, &endpoint) => {}
         () = probe_repeatedly(&upstream, &endpoint, &reachability, &users) => {}
         () = reachability.run(&upstream, &endpoint) => {}
     }
@@ -89,6 +94,7 @@ async fn probe_repeatedly(
             continue;
         }
         users.lag.set_connection(&current);
+        users.restore.set_connection(&current);
         users.capabilities.set_connection(&current, endpoint);
         tokio::select! {
             () = sleep_until(prober.next_at().into()) => {}

@@ -15,7 +15,7 @@ use jackstay_sys::{clock, files};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio::task::spawn_blocking;
-use tokio::time::{sleep, sleep_until};
+use tokio::time::{sleep_until, timeout};
 
 use super::discovery::SharedContext;
 use crate::upstream::Upstream;
@@ -160,8 +160,11 @@ pub async fn run(
         std::future::pending::<()>().await;
     };
     let save = async {
+        let mut notice = 0;
         loop {
-            sleep(INTERVAL).await;
+            // Floors of a lost history must not be restored after the next start.
+            let _ = timeout(INTERVAL, upstream.restores.recognised_after(notice)).await;
+            notice = upstream.restores.recognised_notice();
             save_if_changed(&upstream, &context, &mut saved).await;
         }
     };
@@ -186,7 +189,10 @@ async fn restore(upstream: &Upstream, context: &SharedContext) {
     let read = spawn_blocking(read).await;
     match read.unwrap_or_else(|error| Err(FloorsError::Io(io::Error::other(error)))) {
         Ok(Some(saved)) => {
-            if upstream.version_floors.set_hasher(ClientHasher::new(saved.secret)) {
+            let is_same_history = upstream.restores.recognised_notice() == 0;
+            if upstream.version_floors.set_hasher(ClientHasher::new(saved.secret))
+                && is_same_history
+            {
                 upstream.version_floors.restore(&saved.floors, &upstream.resource_versions);
             }
         }

@@ -188,6 +188,12 @@ impl Connection {
         self.changed.notify_waiters();
     }
 
+    /// Notifies the watches on the connection, which look at what has changed.
+    pub fn notify_watches(&self) {
+        self.moves.notify();
+        self.changed.notify_waiters();
+    }
+
     /// Whether the connection may carry a request whose client has proven the subject `proven`.
     pub fn may_carry(&self, proven: Option<&Subject>) -> bool {
         may_carry(self.class(), self.certificate.as_ref().map(|shown| &shown.subject), proven)

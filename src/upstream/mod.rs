@@ -12,7 +12,8 @@
 //! * While the apiservers differ in their version, [`version_preference`] ranks them for each
 //!   request, and the [`canary`] limits what the newest one gets.
 //! * [`compression`] decides whether watches ask for gzip.
-//! * [`list_source`] holds whether an apiserver reads most-recent lists from etcd.
+//! * [`restores`] holds whether etcd was restored from a backup, and [`list_source`] whether an apiserver reads
+//!   most-recent lists from it.
 //! * [`capabilities`] holds which parameters of watches an apiserver honours.
 //! * Each upgrade has an HTTP/1.1 connection of its own ([`http1`]).
 
@@ -34,6 +35,7 @@ pub mod pool;
 pub(crate) mod readyz;
 pub mod rebalance;
 pub mod resource_versions;
+pub mod restores;
 mod shared;
 pub(crate) mod stats;
 pub mod unordered_groups;

@@ -46,6 +46,8 @@ pub struct Pool {
     state: Cell<PoolState>,
     /// Notified when a total outage ends.
     outage_over: Notify,
+    /// The notices of [`Upstream::restores`] that watches were notified of.
+    restore_notices: Cell<u32>,
     this: Weak<Self>,
     /// Makes the order of endpoints differ between pools, of other workers as of other nodes.
     seed: u64,
@@ -72,6 +74,7 @@ impl Pool {
             changed: Rc::new(Notify::new()),
             state: Cell::new(PoolState::new(purpose)),
             outage_over: Notify::new(),
+            restore_notices: Cell::new(0),
             this: this.clone(),
             seed: fastrand::u64(..),
             rng: RefCell::default(),
@@ -149,6 +152,7 @@ impl Pool {
                 tokio::select! {
                     () = changed.notified() => {}
                     () = pool.upstream.endpoints_changed() => {}
+                    () = pool.upstream.restores.changed() => {}
                     () = sleep_until(next.into()) => {}
                 }
                 pool.run_once();
@@ -161,12 +165,21 @@ impl Pool {
         #[cfg(test)]
         self.maintenance_runs.set(self.maintenance_runs.get() + 1);
         let now = clock::now();
+        self.notify_of_restores();
         let endpoints = self.upstream.endpoints();
         let rows = endpoint_rows(&self.upstream, &endpoints, self.seed, now);
         if !self.state.get().is_closed() {
             self.maintain(&endpoints, &rows, now);
         }
         self.serve_waiters(&rows);
+    }
+
+    /// Notifies the watches if etcd was restored from a backup.
+    fn notify_of_restores(&self) {
+        let notices = self.upstream.restores.notices();
+        if self.restore_notices.replace(notices) != notices {
+            self.for_each_connection(Connection::notify_watches);
+        }
     }
 
     /// Closes every connection and opens no more. Open streams fail, and so do waiting requests.

@@ -19,6 +19,7 @@ use super::credentials::{CredentialClass, Credentials};
 use super::endpoint::{Endpoint, EndpointState};
 use super::endpoint_sources::Sources;
 use super::resource_versions::ResourceVersions;
+use super::restores::Restores;
 use super::unordered_groups::UnorderedGroups;
 use super::version_floors::VersionFloors;
 use crate::config;
@@ -37,6 +38,8 @@ pub struct Upstream {
     pub sources: Sources,
     /// The versions that the watch caches of its endpoints have shown.
     pub resource_versions: ResourceVersions,
+    /// Whether its etcd was restored from a backup.
+    pub restores: Restores,
     /// The versions that clients have seen.
     pub version_floors: VersionFloors,
     /// The share of requests for the newest version.
@@ -91,6 +94,7 @@ impl Upstream {
         Self {
             sources: Sources::new(&name, metrics),
             resource_versions: ResourceVersions::default(),
+            restores: Restores::default(),
             version_floors: VersionFloors::default(),
             name,
             endpoints: ArcSwap::default(),

@@ -52,6 +52,11 @@ impl WatchMoves {
         Some(targets)
     }
 
+    /// Notifies the watches of something else than an offer.
+    pub(super) fn notify(&self) {
+        self.notifications.set(self.notifications.get().wrapping_add(1));
+    }
+
     /// Offers `count` moves to one of `targets`, in place of an earlier offer.
     pub(super) fn offer(
         &self,

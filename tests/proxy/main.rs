@@ -27,6 +27,7 @@ mod outage;
 mod overload;
 mod own_errors;
 mod request_bodies;
+mod restored_etcd;
 mod resume_limits;
 mod retry;
 mod scripted_peer;

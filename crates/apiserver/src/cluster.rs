@@ -48,6 +48,13 @@ struct State {
     tokens: HashMap<String, User>,
 }
 
+/// A backup of a store.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    version: u64,
+    objects: BTreeMap<Key, Arc<Object>>,
+}
+
 /// Plural name of the resource type (unique here), namespace, name.
 type Key = (&'static str, String, String);
 
@@ -146,6 +153,23 @@ impl Cluster {
         let mut state = lock(&self.shared.state);
         state.history_limit = limit;
         state.trim();
+    }
+
+    /// A backup of the objects and the version.
+    pub fn snapshot(&self) -> Snapshot {
+        let state = lock(&self.shared.state);
+        Snapshot { version: state.version, objects: state.objects.clone() }
+    }
+
+    /// Replaces the store by a backup, as when an etcd is restored: its version goes back, and its history is empty. Kill
+    /// the apiservers before, and start them again.
+    pub fn restore(&self, snapshot: Snapshot) {
+        let mut state = lock(&self.shared.state);
+        state.history.clear();
+        state.evicted.clear();
+        state.compacted = snapshot.version;
+        state.version = snapshot.version;
+        state.objects = snapshot.objects;
     }
 
     /// Drops the history as etcd's compaction does, and returns the version of the store.

@@ -36,6 +36,7 @@ pub(super) fn text(status: &Value, style: Style) -> String {
     view.listeners(status, &mut out);
     for upstream in list_at(status, "upstreams") {
         view.endpoints(upstream, &mut out);
+        view.restore(upstream, &mut out);
         view.unordered_groups(upstream, &mut out);
         view.unknown_parameters(upstream, &mut out);
         view.gzip_failure(upstream, &mut out);

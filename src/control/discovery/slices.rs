@@ -198,6 +198,8 @@ async fn watch(
     let config = watcher::Config { label_selector, field_selector, ..watcher::Config::default() };
     let mut events = std::pin::pin!(watcher(api(client, resource), config));
     let mut last_failure = clock::now();
+    let upstream = states.upstream();
+    let restore = upstream.restores.recognised_notice();
     // Whether the watcher lists, as at its start and after 410 Gone.
     let mut listing = true;
     loop {
@@ -209,7 +211,12 @@ async fn watch(
                 Ok(events.next().await)
             }
         };
-        let event = match next.await {
+        let next = tokio::select! {
+            next = next => next,
+            // The version from which the watcher would continue is one of the lost history.
+            () = upstream.restores.recognised_after(restore) => return,
+        };
+        let event = match next {
             Ok(Some(event)) => event,
             Ok(None) => return,
             Err(_) => {

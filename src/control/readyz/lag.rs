@@ -2,7 +2,7 @@
 //! ([`jackstay_core::lag`]).
 
 use std::cell::RefCell;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -31,6 +31,10 @@ const MIN_PAUSE: Duration = Duration::from_secs(1);
 /// Longest pause between two questions about a resource while the endpoint does not lag: a selector may hide events for
 /// ever.
 const MAX_PAUSE: Duration = Duration::from_secs(60);
+/// Longest pause after refusals: the rights of the prober may change, and an apiserver that starts refuses everybody.
+const MAX_REFUSED_PAUSE: Duration = Duration::from_secs(600);
+/// A lag about which every question has been refused for this time ends: it cannot be proven any more.
+const MAX_REFUSED_LAG: Duration = Duration::from_secs(300);
 /// Longest pause between two questions while it lags.
 const MAX_LAGGING_PAUSE: Duration = Duration::from_secs(10);
 
@@ -41,12 +45,15 @@ pub struct LagCheck {
 }
 
 /// The answer about a version.
-#[derive(Debug, PartialEq, Eq)]
-enum Answer {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Answer {
+    /// The cache has reached it.
     Reached,
+    /// The cache is at this version.
     Behind(u64),
-    /// The credential of the prober may not ask about this resource.
+    /// The credential of the prober may not ask about this resource, or not yet.
     Refused,
+    /// It says nothing about the cache.
     Unknown,
 }
 
@@ -61,6 +68,7 @@ impl LagCheck {
         let mut pace = DeliveryPace::default();
         let mut inquiry = Inquiry::default();
         let mut asked: Option<LocalBoxFuture<'_, (Expected, Answer)>> = None;
+        let mut restore = upstream.restores.recognised_notice();
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -72,7 +80,14 @@ impl LagCheck {
                 }
                 _ = ticks.tick() => {}
             }
+            let latest = upstream.restores.recognised_notice();
+            if std::mem::replace(&mut restore, latest) != latest {
+                // What was expected and asked are versions of the lost history.
+                asked = None;
+                inquiry.restored(endpoint);
+            }
             let (views, now) = (views(upstream, endpoint), clock::now());
+            inquiry.observe_own(&views, endpoint);
             if pace.observe(&views, now) {
                 endpoint.probe.request(ProbeTrigger::PassiveEvidence);
             }
@@ -98,29 +113,62 @@ impl LagCheck {
 #[derive(Default)]
 struct Inquiry {
     expectations: Expectations,
-    /// Resources about which the credential of the prober may not ask.
-    refused: HashSet<Arc<str>>,
     lag: Option<Lag>,
-    /// The pauses after questions about each resource, and when the last one ends.
-    pauses: HashMap<Arc<str>, (Backoff, Instant)>,
+    /// Since when each question about the lag has been refused.
+    lag_refused_since: Option<Instant>,
+    /// The pauses after questions about each resource.
+    pauses: HashMap<Arc<str>, Pause>,
+}
+
+/// The pause after questions about one resource.
+struct Pause {
+    backoff: Backoff,
+    end: Instant,
+    /// Whether the last question was refused. Such a pause is kept without a view of the resource.
+    is_refused: bool,
 }
 
 impl Inquiry {
     /// The version about which the endpoint is asked now, if any.
     fn due(&mut self, views: &[ResourceView], now: Instant) -> Option<Expected> {
         let of_lag = self.lag.as_ref().map(|lag| Arc::clone(&lag.expected.resource));
-        self.pauses.retain(|resource, _| {
-            of_lag.as_ref() == Some(resource) || views.iter().any(|v| v.resource == *resource)
+        self.pauses.retain(|resource, pause| {
+            of_lag.as_ref() == Some(resource)
+                || pause.is_refused && now < pause.end
+                || views.iter().any(|v| v.resource == *resource)
         });
         let pauses = &self.pauses;
-        let is_over = |resource: &str| pauses.get(resource).is_none_or(|(_, end)| now >= *end);
-        let can_be_asked = |resource: &str| {
-            question(resource, 0).is_some() && !self.refused.contains(resource) && is_over(resource)
-        };
+        let is_over = |resource: &str| pauses.get(resource).is_none_or(|pause| now >= pause.end);
+        let can_be_asked = |resource: &str| question(resource, 0).is_some() && is_over(resource);
         let late = self.expectations.observe(views, can_be_asked, now);
         match &self.lag {
             Some(lag) => Some(lag.expected.clone()).filter(|lag| is_over(&lag.resource)),
             None => late,
+        }
+    }
+
+    /// etcd was restored from a backup: the endpoint does not lag behind versions that do not exist any more.
+    fn restored(&mut self, endpoint: &Endpoint) {
+        self.expectations = Expectations::default();
+        self.pauses.clear();
+        self.end_lag(endpoint);
+    }
+
+    /// Ends a lag if a watch of the endpoint has shown the version.
+    fn observe_own(&mut self, views: &[ResourceView], endpoint: &Endpoint) {
+        let has_reached = |lag: &Lag| {
+            let is_same = |view: &&ResourceView| view.resource == lag.expected.resource;
+            views.iter().find(is_same).is_some_and(|view| view.version >= lag.expected.version)
+        };
+        if self.lag.as_ref().is_some_and(has_reached) {
+            self.end_lag(endpoint);
+        }
+    }
+
+    fn end_lag(&mut self, endpoint: &Endpoint) {
+        self.lag_refused_since = None;
+        if self.lag.take().is_some() {
+            endpoint.observe(Observation::CaughtUp);
         }
     }
 
@@ -134,6 +182,17 @@ impl Inquiry {
     ) {
         let now = clock::now();
         let resource = Arc::clone(&expected.resource);
+        if let Answer::Behind(current) = answer {
+            upstream.resource_versions.forget_if_ahead(endpoint, &resource, current);
+            let (version, shown_by) = (expected.version, &expected.shown_by);
+            upstream.restores.suspect(&resource, version, shown_by, now);
+        }
+        let is_refused = answer == Answer::Refused;
+        let is_refused_lag = is_refused && self.lag.is_some();
+        let refused_since = *self.lag_refused_since.get_or_insert(now);
+        if !is_refused_lag {
+            self.lag_refused_since = None;
+        }
         let changed = match (answer, &mut self.lag) {
             (Answer::Behind(current), None) => {
                 let new = Lag::new(expected, current, now);
@@ -151,9 +210,8 @@ impl Inquiry {
                 endpoint.observe(Observation::Lagging { reason: &reason, at: now });
                 false
             }
-            (Answer::Reached | Answer::Refused, lag @ Some(_)) => {
-                *lag = None;
-                endpoint.observe(Observation::CaughtUp);
+            (Answer::Reached, Some(_)) => {
+                self.end_lag(endpoint);
                 true
             }
             (Answer::Reached, None) => {
@@ -162,19 +220,26 @@ impl Inquiry {
                 }
                 false
             }
-            (Answer::Refused, None) => {
-                self.refused.insert(expected.resource);
-                return;
+            // A refusal says nothing about the cache: an apiserver that starts refuses everybody.
+            (Answer::Refused, Some(_)) if now >= refused_since + MAX_REFUSED_LAG => {
+                self.end_lag(endpoint);
+                true
             }
-            (Answer::Unknown, _) => false,
+            (Answer::Refused | Answer::Unknown, _) => false,
         };
-        let longest = if self.lag.is_some() { MAX_LAGGING_PAUSE } else { MAX_PAUSE };
-        let unasked = (Backoff::new(MIN_PAUSE, MAX_PAUSE), now);
-        let (backoff, end) = self.pauses.entry(resource).or_insert(unasked);
-        if changed {
-            backoff.reset();
+        let longest = match (&self.lag, is_refused) {
+            (Some(_), _) => MAX_LAGGING_PAUSE,
+            (None, true) => MAX_REFUSED_PAUSE,
+            (None, false) => MAX_PAUSE,
+        };
+        let unasked =
+            Pause { backoff: Backoff::new(MIN_PAUSE, MAX_REFUSED_PAUSE), end: now, is_refused };
+        let pause = self.pauses.entry(resource).or_insert(unasked);
+        if changed || pause.is_refused != is_refused {
+            pause.backoff.reset();
         }
-        *end = now + backoff.failed().min(longest);
+        pause.is_refused = is_refused;
+        pause.end = now + pause.backoff.failed().min(longest);
     }
 }
 
@@ -219,7 +284,12 @@ fn views(upstream: &Upstream, endpoint: &Arc<Endpoint>) -> Vec<ResourceView> {
     upstream.resource_versions.snapshot().iter().filter_map(view).collect()
 }
 
-async fn ask(upstream: &Upstream, connection: &Rc<Connection>, expected: &Expected) -> Answer {
+/// Asks whether the cache of an endpoint has reached a version.
+pub(super) async fn ask(
+    upstream: &Upstream,
+    connection: &Rc<Connection>,
+    expected: &Expected,
+) -> Answer {
     let Some(path) = question(&expected.resource, expected.version) else { return Answer::Refused };
     let token = upstream.credentials.probe_token().and_then(|token| token.header());
     match timeout(ANSWER_TIMEOUT, fetch(connection, &path, token)).await {
@@ -241,6 +311,8 @@ fn answer(status: StatusCode, body: &[u8]) -> Answer {
 
 #[cfg(test)]
 mod tests {
+    use std::slice;
+
     use super::*;
     use crate::observe::Metrics;
     use jackstay_core::discovery::address::EndpointAddress;
@@ -283,6 +355,58 @@ mod tests {
         }
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn refusal_neither_ends_a_lag_nor_the_comparison() {
+        let config = crate::control::discovery::tests::config();
+        let metrics = Metrics::new();
+        let upstream = Upstream::load(config, &[], &metrics);
+        let address = EndpointAddress { host: "10.0.0.1".to_owned(), port: 1 };
+        let metrics = metrics.endpoint("u", "10.0.0.1:1");
+        let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
+        let start = clock::now();
+        let view = ResourceView {
+            resource: "pods".into(),
+            version: 5,
+            raised_at: start,
+            reference: Some(Reference { endpoint: "b".into(), version: 9, raised_at: start }),
+        };
+        let mut inquiry = Inquiry::default();
+        assert_eq!(inquiry.due(slice::from_ref(&view), start), None);
+        let mut pauses = Vec::new();
+        for _ in 0..12 {
+            let mut pause = Duration::ZERO;
+            let expected = loop {
+                tokio::time::advance(Duration::from_millis(500)).await;
+                pause += Duration::from_millis(500);
+                if let Some(expected) = inquiry.due(slice::from_ref(&view), clock::now()) {
+                    break expected;
+                }
+            };
+            pauses.push(pause.as_secs());
+            inquiry.record(expected, Answer::Refused, &upstream, &endpoint);
+        }
+        assert_eq!(pauses, [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 600]);
+
+        let expected =
+            Expected { resource: "pods".into(), version: 9, shown_by: "b".into(), at: start };
+        inquiry.record(expected.clone(), Answer::Behind(5), &upstream, &endpoint);
+        for answer in [Answer::Refused, Answer::Unknown, Answer::Refused] {
+            inquiry.record(expected.clone(), answer, &upstream, &endpoint);
+            assert!(inquiry.lag.is_some(), "{answer:?}");
+            tokio::time::advance(MAX_REFUSED_LAG.saturating_sub(Duration::from_secs(1))).await;
+        }
+        // Refused all the time.
+        tokio::time::advance(Duration::from_secs(1)).await;
+        inquiry.record(expected.clone(), Answer::Refused, &upstream, &endpoint);
+        assert!(inquiry.lag.is_none());
+        // A watch of the endpoint shows the version.
+        inquiry.record(expected, Answer::Behind(5), &upstream, &endpoint);
+        inquiry.observe_own(slice::from_ref(&view), &endpoint);
+        assert!(inquiry.lag.is_some());
+        inquiry.observe_own(&[ResourceView { version: 9, ..view }], &endpoint);
+        assert!(inquiry.lag.is_none());
+    }
+
     #[test]
     fn questions_about_one_resource_do_not_delay_those_about_another() {
         let start = clock::now();
@@ -296,7 +420,7 @@ mod tests {
         let mut inquiry = Inquiry::default();
         // Selectors hide events of pods, so that the pause has become long.
         let backoff = Backoff::new(MIN_PAUSE, MAX_PAUSE).after(7);
-        inquiry.pauses.insert("pods".into(), (backoff, at(60)));
+        inquiry.pauses.insert("pods".into(), Pause { backoff, end: at(60), is_refused: false });
         let mut due = |resources: &[&str], seconds| {
             let views: Vec<_> = resources.iter().map(|name| view(name)).collect();
             inquiry.due(&views, at(seconds)).map(|expected| expected.resource.to_string())

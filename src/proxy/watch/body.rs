@@ -23,6 +23,7 @@ use bytes::Bytes;
 use h2::RecvStream;
 use http_body::Frame;
 use jackstay_core::credential_class::ClientRank;
+use jackstay_core::watch::codec::error_event;
 use jackstay_core::watch::gzip::{ContentCoding, GzipError};
 use jackstay_core::watch::relay::Relay;
 use jackstay_core::watch::session::{AttemptResult, Effect, Ending, Input, Leave, NotResumable};
@@ -36,10 +37,14 @@ use crate::proxy::client_certificate::ProofExpiry;
 use crate::proxy::upstream_client::UpstreamResponse as Response;
 use crate::upstream::connection::Permit;
 use crate::upstream::credentials::CredentialClass;
+use crate::upstream::restores::{AfterNotice, HistoryMark};
 
 pub use self::attempt::outage_ended;
 pub use self::context::ResumeContext;
 pub use self::versions::WatchVersions;
+
+/// Why a watch ends after a restore of etcd, for its client and for logs.
+const HISTORY_LOST: &str = "jackstay: etcd was restored from a backup, list again";
 
 /// The body of a watch.
 pub struct WatchBody {
@@ -56,6 +61,8 @@ pub struct WatchBody {
     with_gzip: bool,
     /// Whether the log contains the line that the watch cannot be resumed.
     warned: bool,
+    /// What the watch knows about restores of etcd.
+    history: HistoryMark,
 }
 
 /// The source of the next bytes.
@@ -84,7 +91,10 @@ impl WatchBody {
         context.served_by(&permit.connection().endpoint);
         let account = context.upstream.watches.gzip_state(relay.account());
         let stream = UpstreamStream::new((recv, coding), permit, &context.drain, account);
+        let session = relay.session();
+        let version = session.cursor_version().filter(|_| session.follows_versions());
         Self {
+            history: context.restores().mark(version),
             relay,
             out: VecDeque::new(),
             source: Source::Stream(stream),
@@ -124,6 +134,10 @@ impl WatchBody {
                 if !matches!(self.source, Source::Ended(_)) {
                     self.stop(NotResumable::Unproven, &cause);
                 }
+            }
+            if self.context.restores().is_news(self.history) {
+                self.look_at_history();
+                continue;
             }
             match &mut self.source {
                 Source::Stream(stream) => {
@@ -373,6 +387,21 @@ impl WatchBody {
         }
     }
 
+    /// Ends the watch if etcd was restored from a backup, and its cursor is a version of the lost history: it would be
+    /// silent, and then miss events.
+    fn look_at_history(&mut self) {
+        let (session, restores) = (self.relay.session(), self.context.restores());
+        let after = restores.look_at_notices(&mut self.history, session.cursor_version());
+        let is_over = matches!(self.source, Source::Ended(_));
+        if after == AfterNotice::Continue || is_over || !session.follows_versions() {
+            return;
+        }
+        self.detach();
+        let event = error_event::expired(self.relay.encoding(), HISTORY_LOST).into();
+        let effect = self.relay.history_lost(event, clock::now());
+        self.execute(effect, HISTORY_LOST);
+    }
+
     /// Drops the stream, which resets it, and records its connection.
     fn detach(&mut self) {
         if let Source::Stream(stream) = &self.source {
@@ -391,7 +420,7 @@ impl WatchBody {
         self.context.record_contradiction(reason);
         self.source = Source::Ended(None);
         if ending == Ending::Withheld {
-            tracing::debug!(reason = cause, "no other apiserver has the history of the watch");
+            tracing::debug!(reason = cause, "watch ended: its history is not available");
             self.out.extend(self.relay.session_mut().take_error_event());
             return self.outcome.complete();
         }

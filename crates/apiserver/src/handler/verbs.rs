@@ -37,9 +37,8 @@ impl RequestContext {
         match self.verb() {
             "watch" => self.watch(target),
             "get" => {
-                if let Some(version) = self.server.faults.borrow().cache_version {
-                    self.check_reached(version)?;
-                }
+                let lagging = self.server.faults.borrow().cache_version;
+                self.check_reached(lagging.unwrap_or_else(|| cluster.version()))?;
                 self.object_response(200, object, &*cluster.get(object)?)
             }
             "list" => self.list(target),

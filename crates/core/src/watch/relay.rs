@@ -190,6 +190,17 @@ impl Relay {
         self.session.step(Input::StreamLost { quiet }, now)
     }
 
+    /// Called when etcd was restored from a backup. Drops the buffered part of an incomplete frame.
+    pub fn history_lost(&mut self, error_event: Bytes, now: Instant) -> Effect {
+        self.splitter.reset();
+        self.session.step(Input::HistoryLost { error_event }, now)
+    }
+
+    /// The encoding of the watch.
+    pub fn encoding(&self) -> Encoding {
+        self.encoding
+    }
+
     /// Called when a new stream has replaced one that works. Drops the buffered part of an incomplete frame:
     /// the new stream sends that frame again.
     pub fn move_ended(&mut self, now: Instant) {

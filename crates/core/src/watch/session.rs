@@ -43,6 +43,7 @@
 //! | any | `ServerEnded` | Ended | |
 //! | Ordered | `GroupUnordered` | Passthrough | |
 //! | any | `Stop` | Ended | `End` |
+//! | any | `HistoryLost` with an ERROR event | Ended | `End`, after the event if the ending is clean |
 //!
 //! A watch ends instead of resuming if less than 2 s are left until its deadline, or if it was resumed 12
 //! times in a window of a minute. In an API group whose watches are not resumed, a watch is repeated only with its
@@ -200,6 +201,7 @@ impl Session {
             Input::MoveStarted(reason) => self.on_move_started(reason, now),
             Input::MoveEnded { moved } => self.on_move_ended(moved, now),
             Input::Stop(reason) => self.stop(reason, now),
+            Input::HistoryLost { error_event } => self.on_history_lost(error_event),
         };
         if let Effect::End(ending, _) = effect
             && ending != Ending::Withheld
@@ -368,6 +370,15 @@ impl Session {
             (None, _) | (_, NotResumable::Unproven | NotResumable::Expired) => self.end(reason),
             (withheld, NotResumable::OverBudget) => self.end_withheld(reason, withheld),
             (withheld, _) => self.end_withheld(NotResumable::TooOld, withheld),
+        }
+    }
+
+    /// The event is for a client that has a whole number of frames and waits for events after a version.
+    fn on_history_lost(&mut self, error_event: Bytes) -> Effect {
+        let reason = NotResumable::HistoryLost;
+        match self.ending() {
+            Ending::Clean => self.end_withheld(reason, Some(error_event)),
+            ending => Effect::End(ending, reason),
         }
     }
 

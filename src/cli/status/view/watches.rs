@@ -17,6 +17,21 @@ impl View {
         }
     }
 
+    /// A line if its etcd was restored from a backup.
+    pub(super) fn restore(&self, upstream: &Value, out: &mut String) {
+        let restore = &upstream["restore"];
+        if restore.is_null() {
+            return;
+        }
+        let (ago, resource) = (self.ago(&restore["recognised_at"]), text_at(restore, "resource"));
+        let (before, revision) = (&restore["before"], &restore["revision"]);
+        let text = format!(
+            "etcd restored from a backup: revision {revision}, {resource} had {before} before, {ago} ago"
+        );
+        out.push_str(&clean(&text));
+        out.push('\n');
+    }
+
     /// A line for each endpoint of which it cannot be read which parameters it honours.
     pub(super) fn unknown_parameters(&self, upstream: &Value, out: &mut String) {
         for endpoint in list_at(upstream, "endpoints") {

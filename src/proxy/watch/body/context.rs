@@ -25,6 +25,7 @@ use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::ClassPool;
 use crate::upstream::resource_versions::ResourceRecord;
+use crate::upstream::restores::Restores;
 
 /// See the module documentation.
 pub struct ResumeContext {
@@ -108,6 +109,11 @@ impl ResumeContext {
                 Box::new(Restrictions { parameters, ..Restrictions::default() })
             }),
         }
+    }
+
+    /// Restores of etcd.
+    pub(super) fn restores(&self) -> &Restores {
+        &self.upstream.pool.upstream().restores
     }
 
     /// Called when this endpoint serves the watch. A later one shall not be older.

@@ -11,6 +11,7 @@ use self::event::Event;
 use http::{StatusCode, header, response};
 
 mod cbor;
+pub mod error_event;
 pub mod event;
 pub mod frame;
 pub mod head;

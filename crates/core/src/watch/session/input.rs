@@ -49,6 +49,9 @@ pub enum Input<'a> {
     MoveEnded { moved: bool },
     /// The body must end the watch now, for this reason.
     Stop(NotResumable),
+    /// etcd was restored from a backup, so that the cursor is not a version of its history. The client receives this
+    /// ERROR event.
+    HistoryLost { error_event: Bytes },
 }
 
 /// What the body does after a step.
@@ -130,6 +133,8 @@ pub enum NotResumable {
     OverBudget,
     /// The deadline has passed in a total outage.
     Expired,
+    /// etcd was restored from a backup: the cursor is not a version of its history.
+    HistoryLost,
     /// The client's certificate no longer proves an identity.
     Unproven,
     /// The listener shuts down.
@@ -159,6 +164,7 @@ impl NotResumable {
             Self::Parameter => "parameter_not_honoured",
             Self::OverBudget => "over_budget",
             Self::Expired => "expired",
+            Self::HistoryLost => "history_lost",
             Self::Unproven => "unproven",
             Self::Shutdown => "shutdown",
         }

@@ -11,6 +11,7 @@ use super::limiter::{MIN_REMAINING, MIN_REMAINING_TO_REBALANCE};
 use super::round::ATTEMPT_TIMEOUT_AFTER_REFUSED_ENCODING;
 use super::state::State;
 use crate::pool::EndpointKey;
+use crate::watch::codec::version::as_u64;
 use crate::watch::request::resume_query;
 
 impl Session {
@@ -75,6 +76,22 @@ impl Session {
             }
             _ => self.ending(),
         }
+    }
+
+    /// Whether the client waits for events after a version, and has no part of an incomplete set of initial events.
+    pub fn follows_versions(&self) -> bool {
+        let starts_at_version = |request| State::first(request, None).is_ordered();
+        match &self.state {
+            State::Resuming { cursor: None, .. } => starts_at_version(&self.request),
+            State::Ended { .. } => false,
+            state => state.cursor().is_some() || state.is_ordered(),
+        }
+    }
+
+    /// The version after which the client waits for events; `None` if it is not known, or not a number of 64 bits.
+    pub fn cursor_version(&self) -> Option<u64> {
+        let cursor = self.state.cursor().map(Cursor::version).or(self.request.version.as_ref())?;
+        as_u64(cursor.as_str().as_bytes())
     }
 
     /// Whether the session withholds an ERROR event while other endpoints are asked.

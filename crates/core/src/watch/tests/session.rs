@@ -633,3 +633,44 @@ fn session_is_small() {
     assert!(size_of::<Session>() <= 240, "{}", size_of::<Session>());
     assert!(size_of::<ResourceVersion>() <= 24);
 }
+
+#[test]
+fn lost_history_ends_each_watch_that_follows_versions_with_the_error_event() {
+    let withheld = Effect::End(Ending::Withheld, NotResumable::HistoryLost);
+    let reset = Effect::End(Ending::Reset, NotResumable::HistoryLost);
+    let at_version = || request("5");
+    let initial = || request("");
+    let start = Instant::now();
+    let added = || event(EventType::Added, "7");
+    let modified = || event(EventType::Modified, "8");
+    for (name, request, frames, is_lost, follows, expected) in [
+        ("at a version", at_version(), vec![], false, true, withheld),
+        ("after events", at_version(), vec![modified()], false, true, withheld),
+        ("resuming", at_version(), vec![modified()], true, true, withheld),
+        ("after the initial events", initial(), vec![added(), modified()], false, true, withheld),
+        ("in passthrough", at_version(), vec![modified(), modified()], false, true, withheld),
+        ("among the initial events", initial(), vec![added()], false, false, reset),
+        ("unreadable", at_version(), vec![None], false, true, reset),
+    ] {
+        let mut session = after(&request, frames, start);
+        if is_lost {
+            lose(&mut session, start);
+        }
+        assert_eq!(session.follows_versions(), follows, "{name}");
+        let error_event = Bytes::from_static(b"410");
+        let effect = session.step(Input::HistoryLost { error_event: error_event.clone() }, start);
+        assert_eq!(effect, expected, "{name}");
+        let event = (expected == withheld).then_some(error_event);
+        assert_eq!(session.take_error_event(), event, "{name}");
+        assert!(!session.follows_versions(), "{name}: it has ended");
+    }
+}
+
+#[test]
+fn cursor_version_is_that_of_the_last_event_or_of_the_request() {
+    let start = Instant::now();
+    let version = |query, frames| after(&request(query), frames, start).cursor_version();
+    assert_eq!(version("5", vec![]), Some(5));
+    assert_eq!(version("5", vec![event(EventType::Added, "9")]), Some(9));
+    assert_eq!(version("", vec![]), None);
+}

@@ -18,9 +18,9 @@ use super::registry::Registry;
 
 /// Status codes that Kubernetes and jackstay use. The counter of each of them is resolved once per verb;
 /// that of another valid code is looked up in the registry for each request.
-const CODES: [u16; 30] = [
+const CODES: [u16; 31] = [
     200, 201, 202, 204, 101, 206, 301, 302, 304, 307, 400, 401, 403, 404, 405, 406, 408, 409, 410,
-    413, 415, 422, 429, 431, 499, 500, 501, 502, 503, 504,
+    413, 414, 415, 422, 429, 431, 499, 500, 501, 502, 503, 504,
 ];
 
 /// Status code recorded when the client left before a response head was sent.

@@ -253,7 +253,7 @@ pub const OWN_ERROR_REASONS: [&str; 11] = [
     "unauthorized",
     // The request must not be forwarded (400).
     "bad_request",
-    // The request head is too large (431).
+    // The request head is too large (431), or its target too long (414).
     "header_too_large",
     // A limit of jackstay was exceeded before the request was sent (429).
     "limit",

@@ -236,11 +236,8 @@ impl ClientConnection {
         outcome.classified(info.verb.as_str(), info.long_running());
 
         hygiene::check_request(&parts)?;
-        if parts.version < http::Version::HTTP_2 {
-            // On HTTP/1.1 hyper limits its buffer, which may hold nearly twice the configured limit. On
-            // HTTP/2 it limits the fields themselves.
-            hygiene::check_size(&parts, service.request_limits.max_header_bytes as usize)?;
-        }
+        // hyper reads heads that are larger, so that the client gets the reason.
+        hygiene::check_size(&parts, service.request_limits.max_header_bytes as usize)?;
 
         let certificate = self.certificate.as_ref();
         let credential = service.credentials.select(

@@ -8,6 +8,9 @@
 //! the sleep ends. [`HeadTimer`] makes these sleeps, and [`HeadStream`] reports to them that bytes have arrived. If a
 //! client pipelines a part of a head behind a request, hyper reads both at once, so the part is reported with the
 //! request: the connection counts as idle until the next byte.
+//!
+//! While a sleep exists, hyper has no request: what it writes then is the end of the response before, or its own answer
+//! to a head that it refuses, which [`HeadStream`] replaces ([`super::head_errors`]).
 
 use std::io;
 use std::pin::Pin;
@@ -17,9 +20,10 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use hyper::rt::{Sleep, Timer};
-use jackstay_sys::delegate_async_write;
-use tokio::io::{AsyncRead, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{self, Instant};
+
+use super::head_errors::HeadErrors;
 
 /// How long a connection may be idle between two requests: the `IdleTimeout` of kube-apiserver
 /// (`staging/src/k8s.io/apiserver/pkg/server/secure_serving.go`). A client that keeps connections as long as the
@@ -27,26 +31,46 @@ use tokio::time::{self, Instant};
 const IDLE_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// The stream and the timer of one connection.
-pub fn limit_heads<T>(io: T, header_timeout: Duration) -> (HeadStream<T>, HeadTimer) {
-    let received = Received::default();
+pub fn limit_heads<T>(
+    io: T,
+    header_timeout: Duration,
+    errors: HeadErrors,
+) -> (HeadStream<T>, HeadTimer) {
+    let head = Head::default();
     let is_first = AtomicBool::new(true);
     (
-        HeadStream { io, received: received.clone() },
-        HeadTimer { header_timeout, is_first, received },
+        HeadStream { io, head: head.clone(), errors, is_flushed: true },
+        HeadTimer { header_timeout, is_first, head },
     )
 }
 
-/// Whether bytes have arrived. Atomic, because hyper's timers must be `Sync`; one thread uses it.
+/// The head that is read. Atomic, because hyper's timers must be `Sync`; one thread uses it.
 #[derive(Debug, Clone, Default)]
-struct Received(Arc<AtomicBool>);
+struct Head(Arc<HeadState>);
 
-impl Received {
-    fn set(&self) {
-        self.0.store(true, Ordering::Relaxed);
+#[derive(Debug, Default)]
+struct HeadState {
+    /// Bytes have arrived.
+    has_received: AtomicBool,
+    /// hyper waits for a head, or has refused one.
+    is_awaited: AtomicBool,
+}
+
+impl Head {
+    fn received(&self) {
+        self.0.has_received.store(true, Ordering::Relaxed);
     }
 
-    fn take(&self) -> bool {
-        self.0.swap(false, Ordering::Relaxed)
+    fn take_received(&self) -> bool {
+        self.0.has_received.swap(false, Ordering::Relaxed)
+    }
+
+    fn await_head(&self, is_awaited: bool) {
+        self.0.is_awaited.store(is_awaited, Ordering::Relaxed);
+    }
+
+    fn is_awaited(&self) -> bool {
+        self.0.is_awaited.load(Ordering::Relaxed)
     }
 }
 
@@ -56,7 +80,7 @@ pub struct HeadTimer {
     header_timeout: Duration,
     /// No head has been waited for yet.
     is_first: AtomicBool,
-    received: Received,
+    head: Head,
 }
 
 impl HeadTimer {
@@ -65,12 +89,13 @@ impl HeadTimer {
         let is_first = self.is_first.swap(false, Ordering::Relaxed);
         let idle_timeout = if is_first { self.header_timeout } else { IDLE_TIMEOUT };
         // What has arrived until now belongs to the previous request.
-        self.received.take();
+        self.head.take_received();
+        self.head.await_head(true);
         Box::pin(HeadSleep {
             sleep: Box::pin(time::sleep(idle_timeout)),
             header_timeout: self.header_timeout,
             has_begun: false,
-            received: self.received.clone(),
+            head: self.head.clone(),
         })
     }
 }
@@ -96,16 +121,23 @@ struct HeadSleep {
     header_timeout: Duration,
     /// The first byte of the head has arrived.
     has_begun: bool,
-    received: Received,
+    head: Head,
 }
 
 impl Sleep for HeadSleep {}
+
+/// hyper drops the sleep when it has read the head, and makes the next one later.
+impl Drop for HeadSleep {
+    fn drop(&mut self) {
+        self.head.await_head(false);
+    }
+}
 
 impl Future for HeadSleep {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        if !self.has_begun && self.received.take() {
+        if !self.has_begun && self.head.take_received() {
             self.has_begun = true;
             let deadline = Instant::now() + self.header_timeout;
             self.sleep.as_mut().reset(deadline);
@@ -118,7 +150,10 @@ impl Future for HeadSleep {
 #[derive(Debug)]
 pub struct HeadStream<T> {
     io: T,
-    received: Received,
+    head: Head,
+    errors: HeadErrors,
+    /// Everything that hyper has written was sent.
+    is_flushed: bool,
 }
 
 impl<T> HeadStream<T> {
@@ -137,13 +172,64 @@ impl<T: AsyncRead + Unpin> AsyncRead for HeadStream<T> {
         let before = buf.filled().len();
         let result = Pin::new(&mut self.io).poll_read(cx, buf);
         if buf.filled().len() > before {
-            self.received.set();
+            self.head.received();
         }
         result
     }
 }
 
-delegate_async_write!(HeadStream<T>, |this| &mut this.io);
+impl<T: AsyncWrite + Unpin> HeadStream<T> {
+    /// Sends a response instead of hyper's answer to a head that it refuses; `None` if `buf` is no such answer. Once
+    /// everything before was sent, what hyper writes while it has no request is one.
+    fn poll_replace(&mut self, buf: &[u8], cx: &mut Context<'_>) -> Option<Poll<io::Result<()>>> {
+        if self.is_flushed && self.head.is_awaited() {
+            self.errors.refuse(buf);
+        }
+        self.is_flushed = false;
+        self.errors.poll_send(&mut self.io, cx)
+    }
+}
+
+impl<T: AsyncWrite + Unpin> AsyncWrite for HeadStream<T> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        match this.poll_replace(buf, cx) {
+            Some(sent) => sent.map_ok(|()| buf.len()),
+            None => Pin::new(&mut this.io).poll_write(cx, buf),
+        }
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let first = bufs.iter().find(|buf| !buf.is_empty()).map_or(&[][..], |buf| buf);
+        match this.poll_replace(first, cx) {
+            Some(sent) => sent.map_ok(|()| bufs.iter().map(|buf| buf.len()).sum()),
+            None => Pin::new(&mut this.io).poll_write_vectored(cx, bufs),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let flushed = Pin::new(&mut self.io).poll_flush(cx);
+        self.is_flushed |= matches!(flushed, Poll::Ready(Ok(())));
+        flushed
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -158,6 +244,7 @@ mod tests {
     use tokio::time::sleep;
 
     use super::*;
+    use crate::observe::Metrics;
 
     const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
     const GET: &[u8] = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n";
@@ -170,7 +257,8 @@ mod tests {
         F: Future<Output = DuplexStream>,
     {
         let (ours, theirs) = tokio::io::duplex(1 << 16);
-        let (stream, timer) = limit_heads(ours, HEADER_TIMEOUT);
+        let errors = HeadErrors::new(1 << 16, Metrics::new().listener("l"));
+        let (stream, timer) = limit_heads(ours, HEADER_TIMEOUT, errors);
         let respond = service_fn(async |request: Request<Incoming>| {
             let _body = http_body_util::BodyExt::collect(request.into_body()).await;
             sleep(response_time).await;

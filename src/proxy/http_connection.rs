@@ -7,6 +7,7 @@ use std::error::Error;
 use std::future::{pending, poll_fn};
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use jackstay_core::admission::{Level, Refusal};
 use jackstay_core::credential_class::ClientRank;
+use jackstay_core::request::hygiene;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::cork::{Collect, Uncork, cork};
 use jackstay_sys::sockets::source::Source;
@@ -31,6 +33,7 @@ use super::client_certificate::ClientCertificate;
 use super::client_connection::ClientConnection;
 use super::client_stream::ClientStream;
 use super::drain::DrainWatcher;
+use super::head_errors::HeadErrors;
 use super::head_timeout::limit_heads;
 use super::listener_service::ListenerService;
 use crate::net::frame_limiter::FrameLimiter;
@@ -48,8 +51,6 @@ const MAX_PENDING_RESETS: usize = 2_000;
 const MAX_ERROR_RESETS: usize = 1_024;
 /// How often a connection checks whether memory is short, on average.
 const MEMORY_CHECK_INTERVAL: Duration = Duration::from_secs(10);
-/// Limit on header fields of an HTTP/1.1 request: hyper's default.
-const MAX_HEADERS: usize = 100;
 /// How long a connection that is closed for another one may take to close, if it has no request.
 const EVICTION_PAUSE: Duration = Duration::from_millis(250);
 /// How long it may take if the client has sent a request before it received the GOAWAY.
@@ -139,7 +140,7 @@ impl HttpConnection<'_> {
             .max_frame_size(MAX_FRAME_SIZE)
             .max_send_buf_size(SEND_BUFFER_SIZE)
             .max_concurrent_streams(max_streams)
-            .max_header_list_size(limits.max_header_bytes)
+            .max_header_list_size(http2_header_list(limits.max_header_bytes))
             .max_pending_accept_reset_streams(MAX_PENDING_RESETS.max(max_streams as usize))
             .max_local_error_reset_streams(MAX_ERROR_RESETS)
             .serve_connection(TokioIo::new(stream), respond);
@@ -198,12 +199,13 @@ impl HttpConnection<'_> {
                 Ok::<_, Infallible>(response.map(|body| TrackedBody::new(body, progress, reserve)))
             }
         });
-        let (stream, timer) = limit_heads(stream, limits.header_timeout);
+        let errors = HeadErrors::new(limits.max_header_bytes, Arc::clone(&self.service.metrics));
+        let (stream, timer) = limit_heads(stream, limits.header_timeout, errors);
         let mut builder = http1::Builder::new();
         let connection = builder
             .timer(timer)
             .header_read_timeout(limits.header_timeout)
-            .max_headers(MAX_HEADERS)
+            .max_headers(http1_fields(limits.max_header_bytes as usize))
             .max_buf_size((limits.max_header_bytes as usize).max(8 * 1024))
             .half_close(false)
             .serve_connection(TokioIo::new(stream), respond)
@@ -244,6 +246,18 @@ impl HttpConnection<'_> {
                 .warn(&about, format_args!("{}, from {source}", refusal.counted().label()));
         }
     }
+}
+
+/// The header list that an HTTP/2 client may send: twice the limit of a head. A head between both gets a `Status`
+/// ([`hygiene::check_size`]). h2 answers a larger one itself with a 431 without a body, and closes the connection of one
+/// that is four times as large as announced. Go's client sends no head that is larger than announced.
+const fn http2_header_list(max_header_bytes: u32) -> u32 {
+    max_header_bytes.saturating_mul(2)
+}
+
+/// The fields that hyper reads of an HTTP/1.1 head: no head of `max_header_bytes` has more.
+fn http1_fields(max_header_bytes: usize) -> usize {
+    (max_header_bytes / hygiene::FIELD_OVERHEAD).min(hygiene::MAX_NAMES)
 }
 
 /// Returns when the certificate of an identity's client is no longer valid. The connection then ends after its

@@ -16,6 +16,7 @@ mod consistent_reads;
 pub mod credential_selector;
 pub mod drain;
 pub mod forward;
+mod head_errors;
 mod head_timeout;
 mod heartbeat;
 mod http_connection;

@@ -14,6 +14,7 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper::ext::on_informational;
 use hyper_util::rt::TokioIo;
+use jackstay_core::request::hygiene::FIELD_OVERHEAD;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::tracked_stream::StreamObserver;
 use jackstay_sys::sockets::tunnel_stream::TunnelStream;
@@ -38,6 +39,8 @@ const NEXT_AFTER: Duration = Duration::from_millis(500);
 const MAX_INTERIM_RESPONSES: usize = 100;
 /// Longest response head, as on HTTP/2 connections. hyper's default is 400 KiB.
 const MAX_HEAD: usize = 64 * 1024;
+/// Fields of a response head: no head of [`MAX_HEAD`] bytes has more, as HTTP/2 counts them.
+const MAX_FIELDS: usize = MAX_HEAD / FIELD_OVERHEAD;
 
 /// The stream of a connection after a response 101.
 pub type Tunnelled = TunnelStream<UpstreamStream>;
@@ -196,6 +199,7 @@ impl Http1Connection {
         let (mut sender, connection) = http1::Builder::new()
             .max_buf_size(MAX_HEAD)
             .handshake(TokioIo::new(self.stream))
+            .max_headers(MAX_FIELDS)
             .await
             .map_err(Http1Error::Hyper)?;
         let too_many_interim = limit_interim_responses(&mut request);

@@ -14,6 +14,7 @@ mod consistent_reads;
 mod degraded_upstream;
 mod expired_versions;
 mod goaway_chance;
+mod header_limits;
 mod heartbeats;
 mod held_watches;
 mod hostile_upstream;

@@ -21,6 +21,8 @@ use tokio::sync::Notify;
 const MAX_STREAMS: u32 = 100;
 /// Receive window for each stream, as kube-apiserver sets it: 256 KiB.
 const STREAM_WINDOW: u32 = 256 << 10;
+/// Fields of an HTTP/1.1 head. kube-apiserver limits their bytes only.
+const MAX_HEADERS: usize = 4_096;
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 /// Serves a connection until it ends or the server resets it.
@@ -79,6 +81,7 @@ async fn handshake_and_serve(socket: Socket, server: &Arc<ServerState>) {
         let mut serving = pin!(
             hyper::server::conn::http1::Builder::new()
                 .timer(TokioTimer::new())
+                .max_headers(MAX_HEADERS)
                 .half_close(false)
                 .serve_connection(TokioIo::new(tls), service)
                 .with_upgrades()

@@ -37,8 +37,11 @@ use super::tunnel_memory::TunnelMemory;
 const CONNECTION_COST: usize = 64 << 10;
 /// Bytes of a request besides its head: futures, the record of the outcome, the state of both HTTP/2 streams.
 const STREAM_COST: usize = 8 << 10;
-/// Bytes of a header field besides name and value.
+/// Bytes of a header field besides name and value: an entry of `http::HeaderMap`, and its share of the index.
 const FIELD_COST: usize = 112;
+/// Fields of a usual head. The tables of a `HeaderMap` double when they are full, so that one with more fields may have
+/// room for twice as many.
+const USUAL_FIELDS: usize = 32;
 /// Bytes of each kind that a connection holds without a charge of their own: one request with a usual head.
 const FREE: usize = 12 << 10;
 /// A connection takes a multiple of these bytes from the budget.
@@ -398,9 +401,10 @@ fn head_size<B>(request: &Request<B>) -> usize {
     let target = uri.path_and_query().map_or(0, |target| target.as_str().len());
     let authority = uri.authority().map_or(0, |authority| authority.as_str().len());
     let fields = request.headers().iter();
-    let fields: usize =
-        fields.map(|(name, value)| name.as_str().len() + value.len() + FIELD_COST).sum();
-    request.method().as_str().len() + target + authority + fields
+    let fields: usize = fields.map(|(name, value)| name.as_str().len() + value.len()).sum();
+    let count = request.headers().len();
+    let tables = FIELD_COST * (count + count.saturating_sub(USUAL_FIELDS));
+    request.method().as_str().len() + target + authority + fields + tables
 }
 
 #[cfg(test)]
@@ -410,6 +414,29 @@ mod tests {
     use jackstay_core::admission::{MemoryBudget, Shed};
 
     const MIB: usize = 1 << 20;
+
+    /// What the tables of a head with different names hold: entries of 104 bytes, and an index of 4 bytes for each of a
+    /// power of two of places, of which three quarters can be used (`http::HeaderMap`). The room for some more is part of
+    /// [`STREAM_COST`].
+    #[test]
+    fn head_with_many_fields_is_charged_for_the_tables_that_hold_it() {
+        for count in [0, 1, 20, 32, 33, 49, 97, 200, 385, 1_000, 1_537, 1_985] {
+            let mut request = Request::get("/").body(()).unwrap();
+            for number in 0..count {
+                let name = http::HeaderName::try_from(format!("a{number}")).unwrap();
+                request.headers_mut().append(name, http::HeaderValue::from_static(""));
+            }
+            let capacity = request.headers().capacity();
+            let tables = capacity * 104 + (capacity * 4 / 3).next_power_of_two() * 4;
+            let charged = head_size(&request);
+            let room = USUAL_FIELDS * FIELD_COST;
+            assert!(
+                room < STREAM_COST && charged + room >= tables,
+                "{count}: {charged} for {tables}"
+            );
+            assert!(charged <= 256 + count * 240, "{count}: {charged}");
+        }
+    }
 
     fn head() -> Request<String> {
         Request::get("https://api/version").body(String::new()).unwrap()

@@ -10,6 +10,10 @@
 //!   HTTP/1.1.
 //! * `X-Remote-*` is removed from every request, because it sets the identity on a connection with a
 //!   front-proxy certificate. `X_Remote_User` stays, because Go treats it as another header.
+//! * `Priority` (RFC 9218) is removed from every request. It ranks a stream above the others of its connection, and the
+//!   streams of many clients share one to the apiserver. (Go's HTTP/2 server honours it from 1.27 on, unless a request
+//!   has `X-Forwarded-For`, `Forwarded` or `Via`: `MetaHeadersFrame.rfc9218Priority` in `http2/frame.go`. Other
+//!   servers honour it for each request.) PRIORITY and `PRIORITY_UPDATE` frames end at the listener.
 //! * `Expect` is removed from every request, because jackstay itself asks for the body. On HTTP/1.1, hyper
 //!   sends the 100 with the first read of the body, when the upstream stream is open
 //!   (the forwarder). On HTTP/2, hyper 1.12 cannot send a 100.
@@ -79,20 +83,48 @@ fn check_head(parts: &Parts) -> Result<(), StatusError> {
     check_content_length(&parts.headers)
 }
 
-/// Refuses a method, a request target and header fields that take more than `max` bytes in HTTP/1.1.
+/// Bytes that a field counts besides its name and value: what RFC 9113, section 6.5.2 adds for the memory of a field.
+pub const FIELD_OVERHEAD: usize = 32;
+
+/// The longest request target, in bytes. An [`http::Uri`] holds no longer one.
+pub const MAX_TARGET: usize = u16::MAX as usize - 1;
+
+/// The names of a head, at most. [`HeaderMap`] holds 24,576, and panics when one more is inserted; jackstay adds some.
+pub const MAX_NAMES: usize = 24_000;
+
+/// Refuses a method, a request target and header fields that take more than `max` bytes, counted alike for HTTP/1.1 and
+/// HTTP/2: name and value of each field and [`FIELD_OVERHEAD`], as kube-apiserver counts those of HTTP/2.
 ///
 /// # Errors
 /// 431.
 pub fn check_size(parts: &Parts, max: usize) -> Result<(), StatusError> {
     let target = parts.uri.path_and_query().map_or(0, |target| target.as_str().len());
-    let line = parts.method.as_str().len() + target;
-    // Each field has 4 more bytes: `: ` and the end of the line.
-    let fields = parts.headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 4);
-    if line + fields.sum::<usize>() > max {
-        let message = format_args!("{} {max} bytes", Refusal::HeadSize.reason());
+    let authority = parts.uri.authority().map_or(0, |authority| authority.as_str().len());
+    let line = parts.method.as_str().len() + target + authority;
+    let size = |(name, value): (&HeaderName, &HeaderValue)| {
+        name.as_str().len() + value.len() + FIELD_OVERHEAD
+    };
+    if line + parts.headers.iter().map(size).sum::<usize>() > max {
+        return Err(head_too_large(max));
+    }
+    if parts.headers.keys_len() > MAX_NAMES {
+        let message = format_args!("the request has more than {MAX_NAMES} different headers");
         return Err(StatusError::header_too_large(message));
     }
     Ok(())
+}
+
+/// The error of a head that takes more than `max` bytes.
+pub fn head_too_large(max: usize) -> StatusError {
+    let (reason, limit) = (Refusal::HeadSize.reason(), Refusal::HeadSize.limits());
+    StatusError::header_too_large(format_args!("{reason} {max} bytes: see {}", limit.join(", ")))
+}
+
+/// The error of a request target that is longer than [`MAX_TARGET`].
+pub fn target_too_long() -> StatusError {
+    StatusError::target_too_long(format_args!(
+        "the request target is longer than {MAX_TARGET} bytes, which is a fixed limit"
+    ))
 }
 
 fn refuse(reason: impl Display) -> Result<(), StatusError> {
@@ -297,7 +329,7 @@ fn strip(headers: &mut HeaderMap, direction: Direction, keeps_upgrade: bool) {
         let name = name.as_str();
         is_hop_by_hop(name)
             || direction == Direction::Request
-                && (name == "expect" || name.starts_with("x-remote-"))
+                && (matches!(name, "expect" | "priority") || name.starts_with("x-remote-"))
     };
     if !headers.keys().any(is_removed) {
         return;

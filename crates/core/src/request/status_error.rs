@@ -119,6 +119,11 @@ impl StatusError {
         Self::new(code, "", "header_too_large", message)
     }
 
+    /// 414: the request target is longer than the limit.
+    pub fn target_too_long(message: impl Display) -> Self {
+        Self::new(StatusCode::URI_TOO_LONG, "", "header_too_large", message)
+    }
+
     /// Ends the client's HTTP/1.1 connection with the response.
     #[must_use]
     pub fn closing_connection(self) -> Self {

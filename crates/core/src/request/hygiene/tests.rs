@@ -142,6 +142,51 @@ fn check_request_refuses_ambiguous_http2_heads() {
     }
 }
 
+#[test]
+fn check_size_counts_the_bytes_of_http2_alike_for_both_versions() {
+    // The method, the target and, for each field, its name, its value and 32 bytes.
+    let groups: Vec<_> = (0..100).map(|_| ("impersonate-group", "team")).collect();
+    let size = 3 + 5 + 100 * (17 + 4 + 32);
+    for (version, uri, host, rest) in [
+        (Version::HTTP_11, "/api?", Some(("host", "ab")), 4 + 2 + 32),
+        (Version::HTTP_2, "https://ab/api?", None, 2),
+    ] {
+        let headers = [&groups[..], host.as_slice()].concat();
+        let parts = parts("GET", uri, version, &headers);
+        check_size(&parts, size + rest).unwrap();
+        let error = check_size(&parts, size + rest - 1).unwrap_err();
+        let message = format!(
+            "jackstay: the request's headers are larger than {} bytes: see limits.max_header_bytes",
+            size + rest - 1
+        );
+        assert_eq!((error.code.as_u16(), &*error.message), (431, &*message), "{version:?}");
+    }
+}
+
+#[test]
+fn check_size_refuses_more_names_than_a_header_map_can_take_more_of() {
+    let head = |names: usize| {
+        let mut parts = parts("GET", "/", Version::HTTP_11, &[]);
+        for number in 0..names {
+            let name = HeaderName::try_from(format!("a{number}")).unwrap();
+            parts.headers.append(name, HeaderValue::from_static(""));
+        }
+        parts
+    };
+    let mut largest = head(MAX_NAMES);
+    check_size(&largest, usize::MAX).unwrap();
+    upstream_headers(&mut largest.headers, &ForwardedFor::new(CLIENT), false);
+    assert_eq!(largest.headers.keys_len(), MAX_NAMES + 1);
+    let error = check_size(&head(MAX_NAMES + 1), usize::MAX).unwrap_err();
+    assert_eq!(error.code, 431);
+    // Fields of one name are bounded by their bytes only.
+    let mut parts = parts("GET", "/", Version::HTTP_11, &[]);
+    for _ in 0..30_000 {
+        parts.headers.append("a", HeaderValue::from_static(""));
+    }
+    check_size(&parts, usize::MAX).unwrap();
+}
+
 /// Asserts that a head is accepted, or refused with a message that contains `refusal`.
 fn assert_check(
     method: &str,
@@ -185,6 +230,7 @@ fn upstream_headers_remove_hop_by_hop_and_x_remote_headers() {
         ("Upgrade", "h2c"),
         ("HTTP2-Settings", "AAMAAABkAAQAAP__"),
         ("Expect", "100-continue"),
+        ("Priority", "u=0"),
         ("X-Remote-User", "root"),
         ("X-REMOTE-EXTRA-anything", "root"),
         ("X_Remote_User", "stays"),

@@ -392,7 +392,7 @@ async fn wait_for_workers(executed: impl Future<Output = ()>, warning: &str) {
 /// Waits until every upstream has a usable endpoint, for at most [`WARM_UP`].
 async fn warm_up(active: &ActiveConfig) {
     let usable = async {
-        while !active.upstreams.iter().all(|upstream| upstream.is_usable()) {
+        while !active.upstreams.iter().all(|upstream| upstream.is_serving()) {
             sleep(WARM_UP_POLL).await;
         }
     };

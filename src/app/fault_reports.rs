@@ -275,6 +275,9 @@ fn write_began(upstream: &Upstream, (l7, l4): (bool, bool)) {
     let name = &*upstream.name;
     let held = format!("{} held", quantity(upstream.waiting_watches(), "watch"));
     let effect = match (l7, l4) {
+        (true, true) if upstream.forwards_flows() => {
+            format!("requests get 503, {held}, flows are forwarded")
+        }
         (true, true) => format!("requests get 503, {held}, connections are reset"),
         (false, true) => "connections are reset".to_owned(),
         _ => format!("requests get 503, {held}"),

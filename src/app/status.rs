@@ -33,6 +33,7 @@ use crate::observe::{Liveness, Metrics, build, quantity};
 use crate::upstream::Upstream;
 use crate::upstream::canary::CanaryStatus;
 use crate::upstream::compression::GzipFailure;
+use crate::upstream::endpoint::Endpoint;
 use crate::upstream::endpoint_sources::{SourceReport, age};
 use crate::upstream::restores::RestoreStatus;
 use crate::upstream::stats::EndpointStatus;
@@ -299,11 +300,15 @@ impl ProcessStatus {
 
 impl<'a> From<&'a Arc<Upstream>> for UpstreamStatus<'a> {
     fn from(upstream: &'a Arc<Upstream>) -> Self {
+        let status = |endpoint: &Arc<Endpoint>| EndpointStatus {
+            usable: upstream.serves_at(endpoint),
+            ..endpoint.status()
+        };
         Self {
             name: &upstream.name,
             ca: CaStatus::of_apiservers(upstream, wall_clock()),
             canary: upstream.canary.status(upstream.config().canary, clock::now()),
-            endpoints: upstream.endpoints().iter().map(|endpoint| endpoint.status()).collect(),
+            endpoints: upstream.endpoints().iter().map(status).collect(),
             sources: upstream.sources.status(wall_clock()),
             gzip_failure: upstream.compression.failure(clock::now()),
             restore: upstream.restores.latest(),
@@ -353,10 +358,12 @@ impl admin::StatusProvider for ProcessStatus {
         }
         for upstream in &shown.upstreams {
             let endpoints = upstream.endpoints();
-            let usable = endpoints.iter().filter(|e| e.is_usable()).count();
+            let usable = endpoints.iter().filter(|e| upstream.serves_at(e)).count();
             let mut detail = format!("{usable} of {} endpoints usable", endpoints.len());
-            if usable < endpoints.len() {
-                let _ = write!(detail, "; {}", upstream.unusable_endpoints(5));
+            // Of those that serve only flows, the reason is shown, too.
+            let unusable = upstream.unusable_endpoints(5);
+            if !unusable.is_empty() {
+                let _ = write!(detail, "; {unusable}");
             }
             ready &= usable > 0;
             check(format!("upstream {}", upstream.name), usable > 0, detail);

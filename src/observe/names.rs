@@ -261,8 +261,8 @@ pub const OWN_ERROR_REASONS: [&str; 11] = [
 ];
 
 /// Values of the label `state` of [`ENDPOINT_STATE`].
-pub const ENDPOINT_STATES: [&str; 7] =
-    ["connecting", "ready", "degraded", "suspect", "ejected", "no_h2", "leaving"];
+pub const ENDPOINT_STATES: [&str; 8] =
+    ["connecting", "ready", "degraded", "suspect", "unverified", "ejected", "no_h2", "leaving"];
 
 /// Values of the label `state` of [`CONNECTIONS`]. A dead connection is closed and not counted.
 pub const CONNECTION_STATES: [&str; 4] = ["live", "suspect", "draining", "unresponsive"];

@@ -35,7 +35,10 @@ pub fn ill_health(connection: &Connection) -> Option<String> {
         return Some("/readyz fails or is overdue".to_owned());
     }
     match endpoint.state() {
-        EndpointState::Degraded | EndpointState::Suspect | EndpointState::Ejected => {
+        EndpointState::Degraded
+        | EndpointState::Suspect
+        | EndpointState::Unverified
+        | EndpointState::Ejected => {
             Some(format!("it is {} ({})", endpoint.state().as_str(), endpoint.reason()))
         }
         EndpointState::Ready

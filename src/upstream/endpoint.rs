@@ -6,6 +6,7 @@
 //! | ready | connected, and `/readyz` is ok or is not asked | first choice |
 //! | degraded | connected, but `/readyz` fails, or the watch cache lags behind another endpoint ([`super::lag`]) | no new requests while another endpoint is ready; connections stay open, and watches move away ([`super::evacuation`]) |
 //! | suspect | connected, but on every connection a PING has been unanswered for 500 ms | no new requests while another endpoint is usable, and none after 1 s; a fresh connection is tried |
+//! | unverified | in an upstream of flows only: no connection is live, and a fresh TLS connection of the probe failed although the server answers | flows are forwarded, while none is ready also new ones; connects are retried with jittered backoff |
 //! | ejected | no connection is live and a fresh connect failed; or the prober found that the process does not answer | no requests; connects are retried with jittered backoff |
 //! | `no_h2` | no connection is live and the peer does not choose `h2` by ALPN | as ejected |
 //! | leaving | removed from the set of endpoints | its connections drain |
@@ -14,6 +15,7 @@
 //! them. [`Endpoint`] publishes each transition in metrics, in the log and as an event.
 
 mod connections;
+mod flow_evidence;
 mod probe_signals;
 mod slow_start;
 mod statistics;
@@ -43,6 +45,7 @@ use rustls::pki_types::ServerName;
 use tokio::sync::Notify;
 
 pub use self::connections::{FlowGuard, HandshakeGuard};
+pub use self::flow_evidence::FlowEvidence;
 pub use self::probe_signals::ProbeSignals;
 use self::slow_start::SlowStart;
 use self::statistics::EndpointStatistics;
@@ -93,6 +96,8 @@ pub struct Endpoint {
     process: ArcSwap<ApiserverProcess>,
     /// Signals from requests to the prober.
     pub probe: ProbeSignals,
+    /// What flows show about the endpoint.
+    pub flow_evidence: FlowEvidence,
     fallback: AtomicBool,
     /// Notified when a connection is opened or closed.
     connections_changed: Notify,
@@ -107,6 +112,7 @@ struct Guarded {
     backoff: ConnectBackoff,
     /// When the state was entered.
     since: SystemTime,
+    since_instant: Instant,
     last_ejection: Option<Ejection>,
     downtime: Downtime,
     last_check: Option<ReadyzCheck>,
@@ -142,6 +148,7 @@ impl Endpoint {
                 health: EndpointHealth::default(),
                 backoff: ConnectBackoff::default(),
                 since: wall_clock(),
+                since_instant: clock::now(),
                 last_ejection: None,
                 downtime: Downtime::default(),
                 last_check: None,
@@ -153,6 +160,7 @@ impl Endpoint {
             version: EndpointVersion::default(),
             process: ArcSwap::default(),
             probe: ProbeSignals::default(),
+            flow_evidence: FlowEvidence::new(clock::now()),
             fallback: AtomicBool::new(false),
             connections_changed: Notify::new(),
             removal: Notify::new(),
@@ -201,8 +209,24 @@ impl Endpoint {
             EndpointState::Connecting | EndpointState::Suspect => {
                 self.guarded().health.connections.accept_requests()
             }
-            EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Leaving => false,
+            EndpointState::Unverified
+            | EndpointState::Ejected
+            | EndpointState::NoH2
+            | EndpointState::Leaving => false,
         }
+    }
+
+    /// Whether clients of flows are served, as far as it is known. They make TLS connections of their own, so besides
+    /// a usable endpoint one does that has answered the last connect of the probe, although it has failed, or a flow
+    /// that began after the endpoint has entered its state ([`FlowEvidence`]).
+    pub fn forwards_flows(&self) -> bool {
+        if self.is_usable() {
+            return true;
+        }
+        let guarded = self.guarded();
+        let (since, now) = (guarded.since_instant, clock::now());
+        self.state() != EndpointState::Leaving
+            && (guarded.health.answers() || self.flow_evidence.shows_service(since, now))
     }
 
     /// How long the endpoint has been ready; `None` while it is not.
@@ -356,7 +380,7 @@ impl Endpoint {
     fn step(&self, mut guarded: MutexGuard<'_, Guarded>, observation: Observation<'_>) {
         let Some(transition) = guarded.health.step(observation) else { return };
         let Transition { from, to, reason, died, slow_start, is_fault } = &transition;
-        guarded.since = wall_clock();
+        (guarded.since, guarded.since_instant) = (wall_clock(), clock::now());
         let ejected = matches!(to, EndpointState::Ejected | EndpointState::NoH2);
         guarded.downtime.record(ejected, clock::now());
         if ejected {

@@ -158,7 +158,8 @@ pub async fn open(
 /// a client that retries would otherwise extend the backoff of the pool's own connects.
 fn record_failure(endpoint: &Endpoint, failure: ConnectFailure) -> String {
     let reason = failure.reason.clone();
-    if matches!(endpoint.state(), EndpointState::Ejected | EndpointState::NoH2) {
+    let state = endpoint.state();
+    if matches!(state, EndpointState::Unverified | EndpointState::Ejected | EndpointState::NoH2) {
         endpoint.count_connect_failure(&failure);
     } else {
         endpoint.connect_failed(failure, clock::now());
@@ -198,8 +199,8 @@ impl Http1Connection {
     ) -> Result<(Response<Incoming>, Http1Driver), Http1Error> {
         let (mut sender, connection) = http1::Builder::new()
             .max_buf_size(MAX_HEAD)
-            .handshake(TokioIo::new(self.stream))
             .max_headers(MAX_FIELDS)
+            .handshake(TokioIo::new(self.stream))
             .await
             .map_err(Http1Error::Hyper)?;
         let too_many_interim = limit_interim_responses(&mut request);

@@ -199,10 +199,30 @@ impl Upstream {
         self.endpoints().iter().any(|endpoint| endpoint.is_usable())
     }
 
-    /// Whether requests can be served, for the report of an outage.
+    /// Whether an endpoint serves the clients of this upstream. Of an upstream that only listeners in mode
+    /// `passthrough` use, these are clients of flows.
+    pub fn serves_at(&self, endpoint: &Endpoint) -> bool {
+        if self.config().used_by.terminate {
+            endpoint.is_usable()
+        } else {
+            endpoint.forwards_flows()
+        }
+    }
+
+    /// Whether any endpoint serves the clients of this upstream.
+    pub fn is_serving(&self) -> bool {
+        self.endpoints().iter().any(|endpoint| self.serves_at(endpoint))
+    }
+
+    /// Whether clients of flows are served.
+    pub fn forwards_flows(&self) -> bool {
+        self.endpoints().iter().any(|endpoint| endpoint.forwards_flows())
+    }
+
+    /// Whether clients can be served, for the report of an outage.
     pub fn usability(&self) -> Usability {
         let endpoints = self.endpoints();
-        if endpoints.iter().any(|endpoint| endpoint.is_usable()) {
+        if self.is_serving() {
             return Usability::Usable;
         }
         let tried = if endpoints.is_empty() {
@@ -230,7 +250,7 @@ impl Upstream {
         self.held_watches.load(Ordering::Relaxed) + on_streams
     }
 
-    /// The endpoints that are not usable, at most `max`, each with state and reason.
+    /// The endpoints that are not usable for requests, at most `max`, each with state and reason.
     pub fn unusable_endpoints(&self, max: usize) -> String {
         let endpoints = self.endpoints();
         let unusable = endpoints.iter().filter(|endpoint| !endpoint.is_usable()).take(max);

@@ -43,7 +43,7 @@ pub fn client_hello(padding: usize) -> Vec<u8> {
 
 /// A server without TLS. The test accepts and serves its flows.
 pub struct Peer {
-    listener: TcpListener,
+    pub listener: TcpListener,
     pub address: SocketAddr,
     pub certs: Certs,
 }

@@ -10,11 +10,13 @@ use http::Method;
 use jackstay::config::Config;
 use jackstay_apiserver::client::{Client, Watch};
 use jackstay_apiserver::faulty_relay::FaultyRelay;
+use jackstay_apiserver::pki::Pki;
 use jackstay_core::discovery::address::EndpointAddress;
 use std::net::SocketAddr;
 use std::process::Command;
 use std::time::Duration;
 
+const BINARY: &str = env!("CARGO_BIN_EXE_jackstay");
 /// Number of open watches.
 const WATCHES: usize = 12;
 /// Maximum number of warnings and errors about one fault.
@@ -86,19 +88,25 @@ async fn start(change: impl FnOnce(&mut Config)) -> (Process, TestCluster, Socke
     let mut config = cluster.config();
     config.workers = 2;
     change(&mut config);
-    let file = cluster.certs.path().join("jackstay.yaml");
-    write_config(&file, &config);
-    let mut command = Command::new(env!("CARGO_BIN_EXE_jackstay"));
-    command.args(["run", "--config"]).arg(file);
-    let mut process = Process::spawn(command);
-    let admin = first_address(&process.wait_output("the admin endpoint listens").await);
-    let address = first_address(&process.wait_output("\"apiserver\"").await);
+    let (process, admin, address) = spawn(&cluster, &config).await;
     let all_ready = async || {
         let status = pages::get(admin, "/status").await.unwrap();
         status.matches(r#""state": "ready""#).count() == 3
     };
     until("all endpoints are ready", all_ready).await;
     (process, cluster, address)
+}
+
+/// Starts jackstay. Returns the addresses of its admin endpoint and of its listener.
+async fn spawn(cluster: &TestCluster, config: &Config) -> (Process, SocketAddr, SocketAddr) {
+    let file = cluster.certs.path().join("jackstay.yaml");
+    write_config(&file, config);
+    let mut command = Command::new(BINARY);
+    command.args(["run", "--config"]).arg(file);
+    let mut process = Process::spawn(command);
+    let admin = first_address(&process.wait_output("the admin endpoint listens").await);
+    let address = first_address(&process.wait_output("\"apiserver\"").await);
+    (process, admin, address)
 }
 
 /// The warnings and errors in the log after byte `start`.
@@ -252,4 +260,35 @@ async fn outage_of_a_passthrough_upstream_has_its_resets() {
     assert!(story.len() <= MAX_LINES, "{story:#?}");
     let end = story.iter().find(|line| line.contains("usable again")).unwrap();
     assert!(end.contains("3 connections reset"), "{end}");
+}
+
+/// The probe does not trust the apiservers' certificates; the clients, who make TLS connections of their own, do.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn passthrough_upstream_that_only_the_probe_refuses_is_no_outage() {
+    let cluster = TestCluster::new(3);
+    let mut config = passthrough_config(cluster.config());
+    let other_ca = cluster.certs.path().join("other-ca.crt");
+    std::fs::write(&other_ca, Pki::new("another").unwrap().ca_pem()).unwrap();
+    config.upstreams[0].tls.ca_file = Some(other_ca);
+    let (process, admin, address) = spawn(&cluster, &config).await;
+
+    let wait = ["status", "--wait", "--timeout", "20s", "--admin", &admin.to_string()];
+    let output = Command::new(BINARY).args(wait).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let table = String::from_utf8_lossy(&output.stdout);
+    assert!(table.contains("unverified") && table.contains("flows are forwarded"), "{table}");
+    let credentials = cluster.certs.credentials();
+    for _ in 0..8 {
+        let client = Client::connect(address, &credentials).await.unwrap();
+        assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
+    }
+    wait_story(&process, 0, "flows are forwarded").await;
+    // An outage is reported after a second.
+    pause(Duration::from_secs(2)).await;
+    let readyz = pages::get(admin, "/readyz?verbose").await.unwrap();
+    assert!(readyz.starts_with("HTTP/1.1 200"), "{readyz}");
+    let story = story(&process, 0);
+    let is_outage = |line: &String| line.contains("no usable endpoint") || line.contains("reset");
+    assert!(!story.iter().any(is_outage), "{story:#?}");
+    assert!(story.len() <= MAX_LINES, "{story:#?}");
 }

@@ -36,6 +36,8 @@ pub enum ConnectFailureKind {
     /// The peer answered, but TLS failed, mostly because its certificate is not trusted. The
     /// endpoint takes no requests, but its process is running.
     TlsFailed,
+    /// The same at an endpoint to which only flows go. Their clients make TLS connections of their own.
+    Unverified,
     /// A resource of this host is exhausted
     /// (descriptors, memory, ports); the endpoint is not at fault.
     LocalShortage,
@@ -50,7 +52,7 @@ impl ConnectFailureKind {
     pub fn metric_label(self) -> &'static str {
         match self {
             Self::Failed => "failed",
-            Self::TlsFailed => "tls",
+            Self::TlsFailed | Self::Unverified => "tls",
             Self::LocalShortage => "local",
             Self::Timeout => "timeout",
             Self::NoH2 => "no_h2",

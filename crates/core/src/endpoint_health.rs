@@ -6,6 +6,7 @@
 //! | observed | state |
 //! |---|---|
 //! | removed from the set of endpoints | leaving |
+//! | no connection is live, and TLS of the last connect failed, in an upstream of flows only | unverified |
 //! | no connection is live, and the last connect failed | ejected |
 //! | no PONG and no handshake for too long | ejected |
 //! | no connection is live, and the peer did not choose `h2` by ALPN | `no_h2` |
@@ -124,6 +125,8 @@ pub struct EndpointHealth {
     shortage: Option<String>,
     /// Since it was last ready, the endpoint was in a state in which its load moves away.
     lost_load: bool,
+    /// The server has answered the last connect that failed.
+    answers: bool,
     removed: bool,
 }
 
@@ -147,6 +150,7 @@ enum Transport {
     Unknown,
     Up,
     Down(String),
+    Unverified(String),
     NoH2(String),
 }
 
@@ -199,6 +203,7 @@ impl EndpointHealth {
             (Transport::Down(reason), ..) | (_, Some(reason), ..) => {
                 (EndpointState::Ejected, reason)
             }
+            (Transport::Unverified(reason), ..) => (EndpointState::Unverified, reason),
             (Transport::NoH2(reason), ..) => (EndpointState::NoH2, reason),
             (Transport::Unknown, ..) => {
                 let reason = self.shortage.as_deref().or(connections.lost_reason.as_deref());
@@ -288,6 +293,7 @@ impl EndpointHealth {
     fn connected(&mut self) {
         self.shortage = None;
         self.unresponsive = None;
+        self.answers = false;
         self.connections.lost_reason = None;
         self.connections.unanswered_loss = None;
         self.lifecycle = Lifecycle::Alive;
@@ -311,14 +317,34 @@ impl EndpointHealth {
         if self.connections.open() > 0 {
             return;
         }
-        if kind == ConnectFailureKind::TlsFailed {
+        self.answers = match kind {
+            ConnectFailureKind::TlsFailed
+            | ConnectFailureKind::Unverified
+            | ConnectFailureKind::NoH2 => true,
+            ConnectFailureKind::Failed
+            | ConnectFailureKind::LocalShortage
+            | ConnectFailureKind::Timeout => false,
+        };
+        if matches!(kind, ConnectFailureKind::TlsFailed | ConnectFailureKind::Unverified) {
             // The process answers, so the ejection is no death.
             self.lifecycle = Lifecycle::New;
         }
+        if kind == ConnectFailureKind::Unverified {
+            self.unresponsive = None;
+        }
         self.transport = match kind {
             ConnectFailureKind::NoH2 => Transport::NoH2(reason),
+            ConnectFailureKind::Unverified => {
+                Transport::Unverified(format!("the probe fails: {reason}; flows are forwarded"))
+            }
             _ => Transport::Down(reason),
         };
+    }
+
+    /// Whether the last connect has failed, although the server has answered it. Clients of flows, whose TLS connections
+    /// are their own, may be served.
+    pub fn answers(&self) -> bool {
+        self.answers && self.transport != Transport::Up && self.unresponsive.is_none()
     }
 
     /// Records an ejection. Returns whether the process died: it was alive and did not announce its
@@ -341,6 +367,7 @@ impl EndpointHealth {
             }
             EndpointState::Connecting | EndpointState::Suspect => None,
             EndpointState::Degraded
+            | EndpointState::Unverified
             | EndpointState::Ejected
             | EndpointState::NoH2
             | EndpointState::Leaving => {
@@ -397,7 +424,7 @@ impl LiveConnections {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use EndpointState::{Connecting, Degraded, Ejected, Leaving, NoH2, Ready, Suspect};
+    use EndpointState::{Connecting, Degraded, Ejected, Leaving, NoH2, Ready, Suspect, Unverified};
     use Observation::{
         CaughtUp, Connected, ConnectionClosed, ConnectionOpened, GoawayReceived, ReadyzFailing,
         ReadyzNotProbed, ReadyzOk, Removed, Responsive, Unresponsive,
@@ -450,6 +477,38 @@ mod tests {
                 vec![ConnectionOpened, closed(), failed(ConnectFailureKind::TlsFailed)],
                 vec![(Ejected, false)],
             ),
+            // The probe is refused, and flows are forwarded. A dead process is ejected as before.
+            (
+                vec![
+                    ConnectionOpened,
+                    ReadyzOk,
+                    closed(),
+                    failed(ConnectFailureKind::Unverified),
+                    refused(),
+                    failed(ConnectFailureKind::Unverified),
+                    Connected,
+                    ReadyzOk,
+                ],
+                vec![
+                    (Ready, false),
+                    (Connecting, false),
+                    (Unverified, false),
+                    (Ejected, false),
+                    (Unverified, false),
+                    (Connecting, false),
+                    (Ready, false),
+                ],
+            ),
+            // It answers again.
+            (
+                vec![
+                    ConnectionOpened,
+                    Unresponsive("stopped"),
+                    closed(),
+                    failed(ConnectFailureKind::Unverified),
+                ],
+                vec![(Ejected, true), (Unverified, false)],
+            ),
             // The process announced its shutdown, so open flows may finish.
             (vec![ConnectionOpened, GoawayReceived, closed(), refused()], vec![(Ejected, false)]),
             (
@@ -483,6 +542,32 @@ mod tests {
             let text = format!("{observations:?}");
             assert_eq!(transitions(observations), expected, "{text}");
         }
+    }
+
+    #[test]
+    fn answers_is_true_after_a_connect_that_the_server_has_answered() {
+        for (kind, answers) in [
+            (ConnectFailureKind::TlsFailed, true),
+            (ConnectFailureKind::Unverified, true),
+            (ConnectFailureKind::NoH2, true),
+            (ConnectFailureKind::Failed, false),
+            (ConnectFailureKind::Timeout, false),
+        ] {
+            let mut health = EndpointHealth::default();
+            assert!(!health.answers(), "{kind:?}");
+            health.step(Observation::ConnectFailed(ConnectFailure::new(kind, "why")));
+            assert_eq!(health.answers(), answers, "{kind:?}");
+            let refused = ConnectFailure::new(ConnectFailureKind::Failed, "refused");
+            health.step(Observation::ConnectFailed(refused));
+            assert!(!health.answers(), "{kind:?}");
+        }
+        let mut health = EndpointHealth::default();
+        let refused = ConnectFailure::new(ConnectFailureKind::Unverified, "TLS failed");
+        health.step(Observation::ConnectFailed(refused));
+        let reason = "the probe fails: TLS failed; flows are forwarded";
+        assert_eq!(health.state(), (Unverified, reason));
+        health.step(Connected);
+        assert!(!health.answers(), "it is connected");
     }
 
     #[test]

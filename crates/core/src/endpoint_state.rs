@@ -12,6 +12,9 @@ pub enum EndpointState {
     Degraded,
     /// Connected, but the PINGs on every connection are unanswered.
     Suspect,
+    /// Answers, but the TLS connection of the probe fails, as with a certificate that the probe does not trust. Only in
+    /// an upstream of flows, whose clients make TLS connections of their own.
+    Unverified,
     /// Out of service: connects fail, or the process does not answer.
     Ejected,
     /// Does not speak HTTP/2.
@@ -22,11 +25,12 @@ pub enum EndpointState {
 
 impl EndpointState {
     /// Every state, in the order of the discriminants.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Ready,
         Self::Connecting,
         Self::Degraded,
         Self::Suspect,
+        Self::Unverified,
         Self::Ejected,
         Self::NoH2,
         Self::Leaving,
@@ -39,6 +43,7 @@ impl EndpointState {
             Self::Connecting => "connecting",
             Self::Degraded => "degraded",
             Self::Suspect => "suspect",
+            Self::Unverified => "unverified",
             Self::Ejected => "ejected",
             Self::NoH2 => "no_h2",
             Self::Leaving => "leaving",
@@ -47,13 +52,18 @@ impl EndpointState {
 
     /// Whether an event for this state is a warning.
     pub fn is_fault(self) -> bool {
-        matches!(self, Self::Ejected | Self::NoH2 | Self::Degraded | Self::Suspect)
+        match self {
+            Self::Degraded | Self::Suspect | Self::Unverified | Self::Ejected | Self::NoH2 => true,
+            Self::Ready | Self::Connecting | Self::Leaving => false,
+        }
     }
 
     /// What the state means for a loss of connections.
     pub fn availability(self) -> Availability {
         match self {
-            Self::Ready | Self::Degraded | Self::Leaving => Availability::Serving,
+            Self::Ready | Self::Degraded | Self::Unverified | Self::Leaving => {
+                Availability::Serving
+            }
             Self::Connecting | Self::Suspect => Availability::Uncertain,
             Self::Ejected | Self::NoH2 => Availability::Down,
         }
@@ -66,6 +76,9 @@ impl EndpointState {
             Self::Connecting => "no new requests while another is ready",
             Self::Degraded => "no new requests while another is ready; its watches move away",
             Self::Suspect => "no new requests while another is usable; a fresh connection is tried",
+            Self::Unverified => {
+                "no new connections while another is ready; the probe is retried with backoff"
+            }
             Self::Ejected | Self::NoH2 => "no requests; retried with backoff",
             Self::Leaving => "no new requests; its connections drain",
         }

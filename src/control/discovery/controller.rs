@@ -256,8 +256,9 @@ impl DiscoveryController {
     }
 
     fn usable_addresses(&self) -> HashSet<EndpointAddress> {
-        let endpoints = self.upstream().endpoints();
-        let usable = endpoints.iter().filter(|endpoint| endpoint.is_usable());
+        let upstream = self.upstream();
+        let endpoints = upstream.endpoints();
+        let usable = endpoints.iter().filter(|endpoint| upstream.serves_at(endpoint));
         usable.map(|endpoint| endpoint.address.clone()).collect()
     }
 

@@ -137,10 +137,11 @@ impl DnsSource {
     fn is_usable(&self, host: &str, ip: IpAddr) -> bool {
         let ports: Vec<u16> =
             self.names.iter().filter(|name| name.host == host).map(|name| name.port).collect();
-        self.states.upstream().endpoints().iter().any(|endpoint| {
+        let upstream = self.states.upstream();
+        upstream.endpoints().iter().any(|endpoint| {
             ports.contains(&endpoint.address.port)
                 && endpoint.address.host.parse() == Ok(ip)
-                && endpoint.is_usable()
+                && upstream.serves_at(endpoint)
         })
     }
 

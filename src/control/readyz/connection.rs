@@ -86,7 +86,12 @@ pub async fn connect(
             sleep(HANDSHAKE_INTERVAL).await;
             None
         }
-        Err(failure) => {
+        Err(mut failure) => {
+            if failure.kind == ConnectFailureKind::TlsFailed && !upstream.config().used_by.terminate
+            {
+                // Only flows use this upstream, whose clients verify the server themselves.
+                failure.kind = ConnectFailureKind::Unverified;
+            }
             endpoint.connect_failed(failure, clock::now());
             None
         }

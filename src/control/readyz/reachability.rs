@@ -176,7 +176,9 @@ async fn handshake(
             Err(failure) => failure,
         };
         match failure.kind {
-            ConnectFailureKind::NoH2 | ConnectFailureKind::TlsFailed => return None,
+            ConnectFailureKind::NoH2
+            | ConnectFailureKind::TlsFailed
+            | ConnectFailureKind::Unverified => return None,
             ConnectFailureKind::Failed | ConnectFailureKind::LocalShortage => {
                 sleep(HANDSHAKE_PAUSE).await;
             }

@@ -95,7 +95,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, Unreachable> {
         .collect();
     let mut candidates = order(candidates, &mut fastrand::Rng::new()).into_iter();
     let pause_without_ready = RACE_AFTER.min(TRY_ALL_WITHIN / candidates.len().max(1) as u32);
-    let any_ready = || upstream.endpoints().iter().any(|e| e.state() == EndpointState::Ready);
+    let any_ready = || upstream.endpoints().iter().any(|e| takes_flows(e.state()));
     let pause = || if any_ready() { RACE_AFTER } else { pause_without_ready };
     let next = |_: &[AttemptFailure]| Some(attempt(upstream.connector(), candidates.next()?));
     let give_up_with_ready = start + upstream.config().health.connect_timeout.max(GIVE_UP_AFTER);
@@ -123,6 +123,11 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, Unreachable> {
     Err(Unreachable(failures))
 }
 
+/// Whether an endpoint in this state is expected to accept connections. An unverified one answers.
+fn takes_flows(state: EndpointState) -> bool {
+    matches!(state, EndpointState::Ready | EndpointState::Unverified)
+}
+
 async fn attempt(
     connector: Arc<Connector>,
     endpoint: Arc<Endpoint>,
@@ -143,6 +148,7 @@ async fn attempt(
     }
     endpoint.metrics.dialled(if is_local { "local" } else { "failed" });
     if !is_local {
+        endpoint.flow_evidence.refused();
         // The prober decides whether the endpoint is down.
         endpoint.probe.request(ProbeTrigger::PassiveEvidence);
     }

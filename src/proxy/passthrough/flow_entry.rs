@@ -290,6 +290,9 @@ impl FlowEntry {
     pub(super) fn record(&mut self, progress: Progress, now: Instant) -> Option<Instant> {
         self.last_progress = now;
         if progress.to_client > 0 {
+            if !self.answered {
+                self.endpoint.flow_evidence.answered(self.started, now);
+            }
             self.answered = true;
             self.client_check.get_or_insert(now + MAX_CHECK_INTERVAL);
         }
@@ -328,6 +331,9 @@ impl FlowEntry {
 
     /// Ends the flow by waking its task, which resets both sides.
     pub(super) fn end(&mut self, reason: EndReason) {
+        if reason == HANDSHAKE || reason.fault().is_some() {
+            self.endpoint.flow_evidence.refused();
+        }
         self.end = Some(reason);
         if let Some(waker) = self.waker.take() {
             waker.wake();

@@ -51,7 +51,10 @@ fn leaving_watches(source: &EndpointReadiness) -> Option<MoveEligibility> {
             Some(MoveEligibility::Silent)
         }
         // The connections are lost.
-        EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Leaving => None,
+        EndpointState::Unverified
+        | EndpointState::Ejected
+        | EndpointState::NoH2
+        | EndpointState::Leaving => None,
     }
 }
 

@@ -164,9 +164,9 @@ pub fn choose(
     excluded: &[EndpointKey],
     is_outage: bool,
 ) -> Choice {
-    use EndpointState::{Ejected, Leaving, NoH2};
+    use EndpointState::{Ejected, Leaving, NoH2, Unverified};
     let is_usable = |one: &&Candidate| {
-        !matches!(one.condition.state, Ejected | NoH2 | Leaving)
+        !matches!(one.condition.state, Unverified | Ejected | NoH2 | Leaving)
             && !excluded.contains(&one.condition.key)
     };
     let has_usable =

@@ -98,7 +98,10 @@ impl Endpoint {
             EndpointState::Connecting | EndpointState::Suspect => {
                 self.health.connections.accept_requests()
             }
-            EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Leaving => false,
+            EndpointState::Unverified
+            | EndpointState::Ejected
+            | EndpointState::NoH2
+            | EndpointState::Leaving => false,
         }
     }
 
@@ -386,7 +389,10 @@ impl Node {
             || endpoint.probe_failing
             || matches!(
                 endpoint.state,
-                EndpointState::Degraded | EndpointState::Suspect | EndpointState::Ejected
+                EndpointState::Degraded
+                    | EndpointState::Suspect
+                    | EndpointState::Unverified
+                    | EndpointState::Ejected
             )
     }
 }

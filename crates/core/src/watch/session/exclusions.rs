@@ -94,10 +94,10 @@ impl Exclusions {
 
     /// Which of these endpoints are not excluded from the round.
     pub fn candidates(&self, endpoints: &[EndpointCondition], now: Instant) -> Candidates {
-        use EndpointState::{Degraded, Ejected, Leaving, NoH2, Ready};
+        use EndpointState::{Degraded, Ejected, Leaving, NoH2, Ready, Unverified};
         let is_left = |one: &&EndpointCondition| !self.round.contains(&one.key);
         let is_usable = |one: &&EndpointCondition| {
-            !matches!(one.state, Ejected | NoH2 | Leaving) && is_left(one)
+            !matches!(one.state, Unverified | Ejected | NoH2 | Leaving) && is_left(one)
         };
         let usable = || endpoints.iter().filter(is_usable);
         let pause = |one: &EndpointCondition| {

@@ -73,10 +73,16 @@ impl ProcessSandbox {
                 let wanted = all_rules(config, file);
                 match landlock::restrict(wanted.list()) {
                     Ok(entered) => {
-                        let complete = entered.is_complete;
+                        let (complete, socket_paths) =
+                            (entered.is_complete, entered.restricts_socket_paths);
                         wanted.set_granted();
                         (rules, domain) = (Some(wanted), Some(entered));
-                        if complete { "on" } else { "on (partly: old kernel)" }.to_owned()
+                        match (complete, socket_paths) {
+                            (true, true) => "on",
+                            (true, false) => "on (not for paths of sockets: Linux before 7.1)",
+                            (false, _) => "on (partly: old kernel)",
+                        }
+                        .to_owned()
                     }
                     Err(reason) => format!("unavailable: {reason}"),
                 }

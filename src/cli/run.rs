@@ -90,6 +90,11 @@ impl ConfigInput {
         Self { name: PathBuf::from("command line"), is_file: false, read: Box::new(read) }
     }
 
+    /// The file of the configuration.
+    fn file(&self) -> Option<&Path> {
+        self.is_file.then_some(&self.name)
+    }
+
     /// Reads the configuration and checks every file that it names. The second value lists the checks
     /// that passed, for the log. In a sandbox, files outside of it are errors.
     fn load(
@@ -147,9 +152,10 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
         }
     };
     let upgrade = Upgrade::prepare(&config);
+    // Before the sandbox, which forbids to connect to it.
+    let manager = ServiceManager::from_environment();
     // Before the first thread, which the log starts.
-    let sandbox = ProcessSandbox::enter(&config, input.is_file.then_some(input.name.as_path()));
-    let sandbox = Arc::new(sandbox);
+    let sandbox = Arc::new(ProcessSandbox::enter(&config, input.file()));
     let log = match log::init(&config.log, std::io::stderr()) {
         Ok(guard) => guard,
         Err(error) => {
@@ -173,7 +179,7 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
         read: Box::new(move || input.load(Some(&checked)).map(|(loaded, _)| loaded)),
         log: log.control(),
     });
-    let manager = Arc::new(service_manager().with_ready_descriptor(ready));
+    let manager = Arc::new(or_none(manager).with_ready_descriptor(ready));
     let app_manager = Arc::clone(&manager);
     let start = move || {
         let inherited = inherit(descriptors);
@@ -212,8 +218,8 @@ fn serve_to_end(
 }
 
 /// The service manager that is notified, if there is one.
-fn service_manager() -> ServiceManager {
-    ServiceManager::from_environment().unwrap_or_else(|error| {
+fn or_none(connected: io::Result<ServiceManager>) -> ServiceManager {
+    connected.unwrap_or_else(|error| {
         tracing::warn!(%error, "service manager unreachable at NOTIFY_SOCKET; it is not notified");
         ServiceManager::default()
     })

@@ -1,8 +1,10 @@
 //! The sandbox of `jackstay run`: its restrictions, their switches, and what must still work inside. The other
 //! tests of the binary run inside it too, in mode `kill`.
 
-use std::net::SocketAddr;
+use std::net;
+use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -22,12 +24,16 @@ struct Setup {
     config: Config,
     file: PathBuf,
     process: Process,
-    admin: SocketAddr,
-    address: SocketAddr,
+    admin: net::SocketAddr,
+    address: net::SocketAddr,
 }
 
 impl Setup {
     async fn start(change: impl FnOnce(&mut Config)) -> Self {
+        Self::start_with(change, &[]).await
+    }
+
+    async fn start_with(change: impl FnOnce(&mut Config), environment: &[(&str, &str)]) -> Self {
         let cluster = TestCluster::new(1);
         let mut config = cluster.config();
         config.state_dir = Some(cluster.certs.path().join("state"));
@@ -35,7 +41,7 @@ impl Setup {
         let file = cluster.certs.path().join("jackstay.yaml");
         write_config(&file, &config);
         let mut command = Command::new(BINARY);
-        command.args(["run", "--config"]).arg(&file);
+        command.args(["run", "--config"]).arg(&file).envs(environment.iter().copied());
         let mut process = Process::spawn(command);
         let admin = first_address(&process.wait_output("the admin endpoint listens").await);
         let address = first_address(&process.wait_output("\"apiserver\"").await);
@@ -126,6 +132,24 @@ async fn sandbox_by_default_restricts_every_thread_and_is_shown_in_the_status() 
     assert!(text.contains("sandbox: not_dumpable on, no_new_privs on, seccomp on"), "{text}");
     let state = setup.cluster.certs.path().join("state/control-plane.json");
     until("the endpoints are saved", async || state.exists()).await;
+}
+
+/// The sandbox forbids to connect to abstract sockets of other processes (Linux 6.12); that of the service manager is
+/// connected before.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn service_manager_with_an_abstract_socket_is_notified_from_the_sandbox() {
+    let name = format!("jackstay-test-{}", std::process::id());
+    let address = SocketAddr::from_abstract_name(&name).unwrap();
+    let manager = UnixDatagram::bind_addr(&address).unwrap();
+    manager.set_nonblocking(true).unwrap();
+    let setup = Setup::start_with(|_| {}, &[("NOTIFY_SOCKET", &format!("@{name}"))]).await;
+    setup.expect_service().await;
+    let received = || {
+        let mut message = [0; 4096];
+        let size = manager.recv(&mut message).unwrap_or(0);
+        String::from_utf8_lossy(&message[..size]).into_owned()
+    };
+    until("READY=1", async || received().contains("READY=1")).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

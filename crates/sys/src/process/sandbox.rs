@@ -1,6 +1,7 @@
 //! Restrictions that the process places on itself before it serves: an attacker who controls the process through
 //! a defect can then neither start programs, nor read files that the configuration does not name, nor debug
-//! other processes. Another process of the same user cannot read the keys in its memory.
+//! other processes, nor connect to sockets of processes that start programs, as far as the kernel restricts that
+//! ([`landlock`]). Another process of the same user cannot read the keys in its memory.
 //!
 //! * [`forbid_dumps`] and [`forbid_new_privileges`] are attributes of the process.
 //! * [`seccomp`] is an allow-list of system calls ([`system_calls`]).

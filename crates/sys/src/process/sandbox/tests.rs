@@ -2,6 +2,8 @@
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -18,6 +20,13 @@ const MODE: &str = "JACKSTAY_TEST_SECCOMP";
 
 /// Runs [`child_in_the_sandbox`] in a process of its own.
 fn run_child(directory: &Path, mode: &str) -> Output {
+    let outside = directory.with_extension("outside");
+    let _sockets = (
+        UnixDatagram::bind_addr(&abstract_name(directory, "manager")).unwrap(),
+        UnixListener::bind_addr(&abstract_name(directory, "runtime")).unwrap(),
+        UnixListener::bind(directory.join("predecessor")).unwrap(),
+        outside.exists().then(|| UnixListener::bind(outside.join("runtime")).unwrap()),
+    );
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "process::sandbox::tests::child_in_the_sandbox", "--nocapture"])
         .args(["--test-threads", "1"])
@@ -40,6 +49,37 @@ fn kind<T>(result: io::Result<T>) -> Option<ErrorKind> {
     result.err().map(|error| error.kind())
 }
 
+/// The abstract name of a socket of the test that uses `directory`.
+fn abstract_name(directory: &Path, name: &str) -> SocketAddr {
+    SocketAddr::from_abstract_name(format!("{}/{name}", directory.display())).unwrap()
+}
+
+/// The sockets of the parent cannot be connected to, as far as the kernel restricts it.
+fn expect_no_sockets_of_others(
+    domain: &Result<landlock::Domain, landlock::LandlockError>,
+    directory: &Path,
+    connected: &UnixDatagram,
+) {
+    assert_eq!(connected.send(b"READY=1").unwrap(), 7);
+    let Ok(domain) = domain else { return };
+    if !domain.is_complete {
+        return println!("sockets are not tested: Linux before 6.12");
+    }
+    let denied = Some(ErrorKind::PermissionDenied);
+    let runtime = abstract_name(directory, "runtime");
+    assert_eq!(kind(UnixStream::connect_addr(&runtime)), denied);
+    let manager = abstract_name(directory, "manager");
+    let datagrams = UnixDatagram::unbound().unwrap();
+    assert_eq!(kind(datagrams.send_to_addr(b"x", &manager)), denied);
+    // Its own sockets are reachable, and below a directory that it may write those of a predecessor.
+    let own = abstract_name(directory, "own");
+    let _listener = UnixListener::bind_addr(&own).unwrap();
+    UnixStream::connect_addr(&own).unwrap();
+    UnixStream::connect(directory.join("predecessor")).unwrap();
+    let outside = kind(UnixStream::connect(directory.with_extension("outside").join("runtime")));
+    assert_eq!(outside, denied.filter(|_| domain.restricts_socket_paths), "socket of another");
+}
+
 /// Without the environment of [`run_child`] it does nothing.
 #[test]
 fn child_in_the_sandbox() {
@@ -53,6 +93,9 @@ fn child_in_the_sandbox() {
     rules.add_directory(&directory);
     rules.add_path(Path::new("/proc/self"), FileAccess::Read);
     rules.add_replaceable(&directory.join("link"));
+    // The service manager is connected before.
+    let connected = UnixDatagram::unbound().unwrap();
+    connected.connect_addr(&abstract_name(&directory, "manager")).unwrap();
     let domain = landlock::restrict(rules.list());
     seccomp::install(if is_kill { Violation::Kills } else { Violation::Fails }).unwrap();
 
@@ -95,6 +138,8 @@ fn child_in_the_sandbox() {
         // Nor can what is read be executed.
         assert!(kind(Command::new(directory.join("file")).status()).is_some());
     }
+
+    expect_no_sockets_of_others(&domain, &directory, &connected);
 
     // Programs and other processes.
     let missing = Err(libc::ENOSYS);

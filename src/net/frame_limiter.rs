@@ -7,7 +7,7 @@
 //! A header block, HEADERS with all its CONTINUATION frames, must arrive within `limits.header_timeout`, however
 //! slowly its bytes come. h2 limits its size and the number of its frames, and `proxy::hygiene` those of trailers.
 //! As long as a header block is open, the connection may carry no other frame (RFC 9113, 4.3), so the connection
-//! is closed with the same GOAWAY.
+//! is closed with the same GOAWAY. What it holds until then is charged, since there is no request yet.
 //!
 //! h2 reads as long as the socket has bytes. So that a peer that always has more does not delay the others,
 //! the connection yields to them after a turn: [`CLIENT_TURN`], or [`SERVER_TURN`] if the peer is an apiserver.
@@ -31,6 +31,7 @@ use jackstay_core::http2_frames::{
 use jackstay_sys::clock;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+pub use self::header_block::ChargeBlock;
 use self::header_block::HeaderBlock;
 
 pub use jackstay_core::frame_budgets::LimitedFrame;
@@ -137,6 +138,13 @@ impl<T> FrameLimiter<T> {
         (limiter, seen)
     }
 
+    /// Charges header blocks that continue in other frames while they are open.
+    #[must_use]
+    pub fn charging_open_blocks(mut self, charge: ChargeBlock) -> Self {
+        self.block.set_charge(charge);
+        self
+    }
+
     /// The wrapped stream.
     pub fn get_ref(&self) -> &T {
         &self.io
@@ -152,7 +160,7 @@ impl<T> FrameLimiter<T> {
             if header.frame_type == frame_type::HEADERS && budgets.peer == Peer::Client {
                 *last_stream = header.stream.max(*last_stream);
             }
-            block.received(header);
+            block.received(header)?;
             seen.received(header);
             budgets.received(header, is_opened, clock::now)
         })
@@ -178,7 +186,9 @@ impl<T: AsyncWrite + Unpin> FrameLimiter<T> {
             }
         }
         io::Error::other(match frame {
-            LimitedFrame::HeaderBlock => "header block not complete in time".to_owned(),
+            LimitedFrame::HeaderBlock => {
+                "header block not complete in time, or no memory for it".to_owned()
+            }
             frame => format!("the peer sent too many {} frames", frame.as_str()),
         })
     }
@@ -272,7 +282,10 @@ mod tests {
     use tokio::time::sleep;
 
     use super::*;
+    use jackstay_core::admission::{MemoryBudget, MemoryKind};
+    use jackstay_core::credential_class::ClientRank;
     use jackstay_core::http2_frames::{END_HEADERS, END_STREAM};
+    use std::sync::Arc;
 
     /// The limiter behind a client that has sent its preface, and the client.
     async fn connected() -> (FrameLimiter<DuplexStream>, PeerFrames, DuplexStream) {
@@ -411,6 +424,29 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn a_header_block_is_charged_while_it_is_open_and_closed_without_memory() {
+        let budget = MemoryBudget::new(64 << 20);
+        let source = budget.source(1);
+        let charged = Arc::clone(&source);
+        let charge = move || charged.try_charge(MemoryKind::Streams, 1 << 20, ClientRank::Unproven);
+        let (limiter, seen, mut client) = connected().await;
+        let mut limiter = limiter.charging_open_blocks(Box::new(charge));
+        let first = frame(frame_type::HEADERS, 0, &[1; 20]);
+        let more = frame(frame_type::CONTINUATION, 0, &[1]);
+        let last = frame(frame_type::CONTINUATION, END_HEADERS, &[1]);
+        let whole = frame(frame_type::HEADERS, END_HEADERS, &[1; 20]);
+        for (bytes, held) in [(&whole, 0), (&first, 1 << 20), (&more, 1 << 20), (&last, 0)] {
+            client.write_all(bytes).await.unwrap();
+            read(&mut limiter, bytes.len()).await.unwrap();
+            assert_eq!(source.used(), held);
+        }
+        let _full = source.charge(MemoryKind::Streams, 64 << 20);
+        client.write_all(&first).await.unwrap();
+        read(&mut limiter, first.len()).await.unwrap_err();
+        assert_eq!(seen.violation(), Some(LimitedFrame::HeaderBlock));
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn a_header_block_that_stays_open_is_closed_with_goaway_however_it_is_sent() {
         let first = frame(frame_type::HEADERS, 0, &[1; 20]);
         let more = frame(frame_type::CONTINUATION, 0, &[1]).repeat(100);
@@ -439,7 +475,7 @@ mod tests {
                 } => error,
                 () = drip => unreachable!("pending"),
             };
-            assert_eq!(error.to_string(), "header block not complete in time");
+            assert_eq!(error.to_string(), "header block not complete in time, or no memory for it");
             assert_eq!(clock::elapsed(start).as_secs(), 10);
             assert_eq!(seen.violation(), Some(LimitedFrame::HeaderBlock));
             let mut goaway = [0; 17];

@@ -131,7 +131,11 @@ impl HttpConnection<'_> {
             }
         });
         let (stream, uncork) = cork(stream);
+        let list = http2_header_list(limits.max_header_bytes);
         let (stream, frames) = FrameLimiter::of_client(stream, max_streams, limits.header_timeout);
+        let charged = Rc::clone(&memory);
+        let stream =
+            stream.charging_open_blocks(Box::new(move || charged.charge_open_head(list as usize)));
         let mut builder = http2::Builder::new(LocalExecutor(Rc::clone(&streams)));
         let connection = builder
             .timer(TokioTimer::new())
@@ -140,7 +144,7 @@ impl HttpConnection<'_> {
             .max_frame_size(MAX_FRAME_SIZE)
             .max_send_buf_size(SEND_BUFFER_SIZE)
             .max_concurrent_streams(max_streams)
-            .max_header_list_size(http2_header_list(limits.max_header_bytes))
+            .max_header_list_size(list)
             .max_pending_accept_reset_streams(MAX_PENDING_RESETS.max(max_streams as usize))
             .max_local_error_reset_streams(MAX_ERROR_RESETS)
             .serve_connection(TokioIo::new(stream), respond);

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | connection | [`CONNECTION_COST`]; on HTTP/1.1 also its largest head |
 //! | request | [`STREAM_COST`], and its head as decoded, until the last byte of the response is sent |
+//! | head over HTTP/2 that continues in other frames | what the largest one may hold, until it is complete |
 //! | request body | its receive window, up to the window of the connection |
 //! | response | its [`ResponseReserve`] from the begin of the request, and the waiting bytes beyond it |
 //! | kernel memory of the socket | see [`super::socket_memory`] |
@@ -26,6 +27,7 @@ use jackstay_core::admission::{
     ByteAccount, ByteBudget, Level, MemoryCharge, MemoryKind, Refusal, SourceMemory,
 };
 use jackstay_core::credential_class::ClientRank;
+use jackstay_core::request::hygiene;
 
 use super::request_windows::Windows;
 use super::response_reserve::ResponseReserve;
@@ -237,6 +239,18 @@ impl ClientMemory {
             reserve: Cell::default(),
             waiting: Cell::new(0),
         }
+    }
+
+    /// Charges a header block of HTTP/2 that is not complete, whose list may have `list` bytes (RFC 9113, 6.5.2). `None`
+    /// if it does not fit.
+    pub fn charge_open_head(&self, list: usize) -> Option<MemoryCharge> {
+        // Each field counts 32 bytes and more, and costs more if the table has room for others.
+        let bytes = list / hygiene::FIELD_OVERHEAD * 2 * FIELD_COST;
+        let charge = self.source.try_charge(MemoryKind::Streams, bytes, self.rank());
+        if charge.is_none() {
+            self.count(Refusal::RequestMemory);
+        }
+        charge
     }
 
     /// Charges a tunnel to this client, which outlives the connection.

@@ -10,6 +10,7 @@ class ExtraCase(LoadCase):
     SETTINGS = {}  # of the apiservers d, e and f
     FAULTY = "de"
     LISTENER = 7510
+    READS_METRICS = False  # whether the prober has the right to read /metrics, which a node has not
 
     @classmethod
     def prepare(cls):
@@ -17,9 +18,15 @@ class ExtraCase(LoadCase):
         cls.rig.start_extra(**cls.SETTINGS)
         cls.jackstay = Jackstay(
             cls.rig, cls.identities(), [f"{EXTRA_ADDRESSES[name]}:{PORT}" for name in cls.SETTINGS],
-            log_name=f"jackstay-{cls.__name__.lower()}", port=cls.LISTENER, admin=cls.LISTENER + 2000).start()
+            adapt=cls.adapt, log_name=f"jackstay-{cls.__name__.lower()}", port=cls.LISTENER, admin=cls.LISTENER + 2000).start()
         cls.addClassCleanup(cls.jackstay.stop)
         cls.server = cls.jackstay.server
+
+    @classmethod
+    def adapt(cls, config):
+        if cls.READS_METRICS:
+            cert, key = cls.rig.admin_cert
+            config["upstreams"][0]["health"] = {"readyz": {"cert_file": cert, "key_file": key}}
 
     @classmethod
     def identities(cls):

@@ -593,7 +593,8 @@ def yaml(value, indent=0):
 
 class Jackstay:
     def __init__(self, rig, identities, endpoints=None, adapt=None, log_name="jackstay", port=7443, admin=9643):
-        """`adapt` may modify the configuration, a dict, before it is written."""
+        """`adapt` may modify the configuration, a dict, before it is written. The prober has the certificate of a node, as
+        beside kubelet, if there are identities and `adapt` names no other: an apiserver that starts refuses it."""
         self.rig, self.dir = rig, rig.dir
         self.server, self.admin_address = f"https://127.0.0.1:{port}", f"127.0.0.1:{admin}"
         self.binary = Path(os.environ.get("JACKSTAY_BIN") or REPOSITORY / "target/release/jackstay")
@@ -616,6 +617,10 @@ class Jackstay:
         }
         if adapt:
             adapt(config)
+        if identities:
+            readyz = config["upstreams"][0].setdefault("health", {}).setdefault("readyz", {})
+            if not {"cert_file", "token_file"} & readyz.keys():
+                readyz["cert_file"], readyz["key_file"] = rig.node_cert("restricted")
         self.config = self.dir / f"{log_name}.yaml"
         self.config.write_text(yaml(config).lstrip("\n") + "\n")
         self.process = Process(log_name, [self.binary, "run", "--config", self.config], self.dir / f"{log_name}.log")

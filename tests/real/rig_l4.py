@@ -18,7 +18,7 @@ DEPLOY = REPOSITORY / "deploy"
 
 def passthrough(rig, endpoints=None, port=7450, admin=9650, log_name="jackstay-l4", adapt=None, **listener):
     """jackstay with one passthrough listener; its only credential is for /readyz."""
-    crt, key = rig.admin_cert
+    crt, key = rig.node_cert("restricted")
 
     def l4(config):
         config["upstreams"][0]["tls"]["server_name"] = "kubernetes"

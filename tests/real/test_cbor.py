@@ -33,6 +33,7 @@ class Cbor(ExtraCase, unittest.TestCase):
     """Both apiservers serve CBOR."""
 
     SETTINGS = {"d": Settings(features=(CBOR, SHARDED)), "e": Settings(features=(CBOR, SHARDED))}
+    READS_METRICS = True
 
     def test_bodies_equal_direct_bodies(self):
         here, there = (self.rig.api(server, cert=self.rig.admin_cert) for server in (self.server, "d"))

@@ -12,8 +12,10 @@ mod capabilities;
 mod connection;
 mod lag;
 mod reachability;
+mod refusals;
 mod request;
 mod restore;
+mod result;
 mod version;
 
 use std::pin::pin;
@@ -28,13 +30,15 @@ use self::capabilities::CapabilityReader;
 use self::connection::{ProbeConnection, connect, is_current, until_unusable};
 use self::lag::LagCheck;
 use self::reachability::ReachabilityCheck;
-use self::request::{ReadyzResult, request_probes_of_others, send_probe};
+use self::refusals::AnswerRecorder;
+use self::request::{request_probes_of_others, send_probe};
 use self::restore::RestoreCheck;
+use self::result::ReadyzResult;
 use self::version::VersionReader;
 use crate::config::Readyz;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
-use crate::upstream::endpoint::{Endpoint, EndpointState, Observation};
+use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeCredential};
 
 /// What else asks the endpoint on the connection of the prober.
 struct ConnectionUsers<'a> {
@@ -70,9 +74,12 @@ async fn probe_repeatedly(
     let mut prober = Prober::new(clock::now());
     let mut anonymous = AnonymousProber::new(clock::now());
     let mut version = VersionReader::default();
+    let mut answers = AnswerRecorder::new(endpoint);
     let mut connection: Option<ProbeConnection> = None;
     while endpoint.state() != EndpointState::Leaving {
-        let replacement = || reachability.take_replacement().map(ProbeConnection);
+        let replacement = || {
+            reachability.take_replacement().map(ProbeConnection).inspect(|_| answers.connected())
+        };
         let reusable = connection.take().or_else(replacement).filter(|c| is_current(upstream, c));
         let current = if let Some(current) = reusable {
             current
@@ -84,12 +91,19 @@ async fn probe_repeatedly(
             prober.connected();
             anonymous.reset();
             version.reset();
-            let Some(new) = connect(upstream, endpoint, reachability).await else { continue };
+            answers.connected();
+            let Some(new) = connect(upstream, endpoint, reachability).await else {
+                answers.lost();
+                continue;
+            };
             new
         };
         reachability.set_connection(&current);
+        answers.use_credential(upstream);
         if !upstream.has_probe_credential() {
-            connection = Some(anonymous.run(upstream, endpoint, reachability, current).await);
+            let left = anonymous.run(upstream, endpoint, reachability, current).await;
+            answers.used(&left);
+            connection = Some(left);
             prober.probe_now(clock::now());
             continue;
         }
@@ -98,13 +112,19 @@ async fn probe_repeatedly(
         users.capabilities.set_connection(&current, endpoint);
         tokio::select! {
             () = sleep_until(prober.next_at().into()) => {}
-            () = until_unusable(&current) => continue,
+            () = until_unusable(&current) => {
+                answers.used(&current);
+                continue;
+            }
         }
         let config = Arc::clone(&upstream.config());
         let config = &config.health.readyz;
         if probe_now(upstream, endpoint, &current, config, (&mut prober, &mut version)).await {
             wait_for_next(endpoint, &current, config, &mut prober).await;
+            answers.used(&current);
             connection = Some(current);
+        } else {
+            answers.lost();
         }
     }
 }
@@ -129,6 +149,14 @@ async fn probe_now(
             endpoint.note_probe_ok(sent_at);
             Response::Ready
         }
+        ReadyzResult::Refused => {
+            endpoint.note_probe_ok(sent_at);
+            Response::Refused
+        }
+        ReadyzResult::Starting(_) => {
+            request_probes_of_others(upstream, endpoint);
+            Response::Starting
+        }
         ReadyzResult::NotReady(_) => {
             request_probes_of_others(upstream, endpoint);
             Response::NotReady
@@ -140,8 +168,12 @@ async fn probe_now(
     };
     if prober.received(response, rules(config)) {
         endpoint.observe(match &result {
-            ReadyzResult::NotReady(why) => Observation::ReadyzFailing(why),
-            ReadyzResult::Ready | ReadyzResult::ConnectionLost => Observation::ReadyzOk,
+            ReadyzResult::Starting(why) | ReadyzResult::NotReady(why) => {
+                Observation::ReadyzFailing(why)
+            }
+            ReadyzResult::Ready | ReadyzResult::Refused | ReadyzResult::ConnectionLost => {
+                Observation::ReadyzOk
+            }
         });
     }
     let is_ready = endpoint.state() == EndpointState::Ready;
@@ -183,7 +215,8 @@ async fn probe_once(
     with_livez: bool,
 ) -> ReadyzResult {
     let token = upstream.credentials.probe_token().and_then(|token| token.header());
-    let mut response = pin!(send_probe(connection, config, token, with_livez));
+    let credential = (ProbeCredential::Configured, token);
+    let mut response = pin!(send_probe(upstream, connection, config, credential, with_livez));
     tokio::select! {
         // Both may be due after this process was suspended; then the response counts.
         biased;

@@ -100,7 +100,7 @@ table! {
         "Client certificate chains: verified (ok, failed), already verified on another connection (known), or refused with 429 because too many chains waited for verification (busy).";
 
     RETRIES = Counter "jackstay_retries_total" ["reason"] "requests",
-        "Requests that were retried.";
+        "Requests that were retried, by reason. not_sent, unprocessed, lost: the attempt failed before a response. too_old, not_reached: the watch cache lacked the version. rejected: an overloaded apiserver. starting: a 401 or 403 of one that may have just started.";
     RETRIES_REFUSED = Counter "jackstay_retries_refused_total" ["reason"] "requests",
         "Failed requests that were not retried: they may have been executed (unsafe), their body was too large to hold (not_held), or the attempts were used up (attempts).";
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",

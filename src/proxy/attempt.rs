@@ -14,8 +14,9 @@ use jackstay_core::request::overload_rejection::{is_overload, may_be_overload};
 use jackstay_core::request::retry;
 use jackstay_core::request::retry::Stage;
 use jackstay_core::request::shutdown_rejection::{
-    REJECTION_MAX_BODY, is_rejection, is_short, may_be_rejection,
+    REJECTION_MAX_BODY, is_at_most, is_rejection, is_short, may_be_rejection,
 };
+use jackstay_core::request::start_up;
 use jackstay_sys::clock;
 
 use super::body_prefix::{body_prefix, waits_for_prefix};
@@ -102,38 +103,16 @@ impl Attempt {
             permit.head_arrived(arrived);
         }
         connection.endpoint.response_received(head.status.as_u16());
-        let stage = retry::stage_of_rejection(kind, head.status.as_u16());
-        let may_be = |wanted| stage == Some(wanted) && is_short(&head.headers);
-        let may_be_too_old = may_be(Stage::TooOld);
-        let may_be_not_reached = may_be(Stage::NotReached)
-            && versions.is_some_and(|versions| versions.may_be_not_reached(head.status));
-        let may_be_overload =
-            may_be(Stage::Rejected) && may_be_overload(head.status, &head.headers);
-        if may_be_too_old
-            || may_be_not_reached
-            || may_be_overload
-            || may_be_rejection(head.status, &head.headers)
-        {
+        let possible = PossibleRejection::of(kind, &head, versions, &connection);
+        if let Some(limit) = possible.longest_body(&head) {
             // Boxed, so that the futures of other responses do not grow by its size.
-            let body = Box::pin(read_short(&mut recv)).await;
+            let body = Box::pin(read_short(&mut recv, limit)).await;
             let body = body.map_err(|error| failed(Stage::HeadHeld, &describe_h2_error(&error)))?;
-            let missed = versions
-                .filter(|_| may_be_not_reached)
-                .and_then(|versions| versions.not_reached(&body, &connection.endpoint));
-            let rejection = if may_be_too_old && body.len() <= REJECTION_MAX_BODY {
-                Some((Stage::TooOld, "the apiserver's watch cache starts after this version"))
-            } else if missed.is_some() {
-                Some((
-                    Stage::NotReached,
-                    "the apiserver's watch cache has not reached this version",
-                ))
-            } else {
-                rejection(&head, &body, may_be_overload)
-            };
-            if let Some((stage, reason)) = rejection {
+            if let Some((stage, reason, version)) =
+                possible.rejection(&head, &body, versions, &connection)
+            {
                 permit.finished();
                 let response = Some(Box::new((head, body)));
-                let version = missed.unwrap_or_default();
                 return Err(FailedAttempt { response, version, ..failed(stage, reason) });
             }
             permit.head_arrived(arrived);
@@ -152,30 +131,80 @@ impl Attempt {
     }
 }
 
-/// Why the apiserver has not processed a request with this response, if it says so.
-fn rejection(
-    head: &response::Parts,
-    body: &Bytes,
-    may_be_overload: bool,
-) -> Option<(Stage, &'static str)> {
-    if is_rejection(head.status, &head.headers, body) {
-        Some((Stage::Unprocessed, "the apiserver is shutting down"))
-    } else if may_be_overload && is_overload(head.status, &head.headers, body) {
-        Some((Stage::Rejected, "the apiserver rejects requests"))
-    } else {
-        None
+/// Which rejections a response may be, after its head.
+#[derive(Debug, Clone, Copy)]
+struct PossibleRejection(Option<Stage>);
+
+impl PossibleRejection {
+    fn of(
+        kind: RequestKind,
+        head: &response::Parts,
+        versions: Option<&RequestVersions>,
+        connection: &Connection,
+    ) -> Self {
+        let stage = retry::stage_of_rejection(kind, head.status.as_u16());
+        Self(stage.filter(|stage| match stage {
+            Stage::Starting => {
+                is_at_most(&head.headers, start_up::MAX_BODY) && connection.endpoint.is_starting()
+            }
+            Stage::NotReached => {
+                is_short(&head.headers)
+                    && versions.is_some_and(|versions| versions.may_be_not_reached(head.status))
+            }
+            Stage::Rejected => may_be_overload(head.status, &head.headers),
+            _ => is_short(&head.headers),
+        }))
+    }
+
+    /// The longest body of such a rejection in bytes; `None` if the response is none.
+    fn longest_body(self, head: &response::Parts) -> Option<usize> {
+        match self.0 {
+            Some(Stage::Starting) => Some(start_up::MAX_BODY),
+            Some(_) => Some(REJECTION_MAX_BODY),
+            None => may_be_rejection(head.status, &head.headers).then_some(REJECTION_MAX_BODY),
+        }
+    }
+
+    /// Which rejection the response is, and why, if it is one.
+    fn rejection(
+        self,
+        head: &response::Parts,
+        body: &Bytes,
+        versions: Option<&RequestVersions>,
+        connection: &Connection,
+    ) -> Option<(Stage, &'static str, MissedVersion)> {
+        let (stage, reason) = match self.0 {
+            Some(Stage::Starting) if body.len() <= start_up::MAX_BODY => {
+                (Stage::Starting, "the apiserver may have just started, and refuses the client")
+            }
+            Some(Stage::TooOld) if body.len() <= REJECTION_MAX_BODY => {
+                (Stage::TooOld, "the apiserver's watch cache starts after this version")
+            }
+            Some(Stage::NotReached) => {
+                let missed = versions?.not_reached(body, &connection.endpoint)?;
+                let reason = "the apiserver's watch cache has not reached this version";
+                return Some((Stage::NotReached, reason, missed));
+            }
+            _ if is_rejection(head.status, &head.headers, body) => {
+                (Stage::Unprocessed, "the apiserver is shutting down")
+            }
+            Some(Stage::Rejected) if is_overload(head.status, &head.headers, body) => {
+                (Stage::Rejected, "the apiserver rejects requests")
+            }
+            _ => return None,
+        };
+        Some((stage, reason, MissedVersion::default()))
     }
 }
 
-/// Reads a body that is short according to its head. Stops after the frame with which it exceeds
-/// [`REJECTION_MAX_BODY`] bytes.
-async fn read_short(recv: &mut RecvStream) -> Result<Bytes, h2::Error> {
+/// Reads a body that is short according to its head. Stops after the frame with which it exceeds `limit` bytes.
+async fn read_short(recv: &mut RecvStream, limit: usize) -> Result<Bytes, h2::Error> {
     let mut body = BytesMut::new();
     while let Some(data) = recv.data().await {
         let data = data?;
         let _ = recv.flow_control().release_capacity(data.len());
         body.extend_from_slice(&data);
-        if body.len() > REJECTION_MAX_BODY {
+        if body.len() > limit {
             break;
         }
     }

@@ -17,6 +17,7 @@ use jackstay_core::admission::ByteBudget;
 use jackstay_core::endpoint_condition::{self, EndpointCondition, has_ready_besides};
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::request::retry_budget::RetryBudget;
+use jackstay_core::request::start_up;
 use jackstay_sys::clock;
 use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::sleep;
@@ -39,7 +40,7 @@ const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(10);
 pub struct UpstreamClient {
     /// The connections to the upstream's endpoints.
     pub pool: Rc<Pool>,
-    /// Limits the hedges.
+    /// Limits the hedges, and the requests that are sent to another endpoint after a refusal by one that is starting.
     pub hedge_budget: RetryBudget,
     /// Limits the requests that are sent to another endpoint after a rejection for overload.
     pub rejected_budget: RetryBudget,
@@ -133,6 +134,13 @@ impl UpstreamClient {
     pub fn has_ready_endpoint_besides(&self, excluded: &[EndpointKey]) -> bool {
         let endpoints = self.pool.upstream().endpoints();
         has_ready_besides(endpoints.iter().map(|endpoint| endpoint.condition()), excluded)
+    }
+
+    /// The endpoints that are not asked after this one has refused a request ([`start_up::not_asked_after`]).
+    pub fn not_asked_after_refusal(&self, refusing: EndpointKey) -> Option<Vec<EndpointKey>> {
+        let endpoints = self.pool.upstream().endpoints();
+        let uptimes = endpoints.iter().map(|one| (one.key(), one.state(), one.uptime()));
+        start_up::not_asked_after(refusing, &uptimes.collect::<Vec<_>>())
     }
 
     /// The endpoints in decisions of core.

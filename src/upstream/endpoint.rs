@@ -17,6 +17,7 @@
 mod connections;
 mod flow_evidence;
 mod probe_signals;
+mod process_start;
 mod slow_start;
 mod statistics;
 mod version;
@@ -38,7 +39,9 @@ pub use jackstay_core::endpoint_health::{EndpointReadiness, Observation};
 pub use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::kubernetes_version::{MinorVersion, ServerVersion, VersionError};
 use jackstay_core::pool::EndpointKey;
+use jackstay_core::probe::answers::{ProbeAnswers, RefusalMeaning};
 pub use jackstay_core::probe::schedule::ProbeTrigger;
+use jackstay_core::request::start_up::Uptime;
 use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};
 use rustls::pki_types::ServerName;
@@ -47,6 +50,8 @@ use tokio::sync::Notify;
 pub use self::connections::{FlowGuard, HandshakeGuard};
 pub use self::flow_evidence::FlowEvidence;
 pub use self::probe_signals::ProbeSignals;
+pub use self::process_start::ProbeCredential;
+use self::process_start::ProcessStart;
 use self::slow_start::SlowStart;
 use self::statistics::EndpointStatistics;
 use self::version::EndpointVersion;
@@ -91,6 +96,7 @@ pub struct Endpoint {
     /// A copy of the state of `guarded.health`, for readers that must not wait for the lock.
     state: AtomicU8,
     slow_start: SlowStart,
+    process_start: ProcessStart,
     statistics: EndpointStatistics,
     version: EndpointVersion,
     process: ArcSwap<ApiserverProcess>,
@@ -156,6 +162,7 @@ impl Endpoint {
             }),
             state: AtomicU8::new(EndpointState::Connecting as u8),
             slow_start: SlowStart::new(clock::now()),
+            process_start: ProcessStart::default(),
             statistics: EndpointStatistics::default(),
             version: EndpointVersion::default(),
             process: ArcSwap::default(),
@@ -188,7 +195,7 @@ impl Endpoint {
     /// The endpoint in a decision of core.
     pub fn condition(&self) -> EndpointCondition {
         let (state, probe_fails) = (self.state(), self.probe.is_failing());
-        EndpointCondition { key: self.key, state, probe_fails }
+        EndpointCondition { key: self.key, state, probe_fails, is_starting: self.is_starting() }
     }
 
     /// The state. One atomic load, because it is read for every candidate of a pick.
@@ -295,6 +302,60 @@ impl Endpoint {
         }
     }
 
+    /// Whether its process may have just started. One atomic load, if it has not.
+    pub fn is_starting(&self) -> bool {
+        let is_starting = &self.process_start.is_starting;
+        is_starting.load(Ordering::Relaxed) && {
+            // Locked until the result is stored, so that no `begin` is lost.
+            let guarded = self.guarded();
+            let still = self.uptime_of(&guarded).is_starting(clock::now());
+            if !still {
+                is_starting.store(false, Ordering::Relaxed);
+            }
+            still
+        }
+    }
+
+    /// How long its process has been up, as far as is known.
+    pub fn uptime(&self) -> Uptime {
+        self.uptime_of(&self.guarded())
+    }
+
+    fn uptime_of(&self, guarded: &Guarded) -> Uptime {
+        let is_probe_refused = self.process_start.is_probe_refused();
+        Uptime { connected_since: guarded.health.connections.since, is_probe_refused }
+    }
+
+    /// What it has answered to probes with this credential.
+    pub fn probe_answers(&self, credential: ProbeCredential) -> ProbeAnswers {
+        self.process_start.answers()[credential as usize]
+    }
+
+    /// Changes what is known about its answers.
+    pub fn update_probe_answers(
+        &self,
+        credential: ProbeCredential,
+        update: impl FnOnce(&mut ProbeAnswers),
+    ) {
+        update(&mut self.process_start.answers()[credential as usize]);
+    }
+
+    /// A probe with this credential was refused. `others`: what the other endpoints have answered to it. Returns what the
+    /// refusal means.
+    pub fn probe_refused(
+        &self,
+        credential: ProbeCredential,
+        others: impl IntoIterator<Item = ProbeAnswers>,
+        now: Instant,
+    ) -> RefusalMeaning {
+        let _guarded = self.guarded();
+        let meaning = self.process_start.answers()[credential as usize].refused(others, now);
+        if meaning == RefusalMeaning::NotYet {
+            self.process_start.begin();
+        }
+        meaning
+    }
+
     /// Records that a `/readyz` failed or is overdue. Returns whether the previous one was ok.
     pub fn note_probe_failing(&self, now: Instant) -> bool {
         self.guarded().health.note_probe_failing(now);
@@ -365,7 +426,10 @@ impl Endpoint {
     pub fn observe(&self, observation: Observation<'_>) {
         let mut guarded = self.guarded();
         let connected =
-            matches!(observation, Observation::Connected | Observation::ConnectionOpened);
+            matches!(observation, Observation::Connected | Observation::ConnectionOpened { .. });
+        if matches!(observation, Observation::ConnectionOpened { .. }) {
+            self.process_start.begin();
+        }
         let closed = matches!(observation, Observation::ConnectionClosed { .. });
         if connected {
             guarded.backoff.succeeded();

@@ -282,7 +282,12 @@ mod tests {
     use jackstay_sys::clock::now;
 
     fn ready(key: usize) -> EndpointCondition {
-        EndpointCondition { key: EndpointKey(key), state: EndpointState::Ready, probe_fails: false }
+        EndpointCondition {
+            key: EndpointKey(key),
+            state: EndpointState::Ready,
+            probe_fails: false,
+            is_starting: false,
+        }
     }
 
     fn suspicion(version: u64) -> Suspicion {

@@ -86,11 +86,22 @@ fn rows() -> Vec<Row> {
             )
         },
         row(
-            "ERROR event, then a 403",
+            "ERROR event, then a 403 of one server",
             vec![gone(), Action::Answer(Reply::status("403", "{}"))],
             200,
+            &[&second],
+            3..=3,
+        ),
+        row(
+            "ERROR event, then a 403 of every other server",
+            vec![
+                gone(),
+                Action::Answer(Reply::status("403", "{}")),
+                Action::Answer(Reply::status("403", "{}")),
+            ],
+            200,
             &[&error_event(GONE)],
-            2..=2,
+            3..=3,
         ),
         row(
             "ERROR event, then a 500",

@@ -33,6 +33,7 @@ mod resume_limits;
 mod retry;
 mod scripted_peer;
 mod shared_versions;
+mod starting_servers;
 mod stopped_servers;
 mod stream_capacity;
 mod token_users;

@@ -169,6 +169,9 @@ impl RequestContext {
             });
         }
         let path = self.parts.uri.path();
+        if self.server.faults.borrow().rbac_empty && !user.is_master() {
+            return Err(self.forbidden(&user));
+        }
         if self.is_health() {
             return Ok(self.health());
         }
@@ -222,9 +225,11 @@ impl RequestContext {
 
     /// Permits every authenticated user.
     fn authorize(&self, user: &User) -> Result<(), StatusError> {
-        if !user.is_anonymous() {
-            return Ok(());
-        }
+        if user.is_anonymous() { Err(self.forbidden(user)) } else { Ok(()) }
+    }
+
+    /// The 403 for a user without the right to do this.
+    fn forbidden(&self, user: &User) -> StatusError {
         let message = match &self.target {
             Some(target) => format!(
                 "{} is forbidden: User \"{}\" cannot {} resource \"{}\" in API group \"{}\"",
@@ -241,7 +246,7 @@ impl RequestContext {
                 self.parts.uri.path()
             ),
         };
-        Err(StatusError::new(403, "Forbidden", message))
+        StatusError::new(403, "Forbidden", message)
     }
 
     fn health(&self) -> Response<ResponseBody> {

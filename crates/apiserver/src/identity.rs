@@ -39,6 +39,11 @@ impl User {
         self.name == "system:anonymous"
     }
 
+    /// Whether the user may do everything without RBAC.
+    pub fn is_master(&self) -> bool {
+        self.groups.iter().any(|group| group == "system:masters")
+    }
+
     /// The `userInfo` of a `SelfSubjectReview`.
     pub fn user_info(&self) -> Value {
         json!({ "username": self.name, "groups": self.groups })

@@ -59,6 +59,9 @@ pub type RequestHook = Arc<dyn Fn(&http::request::Parts) -> Option<ScriptedRespo
 pub struct Faults {
     /// `/readyz` fails; nothing else changes.
     pub unready: bool,
+    /// The RBAC informers are not filled, as after the start: every request of a user outside `system:masters` is
+    /// answered with 403, `/readyz` included.
+    pub rbac_empty: bool,
     /// New requests wait until this is false, health checks included. PINGs are answered and watches
     /// continue.
     pub hang: bool,

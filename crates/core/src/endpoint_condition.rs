@@ -13,6 +13,8 @@ pub struct EndpointCondition {
     pub state: EndpointState,
     /// Whether its latest `/readyz` failed or is overdue.
     pub probe_fails: bool,
+    /// Whether its process may have just started ([`crate::request::start_up`]).
+    pub is_starting: bool,
 }
 
 /// Whether an endpoint that is not in `excluded` is ready.
@@ -52,7 +54,7 @@ mod tests {
     use EndpointState::{Degraded, Ejected, Ready, Suspect};
 
     fn condition(key: usize, state: EndpointState, probe_fails: bool) -> EndpointCondition {
-        EndpointCondition { key: EndpointKey(key), state, probe_fails }
+        EndpointCondition { key: EndpointKey(key), state, probe_fails, is_starting: false }
     }
 
     #[test]

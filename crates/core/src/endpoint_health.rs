@@ -33,7 +33,10 @@ pub enum Observation<'a> {
     /// A connect failed.
     ConnectFailed(ConnectFailure),
     /// A connection became live. It is counted until [`Self::ConnectionClosed`].
-    ConnectionOpened,
+    ConnectionOpened {
+        /// When.
+        at: Instant,
+    },
     /// A counted connection drains or is closed.
     ConnectionClosed {
         /// Whether its PINGs were answered.
@@ -136,6 +139,8 @@ pub struct EndpointHealth {
 pub struct LiveConnections {
     /// Their numbers, by [`Responsiveness`].
     counts: [usize; 3],
+    /// When the first of them was opened while no other one was; `None` before the first one.
+    pub since: Option<Instant>,
     /// Why the endpoint is suspect; `None` while the PINGs on a connection are answered.
     suspect_reason: Option<String>,
     /// Why the last connection was lost; `None` while one is open.
@@ -255,9 +260,9 @@ impl EndpointHealth {
         match observation {
             Observation::Connected => self.connected(),
             Observation::ConnectFailed(failure) => self.connect_failed(failure),
-            Observation::ConnectionOpened => {
+            Observation::ConnectionOpened { at } => {
                 self.connected();
-                self.connections.opened();
+                self.connections.opened(at);
             }
             Observation::ConnectionClosed { responsiveness, reason, at } => {
                 self.connections.closed(responsiveness, reason, at);
@@ -390,7 +395,10 @@ impl LiveConnections {
         respond > 0 || unanswered > 0 && silent == 0
     }
 
-    fn opened(&mut self) {
+    fn opened(&mut self, at: Instant) {
+        if self.open() == 0 {
+            self.since = Some(at);
+        }
         self.counts[Responsiveness::Responds as usize] += 1;
         self.update_suspicion();
     }
@@ -426,10 +434,14 @@ mod tests {
     use super::*;
     use EndpointState::{Connecting, Degraded, Ejected, Leaving, NoH2, Ready, Suspect, Unverified};
     use Observation::{
-        CaughtUp, Connected, ConnectionClosed, ConnectionOpened, GoawayReceived, ReadyzFailing,
-        ReadyzNotProbed, ReadyzOk, Removed, Responsive, Unresponsive,
+        CaughtUp, Connected, ConnectionClosed, GoawayReceived, ReadyzFailing, ReadyzNotProbed,
+        ReadyzOk, Removed, Responsive, Unresponsive,
     };
     use Responsiveness::{Responds, Unanswered};
+
+    fn opened() -> Observation<'static> {
+        Observation::ConnectionOpened { at: Instant::now() }
+    }
 
     fn unanswered() -> Observation<'static> {
         Observation::ResponsivenessChanged { from: Responds, to: Unanswered }
@@ -455,11 +467,11 @@ mod tests {
         let lagging = || Observation::Lagging { reason: "behind", at };
         let closed = || ConnectionClosed { responsiveness: Responds, reason: "lost", at };
         for (observations, expected) in [
-            (vec![ConnectionOpened, ReadyzOk], vec![(Ready, false)]),
+            (vec![opened(), ReadyzOk], vec![(Ready, false)]),
             (vec![Connected, ReadyzNotProbed("no credential")], vec![(Ready, false)]),
-            (vec![ConnectionOpened, ReadyzFailing("etcd")], vec![(Degraded, false)]),
+            (vec![opened(), ReadyzFailing("etcd")], vec![(Degraded, false)]),
             (
-                vec![ConnectionOpened, ReadyzFailing("etcd"), unanswered()],
+                vec![opened(), ReadyzFailing("etcd"), unanswered()],
                 vec![(Degraded, false), (Suspect, false)],
             ),
             // A shortage of this host is no fault of the endpoint.
@@ -469,18 +481,18 @@ mod tests {
             (vec![refused()], vec![(Ejected, false)]),
             // A failed connect ejects only if no connection is live.
             (
-                vec![ConnectionOpened, ReadyzOk, refused(), closed(), refused()],
+                vec![opened(), ReadyzOk, refused(), closed(), refused()],
                 vec![(Ready, false), (Connecting, false), (Ejected, true)],
             ),
             // TLS failed, so the process answers.
             (
-                vec![ConnectionOpened, closed(), failed(ConnectFailureKind::TlsFailed)],
+                vec![opened(), closed(), failed(ConnectFailureKind::TlsFailed)],
                 vec![(Ejected, false)],
             ),
             // The probe is refused, and flows are forwarded. A dead process is ejected as before.
             (
                 vec![
-                    ConnectionOpened,
+                    opened(),
                     ReadyzOk,
                     closed(),
                     failed(ConnectFailureKind::Unverified),
@@ -502,7 +514,7 @@ mod tests {
             // It answers again.
             (
                 vec![
-                    ConnectionOpened,
+                    opened(),
                     Unresponsive("stopped"),
                     closed(),
                     failed(ConnectFailureKind::Unverified),
@@ -510,26 +522,15 @@ mod tests {
                 vec![(Ejected, true), (Unverified, false)],
             ),
             // The process announced its shutdown, so open flows may finish.
-            (vec![ConnectionOpened, GoawayReceived, closed(), refused()], vec![(Ejected, false)]),
+            (vec![opened(), GoawayReceived, closed(), refused()], vec![(Ejected, false)]),
+            (vec![opened(), GoawayReceived, Unresponsive("stopped")], vec![(Ejected, true)]),
             (
-                vec![ConnectionOpened, GoawayReceived, Unresponsive("stopped")],
-                vec![(Ejected, true)],
-            ),
-            (
-                vec![ConnectionOpened, ReadyzOk, Unresponsive("stopped"), Responsive],
+                vec![opened(), ReadyzOk, Unresponsive("stopped"), Responsive],
                 vec![(Ready, false), (Ejected, true), (Ready, false)],
             ),
             (vec![refused(), Removed, Connected], vec![(Ejected, false), (Leaving, false)]),
             (
-                vec![
-                    ConnectionOpened,
-                    ReadyzOk,
-                    lagging(),
-                    CaughtUp,
-                    lagging(),
-                    closed(),
-                    Connected,
-                ],
+                vec![opened(), ReadyzOk, lagging(), CaughtUp, lagging(), closed(), Connected],
                 vec![
                     (Ready, false),
                     (Degraded, false),
@@ -574,7 +575,7 @@ mod tests {
     fn step_to_degraded_is_a_fault_unless_the_endpoint_was_out_of_service() {
         let mut health = EndpointHealth::default();
         let mut is_fault = |observation| health.step(observation).map(|t| t.is_fault);
-        assert_eq!(is_fault(ConnectionOpened), None);
+        assert_eq!(is_fault(opened()), None);
         assert_eq!(is_fault(ReadyzFailing("etcd")), Some(true), "found at the start");
         assert_eq!(is_fault(ReadyzOk), Some(false));
         assert_eq!(is_fault(ReadyzFailing("etcd")), Some(true));
@@ -588,11 +589,33 @@ mod tests {
     fn step_to_ready_begins_a_slow_start_only_after_load_moved_away() {
         let mut health = EndpointHealth::default();
         let mut slow_start = |observation| health.step(observation).and_then(|t| t.slow_start);
-        assert_eq!(slow_start(ConnectionOpened), None);
+        assert_eq!(slow_start(opened()), None);
         assert_eq!(slow_start(ReadyzOk), Some(false), "first start");
         assert_eq!(slow_start(unanswered()), None);
         assert_eq!(slow_start(answered()), None, "a late PONG changes nothing");
         assert_eq!(slow_start(ReadyzFailing("etcd")), None);
         assert_eq!(slow_start(ReadyzOk), Some(true), "recovery");
+    }
+
+    #[test]
+    fn connections_are_open_since_the_first_one_while_no_other_was() {
+        let mut health = EndpointHealth::default();
+        assert_eq!(health.connections.since, None);
+        let start = Instant::now();
+        let at = |seconds| start + std::time::Duration::from_secs(seconds);
+        let opened = |seconds| Observation::ConnectionOpened { at: at(seconds) };
+        let closed = || ConnectionClosed { responsiveness: Responds, reason: "lost", at: at(9) };
+        for (observation, since) in [
+            (opened(1), 1),
+            (opened(2), 1),
+            (closed(), 1),
+            (opened(3), 1),
+            (closed(), 1),
+            (closed(), 1),
+            (opened(4), 4),
+        ] {
+            health.step(observation);
+            assert_eq!(health.connections.since, Some(at(since)));
+        }
     }
 }

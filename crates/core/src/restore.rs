@@ -142,6 +142,7 @@ mod tests {
             key: EndpointKey(key),
             state: *state,
             probe_fails: false,
+            is_starting: false,
         };
         for (key, (_, report)) in endpoints.iter().enumerate() {
             if let Some(report) = report {
@@ -195,6 +196,7 @@ mod tests {
                     key: EndpointKey(key),
                     state: EndpointState::ALL[rng.usize(..EndpointState::ALL.len())],
                     probe_fails: rng.bool(),
+                    is_starting: rng.bool(),
                 })
                 .collect();
             for _ in 0..rng.usize(..8) {

@@ -43,7 +43,7 @@ pub enum FaultKind {
     Lag(Duration),
     /// A GOAWAY follows a request with this probability.
     Goaway(f64),
-    /// `/readyz` and watches are answered with 403, as by an apiserver that has just started.
+    /// Every request is answered with 403, `/readyz`, too, as by an apiserver that has just started.
     Forbid,
     /// The apiserver is removed from the set of endpoints. It does not end.
     Remove,

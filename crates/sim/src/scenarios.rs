@@ -350,7 +350,7 @@ pub const ALL: &[Scenario] = &[
     },
     Scenario {
         name: "started",
-        about: "every apiserver is killed, and after its start refuses watches for a second",
+        about: "every apiserver is killed, and after its start refuses everybody for a second",
         sim: |seed| {
             let at = start(seed);
             let sim = Sim::seed(seed).clients(Role::Informers, 4).clients(Role::Readers, 2);
@@ -366,6 +366,22 @@ pub const ALL: &[Scenario] = &[
             slowest_read: Duration::from_millis(1_500),
             ..READS
         },
+    },
+    Scenario {
+        name: "starting",
+        about: "each apiserver is killed in turn, and after its start refuses everybody until its RBAC is filled",
+        sim: |seed| {
+            let refuses = 500 * MS + MS * (seed.wrapping_mul(3_571) % 4_000) as u32;
+            (0..3).fold(clients(seed), |sim, server| {
+                let at = start(seed) + 8 * SECOND * server as u32;
+                let up = at + 2 * SECOND;
+                let sim = sim.fault(server, FaultKind::Kill).at(at).until(up);
+                sim.fault(server, FaultKind::Forbid).at(up).until(up + refuses)
+            })
+        },
+        time: Duration::from_secs(30),
+        // A watch cache that has just started has no history for the cursor of a quiet watch.
+        promises: Promises { slowest_read: SECOND, silence: SECOND, relists: 4, ..READS },
     },
     Scenario {
         name: "many-hedges",

@@ -62,7 +62,7 @@ fn random_faults_lose_no_event_repeat_no_write_and_leave_nothing_over() {
 
 #[test]
 fn scenarios_of_single_rules_keep_their_promises() {
-    check(&["one-stream", "removed", "drained-blackhole", "too-old", "started"]);
+    check(&["one-stream", "removed", "drained-blackhole", "too-old", "started", "starting"]);
     check(&["many-hedges", "broken-bodies", "pool-ends"]);
 }
 

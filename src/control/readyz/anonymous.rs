@@ -12,8 +12,8 @@
 //!
 //! A new connection is opened every 30 s or less often ([`anonymous_pause`]). Without that it would be
 //! closed after 90 s, as Go's server does with a connection without requests (kube-apiserver's
-//! `IdleTimeout`). An anonymous probe fails if its status is not 200, 401 or 403, or if its response is
-//! late on a live connection.
+//! `IdleTimeout`). An anonymous probe fails if its status is not 200, 401 or 403, if its response is late on a live
+//! connection, or if a 401 or 403 is that of an apiserver that is starting ([`jackstay_core::probe::answers`]).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,12 +25,13 @@ use tokio::time::{sleep, sleep_until};
 
 use super::connection::{ProbeConnection, connect, until_unusable};
 use super::reachability::ReachabilityCheck;
-use super::request::{ReadyzResult, request_probes_of_others, send_probe};
+use super::request::{request_probes_of_others, send_probe};
+use super::result::ReadyzResult;
 use super::version::VersionReader;
 use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
 use crate::upstream::credentials::IdentityState;
-use crate::upstream::endpoint::{Endpoint, Observation};
+use crate::upstream::endpoint::{Endpoint, Observation, ProbeCredential};
 
 /// Interval of the checks whether a credential has been loaded.
 const CREDENTIAL_CHECK: Duration = Duration::from_secs(1);
@@ -92,6 +93,10 @@ impl AnonymousProber {
                 reachability.set_connection(&new);
                 let previous = std::mem::replace(&mut current, new);
                 previous.expect_end();
+                // The connection of the next probe may lead to another process, behind a load balancer.
+                endpoint.update_probe_answers(ProbeCredential::Anonymous, |answers| {
+                    answers.connected(false);
+                });
                 if config.used_by.terminate {
                     self.send(upstream, endpoint, &previous).await;
                 }
@@ -112,21 +117,26 @@ impl AnonymousProber {
         // The apiserver sends GOAWAY after the first of the two, and answers both.
         let mut version = VersionReader::default();
         let (result, ()) = tokio::join!(
-            send_probe(connection, config, None, false),
+            send_probe(upstream, connection, config, (ProbeCredential::Anonymous, None), false),
             version.read_if_due(endpoint, connection, None, config.timeout / 2),
         );
+        let is_starting = matches!(result, ReadyzResult::Starting(_));
         let failure = match result {
             ReadyzResult::ConnectionLost => return,
-            ReadyzResult::Ready => {
+            ReadyzResult::Ready | ReadyzResult::Refused => {
                 endpoint.note_probe_ok(sent_at);
                 None
             }
-            ReadyzResult::NotReady(why) => {
+            ReadyzResult::Starting(why) | ReadyzResult::NotReady(why) => {
                 request_probes_of_others(upstream, endpoint);
                 Some(why)
             }
         };
-        if self.streak.record(failure.is_none(), config.rise, config.fall) {
+        if is_starting {
+            // The next result decides alone.
+            self.streak = ResultStreak::default();
+            self.failure = failure;
+        } else if self.streak.record(failure.is_none(), config.rise, config.fall) {
             self.failure = failure;
         }
     }

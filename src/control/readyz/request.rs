@@ -7,30 +7,22 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::{HeaderValue, Request, StatusCode, header};
+use jackstay_core::request::start_up::is_refusal;
 use jackstay_sys::clock;
 use jackstay_sys::utc::{Utc, wall_clock};
 use tokio::time::timeout;
 
+use super::refusals::judge;
+use super::result::ReadyzResult;
 use crate::config::Readyz;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
-use crate::upstream::endpoint::{Endpoint, ProbeTrigger};
+use crate::upstream::endpoint::{Endpoint, ProbeCredential, ProbeTrigger};
 use crate::upstream::readyz::{ReadyzCheck, failed_checks};
 
 /// Size in bytes at which no more of a response body is stored. The failed checks are looked for in the
 /// stored part.
 const MAX_BODY: usize = 16 * 1024;
-
-/// The result of a probe.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ReadyzResult {
-    /// The endpoint is ready, or it works and refuses this client (401, 403).
-    Ready,
-    /// The endpoint is not ready, with the reason.
-    NotReady(String),
-    /// The connection was lost before the response was complete; the readiness is unknown.
-    ConnectionLost,
-}
 
 /// The path whose checks include etcd. Since Kubernetes 1.36, `/readyz` has no check of etcd: an apiserver without
 /// etcd keeps answering it with 200, while `/livez` gets 500 after the 2 s of `--etcd-healthcheck-timeout`.
@@ -39,9 +31,10 @@ const LIVEZ: &str = "/livez";
 /// Sends a probe on `connection`, with `token` if there is one, and records its result for `/status`. With
 /// `with_livez` the endpoint must also answer [`LIVEZ`].
 pub async fn send_probe(
+    upstream: &Upstream,
     connection: &Rc<Connection>,
     config: &Readyz,
-    token: Option<HeaderValue>,
+    (credential, token): (ProbeCredential, Option<HeaderValue>),
     with_livez: bool,
 ) -> ReadyzResult {
     let (at, started) = (Utc(wall_clock()).seconds(), clock::now());
@@ -52,16 +45,17 @@ pub async fn send_probe(
         );
         match live {
             // Kubernetes before 1.16 has no such path.
-            (Some(404), _) | (_, ReadyzResult::Ready) => ready,
+            (Some(404), _) | (_, ReadyzResult::Ready | ReadyzResult::Refused) => ready,
             _ if ready.1 != ReadyzResult::Ready => ready,
             _ => live,
         }
     } else {
         ask(connection, &config.path, config.timeout, token).await
     };
+    let result = judge((upstream, &connection.endpoint), credential, (&config.path, code), result);
     let error = match &result {
-        ReadyzResult::Ready => None,
-        ReadyzResult::NotReady(why) => Some(why.clone()),
+        ReadyzResult::Ready | ReadyzResult::Refused => None,
+        ReadyzResult::Starting(why) | ReadyzResult::NotReady(why) => Some(why.clone()),
         ReadyzResult::ConnectionLost => Some("connection lost".to_owned()),
     };
     let duration_ms = clock::elapsed(started).as_micros() as f64 / 1000.0;
@@ -195,11 +189,11 @@ async fn send(
     Ok(status)
 }
 
-/// The meaning of a response. With 401 and 403 the apiserver works and only refuses to answer this
-/// client, so the endpoint is not avoided.
+/// The meaning of a response. [`judge`] decides what a refusal means.
 fn interpret(status: StatusCode, body: &str, path: &str) -> ReadyzResult {
     match status {
-        StatusCode::OK | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => ReadyzResult::Ready,
+        StatusCode::OK => ReadyzResult::Ready,
+        _ if is_refusal(status.as_u16()) => ReadyzResult::Refused,
         _ => {
             let detail = failed_checks(body);
             ReadyzResult::NotReady(format!("{path} answers {}{detail}", status.as_u16()))
@@ -216,8 +210,8 @@ mod tests {
         let interpret =
             |code: u16, body: &str| interpret(StatusCode::from_u16(code).unwrap(), body, "/readyz");
         assert_eq!(interpret(200, "ok"), ReadyzResult::Ready);
-        assert_eq!(interpret(401, ""), ReadyzResult::Ready);
-        assert_eq!(interpret(403, ""), ReadyzResult::Ready);
+        assert_eq!(interpret(401, ""), ReadyzResult::Refused);
+        assert_eq!(interpret(403, ""), ReadyzResult::Refused);
         assert_eq!(
             interpret(500, "[+]ping ok\n[-]etcd failed: reason withheld\nreadyz check failed"),
             ReadyzResult::NotReady("/readyz answers 500: etcd".into())

@@ -95,6 +95,7 @@ impl<'a> Execution<'a> {
                 Effect::ReportFacts => self.failure_facts(),
                 Effect::RecordRejection { pause } => self.record_rejection(pause),
                 Effect::AskForOther { budget } => Some(self.other_endpoint(budget)),
+                Effect::AskForLongerUp => self.longer_up(),
                 Effect::AskForVersion { may_ask_other } => self.after_not_reached(may_ask_other),
                 Effect::Refuse(refused) => return Err(refused),
                 Effect::Respond { .. } | Effect::Wait => None,
@@ -296,6 +297,12 @@ impl<'a> Execution<'a> {
                 OtherBudget::Rejected => upstream.rejected_budget.take(),
             };
         Input::OtherEndpoint { may_be_asked }
+    }
+
+    fn longer_up(&self) -> Option<Input> {
+        let upstream = &self.request.upstream;
+        let not_asked = upstream.not_asked_after_refusal(self.failure()?.endpoint);
+        Some(Input::LongerUp { not_asked: not_asked.filter(|_| upstream.hedge_budget.take()) })
     }
 
     fn after_not_reached(&self, may_ask_other: bool) -> Option<Input> {

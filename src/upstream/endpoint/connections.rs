@@ -62,7 +62,8 @@ impl Endpoint {
     /// Records a new live connection. `/status` shows its statistics until they are dropped.
     pub fn connection_opened(&self, stats: &Arc<ConnectionStats>) {
         self.statistics.add_connection(stats);
-        self.observe(Observation::ConnectionOpened);
+        let at = clock::now();
+        self.observe(Observation::ConnectionOpened { at });
     }
 
     /// Records that a connection counted by [`Self::connection_opened`] drains or is closed.

@@ -4,13 +4,16 @@
 //! |---|---|---|
 //! | ready | after the interval; while more successes are needed, after 1 s | after `rise` results in a row, or the first on a connection |
 //! | not ready | after 1 s, 2 s, … up to the interval | after `fall` results in a row, or the first on a connection |
+//! | starting | as not ready | at once, and that of the first other result at once |
+//! | refused | as not ready | as ready |
 //! | the connection was lost during the probe | as not ready | no |
 //! | a probe is requested | brought forward, as the trigger permits | |
 //! | the connection was lost between two probes | brought forward to 1 s after the last one | |
 //!
 //! The last row does not bring it further forward: otherwise thousands of nodes would probe a restarted apiserver at
 //! once. A probe that was brought forward also asks `/livez`, as do the probes of an endpoint that fails: since Kubernetes
-//! 1.36 `/readyz` has no check of etcd.
+//! 1.36 `/readyz` has no check of etcd. A refused probe follows soon, because the answer of another endpoint may show that
+//! this one is starting ([`super::answers`]).
 
 use std::time::{Duration, Instant};
 
@@ -35,7 +38,11 @@ pub struct Rules {
 pub enum Response {
     /// The endpoint is ready.
     Ready,
-    /// It is not.
+    /// It refuses the credential of the prober, and counts as ready.
+    Refused,
+    /// It is starting, so it is not ready yet.
+    Starting,
+    /// It is not ready.
     NotReady,
     /// The connection was lost before the response was complete.
     ConnectionLost,
@@ -95,7 +102,11 @@ impl Prober {
     /// A probe has this result. Returns whether the endpoint takes the state of the result now. [`Self::plan`] follows.
     pub fn received(&mut self, response: Response, rules: Rules) -> bool {
         match response {
-            Response::Ready => self.streak.record(true, rules.rise, rules.fall),
+            Response::Ready | Response::Refused => self.streak.record(true, rules.rise, rules.fall),
+            Response::Starting => {
+                self.streak = ResultStreak::default();
+                true
+            }
             Response::NotReady => self.streak.record(false, rules.rise, rules.fall),
             Response::ConnectionLost => false,
         }
@@ -107,7 +118,10 @@ impl Prober {
         let result = match response {
             Response::Ready if is_ready => ProbeResult::Ready,
             Response::Ready => ProbeResult::Recovering,
-            Response::NotReady | Response::ConnectionLost => ProbeResult::Failing,
+            Response::Refused => ProbeResult::Refused,
+            Response::Starting | Response::NotReady | Response::ConnectionLost => {
+                ProbeResult::Failing
+            }
         };
         self.schedule.record(result, self.on_evidence);
         self.next_at = self.sent_at + self.schedule.pause(rules.interval, jitter);
@@ -164,6 +178,34 @@ mod tests {
         }
         prober.connected();
         assert_eq!(probe(&mut prober, Response::NotReady, true), (true, 1_000), "first result");
+    }
+
+    #[test]
+    fn starting_endpoint_is_not_ready_at_once_and_ready_at_the_first_success() {
+        let mut prober = Prober::new(Instant::now());
+        prober.connected();
+        for (response, is_ready, expected) in [
+            (Response::Starting, false, (true, 1_000)),
+            (Response::Starting, false, (true, 2_000)),
+            (Response::Ready, true, (true, 10_000)),
+            // Another endpoint has shown meanwhile that the refusal was one of a process that starts.
+            (Response::Refused, true, (true, 1_000)),
+            (Response::Starting, false, (true, 1_000)),
+            (Response::NotReady, false, (true, 2_000)),
+        ] {
+            assert_eq!(probe(&mut prober, response, is_ready), expected, "{response:?}");
+        }
+    }
+
+    #[test]
+    fn refused_probe_follows_soon_and_asks_no_livez() {
+        let mut prober = Prober::new(Instant::now());
+        prober.connected();
+        for expected in [(true, 1_000), (true, 2_000), (true, 4_000), (true, 8_000), (true, 10_000)]
+        {
+            assert_eq!(probe(&mut prober, Response::Refused, true), expected);
+            assert!(!prober.sent(prober.next_at()));
+        }
     }
 
     #[test]

@@ -50,6 +50,8 @@ pub enum ProbeResult {
     Ready,
     /// The probe succeeded, but more successes are needed before the endpoint counts as ready.
     Recovering,
+    /// The probe was refused, and the endpoint counts as ready.
+    Refused,
     /// The probe failed.
     Failing,
 }
@@ -57,8 +59,10 @@ pub enum ProbeResult {
 /// The pauses between the probes of one endpoint.
 #[derive(Debug)]
 pub struct ProbeSchedule {
-    /// Failed probes in a row; 1 while the endpoint recovers.
+    /// Failed or refused probes in a row; 1 while the endpoint recovers.
     failing: Backoff,
+    /// Whether the latest probe was refused.
+    is_refused: bool,
     /// Counts the probes on evidence that confirmed the known state.
     evidence: Backoff,
 }
@@ -67,6 +71,7 @@ impl Default for ProbeSchedule {
     fn default() -> Self {
         Self {
             failing: Backoff::new(FAILING_INTERVAL, Duration::MAX),
+            is_refused: false,
             evidence: Backoff::new(EVIDENCE_PAUSE, Duration::MAX).after(1),
         }
     }
@@ -79,11 +84,15 @@ impl ProbeSchedule {
     pub fn record(&mut self, result: ProbeResult, on_evidence: bool) {
         let failing = result == ProbeResult::Failing;
         let changed = failing != self.is_failing();
-        self.failing = match result {
-            ProbeResult::Ready => self.failing.after(0),
-            ProbeResult::Recovering => self.failing.after(1),
-            ProbeResult::Failing => self.failing.after(self.failing.failures().saturating_add(1)),
-        };
+        let is_refused = result == ProbeResult::Refused;
+        let was_refused = std::mem::replace(&mut self.is_refused, is_refused);
+        // Failures do not continue a series of refusals, nor the other way round.
+        let in_row = if was_refused == is_refused { self.failing.failures() } else { 0 };
+        self.failing = self.failing.after(match result {
+            ProbeResult::Ready => 0,
+            ProbeResult::Recovering => 1,
+            ProbeResult::Refused | ProbeResult::Failing => in_row.saturating_add(1),
+        });
         if on_evidence && !changed {
             self.evidence.failed();
         } else if changed || !failing {
@@ -93,7 +102,7 @@ impl ProbeSchedule {
 
     /// Whether the latest probe failed, or more successes are needed before the endpoint counts as ready.
     pub fn is_failing(&self) -> bool {
-        self.failing.failures() > 0
+        !self.is_refused && self.failing.failures() > 0
     }
 
     /// Forgets all results: the apiserver may have been restarted.
@@ -103,7 +112,7 @@ impl ProbeSchedule {
 
     /// Pause before the next regular probe. `jitter` is in 0..1.
     pub fn pause(&self, interval: Duration, jitter: f64) -> Duration {
-        let base = if self.is_failing() { self.failing.pause() } else { interval };
+        let base = if self.failing.failures() > 0 { self.failing.pause() } else { interval };
         base.min(interval).mul_f64(0.8 + 0.4 * jitter)
     }
 

@@ -24,6 +24,9 @@
 //! | Failed, *too old* | `FailureFacts` | Failed; the endpoint is excluded | `AskForOther` |
 //! | Failed, *rejected* | `FailureFacts` | Failed | `RecordRejection` |
 //! | Failed, *rejected* | `Rejecting` | Failed; these endpoints are excluded | `AskForOther`; for a second rejection `Refuse` |
+//! | Failed, *starting* | `FailureFacts` | Failed | `AskForLongerUp`; for a second refusal `Refuse` |
+//! | Failed, *starting* | `LongerUp`: others are not asked | Acquiring, next round; these endpoints are excluded | `Retry` |
+//! | Failed, *starting* | `LongerUp`: none | Ended | `Refuse` |
 //! | Failed, *not reached* | `FailureFacts` | Failed; the endpoint is excluded | `AskForVersion` |
 //! | Failed, *not reached* | `AfterNotReached`: other | Acquiring, next round | `Retry` |
 //! | Failed, *not reached* | `AfterNotReached`: again | as before; the endpoint is not excluded | `Retry` |
@@ -71,6 +74,7 @@ use self::parallel::{Hedges, Parallel};
 use super::info::RequestKind;
 use super::overload_rejection;
 use super::retry::{self, ATTEMPTS, Refusal, RetryDecision, Stage};
+use super::start_up;
 use super::status_error::StatusError;
 use crate::watch::session::max_outage_jitter;
 
@@ -110,6 +114,8 @@ pub struct Attempts<E, C> {
     failed: Option<Box<FailedRound<E, C>>>,
     /// The client gets this rejection if no other endpoint accepts the request.
     rejection: Option<Box<HeldResponse>>,
+    /// An endpoint that has been up longer was asked after a refusal.
+    asked_longer_up: bool,
 }
 
 #[derive(Debug)]
@@ -162,6 +168,7 @@ impl<E: Clone, C> Attempts<E, C> {
             excluded: Vec::new(),
             failed: None,
             rejection: None,
+            asked_longer_up: false,
         }
     }
 
@@ -245,6 +252,7 @@ impl<E: Clone, C> Attempts<E, C> {
             Input::FailureFacts { connection, body } => self.on_failure_facts(connection, body),
             Input::Rejecting(endpoints) => self.on_rejecting(endpoints),
             Input::OtherEndpoint { may_be_asked } => self.decided(may_be_asked, None),
+            Input::LongerUp { not_asked } => self.on_longer_up(not_asked),
             Input::AfterNotReached(after) => self.on_after_not_reached(after),
             Input::OutageEnded { held } => {
                 Effect::Pause { delay: max_outage_jitter(held, false).mul_f64(rng.f64()) }
@@ -349,6 +357,10 @@ impl<E: Clone, C> Attempts<E, C> {
                 let pause = headers.map_or(Duration::ZERO, overload_rejection::pause);
                 Effect::RecordRejection { pause }
             }
+            (RetryDecision::RetryAtOtherEndpoint, Stage::Starting) if self.asked_longer_up => {
+                self.decided(false, None)
+            }
+            (RetryDecision::RetryAtOtherEndpoint, Stage::Starting) => Effect::AskForLongerUp,
             (RetryDecision::RetryAtOtherEndpoint, stage) => {
                 self.excluded.push(failure.endpoint.clone());
                 if stage == Stage::NotReached {
@@ -368,6 +380,13 @@ impl<E: Clone, C> Attempts<E, C> {
         Effect::AskForOther { budget: OtherBudget::Rejected }
     }
 
+    fn on_longer_up(&mut self, not_asked: Option<Vec<E>>) -> Effect {
+        let is_asked = not_asked.is_some();
+        self.excluded.extend(not_asked.into_iter().flatten());
+        self.asked_longer_up |= is_asked;
+        self.decided(is_asked, None)
+    }
+
     fn on_after_not_reached(&mut self, after: AfterNotReached) -> Effect {
         match after {
             AfterNotReached::AskAgain => drop(self.excluded.pop()),
@@ -381,16 +400,17 @@ impl<E: Clone, C> Attempts<E, C> {
     fn decided(&mut self, is_retried: bool, refusal: Option<Refusal>) -> Effect {
         let Some(failed) = &mut self.failed else { return Effect::Wait };
         let response = failed.failure.response.take();
-        // The first rejection for overload is kept, and the last 410 or 504 of a version that the client asks for,
-        // while other endpoints are tried; any other rejection only if it is the last.
+        // The first rejection for overload is kept while other endpoints are tried, and the last 410, or 504 of a version
+        // that the client asks for; any other rejection only if it is the last. A refusal of an apiserver that may
+        // be starting says less than any other rejection.
+        let held = self.rejection.as_ref().map(|held| held.0.status.as_u16());
         let is_kept = match failed.failure.stage {
+            Stage::Rejected | Stage::Starting => held.is_none_or(start_up::is_refusal),
             Stage::TooOld => true,
-            Stage::NotReached => !failed.failure.version.is_floor,
-            _ => false,
+            Stage::NotReached => !failed.failure.version.is_floor || !is_retried,
+            _ => !is_retried,
         };
-        if failed.failure.stage == Stage::Rejected {
-            self.rejection = self.rejection.take().or(response);
-        } else if is_kept || !is_retried {
+        if is_kept {
             self.rejection = response.or(self.rejection.take());
         }
         if is_retried {

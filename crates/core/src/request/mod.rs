@@ -8,4 +8,5 @@ mod query;
 pub mod retry;
 pub mod retry_budget;
 pub mod shutdown_rejection;
+pub mod start_up;
 pub mod status_error;

@@ -4,10 +4,11 @@
 //! | response | sent by |
 //! |---|---|
 //! | 429, text | `tooManyRequests` in `k8s.io/apiserver/pkg/server/filters/maxinflight.go`, for API Priority and Fairness and for `--max-requests-inflight` |
-//! | 429, `Status` "storage is (re)initializing" | a watch cache that is not initialised (KEP-4568) |
+//! | 429, `Status` "storage is (re)initializing" | a watch cache that is not initialised (KEP-4568), as after the start |
+//! | 429, text | an apiserver that is not ready yet, to clients that opt in (`WithOptInRetryAfter` in builds of `OpenShift`) |
 //! | 503, `Status` "Error getting ip and port info …" | the mixed version proxy (KEP-4020), `peerproxy_handler.go` |
 //!
-//! All have a short body, and the first two a Retry-After. A 429 of an eviction and a 503 of an aggregated apiserver
+//! All have a short body, and those with 429 a Retry-After. A 429 of an eviction and a 503 of an aggregated apiserver
 //! are other responses: every kube-apiserver would send the same. `--goaway-chance` sends a GOAWAY with a response that
 //! is complete, and a stream that the GOAWAY excludes was not processed.
 
@@ -20,9 +21,11 @@ use super::shutdown_rejection::{REJECTION_MAX_BODY, is_short};
 /// The longest time for which an endpoint counts as rejecting after a rejection.
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 
-/// Texts of the three responses. The second and third are in a `Status`, encoded as JSON, protobuf or CBOR.
+/// Texts of the responses. The second and fourth are in a `Status`, encoded as JSON, protobuf or CBOR.
 const TOO_MANY: &[u8] = b"Too many requests, please try again later.";
 const INITIALIZING: &[u8] = b"storage is (re)initializing";
+const NOT_INITIALIZED: &[u8] =
+    b"The apiserver hasn't been fully initialized yet, please try again later.";
 const PEER_UNKNOWN: &[u8] = b"Error getting ip and port info of the remote server while proxying";
 
 /// Whether a response with this head may be such a rejection, so that its short body is read before it is forwarded.
@@ -35,7 +38,7 @@ pub fn may_be_overload(status: StatusCode, headers: &HeaderMap) -> bool {
     may_be && is_short(headers)
 }
 
-/// Whether this is one of the three responses.
+/// Whether this is one of the responses.
 pub fn is_overload(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> bool {
     let contains = |text: &[u8]| body.windows(text.len()).any(|part| part == text);
     if !may_be_overload(status, headers) || body.len() > REJECTION_MAX_BODY {
@@ -43,7 +46,8 @@ pub fn is_overload(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> bool
     }
     match status {
         StatusCode::TOO_MANY_REQUESTS => {
-            body.strip_suffix(b"\n").unwrap_or(body) == TOO_MANY || contains(INITIALIZING)
+            let text = body.strip_suffix(b"\n").unwrap_or(body);
+            text == TOO_MANY || text == NOT_INITIALIZED || contains(INITIALIZING)
         }
         _ => contains(PEER_UNKNOWN),
     }
@@ -61,11 +65,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_overload_recognises_exactly_the_three_responses() {
+    fn is_overload_recognises_exactly_the_responses_of_the_table() {
         let status = |code: u16, message: &str| {
             format!(r#"{{"kind":"Status","status":"Failure","message":"{message}","code":{code}}}"#)
         };
         let too_many = "Too many requests, please try again later.\n";
+        let not_initialized =
+            "The apiserver hasn't been fully initialized yet, please try again later.\n";
         let initializing = status(429, "storage is (re)initializing");
         let peer =
             status(503, "Error getting ip and port info of the remote server while proxying");
@@ -76,6 +82,9 @@ mod tests {
         for (code, headers, body, expected) in [
             (429, retry_after, too_many, true),
             (429, fairness, too_many, true),
+            (429, retry_after, not_initialized, true),
+            (429, &[], not_initialized, false),
+            (503, retry_after, not_initialized, false),
             (429, fairness, &*initializing, true),
             (429, retry_after, "k8s\0\u{1}storage is (re)initializing\u{2}", true),
             (503, &[], &*peer, true),

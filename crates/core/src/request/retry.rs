@@ -32,6 +32,10 @@
 //! budget of a tenth of all requests. The client gets the first rejection if that one rejects the request as well. A
 //! write is never sent again for this reason: the client repeats it after the Retry-After.
 //!
+//! A 401 or 403 of an apiserver that may have just started is in the stage *starting* ([`super::start_up`] has its table).
+//! A request that changes nothing is then sent to one other endpoint that has been up longer, within the budget of hedges.
+//! The client gets the response of that endpoint, or the refusal if it has none.
+//!
 //! A heartbeat on an apiserver that is not healthy is in the stage *unanswered* after 4 s, and fails
 //! (a heartbeat).
 //!
@@ -39,6 +43,7 @@
 //! client-go re-sends every verb after a 429 or 5xx with that header.
 
 use super::info::RequestKind;
+use super::start_up;
 use super::status_error::StatusError;
 
 /// Maximum number of attempts at one request, the first included. Each failure means another lost
@@ -61,6 +66,8 @@ pub enum Stage {
     NotReached,
     /// The apiserver rejected the request because of its own load or state; another one may accept it.
     Rejected,
+    /// The response is a 401 or 403, and the process of the apiserver may have just started.
+    Starting,
     /// The request was sent, and no response head arrived.
     NoHead,
     /// The request is a heartbeat, and jackstay has ended it before its response had arrived
@@ -80,6 +87,7 @@ impl Stage {
             Self::TooOld => "too_old",
             Self::NotReached => "not_reached",
             Self::Rejected => "rejected",
+            Self::Starting => "starting",
             Self::NoHead | Self::Unanswered | Self::HeadHeld => "lost",
         }
     }
@@ -126,7 +134,8 @@ pub fn decide(kind: RequestKind, stage: Stage, body_is_held: bool, attempt: u32)
         RetryDecision::Refuse(Refusal::BodyNotHeld)
     } else if attempt >= ATTEMPTS {
         RetryDecision::Refuse(Refusal::AttemptsExhausted)
-    } else if matches!(stage, Stage::TooOld | Stage::NotReached | Stage::Rejected) {
+    } else if matches!(stage, Stage::TooOld | Stage::NotReached | Stage::Rejected | Stage::Starting)
+    {
         RetryDecision::RetryAtOtherEndpoint
     } else {
         RetryDecision::Retry
@@ -162,13 +171,15 @@ pub const fn may_ask_after_rejection(kind: RequestKind) -> bool {
 }
 
 /// The stage of an attempt whose response has this status, if it rejects the request in a way that another endpoint may
-/// not: 410 (too old), 504 (not reached), 429 and 503 (rejected). Headers and body decide whether it does
-/// ([`overload_rejection`](super::overload_rejection)). `None` if the client gets the response.
+/// not: 410 (too old), 504 (not reached), 429 and 503 (rejected), 401 and 403 (starting). Headers and body decide whether
+/// it does ([`overload_rejection`](super::overload_rejection)), or the uptime of the endpoint
+/// ([`start_up`](super::start_up)). `None` if the client gets the response.
 pub const fn stage_of_rejection(kind: RequestKind, status: u16) -> Option<Stage> {
     let stage = match status {
         410 => Stage::TooOld,
         504 => Stage::NotReached,
         429 | 503 => Stage::Rejected,
+        _ if start_up::is_refusal(status) => Stage::Starting,
         _ => return None,
     };
     if may_repeat(kind, stage) { Some(stage) } else { None }
@@ -192,8 +203,9 @@ pub fn client_error(
     is_connection_dead: bool,
     reason: &str,
 ) -> StatusError {
-    use Stage::{NotReached, NotSent, Rejected, TooOld, Unprocessed};
-    let unprocessed = matches!(stage, NotSent | Unprocessed | TooOld | NotReached | Rejected);
+    use Stage::{NotReached, NotSent, Rejected, Starting, TooOld, Unprocessed};
+    let unprocessed =
+        matches!(stage, NotSent | Unprocessed | TooOld | NotReached | Rejected | Starting);
     if kind == RequestKind::Watch && (unprocessed || is_connection_dead) {
         StatusError::no_upstream_for_watch(reason)
     } else if unprocessed && !body_is_held {
@@ -215,19 +227,21 @@ pub fn client_error(
 mod tests {
     use super::*;
     use RequestKind::{Log, NonMutating, Read, Tunnel, Watch, Write};
-    use Stage::{HeadHeld, NoHead, NotReached, NotSent, Rejected, TooOld, Unanswered, Unprocessed};
+    use Stage::{
+        HeadHeld, NoHead, NotReached, NotSent, Rejected, Starting, TooOld, Unanswered, Unprocessed,
+    };
 
-    const STAGES: [Stage; 7] =
-        [NotSent, Unprocessed, TooOld, NotReached, Rejected, NoHead, HeadHeld];
+    const STAGES: [Stage; 8] =
+        [NotSent, Unprocessed, TooOld, NotReached, Rejected, Starting, NoHead, HeadHeld];
 
     /// For each kind, whether it may be repeated in each of [`STAGES`], and whether it is resumed.
-    const TABLE: [(RequestKind, [bool; 7], bool); 6] = [
-        (Read, [true, true, false, true, true, true, true], false),
-        (Watch, [true, true, true, true, true, true, true], true),
-        (Log, [true, true, false, false, true, true, true], false),
-        (Write, [true, true, false, false, false, false, false], false),
-        (NonMutating, [true, true, false, false, true, true, true], false),
-        (Tunnel, [true, false, false, false, false, false, false], false),
+    const TABLE: [(RequestKind, [bool; 8], bool); 6] = [
+        (Read, [true, true, false, true, true, true, true, true], false),
+        (Watch, [true, true, true, true, true, true, true, true], true),
+        (Log, [true, true, false, false, true, true, true, true], false),
+        (Write, [true, true, false, false, false, false, false, false], false),
+        (NonMutating, [true, true, false, false, true, true, true, true], false),
+        (Tunnel, [true, false, false, false, false, false, false, false], false),
     ];
 
     #[test]
@@ -238,7 +252,9 @@ mod tests {
                 let case = format!("{kind:?} {stage:?}");
                 let expected = match (may_repeat, stage) {
                     (false, _) => RetryDecision::Refuse(Refusal::Unsafe),
-                    (true, TooOld | NotReached | Rejected) => RetryDecision::RetryAtOtherEndpoint,
+                    (true, TooOld | NotReached | Rejected | Starting) => {
+                        RetryDecision::RetryAtOtherEndpoint
+                    }
                     (true, _) => RetryDecision::Retry,
                 };
                 assert_eq!(decide(kind, stage, true, 1), expected, "{case}");
@@ -259,9 +275,14 @@ mod tests {
     #[test]
     fn stage_of_rejection_is_none_for_a_kind_that_is_not_repeated() {
         for (kind, may_repeat_in_stage, _) in TABLE {
-            for (status, stage) in
-                [(410, TooOld), (504, NotReached), (429, Rejected), (503, Rejected)]
-            {
+            for (status, stage) in [
+                (410, TooOld),
+                (504, NotReached),
+                (429, Rejected),
+                (503, Rejected),
+                (401, Starting),
+                (403, Starting),
+            ] {
                 let mut stages = STAGES.into_iter().zip(may_repeat_in_stage);
                 let may_repeat = stages.any(|(other, may_repeat)| other == stage && may_repeat);
                 let expected = may_repeat.then_some(stage);

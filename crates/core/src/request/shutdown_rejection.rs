@@ -20,8 +20,13 @@ pub fn may_be_rejection(status: StatusCode, headers: &HeaderMap) -> bool {
 
 /// Whether the Content-Length, if any, is at most [`REJECTION_MAX_BODY`].
 pub fn is_short(headers: &HeaderMap) -> bool {
+    is_at_most(headers, REJECTION_MAX_BODY)
+}
+
+/// Whether the Content-Length, if any, is at most this number of bytes.
+pub fn is_at_most(headers: &HeaderMap, limit: usize) -> bool {
     let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
-    length.is_none_or(|text| text.parse::<usize>().is_ok_and(|bytes| bytes <= REJECTION_MAX_BODY))
+    length.is_none_or(|text| text.parse::<usize>().is_ok_and(|bytes| bytes <= limit))
 }
 
 /// Whether this is one of the two responses:

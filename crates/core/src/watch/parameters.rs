@@ -256,7 +256,8 @@ mod tests {
     fn candidates(states: &[(EndpointState, Capability)]) -> Vec<Candidate> {
         let candidate = |(index, &(state, capability)): (usize, &(EndpointState, Capability))| {
             let key = EndpointKey(index);
-            let condition = EndpointCondition { key, state, probe_fails: false };
+            let condition =
+                EndpointCondition { key, state, probe_fails: false, is_starting: false };
             Candidate { condition, capability }
         };
         states.iter().enumerate().map(candidate).collect()

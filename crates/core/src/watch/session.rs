@@ -32,6 +32,8 @@
 //! | Resuming | `Accepted`: 200 with the client's Content-Type | Ordered, unconfirmed; for the original request the state in which it begins | |
 //! | Resuming | `AttemptFailed`: 410 | Resuming; the endpoint is excluded from the round: its history is too short | `Request` |
 //! | Resuming | `AttemptFailed`: 406, or 200 with another Content-Type | Resuming; the endpoint is excluded from the round: it does not serve the encoding. Later attempts of the round have 1 s, and the watch ends after one if no endpoint is connected | `Request` |
+//! | Resuming | `AttemptFailed`: 401, 403, another endpoint is ready | Resuming; the endpoint is excluded from the round: it may have just started ([`crate::request::start_up`]) | `Request` |
+//! | Resuming | `AttemptFailed`: 401, 403, no other is ready, and an endpoint that has refused is starting | Resuming; those that have refused are asked again after 1 s | `Request` |
 //! | Resuming | `AttemptFailed`: 429, 5xx | Resuming; the endpoint is asked again after its Retry-After | `Request` |
 //! | Resuming | `AttemptFailed`: no head within 10 s (withholding: 3 s), or the connection failed | Resuming | `Request` |
 //! | Resuming, not withholding | `AttemptFailed`: no endpoint can be reached | Resuming | `Hold` |
@@ -293,8 +295,16 @@ impl Session {
         }
         let exclusions = self.exclusions.get_or_insert_default();
         exclusions.record(result, endpoint, withholds_error, now);
-        let candidates = exclusions.candidates(endpoints, now);
-        let endpoints_left = if withholds_error
+        let mut candidates = exclusions.candidates(endpoints, now);
+        let is_refused = result.is_refusal() && !withholds_error;
+        if is_refused && !candidates.ready && exclusions.ask_starting_again(endpoints, now) {
+            candidates = exclusions.candidates(endpoints, now);
+            candidates.ready = candidates.any;
+        }
+        let endpoints_left = if is_refused {
+            // A client without rights is refused by every endpoint.
+            candidates.ready
+        } else if withholds_error
             || result.lacks_encoding()
             || matches!(result, AttemptResult::Head { status: 410, .. })
         {

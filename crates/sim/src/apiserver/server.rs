@@ -42,7 +42,8 @@ pub struct Conditions {
     pub hangs: bool,
     /// `/readyz` fails.
     pub unready: bool,
-    /// `/readyz` and watches are answered with 403.
+    /// Every request is answered with 403, as by an apiserver whose RBAC informers are not filled. No client is in
+    /// `system:masters`, the prober neither.
     pub forbids: bool,
     /// Requests are rejected with 429.
     pub overloaded: bool,
@@ -265,6 +266,9 @@ impl Apiserver {
             return;
         };
         let path = request.info.path();
+        if self.conditions.forbids {
+            return self.respond(s, net, (id, stream), Head::status(403), None);
+        }
         if path == "/readyz" || path == "/livez" {
             return self.respond(s, net, (id, stream), self.readiness(), None);
         }
@@ -282,9 +286,6 @@ impl Apiserver {
             .and_then(|version| version.parse::<u64>().ok())
             .unwrap_or(0);
         let is_watch = first_value(request.info.query(), "watch").is_some();
-        if is_watch && self.conditions.forbids {
-            return self.respond(s, net, (id, stream), Head::status(403), None);
-        }
         if wanted > self.applied
             && !is_watch
             && let Some(open) = self.stream_mut((id, stream))
@@ -320,8 +321,8 @@ impl Apiserver {
 
     /// The answer of `/readyz` and `/livez`.
     fn readiness(&self) -> Head {
-        let Conditions { unready, hangs, forbids, .. } = self.conditions;
-        Head::status(if unready || hangs || forbids { 500 } else { 200 })
+        let Conditions { unready, hangs, .. } = self.conditions;
+        Head::status(if unready || hangs { 500 } else { 200 })
     }
 
     pub(super) fn stream_mut(

@@ -179,7 +179,8 @@ impl Node {
         self.record_state(io, id, ConnectionState::Live, "established");
         self.endpoints[endpoint].backoff.succeeded();
         self.checks.connect_succeeded(endpoint);
-        self.observe(io, endpoint, Observation::ConnectionOpened);
+        let at = io.s.now;
+        self.observe(io, endpoint, Observation::ConnectionOpened { at });
         self.changed = true;
         self.arm_check(io, id);
         match dialed_for {

@@ -11,8 +11,10 @@ use jackstay_core::endpoint_condition::{self, EndpointCondition};
 use jackstay_core::endpoint_health::{EndpointHealth, EndpointReadiness, Observation};
 use jackstay_core::endpoint_state::EndpointState;
 use jackstay_core::pool::EndpointKey;
+use jackstay_core::probe::answers::{ProbeAnswers, RefusalMeaning};
 use jackstay_core::probe::prober::{Prober, RECONNECT_CHECK, Response, Rules};
 use jackstay_core::probe::schedule::ProbeTrigger;
+use jackstay_core::request::start_up::{self, Uptime};
 
 use super::connection::DialFor;
 use super::reachability::Examination;
@@ -43,6 +45,8 @@ struct Probing {
     requested: Option<ProbeTrigger>,
     /// When the prober may connect again.
     connect_at: Instant,
+    /// Its connection was lost, or a connect has failed.
+    is_lost: bool,
 }
 
 /// An endpoint.
@@ -60,6 +64,8 @@ pub(super) struct Endpoint {
     ready_since: Option<Instant>,
     slow_start: bool,
     probing: Probing,
+    /// Its answers to probes.
+    answers: ProbeAnswers,
     pub(super) examination: Option<Examination>,
     /// Until when it is not asked again, because it has rejected requests.
     pub(super) rejects_until: Option<Instant>,
@@ -74,6 +80,7 @@ impl Endpoint {
             number: 0,
             requested: None,
             connect_at: s.now,
+            is_lost: true,
         };
         Self {
             server,
@@ -86,6 +93,7 @@ impl Endpoint {
             ready_since: None,
             slow_start: false,
             probing,
+            answers: ProbeAnswers::default(),
             examination: None,
             rejects_until: None,
         }
@@ -103,6 +111,17 @@ impl Endpoint {
             | EndpointState::NoH2
             | EndpointState::Leaving => false,
         }
+    }
+
+    /// How long its process has been up, as far as is known.
+    fn uptime(&self) -> Uptime {
+        let connected_since = self.health.connections.since;
+        Uptime { connected_since, is_probe_refused: self.answers.is_starting() }
+    }
+
+    /// Whether its process may have just started.
+    pub(super) fn is_starting(&self, now: Instant) -> bool {
+        self.uptime().is_starting(now)
     }
 
     pub(super) fn slow_start_share(&self, now: Instant) -> f64 {
@@ -211,6 +230,8 @@ impl Node {
         let none_usable = !self.endpoints.iter().any(Endpoint::is_usable);
         let handshakes = self.dials_to(at);
         self.endpoints[at].probing.prober.connected();
+        let is_lost = std::mem::take(&mut self.endpoints[at].probing.is_lost);
+        self.endpoints[at].answers.connected(is_lost);
         if self.endpoints[at].backoff.claim(none_usable, handshakes, now) {
             self.dial(io, at, DialFor::Prober);
         } else {
@@ -245,6 +266,7 @@ impl Node {
         let is_ready = endpoint.state == EndpointState::Ready;
         let probing = &mut endpoint.probing;
         probing.connection = None;
+        probing.is_lost = true;
         if probing.open.take().is_some() {
             let lost = Response::ConnectionLost;
             probing.prober.received(lost, RULES);
@@ -271,11 +293,38 @@ impl Node {
             return;
         }
         let Some((_, sent)) = probing.open.take() else { return };
-        if status == 200 {
-            self.probe_succeeded(io, at, sent);
+        let response = self.judge(at, status, io.s.now);
+        if matches!(response, Response::Ready | Response::Refused) {
+            self.probe_succeeded(io, at, sent, response);
         } else {
-            self.probe_failed(io, at);
+            self.probe_failed(io, at, response);
         }
+    }
+
+    /// What the status of a probe means.
+    fn judge(&mut self, at: usize, status: u16, now: Instant) -> Response {
+        if status == 200 {
+            self.endpoints[at].answers.answered();
+            return Response::Ready;
+        }
+        if !start_up::is_refusal(status) {
+            self.endpoints[at].answers.failed();
+            return Response::NotReady;
+        }
+        let others = (0..self.endpoints.len()).filter(|&other| other != at);
+        let others: Vec<_> = others.map(|other| self.endpoints[other].answers).collect();
+        match self.endpoints[at].answers.refused(others, now) {
+            RefusalMeaning::Refused => Response::Refused,
+            RefusalMeaning::NotYet => Response::Starting,
+        }
+    }
+
+    /// The endpoints that are not asked after this one has refused a request.
+    pub(super) fn not_asked_after_refusal(&self, refusing: usize) -> Option<Vec<usize>> {
+        let endpoints = self.endpoints.iter().enumerate();
+        let endpoints: Vec<_> =
+            endpoints.map(|(at, endpoint)| (at, endpoint.state, endpoint.uptime())).collect();
+        start_up::not_asked_after(refusing, &endpoints)
     }
 
     /// Half of the time limit of a probe is over.
@@ -297,7 +346,8 @@ impl Node {
             return;
         };
         self.cancel_stream(io, (connection, stream));
-        self.probe_failed(io, at);
+        self.endpoints[at].answers.failed();
+        self.probe_failed(io, at, Response::NotReady);
     }
 
     /// The latest probe has failed or is overdue. The first time, the other endpoints are probed.
@@ -312,22 +362,22 @@ impl Node {
         }
     }
 
-    fn probe_failed(&mut self, io: &mut Io<'_>, at: usize) {
+    fn probe_failed(&mut self, io: &mut Io<'_>, at: usize, response: Response) {
         self.probe_is_failing(io, at);
-        if self.endpoints[at].probing.prober.received(Response::NotReady, RULES) {
+        if self.endpoints[at].probing.prober.received(response, RULES) {
             self.observe(io, at, Observation::ReadyzFailing("/readyz failed"));
         }
-        self.plan_probe(io, at, Response::NotReady);
+        self.plan_probe(io, at, response);
     }
 
-    fn probe_succeeded(&mut self, io: &mut Io<'_>, at: usize, sent: Instant) {
+    fn probe_succeeded(&mut self, io: &mut Io<'_>, at: usize, sent: Instant, response: Response) {
         let endpoint = &mut self.endpoints[at];
         endpoint.health.note_probe_ok(sent);
         endpoint.probe_failing = false;
-        if endpoint.probing.prober.received(Response::Ready, RULES) {
+        if endpoint.probing.prober.received(response, RULES) {
             self.observe(io, at, Observation::ReadyzOk);
         }
-        self.plan_probe(io, at, Response::Ready);
+        self.plan_probe(io, at, response);
     }
 
     fn plan_probe(&mut self, io: &mut Io<'_>, at: usize, response: Response) {
@@ -364,14 +414,19 @@ impl Node {
     }
 
     /// The endpoints in decisions of the core.
-    pub(super) fn endpoint_conditions(&self) -> Vec<EndpointCondition> {
-        (0..self.endpoints.len()).map(|at| self.endpoint_condition(at)).collect()
+    pub(super) fn endpoint_conditions(&self, now: Instant) -> Vec<EndpointCondition> {
+        let condition = |(at, endpoint): (usize, &Endpoint)| EndpointCondition {
+            is_starting: endpoint.is_starting(now),
+            ..self.endpoint_condition(at)
+        };
+        self.endpoints.iter().enumerate().map(condition).collect()
     }
 
-    fn endpoint_condition(&self, at: usize) -> EndpointCondition {
+    /// An endpoint in decisions that do not depend on its uptime.
+    pub(super) fn endpoint_condition(&self, at: usize) -> EndpointCondition {
         let endpoint = &self.endpoints[at];
         let (state, probe_fails) = (endpoint.state, endpoint.probe_failing);
-        EndpointCondition { key: EndpointKey(at), state, probe_fails }
+        EndpointCondition { key: EndpointKey(at), state, probe_fails, is_starting: false }
     }
 
     /// Whether another endpoint is better.

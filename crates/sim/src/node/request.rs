@@ -226,12 +226,14 @@ impl Node {
         on: Stream,
         arrived: Head,
     ) {
+        let is_starting = self.endpoints[self.endpoint_of(on.0)].is_starting(io.s.now);
         let Some(request) = self.requests.get_mut(&id) else { return };
         if matches!(request.state, State::Watching(_)) {
             return self.watch_head(io, id, on, arrived);
         }
         let (kind, Some(attempt)) = (request.kind, request.attempt_on(on)) else { return };
-        if let Some(stage) = retry::stage_of_rejection(kind, arrived.status) {
+        let stage = retry::stage_of_rejection(kind, arrived.status);
+        if let Some(stage) = stage.filter(|&stage| stage != Stage::Starting || is_starting) {
             request.slots[attempt] = Slot::Ended;
             self.cancel_stream(io, on);
             let response = held_response(arrived);
@@ -348,7 +350,8 @@ impl Node {
     /// Whether a ready endpoint is left besides the excluded ones.
     pub(super) fn has_ready_besides(&self, excluded: &[usize]) -> bool {
         let excluded: Vec<_> = excluded.iter().copied().map(EndpointKey).collect();
-        has_ready_besides(self.endpoint_conditions(), &excluded)
+        let conditions = (0..self.endpoints.len()).map(|at| self.endpoint_condition(at));
+        has_ready_besides(conditions, &excluded)
     }
 
     fn refuse(&mut self, io: &mut Io<'_>, id: RequestId, refused: &Refused) {

@@ -141,7 +141,7 @@ impl Node {
                 let Some(watch) = self.watch_mut(id) else { return };
                 watch.last = Some(Previous { connection: stream.0, endpoint, refused: true });
                 let (error_event, endpoint) = (pushed.error_event, EndpointKey(endpoint));
-                let endpoints = &self.endpoint_conditions();
+                let endpoints = &self.endpoint_conditions(io.s.now);
                 self.watch_step(io, id, Input::Rejected { error_event, endpoint, endpoints });
             }
             effect => {
@@ -263,7 +263,7 @@ impl Node {
         endpoint: Option<usize>,
     ) {
         let endpoint = endpoint.map(EndpointKey);
-        let endpoints = &self.endpoint_conditions();
+        let endpoints = &self.endpoint_conditions(io.s.now);
         self.watch_step(io, id, Input::AttemptFailed { result, endpoint, endpoints });
     }
 

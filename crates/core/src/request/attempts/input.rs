@@ -53,6 +53,9 @@ pub enum Input<E, C> {
     Rejecting(Vec<E>),
     /// The answer to [`Effect::AskForOther`].
     OtherEndpoint { may_be_asked: bool },
+    /// The answer to [`Effect::AskForLongerUp`]: the endpoints that are not asked, if another one may be
+    /// ([`crate::request::start_up::not_asked_after`]).
+    LongerUp { not_asked: Option<Vec<E>> },
     /// The answer to [`Effect::AskForVersion`].
     AfterNotReached(AfterNotReached),
 }
@@ -88,6 +91,9 @@ pub enum Effect {
     RecordRejection { pause: Duration },
     /// Find out whether a ready endpoint is left that is not excluded; if so, take a token from this budget.
     AskForOther { budget: OtherBudget },
+    /// Find out whether an endpoint is ready that has been up longer than that of the failed attempt; if so, take a token
+    /// from the budget of hedges.
+    AskForLongerUp,
     /// Find out how the request continues after an endpoint that has not reached its version. `may_ask_other`: enough
     /// attempts are left to ask another one.
     AskForVersion { may_ask_other: bool },
@@ -162,9 +168,11 @@ impl<E, C> Failure<E, C> {
     /// How the pool considers the failure when it chooses the next connection.
     pub fn cause(&self) -> FailureCause {
         match self.stage {
-            Stage::Unprocessed | Stage::TooOld | Stage::NotReached | Stage::Rejected => {
-                FailureCause::Refusal
-            }
+            Stage::Unprocessed
+            | Stage::TooOld
+            | Stage::NotReached
+            | Stage::Rejected
+            | Stage::Starting => FailureCause::Refusal,
             Stage::NotSent | Stage::NoHead | Stage::Unanswered | Stage::HeadHeld => {
                 FailureCause::Silence
             }

@@ -87,6 +87,7 @@ fn show(effect: &Effect) -> String {
         Effect::Hedge { attempt, exclude } => format!("Hedge {attempt} {exclude}"),
         Effect::AskForOther { budget } => format!("Other {budget:?}"),
         Effect::AskForVersion { may_ask_other } => format!("Version {may_ask_other}"),
+        Effect::AskForLongerUp => "Longer up".to_owned(),
         Effect::RecordRejection { pause } => format!("Record {}", pause.as_secs()),
         other => format!("{other:?}"),
     }
@@ -118,6 +119,45 @@ fn step_first_attempt_responds_or_gets_no_stream() {
     check(Read, vec![unreachable(true)], "Error no_upstream -");
     check(Watch, vec![exhausted()], "Error limit -");
     check(Watch, vec![unreachable(false)], "Error no_upstream -");
+}
+
+#[test]
+fn step_request_that_a_starting_endpoint_refuses_is_sent_to_one_that_has_been_up_longer() {
+    let refused = |code| [granted(0), failed(0, Stage::Starting, code), held()];
+    let longer_up = || Input::LongerUp { not_asked: Some(vec![1, 3]) };
+    let after = |inputs: Vec<TestInput>| {
+        refused(403).into_iter().chain([longer_up()]).chain(inputs).collect::<Vec<_>>()
+    };
+    let asked = "Send 0, ReportFacts, Longer up, Retry, Send 0";
+    let refused_again = after(refused(401).into_iter().collect());
+    for kind in [Read, Watch] {
+        check(kind, after(vec![granted(0), responded(0)]), &format!("{asked}, Respond 0"));
+        // The client gets a refusal if no other endpoint answers.
+        let none = Input::LongerUp { not_asked: None };
+        let inputs = refused(403).into_iter().chain([none]).collect();
+        check(kind, inputs, "Send 0, ReportFacts, Longer up, Rejection 403");
+        let none = "Send 0, ReportFacts, Longer up, Retry, Rejection 403";
+        check(kind, after(vec![unreachable(true)]), none);
+    }
+    // Only one other is asked.
+    check(Read, refused_again, &format!("{asked}, ReportFacts, Rejection 401"));
+    // Another rejection says more than the refusal, in whatever order they come.
+    let overloaded = [granted(0), failed(0, Stage::Rejected, 429), held()];
+    let rejecting = || Input::Rejecting(vec![2]);
+    let overloaded_later = after(overloaded.into_iter().chain([rejecting()]).collect());
+    check(Read, overloaded_later, &format!("{asked}, ReportFacts, Record 2, Rejection 429"));
+    let overloaded =
+        vec![granted(0), failed(0, Stage::Rejected, 429), held(), rejecting(), other(true)];
+    let then_refused = overloaded.into_iter().chain(refused(403));
+    let inputs = then_refused.chain([Input::LongerUp { not_asked: None }]).collect();
+    let expected = "Send 0, ReportFacts, Record 2, Other Rejected, Retry, Send 0, ReportFacts, \
+                    Longer up, Rejection 429";
+    check(Read, inputs, expected);
+    let (attempts, _) = run(Read, after(vec![]));
+    assert_eq!(attempts.requirements().excluded, [1, 3]);
+    // A write is not repeated.
+    let inputs = refused(403).into_iter().collect();
+    check(Write, inputs, "Send 0, ReportFacts, Rejection 403");
 }
 
 #[test]

@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | the stream was lost, an outage begins, an event confirms the stream, or the watch has moved | may be asked | may be asked, unless a Retry-After runs |
 //! | ERROR event, 410, 406, 200 with another Content-Type | not in this round | as before |
+//! | 401, 403 | not in this round while another one is ready; then, if one is starting, after [`STARTING_PAUSE`] | as before |
 //! | 429, 5xx | not before its Retry-After; not in this round if an ERROR event is withheld | as before |
 //! | another response, while an ERROR event is withheld | not in this round | as before |
 //! | no head | may be asked | as before |
@@ -20,11 +21,16 @@ use crate::pool::EndpointKey;
 /// Upper bound of a Retry-After, so that adding it to the time cannot overflow. It is longer than any round.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(3600);
 
+/// Pause before endpoints that have refused the watch are asked again, because one of them is starting.
+const STARTING_PAUSE: Duration = Duration::from_secs(1);
+
 /// The endpoints that a watch does not ask. See the table of the module.
 #[derive(Debug, Default)]
 pub struct Exclusions {
     /// Endpoints that are not asked again in this round.
     round: Vec<EndpointKey>,
+    /// Endpoints that have refused the client.
+    refused: Vec<EndpointKey>,
     /// Endpoints that are not asked before a time.
     paused: Vec<(EndpointKey, Instant)>,
     /// The endpoint of the last stream or attempt has refused the watch.
@@ -45,6 +51,8 @@ pub struct Candidates {
     pub usable: bool,
     /// At least one has a connection that works.
     pub connected: bool,
+    /// At least one is ready.
+    pub ready: bool,
     /// Time until the first one in a state that allows requests may be asked (Retry-After).
     pub retry_after: Duration,
 }
@@ -53,6 +61,7 @@ impl Exclusions {
     /// Any endpoint may be asked again, unless a Retry-After runs. Returns whether one does.
     pub fn forget_round(&mut self, now: Instant) -> bool {
         self.round.clear();
+        self.refused.clear();
         self.paused.retain(|(_, until)| *until > now);
         (self.last_refused, self.older_allowed) = (false, false);
         self.encoding_refused = false;
@@ -80,22 +89,41 @@ impl Exclusions {
         if once || exclusion == Some(Exclusion::Round) {
             self.round.push(endpoint);
         }
+        if exclusion == Some(Exclusion::Refusal) {
+            self.refused.push(endpoint);
+        }
         if let Some(Exclusion::For(pause)) = exclusion {
             self.paused.retain(|(paused, _)| *paused != endpoint);
             self.paused.push((endpoint, now + pause.min(MAX_RETRY_AFTER)));
         }
     }
 
+    /// The endpoints that have refused the client may be asked again after a pause, if one of them is starting. Returns
+    /// whether one is.
+    pub fn ask_starting_again(&mut self, endpoints: &[EndpointCondition], now: Instant) -> bool {
+        let is_starting =
+            |one: &EndpointCondition| one.is_starting && self.refused.contains(&one.key);
+        let any_starts = endpoints.iter().any(is_starting);
+        if any_starts {
+            let again = self.refused.drain(..).map(|endpoint| (endpoint, now + STARTING_PAUSE));
+            self.paused.extend(again);
+        }
+        any_starts
+    }
+
     /// The endpoints that must not be asked at this time.
     pub fn excluded_at(&self, at: Instant) -> Vec<EndpointKey> {
         let paused = self.paused.iter().filter(|(_, until)| *until > at);
-        self.round.iter().chain(paused.map(|(endpoint, _)| endpoint)).copied().collect()
+        let excluded = self.round.iter().chain(&self.refused);
+        excluded.chain(paused.map(|(endpoint, _)| endpoint)).copied().collect()
     }
 
     /// Which of these endpoints are not excluded from the round.
     pub fn candidates(&self, endpoints: &[EndpointCondition], now: Instant) -> Candidates {
         use EndpointState::{Degraded, Ejected, Leaving, NoH2, Ready, Unverified};
-        let is_left = |one: &&EndpointCondition| !self.round.contains(&one.key);
+        let is_left = |one: &&EndpointCondition| {
+            !self.round.contains(&one.key) && !self.refused.contains(&one.key)
+        };
         let is_usable = |one: &&EndpointCondition| {
             !matches!(one.state, Unverified | Ejected | NoH2 | Leaving) && is_left(one)
         };
@@ -107,6 +135,7 @@ impl Exclusions {
         Candidates {
             any: endpoints.iter().any(|one| is_left(&one)),
             usable: usable().next().is_some(),
+            ready: usable().any(|one| one.state == Ready),
             connected: usable().any(|one| matches!(one.state, Ready | Degraded)),
             retry_after: usable().map(pause).min().unwrap_or_default(),
         }
@@ -144,6 +173,8 @@ mod tests {
             (head(503, u64::MAX), false, (true, false, true, true)),
             (head(503, 0), true, (true, true, true, true)),
             (head(404, 0), true, (true, true, true, true)),
+            (head(401, 0), false, (true, true, true, true)),
+            (head(403, 0), false, (true, true, true, true)),
             (no_head, false, (false, false, false, true)),
             (no_head, true, (false, false, false, true)),
         ] {
@@ -159,6 +190,30 @@ mod tests {
             assert_eq!(found, expected, "{result:?} {once}");
             assert!(!exclusions.excluded_at(soon).contains(&B), "{result:?} {once}");
         }
+    }
+
+    #[test]
+    fn endpoint_that_has_refused_is_asked_again_after_a_pause_if_one_is_starting() {
+        let now = Instant::now();
+        let conditions = |is_starting| {
+            [(A, false), (B, is_starting)].map(|(key, is_starting)| EndpointCondition {
+                key,
+                state: EndpointState::Degraded,
+                probe_fails: false,
+                is_starting,
+            })
+        };
+        let mut exclusions = Exclusions::default();
+        exclusions.record(head(403, 0), Some(A), false, now);
+        assert!(!exclusions.ask_starting_again(&conditions(true), now), "B has not refused");
+        exclusions.record(head(401, 0), Some(B), false, now);
+        assert!(!exclusions.ask_starting_again(&conditions(false), now), "none is starting");
+        assert!(!exclusions.candidates(&conditions(true), now).any);
+        assert!(exclusions.ask_starting_again(&conditions(true), now));
+        assert_eq!(exclusions.excluded_at(now), [A, B]);
+        assert_eq!(exclusions.excluded_at(now + STARTING_PAUSE), []);
+        let candidates = exclusions.candidates(&conditions(true), now);
+        assert_eq!(candidates.retry_after, STARTING_PAUSE);
     }
 
     #[test]
@@ -196,11 +251,13 @@ mod tests {
                 key,
                 state,
                 probe_fails: false,
+                is_starting: false,
             })
         };
         let found = |exclusions: &Exclusions, a, b| {
             let left = exclusions.candidates(&table(a, b), now);
             assert_eq!(left.connected, left.usable && ![a, b].contains(&Connecting), "{a:?} {b:?}");
+            assert_eq!(left.ready, left.usable && [a, b].contains(&Ready), "{a:?} {b:?}");
             (left.any, left.usable, left.retry_after.as_secs())
         };
         let mut exclusions = Exclusions::default();

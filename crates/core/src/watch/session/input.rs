@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use crate::endpoint_condition::EndpointCondition;
 use crate::pool::EndpointKey;
+use crate::request::start_up;
 use crate::watch::codec::event::Event;
 
 /// What the body reports: a frame, the end of a stream or of an attempt, or a reason to end the watch.
@@ -229,6 +230,8 @@ pub enum Exclusion {
     For(Duration),
     /// Until the end of this round.
     Round,
+    /// While another endpoint is ready.
+    Refusal,
 }
 
 impl AttemptResult {
@@ -246,12 +249,18 @@ impl AttemptResult {
         )
     }
 
+    /// Whether the endpoint refuses the client, as one does that has just started ([`crate::request::start_up`]).
+    pub fn is_refusal(self) -> bool {
+        matches!(self, Self::Head { status, .. } if start_up::is_refusal(status))
+    }
+
     /// For how long the endpoint is not asked again, as the table in [`super`] defines it; `None` if every
     /// endpoint would give the same response.
     pub fn exclusion(self) -> Option<Exclusion> {
         match self {
             Self::Head { status: 410, .. } | Self::ErrorEvent => Some(Exclusion::Round),
             _ if self.lacks_encoding() => Some(Exclusion::Round),
+            _ if self.is_refusal() => Some(Exclusion::Refusal),
             Self::Head { status: 429 | 500..=599, retry_after, .. } => {
                 Some(Exclusion::For(retry_after.unwrap_or_default()))
             }
@@ -283,8 +292,8 @@ mod tests {
             (head(201), None),
             (head(301), None),
             (head(400), None),
-            (head(401), None),
-            (head(403), None),
+            (head(401), Some(Exclusion::Refusal)),
+            (head(403), Some(Exclusion::Refusal)),
             (head(404), None),
             (head(406), Some(Exclusion::Round)),
             (head(410), Some(Exclusion::Round)),

@@ -24,7 +24,7 @@ const ALL_LEFT: &[EndpointCondition] = &[is_in(1, Ready), is_in(2, Ready)];
 const NONE_LEFT: &[EndpointCondition] = &[];
 
 const fn is_in(key: usize, state: EndpointState) -> EndpointCondition {
-    EndpointCondition { key: EndpointKey(key), state, probe_fails: false }
+    EndpointCondition { key: EndpointKey(key), state, probe_fails: false, is_starting: false }
 }
 
 type Frame = Option<Event<'static>>;
@@ -465,6 +465,9 @@ fn attempt_result_leads_to_another_attempt_or_to_the_end() {
         AttemptResult::Head { status: 200, same_content_type: false, retry_after: None };
     let ejected = &[is_in(1, Ready), is_in(2, Ejected)];
     let alone = &[is_in(1, Ready)];
+    let starting = |key| EndpointCondition { is_starting: true, ..is_in(key, Degraded) };
+    let later_request =
+        Effect::Request { max_jitter: Duration::ZERO, pause: Duration::from_secs(1) };
     for (result, endpoints, now, effect) in [
         (head(200), NONE_LEFT, later, Effect::None),
         (head(503), ALL_LEFT, start, REQUEST),
@@ -484,7 +487,15 @@ fn attempt_result_leads_to_another_attempt_or_to_the_end() {
         (AttemptResult::ErrorEvent, alone, start, GAVE_UP),
         (unreachable, ALL_LEFT, start, REQUEST),
         (AttemptResult::NoHead { outage: true }, NONE_LEFT, start, Effect::Hold),
-        (head(403), ALL_LEFT, start, GAVE_UP),
+        (head(403), ALL_LEFT, start, REQUEST),
+        (head(401), ALL_LEFT, start, REQUEST),
+        (head(403), ejected, start, GAVE_UP),
+        (head(403), &[is_in(1, Ready), is_in(2, Degraded)], start, GAVE_UP),
+        (head(403), &[starting(1), is_in(2, Degraded)], start, REQUEST),
+        (head(403), &[starting(1)], start, later_request),
+        (head(403), &[starting(1)], later, GAVE_UP),
+        (head(403), &[is_in(1, Ready), starting(2)], start, GAVE_UP),
+        (head(404), ALL_LEFT, start, GAVE_UP),
     ] {
         let mut session = after(&request("5"), vec![event(EventType::Added, "6")], start);
         assert_eq!(lose(&mut session, start), REQUEST);
@@ -505,7 +516,7 @@ fn attempt_result_leads_to_another_attempt_or_to_the_end() {
     let mut session = Session::new(request(""), start);
     assert_eq!(lose(&mut session, start), REQUEST);
     let reset = Effect::End(Ending::Reset, NotResumable::GaveUp);
-    assert_eq!(attempt(&mut session, head(403), ALL_LEFT, start), reset);
+    assert_eq!(attempt(&mut session, head(404), ALL_LEFT, start), reset);
 }
 
 /// Executes the effects of a session in simulated time; attempts have these results. Returns the first effect

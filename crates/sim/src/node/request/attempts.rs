@@ -204,6 +204,7 @@ impl Node {
                 )));
             }
             Effect::AskForOther { budget } => return self.ask_for_other(id, budget),
+            Effect::AskForLongerUp => return self.ask_for_longer_up(id),
             Effect::AskForVersion { may_ask_other } => {
                 let excluded = self.requests.get(&id)?.attempts.excluded();
                 let missed = NotReached {
@@ -242,6 +243,12 @@ impl Node {
             OtherBudget::Rejected => &self.rejected_budget,
         };
         Some(Input::OtherEndpoint { may_be_asked: is_ready && budget.take() })
+    }
+
+    fn ask_for_longer_up(&mut self, id: RequestId) -> Option<AttemptInput> {
+        let refusing = self.requests.get(&id)?.attempts.failure()?.endpoint;
+        let not_asked = self.not_asked_after_refusal(refusing);
+        Some(Input::LongerUp { not_asked: not_asked.filter(|_| self.hedge_budget.take()) })
     }
 
     /// Holds a new watch.

@@ -62,8 +62,11 @@ impl Shell {
     }
 
     fn stage(&mut self) -> Stage {
-        use Stage::{HeadHeld, NoHead, NotReached, NotSent, Rejected, TooOld, Unprocessed};
-        let stages = [NotSent, Unprocessed, TooOld, NotReached, Rejected, NoHead, HeadHeld];
+        use Stage::{
+            HeadHeld, NoHead, NotReached, NotSent, Rejected, Starting, TooOld, Unprocessed,
+        };
+        let stages =
+            [NotSent, Unprocessed, TooOld, NotReached, Rejected, Starting, NoHead, HeadHeld];
         stages[self.rng.usize(..stages.len())]
     }
 
@@ -182,6 +185,9 @@ impl Shell {
             }
             Effect::RecordRejection { .. } => Input::Rejecting(vec![1]),
             Effect::AskForOther { .. } => other(self.rng.u32(..4) > 0),
+            Effect::AskForLongerUp => {
+                Input::LongerUp { not_asked: (self.rng.u32(..4) > 0).then(|| vec![1]) }
+            }
             Effect::AskForVersion { .. } => {
                 use AfterNotReached::{AskAgain, AskOther, Respond, SendOriginal};
                 let answers = [AskAgain, AskOther, SendOriginal, Respond];

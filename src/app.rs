@@ -25,6 +25,7 @@ mod active;
 mod admin_socket;
 mod bind;
 mod control;
+mod descriptors;
 mod drain_signal;
 mod fault_reports;
 mod listener;

@@ -13,10 +13,11 @@ use std::sync::Arc;
 
 use jackstay_core::admission::{DEFAULT_LIMIT, MemoryBudget};
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
-use jackstay_sys::process::{memory_limit, resource_limits};
+use jackstay_sys::process::memory_limit;
 use jackstay_sys::sockets::connector::Connector;
 
 use super::admin_socket::{AdminBind, AdminSocket};
+use super::descriptors::DescriptorShare;
 use super::listener::{BoundListener, ListenerMode};
 use super::sockets::{BoundSocket, NewSockets, SocketBinder};
 use super::start_error::StartError;
@@ -28,9 +29,6 @@ use crate::observe::Metrics;
 use crate::proxy::identity_lane::LaneConnections;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::{self, Credentials, IdentitySlot};
-
-/// Descriptors needed besides those of client connections: for endpoints, files and threads.
-const OTHER_DESCRIPTORS: u64 = 64;
 
 /// The part of the cgroup's limit that clients may use, in percent.
 const CGROUP_PERCENT: u64 = 70;
@@ -189,13 +187,14 @@ impl PreparedConfig {
         let sockets = current.map(ActiveConfig::sockets_by_listener).unwrap_or_default();
         let binder = SocketBinder::new(sockets, inherited, config.workers);
         let sockets = binder.bind(&config.listeners)?;
+        let descriptors = DescriptorShare::of(&config);
         for ((listener, mode), sockets) in config.listeners.iter().zip(modes).zip(sockets) {
             let next = &mut prepared.next;
             let listener = BoundListener {
                 sockets: sockets.iter().map(|socket| (socket.id(), socket.address())).collect(),
                 metrics: metrics.listener(&listener.name),
                 upstream: next.upstream(&listener.upstream)?,
-                config: listener.clone(),
+                config: descriptors.bounded(listener),
                 mode,
                 lane_connections: lane_connections(current, &listener.name),
             };
@@ -353,24 +352,4 @@ pub fn client_memory_limit(config: &Config) -> usize {
             .map_or(DEFAULT_LIMIT as u64, |limit| limit / 100 * CGROUP_PERCENT),
     };
     usize::try_from(bytes).unwrap_or(usize::MAX)
-}
-
-/// Raises the limit on open files as far as the system allows, and warns if it is too low for the
-/// configuration.
-pub fn raise_descriptor_limit(config: &Config) {
-    let limit = match resource_limits::raise_descriptor_limit() {
-        Ok(limit) => limit,
-        Err(error) => return tracing::warn!(%error, "cannot raise the limit on open files"),
-    };
-    // Two for each client connection, since an L4 flow also has a connection to its endpoint.
-    let clients: usize = config.listeners.iter().map(|l| l.limits().max_connections).sum();
-    let needed = 2 * clients as u64 + OTHER_DESCRIPTORS;
-    if limit < needed {
-        tracing::warn!(
-            limit,
-            needed,
-            "too few open files are allowed for limits.max_connections of all listeners: clients \
-             will be refused earlier (systemd: LimitNOFILE=; elsewhere: ulimit -Hn)"
-        );
-    }
 }

@@ -14,6 +14,7 @@ use tokio::runtime::Handle;
 use super::App;
 use super::active::{self, PreparedConfig};
 use super::admin_socket::AdminBind;
+use super::descriptors;
 use super::start_error::StartError;
 use super::takeover::{self, Predecessor, Request};
 use crate::config::Config;
@@ -217,7 +218,7 @@ impl Attempt {
     fn bind(&mut self, admin_may_wait: bool) -> Result<App, StartError> {
         let admin = if admin_may_wait { AdminBind::WhenFree } else { AdminBind::Required };
         let (config, mut inherited) = (&self.config, self.inherited.try_clone()?);
-        active::raise_descriptor_limit(config);
+        descriptors::raise_descriptor_limit(config);
         let metrics = Metrics::new();
         let memory = MemoryBudget::new(active::client_memory_limit(config));
         let sockets = (&mut inherited, admin);

@@ -31,8 +31,9 @@ use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use tracing::dispatcher::{Dispatch, with_default};
 
 use self::tasks::Tasks;
-use super::active::{ActiveConfig, PreparedConfig, client_memory_limit, raise_descriptor_limit};
+use super::active::{ActiveConfig, PreparedConfig, client_memory_limit};
 use super::admin_socket::AdminBind;
+use super::descriptors::raise_descriptor_limit;
 use super::reload::{
     CheckedConfig, ConfigFollower, RETRY, ReloadOutcome, ReloadRequest, ReloadResult, changes,
 };

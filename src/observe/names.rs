@@ -129,7 +129,7 @@ table! {
     MEMORY_LIMIT = Gauge "jackstay_memory_budget_limit_bytes" [] "bytes",
         "Limit of the memory budget (memory_limit).";
     SHED = Counter "jackstay_shed_total" ["reason"] "events",
-        "What was given up because memory or a queue ran short, unproven clients first: idle_connection, stalled_reader, long_running, stream_refused, connection_refused, queue_full.";
+        "What was given up because memory or a queue ran short, unproven clients first: idle_connection, stalled_reader, long_running, stream_refused, connection_refused, queue_full, lingering.";
 
     ENDPOINT_STATE = Gauge "jackstay_endpoint_state" ["upstream", "endpoint", "state"] "endpoints",
         "1 for the current state of the endpoint, 0 for earlier states.";

@@ -22,6 +22,7 @@ mod heartbeat;
 mod http_connection;
 pub mod https_server;
 pub mod identity_lane;
+pub mod lingering;
 pub mod listener_service;
 pub mod passthrough;
 pub mod request_body;

@@ -23,6 +23,10 @@ pub enum Attack {
     IdleAdminConnections,
     IdleTcpConnections,
     IdleTlsConnections,
+    LingeringConnections,
+    LingeringConnectionsFewDescriptors,
+    ReopenedConnections,
+    RejectedConnections,
     ZeroWindowSmall,
     ZeroWindowLarge,
     SlowReaders,
@@ -60,6 +64,10 @@ impl Attack {
         Self::IdleAdminConnections,
         Self::IdleTcpConnections,
         Self::IdleTlsConnections,
+        Self::LingeringConnections,
+        Self::LingeringConnectionsFewDescriptors,
+        Self::ReopenedConnections,
+        Self::RejectedConnections,
         Self::ZeroWindowSmall,
         Self::ZeroWindowLarge,
         Self::SlowReaders,
@@ -93,6 +101,9 @@ impl Attack {
     /// One of each kind, for the short form.
     pub const SHORT: &[Self] = &[
         Self::IdleTlsConnections,
+        Self::LingeringConnectionsFewDescriptors,
+        Self::ReopenedConnections,
+        Self::RejectedConnections,
         Self::ZeroWindowSmall,
         Self::LargeHeaders,
         Self::EndlessBodies,
@@ -114,6 +125,7 @@ impl Attack {
                 | Self::RandomTokensManyConnections
                 | Self::RandomTokenUpgrades
                 | Self::TokensWithSuffix
+                | Self::RejectedConnections
         )
     }
 
@@ -122,11 +134,17 @@ impl Attack {
         if self == Self::IdleFlowsOfManyUsers { 12 } else { 1 }
     }
 
+    /// The limit on descriptors of the proxy, if it is lower than that of this process.
+    pub fn descriptor_limit(self) -> Option<u32> {
+        (self == Self::LingeringConnectionsFewDescriptors).then_some(2_048)
+    }
+
     /// Whether its requests are forwarded, so that the apiservers of the test are busy with them.
     pub fn reaches_apiservers(self) -> bool {
         matches!(
             self,
             Self::IdleTlsConnections
+                | Self::RejectedConnections
                 | Self::ZeroWindowSmall
                 | Self::ZeroWindowLarge
                 | Self::SlowReaders
@@ -154,6 +172,10 @@ impl Attack {
             Self::IdleAdminConnections => "400 idle connections to the admin port",
             Self::IdleTcpConnections => "4,200 idle TCP connections",
             Self::IdleTlsConnections => "4,200 idle TLS connections after one request",
+            Self::LingeringConnections => "12,000 connections that linger",
+            Self::LingeringConnectionsFewDescriptors => "the same with 2,048 descriptors",
+            Self::ReopenedConnections => "2,900 connections, closed and opened again",
+            Self::RejectedConnections => "4,400 connections with garbage tokens",
             Self::ZeroWindowSmall => "zero window, 100 x 1,000 streams, small responses",
             Self::ZeroWindowLarge => "zero window, 4 x 1,000 streams, large responses",
             Self::SlowReaders => "50 x 20 streams that read 1 KiB a second",
@@ -200,6 +222,11 @@ pub fn run(target: &Target) {
                 Attack::IdleAdminConnections => connections::idle_admin(target).await,
                 Attack::IdleTcpConnections => connections::idle_tcp(target).await,
                 Attack::IdleTlsConnections => connections::idle_tls(target).await,
+                Attack::LingeringConnections | Attack::LingeringConnectionsFewDescriptors => {
+                    connections::lingering(target, 12_000).await;
+                }
+                Attack::ReopenedConnections => connections::reopened(target).await,
+                Attack::RejectedConnections => tokens::idle(target, 4400).await,
                 Attack::Handshakes => connections::handshakes(target).await,
                 Attack::ZeroWindowSmall => memory::zero_window(target, 100, 1000, "/version").await,
                 Attack::ZeroWindowLarge => {

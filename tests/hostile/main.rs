@@ -46,7 +46,7 @@ async fn no_attack_fails_a_request_of_an_identity() {
     let mut failed = Vec::new();
     println!("{}", Outcome::HEADER);
     for attack in selected() {
-        let mut rig = Rig::start().await;
+        let mut rig = Rig::start_for(attack).await;
         let outcome = rig.run(attack, duration()).await;
         failed.extend(report(&rig, attack, &outcome));
     }
@@ -71,7 +71,7 @@ const UPSTREAM_CLOSED_AFTER: Duration = Duration::from_secs(330);
 #[ignore = "takes 50 minutes, and needs root"]
 async fn soak_of_all_attacks_leaks_no_memory_and_no_descriptor() {
     let minutes = std::env::var("JACKSTAY_SOAK_MINUTES").map_or(30, |text| text.parse().unwrap());
-    let mut rig = Rig::start().await;
+    let mut rig = Rig::start(None).await;
     let mut failed = Vec::new();
     println!("{}", Outcome::HEADER);
     round_of_all_attacks(&mut rig, &mut failed).await;

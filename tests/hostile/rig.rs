@@ -26,6 +26,8 @@ use crate::support::{CONFIGMAPS, TestCluster, config_map, pause, wait};
 const MEMORY_LIMIT: u64 = 256 << 20;
 /// What the proxy and its sockets may hold: the default of `memory_limit` under that limit.
 const MEMORY_BUDGET: u64 = MEMORY_LIMIT / 10 * 7;
+/// The descriptors for which jackstay checks the limit of the process, with 4,096 connections of one listener.
+const MAX_DESCRIPTORS: usize = 2 * 4_096 + 64;
 /// Long enough for a proxy to start on a slow machine.
 const START: Duration = Duration::from_secs(20);
 /// The client runs this long before and after the attack.
@@ -100,8 +102,13 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// Starts apiservers and proxy, and waits until a request succeeds.
-    pub async fn start() -> Self {
+    /// Starts apiservers and proxy with the limits for this attack, and waits until a request succeeds.
+    pub async fn start_for(attack: Attack) -> Self {
+        Self::start(attack.descriptor_limit()).await
+    }
+
+    /// Starts apiservers and proxy, which may have this limit on descriptors, and waits until a request succeeds.
+    pub async fn start(descriptors: Option<u32>) -> Self {
         let cluster = TestCluster::new(2);
         cluster.state.add_token(VALID_TOKEN, User::new("neighbour", &["devs"]));
         let value = "x".repeat(VALUE);
@@ -124,7 +131,8 @@ impl Rig {
         let cgroup = MemoryCgroup::new(MEMORY_LIMIT);
         let mut command = Command::new("sh");
         let processes = cgroup.as_ref().map_or("/dev/null".into(), MemoryCgroup::processes);
-        command.args(["-c", "echo 0 >\"$0\" && exec \"$@\""]).arg(processes);
+        let limit = descriptors.map_or_else(String::new, |limit| format!("ulimit -n {limit} && "));
+        command.args(["-c", &format!("echo 0 >\"$0\" && {limit}exec \"$@\"")]).arg(processes);
         command.arg(proxy.get_program()).args(proxy.get_args());
         let mut process = Process::spawn(command);
         let credentials = cluster.certs.credentials();
@@ -172,11 +180,12 @@ impl Rig {
         let attackers: Vec<_> = uids.map(|uid| spawn_attacker(&target, uid)).collect();
         let handshakes_before = self.upstream_handshakes();
         let begun = Instant::now();
-        let (mut memory, mut with_sockets) = (0, 0);
+        let (mut memory, mut with_sockets, mut descriptors) = (0, 0, 0);
         while begun.elapsed() < duration {
             let resident = self.resident();
             memory = memory.max(resident);
             with_sockets = with_sockets.max(resident + socket_memory(self.process.pid()));
+            descriptors = descriptors.max(self.descriptors());
             pause(Duration::from_millis(200)).await;
         }
         let handshakes = self.upstream_handshakes() - handshakes_before;
@@ -192,6 +201,7 @@ impl Rig {
             p99_without_proxy,
             memory,
             with_sockets,
+            descriptors,
             killed,
             log_lines: log.lines().count(),
             handshakes_per_second: handshakes as f64 / duration.as_secs_f64(),
@@ -242,6 +252,8 @@ pub struct Outcome {
     memory: u64,
     /// The largest sum of it and of what the kernel holds for the proxy's sockets, in bytes.
     with_sockets: u64,
+    /// The largest number of descriptors, without those of connections to the apiservers.
+    descriptors: usize,
     /// The largest use of the cgroup in bytes.
     peak: u64,
     /// The proxy ended.
@@ -252,7 +264,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    pub const HEADER: &str = "| attack | requests failed | p99 | slowest | new connections failed | slowest | handshakes failed | slowest | /livez failed | resident | with sockets | cgroup | log lines | new tokens failed | slowest | upstream handshakes | p99 without the proxy |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|";
+    pub const HEADER: &str = "| attack | requests failed | p99 | slowest | new connections failed | slowest | handshakes failed | slowest | /livez failed | resident | with sockets | cgroup | descriptors | log lines | new tokens failed | slowest | upstream handshakes | p99 without the proxy |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|";
 
     pub fn row(&self) -> String {
         let Report { requests, connections, handshakes, probes, tokens } = &self.report;
@@ -261,7 +273,7 @@ impl Outcome {
         };
         let ms = |time: Duration| format!("{:.0} ms", time.as_secs_f64() * 1e3);
         format!(
-            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} MiB{} | {} MiB | {} MiB | {} | {} | {} | {:.1}/s | {} |",
+            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} MiB{} | {} MiB | {} MiB | {} | {} | {} | {} | {:.1}/s | {} |",
             self.attack.name(),
             failed(requests),
             ms(requests.quantile(0.99)),
@@ -275,6 +287,7 @@ impl Outcome {
             if self.killed { ", killed" } else { "" },
             self.with_sockets >> 20,
             self.peak >> 20,
+            self.descriptors,
             self.log_lines,
             failed(tokens),
             ms(tokens.quantile(1.0)),
@@ -296,6 +309,9 @@ impl Outcome {
         // On cgroup v1, the memory of sockets does not count.
         if self.with_sockets > MEMORY_BUDGET {
             return Some(format!("{} MiB of memory with sockets", self.with_sockets >> 20));
+        }
+        if self.descriptors > MAX_DESCRIPTORS {
+            return Some(format!("{} descriptors", self.descriptors));
         }
         for (name, results) in [
             ("request", requests),

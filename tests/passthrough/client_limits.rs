@@ -214,7 +214,7 @@ listeners: [{{name: l, mode: passthrough, bind: ['127.0.0.1:0'], upstream: u}}]
 #[tokio::test]
 async fn connection_without_a_descriptor_is_reset_and_other_flows_continue() {
     let mut server = ProbedServer::start(&Certs::new(), &["h2"]).await;
-    let (mut proxy, _dir) = start_with_descriptors(server.address, 110);
+    let (mut proxy, _dir) = start_with_descriptors(server.address, 300);
     let admin = first_address(&proxy.wait_output("the admin endpoint listens").await);
     let listener = first_address(&proxy.wait_output("listening").await);
     let page = async |path: &str| pages::get(admin, path).await.unwrap();

@@ -6,7 +6,7 @@
 //!
 //! | resource | limit and its configuration key | share of a source | what waits, and what jackstay closes |
 //! |---|---|---|---|
-//! | slots ([`connection_slots`]) | connections of a listener (`limits.max_connections`) | fewer than are free, so at most half; an eighth is left to identities, whatever they have already | nothing waits; idle connections without an identity are closed for new ones, flows that have begun are not |
+//! | slots ([`connection_slots`]) | connections of a listener (`limits.max_connections`) | fewer than are free, so at most half; an eighth is left to identities, whatever they have already; fewer if the process may open few descriptors | nothing waits; idle connections without an identity are closed for new ones, flows that have begun are not |
 //! | TLS handshakes ([`handshake_queue`], [`handshake_memory`]) | 128 in progress in the process; 10 s (`limits.handshake_timeout`) | fewer in progress than are free, but always one; 200 a second after a burst of 400 | handshakes wait in turns by source; one in progress for a second is ended for another one of its source |
 //! | certificate chains ([`crate::net::tls::client_chain`]) | 1,024 short ones and 16 long ones wait; 6 certificates, 32 KiB | half of the free places | chains wait in turns by source |
 //! | first request ([`super::http_connection`]) | 10 s (`limits.header_timeout`) | | |
@@ -16,6 +16,7 @@
 //! | streams of a connection ([`super::http_connection`]) | 1,000 (`limits.max_streams`); 250 without an identity | | |
 //! | request heads ([`jackstay_core::request::hygiene`]) | 64 KiB (`limits.max_header_bytes`) | | |
 //! | memory ([`client_memory`], [`flow_memory`], [`tunnel_memory`], [`socket_memory`]) | one account (`memory_limit`), of which a rank has a part ([`jackstay_core::admission::MemoryBudget`]) | as much as it leaves free | idle connections, stalled readers and long-running requests, lower ranks first |
+//! | closed connections that wait for their clients ([`super::lingering`]) | 1,024 of the process, and an eighth of the descriptors; 1 s, and 30 s with bytes that the client has not acknowledged | the source with the most loses its oldest | that one is reset; a connection to which nothing was sent does not wait |
 //! | responses that are not read ([`super::body_progress`]) | 5 min (`limits.stall_timeout`) | | |
 //! | frames ([`crate::net::frame_limiter`]) | budgets by kind | | |
 //!
@@ -44,6 +45,7 @@
 //! | `IdleConnection` | `memory_limit` | `idle, and memory is short` | `jackstay_shed_total`, `idle_connection` | `GoAway` |
 //! | `StalledReader` | `memory_limit` | `the client takes no bytes, and memory is short (memory_limit)` | `jackstay_shed_total`, `stalled_reader` | `ResetStream` |
 //! | `LongRunning` | `memory_limit` | `closed for lack of memory` | `jackstay_shed_total`, `long_running` | `Close` |
+//! | `Lingering` | fixed | `closed connection reset before its client has closed it: too many wait for that` | `jackstay_shed_total`, `lingering` | `Reset` |
 //! | `UnprovenRequests` | fixed | `too many requests with unproven tokens of this client's user or address wait` | `jackstay_shed_total`, `queue_full` | `Status(429)` |
 //! | `UnprovenUpgrades` | fixed | `too many upgrades without a proven token of this client's user or address wait` | `jackstay_shed_total`, `queue_full` | `Status(429)` |
 //! | `CertificateQueue` | fixed | `the client certificate chain is not verified yet: too many others wait for that` | `jackstay_client_verifications_total`, `busy` | `Status(429)` |

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use rcgen::{
     BasicConstraints, CertificateParams, CustomExtension, DistinguishedName, DnType, IsCa, Issuer,
     KeyPair,
@@ -36,6 +37,29 @@ async fn idle(server: SocketAddr) -> io::Result<()> {
     let stream = TcpStream::connect(server).await?;
     drain(stream).await;
     Ok(())
+}
+
+/// Connections that send nothing, and that the client never closes.
+pub async fn lingering(target: &Target, count: usize) {
+    let mut open = Vec::new();
+    while open.len() < count {
+        let connecting = (0..100).map(|_| TcpStream::connect(target.server));
+        open.extend(join_all(connecting).await.into_iter().flatten());
+        pause(Duration::from_millis(5)).await;
+    }
+    pause(target.duration).await;
+}
+
+/// Connections that send nothing and are closed: 18,000 a second, as far as the proxy accepts as many.
+pub async fn reopened(target: &Target) {
+    let server = target.server;
+    repeat(2900, |_| async move {
+        let stream = TcpStream::connect(server).await?;
+        pause(Duration::from_millis(155)).await;
+        drop(stream);
+        Ok(())
+    })
+    .await;
 }
 
 pub async fn idle_tls(target: &Target) {

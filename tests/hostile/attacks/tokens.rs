@@ -23,6 +23,24 @@ pub async fn random(target: &Target, connections: usize) {
     .await;
 }
 
+/// Connections that stay open after a request with a token that the apiservers reject.
+pub async fn idle(target: &Target, connections: usize) {
+    let (server, config) = (target.server, tls_config("h2", None));
+    repeat(connections, |_| {
+        let config = Arc::clone(&config);
+        async move {
+            let mut tls = connect_h2(server, &config, &[]).await?;
+            let token = format!("Bearer {:016x}", fastrand::u64(..));
+            let path = format!("{CONFIGMAPS}?limit=1");
+            tls.write_all(&get(1, &path, &[("authorization", &token)])).await?;
+            tls.flush().await?;
+            drain(tls).await;
+            Ok(())
+        }
+    })
+    .await;
+}
+
 /// kube-apiserver ignores everything after the second field of the header.
 pub async fn suffixes(target: &Target, connections: usize) {
     let (server, config) = (target.server, tls_config("h2", None));

@@ -26,7 +26,8 @@
 //! | 1 | new streams, reset with `REFUSED_STREAM`, which clients may repeat (HTTP/1.1: 429) | `stream_refused` |
 //! | 1 | new connections, closed | `connection_refused` |
 //!
-//! A request that proves nothing and finds the queue of its source full is counted as `queue_full`.
+//! A request that proves nothing and finds the queue of its source full is counted as `queue_full`, a closed connection
+//! that is reset because too many wait for their clients as `lingering`.
 //!
 //! Of proven identities, stalled readers are reset at 7/8 of the limit, and new streams refused at 9/8.
 //!
@@ -238,6 +239,11 @@ pub struct MemoryStatus {
 }
 
 impl SourceMemory {
+    /// The key of the source.
+    pub fn key(&self) -> u128 {
+        self.key
+    }
+
     /// The budget of which this is a part.
     pub fn budget(&self) -> &Arc<MemoryBudget> {
         &self.budget

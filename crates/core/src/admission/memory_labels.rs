@@ -78,17 +78,20 @@ pub enum Shed {
     ConnectionRefused,
     /// A request was refused because too many of its source wait.
     QueueFull,
+    /// A closed connection that waited for its client was reset for another one.
+    Lingering,
 }
 
 impl Shed {
     /// All reasons, in the order in which memory is shed.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::IdleConnection,
         Self::StalledReader,
         Self::LongRunning,
         Self::StreamRefused,
         Self::ConnectionRefused,
         Self::QueueFull,
+        Self::Lingering,
     ];
 
     /// The label value.
@@ -100,6 +103,7 @@ impl Shed {
             Self::StreamRefused => "stream_refused",
             Self::ConnectionRefused => "connection_refused",
             Self::QueueFull => "queue_full",
+            Self::Lingering => "lingering",
         }
     }
 }

@@ -6,6 +6,7 @@ pub mod fair_queue;
 mod holders;
 mod memory_budget;
 mod memory_labels;
+mod places;
 mod refusal;
 pub mod turns;
 
@@ -15,4 +16,5 @@ pub use self::memory_budget::{
     DEFAULT_LIMIT, Level, MemoryBudget, MemoryCharge, MemoryStatus, SourceMemory,
 };
 pub use self::memory_labels::{MemoryKind, Shed};
+pub use self::places::Places;
 pub use self::refusal::{Answer, Counted, Refusal};

@@ -35,6 +35,8 @@ pub enum Refusal {
     StalledReader,
     /// jackstay closes a connection with long-running requests, because memory is short.
     LongRunning,
+    /// Too many closed connections wait until their clients close them, too.
+    Lingering,
     /// Too many requests of the source wait that have proven nothing.
     UnprovenRequests,
     /// The same for upgrades.
@@ -113,7 +115,7 @@ const MEMORY: &[&str] = &["memory_limit"];
 
 impl Refusal {
     /// All refusals, in the order of the table.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::SlotsFull,
         Self::SourceShare,
         Self::NotProven,
@@ -128,6 +130,7 @@ impl Refusal {
         Self::IdleConnection,
         Self::StalledReader,
         Self::LongRunning,
+        Self::Lingering,
         Self::UnprovenRequests,
         Self::UnprovenUpgrades,
         Self::CertificateQueue,
@@ -168,6 +171,10 @@ impl Refusal {
                 MEMORY, "the client takes no bytes, and memory is short (memory_limit)", Counted::Shed(Shed::StalledReader), ResetStream,
             ),
             Self::LongRunning => row(MEMORY, "closed for lack of memory", Counted::Shed(Shed::LongRunning), Close),
+            Self::Lingering => row(
+                &[], "closed connection reset before its client has closed it: too many wait for that",
+                Counted::Shed(Shed::Lingering), Reset,
+            ),
             Self::UnprovenRequests => row(
                 &[], "too many requests with unproven tokens of this client's user or address wait",
                 Counted::Shed(Shed::QueueFull), Status(429),

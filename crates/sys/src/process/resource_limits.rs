@@ -52,6 +52,12 @@ fn reserve(limit: u64) -> u64 {
     (limit / 16).clamp(4, 32)
 }
 
+/// The number of descriptors that connections may use.
+pub fn for_connections() -> usize {
+    let limit = descriptor_limit();
+    usize::try_from(limit.saturating_sub(reserve(limit))).unwrap_or(usize::MAX)
+}
+
 /// Whether a descriptor that was just opened is a reserved one, which a connection may not use. A new
 /// descriptor has the lowest free number (POSIX, open), so all descriptors below it are in use.
 pub fn is_reserved(socket: &impl AsRawFd) -> bool {

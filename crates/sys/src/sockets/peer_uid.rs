@@ -42,7 +42,7 @@ impl PeerUids {
     /// The uid of the process that connected from `peer` to `local`.
     ///
     /// # Errors
-    /// `NotFound` if the other socket is not in this network namespace, or is closed.
+    /// `NotFound` if the other socket is not in this network namespace; `NotConnected` if its process has closed it.
     pub fn get(&self, peer: SocketAddr, local: SocketAddr) -> io::Result<u32> {
         let kernel = netlink::SocketAddrNetlink::new(0, 0);
         sendto(&self.0, &request(peer, local), SendFlags::empty(), &kernel)?;
@@ -87,7 +87,7 @@ fn uid(response: &[u8]) -> io::Result<u32> {
     }
     let number = |offset| u32::from_ne_bytes([0, 1, 2, 3].map(|at| response[offset + at]));
     if number(INODE) == 0 {
-        return Err(io::ErrorKind::NotFound.into());
+        return Err(io::ErrorKind::NotConnected.into());
     }
     Ok(number(UID))
 }
@@ -115,7 +115,7 @@ mod tests {
             // The kernel keeps the closed socket, as one of root, until the other end is closed.
             drop(client);
             let error = uids.get(peer, local).unwrap_err();
-            assert_eq!(error.kind(), io::ErrorKind::NotFound, "{bind}");
+            assert_eq!(error.kind(), io::ErrorKind::NotConnected, "{bind}");
         }
     }
 

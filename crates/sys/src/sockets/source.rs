@@ -2,6 +2,7 @@
 
 use std::cell::OnceCell;
 use std::fmt;
+use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use tokio::net::TcpStream;
@@ -66,23 +67,28 @@ impl fmt::Display for Source {
 pub struct SourceLookup(OnceCell<Option<PeerUids>>);
 
 impl SourceLookup {
-    /// The source of a connection that was accepted from `peer`. A loopback connection whose user cannot be found,
-    /// such as one from another network namespace or one that its client has closed, has its address as source.
-    /// `prefix_v6` is the length of the prefix that the IPv6 addresses of one source have in common.
+    /// The source of a connection that was accepted from `peer`; `None` if its client on this host has closed it already,
+    /// which reads no answer. A loopback connection whose user cannot be found, such as one from another network
+    /// namespace, has its address as source. `prefix_v6` is the length of the prefix that the IPv6 addresses of one
+    /// source have in common.
     pub fn source(&self, stream: &TcpStream, peer: SocketAddr, prefix_v6: u8) -> Option<Source> {
         let local = stream.local_addr().ok()?;
         // Both ends of a connection to an address of this host are in this network namespace.
         let is_local = peer.ip().to_canonical().is_loopback() || peer.ip() == local.ip();
         let uids =
             is_local.then(|| self.0.get_or_init(|| PeerUids::open().ok()).as_ref()).flatten();
-        let uid = uids.and_then(|uids| uids.get(peer, local).ok());
-        Some(uid.map_or_else(|| Source::from_ip(peer.ip(), prefix_v6), Source::User))
+        match uids.map(|uids| uids.get(peer, local)) {
+            Some(Ok(uid)) => Some(Source::User(uid)),
+            Some(Err(error)) if error.kind() == io::ErrorKind::NotConnected => None,
+            Some(Err(_)) | None => Some(Source::from_ip(peer.ip(), prefix_v6)),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tokio::io::AsyncWriteExt;
 
     #[tokio::test]
     async fn loopback_connection_has_the_user_of_the_client() {
@@ -94,6 +100,19 @@ mod tests {
         assert_eq!(source(from), Some(Source::User(uid)));
         let remote = source("[2001:db8::1]:1".parse().unwrap()).unwrap();
         assert_eq!(remote.to_string(), "2001:db8::/64");
+    }
+
+    /// Thousands of connections that were closed while they waited to be accepted must not delay those behind them.
+    #[tokio::test]
+    async fn connection_that_its_client_has_closed_has_no_source() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (accepted, from) = listener.accept().await.unwrap();
+        let source = || SourceLookup::default().source(&accepted, from, 64);
+        client.shutdown().await.unwrap();
+        assert!(source().is_some(), "a client that has sent all still reads the answer");
+        drop(client);
+        assert_eq!(source(), None);
     }
 
     #[test]

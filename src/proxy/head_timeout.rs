@@ -1,4 +1,4 @@
-//! Limits how long an HTTP/1.1 connection waits for a request head.
+//! Limits how long an HTTP/1.1 connection waits for a request head, and charges what it holds of one.
 //!
 //! * Between two requests a connection may be idle for [`IDLE_TIMEOUT`]; before its first request, for
 //!   `limits.header_timeout`.
@@ -11,6 +11,9 @@
 //!
 //! While a sleep exists, hyper has no request: what it writes then is the end of the response before, or its own answer
 //! to a head that it refuses, which [`HeadStream`] replaces ([`super::head_errors`]).
+//!
+//! hyper reads a head into a buffer that it doubles each time that a read fills it. [`HeadMemory`] charges the buffer
+//! beyond its first size until the head is complete, which is then charged as decoded.
 
 use std::io;
 use std::pin::Pin;
@@ -23,6 +26,7 @@ use hyper::rt::{Sleep, Timer};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{self, Instant};
 
+use super::admission::head_memory::HeadMemory;
 use super::head_errors::HeadErrors;
 
 /// How long a connection may be idle between two requests: the `IdleTimeout` of kube-apiserver
@@ -34,12 +38,13 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(90);
 pub fn limit_heads<T>(
     io: T,
     header_timeout: Duration,
+    memory: HeadMemory,
     errors: HeadErrors,
 ) -> (HeadStream<T>, HeadTimer) {
     let head = Head::default();
     let is_first = AtomicBool::new(true);
     (
-        HeadStream { io, head: head.clone(), errors, is_flushed: true },
+        HeadStream { io, head: head.clone(), memory, errors, is_flushed: true },
         HeadTimer { header_timeout, is_first, head },
     )
 }
@@ -151,6 +156,7 @@ impl Future for HeadSleep {
 pub struct HeadStream<T> {
     io: T,
     head: Head,
+    memory: HeadMemory,
     errors: HeadErrors,
     /// Everything that hyper has written was sent.
     is_flushed: bool,
@@ -169,6 +175,11 @@ impl<T: AsyncRead + Unpin> AsyncRead for HeadStream<T> {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        if self.head.is_awaited() {
+            self.memory.charge(buf.remaining())?;
+        } else {
+            self.memory.release();
+        }
         let before = buf.filled().len();
         let result = Pin::new(&mut self.io).poll_read(cx, buf);
         if buf.filled().len() > before {
@@ -245,10 +256,22 @@ mod tests {
 
     use super::*;
     use crate::observe::Metrics;
+    use jackstay_core::admission::MemoryBudget;
+    use jackstay_core::credential_class::ClientRank;
 
     const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
     const GET: &[u8] = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n";
     const POST: &[u8] = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc";
+
+    /// The stream and the timer of a connection that is charged to `budget`.
+    fn limited(
+        io: DuplexStream,
+        budget: &Arc<MemoryBudget>,
+    ) -> (HeadStream<DuplexStream>, HeadTimer) {
+        let memory = HeadMemory::new(budget.source(1), ClientRank::Unproven);
+        let errors = HeadErrors::new(1 << 16, Metrics::new().listener("l"));
+        limit_heads(io, HEADER_TIMEOUT, memory, errors)
+    }
 
     /// Serves a connection, whose responses take `response_time`, while `client` runs. Returns how long after the end of
     /// `client` the connection is closed.
@@ -257,8 +280,7 @@ mod tests {
         F: Future<Output = DuplexStream>,
     {
         let (ours, theirs) = tokio::io::duplex(1 << 16);
-        let errors = HeadErrors::new(1 << 16, Metrics::new().listener("l"));
-        let (stream, timer) = limit_heads(ours, HEADER_TIMEOUT, errors);
+        let (stream, timer) = limited(ours, &MemoryBudget::new(1 << 20));
         let respond = service_fn(async |request: Request<Incoming>| {
             let _body = http_body_util::BodyExt::collect(request.into_body()).await;
             sleep(response_time).await;
@@ -345,5 +367,44 @@ mod tests {
             stream
         });
         assert_eq!(open.await, 90);
+    }
+
+    /// Sends a head with a field of this size, in pieces, and returns what is charged for it when all but its end has
+    /// been read, and after the response.
+    async fn charged_for(size: usize, limit: usize) -> io::Result<(usize, usize)> {
+        let budget = MemoryBudget::new(limit);
+        let (ours, mut theirs) = tokio::io::duplex(1 << 10);
+        let (stream, timer) = limited(ours, &budget);
+        let respond = service_fn(async |_: Request<Incoming>| {
+            Ok::<_, Infallible>(Response::new("ok".to_owned()))
+        });
+        let mut builder = http1::Builder::new();
+        builder.timer(timer).header_read_timeout(HEADER_TIMEOUT).max_buf_size(64 << 10);
+        let connection = builder.serve_connection(TokioIo::new(stream), respond);
+        let client = async {
+            let head = format!("GET / HTTP/1.1\r\nHost: a\r\nX: {}", "x".repeat(size));
+            theirs.write_all(head.as_bytes()).await?;
+            // The last piece is read, too.
+            sleep(Duration::from_millis(10)).await;
+            let reading = budget.used();
+            exchange(&mut theirs, b"\r\n\r\n").await;
+            sleep(Duration::from_millis(10)).await;
+            Ok((reading, budget.used()))
+        };
+        tokio::select! {
+            result = client => result,
+            _ = connection => Err(io::ErrorKind::ConnectionReset.into()),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn large_head_is_charged_until_it_is_complete() {
+        let limit = 1 << 20;
+        assert_eq!(charged_for(100, limit).await.unwrap(), (0, 0));
+        let (reading, after) = charged_for(50_000, limit).await.unwrap();
+        assert!((30_000..=112 << 10).contains(&reading), "{reading}");
+        assert!(after <= 16 << 10, "{after}");
+        let error = charged_for(50_000, 64 << 10).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionReset, "it does not fit");
     }
 }

@@ -188,6 +188,8 @@ impl HttpConnection<'_> {
         let (limits, source) = (&self.service.request_limits, slot.source());
         let (memory, certificate) = (Rc::clone(&client.memory), client.certificate.clone());
         let warn_of_shed = || self.warn_of_shed(&memory, source);
+        let errors = HeadErrors::new(limits.max_header_bytes, Arc::clone(&self.service.metrics));
+        let (stream, timer) = limit_heads(stream, limits.header_timeout, memory.heads(), errors);
         let respond = service_fn(move |request| {
             let (memory, response) = match client.memory.begin(&request) {
                 Some(memory) => (memory, Ok(Rc::clone(&client).serve(request))),
@@ -203,8 +205,6 @@ impl HttpConnection<'_> {
                 Ok::<_, Infallible>(response.map(|body| TrackedBody::new(body, progress, reserve)))
             }
         });
-        let errors = HeadErrors::new(limits.max_header_bytes, Arc::clone(&self.service.metrics));
-        let (stream, timer) = limit_heads(stream, limits.header_timeout, errors);
         let mut builder = http1::Builder::new();
         let connection = builder
             .timer(timer)

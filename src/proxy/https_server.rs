@@ -146,19 +146,23 @@ impl HttpsServer {
         });
     }
 
-    fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
-        let service = self.service.now();
+    fn slot_limit(&self, service: &ListenerService) -> SlotLimit {
         let handed_over = match &self.served {
             ServedClients::Others { handed_over, workers, .. } => {
                 handed_over.get().div_ceil(*workers)
             }
             ServedClients::All | ServedClients::Identities => 0,
         };
-        let limit = SlotLimit {
+        SlotLimit {
             slots: service.limits.max_connections,
             has_identities: !service.credentials.slots.is_empty(),
             handed_over,
-        };
+        }
+    }
+
+    fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
+        let service = self.service.now();
+        let limit = self.slot_limit(&service);
         let prefix = service.limits.source_prefix_v6;
         let Some(slot) = self.admission.admit((&stream, from), prefix, limit) else { return };
         let (this, guard) = (Rc::clone(self), service.metrics.count_connection());
@@ -249,7 +253,9 @@ impl HttpsServer {
                 return None;
             }
         };
-        if slot.must_prove_identity() {
+        // An idle connection may have ended its request since this one was accepted.
+        if slot.must_prove_identity() && !slot.leave_reserve(self.slot_limit(service), clock::now())
+        {
             self.admission.count(Refusal::NotProven);
             if let Accepted::PassedThrough(client, _) = accepted {
                 tcp_options::close_with_reset(client);
@@ -359,14 +365,12 @@ impl HttpsServer {
             .as_ref()
             .is_some_and(|certificate| service.credentials.is_identity(certificate));
         let rank = if is_identity { ClientRank::Identity } else { ClientRank::Unproven };
-        // hyper buffers a whole head on HTTP/1.1.
-        let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
-        let head = if is_http2 { 0 } else { service.request_limits.max_header_bytes as usize };
         let chain = stream.get_ref().1.peer_certificates().unwrap_or_default();
         let chain: usize = chain.iter().map(|certificate| certificate.len()).sum();
         let account = self.admission.memory(slot.source());
         let windows = Windows::of(rank, from.ip());
-        let Some(memory) = ClientMemory::new(account, rank, windows, head + 2 * chain) else {
+        let evict = || slot.evict_idle_of_source(clock::now());
+        let Some(memory) = ClientMemory::new(account, rank, windows, 2 * chain, evict) else {
             return self.admission.report_no_memory(slot.source());
         };
         let socket = stream.get_ref().0.get_ref().get_ref();

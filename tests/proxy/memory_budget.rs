@@ -15,7 +15,8 @@ use crate::support::http2::{
 };
 use crate::support::wire::{self, Wire};
 use crate::support::{
-    CONFIGMAPS, PATIENCE, Proxy, TestCluster, config_map, soon, terminate_mode, until, wait,
+    CONFIGMAPS, PATIENCE, Proxy, TestCluster, config_map, join_all, soon, terminate_mode, until,
+    wait,
 };
 
 /// Streams that a client without an identity may open on a connection.
@@ -177,7 +178,7 @@ async fn until_closed(wire: &mut Wire) -> String {
 
 const GET_VERSION: &[u8] = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n";
 
-/// The limit has space for the connection, 128 KiB of half of 5/8, and for no request.
+/// The limit has space for the connection, 64 KiB of half of 5/8, and for no request, which has 128 KiB more.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn http1_request_without_memory_gets_a_status_and_ends_its_connection() {
     let cluster = TestCluster::new(1);
@@ -196,17 +197,14 @@ async fn http1_request_without_memory_gets_a_status_and_ends_its_connection() {
     until("nothing is held", async || held(&proxy).await + connections(&proxy).await == 0.0).await;
 }
 
-/// The limit has space for the connection and a request. The connection is then more than half of the share.
+/// The limit has space for four connections of the user and a request, 384 KiB of half of 5/8. The connections are then
+/// more than half of that, and three of them are those of an identity, which are not shed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn idle_http1_connection_is_closed_when_memory_is_short() {
     let cluster = TestCluster::new(1);
-    let proxy = cluster
-        .start_with(|config| {
-            config.memory_limit = MemoryLimit::Bytes(1_120 << 10);
-            // An HTTP/1.1 connection is charged with its largest head.
-            terminate_mode(config).limits.requests.max_header_bytes = 128 << 10;
-        })
-        .await;
+    let proxy =
+        cluster.start_with(|config| config.memory_limit = MemoryLimit::Bytes(1_240 << 10)).await;
+    let _identities = join_all((0..3).map(|_| proxy.client())).await;
     let mut wire = http1(&cluster, &proxy).await;
     wire.write_all(GET_VERSION).await.unwrap();
     let limit = Duration::from_secs(30);

@@ -7,7 +7,7 @@ use hyper::body::Incoming;
 use jackstay::config::MemoryLimit;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::identity::User;
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::scripted_peer::{Action, Peers};
 use crate::support::figures::{bound, check_figure};
@@ -91,6 +91,83 @@ async fn watches_of_four_hundred_new_tokens_are_all_served() {
     assert_eq!(moved(&proxy).await, 0);
     assert_eq!(proxy.lost_connections().await, [""; 0]);
     drop(watches);
+}
+
+/// A proxy with the memory of the manifests. Containers that run as root are one source.
+async fn start_with_default_memory(cluster: &TestCluster) -> Proxy {
+    let change = |config: &mut jackstay::config::Config| {
+        without_suspicion(config);
+        config.memory_limit = MemoryLimit::Bytes((256 << 20) / 100 * 70);
+        // 400 handshakes of the clients and of the proxy share the processors of the test.
+        config.listeners[0].limits_mut().handshake_timeout = Duration::from_secs(60);
+    };
+    cluster.start_with(change).await
+}
+
+/// Fails unless all were served at their first attempt.
+async fn check_all_served<T>(proxy: &Proxy, served: Vec<Result<T, String>>) -> Vec<T> {
+    let mut failed = std::collections::BTreeMap::new();
+    for error in served.iter().filter_map(|served| served.as_ref().err()) {
+        *failed.entry(error).or_insert(0) += 1;
+    }
+    let metrics = proxy.page("/metrics").await;
+    let refused = ["jackstay_shed_total", "jackstay_downstream_refused", "jackstay_own_errors"];
+    let refused = metrics.lines().filter(|line| refused.iter().any(|name| line.starts_with(name)));
+    let refused: Vec<_> = refused.filter(|line| !line.ends_with(" 0")).collect();
+    assert!(failed.is_empty(), "{failed:?} {refused:#?}");
+    served.into_iter().filter_map(Result::ok).collect()
+}
+
+/// No client repeats a request.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watches_of_four_hundred_new_tokens_of_one_user_fit_into_the_default_memory() {
+    let cluster = TestCluster::new(1);
+    add_tokens(&cluster, CLIENTS);
+    let proxy = start_with_default_memory(&cluster).await;
+    let path = cluster.watch_path();
+    let watches = (0..CLIENTS).map(|n| {
+        let credentials = cluster.certs.anonymous().token(&format!("token-{n}"));
+        let (proxy, path) = (&proxy, &path);
+        async move {
+            let client = Client::connect(proxy.addr, &credentials).await;
+            let client = client.map_err(|error| format!("connect: {error}"))?;
+            let response = client.send(Method::GET, path, &[], "").await;
+            let response = response.map_err(|error| format!("request: {error}"))?;
+            match response.status() {
+                StatusCode::OK => Ok((client, response)),
+                status => Err(status.to_string()),
+            }
+        }
+    });
+    let _watches = check_all_served(&proxy, join_all(watches).await).await;
+    assert_eq!(cluster.watches(0), CLIENTS as u64);
+}
+
+/// The same with HTTP/1.1, whose heads are read into a buffer of the connection.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watches_of_four_hundred_new_tokens_over_http1_fit_into_the_default_memory() {
+    let cluster = TestCluster::new(1);
+    add_tokens(&cluster, CLIENTS);
+    let proxy = start_with_default_memory(&cluster).await;
+    let (path, tls) = (cluster.watch_path(), wire::connector(&cluster.certs, None, "http/1.1"));
+    let watches = (0..CLIENTS).map(|n| {
+        let (proxy, path, tls) = (&proxy, &path, &tls);
+        async move {
+            let mut wire = wire::handshake(tls, proxy.addr).await.map_err(|e| e.to_string())?;
+            let request = format!(
+                "GET {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer token-{n}\r\n\r\n"
+            );
+            wire.write_all(request.as_bytes()).await.map_err(|e| e.to_string())?;
+            let mut status = [0; 12];
+            wire.read_exact(&mut status).await.map_err(|e| e.to_string())?;
+            match String::from_utf8_lossy(&status).as_ref() {
+                "HTTP/1.1 200" => Ok(wire),
+                other => Err(other.to_owned()),
+            }
+        }
+    });
+    let _watches = check_all_served(&proxy, join_all(watches).await).await;
+    assert_eq!(cluster.watches(0), CLIENTS as u64);
 }
 
 /// Each connection that joins those for proven tokens counts to their limit.

@@ -2,11 +2,11 @@
 //!
 //! | charged | bytes |
 //! |---|---|
-//! | connection | [`CONNECTION_COST`]; on HTTP/1.1 also its largest head |
+//! | connection | [`CONNECTION_COST`]; on HTTP/1.1 also the buffer of a large head while it is read ([`super::head_memory`]) |
 //! | request | [`STREAM_COST`], and its head as decoded, until the last byte of the response is sent |
 //! | head over HTTP/2 that continues in other frames | what the largest one may hold, until it is complete |
 //! | request body | its receive window, up to the window of the connection |
-//! | response | its [`ResponseReserve`] from the begin of the request, and the waiting bytes beyond it |
+//! | response | its [`ResponseReserve`] from the begin of the request, that of a watch for a watch, and the waiting bytes beyond it |
 //! | kernel memory of the socket | see [`super::socket_memory`] |
 //! | held body, watch frames | see [`jackstay_core::admission::ByteBudget`] |
 //!
@@ -28,7 +28,9 @@ use jackstay_core::admission::{
 };
 use jackstay_core::credential_class::ClientRank;
 use jackstay_core::request::hygiene;
+use jackstay_core::request::info::RequestInfo;
 
+use super::head_memory::HeadMemory;
 use super::request_windows::Windows;
 use super::response_reserve::ResponseReserve;
 use super::socket_memory::SocketMemory;
@@ -122,15 +124,20 @@ pub struct ClientMemory {
 }
 
 impl ClientMemory {
-    /// Charges a connection of this source with these windows and `extra` bytes of buffers; `None` if it does not fit.
+    /// Charges a connection of this source with these windows and `extra` bytes of buffers. If it does not fit, `evict`
+    /// is asked to close an idle connection of the source, whose memory is then used twice until it is closed. `None` if
+    /// there is none.
     pub fn new(
         source: Arc<SourceMemory>,
         rank: ClientRank,
         announced: Windows,
         extra: usize,
+        evict: impl FnOnce() -> bool,
     ) -> Option<Rc<Self>> {
-        let bytes = CONNECTION_COST + extra;
-        let connection = source.try_charge(MemoryKind::Connections, bytes, rank);
+        let (kind, bytes) = (MemoryKind::Connections, CONNECTION_COST + extra);
+        let connection = source
+            .try_charge(kind, bytes, rank)
+            .or_else(|| evict().then(|| source.charge(kind, bytes)));
         let Some(connection) = connection else {
             source.budget().count(Refusal::ConnectionMemory);
             return None;
@@ -153,7 +160,9 @@ impl ClientMemory {
     /// The memory of a client on this node without buffers.
     #[cfg(test)]
     pub fn of_local_client(source: Arc<SourceMemory>, rank: ClientRank) -> Option<Rc<Self>> {
-        Self::new(source, rank, Windows::of(rank, std::net::Ipv4Addr::LOCALHOST.into()), 0)
+        Self::new(source, rank, Windows::of(rank, std::net::Ipv4Addr::LOCALHOST.into()), 0, || {
+            false
+        })
     }
 
     /// The windows to announce.
@@ -169,6 +178,11 @@ impl ClientMemory {
     /// What the client has proven, for the sockets that are charged to it.
     pub fn shared_rank(&self) -> Rc<Cell<ClientRank>> {
         Rc::clone(&self.rank)
+    }
+
+    /// The memory of its heads, if it uses HTTP/1.1.
+    pub fn heads(&self) -> HeadMemory {
+        HeadMemory::new(Arc::clone(&self.source), self.rank())
     }
 
     /// Follows what the client has proven in the memory of its socket, and learns there that the connection is shed.
@@ -217,6 +231,7 @@ impl ClientMemory {
         let mut stream = self.begin_uncharged();
         let reserve = match self.rank() {
             ClientRank::Identity => ResponseReserve::default(),
+            _ if RequestInfo::is_watch(request) => ResponseReserve::WATCH,
             ClientRank::Token | ClientRank::Unproven => ResponseReserve::STREAM,
         };
         let fits = stream.try_add_head(STREAM_COST + head_size(request))
@@ -361,15 +376,24 @@ impl StreamMemory {
         fits
     }
 
-    /// Charges what the response may hold, now that its head has arrived. An identity has no reserve for a piece.
+    /// Charges what the response may hold, now that its head has arrived. An identity has no reserve for a piece. What
+    /// is charged for another client does not grow beyond its share: the request was charged for a watch, and the
+    /// response is none.
     pub fn set_reserve(&self, mut reserve: ResponseReserve) {
-        if self.connection.rank() == ClientRank::Identity {
+        let connection = &self.connection;
+        let is_identity = connection.rank() == ClientRank::Identity;
+        if is_identity {
             reserve.piece = 0;
         }
-        let before = self.charged();
-        self.reserve.set(reserve);
-        self.connection.add_response(self.charged());
-        self.connection.remove_response(before);
+        let (before, previous) = (self.charged(), self.reserve.replace(reserve));
+        let after = self.charged();
+        if after <= before {
+            connection.remove_response(before - after);
+        } else if is_identity {
+            connection.add_response(after - before);
+        } else if !connection.try_add(&connection.responses, after - before) {
+            self.reserve.set(previous);
+        }
     }
 
     /// Adds bytes that wait for the client, and charges those beyond the reserve.
@@ -516,7 +540,8 @@ mod tests {
         let budget = MemoryBudget::new(100 * MIB);
         let remote = Windows::of(ClientRank::Token, [192, 0, 2, 1].into());
         assert_eq!(remote.stream, 256 << 10, "as large as that of kube-apiserver");
-        let connection = ClientMemory::new(budget.source(1), ClientRank::Token, remote, 0).unwrap();
+        let connection =
+            ClientMemory::new(budget.source(1), ClientRank::Token, remote, 0, || false).unwrap();
         let post = |length: usize| {
             connection.begin(&Request::post("https://api/x").body("x".repeat(length)).unwrap())
         };
@@ -604,6 +629,63 @@ mod tests {
         other.set_reserve(ResponseReserve { window: FREE, piece: MAX_PIECE });
         assert_eq!(responses(), charged, "an identity has no reserve for a piece");
         stream.remove_waiting(MAX_PIECE);
+    }
+
+    #[test]
+    fn a_watch_is_charged_as_one_before_its_head_arrives() {
+        let (budget, mut watches) = (MemoryBudget::new(256 * MIB / 10 * 7), Vec::new());
+        let watch =
+            || Request::get("https://api/api/v1/pods?watch=true").body(String::new()).unwrap();
+        // Each of a container of one user, whose first request has a token that nothing has proven yet.
+        for n in 0..400 {
+            let client = connection(&budget, ClientRank::Unproven);
+            watches.push(client.begin(&watch()).unwrap_or_else(|| panic!("{n} is refused")));
+        }
+        let responses = budget.used_for(MemoryKind::Responses);
+        assert!(responses <= 400 * (ResponseReserve::WATCH.sum() + STEP), "{responses}");
+        assert_eq!(budget.level(ClientRank::Unproven), Level::Free);
+        for watch in &watches {
+            watch.set_reserve(ResponseReserve::WATCH);
+        }
+        assert_eq!(budget.used_for(MemoryKind::Responses), responses);
+        drop(watches);
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn response_that_is_no_watch_after_all_is_charged_within_the_share() {
+        let budget = MemoryBudget::new(4 * MIB);
+        let client = connection(&budget, ClientRank::Unproven);
+        let watch = Request::get("https://api/api/v1/pods?watch=1").body(String::new()).unwrap();
+        let streams: Vec<_> = std::iter::from_fn(|| client.begin(&watch)).collect();
+        assert!(streams.len() > 30, "{}", streams.len());
+        let full = budget.used();
+        streams[0].set_reserve(ResponseReserve::STREAM);
+        assert_eq!(budget.used(), full, "no room for more");
+        streams[0].set_reserve(ResponseReserve::default());
+        drop(streams);
+        let stream = client.begin(&watch).unwrap();
+        let before = budget.used();
+        stream.set_reserve(ResponseReserve::STREAM);
+        assert!(budget.used() >= before + 90_000);
+        drop((stream, client));
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn connection_beyond_the_share_takes_the_memory_of_one_that_is_evicted() {
+        let budget = MemoryBudget::new(4 * MIB);
+        let new = |evict: bool| {
+            let windows = Windows::of(ClientRank::Unproven, [127, 0, 0, 1].into());
+            ClientMemory::new(budget.source(1), ClientRank::Unproven, windows, 0, || evict)
+        };
+        let mut connections: Vec<_> = std::iter::from_fn(|| new(false)).collect();
+        assert_eq!(budget.shed(Shed::ConnectionRefused), 1);
+        connections.extend(new(true));
+        assert_eq!(connections.len(), 21);
+        assert_eq!(budget.shed(Shed::ConnectionRefused), 1);
+        drop(connections);
+        assert_eq!(budget.used(), 0);
     }
 
     #[test]

@@ -16,8 +16,9 @@
 //! * A connection that is passed through is in use once the first bytes of its client were read to route it, or were
 //!   sent to an endpoint, and is never closed for others. Whether the client continues is known to the endpoint only.
 //! * An eighth of the slots is a reserve, beside those of proven connections. If no connection is idle, a new one gets a
-//!   slot of the reserve, and is closed unless it proves an identity in its handshake. So no connection of the reserve
-//!   is passed through.
+//!   slot of the reserve, and is closed unless it proves an identity in its handshake, or gets a shared slot then, as a
+//!   new connection does. So no connection of the reserve is passed through.
+//! * A connection for which its source has no memory left takes the place of an idle one of its source.
 //!
 //! Only the size of the reserve depends on whether identities are configured. A process that runs as the same
 //! user as the kubelet has the same source: it can fill that source's share with requests in progress, and
@@ -29,8 +30,7 @@ use std::cell::RefCell;
 use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Context, Poll};
-
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use jackstay_core::admission::Refusal;
 use jackstay_core::credential_class::ClientRank;
@@ -70,6 +70,44 @@ pub struct SlotLimit {
     pub handed_over: usize,
 }
 
+/// What the connections of a listener leave free.
+struct FreeSlots {
+    unused: usize,
+    /// Those that are not kept for the reserve.
+    shared: usize,
+    reserve: Reserve,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reserve {
+    HasSlot,
+    InUse,
+}
+
+impl Reserve {
+    /// Age from which a connection without a request may be closed for one of its own source.
+    fn own_grace(self) -> Duration {
+        match self {
+            Self::HasSlot => registry::OWN_GRACE,
+            Self::InUse => registry::GRACE,
+        }
+    }
+}
+
+impl SlotLimit {
+    fn free(self, registry: &Registry) -> FreeSlots {
+        let Self { slots, has_identities, handed_over } = self;
+        let reserve = if has_identities { (slots / RESERVE_DIVISOR).max(MIN_RESERVE) } else { 0 };
+        let reserve = reserve.min(slots / 2);
+        let used = registry.shared + registry.reserved + registry.proven + handed_over;
+        let unused = slots.saturating_sub(used);
+        let shared = unused.saturating_sub(reserve.saturating_sub(registry.reserved));
+        let has_slot = unused > 0 && registry.reserved < reserve;
+        let reserve = if has_slot { Reserve::HasSlot } else { Reserve::InUse };
+        FreeSlots { unused, shared, reserve }
+    }
+}
+
 impl ConnectionSlots {
     /// The number of open connections.
     pub fn open(&self) -> usize {
@@ -95,23 +133,16 @@ impl ConnectionSlots {
         limit: SlotLimit,
         now: Instant,
     ) -> Result<Admitted, Refusal> {
-        let SlotLimit { slots, has_identities, handed_over } = limit;
-        let reserve = if has_identities { (slots / RESERVE_DIVISOR).max(MIN_RESERVE) } else { 0 };
-        let reserve = reserve.min(slots / 2);
         let mut registry = self.registry.borrow_mut();
-        let used = registry.shared + registry.reserved + registry.proven + handed_over;
-        let unused = slots.saturating_sub(used);
-        let free = unused.saturating_sub(reserve.saturating_sub(registry.reserved));
+        let FreeSlots { unused, shared, reserve } = limit.free(&registry);
         let count = registry.sources.count(source);
         let mut evicted = None;
-        let has_reserve = unused > 0 && registry.reserved < reserve;
-        let own_grace = if has_reserve { registry::OWN_GRACE } else { registry::GRACE };
-        let in_reserve = if count < free {
+        let in_reserve = if count < shared {
             false
-        } else if let Some(victim) = registry.evict(source, count, own_grace, now) {
+        } else if let Some(victim) = registry.evict(source, count, reserve.own_grace(), now) {
             evicted = Some(victim.source);
-            victim.in_reserve
-        } else if has_reserve {
+            victim.in_reserve.get()
+        } else if reserve == Reserve::HasSlot {
             true
         } else if unused == 0 {
             return Err(Refusal::SlotsFull);
@@ -140,7 +171,28 @@ impl ConnectionSlot {
 
     /// Whether the connection must be closed unless it proves an identity.
     pub fn must_prove_identity(&self) -> bool {
-        self.entry.in_reserve && self.entry.phase.get() == Phase::Unproven
+        self.entry.in_reserve.get() && self.entry.phase.get() == Phase::Unproven
+    }
+
+    /// Exchanges a slot of the reserve for a shared one, by the rules of a new connection. False if there is none.
+    pub fn leave_reserve(&self, limit: SlotLimit, now: Instant) -> bool {
+        let (source, mut registry) = (self.entry.source, self.slots.registry.borrow_mut());
+        let FreeSlots { shared, reserve, .. } = limit.free(&registry);
+        let count = registry.sources.count(source);
+        let leaves = count.saturating_sub(1) < shared
+            || registry
+                .evict(source, count, reserve.own_grace(), now)
+                .is_some_and(|victim| !victim.in_reserve.get());
+        if leaves && self.entry.in_reserve.replace(false) {
+            registry.reserved -= 1;
+            registry.shared += 1;
+        }
+        leaves
+    }
+
+    /// Evicts an idle connection of the same source, for this one. False if there is none.
+    pub fn evict_idle_of_source(&self, now: Instant) -> bool {
+        self.slots.registry.borrow_mut().evict_idle_of(self.entry.source, now)
     }
 
     /// The client has proven an identity: the connection is not closed for others from now on.

@@ -63,6 +63,7 @@ pub(super) mod connection_slots;
 pub(super) mod flow_memory;
 pub(super) mod handshake_memory;
 pub mod handshake_queue;
+pub(super) mod head_memory;
 pub mod listener_admission;
 pub mod proven_tokens;
 pub(super) mod request_windows;

@@ -17,7 +17,7 @@ use std::borrow::Cow;
 
 use http::request::Parts;
 use http::uri::PathAndQuery;
-use http::{HeaderMap, Method, Version, header};
+use http::{HeaderMap, Method, Request, Uri, Version, header};
 
 use super::hygiene::has_token;
 use super::query;
@@ -168,7 +168,20 @@ pub struct RequestInfo {
 impl RequestInfo {
     /// Reads a request's head.
     pub fn new(parts: &Parts) -> Self {
-        let Parts { method, uri, headers, version, .. } = parts;
+        Self::read(&parts.method, &parts.uri, &parts.headers, parts.version)
+    }
+
+    /// Whether this is the head of a watch over plain HTTP. Reads others only as far as needed.
+    pub fn is_watch<B>(request: &Request<B>) -> bool {
+        let target = request.uri().path_and_query().map_or("", PathAndQuery::as_str);
+        target.contains("watch") && {
+            let (uri, headers) = (request.uri(), request.headers());
+            let info = Self::read(request.method(), uri, headers, request.version());
+            info.kind == RequestKind::Watch
+        }
+    }
+
+    fn read(method: &Method, uri: &Uri, headers: &HeaderMap, version: Version) -> Self {
         let target = uri.path_and_query().cloned();
         let raw = target.as_ref().map_or("", PathAndQuery::path);
         // Go decodes the path before it splits it: `a%2Fb` is two parts. The apiserver answers an invalid
@@ -181,7 +194,7 @@ impl RequestInfo {
             verb: Verb::of_non_resource(method),
             kind: RequestKind::Write,
             is_resource: false,
-            upgrade: is_upgrade(method, headers, *version),
+            upgrade: is_upgrade(method, headers, version),
             target,
             decoded_path,
             group: Span::default(),

@@ -70,7 +70,7 @@ pub(super) struct Entry {
     /// The position in the queue, which may be outdated. A connection with requests may be in the queue or not,
     /// one without always is.
     pub(super) queued: Cell<Option<Key>>,
-    pub(super) in_reserve: bool,
+    pub(super) in_reserve: Cell<bool>,
     pub(super) phase: Cell<Phase>,
     /// Woken when the connection is evicted.
     pub(super) waker: RefCell<Option<Waker>>,
@@ -118,7 +118,7 @@ impl Registry {
             idle_since: Cell::new(now),
             requests: Cell::new(0),
             queued: Cell::new(None),
-            in_reserve,
+            in_reserve: Cell::new(in_reserve),
             phase: Cell::new(Phase::Unproven),
             waker: RefCell::default(),
         });
@@ -159,7 +159,7 @@ impl Registry {
 
     /// No longer counts an unproven connection.
     pub(super) fn remove(&mut self, entry: &Entry) {
-        *self.used(entry.in_reserve) -= 1;
+        *self.used(entry.in_reserve.get()) -= 1;
         self.take_out(entry);
         self.sources.remove(entry.source);
     }
@@ -188,6 +188,11 @@ impl Registry {
         self.evict_of_larger(count, IDLE, now)
             .or_else(|| self.evict_of(newcomer, IDLE, own_grace, now))
             .or_else(|| self.evict_of_larger(count, &[EvictionRank::Handshake], now))
+    }
+
+    /// Evicts an idle connection of this source, if it has one.
+    pub(super) fn evict_idle_of(&mut self, source: Source, now: Instant) -> bool {
+        self.closing < MAX_CLOSING && self.evict_of(source, IDLE, OWN_GRACE, now).is_some()
     }
 
     /// Evicts a connection of the largest source that has more than `count`.

@@ -38,6 +38,17 @@ impl Rig {
         (0..10_000).find(|_| self.open(source, at) != Ok(None)).unwrap()
     }
 
+    /// Opens the connections of the share of a source, at 0 ms. Returns their number.
+    fn fill_share(&mut self, source: Source) -> usize {
+        while self.open(source, 0) == Ok(None) {
+            if self.open.last().unwrap().must_prove_identity() {
+                self.open.pop();
+                break;
+            }
+        }
+        self.open.len()
+    }
+
     /// The connections that were evicted, by the order in which they were opened.
     fn evicted(&self) -> Vec<usize> {
         let phase = |slot: &Rc<ConnectionSlot>| slot.entry.phase.get();
@@ -275,6 +286,51 @@ fn reserve_is_left_to_connections_that_prove_an_identity() {
     // Another source has its share.
     assert_eq!(rig.open(B, 150), Ok(None));
     assert!(!rig.open[42].must_prove_identity());
+}
+
+/// As beside thousands of connections whose requests wait because their tokens are rejected.
+#[test]
+fn connection_of_the_reserve_takes_the_slot_of_one_that_is_idle_after_its_handshake() {
+    let mut rig = Rig::new(64, true);
+    assert_eq!(rig.fill_share(A), 24);
+    let mut requests: Vec<_> = rig.open.iter().map(ConnectionSlot::begin_request).collect();
+    assert_eq!(rig.open(A, 0), Ok(None));
+    let own = Rc::clone(&rig.open[24]);
+    own.handshake_begun(rig.start);
+    own.handshake_complete(rig.start);
+    assert!(own.must_prove_identity());
+    assert!(!own.leave_reserve(rig.limit, rig.start), "all others have requests");
+    requests.remove(3);
+    assert!(own.leave_reserve(rig.limit, rig.start));
+    assert!(!own.must_prove_identity());
+    assert_eq!(rig.evicted(), [3]);
+    // Its slot of the reserve is free again.
+    for n in 0..16 {
+        assert_eq!(rig.open(A, 0), Ok(None), "{n}");
+        assert!(rig.open.last().unwrap().must_prove_identity());
+    }
+    assert_eq!(rig.open(A, 0), Err(Refusal::SourceShare));
+    // Another source has a share of its own.
+    assert_eq!(rig.open(B, 0), Ok(None));
+    drop((own, requests));
+    rig.open.clear();
+    assert_eq!(rig.slots.open(), 0);
+}
+
+#[test]
+fn evict_idle_of_source_leaves_other_sources_and_connections_with_requests() {
+    let mut rig = Rig::new(64, false);
+    for source in [A, A, B] {
+        assert_eq!(rig.open(source, 0), Ok(None));
+    }
+    let later = rig.start + Duration::from_secs(10);
+    let request = rig.open[0].begin_request();
+    drop(rig.open[2].begin_request());
+    rig.open[1].handshake_begun(rig.start);
+    assert!(!rig.open[0].evict_idle_of_source(later));
+    drop(request);
+    assert!(rig.open[1].evict_idle_of_source(later));
+    assert_eq!(rig.evicted(), [0]);
 }
 
 /// Users, each with as many connections as are admitted. Their clients use all of them, as flows do.

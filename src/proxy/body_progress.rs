@@ -31,6 +31,7 @@ use tokio::time::{Sleep, sleep_until};
 use super::admission::client_memory::StreamMemory;
 use super::admission::connection_slots::OpenRequest;
 use super::admission::response_reserve::{MAX_PIECE, ResponseReserve};
+use super::compact::unpinned;
 
 /// How often the rate of a client that does not take everything at once is checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
@@ -40,6 +41,8 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 const MAX_UNTAKEN: usize = 2 * MAX_PIECE;
 /// Bytes that a client has taken of a response when it is known to read it.
 const MUCH: u64 = 1 << 20;
+/// Bytes of memory that a piece takes besides its data while it waits: its frame in the queue of h2, and its handle.
+const PIECE_COST: usize = 256;
 /// Bytes a second below which a client is too slow.
 const MIN_RATE: u64 = 4 << 10;
 
@@ -54,7 +57,7 @@ pub struct BodyProgress {
     waiting: Cell<bool>,
     /// Bytes that are sent.
     taken: Cell<u64>,
-    /// Bytes of pieces that are not sent.
+    /// Bytes of pieces that are not sent, with [`PIECE_COST`] for each.
     unread: Cell<usize>,
     /// The stream's task, if it waits until less is unread.
     body: RefCell<Option<Waker>>,
@@ -137,9 +140,7 @@ impl Buf for TrackedData {
 
 impl Drop for TrackedData {
     fn drop(&mut self) {
-        if !self.data.is_empty() {
-            self.progress.dropped(self.data.len());
-        }
+        self.progress.dropped(self.data.len() + PIECE_COST);
     }
 }
 
@@ -176,7 +177,8 @@ impl<B: Body<Data = Bytes> + Unpin> Body for TrackedBody<B> {
         progress.waiting.set(matches!(result, Poll::Ready(Some(Ok(_)))));
         result.map_ok(|frame| {
             frame.map_data(|data| {
-                progress.returned(data.len());
+                let data = unpinned(data);
+                progress.returned(data.len() + PIECE_COST);
                 TrackedData { data, progress: Rc::clone(progress) }
             })
         })

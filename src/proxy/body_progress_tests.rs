@@ -169,10 +169,12 @@ fn pieces_are_charged_until_they_are_taken_or_dropped() {
     let (mut first, second) = (take().unwrap(), take().unwrap());
     assert!(take().is_none(), "the client must take bytes first");
     assert!(progress.waiting.get());
-    assert_eq!(progress.unread.get(), MAX_PIECE);
-    first.advance(1);
+    assert_eq!(progress.unread.get(), MAX_PIECE + 2 * PIECE_COST);
+    let taken = 2 * PIECE_COST + 1;
+    first.advance(taken);
     let third = take().unwrap();
-    assert_eq!((progress.unread.get(), progress.taken.get()), (MAX_PIECE * 3 / 2 - 1, 1));
+    let unread = MAX_PIECE * 3 / 2 + PIECE_COST - 1;
+    assert_eq!((progress.unread.get(), progress.taken.get()), (unread, taken as u64));
     drop((first, second, third));
     assert_eq!(progress.unread.get(), 0);
     assert_eq!(budget.used_for(MemoryKind::Responses), 0);

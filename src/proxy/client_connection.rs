@@ -35,6 +35,7 @@ use super::admission::connection_slots::ConnectionSlot;
 use super::admission::proven_tokens::LastToken;
 use super::admission::unproven_requests::{ConnectionRecord, UnprovenRequest};
 use super::client_certificate::{ClientCertificate, IdentityProof};
+use super::compact;
 use super::consistent_reads::client::LastClient;
 use super::consistent_reads::{RequestClient, RequestVersions};
 use super::credential_selector::{SelectedCredential, TokenProof};
@@ -216,11 +217,15 @@ impl ClientConnection {
         service: &ListenerService,
         request: Request<Incoming>,
     ) -> (Box<Outcome>, Prepared) {
-        let (parts, body) = request.into_parts();
+        let (mut parts, body) = request.into_parts();
+        let info = RequestInfo::new(&parts);
+        if info.long_running() {
+            compact::own_head(&mut parts);
+        }
         let (metrics, access_log) = (&service.metrics, service.access_log);
         let mut outcome = Box::new(Outcome::begin(metrics, access_log, self.address, &parts));
         outcome.source = self.slot.source();
-        let prepared = self.prepare(service, parts, body, &mut outcome);
+        let prepared = self.prepare(service, (parts, info), body, &mut outcome);
         (outcome, prepared)
     }
 
@@ -228,11 +233,10 @@ impl ClientConnection {
     fn prepare(
         &self,
         service: &ListenerService,
-        mut parts: Parts,
+        (mut parts, info): (Parts, RequestInfo),
         body: Incoming,
         outcome: &mut Outcome,
     ) -> Prepared {
-        let info = RequestInfo::new(&parts);
         outcome.classified(info.verb.as_str(), info.long_running());
 
         hygiene::check_request(&parts)?;

@@ -12,6 +12,7 @@ pub mod client_certificate;
 mod client_connection;
 pub mod client_socket;
 mod client_stream;
+mod compact;
 mod consistent_reads;
 pub mod credential_selector;
 pub mod drain;

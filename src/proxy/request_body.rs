@@ -2,7 +2,7 @@
 //! again.
 //!
 //! The held bytes are limited per request and per process. A body that exceeds a limit is still streamed,
-//! but cannot be sent a second time.
+//! but cannot be sent a second time. Small pieces are copied ([`super::compact`]), so that what is held is what is charged.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -23,8 +23,12 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
+use super::compact::{Compactor, unpinned};
+
 /// Maximum bytes held of one body.
 const MAX_HELD: usize = 3 << 20;
+/// Maximum memory of one held body: [`MAX_HELD`] in pieces that keep the buffers that they were read into.
+const MAX_CHARGED: usize = 2 * MAX_HELD + (256 << 10);
 /// Maximum bytes held of all bodies in the process.
 const MAX_HELD_TOTAL: usize = 32 << 20;
 
@@ -34,8 +38,8 @@ const MAX_DISCARDED: usize = 256 << 10;
 /// How long the rest of such a body may take.
 const MAX_DISCARD_TIME: Duration = Duration::from_secs(1);
 
-/// Bytes that a held piece costs in addition to its data: its handle and its share of a read buffer.
-const PIECE_COST: usize = 64;
+/// Bytes that a held piece costs besides the memory of its data: its handle, in a vector that doubles when it is full.
+const PIECE_COST: usize = 2 * size_of::<Bytes>();
 
 /// The budget that the bodies of all workers share.
 pub fn budget() -> Arc<ByteBudget> {
@@ -72,38 +76,59 @@ impl Drop for UploadTask {
 /// The held part of one body.
 struct HeldBody {
     pieces: RefCell<Vec<Bytes>>,
-    bytes: Cell<usize>,
+    compactor: RefCell<Compactor>,
+    is_http2: bool,
+    /// Bytes of the body in `pieces`.
+    length: Cell<usize>,
+    /// Bytes of memory.
+    charged: Cell<usize>,
     /// Whether `pieces` contains everything read so far, and the next piece will be held too.
     whole: Cell<bool>,
     account: ByteAccount,
 }
 
 impl HeldBody {
-    fn new(account: ByteAccount) -> Self {
-        Self { pieces: RefCell::default(), bytes: Cell::new(0), whole: Cell::new(true), account }
+    fn new(is_http2: bool, account: ByteAccount) -> Self {
+        Self {
+            pieces: RefCell::default(),
+            compactor: RefCell::default(),
+            is_http2,
+            length: Cell::new(0),
+            charged: Cell::new(0),
+            whole: Cell::new(true),
+            account,
+        }
     }
 
-    /// Holds the next piece. Beyond the limits it holds neither this piece nor a later one.
-    fn push(&self, data: &Bytes) {
+    /// Holds the next piece, and returns it as it is held. Beyond the limits it holds neither this piece nor a later one,
+    /// and returns a piece that keeps no large buffer either.
+    fn push(&self, data: Bytes) -> Bytes {
         if !self.whole.get() {
-            return;
+            return unpinned(data);
         }
-        let cost = data.len() + PIECE_COST;
-        let bytes = self.bytes.get() + cost;
+        let mut compactor = self.compactor.borrow_mut();
+        let cost = compactor.cost(&data, self.is_http2) + PIECE_COST;
+        let (length, charged) = (self.length.get() + data.len(), self.charged.get() + cost);
         let fits = self.account.take(cost);
-        self.bytes.set(bytes);
-        if bytes > MAX_HELD || !fits {
+        self.charged.set(charged);
+        if length > MAX_HELD || charged > MAX_CHARGED || !fits {
             self.whole.set(false);
-        } else {
-            self.pieces.borrow_mut().push(data.clone());
+            return unpinned(data);
         }
+        self.length.set(length);
+        let piece = compactor.hold(&data, self.is_http2);
+        self.pieces.borrow_mut().push(piece.clone());
+        piece
     }
 
     fn clear(&self) {
-        self.pieces.borrow_mut().clear();
-        let bytes = self.bytes.replace(0);
-        if bytes > 0 {
-            self.account.release(bytes);
+        // The vector keeps no capacity.
+        self.pieces.take();
+        self.compactor.take();
+        self.length.set(0);
+        let charged = self.charged.replace(0);
+        if charged > 0 {
+            self.account.release(charged);
         }
     }
 }
@@ -137,7 +162,7 @@ impl RequestBody {
         Rc::new(Self {
             incoming: RefCell::new(incoming),
             version,
-            held: HeldBody::new(account),
+            held: HeldBody::new(version == Version::HTTP_2, account),
             end: RefCell::default(),
         })
     }
@@ -230,10 +255,7 @@ impl RequestBody {
             let end = match ready!(Pin::new(&mut *incoming).poll_frame(cx)) {
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(data) if data.is_empty() => continue,
-                    Ok(data) => {
-                        self.held.push(&data);
-                        return Poll::Ready(Ok(data));
-                    }
+                    Ok(data) => return Poll::Ready(Ok(self.held.push(data))),
                     Err(frame) => match frame.into_trailers().map(upstream_trailers) {
                         Ok(None) => End::Aborted,
                         trailers => End::Done(trailers.ok().flatten()),
@@ -318,7 +340,7 @@ mod tests {
     /// Pushes pieces until a limit is reached, and returns the number of held pieces.
     fn fill(body: &HeldBody) -> usize {
         while body.whole.get() {
-            body.push(&PIECE);
+            body.push(PIECE.clone());
         }
         body.pieces.borrow().len()
     }
@@ -328,16 +350,16 @@ mod tests {
         let (account, budget) = (MemoryBudget::new(DEFAULT_LIMIT), budget());
         let charged = || account.used_for(MemoryKind::HeldBodies);
         let memory = account.source(1);
-        let held_body = || HeldBody::new(budget.account(&memory, ClientRank::Identity));
+        let held_body = || HeldBody::new(true, budget.account(&memory, ClientRank::Identity));
         let single = held_body();
-        assert_eq!(fill(&single), 47, "3 MiB, including the cost of each piece");
+        assert_eq!(fill(&single), 48, "3 MiB");
         single.clear();
         assert_eq!(charged(), 0);
         // Bodies just below their own limit nearly use up the shared budget.
         let bodies: Vec<_> = (0..11)
             .map(|_| {
                 let body = held_body();
-                (0..46).for_each(|_| body.push(&PIECE));
+                (0..46).for_each(|_| drop(body.push(PIECE.clone())));
                 assert!(body.whole.get());
                 body
             })
@@ -349,6 +371,51 @@ mod tests {
         drop(bodies);
         assert_eq!((charged(), budget.held()), (0, 0));
         assert_eq!(fill(&single), 0, "a body that has exceeded its limit is never held again");
-        assert_eq!(fill(&held_body()), 47);
+        assert_eq!(fill(&held_body()), 48);
+    }
+
+    #[test]
+    fn held_pieces_keep_their_order_and_bytes_in_any_size() {
+        let budget = budget();
+        let memory = MemoryBudget::new(DEFAULT_LIMIT).source(1);
+        let text: Vec<u8> = (0..200_000_u32).map(|n| (n % 251) as u8).collect();
+        for is_http2 in [true, false] {
+            let body = HeldBody::new(is_http2, budget.account(&memory, ClientRank::Identity));
+            let (mut rest, mut sent) = (Bytes::copy_from_slice(&text), Vec::new());
+            for size in [1, 100, 8_191, 8_192, 1, 1, 16_384, 70_000, 3, usize::MAX] {
+                let piece = rest.split_to(size.min(rest.len()));
+                sent.extend_from_slice(&body.push(piece));
+            }
+            assert_eq!(sent, text);
+            assert_eq!(body.pieces.borrow().concat(), text);
+        }
+    }
+
+    #[test]
+    fn charge_of_small_pieces_covers_their_buffers_and_handles() {
+        let budget = budget();
+        let memory = MemoryBudget::new(DEFAULT_LIMIT).source(1);
+        let body = HeldBody::new(true, budget.account(&memory, ClientRank::Identity));
+        let buffer = Bytes::from(vec![7; 1 << 20]);
+        for at in 0..10_000 {
+            let piece = body.push(buffer.slice(at..=at));
+            assert_ne!(piece.as_ptr(), buffer.slice(at..).as_ptr(), "not copied");
+        }
+        let handles = body.pieces.borrow().capacity() * size_of::<Bytes>();
+        let charged = budget.held();
+        assert!(charged >= 10_000 + handles, "{charged} for 10,000 bytes and handles of {handles}");
+        assert!(charged <= 10_000 * (PIECE_COST + 3), "{charged}");
+        drop(body);
+        assert_eq!(budget.held(), 0);
+    }
+
+    #[test]
+    fn piece_beyond_the_limit_keeps_no_large_buffer() {
+        let budget = budget();
+        let memory = MemoryBudget::new(DEFAULT_LIMIT).source(1);
+        let body = HeldBody::new(true, budget.account(&memory, ClientRank::Identity));
+        fill(&body);
+        let piece = PIECE.slice(..1);
+        assert_ne!(body.push(piece.clone()).as_ptr(), piece.as_ptr());
     }
 }

@@ -12,6 +12,7 @@ mod doctor;
 mod fault_log;
 mod identity_lane;
 mod kubeconfig;
+mod memory_account;
 mod sandbox;
 mod secrets;
 mod takeover;

@@ -160,7 +160,12 @@ impl Relay {
                 effect => {
                     flush(chunk, &mut run, &mut out);
                     let error_event = (effect == Effect::Withhold).then(|| {
-                        if buffered.is_empty() { chunk.slice(at..at + len) } else { buffered }
+                        // Copied, because it may be held for long, and would keep the buffer that it was read into.
+                        if buffered.is_empty() {
+                            Bytes::copy_from_slice(&chunk[at..at + len])
+                        } else {
+                            buffered
+                        }
                     });
                     self.splitter.reset();
                     return PushResult {

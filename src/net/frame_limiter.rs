@@ -9,7 +9,8 @@
 //! As long as a header block is open, the connection may carry no other frame (RFC 9113, 4.3), so the connection
 //! is closed with the same GOAWAY. What it holds until then is charged, since there is no request yet.
 //!
-//! h2 reads as long as the socket has bytes. So that a peer that always has more does not delay the others,
+//! h2 reads as long as the socket has bytes, and a record of TLS can have many frames; the records themselves are counted
+//! by [`jackstay_sys::sockets::read_ahead`]. So that a peer that always has more does not delay the others,
 //! the connection yields to them after a turn: [`CLIENT_TURN`], or [`SERVER_TURN`] if the peer is an apiserver.
 //! It yields before the end of the stream too, so that h2 first processes what was read before it: after a GOAWAY and
 //! the last response h2 closes the connection itself, and no stream is lost with it. An error, such as a TLS alert, is

@@ -47,7 +47,9 @@ pub async fn accept_tls(mut stream: PlainStream, tls: &ServingTls) -> io::Result
         stream.flush().await?;
         return Err(io::Error::new(io::ErrorKind::InvalidData, "HTTP without TLS"));
     }
-    TlsAcceptor::from(tls.config()).accept(stream).await.map(Box::new)
+    let mut stream = Box::new(TlsAcceptor::from(tls.config()).accept(stream).await?);
+    stream.get_mut().0.established();
+    Ok(stream)
 }
 
 /// Whether a connection that starts with these bytes carries an HTTP/1 request without TLS.

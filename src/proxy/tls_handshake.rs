@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use jackstay_core::admission::{MemoryCharge, Refusal};
 use jackstay_sys::clock;
-use jackstay_sys::sockets::read_ahead::ReadAhead;
+use jackstay_sys::sockets::read_ahead::{ReadAhead, Turn};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
@@ -119,7 +119,7 @@ impl TlsHandshake<'_> {
                     return Ok(Established::PassedThrough(client, (Arc::clone(upstream), read)));
                 }
             }
-            let stream = ReadAhead::with_unread(socket, read);
+            let stream = ReadAhead::with_unread(socket, read, Turn::CLIENT);
             accept_tls(stream, self.tls).await.map(Established::Terminated)
         };
         let established = tokio::select! {

@@ -20,7 +20,7 @@ use jackstay_sys::clock;
 use jackstay_sys::process::resource_limits;
 use jackstay_sys::sockets::connector::Connector;
 use jackstay_sys::sockets::cork::{Cork, Uncork, cork};
-use jackstay_sys::sockets::read_ahead::ReadAhead;
+use jackstay_sys::sockets::read_ahead::{ReadAhead, Turn};
 use jackstay_sys::sockets::tracked_stream;
 use jackstay_sys::sockets::tracked_stream::{StreamObserver, TrackedStream};
 use jackstay_sys::utc::wall_clock;
@@ -193,10 +193,11 @@ async fn secure(
     (config, tls): (&Arc<ClientConfig>, &ClientTls),
 ) -> Result<(UpstreamStream, StreamObserver), ConnectFailure> {
     let (stream, observer) = tracked_stream::track(stream);
-    let stream = TlsConnector::from(Arc::clone(config))
-        .connect(endpoint.server_name.clone(), ReadAhead::new(stream))
+    let mut stream = TlsConnector::from(Arc::clone(config))
+        .connect(endpoint.server_name.clone(), ReadAhead::new(stream, Turn::SERVER))
         .await
         .map_err(|error| handshake_failure(address, &error, tls.ca.as_deref()))?;
+    stream.get_mut().0.established();
     Ok((stream, observer))
 }
 

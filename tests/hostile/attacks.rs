@@ -4,6 +4,7 @@ mod connections;
 mod floods;
 mod hellos;
 mod memory;
+mod records;
 mod tokens;
 mod unread;
 
@@ -55,6 +56,8 @@ pub enum Attack {
     IdleFlowsOfManyUsers,
     ShortFlows,
     UnreadFlowsByName,
+    TinyRecords,
+    EmptyRecords,
 }
 
 impl Attack {
@@ -96,6 +99,8 @@ impl Attack {
         Self::IdleFlowsOfManyUsers,
         Self::ShortFlows,
         Self::UnreadFlowsByName,
+        Self::TinyRecords,
+        Self::EmptyRecords,
     ];
 
     /// One of each kind, for the short form.
@@ -115,6 +120,8 @@ impl Attack {
         Self::Handshakes,
         Self::IdleFlowsOfManyUsers,
         Self::ShortFlows,
+        Self::TinyRecords,
+        Self::EmptyRecords,
     ];
 
     /// Whether the attack uses tokens.
@@ -204,6 +211,8 @@ impl Attack {
             Self::IdleFlowsOfManyUsers => "12 users, each with 600 idle flows by server name",
             Self::ShortFlows => "short flows by server name, 50 connections",
             Self::UnreadFlowsByName => "100 flows by server name that stop reading",
+            Self::TinyRecords => "TLS records of one byte, 40 connections",
+            Self::EmptyRecords => "32 empty TLS records before each byte, 100 connections",
         }
     }
 }
@@ -268,6 +277,8 @@ pub fn run(target: &Target) {
                 Attack::UnreadFlowsByName => {
                     unread::flows(target.server, hellos::name(), 100).await;
                 }
+                Attack::TinyRecords => records::of_one_byte(target, 40).await,
+                Attack::EmptyRecords => records::empty(target, 100, 32).await,
             }
         };
         let _ = tokio::time::timeout(target.duration, attack).await;

@@ -50,4 +50,5 @@ pub mod request;
 pub mod restore;
 pub mod takeover;
 pub mod tcp_info;
+pub mod tls_records;
 pub mod watch;

@@ -1,9 +1,6 @@
 //! A TCP stream that counts received bytes and whose `TCP_INFO` stays readable while TLS and HTTP own the
 //! stream.
 //!
-//! A peer that always has more to send does not delay the others on the thread: reading yields to them after
-//! [`TURN_BYTES`].
-//!
 //! The two halves share one descriptor by a reference count within a thread. A duplicate descriptor would cost
 //! one more descriptor for each connection.
 
@@ -20,16 +17,9 @@ use tokio::net::TcpStream;
 
 use super::{tcp_info, tcp_options};
 
-/// Bytes that a connection reads before other tasks run.
-const TURN_BYTES: usize = 128 * 1024;
-
 /// The half that TLS reads and writes.
 #[derive(Debug)]
-pub struct TrackedStream {
-    inner: Rc<Inner>,
-    /// Bytes read since the socket was last empty or the turn ended.
-    turn: usize,
-}
+pub struct TrackedStream(Rc<Inner>);
 
 /// The half that reads the connection's state. The socket stays open until both halves are dropped.
 #[derive(Debug, Clone)]
@@ -44,7 +34,7 @@ struct Inner {
 /// Splits a stream into the half for I/O and the half for its state.
 pub fn track(stream: TcpStream) -> (TrackedStream, StreamObserver) {
     let inner = Rc::new(Inner { stream: RefCell::new(stream), bytes_read: Cell::new(0) });
-    (TrackedStream { inner: Rc::clone(&inner), turn: 0 }, StreamObserver(inner))
+    (TrackedStream(Rc::clone(&inner)), StreamObserver(inner))
 }
 
 impl StreamObserver {
@@ -94,69 +84,27 @@ impl AsRawFd for StreamObserver {
 
 impl AsyncRead for TrackedStream {
     fn poll_read(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.turn >= TURN_BYTES {
-            self.turn = 0;
-            cx.waker().wake_by_ref();
-            return Poll::Pending;
-        }
         let before = buf.filled().len();
         // Unlike `try_read`, `poll_read` treats the socket as empty after a short read, which saves a
         // system call.
-        let result = Pin::new(&mut *self.inner.stream.borrow_mut()).poll_read(cx, buf);
-        if result.is_pending() {
-            self.turn = 0;
-        }
-        ready!(result)?;
+        ready!(Pin::new(&mut *self.0.stream.borrow_mut()).poll_read(cx, buf))?;
         let n = buf.filled().len() - before;
-        self.turn += n;
-        self.inner.bytes_read.set(self.inner.bytes_read.get() + n as u64);
+        self.0.bytes_read.set(self.0.bytes_read.get() + n as u64);
         Poll::Ready(Ok(()))
     }
 }
 
-delegate_async_write!(TrackedStream, |this| &mut *this.inner.stream.borrow_mut());
+delegate_async_write!(TrackedStream, |this| &mut *this.0.stream.borrow_mut());
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;
-
-    #[tokio::test]
-    async fn reading_yields_after_a_turn() {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let (mut peer, _) = listener.accept().await.unwrap();
-        let (mut io, observer) = track(client);
-        let sending = tokio::spawn(async move { peer.write_all(&vec![1; 1 << 20]).await });
-        // Bytes that were read without a pause.
-        let (mut turn, mut longest) = (0, 0);
-        let mut piece = vec![0; 16 << 10];
-        std::future::poll_fn(|cx| {
-            loop {
-                let mut buf = ReadBuf::new(&mut piece);
-                match Pin::new(&mut io).poll_read(cx, &mut buf) {
-                    Poll::Ready(result) => result.unwrap(),
-                    Poll::Pending => {
-                        turn = 0;
-                        return Poll::Pending;
-                    }
-                }
-                turn += buf.filled().len();
-                longest = longest.max(turn);
-                if observer.bytes_read() == 1 << 20 {
-                    return Poll::Ready(());
-                }
-            }
-        })
-        .await;
-        sending.await.unwrap().unwrap();
-        assert!((1..TURN_BYTES + (16 << 10)).contains(&longest), "{longest}");
-    }
 
     #[tokio::test]
     async fn track_counts_received_bytes_and_closes_after_both_halves() {

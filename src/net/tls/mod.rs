@@ -5,6 +5,7 @@
 //! * [`serving`] holds the TLS configuration of a listener; [`client_chain`] verifies the certificate chains
 //!   of its clients.
 //! * [`local_ca`] issues and renews the serving certificate of a local listener.
+//! * [`session_cache`] stores the sessions that clients of a listener can resume.
 //! * [`version_1`] verifies the handshake of a client with an X.509 version 1 certificate; [`tls_error`]
 //!   describes TLS errors in sentences.
 //! * [`key_log`] writes the secrets of sessions, in builds for packet captures.
@@ -19,5 +20,6 @@ pub mod local_ca;
 pub mod no_server_verification;
 pub mod pem_files;
 pub mod serving;
+mod session_cache;
 pub mod tls_error;
 mod version_1;

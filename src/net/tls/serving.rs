@@ -30,7 +30,7 @@ use super::file_error::TlsFileError;
 use super::key_log;
 use super::local_ca::{self, LocalCaError};
 use super::pem_files::{self, LoadedCa, LoadedCert};
-use super::version_1;
+use super::{session_cache, version_1};
 use crate::config::Terminate;
 use crate::net::loaded_files::LoadedFiles;
 
@@ -234,6 +234,7 @@ pub(super) fn server_config(certificate: &LoadedCert, ca: Option<&ClientCa>) -> 
     let mut config = builder.with_cert_resolver(Arc::new(resolver));
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     config.key_log = key_log::key_log();
+    config.session_storage = session_cache::new();
     config
 }
 
@@ -372,6 +373,8 @@ mod tests {
             )
             .unwrap(),
         );
+        // A session of a client with a chain of 16 KiB.
+        assert!(!tls.config().session_storage.put(vec![1], vec![0; 16 << 10]));
         let mut ca_changes = tls.client_ca_changes();
         ca_changes.mark_unchanged();
         let refresh = tls.refresh();

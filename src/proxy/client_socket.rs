@@ -8,7 +8,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use jackstay_core::admission::SourceMemory;
+use jackstay_core::admission::{Refusal, SourceMemory};
 use jackstay_sys::delegate_async_write;
 use jackstay_sys::sockets::tcp_options;
 use jackstay_sys::sockets::tcp_options::{MAX_UNSENT, MAX_UNSENT_OF_FLOW};
@@ -68,12 +68,19 @@ impl ClientSocket {
         Ok(stream)
     }
 
-    /// Takes the socket from the event loop of this thread, so that another thread can [`Self::attach`] it.
+    /// Takes the socket from the event loop of this thread, so that another thread can [`Self::attach`] it. Its memory
+    /// is measured anew there: the bounds for short memory end here, because nothing else would end them.
     ///
     /// # Errors
-    /// The event loop does not return the socket. The connection is then closed.
+    /// The event loop does not return the socket, or the connection must be reset for lack of memory. It is then closed.
     pub fn detach(&mut self) -> io::Result<net::TcpStream> {
-        let (stream, _) = self.stream.take().ok_or(io::ErrorKind::NotConnected)?.into_parts();
+        let (stream, memory) = self.stream.take().ok_or(io::ErrorKind::NotConnected)?.into_parts();
+        if memory.is_shed() {
+            drop(memory);
+            tcp_options::close_with_reset(stream);
+            return Err(io::Error::new(io::ErrorKind::TimedOut, Refusal::StalledReader.reason()));
+        }
+        memory.end_bounds();
         stream.into_std()
     }
 
@@ -110,5 +117,45 @@ impl Drop for ClientSocket {
         if let Some((stream, memory)) = self.stream.take().map(AccountedStream::into_parts) {
             lingering::close(stream, memory);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use jackstay_core::admission::{MemoryBudget, MemoryKind};
+    use jackstay_sys::sockets::tcp_options::MIN_UNSENT;
+    use socket2::SockRef;
+    use tokio::io::AsyncWriteExt;
+    use tokio::net::TcpListener;
+    use tokio::task::{LocalSet, spawn_local};
+
+    use crate::proxy::admission::socket_memory;
+
+    #[tokio::test]
+    async fn move_to_another_thread_ends_the_bounds_for_short_memory() {
+        LocalSet::new()
+            .run_until(async {
+                let _measuring = spawn_local(socket_memory::run());
+                let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+                let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+                let (accepted, _) = listener.accept().await.unwrap();
+                let budget = MemoryBudget::new(1 << 20);
+                let mut ours = ClientSocket::new(accepted, budget.source(1));
+                let unsent = |ours: &mut ClientSocket| {
+                    SockRef::from(ours.stream().get_ref()).tcp_notsent_lowat().unwrap()
+                };
+                // Memory is short, and the socket has unread bytes.
+                let _other = budget.source(1).charge(MemoryKind::Flows, 300 << 10);
+                client.write_all(b"x").await.unwrap();
+                assert!(ours.has_bytes().await.unwrap());
+                while unsent(&mut ours) != MIN_UNSENT {
+                    tokio::task::yield_now().await;
+                }
+                let socket = ours.detach().unwrap();
+                ours.attach(socket).unwrap();
+                assert_eq!(unsent(&mut ours), MAX_UNSENT);
+            })
+            .await;
     }
 }

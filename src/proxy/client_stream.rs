@@ -99,6 +99,11 @@ impl<T> StallTimeout<T> {
         self.inner
     }
 
+    /// Stops the timer, which belongs to this thread. A write that is still blocked starts another one.
+    pub fn stop_timer(&mut self) {
+        self.timer = None;
+    }
+
     /// Removes the limit. A tunnel may carry a terminal whose user reads nothing for hours.
     pub fn disable(&mut self) {
         self.limit = None;

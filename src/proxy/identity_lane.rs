@@ -105,7 +105,9 @@ impl IdentityLane {
         mut stream: ClientStream,
         client: LaneClient,
     ) -> io::Result<Option<ClientStream>> {
-        let socket = stream.get_mut().0.get_mut().get_mut().detach()?;
+        let timeout = stream.get_mut().0.get_mut();
+        timeout.stop_timer();
+        let socket = timeout.get_mut().detach()?;
         let stream = DetachedStream { stream, socket };
         match self.0.send(HandedOver { client, stream }) {
             Ok(()) => Ok(None),

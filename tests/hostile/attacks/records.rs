@@ -20,8 +20,10 @@ use crate::support::http2::{PREFACE, WINDOW_UPDATE, frame, settings};
 const APPLICATION_DATA: u8 = 23;
 /// Bytes of the value that makes a request large.
 const FILLER: usize = 15_000;
-/// Bytes that are written at once.
-const BATCH: usize = 64 << 10;
+/// Bytes of the tag of a record.
+const TAG: usize = 16;
+/// Bytes that are written at once, so that the server always has more to read.
+const BATCH: usize = 1 << 20;
 
 /// Encrypts records of TLS 1.3, also ones that rustls does not send.
 struct Sealer {
@@ -50,18 +52,21 @@ impl Sealer {
 
     /// Appends one record to `out`.
     fn seal(&mut self, content: &[u8], out: &mut Vec<u8>) {
-        let mut payload = [content, &[APPLICATION_DATA]].concat();
-        let length = u16::try_from(payload.len() + 16).unwrap().to_be_bytes();
+        let length = u16::try_from(content.len() + 1 + TAG).unwrap().to_be_bytes();
         let head = [APPLICATION_DATA, 3, 3, length[0], length[1]];
+        out.extend_from_slice(&head);
+        let payload = out.len();
+        out.extend_from_slice(content);
+        out.push(APPLICATION_DATA);
         let mut nonce = self.iv;
         for (byte, sequence) in nonce[4..].iter_mut().zip(self.sequence.to_be_bytes()) {
             *byte ^= sequence;
         }
         self.sequence += 1;
         let nonce = Nonce::assume_unique_for_key(nonce);
-        self.key.seal_in_place_append_tag(nonce, Aad::from(head), &mut payload).unwrap();
-        out.extend_from_slice(&head);
-        out.extend_from_slice(&payload);
+        let aad = Aad::from(head);
+        let tag = self.key.seal_in_place_separate_tag(nonce, aad, &mut out[payload..]).unwrap();
+        out.extend_from_slice(tag.as_ref());
     }
 }
 

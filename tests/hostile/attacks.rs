@@ -168,6 +168,8 @@ impl Attack {
                 | Self::IdleFlowsOfManyUsers
                 | Self::ShortFlows
                 | Self::UnreadFlowsByName
+                | Self::TinyRecords
+                | Self::EmptyRecords
         )
     }
 

@@ -40,7 +40,7 @@ pub struct Turn {
 
 impl Turn {
     /// The turn of a client. A new connection waits for the turns of others several times.
-    pub const CLIENT: Self = Self { bytes: BUFFER_SIZE, records: 64 };
+    pub const CLIENT: Self = Self { bytes: BUFFER_SIZE, records: 32 };
     /// The turn of an apiserver, whose responses are larger than requests.
     pub const SERVER: Self = Self { bytes: 2 * BUFFER_SIZE, records: 256 };
 }

@@ -16,7 +16,7 @@
 //! * [`restore`]: whether etcd was restored from a backup.
 //! * [`lag`], [`kubernetes_version`] and [`kubernetes_features`]: how apiservers of one cluster differ.
 //! * [`receive_windows`]: how much a stream may send ahead; [`http2_frames`]: frame headers in a byte stream;
-//!   [`frame_budgets`]: how many of each type a peer may send.
+//!   [`frame_budgets`]: how many of each type a peer may send; [`tls_records`]: where TLS records end.
 //! * [`admission`]: what clients may take.
 //! * [`drain`]: when listeners, their connections and their watches end.
 //! * [`takeover`]: how a new process takes the place of a running one.

@@ -146,6 +146,16 @@ impl Attack {
         (self == Self::LingeringConnectionsFewDescriptors).then_some(2_048)
     }
 
+    /// Whether it opens connections as fast as the proxy accepts them, so that others wait in the same queue.
+    pub fn fills_accept_queue(self) -> bool {
+        matches!(
+            self,
+            Self::LingeringConnections
+                | Self::LingeringConnectionsFewDescriptors
+                | Self::ReopenedConnections
+        )
+    }
+
     /// Whether its requests are forwarded, so that the apiservers of the test are busy with them.
     pub fn reaches_apiservers(self) -> bool {
         matches!(

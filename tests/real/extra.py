@@ -2,7 +2,7 @@
 
 import time
 
-from rig import EXTRA_ADDRESSES, PORT, Jackstay, wait_for
+from rig import EXTRA_ADDRESSES, PORT, Jackstay, probe_as_admin, wait_for
 from test_jackstay import LoadCase
 
 
@@ -25,8 +25,7 @@ class ExtraCase(LoadCase):
     @classmethod
     def adapt(cls, config):
         if cls.READS_METRICS:
-            cert, key = cls.rig.admin_cert
-            config["upstreams"][0]["health"] = {"readyz": {"cert_file": cert, "key_file": key}}
+            probe_as_admin(cls.rig, config)
 
     @classmethod
     def identities(cls):

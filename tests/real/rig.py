@@ -591,6 +591,12 @@ def yaml(value, indent=0):
     return " " + json.dumps(value if isinstance(value, (list, bool, int, float)) or value is None else str(value))
 
 
+def probe_as_admin(rig, config):
+    """The prober has the certificate of an administrator, because a node may read neither ConfigMaps of others nor /metrics."""
+    cert, key = rig.admin_cert
+    config["upstreams"][0]["health"] = {"readyz": {"cert_file": cert, "key_file": key}}
+
+
 class Jackstay:
     def __init__(self, rig, identities, endpoints=None, adapt=None, log_name="jackstay", port=7443, admin=9643):
         """`adapt` may modify the configuration, a dict, before it is written. The prober has the certificate of a node, as

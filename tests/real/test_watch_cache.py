@@ -4,10 +4,11 @@ import re
 import signal
 import time
 import unittest
+from functools import partial
 
 from cases import RigCase
 from figures import LONG, within
-from rig import ADDRESSES, ADMIN_TOKENS, CACHE, PORT, Apiserver, Jackstay, Process, log, log_lines, sh, wait_for
+from rig import ADDRESSES, ADMIN_TOKENS, CACHE, PORT, Apiserver, Jackstay, Process, log, log_lines, probe_as_admin, sh, wait_for
 from test_jackstay import JackstayCase
 from test_lag import NAMESPACE, Client, Reader, Watcher, Worker, Writer
 
@@ -32,6 +33,13 @@ def own_watches(jackstay, address):
 
 
 class OneResource(JackstayCase, unittest.TestCase):
+    @classmethod
+    def prepare(cls):
+        cls.jackstay = Jackstay(
+            cls.rig, [cls.rig.admin_cert], adapt=partial(probe_as_admin, cls.rig), log_name="jackstay-one-resource", port=7500, admin=9700).start()
+        cls.addClassCleanup(cls.jackstay.stop)
+        cls.server = cls.jackstay.server
+
     def test_watch_cache_of_one_resource_lags(self):
         rig = self.rig
         wait_for("every endpoint to be ready", lambda: states(self.jackstay) == ["ready"] * len(ADDRESSES), 60)
@@ -112,7 +120,8 @@ class OtherEtcd(RigCase, unittest.TestCase):
         writers = [Clock(self, server, interval) for server, interval in zip((rig.server("a"), self.other.server), self.INTERVALS)]
         while writers[0].version < writers[1].version + self.AHEAD:
             writers[0].write()
-        jackstay = Jackstay(rig, [rig.admin_cert], [own, other], log_name="jackstay-two-clusters", port=7499, admin=9699).start()
+        jackstay = Jackstay(
+            rig, [rig.admin_cert], [own, other], partial(probe_as_admin, rig), "jackstay-two-clusters", port=7499, admin=9699).start()
         self.addCleanup(jackstay.stop)
         self.server = jackstay.server
         wait_for("both endpoints to be ready", lambda: states(jackstay) == ["ready"] * 2, 20)

@@ -12,8 +12,6 @@ use serde::Serialize;
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 
-use super::list_source::ListSource;
-
 /// Which capabilities are read, and signals between watches and probers.
 #[derive(Debug, Default)]
 pub struct CapabilityDemand {
@@ -85,8 +83,6 @@ impl CapabilityDemand {
 /// watch keeps the one that has served it.
 #[derive(Debug, Default)]
 pub struct ApiserverProcess {
-    /// Where its most-recent lists come from.
-    pub lists: ListSource,
     known: Mutex<Capabilities>,
     in_doubt: AtomicBool,
 }

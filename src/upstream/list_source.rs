@@ -1,9 +1,13 @@
-//! Whether one process of an apiserver reads most-recent lists from etcd, as its answers have shown.
+//! Whether the apiservers of an upstream read most-recent lists from etcd, as their answers have shown.
 //!
-//! Since Kubernetes 1.31 the cache answers them, unless the feature gate `ConsistentListFromCache` is off (until 1.33) or etcd is older than
-//! 3.5.13 (apiserver, `storage/cacher/delegator/interface.go`, `ConsistentReadSupported`). Then the cache has not reached the
-//! version of such a list, and the next list of any version shows that. A fallback to etcd, after the cache was not fresh for
-//! 3 s, shows the same, so the finding holds for a pause only, which doubles with each finding. It ends with the process.
+//! Since Kubernetes 1.31 the cache answers them, unless the feature gate `ConsistentListFromCache` is off (until 1.33) or
+//! etcd is older than 3.5.13 (apiserver, `storage/cacher/delegator/interface.go`, `ConsistentReadSupported`). Then the cache
+//! has not reached the version of such a list, and the next list of any version shows that. A fallback to etcd, after the
+//! cache was not fresh for 3 s, shows the same, so the finding holds for a pause only, which doubles with each finding.
+//!
+//! It holds for all apiservers, because they share etcd and their gates. If each had to show it, the first list at one that
+//! has not shown it would be a most-recent list, whose version counts at the others, too: none of them would be asked for its
+//! cache as long as the client lists every few seconds.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,7 +19,7 @@ const FIRST: Duration = Duration::from_secs(60);
 /// How long a finding holds at most.
 const LONGEST: Duration = Duration::from_secs(3600);
 
-/// Where most-recent lists of one process come from.
+/// Where the most-recent lists of one upstream come from.
 #[derive(Debug)]
 pub struct ListSource(Mutex<Finding>);
 

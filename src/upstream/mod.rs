@@ -12,7 +12,7 @@
 //! * While the apiservers differ in their version, [`version_preference`] ranks them for each
 //!   request, and the [`canary`] limits what the newest one gets.
 //! * [`compression`] decides whether watches ask for gzip.
-//! * [`restores`] holds whether etcd was restored from a backup, and [`list_source`] whether an apiserver reads
+//! * [`restores`] holds whether etcd was restored from a backup, and [`list_source`] whether the apiservers read
 //!   most-recent lists from it.
 //! * [`capabilities`] holds which parameters of watches an apiserver honours.
 //! * Each upgrade has an HTTP/1.1 connection of its own ([`http1`]).

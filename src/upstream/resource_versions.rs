@@ -16,6 +16,7 @@ use std::time::Instant;
 use jackstay_sys::clock;
 
 use super::endpoint::{Endpoint, EndpointState};
+use super::list_source::ListSource;
 
 /// Maximum number of resources of an upstream. A cluster with many custom resources has some hundred.
 const MAX_RESOURCES: usize = 1024;
@@ -26,6 +27,7 @@ const MAX_ENDPOINTS: usize = 32;
 #[derive(Debug, Default)]
 pub struct ResourceVersions {
     records: Mutex<HashMap<Arc<str>, Arc<ResourceRecord>>>,
+    lists: Arc<ListSource>,
 }
 
 /// The versions of one resource.
@@ -33,6 +35,8 @@ pub struct ResourceVersions {
 pub struct ResourceRecord {
     /// Group and resource, for example `apps/deployments`, or `pods` of the core group.
     pub name: Arc<str>,
+    /// Where the most-recent lists of the upstream come from.
+    pub lists: Arc<ListSource>,
     /// The time from which [`ShownVersion::raised_at`] is counted.
     epoch: Instant,
     endpoints: Mutex<Vec<(Weak<Endpoint>, Arc<ShownVersion>)>>,
@@ -80,6 +84,7 @@ impl ResourceVersions {
         let name: Arc<str> = name.into();
         let record = Arc::new(ResourceRecord {
             name: Arc::clone(&name),
+            lists: Arc::clone(&self.lists),
             epoch: clock::now(),
             endpoints: Mutex::default(),
         });

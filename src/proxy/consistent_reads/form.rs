@@ -8,6 +8,7 @@ use jackstay_core::watch::request::{rewrite, with_query};
 use jackstay_sys::clock;
 
 use crate::upstream::endpoint::Endpoint;
+use crate::upstream::resource_versions::ResourceRecord;
 use crate::upstream::version_floors::{Floor, FloorVersions};
 
 /// What a request asks for or shows.
@@ -185,16 +186,15 @@ pub const LISTS_FROM_CACHE: Option<MinorVersion> = MinorVersion::new(1, 31);
 
 /// Whether the endpoint answers most-recent lists from its cache, as far as its version and its answers show. An unknown
 /// version counts as an older one.
-pub fn is_consistent_from_cache(endpoint: &Endpoint) -> bool {
-    endpoint.minor_version() >= LISTS_FROM_CACHE
-        && !endpoint.process().lists.come_from_etcd(clock::now())
+pub fn is_consistent_from_cache(record: &ResourceRecord, endpoint: &Endpoint) -> bool {
+    endpoint.minor_version() >= LISTS_FROM_CACHE && !record.lists.come_from_etcd(clock::now())
 }
 
 /// Whether a list at this endpoint must not be older than the lists and bookmarks that the client has seen. A server that
 /// reads most-recent lists from etcd has no other way to reach their versions, so it is asked for them only while a cache
 /// may be older than what the client has seen.
 pub fn needs_lists(floor: &Floor, endpoint: &Endpoint) -> bool {
-    is_consistent_from_cache(endpoint)
+    is_consistent_from_cache(&floor.record, endpoint)
         || endpoint.minor_version() >= LISTS_FROM_CACHE && floor.is_progress_recent(clock::now())
 }
 

@@ -33,10 +33,10 @@
 //! cache, which asks etcd for its progress (`ConsistentListFromCache`); that of a GET reads one key of etcd. To an older
 //! server, or one of unknown version, a list goes with the floor of objects, and the version of a list that it read from
 //! etcd is not remembered. A newer one may read a list from etcd as well, with an older etcd, without the feature gate, or
-//! as a fallback. So the version of a most-recent list counts for the next list only. If that was older, the process of the
-//! apiserver reads lists from etcd ([`crate::upstream::list_source`]): the versions of lists and bookmarks then count for a few
-//! seconds only, until the caches of all ready endpoints have the events of that time. Otherwise each list of a client that
-//! has seen a most-recent one would be a most-recent one, which etcd would answer.
+//! as a fallback. So the version of a most-recent list counts for the next list only. If that was older, the apiservers
+//! of the upstream read lists from etcd ([`crate::upstream::list_source`]): the versions of lists and bookmarks then count
+//! for a few seconds only, until the caches of all ready endpoints have the events of that time. Otherwise each list of a
+//! client that has seen a most-recent one would be a most-recent one, which etcd would answer.
 //!
 //! A 504 of that kind, or a list that is older than the floor, is asked of the other ready endpoints. If none has reached
 //! the floor, an etcd was restored from a backup, or the only endpoint that had reached it is gone: the floor is lowered
@@ -228,7 +228,7 @@ impl RequestVersions {
         floor.record.set(&shown, version, clock::now());
         if self.expected_at.borrow().as_ref().is_some_and(|at| Arc::ptr_eq(at, endpoint)) {
             floor.record.forget_list(&shown);
-            endpoint.process().lists.found_in_etcd(clock::now());
+            floor.record.lists.found_in_etcd(clock::now());
         }
         Some(self.missed(version))
     }
@@ -376,7 +376,7 @@ impl VersionLearner {
         let shown = record.shown_by(endpoint);
         if !self.most_recent {
             record.raise(&shown, version, clock::now());
-        } else if self.is_list && is_consistent_from_cache(endpoint) {
+        } else if self.is_list && is_consistent_from_cache(record, endpoint) {
             record.raise_list(&shown, version);
         }
     }

@@ -120,6 +120,7 @@ async fn check_all_served<T>(proxy: &Proxy, served: Vec<Result<T, String>>) -> V
 
 /// No client repeats a request.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+#[ignore = "needs an idle machine: the handshakes of 400 clients at once, beside the limits of one user"]
 async fn watches_of_four_hundred_new_tokens_of_one_user_fit_into_the_default_memory() {
     let cluster = TestCluster::new(1);
     add_tokens(&cluster, CLIENTS);
@@ -145,6 +146,7 @@ async fn watches_of_four_hundred_new_tokens_of_one_user_fit_into_the_default_mem
 
 /// The same with HTTP/1.1, whose heads are read into a buffer of the connection.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+#[ignore = "needs an idle machine: the handshakes of 400 clients at once, beside the limits of one user"]
 async fn watches_of_four_hundred_new_tokens_over_http1_fit_into_the_default_memory() {
     let cluster = TestCluster::new(1);
     add_tokens(&cluster, CLIENTS);

@@ -121,7 +121,7 @@ impl ReadForm {
 
     /// The part of a floor that the cache of an endpoint reaches in time: without reports of etcd's progress, only what
     /// events show. A GET needs no such report.
-    pub fn reachable(self, floor: FloorVersions, follows_etcd: bool) -> FloorVersions {
+    fn reachable(self, floor: FloorVersions, follows_etcd: bool) -> FloorVersions {
         if follows_etcd || self == Self::AnyGet {
             floor
         } else {
@@ -135,16 +135,25 @@ impl ReadForm {
         self.needed(floor) > floor.objects
     }
 
-    /// The head with these versions of the floor for an endpoint that may not have reached them; `None` if the form takes none.
+    /// The part of these versions of the floor that the cache of `endpoint` reaches in time, now.
+    pub fn reachable_at(
+        self,
+        (floor, versions): (&Floor, FloorVersions),
+        endpoint: &Endpoint,
+    ) -> FloorVersions {
+        self.reachable(versions, needs_lists(floor, endpoint))
+    }
+
+    /// The head with the `reachable` versions of the floor for an endpoint that may not have reached them; `None` if the form
+    /// takes none.
     pub fn head(
         self,
         head: &Request<()>,
-        (floor, versions): (&Floor, FloorVersions),
-        endpoint: &Endpoint,
+        reachable: FloorVersions,
+        (endpoint, resource): (&Endpoint, &str),
     ) -> Option<Request<()>> {
-        let versions = self.reachable(versions, needs_lists(floor, endpoint));
-        let keeps_limit = keeps_limit(endpoint, &floor.record.name);
-        let query = self.query(head.uri().query().unwrap_or_default(), versions, keeps_limit)?;
+        let keeps_limit = keeps_limit(endpoint, resource);
+        let query = self.query(head.uri().query().unwrap_or_default(), reachable, keeps_limit)?;
         let mut changed = head.clone();
         *changed.uri_mut() = with_query(head.uri(), &query);
         Some(changed)
@@ -193,7 +202,7 @@ pub fn is_consistent_from_cache(record: &ResourceRecord, endpoint: &Endpoint) ->
 /// Whether a list at this endpoint must not be older than the lists and bookmarks that the client has seen. A server that
 /// reads most-recent lists from etcd has no other way to reach their versions, so it is asked for them only while a cache
 /// may be older than what the client has seen.
-pub fn needs_lists(floor: &Floor, endpoint: &Endpoint) -> bool {
+fn needs_lists(floor: &Floor, endpoint: &Endpoint) -> bool {
     is_consistent_from_cache(&floor.record, endpoint)
         || endpoint.minor_version() >= LISTS_FROM_CACHE && floor.is_progress_recent(clock::now())
 }

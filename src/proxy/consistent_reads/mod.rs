@@ -67,7 +67,7 @@ use jackstay_sys::clock;
 
 use self::body_version::{BodyVersion, ReadProgress};
 use self::client::LastClient;
-use self::form::{LISTS_FROM_CACHE, ReadForm, is_consistent_from_cache, needs_lists};
+use self::form::{LISTS_FROM_CACHE, ReadForm, is_consistent_from_cache};
 use super::credential_selector::SelectedCredential;
 use super::watch::body::WatchVersions;
 use crate::config::ConsistentReads;
@@ -173,8 +173,8 @@ impl RequestVersions {
             self.expected_at.replace(Some(Arc::clone(endpoint)));
             return None;
         }
-        let changed = self.form.head(head, (floor, versions), endpoint)?;
-        let reachable = self.form.reachable(versions, needs_lists(floor, endpoint));
+        let reachable = self.form.reachable_at((floor, versions), endpoint);
+        let changed = self.form.head(head, reachable, (endpoint, &floor.record.name))?;
         if self.form.becomes_most_recent(reachable) {
             self.most_recent.set(true);
         }
@@ -219,7 +219,7 @@ impl RequestVersions {
             return None;
         }
         let version = BodyVersion::of_prefix(head, prefix?)?;
-        let needed = self.form.needed(self.form.reachable(versions, needs_lists(floor, endpoint)));
+        let needed = self.form.needed(self.form.reachable_at((floor, versions), endpoint));
         if version >= needed {
             self.compared.set(Some(version));
             return None;

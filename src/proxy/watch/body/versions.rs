@@ -39,7 +39,8 @@ impl StartFloor {
         if self.floor.record.has_reached(endpoint, self.form.needed(self.versions)) {
             return None;
         }
-        self.form.head(head, (&self.floor, self.versions), endpoint)
+        let reachable = self.form.reachable_at((&self.floor, self.versions), endpoint);
+        self.form.head(head, reachable, (endpoint, &self.floor.record.name))
     }
 }
 

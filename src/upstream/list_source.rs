@@ -3,7 +3,8 @@
 //! Since Kubernetes 1.31 the cache answers them, unless the feature gate `ConsistentListFromCache` is off (until 1.33) or
 //! etcd is older than 3.5.13 (apiserver, `storage/cacher/delegator/interface.go`, `ConsistentReadSupported`). Then the cache
 //! has not reached the version of such a list, and the next list of any version shows that. A fallback to etcd, after the
-//! cache was not fresh for 3 s, shows the same, so the finding holds for a pause only, which doubles with each finding.
+//! cache was not fresh for 3 s, shows the same, so the finding holds for a pause only, which doubles with each new finding.
+//! Meanwhile, each list from a cache that is older than a most-recent one of the same endpoint before confirms it.
 //!
 //! It holds for all apiservers, because they share etcd and their gates. If each had to show it, the first list at one that
 //! has not shown it would be a most-recent list, whose version counts at the others, too: none of them would be asked for its
@@ -36,12 +37,12 @@ impl Default for ListSource {
 }
 
 impl ListSource {
-    /// The cache was older than a most-recent list.
+    /// The cache was older than a most-recent list of the same endpoint before.
     pub fn found_in_etcd(&self, now: Instant) {
         let mut finding = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if finding.end.is_none_or(|end| now >= end) {
-            finding.end = Some(now + finding.backoff.failed());
-        }
+        let holds = finding.end.is_some_and(|end| now < end);
+        let pause = if holds { finding.backoff.pause() } else { finding.backoff.failed() };
+        finding.end = finding.end.max(Some(now + pause));
     }
 
     /// Whether such lists count as read from etcd.
@@ -61,10 +62,13 @@ mod tests {
         let second = Duration::from_secs(1);
         assert!(!source.come_from_etcd(start));
         source.found_in_etcd(start);
-        // Requests that were sent at the same time find the same.
-        source.found_in_etcd(start + FIRST / 2);
+        // Requests that were sent at the same time find the same, and later ones confirm it.
+        source.found_in_etcd(start);
         assert!(source.come_from_etcd(start + FIRST.saturating_sub(second)));
-        let again = start + FIRST;
+        assert!(!source.come_from_etcd(start + FIRST));
+        source.found_in_etcd(start + FIRST / 2);
+        let again = start + FIRST / 2 + FIRST;
+        assert!(source.come_from_etcd(again.checked_sub(second).unwrap()));
         assert!(!source.come_from_etcd(again));
         source.found_in_etcd(again);
         assert!(source.come_from_etcd(again + (2 * FIRST).saturating_sub(second)));

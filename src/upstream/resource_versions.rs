@@ -141,20 +141,18 @@ impl ResourceRecord {
 
     /// Whether the cache of `endpoint` is known to have reached `version`.
     pub fn has_reached(&self, endpoint: &Arc<Endpoint>, version: u64) -> bool {
-        self.shows(endpoint, |shown| shown.version() >= version)
+        self.of(endpoint, |shown| shown.version() >= version).unwrap_or(false)
     }
 
-    /// Whether lists of `endpoint` are expected to show `version`.
-    pub fn lists_have_reached(&self, endpoint: &Arc<Endpoint>, version: u64) -> bool {
-        self.shows(endpoint, |shown| {
-            shown.version().max(shown.list.load(Ordering::Relaxed)) >= version
-        })
+    /// The highest version of a most-recent list of `endpoint`; 0 if there was none.
+    pub fn list_of(&self, endpoint: &Arc<Endpoint>) -> u64 {
+        self.of(endpoint, |shown| shown.list.load(Ordering::Relaxed)).unwrap_or(0)
     }
 
-    fn shows(&self, endpoint: &Arc<Endpoint>, test: impl FnOnce(&ShownVersion) -> bool) -> bool {
+    fn of<T>(&self, endpoint: &Arc<Endpoint>, read: impl FnOnce(&ShownVersion) -> T) -> Option<T> {
         let endpoints = self.endpoints();
-        let shown = endpoints.iter().find(|(known, _)| is(known, endpoint));
-        shown.is_some_and(|(_, shown)| test(shown))
+        let (_, shown) = endpoints.iter().find(|(known, _)| is(known, endpoint))?;
+        Some(read(shown))
     }
 
     /// Whether a watch of the resource is open on `endpoint`.
@@ -206,11 +204,6 @@ impl ResourceRecord {
         shown.list.fetch_max(version, Ordering::Relaxed);
     }
 
-    /// Records that the cache was older than a most-recent list.
-    pub fn forget_list(&self, shown: &ShownVersion) {
-        shown.list.store(0, Ordering::Relaxed);
-    }
-
     /// Records the version of an event that a watch has received.
     pub fn raise_event(&self, shown: &ShownVersion, version: u64) {
         if shown.event.load(Ordering::Relaxed) < version {
@@ -226,11 +219,10 @@ impl ResourceRecord {
     }
 
     fn forget(&self, endpoint: &Arc<Endpoint>) {
-        self.shows(endpoint, |shown| {
+        self.of(endpoint, |shown| {
             for part in [&shown.version, &shown.list, &shown.event] {
                 part.store(0, Ordering::Relaxed);
             }
-            true
         });
     }
 
@@ -307,13 +299,11 @@ mod tests {
         assert!(record.has_watch(&a) && !record.has_watch(&b));
         record.set(&shown, 5, start);
         assert!(record.has_reached(&a, 5) && !record.has_reached(&a, 6));
+        assert_eq!((record.list_of(&a), record.list_of(&b)), (0, 0));
         record.raise_list(&shown, 8);
-        assert!(record.lists_have_reached(&a, 8) && !record.has_reached(&a, 8));
+        assert_eq!((record.list_of(&a), record.has_reached(&a, 8)), (8, false));
         record.set(&shown, 5, start);
-        assert!(!record.lists_have_reached(&a, 8));
-        record.raise_list(&shown, 8);
-        record.forget_list(&shown);
-        assert!(record.lists_have_reached(&a, 5) && !record.lists_have_reached(&a, 8));
+        assert_eq!(record.list_of(&a), 5);
     }
 
     #[test]

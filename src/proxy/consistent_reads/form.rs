@@ -11,6 +11,36 @@ use crate::upstream::endpoint::Endpoint;
 use crate::upstream::resource_versions::ResourceRecord;
 use crate::upstream::version_floors::{Floor, FloorVersions};
 
+/// What a read with a floor asks of an endpoint that may not have reached it. The later ones say less about its cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Asked {
+    /// A state of the cache that is not older than this version; any state if it is 0.
+    NotOlderThan(u64),
+    /// The most recent state, which cannot be older than this version.
+    MostRecent(u64),
+    /// The state at this version.
+    Exact(u64),
+}
+
+impl Asked {
+    /// No answer is older than this version.
+    pub fn version(self) -> u64 {
+        let (Self::NotOlderThan(version) | Self::MostRecent(version) | Self::Exact(version)) = self;
+        version
+    }
+}
+
+/// Where the most-recent lists of an endpoint come from, as far as it is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ListOrigin {
+    /// Its cache.
+    Cache,
+    /// etcd, and the caches of ready endpoints may not have the events of what the client has seen.
+    EtcdLately,
+    /// etcd.
+    Etcd,
+}
+
 /// What a request asks for or shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReadForm {
@@ -30,7 +60,9 @@ pub enum ReadForm {
     GetNotOlderThan,
     /// A watch from a version.
     WatchFrom,
-    /// A LIST of the most recent version, of an exact one, or a later page.
+    /// A LIST of the most recent version.
+    MostRecentList,
+    /// A LIST of an exact version, or a later page.
     OtherList,
     /// A GET of the most recent version.
     MostRecentGet,
@@ -45,11 +77,13 @@ impl ReadForm {
     pub fn of(info: &RequestInfo) -> Option<Self> {
         use ReadForm::{
             AnyGet, AnyList, AnyWatch, AnyWatchList, GetNotOlderThan, ListNotOlderThan,
-            MostRecentGet, MostRecentWatch, OtherList, WatchFrom, Write,
+            MostRecentGet, MostRecentList, MostRecentWatch, OtherList, WatchFrom, Write,
         };
         let query = info.query();
         let is_any = || first_value(query, "resourceVersion").is_some_and(|text| text == "0");
         let is_number = || version(info).is_some();
+        let has_no_version =
+            || first_value(query, "resourceVersion").is_none_or(|text| text.is_empty());
         Some(match (info.kind, info.verb) {
             (RequestKind::Read, Verb::Get) if is_any() => AnyGet,
             (RequestKind::Read, Verb::Get) if is_number() => GetNotOlderThan,
@@ -64,6 +98,7 @@ impl ReadForm {
                     (true, _) if is_any() => AnyList,
                     // Without a match, a limit makes it a list of exactly this version.
                     (true, has_match) if is_number() && (has_match || !limited) => ListNotOlderThan,
+                    (true, false) if has_no_version() => MostRecentList,
                     _ => OtherList,
                 }
             }
@@ -94,7 +129,10 @@ impl ReadForm {
 
     /// Whether it is a LIST.
     pub fn is_list(self) -> bool {
-        matches!(self, Self::AnyList | Self::ListNotOlderThan | Self::OtherList)
+        matches!(
+            self,
+            Self::AnyList | Self::ListNotOlderThan | Self::MostRecentList | Self::OtherList
+        )
     }
 
     /// Whether the body of a response, and not the events of a watch, shows a version.
@@ -119,41 +157,35 @@ impl ReadForm {
         if self == Self::AnyGet { floor.objects.max(floor.lists) } else { floor.highest() }
     }
 
-    /// The part of a floor that the cache of an endpoint reaches in time: without reports of etcd's progress, only what
-    /// events show. A GET needs no such report.
-    fn reachable(self, floor: FloorVersions, follows_etcd: bool) -> FloorVersions {
-        if follows_etcd || self == Self::AnyGet {
-            floor
-        } else {
-            FloorVersions { lists: 0, bookmarks: 0, ..floor }
+    /// What is asked of `endpoint` now, if it may not have reached these versions of the floor.
+    pub fn asked(self, (floor, versions): (&Floor, FloorVersions), endpoint: &Endpoint) -> Asked {
+        self.asked_of(versions, list_origin(floor, endpoint))
+    }
+
+    /// A cache reaches the version of an object by an event, but that of a list or a bookmark perhaps only later. A GET reads
+    /// one key of etcd then. A list that read the most recent state from etcd would raise the floor, and so the next one would
+    /// have to do the same.
+    fn asked_of(self, floor: FloorVersions, lists: ListOrigin) -> Asked {
+        let needed = self.needed(floor);
+        match (self, lists) {
+            _ if needed <= floor.objects => Asked::NotOlderThan(needed),
+            (Self::AnyList, ListOrigin::EtcdLately) => Asked::Exact(needed),
+            (Self::AnyList | Self::AnyWatchList, ListOrigin::Etcd) => {
+                Asked::NotOlderThan(floor.objects)
+            }
+            _ => Asked::MostRecent(needed),
         }
     }
 
-    /// Whether the request goes without a version, as a most-recent read: a cache reaches the version of an object by an
-    /// event, but that of a list or a bookmark perhaps only later.
-    pub fn becomes_most_recent(self, floor: FloorVersions) -> bool {
-        self.needed(floor) > floor.objects
-    }
-
-    /// The part of these versions of the floor that the cache of `endpoint` reaches in time, now.
-    pub fn reachable_at(
-        self,
-        (floor, versions): (&Floor, FloorVersions),
-        endpoint: &Endpoint,
-    ) -> FloorVersions {
-        self.reachable(versions, needs_lists(floor, endpoint))
-    }
-
-    /// The head with the `reachable` versions of the floor for an endpoint that may not have reached them; `None` if the form
-    /// takes none.
+    /// The head that asks for this of an endpoint with this resource; `None` if the request needs no change.
     pub fn head(
         self,
         head: &Request<()>,
-        reachable: FloorVersions,
+        asked: Asked,
         (endpoint, resource): (&Endpoint, &str),
     ) -> Option<Request<()>> {
         let keeps_limit = keeps_limit(endpoint, resource);
-        let query = self.query(head.uri().query().unwrap_or_default(), reachable, keeps_limit)?;
+        let query = self.query(head.uri().query().unwrap_or_default(), asked, keeps_limit)?;
         let mut changed = head.clone();
         *changed.uri_mut() = with_query(head.uri(), &query);
         Some(changed)
@@ -161,25 +193,28 @@ impl ReadForm {
 
     /// The query with the floor; `None` if the form takes none. Without `keeps_limit` a list loses its limit, which would make
     /// the server read it from etcd.
-    fn query(self, query: &str, floor: FloorVersions, keeps_limit: bool) -> Option<String> {
-        let version = self.needed(floor);
-        if version == 0 {
-            return None;
-        }
-        let version = version.to_string();
+    fn query(self, query: &str, asked: Asked, keeps_limit: bool) -> Option<String> {
+        let version = asked.version().to_string();
         let version = Some(version.as_str());
-        let most_recent = self.becomes_most_recent(floor);
-        let mut changes: &[(&str, Option<&str>)] = match self {
-            Self::AnyList if most_recent => {
-                &[("resourceVersion", None), ("resourceVersionMatch", None), ("limit", None)]
-            }
-            Self::AnyList => &[
+        let mut changes: &[(&str, Option<&str>)] = match (self, asked) {
+            (_, Asked::NotOlderThan(0)) => return None,
+            (Self::AnyList, Asked::NotOlderThan(_)) => &[
                 ("resourceVersion", version),
                 ("resourceVersionMatch", Some("NotOlderThan")),
                 ("limit", None),
             ],
-            Self::AnyGet | Self::AnyWatchList if most_recent => &[("resourceVersion", None)],
-            Self::AnyGet | Self::AnyWatchList => &[("resourceVersion", version)],
+            (Self::AnyList, Asked::MostRecent(_)) => {
+                &[("resourceVersion", None), ("resourceVersionMatch", None), ("limit", None)]
+            }
+            (Self::AnyList, Asked::Exact(_)) => {
+                &[("resourceVersion", version), ("resourceVersionMatch", Some("Exact"))]
+            }
+            (Self::AnyGet | Self::AnyWatchList, Asked::NotOlderThan(_)) => {
+                &[("resourceVersion", version)]
+            }
+            (Self::AnyGet | Self::AnyWatchList, Asked::MostRecent(_)) => {
+                &[("resourceVersion", None)]
+            }
             _ => return None,
         };
         if keeps_limit && let [rest @ .., ("limit", None)] = changes {
@@ -199,12 +234,15 @@ pub fn is_consistent_from_cache(record: &ResourceRecord, endpoint: &Endpoint) ->
     endpoint.minor_version() >= LISTS_FROM_CACHE && !record.lists.come_from_etcd(clock::now())
 }
 
-/// Whether a list at this endpoint must not be older than the lists and bookmarks that the client has seen. A server that
-/// reads most-recent lists from etcd has no other way to reach their versions, so it is asked for them only while a cache
-/// may be older than what the client has seen.
-fn needs_lists(floor: &Floor, endpoint: &Endpoint) -> bool {
-    is_consistent_from_cache(&floor.record, endpoint)
-        || endpoint.minor_version() >= LISTS_FROM_CACHE && floor.is_progress_recent(clock::now())
+fn list_origin(floor: &Floor, endpoint: &Endpoint) -> ListOrigin {
+    if is_consistent_from_cache(&floor.record, endpoint) {
+        ListOrigin::Cache
+    } else if endpoint.minor_version() >= LISTS_FROM_CACHE && floor.is_progress_recent(clock::now())
+    {
+        ListOrigin::EtcdLately
+    } else {
+        ListOrigin::Etcd
+    }
 }
 
 /// Whether a list with a floor keeps its limit at this endpoint. Older servers answer `resourceVersion=0` from the cache
@@ -240,8 +278,9 @@ mod tests {
             ("/api/v1/pods?resourceVersion=0&resourceVersionMatch=NotOlderThan", Some(AnyList)),
             ("/api/v1/pods?resourceVersion=0&resourceVersionMatch=Exact", Some(OtherList)),
             ("/api/v1/pods?resourceVersion=0&continue=abc", Some(OtherList)),
-            ("/api/v1/pods", Some(OtherList)),
-            ("/api/v1/pods?limit=500", Some(OtherList)),
+            ("/api/v1/pods", Some(MostRecentList)),
+            ("/api/v1/pods?resourceVersion=&limit=500", Some(MostRecentList)),
+            ("/api/v1/pods?limit=500&continue=abc", Some(OtherList)),
             ("/api/v1/pods?resourceVersion=7", Some(ListNotOlderThan)),
             ("/api/v1/pods?resourceVersion=7&limit=0", Some(ListNotOlderThan)),
             ("/api/v1/pods?resourceVersion=7&limit=500", Some(OtherList)),
@@ -278,24 +317,34 @@ mod tests {
     }
 
     #[test]
-    fn reachable_part_depends_on_reports_of_progress() {
-        let floor = FloorVersions { objects: 12, lists: 15, bookmarks: 20 };
-        let objects = FloorVersions { objects: 12, ..FloorVersions::default() };
-        for (form, follows_etcd, expected) in [
-            (AnyList, true, floor),
-            (AnyList, false, objects),
-            (AnyWatchList, false, objects),
-            (AnyGet, false, floor),
+    fn what_is_asked_depends_on_where_lists_come_from() {
+        use Asked::{Exact, MostRecent, NotOlderThan};
+        use ListOrigin::{Cache, Etcd, EtcdLately};
+        let seen = FloorVersions { objects: 12, lists: 15, bookmarks: 20 };
+        let lists = FloorVersions { objects: 0, ..seen };
+        let objects = FloorVersions { objects: 30, ..seen };
+        for (form, floor, origin, expected) in [
+            (AnyList, seen, Cache, MostRecent(20)),
+            (AnyList, seen, EtcdLately, Exact(20)),
+            (AnyList, seen, Etcd, NotOlderThan(12)),
+            (AnyList, lists, Etcd, NotOlderThan(0)),
+            (AnyList, objects, Cache, NotOlderThan(30)),
+            (AnyList, objects, EtcdLately, NotOlderThan(30)),
+            (AnyList, objects, Etcd, NotOlderThan(30)),
+            (AnyWatchList, seen, Cache, MostRecent(20)),
+            (AnyWatchList, seen, EtcdLately, MostRecent(20)),
+            (AnyWatchList, seen, Etcd, NotOlderThan(12)),
+            (AnyGet, seen, Etcd, MostRecent(15)),
+            (AnyGet, objects, Cache, NotOlderThan(30)),
         ] {
-            assert_eq!(form.reachable(floor, follows_etcd), expected, "{form:?} {follows_etcd}");
+            assert_eq!(form.asked_of(floor, origin), expected, "{form:?} {floor:?} {origin:?}");
         }
     }
 
     #[test]
     fn query_with_a_floor_changes_only_the_version() {
-        let objects = FloorVersions { objects: 12, lists: 9, bookmarks: 10 };
-        let lists = FloorVersions { objects: 12, lists: 15, bookmarks: 0 };
-        for (form, query, floor, expected) in [
+        let (objects, lists) = (Asked::NotOlderThan(12), Asked::MostRecent(15));
+        for (form, query, asked, expected) in [
             (
                 AnyList,
                 "limit=500&resourceVersion=0&labelSelector=a%3Db",
@@ -314,6 +363,12 @@ mod tests {
                 lists,
                 Some("labelSelector=a"),
             ),
+            (
+                AnyList,
+                "labelSelector=a&limit=5&resourceVersion=0",
+                Asked::Exact(15),
+                Some("labelSelector=a&limit=5&resourceVersion=15&resourceVersionMatch=Exact"),
+            ),
             (AnyGet, "resourceVersion=0", objects, Some("resourceVersion=12")),
             (AnyGet, "resourceVersion=0&pretty=1", lists, Some("pretty=1")),
             (
@@ -325,19 +380,18 @@ mod tests {
                 ),
             ),
             (AnyWatch, "watch=1&resourceVersion=0", objects, None),
-            (AnyList, "resourceVersion=0", FloorVersions::default(), None),
+            (AnyList, "resourceVersion=0", Asked::NotOlderThan(0), None),
             (MostRecentGet, "", objects, None),
             (WatchFrom, "resourceVersion=7", objects, None),
         ] {
-            assert_eq!(form.query(query, floor, false).as_deref(), expected, "{form:?} {query}");
+            assert_eq!(form.query(query, asked, false).as_deref(), expected, "{form:?} {query}");
         }
     }
 
     #[test]
     fn query_keeps_the_limit_where_it_does_not_lead_to_etcd() {
-        let objects = FloorVersions { objects: 12, ..FloorVersions::default() };
-        let lists = FloorVersions { lists: 15, ..objects };
-        for (form, query, floor, expected) in [
+        let (objects, lists) = (Asked::NotOlderThan(12), Asked::MostRecent(15));
+        for (form, query, asked, expected) in [
             (
                 AnyList,
                 "limit=500&resourceVersion=0",
@@ -347,7 +401,7 @@ mod tests {
             (AnyList, "resourceVersion=0&limit=500", lists, "limit=500"),
             (AnyGet, "resourceVersion=0", objects, "resourceVersion=12"),
         ] {
-            assert_eq!(form.query(query, floor, true).as_deref(), Some(expected), "{query}");
+            assert_eq!(form.query(query, asked, true).as_deref(), Some(expected), "{query}");
         }
     }
 }

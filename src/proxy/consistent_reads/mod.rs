@@ -14,6 +14,7 @@
 //! | GET with `resourceVersion=0` | `resourceVersion=<floor>` | the object is not older |
 //! | watch with `sendInitialEvents` and `resourceVersion=0` | `resourceVersion=<floor>` | the initial events are not older |
 //! | each of these, with a floor of lists or bookmarks above that of objects | the request without `resourceVersion`: a most-recent read | the same |
+//! | that LIST, while etcd answers most-recent lists | `resourceVersion=<floor>&resourceVersionMatch=Exact` | the list is the state at the floor |
 //! | watch with `resourceVersion=0` or without one, without `sendInitialEvents` | the same | not older, if an endpoint is known to have reached the floor: a version would skip the initial events |
 //! | LIST, GET, watch with a version | the same; a 504 `Too large resource version` is asked of one other endpoint | as Kubernetes documents it |
 //! | LIST, GET without `resourceVersion` | the same | most recent: nothing is needed |
@@ -36,7 +37,9 @@
 //! as a fallback. So the version of a most-recent list counts for the next list only. If that was older, the apiservers
 //! of the upstream read lists from etcd ([`crate::upstream::list_source`]): the versions of lists and bookmarks then count
 //! for a few seconds only, until the caches of all ready endpoints have the events of that time. Otherwise each list of a
-//! client that has seen a most-recent one would be a most-recent one, which etcd would answer.
+//! client that has seen a most-recent one would be a most-recent one, which etcd would answer. In these seconds a list is of
+//! exactly the floor: a most-recent one would raise the floor, so the next list would need the same, and the seconds would
+//! not end while the client lists every few seconds.
 //!
 //! A 504 of that kind, or a list that is older than the floor, is asked of the other ready endpoints. If none has reached
 //! the floor, an etcd was restored from a backup, or the only endpoint that had reached it is gone: the floor is lowered
@@ -67,7 +70,7 @@ use jackstay_sys::clock;
 
 use self::body_version::{BodyVersion, ReadProgress};
 use self::client::LastClient;
-use self::form::{LISTS_FROM_CACHE, ReadForm, is_consistent_from_cache};
+use self::form::{Asked, LISTS_FROM_CACHE, ReadForm, is_consistent_from_cache};
 use super::credential_selector::SelectedCredential;
 use super::watch::body::WatchVersions;
 use crate::config::ConsistentReads;
@@ -96,14 +99,23 @@ pub struct RequestVersions {
     asked_elsewhere: Cell<bool>,
     /// The highest version that an endpoint reported which had not reached the floor.
     highest_reached: Cell<u64>,
-    /// Whether an endpoint got the request as a most-recent read, whose answer may come from etcd.
-    most_recent: Cell<bool>,
-    /// The endpoint that got the request unchanged because of the version of a most-recent list.
-    expected_at: RefCell<Option<Arc<Endpoint>>>,
+    /// What was asked of endpoints that may not have reached the floor; of several, what says least about a cache.
+    asked: Cell<Asked>,
+    /// The last endpoint whose cache was asked.
+    cache_read: RefCell<Option<CacheRead>>,
     /// The version of the list that was compared with the floor, and is not older.
     compared: Cell<Option<u64>>,
     /// What the decoder of a compressed response may hold.
     gzip_state: ByteAccount,
+}
+
+/// A list that an endpoint answers from its cache.
+struct CacheRead {
+    endpoint: Arc<Endpoint>,
+    /// The highest version of its most-recent lists before, which the cache has reached unless the server read it from etcd.
+    list: u64,
+    /// Whether the request was sent unchanged for that reason.
+    expected: bool,
 }
 
 impl RequestVersions {
@@ -134,8 +146,8 @@ impl RequestVersions {
             given_up: Cell::new(false),
             asked_elsewhere: Cell::new(false),
             highest_reached: Cell::new(0),
-            most_recent: Cell::new(false),
-            expected_at: RefCell::default(),
+            asked: Cell::new(Asked::NotOlderThan(0)),
+            cache_read: RefCell::default(),
             compared: Cell::new(None),
             gzip_state: gzip_state(),
         }))
@@ -169,16 +181,20 @@ impl RequestVersions {
         if floor.record.has_reached(endpoint, needed) {
             return None;
         }
-        if self.is_compared(floor) && floor.record.lists_have_reached(endpoint, needed) {
-            self.expected_at.replace(Some(Arc::clone(endpoint)));
+        let record = &floor.record;
+        let list = record.list_of(endpoint);
+        let expected =
+            self.is_compared(floor) && list >= needed && is_consistent_from_cache(record, endpoint);
+        let asked = self.form.asked((floor, versions), endpoint);
+        let from_cache = expected || matches!(asked, Asked::NotOlderThan(_));
+        let cache_read =
+            from_cache.then(|| CacheRead { endpoint: Arc::clone(endpoint), list, expected });
+        self.cache_read.replace(cache_read);
+        if expected {
             return None;
         }
-        let reachable = self.form.reachable_at((floor, versions), endpoint);
-        let changed = self.form.head(head, reachable, (endpoint, &floor.record.name))?;
-        if self.form.becomes_most_recent(reachable) {
-            self.most_recent.set(true);
-        }
-        Some(changed)
+        self.asked.set(self.asked.get().max(asked));
+        self.form.head(head, asked, (endpoint, &record.name))
     }
 
     /// Whether the version of the answer is compared with the floor before it is forwarded, and another answer can be asked
@@ -219,17 +235,17 @@ impl RequestVersions {
             return None;
         }
         let version = BodyVersion::of_prefix(head, prefix?)?;
-        let needed = self.form.needed(self.form.reachable_at((floor, versions), endpoint));
-        if version >= needed {
+        let record = &floor.record;
+        let is_older =
+            |read: &CacheRead| Arc::ptr_eq(&read.endpoint, endpoint) && version < read.list;
+        if self.cache_read.borrow().as_ref().is_some_and(is_older) {
+            record.lists.found_in_etcd(clock::now());
+        }
+        if version >= self.form.asked((floor, versions), endpoint).version() {
             self.compared.set(Some(version));
             return None;
         }
-        let shown = floor.record.shown_by(endpoint);
-        floor.record.set(&shown, version, clock::now());
-        if self.expected_at.borrow().as_ref().is_some_and(|at| Arc::ptr_eq(at, endpoint)) {
-            floor.record.forget_list(&shown);
-            floor.record.lists.found_in_etcd(clock::now());
-        }
+        record.set(&record.shown_by(endpoint), version, clock::now());
         Some(self.missed(version))
     }
 
@@ -237,10 +253,11 @@ impl RequestVersions {
     /// ready endpoint that was not asked, and another attempt is left after the next.
     pub fn after_not_reached(&self, version: u64, other_ready: bool) -> AfterNotReached {
         self.highest_reached.set(self.highest_reached.get().max(version));
-        let origin = match (self.expected_at.take(), self.enforced()) {
-            (Some(_), _) => VersionOrigin::Expected,
-            (None, Some(_)) => VersionOrigin::Floor,
-            (None, None) => VersionOrigin::Client,
+        let expected = self.cache_read.take().is_some_and(|read| read.expected);
+        let origin = match (expected, self.enforced()) {
+            (true, _) => VersionOrigin::Expected,
+            (false, Some(_)) => VersionOrigin::Floor,
+            (false, None) => VersionOrigin::Client,
         };
         let missed =
             NotReached { origin, asked_elsewhere: self.asked_elsewhere.replace(true), other_ready };
@@ -300,14 +317,22 @@ impl RequestVersions {
         if !head.status.is_success() || !self.form.shows_version() {
             return None;
         }
-        if self.form == ReadForm::OtherList && endpoint.minor_version() < LISTS_FROM_CACHE {
+        let most_recent = self.form == ReadForm::MostRecentList;
+        let is_old = endpoint.minor_version() < LISTS_FROM_CACHE;
+        if is_old && (most_recent || self.form == ReadForm::OtherList) {
             return None;
         }
         let body = BodyVersion::new(head, self.form.is_list(), &self.gzip_state)?;
         let floor = self.floor_to_raise(info, upstream)?;
-        let endpoint = self.form.shows_cache().then(|| Arc::clone(endpoint));
-        let (is_list, most_recent) = (self.form.is_list(), self.most_recent.get());
-        let learner = VersionLearner { body, floor, is_list, endpoint, most_recent };
+        let shows = match self.asked.get() {
+            _ if most_recent => Shows::MostRecentList,
+            _ if !self.form.shows_cache() => Shows::Nothing,
+            Asked::NotOlderThan(_) => Shows::Cache,
+            Asked::MostRecent(_) if self.form.is_list() => Shows::MostRecentList,
+            Asked::MostRecent(_) | Asked::Exact(_) => Shows::Nothing,
+        };
+        let (is_list, endpoint) = (self.form.is_list(), Arc::clone(endpoint));
+        let learner = VersionLearner { body, floor, is_list, endpoint, shows };
         if let Some(version) = self.compared.take() {
             learner.raise(version);
             return None;
@@ -324,15 +349,23 @@ impl RequestVersions {
     }
 }
 
+/// What the version of a response shows of its endpoint.
+#[derive(Clone, Copy)]
+enum Shows {
+    /// Its cache has reached the version.
+    Cache,
+    /// Its cache has reached the version, unless the server read the list from etcd.
+    MostRecentList,
+    Nothing,
+}
+
 /// Learns the version of one response while its body is forwarded.
 pub struct VersionLearner {
     body: BodyVersion,
     floor: Arc<Floor>,
     is_list: bool,
-    /// The endpoint whose cache the response shows; `None` if it says nothing about a cache.
-    endpoint: Option<Arc<Endpoint>>,
-    /// Whether the response may come from etcd instead.
-    most_recent: bool,
+    endpoint: Arc<Endpoint>,
+    shows: Shows,
 }
 
 impl VersionLearner {
@@ -371,13 +404,15 @@ impl VersionLearner {
         } else {
             self.floor.raise_objects(version);
         }
-        let Some(endpoint) = &self.endpoint else { return };
         let record = &self.floor.record;
-        let shown = record.shown_by(endpoint);
-        if !self.most_recent {
-            record.raise(&shown, version, clock::now());
-        } else if self.is_list && is_consistent_from_cache(record, endpoint) {
-            record.raise_list(&shown, version);
+        match self.shows {
+            Shows::Nothing => {}
+            Shows::Cache => {
+                record.raise(&record.shown_by(&self.endpoint), version, clock::now());
+            }
+            Shows::MostRecentList => {
+                record.raise_list(&record.shown_by(&self.endpoint), version);
+            }
         }
     }
 }

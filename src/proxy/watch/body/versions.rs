@@ -39,8 +39,8 @@ impl StartFloor {
         if self.floor.record.has_reached(endpoint, self.form.needed(self.versions)) {
             return None;
         }
-        let reachable = self.form.reachable_at((&self.floor, self.versions), endpoint);
-        self.form.head(head, reachable, (endpoint, &self.floor.record.name))
+        let asked = self.form.asked((&self.floor, self.versions), endpoint);
+        self.form.head(head, asked, (endpoint, &self.floor.record.name))
     }
 }
 

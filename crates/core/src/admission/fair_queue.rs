@@ -20,7 +20,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::turns::{Cap, KeyCap, Next, Pace, Pacing, Rules, Started, Turns, Waits};
+use super::turns::{Cap, KeyCap, Next, Order, Pace, Pacing, Rules, Started, Turns, Waits};
 
 /// A source with this number of rejected requests within [`WINDOW`] is slowed.
 const MAX_REJECTIONS: usize = 20;
@@ -92,6 +92,7 @@ impl<K: Ord + Copy, T> FairQueue<K, T> {
                 key: KeyCap::AtMost(source_in_progress),
                 floor: 0,
             },
+            order: Order::OldestFirst,
             pacing: Pacing::AfterFaults {
                 paces: [
                     Pace { interval: FAVORED_INTERVAL, burst: 1 },

@@ -5,6 +5,7 @@
 //! * A [`Cap`] limits what waits and what is in progress, in total and of one key.
 //! * A key has one or several lanes. What waits in an earlier lane starts first, and displaces the newest of a later
 //!   lane when the key may have no more waiting.
+//! * [`Order`] says which of what waits in a lane starts first.
 //! * A [`Pace`] limits how often a key starts something, always or after faults of the key ([`Pacing`]).
 //! * What has been in progress for long can be ended for something that waits of the same key
 //!   ([`Rules::evict_after`]), or be taken out of the total count ([`Turns::uncount`]).
@@ -59,6 +60,19 @@ impl Cap {
     }
 }
 
+/// Which of what waits in a lane of a key starts first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// What waits longest.
+    OldestFirst,
+    /// What waits shortest, but each [`OLDEST_TURN`]th time what waits longest. So what arrives after a flood of its key does
+    /// not wait for the flood, and what waits longest is not forgotten.
+    NewestFirst,
+}
+
+/// See [`Order::NewestFirst`].
+pub const OLDEST_TURN: u8 = 8;
+
 /// How often a key may start something.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pace {
@@ -102,6 +116,8 @@ pub struct Rules<const LANES: usize = 1> {
     pub waiting: Cap,
     /// Limits what is in progress.
     pub in_progress: Cap,
+    /// What starts first.
+    pub order: Order,
     /// Limits how often a key starts something.
     pub pacing: Pacing<LANES>,
     /// Time after which something in progress may be ended for another one of its key.
@@ -128,6 +144,8 @@ pub struct Turns<K, T, const LANES: usize = 1> {
 #[derive(Debug)]
 struct KeyState<T, const LANES: usize> {
     waiting: [VecDeque<(u64, T)>; LANES],
+    /// How many started since what waited longest did.
+    since_oldest: u8,
     /// What is in progress, oldest first.
     in_progress: VecDeque<InProgress>,
     /// When each lane has its whole burst again.
@@ -272,7 +290,7 @@ impl<K: Ord + Copy, T, const LANES: usize> Turns<K, T, LANES> {
             let Some(state) = self.keys.get_mut(&key) else { continue };
             let blocked_until =
                 if self.rules.in_progress.admits(self.in_progress, state.in_progress.len()) {
-                    match state.start(self.rules.pacing, now) {
+                    match state.start(self.rules.order, self.rules.pacing, now) {
                         Ok((id, item, lane, is_paced)) => {
                             self.waiting -= 1;
                             self.in_progress += 1;
@@ -370,6 +388,7 @@ impl<T, const LANES: usize> KeyState<T, LANES> {
     fn new() -> Self {
         Self {
             waiting: std::array::from_fn(|_| VecDeque::new()),
+            since_oldest: 0,
             in_progress: VecDeque::new(),
             full_burst_at: [None; LANES],
             faults: VecDeque::new(),
@@ -411,10 +430,21 @@ impl<T, const LANES: usize> KeyState<T, LANES> {
         Some(self.in_progress.front()?.since + evict_after?)
     }
 
+    /// Takes out what starts next in a lane.
+    fn take(&mut self, order: Order, lane: usize) -> Option<(u64, T)> {
+        self.since_oldest = (self.since_oldest + 1) % OLDEST_TURN;
+        if order == Order::OldestFirst || self.since_oldest == 0 {
+            self.waiting[lane].pop_front()
+        } else {
+            self.waiting[lane].pop_back()
+        }
+    }
+
     /// Starts the first that waits, of the first lane that may start one: its number, item, and lane, and whether the
     /// key is paced. The error is the time at which one may start.
     fn start(
         &mut self,
+        order: Order,
         pacing: Pacing<LANES>,
         now: Instant,
     ) -> Result<(u64, T, usize, bool), Instant> {
@@ -436,7 +466,7 @@ impl<T, const LANES: usize> KeyState<T, LANES> {
                 self.full_burst_at[lane] =
                     Some(full_burst_at.map_or(now, |at| at.max(now)) + pace.interval);
             }
-            if let Some((id, item)) = self.waiting[lane].pop_front() {
+            if let Some((id, item)) = self.take(order, lane) {
                 self.in_progress.push_back(InProgress { id, since: now, is_counted: true });
                 return Ok((id, item, lane, is_paced));
             }

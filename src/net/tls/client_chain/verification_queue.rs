@@ -3,7 +3,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use jackstay_core::admission::turns::{Cap, KeyCap, Next, Pacing, Rules, Turns};
+use jackstay_core::admission::turns::{Cap, KeyCap, Next, Order, Pacing, Rules, Turns};
 use jackstay_sys::clock;
 use tokio::sync::oneshot;
 
@@ -36,6 +36,7 @@ impl VerificationQueue {
         let rules = Rules {
             waiting: Cap { total: max_waiting, key: KeyCap::FewerThanFree, floor: 0 },
             in_progress: Cap { total: 1, key: KeyCap::AtMost(1), floor: 0 },
+            order: Order::OldestFirst,
             pacing: Pacing::Never,
             evict_after: None,
             max_keys: usize::MAX,

@@ -10,14 +10,15 @@ const MS: Duration = Duration::from_millis(1);
 const OPEN: Rules = Rules {
     waiting: Cap::NONE,
     in_progress: Cap::NONE,
+    order: Order::OldestFirst,
     pacing: Pacing::Never,
     evict_after: None,
     max_keys: usize::MAX,
 };
 
 fn open<const LANES: usize>() -> Rules<LANES> {
-    let Rules { waiting, in_progress, evict_after, max_keys, .. } = OPEN;
-    Rules { waiting, in_progress, pacing: Pacing::Never, evict_after, max_keys }
+    let Rules { waiting, in_progress, order, evict_after, max_keys, .. } = OPEN;
+    Rules { waiting, in_progress, order, pacing: Pacing::Never, evict_after, max_keys }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -75,6 +76,7 @@ fn rules() -> impl Strategy<Value = Rules<2>> {
         |(waiting, in_progress, pacing, evict_after, max_keys)| Rules {
             waiting,
             in_progress,
+            order: Order::OldestFirst,
             pacing,
             evict_after,
             max_keys,
@@ -306,6 +308,22 @@ proptest! {
             used += share;
         }
     }
+}
+
+/// The newest, and each eighth time the oldest.
+#[test]
+fn newest_starts_first_and_the_oldest_is_not_forgotten() {
+    let mut turns = Turns::new(Rules { order: Order::NewestFirst, ..OPEN });
+    let now = Instant::now();
+    for item in 0..20 {
+        turns.wait(1, 0, item, now).unwrap();
+    }
+    let mut started = Vec::new();
+    while let Next::Start(next) = turns.next(now) {
+        started.push(next.item);
+    }
+    let expected = [19, 18, 17, 16, 15, 14, 13, 0, 12, 11, 10, 9, 8, 7, 6, 1, 5, 4, 3, 2];
+    assert_eq!(started, expected);
 }
 
 #[test]

@@ -5,14 +5,15 @@
 //! * A source with n unproven connections gets another one while n is less than the number of free slots. So
 //!   one source gets at most half of the slots, and two get a third each.
 //! * Beyond that, a new connection takes the slot of an idle one: of the source with the most connections, and
-//!   of its own source if no other has more. Connections without a request are closed first, then those
-//!   without an accepted token, and among equals the one that is idle for longest. A connection whose client
-//!   only sends PINGs is idle.
+//!   of its own source if no other has more. Connections that have sent nothing are closed first, then those without a
+//!   request, then those without an accepted token, and among equals the one that is idle for longest. A connection
+//!   whose client only sends PINGs is idle.
 //! * A connection without a request is idle from an age of 100 ms. While the reserve has a slot, it is idle for one of
-//!   its own source from 3 s only, because a burst of connections sends its handshakes late.
+//!   its own source from 3 s only, because a burst of connections sends its handshakes late. While it has none, one
+//!   that has sent nothing is idle for one of its own source from 20 ms: a flood of such connections would refuse the
+//!   handshake of an identity with the same source.
 //! * A connection whose handshake has begun may prove an identity, and is not idle. It is never closed for one of its
-//!   own source, which would wait in the same queue of handshakes, and for one of a smaller source from an age of
-//!   100 ms, if none is idle. The handshake timeout bounds it.
+//!   own source, and for one of a smaller source from an age of 100 ms, if none is idle. The handshake timeout bounds it.
 //! * A connection that is passed through is in use once the first bytes of its client were read to route it, or were
 //!   sent to an endpoint, and is never closed for others. Whether the client continues is known to the endpoint only.
 //! * An eighth of the slots is a reserve, beside those of proven connections. If no connection is idle, a new one gets a
@@ -30,14 +31,14 @@ use std::cell::RefCell;
 use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use jackstay_core::admission::Refusal;
 use jackstay_core::credential_class::ClientRank;
 use jackstay_sys::clock;
 use jackstay_sys::sockets::source::Source;
 
-use self::registry::{Entry, EvictionRank, Phase, Registry};
+use self::registry::{Entry, EvictionRank, OwnGraces, Phase, Registry};
 
 /// The reserve is this part of the slots.
 const RESERVE_DIVISOR: usize = 8;
@@ -85,11 +86,11 @@ enum Reserve {
 }
 
 impl Reserve {
-    /// Age from which a connection without a request may be closed for one of its own source.
-    fn own_grace(self) -> Duration {
+    /// The ages from which connections may be closed for one of their own source.
+    fn own_graces(self) -> OwnGraces {
         match self {
-            Self::HasSlot => registry::OWN_GRACE,
-            Self::InUse => registry::GRACE,
+            Self::HasSlot => OwnGraces { idle: registry::OWN_GRACE, silent: registry::OWN_GRACE },
+            Self::InUse => OwnGraces { idle: registry::GRACE, silent: registry::SILENT_GRACE },
         }
     }
 }
@@ -139,7 +140,7 @@ impl ConnectionSlots {
         let mut evicted = None;
         let in_reserve = if count < shared {
             false
-        } else if let Some(victim) = registry.evict(source, count, reserve.own_grace(), now) {
+        } else if let Some(victim) = registry.evict(source, count, reserve.own_graces(), now) {
             evicted = Some(victim.source);
             victim.in_reserve.get()
         } else if reserve == Reserve::HasSlot {
@@ -181,7 +182,7 @@ impl ConnectionSlot {
         let count = registry.sources.count(source);
         let leaves = count.saturating_sub(1) < shared
             || registry
-                .evict(source, count, reserve.own_grace(), now)
+                .evict(source, count, reserve.own_graces(), now)
                 .is_some_and(|victim| !victim.in_reserve.get());
         if leaves && self.entry.in_reserve.replace(false) {
             registry.reserved -= 1;
@@ -227,7 +228,7 @@ impl ConnectionSlot {
     /// The handshake is complete and the certificate verified, if the client has sent one. Changes nothing after a
     /// request.
     pub fn handshake_complete(&self, now: Instant) {
-        if matches!(self.entry.rank.get(), EvictionRank::New | EvictionRank::Handshake) {
+        if self.entry.rank.get().is_before_requests() {
             let mut registry = self.slots.registry.borrow_mut();
             registry.change_handshake(&self.entry, EvictionRank::New, now);
         }
@@ -242,7 +243,7 @@ impl ConnectionSlot {
     pub fn begin_request(self: &Rc<Self>) -> OpenRequest {
         let entry = &self.entry;
         entry.requests.set(entry.requests.get() + 1);
-        if matches!(entry.rank.get(), EvictionRank::New | EvictionRank::Handshake) {
+        if entry.rank.get().is_before_requests() {
             self.set_rank(ClientRank::Unproven);
         }
         OpenRequest(Rc::clone(self))

@@ -18,14 +18,28 @@ pub(super) const GRACE: Duration = Duration::from_millis(100);
 /// The same for one of its own source, while the reserve has a slot. A Go client that opens many watches at once opens
 /// as many connections, and sends the last `ClientHello` after it has computed the keys of all.
 pub(super) const OWN_GRACE: Duration = Duration::from_secs(3);
+/// The same for one of its own source that has sent nothing, while the reserve has no slot. A client sends its `ClientHello`
+/// at once, and usually before its connection is accepted.
+pub(super) const SILENT_GRACE: Duration = Duration::from_millis(20);
 /// Maximum number of evicted connections that are still open. An evicted connection occupies no slot.
 pub(super) const MAX_CLOSING: usize = 256;
 /// Maximum number of sources that are searched for an idle connection.
 const MAX_SEARCHED: usize = 8;
 
+/// The ages from which connections may be closed for one of their own source.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct OwnGraces {
+    /// Of one without a request.
+    pub(super) idle: Duration,
+    /// Of one whose client has sent nothing.
+    pub(super) silent: Duration,
+}
+
 /// How far the client of an unproven connection has got. Connections of a lower rank are closed first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum EvictionRank {
+    /// The client has sent nothing.
+    Silent,
     /// No request yet, and no handshake in progress.
     New,
     /// What the client had proven with the last request; no identity, with which a connection is not ranked.
@@ -37,6 +51,7 @@ pub enum EvictionRank {
 
 /// The ranks of idle connections.
 const IDLE: &[EvictionRank] = &[
+    EvictionRank::Silent,
     EvictionRank::New,
     EvictionRank::Served(ClientRank::Unproven),
     EvictionRank::Served(ClientRank::Token),
@@ -44,12 +59,18 @@ const IDLE: &[EvictionRank] = &[
 const RANKS: usize = EvictionRank::Handshake.index() + 1;
 
 impl EvictionRank {
+    /// Whether no request has begun.
+    pub fn is_before_requests(self) -> bool {
+        matches!(self, Self::Silent | Self::New | Self::Handshake)
+    }
+
     /// The queue of connections with this rank.
     const fn index(self) -> usize {
         match self {
-            Self::New => 0,
-            Self::Served(rank) => 1 + rank as usize,
-            Self::Handshake => 2 + ClientRank::Identity as usize,
+            Self::Silent => 0,
+            Self::New => 1,
+            Self::Served(rank) => 2 + rank as usize,
+            Self::Handshake => 3 + ClientRank::Identity as usize,
         }
     }
 }
@@ -114,7 +135,7 @@ impl Registry {
         let entry = Rc::new(Entry {
             source,
             number: self.next_number,
-            rank: Cell::new(EvictionRank::New),
+            rank: Cell::new(EvictionRank::Silent),
             idle_since: Cell::new(now),
             requests: Cell::new(0),
             queued: Cell::new(None),
@@ -174,19 +195,20 @@ impl Registry {
     }
 
     /// Evicts a connection for one of `newcomer`, which has `count` connections: an idle one of a larger source, an
-    /// idle one of its own that is older than `own_grace`, or else a handshake of a larger source.
+    /// idle one of its own that is older than the grace, or else a handshake of a larger source.
     pub(super) fn evict(
         &mut self,
         newcomer: Source,
         count: usize,
-        own_grace: Duration,
+        graces: OwnGraces,
         now: Instant,
     ) -> Option<Rc<Entry>> {
         if self.closing >= MAX_CLOSING {
             return None;
         }
         self.evict_of_larger(count, IDLE, now)
-            .or_else(|| self.evict_of(newcomer, IDLE, own_grace, now))
+            .or_else(|| self.evict_of(newcomer, IDLE, graces.idle, now))
+            .or_else(|| self.evict_of(newcomer, &[EvictionRank::Silent], graces.silent, now))
             .or_else(|| self.evict_of_larger(count, &[EvictionRank::Handshake], now))
     }
 
@@ -261,7 +283,7 @@ fn next_victim(
     // A correction moves a connection to a higher rank, or to a lower one that is searched later.
     for _ in 0..2 {
         for rank in ranks {
-            let has_grace = matches!(rank, EvictionRank::New | EvictionRank::Handshake);
+            let has_grace = rank.is_before_requests();
             while let Some((key, entry)) = queues[rank.index()].first_key_value() {
                 let (key, entry) = (*key, Rc::clone(entry));
                 if entry.requests.get() > 0 {

@@ -145,7 +145,9 @@ fn admit_evicts_connections_of_the_largest_source() {
 #[test]
 fn connection_without_a_request_is_evicted_after_its_grace_only() {
     let mut rig = Rig::new(2, false);
-    for (at, expected) in [(0, Ok(None)), (99, Err(Refusal::SourceShare)), (100, Ok(Some(A)))] {
+    assert_eq!(rig.open(A, 0), Ok(None));
+    rig.open[0].handshake_complete(rig.start);
+    for (at, expected) in [(99, Err(Refusal::SourceShare)), (100, Ok(Some(A)))] {
         assert_eq!(rig.open(A, at), expected, "at {at} ms");
     }
     // The end of the handshake starts another grace.
@@ -214,6 +216,22 @@ fn connection_without_a_request_is_evicted_by_its_source_early_only_if_the_reser
     assert_eq!(rig.evicted(), [0, 1, 2]);
 }
 
+/// 18,000 connections a second of a process of the kubelet's user, which send nothing and are closed after 155 ms, must
+/// not refuse the kubelet.
+#[test]
+fn connection_that_has_sent_nothing_is_evicted_by_its_source_when_the_reserve_is_in_use() {
+    let mut rig = Rig::new(64, true);
+    assert_eq!(rig.open(A, 0), Ok(None));
+    rig.open[0].handshake_complete(rig.start);
+    // The rest of the share, and the reserve.
+    for n in 1..40 {
+        assert_eq!(rig.open(A, 10), Ok(None), "{n}");
+    }
+    assert_eq!(rig.open(A, 29), Err(Refusal::SourceShare));
+    assert_eq!(rig.open(A, 30), Ok(Some(A)));
+    assert_eq!(rig.evicted(), [1], "not the first one, whose client has made its handshake");
+}
+
 /// A connection in its handshake may prove an identity.
 #[test]
 fn connection_in_its_handshake_is_evicted_for_a_smaller_source_only_after_all_idle_ones() {
@@ -250,6 +268,7 @@ fn connection_in_its_handshake_is_evicted_for_a_smaller_source_only_after_all_id
     assert_eq!(rig.open(A, 149), Err(Refusal::SourceShare));
     assert_eq!(rig.open(A, 150), Ok(Some(A)));
     assert_eq!(rig.evicted(), [1]);
+    rig.open[4].handshake_begun(rig.start + Duration::from_millis(150));
     // The end of a handshake after the first request changes nothing.
     rig.open[0].handshake_complete(rig.start);
     assert_eq!(rig.open(A, 200), Err(Refusal::SourceShare));

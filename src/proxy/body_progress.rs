@@ -78,6 +78,11 @@ impl BodyProgress {
         })
     }
 
+    /// The memory of the request and its response.
+    pub fn memory(&self) -> &StreamMemory {
+        &self.memory
+    }
+
     fn returned(&self, bytes: usize) {
         self.pieces.set(self.pieces.get() + 1);
         self.unread.set(self.unread.get() + bytes);

@@ -34,6 +34,7 @@ use super::admission::client_memory::ClientMemory;
 use super::admission::connection_slots::ConnectionSlot;
 use super::admission::proven_tokens::LastToken;
 use super::admission::unproven_requests::{ConnectionRecord, UnprovenRequest};
+use super::body_progress::BodyProgress;
 use super::client_certificate::{ClientCertificate, IdentityProof};
 use super::compact;
 use super::consistent_reads::client::LastClient;
@@ -87,10 +88,11 @@ impl ClientConnection {
     /// Serves one request. An error is answered with a response, too.
     ///
     /// The future is boxed, because hyper and tokio move it several times, and because a part of it stays
-    /// in memory as long as the response body.
+    /// in memory as long as the response body. `progress` is that of the response.
     pub fn serve(
         self: Rc<Self>,
         request: Request<Incoming>,
+        progress: Rc<BodyProgress>,
     ) -> Pin<Box<impl Future<Output = Result<Response<ResponseBody>, Infallible>>>> {
         Box::pin(async move {
             let accept = request.headers().get(header::ACCEPT).cloned();
@@ -109,6 +111,9 @@ impl ClientConnection {
             } else {
                 (prepared, None)
             };
+            let fits = progress.memory().charge_response();
+            drop(progress);
+            let prepared = prepared.and_then(|prepared| Ok(fits.map(|()| prepared)?));
             let (mut result, credential) = match prepared {
                 Ok((PreparedRequest::Forward(request), credential)) => {
                     (request.forward(outcome).await, Some(credential))
@@ -401,7 +406,7 @@ fn error_response(
 mod tests {
     use super::*;
 
-    fn size_of_boxed<A, B, F>(_: fn(A, B) -> Pin<Box<F>>) -> usize {
+    fn size_of_boxed<A, B, C, F>(_: fn(A, B, C) -> Pin<Box<F>>) -> usize {
         size_of::<F>()
     }
 

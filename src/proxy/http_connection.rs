@@ -121,7 +121,8 @@ impl HttpConnection<'_> {
             let memory = client.memory.begin(&request);
             let begun = memory.map(|memory| {
                 let progress = begun.begin(memory, client.slot.begin_request());
-                (progress, Rc::clone(&client).serve(request))
+                let response = Rc::clone(&client).serve(request, Rc::clone(&progress));
+                (progress, response)
             });
             async move {
                 let (progress, response) = begun.ok_or(h2::Error::from(Reason::REFUSED_STREAM))?;
@@ -191,11 +192,15 @@ impl HttpConnection<'_> {
         let errors = HeadErrors::new(limits.max_header_bytes, Arc::clone(&self.service.metrics));
         let (stream, timer) = limit_heads(stream, limits.header_timeout, memory.heads(), errors);
         let respond = service_fn(move |request| {
-            let (memory, response) = match client.memory.begin(&request) {
-                Some(memory) => (memory, Ok(Rc::clone(&client).serve(request))),
-                None => (client.memory.begin_uncharged(), Err(client.refuse_for_memory(request))),
-            };
+            let memory = client.memory.begin(&request).ok_or(());
+            let fits = memory.is_ok();
+            let memory = memory.unwrap_or_else(|()| client.memory.begin_uncharged());
             let progress = BodyProgress::new(memory, client.slot.begin_request());
+            let response = if fits {
+                Ok(Rc::clone(&client).serve(request, Rc::clone(&progress)))
+            } else {
+                Err(client.refuse_for_memory(request))
+            };
             async move {
                 let response = match response {
                     Ok(served) => served.await?,

@@ -6,7 +6,7 @@
 //! | request | [`STREAM_COST`], and its head as decoded, until the last byte of the response is sent |
 //! | head over HTTP/2 that continues in other frames | what the largest one may hold, until it is complete |
 //! | request body | its receive window, up to the window of the connection |
-//! | response | its [`ResponseReserve`] from the begin of the request, that of a watch for a watch, and the waiting bytes beyond it |
+//! | response | its [`ResponseReserve`] from the begin of the request, or when one that waits to prove its token is sent, that of a watch for a watch, and the waiting bytes beyond it |
 //! | kernel memory of the socket | see [`super::socket_memory`] |
 //! | held body, watch frames | see [`jackstay_core::admission::ByteBudget`] |
 //!
@@ -22,7 +22,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use http::Request;
+use http::{Request, header};
 use jackstay_core::admission::{
     ByteAccount, ByteBudget, Level, MemoryCharge, MemoryKind, Refusal, SourceMemory,
 };
@@ -223,7 +223,9 @@ impl ClientMemory {
     }
 
     /// Charges a request; `None` if it does not fit. Of a client without a configured identity, that includes the
-    /// reserve of the response: once the request is sent upstream, its response can no longer be refused.
+    /// reserve of the response: once the request is sent upstream, its response can no longer be refused. One with a token
+    /// may wait until it is sent ([`super::unproven_requests`]), and nothing of its response is held before
+    /// ([`StreamMemory::charge_response`]).
     pub fn begin<B: http_body::Body>(
         self: &Rc<Self>,
         request: &Request<B>,
@@ -237,7 +239,12 @@ impl ClientMemory {
         let fits = stream.try_add_head(STREAM_COST + head_size(request))
             && (request.body().is_end_stream()
                 || stream.try_add_body(self.announced.of_body(request.body().size_hint().upper())))
-            && stream.try_add_reserve(reserve);
+            && if self.rank() == ClientRank::Unproven && has_token(request) {
+                stream.deferred.set(Some(reserve));
+                true
+            } else {
+                stream.try_add_reserve(reserve)
+            };
         if !fits {
             self.count(Refusal::RequestMemory);
         }
@@ -252,6 +259,7 @@ impl ClientMemory {
             bytes: 0,
             body: 0,
             reserve: Cell::default(),
+            deferred: Cell::default(),
             waiting: Cell::new(0),
         }
     }
@@ -342,6 +350,8 @@ pub struct StreamMemory {
     body: usize,
     /// What is charged for the response, besides the waiting bytes beyond its piece.
     reserve: Cell<ResponseReserve>,
+    /// What is to be charged before the request is sent.
+    deferred: Cell<Option<ResponseReserve>>,
     /// Bytes that wait for the client.
     waiting: Cell<usize>,
 }
@@ -374,6 +384,18 @@ impl StreamMemory {
             self.reserve.set(reserve);
         }
         fits
+    }
+
+    /// Charges the reserve of the response before the request is sent, unless that was done when it began.
+    ///
+    /// # Errors
+    /// It does not fit.
+    pub fn charge_response(&self) -> Result<(), Refusal> {
+        if self.deferred.take().is_none_or(|reserve| self.try_add_reserve(reserve)) {
+            return Ok(());
+        }
+        self.connection.count(Refusal::RequestMemory);
+        Err(Refusal::RequestMemory)
     }
 
     /// Charges what the response may hold, now that its head has arrived. An identity has no reserve for a piece. What
@@ -433,6 +455,10 @@ impl Drop for StreamMemory {
     }
 }
 
+fn has_token<B>(request: &Request<B>) -> bool {
+    request.headers().contains_key(header::AUTHORIZATION)
+}
+
 /// Bytes that a decoded head occupies, approximately.
 fn head_size<B>(request: &Request<B>) -> usize {
     let uri = request.uri();
@@ -486,6 +512,34 @@ mod tests {
 
     fn connection(budget: &Arc<MemoryBudget>, rank: ClientRank) -> Rc<ClientMemory> {
         ClientMemory::of_local_client(budget.source(1), rank).unwrap()
+    }
+
+    /// A request that waits to prove its token holds nothing of a response: four hundred connections with such requests fit
+    /// into the share of a source. Each is charged when it is sent.
+    #[test]
+    fn response_of_a_request_with_an_unproven_token_is_charged_when_it_is_sent() {
+        let budget = MemoryBudget::new(160 * MIB);
+        let connect = || connection(&budget, ClientRank::Unproven);
+        let with_token =
+            || Request::get("https://api/version").header(header::AUTHORIZATION, "Bearer x");
+        let waiting: Vec<_> = (0..400)
+            .map(|n| {
+                let stream = connect().begin(&with_token().body(String::new()).unwrap());
+                stream.unwrap_or_else(|| panic!("{n} is refused"))
+            })
+            .collect();
+        let last = connect();
+        let before = budget.used();
+        waiting[0].charge_response().unwrap();
+        assert!(budget.used() - before >= ResponseReserve::STREAM.sum() - FREE);
+        waiting[0].charge_response().unwrap();
+        let sent = waiting.iter().take_while(|stream| stream.charge_response().is_ok()).count();
+        assert!(sent < 400, "{sent}");
+        assert_eq!(budget.shed(Shed::StreamRefused), 1);
+        // Without a token, it does not wait.
+        assert!(last.begin(&head()).is_none());
+        drop((waiting, last));
+        assert_eq!(budget.used(), 0);
     }
 
     #[test]

@@ -11,10 +11,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use jackstay_core::endpoint_condition::EndpointCondition;
+use jackstay_core::lag::Expected;
 use jackstay_core::pool::EndpointKey;
 use jackstay_core::restore::{
     PAUSE_AFTER_CONTRADICTION, Report, Suspicion, Verdict, revision_question,
 };
+use jackstay_core::shared_etcd::{REFERENCE, SharedEtcd};
 use jackstay_sys::utc::Utc;
 use serde::Serialize;
 use tokio::sync::Notify;
@@ -23,6 +25,9 @@ use tokio::sync::futures::Notified;
 /// How long versions of the lost history may still be seen after a restore was recognised: in answers of an apiserver that
 /// was not restarted yet, and in questions that were asked before.
 const SETTLING: Duration = Duration::from_secs(600);
+
+/// How often one of the endpoints looks whether the reference must be read.
+pub const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// What is known about restores of one upstream.
 #[derive(Debug, Default)]
@@ -50,7 +55,10 @@ struct Guarded {
     settled_at: Option<Instant>,
     latest: Option<RestoreStatus>,
     /// The resource whose lists are read for the revision.
-    resource: Option<Arc<str>>,
+    listed: Option<Arc<str>>,
+    shared_etcd: SharedEtcd,
+    /// Before this time, no endpoint looks whether a read of the reference is due.
+    next_look: Option<Instant>,
 }
 
 /// The latest restore, for `/status`.
@@ -95,19 +103,19 @@ pub enum AfterNotice {
 }
 
 impl Restores {
-    /// Raises a suspicion, unless there is one or an endpoint has contradicted it a short time ago. Returns whether a
-    /// suspicion is open.
-    pub fn suspect(
-        &self,
-        resource: &Arc<str>,
-        version: u64,
-        shown_by: &Arc<str>,
-        now: Instant,
-    ) -> bool {
-        if revision_question(resource).is_none() {
-            return false;
-        }
+    /// Raises a suspicion about a version that was seen, unless there is one or an endpoint has contradicted it a short time
+    /// ago. Returns whether a suspicion is open.
+    pub fn suspect(&self, seen: &Expected, now: Instant) -> bool {
+        let (resource, version) = (&seen.resource, seen.version);
         let mut guarded = self.lock();
+        let is_read = guarded.shared_etcd.latest().is_some();
+        let listed = if is_read && guarded.shared_etcd.has(resource) {
+            REFERENCE.into()
+        } else if revision_question(resource).is_some() {
+            Arc::clone(resource)
+        } else {
+            return false;
+        };
         if guarded.suspicion.as_ref().is_some_and(|open| !open.is_over(now)) {
             return true;
         }
@@ -117,22 +125,21 @@ impl Restores {
         {
             return false;
         }
-        let (resource, shown_by) = (Arc::clone(resource), Arc::clone(shown_by));
-        guarded.suspicion = Some(Suspicion::new(resource, version, shown_by, now));
+        guarded.suspicion = Some(Suspicion::new(seen, listed, now));
         drop(guarded);
         self.changed.notify_waiters();
         true
     }
 
-    /// The resource of the open suspicion, if this endpoint has not reported.
+    /// The resource that this endpoint is asked to list for the open suspicion, if it has not reported.
     pub fn wanted_report(&self, endpoint: EndpointKey, now: Instant) -> Option<Arc<str>> {
         let mut guarded = self.lock();
         guarded.suspicion.take_if(|open| open.is_over(now));
         let open = guarded.suspicion.as_ref()?;
-        open.wants_report(endpoint).then(|| Arc::clone(&open.resource))
+        open.wants_report(endpoint).then(|| Arc::clone(&open.listed))
     }
 
-    /// Takes in the report of an endpoint about the resource of the open suspicion. Returns the suspicion and the revision
+    /// Takes in the report of an endpoint about the resource that is listed for the open suspicion. Returns the suspicion and the revision
     /// of etcd if it was restored.
     pub fn report(
         &self,
@@ -142,7 +149,7 @@ impl Restores {
         now: Instant,
     ) -> Option<(Suspicion, u64)> {
         let mut guarded = self.lock();
-        let open = guarded.suspicion.as_mut().filter(|open| *open.resource == *resource)?;
+        let open = guarded.suspicion.as_mut().filter(|open| *open.listed == *resource)?;
         open.report(endpoint, report);
         match open.verdict(endpoints) {
             Verdict::Undecided => None,
@@ -161,7 +168,8 @@ impl Restores {
         let mut guarded = self.lock();
         guarded.settled_at = Some(now + SETTLING);
         guarded.contradicted = None;
-        guarded.resource = Some(Arc::clone(&suspicion.resource));
+        guarded.listed = Some(Arc::clone(&suspicion.listed));
+        guarded.shared_etcd.restored(revision);
         guarded.latest = Some(RestoreStatus {
             recognised_at: Utc::now().seconds(),
             resource: (*suspicion.resource).into(),
@@ -177,13 +185,53 @@ impl Restores {
         self.changed.notify_waiters();
     }
 
+    /// Whether this endpoint looks whether a read of the [`REFERENCE`] is due. One of them does, every [`LOOK_INTERVAL`].
+    pub fn take_look(&self, now: Instant) -> bool {
+        let mut guarded = self.lock();
+        let is_next = guarded.next_look.is_none_or(|at| now >= at);
+        if is_next {
+            guarded.next_look = Some(now + LOOK_INTERVAL);
+        }
+        is_next
+    }
+
+    /// Whether a read of the reference may prove that a resource of these versions is stored in its etcd.
+    pub fn is_reference_due(&self, seen: &[Expected], now: Instant) -> bool {
+        self.lock().shared_etcd.is_read_due(seen, now)
+    }
+
+    /// What the latest read of the reference has shown, if there was one.
+    pub fn latest_reference(&self) -> Option<Expected> {
+        self.lock().shared_etcd.latest().cloned()
+    }
+
+    /// Takes in a read of the reference ([`SharedEtcd::read`]); `None` if it was not answered. Returns a version that may be
+    /// lost. A read that was sent before the latest restore, whose notice is `sent_after`, says nothing.
+    pub fn reference_read(
+        &self,
+        (revision, read_by): (Option<u64>, &Arc<str>),
+        seen: &[Expected],
+        sent_after: u32,
+        now: Instant,
+    ) -> Option<Expected> {
+        let mut guarded = self.lock();
+        if sent_after != self.recognised_notice() {
+            return None;
+        }
+        let Some(revision) = revision else {
+            guarded.shared_etcd.failed(now);
+            return None;
+        };
+        guarded.shared_etcd.read((revision, read_by), seen, now)
+    }
+
     /// The resource whose revision a watch waits for. Only the caller reads it, and calls [`Self::revision_read`]: the
     /// list must begin after this call.
     pub fn take_wanted_revision(&self) -> Option<Arc<str>> {
         if !self.wants_revision.load(Ordering::Relaxed) {
             return None;
         }
-        let resource = self.lock().resource.clone()?;
+        let resource = self.lock().listed.clone()?;
         self.wants_revision.swap(false, Ordering::Acquire).then_some(resource)
     }
 
@@ -290,8 +338,12 @@ mod tests {
         }
     }
 
+    fn seen(version: u64) -> Expected {
+        Expected { resource: "pods".into(), version, shown_by: "a".into(), at: now() }
+    }
+
     fn suspicion(version: u64) -> Suspicion {
-        Suspicion::new("pods".into(), version, "a".into(), now())
+        Suspicion::new(&seen(version), "pods".into(), now())
     }
 
     #[test]
@@ -338,7 +390,7 @@ mod tests {
             let decided = restores.report(EndpointKey(key), report, &endpoints, now);
             decided.map(|(suspicion, revision)| (suspicion.version, revision))
         };
-        let suspect = || restores.suspect(&"pods".into(), 100, &"a".into(), now);
+        let suspect = || restores.suspect(&seen(100), now);
         assert_eq!(report(1, 20), None, "without a suspicion");
         assert!(suspect());
         assert_eq!(restores.wanted_report(EndpointKey(1), now).as_deref(), Some("pods"));
@@ -349,18 +401,45 @@ mod tests {
         assert!(suspect());
         assert_eq!(report(1, 100), None);
         assert!(!suspect(), "an endpoint has contradicted it");
-        assert!(restores.suspect(&"pods".into(), 101, &"a".into(), now), "a higher version");
+        assert!(restores.suspect(&seen(101), now), "a higher version");
+    }
+
+    #[test]
+    fn resource_that_shares_the_etcd_of_the_reference_is_decided_by_it() {
+        let (restores, now) = (Restores::default(), now());
+        let read = |revision, seen: &[Expected], notice| {
+            let lost = restores.reference_read((revision, &"a".into()), seen, notice, now);
+            lost.map(|lost| (lost.resource.to_string(), lost.version))
+        };
+        let secret = |version| Expected { resource: "secrets".into(), ..seen(version) };
+        assert!(!restores.suspect(&secret(100), now), "secrets are not listed");
+        assert!(restores.take_look(now) && !restores.take_look(now));
+        assert!(restores.take_look(now + LOOK_INTERVAL));
+        assert!(restores.is_reference_due(&[secret(10)], now));
+        assert_eq!(read(Some(20), &[secret(10)], 0), None);
+        assert_eq!(read(Some(120), &[secret(100)], 0), None);
+        assert_eq!(read(Some(50), &[secret(100)], 1), None, "sent before a restore");
+        assert_eq!(read(Some(50), &[secret(100)], 0), Some(("secrets".to_owned(), 100)));
+        assert!(restores.suspect(&secret(100), now));
+        assert_eq!(restores.wanted_report(EndpointKey(1), now).as_deref(), Some(REFERENCE));
+        let report = (REFERENCE, Report::Revision(50));
+        let (lost, revision) = restores.report(EndpointKey(1), report, &[ready(1)], now).unwrap();
+        assert_eq!((&*lost.resource, lost.version, revision), ("secrets", 100, 50));
+        restores.recognised(&lost, revision, 120, now);
+        assert_eq!(restores.latest_reference().unwrap().version, 50);
+        restores.mark(Some(90));
+        assert_eq!(restores.take_wanted_revision().as_deref(), Some(REFERENCE));
     }
 
     #[test]
     fn version_of_the_lost_history_is_no_second_restore() {
         let (restores, now) = (Restores::default(), now());
         restores.recognised(&suspicion(100), 20, 110, now);
-        let suspect = |version, now| restores.suspect(&"pods".into(), version, &"a".into(), now);
+        let suspect = |version, now| restores.suspect(&seen(version), now);
         assert!(!suspect(110, now));
         assert!(suspect(111, now));
         let restores = Restores::default();
         restores.recognised(&suspicion(100), 20, 110, now);
-        assert!(restores.suspect(&"pods".into(), 110, &"a".into(), now + SETTLING));
+        assert!(restores.suspect(&seen(110), now + SETTLING));
     }
 }

@@ -50,6 +50,18 @@ impl Setup {
         watches
     }
 
+    /// How often the prober has read the revision of etcd at this server.
+    fn reads_of_revision(&self, server: &str) -> usize {
+        let is_read = |path: &str| path == "/api/v1/services?limit=1";
+        let audit = self.cluster.state.audit();
+        audit.select(|request| request.server == server && is_read(&request.path)).len()
+    }
+
+    /// How often it has read it at all servers.
+    fn reads_of_all(&self) -> usize {
+        self.cluster.servers.iter().map(|server| self.reads_of_revision(server.name())).sum()
+    }
+
     async fn restore_status(&self) -> Value {
         self.proxy.status().await["upstreams"][0]["restore"].clone()
     }
@@ -123,6 +135,51 @@ async fn restored_etcd_ends_watches_with_410_and_degrades_no_endpoint_for_long()
     }
 }
 
+/// The prober has the rights of a node: it may list services, and not read the resource of the watches.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn restored_etcd_is_recognised_although_the_prober_may_not_read_the_resource() {
+    let setup = Setup::new(3, |_| {}).await;
+    for server in &setup.cluster.servers {
+        let refuse: RequestHook = Arc::new(|request| {
+            let agent = request.headers.get("user-agent")?;
+            let is_refused = agent == "jackstay-readyz" && request.uri.path().contains("configmap");
+            is_refused.then(|| ScriptedResponse::status(403, "Forbidden", "not a node's"))
+        });
+        server.set_faults(|faults| faults.on_request = Some(refuse));
+    }
+    let backup = setup.cluster.state.snapshot();
+    let watches = setup.start_watches("application/json").await;
+    for number in 0..60 {
+        setup.create(&format!("c{number}"), number % 6);
+    }
+    until("events", async || watches[5].has_seen("c59")).await;
+    until("a first read", async || setup.reads_of_all() >= 1).await;
+    (60..120).for_each(|number| setup.create(&format!("c{number}"), number % 6));
+    until("events", async || watches[5].has_seen("c119")).await;
+    until("a second read", async || setup.reads_of_all() >= 2).await;
+    // The versions of ConfigMaps are known to be those of the same etcd, so nothing is read for them any more.
+    for number in 120..300 {
+        setup.create(&format!("c{number}"), number % 6);
+    }
+    until("events", async || watches[5].has_seen("c299")).await;
+
+    setup.cluster.kill_all();
+    setup.cluster.state.restore(backup);
+    // As many versions as were read before the restore.
+    (0..150).for_each(|number| setup.create(&format!("d{number}"), number % 6));
+    for server in &setup.cluster.servers {
+        server.restart().unwrap();
+    }
+    for watch in &watches {
+        watch.wait_end().await.unwrap();
+        assert_eq!(watch.events().last().unwrap().kind, "ERROR");
+    }
+    setup.proxy.wait_all("ready").await;
+    let status = setup.restore_status().await;
+    assert_eq!(status["resource"], "configmaps", "{status}");
+    assert_eq!(setup.restores_in_log().await, 1);
+}
+
 /// With one apiserver there is no other to compare with.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn restored_etcd_of_one_apiserver_ends_its_watches_and_lowers_saved_floors() {
@@ -139,7 +196,8 @@ async fn restored_etcd_of_one_apiserver_ends_its_watches_and_lowers_saved_floors
     // An apiserver that starts refuses users whose rights it has not read yet.
     let refusals = AtomicUsize::new(0);
     let refuse: RequestHook = Arc::new(move |request| {
-        let is_question = request.uri.path().contains("jackstay-version-check");
+        let path = request.uri.path();
+        let is_question = path.contains("jackstay-version-check") || path.ends_with("/services");
         let is_early = is_question && refusals.fetch_add(1, Ordering::Relaxed) < 2;
         is_early.then(|| ScriptedResponse::status(403, "Forbidden", "not yet"))
     });
@@ -178,17 +236,13 @@ async fn apiserver_that_restarts_with_an_old_cache_is_no_restore() {
         until("events", async || watch.has_seen("c59")).await;
     }
     let server = &setup.cluster.servers[0];
+    let name = server.name().to_owned();
     server.kill();
+    let before = setup.reads_of_revision(&name);
     server.set_faults(|faults| faults.hold_watches = true);
     server.set_faults(|faults| faults.cache_version = Some(old));
     server.restart().unwrap();
-    let name = server.name().to_owned();
-    until("its etcd was asked", async || {
-        let audit = setup.cluster.state.audit();
-        let is_list = |path: &str| path.ends_with("/configmaps?limit=1");
-        !audit.select(|request| request.server == name && is_list(&request.path)).is_empty()
-    })
-    .await;
+    until("its etcd was asked", async || setup.reads_of_revision(&name) > before).await;
     (60..90).for_each(|number| setup.create(&format!("c{number}"), 0));
     for watch in &watches {
         until("events", async || watch.has_seen("c89")).await;

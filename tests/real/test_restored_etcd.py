@@ -7,11 +7,10 @@ import socket
 import threading
 import time
 import unittest
-from functools import partial
 
 from cases import RigCase
 from figures import within
-from rig import CACHE, PORT, Apiserver, Jackstay, Process, log, probe_as_admin, sh, wait_for
+from rig import CACHE, PORT, Apiserver, Jackstay, Process, log, sh, wait_for
 from test_lag import NAMESPACE, Client, Worker
 
 ADDRESSES = {"x": "10.99.0.21", "y": "10.99.0.22", "z": "10.99.0.23"}
@@ -91,8 +90,8 @@ class RestoredEtcd(RigCase, unittest.TestCase):
             self.addCleanup(apiserver.process.stop, signal.SIGKILL)
             apiserver.start()
         self.jackstay = Jackstay(
-            rig, [rig.admin_cert], [f"{address}:{PORT}" for address in ADDRESSES.values()], partial(probe_as_admin, rig),
-            "jackstay-restored", port=7501, admin=9701).start()
+            rig, [rig.admin_cert], [f"{address}:{PORT}" for address in ADDRESSES.values()],
+            log_name="jackstay-restored", port=7501, admin=9701).start()
         self.addCleanup(self.jackstay.stop)
         self.server = self.jackstay.server
         wait_for("every endpoint to be ready", lambda: set(self.states().values()) == {"ready"}, 30)

@@ -13,7 +13,7 @@
 //! * [`balance`], [`connect`], [`outage`]: which connection or endpoint is picked, and when one is tried again.
 //! * [`endpoint_condition`]: whether another endpoint is better than that of a request.
 //! * [`backoff`]: the pauses after failures in a row.
-//! * [`restore`]: whether etcd was restored from a backup.
+//! * [`restore`] and [`shared_etcd`]: whether etcd was restored from a backup, and which resources are stored in it.
 //! * [`lag`], [`kubernetes_version`] and [`kubernetes_features`]: how apiservers of one cluster differ.
 //! * [`receive_windows`]: how much a stream may send ahead; [`http2_frames`]: frame headers in a byte stream;
 //!   [`frame_budgets`]: how many of each type a peer may send; [`tls_records`]: where TLS records end.
@@ -48,6 +48,7 @@ pub mod probe;
 pub mod receive_windows;
 pub mod request;
 pub mod restore;
+pub mod shared_etcd;
 pub mod takeover;
 pub mod tcp_info;
 pub mod tls_records;

@@ -16,6 +16,9 @@
 //! | no endpoint has reported a revision | undecided |
 //! | every ready endpoint that has an answer is below the version | restored |
 //!
+//! The prober may not be allowed to list the resource of the version. Then another resource of the same etcd is listed
+//! ([`crate::shared_etcd`]).
+//!
 //! An endpoint without an answer (its apiserver has lost etcd, or refuses the list) does not hold up the verdict of the
 //! others: what they have reported cannot be a lag.
 //!
@@ -26,6 +29,7 @@ use std::time::{Duration, Instant};
 
 use crate::endpoint_condition::EndpointCondition;
 use crate::endpoint_state::EndpointState;
+use crate::lag::Expected;
 use crate::pool::EndpointKey;
 
 /// An undecided suspicion ends after this time. Its cause raises it again.
@@ -42,6 +46,8 @@ pub struct Suspicion {
     pub version: u64,
     /// The endpoint that has shown it.
     pub shown_by: Arc<str>,
+    /// The resource whose most-recent lists are read, which is stored in the same etcd.
+    pub listed: Arc<str>,
     since: Instant,
     reports: Vec<(EndpointKey, Report)>,
 }
@@ -70,9 +76,16 @@ pub enum Verdict {
 }
 
 impl Suspicion {
-    /// A suspicion without reports.
-    pub fn new(resource: Arc<str>, version: u64, shown_by: Arc<str>, now: Instant) -> Self {
-        Self { resource, version, shown_by, since: now, reports: Vec::new() }
+    /// A suspicion about a version that was seen, without reports.
+    pub fn new(seen: &Expected, listed: Arc<str>, now: Instant) -> Self {
+        Self {
+            resource: Arc::clone(&seen.resource),
+            version: seen.version,
+            shown_by: Arc::clone(&seen.shown_by),
+            listed,
+            since: now,
+            reports: Vec::new(),
+        }
     }
 
     /// Whether it has been undecided for too long.
@@ -132,12 +145,18 @@ mod tests {
 
     const UNKNOWN: Report = Report::None;
 
+    fn suspicion(version: u64) -> Suspicion {
+        let (now, pods) = (Instant::now(), Arc::from("pods"));
+        let seen = Expected { resource: Arc::clone(&pods), version, shown_by: "a".into(), at: now };
+        Suspicion::new(&seen, pods, now)
+    }
+
     fn rev(revision: u64) -> Report {
         Report::Revision(revision)
     }
 
     fn verdict(endpoints: &[(EndpointState, Option<Report>)]) -> Verdict {
-        let mut suspicion = Suspicion::new("pods".into(), 100, "a".into(), Instant::now());
+        let mut suspicion = suspicion(100);
         let condition = |(key, (state, _)): (usize, &(EndpointState, _))| EndpointCondition {
             key: EndpointKey(key),
             state: *state,
@@ -190,7 +209,7 @@ mod tests {
             let mut revision = rng.u64(1..1_000);
             // What a watch of some endpoint has shown.
             let shown = rng.u64(1..=revision);
-            let mut suspicion = Suspicion::new("pods".into(), shown, "a".into(), Instant::now());
+            let mut suspicion = suspicion(shown);
             let mut conditions: Vec<_> = (0..3)
                 .map(|key| EndpointCondition {
                     key: EndpointKey(key),
@@ -214,8 +233,8 @@ mod tests {
 
     #[test]
     fn undecided_suspicion_ends() {
-        let start = Instant::now();
-        let mut suspicion = Suspicion::new("pods".into(), 100, "a".into(), start);
+        let mut suspicion = suspicion(100);
+        let start = suspicion.since;
         assert!(suspicion.wants_report(EndpointKey(1)));
         suspicion.report(EndpointKey(1), UNKNOWN);
         assert!(!suspicion.wants_report(EndpointKey(1)) && suspicion.wants_report(EndpointKey(2)));

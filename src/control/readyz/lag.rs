@@ -184,8 +184,7 @@ impl Inquiry {
         let resource = Arc::clone(&expected.resource);
         if let Answer::Behind(current) = answer {
             upstream.resource_versions.forget_if_ahead(endpoint, &resource, current);
-            let (version, shown_by) = (expected.version, &expected.shown_by);
-            upstream.restores.suspect(&resource, version, shown_by, now);
+            upstream.restores.suspect(&expected, now);
         }
         let is_refused = answer == Answer::Refused;
         let is_refused_lag = is_refused && self.lag.is_some();

@@ -2,16 +2,20 @@
 //!
 //! | when | what is asked |
 //! |---|---|
-//! | the prober has a new connection, and the endpoint is ready: its process may have been replaced | the [question] about the highest version that was seen of a resource, which the cache answers; if it has not reached the version, a suspicion is raised |
-//! | a suspicion is open, also one of the [lag check](super::lag) | a most-recent list with a limit of one object |
+//! | a version was seen of a resource that is not known to be stored with the [reference](jackstay_core::shared_etcd) | one of the endpoints: the revision of the reference, a most-recent list with a limit of one object |
+//! | the prober has a new connection, and the endpoint is ready: its process may have been replaced | the same; if a version that was seen is above it, a suspicion is raised |
+//! | the reference is refused then, or a version of another etcd was seen | the [question] about the highest version that was seen of a resource, which its cache answers |
+//! | a suspicion is open, also one of the [lag check](super::lag) | the revision of the reference, or of the resource if it is not known to be stored with it |
 //! | a watch has begun at a version that a restore may have lost | the same, by one of the endpoints |
 //!
-//! Without a credential for the prober nothing is asked. Then reads lower the floors ([`crate::proxy`]), and a watch of the
-//! lost history is silent until etcd has passed its version, as without jackstay.
+//! So a credential that may list services, as that of a node, suffices for the resources of their etcd. Without a credential
+//! for the prober nothing is asked. Then reads lower the floors ([`crate::proxy`]), and a watch of the lost history is silent
+//! until etcd has passed its version, as without jackstay.
 //!
 //! [question]: jackstay_core::lag::question
 
 use std::cell::{Cell, RefCell};
+use std::cmp::Reverse;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,7 +23,9 @@ use std::time::{Duration, Instant};
 use http::StatusCode;
 use jackstay_core::backoff::Backoff;
 use jackstay_core::lag::{Expected, TICK};
+use jackstay_core::request::start_up::is_refusal;
 use jackstay_core::restore::{Report, Suspicion, revision_question};
+use jackstay_core::shared_etcd::REFERENCE;
 use jackstay_core::watch::codec::head::json_head;
 use jackstay_core::watch::codec::version::HeadVersion;
 use jackstay_sys::clock;
@@ -33,6 +39,7 @@ use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::resource_versions::ResourceRecord;
+use crate::upstream::restores::LOOK_INTERVAL;
 
 /// Limit of a list. kube-apiserver waits 3 s for its cache before it reads etcd.
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);
@@ -42,10 +49,25 @@ const PAUSES: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs
 const MAX_REPEATS: u32 = 8;
 /// Number of resources about which a new connection is asked, if the credential may not read the first ones.
 const MAX_RESOURCES: usize = 4;
-/// kubelet may get and list these, so they are asked about first.
-const FIRST_RESOURCE: &str = "services";
-/// How long the loop waits while nothing is asked. A notification ends the wait.
-const IDLE: Duration = Duration::from_secs(3600);
+
+/// What a most-recent list has shown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Revision {
+    Read(u64),
+    /// The credential of the prober may not list the resource, or not yet.
+    Refused,
+    /// There was no answer, or no version in it.
+    Unknown,
+}
+
+impl Revision {
+    fn read(self) -> Option<u64> {
+        match self {
+            Self::Read(revision) => Some(revision),
+            Self::Refused | Self::Unknown => None,
+        }
+    }
+}
 
 /// Asks one endpoint.
 #[derive(Debug)]
@@ -89,7 +111,7 @@ impl RestoreCheck {
             let pause = if self.is_unchecked.get() || self.pauses.borrow().1.is_some() {
                 TICK
             } else {
-                IDLE
+                LOOK_INTERVAL
             };
             tokio::select! {
                 () = sleep(pause) => {}
@@ -107,7 +129,7 @@ impl RestoreCheck {
         let Some(connection) = live else { return false };
         if let Some(resource) = upstream.restores.wanted_report(endpoint.key(), now) {
             let revision = ask_revision(upstream, &connection, &resource).await;
-            report(upstream, endpoint, &resource, revision);
+            report(upstream, endpoint, &resource, revision.read());
             return true;
         }
         let is_ready = endpoint.state() == EndpointState::Ready;
@@ -124,10 +146,16 @@ impl RestoreCheck {
             return is_answered;
         }
         if let Some(resource) = upstream.restores.take_wanted_revision() {
-            let revision = ask_revision(upstream, &connection, &resource).await;
+            let revision = ask_revision(upstream, &connection, &resource).await.read();
             upstream.restores.revision_read(revision);
             self.set_pause(revision.is_some());
             return revision.is_some();
+        }
+        if upstream.restores.take_look(now) {
+            let seen = versions_shown(upstream);
+            if upstream.restores.is_reference_due(&seen, now) {
+                read_reference(upstream, endpoint, &connection, seen).await;
+            }
         }
         false
     }
@@ -148,14 +176,61 @@ async fn check_process(
     endpoint: &Arc<Endpoint>,
     connection: &Rc<Connection>,
 ) -> bool {
+    let seen = versions_seen(upstream);
+    if seen.is_empty() && upstream.restores.latest_reference().is_none() {
+        return true;
+    }
+    let (revision, is_lost) = read_reference(upstream, endpoint, connection, seen.clone()).await;
+    match revision {
+        Revision::Read(_) if is_lost => true,
+        // The versions above it are those of another etcd.
+        Revision::Read(revision) => {
+            let other = seen.into_iter().filter(|one| one.version > revision).collect();
+            check_caches(upstream, endpoint, connection, other).await
+        }
+        Revision::Refused => check_caches(upstream, endpoint, connection, seen).await,
+        Revision::Unknown => false,
+    }
+}
+
+/// Reads the revision of the reference, after these versions were seen. Raises a suspicion and returns true if one of them
+/// may be lost.
+async fn read_reference(
+    upstream: &Upstream,
+    endpoint: &Arc<Endpoint>,
+    connection: &Rc<Connection>,
+    mut seen: Vec<Expected>,
+) -> (Revision, bool) {
+    let restores = &upstream.restores;
+    seen.extend(restores.latest_reference());
+    let notice = restores.recognised_notice();
+    let revision = ask_revision(upstream, connection, REFERENCE).await;
+    let (read, now) = ((revision.read(), &endpoint.label), clock::now());
+    let lost = restores.reference_read(read, &seen, notice, now);
+    if let Some(lost) = &lost {
+        restores.suspect(lost, now);
+    }
+    (revision, lost.is_some())
+}
+
+/// Asks the caches of an endpoint whether they have reached versions that were seen before. Returns false if they must be
+/// asked again.
+async fn check_caches(
+    upstream: &Arc<Upstream>,
+    endpoint: &Arc<Endpoint>,
+    connection: &Rc<Connection>,
+    mut seen: Vec<Expected>,
+) -> bool {
+    seen.retain(|one| revision_question(&one.resource).is_some());
+    seen.sort_by_key(|one| Reverse(one.version));
+    seen.truncate(MAX_RESOURCES);
     let mut is_refused = false;
-    for seen in versions_to_check(upstream) {
+    for seen in seen {
         match ask(upstream, connection, &seen).await {
             Answer::Reached => return true,
             Answer::Behind(current) => {
                 upstream.resource_versions.forget_if_ahead(endpoint, &seen.resource, current);
-                let (resource, shown_by) = (&seen.resource, &seen.shown_by);
-                upstream.restores.suspect(resource, seen.version, shown_by, clock::now());
+                upstream.restores.suspect(&seen, clock::now());
                 return true;
             }
             Answer::Refused => is_refused = true,
@@ -165,40 +240,52 @@ async fn check_process(
     !is_refused
 }
 
-/// The highest versions that endpoints have shown or clients have seen, of a few resources.
-fn versions_to_check(upstream: &Upstream) -> Vec<Expected> {
-    let now = clock::now();
-    let expected = |record: Arc<ResourceRecord>| {
-        revision_question(&record.name)?;
-        let (shown_by, shown) = match record.highest() {
-            Some((endpoint, version)) => (Arc::clone(&endpoint.label), version),
-            None => ("a client".into(), 0),
-        };
-        let version = shown.max(upstream.version_floors.highest_of(&record.name));
-        let resource = Arc::clone(&record.name);
-        (version > 0).then_some(Expected { resource, version, shown_by, at: now })
-    };
+/// The highest version of each resource that an endpoint has shown.
+fn versions_shown(upstream: &Upstream) -> Vec<Expected> {
+    let at = clock::now();
     let records = upstream.resource_versions.snapshot();
-    let mut all: Vec<_> = records.into_iter().filter_map(expected).collect();
-    all.sort_by_key(|seen| (*seen.resource != *FIRST_RESOURCE, std::cmp::Reverse(seen.version)));
-    all.truncate(MAX_RESOURCES);
-    all
+    let expected = |record: &Arc<ResourceRecord>| {
+        let (endpoint, version) = record.highest()?;
+        let (resource, shown_by) = (Arc::clone(&record.name), Arc::clone(&endpoint.label));
+        Some(Expected { resource, version, shown_by, at })
+    };
+    records.iter().filter_map(expected).collect()
 }
 
-/// The version of a most-recent list; `None` if it is not answered.
+/// The highest version of each resource that an endpoint has shown or a client has seen.
+fn versions_seen(upstream: &Upstream) -> Vec<Expected> {
+    let mut shown = versions_shown(upstream);
+    for record in upstream.resource_versions.snapshot() {
+        let version = upstream.version_floors.highest_of(&record.name);
+        match shown.iter_mut().find(|one| one.resource == record.name) {
+            Some(one) => one.version = one.version.max(version),
+            None if version > 0 => shown.push(Expected {
+                resource: Arc::clone(&record.name),
+                version,
+                shown_by: "a client".into(),
+                at: clock::now(),
+            }),
+            None => {}
+        }
+    }
+    shown
+}
+
+/// Asks for the version of a most-recent list.
 async fn ask_revision(
     upstream: &Upstream,
     connection: &Rc<Connection>,
     resource: &str,
-) -> Option<u64> {
-    let path = revision_question(resource)?;
+) -> Revision {
+    let Some(path) = revision_question(resource) else { return Revision::Refused };
     let token = upstream.credentials.probe_token().and_then(|token| token.header());
     match timeout(LIST_TIMEOUT, fetch(connection, &path, token)).await {
         Ok(Ok((StatusCode::OK, body))) => match json_head(&body) {
-            HeadVersion::Version(version) => Some(version),
-            HeadVersion::Incomplete | HeadVersion::None => None,
+            HeadVersion::Version(version) => Revision::Read(version),
+            HeadVersion::Incomplete | HeadVersion::None => Revision::Unknown,
         },
-        Ok(_) | Err(_) => None,
+        Ok(Ok((status, _))) if is_refusal(status.as_u16()) => Revision::Refused,
+        Ok(_) | Err(_) => Revision::Unknown,
     }
 }
 

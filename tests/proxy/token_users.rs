@@ -72,6 +72,9 @@ async fn endpoint_is_degraded_when_an_anonymous_readyz_fails() {
     for endpoint in proxy.endpoints().await.iter().filter(|e| e["address"] == *degraded_address) {
         assert_eq!(endpoint["reason"], "/readyz answers 500: etcd");
     }
+    // A probe of an endpoint that is ready follows after 30 s; of this one, after a few seconds.
+    cluster.servers[0].set_faults(|faults| faults.unready = false);
+    proxy.wait_all("ready").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

@@ -1,7 +1,11 @@
 """An apiserver that has just started refuses every user until its RBAC is filled: 403, `/readyz` included. With 3,000
-RoleBindings that takes a few seconds. Clients of jackstay do not see it while another apiserver is ready."""
+RoleBindings that takes a few seconds. Authenticators whose informers are not filled answer 401 before. Clients of jackstay
+do not see it while another apiserver is ready: those of a jackstay that probes with the certificate of a node, nor those of
+one that has only clients with tokens, which probes without a credential every 30 s."""
 
+import collections
 import concurrent.futures
+import datetime
 import http.client
 import json
 import threading
@@ -9,24 +13,29 @@ import time
 import unittest
 
 from figures import LONG, record
-from rig import ADDRESSES, Jackstay, log, wait_for
+from rig import ADDRESSES, TOKEN, Jackstay, log, log_lines, wait_for
 from test_jackstay import JackstayCase
 from test_lag import Client, Worker
 
 BINDINGS = 3000
 RESTARTS = 6 if LONG else 3
 READERS = 6
+# Longest pause between two probes without a credential (`anonymous_pause` in crates/core/src/probe/schedule.rs).
+ANONYMOUS_PAUSE = 42
+# A user by the token file, whose rights come by RBAC, and a bootstrap token, which an authenticator looks for in Secrets.
+BOOTSTRAP_TOKEN = "abcdef.0123456789abcdef"
+TOKENS = {"a user's token": TOKEN, "a bootstrap token": BOOTSTRAP_TOKEN}
 WATCHES = 6
 NAMESPACE = "/api/v1/namespaces/starting"
 ROLE_BINDINGS = "/apis/rbac.authorization.k8s.io/v1/namespaces/starting/rolebindings"
 
 
 class Reader(Worker):
-    """Reads of a user whose rights come by RBAC. `refused` has the times of 401 and 403."""
+    """Reads of a user whose rights come by RBAC. `refused` has the answers 401 and 403."""
 
-    def __init__(self, case, server, path):
+    def __init__(self, case, server, path, **credential):
         super().__init__(case)
-        self.client, self.path = Client(case.rig, server, case.rig.load_cert), path
+        self.client, self.path = Client(case.rig, server, **credential), path
         self.reads, self.refused, self.failed = 0, [], []
 
     def work(self):
@@ -83,6 +92,9 @@ class Starting(JackstayCase, unittest.TestCase):
                                 port=7541, admin=9741).start()
         cls.addClassCleanup(cls.jackstay.stop)
         cls.server = cls.jackstay.server
+        cls.tokens_only = Jackstay(cls.rig, [], log_name="jackstay-starting-tokens", port=7542, admin=9742).start()
+        cls.addClassCleanup(cls.tokens_only.stop)
+        cls.create_bootstrap_token()
         cls.rig.control.must("POST", "/api/v1/namespaces", {"metadata": {"name": "starting"}})
         cls.addClassCleanup(cls.rig.control.must, "DELETE", "/api/v1/namespaces/starting")
         began = time.monotonic()
@@ -100,69 +112,110 @@ class Starting(JackstayCase, unittest.TestCase):
             list(pool.map(bind, range(BINDINGS)))
         log(f"{BINDINGS} RoleBindings in {time.monotonic() - began:.0f} s")
 
+    @classmethod
+    def create_bootstrap_token(cls):
+        identifier, secret = BOOTSTRAP_TOKEN.split(".")
+        group = "system:bootstrappers:readers"
+        for path, body in (
+                ("/api/v1/namespaces/kube-system/secrets", {
+                    "metadata": {"name": f"bootstrap-token-{identifier}"}, "type": "bootstrap.kubernetes.io/token",
+                    "stringData": {"token-id": identifier, "token-secret": secret, "usage-bootstrap-authentication": "true", "auth-extra-groups": group}}),
+                ("/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", {
+                    "metadata": {"name": "bootstrap-readers"}, "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "view"},
+                    "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": group}]})):
+            cls.rig.control.must("POST", path, body)
+            cls.addClassCleanup(cls.rig.control.must, "DELETE", f"{path}/{body['metadata']['name']}")
+
     def write(self, number):
         answer = self.rig.api("c" if self.victim != "c" else "a", cert=self.rig.admin_cert).must(
             "POST", f"{NAMESPACE}/configmaps", {"metadata": {"name": f"event-{number}"}})
         self.written.append(("ADDED", int(answer["metadata"]["resourceVersion"])))
 
     def states(self):
-        return [endpoint["state"] for endpoint in self.jackstay.status()["upstreams"][0]["endpoints"]]
+        return [endpoint["state"] for jackstay in (self.jackstay, self.tokens_only)
+                for endpoint in jackstay.status()["upstreams"][0]["endpoints"]]
 
-    def restart(self, victim, graceful):
-        """Restarts the apiserver. Returns how often it refuses the user before it accepts it."""
+    def all_ready(self):
+        return self.states() == ["ready"] * 2 * len(ADDRESSES)
+
+    def anonymous_probes(self, name):
+        """Time and code of each `/readyz` that an apiserver was asked without a credential."""
+        events = self.rig.audit(lambda e: e.get("userAgent") == "jackstay-readyz" and e["user"]["username"] == "system:anonymous"
+                                and e["requestURI"] == "/readyz", [name])
+        return [(datetime.datetime.fromisoformat(e["requestReceivedTimestamp"]).timestamp(), e["responseStatus"]["code"]) for e in events]
+
+    def restart(self, victim, graceful, down_until=0.0):
+        """Restarts the apiserver. Returns how it refuses the users before it accepts them, as {(user, code): times}."""
         apiserver = self.rig.apiservers[victim]
         if graceful:
             apiserver.process.stop(timeout=70)
         else:
             apiserver.kill()
         self.write(len(self.written))
+        time.sleep(max(0, down_until - time.time()))
         apiserver.start(wait=False)
-        direct, refused = Client(self.rig, apiserver.server, self.rig.load_cert), 0
+        refused = collections.Counter()
+        direct = {"a certificate": Client(self.rig, apiserver.server, self.rig.load_cert),
+                  **{user: Client(self.rig, apiserver.server, token=token) for user, token in TOKENS.items()}}
 
         def accepts():
-            nonlocal refused
             apiserver.process.require_running()
-            try:
-                code, _ = direct.call("GET", f"{NAMESPACE}/configmaps?limit=1", timeout=2)
-            except (OSError, http.client.HTTPException):
-                return False
-            refused += code in (401, 403)
-            return code == 200
-        wait_for(f"apiserver {victim} to accept the user", accepts, 120, pause=0.02)
+            codes = {}
+            for user, client in direct.items():
+                try:
+                    codes[user], _ = client.call("GET", f"{NAMESPACE}/configmaps?limit=1", timeout=2)
+                except (OSError, http.client.HTTPException):
+                    return False
+            refused.update((user, code) for user, code in codes.items() if code in (401, 403))
+            return set(codes.values()) == {200}
+        wait_for(f"apiserver {victim} to accept the users", accepts, 120, pause=0.02)
         apiserver.wait_ready()
         began = time.monotonic()
         self.write(len(self.written))
-        wait_for("every endpoint to be ready", lambda: self.states() == ["ready"] * len(ADDRESSES), 60)
+        wait_for("every endpoint to be ready", self.all_ready, 60)
         return refused, time.monotonic() - began
 
     def test_restarts_refuse_no_read_and_lose_no_watch(self):
         self.written, self.victim = [], "a"
         watchers = [Watcher(self) for _ in range(WATCHES)]
         paths = [f"{NAMESPACE}/configmaps?limit=5", f"{NAMESPACE}/pods?resourceVersion=0"]
-        readers = [Reader(self, self.server, paths[number % 2]) for number in range(READERS)]
-        for thread in watchers + readers:
+        readers = [Reader(self, self.server, paths[number % 2], cert=self.rig.load_cert) for number in range(READERS)]
+        token_readers = [Reader(self, self.tokens_only.server, paths[0], token=token) for token in TOKENS.values()]
+        for thread in watchers + readers + token_readers:
             thread.start()
-        refused_directly, slowest = 0, 0
+        refused_directly, slowest = collections.Counter(), 0
         for number in range(RESTARTS):
-            self.victim = sorted(ADDRESSES)[number % len(ADDRESSES)]
+            self.victim, down_until = sorted(ADDRESSES)[number % len(ADDRESSES)], 0
+            if LONG and number == RESTARTS - 2:
+                # A probe without a credential is due when this one listens again.
+                latest = {name: max(at for at, _ in self.anonymous_probes(name)) for name in ADDRESSES}
+                self.victim = min(latest, key=latest.get)
+                down_until = latest[self.victim] + ANONYMOUS_PAUSE
             graceful, ends = number % 2 == 1, [watcher.ends for watcher in watchers]
-            refused, until_ready = self.restart(self.victim, graceful)
+            refused, until_ready = self.restart(self.victim, graceful, down_until)
             if not graceful:
                 self.assertEqual([watcher.ends for watcher in watchers], ends, "watches have ended")
-            log(f"restart {number} of {self.victim}: {refused} direct reads refused, ready for jackstay {until_ready:.1f} s later")
+            log(f"restart {number} of {self.victim}: direct reads refused {dict(refused)}, ready for jackstay {until_ready:.1f} s later")
             refused_directly += refused
             slowest = max(slowest, until_ready)
-        for reader in readers:
+        for reader in readers + token_readers:
             reader.finish()
         wait_for("the last event", lambda: all(w.failure or w.events[-1:] == self.written[-1:] for w in watchers), 15)
-        reads, refused = sum(reader.reads for reader in readers), [text for reader in readers for text in reader.refused]
-        failed = [text for reader in readers for text in reader.failed]
-        record(f"{RESTARTS} restarts of an apiserver with {BINDINGS} RoleBindings: reads of a user, and 403 among them", len(refused), f"of {reads}")
-        record("the same: 403 of the apiservers that start", refused_directly, "reads")
+        title = f"{RESTARTS} restarts of an apiserver with {BINDINGS} RoleBindings"
+        for what, some in (("reads of a user", readers), ("reads with tokens, without a credential for the probe", token_readers)):
+            refused = [text for reader in some for text in reader.refused]
+            failed = [text for reader in some for text in reader.failed]
+            record(f"{title}: {what}, and 401 or 403 among them", len(refused), f"of {sum(reader.reads for reader in some)}")
+            self.assertEqual((refused, failed), ([], []), what)
+        record("the same: 401 and 403 of the apiservers that start", refused_directly.total(), "reads")
         record("the same: time from an apiserver's readiness until jackstay uses it", slowest, "s", 30)
-        self.assertGreater(refused_directly, 0, "the apiservers refused nobody, so the test has shown nothing")
-        self.assertEqual(refused, [], f"of {reads} reads")
-        self.assertEqual(failed, [])
+        # Otherwise the test has shown nothing.
+        self.assertGreater(refused_directly["a certificate", 403], 0)
+        self.assertTrue({user for user, _ in refused_directly} & TOKENS.keys(), refused_directly)
+        probes = [code for name in ADDRESSES for _, code in self.anonymous_probes(name)]
+        starting = log_lines(self.tokens_only.process, "/readyz answers 40[13], after 200 for the same credential")
+        record("the same: probes without a credential, and 403 among them", probes.count(403), f"of {len(probes)}")
+        self.assertEqual(len(starting) > 0, 403 in probes, starting)
         self.assertEqual([watcher.failure for watcher in watchers], [None] * WATCHES)
         for watcher in watchers:
             self.assertEqual(watcher.events, self.written)

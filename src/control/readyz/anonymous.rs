@@ -10,7 +10,8 @@
 //! | current | PINGs: while they are answered the endpoint counts as ready | becomes the previous one when a new one is opened |
 //! | previous | one anonymous `/readyz` request, if a listener terminates TLS (`mode: terminate`) | after the response; its end is not reported |
 //!
-//! A new connection is opened every 30 s or less often ([`anonymous_pause`]). Without that it would be
+//! A new connection is opened every 30 s or less often ([`anonymous_pause`]), and sooner while the endpoint is not ready
+//! ([`ANONYMOUS_PAUSES_NOT_READY`]). Without that it would be
 //! closed after 90 s, as Go's server does with a connection without requests (kube-apiserver's
 //! `IdleTimeout`). An anonymous probe fails if its status is not 200, 401 or 403, if its response is late on a live
 //! connection, or if a 401 or 403 is that of an apiserver that is starting ([`jackstay_core::probe::answers`]).
@@ -18,7 +19,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use jackstay_core::probe::schedule::{ResultStreak, anonymous_pause};
+use jackstay_core::backoff::Backoff;
+use jackstay_core::probe::schedule::{ANONYMOUS_PAUSES_NOT_READY, ResultStreak, anonymous_pause};
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 use tokio::time::{sleep, sleep_until};
@@ -44,18 +46,26 @@ pub struct AnonymousProber {
     failure: Option<String>,
     /// When the connection is replaced and the next probe is sent.
     next_probe: Instant,
+    /// The pauses while the endpoint is not ready.
+    not_ready: Backoff,
 }
 
 impl AnonymousProber {
     /// A prober that sends its first probe `now`.
     pub fn new(now: Instant) -> Self {
-        Self { streak: ResultStreak::default(), failure: None, next_probe: now }
+        Self {
+            streak: ResultStreak::default(),
+            failure: None,
+            next_probe: now,
+            not_ready: ANONYMOUS_PAUSES_NOT_READY,
+        }
     }
 
     /// Forgets all results, after the connection was lost: the apiserver may have been restarted.
     pub fn reset(&mut self) {
         self.streak = ResultStreak::default();
         self.failure = None;
+        self.not_ready.reset();
     }
 
     fn report(&self, upstream: &Upstream, endpoint: &Endpoint) {
@@ -121,23 +131,30 @@ impl AnonymousProber {
             version.read_if_due(endpoint, connection, None, config.timeout / 2),
         );
         let is_starting = matches!(result, ReadyzResult::Starting(_));
-        let failure = match result {
-            ReadyzResult::ConnectionLost => return,
+        match result {
+            ReadyzResult::ConnectionLost => {}
             ReadyzResult::Ready | ReadyzResult::Refused => {
                 endpoint.note_probe_ok(sent_at);
-                None
+                if self.streak.record(true, config.rise, config.fall) {
+                    self.failure = None;
+                }
+                self.not_ready.reset();
             }
             ReadyzResult::Starting(why) | ReadyzResult::NotReady(why) => {
                 request_probes_of_others(upstream, endpoint);
-                Some(why)
+                if is_starting {
+                    // The next result decides alone.
+                    self.streak = ResultStreak::default();
+                    self.failure = Some(why);
+                } else if self.streak.record(false, config.rise, config.fall) {
+                    self.failure = Some(why);
+                }
             }
-        };
-        if is_starting {
-            // The next result decides alone.
-            self.streak = ResultStreak::default();
-            self.failure = failure;
-        } else if self.streak.record(failure.is_none(), config.rise, config.fall) {
-            self.failure = failure;
+        }
+        if self.failure.is_some() {
+            self.not_ready.failed();
+            let soon = clock::now() + self.not_ready.pause_at(fastrand::f64());
+            self.next_probe = self.next_probe.min(soon);
         }
     }
 }

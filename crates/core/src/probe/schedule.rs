@@ -8,7 +8,7 @@ use crate::backoff::Backoff;
 /// Pause after the first failed probe. It doubles with each further failure up to the configured
 /// interval: thousands of nodes that probe once a second would burden an apiserver in trouble.
 pub const FAILING_INTERVAL: Duration = Duration::from_secs(1);
-/// Shortest pause between anonymous probes. After an anonymous request the apiserver sends GOAWAY
+/// Shortest pause between anonymous probes of an endpoint that is ready. After an anonymous request the apiserver sends GOAWAY
 /// (`UnauthenticatedHTTP2DOSMitigation`), so each probe costs a connection.
 const ANONYMOUS_INTERVAL: Duration = Duration::from_secs(30);
 /// Shortest pause before a probe that passive evidence requests. It doubles with each such probe that
@@ -132,6 +132,11 @@ pub fn anonymous_pause(interval: Duration, jitter: f64) -> Duration {
     interval.max(ANONYMOUS_INTERVAL).mul_f64(1.0 + 0.4 * jitter)
 }
 
+/// Pauses between anonymous probes of an endpoint that is not ready, so that it is used within 30 s after it is ready
+/// again: by default one success suffices after a start, and two after other failures, the second one a second later.
+pub const ANONYMOUS_PAUSES_NOT_READY: Backoff =
+    Backoff::new(Duration::from_secs(1), Duration::from_secs(20)).with_factors(0.8, 1.2);
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -227,6 +232,14 @@ mod tests {
             1_000,
             "the evidence pause is 500 ms again, but a failing endpoint is probed once a second"
         );
+    }
+
+    #[test]
+    fn anonymous_probes_of_an_endpoint_that_is_not_ready_follow_within_24_s() {
+        let mut pauses = ANONYMOUS_PAUSES_NOT_READY;
+        let seconds: Vec<_> = (0..8).map(|_| pauses.failed().as_secs()).collect();
+        assert_eq!(seconds, [1, 2, 4, 8, 16, 20, 20, 20]);
+        assert!(pauses.pause_at(1.0) <= Duration::from_secs(24));
     }
 
     #[test]

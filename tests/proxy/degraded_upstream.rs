@@ -7,8 +7,9 @@ use crate::support::{
     CONFIGMAPS, Proxy, TestCluster, join_all, pause, soon, until, without_suspicion,
 };
 use jackstay::config::Config;
-use jackstay_apiserver::ScriptedResponse;
 use jackstay_apiserver::client::Client;
+use jackstay_apiserver::{RequestHook, ScriptedResponse};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The promised limit for the time without events on a watch whose apiserver loses etcd.
@@ -160,6 +161,36 @@ async fn lagging_watch_cache_degrades_its_endpoint_until_it_has_caught_up() {
     setup.cluster.servers[lagging].set_faults(|faults| faults.hold_watches = false);
     setup.cluster.servers[lagging].set_faults(|faults| faults.cache_version = None);
     until("the cache has caught up", async || setup.state(lagging).await == "ready").await;
+    setup.expect_all_events().await;
+}
+
+/// A node may not read `ConfigMap`s of others: without an answer the endpoint keeps its watches, which lose no event.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn lag_of_a_resource_that_the_prober_may_not_read_degrades_no_endpoint() {
+    let mut setup = Setup::new().await;
+    for server in &setup.cluster.servers {
+        let refuse: RequestHook = Arc::new(|request| {
+            let is_question = request.uri.path().contains("jackstay-version-check");
+            is_question.then(|| ScriptedResponse::status(403, "Forbidden", "not a node's"))
+        });
+        server.set_faults(|faults| faults.on_request = Some(refuse));
+    }
+    setup.write_and_measure_silence(5).await;
+    let lagging = (0..3).max_by_key(|&at| setup.cluster.watches(at)).unwrap();
+    let version = setup.cluster.state.version();
+    setup.cluster.servers[lagging].set_faults(|faults| faults.hold_watches = true);
+    setup.cluster.servers[lagging].set_faults(|faults| faults.cache_version = Some(version));
+    let server = setup.cluster.servers[lagging].name().to_owned();
+    until("two questions are refused", async || {
+        setup.write();
+        let is_question = |path: &str| path.contains("jackstay-version-check");
+        let audit = setup.cluster.state.audit();
+        audit.select(|request| request.server == server && is_question(&request.path)).len() >= 2
+    })
+    .await;
+    assert_eq!(setup.state(lagging).await, "ready");
+    setup.cluster.servers[lagging].set_faults(|faults| faults.hold_watches = false);
+    setup.cluster.servers[lagging].set_faults(|faults| faults.cache_version = None);
     setup.expect_all_events().await;
 }
 

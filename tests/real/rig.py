@@ -368,17 +368,18 @@ table inet jackstay_rig {
         flows = re.findall(r"\S+:(\d+)\s+\S+:2379\s+users:(\S+)[^\n]*\n.*?bytes_received:(\d+)", output)
         return {int(port): int(received) for port, users, received in flows if own in users}
 
-    def drop_etcd_of_configmaps(self, name):
-        """Drops the connection to etcd by which one apiserver reads and watches ConfigMaps. All its checks use other
+    def drop_etcd_of_services(self, name):
+        """Drops the connection to etcd by which one apiserver reads and watches services. All its checks use other
         connections, and pass. gRPC's keepalive replaces it after 40 s. Returns its local port."""
-        path, before = "/api/v1/namespaces/default/configmaps", self.etcd_flows(name)
-        self.rig.control.must("POST", path, {"metadata": {"name": "burst"}, "data": {"burst": "x" * 500_000}})
+        path, before = "/api/v1/namespaces/default/services", self.etcd_flows(name)
+        self.rig.control.must("POST", path, {
+            "metadata": {"name": "burst", "annotations": {"burst": "x" * 200_000}}, "spec": {"clusterIP": "None"}})
         self.rig.control.must("DELETE", f"{path}/burst")
 
         def used():
             grown = {port: received - before.get(port, 0) for port, received in self.etcd_flows(name).items()}
-            return [port for port, bytes in grown.items() if bytes >= 500_000]
-        port, = wait_for(f"the connection of {name} that brings ConfigMaps", used, 10)
+            return [port for port, bytes in grown.items() if bytes >= 200_000]
+        port, = wait_for(f"the connection of {name} that brings services", used, 10)
         self.nft("".join(f"add rule inet jackstay_rig input ip {source} {ETCD_ADDRESSES[name]} tcp {ports} counter drop\n" for source, ports in (
             ("daddr", f"sport {port}"), ("saddr", f"dport {port}"))))
         return port
@@ -592,7 +593,7 @@ def yaml(value, indent=0):
 
 
 def probe_as_admin(rig, config):
-    """The prober has the certificate of an administrator, because a node may read neither ConfigMaps of others nor /metrics."""
+    """The prober has the certificate of an administrator, because a node may not read /metrics."""
     cert, key = rig.admin_cert
     config["upstreams"][0]["health"] = {"readyz": {"cert_file": cert, "key_file": key}}
 

@@ -131,7 +131,8 @@ class Watcher(Worker):
             raise AssertionError(f"watch of {self.resource}: {self.response.status} {self.response.read()!r}")
         for line in self.response:
             event = json.loads(line)
-            at = event["object"].get("data", {}).get("at")
+            source = event["object"]["metadata"].get("annotations") if self.resource == "services" else event["object"].get("data")
+            at = (source or {}).get("at")
             if at:
                 written = float(base64.b64decode(at) if self.resource == "secrets" else at)
                 self.delays.append((written, time.monotonic() - written))
@@ -193,14 +194,14 @@ class Leader(Worker):
 class Reader(Worker):
     """Reads that any cache may answer, and reads of the most recent state."""
 
-    def __init__(self, case, query):
+    def __init__(self, case, query, resource="configmaps"):
         super().__init__(case)
         self.client = Client(case.rig, case.server, case.rig.admin_cert)
-        self.query, self.reads, self.slowest, self.newest, self.backwards, self.failed = query, 0, 0.0, 0, 0, []
+        self.path, self.reads, self.slowest, self.newest, self.backwards, self.failed = f"{NAMESPACE}/{resource}{query}", 0, 0.0, 0, 0, []
 
     def work(self):
         sent = time.monotonic()
-        code, answer = self.client.call("GET", f"{NAMESPACE}/configmaps{self.query}")
+        code, answer = self.client.call("GET", self.path)
         self.slowest = max(self.slowest, time.monotonic() - sent)
         self.reads += 1
         if code != 200:

@@ -1,21 +1,21 @@
-"""Watch caches that lag although all checks of their apiserver pass: jackstay compares the versions."""
+"""Watch caches that lag although all checks of their apiserver pass: jackstay compares the versions. Its prober has the
+certificate of a node, as beside kubelet, which may read services."""
 
 import re
 import signal
 import time
 import unittest
-from functools import partial
 
 from cases import RigCase
 from figures import LONG, within
-from rig import ADDRESSES, ADMIN_TOKENS, CACHE, PORT, Apiserver, Jackstay, Process, log, log_lines, probe_as_admin, sh, wait_for
+from rig import ADDRESSES, ADMIN_TOKENS, CACHE, PORT, Apiserver, Jackstay, Process, log, log_lines, sh, wait_for
 from test_jackstay import JackstayCase
-from test_lag import NAMESPACE, Client, Reader, Watcher, Worker, Writer
+from test_lag import EVENT_INTERVAL, NAMESPACE, Client, Reader, Watcher, Worker
 
 CUT = 10  # seconds; gRPC's keepalive replaces the connection to etcd after 40 s
 WATCHES = 8
-LAGS = r"watch cache lags: version (\d+) of configmaps, (\S+) had (\d+) \d+ s ago"
-OTHER_ETCD = r"these endpoints do not share an etcd: version (\d+) of configmaps here, and (\d+) at (\S+) \d+ s ago"
+LAGS = r"watch cache lags: version (\d+) of services, (\S+) had (\d+) \d+ s ago"
+OTHER_ETCD = r"these endpoints do not share an etcd: version (\d+) of services here, and (\d+) at (\S+) \d+ s ago"
 
 
 def endpoints(jackstay):
@@ -32,19 +32,36 @@ def own_watches(jackstay, address):
     return sum(c["watches"] for c in endpoints(jackstay)[address]["connections"] if c["class"] == "identity-0")
 
 
+class ServiceWriter(Worker):
+    """Writes a service with the time of the write, to an apiserver that has etcd."""
+
+    PATH = f"{NAMESPACE}/services"
+
+    def __init__(self, case):
+        super().__init__(case)
+        self.client = Client(case.rig, case.rig.server("c"), case.rig.admin_cert)
+        code, answer = self.client.call("POST", self.PATH, {"metadata": {"name": "clock"}, "spec": {"clusterIP": "None"}})
+        assert code in (201, 409), f"{code} {answer}"
+
+    def work(self):
+        code, answer = self.client.call("PATCH", f"{self.PATH}/clock", {"metadata": {"annotations": {"at": repr(time.monotonic())}}})
+        assert code == 200, f"{code} {answer}"
+        self.stopping.wait(EVENT_INTERVAL)
+
+
 class OneResource(JackstayCase, unittest.TestCase):
     @classmethod
     def prepare(cls):
         cls.jackstay = Jackstay(
-            cls.rig, [cls.rig.admin_cert], adapt=partial(probe_as_admin, cls.rig), log_name="jackstay-one-resource", port=7500, admin=9700).start()
+            cls.rig, [cls.rig.admin_cert], log_name="jackstay-one-resource", port=7500, admin=9700).start()
         cls.addClassCleanup(cls.jackstay.stop)
         cls.server = cls.jackstay.server
 
     def test_watch_cache_of_one_resource_lags(self):
         rig = self.rig
         wait_for("every endpoint to be ready", lambda: states(self.jackstay) == ["ready"] * len(ADDRESSES), 60)
-        writer, watchers = Writer(self), [Watcher(self, "configmaps") for _ in range(WATCHES)]
-        cached, recent = Reader(self, "?resourceVersion=0"), Reader(self, "")
+        writer, watchers = ServiceWriter(self), [Watcher(self, "services") for _ in range(WATCHES)]
+        cached, recent = (Reader(self, query, "services") for query in ("?resourceVersion=0", ""))
         for worker in (writer, *watchers, cached, recent):
             worker.start()
 
@@ -61,7 +78,7 @@ class OneResource(JackstayCase, unittest.TestCase):
         name = wait_for("a watch at a or b", most_watched, 60)
         address = f"{ADDRESSES[name]}:{PORT}"
         log_size, checks = self.log_size(), rig.api(name, cert=rig.admin_cert)
-        rig.faults.drop_etcd_of_configmaps(name)
+        rig.faults.drop_etcd_of_services(name)
         begun, first, reason = time.monotonic(), None, None
         while time.monotonic() < begun + CUT:
             for path in ("/livez", "/readyz"):
@@ -121,7 +138,7 @@ class OtherEtcd(RigCase, unittest.TestCase):
         while writers[0].version < writers[1].version + self.AHEAD:
             writers[0].write()
         jackstay = Jackstay(
-            rig, [rig.admin_cert], [own, other], partial(probe_as_admin, rig), "jackstay-two-clusters", port=7499, admin=9699).start()
+            rig, [rig.admin_cert], [own, other], log_name="jackstay-two-clusters", port=7499, admin=9699).start()
         self.addCleanup(jackstay.stop)
         self.server = jackstay.server
         wait_for("both endpoints to be ready", lambda: states(jackstay) == ["ready"] * 2, 20)
@@ -162,11 +179,12 @@ class Clock(Worker):
     def __init__(self, case, server, interval):
         super().__init__(case)
         self.client, self.interval = Client(case.rig, server, case.rig.admin_cert), interval
-        self.client.call("POST", f"{NAMESPACE}/configmaps", {"metadata": {"name": "two-clusters"}})
+        self.client.call("POST", f"{NAMESPACE}/services", {"metadata": {"name": "two-clusters"}, "spec": {"clusterIP": "None"}})
         self.write()
 
     def write(self):
-        code, answer = self.client.call("PATCH", f"{NAMESPACE}/configmaps/two-clusters", {"data": {"at": repr(time.monotonic())}})
+        code, answer = self.client.call(
+            "PATCH", f"{NAMESPACE}/services/two-clusters", {"metadata": {"annotations": {"at": repr(time.monotonic())}}})
         assert code == 200, f"{code} {answer}"
         self.version = int(answer["metadata"]["resourceVersion"])
 
@@ -180,11 +198,11 @@ class AnyWatch(Watcher):
     clusters would only watch the one whose versions are higher."""
 
     def __init__(self, case, token):
-        super().__init__(case, "configmaps")
+        super().__init__(case, "services")
         self.client = Client(case.rig, case.server, token=token)
 
     def work(self):
-        for _ in self.client.send("GET", f"{NAMESPACE}/configmaps?watch=1", timeout=None):
+        for _ in self.client.send("GET", f"{NAMESPACE}/services?watch=1", timeout=None):
             pass
         self.client.close()
         self.stopping.wait(0.2)

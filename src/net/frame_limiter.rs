@@ -7,7 +7,8 @@
 //! A header block, HEADERS with all its CONTINUATION frames, must arrive within `limits.header_timeout`, however
 //! slowly its bytes come. h2 limits its size and the number of its frames, and `proxy::hygiene` those of trailers.
 //! As long as a header block is open, the connection may carry no other frame (RFC 9113, 4.3), so the connection
-//! is closed with the same GOAWAY. What it holds until then is charged, since there is no request yet.
+//! is closed with the same GOAWAY. What it holds until then is charged, since there is no request yet, and so is what its
+//! fields keep in the [table](jackstay_core::header_table) of h2's decoder.
 //!
 //! h2 reads as long as the socket has bytes, and a record of TLS can have many frames; the records themselves are counted
 //! by [`jackstay_sys::sockets::read_ahead`]. So that a peer that always has more does not delay the others,
@@ -27,12 +28,12 @@ use std::time::Duration;
 
 use jackstay_core::frame_budgets::{Budgets, Peer};
 use jackstay_core::http2_frames::{
-    ACK, CLIENT_PREFACE_LENGTH, FrameHeader, FrameScanner, enhance_your_calm, frame_type,
+    ACK, CLIENT_PREFACE_LENGTH, FrameHeader, FramePart, FrameScanner, enhance_your_calm, frame_type,
 };
 use jackstay_sys::clock;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-pub use self::header_block::ChargeBlock;
+pub use self::header_block::ChargeHeaders;
 use self::header_block::HeaderBlock;
 
 pub use jackstay_core::frame_budgets::LimitedFrame;
@@ -139,10 +140,11 @@ impl<T> FrameLimiter<T> {
         (limiter, seen)
     }
 
-    /// Charges header blocks that continue in other frames while they are open.
+    /// Charges header blocks that continue in other frames while they are open, `largest` bytes each, and what the table of
+    /// h2's decoder keeps.
     #[must_use]
-    pub fn charging_open_blocks(mut self, charge: ChargeBlock) -> Self {
-        self.block.set_charge(charge);
+    pub fn charging_headers(mut self, largest: usize, charge: ChargeHeaders) -> Self {
+        self.block.set_charge(largest, charge);
         self
     }
 
@@ -155,7 +157,11 @@ impl<T> FrameLimiter<T> {
     fn count_received(&mut self, bytes: &[u8]) -> Result<(), LimitedFrame> {
         let Self { received, budgets, last_stream, block, turn, seen, .. } = self;
         turn.bytes += bytes.len();
-        received.scan(bytes, |header| {
+        received.scan_parts(bytes, |part| {
+            let header = match part {
+                FramePart::Header(header) => header,
+                FramePart::Payload(bytes) => return block.payload(bytes),
+            };
             turn.frames += 1;
             let is_opened = header.stream <= *last_stream;
             if header.frame_type == frame_type::HEADERS && budgets.peer == Peer::Client {
@@ -188,7 +194,7 @@ impl<T: AsyncWrite + Unpin> FrameLimiter<T> {
         }
         io::Error::other(match frame {
             LimitedFrame::HeaderBlock => {
-                "header block not complete in time, or no memory for it".to_owned()
+                "header block not complete in time, or no memory for its fields".to_owned()
             }
             frame => format!("the peer sent too many {} frames", frame.as_str()),
         })
@@ -429,9 +435,9 @@ mod tests {
         let budget = MemoryBudget::new(64 << 20);
         let source = budget.source(1);
         let charged = Arc::clone(&source);
-        let charge = move || charged.try_charge(MemoryKind::Streams, 1 << 20, ClientRank::Unproven);
+        let charge = move |kind, bytes| charged.try_charge(kind, bytes, ClientRank::Unproven);
         let (limiter, seen, mut client) = connected().await;
-        let mut limiter = limiter.charging_open_blocks(Box::new(charge));
+        let mut limiter = limiter.charging_headers(1 << 20, Box::new(charge));
         let first = frame(frame_type::HEADERS, 0, &[1; 20]);
         let more = frame(frame_type::CONTINUATION, 0, &[1]);
         let last = frame(frame_type::CONTINUATION, END_HEADERS, &[1]);
@@ -444,6 +450,29 @@ mod tests {
         let _full = source.charge(MemoryKind::Streams, 64 << 20);
         client.write_all(&first).await.unwrap();
         read(&mut limiter, first.len()).await.unwrap_err();
+        assert_eq!(seen.violation(), Some(LimitedFrame::HeaderBlock));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_the_header_table_keeps_is_charged_and_closed_without_memory() {
+        let budget = MemoryBudget::new(64 << 20);
+        let source = budget.source(1);
+        let charged = Arc::clone(&source);
+        let charge = move |kind, bytes| charged.try_charge(kind, bytes, ClientRank::Unproven);
+        let (limiter, seen, mut client) = connected().await;
+        let mut limiter = limiter.charging_headers(1 << 20, Box::new(charge));
+        let data = frame(frame_type::DATA, 0, &[0; 250]).repeat(40);
+        // `:path: /ab` as a literal with indexing.
+        let head = frame(frame_type::HEADERS, END_HEADERS, &[0x44, 3, b'/', b'a', b'b']);
+        let bytes = [data, head].concat();
+        for steps in [0, 1, 2] {
+            client.write_all(&bytes).await.unwrap();
+            read(&mut limiter, bytes.len()).await.unwrap();
+            assert_eq!(budget.used_for(MemoryKind::Connections), steps * (16 << 10));
+        }
+        let _full = source.charge(MemoryKind::Streams, 64 << 20);
+        client.write_all(&bytes.repeat(2)).await.unwrap();
+        read(&mut limiter, bytes.len() * 2).await.unwrap_err();
         assert_eq!(seen.violation(), Some(LimitedFrame::HeaderBlock));
     }
 
@@ -476,7 +505,10 @@ mod tests {
                 } => error,
                 () = drip => unreachable!("pending"),
             };
-            assert_eq!(error.to_string(), "header block not complete in time, or no memory for it");
+            assert_eq!(
+                error.to_string(),
+                "header block not complete in time, or no memory for its fields"
+            );
             assert_eq!(clock::elapsed(start).as_secs(), 10);
             assert_eq!(seen.violation(), Some(LimitedFrame::HeaderBlock));
             let mut goaway = [0; 17];

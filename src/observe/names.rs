@@ -91,7 +91,7 @@ table! {
     DOWNSTREAM_REFUSED = Counter "jackstay_downstream_refused_total" ["listener", "reason"] "connections",
         "Client connections refused or closed by jackstay: before their first request (cap, descriptors, handshake, timeout, protocol; source: the source of the connection uses its share of the slots), or while idle (evicted: for a new connection).";
     CLOSED_FOR_FRAMES = Counter "jackstay_downstream_frame_limit_total" ["listener", "frame"] "connections",
-        "Client connections closed with ENHANCE_YOUR_CALM because the client sent too many frames of a kind: ping, settings, priority, window_update, rst_stream, empty_data, empty_headers, trailers, other; or left a header block open for too long, or when there was no memory for it: header_block.";
+        "Client connections closed with ENHANCE_YOUR_CALM because the client sent too many frames of a kind: ping, settings, priority, window_update, rst_stream, empty_data, empty_headers, trailers, other; or left a header block open for too long, or when there was no memory for it or for its fields in the header table: header_block.";
     CERTIFICATE_RELOADS = Counter "jackstay_certificate_reloads_total" ["listener", "outcome"] "reloads",
         "Re-reads of certificate, key and CA files that changed: ok or failed.";
     CERTIFICATE_EXPIRY = Gauge "jackstay_certificate_expiry_timestamp_seconds" ["kind", "name"] "seconds",

@@ -25,7 +25,7 @@ use jackstay_sys::sockets::source::Source;
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 
-use super::admission::client_memory::{ClientMemory, StreamMemory, UNPROVEN_STREAMS};
+use super::admission::client_memory::{ClientMemory, StreamMemory, UNPROVEN_STREAMS, open_head};
 use super::admission::connection_slots::{ConnectionSlot, OpenRequest};
 use super::admission::listener_admission::ListenerAdmission;
 use super::body_progress::{BodyProgress, StallBoundStream, TrackedBody};
@@ -135,8 +135,8 @@ impl HttpConnection<'_> {
         let list = http2_header_list(limits.max_header_bytes);
         let (stream, frames) = FrameLimiter::of_client(stream, max_streams, limits.header_timeout);
         let charged = Rc::clone(&memory);
-        let stream =
-            stream.charging_open_blocks(Box::new(move || charged.charge_open_head(list as usize)));
+        let charge = move |kind, bytes| charged.charge_headers(kind, bytes);
+        let stream = stream.charging_headers(open_head(list as usize), Box::new(charge));
         let mut builder = http2::Builder::new(LocalExecutor(Rc::clone(&streams)));
         let connection = builder
             .timer(TokioTimer::new())

@@ -1,4 +1,5 @@
-//! The memory of the process beside what its account says: request bodies in small pieces.
+//! The memory of the process beside what its account says: request bodies in small pieces, and header tables of idle
+//! connections.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -12,6 +13,8 @@ use jackstay_testkit::recorder::{Recorded, Recorder};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::support::child::{Process, first_address};
+use crate::support::http2::{self, HEADERS, PREFACE, RST_STREAM};
+use crate::support::wire::Wire;
 use crate::support::{CONFIGMAPS, Certs, long_form, pages, soon, until, wire, write_config};
 
 /// What the process may take beside what the account says: buffers of the connections, and pages of the allocator that
@@ -163,4 +166,72 @@ async fn http2_pieces_of_one_byte_between_large_ones_take_what_is_charged() {
     small.send_data(Bytes::new(), true).unwrap();
     assert_eq!(soon("a response", response).await.unwrap().status(), 200);
     setup.expect_growth(before, charged);
+}
+
+/// `GET https`, as entries of the static table of HPACK (RFC 7541, appendix A).
+const GET_HTTPS: [u8; 2] = [0x82, 0x87];
+/// `:path: /ab` as a literal that the decoder puts into its table of 4 KiB, where an entry has 32 bytes besides its name
+/// and value (RFC 7541, 4.1).
+const PATH: [u8; 5] = [0x44, 3, b'/', b'a', b'b'];
+/// The same as a Huffman code.
+const CODED_PATH: [u8; 5] = [0x44, 0x83, 0x60, 0x71, 0xff];
+const TABLE_ENTRIES: usize = 4_096 / (32 + 5 + 3);
+
+/// A field `x` without indexing, whose value has so many bytes in Huffman code: 7 for 8 letters `x`.
+fn coded_field(length: usize) -> Vec<u8> {
+    let mut field = http2::field_block(&[("x", "x".repeat(length))]);
+    // After the representation and the name, the first bit of the length says so.
+    field[3] |= 0x80;
+    let at = field.len() - length;
+    let code = [0xf3, 0xe7, 0xcf, 0x9f, 0x3e, 0x7c, 0xf9];
+    field[at..].iter_mut().zip(code.iter().cycle()).for_each(|(byte, code)| *byte = *code);
+    field
+}
+
+/// Sends this block on so many streams of a new connection, and returns the connection, which is idle then.
+async fn send_blocks(setup: &Setup, block: &[u8], streams: usize) -> Wire {
+    let tls = wire::connector(&setup.certs, None, "h2");
+    let mut wire = wire::handshake(&tls, setup.address).await.unwrap();
+    wire.write_all(&[PREFACE, &http2::settings(&[])].concat()).await.unwrap();
+    for stream in (1..).step_by(2).take(streams) {
+        wire.write_all(&http2::block(stream, true, block)).await.unwrap();
+        let ends = |kind, id, _: &[u8]| matches!(kind, HEADERS | RST_STREAM) && id == stream;
+        soon("a response", http2::read_until(&mut wire, ends)).await.unwrap();
+    }
+    wire
+}
+
+/// Expects that `connections` idle connections, which have sent this block on so many streams, take what is charged.
+async fn expect_charge_of_idle(connections: usize, block: &[u8], streams: usize) {
+    let setup = Setup::new().await;
+    let before = setup.begin().await;
+    let mut idle = Vec::new();
+    for _ in 0..connections {
+        idle.push(send_blocks(&setup, block, streams).await);
+    }
+    setup.expect_growth(before, setup.account().await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn header_table_keeps_read_buffers_that_are_charged() {
+    // A stream with such a field is reset (RFC 9113, 8.2.2), but the decoder keeps the entry.
+    let more = http2::field_block(&[("connection", "x".repeat(16_000))]);
+    expect_charge_of_idle(20, &[&PATH[..], &more].concat(), TABLE_ENTRIES).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn header_table_keeps_buffers_of_decoded_strings_that_are_charged() {
+    let block = [&GET_HTTPS[..], &CODED_PATH, &coded_field(70_000)].concat();
+    expect_charge_of_idle(2, &block, TABLE_ENTRIES).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn header_table_keeps_buffers_of_long_blocks_that_are_charged() {
+    let long = http2::field_block(&[(":authority", "a".repeat(120_000))]);
+    expect_charge_of_idle(2, &[&GET_HTTPS[..], &long, &PATH].concat(), TABLE_ENTRIES / 2).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn decoder_keeps_a_buffer_for_the_largest_string_that_is_charged() {
+    expect_charge_of_idle(100, &[&GET_HTTPS[..], &coded_field(140_000)].concat(), 1).await;
 }

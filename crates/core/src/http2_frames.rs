@@ -6,7 +6,7 @@
 /// Length of the preface that a client sends before its first frame (RFC 9113, 3.4).
 pub const CLIENT_PREFACE_LENGTH: usize = 24;
 /// Length of a frame header.
-const HEADER_LENGTH: usize = 9;
+pub const HEADER_LENGTH: usize = 9;
 
 /// Frame types (RFC 9113, 6).
 pub mod frame_type {
@@ -26,6 +26,10 @@ pub mod frame_type {
 pub const END_STREAM: u8 = 1;
 /// `END_HEADERS` of HEADERS and CONTINUATION.
 pub const END_HEADERS: u8 = 4;
+/// `PADDED` of DATA and HEADERS.
+pub const PADDED: u8 = 8;
+/// `PRIORITY` of HEADERS.
+pub const PRIORITY: u8 = 32;
 /// `ACK` of SETTINGS and PING.
 pub const ACK: u8 = 1;
 
@@ -56,6 +60,15 @@ impl FrameHeader {
             stream: number(&bytes[5..]) & (u32::MAX >> 1),
         }
     }
+}
+
+/// What a scan finds.
+#[derive(Debug)]
+pub enum FramePart<'a> {
+    /// The header of a frame.
+    Header(FrameHeader),
+    /// Bytes of the payload of the last header.
+    Payload(&'a [u8]),
 }
 
 /// Finds frame headers in a byte stream that arrives in pieces.
@@ -90,13 +103,32 @@ impl FrameScanner {
     /// The first error of `found`; then the rest of the bytes is not scanned.
     pub fn scan<E>(
         &mut self,
-        mut bytes: &[u8],
+        bytes: &[u8],
         mut found: impl FnMut(FrameHeader) -> Result<(), E>,
     ) -> Result<(), E> {
+        self.scan_parts(bytes, |part| match part {
+            FramePart::Header(header) => found(header),
+            FramePart::Payload(_) => Ok(()),
+        })
+    }
+
+    /// Calls `found` for each frame header that is complete with these bytes, and for what they have of a payload. What
+    /// precedes the first frame counts as a payload.
+    ///
+    /// # Errors
+    /// The first error of `found`; then the rest of the bytes is not scanned.
+    pub fn scan_parts<E>(
+        &mut self,
+        mut bytes: &[u8],
+        mut found: impl FnMut(FramePart<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
         loop {
-            let skipped = self.skip.min(bytes.len());
-            self.skip -= skipped;
-            bytes = &bytes[skipped..];
+            let (payload, rest) = bytes.split_at(self.skip.min(bytes.len()));
+            self.skip -= payload.len();
+            bytes = rest;
+            if !payload.is_empty() {
+                found(FramePart::Payload(payload))?;
+            }
             if bytes.is_empty() {
                 return Ok(());
             }
@@ -110,7 +142,7 @@ impl FrameScanner {
             let header = FrameHeader::decode(self.header);
             self.filled = 0;
             self.skip = header.length as usize;
-            found(header)?;
+            found(FramePart::Header(header))?;
         }
     }
 }

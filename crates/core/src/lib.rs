@@ -16,7 +16,8 @@
 //! * [`restore`] and [`shared_etcd`]: whether etcd was restored from a backup, and which resources are stored in it.
 //! * [`lag`], [`kubernetes_version`] and [`kubernetes_features`]: how apiservers of one cluster differ.
 //! * [`receive_windows`]: how much a stream may send ahead; [`http2_frames`]: frame headers in a byte stream;
-//!   [`frame_budgets`]: how many of each type a peer may send; [`tls_records`]: where TLS records end.
+//!   [`frame_budgets`]: how many of each type a peer may send; [`header_table`]: what its header blocks leave behind;
+//!   [`tls_records`]: where TLS records end.
 //! * [`admission`]: what clients may take.
 //! * [`drain`]: when listeners, their connections and their watches end.
 //! * [`takeover`]: how a new process takes the place of a running one.
@@ -37,6 +38,7 @@ pub mod endpoint_health;
 pub mod endpoint_state;
 pub mod flow_health;
 pub mod frame_budgets;
+pub mod header_table;
 pub mod http2_frames;
 pub mod kubernetes_features;
 pub mod kubernetes_version;

@@ -100,8 +100,12 @@ pub fn headers<N: AsRef<[u8]>, V: AsRef<[u8]>>(
     end_stream: bool,
     fields: &[(N, V)],
 ) -> Vec<u8> {
-    let block = field_block(fields);
-    let (mut rest, mut frames, mut kind) = (&block[..], Vec::new(), HEADERS);
+    block(stream, end_stream, &field_block(fields))
+}
+
+/// A field block in HEADERS, and in CONTINUATION where one frame is not enough.
+pub fn block(stream: u32, end_stream: bool, block: &[u8]) -> Vec<u8> {
+    let (mut rest, mut frames, mut kind) = (block, Vec::new(), HEADERS);
     loop {
         let (piece, after) = rest.split_at(rest.len().min(MAX_FRAME_SIZE));
         let end_headers = if after.is_empty() { END_HEADERS } else { 0 };

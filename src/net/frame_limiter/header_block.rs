@@ -1,30 +1,41 @@
-//! The time that a peer has for one header block, and the memory that it holds meanwhile.
+//! The time that a peer has for one header block, the memory that it holds meanwhile, and what its fields hold afterwards.
 //!
-//! h2 decodes each piece as it arrives, so the first bytes of an open block may hold as much as the largest head.
+//! h2 decodes each piece as it arrives, so the first bytes of an open block may hold as much as the largest head. Fields
+//! may stay in the [table](HeaderTable) of its decoder.
 
 use std::pin::Pin;
 use std::task::Context;
 use std::time::Duration;
 
-use jackstay_core::admission::MemoryCharge;
+use jackstay_core::admission::{MemoryCharge, MemoryKind};
 use jackstay_core::frame_budgets::LimitedFrame;
+use jackstay_core::header_table::HeaderTable;
 use jackstay_core::http2_frames::{END_HEADERS, FrameHeader, frame_type};
 use tokio::time::{Sleep, sleep};
 
-/// Charges what an open header block may hold; `None` if it does not fit.
-pub type ChargeBlock = Box<dyn Fn() -> Option<MemoryCharge>>;
+/// Charges so many bytes of this kind; `None` if they do not fit.
+pub type ChargeHeaders = Box<dyn Fn(MemoryKind, usize) -> Option<MemoryCharge>>;
 
-/// The charge of open header blocks.
-#[derive(Default)]
-pub(super) struct BlockMemory {
-    charge: Option<ChargeBlock>,
+/// What the table of a connection keeps is charged in multiples of these bytes.
+const TABLE_STEP: usize = 16 << 10;
+/// What the table of a connection keeps without a charge of its own: the paths of many usual requests.
+const FREE: usize = 12 << 10;
+
+/// The charges of header blocks.
+struct BlockMemory {
+    charge: ChargeHeaders,
+    /// Bytes that an open block may hold.
+    largest: usize,
     /// Charged while a block is open.
-    charged: Option<MemoryCharge>,
+    open: Option<MemoryCharge>,
+    table: HeaderTable,
+    /// What is charged for the table.
+    steps: Vec<MemoryCharge>,
 }
 
 impl std::fmt::Debug for BlockMemory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.charged.fmt(f)
+        self.table.fmt(f)
     }
 }
 
@@ -37,17 +48,18 @@ pub(super) struct HeaderBlock {
     ends: Option<bool>,
     /// The end of the time. Set when a client leaves a header block open, which is rare.
     deadline: Option<Pin<Box<Sleep>>>,
-    memory: BlockMemory,
+    memory: Option<BlockMemory>,
 }
 
 impl HeaderBlock {
     pub(super) fn new(limit: Option<Duration>) -> Self {
-        Self { limit, ends: None, deadline: None, memory: BlockMemory::default() }
+        Self { limit, ends: None, deadline: None, memory: None }
     }
 
-    /// Charges blocks whose end is not in their first frame.
-    pub(super) fn set_charge(&mut self, charge: ChargeBlock) {
-        self.memory.charge = Some(charge);
+    /// Charges blocks whose end is not in their first frame, of which each may hold `largest` bytes, and the table.
+    pub(super) fn set_charge(&mut self, largest: usize, charge: ChargeHeaders) {
+        let (open, table, steps) = (None, HeaderTable::default(), Vec::new());
+        self.memory = Some(BlockMemory { charge, largest, open, table, steps });
     }
 
     /// Takes in the header of a frame.
@@ -60,13 +72,30 @@ impl HeaderBlock {
         if header.frame_type == frame_type::HEADERS {
             self.deadline = None;
         }
-        let BlockMemory { charge, charged } = &mut self.memory;
+        let Some(memory) = &mut self.memory else { return Ok(()) };
+        memory.table.frame(header);
         if self.ends != Some(false) {
-            *charged = None;
-        } else if let Some(charge) = charge
-            && charged.is_none()
-        {
-            *charged = Some(charge().ok_or(LimitedFrame::HeaderBlock)?);
+            memory.open = None;
+        } else if memory.open.is_none() {
+            let charge = (memory.charge)(MemoryKind::Streams, memory.largest);
+            memory.open = Some(charge.ok_or(LimitedFrame::HeaderBlock)?);
+        }
+        Ok(())
+    }
+
+    /// Takes in bytes of the payload of the last frame.
+    ///
+    /// # Errors
+    /// There is no memory for what the table keeps.
+    pub(super) fn payload(&mut self, bytes: &[u8]) -> Result<(), LimitedFrame> {
+        let (Some(memory), Some(_)) = (&mut self.memory, self.ends) else { return Ok(()) };
+        memory.table.payload(bytes);
+        let steps = memory.table.kept().saturating_sub(FREE).div_ceil(TABLE_STEP);
+        // One more is kept, so that a client at the edge does not change the account with each request.
+        memory.steps.truncate(steps + 1);
+        while memory.steps.len() < steps {
+            let charge = (memory.charge)(MemoryKind::Connections, TABLE_STEP);
+            memory.steps.push(charge.ok_or(LimitedFrame::HeaderBlock)?);
         }
         Ok(())
     }

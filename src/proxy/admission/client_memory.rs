@@ -4,7 +4,8 @@
 //! |---|---|
 //! | connection | [`CONNECTION_COST`]; on HTTP/1.1 also the buffer of a large head while it is read ([`super::head_memory`]) |
 //! | request | [`STREAM_COST`], and its head as decoded, until the last byte of the response is sent |
-//! | head over HTTP/2 that continues in other frames | what the largest one may hold, until it is complete |
+//! | head over HTTP/2 that continues in other frames | what the largest one may hold ([`open_head`]), until it is complete |
+//! | header table of HTTP/2 | what its entries keep ([`jackstay_core::header_table`]) |
 //! | request body | its receive window, up to the window of the connection |
 //! | response | its [`ResponseReserve`] from the begin of the request, or when one that waits to prove its token is sent, that of a watch for a watch, and the waiting bytes beyond it |
 //! | kernel memory of the socket | see [`super::socket_memory`] |
@@ -264,12 +265,9 @@ impl ClientMemory {
         }
     }
 
-    /// Charges a header block of HTTP/2 that is not complete, whose list may have `list` bytes (RFC 9113, 6.5.2). `None`
-    /// if it does not fit.
-    pub fn charge_open_head(&self, list: usize) -> Option<MemoryCharge> {
-        // Each field counts 32 bytes and more, and costs more if the table has room for others.
-        let bytes = list / hygiene::FIELD_OVERHEAD * 2 * FIELD_COST;
-        let charge = self.source.try_charge(MemoryKind::Streams, bytes, self.rank());
+    /// Charges what header blocks of HTTP/2 hold beside the heads of requests. `None` if it does not fit.
+    pub fn charge_headers(&self, kind: MemoryKind, bytes: usize) -> Option<MemoryCharge> {
+        let charge = self.source.try_charge(kind, bytes, self.rank());
         if charge.is_none() {
             self.count(Refusal::RequestMemory);
         }
@@ -457,6 +455,12 @@ impl Drop for StreamMemory {
 
 fn has_token<B>(request: &Request<B>) -> bool {
     request.headers().contains_key(header::AUTHORIZATION)
+}
+
+/// Bytes that a header block may hold whose list may have `list` bytes (RFC 9113, 6.5.2), while it is not complete. Each
+/// field counts 32 bytes and more, and costs more if the table has room for others.
+pub const fn open_head(list: usize) -> usize {
+    list / hygiene::FIELD_OVERHEAD * 2 * FIELD_COST
 }
 
 /// Bytes that a decoded head occupies, approximately.

@@ -15,7 +15,7 @@ use std::rc::Rc;
 
 use http::request::Parts;
 use http::uri::{Authority, Scheme};
-use http::{HeaderValue, Request, Response, StatusCode, Uri, header};
+use http::{HeaderValue, Request, Response, StatusCode, Uri, Version, header};
 use hyper::body::Incoming;
 use jackstay_core::admission::Refusal;
 use jackstay_core::admission::fair_queue::Ended;
@@ -224,7 +224,8 @@ impl ClientConnection {
     ) -> (Box<Outcome>, Prepared) {
         let (mut parts, body) = request.into_parts();
         let info = RequestInfo::new(&parts);
-        if info.long_running() {
+        // h2 copies each value itself, but not the target.
+        if info.long_running() || parts.version != Version::HTTP_2 {
             compact::own_head(&mut parts);
         }
         let (metrics, access_log) = (&service.metrics, service.access_log);

@@ -1,5 +1,5 @@
-//! Copies small pieces of bodies, and the heads of long-running requests, so that they do not keep the buffers that they
-//! were read into.
+//! Copies small pieces of bodies, and the heads of HTTP/1.1 and of long-running requests, so that they do not keep the
+//! buffers that they were read into.
 //!
 //! hyper and h2 read into buffers of 8 KiB or more and return slices of them, and a slice keeps its whole buffer. hyper
 //! reads an HTTP/1.1 body of unknown pace into a new buffer after each piece (`proto::h1::io::Buffered`), so a body that
@@ -15,6 +15,8 @@ const LARGE: usize = 8 << 10;
 /// The largest buffer of which a large piece of HTTP/2 is a slice: h2 reserves space for a frame of 16 KiB with its head,
 /// and `BytesMut` doubles its capacity if it must grow.
 const READ_BUFFER: usize = 2 * ((16 << 10) + 9);
+/// The head of a usual request, with a token.
+const USUAL_HEAD: usize = 2 << 10;
 /// Size of the buffers into which the small pieces of one body are copied, except for the first ones.
 const CHUNK: usize = 16 << 10;
 
@@ -23,8 +25,9 @@ pub fn unpinned(piece: Bytes) -> Bytes {
     if piece.len() < LARGE { Bytes::copy_from_slice(&piece) } else { piece }
 }
 
-/// Copies the target and the values of the fields into one buffer. hyper and h2 return slices of their read buffers, and a
-/// watch keeps its head as long as it lasts.
+/// Copies the target and the values of the fields, those of a usual head into one buffer. hyper and h2 return slices of
+/// their read buffers, and a watch keeps its head as long as it lasts. The table of h2's encoder upstream keeps some values
+/// after the request, so each value of a large head is a copy of its own.
 pub fn own_head(head: &mut request::Parts) {
     let values = head.headers.values().map(HeaderValue::len).sum::<usize>();
     let text = |uri: &Uri| {
@@ -32,8 +35,12 @@ pub fn own_head(head: &mut request::Parts) {
         (target, uri.authority().map_or("", Authority::as_str).to_owned())
     };
     let (target, authority) = text(&head.uri);
-    let mut buffer = BytesMut::with_capacity(values + target.len() + authority.len());
+    let length = values + target.len() + authority.len();
+    let mut buffer = BytesMut::with_capacity(if length <= USUAL_HEAD { length } else { 0 });
     let mut own = |bytes: &[u8]| {
+        if length > USUAL_HEAD {
+            return Bytes::copy_from_slice(bytes);
+        }
         buffer.extend_from_slice(bytes);
         buffer.split().freeze()
     };
@@ -126,15 +133,26 @@ mod tests {
                 .unwrap(),
         ] {
             *request.uri_mut() = uri;
-            let (mut head, ()) = request.clone().into_parts();
-            own_head(&mut head);
-            assert_eq!((&head.uri, &head.headers), (request.uri(), request.headers()));
-            assert!(head.headers[header::AUTHORIZATION].is_sensitive());
-            let range = read.as_ptr_range();
-            for value in head.headers.values() {
-                assert!(!range.contains(&value.as_bytes().as_ptr()), "{value:?}");
+            for is_large in [false, true] {
+                let mut request = request.clone();
+                if is_large {
+                    let fill = HeaderValue::from_bytes(&[b'x'; USUAL_HEAD]).unwrap();
+                    request.headers_mut().insert("x-fill", fill);
+                }
+                let (mut head, ()) = request.clone().into_parts();
+                own_head(&mut head);
+                assert_eq!((&head.uri, &head.headers), (request.uri(), request.headers()));
+                assert!(head.headers[header::AUTHORIZATION].is_sensitive());
+                let range = read.as_ptr_range();
+                for value in head.headers.values() {
+                    assert!(!range.contains(&value.as_bytes().as_ptr()), "{value:?}");
+                }
+                assert!(!range.contains(&head.uri.path().as_ptr()));
+                // In a common buffer, one value follows the other.
+                let values = || head.headers.values().map(|value| value.as_bytes().as_ptr_range());
+                let follows = |end| values().any(|value| value.start == end);
+                assert_eq!(values().any(|value| follows(value.end)), !is_large);
             }
-            assert!(!range.contains(&head.uri.path().as_ptr()));
         }
     }
 

@@ -139,8 +139,8 @@ impl Restores {
         open.wants_report(endpoint).then(|| Arc::clone(&open.listed))
     }
 
-    /// Takes in the report of an endpoint about the resource that is listed for the open suspicion. Returns the suspicion and the revision
-    /// of etcd if it was restored.
+    /// Takes in the report of an endpoint about the resource that is listed for the open suspicion. Returns the suspicion
+    /// and the revision of etcd if it was restored.
     pub fn report(
         &self,
         endpoint: EndpointKey,

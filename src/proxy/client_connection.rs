@@ -111,9 +111,11 @@ impl ClientConnection {
             } else {
                 (prepared, None)
             };
-            let fits = progress.memory().charge_response();
+            let prepared = prepared.and_then(|prepared| {
+                progress.memory().charge_response()?;
+                Ok(prepared)
+            });
             drop(progress);
-            let prepared = prepared.and_then(|prepared| Ok(fits.map(|()| prepared)?));
             let (mut result, credential) = match prepared {
                 Ok((PreparedRequest::Forward(request), credential)) => {
                     (request.forward(outcome).await, Some(credential))

@@ -289,7 +289,7 @@ mod tests {
     use tokio::time::sleep;
 
     use super::*;
-    use jackstay_core::admission::{MemoryBudget, MemoryKind};
+    use jackstay_core::admission::{MemoryBudget, MemoryKind, SourceMemory};
     use jackstay_core::credential_class::ClientRank;
     use jackstay_core::http2_frames::{END_HEADERS, END_STREAM};
     use std::sync::Arc;
@@ -430,14 +430,21 @@ mod tests {
         assert_eq!(seen.violation(), Some(LimitedFrame::Trailers));
     }
 
+    /// A connection whose header blocks are charged to this source.
+    async fn connected_and_charged_to(
+        source: &Arc<SourceMemory>,
+    ) -> (FrameLimiter<DuplexStream>, PeerFrames, DuplexStream) {
+        let source = Arc::clone(source);
+        let charge = move |kind, bytes| source.try_charge(kind, bytes, ClientRank::Unproven);
+        let (limiter, seen, client) = connected().await;
+        (limiter.charging_headers(1 << 20, Box::new(charge)), seen, client)
+    }
+
     #[tokio::test(start_paused = true)]
     async fn a_header_block_is_charged_while_it_is_open_and_closed_without_memory() {
         let budget = MemoryBudget::new(64 << 20);
         let source = budget.source(1);
-        let charged = Arc::clone(&source);
-        let charge = move |kind, bytes| charged.try_charge(kind, bytes, ClientRank::Unproven);
-        let (limiter, seen, mut client) = connected().await;
-        let mut limiter = limiter.charging_headers(1 << 20, Box::new(charge));
+        let (mut limiter, seen, mut client) = connected_and_charged_to(&source).await;
         let first = frame(frame_type::HEADERS, 0, &[1; 20]);
         let more = frame(frame_type::CONTINUATION, 0, &[1]);
         let last = frame(frame_type::CONTINUATION, END_HEADERS, &[1]);
@@ -457,10 +464,7 @@ mod tests {
     async fn what_the_header_table_keeps_is_charged_and_closed_without_memory() {
         let budget = MemoryBudget::new(64 << 20);
         let source = budget.source(1);
-        let charged = Arc::clone(&source);
-        let charge = move |kind, bytes| charged.try_charge(kind, bytes, ClientRank::Unproven);
-        let (limiter, seen, mut client) = connected().await;
-        let mut limiter = limiter.charging_headers(1 << 20, Box::new(charge));
+        let (mut limiter, seen, mut client) = connected_and_charged_to(&source).await;
         let data = frame(frame_type::DATA, 0, &[0; 250]).repeat(40);
         // `:path: /ab` as a literal with indexing.
         let head = frame(frame_type::HEADERS, END_HEADERS, &[0x44, 3, b'/', b'a', b'b']);

@@ -72,11 +72,12 @@ fn pacings() -> impl Strategy<Value = Pacing<2>> {
 
 fn rules() -> impl Strategy<Value = Rules<2>> {
     let evict = prop::option::of((5..20_u32).prop_map(|ms| MS * ms));
-    (caps(), caps(), pacings(), evict, 2..6_usize).prop_map(
-        |(waiting, in_progress, pacing, evict_after, max_keys)| Rules {
+    let order = prop_oneof![Just(Order::OldestFirst), Just(Order::NewestFirst)];
+    (caps(), caps(), order, pacings(), evict, 2..6_usize).prop_map(
+        |(waiting, in_progress, order, pacing, evict_after, max_keys)| Rules {
             waiting,
             in_progress,
-            order: Order::OldestFirst,
+            order,
             pacing,
             evict_after,
             max_keys,

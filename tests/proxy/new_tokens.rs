@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use http::{Method, Response, StatusCode};
 use hyper::body::Incoming;
-use jackstay::config::MemoryLimit;
+use jackstay::config::{Config, MemoryLimit};
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::identity::User;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -20,7 +20,7 @@ use crate::support::{
 
 /// Clients with a token of their own: twice as many as two connections have streams for watches.
 const CLIENTS: usize = 400;
-/// The promised time until each of [`CLIENTS`] has its watch.
+/// The promised time until each of [`CLIENTS`], which are connected, has its watch.
 const ALL_SERVED: Duration = Duration::from_secs(5);
 
 /// The pause of a client before it repeats a request; a tenth of the `Retry-After` of jackstay.
@@ -30,6 +30,12 @@ fn add_tokens(cluster: &TestCluster, count: usize) {
     for n in 0..count {
         cluster.state.add_token(&format!("token-{n}"), User::new(&format!("user-{n}"), &[]));
     }
+}
+
+/// 400 handshakes of the clients and of the proxy share the processors of the test.
+fn for_many_handshakes(config: &mut Config) {
+    without_suspicion(config);
+    config.listeners[0].limits_mut().handshake_timeout = Duration::from_secs(60);
 }
 
 /// Number of live connections of a class.
@@ -42,18 +48,23 @@ async fn moved(proxy: &Proxy) -> u64 {
     proxy.metric("jackstay_watch_resumes_total").await as u64
 }
 
-/// Starts the watches of [`CLIENTS`] clients, each with one of the tokens from `first` on.
+/// Connects [`CLIENTS`] clients, each with one of the tokens from `first` on, and then starts their watches.
 async fn watch_all(
     cluster: &TestCluster,
     proxy: &Proxy,
     first: usize,
+    figure: &str,
 ) -> Vec<(Client, Response<Incoming>)> {
-    let (path, start) = (cluster.watch_path(), Instant::now());
-    join_all((first..first + CLIENTS).map(|n| {
-        let path = &path;
+    let tokens = first..first + CLIENTS;
+    let clients = join_all(tokens.clone().map(|n| {
         let credentials = cluster.certs.anonymous().token(&format!("token-{n}"));
+        async move { proxy.client_with(&credentials).await }
+    }))
+    .await;
+    let (path, start) = (cluster.watch_path(), Instant::now());
+    let watches = join_all(tokens.zip(clients).map(|(n, client)| {
+        let path = &path;
         async move {
-            let client = proxy.client_with(&credentials).await;
             loop {
                 // Clients repeat a request that gets 429 or REFUSED_STREAM.
                 match client.send(Method::GET, path, &[], "").await {
@@ -71,17 +82,17 @@ async fn watch_all(
             }
         }
     }))
-    .await
+    .await;
+    check_figure(figure, start.elapsed(), ALL_SERVED);
+    watches
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watches_of_four_hundred_new_tokens_are_all_served() {
     let cluster = TestCluster::new(1);
     add_tokens(&cluster, CLIENTS);
-    let proxy = cluster.start_with(without_suspicion).await;
-    let start = Instant::now();
-    let watches = watch_all(&cluster, &proxy, 0).await;
-    check_figure("400 watches of new tokens are served", start.elapsed(), ALL_SERVED);
+    let proxy = cluster.start_with(for_many_handshakes).await;
+    let watches = watch_all(&cluster, &proxy, 0, "400 watches of new tokens are served").await;
     assert_eq!(cluster.watches(0), CLIENTS as u64);
     until("most watches are on connections for proven tokens", async || {
         connections(&proxy, "token").await >= 6 && connections(&proxy, "unproven-token").await <= 2
@@ -95,11 +106,9 @@ async fn watches_of_four_hundred_new_tokens_are_all_served() {
 
 /// A proxy with the memory of the manifests. Containers that run as root are one source.
 async fn start_with_default_memory(cluster: &TestCluster) -> Proxy {
-    let change = |config: &mut jackstay::config::Config| {
-        without_suspicion(config);
+    let change = |config: &mut Config| {
+        for_many_handshakes(config);
         config.memory_limit = MemoryLimit::Bytes((256 << 20) / 100 * 70);
-        // 400 handshakes of the clients and of the proxy share the processors of the test.
-        config.listeners[0].limits_mut().handshake_timeout = Duration::from_secs(60);
     };
     cluster.start_with(change).await
 }
@@ -301,14 +310,13 @@ async fn watches_of_new_tokens_are_served_while_four_users_send_bodies_that_do_n
     add_tokens(&cluster, (USERS * REQUESTS) as usize + CLIENTS);
     let proxy = cluster
         .start_with(|config| {
-            without_suspicion(config);
+            for_many_handshakes(config);
             // For 400 connections and 300 requests that wait for a second, all of one user.
             config.memory_limit = MemoryLimit::Bytes(512 << 20);
         })
         .await;
     let Some(_wires) = stalled_requests(&cluster.certs, &proxy).await else { return };
-    let start = Instant::now();
-    let _watches = watch_all(&cluster, &proxy, (USERS * REQUESTS) as usize).await;
-    check_figure("400 watches beside four stalled users", start.elapsed(), ALL_SERVED);
+    let figure = "400 watches beside four stalled users";
+    let _watches = watch_all(&cluster, &proxy, (USERS * REQUESTS) as usize, figure).await;
     assert_eq!(cluster.watches(0), CLIENTS as u64);
 }

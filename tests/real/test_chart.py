@@ -145,17 +145,18 @@ class Chart(RigCase, unittest.TestCase):
         """Waits until the current pod of a component is Ready and the only one; returns it. The rig has no scheduler, so pods are
         bound here."""
         def one_ready():
+            # Read before the pods: its status may count a pod that is created after they were read.
+            found = self.daemon_set(component, namespace)
             pods = self.pods(component, namespace)
             for pod in pods:
                 if not pod["spec"].get("nodeName"):
                     name = pod["metadata"]["name"]
                     self.rig.control.request("POST", f"/api/v1/namespaces/{namespace}/pods/{name}/binding", {
                         "apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": {"kind": "Node", "name": RealNode.NAME}})
-            found = self.daemon_set(component, namespace)
             state = found["status"]
             current = state.get("observedGeneration") == found["metadata"]["generation"] and state.get("updatedNumberScheduled") == 1
             ready = [pod for pod in pods if any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))]
-            return len(pods) == len(ready) == 1 and current and ready[0]
+            return len(pods) == len(ready) == 1 and current and "deletionTimestamp" not in ready[0]["metadata"] and ready[0]
         return wait_for(f"the pod of {component}", one_ready, 90)
 
     def nodes_through(self, port=BALANCER_PORT):

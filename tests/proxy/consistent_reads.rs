@@ -419,11 +419,13 @@ async fn list_after_a_most_recent_list_is_sent_unchanged_only_if_it_can_be_compa
         cluster.servers[0].set_faults(|faults| {
             faults.on_request = Some(Arc::new(move |request| {
                 let target = request.uri.path_and_query()?.as_str();
-                // Not a question of the prober about a version.
-                if request.uri.path() != path {
+                if !target.starts_with(path) {
                     return None;
                 }
-                reads.lock().unwrap().push(target.to_owned());
+                // Not a question of the prober about a version.
+                if request.uri.path() == path {
+                    reads.lock().unwrap().push(target.to_owned());
+                }
                 let mut list = ScriptedResponse::status(200, "", "");
                 let meta = json!({ "resourceVersion": "700" });
                 list.body =

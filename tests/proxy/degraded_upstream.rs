@@ -88,6 +88,19 @@ impl Setup {
         }
     }
 
+    /// Writes until the prober has asked this server twice about a version.
+    async fn write_until_asked_twice(&mut self, at: usize) {
+        let server = self.cluster.servers[at].name().to_owned();
+        until("the endpoint is asked for two versions", async || {
+            self.write();
+            let is_question = |path: &str| path.contains("jackstay-version-check");
+            let audit = self.cluster.state.audit();
+            audit.select(|request| request.server == server && is_question(&request.path)).len()
+                >= 2
+        })
+        .await;
+    }
+
     async fn moved(&self) -> u64 {
         self.proxy.resumes("moved").await as u64
     }
@@ -180,14 +193,7 @@ async fn lag_of_a_resource_that_the_prober_may_not_read_degrades_no_endpoint() {
     let version = setup.cluster.state.version();
     setup.cluster.servers[lagging].set_faults(|faults| faults.hold_watches = true);
     setup.cluster.servers[lagging].set_faults(|faults| faults.cache_version = Some(version));
-    let server = setup.cluster.servers[lagging].name().to_owned();
-    until("two questions are refused", async || {
-        setup.write();
-        let is_question = |path: &str| path.contains("jackstay-version-check");
-        let audit = setup.cluster.state.audit();
-        audit.select(|request| request.server == server && is_question(&request.path)).len() >= 2
-    })
-    .await;
+    setup.write_until_asked_twice(lagging).await;
     assert_eq!(setup.state(lagging).await, "ready");
     setup.cluster.servers[lagging].set_faults(|faults| faults.hold_watches = false);
     setup.cluster.servers[lagging].set_faults(|faults| faults.cache_version = None);
@@ -201,14 +207,7 @@ async fn endpoint_without_events_whose_cache_has_reached_their_version_stays_rea
     setup.write_and_measure_silence(5).await;
     let quiet = (0..3).max_by_key(|&at| setup.cluster.watches(at)).unwrap();
     setup.cluster.servers[quiet].set_faults(|faults| faults.hold_watches = true);
-    let server = setup.cluster.servers[quiet].name().to_owned();
-    until("the endpoint is asked for two versions", async || {
-        setup.write();
-        let is_question = |path: &str| path.contains("jackstay-version-check");
-        let audit = setup.cluster.state.audit();
-        audit.select(|request| request.server == server && is_question(&request.path)).len() >= 2
-    })
-    .await;
+    setup.write_until_asked_twice(quiet).await;
     assert_eq!(setup.state(quiet).await, "ready");
     assert_eq!(setup.moved().await, 0);
     setup.cluster.servers[quiet].set_faults(|faults| faults.hold_watches = false);

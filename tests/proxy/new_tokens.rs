@@ -20,7 +20,7 @@ use crate::support::{
 
 /// Clients with a token of their own: twice as many as two connections have streams for watches.
 const CLIENTS: usize = 400;
-/// The promised time until each of [`CLIENTS`], which are connected, has its watch.
+/// The promised time until each of [`CLIENTS`] has its watch.
 const ALL_SERVED: Duration = Duration::from_secs(5);
 
 /// The pause of a client before it repeats a request; a tenth of the `Retry-After` of jackstay.
@@ -48,23 +48,19 @@ async fn moved(proxy: &Proxy) -> u64 {
     proxy.metric("jackstay_watch_resumes_total").await as u64
 }
 
-/// Connects [`CLIENTS`] clients, each with one of the tokens from `first` on, and then starts their watches.
+/// Starts the watches of [`CLIENTS`] clients, each with one of the tokens from `first` on.
 async fn watch_all(
     cluster: &TestCluster,
     proxy: &Proxy,
     first: usize,
     figure: &str,
 ) -> Vec<(Client, Response<Incoming>)> {
-    let tokens = first..first + CLIENTS;
-    let clients = join_all(tokens.clone().map(|n| {
-        let credentials = cluster.certs.anonymous().token(&format!("token-{n}"));
-        async move { proxy.client_with(&credentials).await }
-    }))
-    .await;
     let (path, start) = (cluster.watch_path(), Instant::now());
-    let watches = join_all(tokens.zip(clients).map(|(n, client)| {
+    let watches = join_all((first..first + CLIENTS).map(|n| {
         let path = &path;
+        let credentials = cluster.certs.anonymous().token(&format!("token-{n}"));
         async move {
+            let client = proxy.client_with(&credentials).await;
             loop {
                 // Clients repeat a request that gets 429 or REFUSED_STREAM.
                 match client.send(Method::GET, path, &[], "").await {

@@ -168,6 +168,7 @@ async fn restored_etcd_is_recognised_although_the_prober_may_not_read_the_resour
     let mut reads = 0;
     while within(LOOK_INTERVAL * 3, async || setup.reads_of_all() > reads).await {
         reads = setup.reads_of_all();
+        assert!(reads < 30, "ConfigMaps never become known");
         read_up_to = create(60).await;
     }
     let all = create(180).await;

@@ -8,8 +8,8 @@ use crate::backoff::Backoff;
 /// Pause after the first failed probe. It doubles with each further failure up to the configured
 /// interval: thousands of nodes that probe once a second would burden an apiserver in trouble.
 pub const FAILING_INTERVAL: Duration = Duration::from_secs(1);
-/// Shortest pause between anonymous probes of an endpoint that is ready. After an anonymous request the apiserver sends GOAWAY
-/// (`UnauthenticatedHTTP2DOSMitigation`), so each probe costs a connection.
+/// Shortest pause between anonymous probes of an endpoint that is ready. After an anonymous request the apiserver sends
+/// GOAWAY (`UnauthenticatedHTTP2DOSMitigation`), so each probe costs a connection.
 const ANONYMOUS_INTERVAL: Duration = Duration::from_secs(30);
 /// Shortest pause before a probe that passive evidence requests. It doubles with each such probe that
 /// confirms the known state: more probes do not help an apiserver that is slow for every client.

@@ -7,7 +7,7 @@ use crate::support::{CONFIGMAPS, TestCluster, join_all, soon, until, without_sus
 use http::Method;
 use jackstay_apiserver::identity::User;
 use jackstay_apiserver::{RequestHook, ScriptedResponse};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 const FORBIDDEN: &str = r#"{"kind":"Status","apiVersion":"v1","metadata":{},"status":"Failure","message":"configmaps is forbidden: User \"bob\" cannot list resource \"configmaps\" in API group \"\" at the cluster scope","reason":"Forbidden","code":403}"#;
 
@@ -116,7 +116,7 @@ async fn restarted_server_gets_no_request_until_its_rbac_is_filled() {
     }
 }
 
-/// The watches of a server that is killed are resumed, although another one refuses them.
+/// The watches of a server that is killed are resumed, although another one refuses them: the one that is asked first.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn resumed_watch_that_an_endpoint_refuses_continues_at_another() {
     let cluster = TestCluster::new(3);
@@ -124,20 +124,26 @@ async fn resumed_watch_that_an_endpoint_refuses_continues_at_another() {
     let proxy = cluster.start_with(change).await;
     let client = proxy.client().await;
     let watches: Vec<WatchRecorder> = cluster.start_watches(&client, 12).await;
-    let refuse: RequestHook = Arc::new(|request| {
-        let is_watch = request.uri.query().is_some_and(|query| query.contains("watch="));
-        is_watch.then(|| ScriptedResponse::status(403, "Forbidden", "configmaps is forbidden"))
-    });
     let victim = (0..3).max_by_key(|&server| cluster.watches(server)).unwrap();
-    let refusing = (victim + 1) % 3;
-    cluster.servers[refusing].set_faults(|faults| faults.on_request = Some(refuse));
-    let before = cluster.watches(refusing);
+    let asked_first = Arc::new(OnceLock::new());
+    for server in (0..3).filter(|&server| server != victim) {
+        let asked_first = asked_first.clone();
+        let refuse: RequestHook = Arc::new(move |request| {
+            let is_watch = request.uri.query().is_some_and(|query| query.contains("watch="));
+            (is_watch && *asked_first.get_or_init(|| server) == server)
+                .then(|| ScriptedResponse::status(403, "Forbidden", "configmaps is forbidden"))
+        });
+        cluster.servers[server].set_faults(|faults| faults.on_request = Some(refuse));
+    }
+    let before = cluster.watch_counts();
     cluster.servers[victim].kill();
-    let last = (victim + 2) % 3;
-    until("every watch has moved to the last server", async || {
-        cluster.watches(last) == 12 - before
+    until("every watch of the victim has moved", async || {
+        (0..3).filter(|&server| server != victim).map(|server| cluster.watches(server)).sum::<u64>()
+            == 12
     })
     .await;
+    let refusing = *asked_first.get().unwrap();
+    assert_eq!(cluster.watches(refusing), before[refusing]);
     cluster.create_config_map("after");
     join_all(watches.iter().map(|watch| async move {
         until("the event", async || !watch.events().is_empty()).await;

@@ -205,6 +205,7 @@ async fn idle_http1_connection_is_closed_when_memory_is_short() {
     let proxy =
         cluster.start_with(|config| config.memory_limit = MemoryLimit::Bytes(1_240 << 10)).await;
     let _identities = join_all((0..3).map(|_| proxy.client())).await;
+    until("their handshakes have ended", async || handshakes(&proxy).await == 0.0).await;
     let mut wire = http1(&cluster, &proxy).await;
     wire.write_all(GET_VERSION).await.unwrap();
     let limit = Duration::from_secs(30);

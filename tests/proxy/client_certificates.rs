@@ -11,7 +11,7 @@ use std::task::Poll;
 use std::time::{Duration, Instant, SystemTime};
 
 use http::Method;
-use jackstay::config::CertPaths;
+use jackstay::config::{CertPaths, Config};
 use jackstay::net::loaded_files::LoadedFiles;
 use jackstay::net::tls::client_chain::{self, ClientChain};
 use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
@@ -471,9 +471,13 @@ fn attack(addr: SocketAddr, connector: TlsConnector, stop: &Arc<AtomicBool>) -> 
 /// and one, within the limits of the handshake, with 5 that have the name of the real CA.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn expensive_chains_fail_no_request_of_a_verified_client() {
-    let limit = PATIENCE / 2;
+    let limit = 2 * PATIENCE;
     let cluster = TestCluster::new(2);
-    let proxy = Arc::new(cluster.start_with(without_suspicion).await);
+    let change = |config: &mut Config| {
+        without_suspicion(config);
+        config.listeners[0].limits_mut().handshake_timeout = limit;
+    };
+    let proxy = Arc::new(cluster.start_with(change).await);
     let credentials = cluster.certs.credentials();
     let client = Arc::new(proxy.client_with(&credentials).await);
     client.post(CONFIGMAPS, &config_map("lease", "0")).await.unwrap();

@@ -2,7 +2,8 @@
 
 use crate::support::http2::{GOAWAY, HEADERS, NO_ERROR, PREFACE, headers, read_until, settings};
 use crate::support::wire::{self, Wire};
-use crate::support::{CONFIGMAPS, Proxy, TestCluster, soon, until};
+use crate::support::{CONFIGMAPS, PATIENCE, Proxy, TestCluster, soon, until};
+use jackstay::config::Config;
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::identity::User;
 use rustls::pki_types::ServerName;
@@ -17,8 +18,12 @@ const EVICTED: &str = r#"jackstay_downstream_refused_total{listener="apiserver",
 async fn setup() -> (TestCluster, Proxy) {
     let cluster = TestCluster::new(1);
     cluster.state.add_token("alice", User::new("alice", &[]));
-    let proxy =
-        cluster.start_with(|config| config.listeners[0].limits_mut().max_connections = SLOTS).await;
+    let change = |config: &mut Config| {
+        let limits = config.listeners[0].limits_mut();
+        limits.max_connections = SLOTS;
+        limits.handshake_timeout = 6 * PATIENCE;
+    };
+    let proxy = cluster.start_with(change).await;
     (cluster, proxy)
 }
 

@@ -263,7 +263,8 @@ async fn failing_responses_trigger_a_probe_immediately() {
         assert_eq!(soon("a read", client.get(CONFIGMAPS)).await.unwrap().status, 200);
     }
     assert_eq!(state(&proxy, 0).await, "ready");
-    // A series of 500s triggers a probe.
+    // A series of 500s triggers a probe. The other server answers late, so that the load prefers this one.
+    two.set_faults(|faults| faults.delay = Duration::from_millis(100));
     let failure = ScriptedResponse::status(500, "InternalError", "etcd");
     one.set_faults(|faults| faults.fail_next = Some((1000, failure)));
     until("a series of errors triggers a probe", async || {
@@ -273,6 +274,7 @@ async fn failing_responses_trigger_a_probe_immediately() {
     .await;
     one.set_faults(|faults| faults.fail_next = None);
     one.set_faults(|faults| faults.unready = false);
+    two.set_faults(|faults| faults.delay = Duration::ZERO);
     proxy.wait_connected(2).await;
     // Missing response heads trigger a probe too, and the reads are hedged. A second jackstay is used, because slow
     // responses on a busy machine may have lengthened the time for which the first one waits for a head.

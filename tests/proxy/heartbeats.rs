@@ -65,6 +65,7 @@ async fn heartbeat_on_an_apiserver_that_hangs_ends_after_4_s_and_other_writes_do
 async fn heartbeat_ends_when_its_apiserver_becomes_unhealthy_later() {
     let cluster = TestCluster::new(1);
     let change = |config: &mut jackstay::config::Config| {
+        crate::support::without_suspicion(config);
         let resource = jackstay::config::HeartbeatResource::parse("configmaps").unwrap();
         crate::support::terminate_mode(config).heartbeats = vec![resource];
     };

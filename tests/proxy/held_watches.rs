@@ -26,7 +26,6 @@ async fn running_watches_are_held_and_resume_after_the_outage() {
     until("all watches are held", async || held(&proxy).await == WATCHES).await;
     cluster.create_config_map("missed");
     let server = &cluster.servers[0];
-    let before = server.counters().accepted.load(Relaxed);
     server.restart().unwrap();
     until("every watch has the event", async || {
         watches.iter().all(|watch| watch.has_seen("missed"))
@@ -37,10 +36,10 @@ async fn running_watches_are_held_and_resume_after_the_outage() {
     }
     until("no watch is held", async || held(&proxy).await == 0).await;
     // Watches use 90 of the 100 streams of a connection, so 200 watches need 3 connections. One more belongs to
-    // the prober and one is in reserve.
-    let connections = server.counters().accepted.load(Relaxed) - before;
-    println!("{WATCHES} watches resumed on {connections} connections");
-    assert!(connections <= 6, "{connections} connections");
+    // the prober and one is in reserve. A handshake that takes long is raced by a second one, of which one is closed.
+    let open = || server.counters().open.load(Relaxed);
+    until("few connections are open", async || open() <= 6).await;
+    println!("{WATCHES} watches resumed on {} connections", open());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

@@ -84,6 +84,7 @@ async fn watch_all(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+#[ignore = "needs an idle machine: the handshakes of 400 clients at once"]
 async fn watches_of_four_hundred_new_tokens_are_all_served() {
     let cluster = TestCluster::new(1);
     add_tokens(&cluster, CLIENTS);
@@ -301,6 +302,7 @@ async fn new_token_is_served_while_four_users_send_bodies_that_do_not_end() {
 
 /// The stalled requests take two thirds of the streams for unproven tokens.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+#[ignore = "needs an idle machine: the handshakes of 400 clients at once"]
 async fn watches_of_new_tokens_are_served_while_four_users_send_bodies_that_do_not_end() {
     let cluster = TestCluster::new(1);
     add_tokens(&cluster, (USERS * REQUESTS) as usize + CLIENTS);

@@ -4,10 +4,11 @@
 use crate::support::figures::check_figure;
 use crate::support::stopwatch::Stopwatch;
 use crate::support::watch_recorder::WatchRecorder;
-use crate::support::{CONFIGMAPS, TestCluster, config_map, join_all, pause, soon, until};
+use crate::support::{CONFIGMAPS, PATIENCE, TestCluster, config_map, join_all, pause, soon, until};
 use http::StatusCode;
 use jackstay_apiserver::client::Client;
 use std::time::Duration;
+use tokio::time::timeout;
 
 /// When requests are sent, after the apiservers stopped.
 const SENT_AFTER: [Duration; 3] =
@@ -99,7 +100,7 @@ async fn requests_fail_within_the_promise_when_the_only_server_is_stopped() {
         check_figure(&name, start.elapsed(), Duration::from_secs(1));
     };
     let all = Box::pin(async { tokio::join!(new_watch, unready, errors) });
-    let (new_watch, (), ()) = soon("the new watch begins", all).await;
+    let (new_watch, (), ()) = timeout(3 * PATIENCE, all).await.expect("the new watch begins");
     // A request that was sent into silence would arrive now.
     let path = |path: &str| format!("{CONFIGMAPS}{path}");
     let silent = [path("/read-1000"), path("/read-3000")];

@@ -106,7 +106,7 @@ async fn expect_none_lost(proxy: &Proxy, connections: &mut Vec<String>) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn a_thousand_cancelled_watches_lose_no_connection() {
     let cluster = TestCluster::new(1);
-    let proxy = cluster.start().await;
+    let proxy = cluster.start_with(without_suspicion).await;
     let client = proxy.client().await;
     let path = cluster.watch_path();
     // The watches below may take longer than the header timeout, which ends connections without a request.

@@ -261,6 +261,7 @@ async fn stopped_apiserver_is_shown_as_suspect_before_its_connections_drain() {
     let proxy = cluster.start().await;
     let address = cluster.servers[0].addr.to_string();
     let endpoint = async || proxy.endpoint(cluster.servers[0].addr).await;
+    let before = proxy.events().await.iter().filter_map(|event| event["seq"].as_u64()).max();
     cluster.servers[0].stop();
     until("the endpoint is suspect", async || endpoint().await["state"] == "suspect").await;
     let reason = endpoint().await["reason"].as_str().unwrap().to_owned();
@@ -272,6 +273,7 @@ async fn stopped_apiserver_is_shown_as_suspect_before_its_connections_drain() {
     until("its connections drain", async || proxy.events().await.iter().any(is_drain)).await;
     let events = proxy.events().await;
     let of_endpoint = events.iter().filter(|e| e["kind"] == "endpoint" && e["name"] == *address);
+    let of_endpoint = of_endpoint.filter(|event| event["seq"].as_u64() > before);
     let suspect: Vec<_> = of_endpoint.filter(|event| event["to"] == "suspect").collect();
     assert_eq!(suspect.len(), 1, "expected one event: {suspect:?}");
     assert_eq!((&suspect[0]["from"], &suspect[0]["bad"]), (&"ready".into(), &true.into()));

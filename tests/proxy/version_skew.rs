@@ -111,7 +111,10 @@ async fn watch_waits_for_a_connection_to_the_only_newer_apiserver_that_is_ready(
     for (server, version) in cluster.servers.iter().zip([OLD, OLD, NEW]) {
         server.set_version(version);
     }
-    let change = |config: &mut Config| config.upstreams[0].rebalance = false;
+    let change = |config: &mut Config| {
+        without_suspicion(config);
+        config.upstreams[0].rebalance = false;
+    };
     let (relays, proxy) = cluster.start_behind_relays(change).await;
     wait_versions(&proxy).await;
     let client = proxy.client().await;

@@ -4,8 +4,8 @@
 use crate::scripted_peer::{Action, Peers, Reply, setup_with};
 use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{
-    CONFIGMAPS, Proxy, TestCluster, config_map, long_form, read_body, soon, terminate_mode, until,
-    wait, without_suspicion,
+    CONFIGMAPS, PATIENCE, Proxy, TestCluster, config_map, long_form, read_body, soon,
+    terminate_mode, until, wait, without_suspicion,
 };
 use http::Method;
 use jackstay_apiserver as apiserver;
@@ -163,7 +163,7 @@ async fn watches_lose_no_event_under_many_faults() {
             wait_reference(&pairs, &marker).await;
             let server = &setup.cluster.servers[fault % 3];
             server.set_faults(|faults| faults.hold_watches = false);
-            expect_equal_events(&pairs, Duration::from_secs(6), name).await;
+            expect_equal_events(&pairs, 2 * PATIENCE, name).await;
             slowest = slowest.max((start.elapsed(), name));
             if !server.is_running() {
                 server.restart().unwrap();

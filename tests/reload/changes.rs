@@ -1,9 +1,7 @@
 //! Changes of single settings, and their effects on connections.
 
-use crate::setup::{Setup, Traffic};
-use crate::support::{
-    PATIENCE, TestCluster, refusing_address, terminate_mode, until, write_config,
-};
+use crate::setup::{Setup, Traffic, tolerate_late_pongs};
+use crate::support::{TestCluster, refusing_address, terminate_mode, until, write_config};
 use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{AccessLog, CertPaths, Config, Level, Percent, VersionPreference};
 use jackstay_apiserver::pki::{Pki, Subject};
@@ -45,7 +43,7 @@ const CHANGES: &[Change] = &[
         Stay,
         LISTENER,
     ),
-    ("health", |c, _| c.upstreams[0].health.dead_after = Duration::from_secs(4), Stay, UPSTREAM),
+    ("health", |c, _| c.upstreams[0].health.dead_after = Duration::from_secs(9), Stay, UPSTREAM),
     ("pool", |c, _| c.upstreams[0].connections.max = 32, Stay, UPSTREAM),
     ("rebalance", |c, _| c.upstreams[0].rebalance = false, Stay, UPSTREAM),
     (
@@ -123,7 +121,8 @@ fn add_listener(config: &mut Config, _: &TestCluster) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn reload_of_one_change_reports_it_and_keeps_unaffected_connections() {
-    let mut setup = Setup::new(3).await;
+    // A connection that is suspected for a moment is not among those that are live.
+    let mut setup = Setup::with(3, tolerate_late_pongs).await;
     setup.proxy.wait_connected(3).await;
     let traffic = Traffic::start(&setup, 200).await;
     let client = setup.client().await;
@@ -256,11 +255,7 @@ async fn reload_of_version_preference_and_canary_changes_where_requests_go() {
         server.set_version(version);
     }
     // A hedged request would reach two apiservers.
-    let mut setup = Setup::of(cluster, |config| {
-        let health = &mut config.upstreams[0].health;
-        (health.suspect_after, health.dead_after) = (Some(PATIENCE / 2), PATIENCE);
-    })
-    .await;
+    let mut setup = Setup::of(cluster, tolerate_late_pongs).await;
     until("the versions are known", async || {
         let endpoints = setup.proxy.endpoints().await;
         endpoints.iter().all(|endpoint| endpoint["version"].is_string())

@@ -1,6 +1,6 @@
 //! Configurations that cannot be applied: the old one stays in use, and the errors are reported.
 
-use crate::setup::{Setup, Traffic};
+use crate::setup::{Setup, Traffic, tolerate_late_pongs};
 use crate::support::{TestCluster, pause, terminate_mode, until, write_config};
 use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{CertPaths, Config};
@@ -81,7 +81,7 @@ fn file_without_pem(cluster: &TestCluster) -> std::path::PathBuf {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn rejected_configuration_keeps_the_old_one_and_is_reported() {
-    let mut setup = Setup::new(2).await;
+    let mut setup = Setup::with(2, tolerate_late_pongs).await;
     let traffic = Traffic::start(&setup, 200).await;
     let client = setup.client().await;
     let watch = setup.watch(&client).await;

@@ -232,11 +232,13 @@ async fn floor_of_a_client_counts_after_a_restart() {
         config.state_dir = Some(state_dir.clone());
     };
     let mut setup = Setup::with(change).await;
+    let file = saved_floors::path(&state_dir, "control-plane");
+    // Until the file was read and written at the start, no client has a key.
+    until("clients have keys", async || file.exists()).await;
     setup.freeze(&[0, 1]);
     let written = setup.write().await;
     let Setup { cluster, caches, proxy, client, written: count } = setup;
     drop(client);
-    let file = saved_floors::path(&state_dir, "control-plane");
     // The drain writes the file.
     tokio::task::spawn_blocking(move || proxy.running.stop()).await.unwrap();
     until("the floors are saved", async || {

@@ -68,7 +68,13 @@ async fn requests_fail_within_the_promise_when_the_only_server_is_stopped() {
     let proxy = cluster.start().await;
     let client = proxy.client().await;
     let running = WatchRecorder::start(&client, &cluster.watch_path()).await;
-    assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
+    // There are connections for as many requests as are sent later.
+    cluster.servers[0].set_faults(|faults| faults.delay = Duration::from_millis(300));
+    let reads = (0..MANY).map(|_| client.get(CONFIGMAPS));
+    for reply in soon("reads before the fault", join_all(reads)).await {
+        assert_eq!(reply.unwrap().status, 200);
+    }
+    cluster.servers[0].set_faults(|faults| faults.delay = Duration::ZERO);
     for server in &cluster.servers {
         server.stop();
     }

@@ -130,11 +130,21 @@ async fn watch_waits_for_a_connection_to_the_only_newer_apiserver_that_is_ready(
     let relay = &relays[2];
     relay.silence_new(true);
     let endpoint = proxy.endpoint(relay.addr).await;
-    for connection in endpoint["connections"].as_array().unwrap() {
-        if connection["class"].as_str().unwrap().starts_with("identity") {
-            relay.reset_from(connection["local"].as_str().unwrap().parse().unwrap());
-        }
+    let connections = endpoint["connections"].as_array().unwrap().iter();
+    let of_identity =
+        connections.filter(|one| one["class"].as_str().unwrap().starts_with("identity"));
+    let mut locals: Vec<_> = of_identity.map(|one| one["local"].as_str().unwrap()).collect();
+    // A watch whose attempt fails may be resumed on an older apiserver, so each is resumed before the next reset.
+    let last = locals.pop().unwrap();
+    for local in locals {
+        relay.reset_from(local.parse().unwrap());
+        until("the watches are on another connection", async || {
+            let shown = proxy.endpoint(relay.addr).await["connections"].to_string();
+            !shown.contains(local) && cluster.watches(2) == before[2]
+        })
+        .await;
     }
+    relay.reset_from(last.parse().unwrap());
     until("the watches are lost", async || cluster.watches(2) == 0).await;
     pause(Duration::from_millis(500)).await;
     assert_eq!(proxy.endpoint(relay.addr).await["state"], "ready");

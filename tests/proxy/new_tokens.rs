@@ -166,6 +166,8 @@ async fn watches_of_four_hundred_new_tokens_over_http1_fit_into_the_default_memo
                 "GET {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer token-{n}\r\n\r\n"
             );
             wire.write_all(request.as_bytes()).await.map_err(|e| e.to_string())?;
+            // TLS keeps what the socket does not accept at once.
+            wire.flush().await.map_err(|e| e.to_string())?;
             let mut status = [0; 12];
             wire.read_exact(&mut status).await.map_err(|e| e.to_string())?;
             match String::from_utf8_lossy(&status).as_ref() {

@@ -9,20 +9,14 @@ use crate::support::http2::{
 };
 use crate::support::{
     CONFIGMAPS, Proxy, read_body, replace_file, replace_symlink, soon, terminate_mode, to_strings,
-    until, without_suspicion,
+    tolerate_late_pongs, until, without_suspicion,
 };
 use http::Method;
 use hyper::body::Incoming;
-use jackstay::config::{CertPaths, Config};
+use jackstay::config::CertPaths;
 use jackstay_apiserver::client::{Client, next_data};
 use jackstay_apiserver::pki::Subject;
 use std::time::{Duration, Instant};
-
-/// On a busy machine a PONG may take long, and jackstay must not suspect its connection.
-fn tolerate_late_pongs(config: &mut Config) {
-    config.upstreams[0].health.suspect_after = Some(Duration::from_secs(5));
-    config.upstreams[0].health.dead_after = Duration::from_secs(10);
-}
 
 /// Peers, jackstay in front of them with [`tolerate_late_pongs`], and a client.
 async fn setup(count: usize) -> (Peers, Proxy, Client) {

@@ -1,7 +1,9 @@
 //! Changes of single settings, and their effects on connections.
 
-use crate::setup::{Setup, Traffic, tolerate_late_pongs};
-use crate::support::{TestCluster, refusing_address, terminate_mode, until, write_config};
+use crate::setup::{Setup, Traffic};
+use crate::support::{
+    TestCluster, refusing_address, terminate_mode, tolerate_late_pongs, until, write_config,
+};
 use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{AccessLog, CertPaths, Config, Level, Percent, VersionPreference};
 use jackstay_apiserver::pki::{Pki, Subject};

@@ -1,7 +1,9 @@
 //! Configurations that cannot be applied: the old one stays in use, and the errors are reported.
 
-use crate::setup::{Setup, Traffic, tolerate_late_pongs};
-use crate::support::{TestCluster, pause, terminate_mode, until, write_config};
+use crate::setup::{Setup, Traffic};
+use crate::support::{
+    TestCluster, pause, terminate_mode, tolerate_late_pongs, until, write_config,
+};
 use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{CertPaths, Config};
 use jackstay_apiserver::pki::Pki;

@@ -30,12 +30,6 @@ pub struct Setup {
     written: Mutex<Vec<u64>>,
 }
 
-/// On a busy machine a PONG may take long, and a suspected connection is not live.
-pub fn tolerate_late_pongs(config: &mut Config) {
-    let health = &mut config.upstreams[0].health;
-    (health.suspect_after, health.dead_after) = (Some(PATIENCE / 2), PATIENCE);
-}
-
 impl Setup {
     pub async fn new(servers: usize) -> Self {
         Self::with(servers, |_| {}).await

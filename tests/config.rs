@@ -477,7 +477,7 @@ fn invalid_value_is_reported_with_path_and_remedy() {
         case(
             "['10.0.0.1:6443']",
             "['lb.example.com:6443', 'LB.Example.com.:6443']",
-            "upstreams[0].endpoints[1]: lb.example.com:6443 is already an endpoint at \
+            "upstreams[0].endpoints[1]: lb.example.com.:6443 is the same as lb.example.com:6443 at \
              upstreams[0].endpoints[0]",
         ),
         case(

@@ -19,7 +19,8 @@ use super::start_error::StartError;
 use super::takeover::{self, Predecessor, Request};
 use crate::config::Config;
 use crate::control::discovery::SharedContext;
-use crate::control::discovery::dns::ResolverFiles;
+use crate::control::host_addresses::HostAddresses;
+use crate::net::dns::ResolverFiles;
 use crate::net::loaded_files::LoadedFiles;
 use crate::observe::log::PidInLines;
 use crate::observe::{LivenessMonitor, Metrics};
@@ -234,6 +235,7 @@ impl Attempt {
             state_dir: ArcSwap::from_pointee(active.config.state_dir.clone()),
             liveness: LivenessMonitor::start()?,
             system: ResolverFiles::default(),
+            host: HostAddresses::of_process(),
         });
         let (follower, predecessor, sandbox) = (None, None, None);
         Ok(App {

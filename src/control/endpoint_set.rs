@@ -9,10 +9,11 @@ use std::sync::Arc;
 
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::merge;
-use jackstay_core::discovery::source::EndpointSpec;
+use jackstay_core::discovery::source::{EndpointIdentity, EndpointSpec};
 use rustls::pki_types::ServerName;
 
 use crate::config::{self, EndpointPreference};
+use crate::control::host_addresses::HostAddresses;
 use crate::control::readyz;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::Endpoint;
@@ -45,21 +46,18 @@ pub fn static_endpoints(config: &config::Upstream) -> Vec<EndpointSpec> {
     };
     let mut endpoints: Vec<EndpointSpec> =
         config.endpoints.iter().filter(|address| !address.is_name()).map(spec).collect();
-    apply_preference(config.prefer, &mut endpoints);
+    if let Some(host) = preferred_host(config.prefer, HostAddresses::of_process()) {
+        merge::prefer_local(&mut endpoints, &host);
+    }
     endpoints
 }
 
-/// Makes fallbacks of the endpoints that are not preferred.
-pub fn apply_preference(prefer: EndpointPreference, endpoints: &mut [EndpointSpec]) {
-    if prefer == EndpointPreference::Local {
-        merge::prefer_local(endpoints, &host_addresses());
+/// The addresses of this host, if its endpoints are preferred.
+pub fn preferred_host(prefer: EndpointPreference, host: &HostAddresses) -> Option<Vec<IpAddr>> {
+    match prefer {
+        EndpointPreference::Local => host.get(),
+        EndpointPreference::None => None,
     }
-}
-
-/// The addresses of this host's interfaces; none if they cannot be read.
-pub fn host_addresses() -> Vec<IpAddr> {
-    let interfaces = if_addrs::get_if_addrs().unwrap_or_default();
-    interfaces.iter().map(if_addrs::Interface::ip).collect()
 }
 
 /// Replaces the endpoint set of `upstream`. An empty set is applied; callers that want to keep the
@@ -71,11 +69,11 @@ pub fn replace_endpoints(upstream: &Upstream, wanted: &[EndpointSpec]) -> Endpoi
     let mut after: Vec<Arc<Endpoint>> = Vec::with_capacity(wanted.len());
     for spec in wanted {
         let name = spec.server_name.as_deref().unwrap_or(&spec.address.host);
-        let Ok(verified) = ServerName::try_from(name.to_owned()) else {
+        if ServerName::try_from(name).is_err() {
             change.refused.push(format!("{}: {name:?} cannot be verified", spec.address));
             continue;
-        };
-        if let Some(existing) = old.remove(&(spec.address.clone(), verified)) {
+        }
+        if let Some(existing) = old.remove(&spec.identity()) {
             existing.set_fallback(spec.fallback);
             after.push(existing);
             continue;
@@ -101,8 +99,9 @@ pub fn replace_endpoints(upstream: &Upstream, wanted: &[EndpointSpec]) -> Endpoi
     change
 }
 
-fn identity(endpoint: &Endpoint) -> (EndpointAddress, ServerName<'static>) {
-    (endpoint.address.clone(), endpoint.server_name.clone())
+/// What makes an endpoint another one.
+pub fn identity(endpoint: &Endpoint) -> EndpointIdentity {
+    EndpointIdentity::new(&endpoint.address, &endpoint.server_name.to_str())
 }
 
 /// Applies changes of the set and starts a prober for each endpoint. Used on the `LocalSet` of the control

@@ -2,7 +2,7 @@
 //! a thread of its own; requests never wait for it.
 //!
 //! * [`discovery`] finds the endpoints of an upstream. Only [`endpoint_set`] writes the set that the
-//!   upstream uses.
+//!   upstream uses. [`host_addresses`] are those that belong to this host.
 //! * [`readyz`] probes the endpoints.
 //! * [`canary`] watches the errors of a new version of Kubernetes.
 //! * [`certificates`] reloads and renews certificates; [`file_watch`] detects changed files.
@@ -13,6 +13,7 @@ pub mod certificates;
 pub mod discovery;
 pub mod endpoint_set;
 pub mod file_watch;
+pub mod host_addresses;
 pub mod readyz;
 pub mod saved_floors;
 pub mod watchdog;

@@ -8,21 +8,17 @@ use std::path::Path;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use hickory_resolver::config::{NameServerConfig, ResolveHosts, ResolverConfig, ResolverOpts};
-use hickory_resolver::lookup::Lookup;
-use hickory_resolver::net::runtime::TokioRuntimeProvider;
+use hickory_resolver::config::NameServerConfig;
 use hickory_resolver::net::{DnsError, NetError};
-use hickory_resolver::proto::op::Query;
 use hickory_resolver::proto::rr::{Name, RecordType};
-use hickory_resolver::system_conf::parse_resolv_conf;
-use hickory_resolver::{Hosts, TokioResolver};
 use jackstay_sys::{clock, files};
 use tokio::time::timeout;
 
 use super::observations::{Dns, Ms, NameServer, Resolution, percentile};
+use crate::net::dns::{ResolverSettings, in_hosts_file};
 
-/// Limit of one query with all search domains. The default of resolv.conf(5), 5 s, is too long for a
-/// client that waits for the response to its request.
+/// Limit of one query. The default of resolv.conf(5), 5 s, is too long for a client that waits for the response to its
+/// request.
 const QUERY_LIMIT: Duration = Duration::from_millis(1500);
 /// Number of queries to a name server before it counts as silent. One packet may be lost.
 const TRIES: u32 = 2;
@@ -31,7 +27,8 @@ const MAX_FILE: u64 = 16 << 20;
 
 /// Resolves names, and counts and times the answers of each name server.
 pub struct Resolver {
-    hosts: Hosts,
+    hosts_file: Vec<u8>,
+    settings: Option<ResolverSettings>,
     servers: Vec<ServerRecord>,
     /// Why resolv.conf names no server.
     problem: Option<String>,
@@ -39,25 +36,20 @@ pub struct Resolver {
     used: bool,
 }
 
-/// A name server, the settings of its queries, and its answers so far.
+/// A name server, and its answers so far.
 struct ServerRecord {
-    config: ResolverConfig,
-    options: ResolverOpts,
+    config: NameServerConfig,
     stats: NameServer,
     /// Milliseconds of each answered query.
     times: Vec<f64>,
 }
 
 impl ServerRecord {
-    fn new(address: SocketAddr, config: ResolverConfig, options: &ResolverOpts) -> Self {
+    fn new(config: &NameServerConfig) -> Self {
+        let port = config.connections.first().map_or(53, |connection| connection.port);
+        let address = SocketAddr::new(config.ip, port);
         let stats = NameServer { address, asked: 0, answered: 0, p50_ms: None, error: None };
-        let mut options = options.clone();
-        options.timeout = QUERY_LIMIT;
-        // `query` repeats queries itself in order to count them.
-        options.attempts = 0;
-        options.cache_size = 0;
-        options.use_hosts_file = ResolveHosts::Never;
-        Self { config, options, stats, times: Vec::new() }
+        Self { config: config.clone(), stats, times: Vec::new() }
     }
 }
 
@@ -68,46 +60,31 @@ impl Resolver {
             files::read(Path::new(path), MAX_FILE)
                 .map_err(|error| format!("cannot read {path}: {error}"))
         };
-        Self::from_files(read("/etc/resolv.conf"), &read("/etc/hosts").unwrap_or_default())
+        Self::from_files(read("/etc/resolv.conf"), read("/etc/hosts").unwrap_or_default())
     }
 
     /// A resolver with the content of resolv.conf (or why it cannot be read) and of the hosts file.
-    pub fn from_files(resolv_conf: Result<Vec<u8>, String>, hosts_file: &[u8]) -> Self {
-        let mut hosts = Hosts::default();
-        // Comments that are not UTF-8 do not matter.
-        let _ = hosts.read_hosts_conf(String::from_utf8_lossy(hosts_file).as_bytes());
+    pub fn from_files(resolv_conf: Result<Vec<u8>, String>, hosts_file: Vec<u8>) -> Self {
         let parsed = resolv_conf.and_then(|text| {
-            parse_resolv_conf(text).map_err(|error| format!("/etc/resolv.conf: {error}"))
+            let none = || "/etc/resolv.conf: it names no name server".to_owned();
+            ResolverSettings::parse(&text, 53).ok_or_else(none)
         });
-        let (servers, problem) = match parsed {
-            Ok((config, options)) => {
-                let (domain, search, servers) = config.into_parts();
-                let record = |server: NameServerConfig| {
-                    let port = server.connections.first().map_or(53, |connection| connection.port);
-                    let address = SocketAddr::new(server.ip, port);
-                    let config =
-                        ResolverConfig::from_parts(domain.clone(), search.clone(), vec![server]);
-                    ServerRecord::new(address, config, &options)
-                };
-                (servers.into_iter().map(record).collect(), None)
-            }
-            Err(problem) => (Vec::new(), Some(problem)),
+        let (settings, problem) = match parsed {
+            Ok(settings) => (Some(settings), None),
+            Err(problem) => (None, Some(problem)),
         };
-        Self { hosts, servers, problem, used: false }
+        Self { hosts_file, problem, ..Self::with(settings) }
     }
 
     /// A resolver with these name servers, no search domain and no hosts file.
-    pub fn of_servers(servers: Vec<SocketAddr>) -> Self {
-        let record = |address: SocketAddr| {
-            let mut server = NameServerConfig::udp_and_tcp(address.ip());
-            for connection in &mut server.connections {
-                connection.port = address.port();
-            }
-            let config = ResolverConfig::from_name_servers(vec![server]);
-            ServerRecord::new(address, config, &ResolverOpts::default())
-        };
-        let servers = servers.into_iter().map(record).collect();
-        Self { hosts: Hosts::default(), servers, problem: None, used: false }
+    pub fn of_servers(servers: &[SocketAddr]) -> Self {
+        Self::with(Some(ResolverSettings::of_servers(servers)))
+    }
+
+    fn with(settings: Option<ResolverSettings>) -> Self {
+        let servers = settings.iter().flat_map(|settings| &settings.servers);
+        let servers = servers.map(ServerRecord::new).collect();
+        Self { hosts_file: Vec::new(), settings, servers, problem: None, used: false }
     }
 
     /// The addresses of a host. An IP address, `localhost` (RFC 6761 section 6.3) and a name in the
@@ -120,9 +97,9 @@ impl Resolver {
             let both = [IpAddr::from(Ipv4Addr::LOCALHOST), Ipv6Addr::LOCALHOST.into()];
             return Resolution::Addresses(both.to_vec());
         }
-        let in_hosts_file = self.look_up_in_hosts_file(host);
-        if !in_hosts_file.is_empty() {
-            return Resolution::Addresses(in_hosts_file);
+        if let Some((mut found, v6)) = in_hosts_file(&self.hosts_file, host) {
+            found.extend(v6);
+            return Resolution::Addresses(found);
         }
         self.used = true;
         match self.query_all(host).await {
@@ -135,22 +112,11 @@ impl Resolver {
         }
     }
 
-    fn look_up_in_hosts_file(&self, host: &str) -> Vec<IpAddr> {
-        let Ok(name) = Name::from_ascii(host) else { return Vec::new() };
-        let mut found = Vec::new();
-        for record_type in [RecordType::A, RecordType::AAAA] {
-            let lookup = self.hosts.lookup_static_host(&Query::query(name.clone(), record_type));
-            let records = lookup.iter().flat_map(Lookup::answers);
-            found.extend(records.filter_map(|record| record.data.ip_addr()));
-        }
-        found
-    }
-
     /// Queries all servers concurrently. Returns the addresses, an empty list if the name has none, or
     /// `None` if no server answered.
     async fn query_all(&mut self, name: &str) -> Option<Vec<IpAddr>> {
-        let queries =
-            self.servers.iter().map(|server| query(&server.config, &server.options, name));
+        let settings = self.settings.as_ref()?;
+        let queries = self.servers.iter().map(|server| query(&server.config, settings, name));
         let outcomes = join_all(queries).await;
         let mut found: Option<Vec<IpAddr>> = None;
         for (server, outcome) in self.servers.iter_mut().zip(outcomes) {
@@ -196,15 +162,32 @@ struct QueryOutcome {
     error: Option<String>,
 }
 
-/// Queries one name server for both record types of a name.
-async fn query(config: &ResolverConfig, options: &ResolverOpts, name: &str) -> QueryOutcome {
+/// Queries one name server for both record types of a host, by the names of its search list.
+async fn query(server: &NameServerConfig, settings: &ResolverSettings, host: &str) -> QueryOutcome {
     let mut outcome = QueryOutcome::default();
-    for record_type in [RecordType::A, RecordType::AAAA] {
+    for name in settings.search.names(host) {
+        query_name(server, settings, &name, &mut outcome).await;
+        // A server that is silent for one name is not queried for the others.
+        if outcome.answered == 0 || outcome.addresses.as_ref().is_some_and(|all| !all.is_empty()) {
+            break;
+        }
+    }
+    outcome
+}
+
+/// Queries one name server for both record types of a fully qualified name.
+async fn query_name(
+    server: &NameServerConfig,
+    settings: &ResolverSettings,
+    name: &str,
+    outcome: &mut QueryOutcome,
+) {
+    let kinds = [RecordType::A, RecordType::AAAA];
+    for kind in kinds.into_iter().take(if settings.with_aaaa { 2 } else { 1 }) {
         for _ in 0..TRIES {
             outcome.asked += 1;
             let started = clock::now();
-            let lookup = look_up(config.clone(), options.clone(), name, record_type);
-            match timeout(QUERY_LIMIT, lookup).await {
+            match timeout(QUERY_LIMIT, look_up(server, settings, name, kind)).await {
                 Ok(Ok(addresses)) => {
                     outcome.answered += 1;
                     outcome.times.push(Ms::from(clock::elapsed(started)).0);
@@ -220,22 +203,20 @@ async fn query(config: &ResolverConfig, options: &ResolverOpts, name: &str) -> Q
             break;
         }
     }
-    outcome
 }
 
 /// One lookup by a new resolver, which has no state of earlier lookups.
 async fn look_up(
-    config: ResolverConfig,
-    options: ResolverOpts,
+    server: &NameServerConfig,
+    settings: &ResolverSettings,
     name: &str,
-    record_type: RecordType,
+    kind: RecordType,
 ) -> Result<Vec<IpAddr>, String> {
-    let resolver = TokioResolver::builder_with_config(config, TokioRuntimeProvider::default())
-        .with_options(options)
-        .build()
-        .map_err(|error| error.to_string())?;
+    // `query_name` repeats queries itself in order to count them.
+    let resolver = settings.resolver_of(server.clone(), QUERY_LIMIT);
+    let resolver = resolver.map_err(|error| error.to_string())?;
     let name = Name::from_ascii(name).map_err(|error| error.to_string())?;
-    match resolver.lookup(name, record_type).await {
+    match resolver.lookup(name, kind).await {
         Ok(lookup) => {
             Ok(lookup.answers().iter().filter_map(|record| record.data.ip_addr()).collect())
         }
@@ -252,81 +233,61 @@ async fn look_up(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hickory_resolver::proto::op::{Message, OpCode, ResponseCode};
-    use hickory_resolver::proto::rr::rdata::A;
-    use hickory_resolver::proto::rr::{RData, Record};
-    use tokio::net::UdpSocket;
-    use tokio::task::LocalSet;
+    use jackstay_testkit::name_server::{NameServer as TestServer, Reply};
+    use std::net::UdpSocket;
 
     #[test]
-    fn from_files_reads_name_servers_and_hosts() {
+    fn from_files_reads_name_servers() {
         let resolv_conf = "# comment\nnameserver 10.0.0.1\nnameserver fd00::1\n\
                            search a.example b.example\noptions timeout:1 ndots:2\n";
-        let hosts = b"127.0.0.1 localhost\n10.0.0.9 lb LB.example # caf\xe9 lb2\nx y\n";
-        let resolver = Resolver::from_files(Ok(resolv_conf.into()), hosts);
+        let resolver = Resolver::from_files(Ok(resolv_conf.into()), Vec::new());
         let addresses: Vec<_> =
             resolver.servers.iter().map(|server| server.stats.address.to_string()).collect();
         assert_eq!(addresses, ["10.0.0.1:53", "[fd00::1]:53"]);
-        let first = &resolver.servers[0];
-        assert_eq!((first.config.search().len(), first.options.ndots), (2, 2));
-        let found = resolver.look_up_in_hosts_file("lb.EXAMPLE.");
-        assert_eq!(found, ["10.0.0.9".parse::<IpAddr>().unwrap()]);
-        assert_eq!(resolver.look_up_in_hosts_file("lb2"), [] as [IpAddr; 0], "it is in a comment");
-    }
-
-    /// A name server that knows one name.
-    async fn name_server() -> SocketAddr {
-        let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
-        let address = socket.local_addr().unwrap();
-        tokio::task::spawn_local(async move {
-            let mut buffer = [0; 512];
-            loop {
-                let (length, peer) = socket.recv_from(&mut buffer).await.unwrap();
-                let question = Message::from_vec(&buffer[..length]).unwrap();
-                let query = question.queries[0].clone();
-                let mut answer = Message::response(question.metadata.id, OpCode::Query);
-                answer.add_query(query.clone());
-                if query.name.to_ascii() == "lb.example." {
-                    if query.query_type == RecordType::A {
-                        let data = RData::A(A::new(10, 0, 0, 7));
-                        answer.answers.push(Record::from_rdata(query.name, 5, data));
-                    }
-                } else {
-                    answer.metadata.response_code = ResponseCode::NXDomain;
-                }
-                socket.send_to(&answer.to_vec().unwrap(), peer).await.unwrap();
-            }
-        });
-        address
     }
 
     #[tokio::test]
     async fn resolve_counts_answers_of_each_server() {
-        let test = async {
-            // A socket that is never read stands for a silent name server.
-            let silent = UdpSocket::bind("127.0.0.1:0").await.unwrap();
-            let servers = vec![silent.local_addr().unwrap(), name_server().await];
-            let mut resolver = Resolver::of_servers(servers);
-            let found = resolver.resolve("lb.example").await;
-            assert_eq!(found, Resolution::Addresses(vec!["10.0.0.7".parse().unwrap()]));
-            assert_eq!(resolver.resolve("none.example").await, Resolution::NoSuchName);
-            let servers = resolver.into_observations().unwrap().servers;
-            assert_eq!((servers[0].answered, servers[0].asked), (0, 4), "{servers:#?}");
-            assert_eq!((servers[1].answered, servers[1].asked), (4, 4), "{servers:#?}");
-            assert!(servers[0].error.is_some() && servers[1].p50_ms.is_some());
-        };
-        LocalSet::new().run_until(test).await;
+        // A socket that is never read stands for a silent name server.
+        let silent = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let server = TestServer::start();
+        server.set_addresses("lb.example", &["10.0.0.7"], 5);
+        let servers = [silent.local_addr().unwrap(), server.address()];
+        let mut resolver = Resolver::of_servers(&servers);
+        let found = resolver.resolve("lb.example").await;
+        assert_eq!(found, Resolution::Addresses(vec!["10.0.0.7".parse().unwrap()]));
+        assert_eq!(resolver.resolve("none.example").await, Resolution::NoSuchName);
+        let servers = resolver.into_observations().unwrap().servers;
+        assert_eq!((servers[0].answered, servers[0].asked), (0, 4), "{servers:#?}");
+        assert_eq!((servers[1].answered, servers[1].asked), (4, 4), "{servers:#?}");
+        assert!(servers[0].error.is_some() && servers[1].p50_ms.is_some());
+    }
+
+    /// A name server of a search domain may have another address for each name below it.
+    #[tokio::test]
+    async fn resolve_ends_at_the_first_name_with_an_address() {
+        let server = TestServer::start();
+        server.set_addresses("lb.example", &["10.0.0.7"], 5);
+        server.set_domain("corp.example", Reply::Addresses(vec!["fd00::bad".parse().unwrap()], 5));
+        let mut resolver = Resolver::of_servers(&[server.address()]);
+        resolver.settings.as_mut().unwrap().search.domains = vec!["corp.example".into()];
+        resolver.settings.as_mut().unwrap().search.ndots = 1;
+        let found = resolver.resolve("lb.example").await;
+        assert_eq!(found, Resolution::Addresses(vec!["10.0.0.7".parse().unwrap()]));
     }
 
     #[tokio::test(start_paused = true)]
     async fn resolve_address_localhost_and_hosts_file_queries_no_server() {
-        let mut resolver = Resolver::from_files(Err("gone".into()), b"10.0.0.9 lb\n");
-        for name in ["10.0.0.1", "localhost", "lb"] {
+        let hosts = b"127.0.0.1 localhost\n10.0.0.9 lb LB.example # caf\xe9 lb2\nx y\n";
+        let mut resolver = Resolver::from_files(Err("gone".into()), hosts.to_vec());
+        for name in ["10.0.0.1", "localhost", "lb", "lb.EXAMPLE."] {
             assert!(matches!(resolver.resolve(name).await, Resolution::Addresses(_)), "{name}");
         }
         assert!(!resolver.used);
-        assert_eq!(resolver.resolve("other").await, Resolution::NoAnswer("gone".into()));
-        let mut resolver = Resolver::from_files(Ok(b"options ndots:1\n".to_vec()), b"");
+        for name in ["other", "lb2"] {
+            assert_eq!(resolver.resolve(name).await, Resolution::NoAnswer("gone".into()));
+        }
+        let mut resolver = Resolver::from_files(Ok(b"options ndots:1\n".to_vec()), Vec::new());
         let resolution = resolver.resolve("other").await;
         assert!(
             matches!(&resolution, Resolution::NoAnswer(why) if why.starts_with("/etc/resolv.conf: ")),

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use http::HeaderValue;
+use jackstay_core::discovery::address::tls_name;
 use rustls::RootCertStore;
 use rustls::pki_types::ServerName;
 use rustls::server::VerifierBuilderError;
@@ -308,7 +309,7 @@ impl Target {
         server_name: Option<&str>,
         trust: &Trust,
     ) -> Result<Self, TargetError> {
-        let name = server_name.unwrap_or(&server.host);
+        let name = server_name.unwrap_or(tls_name(&server.host));
         let parsed = ServerName::try_from(name.to_owned())
             .map_err(|_| TargetError::Name(name.to_owned()))?;
         let verifier =

@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::fmt;
 
+use jackstay_core::discovery::address::tls_name;
 use kube::config::{AuthInfo, Cluster, Kubeconfig};
 
 use super::credential::{Credential, CredentialError, PemSource, UserCredentials};
@@ -183,7 +184,7 @@ impl ResolvedContext {
 
     /// The name that clients verify in the apiserver's certificate.
     pub fn verified_name(&self) -> &str {
-        self.tls_server_name.as_deref().unwrap_or(&self.server.host)
+        self.tls_server_name.as_deref().unwrap_or(tls_name(&self.server.host))
     }
 }
 

@@ -233,8 +233,15 @@ fn tests_do_not_wait_for_a_fixed_time() {
 /// Only tests with real sockets or threads may run in real time. All other tests pause the clock.
 #[test]
 fn unit_tests_without_sockets_and_threads_pause_the_clock() {
-    const REAL_TIME: [&str; 6] =
-        ["TcpStream", "TcpListener", "UdpSocket", "UnixListener", "UnixStream", "thread::"];
+    const REAL_TIME: [&str; 7] = [
+        "TcpStream",
+        "TcpListener",
+        "UdpSocket",
+        "UnixListener",
+        "UnixStream",
+        "name_server",
+        "thread::",
+    ];
     for (_, path, text) in sources() {
         let tests = tests_of(&path, &text);
         if tests.contains("#[tokio::test]") {

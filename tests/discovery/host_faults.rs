@@ -108,8 +108,8 @@ async fn silent_name_servers_do_not_delay_the_first_response() {
 #[ignore = "is the name server of the whole host; needs its own namespaces"]
 async fn static_addresses_cause_no_dns_query() {
     let local = LocalServer::on(Ipv4Addr::LOCALHOST.into());
-    let _files = resolv_conf(local.certs.path(), "nameserver 127.0.0.1\n");
-    let socket = UdpSocket::bind("127.0.0.1:53").unwrap();
+    let _files = resolv_conf(local.certs.path(), "nameserver 127.0.0.99\n");
+    let socket = UdpSocket::bind("127.0.0.99:53").unwrap();
     let queries = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&queries);
     std::thread::spawn(move || {

@@ -12,6 +12,7 @@ mod endpoint_set;
 mod endpoint_slices;
 mod endpoints_file;
 mod host_faults;
+mod names;
 mod preference;
 mod readyz_token;
 mod stress;

@@ -90,7 +90,7 @@ impl TestServer {
 }
 
 fn examine(plan: ExaminationPlan, seconds: u64) -> (Observations, Vec<Finding>) {
-    let no_resolver = Resolver::of_servers(Vec::new());
+    let no_resolver = Resolver::of_servers(&[]);
     let observations = examine::run(plan, no_resolver, Duration::from_secs(seconds)).unwrap();
     let findings = problems(&observations);
     (observations, findings)
@@ -420,7 +420,7 @@ fn doctor_silent_name_server_finds_dns_black_hole() {
     plan.targets.push(named);
     // A socket that never responds.
     let silent = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let resolver = Resolver::of_servers(vec![silent.local_addr().unwrap()]);
+    let resolver = Resolver::of_servers(&[silent.local_addr().unwrap()]);
     let observations = examine::run(plan, resolver, Duration::from_secs(2)).unwrap();
     let findings = diagnose(&observations);
     assert_first(&findings, Cause::DnsBlackHole);
@@ -568,7 +568,7 @@ fn survey_sends_the_credential_only_to_the_apiserver_of_the_kubeconfig() {
         trust: &trust,
         query_members: true,
     };
-    let result = survey(&request, Resolver::of_servers(Vec::new())).unwrap();
+    let result = survey(&request, Resolver::of_servers(&[])).unwrap();
     assert_eq!(result.members, Ok(vec![member]), "members that the request does not name");
     let certificates: Vec<_> = result.certificates.iter().map(|c| c.address.as_str()).collect();
     assert_eq!(certificates, [own.addr.to_string(), other.addr.to_string()]);
@@ -581,7 +581,7 @@ fn survey_sends_the_credential_only_to_the_apiserver_of_the_kubeconfig() {
     assert_eq!(result.not_apiservers, []);
 
     own.kill();
-    let result = survey(&request, Resolver::of_servers(Vec::new())).unwrap();
+    let result = survey(&request, Resolver::of_servers(&[])).unwrap();
     assert!(result.members.is_err(), "the other apiserver is not queried: {result:?}");
     assert_eq!(result.certificates[0].address, other.addr.to_string());
     assert_eq!(result.without_certificate[0].0, own.addr.to_string());
@@ -704,7 +704,7 @@ fn doctor_dropped_dns_queries_finds_dns_black_hole() {
     let server = ServerUrl::parse("https://lb.example:6443").unwrap();
     let targets = vec![Target::new(&server, EndpointSource::Given, None, &trust).unwrap()];
     let server = SocketAddr::from((Ipv4Addr::LOCALHOST, 53));
-    let resolver = Resolver::of_servers(vec![server]);
+    let resolver = Resolver::of_servers(&[server]);
     let plan = ExaminationPlan { targets, ..ExaminationPlan::default() };
     let observations = examine::run(plan, resolver, Duration::from_secs(2)).unwrap();
     nft(&[]);

@@ -3,7 +3,7 @@
 //! * [`wait`]: waiting for a condition; [`stopwatch`] and [`figures`]: measured durations and their bounds.
 //! * [`child`]: processes; [`netns`]: faults of the network; [`peers`]: other proxies.
 //! * [`http2`] and [`wire`]: frames and bytes, valid or not, on TLS connections; [`tls`]: clients and servers.
-//! * [`recorder`]: an upstream that records the requests it receives.
+//! * [`name_server`]: a name server; [`recorder`]: an upstream that records the requests it receives.
 //! * [`pages`]: pages of the admin endpoint; [`watch_recorder`]: the events of a watch.
 
 #![forbid(unsafe_code)]
@@ -13,6 +13,7 @@
 pub mod child;
 pub mod figures;
 pub mod http2;
+pub mod name_server;
 pub mod netns;
 pub mod pages;
 pub mod peers;

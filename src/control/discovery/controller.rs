@@ -12,22 +12,25 @@ use arc_swap::ArcSwap;
 use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::debounce::Debouncer;
 use jackstay_core::discovery::merge;
-use jackstay_core::discovery::merge::MergedEndpoints;
+use jackstay_core::discovery::merge::{MergeContext, MergedEndpoints};
 use jackstay_core::discovery::own_addresses::OwnAddresses;
 use jackstay_core::discovery::source::{
-    Candidate, DiscoveredEndpoints, EndpointSource, EndpointSpec,
+    Candidate, DiscoveredEndpoints, EndpointIdentity, EndpointSource, EndpointSpec,
 };
 use jackstay_sys::clock;
 use jackstay_sys::utc::wall_clock;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::{MissedTickBehavior, interval, sleep_until};
 
-use super::source_states::SourceStates;
+use super::source_states::{SourceStates, is_of_configured_name};
 use super::state_file::StateFileError;
 use super::state_writer::StateWriter;
 use super::{dns, file, slices, state_file};
 use crate::config;
 use crate::control::endpoint_set::{self, EndpointSetWriter};
+use crate::control::host_addresses::HostAddresses;
+use crate::net::dns::ResolverFiles;
+use crate::observe::events::{Change, EventKind};
 use crate::observe::{Liveness, LivenessMonitor};
 use crate::upstream::Upstream;
 use crate::upstream::endpoint_sources::RejectReason;
@@ -36,6 +39,12 @@ use crate::upstream::endpoint_sources::RejectReason;
 pub(super) const TICK: Duration = Duration::from_secs(1);
 /// With more candidates than [`merge::MAX_ENDPOINTS`], time after which another selection is made.
 const ROTATION_INTERVAL: Duration = Duration::from_secs(30);
+/// Shortest time between two lines that say for which endpoints the old ones stay.
+const WAITS_INTERVAL: Duration = Duration::from_secs(10);
+/// Time after which a wait is reported. Usually the new endpoints have been tried by then.
+const FIRST_REPORT_AFTER: Duration = Duration::from_secs(1);
+/// Endpoints that such a line names.
+const MAX_WAITED_FOR: usize = 5;
 
 /// The context of the controllers of all upstreams. A reload may replace the `ArcSwap` fields.
 #[derive(Debug)]
@@ -47,14 +56,16 @@ pub struct SharedContext {
     /// Reports stalled controllers.
     pub liveness: LivenessMonitor,
     /// The system files that DNS lookups read.
-    pub system: dns::ResolverFiles,
+    pub system: ResolverFiles,
+    /// The addresses of this host.
+    pub host: &'static HostAddresses,
 }
 
 /// Keeps the endpoint set of `upstream` up to date until the future is dropped.
 pub async fn run(upstream: Arc<Upstream>, shared: Arc<SharedContext>) {
     let own_addresses = {
         let shared = Arc::clone(&shared);
-        Box::new(move || own_addresses(&shared.bound.load()))
+        Box::new(move || own_addresses(&shared.bound.load(), shared.host))
     };
     let writer = EndpointSetWriter::new(Arc::clone(&upstream));
     let mut controller = DiscoveryController {
@@ -69,7 +80,7 @@ pub async fn run(upstream: Arc<Upstream>, shared: Arc<SharedContext>) {
         rotation: fastrand::u64(..),
         rotated_at: clock::now(),
         excess: 0,
-        retained: 0,
+        waits: None,
         state_writer: StateWriter::default(),
         shared,
     };
@@ -84,6 +95,13 @@ enum SourceConfig {
     File(PathBuf),
     Dns(Vec<EndpointAddress>),
     Slices(PathBuf),
+}
+
+/// Old endpoints stay while no new one is usable.
+struct Waits {
+    since: Instant,
+    /// The reasons that were reported last, and when.
+    reported: Option<(String, Instant)>,
 }
 
 struct DiscoveryController {
@@ -102,8 +120,8 @@ struct DiscoveryController {
     rotated_at: Instant,
     /// Number of endpoints that the last step left out; logged when it rises from zero.
     excess: usize,
-    /// Number of unwanted endpoints that the last step retained; logged when it rises from zero.
-    retained: usize,
+    /// The wait for a new endpoint to be usable.
+    waits: Option<Waits>,
     state_writer: StateWriter,
 }
 
@@ -132,9 +150,12 @@ impl DiscoveryController {
                     return upstream.sources.failed(EndpointSource::State, &error);
                 }
             };
-            // Endpoints of a source that is not configured are dropped: no answer would replace them.
+            // Endpoints of a source or name that is not configured are dropped: no answer would replace them.
             let reports = upstream.sources.reports();
-            saved.endpoints.retain(|(source, _)| reports.contains_key(source));
+            let names = &upstream.config().endpoints;
+            saved.endpoints.retain(|entry| {
+                reports.contains_key(&entry.0) && is_of_configured_name(entry, names)
+            });
             drop(reports);
             let count = saved.endpoints.len();
             upstream.sources.succeeded(EndpointSource::State, count, None);
@@ -162,8 +183,9 @@ impl DiscoveryController {
             let candidate = |address| Candidate { address, server_name: None };
             let candidates = addresses.into_iter().map(candidate).collect();
             let found = DiscoveredEndpoints { candidates, ..DiscoveredEndpoints::default() };
-            self.states.update(EndpointSource::Static, found, true);
+            self.states.update(EndpointSource::Static, found);
         }
+        self.states.retain_names(&names);
         let names = (!names.is_empty()).then_some(SourceConfig::Dns(names));
         let slices = config.discovery.kubeconfig.clone().map(SourceConfig::Slices);
         let file = config.endpoints_file.clone().map(SourceConfig::File);
@@ -237,7 +259,7 @@ impl DiscoveryController {
     /// Merges the answers, applies the changes that are due, and saves the endpoints. Returns when the
     /// next step is due.
     fn step(&mut self, now: Instant) -> Option<Instant> {
-        let usable = self.usable_addresses();
+        let usable = self.usable();
         let merged = self.merge(&usable, now);
         self.log_excess(merged.excess);
         if merged.endpoints.is_empty() {
@@ -250,29 +272,33 @@ impl DiscoveryController {
             self.writer.apply(&set);
             self.current = set;
         }
-        self.log_retained(step.retained);
-        self.save(&self.usable_addresses(), now);
+        self.report_retained(step.retained, now);
+        self.save(&self.usable(), now);
         step.step_at
     }
 
-    fn usable_addresses(&self) -> HashSet<EndpointAddress> {
+    fn usable(&self) -> HashSet<EndpointIdentity> {
         let upstream = self.upstream();
         let endpoints = upstream.endpoints();
         let usable = endpoints.iter().filter(|endpoint| upstream.serves_at(endpoint));
-        usable.map(|endpoint| endpoint.address.clone()).collect()
+        usable.map(|endpoint| endpoint_set::identity(endpoint)).collect()
     }
 
-    fn merge(&mut self, usable: &HashSet<EndpointAddress>, now: Instant) -> MergedEndpoints {
+    fn merge(&mut self, usable: &HashSet<EndpointIdentity>, now: Instant) -> MergedEndpoints {
         if self.excess > 0 && now >= self.rotated_at + ROTATION_INTERVAL {
             (self.rotation, self.rotated_at) = (fastrand::u64(..), now);
         }
         let config = self.upstream().config();
-        let (own, name) = (self.states.own_addresses(), config.tls.server_name.as_deref());
-        let mut merged = self
-            .states
-            .read(|answers, saved| merge::merge(answers, saved, &own, name, usable, self.rotation));
-        endpoint_set::apply_preference(config.prefer, &mut merged.endpoints);
-        merged
+        let own = self.states.own_addresses();
+        let local = endpoint_set::preferred_host(config.prefer, self.shared.host);
+        let context = MergeContext {
+            own: &own,
+            server_name: config.tls.server_name.as_deref(),
+            local: local.as_deref(),
+            usable,
+            rotation: self.rotation,
+        };
+        self.states.read(|answers, saved| merge::merge(answers, saved, &context))
     }
 
     fn log_excess(&mut self, excess: usize) {
@@ -293,22 +319,48 @@ impl DiscoveryController {
         }
     }
 
-    fn log_retained(&mut self, retained: usize) {
-        let before = std::mem::replace(&mut self.retained, retained);
-        if retained > 0 && before == 0 {
-            tracing::warn!(
-                upstream = &*self.upstream().name,
-                endpoints = retained,
-                "no new endpoint is usable yet; the old endpoints stay until one is"
-            );
+    /// Reports that `retained` endpoints that are not wanted stay, and for which ones they wait and why: when the new ones
+    /// have been tried, and when the reasons change.
+    fn report_retained(&mut self, retained: usize, now: Instant) {
+        if retained == 0 {
+            let waits = self.waits.take();
+            if waits.is_some_and(|waits| waits.reported.is_some()) {
+                let reason = "an endpoint of the new set is usable, or the old set is wanted again";
+                self.report_set(
+                    "not usable",
+                    "in use",
+                    (reason, "endpoints that are not wanted leave"),
+                );
+            }
+            return;
+        }
+        let reasons = self.upstream().unusable_endpoints(MAX_WAITED_FOR);
+        let waits = self.waits.get_or_insert(Waits { since: now, reported: None });
+        let is_due = match &waits.reported {
+            None => now >= waits.since + FIRST_REPORT_AFTER,
+            Some((reported, at)) => *reported != reasons && now >= *at + WAITS_INTERVAL,
+        };
+        if is_due {
+            waits.reported = Some((reasons.clone(), now));
+            let effect = "the old endpoints stay in use until a new one is usable";
+            self.report_set("new", "not usable", (&reasons, effect));
         }
     }
 
+    /// Reports whether an endpoint of the set that is wanted is usable.
+    fn report_set(&self, from: &str, to: &str, (reason, effect): (&str, &str)) {
+        let (kind, upstream, bad) = (EventKind::Source, self.upstream(), to == "not usable");
+        let (name, detail, upstream) = ("set of endpoints", "", Some(&*upstream.name));
+        let change = Change { kind, upstream, name, detail, from, to, reason, effect, bad };
+        self.upstream().metrics.events().changed(&change);
+    }
+
     /// Has the endpoints written to the state file, if at least one of them is usable.
-    fn save(&mut self, usable: &HashSet<EndpointAddress>, now: Instant) {
+    fn save(&mut self, usable: &HashSet<EndpointIdentity>, now: Instant) {
         let Some(dir) = self.shared.state_dir.load().as_ref().clone() else { return };
         let (endpoints, saved_at) = self.states.to_save();
-        let any_usable = endpoints.iter().any(|(_, candidate)| usable.contains(&candidate.address));
+        let is_usable = |saved: &Candidate| usable.iter().any(|one| one.address == saved.address);
+        let any_usable = endpoints.iter().any(|(_, candidate)| is_usable(candidate));
         let saved_at = saved_at.unwrap_or_else(wall_clock);
         let upstream = Arc::clone(self.upstream());
         self.state_writer.step(&upstream, dir, any_usable.then_some((endpoints, saved_at)), now);
@@ -317,8 +369,8 @@ impl DiscoveryController {
 
 /// The addresses of listeners that are bound to `bound`. Reads the addresses of this host's interfaces only if a
 /// listener is bound to the unspecified address.
-fn own_addresses(bound: &[SocketAddr]) -> OwnAddresses {
+fn own_addresses(bound: &[SocketAddr], host: &HostAddresses) -> OwnAddresses {
     let unspecified = bound.iter().any(|address| address.ip().is_unspecified());
-    let interfaces = if unspecified { endpoint_set::host_addresses() } else { Vec::new() };
+    let interfaces = if unspecified { host.get().unwrap_or_default() } else { Vec::new() };
     OwnAddresses::new(bound.to_vec(), interfaces)
 }

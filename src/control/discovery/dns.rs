@@ -1,16 +1,15 @@
 //! The source of DNS names in `endpoints`: every A and AAAA address of a name is a candidate.
 //!
-//! Each name has a task of its own. The task looks the name up ([`lookup`]), and again when the TTL of
-//! the response has passed, or when `/etc/hosts` or `/etc/resolv.conf` changes. A failed lookup, or a
-//! response without addresses, leaves the known addresses unchanged.
+//! Each name has a task of its own. The task looks the name up ([`crate::net::dns`]), and again when the TTL of
+//! the response has passed, or when `/etc/hosts` or `/etc/resolv.conf` changes. A failed lookup, or one
+//! without addresses, leaves the known addresses unchanged, and so does one that ends at another name of the search
+//! list because a name server fails.
 //!
 //! A name server may return a different subset of the addresses each time (round robin with a
 //! limit, or a response cut to fit a datagram). An address that a response omits is therefore kept
 //! until three TTLs after the last response that had it, as long as its endpoint is usable; otherwise it
 //! is removed at once. `/etc/hosts` holds all addresses of a name, so an address that it omits is
 //! removed at once.
-
-mod lookup;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -19,7 +18,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use jackstay_core::backoff::Backoff;
-use jackstay_core::discovery::address::EndpointAddress;
+use jackstay_core::discovery::address::{EndpointAddress, tls_name};
 use jackstay_core::discovery::source::{
     Candidate, DiscoveredEndpoints, EndpointSource, SourceAnswer,
 };
@@ -28,10 +27,9 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-pub use self::lookup::ResolverFiles;
-use self::lookup::{LookupError, LookupResult, TTL_MAX, TTL_MIN, look_up};
 use super::source_states::SourceStates;
 use crate::control::file_watch::{FileWatch, poll_ticks};
+use crate::net::dns::{Found, LookupError, ResolverFiles, look_up};
 
 /// Number of TTLs for which a usable address is kept that responses omit.
 const OMITTED_TTLS: u32 = 3;
@@ -45,6 +43,8 @@ const RETRIES: Backoff = Backoff::new(RETRY_MIN, RETRY_MAX);
 struct NameState {
     v4: Vec<NameAddress>,
     v6: Vec<NameAddress>,
+    /// The name of the search list that had them ([`Found::name`]).
+    name: Option<String>,
     error: Option<LookupError>,
 }
 
@@ -96,14 +96,15 @@ pub async fn follow(names: Vec<EndpointAddress>, system: ResolverFiles, states: 
 /// addresses of the others, even while no name server answers.
 fn known_addresses(hosts: &[String], states: &SourceStates) -> BTreeMap<String, NameState> {
     let state_of = |host: &String, answer: &SourceAnswer| {
-        let of_host = answer.candidates.iter().filter(|c| c.server_name.as_ref() == Some(host));
+        let of_host =
+            answer.candidates.iter().filter(|c| c.server_name.as_deref() == Some(tls_name(host)));
         let mut ips: Vec<IpAddr> = of_host.filter_map(|c| c.address.host.parse().ok()).collect();
         // An address occurs once for each port of the name.
         ips.sort_unstable();
         ips.dedup();
         let addresses = ips.into_iter().map(|ip| NameAddress { ip, keep_until: None });
         let (v4, v6) = addresses.partition(|address| address.ip.is_ipv4());
-        (host.clone(), NameState { v4, v6, error: None })
+        (host.clone(), NameState { v4, v6, ..NameState::default() })
     };
     states.read(|answers, _| {
         let answer = answers.get(&EndpointSource::Dns);
@@ -153,24 +154,25 @@ impl DnsSource {
             for ip in states.get(&name.host).into_iter().flat_map(NameState::addresses) {
                 match EndpointAddress::parse(&SocketAddr::new(ip, name.port).to_string()) {
                     Ok(address) => {
-                        let server_name = Some(name.host.clone());
+                        let server_name = Some(name.tls_name().to_owned());
                         found.candidates.push(Candidate { address, server_name });
                     }
                     Err(why) => found.reject(format!("{}: {why}", name.host), 1),
                 }
             }
         }
-        let is_resolved = |name: &EndpointAddress| {
+        let is_resolved = |name: &&EndpointAddress| {
             states.get(&name.host).is_some_and(|state| state.addresses().next().is_some())
         };
-        let complete = self.names.iter().all(is_resolved);
+        let unresolved = self.names.iter().filter(|name| !is_resolved(name));
+        let unresolved = unresolved.map(|name| name.tls_name().to_owned()).collect();
         let errors: Vec<_> = states
             .iter()
             .filter_map(|(host, state)| Some(format!("{host}: {}", state.error.as_ref()?)))
             .collect();
         let error = (!errors.is_empty()).then(|| errors.join("; "));
         if !found.candidates.is_empty() || found.rejected_count > 0 {
-            self.states.update_partial(EndpointSource::Dns, found, complete, error.as_deref());
+            self.states.update_partial(EndpointSource::Dns, found, unresolved, error.as_deref());
         } else if let Some(error) = error {
             self.states.fail(EndpointSource::Dns, &error);
         }
@@ -178,36 +180,48 @@ impl DnsSource {
 }
 
 /// Applies the result of a lookup and returns the pause before the next one. A family (A or AAAA) whose
-/// query failed keeps its addresses. Both families keep them if the result has no address at all.
-/// `usable` says whether the endpoint of an address is usable.
+/// query failed keeps its addresses. All stay if the lookup failed. `usable` says whether the endpoint of an address is
+/// usable.
 fn apply_result(
     state: &mut NameState,
-    result: LookupResult,
+    result: Result<Found, LookupError>,
     backoff: &mut Backoff,
     usable: &dyn Fn(IpAddr) -> bool,
     now: Instant,
 ) -> Duration {
-    let ttl = result.ttl.clamp(TTL_MIN, TTL_MAX);
-    let count = |family: &Result<Vec<IpAddr>, LookupError>| family.as_ref().map_or(0, Vec::len);
-    let has_addresses = count(&result.v4) + count(&result.v6) > 0;
-    state.error = match (&result.v4, &result.v6) {
-        (Err(why), _) | (_, Err(why)) => Some(why.clone()),
-        _ => (!has_addresses).then_some(LookupError::NoAddress),
+    let is_other = |name: &Option<String>| state.name.is_some() && *name != state.name;
+    let found = match result {
+        Ok(Found { doubt: Some(why), name, .. }) if is_other(&name) => Err(why),
+        result => result,
     };
-    if has_addresses {
-        let keep_until = now + ttl * OMITTED_TTLS;
-        let may_stay = |address: &NameAddress| !result.complete && usable(address.ip);
-        for (family, found) in [(&mut state.v4, result.v4), (&mut state.v6, result.v6)] {
-            if let Ok(found) = found {
-                replace(family, &found, keep_until, now, &may_stay);
-            }
+    let found = match found {
+        Ok(found) => found,
+        Err(why) => {
+            state.error = Some(why);
+            return backoff.failed();
+        }
+    };
+    let is_other = is_other(&found.name);
+    let is_answered = found.v4.is_ok() && found.v6.is_ok();
+    let keep_until = now + found.ttl * OMITTED_TTLS;
+    let may_stay = |address: &NameAddress| !found.complete && usable(address.ip);
+    state.error = None;
+    for (family, found) in [(&mut state.v4, found.v4), (&mut state.v6, found.v6)] {
+        match found {
+            Ok(found) => replace(family, &found, keep_until, now, &may_stay),
+            // They are addresses of another name.
+            Err(_) if is_other => family.clear(),
+            // Many name servers never answer for a family that a name does not have.
+            Err(_) if family.is_empty() => {}
+            Err(why) => state.error = Some(why),
         }
     }
-    if state.error.is_none() {
+    state.name = found.name;
+    if is_answered {
         backoff.reset();
-        return ttl;
+        return found.ttl;
     }
-    backoff.failed()
+    found.ttl.min(backoff.failed())
 }
 
 /// Replaces the addresses of a family by `found`. An omitted address for which `may_stay` is true is kept

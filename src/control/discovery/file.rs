@@ -29,7 +29,7 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
             let text = read(&path);
             watch.set_settled(text.is_ok());
             match text {
-                Ok(text) => states.update(EndpointSource::File, parse(&text), true),
+                Ok(text) => states.update(EndpointSource::File, parse(&text)),
                 Err(error) => states.fail(EndpointSource::File, &error.to_string()),
             }
         } else {

@@ -232,7 +232,7 @@ async fn watch(
                     backoff.reset();
                 }
                 if store.apply(event) {
-                    states.update(EndpointSource::Slices, store.endpoints(), true);
+                    states.update(EndpointSource::Slices, store.endpoints());
                 }
             }
             Err(error) => {

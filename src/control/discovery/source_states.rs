@@ -5,11 +5,12 @@
 //! answer without a usable endpoint is counted and logged, and the earlier answer stays.
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use jackstay_core::discovery::address::EndpointAddress;
 use jackstay_core::discovery::own_addresses::OwnAddresses;
 use jackstay_core::discovery::source::{
     Candidate, DiscoveredEndpoints, EndpointSource, SavedEndpoints, SourceAnswer,
@@ -59,17 +60,17 @@ impl SourceStates {
         (self.own_addresses)()
     }
 
-    /// Stores an answer of `source`. `complete` says whether every part of the source has answered.
-    pub fn update(&self, source: EndpointSource, found: DiscoveredEndpoints, complete: bool) {
-        self.update_partial(source, found, complete, None);
+    /// Stores an answer of `source`.
+    pub fn update(&self, source: EndpointSource, found: DiscoveredEndpoints) {
+        self.update_partial(source, found, BTreeSet::new(), None);
     }
 
-    /// Stores an answer of `source`, of which one part failed with `error` if it is given.
+    /// Stores an answer of `source`, which has not resolved these names; one part failed with `error` if it is given.
     pub fn update_partial(
         &self,
         source: EndpointSource,
         found: DiscoveredEndpoints,
-        complete: bool,
+        unresolved: BTreeSet<String>,
         error: Option<&str>,
     ) {
         let (not_ready, rejected) = (found.not_ready, found.rejected_count);
@@ -94,7 +95,7 @@ impl SourceStates {
         }
         self.report_rejected(source, RejectReason::Empty, 0, "");
         self.upstream.sources.succeeded(source, candidates.len(), error);
-        let answer = SourceAnswer { candidates, complete };
+        let answer = SourceAnswer { candidates, unresolved };
         if self.answers.borrow().get(&source) != Some(&answer) {
             self.answers.borrow_mut().insert(source, answer);
             self.notify();
@@ -140,8 +141,13 @@ impl SourceStates {
         self.notify();
     }
 
+    /// Drops the saved endpoints of names that are not configured: no answer of DNS would replace them.
+    pub fn retain_names(&self, names: &[EndpointAddress]) {
+        self.saved.borrow_mut().retain(|entry| is_of_configured_name(entry, names));
+    }
+
     /// The endpoints for the state file: those in the answers of all sources but the static one, and
-    /// the saved endpoints of sources that have not answered completely. With the latter, also returns
+    /// the saved endpoints about which their sources have not answered. With the latter, also returns
     /// the time at which they were last confirmed.
     pub fn to_save(&self) -> (SavedEndpoints, Option<SystemTime>) {
         self.read(|answers, saved| {
@@ -152,7 +158,8 @@ impl SourceStates {
                 .collect();
             let from_answers = all.len();
             let still_counts = |entry: &&(EndpointSource, Candidate)| {
-                answers.get(&entry.0).is_none_or(|answer| !answer.complete) && !all.contains(entry)
+                answers.get(&entry.0).is_none_or(|answer| !answer.is_about(&entry.1))
+                    && !all.contains(entry)
             };
             let older: Vec<_> = saved.iter().filter(still_counts).cloned().collect();
             all.extend(older);
@@ -178,6 +185,15 @@ impl SourceStates {
     ) -> R {
         read(&self.answers.borrow(), &self.saved.borrow())
     }
+}
+
+/// Whether a saved endpoint is not one of DNS, or its name is among `names`.
+pub fn is_of_configured_name(
+    (source, saved): &(EndpointSource, Candidate),
+    names: &[EndpointAddress],
+) -> bool {
+    let is_configured = |name: &String| names.iter().any(|one| one.tls_name() == name);
+    *source != EndpointSource::Dns || saved.server_name.as_ref().is_some_and(is_configured)
 }
 
 /// Why an answer has no usable endpoint. All `offered` addresses are this process's own.

@@ -11,7 +11,7 @@ use tokio::task::{LocalSet, spawn_local};
 use tokio::time::sleep;
 
 use super::controller::TICK;
-use super::{SharedContext, dns, run, state_file};
+use super::{SharedContext, run, state_file};
 use crate::config::{Discovery, Upstream, validate_text};
 use crate::control::endpoint_set;
 use crate::observe::{LivenessMonitor, Metrics};
@@ -149,7 +149,8 @@ fn shared(state_dir: Option<PathBuf>) -> Arc<SharedContext> {
         bound: ArcSwap::default(),
         state_dir: ArcSwap::from_pointee(state_dir),
         liveness: LivenessMonitor::start().unwrap(),
-        system: dns::ResolverFiles::default(),
+        system: crate::net::dns::ResolverFiles::default(),
+        host: crate::control::host_addresses::HostAddresses::of_process(),
     })
 }
 

@@ -119,7 +119,8 @@ impl From<HostPortError> for AddressError {
 /// Address of an apiserver.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EndpointAddress {
-    /// IP address without brackets, `localhost`, or a DNS name in lower case.
+    /// IP address without brackets, `localhost`, or a DNS name in lower case. A final dot is kept: such a name has no
+    /// [search list](super::search_list).
     pub host: String,
     /// TCP port.
     pub port: u16,
@@ -151,10 +152,15 @@ impl EndpointAddress {
             }
             Some(ip) => ip.to_string(),
             None if is_localhost(host) => LOCALHOST.to_owned(),
-            None if is_dns_name(host) => host.trim_end_matches('.').to_ascii_lowercase(),
+            None if is_dns_name(host) => host.to_ascii_lowercase(),
             None => return Err(AddressError::InvalidHost { host: host.to_owned() }),
         };
         Ok(Self { host, port })
+    }
+
+    /// The host as certificates and SNI name it (RFC 6066 section 3): without a final dot.
+    pub fn tls_name(&self) -> &str {
+        tls_name(&self.host)
     }
 
     /// Whether the host needs a DNS lookup: it is neither an IP address nor `localhost`.
@@ -165,6 +171,11 @@ impl EndpointAddress {
 
 fn is_localhost(host: &str) -> bool {
     host.strip_suffix('.').unwrap_or(host).eq_ignore_ascii_case(LOCALHOST)
+}
+
+/// See [`EndpointAddress::tls_name`].
+pub fn tls_name(host: &str) -> &str {
+    host.strip_suffix('.').unwrap_or(host)
 }
 
 /// Whether `name` is a DNS name: labels of letters, digits, dashes and underscores.

@@ -13,8 +13,7 @@
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use super::address::EndpointAddress;
-use super::source::EndpointSpec;
+use super::source::{EndpointIdentity, EndpointSpec};
 
 /// Changes within this time are applied together.
 pub const WINDOW: Duration = Duration::from_secs(1);
@@ -39,27 +38,25 @@ pub struct Debouncer {
     /// When the first pending addition or other change appeared.
     changed_at: Option<Instant>,
     /// The unwanted endpoints, and since when they have been unwanted without a break.
-    unwanted: HashMap<EndpointSpec, Instant>,
-}
-
-/// Whether `a` and `b` are the same endpoint. One of them may be a fallback.
-fn same_endpoint(a: &EndpointSpec, b: &EndpointSpec) -> bool {
-    a.address == b.address && a.server_name == b.server_name
+    unwanted: HashMap<EndpointIdentity, Instant>,
 }
 
 impl Debouncer {
-    /// Compares the wanted set with the current one. `usable` are the addresses of usable endpoints.
+    /// Compares the wanted set with the current one. `usable` are the usable endpoints.
     pub fn step(
         &mut self,
         wanted: &[EndpointSpec],
         current: &[EndpointSpec],
-        usable: &HashSet<EndpointAddress>,
+        usable: &HashSet<EndpointIdentity>,
         now: Instant,
     ) -> DebounceStep {
-        let is_wanted = |spec: &EndpointSpec| wanted.iter().any(|w| same_endpoint(w, spec));
-        let is_usable = |spec: &EndpointSpec| usable.contains(&spec.address);
-        self.unwanted
-            .retain(|spec, _| current.iter().any(|c| same_endpoint(c, spec)) && !is_wanted(spec));
+        let identities = |specs: &[EndpointSpec]| -> HashSet<EndpointIdentity> {
+            specs.iter().map(EndpointSpec::identity).collect()
+        };
+        let (wanted_ones, current_ones) = (identities(wanted), identities(current));
+        let is_wanted = |spec: &EndpointSpec| wanted_ones.contains(&spec.identity());
+        let is_usable = |spec: &EndpointSpec| usable.contains(&spec.identity());
+        self.unwanted.retain(|one, _| current_ones.contains(one) && !wanted_ones.contains(one));
 
         let none_usable = !current.iter().any(is_usable);
         let has_changes = wanted.iter().any(|w| !current.contains(w));
@@ -78,8 +75,7 @@ impl Debouncer {
             current.iter().filter(|c| is_wanted(c)).cloned().collect()
         };
         for spec in current.iter().filter(|c| !is_wanted(c)) {
-            let identity = EndpointSpec { fallback: false, ..spec.clone() };
-            let due = *self.unwanted.entry(identity).or_insert(now) + WINDOW;
+            let due = *self.unwanted.entry(spec.identity()).or_insert(now) + WINDOW;
             let retained = now >= due && is_usable(spec) && !wanted_usable;
             if now < due || retained {
                 step.retained += usize::from(retained);
@@ -101,6 +97,7 @@ impl Debouncer {
 
 #[cfg(test)]
 mod tests {
+    use super::super::address::EndpointAddress;
     use super::*;
 
     fn spec(host: &str) -> EndpointSpec {
@@ -134,7 +131,7 @@ mod tests {
 
         /// Steps at `ms`; returns when the next step is due.
         fn step(&mut self, ms: u64, wanted: &[&str]) -> Option<u64> {
-            let usable = specs(&self.usable).into_iter().map(|spec| spec.address).collect();
+            let usable = specs(&self.usable).iter().map(EndpointSpec::identity).collect();
             let now = self.start + Duration::from_millis(ms);
             let step = self.debouncer.step(&specs(wanted), &self.current, &usable, now);
             if let Some(set) = step.apply {
@@ -213,6 +210,31 @@ mod tests {
         assert_eq!(simulation.hosts(), ["x", "y"]);
     }
 
+    /// The addresses stay, and the name to verify changes: no certificate may have the new one.
+    #[test]
+    fn step_same_addresses_with_another_name_retain_the_usable_endpoints() {
+        let named = |name: &str| {
+            ["a", "b"].map(|host| EndpointSpec { server_name: Some(name.into()), ..spec(host) })
+        };
+        let (old, new) = (named("old"), named("new"));
+        let mut debouncer = Debouncer::default();
+        let now = Instant::now();
+        let mut usable: HashSet<_> = old.iter().map(EndpointSpec::identity).collect();
+        assert_eq!(debouncer.step(&new, &old, &usable, now).apply, None);
+        let step = debouncer.step(&new, &old, &usable, now + WINDOW);
+        let all = step.apply.unwrap();
+        assert_eq!((all.len(), step.retained), (4, 2));
+        for after in [10, 60_000] {
+            let now = now + WINDOW + Duration::from_millis(after);
+            let step = debouncer.step(&new, &all, &usable, now);
+            assert_eq!((step.apply, step.retained), (None, 2));
+        }
+        // One that is verified by the new name is enough.
+        usable.insert(new[1].identity());
+        let step = debouncer.step(&new, &all, &usable, now + WINDOW * 100);
+        assert_eq!(step.apply.as_deref(), Some(&new[..]));
+    }
+
     #[test]
     fn step_1000_updates_applies_each_within_1500_ms() {
         let mut simulation = Simulation::new(&["a"], &["a"]);
@@ -242,7 +264,7 @@ mod tests {
         let mut debouncer = Debouncer::default();
         let now = Instant::now();
         let current = [spec("a")];
-        let usable = HashSet::from([spec("a").address]);
+        let usable = HashSet::from([spec("a").identity()]);
         let wanted = [spec("x"), EndpointSpec { fallback: true, ..spec("a") }];
         assert_eq!(debouncer.step(&wanted, &current, &usable, now).apply, None);
         let step = debouncer.step(&wanted, &current, &usable, now + WINDOW);

@@ -5,20 +5,22 @@
 //! | a source that discovers (`endpoints_file`, `EndpointSlices`) | a preferred endpoint |
 //! | only a seed (static address, DNS name), and other endpoints were discovered | a fallback |
 //! | only a seed, and no endpoint was discovered | a preferred endpoint |
-//! | the state file, and its source has answered completely in this run | no endpoint |
-//! | the state file, and its source has not answered completely | the same as if its source had offered it |
+//! | the state file, and its source has answered about it in this run ([`SourceAnswer::is_about`]) | no endpoint |
+//! | the state file, and its source has not | the same as if its source had offered it |
 //!
 //! Two candidates with the same address are one endpoint. It is verified by the server name of the
 //! more trusted source, in the order of [`EndpointSource`]. Addresses of this process are left out. With a preference for
 //! this host ([`prefer_local`]) the table applies only while no endpoint is on this host.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::IpAddr;
 
 use super::address::EndpointAddress;
 use super::own_addresses::OwnAddresses;
-use super::source::{Candidate, EndpointSource, EndpointSpec, SavedEndpoints, SourceAnswer};
+use super::source::{
+    Candidate, EndpointIdentity, EndpointSource, EndpointSpec, SavedEndpoints, SourceAnswer,
+};
 
 /// Largest endpoint set. Each endpoint costs connections here and at the apiserver. No control
 /// plane has 64 apiservers, so a longer list is a mistake or an attack.
@@ -37,17 +39,27 @@ pub struct MergedEndpoints {
     pub excess: usize,
 }
 
-/// Merges `answers` and `saved`. A `server_name` from the configuration applies to every endpoint.
-/// If there are more than [`MAX_ENDPOINTS`], usable endpoints are selected first, then seeds. `rotation`
-/// selects among the others: a new value makes another selection.
-#[allow(clippy::implicit_hasher)] // one caller, one set
+/// What the merged set depends on besides the answers.
+#[derive(Debug, Clone, Copy)]
+pub struct MergeContext<'a> {
+    /// The addresses of this process.
+    pub own: &'a OwnAddresses,
+    /// A server name from the configuration, which applies to every endpoint.
+    pub server_name: Option<&'a str>,
+    /// The addresses of this host's interfaces, if its endpoints are preferred ([`prefer_local`]).
+    pub local: Option<&'a [IpAddr]>,
+    /// The usable endpoints.
+    pub usable: &'a HashSet<EndpointIdentity>,
+    /// Selects among more than [`MAX_ENDPOINTS`]: a new value makes another selection.
+    pub rotation: u64,
+}
+
+/// Merges `answers` and `saved`. If there are more than [`MAX_ENDPOINTS`], preferred endpoints of this host are selected
+/// first, then addresses that are usable, then seeds.
 pub fn merge(
     answers: &BTreeMap<EndpointSource, SourceAnswer>,
     saved: &SavedEndpoints,
-    own: &OwnAddresses,
-    server_name: Option<&str>,
-    usable: &HashSet<EndpointAddress>,
-    rotation: u64,
+    context: &MergeContext<'_>,
 ) -> MergedEndpoints {
     // Each candidate with its rank and the source that offered it. The rank is that source too, except
     // that a saved candidate ranks last.
@@ -57,11 +69,11 @@ pub fn merge(
             .extend(answer.candidates.iter().map(|candidate| (*source, *source, candidate)));
     }
     for (source, candidate) in saved {
-        if answers.get(source).is_none_or(|answer| !answer.complete) {
+        if answers.get(source).is_none_or(|answer| !answer.is_about(candidate)) {
             ranked_candidates.push((EndpointSource::State, *source, candidate));
         }
     }
-    ranked_candidates.retain(|(.., candidate)| !own.contains(&candidate.address));
+    ranked_candidates.retain(|(.., candidate)| !context.own.contains(&candidate.address));
     // A stable sort keeps each source's own order.
     ranked_candidates.sort_by_key(|(rank, ..)| *rank);
     let discovered: HashSet<&EndpointAddress> = ranked_candidates
@@ -70,66 +82,67 @@ pub fn merge(
         .map(|(.., candidate)| &candidate.address)
         .collect();
     let mut seen = HashSet::new();
-    let mut endpoints: Vec<(bool, EndpointSpec)> = ranked_candidates
-        .iter()
-        .filter(|(.., candidate)| seen.insert(&candidate.address))
-        .map(|(rank, _, candidate)| {
-            let server_name = server_name.map(str::to_owned);
-            let spec = EndpointSpec {
-                address: candidate.address.clone(),
-                server_name: server_name.or_else(|| candidate.server_name.clone()),
-                fallback: !discovered.is_empty() && !discovered.contains(&candidate.address),
-            };
-            (matches!(rank, EndpointSource::Static | EndpointSource::Dns), spec)
-        })
-        .collect();
+    let mut endpoints = Vec::new();
+    let mut seeds = HashSet::new();
+    for (rank, _, candidate) in ranked_candidates {
+        if !seen.insert(&candidate.address) {
+            continue;
+        }
+        let server_name = context.server_name.map(str::to_owned);
+        endpoints.push(EndpointSpec {
+            address: candidate.address.clone(),
+            server_name: server_name.or_else(|| candidate.server_name.clone()),
+            fallback: !discovered.is_empty() && !discovered.contains(&candidate.address),
+        });
+        if matches!(rank, EndpointSource::Static | EndpointSource::Dns) {
+            seeds.insert(&candidate.address);
+        }
+    }
+    endpoints.sort_by_key(|spec| spec.fallback);
+    let has_local = context.local.is_some_and(|host| prefer_local(&mut endpoints, host));
     let excess = endpoints.len().saturating_sub(MAX_ENDPOINTS);
     if excess > 0 {
-        keep_most_useful(&mut endpoints, usable, rotation);
+        let usable: HashSet<_> = context.usable.iter().map(|one| &one.address).collect();
+        keep_most_useful(&mut endpoints, |spec| {
+            let mut hasher = DefaultHasher::new();
+            (context.rotation, &spec.address).hash(&mut hasher);
+            let (usable, seed) = (usable.contains(&spec.address), seeds.contains(&spec.address));
+            (has_local && spec.fallback, !usable, !seed, hasher.finish())
+        });
     }
-    let mut endpoints: Vec<_> = endpoints.into_iter().map(|(_, spec)| spec).collect();
-    endpoints.sort_by_key(|spec| spec.fallback);
     MergedEndpoints { endpoints, excess }
 }
 
-/// Makes endpoints of other hosts fallbacks, if there is one on this host. `host`: the addresses of its interfaces.
-pub fn prefer_local(endpoints: &mut [EndpointSpec], host: &[IpAddr]) {
+/// Makes endpoints of other hosts fallbacks, if there is one on this host, and returns whether there is. `host`: the
+/// addresses of its interfaces.
+pub fn prefer_local(endpoints: &mut [EndpointSpec], host: &[IpAddr]) -> bool {
     let is_local = |spec: &EndpointSpec| match spec.address.host.parse::<IpAddr>() {
         Ok(ip) => ip.to_canonical().is_loopback() || host.contains(&ip.to_canonical()),
         Err(_) => spec.address.host == "localhost",
     };
-    if endpoints.iter().any(is_local) {
+    let has_local = endpoints.iter().any(is_local);
+    if has_local {
         for spec in endpoints.iter_mut() {
             spec.fallback = !is_local(spec);
         }
         endpoints.sort_by_key(|spec| spec.fallback);
     }
+    has_local
 }
 
-/// Reduces `endpoints` to [`MAX_ENDPOINTS`]. The flag of each says whether it is a seed.
-fn keep_most_useful(
-    endpoints: &mut Vec<(bool, EndpointSpec)>,
-    usable: &HashSet<EndpointAddress>,
-    rotation: u64,
-) {
-    let ranks: HashMap<_, _> = endpoints
-        .iter()
-        .map(|(seed, spec)| {
-            let mut hasher = DefaultHasher::new();
-            (rotation, &spec.address).hash(&mut hasher);
-            let rank = (!usable.contains(&spec.address), !seed, hasher.finish());
-            (spec.address.clone(), rank)
-        })
-        .collect();
-    let mut order: Vec<_> = ranks.values().copied().collect();
-    order.sort_unstable();
-    let last = order[MAX_ENDPOINTS - 1];
-    endpoints.retain(|(_, spec)| ranks[&spec.address] <= last);
-    endpoints.truncate(MAX_ENDPOINTS);
+/// Reduces `endpoints` to the [`MAX_ENDPOINTS`] with the lowest ranks, in the same order.
+fn keep_most_useful<R: Ord>(endpoints: &mut Vec<EndpointSpec>, rank: impl Fn(&EndpointSpec) -> R) {
+    let mut ranked: Vec<_> = endpoints.drain(..).enumerate().collect();
+    ranked.sort_by_cached_key(|(_, spec)| rank(spec));
+    ranked.truncate(MAX_ENDPOINTS);
+    ranked.sort_by_key(|(position, _)| *position);
+    endpoints.extend(ranked.into_iter().map(|(_, spec)| spec));
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::LazyLock;
+
     use super::*;
     use proptest::prelude::*;
 
@@ -138,7 +151,8 @@ mod tests {
     }
 
     fn answer(texts: &[&str]) -> SourceAnswer {
-        SourceAnswer { candidates: texts.iter().map(|t| candidate(t)).collect(), complete: true }
+        let candidates = texts.iter().map(|text| candidate(text)).collect();
+        SourceAnswer { candidates, ..SourceAnswer::default() }
     }
 
     fn with_server_name(mut answer: SourceAnswer, name: &str) -> SourceAnswer {
@@ -146,11 +160,31 @@ mod tests {
         answer
     }
 
+    static NO_OWN: LazyLock<OwnAddresses> = LazyLock::new(OwnAddresses::default);
+    static NONE_USABLE: LazyLock<HashSet<EndpointIdentity>> = LazyLock::new(HashSet::new);
+
+    /// Merges with no other setting than those of `change`.
+    fn merge_with<'a>(
+        answers: &BTreeMap<EndpointSource, SourceAnswer>,
+        saved: &SavedEndpoints,
+        change: impl FnOnce(&mut MergeContext<'a>),
+    ) -> MergedEndpoints {
+        let mut context = MergeContext {
+            own: &NO_OWN,
+            server_name: None,
+            local: None,
+            usable: &NONE_USABLE,
+            rotation: 0,
+        };
+        change(&mut context);
+        merge(answers, saved, &context)
+    }
+
     fn merged(
         answers: &BTreeMap<EndpointSource, SourceAnswer>,
         saved: &SavedEndpoints,
     ) -> Vec<String> {
-        let merged = merge(answers, saved, &OwnAddresses::default(), None, &HashSet::new(), 0);
+        let merged = merge_with(answers, saved, |_| {});
         let text = |spec: &EndpointSpec| {
             let name = spec.server_name.as_deref().map(|n| format!(" {n}")).unwrap_or_default();
             format!("{}{name}{}", spec.address, if spec.fallback { " fallback" } else { "" })
@@ -214,15 +248,33 @@ mod tests {
             server_name: Some(DISCOVERED_SERVER_NAME.into()),
             ..candidate("10.0.0.7:1")
         };
-        let saved =
-            vec![(EndpointSource::Slices, slice), (EndpointSource::Dns, candidate("10.0.0.8:1"))];
+        let of_name = |text, name: &str| {
+            let candidate = Candidate { server_name: Some(name.into()), ..candidate(text) };
+            (EndpointSource::Dns, candidate)
+        };
+        let saved = vec![
+            (EndpointSource::Slices, slice),
+            of_name("10.0.0.8:1", "a.example"),
+            of_name("10.0.0.18:1", "b.example"),
+            of_name("10.0.0.28:1", "removed.example"),
+        ];
         let mut answers = BTreeMap::from([(EndpointSource::Static, answer(&["10.0.0.1:1"]))]);
-        let start =
-            ["10.0.0.7:1 kubernetes.default.svc", "10.0.0.1:1 fallback", "10.0.0.8:1 fallback"];
+        let slice = "10.0.0.7:1 kubernetes.default.svc";
+        let start = [
+            slice,
+            "10.0.0.1:1 fallback",
+            "10.0.0.8:1 a.example fallback",
+            "10.0.0.18:1 b.example fallback",
+            "10.0.0.28:1 removed.example fallback",
+        ];
         assert_eq!(merged(&answers, &saved), start);
-        let incomplete = SourceAnswer { complete: false, ..answer(&["10.0.0.9:1"]) };
-        answers.insert(EndpointSource::Dns, incomplete);
-        assert_eq!(merged(&answers, &saved).len(), 4, "one name of two is resolved");
+        // One name of two is resolved, and has another address now.
+        let unresolved = ["b.example".to_owned()].into();
+        let partial = SourceAnswer { unresolved, ..answer(&["10.0.0.9:1"]) };
+        answers.insert(EndpointSource::Dns, partial);
+        let now =
+            [slice, "10.0.0.1:1 fallback", "10.0.0.9:1 fallback", "10.0.0.18:1 b.example fallback"];
+        assert_eq!(merged(&answers, &saved), now);
         answers.insert(EndpointSource::Dns, answer(&["10.0.0.9:1"]));
         answers.insert(EndpointSource::Slices, answer(&["10.0.0.6:1"]));
         let now = ["10.0.0.6:1", "10.0.0.1:1 fallback", "10.0.0.9:1 fallback"];
@@ -236,8 +288,7 @@ mod tests {
             (EndpointSource::Static, answer(&["10.0.0.1:1"])),
             (EndpointSource::Slices, slices),
         ]);
-        let (own, usable) = (OwnAddresses::default(), HashSet::new());
-        let merged = merge(&answers, &vec![], &own, Some("api"), &usable, 0);
+        let merged = merge_with(&answers, &vec![], |context| context.server_name = Some("api"));
         assert!(merged.endpoints.iter().all(|spec| spec.server_name.as_deref() == Some("api")));
     }
 
@@ -248,7 +299,7 @@ mod tests {
             answer(&["127.0.0.1:6443", "10.0.0.1:6443"]),
         )]);
         let own = OwnAddresses::new(vec!["127.0.0.1:6443".parse().unwrap()], Vec::new());
-        let merged = merge(&answers, &vec![], &own, None, &HashSet::new(), 0);
+        let merged = merge_with(&answers, &vec![], |context| context.own = &own);
         assert_eq!(merged.endpoints.len(), 1);
     }
 
@@ -262,11 +313,14 @@ mod tests {
             (EndpointSource::Slices, answer(&many)),
         ]);
         let usable = ["10.1.2.7:1", "10.1.3.200:1"].map(|text| candidate(text).address);
-        let usable = HashSet::from(usable);
+        // By another name than before: `tls.server_name` has changed.
+        let identities = usable.iter().map(|address| EndpointIdentity::new(address, "other"));
+        let identities: HashSet<_> = identities.collect();
         let mut selected = HashSet::new();
         for rotation in 0..200 {
-            let own = OwnAddresses::default();
-            let merged = merge(&answers, &vec![], &own, None, &usable, rotation);
+            let merged = merge_with(&answers, &vec![], |context| {
+                (context.usable, context.rotation) = (&identities, rotation);
+            });
             let sizes = (merged.endpoints.len(), merged.excess);
             assert_eq!(sizes, (MAX_ENDPOINTS, 1002 - MAX_ENDPOINTS));
             let contains = |a: &_| merged.endpoints.iter().any(|spec| spec.address == *a);
@@ -277,28 +331,46 @@ mod tests {
         assert_eq!(selected.len(), 1002, "each candidate is selected by some rotation");
     }
 
+    #[test]
+    fn merge_too_many_keeps_the_preferred_endpoints_of_this_host() {
+        let many: Vec<String> = (1..200).map(|i| format!("10.1.0.{i}:1")).collect();
+        let many: Vec<&str> = many.iter().map(String::as_str).collect();
+        let answers = BTreeMap::from([(EndpointSource::Slices, answer(&many))]);
+        let host = ["10.1.0.150".parse().unwrap(), "10.1.0.151".parse().unwrap()];
+        for rotation in 0..100 {
+            let merged = merge_with(&answers, &vec![], |context| {
+                (context.local, context.rotation) = (Some(&host[..]), rotation);
+            });
+            let preferred = merged.endpoints.iter().filter(|spec| !spec.fallback);
+            let preferred: Vec<_> = preferred.map(|spec| spec.address.host.as_str()).collect();
+            assert_eq!(
+                (preferred, merged.endpoints.len()),
+                (vec!["10.1.0.150", "10.1.0.151"], MAX_ENDPOINTS)
+            );
+        }
+    }
+
     proptest! {
         /// Each address is in the set once, whichever sources offer it; own addresses are not in
         /// it; and a set that is not empty starts with a preferred endpoint.
         #[test]
         fn merge_any_answers_gives_a_set_with_a_preferred_endpoint(
-            candidates in proptest::collection::vec((0..5_usize, 0..12_u8, any::<bool>()), 0..40),
+            candidates in proptest::collection::vec((0..5_usize, 0..12_u8), 0..40),
         ) {
             let mut answers: BTreeMap<EndpointSource, SourceAnswer> = BTreeMap::new();
             let mut saved = Vec::new();
-            for (source, host, complete) in candidates {
+            for (source, host) in candidates {
                 let candidate = candidate(&format!("10.0.0.{host}:6443"));
                 match EndpointSource::ALL[source] {
                     EndpointSource::State => saved.push((EndpointSource::Slices, candidate)),
                     source => {
                         let answer = answers.entry(source).or_default();
                         answer.candidates.push(candidate);
-                        answer.complete = complete;
                     }
                 }
             }
             let own = OwnAddresses::new(vec!["10.0.0.3:6443".parse().unwrap()], Vec::new());
-            let merged = merge(&answers, &saved, &own, None, &HashSet::new(), 0);
+            let merged = merge_with(&answers, &saved, |context| context.own = &own);
             let addresses: HashSet<_> = merged.endpoints.iter().map(|s| &s.address).collect();
             prop_assert_eq!(addresses.len(), merged.endpoints.len());
             prop_assert!(merged.endpoints.iter().all(|s| s.address.host != "10.0.0.3"));

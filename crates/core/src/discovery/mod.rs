@@ -4,4 +4,5 @@ pub mod address;
 pub mod debounce;
 pub mod merge;
 pub mod own_addresses;
+pub mod search_list;
 pub mod source;

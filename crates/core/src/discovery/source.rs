@@ -1,5 +1,7 @@
 //! What the sources of endpoints offer, and the specification of an endpoint.
 
+use std::collections::BTreeSet;
+
 use super::address::EndpointAddress;
 
 /// Number of rejected entries whose reasons are stored; further ones are only counted.
@@ -60,6 +62,30 @@ pub struct EndpointSpec {
     pub fallback: bool,
 }
 
+impl EndpointSpec {
+    /// Where the endpoint is, and the name by which it is verified.
+    pub fn identity(&self) -> EndpointIdentity {
+        let name = self.server_name.as_deref().unwrap_or_else(|| self.address.tls_name());
+        EndpointIdentity::new(&self.address, name)
+    }
+}
+
+/// What makes an endpoint another one. An address that works by one name may refuse the other.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct EndpointIdentity {
+    /// Host and port.
+    pub address: EndpointAddress,
+    /// The name that is verified in the certificate, in lower case.
+    pub verified_name: String,
+}
+
+impl EndpointIdentity {
+    /// The endpoint at `address` that is verified by this name.
+    pub fn new(address: &EndpointAddress, verified_name: &str) -> Self {
+        Self { address: address.clone(), verified_name: verified_name.to_ascii_lowercase() }
+    }
+}
+
 /// An address that a source offers as an endpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Candidate {
@@ -98,9 +124,17 @@ impl DiscoveredEndpoints {
 pub struct SourceAnswer {
     /// The endpoints that the source offers.
     pub candidates: Vec<Candidate>,
-    /// Every part of the source has answered, so its saved endpoints no longer count. The answer of DNS
-    /// with two names is incomplete until both are resolved.
-    pub complete: bool,
+    /// The names of DNS that have not been resolved yet, as their endpoints are verified.
+    pub unresolved: BTreeSet<String>,
+}
+
+impl SourceAnswer {
+    /// Whether the source has answered about a saved endpoint, which then no longer counts: its name was resolved, or is
+    /// none of the source any more.
+    pub fn is_about(&self, saved: &Candidate) -> bool {
+        let is_unresolved = |name: &String| self.unresolved.contains(name);
+        !saved.server_name.as_ref().is_some_and(is_unresolved)
+    }
 }
 
 /// Endpoints from the state file, each with the source that offered it in an earlier run.

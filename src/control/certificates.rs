@@ -166,7 +166,7 @@ fn report(events: &CertificateEvents<'_>, change: &CredentialChange) {
                 let states = (events.forget_failure(&name), serial.as_str());
                 return events.changed(&name, states, (&reason, VERSION_1_EFFECT), true);
             }
-            let effect = "identity is in use; connections with an older certificate drain";
+            let effect = "identity is in use for new connections; the others drain when an apiserver accepts it";
             events.loaded(&name, &serial, &reason, effect);
         }
         CredentialChange::Replaced(slot, before) => {
@@ -185,7 +185,7 @@ fn report(events: &CertificateEvents<'_>, change: &CredentialChange) {
             CA_BUNDLE,
             "new content",
             "the file has changed",
-            "new connections are verified with it",
+            "new connections are verified with it; the others drain when one is accepted",
         ),
         CredentialChange::CaFailed(error) => events.failed(CA_BUNDLE, error),
         CredentialChange::TokenFailed(error) => events.failed(PROBE_TOKEN, error),

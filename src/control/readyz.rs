@@ -16,6 +16,7 @@ mod refusals;
 mod request;
 mod restore;
 mod result;
+mod succession;
 mod version;
 
 use std::pin::pin;
@@ -27,13 +28,14 @@ use tokio::time::{sleep, sleep_until};
 
 use self::anonymous::AnonymousProber;
 use self::capabilities::CapabilityReader;
-use self::connection::{ProbeConnection, connect, is_current, until_unusable};
+use self::connection::{ProbeConnection, connect, is_usable, until_unusable};
 use self::lag::LagCheck;
 use self::reachability::ReachabilityCheck;
 use self::refusals::AnswerRecorder;
 use self::request::{request_probes_of_others, send_probe};
 use self::restore::RestoreCheck;
 use self::result::ReadyzResult;
+use self::succession::Succession;
 use self::version::VersionReader;
 use crate::config::Readyz;
 use crate::upstream::Upstream;
@@ -53,13 +55,15 @@ pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
     let lag = LagCheck::default();
     let capabilities = CapabilityReader::default();
     let restore = RestoreCheck::default();
+    let succession = Succession::default();
     let users = ConnectionUsers { lag: &lag, capabilities: &capabilities, restore: &restore };
     tokio::select! {
         () = endpoint.removed() => {}
         () = lag.run(&upstream, &endpoint) => {}
         () = capabilities.run(&upstream, &endpoint) => {}
         () = restore.run(&upstream, &endpoint) => {}
-        () = probe_repeatedly(&upstream, &endpoint, &reachability, &users) => {}
+        () = succession.run(&upstream, &endpoint, &reachability) => {}
+        () = probe_repeatedly(&upstream, &endpoint, (&reachability, &succession), &users) => {}
         () = reachability.run(&upstream, &endpoint) => {}
     }
 }
@@ -68,7 +72,7 @@ pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
 async fn probe_repeatedly(
     upstream: &Arc<Upstream>,
     endpoint: &Arc<Endpoint>,
-    reachability: &ReachabilityCheck,
+    (reachability, succession): (&ReachabilityCheck, &Succession),
     users: &ConnectionUsers<'_>,
 ) {
     let mut prober = Prober::new(clock::now());
@@ -77,11 +81,9 @@ async fn probe_repeatedly(
     let mut answers = AnswerRecorder::new(endpoint);
     let mut connection: Option<ProbeConnection> = None;
     while endpoint.state() != EndpointState::Leaving {
-        let replacement = || {
-            reachability.take_replacement().map(ProbeConnection).inspect(|_| answers.connected())
-        };
-        let reusable = connection.take().or_else(replacement).filter(|c| is_current(upstream, c));
-        let current = if let Some(current) = reusable {
+        let sources = (reachability, succession);
+        let open = open_connection(upstream, connection.take(), sources, &answers);
+        let current = if let Some(current) = open {
             current
         } else {
             let question = users.capabilities.connection_lost(upstream, endpoint);
@@ -99,8 +101,9 @@ async fn probe_repeatedly(
             new
         };
         reachability.set_connection(&current);
-        answers.use_credential(upstream);
-        if !upstream.has_probe_credential() {
+        let has_credential = upstream.has_probe_credential();
+        answers.use_credential(has_credential.then_some(current.generation));
+        if !has_credential {
             let left = anonymous.run(upstream, endpoint, reachability, current).await;
             answers.used(&left);
             connection = Some(left);
@@ -127,6 +130,27 @@ async fn probe_repeatedly(
             answers.lost();
         }
     }
+}
+
+/// The connection to go on with, if one is usable: the successor of `current`, itself, or the one that an examination has
+/// opened.
+fn open_connection(
+    upstream: &Upstream,
+    current: Option<ProbeConnection>,
+    (reachability, succession): (&ReachabilityCheck, &Succession),
+    answers: &AnswerRecorder<'_>,
+) -> Option<ProbeConnection> {
+    let open = if let Some(successor) = succession.take() {
+        answers.connected();
+        if let Some(previous) = current {
+            previous.drain(DrainReason::CertificateRotated);
+        }
+        Some(successor)
+    } else {
+        let replacement = || reachability.take_replacement().map(ProbeConnection);
+        current.or_else(|| replacement().inspect(|_| answers.connected()))
+    };
+    open.filter(|connection| is_usable(upstream, connection))
 }
 
 /// Sends a probe and applies its result. Returns whether the connection was kept.

@@ -274,10 +274,14 @@ impl Connection {
         self.input(|machine| machine.drain(reason, clock::now()));
     }
 
-    /// Marks the end of the connection as expected: it is not published as an event, and a GOAWAY does
-    /// not mean that the apiserver shuts down.
-    pub fn expect_end(&self) {
-        self.machine.borrow_mut().expect_end();
+    /// Sets whether its end is expected ([`ConnectionMachine::set_end_expected`]).
+    pub fn set_end_expected(&self, expected: bool) {
+        self.machine.borrow_mut().set_end_expected(expected);
+    }
+
+    /// Whether it shows a client certificate.
+    pub fn shows_certificate(&self) -> bool {
+        self.certificate.is_some()
     }
 
     /// Closes the connection. Open streams fail.

@@ -7,7 +7,8 @@
 //!
 //! A slot is a configured pair of files. The credential in it has a number that belongs to one subject and
 //! is never reused. When the files change to another subject, the credential gets a new number and the
-//! connections of the old number drain. So the number of a request never leads to another identity.
+//! connections of the old number drain. So the number of a request never leads to another identity. When only the paths
+//! of the files change, the credential keeps its number and its connections.
 
 mod change;
 mod client_tls;
@@ -142,12 +143,12 @@ impl Credentials {
         let slots = setup.slots();
         let mut retired = self.setup.load().identities.clone();
         retired.retain(|old| !setup.identities.iter().any(|slot| Arc::ptr_eq(slot, old)));
-        setup.identities.extend(retired);
+        setup.identities.extend(retired.iter().cloned());
         self.setup.store(Arc::new(setup));
         self.set_ca(ca);
         for (slot, certificate) in slots.iter().zip(loaded) {
             if let Some(certificate) = certificate {
-                self.set_certificate(slot, certificate);
+                self.set_certificate(slot, certificate, &retired);
             }
         }
     }
@@ -264,7 +265,7 @@ impl Credentials {
                 Ok(certificate) => {
                     let previous = slot.certificate().map(|info| info.subject);
                     let other = previous.filter(|subject| *subject != certificate.info.subject);
-                    if self.set_certificate(slot, Arc::new(certificate)) {
+                    if self.set_certificate(slot, Arc::new(certificate), &[]) {
                         let slot = Arc::clone(slot);
                         changes.push(match other {
                             Some(other) => CredentialChange::Replaced(slot, other),
@@ -297,26 +298,39 @@ impl Credentials {
         self.ca.store(ca.map(Arc::new));
         for slot in &self.slots() {
             if let Some(identity) = slot.current.load_full() {
-                self.put(slot, Arc::clone(&identity.certificate));
+                self.put(slot, Arc::clone(&identity.certificate), &[]);
             }
         }
         true
     }
 
-    /// Puts a certificate into use. Returns whether it differs from the previous one.
-    fn set_certificate(&self, slot: &IdentitySlot, certificate: Arc<LoadedCert>) -> bool {
+    /// Puts a certificate into use. Returns whether it differs from the previous one. `retired`: the slots that it may
+    /// succeed.
+    fn set_certificate(
+        &self,
+        slot: &IdentitySlot,
+        certificate: Arc<LoadedCert>,
+        retired: &[Arc<IdentitySlot>],
+    ) -> bool {
         slot.clear_error();
         let known = slot.current.load().as_ref().map(|i| i.certificate.fingerprint);
         let changed = known != Some(certificate.fingerprint);
         if changed {
-            self.put(slot, certificate);
+            self.put(slot, certificate, retired);
         }
         changed
     }
 
     /// Puts a certificate into its slot, with TLS configurations for the current CA bundle.
-    fn put(&self, slot: &IdentitySlot, certificate: Arc<LoadedCert>) {
-        let number = slot.number_of(&certificate.info.subject);
+    fn put(
+        &self,
+        slot: &IdentitySlot,
+        certificate: Arc<LoadedCert>,
+        retired: &[Arc<IdentitySlot>],
+    ) {
+        let subject = &certificate.info.subject;
+        let of_retired = || retired.iter().find_map(|old| old.number_of(subject));
+        let number = slot.number_of(subject).or_else(of_retired);
         let number = number.unwrap_or_else(|| self.next_number.fetch_add(1, Ordering::Relaxed));
         // Without a CA bundle no server is verified, and no certificate is shown. The configuration rules
         // refuse identities in this case.
@@ -383,32 +397,65 @@ fn load_better(slot: &IdentitySlot) -> Result<LoadedCert, TlsFileError> {
 mod tests {
     use std::path::Path;
 
-    use rcgen::{CertificateParams, KeyPair};
+    use rcgen::{CertificateParams, DnType, KeyPair};
 
     use super::*;
     use crate::config;
 
     /// Writes a self-signed certificate and its key.
-    fn write_certificate(folder: &Path, name: &str) -> CertPaths {
+    fn write_certificate(folder: &Path, name: &str, subject: &str) -> CertPaths {
         let file = |extension| folder.join(format!("{name}.{extension}"));
         let paths = CertPaths { cert_file: file("crt"), key_file: file("key") };
         let key = KeyPair::generate().unwrap();
-        let certificate = CertificateParams::new(vec![name.into()]).unwrap().self_signed(&key);
+        let mut params = CertificateParams::new(vec![name.into()]).unwrap();
+        params.distinguished_name.push(DnType::CommonName, subject);
+        let certificate = params.self_signed(&key);
         std::fs::write(&paths.cert_file, certificate.unwrap().pem()).unwrap();
         std::fs::write(&paths.key_file, key.serialize_pem()).unwrap();
         paths
     }
 
-    #[test]
-    fn certificate_that_only_probes_show_is_no_identity_of_clients() {
-        let folder = tempfile::tempdir().unwrap();
-        let write = |name| write_certificate(folder.path(), name);
-        let (ca, identity, probe) = (write("ca"), write("identity"), write("probe"));
+    /// An upstream whose servers this certificate verifies.
+    fn config(ca: &CertPaths) -> config::Upstream {
         let text = "upstreams: [{name: u, endpoints: ['10.0.0.1:6443']}]\n\
                     listeners: [{name: l, bind: ['127.0.0.1:0'], mode: passthrough, upstream: u}]\n";
         let loaded = config::validate_text(Path::new("test.yaml"), text).unwrap();
         let mut config = loaded.config.upstreams.into_iter().next().unwrap();
-        config.tls.ca_file = Some(ca.cert_file);
+        config.tls.ca_file = Some(ca.cert_file.clone());
+        config
+    }
+
+    #[test]
+    fn identity_under_other_paths_keeps_its_number_and_another_subject_gets_a_new_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name, subject| write_certificate(folder.path(), name, subject);
+        let ca = write("ca", "ca");
+        let config = config(&ca);
+        let (first, moved) = (write("first", "a"), write("moved", "a"));
+        let (other, twin) = (write("other", "b"), write("twin", "a"));
+        let mut files = LoadedFiles::default();
+        let only_first = std::slice::from_ref(&first);
+        let credentials = Credentials::load(&config, only_first, &mut files).unwrap();
+        for (paths, expected) in [
+            (vec![moved.clone()], vec![0]),
+            (vec![other.clone(), moved.clone()], vec![1, 0]),
+            // The one that stays keeps its number.
+            (vec![twin, moved], vec![2, 0]),
+            (vec![other], vec![3]),
+        ] {
+            credentials.install(credentials.prepare(&config, &paths, &mut files).unwrap());
+            credentials.retire(&paths);
+            let expected: Vec<_> = expected.into_iter().map(CredentialClass::Identity).collect();
+            assert_eq!(credentials.loaded(), expected, "{paths:?}");
+        }
+    }
+
+    #[test]
+    fn certificate_that_only_probes_show_is_no_identity_of_clients() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name| write_certificate(folder.path(), name, name);
+        let (ca, identity, probe) = (write("ca"), write("identity"), write("probe"));
+        let mut config = config(&ca);
         config.health.readyz.cert = Some(probe.clone());
         let mut files = LoadedFiles::default();
         let only_identity = std::slice::from_ref(&identity);

@@ -116,6 +116,8 @@ pub struct Endpoint {
 struct Guarded {
     health: EndpointHealth,
     backoff: ConnectBackoff,
+    /// Why the last connect failed, unless one has succeeded since.
+    connect_error: Option<String>,
     /// When the state was entered.
     since: SystemTime,
     since_instant: Instant,
@@ -153,6 +155,7 @@ impl Endpoint {
             guarded: Mutex::new(Guarded {
                 health: EndpointHealth::default(),
                 backoff: ConnectBackoff::default(),
+                connect_error: None,
                 since: wall_clock(),
                 since_instant: clock::now(),
                 last_ejection: None,
@@ -206,6 +209,19 @@ impl Endpoint {
     /// Why the endpoint is in its state.
     pub fn reason(&self) -> String {
         self.guarded().health.state().1.to_owned()
+    }
+
+    /// Its address, its state and the reason, and why no connection can be opened, although others are in use.
+    pub fn description(&self) -> String {
+        let (state, guarded) = (self.state(), self.guarded());
+        let reason = guarded.health.state().1;
+        let description = format!("{} is {} ({reason})", self.label, state.as_str());
+        match &guarded.connect_error {
+            Some(error) if *error != reason => {
+                format!("{description}, but no connection can be opened: {error}")
+            }
+            _ => description,
+        }
     }
 
     /// Whether requests may be sent to the endpoint. This includes one that is connected but has not
@@ -433,6 +449,7 @@ impl Endpoint {
         let closed = matches!(observation, Observation::ConnectionClosed { .. });
         if connected {
             guarded.backoff.succeeded();
+            guarded.connect_error = None;
         }
         self.step(guarded, observation);
         if connected || closed {

@@ -15,6 +15,8 @@
 //! * [`restores`] holds whether etcd was restored from a backup, and [`list_source`] whether the apiservers read
 //!   most-recent lists from it.
 //! * [`capabilities`] holds which parameters of watches an apiserver honours.
+//! * [`trial`] tries a new client certificate before it replaces the previous one, and [`succession`] says which endpoints
+//!   have not accepted it.
 //! * Each upgrade has an HTTP/1.1 connection of its own ([`http1`]).
 
 pub(crate) mod canary;
@@ -32,12 +34,15 @@ pub(crate) mod flow_check;
 pub(crate) mod http1;
 pub mod list_source;
 pub mod pool;
+pub(crate) mod question;
 pub(crate) mod readyz;
 pub mod rebalance;
 pub mod resource_versions;
 pub mod restores;
 mod shared;
 pub(crate) mod stats;
+pub mod succession;
+pub(crate) mod trial;
 pub mod unordered_groups;
 pub mod version_floors;
 pub mod version_preference;

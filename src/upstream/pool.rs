@@ -35,6 +35,7 @@ use super::dial::dial_h2;
 use super::endpoint::{Endpoint, ProbeTrigger};
 use super::evacuation::{Evacuation, evacuations};
 use super::shared::{HeldWatch, Upstream};
+use super::trial::try_certificate;
 
 /// The pool of one worker for one upstream. It stays on the thread of the worker.
 pub struct Pool {
@@ -333,9 +334,7 @@ impl Pool {
             let max_streams = config.connections.max_streams;
             drop(config);
             let connector = pool.upstream.connector();
-            let result = dial_h2(&connector, &endpoint, &tls, limit, max_streams).await;
-            class.machine.borrow_mut().connect_ended(endpoint.key());
-            match result {
+            match dial_h2(&connector, &endpoint, &tls, limit, max_streams).await {
                 Ok(established) => {
                     endpoint.metrics.dialled("ok");
                     let connection = Connection::start(
@@ -347,15 +346,48 @@ impl Pool {
                         &pool.upstream.memory,
                         Rc::clone(&pool.changed),
                     );
-                    if pool.state.get().is_closed() {
-                        connection.close(DrainReason::ConfigurationRemoved);
-                    }
-                    class.connections.borrow_mut().push(connection);
+                    pool.admit(&class, connection, &tls).await;
                 }
-                Err(failure) => endpoint.connect_failed(failure, clock::now()),
+                Err(failure) => {
+                    pool.report_wait(&class, &endpoint, &tls, &failure.reason);
+                    endpoint.connect_failed(failure, clock::now());
+                }
             }
+            class.machine.borrow_mut().connect_ended(endpoint.key());
             pool.changed.notify_one();
         });
+    }
+
+    /// Adds a new connection to its class, unless its certificate is refused and one with another credential works.
+    async fn admit(&self, class: &ClassPool, connection: Rc<Connection>, tls: &ClientTls) {
+        let is_replacement = class.has_older(tls.generation);
+        if is_replacement
+            && connection.shows_certificate()
+            && let Err(why) = try_certificate(&connection).await
+        {
+            if class.has_older(tls.generation) {
+                let (endpoint, random) = (&connection.endpoint, self.rng.borrow_mut().f64());
+                let (key, generation, now) = (endpoint.key(), tls.generation, clock::now());
+                class.machine.borrow_mut().credential_refused(key, generation, random, now);
+                self.report_wait(class, endpoint, tls, &why);
+                return connection.close(DrainReason::CertificateRefused);
+            }
+            connection.set_end_expected(false);
+        } else if is_replacement {
+            self.upstream.successions.end(class.credential_class(), &connection.endpoint);
+        }
+        if self.state.get().is_closed() {
+            connection.close(DrainReason::ConfigurationRemoved);
+        }
+        class.connections.borrow_mut().push(connection);
+    }
+
+    /// Reports that a connect has failed while connections with another credential work.
+    fn report_wait(&self, class: &ClassPool, endpoint: &Endpoint, tls: &ClientTls, why: &str) {
+        if class.has_older(tls.generation) {
+            let (class, waited_for) = (class.credential_class(), (endpoint, why));
+            self.upstream.successions.wait(class, tls.generation, waited_for, clock::now());
+        }
     }
 }
 

@@ -20,6 +20,7 @@ use super::endpoint::{Endpoint, EndpointState};
 use super::endpoint_sources::Sources;
 use super::resource_versions::ResourceVersions;
 use super::restores::Restores;
+use super::succession::Successions;
 use super::unordered_groups::UnorderedGroups;
 use super::version_floors::VersionFloors;
 use crate::config;
@@ -38,6 +39,8 @@ pub struct Upstream {
     pub sources: Sources,
     /// The versions that the watch caches of its endpoints have shown.
     pub resource_versions: ResourceVersions,
+    /// The classes whose connections wait for the new credential to be accepted.
+    pub successions: Successions,
     /// Whether its etcd was restored from a backup.
     pub restores: Restores,
     /// The versions that clients have seen.
@@ -94,6 +97,7 @@ impl Upstream {
         Self {
             sources: Sources::new(&name, metrics),
             resource_versions: ResourceVersions::default(),
+            successions: Successions::default(),
             restores: Restores::default(),
             version_floors: VersionFloors::default(),
             name,
@@ -254,10 +258,6 @@ impl Upstream {
     pub fn unusable_endpoints(&self, max: usize) -> String {
         let endpoints = self.endpoints();
         let unusable = endpoints.iter().filter(|endpoint| !endpoint.is_usable()).take(max);
-        let texts = unusable.map(|endpoint| {
-            let (state, reason) = (endpoint.state().as_str(), endpoint.reason());
-            format!("{} is {state} ({reason})", endpoint.label)
-        });
-        texts.collect::<Vec<_>>().join("; ")
+        unusable.map(|endpoint| endpoint.description()).collect::<Vec<_>>().join("; ")
     }
 }

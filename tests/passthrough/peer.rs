@@ -150,6 +150,8 @@ pub struct ProbedServer {
     pub address: SocketAddr,
     flows: mpsc::UnboundedReceiver<TcpStream>,
     mode: watch::Sender<Mode>,
+    /// Changes to end the connections of probes.
+    probes: watch::Sender<()>,
 }
 
 impl ProbedServer {
@@ -199,6 +201,7 @@ impl ProbedServer {
         let address = listener.local_addr().unwrap();
         let (sender, flows) = mpsc::unbounded_channel();
         let (mode, receiver) = watch::channel(Mode::Serve);
+        let (probes, probes_end) = watch::channel(());
         tokio::spawn(async move {
             let mut listening = receiver.clone();
             loop {
@@ -206,12 +209,19 @@ impl ProbedServer {
                     _ = listening.changed() => return,
                     accepted = listener.accept() => {
                         let Ok((stream, _)) = accepted else { return };
-                        tokio::spawn(serve(stream, tls.clone(), sender.clone(), receiver.clone()));
+                        let mut signals = (receiver.clone(), probes_end.clone());
+                        signals.1.mark_unchanged();
+                        tokio::spawn(serve(stream, tls.clone(), sender.clone(), signals));
                     }
                 }
             }
         });
-        Self { address, flows, mode }
+        Self { address, flows, mode, probes }
+    }
+
+    /// Ends the connections of probes. The server goes on.
+    pub fn end_probes(&self) {
+        self.probes.send_replace(());
     }
 
     pub fn set_mode(&self, mode: Mode) {
@@ -241,7 +251,7 @@ async fn serve(
     mut stream: TcpStream,
     tls: TlsAcceptor,
     flows: mpsc::UnboundedSender<TcpStream>,
-    mut mode: watch::Receiver<Mode>,
+    (mut mode, mut probes_end): (watch::Receiver<Mode>, watch::Receiver<()>),
 ) {
     let hello = client_hello(0);
     let mut first = vec![0; hello.len()];
@@ -271,6 +281,7 @@ async fn serve(
                 let Some(Ok((_, mut respond))) = request else { return };
                 let _ = respond.send_response(Response::new(()), true);
             }
+            _ = probes_end.changed() => return,
             changed = mode.changed() => match changed.map(|()| *mode.borrow()) {
                 Ok(Mode::ShutDown) => connection.graceful_shutdown(),
                 Ok(Mode::Serve) => {}

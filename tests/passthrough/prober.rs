@@ -76,6 +76,20 @@ async fn outages(proxy: &Proxy) -> Vec<Value> {
     events
 }
 
+/// Waits until an event has this reason why the previous CA bundle or certificate stays in use, with which the endpoint
+/// is ready. Then ends the connection with it.
+async fn end_previous(proxy: &Proxy, server: &ProbedServer, reason: &str) {
+    let is_wait = |event: &Value| {
+        event["to"] == "not accepted" && event["reason"].as_str().unwrap().contains(reason)
+    };
+    until("the previous one stays in use", async || proxy.events().await.iter().any(is_wait)).await;
+    proxy.wait_all("ready").await;
+    server.end_probes();
+    proxy.wait_all("unverified").await;
+}
+
+const UNKNOWN_ISSUER: &str = "the certificate is not signed by a trusted CA";
+
 /// A server with an unverifiable certificate is not dead, so its flows continue.
 #[tokio::test]
 async fn server_that_the_probe_cannot_verify_serves_flows_and_is_shown_so() {
@@ -83,10 +97,10 @@ async fn server_that_the_probe_cannot_verify_serves_flows_and_is_shown_so() {
     let mut flow = server.flow(&proxy).await;
     let ca_file = certs.path().join("ca.crt");
     replace_file(&ca_file, &Pki::new("another").unwrap().ca_pem());
-    proxy.wait_all("unverified").await;
+    end_previous(&proxy, &server, UNKNOWN_ISSUER).await;
     let reason = proxy.endpoints().await[0]["reason"].as_str().unwrap().to_owned();
     assert!(reason.starts_with("the probe fails: TLS to "), "{reason}");
-    assert!(reason.contains("the certificate is not signed by a trusted CA"), "{reason}");
+    assert!(reason.contains(UNKNOWN_ISSUER), "{reason}");
     assert!(reason.ends_with("; flows are forwarded"), "{reason}");
     assert_serving(&proxy, true).await;
     // The bytes take longer than jackstay needs to end the flows of a dead endpoint.
@@ -122,7 +136,7 @@ async fn server_that_rejects_the_probe_certificate_serves_flows_and_is_shown_so(
     let mut flow = server.flow(&proxy).await;
     let other_ca = Pki::new("another").unwrap();
     replace_file(&file, &other_ca.client(&Subject::new("probe", &[])).unwrap().pair_pem());
-    proxy.wait_all("unverified").await;
+    end_previous(&proxy, &server, "the peer sent the TLS alert").await;
     assert_serving(&proxy, true).await;
     let reason = proxy.endpoints().await[0]["reason"].as_str().unwrap().to_owned();
     assert!(reason.contains("the peer sent the TLS alert \""), "{reason}");
@@ -141,7 +155,7 @@ async fn server_that_rejects_the_probe_certificate_serves_flows_and_is_shown_so(
 async fn unverified_server_that_dies_is_ejected_and_clients_are_reset() {
     let (certs, mut server, proxy) = ProbedServer::setup().await;
     replace_file(&certs.path().join("ca.crt"), &Pki::new("another").unwrap().ca_pem());
-    proxy.wait_all("unverified").await;
+    end_previous(&proxy, &server, UNKNOWN_ISSUER).await;
     let _flow = server.flow(&proxy).await;
     server.set_mode(Mode::Die);
     proxy.wait_all("ejected").await;

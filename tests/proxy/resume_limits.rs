@@ -246,6 +246,8 @@ async fn watch_moves_from_a_draining_connection_when_its_certificate_is_replaced
     let client = proxy.client().await;
     peers.set_actions([
         Action::partial(Reply::ok(&lines(&[FIRST])), |id| goaway(id, NO_ERROR)),
+        // The trial of the new certificate.
+        Action::Answer(Reply::ok("{}")),
         Action::Answer(Reply::ok(&lines(&[SECOND]))),
     ]);
     let mut body = watch(&client).await;
@@ -253,5 +255,5 @@ async fn watch_moves_from_a_draining_connection_when_its_certificate_is_replaced
     assert_eq!(first, lines(&[FIRST]));
     replace_symlink(&current, &dir.join("second.pem"));
     assert_eq!(rest(body, Duration::from_secs(60)).await, (lines(&[SECOND]), true));
-    assert_eq!(peers.requests().len(), 2);
+    assert_eq!(peers.requests().len(), 3);
 }

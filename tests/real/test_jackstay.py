@@ -564,6 +564,66 @@ class Rotation(LoadCase, unittest.TestCase):
         self.rig.api(self.server, cert=fresh).get("/api", headers={"Audit-ID": ident})
         self.assertEqual(self.rig.audited_user(ident)[:2], ("load", ["jackstay:load", "system:authenticated"]))
 
+    def test_wrong_name_ca_and_certificate_fail_nothing(self):
+        """Each is wrong for longer than any grace, and right again."""
+        pki, directory = self.rig.pki, self.rig.dir / "wrong"
+        directory.mkdir()
+        ca, crt, key = (directory / name for name in ("ca.crt", "load.crt", "load.key"))
+        right = {ca: pki.ca, crt: self.rig.load_cert[0], key: self.rig.load_cert[1]}
+        # The same subject, of a CA that the apiservers do not trust.
+        foreign = pki.issue("foreign-load", "/O=jackstay:load/CN=load", ca=(pki.untrusted_ca, pki.untrusted_ca_key))
+
+        def write(files):
+            for target, source in files.items():
+                fresh = target.with_suffix(".new")
+                fresh.write_bytes(source.resolve().read_bytes())
+                os.replace(fresh, target)
+        write(right)
+        for mode, port in (("terminate", 7461), ("passthrough", 7462)):
+            with self.subTest(mode):
+                self.make_wrong_under_load(mode, port, write, right, ca, (crt, key), foreign)
+
+    def make_wrong_under_load(self, mode, port, write, right, ca, identity, foreign):
+        def adapt(config):
+            upstream, listener = config["upstreams"][0], config["listeners"][0]
+            upstream["tls"]["ca_file"] = ca
+            upstream["health"] = {"readyz": {"cert_file": identity[0], "key_file": identity[1]}}
+            if mode == "passthrough":
+                config["listeners"] = [{key: listener[key] for key in ("name", "bind", "upstream")} | {"mode": mode}]
+        jackstay = Jackstay(self.rig, [identity] if mode == "terminate" else [], adapt=adapt, log_name=f"jackstay-wrong-{mode}", port=port, admin=port + 2000)
+        self.addCleanup(jackstay.stop)
+        jackstay.start()
+
+        def said(what, state):
+            def is_said():
+                return any(event["to"] == state and event["reason"] and what in event["reason"] for event in jackstay.admin("/events").json["events"])
+            wait_for(f"{state}: {what}", is_said, bound(10))
+        name = jackstay.config.read_text()
+        wrong_name = name.replace("ca_file:", "server_name: wrong.example\n      ca_file:", 1)
+
+        def reload(text):
+            jackstay.config.write_text(text)
+            jackstay.process.send(signal.SIGHUP)
+        wrong_for, load = 7, self.load(36, jackstay.server)
+        reasons = ["wrong.example"] if mode == "terminate" else [None]
+        for what, spoil, repair, reason in (
+                ("server name", lambda: reload(wrong_name), lambda: reload(name), *reasons),
+                ("CA bundle", lambda: write({ca: self.rig.pki.untrusted_ca}), lambda: write(right), "not signed by a trusted CA"),
+                ("certificate", lambda: write(dict(zip(identity, foreign))), lambda: write(right), "answers 401 to the new certificate")):
+            begun = time.monotonic()
+            spoil()
+            if reason:
+                said(reason, "not usable" if what == "server name" else "not accepted")
+                log(f"{mode}, wrong {what}: said after {time.monotonic() - begun:.1f} s")
+            time.sleep(max(0, begun + wrong_for - time.monotonic()))
+            repair()
+            time.sleep(3)
+        endpoints = jackstay.status()["upstreams"][0]["endpoints"]
+        self.assertEqual({endpoint["state"] for endpoint in endpoints}, {"ready"})
+        report = load.finish()
+        self.check_report(f"wrong name, CA and certificate, {mode}", load, report, writes_may_fail=False)
+        self.assertEqual([f for f in report["failures"] if f["kind"] != "direct"], [])
+
     def test_unreadable_identity_keeps_last_certificate(self):
         load = self.load(8)
         load.until(2)

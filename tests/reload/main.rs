@@ -10,3 +10,4 @@ mod flows;
 mod listeners;
 mod rejected;
 mod setup;
+mod successors;

@@ -104,7 +104,7 @@ pub struct ConnectionMachine {
     /// Requests that wait for a response head and must not be sent twice fail: the path is lost, or the
     /// process has been stopped for 7 s.
     fails_unsafe_requests: bool,
-    /// See [`Self::expect_end`].
+    /// See [`Self::set_end_expected`].
     end_expected: bool,
     close_requested: Option<DrainReason>,
 }
@@ -253,10 +253,10 @@ impl ConnectionMachine {
         Effects { wake_driver: true, ..Effects::default() }
     }
 
-    /// The end of the connection is expected from now on: it is no event, and a GOAWAY does not mean that the
+    /// Sets whether the end of the connection is expected. Such an end is no event, and a GOAWAY does not mean that the
     /// apiserver shuts down.
-    pub fn expect_end(&mut self) {
-        self.end_expected = true;
+    pub fn set_end_expected(&mut self, expected: bool) {
+        self.end_expected = expected;
     }
 
     /// The endpoint is degraded. Requests may start a second attempt, and the streams of a draining connection move.

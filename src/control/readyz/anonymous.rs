@@ -102,7 +102,7 @@ impl AnonymousProber {
                 let Some(new) = connect(upstream, endpoint, reachability).await else { continue };
                 reachability.set_connection(&new);
                 let previous = std::mem::replace(&mut current, new);
-                previous.expect_end();
+                previous.set_end_expected(true);
                 // The connection of the next probe may lead to another process, behind a load balancer.
                 endpoint.update_probe_answers(ProbeCredential::Anonymous, |answers| {
                     answers.connected(false);

@@ -35,15 +35,17 @@ impl Drop for ProbeConnection {
     }
 }
 
-/// Whether a connection is live and uses the current credential of the prober. A connection with an older
-/// credential starts to drain.
-pub fn is_current(upstream: &Upstream, connection: &Connection) -> bool {
-    let generation = upstream.credentials.tls(CredentialClass::Probe).map(|tls| tls.generation);
-    let current = generation == Some(connection.generation);
-    if !current {
+/// Whether a connection is live and can carry probes. One with an older certificate or CA bundle can, until a
+/// [`Succession`](super::succession::Succession) has replaced it. One that shows a certificate while probes show none any
+/// more, or the other way round, starts to drain.
+pub fn is_usable(upstream: &Upstream, connection: &Connection) -> bool {
+    let tls = upstream.credentials.tls(CredentialClass::Probe);
+    let is_alike =
+        tls.is_some_and(|tls| tls.certificate.is_some() == connection.shows_certificate());
+    if !is_alike {
         connection.drain(DrainReason::CertificateRotated);
     }
-    current && connection.state() == ConnectionState::Live
+    is_alike && connection.state() == ConnectionState::Live
 }
 
 /// Waits until a connection is neither live nor suspect: it will take no new streams.
@@ -55,7 +57,8 @@ pub async fn until_unusable(connection: &Connection) {
     }
 }
 
-/// Makes one attempt to connect. `None` if it fails, or the endpoint's backoff allows no attempt yet.
+/// Makes one attempt to connect. `None` if it fails, or the endpoint's backoff allows no attempt yet. A failure is reported
+/// if the connection would replace one that works.
 pub async fn connect(
     upstream: &Arc<Upstream>,
     endpoint: &Arc<Endpoint>,
@@ -91,6 +94,11 @@ pub async fn connect(
             {
                 // Only flows use this upstream, whose clients verify the server themselves.
                 failure.kind = ConnectFailureKind::Unverified;
+            }
+            if reachability.has_older(tls.generation) {
+                let (class, now) = (CredentialClass::Probe, clock::now());
+                let waited_for = (&**endpoint, failure.reason.as_str());
+                upstream.successions.wait(class, tls.generation, waited_for, now);
             }
             endpoint.connect_failed(failure, clock::now());
             None

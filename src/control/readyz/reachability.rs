@@ -72,6 +72,14 @@ impl ReachabilityCheck {
         *self.current.borrow_mut() = Some(Rc::clone(connection));
     }
 
+    /// Whether the observed connection is live and has another credential than this `generation`.
+    pub fn has_older(&self, generation: u64) -> bool {
+        let current = self.current.borrow();
+        current.as_ref().is_some_and(|current| {
+            current.generation != generation && current.state() == ConnectionState::Live
+        })
+    }
+
     /// Takes the connection that an examination has opened in place of a lost one.
     pub fn take_replacement(&self) -> Option<Rc<Connection>> {
         self.replacement.borrow_mut().take()

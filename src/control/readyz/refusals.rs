@@ -12,7 +12,6 @@ use jackstay_sys::clock;
 use super::result::ReadyzResult;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
-use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::{Endpoint, ProbeCredential};
 
 /// Records which connections and credentials the probes of one endpoint have.
@@ -51,11 +50,9 @@ impl<'a> AnswerRecorder<'a> {
         }
     }
 
-    /// Probes follow with the present credential of the upstream. Answers to another one mean nothing for it.
-    pub fn use_credential(&mut self, upstream: &Upstream) {
-        let tls = upstream.credentials.tls(CredentialClass::Probe);
-        let tls = tls.filter(|_| upstream.has_probe_credential());
-        let generation = tls.map_or(0, |tls| tls.generation + 1);
+    /// Probes follow with a credential of this `generation`, or without one. Answers to another one mean nothing for it.
+    pub fn use_credential(&mut self, generation: Option<u64>) {
+        let generation = generation.map_or(0, |generation| generation + 1);
         if self.generation.replace(generation).is_some_and(|before| before != generation) {
             for credential in [ProbeCredential::Configured, ProbeCredential::Anonymous] {
                 self.endpoint
@@ -151,13 +148,12 @@ mod tests {
             judge((&upstream, &first), credential, ("/readyz", Some(code)), ReadyzResult::Ready)
         };
         let mut recorder = AnswerRecorder::new(&first);
-        recorder.use_credential(&upstream);
+        recorder.use_credential(Some(7));
         answer(200);
         recorder.connected();
-        recorder.use_credential(&upstream);
+        recorder.use_credential(Some(7));
         assert!(matches!(answer(403), ReadyzResult::Starting(_)), "the same credential");
-        recorder.generation = Some(u64::MAX);
-        recorder.use_credential(&upstream);
+        recorder.use_credential(Some(8));
         assert_eq!(answer(403), ReadyzResult::Refused);
     }
 

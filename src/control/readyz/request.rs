@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::BytesMut;
 use http::{HeaderValue, Request, StatusCode, header};
 use jackstay_core::request::start_up::is_refusal;
 use jackstay_sys::clock;
@@ -18,6 +18,7 @@ use crate::config::Readyz;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, ProbeCredential, ProbeTrigger};
+use crate::upstream::question;
 use crate::upstream::readyz::{ReadyzCheck, failed_checks};
 
 /// Size in bytes at which no more of a response body is stored. The failed checks are looked for in the
@@ -111,7 +112,7 @@ pub async fn fetch(
     target: &str,
     token: Option<HeaderValue>,
 ) -> Result<(StatusCode, BytesMut), h2::Error> {
-    fetch_body(connection, question(target, token)).await
+    fetch_body(connection, question::get(target, token)).await
 }
 
 /// [`fetch`] with an `Accept` header.
@@ -121,7 +122,7 @@ pub async fn fetch_accepting(
     token: Option<HeaderValue>,
     accept: &'static str,
 ) -> Result<(StatusCode, BytesMut), h2::Error> {
-    let mut request = question(target, token);
+    let mut request = question::get(target, token);
     request.headers_mut().insert(header::ACCEPT, HeaderValue::from_static(accept));
     fetch_body(connection, request).await
 }
@@ -137,7 +138,7 @@ async fn fetch_body(
         }
         ControlFlow::Continue(())
     };
-    let status = send(connection, request, store).await?;
+    let status = question::ask(connection, request, store).await?;
     Ok((status, body))
 }
 
@@ -151,42 +152,7 @@ pub async fn fetch_pieces(
     token: Option<HeaderValue>,
     read: impl FnMut(&[u8]) -> ControlFlow<()>,
 ) -> Result<StatusCode, h2::Error> {
-    send(connection, question(target, token), read).await
-}
-
-/// The head of a request of the prober.
-fn question(target: &str, token: Option<HeaderValue>) -> Request<()> {
-    let mut request = Request::new(());
-    let target = format!("https://kubernetes.default.svc{target}");
-    *request.uri_mut() = target.parse().unwrap_or_default();
-    let headers = request.headers_mut();
-    headers.insert(header::USER_AGENT, HeaderValue::from_static("jackstay-readyz"));
-    if let Some(token) = token {
-        headers.insert(header::AUTHORIZATION, token);
-    }
-    request
-}
-
-async fn send(
-    connection: &Rc<Connection>,
-    request: Request<()>,
-    mut read: impl FnMut(&[u8]) -> ControlFlow<()>,
-) -> Result<StatusCode, h2::Error> {
-    let mut permit = connection.reserve(false, clock::now());
-    let (response, _) = permit.open(request, true)?;
-    let response = response.await?;
-    permit.head_arrived(clock::now());
-    let status = response.status();
-    let mut recv = response.into_body();
-    while let Some(data) = recv.data().await {
-        let data: Bytes = data?;
-        let _ = recv.flow_control().release_capacity(data.len());
-        if read(&data).is_break() {
-            return Ok(status);
-        }
-    }
-    permit.finished();
-    Ok(status)
+    question::ask(connection, question::get(target, token), read).await
 }
 
 /// The meaning of a response. [`judge`] decides what a refusal means.

@@ -43,6 +43,7 @@ impl Endpoint {
         self.count_connect_failure(&failure);
         let mut guarded = self.guarded();
         guarded.backoff.failed(failure.kind, &mut fastrand::Rng::new(), now);
+        guarded.connect_error = Some(failure.reason.clone());
         self.step(guarded, Observation::ConnectFailed(failure));
     }
 

@@ -223,7 +223,7 @@ impl Pool {
             if class.only_suspect_to(endpoint, now) {
                 return format!("{} does not answer: PING unanswered", endpoint.label);
             }
-            format!("{} is {} ({})", endpoint.label, endpoint.state().as_str(), endpoint.reason())
+            endpoint.description()
         };
         let mut reasons: Vec<_> = endpoints.iter().take(5).map(reason).collect();
         if endpoints.len() > 5 {

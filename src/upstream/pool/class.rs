@@ -54,6 +54,12 @@ impl ClassPool {
         self.connections.borrow().iter().any(|c| c.state() == ConnectionState::Live)
     }
 
+    /// Whether a connection in service has another credential than this `generation`.
+    pub(super) fn has_older(&self, generation: u64) -> bool {
+        let connections = self.connections.borrow();
+        connections.iter().any(|c| c.generation != generation && c.state().is_in_service())
+    }
+
     /// Whether connections to this endpoint are suspect and none is live.
     pub(super) fn only_suspect_to(&self, endpoint: &Arc<Endpoint>, now: Instant) -> bool {
         self.with_table(now, |table, _| only_suspect_to(table, endpoint.key()))

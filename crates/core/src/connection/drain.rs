@@ -11,6 +11,8 @@ pub enum DrainReason {
     IdentityUnusable,
     /// Its credential was replaced.
     CertificateRotated,
+    /// No request was sent on it: the apiserver does not accept its certificate.
+    CertificateRefused,
     /// Its endpoint was removed from the set.
     EndpointRemoved,
     /// The prober has ended.
@@ -34,11 +36,12 @@ pub enum DrainUrgency {
 
 impl DrainReason {
     /// Every reason.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Idle,
         Self::ConfigurationRemoved,
         Self::IdentityUnusable,
         Self::CertificateRotated,
+        Self::CertificateRefused,
         Self::EndpointRemoved,
         Self::ProbingEnded,
         Self::ProbeFailed,
@@ -53,6 +56,7 @@ impl DrainReason {
             Self::ConfigurationRemoved => "removed from the configuration",
             Self::IdentityUnusable => "identity expired or removed from the configuration",
             Self::CertificateRotated => "certificate rotated",
+            Self::CertificateRefused => "certificate refused",
             Self::EndpointRemoved => "endpoint removed",
             Self::ProbingEnded => "no longer probed",
             Self::ProbeFailed => "probe failed",
@@ -71,6 +75,7 @@ impl DrainReason {
             Self::Idle
             | Self::ConfigurationRemoved
             | Self::IdentityUnusable
+            | Self::CertificateRefused
             | Self::ProbingEnded
             | Self::ProbeFailed
             | Self::Superseded => None,

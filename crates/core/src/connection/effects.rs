@@ -63,7 +63,7 @@ impl ChangeReason {
 /// How much a change of state matters to an operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Significance {
-    /// Its end is expected ([`super::ConnectionMachine::expect_end`]).
+    /// Its end is expected ([`super::ConnectionMachine::set_end_expected`]).
     Expected,
     /// The end without unfinished streams as HTTP/2 provides for. An apiserver closes a connection that is idle for
     /// 90 s, and the pool opens another one.

@@ -29,9 +29,8 @@ pub const SLOW_HEAD_INTERVAL: Duration = Duration::from_millis(200);
 /// keeps the memory for the largest number of streams until a connection closes.
 const IDLE_AFTER_BURST: Duration = Duration::from_secs(10);
 const BURST: usize = 64;
-/// Time for which connections with an old certificate or to a removed endpoint stay in use without a live
-/// replacement.
-const OLD_CONNECTION_GRACE: Duration = Duration::from_secs(5);
+/// Time for which connections to a removed endpoint stay in use without a live replacement.
+const REMOVED_ENDPOINT_GRACE: Duration = Duration::from_secs(5);
 /// Time after which a connection that drains may be closed for a new one, if the limit requires it.
 pub(super) const DRAINING_TIME: Duration = Duration::from_secs(10);
 
@@ -69,6 +68,10 @@ impl ConnectionRow {
 
     fn is_live(&self) -> bool {
         self.candidate.state == ConnectionState::Live
+    }
+
+    fn is_older_in_service(&self, generation: u64) -> bool {
+        self.generation != generation && self.candidate.state.is_in_service()
     }
 }
 
@@ -322,6 +325,18 @@ impl<W> Class<W> {
         self.dials.ended(endpoint);
     }
 
+    /// An endpoint has refused this generation of the credential on a new connection. While there are connections with
+    /// an older one, the next connects there follow after 1, 2, 4 … 20 s. `random` is in 0..1.
+    pub fn credential_refused(
+        &mut self,
+        endpoint: EndpointKey,
+        generation: u64,
+        random: f64,
+        now: Instant,
+    ) {
+        self.dials.refused(endpoint, generation, random, now);
+    }
+
     /// Whether a search for slow response heads is due. Records that it is made.
     pub fn begin_slow_head_round(&mut self, now: Instant) -> bool {
         let is_due = now >= self.slow_heads_checked + SLOW_HEAD_INTERVAL;
@@ -381,8 +396,10 @@ impl<W> Class<W> {
     /// start now, which depends on the failures that all workers have seen.
     ///
     /// Old connections (with an older generation of the credential, or to a removed endpoint) drain when a replacement
-    /// is live, so that no request waits for one, or after 5 s. A class is in use if a request waits, a watch is held,
-    /// or a request asked for a stream within [`IDLE_CLASS`].
+    /// is live, so that no request waits for one. Those to a removed endpoint drain after 5 s in any case. Those with an
+    /// older generation stay, because nobody may accept the new one: without them every request would fail. A class is
+    /// in use if a request waits, a watch is held, a request asked for a stream within [`IDLE_CLASS`], or a connection
+    /// with an older generation has a stream.
     pub fn plan(
         &mut self,
         connections: &mut [ConnectionRow],
@@ -403,8 +420,9 @@ impl<W> Class<W> {
                 effects.push(Effect::Probe(index));
             }
         }
-        self.plan_drains(connections, generation, around, &mut effects);
-        if self.is_wanted(around) {
+        let is_wanted = self.is_wanted(connections, generation, around);
+        self.plan_drains(connections, (generation, is_wanted), around, &mut effects);
+        if is_wanted {
             self.plan_dials(connections, generation, around, claim, &mut effects);
         }
         effects
@@ -413,18 +431,22 @@ impl<W> Class<W> {
     fn plan_drains(
         &mut self,
         connections: &mut [ConnectionRow],
-        generation: u64,
+        (generation, is_wanted): (u64, bool),
         around: &Surroundings<'_>,
         effects: &mut Vec<Effect>,
     ) {
         let now = around.now;
-        let drains_old = self.drains_old(connections, generation, now);
+        let without_current_for = self.without_current_for(connections, generation, now);
+        let is_replaced = without_current_for.is_none();
+        let drains_removed = without_current_for.is_none_or(|time| time >= REMOVED_ENDPOINT_GRACE);
         for index in 0..connections.len() {
             let row = connections[index];
             let endpoint = row.candidate.endpoint_state;
-            let cause = if drains_old && row.generation != generation {
+            // Without a replacement none is opened for a class that is not in use.
+            let is_unused = !is_wanted && row.idle_since.is_some();
+            let cause = if row.generation != generation && (is_replaced || is_unused) {
                 DrainReason::CertificateRotated
-            } else if drains_old && endpoint == EndpointState::Leaving {
+            } else if drains_removed && endpoint == EndpointState::Leaving {
                 DrainReason::EndpointRemoved
             } else if endpoint == EndpointState::Degraded {
                 effects.push(Effect::NotifyDegraded(index));
@@ -445,8 +467,14 @@ impl<W> Class<W> {
         }
     }
 
-    /// Whether old connections drain now.
-    fn drains_old(&mut self, connections: &[ConnectionRow], generation: u64, now: Instant) -> bool {
+    /// How long there has been no live connection with the current credential to an endpoint of the set; `None` if
+    /// there is one.
+    fn without_current_for(
+        &mut self,
+        connections: &[ConnectionRow],
+        generation: u64,
+        now: Instant,
+    ) -> Option<Duration> {
         let is_current = |row: &ConnectionRow| {
             row.generation == generation
                 && row.is_live()
@@ -454,15 +482,26 @@ impl<W> Class<W> {
         };
         if connections.iter().any(is_current) {
             self.without_current_since = None;
-            return true;
+            return None;
         }
-        now >= *self.without_current_since.get_or_insert(now) + OLD_CONNECTION_GRACE
+        let since = *self.without_current_since.get_or_insert(now);
+        Some(now.saturating_duration_since(since))
     }
 
     /// Whether connections are opened.
-    fn is_wanted(&self, around: &Surroundings<'_>) -> bool {
+    fn is_wanted(
+        &self,
+        connections: &[ConnectionRow],
+        generation: u64,
+        around: &Surroundings<'_>,
+    ) -> bool {
         let waits = self.waiters.len() > 0;
-        let is_in_use = waits || self.held_watches > 0 || around.now < self.last_used + IDLE_CLASS;
+        let is_old_in_use =
+            |row: &ConnectionRow| row.is_older_in_service(generation) && row.idle_since.is_none();
+        let is_in_use = waits
+            || self.held_watches > 0
+            || around.now < self.last_used + IDLE_CLASS
+            || connections.iter().any(is_old_in_use);
         (around.is_warm || is_in_use) && (!around.is_retired || waits)
     }
 
@@ -477,6 +516,7 @@ impl<W> Class<W> {
         let now = around.now;
         self.dials.retain(|key| around.endpoints.iter().any(|endpoint| endpoint.key == key));
         let pace = connect_pace(self.credential);
+        let has_older = connections.iter().any(|row| row.is_older_in_service(generation));
         let targets = targets(around.endpoints, around.fanout);
         for &target in &targets {
             let endpoint = around.endpoints[target].key;
@@ -499,7 +539,10 @@ impl<W> Class<W> {
                 to_open = to_open.min(room);
             }
             for _ in 0..to_open {
-                if let Some(at) = self.dials.paused_until(endpoint, pace, now) {
+                let paused_until = self.dials.paused_until(endpoint, pace, now);
+                // Without older connections the clients learn it from the endpoint.
+                let refused_until = self.dials.refused_until(endpoint, generation, now);
+                if let Some(at) = paused_until.max(refused_until.filter(|_| has_older)) {
                     effects.push(Effect::WakeAt(at));
                     break;
                 }

@@ -3,10 +3,15 @@
 //! The connects of a class for clients that have proven nothing are paced. Such a client can make the apiserver end a
 //! connection with each request, because the apiserver sends a GOAWAY after a request that it cannot authenticate.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::EndpointKey;
 use crate::admission::turns::Pace;
+use crate::backoff::Backoff;
+
+/// The pauses between connects to an endpoint that refuses the credential.
+const REFUSED: Backoff =
+    Backoff::new(Duration::from_secs(1), Duration::from_secs(20)).with_factors(0.8, 1.2);
 
 /// Limit of concurrent connects of one class to one endpoint.
 pub const MAX_PARALLEL_DIALS: usize = 4;
@@ -64,6 +69,16 @@ pub(super) struct Dials {
     in_progress: Vec<(EndpointKey, usize)>,
     /// When an endpoint with recent connects has its whole burst again, of a class whose connects are paced.
     full_burst_at: Vec<(EndpointKey, Instant)>,
+    refusals: Vec<CredentialRefusal>,
+}
+
+/// An endpoint that has refused a credential.
+#[derive(Debug)]
+struct CredentialRefusal {
+    endpoint: EndpointKey,
+    generation: u64,
+    backoff: Backoff,
+    until: Instant,
 }
 
 impl Dials {
@@ -111,6 +126,39 @@ impl Dials {
         Some(pace?.start_at(Some(*at), now)).filter(|next| now < *next)
     }
 
+    /// The endpoint has refused this generation of the credential. `random` is in 0..1.
+    pub(super) fn refused(
+        &mut self,
+        endpoint: EndpointKey,
+        generation: u64,
+        random: f64,
+        now: Instant,
+    ) {
+        self.refusals.retain(|refusal| refusal.generation == generation);
+        let known = self.refusals.iter().position(|refusal| refusal.endpoint == endpoint);
+        let mut backoff = known.map_or(REFUSED, |at| self.refusals.swap_remove(at).backoff);
+        backoff.failed();
+        let until = now + backoff.pause_at(random);
+        self.refusals.push(CredentialRefusal { endpoint, generation, backoff, until });
+    }
+
+    /// Until when no connect to the endpoint starts, because it has refused this generation of the credential.
+    pub(super) fn refused_until(
+        &self,
+        endpoint: EndpointKey,
+        generation: u64,
+        now: Instant,
+    ) -> Option<Instant> {
+        let is_meant = |refusal: &&CredentialRefusal| {
+            refusal.endpoint == endpoint && refusal.generation == generation
+        };
+        self.refusals
+            .iter()
+            .find(is_meant)
+            .map(|refusal| refusal.until)
+            .filter(|until| now < *until)
+    }
+
     /// Forgets the recent connects to an endpoint, because the connections stay in use.
     pub(super) fn forget(&mut self, endpoint: EndpointKey) {
         self.full_burst_at.retain(|(key, _)| *key != endpoint);
@@ -119,6 +167,7 @@ impl Dials {
     /// Forgets the recent connects to endpoints that are not in the set any more.
     pub(super) fn retain(&mut self, is_in_set: impl Fn(EndpointKey) -> bool) {
         self.full_burst_at.retain(|(key, _)| is_in_set(*key));
+        self.refusals.retain(|refusal| is_in_set(refusal.endpoint));
     }
 }
 
@@ -169,6 +218,28 @@ mod tests {
         assert!(!dials.any());
         dials.ended(a);
         assert_eq!((dials.count(a), dials.count(b)), (0, 0));
+    }
+
+    #[test]
+    fn connects_pause_for_longer_after_each_refusal_until_the_credential_changes() {
+        let (a, b, start) = (EndpointKey(1), EndpointKey(2), Instant::now());
+        let mut dials = Dials::default();
+        let mut now = start;
+        for pause in [1, 2, 4, 8, 16, 20, 20] {
+            dials.refused(a, 7, 0.5, now);
+            let until = now + Duration::from_secs(pause);
+            assert_eq!(dials.refused_until(a, 7, now), Some(until));
+            assert_eq!(
+                (dials.refused_until(b, 7, now), dials.refused_until(a, 8, now)),
+                (None, None)
+            );
+            assert_eq!(dials.refused_until(a, 7, until), None);
+            now = until;
+        }
+        dials.refused(a, 8, 0.5, now);
+        assert_eq!(dials.refused_until(a, 8, now), Some(now + Duration::from_secs(1)));
+        dials.retain(|endpoint| endpoint == b);
+        assert_eq!(dials.refused_until(a, 8, now), None);
     }
 
     #[test]

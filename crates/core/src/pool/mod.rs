@@ -37,15 +37,17 @@
 //! | condition | effect |
 //! |---|---|
 //! | the credential of the class is not loaded | drain |
-//! | an older credential, while [replacements](Class::plan) are live or have been missing for 5 s | drain |
-//! | its endpoint was removed from the set, under the same condition | drain |
+//! | an older credential, while a [replacement](Class::plan) is live | drain |
+//! | the same, with no stream in a class that is not in use | drain |
+//! | its endpoint was removed from the set, while a replacement is live or has been missing for 5 s | drain |
 //! | its endpoint is degraded, or its probe fails | its requests are notified, which may start second attempts |
 //! | no stream for [`IDLE_CLASS`], not warm | drain |
 //! | no stream for 10 s after 64 at once, not warm, another one is live | drain |
 //!
 //! Connections are opened to the [`targets`] of a class that is warm or [in use](Class::plan): as many as are missing
 //! from the minimum, before the last streams are taken, and for the requests that wait; up to the limits of the class,
-//! at the pace of a class of clients that have proven nothing, and as far as `claim` permits.
+//! at the pace of a class of clients that have proven nothing, with pauses after [a refused
+//! credential](Class::credential_refused), and as far as `claim` permits.
 
 mod class;
 mod dials;

@@ -11,7 +11,7 @@ use super::dials::MAX_PARALLEL_DIALS;
 use super::limits::{UNPROVEN_WITH_DRAINING, max_connections};
 use super::tests::{LIMITS, candidate, connection_row, endpoint_row};
 use super::*;
-use crate::connection::ConnectionState;
+use crate::connection::{ConnectionState, DrainReason};
 use crate::credential_class::CredentialClass;
 use crate::endpoint_state::EndpointState;
 
@@ -219,6 +219,15 @@ impl Shell {
                 Effect::WakeAt(at) => {
                     assert!(at > self.now);
                     self.wake_at = Some(self.wake_at.map_or(at, |wake_at| wake_at.min(at)));
+                }
+                // Perhaps nobody accepts the new credential.
+                Effect::Drain(index, DrainReason::CertificateRotated) => {
+                    let is_replacement = |row: &ConnectionRow| {
+                        row.generation == self.generation
+                            && row.candidate.state == ConnectionState::Live
+                    };
+                    let is_replaced = self.connections.iter().any(is_replacement);
+                    assert!(is_replaced || self.connections[index].idle_since.is_some());
                 }
                 // The plan changes the rows.
                 Effect::Drain(..) | Effect::NotifyDegraded(_) => {}

@@ -465,6 +465,7 @@ fn plan_drains_and_notifies_by_the_table() {
     let old = |row| ConnectionRow { generation: 0, ..row };
     let idle =
         |seconds_, row| ConnectionRow { idle_since: Some(before(now, seconds(seconds_))), ..row };
+    let in_use = |row| ConnectionRow { idle_since: None, ..row };
     let burst = |row| ConnectionRow { peak_streams: 64, ..row };
     let failing = |row| ConnectionRow { probe_is_failing: true, ..row };
     let drain = |cause| Some(Effect::Drain(0, cause));
@@ -472,7 +473,9 @@ fn plan_drains_and_notifies_by_the_table() {
     for (row, has_other, is_warm, expected) in [
         (base(), false, false, None),
         (old(base()), true, false, drain(DrainReason::CertificateRotated)),
-        (old(base()), false, false, None),
+        (old(base()), false, false, drain(DrainReason::CertificateRotated)),
+        (old(in_use(base())), true, false, drain(DrainReason::CertificateRotated)),
+        (old(in_use(base())), false, false, None),
         (to(Leaving, base()), true, false, drain(DrainReason::EndpointRemoved)),
         (to(Leaving, base()), false, false, None),
         (to(Degraded, base()), true, false, Some(Effect::NotifyDegraded(0))),
@@ -501,16 +504,66 @@ fn plan_drains_and_notifies_by_the_table() {
 }
 
 #[test]
-fn old_connections_without_a_replacement_drain_after_a_while() {
+fn connections_to_a_removed_endpoint_drain_after_a_while_and_those_with_an_older_credential_stay() {
     let start = Instant::now();
-    let mut class: Class<()> = Class::new(CredentialClass::Token, start);
-    let drains = |class: &mut Class<()>, after: u64| {
+    let planned = |class: &mut Class<()>, generation, endpoint_state, after: u64| {
         let now = start + seconds(after);
-        let row = ConnectionRow { generation: 0, ..connection_row(candidate(0, 10, now), now) };
-        let surroundings = Surroundings { is_retired: true, ..around(&[], now) };
-        !class.plan(&mut [row], &surroundings, |_| true).is_empty()
+        let row = connection_row(candidate(0, 10, now), now);
+        let candidate = Candidate { endpoint_state, ..row.candidate };
+        let row = ConnectionRow { generation, candidate, idle_since: None, ..row };
+        class.plan(&mut [row], &around(&[], now), |_| true)
     };
-    assert_eq!([0, 4, 5].map(|after| drains(&mut class, after)), [false, false, true]);
+    for (generation, endpoint, reason) in [
+        (1, Leaving, Some(DrainReason::EndpointRemoved)),
+        (0, Leaving, Some(DrainReason::EndpointRemoved)),
+        (0, Ready, None),
+    ] {
+        let mut class: Class<()> = Class::new(CredentialClass::Token, start);
+        for after in [0, 4] {
+            assert_eq!(planned(&mut class, generation, endpoint, after), []);
+        }
+        for after in [5, 100_000] {
+            let expected = reason.map(|reason| Effect::Drain(0, reason));
+            let effects = planned(&mut class, generation, endpoint, after);
+            assert_eq!(effects.first().copied(), expected, "{generation} {endpoint:?} {after}");
+        }
+    }
+}
+
+/// An old watch outlasts the use of its class.
+#[test]
+fn older_credential_is_replaced_as_long_as_a_stream_uses_it() {
+    let start = Instant::now();
+    let now = start + 2 * IDLE_CLASS;
+    let endpoints = [endpoint_row(10)];
+    let planned = |idle_since| {
+        let mut class: Class<()> = Class::new(CredentialClass::Token, start);
+        let row = connection_row(candidate(0, 10, now), now);
+        let row = ConnectionRow { generation: 0, idle_since, ..row };
+        class.plan(&mut [row], &around(&endpoints, now), |_| true)
+    };
+    assert_eq!(planned(None), [Effect::Dial(0)]);
+    assert_eq!(planned(Some(now)), [Effect::Drain(0, DrainReason::CertificateRotated)]);
+}
+
+#[test]
+fn plan_pauses_connects_to_an_endpoint_that_refuses_the_credential() {
+    let now = Instant::now();
+    let endpoints = [endpoint_row(10), endpoint_row(11)];
+    let mut class: Class<()> = Class::new(CredentialClass::Token, now);
+    class.credential_refused(EndpointKey(10), 1, 0.5, now);
+    let older = ConnectionRow { generation: 0, ..connection_row(candidate(0, 10, now), now) };
+    let paused = [Effect::WakeAt(now + seconds(1)), Effect::Dial(1)];
+    let both = [Effect::Dial(0), Effect::Dial(1)];
+    for (generation, mut connections, expected) in
+        [(1, vec![older], paused), (1, vec![], both), (2, vec![older], both)]
+    {
+        class.connect_ended(EndpointKey(11));
+        let generation = Some(generation);
+        let surroundings = Surroundings { generation, ..around(&endpoints, now) };
+        assert_eq!(class.plan(&mut connections, &surroundings, |_| true), expected);
+        class.connect_ended(EndpointKey(10));
+    }
 }
 
 #[test]

@@ -188,7 +188,7 @@ fn goaway_announces_a_shutdown_on_the_connection_of_the_prober_unless_its_end_is
             let probe = Established { is_probe, ..established(Instant::now()) };
             let mut setup = Setup::live_with(probe);
             if end_expected {
-                setup.connection.expect_end();
+                setup.connection.set_end_expected(true);
             }
             setup
         };
@@ -338,7 +338,7 @@ fn end_of_h2_is_orderly_if_it_is_finished_or_closed_without_open_streams() {
         assert_eq!((transition.reason, transition.significance), without, "{end:?} {refusal:?}");
     }
     let mut expected = Setup::live();
-    expected.connection.expect_end();
+    expected.connection.set_end_expected(true);
     let effects = expected.connection.ended(H2End::Failed, None);
     assert_eq!(effects.transition.map(|t| t.significance), Some(Expected));
 }

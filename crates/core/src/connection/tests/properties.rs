@@ -127,7 +127,7 @@ impl Shell {
             Input::Drain(reason) => Some(connection.drain(reason, now)),
             Input::Close(reason) => Some(connection.close(reason)),
             Input::ExpectEnd => {
-                connection.expect_end();
+                connection.set_end_expected(true);
                 done
             }
             Input::EndpointDegraded => Some(connection.endpoint_degraded()),

@@ -40,8 +40,8 @@ use super::admission::socket_memory::{Peer, SocketMemory};
 
 /// How long to wait for the client to close.
 const LIMIT: Duration = Duration::from_secs(1);
-/// How long to wait for the client to acknowledge the last bytes.
-const DELIVERY_LIMIT: Duration = Duration::from_secs(30);
+/// How long to wait for a client to acknowledge the last bytes, also at the end of a flow.
+pub const DELIVERY_LIMIT: Duration = Duration::from_secs(30);
 /// Interval of the checks whether it has.
 const DELIVERY_CHECK: Duration = Duration::from_millis(500);
 /// Closed connections of the process that wait for their clients. A drain closes all connections of a listener at once,

@@ -30,23 +30,28 @@ const RESET: Duration = Duration::from_secs(3);
 const CLOSED_WINDOW_RESET: Duration = Duration::from_millis(5_500);
 
 /// nftables rules in one hook, deleted on drop.
-struct DropRules;
+pub(crate) struct DropRules(String);
 
 impl DropRules {
     /// Adds rules, which are separated by semicolons.
-    fn new(hook: &str, rules: &str) -> Self {
-        nft("add table inet t");
-        nft(&format!("add chain inet t c {{ type filter hook {hook} priority 0; }}"));
+    pub(crate) fn new(hook: &str, rules: &str) -> Self {
+        Self::named("t", hook, rules)
+    }
+
+    /// Adds rules in a table of this name.
+    pub(crate) fn named(table: &str, hook: &str, rules: &str) -> Self {
+        nft(&format!("add table inet {table}"));
+        nft(&format!("add chain inet {table} c {{ type filter hook {hook} priority 0; }}"));
         for rule in rules.split(';') {
-            nft(&format!("add rule inet t c {rule}"));
+            nft(&format!("add rule inet {table} c {rule}"));
         }
-        Self
+        Self(table.to_owned())
     }
 }
 
 impl Drop for DropRules {
     fn drop(&mut self) {
-        nft("delete table inet t");
+        nft(&format!("delete table inet {}", self.0));
     }
 }
 

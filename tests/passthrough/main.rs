@@ -10,6 +10,7 @@ mod drain;
 mod endpoint_health;
 mod faults;
 mod flows;
+mod long_paths;
 mod peer;
 mod prober;
 mod rebalance;

@@ -5,6 +5,9 @@
 
 use std::time::Duration;
 
+/// How much longer than twice the shortest round trip an acknowledgement takes at most.
+const MAX_JITTER: Duration = Duration::from_millis(100);
+
 /// The fields of `struct tcp_info` (`linux/tcp.h`) from which the health of a connection is judged.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TcpInfo {
@@ -19,6 +22,12 @@ pub struct TcpInfo {
     pub probes: u8,
     /// The current retransmission timeout.
     pub rto: Duration,
+    /// The smoothed round-trip time, and its mean deviation (RFC 6298 SRTT and RTTVAR).
+    pub rtt: Duration,
+    /// See [`Self::rtt`].
+    pub rtt_deviation: Duration,
+    /// The shortest round-trip time of the last five minutes (Linux 4.6); more than an hour before the first one.
+    pub min_rtt: Duration,
     /// Maximum segment size of this side, in bytes.
     pub send_mss: u32,
     /// Segments sent and not yet acknowledged.
@@ -67,11 +76,18 @@ impl TcpInfo {
         self.segments_in.wrapping_sub(self.data_segments_in).wrapping_add(self.out_of_order)
     }
 
-    /// Whether unsent bytes wait for the peer to open its receive window: the window is smaller than the
-    /// next segment, which TCP therefore holds back (RFC 9293 section 3.8.6.2.1). `None` if the kernel does
-    /// not report the window.
+    /// Whether bytes wait for the peer to open its receive window: the window is smaller than the next segment, which
+    /// TCP therefore holds back (RFC 9293 section 3.8.6.2.1), or the peer has withdrawn a window that was used already.
+    /// `None` if the kernel does not report the window.
     pub fn is_window_closed(&self) -> Option<bool> {
         let window = self.send_window?;
-        Some(self.notsent_bytes > 0 && window < self.send_mss.min(self.notsent_bytes))
+        Some(self.has_pending() && window < self.send_mss.min(self.notsent_bytes).max(1))
+    }
+
+    /// How long an acknowledgement takes at most, apart from the time that a lost packet takes. A single late
+    /// acknowledgement raises the smoothed time until many others have followed, which an idle connection does not
+    /// receive. So the shortest time bounds it.
+    pub fn answer_time(&self) -> Duration {
+        (self.rtt + 4 * self.rtt_deviation).min(2 * self.min_rtt + MAX_JITTER)
     }
 }

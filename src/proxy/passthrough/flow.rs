@@ -146,7 +146,7 @@ impl OpenConnection {
                         if pump.is_client_open() {
                             handle.report_failure(&error);
                         }
-                        Box::pin(pump.wait_delivered(&handle)).await;
+                        Box::pin(pump.wait_delivered(&handle, &self.memory)).await;
                     } else {
                         self.end.set("client_reset");
                     }

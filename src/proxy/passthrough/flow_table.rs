@@ -15,7 +15,7 @@
 //! The table then wakes the task of the flow, which resets both sides. If a time limit applies to many flows,
 //! their ends are spread over its last part, so that their clients do not all reconnect at once.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::io;
 use std::os::fd::RawFd;
 use std::rc::Rc;
@@ -24,7 +24,7 @@ use std::task::Context;
 use std::time::{Duration, Instant};
 
 use jackstay_core::flow_health;
-use jackstay_core::flow_health::{CorrelatedLoss, FlowThresholds};
+use jackstay_core::flow_health::{CorrelatedLoss, FlowThresholds, LossyPath};
 use jackstay_sys::clock;
 use slab::Slab;
 use tokio::sync::Notify;
@@ -44,8 +44,6 @@ use crate::upstream::rebalance::{RebalanceSchedule, load_of};
 
 /// Interval of the scans of the array.
 const SCAN_INTERVAL: Duration = Duration::from_millis(50);
-/// After each such period the number of refuted suspicions is halved.
-const REFUTED_HALF_LIFE: Duration = Duration::from_secs(60);
 /// The check time of a free slot, and of a flow that was ended.
 const NEVER: u64 = u64::MAX;
 /// Rebalancing ends only flows on which no bytes were written for this time.
@@ -59,15 +57,6 @@ pub struct FlowTable {
     occupied: Notify,
     warnings: RateLimitedWarnings,
     rebalancing: RefCell<RebalanceSchedule>,
-    refuted: Cell<RefutedSuspicions>,
-}
-
-/// The recent number of endpoints' sides that were suspected and then answered, which indicates packet loss.
-#[derive(Debug, Clone, Copy)]
-struct RefutedSuspicions {
-    count: u32,
-    /// When the count was last halved.
-    since: Instant,
 }
 
 #[derive(Default)]
@@ -88,6 +77,7 @@ struct EndpointFlows {
     leaving_since: Option<Instant>,
     flows: usize,
     correlated_loss: CorrelatedLoss,
+    lossy_path: LossyPath,
 }
 
 impl FlowTable {
@@ -99,7 +89,6 @@ impl FlowTable {
             occupied: Notify::new(),
             warnings: RateLimitedWarnings::new(WARNING_INTERVAL),
             rebalancing: RefCell::new(RebalanceSchedule::new(clock::now(), fastrand::Rng::new())),
-            refuted: Cell::new(RefutedSuspicions { count: 0, since: clock::now() }),
         })
     }
 
@@ -111,7 +100,7 @@ impl FlowTable {
             }
             sleep(SCAN_INTERVAL).await;
             let now = clock::now();
-            self.adopt_returned_endpoints();
+            self.adopt_returned_endpoints(now);
             self.check_endpoints(now);
             self.rebalance(now);
             self.check_flows(now);
@@ -131,7 +120,7 @@ impl FlowTable {
         let mut slots = self.slots.borrow_mut();
         match slots.endpoints.iter_mut().find(|entry| entry.is_of(endpoint)) {
             Some(entry) => entry.flows += 1,
-            None => slots.endpoints.push(EndpointFlows::new(endpoint, 1)),
+            None => slots.endpoints.push(EndpointFlows::new(endpoint, 1, now)),
         }
         let flow = FlowEntry::new(routing, upstream, endpoint, sockets, now);
         let key = slots.flows.insert(flow);
@@ -164,7 +153,7 @@ impl FlowTable {
 
     /// Gives the flows of removed endpoints whose address is in the set again to the endpoint that has it now: an address
     /// that is missing in one answer of a source, or while a member rejoins, ends no flow.
-    fn adopt_returned_endpoints(&self) {
+    fn adopt_returned_endpoints(&self, now: Instant) {
         let Slots { flows, endpoints, .. } = &mut *self.slots.borrow_mut();
         let is_leaving = |entry: &&EndpointFlows| entry.endpoint.state() == EndpointState::Leaving;
         let leaving: Vec<Arc<Endpoint>> =
@@ -175,12 +164,17 @@ impl FlowTable {
             let returned = of_left.and_then(|(_, flow)| flow.upstream().endpoint_like(&left));
             let Some(returned) = returned else { continue };
             let count = flows.iter().filter(|(_, flow)| is_of_left(flow)).count();
+            let old = endpoints.iter().find(|entry| entry.is_of(&left));
+            let lossy_path = old.map(|entry| entry.lossy_path);
             endpoints.retain(|entry| !entry.is_of(&left));
             let at = endpoints.iter().position(|entry| entry.is_of(&returned));
             let at = at.unwrap_or_else(|| {
-                endpoints.push(EndpointFlows::new(&returned, 0));
+                endpoints.push(EndpointFlows::new(&returned, 0, now));
                 endpoints.len() - 1
             });
+            if let Some(lossy_path) = lossy_path {
+                endpoints[at].lossy_path = endpoints[at].lossy_path.merge(lossy_path);
+            }
             endpoints[at].flows += count;
             for (_, flow) in flows.iter_mut().filter(|(_, flow)| is_of_left(flow)) {
                 endpoints[at].correlated_loss.record_change(false, flow.is_stalled());
@@ -252,7 +246,6 @@ impl FlowTable {
 
     /// Checks the flows that are due.
     fn check_flows(&self, now: Instant) {
-        let thresholds = self.thresholds(now);
         let now_millis = self.millis(now);
         let Slots { checks, flows, endpoints } = &mut *self.slots.borrow_mut();
         for (key, check) in checks.iter_mut().enumerate().filter(|(_, check)| **check <= now_millis)
@@ -260,37 +253,17 @@ impl FlowTable {
             let Some(flow) = flows.get_mut(key) else { continue };
             let entry = endpoints.iter_mut().find(|entry| entry.is_of(flow.endpoint()));
             let Some(entry) = entry else { continue };
-            let thresholds = if entry.correlated_loss.is_path_broken(entry.flows, now) {
-                &flow_health::CORRELATED_LOSS_SERVER
-            } else {
-                thresholds
-            };
+            let thresholds = entry.thresholds(now);
             let was_stalled = flow.is_stalled();
             let result = flow.check(thresholds, now);
             entry.correlated_loss.record_change(was_stalled, flow.is_stalled());
             if flow.take_refuted_suspicion() {
-                let mut refuted = self.refuted.get();
-                refuted.count = refuted.count.saturating_add(1);
-                self.refuted.set(refuted);
+                entry.lossy_path.record_refuted();
             }
             match result {
                 Ok(next) => *check = self.millis(next).max(now_millis + 1),
                 Err(reason) => self.end(check, flow, reason),
             }
-        }
-    }
-
-    /// The thresholds for the endpoint's side of a flow, unless the endpoint has correlated loss.
-    fn thresholds(&self, now: Instant) -> &'static FlowThresholds {
-        let mut refuted = self.refuted.get();
-        if now.saturating_duration_since(refuted.since) > REFUTED_HALF_LIFE {
-            refuted = RefutedSuspicions { count: refuted.count / 2, since: now };
-            self.refuted.set(refuted);
-        }
-        if refuted.count >= flow_health::LOSSY_AFTER {
-            &flow_health::LOSSY_SERVER
-        } else {
-            &flow_health::SERVER
         }
     }
 
@@ -321,13 +294,25 @@ impl FlowTable {
 
 impl EndpointFlows {
     /// The entry of an endpoint with this number of flows.
-    fn new(endpoint: &Arc<Endpoint>, flows: usize) -> Self {
+    fn new(endpoint: &Arc<Endpoint>, flows: usize, now: Instant) -> Self {
         Self {
             endpoint: Arc::clone(endpoint),
             deaths: endpoint.deaths(),
             leaving_since: None,
             flows,
             correlated_loss: CorrelatedLoss::default(),
+            lossy_path: LossyPath::new(now),
+        }
+    }
+
+    /// The thresholds for the endpoint's side of its flows.
+    fn thresholds(&mut self, now: Instant) -> &'static FlowThresholds {
+        if self.correlated_loss.is_path_broken(self.flows, now) {
+            &flow_health::CORRELATED_LOSS_SERVER
+        } else if self.lossy_path.is_lossy(now) {
+            &flow_health::LOSSY_SERVER
+        } else {
+            &flow_health::SERVER
         }
     }
 
@@ -413,4 +398,4 @@ impl Drop for FlowHandle {
 
 #[cfg(test)]
 #[path = "flow_table_tests.rs"]
-mod tests;
+pub(super) mod tests;

@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use bytes::Buf;
 use jackstay_core::backoff::Backoff;
+use jackstay_sys::clock;
 use jackstay_sys::sockets::splice::SplicePipe;
 use jackstay_sys::sockets::{tcp_info, tcp_options};
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
@@ -28,6 +29,7 @@ use tokio::time::sleep;
 use super::super::admission::connection_slots::ConnectionSlot;
 use super::super::admission::flow_memory::FlowMemory;
 use super::super::admission::socket_memory::{Peer, SocketMemory};
+use super::super::lingering::DELIVERY_LIMIT;
 use super::flow_entry::{EVICTED, EndReason, MEMORY, Progress};
 use super::flow_table::FlowHandle;
 use crate::observe::PassthroughMetrics;
@@ -181,15 +183,18 @@ impl Pump {
         !matches!(self.to_endpoint.state, HalfState::Ending | HalfState::Ended)
     }
 
-    /// Waits until the client's kernel has acknowledged all bytes, because a reset would discard the others.
-    /// The wait also ends when the client has closed its connection or the flow table ends the flow.
-    pub async fn wait_delivered(&self, handle: &FlowHandle) {
+    /// Waits until the client's kernel has acknowledged all bytes, because a reset would discard the others. The client
+    /// decides how long that takes, so the wait ends after [`DELIVERY_LIMIT`] and when memory is short. It also ends when
+    /// the client has closed its connection or the flow table ends the flow.
+    pub async fn wait_delivered(&self, handle: &FlowHandle, memory: &FlowMemory) {
+        let end = clock::now() + DELIVERY_LIMIT;
         let mut pauses = Backoff::new(FIRST_DELIVERY_CHECK, MAX_DELIVERY_CHECK);
         let is_pending = || {
             let client = tcp_info::read(&self.client);
             client.is_ok_and(|info| info.has_pending() && !info.closed)
         };
-        while is_pending() {
+        let may_wait = || clock::now() < end && !memory.is_short() && !memory.sockets().is_shed();
+        while is_pending() && may_wait() {
             tokio::select! {
                 () = poll_fn(|cx| handle.poll_end(cx).map_or(Poll::Pending, |_| Poll::Ready(()))) => break,
                 () = sleep(pauses.failed()) => {}
@@ -355,5 +360,53 @@ impl HalfFlow {
             }
             Poll::Ready(Ok(()))
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net;
+    use std::os::fd::AsRawFd;
+    use std::sync::Arc;
+
+    use jackstay_core::admission::{MemoryBudget, MemoryKind};
+
+    use tokio::time::timeout;
+
+    use super::super::flow_table::tests::Setup;
+    use super::*;
+
+    /// A connection whose peer has not read what it was sent, and the peer.
+    fn unread_connection() -> (net::TcpStream, net::TcpStream) {
+        let listener = net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let peer = net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.set_nonblocking(true).unwrap();
+        while stream.write(&[0; 16 << 10]).is_ok() {}
+        (stream, peer)
+    }
+
+    /// The client answers the kernel's probes, and never reads.
+    #[tokio::test(start_paused = true)]
+    async fn wait_delivered_ends_after_its_limit_and_when_memory_is_short() {
+        const MEMORY: usize = 64 << 20;
+        let setup = Setup::new();
+        let source = MemoryBudget::new(MEMORY).source(1);
+        for (used, limit) in [(0, DELIVERY_LIMIT), (MEMORY, Duration::ZERO)] {
+            let ((client, _peer), (endpoint, _server)) = (unread_connection(), unread_connection());
+            let memory = FlowMemory::new(Arc::clone(&source), client.as_raw_fd()).unwrap();
+            let streams = [client, endpoint].map(|stream| TcpStream::from_std(stream).unwrap());
+            let [client, endpoint] = streams;
+            let (flow, pump) = (setup.insert(), Pump::new(client, endpoint, Vec::new()));
+            source.add(MemoryKind::Flows, used);
+            let begun = clock::now();
+            let delivered = pump.wait_delivered(&flow, &memory);
+            timeout(10 * DELIVERY_LIMIT, delivered).await.expect("the wait ends");
+            let took = clock::elapsed(begun);
+            source.subtract(MemoryKind::Flows, used);
+            let latest = limit + 2 * MAX_DELIVERY_CHECK;
+            assert!((limit..latest).contains(&took), "{used} used: {took:?}");
+        }
     }
 }

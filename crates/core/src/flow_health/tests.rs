@@ -172,6 +172,103 @@ fn flow_with_continued_writes_is_dead_without_retransmissions() {
     assert!((2250 * MS..2400 * MS).contains(&at), "{at:?}");
 }
 
+/// A burst is lost at once, so it is no more evidence than one segment. Only what is sent later is.
+#[test]
+fn burst_counts_once_until_its_retransmissions_are_unanswered() {
+    let burst = |pauses: &[u32], at: Duration| {
+        let sent = pauses.iter().filter(|ms| at >= **ms * MS).count() as u32;
+        TcpInfo {
+            unacked: 12,
+            retransmits: sent as u8,
+            data_segments_sent: 40 + 12 + sent,
+            ..idle_for(at)
+        }
+    };
+    // The retransmissions, and when the flow is dead.
+    let table: [(&[u32], u128); 4] = [
+        // Three retransmissions are unanswered, the last of them for 0.85 s.
+        (&[200, 600, 1_400, 2_400], 2_250),
+        (&[200, 600, 1_400, 3_000], 2_250),
+        // The third must have the time to be answered.
+        (&[700, 1_700, 2_700, 3_700], 2_950),
+        (&[700, 2_100, 4_900], 5_150),
+    ];
+    for (pauses, expected) in table {
+        let wrote_at = 1_100 * MS;
+        let kernel = |at: Duration, _| match at.checked_sub(wrote_at) {
+            None => TcpInfo { data_segments_sent: 40, ..idle_for(at.min(SECOND)) },
+            Some(since) => TcpInfo {
+                // The peer was heard shortly before.
+                last_ack_recv: since + 100 * MS,
+                ..burst(pauses, since)
+            },
+        };
+        let (at, _) = death_of(&SERVER, Some(wrote_at), kernel).unwrap();
+        let after = at.saturating_sub(wrote_at).as_millis();
+        assert!((expected..=expected + 200).contains(&after), "{pauses:?}: {after} ms");
+    }
+}
+
+/// A kernel before Linux 5.4 does not report that the peer has withdrawn its window. It repeats the bytes that wait,
+/// counts no retransmission, and the peer answers each.
+#[test]
+fn peer_that_answers_is_alive_although_the_window_is_unknown() {
+    let answered = |at: Duration, _| TcpInfo {
+        unacked: 1,
+        send_window: None,
+        data_segments_sent: (at.as_millis() / 200) as u32,
+        segments_out: (at.as_millis() / 200) as u32,
+        ..idle_for(Duration::from_millis(at.as_millis() as u64 % 200))
+    };
+    assert_eq!(death_of(&SERVER, None, answered), None);
+    let lost = |at, requested| TcpInfo {
+        last_ack_recv: at,
+        last_data_recv: at,
+        ..answered(at, requested)
+    };
+    let (at, _) = death_of(&SERVER, None, lost).unwrap();
+    assert!((2_250 * MS..2_400 * MS).contains(&at), "{at:?}");
+}
+
+/// One acknowledgement took a second, for example because the machine of the peer was paused. An idle flow has no other
+/// that would correct the estimate.
+#[test]
+fn idle_flow_on_a_near_path_is_dead_within_3_s_after_one_late_acknowledgement() {
+    let lost = |at, requested| TcpInfo {
+        rtt: 126 * MS,
+        rtt_deviation: 250 * MS,
+        min_rtt: MS,
+        probes: keepalives(at, requested),
+        ..idle_for(at)
+    };
+    let (at, _) = death_of(&SERVER, None, lost).unwrap();
+    assert!((2_700 * MS..3 * SECOND).contains(&at), "{at:?}");
+    let distant = |at, requested| TcpInfo { min_rtt: 300 * MS, ..lost(at, requested) };
+    let (at, _) = death_of(&SERVER, None, distant).unwrap();
+    assert!(at > 3 * SECOND, "{at:?}");
+}
+
+/// At a distance the pauses are as long as the answers take.
+#[test]
+fn last_retransmission_at_a_distance_has_the_time_to_be_answered() {
+    let sent_at = [0, 800, 1_600, 2_400, 3_200, 4_000];
+    let kernel = |at: Duration, _| {
+        let sent = sent_at.iter().filter(|ms| at >= **ms * MS).count() as u32;
+        TcpInfo {
+            unacked: 1,
+            retransmits: (sent - 1) as u8,
+            data_segments_sent: sent,
+            rtt: 600 * MS,
+            rtt_deviation: 10 * MS,
+            min_rtt: 590 * MS,
+            ..idle_for(at)
+        }
+    };
+    let (at, _) = death_of(&SERVER, None, kernel).unwrap();
+    let answered = 3_200 * MS + 490 * MS;
+    assert!((answered..answered + 150 * MS).contains(&at), "{at:?}");
+}
+
 #[test]
 fn flow_with_a_lost_outbound_direction_is_dead() {
     // Segments from the peer arrive, but not those to the peer.
@@ -215,16 +312,20 @@ fn closed_window_with_answered_probes_is_alive() {
         notsent_bytes: 5000,
         send_window: Some(0),
         probes: at.as_secs().min(255) as u8,
+        segments_out: at.as_secs() as u32,
         ..idle_for(at)
     };
-    // The peer has LAST_PROBE_TIMEOUT to answer the last probe.
-    for (thresholds, probes) in
-        [(SERVER, 4), (LOSSY_SERVER, 6), (CORRELATED_LOSS_SERVER, 2), (CLIENT, 30)]
-    {
+    // The peer has LAST_PROBE_TIMEOUT to answer the last of few probes.
+    let after = |probes| probes * SECOND + LAST_PROBE_TIMEOUT;
+    for (thresholds, expected) in [
+        (SERVER, after(4)),
+        (LOSSY_SERVER, after(6)),
+        (CORRELATED_LOSS_SERVER, after(2)),
+        (CLIENT, 30 * SECOND),
+    ] {
         let (at, death) = death_of(&thresholds, None, lost).unwrap();
         assert_eq!(death, FlowDeath::Unacknowledged);
-        let expected = probes * SECOND + LAST_PROBE_TIMEOUT;
-        assert!((expected..expected + 250 * MS).contains(&at), "{at:?}, {probes} probes");
+        assert!((expected..expected + 250 * MS).contains(&at), "{at:?}, {expected:?}");
     }
     // Linux answers two probes a second, so of the first two, at 0.2 and 0.6 s, it would answer only one.
     let early = |at: Duration, _| {
@@ -245,6 +346,7 @@ fn closed_window_tolerates_three_lost_probes_and_counts_refuted_suspicions() {
             notsent_bytes: 5000,
             send_window: Some(0),
             probes: silent.as_secs() as u8,
+            segments_out: at.as_secs() as u32,
             segments_in: (at.as_millis() / (n * 1000 + 1)) as u32,
             ..idle_for(silent)
         }

@@ -7,8 +7,9 @@ use std::time::Duration;
 pub struct FlowThresholds {
     /// How long no byte is acknowledged while bytes wait.
     pub unacked_after: Duration,
-    /// Number of retransmissions until [`super::LAST_PROBE_TIMEOUT`] after that time. One and a half times
-    /// as many segments suffice without the additional time.
+    /// Number of retransmissions until [`super::LAST_PROBE_TIMEOUT`] after that time. If one and a half times as many
+    /// segments were sent, without those that were sent together, or as many at this number of times, the additional
+    /// time is not needed.
     pub retransmits: u8,
     /// How long no new segment is received while no bytes wait. With `None` only the kernel's keepalives
     /// end an idle flow.
@@ -23,6 +24,17 @@ pub struct FlowThresholds {
 }
 
 impl FlowThresholds {
+    /// The thresholds on a path whose answers take longer than usual by `distance`. An idle flow waits for the answers to
+    /// keepalives that are sent only when the first answer is late, so both are added.
+    #[must_use]
+    pub fn at_distance(self, distance: Duration) -> Self {
+        Self {
+            unacked_after: self.unacked_after + distance,
+            idle_after: self.idle_after.map(|after| after + 2 * distance),
+            ..self
+        }
+    }
+
     /// The thresholds of a tunnel, which is dead after `dead_after` without evidence of life. If `dead_after`
     /// is long, no keepalives are requested, because the kernel resets a flow after 127 unanswered ones.
     pub fn tunnel(dead_after: Duration) -> Self {
@@ -35,9 +47,9 @@ impl FlowThresholds {
     }
 }
 
-/// The thresholds of a flow to an apiserver, for whose responses clients wait. Retransmissions of a thin
+/// The thresholds of a flow to an apiserver whose answers take no longer than usual, and for whose responses clients wait. Retransmissions of a thin
 /// stream are 200 ms apart, so eight are sent before `unacked_after`. The pauses of a full stream double:
-/// four are sent in 2.4 s if the kernel limits the pause (`TCP_RTO_MAX_MS`), otherwise in 3 s.
+/// three are sent in 1.4 s, and four in 2.4 s if the kernel limits the pause (`TCP_RTO_MAX_MS`), otherwise in 3 s.
 pub const SERVER: FlowThresholds = FlowThresholds {
     unacked_after: Duration::from_millis(2_250),
     retransmits: 4,
@@ -47,7 +59,7 @@ pub const SERVER: FlowThresholds = FlowThresholds {
     requests_probes: true,
 };
 
-/// The thresholds of a flow to an apiserver on a lossy path: [`LOSSY_AFTER`] suspicions were refuted.
+/// The thresholds of a flow to an apiserver on a lossy path ([`super::LossyPath`]).
 pub const LOSSY_SERVER: FlowThresholds =
     FlowThresholds { idle_after: Some(Duration::from_millis(4_500)), window_probes: 6, ..SERVER };
 
@@ -64,10 +76,6 @@ pub const CORRELATED_LOSS_SERVER: FlowThresholds = FlowThresholds {
 
 /// A tunnel with a shorter `dead_after` requests keepalives. In this time the kernel sends eight by itself.
 const EXTRA_PROBES_BELOW: Duration = Duration::from_secs(10);
-
-/// Number of refuted suspicions after which a path counts as lossy: on the flows of an endpoint within two
-/// minutes, or on the flow of one upgrade.
-pub const LOSSY_AFTER: u32 = 3;
 
 /// The thresholds of a flow to a client. No request waits for a client, and most clients are on the same
 /// machine, so the flow to a client that has left the network may stay open for a while.

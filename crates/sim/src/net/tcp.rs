@@ -230,6 +230,7 @@ impl End {
             notsent_bytes: self.unsent.iter().map(|segment| segment.bytes).sum(),
             data_segments_sent: self.segments_out,
             send_window: Some(self.window),
+            ..TcpInfo::default()
         }
     }
 }

@@ -11,8 +11,8 @@ use jackstay_core::tcp_info::TcpInfo;
 const TCP_CLOSE: u8 = 7;
 /// States after the peer's FIN: `TCP_CLOSE_WAIT`, `TCP_LAST_ACK`, `TCP_CLOSING`, `TCP_TIME_WAIT`.
 const AFTER_FIN: [u8; 4] = [8, 9, 11, 6];
-/// Length of the structure up to and including `tcpi_notsent_bytes` (Linux 4.6).
-const MIN_LENGTH: usize = offset_of!(libc::tcp_info, tcpi_notsent_bytes) + size_of::<u32>();
+/// Length of the structure up to and including `tcpi_data_segs_out` (Linux 4.6).
+const MIN_LENGTH: usize = offset_of!(libc::tcp_info, tcpi_data_segs_out) + size_of::<u32>();
 /// Length of the structure up to and including `tcpi_snd_wnd` (Linux 5.4).
 const LENGTH_WITH_WINDOW: usize = offset_of!(libc::tcp_info, tcpi_snd_wnd) + size_of::<u32>();
 
@@ -53,6 +53,9 @@ pub fn read(socket: &impl AsRawFd) -> io::Result<TcpInfo> {
         retransmits: raw.tcpi_retransmits,
         probes: raw.tcpi_probes,
         rto: Duration::from_micros(raw.tcpi_rto.into()),
+        rtt: Duration::from_micros(raw.tcpi_rtt.into()),
+        rtt_deviation: Duration::from_micros(raw.tcpi_rttvar.into()),
+        min_rtt: Duration::from_micros(raw.tcpi_min_rtt.into()),
         send_mss: raw.tcpi_snd_mss,
         unacked: raw.tcpi_unacked,
         last_data_recv: Duration::from_millis(raw.tcpi_last_data_recv.into()),
@@ -91,6 +94,7 @@ mod tests {
         assert!(after.segments_out > before.segments_out, "{before:?} {after:?}");
         assert!(after.rto >= Duration::from_millis(200), "{after:?}");
         assert!(after.last_data_recv < Duration::from_secs(5), "{after:?}");
+        assert!(after.min_rtt <= after.rtt && after.rtt < Duration::from_secs(5), "{after:?}");
         assert!(after.segments_in > after.data_segments_in, "{after:?}");
         assert_eq!(after.data_segments_in - before.data_segments_in, 1, "{after:?}");
     }
@@ -139,6 +143,7 @@ mod tests {
     fn libc_tcp_info_has_the_layout_of_the_kernel() {
         assert_eq!(offset_of!(libc::tcp_info, tcpi_bytes_acked), 120);
         assert_eq!(offset_of!(libc::tcp_info, tcpi_notsent_bytes), 144);
+        assert_eq!(offset_of!(libc::tcp_info, tcpi_min_rtt), 148);
         assert_eq!(offset_of!(libc::tcp_info, tcpi_data_segs_out), 156);
         assert_eq!(offset_of!(libc::tcp_info, tcpi_rcv_ooopack), 224);
         assert_eq!(offset_of!(libc::tcp_info, tcpi_snd_wnd), 228);

@@ -31,6 +31,7 @@ mod fault_reports;
 mod listener;
 pub mod reload;
 pub mod sandbox;
+pub mod shared_sockets;
 mod sockets;
 mod start_error;
 mod status;

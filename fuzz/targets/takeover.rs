@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::LazyLock;
 
+use jackstay::app::shared_sockets::SentSockets;
 use jackstay::app::takeover::{Found, Offer, Request, TakeoverRequest, ask, hand_over};
 use jackstay_sys::process::descriptor_passing;
 use tokio::runtime::{Builder, Runtime};
@@ -65,23 +66,26 @@ fn new_process_sends(bytes: &[u8], runtime: &Runtime) {
         drop(requests);
         result
     };
-    let answer = async {
-        let (mut duplicated, mut released) = (false, false);
-        while let Some(request) = received.recv().await {
-            match request {
-                TakeoverRequest::DuplicateSockets { request: Request::IfDraining, reply } => {
-                    drop(reply.send(Ok(Offer::Nothing)));
+    let answer =
+        async {
+            let (mut duplicated, mut released) = (false, false);
+            while let Some(request) = received.recv().await {
+                match request {
+                    TakeoverRequest::DuplicateSockets { request: Request::IfDraining, reply } => {
+                        drop(reply.send(Ok(Offer::Nothing)));
+                    }
+                    TakeoverRequest::DuplicateSockets { request: Request::TakeOver, reply } => {
+                        duplicated = true;
+                        let copy = LISTENER.as_fd().try_clone_to_owned();
+                        drop(reply.send(
+                            copy.map(|copy| Offer::Sockets(vec![copy], SentSockets::default())),
+                        ));
+                    }
+                    TakeoverRequest::ReleaseSockets { .. } => released = true,
                 }
-                TakeoverRequest::DuplicateSockets { request: Request::TakeOver, reply } => {
-                    duplicated = true;
-                    let copy = LISTENER.as_fd().try_clone_to_owned();
-                    drop(reply.send(copy.map(|copy| Offer::Sockets(vec![copy]))));
-                }
-                TakeoverRequest::ReleaseSockets { .. } => released = true,
             }
-        }
-        (duplicated, released)
-    };
+            (duplicated, released)
+        };
     let (result, (duplicated, released)) = runtime.block_on(async { tokio::join!(serve, answer) });
     let request = NEW_PROCESS.split_inclusive(|byte| *byte == b'\n').next().unwrap_or_default();
     assert_eq!(duplicated, bytes.starts_with(request));

@@ -19,6 +19,7 @@ use jackstay_sys::sockets::connector::Connector;
 use super::admin_socket::{AdminBind, AdminSocket};
 use super::descriptors::DescriptorShare;
 use super::listener::{BoundListener, ListenerMode};
+use super::shared_sockets::SentSockets;
 use super::sockets::{BoundSocket, NewSockets, SocketBinder};
 use super::start_error::StartError;
 use crate::config::{self, CertPaths, Config, MemoryLimit};
@@ -51,9 +52,17 @@ pub struct ActiveConfig {
 
 impl ActiveConfig {
     /// Duplicates of every listening socket, for another process.
-    pub fn duplicate_sockets(&self) -> io::Result<Vec<OwnedFd>> {
+    pub fn duplicate_sockets(&self) -> io::Result<(Vec<OwnedFd>, SentSockets)> {
         let listeners = self.sockets.iter().flat_map(|socket| socket.duplicates());
-        listeners.chain(self.admin.duplicate()).collect()
+        let sockets = listeners.chain(self.admin.duplicate()).collect::<Result<_, _>>()?;
+        let sent = self.sockets.iter().map(|socket| socket.other_owners());
+        Ok((sockets, SentSockets::new(sent.chain([self.admin.other_owners()]).cloned())))
+    }
+
+    /// Records that the process that the sockets of the listeners were inherited from has closed them, and that no service
+    /// manager has them.
+    pub fn predecessor_has_closed_sockets(&self) {
+        self.sockets.iter().for_each(|socket| socket.other_owners().predecessor_has_closed());
     }
 
     /// Every address that this process listens on.
@@ -96,9 +105,9 @@ impl ActiveConfig {
         self.admin.divert_if_replaced(&next.admin) || any
     }
 
-    /// Whether no process that the sockets of the listeners were inherited from may still have them.
-    pub fn has_own_sockets(&self) -> bool {
-        !self.sockets.iter().any(|socket| socket.is_inherited())
+    /// Whether only this process and one that it has sent the sockets of the listeners to may have them.
+    pub fn shares_sockets_with_one(&self) -> bool {
+        self.sockets.iter().all(|socket| socket.other_owners().are_at_most(1))
     }
 
     /// Excludes the sockets of the listeners from new connections before a drain closes them. Returns whether TCP

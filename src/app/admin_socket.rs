@@ -4,13 +4,13 @@
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use jackstay_sys::sockets::listening;
 use jackstay_sys::sockets::listening::ListenOptions;
 
+use super::shared_sockets::OtherOwners;
 use super::sockets::divert_new_connections;
 use super::start_error::StartError;
 use crate::config;
@@ -30,7 +30,7 @@ pub struct AdminSocket {
     configured: SocketAddr,
     /// `None` while another process has the address: before [`Self::bind_if_free`] and after [`Self::close`].
     socket: Mutex<Option<Arc<TcpListener>>>,
-    has_other_owner: AtomicBool,
+    other_owners: OtherOwners,
 }
 
 impl AdminSocket {
@@ -62,13 +62,9 @@ impl AdminSocket {
         }
     }
 
-    fn new(
-        configured: SocketAddr,
-        socket: Option<TcpListener>,
-        has_other_owner: bool,
-    ) -> Arc<Self> {
+    fn new(configured: SocketAddr, socket: Option<TcpListener>, is_inherited: bool) -> Arc<Self> {
         let socket = Mutex::new(socket.map(Arc::new));
-        Arc::new(Self { configured, socket, has_other_owner: AtomicBool::new(has_other_owner) })
+        Arc::new(Self { configured, socket, other_owners: OtherOwners::new(is_inherited) })
     }
 
     /// The socket, unless another process has the address.
@@ -88,9 +84,13 @@ impl AdminSocket {
         Ok(())
     }
 
+    /// The other processes that may have the socket.
+    pub fn other_owners(&self) -> &OtherOwners {
+        &self.other_owners
+    }
+
     /// A duplicate for another process.
     pub fn duplicate(&self) -> Option<io::Result<OwnedFd>> {
-        self.has_other_owner.store(true, Ordering::Relaxed);
         self.socket().map(|socket| socket.as_fd().try_clone_to_owned())
     }
 
@@ -101,8 +101,7 @@ impl AdminSocket {
 
     /// Excludes the socket from new connections if `next` replaces it on its port. Returns whether it does.
     pub fn divert_if_replaced(self: &Arc<Self>, next: &Arc<Self>) -> bool {
-        let (Some(socket), false) = (self.socket(), self.has_other_owner.load(Ordering::Relaxed))
-        else {
+        let (Some(socket), false) = (self.socket(), self.other_owners.exist()) else {
             return false;
         };
         let collide =

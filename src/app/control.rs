@@ -39,7 +39,7 @@ use super::reload::{
 };
 use super::sockets::NewSockets;
 use super::status::ProcessStatus;
-use super::takeover::{Offer, Predecessor, Request, TakeoverRequest};
+use super::takeover::{self, Offer, Predecessor, Request, TakeoverRequest};
 use super::workers::CommandSender;
 use crate::admin::StatusProvider as _;
 use crate::control::discovery::SharedContext;
@@ -176,7 +176,7 @@ impl ControlThread {
                     }
                     TakeoverRequest::ReleaseSockets { pid, done } => {
                         self.release_sockets(pid, tasks).await;
-                        let own = self.active.has_own_sockets();
+                        let own = self.active.shares_sockets_with_one();
                         // So that the new process has the last duplicates.
                         self.active.sockets.clear();
                         // The receiver may be dropped.
@@ -226,10 +226,11 @@ impl ControlThread {
         let applied = self.workers.apply(&self.active, sockets);
         wait_for_workers(applied, "a worker does not accept connections after 5 s").await;
         let from = predecessor.pid();
-        let reason = match predecessor.replace().await {
+        let path = self.active.config.state_dir.as_deref().map(takeover::socket_path);
+        let reason = match predecessor.replace_at(&path.unwrap_or_default()).await {
             Ok(own) => {
                 if own && !self.manager_sockets {
-                    self.active.sockets.iter().for_each(|socket| socket.set_own());
+                    self.active.predecessor_has_closed_sockets();
                 }
                 "the old process has stopped accepting and drains".to_owned()
             }
@@ -256,7 +257,10 @@ impl ControlThread {
     /// What a new process gets that sends this request.
     fn offer(&self, drains: bool, request: Request) -> io::Result<Offer> {
         match hand_over::offer(drains, request) {
-            Offered::Sockets => self.active.duplicate_sockets().map(Offer::Sockets),
+            Offered::Sockets => {
+                let (sockets, sent) = self.active.duplicate_sockets()?;
+                Ok(Offer::Sockets(sockets, sent))
+            }
             Offered::AdminSocket => {
                 let admin = self.active.admin.duplicate();
                 admin.into_iter().collect::<Result<_, _>>().map(Offer::Draining)

@@ -15,8 +15,8 @@ use jackstay_sys::process::sandbox::{landlock, seccomp};
 use serde::Serialize;
 
 use crate::config::{Config, Sandbox, Seccomp, Switch};
-use crate::control::discovery::dns::ResolverFiles;
 use crate::control::discovery::kubeconfig;
+use crate::net::dns::ResolverFiles;
 
 /// Files of the system that are read while the process runs, besides those of the configuration: metrics of the
 /// process, its limits, the name of the host, random numbers, and the program for backtraces.

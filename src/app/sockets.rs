@@ -10,13 +10,14 @@ use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use jackstay_sys::sockets::listening;
 use jackstay_sys::sockets::listening::ListenOptions;
 use socket2::SockRef;
 
+use super::shared_sockets::OtherOwners;
 use super::start_error::StartError;
 use crate::config;
 
@@ -40,10 +41,7 @@ pub struct BoundSocket {
     options: ListenOptions,
     /// The options before [`Self::apply_options`].
     previous_options: ListenOptions,
-    /// Whether the sockets were inherited from a process that may still have them.
-    inherited: AtomicBool,
-    /// Whether they were sent to another process.
-    handed_out: AtomicBool,
+    other_owners: OtherOwners,
     sockets: Vec<TcpListener>,
 }
 
@@ -78,15 +76,13 @@ impl BoundSocket {
         inherited: bool,
     ) -> Self {
         let id = SocketId(NEXT_ID.fetch_add(1, Ordering::Relaxed));
-        let (inherited, handed_out) = (AtomicBool::new(inherited), AtomicBool::new(false));
         Self {
             id,
             configured,
             address,
             options,
             previous_options: options,
-            inherited,
-            handed_out,
+            other_owners: OtherOwners::new(inherited),
             sockets,
         }
     }
@@ -102,8 +98,7 @@ impl BoundSocket {
             address,
             options,
             previous_options,
-            inherited: AtomicBool::new(self.is_inherited()),
-            handed_out: AtomicBool::new(self.handed_out.load(Ordering::Relaxed)),
+            other_owners: self.other_owners.clone(),
             sockets,
         })
     }
@@ -128,25 +123,11 @@ impl BoundSocket {
         }
     }
 
-    /// Whether a process that the sockets were inherited from may still have them.
-    pub fn is_inherited(&self) -> bool {
-        self.inherited.load(Ordering::Relaxed)
-    }
-
-    /// Records that the process that the sockets were inherited from has closed them.
-    pub fn set_own(&self) {
-        self.inherited.store(false, Ordering::Relaxed);
-    }
-
-    fn has_other_owner(&self) -> bool {
-        self.is_inherited() || self.handed_out.load(Ordering::Relaxed)
-    }
-
     /// Makes the kernel give new connections to another socket on the port, or refuse them, before these are closed.
     /// Sockets that another process may use are not changed. Returns whether TCP handshakes that have started must
     /// be waited for.
     pub fn divert_new_connections(&self) -> bool {
-        let own = self.sockets.iter().filter(|_| !self.has_other_owner());
+        let own = self.sockets.iter().filter(|_| !self.other_owners.exist());
         own.filter(|socket| divert_new_connections(socket)).count() > 0
     }
 
@@ -159,9 +140,13 @@ impl BoundSocket {
             .collect()
     }
 
+    /// The other processes that may have the sockets.
+    pub fn other_owners(&self) -> &OtherOwners {
+        &self.other_owners
+    }
+
     /// Duplicates of all sockets, for another process.
     pub fn duplicates(&self) -> impl Iterator<Item = io::Result<OwnedFd>> {
-        self.handed_out.store(true, Ordering::Relaxed);
         self.sockets.iter().map(|socket| socket.as_fd().try_clone_to_owned())
     }
 }

@@ -39,10 +39,12 @@
 mod predecessor;
 mod protocol;
 
+use std::convert::Infallible;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream as BlockingStream;
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::time::Duration;
 
 use jackstay_core::takeover::hand_over::{Effect, End, HandOver, Input};
@@ -51,10 +53,11 @@ use jackstay_sys::process::descriptor_passing;
 use jackstay_sys::sockets::listening;
 use tokio::io::{AsyncWriteExt, Interest};
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::time::{sleep, timeout};
 
-use self::protocol::{REPLY_TIMEOUT, is_trusted, read_line};
+use self::protocol::{REPLY_TIMEOUT, is_trusted, read_line, visible_pid, wait_until_ended};
+use super::shared_sockets::SentSockets;
 use crate::observe::log::PidInLines;
 
 pub use self::predecessor::{AskError, Found, Predecessor, ask, pause, request, show_pid_beside};
@@ -98,7 +101,7 @@ pub enum TakeoverRequest {
 #[derive(Debug)]
 pub enum Offer {
     /// This process serves: all its listening sockets.
-    Sockets(Vec<OwnedFd>),
+    Sockets(Vec<OwnedFd>, SentSockets),
     /// This process drains: the socket of its admin endpoint, if it still has that.
     Draining(Vec<OwnedFd>),
     /// This process serves, and the new process wants only the sockets of a drain.
@@ -106,11 +109,14 @@ pub enum Offer {
 }
 
 impl Offer {
-    fn into_parts(self) -> (Answer, Vec<OwnedFd>) {
+    fn into_parts(self) -> (Answer, Vec<OwnedFd>, SentSockets) {
         match self {
-            Self::Sockets(sockets) => (Answer::Sockets(sockets.len()), sockets),
-            Self::Draining(sockets) => (Answer::Draining(sockets.len()), sockets),
-            Self::Nothing => (Answer::Serving, Vec::new()),
+            Self::Sockets(sockets, sent) => (Answer::Sockets(sockets.len()), sockets, sent),
+            // This process closes its own.
+            Self::Draining(sockets) => {
+                (Answer::Draining(sockets.len()), sockets, SentSockets::default())
+            }
+            Self::Nothing => (Answer::Serving, Vec::new(), SentSockets::default()),
         }
     }
 }
@@ -134,10 +140,25 @@ impl TakeoverServer {
         UnixListener::from_std(listening::listen_unix(path, 0o600)?).map(Self)
     }
 
-    /// Serves new processes one after the other, until one has taken over.
-    pub async fn serve(self, requests: mpsc::UnboundedSender<TakeoverRequest>) {
-        loop {
-            let mut stream = match self.0.accept().await {
+    /// Serves new processes one after the other, until one has taken over, or until the sender of `stop` is dropped: then
+    /// the socket is closed at once, but a new process that is being served is heard to its end, since it may serve
+    /// already. Returns whether one has taken over.
+    ///
+    /// `turn` is held for each new process, since one at a time gets sockets; servers of two paths share it.
+    pub async fn serve(
+        self,
+        requests: mpsc::UnboundedSender<TakeoverRequest>,
+        mut stop: oneshot::Receiver<Infallible>,
+        turn: &Mutex<()>,
+    ) -> bool {
+        let mut listener = Some(self.0);
+        while let Some(socket) = &listener {
+            let accepted = tokio::select! {
+                biased;
+                _ = &mut stop => return false,
+                accepted = socket.accept() => accepted,
+            };
+            let mut stream = match accepted {
                 Ok((stream, _)) => stream,
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a takeover request");
@@ -145,13 +166,30 @@ impl TakeoverServer {
                     continue;
                 }
             };
+            let _turn = tokio::select! {
+                biased;
+                _ = &mut stop => return false,
+                turn = turn.lock() => turn,
+            };
             let overlap = PidInLines::start();
-            match hand_over(&mut stream, &requests).await {
-                Ok(true) => return overlap.until_exit(),
+            let mut exchange = pin!(hand_over(&mut stream, &requests));
+            let result = tokio::select! {
+                result = &mut exchange => result,
+                _ = &mut stop => {
+                    listener = None;
+                    exchange.await
+                }
+            };
+            match result {
+                Ok(true) => {
+                    overlap.until_exit();
+                    return true;
+                }
                 Ok(false) => {}
                 Err(error) => tracing::warn!(%error, "takeover failed; this process continues"),
             }
         }
+        false
     }
 }
 
@@ -169,7 +207,9 @@ pub async fn hand_over(
     if !is_trusted(peer.uid()) {
         return Err(io::Error::other(format!("user {} is not trusted", peer.uid())));
     }
-    let mut exchange = Exchange { stream, requests, pid: peer.pid(), sockets: Vec::new() };
+    let pid = peer.pid().and_then(visible_pid);
+    let (sockets, sent) = (Vec::new(), SentSockets::default());
+    let mut exchange = Exchange { stream, requests, pid, sockets, sent };
     let (mut machine, mut effect) = HandOver::new();
     loop {
         let done = exchange.execute(effect).await;
@@ -195,6 +235,7 @@ struct Exchange<'a> {
     pid: Option<i32>,
     /// What it gets.
     sockets: Vec<OwnedFd>,
+    sent: SentSockets,
 }
 
 /// The result of an effect.
@@ -251,8 +292,8 @@ impl Exchange<'_> {
         let (reply, offer) = oneshot::channel();
         let duplicate = TakeoverRequest::DuplicateSockets { request, reply };
         self.requests.send(duplicate).map_err(|_| shutting_down())?;
-        let (answer, sockets) = offer.await.map_err(|_| shutting_down())??.into_parts();
-        self.sockets = sockets;
+        let (answer, sockets, sent) = offer.await.map_err(|_| shutting_down())??.into_parts();
+        (self.sockets, self.sent) = (sockets, sent);
         Ok(answer)
     }
 
@@ -282,7 +323,17 @@ impl Exchange<'_> {
     }
 
     /// The result of the exchange. `last`: that of its last effect.
-    fn end(&self, end: End, last: io::Result<Done>) -> io::Result<bool> {
+    fn end(&mut self, end: End, last: io::Result<Done>) -> io::Result<bool> {
+        let mut sent = std::mem::take(&mut self.sent);
+        match (end, self.pid) {
+            (End::TakenOver, _) => {}
+            _ if last.as_ref().is_err_and(is_gone) => sent.process_has_ended(),
+            (_, Some(pid)) => drop(tokio::spawn(async move {
+                wait_until_ended(pid).await;
+                sent.process_has_ended();
+            })),
+            (_, None) => {}
+        }
         match (end, last) {
             (End::TakenOver, _) => Ok(true),
             (End::Continues, _) => Ok(false),

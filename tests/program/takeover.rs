@@ -1,8 +1,11 @@
 //! Tests of `--take-over` and of signals: a new process replaces a running one, and clients see no failure.
 
 mod certificates;
+mod failed;
 mod load;
+mod releases;
 mod restarts;
+mod saved_endpoints;
 mod setup;
 
 use self::load::Load;

@@ -26,7 +26,7 @@ impl ControlThread {
         // After a takeover, the main thread starts the drain.
         let mut draining = self.draining.clone();
         let _ = draining.wait_for(|draining| *draining).await;
-        let own = self.active.has_own_sockets();
+        let own = self.active.shares_sockets_with_one();
         if self.active.divert_new_connections() {
             sleep(TCP_HANDSHAKE).await;
         }

@@ -2,6 +2,7 @@
 //! listener or socket that it serves.
 
 use std::cell::RefCell;
+use std::convert::Infallible;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use std::time::Duration;
 use jackstay_sys::sockets::listening;
 use tokio::net::UnixListener;
 use tokio::sync::mpsc::UnboundedSender;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{Mutex, oneshot, watch};
 use tokio::task::{AbortHandle, spawn_blocking, spawn_local};
 use tokio::time::{sleep, timeout};
 
@@ -45,8 +46,18 @@ pub struct Tasks {
     listeners: Vec<(Arc<ServingTls>, AbortHandle)>,
     faults: Rc<RefCell<FaultReports>>,
     admin: Option<AdminServer>,
-    admin_unix: Option<(PathBuf, AbortHandle)>,
-    takeover: Option<(PathBuf, AbortHandle)>,
+    admin_unix: Option<SocketFileTask>,
+    takeover: Option<SocketFileTask>,
+    /// Held by the takeover server that serves a new process.
+    takeover_turn: Rc<Mutex<()>>,
+}
+
+/// The task that serves a socket file.
+struct SocketFileTask {
+    path: PathBuf,
+    task: AbortHandle,
+    /// Dropped so that the task ends when it can; without it the task is aborted.
+    stop: Option<oneshot::Sender<Infallible>>,
 }
 
 /// The admin endpoint on a TCP socket.
@@ -74,6 +85,7 @@ impl Tasks {
             admin: None,
             admin_unix: None,
             takeover: None,
+            takeover_turn: Rc::default(),
         }
     }
 
@@ -198,7 +210,7 @@ impl Tasks {
                 ),
             }
         });
-        self.admin_unix = Some((path, task.abort_handle()));
+        self.admin_unix = Some(SocketFileTask { path, task: task.abort_handle(), stop: None });
     }
 
     /// Serves takeover requests in the configured state directory, unless a task does already. With `replace`,
@@ -217,15 +229,18 @@ impl Tasks {
         let path = active.config.state_dir.as_deref().map(takeover::socket_path);
         let Some(path) = path_to_serve(&mut self.takeover, path) else { return };
         let (requests, replaced, at) = (requests.clone(), replaced.clone(), path.clone());
+        let turn = Rc::clone(&self.takeover_turn);
         let (opened, mut is_opened) = oneshot::channel::<()>();
+        let (stop, stopped) = oneshot::channel();
         let task = spawn_local(async move {
             let file = at.clone();
             let server = spawn_blocking(move || TakeoverServer::listen(&file, replace)).await;
             drop(opened);
             match server.unwrap_or_else(|error| Err(error.into())) {
                 Ok(server) => {
-                    server.serve(requests).await;
-                    replaced.send_replace(true);
+                    if server.serve(requests, stopped, &turn).await {
+                        replaced.send_replace(true);
+                    }
                 }
                 Err(error) => tracing::warn!(
                     path = %at.display(),
@@ -234,7 +249,8 @@ impl Tasks {
                 ),
             }
         });
-        self.takeover = Some((path.clone(), task.abort_handle()));
+        let (stop, task) = (Some(stop), task.abort_handle());
+        self.takeover = Some(SocketFileTask { path: path.clone(), task, stop });
         if timeout(OPEN_TIMEOUT, &mut is_opened).await.is_err() {
             tracing::warn!(
                 path = %path.display(),
@@ -287,15 +303,12 @@ async fn until_bound(socket: &AdminSocket) {
 }
 
 /// Returns `path` if the `current` task does not serve it, and then ends that task.
-fn path_to_serve(
-    current: &mut Option<(PathBuf, AbortHandle)>,
-    path: Option<PathBuf>,
-) -> Option<PathBuf> {
-    let running = current.as_ref().filter(|(_, task)| !task.is_finished());
-    if running.map(|(path, _)| path) == path.as_ref() {
+fn path_to_serve(current: &mut Option<SocketFileTask>, path: Option<PathBuf>) -> Option<PathBuf> {
+    let running = current.as_ref().filter(|serving| !serving.task.is_finished());
+    if running.map(|serving| &serving.path) == path.as_ref() {
         return None;
     }
-    if let Some((_, task)) = current.take() {
+    if let Some(SocketFileTask { task, stop: None, .. }) = current.take() {
         task.abort();
     }
     path

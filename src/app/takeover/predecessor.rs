@@ -3,7 +3,7 @@
 use std::io::{self, ErrorKind, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream as BlockingStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use jackstay_core::takeover::inquiry::{Effect, Input, Inquiry};
@@ -14,17 +14,16 @@ use jackstay_sys::process::inherited_sockets::InheritedSockets;
 use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
-use tokio::time::{sleep, timeout};
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
 
-use super::protocol::{self, REPLY_TIMEOUT, read_line};
+use super::protocol::{self, REPLY_TIMEOUT, read_line, visible_pid, wait_until_ended};
 use crate::app::start_error::{OtherProcess, StartError};
 use crate::observe::log::PidInLines;
 
 /// Maximum time for the running process to answer. It includes a reload in progress, and another takeover that
 /// waits for apiservers (3 s).
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// How often a new process checks whether the old one has ended.
-const END_POLL: Duration = Duration::from_millis(500);
 /// Maximum time for which log lines have the field `pid` after a takeover: longer than the default of the drain
 /// timeout. The id of the old process may be in use again later.
 const MAX_OVERLAP: Duration = Duration::from_secs(120);
@@ -140,10 +139,10 @@ pub(super) fn connect(path: &Path) -> io::Result<BlockingStream> {
     Ok(OwnedFd::from(socket).into())
 }
 
-/// The process at the other end. The kernel reports 0 for a process of another PID namespace.
+/// The process at the other end.
 fn peer_pid(stream: &BlockingStream) -> Option<i32> {
     let peer = descriptor_passing::peer_credentials(stream.as_fd()).ok()?;
-    Some(peer.pid).filter(|pid| *pid > 0)
+    visible_pid(peer.pid)
 }
 
 /// Why a request has no result.
@@ -218,6 +217,24 @@ impl Predecessor {
         self.draining
     }
 
+    /// [`Self::replace`]. If the old process has closed the connection before this one served, asks at `path` once more: it
+    /// has given up waiting and continues to serve, or has ended.
+    ///
+    /// # Errors
+    /// The old process has ended or does not answer.
+    pub async fn replace_at(self, path: &Path) -> io::Result<bool> {
+        let error = match self.replace().await {
+            Err(error) if is_close(&error) => error,
+            result => return result,
+        };
+        let path = path.to_owned();
+        match spawn_blocking(move || request(&path, Request::TakeOver)).await? {
+            // The sockets that it sends are those that this process has.
+            Ok(Found::Predecessor(predecessor, _)) => predecessor.replace().await,
+            _ => Err(error),
+        }
+    }
+
     /// Reports to the old process that this one serves its sockets, and waits until the old one has stopped
     /// accepting. Returns whether this process alone has the sockets then. Log lines have the field `pid` until the
     /// old process has ended, for at most [`MAX_OVERLAP`].
@@ -244,16 +261,13 @@ impl Predecessor {
 
 /// Keeps the field `pid` in log lines until the process `pid` has ended, for at most [`MAX_OVERLAP`].
 pub async fn show_pid_beside(pid: Option<i32>, overlap: PidInLines) {
-    // Without a visible process id, its end cannot be seen.
-    let _ = timeout(MAX_OVERLAP, wait_until_ended(pid)).await;
+    let ended = async {
+        match pid {
+            Some(pid) => wait_until_ended(pid).await,
+            // Its end cannot be seen.
+            None => std::future::pending().await,
+        }
+    };
+    let _ = timeout(MAX_OVERLAP, ended).await;
     drop(overlap);
-}
-
-/// Waits until a process has ended; never ends without its id. Landlock does not restrict stat(2), unlike open(2).
-async fn wait_until_ended(pid: Option<i32>) {
-    let Some(pid) = pid else { return std::future::pending().await };
-    let process = PathBuf::from(format!("/proc/{pid}"));
-    while process.exists() {
-        sleep(END_POLL).await;
-    }
 }

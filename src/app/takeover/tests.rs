@@ -2,6 +2,7 @@
 
 use super::predecessor::connect;
 use super::*;
+use crate::app::shared_sockets::OtherOwners;
 use crate::app::start_error::StartError;
 use jackstay_core::takeover::hand_over::{Offered, offer};
 use jackstay_sys::process::inherited_sockets::InheritedSockets;
@@ -9,6 +10,7 @@ use socket2::{Domain, SockAddr, Socket, Type};
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::fs::PermissionsExt;
+use std::sync::Arc;
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::task::{JoinHandle, spawn_blocking};
 
@@ -19,6 +21,8 @@ struct OldProcess {
     /// Serves the requests of the server. Returns the PID with the release request.
     released: JoinHandle<Option<i32>>,
     server: JoinHandle<()>,
+    /// Dropped when the server shall stop.
+    stop: Option<oneshot::Sender<Infallible>>,
 }
 
 /// The process that serves `path` and hands over its sockets, if one does.
@@ -49,7 +53,7 @@ impl OldProcess {
                         drop(reply.send(Ok(match offer(draining, request) {
                             Offered::AdminSocket => Offer::Draining(copies),
                             Offered::Nothing => Offer::Nothing,
-                            Offered::Sockets => Offer::Sockets(copies),
+                            Offered::Sockets => Offer::Sockets(copies, SentSockets::default()),
                         })));
                     }
                     TakeoverRequest::ReleaseSockets { pid, done } => {
@@ -60,7 +64,11 @@ impl OldProcess {
             }
             None
         });
-        Self { dir, address, released, server: tokio::spawn(server.serve(sender)) }
+        let (stop, stopped) = oneshot::channel();
+        let server = tokio::spawn(async move {
+            server.serve(sender, stopped, &Mutex::default()).await;
+        });
+        Self { dir, address, released, server, stop: Some(stop) }
     }
 
     async fn request(&self) -> Result<Option<(Predecessor, InheritedSockets)>, StartError> {
@@ -142,6 +150,53 @@ async fn request_if_draining_to_an_older_version_reports_that_it_serves() {
     assert!(matches!(found.await.unwrap().unwrap(), Found::Serving(_)));
 }
 
+/// The first version with this protocol closes the connection after `left`, and says nothing of a service manager.
+#[tokio::test]
+async fn takeover_from_the_first_version_does_not_know_whether_the_sockets_are_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = socket_path(dir.path());
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+    let asked = spawn_blocking(move || request_sockets(&path));
+    let (mut stream, _) = listener.accept().unwrap();
+    let expect = |stream: &mut BlockingStream, line: &[u8]| {
+        let mut bytes = vec![0; line.len()];
+        stream.read_exact(&mut bytes).unwrap();
+        assert_eq!(bytes, line);
+    };
+    expect(&mut stream, b"jackstay take-over 1\n");
+    stream.write_all(b"sockets 1\n").unwrap();
+    descriptor_passing::send(stream.as_fd(), socket.as_fd()).unwrap();
+    let (predecessor, mut sockets) = asked.await.unwrap().unwrap().expect("a process serves");
+    assert_eq!(sockets.take(socket.local_addr().unwrap(), false).len(), 1);
+    stream.write_all(b"left\n").unwrap();
+    let replaced = tokio::spawn(predecessor.replace());
+    spawn_blocking(move || expect(&mut stream, b"serving\n")).await.unwrap();
+    assert!(!replaced.await.unwrap().unwrap());
+}
+
+/// The first version closes the connection after `left`, without reading `own`.
+#[tokio::test]
+async fn takeover_by_the_first_version_ends_with_left() {
+    let old = OldProcess::start();
+    let path = socket_path(old.dir.path());
+    let run = move || {
+        let mut stream = BlockingStream::connect(path).unwrap();
+        stream.write_all(b"jackstay take-over 1\n").unwrap();
+        let mut answer = [0; 10];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(&answer, b"sockets 1\n");
+        descriptor_passing::receive(stream.as_fd()).unwrap();
+        stream.write_all(b"serving\n").unwrap();
+        let mut answer = [0; 5];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(&answer, b"left\n");
+    };
+    spawn_blocking(run).await.unwrap();
+    assert!(old.released.await.unwrap().is_some());
+    old.server.await.unwrap();
+}
+
 /// It ends while a new process waits for its answer.
 #[tokio::test]
 async fn request_to_a_process_that_ends_finds_nothing() {
@@ -175,12 +230,14 @@ async fn takeover_with_disconnecting_new_process_leaves_the_old_one_serving() {
 #[tokio::test]
 async fn hand_over_warns_only_of_a_new_process_that_goes_after_it_got_sockets() {
     let (sender, mut requests) = unbounded_channel();
+    let sent_to = OtherOwners::default();
+    let owners = sent_to.clone();
     let control = tokio::spawn(async move {
         while let Some(TakeoverRequest::DuplicateSockets { request, reply }) = requests.recv().await
         {
             let offer = match request {
                 Request::IfDraining => Offer::Nothing,
-                Request::TakeOver => Offer::Sockets(Vec::new()),
+                Request::TakeOver => Offer::Sockets(Vec::new(), SentSockets::new([owners.clone()])),
             };
             drop(reply.send(Ok(offer)));
         }
@@ -203,8 +260,95 @@ async fn hand_over_warns_only_of_a_new_process_that_goes_after_it_got_sockets() 
     new.shutdown(std::net::Shutdown::Write).unwrap();
     let error = hand_over(&mut old, &sender).await.unwrap_err();
     assert_eq!(error.to_string(), "the new process closed the connection");
+    assert!(!sent_to.exist(), "its sockets were closed with it");
+    // One that sends anything else, or nothing in time, may still have them.
+    let (mut new, old) = BlockingStream::pair().unwrap();
+    old.set_nonblocking(true).unwrap();
+    let mut old = UnixStream::from_std(old).unwrap();
+    new.write_all(b"jackstay take-over 1\nleft\n").unwrap();
+    let error = hand_over(&mut old, &sender).await.unwrap_err();
+    assert_eq!(error.to_string(), "unexpected message: left");
+    assert!(sent_to.exist());
     drop(sender);
     control.await.unwrap();
+}
+
+/// A reload of `state_dir` stops the server while a new process has the sockets.
+#[tokio::test]
+async fn server_that_is_stopped_hears_a_new_process_to_its_end() {
+    let mut old = OldProcess::start();
+    let (predecessor, _sockets) = old.request().await.unwrap().expect("a process serves");
+    drop(old.stop.take());
+    // The path is free for another server of this process.
+    let path = socket_path(old.dir.path());
+    while connect(&path).is_ok() {
+        tokio::task::yield_now().await;
+    }
+    drop(TakeoverServer::listen(&path, false).unwrap());
+    assert!(predecessor.replace().await.unwrap());
+    assert!(old.released.await.unwrap().is_some());
+    // Without a new process it stops at once.
+    let mut old = OldProcess::start();
+    drop(old.stop.take());
+    old.server.await.unwrap();
+    assert_eq!(old.released.await.unwrap(), None);
+}
+
+/// After a reload of `state_dir` the server of the new path waits until that of the old one has served its process.
+#[tokio::test]
+async fn servers_that_share_a_turn_serve_one_new_process_at_a_time() {
+    let (sender, mut requests) = unbounded_channel();
+    let turn = Arc::<Mutex<()>>::default();
+    let start = |path: &Path| {
+        let server = TakeoverServer::listen(path, false).unwrap();
+        let (sender, turn) = (sender.clone(), Arc::clone(&turn));
+        let (stop, stopped) = oneshot::channel();
+        (tokio::spawn(async move { server.serve(sender, stopped, &turn).await }), stop)
+    };
+    let ask = |path: &Path| {
+        let mut stream = BlockingStream::connect(path).unwrap();
+        stream.write_all(b"jackstay take-over 1\n").unwrap();
+        stream
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let paths = ["old.sock", "new.sock"].map(|name| dir.path().join(name));
+    let [(_old, _old_stop), (_new, _new_stop)] = [start(&paths[0]), start(&paths[1])];
+    let first = ask(&paths[0]);
+    let Some(TakeoverRequest::DuplicateSockets { reply, .. }) = requests.recv().await else {
+        panic!("no request")
+    };
+    reply.send(Ok(Offer::Sockets(Vec::new(), SentSockets::default()))).unwrap();
+    let _second = ask(&paths[1]);
+    for _ in 0..100 {
+        tokio::task::yield_now().await;
+    }
+    assert!(requests.try_recv().is_err(), "two new processes get sockets");
+    drop(first);
+    assert!(matches!(requests.recv().await, Some(TakeoverRequest::DuplicateSockets { .. })));
+}
+
+/// It was stopped for longer than the old process waits.
+#[tokio::test]
+async fn new_process_that_is_late_asks_again() {
+    let old = OldProcess::start();
+    let (late, _) = old.request().await.unwrap().expect("the server answers");
+    tokio::time::pause();
+    tokio::time::advance(SERVE_TIMEOUT + Duration::from_secs(1)).await;
+    tokio::time::resume();
+    // The server answers the next process, so it has closed the connection of the first one.
+    drop(old.request().await.unwrap().expect("the server answers"));
+    assert!(late.replace_at(&socket_path(old.dir.path())).await.unwrap());
+    assert!(old.released.await.unwrap().is_some());
+}
+
+/// Without a process at the path, the old one has ended.
+#[tokio::test]
+async fn new_process_whose_predecessor_has_ended_reports_the_closed_connection() {
+    let old = OldProcess::start();
+    let (predecessor, _) = old.request().await.unwrap().expect("the server answers");
+    old.server.abort();
+    assert!(old.server.await.is_err());
+    assert!(predecessor.replace_at(&socket_path(old.dir.path())).await.is_err());
 }
 
 #[tokio::test]

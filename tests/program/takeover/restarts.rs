@@ -70,7 +70,10 @@ async fn get(address: SocketAddr, credentials: &Credentials) -> io::Result<()> {
 }
 
 /// The result of an exchange, which fails if it lasts for longer than a drain and a start.
-async fn answered<T>(what: &str, exchange: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+pub async fn answered<T>(
+    what: &str,
+    exchange: impl Future<Output = io::Result<T>>,
+) -> io::Result<T> {
     let late = |_| Err(io::Error::new(ErrorKind::TimedOut, format!("{what}: no answer")));
     timeout(PATIENCE, Box::pin(exchange)).await.unwrap_or_else(late)
 }

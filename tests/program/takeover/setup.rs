@@ -14,9 +14,11 @@ use std::time::Duration;
 /// The drain timeout. Watches end within its first quarter, and L4 flows are reset by its end.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
-const BINARY: &str = env!("CARGO_BIN_EXE_jackstay");
+/// The program under test.
+pub const BINARY: &str = env!("CARGO_BIN_EXE_jackstay");
 
-fn command(binary: &Path, file: &Path, flags: &[&str]) -> Command {
+/// Runs a program with this configuration.
+pub fn command(binary: &Path, file: &Path, flags: &[&str]) -> Command {
     let mut command = Command::new(binary);
     command.args(["run", "--config"]).arg(file).args(flags);
     command
@@ -76,6 +78,8 @@ pub struct Setup {
     admin: SocketAddr,
     /// The file with `config`.
     file: PathBuf,
+    /// The file of `process`.
+    current_file: PathBuf,
     /// Number of configuration files before `file`.
     changes: usize,
 }
@@ -100,7 +104,9 @@ impl Setup {
         config.admin.bind = admin;
         config.listeners[0].bind = vec![address];
         write_config(&file, &config);
-        let setup = Self { process, cluster, config, address, admin, file, changes: 0 };
+        let current_file = file.clone();
+        let setup =
+            Self { process, cluster, config, address, admin, file, current_file, changes: 0 };
         setup.wait_ready().await;
         setup
     }
@@ -116,6 +122,13 @@ impl Setup {
         self.changes += 1;
         self.file.set_file_name(format!("next-{}.yaml", self.changes));
         write_config(&self.file, &self.config);
+    }
+
+    /// Writes `config`, changed, into the file of the current process, which reads it again.
+    pub fn rewrite(&mut self, change: impl FnOnce(&mut Config)) {
+        change(&mut self.config);
+        write_config(&self.current_file, &self.config);
+        self.process.signal("HUP");
     }
 
     /// Starts a process with `config`.
@@ -140,6 +153,7 @@ impl Setup {
 
     /// Makes `new` the current process, and returns the previous one.
     pub fn replace(&mut self, new: Process) -> Process {
+        self.current_file.clone_from(&self.file);
         std::mem::replace(&mut self.process, new)
     }
 

@@ -1,4 +1,5 @@
-//! Text tables: columns as wide as their widest cell, and notes below a row.
+//! Text tables: columns as wide as their widest cell, unless the table would be wider than its [limit](Style::limit), and
+//! notes below a row.
 //!
 //! Each character counts as one column: names, addresses and reasons are ASCII. Control characters
 //! become spaces, because a reason may quote bytes that a peer has sent.
@@ -6,6 +7,13 @@
 use std::io;
 
 use crate::cli::options::has_colour;
+
+/// The width of the output without a terminal.
+const DEFAULT_WIDTH: usize = 160;
+/// The width to which a column is shortened at most.
+const MIN_SHORTENED: usize = 16;
+/// Indentation of a note.
+const NOTE_INDENT: usize = 6;
 
 /// The capabilities of the output.
 #[derive(Debug, Clone, Copy, Default)]
@@ -52,6 +60,11 @@ impl Style {
     /// The capabilities of stdout.
     pub(super) fn of_stdout() -> Self {
         Self { colour: has_colour(), width: terminal_size().map(|(width, _)| width) }
+    }
+
+    /// The columns that a table may have.
+    pub(super) fn limit(self) -> usize {
+        self.width.unwrap_or(DEFAULT_WIDTH)
     }
 
     /// `text` in the colour of `tone`, if colours are on.
@@ -118,26 +131,64 @@ impl Table {
             let cells = self.rows.iter().filter_map(|(cells, _)| cells.get(column));
             cells.map(|cell| cell.text.chars().count()).max().unwrap_or(0)
         };
-        let widths: Vec<usize> = (0..self.align_right.len()).map(width).collect();
+        let mut widths: Vec<usize> = (0..self.align_right.len()).map(width).collect();
+        self.shorten(&mut widths, style.limit());
         for (cells, notes) in &self.rows {
             let mut line = String::new();
             for (column, cell) in cells.iter().enumerate() {
-                let pad = " ".repeat(widths[column] - cell.text.chars().count());
-                let text = style.paint(&cell.text, cell.tone);
+                let text = cut(&cell.text, widths[column]);
+                let pad = " ".repeat(widths[column] - text.chars().count());
+                let text = style.paint(&text, cell.tone);
                 line.push_str("  ");
                 line.push_str(&if self.align_right[column] { pad + &text } else { text + &pad });
             }
             out.push_str(line.trim_end());
             out.push('\n');
             for note in notes {
-                let note_width =
-                    style.width.map_or(usize::MAX, |width| width.saturating_sub(6).max(20));
-                out.push_str("      ");
-                out.push_str(&style.paint(&cut(&note.text, note_width), note.tone));
-                out.push('\n');
+                let width = style.limit().saturating_sub(NOTE_INDENT).max(MIN_SHORTENED);
+                for line in wrapped(&note.text, width) {
+                    out.push_str(&" ".repeat(NOTE_INDENT));
+                    out.push_str(&style.paint(&cut(&line, width), note.tone));
+                    out.push('\n');
+                }
             }
         }
     }
+
+    /// Shortens the widest columns of text until the table is no wider than `limit`.
+    fn shorten(&self, widths: &mut [usize], limit: usize) {
+        let mut excess = widths.iter().map(|width| width + 2).sum::<usize>().saturating_sub(limit);
+        while excess > 0 {
+            let of_text = widths.iter_mut().zip(&self.align_right).filter(|(_, right)| !**right);
+            let Some((widest, _)) = of_text.max_by_key(|(width, _)| **width) else { return };
+            if *widest <= MIN_SHORTENED {
+                return;
+            }
+            *widest -= 1;
+            excess -= 1;
+        }
+    }
+}
+
+/// The words of `text` in lines of at most `width` columns, unless a word is longer.
+fn wrapped(text: &str, width: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    let mut columns = 0;
+    for word in text.split(' ') {
+        let length = word.chars().count();
+        if columns > 0 && columns + 1 + length > width {
+            lines.push(String::new());
+            columns = 0;
+        }
+        let Some(line) = lines.last_mut() else { break };
+        if columns > 0 {
+            line.push(' ');
+            columns += 1;
+        }
+        line.push_str(word);
+        columns += length;
+    }
+    lines
 }
 
 /// Replaces control characters, which could move the cursor or forge a line.
@@ -184,6 +235,31 @@ mod tests {
         let mut out = String::new();
         table.draw(Style::default(), &mut out);
         assert_eq!(out, "  NAME      N  WHY\n  a       100\n  longer    1  x\n      two lines\n");
+    }
+
+    #[test]
+    fn draw_shortens_the_widest_columns_and_wraps_notes() {
+        let mut table = Table::new(&["NAME", ">N", "WHY", "LAST"]);
+        let (why, last) = ("w".repeat(300), "l".repeat(200));
+        let note = format!("{}end", "four ".repeat(60));
+        let cells = ["10.0.0.1:6443", "7", &why, &last].map(Cell::text);
+        table.row(cells.to_vec(), vec![Cell::text(note)]);
+        for (width, limit) in [(None, 160), (Some(100), 100)] {
+            let mut out = String::new();
+            table.draw(Style { colour: false, width }, &mut out);
+            assert!(out.lines().all(|line| line.chars().count() <= limit), "{out}");
+            let row = out.lines().nth(1).unwrap();
+            assert_eq!(row.chars().count(), limit);
+            assert!(row.starts_with("  10.0.0.1:6443  7  www") && row.ends_with("l…"), "{row}");
+            assert_eq!(out.matches("four").count(), 60);
+            assert!(out.ends_with(" end\n"), "{out}");
+        }
+        // What cannot be shortened stays.
+        let mut table = Table::new(&[">N"]);
+        table.row(vec![Cell::text("1".repeat(200))], vec![]);
+        let mut out = String::new();
+        table.draw(Style::default(), &mut out);
+        assert_eq!(out.lines().nth(1).unwrap().len(), 202);
     }
 
     #[test]

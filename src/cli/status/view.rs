@@ -247,8 +247,11 @@ impl View {
             });
             let mut notes = Vec::new();
             if self.wide {
-                let width = self.style.width.map_or(usize::MAX, |_| REASON_WIDTH);
-                row.push(Cell::text(cut(reason, width)));
+                let shown = cut(reason, REASON_WIDTH);
+                if tone != Tone::Good && shown != reason {
+                    notes.push(Cell::text(reason).tone(tone));
+                }
+                row.push(Cell::text(shown));
                 row.push(Cell::text(ejected.as_deref().unwrap_or("never")));
             } else {
                 if tone != Tone::Good {

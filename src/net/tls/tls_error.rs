@@ -80,6 +80,18 @@ pub fn describe(error: &Error) -> String {
     }
 }
 
+/// Names of a certificate in a sentence, at most this number.
+const MAX_NAMES: usize = 8;
+
+/// The first names, and how many more there are.
+fn some_of(names: &[&str]) -> String {
+    let shown = names[..names.len().min(MAX_NAMES)].join(", ");
+    match names.len().saturating_sub(MAX_NAMES) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
+}
+
 /// Describes why a certificate, or its chain, is refused.
 #[allow(deprecated)] // the variants without context are still sent by some verifiers
 #[allow(clippy::too_many_lines, reason = "a table of texts")]
@@ -126,7 +138,7 @@ pub fn describe_certificate_error(error: &CertificateError) -> String {
             let valid_for = if names.is_empty() {
                 ": it has no subject alternative name".to_owned()
             } else {
-                format!(", only for {}", names.join(", "))
+                format!(", only for {}", some_of(&names))
             };
             return format!("the certificate is not valid for {}{valid_for}", expected.to_str());
         }
@@ -264,6 +276,11 @@ mod tests {
             (
                 wrong_name(vec!["DnsName(\"kubernetes\")".into(), "IpAddress(10.0.0.1)".into()]),
                 "the certificate is not valid for lb.example, only for kubernetes, 10.0.0.1",
+            ),
+            (
+                wrong_name((1..=38).map(|n| format!("IpAddress(10.0.0.{n})")).collect()),
+                "the certificate is not valid for lb.example, only for 10.0.0.1, 10.0.0.2, 10.0.0.3, \
+                 10.0.0.4, 10.0.0.5, 10.0.0.6, 10.0.0.7, 10.0.0.8 and 30 more",
             ),
             (
                 wrong_name(vec![]),

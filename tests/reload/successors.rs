@@ -1,7 +1,9 @@
 //! A wrong server name, CA bundle or certificate: what works stays in use until an endpoint has accepted the new one.
 
 use crate::setup::{Setup, Traffic};
-use crate::support::{PATIENCE, TestCluster, passthrough_config, pause, replace_file, until};
+use crate::support::{
+    PATIENCE, TestCluster, passthrough_config, pause, replace_file, tolerate_late_pongs, until,
+};
 use jackstay::config::{CertPaths, Config, Mode};
 use jackstay_apiserver::client::Client;
 use jackstay_apiserver::pki::{Pki, Subject};
@@ -129,6 +131,7 @@ async fn is_accepted(setup: &Setup) -> bool {
 async fn change_to_wrong_and_back(change: Change, passes_through: bool, said: Option<&str>) {
     let cluster = TestCluster::new(3);
     let mut config = cluster.config();
+    tolerate_late_pongs(&mut config);
     change(&mut config, &cluster, true);
     if passes_through {
         config = passthrough_config(config);
@@ -141,6 +144,7 @@ async fn change_to_wrong_and_back(change: Change, passes_through: bool, said: Op
     let watch = setup.watch(&client).await;
     let (traffic, clients) = (Traffic::start(&setup, 200).await, NewClients::start(&setup));
 
+    let previous = setup.proxy.connections("identity-0").await;
     change(&mut setup.config, &setup.cluster, false);
     setup.change(|_| {}).await;
     if let Some(said) = said {
@@ -153,6 +157,10 @@ async fn change_to_wrong_and_back(change: Change, passes_through: bool, said: Op
         let endpoints = setup.proxy.endpoints().await;
         let ready = endpoints.iter().filter(|endpoint| endpoint["state"] == "ready");
         assert_eq!(ready.count(), 3, "{endpoints:?}");
+        // No handshake was made with the previous one.
+        let now = setup.proxy.connections("identity-0").await;
+        assert!(now.iter().all(|one| previous.contains(one)), "{previous:?} -> {now:?}");
+        assert_eq!(now.is_empty(), passes_through);
     }
     traffic.expect_progress().await;
     clients.expect_progress().await;

@@ -97,7 +97,11 @@ class Overload(RigCase, unittest.TestCase):
         return [[entry[1:] for entry in sorted(found[ident])] for ident in idents]
 
     def retried(self):
-        return self.jackstay.metrics().get('jackstay_retries_total{reason="rejected"}', 0)
+        """Requests that jackstay has repeated after a 429, and hedges, with which it asks another apiserver when one is
+        slow, as under load."""
+        metrics = self.jackstay.metrics()
+        hedges = sum(value for name, value in metrics.items() if name.startswith("jackstay_hedges_total{"))
+        return metrics.get('jackstay_retries_total{reason="rejected"}', 0), hedges
 
     def check(self, sent, rejecting):
         """Checks each answer against what the apiservers received. Returns the numbers of requests that a second apiserver
@@ -121,10 +125,15 @@ class Overload(RigCase, unittest.TestCase):
         return asked_two, rejected
 
     def reads(self, count):
-        """Reads through jackstay, one after another. Returns them and the number of retries that jackstay reports."""
-        api, before = self.rig.api(self.jackstay.server, cert=self.rig.load_cert), self.retried()
+        """Reads through jackstay, one after another. Returns them and the least and the largest number that a second
+        apiserver may have answered, by the retries and hedges that jackstay reports: a hedge may be cancelled."""
+        api, (retries, hedges) = self.rig.api(self.jackstay.server, cert=self.rig.load_cert), self.retried()
         sent = [self.send(api, "GET", READ + ("?resourceVersion=0" if i % 2 else "")) for i in range(count)]
-        return sent, self.retried() - before
+        retries, hedges = (after - before for after, before in zip(self.retried(), (retries, hedges)))
+        return sent, (retries, retries + hedges)
+
+    def assert_between(self, count, bounds):
+        self.assertTrue(bounds[0] <= count <= bounds[1], f"{count} is not in {bounds}")
 
     def test_one_apiserver_rejects(self):
         self.overload("a")
@@ -134,7 +143,7 @@ class Overload(RigCase, unittest.TestCase):
         while (not rejected or asked_two < BURST) and count < 4 * READS:
             sent, retried = self.reads(READS)
             asked_two_now, rejected = self.check(sent, "a")
-            self.assertEqual(asked_two_now, retried)
+            self.assert_between(asked_two_now, retried)
             count, asked_two = count + READS, asked_two + asked_two_now
         log(f"    one apiserver rejects: {asked_two} of {count} reads asked of another one, {rejected} rejected when the budget was empty")
         record(f"reads asked of another apiserver after a 429, of {count:,}", asked_two, "reads")
@@ -145,7 +154,7 @@ class Overload(RigCase, unittest.TestCase):
         api, before = self.rig.api(self.jackstay.server, cert=self.rig.load_cert), self.retried()
         writes = [self.send(api, "PATCH", READ, {"data": {"turn": str(i)}}) for i in range(WRITES)]
         asked_two, rejected = self.check(writes, "a")
-        self.assertEqual((asked_two, self.retried() - before), (0, 0))
+        self.assertEqual((asked_two, self.retried()), (0, before))
         self.assertGreater(rejected, 0, "no write was rejected")
 
     def test_all_apiservers_reject(self):
@@ -153,7 +162,7 @@ class Overload(RigCase, unittest.TestCase):
         sent, retried = self.reads(READS // 5)
         asked_two, rejected = self.check(sent, "abc")
         log(f"    all apiservers reject: {asked_two} of {len(sent)} reads asked of another one, {rejected} rejected")
-        self.assertEqual(asked_two, retried)
+        self.assert_between(asked_two, retried)
         # Few find an apiserver that has not just rejected another one.
         self.assertLessEqual(asked_two, len(sent) // 10)
         self.assertGreater(rejected, len(sent) // 2)

@@ -19,7 +19,7 @@ from deployed import DEPLOY, KUBELET_CONF, KUBELET_PEM, SERVER, UPSTREAM, System
 from figures import LONG, bound, record, within
 from kubernetes import RELEASE
 from matrix import covers
-from rig import DETECTORS, ADDRESSES, IMAGE, LOAD_BALANCER, LOAD_BALANCER6, NODE_IP, PORT, WATCH_ERRORS, Jackstay, client_errors, log, sh, wait_for, yaml
+from rig import DETECTORS, ADDRESSES, IMAGE, LOAD_BALANCER, LOAD_BALANCER6, NODE_IP, PORT, WATCH_ERRORS, Jackstay, client_errors, log, log_lines, sh, wait_for, yaml
 from rig_l4 import install, remove
 
 # Seconds. The program feeds the watchdog in half of it, and not while a loop has stalled for 5 s: a process that gets no
@@ -541,6 +541,12 @@ class Controllers(RigCase, unittest.TestCase):
         # A kube-apiserver that has just started refuses the first watch of a new cache until it knows what its etcd
         # supports (RequestWatchProgress). The client then lists: a cache that starts late, after a fault, is no defect.
         late = [line for line in errors if "RequestWatchProgress is disabled" in line]
+        if errors != late:
+            for line in log_lines(jackstay.process, "WARN|ERROR|watch ended"):
+                log(f"    {line}")
+            for name, apiserver in rig.apiservers.items():  # a cache that etcd has closed begins anew
+                for line in log_lines(apiserver.process, "watch chan error|unexpected watch close|forcing .*resync|[Tt]erminating all watchers")[-10:]:
+                    log(f"    {name}: {line}")
         self.assertEqual([line for line in errors if line not in late], [])
         lists = {p.name: self.lists(p)[last[p.name]:] for p in both}
         expected = {p.name: sum(line.startswith(f"{p.name}: ") for line in late) for p in both}

@@ -19,12 +19,14 @@ use crate::control::discovery::kubeconfig;
 use crate::net::dns::ResolverFiles;
 
 /// Files of the system that are read while the process runs, besides those of the configuration: metrics of the
-/// process, its limits, the name of the host, random numbers, and the program for backtraces.
-const SYSTEM_FILES: [&str; 6] = [
+/// process, its limits, the name of the host, random numbers, and the program for backtraces. A static program has no
+/// `getrandom` that its libraries could look up, so they read `/dev/urandom`, after they have waited for `/dev/random`.
+const SYSTEM_FILES: [&str; 7] = [
     "/proc/self",
     "/proc/sys/kernel/hostname",
     "/proc/self/exe",
     "/sys/fs/cgroup",
+    "/dev/random",
     "/dev/urandom",
     "/dev/sysgenid",
 ];

@@ -113,8 +113,10 @@ class Overload(RigCase, unittest.TestCase):
             self.assertEqual(len(set(servers)), len(servers), f"sent to one apiserver twice: {what}")
             self.assertIn(len(servers), (1, 2), what)
             self.assertTrue(all(server in rejecting for server, code in received if code == 429), what)
-            self.assertTrue(all(code == 429 for _, code in received[:-1]), what)
-            self.assertEqual(answer.code, received[-1][1], what)
+            # The one that has not rejected it, also if it was slow and another one was asked meanwhile.
+            codes = [code for _, code in received if code != 429]
+            self.assertLessEqual(len(codes), 1, what)
+            self.assertEqual(answer.code, (codes or [429])[0], what)
             if answer.code == 429:
                 rejected += 1
                 self.assertEqual((self.fairness(answer), answer.body), self.rejection, what)

@@ -397,7 +397,7 @@ impl<W> Class<W> {
     ///
     /// Old connections (with an older generation of the credential, or to a removed endpoint) drain when a replacement
     /// is live, so that no request waits for one. Those to a removed endpoint drain after 5 s in any case. Those with an
-    /// older generation stay, because nobody may accept the new one: without them every request would fail. A class is
+    /// older generation stay, because every apiserver may refuse the new one, and then each request would fail. A class is
     /// in use if a request waits, a watch is held, a request asked for a stream within [`IDLE_CLASS`], or a connection
     /// with an older generation has a stream.
     pub fn plan(

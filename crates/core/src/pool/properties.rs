@@ -220,7 +220,7 @@ impl Shell {
                     assert!(at > self.now);
                     self.wake_at = Some(self.wake_at.map_or(at, |wake_at| wake_at.min(at)));
                 }
-                // Perhaps nobody accepts the new credential.
+                // Every endpoint may refuse the new credential.
                 Effect::Drain(index, DrainReason::CertificateRotated) => {
                     let is_replacement = |row: &ConnectionRow| {
                         row.generation == self.generation

@@ -1,9 +1,7 @@
 //! Flows to endpoints at a distance and behind packet loss, beside flows to others. These tests need root, Python and a
 //! network namespace of their own, as those of [`crate::faults`].
 
-use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
-use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use jackstay_core::flow_health::LOSSY_SERVER;
@@ -14,6 +12,7 @@ use tokio::time::timeout;
 use crate::faults::DropRules;
 use crate::peer::{Peer, client_hello, exchange};
 use crate::support::figures::check_figure;
+use crate::support::long_path::LongPath;
 use crate::support::stopwatch::Stopwatch;
 use crate::support::{Certs, Proxy, passthrough_config, pause};
 
@@ -22,40 +21,8 @@ const RESET: Duration = Duration::from_secs(3);
 /// The round trip of the long path.
 const ROUND_TRIP: Duration = Duration::from_millis(300);
 
-/// A path on which each round trip takes [`ROUND_TRIP`].
-struct LongPath {
-    process: Child,
-    /// The address on which servers listen.
-    local: [u8; 4],
-    /// The address at which they are reached.
-    remote: [u8; 4],
-}
-
-impl LongPath {
-    fn start() -> Self {
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/long_path.py");
-        let one_way = (ROUND_TRIP / 2).as_millis().to_string();
-        let mut process = Command::new("python3")
-            .args([script, "long0", "10.9.0.1/24", &one_way])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut output = BufReader::new(process.stdout.take().unwrap());
-        let mut line = String::new();
-        output.read_line(&mut line).unwrap();
-        assert_eq!(line, "ready\n");
-        Self { process, local: [10, 9, 0, 1], remote: [10, 9, 0, 2] }
-    }
-}
-
-impl Drop for LongPath {
-    fn drop(&mut self) {
-        // It ends with its input.
-        drop(self.process.stdin.take());
-        let _ = self.process.wait();
-    }
-}
+/// The address of servers on the long path, and the one at which they are reached.
+const FAR: ([u8; 4], [u8; 4]) = ([10, 9, 0, 1], [10, 9, 0, 2]);
 
 /// A server, the address at which jackstay reaches it, and a listener for it alone. All share one worker.
 struct Route {
@@ -143,9 +110,8 @@ async fn closed(proxy: &Proxy, listener: &str, reason: &str) -> f64 {
 #[ignore = "needs root and a network namespace of its own"]
 async fn lossy_and_distant_endpoints_delay_no_reset_at_others() {
     const NEAR: [u8; 4] = [127, 0, 0, 1];
-    let path = LongPath::start();
-    let (proxy, [near, lossy, distant]) =
-        routes([(NEAR, NEAR), (NEAR, NEAR), (path.local, path.remote)]).await;
+    let _path = LongPath::start("long0", "10.9.0.1/24", ROUND_TRIP);
+    let (proxy, [near, lossy, distant]) = routes([(NEAR, NEAR), (NEAR, NEAR), FAR]).await;
     let _quiet = (lossy.flows(20).await, distant.flows(20).await);
     let loss = DropRules::new("input", &lossy.drop_rules("numgen random mod 100 < 10 drop"));
     // Suspicions are refuted.

@@ -2,6 +2,8 @@
 
 #![allow(dead_code)] // each test crate uses a part
 
+pub mod long_path;
+
 #[allow(unused_imports)] // each test crate uses a part
 pub use futures_util::future::join_all;
 #[allow(unused_imports)] // each test crate uses a part

@@ -2,11 +2,11 @@
 
 use super::add_listener;
 use super::setup::Setup;
+use crate::support::long_path::LongPath;
 use crate::support::stopwatch::Stopwatch;
 use crate::support::wait::{PATIENCE, pause, until};
-use std::io::{BufRead, BufReader, ErrorKind};
+use std::io::ErrorKind;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
@@ -47,34 +47,6 @@ const LONGEST_ROUND_TRIP: Duration = Duration::from_millis(25);
 /// The address on which jackstay listens, and the one at which clients reach it over the long path.
 const LOCAL: Ipv4Addr = Ipv4Addr::new(10, 9, 1, 1);
 const REMOTE: Ipv4Addr = Ipv4Addr::new(10, 9, 1, 2);
-
-/// A path on which each round trip takes [`ROUND_TRIP`], until it is dropped.
-struct LongPath(Child);
-
-impl LongPath {
-    fn start() -> Self {
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/long_path.py");
-        let one_way = (ROUND_TRIP / 2).as_millis().to_string();
-        let mut process = Command::new("python3")
-            .args([script, "long1", &format!("{LOCAL}/24"), &one_way])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(process.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        assert_eq!(line, "ready\n");
-        Self(process)
-    }
-}
-
-impl Drop for LongPath {
-    fn drop(&mut self) {
-        // It ends with its input.
-        drop(self.0.stdin.take());
-        let _ = self.0.wait();
-    }
-}
 
 /// What became of the connections of the clients.
 #[derive(Default)]
@@ -164,7 +136,7 @@ async fn run_while_clients_connect(
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "needs root, a network namespace of its own and an idle machine"]
 async fn reload_after_a_failed_upgrade_resets_no_connection() {
-    let _path = LongPath::start();
+    let _path = LongPath::start("long1", &format!("{LOCAL}/24"), ROUND_TRIP);
     let mut setup = after_a_failed_upgrade().await;
     let reload = async |setup: &mut Setup| {
         setup.rewrite(|config| {
@@ -179,7 +151,7 @@ async fn reload_after_a_failed_upgrade_resets_no_connection() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "needs root, a network namespace of its own and an idle machine"]
 async fn drain_after_a_failed_upgrade_resets_no_connection() {
-    let _path = LongPath::start();
+    let _path = LongPath::start("long1", &format!("{LOCAL}/24"), ROUND_TRIP);
     let mut setup = after_a_failed_upgrade().await;
     let drain = async |setup: &mut Setup| {
         setup.process.signal("TERM");

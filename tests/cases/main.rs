@@ -1,0 +1,6 @@
+//! Files, servers and clients as people have them: inputs that kubectl, kubelet or kube-apiserver accept, and the built
+//! binary. `config/compatibility.md` lists them with the decision for each.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod table;

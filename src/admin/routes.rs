@@ -19,8 +19,8 @@ const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// Allows only the script and the style sheet of the page, by their hashes, and requests to this origin. Text
 /// from an apiserver can therefore not run as a script. Forbids frames. A test compares the hashes.
 const POLICY: &str = "default-src 'none'; \
-    script-src 'sha256-ZY0yT/Lwzl/JutBE50/Pz8NXb146MIV6OXwTL92b2wc='; \
-    style-src 'sha256-U8uz61yK5soReL3NhIz9y47N+EH+99l2WDAVauvDoVQ='; \
+    script-src 'sha256-QolclY+UylL90LOJFGkqBpafBdmEGMfyQzk43PHVIEM='; \
+    style-src 'sha256-4ttdEzSeO1HNN/TlHplroaeD+Bsg00txma1wUVwIvT8='; \
     connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 const ROUTES: &str = "\

@@ -359,7 +359,10 @@ impl admin::StatusProvider for ProcessStatus {
         for upstream in &shown.upstreams {
             let endpoints = upstream.endpoints();
             let usable = endpoints.iter().filter(|e| upstream.serves_at(e)).count();
-            let mut detail = format!("{usable} of {} endpoints usable", endpoints.len());
+            let mut detail = match endpoints.len() {
+                0 => upstream.sources.no_endpoint_reason(),
+                all => format!("{usable} of {all} endpoints usable"),
+            };
             // Of those that serve only flows, the reason is shown, too.
             let unusable = upstream.unusable_endpoints(5);
             if !unusable.is_empty() {

@@ -12,7 +12,8 @@ use jackstay_core::discovery::address::{AddressError, EndpointAddress};
 
 use super::admin_client::{DEFAULT_ADMIN, fetch_status};
 use super::options::{
-    DEFAULT_CONFIG, DurationFlagError, EXIT_USAGE, OutputArgs, OutputFormat, parse_flag_duration,
+    DEFAULT_CONFIG, DurationFlagError, EXIT_NO_ANSWER, EXIT_USAGE, OutputArgs, OutputFormat,
+    parse_flag_duration,
 };
 use crate::config;
 use crate::config::{CertPaths, Overrides};
@@ -32,8 +33,8 @@ use crate::observe::quantity;
 const HELP: &str = "\
 Without --config and --endpoint the cluster of the kubeconfig is examined.
 
-Exit codes: 0 no problem, 1 problems, or the diagnosis cannot run, 2 bad
-usage or an input that cannot be used.
+Exit codes: 0 no problem, 1 problems, 2 bad usage or an input that cannot
+be used, 3 nothing could be examined.
 
 Examples:
   jackstay doctor
@@ -114,7 +115,7 @@ pub(super) fn run(args: &DoctorArgs) -> ExitCode {
         Ok(observations) => observations,
         Err(error) => {
             eprintln!("cannot examine: {error}");
-            return ExitCode::FAILURE;
+            return ExitCode::from(EXIT_NO_ANSWER);
         }
     };
     let findings = findings::diagnose(&observations);

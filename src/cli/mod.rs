@@ -1,7 +1,7 @@
 //! The command line: each command is a module that returns the exit code.
 //!
-//! The codes are 0 for success, 1 for a failure at run time and 2 for bad usage or a bad
-//! configuration. Errors are lines on stderr. The commands `demo` and `doctor` are cargo features; a
+//! The codes are 0 for success, 1 for a failure at run time, 2 for bad usage or a bad configuration, and 3 if
+//! what a command asks gives no answer. Errors are lines on stderr. The commands `demo` and `doctor` are cargo features; a
 //! build without the feature accepts the command, reports that it is missing and exits with 2.
 
 pub mod check;

@@ -17,6 +17,10 @@ use crate::config::{UnitError, parse_duration};
 /// failure at run time.
 pub(super) const EXIT_USAGE: u8 = 2;
 
+/// Exit code if what the command asks gives no answer: the admin endpoint of a running jackstay, or an apiserver. So a
+/// script can tell a jackstay that does not run from one that is not ready, which is 1.
+pub(super) const EXIT_NO_ANSWER: u8 = 3;
+
 /// The configuration file that is read without `--config`.
 pub(super) const DEFAULT_CONFIG: &str = "/etc/jackstay/jackstay.yaml";
 

@@ -14,12 +14,12 @@ use http::StatusCode;
 use serde::Serialize;
 
 use super::admin_client::{AdminAddress, DEFAULT_ADMIN, TcpAddress, block_on, get};
-use super::options::{OutputArgs, parse_flag_duration};
+use super::options::{EXIT_NO_ANSWER, OutputArgs, parse_flag_duration};
 use crate::config::format_duration;
 
 const HELP: &str = "\
-Exit codes: 0 alive or ready, 1 not alive or ready, or no answer, 2 bad
-usage.
+Exit codes: 0 alive or ready, 1 not alive or ready, 2 bad usage, 3 no
+answer: jackstay does not run there, or is stopped.
 
 Examples:
   jackstay probe livez --socket /run/jackstay/admin.sock
@@ -103,9 +103,11 @@ pub fn run(args: &ProbeArgs) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let message = result.message.trim_end();
-    match result.status {
-        Some(code) => eprintln!("{path} on {address} answers {code}: {message}"),
-        None => eprintln!("{path}: cannot ask {address}: {message}; is jackstay running there?"),
+    if let Some(code) = result.status {
+        eprintln!("{path} on {address} answers {code}: {message}");
+        ExitCode::FAILURE
+    } else {
+        eprintln!("{path}: cannot ask {address}: {message}; is jackstay running there?");
+        ExitCode::from(EXIT_NO_ANSWER)
     }
-    ExitCode::FAILURE
 }

@@ -3,7 +3,7 @@
 //! On a terminal `--watch` draws in place ([`live`]); elsewhere it prints one table after the other.
 //! Both continue while jackstay restarts.
 //!
-//! The exit code is 1 if there is no answer or requests cannot be served ([`serving`]). `--wait` repeats
+//! The exit code is 1 if requests cannot be served ([`serving`]), and 3 without an answer. `--wait` repeats
 //! the query until requests can be served.
 
 mod live;
@@ -25,7 +25,7 @@ use super::admin_client::{
     get_status,
 };
 use super::options::{
-    DurationFlagError, OutputArgs, OutputFormat, has_cursor, parse_flag_duration,
+    DurationFlagError, EXIT_NO_ANSWER, OutputArgs, OutputFormat, has_cursor, parse_flag_duration,
 };
 use crate::config::format_duration;
 
@@ -36,8 +36,8 @@ const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 const MIN_INTERVAL: Duration = Duration::from_millis(100);
 
 const HELP: &str = "\
-Exit codes: 0 every upstream has a usable endpoint, 1 one has none or
-there is no answer, 2 bad usage.
+Exit codes: 0 every upstream has a usable endpoint, 1 one has none, 2 bad
+usage, 3 no answer: jackstay does not run there.
 
 Examples:
   jackstay status
@@ -102,7 +102,7 @@ pub fn run(args: &StatusArgs) -> ExitCode {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("{}", explain_no_status(args.admin, &error));
-            ExitCode::FAILURE
+            ExitCode::from(EXIT_NO_ANSWER)
         }
     }
 }
@@ -131,7 +131,11 @@ fn wait(args: &StatusArgs) -> ExitCode {
             Some(reason) if is_last => {
                 let limit = format_duration(timeout);
                 eprintln!("requests cannot be served after {limit}: {reason}");
-                return ExitCode::FAILURE;
+                return if result.is_ok() {
+                    ExitCode::FAILURE
+                } else {
+                    ExitCode::from(EXIT_NO_ANSWER)
+                };
             }
             Some(_) => {
                 let left = deadline.saturating_duration_since(Instant::now());

@@ -62,6 +62,9 @@ impl RejectReason {
     }
 }
 
+/// What is said of an upstream without endpoints, before the errors of its sources.
+pub const NO_ENDPOINT: &str = "no endpoint is known yet";
+
 /// The reports on all sources of one upstream.
 #[derive(Debug)]
 pub struct Sources {
@@ -162,6 +165,14 @@ impl Sources {
 
     pub fn reports(&self) -> MutexGuard<'_, BTreeMap<EndpointSource, SourceReport>> {
         self.reports.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Why the upstream has no endpoint, in one line.
+    pub fn no_endpoint_reason(&self) -> String {
+        match self.current_errors() {
+            none if none.is_empty() => NO_ENDPOINT.to_owned(),
+            errors => format!("{NO_ENDPOINT}; {errors}"),
+        }
     }
 
     /// The errors of all sources that are failing or have not answered, in one line.

@@ -146,7 +146,7 @@ fn probe_over_unix_socket_returns_the_check_as_exit_code() {
     let socket = socket.to_str().expect("UTF-8");
     let probe = |check| jackstay(&["probe", check, "--socket", socket]);
     let out = probe("livez");
-    assert_eq!(out.status.code(), Some(1));
+    assert_eq!(out.status.code(), Some(3));
     let error = text(&out.stderr);
     assert!(error.contains(socket) && error.lines().count() == 1, "{error}");
 
@@ -164,7 +164,7 @@ fn probe_over_unix_socket_returns_the_check_as_exit_code() {
     let out = jackstay(&["probe", "livez", "--admin", &running.admin]);
     assert!(out.status.success(), "{}", text(&out.stderr));
     drop(running);
-    assert_eq!(probe("livez").status.code(), Some(1), "the process has exited");
+    assert_eq!(probe("livez").status.code(), Some(3), "the process has exited");
 }
 
 #[test]
@@ -207,7 +207,7 @@ fn run_flags_incomplete_or_with_a_file_are_refused() {
 fn status_without_jackstay_names_the_address() {
     let address = refusing_address().to_string();
     let out = jackstay(&["status", "--admin", &address]);
-    assert_eq!(out.status.code(), Some(1));
+    assert_eq!(out.status.code(), Some(3));
     let error = text(&out.stderr);
     assert!(error.contains(&format!("nothing listens on {address}")), "{error}");
     assert_eq!((error.lines().count(), out.stdout.len()), (1, 0), "{error}");
@@ -347,7 +347,7 @@ fn status_timeout_without_wait_limits_the_request() {
     let admin = silent.local_addr().expect("an address").to_string();
     let out = jackstay(&["status", "--timeout", "100ms", "--admin", &admin]);
     let error = text(&out.stderr);
-    assert_eq!(out.status.code(), Some(1), "{error}");
+    assert_eq!(out.status.code(), Some(3), "{error}");
     assert!(error.contains(&format!("{admin} gives no answer within 100ms: ")), "{error}");
 }
 

@@ -7,6 +7,7 @@ use serde_json::Value;
 
 use super::table::clean;
 use super::view::{list_at, text_at};
+use crate::upstream::endpoint_sources::NO_ENDPOINT;
 
 /// Maximum number of endpoints that a reason lists.
 const MAX_LISTED: usize = 3;
@@ -24,14 +25,27 @@ pub(super) fn unready_reason(status: &Value) -> Option<String> {
         return Some(format!("listener {} is not bound", text_at(listener, "name")));
     }
     let unusable = upstreams.iter().find(|u| !list_at(u, "endpoints").iter().any(is_usable))?;
-    let endpoints = list_at(unusable, "endpoints");
-    let mut text =
-        format!("0 of {} endpoints of {} are usable", endpoints.len(), text_at(unusable, "name"));
+    let (endpoints, name) = (list_at(unusable, "endpoints"), text_at(unusable, "name"));
+    if endpoints.is_empty() {
+        return Some(clean(&format!("upstream {name}: {}", no_endpoint_reason(unusable))));
+    }
+    let mut text = format!("0 of {} endpoints of {name} are usable", endpoints.len());
     for endpoint in endpoints.iter().take(MAX_LISTED) {
         let (address, state) = (text_at(endpoint, "address"), text_at(endpoint, "state"));
         text = format!("{text}; {address} is {state} ({})", text_at(endpoint, "reason"));
     }
     Some(clean(&text))
+}
+
+/// Why an upstream has no endpoint, as `/readyz` and the 503 say it
+/// ([`no_endpoint_reason`](crate::upstream::endpoint_sources::Sources::no_endpoint_reason)).
+fn no_endpoint_reason(upstream: &Value) -> String {
+    let errors = list_at(upstream, "sources").iter().filter_map(|source| {
+        let unanswered = source["last_success"].is_null().then_some("no answer yet");
+        let error = source["error"].as_str().or(unanswered)?;
+        Some(format!("{}: {error}", text_at(source, "source")))
+    });
+    std::iter::once(NO_ENDPOINT.to_owned()).chain(errors).collect::<Vec<_>>().join("; ")
 }
 
 /// Why requests of new clients cannot be served: a reason of [`unready_reason`], or the process is
@@ -79,8 +93,15 @@ mod tests {
             "0 of 2 endpoints of u are usable; a:1 is ejected (why ); a:1 is no_h2 (why )"
         );
         let mut two = status(&["ready"]);
-        two["upstreams"].as_array_mut().unwrap().push(json!({"name": "v", "endpoints": []}));
-        assert_eq!(unready_reason(&two).unwrap(), "0 of 0 endpoints of v are usable");
+        two["upstreams"].as_array_mut().unwrap().push(json!({"name": "v", "endpoints": [], "sources": [
+            {"source": "static", "last_success": "2026-01-01T00:00:00Z", "error": null},
+            {"source": "dns", "last_success": null, "error": "lb.example.com: there is no such name"},
+            {"source": "file", "last_success": null, "error": null},
+        ]}));
+        assert_eq!(
+            unready_reason(&two).unwrap(),
+            "upstream v: no endpoint is known yet; dns: lb.example.com: there is no such name; file: no answer yet"
+        );
         let mut unbound = status(&["ready"]);
         unbound["listeners"][0]["bind"] = json!([]);
         assert_eq!(unready_reason(&unbound).unwrap(), "listener l is not bound");

@@ -215,8 +215,7 @@ impl Pool {
     fn reasons(&self, class: &ClassPool) -> String {
         let endpoints = self.upstream.endpoints();
         if endpoints.is_empty() {
-            let errors = self.upstream.sources.current_errors();
-            return format!("no endpoint is known yet; {errors}");
+            return self.upstream.sources.no_endpoint_reason();
         }
         let now = clock::now();
         let reason = |endpoint: &Arc<Endpoint>| {
